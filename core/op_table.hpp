@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "te_fl/device.hpp"
+#include "te_fl/plugin.h"
+#include "te_fl/status.hpp"
+
+namespace te_fl::core {
+
+// The catalogue's schemas in OpId order, and the family of each; generated from ops/*.yaml.
+std::span<const te_fl_op_schema* const> catalogue();
+std::span<const char* const> catalogue_families();
+
+// What static constraints read of a call.
+struct Signature {
+  uint32_t dtypes = 0;    // mask of te_fl_dtype_index over all tensor arguments present
+  uint32_t scalings = 0;  // mask of te_fl_scaling
+  uint32_t version = 1;   // newest `since` among arguments that are not at their neutral value
+  Device device;          // of the tensor arguments; the host if there are none
+  friend bool operator==(const Signature&, const Signature&) = default;
+};
+
+// A schema with its shape rules compiled, checked for consistency. Immutable, thread-safe.
+class CompiledOp {
+ public:
+  // Deep-copies the schema. Errors name the argument and the rule that it breaks.
+  static Result<std::unique_ptr<const CompiledOp>> compile(const te_fl_op_schema& schema);
+  ~CompiledOp();
+
+  const te_fl_op_schema& schema() const noexcept;
+  // Checks every argument and fills the signature: struct_size, pointers present, dtypes, scaling modes and
+  // their required parts, shapes, devices, alignment, scalar ranges, enums, aliasing. Metadata only, no
+  // allocation, a few nanoseconds per tensor. false: check_status() says why.
+  bool check(const void* args, Signature& out) const noexcept;
+  // The signature alone (no shape or scalar checks), for routing decisions.
+  bool signature(const void* args, Signature& out) const noexcept;
+  // The slow path: the first mistake in words, naming argument, what it was and what it must be.
+  Status check_status(const void* args) const;
+  // Names of arguments newer than `version` that are not at their neutral value; for refusals.
+  std::string newer_arguments(const void* args, uint32_t version) const;
+  // The name of the first tensor argument whose dtype (scaling) lies outside the mask; for refusals.
+  std::string dtype_outside(const void* args, uint32_t mask) const;
+  std::string scaling_outside(const void* args, uint32_t mask) const;
+  // The te_fl_saved argument, null if the op has none or it is not given.
+  te_fl_saved* saved(const void* args) const noexcept;
+  // Same description under one name? For R17.
+  bool same_as(const te_fl_op_schema& other) const;
+
+ private:
+  struct Impl;
+  explicit CompiledOp(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace te_fl::core

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "te_fl/device.hpp"
+#include "te_fl/export.hpp"
+#include "te_fl/op_registry.hpp"
+#include "te_fl/policy.hpp"
+#include "te_fl/status.hpp"
+
+namespace te_fl {
+
+// What a call needs besides its arguments.
+struct CallOptions {
+  void* stream = nullptr;  // of the op's device; null is its default stream
+  te_fl_rng rng{0, 0, nullptr};  // for ops with random numbers
+};
+
+// One implementation's standing for a call.
+struct Candidate {
+  std::string impl_id;
+  Kind kind = Kind::kDefault;
+  std::string vendor;
+  std::string owner;
+  int32_t priority = 0;
+  bool accepted = false;
+  bool chosen = false;
+  std::string reason;  // why it was taken or refused, e.g. "dtype f8e4m3 of input is not served"
+};
+
+// How a call would be routed.
+struct Resolution {
+  std::string op;
+  std::string impl_id;  // empty if no candidate remains
+  std::vector<Candidate> candidates;  // in the order in which they would be tried, refused ones where they stand
+  std::string policy;
+};
+
+// What `explain` knows of a call that is not there yet: every tensor argument is assumed to match.
+struct CallProfile {
+  Device device;
+  std::vector<DType> dtypes;      // of the tensor arguments, as a set; empty: any
+  std::vector<Scaling> scalings;  // as a set; empty: none
+};
+
+// A call bound to one op, device, dtypes and scaling modes. call() skips the signature lookup, checks that the
+// arguments still have the prepared signature (dtypes, scalings, device: otherwise INVALID_ARGUMENT) and validates
+// them as OpManager::call does. Follows registrations and policy changes like any call. Copyable; thread-safe.
+class TE_FL_API PreparedOp {
+ public:
+  PreparedOp() = default;
+  Status call(const void* args, const CallOptions& options = {}) const;
+  bool valid() const noexcept { return rep_ != nullptr; }
+  struct Rep;
+
+ private:
+  friend class OpManager;
+  std::shared_ptr<Rep> rep_;
+};
+
+// Counts of calls served, per op and implementation.
+struct OpUsage {
+  std::string op;
+  std::string impl_id;
+  uint64_t calls = 0;
+};
+
+// Chooses an implementation for each call. Thread-safe. The hot path takes no lock and allocates nothing.
+class TE_FL_API OpManager {
+ public:
+  // A manager on its own registry, without plugins; for tests and embedding.
+  explicit OpManager(OpRegistry& registry);
+  ~OpManager();
+  OpManager(const OpManager&) = delete;
+  OpManager& operator=(const OpManager&) = delete;
+
+  // The process's manager: built-in backends registered, plugins discovered and loaded on first use.
+  static OpManager& instance();
+
+  // Runs an op. `args` is the op's argument struct (te_fl/ops/*.h) with struct_size set; it and the
+  // tensors it points to must stay valid during the call (device work may outlive it; data is the caller's).
+  // Errors: INVALID_ARGUMENT (names argument, value, rule), UNSUPPORTED when no candidate remains (lists each
+  // with its reason), or the implementation's own.
+  Status call(OpId op, const void* args, const CallOptions& options = {});
+  Status call(std::string_view op, const void* args, const CallOptions& options = {});
+  // Any argument struct of known type.
+  Result<PreparedOp> prepare(OpId op, const void* args, const CallOptions& options = {});
+  // The choice that call() would make, with the reasons; runs nothing.
+  Result<Resolution> resolve(OpId op, const void* args, const CallOptions& options = {});
+  // The same for a call that is only described.
+  Result<Resolution> explain(OpId op, const CallProfile& profile);
+  // Bytes of te_fl_saved storage that the chosen implementation of a forward op wants; usually 0.
+  Result<size_t> saved_bytes(OpId op, const void* args, const CallOptions& options = {});
+
+  // What served calls since the last reset, most calls first. Counting is per thread and summed here.
+  std::vector<OpUsage> usage() const;
+  void reset_usage();
+  // Reads the environment again: policy and log level. (Plugins are loaded once.)
+  Status reload();
+  OpRegistry& registry() noexcept;
+
+  struct Impl;
+  Impl& impl() noexcept { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace te_fl

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "te_fl/export.hpp"
+#include "te_fl/plugin.h"
+#include "te_fl/policy.hpp"
+#include "te_fl/status.hpp"
+
+namespace te_fl {
+
+// Index of an op in the op table: the catalogue first (te_fl/ops.hpp has constants), then custom ops.
+struct OpId {
+  uint32_t index = UINT32_MAX;
+  friend bool operator==(OpId, OpId) = default;
+};
+
+// One registered implementation, as a snapshot shows it.
+struct OpImplInfo {
+  std::string op;
+  std::string impl_id;
+  Kind kind = Kind::kDefault;
+  std::string vendor;
+  int32_t priority = 0;
+  std::string owner;  // "built-in" or the plugin's name
+  te_fl_op_desc desc{};  // constraints and flags; the pointers are only valid while registered
+};
+
+// The implementations of all ops. Every function is thread-safe; changes take effect on the next call, through
+// one epoch, and never disturb calls in flight.
+class TE_FL_API OpRegistry {
+ public:
+  OpRegistry();
+  ~OpRegistry();
+  OpRegistry(const OpRegistry&) = delete;
+  OpRegistry& operator=(const OpRegistry&) = delete;
+
+  // The registry behind OpManager::instance().
+  static OpRegistry& instance();
+
+  // Registers an implementation. The descriptor is copied; what it points to (functions, self, schema) must outlive
+  // the registration and `keep_alive` is held until no call can use it. Errors: unknown op (names the nearest),
+  // impl_id malformed (R16) or taken, missing run, a schema that differs from the one known (R17).
+  Status register_op(const te_fl_op_desc& desc, std::string owner = "built-in", std::string vendor = "te-fl",
+                     std::shared_ptr<void> keep_alive = nullptr);
+  // Several, all or nothing.
+  Status register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner, std::string vendor,
+                      std::shared_ptr<void> keep_alive = nullptr);
+  // Removes; returns when no thread is inside the implementation. BUSY when called from inside an op.
+  Status unregister_op(std::string_view op, std::string_view impl_id);
+  // Removes everything an owner registered, likewise.
+  Status unregister_owner(std::string_view owner);
+  Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
+
+  std::vector<OpImplInfo> snapshot() const;
+  // Catalogue, then custom ops.
+  std::vector<std::string> op_names() const;
+  Result<OpId> find(std::string_view op) const;  // a misspelt name is an error naming the nearest
+  const te_fl_op_schema* schema(OpId op) const;  // null if there is no such op
+  // Declares a custom op without an implementation.
+  Result<OpId> declare_op(const te_fl_op_schema& schema);
+  uint64_t epoch() const noexcept;
+
+  struct Impl;
+  Impl& impl() noexcept { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace te_fl

@@ -1,0 +1,520 @@
+/*
+ * te_fl/plugin.h - the te-fl plugin ABI. C99, self-contained.
+ *
+ * A plugin is a shared library that exports one symbol, te_fl_plugin_query. Through it the host
+ * learns who made the plugin, which ABI it speaks and, after create(), which devices it provides and
+ * which ops it implements. Loader messages, tests and docs/abi-rules.md quote these rules by number.
+ *
+ *  R1  te_fl_plugin_query is the only exported symbol. It is pure and may be called again: it
+ *      touches no device, starts no thread, reads no file.
+ *  R2  While the ABI is 0.x, the host accepts exactly its own major and minor. From 1.0 on, major must
+ *      be equal and the plugin's minor may be older or newer.
+ *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof. A reader uses
+ *      only members that lie inside struct_size; members beyond it have their neutral value (zero
+ *      unless the member says otherwise). Structs grow at the end only. No size is compared by ==.
+ *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be NULL.
+ *  R5  Nothing throws across the boundary; every function returns te_fl_status. Text goes to the
+ *      error sink that the call was given; a NULL sink means that no text is wanted.
+ *  R6  A status may carry TE_FL_CLEAN: nothing was written and nothing was enqueued, so the host may
+ *      try the next implementation. TE_FL_UNSUPPORTED is always clean. Any other status without the
+ *      mark goes back to the caller.
+ *  R7  The plugin owns what it returns (headers, tables, descriptors, strings) and keeps it valid and
+ *      unchanged from the call that returned it until destroy() returns (for the query's header: until
+ *      the library is closed). The host owns what it passes and keeps it valid for the call only,
+ *      except te_fl_host_api, which is valid until destroy() returns.
+ *  R8  All state lives in the instance that create() returns. The plugin restores the current device,
+ *      the floating-point environment and the signal handlers that it changes.
+ *  R9  Plugins log through te_fl_host_api.log only.
+ *  R10 supports() and workspace() read metadata only: they never touch tensor data, never allocate,
+ *      never block. An implementation whose supports() answer depends on static constraints alone sets
+ *      TE_FL_OP_STATIC_SUPPORT, and then supports() is not called per call. supports() has 20 ns.
+ *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing. It writes only into
+ *      the outputs it was given, allocates no memory that outlives the call, and uses ctx->workspace
+ *      (256-byte aligned) for scratch.
+ *  R12 The host checks arguments against the op's schema before run(): roles, dtypes, scaling modes,
+ *      shapes, devices, scalar ranges. An implementation checks only what its schema cannot say, and
+ *      answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and rule.
+ *  R13 Functions are called from any thread. run() of one implementation may be entered by several
+ *      threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises it.
+ *  R14 create() has a time limit (TE_FL_PLUGIN_TIMEOUT_MS). A plugin that exceeds it is abandoned: it
+ *      is reported, stays mapped and is never called again.
+ *  R15 After quiesce() returns, no work of the plugin is running or enqueued. destroy() follows
+ *      when nothing that the plugin made is referenced any more.
+ *  R16 impl_id is "<kind>.<name>", kind being default, vendor or reference, lower case, dots and
+ *      underscores allowed, unique per op; it is stable between releases: users write it into policies.
+ *  R17 A custom op is named "vendor::op", brings its schema, and two schemas that differ under one name
+ *      are refused.
+ *  R18 One provider per DLPack device type and index space. A chip without a DLPack code uses
+ *      kDLExtDev (12) with its provider name. Plugins that only add ops enumerate no device.
+ */
+#ifndef TE_FL_PLUGIN_H_
+#define TE_FL_PLUGIN_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+#define TE_FL_INIT(...) = __VA_ARGS__ /* default member initialiser: C++ only */
+extern "C" {
+#else
+#define TE_FL_INIT(...)
+#endif
+
+#if defined(__GNUC__)
+#define TE_FL_PLUGIN_EXPORT __attribute__((visibility("default")))
+#else
+#define TE_FL_PLUGIN_EXPORT
+#endif
+
+#define TE_FL_ABI_MAJOR 0u
+#define TE_FL_ABI_MINOR 1u
+#define TE_FL_PLUGIN_MAGIC 0x4c464554u /* "TEFL", little-endian */
+
+/* ---- status ------------------------------------------------------------------------------- */
+
+/* A te_fl_code, optionally or-ed with TE_FL_CLEAN (R6). */
+typedef int32_t te_fl_status;
+
+typedef enum te_fl_code {
+  TE_FL_OK = 0,
+  TE_FL_INVALID_ARGUMENT = 1,    /* the caller's mistake */
+  TE_FL_UNSUPPORTED = 2,         /* this implementation cannot; always clean */
+  TE_FL_NOT_FOUND = 3,           /* no such op, implementation, plugin, device, file */
+  TE_FL_ALREADY_EXISTS = 4,      /* duplicate registration */
+  TE_FL_OUT_OF_MEMORY = 5,
+  TE_FL_FAILED_PRECONDITION = 6, /* right call at the wrong time */
+  TE_FL_INCOMPATIBLE = 7,        /* version or ABI mismatch */
+  TE_FL_BUSY = 8,                /* still in use; e.g. deactivation from inside an op */
+  TE_FL_TIMEOUT = 9,
+  TE_FL_DEVICE_LOST = 10,        /* sticky device error; the device is retired */
+  TE_FL_DATA_LOSS = 11,          /* truncated or corrupt input */
+  TE_FL_INTERNAL = 12            /* a bug, or an error the plugin did not classify */
+} te_fl_code;
+
+#define TE_FL_CLEAN 0x10000
+#define TE_FL_STATUS_CODE(status) ((status) & 0xffff)
+#define TE_FL_STATUS_IS_CLEAN(status) \
+  (((status) & TE_FL_CLEAN) != 0 || TE_FL_STATUS_CODE(status) == TE_FL_UNSUPPORTED)
+
+/* Where error text goes. The host owns it; `text` is copied. Later calls append as cause lines. */
+typedef struct te_fl_error_sink {
+  uint32_t struct_size;
+  uint32_t reserved;
+  void* host;
+  void (*write)(void* host, const char* text); /* required */
+} te_fl_error_sink;
+
+/* ---- dtypes, devices, tensors ---------------------------------------------------------------- */
+
+/* Layout and codes of DLPack 1.1's DLDataType. */
+typedef struct te_fl_dtype {
+  uint8_t code;
+  uint8_t bits;
+  uint16_t lanes; /* 1 */
+} te_fl_dtype;
+
+enum { /* DLDataTypeCode */
+  TE_FL_CODE_INT = 0,
+  TE_FL_CODE_UINT = 1,
+  TE_FL_CODE_FLOAT = 2,
+  TE_FL_CODE_OPAQUE = 3,
+  TE_FL_CODE_BFLOAT = 4,
+  TE_FL_CODE_COMPLEX = 5,
+  TE_FL_CODE_BOOL = 6,
+  TE_FL_CODE_FLOAT8_E4M3FN = 10,
+  TE_FL_CODE_FLOAT8_E5M2 = 12,
+  TE_FL_CODE_FLOAT8_E8M0FNU = 14,
+  TE_FL_CODE_FLOAT4_E2M1FN = 17
+};
+
+/* te-fl's own numbering of the dtypes it knows; bit i of a dtype mask stands for index i. */
+typedef enum te_fl_dtype_index {
+  TE_FL_F64 = 0,
+  TE_FL_F32 = 1,
+  TE_FL_F16 = 2,
+  TE_FL_BF16 = 3,
+  TE_FL_F8E4M3 = 4,
+  TE_FL_F8E5M2 = 5,
+  TE_FL_F4E2M1 = 6,
+  TE_FL_F8E8M0 = 7,
+  TE_FL_I8 = 8,
+  TE_FL_I16 = 9,
+  TE_FL_I32 = 10,
+  TE_FL_I64 = 11,
+  TE_FL_U8 = 12,
+  TE_FL_U16 = 13,
+  TE_FL_U32 = 14,
+  TE_FL_U64 = 15,
+  TE_FL_BOOL = 16,
+  TE_FL_DTYPE_COUNT = 17
+} te_fl_dtype_index;
+
+#define TE_FL_BIT(index) (1u << (index))
+#define TE_FL_MASK_HIGH (TE_FL_BIT(TE_FL_F32) | TE_FL_BIT(TE_FL_F16) | TE_FL_BIT(TE_FL_BF16))
+#define TE_FL_MASK_FP8 (TE_FL_BIT(TE_FL_F8E4M3) | TE_FL_BIT(TE_FL_F8E5M2))
+#define TE_FL_MASK_ANY_DTYPE (TE_FL_BIT(TE_FL_DTYPE_COUNT) - 1u)
+
+/* Layout and codes of DLPack's DLDevice. */
+typedef struct te_fl_device {
+  int32_t type; /* DLDeviceType: 1 CPU, 2 CUDA, 3 CUDAHost, 4 OpenCL, 12 ExtDev, ... */
+  int32_t index;
+} te_fl_device;
+
+enum { /* DLDeviceType, those that te-fl names */
+  TE_FL_DEVICE_CPU = 1,
+  TE_FL_DEVICE_CUDA = 2,
+  TE_FL_DEVICE_CUDA_HOST = 3, /* pinned: counts as host and as device-accessible */
+  TE_FL_DEVICE_OPENCL = 4,
+  TE_FL_DEVICE_VULKAN = 7,
+  TE_FL_DEVICE_METAL = 8,
+  TE_FL_DEVICE_ROCM = 10,
+  TE_FL_DEVICE_ROCM_HOST = 11,
+  TE_FL_DEVICE_EXT = 12,
+  TE_FL_DEVICE_ONEAPI = 14
+};
+
+/* Layout of DLPack's DLTensor. strides are in elements; NULL means compact row-major. */
+typedef struct te_fl_dltensor {
+  void* data;
+  te_fl_device device;
+  int32_t ndim;
+  te_fl_dtype dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+} te_fl_dltensor;
+
+typedef enum te_fl_scaling {
+  TE_FL_SCALING_NONE = 0,         /* not quantised */
+  TE_FL_SCALING_TENSOR = 1,       /* one FP32 scale per tensor: delayed or current scaling */
+  TE_FL_SCALING_BLOCK_1X128 = 2,  /* FP32 scale per 1x128 block */
+  TE_FL_SCALING_BLOCK_128X128 = 3,/* FP32 scale per 128x128 block */
+  TE_FL_SCALING_MXFP8 = 4,        /* E8M0 scale per 1x32 block */
+  TE_FL_SCALING_NVFP4 = 5,        /* E4M3 scale per 1x16 block, FP32 amax per tensor */
+  TE_FL_SCALING_COUNT = 6
+} te_fl_scaling;
+
+enum { /* te_fl_quant.flags */
+  /* As an output: derive the scale from the data's amax (current scaling) and write `scale`, instead of
+     reading `scale` (delayed scaling). Block modes always derive their scales. */
+  TE_FL_QUANT_COMPUTE_SCALE = 1u << 0,
+  TE_FL_QUANT_POW2_SCALE = 1u << 1 /* truncate derived scales to powers of two */
+};
+
+/*
+ * The quantised part of a tensor. For a logical tensor seen as a matrix [M, K] (K = last dimension,
+ * M = product of the others):
+ *   row-wise data: te_fl_tensor.dl.data, [M, K], may be NULL if only the column-wise copy exists.
+ *   column-wise data: compact [K, M] (MXFP8: [M, K], not transposed).
+ *   scale_inv, by scaling mode:
+ *     TENSOR         FP32 [1]; one value serves both copies; columnwise_scale_inv is NULL or equal
+ *     BLOCK_1X128    row-wise FP32 [ceil(K/128), roundup(M,4)]; column-wise [ceil(M/128), roundup(K,4)]
+ *     BLOCK_128X128  row-wise FP32 [ceil(M/128), roundup(ceil(K/128),4)]; column-wise
+ *                    [ceil(K/128), roundup(ceil(M/128),4)]
+ *     MXFP8          E8M0 [roundup(M,128), roundup(ceil(K/32),4)]; column-wise
+ *                    [roundup(ceil(M/32),4), roundup(K,128)]
+ *     NVFP4          E4M3 [roundup(M,128), roundup(ceil(K/16),4)]; column-wise of the transposed
+ *   amax: FP32 [1]. As an output with a given scale (delayed scaling) it is a running maximum: amax =
+ *     max(amax, amax of the data). With COMPUTE_SCALE it is set. Optional when the scale is given.
+ *   scale: FP32 [1], TENSOR mode; read when quantising with a given scale, written under COMPUTE_SCALE.
+ * All parts live on the tensor's device. An op fills every copy (row-wise, column-wise) that the output
+ * has; padding elements of scale_inv are written as zero.
+ */
+typedef struct te_fl_quant {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_quant));
+  uint32_t scaling TE_FL_INIT(0); /* te_fl_scaling */
+  uint32_t flags TE_FL_INIT(0);
+  float amax_epsilon TE_FL_INIT(0); /* lower bound of amax when a scale is derived */
+  void* columnwise_data TE_FL_INIT(NULL);
+  void* scale_inv TE_FL_INIT(NULL);
+  void* columnwise_scale_inv TE_FL_INIT(NULL);
+  float* amax TE_FL_INIT(NULL);
+  float* scale TE_FL_INIT(NULL);
+} te_fl_quant;
+
+typedef struct te_fl_tensor {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_tensor));
+  uint32_t provider TE_FL_INIT(0); /* host-assigned id of the device provider; 0 unless kDLExtDev */
+  te_fl_dltensor dl;
+  const te_fl_quant* quant TE_FL_INIT(NULL); /* NULL: not quantised */
+} te_fl_tensor;
+
+/* What a forward op keeps for its backward beyond tensors of fixed format. The caller provides the
+   struct and, if the implementation's saved_bytes() asks for it, storage. */
+typedef struct te_fl_saved {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_saved));
+  uint32_t opaque TE_FL_INIT(0);              /* forward sets 1: only its own backward can read it */
+  const char* producer TE_FL_INIT(NULL);      /* host sets: impl_id of the forward, interned */
+  const te_fl_tensor* storage TE_FL_INIT(NULL);/* U8 [bytes] on the op's device, or NULL */
+} te_fl_saved;
+
+/* ---- the call context ---------------------------------------------------------------------------- */
+
+typedef struct te_fl_extension { /* chain of optional additions to a context */
+  uint32_t struct_size;
+  uint32_t type;
+  const struct te_fl_extension* next;
+} te_fl_extension;
+
+/* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset}, two
+   uint64 in the device's memory, and wins over the two members. */
+typedef struct te_fl_rng {
+  uint64_t seed;
+  uint64_t offset; /* in Philox counters: four words each */
+  const uint64_t* state;
+} te_fl_rng;
+
+enum { /* te_fl_context.flags */
+  TE_FL_CALL_DETERMINISTIC = 1u << 0, /* same inputs, same bits, or refuse */
+  TE_FL_CALL_CAPTURING = 1u << 1      /* the stream is being captured into a graph */
+};
+
+typedef struct te_fl_context {
+  uint32_t struct_size;
+  uint32_t flags;
+  te_fl_device device;
+  uint32_t provider;
+  uint32_t reserved;
+  void* stream;      /* borrowed; NULL is the device's default stream */
+  void* workspace;   /* workspace() bytes, 256-byte aligned; NULL if it asked for none */
+  size_t workspace_bytes;
+  void* plan;        /* what prepare() returned for this signature, or NULL */
+  te_fl_rng rng;
+  const te_fl_error_sink* errors; /* NULL: no text wanted */
+  const te_fl_extension* extensions;
+} te_fl_context;
+
+/* ---- op schemas ------------------------------------------------------------------------------------ */
+
+typedef enum te_fl_arg_type {
+  TE_FL_ARG_TENSOR = 0,      /* const te_fl_tensor* */
+  TE_FL_ARG_TENSOR_LIST = 1, /* const te_fl_tensor* const*, with an int64_t count member */
+  TE_FL_ARG_BOOL = 2,        /* int32_t, 0 or 1 */
+  TE_FL_ARG_I32 = 3,         /* int32_t */
+  TE_FL_ARG_I64 = 4,         /* int64_t */
+  TE_FL_ARG_F32 = 5,         /* float */
+  TE_FL_ARG_F64 = 6,         /* double */
+  TE_FL_ARG_ENUM = 7,        /* int32_t, one of enum_names */
+  TE_FL_ARG_SAVED = 8        /* te_fl_saved* */
+} te_fl_arg_type;
+
+typedef enum te_fl_arg_role { TE_FL_IN = 0, TE_FL_OUT = 1, TE_FL_INOUT = 2 } te_fl_arg_role;
+
+enum { /* te_fl_arg_desc.flags */
+  TE_FL_ARG_OPTIONAL = 1u << 0,   /* the pointer may be NULL (a list: count 0) */
+  TE_FL_ARG_HOST = 1u << 1,       /* host memory wherever the op runs */
+  TE_FL_ARG_ANY_MEMORY = 1u << 2, /* host or device */
+  TE_FL_ARG_RAW_FP8 = 1u << 3,    /* FP8 codes without quantisation data are meant */
+  TE_FL_ARG_QUANT_ONLY = 1u << 4, /* only the quantisation parts count; dl.data may be NULL */
+  TE_FL_ARG_SAME_DTYPE = 1u << 5, /* dtype must equal that of `same_as` */
+  TE_FL_ARG_ALLOW_OVERLAP = 1u << 6, /* strides may make elements overlap (inputs: broadcast) */
+  TE_FL_ARG_OPAQUE = 1u << 7      /* not compared, not poisoned by checkers */
+};
+
+/*
+ * One argument. `shape` is a rule, compiled by the host at registration:
+ *   rule    = "any" | dims | flag " ? " dims " : " dims      (flag: a bool argument's name)
+ *   dims    = "" (scalar, rank 0) or terms separated by spaces
+ *   term    = "..." (leading dimensions, the same for all arguments; first term only)
+ *           | "@..." (product of the leading dimensions)
+ *           | INT | "_" (any size) | NAME | INT*NAME | NAME+INT | ?NAME (1 or the value of NAME)
+ * A NAME is bound by the first argument that mentions it and must agree afterwards. For tensor
+ * lists the rule applies element by element, with names bound afresh for each index.
+ * min/max bound scalars inclusively (both zero: unbounded). `neutral` is the value at which the argument has no
+ * effect; an implementation older than `since` serves calls that leave it there (tensors: NULL).
+ */
+typedef struct te_fl_arg_desc {
+  uint32_t struct_size;
+  uint8_t type;   /* te_fl_arg_type */
+  uint8_t role;   /* te_fl_arg_role; scalars are IN */
+  uint16_t since; /* param version that introduced it, from 1 */
+  uint32_t flags;
+  uint32_t offset;       /* of the member in the argument struct */
+  uint32_t count_offset; /* TENSOR_LIST: of the int64_t count */
+  uint32_t dtypes;       /* mask of te_fl_dtype_index */
+  uint32_t scalings;     /* mask of te_fl_scaling; bit 0: unquantised allowed */
+  const char* name;
+  const char* shape;
+  const char* inout_if;  /* INOUT only if this bool argument is 1 or this F32 is not 0; NULL: always */
+  const char* aliases;   /* names of inputs this output may share memory with, space separated */
+  const char* same_as;   /* with SAME_DTYPE */
+  const char* enum_names;/* space separated, values from 0 */
+  double neutral;
+  double min;
+  double max;
+} te_fl_arg_desc;
+
+enum { /* te_fl_op_schema.flags */
+  TE_FL_SCHEMA_USES_RNG = 1u << 0,
+  TE_FL_SCHEMA_ENQUIRY = 1u << 1 /* reads metadata, writes host results, touches no device data */
+};
+
+typedef struct te_fl_op_schema {
+  uint32_t struct_size;
+  uint32_t version; /* newest param version, from 1 */
+  uint32_t flags;
+  uint32_t args_size;  /* sizeof the argument struct at `version` */
+  uint32_t args_size_v1; /* smallest struct_size accepted */
+  uint32_t arg_count;
+  const te_fl_arg_desc* const* args;
+  const char* name;
+  const char* summary;
+  const char* formula;
+  const char* source;
+} te_fl_op_schema;
+
+/* ---- op implementations ---------------------------------------------------------------------------- */
+
+typedef enum te_fl_kind {
+  TE_FL_KIND_DEFAULT = 0,
+  TE_FL_KIND_VENDOR = 1,
+  TE_FL_KIND_REFERENCE = 2
+} te_fl_kind;
+
+#define TE_FL_PRIORITY_DEFAULT 150
+#define TE_FL_PRIORITY_VENDOR 100
+#define TE_FL_PRIORITY_REFERENCE 50
+
+enum { /* te_fl_op_desc.flags */
+  TE_FL_OP_THREAD_SAFE = 1u << 0,
+  TE_FL_OP_GRAPH_SAFE = 1u << 1,
+  TE_FL_OP_DETERMINISTIC = 1u << 2,
+  TE_FL_OP_IN_PLACE_OK = 1u << 3,
+  TE_FL_OP_STATIC_SUPPORT = 1u << 4
+};
+
+typedef struct te_fl_op_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_op_desc));
+  uint32_t param_version TE_FL_INIT(1); /* newest version of the op's arguments it honours */
+  const char* op_name TE_FL_INIT(NULL);
+  const char* impl_id TE_FL_INIT(NULL); /* R16 */
+  uint32_t kind TE_FL_INIT(0);          /* te_fl_kind */
+  int32_t priority TE_FL_INIT(0);       /* 0: the kind's default */
+  uint32_t flags TE_FL_INIT(0);
+  uint32_t min_arch TE_FL_INIT(0);      /* in the device's own numbering; 0: any */
+  uint32_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE); /* every tensor argument's dtype must be in it */
+  uint32_t scalings TE_FL_INIT(0x3f);   /* likewise, mask of te_fl_scaling */
+  uint64_t device_types TE_FL_INIT(0);  /* bit i: DLPack device type i */
+  void* self TE_FL_INIT(NULL);          /* passed to the functions below */
+  te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args) TE_FL_INIT(NULL); /* required */
+  te_fl_status (*supports)(void* self, const te_fl_context* ctx, const void* args) TE_FL_INIT(NULL);
+  te_fl_status (*workspace)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes) TE_FL_INIT(NULL);
+  te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes) TE_FL_INIT(NULL);
+  te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan) TE_FL_INIT(NULL);
+  void (*destroy_plan)(void* self, void* plan) TE_FL_INIT(NULL); /* required if prepare is present */
+  const te_fl_op_schema* schema TE_FL_INIT(NULL); /* custom ops (R17); NULL for the catalogue's */
+  const char* vendor TE_FL_INIT(NULL);  /* NULL: the plugin's vendor */
+} te_fl_op_desc;
+
+/* ---- devices ---------------------------------------------------------------------------------------- */
+
+typedef struct te_fl_device_props {
+  uint32_t struct_size;
+  uint32_t arch;          /* provider's numbering, e.g. 90 for sm_90; 0 on the host */
+  uint64_t total_memory;  /* bytes */
+  uint64_t free_memory;   /* bytes, now */
+  uint32_t compute_units;
+  uint32_t reserved;
+  double copy_bandwidth;  /* bytes/s read plus written, 0 until measured */
+  char name[128];
+} te_fl_device_props;
+
+/* Functions of one device. `self` is te_fl_device_desc.self. Streams are opaque; NULL is the default
+   stream. All may be called from any thread. */
+typedef struct te_fl_device_api {
+  uint32_t struct_size;
+  uint32_t reserved;
+  te_fl_status (*allocate)(void* self, size_t bytes, void* stream, void** out, const te_fl_error_sink*); /* required; 256-byte aligned */
+  te_fl_status (*free)(void* self, void* data, void* stream);                                             /* required */
+  te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*);
+  te_fl_status (*free_pinned)(void* self, void* data);
+  /* Copies between host and this device or within it; the direction follows from the flags: bit 0: dst is
+     host memory, bit 1: src is host memory. */
+  te_fl_status (*copy)(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags, void* stream, const te_fl_error_sink*); /* required */
+  te_fl_status (*fill)(void* self, void* dst, uint8_t value, size_t bytes, void* stream, const te_fl_error_sink*); /* required */
+  te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*);
+  te_fl_status (*destroy_stream)(void* self, void* stream);
+  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*); /* required */
+  te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*);
+  te_fl_status (*destroy_event)(void* self, void* event);
+  te_fl_status (*record_event)(void* self, void* event, void* stream);
+  te_fl_status (*wait_event)(void* self, void* event, void* stream); /* stream waits; not the host */
+  te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*);
+  te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing);
+  te_fl_status (*properties)(void* self, te_fl_device_props* props); /* required */
+} te_fl_device_api;
+
+typedef struct te_fl_device_desc {
+  uint32_t struct_size;
+  uint32_t reserved;
+  te_fl_device device;    /* DLPack type and index */
+  const char* provider;   /* e.g. "cuda"; required for kDLExtDev */
+  void* self;
+  const te_fl_device_api* api;
+} te_fl_device_desc;
+
+/* ---- host and plugin -------------------------------------------------------------------------------- */
+
+typedef enum te_fl_log_level {
+  TE_FL_LOG_TRACE = 0,
+  TE_FL_LOG_DEBUG = 1,
+  TE_FL_LOG_INFO = 2,
+  TE_FL_LOG_WARNING = 3,
+  TE_FL_LOG_ERROR = 4
+} te_fl_log_level;
+
+/* What the host tells before a plugin decides how to answer. Valid during the query only. */
+typedef struct te_fl_host_info {
+  uint32_t struct_size;
+  uint32_t abi_major;
+  uint32_t abi_minor;
+  uint32_t reserved;
+  const char* version; /* te-fl's version, "0.1.0" */
+} te_fl_host_info;
+
+/* What a plugin may call. Valid from create() until destroy() returns; any thread. */
+typedef struct te_fl_host_api {
+  uint32_t struct_size;
+  uint32_t reserved;
+  void* host;
+  void (*log)(void* host, int32_t level, const char* text);
+  /* Value of a TE_FL_* setting by name, or NULL if it is unset; valid until destroy(). */
+  const char* (*setting)(void* host, const char* name);
+} te_fl_host_api;
+
+typedef struct te_fl_plugin_api {
+  uint32_t struct_size;
+  uint32_t reserved;
+  /* Makes the instance. A failure leaves nothing behind: no thread, no device memory. Required. */
+  te_fl_status (*create)(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors);
+  /* Arrays of pointers to descriptors, valid until destroy() (R7). NULL slot: none. */
+  te_fl_status (*devices)(void* instance, uint32_t* count, const te_fl_device_desc* const** list, const te_fl_error_sink* errors);
+  te_fl_status (*ops)(void* instance, uint32_t* count, const te_fl_op_desc* const** list, const te_fl_error_sink* errors);
+  te_fl_status (*quiesce)(void* instance, const te_fl_error_sink* errors);
+  void (*destroy)(void* instance); /* required */
+} te_fl_plugin_api;
+
+typedef struct te_fl_plugin_header {
+  uint32_t magic;       /* TE_FL_PLUGIN_MAGIC */
+  uint32_t struct_size;
+  uint32_t abi_major;
+  uint32_t abi_minor;
+  uint32_t min_host_minor; /* the plugin needs at least this minor of the host */
+  uint32_t features;       /* none defined yet: 0 */
+  const char* name;     /* lower case, [a-z0-9_]+ */
+  const char* vendor;   /* e.g. "nvidia"; "te-fl" for portable ones */
+  const char* version;
+  const char* build_id; /* changes with every build; NULL: the ELF build id is used */
+  const te_fl_plugin_api* api;
+  const void* reserved[4];
+} te_fl_plugin_header;
+
+/* The one exported symbol (R1). Returns NULL only if it cannot serve this host at all. */
+typedef const te_fl_plugin_header* (*te_fl_plugin_query_fn)(const te_fl_host_info* host);
+#define TE_FL_PLUGIN_QUERY_SYMBOL "te_fl_plugin_query"
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* TE_FL_PLUGIN_H_ */

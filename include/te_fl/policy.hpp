@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "te_fl/export.hpp"
+#include "te_fl/plugin.h"
+#include "te_fl/status.hpp"
+
+namespace te_fl {
+
+enum class Kind : uint8_t {
+  kDefault = TE_FL_KIND_DEFAULT,
+  kVendor = TE_FL_KIND_VENDOR,
+  kReference = TE_FL_KIND_REFERENCE,
+};
+TE_FL_API std::string_view to_string(Kind kind);
+
+// One token of a per-op list: a kind, a vendor or one implementation.
+struct PolicyToken {
+  enum class Type : uint8_t { kKind, kVendorName, kImpl } type = Type::kKind;
+  Kind kind = Kind::kDefault;
+  std::string name;  // vendor name (lower case) or impl id
+  friend bool operator==(const PolicyToken&, const PolicyToken&) = default;
+};
+
+// What a user may ask for; everything unset means "pure priority".
+struct PolicySettings {
+  std::optional<Kind> prefer;
+  bool strict = false;
+  bool deterministic = false;
+  std::vector<std::string> allow_vendors;  // lower case; empty: all
+  std::vector<std::string> deny_vendors;
+  std::map<std::string, std::vector<PolicyToken>, std::less<>> per_op;  // exclusive lists
+  friend bool operator==(const PolicySettings&, const PolicySettings&) = default;
+};
+
+// Parsers of the variables' syntax. A misspelt token, value or op is an error naming the nearest right
+// one; `known_ops` is the catalogue plus registered custom ops (a "vendor::op" name always passes).
+TE_FL_API Result<Kind> parse_kind(std::string_view text);  // flagos, default, vendor, reference
+TE_FL_API Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> parse_per_op(
+    std::string_view text, const std::vector<std::string>& known_ops);
+TE_FL_API Result<std::vector<std::string>> parse_vendor_list(std::string_view text);
+
+// An immutable, interned policy; equal settings give the same object and id, so entering and leaving a scope
+// flushes nothing. Cheap to copy. Thread-safe.
+class TE_FL_API SelectionPolicy {
+ public:
+  SelectionPolicy() noexcept;  // the empty policy, id 0
+  static SelectionPolicy intern(PolicySettings settings);
+  // From TE_FL_PREFER, TE_FL_PREFER_VENDOR, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
+  // TE_FL_PER_OP, TE_FL_DETERMINISTIC as environment::get sees them now.
+  static Result<SelectionPolicy> from_environment(const std::vector<std::string>& known_ops);
+  uint32_t id() const noexcept { return id_; }
+  const PolicySettings& settings() const noexcept { return *settings_; }
+  std::string describe() const;
+  friend bool operator==(const SelectionPolicy& a, const SelectionPolicy& b) { return a.id_ == b.id_; }
+
+ private:
+  uint32_t id_ = 0;
+  const PolicySettings* settings_;  // interned, never freed
+};
+
+// Process-wide policy set in code; wins over the environment. Takes effect on the next call.
+TE_FL_API void set_global_policy(SelectionPolicy policy);
+TE_FL_API void clear_global_policy();
+// The policy in force for this thread: innermost scope, else global, else environment. An invalid
+// environment gives its error.
+TE_FL_API Result<SelectionPolicy> current_policy();
+
+// Applies a policy to the calling thread until destroyed. Scopes nest; destroy in reverse order.
+class TE_FL_API PolicyScope {
+ public:
+  explicit PolicyScope(SelectionPolicy policy);
+  explicit PolicyScope(PolicySettings settings) : PolicyScope(SelectionPolicy::intern(std::move(settings))) {}
+  ~PolicyScope();
+  PolicyScope(const PolicyScope&) = delete;
+  PolicyScope& operator=(const PolicyScope&) = delete;
+
+ private:
+  uint32_t previous_;
+};
+
+// The calling thread's scope (or "none"), to be re-entered on another thread:
+//   auto captured = CapturedPolicy::capture();   ... on the other thread:   auto scope = captured.enter();
+class TE_FL_API CapturedPolicy {
+ public:
+  static CapturedPolicy capture();
+  [[nodiscard]] std::unique_ptr<PolicyScope> enter() const;  // null if no scope was captured
+ private:
+  std::optional<SelectionPolicy> policy_;
+};
+
+}  // namespace te_fl
