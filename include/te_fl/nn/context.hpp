@@ -5,7 +5,6 @@
 
 #include "te_fl/device.hpp"
 #include "te_fl/export.hpp"
-#include "te_fl/op_manager.hpp"
 #include "te_fl/policy.hpp"
 #include "te_fl/status.hpp"
 

@@ -33,8 +33,8 @@ class TE_FL_API Norm : public Module {
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr);
 
  protected:
-  Norm(Normalization kind, const NormOptions& options);
-  Status init();
+  Norm();
+  Status init(Normalization kind, const NormOptions& options);
 
  private:
   std::unique_ptr<detail::NormCore> core_;
@@ -45,7 +45,7 @@ class TE_FL_API LayerNorm : public Norm {
   static Result<std::unique_ptr<LayerNorm>> create(const NormOptions& options);
 
  private:
-  explicit LayerNorm(const NormOptions& options) : Norm(Normalization::kLayerNorm, options) {}
+  LayerNorm() = default;
 };
 
 class TE_FL_API RMSNorm : public Norm {
@@ -53,7 +53,7 @@ class TE_FL_API RMSNorm : public Norm {
   static Result<std::unique_ptr<RMSNorm>> create(const NormOptions& options);
 
  private:
-  explicit RMSNorm(const NormOptions& options) : Norm(Normalization::kRMSNorm, options) {}
+  RMSNorm() = default;
 };
 
 }  // namespace te_fl::nn

@@ -24,6 +24,7 @@ struct DelayedScaling {
   AmaxAlgo amax_compute_algo = AmaxAlgo::kMax;
   bool fp8_dpa =
       false;  // attention itself in FP8: Q, K, V, O in E4M3, their gradients in E5M2 (kE4M3: E4M3)
+  friend bool operator==(const DelayedScaling&, const DelayedScaling&) = default;
 };
 
 // Per-tensor scales from the tensor's own amax.
@@ -31,12 +32,14 @@ struct Float8CurrentScaling {
   Fp8Format format = Fp8Format::kHybrid;
   bool pow2_scale = false;  // truncate scales to powers of two
   float amax_epsilon = 0;   // lower bound of the amax
+  friend bool operator==(const Float8CurrentScaling&, const Float8CurrentScaling&) = default;
 };
 
 // One scale per block: 1x128 for inputs and gradients, 128x128 for weights. E4M3 throughout.
 struct Float8BlockScaling {
   bool pow2_scale = true;
   float amax_epsilon = 0;
+  friend bool operator==(const Float8BlockScaling&, const Float8BlockScaling&) = default;
 };
 
 using Recipe = std::variant<DelayedScaling, Float8CurrentScaling, Float8BlockScaling>;
