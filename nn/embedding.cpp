@@ -37,14 +37,13 @@ Result<Tensor> dropout_backward(const Tensor& dy, const Tensor& mask, float p) {
 Embedding::~Embedding() = default;
 
 Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& options) {
-  TE_FL_RETURN_IF_ERROR(
-      detail::check_size("Embedding", "num_embeddings", options.num_embeddings));
+  TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "num_embeddings", options.num_embeddings));
   TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "hidden_size", options.hidden_size));
   std::unique_ptr<Embedding> module(new Embedding(options));
-  TE_FL_ASSIGN_OR_RETURN(module->weight_,
-                         init::normal(Shape{options.num_embeddings, options.hidden_size},
-                                      options.init_std, init::subseed(options.seed, 0),
-                                      options.param_dtype, options.device));
+  TE_FL_ASSIGN_OR_RETURN(
+      module->weight_,
+      init::normal(Shape{options.num_embeddings, options.hidden_size}, options.init_std,
+                   init::subseed(options.seed, 0), options.param_dtype, options.device));
   module->register_parameter("weight", module->weight_);
   return module;
 }
@@ -53,7 +52,8 @@ Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
   if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
   Shape shape(indices.shape().begin(), indices.shape().end());
   shape.push_back(options_.hidden_size);
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, Tensor::empty(shape, options_.activation_dtype, options_.device));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         Tensor::empty(shape, options_.activation_dtype, options_.device));
   te_fl_embedding_fwd_args args{};
   args.indices = indices;
   args.weight = weight_->value;

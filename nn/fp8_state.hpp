@@ -11,8 +11,8 @@ namespace te_fl::nn::detail {
 // What a quantised tensor holds; decides its FP8 type and block shape.
 enum class Role : uint8_t { kInput, kWeight, kGradient };
 
-// Delayed-scaling state of one direction of one site: amax history F32 [length, slots] and scale F32 [slots].
-// Empty until delayed scaling is first used there.
+// Delayed-scaling state of one direction of one site: amax history F32 [length, slots] and scale
+// F32 [slots]. Empty until delayed scaling is first used there.
 class Fp8State {
  public:
   explicit Fp8State(int64_t slots) : slots_(slots) {}
@@ -22,7 +22,8 @@ class Fp8State {
   const Tensor& scale() const noexcept { return scale_; }
   // Allocates (scale 1, history 0) or, if the history has another length, keeps its newest rows.
   Status ensure(int64_t history_len, const Device& device);
-  // Takes over loaded state: history [length, slots], scale [slots]; undefined tensors empty the state.
+  // Takes over loaded state: history [length, slots], scale [slots]; undefined tensors empty the
+  // state.
   Status assign(Tensor history, Tensor scale);
   // F32 [1] views: the slot's scale and its entry in history row 0.
   const Tensor& scale_slot(int64_t slot) const { return scale_slots_[slot]; }
@@ -46,9 +47,10 @@ struct Copies {
 // The FP8 type of a role under a recipe.
 DType fp8_dtype(const Recipe& recipe, Role role);
 
-// A new quantised tensor for values of this role. Delayed scaling reads state's scale at `slot` and, if
-// `record`, collects the amax there; other recipes ignore state.
-Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const int64_t> shape, Copies copies,
-                               const Device& device, const Fp8State& state, int64_t slot, bool record);
+// A new quantised tensor for values of this role. Delayed scaling reads state's scale at `slot`
+// and, if `record`, collects the amax there; other recipes ignore state.
+Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const int64_t> shape,
+                               Copies copies, const Device& device, const Fp8State& state,
+                               int64_t slot, bool record);
 
 }  // namespace te_fl::nn::detail

@@ -56,22 +56,20 @@ Result<Tensor> GemmUnit::prepare_input(const Use& use, const Tensor& x) {
 
 Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
   if (!use.mode.fp8) return cast(weight_->value, spec_.activation_dtype);
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor weight,
-      empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
-                      {.rowwise = true, .columnwise = columnwise}, spec_.device, *forward_,
-                      kWeightSlot, use.training));
+  TE_FL_ASSIGN_OR_RETURN(Tensor weight,
+                         empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
+                                         {.rowwise = true, .columnwise = columnwise}, spec_.device,
+                                         *forward_, kWeightSlot, use.training));
   TE_FL_RETURN_IF_ERROR(quantize(weight_->value, weight));
   return weight;
 }
 
 Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& options) {
   if (!options.is_first_microbatch.has_value()) return make_weight(use, use.training);
-  const bool reusable =
-      cached_weight_.defined() && cached_version_ == weight_->version &&
-      cached_weight_.quantized() == use.mode.fp8 &&
-      (!use.mode.fp8 || (*cached_recipe_ == *use.mode.recipe &&
-                         (cached_weight_.has_columnwise() || !use.training)));
+  const bool reusable = cached_weight_.defined() && cached_version_ == weight_->version &&
+                        cached_weight_.quantized() == use.mode.fp8 &&
+                        (!use.mode.fp8 || (*cached_recipe_ == *use.mode.recipe &&
+                                           (cached_weight_.has_columnwise() || !use.training)));
   if (*options.is_first_microbatch || !reusable) {
     TE_FL_ASSIGN_OR_RETURN(cached_weight_, make_weight(use, use.training));
     cached_version_ = weight_->version;
@@ -86,9 +84,8 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
     TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor weight, gemm_weight(use, options));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor output,
-      Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
+  TE_FL_ASSIGN_OR_RETURN(Tensor output, Tensor::empty({input.size(0), spec_.out},
+                                                      spec_.activation_dtype, spec_.device));
   te_fl_generic_gemm_args args{};
   args.a = input;
   args.b = weight;

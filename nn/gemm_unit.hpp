@@ -8,8 +8,9 @@
 
 namespace te_fl::nn::detail {
 
-// One linear map with its weight, bias, FP8 state and cached weight copies: what Linear, LayerNormLinear and
-// the two halves of LayerNormMLP have in common. Works on matrices [rows, features].
+// One linear map with its weight, bias, FP8 state and cached weight copies: what Linear,
+// LayerNormLinear and the two halves of LayerNormMLP have in common. Works on matrices [rows,
+// features].
 class GemmUnit {
  public:
   struct Spec {
@@ -38,11 +39,13 @@ class GemmUnit {
 
   // Decides how to compute; `training` if a backward will follow.
   Result<Use> begin(bool training);
-  // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else high precision.
+  // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
+  // high precision.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
   // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype.
   Result<Tensor> prepare_input(const Use& use, const Tensor& x);
-  // input W^T + b, [rows, out] in the activation dtype. `input` came from input_buffer() or prepare_input().
+  // input W^T + b, [rows, out] in the activation dtype. `input` came from input_buffer() or
+  // prepare_input().
   Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options);
 
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.

@@ -16,7 +16,9 @@ uint64_t splitmix(uint64_t& state) {
 }
 
 // In (0, 1].
-double uniform(uint64_t& state) { return (static_cast<double>(splitmix(state) >> 11) + 1) * 0x1p-53; }
+double uniform(uint64_t& state) {
+  return (static_cast<double>(splitmix(state) >> 11) + 1) * 0x1p-53;
+}
 
 Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, std::span<float> values,
                                         DType dtype, Device device) {
@@ -24,8 +26,8 @@ Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, std::spa
     return invalid_argument("a parameter's dtype is " + std::string(name(dtype)) +
                             "; it must be f32, bf16 or f16");
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat, Tensor::from_values({static_cast<int64_t>(values.size())},
-                                                          values, dtype));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat,
+                         Tensor::from_values({static_cast<int64_t>(values.size())}, values, dtype));
   TE_FL_ASSIGN_OR_RETURN(Tensor shaped, flat.view(shape));
   auto parameter = std::make_shared<Parameter>();
   if (device.is_host()) {
@@ -99,8 +101,8 @@ Result<Tensor> rotary_angles(const RotaryOptions& options) {
   for (int64_t position = 0; position < options.max_seqlen; ++position) {
     float* row = angles.data() + position * options.dim;
     for (int64_t pair = 0; pair < half; ++pair) {
-      const double frequency =
-          std::pow(options.base, -2.0 * static_cast<double>(pair) / static_cast<double>(options.dim));
+      const double frequency = std::pow(
+          options.base, -2.0 * static_cast<double>(pair) / static_cast<double>(options.dim));
       const float angle = static_cast<float>(static_cast<double>(position) * frequency);
       row[options.interleaved ? 2 * pair : pair] = angle;
       row[options.interleaved ? 2 * pair + 1 : pair + half] = angle;

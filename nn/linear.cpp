@@ -67,15 +67,14 @@ LayerNormLinear::~LayerNormLinear() = default;
 Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
     const LayerNormLinearOptions& options) {
   std::unique_ptr<LayerNormLinear> module(new LayerNormLinear);
-  TE_FL_ASSIGN_OR_RETURN(module->norm_,
-                         detail::NormCore::create(
-                             options.normalization,
-                             {.hidden_size = options.in_features,
-                              .epsilon = options.epsilon,
-                              .zero_centered_gamma = options.zero_centered_gamma,
-                              .param_dtype = options.param_dtype,
-                              .activation_dtype = options.activation_dtype,
-                              .device = options.device}));
+  TE_FL_ASSIGN_OR_RETURN(
+      module->norm_, detail::NormCore::create(options.normalization,
+                                              {.hidden_size = options.in_features,
+                                               .epsilon = options.epsilon,
+                                               .zero_centered_gamma = options.zero_centered_gamma,
+                                               .param_dtype = options.param_dtype,
+                                               .activation_dtype = options.activation_dtype,
+                                               .device = options.device}));
   TE_FL_ASSIGN_OR_RETURN(module->gemm_,
                          detail::make_gemm({.module = "LayerNormLinear",
                                             .in = options.in_features,

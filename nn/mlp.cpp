@@ -126,13 +126,13 @@ Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& p
   return manager.call(id, &args, detail::call_options());
 }
 
-// The gradient of fc1's output, in the form that fc1's backward GEMMs want, by the most fused op there is.
+// The gradient of fc1's output, in the form that fc1's backward GEMMs want, by the most fused op
+// there is.
 Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRecord& record,
                                                                     const Tensor& grad) {
   const bool fp8 = record.fc1.mode.fp8;
   if (!fp8 || (fc1->bias() != nullptr && is_gated(options.activation))) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor high,
-                           detail::empty_like(record.pre, options.activation_dtype));
+    TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(record.pre, options.activation_dtype));
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, high));
     return fc1->prepare_grad(record.fc1, high);
   }
@@ -148,15 +148,14 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
   args.input = record.pre;
   args.output = result.tensor;
   args.dbias = dbias.tensor();
-  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(ops_of(options.activation).dbias, &args,
-                                                   detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(
+      OpManager::instance().call(ops_of(options.activation).dbias, &args, detail::call_options()));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
   result.bias_done = true;
   return result;
 }
 
-LayerNormMLP::LayerNormMLP(const LayerNormMLPOptions& options)
-    : impl_(std::make_unique<Impl>()) {
+LayerNormMLP::LayerNormMLP(const LayerNormMLPOptions& options) : impl_(std::make_unique<Impl>()) {
   impl_->options = options;
 }
 LayerNormMLP::~LayerNormMLP() = default;
@@ -167,15 +166,14 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
       detail::check_size("LayerNormMLP", "ffn_hidden_size", options.ffn_hidden_size));
   std::unique_ptr<LayerNormMLP> module(new LayerNormMLP(options));
   Impl& impl = *module->impl_;
-  TE_FL_ASSIGN_OR_RETURN(impl.norm,
-                         detail::NormCore::create(
-                             options.normalization,
-                             {.hidden_size = options.hidden_size,
-                              .epsilon = options.epsilon,
-                              .zero_centered_gamma = options.zero_centered_gamma,
-                              .param_dtype = options.param_dtype,
-                              .activation_dtype = options.activation_dtype,
-                              .device = options.device}));
+  TE_FL_ASSIGN_OR_RETURN(
+      impl.norm, detail::NormCore::create(options.normalization,
+                                          {.hidden_size = options.hidden_size,
+                                           .epsilon = options.epsilon,
+                                           .zero_centered_gamma = options.zero_centered_gamma,
+                                           .param_dtype = options.param_dtype,
+                                           .activation_dtype = options.activation_dtype,
+                                           .device = options.device}));
   detail::GemmOptions gemm{.module = "LayerNormMLP",
                            .in = options.hidden_size,
                            .out = options.ffn_hidden_size * (is_gated(options.activation) ? 2 : 1),
@@ -239,9 +237,9 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   record.pre = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
   TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx,
-                         impl.norm->backward(d_normed, record.norm,
-                                             residual_grad == nullptr ? nullptr : &residual));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor dx,
+      impl.norm->backward(d_normed, record.norm, residual_grad == nullptr ? nullptr : &residual));
   return dx.view(record.shape);
 }
 

@@ -55,7 +55,8 @@ struct Module::Tree {
     const bool taken = std::any_of(entries.begin(), entries.end(),
                                    [&](const Entry& e) { return e.name == entry.name; });
     if (taken || entry.name.empty()) {
-      die(internal_error("nn::Module: the name \"" + entry.name + "\" is empty or registered twice"));
+      die(internal_error("nn::Module: the name \"" + entry.name +
+                         "\" is empty or registered twice"));
     }
     entries.push_back(std::move(entry));
   }

@@ -25,8 +25,8 @@ class NormCore {
 
  private:
   NormCore(Normalization kind, const NormOptions& options) : kind_(kind), options_(options) {}
-  Status run_backward(const Tensor& dz, const Saved& saved, const Tensor* residual, const Tensor& dx,
-                      const Tensor& dgamma, const Tensor& dbeta) const;
+  Status run_backward(const Tensor& dz, const Saved& saved, const Tensor* residual,
+                      const Tensor& dx, const Tensor& dgamma, const Tensor& dbeta) const;
 
   Normalization kind_;
   NormOptions options_;

@@ -41,8 +41,8 @@ Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& paramete
   return slots;
 }
 
-// The lists of one multi_tensor call: parameters with and without decay, with and without master weights,
-// go in separate calls.
+// The lists of one multi_tensor call: parameters with and without decay, with and without master
+// weights, go in separate calls.
 struct Lists {
   Pointers grads, values, firsts, seconds, masters;
   bool empty() const { return grads.empty(); }

@@ -17,8 +17,8 @@ Status check_epsilon(float epsilon, const char* recipe) {
 
 std::string epsilon_text(bool pow2, float epsilon) {
   char buffer[64];
-  std::snprintf(buffer, sizeof buffer, "%s, epsilon %g)", pow2 ? "power-of-two scales" : "exact scales",
-                static_cast<double>(epsilon));
+  std::snprintf(buffer, sizeof buffer, "%s, epsilon %g)",
+                pow2 ? "power-of-two scales" : "exact scales", static_cast<double>(epsilon));
   return buffer;
 }
 

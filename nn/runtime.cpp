@@ -32,8 +32,7 @@ Status update_group(const std::vector<const PendingUpdate*>& group) {
   args.scales_count = static_cast<int64_t>(scales.size());
   args.algo = first.recipe.amax_compute_algo == AmaxAlgo::kMax ? TE_FL_AMAX_ALGO_MAX
                                                                : TE_FL_AMAX_ALGO_MOST_RECENT;
-  args.fp8_dtype =
-      first.dtype == DType::kF8E4M3 ? TE_FL_FP8_FORMAT_E4M3 : TE_FL_FP8_FORMAT_E5M2;
+  args.fp8_dtype = first.dtype == DType::kF8E4M3 ? TE_FL_FP8_FORMAT_E4M3 : TE_FL_FP8_FORMAT_E5M2;
   args.margin = static_cast<float>(first.recipe.margin);
   return ops::fused_amax_and_scale_update_after_reduction(args, call_options());
 }
@@ -81,7 +80,8 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
 }
 
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
-  // Scopes end in reverse order; one that does not is taken out of the middle, so that the rest stays sound.
+  // Scopes end in reverse order; one that does not is taken out of the middle, so that the rest
+  // stays sound.
   for (std::shared_ptr<AutocastFrame>* link = &tls_frame; *link != nullptr;
        link = &(*link)->previous) {
     if (*link == frame) {
@@ -118,9 +118,9 @@ namespace {
 Status check_options(const AutocastOptions& options, const Recipe& recipe) {
   TE_FL_RETURN_IF_ERROR(validate(recipe));
   if (options.calibrating && !std::holds_alternative<DelayedScaling>(recipe)) {
-    return invalid_argument("autocast: calibrating collects amaxes for delayed scaling; " +
-                            describe(recipe) +
-                            " keeps no state to calibrate: use DelayedScaling or calibrating = false");
+    return invalid_argument(
+        "autocast: calibrating collects amaxes for delayed scaling; " + describe(recipe) +
+        " keeps no state to calibrate: use DelayedScaling or calibrating = false");
   }
   return {};
 }

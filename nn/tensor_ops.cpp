@@ -83,10 +83,9 @@ Status running_amax(const Tensor& tensor, const Tensor& amax) {
 
 Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what) {
   if (!x.defined() || x.quantized() || !is_high(x.dtype()) || x.rank() < 1 || x.size(-1) != last) {
-    return invalid_argument(std::string(what) + " is " +
-                            (x.defined() ? x.describe() : std::string("undefined")) +
-                            "; it must be F32, BF16 or F16 of shape [..., " + std::to_string(last) +
-                            "]");
+    return invalid_argument(
+        std::string(what) + " is " + (x.defined() ? x.describe() : std::string("undefined")) +
+        "; it must be F32, BF16 or F16 of shape [..., " + std::to_string(last) + "]");
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, compact(x));
   if (flat.rank() == 2) return flat;

@@ -27,14 +27,14 @@ Result<Tensor> cast(const Tensor& tensor, DType dtype);
 // amax = max(amax, max|tensor|); amax is F32 [1].
 Status running_amax(const Tensor& tensor, const Tensor& amax);
 
-// x [..., last] as compact [rows, last]. INVALID_ARGUMENT naming `what` if the last dimension is another or
-// the dtype is not F32, BF16 or F16.
+// x [..., last] as compact [rows, last]. INVALID_ARGUMENT naming `what` if the last dimension is
+// another or the dtype is not F32, BF16 or F16.
 Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what);
 // `like`'s shape with another last dimension.
 Shape with_last(std::span<const int64_t> like, int64_t last);
 
-// Where a gradient that an op can only set, not add, is to be written: the parameter's own tensor, or
-// scratch that commit() adds to it.
+// Where a gradient that an op can only set, not add, is to be written: the parameter's own tensor,
+// or scratch that commit() adds to it.
 class GradTarget {
  public:
   static Result<GradTarget> open(Parameter* parameter);  // null: an undefined target

@@ -26,7 +26,8 @@ struct Parameter {
   Tensor grad;   // F32, same shape; zero until a backward writes it
   // False after zero_grad(): the next backward overwrites grad instead of adding to it.
   bool grad_written = false;
-  // Changes whenever an optimizer or load_state() writes value; quantised copies of an older version are not reused.
+  // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
+  // version are not reused.
   uint64_t version = 0;
 };
 
