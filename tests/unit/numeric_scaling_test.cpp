@@ -238,9 +238,8 @@ TEST(Dropout, KeepsFromTheExactThreshold) {
   EXPECT_EQ(dropout_threshold(0.5f), 0x80000000u);
   EXPECT_FALSE(dropout_keep(0x7FFFFFFF, 0.5f));  // 0.5 after rounding to FP32
   EXPECT_TRUE(dropout_keep(0x80000000, 0.5f));
-  // 0.1f = 0x1.99999Ap-4 = 0x1999999A * 2^-32 + 0 exactly.
-  EXPECT_EQ(dropout_threshold(0.1f), 0x1999999Au + 0x0u);
-  // A p with bits below 2^-32: 0x1.000002p-9 = (0x800001 * 2^-32), and one below 2^-32 itself.
+  EXPECT_EQ(dropout_threshold(0.1f), 0x199999A0u);  // 0.1f is 0x1.99999Ap-4
+  // 0x1.000002p-9 is the last binade whose bits all reach 2^-32; below it the threshold rounds up.
   EXPECT_EQ(dropout_threshold(0x1.000002p-9f), 0x800001u);
   EXPECT_EQ(dropout_threshold(0x1.000002p-10f), 0x400001u);  // 0x400000.8, rounded up
   EXPECT_FALSE(dropout_keep(0x400000, 0x1.000002p-10f));
