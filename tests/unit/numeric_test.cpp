@@ -315,7 +315,8 @@ TEST(NumericFormats, Bf16FollowsFromTheHalvesOfFp32) {
 
 #if defined(__x86_64__)
 __attribute__((target("f16c"))) std::uint16_t hardware_fp16(float x) {
-  return static_cast<std::uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+  const __m128i packed = _mm_cvtps_ph(_mm_set_ss(x), _MM_FROUND_TO_NEAREST_INT);
+  return static_cast<std::uint16_t>(_mm_cvtsi128_si32(packed));
 }
 __attribute__((target("f16c"))) float hardware_from_fp16(std::uint16_t code) {
   return _cvtsh_ss(code);
