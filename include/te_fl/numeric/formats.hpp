@@ -26,7 +26,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 
 namespace te_fl::numeric {
 
