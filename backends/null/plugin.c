@@ -1,7 +1,7 @@
 /*
- * The null backend: a complete te-fl plugin in C99 with one op, relu on host memory. Copy this folder to
- * start a backend: rename it, replace relu by your first kernel, add descriptors to k_ops. The rules (R1...)
- * are in te_fl/plugin.h.
+ * The null backend: a complete te-fl plugin in C99 with one op, relu on host memory. Copy this
+ * folder to start a backend: rename it, replace relu by your first kernel, add descriptors to
+ * k_ops. The rules (R1...) are in te_fl/plugin.h.
  */
 #include <stdlib.h>
 
@@ -28,8 +28,8 @@ static int is_compact(const te_fl_dltensor* t) {
   return 1;
 }
 
-/* Reads metadata only (R10). Dtypes, device and scaling modes are static constraints of the descriptor; what
-   is left to refuse here is the memory layout. */
+/* Reads metadata only (R10). Dtypes, device and scaling modes are static constraints of the
+   descriptor; what is left to refuse here is the memory layout. */
 static te_fl_status relu_supports(void* self, const te_fl_context* ctx, const void* raw) {
   const te_fl_relu_args* args = (const te_fl_relu_args*)raw;
   (void)self;
@@ -69,7 +69,8 @@ static const te_fl_op_desc k_relu = {
 
 static const te_fl_op_desc* const k_ops[] = {&k_relu};
 
-static te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors) {
+static te_fl_status create(const te_fl_host_api* host, void** instance,
+                           const te_fl_error_sink* errors) {
   null_instance* self = (null_instance*)malloc(sizeof *self);
   if (self == NULL) {
     report(errors, "out of host memory");
