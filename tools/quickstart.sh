@@ -22,4 +22,5 @@ te_fl_need_packages "${te_fl_build_packages[@]}" "${te_fl_example_packages[@]}"
 jobs=${TE_FL_BUILD_JOBS:-$(nproc)}
 cmake -S . -B build/release -G Ninja -DCMAKE_BUILD_TYPE=Release --log-level=WARNING
 cmake --build build/release -j "$jobs" --target train_gpt te-fl
+tools/fetch_text.sh
 exec build/release/bin/train_gpt "$@"
