@@ -23,7 +23,8 @@ uint32_t refresh_environment();
 // current_policy() says why if this is kInvalidPolicy.
 inline uint32_t current_id() {
   if (t_scope != 0) return t_scope - 1;
-  if (const uint32_t global = g_global.load(std::memory_order_relaxed); global != 0) return global - 1;
+  if (const uint32_t global = g_global.load(std::memory_order_relaxed); global != 0)
+    return global - 1;
   const uint64_t word = g_environment.load(std::memory_order_acquire);
   if (static_cast<uint32_t>(word >> 32) == static_cast<uint32_t>(environment::generation())) {
     return static_cast<uint32_t>(word);

@@ -10,39 +10,6 @@
 #include "te_fl/policy.hpp"
 
 namespace te_fl {
-namespace policy {
-
-std::string_view trim(std::string_view s) {
-  while (!s.empty() && std::isspace(static_cast<unsigned char>(s.front()))) s.remove_prefix(1);
-  while (!s.empty() && std::isspace(static_cast<unsigned char>(s.back()))) s.remove_suffix(1);
-  return s;
-}
-
-std::string lower(std::string_view s) {
-  std::string out(s);
-  for (char& c : out) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return out;
-}
-
-std::vector<std::string_view> split(std::string_view s, char separator) {
-  std::vector<std::string_view> parts;
-  while (true) {
-    const size_t end = s.find(separator);
-    parts.push_back(trim(s.substr(0, end)));
-    if (end == std::string_view::npos) return parts;
-    s.remove_prefix(end + 1);
-  }
-}
-
-std::string did_you_mean(std::string_view word, const std::vector<std::string>& choices) {
-  const std::string near = environment::nearest(word, choices);
-  return near.empty() ? std::string() : "; did you mean \"" + near + "\"?";
-}
-
-std::string quoted(std::string_view s) { return "\"" + std::string(s) + "\""; }
-
-}  // namespace policy
-
 namespace {
 
 using policy::did_you_mean;
@@ -87,9 +54,11 @@ Result<PolicyToken> parse_token(std::string_view text, std::string_view op) {
   if (name.empty()) {
     return invalid_argument(quoted(text) + where + " names nothing after the colon" + rule);
   }
-  if (head == "impl") return PolicyToken{PolicyToken::Type::kImpl, Kind::kDefault, std::string(name)};
+  if (head == "impl")
+    return PolicyToken{PolicyToken::Type::kImpl, Kind::kDefault, std::string(name)};
   if (!is_vendor_name(name)) {
-    return invalid_argument(quoted(name) + where + " is not a vendor name (letters, digits, _ - .)");
+    return invalid_argument(quoted(name) + where +
+                            " is not a vendor name (letters, digits, _ - .)");
   }
   return PolicyToken{PolicyToken::Type::kVendorName, Kind::kVendor, lower(name)};
 }
@@ -111,7 +80,8 @@ Result<std::optional<bool>> bool_variable(const char* name) {
   const std::optional<std::string> value = environment::get_if_set(name);
   if (!value) return std::optional<bool>();
   const std::string word = lower(trim(*value));
-  if (word == "1" || word == "true" || word == "yes" || word == "on") return std::optional<bool>(true);
+  if (word == "1" || word == "true" || word == "yes" || word == "on")
+    return std::optional<bool>(true);
   if (word.empty() || word == "0" || word == "false" || word == "no" || word == "off") {
     return std::optional<bool>(false);
   }
@@ -200,7 +170,8 @@ Result<std::vector<std::string>> parse_vendor_list(std::string_view text) {
   return vendors;
 }
 
-Result<SelectionPolicy> SelectionPolicy::from_environment(const std::vector<std::string>& known_ops) {
+Result<SelectionPolicy> SelectionPolicy::from_environment(
+    const std::vector<std::string>& known_ops) {
   TE_FL_RETURN_IF_ERROR(environment::status());
   PolicySettings settings;
   TE_FL_ASSIGN_OR_RETURN(settings.prefer, preferred_kind());
@@ -213,7 +184,8 @@ Result<SelectionPolicy> SelectionPolicy::from_environment(const std::vector<std:
                          parse_variable("TE_FL_ALLOW_VENDORS", parse_vendor_list));
   TE_FL_ASSIGN_OR_RETURN(settings.deny_vendors,
                          parse_variable("TE_FL_DENY_VENDORS", parse_vendor_list));
-  TE_FL_ASSIGN_OR_RETURN(settings.per_op, parse_variable("TE_FL_PER_OP", [&](std::string_view text) {
+  TE_FL_ASSIGN_OR_RETURN(settings.per_op,
+                         parse_variable("TE_FL_PER_OP", [&](std::string_view text) {
                            return parse_per_op(text, known_ops);
                          }));
   return intern(std::move(settings));

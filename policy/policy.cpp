@@ -2,13 +2,12 @@
 
 #include "te_fl/policy.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <deque>
 #include <mutex>
 #include <unordered_map>
 
+#include "core/fork.hpp"
 #include "core/op_table.hpp"
 #include "policy/current.hpp"
 #include "policy/text.hpp"
@@ -19,7 +18,8 @@ namespace policy {
 
 constinit thread_local uint32_t t_scope = 0;
 std::atomic<uint32_t> g_global{0};
-// No generation has these low bits before the first read: generation() counts up from a small number.
+// No generation has these low bits before the first read: generation() counts up from a small
+// number.
 std::atomic<uint64_t> g_environment{uint64_t{UINT32_MAX} << 32 | kInvalidPolicy};
 
 namespace {
@@ -64,8 +64,11 @@ std::string text_of(const PolicySettings& s) {
   return out;
 }
 
+// Nothing else is called while it is held.
+constinit core::ForkMutex mutex(35);
+const core::ForkMutex::Registration registration(mutex);
+
 struct Interned {
-  std::mutex mutex;
   std::deque<PolicySettings> by_id;  // addresses stay
   std::unordered_map<std::string, uint32_t> ids;
   Status environment_error;  // of the word in g_environment
@@ -76,9 +79,6 @@ Interned& interned() {
     auto* made = new Interned;  // never freed: policies may be used until the last thread ends
     made->by_id.emplace_back();
     made->ids.emplace(text_of({}), 0);
-    // A child of fork() finds the mutex free, whatever the parent's other threads were doing.
-    pthread_atfork([] { interned().mutex.lock(); }, [] { interned().mutex.unlock(); },
-                   [] { interned().mutex.unlock(); });
     return made;
   }();
   return *table;
@@ -115,7 +115,7 @@ void warn_unknown_ops(const PolicySettings& settings) {
 
 const PolicySettings& settings_of(uint32_t id) {
   Interned& table = interned();
-  std::lock_guard lock(table.mutex);
+  std::lock_guard lock(mutex);
   return table.by_id[id];
 }
 
@@ -126,7 +126,7 @@ uint32_t refresh_environment() {
   const Result<SelectionPolicy> policy = SelectionPolicy::from_environment(catalogue_names());
   const uint32_t id = policy.ok() ? policy->id() : kInvalidPolicy;
   Interned& table = interned();
-  std::lock_guard lock(table.mutex);
+  std::lock_guard lock(mutex);
   table.environment_error = policy.status();
   g_environment.store(static_cast<uint64_t>(static_cast<uint32_t>(generation)) << 32 | id,
                       std::memory_order_release);
@@ -144,7 +144,7 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
   policy::warn_unknown_ops(settings);
   SelectionPolicy made;
   policy::Interned& table = policy::interned();
-  std::lock_guard lock(table.mutex);
+  std::lock_guard lock(policy::mutex);
   const auto [at, added] = table.ids.emplace(std::move(key), table.by_id.size());
   if (added) table.by_id.push_back(std::move(settings));
   made.id_ = at->second;
@@ -168,7 +168,7 @@ Result<SelectionPolicy> current_policy() {
     const uint32_t id = policy::current_id();
     if (id != policy::kInvalidPolicy) return SelectionPolicy::intern(policy::settings_of(id));
     policy::Interned& table = policy::interned();
-    std::lock_guard lock(table.mutex);
+    std::lock_guard lock(policy::mutex);
     if (table.environment_error.ok()) continue;  // repaired between the two looks
     return table.environment_error.wrap("the selection policy of the environment is invalid");
   }

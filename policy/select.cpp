@@ -105,9 +105,12 @@ std::string device_type_text(uint64_t mask) {
 }  // namespace
 
 bool same_vendor(std::string_view a, std::string_view b) {
-  const auto canonical = [](std::string_view v) { return v == "cuda" ? std::string_view("nvidia") : v; };
+  const auto canonical = [](std::string_view v) {
+    return v == "cuda" ? std::string_view("nvidia") : v;
+  };
   const auto equal = [](std::string_view x, std::string_view y) {
-    return x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin(), [](unsigned char p, unsigned char q) {
+    return x.size() == y.size() &&
+           std::equal(x.begin(), x.end(), y.begin(), [](unsigned char p, unsigned char q) {
              return std::tolower(p) == std::tolower(q);
            });
   };
@@ -136,7 +139,8 @@ Decision decide(const PolicySettings& settings, const Call& call, std::span<cons
   for (size_t i = 0; i < decision.order.size(); ++i) {
     const Verdict& v = decision.order[i];
     if (v.group != 0) break;
-    if (v.refusal == Refusal::kDenied || v.refusal == Refusal::kNotAllowed || v.refusal == Refusal::kDevice) {
+    if (v.refusal == Refusal::kDenied || v.refusal == Refusal::kNotAllowed ||
+        v.refusal == Refusal::kDevice) {
       continue;
     }
     decision.first = static_cast<int32_t>(i);
@@ -155,7 +159,9 @@ std::string scaling_mask_text(uint32_t mask) {
 
 std::string refusal_text(Refusal refusal, const Option& option, const Call& call,
                          const PolicySettings& settings, const ArgumentNames* names) {
-  const auto of = [](const std::string& argument) { return argument.empty() ? "" : " of " + argument; };
+  const auto of = [](const std::string& argument) {
+    return argument.empty() ? "" : " of " + argument;
+  };
   switch (refusal) {
     case Refusal::kNone:
       return "";
@@ -165,8 +171,9 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
       return "vendor " + std::string(option.vendor) + " is denied (TE_FL_DENY_VENDORS " +
              joined(settings.deny_vendors) + ")";
     case Refusal::kNotAllowed:
-      return "vendor " + std::string(option.vendor) + " is not among the allowed (TE_FL_ALLOW_VENDORS " +
-             joined(settings.allow_vendors) + ")";
+      return "vendor " + std::string(option.vendor) +
+             " is not among the allowed (TE_FL_ALLOW_VENDORS " + joined(settings.allow_vendors) +
+             ")";
     case Refusal::kDevice:
       return "the tensors are on " + to_string(call.device) + ", it serves " +
              device_type_text(option.device_types);
@@ -183,8 +190,9 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
              " is not served (it serves " + scaling_mask_text(option.scalings) + ")";
     case Refusal::kVersion: {
       const std::string newer = names == nullptr ? "" : names->newer_than(option.param_version);
-      return "it implements version " + std::to_string(option.param_version) + " of the op, the call uses " +
-             (newer.empty() ? "arguments" : newer) + " of version " + std::to_string(call.version);
+      return "it implements version " + std::to_string(option.param_version) +
+             " of the op, the call uses " + (newer.empty() ? "arguments" : newer) + " of version " +
+             std::to_string(call.version);
     }
     case Refusal::kNondeterministic:
       return "it is not deterministic and the policy asks for that (TE_FL_DETERMINISTIC)";
@@ -212,17 +220,19 @@ std::string missing_first_text(const Call& call, const PolicySettings& settings)
   } else if (settings.prefer) {
     what = "no " + std::string(to_string(*settings.prefer)) + " implementation";
   }
-  return what + " that the vendor filters let pass is registered for op " + quoted(call.op) + " on " +
-         to_string(call.device);
+  return what + " that the vendor filters let pass is registered for op " + quoted(call.op) +
+         " on " + to_string(call.device);
 }
 
-std::vector<std::string> unknown_vendors(const PolicySettings& settings, std::span<const std::string> known) {
+std::vector<std::string> unknown_vendors(const PolicySettings& settings,
+                                         std::span<const std::string> known) {
   std::vector<std::string> unknown;
   const auto look = [&](const std::string& vendor) {
     for (const std::string& k : known) {
       if (same_vendor(k, vendor)) return;
     }
-    if (std::find(unknown.begin(), unknown.end(), vendor) == unknown.end()) unknown.push_back(vendor);
+    if (std::find(unknown.begin(), unknown.end(), vendor) == unknown.end())
+      unknown.push_back(vendor);
   };
   for (const std::string& v : settings.allow_vendors) look(v);
   for (const std::string& v : settings.deny_vendors) look(v);

@@ -9,9 +9,9 @@
 #include "te_fl/device.hpp"
 #include "te_fl/policy.hpp"
 
-// The deciding function: policy, call and implementations in, ordered candidates with reasons out. Pure: it reads
-// nothing else, so dispatch and `te-fl explain` cannot differ. Reasons are kept as codes and put into words on
-// demand, since dispatch seldom needs the words.
+// The deciding function: policy, call and implementations in, ordered candidates with reasons out.
+// Pure: it reads nothing else, so dispatch and `te-fl explain` cannot differ. Reasons are kept as
+// codes and put into words on demand, since dispatch seldom needs the words.
 namespace te_fl::policy {
 
 // An implementation as deciding sees it.
@@ -41,14 +41,14 @@ struct Call {
 
 enum class Refusal : uint8_t {
   kNone,
-  kNotListed,         // an exclusive per-op list leaves it out
-  kDenied,            // deny_vendors
-  kNotAllowed,        // allow_vendors
+  kNotListed,   // an exclusive per-op list leaves it out
+  kDenied,      // deny_vendors
+  kNotAllowed,  // allow_vendors
   kDevice,
   kArch,
   kDtype,
   kScaling,
-  kVersion,           // the call uses a newer argument
+  kVersion,  // the call uses a newer argument
   kNondeterministic,
   kNotGraphSafe,
 };
@@ -61,14 +61,15 @@ constexpr bool is_policy_refusal(Refusal r) {
 
 struct Verdict {
   uint32_t option = 0;  // index into the options given
-  uint32_t group = 0;   // token of the per-op list, or 0 preferred / 1 other; UINT32_MAX: not listed
+  uint32_t group = 0;  // token of the per-op list, or 0 preferred / 1 other; UINT32_MAX: not listed
   Refusal refusal = Refusal::kNone;
 };
 
 struct Decision {
   std::vector<Verdict> order;  // as they would be tried; refused ones where they stand
-  // For STRICT: index into `order` of the top-ranked implementation on the call's device after vendor filters
-  // within the first token (the preferred kind), whether or not it can serve the call; -1: there is none.
+  // For STRICT: index into `order` of the top-ranked implementation on the call's device after
+  // vendor filters within the first token (the preferred kind), whether or not it can serve the
+  // call; -1: there is none.
   int32_t first = -1;
 };
 
@@ -83,10 +84,12 @@ class ArgumentNames {
   virtual std::string newer_than(uint32_t version) const = 0;
 };
 
-// Why `option` was refused, e.g. "dtype f64 of input is not served (it serves f32|f16)". Empty for kNone.
+// Why `option` was refused, e.g. "dtype f64 of input is not served (it serves f32|f16)". Empty for
+// kNone.
 std::string refusal_text(Refusal refusal, const Option& option, const Call& call,
                          const PolicySettings& settings, const ArgumentNames* names);
-// What STRICT missed if Decision::first is -1, e.g. "no vendor implementation is registered for cpu".
+// What STRICT missed if Decision::first is -1, e.g. "no vendor implementation is registered for
+// cpu".
 std::string missing_first_text(const Call& call, const PolicySettings& settings);
 // Case-insensitive; nvidia and cuda are one vendor.
 bool same_vendor(std::string_view a, std::string_view b);

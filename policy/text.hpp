@@ -4,14 +4,25 @@
 #include <string_view>
 #include <vector>
 
-// Small text helpers of the policy parsers and messages.
+#include "core/text.hpp"
+
 namespace te_fl::policy {
 
-std::string_view trim(std::string_view s);
-std::string lower(std::string_view s);
-std::vector<std::string_view> split(std::string_view s, char separator);
-std::string quoted(std::string_view s);
-// "; did you mean "x"?" or nothing.
-std::string did_you_mean(std::string_view word, const std::vector<std::string>& choices);
+using core::did_you_mean;
+using core::lower;
+using core::trim;
+
+// The trimmed parts between separators; one empty part for an empty text.
+inline std::vector<std::string_view> split(std::string_view s, char separator) {
+  std::vector<std::string_view> parts;
+  while (true) {
+    const size_t end = s.find(separator);
+    parts.push_back(trim(s.substr(0, end)));
+    if (end == std::string_view::npos) return parts;
+    s.remove_prefix(end + 1);
+  }
+}
+
+inline std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }
 
 }  // namespace te_fl::policy
