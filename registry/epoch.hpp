@@ -51,9 +51,10 @@ class EpochGuard {
 bool inside_op() noexcept;
 // Call after unpublishing something; returns the epoch at which it was retired.
 uint64_t retire();
-// True if no thread can still see what was retired at `epoch`.
-bool quiescent(uint64_t epoch);
-// Waits for that. The caller must not be inside an op.
+// The least epoch at which a thread that is inside entered; UINT64_MAX if all are outside. What was
+// retired at a lesser epoch can be seen by nobody.
+uint64_t oldest_inside();
+// Waits until nobody can see what was retired at `epoch`. The caller must not be inside an op.
 void wait_quiescent(uint64_t epoch);
 
 }  // namespace te_fl::registry

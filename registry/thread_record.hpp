@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "registry/epoch.hpp"
+#include "registry/plan_cache.hpp"
 #include "registry/route_cache.hpp"
 #include "registry/workspace.hpp"
 
@@ -56,9 +57,7 @@ uint64_t read_counter(uint32_t index);
 // Thread records alive; for tests.
 size_t thread_record_count();
 
-// fork(): taken in the parent before, released in both after. The child forgets the other threads.
-void lock_threads_for_fork();
-void unlock_threads_in_parent();
-void unlock_threads_in_child();
+// In a forked child: forgets the other threads, which do not exist there.
+void forget_other_threads();
 
 }  // namespace te_fl::registry

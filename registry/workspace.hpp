@@ -56,12 +56,8 @@ class DeviceArenas {
 
  private:
   using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t>;
-  struct State {
-    std::mutex mutex;
-    std::map<Key, std::unique_ptr<DeviceArena>> arenas;
-    std::vector<std::pair<Device, void*>> captured;  // outgrown, but captured by a graph
-  };
-  std::unique_ptr<State> state_ = std::make_unique<State>();
+  std::map<Key, std::unique_ptr<DeviceArena>> arenas_;
+  std::vector<std::pair<Device, void*>> captured_;  // outgrown, but held by a captured graph
 };
 
 }  // namespace te_fl::registry
