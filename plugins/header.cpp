@@ -1,5 +1,6 @@
 // The query's answer and its checks.
 
+#include <algorithm>
 #include <cstring>
 
 #include "plugins/abi_struct.hpp"

@@ -204,7 +204,6 @@ void OpRegistry::Impl::after_fork_in_child() noexcept {
 
 OpRegistry::OpRegistry() : impl_(std::make_unique<Impl>()) {}
 OpRegistry::~OpRegistry() = default;
-OpRegistry::Impl& OpRegistry::impl() noexcept { return *impl_; }
 
 OpRegistry& OpRegistry::instance() {
   static OpRegistry* const instance = new OpRegistry;  // never freed: threads may outlive static destruction
