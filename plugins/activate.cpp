@@ -37,7 +37,8 @@ te_fl_status guarded(const te_fl_error_sink* errors, const char* entry, F&& f) {
 
 }  // namespace
 
-// What the plugin may call, and the error text of create(). Shared with a create() that may never return.
+// What the plugin may call, and the error text of create(). Shared with a create() that may never
+// return.
 struct Instance::Host {
   explicit Host(std::string plugin) : name(std::move(plugin)) {
     api.struct_size = sizeof api;
@@ -79,7 +80,9 @@ struct Instance::Host {
 };
 
 Instance::Instance(Header header, ActivateOptions options)
-    : header_(std::move(header)), options_(std::move(options)), host_(std::make_shared<Host>(header_.name)) {}
+    : header_(std::move(header)),
+      options_(std::move(options)),
+      host_(std::make_shared<Host>(header_.name)) {}
 
 Instance::~Instance() {
   if (!created_) return;
@@ -99,14 +102,16 @@ int64_t Instance::live_objects() const {
 
 Status Instance::create() {
   // Owns all it touches: if it outlives its time limit, it outlives this object.
-  std::function<te_fl_status()> run = [host = host_, create = header_.api.create, library = options_.library] {
+  std::function<te_fl_status()> run = [host = host_, create = header_.api.create,
+                                       library = options_.library] {
     return guarded(host->errors.sink(), "create",
                    [&] { return create(&host->api, &host->instance, host->errors.sink()); });
   };
   const te_fl_status code = options_.run_create ? options_.run_create(std::move(run)) : run();
   // After a timeout the helper may still be writing the text: leave it alone.
   if (TE_FL_STATUS_CODE(code) == TE_FL_TIMEOUT) {
-    return Status(StatusCode::kTimeout, "create did not return in time (rule R14); the plugin is abandoned");
+    return Status(StatusCode::kTimeout,
+                  "create did not return in time (rule R14); the plugin is abandoned");
   }
   TE_FL_RETURN_IF_ERROR(host_->errors.status(code, "create"));
   instance_ = host_->instance;
@@ -124,9 +129,10 @@ Status Instance::add_devices() {
   });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "devices"));
   if (count > kMaxListed || (count != 0 && list == nullptr)) {
-    return Status(StatusCode::kIncompatible, "devices returned " + std::to_string(count) + " entries" +
-                                                 (list == nullptr ? " and no list" : "") + " (at most " +
-                                                 std::to_string(kMaxListed) + ")");
+    return Status(StatusCode::kIncompatible, "devices returned " + std::to_string(count) +
+                                                 " entries" +
+                                                 (list == nullptr ? " and no list" : "") +
+                                                 " (at most " + std::to_string(kMaxListed) + ")");
   }
   for (uint32_t i = 0; i < count; ++i) {
     Result<Device> device = te_fl::devices::add(list[i]);
@@ -156,8 +162,8 @@ Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& 
   TE_FL_RETURN_IF_ERROR(errors.status(code, "ops"));
   if (count > kMaxListed || (count != 0 && list == nullptr)) {
     return Status(StatusCode::kIncompatible, "ops returned " + std::to_string(count) + " entries" +
-                                                 (list == nullptr ? " and no list" : "") + " (at most " +
-                                                 std::to_string(kMaxListed) + ")");
+                                                 (list == nullptr ? " and no list" : "") +
+                                                 " (at most " + std::to_string(kMaxListed) + ")");
   }
   if (count == 0) return {};
   TE_FL_RETURN_IF_ERROR(registry.register_ops({list, count}, header_.name, header_.vendor, self));
@@ -192,9 +198,10 @@ Status withdraw(Instance& instance, OpRegistry& registry) {
   }
   instance.remove_devices();
   if (instance.devices_.empty()) return {};
-  return Status(StatusCode::kBusy, "plugin '" + instance.header_.name + "' is retired, but still referenced: " +
-                                       std::to_string(instance.live_objects()) +
-                                       " objects of its devices are alive (memory, streams, events)");
+  return Status(StatusCode::kBusy,
+                "plugin '" + instance.header_.name + "' is retired, but still referenced: " +
+                    std::to_string(instance.live_objects()) +
+                    " objects of its devices are alive (memory, streams, events)");
 }
 
 }  // namespace te_fl::plugins

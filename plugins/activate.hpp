@@ -10,8 +10,9 @@
 #include "te_fl/plugin.h"
 #include "te_fl/status.hpp"
 
-// From a te_fl_plugin_query function to registered devices and ops, and back. One path for built-in backends and
-// for opened libraries. Every entry of a plugin is called so that an exception (which R5 forbids) becomes a status.
+// From a te_fl_plugin_query function to registered devices and ops, and back. One path for built-in
+// backends and for opened libraries. Every entry of a plugin is called so that an exception (which
+// R5 forbids) becomes a status.
 namespace te_fl::plugins {
 
 // The answer of a query, checked and copied.
@@ -28,8 +29,8 @@ struct Header {
 // Calls the query and checks its answer (R1 to R4). Touches no device.
 Result<Header> read_header(te_fl_plugin_query_fn query);
 
-// Runs create() and returns its status. The loader's runs it on a helper thread and returns TIMEOUT after the limit
-// (R14); everything that `create` refers to is kept alive by it.
+// Runs create() and returns its status. The loader's runs it on a helper thread and returns TIMEOUT
+// after the limit (R14); everything that `create` refers to is kept alive by it.
 using CreateRunner = std::function<te_fl_status(std::function<te_fl_status()> create)>;
 
 struct ActivateOptions {
@@ -39,8 +40,8 @@ struct ActivateOptions {
   std::shared_ptr<void> library;
 };
 
-// A created plugin. Held by its owner and by every implementation that it registered; destroy() is called when the
-// last of them goes.
+// A created plugin. Held by its owner and by every implementation that it registered; destroy() is
+// called when the last of them goes.
 class Instance {
  public:
   ~Instance();
@@ -55,7 +56,8 @@ class Instance {
   int64_t live_objects() const;
 
  private:
-  friend Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn, OpRegistry&, ActivateOptions);
+  friend Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn, OpRegistry&,
+                                                    ActivateOptions);
   friend Status withdraw(Instance&, OpRegistry&);
   struct Host;
   Instance(Header header, ActivateOptions options);
@@ -73,15 +75,15 @@ class Instance {
   std::vector<std::string> ops_;
 };
 
-// query, checks, create, devices, ops, registration: all of it or nothing. Implementations are owned by the
-// plugin's name. After an error nothing of the plugin is registered and its instance is destroyed; after a TIMEOUT
-// the plugin must be abandoned (R14).
+// query, checks, create, devices, ops, registration: all of it or nothing. Implementations are
+// owned by the plugin's name. After an error nothing of the plugin is registered and its instance
+// is destroyed; after a TIMEOUT the plugin must be abandoned (R14).
 Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegistry& registry,
                                            ActivateOptions options = {});
 
-// Takes ops and devices out: no new call enters, running calls end, quiesce(). Then the owner drops the instance.
-// BUSY from inside an op (nothing changed), or while memory of its devices is alive (its ops are gone: it is retired;
-// call again when the memory is).
+// Takes ops and devices out: no new call enters, running calls end, quiesce(). Then the owner drops
+// the instance. BUSY from inside an op (nothing changed), or while memory of its devices is alive
+// (its ops are gone: it is retired; call again when the memory is).
 Status withdraw(Instance& instance, OpRegistry& registry);
 
 }  // namespace te_fl::plugins

@@ -33,14 +33,17 @@ Status check_abi(const te_fl_plugin_header& h) {
   if (!fits) {
     const bool newer = h.abi_major > TE_FL_ABI_MAJOR ||
                        (h.abi_major == TE_FL_ABI_MAJOR && h.abi_minor > TE_FL_ABI_MINOR);
-    return incompatible("the plugin speaks ABI " + theirs + ", this te-fl " TE_FL_VERSION " speaks " + ours +
-                        (exact ? "; while the ABI is 0.x they must be equal" : "; the major numbers must be equal") +
+    return incompatible("the plugin speaks ABI " + theirs +
+                        ", this te-fl " TE_FL_VERSION " speaks " + ours +
+                        (exact ? "; while the ABI is 0.x they must be equal"
+                               : "; the major numbers must be equal") +
                         " (rule R2): " +
                         (newer ? "use a newer te-fl, or rebuild the plugin with this one's headers"
                                : "rebuild the plugin with this te-fl's headers"));
   }
   if (h.min_host_minor > TE_FL_ABI_MINOR) {
-    return incompatible("the plugin needs a host of ABI " + version_text(h.abi_major, h.min_host_minor) +
+    return incompatible("the plugin needs a host of ABI " +
+                        version_text(h.abi_major, h.min_host_minor) +
                         " or newer, this te-fl " TE_FL_VERSION " speaks " + ours + " (rule R2)");
   }
   if (h.features != 0) {
@@ -51,17 +54,20 @@ Status check_abi(const te_fl_plugin_header& h) {
 }
 
 Status check_table(const te_fl_plugin_header& h) {
-  if (h.api == nullptr) return incompatible("the plugin's header has no table of functions (rule R4)");
+  if (h.api == nullptr)
+    return incompatible("the plugin's header has no table of functions (rule R4)");
   const uint32_t size = struct_size_of(h.api);
   const size_t least = TE_FL_SIZE_THROUGH(te_fl_plugin_api, destroy);
   if (!plausible_size(size, least)) {
     return incompatible("the plugin's table of functions has struct_size " + std::to_string(size) +
-                        ", must be from " + std::to_string(least) + " to " + std::to_string(kMaxStructSize) +
-                        " (rule R3)");
+                        ", must be from " + std::to_string(least) + " to " +
+                        std::to_string(kMaxStructSize) + " (rule R3)");
   }
   const auto api = copy_struct<te_fl_plugin_api>(h.api);
-  if (api.create == nullptr) return incompatible("the plugin's create is NULL, but required (rule R4)");
-  if (api.destroy == nullptr) return incompatible("the plugin's destroy is NULL, but required (rule R4)");
+  if (api.create == nullptr)
+    return incompatible("the plugin's create is NULL, but required (rule R4)");
+  if (api.destroy == nullptr)
+    return incompatible("the plugin's destroy is NULL, but required (rule R4)");
   return {};
 }
 
@@ -74,8 +80,9 @@ Result<const te_fl_plugin_header*> ask(te_fl_plugin_query_fn query) {
   try {
     return query(&info);
   } catch (...) {
-    return incompatible(TE_FL_PLUGIN_QUERY_SYMBOL " threw an exception; nothing may throw across the "
-                                                  "boundary (rule R5)");
+    return incompatible(TE_FL_PLUGIN_QUERY_SYMBOL
+                        " threw an exception; nothing may throw across the "
+                        "boundary (rule R5)");
   }
 }
 
@@ -89,13 +96,14 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
                         version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR));
   }
   if (raw->magic != TE_FL_PLUGIN_MAGIC) {
-    return incompatible("the plugin's header does not begin with TE_FL_PLUGIN_MAGIC; it is no te-fl plugin header");
+    return incompatible(
+        "the plugin's header does not begin with TE_FL_PLUGIN_MAGIC; it is no te-fl plugin header");
   }
   const size_t least = TE_FL_SIZE_THROUGH(te_fl_plugin_header, api);
   if (!plausible_size(raw->struct_size, least)) {
     return incompatible("the plugin's header has struct_size " + std::to_string(raw->struct_size) +
-                        ", must be from " + std::to_string(least) + " to " + std::to_string(kMaxStructSize) +
-                        " (rule R3)");
+                        ", must be from " + std::to_string(least) + " to " +
+                        std::to_string(kMaxStructSize) + " (rule R3)");
   }
   te_fl_plugin_header h{};  // its size is the second member, so not copy_struct
   std::memcpy(&h, raw, std::min<size_t>(raw->struct_size, sizeof h));

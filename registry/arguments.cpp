@@ -13,7 +13,8 @@ std::string describe_arguments(const te_fl_op_schema& schema, const void* args) 
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type == TE_FL_ARG_TENSOR) {
-      if (const te_fl_tensor* t = tensor_argument(arg, args)) add(std::string(arg.name) + " " + describe(t));
+      if (const te_fl_tensor* t = tensor_argument(arg, args))
+        add(std::string(arg.name) + " " + describe(t));
     } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
       const TensorList list = list_argument(arg, args);
       std::string items;
@@ -21,7 +22,8 @@ std::string describe_arguments(const te_fl_op_schema& schema, const void* args) 
         items += (k == 0 ? "" : "; ") + describe(list.data[k]);
       }
       if (list.count > kShown) items += "; ...";
-      if (list.count > 0) add(std::string(arg.name) + " (" + std::to_string(list.count) + ": " + items + ")");
+      if (list.count > 0)
+        add(std::string(arg.name) + " (" + std::to_string(list.count) + ": " + items + ")");
     }
   }
   return out.empty() ? "no tensors" : out;

@@ -59,8 +59,9 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   return choice;
 }
 
-Result<RouteEntry*> route_of(Call& call, const RouteKey& key) {
-  if (RouteEntry* known = call.thread.routes.find(call.table.id, key)) return known;
+Result<const RouteEntry*> route_of(Call& call) {
+  const RouteKey key(call.op, call.signature, call.policy, call.capturing);
+  if (const RouteEntry* known = call.thread.routes.find(call.table.id, key)) return known;
   TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
                                                      call.signature, call.policy, call.capturing));
   auto route = std::make_unique<Route>();
@@ -91,7 +92,8 @@ Result<RouteEntry*> route_of(Call& call, const RouteKey& key) {
 te_fl_context context_of(const Call& call, bool deterministic, const te_fl_error_sink* errors) {
   te_fl_context context{};
   context.struct_size = sizeof context;
-  context.flags = (deterministic ? TE_FL_CALL_DETERMINISTIC : 0u) | (call.capturing ? TE_FL_CALL_CAPTURING : 0u);
+  context.flags = (deterministic ? uint32_t{TE_FL_CALL_DETERMINISTIC} : 0u) |
+                  (call.capturing ? uint32_t{TE_FL_CALL_CAPTURING} : 0u);
   context.device = call.signature.device.to_c();
   context.provider = call.signature.device.provider;
   context.stream = call.options.stream;

@@ -16,8 +16,8 @@ void child() {
 }  // namespace
 
 void install_fork_child() {
-  // Handlers of a child run in the order of installation: after ForkMutex's, which are installed when the
-  // library is loaded.
+  // Handlers of a child run in the order of installation: after ForkMutex's, which are installed
+  // when the library is loaded.
   static const int installed = pthread_atfork(nullptr, nullptr, &child);
   static_cast<void>(installed);
 }

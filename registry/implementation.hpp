@@ -17,8 +17,8 @@ namespace te_fl::registry {
 
 struct ThreadRecord;
 
-// Serialises the run() of an implementation that is not thread-safe. Knows its owner, so that a recursion is an
-// error rather than a deadlock, and so that a forked child can tell a dead owner.
+// Serialises the run() of an implementation that is not thread-safe. Knows its owner, so that a
+// recursion is an error rather than a deadlock, and so that a forked child can tell a dead owner.
 class SerialLock {
  public:
   // False if the calling thread holds it already.
@@ -44,8 +44,8 @@ class SerialLock {
   std::atomic<const ThreadRecord*> owner_{nullptr};
 };
 
-// One registered implementation. Immutable but for its lock and its plans; shared by the tables that list it, and
-// destroyed when the last of them is: plans first, then keep_alive.
+// One registered implementation. Immutable but for its lock and its plans; shared by the tables
+// that list it, and destroyed when the last of them is: plans first, then keep_alive.
 struct Implementation {
   Implementation() = default;
   ~Implementation();
@@ -58,11 +58,12 @@ struct Implementation {
   std::string impl_id;
   std::string vendor;  // lower case
   std::string owner;
-  const char* interned_id = nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
+  const char* interned_id =
+      nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
   Kind kind = Kind::kDefault;
   uint64_t number = 0;   // unique in the process, never given again
   uint32_t counter = 0;  // index of its call counters
-  bool direct = false;          // run() needs nothing but a context: no supports(), scratch, plan or lock
+  bool direct = false;   // run() needs nothing but a context: no supports(), scratch, plan or lock
   bool checks_support = false;  // supports() is to be called per call
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present

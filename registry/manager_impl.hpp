@@ -31,7 +31,7 @@ struct OpManager::Impl {
   OpRegistry::Impl& table_owner;
   registry::DeviceArenas arenas;
   std::atomic<uint64_t> sync_word{~uint64_t{0}};  // generation << 1 | TE_FL_SYNC
-  std::map<uint64_t, uint64_t> usage_base;        // by implementation number: counts at the last reset
+  std::map<uint64_t, uint64_t> usage_base;  // by implementation number: counts at the last reset
 };
 
 // A handle's fixed part; the choice itself is cached per thread.
@@ -81,14 +81,17 @@ struct Failure {
 Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
                       const core::Signature& signature, uint32_t policy, bool capturing);
 // The cached choice of a warm call, made if need be.
-Result<RouteEntry*> route_of(Call& call, const RouteKey& key);
-// Runs a call along its route; the slow, complete way.
-Status run_route(Call& call, const RouteEntry& entry);
+Result<const RouteEntry*> route_of(Call& call);
+// Runs a call along its route; the slow, complete way. `first`: the route's first implementation
+// has run and failed so.
+Status run_route(Call& call, const Failure* first);
 // Fills the context of a call but for scratch and plan.
 te_fl_context context_of(const Call& call, bool deterministic, const te_fl_error_sink* errors);
 // supports() of an implementation that asks per call: OK, or why not.
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors);
+te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
+                             const void* args, size_t& bytes, core::ErrorText& errors);
 // A run() whose exception, which R5 forbids, becomes a status.
 te_fl_status guarded_run(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors) noexcept;

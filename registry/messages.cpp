@@ -17,8 +17,12 @@ class CallNames final : public policy::ArgumentNames {
  public:
   CallNames(const core::CompiledOp& op, const void* args) : op_(op), args_(args) {}
   std::string dtype_outside(uint32_t mask) const override { return op_.dtype_outside(args_, mask); }
-  std::string scaling_outside(uint32_t mask) const override { return op_.scaling_outside(args_, mask); }
-  std::string newer_than(uint32_t version) const override { return op_.newer_arguments(args_, version); }
+  std::string scaling_outside(uint32_t mask) const override {
+    return op_.scaling_outside(args_, mask);
+  }
+  std::string newer_than(uint32_t version) const override {
+    return op_.newer_arguments(args_, version);
+  }
 
  private:
   const core::CompiledOp& op_;
@@ -29,10 +33,12 @@ std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }
 
 std::string failure_text(const Failure& f) {
   if (!f.text.empty()) return f.text;
-  return "it answered " + std::string(to_string(Status::from_c(f.status, "").code())) + " without a reason";
+  return "it answered " + std::string(to_string(Status::from_c(f.status, "").code())) +
+         " without a reason";
 }
 
-std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choice& choice, bool chosen) {
+std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choice& choice,
+                          bool chosen) {
   const Implementation& impl = *row.impls[v.option];
   std::string text = chosen ? "taken: " : "next if that one cannot: ";
   const auto list = choice.settings->per_op.find(choice.call.op);
@@ -49,13 +55,15 @@ std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choi
 std::string way_out(const OpRow& row, const Choice& choice, const std::vector<Failure>& failures) {
   const std::string op(choice.call.op);
   if (row.impls.empty()) {
-    return "no loaded backend implements it; load a plugin that does (TE_FL_PLUGIN_MODULES), `te-fl doctor` says "
+    return "no loaded backend implements it; load a plugin that does (TE_FL_PLUGIN_MODULES), "
+           "`te-fl doctor` says "
            "what is missing";
   }
   const policy::Decision free = policy::decide(PolicySettings{}, choice.call, row.options);
   for (const policy::Verdict& v : free.order) {
     const Implementation& impl = *row.impls[v.option];
-    const bool failed = std::any_of(failures.begin(), failures.end(), [&](const Failure& f) { return f.impl == &impl; });
+    const bool failed = std::any_of(failures.begin(), failures.end(),
+                                    [&](const Failure& f) { return f.impl == &impl; });
     if (v.refusal != Refusal::kNone || failed) continue;
     return quoted(impl.impl_id) + " could serve it if the policy let it: change " +
            (choice.settings->strict ? "TE_FL_STRICT, " : "") +
@@ -69,7 +77,8 @@ std::string way_out(const OpRow& row, const Choice& choice, const std::vector<Fa
 
 Status bad_arguments(const OpRow& row, const void* args) {
   const std::string op = row.compiled->schema().name;
-  if (args == nullptr) return invalid_argument("op " + quoted(op) + ": the argument struct is a null pointer");
+  if (args == nullptr)
+    return invalid_argument("op " + quoted(op) + ": the argument struct is a null pointer");
   Status status = row.compiled->check_status(args);
   if (status.ok()) status = internal_error("the arguments changed while they were checked");
   return status.wrap("op " + quoted(op) + " was called with wrong arguments");
@@ -82,15 +91,17 @@ Status no_such_op(const Table& table, OpId op) {
 
 Status invalid_policy(const OpRow& row) {
   Status status = current_policy().status();
-  if (status.ok()) status = failed_precondition("the policy changed while the call was made; call again");
+  if (status.ok())
+    status = failed_precondition("the policy changed while the call was made; call again");
   return status.wrap("op " + quoted(row.compiled->schema().name) + " cannot be routed");
 }
 
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
                             const std::string& text) {
   const Status own = Status::from_c(code, text.empty() ? "it gave no reason" : text);
-  return own.wrap("op " + quoted(impl.op) + " failed in " + quoted(impl.impl_id) + " (" + impl.owner +
-                  ") with " + describe_arguments(call.row.compiled->schema(), call.args));
+  return own.wrap("op " + quoted(impl.op) + " failed in " + quoted(impl.impl_id) + " (" +
+                  impl.owner + ") with " +
+                  describe_arguments(call.row.compiled->schema(), call.args));
 }
 
 std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, const void* args,
@@ -107,10 +118,11 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, con
     c.vendor = impl.vendor;
     c.owner = impl.owner;
     c.priority = row.options[v.option].priority;
-    const auto failed = std::find_if(failures.begin(), failures.end(), [&](const Failure& f) { return f.impl == &impl; });
+    const auto failed = std::find_if(failures.begin(), failures.end(),
+                                     [&](const Failure& f) { return f.impl == &impl; });
     if (v.refusal != Refusal::kNone) {
-      c.reason = policy::refusal_text(v.refusal, row.options[v.option], choice.call, *choice.settings,
-                                      args == nullptr ? nullptr : &names);
+      c.reason = policy::refusal_text(v.refusal, row.options[v.option], choice.call,
+                                      *choice.settings, args == nullptr ? nullptr : &names);
     } else if (!choice.permits(i)) {
       c.reason = "it is not the first choice and the policy is strict (TE_FL_STRICT)";
     } else if (failed != failures.end()) {
@@ -130,16 +142,19 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, con
 Status no_candidate(const Call& call, const Choice& choice, const std::vector<Failure>& failures) {
   const PolicySettings& settings = *choice.settings;
   std::string text = "no implementation can serve op " + quoted(choice.call.op) + " with " +
-                     describe_arguments(call.row.compiled->schema(), call.args) + " (policy: " +
-                     SelectionPolicy::intern(settings).describe() + ")";
+                     describe_arguments(call.row.compiled->schema(), call.args) +
+                     " (policy: " + SelectionPolicy::intern(settings).describe() + ")";
   if (settings.strict) {
-    text += choice.decision.first < 0 ? "\n  strict: " + policy::missing_first_text(choice.call, settings)
-                                      : "\n  strict: the first choice " +
-                                            quoted(call.row.impls[choice.decision.order[choice.decision.first].option]->impl_id) +
-                                            " cannot, and nothing else may";
+    text += choice.decision.first < 0
+                ? "\n  strict: " + policy::missing_first_text(choice.call, settings)
+                : "\n  strict: the first choice " +
+                      quoted(call.row.impls[choice.decision.order[choice.decision.first].option]
+                                 ->impl_id) +
+                      " cannot, and nothing else may";
   }
   for (const Candidate& c : candidates_of(call.row, choice, call.args, failures)) {
-    text += "\n  " + c.impl_id + " (" + c.owner + ", priority " + std::to_string(c.priority) + "): " + c.reason;
+    text += "\n  " + c.impl_id + " (" + c.owner + ", priority " + std::to_string(c.priority) +
+            "): " + c.reason;
   }
   if (call.row.impls.empty()) text += "\n  none is registered";
   text += "\n  way out: " + way_out(call.row, choice, failures);
@@ -165,10 +180,13 @@ void warn_absent(const Table& table, const OpRow& row, const PolicySettings& set
   std::vector<std::string> ids;
   for (const policy::Option& option : row.options) ids.emplace_back(option.impl_id);
   for (const PolicyToken& token : list->second) {
-    if (token.type != PolicyToken::Type::kImpl || std::find(ids.begin(), ids.end(), token.name) != ids.end()) continue;
+    if (token.type != PolicyToken::Type::kImpl ||
+        std::find(ids.begin(), ids.end(), token.name) != ids.end())
+      continue;
     log::once(log::Level::kWarning, "absent implementation " + list->first + " " + token.name,
-              "the policy names implementation " + quoted(token.name) + " of op " + quoted(list->first) +
-                  ", which is not registered" + core::did_you_mean(token.name, ids));
+              "the policy names implementation " + quoted(token.name) + " of op " +
+                  quoted(list->first) + ", which is not registered" +
+                  core::did_you_mean(token.name, ids));
   }
 }
 

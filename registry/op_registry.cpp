@@ -19,8 +19,8 @@ using registry::Implementation;
 using registry::OpRow;
 using registry::Table;
 
-// Guards all registries' tables and the list of registries. Neither plugins nor devices are entered while it is
-// held, so it is never held for long.
+// Guards all registries' tables and the list of registries. Neither plugins nor devices are entered
+// while it is held, so it is never held for long.
 constinit core::ForkMutex mutex(40);
 const core::ForkMutex::Registration registration(mutex);
 
@@ -32,9 +32,10 @@ std::vector<OpRegistry::Impl*>& registries() {
 std::atomic<uint64_t> g_table_ids{1};
 
 Status busy() {
-  return Status(StatusCode::kBusy,
-                "an implementation cannot be removed from inside an op: this thread would wait for itself; "
-                "remove it after the call returned");
+  return Status(
+      StatusCode::kBusy,
+      "an implementation cannot be removed from inside an op: this thread would wait for itself; "
+      "remove it after the call returned");
 }
 
 }  // namespace
@@ -63,7 +64,8 @@ OpRegistry::Impl::~Impl() {
     std::lock_guard lock(mutex);
     std::erase(registries(), this);
   }
-  // Its user sees to it that no call is going on; the tables go whatever other threads do elsewhere.
+  // Its user sees to it that no call is going on; the tables go whatever other threads do
+  // elsewhere.
   retired_.clear();
   delete current_.load(std::memory_order_acquire);
 }
@@ -80,7 +82,8 @@ void OpRegistry::Impl::publish(std::unique_ptr<Table> next) {
 
 void OpRegistry::Impl::reclaim() {
   const uint64_t oldest = registry::oldest_inside();
-  std::vector<std::unique_ptr<const Table>> dead;  // their implementations may enter a plugin as they go
+  std::vector<std::unique_ptr<const Table>>
+      dead;  // their implementations may enter a plugin as they go
   std::lock_guard lock(mutex);
   while (!retired_.empty() && retired_.front().epoch < oldest) {
     dead.push_back(std::move(retired_.front().table));
@@ -92,10 +95,12 @@ Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const 
                              const std::string& vendor, const std::shared_ptr<void>& keep_alive) {
   std::vector<std::shared_ptr<Implementation>> made;
   for (const te_fl_op_desc* desc : descs) {
-    TE_FL_ASSIGN_OR_RETURN(auto impl, registry::make_implementation(desc, owner, vendor, keep_alive));
+    TE_FL_ASSIGN_OR_RETURN(auto impl,
+                           registry::make_implementation(desc, owner, vendor, keep_alive));
     made.push_back(std::move(impl));
   }
-  std::unique_ptr<Table> next;  // if it is dropped, that is after the lock: plugins are entered then
+  std::unique_ptr<Table>
+      next;  // if it is dropped, that is after the lock: plugins are entered then
   {
     std::lock_guard lock(mutex);
     next = copy_table();
@@ -122,7 +127,8 @@ Result<OpId> OpRegistry::Impl::declare(const te_fl_op_schema& schema) {
   return OpId{*row};
 }
 
-Status OpRegistry::Impl::set_priority(std::string_view op, std::string_view impl_id, int32_t priority) {
+Status OpRegistry::Impl::set_priority(std::string_view op, std::string_view impl_id,
+                                      int32_t priority) {
   {
     std::lock_guard lock(mutex);
     std::unique_ptr<Table> next = copy_table();
@@ -147,7 +153,8 @@ Result<size_t> OpRegistry::Impl::remove(const Match& match) {
   }
   registry::wait_quiescent(epoch);
   reclaim();
-  // Another thread's reclaim() may hold the last tables at this moment. No new reference can appear.
+  // Another thread's reclaim() may hold the last tables at this moment. No new reference can
+  // appear.
   for (const auto& impl : removed) {
     while (impl.use_count() != 1) std::this_thread::yield();
   }
@@ -206,7 +213,8 @@ OpRegistry::OpRegistry() : impl_(std::make_unique<Impl>()) {}
 OpRegistry::~OpRegistry() = default;
 
 OpRegistry& OpRegistry::instance() {
-  static OpRegistry* const instance = new OpRegistry;  // never freed: threads may outlive static destruction
+  static OpRegistry* const instance =
+      new OpRegistry;  // never freed: threads may outlive static destruction
   return *instance;
 }
 
@@ -226,8 +234,8 @@ Status OpRegistry::unregister_op(std::string_view op, std::string_view impl_id) 
     return i.op == op && i.impl_id == impl_id;
   }));
   if (removed != 0) return {};
-  return not_found("there is no implementation '" + std::string(impl_id) + "' of op '" + std::string(op) +
-                   "' to unregister");
+  return not_found("there is no implementation '" + std::string(impl_id) + "' of op '" +
+                   std::string(op) + "' to unregister");
 }
 
 Status OpRegistry::unregister_owner(std::string_view owner) {
@@ -255,7 +263,7 @@ std::vector<OpImplInfo> OpRegistry::snapshot() const {
     for (const auto& row : table.ops) {
       for (size_t i = 0; i < row->impls.size(); ++i) {
         const Implementation& impl = *row->impls[i];
-        OpImplInfo info{impl.op, impl.impl_id, impl.kind, impl.vendor, row->options[i].priority,
+        OpImplInfo info{impl.op,    impl.impl_id, impl.kind, impl.vendor, row->options[i].priority,
                         impl.owner, impl.desc};
         info.desc.priority = info.priority;
         list.push_back(std::move(info));
@@ -283,7 +291,9 @@ const te_fl_op_schema* OpRegistry::schema(OpId op) const {
   });
 }
 
-Result<OpId> OpRegistry::declare_op(const te_fl_op_schema& schema) { return impl_->declare(schema); }
+Result<OpId> OpRegistry::declare_op(const te_fl_op_schema& schema) {
+  return impl_->declare(schema);
+}
 
 uint64_t OpRegistry::epoch() const noexcept {
   const registry::EpochGuard guard(registry::this_thread().slot);

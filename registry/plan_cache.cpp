@@ -39,9 +39,10 @@ void append_quant(std::string& out, const te_fl_quant& q) {
   append_value(out, static_cast<uint8_t>(q.scaling));
   append_value(out, q.flags);
   append_value(out, q.amax_epsilon);
-  for (const void* part : {static_cast<const void*>(q.columnwise_data), static_cast<const void*>(q.scale_inv),
-                           static_cast<const void*>(q.columnwise_scale_inv), static_cast<const void*>(q.amax),
-                           static_cast<const void*>(q.scale)}) {
+  for (const void* part :
+       {static_cast<const void*>(q.columnwise_data), static_cast<const void*>(q.scale_inv),
+        static_cast<const void*>(q.columnwise_scale_inv), static_cast<const void*>(q.amax),
+        static_cast<const void*>(q.scale)}) {
     append_value(out, alignment_of(part));
   }
 }
@@ -52,14 +53,17 @@ void append_tensor(std::string& out, const te_fl_tensor* t) {
     return;
   }
   const te_fl_dltensor& dl = t->dl;
-  out.push_back(static_cast<char>(1 | (dl.strides != nullptr ? 2 : 0) | (t->quant != nullptr ? 4 : 0)));
+  out.push_back(
+      static_cast<char>(1 | (dl.strides != nullptr ? 2 : 0) | (t->quant != nullptr ? 4 : 0)));
   append_value(out, dl.dtype);
   append_value(out, dl.device);
   append_value(out, t->provider);
   append_value(out, static_cast<uint8_t>(dl.ndim));
   append(out, dl.shape, sizeof(int64_t) * dl.ndim);
   if (dl.strides != nullptr) append(out, dl.strides, sizeof(int64_t) * dl.ndim);
-  append_value(out, alignment_of(dl.data == nullptr ? nullptr : static_cast<const char*>(dl.data) + dl.byte_offset));
+  append_value(
+      out, alignment_of(dl.data == nullptr ? nullptr
+                                           : static_cast<const char*>(dl.data) + dl.byte_offset));
   if (t->quant != nullptr) append_quant(out, *t->quant);
 }
 
@@ -123,10 +127,11 @@ const Plan* PlanCache::insert(std::string key, void* made) {
 }
 
 void PlanCache::drop_oldest() {
-  const auto oldest = std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
-    return a.second->last_used.load(std::memory_order_relaxed) <
-           b.second->last_used.load(std::memory_order_relaxed);
-  });
+  const auto oldest =
+      std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
+        return a.second->last_used.load(std::memory_order_relaxed) <
+               b.second->last_used.load(std::memory_order_relaxed);
+      });
   std::unique_ptr<Plan> dropped = std::move(oldest->second);
   plans_.erase(oldest);
   g_plan_generation.fetch_add(1, std::memory_order_release);

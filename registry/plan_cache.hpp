@@ -29,8 +29,8 @@ struct Plan {
   mutable std::atomic<uint64_t> last_used{0};
 };
 
-// Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans. A dropped plan
-// is destroyed when no thread is inside an op that may use it.
+// Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans.
+// A dropped plan is destroyed when no thread is inside an op that may use it.
 class PlanCache {
  public:
   static constexpr size_t kMaxPlans = 256;
@@ -57,8 +57,9 @@ class PlanCache {
 // Changes when any plan is dropped: pointers that threads keep are then stale.
 extern std::atomic<uint64_t> g_plan_generation;
 
-// A thread's recent plans, so that a warm call takes no lock. An entry is dereferenced only for a live
-// implementation (by its number, which is never given again) and while no plan has been dropped.
+// A thread's recent plans, so that a warm call takes no lock. An entry is dereferenced only for a
+// live implementation (by its number, which is never given again) and while no plan has been
+// dropped.
 class PlanCacheFront {
  public:
   static constexpr uint32_t kEntries = 64;
@@ -80,8 +81,8 @@ class PlanCacheFront {
   std::string scratch_;
 };
 
-// Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256 bytes), scaling
-// modes, which parts are present, scalars and context flags. Written into `out`.
+// Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
+// bytes), scaling modes, which parts are present, scalars and context flags. Written into `out`.
 void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
                      std::string& out);
 

@@ -25,7 +25,8 @@ const std::vector<CompiledPtr>& compiled_catalogue() {
     auto* made = new std::vector<CompiledPtr>;
     for (const te_fl_op_schema* schema : core::catalogue()) {
       auto compiled = core::CompiledOp::compile(*schema);
-      if (!compiled.ok()) die(compiled.status().wrap(std::string("the catalogue's op ") + schema->name));
+      if (!compiled.ok())
+        die(compiled.status().wrap(std::string("the catalogue's op ") + schema->name));
       made->push_back(std::move(compiled).value());
     }
     return made;
@@ -59,7 +60,8 @@ bool is_custom(std::string_view op) {
 
 std::string who(const te_fl_op_desc& desc, const std::string& owner) {
   const auto text = [](const char* s) { return s == nullptr ? std::string("?") : std::string(s); };
-  return "implementation '" + text(desc.impl_id) + "' of op '" + text(desc.op_name) + "' (" + owner + ")";
+  return "implementation '" + text(desc.impl_id) + "' of op '" + text(desc.op_name) + "' (" +
+         owner + ")";
 }
 
 int32_t default_priority(Kind kind) {
@@ -84,11 +86,14 @@ bool good_impl_id(std::string_view id, Kind kind) {
 }
 
 Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std::string& vendor) {
-  const auto bad = [&](const std::string& why) { return invalid_argument(who(desc, owner) + ": " + why); };
+  const auto bad = [&](const std::string& why) {
+    return invalid_argument(who(desc, owner) + ": " + why);
+  };
   if (desc.op_name == nullptr || *desc.op_name == '\0') return bad("op_name is missing");
   if (desc.impl_id == nullptr) return bad("impl_id is missing (rule R16)");
   if (desc.kind > TE_FL_KIND_REFERENCE) {
-    return bad("kind " + std::to_string(desc.kind) + " is not a te_fl_kind (0 default, 1 vendor, 2 reference)");
+    return bad("kind " + std::to_string(desc.kind) +
+               " is not a te_fl_kind (0 default, 1 vendor, 2 reference)");
   }
   const Kind kind = static_cast<Kind>(desc.kind);
   if (!good_impl_id(desc.impl_id, kind)) {
@@ -101,9 +106,11 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   }
   if (desc.param_version == 0) return bad("param_version is 0; versions count from 1");
   if (desc.device_types == 0) {
-    return bad("device_types is 0, so that no device matches; set the bit of each DLPack device type");
+    return bad(
+        "device_types is 0, so that no device matches; set the bit of each DLPack device type");
   }
-  if (kind == Kind::kVendor && vendor.empty()) return bad("a vendor implementation must name its vendor");
+  if (kind == Kind::kVendor && vendor.empty())
+    return bad("a vendor implementation must name its vendor");
   return {};
 }
 
@@ -134,7 +141,8 @@ Result<uint32_t> row_for(Table& table, const Implementation& impl) {
   const Result<uint32_t> found = find_op(table, impl.op);
   if (found.ok()) return found;
   if (is_custom(impl.op)) {
-    return invalid_argument(who(impl.desc, impl.owner) + ": a custom op must bring its schema (rule R17)");
+    return invalid_argument(who(impl.desc, impl.owner) +
+                            ": a custom op must bring its schema (rule R17)");
   }
   return found.status().wrap(who(impl.desc, impl.owner));
 }
@@ -166,9 +174,10 @@ Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
   const std::string name = schema.name;
   if (const auto at = table.names->find(name); at != table.names->end()) {
     if (table.ops[at->second]->compiled->same_as(schema)) return at->second;
-    return Status(StatusCode::kAlreadyExists, "op '" + name +
-                                                  "' is known with a different description (rule R17): rename the "
-                                                  "op, or make the descriptions equal");
+    return Status(StatusCode::kAlreadyExists,
+                  "op '" + name +
+                      "' is known with a different description (rule R17): rename the "
+                      "op, or make the descriptions equal");
   }
   if (!is_custom(name)) {
     return invalid_argument("op '" + name + "' is not in the catalogue" +
@@ -180,9 +189,9 @@ Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
   return append_row(table, std::move(compiled).value());
 }
 
-Result<std::shared_ptr<Implementation>> make_implementation(const te_fl_op_desc* raw, const std::string& owner,
-                                                            const std::string& vendor,
-                                                            const std::shared_ptr<void>& keep_alive) {
+Result<std::shared_ptr<Implementation>> make_implementation(
+    const te_fl_op_desc* raw, const std::string& owner, const std::string& vendor,
+    const std::shared_ptr<void>& keep_alive) {
   if (raw == nullptr) return invalid_argument("a null op descriptor (" + owner + ")");
   if (!plugins::plausible_size(raw->struct_size, TE_FL_SIZE_THROUGH(te_fl_op_desc, run))) {
     return invalid_argument("an op descriptor of " + owner + " has struct_size " +
@@ -191,7 +200,8 @@ Result<std::shared_ptr<Implementation>> make_implementation(const te_fl_op_desc*
                             std::to_string(plugins::kMaxStructSize) + " (rule R3)");
   }
   const auto desc = plugins::copy_struct<te_fl_op_desc>(raw);
-  const std::string of_vendor = core::lower(desc.vendor != nullptr ? std::string(desc.vendor) : vendor);
+  const std::string of_vendor =
+      core::lower(desc.vendor != nullptr ? std::string(desc.vendor) : vendor);
   TE_FL_RETURN_IF_ERROR(check_desc(desc, owner, of_vendor));
   auto impl = std::make_shared<Implementation>();
   impl->counter = allocate_counter();
@@ -220,8 +230,9 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
   auto row = std::make_shared<OpRow>(*table.ops[index]);
   for (const auto& present : row->impls) {
     if (present->impl_id != impl->impl_id) continue;
-    return Status(StatusCode::kAlreadyExists, who(impl->desc, impl->owner) + " is registered already, by " +
-                                                  present->owner + " (rule R16: unique per op)");
+    return Status(StatusCode::kAlreadyExists, who(impl->desc, impl->owner) +
+                                                  " is registered already, by " + present->owner +
+                                                  " (rule R16: unique per op)");
   }
   // The descriptor's schema may go with its plugin; ours stays.
   impl->desc.schema = &row->compiled->schema();
@@ -231,7 +242,8 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
   return {};
 }
 
-Status change_priority(Table& table, std::string_view op, std::string_view impl_id, int32_t priority) {
+Status change_priority(Table& table, std::string_view op, std::string_view impl_id,
+                       int32_t priority) {
   TE_FL_ASSIGN_OR_RETURN(const uint32_t index, find_op(table, op));
   auto row = std::make_shared<OpRow>(*table.ops[index]);
   std::vector<std::string> ids;
@@ -242,8 +254,8 @@ Status change_priority(Table& table, std::string_view op, std::string_view impl_
     table.ops[index] = std::move(row);
     return {};
   }
-  return not_found("op '" + std::string(op) + "' has no implementation '" + std::string(impl_id) + "'" +
-                   core::did_you_mean(impl_id, ids) + " (it has: " + core::join(ids) + ")");
+  return not_found("op '" + std::string(op) + "' has no implementation '" + std::string(impl_id) +
+                   "'" + core::did_you_mean(impl_id, ids) + " (it has: " + core::join(ids) + ")");
 }
 
 std::vector<std::shared_ptr<Implementation>> remove_implementations(
@@ -277,8 +289,8 @@ std::vector<std::string> op_names(const Table& table) {
 
 Result<uint32_t> find_op(const Table& table, std::string_view op) {
   if (const auto at = table.names->find(op); at != table.names->end()) return at->second;
-  return not_found("there is no op '" + std::string(op) + "'" + core::did_you_mean(op, op_names(table)) +
-                   " (`te-fl ops` lists them)");
+  return not_found("there is no op '" + std::string(op) + "'" +
+                   core::did_you_mean(op, op_names(table)) + " (`te-fl ops` lists them)");
 }
 
 }  // namespace te_fl::registry

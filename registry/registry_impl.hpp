@@ -35,7 +35,8 @@ struct OpRegistry::Impl {
   Result<size_t> remove(const Match& match);
   // Takes a device out of service: calls on it fail with `reason` until restore().
   void mark_lost(const Device& device, const std::string& reason);
-  // The device is (again) there, perhaps another one: forgets that it was lost, and its architecture.
+  // The device is (again) there, perhaps another one: forgets that it was lost, and its
+  // architecture.
   void restore(const Device& device);
   // Architecture of a device, asked once.
   Result<uint32_t> arch(const Device& device);

@@ -21,7 +21,9 @@ class Order {
     }
   }
   size_t size() const { return size_; }
-  const Implementation& operator[](size_t i) const { return size_ <= inline_.size() ? *inline_[i] : *many_[i]; }
+  const Implementation& operator[](size_t i) const {
+    return size_ <= inline_.size() ? *inline_[i] : *many_[i];
+  }
 
  private:
   size_t size_;
@@ -65,9 +67,10 @@ struct Attempt {
     if ((impl.desc.flags & TE_FL_OP_THREAD_SAFE) != 0) return TE_FL_OK;
     serial = impl.serial.lock(&call.thread);
     if (serial) return TE_FL_OK;
-    return clean_failure(TE_FL_BUSY,
-                         Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
-                         errors);
+    return clean_failure(
+        TE_FL_BUSY,
+        Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
+        errors);
   }
 
   te_fl_status workspace() {
@@ -82,15 +85,17 @@ struct Attempt {
     if (call.signature.device.is_host()) {
       context.workspace = call.thread.arenas.get(depth, bytes);
       if (context.workspace == nullptr) {
-        return clean_failure(TE_FL_OUT_OF_MEMORY,
-                             Status(StatusCode::kOutOfMemory, "a workspace of " + std::to_string(bytes) +
-                                                                  " bytes cannot be allocated"),
-                             errors);
+        return clean_failure(
+            TE_FL_OUT_OF_MEMORY,
+            Status(StatusCode::kOutOfMemory,
+                   "a workspace of " + std::to_string(bytes) + " bytes cannot be allocated"),
+            errors);
       }
     } else {
-      auto held = call.manager.arenas.acquire(call.signature.device, call.options.stream, depth, bytes,
-                                              call.capturing, &context.workspace);
-      if (!held.ok()) return clean_failure(TE_FL_STATUS_CODE(held.status().to_c()), held.status(), errors);
+      auto held = call.manager.arenas.acquire(call.signature.device, call.options.stream, depth,
+                                              bytes, call.capturing, &context.workspace);
+      if (!held.ok())
+        return clean_failure(TE_FL_STATUS_CODE(held.status().to_c()), held.status(), errors);
       arena = std::move(held).value();
     }
     context.workspace_bytes = bytes;
@@ -125,10 +130,12 @@ struct Attempt {
 bool writes_record(const OpRow& row) { return row.saved != nullptr && row.saved->role != TE_FL_IN; }
 
 // One implementation, from supports() to run().
-te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic, core::ErrorText& errors) {
+te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
+                     core::ErrorText& errors) {
   te_fl_context context = context_of(call, deterministic, errors.sink());
   if (impl.checks_support) {
-    if (const te_fl_status code = ask_support(impl, context, call.args, errors)) return code | TE_FL_CLEAN;
+    if (const te_fl_status code = ask_support(impl, context, call.args, errors))
+      return code | TE_FL_CLEAN;
   }
   Attempt a{call, impl, context, errors, {}, false};
   te_fl_status code = a.lock();
@@ -152,28 +159,33 @@ Status after_success(Call& call, const Implementation& impl) {
   if (!call.manager.sync()) return {};
   const Status synced = devices::synchronize(call.signature.device, call.options.stream);
   if (synced.code() == StatusCode::kDeviceLost && !call.signature.device.is_host()) {
-    call.manager.table_owner.mark_lost(call.signature.device, "implementation '" + impl.impl_id + "' of op '" +
-                                                                  impl.op + "' ran: " + synced.to_string());
+    call.manager.table_owner.mark_lost(
+        call.signature.device,
+        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' ran: " + synced.to_string());
   }
-  return synced.wrap("op '" + impl.op + "' in '" + impl.impl_id + "' failed after it was enqueued (TE_FL_SYNC)");
+  return synced.wrap("op '" + impl.op + "' in '" + impl.impl_id +
+                     "' failed after it was enqueued (TE_FL_SYNC)");
 }
 
-Status after_failure(Call& call, const Implementation& impl, te_fl_status code, const std::string& text) {
+Status after_failure(Call& call, const Implementation& impl, te_fl_status code,
+                     const std::string& text) {
   // Memory of the host cannot be lost; there the code is the implementation's mistake.
   if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !call.signature.device.is_host()) {
-    call.manager.table_owner.mark_lost(call.signature.device, "implementation '" + impl.impl_id + "' of op '" +
-                                                                  impl.op + "' reported: " + text);
+    call.manager.table_owner.mark_lost(
+        call.signature.device,
+        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' reported: " + text);
   }
   return implementation_error(call, impl, code, text);
 }
 
-// May the next implementation try? Falling back is for "cannot", not for "went wrong"; and a mistake of the caller's
-// is a mistake whoever runs.
+// May the next implementation try? Falling back is for "cannot", not for "went wrong"; and a
+// mistake of the caller's is a mistake whoever runs.
 bool may_follow(te_fl_status code) {
   return TE_FL_STATUS_IS_CLEAN(code) && TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT;
 }
 
-// A backward whose forward left an opaque record goes to the forward's implementation whatever the policy.
+// A backward whose forward left an opaque record goes to the forward's implementation whatever the
+// policy.
 Status run_producer(Call& call, const te_fl_saved& record) {
   const OpRow& row = call.row;
   const std::string op = row.compiled->schema().name;
@@ -181,8 +193,9 @@ Status run_producer(Call& call, const te_fl_saved& record) {
     return invalid_argument("op '" + op + "': '" + row.saved->name +
                             "' is opaque but names no producer; give it as the forward op left it");
   }
-  TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, row, call.signature,
-                                                     SelectionPolicy().id(), call.capturing));
+  TE_FL_ASSIGN_OR_RETURN(const Choice choice,
+                         choose(call.manager.table_owner, call.table, row, call.signature,
+                                SelectionPolicy().id(), call.capturing));
   for (const policy::Verdict& v : choice.decision.order) {
     const Implementation& impl = *row.impls[v.option];
     if (impl.interned_id != record.producer && impl.impl_id != record.producer) continue;
@@ -195,12 +208,13 @@ Status run_producer(Call& call, const te_fl_saved& record) {
                                                     *choice.settings, nullptr));
     }
     const te_fl_status code = attempt(call, impl, deterministic, errors);
-    return code == TE_FL_OK ? after_success(call, impl) : after_failure(call, impl, code, errors.text());
+    return code == TE_FL_OK ? after_success(call, impl)
+                            : after_failure(call, impl, code, errors.text());
   }
-  return failed_precondition("op '" + op + "': '" + row.saved->name + "' is an opaque record of '" +
-                             record.producer +
-                             "', which alone can read it and which is not registered for this op (any more); run "
-                             "the forward again, or load the plugin that has it");
+  return failed_precondition(
+      "op '" + op + "': '" + row.saved->name + "' is an opaque record of '" + record.producer +
+      "', which alone can read it and which is not registered for this op (any more); run "
+      "the forward again, or load the plugin that has it");
 }
 
 }  // namespace
@@ -209,6 +223,12 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
                          core::ErrorText& errors) {
   return entered("supports() threw an exception (rule R5)", errors,
                  [&] { return impl.desc.supports(impl.desc.self, &context, args); });
+}
+
+te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
+                             const void* args, size_t& bytes, core::ErrorText& errors) {
+  return entered("saved_bytes() threw an exception (rule R5)", errors,
+                 [&] { return impl.desc.saved_bytes(impl.desc.self, &context, args, &bytes); });
 }
 
 te_fl_status guarded_run(const Implementation& impl, const te_fl_context& context, const void* args,
@@ -224,25 +244,32 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
   return record != nullptr && record->struct_size >= least ? record : nullptr;
 }
 
-Status run_route(Call& call, const RouteEntry& entry) {
+Status run_route(Call& call, const Failure* first) {
   if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
     const te_fl_saved* record = saved_record(call.row, call.args);
     if (record != nullptr && record->opaque != 0) return run_producer(call, *record);
   }
-  const Order order(entry.route->order);
-  const bool deterministic = entry.route->deterministic;
-  const bool strict = entry.route->strict;
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
+  const Order order(entry->route->order);
+  const bool deterministic = entry->route->deterministic;
   std::vector<Failure> failures;
   for (size_t i = 0; i < order.size(); ++i) {
-    core::ErrorText errors;
-    const te_fl_status code = attempt(call, order[i], deterministic, errors);
-    if (code == TE_FL_OK) return after_success(call, order[i]);
-    if (!may_follow(code)) return after_failure(call, order[i], code, errors.text());
-    if (!strict && order.size() == 1 && TE_FL_STATUS_CODE(code) != TE_FL_UNSUPPORTED) {
-      // Nobody can follow: its own code says more than UNSUPPORTED.
-      return after_failure(call, order[i], code, errors.text());
+    Failure failure{&order[i], TE_FL_OK, {}};
+    if (i == 0 && first != nullptr) {
+      failure = *first;
+    } else {
+      core::ErrorText errors;
+      failure.status = attempt(call, order[i], deterministic, errors);
+      if (failure.status == TE_FL_OK) return after_success(call, order[i]);
+      failure.text = errors.text();
     }
-    failures.push_back({&order[i], code, errors.text()});
+    // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
+    const bool last_word =
+        order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
+    if (last_word || !may_follow(failure.status)) {
+      return after_failure(call, order[i], failure.status, failure.text);
+    }
+    failures.push_back(std::move(failure));
   }
   TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
                                                      call.signature, call.policy, call.capturing));

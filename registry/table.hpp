@@ -28,7 +28,8 @@ struct LostDevice {
 
 using NameMap = std::map<std::string, uint32_t, std::less<>>;
 
-// What is registered at one moment. Immutable once published; tables share the rows that did not change.
+// What is registered at one moment. Immutable once published; tables share the rows that did not
+// change.
 struct Table {
   uint64_t id = 0;  // unique in the process; changes with every registration
   std::vector<std::shared_ptr<const OpRow>> ops;

@@ -23,7 +23,8 @@ namespace {
 constinit core::ForkMutex mutex(50);
 const core::ForkMutex::Registration registration(mutex);
 
-// All living records and what ended threads counted. Never freed: threads may outlive static destruction.
+// All living records and what ended threads counted. Never freed: threads may outlive static
+// destruction.
 struct Threads {
   std::vector<ThreadRecord*> records;
   std::vector<uint64_t> ended;  // counts of ended threads, by index
@@ -50,7 +51,8 @@ void end_thread(void* record);
 Threads& threads() {
   static Threads* const all = [] {
     auto* made = new Threads;
-    // A key rather than a thread_local object: its destructor runs after those, which may still call ops.
+    // A key rather than a thread_local object: its destructor runs after those, which may still
+    // call ops.
     pthread_key_create(&made->key, end_thread);
     g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
     return made;
@@ -76,7 +78,8 @@ void end_thread(void* raw) {
   delete record;
 }
 
-// Orders every thread's stores before our following loads, and our stores before their following loads.
+// Orders every thread's stores before our following loads, and our stores before their following
+// loads.
 void heavy_fence() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {

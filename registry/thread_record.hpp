@@ -25,7 +25,8 @@ class CallCounters {
   ~CallCounters();
   CallCounters(const CallCounters&) = delete;
   CallCounters& operator=(const CallCounters&) = delete;
-  // The thread's counter; allocates its chunk at first use. Null if the index is beyond what is counted.
+  // The thread's counter; allocates its chunk at first use. Null if the index is beyond what is
+  // counted.
   std::atomic<uint64_t>* at(uint32_t index);
   uint64_t read(uint32_t index) const noexcept;
   void clear(uint32_t index) noexcept;
@@ -46,7 +47,9 @@ struct ThreadRecord {
 
 extern constinit thread_local ThreadRecord* t_record [[gnu::tls_model("initial-exec")]];
 ThreadRecord& make_thread_record();
-inline ThreadRecord& this_thread() { return t_record != nullptr ? *t_record : make_thread_record(); }
+inline ThreadRecord& this_thread() {
+  return t_record != nullptr ? *t_record : make_thread_record();
+}
 
 // Indices into CallCounters. A freed index is handed out again with all its counts zero.
 uint32_t allocate_counter();

@@ -40,8 +40,9 @@ DeviceArenas::~DeviceArenas() {
   for (const Device& device : devices::list()) release(device);
 }
 
-Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth,
-                                                           size_t bytes, bool capturing, void** data) {
+Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device, void* stream,
+                                                           uint32_t depth, size_t bytes,
+                                                           bool capturing, void** data) {
   DeviceArena* arena = nullptr;
   {
     std::lock_guard lock(mutex);
@@ -52,14 +53,17 @@ Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device,
   std::unique_lock<std::mutex> held(arena->mutex);
   if (arena->bytes < bytes) {
     if (capturing) {
-      return std::move(failed_precondition("the workspace of " + to_string(device) + " would have to grow to " +
-                                           std::to_string(bytes) +
-                                           " bytes while its stream is being captured; run the op once before "
-                                           "capturing")
-                           .set_clean());
+      return std::move(
+          failed_precondition("the workspace of " + to_string(device) + " would have to grow to " +
+                              std::to_string(bytes) +
+                              " bytes while its stream is being captured; run the op once before "
+                              "capturing")
+              .set_clean());
     }
     Result<void*> grown = devices::allocate(device, round_up(bytes), stream);
-    if (!grown.ok()) return std::move(grown.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
+    if (!grown.ok())
+      return std::move(
+          grown.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
     if (arena->captured) {
       std::lock_guard lock(mutex);
       captured_.emplace_back(device, arena->data);
