@@ -148,8 +148,8 @@ class DynamicReader {
     info_.no_dlopen = (flags1 & DF_1_NOOPEN) != 0;
     if (flags1 & DF_1_PIE) {
       info_.kind = ElfKind::kExecutable;
-      info_.problem =
-          "is a position-independent executable for " + info_.architecture + ", not a shared library";
+      info_.problem = "is a position-independent executable for " + info_.architecture +
+                      ", not a shared library";
     }
   }
 

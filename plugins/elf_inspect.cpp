@@ -84,7 +84,8 @@ std::uint16_t swap_if(bool swap, std::uint16_t v) {
 }
 
 std::string with_article(const std::string& word) {
-  const bool vowel = !word.empty() && std::string_view("aei").find(word[0]) != std::string_view::npos;
+  const bool vowel =
+      !word.empty() && std::string_view("aei").find(word[0]) != std::string_view::npos;
   return (vowel ? "an " : "a ") + word;
 }
 
@@ -99,8 +100,8 @@ bool read_identity(std::span<const std::uint8_t> head, ElfInfo& info) {
   }
   const std::uint8_t word = head[EI_CLASS];
   const std::uint8_t order = head[EI_DATA];
-  if ((word != ELFCLASS32 && word != ELFCLASS64) || (order != ELFDATA2LSB && order != ELFDATA2MSB) ||
-      head[EI_VERSION] != EV_CURRENT) {
+  if ((word != ELFCLASS32 && word != ELFCLASS64) ||
+      (order != ELFDATA2LSB && order != ELFDATA2MSB) || head[EI_VERSION] != EV_CURRENT) {
     set(info, ElfKind::kCorrupt, "has a damaged ELF header (class, byte order or version)");
     return false;
   }
@@ -125,7 +126,8 @@ bool read_identity(std::span<const std::uint8_t> head, ElfInfo& info) {
     if (info.machine != kHostMachine || info.bits != kHostBits ||
         info.big_endian != kHostBigEndian) {
       info.wrong_host = true;
-      info.problem = "is " + with_article(arch) + " library, and this host is " + host_architecture();
+      info.problem =
+          "is " + with_article(arch) + " library, and this host is " + host_architecture();
     }
   }
   return info.kind == ElfKind::kSharedLibrary;
@@ -140,7 +142,8 @@ bool read_segments(const ByteSource& bytes, const Elf64_Ehdr& header, std::vecto
   }
   std::vector<std::uint8_t> raw;
   if (!bytes.read(header.e_phoff, std::uint64_t{header.e_phnum} * sizeof(Elf64_Phdr), raw)) {
-    set(info, ElfKind::kTruncated, "is truncated: its program headers lie past the end of the file");
+    set(info, ElfKind::kTruncated,
+        "is truncated: its program headers lie past the end of the file");
     return false;
   }
   out.resize(header.e_phnum);

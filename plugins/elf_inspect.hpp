@@ -1,8 +1,8 @@
 // Reads what a shared library says about itself, without opening it through the dynamic loader.
 //
 // Everything here is a pure function of the file's bytes. Files are untrusted: they may be
-// truncated, corrupted or hostile. Every offset is checked, memory is bounded by the file's size and
-// by fixed caps, and no input makes these functions throw (apart from std::bad_alloc) or crash.
+// truncated, corrupted or hostile. Every offset is checked, memory is bounded by the file's size
+// and by fixed caps, and no input makes these functions throw (apart from std::bad_alloc) or crash.
 // Thread-safe.
 #pragma once
 
@@ -73,14 +73,14 @@ struct ElfInfo {
   std::vector<std::string> version_definitions;  // names in verdef, the file's own name left out
   std::string build_id;                          // lower-case hex, empty when absent
   std::vector<ElfSymbol> undefined;
-  std::vector<ElfSymbol> defined;      // visible to other libraries, sorted by name
-  std::vector<std::string> unique;     // defined with STB_GNU_UNIQUE
-  bool writable_executable = false;    // a segment that is both
-  bool text_relocations = false;       // DT_TEXTREL
-  bool executable_stack = false;       // asked for, or not declined where that is the default
-  bool static_tls = false;             // DF_STATIC_TLS
-  bool no_dlopen = false;              // DF_1_NOOPEN
-  std::vector<std::string> warnings;   // oddities that do not prevent loading
+  std::vector<ElfSymbol> defined;     // visible to other libraries, sorted by name
+  std::vector<std::string> unique;    // defined with STB_GNU_UNIQUE
+  bool writable_executable = false;   // a segment that is both
+  bool text_relocations = false;      // DT_TEXTREL
+  bool executable_stack = false;      // asked for, or not declined where that is the default
+  bool static_tls = false;            // DF_STATIC_TLS
+  bool no_dlopen = false;             // DF_1_NOOPEN
+  std::vector<std::string> warnings;  // oddities that do not prevent loading
 
   bool sound() const { return problem.empty(); }
   // Whether a default-visible symbol of that name is defined. Needs ElfDepth::kSymbols.

@@ -195,8 +195,8 @@ SearchRules SearchRules::of_process() {
   }
   rules.cache = parse_library_cache(ByteSource("/etc/ld.so.cache").read_some(0, kMaxCacheBytes));
   const std::string arch = multiarch();
-  rules.default_folders = {"/lib/" + arch, "/usr/lib/" + arch, "/lib64",
-                           "/usr/lib64",   "/lib",             "/usr/lib"};
+  rules.default_folders = {"/lib/" + arch, "/usr/lib/" + arch, "/lib64", "/usr/lib64",
+                           "/lib",         "/usr/lib"};
   rules.loaded = loaded_libraries();
   return rules;
 }

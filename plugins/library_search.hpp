@@ -60,10 +60,10 @@ struct FoundLibrary {
 };
 
 // Looks `name` up for `chain`: the object that needs it first, then who loaded that object, and so
-// on. Order: already loaded; RPATHs of the chain unless the first has a RUNPATH; the program's RPATH;
-// LD_LIBRARY_PATH; the first one's RUNPATH; the cache; the default folders. A file for another
-// architecture is passed over, as the loader does. (glibc-hwcaps sub-folders are left out: they
-// hold only faster twins of what is beside them.)
+// on. Order: already loaded; RPATHs of the chain unless the first has a RUNPATH; the program's
+// RPATH; LD_LIBRARY_PATH; the first one's RUNPATH; the cache; the default folders. A file for
+// another architecture is passed over, as the loader does. (glibc-hwcaps sub-folders are left out:
+// they hold only faster twins of what is beside them.)
 FoundLibrary find_library(const std::string& name, std::span<const Requester> chain,
                           const SearchRules& rules);
 

@@ -48,7 +48,7 @@ std::string nearest_name(std::string_view word, const Range& candidates) {
   }
   const std::size_t longest = std::max(word.size(), best.size());
   return best_distance <= std::max<std::size_t>(2, longest / 3) && best_distance < longest ? best
-                                                                                          : "";
+                                                                                           : "";
 }
 
 }  // namespace te_fl::plugins

@@ -58,7 +58,8 @@ std::string highest_present(const ElfInfo& library, std::string_view wanted) {
   const std::string_view family = wanted.substr(0, wanted.find_last_of('_') + 1);
   std::string best;
   for (const std::string& v : library.version_definitions) {
-    const bool number = v.size() > family.size() && v[family.size()] >= '0' && v[family.size()] <= '9';
+    const bool number =
+        v.size() > family.size() && v[family.size()] >= '0' && v[family.size()] <= '9';
     if (v.starts_with(family) && number && (best.empty() || version_less(best, v))) best = v;
   }
   return best;
@@ -69,7 +70,8 @@ bool in_namespace_std(std::string_view name) {
   if (!name.starts_with("_Z")) return false;
   name.remove_prefix(2);
   if (name.starts_with("GV")) name.remove_prefix(2);
-  while (!name.empty() && (name[0] == 'Z' || name[0] == 'N' || name[0] == 'K')) name.remove_prefix(1);
+  while (!name.empty() && (name[0] == 'Z' || name[0] == 'N' || name[0] == 'K'))
+    name.remove_prefix(1);
   return name.starts_with("St");
 }
 
@@ -106,7 +108,8 @@ class Preflight {
   void check_entry() {
     const ElfInfo& elf = report_.elf;
     if (elf.no_dlopen) {
-      report_.problems.push_back("it forbids being opened (linked with -z nodlopen); link it again");
+      report_.problems.push_back(
+          "it forbids being opened (linked with -z nodlopen); link it again");
     }
     if (report_.required_symbol.empty() || elf.exports(report_.required_symbol)) return;
     report_.lacks_required_symbol = true;
@@ -129,22 +132,24 @@ class Preflight {
     auto& out = report_.warnings;
     out = elf.warnings;
     if (elf.executable_stack) {
-      out.push_back("it asks for an executable stack, which glibc 2.41 and later refuse; add a "
-                    ".note.GNU-stack section to its assembler files or link with -z noexecstack");
+      out.push_back(
+          "it asks for an executable stack, which glibc 2.41 and later refuse; add a "
+          ".note.GNU-stack section to its assembler files or link with -z noexecstack");
     }
     if (elf.writable_executable) out.push_back("it has a segment both writable and executable");
     if (elf.text_relocations) out.push_back("it has text relocations; compile it with -fPIC");
     if (elf.static_tls) {
-      out.push_back("it uses static thread-local storage, of which a process can run out; compile "
-                    "it without -ftls-model=initial-exec");
+      out.push_back(
+          "it uses static thread-local storage, of which a process can run out; compile "
+          "it without -ftls-model=initial-exec");
     }
     // The standard library's own are the same in every plugin and do no harm.
     std::vector<std::string> unique = elf.unique;
     std::erase_if(unique, in_namespace_std);
     if (!unique.empty()) {
       const std::string readable = demangle(unique.front());
-      out.push_back("it exports " + std::to_string(unique.size()) + " unique symbols (first: " +
-                    (readable.empty() ? unique.front() : readable) +
+      out.push_back("it exports " + std::to_string(unique.size()) +
+                    " unique symbols (first: " + (readable.empty() ? unique.front() : readable) +
                     "), which all libraries of the process share in spite of RTLD_LOCAL; build "
                     "with -fvisibility=hidden and an export list, or -fno-gnu-unique");
     }
@@ -184,8 +189,8 @@ class Preflight {
         continue;
       }
       missing_[name] = report_.missing_libraries.size();
-      report_.missing_libraries.push_back({name, {nodes_[index].path}, chain_text(name, index),
-                                           found.rejected, soname_hint(name)});
+      report_.missing_libraries.push_back(
+          {name, {nodes_[index].path}, chain_text(name, index), found.rejected, soname_hint(name)});
     }
   }
 
@@ -210,8 +215,12 @@ class Preflight {
       // The loader lets a library without any version definitions pass, with a warning.
       if (defined.empty() || std::count(defined.begin(), defined.end(), need.version)) continue;
       if (!missing_version_names_.insert({need.file, need.version, user.path}).second) continue;
-      MissingVersion missing{need.file, library->path, need.version,
-                             highest_present(library->elf, need.version), user.path, {},
+      MissingVersion missing{need.file,
+                             library->path,
+                             need.version,
+                             highest_present(library->elf, need.version),
+                             user.path,
+                             {},
                              version_hint(need.version, need.file)};
       missing.symbols = symbols_of_version(index, need);
       report_.missing_versions.push_back(std::move(missing));

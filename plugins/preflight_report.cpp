@@ -51,9 +51,9 @@ std::vector<std::string> problem_lines(const PreflightReport& r) {
   }
   if (r.missing_symbol_count > 0) {
     out.push_back("no library provides " + describe(r.missing_symbols.front()) +
-                  (r.missing_symbol_count > 1
-                       ? " and " + count_of(r.missing_symbol_count - 1, "other symbol", "other symbols")
-                       : ""));
+                  (r.missing_symbol_count > 1 ? " and " + count_of(r.missing_symbol_count - 1,
+                                                                   "other symbol", "other symbols")
+                                              : ""));
   }
   return out;
 }
@@ -130,7 +130,8 @@ std::string PreflightReport::to_string() const {
     out = lines.front();
   } else {
     out = shown(path) + " cannot be loaded: " + lines.front();
-    if (lines.size() > 1) out += " (and " + count_of(lines.size() - 1, "more problem", "more problems") + ")";
+    if (lines.size() > 1)
+      out += " (and " + count_of(lines.size() - 1, "more problem", "more problems") + ")";
   }
   for (std::size_t i = 1; i < problems.size(); ++i) out += "\n  " + shown(problems[i]);
   add_libraries(*this, out);

@@ -58,7 +58,8 @@ constexpr auto kHints = std::to_array<Hint>({
     {"libMIOpen.so", "miopen-hip", kRocm, ""},
     {"librccl.so", "rccl", kRocm, ""},
     // Other makers, whose toolkits have installers of their own
-    {"libascendcl.so", "", "part of Huawei's CANN toolkit: install it and source its set_env.sh", ""},
+    {"libascendcl.so", "", "part of Huawei's CANN toolkit: install it and source its set_env.sh",
+     ""},
     {"libhccl.so", "", "part of Huawei's CANN toolkit: install it and source its set_env.sh", ""},
     {"libcnrt.so", "", "part of Cambricon's CNToolkit", ""},
     {"libcnnl.so", "", "part of Cambricon's CNNL package", ""},
@@ -140,7 +141,8 @@ std::string version_hint(std::string_view version, std::string_view library) {
            "system whose C library has that version";
   }
   if (version.starts_with("GLIBCXX_") || version.starts_with("CXXABI_")) {
-    return "it was built with a newer compiler: update libstdc++6, rebuild it here, or link it with "
+    return "it was built with a newer compiler: update libstdc++6, rebuild it here, or link it "
+           "with "
            "-static-libstdc++; a conda environment may also bring an older libstdc++ first";
   }
   return "install a newer " + std::string(library) + ", or rebuild it here";
