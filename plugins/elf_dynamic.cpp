@@ -302,11 +302,12 @@ class DynamicReader {
     if (versym && !read_at(*versym, count * 2, indices)) {
       return corrupt("its symbol versions lie outside the file");
     }
-    for (std::uint64_t i = 1; i < count; ++i) {
-      if (!read_symbol(table, indices, i)) return corrupt("a symbol's name is unreadable");
-    }
+    bool readable = true;
+    for (std::uint64_t i = 1; i < count && readable; ++i) readable = read_symbol(table, indices, i);
+    // Sorted even when cut short, since look-ups rely on the order.
     std::sort(info_.defined.begin(), info_.defined.end(),
               [](const ElfSymbol& a, const ElfSymbol& b) { return a.name < b.name; });
+    if (!readable) return corrupt("a symbol's name is unreadable");
     return true;
   }
 
