@@ -183,6 +183,11 @@ LibraryCache parse_library_cache(std::span<const std::uint8_t> bytes) {
 SearchRules SearchRules::of_process() {
   SearchRules rules;
   rules.library_path = split_folders(starting_library_path(), ":;");
+  const char* now = std::getenv("LD_LIBRARY_PATH");
+  rules.late_library_path = split_folders(now ? now : "", ":;");
+  std::erase_if(rules.late_library_path, [&](const std::string& folder) {
+    return std::count(rules.library_path.begin(), rules.library_path.end(), folder) > 0;
+  });
   const std::string program = "/proc/self/exe";
   std::error_code error;
   const std::string program_path = fs::read_symlink(program, error).string();

@@ -30,7 +30,10 @@ LibraryCache parse_library_cache(std::span<const std::uint8_t> bytes);
 
 // Where to look. The defaults are this process'; tests put in their own.
 struct SearchRules {
-  std::vector<std::string> library_path;     // LD_LIBRARY_PATH, as the loader read it at start
+  std::vector<std::string> library_path;  // LD_LIBRARY_PATH, as the loader read it at start
+  // Folders that LD_LIBRARY_PATH holds now and did not at start. The loader does not see them; a
+  // library that is only there is missing, and the report says why.
+  std::vector<std::string> late_library_path;
   std::vector<std::string> program_rpath;    // DT_RPATH of the program, expanded
   LibraryCache cache;                        // ld.so.cache
   std::vector<std::string> default_folders;  // /lib/x86_64-linux-gnu, ...

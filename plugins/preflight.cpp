@@ -190,8 +190,18 @@ class Preflight {
       }
       missing_[name] = report_.missing_libraries.size();
       report_.missing_libraries.push_back(
-          {name, {nodes_[index].path}, chain_text(name, index), found.rejected, soname_hint(name)});
+          {name, {nodes_[index].path}, chain_text(name, index), found.rejected, hint_for(name)});
     }
+  }
+
+  std::string hint_for(const std::string& name) const {
+    for (const std::string& folder : rules_.late_library_path) {
+      if (!inspect_elf(folder + "/" + name, ElfDepth::kHeaders).sound()) continue;
+      return "it is in " + folder +
+             ", which joined LD_LIBRARY_PATH after the program had started; the loader reads that "
+             "variable only at start, so set it before";
+    }
+    return soname_hint(name);
   }
 
   bool in_closure(const std::string& name) const { return node_named(name) != nullptr; }

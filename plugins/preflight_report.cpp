@@ -65,7 +65,7 @@ void add_libraries(const PreflightReport& r, std::string& out) {
       out += (i == 1 ? "\n    also needed by " : ", ") + shown(base_name(m.needed_by[i]));
     }
     if (!m.rejected.empty()) out += "\n    passed over: " + shown(m.rejected);
-    out += "\n    install: " + m.hint;
+    out += "\n    way out: " + m.hint;
   }
 }
 

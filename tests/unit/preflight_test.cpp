@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "plugins/byte_source.hpp"
@@ -120,6 +121,22 @@ TEST_F(PreflightTest, SearchFollowsTheLoadersOrder) {
   EXPECT_EQ(found(old_style), "nowhere");
   rules.loaded.push_back({"/somewhere/else.so", "libdep.so.1"});
   EXPECT_EQ(found(old_style), "somewhere");  // what is loaded already comes first
+}
+
+TEST_F(PreflightTest, ALibraryPathSetTooLateIsExplained) {
+  build("libdep.so.1", "int dep() { return 1; }", "-Wl,-soname,libdep.so.1");
+  const std::string path =
+      build("plugin.so", std::string(kPlugin) + "int dep(); int u() { return dep(); }",
+            "-L. -l:libdep.so.1");
+  const char* before = std::getenv("LD_LIBRARY_PATH");
+  const std::string saved = before ? before : "";
+  setenv("LD_LIBRARY_PATH", folder_.path().c_str(), 1);
+  const PreflightReport report = preflight(path, kEntry);
+  const std::string loader = loader_says(path);
+  before ? setenv("LD_LIBRARY_PATH", saved.c_str(), 1) : unsetenv("LD_LIBRARY_PATH");
+  EXPECT_TRUE(contains(loader, "libdep.so.1"));
+  ASSERT_EQ(report.missing_libraries.size(), 1u) << report.to_string();
+  EXPECT_TRUE(contains(report.missing_libraries[0].hint, "after the program had started"));
 }
 
 TEST_F(PreflightTest, AFileForAnotherMachineIsPassedOver) {
