@@ -124,12 +124,13 @@ std::string soname_hint(std::string_view soname) {
   if (row->apt.empty() && row->pypi.empty()) return "it is " + std::string(row->note);
   std::string out;
   if (!row->apt.empty()) {
-    out = "apt package " + std::string(row->apt);
+    out = "install the apt package " + std::string(row->apt);
     if (!row->note.empty()) out += " (" + std::string(row->note) + ")";
   }
   if (!row->pypi.empty()) {
     if (!out.empty()) out += ", or ";
-    out += "PyPI package " + std::string(row->pypi) +
+    out += std::string(out.empty() ? "install the " : "the ") + "PyPI package " +
+           std::string(row->pypi) +
            ", whose lib folder must be in LD_LIBRARY_PATH before the program starts";
   }
   return out;
