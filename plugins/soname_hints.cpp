@@ -15,7 +15,7 @@ struct Hint {
 
 constexpr std::string_view kCuda = "NVIDIA's CUDA repository";
 constexpr std::string_view kRocm = "AMD's ROCm repository";
-constexpr std::string_view kDriver = "comes with NVIDIA's driver, and only there";
+constexpr std::string_view kDriver = "it comes with NVIDIA's driver, and only there";
 
 // Exact sonames first: the first row that matches wins.
 constexpr auto kHints = std::to_array<Hint>({
@@ -58,13 +58,14 @@ constexpr auto kHints = std::to_array<Hint>({
     {"libMIOpen.so", "miopen-hip", kRocm, ""},
     {"librccl.so", "rccl", kRocm, ""},
     // Other makers, whose toolkits have installers of their own
-    {"libascendcl.so", "", "part of Huawei's CANN toolkit: install it and source its set_env.sh",
+    {"libascendcl.so", "",
+     "it is part of Huawei's CANN toolkit: install it and source its set_env.sh", ""},
+    {"libhccl.so", "", "it is part of Huawei's CANN toolkit: install it and source its set_env.sh",
      ""},
-    {"libhccl.so", "", "part of Huawei's CANN toolkit: install it and source its set_env.sh", ""},
-    {"libcnrt.so", "", "part of Cambricon's CNToolkit", ""},
-    {"libcnnl.so", "", "part of Cambricon's CNNL package", ""},
-    {"libmusart.so", "", "part of Moore Threads' MUSA toolkit", ""},
-    {"libmcruntime.so", "", "part of MetaX's MACA toolkit", ""},
+    {"libcnrt.so", "", "it is part of Cambricon's CNToolkit", ""},
+    {"libcnnl.so", "", "it is part of Cambricon's CNNL package", ""},
+    {"libmusart.so", "", "it is part of Moore Threads' MUSA toolkit", ""},
+    {"libmcruntime.so", "", "it is part of MetaX's MACA toolkit", ""},
     {"libtorch.so", "", "", "torch"},
     {"libtorch_cpu.so", "", "", "torch"},
     {"libtorch_cuda.so", "", "", "torch"},
@@ -121,7 +122,7 @@ std::string soname_hint(std::string_view soname) {
   if (row == kHints.end()) {
     return "find its package with: apt-file search " + std::string(soname) + "; " + folder_note;
   }
-  if (row->apt.empty() && row->pypi.empty()) return "it is " + std::string(row->note);
+  if (row->apt.empty() && row->pypi.empty()) return std::string(row->note);
   std::string out;
   if (!row->apt.empty()) {
     out = "install the apt package " + std::string(row->apt);
