@@ -35,12 +35,12 @@ void count_forks() {
 }
 
 // True while this thread runs a task of any pool.
-thread_local bool inside_task = false;
+thread_local bool in_task = false;
 
 struct InsideTask {
-  InsideTask() { inside_task = true; }
-  ~InsideTask() { inside_task = before; }
-  const bool before = inside_task;
+  InsideTask() { in_task = true; }
+  ~InsideTask() { in_task = before; }
+  const bool before = in_task;
 };
 
 void pause() {
@@ -209,29 +209,34 @@ void ThreadPool::Crew::wait_for_workers() {
   gate.fetch_and(~kCallerSleeps);
 }
 
-// Stops the pool's workers when the process exits or the library is unloaded. The pool itself is
-// never destroyed, because an application's own threads may still call it during exit.
-class PoolShutdown {
+// The pool of the process is made when the library is loaded, not at first use: a fork could
+// interrupt a first use on another thread, and the child would wait for it for ever. It is shut
+// down at exit or unloading, and never destroyed, because an application's own threads may still
+// call it during exit.
+class ProcessPool {
  public:
-  explicit PoolShutdown(ThreadPool& pool) : pool_(pool) {}
-  ~PoolShutdown() { pool_.shut_down(); }
+  ProcessPool() { new (storage_) ThreadPool(); }
+  ~ProcessPool() { pool().shut_down(); }
+  ThreadPool& pool() { return *std::launder(reinterpret_cast<ThreadPool*>(storage_)); }
 
  private:
-  ThreadPool& pool_;
+  alignas(ThreadPool) unsigned char storage_[sizeof(ThreadPool)];
 };
 
-ThreadPool& ThreadPool::instance() {
-  alignas(ThreadPool) static unsigned char storage[sizeof(ThreadPool)];
-  static ThreadPool* const pool = new (storage) ThreadPool();
-  static const PoolShutdown shutdown(*pool);
-  return *pool;
-}
+namespace {
+// Before other static objects of the library, which may use it.
+[[gnu::init_priority(101)]] ProcessPool process_pool;
+}  // namespace
+
+ThreadPool& ThreadPool::instance() { return process_pool.pool(); }
+
+bool ThreadPool::inside_task() { return in_task; }
 
 ThreadPool::ThreadPool(int threads) {
   static_assert(sizeof(Crew) <= sizeof(first_crew_) && alignof(Crew) <= 64);
   count_forks();
   crew_ = new (first_crew_) Crew(nullptr);
-  configure(threads);
+  if (threads > 0) configure(threads);
 }
 
 ThreadPool::~ThreadPool() {
@@ -254,22 +259,29 @@ ThreadPool::Crew& ThreadPool::crew_of_this_process() {
   return *crew;
 }
 
+int ThreadPool::count_cpus() const {
+  int uncounted = 0;
+  threads_.compare_exchange_strong(uncounted, std::min(available_cpu_count(), kMaxThreads));
+  return threads_.load();
+}
+
 void ThreadPool::configure(int threads) {
   if (threads > kMaxThreads) {
     throw std::invalid_argument("thread count " + std::to_string(threads) + " is above the limit of " +
                                 std::to_string(kMaxThreads));
   }
-  if (inside_task) throw std::logic_error("the thread count cannot be changed from inside a task");
-  if (threads <= 0) threads = std::min(available_cpu_count(), kMaxThreads);
+  if (in_task) throw std::logic_error("the thread count cannot be changed from inside a task");
+  threads = std::max(threads, 0);
   Crew& crew = crew_of_this_process();
   while (crew.occupied.exchange(true)) std::this_thread::yield();
-  if (threads != num_threads()) crew.stop();
+  if (threads != threads_.load()) crew.stop();
   threads_.store(threads);
   crew.occupied.store(false);
 }
 
 void ThreadPool::run(int64_t count, FunctionRef<void(int64_t)> task) {
-  if (count == 1 || inside_task || num_threads() == 1) return run_inline(count, task);
+  if (count == 1) return task(0);  // Not split: calls made by the task still may be.
+  if (in_task || num_threads() == 1) return run_inline(count, task);
   Crew& crew = crew_of_this_process();
   if (crew.occupied.exchange(true)) return run_inline(count, task);
   if (stopped_.load()) {
@@ -291,7 +303,7 @@ void ThreadPool::shut_down() {
   if (stopped_.exchange(true)) return;
   Crew* crew = crew_.load();
   // exit() called by a task, or in a child that made no parallel call: nothing here to join.
-  if (!crew->mine() || inside_task) return;
+  if (!crew->mine() || in_task) return;
   while (crew->occupied.exchange(true)) std::this_thread::yield();
   crew->stop();
   crew->occupied.store(false);

@@ -45,7 +45,14 @@ class ThreadPool {
   void configure(int threads);
 
   // Threads that a parallel call is split over, the caller included; at least 1.
-  int num_threads() const { return threads_.load(std::memory_order_relaxed); }
+  int num_threads() const {
+    const int threads = threads_.load(std::memory_order_relaxed);
+    return threads != 0 ? threads : count_cpus();
+  }
+
+  // True while the calling thread runs a task of a parallel call that was split: what it starts
+  // now runs on this thread alone, so it need not be split either.
+  static bool inside_task();
 
   // Number of ranges that parallel_for(n, grain, f) makes.
   int64_t num_ranges(int64_t n, int64_t grain) const {
@@ -76,14 +83,15 @@ class ThreadPool {
   }
 
  private:
-  friend class PoolShutdown;
+  friend class ProcessPool;
   struct Crew;  // The workers of one process and the job they share.
 
   void run(int64_t count, FunctionRef<void(int64_t)> task);
   Crew& crew_of_this_process();
+  int count_cpus() const;
   void shut_down();
 
-  std::atomic<int> threads_{1};
+  mutable std::atomic<int> threads_{0};  // 0: not counted yet; loading the library reads no file.
   std::atomic<bool> stopped_{false};
   std::atomic<Crew*> crew_;
   // The first process's crew lives here, so that unloading the library leaks nothing; those of
