@@ -24,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "../backends/cpu/sgemm.hpp"
 #include "../backends/cpu/thread_pool.hpp"
 
 namespace {
@@ -110,16 +111,21 @@ int thread_count() {
   return 0;
 }
 
-// The best of several runs: other programs on the machine can only slow one down.
-double best_seconds(const std::function<void()>& call) {
-  call();
-  double best = 1e30, total = 0;
-  for (int i = 0; i < 60 && (total < 0.25 || i < 3); ++i) {
-    const auto start = Clock::now();
-    call();
-    const double t = seconds_since(start);
-    best = std::min(best, t);
-    total += t;
+// The best of several runs of each call: other programs on the machine can only slow one down.
+// Calls take turns, so that all meet the same of them, with a rest between turns, because the
+// threads of an OpenMP library go on spinning for some milliseconds after a call.
+std::vector<double> best_seconds(const std::vector<std::function<void()>>& calls) {
+  std::vector<double> best(calls.size(), 1e30);
+  for (int round = 0; round < 6; ++round) {
+    for (size_t i = 0; i < calls.size(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      const auto turn = Clock::now();
+      for (int run = 0; run < 200 && (run < 3 || seconds_since(turn) < 0.05); ++run) {
+        const auto start = Clock::now();
+        calls[i]();
+        best[i] = std::min(best[i], seconds_since(start));
+      }
+    }
   }
   return best;
 }
@@ -199,6 +205,43 @@ void report_fork(const Library& lib, ThreadPool& pool) {
   std::printf("; parent in a GEMM: worst of 40 %.1f ms, hung %d\n", worst, hung);
 }
 
+constexpr Shape kShapes[] = {
+    {false, true, 1024, 256, 256},   {false, true, 1024, 1024, 256}, {false, true, 2048, 1024, 1024},
+    {false, false, 2048, 1024, 1024}, {true, false, 1024, 1024, 2048},
+    {false, true, 2048, 4096, 1024}, {false, false, 2048, 1024, 4096},
+    {true, false, 4096, 1024, 1024}, {false, true, 4096, 64, 64},    {false, true, 16, 4096, 1024},
+    {false, true, 1, 4096, 1024},    {true, false, 256, 256, 8192},  {true, false, 64, 64, 8192}};
+
+// One line of the table. `served`: this is the library that te_fl::cpu::sgemm stands on.
+void measure_shape(const Library& lib, ThreadPool& pool, const Shape& s, bool served) {
+  Problem problem(s);
+  problem.pooled(lib, pool);
+  const std::vector<float> reference = problem.c;
+  problem.pooled(lib, pool);
+  const bool same = std::memcmp(reference.data(), problem.c.data(), 4 * reference.size()) == 0;
+  std::vector<uint16_t> a16(problem.a.size(), 0x3f80), b16(problem.b.size(), 0x3f80);
+  std::vector<std::function<void()>> calls = {
+      [&] { lib.set_threads(1), problem.whole(lib); },
+      [&] { lib.set_threads(pool.num_threads()), problem.whole(lib); },
+      [&] { problem.pooled(lib, pool); }};
+  if (served) {
+    calls.push_back([&] {
+      te_fl::cpu::sgemm(s.trans_a, s.trans_b, s.m, s.n, s.k, 1.0f, problem.a.data(), problem.lda(),
+                        problem.b.data(), problem.ldb(), 0.0f, problem.c.data(), s.n);
+    });
+    calls.push_back([&] {
+      te_fl::cpu::bf16gemm(s.trans_a, s.trans_b, s.m, s.n, s.k, 1.0f, a16.data(), problem.lda(),
+                           b16.data(), problem.ldb(), 0.0f, problem.c.data(), s.n);
+    });
+  }
+  char label[64];
+  std::snprintf(label, sizeof label, "%c%c %5ld %5ld %5ld", s.trans_a ? 'T' : 'N',
+                s.trans_b ? 'T' : 'N', long(s.m), long(s.n), long(s.k));
+  std::printf("  %-18s", label);
+  for (const double t : best_seconds(calls)) std::printf(" %8.1f", gflops(s, t));
+  std::printf("%s\n", same ? "" : "  NOT REPEATABLE");
+}
+
 void measure(const std::string& name, const std::string& path) {
   const long before_kib = resident_kib();
   const auto start = Clock::now();
@@ -211,39 +254,18 @@ void measure(const std::string& name, const std::string& path) {
   std::printf("%s (%s): dlopen %.2f ms, +%ld KiB resident, %d threads after loading\n",
               name.c_str(), path.c_str(), load_ms, resident_kib() - before_kib, thread_count());
   const Library lib = bind(name, handle);
-  ThreadPool pool;
+  ThreadPool& pool = ThreadPool::instance();
   lib.set_threads(1);
   Problem tiny({false, false, 32, 32, 32});
   const auto first = Clock::now();
   tiny.whole(lib);
   std::printf("  first GEMM %.2f ms, later %.2f us\n", seconds_since(first) * 1e3,
-              best_seconds([&] { tiny.whole(lib); }) * 1e6);
+              best_seconds({[&] { tiny.whole(lib); }})[0] * 1e6);
   report_fork(lib, pool);
-  std::printf("  %-24s %9s %9s %9s   GFLOP/s (threads: %d)\n", "shape", "1 thread", "own", "pool",
-              pool.num_threads());
-  const Shape shapes[] = {
-      {false, true, 1024, 256, 256},  {false, true, 1024, 1024, 256},
-      {false, true, 2048, 1024, 1024}, {false, false, 2048, 1024, 1024},
-      {true, false, 1024, 1024, 2048}, {false, true, 2048, 4096, 1024},
-      {false, false, 2048, 1024, 4096}, {true, false, 4096, 1024, 1024},
-      {false, true, 4096, 64, 64},    {false, true, 16, 4096, 1024},
-      {true, false, 256, 256, 8192}};
-  for (const Shape& s : shapes) {
-    Problem problem(s);
-    lib.set_threads(1);
-    const double one = best_seconds([&] { problem.whole(lib); });
-    const double pooled = best_seconds([&] { problem.pooled(lib, pool); });
-    const std::vector<float> reference = problem.c;
-    problem.pooled(lib, pool);
-    const bool same = std::memcmp(reference.data(), problem.c.data(), 4 * reference.size()) == 0;
-    lib.set_threads(pool.num_threads());
-    const double own = best_seconds([&] { problem.whole(lib); });
-    char label[64];
-    std::snprintf(label, sizeof label, "%c%c %5ld %5ld %5ld", s.trans_a ? 'T' : 'N',
-                  s.trans_b ? 'T' : 'N', long(s.m), long(s.n), long(s.k));
-    std::printf("  %-24s %9.1f %9.1f %9.1f%s\n", label, gflops(s, one), gflops(s, own),
-                gflops(s, pooled), same ? "" : "  NOT REPEATABLE");
-  }
+  std::printf("  %-18s %8s %8s %8s", "shape", "1 thread", "own", "pool");
+  if (name == "onednn") std::printf(" %8s %8s", "sgemm", "bf16gemm");
+  std::printf("   GFLOP/s (threads: %d)\n", pool.num_threads());
+  for (const Shape& s : kShapes) measure_shape(lib, pool, s, name == "onednn");
 }
 
 }  // namespace

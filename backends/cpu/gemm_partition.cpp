@@ -9,7 +9,8 @@ namespace {
 constexpr double kSmallestBlock = 1 << 19;
 
 // Copying one element of A or B into a packed panel costs about as much as this many multiply-adds.
-constexpr double kPackCost = 8;
+constexpr double kPackCostA = 16;
+constexpr double kPackCostB = 8;
 // Adding one element of a partial C, written and read once more.
 constexpr double kReduceCost = 40;
 
@@ -23,7 +24,7 @@ double cost(int64_t m, int64_t n, int64_t k, const GemmPartition& p) {
   const auto columns = static_cast<double>(round_up(ceil_div(n, p.column_blocks), 16));
   const auto depth = static_cast<double>(ceil_div(k, p.k_blocks));
   const double reduce = p.k_blocks > 1 ? kReduceCost * rows * columns : 0;
-  return rows * columns * depth + kPackCost * (rows + columns) * depth + reduce;
+  return rows * columns * depth + (kPackCostA * rows + kPackCostB * columns) * depth + reduce;
 }
 
 }  // namespace
@@ -35,10 +36,10 @@ GemmPartition partition_gemm(int64_t m, int64_t n, int64_t k, int threads) {
   double best_cost = cost(m, n, k, best);
   for (int64_t k_blocks = 1; k_blocks <= std::min<int64_t>(blocks, ceil_div(k, 256)); ++k_blocks) {
     const int64_t grid = blocks / k_blocks;
-    for (int64_t rows = 1; rows <= std::min(grid, ceil_div(m, 8)); ++rows) {
+    for (int64_t rows = std::min(grid, ceil_div(m, 8)); rows >= 1; --rows) {
       const GemmPartition candidate{rows, std::min(grid / rows, ceil_div(n, 16)), k_blocks};
       const double candidate_cost = cost(m, n, k, candidate);
-      if (candidate_cost < best_cost * 0.97) {  // Simpler first: a near tie changes nothing.
+      if (candidate_cost < best_cost * 0.97) {  // In a near tie, whole rows and whole sums are better.
         best = candidate;
         best_cost = candidate_cost;
       }
