@@ -84,8 +84,8 @@ Library bind(const std::string& name, void* library) {
                 },
                 {}};
   if (name == "blis") {
-    bound.set_threads = [set = symbol<void (*)(int64_t)>(library, "bli_thread_set_num_threads")](
-                            int n) { set(n); };
+    bound.set_threads =
+        [set = symbol<void (*)(int64_t)>(library, "bli_thread_set_num_threads")](int n) { set(n); };
   } else {
     bound.set_threads = symbol<void (*)(int)>(library, "openblas_set_num_threads");
   }
@@ -142,9 +142,7 @@ struct Problem {
   }
   int64_t lda() const { return s.trans_a ? s.m : s.k; }
   int64_t ldb() const { return s.trans_b ? s.k : s.n; }
-  void whole(const Library& lib) {
-    lib.sgemm(s, a.data(), lda(), b.data(), ldb(), c.data(), s.n);
-  }
+  void whole(const Library& lib) { lib.sgemm(s, a.data(), lda(), b.data(), ldb(), c.data(), s.n); }
   // Rows split over the pool: the plainest use of a single-threaded library.
   void pooled(const Library& lib, ThreadPool& pool) {
     pool.parallel_for(s.m, 16, [&](int64_t begin, int64_t end) {
@@ -205,12 +203,13 @@ void report_fork(const Library& lib, ThreadPool& pool) {
   std::printf("; parent in a GEMM: worst of 40 %.1f ms, hung %d\n", worst, hung);
 }
 
-constexpr Shape kShapes[] = {
-    {false, true, 1024, 256, 256},   {false, true, 1024, 1024, 256}, {false, true, 2048, 1024, 1024},
-    {false, false, 2048, 1024, 1024}, {true, false, 1024, 1024, 2048},
-    {false, true, 2048, 4096, 1024}, {false, false, 2048, 1024, 4096},
-    {true, false, 4096, 1024, 1024}, {false, true, 4096, 64, 64},    {false, true, 16, 4096, 1024},
-    {false, true, 1, 4096, 1024},    {true, false, 256, 256, 8192},  {true, false, 64, 64, 8192}};
+constexpr Shape kShapes[] = {{false, true, 1024, 256, 256},    {false, true, 1024, 1024, 256},
+                             {false, true, 2048, 1024, 1024},  {false, false, 2048, 1024, 1024},
+                             {true, false, 1024, 1024, 2048},  {false, true, 2048, 4096, 1024},
+                             {false, false, 2048, 1024, 4096}, {true, false, 4096, 1024, 1024},
+                             {false, true, 4096, 64, 64},      {false, true, 16, 4096, 1024},
+                             {false, true, 1, 4096, 1024},     {true, false, 256, 256, 8192},
+                             {true, false, 64, 64, 8192}};
 
 // One line of the table. `served`: this is the library that te_fl::cpu::sgemm stands on.
 void measure_shape(const Library& lib, ThreadPool& pool, const Shape& s, bool served) {

@@ -39,7 +39,8 @@ GemmPartition partition_gemm(int64_t m, int64_t n, int64_t k, int threads) {
     for (int64_t rows = std::min(grid, ceil_div(m, 8)); rows >= 1; --rows) {
       const GemmPartition candidate{rows, std::min(grid / rows, ceil_div(n, 16)), k_blocks};
       const double candidate_cost = cost(m, n, k, candidate);
-      if (candidate_cost < best_cost * 0.97) {  // In a near tie, whole rows and whole sums are better.
+      if (candidate_cost <
+          best_cost * 0.97) {  // In a near tie, whole rows and whole sums are better.
         best = candidate;
         best_cost = candidate_cost;
       }

@@ -9,14 +9,18 @@
 #include <new>
 #include <stdexcept>
 
+// The soname of the library whose headers these are. The build sets it from the file itself,
+// because distributions differ: libdnnl.so.2 on Debian 12, libdnnl.so.3 or .3.x on later ones.
+#ifndef TE_FL_ONEDNN_SONAME
 #define TE_FL_STRING_(x) #x
 #define TE_FL_STRING(x) TE_FL_STRING_(x)
+#define TE_FL_ONEDNN_SONAME "libdnnl.so." TE_FL_STRING(DNNL_VERSION_MAJOR)
+#endif
 
 namespace te_fl::cpu {
 namespace {
 
-constexpr const char* kSoname = "libdnnl.so." TE_FL_STRING(DNNL_VERSION_MAJOR);
-constexpr const char* kPackage = "libdnnl" TE_FL_STRING(DNNL_VERSION_MAJOR);
+constexpr const char* kSoname = TE_FL_ONEDNN_SONAME;
 
 void check(dnnl_status_t status, const char* what) {
   if (status == dnnl_success) return;
@@ -101,7 +105,9 @@ OneDnn::Api::Api(void* library) {
 #endif
   // The OpenMP runtime that oneDNN itself is bound to: one that the program has loaded globally
   // (LLVM's, say) comes before the libgomp that oneDNN names.
-  const auto omp = [&](const char* name) { return dlsym(RTLD_DEFAULT, name) ? RTLD_DEFAULT : library; };
+  const auto omp = [&](const char* name) {
+    return dlsym(RTLD_DEFAULT, name) ? RTLD_DEFAULT : library;
+  };
   find(omp("omp_get_max_threads"), "omp_get_max_threads", &omp_get_max_threads);
   find(omp("omp_set_num_threads"), "omp_set_num_threads", &omp_set_num_threads);
 }
@@ -156,7 +162,8 @@ class Layout {
 template <typename Api>
 class Memory {
  public:
-  Memory(const Api& api, const Layout<Api>& layout, dnnl_engine_t engine, const void* data) : api_(api) {
+  Memory(const Api& api, const Layout<Api>& layout, dnnl_engine_t engine, const void* data)
+      : api_(api) {
     check(api_.memory_create(&memory_, layout.get(), engine, const_cast<void*>(data)),
           "wrapping a matrix");
   }
@@ -251,8 +258,9 @@ void OneDnn::open() {
   void* library = dlopen(kSoname, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (library == nullptr) {
     const char* why = dlerror();
-    throw std::runtime_error("the GEMM library oneDNN cannot be opened: " +
-                             std::string(why ? why : kSoname) + "; install the package " + kPackage);
+    throw std::runtime_error(
+        "the GEMM library oneDNN cannot be opened: " + std::string(why ? why : kSoname) +
+        "; install it with apt-get install libdnnl-dev");
   }
   static const Api api(library);
   api_ = &api;
@@ -322,7 +330,8 @@ void OneDnn::bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, c
                                        {DNNL_ARG_WEIGHTS, memory_b.get()},
                                        {DNNL_ARG_DST, memory_c.get()}};
   dnnl_stream_t stream = nullptr;
-  check(api_->stream_create(&stream, bf16_->engine, dnnl_stream_default_flags), "creating a stream");
+  check(api_->stream_create(&stream, bf16_->engine, dnnl_stream_default_flags),
+        "creating a stream");
   const dnnl_status_t status =
       api_->primitive_execute(bf16_->product[trans_a][trans_b], stream, 3, arguments);
   api_->stream_destroy(stream);

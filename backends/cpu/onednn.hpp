@@ -30,7 +30,8 @@ class OneDnn {
              const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
              int64_t ldc) const;
 
-  // C = op(A) op(B) with A and B in BF16 (as their bit patterns), C and sums in FP32; else as above.
+  // C = op(A) op(B) with A and B in BF16 (as their bit patterns), C and sums in FP32; else as
+  // above.
   void bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, const uint16_t* a,
             int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc) const;
 

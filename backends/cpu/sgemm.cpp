@@ -114,7 +114,8 @@ void compute_block(const OneDnn& library, const Product<T>& p, const GemmPartiti
   block.m = rows.size;
   block.n = columns.size;
   block.k = depth.size;
-  const T* a = p.a + (s.trans_a ? depth.begin * s.lda + rows.begin : rows.begin * s.lda + depth.begin);
+  const T* a =
+      p.a + (s.trans_a ? depth.begin * s.lda + rows.begin : rows.begin * s.lda + depth.begin);
   const T* b =
       p.b + (s.trans_b ? columns.begin * s.ldb + depth.begin : depth.begin * s.ldb + columns.begin);
   float* c = p.c + rows.begin * s.ldc + columns.begin;
@@ -173,9 +174,7 @@ std::unique_ptr<float[]> widen(const uint16_t* x, int64_t rows, int64_t columns,
 
 bool gemm_available(std::string* reason) { return OneDnn::available(reason); }
 
-bool gemm_bf16_is_native() {
-  return OneDnn::available(nullptr) && OneDnn::instance().has_bf16();
-}
+bool gemm_bf16_is_native() { return OneDnn::available(nullptr) && OneDnn::instance().has_bf16(); }
 
 void sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha, const float* a,
            int64_t lda, const float* b, int64_t ldb, float beta, float* c, int64_t ldc) {

@@ -9,15 +9,16 @@
 namespace te_fl::cpu {
 
 // Conventions of every function here:
-// - C = alpha op(A) op(B) + beta C, all row-major; op(A) is m x k, op(B) k x n, C m x n. A is stored
+// - C = alpha op(A) op(B) + beta C, all row-major; op(A) is m x k, op(B) k x n, C m x n. A is
+// stored
 //   m x k, or k x m if trans_a; B k x n, or n x k if trans_b; a leading dimension is the distance
 //   between stored rows in elements. Sums are in FP32.
 // - If beta is 0, C is written without being read. If k or alpha is 0, A and B are not read and C
 //   is scaled by beta. If m or n is 0 nothing is touched and pointers may be null.
 // - C must not overlap A or B.
 // - Work is split as a function of the shapes and ThreadPool::instance().num_threads() only, so
-//   equal arguments give equal bits. Called from inside a pool task, it is not split and runs on the
-//   calling thread. Any thread may call; a call blocks until C is complete.
+//   equal arguments give equal bits. Called from inside a pool task, it is not split and runs on
+//   the calling thread. Any thread may call; a call blocks until C is complete.
 // - Throws std::invalid_argument for a negative size or a leading dimension shorter than a row,
 //   std::runtime_error if the GEMM library cannot be opened (see gemm_available), std::bad_alloc.
 

@@ -31,7 +31,8 @@ std::atomic<uint32_t> fork_number{0};
 
 void count_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { ++fork_number; });
-  if (registered != 0) throw std::system_error(registered, std::generic_category(), "pthread_atfork");
+  if (registered != 0)
+    throw std::system_error(registered, std::generic_category(), "pthread_atfork");
 }
 
 // True while this thread runs a task of any pool.
@@ -267,8 +268,8 @@ int ThreadPool::count_cpus() const {
 
 void ThreadPool::configure(int threads) {
   if (threads > kMaxThreads) {
-    throw std::invalid_argument("thread count " + std::to_string(threads) + " is above the limit of " +
-                                std::to_string(kMaxThreads));
+    throw std::invalid_argument("thread count " + std::to_string(threads) +
+                                " is above the limit of " + std::to_string(kMaxThreads));
   }
   if (in_task) throw std::logic_error("the thread count cannot be changed from inside a task");
   threads = std::max(threads, 0);

@@ -233,7 +233,8 @@ TEST(ThreadPool, SleepsWhenIdle) {
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   getrusage(RUSAGE_SELF, &after);
   const auto micros = [](const rusage& r) {
-    return (r.ru_utime.tv_sec + r.ru_stime.tv_sec) * 1000000L + r.ru_utime.tv_usec + r.ru_stime.tv_usec;
+    return (r.ru_utime.tv_sec + r.ru_stime.tv_sec) * 1000000L + r.ru_utime.tv_usec +
+           r.ru_stime.tv_usec;
   };
   EXPECT_LT(micros(after) - micros(before), 30000);
 }
@@ -330,7 +331,8 @@ bool uses_the_pool_at_exit = false;
 struct UsesThePoolAtExit {
   ~UsesThePoolAtExit() {
     if (uses_the_pool_at_exit) {
-      std::fprintf(stderr, "sum at exit %ld\n", long(sum_in_parallel(ThreadPool::instance(), 1000)));
+      std::fprintf(stderr, "sum at exit %ld\n",
+                   long(sum_in_parallel(ThreadPool::instance(), 1000)));
     }
   }
 };
@@ -347,7 +349,10 @@ TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
         std::exit(7);
       },
       testing::ExitedWithCode(7), "sum at exit 499500");
-  EXPECT_EXIT(ThreadPool::instance().parallel_tasks(4, [](int64_t i) { if (i == 0) std::exit(8); });
+  EXPECT_EXIT(ThreadPool::instance().parallel_tasks(4,
+                                                    [](int64_t i) {
+                                                      if (i == 0) std::exit(8);
+                                                    });
               , testing::ExitedWithCode(8), "");
 }
 
@@ -361,7 +366,9 @@ class CgroupTree : public testing::Test {
     std::filesystem::create_directories(root_ / "cpu,cpuacct" / "a");
   }
   void TearDown() override { std::filesystem::remove_all(root_); }
-  void write(const std::string& path, const std::string& text) { std::ofstream(root_ / path) << text; }
+  void write(const std::string& path, const std::string& text) {
+    std::ofstream(root_ / path) << text;
+  }
   int limit() { return cgroup_cpu_limit(root_.string(), (root_ / "self").string()); }
   std::filesystem::path root_;
 };
