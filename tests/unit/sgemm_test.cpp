@@ -20,14 +20,7 @@
 
 #include "../../backends/cpu/gemm_partition.hpp"
 #include "../../backends/cpu/thread_pool.hpp"
-
-#if defined(__SANITIZE_THREAD__)
-// The sanitizer keeps the parent's threads in its books in a forked child and stops the child when
-// one of its own threads gets the same address.
-#define TE_FL_SKIP_FORK_UNDER_TSAN() GTEST_SKIP() << "threads in a forked child"
-#else
-#define TE_FL_SKIP_FORK_UNDER_TSAN() static_cast<void>(0)
-#endif
+#include "sanitizers.hpp"
 
 namespace te_fl::cpu {
 namespace {
@@ -245,7 +238,7 @@ TEST_F(Gemm, BatchedMatchesOneByOne) {
   }
 }
 
-#if !defined(__SANITIZE_THREAD__)  // It has a thread of its own.
+#if !TE_FL_TSAN  // It has a thread of its own.
 int thread_count() {
   std::ifstream file("/proc/self/status");
   for (std::string word; file >> word;) {
@@ -278,28 +271,39 @@ bool child_succeeds(F body) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-TEST_F(Gemm, ForkedChildsFirstGemmTakesUnderASecond) {
-  TE_FL_SKIP_FORK_UNDER_TSAN();
-  const Case t{256, 256, 256};
-  const Operands x(t);
-  const std::vector<float> expected = run_sgemm(t, x), expected16 = run_bf16(t, x);
-  const auto child_is_right = [&] {
+// Whether a forked child's first GEMMs are right and done within a second.
+struct ForkedGemm {
+  Case t{256, 256, 256};
+  Operands x{t};
+  std::vector<float> expected = run_sgemm(t, x);
+  std::vector<float> expected16 = run_bf16(t, x);
+
+  bool child_is_right() const {
     return child_succeeds([&] {
       const auto start = std::chrono::steady_clock::now();
       const bool right = std::memcmp(run_sgemm(t, x).data(), expected.data(), 4 * t.m * t.n) == 0 &&
                          std::memcmp(run_bf16(t, x).data(), expected16.data(), 4 * t.m * t.n) == 0;
       return right && std::chrono::steady_clock::now() - start < std::chrono::seconds(1);
     });
-  };
-  EXPECT_TRUE(child_is_right());
+  }
+};
+
+TEST_F(Gemm, ChildForkedAfterAGemmMultipliesWithinASecond) {
+  TE_FL_SKIP_FORK_THEN_THREADS();
+  EXPECT_TRUE(ForkedGemm().child_is_right());
+}
+
+TEST_F(Gemm, ChildForkedDuringAGemmMultipliesWithinASecond) {
+  TE_FL_SKIP_FORK_WHILE_ALLOCATING();
+  const ForkedGemm gemm;
   std::atomic<bool> stop{false};
   std::vector<std::thread> busy;
   for (int i = 0; i < 2; ++i) {
     busy.emplace_back([&] {
-      while (!stop) run_sgemm(t, x), run_bf16(t, x);
+      while (!stop) run_sgemm(gemm.t, gemm.x), run_bf16(gemm.t, gemm.x);
     });
   }
-  for (int i = 0; i < 30; ++i) EXPECT_TRUE(child_is_right());
+  for (int i = 0; i < 30; ++i) EXPECT_TRUE(gemm.child_is_right());
   stop = true;
   for (std::thread& thread : busy) thread.join();
 }

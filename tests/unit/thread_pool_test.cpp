@@ -21,20 +21,13 @@
 #include <vector>
 
 #include "../../backends/cpu/cpu_count.hpp"
-
-#if defined(__SANITIZE_THREAD__)
-// The sanitizer keeps the parent's threads in its books in a forked child and stops the child when
-// one of its own threads gets the same address.
-#define TE_FL_SKIP_FORK_UNDER_TSAN() GTEST_SKIP() << "threads in a forked child"
-#else
-#define TE_FL_SKIP_FORK_UNDER_TSAN() static_cast<void>(0)
-#endif
+#include "sanitizers.hpp"
 
 namespace {
 std::atomic<int64_t> allocations{0};
 }
 
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+#if !TE_FL_TSAN && !TE_FL_ASAN
 #define TE_FL_COUNTS_ALLOCATIONS 1
 [[gnu::noinline]] void* operator new(size_t bytes) {
   ++allocations;
@@ -254,7 +247,7 @@ TEST(ThreadPool, ACallAllocatesNothing) {
 #endif
 
 TEST(ThreadPoolFork, ChildOfAUsedPoolHasItsOwnThreads) {
-  TE_FL_SKIP_FORK_UNDER_TSAN();
+  TE_FL_SKIP_FORK_THEN_THREADS();
   ThreadPool pool(4);
   sum_in_parallel(pool, 1000);
   EXPECT_TRUE(child_succeeds([&] {
@@ -270,7 +263,7 @@ TEST(ThreadPoolFork, ChildOfAUsedPoolHasItsOwnThreads) {
 }
 
 TEST(ThreadPoolFork, ChildWorksWhileTheParentsThreadsAreInThePool) {
-  TE_FL_SKIP_FORK_UNDER_TSAN();
+  TE_FL_SKIP_FORK_THEN_THREADS();
   ThreadPool pool(4);
   std::atomic<bool> stop{false};
   std::vector<std::thread> callers;
@@ -291,7 +284,7 @@ TEST(ThreadPoolFork, ChildWorksWhileTheParentsThreadsAreInThePool) {
 }
 
 TEST(ThreadPoolFork, ChildMayReconfigureAndDestroy) {
-  TE_FL_SKIP_FORK_UNDER_TSAN();
+  TE_FL_SKIP_FORK_THEN_THREADS();
   ThreadPool pool(4);
   sum_in_parallel(pool, 1000);
   EXPECT_TRUE(child_succeeds([&] {
@@ -339,7 +332,7 @@ struct UsesThePoolAtExit {
 [[gnu::init_priority(102)]] UsesThePoolAtExit early_static;
 
 TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
-  TE_FL_SKIP_FORK_UNDER_TSAN();
+  TE_FL_SKIP_FORK_THEN_THREADS();
   // A static object made before the pool outlives it and still gets its work done.
   EXPECT_EXIT(
       {
