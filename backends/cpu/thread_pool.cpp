@@ -148,7 +148,7 @@ void ThreadPool::Crew::stop() {
   generation.fetch_add(1);
   futex_wake(generation, INT_MAX);
   for (std::thread& worker : workers) worker.join();
-  workers.clear();
+  std::vector<std::thread>().swap(workers);  // Its memory too: the library may be unloaded next.
   stopping.store(false);
 }
 

@@ -23,12 +23,12 @@
 #include "../../backends/cpu/cpu_count.hpp"
 #include "sanitizers.hpp"
 
+#if !TE_FL_TSAN && !TE_FL_ASAN
+#define TE_FL_COUNTS_ALLOCATIONS 1
 namespace {
 std::atomic<int64_t> allocations{0};
 }
 
-#if !TE_FL_TSAN && !TE_FL_ASAN
-#define TE_FL_COUNTS_ALLOCATIONS 1
 [[gnu::noinline]] void* operator new(size_t bytes) {
   ++allocations;
   if (void* p = std::malloc(bytes)) return p;
