@@ -258,7 +258,8 @@ void measure(const std::string& name, const std::string& path) {
   Problem tiny({false, false, 32, 32, 32});
   const auto first = Clock::now();
   tiny.whole(lib);
-  std::printf("  first GEMM %.2f ms, later %.2f us\n", seconds_since(first) * 1e3,
+  const double first_ms = seconds_since(first) * 1e3;
+  std::printf("  first GEMM %.2f ms, later %.2f us\n", first_ms,
               best_seconds({[&] { tiny.whole(lib); }})[0] * 1e6);
   report_fork(lib, pool);
   std::printf("  %-18s %8s %8s %8s", "shape", "1 thread", "own", "pool");
