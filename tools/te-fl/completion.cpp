@@ -6,7 +6,7 @@
 namespace te_fl_tool {
 namespace {
 
-constexpr const char* kBash = R"(# te-fl completion for bash: source <(te-fl completion bash)
+constexpr const char* kBash = R"sh(# te-fl completion for bash: source <(te-fl completion bash)
 _te_fl() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} cmd=${COMP_WORDS[1]}
   if [ "$COMP_CWORD" = 1 ]; then
@@ -31,9 +31,9 @@ _te_fl() {
     esac
     }
 complete -F _te_fl te-fl
-)";
+)sh";
 
-constexpr const char* kZsh = R"(#compdef te-fl
+constexpr const char* kZsh = R"sh(#compdef te-fl
 # te-fl completion for zsh: te-fl completion zsh > "${fpath[1]}/_te-fl"
 _te_fl() {
   local -a commands=(info ops explain env doctor completion)
@@ -49,10 +49,10 @@ _te_fl() {
   esac
 }
 _te_fl "$@"
-)";
+)sh";
 
 constexpr const char* kFish =
-    R"(# te-fl completion for fish: te-fl completion fish > ~/.config/fish/completions/te-fl.fish
+    R"sh(# te-fl completion for fish: te-fl completion fish > ~/.config/fish/completions/te-fl.fish
 complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor completion'
 complete -c te-fl -f -n '__fish_seen_subcommand_from explain' -a '(te-fl ops --names 2>/dev/null)'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l dtype -xa 'f32 f16 bf16 f8e4m3 f8e5m2'
@@ -61,7 +61,7 @@ complete -c te-fl -n '__fish_seen_subcommand_from explain' -l device -x
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l set -x
 complete -c te-fl -n '__fish_seen_subcommand_from info ops explain env doctor' -l json
 complete -c te-fl -f -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'
-)";
+)sh";
 
 }  // namespace
 
