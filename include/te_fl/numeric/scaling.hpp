@@ -1,0 +1,117 @@
+// How scales follow from amaxes, and how a scaled value is quantised. Exact: every backend produces
+// these bits. Plain FP32 arithmetic whose only rounding steps are one division or one product per
+// result, so FMA contraction has nothing to contract.
+#pragma once
+
+#include <bit>
+#include <cassert>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "te_fl/numeric/formats.hpp"
+
+namespace te_fl::numeric {
+
+namespace detail {
+constexpr std::uint32_t magnitude_bits(float x) {
+  return std::bit_cast<std::uint32_t>(x) & 0x7FFFFFFFu;
+}
+constexpr bool is_infinite(float x) { return magnitude_bits(x) == 0x7F800000u; }
+constexpr bool is_finite(float x) { return magnitude_bits(x) < 0x7F800000u; }
+}  // namespace detail
+
+// max(amax, |x|) where a NaN x does not enter, as with fmax. Start from 0. Infinity enters.
+constexpr float amax_accumulate(float amax, float x) {
+  const float absolute = std::bit_cast<float>(detail::magnitude_bits(x));
+  return absolute > amax ? absolute : amax;
+}
+
+// T from x * scale, the product rounded to FP32 first, then to T.
+template <class T>
+constexpr T quantize(float x, float scale) {
+  return from_float<T>(x * scale);
+}
+
+// Clears the mantissa: the power of two at or below |x|, with x's sign. Never rounds up.
+// Zero and infinity stay; FP32 subnormals become zero.
+constexpr float truncate_to_power_of_two(float x) {
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(x) & 0xFF800000u);
+}
+
+// Scale of current and block scaling, from a block's or tensor's amax (>= 0, infinite or NaN).
+//   amax below epsilon counts as epsilon; if it is then 0, infinite or NaN, the scale is 1;
+//   otherwise fp8_max / amax in FP32, an infinite quotient replaced by inf_scale_replacement
+//   (FLT_MAX for per-tensor scaling, largest_finite<input type> for block scaling);
+//   with pow2 the result (also a replaced one) is truncated to a power of two.
+constexpr float scale_from_amax(float amax, float fp8_max, float epsilon, bool pow2,
+                                float inf_scale_replacement) {
+  if (amax < epsilon) amax = epsilon;  // false for NaN
+  if (amax == 0.0f || !detail::is_finite(amax)) return 1.0f;
+  float scale = fp8_max / amax;
+  if (detail::is_infinite(scale)) scale = inf_scale_replacement;
+  return pow2 ? truncate_to_power_of_two(scale) : scale;
+}
+
+// Block scale of MXFP8: amax / fp8_max in FP32, rounded up to a power of two (see e8m0). It is the
+// factor on the way out; e8m0_reciprocal of it is the factor on the way in.
+constexpr e8m0 mxfp8_scale(float amax, float fp8_max = kE4m3Max) { return e8m0(amax / fp8_max); }
+
+// 1 / scale, exact for every code: 2^127 for 0x00 down to 2^-127 (subnormal) for 0xFE, NaN for NaN.
+constexpr float e8m0_reciprocal(e8m0 scale) {
+  if (scale.bits == 0xFF) return to_float(scale);
+  return to_float(e8m0::from_bits(static_cast<std::uint8_t>(254 - scale.bits)));
+}
+
+enum class AmaxComputeAlgo {
+  kMax,         // the largest amax of the history
+  kMostRecent,  // the amax of the step that just ended
+};
+
+struct DelayedScalingRule {
+  float fp8_max = kE4m3Max;
+  int margin = 0;  // powers of two of head room; fp8_max * 2^-margin must stay a normal FP32 number
+  AmaxComputeAlgo algo = AmaxComputeAlgo::kMax;
+};
+
+// One tensor's column of an amax history stored row-major as [length, num_tensors]: row i is
+// data[i * stride]. Row 0 collects the running step. Borrowed, not owned.
+struct AmaxHistory {
+  float* data;
+  std::size_t length;  // >= 1
+  std::size_t stride;  // in elements; num_tensors for a dense history
+};
+
+// Ends a step of delayed scaling for one tensor: rolls its history and returns the new scale (the
+// caller stores it and its inverse).
+//   last = reduced_amax (over the data/tensor-parallel group; 0 = not reduced), or row 0 if that is
+//   zero. If last is not zero, row i takes row i + 1, the last row takes last, row 0 becomes 0; if
+//   it is zero the history stays.
+//   amax = last (kMostRecent), or the largest of last and rows 1.. (kMax), NaN entries left out.
+//   scale = fp8_max * 2^-margin / amax; if amax is zero, negative or not finite, old_scale stays.
+//   An infinite scale becomes FLT_MAX.
+// The history is touched by no one else meanwhile; different columns may be updated concurrently.
+inline float delayed_scaling_update(AmaxHistory history, float reduced_amax, float old_scale,
+                                    const DelayedScalingRule& rule) {
+  assert(history.data != nullptr && history.length >= 1);
+  const auto row = [&history](std::size_t i) -> float& { return history.data[i * history.stride]; };
+  const float last = reduced_amax != 0.0f ? reduced_amax : row(0);  // a NaN is not zero
+  const bool roll = last != 0.0f;
+
+  float largest = 0.0f;
+  for (std::size_t i = 0; i < history.length; ++i) {
+    const float entry = i + 1 < history.length ? row(i + 1) : last;
+    if (entry > largest) largest = entry;
+    if (roll) row(i) = i == 0 ? 0.0f : entry;
+  }
+
+  const float amax = rule.algo == AmaxComputeAlgo::kMax ? largest : last;
+  float scale = old_scale;
+  if (amax > 0.0f && detail::is_finite(amax)) {
+    scale = std::ldexp(rule.fp8_max, -rule.margin) / amax;
+  }
+  return detail::is_infinite(scale) ? std::numeric_limits<float>::max() : scale;
+}
+
+}  // namespace te_fl::numeric
