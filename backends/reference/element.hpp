@@ -41,16 +41,13 @@ void for_each_run(const te_fl_tensor& t, int64_t begin, int64_t n, F&& f) {
   }
 }
 
-// Index of the scale of element (row, col) in the scale_inv array of a quantised [rows, cols] matrix.
-int64_t scale_index(uint32_t scaling, bool columnwise, backend::Matrix matrix, int64_t row,
-                    int64_t col) noexcept;
-
 // Which copy of a quantised tensor to read when it has both.
 enum class Copy { kRowwise, kColumnwise };
 
 // Reads any F32, F16, BF16, F64, FP8, FP4 or E8M0 tensor as numbers: quantised ones dequantised
-// (code * scale_inv) from the preferred copy if it exists, else from the other; bare FP8 and FP4 codes
-// as they are. Keeps a reference to the tensor. The constructor throws invalid() if parts are missing.
+// (code * scale_inv) from the preferred copy if it exists, else from the other; bare FP8 and FP4
+// codes as they are. Keeps a reference to the tensor. The constructor throws invalid() if parts are
+// missing.
 class Reader {
  public:
   explicit Reader(const te_fl_tensor& tensor, const char* argument = "input",
@@ -73,14 +70,14 @@ class Reader {
  private:
   template <class Out>
   void read_as(int64_t begin, int64_t n, Out* out) const;
-  template <class Out>
-  void read_codes(int64_t begin, int64_t n, Out* out) const;
+  template <class Code, class Out>
+  void decode(int64_t begin, int64_t n, Out* out) const;
   double scale_of(int64_t row, int64_t col) const;
 
   const te_fl_tensor& tensor_;
   int64_t size_;
   bool columnwise_ = false;
-  double nvfp4_factor_ = 1.0;
+  double nvfp4_amax_ = 0.0;
 };
 
 // Writes FP32 values to a tensor that is not quantised (F64, F32, F16, BF16, or bare FP8, FP4, E8M0
@@ -102,11 +99,12 @@ enum class Access {
   kAnywhere
 };
 
-// Computes values [col, col + n) of one row of the output's matrix view, in FP32. May be called more
-// than once for one element; a call never crosses a row.
+// Computes values [col, col + n) of one row of the output's matrix view, in FP32. May be called
+// more than once for one element; a call never crosses a row.
 using Produce = std::function<void(int64_t row, int64_t col, int64_t n, float* values)>;
 
-// Throws invalid() if an output lacks parts that its scaling mode needs. Call before writing anything.
+// Throws invalid() if an output lacks parts that its scaling mode needs. Call before writing
+// anything.
 void check_output(const te_fl_tensor& out, const char* argument);
 
 // Writes an output of any dtype and scaling mode, every copy that it has, from FP32 values computed

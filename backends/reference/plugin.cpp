@@ -1,5 +1,6 @@
 // The reference backend: plain loops with double accumulation, on host memory. It registers through
-// the plugin ABI like any other backend; te_fl_reference_query takes the place of the exported symbol.
+// the plugin ABI like any other backend; te_fl_reference_query takes the place of the exported
+// symbol.
 #include <memory>
 #include <vector>
 
