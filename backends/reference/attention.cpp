@@ -35,11 +35,11 @@ void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_bac
 }  // namespace
 
 Heads::Heads(const te_fl_tensor& t, const char* name, int32_t layout)
-    : view_(compact(backend::detail::heads_view(name, t, layout), layout)),
+    : view_(compact(backend::heads_view(name, t, layout), layout)),
       values_(Reader(t, name).all_double()) {}
 
 Heads::Heads(const te_fl_tensor& t, int32_t layout)
-    : view_(compact(backend::detail::heads_view("output", t, layout), layout)),
+    : view_(compact(backend::heads_view("output", t, layout), layout)),
       values_(static_cast<size_t>(backend::numel(t)), 0.0) {}
 
 void Heads::store(const te_fl_tensor& out) const {

@@ -15,12 +15,7 @@ namespace te_fl::reference {
 namespace {
 
 using backend::invalid;
-
-std::string shape_text(const te_fl_tensor& t) {
-  std::string s = "[";
-  for (int i = 0; i < t.dl.ndim; ++i) s += (i == 0 ? "" : ",") + std::to_string(t.dl.shape[i]);
-  return s + "]";
-}
+using backend::shape_text;
 
 // Global position of token s of `length` local ones: each rank holds chunks cp_rank and
 // 2 cp_size - 1 - cp_rank of the sequence's 2 cp_size chunks.

@@ -59,13 +59,32 @@ struct AttentionProblem {
   constexpr int64_t kv_head(int64_t head) const noexcept { return head / (heads / kv_heads); }
 };
 
-namespace detail {
-
-inline std::string shape_text(const te_fl_tensor& t) {
-  std::string s = "[";
-  for (int i = 0; i < t.dl.ndim; ++i) s += (i == 0 ? "" : ",") + std::to_string(t.dl.shape[i]);
-  return s + "]";
+// Decodes one tensor of a layout; throws if the rank is another than the layout's.
+inline HeadsView heads_view(const char* name, const te_fl_tensor& t, int32_t layout) {
+  const bool thd = layout == TE_FL_LAYOUT_THD;
+  if (t.dl.ndim != (thd ? 3 : 4)) {
+    const char* form = thd                           ? "[T, H, D] (layout thd)"
+                       : layout == TE_FL_LAYOUT_SBHD ? "[S, B, H, D] (layout sbhd)"
+                                                     : "[B, S, H, D] (layout bshd)";
+    invalid(std::string(name) + " has shape " + shape_text(t) + ", expected rank " +
+            (thd ? "3: " : "4: ") + form);
+  }
+  const int batch = layout == TE_FL_LAYOUT_SBHD ? 1 : 0;
+  const int seq = thd || layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
+  const int head = thd ? 1 : 2;
+  HeadsView v;
+  v.batch = thd ? 1 : t.dl.shape[batch];
+  v.stride_batch = thd ? 0 : stride(t, batch);
+  v.seqlen = t.dl.shape[seq];
+  v.stride_seq = stride(t, seq);
+  v.heads = t.dl.shape[head];
+  v.stride_head = stride(t, head);
+  v.dim = t.dl.shape[head + 1];
+  v.stride_dim = stride(t, head + 1);
+  return v;
 }
+
+namespace detail {
 
 inline void expect_shape(const char* name, const te_fl_tensor& t,
                          std::initializer_list<int64_t> shape, const char* meaning) {
@@ -108,30 +127,6 @@ inline void expect_absent(const te_fl_tensor* t, const char* name, const char* r
 
 inline void expect_present(const te_fl_tensor* t, const char* name, const char* rule) {
   if (t == nullptr) invalid(std::string(name) + " is missing: " + rule);
-}
-
-inline HeadsView heads_view(const char* name, const te_fl_tensor& t, int32_t layout) {
-  const bool thd = layout == TE_FL_LAYOUT_THD;
-  if (t.dl.ndim != (thd ? 3 : 4)) {
-    const char* form = thd                           ? "[T, H, D] (layout thd)"
-                       : layout == TE_FL_LAYOUT_SBHD ? "[S, B, H, D] (layout sbhd)"
-                                                     : "[B, S, H, D] (layout bshd)";
-    invalid(std::string(name) + " has shape " + shape_text(t) + ", expected rank " +
-            (thd ? "3: " : "4: ") + form);
-  }
-  const int batch = layout == TE_FL_LAYOUT_SBHD ? 1 : 0;
-  const int seq = thd || layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
-  const int head = thd ? 1 : 2;
-  HeadsView v;
-  v.batch = thd ? 1 : t.dl.shape[batch];
-  v.stride_batch = thd ? 0 : stride(t, batch);
-  v.seqlen = t.dl.shape[seq];
-  v.stride_seq = stride(t, seq);
-  v.heads = t.dl.shape[head];
-  v.stride_head = stride(t, head);
-  v.dim = t.dl.shape[head + 1];
-  v.stride_dim = stride(t, head + 1);
-  return v;
 }
 
 [[noreturn]] inline void disagree(const char* name, const char* what, int64_t value,
