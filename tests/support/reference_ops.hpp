@@ -240,6 +240,10 @@ inline void expect_near(const std::vector<double>& actual, const std::vector<dou
       EXPECT_TRUE(std::isnan(actual[i])) << "element " << i << " is " << actual[i];
       continue;
     }
+    if (std::isinf(expected[i])) {
+      EXPECT_EQ(actual[i], expected[i]) << "element " << i;
+      continue;
+    }
     EXPECT_NEAR(actual[i], expected[i], absolute + relative * std::abs(expected[i]))
         << "element " << i;
   }
