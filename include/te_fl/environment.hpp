@@ -8,18 +8,18 @@
 #include "te_fl/export.hpp"
 #include "te_fl/status.hpp"
 
-// Every TE_FL_* / TEFL_* variable, in one table. Variables are read once, at first use, and again on
-// reload(); nothing else in te-fl calls getenv. Thread-safe.
+// Every TE_FL_* / TEFL_* variable, in one table. Variables are read once, at first use, and again
+// on reload(); nothing else in te-fl calls getenv. Thread-safe.
 namespace te_fl::environment {
 
 struct Variable {
-  std::string name;         // "TE_FL_PREFER"
-  std::string alias;        // older or alternative name, empty if none; the name wins
-  std::string type;         // "bool", "int", "list", "enum", "string", "path list", "policy"
+  std::string name;   // "TE_FL_PREFER"
+  std::string alias;  // older or alternative name, empty if none; the name wins
+  std::string type;   // "bool", "int", "list", "enum", "string", "path list", "policy"
   std::string default_value;
-  std::string doc;          // one sentence
-  std::string value;        // in effect
-  std::string origin;       // "default", "environment (TE_FL_PREFER)", "environment (alias ...)", "code"
+  std::string doc;     // one sentence
+  std::string value;   // in effect
+  std::string origin;  // "default", "environment (TE_FL_PREFER)", "environment (alias ...)", "code"
 };
 
 // All variables in table order, with their values.
@@ -31,9 +31,10 @@ TE_FL_API std::optional<std::string> get_if_set(std::string_view name);
 // Sets from code; wins over the environment until unset(). Checks the value's type.
 TE_FL_API Status set(std::string_view name, std::string value);
 TE_FL_API Status unset(std::string_view name);
-// Reads the process environment again. Not OK if a TE_FL_/TEFL_ variable is misspelt or a value is of
-// the wrong type; the message names variable, value and the nearest right one. Well-formed variables
-// take effect all the same. The same status is returned by status() until the next reload.
+// Reads the process environment again. Not OK if a TE_FL_/TEFL_ variable is misspelt or a value is
+// of the wrong type; the message names variable, value and the nearest right one. Well-formed
+// variables take effect all the same. The same status is returned by status() until the next
+// reload.
 TE_FL_API Status reload();
 TE_FL_API Status status();
 // Changes with every reload/set/unset.
