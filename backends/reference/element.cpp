@@ -89,13 +89,14 @@ void Reader::decode(int64_t begin, int64_t n, Out* out) const {
   const double tensor_scale = per_tensor && n > 0 ? scale_of(0, 0) : 1.0;
   const bool second_level = quant.scaling == TE_FL_SCALING_NVFP4 && nvfp4_amax_ > 0.0 &&
                             nvfp4_amax_ <= static_cast<double>(FLT_MAX);
+  const bool compact = backend::is_contiguous(tensor_);
   for (int64_t i = begin; i < begin + n; ++i) {
     const int64_t row = i / matrix.cols;
     const int64_t col = i % matrix.cols;
-    const Code code =
-        columnwise_
-            ? load<Code>(quant.columnwise_data, columnwise_index(quant.scaling, matrix, row, col))
-            : load<Code>(backend::data<const char>(tensor_), element_offset(tensor_, i));
+    const Code code = columnwise_ ? load<Code>(quant.columnwise_data,
+                                               columnwise_index(quant.scaling, matrix, row, col))
+                                  : load<Code>(backend::data<const char>(tensor_),
+                                               compact ? i : element_offset(tensor_, i));
     double value = numeric::to_double(code) * (per_tensor ? tensor_scale : scale_of(row, col));
     // Exact up to here; multiplied before it is divided, so that it is rounded once.
     if (second_level) value = value * nvfp4_amax_ / (numeric::kE4m3Max * numeric::kE2m1Max);

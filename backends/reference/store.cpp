@@ -57,6 +57,7 @@ class Quantizer {
         quant_(*out.quant),
         matrix_(backend::as_matrix(out)),
         rowwise_(out.dl.data != nullptr),
+        compact_(backend::is_contiguous(out)),
         produce_(produce),
         inf_scale_(inf_scale) {}
 
@@ -82,7 +83,8 @@ class Quantizer {
     if (columnwise) {
       save(quant_.columnwise_data, columnwise_index(quant_.scaling, matrix_, row, col), code);
     } else {
-      save(backend::data<char>(out_), element_offset(out_, row * matrix_.cols + col), code);
+      const int64_t i = row * matrix_.cols + col;
+      save(backend::data<char>(out_), compact_ ? i : element_offset(out_, i), code);
     }
   }
 
@@ -133,7 +135,7 @@ class Quantizer {
     }
     const int64_t size = matrix_.rows * matrix_.cols;
     if (is_fp4<Code> && size % 2 != 0) {
-      if (rowwise_ && backend::is_contiguous(out_)) {
+      if (rowwise_ && compact_) {
         save(backend::data<char>(out_), size, Code::from_bits(0));
       }
       if (quant_.columnwise_data != nullptr) {
@@ -194,7 +196,7 @@ class Quantizer {
   const te_fl_tensor& out_;
   const te_fl_quant& quant_;
   const Matrix matrix_;
-  const bool rowwise_;
+  const bool rowwise_, compact_;
   const Produce& produce_;
   const float inf_scale_;
   float amax_ = 0.0f;
