@@ -92,8 +92,11 @@ inline void expect_shape(const char* name, const te_fl_tensor& t,
   int i = 0;
   for (int64_t extent : shape) same = same && t.dl.shape[i++] == extent;
   if (same) return;
-  std::string want;
-  for (int64_t extent : shape) want += (want.empty() ? "[" : ",") + std::to_string(extent);
+  std::string want = "[";
+  for (int64_t extent : shape) {
+    if (want.size() > 1) want += ",";
+    want += std::to_string(extent);
+  }
   invalid(std::string(name) + " has shape " + shape_text(t) + ", expected " + want + "] " +
           meaning);
 }
