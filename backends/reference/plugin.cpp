@@ -18,6 +18,11 @@ constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_norm,        //
     append_tensor,      //
+    append_softmax,     //
+    append_attention,   //
+    append_rope,        //
+    append_dropout,     //
+    append_optimizer,   //
 };
 
 struct Instance {
