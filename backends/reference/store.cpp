@@ -181,11 +181,12 @@ class Quantizer {
       return numeric::e8m0_reciprocal(code);
     }
     if (quant_.scaling == TE_FL_SCALING_NVFP4) {
-      // The block's scale in units of the tensor's, as E4M3; then what brings |x| to at most 6.
+      // The block's scale in units of the tensor's, as E4M3; then what brings |x| to at most 6. A
+      // block too small for its scale becomes zeros.
       const numeric::fp8e4m3 code(amax / kMax * second_level_);
       save(scales, index, code);
-      const float scale = second_level_ / numeric::to_float(code);
-      return std::min(scale, FLT_MAX);
+      const float units = numeric::to_float(code);
+      return units == 0.0f ? 0.0f : std::min(second_level_ / units, FLT_MAX);
     }
     const float scale = numeric::scale_from_amax(
         amax, kMax, quant_.amax_epsilon, (quant_.flags & TE_FL_QUANT_POW2_SCALE) != 0, inf_scale_);

@@ -10,6 +10,7 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 using Bytes = std::vector<uint8_t>;
+using Values = std::vector<double>;
 
 Outcome quantize(const te_fl_tensor* input, const te_fl_tensor* output) {
   te_fl_quantize_args args;
@@ -239,6 +240,18 @@ TEST(ReferenceQuantize, Nvfp4TwoLevelScales) {
   EXPECT_EQ(values[18], 0.25);
   EXPECT_EQ(values[19], 1.5);
   EXPECT_EQ(values[18 + 17], 0.0);
+}
+
+TEST(ReferenceQuantize, Nvfp4BlockBelowItsSmallestScaleBecomesZeros) {
+  Array x(TE_FL_F32, {1, 32}, Values(32, 1e-6)), q(TE_FL_F4E2M1, {1, 32});
+  x.set(0, -448);
+  x.set(17, -1e-6);
+  EXPECT_RUNS(quantize(x, q.quantised(TE_FL_SCALING_NVFP4, 0, 128 * 4, 0)));
+  EXPECT_EQ(q.row_scale_bytes()[0], 0x7E);
+  EXPECT_EQ(q.row_scale_bytes()[1], 0);
+  EXPECT_EQ(q.bytes()[0], 0x0F);
+  EXPECT_EQ(q.bytes()[8], 0x80);  // 0, -0
+  EXPECT_EQ(dequantize(q, {1, 32})[16], 0.0);
 }
 
 TEST(ReferenceQuantize, NoopFlagLeavesEverythingAlone) {
