@@ -7,6 +7,7 @@
 #include "dispatch.hpp"
 #include "element.hpp"
 #include "families.hpp"
+#include "random.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::reference {
@@ -19,15 +20,10 @@ using backend::Matrix;
 
 // Keep bits of n elements, one per bit, little-endian, zero after the last.
 std::vector<uint8_t> keep_bits(const te_fl_rng& rng, float p, int64_t n) {
-  const uint64_t seed = rng.state != nullptr ? rng.state[0] : rng.seed;
-  const uint64_t offset = rng.state != nullptr ? rng.state[1] : rng.offset;
-  const uint64_t threshold = numeric::dropout_threshold(p);
+  DropoutStream stream(rng, p);
   std::vector<uint8_t> bits(static_cast<size_t>((n + 7) / 8), 0);
-  for (int64_t i = 0; i < n; i += 4) {
-    const auto words = numeric::philox4x32(seed, offset + static_cast<uint64_t>(i / 4));
-    for (int64_t j = i; j < std::min(i + 4, n); ++j) {
-      if (words[j - i] >= threshold) bits[j / 8] |= static_cast<uint8_t>(1u << (j % 8));
-    }
+  for (int64_t i = 0; i < n; ++i) {
+    if (stream.keep(static_cast<uint64_t>(i))) bits[i / 8] |= static_cast<uint8_t>(1u << (i % 8));
   }
   return bits;
 }

@@ -242,6 +242,18 @@ TEST(ReferenceQuantize, Nvfp4TwoLevelScales) {
   EXPECT_EQ(values[18 + 17], 0.0);
 }
 
+TEST(ReferenceQuantize, EpsilonBoundsMxfp8AndNvfp4Amaxes) {
+  Array x(TE_FL_F32, {1, 1}, {1}), mx(TE_FL_F8E4M3, {1, 1}), nv(TE_FL_F4E2M1, {1, 1});
+  mx.quantised(TE_FL_SCALING_MXFP8, 0, 128 * 4, 0).quant().amax_epsilon = 448;
+  EXPECT_RUNS(quantize(x, mx));
+  EXPECT_EQ(mx.row_scale_bytes()[0], 127);
+  EXPECT_EQ(mx.get(0), 1.0);
+  nv.quantised(TE_FL_SCALING_NVFP4, 0, 128 * 4, 0).quant().amax_epsilon = 12;
+  EXPECT_RUNS(quantize(x, nv));
+  EXPECT_EQ(nv.amax(), 12.0f);
+  EXPECT_NEAR(dequantize(nv, {1, 1})[0], 1.0, 0.04);
+}
+
 TEST(ReferenceQuantize, Nvfp4BlockBelowItsSmallestScaleBecomesZeros) {
   Array x(TE_FL_F32, {1, 32}, Values(32, 1e-6)), q(TE_FL_F4E2M1, {1, 32});
   x.set(0, -448);
