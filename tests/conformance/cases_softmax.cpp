@@ -69,7 +69,7 @@ void probabilities(Tensor* x, const std::function<bool(int64_t, int64_t)>& out, 
 
 void forward(Problem& p, const Op& op, const Variant& v) {
   Tensor* x = p.in("input", v.dtype, v.shape, [v](Random& r, int64_t i) {
-    return v.minus_infinity && i % 3 == 1 ? -infinity() : v.sigma * r.gaussian();
+    return v.minus_infinity && i % v.shape.back() != 0 && i % 3 == 1 ? -infinity() : v.sigma * r.gaussian();
   });
   Tensor* mask = op.mask == Mask::kGiven ? p.in("mask", v.mask_dtype, v.mask_shape, mask_fill(v)) : nullptr;
   Tensor* y = v.in_place ? p.in_place("output", x) : p.out("output", v.dtype, v.shape);
