@@ -68,7 +68,7 @@ struct State {
   int32_t leading_count = -1;
   const int64_t* leading = nullptr;
   int64_t product = -1;
-  int64_t values[kMaxSymbols];  // below 0: not set
+  int64_t* values = nullptr;  // of the symbols; below 0: not set
 };
 
 template <class T>
@@ -113,7 +113,7 @@ uint64_t bits_of(T value) {
 
 // A 64-bit division costs as much as the rest of a tensor's checks: compare by a product where the
 // name is set, and divide in 32 bits where it is not.
-void match_times(State& s, const FastTerm& term, int64_t extent) {
+[[gnu::always_inline]] inline void match_times(State& s, const FastTerm& term, int64_t extent) {
   const int64_t value = s.values[term.symbol];
   const auto factor = static_cast<uint32_t>(term.value);
   s.bad |= bits_of(extent >> 32 != 0);
@@ -126,7 +126,7 @@ void match_times(State& s, const FastTerm& term, int64_t extent) {
   s.values[term.symbol] = narrow / factor;
 }
 
-void match_term(State& s, const FastTerm& term, int64_t extent) {
+[[gnu::always_inline]] inline void match_term(State& s, const FastTerm& term, int64_t extent) {
   switch (term.kind) {
     case Term::kName:
       return bind_or_compare(s, term.symbol, extent);
@@ -148,14 +148,15 @@ void match_term(State& s, const FastTerm& term, int64_t extent) {
   }
 }
 
-void match_terms(const FastOp& op, const FastTensor& f, const std::byte* args, State& s,
-                 const int64_t* shape, int32_t rank) {
+// By value: a State whose address is known to nobody can live in registers.
+[[gnu::noinline]] State match_terms(const FastOp& op, const FastTensor& f, const std::byte* args,
+                                    State s, const int64_t* shape, int32_t rank) {
   const bool second = f.flag_offset != 0 && load<int32_t>(args + f.flag_offset) == 0;
   const FastDims& dims = f.dims[second ? 1 : 0];
   const int32_t leading = rank - dims.count;
   if (leading < 0 || (leading > 0 && !dims.leading)) {
     s.bad = 1;
-    return;
+    return s;
   }
   if (dims.leading) match_leading(s, shape, leading, op.uses_product);
   const FastTerm* term = op.terms.data() + dims.first;
@@ -163,6 +164,7 @@ void match_terms(const FastOp& op, const FastTensor& f, const std::byte* args, S
     s.extents |= bits_of(shape[d]);
     match_term(s, *term, shape[d]);
   }
+  return s;
 }
 
 [[gnu::always_inline]] inline void match_shape(const FastOp& op, const FastTensor& f,
@@ -203,7 +205,8 @@ void match_terms(const FastOp& op, const FastTensor& f, const std::byte* args, S
       return f.shape == FastShape::kName ? bind_or_compare(s, f.symbol, shape[0])
                                          : match_product(s, shape[0]);
     case FastShape::kTerms:
-      return match_terms(op, f, args, s, shape, rank);
+      s = match_terms(op, f, args, s, shape, rank);
+      return;
   }
 }
 
@@ -307,7 +310,9 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
   const auto head = load<uint64_t>(anchor);  // struct_size and provider
 
   State s;
-  for (uint32_t i = 0; i < op.symbol_count; ++i) s.values[i] = -1;
+  int64_t values[kMaxSymbols];
+  for (uint32_t i = 0; i < op.symbol_count; ++i) values[i] = -1;
+  s.values = values;
   uint32_t dtypes = 0, scalings = 0;
   uint32_t max_rank = 0;
   alignas(16) uint32_t begins[kMaxFastTensors];
