@@ -8,8 +8,8 @@
 
 namespace te_fl::core {
 
-// One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until the
-// device has been removed.
+// One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until
+// the device has been removed.
 struct DeviceEntry {
   Device device;
   const te_fl_device_desc* desc;

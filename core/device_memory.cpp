@@ -18,17 +18,18 @@ Result<DeviceEntry*> entry_of(const Device& device) {
 // Counts the object in, or says that the device is going.
 Result<DeviceEntry*> acquire(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, entry_of(device));
-  if (!entry->acquire()) return not_found("device " + te_fl::to_string(device) + " is being removed");
+  if (!entry->acquire())
+    return not_found("device " + te_fl::to_string(device) + " is being removed");
   return entry;
 }
 
-Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t bytes, uint32_t host_flags,
-               void* stream) {
+Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t bytes,
+               uint32_t host_flags, void* stream) {
   ErrorText errors;
   const te_fl_device_desc& d = *entry.desc;
-  return errors.status(d.api->copy(d.self, dst, src, bytes, host_flags, stream, errors.sink()),
-                       "copy of " + std::to_string(bytes) + " bytes by " +
-                           te_fl::to_string(entry.device));
+  return errors.status(
+      d.api->copy(d.self, dst, src, bytes, host_flags, stream, errors.sink()),
+      "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
 }
 
 // Between two devices that know nothing of each other: by way of the host, synchronously.
@@ -62,7 +63,8 @@ Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
   const te_fl_status code = d.api->allocate(d.self, bytes, stream, &data, errors.sink());
   if (code == TE_FL_OK && data != nullptr) return data;
   entry->release();
-  if (code == TE_FL_OK) return internal_error(te_fl::to_string(device) + " allocated a null pointer");
+  if (code == TE_FL_OK)
+    return internal_error(te_fl::to_string(device) + " allocated a null pointer");
   return errors.status(code, "allocation on " + te_fl::to_string(device));
 }
 
@@ -85,7 +87,8 @@ Result<void*> allocate_pinned(const Device& device, size_t bytes) {
   }
   if (code == TE_FL_OK && data != nullptr) return data;
   entry->release();
-  if (code == TE_FL_OK) return internal_error(te_fl::to_string(device) + " allocated a null pointer");
+  if (code == TE_FL_OK)
+    return internal_error(te_fl::to_string(device) + " allocated a null pointer");
   return errors.status(code, "allocation of pinned memory by " + te_fl::to_string(device));
 }
 
@@ -97,15 +100,16 @@ void free_pinned(const Device& device, void* data) noexcept {
   entry->release();
 }
 
-Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src, size_t bytes,
-            void* stream) {
+Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src,
+            size_t bytes, void* stream) {
   TE_FL_ASSIGN_OR_RETURN(const DeviceEntry* to, entry_of(dst_device));
   TE_FL_ASSIGN_OR_RETURN(const DeviceEntry* from, entry_of(src_device));
   if (bytes == 0) return {};
   const bool to_host = dst_device.is_host(), from_host = src_device.is_host();
   const uint32_t host_flags = (to_host ? 1u : 0u) | (from_host ? 2u : 0u);
   if (to == from) return copy_by(*to, dst, src, bytes, host_flags, stream);
-  if (to_host && from_host) return copy_by(*core::find_device(Device{}), dst, src, bytes, 3, nullptr);
+  if (to_host && from_host)
+    return copy_by(*core::find_device(Device{}), dst, src, bytes, 3, nullptr);
   if (to_host) return copy_by(*from, dst, src, bytes, host_flags, stream);
   if (from_host) return copy_by(*to, dst, src, bytes, host_flags, stream);
   return copy_across(*to, dst, *from, src, bytes, stream);
@@ -116,8 +120,9 @@ Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* 
   if (bytes == 0) return {};
   ErrorText errors;
   const te_fl_device_desc& d = *entry->desc;
-  return errors.status(d.api->fill(d.self, dst, value, bytes, stream, errors.sink()),
-                       "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
+  return errors.status(
+      d.api->fill(d.self, dst, value, bytes, stream, errors.sink()),
+      "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
 }
 
 Status synchronize(const Device& device, void* stream) {
