@@ -4,10 +4,10 @@
 namespace te_fl::nn::testing {
 namespace {
 
-struct Setup {
+struct Model {
   std::unique_ptr<Linear> module;
   std::vector<NamedParameter> parameters;
-  explicit Setup(DType dtype = DType::kF32) {
+  explicit Model(DType dtype = DType::kF32) {
     module = take(Linear::create({.in_features = 3,
                                   .out_features = 4,
                                   .param_dtype = dtype,
@@ -25,7 +25,7 @@ struct Setup {
 TEST(AdamOptimizer, FollowsTheFormulas) {
   for (bool adamw : {true, false}) {
     for (bool correction : {true, false}) {
-      Setup s;
+      Model s;
       auto adam = take(Adam::create(s.parameters, {.lr = 0.02f,
                                                    .beta1 = 0.8f,
                                                    .beta2 = 0.9f,
@@ -69,7 +69,7 @@ TEST(AdamOptimizer, FollowsTheFormulas) {
 }
 
 TEST(AdamOptimizer, Bf16ParametersAreCopiesOfF32Masters) {
-  Setup s(DType::kBF16);
+  Model s(DType::kBF16);
   auto adam = take(Adam::create(s.parameters, {.lr = 1e-4f}));  // too small a step for BF16 alone
   const Values start = values_of(s.parameters[0].value());
   for (int step = 1; step <= 40; ++step) {
@@ -94,7 +94,7 @@ TEST(SgdOptimizer, FollowsTheFormulas) {
     for (float momentum : {0.9f, 0.0f}) {
       if (nesterov && momentum == 0) continue;
       for (DType dtype : {DType::kF32, DType::kBF16}) {
-        Setup s(dtype);
+        Model s(dtype);
         auto sgd = take(SGD::create(
             s.parameters,
             {.lr = 0.1f, .momentum = momentum, .weight_decay = 0.01f, .nesterov = nesterov}));
@@ -119,7 +119,7 @@ TEST(SgdOptimizer, FollowsTheFormulas) {
 }
 
 TEST(ClipGradNorm, ScalesOnlyWhatIsTooLong) {
-  Setup s;
+  Model s;
   s.set_grads(1);
   double square = 0;
   std::vector<Values> before;
@@ -139,7 +139,7 @@ TEST(ClipGradNorm, ScalesOnlyWhatIsTooLong) {
 }
 
 TEST(Optimizer, ANonFiniteNormLeavesTheParametersAlone) {
-  Setup s;
+  Model s;
   s.set_grads(1);
   s.parameters[0].grad().data<float>()[2] = std::numeric_limits<float>::infinity();
   auto adam = take(Adam::create(s.parameters, {.max_grad_norm = 1}));
@@ -152,7 +152,7 @@ TEST(Optimizer, ANonFiniteNormLeavesTheParametersAlone) {
 }
 
 TEST(Optimizer, BadOptionsAreNamed) {
-  Setup s;
+  Model s;
   auto text = [](const auto& r) { return r.ok() ? std::string("ok") : r.status().to_string(); };
   EXPECT_NE(text(Adam::create(s.parameters, {.lr = -1})).find("lr is -1"), std::string::npos);
   EXPECT_NE(text(Adam::create(s.parameters, {.beta2 = 1})).find("beta2 is 1"), std::string::npos);
