@@ -342,6 +342,7 @@ void backward(Problem& p, const Variant& v) {
   Tensor* dbias = in.bias == nullptr ? nullptr : p.out("dbias", v.bias, in.bias->shape);
   Tensor* dsink = in.sink == nullptr ? nullptr : p.out("dsink", TE_FL_F32, {v.h});
   if (fp8) quant_only(p, "s_quant", kE4, kScaleP, Role::kIn);
+  if (v.saved) p.saved_storage = 0;
   Tensor* dp = fp8 ? quant_only(p, "dp_quant", kE5, kScaleDs, Role::kInOut) : nullptr;
   p.oracle([&p, v, in, d_o, o, lse, dq = grads[0], dk = grads[1], dv = grads[2], dbias, dsink, dp] {
     Gradients r = differentiate(v, in, {dequantised(*d_o), dequantised(*o), lse->values()});
@@ -402,6 +403,8 @@ void add_masks(std::vector<Variant>& all) {
 void add_terms(std::vector<Variant>& all) {
   for (const Dims& bh : {Dims{1, 1}, {2, 1}, {1, 4}, {2, 4}}) all.push_back({.bias = TE_FL_F32, .bias_bh = bh});
   all.push_back({.dtype = TE_FL_BF16, .mask = TE_FL_MASK_TYPE_CAUSAL, .bias = TE_FL_BF16, .bias_bh = {1, 4}});
+  all.push_back({.dtype = TE_FL_F16, .bias = TE_FL_F16});
+  all.push_back({.saved = true});
   for (int alibi : {1, 2}) {
     all.push_back({.alibi = alibi});
     all.push_back({.mask = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT, .sq = 5, .sk = 12, .alibi = alibi});
@@ -423,13 +426,14 @@ void add_terms(std::vector<Variant>& all) {
 }
 
 // The answer must fit the dtype.
-void enquire(Problem& p, int dtype, int layout, bool training) {
+void enquire(Problem& p, int dtype, int layout, bool training, int mask, int softmax, double dropout, double window) {
   const Spec spec = is_fp8(dtype) ? Spec(dtype, TE_FL_SCALING_TENSOR, true, false, TE_FL_QUANT_COMPUTE_SCALE) : Spec(dtype);
   const Dims shape = layout == kT ? Dims{8, 2, 16} : Dims{4, 2, 2, 16};
   p.quantised_in("q", spec, shape), p.quantised_in("k", spec, shape), p.quantised_in("v", spec, shape);
   Tensor* y = p.out("backend", TE_FL_I32, {1});
   p.set("layout", layout), p.set("is_training", training);
-  if (layout == kT) p.set("mask_type", TE_FL_MASK_TYPE_PADDING);
+  p.set("mask_type", mask), p.set("softmax_type", softmax), p.set("dropout_p", dropout);
+  p.set("window_left", window), p.set("window_right", window);
   p.oracle([&p, dtype, y] {
     p.expect_custom(y, [dtype](const Tensor& t) -> std::string {
       const double got = t.get(0), served = is_fp8(dtype) ? 2 : 1;
@@ -437,6 +441,32 @@ void enquire(Problem& p, int dtype, int layout, bool training) {
       return "backend[0]: got " + std::to_string(static_cast<int64_t>(got)) + ", expected -1 or " + std::to_string(static_cast<int>(served));
     });
   });
+}
+
+// Mistakes that the schema's shape rules cannot say: refused, and nothing written.
+void add_mistakes(Table& table) {
+  auto wrong = [&](const char* name, const Variant& v, std::function<void(Problem&)> spoil) {
+    add(table, "attention", "fused_attn_fwd", std::string("mistake/") + name, [=](Problem& p) {
+      forward(p, v);
+      p.oracles.clear();
+      spoil(p);
+      p.expect_error(-1, "");
+      for (const auto& t : p.tensors)
+        if (t->role != Role::kIn) p.expect_unchanged(t.get());
+    });
+  };
+  const Variant thd{.layout = kT, .b = 2, .sq = 5, .sk = 5, .len_q = {5, 3}, .len_k = {5, 3}};
+  wrong("thd_without_lengths", thd, [](Problem& p) { p.singles.erase("cu_seqlens_q"); });
+  wrong("padding_without_lengths", {}, [](Problem& p) { p.set("mask_type", TE_FL_MASK_TYPE_PADDING); });
+  wrong("arbitrary_without_mask", {}, [](Problem& p) { p.set("mask_type", TE_FL_MASK_TYPE_ARBITRARY); });
+  wrong("learnable_without_sink", {}, [](Problem& p) { p.set("softmax_type", TE_FL_SOFTMAX_TYPE_LEARNABLE); });
+  wrong("heads_not_a_multiple", {.h = 4, .g = 3}, [](Problem&) {});
+  wrong("another_batch_of_keys", {}, [](Problem& p) { p.in("k", TE_FL_F32, {3, 9, 4, 16}); });
+  wrong("another_head_size_of_keys", {}, [](Problem& p) { p.in("k", TE_FL_F32, {2, 9, 4, 8}); });
+  wrong("another_length_of_values", {}, [](Problem& p) { p.in("v", TE_FL_F32, {2, 8, 4, 16}); });
+  wrong("output_of_another_shape", {}, [](Problem& p) { p.out("o", TE_FL_F32, {2, 7, 4, 8}); });
+  wrong("lse_of_another_shape", {}, [](Problem& p) { p.out("softmax_lse", TE_FL_F32, {2, 7, 4}); });
+  wrong("bias_of_another_shape", {}, [](Problem& p) { p.in("bias", TE_FL_F32, {1, 3, 7, 9}); });
 }
 
 }  // namespace
@@ -450,13 +480,18 @@ void add_attention_cases(Table& table) {
     add(table, "attention", "fused_attn_fwd", variant_name(v), [v](Problem& p) { forward(p, v); }, v.large);
     add(table, "attention", "fused_attn_bwd", variant_name(v), [v](Problem& p) { backward(p, v); }, v.large);
   }
-  const Variant no_lse{.no_lse = true}, saved{.saved = true};
-  for (const Variant& v : {no_lse, saved}) add(table, "attention", "fused_attn_fwd", variant_name(v), [v](Problem& p) { forward(p, v); });
+  const Variant no_lse{.no_lse = true};
+  add(table, "attention", "fused_attn_fwd", variant_name(no_lse), [no_lse](Problem& p) { forward(p, no_lse); });
+  add_mistakes(table);
   for (int dtype : std::initializer_list<int>{TE_FL_F32, TE_FL_F16, TE_FL_BF16, kE4})
     for (int layout : {kS, kB, kT})
       for (bool training : {false, true})
         add(table, "attention", "get_fused_attn_backend", std::string(name_of(dtype)) + "/" + (layout == kS ? "sbhd" : layout == kB ? "bshd" : "thd") + (training ? "/training" : ""),
-            [=](Problem& p) { enquire(p, dtype, layout, training); });
+            [=](Problem& p) { enquire(p, dtype, layout, training, layout == kT ? TE_FL_MASK_TYPE_PADDING : TE_FL_MASK_TYPE_NONE, 0, 0, -1); });
+  for (int mask = TE_FL_MASK_TYPE_NONE; mask <= TE_FL_MASK_TYPE_ARBITRARY; ++mask)
+    for (int softmax = TE_FL_SOFTMAX_TYPE_VANILLA; softmax <= TE_FL_SOFTMAX_TYPE_LEARNABLE; ++softmax)
+      add(table, "attention", "get_fused_attn_backend", "bf16/bshd/mask=" + std::to_string(mask) + "/softmax=" + std::to_string(softmax) + "/dropout/window",
+          [=](Problem& p) { enquire(p, TE_FL_BF16, kB, true, mask, softmax, 0.1, 4); });
 }
 
 }  // namespace te_fl::conformance

@@ -123,6 +123,20 @@ void add_dropout_cases(Table& table) {
   const Variant state{.shape = {5, 31}, .state = true};
   add(table, "dropout", "dropout_fwd", variant_name(state), [state](Problem& p) { forward(p, state); });
 
+  add(table, "tensor", "add", "mistake/no_mask", [](Problem& p) {
+    p.in("a", TE_FL_F32, {4}), p.in("b", TE_FL_F32, {4});
+    Tensor* y = p.out("output", TE_FL_F32, {4});
+    p.set("p", 0.5), p.expect_error(-1, "mask");
+    p.oracle([&p, y] { p.expect_unchanged(y); });
+  });
+  add(table, "dropout", "dropout_fwd", "mistake/small_mask", [](Problem& p) {
+    p.in("input", TE_FL_F32, {9});
+    Tensor* y = p.out("output", TE_FL_F32, {9});
+    Tensor* mask = p.out("mask", TE_FL_U8, {1});
+    p.set("p", 0.5), p.expect_error(-1, "mask");
+    p.oracle([&p, y, mask] { p.expect_unchanged(y), p.expect_unchanged(mask); });
+  });
+
   std::vector<AddVariant> adds;
   for (int a : kHigh)
     for (int b : kHigh) adds.push_back({a, b, a, {7, 33}, 0.25f, ""});

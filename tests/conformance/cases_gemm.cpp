@@ -165,6 +165,9 @@ void add_epilogues(std::vector<Variant>& all) {
     with([t](Variant& c) { c.pre_gelu_in = {t}; c.accumulate = true; c.beta = 0.5; c.alpha = 1.5; });
     with([](Variant& c) { c.pre_gelu_in = {Spec(kE4, TE_FL_SCALING_TENSOR, true, false)}; });
     with([](Variant& c) { c.split = true; });
+    with([](Variant& c) { c.bias = TE_FL_F16; c.gelu = true; c.pre_gelu_out = {Spec(kE5, TE_FL_SCALING_TENSOR, true, false)}; });
+    with([](Variant& c) { c.pre_gelu_in = {TE_FL_F16}; c.bias_grad = TE_FL_F16; });
+    with([](Variant& c) { c.pre_gelu_in = {Spec(kE5, TE_FL_SCALING_TENSOR, true, false)}; });
     for (bool ta : {false, true}) {
       with([ta, t](Variant& c) { c.bias_grad = t; c.trans_a = ta; c.trans_b = false; });
       with([ta](Variant& c) { c.bias_grad = TE_FL_F32; c.accumulate_bias_grad = true; c.trans_a = ta; c.trans_b = false; });
@@ -202,6 +205,7 @@ void add_fp8(std::vector<Variant>& all) {
   with([&](Variant& c) { c.a = tensor(kE5, true, false), c.b = tensor(kE4, true, false), c.trans_b = false, c.refusal = "column-wise data missing"; });
   with([](Variant& c) { c.m = 13, c.n = 21, c.k = 17, c.refusal = "multiple"; });
   with([](Variant& c) { c.m = 1, c.n = 1, c.k = 1, c.refusal = "multiple"; });
+  with([&](Variant& c) { c.b = both5; });
   with([](Variant& c) { c.m = 0; });
   with([](Variant& c) { c.k = 0; });
   with([](Variant& c) { c.b = TE_FL_BF16; });  // one operand plain

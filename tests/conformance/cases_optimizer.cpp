@@ -103,7 +103,7 @@ struct AdamVariant {
   int64_t step = 1;
   int mode = TE_FL_ADAM_MODE_L2;
   bool bias_correction = true, large = false;
-  double beta1 = 0.9, beta2 = 0.999;
+  double beta1 = 0.9, beta2 = 0.999, lr = 1e-2;
 };
 
 std::string adam_name(const AdamVariant& v) {
@@ -114,6 +114,7 @@ std::string adam_name(const AdamVariant& v) {
   if (v.noop >= 0) name += "/noop=" + std::to_string(v.noop);
   if (!v.bias_correction) name += "/uncorrected";
   if (v.beta1 == 0) name += "/beta=0";
+  if (v.lr == 0) name += "/lr=0";
   if (v.epsilon > 1e-4) name += "/eps";
   return name + "/step=" + std::to_string(v.step);
 }
@@ -125,7 +126,7 @@ struct Lists {
 };
 
 void adam_oracle(Problem& p, const AdamVariant& v, const Lists& l) {
-  const double lr = f(1e-2), b1 = f(v.beta1), b2 = f(v.beta2), eps = f(v.epsilon), wd = f(v.weight_decay);
+  const double lr = f(v.lr), b1 = f(v.beta1), b2 = f(v.beta2), eps = f(v.epsilon), wd = f(v.weight_decay);
   const double c1 = v.bias_correction ? 1 - std::pow(b1, static_cast<double>(v.step)) : 1;
   const double c2 = v.bias_correction ? 1 - std::pow(b2, static_cast<double>(v.step)) : 1;
   for (size_t n = 0; n < l.a.size(); ++n) {
@@ -159,7 +160,7 @@ void adam(Problem& p, const AdamVariant& v) {
   l.d = list_inout(p, "exp_avg_sqs", TE_FL_F32, v.shapes, [](Random& r, int64_t) { return 0.01 + r.uniform(); });
   if (v.master) l.e = list_inout(p, "master_params", TE_FL_F32, v.shapes);
   if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
-  p.set("lr", 1e-2), p.set("beta1", v.beta1), p.set("beta2", v.beta2), p.set("epsilon", v.epsilon);
+  p.set("lr", v.lr), p.set("beta1", v.beta1), p.set("beta2", v.beta2), p.set("epsilon", v.epsilon);
   p.set("weight_decay", v.weight_decay), p.set("step", static_cast<double>(v.step)), p.set("mode", v.mode);
   p.set("bias_correction", v.bias_correction);
   p.oracle([&p, v, l] {
@@ -175,6 +176,7 @@ struct SgdVariant {
   double weight_decay = 0, momentum = 0, dampening = 0, scale = 1;
   bool nesterov = false, first_run = false, late_decay = false;
   int noop = -1;
+  double lr = 0.05;
 };
 
 std::string sgd_name(const SgdVariant& v) {
@@ -186,12 +188,13 @@ std::string sgd_name(const SgdVariant& v) {
   if (v.scale != 1) name += "/scale";
   if (v.nesterov) name += "/nesterov";
   if (v.first_run) name += "/first_run";
+  if (v.lr == 0) name += "/lr=0";
   if (v.noop >= 0) name += "/noop=" + std::to_string(v.noop);
   return name;
 }
 
 void sgd_oracle(Problem& p, const SgdVariant& v, const Lists& l) {
-  const double lr = f(0.05), wd = f(v.weight_decay), mo = f(v.momentum), da = f(v.dampening), sc = f(v.scale);
+  const double lr = f(v.lr), wd = f(v.weight_decay), mo = f(v.momentum), da = f(v.dampening), sc = f(v.scale);
   for (size_t n = 0; n < l.a.size(); ++n) {
     const auto count = static_cast<size_t>(l.a[n]->numel());
     std::vector<double> param(count), m(count), extra(count);
@@ -221,7 +224,7 @@ void sgd(Problem& p, const SgdVariant& v) {
   l.c = list_inout(p, "momentums", TE_FL_F32, v.shapes, v.first_run ? constant(nan_value()) : gaussian());
   if (v.copy >= 0) l.d = list_out(p, "param_copies", v.copy, v.shapes);
   if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
-  p.set("lr", 0.05), p.set("weight_decay", v.weight_decay), p.set("momentum", v.momentum), p.set("dampening", v.dampening);
+  p.set("lr", v.lr), p.set("weight_decay", v.weight_decay), p.set("momentum", v.momentum), p.set("dampening", v.dampening);
   p.set("scale", v.scale), p.set("nesterov", v.nesterov), p.set("first_run", v.first_run), p.set("wd_after_momentum", v.late_decay);
   p.oracle([&p, v, l] {
     if (v.noop <= 0) return sgd_oracle(p, v, l);
@@ -247,6 +250,7 @@ void add_adam(Table& table) {
   all.push_back({.param = TE_FL_BF16, .master = true, .noop = 1});
   all.push_back({.epsilon = 1e-3});
   all.push_back({.beta1 = 0, .beta2 = 0});
+  all.push_back({.weight_decay = 0.1, .lr = 0});  // the moments move, the parameters stay
   all.push_back({.shapes = {{512, 512}}, .mode = TE_FL_ADAM_MODE_ADAMW, .large = true});
   for (const AdamVariant& v : all) add(table, "optimizer", "multi_tensor_adam", adam_name(v), [v](Problem& p) { adam(p, v); }, v.large);
 }
@@ -266,6 +270,7 @@ void add_sgd(Table& table) {
   all.push_back({.weight_decay = 0.1, .momentum = 0.9, .scale = 0.125});
   all.push_back({.copy = TE_FL_F16, .momentum = 0.9, .noop = 1});
   all.push_back({.momentum = 0.9, .noop = 0});
+  all.push_back({.param = TE_FL_BF16, .copy = TE_FL_F32, .momentum = 0.9, .lr = 0});
   all.push_back({.shapes = {}});
   all.push_back({.shapes = {{130, 257}}, .momentum = 0.9});
   all.push_back({.copy = TE_FL_BF16, .shapes = many(), .momentum = 0.9});

@@ -168,6 +168,27 @@ std::vector<Variant> variants() {
   return all;
 }
 
+// Mistakes that the schema's shape rules cannot say: refused, and nothing written.
+void add_mistakes(Table& table) {
+  auto refused = [](Problem& p) {
+    p.oracles.clear();
+    p.expect_error(-1, "");
+    for (const auto& t : p.tensors)
+      if (t->role != Role::kIn) p.expect_unchanged(t.get());
+  };
+  const Variant plain{.s = 4, .b = 2, .h = 2, .d = 16, .r = 16};
+  auto wrong = [&](const char* name, const Variant& v, std::function<void(Problem&)> spoil) {
+    add(table, "rope", "fused_rope_forward", std::string("mistake/") + name, [=](Problem& p) { rope(p, v, 1), spoil(p), refused(p); });
+  };
+  wrong("cp_rank", plain, [](Problem& p) { p.set("cp_size", 2), p.set("cp_rank", 2); });
+  wrong("angles_wider_than_head", plain, [](Problem& p) { p.in("freqs", TE_FL_F32, {24, 1, 1, 18}); });
+  wrong("odd_angles", plain, [](Problem& p) { p.in("freqs", TE_FL_F32, {24, 1, 1, 15}); });
+  wrong("too_few_positions", plain, [](Problem& p) { p.in("freqs", TE_FL_F32, {3, 1, 1, 16}); });
+  wrong("thd_without_lengths", {.layout = TE_FL_LAYOUT_THD, .s = 5, .b = 1, .h = 2, .d = 16, .r = 16, .lengths = {5}}, [](Problem& p) { p.singles.erase("cu_seqlens"); });
+  for (bool backward : {false, true})
+    add(table, "rope", backward ? "fused_qkv_rope_backward" : "fused_qkv_rope_forward", "mistake/thd", [=](Problem& p) { qkv_rope(p, {}, backward), p.set("layout", TE_FL_LAYOUT_THD), refused(p); });
+}
+
 }  // namespace
 
 void add_rope_cases(Table& table) {
@@ -175,6 +196,7 @@ void add_rope_cases(Table& table) {
     add(table, "rope", "fused_rope_forward", variant_name(v), [v](Problem& p) { rope(p, v, 1); }, v.large);
     add(table, "rope", "fused_rope_backward", variant_name(v), [v](Problem& p) { rope(p, v, -1); }, v.large);
   }
+  add_mistakes(table);
   std::vector<QkvVariant> all;
   for (int d : kHigh)
     for (int layout : {TE_FL_LAYOUT_SBHD, TE_FL_LAYOUT_BSHD}) all.push_back({.dtype = d, .layout = layout});

@@ -37,7 +37,7 @@ bool masked_out(const Op& op, const Variant& v, Tensor* mask, int64_t row, int64
   const int64_t k = v.shape.back(), q = v.shape[v.shape.size() - 2], i = row % q;
   if (op.mask == Mask::kCausal) return j > i;
   if (op.mask == Mask::kBottomRight) return j > i + (k - q);
-  if (op.mask == Mask::kNone) return false;
+  if (mask == nullptr) return false;
   const int64_t h = v.shape[1], head = row / q % h, batch = row / q / h;
   const int64_t mb = v.mask_shape[0] == 1 ? 0 : batch, mh = v.mask_shape[1] == 1 ? 0 : head;
   return mask->get(((mb * v.mask_shape[1] + mh) * q + i) * k + j) != 0;

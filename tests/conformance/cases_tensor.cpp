@@ -84,6 +84,7 @@ void fill_case(Table& table, const std::string& name, int dtype, const Strided& 
       p.expect_error(TE_FL_INVALID_ARGUMENT, "");
       return p.oracle([&p, y] { p.expect_unchanged(y); });
     }
+    if (std::isnan(value)) p.may_refuse = "NaN";  // a rule that scalars are numbers is a dispatcher's right
     const double stored = rounded(dtype, value);
     p.oracle([&p, y, stored] { p.expect_exact(y, std::vector<double>(static_cast<size_t>(y->numel()), stored), TE_FL_F32); });
   });

@@ -32,7 +32,7 @@ double tolerance(const Expectation& e, int dtype, size_t i) {
 
 bool poisoned(const Tensor& t, int64_t i) {
   const int width = width_of(t.spec.dtype) / 8;
-  if (width < 2) return false;
+  if (width < 2 || !is_float(t.spec.dtype)) return false;
   const uint8_t* p = t.data->data() + t.index(i) * width;
   return t.role == Role::kOut && std::all_of(p, p + width, [](uint8_t b) { return b == 0xff; });
 }
@@ -181,7 +181,9 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
   const auto replaced = static_cast<float>(largest(e.input_dtype));
   const float low = 1.0f / scale_from_amax(amax.low, fp8_max, t.spec.epsilon, t.spec.pow2(), replaced);
   const float high = 1.0f / scale_from_amax(amax.high, fp8_max, t.spec.epsilon, t.spec.pow2(), replaced);
-  const bool in = got >= std::min(low, high) && got <= std::max(low, high);
+  bool in = got >= std::min(low, high) && got <= std::max(low, high);
+  // An amax that may be nothing but tolerance: exactly zero gives scale 1, anything above a small scale_inv.
+  if (amax.low == 0 && t.spec.epsilon == 0) in = got == 1 || (got > 0 && got <= static_cast<double>(high));
   const bool power = !t.spec.pow2() || (bits_of(static_cast<float>(got)) & 0x7fffff) == 0;
   if (!in || !power) return scale_out_of_range(t, at, where, got, static_cast<double>(low), static_cast<double>(high));
   const double slack = t.spec.pow2() ? 0 : 0x1p-23;  // 1 / (1 / scale) is the scale up to a rounding
@@ -323,9 +325,11 @@ bool mutate(Expectation& e) {
     case Expectation::Kind::kQuantised:
     case Expectation::Kind::kDequantised:
     case Expectation::Kind::kExactQuantised: {
-      size_t at = e.want.size();
-      for (size_t i = 0; i < e.want.size(); ++i)
-        if ((e.skip.empty() || !e.skip[i]) && std::isfinite(e.want[i])) at = i;
+      size_t at = e.want.size();  // the largest: a code for it always differs
+      for (size_t i = 0; i < e.want.size(); ++i) {
+        if ((!e.skip.empty() && e.skip[i]) || !std::isfinite(e.want[i])) continue;
+        if (at == e.want.size() || std::fabs(e.want[i]) > std::fabs(e.want[at])) at = i;
+      }
       if (at == e.want.size()) return false;
       // Beyond every tolerance in force, and a different code.
       const double step = 4 * tolerance(e, e.tensor->spec.dtype, at) + 0.3 * std::fabs(e.want[at]) + 0.5;
@@ -344,6 +348,28 @@ bool mutate(Expectation& e) {
     case Expectation::Kind::kCustom: return false;
   }
   return false;
+}
+
+bool corrupt_codes(const Expectation& e, double& noticed) {
+  const Tensor& t = *e.tensor;
+  const bool quantised = e.kind == Expectation::Kind::kQuantised || e.kind == Expectation::Kind::kExactQuantised;
+  const auto& data = t.spec.row ? t.data : t.col_data;
+  if (!quantised || data == nullptr || data->size() == 0) return false;
+  // Codes near zero stand for values below the tolerance, where several codes are right: take others.
+  std::vector<size_t> codes;
+  for (size_t i = 0; i < data->size(); ++i)
+    if ((data->data()[i] & 0x7f) >= 0x10) codes.push_back(i);
+  const size_t tries = std::min<size_t>(codes.size(), 16);
+  if (tries == 0) return false;
+  int seen = 0;
+  for (size_t i = 0; i < tries; ++i) {
+    uint8_t& code = data->data()[codes[i * codes.size() / tries]];
+    code ^= 1;
+    seen += compare(e).empty() ? 0 : 1;
+    code ^= 1;
+  }
+  noticed = static_cast<double>(seen) / static_cast<double>(tries);
+  return true;
 }
 
 }  // namespace te_fl::conformance

@@ -26,4 +26,8 @@ std::string compare(const Expectation& expectation);
 // Makes the expectation wrong in one place (for the self-check); false if it has nothing to be wrong about.
 bool mutate(Expectation& expectation);
 
+// Changes the last bit of up to 16 codes of a quantised output, one at a time; `noticed` is the share that comparison
+// finds. False if there are no codes.
+bool corrupt_codes(const Expectation& expectation, double& noticed);
+
 }  // namespace te_fl::conformance

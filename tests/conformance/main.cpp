@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "conformance/case.hpp"
+#include "conformance/coverage.hpp"
 #include "conformance/run.hpp"
 #include "te_fl/te_fl.hpp"
 
@@ -34,20 +35,21 @@ constexpr char kHelp[] =
     "  --json FILE      every result\n"
     "  --report         a markdown table of ops and implementations\n"
     "  --self-check     prove for every case that passes that a wrong result would have failed\n"
+    "  --coverage       say what the op specification allows and no case does; run nothing\n"
     "Exit code: 0 all right, 1 failures, 2 wrong usage, 77 nothing to run.\n"
-    "Example: conformance --impl reference.plain --case gelu/f32/7x33\n";
+    "Example: conformance --impl reference.host --case gelu/f32/7x33\n";
 
 struct Options {
-  std::string impl, op, family, substring, json, expected = TE_FL_CONFORMANCE_DIR "/expected_unsupported.txt";
+  std::string impl, op, family, substring, json, expected = TE_FL_CONFORMANCE_DIR "/expected_unsupported.txt", exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
-  bool reduced = false, list = false, report = false, self_check = false, help = false;
+  bool reduced = false, list = false, report = false, self_check = false, coverage = false, help = false;
   bool filtered() const { return !impl.empty() || !op.empty() || !family.empty() || !substring.empty() || reduced; }
 };
 
 // Empty, or the mistake.
 std::string parse(int argc, char** argv, Options& o) {
   const std::map<std::string, std::string*> texts = {{"--impl", &o.impl}, {"--op", &o.op}, {"--family", &o.family}, {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected}};
-  const std::map<std::string, bool*> flags = {{"--reduced", &o.reduced}, {"--list", &o.list}, {"--report", &o.report}, {"--self-check", &o.self_check}, {"--help", &o.help}};
+  const std::map<std::string, bool*> flags = {{"--reduced", &o.reduced}, {"--list", &o.list}, {"--report", &o.report}, {"--self-check", &o.self_check}, {"--coverage", &o.coverage}, {"--help", &o.help}};
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (const auto flag = flags.find(word); flag != flags.end()) {
@@ -236,6 +238,32 @@ Table selected(const Options& o) {
   return chosen;
 }
 
+// Lines of uncovered() that are not exempt (a shell pattern and a reason per line).
+int print_coverage(const Table& table, const std::string& exempt) {
+  std::string error;
+  std::vector<Unsupported> exemptions = read_expected(exempt, error);
+  if (!error.empty()) {
+    std::fprintf(stderr, "conformance: %s\n", error.c_str());
+    return 2;
+  }
+  int missing = 0;
+  for (const std::string& line : uncovered(table)) {
+    bool listed = false;
+    for (Unsupported& u : exemptions)
+      if (fnmatch((u.op + " " + u.pattern).c_str(), line.c_str(), 0) == 0) listed = u.used = true;
+    if (listed) continue;
+    std::printf("not covered: %s\n", line.c_str());
+    ++missing;
+  }
+  for (const Unsupported& u : exemptions) {
+    if (u.used) continue;
+    std::printf("%s: nothing is exempted by %s%s\n", exempt.c_str(), (u.op + " ").c_str(), u.pattern.c_str());
+    ++missing;
+  }
+  std::printf("%d not covered\n", missing);
+  return missing == 0 ? 0 : 1;
+}
+
 int run(int argc, char** argv) {
   Options o;
   std::string error = parse(argc, argv, o);
@@ -261,6 +289,7 @@ int run(int argc, char** argv) {
     std::printf("%zu cases\n", table.size());
     return 0;
   }
+  if (o.coverage) return print_coverage(table, o.exempt);
   return Runner(o, std::move(expected)).run(table);
 }
 

@@ -1,5 +1,6 @@
 #include "conformance/run.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <set>
@@ -187,6 +188,11 @@ std::string Prepared::self_check(const std::string& impl_id) {
     Expectation changed = problem_.expectations[i];
     if (mutate(changed) && compare(changed).empty()) return changed.tensor->name + ": a wrong expectation went unnoticed";
     const Expectation& e = problem_.expectations[i];
+    // A fused result may be right with either of two codes where it stands at a boundary; not often.
+    double noticed = 0;
+    const double wanted = e.kind == Expectation::Kind::kExactQuantised ? 1 : 0.5;
+    if (e.kind != Expectation::Kind::kUnchanged && corrupt_codes(e, noticed) && noticed < wanted)
+      return e.tensor->name + ": " + std::to_string(noticed) + " of wrong codes were noticed";
     const bool skipped = !e.skip.empty() && std::all_of(e.skip.begin(), e.skip.end(), [](uint8_t s) { return s != 0; });
     const bool writes = e.kind != Expectation::Kind::kUnchanged && e.tensor->role == Role::kOut && e.tensor->numel() > 0 && !skipped;
     restore();
