@@ -21,7 +21,8 @@ void look_at_tensor(Seen& seen, const Tensor& t, const Problem& p) {
   seen.dtypes.insert(t.spec.dtype), seen.scalings.insert(t.spec.scaling);
   auto prefix = [](const std::string& name) { return name.substr(0, name.find('[')); };
   for (const auto& other : p.tensors)
-    if (other.get() != &t && t.data != nullptr && other->data == t.data) seen.aliased.insert(prefix(other->name));
+    if (other.get() != &t && t.data != nullptr && other->data == t.data)
+      seen.aliased.insert(prefix(other->name));
 }
 
 void look_at(const te_fl_arg_desc& arg, const Problem& p, Seen& seen) {
@@ -50,18 +51,22 @@ int words(const char* text) {
   return n;
 }
 
-void report_tensor(const te_fl_arg_desc& arg, const Seen& seen, const std::string& at, std::vector<std::string>& missing) {
+void report_tensor(const te_fl_arg_desc& arg, const Seen& seen, const std::string& at,
+                   std::vector<std::string>& missing) {
   for (int d = 0; d < TE_FL_DTYPE_COUNT; ++d)
-    if ((arg.dtypes >> d & 1) != 0 && seen.dtypes.count(d) == 0) missing.push_back(at + " dtype " + name_of(d));
+    if ((arg.dtypes >> d & 1) != 0 && seen.dtypes.count(d) == 0)
+      missing.push_back(at + " dtype " + name_of(d));
   for (int s = 0; s < TE_FL_SCALING_COUNT; ++s)
-    if ((arg.scalings >> s & 1) != 0 && seen.scalings.count(s) == 0) missing.push_back(at + " scaling " + std::to_string(s));
+    if ((arg.scalings >> s & 1) != 0 && seen.scalings.count(s) == 0)
+      missing.push_back(at + " scaling " + std::to_string(s));
   if (arg.aliases == nullptr) return;
   std::istringstream stream(arg.aliases);
   for (std::string input; stream >> input;)
     if (seen.aliased.count(input) == 0) missing.push_back(at + " in the memory of " + input);
 }
 
-void report(const te_fl_arg_desc& arg, const Seen& seen, const std::string& at, std::vector<std::string>& missing) {
+void report(const te_fl_arg_desc& arg, const Seen& seen, const std::string& at,
+            std::vector<std::string>& missing) {
   const bool optional = (arg.flags & TE_FL_ARG_OPTIONAL) != 0;
   switch (arg.type) {
     case TE_FL_ARG_TENSOR:
@@ -70,7 +75,8 @@ void report(const te_fl_arg_desc& arg, const Seen& seen, const std::string& at, 
       [[fallthrough]];
     case TE_FL_ARG_SAVED:
       if (!seen.given) missing.push_back(at + " given");
-      if ((optional || arg.type == TE_FL_ARG_TENSOR_LIST) && !seen.absent) missing.push_back(at + " left out or empty");
+      if ((optional || arg.type == TE_FL_ARG_TENSOR_LIST) && !seen.absent)
+        missing.push_back(at + " left out or empty");
       return;
     case TE_FL_ARG_BOOL:
     case TE_FL_ARG_ENUM:
@@ -100,7 +106,8 @@ std::vector<std::string> uncovered(const Table& table) {
       for (uint32_t i = 0; i < schema.arg_count; ++i) look_at(*schema.args[i], p, seen[i]);
     }
     if (by_op[op].empty()) missing.push_back(op + ": no case");
-    for (uint32_t i = 0; i < schema.arg_count && !by_op[op].empty(); ++i) report(*schema.args[i], seen[i], op + "." + schema.args[i]->name, missing);
+    for (uint32_t i = 0; i < schema.arg_count && !by_op[op].empty(); ++i)
+      report(*schema.args[i], seen[i], op + "." + schema.args[i]->name, missing);
   }
   return missing;
 }
