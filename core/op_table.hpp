@@ -33,9 +33,9 @@ class CompiledOp {
   ~CompiledOp();
 
   const te_fl_op_schema& schema() const noexcept;
-  // Checks every argument and fills the signature: struct_size, pointers present, dtypes, scaling modes and
-  // their required parts, shapes, devices, alignment, scalar ranges, enums, aliasing. Metadata only, no
-  // allocation, a few nanoseconds per tensor. false: check_status() says why.
+  // Checks every argument and fills the signature: struct_size, pointers present, dtypes, scaling
+  // modes and their required parts, shapes, devices, alignment, scalar ranges, enums, aliasing.
+  // Metadata only, no allocation, a few nanoseconds per tensor. false: check_status() says why.
   bool check(const void* args, Signature& out) const noexcept;
   // The signature alone (no shape or scalar checks), for routing decisions.
   bool signature(const void* args, Signature& out) const noexcept;
@@ -43,7 +43,8 @@ class CompiledOp {
   Status check_status(const void* args) const;
   // Names of arguments newer than `version` that are not at their neutral value; for refusals.
   std::string newer_arguments(const void* args, uint32_t version) const;
-  // The name of the first tensor argument whose dtype (scaling) lies outside the mask; for refusals.
+  // The name of the first tensor argument whose dtype (scaling) lies outside the mask; for
+  // refusals.
   std::string dtype_outside(const void* args, uint32_t mask) const;
   std::string scaling_outside(const void* args, uint32_t mask) const;
   // The te_fl_saved argument, null if the op has none or it is not given.
@@ -51,8 +52,9 @@ class CompiledOp {
   // Same description under one name? For R17.
   bool same_as(const te_fl_op_schema& other) const;
 
+  struct Impl;  // core/compiled_op.hpp
+
  private:
-  struct Impl;
   explicit CompiledOp(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

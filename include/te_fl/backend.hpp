@@ -1,8 +1,8 @@
 #pragma once
 
-// For writers of backends in C++ (C99 needs only plugin.h): exceptions become statuses at the boundary,
-// argument structs of older callers are widened, tensors get small accessors. Header-only; depends on
-// plugin.h alone, so that a plugin does not link with libte_fl.
+// For writers of backends in C++ (C99 needs only plugin.h): exceptions become statuses at the
+// boundary, argument structs of older callers are widened, tensors get small accessors.
+// Header-only; depends on plugin.h alone, so that a plugin does not link with libte_fl.
 
 #include <cstring>
 #include <exception>
@@ -32,7 +32,9 @@ class Error : public std::exception {
 [[noreturn]] inline void invalid(std::string text) {
   throw Error(TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, std::move(text));
 }
-[[noreturn]] inline void unsupported(std::string text) { throw Error(TE_FL_UNSUPPORTED, std::move(text)); }
+[[noreturn]] inline void unsupported(std::string text) {
+  throw Error(TE_FL_UNSUPPORTED, std::move(text));
+}
 
 inline void report(const te_fl_error_sink* sink, const char* text) noexcept {
   if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text);
@@ -59,7 +61,8 @@ te_fl_status guard(const te_fl_error_sink* sink, F&& f) noexcept {
   }
 }
 
-// Reads an argument struct that may be smaller than ours (R3): members beyond it get their defaults.
+// Reads an argument struct that may be smaller than ours (R3): members beyond it get their
+// defaults.
 template <class Args>
 class Widened {
  public:
@@ -83,7 +86,8 @@ class Widened {
   const Args* args_;
 };
 
-// te_fl_op_desc.run made from `void F(const te_fl_context&, const Args&)`. Likewise supports() and workspace().
+// te_fl_op_desc.run made from `void F(const te_fl_context&, const Args&)`. Likewise supports() and
+// workspace().
 template <class Args, auto F>
 te_fl_status run_thunk(void*, const te_fl_context* ctx, const void* raw) noexcept {
   return guard(ctx->errors, [&] {
@@ -91,7 +95,8 @@ te_fl_status run_thunk(void*, const te_fl_context* ctx, const void* raw) noexcep
     F(*ctx, *args);
   });
 }
-// F returns void and throws (unsupported(...)) to refuse. For cheap refusals write a C function instead.
+// F returns void and throws (unsupported(...)) to refuse. For cheap refusals write a C function
+// instead.
 template <class Args, auto F>
 te_fl_status supports_thunk(void*, const te_fl_context* ctx, const void* raw) noexcept {
   return guard(ctx->errors, [&] {
@@ -100,7 +105,8 @@ te_fl_status supports_thunk(void*, const te_fl_context* ctx, const void* raw) no
   });
 }
 template <class Args, auto F>
-te_fl_status workspace_thunk(void*, const te_fl_context* ctx, const void* raw, size_t* bytes) noexcept {
+te_fl_status workspace_thunk(void*, const te_fl_context* ctx, const void* raw,
+                             size_t* bytes) noexcept {
   return guard(ctx->errors, [&] {
     Widened<Args> args(raw);
     *bytes = F(*ctx, *args);
@@ -115,7 +121,8 @@ inline int64_t numel(const te_fl_tensor& t) noexcept {
   return n;
 }
 
-// The logical matrix [M, K] of quantisation: K is the last extent, M the product of the others; a scalar is [1, 1].
+// The logical matrix [M, K] of quantisation: K is the last extent, M the product of the others; a
+// scalar is [1, 1].
 struct Matrix {
   int64_t rows = 1;
   int64_t cols = 1;
@@ -125,6 +132,16 @@ inline Matrix as_matrix(const te_fl_tensor& t) noexcept {
   for (int i = 0; i + 1 < t.dl.ndim; ++i) m.rows *= t.dl.shape[i];
   if (t.dl.ndim > 0) m.cols = t.dl.shape[t.dl.ndim - 1];
   return m;
+}
+
+// "[2,3]"; for messages.
+inline std::string shape_text(const te_fl_tensor& t) {
+  std::string s = "[";
+  for (int i = 0; i < t.dl.ndim; ++i) {
+    if (i > 0) s += ",";
+    s += std::to_string(t.dl.shape[i]);
+  }
+  return s += "]";
 }
 
 inline bool is_contiguous(const te_fl_tensor& t) noexcept {
@@ -148,8 +165,9 @@ inline int64_t stride(const te_fl_tensor& t, int i) noexcept {
 
 template <class T>
 T* data(const te_fl_tensor& t) noexcept {
-  return t.dl.data == nullptr ? nullptr
-                              : reinterpret_cast<T*>(static_cast<char*>(t.dl.data) + t.dl.byte_offset);
+  return t.dl.data == nullptr
+             ? nullptr
+             : reinterpret_cast<T*>(static_cast<char*>(t.dl.data) + t.dl.byte_offset);
 }
 
 inline uint32_t scaling(const te_fl_tensor& t) noexcept {

@@ -19,7 +19,8 @@ struct Device {
   uint32_t provider = 0;  // interned; 0 unless type is kDLExtDev
 
   bool is_host() const noexcept {
-    return type == TE_FL_DEVICE_CPU || type == TE_FL_DEVICE_CUDA_HOST || type == TE_FL_DEVICE_ROCM_HOST;
+    return type == TE_FL_DEVICE_CPU || type == TE_FL_DEVICE_CUDA_HOST ||
+           type == TE_FL_DEVICE_ROCM_HOST;
   }
   te_fl_device to_c() const noexcept { return {type, index}; }
   friend bool operator==(const Device&, const Device&) = default;
@@ -34,8 +35,8 @@ namespace devices {
 
 // All devices, the host first.
 TE_FL_API std::vector<Device> list();
-// The functions of a device; NOT_FOUND names the devices that exist. The pointer stays valid as long as
-// the device is registered or any memory of it is alive.
+// The functions of a device; NOT_FOUND names the devices that exist. The pointer stays valid as
+// long as the device is registered or any memory of it is alive.
 TE_FL_API Result<const te_fl_device_desc*> find(const Device& device);
 TE_FL_API Result<te_fl_device_props> properties(const Device& device);
 // Registers a device (R18: ALREADY_EXISTS names the present provider). The descriptor must outlive
@@ -53,9 +54,10 @@ TE_FL_API void free(const Device& device, void* data, void* stream = nullptr) no
 TE_FL_API Result<void*> allocate_pinned(const Device& device, size_t bytes);
 TE_FL_API void free_pinned(const Device& device, void* data) noexcept;
 // Host to device, device to host, within a device, host to host. Ordered on `stream`.
-TE_FL_API Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src,
-                      size_t bytes, void* stream = nullptr);
-TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* stream = nullptr);
+TE_FL_API Status copy(const Device& dst_device, void* dst, const Device& src_device,
+                      const void* src, size_t bytes, void* stream = nullptr);
+TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t bytes,
+                      void* stream = nullptr);
 TE_FL_API Status synchronize(const Device& device, void* stream = nullptr);
 
 }  // namespace devices

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "te_fl/device.hpp"
+#include "te_fl/dtype.hpp"
 #include "te_fl/export.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/policy.hpp"
@@ -16,7 +17,7 @@ namespace te_fl {
 
 // What a call needs besides its arguments.
 struct CallOptions {
-  void* stream = nullptr;  // of the op's device; null is its default stream
+  void* stream = nullptr;        // of the op's device; null is its default stream
   te_fl_rng rng{0, 0, nullptr};  // for ops with random numbers
 };
 
@@ -36,7 +37,8 @@ struct Candidate {
 struct Resolution {
   std::string op;
   std::string impl_id;  // empty if no candidate remains
-  std::vector<Candidate> candidates;  // in the order in which they would be tried, refused ones where they stand
+  std::vector<Candidate>
+      candidates;  // in the order in which they would be tried, refused ones where they stand
   std::string policy;
 };
 
@@ -47,9 +49,10 @@ struct CallProfile {
   std::vector<Scaling> scalings;  // as a set; empty: none
 };
 
-// A call bound to one op, device, dtypes and scaling modes. call() skips the signature lookup, checks that the
-// arguments still have the prepared signature (dtypes, scalings, device: otherwise INVALID_ARGUMENT) and validates
-// them as OpManager::call does. Follows registrations and policy changes like any call. Copyable; thread-safe.
+// A call bound to one op, device, dtypes and scaling modes. call() skips the signature lookup,
+// checks that the arguments still have the prepared signature (dtypes, scalings, device: otherwise
+// INVALID_ARGUMENT) and validates them as OpManager::call does. Follows registrations and policy
+// changes like any call. Copyable; thread-safe.
 class TE_FL_API PreparedOp {
  public:
   PreparedOp() = default;
@@ -69,7 +72,8 @@ struct OpUsage {
   uint64_t calls = 0;
 };
 
-// Chooses an implementation for each call. Thread-safe. The hot path takes no lock and allocates nothing.
+// Chooses an implementation for each call. Thread-safe. The hot path takes no lock and allocates
+// nothing.
 class TE_FL_API OpManager {
  public:
   // A manager on its own registry, without plugins; for tests and embedding.
@@ -78,13 +82,14 @@ class TE_FL_API OpManager {
   OpManager(const OpManager&) = delete;
   OpManager& operator=(const OpManager&) = delete;
 
-  // The process's manager: built-in backends registered, plugins discovered and loaded on first use.
+  // The process's manager: built-in backends registered, plugins discovered and loaded on first
+  // use.
   static OpManager& instance();
 
   // Runs an op. `args` is the op's argument struct (te_fl/ops/*.h) with struct_size set; it and the
-  // tensors it points to must stay valid during the call (device work may outlive it; data is the caller's).
-  // Errors: INVALID_ARGUMENT (names argument, value, rule), UNSUPPORTED when no candidate remains (lists each
-  // with its reason), or the implementation's own.
+  // tensors it points to must stay valid during the call (device work may outlive it; data is the
+  // caller's). Errors: INVALID_ARGUMENT (names argument, value, rule), UNSUPPORTED when no
+  // candidate remains (lists each with its reason), or the implementation's own.
   Status call(OpId op, const void* args, const CallOptions& options = {});
   Status call(std::string_view op, const void* args, const CallOptions& options = {});
   // Any argument struct of known type.
@@ -96,7 +101,8 @@ class TE_FL_API OpManager {
   // Bytes of te_fl_saved storage that the chosen implementation of a forward op wants; usually 0.
   Result<size_t> saved_bytes(OpId op, const void* args, const CallOptions& options = {});
 
-  // What served calls since the last reset, most calls first. Counting is per thread and summed here.
+  // What served calls since the last reset, most calls first. Counting is per thread and summed
+  // here.
   std::vector<OpUsage> usage() const;
   void reset_usage();
   // Reads the environment again: policy and log level. (Plugins are loaded once.)

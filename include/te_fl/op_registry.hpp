@@ -14,7 +14,8 @@
 
 namespace te_fl {
 
-// Index of an op in the op table: the catalogue first (te_fl/ops.hpp has constants), then custom ops.
+// Index of an op in the op table: the catalogue first (te_fl/ops.hpp has constants), then custom
+// ops.
 struct OpId {
   uint32_t index = UINT32_MAX;
   friend bool operator==(OpId, OpId) = default;
@@ -27,12 +28,12 @@ struct OpImplInfo {
   Kind kind = Kind::kDefault;
   std::string vendor;
   int32_t priority = 0;
-  std::string owner;  // "built-in" or the plugin's name
+  std::string owner;     // "built-in" or the plugin's name
   te_fl_op_desc desc{};  // constraints and flags; the pointers are only valid while registered
 };
 
-// The implementations of all ops. Every function is thread-safe; changes take effect on the next call, through
-// one epoch, and never disturb calls in flight.
+// The implementations of all ops. Every function is thread-safe; changes take effect on the next
+// call, through one epoch, and never disturb calls in flight.
 class TE_FL_API OpRegistry {
  public:
   OpRegistry();
@@ -43,15 +44,17 @@ class TE_FL_API OpRegistry {
   // The registry behind OpManager::instance().
   static OpRegistry& instance();
 
-  // Registers an implementation. The descriptor is copied; what it points to (functions, self, schema) must outlive
-  // the registration and `keep_alive` is held until no call can use it. Errors: unknown op (names the nearest),
-  // impl_id malformed (R16) or taken, missing run, a schema that differs from the one known (R17).
-  Status register_op(const te_fl_op_desc& desc, std::string owner = "built-in", std::string vendor = "te-fl",
-                     std::shared_ptr<void> keep_alive = nullptr);
+  // Registers an implementation. The descriptor is copied; what it points to (functions, self,
+  // schema) must outlive the registration and `keep_alive` is held until no call can use it.
+  // Errors: unknown op (names the nearest), impl_id malformed (R16) or taken, missing run, a schema
+  // that differs from the one known (R17).
+  Status register_op(const te_fl_op_desc& desc, std::string owner = "built-in",
+                     std::string vendor = "te-fl", std::shared_ptr<void> keep_alive = nullptr);
   // Several, all or nothing.
-  Status register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner, std::string vendor,
-                      std::shared_ptr<void> keep_alive = nullptr);
-  // Removes; returns when no thread is inside the implementation. BUSY when called from inside an op.
+  Status register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner,
+                      std::string vendor, std::shared_ptr<void> keep_alive = nullptr);
+  // Removes; returns when no thread is inside the implementation. BUSY when called from inside an
+  // op.
   Status unregister_op(std::string_view op, std::string_view impl_id);
   // Removes everything an owner registered, likewise.
   Status unregister_owner(std::string_view owner);

@@ -2,50 +2,47 @@
  * te_fl/plugin.h - the te-fl plugin ABI. C99, self-contained.
  *
  * A plugin is a shared library that exports one symbol, te_fl_plugin_query. Through it the host
- * learns who made the plugin, which ABI it speaks and, after create(), which devices it provides and
- * which ops it implements. Loader messages, tests and docs/abi-rules.md quote these rules by number.
+ * learns who made the plugin, which ABI it speaks and, after create(), which devices it provides
+ * and which ops it implements. Loader messages, tests and docs/abi-rules.md quote these rules by
+ * number.
  *
  *  R1  te_fl_plugin_query is the only exported symbol. It is pure and may be called again: it
  *      touches no device, starts no thread, reads no file.
- *  R2  While the ABI is 0.x, the host accepts exactly its own major and minor. From 1.0 on, major must
- *      be equal and the plugin's minor may be older or newer.
- *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof. A reader uses
- *      only members that lie inside struct_size; members beyond it have their neutral value (zero
- *      unless the member says otherwise). Structs grow at the end only. No size is compared by ==.
- *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be NULL.
- *  R5  Nothing throws across the boundary; every function returns te_fl_status. Text goes to the
- *      error sink that the call was given; a NULL sink means that no text is wanted.
- *  R6  A status may carry TE_FL_CLEAN: nothing was written and nothing was enqueued, so the host may
- *      try the next implementation. TE_FL_UNSUPPORTED is always clean. Any other status without the
- *      mark goes back to the caller.
- *  R7  The plugin owns what it returns (headers, tables, descriptors, strings) and keeps it valid and
- *      unchanged from the call that returned it until destroy() returns (for the query's header: until
- *      the library is closed). The host owns what it passes and keeps it valid for the call only,
- *      except te_fl_host_api, which is valid until destroy() returns.
- *  R8  All state lives in the instance that create() returns. The plugin restores the current device,
- *      the floating-point environment and the signal handlers that it changes.
- *  R9  Plugins log through te_fl_host_api.log only.
- *  R10 supports() and workspace() read metadata only: they never touch tensor data, never allocate,
- *      never block. An implementation whose supports() answer depends on static constraints alone sets
- *      TE_FL_OP_STATIC_SUPPORT, and then supports() is not called per call. supports() has 20 ns.
- *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing. It writes only into
- *      the outputs it was given, allocates no memory that outlives the call, and uses ctx->workspace
- *      (256-byte aligned) for scratch.
- *  R12 The host checks arguments against the op's schema before run(): roles, dtypes, scaling modes,
- *      shapes, devices, scalar ranges. An implementation checks only what its schema cannot say, and
- *      answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and rule.
+ *  R2  While the ABI is 0.x, the host accepts exactly its own major and minor. From 1.0 on, major
+ * must be equal and the plugin's minor may be older or newer. R3  Every struct that crosses begins
+ * with struct_size, set by its writer to sizeof. A reader uses only members that lie inside
+ * struct_size; members beyond it have their neutral value (zero unless the member says otherwise).
+ * Structs grow at the end only. No size is compared by ==. R4  In a table of functions a NULL slot
+ * means "absent". Slots marked "required" may not be NULL. R5  Nothing throws across the boundary;
+ * every function returns te_fl_status. Text goes to the error sink that the call was given; a NULL
+ * sink means that no text is wanted. R6  A status may carry TE_FL_CLEAN: nothing was written and
+ * nothing was enqueued, so the host may try the next implementation. TE_FL_UNSUPPORTED is always
+ * clean. Any other status without the mark goes back to the caller. R7  The plugin owns what it
+ * returns (headers, tables, descriptors, strings) and keeps it valid and unchanged from the call
+ * that returned it until destroy() returns (for the query's header: until the library is closed).
+ * The host owns what it passes and keeps it valid for the call only, except te_fl_host_api, which
+ * is valid until destroy() returns. R8  All state lives in the instance that create() returns. The
+ * plugin restores the current device, the floating-point environment and the signal handlers that
+ * it changes. R9  Plugins log through te_fl_host_api.log only. R10 supports() and workspace() read
+ * metadata only: they never touch tensor data, never allocate, never block. An implementation whose
+ * supports() answer depends on static constraints alone sets TE_FL_OP_STATIC_SUPPORT, and then
+ * supports() is not called per call. supports() has 20 ns. R11 run() enqueues on ctx->stream and
+ * returns; its status covers the enqueueing. It writes only into the outputs it was given,
+ * allocates no memory that outlives the call, and uses ctx->workspace (256-byte aligned) for
+ * scratch. R12 The host checks arguments against the op's schema before run(): roles, dtypes,
+ * scaling modes, shapes, devices, scalar ranges. An implementation checks only what its schema
+ * cannot say, and answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and rule.
  *  R13 Functions are called from any thread. run() of one implementation may be entered by several
  *      threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises it.
- *  R14 create() has a time limit (TE_FL_PLUGIN_TIMEOUT_MS). A plugin that exceeds it is abandoned: it
- *      is reported, stays mapped and is never called again.
- *  R15 After quiesce() returns, no work of the plugin is running or enqueued. destroy() follows
- *      when nothing that the plugin made is referenced any more.
- *  R16 impl_id is "<kind>.<name>", kind being default, vendor or reference, lower case, dots and
- *      underscores allowed, unique per op; it is stable between releases: users write it into policies.
- *  R17 A custom op is named "vendor::op", brings its schema, and two schemas that differ under one name
- *      are refused.
- *  R18 One provider per DLPack device type and index space. A chip without a DLPack code uses
- *      kDLExtDev (12) with its provider name. Plugins that only add ops enumerate no device.
+ *  R14 create() has a time limit (TE_FL_PLUGIN_TIMEOUT_MS). A plugin that exceeds it is abandoned:
+ * it is reported, stays mapped and is never called again. R15 After quiesce() returns, no work of
+ * the plugin is running or enqueued. destroy() follows when nothing that the plugin made is
+ * referenced any more. R16 impl_id is "<kind>.<name>", kind being default, vendor or reference,
+ * lower case, dots and underscores allowed, unique per op; it is stable between releases: users
+ * write it into policies. R17 A custom op is named "vendor::op", brings its schema, and two schemas
+ * that differ under one name are refused. R18 One provider per DLPack device type and index space.
+ * A chip without a DLPack code uses kDLExtDev (12) with its provider name. Plugins that only add
+ * ops enumerate no device.
  */
 #ifndef TE_FL_PLUGIN_H_
 #define TE_FL_PLUGIN_H_
@@ -77,24 +74,24 @@ typedef int32_t te_fl_status;
 
 typedef enum te_fl_code {
   TE_FL_OK = 0,
-  TE_FL_INVALID_ARGUMENT = 1,    /* the caller's mistake */
-  TE_FL_UNSUPPORTED = 2,         /* this implementation cannot; always clean */
-  TE_FL_NOT_FOUND = 3,           /* no such op, implementation, plugin, device, file */
-  TE_FL_ALREADY_EXISTS = 4,      /* duplicate registration */
+  TE_FL_INVALID_ARGUMENT = 1, /* the caller's mistake */
+  TE_FL_UNSUPPORTED = 2,      /* this implementation cannot; always clean */
+  TE_FL_NOT_FOUND = 3,        /* no such op, implementation, plugin, device, file */
+  TE_FL_ALREADY_EXISTS = 4,   /* duplicate registration */
   TE_FL_OUT_OF_MEMORY = 5,
   TE_FL_FAILED_PRECONDITION = 6, /* right call at the wrong time */
   TE_FL_INCOMPATIBLE = 7,        /* version or ABI mismatch */
   TE_FL_BUSY = 8,                /* still in use; e.g. deactivation from inside an op */
   TE_FL_TIMEOUT = 9,
-  TE_FL_DEVICE_LOST = 10,        /* sticky device error; the device is retired */
-  TE_FL_DATA_LOSS = 11,          /* truncated or corrupt input */
-  TE_FL_INTERNAL = 12            /* a bug, or an error the plugin did not classify */
+  TE_FL_DEVICE_LOST = 10, /* sticky device error; the device is retired */
+  TE_FL_DATA_LOSS = 11,   /* truncated or corrupt input */
+  TE_FL_INTERNAL = 12     /* a bug, or an error the plugin did not classify */
 } te_fl_code;
 
 #define TE_FL_CLEAN 0x10000
-#define TE_FL_STATUS_CODE(status) ((status) & 0xffff)
+#define TE_FL_STATUS_CODE(status) ((status)&0xffff)
 #define TE_FL_STATUS_IS_CLEAN(status) \
-  (((status) & TE_FL_CLEAN) != 0 || TE_FL_STATUS_CODE(status) == TE_FL_UNSUPPORTED)
+  (((status)&TE_FL_CLEAN) != 0 || TE_FL_STATUS_CODE(status) == TE_FL_UNSUPPORTED)
 
 /* Where error text goes. The host owns it; `text` is copied. Later calls append as cause lines. */
 typedef struct te_fl_error_sink {
@@ -114,17 +111,17 @@ typedef struct te_fl_dtype {
 } te_fl_dtype;
 
 enum { /* DLDataTypeCode */
-  TE_FL_CODE_INT = 0,
-  TE_FL_CODE_UINT = 1,
-  TE_FL_CODE_FLOAT = 2,
-  TE_FL_CODE_OPAQUE = 3,
-  TE_FL_CODE_BFLOAT = 4,
-  TE_FL_CODE_COMPLEX = 5,
-  TE_FL_CODE_BOOL = 6,
-  TE_FL_CODE_FLOAT8_E4M3FN = 10,
-  TE_FL_CODE_FLOAT8_E5M2 = 12,
-  TE_FL_CODE_FLOAT8_E8M0FNU = 14,
-  TE_FL_CODE_FLOAT4_E2M1FN = 17
+       TE_FL_CODE_INT = 0,
+       TE_FL_CODE_UINT = 1,
+       TE_FL_CODE_FLOAT = 2,
+       TE_FL_CODE_OPAQUE = 3,
+       TE_FL_CODE_BFLOAT = 4,
+       TE_FL_CODE_COMPLEX = 5,
+       TE_FL_CODE_BOOL = 6,
+       TE_FL_CODE_FLOAT8_E4M3FN = 10,
+       TE_FL_CODE_FLOAT8_E5M2 = 12,
+       TE_FL_CODE_FLOAT8_E8M0FNU = 14,
+       TE_FL_CODE_FLOAT4_E2M1FN = 17
 };
 
 /* te-fl's own numbering of the dtypes it knows; bit i of a dtype mask stands for index i. */
@@ -161,16 +158,16 @@ typedef struct te_fl_device {
 } te_fl_device;
 
 enum { /* DLDeviceType, those that te-fl names */
-  TE_FL_DEVICE_CPU = 1,
-  TE_FL_DEVICE_CUDA = 2,
-  TE_FL_DEVICE_CUDA_HOST = 3, /* pinned: counts as host and as device-accessible */
-  TE_FL_DEVICE_OPENCL = 4,
-  TE_FL_DEVICE_VULKAN = 7,
-  TE_FL_DEVICE_METAL = 8,
-  TE_FL_DEVICE_ROCM = 10,
-  TE_FL_DEVICE_ROCM_HOST = 11,
-  TE_FL_DEVICE_EXT = 12,
-  TE_FL_DEVICE_ONEAPI = 14
+       TE_FL_DEVICE_CPU = 1,
+       TE_FL_DEVICE_CUDA = 2,
+       TE_FL_DEVICE_CUDA_HOST = 3, /* pinned: counts as host and as device-accessible */
+       TE_FL_DEVICE_OPENCL = 4,
+       TE_FL_DEVICE_VULKAN = 7,
+       TE_FL_DEVICE_METAL = 8,
+       TE_FL_DEVICE_ROCM = 10,
+       TE_FL_DEVICE_ROCM_HOST = 11,
+       TE_FL_DEVICE_EXT = 12,
+       TE_FL_DEVICE_ONEAPI = 14
 };
 
 /* Layout of DLPack's DLTensor. strides are in elements; NULL means compact row-major. */
@@ -185,20 +182,20 @@ typedef struct te_fl_dltensor {
 } te_fl_dltensor;
 
 typedef enum te_fl_scaling {
-  TE_FL_SCALING_NONE = 0,         /* not quantised */
-  TE_FL_SCALING_TENSOR = 1,       /* one FP32 scale per tensor: delayed or current scaling */
-  TE_FL_SCALING_BLOCK_1X128 = 2,  /* FP32 scale per 1x128 block */
-  TE_FL_SCALING_BLOCK_128X128 = 3,/* FP32 scale per 128x128 block */
-  TE_FL_SCALING_MXFP8 = 4,        /* E8M0 scale per 1x32 block */
-  TE_FL_SCALING_NVFP4 = 5,        /* E4M3 scale per 1x16 block, FP32 amax per tensor */
+  TE_FL_SCALING_NONE = 0,          /* not quantised */
+  TE_FL_SCALING_TENSOR = 1,        /* one FP32 scale per tensor: delayed or current scaling */
+  TE_FL_SCALING_BLOCK_1X128 = 2,   /* FP32 scale per 1x128 block */
+  TE_FL_SCALING_BLOCK_128X128 = 3, /* FP32 scale per 128x128 block */
+  TE_FL_SCALING_MXFP8 = 4,         /* E8M0 scale per 1x32 block */
+  TE_FL_SCALING_NVFP4 = 5,         /* E4M3 scale per 1x16 block, FP32 amax per tensor */
   TE_FL_SCALING_COUNT = 6
 } te_fl_scaling;
 
 enum { /* te_fl_quant.flags */
-  /* As an output: derive the scale from the data's amax (current scaling) and write `scale`, instead of
-     reading `scale` (delayed scaling). Block modes always derive their scales. */
-  TE_FL_QUANT_COMPUTE_SCALE = 1u << 0,
-  TE_FL_QUANT_POW2_SCALE = 1u << 1 /* truncate derived scales to powers of two */
+       /* As an output: derive the scale from the data's amax (current scaling) and write `scale`,
+          instead of reading `scale` (delayed scaling). Block modes always derive their scales. */
+       TE_FL_QUANT_COMPUTE_SCALE = 1u << 0,
+       TE_FL_QUANT_POW2_SCALE = 1u << 1 /* truncate derived scales to powers of two */
 };
 
 /*
@@ -208,17 +205,17 @@ enum { /* te_fl_quant.flags */
  *   column-wise data: compact [K, M] (MXFP8: [M, K], not transposed).
  *   scale_inv, by scaling mode:
  *     TENSOR         FP32 [1]; one value serves both copies; columnwise_scale_inv is NULL or equal
- *     BLOCK_1X128    row-wise FP32 [ceil(K/128), roundup(M,4)]; column-wise [ceil(M/128), roundup(K,4)]
- *     BLOCK_128X128  row-wise FP32 [ceil(M/128), roundup(ceil(K/128),4)]; column-wise
+ *     BLOCK_1X128    row-wise FP32 [ceil(K/128), roundup(M,4)]; column-wise [ceil(M/128),
+ * roundup(K,4)] BLOCK_128X128  row-wise FP32 [ceil(M/128), roundup(ceil(K/128),4)]; column-wise
  *                    [ceil(K/128), roundup(ceil(M/128),4)]
  *     MXFP8          E8M0 [roundup(M,128), roundup(ceil(K/32),4)]; column-wise
  *                    [roundup(ceil(M/32),4), roundup(K,128)]
  *     NVFP4          E4M3 [roundup(M,128), roundup(ceil(K/16),4)]; column-wise of the transposed
- *   amax: FP32 [1]. As an output with a given scale (delayed scaling) it is a running maximum: amax =
- *     max(amax, amax of the data). With COMPUTE_SCALE it is set. Optional when the scale is given.
- *   scale: FP32 [1], TENSOR mode; read when quantising with a given scale, written under COMPUTE_SCALE.
- * All parts live on the tensor's device. An op fills every copy (row-wise, column-wise) that the output
- * has; padding elements of scale_inv are written as zero.
+ *   amax: FP32 [1]. As an output with a given scale (delayed scaling) it is a running maximum: amax
+ * = max(amax, amax of the data). With COMPUTE_SCALE it is set. Optional when the scale is given.
+ *   scale: FP32 [1], TENSOR mode; read when quantising with a given scale, written under
+ * COMPUTE_SCALE. All parts live on the tensor's device. An op fills every copy (row-wise,
+ * column-wise) that the output has; padding elements of scale_inv are written as zero.
  */
 typedef struct te_fl_quant {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_quant));
@@ -243,12 +240,13 @@ typedef struct te_fl_tensor {
    struct and, if the implementation's saved_bytes() asks for it, storage. */
 typedef struct te_fl_saved {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_saved));
-  uint32_t opaque TE_FL_INIT(0);              /* forward sets 1: only its own backward can read it */
-  const char* producer TE_FL_INIT(NULL);      /* host sets: impl_id of the forward, interned */
-  const te_fl_tensor* storage TE_FL_INIT(NULL);/* U8 [bytes] on the op's device, or NULL */
+  uint32_t opaque TE_FL_INIT(0);         /* forward sets 1: only its own backward can read it */
+  const char* producer TE_FL_INIT(NULL); /* host sets: impl_id of the forward, interned */
+  const te_fl_tensor* storage TE_FL_INIT(NULL); /* U8 [bytes] on the op's device, or NULL */
 } te_fl_saved;
 
-/* ---- the call context ---------------------------------------------------------------------------- */
+/* ---- the call context
+ * ---------------------------------------------------------------------------- */
 
 typedef struct te_fl_extension { /* chain of optional additions to a context */
   uint32_t struct_size;
@@ -256,17 +254,17 @@ typedef struct te_fl_extension { /* chain of optional additions to a context */
   const struct te_fl_extension* next;
 } te_fl_extension;
 
-/* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset}, two
-   uint64 in the device's memory, and wins over the two members. */
+/* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset},
+   two uint64 in the device's memory, and wins over the two members. */
 typedef struct te_fl_rng {
   uint64_t seed;
   uint64_t offset; /* in Philox counters: four words each */
   const uint64_t* state;
 } te_fl_rng;
 
-enum { /* te_fl_context.flags */
-  TE_FL_CALL_DETERMINISTIC = 1u << 0, /* same inputs, same bits, or refuse */
-  TE_FL_CALL_CAPTURING = 1u << 1      /* the stream is being captured into a graph */
+enum {                                     /* te_fl_context.flags */
+       TE_FL_CALL_DETERMINISTIC = 1u << 0, /* same inputs, same bits, or refuse */
+       TE_FL_CALL_CAPTURING = 1u << 1      /* the stream is being captured into a graph */
 };
 
 typedef struct te_fl_context {
@@ -275,16 +273,17 @@ typedef struct te_fl_context {
   te_fl_device device;
   uint32_t provider;
   uint32_t reserved;
-  void* stream;      /* borrowed; NULL is the device's default stream */
-  void* workspace;   /* workspace() bytes, 256-byte aligned; NULL if it asked for none */
+  void* stream;    /* borrowed; NULL is the device's default stream */
+  void* workspace; /* workspace() bytes, 256-byte aligned; NULL if it asked for none */
   size_t workspace_bytes;
-  void* plan;        /* what prepare() returned for this signature, or NULL */
+  void* plan; /* what prepare() returned for this signature, or NULL */
   te_fl_rng rng;
   const te_fl_error_sink* errors; /* NULL: no text wanted */
   const te_fl_extension* extensions;
 } te_fl_context;
 
-/* ---- op schemas ------------------------------------------------------------------------------------ */
+/* ---- op schemas
+ * ------------------------------------------------------------------------------------ */
 
 typedef enum te_fl_arg_type {
   TE_FL_ARG_TENSOR = 0,      /* const te_fl_tensor* */
@@ -300,15 +299,16 @@ typedef enum te_fl_arg_type {
 
 typedef enum te_fl_arg_role { TE_FL_IN = 0, TE_FL_OUT = 1, TE_FL_INOUT = 2 } te_fl_arg_role;
 
-enum { /* te_fl_arg_desc.flags */
-  TE_FL_ARG_OPTIONAL = 1u << 0,   /* the pointer may be NULL (a list: count 0) */
-  TE_FL_ARG_HOST = 1u << 1,       /* host memory wherever the op runs */
-  TE_FL_ARG_ANY_MEMORY = 1u << 2, /* host or device */
-  TE_FL_ARG_RAW_FP8 = 1u << 3,    /* FP8 codes without quantisation data are meant */
-  TE_FL_ARG_QUANT_ONLY = 1u << 4, /* only the quantisation parts count; dl.data may be NULL */
-  TE_FL_ARG_SAME_DTYPE = 1u << 5, /* dtype must equal that of `same_as` */
-  TE_FL_ARG_ALLOW_OVERLAP = 1u << 6, /* strides may make elements overlap (inputs: broadcast) */
-  TE_FL_ARG_OPAQUE = 1u << 7      /* not compared, not poisoned by checkers */
+enum {                                 /* te_fl_arg_desc.flags */
+       TE_FL_ARG_OPTIONAL = 1u << 0,   /* the pointer may be NULL (a list: count 0) */
+       TE_FL_ARG_HOST = 1u << 1,       /* host memory wherever the op runs */
+       TE_FL_ARG_ANY_MEMORY = 1u << 2, /* host or device */
+       TE_FL_ARG_RAW_FP8 = 1u << 3,    /* FP8 codes without quantisation data are meant */
+       TE_FL_ARG_QUANT_ONLY = 1u << 4, /* only the quantisation parts count; dl.data may be NULL */
+       TE_FL_ARG_SAME_DTYPE = 1u << 5, /* dtype must equal that of `same_as` */
+       TE_FL_ARG_ALLOW_OVERLAP = 1u
+                                 << 6, /* strides may make elements overlap (inputs: broadcast) */
+       TE_FL_ARG_OPAQUE = 1u << 7      /* not compared, not poisoned by checkers */
 };
 
 /*
@@ -320,8 +320,9 @@ enum { /* te_fl_arg_desc.flags */
  *           | INT | "_" (any size) | NAME | INT*NAME | NAME+INT | ?NAME (1 or the value of NAME)
  * A NAME is bound by the first argument that mentions it and must agree afterwards. For tensor
  * lists the rule applies element by element, with names bound afresh for each index.
- * min/max bound scalars inclusively (both zero: unbounded). `neutral` is the value at which the argument has no
- * effect; an implementation older than `since` serves calls that leave it there (tensors: NULL).
+ * min/max bound scalars inclusively (both zero: unbounded). `neutral` is the value at which the
+ * argument has no effect; an implementation older than `since` serves calls that leave it there
+ * (tensors: NULL).
  */
 typedef struct te_fl_arg_desc {
   uint32_t struct_size;
@@ -335,25 +336,27 @@ typedef struct te_fl_arg_desc {
   uint32_t scalings;     /* mask of te_fl_scaling; bit 0: unquantised allowed */
   const char* name;
   const char* shape;
-  const char* inout_if;  /* INOUT only if this bool argument is 1 or this F32 is not 0; NULL: always */
-  const char* aliases;   /* names of inputs this output may share memory with, space separated */
-  const char* same_as;   /* with SAME_DTYPE */
-  const char* enum_names;/* space separated, values from 0 */
+  const char*
+      inout_if; /* INOUT only if this bool argument is 1 or this F32 is not 0; NULL: always */
+  const char* aliases;    /* names of inputs this output may share memory with, space separated */
+  const char* same_as;    /* with SAME_DTYPE */
+  const char* enum_names; /* space separated, values from 0 */
   double neutral;
   double min;
   double max;
 } te_fl_arg_desc;
 
 enum { /* te_fl_op_schema.flags */
-  TE_FL_SCHEMA_USES_RNG = 1u << 0,
-  TE_FL_SCHEMA_ENQUIRY = 1u << 1 /* reads metadata, writes host results, touches no device data */
+       TE_FL_SCHEMA_USES_RNG = 1u << 0,
+       TE_FL_SCHEMA_ENQUIRY =
+           1u << 1 /* reads metadata, writes host results, touches no device data */
 };
 
 typedef struct te_fl_op_schema {
   uint32_t struct_size;
   uint32_t version; /* newest param version, from 1 */
   uint32_t flags;
-  uint32_t args_size;  /* sizeof the argument struct at `version` */
+  uint32_t args_size;    /* sizeof the argument struct at `version` */
   uint32_t args_size_v1; /* smallest struct_size accepted */
   uint32_t arg_count;
   const te_fl_arg_desc* const* args;
@@ -363,7 +366,8 @@ typedef struct te_fl_op_schema {
   const char* source;
 } te_fl_op_schema;
 
-/* ---- op implementations ---------------------------------------------------------------------------- */
+/* ---- op implementations
+ * ---------------------------------------------------------------------------- */
 
 typedef enum te_fl_kind {
   TE_FL_KIND_DEFAULT = 0,
@@ -376,11 +380,11 @@ typedef enum te_fl_kind {
 #define TE_FL_PRIORITY_REFERENCE 50
 
 enum { /* te_fl_op_desc.flags */
-  TE_FL_OP_THREAD_SAFE = 1u << 0,
-  TE_FL_OP_GRAPH_SAFE = 1u << 1,
-  TE_FL_OP_DETERMINISTIC = 1u << 2,
-  TE_FL_OP_IN_PLACE_OK = 1u << 3,
-  TE_FL_OP_STATIC_SUPPORT = 1u << 4
+       TE_FL_OP_THREAD_SAFE = 1u << 0,
+       TE_FL_OP_GRAPH_SAFE = 1u << 1,
+       TE_FL_OP_DETERMINISTIC = 1u << 2,
+       TE_FL_OP_IN_PLACE_OK = 1u << 3,
+       TE_FL_OP_STATIC_SUPPORT = 1u << 4
 };
 
 typedef struct te_fl_op_desc {
@@ -391,54 +395,65 @@ typedef struct te_fl_op_desc {
   uint32_t kind TE_FL_INIT(0);          /* te_fl_kind */
   int32_t priority TE_FL_INIT(0);       /* 0: the kind's default */
   uint32_t flags TE_FL_INIT(0);
-  uint32_t min_arch TE_FL_INIT(0);      /* in the device's own numbering; 0: any */
-  uint32_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE); /* every tensor argument's dtype must be in it */
+  uint32_t min_arch TE_FL_INIT(0); /* in the device's own numbering; 0: any */
+  uint32_t dtypes
+      TE_FL_INIT(TE_FL_MASK_ANY_DTYPE); /* every tensor argument's dtype must be in it */
   uint32_t scalings TE_FL_INIT(0x3f);   /* likewise, mask of te_fl_scaling */
   uint64_t device_types TE_FL_INIT(0);  /* bit i: DLPack device type i */
   void* self TE_FL_INIT(NULL);          /* passed to the functions below */
-  te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args) TE_FL_INIT(NULL); /* required */
+  te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args)
+      TE_FL_INIT(NULL); /* required */
   te_fl_status (*supports)(void* self, const te_fl_context* ctx, const void* args) TE_FL_INIT(NULL);
-  te_fl_status (*workspace)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes) TE_FL_INIT(NULL);
-  te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes) TE_FL_INIT(NULL);
-  te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan) TE_FL_INIT(NULL);
-  void (*destroy_plan)(void* self, void* plan) TE_FL_INIT(NULL); /* required if prepare is present */
+  te_fl_status (*workspace)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes)
+      TE_FL_INIT(NULL);
+  te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes)
+      TE_FL_INIT(NULL);
+  te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
+      TE_FL_INIT(NULL);
+  void (*destroy_plan)(void* self, void* plan)
+      TE_FL_INIT(NULL);                           /* required if prepare is present */
   const te_fl_op_schema* schema TE_FL_INIT(NULL); /* custom ops (R17); NULL for the catalogue's */
-  const char* vendor TE_FL_INIT(NULL);  /* NULL: the plugin's vendor */
+  const char* vendor TE_FL_INIT(NULL);            /* NULL: the plugin's vendor */
 } te_fl_op_desc;
 
-/* ---- devices ---------------------------------------------------------------------------------------- */
+/* ---- devices
+ * ---------------------------------------------------------------------------------------- */
 
 typedef struct te_fl_device_props {
   uint32_t struct_size;
-  uint32_t arch;          /* provider's numbering, e.g. 90 for sm_90; 0 on the host */
-  uint64_t total_memory;  /* bytes */
-  uint64_t free_memory;   /* bytes, now */
+  uint32_t arch;         /* provider's numbering, e.g. 90 for sm_90; 0 on the host */
+  uint64_t total_memory; /* bytes */
+  uint64_t free_memory;  /* bytes, now */
   uint32_t compute_units;
   uint32_t reserved;
-  double copy_bandwidth;  /* bytes/s read plus written, 0 until measured */
+  double copy_bandwidth; /* bytes/s read plus written, 0 until measured */
   char name[128];
 } te_fl_device_props;
 
-/* Functions of one device. `self` is te_fl_device_desc.self. Streams are opaque; NULL is the default
-   stream. All may be called from any thread. */
+/* Functions of one device. `self` is te_fl_device_desc.self. Streams are opaque; NULL is the
+   default stream. All may be called from any thread. */
 typedef struct te_fl_device_api {
   uint32_t struct_size;
   uint32_t reserved;
-  te_fl_status (*allocate)(void* self, size_t bytes, void* stream, void** out, const te_fl_error_sink*); /* required; 256-byte aligned */
-  te_fl_status (*free)(void* self, void* data, void* stream);                                             /* required */
+  te_fl_status (*allocate)(void* self, size_t bytes, void* stream, void** out,
+                           const te_fl_error_sink*);          /* required; 256-byte aligned */
+  te_fl_status (*free)(void* self, void* data, void* stream); /* required */
   te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*);
   te_fl_status (*free_pinned)(void* self, void* data);
-  /* Copies between host and this device or within it; the direction follows from the flags: bit 0: dst is
-     host memory, bit 1: src is host memory. */
-  te_fl_status (*copy)(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags, void* stream, const te_fl_error_sink*); /* required */
-  te_fl_status (*fill)(void* self, void* dst, uint8_t value, size_t bytes, void* stream, const te_fl_error_sink*); /* required */
+  /* Copies between host and this device or within it; the direction follows from the flags: bit 0:
+     dst is host memory, bit 1: src is host memory. */
+  te_fl_status (*copy)(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
+                       void* stream, const te_fl_error_sink*); /* required */
+  te_fl_status (*fill)(void* self, void* dst, uint8_t value, size_t bytes, void* stream,
+                       const te_fl_error_sink*); /* required */
   te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*);
   te_fl_status (*destroy_stream)(void* self, void* stream);
   te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*); /* required */
   te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*);
   te_fl_status (*destroy_event)(void* self, void* event);
   te_fl_status (*record_event)(void* self, void* event, void* stream);
-  te_fl_status (*wait_event)(void* self, void* event, void* stream); /* stream waits; not the host */
+  te_fl_status (*wait_event)(void* self, void* event,
+                             void* stream); /* stream waits; not the host */
   te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*);
   te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing);
   te_fl_status (*properties)(void* self, te_fl_device_props* props); /* required */
@@ -447,13 +462,14 @@ typedef struct te_fl_device_api {
 typedef struct te_fl_device_desc {
   uint32_t struct_size;
   uint32_t reserved;
-  te_fl_device device;    /* DLPack type and index */
-  const char* provider;   /* e.g. "cuda"; required for kDLExtDev */
+  te_fl_device device;  /* DLPack type and index */
+  const char* provider; /* e.g. "cuda"; required for kDLExtDev */
   void* self;
   const te_fl_device_api* api;
 } te_fl_device_desc;
 
-/* ---- host and plugin -------------------------------------------------------------------------------- */
+/* ---- host and plugin
+ * -------------------------------------------------------------------------------- */
 
 typedef enum te_fl_log_level {
   TE_FL_LOG_TRACE = 0,
@@ -486,23 +502,26 @@ typedef struct te_fl_plugin_api {
   uint32_t struct_size;
   uint32_t reserved;
   /* Makes the instance. A failure leaves nothing behind: no thread, no device memory. Required. */
-  te_fl_status (*create)(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors);
+  te_fl_status (*create)(const te_fl_host_api* host, void** instance,
+                         const te_fl_error_sink* errors);
   /* Arrays of pointers to descriptors, valid until destroy() (R7). NULL slot: none. */
-  te_fl_status (*devices)(void* instance, uint32_t* count, const te_fl_device_desc* const** list, const te_fl_error_sink* errors);
-  te_fl_status (*ops)(void* instance, uint32_t* count, const te_fl_op_desc* const** list, const te_fl_error_sink* errors);
+  te_fl_status (*devices)(void* instance, uint32_t* count, const te_fl_device_desc* const** list,
+                          const te_fl_error_sink* errors);
+  te_fl_status (*ops)(void* instance, uint32_t* count, const te_fl_op_desc* const** list,
+                      const te_fl_error_sink* errors);
   te_fl_status (*quiesce)(void* instance, const te_fl_error_sink* errors);
   void (*destroy)(void* instance); /* required */
 } te_fl_plugin_api;
 
 typedef struct te_fl_plugin_header {
-  uint32_t magic;       /* TE_FL_PLUGIN_MAGIC */
+  uint32_t magic; /* TE_FL_PLUGIN_MAGIC */
   uint32_t struct_size;
   uint32_t abi_major;
   uint32_t abi_minor;
   uint32_t min_host_minor; /* the plugin needs at least this minor of the host */
   uint32_t features;       /* none defined yet: 0 */
-  const char* name;     /* lower case, [a-z0-9_]+ */
-  const char* vendor;   /* e.g. "nvidia"; "te-fl" for portable ones */
+  const char* name;        /* lower case, [a-z0-9_]+ */
+  const char* vendor;      /* e.g. "nvidia"; "te-fl" for portable ones */
   const char* version;
   const char* build_id; /* changes with every build; NULL: the ELF build id is used */
   const te_fl_plugin_api* api;

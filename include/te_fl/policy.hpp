@@ -40,15 +40,16 @@ struct PolicySettings {
   friend bool operator==(const PolicySettings&, const PolicySettings&) = default;
 };
 
-// Parsers of the variables' syntax. A misspelt token, value or op is an error naming the nearest right
-// one; `known_ops` is the catalogue plus registered custom ops (a "vendor::op" name always passes).
+// Parsers of the variables' syntax. A misspelt token, value or op is an error naming the nearest
+// right one; `known_ops` is the catalogue plus registered custom ops (a "vendor::op" name always
+// passes).
 TE_FL_API Result<Kind> parse_kind(std::string_view text);  // flagos, default, vendor, reference
 TE_FL_API Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> parse_per_op(
     std::string_view text, const std::vector<std::string>& known_ops);
 TE_FL_API Result<std::vector<std::string>> parse_vendor_list(std::string_view text);
 
-// An immutable, interned policy; equal settings give the same object and id, so entering and leaving a scope
-// flushes nothing. Cheap to copy. Thread-safe.
+// An immutable, interned policy; equal settings give the same object and id, so entering and
+// leaving a scope flushes nothing. Cheap to copy. Thread-safe.
 class TE_FL_API SelectionPolicy {
  public:
   SelectionPolicy() noexcept;  // the empty policy, id 0
@@ -59,7 +60,9 @@ class TE_FL_API SelectionPolicy {
   uint32_t id() const noexcept { return id_; }
   const PolicySettings& settings() const noexcept { return *settings_; }
   std::string describe() const;
-  friend bool operator==(const SelectionPolicy& a, const SelectionPolicy& b) { return a.id_ == b.id_; }
+  friend bool operator==(const SelectionPolicy& a, const SelectionPolicy& b) {
+    return a.id_ == b.id_;
+  }
 
  private:
   uint32_t id_ = 0;
@@ -77,7 +80,8 @@ TE_FL_API Result<SelectionPolicy> current_policy();
 class TE_FL_API PolicyScope {
  public:
   explicit PolicyScope(SelectionPolicy policy);
-  explicit PolicyScope(PolicySettings settings) : PolicyScope(SelectionPolicy::intern(std::move(settings))) {}
+  explicit PolicyScope(PolicySettings settings)
+      : PolicyScope(SelectionPolicy::intern(std::move(settings))) {}
   ~PolicyScope();
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
@@ -87,7 +91,8 @@ class TE_FL_API PolicyScope {
 };
 
 // The calling thread's scope (or "none"), to be re-entered on another thread:
-//   auto captured = CapturedPolicy::capture();   ... on the other thread:   auto scope = captured.enter();
+//   auto captured = CapturedPolicy::capture();   ... on the other thread:   auto scope =
+//   captured.enter();
 class TE_FL_API CapturedPolicy {
  public:
   static CapturedPolicy capture();

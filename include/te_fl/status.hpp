@@ -31,8 +31,8 @@ enum class StatusCode : int32_t {
 // "OK", "INVALID_ARGUMENT", ...
 TE_FL_API std::string_view to_string(StatusCode code);
 
-// Outcome of an operation: a code, a message, and optionally the status that caused it. OK costs one
-// null pointer: no allocation, nothing to destroy. Copies share the text. Thread-compatible.
+// Outcome of an operation: a code, a message, and optionally the status that caused it. OK costs
+// one null pointer: no allocation, nothing to destroy. Copies share the text. Thread-compatible.
 class [[nodiscard]] TE_FL_API Status {
  public:
   Status() noexcept = default;  // OK
@@ -74,9 +74,10 @@ TE_FL_API Status internal_error(std::string message);
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}  // NOLINT: implicit on purpose
+  Result(T value) : value_(std::move(value)) {}         // NOLINT: implicit on purpose
   Result(Status status) : status_(std::move(status)) {  // NOLINT: implicit on purpose
-    if (status_.ok()) status_ = internal_error("a Result was made from an OK status without a value");
+    if (status_.ok())
+      status_ = internal_error("a Result was made from an OK status without a value");
   }
   bool ok() const noexcept { return value_.has_value(); }
   explicit operator bool() const noexcept { return ok(); }
@@ -110,8 +111,8 @@ class [[nodiscard]] Result {
 #define TE_FL_CONCAT_INNER(a, b) a##b
 #define TE_FL_CONCAT(a, b) TE_FL_CONCAT_INNER(a, b)
 // Returns the status from the enclosing function if it is not OK.
-#define TE_FL_RETURN_IF_ERROR(expr)                              \
-  do {                                                           \
+#define TE_FL_RETURN_IF_ERROR(expr)                                                   \
+  do {                                                                                \
     if (::te_fl::Status te_fl_status_ = (expr); !te_fl_status_) return te_fl_status_; \
   } while (false)
 // TE_FL_ASSIGN_OR_RETURN(auto x, make_x());

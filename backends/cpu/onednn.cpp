@@ -1,0 +1,341 @@
+#include "onednn.hpp"
+
+#include <dlfcn.h>
+#include <oneapi/dnnl/dnnl.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+
+// The soname of the library whose headers these are. The build sets it from the file itself,
+// because distributions differ: libdnnl.so.2 on Debian 12, libdnnl.so.3 or .3.x on later ones.
+#ifndef TE_FL_ONEDNN_SONAME
+#define TE_FL_STRING_(x) #x
+#define TE_FL_STRING(x) TE_FL_STRING_(x)
+#define TE_FL_ONEDNN_SONAME "libdnnl.so." TE_FL_STRING(DNNL_VERSION_MAJOR)
+#endif
+
+namespace te_fl::cpu {
+namespace {
+
+constexpr const char* kSoname = TE_FL_ONEDNN_SONAME;
+
+void check(dnnl_status_t status, const char* what) {
+  if (status == dnnl_success) return;
+  throw std::runtime_error(std::string("oneDNN: ") + what + " failed with status " +
+                           std::to_string(static_cast<int>(status)));
+}
+
+// Held while the library is opened and generates its code. A fork waits for it, so that a child
+// never inherits a half-opened library or the dynamic linker's lock.
+std::mutex opening;
+[[maybe_unused]] const int opening_registered =
+    pthread_atfork([] { opening.lock(); }, [] { opening.unlock(); }, [] { opening.unlock(); });
+
+// Not a function-local static: a fork between its guard and the lock would stop the child for ever.
+std::atomic<const OneDnn*> opened{nullptr};
+
+}  // namespace
+
+struct OneDnn::Api {
+  explicit Api(void* library);
+
+  template <typename F>
+  static void find(void* library, const char* name, F* function) {
+    *function = reinterpret_cast<F>(dlsym(library, name));
+    if (*function == nullptr) {
+      throw std::runtime_error(std::string(kSoname) + " has no symbol " + name);
+    }
+  }
+
+  decltype(&::dnnl_sgemm) sgemm;
+  decltype(&::dnnl_engine_create) engine_create;
+  decltype(&::dnnl_stream_create) stream_create;
+  decltype(&::dnnl_stream_destroy) stream_destroy;
+  decltype(&::dnnl_memory_create) memory_create;
+  decltype(&::dnnl_memory_destroy) memory_destroy;
+  decltype(&::dnnl_memory_desc_get_size) memory_desc_get_size;
+  decltype(&::dnnl_primitive_attr_create) attr_create;
+  decltype(&::dnnl_primitive_attr_destroy) attr_destroy;
+  decltype(&::dnnl_primitive_attr_set_scratchpad_mode) attr_set_scratchpad_mode;
+  decltype(&::dnnl_primitive_desc_query) desc_query;
+  decltype(&::dnnl_primitive_desc_query_md) desc_query_md;
+  decltype(&::dnnl_primitive_desc_destroy) desc_destroy;
+  decltype(&::dnnl_primitive_create) primitive_create;
+  decltype(&::dnnl_primitive_execute) primitive_execute;
+#if DNNL_VERSION_MAJOR >= 3
+  decltype(&::dnnl_memory_desc_create_with_strides) memory_desc_create;
+  decltype(&::dnnl_memory_desc_destroy) memory_desc_destroy;
+  decltype(&::dnnl_matmul_primitive_desc_create) matmul_desc_create;
+#else
+  decltype(&::dnnl_memory_desc_init_by_strides) memory_desc_init;
+  decltype(&::dnnl_matmul_desc_init) matmul_desc_init;
+  decltype(&::dnnl_primitive_desc_create) desc_create;
+#endif
+  int (*omp_get_max_threads)();
+  void (*omp_set_num_threads)(int);
+};
+
+OneDnn::Api::Api(void* library) {
+  find(library, "dnnl_sgemm", &sgemm);
+  find(library, "dnnl_engine_create", &engine_create);
+  find(library, "dnnl_stream_create", &stream_create);
+  find(library, "dnnl_stream_destroy", &stream_destroy);
+  find(library, "dnnl_memory_create", &memory_create);
+  find(library, "dnnl_memory_destroy", &memory_destroy);
+  find(library, "dnnl_memory_desc_get_size", &memory_desc_get_size);
+  find(library, "dnnl_primitive_attr_create", &attr_create);
+  find(library, "dnnl_primitive_attr_destroy", &attr_destroy);
+  find(library, "dnnl_primitive_attr_set_scratchpad_mode", &attr_set_scratchpad_mode);
+  find(library, "dnnl_primitive_desc_query", &desc_query);
+  find(library, "dnnl_primitive_desc_query_md", &desc_query_md);
+  find(library, "dnnl_primitive_desc_destroy", &desc_destroy);
+  find(library, "dnnl_primitive_create", &primitive_create);
+  find(library, "dnnl_primitive_execute", &primitive_execute);
+#if DNNL_VERSION_MAJOR >= 3
+  find(library, "dnnl_memory_desc_create_with_strides", &memory_desc_create);
+  find(library, "dnnl_memory_desc_destroy", &memory_desc_destroy);
+  find(library, "dnnl_matmul_primitive_desc_create", &matmul_desc_create);
+#else
+  find(library, "dnnl_memory_desc_init_by_strides", &memory_desc_init);
+  find(library, "dnnl_matmul_desc_init", &matmul_desc_init);
+  find(library, "dnnl_primitive_desc_create", &desc_create);
+#endif
+  // The OpenMP runtime that oneDNN itself is bound to: one that the program has loaded globally
+  // (LLVM's, say) comes before the libgomp that oneDNN names.
+  const auto omp = [&](const char* name) {
+    return dlsym(RTLD_DEFAULT, name) ? RTLD_DEFAULT : library;
+  };
+  find(omp("omp_get_max_threads"), "omp_get_max_threads", &omp_get_max_threads);
+  find(omp("omp_set_num_threads"), "omp_set_num_threads", &omp_set_num_threads);
+}
+
+namespace {
+
+// One OpenMP thread for this thread's calls, while it lives.
+template <typename Api>
+class OneThread {
+ public:
+  explicit OneThread(const Api& api) : api_(api), before_(api.omp_get_max_threads()) {
+    if (before_ != 1) api_.omp_set_num_threads(1);
+  }
+  ~OneThread() {
+    if (before_ != 1) api_.omp_set_num_threads(before_);
+  }
+
+ private:
+  const Api& api_;
+  const int before_;
+};
+
+// A two-dimensional memory descriptor in either of the library's representations.
+template <typename Api>
+class Layout {
+ public:
+  Layout(const Api& api, dnnl_data_type_t type, int64_t rows, int64_t columns, int64_t row_stride,
+         int64_t column_stride)
+      : api_(api) {
+    const dnnl_dims_t dims = {rows, columns};
+    const dnnl_dims_t strides = {row_stride, column_stride};
+#if DNNL_VERSION_MAJOR >= 3
+    check(api_.memory_desc_create(&desc_, 2, dims, type, strides), "describing a matrix");
+#else
+    check(api_.memory_desc_init(&desc_, 2, dims, type, strides), "describing a matrix");
+#endif
+  }
+#if DNNL_VERSION_MAJOR >= 3
+  ~Layout() { api_.memory_desc_destroy(desc_); }
+  const_dnnl_memory_desc_t get() const { return desc_; }
+#else
+  const dnnl_memory_desc_t* get() const { return &desc_; }
+#endif
+  Layout(const Layout&) = delete;
+  Layout& operator=(const Layout&) = delete;
+
+ private:
+  const Api& api_;
+  dnnl_memory_desc_t desc_{};
+};
+
+template <typename Api>
+class Memory {
+ public:
+  Memory(const Api& api, const Layout<Api>& layout, dnnl_engine_t engine, const void* data)
+      : api_(api) {
+    check(api_.memory_create(&memory_, layout.get(), engine, const_cast<void*>(data)),
+          "wrapping a matrix");
+  }
+  ~Memory() { api_.memory_destroy(memory_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  dnnl_memory_t get() const { return memory_; }
+
+ private:
+  const Api& api_;
+  dnnl_memory_t memory_ = nullptr;
+};
+
+bool processor_has_bf16() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+// One matrix product per pair of transpositions, all sizes left open, so that no call creates
+// code, takes the library's cache lock or makes memory grow with the number of distinct shapes.
+struct OneDnn::Bf16 {
+  dnnl_engine_t engine = nullptr;
+  dnnl_primitive_t product[2][2] = {};
+
+  explicit Bf16(const Api& api);
+  static dnnl_primitive_desc_t describe(const Api& api, dnnl_engine_t engine, bool trans_a,
+                                        bool trans_b);
+};
+
+dnnl_primitive_desc_t OneDnn::Bf16::describe(const Api& api, dnnl_engine_t engine, bool trans_a,
+                                             bool trans_b) {
+  constexpr int64_t kOpen = DNNL_RUNTIME_DIM_VAL;
+  const Layout<Api> a(api, dnnl_bf16, kOpen, kOpen, trans_a ? 1 : kOpen, trans_a ? kOpen : 1);
+  const Layout<Api> b(api, dnnl_bf16, kOpen, kOpen, trans_b ? 1 : kOpen, trans_b ? kOpen : 1);
+  const Layout<Api> c(api, dnnl_f32, kOpen, kOpen, kOpen, 1);
+  dnnl_primitive_attr_t attr = nullptr;
+  check(api.attr_create(&attr), "creating attributes");
+  // The library's own scratchpad is not for concurrent calls.
+  dnnl_status_t status = api.attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user);
+  dnnl_primitive_desc_t desc = nullptr;
+#if DNNL_VERSION_MAJOR >= 3
+  if (status == dnnl_success) {
+    status = api.matmul_desc_create(&desc, engine, a.get(), b.get(), nullptr, c.get(), attr);
+  }
+#else
+  dnnl_matmul_desc_t matmul;
+  if (status == dnnl_success) {
+    status = api.matmul_desc_init(&matmul, a.get(), b.get(), nullptr, c.get());
+  }
+  if (status == dnnl_success) status = api.desc_create(&desc, &matmul, attr, engine, nullptr);
+#endif
+  api.attr_destroy(attr);
+  check(status, "describing a BF16 product");
+  return desc;
+}
+
+OneDnn::Bf16::Bf16(const Api& api) {
+  check(api.engine_create(&engine, dnnl_cpu, 0), "creating an engine");
+  for (const bool trans_a : {false, true}) {
+    for (const bool trans_b : {false, true}) {
+      dnnl_primitive_desc_t desc = describe(api, engine, trans_a, trans_b);
+      const char* name = "";
+      api.desc_query(desc, dnnl_query_impl_info_str, 0, static_cast<void*>(&name));
+      const auto* scratchpad = api.desc_query_md(desc, dnnl_query_scratchpad_md, 0);
+      const size_t scratch_bytes = scratchpad ? api.memory_desc_get_size(scratchpad) : 0;
+      const bool fast = std::string(name).find("ref") == std::string::npos;
+      const dnnl_status_t status = fast && scratch_bytes == 0
+                                       ? api.primitive_create(&product[trans_a][trans_b], desc)
+                                       : dnnl_unimplemented;
+      api.desc_destroy(desc);
+      check(status, "creating a BF16 product");
+    }
+  }
+}
+
+OneDnn::OneDnn() {
+  try {
+    open();
+    prepare();
+  } catch (const std::exception& error) {
+    error_ = error.what();
+  }
+}
+
+void OneDnn::open() {
+  void* library = dlopen(kSoname, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  if (library == nullptr) {
+    const char* why = dlerror();
+    throw std::runtime_error(
+        "the GEMM library oneDNN cannot be opened: " + std::string(why ? why : kSoname) +
+        "; install it with apt-get install libdnnl-dev");
+  }
+  static const Api api(library);
+  api_ = &api;
+}
+
+// Has the library generate its code now, under the lock that a fork waits for.
+void OneDnn::prepare() {
+  const OneThread<Api> one_thread(*api_);
+  float a[16] = {};
+  float b[16] = {};
+  float c[16] = {};
+  api_->sgemm('N', 'N', 4, 4, 4, 1.0f, a, 4, b, 4, 0.0f, c, 4);
+  if (!processor_has_bf16()) return;
+  try {
+    static const Bf16 products(*api_);
+    bf16_ = &products;
+    has_bf16_ = true;
+  } catch (const std::exception&) {
+    // A version that lacks it: BF16 products are then made in FP32, which is only slower.
+  }
+}
+
+const OneDnn& OneDnn::instance() {
+  const OneDnn* library = opened.load(std::memory_order_acquire);
+  if (library == nullptr) {
+    const std::lock_guard<std::mutex> lock(opening);
+    library = opened.load(std::memory_order_relaxed);
+    if (library == nullptr) {
+      alignas(OneDnn) static unsigned char storage[sizeof(OneDnn)];
+      library = new (storage) OneDnn();
+      opened.store(library, std::memory_order_release);
+    }
+  }
+  if (!library->error_.empty()) throw std::runtime_error(library->error_);
+  return *library;
+}
+
+bool OneDnn::available(std::string* reason) {
+  try {
+    instance();
+    return true;
+  } catch (const std::exception& error) {
+    if (reason != nullptr) *reason = error.what();
+    return false;
+  }
+}
+
+void OneDnn::sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                   const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
+                   int64_t ldc) const {
+  const OneThread<Api> one_thread(*api_);
+  check(api_->sgemm(trans_a ? 'T' : 'N', trans_b ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta,
+                    c, ldc),
+        "sgemm");
+}
+
+void OneDnn::bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, const uint16_t* a,
+                  int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc) const {
+  const OneThread<Api> one_thread(*api_);
+  const Layout<Api> layout_a(*api_, dnnl_bf16, m, k, trans_a ? 1 : lda, trans_a ? lda : 1);
+  const Layout<Api> layout_b(*api_, dnnl_bf16, k, n, trans_b ? 1 : ldb, trans_b ? ldb : 1);
+  const Layout<Api> layout_c(*api_, dnnl_f32, m, n, ldc, 1);
+  const Memory<Api> memory_a(*api_, layout_a, bf16_->engine, a);
+  const Memory<Api> memory_b(*api_, layout_b, bf16_->engine, b);
+  const Memory<Api> memory_c(*api_, layout_c, bf16_->engine, c);
+  const dnnl_exec_arg_t arguments[] = {{DNNL_ARG_SRC, memory_a.get()},
+                                       {DNNL_ARG_WEIGHTS, memory_b.get()},
+                                       {DNNL_ARG_DST, memory_c.get()}};
+  dnnl_stream_t stream = nullptr;
+  check(api_->stream_create(&stream, bf16_->engine, dnnl_stream_default_flags),
+        "creating a stream");
+  const dnnl_status_t status =
+      api_->primitive_execute(bf16_->product[trans_a][trans_b], stream, 3, arguments);
+  api_->stream_destroy(stream);
+  check(status, "a BF16 product");
+}
+
+}  // namespace te_fl::cpu

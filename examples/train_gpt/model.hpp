@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "options.hpp"
+#include "te_fl/nn.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace train_gpt {
+
+inline constexpr int64_t kVocabulary = 256;  // bytes
+
+// Embedding, TransformerLayers, final norm with output projection. Layout [batch, sequence].
+class Gpt : public te_fl::nn::Module {
+ public:
+  // Contexts of one forward; one per microbatch in flight.
+  struct Contexts {
+    te_fl::nn::Ctx tokens, positions, sum, norm, head, loss;
+    std::vector<te_fl::nn::Ctx> layers;
+  };
+
+  static te_fl::Result<std::unique_ptr<Gpt>> create(const Options& options, te_fl::Device device);
+  // inputs I32 [B, S] -> logits [B, S, 256]. contexts null: inference.
+  te_fl::Result<te_fl::Tensor> forward(const te_fl::Tensor& inputs, Contexts* contexts,
+                                       const te_fl::nn::ForwardOptions& options = {});
+  te_fl::Status backward(const te_fl::Tensor& dlogits, Contexts& contexts);
+  te_fl::nn::CrossEntropyLoss& loss() { return loss_; }
+
+ private:
+  Gpt() = default;
+  te_fl::Status build(const Options& options, te_fl::Device device);
+  te_fl::Result<te_fl::Tensor> position_indices(int64_t batch, int64_t seq_len) const;
+
+  te_fl::Device device_;
+  std::unique_ptr<te_fl::nn::Embedding> tokens_;
+  std::unique_ptr<te_fl::nn::Embedding> positions_;  // null: RoPE
+  te_fl::nn::Residual sum_;
+  te_fl::nn::AttentionInputs attention_;
+  std::vector<std::unique_ptr<te_fl::nn::TransformerLayer>> layers_;
+  std::unique_ptr<te_fl::nn::Module> norm_;
+  te_fl::nn::LayerNorm* layer_norm_ = nullptr;  // one of the two, owned by norm_
+  te_fl::nn::RMSNorm* rms_norm_ = nullptr;
+  std::unique_ptr<te_fl::nn::Linear> head_;
+  te_fl::nn::CrossEntropyLoss loss_;
+};
+
+}  // namespace train_gpt

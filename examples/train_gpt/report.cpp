@@ -1,0 +1,99 @@
+#include "report.hpp"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "te_fl/te_fl.hpp"
+
+namespace train_gpt {
+
+double peak_memory_mib() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) / 1024.0;
+}
+
+void print_usage_table() {
+  auto usage = te_fl::OpManager::instance().usage();
+  std::sort(usage.begin(), usage.end(), [](const auto& a, const auto& b) {
+    return a.op != b.op ? a.op < b.op : a.impl_id < b.impl_id;
+  });
+  std::printf("\nWho served what\n  %-46s %-22s %12s\n", "op", "implementation", "calls");
+  for (const auto& u : usage) {
+    std::printf("  %-46s %-22s %12llu\n", u.op.c_str(), u.impl_id.c_str(),
+                static_cast<unsigned long long>(u.calls));
+  }
+}
+
+namespace {
+
+// Length of the UTF-8 character at `at`, 0 if the bytes there are none.
+size_t utf8_length(const std::string& text, size_t at) {
+  const auto lead = static_cast<unsigned char>(text[at]);
+  const size_t n = lead < 0x80                   ? 1
+                   : lead >= 0xc2 && lead < 0xe0 ? 2
+                   : lead >= 0xe0 && lead < 0xf0 ? 3
+                   : lead >= 0xf0 && lead < 0xf5 ? 4
+                                                 : 0;
+  if (at + n > text.size()) return 0;
+  for (size_t i = 1; i < n; ++i) {
+    if ((static_cast<unsigned char>(text[at + i]) & 0xc0) != 0x80) return 0;
+  }
+  return n;
+}
+
+}  // namespace
+
+std::string printable(const std::string& text) {
+  std::string out;
+  for (size_t i = 0; i < text.size();) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const size_t n = utf8_length(text, i);
+    const bool control = (byte < 0x20 && byte != '\n' && byte != '\t') || byte == 0x7f;
+    if (n > 0 && !control) {
+      out += text.substr(i, n);
+      i += n;
+    } else {
+      char code[8];
+      std::snprintf(code, sizeof code, "\\x%02x", byte);
+      out += code;
+      ++i;
+    }
+  }
+  return out;
+}
+
+bool write_json(const Options& o, const Results& r) {
+  nlohmann::json usage = nlohmann::json::array();
+  for (const auto& u : te_fl::OpManager::instance().usage()) {
+    usage.push_back({{"op", u.op}, {"impl", u.impl_id}, {"calls", u.calls}});
+  }
+  const nlohmann::json out = {{"recipe", o.recipe},
+                              {"style", o.style},
+                              {"dtype", o.dtype},
+                              {"steps", o.steps},
+                              {"seed", o.seed},
+                              {"batch", o.batch},
+                              {"microbatches", o.microbatches},
+                              {"seq_len", o.seq_len},
+                              {"hidden", o.hidden},
+                              {"layers", o.layers},
+                              {"heads", o.heads},
+                              {"parameters", r.parameters},
+                              {"training_loss", r.training_loss},
+                              {"validation_loss", r.validation_loss},
+                              {"seconds", r.seconds},
+                              {"tokens_per_s", r.tokens_per_s},
+                              {"peak_mib", r.peak_mib},
+                              {"version", TE_FL_VERSION},
+                              {"usage", usage}};
+  std::ofstream file(o.json);
+  file << out.dump(1, ' ', true, nlohmann::json::error_handler_t::replace) << "\n";
+  return static_cast<bool>(file.flush());
+}
+
+}  // namespace train_gpt

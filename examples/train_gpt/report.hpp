@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "options.hpp"
+
+namespace train_gpt {
+
+struct Results {
+  std::vector<double> training_loss;  // per step, nats per byte
+  double validation_loss = 0;
+  double seconds = 0;  // of the training steps
+  double tokens_per_s = 0;
+  double peak_mib = 0;  // of the process
+  int64_t parameters = 0;
+  std::string sample;
+};
+
+// The process's largest resident size so far, MiB.
+double peak_memory_mib();
+// Which implementation served each op, and how often; from OpManager::usage().
+void print_usage_table();
+// Escapes what a terminal would not show.
+std::string printable(const std::string& text);
+bool write_json(const Options& options, const Results& results);
+
+}  // namespace train_gpt

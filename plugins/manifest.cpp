@@ -1,0 +1,304 @@
+#include "plugins/manifest.hpp"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "plugins/byte_source.hpp"
+#include "plugins/file_trust.hpp"
+#include "plugins/nearest.hpp"
+
+namespace te_fl::plugins {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::string_view kFormatVersion = "1.0";
+constexpr std::size_t kMaxNameLength = 64;
+constexpr std::size_t kMaxShown = 80;
+constexpr auto kKeys = std::to_array<std::string_view>(
+    {"file_format_version", "name", "vendor", "library_path", "arch", "abi", "probe", "sha256"});
+constexpr std::size_t kRequiredKeys = 6;  // the first six
+constexpr auto kProbeKeys =
+    std::to_array<std::string_view>({"pci_vendor", "device_node", "always"});
+constexpr auto kArchitectures = std::to_array<std::string_view>(
+    {"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"});
+
+// Thrown inside this file only; parse_manifest turns it into a ManifestResult.
+struct Refusal {
+  std::string text;
+};
+
+std::string in_quotes(std::string_view text) {
+  const bool cut = text.size() > kMaxShown;
+  // error_handler_t::replace: a cut may split a UTF-8 sequence.
+  return Json(text.substr(0, kMaxShown)).dump(-1, ' ', true, Json::error_handler_t::replace) +
+         (cut ? "..." : "");
+}
+
+std::string value_text(const Json& value) {
+  if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
+  std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
+  return text.size() > kMaxShown ? text.substr(0, kMaxShown) + "..." : text;
+}
+
+std::string position(std::string_view text, std::size_t byte) {
+  byte = std::min(byte, text.size());
+  std::size_t line = 1;
+  std::size_t column = 1;
+  for (const char c : text.substr(0, byte)) {
+    column = c == '\n' ? 1 : column + 1;
+    line += c == '\n' ? 1 : 0;
+  }
+  return std::to_string(line) + ":" + std::to_string(column);
+}
+
+template <class Keys>
+[[noreturn]] void refuse_key(const std::string& key, const Keys& keys, const std::string& where) {
+  std::string text = "unknown key " + in_quotes(key) + where;
+  const std::string near = nearest_name(key, keys);
+  if (!near.empty()) throw Refusal{text + "; did you mean \"" + near + "\"?"};
+  text += "; the keys are";
+  for (const std::string_view k : keys) text += (k == keys.front() ? " " : ", ") + std::string(k);
+  throw Refusal{text};
+}
+
+// Rejects what the JSON library would accept silently: repeated keys and deep nesting. Called for
+// every parse event.
+class ParseGuard {
+ public:
+  bool operator()(int depth, Json::parse_event_t event, Json& value) {
+    using Event = Json::parse_event_t;
+    if (event == Event::object_start || event == Event::array_start) {
+      if (depth >= kMaxManifestDepth) {
+        throw Refusal{"nested deeper than " + std::to_string(kMaxManifestDepth) + " levels"};
+      }
+      if (event == Event::object_start) {
+        keys_.resize(static_cast<std::size_t>(depth) + 1);
+        keys_.back().clear();
+      }
+    } else if (event == Event::key) {
+      const auto& key = value.get_ref<const std::string&>();
+      const auto level = static_cast<std::size_t>(depth) - 1;
+      if (level < keys_.size() && !keys_[level].insert(key).second) {
+        throw Refusal{"key " + in_quotes(key) + " appears twice; leave one out"};
+      }
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::set<std::string>> keys_;
+};
+
+const std::string& string_value(const Json& object, std::string_view key, const std::string& rule) {
+  const Json& value = object.at(std::string(key));
+  if (!value.is_string()) {
+    throw Refusal{"\"" + std::string(key) + "\" is the " + value.type_name() + " " +
+                  value_text(value) + " and must be " + rule};
+  }
+  const auto& text = value.get_ref<const std::string&>();
+  const bool control = std::any_of(text.begin(), text.end(), [](char c) {
+    return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
+  });
+  if (text.empty() || control) {
+    throw Refusal{"\"" + std::string(key) + "\" is " +
+                  (text.empty() ? "empty" : in_quotes(text) + ", which holds control characters,") +
+                  " and must be " + rule};
+  }
+  return text;
+}
+
+[[noreturn]] void refuse_value(std::string_view key, const std::string& value,
+                               const std::string& rule) {
+  throw Refusal{"\"" + std::string(key) + "\" is " + in_quotes(value) + " and must be " + rule};
+}
+
+std::string identifier(const Json& object, std::string_view key) {
+  const std::string rule =
+      "a string of at most " + std::to_string(kMaxNameLength) +
+      " letters a-z, digits, '.', '_' and '-', beginning with a letter or digit";
+  const std::string& text = string_value(object, key, rule);
+  const auto plain = [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); };
+  const bool good = text.size() <= kMaxNameLength && plain(text[0]) &&
+                    std::all_of(text.begin(), text.end(), [&](char c) {
+                      return plain(c) || c == '.' || c == '_' || c == '-';
+                    });
+  if (!good) refuse_value(key, text, rule);
+  return text;
+}
+
+std::string library_path(const Json& object, const std::string& manifest_path) {
+  const std::string& text =
+      string_value(object, "library_path",
+                   "a string: an absolute path, or one relative to the manifest's folder");
+  if (text.ends_with('/'))
+    refuse_value("library_path", text, "the path of a file, not of a folder");
+  // Not normalised: behind a symbolic link, "folder/.." is not the folder's parent by name.
+  return (std::filesystem::path(manifest_path).parent_path() / text).string();
+}
+
+std::string architecture(const Json& object) {
+  std::string rule = "one of";
+  for (const std::string_view a : kArchitectures) rule += " " + std::string(a);
+  const std::string& text = string_value(object, "arch", rule);
+  if (std::find(kArchitectures.begin(), kArchitectures.end(), text) != kArchitectures.end()) {
+    return text;
+  }
+  std::string near = text == "amd64" || text == "x64" ? "x86_64"
+                     : text == "arm64"                ? "aarch64"
+                                                      : nearest_name(text, kArchitectures);
+  refuse_value("arch", text, near.empty() ? rule : rule + "; did you mean \"" + near + "\"?");
+}
+
+void abi_version(const Json& object, Manifest& out) {
+  const std::string rule = "a string MAJOR.MINOR such as \"0.1\"";
+  const std::string& text = string_value(object, "abi", rule);
+  const char* end = text.data() + text.size();
+  const auto major = std::from_chars(text.data(), end, out.abi_major);
+  if (major.ec != std::errc() || major.ptr == end || *major.ptr != '.') {
+    refuse_value("abi", text, rule);
+  }
+  const auto minor = std::from_chars(major.ptr + 1, end, out.abi_minor);
+  if (minor.ec != std::errc() || minor.ptr != end || out.abi_major < 0 || out.abi_minor < 0) {
+    refuse_value("abi", text, rule);
+  }
+}
+
+std::uint16_t pci_vendor(const Json& probe) {
+  const std::string rule = "a string of 0x and four hex digits, such as \"0x10de\"";
+  const std::string& text = string_value(probe, "pci_vendor", rule);
+  std::uint16_t id = 0;
+  const char* end = text.data() + text.size();
+  if (text.size() != 6 || !text.starts_with("0x")) refuse_value("pci_vendor", text, rule);
+  const auto parsed = std::from_chars(text.data() + 2, end, id, 16);
+  if (parsed.ec != std::errc() || parsed.ptr != end) refuse_value("pci_vendor", text, rule);
+  return id;
+}
+
+Probe parse_probe(const Json& value) {
+  const std::string rule = "an object with pci_vendor, device_node or always";
+  if (!value.is_object() || value.empty()) {
+    throw Refusal{"\"probe\" is " + (value.is_object() ? "an empty object" : value_text(value)) +
+                  " and must be " + rule + "; leave it out for a plugin that always applies"};
+  }
+  Probe out;
+  for (const auto& [key, item] : value.items()) {
+    if (key == "pci_vendor") {
+      out.pci_vendor = pci_vendor(value);
+    } else if (key == "device_node") {
+      const std::string node_rule = "the absolute path of a node below /dev, without \"..\"";
+      out.device_node = string_value(value, key, node_rule);
+      if (!out.device_node.starts_with("/dev/") ||
+          out.device_node.find("..") != std::string::npos) {
+        refuse_value(key, out.device_node, node_rule);
+      }
+    } else if (key == "always") {
+      if (item != true) {
+        throw Refusal{"\"always\" is " + value_text(item) + " and must be true, or be left out"};
+      }
+      out.always = true;
+    } else {
+      refuse_key(key, kProbeKeys, " in \"probe\"");
+    }
+  }
+  return out;
+}
+
+std::string sha256_value(const Json& object) {
+  const std::string rule = "a string of 64 hex digits, as sha256sum prints it";
+  std::string text = string_value(object, "sha256", rule);
+  for (char& c : text) c = c >= 'A' && c <= 'F' ? static_cast<char>(c + 32) : c;
+  if (text.size() != 64 || text.find_first_not_of("0123456789abcdef") != text.npos) {
+    refuse_value("sha256", text, rule);
+  }
+  return text;
+}
+
+Manifest from_json(const Json& object, const std::string& path) {
+  if (!object.is_object()) {
+    throw Refusal{"it is " + value_text(object) + " and must be an object {...}"};
+  }
+  // The version first: a newer format may have other keys.
+  const std::string version_key(kKeys[0]);
+  if (object.contains(version_key)) {
+    const std::string rule = "the string \"" + std::string(kFormatVersion) + "\"";
+    const std::string& version = string_value(object, version_key, rule);
+    if (version != kFormatVersion) refuse_value(version_key, version, rule);
+  }
+  for (const auto& item : object.items()) {
+    if (std::find(kKeys.begin(), kKeys.end(), item.key()) == kKeys.end()) {
+      refuse_key(item.key(), kKeys, "");
+    }
+  }
+  for (std::size_t i = 0; i < kRequiredKeys; ++i) {
+    if (!object.contains(std::string(kKeys[i]))) {
+      throw Refusal{"key \"" + std::string(kKeys[i]) + "\" is missing"};
+    }
+  }
+  Manifest out;
+  out.path = path;
+  out.name = identifier(object, "name");
+  out.vendor = identifier(object, "vendor");
+  out.library_path = library_path(object, path);
+  out.arch = architecture(object);
+  abi_version(object, out);
+  if (object.contains("probe")) out.probe = parse_probe(object.at("probe"));
+  if (object.contains("sha256")) out.sha256 = sha256_value(object);
+  return out;
+}
+
+ManifestResult refused(std::string error) {
+  ManifestResult out;
+  out.error = std::move(error);
+  return out;
+}
+
+std::string too_large(const std::string& path, std::uint64_t size) {
+  return path + ": it has " + std::to_string(size) + " bytes, and a manifest has at most " +
+         std::to_string(kMaxManifestBytes);
+}
+
+}  // namespace
+
+ManifestResult parse_manifest(std::string_view text, const std::string& path) {
+  if (text.size() > kMaxManifestBytes) return refused(too_large(path, text.size()));
+  if (text.find_first_not_of(" \t\r\n") == text.npos) return refused(path + ": it is empty");
+  try {
+    ManifestResult out;
+    out.manifest = from_json(Json::parse(text, ParseGuard()), path);
+    return out;
+  } catch (const Refusal& refusal) {
+    return refused(path + ": " + refusal.text);
+  } catch (const Json::parse_error& error) {
+    // The library counts bytes from 1 and points at the last one read.
+    const std::size_t byte = error.byte > 0 ? error.byte - 1 : 0;
+    const bool at_end = byte >= text.size();
+    std::string what = error.what();
+    const std::size_t detail = what.rfind("; ");
+    what = detail == what.npos ? "" : " (" + what.substr(detail + 2) + ")";
+    return refused(path + ":" + position(text, byte) +
+                   (at_end ? ": the JSON text ends too early; the file may be truncated"
+                           : ": not valid JSON here") +
+                   what);
+  } catch (const Json::exception& error) {
+    return refused(path + ": not usable as JSON: " + error.what());
+  }
+}
+
+ManifestResult read_manifest(const std::string& path) {
+  const ByteSource file(path);
+  if (file.state() != FileState::kRegular) return refused(path + ": " + file.error());
+  if (std::string problem = file_trust_problem(path); !problem.empty()) {
+    return refused(path + ": refused: " + problem);
+  }
+  if (file.size() > kMaxManifestBytes) return refused(too_large(path, file.size()));
+  std::vector<std::uint8_t> raw;
+  if (!file.read(0, file.size(), raw)) return refused(path + ": it cannot be read to its end");
+  return parse_manifest({reinterpret_cast<const char*>(raw.data()), raw.size()}, path);
+}
+
+}  // namespace te_fl::plugins
