@@ -208,6 +208,7 @@ struct Case {
 using Table = std::vector<Case>;
 void add_activation_cases(Table&);
 void add_attention_cases(Table&);
+void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
 void add_gemm_cases(Table&);
 void add_norm_cases(Table&);

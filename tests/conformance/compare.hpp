@@ -22,6 +22,9 @@ namespace te_fl::conformance {
 // Slack for an FP32 sum of n terms whose magnitudes add up to `magnitude`.
 double sum_slack(double n, double magnitude);
 
+// Absolute tolerance of element i of an output of this dtype.
+double tolerance(const Expectation& expectation, int dtype, size_t i);
+
 // Empty if the output is right, else the first difference: part, index, got, expected, tolerance.
 std::string compare(const Expectation& expectation);
 

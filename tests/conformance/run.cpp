@@ -222,6 +222,8 @@ std::string Prepared::self_check(const std::string& impl_id) {
     const bool writes = e.kind != Expectation::Kind::kUnchanged && e.tensor->role == Role::kOut &&
                         e.tensor->numel() > 0 && !skipped;
     restore();
+    // One byte of mask bits may equal the poison.
+    if (e.kind == Expectation::Kind::kCustom && e.tensor->numel() == 1) continue;
     if (writes && compare(e).empty())
       return e.tensor->name + ": an output that nobody wrote went unnoticed";
   }
