@@ -15,8 +15,8 @@ inline uint32_t struct_size_of(const void* raw) noexcept {
   return size;
 }
 
-// A copy of an ABI struct that begins with struct_size and may be shorter or longer than ours (R3): members it
-// lacks keep their neutral value, members we do not know are dropped.
+// A copy of an ABI struct that begins with struct_size and may be shorter or longer than ours (R3):
+// members it lacks keep their neutral value, members we do not know are dropped.
 template <class T>
 T copy_struct(const void* raw) noexcept {
   T out{};

@@ -3,9 +3,9 @@
 #include <atomic>
 #include <cstdint>
 
-// Epoch-based reclamation. A thread publishes the epoch at which it entered an op in its own cache line; what
-// was unpublished at epoch E is freed when every thread is outside or entered after E. Readers take no lock
-// and write only their own line.
+// Epoch-based reclamation. A thread publishes the epoch at which it entered an op in its own cache
+// line; what was unpublished at epoch E is freed when every thread is outside or entered after E.
+// Readers take no lock and write only their own line.
 namespace te_fl::registry {
 
 struct ThreadRecord;
@@ -13,7 +13,8 @@ struct ThreadRecord;
 // The counter that retire() advances.
 struct alignas(64) EpochCounter {
   std::atomic<uint64_t> value{1};
-  // True if the kernel orders readers for us (membarrier), so that entering needs no fence of its own.
+  // True if the kernel orders readers for us (membarrier), so that entering needs no fence of its
+  // own.
   std::atomic<bool> asymmetric{false};
 };
 extern EpochCounter g_epoch;
@@ -51,9 +52,10 @@ class EpochGuard {
 bool inside_op() noexcept;
 // Call after unpublishing something; returns the epoch at which it was retired.
 uint64_t retire();
-// True if no thread can still see what was retired at `epoch`.
-bool quiescent(uint64_t epoch);
-// Waits for that. The caller must not be inside an op.
+// The least epoch at which a thread that is inside entered; UINT64_MAX if all are outside. What was
+// retired at a lesser epoch can be seen by nobody.
+uint64_t oldest_inside();
+// Waits until nobody can see what was retired at `epoch`. The caller must not be inside an op.
 void wait_quiescent(uint64_t epoch);
 
 }  // namespace te_fl::registry

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,8 +17,8 @@ namespace te_fl::registry {
 
 struct ThreadRecord;
 
-// Serialises the run() of an implementation that is not thread-safe. Knows its owner, so that a recursion is an
-// error rather than a deadlock, and so that a forked child can tell a dead owner.
+// Serialises the run() of an implementation that is not thread-safe. Knows its owner, so that a
+// recursion is an error rather than a deadlock, and so that a forked child can tell a dead owner.
 class SerialLock {
  public:
   // False if the calling thread holds it already.
@@ -43,25 +44,26 @@ class SerialLock {
   std::atomic<const ThreadRecord*> owner_{nullptr};
 };
 
-// One registered implementation. Immutable but for its lock and its plans; shared by the tables that list it, and
-// destroyed when the last of them is: plans first, then keep_alive.
+// One registered implementation. Immutable but for its lock and its plans; shared by the tables
+// that list it, and destroyed when the last of them is: plans first, then keep_alive.
 struct Implementation {
   Implementation() = default;
   ~Implementation();
   Implementation(const Implementation&) = delete;
   Implementation& operator=(const Implementation&) = delete;
 
-  std::shared_ptr<void> keep_alive;
-  te_fl_op_desc desc{};  // a copy; its strings are the ones below
+  std::shared_ptr<void> keep_alive;  // declared first: released after the plans
+  te_fl_op_desc desc{};              // a copy; its strings are the ones below
   std::string op;
   std::string impl_id;
   std::string vendor;  // lower case
   std::string owner;
-  const char* interned_id = nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
+  const char* interned_id =
+      nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
   Kind kind = Kind::kDefault;
-  uint32_t counter = 0;
-  // run() may be entered with nothing but a context: no supports(), workspace, plan or lock.
-  bool direct = false;
+  uint64_t number = 0;   // unique in the process, never given again
+  uint32_t counter = 0;  // index of its call counters
+  bool direct = false;   // run() needs nothing but a context: no supports(), scratch, plan or lock
   bool checks_support = false;  // supports() is to be called per call
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present

@@ -18,13 +18,15 @@ struct RouteKey {
   RouteKey() = default;
   RouteKey(uint32_t op, const core::Signature& s, uint32_t policy, bool capturing) noexcept {
     w[0] = uint64_t{op} | uint64_t{s.dtypes} << 32;
-    w[1] = uint64_t{policy} | uint64_t{s.scalings & 0xffff} << 32 | uint64_t{s.version & 0xffff} << 48;
-    w[2] = static_cast<uint32_t>(s.device.type) | uint64_t{static_cast<uint32_t>(s.device.index)} << 32;
+    w[1] =
+        uint64_t{policy} | uint64_t{s.scalings & 0xffff} << 32 | uint64_t{s.version & 0xffff} << 48;
+    w[2] = static_cast<uint32_t>(s.device.type) | uint64_t{static_cast<uint32_t>(s.device.index)}
+                                                      << 32;
     w[3] = uint64_t{s.device.provider} | uint64_t{capturing} << 32;
   }
   uint64_t hash() const noexcept {
-    uint64_t h = w[0] * 0x9e3779b97f4a7c15u ^ w[1] * 0xc2b2ae3d27d4eb4fu ^ w[2] * 0x165667b19e3779f9u ^
-                 w[3] * 0xd6e8feb86659fd93u;
+    uint64_t h = w[0] * 0x9e3779b97f4a7c15u ^ w[1] * 0xc2b2ae3d27d4eb4fu ^
+                 w[2] * 0x165667b19e3779f9u ^ w[3] * 0xd6e8feb86659fd93u;
     return h ^ h >> 29;
   }
   friend bool operator==(const RouteKey& a, const RouteKey& b) noexcept {
@@ -36,12 +38,11 @@ struct RouteKey {
 struct Route {
   std::vector<const Implementation*> order;  // those that static constraints and policy let pass
   bool strict = false;
-  // The policy asks for determinism.
   bool deterministic = false;
-  bool device_lost = false;
 };
 
-// One cached choice. `fast` is set if the first implementation always serves such a call, by run() alone.
+// One cached choice. `fast` is set if the first implementation always serves such a call, by run()
+// alone.
 struct alignas(64) RouteEntry {
   uint64_t table = 0;  // Table::id; a table's pointers are used only with that table
   RouteKey key;
@@ -86,6 +87,7 @@ struct alignas(64) HandleEntry {
   uint64_t handle = 0;
   uint64_t table = 0;
   uint32_t policy = 0;
+  bool capturing = false;
   const Implementation* fast = nullptr;
   std::atomic<uint64_t>* counter = nullptr;
 };

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <new>
 
-#include "registry/fork.hpp"
+#include "core/fork.hpp"
 
 namespace te_fl::registry {
 
@@ -19,9 +19,13 @@ EpochCounter g_epoch;
 
 namespace {
 
-// All living records and what ended threads counted. Never freed: threads may outlive static destruction.
+// Plugins are never entered while it is held.
+constinit core::ForkMutex mutex(50);
+const core::ForkMutex::Registration registration(mutex);
+
+// All living records and what ended threads counted. Never freed: threads may outlive static
+// destruction.
 struct Threads {
-  std::mutex mutex;
   std::vector<ThreadRecord*> records;
   std::vector<uint64_t> ended;  // counts of ended threads, by index
   std::vector<uint32_t> free_counters;
@@ -47,7 +51,8 @@ void end_thread(void* record);
 Threads& threads() {
   static Threads* const all = [] {
     auto* made = new Threads;
-    // A key rather than a thread_local object: its destructor runs after those, which may still call ops.
+    // A key rather than a thread_local object: its destructor runs after those, which may still
+    // call ops.
     pthread_key_create(&made->key, end_thread);
     g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
     return made;
@@ -66,14 +71,15 @@ void end_thread(void* raw) {
   t_record = nullptr;
   Threads& all = threads();
   {
-    std::lock_guard lock(all.mutex);
+    std::lock_guard lock(mutex);
     std::erase(all.records, record);
     keep_counts(all, *record);
   }
   delete record;
 }
 
-// Orders every thread's stores before our following loads, and our stores before their following loads.
+// Orders every thread's stores before our following loads, and our stores before their following
+// loads.
 void heavy_fence() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {
@@ -84,11 +90,10 @@ void heavy_fence() {
 }  // namespace
 
 ThreadRecord& make_thread_record() {
-  install_fork_handlers();
   Threads& all = threads();
   auto* record = new ThreadRecord;
   {
-    std::lock_guard lock(all.mutex);
+    std::lock_guard lock(mutex);
     all.records.push_back(record);
   }
   pthread_setspecific(all.key, record);
@@ -100,18 +105,20 @@ bool inside_op() noexcept { return t_record != nullptr && t_record->slot.depth !
 
 uint64_t retire() { return g_epoch.value.fetch_add(1, std::memory_order_seq_cst); }
 
-bool quiescent(uint64_t epoch) {
+uint64_t oldest_inside() {
   Threads& all = threads();
   heavy_fence();
-  std::lock_guard lock(all.mutex);
-  return std::all_of(all.records.begin(), all.records.end(), [&](const ThreadRecord* r) {
-    const uint64_t entered = r->slot.epoch.load(std::memory_order_seq_cst);
-    return entered == 0 || entered > epoch;
-  });
+  uint64_t oldest = UINT64_MAX;
+  std::lock_guard lock(mutex);
+  for (const ThreadRecord* record : all.records) {
+    const uint64_t entered = record->slot.epoch.load(std::memory_order_seq_cst);
+    if (entered != 0) oldest = std::min(oldest, entered);
+  }
+  return oldest;
 }
 
 void wait_quiescent(uint64_t epoch) {
-  for (int round = 0; !quiescent(epoch); ++round) {
+  for (int round = 0; oldest_inside() <= epoch; ++round) {
     if (round < 64) {
       sched_yield();
     } else {
@@ -149,7 +156,7 @@ void CallCounters::clear(uint32_t index) noexcept {
 
 uint32_t allocate_counter() {
   Threads& all = threads();
-  std::lock_guard lock(all.mutex);
+  std::lock_guard lock(mutex);
   if (all.free_counters.empty()) return all.next_counter++;
   const uint32_t index = all.free_counters.back();
   all.free_counters.pop_back();
@@ -158,7 +165,7 @@ uint32_t allocate_counter() {
 
 void free_counter(uint32_t index) {
   Threads& all = threads();
-  std::lock_guard lock(all.mutex);
+  std::lock_guard lock(mutex);
   for (ThreadRecord* record : all.records) record->counters.clear(index);
   if (index < all.ended.size()) all.ended[index] = 0;
   all.free_counters.push_back(index);
@@ -166,7 +173,7 @@ void free_counter(uint32_t index) {
 
 uint64_t read_counter(uint32_t index) {
   Threads& all = threads();
-  std::lock_guard lock(all.mutex);
+  std::lock_guard lock(mutex);
   uint64_t sum = index < all.ended.size() ? all.ended[index] : 0;
   for (const ThreadRecord* record : all.records) sum += record->counters.read(index);
   return sum;
@@ -174,25 +181,21 @@ uint64_t read_counter(uint32_t index) {
 
 size_t thread_record_count() {
   Threads& all = threads();
-  std::lock_guard lock(all.mutex);
+  std::lock_guard lock(mutex);
   return all.records.size();
 }
 
-void lock_threads_for_fork() { threads().mutex.lock(); }
-
-void unlock_threads_in_parent() { threads().mutex.unlock(); }
-
-void unlock_threads_in_child() {
+void forget_other_threads() {
   Threads& all = threads();
-  // The other threads do not exist here; their records may have been copied in the middle of a change, so they
-  // are neither searched for an epoch nor freed.
+  std::lock_guard lock(mutex);
+  // Their records may have been copied in the middle of a change, so they are neither searched for
+  // an epoch nor freed.
   for (const ThreadRecord* record : all.records) {
     if (record != t_record) keep_counts(all, *record);
   }
   all.records.clear();
   if (t_record != nullptr) all.records.push_back(t_record);
   g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
-  all.mutex.unlock();
 }
 
 }  // namespace te_fl::registry

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "registry/epoch.hpp"
+#include "registry/plan_cache.hpp"
 #include "registry/route_cache.hpp"
 #include "registry/workspace.hpp"
 
@@ -24,7 +25,8 @@ class CallCounters {
   ~CallCounters();
   CallCounters(const CallCounters&) = delete;
   CallCounters& operator=(const CallCounters&) = delete;
-  // The thread's counter; allocates its chunk at first use. Null if the index is beyond what is counted.
+  // The thread's counter; allocates its chunk at first use. Null if the index is beyond what is
+  // counted.
   std::atomic<uint64_t>* at(uint32_t index);
   uint64_t read(uint32_t index) const noexcept;
   void clear(uint32_t index) noexcept;
@@ -45,7 +47,9 @@ struct ThreadRecord {
 
 extern constinit thread_local ThreadRecord* t_record [[gnu::tls_model("initial-exec")]];
 ThreadRecord& make_thread_record();
-inline ThreadRecord& this_thread() { return t_record != nullptr ? *t_record : make_thread_record(); }
+inline ThreadRecord& this_thread() {
+  return t_record != nullptr ? *t_record : make_thread_record();
+}
 
 // Indices into CallCounters. A freed index is handed out again with all its counts zero.
 uint32_t allocate_counter();
@@ -56,9 +60,7 @@ uint64_t read_counter(uint32_t index);
 // Thread records alive; for tests.
 size_t thread_record_count();
 
-// fork(): taken in the parent before, released in both after. The child forgets the other threads.
-void lock_threads_for_fork();
-void unlock_threads_in_parent();
-void unlock_threads_in_child();
+// In a forked child: forgets the other threads, which do not exist there.
+void forget_other_threads();
 
 }  // namespace te_fl::registry

@@ -30,11 +30,13 @@ struct QuantSpec {
 };
 
 // Extents of the scale_inv array for a logical [M, K] matrix; see te_fl_quant in plugin.h.
-TE_FL_API std::array<int64_t, 2> scale_inv_shape(Scaling scaling, bool columnwise, int64_t m, int64_t k);
+TE_FL_API std::array<int64_t, 2> scale_inv_shape(Scaling scaling, bool columnwise, int64_t m,
+                                                 int64_t k);
 
-// A tensor: metadata by value, storage shared. Copying shares the storage; moving is cheap. Metadata
-// of one object may be read by many threads; writing element data is the user's to order. te-fl calls
-// take `const te_fl_tensor*`; a Tensor converts to it, valid while the Tensor object lives unmoved.
+// A tensor: metadata by value, storage shared. Copying shares the storage; moving is cheap.
+// Metadata of one object may be read by many threads; writing element data is the user's to order.
+// te-fl calls take `const te_fl_tensor*`; a Tensor converts to it, valid while the Tensor object
+// lives unmoved.
 class TE_FL_API Tensor {
  public:
   Tensor() noexcept;  // undefined: no storage, converts to a null pointer
@@ -44,35 +46,42 @@ class TE_FL_API Tensor {
   Tensor& operator=(Tensor&& other) noexcept;
   ~Tensor();
 
-  // New storage, 256-byte aligned, uninitialised. Errors: negative extents, rank > kMaxRank, a size that
-  // does not fit 63 bits, no such device, out of memory.
+  // New storage, 256-byte aligned, uninitialised. Errors: negative extents, rank > kMaxRank, a size
+  // that does not fit 63 bits, no such device, out of memory.
   static Result<Tensor> empty(std::span<const int64_t> shape, DType dtype, Device device = {});
-  static Result<Tensor> empty(std::initializer_list<int64_t> shape, DType dtype, Device device = {});
+  static Result<Tensor> empty(std::initializer_list<int64_t> shape, DType dtype,
+                              Device device = {});
   static Result<Tensor> zeros(std::span<const int64_t> shape, DType dtype, Device device = {});
-  static Result<Tensor> zeros(std::initializer_list<int64_t> shape, DType dtype, Device device = {});
+  static Result<Tensor> zeros(std::initializer_list<int64_t> shape, DType dtype,
+                              Device device = {});
   // A compact host tensor with a copy of `values`, converted to dtype (F32 unless given).
-  static Result<Tensor> from_values(std::initializer_list<int64_t> shape, std::span<const float> values,
-                                    DType dtype = DType::kF32);
-  // Someone else's memory; `owner` is kept alive with the tensor (may be null: borrowed). strides in
-  // elements, empty for compact. Checks alignment of data to the element.
-  static Result<Tensor> wrap(void* data, std::span<const int64_t> shape, std::span<const int64_t> strides,
-                             DType dtype, Device device, std::shared_ptr<void> owner);
-  // A quantised tensor with new storage for the copies that spec asks for, scale_inv (set to zero), amax (zero;
-  // kTensor and kNVFP4) and scale (one; kTensor). Given `scale` or `amax` tensors (F32, one element, same device) are used in place of new
-  // ones, as recipes do whose state lives in arrays. Errors also for a scaling that the dtype does not go with.
-  static Result<Tensor> empty_quantized(std::span<const int64_t> shape, const QuantSpec& spec, Device device = {},
-                                        const Tensor* scale = nullptr, const Tensor* amax = nullptr);
+  static Result<Tensor> from_values(std::initializer_list<int64_t> shape,
+                                    std::span<const float> values, DType dtype = DType::kF32);
+  // Someone else's memory; `owner` is kept alive with the tensor (may be null: borrowed). strides
+  // in elements, empty for compact. Checks alignment of data to the element.
+  static Result<Tensor> wrap(void* data, std::span<const int64_t> shape,
+                             std::span<const int64_t> strides, DType dtype, Device device,
+                             std::shared_ptr<void> owner);
+  // A quantised tensor with new storage for the copies that spec asks for, scale_inv (set to zero),
+  // amax (zero; kTensor and kNVFP4) and scale (one; kTensor). Given `scale` or `amax` tensors (F32,
+  // one element, same device) are used in place of new ones, as recipes do whose state lives in
+  // arrays. Errors also for a scaling that the dtype does not go with.
+  static Result<Tensor> empty_quantized(std::span<const int64_t> shape, const QuantSpec& spec,
+                                        Device device = {}, const Tensor* scale = nullptr,
+                                        const Tensor* amax = nullptr);
   // Takes over or shares a DLPack tensor. `managed` is a DLManagedTensorVersioned* (versioned) or a
-  // DLManagedTensor*; its deleter runs when the last Tensor on it goes. No copy. Errors leave it untouched.
+  // DLManagedTensor*; its deleter runs when the last Tensor on it goes. No copy. Errors leave it
+  // untouched.
   static Result<Tensor> from_dlpack(void* managed, bool versioned);
-  // A new DLManagedTensorVersioned* (or DLManagedTensor*) that shares this storage; the consumer calls
-  // its deleter. Error for quantised tensors: export the parts.
+  // A new DLManagedTensorVersioned* (or DLManagedTensor*) that shares this storage; the consumer
+  // calls its deleter. Error for quantised tensors: export the parts.
   Result<void*> to_dlpack(bool versioned = true) const;
 
   bool defined() const noexcept { return rank_ >= 0; }
   int rank() const noexcept { return rank_; }
   std::span<const int64_t> shape() const noexcept;
-  int64_t size(int dim) const;  // negative dims count from the end; out of range aborts with a message
+  int64_t size(
+      int dim) const;  // negative dims count from the end; out of range aborts with a message
   int64_t numel() const noexcept;
   std::span<const int64_t> strides() const noexcept;  // always filled, in elements
   bool contiguous() const noexcept;
@@ -85,21 +94,22 @@ class TE_FL_API Tensor {
     return static_cast<T*>(raw_data());
   }
 
-  // Views on the same storage. Errors name the shapes. view() needs a contiguous tensor; one extent may be -1.
-  // A quantised tensor (kTensor or block scaling) can be viewed if the last dimension stays the same.
+  // Views on the same storage. Errors name the shapes. view() needs a contiguous tensor; one extent
+  // may be -1. A quantised tensor (kTensor or block scaling) can be viewed if the last dimension
+  // stays the same.
   Result<Tensor> view(std::span<const int64_t> shape) const;
   Result<Tensor> view(std::initializer_list<int64_t> shape) const;
   Result<Tensor> slice(int dim, int64_t begin, int64_t end) const;  // unquantised only
-  Result<Tensor> transpose(int dim0, int dim1) const;               // unquantised only; swaps strides
+  Result<Tensor> transpose(int dim0, int dim1) const;  // unquantised only; swaps strides
 
   bool quantized() const noexcept;
   Scaling scaling() const noexcept;
   bool has_rowwise() const noexcept;
   bool has_columnwise() const noexcept;
   // Parts as tensors that share the storage; undefined if the part is absent.
-  Tensor rowwise_codes() const;      // FP8 codes as U8, the tensor's shape; 4-bit ones packed, [bytes]
-  Tensor columnwise_codes() const;   // U8, [K, M] (kMXFP8: [M, K]); 4-bit ones packed, [bytes]
-  Tensor scale_inv() const;          // kTensor: F32 [1]; else 2-D by scale_inv_shape
+  Tensor rowwise_codes() const;  // FP8 codes as U8, the tensor's shape; 4-bit ones packed, [bytes]
+  Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit ones packed, [bytes]
+  Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape
   Tensor columnwise_scale_inv() const;
   Tensor amax() const;   // F32 [1]
   Tensor scale() const;  // F32 [1]
@@ -123,8 +133,8 @@ class TE_FL_API Tensor {
   te_fl_quant quant_{};
   std::array<int64_t, kMaxRank> shape_{};
   std::array<int64_t, kMaxRank> strides_{};
-  std::shared_ptr<void> storage_;                 // row-wise data, or whatever owns it
-  std::shared_ptr<void> quant_storage_;           // the other parts
+  std::shared_ptr<void> storage_;        // row-wise data, or whatever owns it
+  std::shared_ptr<void> quant_storage_;  // the other parts
   Device device_{};
   int32_t rank_ = -1;
   DType dtype_ = DType::kF32;
