@@ -67,7 +67,7 @@ struct CompiledOp::Impl {
   SymbolNames symbols;
   int saved = -1;
   bool enquiry = false;
-  bool has_newer = false;  // some argument's since is above 1
+  bool has_newer = false;        // some argument's since is above 1
   std::unique_ptr<FastOp> fast;  // null if the op has none
 
   const char* name_of(int arg) const noexcept { return descs[static_cast<size_t>(arg)].name; }
@@ -98,19 +98,25 @@ class ArgsView {
   const te_fl_tensor* tensor(const Arg& arg) const noexcept {
     return has(arg) ? read<const te_fl_tensor*>(arg.offset) : nullptr;
   }
-  int64_t count(const Arg& arg) const noexcept { return has(arg) ? read<int64_t>(arg.count_offset) : 0; }
+  int64_t count(const Arg& arg) const noexcept {
+    return has(arg) ? read<int64_t>(arg.count_offset) : 0;
+  }
   const te_fl_tensor* element(const Arg& arg, int64_t i) const noexcept {
     return read<const te_fl_tensor* const*>(arg.offset)[i];
   }
-  // A scalar as a double; its neutral value if the struct does not reach it. Integers beyond 2^53 are
-  // compared as integers elsewhere.
+  // A scalar as a double; its neutral value if the struct does not reach it. Integers beyond 2^53
+  // are compared as integers elsewhere.
   double scalar(const Arg& arg) const noexcept {
     if (!has(arg)) return arg.neutral;
     switch (arg.type) {
-      case TE_FL_ARG_I64: return static_cast<double>(read<int64_t>(arg.offset));
-      case TE_FL_ARG_F32: return read<float>(arg.offset);
-      case TE_FL_ARG_F64: return read<double>(arg.offset);
-      default: return read<int32_t>(arg.offset);
+      case TE_FL_ARG_I64:
+        return static_cast<double>(read<int64_t>(arg.offset));
+      case TE_FL_ARG_F32:
+        return read<float>(arg.offset);
+      case TE_FL_ARG_F64:
+        return read<double>(arg.offset);
+      default:
+        return read<int32_t>(arg.offset);
     }
   }
   bool flag(const Arg& arg) const noexcept { return scalar(arg) != 0; }
@@ -122,8 +128,8 @@ class ArgsView {
   uint32_t size_ = 0;
 };
 
-// The device that two tensors of one call agree on; false if they do not. Pinned memory goes with the host
-// and with its own chip.
+// The device that two tensors of one call agree on; false if they do not. Pinned memory goes with
+// the host and with its own chip.
 bool merge_devices(Device& into, const Device& next) noexcept;
 
 // Whether the fast path finds the call in order; false means only that it is not sure.

@@ -13,11 +13,16 @@ struct TypeName {
   std::string_view name;
 };
 constexpr TypeName kTypes[] = {
-    {TE_FL_DEVICE_CPU, "cpu"},           {TE_FL_DEVICE_CUDA, "cuda"},
-    {TE_FL_DEVICE_CUDA_HOST, "cuda_host"}, {TE_FL_DEVICE_OPENCL, "opencl"},
-    {TE_FL_DEVICE_VULKAN, "vulkan"},     {TE_FL_DEVICE_METAL, "metal"},
-    {TE_FL_DEVICE_ROCM, "rocm"},         {TE_FL_DEVICE_ROCM_HOST, "rocm_host"},
-    {TE_FL_DEVICE_EXT, "ext"},           {TE_FL_DEVICE_ONEAPI, "oneapi"},
+    {TE_FL_DEVICE_CPU, "cpu"},
+    {TE_FL_DEVICE_CUDA, "cuda"},
+    {TE_FL_DEVICE_CUDA_HOST, "cuda_host"},
+    {TE_FL_DEVICE_OPENCL, "opencl"},
+    {TE_FL_DEVICE_VULKAN, "vulkan"},
+    {TE_FL_DEVICE_METAL, "metal"},
+    {TE_FL_DEVICE_ROCM, "rocm"},
+    {TE_FL_DEVICE_ROCM_HOST, "rocm_host"},
+    {TE_FL_DEVICE_EXT, "ext"},
+    {TE_FL_DEVICE_ONEAPI, "oneapi"},
 };
 
 Status bad_device(std::string_view text, const std::string& why) {
@@ -74,8 +79,9 @@ Result<Device> parse_device(std::string_view text) {
     TE_FL_ASSIGN_OR_RETURN(const int32_t index, parse_index(text, rest));
     return Device{t.type, index, 0};
   }
-  return bad_device(text, "unknown type '" + std::string(type) + "'" + core::did_you_mean(type, names) +
-                              " (types: " + core::join(names) + ")");
+  return bad_device(text, "unknown type '" + std::string(type) + "'" +
+                              core::did_you_mean(type, names) + " (types: " + core::join(names) +
+                              ")");
 }
 
 }  // namespace te_fl

@@ -1,5 +1,5 @@
-// The list of devices and the names of providers. Readers take no lock and follow one atomic pointer, so that
-// a forked child can go on whatever another thread was doing.
+// The list of devices and the names of providers. Readers take no lock and follow one atomic
+// pointer, so that a forked child can go on whatever another thread was doing.
 #include "core/device_list.hpp"
 
 #include <algorithm>
@@ -40,9 +40,9 @@ std::vector<std::string>& provider_names() {  // by id - 1
 Status check_desc(const te_fl_device_desc* desc) {
   if (desc == nullptr) return invalid_argument("a device descriptor is null");
   if (desc->struct_size < sizeof(te_fl_device_desc)) {
-    return invalid_argument("a device descriptor's struct_size is " + std::to_string(desc->struct_size) +
-                            ", must be at least " + std::to_string(sizeof(te_fl_device_desc)) +
-                            " (rule R3)");
+    return invalid_argument("a device descriptor's struct_size is " +
+                            std::to_string(desc->struct_size) + ", must be at least " +
+                            std::to_string(sizeof(te_fl_device_desc)) + " (rule R3)");
   }
   if (desc->device.index < 0) {
     return invalid_argument("a device descriptor's index is " + std::to_string(desc->device.index) +
@@ -59,7 +59,8 @@ Status check_desc(const te_fl_device_desc* desc) {
   const te_fl_device_api& api = *desc->api;
   if (!api.allocate || !api.free || !api.copy || !api.fill || !api.synchronize || !api.properties) {
     return invalid_argument(
-        "a device's function table lacks a required function: allocate, free, copy, fill, synchronize and "
+        "a device's function table lacks a required function: allocate, free, copy, fill, "
+        "synchronize and "
         "properties may not be NULL (rule R4)");
   }
   return {};
@@ -103,8 +104,8 @@ Status retire_device(const Device& device, std::function<void()> gone) {
   {
     const std::lock_guard lock(list_mutex);
     const List& now = devices_now();
-    const auto at =
-        std::find_if(now.begin(), now.end(), [&](const DeviceEntry* e) { return e->device == device; });
+    const auto at = std::find_if(now.begin(), now.end(),
+                                 [&](const DeviceEntry* e) { return e->device == device; });
     if (at == now.end()) return not_found("there is no device " + to_string(device));
     if (at == now.begin()) return failed_precondition("the host cannot be removed");
     entry = *at;

@@ -10,8 +10,8 @@
 
 namespace te_fl::core {
 
-// One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until the
-// device has been removed.
+// One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until
+// the device has been removed.
 struct DeviceEntry {
   Device device;
   const te_fl_device_desc* desc;
@@ -32,8 +32,8 @@ struct DeviceEntry {
     } while (!count_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel));
     return true;
   }
-  // Keeps the device for a short use. Works on a retired device too while objects of it live; false if it is
-  // gone, or may go at any moment.
+  // Keeps the device for a short use. Works on a retired device too while objects of it live; false
+  // if it is gone, or may go at any moment.
   bool pin() noexcept {
     int64_t count = count_.load(std::memory_order_relaxed);
     do {
@@ -41,7 +41,8 @@ struct DeviceEntry {
     } while (!count_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel));
     return true;
   }
-  // Ends an acquire() or a pin(). The last one of a retired device takes it out of the list and calls `gone`.
+  // Ends an acquire() or a pin(). The last one of a retired device takes it out of the list and
+  // calls `gone`.
   void release() noexcept {
     if (count_.fetch_sub(1, std::memory_order_acq_rel) == kClosed + 1) last_gone();
   }
@@ -50,7 +51,8 @@ struct DeviceEntry {
     int64_t none = 0;
     return count_.compare_exchange_strong(none, kClosed, std::memory_order_acq_rel);
   }
-  // Refuses objects from now on, and calls `gone` once when the last one goes; at once if there is none.
+  // Refuses objects from now on, and calls `gone` once when the last one goes; at once if there is
+  // none.
   void retire(std::function<void()> gone) {
     on_gone_ = std::move(gone);
     if (count_.fetch_add(kClosed, std::memory_order_acq_rel) == 0) last_gone();
@@ -61,14 +63,16 @@ struct DeviceEntry {
   void last_gone() noexcept;
 
   std::atomic<int64_t> count_{0};
-  std::function<void()> on_gone_;  // written before the count is closed, read after the last object went
+  std::function<void()>
+      on_gone_;  // written before the count is closed, read after the last object went
 };
 
 // Lock-free. Null if there is no such device.
 DeviceEntry* find_device(const Device& device) noexcept;
 
-// Takes a device out of service: no new objects. It leaves the list when its last object goes, on the thread that
-// frees it, and then `gone` is called; at once if there is none. Calls on its living objects go on working until then.
+// Takes a device out of service: no new objects. It leaves the list when its last object goes, on
+// the thread that frees it, and then `gone` is called; at once if there is none. Calls on its
+// living objects go on working until then.
 Status retire_device(const Device& device, std::function<void()> gone);
 
 }  // namespace te_fl::core

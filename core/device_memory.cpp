@@ -21,11 +21,13 @@ Result<DeviceEntry*> entry_of(const Device& device) {
 // Counts the object in, or says that the device is going.
 Result<DeviceEntry*> acquire(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, entry_of(device));
-  if (!entry->acquire()) return not_found("device " + te_fl::to_string(device) + " is being removed");
+  if (!entry->acquire())
+    return not_found("device " + te_fl::to_string(device) + " is being removed");
   return entry;
 }
 
-// A device in use for the length of a call: it does not go meanwhile. The host never goes, so it is not counted.
+// A device in use for the length of a call: it does not go meanwhile. The host never goes, so it is
+// not counted.
 class Use {
  public:
   static Result<Use> of(const Device& device) {
@@ -34,7 +36,8 @@ class Use {
     if (!entry->pin()) return not_found("device " + te_fl::to_string(device) + " is gone");
     return Use(entry, true);
   }
-  Use(Use&& other) noexcept : entry_(other.entry_), counted_(std::exchange(other.counted_, false)) {}
+  Use(Use&& other) noexcept
+      : entry_(other.entry_), counted_(std::exchange(other.counted_, false)) {}
   Use& operator=(Use&&) = delete;
   ~Use() {
     if (counted_) entry_->release();
@@ -48,14 +51,14 @@ class Use {
   bool counted_;
 };
 
-Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t bytes, uint32_t host_flags,
-               void* stream) {
+Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t bytes,
+               uint32_t host_flags, void* stream) {
   ErrorText errors;
   const te_fl_device_desc& d = *entry.desc;
   const te_fl_status code = errors.call(
       [&] { return d.api->copy(d.self, dst, src, bytes, host_flags, stream, errors.sink()); });
-  return errors.status(code, "copy of " + std::to_string(bytes) + " bytes by " +
-                                 te_fl::to_string(entry.device));
+  return errors.status(
+      code, "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
 }
 
 // Between two devices that know nothing of each other: by way of the host, synchronously.
@@ -75,7 +78,8 @@ Result<void*> allocated(DeviceEntry* entry, const ErrorText& errors, te_fl_statu
   if (code == TE_FL_OK && data != nullptr) return data;
   const Device device = entry->device;
   entry->release();
-  if (code == TE_FL_OK) return internal_error(te_fl::to_string(device) + " allocated a null pointer");
+  if (code == TE_FL_OK)
+    return internal_error(te_fl::to_string(device) + " allocated a null pointer");
   return errors.status(code, what + te_fl::to_string(device));
 }
 
@@ -84,7 +88,8 @@ void report_release(te_fl_status code, const ErrorText& errors, const Device& de
   if (code == TE_FL_OK) return;
   try {
     const std::string name = te_fl::to_string(device);
-    log::once(log::Level::kError, "free " + name, errors.status(code, "free on " + name).to_string());
+    log::once(log::Level::kError, "free " + name,
+              errors.status(code, "free on " + name).to_string());
   } catch (...) {  // no memory for the message
   }
 }
@@ -118,8 +123,9 @@ void free(const Device& device, void* data, void* stream) noexcept {
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
   ErrorText errors;
-  report_release(errors.call([&] { return entry->desc->api->free(entry->desc->self, data, stream); }),
-                 errors, device);
+  report_release(
+      errors.call([&] { return entry->desc->api->free(entry->desc->self, data, stream); }), errors,
+      device);
   entry->release();
 }
 
@@ -140,20 +146,22 @@ void free_pinned(const Device& device, void* data) noexcept {
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
   ErrorText errors;
-  report_release(errors.call([&] { return entry->desc->api->free_pinned(entry->desc->self, data); }),
-                 errors, device);
+  report_release(
+      errors.call([&] { return entry->desc->api->free_pinned(entry->desc->self, data); }), errors,
+      device);
   entry->release();
 }
 
-Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src, size_t bytes,
-            void* stream) {
+Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src,
+            size_t bytes, void* stream) {
   TE_FL_ASSIGN_OR_RETURN(const Use to, Use::of(dst_device));
   TE_FL_ASSIGN_OR_RETURN(const Use from, Use::of(src_device));
   if (bytes == 0) return {};
   const bool to_host = dst_device.is_host(), from_host = src_device.is_host();
   const uint32_t host_flags = (to_host ? 1u : 0u) | (from_host ? 2u : 0u);
   if (&*to == &*from) return copy_by(*to, dst, src, bytes, host_flags, stream);
-  if (to_host && from_host) return copy_by(*core::find_device(Device{}), dst, src, bytes, 3, nullptr);
+  if (to_host && from_host)
+    return copy_by(*core::find_device(Device{}), dst, src, bytes, 3, nullptr);
   if (to_host) return copy_by(*from, dst, src, bytes, host_flags, stream);
   if (from_host) return copy_by(*to, dst, src, bytes, host_flags, stream);
   return copy_across(*to, dst, *from, src, bytes, stream);
@@ -166,8 +174,8 @@ Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* 
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->fill(d.self, dst, value, bytes, stream, errors.sink()); });
-  return errors.status(code,
-                       "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
+  return errors.status(
+      code, "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
 }
 
 Status synchronize(const Device& device, void* stream) {

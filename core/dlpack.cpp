@@ -17,13 +17,14 @@ Status check_version(const DlpackVersioned& managed) {
   const core::DlpackVersion& v = managed.version;
   if (v.major != core::kDlpackVersion.major) {
     return Status(StatusCode::kIncompatible,
-                  "DLPack import: the tensor is of DLPack version " + std::to_string(v.major) + "." +
-                      std::to_string(v.minor) + ", this build reads version " +
+                  "DLPack import: the tensor is of DLPack version " + std::to_string(v.major) +
+                      "." + std::to_string(v.minor) + ", this build reads version " +
                       std::to_string(core::kDlpackVersion.major) +
                       ".x; ask the producer for max_version=(1, 1)");
   }
   if ((managed.flags & core::kDlpackReadOnly) != 0) {
-    return refuse("the tensor is read-only, and te-fl cannot promise not to write to it; copy it first");
+    return refuse(
+        "the tensor is read-only, and te-fl cannot promise not to write to it; copy it first");
   }
   if ((managed.flags & core::kDlpackSubbytePadded) != 0) {
     return refuse("elements smaller than a byte are padded to a byte; te-fl packs them");
@@ -42,14 +43,16 @@ Result<Device> device_of(const te_fl_dltensor& dl) {
     ++matches;
   }
   if (matches == 1) return device;
-  return refuse("the tensor is on extension device " + std::to_string(device.index) + ", which " +
-                (matches == 0 ? "no plugin provides" : "several plugins provide; wrap() its memory instead"));
+  return refuse(
+      "the tensor is on extension device " + std::to_string(device.index) + ", which " +
+      (matches == 0 ? "no plugin provides" : "several plugins provide; wrap() its memory instead"));
 }
 
 // Checks and describes; `storage` is filled in by the caller.
 Result<Tensor::Access::Parts> parts_of(const te_fl_dltensor& dl) {
   if (dl.ndim < 0 || dl.ndim > kMaxRank) {
-    return refuse("rank " + std::to_string(dl.ndim) + " is not within 0 to " + std::to_string(kMaxRank));
+    return refuse("rank " + std::to_string(dl.ndim) + " is not within 0 to " +
+                  std::to_string(kMaxRank));
   }
   if (dl.ndim > 0 && dl.shape == nullptr) return refuse("shape is null");
   const Result<DType> dtype = dtype_from_c(dl.dtype);
@@ -57,7 +60,8 @@ Result<Tensor::Access::Parts> parts_of(const te_fl_dltensor& dl) {
   const auto rank = static_cast<size_t>(dl.ndim);
   const std::span<const int64_t> shape(dl.shape, rank);
   const std::span<const int64_t> strides(dl.strides, dl.strides != nullptr ? rank : 0);
-  const void* first = dl.data == nullptr ? nullptr : static_cast<const char*>(dl.data) + dl.byte_offset;
+  const void* first =
+      dl.data == nullptr ? nullptr : static_cast<const char*>(dl.data) + dl.byte_offset;
   const Status layout = core::check_view(first, shape, strides, *dtype);
   if (!layout) return layout.wrap("DLPack import");
   TE_FL_ASSIGN_OR_RETURN(const Device device, device_of(dl));
@@ -79,7 +83,8 @@ Result<Tensor> import(Managed* managed) {
   return Tensor::Access::make(parts);
 }
 
-// What an exported tensor's manager_ctx points to: the storage, and the arrays that dl_tensor points into.
+// What an exported tensor's manager_ctx points to: the storage, and the arrays that dl_tensor
+// points into.
 template <class Managed>
 struct Export {
   Managed managed{};
@@ -116,9 +121,10 @@ Result<Tensor> Tensor::from_dlpack(void* managed, bool versioned) {
 Result<void*> Tensor::to_dlpack(bool versioned) const {
   if (!defined()) return invalid_argument("DLPack export: the tensor is undefined");
   if (quantized()) {
-    return invalid_argument("DLPack export: " + describe() +
-                            " is quantised, which DLPack cannot say; export its parts (rowwise_codes(), "
-                            "scale_inv(), ...)");
+    return invalid_argument(
+        "DLPack export: " + describe() +
+        " is quantised, which DLPack cannot say; export its parts (rowwise_codes(), "
+        "scale_inv(), ...)");
   }
   if (!versioned) return static_cast<void*>(make_export<DlpackManaged>(*this));
   DlpackVersioned* managed = make_export<DlpackVersioned>(*this);

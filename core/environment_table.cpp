@@ -20,14 +20,16 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_ALLOW_VENDORS", "", kList, "", "",
      "Vendors whose VENDOR implementations may be used, comma separated, any case; empty: all."},
     {"TE_FL_DENY_VENDORS", "", kList, "", "",
-     "Vendors whose VENDOR implementations may not be used, comma separated, any case; wins over allow."},
+     "Vendors whose VENDOR implementations may not be used, comma separated, any case; wins over "
+     "allow."},
     {"TE_FL_PER_OP", "", kPolicy, "", "",
-     "Exclusive lists per op, 'op=token|token;op2=token'; a token is flagos, default, vendor, reference, "
+     "Exclusive lists per op, 'op=token|token;op2=token'; a token is flagos, default, vendor, "
+     "reference, "
      "vendor:NAME or impl:ID."},
     {"TE_FL_DETERMINISTIC", "", kBool, "0", "",
      "1: only implementations that give the same bits for the same inputs."},
-    {"TE_FL_PLUGIN_MODULES", "", kList, "", "",
-     "Plugins to load, paths or names, comma separated.", true},
+    {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
+     true},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",
      "Folders in which plugin manifests are looked for first, colon separated.", true},
     {"TE_FL_PLUGIN_TIMEOUT_MS", "", kInt, "10000", "1 3600000",
@@ -38,9 +40,11 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_NUM_THREADS", "", kInt, "0", "0 4096",
      "Threads of the host backends' pool, the caller included; 0: as many as cores are available."},
     {"TE_FL_VALIDATE", "", kBool, "0", "",
-     "1: arguments are also checked for overlapping memory, which costs more than the usual checks."},
+     "1: arguments are also checked for overlapping memory, which costs more than the usual "
+     "checks."},
     {"TE_FL_SYNC", "", kBool, "0", "",
-     "1: the stream is synchronised after each op, so that a device error names the op that caused it."},
+     "1: the stream is synchronised after each op, so that a device error names the op that caused "
+     "it."},
 };
 
 std::vector<std::string> words(std::string_view text) {
@@ -71,8 +75,8 @@ std::vector<std::string> choices_of(const VariableSpec& spec) {
 }
 
 Status wrong_value(const VariableSpec& spec, std::string_view shown_name, std::string_view value) {
-  std::string text = std::string(shown_name) + "=" + std::string(value) + " is not accepted: it must be " +
-                     accepted_values(spec);
+  std::string text = std::string(shown_name) + "=" + std::string(value) +
+                     " is not accepted: it must be " + accepted_values(spec);
   if (spec.type != kInt) text += did_you_mean(value, choices_of(spec));
   return invalid_argument(text);
 }
@@ -103,29 +107,42 @@ std::span<const VariableSpec> variable_specs() { return kSpecs; }
 
 std::string_view type_name(VariableType type) {
   switch (type) {
-    case kBool: return "bool";
-    case kInt: return "int";
-    case kEnum: return "enum";
-    case kList: return "list";
-    case kPathList: return "path list";
-    case kString: return "string";
-    case kPolicy: return "policy";
+    case kBool:
+      return "bool";
+    case kInt:
+      return "int";
+    case kEnum:
+      return "enum";
+    case kList:
+      return "list";
+    case kPathList:
+      return "path list";
+    case kString:
+      return "string";
+    case kPolicy:
+      return "policy";
   }
   return "string";
 }
 
 std::string accepted_values(const VariableSpec& spec) {
   switch (spec.type) {
-    case kBool: return one_of(bool_words()) + " (any case)";
+    case kBool:
+      return one_of(bool_words()) + " (any case)";
     case kInt: {
       const auto bounds = words(spec.choices);
       return "a whole number from " + bounds[0] + " to " + bounds[1];
     }
-    case kEnum: return one_of(words(spec.choices)) + " (any case)";
-    case kList: return "a comma separated list";
-    case kPathList: return "a colon separated list of folders";
-    case kPolicy: return "op=token|token;op2=token";
-    case kString: break;
+    case kEnum:
+      return one_of(words(spec.choices)) + " (any case)";
+    case kList:
+      return "a comma separated list";
+    case kPathList:
+      return "a colon separated list of folders";
+    case kPolicy:
+      return "op=token|token;op2=token";
+    case kString:
+      break;
   }
   return "any text";
 }

@@ -19,7 +19,8 @@ class ErrorText {
 
   const te_fl_error_sink* sink() const noexcept { return &sink_; }
   const std::string& text() const noexcept { return text_; }
-  // Runs an entry of a plugin. R5 forbids exceptions; one that comes all the same becomes INTERNAL with its text.
+  // Runs an entry of a plugin. R5 forbids exceptions; one that comes all the same becomes INTERNAL
+  // with its text.
   template <class F>
   te_fl_status call(F&& enter) noexcept {
     try {

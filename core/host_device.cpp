@@ -40,14 +40,15 @@ te_fl_status release(void*, void* data, void*) {
   return TE_FL_OK;
 }
 
-// Pinned memory: whole pages, locked if the limit (RLIMIT_MEMLOCK) allows it, with one page in front that
-// remembers the size.
+// Pinned memory: whole pages, locked if the limit (RLIMIT_MEMLOCK) allows it, with one page in
+// front that remembers the size.
 te_fl_status allocate_pinned(void*, size_t bytes, void** out, const te_fl_error_sink* sink) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t body = round_up(bytes, page);
   *out = nullptr;
   if (body == 0 || body > SIZE_MAX - page) return out_of_memory(bytes, sink);
-  void* base = mmap(nullptr, page + body, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* base =
+      mmap(nullptr, page + body, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return out_of_memory(bytes, sink);
   *static_cast<size_t*>(base) = page + body;
   *out = static_cast<char*>(base) + page;
@@ -98,7 +99,8 @@ void processor_name(char* out, size_t size) {
 
 te_fl_status properties(void*, te_fl_device_props* props) {
   te_fl_device_props p{};
-  p.struct_size = props->struct_size < sizeof p ? props->struct_size : static_cast<uint32_t>(sizeof p);
+  p.struct_size =
+      props->struct_size < sizeof p ? props->struct_size : static_cast<uint32_t>(sizeof p);
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   p.total_memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * page;
   p.free_memory = static_cast<uint64_t>(sysconf(_SC_AVPHYS_PAGES)) * page;

@@ -4,8 +4,8 @@
 
 namespace te_fl::core {
 
-// The host's memory as a device, like any plugin's. It has no state, so a forked child can go on using it,
-// and no streams: every call has taken effect when it returns.
+// The host's memory as a device, like any plugin's. It has no state, so a forked child can go on
+// using it, and no streams: every call has taken effect when it returns.
 const te_fl_device_desc* host_device();
 
 // Cores that this process may run on.

@@ -1,6 +1,7 @@
 #include "te_fl/log.hpp"
 
-// spdlog and fmt as headers, whatever the packages' targets say: then they are private to this file.
+// spdlog and fmt as headers, whatever the packages' targets say: then they are private to this
+// file.
 #undef FMT_SHARED
 #undef SPDLOG_COMPILED_LIB
 #undef SPDLOG_SHARED_LIB
@@ -35,8 +36,8 @@ constexpr int kUnread = -1;  // the environment has not been looked at yet
 std::atomic<int> current_level{kUnread};
 std::atomic<bool> level_by_code{false};
 
-// Never destroyed, so that destructors of other static objects may still log. The logger is not entered
-// into spdlog's registry, which another copy of spdlog in the process might share.
+// Never destroyed, so that destructors of other static objects may still log. The logger is not
+// entered into spdlog's registry, which another copy of spdlog in the process might share.
 spdlog::logger& logger() {
   static spdlog::logger* const instance = [] {
     auto sink = std::make_shared<spdlog::sinks::ansicolor_stderr_sink_st>();

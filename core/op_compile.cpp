@@ -1,4 +1,5 @@
-// Turns a schema into a CompiledOp::Impl. A schema may come from a plugin: nothing in it is trusted.
+// Turns a schema into a CompiledOp::Impl. A schema may come from a plugin: nothing in it is
+// trusted.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -51,8 +52,10 @@ Layout layout_of(te_fl_arg_type type) {
     case TE_FL_ARG_BOOL:
     case TE_FL_ARG_I32:
     case TE_FL_ARG_ENUM:
-    case TE_FL_ARG_F32: return {4, 4};
-    default: return {8, 8};
+    case TE_FL_ARG_F32:
+      return {4, 4};
+    default:
+      return {8, 8};
   }
 }
 
@@ -71,8 +74,9 @@ int CompiledOp::Impl::find_arg(std::string_view name) const {
 
 Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
   if (from.struct_size < sizeof(te_fl_op_schema)) {
-    return refuse("an op", "struct_size is " + std::to_string(from.struct_size) + ", must be at least " +
-                               std::to_string(sizeof(te_fl_op_schema)) + " (rule R3)");
+    return refuse("an op", "struct_size is " + std::to_string(from.struct_size) +
+                               ", must be at least " + std::to_string(sizeof(te_fl_op_schema)) +
+                               " (rule R3)");
   }
   const auto keep = [this](const char* text) -> const char* {
     if (text == nullptr) return nullptr;
@@ -91,7 +95,8 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
   schema.formula = keep(from.formula);
   schema.source = keep(from.source);
   const std::string op = schema.name;
-  if (from.version == 0 || from.version > UINT16_MAX) return refuse(op, "version must be from 1 to 65535");
+  if (from.version == 0 || from.version > UINT16_MAX)
+    return refuse(op, "version must be from 1 to 65535");
   if (from.arg_count > kMaxArgs) {
     return refuse(op, std::to_string(from.arg_count) + " arguments are more than " +
                           std::to_string(kMaxArgs));
@@ -102,8 +107,9 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
     const std::string where = op + ", argument " + std::to_string(i);
     if (arg == nullptr) return refuse(where, "its description is NULL");
     if (arg->struct_size < sizeof(te_fl_arg_desc)) {
-      return refuse(where, "struct_size is " + std::to_string(arg->struct_size) + ", must be at least " +
-                               std::to_string(sizeof(te_fl_arg_desc)) + " (rule R3)");
+      return refuse(where, "struct_size is " + std::to_string(arg->struct_size) +
+                               ", must be at least " + std::to_string(sizeof(te_fl_arg_desc)) +
+                               " (rule R3)");
     }
     te_fl_arg_desc& desc = descs.emplace_back(*arg);
     desc.struct_size = sizeof(te_fl_arg_desc);
@@ -112,7 +118,8 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
       *text = keep(*text);
     }
     if (desc.name == nullptr || !is_identifier(desc.name)) {
-      return refuse(where, desc.name == nullptr ? "its name is NULL" : "its name is not an identifier");
+      return refuse(where,
+                    desc.name == nullptr ? "its name is NULL" : "its name is not an identifier");
     }
     if (find_arg(desc.name) != static_cast<int>(i)) {
       return refuse(op, "two arguments are named '" + std::string(desc.name) + "'");
@@ -146,8 +153,10 @@ Status CompiledOp::Impl::compile_scalar(const te_fl_arg_desc& desc, Arg& arg) {
     low = 0, high = static_cast<int64_t>(names.size()) - 1;
   } else if (!unbounded) {
     // Clamped before the cast, which is undefined out of range; 2^63 itself is not an int64.
-    if (desc.min > static_cast<double>(low)) low = desc.min >= 0x1p63 ? INT64_MAX : static_cast<int64_t>(std::ceil(desc.min));
-    if (desc.max < static_cast<double>(high)) high = desc.max < -0x1p63 ? INT64_MIN : static_cast<int64_t>(std::floor(desc.max));
+    if (desc.min > static_cast<double>(low))
+      low = desc.min >= 0x1p63 ? INT64_MAX : static_cast<int64_t>(std::ceil(desc.min));
+    if (desc.max < static_cast<double>(high))
+      high = desc.max < -0x1p63 ? INT64_MIN : static_cast<int64_t>(std::floor(desc.max));
   }
   if (low > high) return bad("no value lies between min and max");
   arg.int_low = low;
@@ -162,7 +171,8 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   };
   if (desc.type > TE_FL_ARG_SAVED) return bad("type " + std::to_string(desc.type) + " is unknown");
   if (desc.role > TE_FL_INOUT) return bad("role " + std::to_string(desc.role) + " is unknown");
-  if ((desc.flags & ~kKnownFlags) != 0) return bad("flags has bits that this version does not know");
+  if ((desc.flags & ~kKnownFlags) != 0)
+    return bad("flags has bits that this version does not know");
   if (desc.since == 0 || desc.since > schema.version) {
     return bad("since is " + std::to_string(desc.since) + ", must be from 1 to the op's version " +
                std::to_string(schema.version));
@@ -181,14 +191,17 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   if (has_data) {
     arg.dtypes = desc.dtypes;
     arg.scalings = desc.scalings;
-    if (arg.dtypes == 0 || (arg.dtypes & ~TE_FL_MASK_ANY_DTYPE) != 0) return bad("dtypes is not a mask of dtypes");
+    if (arg.dtypes == 0 || (arg.dtypes & ~TE_FL_MASK_ANY_DTYPE) != 0)
+      return bad("dtypes is not a mask of dtypes");
     const uint32_t all = (1u << TE_FL_SCALING_COUNT) - 1;
-    if (arg.scalings == 0 || (arg.scalings & ~all) != 0) return bad("scalings is not a mask of scaling modes");
+    if (arg.scalings == 0 || (arg.scalings & ~all) != 0)
+      return bad("scalings is not a mask of scaling modes");
     const auto find_flag = [this](std::string_view name) {
       const int i = find_arg(name);
       return i >= 0 && descs[static_cast<size_t>(i)].type == TE_FL_ARG_BOOL ? i : -1;
     };
-    Result<ShapeRule> rule = parse_shape_rule(desc.shape != nullptr ? desc.shape : "any", symbols, find_flag);
+    Result<ShapeRule> rule =
+        parse_shape_rule(desc.shape != nullptr ? desc.shape : "any", symbols, find_flag);
     if (!rule) return bad(rule.status().message());
     arg.shape = *rule;
     if (arg.since > 1 && !arg.is(TE_FL_ARG_OPTIONAL)) {
@@ -238,7 +251,8 @@ Status CompiledOp::Impl::compile_references(uint32_t index) {
     const bool tensor = other >= 0 && (args[static_cast<size_t>(other)].is_tensor() ||
                                        args[static_cast<size_t>(other)].is_list());
     if (!has_data || !arg.writes() || !tensor || other == static_cast<int>(index)) {
-      return bad("aliases: '" + name + "' is not another tensor that this output may share memory with");
+      return bad("aliases: '" + name +
+                 "' is not another tensor that this output may share memory with");
     }
     arg.may_alias |= uint64_t{1} << other;
     args[static_cast<size_t>(other)].may_alias |= uint64_t{1} << index;
@@ -278,8 +292,9 @@ Status CompiledOp::Impl::check_layout() const {
     TE_FL_RETURN_IF_ERROR(add(desc.offset, layout_of(args[i].type)));
     if (args[i].is_list()) TE_FL_RETURN_IF_ERROR(add(desc.count_offset, {8, 8}));
     if (desc.since == 1 && args[i].end > schema.args_size_v1) {
-      return refuse(op + ", argument '" + desc.name + "'",
-                    "it is of version 1 but lies beyond args_size_v1 " + std::to_string(schema.args_size_v1));
+      return refuse(
+          op + ", argument '" + desc.name + "'",
+          "it is of version 1 but lies beyond args_size_v1 " + std::to_string(schema.args_size_v1));
     }
   }
   std::sort(members.begin(), members.end(),
@@ -292,15 +307,17 @@ Status CompiledOp::Impl::check_layout() const {
   return {};
 }
 
-// Tensors that set the leading dimensions come before those that only need their product, and those that
-// set names before those that accept "1 or the name".
+// Tensors that set the leading dimensions come before those that only need their product, and those
+// that set names before those that accept "1 or the name".
 void CompiledOp::Impl::order_tensors() {
   const auto rank = [this](uint8_t i) {
     const ShapeRule& rule = args[i].shape;
-    return (rule.uses(Term::kProduct) && !rule.uses_leading() ? 1 : 0) + (rule.uses(Term::kOneOr) ? 2 : 0);
+    return (rule.uses(Term::kProduct) && !rule.uses_leading() ? 1 : 0) +
+           (rule.uses(Term::kOneOr) ? 2 : 0);
   };
   for (auto* order : {&tensors, &lists}) {
-    std::stable_sort(order->begin(), order->end(), [&](uint8_t a, uint8_t b) { return rank(a) < rank(b); });
+    std::stable_sort(order->begin(), order->end(),
+                     [&](uint8_t a, uint8_t b) { return rank(a) < rank(b); });
   }
 }
 

@@ -10,7 +10,9 @@
 namespace te_fl::core {
 namespace {
 
-bool is_aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+bool is_aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
 
 uintptr_t element_bytes(int dtype) {
   return static_cast<uintptr_t>(std::max(bits(static_cast<DType>(dtype)) / 8, 1));
@@ -23,7 +25,8 @@ bool fits(const te_fl_dltensor& dl) {
     if (__builtin_mul_overflow(bytes, std::max<int64_t>(dl.shape[i], 1), &bytes)) return false;
     if (dl.strides == nullptr) continue;
     int64_t reach = 0;
-    if (__builtin_mul_overflow(std::max<int64_t>(dl.shape[i] - 1, 0), dl.strides[i], &reach)) return false;
+    if (__builtin_mul_overflow(std::max<int64_t>(dl.shape[i] - 1, 0), dl.strides[i], &reach))
+      return false;
     if (reach > (INT64_MAX >> 8) || reach < -(INT64_MAX >> 8)) return false;
   }
   return bytes < INT64_MAX - 4096;
@@ -59,10 +62,14 @@ bool ArgsView::is_neutral(const Arg& arg) const noexcept {
   if (!has(arg)) return true;
   switch (arg.type) {
     case TE_FL_ARG_TENSOR:
-    case TE_FL_ARG_SAVED: return read<const void*>(arg.offset) == nullptr;
-    case TE_FL_ARG_TENSOR_LIST: return count(arg) == 0;
-    case TE_FL_ARG_F32: return read<float>(arg.offset) == static_cast<float>(arg.neutral);
-    default: return scalar(arg) == arg.neutral;
+    case TE_FL_ARG_SAVED:
+      return read<const void*>(arg.offset) == nullptr;
+    case TE_FL_ARG_TENSOR_LIST:
+      return count(arg) == 0;
+    case TE_FL_ARG_F32:
+      return read<float>(arg.offset) == static_cast<float>(arg.neutral);
+    default:
+      return scalar(arg) == arg.neutral;
   }
 }
 
@@ -83,7 +90,9 @@ bool merge_devices(Device& into, const Device& next) noexcept {
 }
 
 Finder::Finder(const CompiledOp::Impl& op, const void* args) noexcept
-    : op_(op), raw_(args), args_(args != nullptr ? args : static_cast<const void*>(&op.schema.arg_count)) {
+    : op_(op),
+      raw_(args),
+      args_(args != nullptr ? args : static_cast<const void*>(&op.schema.arg_count)) {
   for (int8_t& s : frame_.setter) s = -1;
 }
 
@@ -106,7 +115,8 @@ bool Finder::reads(const Arg& arg) const noexcept {
 }
 
 bool Finder::run(Signature& out) noexcept {
-  const bool good = check_struct() && check_scalars() && check_tensors() && check_lists() && check_saved();
+  const bool good =
+      check_struct() && check_scalars() && check_tensors() && check_lists() && check_saved();
   if (good) {
     signature_.device = device_.is_host() ? Device{} : device_;
     out = signature_;
@@ -133,8 +143,8 @@ bool Finder::check_scalar(int i) noexcept {
     if (std::isnan(value)) return fail(Problem::kNan, i);
     return value >= arg.low && value <= arg.high ? true : fail(Problem::kRange, i);
   }
-  const int64_t value = arg.type == TE_FL_ARG_I64 ? args_.read<int64_t>(arg.offset)
-                                                  : args_.read<int32_t>(arg.offset);
+  const int64_t value =
+      arg.type == TE_FL_ARG_I64 ? args_.read<int64_t>(arg.offset) : args_.read<int32_t>(arg.offset);
   if (value >= arg.int_low && value <= arg.int_high) return true;
   const Problem problem = arg.type == TE_FL_ARG_BOOL   ? Problem::kBool
                           : arg.type == TE_FL_ARG_ENUM ? Problem::kEnum
@@ -179,7 +189,8 @@ Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
 Problem Finder::inspect_storage(const Arg& arg, const te_fl_tensor& t, int dtype) const noexcept {
   const te_fl_quant* q = quant_of(t);
   const bool empty = numel_of(t) == 0;
-  const bool may_be_null = arg.is(TE_FL_ARG_QUANT_ONLY) || empty || (op_.enquiry && !arg.writes()) ||
+  const bool may_be_null = arg.is(TE_FL_ARG_QUANT_ONLY) || empty ||
+                           (op_.enquiry && !arg.writes()) ||
                            (q != nullptr && q->columnwise_data != nullptr);
   if (t.dl.data == nullptr && !may_be_null) return Problem::kNullData;
   if (t.dl.data != nullptr) {
@@ -225,13 +236,15 @@ Problem Finder::inspect_quant(const Arg& arg, const te_fl_tensor& t) const noexc
   }
   const bool wide = q.scaling <= TE_FL_SCALING_BLOCK_128X128;  // FP32 scales
   const uintptr_t width = wide ? sizeof(float) : 1;
-  const bool aligned = is_aligned(q.scale_inv, width) && is_aligned(q.columnwise_scale_inv, width) &&
+  const bool aligned = is_aligned(q.scale_inv, width) &&
+                       is_aligned(q.columnwise_scale_inv, width) &&
                        is_aligned(q.amax, sizeof(float)) && is_aligned(q.scale, sizeof(float));
   return aligned ? Problem::kNone : Problem::kPartAlignment;
 }
 
 // The scales that the copies need, by role.
-Problem Finder::inspect_parts(const Arg& arg, const te_fl_tensor& t, const te_fl_quant& q) const noexcept {
+Problem Finder::inspect_parts(const Arg& arg, const te_fl_tensor& t,
+                              const te_fl_quant& q) const noexcept {
   const bool row = t.dl.data != nullptr, column = q.columnwise_data != nullptr;
   if (op_.enquiry && !arg.writes()) return Problem::kNone;
   if (q.scaling == TE_FL_SCALING_TENSOR) {
@@ -250,7 +263,8 @@ Problem Finder::inspect_parts(const Arg& arg, const te_fl_tensor& t, const te_fl
 void Finder::note(const Arg&, const te_fl_tensor& t) noexcept {
   signature_.dtypes |= 1u << dtype_index(t.dl.dtype);
   const te_fl_quant* q = quant_of(t);
-  signature_.scalings |= 1u << (q == nullptr ? static_cast<uint32_t>(TE_FL_SCALING_NONE) : q->scaling);
+  signature_.scalings |=
+      1u << (q == nullptr ? static_cast<uint32_t>(TE_FL_SCALING_NONE) : q->scaling);
 }
 
 bool Finder::place(int i, int64_t index, const te_fl_tensor& t) noexcept {
@@ -264,7 +278,8 @@ bool Finder::place(int i, int64_t index, const te_fl_tensor& t) noexcept {
   return merge_devices(device_, device) ? true : fail(Problem::kDevice, i, index, device_setter_);
 }
 
-// Tensor j, or its element `index`; null if it is absent or malformed, which is reported for itself.
+// Tensor j, or its element `index`; null if it is absent or malformed, which is reported for
+// itself.
 const te_fl_tensor* Finder::partner(int j, int64_t index) const noexcept {
   const Arg& other = op_.args[static_cast<size_t>(j)];
   const te_fl_tensor* t = nullptr;
@@ -333,7 +348,8 @@ bool Finder::match_leading(int i, const te_fl_tensor& t, int count, int64_t inde
     int64_t product = 1;
     for (int d = 0; d < count; ++d) product *= t.dl.shape[d];
     // A product known from elsewhere (names bound by plain tensors hold inside lists).
-    if (frame_.product >= 0 && product != frame_.product) return fail(Problem::kShape, i, index, -1, 0);
+    if (frame_.product >= 0 && product != frame_.product)
+      return fail(Problem::kShape, i, index, -1, 0);
     frame_.leading = t.dl.shape;
     frame_.leading_count = count;
     frame_.leading_setter = static_cast<int8_t>(i);
@@ -358,12 +374,18 @@ bool Finder::match_term(int i, const Term& term, int64_t extent) noexcept {
     return true;
   };
   switch (term.kind) {
-    case Term::kAny: return true;
-    case Term::kConst: return extent == term.value;
-    case Term::kName: return bind_or_compare(extent);
-    case Term::kTimes: return extent % term.value == 0 && bind_or_compare(extent / term.value);
-    case Term::kPlus: return extent >= term.value && bind_or_compare(extent - term.value);
-    case Term::kOneOr: return extent == 1 || bind_or_compare(extent);
+    case Term::kAny:
+      return true;
+    case Term::kConst:
+      return extent == term.value;
+    case Term::kName:
+      return bind_or_compare(extent);
+    case Term::kTimes:
+      return extent % term.value == 0 && bind_or_compare(extent / term.value);
+    case Term::kPlus:
+      return extent >= term.value && bind_or_compare(extent - term.value);
+    case Term::kOneOr:
+      return extent == 1 || bind_or_compare(extent);
     case Term::kProduct:
       if (frame_.product < 0) {
         frame_.product = extent;
@@ -376,7 +398,8 @@ bool Finder::match_term(int i, const Term& term, int64_t extent) noexcept {
 
 // ---- aliasing
 
-bool Finder::check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor& b, int64_t index) noexcept {
+bool Finder::check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor& b,
+                        int64_t index) noexcept {
   const bool allowed = (op_.args[static_cast<size_t>(i)].may_alias >> j & 1) != 0;
   const char* const p = first_byte(a);
   const char* const q = first_byte(b);
@@ -400,8 +423,8 @@ bool Finder::check_aliases(int i, int64_t index, const te_fl_tensor& t) noexcept
   return g_validate.load(std::memory_order_relaxed) ? check_other_elements(i, index, t) : true;
 }
 
-// An element against those of other indices, with which nothing may be shared. Takes the square of the list's
-// length, so only under TE_FL_VALIDATE.
+// An element against those of other indices, with which nothing may be shared. Takes the square of
+// the list's length, so only under TE_FL_VALIDATE.
 bool Finder::check_other_elements(int i, int64_t index, const te_fl_tensor& t) noexcept {
   for (const uint8_t j : op_.lists) {
     const int64_t count = args_.count(op_.args[j]);
@@ -424,7 +447,8 @@ bool Finder::check_list_counts() noexcept {
     if (count < 0) return fail(Problem::kNegativeCount, i);
     if (count > kMaxListCount) return fail(Problem::kLongList, i);
     if (count == 0 && arg.is(TE_FL_ARG_OPTIONAL)) continue;
-    if (count > 0 && args_.read<const void*>(arg.offset) == nullptr) return fail(Problem::kNullList, i);
+    if (count > 0 && args_.read<const void*>(arg.offset) == nullptr)
+      return fail(Problem::kNullList, i);
     if (first < 0) {
       first = i;
       list_count_ = count;
@@ -483,9 +507,10 @@ bool Finder::check_saved() noexcept {
   if (record->struct_size < sizeof(te_fl_saved)) return fail(Problem::kSavedSize, op_.saved);
   const te_fl_tensor* storage = record->storage;
   if (storage == nullptr) return true;
-  const bool shaped = storage->struct_size >= offsetof(te_fl_tensor, quant) && storage->dl.ndim == 1 &&
-                      storage->dl.shape != nullptr && storage->dl.shape[0] >= 0 &&
-                      dtype_index(storage->dl.dtype) == TE_FL_U8 && is_compact(*storage) &&
+  const bool shaped = storage->struct_size >= offsetof(te_fl_tensor, quant) &&
+                      storage->dl.ndim == 1 && storage->dl.shape != nullptr &&
+                      storage->dl.shape[0] >= 0 && dtype_index(storage->dl.dtype) == TE_FL_U8 &&
+                      is_compact(*storage) &&
                       (storage->dl.data != nullptr || storage->dl.shape[0] == 0);
   if (!shaped) return fail(Problem::kSavedStorage, op_.saved);
   const Device device{storage->dl.device.type, storage->dl.device.index, storage->provider};
@@ -502,7 +527,8 @@ bool Finder::signature(Signature& out) noexcept {
     if (t == nullptr) return op_.args[static_cast<size_t>(i)].is(TE_FL_ARG_OPTIONAL);
     if (t->struct_size < offsetof(te_fl_tensor, quant)) return false;
     const te_fl_quant* q = t->struct_size >= sizeof(te_fl_tensor) ? t->quant : nullptr;
-    if (q != nullptr && (q->struct_size < sizeof(te_fl_quant) || q->scaling >= TE_FL_SCALING_COUNT)) {
+    if (q != nullptr &&
+        (q->struct_size < sizeof(te_fl_quant) || q->scaling >= TE_FL_SCALING_COUNT)) {
       return false;
     }
     if (dtype_index(t->dl.dtype) == kInvalidDType) return false;

@@ -5,8 +5,8 @@
 #include "core/compiled_op.hpp"
 #include "te_fl/dtype.hpp"
 
-// The exact check of a call: finds the first mistake, in codes and without allocating; core/op_message.cpp
-// puts it into words.
+// The exact check of a call: finds the first mistake, in codes and without allocating;
+// core/op_message.cpp puts it into words.
 namespace te_fl::core {
 
 enum class Problem : uint8_t {
@@ -125,7 +125,8 @@ class Finder {
   bool check_same_dtype(int i, int64_t index, const te_fl_tensor& t) noexcept;
   bool check_aliases(int i, int64_t index, const te_fl_tensor& t) noexcept;
   bool check_other_elements(int i, int64_t index, const te_fl_tensor& t) noexcept;
-  bool check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor& b, int64_t index) noexcept;
+  bool check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor& b,
+                  int64_t index) noexcept;
   void note(const Arg& arg, const te_fl_tensor& t) noexcept;
 
   const CompiledOp::Impl& op_;
@@ -139,7 +140,8 @@ class Finder {
   int64_t list_count_ = 0;
 };
 
-// The quantisation data of a tensor whose struct sizes are in order; null if it says "not quantised".
+// The quantisation data of a tensor whose struct sizes are in order; null if it says "not
+// quantised".
 inline const te_fl_quant* quant_of(const te_fl_tensor& t) noexcept {
   const te_fl_quant* q = t.struct_size >= sizeof(te_fl_tensor) ? t.quant : nullptr;
   return q != nullptr && q->scaling != TE_FL_SCALING_NONE ? q : nullptr;

@@ -44,7 +44,8 @@ class Words {
   std::string quoted(int i) const { return "'" + std::string(op_.name_of(i)) + "'"; }
   // "argument 'x'" or "argument 'xs'[3]"
   std::string who() const {
-    return "argument " + quoted(f_.arg) + (f_.index >= 0 ? "[" + std::to_string(f_.index) + "]" : "");
+    return "argument " + quoted(f_.arg) +
+           (f_.index >= 0 ? "[" + std::to_string(f_.index) + "]" : "");
   }
   std::string dtype() const {
     const int index = dtype_index(t_->dl.dtype);
@@ -82,25 +83,32 @@ std::string Words::scalar_text() const {
                                 : number(value);
   const std::string is = who() + " is " + shown + ", must be ";
   switch (f_.problem) {
-    case Problem::kBool: return is + "0 or 1";
+    case Problem::kBool:
+      return is + "0 or 1";
     case Problem::kEnum:
       return is + "from 0 to " + std::to_string(arg().int_high) + " (" + desc().enum_names + ")";
-    case Problem::kNan: return who() + " is NaN, must be a number";
-    default: break;
+    case Problem::kNan:
+      return who() + " is NaN, must be a number";
+    default:
+      break;
   }
-  if (whole) return is + "from " + std::to_string(arg().int_low) + " to " + std::to_string(arg().int_high);
+  if (whole)
+    return is + "from " + std::to_string(arg().int_low) + " to " + std::to_string(arg().int_high);
   return is + "from " + number(arg().low) + " to " + number(arg().high);
 }
 
 std::string Words::list_text() const {
   const std::string count = std::to_string(finder_.args().count(arg()));
   switch (f_.problem) {
-    case Problem::kNegativeCount: return who() + " has count " + count + ", must not be negative";
+    case Problem::kNegativeCount:
+      return who() + " has count " + count + ", must not be negative";
     case Problem::kLongList:
       return who() + " has count " + count + ", must be at most " + std::to_string(kMaxListCount) +
              "; split the call";
-    case Problem::kNullList: return who() + " is NULL but its count is " + count;
-    default: break;
+    case Problem::kNullList:
+      return who() + " is NULL but its count is " + count;
+    default:
+      break;
   }
   const Arg& other = op_.args[static_cast<size_t>(f_.other)];
   return who() + " has " + count + " tensors, must have as many as " + quoted(f_.other) + ": " +
@@ -124,9 +132,10 @@ std::string Words::tensor_text() const {
     case Problem::kTooLarge:
       return who() + " is " + te_fl::describe(t_) + ": its size does not fit 63 bits";
     case Problem::kDType:
-      return who() + " is " + te_fl::describe(t_) + ", its dtype must be " + dtype_list(arg().dtypes) +
-             "; convert it first";
-    default: return storage_text();
+      return who() + " is " + te_fl::describe(t_) + ", its dtype must be " +
+             dtype_list(arg().dtypes) + "; convert it first";
+    default:
+      return storage_text();
   }
 }
 
@@ -140,7 +149,8 @@ std::string Words::storage_text() const {
       return is + " whose data + byte_offset is not a multiple of the element's " + bytes +
              " bytes; copy it into aligned memory";
     }
-    case Problem::kNotHost: return is + ", must be in host memory; copy it to the host";
+    case Problem::kNotHost:
+      return is + ", must be in host memory; copy it to the host";
     case Problem::kSelfOverlap:
       return is + ", an output with strides " + strides() +
              " whose elements overlap in memory; give it memory of its own";
@@ -148,8 +158,10 @@ std::string Words::storage_text() const {
       return is + " with a stride of 0 over an extent above 1: " + op_.schema.name +
              " does not take broadcast inputs here; expand it with strided_copy first";
     case Problem::kPackedStrided:
-      return is + " with strides " + strides() + ": 4-bit elements are packed and must be contiguous";
-    default: return quant_text();
+      return is + " with strides " + strides() +
+             ": 4-bit elements are packed and must be contiguous";
+    default:
+      return quant_text();
   }
 }
 
@@ -173,31 +185,38 @@ std::string Words::quant_text() const {
   const std::string allowed = scaling_list(arg().scalings);
   switch (f_.problem) {
     case Problem::kUnknownScaling:
-      return is + ": scaling mode " + std::to_string(q->scaling) + " is unknown, must be " + allowed;
+      return is + ": scaling mode " + std::to_string(q->scaling) + " is unknown, must be " +
+             allowed;
     case Problem::kScaling:
-      return is + (q == nullptr ? ", not quantised" : "") + ": its scaling mode must be " + allowed +
-             (q == nullptr ? "; make it with quantize" : "");
+      return is + (q == nullptr ? ", not quantised" : "") + ": its scaling mode must be " +
+             allowed + (q == nullptr ? "; make it with quantize" : "");
     case Problem::kQuantDType:
-      return is + ": scaling " + std::string(name(static_cast<Scaling>(q->scaling))) + " needs dtype " +
-             (q->scaling == TE_FL_SCALING_NVFP4 ? "f4e2m1" : "f8e4m3|f8e5m2");
+      return is + ": scaling " + std::string(name(static_cast<Scaling>(q->scaling))) +
+             " needs dtype " + (q->scaling == TE_FL_SCALING_NVFP4 ? "f4e2m1" : "f8e4m3|f8e5m2");
     case Problem::kQuantStrided:
       return is + " with strides " + strides() + ": quantised tensors must be contiguous";
     case Problem::kNoCopy:
-      return is + " without row-wise data (dl.data) and without columnwise_data, must have one of them";
+      return is +
+             " without row-wise data (dl.data) and without columnwise_data, must have one of them";
     case Problem::kNoScaleInv:
       return is + ": its scale_inv is missing (NULL)" +
-             (finder_.reads(arg()) ? "; make it with quantize" : ", where the scale that the op derives is written");
+             (finder_.reads(arg()) ? "; make it with quantize"
+                                   : ", where the scale that the op derives is written");
     case Problem::kNoColumnwiseScaleInv:
       return is + " with column-wise data: its columnwise_scale_inv is missing (NULL)";
     case Problem::kNoScale:
       return is + ": its scale is missing (NULL)" +
              (arg().is(TE_FL_ARG_QUANT_ONLY) || (q->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0
                   ? ""
-                  : "; set te_fl_quant.scale (delayed scaling) or TE_FL_QUANT_COMPUTE_SCALE (current scaling)");
-    case Problem::kNoAmax: return is + ": its amax is missing (NULL)";
+                  : "; set te_fl_quant.scale (delayed scaling) or TE_FL_QUANT_COMPUTE_SCALE "
+                    "(current scaling)");
+    case Problem::kNoAmax:
+      return is + ": its amax is missing (NULL)";
     case Problem::kPartAlignment:
-      return is + ": scale_inv, columnwise_scale_inv, amax and scale must be aligned to their elements";
-    default: return is + ": refused";
+      return is +
+             ": scale_inv, columnwise_scale_inv, amax and scale must be aligned to their elements";
+    default:
+      return is + ": refused";
   }
 }
 
@@ -210,7 +229,8 @@ std::string Words::pair_text() const {
     case Problem::kDevice:
       return who() + " is on " +
              to_string(Device{t_->dl.device.type, t_->dl.device.index, t_->provider}) +
-             ", must be on " + to_string(finder_.device()) + " as " + other + " is; copy it there first";
+             ", must be on " + to_string(finder_.device()) + " as " + other +
+             " is; copy it there first";
     case Problem::kAlias:
       return who() + " has the same memory as " + other +
              ", which this op does not allow; give the output memory of its own";
@@ -243,21 +263,25 @@ std::string Words::expected_term(const Term& term, std::vector<int>& setters) co
       return bound ? std::to_string(term.value * value) : std::to_string(term.value) + "*" + symbol;
     case Term::kPlus:
       return bound ? std::to_string(value + term.value) : symbol + "+" + std::to_string(term.value);
-    case Term::kOneOr: return value == 1 ? "1" : "1 or " + shown;
-    default: return shown;
+    case Term::kOneOr:
+      return value == 1 ? "1" : "1 or " + shown;
+    default:
+      return shown;
   }
 }
 
 std::string Words::shape_text() const {
   const ShapeRule& rule = arg().shape;
-  const bool second = rule.flag >= 0 && !finder_.args().flag(op_.args[static_cast<size_t>(rule.flag)]);
+  const bool second =
+      rule.flag >= 0 && !finder_.args().flag(op_.args[static_cast<size_t>(rule.flag)]);
   const Dims& dims = rule.dims[second ? 1 : 0];
   const Frame& frame = finder_.frame();
   std::vector<std::string> extents;
   std::vector<int> setters;
   if (dims.leading && frame.leading_count >= 0 && frame.leading_setter != f_.arg) {
     setters.push_back(frame.leading_setter);
-    for (int i = 0; i < frame.leading_count; ++i) extents.push_back(std::to_string(frame.leading[i]));
+    for (int i = 0; i < frame.leading_count; ++i)
+      extents.push_back(std::to_string(frame.leading[i]));
   } else if (dims.leading) {
     extents.emplace_back("...");
   }
@@ -272,37 +296,46 @@ std::string Words::shape_text() const {
   std::vector<std::string> names;
   for (const int i : setters) names.push_back(quoted(i));
   if (!names.empty()) text += ", set by " + join(names, " and ");
-  if (rule.flag >= 0) text += ", " + std::string(op_.name_of(rule.flag)) + " is " + (second ? "0" : "1");
+  if (rule.flag >= 0)
+    text += ", " + std::string(op_.name_of(rule.flag)) + " is " + (second ? "0" : "1");
   return text + ")";
 }
 
 std::string Words::saved_text() const {
   switch (f_.problem) {
-    case Problem::kMissingSaved: return who() + " is missing (NULL), must be a te_fl_saved";
+    case Problem::kMissingSaved:
+      return who() + " is missing (NULL), must be a te_fl_saved";
     case Problem::kSavedSize:
       return who() + " has a te_fl_saved whose struct_size is too small, must be at least " +
              std::to_string(sizeof(te_fl_saved)) + " (rule R3)";
     case Problem::kDevice:
-      return who() + " has its storage on another device than " + quoted(f_.other) + ", must be on " +
-             to_string(finder_.device());
-    default: return who() + " has a storage that is not a contiguous u8 tensor of rank 1";
+      return who() + " has its storage on another device than " + quoted(f_.other) +
+             ", must be on " + to_string(finder_.device());
+    default:
+      return who() + " has a storage that is not a contiguous u8 tensor of rank 1";
   }
 }
 
 std::string Words::text() const {
   switch (f_.problem) {
-    case Problem::kNone: return "no mistake";
-    case Problem::kNullArgs: return "the argument struct is NULL";
+    case Problem::kNone:
+      return "no mistake";
+    case Problem::kNullArgs:
+      return "the argument struct is NULL";
     case Problem::kArgsSize:
       return "the argument struct has " +
              size_rule("", finder_.args().size(), op_.schema.args_size_v1).substr(1);
     case Problem::kSameDType:
     case Problem::kAlias:
-    case Problem::kPartialOverlap: return pair_text();
-    case Problem::kDevice: return t_ != nullptr ? pair_text() : saved_text();
+    case Problem::kPartialOverlap:
+      return pair_text();
+    case Problem::kDevice:
+      return t_ != nullptr ? pair_text() : saved_text();
     case Problem::kShape:
-    case Problem::kShapeRank: return shape_text();
-    default: break;
+    case Problem::kShapeRank:
+      return shape_text();
+    default:
+      break;
   }
   if (f_.problem >= Problem::kMissingSaved) return saved_text();
   if (f_.problem >= Problem::kNegativeCount) return list_text();

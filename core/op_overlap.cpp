@@ -85,7 +85,8 @@ bool overlaps_itself(const te_fl_tensor& t) noexcept {
   }
 }
 
-bool overlap_partly(const te_fl_tensor& a, const te_fl_tensor& b, bool same_start_allowed) noexcept {
+bool overlap_partly(const te_fl_tensor& a, const te_fl_tensor& b,
+                    bool same_start_allowed) noexcept {
   if (first_byte(a) == nullptr || first_byte(b) == nullptr) return false;
   const bool same_start = first_byte(a) == first_byte(b);
   if (same_start) return !same_start_allowed;

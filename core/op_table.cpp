@@ -3,10 +3,10 @@
 #include <cstring>
 
 #include "core/compiled_op.hpp"
-#include "te_fl/dtype.hpp"
 #include "core/op_finder.hpp"
 #include "core/settings.hpp"
 #include "core/text.hpp"
+#include "te_fl/dtype.hpp"
 
 namespace te_fl::core {
 namespace {
@@ -16,17 +16,17 @@ bool same_text(const char* a, const char* b) {
 }
 
 bool same_arg(const te_fl_arg_desc& a, const te_fl_arg_desc& b) {
-  const bool numbers = a.type == b.type && a.role == b.role && a.since == b.since && a.flags == b.flags &&
-                       a.offset == b.offset && a.count_offset == b.count_offset &&
-                       a.dtypes == b.dtypes && a.scalings == b.scalings && a.neutral == b.neutral &&
-                       a.min == b.min && a.max == b.max;
+  const bool numbers =
+      a.type == b.type && a.role == b.role && a.since == b.since && a.flags == b.flags &&
+      a.offset == b.offset && a.count_offset == b.count_offset && a.dtypes == b.dtypes &&
+      a.scalings == b.scalings && a.neutral == b.neutral && a.min == b.min && a.max == b.max;
   return numbers && same_text(a.name, b.name) && same_text(a.shape, b.shape) &&
          same_text(a.inout_if, b.inout_if) && same_text(a.aliases, b.aliases) &&
          same_text(a.same_as, b.same_as) && same_text(a.enum_names, b.enum_names);
 }
 
-// Calls f(argument, tensor) for every tensor present until it returns false. Tolerates whatever check()
-// would refuse.
+// Calls f(argument, tensor) for every tensor present until it returns false. Tolerates whatever
+// check() would refuse.
 template <class F>
 void for_each_tensor(const CompiledOp::Impl& op, const void* raw, F&& f) {
   const ArgsView args(raw);
@@ -70,7 +70,8 @@ Status CompiledOp::check_status(const void* args) const {
   Finder finder(*impl_, args);
   Signature ignored;
   if (finder.run(ignored)) return {};
-  return invalid_argument(std::string(impl_->schema.name) + ": " + describe_finding(*impl_, finder));
+  return invalid_argument(std::string(impl_->schema.name) + ": " +
+                          describe_finding(*impl_, finder));
 }
 
 std::string CompiledOp::newer_arguments(const void* args, uint32_t version) const {
@@ -115,8 +116,9 @@ te_fl_saved* CompiledOp::saved(const void* args) const noexcept {
 bool CompiledOp::same_as(const te_fl_op_schema& other) const {
   const te_fl_op_schema& mine = impl_->schema;
   if (other.struct_size < sizeof(te_fl_op_schema) || !same_text(mine.name, other.name) ||
-      mine.version != other.version || mine.flags != other.flags || mine.args_size != other.args_size ||
-      mine.args_size_v1 != other.args_size_v1 || mine.arg_count != other.arg_count) {
+      mine.version != other.version || mine.flags != other.flags ||
+      mine.args_size != other.args_size || mine.args_size_v1 != other.args_size_v1 ||
+      mine.arg_count != other.arg_count) {
     return false;
   }
   if (mine.arg_count > 0 && other.args == nullptr) return false;

@@ -132,7 +132,8 @@ Result<ShapeRule> parse_shape_rule(std::string_view text, SymbolNames& symbols,
   const std::string_view flag = text.substr(0, question);
   const int index = find_flag(flag);
   if (index < 0) {
-    return invalid_argument("the shape rule's '" + std::string(flag) + "' is not a bool argument of the op");
+    return invalid_argument("the shape rule's '" + std::string(flag) +
+                            "' is not a bool argument of the op");
   }
   rule.flag = static_cast<int8_t>(index);
   const std::string_view both = text.substr(question + 3);

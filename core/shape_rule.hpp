@@ -9,7 +9,8 @@
 
 #include "te_fl/status.hpp"
 
-// The shape rules of te_fl_arg_desc, compiled. The grammar stands at te_fl_arg_desc in te_fl/plugin.h.
+// The shape rules of te_fl_arg_desc, compiled. The grammar stands at te_fl_arg_desc in
+// te_fl/plugin.h.
 namespace te_fl::core {
 
 inline constexpr int kMaxSymbols = 24;

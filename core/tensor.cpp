@@ -21,14 +21,17 @@ Status bad_shape(std::span<const int64_t> shape, DType dtype, const std::string&
 
 Result<int64_t> checked_bytes(std::span<const int64_t> shape, DType dtype) {
   if (shape.size() > kMaxRank) {
-    return bad_shape(shape, dtype, "rank " + std::to_string(shape.size()) + " is more than " +
-                                       std::to_string(kMaxRank));
+    return bad_shape(
+        shape, dtype,
+        "rank " + std::to_string(shape.size()) + " is more than " + std::to_string(kMaxRank));
   }
-  // Extents of zero count as one here, so that [0, 2^62, 2^62] is refused too: its strides overflow.
+  // Extents of zero count as one here, so that [0, 2^62, 2^62] is refused too: its strides
+  // overflow.
   int64_t count = 1, bytes = 0;
   bool empty = false;
   for (const int64_t extent : shape) {
-    if (extent < 0) return bad_shape(shape, dtype, "extent " + std::to_string(extent) + " is negative");
+    if (extent < 0)
+      return bad_shape(shape, dtype, "extent " + std::to_string(extent) + " is negative");
     empty |= extent == 0;
     if (__builtin_mul_overflow(count, std::max<int64_t>(extent, 1), &count)) {
       return bad_shape(shape, dtype, "its size does not fit 63 bits");
@@ -51,18 +54,20 @@ std::vector<int64_t> compact_strides(std::span<const int64_t> shape) {
   return strides;
 }
 
-Status check_view(const void* data, std::span<const int64_t> shape, std::span<const int64_t> strides,
-                  DType dtype) {
+Status check_view(const void* data, std::span<const int64_t> shape,
+                  std::span<const int64_t> strides, DType dtype) {
   TE_FL_ASSIGN_OR_RETURN(const int64_t bytes, checked_bytes(shape, dtype));
   if (!strides.empty() && strides.size() != shape.size()) {
-    return bad_shape(shape, dtype, std::to_string(strides.size()) + " strides for rank " +
-                                       std::to_string(shape.size()));
+    return bad_shape(
+        shape, dtype,
+        std::to_string(strides.size()) + " strides for rank " + std::to_string(shape.size()));
   }
   if (bytes > 0 && data == nullptr) return bad_shape(shape, dtype, "its data is null");
   const auto width = static_cast<uintptr_t>(std::max(bits(dtype) / 8, 1));
   if (reinterpret_cast<uintptr_t>(data) % width != 0) {
-    return bad_shape(shape, dtype, "its data is not aligned to the element's " + std::to_string(width) +
-                                       " bytes; copy it into aligned memory");
+    return bad_shape(shape, dtype,
+                     "its data is not aligned to the element's " + std::to_string(width) +
+                         " bytes; copy it into aligned memory");
   }
   int64_t reach = 0;  // of all steps together, in bytes
   for (size_t i = 0; i < strides.size(); ++i) {
@@ -120,7 +125,8 @@ Tensor Tensor::Access::make(const Parts& parts) {
   return t;
 }
 
-void Tensor::Access::set_quant(Tensor& tensor, const te_fl_quant& quant, std::shared_ptr<void> storage) {
+void Tensor::Access::set_quant(Tensor& tensor, const te_fl_quant& quant,
+                               std::shared_ptr<void> storage) {
   tensor.quant_ = quant;
   tensor.quant_storage_ = std::move(storage);
   tensor.c_.quant = &tensor.quant_;
@@ -241,8 +247,9 @@ Result<Tensor> Tensor::zeros(std::initializer_list<int64_t> shape, DType dtype, 
   return zeros(std::span(shape.begin(), shape.size()), dtype, device);
 }
 
-Result<Tensor> Tensor::wrap(void* data, std::span<const int64_t> shape, std::span<const int64_t> strides,
-                            DType dtype, Device device, std::shared_ptr<void> owner) {
+Result<Tensor> Tensor::wrap(void* data, std::span<const int64_t> shape,
+                            std::span<const int64_t> strides, DType dtype, Device device,
+                            std::shared_ptr<void> owner) {
   TE_FL_RETURN_IF_ERROR(core::check_view(data, shape, strides, dtype));
   Tensor t = Access::make({data, shape, strides, dtype, device, std::move(owner)});
   if (dtype == DType::kF4E2M1 && !t.contiguous()) {
@@ -260,7 +267,8 @@ Result<Tensor> Tensor::view(std::initializer_list<int64_t> shape) const {
 
 Result<Tensor> Tensor::view(std::span<const int64_t> wanted) const {
   const auto refuse = [&](const std::string& why) {
-    return invalid_argument("cannot view " + describe() + " as " + core::shape_text(wanted) + ": " + why);
+    return invalid_argument("cannot view " + describe() + " as " + core::shape_text(wanted) + ": " +
+                            why);
   };
   if (!defined()) return refuse("it is undefined");
   if (!contiguous()) return refuse("it is not contiguous; clone() it first");
@@ -271,7 +279,8 @@ Result<Tensor> Tensor::view(std::span<const int64_t> wanted) const {
     if (std::find(open, shape.end(), -1) != shape.end()) return refuse("only one extent may be -1");
     const Result<int64_t> rest = core::checked_bytes(shape, DType::kU8);
     if (!rest) return refuse(rest.status().message());
-    if (*rest == 0 || numel() % *rest != 0) return refuse("the extent -1 stands for is not determined");
+    if (*rest == 0 || numel() % *rest != 0)
+      return refuse("the extent -1 stands for is not determined");
     *open = numel() / *rest;
   }
   const Result<int64_t> count = core::checked_bytes(shape, DType::kU8);
@@ -294,7 +303,8 @@ Result<Tensor> Tensor::view(std::span<const int64_t> wanted) const {
 Result<Tensor> Tensor::slice(int dim, int64_t begin, int64_t end) const {
   const auto refuse = [&](const std::string& why) {
     return invalid_argument("cannot slice dimension " + std::to_string(dim) + " of " + describe() +
-                            " from " + std::to_string(begin) + " to " + std::to_string(end) + ": " + why);
+                            " from " + std::to_string(begin) + " to " + std::to_string(end) + ": " +
+                            why);
   };
   if (!defined()) return refuse("it is undefined");
   if (quantized()) return refuse("it is quantised; dequantize it first");
@@ -338,9 +348,9 @@ std::string describe(const te_fl_tensor* tensor) {
   }
   const te_fl_dltensor& dl = tensor->dl;
   const int index = dtype_index(dl.dtype);
-  std::string text = index == kInvalidDType ? "dtype{code " + std::to_string(dl.dtype.code) + ", bits " +
-                                                  std::to_string(dl.dtype.bits) + ", lanes " +
-                                                  std::to_string(dl.dtype.lanes) + "}"
+  std::string text = index == kInvalidDType ? "dtype{code " + std::to_string(dl.dtype.code) +
+                                                  ", bits " + std::to_string(dl.dtype.bits) +
+                                                  ", lanes " + std::to_string(dl.dtype.lanes) + "}"
                                             : std::string(name(static_cast<DType>(index)));
   if (dl.ndim < 0 || dl.ndim > kMaxRank || (dl.ndim > 0 && dl.shape == nullptr)) {
     text += "[rank " + std::to_string(dl.ndim) + "]";

@@ -35,8 +35,8 @@ Result<int64_t> checked_bytes(std::span<const int64_t> shape, DType dtype);
 // Memory on a device that frees itself.
 Result<std::shared_ptr<void>> shared_memory(Device device, int64_t bytes);
 // Checks someone else's memory: rank, extents, strides' count, that offsets fit 63 bits, alignment.
-Status check_view(const void* data, std::span<const int64_t> shape, std::span<const int64_t> strides,
-                  DType dtype);
+Status check_view(const void* data, std::span<const int64_t> shape,
+                  std::span<const int64_t> strides, DType dtype);
 std::vector<int64_t> compact_strides(std::span<const int64_t> shape);
 // Bytes of each part of a quantised tensor; the logical matrix is [m, k].
 struct QuantBytes {

@@ -88,7 +88,8 @@ Result<Tensor> empty_quantized_like(const Tensor& t, Device device) {
   if (t.amax().defined() && !has_default_amax) {
     TE_FL_ASSIGN_OR_RETURN(amax, Tensor::zeros({1}, DType::kF32, device));
   }
-  return Tensor::empty_quantized(t.shape(), spec, device, nullptr, amax.defined() ? &amax : nullptr);
+  return Tensor::empty_quantized(t.shape(), spec, device, nullptr,
+                                 amax.defined() ? &amax : nullptr);
 }
 
 template <class T>
@@ -97,11 +98,13 @@ Status store_integers(std::span<const float> values, DType dtype, void* out) {
   for (const float v : values) {
     // The upper bound is a power of two, exact in FP32, and itself out of range.
     const double above = std::ldexp(1.0, std::numeric_limits<T>::digits);
-    const bool fits = v == std::trunc(v) && v >= static_cast<double>(std::numeric_limits<T>::min()) &&
+    const bool fits = v == std::trunc(v) &&
+                      v >= static_cast<double>(std::numeric_limits<T>::min()) &&
                       static_cast<double>(v) < above;
     if (!fits) {
       return invalid_argument("value " + std::to_string(v) + " cannot be stored as " +
-                              std::string(name(dtype)) + ": it must be a whole number in its range");
+                              std::string(name(dtype)) +
+                              ": it must be a whole number in its range");
     }
     *to++ = static_cast<T>(v);
   }
@@ -119,8 +122,10 @@ Status store_f4(std::span<const float> values, void* out) {
   auto* to = static_cast<uint8_t*>(out);
   for (size_t i = 0; i < values.size(); ++i) {
     const auto code = static_cast<uint8_t>(numeric::float_to_e2m1(values[i]) & 0xf);
-    if (i % 2 == 0) to[i / 2] = code;  // low nibble first; the odd last one leaves the high nibble zero
-    else to[i / 2] = static_cast<uint8_t>(to[i / 2] | code << 4);
+    if (i % 2 == 0)
+      to[i / 2] = code;  // low nibble first; the odd last one leaves the high nibble zero
+    else
+      to[i / 2] = static_cast<uint8_t>(to[i / 2] | code << 4);
   }
   return {};
 }
@@ -128,7 +133,8 @@ Status store_f4(std::span<const float> values, void* out) {
 Status store_bool(std::span<const float> values, void* out) {
   for (const float v : values) {
     if (v != 0.0f && v != 1.0f) {
-      return invalid_argument("value " + std::to_string(v) + " cannot be stored as bool: it must be 0 or 1");
+      return invalid_argument("value " + std::to_string(v) +
+                              " cannot be stored as bool: it must be 0 or 1");
     }
   }
   return store<uint8_t>(values, out, [](float v) { return static_cast<uint8_t>(v); });
@@ -136,31 +142,48 @@ Status store_bool(std::span<const float> values, void* out) {
 
 Status store_as(DType dtype, std::span<const float> values, void* out) {
   switch (dtype) {
-    case DType::kF64: return store<double>(values, out, [](float v) { return double{v}; });
-    case DType::kF32: return store<float>(values, out, [](float v) { return v; });
-    case DType::kF16: return store<uint16_t>(values, out, numeric::float_to_fp16);
-    case DType::kBF16: return store<uint16_t>(values, out, numeric::float_to_bf16);
-    case DType::kF8E4M3: return store<uint8_t>(values, out, numeric::float_to_e4m3);
-    case DType::kF8E5M2: return store<uint8_t>(values, out, numeric::float_to_e5m2);
-    case DType::kF4E2M1: return store_f4(values, out);
-    case DType::kF8E8M0: return store<uint8_t>(values, out, numeric::float_to_e8m0);
-    case DType::kI8: return store_integers<int8_t>(values, dtype, out);
-    case DType::kI16: return store_integers<int16_t>(values, dtype, out);
-    case DType::kI32: return store_integers<int32_t>(values, dtype, out);
-    case DType::kI64: return store_integers<int64_t>(values, dtype, out);
-    case DType::kU8: return store_integers<uint8_t>(values, dtype, out);
-    case DType::kU16: return store_integers<uint16_t>(values, dtype, out);
-    case DType::kU32: return store_integers<uint32_t>(values, dtype, out);
-    case DType::kU64: return store_integers<uint64_t>(values, dtype, out);
-    case DType::kBool: return store_bool(values, out);
+    case DType::kF64:
+      return store<double>(values, out, [](float v) { return double{v}; });
+    case DType::kF32:
+      return store<float>(values, out, [](float v) { return v; });
+    case DType::kF16:
+      return store<uint16_t>(values, out, numeric::float_to_fp16);
+    case DType::kBF16:
+      return store<uint16_t>(values, out, numeric::float_to_bf16);
+    case DType::kF8E4M3:
+      return store<uint8_t>(values, out, numeric::float_to_e4m3);
+    case DType::kF8E5M2:
+      return store<uint8_t>(values, out, numeric::float_to_e5m2);
+    case DType::kF4E2M1:
+      return store_f4(values, out);
+    case DType::kF8E8M0:
+      return store<uint8_t>(values, out, numeric::float_to_e8m0);
+    case DType::kI8:
+      return store_integers<int8_t>(values, dtype, out);
+    case DType::kI16:
+      return store_integers<int16_t>(values, dtype, out);
+    case DType::kI32:
+      return store_integers<int32_t>(values, dtype, out);
+    case DType::kI64:
+      return store_integers<int64_t>(values, dtype, out);
+    case DType::kU8:
+      return store_integers<uint8_t>(values, dtype, out);
+    case DType::kU16:
+      return store_integers<uint16_t>(values, dtype, out);
+    case DType::kU32:
+      return store_integers<uint32_t>(values, dtype, out);
+    case DType::kU64:
+      return store_integers<uint64_t>(values, dtype, out);
+    case DType::kBool:
+      return store_bool(values, out);
   }
   return internal_error("from_values: dtype out of range");
 }
 
 }  // namespace
 
-Result<Tensor> Tensor::from_values(std::initializer_list<int64_t> shape, std::span<const float> values,
-                                   DType dtype) {
+Result<Tensor> Tensor::from_values(std::initializer_list<int64_t> shape,
+                                   std::span<const float> values, DType dtype) {
   TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape, dtype));
   if (static_cast<size_t>(t.numel()) != values.size()) {
     return invalid_argument("from_values: " + std::to_string(values.size()) + " values for shape " +
@@ -176,7 +199,8 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
   if (!quantized()) {
     TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape(), dtype_, device));
     if (numel() == 0) return t;
-    TE_FL_RETURN_IF_ERROR(contiguous() ? copy_part(*this, t, stream) : copy_strided(*this, t, stream));
+    TE_FL_RETURN_IF_ERROR(contiguous() ? copy_part(*this, t, stream)
+                                       : copy_strided(*this, t, stream));
     return t;
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor t, empty_quantized_like(*this, device));

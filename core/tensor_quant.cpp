@@ -12,12 +12,18 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // The row-wise form of each mode; column-wise is that of the transposed matrix, except for MXFP8.
 std::array<int64_t, 2> rowwise_shape(Scaling scaling, int64_t m, int64_t k) {
   switch (scaling) {
-    case Scaling::kNone: return {0, 0};
-    case Scaling::kTensor: return {1, 1};
-    case Scaling::kBlock1x128: return {ceil_div(k, 128), round_up(m, 4)};
-    case Scaling::kBlock128x128: return {ceil_div(m, 128), round_up(ceil_div(k, 128), 4)};
-    case Scaling::kMXFP8: return {round_up(m, 128), round_up(ceil_div(k, 32), 4)};
-    case Scaling::kNVFP4: return {round_up(m, 128), round_up(ceil_div(k, 16), 4)};
+    case Scaling::kNone:
+      return {0, 0};
+    case Scaling::kTensor:
+      return {1, 1};
+    case Scaling::kBlock1x128:
+      return {ceil_div(k, 128), round_up(m, 4)};
+    case Scaling::kBlock128x128:
+      return {ceil_div(m, 128), round_up(ceil_div(k, 128), 4)};
+    case Scaling::kMXFP8:
+      return {round_up(m, 128), round_up(ceil_div(k, 32), 4)};
+    case Scaling::kNVFP4:
+      return {round_up(m, 128), round_up(ceil_div(k, 16), 4)};
   }
   return {0, 0};
 }
@@ -32,7 +38,8 @@ Status check_spec(std::span<const int64_t> shape, const QuantSpec& spec) {
   const bool four_bit = spec.scaling == Scaling::kNVFP4;
   if (four_bit && spec.dtype != DType::kF4E2M1) return refuse("nvfp4 needs dtype f4e2m1");
   if (!four_bit && !is_fp8(spec.dtype)) return refuse("this scaling needs dtype f8e4m3 or f8e5m2");
-  if (!spec.rowwise && !spec.columnwise) return refuse("it needs a row-wise copy, a column-wise one or both");
+  if (!spec.rowwise && !spec.columnwise)
+    return refuse("it needs a row-wise copy, a column-wise one or both");
   if (!(spec.amax_epsilon >= 0)) return refuse("amax_epsilon must not be negative or NaN");
   return core::checked_bytes(shape, spec.dtype).status();
 }
@@ -42,8 +49,9 @@ Status check_state(const char* what, const Tensor* t, Device device) {
   const bool good = t->defined() && t->dtype() == DType::kF32 && t->numel() == 1 &&
                     t->device() == device && !t->quantized();
   if (good) return {};
-  return invalid_argument("the " + std::string(what) + " of a quantised tensor must be one f32 on " +
-                          to_string(device) + ", not " + t->describe());
+  return invalid_argument("the " + std::string(what) +
+                          " of a quantised tensor must be one f32 on " + to_string(device) +
+                          ", not " + t->describe());
 }
 
 // Where the parts lie in one block of memory, each aligned to 256 bytes.
@@ -102,7 +110,8 @@ DType scale_inv_dtype(Scaling scaling) {
 
 QuantBytes quant_bytes(DType dtype, Scaling scaling, int64_t m, int64_t k) {
   const DType scale = scale_inv_dtype(scaling);
-  const auto row = scale_inv_shape(scaling, false, m, k), column = scale_inv_shape(scaling, true, m, k);
+  const auto row = scale_inv_shape(scaling, false, m, k),
+             column = scale_inv_shape(scaling, true, m, k);
   return {bytes_for(dtype, m * k), bytes_for(scale, row[0] * row[1]),
           bytes_for(scale, column[0] * column[1])};
 }
@@ -122,8 +131,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   const bool has_amax = tensor_mode || spec.scaling == Scaling::kNVFP4 || amax != nullptr;
   const auto [m, k] = core::logical_matrix(shape);
   const core::QuantBytes bytes = core::quant_bytes(spec.dtype, spec.scaling, m, k);
-  const Layout l =
-      plan(spec, bytes, tensor_mode && scale == nullptr, has_amax && amax == nullptr);
+  const Layout l = plan(spec, bytes, tensor_mode && scale == nullptr, has_amax && amax == nullptr);
 
   std::shared_ptr<void> codes;
   if (spec.rowwise) {
@@ -132,8 +140,8 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   auto parts = std::make_shared<QuantStorage>();
   TE_FL_ASSIGN_OR_RETURN(parts->block, core::shared_memory(device, l.total));
   char* const base = static_cast<char*>(parts->block.get());
-  TE_FL_RETURN_IF_ERROR(devices::fill(device, base + l.zeroed_from, 0,
-                                      static_cast<size_t>(l.total - l.zeroed_from)));
+  TE_FL_RETURN_IF_ERROR(
+      devices::fill(device, base + l.zeroed_from, 0, static_cast<size_t>(l.total - l.zeroed_from)));
   const auto at = [&](int64_t offset) { return offset < 0 ? nullptr : base + offset; };
   te_fl_quant q;
   q.scaling = static_cast<uint32_t>(spec.scaling);
@@ -175,8 +183,12 @@ Tensor Tensor::rowwise_codes() const {
   if (!quantized() || !has_rowwise()) return {};
   const Shape packed{bytes_for(dtype_, numel())};
   const bool four_bit = dtype_ == DType::kF4E2M1;
-  return Access::make({raw_data(), four_bit ? std::span<const int64_t>(packed) : shape(), {},
-                       DType::kU8, device_, storage_});
+  return Access::make({raw_data(),
+                       four_bit ? std::span<const int64_t>(packed) : shape(),
+                       {},
+                       DType::kU8,
+                       device_,
+                       storage_});
 }
 
 Tensor Tensor::columnwise_codes() const {
@@ -204,8 +216,8 @@ Tensor scale_part(Tensor::Access::Parts parts, Scaling scaling, bool columnwise,
 
 Tensor Tensor::scale_inv() const {
   if (!quantized() || quant_.scale_inv == nullptr) return {};
-  return scale_part({quant_.scale_inv, {}, {}, DType::kF32, device_, quant_storage_}, scaling(), false,
-                    shape());
+  return scale_part({quant_.scale_inv, {}, {}, DType::kF32, device_, quant_storage_}, scaling(),
+                    false, shape());
 }
 
 Tensor Tensor::columnwise_scale_inv() const {

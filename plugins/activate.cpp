@@ -39,10 +39,10 @@ te_fl_status guarded(const te_fl_error_sink* errors, const char* entry, F&& f) {
 // Sizes no struct has are garbage, which must not be read as "newer" (R3).
 Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   const auto bad = [&](const char* what, uint32_t size, size_t least) {
-    return Status(StatusCode::kIncompatible, "device " + std::to_string(i) + ": " + what +
-                                                 " has struct_size " + std::to_string(size) +
-                                                 ", must be from " + std::to_string(least) + " to " +
-                                                 std::to_string(kMaxStructSize) + " (rule R3)");
+    return Status(StatusCode::kIncompatible,
+                  "device " + std::to_string(i) + ": " + what + " has struct_size " +
+                      std::to_string(size) + ", must be from " + std::to_string(least) + " to " +
+                      std::to_string(kMaxStructSize) + " (rule R3)");
   };
   if (!plausible_size(desc.struct_size, sizeof desc)) {
     return bad("its descriptor", desc.struct_size, sizeof desc);
@@ -175,9 +175,8 @@ void Instance::retire_devices(const std::shared_ptr<Instance>& self) {
 Status Instance::quiesce() {
   if (header_.api.quiesce == nullptr) return {};
   core::ErrorText errors;
-  const te_fl_status code = guarded(errors.sink(), "quiesce", [&] {
-    return header_.api.quiesce(instance_, errors.sink());
-  });
+  const te_fl_status code = guarded(errors.sink(), "quiesce",
+                                    [&] { return header_.api.quiesce(instance_, errors.sink()); });
   return errors.status(code, "quiesce of plugin '" + header_.name + "'");
 }
 

@@ -59,8 +59,9 @@ bool is_dotted_name(std::string_view word) {
 class Discovery {
  public:
   explicit Discovery(OpRegistry& registry)
-      : registry_(registry), skip_cuda_(environment::get("TE_FL_SKIP_CUDA").ok() &&
-                                        *environment::get("TE_FL_SKIP_CUDA") == "1") {}
+      : registry_(registry),
+        skip_cuda_(environment::get("TE_FL_SKIP_CUDA").ok() &&
+                   *environment::get("TE_FL_SKIP_CUDA") == "1") {}
 
   void run() {
     scan();

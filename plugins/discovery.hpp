@@ -14,8 +14,8 @@ namespace te_fl::plugins {
 // recorded and logged; nothing here makes the host fail.
 void discover(OpRegistry& registry);
 
-// The installation prefix that holds libte_fl (or the program that it is linked into), from where it
-// was loaded; TE_FL_INSTALL_PREFIX when it does not lie in a lib or bin folder.
+// The installation prefix that holds libte_fl (or the program that it is linked into), from where
+// it was loaded; TE_FL_INSTALL_PREFIX when it does not lie in a lib or bin folder.
 std::string installation_prefix();
 // The prefix of a library or program at `path`, empty when its folder is not a lib or bin folder.
 std::string prefix_of(const std::string& path);

@@ -66,10 +66,9 @@ Status check_manifest(const Manifest& manifest, const std::string& path) {
   const auto minor = static_cast<unsigned>(manifest.abi_minor);
   const bool exact = TE_FL_ABI_MAJOR == 0;
   if (major != TE_FL_ABI_MAJOR || (exact && minor != TE_FL_ABI_MINOR)) {
-    return incompatible("its manifest says plugin ABI " + version_text(major, minor) +
-                        ", and this te-fl speaks " +
-                        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) +
-                        " (rule R2); install a matching build");
+    return incompatible(
+        "its manifest says plugin ABI " + version_text(major, minor) + ", and this te-fl speaks " +
+        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) + " (rule R2); install a matching build");
   }
   return check_hash(manifest, path);
 }
@@ -79,7 +78,8 @@ Status check_file(Attempt& attempt) {
   const std::string& path = attempt.request.path;
   if (records::is_abandoned(path)) {
     return failed_precondition(
-        "it was abandoned earlier in this process, since its create() did not return (rule R14); it "
+        "it was abandoned earlier in this process, since its create() did not return (rule R14); "
+        "it "
         "may be tried again in a new process");
   }
   if (const std::string problem = file_trust_problem(path); !problem.empty()) {
@@ -94,9 +94,9 @@ Status check_file(Attempt& attempt) {
   attempt.elf = std::move(report.elf);
   attempt.info.build_id = attempt.elf.build_id;
   if (report.ok()) return {};
-  return Status(attempt.elf.kind == ElfKind::kMissing ? StatusCode::kNotFound
-                                                      : StatusCode::kIncompatible,
-                report.to_string());
+  return Status(
+      attempt.elf.kind == ElfKind::kMissing ? StatusCode::kNotFound : StatusCode::kIncompatible,
+      report.to_string());
 }
 
 Status check_names(const Attempt& attempt, const Header& header) {

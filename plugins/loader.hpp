@@ -10,8 +10,8 @@
 namespace te_fl::plugins {
 
 struct LoadRequest {
-  std::string path;    // of the library, absolute
-  std::string origin;  // PluginInfo::origin
+  std::string path;                    // of the library, absolute
+  std::string origin;                  // PluginInfo::origin
   const Manifest* manifest = nullptr;  // what it promises is checked; may be null
   std::string leave_out;               // a plugin of this name is skipped, not loaded
 };

@@ -75,9 +75,8 @@ void put(Record record) {
     old = std::exchange(r, std::move(record));
     return;
   }
-  const auto at = is_builtin(record)
-                      ? std::find_if_not(all().begin(), all().end(), is_builtin)
-                      : all().end();
+  const auto at =
+      is_builtin(record) ? std::find_if_not(all().begin(), all().end(), is_builtin) : all().end();
   all().insert(at, std::move(record));
 }
 

@@ -37,8 +37,8 @@ void deactivated(const std::string& name, const std::string& reason);
 
 }  // namespace records
 
-// Loads and deactivations go one after the other. Waits for its turn; not to be made by a thread that
-// has it (mine()), as a plugin that loads another from its own entry would.
+// Loads and deactivations go one after the other. Waits for its turn; not to be made by a thread
+// that has it (mine()), as a plugin that loads another from its own entry would.
 class LoadTurn {
  public:
   LoadTurn();

@@ -107,8 +107,8 @@ class TE_FL_API Tensor {
   bool has_rowwise() const noexcept;
   bool has_columnwise() const noexcept;
   // Parts as tensors that share the storage; undefined if the part is absent.
-  Tensor rowwise_codes() const;  // FP8 codes as U8, the tensor's shape; 4-bit ones packed, [bytes]
-  Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit ones packed, [bytes]
+  Tensor rowwise_codes() const;     // U8, the tensor's shape; 4-bit codes packed, [bytes]
+  Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit codes packed, [bytes]
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape
   Tensor columnwise_scale_inv() const;
   Tensor amax() const;   // F32 [1]
