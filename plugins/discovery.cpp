@@ -26,7 +26,7 @@ void leave_out(PluginInfo info, State state, std::string reason) {
   info.state = state;
   info.reason = std::move(reason);
   log::debug("plugin " + info.name + " (" + info.origin + ") left out: " + info.reason);
-  records::put({std::move(info), nullptr, {}, {}});
+  records::put({std::move(info), nullptr, {}, {}, {}});
 }
 
 std::vector<std::string> split_list(const std::string& text) {
@@ -70,6 +70,12 @@ class Discovery {
     for (const Manifest& manifest : scan_.manifests) {
       if (!done_.count(manifest.name)) load_manifest(manifest, manifest.path, false);
     }
+    for (const ShadowedManifest& shadowed : scan_.shadowed) {
+      PluginInfo info;
+      info.name = shadowed.name;
+      info.origin = shadowed.path;
+      leave_out(info, State::kSkipped, shadowed.winner + " has the name and is found first");
+    }
   }
 
  private:
@@ -86,13 +92,7 @@ class Discovery {
       info.state = State::kFailed;
       info.reason = error;
       log::warning("plugin manifest refused: " + error);
-      records::put({std::move(info), nullptr, {}, {}});
-    }
-    for (const ShadowedManifest& shadowed : scan_.shadowed) {
-      PluginInfo info;
-      info.name = shadowed.name;
-      info.origin = shadowed.path;
-      leave_out(info, State::kSkipped, shadowed.winner + " has the name and is found first");
+      records::put({std::move(info), nullptr, {}, {}, {}});
     }
   }
 

@@ -90,8 +90,8 @@ Status check_file(Attempt& attempt) {
   if (manifest != nullptr && std::filesystem::exists(path, error)) {
     TE_FL_RETURN_IF_ERROR(check_manifest(*manifest, path));
   }
-  PreflightReport report = preflight(path, TE_FL_PLUGIN_QUERY_SYMBOL);
-  attempt.elf = std::move(report.elf);
+  const PreflightReport report = preflight(path, TE_FL_PLUGIN_QUERY_SYMBOL);
+  attempt.elf = report.elf;
   attempt.info.build_id = attempt.elf.build_id;
   if (report.ok()) return {};
   return Status(
@@ -266,7 +266,7 @@ Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry
     info.reason = reason_of(status);
     if (info.state == State::kFailed) info.reason += left_mapped(attempt);
   }
-  records::put({info, attempt.instance, {}, attempt.library});
+  records::put({info, attempt.instance, {}, attempt.library, {}});
   log_outcome(info);
   if (status.ok()) return info;
   return Status(status.code(), "plugin " + request.path + ": " + info.reason);
@@ -288,7 +288,7 @@ void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& reg
     log::error("built-in backend " + info.name + ": " + info.reason);
   }
   info.load_ms = milliseconds_since(began);
-  records::put({std::move(info), instance.ok() ? *instance : nullptr, {}, {}});
+  records::put({std::move(info), instance.ok() ? *instance : nullptr, {}, {}, {}});
 }
 
 Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& registry) {
@@ -310,9 +310,8 @@ Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& regist
   }
   const Status status = withdraw(record.instance, registry);
   if (!record.instance->withdrawn()) return status;  // nothing was changed
-  const std::shared_ptr<Library> library = record.library.lock();
-  if (library != nullptr && !unmap) library->keep_mapped();
-  records::deactivated(name, status.ok() ? "" : reason_of(status));
+  records::deactivated(name, status.ok() ? "" : reason_of(status),
+                       unmap ? nullptr : record.library.lock());
   log::info("plugin " + name + " deactivated" + (status.ok() ? "" : ", but: " + reason_of(status)));
   return status;
 }

@@ -40,6 +40,7 @@ bool replaceable(const Record& r) {
 }
 
 bool same_plugin(const PluginInfo& a, const PluginInfo& b) {
+  if (a.path.empty()) return b.path.empty() && a.name == b.name && a.origin == b.origin;
   return a.path == b.path && (a.name == b.name || a.origin == b.origin);
 }
 
@@ -73,6 +74,7 @@ void put(Record record) {
   for (Record& r : all()) {
     if (!replaceable(r) || !same_plugin(r.info, record.info)) continue;
     old = std::exchange(r, std::move(record));
+    r.kept = std::move(old.kept);
     return;
   }
   const auto at =
@@ -130,14 +132,16 @@ bool is_abandoned(const std::string& path) {
   });
 }
 
-void deactivated(const std::string& name, const std::string& reason) {
-  std::shared_ptr<Instance> last;  // released after the lock: that may enter the plugin
+void deactivated(const std::string& name, const std::string& reason,
+                 std::shared_ptr<Library> kept) {
+  std::shared_ptr<Instance> last;  // released after the lock, like `kept`: that enters the plugin
   const std::lock_guard lock(mutex);
   for (Record& r : all()) {
     if (r.info.state != State::kActive || r.info.name != name) continue;
     r.info.state = State::kRetired;
     r.info.reason = reason;
     r.info.ops.clear();
+    std::swap(r.kept, kept);
     r.retired = r.instance;
     if (reason.empty()) last = std::move(r.instance);
     return;

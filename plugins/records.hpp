@@ -16,6 +16,7 @@ struct Record {
   std::shared_ptr<Instance> instance;  // while active, and for ever if quiesce() failed
   std::weak_ptr<Instance> retired;     // after deactivation, until it is destroyed
   std::weak_ptr<Library> library;      // of an active plugin
+  std::shared_ptr<Library> kept;       // keeps a deactivated plugin mapped
 };
 
 // The records. Thread-safe; each function copies.
@@ -33,7 +34,8 @@ int64_t retired_objects(const std::string& name);
 // Whether the file at `path` is an abandoned plugin's, which must not be entered again.
 bool is_abandoned(const std::string& path);
 // Marks the active plugin of a name as deactivated. `reason` not empty: it stays, for that reason.
-void deactivated(const std::string& name, const std::string& reason);
+// `kept` stays open; null: nothing of an earlier deactivation is kept either.
+void deactivated(const std::string& name, const std::string& reason, std::shared_ptr<Library> kept);
 
 }  // namespace records
 

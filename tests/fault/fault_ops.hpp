@@ -56,6 +56,7 @@ constexpr te_fl_arg_desc record(te_fl_arg_role role) {
   d.type = TE_FL_ARG_SAVED;
   d.role = static_cast<uint8_t>(role);
   d.since = 1;
+  d.flags = TE_FL_ARG_OPTIONAL;
   d.offset = offsetof(RecordArgs, saved);
   d.name = "saved";
   return d;

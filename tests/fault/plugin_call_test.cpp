@@ -52,8 +52,7 @@ TEST_F(PluginCall, LargerAndSmallerStructsServe) {
 TEST_F(PluginCall, ExceptionsOfEveryEntryAreErrors) {
   for (const char* name : {"throw_run", "throw_supports", "throw_workspace", "throw_prepare"}) {
     load(name);
-    expect_failure(name == std::string("throw_run") ? StatusCode::kInternal : StatusCode::kUnsupported,
-                   std::string("thrown by ") + name);
+    expect_failure(StatusCode::kInternal, std::string("thrown by ") + name);
     EXPECT_TRUE(plugins::deactivate(name, true).ok());
     EXPECT_FALSE(in_maps(fault_path(name))) << name;
     expect_host_works();
@@ -102,7 +101,7 @@ TEST_F(PluginCall, ACleanFailureIs) {
     EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
     EXPECT_EQ(Events::take(), (std::vector<std::string>{"run"})) << "the plugin had its turn first";
   }
-  expect_failure(StatusCode::kUnsupported, "not today");  // nobody else is allowed
+  expect_failure(StatusCode::kInternal, "not today");  // nobody else is allowed
   settings.strict = true;
   const PolicyScope scope(settings);
   EXPECT_TRUE(contains(call_relu(floats({-1}), floats({9})).to_string(), "not today"));
