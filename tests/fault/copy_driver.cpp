@@ -31,8 +31,8 @@ std::string run(const char* plugin, void** manager) {
 
 }  // namespace
 
-// Loads a plugin into this copy and calls its relu. Null if that worked, else what went wrong; `manager` gets the
-// address of this copy's OpManager.
+// Loads a plugin into this copy and calls its relu. Null if that worked, else what went wrong;
+// `manager` gets the address of this copy's OpManager.
 extern "C" __attribute__((visibility("default"))) const char* fault_run(const char* plugin,
                                                                         void** manager) {
   static std::string text;

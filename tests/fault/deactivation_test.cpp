@@ -1,4 +1,5 @@
-// Deactivation: during calls, from inside an op, with live tensors, plans and policies, and loading again.
+// Deactivation: during calls, from inside an op, with live tensors, plans and policies, and loading
+// again.
 #include <atomic>
 #include <thread>
 
@@ -46,7 +47,9 @@ TEST_F(Deactivation, CanBeLoadedAgain) {
   EXPECT_EQ(Events::count("create"), 3);
   EXPECT_EQ(Events::count("destroy"), 3);
   const auto list = plugins::list();
-  EXPECT_EQ(std::count_if(list.begin(), list.end(), [](const auto& p) { return p.name == "custom_op"; }), 1);
+  EXPECT_EQ(
+      std::count_if(list.begin(), list.end(), [](const auto& p) { return p.name == "custom_op"; }),
+      1);
 }
 
 TEST_F(Deactivation, WaitsForLiveTensors) {
@@ -108,8 +111,8 @@ TEST_F(Deactivation, DestroysPlansFirst) {
   }
   Events::clear();
   EXPECT_TRUE(plugins::deactivate("throw_destroy_plan", true).ok());
-  EXPECT_EQ(Events::take(), (std::vector<std::string>{"destroy_plan", "destroy_plan", "destroy_plan",
-                                                      "quiesce", "destroy"}));
+  EXPECT_EQ(Events::take(), (std::vector<std::string>{"destroy_plan", "destroy_plan",
+                                                      "destroy_plan", "quiesce", "destroy"}));
 }
 
 TEST_F(Deactivation, IsRefusedFromInsideAnOp) {
@@ -161,7 +164,8 @@ TEST_F(Deactivation, CapturedPoliciesOutliveTheirPlugin) {
     const auto scope = captured.enter();
     expect_host_works();
   }).join();
-  EXPECT_EQ(Events::take(), (std::vector<std::string>{"run"})) << "and by the plugin when it is back";
+  EXPECT_EQ(Events::take(), (std::vector<std::string>{"run"}))
+      << "and by the plugin when it is back";
 }
 
 TEST_F(Deactivation, APreparedHandleFollows) {

@@ -1,4 +1,5 @@
-// What a fresh process finds: TE_FL_PLUGIN_MODULES, manifests, the installation prefix, and what it refuses.
+// What a fresh process finds: TE_FL_PLUGIN_MODULES, manifests, the installation prefix, and what it
+// refuses.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -33,9 +34,10 @@ class DiscoveryTest : public ::testing::Test {
                        const std::string& more = "", const std::string& abi = "0.1",
                        const std::string& arch = host_arch()) {
     return folder_.write(into + "/" + name + ".json",
-                         "{\"file_format_version\": \"1.0\", \"name\": \"" + name + "\", \"vendor\": \"fault\"," +
-                             " \"library_path\": \"" + library + "\", \"arch\": \"" + arch + "\", \"abi\": \"" + abi +
-                             "\"" + more + "}");
+                         "{\"file_format_version\": \"1.0\", \"name\": \"" + name +
+                             "\", \"vendor\": \"fault\"," + " \"library_path\": \"" + library +
+                             "\", \"arch\": \"" + arch + "\", \"abi\": \"" + abi + "\"" + more +
+                             "}");
   }
   ProbeRun probe(std::map<std::string, std::string> environment = {}) {
     environment.try_emplace("TE_FL_PLUGIN_PATH", folder_ / "path");
@@ -55,7 +57,8 @@ TEST_F(DiscoveryTest, LoadsWhatManifestsOffer) {
   const std::string json = manifest("path", "good", fault_path("good"));
   const ProbeRun run = probe();
   EXPECT_EQ(run.line("good"), "good|active|" + json + "|") << run.log;
-  EXPECT_TRUE(run.output.find("reference|active|built-in|") < run.output.find("good|active")) << run.output;
+  EXPECT_TRUE(run.output.find("reference|active|built-in|") < run.output.find("good|active"))
+      << run.output;
   EXPECT_TRUE(contains(run.output, "path|" + (folder_ / "path") + ": 1 manifest\n")) << run.output;
   EXPECT_TRUE(contains(run.output, "path|/etc/te_fl/plugins.d")) << run.output;
   EXPECT_EQ(run.log, "");
@@ -66,7 +69,8 @@ TEST_F(DiscoveryTest, FoldersCountInOrderAndALaterNameIsShadowed) {
   const std::string later = manifest("xdg/te_fl/plugins.d", "good", fault_path("no_entry"));
   const ProbeRun run = probe();
   EXPECT_TRUE(contains(run.line("good"), "good|active|" + (folder_ / "path"))) << run.output;
-  EXPECT_TRUE(contains(run.output, "good|skipped|" + later + "|" + (folder_ / "path"))) << run.output;
+  EXPECT_TRUE(contains(run.output, "good|skipped|" + later + "|" + (folder_ / "path")))
+      << run.output;
 }
 
 TEST_F(DiscoveryTest, ALibraryPathIsRelativeToItsManifest) {
@@ -77,21 +81,26 @@ TEST_F(DiscoveryTest, ALibraryPathIsRelativeToItsManifest) {
 }
 
 TEST_F(DiscoveryTest, ArchAbiHashAndNamesAreChecked) {
-  manifest("path", "good", fault_path("good"), "", "0.1", host_arch() == "x86_64" ? "aarch64" : "x86_64");
+  manifest("path", "good", fault_path("good"), "", "0.1",
+           host_arch() == "x86_64" ? "aarch64" : "x86_64");
   ProbeRun run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "|failed|") && contains(run.line("good"), "aarch64")) << run.output;
+  EXPECT_TRUE(contains(run.line("good"), "|failed|") && contains(run.line("good"), "aarch64"))
+      << run.output;
   manifest("path", "good", fault_path("good"), "", "0.7");
   run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "ABI 0.7") && contains(run.line("good"), "R2")) << run.output;
+  EXPECT_TRUE(contains(run.line("good"), "ABI 0.7") && contains(run.line("good"), "R2"))
+      << run.output;
   manifest("path", "good", fault_path("good"), ", \"sha256\": \"" + std::string(64, 'a') + "\"");
   run = probe();
   EXPECT_TRUE(contains(run.line("good"), sha256(fault_path("good")))) << run.output;
-  manifest("path", "good", fault_path("good"), ", \"sha256\": \"" + sha256(fault_path("good")) + "\"");
+  manifest("path", "good", fault_path("good"),
+           ", \"sha256\": \"" + sha256(fault_path("good")) + "\"");
   EXPECT_TRUE(contains(probe().line("good"), "|active|"));
   manifest("path", "another", fault_path("good"));
   fs::remove(folder_ / "path/good.json");
   run = probe();
-  EXPECT_TRUE(contains(run.output, "its manifest calls it 'another', and the library says 'good'")) << run.output;
+  EXPECT_TRUE(contains(run.output, "its manifest calls it 'another', and the library says 'good'"))
+      << run.output;
 }
 
 TEST_F(DiscoveryTest, AChangedFileIsHashedAgain) {
@@ -109,7 +118,8 @@ TEST_F(DiscoveryTest, AChangedFileIsHashedAgain) {
 TEST_F(DiscoveryTest, AProbeLeavesOutAPluginUnlessItIsAskedFor) {
   manifest("path", "good", fault_path("good"), ", \"probe\": {\"device_node\": \"/dev/fault0\"}");
   ProbeRun run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "|skipped|") && contains(run.line("good"), "/dev/fault0")) << run.output;
+  EXPECT_TRUE(contains(run.line("good"), "|skipped|") && contains(run.line("good"), "/dev/fault0"))
+      << run.output;
   EXPECT_EQ(run.log, "") << "absent hardware is no news";
   run = probe({{"TE_FL_PLUGIN_MODULES", "good"}});
   EXPECT_EQ(run.line("good"), "good|active|TE_FL_PLUGIN_MODULES|") << run.output;
@@ -117,18 +127,23 @@ TEST_F(DiscoveryTest, AProbeLeavesOutAPluginUnlessItIsAskedFor) {
 
 TEST_F(DiscoveryTest, ModulesAreLoadedBeforeManifests) {
   manifest("path", "a_custom_op", fault_path("custom_op"));
-  const ProbeRun run = probe({{"TE_FL_PLUGIN_MODULES", " " + fault_path("good") + " ,," + fault_path("no_entry")}});
+  const ProbeRun run =
+      probe({{"TE_FL_PLUGIN_MODULES", " " + fault_path("good") + " ,," + fault_path("no_entry")}});
   EXPECT_TRUE(contains(run.line("good"), "|active|TE_FL_PLUGIN_MODULES|")) << run.output;
   EXPECT_TRUE(contains(run.line("no_entry"), "|failed|TE_FL_PLUGIN_MODULES|")) << run.output;
-  EXPECT_TRUE(contains(run.log, "no_entry.so") && contains(run.log, "te_fl_plugin_query")) << run.log;
+  EXPECT_TRUE(contains(run.log, "no_entry.so") && contains(run.log, "te_fl_plugin_query"))
+      << run.log;
   EXPECT_LT(run.output.find("good|active"), run.output.find("custom_op|failed")) << run.output;
 }
 
 TEST_F(DiscoveryTest, ModulesThatDoNotResolveAreWarnings) {
   manifest("path", "good", fault_path("good"));
-  const ProbeRun run = probe({{"TE_FL_PLUGIN_MODULES", "transformer_engine_fl.vendor, godo,./good.so,xyzzy"}});
-  EXPECT_TRUE(contains(run.log, "\"transformer_engine_fl.vendor\" looks like a Python module")) << run.log;
-  EXPECT_TRUE(contains(run.log, "\"godo\" is the name of no manifest; did you mean good?")) << run.log;
+  const ProbeRun run =
+      probe({{"TE_FL_PLUGIN_MODULES", "transformer_engine_fl.vendor, godo,./good.so,xyzzy"}});
+  EXPECT_TRUE(contains(run.log, "\"transformer_engine_fl.vendor\" looks like a Python module"))
+      << run.log;
+  EXPECT_TRUE(contains(run.log, "\"godo\" is the name of no manifest; did you mean good?"))
+      << run.log;
   EXPECT_TRUE(contains(run.log, "\"./good.so\" is a relative path")) << run.log;
   EXPECT_TRUE(contains(run.log, "\"xyzzy\" is the name of no manifest (known: good)")) << run.log;
   EXPECT_TRUE(contains(run.line("godo"), "|skipped|TE_FL_PLUGIN_MODULES|")) << run.output;
@@ -139,8 +154,12 @@ TEST_F(DiscoveryTest, SkipCudaLeavesOutThePluginOfThatName) {
   manifest("path", "cuda", fault_path("cuda"));
   EXPECT_TRUE(contains(probe().line("cuda"), "|active|"));
   ProbeRun run = probe({{"TE_FL_SKIP_CUDA", "1"}});
-  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|") && contains(run.line("cuda"), "TE_FL_SKIP_CUDA")) << run.output;
-  run = probe({{"TE_FL_SKIP_CUDA", "1"}, {"TE_FL_PLUGIN_MODULES", fault_path("cuda")}, {"TE_FL_PLUGIN_PATH", ""}});
+  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|") &&
+              contains(run.line("cuda"), "TE_FL_SKIP_CUDA"))
+      << run.output;
+  run = probe({{"TE_FL_SKIP_CUDA", "1"},
+               {"TE_FL_PLUGIN_MODULES", fault_path("cuda")},
+               {"TE_FL_PLUGIN_PATH", ""}});
   EXPECT_TRUE(contains(run.line("cuda"), "|skipped|TE_FL_PLUGIN_MODULES|")) << run.output;
   run = probe({{"TE_FL_SKIP_CUDA", "1"}, {"TE_FL_PLUGIN_MODULES", "cuda"}});
   EXPECT_TRUE(contains(run.line("cuda"), "|skipped|")) << run.output;
@@ -151,7 +170,8 @@ TEST_F(DiscoveryTest, BadManifestsAreListedWithTheirMistake) {
   const std::string open = manifest("path", "open", fault_path("good"));
   ASSERT_EQ(chmod(open.c_str(), 0666), 0);
   const ProbeRun run = probe();
-  EXPECT_TRUE(contains(run.line("broken"), "|failed|" + (folder_ / "path/broken.json"))) << run.output;
+  EXPECT_TRUE(contains(run.line("broken"), "|failed|" + (folder_ / "path/broken.json")))
+      << run.output;
   EXPECT_TRUE(contains(run.line("open"), "chmod o-w")) << run.output;
 }
 
@@ -208,7 +228,8 @@ TEST_F(DiscoveryTest, PathVariablesAreIgnoredUnderElevatedPrivileges) {
                                  program);
   if (run.exit_code == 127) GTEST_SKIP() << "the libraries are out of the other user's reach";
   EXPECT_EQ(run.exit_code, 0) << run.log;
-  EXPECT_EQ(run.line("good") + run.line("custom_op") + run.line("smaller_structs"), "") << run.output;
+  EXPECT_EQ(run.line("good") + run.line("custom_op") + run.line("smaller_structs"), "")
+      << run.output;
   EXPECT_TRUE(contains(run.output, "|0 2")) << run.output << run.log;
 }
 

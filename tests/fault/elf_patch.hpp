@@ -4,6 +4,7 @@
 #include <elf.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -19,6 +20,19 @@ inline Elf64_Shdr* section(std::string& bytes, uint32_t type) {
   return nullptr;
 }
 
+// Where the last byte that is mapped from the file ends.
+inline size_t end_of_segments(std::string& bytes) {
+  auto* header = reinterpret_cast<Elf64_Ehdr*>(bytes.data());
+  auto* segments = reinterpret_cast<Elf64_Phdr*>(bytes.data() + header->e_phoff);
+  size_t end = 0;
+  for (int i = 0; i < header->e_phnum; ++i) {
+    if (segments[i].p_type == PT_LOAD) {
+      end = std::max<size_t>(end, segments[i].p_offset + segments[i].p_filesz);
+    }
+  }
+  return end;
+}
+
 inline uint32_t elf_hash(const char* name) {
   uint32_t h = 0;
   for (; *name != '\0'; ++name) {
@@ -29,7 +43,8 @@ inline uint32_t elf_hash(const char* name) {
   return h;
 }
 
-// Makes the library require GLIBC_2.99 in place of the first GLIBC_2.x it names; the names have the same length.
+// Makes the library require GLIBC_2.99 in place of the first GLIBC_2.x it names; the names have the
+// same length.
 inline bool require_newer_glibc(std::string& bytes) {
   Elf64_Shdr* needs = section(bytes, SHT_GNU_verneed);
   if (needs == nullptr) return false;

@@ -1,4 +1,5 @@
-// What the tests of broken plugins share: paths, events, a call that shows that the host still works.
+// What the tests of broken plugins share: paths, events, a call that shows that the host still
+// works.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// One plugin with one mistake. Compiled once per fault: FAULT_NAME is the fault and the plugin's name. Without a
-// mistake ("good") it serves relu for F32 on the host as vendor.fault.
+// One plugin with one mistake. Compiled once per fault: FAULT_NAME is the fault and the plugin's
+// name. Without a mistake ("good") it serves relu for F32 on the host as vendor.fault.
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -112,8 +112,9 @@ te_fl_status backward(void*, const te_fl_context*, const void* raw) {
 
 // ---- a device whose memory is the host's
 
-constexpr bool kHasDevice = is("device") || is("second_device_bad") || is("ops_fail_after_devices") ||
-                            is("throw_device") || is("quiesce_fails");
+constexpr bool kHasDevice = is("device") || is("second_device_bad") ||
+                            is("ops_fail_after_devices") || is("throw_device") ||
+                            is("quiesce_fails");
 
 te_fl_status dev_allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink*) {
   if (is("throw_device")) throw Mistake();
@@ -172,7 +173,8 @@ struct Instance {
   alignas(8) unsigned char longer[sizeof(te_fl_op_desc) + 64];
 };
 
-te_fl_op_desc describe(const char* name, te_fl_status (*run)(void*, const te_fl_context*, const void*),
+te_fl_op_desc describe(const char* name,
+                       te_fl_status (*run)(void*, const te_fl_context*, const void*),
                        const te_fl_op_schema* schema) {
   te_fl_op_desc d;
   d.op_name = name;
@@ -208,7 +210,8 @@ void fill_ops(Instance& self) {
   if (is("garbage_op_size")) op.struct_size = 0xffffffffu;
   if (is("zero_op_size")) op.struct_size = 0;
   if (is("second_op_bad") || is("duplicate")) {
-    self.op[1] = describe(is("duplicate") ? "relu" : "gelu", is("duplicate") ? relu : nullptr, nullptr);
+    self.op[1] =
+        describe(is("duplicate") ? "relu" : "gelu", is("duplicate") ? relu : nullptr, nullptr);
     self.op_count = 2;
   }
   if (is("old_parameters") || is("custom_op") || is("other_schema")) {

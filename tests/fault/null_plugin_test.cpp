@@ -1,4 +1,5 @@
-// backends/null, the template that a vendor copies: loaded by path and by manifest, selected by policy.
+// backends/null, the template that a vendor copies: loaded by path and by manifest, selected by
+// policy.
 #include "fault_fixture.hpp"
 #include "probe_run.hpp"
 
@@ -21,7 +22,8 @@ TEST(NullPlugin, LoadsServesAndGoes) {
     EXPECT_EQ(values_of(out), (std::vector<float>{0, 2, 0, 4}));
     // Not compact: refused with its reason, before anything was written.
     const Tensor wide = Tensor::zeros({4, 2}, DType::kF32).value();
-    const Status refused = call_relu(wide.transpose(0, 1).value(), Tensor::zeros({2, 4}, DType::kF32).value());
+    const Status refused =
+        call_relu(wide.transpose(0, 1).value(), Tensor::zeros({2, 4}, DType::kF32).value());
     EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
     EXPECT_TRUE(contains(refused.to_string(), "compact")) << refused.to_string();
   }
@@ -36,13 +38,16 @@ TEST(NullPlugin, IsFoundByItsManifestAndSelectedByPolicy) {
   auto reference = found;
   reference["TE_FL_PREFER"] = "reference";
   EXPECT_FALSE(contains(run_probe(reference).output, "relu|vendor.null|"));
-  for (const auto& [name, value] : std::map<std::string, std::string>{
-           {"TE_FL_PREFER", "vendor"}, {"TE_FL_PREFER_VENDOR", "1"}, {"TE_FL_PER_OP", "relu=vendor:null"},
-           {"TE_FL_PER_OP ", "relu=impl:vendor.null|reference"}}) {
+  for (const auto& [name, value] :
+       std::map<std::string, std::string>{{"TE_FL_PREFER", "vendor"},
+                                          {"TE_FL_PREFER_VENDOR", "1"},
+                                          {"TE_FL_PER_OP", "relu=vendor:null"},
+                                          {"TE_FL_PER_OP ", "relu=impl:vendor.null|reference"}}) {
     auto environment = found;
     environment[name.substr(0, name.find(' '))] = value;
     run = run_probe(environment);
-    EXPECT_TRUE(contains(run.output, "relu|vendor.null|0 2")) << name << ": " << run.output << run.log;
+    EXPECT_TRUE(contains(run.output, "relu|vendor.null|0 2"))
+        << name << ": " << run.output << run.log;
   }
   auto denied = found;
   denied["TE_FL_PREFER"] = "vendor";

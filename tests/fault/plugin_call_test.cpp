@@ -1,4 +1,5 @@
-// Plugins that load, and what their calls may do to the host: throw, fail cleanly or not, be older or newer.
+// Plugins that load, and what their calls may do to the host: throw, fail cleanly or not, be older
+// or newer.
 #include <dlfcn.h>
 
 #include "fault_fixture.hpp"
@@ -9,7 +10,9 @@ namespace {
 
 class PluginCall : public FaultTest {
  protected:
-  static Status call(const char* op, const void* args) { return OpManager::instance().call(op, args); }
+  static Status call(const char* op, const void* args) {
+    return OpManager::instance().call(op, args);
+  }
 
   // relu by the fault plugin alone, which must fail with `code` and `text`.
   static void expect_failure(StatusCode code, const std::string& text) {
@@ -84,7 +87,8 @@ TEST_F(PluginCall, AnUncleanFailureIsNotFollowedByAnotherImplementation) {
   const Status status = call_relu(floats({1, 2, 3, 4}), out);
   EXPECT_EQ(status.code(), StatusCode::kInternal);
   EXPECT_TRUE(contains(status.to_string(), "stopped in the middle")) << status.to_string();
-  EXPECT_EQ(values_of(out), (std::vector<float>{1, 2, 9, 9})) << "another implementation ran over it";
+  EXPECT_EQ(values_of(out), (std::vector<float>{1, 2, 9, 9}))
+      << "another implementation ran over it";
 }
 
 TEST_F(PluginCall, ACleanFailureIs) {
@@ -123,7 +127,8 @@ TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
   ASSERT_TRUE(call("fault::scale", &args).ok());
   EXPECT_EQ(values_of(out), (std::vector<float>{13, 16}));
   ASSERT_TRUE(plugins::deactivate("custom_op", true).ok());
-  EXPECT_EQ(call("fault::scale", &args).code(), StatusCode::kUnsupported) << "the op is known, without implementation";
+  EXPECT_EQ(call("fault::scale", &args).code(), StatusCode::kUnsupported)
+      << "the op is known, without implementation";
 
   load("old_parameters");  // knows version 1: no bias
   const Status refused = call("fault::scale", &args);
@@ -193,7 +198,8 @@ TEST_F(PluginCall, AThrowingDeviceGivesErrors) {
   const Device device = parse_device("ext:fault:0").value();
   const auto memory = devices::allocate(device, 64);
   EXPECT_EQ(memory.status().code(), StatusCode::kInternal);
-  EXPECT_TRUE(contains(memory.status().message(), "thrown by throw_device")) << memory.status().to_string();
+  EXPECT_TRUE(contains(memory.status().message(), "thrown by throw_device"))
+      << memory.status().to_string();
   char byte = 0;
   EXPECT_EQ(devices::copy(device, &byte, Device{}, &byte, 1).code(), StatusCode::kInternal);
   EXPECT_EQ(devices::fill(device, &byte, 0, 1).code(), StatusCode::kInternal);

@@ -1,4 +1,5 @@
-// Prints what a fresh process makes of its environment: every plugin met, then one relu call and who served it.
+// Prints what a fresh process makes of its environment: every plugin met, then one relu call and
+// who served it.
 #include <cstdio>
 #include <cstring>
 
@@ -23,7 +24,9 @@ int main(int argc, char** argv) {
   const Status status = OpManager::instance().call("relu", &args);
   if (!status.ok()) std::printf("relu|error|%s\n", status.to_string().c_str());
   for (const OpUsage& u : OpManager::instance().usage()) {
-    if (u.op == "relu") std::printf("relu|%s|%g %g\n", u.impl_id.c_str(), out->data<float>()[0], out->data<float>()[1]);
+    if (u.op == "relu")
+      std::printf("relu|%s|%g %g\n", u.impl_id.c_str(), out->data<float>()[0],
+                  out->data<float>()[1]);
   }
   return 0;
 }

@@ -33,7 +33,8 @@ struct ProbeRun {
 
 // `environment` is added to this process's; an empty value unsets.
 inline ProbeRun run_probe(const std::map<std::string, std::string>& environment,
-                          const std::string& program = FAULT_PROBE, const std::string& argument = "") {
+                          const std::string& program = FAULT_PROBE,
+                          const std::string& argument = "") {
   const TempFolder folder;
   const std::string out = folder / "out", log = folder / "log";
   const pid_t child = fork();
@@ -42,7 +43,9 @@ inline ProbeRun run_probe(const std::map<std::string, std::string>& environment,
       value.empty() ? unsetenv(name.c_str()) : setenv(name.c_str(), value.c_str(), 1);
     }
     setenv("TEFL_LOG_LEVEL", "WARNING", 1);
-    if (freopen(out.c_str(), "w", stdout) == nullptr || freopen(log.c_str(), "w", stderr) == nullptr) _exit(126);
+    if (freopen(out.c_str(), "w", stdout) == nullptr ||
+        freopen(log.c_str(), "w", stderr) == nullptr)
+      _exit(126);
     execl(program.c_str(), program.c_str(), argument.empty() ? nullptr : argument.c_str(), nullptr);
     _exit(127);
   }

@@ -1,5 +1,5 @@
-// A plugin that brings its own version of a shared library, of a static library and of spdlog: each of its
-// implementations of fault::scale multiplies by what its own versions answer.
+// A plugin that brings its own version of a shared library, of a static library and of spdlog: each
+// of its implementations of fault::scale multiplies by what its own versions answer.
 #include <spdlog/sinks/ostream_sink.h>
 #include <spdlog/spdlog.h>
 
@@ -17,7 +17,8 @@ struct Instance {
   std::shared_ptr<spdlog::logger> logger;
 };
 
-// A logger of one name in spdlog's registry: with one spdlog for both plugins, the second create() would throw.
+// A logger of one name in spdlog's registry: with one spdlog for both plugins, the second create()
+// would throw.
 te_fl_status create(const te_fl_host_api*, void** out, const te_fl_error_sink*) {
   auto* self = new Instance;
   auto sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(self->lines, true);
