@@ -50,6 +50,9 @@ struct StoreOptions {
   // Values depend on the row-major index only, so that the output may be cut anywhere: pieces have
   // row 0 and the index as column.
   bool flat = false;
+  // If not null, called once for every row before its first piece is produced, with the calling
+  // part. Not with flat.
+  const FunctionRef<void(int64_t row, int64_t part)>* begin_row = nullptr;
 };
 
 // The quantised outputs that store_output does not serve, as a reason for supports(); nullptr if it
