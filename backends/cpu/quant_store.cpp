@@ -384,7 +384,7 @@ class Store {
 
 }  // namespace
 
-void ColumnSums::store(const te_fl_tensor& out, bool accumulate) const {
+void ColumnSums::store(const te_fl_tensor& out, bool accumulate, double factor) const {
   const int dtype = dtype_of(out);
   const auto parts = static_cast<int64_t>(sums_.size()) / std::max<int64_t>(cols_, 1);
   for (int64_t col = 0; col < cols_; col += kChunk) {
@@ -397,11 +397,11 @@ void ColumnSums::store(const te_fl_tensor& out, bool accumulate) const {
       std::fill_n(values.data, n, 0.0f);
     }
     for (int64_t i = 0; i < n; ++i) {
-      double sum = values.data[i];
+      double sum = 0.0;
       for (int64_t part = 0; part < parts; ++part) {
         sum += sums_[static_cast<size_t>(part * cols_ + col + i)];
       }
-      values.data[i] = static_cast<float>(sum);
+      values.data[i] = static_cast<float>(values.data[i] + factor * sum);
     }
     store_f32(dtype, values.data, n, place);
   }

@@ -33,9 +33,9 @@ class ColumnSums {
   void add(int64_t part, int64_t col, int64_t n, const float* values) {
     add_to_sums(values, n, of_part(part) + col);
   }
-  // Writes the sums to a dense tensor of `cols` elements, F32, F16 or BF16; adds what it holds if
-  // asked.
-  void store(const te_fl_tensor& out, bool accumulate = false) const;
+  // Writes the sums times factor to a dense tensor of `cols` elements, F32, F16 or BF16; adds what
+  // it holds if asked.
+  void store(const te_fl_tensor& out, bool accumulate = false, double factor = 1.0) const;
 
  private:
   int64_t cols_;
