@@ -52,8 +52,9 @@ class CompiledOp {
   // Same description under one name? For R17.
   bool same_as(const te_fl_op_schema& other) const;
 
+  struct Impl;  // core/compiled_op.hpp
+
  private:
-  struct Impl;
   explicit CompiledOp(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

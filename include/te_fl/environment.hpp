@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -17,15 +18,22 @@ struct Variable {
   std::string alias;  // older or alternative name, empty if none; the name wins
   std::string type;   // "bool", "int", "list", "enum", "string", "path list", "policy"
   std::string default_value;
-  std::string doc;     // one sentence
-  std::string value;   // in effect
-  std::string origin;  // "default", "environment (TE_FL_PREFER)", "environment (alias ...)", "code"
+  std::string doc;    // one sentence
+  std::string value;  // in effect
+  std::string
+      origin;  // "default", "environment (TE_FL_PREFER)", "environment (alias ...)", "code"; it
+               // says so if a variable was ignored because privileges are elevated
 };
 
 // All variables in table order, with their values.
 TE_FL_API std::vector<Variable> table();
-// Value in effect; the default if unset. Unknown names are an error that names the nearest.
+// Value in effect; the default if unset. Bools are "0" or "1" and enums have the table's spelling,
+// however they were written. Unknown names are an error that names the nearest.
 TE_FL_API Result<std::string> get(std::string_view name);
+// The same as numbers; INVALID_ARGUMENT if the variable is of another type. A bool without a
+// default is false.
+TE_FL_API Result<bool> get_bool(std::string_view name);
+TE_FL_API Result<int64_t> get_int(std::string_view name);
 // The value if it was set (by environment or code), else nullopt.
 TE_FL_API std::optional<std::string> get_if_set(std::string_view name);
 // Sets from code; wins over the environment until unset(). Checks the value's type.

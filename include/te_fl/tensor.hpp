@@ -63,9 +63,9 @@ class TE_FL_API Tensor {
                              std::span<const int64_t> strides, DType dtype, Device device,
                              std::shared_ptr<void> owner);
   // A quantised tensor with new storage for the copies that spec asks for, scale_inv (set to zero),
-  // amax (zero) and scale (one). Given `scale` or `amax` tensors (F32, one element, same device)
-  // are used in place of new ones, as recipes do whose state lives in arrays. Errors also for a
-  // scaling that the dtype does not go with.
+  // amax (zero; kTensor and kNVFP4) and scale (one; kTensor). Given `scale` or `amax` tensors (F32,
+  // one element, same device) are used in place of new ones, as recipes do whose state lives in
+  // arrays. Errors also for a scaling that the dtype does not go with.
   static Result<Tensor> empty_quantized(std::span<const int64_t> shape, const QuantSpec& spec,
                                         Device device = {}, const Tensor* scale = nullptr,
                                         const Tensor* amax = nullptr);
@@ -107,8 +107,8 @@ class TE_FL_API Tensor {
   bool has_rowwise() const noexcept;
   bool has_columnwise() const noexcept;
   // Parts as tensors that share the storage; undefined if the part is absent.
-  Tensor rowwise_codes() const;     // FP8 codes as U8, the tensor's shape
-  Tensor columnwise_codes() const;  // U8, [K, M]
+  Tensor rowwise_codes() const;     // U8, the tensor's shape; 4-bit codes packed, [bytes]
+  Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit codes packed, [bytes]
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape
   Tensor columnwise_scale_inv() const;
   Tensor amax() const;   // F32 [1]
@@ -124,8 +124,9 @@ class TE_FL_API Tensor {
   // "f32[2,3] cpu", "f8e4m3[8,16] tensor row+col cuda:0"
   std::string describe() const;
 
+  struct Access;  // the library's own door to the members
+
  private:
-  struct Access;
   void rebind() noexcept;  // points c_ at this object's own arrays
 
   te_fl_tensor c_{};

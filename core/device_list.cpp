@@ -1,0 +1,170 @@
+// The list of devices and the names of providers. Readers take no lock and follow one atomic
+// pointer, so that a forked child can go on whatever another thread was doing.
+#include "core/device_list.hpp"
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+
+#include "core/fork.hpp"
+#include "core/host_device.hpp"
+#include "core/text.hpp"
+
+namespace te_fl::core {
+namespace {
+
+constinit ForkMutex list_mutex(20);
+const ForkMutex::Registration list_registration(list_mutex);
+constinit ForkMutex name_mutex(30);
+const ForkMutex::Registration name_registration(name_mutex);
+
+using List = std::vector<DeviceEntry*>;
+
+// Lists and entries are never freed: readers hold plain pointers, and devices come and go rarely.
+std::atomic<const List*> current{nullptr};
+
+const List& devices_now() {
+  const List* list = current.load(std::memory_order_acquire);
+  if (list != nullptr) return *list;
+  static const List* const first = new List{new DeviceEntry{Device{}, host_device(), "host"}};
+  const List* expected = nullptr;
+  current.compare_exchange_strong(expected, first, std::memory_order_acq_rel);
+  return *current.load(std::memory_order_acquire);
+}
+
+std::vector<std::string>& provider_names() {  // by id - 1
+  static auto* const names = new std::vector<std::string>;
+  return *names;
+}
+
+Status check_desc(const te_fl_device_desc* desc) {
+  if (desc == nullptr) return invalid_argument("a device descriptor is null");
+  if (desc->struct_size < sizeof(te_fl_device_desc)) {
+    return invalid_argument("a device descriptor's struct_size is " +
+                            std::to_string(desc->struct_size) + ", must be at least " +
+                            std::to_string(sizeof(te_fl_device_desc)) + " (rule R3)");
+  }
+  if (desc->device.index < 0) {
+    return invalid_argument("a device descriptor's index is " + std::to_string(desc->device.index) +
+                            ", must not be negative");
+  }
+  if (desc->device.type == TE_FL_DEVICE_EXT &&
+      (desc->provider == nullptr || desc->provider[0] == '\0')) {
+    return invalid_argument("a kDLExtDev device must name its provider (rule R18)");
+  }
+  if (desc->api == nullptr || desc->api->struct_size < sizeof(te_fl_device_api)) {
+    return invalid_argument("a device's function table is missing or smaller than " +
+                            std::to_string(sizeof(te_fl_device_api)) + " bytes (rule R3)");
+  }
+  const te_fl_device_api& api = *desc->api;
+  if (!api.allocate || !api.free || !api.copy || !api.fill || !api.synchronize || !api.properties) {
+    return invalid_argument(
+        "a device's function table lacks a required function: allocate, free, copy, fill, "
+        "synchronize and "
+        "properties may not be NULL (rule R4)");
+  }
+  return {};
+}
+
+}  // namespace
+
+DeviceEntry* find_device(const Device& device) noexcept {
+  const List& list = devices_now();
+  for (DeviceEntry* entry : list) {
+    if (entry->device == device) return entry;
+  }
+  // Pinned memory of a chip whose plugin is not there is still host memory.
+  return device.is_host() && (device.type != TE_FL_DEVICE_CPU || device.index == 0) ? list.front()
+                                                                                    : nullptr;
+}
+
+}  // namespace te_fl::core
+
+namespace te_fl::devices {
+
+using core::DeviceEntry;
+
+std::vector<Device> list() {
+  std::vector<Device> result;
+  for (const DeviceEntry* entry : core::devices_now()) result.push_back(entry->device);
+  return result;
+}
+
+Result<const te_fl_device_desc*> find(const Device& device) {
+  if (const DeviceEntry* entry = core::find_device(device)) return entry->desc;
+  std::vector<std::string> names;
+  for (const Device& d : list()) names.push_back(te_fl::to_string(d));
+  return not_found("there is no device " + te_fl::to_string(device) +
+                   "; present: " + core::join(names) + "; `te-fl doctor` says what is missing");
+}
+
+Result<Device> add(const te_fl_device_desc* desc) {
+  TE_FL_RETURN_IF_ERROR(core::check_desc(desc));
+  Device device{desc->device.type, desc->device.index, 0};
+  std::string provider = desc->provider != nullptr ? desc->provider : "";
+  if (device.type == TE_FL_DEVICE_EXT) device.provider = intern_provider(provider);
+  if (provider.empty()) provider = te_fl::to_string({device.type, 0, 0});
+
+  const std::lock_guard lock(core::list_mutex);
+  const core::List& now = core::devices_now();
+  for (const DeviceEntry* entry : now) {
+    const bool taken = entry->device == device;
+    const bool foreign = device.type != TE_FL_DEVICE_EXT && entry->device.type == device.type &&
+                         entry->provider != provider;
+    if (!taken && !foreign) continue;
+    return Status(StatusCode::kAlreadyExists,
+                  "device " + te_fl::to_string(device) + " of provider '" + provider +
+                      "' cannot be added: provider '" + entry->provider + "' already has " +
+                      te_fl::to_string(entry->device) +
+                      (taken ? "" : ", and a DLPack device type has one provider (rule R18)"));
+  }
+  auto next = std::make_unique<core::List>(now);
+  next->push_back(new DeviceEntry{device, desc, std::move(provider)});
+  core::current.store(next.release(), std::memory_order_release);
+  return device;
+}
+
+Status remove(const Device& device) {
+  const std::lock_guard lock(core::list_mutex);
+  const core::List& now = core::devices_now();
+  const auto at = std::find_if(now.begin(), now.end(),
+                               [&](const DeviceEntry* e) { return e->device == device; });
+  if (at == now.end()) return not_found("there is no device " + te_fl::to_string(device));
+  if (at == now.begin()) return failed_precondition("the host cannot be removed");
+  // Closed first, so that no allocation slips in between the count and the new list.
+  DeviceEntry& entry = **at;
+  if (!entry.close()) {
+    return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
+                                         std::to_string(entry.live()) +
+                                         " live allocations; free them first");
+  }
+  auto next = std::make_unique<core::List>(now);
+  next->erase(next->begin() + (at - now.begin()));
+  core::current.store(next.release(), std::memory_order_release);
+  return {};
+}
+
+int64_t live_objects(const Device& device) {
+  const DeviceEntry* entry = core::find_device(device);
+  return entry != nullptr ? entry->live() : 0;
+}
+
+uint32_t intern_provider(std::string_view name) {
+  if (name.empty()) return 0;
+  const std::string word = core::lower(name);
+  const std::lock_guard lock(core::name_mutex);
+  auto& names = core::provider_names();
+  const auto at = std::find(names.begin(), names.end(), word);
+  if (at != names.end()) return static_cast<uint32_t>(at - names.begin()) + 1;
+  names.push_back(word);
+  return static_cast<uint32_t>(names.size());
+}
+
+std::string provider_name(uint32_t id) {
+  if (id == 0) return "";
+  const std::lock_guard lock(core::name_mutex);
+  const auto& names = core::provider_names();
+  return id <= names.size() ? names[id - 1] : "provider" + std::to_string(id);
+}
+
+}  // namespace te_fl::devices

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "te_fl/status.hpp"
+
+// The table of variables and the check of a value against its type; environment.cpp holds the
+// values.
+namespace te_fl::core {
+
+enum class VariableType { kBool, kInt, kEnum, kList, kPathList, kString, kPolicy };
+
+struct VariableSpec {
+  std::string_view name;
+  std::string_view alias;  // empty if none
+  VariableType type;
+  std::string_view default_value;
+  std::string_view choices;  // kEnum: space separated; kInt: "min max"
+  std::string_view doc;
+  bool privileged = false;  // ignored when the process runs with elevated privileges
+};
+
+std::span<const VariableSpec> variable_specs();
+std::string_view type_name(VariableType type);
+// What a value may be, in words: "0, 1, true, false, on, off, yes or no".
+std::string accepted_values(const VariableSpec& spec);
+// The value in canonical form ("1" for "Yes"), or an error naming variable, value, what is accepted
+// and the nearest. `shown_name` is the name under which the user gave it.
+Result<std::string> check_value(const VariableSpec& spec, std::string_view shown_name,
+                                std::string_view value);
+
+}  // namespace te_fl::core

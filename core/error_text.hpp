@@ -1,0 +1,42 @@
+#pragma once
+
+#include <string>
+
+#include "te_fl/plugin.h"
+#include "te_fl/status.hpp"
+
+namespace te_fl::core {
+
+// An error sink on the stack that turns a plugin's status and text into a Status.
+//   ErrorText errors;
+//   return errors.status(api.copy(..., errors.sink()), "copy to cuda:0");
+class ErrorText {
+ public:
+  ErrorText() = default;
+  ErrorText(const ErrorText&) = delete;
+  ErrorText& operator=(const ErrorText&) = delete;
+
+  const te_fl_error_sink* sink() const noexcept { return &sink_; }
+  const std::string& text() const noexcept { return text_; }
+  // "what: text" with the status's code; OK stays OK.
+  Status status(te_fl_status code, const std::string& what) const {
+    if (code == TE_FL_OK) return {};
+    return Status::from_c(code, text_.empty() ? what + " failed" : what + ": " + text_);
+  }
+
+ private:
+  static void write(void* host, const char* text) noexcept {
+    try {
+      auto* self = static_cast<ErrorText*>(host);
+      if (text == nullptr) return;
+      if (!self->text_.empty()) self->text_ += "\n  caused by: ";
+      self->text_ += text;
+    } catch (...) {  // out of memory: the status alone has to do
+    }
+  }
+
+  std::string text_;
+  te_fl_error_sink sink_{sizeof(te_fl_error_sink), 0, this, &write};
+};
+
+}  // namespace te_fl::core

@@ -1,0 +1,31 @@
+#include "core/fork.hpp"
+
+#include <pthread.h>
+
+// Levels: 10 environment, 20 device list, 30 provider names, 35 policies, 40 registry,
+// 50 dispatch threads, 60 plans, 65 interned strings, 70 workspaces, 90 log.
+namespace te_fl::core {
+namespace {
+
+// Sorted by level. Filled while the library's static objects are made, by one thread.
+constinit ForkMutex* first = nullptr;
+
+}  // namespace
+
+ForkMutex::Registration::Registration(ForkMutex& mutex) {
+  if (first == nullptr) pthread_atfork(&before_fork, &after_fork, &after_fork);
+  ForkMutex** link = &first;
+  while (*link != nullptr && (*link)->level_ <= mutex.level_) link = &(*link)->next_;
+  mutex.next_ = *link;
+  *link = &mutex;
+}
+
+void ForkMutex::before_fork() {
+  for (ForkMutex* m = first; m != nullptr; m = m->next_) m->lock();
+}
+
+void ForkMutex::after_fork() {
+  for (ForkMutex* m = first; m != nullptr; m = m->next_) m->unlock();
+}
+
+}  // namespace te_fl::core

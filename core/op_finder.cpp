@@ -1,0 +1,555 @@
+#include "core/op_finder.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/settings.hpp"
+#include "te_fl/dtype.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::core {
+namespace {
+
+bool is_aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+uintptr_t element_bytes(int dtype) {
+  return static_cast<uintptr_t>(std::max(bits(static_cast<DType>(dtype)) / 8, 1));
+}
+
+// Whether an int64 can count the bytes of a tensor, empty extents taken as one.
+bool fits(const te_fl_dltensor& dl) {
+  int64_t bytes = 8;
+  for (int i = 0; i < dl.ndim; ++i) {
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(dl.shape[i], 1), &bytes)) return false;
+    if (dl.strides == nullptr) continue;
+    int64_t reach = 0;
+    if (__builtin_mul_overflow(std::max<int64_t>(dl.shape[i] - 1, 0), dl.strides[i], &reach))
+      return false;
+    if (reach > (INT64_MAX >> 8) || reach < -(INT64_MAX >> 8)) return false;
+  }
+  return bytes < INT64_MAX - 4096;
+}
+
+}  // namespace
+
+int64_t numel_of(const te_fl_tensor& t) noexcept {
+  int64_t count = 1;
+  for (int i = 0; i < t.dl.ndim; ++i) count *= t.dl.shape[i];
+  return count;
+}
+
+bool is_compact(const te_fl_tensor& t) noexcept {
+  if (t.dl.strides == nullptr) return true;
+  int64_t expected = 1;
+  for (int i = t.dl.ndim - 1; i >= 0; --i) {
+    if (t.dl.shape[i] == 0) return true;
+    if (t.dl.shape[i] != 1 && t.dl.strides[i] != expected) return false;
+    expected *= t.dl.shape[i];
+  }
+  return true;
+}
+
+const char* first_byte(const te_fl_tensor& t) noexcept {
+  if (numel_of(t) == 0) return nullptr;
+  if (t.dl.data != nullptr) return static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
+  const te_fl_quant* q = quant_of(t);
+  return q != nullptr ? static_cast<const char*>(q->columnwise_data) : nullptr;
+}
+
+bool ArgsView::is_neutral(const Arg& arg) const noexcept {
+  if (!has(arg)) return true;
+  switch (arg.type) {
+    case TE_FL_ARG_TENSOR:
+    case TE_FL_ARG_SAVED:
+      return read<const void*>(arg.offset) == nullptr;
+    case TE_FL_ARG_TENSOR_LIST:
+      return count(arg) == 0;
+    case TE_FL_ARG_F32:
+      return read<float>(arg.offset) == static_cast<float>(arg.neutral);
+    default:
+      return scalar(arg) == arg.neutral;
+  }
+}
+
+bool merge_devices(Device& into, const Device& next) noexcept {
+  if (into == next) return true;
+  const auto pinned_for = [](const Device& host, const Device& chip) {
+    return (host.type == TE_FL_DEVICE_CUDA_HOST && chip.type == TE_FL_DEVICE_CUDA) ||
+           (host.type == TE_FL_DEVICE_ROCM_HOST && chip.type == TE_FL_DEVICE_ROCM);
+  };
+  if (into.is_host() && next.is_host()) {
+    into = Device{};
+    return true;
+  }
+  if (pinned_for(next, into)) return true;
+  if (!pinned_for(into, next)) return false;
+  into = next;
+  return true;
+}
+
+Finder::Finder(const CompiledOp::Impl& op, const void* args) noexcept
+    : op_(op),
+      raw_(args),
+      args_(args != nullptr ? args : static_cast<const void*>(&op.schema.arg_count)) {
+  for (int8_t& s : frame_.setter) s = -1;
+}
+
+bool Finder::fail(Problem problem, int arg, int64_t index, int other, int dim) noexcept {
+  finding_ = {problem, arg, index, other, dim};
+  return false;
+}
+
+const te_fl_tensor* Finder::tensor() const noexcept {
+  if (finding_.arg < 0 || raw_ == nullptr) return nullptr;
+  const Arg& arg = op_.args[static_cast<size_t>(finding_.arg)];
+  if (arg.is_tensor()) return args_.tensor(arg);
+  return arg.is_list() && finding_.index >= 0 ? args_.element(arg, finding_.index) : nullptr;
+}
+
+bool Finder::reads(const Arg& arg) const noexcept {
+  if (arg.role == TE_FL_IN) return true;
+  if (arg.role == TE_FL_OUT) return false;
+  return arg.inout_if < 0 || args_.flag(op_.args[static_cast<size_t>(arg.inout_if)]);
+}
+
+bool Finder::run(Signature& out) noexcept {
+  const bool good =
+      check_struct() && check_scalars() && check_tensors() && check_lists() && check_saved();
+  if (good) {
+    signature_.device = device_.is_host() ? Device{} : device_;
+    out = signature_;
+  }
+  return good;
+}
+
+bool Finder::check_struct() noexcept {
+  if (raw_ == nullptr) return fail(Problem::kNullArgs, -1);
+  if (args_.size() < op_.schema.args_size_v1) return fail(Problem::kArgsSize, -1);
+  for (const Arg& arg : op_.args) {
+    if (arg.since > signature_.version && !args_.is_neutral(arg)) signature_.version = arg.since;
+  }
+  return true;
+}
+
+// ---- scalars
+
+bool Finder::check_scalar(int i) noexcept {
+  const Arg& arg = op_.args[static_cast<size_t>(i)];
+  if (!args_.has(arg)) return true;
+  if (arg.type == TE_FL_ARG_F32 || arg.type == TE_FL_ARG_F64) {
+    const double value = args_.scalar(arg);
+    if (std::isnan(value)) return fail(Problem::kNan, i);
+    return value >= arg.low && value <= arg.high ? true : fail(Problem::kRange, i);
+  }
+  const int64_t value =
+      arg.type == TE_FL_ARG_I64 ? args_.read<int64_t>(arg.offset) : args_.read<int32_t>(arg.offset);
+  if (value >= arg.int_low && value <= arg.int_high) return true;
+  const Problem problem = arg.type == TE_FL_ARG_BOOL   ? Problem::kBool
+                          : arg.type == TE_FL_ARG_ENUM ? Problem::kEnum
+                                                       : Problem::kRange;
+  return fail(problem, i);
+}
+
+bool Finder::check_scalars() noexcept {
+  for (const uint8_t i : op_.scalars) {
+    if (!check_scalar(i)) return false;
+  }
+  return true;
+}
+
+// ---- one tensor
+
+Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
+  if (t.struct_size < offsetof(te_fl_tensor, quant)) return Problem::kTensorSize;
+  const te_fl_dltensor& dl = t.dl;
+  if (dl.ndim < 0 || dl.ndim > kMaxRank) return Problem::kRank;
+  if (dl.ndim > 0 && dl.shape == nullptr) return Problem::kNullShape;
+  for (int i = 0; i < dl.ndim; ++i) {
+    if (dl.shape[i] < 0) return Problem::kNegativeExtent;
+  }
+  if (!fits(dl)) return Problem::kTooLarge;
+  const int dtype = dtype_index(dl.dtype);
+  if (dtype == kInvalidDType || (arg.dtypes >> dtype & 1) == 0) return Problem::kDType;
+  const bool has_quant = t.struct_size >= sizeof(te_fl_tensor) && t.quant != nullptr;
+  if (has_quant && t.quant->struct_size < sizeof(te_fl_quant)) return Problem::kQuantSize;
+  if (quant_of(t) != nullptr) {
+    const Problem problem = inspect_quant(arg, t);
+    if (problem != Problem::kNone) return problem;
+  } else {
+    // What is missing comes before what is forbidden: it is the more useful thing to hear.
+    const bool scaled = (kScaledDTypes >> dtype & 1) != 0;
+    if (scaled && !arg.is(TE_FL_ARG_RAW_FP8)) return Problem::kMissingQuant;
+    if ((arg.scalings & TE_FL_BIT(TE_FL_SCALING_NONE)) == 0) return Problem::kScaling;
+  }
+  return inspect_storage(arg, t, dtype);
+}
+
+Problem Finder::inspect_storage(const Arg& arg, const te_fl_tensor& t, int dtype) const noexcept {
+  const te_fl_quant* q = quant_of(t);
+  const bool empty = numel_of(t) == 0;
+  const bool may_be_null = arg.is(TE_FL_ARG_QUANT_ONLY) || empty ||
+                           (op_.enquiry && !arg.writes()) ||
+                           (q != nullptr && q->columnwise_data != nullptr);
+  if (t.dl.data == nullptr && !may_be_null) return Problem::kNullData;
+  if (t.dl.data != nullptr) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(t.dl.data) + t.dl.byte_offset;
+    if (address % element_bytes(dtype) != 0) return Problem::kAlignment;
+  }
+  if (arg.is(TE_FL_ARG_HOST) && !Device{t.dl.device.type, 0, 0}.is_host()) return Problem::kNotHost;
+  return t.dl.strides == nullptr ? Problem::kNone : inspect_strides(arg, t, dtype);
+}
+
+Problem Finder::inspect_strides(const Arg& arg, const te_fl_tensor& t, int dtype) const noexcept {
+  if (is_compact(t)) return Problem::kNone;
+  if (quant_of(t) != nullptr) return Problem::kQuantStrided;
+  if (dtype == TE_FL_F4E2M1) return Problem::kPackedStrided;
+  if (arg.is(TE_FL_ARG_ALLOW_OVERLAP)) return Problem::kNone;
+  for (int i = 0; i < t.dl.ndim; ++i) {
+    if (t.dl.strides[i] == 0 && t.dl.shape[i] > 1) {
+      return arg.writes() ? Problem::kSelfOverlap : Problem::kBroadcast;
+    }
+  }
+  const bool exact = arg.writes() && g_validate.load(std::memory_order_relaxed);
+  return exact && overlaps_itself(t) ? Problem::kSelfOverlap : Problem::kNone;
+}
+
+Problem Finder::inspect_quant(const Arg& arg, const te_fl_tensor& t) const noexcept {
+  const te_fl_quant& q = *quant_of(t);
+  if (q.scaling >= TE_FL_SCALING_COUNT) return Problem::kUnknownScaling;
+  if ((arg.scalings >> q.scaling & 1) == 0) return Problem::kScaling;
+  const int dtype = dtype_index(t.dl.dtype);
+  const bool four_bit = q.scaling == TE_FL_SCALING_NVFP4;
+  const uint32_t wanted = four_bit ? TE_FL_BIT(TE_FL_F4E2M1) : TE_FL_MASK_FP8;
+  if ((wanted >> dtype & 1) == 0) return Problem::kQuantDType;
+  if (arg.is(TE_FL_ARG_QUANT_ONLY)) {
+    if (q.scaling == TE_FL_SCALING_TENSOR && q.scale == nullptr) return Problem::kNoScale;
+  } else {
+    const bool empty = numel_of(t) == 0;
+    if (t.dl.data == nullptr && q.columnwise_data == nullptr && !empty &&
+        !(op_.enquiry && !arg.writes())) {
+      return Problem::kNoCopy;
+    }
+    const Problem problem = inspect_parts(arg, t, q);
+    if (problem != Problem::kNone) return problem;
+  }
+  const bool wide = q.scaling <= TE_FL_SCALING_BLOCK_128X128;  // FP32 scales
+  const uintptr_t width = wide ? sizeof(float) : 1;
+  const bool aligned = is_aligned(q.scale_inv, width) &&
+                       is_aligned(q.columnwise_scale_inv, width) &&
+                       is_aligned(q.amax, sizeof(float)) && is_aligned(q.scale, sizeof(float));
+  return aligned ? Problem::kNone : Problem::kPartAlignment;
+}
+
+// The scales that the copies need, by role.
+Problem Finder::inspect_parts(const Arg& arg, const te_fl_tensor& t,
+                              const te_fl_quant& q) const noexcept {
+  const bool row = t.dl.data != nullptr, column = q.columnwise_data != nullptr;
+  if (op_.enquiry && !arg.writes()) return Problem::kNone;
+  if (q.scaling == TE_FL_SCALING_TENSOR) {
+    if (reads(arg) && q.scale_inv == nullptr) return Problem::kNoScaleInv;
+    if (!arg.writes()) return Problem::kNone;
+    if (q.scale == nullptr) return Problem::kNoScale;
+    if ((q.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return Problem::kNone;
+    if (q.scale_inv == nullptr) return Problem::kNoScaleInv;
+    return q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
+  }
+  if (row && q.scale_inv == nullptr) return Problem::kNoScaleInv;
+  if (column && q.columnwise_scale_inv == nullptr) return Problem::kNoColumnwiseScaleInv;
+  return q.scaling == TE_FL_SCALING_NVFP4 && q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
+}
+
+void Finder::note(const Arg&, const te_fl_tensor& t) noexcept {
+  signature_.dtypes |= 1u << dtype_index(t.dl.dtype);
+  const te_fl_quant* q = quant_of(t);
+  signature_.scalings |=
+      1u << (q == nullptr ? static_cast<uint32_t>(TE_FL_SCALING_NONE) : q->scaling);
+}
+
+bool Finder::place(int i, int64_t index, const te_fl_tensor& t) noexcept {
+  if (!op_.args[static_cast<size_t>(i)].places()) return true;
+  const Device device{t.dl.device.type, t.dl.device.index, t.provider};
+  if (device_setter_ < 0) {
+    device_ = device;
+    device_setter_ = i;
+    return true;
+  }
+  return merge_devices(device_, device) ? true : fail(Problem::kDevice, i, index, device_setter_);
+}
+
+// Tensor j, or its element `index`; null if it is absent or malformed, which is reported for
+// itself.
+const te_fl_tensor* Finder::partner(int j, int64_t index) const noexcept {
+  const Arg& other = op_.args[static_cast<size_t>(j)];
+  const te_fl_tensor* t = nullptr;
+  if (other.is_tensor()) {
+    t = args_.tensor(other);
+  } else if (other.is_list() && index >= 0 && index < args_.count(other)) {
+    t = args_.element(other, index);
+  }
+  return t != nullptr && t->struct_size >= offsetof(te_fl_tensor, quant) ? t : nullptr;
+}
+
+const te_fl_tensor* Finder::other_tensor() const noexcept {
+  return finding_.other < 0 ? nullptr : partner(finding_.other, finding_.index);
+}
+
+bool Finder::check_same_dtype(int i, int64_t index, const te_fl_tensor& t) noexcept {
+  const Arg& arg = op_.args[static_cast<size_t>(i)];
+  const te_fl_tensor* other = arg.same_as < 0 ? nullptr : partner(arg.same_as, index);
+  if (other == nullptr || dtype_index(other->dl.dtype) == dtype_index(t.dl.dtype)) return true;
+  return fail(Problem::kSameDType, i, index, arg.same_as);
+}
+
+bool Finder::check_tensor(int i, int64_t index, const te_fl_tensor* t) noexcept {
+  const Arg& arg = op_.args[static_cast<size_t>(i)];
+  if (t == nullptr) {
+    if (arg.is_tensor() && arg.is(TE_FL_ARG_OPTIONAL)) return true;
+    return fail(Problem::kMissing, i, index);
+  }
+  const Problem problem = inspect(arg, *t);
+  if (problem != Problem::kNone) return fail(problem, i, index);
+  note(arg, *t);
+  return check_same_dtype(i, index, *t) && place(i, index, *t) && match_shape(i, index, *t);
+}
+
+bool Finder::check_tensors() noexcept {
+  for (const uint8_t i : op_.tensors) {
+    if (!check_tensor(i, -1, args_.tensor(op_.args[i]))) return false;
+  }
+  for (const uint8_t i : op_.tensors) {
+    const te_fl_tensor* t = args_.tensor(op_.args[i]);
+    if (t != nullptr && op_.args[i].writes() && !check_aliases(i, -1, *t)) return false;
+  }
+  return true;
+}
+
+// ---- shapes
+
+bool Finder::match_shape(int i, int64_t index, const te_fl_tensor& t) noexcept {
+  const ShapeRule& rule = op_.args[static_cast<size_t>(i)].shape;
+  if (rule.any) return true;
+  const bool second = rule.flag >= 0 && !args_.flag(op_.args[static_cast<size_t>(rule.flag)]);
+  const Dims& dims = rule.dims[second ? 1 : 0];
+  const int leading = t.dl.ndim - dims.count;
+  if (leading < 0 || (!dims.leading && leading > 0)) return fail(Problem::kShapeRank, i, index);
+  if (dims.leading && !match_leading(i, t, leading, index)) return false;
+  for (int d = 0; d < dims.count; ++d) {
+    if (!match_term(i, dims.terms[static_cast<size_t>(d)], t.dl.shape[leading + d])) {
+      return fail(Problem::kShape, i, index, -1, leading + d);
+    }
+  }
+  return true;
+}
+
+bool Finder::match_leading(int i, const te_fl_tensor& t, int count, int64_t index) noexcept {
+  if (frame_.leading_count < 0) {
+    int64_t product = 1;
+    for (int d = 0; d < count; ++d) product *= t.dl.shape[d];
+    // A product known from elsewhere (names bound by plain tensors hold inside lists).
+    if (frame_.product >= 0 && product != frame_.product)
+      return fail(Problem::kShape, i, index, -1, 0);
+    frame_.leading = t.dl.shape;
+    frame_.leading_count = count;
+    frame_.leading_setter = static_cast<int8_t>(i);
+    frame_.product = product;
+    if (frame_.product_setter < 0) frame_.product_setter = static_cast<int8_t>(i);
+    return true;
+  }
+  if (count != frame_.leading_count) return fail(Problem::kShapeRank, i, index);
+  for (int d = 0; d < count; ++d) {
+    if (t.dl.shape[d] != frame_.leading[d]) return fail(Problem::kShape, i, index, -1, d);
+  }
+  return true;
+}
+
+bool Finder::match_term(int i, const Term& term, int64_t extent) noexcept {
+  int64_t& value = frame_.values[term.symbol];
+  int8_t& setter = frame_.setter[term.symbol];
+  const auto bind_or_compare = [&](int64_t v) {
+    if (setter >= 0) return value == v;
+    value = v;
+    setter = static_cast<int8_t>(i);
+    return true;
+  };
+  switch (term.kind) {
+    case Term::kAny:
+      return true;
+    case Term::kConst:
+      return extent == term.value;
+    case Term::kName:
+      return bind_or_compare(extent);
+    case Term::kTimes:
+      return extent % term.value == 0 && bind_or_compare(extent / term.value);
+    case Term::kPlus:
+      return extent >= term.value && bind_or_compare(extent - term.value);
+    case Term::kOneOr:
+      return extent == 1 || bind_or_compare(extent);
+    case Term::kProduct:
+      if (frame_.product < 0) {
+        frame_.product = extent;
+        frame_.product_setter = static_cast<int8_t>(i);
+      }
+      return frame_.product == extent;
+  }
+  return false;
+}
+
+// ---- aliasing
+
+bool Finder::check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor& b,
+                        int64_t index) noexcept {
+  const bool allowed = (op_.args[static_cast<size_t>(i)].may_alias >> j & 1) != 0;
+  const char* const p = first_byte(a);
+  const char* const q = first_byte(b);
+  if (p == nullptr || q == nullptr) return true;
+  if (p == q && !allowed) return fail(Problem::kAlias, i, index, j);
+  if (!g_validate.load(std::memory_order_relaxed)) return true;
+  return overlap_partly(a, b, allowed) ? fail(Problem::kPartialOverlap, i, index, j) : true;
+}
+
+// An output against every other tensor and, for a list's element, every element of the same index.
+bool Finder::check_aliases(int i, int64_t index, const te_fl_tensor& t) noexcept {
+  for (const uint8_t j : op_.tensors) {
+    const te_fl_tensor* other = args_.tensor(op_.args[j]);
+    if (j != i && other != nullptr && !check_pair(i, t, j, *other, index)) return false;
+  }
+  if (index < 0) return true;
+  for (const uint8_t j : op_.lists) {
+    if (j == i || index >= args_.count(op_.args[j])) continue;
+    if (!check_pair(i, t, j, *args_.element(op_.args[j], index), index)) return false;
+  }
+  return g_validate.load(std::memory_order_relaxed) ? check_other_elements(i, index, t) : true;
+}
+
+// An element against those of other indices, with which nothing may be shared. Takes the square of
+// the list's length, so only under TE_FL_VALIDATE.
+bool Finder::check_other_elements(int i, int64_t index, const te_fl_tensor& t) noexcept {
+  for (const uint8_t j : op_.lists) {
+    const int64_t count = args_.count(op_.args[j]);
+    for (int64_t k = 0; k < count; ++k) {
+      if (k != index && overlap_partly(t, *args_.element(op_.args[j], k), false)) {
+        return fail(Problem::kPartialOverlap, i, index, j);
+      }
+    }
+  }
+  return true;
+}
+
+// ---- lists
+
+bool Finder::check_list_counts() noexcept {
+  int first = -1;
+  for (const uint8_t i : op_.lists) {
+    const Arg& arg = op_.args[i];
+    const int64_t count = args_.count(arg);
+    if (count < 0) return fail(Problem::kNegativeCount, i);
+    if (count > kMaxListCount) return fail(Problem::kLongList, i);
+    if (count == 0 && arg.is(TE_FL_ARG_OPTIONAL)) continue;
+    if (count > 0 && args_.read<const void*>(arg.offset) == nullptr)
+      return fail(Problem::kNullList, i);
+    if (first < 0) {
+      first = i;
+      list_count_ = count;
+    }
+    if (count != list_count_) return fail(Problem::kListCounts, i, -1, first);
+  }
+  return true;
+}
+
+bool Finder::check_list_elements(int64_t index, const Frame& base) noexcept {
+  frame_ = base;
+  for (const uint8_t i : op_.lists) {
+    if (args_.count(op_.args[i]) == 0) continue;
+    if (!check_tensor(i, index, args_.element(op_.args[i], index))) return false;
+  }
+  return true;
+}
+
+bool Finder::check_lists() noexcept {
+  if (op_.lists.empty()) return true;
+  if (!check_list_counts()) return false;
+  const Frame base = frame_;
+  for (int64_t index = 0; index < list_count_; ++index) {
+    if (!check_list_elements(index, base)) return false;
+  }
+  for (const uint8_t i : op_.lists) {
+    if (!op_.args[i].writes()) {
+      continue;
+    }
+    for (int64_t index = 0; index < args_.count(op_.args[i]); ++index) {
+      if (!check_aliases(i, index, *args_.element(op_.args[i], index))) return false;
+    }
+  }
+  // A plain output must not be an element of an input list either.
+  for (const uint8_t i : op_.tensors) {
+    const te_fl_tensor* t = args_.tensor(op_.args[i]);
+    if (t == nullptr || !op_.args[i].writes()) continue;
+    for (const uint8_t j : op_.lists) {
+      for (int64_t k = 0; k < args_.count(op_.args[j]); ++k) {
+        if (!check_pair(i, *t, j, *args_.element(op_.args[j], k), -1)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// ---- the saved record
+
+bool Finder::check_saved() noexcept {
+  if (op_.saved < 0) return true;
+  const Arg& arg = op_.args[static_cast<size_t>(op_.saved)];
+  const auto* record = args_.has(arg) ? args_.read<const te_fl_saved*>(arg.offset) : nullptr;
+  if (record == nullptr) {
+    return arg.is(TE_FL_ARG_OPTIONAL) ? true : fail(Problem::kMissingSaved, op_.saved);
+  }
+  if (record->struct_size < sizeof(te_fl_saved)) return fail(Problem::kSavedSize, op_.saved);
+  const te_fl_tensor* storage = record->storage;
+  if (storage == nullptr) return true;
+  const bool shaped = storage->struct_size >= offsetof(te_fl_tensor, quant) &&
+                      storage->dl.ndim == 1 && storage->dl.shape != nullptr &&
+                      storage->dl.shape[0] >= 0 && dtype_index(storage->dl.dtype) == TE_FL_U8 &&
+                      is_compact(*storage) &&
+                      (storage->dl.data != nullptr || storage->dl.shape[0] == 0);
+  if (!shaped) return fail(Problem::kSavedStorage, op_.saved);
+  const Device device{storage->dl.device.type, storage->dl.device.index, storage->provider};
+  Device merged = device_;
+  const bool together = device_setter_ < 0 || merge_devices(merged, device);
+  return together ? true : fail(Problem::kDevice, op_.saved, -1, device_setter_);
+}
+
+// ---- the signature alone
+
+bool Finder::signature(Signature& out) noexcept {
+  if (!check_struct()) return false;
+  const auto look = [this](int i, const te_fl_tensor* t) {
+    if (t == nullptr) return op_.args[static_cast<size_t>(i)].is(TE_FL_ARG_OPTIONAL);
+    if (t->struct_size < offsetof(te_fl_tensor, quant)) return false;
+    const te_fl_quant* q = t->struct_size >= sizeof(te_fl_tensor) ? t->quant : nullptr;
+    if (q != nullptr &&
+        (q->struct_size < sizeof(te_fl_quant) || q->scaling >= TE_FL_SCALING_COUNT)) {
+      return false;
+    }
+    if (dtype_index(t->dl.dtype) == kInvalidDType) return false;
+    note(op_.args[static_cast<size_t>(i)], *t);
+    return place(i, -1, *t);
+  };
+  for (const uint8_t i : op_.tensors) {
+    if (!look(i, args_.tensor(op_.args[i]))) return false;
+  }
+  for (const uint8_t i : op_.lists) {
+    const int64_t count = args_.count(op_.args[i]);
+    if (count < 0 || count > kMaxListCount) return false;
+    if (count > 0 && args_.read<const void*>(op_.args[i].offset) == nullptr) return false;
+    for (int64_t k = 0; k < count; ++k) {
+      const te_fl_tensor* t = args_.element(op_.args[i], k);
+      if (t == nullptr || !look(i, t)) return false;
+    }
+  }
+  signature_.device = device_.is_host() ? Device{} : device_;
+  out = signature_;
+  return true;
+}
+
+}  // namespace te_fl::core

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+// Small text helpers that several parsers and messages share.
+namespace te_fl::core {
+
+std::string lower(std::string_view text);
+std::string_view trim(std::string_view text);
+bool equal_ignoring_case(std::string_view a, std::string_view b);
+// "a, b, c"
+std::string join(const std::vector<std::string>& parts, std::string_view separator = ", ");
+// "[2, 3]"
+std::string shape_text(std::span<const int64_t> shape);
+// "; did you mean 'x'?" for the nearest of choices, or empty if none is near.
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& choices);
+
+}  // namespace te_fl::core

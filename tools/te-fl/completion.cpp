@@ -1,0 +1,74 @@
+#include <cstdio>
+
+#include "commands.hpp"
+#include "output.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+constexpr const char* kBash = R"sh(# te-fl completion for bash: source <(te-fl completion bash)
+_te_fl() {
+  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} cmd=${COMP_WORDS[1]}
+  if [ "$COMP_CWORD" = 1 ]; then
+    COMPREPLY=($(compgen -W "info ops explain env doctor completion --help --version" -- "$cur")); return
+  fi
+  case "$prev" in
+    --dtype) COMPREPLY=($(compgen -W "f32 f16 bf16 f8e4m3 f8e5m2" -- "$cur")); return ;;
+    --scaling) COMPREPLY=($(compgen -W "none tensor block1x128 block128x128 mxfp8 nvfp4" -- "$cur")); return ;;
+    --set) COMPREPLY=($(compgen -S = -W "$(te-fl env --json 2>/dev/null | sed -n 's/.*"name": "\(.*\)".*/\1/p')" -- "$cur")); return ;;
+  esac
+  case "$cmd" in
+    explain) COMPREPLY=($(compgen -W "$(te-fl ops --names 2>/dev/null) --device --dtype --scaling --set --json --help" -- "$cur")) ;
+;
+    ops) COMPREPLY=($(compgen -W "--json --names --help" -- "$cur")) ;
+    ;
+    env) COMPREPLY=($(compgen -W "--json --markdown --help" -- "$cur")) ;
+    ;
+    completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$cur")) ;
+    ;
+    *) COMPREPLY=($(compgen -W "--json --help" -- "$cur")) ;
+    ;
+    esac
+    }
+complete -F _te_fl te-fl
+)sh";
+
+constexpr const char* kZsh = R"sh(#compdef te-fl
+# te-fl completion for zsh: te-fl completion zsh > "${fpath[1]}/_te-fl"
+_te_fl() {
+  local -a commands=(info ops explain env doctor completion)
+  if (( CURRENT == 2 )); then _describe command commands; return; fi
+  case ${words[2]} in
+    explain) _arguments '--device[device]:device:' '*--dtype[dtype]:dtype:(f32 f16 bf16 f8e4m3 f8e5m2)' \
+      '*--scaling[scaling mode]:mode:(none tensor block1x128 block128x128 mxfp8 nvfp4)' '*--set[VAR=VALUE]:setting:' \
+      '--json' '*:op:($(te-fl ops --names 2>/dev/null))' ;;
+    ops) _arguments '--json' '--names' ;;
+    env) _arguments '--json' '--markdown' ;;
+    completion) _values shell bash zsh fish ;;
+    *) _arguments '--json' ;;
+  esac
+}
+_te_fl "$@"
+)sh";
+
+constexpr const char* kFish =
+    R"sh(# te-fl completion for fish: te-fl completion fish > ~/.config/fish/completions/te-fl.fish
+complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor completion'
+complete -c te-fl -f -n '__fish_seen_subcommand_from explain' -a '(te-fl ops --names 2>/dev/null)'
+complete -c te-fl -n '__fish_seen_subcommand_from explain' -l dtype -xa 'f32 f16 bf16 f8e4m3 f8e5m2'
+complete -c te-fl -n '__fish_seen_subcommand_from explain' -l scaling -xa 'none tensor block1x128 block128x128 mxfp8 nvfp4'
+complete -c te-fl -n '__fish_seen_subcommand_from explain' -l device -x
+complete -c te-fl -n '__fish_seen_subcommand_from explain' -l set -x
+complete -c te-fl -n '__fish_seen_subcommand_from info ops explain env doctor' -l json
+complete -c te-fl -f -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'
+)sh";
+
+}  // namespace
+
+int completion(const std::string& shell) {
+  const char* script = shell == "bash" ? kBash : shell == "zsh" ? kZsh : kFish;
+  std::fputs(script, stdout);
+  return kSuccess;
+}
+
+}  // namespace te_fl_tool

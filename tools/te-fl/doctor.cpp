@@ -1,0 +1,190 @@
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+using nlohmann::json;
+using te_fl::Tensor;
+
+enum class Level { kGood, kNote, kProblem };
+
+struct Finding {
+  Level level;
+  std::string what;
+  std::string disables;  // what does not work because of it
+  std::string remedy;
+};
+
+class Report {
+ public:
+  void add(Level level, std::string what, std::string disables = "", std::string remedy = "") {
+    findings_.push_back({level, std::move(what), std::move(disables), std::move(remedy)});
+  }
+  bool problems() const {
+    for (const auto& f : findings_) {
+      if (f.level == Level::kProblem) return true;
+    }
+    return false;
+  }
+  void print() const {
+    for (const auto& f : findings_) {
+      static const Color colors[] = {Color::kGreen, Color::kYellow, Color::kRed};
+      static const char* const marks[] = {"ok     ", "note   ", "problem"};
+      const int i = static_cast<int>(f.level);
+      std::printf("%s  %s\n", paint(colors[i], marks[i]).c_str(), f.what.c_str());
+      if (!f.disables.empty()) std::printf("         without it: %s\n", f.disables.c_str());
+      if (!f.remedy.empty()) std::printf("         to mend it: %s\n", f.remedy.c_str());
+    }
+  }
+  json to_json() const {
+    static const char* const names[] = {"ok", "note", "problem"};
+    json out = json::array();
+    for (const auto& f : findings_) {
+      out.push_back({{"level", names[static_cast<int>(f.level)]},
+                     {"what", f.what},
+                     {"disables", f.disables},
+                     {"remedy", f.remedy}});
+    }
+    return out;
+  }
+
+ private:
+  std::vector<Finding> findings_;
+};
+
+void check_environment(Report& report) {
+  const te_fl::Status status = te_fl::environment::status();
+  if (!status.ok()) {
+    report.add(Level::kProblem, "environment: " + status.to_string(),
+               "calls fail until the policy is valid",
+               "correct the variable; te-fl env lists all of them");
+    return;
+  }
+  const auto policy = te_fl::current_policy();
+  if (!policy.ok()) {
+    report.add(Level::kProblem, "policy: " + policy.status().to_string(),
+               "every call fails with this message", "correct the variable it names");
+    return;
+  }
+  int set = 0;
+  for (const auto& v : te_fl::environment::table()) set += v.origin != "default";
+  report.add(Level::kGood, "environment: " + std::to_string(set) +
+                               " variables set; policy: " + policy->describe());
+}
+
+void check_plugins(Report& report) {
+  for (const auto& p : te_fl::plugins::list()) {
+    const std::string name = "plugin " + (p.name.empty() ? p.path : p.name);
+    const std::string state(te_fl::plugins::to_string(p.state));
+    if (p.state == te_fl::plugins::State::kActive) {
+      report.add(Level::kGood, name + ": " + state + ", " + std::to_string(p.ops.size()) + " ops" +
+                                   (p.path.empty() ? "" : ", " + p.path));
+    } else {
+      const bool failed =
+          p.state == te_fl::plugins::State::kFailed || p.state == te_fl::plugins::State::kAbandoned;
+      report.add(failed ? Level::kProblem : Level::kNote,
+                 name + ": " + state + " (" + p.origin + "): " + p.reason,
+                 failed ? "its ops and devices; other implementations serve" : "");
+    }
+  }
+}
+
+void check_search_path(Report& report) {
+  for (const auto& folder : te_fl::plugins::search_path())
+    report.add(Level::kNote, "plugin manifests: " + folder);
+}
+
+// A small product through the dispatcher: it works, and every refused candidate says what it lacks.
+void check_gemm(Report& report) {
+  const float values[4] = {1, 2, 3, 4};
+  auto a = Tensor::from_values({2, 2}, values);
+  auto d = Tensor::empty({2, 2}, te_fl::DType::kF32);
+  if (!a.ok() || !d.ok()) {
+    report.add(Level::kProblem, "host memory: " + (a.ok() ? d.status() : a.status()).to_string());
+    return;
+  }
+  const te_fl_generic_gemm_args args{.a = *a, .b = *a, .d = *d};
+  auto& manager = te_fl::OpManager::instance();
+  if (const auto resolution = manager.resolve(te_fl::op::generic_gemm, &args); resolution.ok()) {
+    for (const auto& c : resolution->candidates) {
+      if (!c.accepted)
+        report.add(Level::kNote, "generic_gemm on " + c.impl_id + ": refused: " + c.reason);
+    }
+  }
+  const te_fl::Status status = manager.call(te_fl::op::generic_gemm, &args);
+  if (!status.ok()) {
+    report.add(Level::kProblem, "a 2x2 product on the host fails: " + status.to_string(),
+               "everything", "see the message; te-fl explain generic_gemm --dtype f32");
+    return;
+  }
+  const float* r = d->data<float>();
+  const bool right = r[0] == 7 && r[1] == 10 && r[2] == 15 && r[3] == 22;
+  std::string by;
+  for (const auto& u : manager.usage()) by = u.impl_id;
+  report.add(right ? Level::kGood : Level::kProblem, std::string("a 2x2 product on the host by ") +
+                                                         by + (right ? " is right" : " is WRONG"));
+}
+
+// Accelerators on the PCI bus whose plugin is absent.
+void check_hardware(Report& report) {
+  struct Known {
+    const char* pci_vendor;
+    const char* name;
+    const char* plugin;
+  };
+  static constexpr Known known[] = {
+      {"0x10de", "NVIDIA", "cuda"}, {"0x1002", "AMD", "opencl"}, {"0x8086", "Intel", "opencl"}};
+  bool any = false;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/sys/bus/pci/devices", error)) {
+    std::string vendor, device_class;
+    std::ifstream(entry.path() / "vendor") >> vendor;
+    std::ifstream(entry.path() / "class") >> device_class;
+    // 0x03....: display controllers; 0x12....: processing accelerators.
+    if (device_class.rfind("0x03", 0) != 0 && device_class.rfind("0x12", 0) != 0) continue;
+    for (const auto& k : known) {
+      if (vendor != k.pci_vendor) continue;
+      any = true;
+      bool active = false;
+      for (const auto& p : te_fl::plugins::list()) {
+        active = active || (p.name == k.plugin && p.state == te_fl::plugins::State::kActive);
+      }
+      const std::string where = std::string(k.name) + " device " + entry.path().filename().string();
+      active ? report.add(Level::kGood, where + ": served by plugin " + k.plugin)
+             : report.add(Level::kNote, where + ": no active plugin " + k.plugin,
+                          "calls run on the host",
+                          std::string("install the plugin's manifest in one of the folders above "
+                                      "(te-fl info shows its state)"));
+    }
+  }
+  if (!any)
+    report.add(Level::kNote, "no accelerator on the PCI bus; the host backends serve all calls");
+}
+
+}  // namespace
+
+int doctor(bool as_json) {
+  te_fl::OpManager::instance();
+  Report report;
+  check_environment(report);
+  check_plugins(report);
+  check_search_path(report);
+  check_hardware(report);
+  check_gemm(report);
+  if (as_json) {
+    std::printf("%s\n", report.to_json().dump(2).c_str());
+  } else {
+    report.print();
+    std::printf("\n%s\n", report.problems() ? "There are problems; see above." : "No problems.");
+  }
+  return report.problems() ? kProblem : kSuccess;
+}
+
+}  // namespace te_fl_tool

@@ -1,0 +1,103 @@
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+using nlohmann::json;
+
+std::string gib(uint64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f GiB", static_cast<double>(bytes) / (1 << 30));
+  return text;
+}
+
+Color color_of(te_fl::plugins::State state) {
+  switch (state) {
+    case te_fl::plugins::State::kActive:
+      return Color::kGreen;
+    case te_fl::plugins::State::kFailed:
+    case te_fl::plugins::State::kAbandoned:
+      return Color::kRed;
+    default:
+      return Color::kYellow;
+  }
+}
+
+json plugin_json(const te_fl::plugins::PluginInfo& p) {
+  return {{"name", p.name},       {"vendor", p.vendor},
+          {"version", p.version}, {"build_id", p.build_id},
+          {"path", p.path},       {"origin", p.origin},
+          {"abi", p.abi},         {"state", te_fl::plugins::to_string(p.state)},
+          {"reason", p.reason},   {"load_ms", p.load_ms},
+          {"devices", p.devices}, {"ops", p.ops}};
+}
+
+}  // namespace
+
+int info(bool as_json) {
+  te_fl::OpManager::instance();  // registers built-ins, discovers plugins
+  const auto plugins = te_fl::plugins::list();
+  const auto devices = te_fl::devices::list();
+  const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
+  if (as_json) {
+    json out = {{"version", TE_FL_VERSION},
+                {"abi", abi},
+                {"devices", json::array()},
+                {"plugins", json::array()}};
+    for (const auto& device : devices) {
+      json d = {{"device", te_fl::to_string(device)}};
+      if (auto props = te_fl::devices::properties(device); props.ok()) {
+        d.update({{"name", props->name},
+                  {"arch", props->arch},
+                  {"total_memory", props->total_memory},
+                  {"free_memory", props->free_memory},
+                  {"compute_units", props->compute_units}});
+      } else {
+        d["error"] = props.status().to_string();
+      }
+      out["devices"].push_back(d);
+    }
+    for (const auto& p : plugins) out["plugins"].push_back(plugin_json(p));
+    std::printf("%s\n", out.dump(2).c_str());
+    return kSuccess;
+  }
+  std::printf("te-fl %s, plugin ABI %s\n\nDevices\n", TE_FL_VERSION, abi.c_str());
+  Table device_table({"device", "name", "arch", "units", "memory"});
+  for (const auto& device : devices) {
+    const auto props = te_fl::devices::properties(device);
+    if (props.ok()) {
+      device_table.add({te_fl::to_string(device), props->name, std::to_string(props->arch),
+                        std::to_string(props->compute_units), gib(props->total_memory)});
+    } else {
+      device_table.add({te_fl::to_string(device), paint(Color::kRed, props.status().to_string())});
+    }
+  }
+  device_table.print();
+  std::printf("\nPlugins\n");
+  Table plugin_table({"plugin", "vendor", "version", "abi", "state", "ops", "start", "from"});
+  for (const auto& p : plugins) {
+    char start[32];
+    std::snprintf(start, sizeof start, "%.1f ms", p.load_ms);
+    plugin_table.add({p.name.empty() ? "?" : p.name, p.vendor, p.version, p.abi,
+                      paint(color_of(p.state), std::string(te_fl::plugins::to_string(p.state))),
+                      std::to_string(p.ops.size()), start, p.path.empty() ? p.origin : p.path});
+  }
+  plugin_table.print();
+  for (const auto& p : plugins) {
+    if (!p.reason.empty())
+      std::printf("\n  %s: %s\n", p.name.empty() ? p.path.c_str() : p.name.c_str(),
+                  p.reason.c_str());
+  }
+  if (const te_fl::Status status = te_fl::environment::status(); !status.ok()) {
+    complain(status.to_string());
+    return kProblem;
+  }
+  return kSuccess;
+}
+
+}  // namespace te_fl_tool

@@ -1,0 +1,109 @@
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/version.hpp"
+
+namespace {
+
+using namespace te_fl_tool;
+
+const char* const kFooter =
+    "Examples:\n"
+    "  te-fl info                                   devices and plugins\n"
+    "  te-fl explain gelu --dtype bf16              who would serve gelu on BF16, and why not the "
+    "others\n"
+    "  te-fl explain generic_gemm --dtype f8e4m3,f32 --scaling tensor --set "
+    "TE_FL_PREFER=reference\n"
+    "  te-fl ops norm --json                        the implementations of ops with 'norm' in "
+    "their name\n"
+    "  te-fl env                                    every TE_FL_* variable, its value and where it "
+    "came from\n"
+    "  te-fl doctor                                 what is missing and what to install\n"
+    "  source <(te-fl completion bash)              completion of this shell\n"
+    "\n"
+    "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
+    "the call.";
+
+// A misspelt subcommand: CLI11 only says that it was not expected.
+int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
+  if (argc > 1 && argv[1][0] != '-') {
+    std::vector<std::string> names;
+    for (const auto* sub : app.get_subcommands({})) names.push_back(sub->get_name());
+    if (std::find(names.begin(), names.end(), argv[1]) == names.end()) {
+      const std::string near = te_fl::environment::nearest(argv[1], names);
+      complain(std::string("unknown command '") + argv[1] + "'" +
+               (near.empty() ? "" : "; did you mean '" + near + "'?") + " te-fl --help lists all.");
+      return kUsage;
+    }
+  }
+  return app.exit(error) == 0 ? kSuccess : kUsage;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"Looks into the te-fl runtime: what is there, what would run, and why.", "te-fl"};
+  app.set_version_flag("--version", std::string("te-fl ") + TE_FL_VERSION);
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  int exit_code = kSuccess;
+  bool json = false;
+
+  auto* info_command = app.add_subcommand("info", "Version, devices, and plugins with their state");
+  info_command->add_flag("--json", json, "machine-readable");
+  info_command->callback([&] { exit_code = info(json); });
+
+  OpsOptions ops_options;
+  auto* ops_command = app.add_subcommand("ops", "The matrix of ops and their implementations");
+  ops_command->add_option("name", ops_options.family, "only ops whose name contains this");
+  ops_command->add_flag("--json", ops_options.json, "machine-readable");
+  ops_command->add_flag("--names", ops_options.names, "names only");
+  ops_command->callback([&] { exit_code = ops(ops_options); });
+
+  ExplainOptions explain_options;
+  auto* explain_command = app.add_subcommand(
+      "explain", "Which implementation would serve a call, and why not the others");
+  explain_command->add_option("op", explain_options.op, "name of the op")->required();
+  explain_command->add_option("--device", explain_options.device, "device of the tensors")
+      ->capture_default_str();
+  explain_command
+      ->add_option("--dtype", explain_options.dtypes, "dtypes of the tensors (default: any)")
+      ->delimiter(',');
+  explain_command
+      ->add_option("--scaling", explain_options.scalings,
+                   "scaling modes of the tensors (default: none)")
+      ->delimiter(',');
+  explain_command->add_option("--set", explain_options.settings,
+                              "VAR=VALUE as if it were in the environment; repeatable");
+  explain_command->add_flag("--json", explain_options.json, "machine-readable");
+  explain_command->callback([&] { exit_code = explain(explain_options); });
+
+  EnvOptions env_options;
+  auto* env_command =
+      app.add_subcommand("env", "Every variable: value, where it came from, what it does");
+  env_command->add_flag("--json", env_options.json, "machine-readable");
+  env_command->add_flag("--markdown", env_options.markdown, "docs/environment.md");
+  env_command->callback([&] { exit_code = env(env_options); });
+
+  auto* doctor_command = app.add_subcommand(
+      "doctor", "What is found, what is missing, what that disables, what to install");
+  doctor_command->add_flag("--json", json, "machine-readable");
+  doctor_command->callback([&] { exit_code = doctor(json); });
+
+  std::string shell;
+  auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");
+  completion_command->add_option("shell", shell, "bash, zsh or fish")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+  completion_command->callback([&] { exit_code = completion(shell); });
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return usage_error(app, error, argc, argv);
+  }
+  return exit_code;
+}

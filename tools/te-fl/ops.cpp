@@ -1,0 +1,81 @@
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl_tool {
+
+using nlohmann::json;
+
+int ops(const OpsOptions& options) {
+  auto& registry = te_fl::OpManager::instance().registry();
+  const auto names = registry.op_names();
+  if (options.names) {
+    for (const auto& name : names) std::printf("%s\n", name.c_str());
+    return kSuccess;
+  }
+  std::map<std::string, std::vector<te_fl::OpImplInfo>> by_op;
+  std::set<std::string> impls;
+  for (auto& impl : registry.snapshot()) {
+    impls.insert(impl.impl_id);
+    by_op[impl.op].push_back(std::move(impl));
+  }
+  std::vector<std::string> shown;
+  for (const auto& name : names) {
+    if (options.family.empty() || name.find(options.family) != std::string::npos)
+      shown.push_back(name);
+  }
+  if (shown.empty()) {
+    const std::string near = te_fl::environment::nearest(options.family, names);
+    complain("no op's name contains '" + options.family + "'" +
+             (near.empty() ? "" : "; did you mean '" + near + "'?") +
+             " All names: te-fl ops --names");
+    return kUsage;
+  }
+  if (options.json) {
+    json out = json::array();
+    for (const auto& name : shown) {
+      json entry = {{"op", name}, {"implementations", json::array()}};
+      for (const auto& i : by_op[name]) {
+        entry["implementations"].push_back(
+            {{"impl_id", i.impl_id},
+             {"kind", te_fl::to_string(i.kind)},
+             {"vendor", i.vendor},
+             {"priority", i.priority},
+             {"owner", i.owner},
+             {"deterministic", (i.desc.flags & TE_FL_OP_DETERMINISTIC) != 0},
+             {"version", i.desc.param_version}});
+      }
+      out.push_back(entry);
+    }
+    std::printf("%s\n", out.dump(2).c_str());
+    return kSuccess;
+  }
+  std::vector<std::string> header = {"op"};
+  header.insert(header.end(), impls.begin(), impls.end());
+  Table table(header);
+  for (const auto& name : shown) {
+    std::vector<std::string> row = {name};
+    for (const auto& id : impls) {
+      const auto& list = by_op[name];
+      const auto found =
+          std::find_if(list.begin(), list.end(), [&](const auto& i) { return i.impl_id == id; });
+      row.push_back(found == list.end() ? paint(Color::kDim, "-")
+                                        : paint(Color::kGreen, std::to_string(found->priority)));
+    }
+    table.add(row);
+  }
+  table.print();
+  std::printf(
+      "\n%zu ops; a number is the implementation's priority (higher is tried first), - means it "
+      "has none.\n",
+      shown.size());
+  return kSuccess;
+}
+
+}  // namespace te_fl_tool
