@@ -20,7 +20,8 @@ struct Gelu {
   }
   HWY_INLINE static VF Value(VF x) { return hn::Mul(x, SigmoidOfNumber(Inner(x, hn::Mul(x, x)))); }
   HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
-    const VF x2 = hn::Mul(x, x);
+    // Beyond |x| = 100 the sigmoid is 0 or 1; an infinite square would spoil the product with 0.
+    const VF x2 = hn::Min(hn::Mul(x, x), SetF(1e4f));
     const VF s = SigmoidOfNumber(Inner(x, x2));
     // s'(u) = s(u) s(-u); 1 - s has lost digits only where the term no longer counts.
     const VF slope = hn::MulAdd(x2, SetF(3.0f * kCubic * kTwoC), SetF(kTwoC));

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "te_fl/numeric.hpp"
 
@@ -49,6 +50,22 @@ void for_each_piece(Matrix matrix, ColumnSums* sums, F&& f) {
   });
 }
 
+using BeginRow = FunctionRef<void(int64_t row, int64_t part)>;
+
+// The same with rows kept whole and announced.
+template <class F>
+void for_each_piece_of_rows(Matrix matrix, const BeginRow& begin_row, F&& f) {
+  const Parts parts(matrix.rows, grain_of_rows(matrix.cols));
+  parts.run([&](int64_t part, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      begin_row(row, part);
+      for (int64_t col = 0; col < matrix.cols; col += kChunk) {
+        f(Piece{row, col, std::min(kChunk, matrix.cols - col), part});
+      }
+    }
+  });
+}
+
 struct Tile {
   int64_t row, col, rows, cols;
   int64_t part;
@@ -85,7 +102,8 @@ class Store {
         bytes_(element_bytes(out)),
         produce_(produce),
         options_(options),
-        pending_sums_(options.sums) {}
+        pending_sums_(options.sums),
+        pending_rows_(options.begin_row) {}
 
   void run() {
     switch (backend::scaling(out_)) {
@@ -105,6 +123,8 @@ class Store {
   // The columns' sums, once; later passes get nullptr.
   ColumnSums* take_sums() { return std::exchange(pending_sums_, nullptr); }
 
+  const BeginRow* take_rows() { return std::exchange(pending_rows_, nullptr); }
+
   Matrix pieces_matrix(bool has_sums) const {
     if (!options_.flat || has_sums) return matrix_;
     return {1, matrix_.rows * matrix_.cols};
@@ -113,19 +133,33 @@ class Store {
   // With flat pieces the row is 0 and the index is the column.
   template <class F>
   void for_each_produced(F&& f) {
+    if (pending_rows_ != nullptr) {
+      for_each_piece_of_rows(matrix_, *take_rows(), [&](const Piece& piece) {
+        Chunk values;
+        produce_(piece, values.data);
+        f(piece.row * matrix_.cols + piece.col, piece.n, values.data);
+      });
+      return;
+    }
     ColumnSums* sums = take_sums();
     const Matrix matrix = pieces_matrix(sums != nullptr);
     const bool flat_rows = options_.flat && sums != nullptr;
     for_each_piece(matrix, sums, [&](const Piece& piece) {
       Chunk values;
       const int64_t index = piece.row * matrix.cols + piece.col;
-      if (flat_rows) {
-        produce_(Piece{0, index, piece.n, piece.part}, values.data);
-      } else {
-        produce_(piece, values.data);
-      }
+      produce_(flat_rows ? Piece{0, index, piece.n, piece.part} : piece, values.data);
       if (sums != nullptr) sums->add(piece.part, piece.col, piece.n, values.data);
       f(index, piece.n, values.data);
+    });
+  }
+
+  // Announces the rows that tiles are about to need, unless a pass over rows has.
+  void begin_rows() {
+    const BeginRow* begin_row = take_rows();
+    if (begin_row == nullptr) return;
+    const Parts parts(matrix_.rows, grain_of_rows(matrix_.cols));
+    parts.run([&](int64_t part, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) (*begin_row)(row, part);
     });
   }
 
@@ -168,6 +202,7 @@ class Store {
 
   void cast_and_transpose(float scale, AtomicMax& amax) {
     auto* columnwise = static_cast<uint8_t*>(out_.quant->columnwise_data);
+    begin_rows();
     ColumnSums* sums = take_sums();
     for_each_tile(matrix_, kTileRows, kTileCols, sums, [&](const Tile& tile) {
       // Codes are transposed from where they were written, if row-wise data is wanted.
@@ -205,6 +240,7 @@ class Store {
 
   void blocks() {
     clear_scales();
+    begin_rows();
     ColumnSums* sums = take_sums();
     AtomicMax amax;
     // Two tiles: the values, and codes on their way to the transposed copy.
@@ -343,11 +379,12 @@ class Store {
   const Produce& produce_;
   const StoreOptions& options_;
   ColumnSums* pending_sums_;
+  const BeginRow* pending_rows_;
 };
 
 }  // namespace
 
-void ColumnSums::store(const te_fl_tensor& out, bool accumulate) const {
+void ColumnSums::store(const te_fl_tensor& out, bool accumulate, double factor) const {
   const int dtype = dtype_of(out);
   const auto parts = static_cast<int64_t>(sums_.size()) / std::max<int64_t>(cols_, 1);
   for (int64_t col = 0; col < cols_; col += kChunk) {
@@ -360,11 +397,11 @@ void ColumnSums::store(const te_fl_tensor& out, bool accumulate) const {
       std::fill_n(values.data, n, 0.0f);
     }
     for (int64_t i = 0; i < n; ++i) {
-      double sum = values.data[i];
+      double sum = 0.0;
       for (int64_t part = 0; part < parts; ++part) {
         sum += sums_[static_cast<size_t>(part * cols_ + col + i)];
       }
-      values.data[i] = static_cast<float>(sum);
+      values.data[i] = static_cast<float>(values.data[i] + factor * sum);
     }
     store_f32(dtype, values.data, n, place);
   }

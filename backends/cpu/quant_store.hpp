@@ -33,9 +33,9 @@ class ColumnSums {
   void add(int64_t part, int64_t col, int64_t n, const float* values) {
     add_to_sums(values, n, of_part(part) + col);
   }
-  // Writes the sums to a dense tensor of `cols` elements, F32, F16 or BF16; adds what it holds if
-  // asked.
-  void store(const te_fl_tensor& out, bool accumulate = false) const;
+  // Writes the sums times factor to a dense tensor of `cols` elements, F32, F16 or BF16; adds what
+  // it holds if asked.
+  void store(const te_fl_tensor& out, bool accumulate = false, double factor = 1.0) const;
 
  private:
   int64_t cols_;
@@ -50,6 +50,9 @@ struct StoreOptions {
   // Values depend on the row-major index only, so that the output may be cut anywhere: pieces have
   // row 0 and the index as column.
   bool flat = false;
+  // If not null, called once for every row before its first piece is produced, with the calling
+  // part. Not with flat.
+  const FunctionRef<void(int64_t row, int64_t part)>* begin_row = nullptr;
 };
 
 // The quantised outputs that store_output does not serve, as a reason for supports(); nullptr if it
