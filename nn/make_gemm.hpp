@@ -8,13 +8,13 @@
 namespace te_fl::nn::detail {
 
 struct GemmOptions {
-  std::string_view module;  // for messages
+  std::string_view module = {};  // for messages
   int64_t in = 0;
   int64_t out = 0;
   bool bias = true;
   DType param_dtype = DType::kF32;
   DType activation_dtype = DType::kF32;
-  Device device;
+  Device device = {};
   uint64_t seed = 0;
   float init_std = 0;
   bool high_precision = false;

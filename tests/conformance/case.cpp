@@ -22,7 +22,8 @@ uint64_t hash(const std::string& s) {
 }  // namespace
 
 Buffer::Buffer(size_t bytes, uint8_t fill) : raw_(bytes + 2 * kGuard + kAlignment), size_(bytes) {
-  base_ = raw_.data() + (kAlignment - reinterpret_cast<uintptr_t>(raw_.data()) % kAlignment) % kAlignment;
+  base_ = raw_.data() +
+          (kAlignment - reinterpret_cast<uintptr_t>(raw_.data()) % kAlignment) % kAlignment;
   std::fill(base_, base_ + size_ + 2 * kGuard, kGuardByte);
   std::fill(data(), data() + size_, fill);
   freeze();
@@ -33,14 +34,17 @@ void Buffer::restore() {
   std::copy(initial_.begin(), initial_.end(), data());
 }
 bool Buffer::guards_intact() const {
-  auto intact = [](const uint8_t* p) { return std::all_of(p, p + kGuard, [](uint8_t b) { return b == kGuardByte; }); };
+  auto intact = [](const uint8_t* p) {
+    return std::all_of(p, p + kGuard, [](uint8_t b) { return b == kGuardByte; });
+  };
   return intact(base_) && intact(base_ + kGuard + size_);
 }
 bool Buffer::unchanged() const { return std::equal(initial_.begin(), initial_.end(), data()); }
 
 std::string Spec::name() const {
   if (!quantised()) return name_of(dtype);
-  static const char* const modes[] = {"none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4"};
+  static const char* const modes[] = {"none",         "tensor", "block1x128",
+                                      "block128x128", "mxfp8",  "nvfp4"};
   std::string text = std::string(name_of(dtype)) + "." + modes[scaling];
   if (current()) text += ".current";
   if (pow2()) text += ".pow2";
@@ -79,7 +83,9 @@ std::vector<Buffer*> Tensor::buffers() const {
 }
 
 void Tensor::bind() {
-  auto pointer = [](const std::shared_ptr<Buffer>& b) { return b == nullptr ? nullptr : b->data(); };
+  auto pointer = [](const std::shared_ptr<Buffer>& b) {
+    return b == nullptr ? nullptr : b->data();
+  };
   c.struct_size = sizeof c;
   c.dl.data = pointer(data);
   c.dl.device = {TE_FL_DEVICE_CPU, 0};
@@ -115,7 +121,9 @@ namespace {
 // Memory for every part that the spec asks for, poisoned.
 void allocate(Tensor& t) {
   const Spec& s = t.spec;
-  auto make = [](int dtype, int64_t n) { return std::make_shared<Buffer>(bytes_for(dtype, n), poison_of(dtype)); };
+  auto make = [](int dtype, int64_t n) {
+    return std::make_shared<Buffer>(bytes_for(dtype, n), poison_of(dtype));
+  };
   if (s.row && t.data == nullptr) t.data = make(s.dtype, t.numel());
   if (!s.quantised()) return;
   if (s.col) t.col_data = make(s.dtype, t.numel());
@@ -144,12 +152,15 @@ void freeze(Tensor& t) {
 }
 }  // namespace
 
-Tensor* Problem::strided(const std::string& name, Role role, Spec spec, const Dims& shape, const Dims& strides,
-                         const Fill& fill, std::shared_ptr<Buffer> storage, int64_t offset, int64_t storage_elements) {
+Tensor* Problem::strided(const std::string& name, Role role, Spec spec, const Dims& shape,
+                         const Dims& strides, const Fill& fill, std::shared_ptr<Buffer> storage,
+                         int64_t offset, int64_t storage_elements) {
   auto t = std::make_unique<Tensor>();
-  t->name = name, t->role = role, t->spec = spec, t->shape = shape, t->strides = strides, t->offset = offset;
+  t->name = name, t->role = role, t->spec = spec, t->shape = shape, t->strides = strides,
+  t->offset = offset;
   if (storage == nullptr && storage_elements > 0)
-    storage = std::make_shared<Buffer>(bytes_for(spec.dtype, storage_elements), poison_of(spec.dtype));
+    storage =
+        std::make_shared<Buffer>(bytes_for(spec.dtype, storage_elements), poison_of(spec.dtype));
   t->data = std::move(storage);
   allocate(*t);
   if (role != Role::kOut)
@@ -178,7 +189,8 @@ Tensor* Problem::in_place(const std::string& name, Tensor* input) {
   tensors.push_back(std::move(t));
   return tensors.back().get();
 }
-Tensor* Problem::quantised_in(const std::string& name, Spec spec, const Dims& shape, const Fill& fill) {
+Tensor* Problem::quantised_in(const std::string& name, Spec spec, const Dims& shape,
+                              const Fill& fill) {
   if (!spec.quantised()) return in(name, spec, shape, fill);
   auto t = std::make_unique<Tensor>();
   t->name = name, t->role = Role::kIn, t->spec = spec, t->shape = shape;
@@ -190,7 +202,8 @@ Tensor* Problem::quantised_in(const std::string& name, Spec spec, const Dims& sh
     if (to != nullptr && !from.empty()) std::copy(from.begin(), from.end(), to->data());
   };
   put(image.data, t->data), put(image.col_data, t->col_data);
-  put(spec.row ? image.scale_inv : image.col_scale_inv, spec.row || spec.scaling == TE_FL_SCALING_TENSOR ? t->scale_inv : nullptr);
+  put(spec.row ? image.scale_inv : image.col_scale_inv,
+      spec.row || spec.scaling == TE_FL_SCALING_TENSOR ? t->scale_inv : nullptr);
   put(image.col_scale_inv, t->col_scale_inv);
   if (t->amax != nullptr) store(TE_FL_F32, t->amax->data(), 0, static_cast<double>(image.amax));
   if (t->scale != nullptr) store(TE_FL_F32, t->scale->data(), 0, static_cast<double>(image.scale));
@@ -212,7 +225,8 @@ Expectation& Problem::expect(Tensor* t, std::vector<double> want, std::vector<do
   Expectation e;
   e.kind = t->spec.quantised() ? Expectation::Kind::kQuantised : Expectation::Kind::kValues;
   e.tensor = t, e.want = std::move(want), e.extra = std::move(extra);
-  if (static_cast<int64_t>(e.want.size()) != t->numel()) throw std::logic_error(t->name + ": oracle of another size");
+  if (static_cast<int64_t>(e.want.size()) != t->numel())
+    throw std::logic_error(t->name + ": oracle of another size");
   expectations.push_back(std::move(e));
   return expectations.back();
 }
@@ -222,7 +236,8 @@ Expectation& Problem::expect_exact(Tensor* t, std::vector<double> want, int inpu
   e.relative = 0, e.widen = 0, e.input_dtype = input_dtype;
   return e;
 }
-Expectation& Problem::expect_dequantised(Tensor* t, std::vector<double> want, std::vector<double> extra) {
+Expectation& Problem::expect_dequantised(Tensor* t, std::vector<double> want,
+                                         std::vector<double> extra) {
   Expectation& e = expect(t, std::move(want), std::move(extra));
   e.kind = Expectation::Kind::kDequantised;
   return e;
@@ -230,7 +245,8 @@ Expectation& Problem::expect_dequantised(Tensor* t, std::vector<double> want, st
 void Problem::expect_bytes(Tensor* t, std::vector<uint8_t> bytes) {
   Expectation e;
   e.kind = Expectation::Kind::kBytes, e.tensor = t, e.bytes = std::move(bytes);
-  if (e.bytes.size() != t->data->size()) throw std::logic_error(t->name + ": oracle of another size");
+  if (e.bytes.size() != t->data->size())
+    throw std::logic_error(t->name + ": oracle of another size");
   expectations.push_back(std::move(e));
 }
 void Problem::expect_unchanged(Tensor* t) {
@@ -268,19 +284,31 @@ const std::vector<Spec>& quantised_specs() {
     no_amax.has_amax = false;
     Spec small(kE5, TE_FL_SCALING_TENSOR, true, true);  // amax stays what it was
     small.scale = 0.37f, small.amax_before = 1e6f;
-    return std::vector<Spec>{
-        {kE4, TE_FL_SCALING_TENSOR, true, false}, {kE5, TE_FL_SCALING_TENSOR, true, false},
-        {kE4, TE_FL_SCALING_TENSOR, false, true}, {kE4, TE_FL_SCALING_TENSOR, true, true}, no_amax, small,
-        {kE4, TE_FL_SCALING_TENSOR, true, false, kCurrent}, {kE5, TE_FL_SCALING_TENSOR, true, true, kCurrent},
-        {kE4, TE_FL_SCALING_TENSOR, false, true, kCurrent | kPow2}, {kE4, TE_FL_SCALING_TENSOR, true, true, kCurrent, 100.0f},
-        {kE4, TE_FL_SCALING_BLOCK_1X128, true, false, kPow2}, {kE4, TE_FL_SCALING_BLOCK_1X128, false, true, kPow2},
-        {kE4, TE_FL_SCALING_BLOCK_1X128, true, true}, {kE4, TE_FL_SCALING_BLOCK_1X128, true, true, kPow2, 3.0f},
-        {kE5, TE_FL_SCALING_BLOCK_1X128, true, true, kPow2},
-        {kE4, TE_FL_SCALING_BLOCK_128X128, true, false, kPow2}, {kE4, TE_FL_SCALING_BLOCK_128X128, false, true, kPow2},
-        {kE4, TE_FL_SCALING_BLOCK_128X128, true, true}, {kE4, TE_FL_SCALING_BLOCK_128X128, true, true, kPow2, 30.0f},
-        {kE4, TE_FL_SCALING_MXFP8, true, false}, {kE4, TE_FL_SCALING_MXFP8, false, true}, {kE4, TE_FL_SCALING_MXFP8, true, true},
-        {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, false}, {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, false, true},
-        {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, true}};
+    return std::vector<Spec>{{kE4, TE_FL_SCALING_TENSOR, true, false},
+                             {kE5, TE_FL_SCALING_TENSOR, true, false},
+                             {kE4, TE_FL_SCALING_TENSOR, false, true},
+                             {kE4, TE_FL_SCALING_TENSOR, true, true},
+                             no_amax,
+                             small,
+                             {kE4, TE_FL_SCALING_TENSOR, true, false, kCurrent},
+                             {kE5, TE_FL_SCALING_TENSOR, true, true, kCurrent},
+                             {kE4, TE_FL_SCALING_TENSOR, false, true, kCurrent | kPow2},
+                             {kE4, TE_FL_SCALING_TENSOR, true, true, kCurrent, 100.0f},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, true, false, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, false, true, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, true, true},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, true, true, kPow2, 3.0f},
+                             {kE5, TE_FL_SCALING_BLOCK_1X128, true, true, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, false, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, false, true, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, true},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, true, kPow2, 30.0f},
+                             {kE4, TE_FL_SCALING_MXFP8, true, false},
+                             {kE4, TE_FL_SCALING_MXFP8, false, true},
+                             {kE4, TE_FL_SCALING_MXFP8, true, true},
+                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, false},
+                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, false, true},
+                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, true}};
   }();
   return specs;
 }

@@ -1,8 +1,9 @@
 #pragma once
 
-// The table of conformance cases. One case is one call of one op: how its arguments are built (from a fixed seed,
-// the same everywhere), and what the outputs must be, computed in double precision from the inputs as they are
-// stored. The same table serves every implementation, for correctness and for speed.
+// The table of conformance cases. One case is one call of one op: how its arguments are built (from
+// a fixed seed, the same everywhere), and what the outputs must be, computed in double precision
+// from the inputs as they are stored. The same table serves every implementation, for correctness
+// and for speed.
 
 #include <cstdint>
 #include <functional>
@@ -18,7 +19,8 @@
 
 namespace te_fl::conformance {
 
-// xoshiro-free and library-free: the same sequence on every platform. Gaussian is a sum of twelve uniforms.
+// xoshiro-free and library-free: the same sequence on every platform. Gaussian is a sum of twelve
+// uniforms.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x1234567u) {}
@@ -51,8 +53,8 @@ class Buffer {
   uint8_t* data() { return base_ + kGuard; }
   const uint8_t* data() const { return base_ + kGuard; }
   size_t size() const { return size_; }
-  void freeze();         // remembers the present contents as initial
-  void restore();        // contents and guards back to the start
+  void freeze();   // remembers the present contents as initial
+  void restore();  // contents and guards back to the start
   bool guards_intact() const;
   bool unchanged() const;
   const uint8_t* initial() const { return initial_.data(); }
@@ -113,15 +115,25 @@ struct Tensor {
 
 // What an output must be.
 struct Expectation {
-  enum class Kind { kValues, kQuantised, kExactQuantised, kDequantised, kBytes, kUnchanged, kCustom } kind;
+  enum class Kind {
+    kValues,
+    kQuantised,
+    kExactQuantised,
+    kDequantised,
+    kBytes,
+    kUnchanged,
+    kCustom
+  } kind;
   Tensor* tensor = nullptr;
   std::vector<double> want;   // values; before quantisation for the quantised kinds
   std::vector<double> extra;  // added to the absolute tolerance, per element; empty: none
-  double relative = 0;        // >0: replaces the dtype's tolerance: |got - want| <= extra + relative * |want|
+  double relative =
+      0;  // >0: replaces the dtype's tolerance: |got - want| <= extra + relative * |want|
   double widen = 1;           // factor of the dtype's relative tolerance
   std::vector<uint8_t> skip;  // not 0: the element is not compared
   std::vector<uint8_t> bytes;
-  int input_dtype = TE_FL_F32;  // exact quantisation: whose largest value replaces an infinite block scale
+  int input_dtype =
+      TE_FL_F32;  // exact quantisation: whose largest value replaces an infinite block scale
   std::function<std::string(const Tensor&)> check;  // kCustom: empty string if right
 };
 
@@ -137,24 +149,31 @@ class Problem {
 
   Tensor* in(const std::string& name, Spec spec, const Dims& shape, const Fill& fill = gaussian());
   Tensor* out(const std::string& name, Spec spec, const Dims& shape);
-  Tensor* inout(const std::string& name, Spec spec, const Dims& shape, const Fill& fill = gaussian());
-  Tensor* strided(const std::string& name, Role role, Spec spec, const Dims& shape, const Dims& strides,
-                  const Fill& fill = gaussian(), std::shared_ptr<Buffer> storage = nullptr, int64_t offset = 0,
+  Tensor* inout(const std::string& name, Spec spec, const Dims& shape,
+                const Fill& fill = gaussian());
+  Tensor* strided(const std::string& name, Role role, Spec spec, const Dims& shape,
+                  const Dims& strides, const Fill& fill = gaussian(),
+                  std::shared_ptr<Buffer> storage = nullptr, int64_t offset = 0,
                   int64_t storage_elements = 0);
   // An output in the memory of `input` (which then counts as overwritten).
   Tensor* in_place(const std::string& name, Tensor* input);
-  // A quantised input made from `values` by the exact rules; returns the tensor. dequantised() of it gives values.
-  Tensor* quantised_in(const std::string& name, Spec spec, const Dims& shape, const Fill& fill = gaussian());
-  void list(const std::string& name, std::vector<Tensor*> tensors) { lists[name] = std::move(tensors); }
+  // A quantised input made from `values` by the exact rules; returns the tensor. dequantised() of
+  // it gives values.
+  Tensor* quantised_in(const std::string& name, Spec spec, const Dims& shape,
+                       const Fill& fill = gaussian());
+  void list(const std::string& name, std::vector<Tensor*> tensors) {
+    lists[name] = std::move(tensors);
+  }
   Tensor* unnamed(Tensor* t);  // takes the tensor out of the single arguments (for lists)
   void set(const std::string& name, double value) { scalars[name] = value; }
 
   void oracle(std::function<void()> f) { oracles.push_back(std::move(f)); }
   void evaluate();
   Expectation& expect(Tensor* t, std::vector<double> want, std::vector<double> extra = {});
-  // A result of several quantised steps (FP8 attention): compared after dequantisation, 1e-2 + 1e-2 |v|, a code step
-  // and `extra`.
-  Expectation& expect_dequantised(Tensor* t, std::vector<double> want, std::vector<double> extra = {});
+  // A result of several quantised steps (FP8 attention): compared after dequantisation, 1e-2 + 1e-2
+  // |v|, a code step and `extra`.
+  Expectation& expect_dequantised(Tensor* t, std::vector<double> want,
+                                  std::vector<double> extra = {});
   Expectation& expect_exact(Tensor* t, std::vector<double> want, int input_dtype);
   void expect_bytes(Tensor* t, std::vector<uint8_t> bytes);
   void expect_unchanged(Tensor* t);
@@ -171,9 +190,9 @@ class Problem {
   std::vector<Expectation> expectations;
   te_fl_rng rng{0, 0, nullptr};
   std::vector<uint64_t> rng_state;
-  int want_code = 0;        // expected status code; then every output stays untouched
-  std::string want_text;    // must be part of the error's text
-  std::string may_refuse;   // not empty: UNSUPPORTED/INVALID_ARGUMENT whose text has it is right too
+  int want_code = 0;       // expected status code; then every output stays untouched
+  std::string want_text;   // must be part of the error's text
+  std::string may_refuse;  // not empty: UNSUPPORTED/INVALID_ARGUMENT whose text has it is right too
   int64_t saved_storage = -1;
 };
 
@@ -189,6 +208,7 @@ struct Case {
 using Table = std::vector<Case>;
 void add_activation_cases(Table&);
 void add_attention_cases(Table&);
+void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
 void add_gemm_cases(Table&);
 void add_norm_cases(Table&);

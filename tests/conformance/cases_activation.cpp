@@ -12,7 +12,15 @@ double with_edges(Random& r, int64_t i) {
   return i % 97 == 5 ? edges[i / 97 % 12] : 2 * r.gaussian();
 }
 
-enum class Form { kForward, kBackward, kGatedForward, kGatedBackward, kClampedForward, kClampedBackward, kBiasBackward };
+enum class Form {
+  kForward,
+  kBackward,
+  kGatedForward,
+  kGatedBackward,
+  kClampedForward,
+  kClampedBackward,
+  kBiasBackward
+};
 
 struct Op {
   const char* name;
@@ -21,24 +29,41 @@ struct Op {
 };
 
 const Op kOps[] = {
-    {"gelu", Form::kForward, kGelu}, {"qgelu", Form::kForward, kQgelu}, {"relu", Form::kForward, kRelu},
-    {"srelu", Form::kForward, kSrelu}, {"silu", Form::kForward, kSilu},
-    {"dgelu", Form::kBackward, kGelu}, {"dqgelu", Form::kBackward, kQgelu}, {"drelu", Form::kBackward, kRelu},
-    {"dsrelu", Form::kBackward, kSrelu}, {"dsilu", Form::kBackward, kSilu},
-    {"geglu", Form::kGatedForward, kGelu}, {"qgeglu", Form::kGatedForward, kQgelu}, {"reglu", Form::kGatedForward, kRelu},
-    {"sreglu", Form::kGatedForward, kSrelu}, {"swiglu", Form::kGatedForward, kSilu}, {"glu", Form::kGatedForward, kSigmoid},
-    {"dgeglu", Form::kGatedBackward, kGelu}, {"dqgeglu", Form::kGatedBackward, kQgelu},
-    {"dreglu", Form::kGatedBackward, kRelu}, {"dsreglu", Form::kGatedBackward, kSrelu},
-    {"dswiglu", Form::kGatedBackward, kSilu}, {"dglu", Form::kGatedBackward, kSigmoid},
-    {"clamped_swiglu", Form::kClampedForward, kSilu}, {"clamped_dswiglu", Form::kClampedBackward, kSilu},
-    {"dbias_dgelu", Form::kBiasBackward, kGelu}, {"dbias_dqgelu", Form::kBiasBackward, kQgelu},
-    {"dbias_drelu", Form::kBiasBackward, kRelu}, {"dbias_dsrelu", Form::kBiasBackward, kSrelu},
+    {"gelu", Form::kForward, kGelu},
+    {"qgelu", Form::kForward, kQgelu},
+    {"relu", Form::kForward, kRelu},
+    {"srelu", Form::kForward, kSrelu},
+    {"silu", Form::kForward, kSilu},
+    {"dgelu", Form::kBackward, kGelu},
+    {"dqgelu", Form::kBackward, kQgelu},
+    {"drelu", Form::kBackward, kRelu},
+    {"dsrelu", Form::kBackward, kSrelu},
+    {"dsilu", Form::kBackward, kSilu},
+    {"geglu", Form::kGatedForward, kGelu},
+    {"qgeglu", Form::kGatedForward, kQgelu},
+    {"reglu", Form::kGatedForward, kRelu},
+    {"sreglu", Form::kGatedForward, kSrelu},
+    {"swiglu", Form::kGatedForward, kSilu},
+    {"glu", Form::kGatedForward, kSigmoid},
+    {"dgeglu", Form::kGatedBackward, kGelu},
+    {"dqgeglu", Form::kGatedBackward, kQgelu},
+    {"dreglu", Form::kGatedBackward, kRelu},
+    {"dsreglu", Form::kGatedBackward, kSrelu},
+    {"dswiglu", Form::kGatedBackward, kSilu},
+    {"dglu", Form::kGatedBackward, kSigmoid},
+    {"clamped_swiglu", Form::kClampedForward, kSilu},
+    {"clamped_dswiglu", Form::kClampedBackward, kSilu},
+    {"dbias_dgelu", Form::kBiasBackward, kGelu},
+    {"dbias_dqgelu", Form::kBiasBackward, kQgelu},
+    {"dbias_drelu", Form::kBiasBackward, kRelu},
+    {"dbias_dsrelu", Form::kBiasBackward, kSrelu},
     {"dbias_dsilu", Form::kBiasBackward, kSilu},
 };
 
 bool gated(Form f) { return f >= Form::kGatedForward && f <= Form::kClampedBackward; }
 bool backward(Form f) {
-  return f == Form::kBackward || f == Form::kGatedBackward || f == Form::kClampedBackward || f == Form::kBiasBackward;
+  return f == Form::kBackward || f == Form::kGatedBackward || f == Form::kClampedBackward ||
+         f == Form::kBiasBackward;
 }
 
 struct Variant {
@@ -56,7 +81,8 @@ std::string name_of_variant(const Op& op, const Variant& v) {
   std::string name = conformance::name_of(v.in);
   if (backward(op.form)) name += std::string("/grad=") + conformance::name_of(v.grad);
   name += "/" + dims_name(v.shape) + "/out=" + v.out.name();
-  if (op.form == Form::kBiasBackward) name += std::string("/dbias=") + conformance::name_of(v.dbias);
+  if (op.form == Form::kBiasBackward)
+    name += std::string("/dbias=") + conformance::name_of(v.dbias);
   if (!v.in_place.empty()) name += "/in_place=" + v.in_place;
   if (v.limit != 7) name += v.limit == 0 ? "/limit=0" : "/limit=1.5";
   if (v.alpha != 1.702) name += "/alpha";
@@ -77,7 +103,8 @@ Gate gate(const Op& op, double a, double b, double dy, double limit, double alph
 
 void expect_gated(Problem& p, const Op& op, const Variant& v, Tensor* x, Tensor* g, Tensor* y) {
   const int64_t h = v.shape.back(), rows = h == 0 ? 0 : x->numel() / (2 * h);
-  const double limit = static_cast<double>(static_cast<float>(v.limit)), alpha = static_cast<double>(static_cast<float>(v.alpha));
+  const double limit = static_cast<double>(static_cast<float>(v.limit)),
+               alpha = static_cast<double>(static_cast<float>(v.alpha));
   std::vector<double> want(static_cast<size_t>(y->numel()));
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < h; ++j) {
@@ -95,14 +122,16 @@ void expect_gated(Problem& p, const Op& op, const Variant& v, Tensor* x, Tensor*
 
 void expect_plain(Problem& p, const Op& op, Tensor* x, Tensor* g, Tensor* y, Tensor* dbias) {
   std::vector<double> want(static_cast<size_t>(x->numel()));
-  for (int64_t i = 0; i < x->numel(); ++i) want[i] = g == nullptr ? op.act.f(x->get(i)) : g->get(i) * op.act.df(x->get(i));
+  for (int64_t i = 0; i < x->numel(); ++i)
+    want[i] = g == nullptr ? op.act.f(x->get(i)) : g->get(i) * op.act.df(x->get(i));
   p.expect(y, want);
   if (dbias == nullptr) return;
   const int64_t h = x->cols(), rows = x->rows();
   std::vector<double> sum(static_cast<size_t>(h)), slack(static_cast<size_t>(h));
   for (int64_t j = 0; j < h; ++j) {
     double magnitude = 0;
-    for (int64_t i = 0; i < rows; ++i) sum[j] += want[i * h + j], magnitude += std::fabs(want[i * h + j]);
+    for (int64_t i = 0; i < rows; ++i)
+      sum[j] += want[i * h + j], magnitude += std::fabs(want[i * h + j]);
     // The terms carry the FP32 tolerance of the derivative themselves.
     slack[j] = sum_slack(static_cast<double>(rows), magnitude) + 1e-6 * magnitude;
   }
@@ -110,39 +139,57 @@ void expect_plain(Problem& p, const Op& op, Tensor* x, Tensor* g, Tensor* y, Ten
 }
 
 void add_variant(Table& table, const Op& op, const Variant& v) {
-  add(table, "activation", op.name, name_of_variant(op, v), [op, v](Problem& p) {
-    Dims wide = v.shape;
-    if (gated(op.form)) wide.back() *= 2;
-    Tensor* g = backward(op.form) ? p.in("grad", v.grad, v.shape) : nullptr;
-    Tensor* x = p.in("input", v.in, wide, with_edges);
-    Tensor* y = v.in_place == "input"  ? p.in_place("output", x)
-                : v.in_place == "grad" ? p.in_place("output", g)
-                                       : p.out("output", v.out, backward(op.form) ? wide : v.shape);
-    Tensor* dbias = op.form == Form::kBiasBackward ? p.out("dbias", v.dbias, {v.shape.back()}) : nullptr;
-    if (op.form == Form::kClampedForward || op.form == Form::kClampedBackward) p.set("limit", v.limit), p.set("alpha", v.alpha);
-    p.oracle([&p, op, v, x, g, y, dbias] {
-      if (gated(op.form)) expect_gated(p, op, v, x, g, y);
-      else expect_plain(p, op, x, g, y, dbias);
-    });
-  }, v.large);
+  add(
+      table, "activation", op.name, name_of_variant(op, v),
+      [op, v](Problem& p) {
+        Dims wide = v.shape;
+        if (gated(op.form)) wide.back() *= 2;
+        Tensor* g = backward(op.form) ? p.in("grad", v.grad, v.shape) : nullptr;
+        Tensor* x = p.in("input", v.in, wide, with_edges);
+        Tensor* y = v.in_place == "input" ? p.in_place("output", x)
+                    : v.in_place == "grad"
+                        ? p.in_place("output", g)
+                        : p.out("output", v.out, backward(op.form) ? wide : v.shape);
+        Tensor* dbias =
+            op.form == Form::kBiasBackward ? p.out("dbias", v.dbias, {v.shape.back()}) : nullptr;
+        if (op.form == Form::kClampedForward || op.form == Form::kClampedBackward)
+          p.set("limit", v.limit), p.set("alpha", v.alpha);
+        p.oracle([&p, op, v, x, g, y, dbias] {
+          if (gated(op.form))
+            expect_gated(p, op, v, x, g, y);
+          else
+            expect_plain(p, op, x, g, y, dbias);
+        });
+      },
+      v.large);
 }
 
 void add_op(Table& table, const Op& op) {
   auto variant = [&](const Variant& v) { add_variant(table, op, v); };
   for (int in : kHigh) {
-    for (int out : kHigh) variant({.in = in, .grad = in, .out = out, .dbias = out, .shape = {7, 33}});
+    for (int out : kHigh)
+      variant({.in = in, .grad = in, .out = out, .dbias = out, .shape = {7, 33}});
   }
-  if (backward(op.form)) variant({.in = TE_FL_BF16, .grad = TE_FL_F32, .out = TE_FL_F16, .shape = {5, 18}});
-  const Dims shapes[] = {{0, 5}, {4, 0}, {1, 1}, {17}, {1, 1021}, {257, 1}, {3, 5, 2, 19}, {130, 257}};
+  if (backward(op.form))
+    variant({.in = TE_FL_BF16, .grad = TE_FL_F32, .out = TE_FL_F16, .shape = {5, 18}});
+  const Dims shapes[] = {{0, 5},    {4, 0},   {1, 1},        {17},
+                         {1, 1021}, {257, 1}, {3, 5, 2, 19}, {130, 257}};
   for (const Dims& shape : shapes) variant({.shape = shape});
-  variant({.in = TE_FL_BF16, .grad = TE_FL_BF16, .out = TE_FL_BF16, .shape = {300, 1024}, .large = true});
+  variant({.in = TE_FL_BF16,
+           .grad = TE_FL_BF16,
+           .out = TE_FL_BF16,
+           .shape = {300, 1024},
+           .large = true});
   for (const Spec& spec : quantised_specs()) {
     variant({.in = TE_FL_BF16, .grad = TE_FL_BF16, .out = spec, .shape = {130, 258}});
-    if (spec.row && spec.col && spec.dtype != TE_FL_F4E2M1) variant({.out = spec, .shape = {3, 7, 37}});
+    if (spec.row && spec.col && spec.dtype != TE_FL_F4E2M1)
+      variant({.out = spec, .shape = {3, 7, 37}});
   }
   variant({.out = quantised_specs()[3], .shape = {0, 16}});
-  if (op.form != Form::kGatedForward && op.form != Form::kClampedForward) variant({.shape = {9, 40}, .in_place = "input"});
-  if (op.form == Form::kBackward || op.form == Form::kBiasBackward) variant({.shape = {9, 40}, .in_place = "grad"});
+  if (op.form != Form::kGatedForward && op.form != Form::kClampedForward)
+    variant({.shape = {9, 40}, .in_place = "input"});
+  if (op.form == Form::kBackward || op.form == Form::kBiasBackward)
+    variant({.shape = {9, 40}, .in_place = "grad"});
   if (op.form == Form::kClampedForward || op.form == Form::kClampedBackward) {
     variant({.shape = {33, 65}, .limit = 1.5});
     variant({.shape = {33, 65}, .limit = 0});

@@ -6,7 +6,9 @@
 // Activations and derivatives in double precision.
 namespace te_fl::conformance {
 
-inline double sigmoid(double x) { return x >= 0 ? 1 / (1 + std::exp(-x)) : std::exp(x) / (1 + std::exp(x)); }
+inline double sigmoid(double x) {
+  return x >= 0 ? 1 / (1 + std::exp(-x)) : std::exp(x) / (1 + std::exp(x));
+}
 
 struct Activation {
   const char* name;

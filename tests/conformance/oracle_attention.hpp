@@ -37,7 +37,9 @@ struct Attention {
     const int64_t length = query ? sq : sk;
     return ((layout == TE_FL_LAYOUT_SBHD ? s * b + n : n * length + s) * heads + head) * width;
   }
-  int64_t lse_at(int64_t n, int64_t s, int64_t head) const { return thd() ? (start_q[n] + s) * h + head : (n * h + head) * sq + s; }
+  int64_t lse_at(int64_t n, int64_t s, int64_t head) const {
+    return thd() ? (start_q[n] + s) * h + head : (n * h + head) * sq + s;
+  }
   int64_t kv_head(int64_t head) const { return head / (h / g); }
   bool masked(int64_t n, int64_t head, int64_t i, int64_t j) const;
   double score(int64_t n, int64_t head, int64_t i, int64_t j, double* size) const;
@@ -48,8 +50,10 @@ struct Attention {
 
 inline bool Attention::masked(int64_t n, int64_t head, int64_t i, int64_t j) const {
   if (i >= q_length(n) || j >= k_length(n)) return true;
-  const bool bottom_right = mask == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT || mask == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
-  const bool causal = bottom_right || mask == TE_FL_MASK_TYPE_CAUSAL || mask == TE_FL_MASK_TYPE_PADDING_CAUSAL;
+  const bool bottom_right = mask == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT ||
+                            mask == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+  const bool causal =
+      bottom_right || mask == TE_FL_MASK_TYPE_CAUSAL || mask == TE_FL_MASK_TYPE_PADDING_CAUSAL;
   const int64_t diagonal = i + (bottom_right ? k_length(n) - q_length(n) : 0);
   if (causal && j > diagonal) return true;
   if (left >= 0 && j < diagonal - left) return true;
@@ -63,10 +67,12 @@ inline bool Attention::masked(int64_t n, int64_t head, int64_t i, int64_t j) con
 inline double Attention::score(int64_t n, int64_t head, int64_t i, int64_t j, double* size) const {
   const int64_t qa = at(n, i, head, h, d, true), ka = at(n, j, kv_head(head), g, d, false);
   double sum = 0, magnitude = 0;
-  for (int64_t e = 0; e < d; ++e) sum += q[qa + e] * k[ka + e], magnitude += std::fabs(q[qa + e] * k[ka + e]);
+  for (int64_t e = 0; e < d; ++e)
+    sum += q[qa + e] * k[ka + e], magnitude += std::fabs(q[qa + e] * k[ka + e]);
   sum *= scale, magnitude *= std::fabs(scale);
   auto plus = [&](double x) { sum += x, magnitude += std::fabs(x); };
-  if (!bias.empty()) plus(bias[(((bias_b == 1 ? 0 : n) * bias_h + (bias_h == 1 ? 0 : head)) * sq + i) * sk + j]);
+  if (!bias.empty())
+    plus(bias[(((bias_b == 1 ? 0 : n) * bias_h + (bias_h == 1 ? 0 : head)) * sq + i) * sk + j]);
   if (!alibi.empty()) {
     const double slope = alibi[static_cast<int64_t>(alibi.size()) == h ? head : n * h + head];
     plus(slope * static_cast<double>(j - i - (k_length(n) - q_length(n))));

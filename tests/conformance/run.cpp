@@ -1,5 +1,6 @@
 #include "conformance/run.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <set>
@@ -43,7 +44,8 @@ class Arguments {
     switch (arg.type) {
       case TE_FL_ARG_TENSOR: {
         const auto t = p.singles.find(arg.name);
-        if (t == p.singles.end() && (arg.flags & TE_FL_ARG_OPTIONAL) == 0) throw std::logic_error(p.op_name + ": the case lacks " + arg.name);
+        if (t == p.singles.end() && (arg.flags & TE_FL_ARG_OPTIONAL) == 0)
+          throw std::logic_error(p.op_name + ": the case lacks " + arg.name);
         return put<const te_fl_tensor*>(arg.offset, t == p.singles.end() ? nullptr : &t->second->c);
       }
       case TE_FL_ARG_TENSOR_LIST: {
@@ -51,17 +53,22 @@ class Arguments {
         lists_.emplace_back();
         if (list != p.lists.end())
           for (Tensor* t : list->second) lists_.back().push_back(&t->c);
-        put<const te_fl_tensor* const*>(arg.offset, lists_.back().empty() ? nullptr : lists_.back().data());
+        put<const te_fl_tensor* const*>(arg.offset,
+                                        lists_.back().empty() ? nullptr : lists_.back().data());
         return put<int64_t>(arg.count_offset, static_cast<int64_t>(lists_.back().size()));
       }
-      case TE_FL_ARG_I64: return put<int64_t>(arg.offset, static_cast<int64_t>(value));
-      case TE_FL_ARG_F32: return put<float>(arg.offset, static_cast<float>(value));
-      case TE_FL_ARG_F64: return put<double>(arg.offset, value);
+      case TE_FL_ARG_I64:
+        return put<int64_t>(arg.offset, static_cast<int64_t>(value));
+      case TE_FL_ARG_F32:
+        return put<float>(arg.offset, static_cast<float>(value));
+      case TE_FL_ARG_F64:
+        return put<double>(arg.offset, value);
       case TE_FL_ARG_SAVED: {
         if (p.saved_storage >= 0) saved_ = std::make_unique<te_fl_saved>();
         return put<te_fl_saved*>(arg.offset, saved_.get());
       }
-      default: return put<int32_t>(arg.offset, static_cast<int32_t>(value));
+      default:
+        return put<int32_t>(arg.offset, static_cast<int32_t>(value));
     }
   }
 
@@ -77,7 +84,9 @@ PolicySettings pinned(const std::string& op, const std::string& impl_id) {
   return settings;
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 // Storage bytes that no logical element of an output covers must stay as they were.
 std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
@@ -86,16 +95,20 @@ std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor
   std::vector<uint8_t> covered(t.data->size(), 0);
   for (const auto& other : all) {  // outputs may share one storage
     if (other->data != t.data || other->role == Role::kIn) continue;
-    for (int64_t i = 0; i < other->numel(); ++i) std::memset(&covered[other->index(i) * width], 1, width);
+    for (int64_t i = 0; i < other->numel(); ++i)
+      std::memset(&covered[other->index(i) * width], 1, width);
   }
   for (size_t i = 0; i < covered.size(); ++i)
-    if (!covered[i] && t.data->data()[i] != t.data->initial()[i]) return t.name + ": byte " + std::to_string(i) + " of its storage is between the elements and was written";
+    if (!covered[i] && t.data->data()[i] != t.data->initial()[i])
+      return t.name + ": byte " + std::to_string(i) +
+             " of its storage is between the elements and was written";
   return {};
 }
 
 // A quantised output's given scale is read only.
 bool read_only(const Tensor& t, const Buffer* b) {
-  return t.role == Role::kIn || (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
+  return t.role == Role::kIn ||
+         (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
 }
 
 }  // namespace
@@ -153,21 +166,31 @@ Result Prepared::run(const std::string& impl_id) {
   if (args.saved() != nullptr) {
     const auto bytes = manager.saved_bytes(*id, args.get(), options);
     if (!bytes.ok()) return {Outcome::kFail, bytes.status().to_string(), 0};
-    if (*bytes > 0) args.saved()->storage = &saved_memory.out("storage", TE_FL_U8, {static_cast<int64_t>(*bytes)})->c;
+    if (*bytes > 0)
+      args.saved()->storage =
+          &saved_memory.out("storage", TE_FL_U8, {static_cast<int64_t>(*bytes)})->c;
   }
   const auto start = std::chrono::steady_clock::now();
   const Status status = manager.call(*id, args.get(), options);
-  result.milliseconds = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  result.milliseconds =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   const std::string text = status.to_string();
-  const bool invalid = status.code() == StatusCode::kInvalidArgument, unsupported = status.code() == StatusCode::kUnsupported;
+  const bool invalid = status.code() == StatusCode::kInvalidArgument,
+             unsupported = status.code() == StatusCode::kUnsupported;
   if (!status.ok()) {
     result.message = check_memory(true);
     if (!result.message.empty()) return result;
     result.message = text;
-    const bool right_error = problem_.want_code > 0 ? static_cast<int>(status.code()) == problem_.want_code : problem_.want_code < 0 && (invalid || unsupported);
-    if (right_error && contains(text, problem_.want_text)) result.outcome = Outcome::kPass;
-    else if ((invalid || unsupported) && !problem_.may_refuse.empty() && contains(text, problem_.may_refuse)) result.outcome = Outcome::kPass;
-    else if (unsupported) result.outcome = Outcome::kUnsupported;
+    const bool right_error = problem_.want_code > 0
+                                 ? static_cast<int>(status.code()) == problem_.want_code
+                                 : problem_.want_code < 0 && (invalid || unsupported);
+    if (right_error && contains(text, problem_.want_text))
+      result.outcome = Outcome::kPass;
+    else if ((invalid || unsupported) && !problem_.may_refuse.empty() &&
+             contains(text, problem_.may_refuse))
+      result.outcome = Outcome::kPass;
+    else if (unsupported)
+      result.outcome = Outcome::kUnsupported;
     return result;
   }
   if (problem_.want_code != 0) {
@@ -185,12 +208,24 @@ std::string Prepared::self_check(const std::string& impl_id) {
   for (size_t i = 0; i < problem_.expectations.size(); ++i) {
     if (run(impl_id).outcome != Outcome::kPass) return "a second run differs from the first";
     Expectation changed = problem_.expectations[i];
-    if (mutate(changed) && compare(changed).empty()) return changed.tensor->name + ": a wrong expectation went unnoticed";
+    if (mutate(changed) && compare(changed).empty())
+      return changed.tensor->name + ": a wrong expectation went unnoticed";
     const Expectation& e = problem_.expectations[i];
-    const bool skipped = !e.skip.empty() && std::all_of(e.skip.begin(), e.skip.end(), [](uint8_t s) { return s != 0; });
-    const bool writes = e.kind != Expectation::Kind::kUnchanged && e.tensor->role == Role::kOut && e.tensor->numel() > 0 && !skipped;
+    // A fused result may be right with either of two codes where it stands at a boundary; not
+    // often.
+    double noticed = 0;
+    const double wanted = e.kind == Expectation::Kind::kExactQuantised ? 1 : 0.5;
+    if (e.kind != Expectation::Kind::kUnchanged && corrupt_codes(e, noticed) && noticed < wanted)
+      return e.tensor->name + ": " + std::to_string(noticed) + " of wrong codes were noticed";
+    const bool skipped = !e.skip.empty() && std::all_of(e.skip.begin(), e.skip.end(),
+                                                        [](uint8_t s) { return s != 0; });
+    const bool writes = e.kind != Expectation::Kind::kUnchanged && e.tensor->role == Role::kOut &&
+                        e.tensor->numel() > 0 && !skipped;
     restore();
-    if (writes && compare(e).empty()) return e.tensor->name + ": an output that nobody wrote went unnoticed";
+    // One byte of mask bits may equal the poison.
+    if (e.kind == Expectation::Kind::kCustom && e.tensor->numel() == 1) continue;
+    if (writes && compare(e).empty())
+      return e.tensor->name + ": an output that nobody wrote went unnoticed";
   }
   for (const auto& t : problem_.tensors) {
     restore();
@@ -202,8 +237,10 @@ std::string Prepared::self_check(const std::string& impl_id) {
     if (t->role != Role::kIn || b->size() == 0) continue;
     t->buffers()[0]->data()[0] ^= 1;
     bool shared = false;  // a packed or in-place neighbour may be written
-    for (const auto& other : problem_.tensors) shared = shared || (other->role != Role::kIn && other->data == t->data);
-    if (!shared && check_memory(false).empty()) return t->name + ": a write to an input went unnoticed";
+    for (const auto& other : problem_.tensors)
+      shared = shared || (other->role != Role::kIn && other->data == t->data);
+    if (!shared && check_memory(false).empty())
+      return t->name + ": a write to an input went unnoticed";
   }
   restore();
   return {};

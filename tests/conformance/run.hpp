@@ -19,7 +19,8 @@ class Prepared {
  public:
   explicit Prepared(const Case& c);
   Result run(const std::string& impl_id);
-  // After a run that passed: proves that the comparison would have noticed. Empty, or what went unnoticed.
+  // After a run that passed: proves that the comparison would have noticed. Empty, or what went
+  // unnoticed.
   std::string self_check(const std::string& impl_id);
   Problem& problem() { return problem_; }
 

@@ -7,10 +7,10 @@ namespace {
 
 struct Case {
   std::string name;
-  DotProductAttentionOptions options;
+  DotProductAttentionOptions options = {};
   int64_t batch = 2, sq = 5, sk = 5;
   bool bias = false, alibi = false;
-  std::vector<int64_t> lengths_q, lengths_kv;  // padding masks
+  std::vector<int64_t> lengths_q = {}, lengths_kv = {};  // padding masks
 };
 
 std::vector<Case> attention_cases() {
@@ -208,7 +208,7 @@ TEST(AttentionThd, SequencesDoNotSeeEachOther) {
 
 struct LayerCase {
   std::string name;
-  TransformerLayerOptions options;
+  TransformerLayerOptions options = {};
   int64_t rotated = 0;
 };
 

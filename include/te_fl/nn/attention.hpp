@@ -35,19 +35,19 @@ enum class SoftmaxType : uint8_t {
 // Per-call inputs of attention. Undefined tensors are absent. Shared storage is kept until the
 // backward.
 struct AttentionInputs {
-  Tensor attn_mask;            // U8 or bool [1|B, 1|H, Sq, Sk], not 0 = masked out; with kArbitrary
-  Tensor bias;                 // [1|B, 1|H, Sq, Sk], added to the scaled scores
-  Tensor alibi_slopes;         // F32 [H] or [B, H]
-  Tensor cu_seqlens_q;         // I32 [B+1]; with thd and the padding masks
-  Tensor cu_seqlens_kv;        // I32 [B+1]; self-attention takes cu_seqlens_q if this is undefined
-  Tensor cu_seqlens_q_padded;  // I32 [B+1], thd with gaps between sequences
-  Tensor cu_seqlens_kv_padded;
+  Tensor attn_mask = {};      // U8 or bool [1|B, 1|H, Sq, Sk], not 0 = masked out; with kArbitrary
+  Tensor bias = {};           // [1|B, 1|H, Sq, Sk], added to the scaled scores
+  Tensor alibi_slopes = {};   // F32 [H] or [B, H]
+  Tensor cu_seqlens_q = {};   // I32 [B+1]; with thd and the padding masks
+  Tensor cu_seqlens_kv = {};  // I32 [B+1]; self-attention takes cu_seqlens_q if this is undefined
+  Tensor cu_seqlens_q_padded = {};  // I32 [B+1], thd with gaps between sequences
+  Tensor cu_seqlens_kv_padded = {};
   int64_t max_seqlen_q =
       0;  // thd: at least the longest sequence; needed with dropout, else 0 lets the op look
   int64_t max_seqlen_kv = 0;
   // Used by MultiheadAttention and TransformerLayer:
-  Tensor rotary_angles;  // F32 [>= S, 1, 1, R], see init::rotary_angles; undefined: no RoPE
-  Tensor rotary_start_positions;  // I32 [B], position of each sequence's first token
+  Tensor rotary_angles = {};  // F32 [>= S, 1, 1, R], see init::rotary_angles; undefined: no RoPE
+  Tensor rotary_start_positions = {};  // I32 [B], position of each sequence's first token
 };
 
 struct DotProductAttentionOptions {
