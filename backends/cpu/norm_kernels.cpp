@@ -34,7 +34,7 @@ HWY_INLINE void AddTo(VF v, double* sums) {
 #endif
 }
 HWY_INLINE void AddPartTo(VF v, int64_t rest, double* sums) {
-  HWY_ALIGN float values[16];
+  HWY_ALIGN float values[16] = {};
   hn::Store(v, DF(), values);
   for (int64_t i = 0; i < rest; ++i) sums[i] += values[i];
 }
