@@ -46,41 +46,6 @@ struct Arg {
   bool places() const noexcept { return !is(TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY); }
 };
 
-struct FastOp;  // core/op_fast.cpp
-
-struct CompiledOp::Impl {
-  Impl();
-  ~Impl();
-  Impl(const Impl&) = delete;
-  Impl& operator=(const Impl&) = delete;
-
-  te_fl_op_schema schema{};
-  // The deep copy that `schema` points into.
-  std::deque<std::string> strings;
-  std::deque<te_fl_arg_desc> descs;
-  std::vector<const te_fl_arg_desc*> desc_pointers;
-
-  std::vector<Arg> args;
-  std::vector<uint8_t> tensors;  // plain tensors, in the order in which their shapes are matched
-  std::vector<uint8_t> lists;
-  std::vector<uint8_t> scalars;
-  SymbolNames symbols;
-  int saved = -1;
-  bool enquiry = false;
-  bool has_newer = false;        // some argument's since is above 1
-  std::unique_ptr<FastOp> fast;  // null if the op has none
-
-  const char* name_of(int arg) const noexcept { return descs[static_cast<size_t>(arg)].name; }
-  Status compile(const te_fl_op_schema& from);
-  Status copy_schema(const te_fl_op_schema& from);
-  Status compile_arg(uint32_t index);
-  Status compile_scalar(const te_fl_arg_desc& desc, Arg& arg);
-  Status compile_references(uint32_t index);
-  Status check_layout() const;
-  void order_tensors();
-  int find_arg(std::string_view name) const;
-};
-
 // A caller's argument struct, read within its struct_size.
 class ArgsView {
  public:
@@ -126,6 +91,46 @@ class ArgsView {
  private:
   const std::byte* base_;
   uint32_t size_ = 0;
+};
+
+struct FastOp;  // core/op_fast.cpp
+
+struct CompiledOp::Impl {
+  Impl();
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  te_fl_op_schema schema{};
+  // The deep copy that `schema` points into.
+  std::deque<std::string> strings;
+  std::deque<te_fl_arg_desc> descs;
+  std::vector<const te_fl_arg_desc*> desc_pointers;
+
+  std::vector<Arg> args;
+  std::vector<uint8_t> tensors;  // plain tensors, in the order in which their shapes are matched
+  std::vector<uint8_t> lists;
+  std::vector<uint8_t> scalars;
+  SymbolNames symbols;
+  int saved = -1;
+  bool enquiry = false;
+  bool has_newer = false;        // some argument's since is above 1
+  std::unique_ptr<FastOp> fast;  // null if the op has none
+
+  // Whether the op reads the argument's present contents.
+  bool reads(const Arg& arg, const ArgsView& view) const noexcept {
+    if (arg.role != TE_FL_INOUT) return arg.role == TE_FL_IN;
+    return arg.inout_if < 0 || view.flag(args[static_cast<size_t>(arg.inout_if)]);
+  }
+  const char* name_of(int arg) const noexcept { return descs[static_cast<size_t>(arg)].name; }
+  Status compile(const te_fl_op_schema& from);
+  Status copy_schema(const te_fl_op_schema& from);
+  Status compile_arg(uint32_t index);
+  Status compile_scalar(const te_fl_arg_desc& desc, Arg& arg);
+  Status compile_references(uint32_t index);
+  Status check_layout() const;
+  void order_tensors();
+  int find_arg(std::string_view name) const;
 };
 
 // The device that two tensors of one call agree on; false if they do not. Pinned memory goes with

@@ -78,6 +78,42 @@ DeviceEntry* find_device(const Device& device) noexcept {
                                                                                     : nullptr;
 }
 
+namespace {
+
+// Publishes a list without `entry`. The lock is held.
+void unlist(const DeviceEntry* entry) {
+  auto next = std::make_unique<List>(devices_now());
+  std::erase(*next, entry);
+  current.store(next.release(), std::memory_order_release);
+}
+
+}  // namespace
+
+void DeviceEntry::last_gone() noexcept {
+  {
+    const std::lock_guard lock(list_mutex);
+    unlist(this);
+  }
+  // Moved out, so that what it holds goes with it: the entry itself stays for ever.
+  const std::function<void()> gone = std::exchange(on_gone_, nullptr);
+  if (gone) gone();
+}
+
+Status retire_device(const Device& device, std::function<void()> gone) {
+  DeviceEntry* entry = nullptr;
+  {
+    const std::lock_guard lock(list_mutex);
+    const List& now = devices_now();
+    const auto at = std::find_if(now.begin(), now.end(),
+                                 [&](const DeviceEntry* e) { return e->device == device; });
+    if (at == now.end()) return not_found("there is no device " + to_string(device));
+    if (at == now.begin()) return failed_precondition("the host cannot be removed");
+    entry = *at;
+  }
+  entry->retire(std::move(gone));
+  return {};
+}
+
 }  // namespace te_fl::core
 
 namespace te_fl::devices {
@@ -138,9 +174,7 @@ Status remove(const Device& device) {
                                          std::to_string(entry.live()) +
                                          " live allocations; free them first");
   }
-  auto next = std::make_unique<core::List>(now);
-  next->erase(next->begin() + (at - now.begin()));
-  core::current.store(next.release(), std::memory_order_release);
+  core::unlist(&entry);
   return {};
 }
 

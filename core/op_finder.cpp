@@ -10,10 +10,6 @@
 namespace te_fl::core {
 namespace {
 
-bool is_aligned(const void* p, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
-}
-
 uintptr_t element_bytes(int dtype) {
   return static_cast<uintptr_t>(std::max(bits(static_cast<DType>(dtype)) / 8, 1));
 }
@@ -108,11 +104,7 @@ const te_fl_tensor* Finder::tensor() const noexcept {
   return arg.is_list() && finding_.index >= 0 ? args_.element(arg, finding_.index) : nullptr;
 }
 
-bool Finder::reads(const Arg& arg) const noexcept {
-  if (arg.role == TE_FL_IN) return true;
-  if (arg.role == TE_FL_OUT) return false;
-  return arg.inout_if < 0 || args_.flag(op_.args[static_cast<size_t>(arg.inout_if)]);
-}
+bool Finder::reads(const Arg& arg) const noexcept { return op_.reads(arg, args_); }
 
 bool Finder::run(Signature& out) noexcept {
   const bool good =
@@ -175,7 +167,7 @@ Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
   const bool has_quant = t.struct_size >= sizeof(te_fl_tensor) && t.quant != nullptr;
   if (has_quant && t.quant->struct_size < sizeof(te_fl_quant)) return Problem::kQuantSize;
   if (quant_of(t) != nullptr) {
-    const Problem problem = inspect_quant(arg, t);
+    const Problem problem = inspect_quant(op_, arg, args_, t);
     if (problem != Problem::kNone) return problem;
   } else {
     // What is missing comes before what is forbidden: it is the more useful thing to hear.
@@ -213,51 +205,6 @@ Problem Finder::inspect_strides(const Arg& arg, const te_fl_tensor& t, int dtype
   }
   const bool exact = arg.writes() && g_validate.load(std::memory_order_relaxed);
   return exact && overlaps_itself(t) ? Problem::kSelfOverlap : Problem::kNone;
-}
-
-Problem Finder::inspect_quant(const Arg& arg, const te_fl_tensor& t) const noexcept {
-  const te_fl_quant& q = *quant_of(t);
-  if (q.scaling >= TE_FL_SCALING_COUNT) return Problem::kUnknownScaling;
-  if ((arg.scalings >> q.scaling & 1) == 0) return Problem::kScaling;
-  const int dtype = dtype_index(t.dl.dtype);
-  const bool four_bit = q.scaling == TE_FL_SCALING_NVFP4;
-  const uint32_t wanted = four_bit ? TE_FL_BIT(TE_FL_F4E2M1) : TE_FL_MASK_FP8;
-  if ((wanted >> dtype & 1) == 0) return Problem::kQuantDType;
-  if (arg.is(TE_FL_ARG_QUANT_ONLY)) {
-    if (q.scaling == TE_FL_SCALING_TENSOR && q.scale == nullptr) return Problem::kNoScale;
-  } else {
-    const bool empty = numel_of(t) == 0;
-    if (t.dl.data == nullptr && q.columnwise_data == nullptr && !empty &&
-        !(op_.enquiry && !arg.writes())) {
-      return Problem::kNoCopy;
-    }
-    const Problem problem = inspect_parts(arg, t, q);
-    if (problem != Problem::kNone) return problem;
-  }
-  const bool wide = q.scaling <= TE_FL_SCALING_BLOCK_128X128;  // FP32 scales
-  const uintptr_t width = wide ? sizeof(float) : 1;
-  const bool aligned = is_aligned(q.scale_inv, width) &&
-                       is_aligned(q.columnwise_scale_inv, width) &&
-                       is_aligned(q.amax, sizeof(float)) && is_aligned(q.scale, sizeof(float));
-  return aligned ? Problem::kNone : Problem::kPartAlignment;
-}
-
-// The scales that the copies need, by role.
-Problem Finder::inspect_parts(const Arg& arg, const te_fl_tensor& t,
-                              const te_fl_quant& q) const noexcept {
-  const bool row = t.dl.data != nullptr, column = q.columnwise_data != nullptr;
-  if (op_.enquiry && !arg.writes()) return Problem::kNone;
-  if (q.scaling == TE_FL_SCALING_TENSOR) {
-    if (reads(arg) && q.scale_inv == nullptr) return Problem::kNoScaleInv;
-    if (!arg.writes()) return Problem::kNone;
-    if (q.scale == nullptr) return Problem::kNoScale;
-    if ((q.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return Problem::kNone;
-    if (q.scale_inv == nullptr) return Problem::kNoScaleInv;
-    return q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
-  }
-  if (row && q.scale_inv == nullptr) return Problem::kNoScaleInv;
-  if (column && q.columnwise_scale_inv == nullptr) return Problem::kNoColumnwiseScaleInv;
-  return q.scaling == TE_FL_SCALING_NVFP4 && q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
 }
 
 void Finder::note(const Arg&, const te_fl_tensor& t) noexcept {

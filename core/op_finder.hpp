@@ -115,8 +115,6 @@ class Finder {
   Problem inspect(const Arg& arg, const te_fl_tensor& t) const noexcept;
   Problem inspect_storage(const Arg& arg, const te_fl_tensor& t, int dtype) const noexcept;
   Problem inspect_strides(const Arg& arg, const te_fl_tensor& t, int dtype) const noexcept;
-  Problem inspect_quant(const Arg& arg, const te_fl_tensor& t) const noexcept;
-  Problem inspect_parts(const Arg& arg, const te_fl_tensor& t, const te_fl_quant& q) const noexcept;
   bool place(int i, int64_t index, const te_fl_tensor& t) noexcept;
   bool match_shape(int i, int64_t index, const te_fl_tensor& t) noexcept;
   bool match_leading(int i, const te_fl_tensor& t, int count, int64_t index) noexcept;
@@ -146,6 +144,9 @@ inline const te_fl_quant* quant_of(const te_fl_tensor& t) noexcept {
   const te_fl_quant* q = t.struct_size >= sizeof(te_fl_tensor) ? t.quant : nullptr;
   return q != nullptr && q->scaling != TE_FL_SCALING_NONE ? q : nullptr;
 }
+// The same of the quantisation data of a tensor that has some, its extents checked.
+Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
+                      const te_fl_tensor& t) noexcept;
 // Elements; extents must not be negative nor overflow.
 int64_t numel_of(const te_fl_tensor& t) noexcept;
 bool is_compact(const te_fl_tensor& t) noexcept;

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <span>
 
+#include "core/device_list.hpp"
 #include "core/error_text.hpp"
 #include "core/fork.hpp"
 #include "plugins/abi_struct.hpp"
@@ -33,6 +34,23 @@ te_fl_status guarded(const te_fl_error_sink* errors, const char* entry, F&& f) {
   }
   errors->write(errors->host, text.c_str());
   return TE_FL_INTERNAL;
+}
+
+// Sizes no struct has are garbage, which must not be read as "newer" (R3).
+Status check_device(const te_fl_device_desc& desc, uint32_t i) {
+  const auto bad = [&](const char* what, uint32_t size, size_t least) {
+    return Status(StatusCode::kIncompatible,
+                  "device " + std::to_string(i) + ": " + what + " has struct_size " +
+                      std::to_string(size) + ", must be from " + std::to_string(least) + " to " +
+                      std::to_string(kMaxStructSize) + " (rule R3)");
+  };
+  if (!plausible_size(desc.struct_size, sizeof desc)) {
+    return bad("its descriptor", desc.struct_size, sizeof desc);
+  }
+  if (desc.api != nullptr && !plausible_size(desc.api->struct_size, sizeof *desc.api)) {
+    return bad("its table of functions", desc.api->struct_size, sizeof *desc.api);
+  }
+  return {};
 }
 
 }  // namespace
@@ -135,6 +153,7 @@ Status Instance::add_devices() {
                                                  " (at most " + std::to_string(kMaxListed) + ")");
   }
   for (uint32_t i = 0; i < count; ++i) {
+    if (list[i] != nullptr) TE_FL_RETURN_IF_ERROR(check_device(*list[i], i));
     Result<Device> device = te_fl::devices::add(list[i]);
     if (!device.ok()) return device.status().wrap("device " + std::to_string(i));
     devices_.push_back(*device);
@@ -143,12 +162,22 @@ Status Instance::add_devices() {
   return {};
 }
 
-void Instance::remove_devices() noexcept {
+void Instance::retire_devices(const std::shared_ptr<Instance>& self) {
   auto* release = g_hooks.release_device.load(std::memory_order_acquire);
-  std::erase_if(devices_, [&](const Device& device) {
+  for (const Device& device : devices_) {
     if (release != nullptr) release(device);
-    return te_fl::devices::remove(device).ok();
-  });
+    // Each device holds the instance until its last object is gone.
+    const Status status = core::retire_device(device, [self] {});
+    if (!status.ok()) log::warning("plugin " + header_.name + ": " + status.message());
+  }
+}
+
+Status Instance::quiesce() {
+  if (header_.api.quiesce == nullptr) return {};
+  core::ErrorText errors;
+  const te_fl_status code = guarded(errors.sink(), "quiesce",
+                                    [&] { return header_.api.quiesce(instance_, errors.sink()); });
+  return errors.status(code, "quiesce of plugin '" + header_.name + "'");
 }
 
 Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& self) {
@@ -182,26 +211,21 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
   if (status.ok()) status = made->add_devices();
   if (status.ok()) status = made->add_ops(registry, made);
   if (status.ok()) return made;
-  made->remove_devices();
+  if (made->created_) {
+    // Another thread may have used a device already.
+    const Status quiet = made->quiesce();
+    if (!quiet.ok()) log::warning(quiet.to_string());
+    made->retire_devices(made);
+  }
   return status.wrap("plugin '" + name + "' cannot be activated");
 }
 
-Status withdraw(Instance& instance, OpRegistry& registry) {
-  TE_FL_RETURN_IF_ERROR(registry.unregister_owner(instance.header_.name));
-  instance.ops_.clear();
-  if (instance.header_.api.quiesce != nullptr) {
-    core::ErrorText errors;
-    const te_fl_status code = guarded(errors.sink(), "quiesce", [&] {
-      return instance.header_.api.quiesce(instance.instance_, errors.sink());
-    });
-    TE_FL_RETURN_IF_ERROR(errors.status(code, "quiesce of plugin '" + instance.header_.name + "'"));
-  }
-  instance.remove_devices();
-  if (instance.devices_.empty()) return {};
-  return Status(StatusCode::kBusy,
-                "plugin '" + instance.header_.name + "' is retired, but still referenced: " +
-                    std::to_string(instance.live_objects()) +
-                    " objects of its devices are alive (memory, streams, events)");
+Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry) {
+  TE_FL_RETURN_IF_ERROR(registry.unregister_owner(instance->header_.name));
+  instance->withdrawn_ = true;
+  TE_FL_RETURN_IF_ERROR(instance->quiesce());
+  instance->retire_devices(instance);
+  return {};
 }
 
 }  // namespace te_fl::plugins

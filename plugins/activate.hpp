@@ -54,23 +54,27 @@ class Instance {
   const std::vector<std::string>& ops() const noexcept { return ops_; }
   // Memory, streams and events of its devices that are still alive.
   int64_t live_objects() const;
+  // Whether withdraw() has taken its ops out.
+  bool withdrawn() const noexcept { return withdrawn_; }
 
  private:
   friend Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn, OpRegistry&,
                                                     ActivateOptions);
-  friend Status withdraw(Instance&, OpRegistry&);
+  friend Status withdraw(const std::shared_ptr<Instance>&, OpRegistry&);
   struct Host;
   Instance(Header header, ActivateOptions options);
   Status create();
   Status add_devices();
   Status add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& self);
-  void remove_devices() noexcept;
+  Status quiesce();
+  void retire_devices(const std::shared_ptr<Instance>& self);
 
   Header header_;
   ActivateOptions options_;
   std::shared_ptr<Host> host_;  // what create() was given; a hanging create() keeps it
   void* instance_ = nullptr;
   bool created_ = false;
+  bool withdrawn_ = false;
   std::vector<Device> devices_;
   std::vector<std::string> ops_;
 };
@@ -82,8 +86,9 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
                                            ActivateOptions options = {});
 
 // Takes ops and devices out: no new call enters, running calls end, quiesce(). Then the owner drops
-// the instance. BUSY from inside an op (nothing changed), or while memory of its devices is alive
-// (its ops are gone: it is retired; call again when the memory is).
-Status withdraw(Instance& instance, OpRegistry& registry);
+// the instance; while objects of its devices are alive, these devices hold it, and it is destroyed
+// when the last one goes. BUSY from inside an op: nothing was changed. After any other error (of
+// quiesce) its ops are gone and its devices stay; it must not be destroyed.
+Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry);
 
 }  // namespace te_fl::plugins

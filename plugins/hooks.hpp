@@ -3,10 +3,8 @@
 #include <atomic>
 
 #include "te_fl/device.hpp"
-#include "te_fl/op_registry.hpp"
 
-// What the rooms above offer to plugins, and the other way round, without either including the
-// other.
+// What the room above offers to plugins without being included by them.
 namespace te_fl::plugins {
 
 struct Hooks {
@@ -14,9 +12,8 @@ struct Hooks {
   std::atomic<void (*)(const Device&)> device_added{nullptr};
   // Set by the registry. Frees what dispatch itself holds on a device, before its removal.
   std::atomic<void (*)(const Device&)> release_device{nullptr};
-  // Set by the loader. Loads what the settings and the manifests name; called once, by the first
-  // use of OpManager::instance(), after the built-in backends are registered.
-  std::atomic<void (*)(OpRegistry&)> discover{nullptr};
+  // Set by the registry. Whether the calling thread is inside an op.
+  std::atomic<bool (*)()> inside_op{nullptr};
 };
 
 inline constinit Hooks g_hooks;

@@ -3,7 +3,8 @@
 #include <atomic>
 #include <thread>
 
-#include "plugins/hooks.hpp"
+#include "plugins/discovery.hpp"
+#include "plugins/loader.hpp"
 #include "registry/builtins.hpp"
 #include "registry/fork_child.hpp"
 #include "te_fl/log.hpp"
@@ -28,11 +29,10 @@ void start() {
   }
   t_starting = true;
   OpRegistry& registry = OpRegistry::instance();
-  // Never freed: built-in backends serve until the last thread ends.
-  static auto* const builtins = new auto(registry::activate_builtins(registry));
-  static_cast<void>(builtins);
-  if (auto* discover = plugins::g_hooks.discover.load(std::memory_order_acquire))
-    discover(registry);
+  for (const registry::Builtin& builtin : registry::builtins()) {
+    plugins::load_builtin(builtin.name, builtin.query, registry);
+  }
+  plugins::discover(registry);
   t_starting = false;
   g_start.store(kReady, std::memory_order_release);
   g_start.notify_all();

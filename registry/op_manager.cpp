@@ -160,6 +160,7 @@ OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   managers().push_back(this);
   plugins::g_hooks.device_added.store(&device_added, std::memory_order_release);
   plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
+  plugins::g_hooks.inside_op.store([] { return registry::inside_op(); }, std::memory_order_release);
 }
 
 OpManager::Impl::~Impl() {

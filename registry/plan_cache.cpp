@@ -7,6 +7,7 @@
 #include "registry/arguments.hpp"
 #include "registry/epoch.hpp"
 #include "registry/implementation.hpp"
+#include "te_fl/log.hpp"
 
 namespace te_fl::registry {
 
@@ -95,7 +96,15 @@ void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_f
   }
 }
 
-Plan::~Plan() { impl->desc.destroy_plan(impl->desc.self, plan); }
+Plan::~Plan() {
+  try {
+    impl->desc.destroy_plan(impl->desc.self, plan);
+  } catch (...) {  // R5 forbids it; a plan that is going has nobody to tell
+    log::once(log::Level::kWarning, "destroy_plan " + impl->impl_id,
+              "implementation '" + impl->impl_id + "' of op '" + impl->op +
+                  "': destroy_plan() threw an exception (rule R5)");
+  }
+}
 
 const Plan* PlanCache::find(std::string_view key) {
   std::lock_guard lock(mutex);

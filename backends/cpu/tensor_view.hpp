@@ -21,9 +21,10 @@ inline int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dt
 inline bool is_high(const te_fl_tensor& t) noexcept {
   return (TE_FL_MASK_HIGH >> dtype_of(t) & 1) != 0;
 }
-inline bool is_fp8(const te_fl_tensor& t) noexcept {
-  return (TE_FL_MASK_FP8 >> dtype_of(t) & 1) != 0;
+inline bool is_fp8_dtype(int dtype) noexcept {
+  return dtype == TE_FL_F8E4M3 || dtype == TE_FL_F8E5M2;
 }
+inline bool is_fp8(const te_fl_tensor& t) noexcept { return is_fp8_dtype(dtype_of(t)); }
 inline int64_t element_bytes(const te_fl_tensor& t) noexcept { return t.dl.dtype.bits / 8; }
 
 // An absent optional tensor counts as dense.
