@@ -77,7 +77,7 @@ struct FastOp {
   uint32_t symbol_count = 0;
   bool uses_product = false;
   bool memorable = false;  // CheckMemo has room for its tensors
-  size_t blocks = 0;  // of kLanes tensors
+  size_t blocks = 0;       // of kLanes tensors
   std::vector<FastTensor> tensors;
   std::vector<FastTerm> terms;
   std::vector<uint32_t> flag_offsets;  // of the bools that choose between forms of a shape rule
