@@ -387,7 +387,9 @@ void choose_shape(FastOp& fast, const CompiledOp::Impl& op, FastTensor& f) {
   f.shape = rule.any ? FastShape::kAny : FastShape::kTerms;
   if (rule.any || rule.uses(Term::kAny) || rule.uses(Term::kOneOr)) return;
   for (size_t i = 0; i < fast.tensors.size(); ++i) {
-    const bool same = std::strcmp(op.descs[fast.tensors[i].arg].shape, op.descs[f.arg].shape) == 0;
+    const char* earlier = op.descs[fast.tensors[i].arg].shape;  // null where the schema gave none
+    const char* own = op.descs[f.arg].shape;
+    const bool same = earlier != nullptr && own != nullptr && std::strcmp(earlier, own) == 0;
     if (!same || fast.tensors[i].optional) continue;
     f.shape = FastShape::kSame;
     f.same_as = static_cast<uint8_t>(i);
