@@ -297,6 +297,8 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
   uint32_t dtype[kMaxFastTensors];
   const Lanes nothing[2] = {};
   std::memcpy(begins, nothing, sizeof nothing);  // lanes without a tensor
+  static constexpr DTypeRow kNone;               // of a dtype that no argument allows
+  const DTypeRow* row = &kNone;
   const FastTensor* const end = op.tensors.data() + op.tensors.size();
   size_t i = 0;
   for (const FastTensor* f = op.tensors.data(); f != end; ++f, ++i) {
@@ -311,19 +313,21 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
     const auto rank = static_cast<uint32_t>(dl.ndim);
     if (load<uint64_t>(t) != head || rank > kMaxRank || dl.shape == nullptr) return false;
     const auto word = load<uint32_t>(&dl.dtype);
-    const DTypeRow& row = kDTypes.rows[word * kDTypes.factor >> (32 - kTableBits)];
-    if (word != row.word) return false;
-    dtypes |= row.bit;
-    dtype[i] = row.bit;
+    if (word != row->word) {  // else as the tensor before
+      row = &kDTypes.rows[word * kDTypes.factor >> (32 - kTableBits)];
+      if (word != row->word) return false;
+      dtypes |= row->bit;
+    }
+    dtype[i] = row->bit;
     if (t->quant == nullptr) [[likely]] {
-      if ((row.bit & f->refused_dtypes) != 0) return false;
+      if ((row->bit & f->refused_dtypes) != 0) return false;
       scalings |= TE_FL_BIT(TE_FL_SCALING_NONE);
     } else {
-      if ((row.bit & f->quant_dtypes) == 0 || !quant_in_order(op, *f, raw, *t)) return false;
+      if ((row->bit & f->quant_dtypes) == 0 || !quant_in_order(op, *f, raw, *t)) return false;
       scalings |= 1u << t->quant->scaling;
     }
     const uintptr_t at = reinterpret_cast<uintptr_t>(dl.data) + dl.byte_offset;
-    if (dl.data == nullptr || (at & row.below_alignment) != 0) return false;
+    if (dl.data == nullptr || (at & row->below_alignment) != 0) return false;
     begins[i] = static_cast<uint32_t>((at * 0x9e3779b97f4a7c15u) >> 32);
     if (((load<uint64_t>(&dl.device) ^ device) & f->place_mask) != 0) return false;
     if (dl.strides != nullptr && !strides_in_order(*f, dl)) return false;
