@@ -32,6 +32,14 @@ const List& devices_now() {
   return *current.load(std::memory_order_acquire);
 }
 
+// Makes `next` the list; the lock is held. Earlier lists stay, with the entries that only they
+// have.
+void publish(std::unique_ptr<const List> next) {
+  static auto* const lists = new std::vector<std::unique_ptr<const List>>;
+  lists->push_back(std::move(next));
+  current.store(lists->back().get(), std::memory_order_release);
+}
+
 std::vector<std::string>& provider_names() {  // by id - 1
   static auto* const names = new std::vector<std::string>;
   return *names;
@@ -78,6 +86,42 @@ DeviceEntry* find_device(const Device& device) noexcept {
                                                                                     : nullptr;
 }
 
+namespace {
+
+// Publishes a list without `entry`. The lock is held.
+void unlist(const DeviceEntry* entry) {
+  auto next = std::make_unique<List>(devices_now());
+  std::erase(*next, entry);
+  publish(std::move(next));
+}
+
+}  // namespace
+
+void DeviceEntry::last_gone() noexcept {
+  {
+    const std::lock_guard lock(list_mutex);
+    unlist(this);
+  }
+  // Moved out, so that what it holds goes with it: the entry itself stays for ever.
+  const std::function<void()> gone = std::exchange(on_gone_, nullptr);
+  if (gone) gone();
+}
+
+Status retire_device(const Device& device, std::function<void()> gone) {
+  DeviceEntry* entry = nullptr;
+  {
+    const std::lock_guard lock(list_mutex);
+    const List& now = devices_now();
+    const auto at = std::find_if(now.begin(), now.end(),
+                                 [&](const DeviceEntry* e) { return e->device == device; });
+    if (at == now.end()) return not_found("there is no device " + to_string(device));
+    if (at == now.begin()) return failed_precondition("the host cannot be removed");
+    entry = *at;
+  }
+  entry->retire(std::move(gone));
+  return {};
+}
+
 }  // namespace te_fl::core
 
 namespace te_fl::devices {
@@ -120,7 +164,7 @@ Result<Device> add(const te_fl_device_desc* desc) {
   }
   auto next = std::make_unique<core::List>(now);
   next->push_back(new DeviceEntry{device, desc, std::move(provider)});
-  core::current.store(next.release(), std::memory_order_release);
+  core::publish(std::move(next));
   return device;
 }
 
@@ -138,9 +182,7 @@ Status remove(const Device& device) {
                                          std::to_string(entry.live()) +
                                          " live allocations; free them first");
   }
-  auto next = std::make_unique<core::List>(now);
-  next->erase(next->begin() + (at - now.begin()));
-  core::current.store(next.release(), std::memory_order_release);
+  core::unlist(&entry);
   return {};
 }
 

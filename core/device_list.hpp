@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "te_fl/device.hpp"
 
@@ -20,26 +22,57 @@ struct DeviceEntry {
 
   int64_t live() const noexcept {
     const int64_t count = count_.load(std::memory_order_relaxed);
-    return count < 0 ? 0 : count;
+    return count < 0 ? count - kClosed : count;
   }
   // Counts an object in. False if the device is being removed.
   bool acquire() noexcept {
-    if (count_.fetch_add(1, std::memory_order_acq_rel) >= 0) return true;
-    release();
-    return false;
+    int64_t count = count_.load(std::memory_order_relaxed);
+    do {
+      if (count < 0) return false;
+    } while (!count_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel));
+    return true;
   }
-  void release() noexcept { count_.fetch_sub(1, std::memory_order_acq_rel); }
+  // Keeps the device for a short use. Works on a retired device too while objects of it live; false
+  // if it is gone, or may go at any moment.
+  bool pin() noexcept {
+    int64_t count = count_.load(std::memory_order_relaxed);
+    do {
+      if (count == kClosed) return false;
+    } while (!count_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel));
+    return true;
+  }
+  // Ends an acquire() or a pin(). The last one of a retired device takes it out of the list and
+  // calls `gone`.
+  void release() noexcept {
+    if (count_.fetch_sub(1, std::memory_order_acq_rel) == kClosed + 1) last_gone();
+  }
   // Refuses objects from now on; false if there are some.
   bool close() noexcept {
     int64_t none = 0;
-    return count_.compare_exchange_strong(none, INT64_MIN / 2, std::memory_order_acq_rel);
+    return count_.compare_exchange_strong(none, kClosed, std::memory_order_acq_rel);
+  }
+  // Refuses objects from now on, and calls `gone` once when the last one goes; at once if there is
+  // none.
+  void retire(std::function<void()> gone) {
+    on_gone_ = std::move(gone);
+    if (count_.fetch_add(kClosed, std::memory_order_acq_rel) == 0) last_gone();
   }
 
  private:
+  static constexpr int64_t kClosed = INT64_MIN / 2;
+  void last_gone() noexcept;
+
   std::atomic<int64_t> count_{0};
+  std::function<void()>
+      on_gone_;  // written before the count is closed, read after the last object went
 };
 
 // Lock-free. Null if there is no such device.
 DeviceEntry* find_device(const Device& device) noexcept;
+
+// Takes a device out of service: no new objects. It leaves the list when its last object goes, on
+// the thread that frees it, and then `gone` is called; at once if there is none. Calls on its
+// living objects go on working until then.
+Status retire_device(const Device& device, std::function<void()> gone);
 
 }  // namespace te_fl::core

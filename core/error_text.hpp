@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <string>
 
 #include "te_fl/plugin.h"
@@ -18,6 +19,20 @@ class ErrorText {
 
   const te_fl_error_sink* sink() const noexcept { return &sink_; }
   const std::string& text() const noexcept { return text_; }
+  // Runs an entry of a plugin. R5 forbids exceptions; one that comes all the same becomes INTERNAL
+  // with its text.
+  template <class F>
+  te_fl_status call(F&& enter) noexcept {
+    try {
+      return enter();
+    } catch (const std::exception& e) {
+      write(this, "an exception escaped (rule R5):");
+      write(this, e.what());
+    } catch (...) {
+      write(this, "an exception of unknown type escaped (rule R5)");
+    }
+    return TE_FL_INTERNAL;
+  }
   // "what: text" with the status's code; OK stays OK.
   Status status(te_fl_status code, const std::string& what) const {
     if (code == TE_FL_OK) return {};

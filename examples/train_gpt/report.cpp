@@ -29,16 +29,39 @@ void print_usage_table() {
   }
 }
 
+namespace {
+
+// Length of the UTF-8 character at `at`, 0 if the bytes there are none.
+size_t utf8_length(const std::string& text, size_t at) {
+  const auto lead = static_cast<unsigned char>(text[at]);
+  const size_t n = lead < 0x80                   ? 1
+                   : lead >= 0xc2 && lead < 0xe0 ? 2
+                   : lead >= 0xe0 && lead < 0xf0 ? 3
+                   : lead >= 0xf0 && lead < 0xf5 ? 4
+                                                 : 0;
+  if (at + n > text.size()) return 0;
+  for (size_t i = 1; i < n; ++i) {
+    if ((static_cast<unsigned char>(text[at + i]) & 0xc0) != 0x80) return 0;
+  }
+  return n;
+}
+
+}  // namespace
+
 std::string printable(const std::string& text) {
   std::string out;
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '\n' || c == '\t' || (byte >= 0x20 && byte != 0x7f)) {
-      out += c;
+  for (size_t i = 0; i < text.size();) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const size_t n = utf8_length(text, i);
+    const bool control = (byte < 0x20 && byte != '\n' && byte != '\t') || byte == 0x7f;
+    if (n > 0 && !control) {
+      out += text.substr(i, n);
+      i += n;
     } else {
       char code[8];
       std::snprintf(code, sizeof code, "\\x%02x", byte);
       out += code;
+      ++i;
     }
   }
   return out;

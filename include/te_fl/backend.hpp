@@ -134,6 +134,16 @@ inline Matrix as_matrix(const te_fl_tensor& t) noexcept {
   return m;
 }
 
+// "[2,3]"; for messages.
+inline std::string shape_text(const te_fl_tensor& t) {
+  std::string s = "[";
+  for (int i = 0; i < t.dl.ndim; ++i) {
+    if (i > 0) s += ",";
+    s += std::to_string(t.dl.shape[i]);
+  }
+  return s += "]";
+}
+
 inline bool is_contiguous(const te_fl_tensor& t) noexcept {
   if (t.dl.strides == nullptr) return true;
   int64_t expected = 1;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "te_fl/device.hpp"
+#include "te_fl/dtype.hpp"
 #include "te_fl/export.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/policy.hpp"

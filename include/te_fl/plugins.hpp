@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "te_fl/export.hpp"
@@ -30,13 +31,22 @@ struct PluginInfo {
 
 // Every plugin met so far, built-ins first.
 TE_FL_API std::vector<PluginInfo> list();
-// Loads a library (path, or a name looked up in the manifests) and activates it. After an error
-// nothing of the plugin remains loaded.
+// Loads a library and activates it. `path_or_name` with a '/' is a path; otherwise it is a name
+// looked up in the manifests, whose architecture, ABI and hash are checked (but not the probe: it
+// was asked for). After an error nothing of the plugin remains loaded, except that one whose
+// create() exceeded TE_FL_PLUGIN_TIMEOUT_MS is abandoned: it stays mapped and is never called
+// again. Errors: NOT_FOUND (no such file or name), FAILED_PRECONDITION (not to be trusted: others
+// can write it), INCOMPATIBLE (cannot be opened, or breaks a rule of plugin.h, which the message
+// quotes), ALREADY_EXISTS (its name is taken by an active plugin), BUSY (its name is taken by one
+// that is still referenced), TIMEOUT (abandoned), or the plugin's own.
 TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
 // Deactivates: no new call enters it, running calls end, then it is quiesced and destroyed; if
 // tensors, streams or plans still refer to it, it becomes kRetired and is destroyed when the last
-// goes. BUSY from inside an op.
-TE_FL_API Status deactivate(const std::string& name);
+// goes, on the thread that lets it go. The library stays mapped unless `unmap` is true: then it is
+// closed when the plugin is destroyed (no thread may keep anything of its code, such as a
+// thread-local object). A deactivated plugin can be loaded again. BUSY from inside an op, and
+// nothing was changed; NOT_FOUND names the active plugins; FAILED_PRECONDITION for a built-in one.
+TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
 // Where manifests are looked for, in order, with what was found.
 TE_FL_API std::vector<std::string> search_path();
 

@@ -1,0 +1,264 @@
+#include "activation_kernels.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "activation_kernels.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
+#include "simd-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace te_fl::cpu::HWY_NAMESPACE {
+
+// Each activation has Value(x), Derivative(x) and Both(x, value, derivative). The sigmoid forms do
+// not cancel where the result is small: 0.5 (1 + tanh(u)) = sigmoid(2 u).
+
+struct Gelu {
+  static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
+  HWY_INLINE static VF Inner(VF x, VF x2) {
+    return hn::Mul(hn::Mul(x, SetF(kTwoC)), hn::MulAdd(x2, SetF(kCubic), SetF(1.0f)));
+  }
+  HWY_INLINE static VF Value(VF x) { return hn::Mul(x, SigmoidOfNumber(Inner(x, hn::Mul(x, x)))); }
+  HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
+    // Beyond |x| = 100 the sigmoid is 0 or 1; an infinite square would spoil the product with 0.
+    const VF x2 = hn::Min(hn::Mul(x, x), SetF(1e4f));
+    const VF s = SigmoidOfNumber(Inner(x, x2));
+    // s'(u) = s(u) s(-u); 1 - s has lost digits only where the term no longer counts.
+    const VF slope = hn::MulAdd(x2, SetF(3.0f * kCubic * kTwoC), SetF(kTwoC));
+    const VF tail = hn::Mul(hn::Sub(SetF(1.0f), s), slope);
+    value = hn::Mul(x, s);
+    derivative = hn::MulAdd(value, tail, s);
+  }
+};
+
+// x sigmoid(u), u = alpha x. With e = exp(-u) the derivative is (1 + e (1 + u)) / (1 + e)^2, whose
+// numerator keeps its digits where it vanishes.
+HWY_INLINE void SwishBoth(VF x, VF alpha, VF& value, VF& derivative) {
+  const VF u = hn::Mul(x, alpha);
+  const VF one = SetF(1.0f);
+  const VF e = ExpInRange(hn::Min(hn::Max(hn::Neg(u), SetF(-87.0f)), SetF(89.0f)));
+  const VF s = hn::Div(one, hn::Add(one, e));
+  value = hn::Mul(x, s);
+  // Bounded, so that far below, where s is 0, the numerator is finite.
+  const VF bounded_e = hn::Min(e, SetF(1e34f)), bounded_u = hn::Max(u, SetF(-80.0f));
+  const VF numerator = hn::MulAdd(bounded_e, hn::Add(bounded_u, one), one);
+  // Far above e is at least exp(-87), times u beyond any bound: the product is 0 there.
+  const VF far_above = hn::IfThenElse(hn::Gt(u, SetF(80.0f)), one, numerator);
+  // NaN and infinities as in sigmoid(u) + value (1 - sigmoid(u)): NaN.
+  derivative = hn::MulAdd(value, SetF(0.0f), hn::Mul(hn::Mul(far_above, s), s));
+}
+struct Silu {
+  HWY_INLINE static VF Value(VF x) { return hn::Mul(x, SigmoidOfNumber(x)); }
+  HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
+    SwishBoth(x, SetF(1.0f), value, derivative);
+  }
+};
+struct Qgelu {
+  HWY_INLINE static VF Value(VF x) { return hn::Mul(x, SigmoidOfNumber(hn::Mul(x, SetF(1.702f)))); }
+  HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
+    SwishBoth(x, SetF(1.702f), value, derivative);
+  }
+};
+
+struct Sigmoid_ {
+  HWY_INLINE static VF Value(VF x) { return Sigmoid(x); }
+  HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
+    value = Sigmoid(x);
+    derivative = hn::Mul(value, Sigmoid(hn::Neg(x)));
+  }
+};
+
+// A NaN passes; -0 becomes +0.
+struct Relu {
+  HWY_INLINE static VF Value(VF x) { return hn::IfThenZeroElse(hn::Le(x, SetF(0.0f)), x); }
+  HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
+    value = Value(x);
+    derivative = hn::IfThenElseZero(hn::Gt(x, SetF(0.0f)), SetF(1.0f));
+  }
+};
+struct Srelu {
+  HWY_INLINE static VF Value(VF x) {
+    const VF r = Relu::Value(x);
+    return hn::Mul(r, r);
+  }
+  HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
+    const VF r = Relu::Value(x);
+    value = hn::Mul(r, r);
+    derivative = hn::Add(r, r);
+  }
+};
+
+template <class A>
+void Forward(const float* x, int64_t n, float* y) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) StoreF32(A::Value(LoadF32(x + i)), y + i);
+}
+
+template <class A>
+void Backward(const float* dy, const float* x, int64_t n, float* dx) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) {
+    VF value, derivative;
+    A::Both(LoadF32(x + i), value, derivative);
+    StoreF32(hn::Mul(LoadF32(dy + i), derivative), dx + i);
+  }
+}
+
+template <class A>
+void GatedForward(const float* a, const float* b, int64_t n, float* y) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) {
+    StoreF32(hn::Mul(A::Value(LoadF32(a + i)), LoadF32(b + i)), y + i);
+  }
+}
+
+template <class A>
+void GatedBackward(const float* dy, const float* a, const float* b, int64_t n, float* da,
+                   float* db) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) {
+    VF value, derivative;
+    A::Both(LoadF32(a + i), value, derivative);
+    const VF grad = LoadF32(dy + i), gate = LoadF32(b + i);
+    if (da != nullptr) StoreF32(hn::Mul(hn::Mul(grad, derivative), gate), da + i);
+    if (db != nullptr) StoreF32(hn::Mul(grad, value), db + i);
+  }
+}
+
+// min(x, limit) and clamp(x, -limit, limit) that let a NaN pass.
+HWY_INLINE VF AtMost(VF x, VF limit) { return hn::IfThenElse(hn::Gt(x, limit), limit, x); }
+HWY_INLINE VF Within(VF x, VF limit) {
+  const VF low = hn::Neg(limit);
+  return AtMost(hn::IfThenElse(hn::Lt(x, low), low, x), limit);
+}
+
+void ClampedForward(float limit_, float alpha_, const float* a, const float* b, int64_t n,
+                    float* y) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  const VF limit = SetF(limit_), alpha = SetF(alpha_);
+  for (int64_t i = 0; i < n; i += lanes) {
+    const VF x = AtMost(LoadF32(a + i), limit);
+    const VF swish = hn::Mul(x, SigmoidOfNumber(hn::Mul(alpha, x)));
+    const VF gate = hn::Add(Within(LoadF32(b + i), limit), SetF(1.0f));
+    StoreF32(hn::Mul(swish, gate), y + i);
+  }
+}
+
+void ClampedBackward(float limit_, float alpha_, const float* dy, const float* a, const float* b,
+                     int64_t n, float* da, float* db) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  const VF limit = SetF(limit_), alpha = SetF(alpha_);
+  for (int64_t i = 0; i < n; i += lanes) {
+    const VF x = LoadF32(a + i), second = LoadF32(b + i), grad = LoadF32(dy + i);
+    VF value, derivative;
+    SwishBoth(AtMost(x, limit), alpha, value, derivative);
+    const VF gate = hn::Add(Within(second, limit), SetF(1.0f));
+    const VF grad_a = hn::Mul(hn::Mul(grad, derivative), gate);
+    const VF grad_b = hn::Mul(grad, value);
+    if (da != nullptr) StoreF32(hn::IfThenZeroElse(hn::Gt(x, limit), grad_a), da + i);
+    if (db != nullptr) {
+      StoreF32(hn::IfThenZeroElse(hn::Gt(hn::Abs(second), limit), grad_b), db + i);
+    }
+  }
+}
+
+void ActForward(Act act, const float* x, int64_t n, float* y) {
+  switch (act) {
+    case Act::kGelu:
+      return Forward<Gelu>(x, n, y);
+    case Act::kQgelu:
+      return Forward<Qgelu>(x, n, y);
+    case Act::kRelu:
+      return Forward<Relu>(x, n, y);
+    case Act::kSrelu:
+      return Forward<Srelu>(x, n, y);
+    case Act::kSilu:
+      return Forward<Silu>(x, n, y);
+    default:
+      return Forward<Sigmoid_>(x, n, y);
+  }
+}
+
+void ActBackward(Act act, const float* dy, const float* x, int64_t n, float* dx) {
+  switch (act) {
+    case Act::kGelu:
+      return Backward<Gelu>(dy, x, n, dx);
+    case Act::kQgelu:
+      return Backward<Qgelu>(dy, x, n, dx);
+    case Act::kRelu:
+      return Backward<Relu>(dy, x, n, dx);
+    case Act::kSrelu:
+      return Backward<Srelu>(dy, x, n, dx);
+    case Act::kSilu:
+      return Backward<Silu>(dy, x, n, dx);
+    default:
+      return Backward<Sigmoid_>(dy, x, n, dx);
+  }
+}
+
+void GatedForwardByAct(Act act, Clamp clamp, const float* a, const float* b, int64_t n, float* y) {
+  switch (act) {
+    case Act::kGelu:
+      return GatedForward<Gelu>(a, b, n, y);
+    case Act::kQgelu:
+      return GatedForward<Qgelu>(a, b, n, y);
+    case Act::kRelu:
+      return GatedForward<Relu>(a, b, n, y);
+    case Act::kSrelu:
+      return GatedForward<Srelu>(a, b, n, y);
+    case Act::kSilu:
+      return GatedForward<Silu>(a, b, n, y);
+    case Act::kSigmoid:
+      return GatedForward<Sigmoid_>(a, b, n, y);
+    default:
+      return ClampedForward(clamp.limit, clamp.alpha, a, b, n, y);
+  }
+}
+
+void GatedBackwardByAct(Act act, Clamp clamp, const float* dy, const float* a, const float* b,
+                        int64_t n, float* da, float* db) {
+  switch (act) {
+    case Act::kGelu:
+      return GatedBackward<Gelu>(dy, a, b, n, da, db);
+    case Act::kQgelu:
+      return GatedBackward<Qgelu>(dy, a, b, n, da, db);
+    case Act::kRelu:
+      return GatedBackward<Relu>(dy, a, b, n, da, db);
+    case Act::kSrelu:
+      return GatedBackward<Srelu>(dy, a, b, n, da, db);
+    case Act::kSilu:
+      return GatedBackward<Silu>(dy, a, b, n, da, db);
+    case Act::kSigmoid:
+      return GatedBackward<Sigmoid_>(dy, a, b, n, da, db);
+    default:
+      return ClampedBackward(clamp.limit, clamp.alpha, dy, a, b, n, da, db);
+  }
+}
+
+}  // namespace te_fl::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace te_fl::cpu {
+
+HWY_EXPORT(ActForward);
+HWY_EXPORT(ActBackward);
+HWY_EXPORT(GatedForwardByAct);
+HWY_EXPORT(GatedBackwardByAct);
+
+void act_forward(Act act, const float* x, int64_t n, float* y) {
+  HWY_DYNAMIC_DISPATCH(ActForward)(act, x, n, y);
+}
+void act_backward(Act act, const float* dy, const float* x, int64_t n, float* dx) {
+  HWY_DYNAMIC_DISPATCH(ActBackward)(act, dy, x, n, dx);
+}
+void gated_forward(Act act, Clamp clamp, const float* a, const float* b, int64_t n, float* y) {
+  HWY_DYNAMIC_DISPATCH(GatedForwardByAct)(act, clamp, a, b, n, y);
+}
+void gated_backward(Act act, Clamp clamp, const float* dy, const float* a, const float* b,
+                    int64_t n, float* da, float* db) {
+  HWY_DYNAMIC_DISPATCH(GatedBackwardByAct)(act, clamp, dy, a, b, n, da, db);
+}
+
+}  // namespace te_fl::cpu
+#endif

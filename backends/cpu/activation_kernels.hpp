@@ -1,0 +1,27 @@
+// Activations and their derivatives on FP32 buffers. n elements; every buffer is padded (see
+// convert.hpp) and may be the same array as another.
+#pragma once
+
+#include <cstdint>
+
+namespace te_fl::cpu {
+
+enum class Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped };
+
+// What kClamped, the activation of clamped_swiglu, needs.
+struct Clamp {
+  float limit = 0.0f;
+  float alpha = 0.0f;
+};
+
+// y = act(x). Not for kClamped.
+void act_forward(Act act, const float* x, int64_t n, float* y);
+// dx = dy act'(x). Not for kClamped.
+void act_backward(Act act, const float* dy, const float* x, int64_t n, float* dx);
+// y = act(a) b.
+void gated_forward(Act act, Clamp clamp, const float* a, const float* b, int64_t n, float* y);
+// da = dy act'(a) b, db = dy act(a). Either may be null.
+void gated_backward(Act act, Clamp clamp, const float* dy, const float* a, const float* b,
+                    int64_t n, float* da, float* db);
+
+}  // namespace te_fl::cpu

@@ -1,0 +1,87 @@
+// Small helpers about tensors that every family needs: metadata checks for supports(), and how work
+// is divided.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/dtype.hpp"
+#include "thread_pool.hpp"
+
+namespace te_fl::cpu {
+
+inline constexpr const char* kNotContiguous =
+    "needs contiguous tensors; make a compact copy with strided_copy";
+inline constexpr const char* kOverlaps =
+    "the output shares memory with an input other than element by element";
+
+inline int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
+// F32, F16 or BF16.
+inline bool is_high(const te_fl_tensor& t) noexcept {
+  return (TE_FL_MASK_HIGH >> dtype_of(t) & 1) != 0;
+}
+inline bool is_fp8_dtype(int dtype) noexcept {
+  return dtype == TE_FL_F8E4M3 || dtype == TE_FL_F8E5M2;
+}
+inline bool is_fp8(const te_fl_tensor& t) noexcept { return is_fp8_dtype(dtype_of(t)); }
+inline int64_t element_bytes(const te_fl_tensor& t) noexcept { return t.dl.dtype.bits / 8; }
+
+// An absent optional tensor counts as dense.
+inline bool dense(const te_fl_tensor* t) noexcept {
+  return t == nullptr || t->dl.strides == nullptr || backend::is_contiguous(*t);
+}
+template <class... Tensors>
+bool all_dense(const Tensors*... tensors) noexcept {
+  return (dense(tensors) && ...);
+}
+
+// Whether two dense tensors' row-wise data share memory without being the same array of the same
+// dtype. Then a kernel that reads an element right before it writes it is wrong.
+inline bool overlaps_askew(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
+  const char* a = backend::data<char>(out);
+  const char* b = backend::data<char>(in);
+  if (a == nullptr || b == nullptr) return false;
+  const int64_t a_bytes = backend::numel(out) * out.dl.dtype.bits / 8;
+  const int64_t b_bytes = backend::numel(in) * in.dl.dtype.bits / 8;
+  if (a + a_bytes <= b || b + b_bytes <= a) return false;
+  return a != b || a_bytes != b_bytes || out.dl.dtype.bits != in.dl.dtype.bits;
+}
+inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
+  const char* a = backend::data<char>(out);
+  const char* b = backend::data<char>(in);
+  return a != nullptr && b != nullptr && a < b + backend::numel(in) * in.dl.dtype.bits / 8 &&
+         b < a + backend::numel(out) * out.dl.dtype.bits / 8;
+}
+
+// Elements that one thread should at least have to make waking another worth it: about 10 us of
+// work for a kernel that is limited by memory.
+inline constexpr int64_t kGrain = 1 << 15;
+
+inline int64_t grain_of_rows(int64_t cols, int64_t elements = kGrain) noexcept {
+  return std::max<int64_t>(1, elements / std::max<int64_t>(1, cols));
+}
+
+// The ranges that [0, n) is divided into for the pool: part p of parts. A function of its arguments
+// and the number of threads only, so reductions kept per part are deterministic.
+class Parts {
+ public:
+  Parts(int64_t n, int64_t grain)
+      : n_(n), count_(n <= 0 ? 0 : ThreadPool::instance().num_ranges(n, grain)) {}
+  int64_t count() const noexcept { return count_; }
+  int64_t begin(int64_t part) const noexcept {
+    return part * (n_ / count_) + std::min(part, n_ % count_);
+  }
+  // Calls f(part, begin, end) for every part, on the pool.
+  template <class F>
+  void run(F&& f) const {
+    ThreadPool::instance().parallel_tasks(
+        count_, [&](int64_t part) { f(part, begin(part), begin(part + 1)); });
+  }
+
+ private:
+  int64_t n_;
+  int64_t count_;
+};
+
+}  // namespace te_fl::cpu

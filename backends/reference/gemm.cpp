@@ -1,0 +1,139 @@
+// generic_gemm: exact dequantised operands, double accumulators, one rounding to FP32 and one to
+// the output's dtype.
+//
+// Operands of a block scaling mode are read from the copy whose blocks run along the contraction
+// (row-wise for an operand stored [.., K], column-wise for one stored [K, ..]) if it exists, else
+// from the other: what a backend must do on hardware that multiplies block by block.
+#include "te_fl/ops/gemm.h"
+
+#include "activation.hpp"
+#include "element.hpp"
+#include "families.hpp"
+
+namespace te_fl::reference {
+namespace {
+
+using backend::invalid;
+
+bool is_block(const te_fl_tensor& t) {
+  const uint32_t scaling = backend::scaling(t);
+  return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
+}
+
+void check(const te_fl_generic_gemm_args& args) {
+  if (args.accumulate && (dtype_of(*args.d) == TE_FL_F8E4M3 || dtype_of(*args.d) == TE_FL_F8E5M2)) {
+    invalid(std::string("d is ") + dtype_name(dtype_of(*args.d)) +
+            " with accumulate; accumulate into f32, f16 or bf16");
+  }
+  if (args.pre_gelu_out != nullptr && !args.gelu) {
+    invalid("pre_gelu_out is given without gelu; set gelu or leave it out");
+  }
+  if (args.pre_gelu_in != nullptr && (args.gelu || args.bias != nullptr)) {
+    invalid(std::string("pre_gelu_in is given with ") + (args.gelu ? "gelu" : "bias") +
+            "; the gradient epilogue goes with neither gelu nor bias");
+  }
+  if (args.accumulate_bias_grad && args.bias_grad == nullptr) {
+    invalid("accumulate_bias_grad is set without bias_grad; give the tensor or clear the flag");
+  }
+  if (backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128 &&
+      backend::scaling(*args.b) == TE_FL_SCALING_BLOCK_128X128) {
+    invalid("a and b are both scaled in 128x128 blocks; quantise one of them in 1x128 blocks");
+  }
+  if ((is_block(*args.a) || is_block(*args.b)) && (args.gelu || args.bias_grad != nullptr)) {
+    invalid(std::string(args.gelu ? "gelu" : "bias_grad") +
+            " with a block-scaled operand; its epilogues are none, bias and pre_gelu_in: call the "
+            "op for "
+            "it separately");
+  }
+  check_output(*args.d, "d");
+  if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
+}
+
+// The operand as a compact [rows, cols] matrix, transposed from its stored form if asked.
+std::vector<double> operand(const te_fl_tensor& t, const char* name, bool transpose, Copy copy) {
+  std::vector<double> stored = Reader(t, name, copy).all_double();
+  if (!transpose) return stored;
+  const backend::Matrix m = backend::as_matrix(t);
+  std::vector<double> result(stored.size());
+  for (int64_t r = 0; r < m.rows; ++r) {
+    for (int64_t c = 0; c < m.cols; ++c) result[c * m.rows + r] = stored[r * m.cols + c];
+  }
+  return result;
+}
+
+// row[n] = sum over k of a[k] b[k, n], k ascending. The inner loop runs over independent sums, so
+// that it vectorises without changing any of them.
+void multiply_row(const double* a, const double* b, int64_t k_extent, int64_t n_extent,
+                  double* row) {
+  std::fill_n(row, n_extent, 0.0);
+  for (int64_t k = 0; k < k_extent; ++k) {
+    const double factor = a[k];
+    const double* b_row = b + k * n_extent;
+    for (int64_t n = 0; n < n_extent; ++n) row[n] += factor * b_row[n];
+  }
+}
+
+// What an epilogue reads, absent parts empty.
+struct Epilogue {
+  std::vector<float> bias, pre_gelu_in, previous;
+};
+
+void write_bias_grad(const te_fl_generic_gemm_args& args, const std::vector<double>& a,
+                     int64_t m_extent, int64_t k_extent) {
+  std::vector<float> sums(static_cast<size_t>(m_extent));
+  const Reader previous(*args.bias_grad);
+  for (int64_t m = 0; m < m_extent; ++m) {
+    double sum = 0.0;
+    for (int64_t k = 0; k < k_extent; ++k) sum += a[m * k_extent + k];
+    if (args.accumulate_bias_grad) sum += previous[m];
+    sums[m] = static_cast<float>(sum);
+  }
+  Writer(*args.bias_grad).write(0, m_extent, sums.data());
+}
+
+void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
+  check(args);
+  const backend::Matrix d = backend::as_matrix(*args.d);
+  const backend::Matrix stored_a = backend::as_matrix(*args.a);
+  const int64_t k_extent = args.trans_a ? stored_a.rows : stored_a.cols;
+  const std::vector<double> a =
+      operand(*args.a, "a", args.trans_a != 0, args.trans_a ? Copy::kColumnwise : Copy::kRowwise);
+  const std::vector<double> b =
+      operand(*args.b, "b", args.trans_b != 0, args.trans_b ? Copy::kRowwise : Copy::kColumnwise);
+  Epilogue epilogue;
+  if (args.bias != nullptr) epilogue.bias = Reader(*args.bias, "bias").all();
+  if (args.pre_gelu_in != nullptr) {
+    epilogue.pre_gelu_in = Reader(*args.pre_gelu_in, "pre_gelu_in").all();
+  }
+  // As in BLAS, a beta of 0 does not read d.
+  if (args.accumulate && args.beta != 0.0f) epilogue.previous = Reader(*args.d, "d").all();
+
+  std::vector<float> result(static_cast<size_t>(d.rows * d.cols));
+  std::vector<float> pre_gelu(args.pre_gelu_out != nullptr ? result.size() : 0);
+  std::vector<double> row(static_cast<size_t>(d.cols));
+  for (int64_t m = 0; m < d.rows; ++m) {
+    multiply_row(a.data() + m * k_extent, b.data(), k_extent, d.cols, row.data());
+    for (int64_t n = 0; n < d.cols; ++n) {
+      const auto i = static_cast<size_t>(m * d.cols + n);
+      double value = static_cast<double>(args.alpha) * row[n];
+      if (!epilogue.bias.empty()) value += epilogue.bias[n];
+      if (!pre_gelu.empty()) pre_gelu[i] = static_cast<float>(value);
+      if (args.gelu) value = Gelu::value(value);
+      if (!epilogue.pre_gelu_in.empty()) value *= Gelu::derivative(epilogue.pre_gelu_in[i]);
+      if (!epilogue.previous.empty())
+        value += static_cast<double>(args.beta) * epilogue.previous[i];
+      result[i] = static_cast<float>(value);
+    }
+  }
+  store_output(*args.d, result.data());
+  if (args.pre_gelu_out != nullptr) store_output(*args.pre_gelu_out, pre_gelu.data());
+  if (args.bias_grad != nullptr) write_bias_grad(args, a, d.rows, k_extent);
+}
+
+}  // namespace
+
+void append_gemm(std::vector<te_fl_op_desc>& ops) {
+  ops.push_back(descriptor<te_fl_generic_gemm_args, generic_gemm>("generic_gemm"));
+}
+
+}  // namespace te_fl::reference

@@ -1,0 +1,188 @@
+// Optimisers over lists of tensors. State is kept in FP32; the arithmetic between loads and stores
+// is double.
+#include "te_fl/ops/optimizer.h"
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "element.hpp"
+#include "families.hpp"
+
+namespace te_fl::reference {
+namespace {
+
+using TensorList = const te_fl_tensor* const*;
+
+void check_count(const char* name, int64_t count, const char* other, int64_t expected) {
+  if (count == expected) return;
+  backend::invalid(std::string(name) + " has " + std::to_string(count) + " tensors, expected " +
+                   std::to_string(expected) + ", one for each of " + other);
+}
+
+bool is_noop(const te_fl_tensor* flag) {
+  return flag != nullptr && *backend::data<const int32_t>(*flag) != 0;
+}
+
+bool all_finite(const std::vector<double>& values) {
+  for (double v : values) {
+    if (!std::isfinite(v)) return false;
+  }
+  return true;
+}
+
+void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
+  check_count("outputs", a.outputs_count, "inputs", a.inputs_count);
+  bool finite = true;
+  for (int64_t t = 0; t < a.inputs_count; ++t) {
+    std::vector<double> x = Reader(*a.inputs[t], "inputs").all_double();
+    finite = finite && all_finite(x);
+    for (double& v : x) v *= a.scale;
+    Writer(*a.outputs[t]).write(0, static_cast<int64_t>(x.size()), x.data());
+    // Read back, because a finite product may overflow the output's type.
+    finite = finite && all_finite(Reader(*a.outputs[t], "outputs").all_double());
+  }
+  if (!finite) *backend::data<int32_t>(*a.noop_flag) = 1;
+}
+
+// sqrt(sum (factor x)^2) of all tensors, and of each.
+void norms(TensorList inputs, int64_t count, double factor, const te_fl_tensor& norm,
+           const te_fl_tensor* per_tensor) {
+  if (per_tensor != nullptr) {
+    check_count("per_tensor_norms", backend::numel(*per_tensor), "inputs", count);
+  }
+  std::vector<double> each;
+  double total = 0;
+  for (int64_t t = 0; t < count; ++t) {
+    double sum = 0;
+    for (double x : Reader(*inputs[t], "inputs").all_double()) sum += factor * x * (factor * x);
+    each.push_back(std::sqrt(sum));
+    total += sum;
+  }
+  total = std::sqrt(total);
+  Writer(norm).write(0, 1, &total);
+  if (per_tensor != nullptr) Writer(*per_tensor).write(0, count, each.data());
+}
+
+void l2norm(const te_fl_context&, const te_fl_multi_tensor_l2norm_args& a) {
+  norms(a.inputs, a.inputs_count, 1.0, *a.norm, a.per_tensor_norms);
+}
+
+void unscale_l2norm(const te_fl_context&, const te_fl_multi_tensor_unscale_l2norm_args& a) {
+  norms(a.inputs, a.inputs_count, scalar_f32(*a.inv_scale), *a.norm, a.per_tensor_norms);
+}
+
+struct Adam {
+  explicit Adam(const te_fl_multi_tensor_adam_args& a)
+      : args(a),
+        correction1(a.bias_correction ? 1.0 - std::pow(double{a.beta1}, double(a.step)) : 1.0),
+        correction2(a.bias_correction ? 1.0 - std::pow(double{a.beta2}, double(a.step)) : 1.0) {}
+
+  // Updates m, v and p of one element.
+  void operator()(double g, float& m, float& v, double& p) const {
+    const double wd = args.weight_decay;
+    if (args.mode == TE_FL_ADAM_MODE_L2) g += wd * p;
+    m = static_cast<float>(args.beta1 * double{m} + (1.0 - args.beta1) * g);
+    v = static_cast<float>(args.beta2 * double{v} + (1.0 - args.beta2) * g * g);
+    double update = (m / correction1) / (std::sqrt(v / correction2) + args.epsilon);
+    if (args.mode == TE_FL_ADAM_MODE_ADAMW) update += wd * p;
+    p -= args.lr * update;
+  }
+
+  const te_fl_multi_tensor_adam_args& args;
+  double correction1;
+  double correction2;
+};
+
+void check_adam(const te_fl_multi_tensor_adam_args& a) {
+  check_count("params", a.params_count, "grads", a.grads_count);
+  check_count("exp_avgs", a.exp_avgs_count, "grads", a.grads_count);
+  check_count("exp_avg_sqs", a.exp_avg_sqs_count, "grads", a.grads_count);
+  if (a.master_params_count != 0) {
+    check_count("master_params", a.master_params_count, "grads", a.grads_count);
+  }
+  if (a.bias_correction && (a.beta1 == 1.0f || a.beta2 == 1.0f)) {
+    backend::invalid(std::string(a.beta1 == 1.0f ? "beta1" : "beta2") +
+                     " is 1, expected less than 1: bias correction divides by 1 - beta^step");
+  }
+}
+
+void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
+  check_adam(a);
+  if (is_noop(a.noop_flag)) return;
+  const Adam update(a);
+  for (int64_t t = 0; t < a.grads_count; ++t) {
+    const te_fl_tensor& weights = a.master_params_count != 0 ? *a.master_params[t] : *a.params[t];
+    const std::vector<double> g = Reader(*a.grads[t], "grads").all_double();
+    std::vector<float> m = Reader(*a.exp_avgs[t], "exp_avgs").all();
+    std::vector<float> v = Reader(*a.exp_avg_sqs[t], "exp_avg_sqs").all();
+    std::vector<double> p = Reader(weights, "params").all_double();
+    const auto n = static_cast<int64_t>(g.size());
+    for (int64_t i = 0; i < n; ++i) update(g[i], m[i], v[i], p[i]);
+    Writer(*a.exp_avgs[t]).write(0, n, m.data());
+    Writer(*a.exp_avg_sqs[t]).write(0, n, v.data());
+    Writer(weights).write(0, n, p.data());
+    if (a.master_params_count != 0) {
+      Writer(*a.params[t]).write(0, n, Reader(weights).all().data());
+    }
+  }
+}
+
+struct Sgd {
+  const te_fl_multi_tensor_sgd_args& args;
+
+  void operator()(double g, float& m, double& p) const {
+    const double wd = args.weight_decay;
+    g *= args.scale;
+    if (!args.wd_after_momentum) g += wd * p;
+    if (args.momentum != 0) {
+      m = static_cast<float>(
+          args.first_run ? g : args.momentum * double{m} + (1.0 - args.dampening) * g);
+      g = args.nesterov ? g + args.momentum * double{m} : double{m};
+    }
+    if (args.wd_after_momentum) g += wd * p;
+    p -= args.lr * g;
+  }
+};
+
+void check_sgd(const te_fl_multi_tensor_sgd_args& a) {
+  check_count("params", a.params_count, "grads", a.grads_count);
+  if (a.momentum != 0 || a.momentums_count != 0) {
+    check_count("momentums", a.momentums_count, "grads", a.grads_count);
+  }
+  if (a.param_copies_count != 0) {
+    check_count("param_copies", a.param_copies_count, "grads", a.grads_count);
+  }
+}
+
+void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
+  check_sgd(a);
+  if (is_noop(a.noop_flag)) return;
+  const Sgd update{a};
+  for (int64_t t = 0; t < a.grads_count; ++t) {
+    const std::vector<double> g = Reader(*a.grads[t], "grads").all_double();
+    std::vector<double> p = Reader(*a.params[t], "params").all_double();
+    std::vector<float> m(g.size(), 0.0f);
+    if (a.momentum != 0) m = Reader(*a.momentums[t], "momentums").all();
+    const auto n = static_cast<int64_t>(g.size());
+    for (int64_t i = 0; i < n; ++i) update(g[i], m[i], p[i]);
+    if (a.momentum != 0) Writer(*a.momentums[t]).write(0, n, m.data());
+    Writer(*a.params[t]).write(0, n, p.data());
+    if (a.param_copies_count != 0) {
+      Writer(*a.param_copies[t]).write(0, n, Reader(*a.params[t]).all().data());
+    }
+  }
+}
+
+}  // namespace
+
+void append_optimizer(std::vector<te_fl_op_desc>& ops) {
+  ops.push_back(descriptor<te_fl_multi_tensor_scale_args, scale>("multi_tensor_scale"));
+  ops.push_back(descriptor<te_fl_multi_tensor_l2norm_args, l2norm>("multi_tensor_l2norm"));
+  ops.push_back(descriptor<te_fl_multi_tensor_unscale_l2norm_args, unscale_l2norm>(
+      "multi_tensor_unscale_l2norm"));
+  ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam>("multi_tensor_adam"));
+  ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd>("multi_tensor_sgd"));
+}
+
+}  // namespace te_fl::reference

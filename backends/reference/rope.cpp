@@ -1,0 +1,327 @@
+// Rotary position embedding, on separate or packed Q, K, V.
+//
+// y_a = x_a cos f_a - x_b sin f_a, y_b = x_b cos f_b + x_a sin f_b for each pair (a, b). The
+// backward is the transpose of that map, also where the two angles of a pair differ.
+#include "te_fl/ops/rope.h"
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "element.hpp"
+#include "families.hpp"
+
+namespace te_fl::reference {
+namespace {
+
+using backend::invalid;
+using backend::shape_text;
+
+// Global position of token s of `length` local ones: each rank holds chunks cp_rank and
+// 2 cp_size - 1 - cp_rank of the sequence's 2 cp_size chunks.
+struct ContextParallel {
+  int64_t size = 1;
+  int64_t rank = 0;
+
+  int64_t position(int64_t s, int64_t length) const {
+    if (size == 1) return s;
+    const int64_t chunk = length / 2;
+    return s < chunk ? rank * chunk + s : (2 * size - 1 - rank) * chunk + s - chunk;
+  }
+};
+
+ContextParallel context_parallel(int32_t size, int32_t rank) {
+  if (rank >= size) {
+    invalid("cp_rank is " + std::to_string(rank) + ", expected less than cp_size, " +
+            std::to_string(size));
+  }
+  return {size, rank};
+}
+
+// Where each token of a [tokens] sequence of heads gets its angles: its position, or -1 for a thd
+// token outside every sequence.
+struct Positions {
+  std::vector<int64_t> of_token;  // indexed as the tensor's two (thd: one) leading dimensions
+  int64_t largest = -1;
+
+  void set(int64_t token, int64_t position) {
+    of_token[static_cast<size_t>(token)] = position;
+    if (position > largest) largest = position;
+  }
+};
+
+// start_positions[b], 0 without.
+class Starts {
+ public:
+  Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {
+    if (t == nullptr) return;
+    if (t->dl.ndim != 1 || t->dl.shape[0] != batch) {
+      invalid("start_positions has shape " + shape_text(*t) + ", expected [" +
+              std::to_string(batch) + "]: one for each sequence");
+    }
+    for (int64_t b = 0; b < batch; ++b) {
+      if ((*this)[b] < 0) {
+        invalid("start_positions[" + std::to_string(b) + "] is " + std::to_string((*this)[b]) +
+                ", expected 0 or more");
+      }
+    }
+  }
+  int64_t operator[](int64_t b) const {
+    return t_ == nullptr ? 0 : backend::data<const int32_t>(*t_)[b * backend::stride(*t_, 0)];
+  }
+
+ private:
+  const te_fl_tensor* t_;
+};
+
+void check_even_length(int64_t length, const ContextParallel& cp, const std::string& what) {
+  if (cp.size > 1 && length % 2 != 0) {
+    invalid(what + " has " + std::to_string(length) +
+            " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
+            "chunks of equal length");
+  }
+}
+
+// sbhd or bshd, of a tensor whose first two extents are given.
+Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
+                          const te_fl_tensor* start_positions, const ContextParallel& cp) {
+  const bool sbhd = layout == TE_FL_LAYOUT_SBHD;
+  const int64_t seqlen = sbhd ? extent0 : extent1;
+  const Starts starts(start_positions, sbhd ? extent1 : extent0);
+  check_even_length(seqlen, cp, "each sequence");
+  Positions p;
+  p.of_token.resize(static_cast<size_t>(extent0 * extent1));
+  for (int64_t token = 0; token < extent0 * extent1; ++token) {
+    const int64_t s = sbhd ? token / extent1 : token % extent1;
+    const int64_t b = sbhd ? token % extent1 : token / extent1;
+    p.set(token, starts[b] + cp.position(s, seqlen));
+  }
+  return p;
+}
+
+// cu_seqlens counts whole sequences; a rank holds 1 / cp_size of each.
+Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
+                           const te_fl_tensor* start_positions, const ContextParallel& cp) {
+  if (cu.dl.ndim != 1 || cu.dl.shape[0] < 1) {
+    invalid("cu_seqlens has shape " + shape_text(cu) + ", expected [B+1]");
+  }
+  const int64_t batch = cu.dl.shape[0] - 1;
+  const Starts starts(start_positions, batch);
+  const auto prefix = [&](int64_t b) -> int64_t {
+    return backend::data<const int32_t>(cu)[b * backend::stride(cu, 0)];
+  };
+  Positions p;
+  p.of_token.assign(static_cast<size_t>(tokens), -1);
+  for (int64_t b = 0; b < batch; ++b) {
+    const std::string name = "sequence " + std::to_string(b) + " of cu_seqlens";
+    if (prefix(b) < 0 || prefix(b + 1) < prefix(b) || prefix(b + 1) > tokens * cp.size) {
+      invalid(name + " spans tokens " + std::to_string(prefix(b)) + " to " +
+              std::to_string(prefix(b + 1)) + ", expected non-decreasing values from 0 to " +
+              std::to_string(tokens * cp.size) + " (the input's tokens times cp_size)");
+    }
+    if (prefix(b) % cp.size != 0 || prefix(b + 1) % cp.size != 0) {
+      invalid(name + " spans tokens " + std::to_string(prefix(b)) + " to " +
+              std::to_string(prefix(b + 1)) + ", expected multiples of cp_size, " +
+              std::to_string(cp.size));
+    }
+    const int64_t begin = prefix(b) / cp.size;
+    const int64_t length = prefix(b + 1) / cp.size - begin;
+    check_even_length(length, cp, name);
+    for (int64_t s = 0; s < length; ++s) p.set(begin + s, starts[b] + cp.position(s, length));
+  }
+  return p;
+}
+
+// The angles, and how a head's leading elements pair up.
+class Rotation {
+ public:
+  Rotation(const char* name, const te_fl_tensor& freqs, bool interleaved, bool backward)
+      : name_(name),
+        positions_(freqs.dl.shape[0]),
+        columns_(freqs.dl.shape[3]),
+        interleaved_(interleaved),
+        backward_(backward),
+        angles_(Reader(freqs, name).all_double()) {}
+
+  void check(int64_t head_dim, const Positions& positions) const {
+    if (columns_ % 2 != 0 || columns_ > head_dim) {
+      invalid(std::string(name_) + " has " + std::to_string(columns_) +
+              " columns, expected an even number up to the head size, " + std::to_string(head_dim));
+    }
+    if (positions.largest >= positions_) {
+      invalid(std::string(name_) + " has " + std::to_string(positions_) +
+              " positions, but position " + std::to_string(positions.largest) + " is needed");
+    }
+  }
+
+  // One head of dim elements at a position; -1 gives zeros.
+  void apply(const double* x, int64_t dim, int64_t position, float* y) const {
+    for (int64_t i = columns_; i < dim; ++i) y[i] = position < 0 ? 0.0f : static_cast<float>(x[i]);
+    for (int64_t i = 0; i < columns_ / 2; ++i) {
+      const int64_t a = interleaved_ ? 2 * i : i;
+      const int64_t b = interleaved_ ? 2 * i + 1 : i + columns_ / 2;
+      if (position < 0) {
+        y[a] = y[b] = 0.0f;
+        continue;
+      }
+      const double fa = angles_[static_cast<size_t>(position * columns_ + a)];
+      const double fb = angles_[static_cast<size_t>(position * columns_ + b)];
+      const double sign_a = backward_ ? std::sin(fb) : -std::sin(fa);
+      const double sign_b = backward_ ? -std::sin(fa) : std::sin(fb);
+      y[a] = static_cast<float>(x[a] * std::cos(fa) + x[b] * sign_a);
+      y[b] = static_cast<float>(x[b] * std::cos(fb) + x[a] * sign_b);
+    }
+  }
+
+ private:
+  const char* name_;
+  int64_t positions_;
+  int64_t columns_;
+  bool interleaved_;
+  bool backward_;
+  std::vector<double> angles_;
+};
+
+void check_rope_tensors(const te_fl_rope_rope_args& a) {
+  const bool thd = a.layout == TE_FL_LAYOUT_THD;
+  const te_fl_tensor& x = *a.input;
+  if (x.dl.ndim != (thd ? 3 : 4)) {
+    invalid("input has shape " + shape_text(x) + ", expected rank " +
+            (thd ? "3: [T, H, D] (layout thd)" : "4: [S, B, H, D] or [B, S, H, D]"));
+  }
+  if (shape_text(*a.output) != shape_text(x)) {
+    invalid("output has shape " + shape_text(*a.output) + ", expected " + shape_text(x) +
+            " as input");
+  }
+  if (thd && a.cu_seqlens == nullptr) {
+    invalid(
+        "cu_seqlens is missing: layout thd needs the [B+1] prefix sums of the sequences' lengths");
+  }
+  if (!thd && a.cu_seqlens != nullptr) {
+    invalid("cu_seqlens is given, but only layout thd reads it; leave it out");
+  }
+}
+
+template <bool kBackward>
+void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
+  check_rope_tensors(a);
+  const te_fl_tensor& x = *a.input;
+  const ContextParallel cp = context_parallel(a.cp_size, a.cp_rank);
+  const Positions positions =
+      a.layout == TE_FL_LAYOUT_THD
+          ? packed_positions(x.dl.shape[0], *a.cu_seqlens, a.start_positions, cp)
+          : dense_positions(x.dl.shape[0], x.dl.shape[1], a.layout, a.start_positions, cp);
+  const int64_t heads = x.dl.shape[x.dl.ndim - 2];
+  const int64_t dim = x.dl.shape[x.dl.ndim - 1];
+  const Rotation rotation("freqs", *a.freqs, a.interleaved != 0, kBackward);
+  rotation.check(dim, positions);
+  const std::vector<double> in = Reader(x).all_double();
+  std::vector<float> out(in.size());
+  for (size_t i = 0; i < positions.of_token.size() * static_cast<size_t>(heads); ++i) {
+    const int64_t at = static_cast<int64_t>(i) * dim;
+    rotation.apply(in.data() + at, dim, positions.of_token[i / static_cast<size_t>(heads)],
+                   out.data() + at);
+  }
+  store_output(*a.output, out.data());
+}
+
+// Packed QKV: in each group q_heads queries of k_dim elements, a key of k_dim, a value of v_dim.
+struct Packed {
+  int64_t tokens, groups, q_heads, k_dim, v_dim;
+  int64_t width() const { return q_heads * k_dim + k_dim + v_dim; }
+};
+
+void expect_tail(const char* name, const te_fl_tensor& t, int64_t heads, int64_t dim) {
+  if (t.dl.shape[2] == heads && t.dl.shape[3] == dim) return;
+  invalid(std::string(name) + " has shape " + shape_text(t) + ", expected [.., " +
+          std::to_string(heads) + ", " + std::to_string(dim) + "]");
+}
+
+template <class Args>
+Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
+  if (a.layout == TE_FL_LAYOUT_THD) invalid("layout is thd, expected sbhd or bshd");
+  if (a.q_dim % a.k_dim != 0) {
+    invalid("q_dim is " + std::to_string(a.q_dim) + ", expected a multiple of k_dim, " +
+            std::to_string(a.k_dim));
+  }
+  const Packed p{qkv.dl.shape[0] * qkv.dl.shape[1], qkv.dl.shape[2], a.q_dim / a.k_dim, a.k_dim,
+                 a.v_dim};
+  if (qkv.dl.shape[3] != p.width()) {
+    invalid(std::string(name) + " has shape " + shape_text(qkv) + ", expected " +
+            std::to_string(p.width()) + " in the last dimension: q_dim + k_dim + v_dim");
+  }
+  return p;
+}
+
+void qkv_forward(const te_fl_context&, const te_fl_fused_qkv_rope_forward_args& a) {
+  const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
+  expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
+  expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
+  expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
+  const int64_t* shape = a.qkv_input->dl.shape;
+  const Positions positions = dense_positions(shape[0], shape[1], a.layout, a.start_positions,
+                                              context_parallel(a.cp_size, a.cp_rank));
+  const Rotation rotate_q("q_freqs", *a.q_freqs, a.interleaved != 0, false);
+  const Rotation rotate_k("k_freqs", *a.k_freqs, a.interleaved != 0, false);
+  rotate_q.check(p.k_dim, positions);
+  rotate_k.check(p.k_dim, positions);
+  const std::vector<double> in = Reader(*a.qkv_input, "qkv_input").all_double();
+  std::vector<float> q(static_cast<size_t>(p.tokens * p.groups * p.q_heads * p.k_dim));
+  std::vector<float> k(static_cast<size_t>(p.tokens * p.groups * p.k_dim));
+  std::vector<float> v(static_cast<size_t>(p.tokens * p.groups * p.v_dim));
+  for (int64_t i = 0; i < p.tokens * p.groups; ++i) {
+    const int64_t position = positions.of_token[static_cast<size_t>(i / p.groups)];
+    const double* x = in.data() + i * p.width();
+    for (int64_t n = 0; n < p.q_heads; ++n, x += p.k_dim) {
+      rotate_q.apply(x, p.k_dim, position, q.data() + (i * p.q_heads + n) * p.k_dim);
+    }
+    rotate_k.apply(x, p.k_dim, position, k.data() + i * p.k_dim);
+    x += p.k_dim;
+    for (int64_t d = 0; d < p.v_dim; ++d) v[i * p.v_dim + d] = static_cast<float>(x[d]);
+  }
+  store_output(*a.q_out, q.data());
+  store_output(*a.k_out, k.data());
+  store_output(*a.v_out, v.data());
+}
+
+void qkv_backward(const te_fl_context&, const te_fl_fused_qkv_rope_backward_args& a) {
+  const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
+  expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
+  expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
+  expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
+  const int64_t* shape = a.qkv_grad->dl.shape;
+  const Positions positions = dense_positions(shape[0], shape[1], a.layout, a.start_positions,
+                                              context_parallel(a.cp_size, a.cp_rank));
+  const Rotation rotate_q("q_freqs", *a.q_freqs, a.interleaved != 0, true);
+  const Rotation rotate_k("k_freqs", *a.k_freqs, a.interleaved != 0, true);
+  rotate_q.check(p.k_dim, positions);
+  rotate_k.check(p.k_dim, positions);
+  const std::vector<double> q = Reader(*a.q_grad, "q_grad").all_double();
+  const std::vector<double> k = Reader(*a.k_grad, "k_grad").all_double();
+  const std::vector<double> v = Reader(*a.v_grad, "v_grad").all_double();
+  std::vector<float> out(static_cast<size_t>(p.tokens * p.groups * p.width()));
+  for (int64_t i = 0; i < p.tokens * p.groups; ++i) {
+    const int64_t position = positions.of_token[static_cast<size_t>(i / p.groups)];
+    float* y = out.data() + i * p.width();
+    for (int64_t n = 0; n < p.q_heads; ++n, y += p.k_dim) {
+      rotate_q.apply(q.data() + (i * p.q_heads + n) * p.k_dim, p.k_dim, position, y);
+    }
+    rotate_k.apply(k.data() + i * p.k_dim, p.k_dim, position, y);
+    y += p.k_dim;
+    for (int64_t d = 0; d < p.v_dim; ++d) y[d] = static_cast<float>(v[i * p.v_dim + d]);
+  }
+  store_output(*a.qkv_grad, out.data());
+}
+
+}  // namespace
+
+void append_rope(std::vector<te_fl_op_desc>& ops) {
+  ops.push_back(descriptor<te_fl_rope_rope_args, rope<false>>("fused_rope_forward"));
+  ops.push_back(descriptor<te_fl_rope_rope_args, rope<true>>("fused_rope_backward"));
+  ops.push_back(
+      descriptor<te_fl_fused_qkv_rope_forward_args, qkv_forward>("fused_qkv_rope_forward"));
+  ops.push_back(
+      descriptor<te_fl_fused_qkv_rope_backward_args, qkv_backward>("fused_qkv_rope_backward"));
+}
+
+}  // namespace te_fl::reference

@@ -1,0 +1,249 @@
+// What a call costs before the op itself: five tensors, an implementation that returns at once.
+//   bench_dispatch --benchmark_format=json
+// "control" is arithmetic alone, run the same way: these machines slow down when all cores are
+// busy, so the cost at all threads is compared after dividing by it.
+
+#include <benchmark/benchmark.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "core/op_table.hpp"
+#include "dispatch_fixture.hpp"
+#include "te_fl/op_manager.hpp"
+#include "te_fl/op_registry.hpp"
+
+namespace {
+
+using te_fl::OpId;
+using te_fl::OpManager;
+using te_fl::OpRegistry;
+using te_fl::Status;
+using te_fl::testing::five_schema;
+using te_fl::testing::FiveArgs;
+using te_fl::testing::FiveCall;
+
+te_fl_status nothing(void*, const te_fl_context*, const void* args) {
+  benchmark::DoNotOptimize(args);
+  return TE_FL_OK;
+}
+
+te_fl_op_desc descriptor(const char* id, uint32_t kind) {
+  te_fl_op_desc d;
+  d.op_name = "test::five";
+  d.impl_id = id;
+  d.kind = kind;
+  d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT;
+  d.param_version = 2;
+  d.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+  d.run = &nothing;
+  d.schema = &five_schema();
+  return d;
+}
+
+// Three implementations of the op, as a machine with one vendor's plugin has.
+struct World {
+  World() : manager(registry) {
+    for (const te_fl_op_desc& d :
+         {descriptor("default.x", TE_FL_KIND_DEFAULT), descriptor("vendor.x", TE_FL_KIND_VENDOR),
+          descriptor("reference.x", TE_FL_KIND_REFERENCE)}) {
+      if (Status s = registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
+    }
+    op = registry.find("test::five").value();
+  }
+  OpRegistry registry;
+  OpManager manager;
+  OpId op;
+};
+
+World& world() {
+  static World* const w = new World;
+  return *w;
+}
+
+te_fl::PolicySettings prefer(te_fl::Kind kind) {
+  te_fl::PolicySettings s;
+  s.prefer = kind;
+  return s;
+}
+
+void control(benchmark::State& state) {
+  uint64_t x = 88172645463325252u;
+  for (auto _ : state) {
+    for (int i = 0; i < 16; ++i) {
+      x ^= x << 13;
+      x ^= x >> 7;
+      x ^= x << 17;
+    }
+    benchmark::DoNotOptimize(x);
+  }
+}
+
+void call(benchmark::State& state) {
+  World& w = world();
+  FiveCall five;
+  for (auto _ : state) {
+    if (!w.manager.call(w.op, &five.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+void call_in_scope(benchmark::State& state) {
+  World& w = world();
+  FiveCall five;
+  const te_fl::PolicyScope scope(prefer(te_fl::Kind::kVendor));
+  for (auto _ : state) {
+    if (!w.manager.call(w.op, &five.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+void handle(benchmark::State& state) {
+  World& w = world();
+  FiveCall five;
+  const auto prepared = w.manager.prepare(w.op, &five.args).value();
+  for (auto _ : state) {
+    if (!prepared.call(&five.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+void handle_in_scope(benchmark::State& state) {
+  World& w = world();
+  FiveCall five;
+  const auto prepared = w.manager.prepare(w.op, &five.args).value();
+  const te_fl::PolicyScope scope(prefer(te_fl::Kind::kVendor));
+  for (auto _ : state) {
+    if (!prepared.call(&five.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+// The global policy changes every millisecond, between two.
+void call_while_policy_changes(benchmark::State& state) {
+  World& w = world();
+  FiveCall five;
+  std::atomic<bool> stop{false};
+  std::thread changer;
+  if (state.thread_index() == 0) {
+    changer = std::thread([&stop] {
+      const auto a = te_fl::SelectionPolicy::intern(prefer(te_fl::Kind::kVendor));
+      const auto b = te_fl::SelectionPolicy::intern(prefer(te_fl::Kind::kReference));
+      for (int i = 0; !stop; ++i) {
+        te_fl::set_global_policy(i % 2 == 0 ? a : b);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      te_fl::clear_global_policy();
+    });
+  }
+  for (auto _ : state) {
+    if (!w.manager.call(w.op, &five.args).ok()) state.SkipWithError("call failed");
+  }
+  if (state.thread_index() == 0) {
+    stop = true;
+    changer.join();
+  }
+}
+
+// A call right after the table changed: nothing is cached for it. The change itself is not timed.
+void cold_resolve(benchmark::State& state) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  for (const te_fl_op_desc& d :
+       {descriptor("default.x", TE_FL_KIND_DEFAULT), descriptor("vendor.x", TE_FL_KIND_VENDOR),
+        descriptor("reference.x", TE_FL_KIND_REFERENCE)}) {
+    if (Status s = registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
+  }
+  const OpId op = registry.find("test::five").value();
+  FiveCall five;
+  int32_t priority = 0;
+  for (auto _ : state) {
+    if (Status s = registry.set_priority("test::five", "reference.x", ++priority % 40); !s.ok())
+      te_fl::die(s);
+    const auto start = std::chrono::steady_clock::now();
+    const bool ok = manager.call(op, &five.args).ok();
+    const auto end = std::chrono::steady_clock::now();
+    if (!ok) state.SkipWithError("call failed");
+    state.SetIterationTime(std::chrono::duration<double>(end - start).count());
+  }
+}
+
+// The validation that every call contains, alone.
+void check(benchmark::State& state) {
+  const auto compiled = te_fl::core::CompiledOp::compile(five_schema()).value();
+  FiveCall five;
+  te_fl::core::Signature signature;
+  for (auto _ : state) {
+    if (!compiled->check(&five.args, signature)) state.SkipWithError("check failed");
+    benchmark::DoNotOptimize(signature);
+  }
+}
+
+// As one would first write it: a map of names behind a shared mutex, a function object, nothing
+// checked.
+class PlainRegistry {
+ public:
+  using Function = std::function<Status(const void*)>;
+  void add(std::string op, std::string impl, Function f) {
+    std::unique_lock lock(mutex_);
+    ops_[std::move(op)][std::move(impl)] = std::move(f);
+  }
+  Status call(const std::string& op, const void* args) {
+    Function f;
+    {
+      std::shared_lock lock(mutex_);
+      const auto at = ops_.find(op);
+      if (at == ops_.end()) return te_fl::not_found("no op " + op);
+      const auto impl = at->second.find(preferred_);
+      if (impl == at->second.end()) return te_fl::not_found("no implementation " + preferred_);
+      f = impl->second;
+    }
+    return f(args);
+  }
+
+ private:
+  std::shared_mutex mutex_;
+  std::unordered_map<std::string, std::unordered_map<std::string, Function>> ops_;
+  std::string preferred_ = "default.x";
+};
+
+void peer_shared_mutex(benchmark::State& state) {
+  static PlainRegistry* const plain = [] {
+    auto* p = new PlainRegistry;
+    for (const char* id : {"default.x", "vendor.x", "reference.x"}) {
+      p->add("test::five", id,
+             [](const void* args) { return Status::from_c(nothing(nullptr, nullptr, args), ""); });
+    }
+    return p;
+  }();
+  FiveCall five;
+  for (auto _ : state) {
+    if (!plain->call("test::five", &five.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+const int kAll = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+
+void threads(benchmark::internal::Benchmark* b) {
+  b->Threads(1);
+  if (kAll > 1) b->Threads(kAll);
+  b->UseRealTime();
+}
+
+BENCHMARK(control)->Apply(threads);
+BENCHMARK(call)->Apply(threads);
+BENCHMARK(call_in_scope)->Apply(threads);
+BENCHMARK(call_while_policy_changes)->Apply(threads);
+BENCHMARK(handle)->Apply(threads);
+BENCHMARK(handle_in_scope)->Apply(threads);
+BENCHMARK(cold_resolve)->UseManualTime();
+BENCHMARK(check)->Apply(threads);
+BENCHMARK(peer_shared_mutex)->Apply(threads);
+
+}  // namespace
+
+BENCHMARK_MAIN();

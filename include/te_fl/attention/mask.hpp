@@ -1,0 +1,69 @@
+// Which keys a query sees; the semantics are in te_fl/attention.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include "te_fl/ops/attention.h"
+
+namespace te_fl::backend {
+
+// Half-open range of keys.
+struct KeyRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+  constexpr bool empty() const noexcept { return begin >= end; }
+};
+
+// Which keys of its sequence a query may see, the arbitrary mask tensor aside. constexpr, so that a
+// device compiler can take it as it is.
+struct MaskRule {
+  bool causal = false;
+  bool bottom_right = false;
+  bool padding = false;    // a padding_* type
+  bool arbitrary = false;  // attn_mask has a say too
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+
+  constexpr int64_t diagonal(int64_t q_len, int64_t kv_len) const noexcept {
+    return bottom_right ? kv_len - q_len : 0;
+  }
+  // Keys that query i sees; empty for i >= q_len.
+  constexpr KeyRange keys(int64_t i, int64_t q_len, int64_t kv_len) const noexcept {
+    if (i >= q_len) return {};
+    const int64_t centre = i + diagonal(q_len, kv_len);
+    KeyRange r{0, kv_len};
+    if (window_left >= 0 && centre - window_left > 0) r.begin = centre - window_left;
+    if (window_right >= 0 && centre + window_right + 1 < r.end) r.end = centre + window_right + 1;
+    if (causal && centre + 1 < r.end) r.end = centre + 1;
+    if (r.end < r.begin) r.end = r.begin;
+    return r;
+  }
+  constexpr bool masked(int64_t i, int64_t j, int64_t q_len, int64_t kv_len) const noexcept {
+    const KeyRange r = keys(i, q_len, kv_len);
+    return j < r.begin || j >= r.end;
+  }
+};
+
+// The rule of a call. A window beyond 2^61 counts as that, so that sums stay in range.
+constexpr MaskRule mask_rule(int32_t mask_type, int64_t window_left,
+                             int64_t window_right) noexcept {
+  constexpr int64_t kFar = int64_t{1} << 61;
+  MaskRule r;
+  r.bottom_right = mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT ||
+                   mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+  r.causal = r.bottom_right || mask_type == TE_FL_MASK_TYPE_CAUSAL ||
+             mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL;
+  r.padding = mask_type == TE_FL_MASK_TYPE_PADDING || mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL ||
+              mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+  r.arbitrary = mask_type == TE_FL_MASK_TYPE_ARBITRARY;
+  r.window_left = window_left > kFar ? kFar : window_left;
+  r.window_right = window_right > kFar ? kFar : window_right;
+  return r;
+}
+
+// ALiBi's addend of a score is the slope times this.
+constexpr int64_t alibi_distance(int64_t i, int64_t j, int64_t q_len, int64_t kv_len) noexcept {
+  return j - i - (kv_len - q_len);
+}
+
+}  // namespace te_fl::backend

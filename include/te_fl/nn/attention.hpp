@@ -1,0 +1,141 @@
+#pragma once
+
+#include <memory>
+
+#include "te_fl/nn/linear.hpp"
+#include "te_fl/nn/module.hpp"
+#include "te_fl/ops/enums.h"
+
+namespace te_fl::nn {
+
+// Order of the dimensions: sbhd [sequence, batch, ...], bshd [batch, sequence, ...], thd [tokens,
+// ...] (sequences one after another, told apart by cu_seqlens).
+enum class Layout : uint8_t {
+  kSBHD = TE_FL_LAYOUT_SBHD,
+  kBSHD = TE_FL_LAYOUT_BSHD,
+  kTHD = TE_FL_LAYOUT_THD,
+};
+
+enum class MaskType : uint8_t {
+  kNone = TE_FL_MASK_TYPE_NONE,
+  kCausal = TE_FL_MASK_TYPE_CAUSAL,
+  kCausalBottomRight = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT,
+  kPadding = TE_FL_MASK_TYPE_PADDING,
+  kPaddingCausal = TE_FL_MASK_TYPE_PADDING_CAUSAL,
+  kPaddingCausalBottomRight = TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT,
+  kArbitrary = TE_FL_MASK_TYPE_ARBITRARY,
+};
+
+enum class SoftmaxType : uint8_t {
+  kVanilla = TE_FL_SOFTMAX_TYPE_VANILLA,
+  kOffByOne = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE,
+  kLearnable = TE_FL_SOFTMAX_TYPE_LEARNABLE,
+};
+
+// Per-call inputs of attention. Undefined tensors are absent. Shared storage is kept until the
+// backward.
+struct AttentionInputs {
+  Tensor attn_mask = {};      // U8 or bool [1|B, 1|H, Sq, Sk], not 0 = masked out; with kArbitrary
+  Tensor bias = {};           // [1|B, 1|H, Sq, Sk], added to the scaled scores
+  Tensor alibi_slopes = {};   // F32 [H] or [B, H]
+  Tensor cu_seqlens_q = {};   // I32 [B+1]; with thd and the padding masks
+  Tensor cu_seqlens_kv = {};  // I32 [B+1]; self-attention takes cu_seqlens_q if this is undefined
+  Tensor cu_seqlens_q_padded = {};  // I32 [B+1], thd with gaps between sequences
+  Tensor cu_seqlens_kv_padded = {};
+  int64_t max_seqlen_q =
+      0;  // thd: at least the longest sequence; needed with dropout, else 0 lets the op look
+  int64_t max_seqlen_kv = 0;
+  // Used by MultiheadAttention and TransformerLayer:
+  Tensor rotary_angles = {};  // F32 [>= S, 1, 1, R], see init::rotary_angles; undefined: no RoPE
+  Tensor rotary_start_positions = {};  // I32 [B], position of each sequence's first token
+};
+
+struct DotProductAttentionOptions {
+  int64_t num_attention_heads = 0;
+  int64_t head_dim = 0;
+  int64_t num_gqa_groups = 0;  // heads of K and V; 0: num_attention_heads
+  Layout layout = Layout::kSBHD;
+  MaskType mask_type = MaskType::kCausal;
+  int64_t window_left = -1;  // sliding window; -1: no bound
+  int64_t window_right = -1;
+  SoftmaxType softmax_type = SoftmaxType::kVanilla;
+  float softmax_scale = 0;  // 0: 1/sqrt(head_dim)
+  float attention_dropout = 0;
+  DType activation_dtype = DType::kF32;
+  Device device = {};
+};
+
+// o = softmax(scale q k^T + bias, masked) v. q [.., H, D], k and v [.., G, D] in the layout -> o
+// [.., H, D]. Strided views of packed QKV are accepted. Parameter (kLearnable only): softmax_offset
+// [H], F32. FP8 site (recipe with fp8_dpa): fp8, forward slots qkv, s, o, backward slots do, dp,
+// dqkv.
+class TE_FL_API DotProductAttention : public Module {
+ public:
+  struct Gradients {
+    Tensor dq, dk, dv;  // of q, k, v; compact
+    Tensor dbias;       // of AttentionInputs::bias if it was given
+  };
+  static Result<std::unique_ptr<DotProductAttention>> create(
+      const DotProductAttentionOptions& options);
+  ~DotProductAttention() override;
+  // ctx null: inference, no dropout.
+  Result<Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, Ctx* ctx,
+                         const AttentionInputs& inputs = {});
+  Result<Gradients> backward(const Tensor& d_o, Ctx& ctx);
+
+ private:
+  struct Impl;
+  explicit DotProductAttention(const DotProductAttentionOptions& options);
+  std::unique_ptr<Impl> impl_;
+};
+
+struct MultiheadAttentionOptions {
+  int64_t hidden_size = 0;
+  int64_t num_attention_heads = 0;
+  int64_t num_gqa_groups = 0;  // 0: num_attention_heads
+  int64_t kv_channels = 0;     // head size; 0: hidden_size / num_attention_heads
+  bool input_layernorm =
+      true;  // normalise first (submodule layernorm_qkv); otherwise a plain Linear (qkv)
+  Normalization normalization = Normalization::kLayerNorm;
+  float epsilon = 1e-5f;
+  bool zero_centered_gamma = false;
+  bool bias = true;
+  Layout layout = Layout::kSBHD;
+  MaskType mask_type = MaskType::kCausal;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  SoftmaxType softmax_type = SoftmaxType::kVanilla;
+  float softmax_scale = 0;  // 0: 1/sqrt(head size)
+  float attention_dropout = 0;
+  bool rotary_interleaved = false;
+  DType param_dtype = DType::kF32;
+  DType activation_dtype = DType::kF32;
+  Device device = {};
+  uint64_t seed = 0;
+  float init_std = 0.023f;
+  float output_init_std = 0.023f;  // proj
+};
+
+// Self-attention: y = proj(attention(split(norm(x) Wqkv^T + b))). x [S, B, hidden], [B, S, hidden]
+// or [T, hidden] by layout -> same shape. Submodules: layernorm_qkv (or qkv), core_attention, proj.
+// The rows of the QKV weight
+// [(H + 2G) D, hidden] are interleaved by group: for each of the G groups its H/G query heads, its
+// key head, its value head, D rows each.
+class TE_FL_API MultiheadAttention : public Module {
+ public:
+  static Result<std::unique_ptr<MultiheadAttention>> create(
+      const MultiheadAttentionOptions& options);
+  ~MultiheadAttention() override;
+  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs = {},
+                         const ForwardOptions& options = {});
+  // residual_grad: added to dx. dbias: receives the gradient of inputs.bias if not null.
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr,
+                          Tensor* dbias = nullptr);
+
+ private:
+  struct Impl;
+  explicit MultiheadAttention(const MultiheadAttentionOptions& options);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace te_fl::nn

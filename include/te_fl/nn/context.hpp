@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "te_fl/device.hpp"
+#include "te_fl/export.hpp"
+#include "te_fl/policy.hpp"
+#include "te_fl/status.hpp"
+
+namespace te_fl::nn {
+
+namespace detail {
+struct StepState;
+struct AutocastFrame;
+}  // namespace detail
+
+// Seed and position of the Philox 4x32-10 stream that dropout draws from. Each use of n random
+// numbers takes ceil(n/4) counters. Thread-safe; two threads that share one state get disjoint
+// ranges in an order that is not fixed, so give each its own Context where bit-identical runs
+// matter.
+struct RandomPosition {
+  uint64_t seed = 0;
+  uint64_t offset = 0;  // in Philox counters, four 32-bit words each
+  friend bool operator==(const RandomPosition&, const RandomPosition&) = default;
+};
+
+// What module calls on a thread run with: the stream for their ops, the random stream, and the FP8
+// bookkeeping of the step in progress (which scales wait for their update). A handle: copies share
+// the state. Every thread starts with a context of its own (default stream, seed 0); ContextScope
+// replaces it for a while.
+class TE_FL_API Context {
+ public:
+  explicit Context(uint64_t seed = 0, void* stream = nullptr);
+  // The calling thread's context.
+  static Context current();
+
+  void* stream() const noexcept { return stream_; }
+  // A context on another stream that shares the random and FP8 state.
+  Context with_stream(void* stream) const;
+  RandomPosition random() const;
+  void set_random(RandomPosition position);
+  detail::StepState& state() const noexcept { return *state_; }
+
+ private:
+  void* stream_ = nullptr;
+  std::shared_ptr<detail::StepState> state_;
+};
+
+// Makes `context` the calling thread's until destroyed. Scopes nest; destroy in reverse order.
+class TE_FL_API ContextScope {
+ public:
+  explicit ContextScope(Context context);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  Context previous_;
+};
+
+// Everything scoped that a thread's module calls depend on: the policy scope, the context (stream,
+// random state, pending FP8 updates) and the autocast scope. Captured on one thread, entered on
+// another, e.g. by a framework's backward threads:
+//   auto captured = nn::CapturedContext::capture();
+//   std::thread([captured] { auto scope = captured.enter(); layer.backward(...); });
+// May outlive the scopes it was captured in. An entered autocast counts as nested in the captured
+// one: the forward scales are updated when the last of them exits. Entering creates an RAII scope
+// for the calling thread; destroy it there, before scopes opened earlier.
+class TE_FL_API CapturedContext {
+ public:
+  class TE_FL_API Scope {
+   public:
+    ~Scope();
+    Scope(Scope&&) noexcept;
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    friend class CapturedContext;
+    struct Impl;
+    explicit Scope(std::unique_ptr<Impl> impl);
+    std::unique_ptr<Impl> impl_;
+  };
+
+  static CapturedContext capture();
+  [[nodiscard]] Scope enter() const;
+
+ private:
+  CapturedContext();
+  CapturedPolicy policy_;
+  Context context_;
+  std::shared_ptr<detail::AutocastFrame> autocast_;
+};
+
+}  // namespace te_fl::nn

@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "te_fl/export.hpp"
+#include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::nn {
+
+namespace detail {
+class Fp8State;
+}
+
+// A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
+struct Parameter {
+  Tensor value;  // F32, BF16 or F16, compact
+  Tensor grad;   // F32, same shape; zero until a backward writes it
+  // False after zero_grad(): the next backward overwrites grad instead of adding to it.
+  bool grad_written = false;
+  // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
+  // version are not reused.
+  uint64_t version = 0;
+};
+
+struct NamedParameter {
+  std::string name;  // dotted path, e.g. "self_attention.layernorm_qkv.weight"
+  std::shared_ptr<Parameter> parameter;
+  const Tensor& value() const { return parameter->value; }
+  const Tensor& grad() const { return parameter->grad; }
+};
+
+struct NamedTensor {
+  std::string name;
+  Tensor tensor;
+};
+
+// What a forward keeps for its backward. Give each forward its own, as many at once as microbatches
+// are in flight. A backward consumes it; it may be reused for another forward then. Movable. Holds
+// activations alive.
+class TE_FL_API Ctx {
+ public:
+  struct TE_FL_API Record {
+    virtual ~Record();
+  };
+  Ctx();
+  ~Ctx();
+  Ctx(Ctx&&) noexcept;
+  Ctx& operator=(Ctx&&) noexcept;
+  bool empty() const noexcept { return record_ == nullptr; }
+  void reset() noexcept;
+
+  // For modules. take() returns the record that `owner` stored; FAILED_PRECONDITION if there is
+  // none: the forward was not given this ctx, it was already consumed, or another module filled it.
+  void store(const void* owner, std::unique_ptr<Record> record);
+  Result<std::unique_ptr<Record>> take(const void* owner, std::string_view module);
+
+ private:
+  std::unique_ptr<Record> record_;
+  const void* owner_ = nullptr;
+};
+
+struct ForwardOptions {
+  // Weights are quantised (and cast to the activation dtype) once per step: true computes and keeps
+  // them, false reuses what true kept, unset computes them for this call alone. false without an
+  // earlier true computes and keeps.
+  std::optional<bool> is_first_microbatch;
+};
+
+// Base of all modules: a tree of parameters, FP8 state and submodules. Derive from it to compose a
+// model:
+//   struct Gpt : nn::Module { Gpt() { register_module("embedding", *embedding_); ... } };
+// Modules are neither copied nor moved. One module's calls must not run at the same time on several
+// threads; different modules are independent.
+class TE_FL_API Module {
+ public:
+  virtual ~Module();
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
+
+  // All parameters in registration order, depth first; a shared one once, under its first name.
+  std::vector<NamedParameter> parameters() const;
+  // Sum of the parameters' elements.
+  int64_t parameter_count() const;
+  // Zeroes all gradients (op fill).
+  Status zero_grad();
+  // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter; for
+  // each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
+  // NAME.bwd.scale, NAME.bwd.amax_history.
+  std::vector<NamedTensor> state() const;
+  // Copies tensors into parameters and FP8 state. First everything is checked, so an error changes
+  // nothing: a missing parameter, a name that the module does not have, a wrong dtype or shape;
+  // each error names `source`, the tensor, what it was and what it must be. FP8 state that
+  // `tensors` lacks is reset. Names in `tensors` for which `skip` answers true are left to the
+  // caller.
+  Status load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
+                    const std::function<bool(std::string_view)>& skip = nullptr);
+  // The checks of load_state() alone.
+  Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
+                     const std::function<bool(std::string_view)>& skip = nullptr) const;
+
+ protected:
+  Module();
+  // The child must live as long as this module. Names are unique within a module and contain no
+  // dot.
+  void register_module(std::string name, Module& child);
+  void register_parameter(std::string name, std::shared_ptr<Parameter> parameter);
+  void register_fp8(std::string name, std::shared_ptr<detail::Fp8State> forward,
+                    std::shared_ptr<detail::Fp8State> backward);
+
+ private:
+  struct Tree;
+  std::unique_ptr<Tree> tree_;
+};
+
+// Reads one F32 value to the host. Waits for the stream: a synchronisation point.
+TE_FL_API Result<float> item(const Tensor& scalar);
+
+}  // namespace te_fl::nn

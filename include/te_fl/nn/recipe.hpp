@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+
+#include "te_fl/dtype.hpp"
+#include "te_fl/export.hpp"
+#include "te_fl/status.hpp"
+
+namespace te_fl::nn {
+
+// Which FP8 type holds what. kHybrid: E4M3 for inputs and weights, E5M2 for gradients. (E5M2
+// throughout cannot train.)
+enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
+
+enum class AmaxAlgo : uint8_t { kMax, kMostRecent };
+
+// Per-tensor scales from the amaxes of earlier steps: scale = fp8_max * 2^-margin / amax(history).
+struct DelayedScaling {
+  int margin = 0;
+  Fp8Format format = Fp8Format::kHybrid;
+  int64_t amax_history_len = 1024;  // at least 1
+  AmaxAlgo amax_compute_algo = AmaxAlgo::kMax;
+  bool fp8_dpa =
+      false;  // attention itself in FP8: Q, K, V, O in E4M3, their gradients in E5M2 (kE4M3: E4M3)
+  friend bool operator==(const DelayedScaling&, const DelayedScaling&) = default;
+};
+
+// Per-tensor scales from the tensor's own amax.
+struct Float8CurrentScaling {
+  Fp8Format format = Fp8Format::kHybrid;
+  bool pow2_scale = false;  // truncate scales to powers of two
+  float amax_epsilon = 0;   // lower bound of the amax
+  friend bool operator==(const Float8CurrentScaling&, const Float8CurrentScaling&) = default;
+};
+
+// One scale per block: 1x128 for inputs and gradients, 128x128 for weights. E4M3 throughout.
+struct Float8BlockScaling {
+  bool pow2_scale = true;
+  float amax_epsilon = 0;
+  friend bool operator==(const Float8BlockScaling&, const Float8BlockScaling&) = default;
+};
+
+using Recipe = std::variant<DelayedScaling, Float8CurrentScaling, Float8BlockScaling>;
+
+// INVALID_ARGUMENT names the field, its value and its range.
+TE_FL_API Status validate(const Recipe& recipe);
+// "delayed scaling (hybrid, margin 0, history 1024, max)"
+TE_FL_API std::string describe(const Recipe& recipe);
+// "delayed", "current", "block": that recipe with its defaults; any other word is an error that
+// names the nearest.
+TE_FL_API Result<Recipe> parse_recipe(std::string_view text);
+
+}  // namespace te_fl::nn

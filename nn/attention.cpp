@@ -1,0 +1,355 @@
+#include "te_fl/nn/attention.hpp"
+
+#include <cmath>
+#include <mutex>
+
+#include "nn/fp8_state.hpp"
+#include "nn/make_gemm.hpp"
+#include "nn/runtime.hpp"
+#include "nn/tensor_ops.hpp"
+#include "te_fl/nn/init.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+// Slots of the FP8 states.
+constexpr int64_t kQkvSlot = 0, kSSlot = 1, kOSlot = 2;
+constexpr int64_t kDoSlot = 0, kDpSlot = 1, kDqkvSlot = 2;
+
+struct AttentionRecord : Ctx::Record {
+  detail::Fp8Mode mode;
+  Tensor q, k, v, o;  // quantised if mode.fp8
+  Tensor s_quant;     // FP8 only
+  Tensor lse;
+  AttentionInputs inputs;
+  te_fl_rng rng{0, 0, nullptr};
+  te_fl_saved saved{};
+  Tensor saved_storage;
+};
+
+// Extents that q, k and v agree on. thd: batch is 1 and the lengths are the longest sequences'.
+struct Extents {
+  int64_t batch = 1, length_q = 0, length_kv = 0;
+};
+
+// Rows between the sequences of a packed layout belong to none, so no implementation has to write
+// them; what follows reads them all the same.
+Status clear_gaps(Layout layout, const Tensor& out) {
+  if (layout != Layout::kTHD) return {};
+  return detail::fill(out.quantized() ? out.rowwise_codes() : out, 0);
+}
+
+Status shape_error(const char* name, const Tensor& tensor, const std::string& want) {
+  return invalid_argument(std::string("DotProductAttention: ") + name + " is " +
+                          (tensor.defined() ? tensor.describe() : std::string("undefined")) +
+                          "; it must be " + want);
+}
+
+}  // namespace
+
+struct DotProductAttention::Impl {
+  DotProductAttentionOptions options;
+  int64_t groups = 0;
+  float scale = 1;
+  std::shared_ptr<Parameter> sink;
+  std::shared_ptr<detail::Fp8State> forward_state = std::make_shared<detail::Fp8State>(3);
+  std::shared_ptr<detail::Fp8State> backward_state = std::make_shared<detail::Fp8State>(3);
+
+  Result<Extents> check(const Tensor& q, const Tensor& k, const Tensor& v,
+                        const AttentionInputs& inputs) const;
+  Result<detail::Fp8Mode> begin(bool training);
+  Result<Tensor> quantized(const detail::Fp8Mode& mode, detail::Role role,
+                           std::span<const int64_t> shape, int64_t slot, bool record) const;
+  Result<Tensor> quantize(const detail::Fp8Mode& mode, const Tensor& x, detail::Role role,
+                          int64_t slot, bool record) const;
+  Result<Tensor> dequantize(const Tensor& x) const;
+  Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training);
+  Result<Gradients> run_backward(AttentionRecord& record, const Tensor& d_o);
+
+  // The members that both argument structs have.
+  template <class Args>
+  void set_common(Args& args, const AttentionRecord& record) const {
+    const AttentionInputs& in = record.inputs;
+    args.q = record.q;
+    args.k = record.k;
+    args.v = record.v;
+    args.o = record.o;
+    args.softmax_lse = record.lse;
+    args.bias = in.bias;
+    args.alibi_slopes = in.alibi_slopes;
+    args.attn_mask = in.attn_mask;
+    args.cu_seqlens_q = in.cu_seqlens_q;
+    args.cu_seqlens_kv = in.cu_seqlens_kv;
+    args.cu_seqlens_q_padded = in.cu_seqlens_q_padded;
+    args.cu_seqlens_kv_padded = in.cu_seqlens_kv_padded;
+    if (sink != nullptr) args.softmax_sink = sink->value;
+    args.s_quant = record.s_quant;
+    args.layout = static_cast<int32_t>(options.layout);
+    args.mask_type = static_cast<int32_t>(options.mask_type);
+    args.softmax_type = static_cast<int32_t>(options.softmax_type);
+    args.scale = scale;
+    args.window_left = options.window_left;
+    args.window_right = options.window_right;
+    args.max_seqlen_q = in.max_seqlen_q;
+    args.max_seqlen_kv = in.max_seqlen_kv;
+  }
+};
+
+Result<Extents> DotProductAttention::Impl::check(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                 const AttentionInputs& inputs) const {
+  const bool thd = options.layout == Layout::kTHD;
+  const int rank = thd ? 3 : 4;
+  const std::string lead = thd                               ? "[tokens, "
+                           : options.layout == Layout::kSBHD ? "[sequence, batch, "
+                                                             : "[batch, sequence, ";
+  auto expect = [&](const char* name, const Tensor& t, int64_t heads) -> Status {
+    const int64_t dim = options.head_dim;
+    if (t.defined() && t.rank() == rank && t.size(rank - 2) == heads && t.size(rank - 1) == dim) {
+      return {};
+    }
+    return shape_error(name, t, lead + std::to_string(heads) + ", " + std::to_string(dim) + "]");
+  };
+  TE_FL_RETURN_IF_ERROR(expect("q", q, options.num_attention_heads));
+  TE_FL_RETURN_IF_ERROR(expect("k", k, groups));
+  TE_FL_RETURN_IF_ERROR(expect("v", v, groups));
+  Extents extents;
+  if (thd) {
+    extents.length_q = inputs.max_seqlen_q;
+    extents.length_kv = inputs.max_seqlen_kv;
+    if (options.attention_dropout > 0 && (extents.length_q < 1 || extents.length_kv < 1)) {
+      return invalid_argument(
+          "DotProductAttention: dropout with the thd layout needs max_seqlen_q and max_seqlen_kv "
+          "(the random numbers taken depend on them)");
+    }
+    return extents;
+  }
+  const int sequence = options.layout == Layout::kSBHD ? 0 : 1;
+  extents.batch = q.size(1 - sequence);
+  extents.length_q = q.size(sequence);
+  extents.length_kv = k.size(sequence);
+  return extents;
+}
+
+Result<detail::Fp8Mode> DotProductAttention::Impl::begin(bool training) {
+  TE_FL_ASSIGN_OR_RETURN(detail::Fp8Mode mode, detail::current_mode());
+  const DelayedScaling* delayed = mode.delayed();
+  if (!mode.fp8 || delayed == nullptr || !delayed->fp8_dpa) return detail::Fp8Mode{};
+  TE_FL_RETURN_IF_ERROR(forward_state->ensure(delayed->amax_history_len, options.device));
+  if (training) {
+    TE_FL_RETURN_IF_ERROR(backward_state->ensure(delayed->amax_history_len, options.device));
+    std::lock_guard lock(mode.session->mutex);
+    mode.session->forward.add(
+        {forward_state, *delayed, detail::fp8_dtype(*mode.recipe, detail::Role::kInput)});
+  }
+  return mode;
+}
+
+Result<Tensor> DotProductAttention::Impl::quantized(const detail::Fp8Mode& mode, detail::Role role,
+                                                    std::span<const int64_t> shape, int64_t slot,
+                                                    bool record) const {
+  const auto& state = role == detail::Role::kGradient ? *backward_state : *forward_state;
+  return detail::empty_quantized(*mode.recipe, role, shape, {}, options.device, state, slot,
+                                 record);
+}
+
+Result<Tensor> DotProductAttention::Impl::quantize(const detail::Fp8Mode& mode, const Tensor& x,
+                                                   detail::Role role, int64_t slot,
+                                                   bool record) const {
+  TE_FL_ASSIGN_OR_RETURN(Tensor q, quantized(mode, role, x.shape(), slot, record));
+  TE_FL_RETURN_IF_ERROR(detail::quantize(x, q));
+  return q;
+}
+
+Result<Tensor> DotProductAttention::Impl::dequantize(const Tensor& x) const {
+  TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(x, options.activation_dtype));
+  te_fl_dequantize_args args{};
+  args.input = x;
+  args.output = high;
+  TE_FL_RETURN_IF_ERROR(ops::dequantize(args, detail::call_options()));
+  return high;
+}
+
+Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
+                                                      const Extents& extents, bool training) {
+  const bool fp8 = record.mode.fp8;
+  if (fp8) {
+    TE_FL_ASSIGN_OR_RETURN(
+        record.o, quantized(record.mode, detail::Role::kInput, record.q.shape(), kOSlot, training));
+    const Shape one = {1};
+    TE_FL_ASSIGN_OR_RETURN(record.s_quant,
+                           quantized(record.mode, detail::Role::kInput, one, kSSlot, training));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(record.o, detail::empty_like(record.q, options.activation_dtype));
+  }
+  TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, record.o));
+  const int64_t heads = options.num_attention_heads;
+  if (training) {
+    const Shape shape = options.layout == Layout::kTHD
+                            ? Shape{record.q.size(0), heads}
+                            : Shape{extents.batch, heads, extents.length_q};
+    TE_FL_ASSIGN_OR_RETURN(record.lse, Tensor::empty(shape, DType::kF32, options.device));
+  }
+  te_fl_fused_attn_fwd_args args{};
+  set_common(args, record);
+  CallOptions call = detail::call_options();
+  if (training && options.attention_dropout > 0) {
+    args.dropout_p = options.attention_dropout;
+    int64_t batch = extents.batch;
+    if (options.layout == Layout::kTHD) batch = record.inputs.cu_seqlens_q.numel() - 1;
+    call = detail::random_options(batch * heads * extents.length_q * extents.length_kv);
+  }
+  record.rng = call.rng;
+  if (training) {
+    args.saved = &record.saved;
+    TE_FL_ASSIGN_OR_RETURN(size_t bytes,
+                           OpManager::instance().saved_bytes(op::fused_attn_fwd, &args, call));
+    if (bytes > 0) {
+      TE_FL_ASSIGN_OR_RETURN(record.saved_storage, Tensor::empty({static_cast<int64_t>(bytes)},
+                                                                 DType::kU8, options.device));
+      record.saved.storage = record.saved_storage;
+    }
+  }
+  TE_FL_RETURN_IF_ERROR(ops::fused_attn_fwd(args, call));
+  return fp8 ? dequantize(record.o) : record.o;
+}
+
+Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
+    AttentionRecord& record, const Tensor& d_o) {
+  const bool fp8 = record.mode.fp8;
+  Gradients grads;
+  Tensor grad_out = d_o;
+  Tensor dp_quant;
+  auto gradient_like = [&](const Tensor& x) -> Result<Tensor> {
+    if (!fp8) return detail::empty_like(x, options.activation_dtype);
+    return quantized(record.mode, detail::Role::kGradient, x.shape(), kDqkvSlot, true);
+  };
+  if (fp8) {
+    {
+      Context context = Context::current();
+      std::lock_guard lock(context.state().mutex);
+      context.state().backward.add(
+          {backward_state, *record.mode.delayed(),
+           detail::fp8_dtype(*record.mode.recipe, detail::Role::kGradient)});
+    }
+    TE_FL_ASSIGN_OR_RETURN(grad_out,
+                           quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot, true));
+    const Shape one = {1};
+    TE_FL_ASSIGN_OR_RETURN(dp_quant,
+                           quantized(record.mode, detail::Role::kGradient, one, kDpSlot, true));
+  }
+  TE_FL_ASSIGN_OR_RETURN(grads.dq, gradient_like(record.q));
+  TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k));
+  TE_FL_ASSIGN_OR_RETURN(grads.dv, gradient_like(record.v));
+  for (const Tensor* grad : {&grads.dq, &grads.dk, &grads.dv}) {
+    TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, *grad));
+  }
+  if (record.inputs.bias.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(grads.dbias,
+                           detail::empty_like(record.inputs.bias, record.inputs.bias.dtype()));
+  }
+  TE_FL_ASSIGN_OR_RETURN(auto dsink, detail::GradTarget::open(sink.get()));
+  te_fl_fused_attn_bwd_args args{};
+  set_common(args, record);
+  args.d_o = grad_out;
+  args.dq = grads.dq;
+  args.dk = grads.dk;
+  args.dv = grads.dv;
+  args.dbias = grads.dbias;
+  args.dsink = dsink.tensor();
+  args.dp_quant = dp_quant;
+  args.saved = &record.saved;
+  args.dropout_p = options.attention_dropout;
+  CallOptions call = detail::call_options();
+  call.rng = record.rng;
+  TE_FL_RETURN_IF_ERROR(ops::fused_attn_bwd(args, call));
+  TE_FL_RETURN_IF_ERROR(dsink.commit());
+  if (fp8) {
+    TE_FL_ASSIGN_OR_RETURN(grads.dq, dequantize(grads.dq));
+    TE_FL_ASSIGN_OR_RETURN(grads.dk, dequantize(grads.dk));
+    TE_FL_ASSIGN_OR_RETURN(grads.dv, dequantize(grads.dv));
+  }
+  return grads;
+}
+
+DotProductAttention::DotProductAttention(const DotProductAttentionOptions& options)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->options = options;
+}
+DotProductAttention::~DotProductAttention() = default;
+
+Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
+    const DotProductAttentionOptions& options) {
+  constexpr const char* kName = "DotProductAttention";
+  const int64_t heads = options.num_attention_heads;
+  TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "num_attention_heads", heads));
+  TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "head_dim", options.head_dim));
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_dropout(kName, "attention_dropout", options.attention_dropout));
+  const int64_t groups = options.num_gqa_groups == 0 ? heads : options.num_gqa_groups;
+  if (groups < 1 || heads % groups != 0) {
+    return invalid_argument("DotProductAttention: num_gqa_groups is " + std::to_string(groups) +
+                            "; it must divide num_attention_heads, which is " +
+                            std::to_string(heads));
+  }
+  if (options.window_left < -1 || options.window_right < -1) {
+    return invalid_argument(
+        "DotProductAttention: the window is (" + std::to_string(options.window_left) + ", " +
+        std::to_string(options.window_right) + "); each bound must be at least 0, or -1 for none");
+  }
+  std::unique_ptr<DotProductAttention> module(new DotProductAttention(options));
+  Impl& impl = *module->impl_;
+  impl.groups = groups;
+  impl.scale = options.softmax_scale != 0
+                   ? options.softmax_scale
+                   : static_cast<float>(1 / std::sqrt(static_cast<double>(options.head_dim)));
+  if (options.softmax_type == SoftmaxType::kLearnable) {
+    TE_FL_ASSIGN_OR_RETURN(impl.sink, init::constant(Shape{heads}, 0, DType::kF32, options.device));
+    module->register_parameter("softmax_offset", impl.sink);
+  }
+  module->register_fp8("fp8", impl.forward_state, impl.backward_state);
+  return module;
+}
+
+Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            Ctx* ctx, const AttentionInputs& inputs) {
+  const bool training = ctx != nullptr;
+  auto record = std::make_unique<AttentionRecord>();
+  record->inputs = inputs;
+  if (!record->inputs.cu_seqlens_kv.defined()) {
+    record->inputs.cu_seqlens_kv = inputs.cu_seqlens_q;
+    record->inputs.cu_seqlens_kv_padded = inputs.cu_seqlens_q_padded;
+    if (record->inputs.max_seqlen_kv == 0) record->inputs.max_seqlen_kv = inputs.max_seqlen_q;
+  }
+  if (impl_->options.layout == Layout::kTHD && !inputs.cu_seqlens_q.defined()) {
+    return invalid_argument(
+        "DotProductAttention: the thd layout needs cu_seqlens_q, I32 [sequences + 1]");
+  }
+  TE_FL_ASSIGN_OR_RETURN(Extents extents, impl_->check(q, k, v, record->inputs));
+  TE_FL_ASSIGN_OR_RETURN(record->mode, impl_->begin(training));
+  if (record->mode.fp8) {
+    const auto input = [&](const Tensor& x) {
+      return impl_->quantize(record->mode, x, detail::Role::kInput, kQkvSlot, training);
+    };
+    TE_FL_ASSIGN_OR_RETURN(record->q, input(q));
+    TE_FL_ASSIGN_OR_RETURN(record->k, input(k));
+    TE_FL_ASSIGN_OR_RETURN(record->v, input(v));
+  } else {
+    record->q = q;
+    record->k = k;
+    record->v = v;
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor o, impl_->run_forward(*record, extents, training));
+  if (training) ctx->store(this, std::move(record));
+  return o;
+}
+
+Result<DotProductAttention::Gradients> DotProductAttention::backward(const Tensor& d_o, Ctx& ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "DotProductAttention"));
+  auto& record = static_cast<AttentionRecord&>(*taken);
+  if (!d_o.defined() || !std::ranges::equal(d_o.shape(), record.o.shape())) {
+    return shape_error("d_o", d_o, "of the output's shape, that of " + record.o.describe());
+  }
+  return impl_->run_backward(record, d_o);
+}
+
+}  // namespace te_fl::nn

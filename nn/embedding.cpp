@@ -1,0 +1,133 @@
+#include "te_fl/nn/embedding.hpp"
+
+#include "nn/make_gemm.hpp"
+#include "nn/tensor_ops.hpp"
+#include "te_fl/nn/init.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+struct IndicesRecord : Ctx::Record {
+  Tensor indices;
+};
+
+// A dropout mask; undefined where nothing was dropped.
+struct MaskRecord : Ctx::Record {
+  Tensor mask;
+};
+
+Result<Tensor> new_mask(const Tensor& like) {
+  return Tensor::empty({(like.numel() + 7) / 8}, DType::kU8, like.device());
+}
+
+Result<Tensor> dropout_backward(const Tensor& dy, const Tensor& mask, float p) {
+  if (!mask.defined()) return dy;
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, detail::empty_like(dy, dy.dtype()));
+  te_fl_dropout_bwd_args args{};
+  args.grad_output = dy;
+  args.mask = mask;
+  args.grad_input = dx;
+  args.p = p;
+  TE_FL_RETURN_IF_ERROR(ops::dropout_bwd(args, detail::call_options()));
+  return dx;
+}
+
+}  // namespace
+
+Embedding::~Embedding() = default;
+
+Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& options) {
+  TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "num_embeddings", options.num_embeddings));
+  TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "hidden_size", options.hidden_size));
+  std::unique_ptr<Embedding> module(new Embedding(options));
+  TE_FL_ASSIGN_OR_RETURN(
+      module->weight_,
+      init::normal(Shape{options.num_embeddings, options.hidden_size}, options.init_std,
+                   init::subseed(options.seed, 0), options.param_dtype, options.device));
+  module->register_parameter("weight", module->weight_);
+  return module;
+}
+
+Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
+  if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
+  Shape shape(indices.shape().begin(), indices.shape().end());
+  shape.push_back(options_.hidden_size);
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         Tensor::empty(shape, options_.activation_dtype, options_.device));
+  te_fl_embedding_fwd_args args{};
+  args.indices = indices;
+  args.weight = weight_->value;
+  args.output = y;
+  TE_FL_RETURN_IF_ERROR(ops::embedding_fwd(args, detail::call_options()));
+  if (ctx != nullptr) {
+    auto record = std::make_unique<IndicesRecord>();
+    record->indices = indices;
+    ctx->store(this, std::move(record));
+  }
+  return y;
+}
+
+Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Embedding"));
+  te_fl_embedding_bwd_args args{};
+  args.indices = static_cast<IndicesRecord&>(*taken).indices;
+  args.grad_output = dy;
+  args.grad_weight = weight_->grad;
+  args.accumulate = weight_->grad_written;
+  TE_FL_RETURN_IF_ERROR(ops::embedding_bwd(args, detail::call_options()));
+  weight_->grad_written = true;
+  return {};
+}
+
+Result<Tensor> Residual::forward(const Tensor& a, const Tensor& b, Ctx* ctx) {
+  TE_FL_RETURN_IF_ERROR(detail::check_dropout("Residual", "dropout", p_));
+  if (!a.defined() || !b.defined()) return invalid_argument("Residual: a or b is undefined");
+  auto record = std::make_unique<MaskRecord>();
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::empty_like(a, a.dtype()));
+  te_fl_add_args args{};
+  args.a = a;
+  args.b = b;
+  args.output = y;
+  CallOptions options = detail::call_options();
+  if (p_ > 0 && ctx != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(record->mask, new_mask(b));
+    args.mask = record->mask;
+    args.p = p_;
+    options = detail::random_options(b.numel());
+  }
+  TE_FL_RETURN_IF_ERROR(ops::add(args, options));
+  if (ctx != nullptr) ctx->store(this, std::move(record));
+  return y;
+}
+
+Result<Tensor> Residual::backward(const Tensor& dy, Ctx& ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Residual"));
+  return dropout_backward(dy, static_cast<MaskRecord&>(*taken).mask, p_);
+}
+
+Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
+  TE_FL_RETURN_IF_ERROR(detail::check_dropout("Dropout", "p", p_));
+  if (!x.defined()) return invalid_argument("Dropout: x is undefined");
+  if (ctx == nullptr) return x;
+  auto record = std::make_unique<MaskRecord>();
+  Tensor y = x;
+  if (p_ > 0) {
+    TE_FL_ASSIGN_OR_RETURN(y, detail::empty_like(x, x.dtype()));
+    TE_FL_ASSIGN_OR_RETURN(record->mask, new_mask(x));
+    te_fl_dropout_fwd_args args{};
+    args.input = x;
+    args.output = y;
+    args.mask = record->mask;
+    args.p = p_;
+    TE_FL_RETURN_IF_ERROR(ops::dropout_fwd(args, detail::random_options(x.numel())));
+  }
+  ctx->store(this, std::move(record));
+  return y;
+}
+
+Result<Tensor> Dropout::backward(const Tensor& dy, Ctx& ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Dropout"));
+  return dropout_backward(dy, static_cast<MaskRecord&>(*taken).mask, p_);
+}
+
+}  // namespace te_fl::nn

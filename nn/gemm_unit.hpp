@@ -1,0 +1,80 @@
+#pragma once
+
+#include <memory>
+
+#include "nn/fp8_state.hpp"
+#include "nn/runtime.hpp"
+#include "te_fl/nn/module.hpp"
+
+namespace te_fl::nn::detail {
+
+// One linear map with its weight, bias, FP8 state and cached weight copies: what Linear,
+// LayerNormLinear and the two halves of LayerNormMLP have in common. Works on matrices [rows,
+// features].
+class GemmUnit {
+ public:
+  struct Spec {
+    int64_t in = 0;
+    int64_t out = 0;
+    DType activation_dtype = DType::kF32;
+    Device device;
+    bool high_precision = false;
+  };
+
+  // What one forward decided and kept.
+  struct Use {
+    Fp8Mode mode;
+    bool training = false;
+    Tensor input;   // quantised or of the activation dtype
+    Tensor weight;  // likewise
+  };
+
+  GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight, std::shared_ptr<Parameter> bias);
+
+  const Spec& spec() const noexcept { return spec_; }
+  const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
+  const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }
+  const std::shared_ptr<Fp8State>& forward_state() const noexcept { return forward_; }
+  const std::shared_ptr<Fp8State>& backward_state() const noexcept { return backward_; }
+
+  // Decides how to compute; `training` if a backward will follow.
+  Result<Use> begin(bool training);
+  // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
+  // high precision.
+  Result<Tensor> input_buffer(const Use& use, int64_t rows);
+  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype.
+  Result<Tensor> prepare_input(const Use& use, const Tensor& x);
+  // input W^T + b, [rows, out] in the activation dtype. `input` came from input_buffer() or
+  // prepare_input().
+  Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options);
+
+  // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
+  Result<Tensor> grad_buffer(const Use& use, int64_t rows);
+  struct Gradient {
+    Tensor tensor;           // quantised or of the activation dtype
+    bool bias_done = false;  // the bias gradient is already accumulated
+  };
+  // dy [rows, out] as the backward GEMMs want it.
+  Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
+  // dy W, [rows, in] in the activation dtype.
+  Result<Tensor> dgrad(const Use& use, const Tensor& grad);
+  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done.
+  Status wgrad(const Use& use, const Gradient& grad);
+  // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
+  Result<Tensor> backward(const Use& use, const Tensor& dy);
+
+ private:
+  Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
+  Result<Tensor> make_weight(const Use& use, bool columnwise);
+
+  Spec spec_;
+  std::shared_ptr<Parameter> weight_;
+  std::shared_ptr<Parameter> bias_;
+  std::shared_ptr<Fp8State> forward_ = std::make_shared<Fp8State>(2);   // slots: input, weight
+  std::shared_ptr<Fp8State> backward_ = std::make_shared<Fp8State>(1);  // slot: output gradient
+  Tensor cached_weight_;  // what is_first_microbatch = true kept
+  uint64_t cached_version_ = 0;
+  std::shared_ptr<const Recipe> cached_recipe_;
+};
+
+}  // namespace te_fl::nn::detail

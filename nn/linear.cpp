@@ -1,0 +1,127 @@
+#include "te_fl/nn/linear.hpp"
+
+#include "nn/make_gemm.hpp"
+#include "nn/norm_core.hpp"
+#include "nn/tensor_ops.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+struct LinearRecord : Ctx::Record {
+  detail::GemmUnit::Use use;
+  Shape shape;  // of x
+};
+
+struct LayerNormLinearRecord : LinearRecord {
+  detail::NormCore::Saved norm;
+};
+
+}  // namespace
+
+Linear::Linear() = default;
+Linear::~Linear() = default;
+
+Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
+  std::unique_ptr<Linear> linear(new Linear);
+  TE_FL_ASSIGN_OR_RETURN(linear->gemm_,
+                         detail::make_gemm({.module = "Linear",
+                                            .in = options.in_features,
+                                            .out = options.out_features,
+                                            .bias = options.bias,
+                                            .param_dtype = options.param_dtype,
+                                            .activation_dtype = options.activation_dtype,
+                                            .device = options.device,
+                                            .seed = options.seed,
+                                            .init_std = options.init_std,
+                                            .high_precision = options.high_precision,
+                                            .tied_weight = options.tied_weight}));
+  detail::GemmUnit& gemm = *linear->gemm_;
+  linear->register_parameter("weight", gemm.weight());
+  if (gemm.bias() != nullptr) linear->register_parameter("bias", gemm.bias());
+  linear->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
+  return linear;
+}
+
+Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "Linear: x"));
+  auto record = std::make_unique<LinearRecord>();
+  TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
+  TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, gemm_->forward(record->use, input, options));
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  if (ctx != nullptr) ctx->store(this, std::move(record));
+  return y.view(detail::with_last(x.shape(), gemm_->spec().out));
+}
+
+Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Linear"));
+  auto& record = static_cast<LinearRecord&>(*taken);
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, gemm_->spec().out, "Linear: dy"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, gemm_->backward(record.use, flat));
+  return dx.view(record.shape);
+}
+
+LayerNormLinear::LayerNormLinear() = default;
+LayerNormLinear::~LayerNormLinear() = default;
+
+Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
+    const LayerNormLinearOptions& options) {
+  std::unique_ptr<LayerNormLinear> module(new LayerNormLinear);
+  TE_FL_ASSIGN_OR_RETURN(
+      module->norm_, detail::NormCore::create(options.normalization,
+                                              {.hidden_size = options.in_features,
+                                               .epsilon = options.epsilon,
+                                               .zero_centered_gamma = options.zero_centered_gamma,
+                                               .param_dtype = options.param_dtype,
+                                               .activation_dtype = options.activation_dtype,
+                                               .device = options.device}));
+  TE_FL_ASSIGN_OR_RETURN(module->gemm_,
+                         detail::make_gemm({.module = "LayerNormLinear",
+                                            .in = options.in_features,
+                                            .out = options.out_features,
+                                            .bias = options.bias,
+                                            .param_dtype = options.param_dtype,
+                                            .activation_dtype = options.activation_dtype,
+                                            .device = options.device,
+                                            .seed = options.seed,
+                                            .init_std = options.init_std}));
+  detail::GemmUnit& gemm = *module->gemm_;
+  module->register_parameter("layer_norm_weight", module->norm_->weight());
+  if (module->norm_->bias() != nullptr) {
+    module->register_parameter("layer_norm_bias", module->norm_->bias());
+  }
+  module->register_parameter("weight", gemm.weight());
+  if (gemm.bias() != nullptr) module->register_parameter("bias", gemm.bias());
+  module->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
+  return module;
+}
+
+Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
+  auto record = std::make_unique<LayerNormLinearRecord>();
+  TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
+  TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->input_buffer(record->use, flat.size(0)));
+  TE_FL_RETURN_IF_ERROR(norm_->forward(flat, input, record->norm));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, gemm_->forward(record->use, input, options));
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  if (ctx != nullptr) ctx->store(this, std::move(record));
+  return y.view(detail::with_last(x.shape(), gemm_->spec().out));
+}
+
+Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
+  auto& record = static_cast<LayerNormLinearRecord&>(*taken);
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat,
+                         detail::as_matrix(dy, gemm_->spec().out, "LayerNormLinear: dy"));
+  Tensor residual;
+  if (residual_grad != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(residual, detail::as_matrix(*residual_grad, gemm_->spec().in,
+                                                       "LayerNormLinear: residual_grad"));
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor dz, gemm_->backward(record.use, flat));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor dx, norm_->backward(dz, record.norm, residual_grad == nullptr ? nullptr : &residual));
+  return dx.view(record.shape);
+}
+
+}  // namespace te_fl::nn

@@ -1,0 +1,80 @@
+#include "te_fl/nn/loss.hpp"
+
+#include "nn/tensor_ops.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+struct LossRecord : Ctx::Record {
+  Tensor logits;
+  Tensor targets;
+  Tensor lse;
+  double divisor = 1;
+};
+
+// alpha * sum of a tensor's elements, as a product with ones. F32 [1].
+Result<Tensor> scaled_sum(const Tensor& values, double alpha) {
+  const int64_t n = values.numel();
+  TE_FL_ASSIGN_OR_RETURN(Tensor ones, Tensor::empty({1, n}, DType::kF32, values.device()));
+  TE_FL_RETURN_IF_ERROR(detail::fill(ones, 1));
+  TE_FL_ASSIGN_OR_RETURN(Tensor column, values.view({n, 1}));
+  TE_FL_ASSIGN_OR_RETURN(Tensor sum, Tensor::empty({1, 1}, DType::kF32, values.device()));
+  te_fl_generic_gemm_args args{};
+  args.a = ones;
+  args.b = column;
+  args.d = sum;
+  args.alpha = static_cast<float>(alpha);
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, detail::call_options()));
+  return sum.view({1});
+}
+
+}  // namespace
+
+Result<Tensor> CrossEntropyLoss::forward(const Tensor& logits, const Tensor& targets, Ctx* ctx,
+                                         double divisor) {
+  if (!logits.defined() || !targets.defined()) {
+    return invalid_argument("CrossEntropyLoss: logits or targets is undefined");
+  }
+  if (!(divisor >= 0)) {
+    return invalid_argument("CrossEntropyLoss: divisor is " + std::to_string(divisor) +
+                            "; it must be greater than 0, or 0 for the number of rows");
+  }
+  auto record = std::make_unique<LossRecord>();
+  record->logits = logits;
+  record->targets = targets;
+  record->divisor =
+      divisor > 0 ? divisor : static_cast<double>(std::max<int64_t>(targets.numel(), 1));
+  TE_FL_ASSIGN_OR_RETURN(Tensor losses, detail::empty_like(targets, DType::kF32));
+  TE_FL_ASSIGN_OR_RETURN(record->lse, detail::empty_like(targets, DType::kF32));
+  te_fl_cross_entropy_fwd_args args{};
+  args.logits = logits;
+  args.targets = targets;
+  args.loss = losses;
+  args.lse = record->lse;
+  args.label_smoothing = options_.label_smoothing;
+  args.ignore_index = options_.ignore_index;
+  TE_FL_RETURN_IF_ERROR(ops::cross_entropy_fwd(args, detail::call_options()));
+  TE_FL_ASSIGN_OR_RETURN(Tensor loss, scaled_sum(losses, 1 / record->divisor));
+  if (ctx != nullptr) ctx->store(this, std::move(record));
+  return loss;
+}
+
+Result<Tensor> CrossEntropyLoss::backward(Ctx& ctx, double grad_scale) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "CrossEntropyLoss"));
+  auto& record = static_cast<LossRecord&>(*taken);
+  TE_FL_ASSIGN_OR_RETURN(Tensor grad_loss, detail::empty_like(record.lse, DType::kF32));
+  TE_FL_RETURN_IF_ERROR(detail::fill(grad_loss, grad_scale / record.divisor));
+  TE_FL_ASSIGN_OR_RETURN(Tensor grad, detail::empty_like(record.logits, record.logits.dtype()));
+  te_fl_cross_entropy_bwd_args args{};
+  args.grad_loss = grad_loss;
+  args.logits = record.logits;
+  args.targets = record.targets;
+  args.lse = record.lse;
+  args.grad_logits = grad;
+  args.label_smoothing = options_.label_smoothing;
+  args.ignore_index = options_.ignore_index;
+  TE_FL_RETURN_IF_ERROR(ops::cross_entropy_bwd(args, detail::call_options()));
+  return grad;
+}
+
+}  // namespace te_fl::nn

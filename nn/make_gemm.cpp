@@ -1,0 +1,55 @@
+#include "nn/make_gemm.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "te_fl/nn/init.hpp"
+
+namespace te_fl::nn::detail {
+
+Status check_size(std::string_view module, std::string_view field, int64_t value) {
+  if (value >= 1) return {};
+  return invalid_argument(std::string(module) + ": " + std::string(field) + " is " +
+                          std::to_string(value) + "; it must be at least 1");
+}
+
+Status check_dropout(std::string_view module, std::string_view field, float p) {
+  if (p >= 0 && p < 1) return {};
+  return invalid_argument(std::string(module) + ": " + std::string(field) + " is " +
+                          std::to_string(p) + "; it must be at least 0 and less than 1");
+}
+
+Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
+  TE_FL_RETURN_IF_ERROR(check_size(options.module, "in_features", options.in));
+  TE_FL_RETURN_IF_ERROR(check_size(options.module, "out_features", options.out));
+  if (!is_high(options.activation_dtype)) {
+    return invalid_argument(std::string(options.module) + ": activation_dtype is " +
+                            std::string(name(options.activation_dtype)) +
+                            "; it must be f32, bf16 or f16");
+  }
+  const Shape shape = {options.out, options.in};
+  std::shared_ptr<Parameter> weight = options.tied_weight;
+  if (weight == nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(weight,
+                           init::normal(shape, options.init_std, init::subseed(options.seed, 0),
+                                        options.param_dtype, options.device));
+  } else if (!std::ranges::equal(weight->value.shape(), shape)) {
+    return invalid_argument(std::string(options.module) + ": tied_weight is " +
+                            weight->value.describe() + "; it must have the shape [" +
+                            std::to_string(options.out) + "," + std::to_string(options.in) + "]");
+  }
+  std::shared_ptr<Parameter> bias;
+  if (options.bias) {
+    TE_FL_ASSIGN_OR_RETURN(
+        bias, init::constant(Shape{options.out}, 0, options.param_dtype, options.device));
+  }
+  GemmUnit::Spec spec;
+  spec.in = options.in;
+  spec.out = options.out;
+  spec.activation_dtype = options.activation_dtype;
+  spec.device = options.device;
+  spec.high_precision = options.high_precision;
+  return std::make_unique<GemmUnit>(spec, std::move(weight), std::move(bias));
+}
+
+}  // namespace te_fl::nn::detail

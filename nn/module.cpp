@@ -1,0 +1,290 @@
+#include "te_fl/nn/module.hpp"
+
+#include <algorithm>
+#include <set>
+#include <unordered_map>
+
+#include "nn/fp8_state.hpp"
+#include "nn/tensor_ops.hpp"
+#include "te_fl/device.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::nn {
+
+Ctx::Record::~Record() = default;
+Ctx::Ctx() = default;
+Ctx::~Ctx() = default;
+Ctx::Ctx(Ctx&&) noexcept = default;
+Ctx& Ctx::operator=(Ctx&&) noexcept = default;
+
+void Ctx::reset() noexcept {
+  record_.reset();
+  owner_ = nullptr;
+}
+
+void Ctx::store(const void* owner, std::unique_ptr<Record> record) {
+  record_ = std::move(record);
+  owner_ = owner;
+}
+
+Result<std::unique_ptr<Ctx::Record>> Ctx::take(const void* owner, std::string_view module) {
+  if (record_ == nullptr) {
+    return failed_precondition(std::string(module) +
+                               ": backward got an empty ctx; pass the ctx that forward filled, "
+                               "once per forward");
+  }
+  if (owner_ != owner) {
+    return failed_precondition(std::string(module) +
+                               ": backward got a ctx that another module's forward filled");
+  }
+  owner_ = nullptr;
+  return std::move(record_);
+}
+
+struct Module::Tree {
+  struct Entry {
+    std::string name;
+    Module* child = nullptr;
+    std::shared_ptr<Parameter> parameter;
+    std::shared_ptr<detail::Fp8State> fp8;
+  };
+  std::vector<Entry> entries;
+
+  void add(Entry entry) {
+    const bool taken = std::any_of(entries.begin(), entries.end(),
+                                   [&](const Entry& e) { return e.name == entry.name; });
+    if (taken || entry.name.empty()) {
+      die(internal_error("nn::Module: the name \"" + entry.name +
+                         "\" is empty or registered twice"));
+    }
+    entries.push_back(std::move(entry));
+  }
+
+  // Depth first, in registration order; a shared parameter only the first time.
+  template <class Visit>
+  void walk(const std::string& prefix, std::set<const Parameter*>& seen, Visit&& visit) const {
+    for (const Entry& entry : entries) {
+      const std::string path = prefix + entry.name;
+      if (entry.child != nullptr) {
+        entry.child->tree_->walk(path + ".", seen, visit);
+      } else if (entry.parameter == nullptr || seen.insert(entry.parameter.get()).second) {
+        visit(path, entry);
+      }
+    }
+  }
+  template <class Visit>
+  void walk(Visit&& visit) const {
+    std::set<const Parameter*> seen;
+    walk("", seen, visit);
+  }
+};
+
+Module::Module() : tree_(std::make_unique<Tree>()) {}
+Module::~Module() = default;
+
+void Module::register_module(std::string name, Module& child) {
+  tree_->add({std::move(name), &child, nullptr, nullptr});
+}
+
+void Module::register_parameter(std::string name, std::shared_ptr<Parameter> parameter) {
+  tree_->add({std::move(name), nullptr, std::move(parameter), nullptr});
+}
+
+void Module::register_fp8(std::string name, std::shared_ptr<detail::Fp8State> forward,
+                          std::shared_ptr<detail::Fp8State> backward) {
+  tree_->add({name + ".fwd", nullptr, nullptr, std::move(forward)});
+  tree_->add({name + ".bwd", nullptr, nullptr, std::move(backward)});
+}
+
+std::vector<NamedParameter> Module::parameters() const {
+  std::vector<NamedParameter> result;
+  tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
+    if (entry.parameter != nullptr) result.push_back({path, entry.parameter});
+  });
+  return result;
+}
+
+int64_t Module::parameter_count() const {
+  int64_t total = 0;
+  for (const NamedParameter& p : parameters()) total += p.value().numel();
+  return total;
+}
+
+Status Module::zero_grad() {
+  for (const NamedParameter& p : parameters()) {
+    TE_FL_RETURN_IF_ERROR(detail::fill(p.grad(), 0));
+    p.parameter->grad_written = false;
+  }
+  return {};
+}
+
+std::vector<NamedTensor> Module::state() const {
+  std::vector<NamedTensor> result;
+  tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
+    if (entry.parameter != nullptr) {
+      result.push_back({path, entry.parameter->value});
+    } else if (entry.fp8->defined()) {
+      result.push_back({path + ".scale", entry.fp8->scale()});
+      result.push_back({path + ".amax_history", entry.fp8->history()});
+    }
+  });
+  return result;
+}
+
+namespace {
+
+std::string shape_text(std::span<const int64_t> shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    text += (i == 0 ? "" : ",") + std::to_string(shape[i]);
+  }
+  return text + "]";
+}
+
+// One tensor of a file against what the module has under that name.
+class StateChecker {
+ public:
+  StateChecker(const std::vector<NamedTensor>& tensors, std::string_view source,
+               const std::function<bool(std::string_view)>& skip)
+      : source_(source) {
+    for (const NamedTensor& t : tensors) {
+      if (skip == nullptr || !skip(t.name)) by_name_.emplace(t.name, &t.tensor);
+    }
+  }
+
+  const Tensor* find(const std::string& name) {
+    wanted_.push_back(name);
+    auto found = by_name_.find(name);
+    return found == by_name_.end() ? nullptr : found->second;
+  }
+
+  Status check_parameter(const std::string& name, const Tensor& target) {
+    const Tensor* tensor = find(name);
+    if (tensor == nullptr) {
+      return error(name, "is missing; the module needs it as " + target.describe(),
+                   StatusCode::kNotFound);
+    }
+    if (tensor->dtype() != target.dtype() || tensor->quantized() ||
+        !std::ranges::equal(tensor->shape(), target.shape())) {
+      return mismatch(name, *tensor,
+                      std::string(te_fl::name(target.dtype())) + shape_text(target.shape()));
+    }
+    return {};
+  }
+
+  Status check_fp8(const std::string& path, int64_t slots) {
+    const Tensor* scale = find(path + ".scale");
+    const Tensor* history = find(path + ".amax_history");
+    if (scale == nullptr && history == nullptr) return {};
+    if (scale == nullptr || history == nullptr) {
+      const std::string absent = path + (scale == nullptr ? ".scale" : ".amax_history");
+      return error(absent, "is missing although the other half of the FP8 state is there",
+                   StatusCode::kNotFound);
+    }
+    const std::string n = std::to_string(slots);
+    if (scale->dtype() != DType::kF32 || scale->rank() != 1 || scale->size(0) != slots) {
+      return mismatch(path + ".scale", *scale, "f32[" + n + "]");
+    }
+    if (history->dtype() != DType::kF32 || history->rank() != 2 || history->size(0) < 1 ||
+        history->size(1) != slots) {
+      return mismatch(path + ".amax_history", *history, "f32[length >= 1," + n + "]");
+    }
+    return {};
+  }
+
+  Status check_unknown() const {
+    for (const auto& [name, tensor] : by_name_) {
+      if (std::find(wanted_.begin(), wanted_.end(), name) != wanted_.end()) continue;
+      std::string near = environment::nearest(name, wanted_);
+      return error(name, "is not in the module" + (near.empty() ? "" : "; the nearest is " + near),
+                   StatusCode::kNotFound);
+    }
+    return {};
+  }
+
+ private:
+  Status error(const std::string& name, const std::string& what, StatusCode code) const {
+    Status status(code, std::string(source_) + ": tensor " + name + " " + what);
+    status.set_clean();
+    return status;
+  }
+  Status mismatch(const std::string& name, const Tensor& tensor, const std::string& want) const {
+    return error(name, "is " + tensor.describe() + "; it must be " + want,
+                 StatusCode::kInvalidArgument);
+  }
+
+  std::string_view source_;
+  std::map<std::string, const Tensor*, std::less<>> by_name_;
+  std::vector<std::string> wanted_;
+};
+
+// A copy of `tensor` on `device`, so that later failures cannot leave half a load behind.
+Result<Tensor> staged(const Tensor& tensor, const Device& device) {
+  if (tensor.device() == device && tensor.contiguous()) return tensor;
+  return tensor.to(device);
+}
+
+}  // namespace
+
+Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
+                           const std::function<bool(std::string_view)>& skip) const {
+  StateChecker checker(tensors, source, skip);
+  Status status;
+  tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
+    if (!status.ok()) return;
+    status = entry.parameter != nullptr ? checker.check_parameter(path, entry.parameter->value)
+                                        : checker.check_fp8(path, entry.fp8->slots());
+  });
+  TE_FL_RETURN_IF_ERROR(status);
+  return checker.check_unknown();
+}
+
+Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
+                          const std::function<bool(std::string_view)>& skip) {
+  TE_FL_RETURN_IF_ERROR(check_state(tensors, source, skip));
+  const std::vector<NamedParameter> params = parameters();
+  const Device device = params.empty() ? Device() : params.front().value().device();
+  std::unordered_map<std::string, Tensor> ready;
+  for (const NamedTensor& t : tensors) {
+    if (skip != nullptr && skip(t.name)) continue;
+    TE_FL_ASSIGN_OR_RETURN(Tensor tensor, staged(t.tensor, device));
+    ready.emplace(t.name, std::move(tensor));
+  }
+  Status status;
+  tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
+    if (!status.ok()) return;
+    if (entry.parameter != nullptr) {
+      status = detail::copy(ready.at(path), entry.parameter->value);
+      ++entry.parameter->version;
+      return;
+    }
+    auto scale = ready.find(path + ".scale");
+    if (scale == ready.end()) {
+      status = entry.fp8->assign(Tensor(), Tensor());
+      return;
+    }
+    // Own storage: the given tensors stay the caller's.
+    Result<Tensor> own_scale = scale->second.clone();
+    Result<Tensor> own_history = ready.at(path + ".amax_history").clone();
+    status = !own_scale.ok()     ? own_scale.status()
+             : !own_history.ok() ? own_history.status()
+                                 : entry.fp8->assign(*own_history, *own_scale);
+  });
+  return status;
+}
+
+Result<float> item(const Tensor& scalar) {
+  if (!scalar.defined() || scalar.dtype() != DType::kF32 || scalar.numel() != 1) {
+    return invalid_argument("item: the tensor is " + scalar.describe() +
+                            "; it must be F32 with one element");
+  }
+  float value = 0;
+  void* stream = Context::current().stream();
+  TE_FL_RETURN_IF_ERROR(
+      devices::copy(Device(), &value, scalar.device(), scalar.raw_data(), sizeof value, stream));
+  TE_FL_RETURN_IF_ERROR(devices::synchronize(scalar.device(), stream));
+  return value;
+}
+
+}  // namespace te_fl::nn

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+
+#include "te_fl/nn/norm.hpp"
+
+namespace te_fl::nn::detail {
+
+// LayerNorm or RMSNorm on matrices [rows, hidden], with its parameters.
+class NormCore {
+ public:
+  struct Saved {
+    Tensor x, mu, rsigma;
+  };
+
+  static Result<std::unique_ptr<NormCore>> create(Normalization kind, const NormOptions& options);
+  const NormOptions& options() const noexcept { return options_; }
+  const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
+  const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }  // null for RMSNorm
+
+  // z = norm(x); z may be quantised. Fills `saved`.
+  Status forward(const Tensor& x, const Tensor& z, Saved& saved) const;
+  // dz [rows, hidden] -> dx in the activation dtype, plus residual (same shape) if not null.
+  Result<Tensor> backward(const Tensor& dz, const Saved& saved, const Tensor* residual) const;
+
+ private:
+  NormCore(Normalization kind, const NormOptions& options) : kind_(kind), options_(options) {}
+  Status run_backward(const Tensor& dz, const Saved& saved, const Tensor* residual,
+                      const Tensor& dx, const Tensor& dgamma, const Tensor& dbeta) const;
+
+  Normalization kind_;
+  NormOptions options_;
+  std::shared_ptr<Parameter> weight_;
+  std::shared_ptr<Parameter> bias_;
+};
+
+}  // namespace te_fl::nn::detail

@@ -1,0 +1,268 @@
+#include "te_fl/nn/optimizer.hpp"
+
+#include <array>
+#include <cmath>
+
+#include "nn/tensor_ops.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+using Pointers = std::vector<const te_fl_tensor*>;
+
+// The optimizer's tensors for one parameter. master is undefined for F32 parameters.
+struct Slot {
+  NamedParameter parameter;
+  Tensor first;
+  Tensor second;
+  Tensor master;
+  bool decays = true;
+};
+
+Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& parameters,
+                                     const DecayFilter& decay, bool second) {
+  std::vector<Slot> slots;
+  for (const NamedParameter& p : parameters) {
+    Slot slot;
+    slot.parameter = p;
+    slot.decays = decay == nullptr || decay(p.name, p.value());
+    TE_FL_ASSIGN_OR_RETURN(slot.first, detail::empty_like(p.value(), DType::kF32));
+    TE_FL_RETURN_IF_ERROR(detail::fill(slot.first, 0));
+    if (second) {
+      TE_FL_ASSIGN_OR_RETURN(slot.second, detail::empty_like(p.value(), DType::kF32));
+      TE_FL_RETURN_IF_ERROR(detail::fill(slot.second, 0));
+    }
+    if (p.value().dtype() != DType::kF32) {
+      TE_FL_ASSIGN_OR_RETURN(slot.master, detail::empty_like(p.value(), DType::kF32));
+      TE_FL_RETURN_IF_ERROR(detail::copy(p.value(), slot.master));
+    }
+    slots.push_back(std::move(slot));
+  }
+  return slots;
+}
+
+// The lists of one multi_tensor call: parameters with and without decay, with and without master
+// weights, go in separate calls.
+struct Lists {
+  Pointers grads, values, firsts, seconds, masters;
+  bool empty() const { return grads.empty(); }
+};
+
+Lists collect(const std::vector<Slot>& slots, bool decays, bool mastered) {
+  Lists lists;
+  for (const Slot& slot : slots) {
+    if (slot.decays != decays || slot.master.defined() != mastered) continue;
+    lists.grads.push_back(slot.parameter.grad());
+    lists.values.push_back(slot.parameter.value());
+    lists.firsts.push_back(slot.first);
+    lists.seconds.push_back(slot.second);
+    lists.masters.push_back(slot.master);
+  }
+  return lists;
+}
+
+template <class Args, class Member, class Count>
+void set_list(Args& args, Member member, Count count, const Pointers& list) {
+  args.*member = list.data();
+  args.*count = static_cast<int64_t>(list.size());
+}
+
+Status check_non_negative(const char* optimizer, const char* field, float value) {
+  if (std::isfinite(value) && value >= 0) return {};
+  return invalid_argument(std::string(optimizer) + ": " + field + " is " + std::to_string(value) +
+                          "; it must be finite and at least 0");
+}
+
+Status check_below_one(const char* optimizer, const char* field, float value) {
+  if (value >= 0 && value < 1) return {};
+  return invalid_argument(std::string(optimizer) + ": " + field + " is " + std::to_string(value) +
+                          "; it must be at least 0 and less than 1");
+}
+
+void append_state(std::vector<NamedTensor>& result, const std::vector<Slot>& slots,
+                  const char* what, Tensor Slot::*member) {
+  for (const Slot& slot : slots) {
+    const Tensor& tensor = slot.*member;
+    if (tensor.defined()) {
+      result.push_back({std::string("optimizer.") + what + "." + slot.parameter.name, tensor});
+    }
+  }
+}
+
+}  // namespace
+
+Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, float max_norm) {
+  if (!(max_norm > 0)) {
+    return invalid_argument("clip_grad_norm: max_norm is " + std::to_string(max_norm) +
+                            "; it must be greater than 0");
+  }
+  if (parameters.empty()) return 0.0f;
+  Pointers grads;
+  for (const NamedParameter& p : parameters) grads.push_back(p.grad());
+  const Device device = parameters.front().grad().device();
+  TE_FL_ASSIGN_OR_RETURN(Tensor norm, Tensor::empty({1}, DType::kF32, device));
+  te_fl_multi_tensor_l2norm_args norm_args{};
+  norm_args.inputs = grads.data();
+  norm_args.inputs_count = static_cast<int64_t>(grads.size());
+  norm_args.norm = norm;
+  TE_FL_RETURN_IF_ERROR(ops::multi_tensor_l2norm(norm_args, detail::call_options()));
+  TE_FL_ASSIGN_OR_RETURN(float value, item(norm));
+  if (!std::isfinite(value) || value <= max_norm) return value;
+  TE_FL_ASSIGN_OR_RETURN(Tensor flag, Tensor::empty({1}, DType::kI32, device));
+  TE_FL_RETURN_IF_ERROR(detail::fill(flag, 0));
+  te_fl_multi_tensor_scale_args scale_args{};
+  scale_args.inputs = grads.data();
+  scale_args.inputs_count = static_cast<int64_t>(grads.size());
+  scale_args.outputs = grads.data();
+  scale_args.outputs_count = static_cast<int64_t>(grads.size());
+  scale_args.noop_flag = flag;
+  scale_args.scale = max_norm / value;
+  TE_FL_RETURN_IF_ERROR(ops::multi_tensor_scale(scale_args, detail::call_options()));
+  return value;
+}
+
+Optimizer::Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm)
+    : parameters_(std::move(parameters)), lr_(lr), max_grad_norm_(max_grad_norm) {}
+Optimizer::~Optimizer() = default;
+
+Status Optimizer::step() {
+  if (max_grad_norm_ > 0) {
+    TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
+    if (!std::isfinite(last_grad_norm_)) {
+      return failed_precondition(
+          "Optimizer::step: the gradient norm is " + std::to_string(last_grad_norm_) +
+          "; parameters are left as they are (the loss diverged or a gradient overflowed)");
+    }
+  }
+  ++steps_;
+  if (Status status = update(); !status) {
+    --steps_;
+    return status;
+  }
+  for (const NamedParameter& p : parameters_) ++p.parameter->version;
+  return {};
+}
+
+struct Adam::Impl {
+  AdamOptions options;
+  std::vector<Slot> slots;
+};
+
+Adam::Adam(std::vector<NamedParameter> parameters, const AdamOptions& options)
+    : Optimizer(std::move(parameters), options.lr, options.max_grad_norm),
+      impl_(std::make_unique<Impl>()) {
+  impl_->options = options;
+}
+Adam::~Adam() = default;
+
+Result<std::unique_ptr<Adam>> Adam::create(std::vector<NamedParameter> parameters,
+                                           const AdamOptions& options) {
+  TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "lr", options.lr));
+  TE_FL_RETURN_IF_ERROR(check_below_one("Adam", "beta1", options.beta1));
+  TE_FL_RETURN_IF_ERROR(check_below_one("Adam", "beta2", options.beta2));
+  TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "epsilon", options.epsilon));
+  TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "weight_decay", options.weight_decay));
+  TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "max_grad_norm", options.max_grad_norm));
+  std::unique_ptr<Adam> adam(new Adam(std::move(parameters), options));
+  TE_FL_ASSIGN_OR_RETURN(adam->impl_->slots, make_slots(adam->parameters_, options.decay, true));
+  return adam;
+}
+
+Status Adam::update() {
+  using Args = te_fl_multi_tensor_adam_args;
+  const AdamOptions& options = impl_->options;
+  for (bool decays : {true, false}) {
+    for (bool mastered : {false, true}) {
+      const Lists lists = collect(impl_->slots, decays, mastered);
+      if (lists.empty()) continue;
+      Args args{};
+      set_list(args, &Args::grads, &Args::grads_count, lists.grads);
+      set_list(args, &Args::params, &Args::params_count, lists.values);
+      set_list(args, &Args::exp_avgs, &Args::exp_avgs_count, lists.firsts);
+      set_list(args, &Args::exp_avg_sqs, &Args::exp_avg_sqs_count, lists.seconds);
+      if (mastered) {
+        set_list(args, &Args::master_params, &Args::master_params_count, lists.masters);
+      }
+      args.lr = lr_;
+      args.beta1 = options.beta1;
+      args.beta2 = options.beta2;
+      args.epsilon = options.epsilon;
+      args.weight_decay = decays ? options.weight_decay : 0;
+      args.step = steps_;
+      args.mode = options.adamw ? TE_FL_ADAM_MODE_ADAMW : TE_FL_ADAM_MODE_L2;
+      args.bias_correction = options.bias_correction;
+      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_adam(args, detail::call_options()));
+    }
+  }
+  return {};
+}
+
+std::vector<NamedTensor> Adam::state() const {
+  std::vector<NamedTensor> result;
+  append_state(result, impl_->slots, "exp_avg", &Slot::first);
+  append_state(result, impl_->slots, "exp_avg_sq", &Slot::second);
+  append_state(result, impl_->slots, "master", &Slot::master);
+  return result;
+}
+
+struct SGD::Impl {
+  SGDOptions options;
+  std::vector<Slot> slots;
+};
+
+SGD::SGD(std::vector<NamedParameter> parameters, const SGDOptions& options)
+    : Optimizer(std::move(parameters), options.lr, options.max_grad_norm),
+      impl_(std::make_unique<Impl>()) {
+  impl_->options = options;
+}
+SGD::~SGD() = default;
+
+Result<std::unique_ptr<SGD>> SGD::create(std::vector<NamedParameter> parameters,
+                                         const SGDOptions& options) {
+  TE_FL_RETURN_IF_ERROR(check_non_negative("SGD", "lr", options.lr));
+  TE_FL_RETURN_IF_ERROR(check_non_negative("SGD", "momentum", options.momentum));
+  TE_FL_RETURN_IF_ERROR(check_non_negative("SGD", "dampening", options.dampening));
+  TE_FL_RETURN_IF_ERROR(check_non_negative("SGD", "weight_decay", options.weight_decay));
+  TE_FL_RETURN_IF_ERROR(check_non_negative("SGD", "max_grad_norm", options.max_grad_norm));
+  if (options.nesterov && (options.momentum == 0 || options.dampening != 0)) {
+    return invalid_argument("SGD: nesterov needs momentum greater than 0 and dampening 0");
+  }
+  std::unique_ptr<SGD> sgd(new SGD(std::move(parameters), options));
+  TE_FL_ASSIGN_OR_RETURN(sgd->impl_->slots, make_slots(sgd->parameters_, options.decay, false));
+  return sgd;
+}
+
+Status SGD::update() {
+  using Args = te_fl_multi_tensor_sgd_args;
+  const SGDOptions& options = impl_->options;
+  for (bool decays : {true, false}) {
+    for (bool mastered : {false, true}) {
+      const Lists lists = collect(impl_->slots, decays, mastered);
+      if (lists.empty()) continue;
+      Args args{};
+      set_list(args, &Args::grads, &Args::grads_count, lists.grads);
+      set_list(args, &Args::params, &Args::params_count, mastered ? lists.masters : lists.values);
+      set_list(args, &Args::momentums, &Args::momentums_count, lists.firsts);
+      if (mastered) {
+        set_list(args, &Args::param_copies, &Args::param_copies_count, lists.values);
+      }
+      args.lr = lr_;
+      args.weight_decay = decays ? options.weight_decay : 0;
+      args.momentum = options.momentum;
+      args.dampening = options.dampening;
+      args.nesterov = options.nesterov;
+      args.first_run = steps_ == 1;
+      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_sgd(args, detail::call_options()));
+    }
+  }
+  return {};
+}
+
+std::vector<NamedTensor> SGD::state() const {
+  std::vector<NamedTensor> result;
+  append_state(result, impl_->slots, "momentum", &Slot::first);
+  append_state(result, impl_->slots, "master", &Slot::master);
+  return result;
+}
+
+}  // namespace te_fl::nn

@@ -1,0 +1,183 @@
+#include "nn/runtime.hpp"
+
+#include <algorithm>
+
+#include "nn/fp8_state.hpp"
+#include "nn/tensor_ops.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::nn {
+namespace detail {
+namespace {
+
+thread_local std::shared_ptr<AutocastFrame> tls_frame;
+
+bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
+  return a.dtype == b.dtype && a.recipe.margin == b.recipe.margin &&
+         a.recipe.amax_compute_algo == b.recipe.amax_compute_algo;
+}
+
+Status update_group(const std::vector<const PendingUpdate*>& group) {
+  std::vector<const te_fl_tensor*> histories;
+  std::vector<const te_fl_tensor*> scales;
+  for (const PendingUpdate* update : group) {
+    histories.push_back(update->state->history());
+    scales.push_back(update->state->scale());
+  }
+  const PendingUpdate& first = *group.front();
+  te_fl_fused_amax_and_scale_update_after_reduction_args args{};
+  args.amax_histories = histories.data();
+  args.amax_histories_count = static_cast<int64_t>(histories.size());
+  args.scales = scales.data();
+  args.scales_count = static_cast<int64_t>(scales.size());
+  args.algo = first.recipe.amax_compute_algo == AmaxAlgo::kMax ? TE_FL_AMAX_ALGO_MAX
+                                                               : TE_FL_AMAX_ALGO_MOST_RECENT;
+  args.fp8_dtype = first.dtype == DType::kF8E4M3 ? TE_FL_FP8_FORMAT_E4M3 : TE_FL_FP8_FORMAT_E5M2;
+  args.margin = static_cast<float>(first.recipe.margin);
+  return ops::fused_amax_and_scale_update_after_reduction(args, call_options());
+}
+
+}  // namespace
+
+void PendingUpdates::add(PendingUpdate update) {
+  auto found = std::find_if(updates_.begin(), updates_.end(),
+                            [&](const PendingUpdate& u) { return u.state == update.state; });
+  if (found != updates_.end()) {
+    *found = std::move(update);
+  } else {
+    updates_.push_back(std::move(update));
+  }
+}
+
+std::vector<PendingUpdate> PendingUpdates::take() { return std::exchange(updates_, {}); }
+
+Status update_scales(const std::vector<PendingUpdate>& updates) {
+  std::vector<bool> done(updates.size(), false);
+  for (size_t i = 0; i < updates.size(); ++i) {
+    if (done[i] || !updates[i].state->defined()) continue;
+    std::vector<const PendingUpdate*> group;
+    for (size_t j = i; j < updates.size(); ++j) {
+      if (done[j] || !updates[j].state->defined() || !same_group(updates[i], updates[j])) continue;
+      group.push_back(&updates[j]);
+      done[j] = true;
+    }
+    if (Status status = update_group(group); !status) {
+      return status.wrap("delayed scaling: the scale update failed");
+    }
+  }
+  return {};
+}
+
+std::shared_ptr<AutocastFrame> current_frame() { return tls_frame; }
+
+void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
+  frame->previous = tls_frame;
+  {
+    std::lock_guard lock(frame->session->mutex);
+    ++frame->session->scopes;
+  }
+  tls_frame = frame;
+}
+
+Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
+  // Scopes end in reverse order; one that does not is taken out of the middle, so that the rest
+  // stays sound.
+  for (std::shared_ptr<AutocastFrame>* link = &tls_frame; *link != nullptr;
+       link = &(*link)->previous) {
+    if (*link == frame) {
+      *link = std::shared_ptr<AutocastFrame>(frame->previous);
+      break;
+    }
+  }
+  frame->previous.reset();
+  std::vector<PendingUpdate> updates;
+  {
+    std::lock_guard lock(frame->session->mutex);
+    if (--frame->session->scopes > 0) return {};
+    updates = frame->session->forward.take();
+  }
+  return update_scales(updates);
+}
+
+Result<Fp8Mode> current_mode() {
+  const AutocastFrame* frame = tls_frame.get();
+  Fp8Mode mode;
+  if (frame == nullptr) return mode;
+  TE_FL_RETURN_IF_ERROR(frame->invalid);
+  mode.fp8 = frame->options.enabled;
+  mode.calibrating = frame->options.calibrating && !frame->options.enabled;
+  mode.recipe = frame->recipe;
+  mode.session = frame->session;
+  return mode;
+}
+
+}  // namespace detail
+
+namespace {
+
+Status check_options(const AutocastOptions& options, const Recipe& recipe) {
+  TE_FL_RETURN_IF_ERROR(validate(recipe));
+  if (options.calibrating && !std::holds_alternative<DelayedScaling>(recipe)) {
+    return invalid_argument(
+        "autocast: calibrating collects amaxes for delayed scaling; " + describe(recipe) +
+        " keeps no state to calibrate: use DelayedScaling or calibrating = false");
+  }
+  return {};
+}
+
+}  // namespace
+
+autocast::autocast(AutocastOptions options, Recipe recipe)
+    : frame_(std::make_shared<detail::AutocastFrame>()) {
+  frame_->options = options;
+  frame_->invalid = check_options(options, recipe);
+  frame_->recipe = std::make_shared<const Recipe>(std::move(recipe));
+  auto outer = detail::current_frame();
+  frame_->session = outer != nullptr ? outer->session : std::make_shared<detail::Session>();
+  detail::push_frame(frame_);
+}
+
+autocast::~autocast() {
+  Status status = exit();
+  if (status.ok()) return;
+  log::error("autocast: " + status.to_string());
+  Context context = Context::current();
+  std::lock_guard lock(context.state().mutex);
+  context.state().deferred = status;
+}
+
+Status autocast::exit() {
+  if (frame_ == nullptr) return {};
+  return detail::pop_frame(std::exchange(frame_, nullptr));
+}
+
+bool fp8_enabled() {
+  auto frame = detail::current_frame();
+  return frame != nullptr && frame->options.enabled;
+}
+
+bool fp8_calibrating() {
+  auto frame = detail::current_frame();
+  return frame != nullptr && frame->options.calibrating && !frame->options.enabled;
+}
+
+std::optional<Recipe> current_recipe() {
+  auto frame = detail::current_frame();
+  if (frame == nullptr) return std::nullopt;
+  return *frame->recipe;
+}
+
+Status backward_end() {
+  Context context = Context::current();
+  std::vector<detail::PendingUpdate> updates;
+  Status deferred;
+  {
+    std::lock_guard lock(context.state().mutex);
+    updates = context.state().backward.take();
+    deferred = std::exchange(context.state().deferred, Status());
+  }
+  Status status = detail::update_scales(updates);
+  return deferred.ok() ? status : deferred;
+}
+
+}  // namespace te_fl::nn

@@ -1,0 +1,123 @@
+#include "nn/tensor_ops.hpp"
+
+#include <mutex>
+
+#include "nn/runtime.hpp"
+
+namespace te_fl::nn::detail {
+
+CallOptions call_options() {
+  CallOptions options;
+  options.stream = Context::current().stream();
+  return options;
+}
+
+CallOptions random_options(int64_t count) {
+  Context context = Context::current();
+  CallOptions options;
+  options.stream = context.stream();
+  std::lock_guard lock(context.state().mutex);
+  RandomPosition& random = context.state().random;
+  options.rng.seed = random.seed;
+  options.rng.offset = random.offset;
+  random.offset += (static_cast<uint64_t>(count) + 3) / 4;
+  return options;
+}
+
+Result<Tensor> empty_like(const Tensor& tensor, DType dtype) {
+  return Tensor::empty(tensor.shape(), dtype, tensor.device());
+}
+
+Status fill(const Tensor& tensor, double value) {
+  te_fl_fill_args args{};
+  args.output = tensor;
+  args.value = value;
+  return ops::fill(args, call_options());
+}
+
+Status copy(const Tensor& from, const Tensor& to) {
+  te_fl_strided_copy_args args{};
+  args.input = from;
+  args.output = to;
+  return ops::strided_copy(args, call_options());
+}
+
+Status add(const Tensor& a, const Tensor& b, const Tensor& out) {
+  te_fl_add_args args{};
+  args.a = a;
+  args.b = b;
+  args.output = out;
+  return ops::add(args, call_options());
+}
+
+Status quantize(const Tensor& from, const Tensor& to) {
+  te_fl_quantize_args args{};
+  args.input = from;
+  args.output = to;
+  return ops::quantize(args, call_options());
+}
+
+Result<Tensor> cast(const Tensor& tensor, DType dtype) {
+  if (tensor.dtype() == dtype && tensor.contiguous()) return tensor;
+  TE_FL_ASSIGN_OR_RETURN(Tensor result, empty_like(tensor, dtype));
+  TE_FL_RETURN_IF_ERROR(copy(tensor, result));
+  return result;
+}
+
+Result<Tensor> compact(const Tensor& tensor) { return cast(tensor, tensor.dtype()); }
+
+Status running_amax(const Tensor& tensor, const Tensor& amax) {
+  // compute_amax sets its result; the largest of {new, old} is the amax of the two as a tensor.
+  TE_FL_ASSIGN_OR_RETURN(Tensor pair, Tensor::empty({2}, DType::kF32, tensor.device()));
+  TE_FL_ASSIGN_OR_RETURN(Tensor fresh, pair.slice(0, 0, 1));
+  TE_FL_ASSIGN_OR_RETURN(Tensor old, pair.slice(0, 1, 2));
+  te_fl_compute_amax_args args{};
+  args.input = tensor;
+  args.amax = fresh;
+  TE_FL_RETURN_IF_ERROR(ops::compute_amax(args, call_options()));
+  TE_FL_RETURN_IF_ERROR(copy(amax, old));
+  args.input = pair;
+  args.amax = amax;
+  return ops::compute_amax(args, call_options());
+}
+
+Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what) {
+  if (!x.defined() || x.quantized() || !is_high(x.dtype()) || x.rank() < 1 || x.size(-1) != last) {
+    return invalid_argument(
+        std::string(what) + " is " + (x.defined() ? x.describe() : std::string("undefined")) +
+        "; it must be F32, BF16 or F16 of shape [..., " + std::to_string(last) + "]");
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, compact(x));
+  if (flat.rank() == 2) return flat;
+  int64_t rows = 1;
+  for (int i = 0; i + 1 < flat.rank(); ++i) rows *= flat.size(i);
+  return flat.view({rows, last});
+}
+
+Shape with_last(std::span<const int64_t> like, int64_t last) {
+  Shape shape(like.begin(), like.end());
+  shape.back() = last;
+  return shape;
+}
+
+Result<GradTarget> GradTarget::open(Parameter* parameter) {
+  GradTarget target;
+  if (parameter == nullptr) return target;
+  target.parameter_ = parameter;
+  target.scratch_ = parameter->grad_written;
+  if (target.scratch_) {
+    TE_FL_ASSIGN_OR_RETURN(target.tensor_, empty_like(parameter->grad, DType::kF32));
+  } else {
+    target.tensor_ = parameter->grad;
+  }
+  return target;
+}
+
+Status GradTarget::commit() {
+  if (parameter_ == nullptr) return {};
+  if (scratch_) TE_FL_RETURN_IF_ERROR(add(parameter_->grad, tensor_, parameter_->grad));
+  parameter_->grad_written = true;
+  return {};
+}
+
+}  // namespace te_fl::nn::detail

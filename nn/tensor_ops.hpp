@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "te_fl/nn/context.hpp"
+#include "te_fl/nn/module.hpp"
+#include "te_fl/ops.hpp"
+#include "te_fl/tensor.hpp"
+
+// Catalogue ops on Tensors, on the current context's stream.
+namespace te_fl::nn::detail {
+
+// The current context's stream, no random state.
+CallOptions call_options();
+// The same with the next `count` random numbers of the context.
+CallOptions random_options(int64_t count);
+
+Result<Tensor> empty_like(const Tensor& tensor, DType dtype);
+Status fill(const Tensor& tensor, double value);
+Status copy(const Tensor& from, const Tensor& to);
+Status add(const Tensor& a, const Tensor& b, const Tensor& out);
+Status quantize(const Tensor& from, const Tensor& to);
+// `tensor` itself if it is compact (and, for cast, of that dtype), else a copy.
+Result<Tensor> compact(const Tensor& tensor);
+Result<Tensor> cast(const Tensor& tensor, DType dtype);
+// amax = max(amax, max|tensor|); amax is F32 [1].
+Status running_amax(const Tensor& tensor, const Tensor& amax);
+
+// x [..., last] as compact [rows, last]. INVALID_ARGUMENT naming `what` if the last dimension is
+// another or the dtype is not F32, BF16 or F16.
+Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what);
+// `like`'s shape with another last dimension.
+Shape with_last(std::span<const int64_t> like, int64_t last);
+
+// Where a gradient that an op can only set, not add, is to be written: the parameter's own tensor,
+// or scratch that commit() adds to it.
+class GradTarget {
+ public:
+  static Result<GradTarget> open(Parameter* parameter);  // null: an undefined target
+  const Tensor& tensor() const noexcept { return tensor_; }
+  Status commit();
+
+ private:
+  Parameter* parameter_ = nullptr;
+  Tensor tensor_;
+  bool scratch_ = false;
+};
+
+}  // namespace te_fl::nn::detail

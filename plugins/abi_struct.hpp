@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace te_fl::plugins {
+
+// No struct of the ABI is near this size; a greater struct_size is garbage.
+inline constexpr uint32_t kMaxStructSize = 1u << 16;
+
+inline uint32_t struct_size_of(const void* raw) noexcept {
+  uint32_t size = 0;
+  std::memcpy(&size, raw, sizeof size);
+  return size;
+}
+
+// A copy of an ABI struct that begins with struct_size and may be shorter or longer than ours (R3):
+// members it lacks keep their neutral value, members we do not know are dropped.
+template <class T>
+T copy_struct(const void* raw) noexcept {
+  T out{};
+  const uint32_t size = struct_size_of(raw);
+  std::memcpy(static_cast<void*>(&out), raw, size < sizeof(T) ? size : sizeof(T));
+  out.struct_size = sizeof(T);
+  return out;
+}
+
+// Is the size large enough for what the reader needs and small enough to be one?
+inline bool plausible_size(uint32_t size, size_t minimum) noexcept {
+  return size >= minimum && size <= kMaxStructSize;
+}
+
+}  // namespace te_fl::plugins
+
+// Bytes up to and including a member: the least struct_size that has it.
+#define TE_FL_SIZE_THROUGH(type, member) (offsetof(type, member) + sizeof(type::member))

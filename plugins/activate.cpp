@@ -1,0 +1,231 @@
+#include "plugins/activate.hpp"
+
+#include <deque>
+#include <map>
+#include <mutex>
+#include <span>
+
+#include "core/device_list.hpp"
+#include "core/error_text.hpp"
+#include "core/fork.hpp"
+#include "plugins/abi_struct.hpp"
+#include "plugins/hooks.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::plugins {
+namespace {
+
+constinit core::ForkMutex mutex(72);
+const core::ForkMutex::Registration registration(mutex);
+
+constexpr uint32_t kMaxListed = 1u << 16;
+
+// R5 forbids exceptions; one that comes all the same must not pass through the host.
+template <class F>
+te_fl_status guarded(const te_fl_error_sink* errors, const char* entry, F&& f) {
+  std::string text;
+  try {
+    return f();
+  } catch (const std::exception& e) {
+    text = std::string(entry) + " threw an exception: " + e.what() + " (rule R5)";
+  } catch (...) {
+    text = std::string(entry) + " threw an exception (rule R5)";
+  }
+  errors->write(errors->host, text.c_str());
+  return TE_FL_INTERNAL;
+}
+
+// Sizes no struct has are garbage, which must not be read as "newer" (R3).
+Status check_device(const te_fl_device_desc& desc, uint32_t i) {
+  const auto bad = [&](const char* what, uint32_t size, size_t least) {
+    return Status(StatusCode::kIncompatible,
+                  "device " + std::to_string(i) + ": " + what + " has struct_size " +
+                      std::to_string(size) + ", must be from " + std::to_string(least) + " to " +
+                      std::to_string(kMaxStructSize) + " (rule R3)");
+  };
+  if (!plausible_size(desc.struct_size, sizeof desc)) {
+    return bad("its descriptor", desc.struct_size, sizeof desc);
+  }
+  if (desc.api != nullptr && !plausible_size(desc.api->struct_size, sizeof *desc.api)) {
+    return bad("its table of functions", desc.api->struct_size, sizeof *desc.api);
+  }
+  return {};
+}
+
+}  // namespace
+
+// What the plugin may call, and the error text of create(). Shared with a create() that may never
+// return.
+struct Instance::Host {
+  explicit Host(std::string plugin) : name(std::move(plugin)) {
+    api.struct_size = sizeof api;
+    api.host = this;
+    api.log = &log;
+    api.setting = &setting;
+  }
+  static void log(void* host, int32_t level, const char* text) noexcept {
+    if (text == nullptr) return;
+    const auto clamped = static_cast<log::Level>(level < TE_FL_LOG_TRACE   ? TE_FL_LOG_TRACE
+                                                 : level > TE_FL_LOG_ERROR ? TE_FL_LOG_ERROR
+                                                                           : level);
+    try {
+      if (log::enabled(clamped)) log::write(clamped, static_cast<Host*>(host)->name + ": " + text);
+    } catch (...) {  // a message is not worth a failure
+    }
+  }
+  static const char* setting(void* host, const char* name) noexcept {
+    try {
+      if (name == nullptr) return nullptr;
+      const std::optional<std::string> value = environment::get_if_set(name);
+      if (!value) return nullptr;
+      auto* self = static_cast<Host*>(host);
+      std::lock_guard lock(mutex);
+      for (const std::string& known : self->values) {
+        if (known == *value) return known.c_str();
+      }
+      return self->values.emplace_back(*value).c_str();
+    } catch (...) {
+      return nullptr;
+    }
+  }
+
+  std::string name;
+  te_fl_host_api api{};
+  std::deque<std::string> values;  // given out; kept until the plugin is destroyed
+  core::ErrorText errors;
+  void* instance = nullptr;
+};
+
+Instance::Instance(Header header, ActivateOptions options)
+    : header_(std::move(header)),
+      options_(std::move(options)),
+      host_(std::make_shared<Host>(header_.name)) {}
+
+Instance::~Instance() {
+  if (!created_) return;
+  core::ErrorText errors;
+  const te_fl_status code = guarded(errors.sink(), "destroy", [&] {
+    header_.api.destroy(instance_);
+    return TE_FL_OK;
+  });
+  if (code != TE_FL_OK) log::warning("plugin " + header_.name + ": " + errors.text());
+}
+
+int64_t Instance::live_objects() const {
+  int64_t live = 0;
+  for (const Device& device : devices_) live += te_fl::devices::live_objects(device);
+  return live;
+}
+
+Status Instance::create() {
+  // Owns all it touches: if it outlives its time limit, it outlives this object.
+  std::function<te_fl_status()> run = [host = host_, create = header_.api.create,
+                                       library = options_.library] {
+    return guarded(host->errors.sink(), "create",
+                   [&] { return create(&host->api, &host->instance, host->errors.sink()); });
+  };
+  const te_fl_status code = options_.run_create ? options_.run_create(std::move(run)) : run();
+  // After a timeout the helper may still be writing the text: leave it alone.
+  if (TE_FL_STATUS_CODE(code) == TE_FL_TIMEOUT) {
+    return Status(StatusCode::kTimeout,
+                  "create did not return in time (rule R14); the plugin is abandoned");
+  }
+  TE_FL_RETURN_IF_ERROR(host_->errors.status(code, "create"));
+  instance_ = host_->instance;
+  created_ = true;
+  return {};
+}
+
+Status Instance::add_devices() {
+  if (header_.api.devices == nullptr) return {};
+  core::ErrorText errors;
+  uint32_t count = 0;
+  const te_fl_device_desc* const* list = nullptr;
+  const te_fl_status code = guarded(errors.sink(), "devices", [&] {
+    return header_.api.devices(instance_, &count, &list, errors.sink());
+  });
+  TE_FL_RETURN_IF_ERROR(errors.status(code, "devices"));
+  if (count > kMaxListed || (count != 0 && list == nullptr)) {
+    return Status(StatusCode::kIncompatible, "devices returned " + std::to_string(count) +
+                                                 " entries" +
+                                                 (list == nullptr ? " and no list" : "") +
+                                                 " (at most " + std::to_string(kMaxListed) + ")");
+  }
+  for (uint32_t i = 0; i < count; ++i) {
+    if (list[i] != nullptr) TE_FL_RETURN_IF_ERROR(check_device(*list[i], i));
+    Result<Device> device = te_fl::devices::add(list[i]);
+    if (!device.ok()) return device.status().wrap("device " + std::to_string(i));
+    devices_.push_back(*device);
+    if (auto* added = g_hooks.device_added.load(std::memory_order_acquire)) added(*device);
+  }
+  return {};
+}
+
+void Instance::retire_devices(const std::shared_ptr<Instance>& self) {
+  auto* release = g_hooks.release_device.load(std::memory_order_acquire);
+  for (const Device& device : devices_) {
+    if (release != nullptr) release(device);
+    // Each device holds the instance until its last object is gone.
+    const Status status = core::retire_device(device, [self] {});
+    if (!status.ok()) log::warning("plugin " + header_.name + ": " + status.message());
+  }
+}
+
+Status Instance::quiesce() {
+  if (header_.api.quiesce == nullptr) return {};
+  core::ErrorText errors;
+  const te_fl_status code = guarded(errors.sink(), "quiesce",
+                                    [&] { return header_.api.quiesce(instance_, errors.sink()); });
+  return errors.status(code, "quiesce of plugin '" + header_.name + "'");
+}
+
+Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& self) {
+  if (header_.api.ops == nullptr) return {};
+  core::ErrorText errors;
+  uint32_t count = 0;
+  const te_fl_op_desc* const* list = nullptr;
+  const te_fl_status code = guarded(errors.sink(), "ops", [&] {
+    return header_.api.ops(instance_, &count, &list, errors.sink());
+  });
+  TE_FL_RETURN_IF_ERROR(errors.status(code, "ops"));
+  if (count > kMaxListed || (count != 0 && list == nullptr)) {
+    return Status(StatusCode::kIncompatible, "ops returned " + std::to_string(count) + " entries" +
+                                                 (list == nullptr ? " and no list" : "") +
+                                                 " (at most " + std::to_string(kMaxListed) + ")");
+  }
+  if (count == 0) return {};
+  TE_FL_RETURN_IF_ERROR(registry.register_ops({list, count}, header_.name, header_.vendor, self));
+  for (uint32_t i = 0; i < count; ++i) {
+    ops_.push_back(std::string(list[i]->op_name) + ": " + list[i]->impl_id);
+  }
+  return {};
+}
+
+Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegistry& registry,
+                                           ActivateOptions options) {
+  TE_FL_ASSIGN_OR_RETURN(Header header, read_header(query));
+  const std::string name = header.name;
+  std::shared_ptr<Instance> made(new Instance(std::move(header), std::move(options)));
+  Status status = made->create();
+  if (status.ok()) status = made->add_devices();
+  if (status.ok()) status = made->add_ops(registry, made);
+  if (status.ok()) return made;
+  if (made->created_) {
+    // Another thread may have used a device already.
+    const Status quiet = made->quiesce();
+    if (!quiet.ok()) log::warning(quiet.to_string());
+    made->retire_devices(made);
+  }
+  return status.wrap("plugin '" + name + "' cannot be activated");
+}
+
+Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry) {
+  TE_FL_RETURN_IF_ERROR(registry.unregister_owner(instance->header_.name));
+  instance->withdrawn_ = true;
+  TE_FL_RETURN_IF_ERROR(instance->quiesce());
+  instance->retire_devices(instance);
+  return {};
+}
+
+}  // namespace te_fl::plugins

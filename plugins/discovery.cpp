@@ -1,0 +1,205 @@
+#include "plugins/discovery.hpp"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <iterator>
+#include <set>
+
+#include "core/text.hpp"
+#include "plugins/loader.hpp"
+#include "plugins/nearest.hpp"
+#include "plugins/records.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::plugins {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kModules = "TE_FL_PLUGIN_MODULES";
+constexpr const char* kCudaPlugin = "cuda";  // what TE_FL_SKIP_CUDA leaves out
+
+void leave_out(PluginInfo info, State state, std::string reason) {
+  info.state = state;
+  info.reason = std::move(reason);
+  log::debug("plugin " + info.name + " (" + info.origin + ") left out: " + info.reason);
+  records::put({std::move(info), nullptr, {}, {}, {}});
+}
+
+std::vector<std::string> split_list(const std::string& text) {
+  std::vector<std::string> out;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const auto word = core::trim(std::string_view(text).substr(begin, end - begin));
+    if (!word.empty()) out.emplace_back(word);
+    begin = end + 1;
+  }
+  return out;
+}
+
+// "package.module": letters, digits and '_' around dots, as Python writes it.
+bool is_dotted_name(std::string_view word) {
+  bool dotted = false, start = true;
+  for (const char c : word) {
+    if (c == '.') {
+      if (start) return false;
+      dotted = start = true;
+      continue;
+    }
+    const bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+    if (!letter && (start || c < '0' || c > '9')) return false;
+    start = false;
+  }
+  return dotted && !start;
+}
+
+class Discovery {
+ public:
+  explicit Discovery(OpRegistry& registry)
+      : registry_(registry),
+        skip_cuda_(environment::get("TE_FL_SKIP_CUDA").ok() &&
+                   *environment::get("TE_FL_SKIP_CUDA") == "1") {}
+
+  void run() {
+    scan();
+    const std::optional<std::string> modules = environment::get_if_set(kModules);
+    for (const std::string& entry : split_list(modules.value_or(""))) load_module(entry);
+    for (const Manifest& manifest : scan_.manifests) {
+      if (!done_.count(manifest.name)) load_manifest(manifest, manifest.path, false);
+    }
+    for (const ShadowedManifest& shadowed : scan_.shadowed) {
+      PluginInfo info;
+      info.name = shadowed.name;
+      info.origin = shadowed.path;
+      leave_out(info, State::kSkipped, shadowed.winner + " has the name and is found first");
+    }
+  }
+
+ private:
+  void scan() {
+    const SearchPath path = manifest_folders();
+    for (const std::string& problem : path.problems) log::warning(problem);
+    scan_ = discover_manifests(path.folders);
+    for (const std::string& error : scan_.errors) {
+      // Every error begins with the path of the file or folder.
+      const std::string file = error.substr(0, error.find(": "));
+      PluginInfo info;
+      info.name = fs::path(file).stem().string();
+      info.origin = file;
+      info.state = State::kFailed;
+      info.reason = error;
+      log::warning("plugin manifest refused: " + error);
+      records::put({std::move(info), nullptr, {}, {}, {}});
+    }
+  }
+
+  void load_module(const std::string& entry) {
+    const bool like_file = entry.find('/') != entry.npos || entry.ends_with(".so");
+    if (!like_file) return load_name(entry);
+    if (entry.front() == '/') {
+      LoadRequest request{entry, kModules, nullptr, skip_cuda_ ? kCudaPlugin : ""};
+      static_cast<void>(load_library(request, registry_));  // recorded and logged there
+      return;
+    }
+    unresolved(entry,
+               "is a relative path, and plugins are never looked for relative to the working "
+               "directory; write the absolute path");
+  }
+
+  void load_name(const std::string& name) {
+    std::vector<std::string> names;
+    for (const Manifest& manifest : scan_.manifests) {
+      if (manifest.name == name) return load_manifest(manifest, kModules, true);
+      names.push_back(manifest.name);
+    }
+    const std::string near = nearest_name(name, names);
+    if (!near.empty()) {
+      unresolved(name, "is the name of no manifest; did you mean " + near + "?");
+    } else if (is_dotted_name(name)) {
+      unresolved(name,
+                 "looks like a Python module, and this process loads only te-fl plugins: name a "
+                 "library by its absolute path, or a manifest");
+    } else {
+      unresolved(name, "is the name of no manifest (known: " +
+                           (names.empty() ? "none" : core::join(names)) +
+                           "); the manifests' folders are TE_FL_PLUGIN_PATH and those that `te-fl "
+                           "doctor` lists");
+    }
+  }
+
+  void unresolved(const std::string& entry, const std::string& why) {
+    PluginInfo info;
+    info.name = entry;
+    info.origin = kModules;
+    log::warning(std::string(kModules) + ": \"" + entry + "\" " + why);
+    leave_out(info, State::kSkipped, why);
+  }
+
+  void load_manifest(const Manifest& manifest, const std::string& origin, bool asked_for) {
+    done_.insert(manifest.name);
+    PluginInfo info;
+    info.name = manifest.name;
+    info.vendor = manifest.vendor;
+    info.path = manifest.library_path;
+    info.origin = origin;
+    if (skip_cuda_ && manifest.name == kCudaPlugin) {
+      return leave_out(info, State::kSkipped, "TE_FL_SKIP_CUDA is 1");
+    }
+    if (!asked_for && !probe_matches(manifest.probe)) {
+      return leave_out(info, State::kSkipped,
+                       "its hardware is not here: " + describe(manifest.probe));
+    }
+    const LoadRequest request{manifest.library_path, origin, &manifest, ""};
+    static_cast<void>(load_library(request, registry_));  // recorded and logged there
+  }
+
+  OpRegistry& registry_;
+  bool skip_cuda_;
+  ManifestScan scan_;
+  std::set<std::string> done_;  // names of manifests that had their turn
+};
+
+}  // namespace
+
+std::string prefix_of(const std::string& path) {
+  std::error_code error;
+  const fs::path real = fs::canonical(path, error);
+  if (error) return {};
+  fs::path folder = real.parent_path();
+  // <prefix>/lib, or <prefix>/lib/x86_64-linux-gnu.
+  for (int depth = 0; depth < 2; ++depth, folder = folder.parent_path()) {
+    const fs::path name = folder.filename();
+    if (name == "lib" || name == "lib64" || name == "bin") return folder.parent_path().string();
+  }
+  return {};
+}
+
+std::string installation_prefix() {
+  Dl_info where{};
+  if (dladdr(reinterpret_cast<void*>(&discover), &where) != 0 && where.dli_fname != nullptr) {
+    if (std::string prefix = prefix_of(where.dli_fname); !prefix.empty()) return prefix;
+  }
+  return TE_FL_INSTALL_PREFIX;
+}
+
+SearchPath manifest_folders() {
+  const std::optional<std::string> value = environment::get_if_set("TE_FL_PLUGIN_PATH");
+  SearchPath path = split_plugin_path(value.value_or(""), "TE_FL_PLUGIN_PATH");
+  SearchPath rest = default_search_path(installation_prefix());
+  std::move(rest.folders.begin(), rest.folders.end(), std::back_inserter(path.folders));
+  std::move(rest.problems.begin(), rest.problems.end(), std::back_inserter(path.problems));
+  return path;
+}
+
+void discover(OpRegistry& registry) {
+  try {
+    Discovery(registry).run();
+  } catch (const std::exception& e) {  // out of memory: the host goes on with what it has
+    log::error(std::string("looking for plugins was cut short: ") + e.what());
+  }
+}
+
+}  // namespace te_fl::plugins

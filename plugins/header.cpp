@@ -1,0 +1,129 @@
+// The query's answer and its checks.
+
+#include <algorithm>
+#include <cstring>
+
+#include "plugins/abi_struct.hpp"
+#include "plugins/activate.hpp"
+#include "te_fl/version.hpp"
+
+namespace te_fl::plugins {
+namespace {
+
+Status incompatible(std::string text) { return Status(StatusCode::kIncompatible, std::move(text)); }
+
+bool good_name(const char* name) {
+  if (name == nullptr || *name == '\0') return false;
+  for (const char* c = name; *c != '\0'; ++c) {
+    const bool good = (*c >= 'a' && *c <= 'z') || (*c >= '0' && *c <= '9') || *c == '_';
+    if (!good || c - name > 63) return false;
+  }
+  return true;
+}
+
+std::string version_text(uint32_t major, uint32_t minor) {
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
+Status check_abi(const te_fl_plugin_header& h) {
+  const std::string ours = version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR);
+  const std::string theirs = version_text(h.abi_major, h.abi_minor);
+  const bool exact = TE_FL_ABI_MAJOR == 0;
+  const bool fits = h.abi_major == TE_FL_ABI_MAJOR && (!exact || h.abi_minor == TE_FL_ABI_MINOR);
+  if (!fits) {
+    const bool newer = h.abi_major > TE_FL_ABI_MAJOR ||
+                       (h.abi_major == TE_FL_ABI_MAJOR && h.abi_minor > TE_FL_ABI_MINOR);
+    return incompatible("the plugin speaks ABI " + theirs +
+                        ", this te-fl " TE_FL_VERSION " speaks " + ours +
+                        (exact ? "; while the ABI is 0.x they must be equal"
+                               : "; the major numbers must be equal") +
+                        " (rule R2): " +
+                        (newer ? "use a newer te-fl, or rebuild the plugin with this one's headers"
+                               : "rebuild the plugin with this te-fl's headers"));
+  }
+  if (h.min_host_minor > TE_FL_ABI_MINOR) {
+    return incompatible("the plugin needs a host of ABI " +
+                        version_text(h.abi_major, h.min_host_minor) +
+                        " or newer, this te-fl " TE_FL_VERSION " speaks " + ours + " (rule R2)");
+  }
+  if (h.features != 0) {
+    return incompatible("the plugin asks for features " + std::to_string(h.features) +
+                        " that this te-fl does not know (rule R2)");
+  }
+  return {};
+}
+
+Status check_table(const te_fl_plugin_header& h) {
+  if (h.api == nullptr)
+    return incompatible("the plugin's header has no table of functions (rule R4)");
+  const uint32_t size = struct_size_of(h.api);
+  const size_t least = TE_FL_SIZE_THROUGH(te_fl_plugin_api, destroy);
+  if (!plausible_size(size, least)) {
+    return incompatible("the plugin's table of functions has struct_size " + std::to_string(size) +
+                        ", must be from " + std::to_string(least) + " to " +
+                        std::to_string(kMaxStructSize) + " (rule R3)");
+  }
+  const auto api = copy_struct<te_fl_plugin_api>(h.api);
+  if (api.create == nullptr)
+    return incompatible("the plugin's create is NULL, but required (rule R4)");
+  if (api.destroy == nullptr)
+    return incompatible("the plugin's destroy is NULL, but required (rule R4)");
+  return {};
+}
+
+Result<const te_fl_plugin_header*> ask(te_fl_plugin_query_fn query) {
+  te_fl_host_info info{};
+  info.struct_size = sizeof info;
+  info.abi_major = TE_FL_ABI_MAJOR;
+  info.abi_minor = TE_FL_ABI_MINOR;
+  info.version = TE_FL_VERSION;
+  try {
+    return query(&info);
+  } catch (...) {
+    return incompatible(TE_FL_PLUGIN_QUERY_SYMBOL
+                        " threw an exception; nothing may throw across the "
+                        "boundary (rule R5)");
+  }
+}
+
+}  // namespace
+
+Result<Header> read_header(te_fl_plugin_query_fn query) {
+  TE_FL_ASSIGN_OR_RETURN(const te_fl_plugin_header* raw, ask(query));
+  if (raw == nullptr) {
+    return incompatible("the plugin cannot serve this host: " TE_FL_PLUGIN_QUERY_SYMBOL
+                        " returned NULL to te-fl " TE_FL_VERSION ", ABI " +
+                        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR));
+  }
+  if (raw->magic != TE_FL_PLUGIN_MAGIC) {
+    return incompatible(
+        "the plugin's header does not begin with TE_FL_PLUGIN_MAGIC; it is no te-fl plugin header");
+  }
+  const size_t least = TE_FL_SIZE_THROUGH(te_fl_plugin_header, api);
+  if (!plausible_size(raw->struct_size, least)) {
+    return incompatible("the plugin's header has struct_size " + std::to_string(raw->struct_size) +
+                        ", must be from " + std::to_string(least) + " to " +
+                        std::to_string(kMaxStructSize) + " (rule R3)");
+  }
+  te_fl_plugin_header h{};  // its size is the second member, so not copy_struct
+  std::memcpy(&h, raw, std::min<size_t>(raw->struct_size, sizeof h));
+  TE_FL_RETURN_IF_ERROR(check_abi(h));
+  if (!good_name(h.name)) {
+    return incompatible("the plugin's name must be 1 to 64 characters of a-z, 0-9 and _");
+  }
+  if (h.vendor == nullptr || *h.vendor == '\0') {
+    return incompatible("plugin '" + std::string(h.name) + "' names no vendor");
+  }
+  TE_FL_RETURN_IF_ERROR(check_table(h).wrap("plugin '" + std::string(h.name) + "'"));
+  Header out;
+  out.abi_major = h.abi_major;
+  out.abi_minor = h.abi_minor;
+  out.name = h.name;
+  out.vendor = h.vendor;
+  out.version = h.version == nullptr ? "" : h.version;
+  out.build_id = h.build_id == nullptr ? "" : h.build_id;
+  out.api = copy_struct<te_fl_plugin_api>(h.api);
+  return out;
+}
+
+}  // namespace te_fl::plugins

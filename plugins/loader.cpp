@@ -1,0 +1,319 @@
+#include "plugins/loader.hpp"
+
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+
+#include "core/text.hpp"
+#include "plugins/activate.hpp"
+#include "plugins/file_trust.hpp"
+#include "plugins/hooks.hpp"
+#include "plugins/library.hpp"
+#include "plugins/preflight.hpp"
+#include "plugins/records.hpp"
+#include "plugins/sha256.hpp"
+#include "plugins/time_limit.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::plugins {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Status incompatible(std::string text) { return Status(StatusCode::kIncompatible, std::move(text)); }
+
+// One attempt: what is known of the plugin so far, and how it ended.
+struct Attempt {
+  const LoadRequest& request;
+  OpRegistry& registry;
+  PluginInfo info;
+  ElfInfo elf;
+  bool was_mapped = false;
+  std::weak_ptr<Library> library;
+  std::shared_ptr<Instance> instance;
+};
+
+FileHashCache& hash_cache() {  // never freed, like the records
+  static auto* const cache = new FileHashCache(default_hash_cache_file());
+  return *cache;
+}
+
+Status check_hash(const Manifest& manifest, const std::string& path) {
+  if (manifest.sha256.empty()) return {};
+  const FileHash hash = hash_cache().hash(path);
+  hash_cache().save();
+  if (hash.hex == manifest.sha256) return {};
+  if (hash.hex.empty()) return incompatible("its hash cannot be checked: " + hash.error);
+  return Status(StatusCode::kFailedPrecondition,
+                "its sha256 is " + hash.hex + ", and the manifest " + manifest.path + " says " +
+                    manifest.sha256 +
+                    ": the file is damaged or was replaced; install the plugin again");
+}
+
+std::string version_text(unsigned major, unsigned minor) {
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
+// What a manifest says before the library is touched.
+Status check_manifest(const Manifest& manifest, const std::string& path) {
+  const std::string host = host_architecture();
+  if (!manifest.arch.empty() && manifest.arch != host) {
+    return incompatible("its manifest says it is for " + manifest.arch + ", and this process is " +
+                        host + "; install the plugin's build for " + host);
+  }
+  const auto major = static_cast<unsigned>(manifest.abi_major);
+  const auto minor = static_cast<unsigned>(manifest.abi_minor);
+  const bool exact = TE_FL_ABI_MAJOR == 0;
+  if (major != TE_FL_ABI_MAJOR || (exact && minor != TE_FL_ABI_MINOR)) {
+    return incompatible(
+        "its manifest says plugin ABI " + version_text(major, minor) + ", and this te-fl speaks " +
+        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) + " (rule R2); install a matching build");
+  }
+  return check_hash(manifest, path);
+}
+
+// Everything that can be said without running any of its code.
+Status check_file(Attempt& attempt) {
+  const std::string& path = attempt.request.path;
+  if (records::is_abandoned(path)) {
+    return failed_precondition(
+        "it was abandoned earlier in this process, since its create() did not return (rule R14); "
+        "it "
+        "may be tried again in a new process");
+  }
+  if (const std::string problem = file_trust_problem(path); !problem.empty()) {
+    return failed_precondition("it is not trusted: " + problem);
+  }
+  const Manifest* manifest = attempt.request.manifest;
+  std::error_code error;
+  if (manifest != nullptr && std::filesystem::exists(path, error)) {
+    TE_FL_RETURN_IF_ERROR(check_manifest(*manifest, path));
+  }
+  const PreflightReport report = preflight(path, TE_FL_PLUGIN_QUERY_SYMBOL);
+  attempt.elf = report.elf;
+  attempt.info.build_id = attempt.elf.build_id;
+  if (report.ok()) return {};
+  return Status(
+      attempt.elf.kind == ElfKind::kMissing ? StatusCode::kNotFound : StatusCode::kIncompatible,
+      report.to_string());
+}
+
+Status check_names(const Attempt& attempt, const Header& header) {
+  const Manifest* manifest = attempt.request.manifest;
+  if (manifest != nullptr && manifest->name != header.name) {
+    return incompatible("its manifest calls it '" + manifest->name + "', and the library says '" +
+                        header.name + "'; correct " + manifest->path);
+  }
+  if (manifest != nullptr && core::lower(manifest->vendor) != core::lower(header.vendor)) {
+    return incompatible("its manifest names the vendor '" + manifest->vendor +
+                        "', and the library '" + header.vendor + "'; correct " + manifest->path);
+  }
+  if (const Record present = records::active(header.name); present.instance != nullptr) {
+    return Status(StatusCode::kAlreadyExists,
+                  "a plugin of the name '" + header.name + "' is active already, from " +
+                      (present.info.path.empty() ? "libte_fl itself" : present.info.path) +
+                      "; deactivate it first");
+  }
+  if (const int64_t objects = records::retired_objects(header.name); objects >= 0) {
+    return Status(StatusCode::kBusy,
+                  "the plugin '" + header.name + "' was deactivated and is still referenced by " +
+                      std::to_string(objects) + " live objects; free them first");
+  }
+  return {};
+}
+
+void describe(const Header& header, PluginInfo& info) {
+  info.name = header.name;
+  info.vendor = header.vendor;
+  info.version = header.version;
+  info.abi = version_text(header.abi_major, header.abi_minor);
+  if (!header.build_id.empty()) info.build_id = header.build_id;
+}
+
+std::chrono::milliseconds time_limit() {
+  const Result<std::string> value = environment::get("TE_FL_PLUGIN_TIMEOUT_MS");
+  const int64_t ms = value.ok() ? std::strtoll(value->c_str(), nullptr, 10) : 0;
+  return std::chrono::milliseconds(ms > 0 ? ms : 10000);
+}
+
+// Opened here, and closed again on return unless the instance, or a create() that hangs, keeps it.
+Status open_and_activate(Attempt& attempt) {
+  attempt.was_mapped = is_mapped(attempt.request.path);
+  TE_FL_ASSIGN_OR_RETURN(std::shared_ptr<Library> library, Library::open(attempt.request.path));
+  const auto query =
+      reinterpret_cast<te_fl_plugin_query_fn>(library->symbol(TE_FL_PLUGIN_QUERY_SYMBOL));
+  if (query == nullptr) {
+    return incompatible("it does not define " TE_FL_PLUGIN_QUERY_SYMBOL " (rule R1)");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Header header, read_header(query));
+  describe(header, attempt.info);
+  if (header.name == attempt.request.leave_out) {
+    attempt.info.state = State::kSkipped;
+    return failed_precondition("the settings leave it out");
+  }
+  TE_FL_RETURN_IF_ERROR(check_names(attempt, header));
+  ActivateOptions options;
+  options.library = library;
+  const auto limit = time_limit();
+  options.run_create = [&](std::function<te_fl_status()> create) {
+    const LimitedCall call = run_with_limit(std::move(create), limit);
+    if (call.timed_out) {
+      library->keep_mapped();
+      attempt.info.state = State::kAbandoned;
+      return call.status;
+    }
+    // TIMEOUT is reserved for a create() that is still running.
+    const bool own = TE_FL_STATUS_CODE(call.status) == TE_FL_TIMEOUT;
+    return own ? static_cast<te_fl_status>(TE_FL_INTERNAL) : call.status;
+  };
+  Result<std::shared_ptr<Instance>> instance =
+      activate(query, attempt.registry, std::move(options));
+  if (!instance.ok()) {
+    if (attempt.info.state != State::kAbandoned) return instance.status();
+    return Status(StatusCode::kTimeout,
+                  "create() did not return within " + std::to_string(limit.count()) +
+                      " ms (TE_FL_PLUGIN_TIMEOUT_MS, rule R14); it is abandoned: it stays mapped "
+                      "and is never called again");
+  }
+  attempt.instance = std::move(*instance);
+  attempt.library = library;
+  return {};
+}
+
+// dlclose() may leave a library in place; then the user should know, and why.
+std::string left_mapped(const Attempt& attempt) {
+  if (attempt.was_mapped || !is_mapped(attempt.request.path)) return {};
+  return std::string("; its library stays mapped: ") +
+         (attempt.elf.unique.empty()
+              ? "it was linked with -z nodelete, or a thread-local object or a device's memory "
+                "still needs it"
+              : "it defines unique symbols such as " + attempt.elf.unique.front() +
+                    " (build it with -fno-gnu-unique)");
+}
+
+double milliseconds_since(Clock::time_point began) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - began).count();
+}
+
+std::string milliseconds(double ms) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f ms", ms);
+  return text;
+}
+
+void log_outcome(const PluginInfo& info) {
+  const std::string who = "plugin " + info.name;
+  if (info.state == State::kActive) {
+    log::info(who + " " + info.version + " (vendor " + info.vendor + ") loaded from " + info.path +
+              " in " + milliseconds(info.load_ms) + ": " + std::to_string(info.ops.size()) +
+              " implementations, " + std::to_string(info.devices.size()) + " devices");
+  } else if (info.state == State::kSkipped) {
+    log::debug(who + " (" + info.path + ") left out: " + info.reason);
+  } else {
+    log::warning(who + " (" + info.path + ", from " + info.origin + ") not loaded: " + info.reason);
+  }
+}
+
+// A thread inside an op would wait for itself: a deactivation waits until every thread is outside.
+Status check_caller(const char* what) {
+  auto* inside_op = g_hooks.inside_op.load(std::memory_order_acquire);
+  if (inside_op != nullptr && inside_op()) {
+    return Status(StatusCode::kBusy, std::string("a plugin cannot be ") + what +
+                                         " from inside an op; do it after the call returned");
+  }
+  if (!LoadTurn::mine()) return {};
+  return failed_precondition(std::string("a plugin cannot be ") + what +
+                             " from inside an entry of another one; do it after that returned");
+}
+
+std::string stem(const std::string& path) {
+  std::string name = std::filesystem::path(path).stem().string();
+  for (const char* prefix : {"lib", "te_fl_"}) {
+    if (name.starts_with(prefix)) name.erase(0, std::string_view(prefix).size());
+  }
+  return name;
+}
+
+}  // namespace
+
+std::string reason_of(const Status& status) {
+  std::string text = status.message();
+  for (Status cause = status.cause(); !cause.ok(); cause = cause.cause()) {
+    text += ": " + cause.message();
+  }
+  return text;
+}
+
+Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry) {
+  TE_FL_RETURN_IF_ERROR(check_caller("loaded"));
+  const LoadTurn turn;
+  const Clock::time_point began = Clock::now();
+  Attempt attempt{request, registry, {}, {}, false, {}, {}};
+  PluginInfo& info = attempt.info;
+  info.name = request.manifest != nullptr ? request.manifest->name : stem(request.path);
+  if (request.manifest != nullptr) info.vendor = request.manifest->vendor;
+  info.path = request.path;
+  info.origin = request.origin;
+  Status status = check_file(attempt);
+  if (status.ok()) status = open_and_activate(attempt);
+  info.load_ms = milliseconds_since(began);
+  if (status.ok()) {
+    info.state = State::kActive;
+    for (const Device& d : attempt.instance->devices()) info.devices.push_back(to_string(d));
+    info.ops = attempt.instance->ops();
+  } else {
+    info.reason = reason_of(status);
+    if (info.state == State::kFailed) info.reason += left_mapped(attempt);
+  }
+  records::put({info, attempt.instance, {}, attempt.library, {}});
+  log_outcome(info);
+  if (status.ok()) return info;
+  return Status(status.code(), "plugin " + request.path + ": " + info.reason);
+}
+
+void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& registry) {
+  const LoadTurn turn;
+  const Clock::time_point began = Clock::now();
+  PluginInfo info;
+  info.name = name;
+  info.origin = "built-in";
+  Result<std::shared_ptr<Instance>> instance = activate(query, registry);
+  if (instance.ok()) {
+    describe((*instance)->header(), info);
+    info.state = State::kActive;
+    info.ops = (*instance)->ops();
+  } else {
+    info.reason = reason_of(instance.status());
+    log::error("built-in backend " + info.name + ": " + info.reason);
+  }
+  info.load_ms = milliseconds_since(began);
+  records::put({std::move(info), instance.ok() ? *instance : nullptr, {}, {}, {}});
+}
+
+Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& registry) {
+  TE_FL_RETURN_IF_ERROR(check_caller("deactivated"));
+  const LoadTurn turn;
+  Record record = records::active(name);
+  if (record.instance == nullptr) {
+    std::vector<std::string> names;
+    for (const PluginInfo& info : records::list()) {
+      if (info.state == State::kActive) names.push_back(info.name);
+    }
+    return not_found("there is no active plugin '" + name + "'" + core::did_you_mean(name, names) +
+                     " (active: " + (names.empty() ? "none" : core::join(names)) + ")");
+  }
+  if (record.info.origin == "built-in") {
+    return failed_precondition("'" + name +
+                               "' is built in and cannot be deactivated; a policy can keep it from "
+                               "being chosen (TE_FL_PER_OP)");
+  }
+  const Status status = withdraw(record.instance, registry);
+  if (!record.instance->withdrawn()) return status;  // nothing was changed
+  records::deactivated(name, status.ok() ? "" : reason_of(status),
+                       unmap ? nullptr : record.library.lock());
+  log::info("plugin " + name + " deactivated" + (status.ok() ? "" : ", but: " + reason_of(status)));
+  return status;
+}
+
+}  // namespace te_fl::plugins

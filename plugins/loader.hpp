@@ -1,0 +1,32 @@
+// From a file to an active plugin, and back.
+#pragma once
+
+#include <string>
+
+#include "plugins/manifest.hpp"
+#include "te_fl/op_registry.hpp"
+#include "te_fl/plugins.hpp"
+
+namespace te_fl::plugins {
+
+struct LoadRequest {
+  std::string path;                    // of the library, absolute
+  std::string origin;                  // PluginInfo::origin
+  const Manifest* manifest = nullptr;  // what it promises is checked; may be null
+  std::string leave_out;               // a plugin of this name is skipped, not loaded
+};
+
+// Trust, manifest, pre-flight, dlopen, query, create, devices, ops: all of it, or nothing remains.
+// Leaves a record and a log line in every case. Waits for its turn.
+Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry);
+
+// Activates a backend that is part of libte_fl, and records it. A failure is logged.
+void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& registry);
+
+// See plugins::deactivate.
+Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& registry);
+
+// A status and its causes on one line, for PluginInfo::reason.
+std::string reason_of(const Status& status);
+
+}  // namespace te_fl::plugins

@@ -1,0 +1,96 @@
+// The public functions of te_fl/plugins.hpp.
+#include "te_fl/plugins.hpp"
+
+#include <algorithm>
+#include <filesystem>
+
+#include "core/text.hpp"
+#include "plugins/discovery.hpp"
+#include "plugins/loader.hpp"
+#include "plugins/manifest.hpp"
+#include "plugins/records.hpp"
+#include "te_fl/op_manager.hpp"
+
+namespace te_fl::plugins {
+namespace {
+
+// Starts the process's manager, and with it discovery, unless a plugin asks that is being loaded.
+OpRegistry& started() {
+  return LoadTurn::mine() ? OpRegistry::instance() : OpManager::instance().registry();
+}
+
+Result<PluginInfo> load_by_name(const std::string& name, OpRegistry& registry) {
+  const SearchPath path = manifest_folders();
+  const ManifestScan scan = discover_manifests(path.folders);
+  std::vector<std::string> names;
+  for (const Manifest& manifest : scan.manifests) {
+    if (manifest.name == name) {
+      return load_library({manifest.library_path, "load()", &manifest, ""}, registry);
+    }
+    names.push_back(manifest.name);
+  }
+  std::string text = "no manifest has the name '" + name + "'" + core::did_you_mean(name, names) +
+                     " (known: " + (names.empty() ? "none" : core::join(names)) + "; looked in " +
+                     core::join(path.folders) + ")";
+  if (name.ends_with(".so")) text += "; a file needs a '/' in its name: ./" + name;
+  for (const std::string& error : scan.errors) text += "; refused: " + error;
+  return not_found(text);
+}
+
+std::string count_of(const ManifestScan& scan) {
+  if (!scan.absent.empty()) return "absent";
+  const size_t good = scan.manifests.size();
+  std::string text = std::to_string(good) + (good == 1 ? " manifest" : " manifests");
+  for (const std::string& error : scan.errors) text += "; refused: " + error;
+  return text;
+}
+
+}  // namespace
+
+std::string_view to_string(State state) {
+  switch (state) {
+    case State::kActive:
+      return "active";
+    case State::kFailed:
+      return "failed";
+    case State::kSkipped:
+      return "skipped";
+    case State::kAbandoned:
+      return "abandoned";
+    case State::kRetired:
+      return "retired";
+    case State::kDeactivated:
+      return "deactivated";
+  }
+  return "unknown";
+}
+
+std::vector<PluginInfo> list() {
+  started();
+  return records::list();
+}
+
+Result<PluginInfo> load(const std::string& path_or_name) {
+  OpRegistry& registry = started();
+  if (path_or_name.find('/') == path_or_name.npos) return load_by_name(path_or_name, registry);
+  std::error_code error;
+  const std::filesystem::path path = std::filesystem::absolute(path_or_name, error);
+  const std::string normal = error ? path_or_name : path.lexically_normal().string();
+  return load_library({normal, "load()", nullptr, ""}, registry);
+}
+
+Status deactivate(const std::string& name, bool unmap) {
+  return deactivate_plugin(name, unmap, started());
+}
+
+std::vector<std::string> search_path() {
+  const SearchPath path = manifest_folders();
+  std::vector<std::string> out;
+  for (const std::string& folder : path.folders) {
+    out.push_back(folder + ": " + count_of(discover_manifests({folder})));
+  }
+  out.insert(out.end(), path.problems.begin(), path.problems.end());
+  return out;
+}
+
+}  // namespace te_fl::plugins

@@ -1,0 +1,172 @@
+#include "plugins/records.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <mutex>
+
+#include "core/fork.hpp"
+
+namespace te_fl::plugins {
+namespace {
+
+// Plugins are never entered while it is held, and nothing that it guards is destroyed under it.
+constinit core::ForkMutex mutex(35);
+const core::ForkMutex::Registration registration(mutex);
+
+std::vector<Record>& all() {  // never freed: plugins serve until the last thread ends
+  static auto* const list = new std::vector<Record>;
+  return *list;
+}
+
+bool is_builtin(const Record& r) { return r.info.origin == "built-in"; }
+
+// May a newer record of the same plugin take its place?
+bool replaceable(const Record& r) {
+  switch (r.info.state) {
+    case State::kActive:
+    case State::kAbandoned:
+      return false;
+    case State::kRetired:
+      return r.instance == nullptr && r.retired.expired();
+    case State::kFailed:
+    case State::kSkipped:
+    case State::kDeactivated:
+      break;
+  }
+  return true;
+}
+
+bool same_plugin(const PluginInfo& a, const PluginInfo& b) {
+  if (a.path.empty()) return b.path.empty() && a.name == b.name && a.origin == b.origin;
+  return a.path == b.path && (a.name == b.name || a.origin == b.origin);
+}
+
+std::string canonical(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path real = std::filesystem::canonical(path, error);
+  return error ? path : real.string();
+}
+
+std::string references(int64_t objects) {
+  return "still referenced by " + std::to_string(objects) +
+         (objects == 1 ? " live object" : " live objects") +
+         " of its devices (memory, streams, events)";
+}
+
+std::atomic<int> g_turn{0};
+constinit thread_local bool t_turn = false;
+
+// The thread that had the turn is not in the child, unless it is the one that forked.
+void turn_in_child() {
+  if (!t_turn) g_turn.store(0, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+namespace records {
+
+void put(Record record) {
+  Record old;  // destroyed after the lock
+  const std::lock_guard lock(mutex);
+  for (Record& r : all()) {
+    if (!replaceable(r) || !same_plugin(r.info, record.info)) continue;
+    old = std::exchange(r, std::move(record));
+    r.kept = std::move(old.kept);
+    return;
+  }
+  const auto at =
+      is_builtin(record) ? std::find_if_not(all().begin(), all().end(), is_builtin) : all().end();
+  all().insert(at, std::move(record));
+}
+
+std::vector<PluginInfo> list() {
+  std::vector<Record> now;  // copies hold their instances: they go after the lock
+  {
+    const std::lock_guard lock(mutex);
+    now = all();
+  }
+  std::vector<PluginInfo> out;
+  for (Record& r : now) {
+    if (r.info.state == State::kRetired && r.instance == nullptr) {
+      if (const auto retired = r.retired.lock()) {
+        r.info.reason = references(retired->live_objects());
+      } else {
+        r.info.state = State::kDeactivated;
+        r.info.reason.clear();
+      }
+    }
+    out.push_back(std::move(r.info));
+  }
+  return out;
+}
+
+Record active(const std::string& name) {
+  const std::lock_guard lock(mutex);
+  for (const Record& r : all()) {
+    if (r.info.state == State::kActive && r.info.name == name) return r;
+  }
+  return {};
+}
+
+int64_t retired_objects(const std::string& name) {
+  std::shared_ptr<Instance> retired;
+  {
+    const std::lock_guard lock(mutex);
+    for (const Record& r : all()) {
+      if (r.info.state != State::kRetired || r.info.name != name) continue;
+      retired = r.instance != nullptr ? r.instance : r.retired.lock();
+      if (retired != nullptr) break;
+    }
+  }
+  return retired != nullptr ? retired->live_objects() : -1;
+}
+
+bool is_abandoned(const std::string& path) {
+  const std::string file = canonical(path);
+  const std::lock_guard lock(mutex);
+  return std::any_of(all().begin(), all().end(), [&](const Record& r) {
+    return r.info.state == State::kAbandoned && canonical(r.info.path) == file;
+  });
+}
+
+void deactivated(const std::string& name, const std::string& reason,
+                 std::shared_ptr<Library> kept) {
+  std::shared_ptr<Instance> last;  // released after the lock, like `kept`: that enters the plugin
+  const std::lock_guard lock(mutex);
+  for (Record& r : all()) {
+    if (r.info.state != State::kActive || r.info.name != name) continue;
+    r.info.state = State::kRetired;
+    r.info.reason = reason;
+    r.info.ops.clear();
+    std::swap(r.kept, kept);
+    r.retired = r.instance;
+    if (reason.empty()) last = std::move(r.instance);
+    return;
+  }
+}
+
+}  // namespace records
+
+LoadTurn::LoadTurn() {
+  static const int once = pthread_atfork(nullptr, nullptr, &turn_in_child);
+  static_cast<void>(once);
+  int free = 0;
+  while (!g_turn.compare_exchange_weak(free, 1, std::memory_order_acquire)) {
+    if (free != 0) g_turn.wait(1, std::memory_order_relaxed);
+    free = 0;
+  }
+  t_turn = true;
+}
+
+LoadTurn::~LoadTurn() {
+  t_turn = false;
+  g_turn.store(0, std::memory_order_release);
+  g_turn.notify_one();
+}
+
+bool LoadTurn::mine() noexcept { return t_turn; }
+
+}  // namespace te_fl::plugins

@@ -1,0 +1,53 @@
+// The list of every plugin met in this process, and the turn to load or deactivate one.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plugins/activate.hpp"
+#include "plugins/library.hpp"
+#include "te_fl/plugins.hpp"
+
+namespace te_fl::plugins {
+
+struct Record {
+  PluginInfo info;
+  std::shared_ptr<Instance> instance;  // while active, and for ever if quiesce() failed
+  std::weak_ptr<Instance> retired;     // after deactivation, until it is destroyed
+  std::weak_ptr<Library> library;      // of an active plugin
+  std::shared_ptr<Library> kept;       // keeps a deactivated plugin mapped
+};
+
+// The records. Thread-safe; each function copies.
+namespace records {
+
+// Adds a record; it replaces an older one of the same plugin that is neither active, retired nor
+// abandoned.
+void put(Record record);
+// All, built-ins first, with the state as it is now.
+std::vector<PluginInfo> list();
+// The active (also built-in) plugin of a name; `instance` is null if there is none.
+Record active(const std::string& name);
+// Live objects of the retired plugin of a name that is not destroyed yet; -1 if there is none.
+int64_t retired_objects(const std::string& name);
+// Whether the file at `path` is an abandoned plugin's, which must not be entered again.
+bool is_abandoned(const std::string& path);
+// Marks the active plugin of a name as deactivated. `reason` not empty: it stays, for that reason.
+// `kept` stays open; null: nothing of an earlier deactivation is kept either.
+void deactivated(const std::string& name, const std::string& reason, std::shared_ptr<Library> kept);
+
+}  // namespace records
+
+// Loads and deactivations go one after the other. Waits for its turn; not to be made by a thread
+// that has it (mine()), as a plugin that loads another from its own entry would.
+class LoadTurn {
+ public:
+  LoadTurn();
+  ~LoadTurn();
+  LoadTurn(const LoadTurn&) = delete;
+  LoadTurn& operator=(const LoadTurn&) = delete;
+  static bool mine() noexcept;
+};
+
+}  // namespace te_fl::plugins

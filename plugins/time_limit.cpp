@@ -1,0 +1,49 @@
+#include "plugins/time_limit.hpp"
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace te_fl::plugins {
+namespace {
+
+struct Shared {
+  std::function<te_fl_status()> call;
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool done = false;
+  te_fl_status status = TE_FL_OK;
+};
+
+}  // namespace
+
+LimitedCall run_with_limit(std::function<te_fl_status()> call, std::chrono::milliseconds limit) {
+  auto shared = std::make_shared<Shared>();
+  shared->call = std::move(call);
+  std::thread helper;
+  try {
+    helper = std::thread([shared] {
+      const te_fl_status status = shared->call();
+      const std::lock_guard lock(shared->mutex);
+      shared->status = status;
+      shared->done = true;
+      shared->ended.notify_all();
+    });
+  } catch (const std::system_error&) {
+    return {TE_FL_OUT_OF_MEMORY, false};
+  }
+  std::unique_lock lock(shared->mutex);
+  const bool done = shared->ended.wait_for(lock, limit, [&] { return shared->done; });
+  const te_fl_status status = shared->status;
+  lock.unlock();
+  if (!done) {
+    helper.detach();
+    return {TE_FL_TIMEOUT, true};
+  }
+  helper.join();  // its thread-local objects may need the plugin's code
+  return {status, false};
+}
+
+}  // namespace te_fl::plugins

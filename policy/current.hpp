@@ -1,0 +1,38 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "te_fl/environment.hpp"
+#include "te_fl/policy.hpp"
+
+// Which policy is in force, as the hot path asks it: an id, no lock, no string.
+namespace te_fl::policy {
+
+inline constexpr uint32_t kInvalidPolicy = UINT32_MAX;  // the environment's policy is in error
+
+// A policy id plus one; 0: none. The scope belongs to the thread.
+extern constinit thread_local uint32_t t_scope [[gnu::tls_model("initial-exec")]];
+extern std::atomic<uint32_t> g_global;
+// The environment's policy: low 32 bits of the generation it was read at, then its id.
+extern std::atomic<uint64_t> g_environment;
+
+// Reads the environment's policy again; its id or kInvalidPolicy.
+uint32_t refresh_environment();
+
+// current_policy() says why if this is kInvalidPolicy.
+inline uint32_t current_id() {
+  if (t_scope != 0) return t_scope - 1;
+  if (const uint32_t global = g_global.load(std::memory_order_relaxed); global != 0)
+    return global - 1;
+  const uint64_t word = g_environment.load(std::memory_order_acquire);
+  if (static_cast<uint32_t>(word >> 32) == static_cast<uint32_t>(environment::generation())) {
+    return static_cast<uint32_t>(word);
+  }
+  return refresh_environment();
+}
+
+// Settings of an interned policy; valid forever.
+const PolicySettings& settings_of(uint32_t id);
+
+}  // namespace te_fl::policy

@@ -1,0 +1,195 @@
+// Interned policies, and which one is in force.
+
+#include "te_fl/policy.hpp"
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <unordered_map>
+
+#include "core/fork.hpp"
+#include "core/op_table.hpp"
+#include "policy/current.hpp"
+#include "policy/text.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl {
+namespace policy {
+
+constinit thread_local uint32_t t_scope = 0;
+std::atomic<uint32_t> g_global{0};
+// No generation has these low bits before the first read: generation() counts up from a small
+// number.
+std::atomic<uint64_t> g_environment{uint64_t{UINT32_MAX} << 32 | kInvalidPolicy};
+
+namespace {
+
+void append_list(std::string& out, const char* name, const std::vector<std::string>& items) {
+  if (items.empty()) return;
+  out += out.empty() ? "" : " ";
+  out += name;
+  out += '=';
+  for (size_t i = 0; i < items.size(); ++i) out += (i == 0 ? "" : ",") + items[i];
+}
+
+std::string token_text(const PolicyToken& token) {
+  switch (token.type) {
+    case PolicyToken::Type::kKind:
+      return token.kind == Kind::kDefault ? "flagos" : std::string(to_string(token.kind));
+    case PolicyToken::Type::kVendorName:
+      return "vendor:" + token.name;
+    case PolicyToken::Type::kImpl:
+      return "impl:" + token.name;
+  }
+  return "?";
+}
+
+// Complete: two settings with one text are equal. Doubles as the interning key.
+std::string text_of(const PolicySettings& s) {
+  std::string out;
+  const auto word = [&](const std::string& w) { out += (out.empty() ? "" : " ") + w; };
+  if (s.prefer) {
+    word("prefer=" + (*s.prefer == Kind::kDefault ? "flagos" : std::string(to_string(*s.prefer))));
+  }
+  if (s.strict) word("strict=1");
+  if (s.deterministic) word("deterministic=1");
+  append_list(out, "allow_vendors", s.allow_vendors);
+  append_list(out, "deny_vendors", s.deny_vendors);
+  std::string lists;
+  for (const auto& [op, tokens] : s.per_op) {
+    lists += (lists.empty() ? "" : ";") + op + "=";
+    for (size_t i = 0; i < tokens.size(); ++i) lists += (i == 0 ? "" : "|") + token_text(tokens[i]);
+  }
+  if (!lists.empty()) word("per_op=" + lists);
+  return out;
+}
+
+// Nothing else is called while it is held.
+constinit core::ForkMutex mutex(35);
+const core::ForkMutex::Registration registration(mutex);
+
+struct Interned {
+  std::deque<PolicySettings> by_id;  // addresses stay
+  std::unordered_map<std::string, uint32_t> ids;
+  Status environment_error;  // of the word in g_environment
+};
+
+Interned& interned() {
+  static Interned* const table = [] {
+    auto* made = new Interned;  // never freed: policies may be used until the last thread ends
+    made->by_id.emplace_back();
+    made->ids.emplace(text_of({}), 0);
+    return made;
+  }();
+  return *table;
+}
+
+void normalise(std::vector<std::string>& vendors) {
+  for (std::string& v : vendors) {
+    for (char& c : v) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  }
+  std::sort(vendors.begin(), vendors.end());
+  vendors.erase(std::unique(vendors.begin(), vendors.end()), vendors.end());
+}
+
+std::vector<std::string> catalogue_names() {
+  std::vector<std::string> names;
+  for (const te_fl_op_schema* schema : core::catalogue()) names.emplace_back(schema->name);
+  return names;
+}
+
+// Settings made in code did not pass a parser; a list for an op that does not exist has no effect.
+void warn_unknown_ops(const PolicySettings& settings) {
+  if (settings.per_op.empty()) return;
+  const std::vector<std::string> names = catalogue_names();
+  for (const auto& [op, tokens] : settings.per_op) {
+    if (op.find("::") != std::string::npos) continue;
+    if (std::find(names.begin(), names.end(), op) != names.end()) continue;
+    log::once(log::Level::kWarning, "policy op " + op,
+              "a policy has a list for op " + quoted(op) + ", which does not exist" +
+                  did_you_mean(op, names));
+  }
+}
+
+}  // namespace
+
+const PolicySettings& settings_of(uint32_t id) {
+  Interned& table = interned();
+  std::lock_guard lock(mutex);
+  return table.by_id[id];
+}
+
+uint32_t refresh_environment() {
+  // Core is asked outside our lock. A generation that moves on meanwhile is read by the next call.
+  const uint64_t generation = environment::generation();
+  // Custom ops need not be known here: a "vendor::op" name always passes.
+  const Result<SelectionPolicy> policy = SelectionPolicy::from_environment(catalogue_names());
+  const uint32_t id = policy.ok() ? policy->id() : kInvalidPolicy;
+  Interned& table = interned();
+  std::lock_guard lock(mutex);
+  table.environment_error = policy.status();
+  g_environment.store(static_cast<uint64_t>(static_cast<uint32_t>(generation)) << 32 | id,
+                      std::memory_order_release);
+  return id;
+}
+
+}  // namespace policy
+
+SelectionPolicy::SelectionPolicy() noexcept : settings_(&policy::settings_of(0)) {}
+
+SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
+  policy::normalise(settings.allow_vendors);
+  policy::normalise(settings.deny_vendors);
+  std::string key = policy::text_of(settings);
+  policy::warn_unknown_ops(settings);
+  SelectionPolicy made;
+  policy::Interned& table = policy::interned();
+  std::lock_guard lock(policy::mutex);
+  const auto [at, added] = table.ids.emplace(std::move(key), table.by_id.size());
+  if (added) table.by_id.push_back(std::move(settings));
+  made.id_ = at->second;
+  made.settings_ = &table.by_id[made.id_];
+  return made;
+}
+
+std::string SelectionPolicy::describe() const {
+  const std::string text = policy::text_of(*settings_);
+  return text.empty() ? "pure priority" : text;
+}
+
+void set_global_policy(SelectionPolicy policy) {
+  policy::g_global.store(policy.id() + 1, std::memory_order_release);
+}
+
+void clear_global_policy() { policy::g_global.store(0, std::memory_order_release); }
+
+Result<SelectionPolicy> current_policy() {
+  while (true) {
+    const uint32_t id = policy::current_id();
+    if (id != policy::kInvalidPolicy) return SelectionPolicy::intern(policy::settings_of(id));
+    policy::Interned& table = policy::interned();
+    std::lock_guard lock(policy::mutex);
+    if (table.environment_error.ok()) continue;  // repaired between the two looks
+    return table.environment_error.wrap("the selection policy of the environment is invalid");
+  }
+}
+
+PolicyScope::PolicyScope(SelectionPolicy policy) : previous_(policy::t_scope) {
+  policy::t_scope = policy.id() + 1;
+}
+
+PolicyScope::~PolicyScope() { policy::t_scope = previous_; }
+
+CapturedPolicy CapturedPolicy::capture() {
+  CapturedPolicy captured;
+  if (policy::t_scope != 0) {
+    captured.policy_ = SelectionPolicy::intern(policy::settings_of(policy::t_scope - 1));
+  }
+  return captured;
+}
+
+std::unique_ptr<PolicyScope> CapturedPolicy::enter() const {
+  return policy_ ? std::make_unique<PolicyScope>(*policy_) : nullptr;
+}
+
+}  // namespace te_fl

@@ -1,0 +1,247 @@
+#include "policy/select.hpp"
+
+#include <algorithm>
+#include <cctype>
+
+#include "policy/text.hpp"
+#include "te_fl/dtype.hpp"
+
+namespace te_fl::policy {
+namespace {
+
+constexpr uint32_t kUnlisted = UINT32_MAX;
+using Tokens = std::vector<PolicyToken>;
+
+bool contains_vendor(const std::vector<std::string>& list, std::string_view vendor) {
+  return std::any_of(list.begin(), list.end(),
+                     [&](const std::string& name) { return same_vendor(name, vendor); });
+}
+
+bool matches(const PolicyToken& token, const Option& option) {
+  switch (token.type) {
+    case PolicyToken::Type::kKind:
+      return option.kind == token.kind;
+    case PolicyToken::Type::kVendorName:
+      return option.kind == Kind::kVendor && same_vendor(token.name, option.vendor);
+    case PolicyToken::Type::kImpl:
+      return option.impl_id == token.name;
+  }
+  return false;
+}
+
+uint32_t group_of(const PolicySettings& settings, const Tokens* tokens, const Option& option) {
+  if (tokens != nullptr) {
+    for (uint32_t i = 0; i < tokens->size(); ++i) {
+      if (matches((*tokens)[i], option)) return i;
+    }
+    return kUnlisted;
+  }
+  return settings.prefer && option.kind != *settings.prefer ? 1 : 0;
+}
+
+// Only VENDOR implementations are filtered; deny wins.
+Refusal vendor_refusal(const PolicySettings& settings, const Option& option) {
+  if (option.kind != Kind::kVendor) return Refusal::kNone;
+  if (contains_vendor(settings.deny_vendors, option.vendor)) return Refusal::kDenied;
+  if (!settings.allow_vendors.empty() && !contains_vendor(settings.allow_vendors, option.vendor)) {
+    return Refusal::kNotAllowed;
+  }
+  return Refusal::kNone;
+}
+
+bool on_device(const Option& option, const Device& device) {
+  const auto has = [&](int32_t type) {
+    return type >= 0 && type < 64 && (option.device_types >> type & 1) != 0;
+  };
+  // Pinned memory counts as host memory.
+  return has(device.type) || (device.is_host() && has(TE_FL_DEVICE_CPU));
+}
+
+Refusal capability_refusal(const PolicySettings& settings, const Call& call, const Option& option) {
+  if (!on_device(option, call.device)) return Refusal::kDevice;
+  if (option.min_arch > call.arch) return Refusal::kArch;
+  if ((call.dtypes & ~option.dtypes) != 0) return Refusal::kDtype;
+  if ((call.scalings & ~option.scalings) != 0) return Refusal::kScaling;
+  if (option.param_version < call.version) return Refusal::kVersion;
+  if (settings.deterministic && (option.flags & TE_FL_OP_DETERMINISTIC) == 0) {
+    return Refusal::kNondeterministic;
+  }
+  if (call.capturing && (option.flags & TE_FL_OP_GRAPH_SAFE) == 0) return Refusal::kNotGraphSafe;
+  return Refusal::kNone;
+}
+
+const Tokens* list_for(const PolicySettings& settings, std::string_view op) {
+  if (settings.per_op.empty()) return nullptr;
+  const auto at = settings.per_op.find(op);
+  return at == settings.per_op.end() ? nullptr : &at->second;
+}
+
+template <class Name>
+std::string mask_text(uint32_t mask, int count, Name&& name) {
+  std::string out;
+  for (int i = 0; i < count; ++i) {
+    if ((mask >> i & 1) != 0) out += (out.empty() ? "" : "|") + std::string(name(i));
+  }
+  return out.empty() ? "nothing" : out;
+}
+
+std::string joined(const std::vector<std::string>& items) {
+  std::string out;
+  for (const std::string& item : items) out += (out.empty() ? "" : ",") + item;
+  return out;
+}
+
+std::string device_type_text(uint64_t mask) {
+  std::string out;
+  for (int32_t type = 0; type < 64; ++type) {
+    if ((mask >> type & 1) == 0) continue;
+    std::string name = type == TE_FL_DEVICE_EXT ? "ext" : to_string(Device{type, 0, 0});
+    if (const size_t colon = name.find(':'); colon != std::string::npos) name.resize(colon);
+    out += (out.empty() ? "" : "|") + name;
+  }
+  return out.empty() ? "no device" : out;
+}
+
+}  // namespace
+
+bool same_vendor(std::string_view a, std::string_view b) {
+  const auto canonical = [](std::string_view v) {
+    return v == "cuda" ? std::string_view("nvidia") : v;
+  };
+  const auto equal = [](std::string_view x, std::string_view y) {
+    return x.size() == y.size() &&
+           std::equal(x.begin(), x.end(), y.begin(), [](unsigned char p, unsigned char q) {
+             return std::tolower(p) == std::tolower(q);
+           });
+  };
+  if (equal(a, b)) return true;
+  return equal(canonical(lower(a)), canonical(lower(b)));
+}
+
+Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options) {
+  const Tokens* tokens = list_for(settings, call.op);
+  Decision decision;
+  decision.order.reserve(options.size());
+  for (uint32_t i = 0; i < options.size(); ++i) {
+    Verdict v{i, group_of(settings, tokens, options[i]), Refusal::kNone};
+    if (v.group == kUnlisted) v.refusal = Refusal::kNotListed;
+    if (v.refusal == Refusal::kNone) v.refusal = vendor_refusal(settings, options[i]);
+    if (v.refusal == Refusal::kNone) v.refusal = capability_refusal(settings, call, options[i]);
+    decision.order.push_back(v);
+  }
+  std::sort(decision.order.begin(), decision.order.end(), [&](const Verdict& a, const Verdict& b) {
+    if (a.group != b.group) return a.group < b.group;
+    const Option& x = options[a.option];
+    const Option& y = options[b.option];
+    if (x.priority != y.priority) return x.priority > y.priority;
+    return x.impl_id < y.impl_id;
+  });
+  for (size_t i = 0; i < decision.order.size(); ++i) {
+    const Verdict& v = decision.order[i];
+    if (v.group != 0) break;
+    if (v.refusal == Refusal::kDenied || v.refusal == Refusal::kNotAllowed ||
+        v.refusal == Refusal::kDevice) {
+      continue;
+    }
+    decision.first = static_cast<int32_t>(i);
+    break;
+  }
+  return decision;
+}
+
+std::string dtype_mask_text(uint32_t mask) {
+  return mask_text(mask, TE_FL_DTYPE_COUNT, [](int i) { return name(static_cast<DType>(i)); });
+}
+
+std::string scaling_mask_text(uint32_t mask) {
+  return mask_text(mask, TE_FL_SCALING_COUNT, [](int i) { return name(static_cast<Scaling>(i)); });
+}
+
+std::string refusal_text(Refusal refusal, const Option& option, const Call& call,
+                         const PolicySettings& settings, const ArgumentNames* names) {
+  const auto of = [](const std::string& argument) {
+    return argument.empty() ? "" : " of " + argument;
+  };
+  switch (refusal) {
+    case Refusal::kNone:
+      return "";
+    case Refusal::kNotListed:
+      return "the policy's list for this op does not name it";
+    case Refusal::kDenied:
+      return "vendor " + std::string(option.vendor) + " is denied (TE_FL_DENY_VENDORS " +
+             joined(settings.deny_vendors) + ")";
+    case Refusal::kNotAllowed:
+      return "vendor " + std::string(option.vendor) +
+             " is not among the allowed (TE_FL_ALLOW_VENDORS " + joined(settings.allow_vendors) +
+             ")";
+    case Refusal::kDevice:
+      return "the tensors are on " + to_string(call.device) + ", it serves " +
+             device_type_text(option.device_types);
+    case Refusal::kArch:
+      return "it needs architecture " + std::to_string(option.min_arch) + " or newer, " +
+             to_string(call.device) + " is " + std::to_string(call.arch);
+    case Refusal::kDtype:
+      return "dtype " + dtype_mask_text(call.dtypes & ~option.dtypes) +
+             of(names == nullptr ? "" : names->dtype_outside(option.dtypes)) +
+             " is not served (it serves " + dtype_mask_text(option.dtypes) + ")";
+    case Refusal::kScaling:
+      return "scaling " + scaling_mask_text(call.scalings & ~option.scalings) +
+             of(names == nullptr ? "" : names->scaling_outside(option.scalings)) +
+             " is not served (it serves " + scaling_mask_text(option.scalings) + ")";
+    case Refusal::kVersion: {
+      const std::string newer = names == nullptr ? "" : names->newer_than(option.param_version);
+      return "it implements version " + std::to_string(option.param_version) +
+             " of the op, the call uses " + (newer.empty() ? "arguments" : newer) + " of version " +
+             std::to_string(call.version);
+    }
+    case Refusal::kNondeterministic:
+      return "it is not deterministic and the policy asks for that (TE_FL_DETERMINISTIC)";
+    case Refusal::kNotGraphSafe:
+      return "the stream is being captured into a graph, which it does not allow";
+  }
+  return "?";
+}
+
+std::string missing_first_text(const Call& call, const PolicySettings& settings) {
+  std::string what = "no implementation";
+  if (const Tokens* tokens = list_for(settings, call.op); tokens != nullptr && !tokens->empty()) {
+    const PolicyToken& token = tokens->front();
+    switch (token.type) {
+      case PolicyToken::Type::kKind:
+        what = "no " + std::string(to_string(token.kind)) + " implementation";
+        break;
+      case PolicyToken::Type::kVendorName:
+        what = "no implementation of vendor " + token.name;
+        break;
+      case PolicyToken::Type::kImpl:
+        what = "no implementation " + token.name;
+        break;
+    }
+  } else if (settings.prefer) {
+    what = "no " + std::string(to_string(*settings.prefer)) + " implementation";
+  }
+  return what + " that the vendor filters let pass is registered for op " + quoted(call.op) +
+         " on " + to_string(call.device);
+}
+
+std::vector<std::string> unknown_vendors(const PolicySettings& settings,
+                                         std::span<const std::string> known) {
+  std::vector<std::string> unknown;
+  const auto look = [&](const std::string& vendor) {
+    for (const std::string& k : known) {
+      if (same_vendor(k, vendor)) return;
+    }
+    if (std::find(unknown.begin(), unknown.end(), vendor) == unknown.end())
+      unknown.push_back(vendor);
+  };
+  for (const std::string& v : settings.allow_vendors) look(v);
+  for (const std::string& v : settings.deny_vendors) look(v);
+  for (const auto& [op, tokens] : settings.per_op) {
+    for (const PolicyToken& token : tokens) {
+      if (token.type == PolicyToken::Type::kVendorName) look(token.name);
+    }
+  }
+  return unknown;
+}
+
+}  // namespace te_fl::policy

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "te_fl/device.hpp"
+#include "te_fl/policy.hpp"
+
+// The deciding function: policy, call and implementations in, ordered candidates with reasons out.
+// Pure: it reads nothing else, so dispatch and `te-fl explain` cannot differ. Reasons are kept as
+// codes and put into words on demand, since dispatch seldom needs the words.
+namespace te_fl::policy {
+
+// An implementation as deciding sees it.
+struct Option {
+  std::string_view impl_id;
+  std::string_view vendor;  // lower case
+  Kind kind = Kind::kDefault;
+  int32_t priority = 0;
+  uint32_t param_version = 1;
+  uint32_t flags = 0;  // TE_FL_OP_*
+  uint32_t min_arch = 0;
+  uint32_t dtypes = 0;
+  uint32_t scalings = 0;
+  uint64_t device_types = 0;
+};
+
+// What static constraints read of a call.
+struct Call {
+  std::string_view op;
+  Device device;
+  uint32_t arch = 0;  // of the device
+  uint32_t dtypes = 0;
+  uint32_t scalings = 0;
+  uint32_t version = 1;  // newest parameter version whose arguments the call uses
+  bool capturing = false;
+};
+
+enum class Refusal : uint8_t {
+  kNone,
+  kNotListed,   // an exclusive per-op list leaves it out
+  kDenied,      // deny_vendors
+  kNotAllowed,  // allow_vendors
+  kDevice,
+  kArch,
+  kDtype,
+  kScaling,
+  kVersion,  // the call uses a newer argument
+  kNondeterministic,
+  kNotGraphSafe,
+};
+
+// True if the refusal comes from the policy rather than from what the implementation can do.
+constexpr bool is_policy_refusal(Refusal r) {
+  return r == Refusal::kNotListed || r == Refusal::kDenied || r == Refusal::kNotAllowed ||
+         r == Refusal::kNondeterministic;
+}
+
+struct Verdict {
+  uint32_t option = 0;  // index into the options given
+  uint32_t group = 0;  // token of the per-op list, or 0 preferred / 1 other; UINT32_MAX: not listed
+  Refusal refusal = Refusal::kNone;
+};
+
+struct Decision {
+  std::vector<Verdict> order;  // as they would be tried; refused ones where they stand
+  // For STRICT: index into `order` of the top-ranked implementation on the call's device after
+  // vendor filters within the first token (the preferred kind), whether or not it can serve the
+  // call; -1: there is none.
+  int32_t first = -1;
+};
+
+Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options);
+
+// Names of the arguments that a refusal is about, where the call's arguments are at hand.
+class ArgumentNames {
+ public:
+  virtual ~ArgumentNames() = default;
+  virtual std::string dtype_outside(uint32_t mask) const = 0;
+  virtual std::string scaling_outside(uint32_t mask) const = 0;
+  virtual std::string newer_than(uint32_t version) const = 0;
+};
+
+// Why `option` was refused, e.g. "dtype f64 of input is not served (it serves f32|f16)". Empty for
+// kNone.
+std::string refusal_text(Refusal refusal, const Option& option, const Call& call,
+                         const PolicySettings& settings, const ArgumentNames* names);
+// What STRICT missed if Decision::first is -1, e.g. "no vendor implementation is registered for
+// cpu".
+std::string missing_first_text(const Call& call, const PolicySettings& settings);
+// Case-insensitive; nvidia and cuda are one vendor.
+bool same_vendor(std::string_view a, std::string_view b);
+// Vendor names that the settings mention and `known` lacks.
+std::vector<std::string> unknown_vendors(const PolicySettings& settings,
+                                         std::span<const std::string> known);
+// "f32|bf16", "none|tensor"
+std::string dtype_mask_text(uint32_t mask);
+std::string scaling_mask_text(uint32_t mask);
+
+}  // namespace te_fl::policy

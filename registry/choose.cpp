@@ -1,0 +1,105 @@
+// From a call to the implementations that may serve it.
+
+#include <algorithm>
+
+#include "policy/current.hpp"
+#include "registry/manager_impl.hpp"
+
+namespace te_fl::registry {
+namespace {
+
+bool is_capturing(const Device& device, void* stream) {
+  if (device.is_host()) return false;
+  const Result<const te_fl_device_desc*> desc = devices::find(device);
+  if (!desc.ok() || (*desc)->api->is_capturing == nullptr) return false;
+  int32_t capturing = 0;
+  const te_fl_status code = (*desc)->api->is_capturing((*desc)->self, stream, &capturing);
+  return code == TE_FL_OK && capturing != 0;
+}
+
+bool mentions_names(const PolicySettings& s) {
+  return !s.per_op.empty() || !s.allow_vendors.empty() || !s.deny_vendors.empty();
+}
+
+}  // namespace
+
+Status prepare_call(Call& call) {
+  if (call.args == nullptr || !call.row.compiled->check(call.args, call.signature)) {
+    return bad_arguments(call.row, call.args);
+  }
+  call.policy = policy::current_id();
+  if (call.policy == policy::kInvalidPolicy) return invalid_policy(call.row);
+  call.capturing = is_capturing(call.signature.device, call.options.stream);
+  return {};
+}
+
+Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
+                      const core::Signature& signature, uint32_t policy, bool capturing) {
+  if (!table.lost.empty()) {
+    if (const LostDevice* lost = table.lost_device(signature.device)) {
+      return Status(StatusCode::kDeviceLost,
+                    "device " + to_string(lost->device) + " is lost since " + lost->reason +
+                        "; no op runs on it any more: restart the process, or use another device");
+    }
+  }
+  Choice choice;
+  choice.settings = &policy::settings_of(policy);
+  const Result<uint32_t> arch = owner.arch(signature.device);
+  // A device that is not there serves nothing; the candidates' reasons say so better.
+  if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
+  choice.call = {row.compiled->schema().name,
+                 signature.device,
+                 arch.ok() ? *arch : 0,
+                 signature.dtypes,
+                 signature.scalings,
+                 signature.version,
+                 capturing};
+  choice.decision = policy::decide(*choice.settings, choice.call, row.options);
+  if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);
+  return choice;
+}
+
+Result<const RouteEntry*> route_of(Call& call) {
+  const RouteKey key(call.op, call.signature, call.policy, call.capturing);
+  if (const RouteEntry* known = call.thread.routes.find(call.table.id, key)) return known;
+  TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
+                                                     call.signature, call.policy, call.capturing));
+  auto route = std::make_unique<Route>();
+  route->deterministic = choice.settings->deterministic;
+  route->strict = choice.settings->strict;
+  for (size_t i = 0; i < choice.decision.order.size(); ++i) {
+    const policy::Verdict& v = choice.decision.order[i];
+    if (v.refusal == policy::Refusal::kNone && choice.permits(i)) {
+      route->order.push_back(call.row.impls[v.option].get());
+    }
+  }
+  RouteEntry& entry = call.thread.routes.victim(call.table.id, key);
+  entry.table = call.table.id;
+  entry.key = key;
+  entry.fast = nullptr;
+  entry.counter = nullptr;
+  if (!route->order.empty()) {
+    const Implementation& first = *route->order.front();
+    entry.counter = call.thread.counters.at(first.counter);
+    const bool plain = first.direct && call.row.saved == nullptr && !route->deterministic &&
+                       !call.capturing && entry.counter != nullptr;
+    entry.fast = plain ? &first : nullptr;
+  }
+  entry.route = std::move(route);
+  return &entry;
+}
+
+te_fl_context context_of(const Call& call, bool deterministic, const te_fl_error_sink* errors) {
+  te_fl_context context{};
+  context.struct_size = sizeof context;
+  context.flags = (deterministic ? uint32_t{TE_FL_CALL_DETERMINISTIC} : 0u) |
+                  (call.capturing ? uint32_t{TE_FL_CALL_CAPTURING} : 0u);
+  context.device = call.signature.device.to_c();
+  context.provider = call.signature.device.provider;
+  context.stream = call.options.stream;
+  context.rng = call.options.rng;
+  context.errors = errors;
+  return context;
+}
+
+}  // namespace te_fl::registry

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+// Epoch-based reclamation. A thread publishes the epoch at which it entered an op in its own cache
+// line; what was unpublished at epoch E is freed when every thread is outside or entered after E.
+// Readers take no lock and write only their own line.
+namespace te_fl::registry {
+
+struct ThreadRecord;
+
+// The counter that retire() advances.
+struct alignas(64) EpochCounter {
+  std::atomic<uint64_t> value{1};
+  // True if the kernel orders readers for us (membarrier), so that entering needs no fence of its
+  // own.
+  std::atomic<bool> asymmetric{false};
+};
+extern EpochCounter g_epoch;
+
+// A thread's published epoch; 0: outside.
+struct alignas(64) EpochSlot {
+  std::atomic<uint64_t> epoch{0};
+  uint32_t depth = 0;  // nested ops; the thread's own
+};
+
+// Marks the thread as inside an op. Entering again only counts.
+class EpochGuard {
+ public:
+  explicit EpochGuard(EpochSlot& slot) noexcept : slot_(slot) {
+    if (slot_.depth++ != 0) return;
+    const uint64_t now = g_epoch.value.load(std::memory_order_acquire);
+    if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {
+      slot_.epoch.store(now, std::memory_order_relaxed);
+      std::atomic_signal_fence(std::memory_order_seq_cst);  // the writer's membarrier does the rest
+    } else {
+      slot_.epoch.exchange(now, std::memory_order_seq_cst);
+    }
+  }
+  ~EpochGuard() {
+    if (--slot_.depth == 0) slot_.epoch.store(0, std::memory_order_release);
+  }
+  EpochGuard(const EpochGuard&) = delete;
+  EpochGuard& operator=(const EpochGuard&) = delete;
+
+ private:
+  EpochSlot& slot_;
+};
+
+// True if the calling thread is inside an op.
+bool inside_op() noexcept;
+// Call after unpublishing something; returns the epoch at which it was retired.
+uint64_t retire();
+// The least epoch at which a thread that is inside entered; UINT64_MAX if all are outside. What was
+// retired at a lesser epoch can be seen by nobody.
+uint64_t oldest_inside();
+// Waits until nobody can see what was retired at `epoch`. The caller must not be inside an op.
+void wait_quiescent(uint64_t epoch);
+
+}  // namespace te_fl::registry

@@ -1,0 +1,15 @@
+#pragma once
+
+namespace te_fl::registry {
+
+// Makes a forked child's dispatch whole again; installed once, with the first registry. Locks of
+// the process are core::ForkMutex's, which fork() takes; this handles what belonged to threads that
+// are gone.
+void install_fork_child();
+
+// The parts, one per file that owns the state.
+void registries_after_fork_in_child();
+void managers_after_fork_in_child();
+void instance_after_fork_in_child();
+
+}  // namespace te_fl::registry

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "registry/plan_cache.hpp"
+#include "te_fl/op_registry.hpp"
+#include "te_fl/plugin.h"
+
+namespace te_fl::registry {
+
+struct ThreadRecord;
+
+// Serialises the run() of an implementation that is not thread-safe. Knows its owner, so that a
+// recursion is an error rather than a deadlock, and so that a forked child can tell a dead owner.
+class SerialLock {
+ public:
+  // False if the calling thread holds it already.
+  bool lock(const ThreadRecord* self) {
+    if (owner_.load(std::memory_order_relaxed) == self) return false;
+    mutex_.lock();
+    owner_.store(self, std::memory_order_relaxed);
+    return true;
+  }
+  void unlock() {
+    owner_.store(nullptr, std::memory_order_relaxed);
+    mutex_.unlock();
+  }
+  // In a forked child: free it unless the surviving thread holds it.
+  void reset_after_fork(const ThreadRecord* self) {
+    if (owner_.load(std::memory_order_relaxed) == self && self != nullptr) return;
+    owner_.store(nullptr, std::memory_order_relaxed);
+    new (&mutex_) std::mutex;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<const ThreadRecord*> owner_{nullptr};
+};
+
+// One registered implementation. Immutable but for its lock and its plans; shared by the tables
+// that list it, and destroyed when the last of them is: plans first, then keep_alive.
+struct Implementation {
+  Implementation() = default;
+  ~Implementation();
+  Implementation(const Implementation&) = delete;
+  Implementation& operator=(const Implementation&) = delete;
+
+  std::shared_ptr<void> keep_alive;  // declared first: released after the plans
+  te_fl_op_desc desc{};              // a copy; its strings are the ones below
+  std::string op;
+  std::string impl_id;
+  std::string vendor;  // lower case
+  std::string owner;
+  const char* interned_id =
+      nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
+  Kind kind = Kind::kDefault;
+  uint64_t number = 0;   // unique in the process, never given again
+  uint32_t counter = 0;  // index of its call counters
+  bool direct = false;   // run() needs nothing but a context: no supports(), scratch, plan or lock
+  bool checks_support = false;  // supports() is to be called per call
+  mutable SerialLock serial;
+  mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present
+};
+
+// A string with the same text and an address that lasts as long as the process.
+const char* intern_string(std::string_view text);
+
+}  // namespace te_fl::registry

@@ -1,0 +1,69 @@
+// The process's manager, and what its first use starts.
+
+#include <atomic>
+#include <thread>
+
+#include "plugins/discovery.hpp"
+#include "plugins/loader.hpp"
+#include "registry/builtins.hpp"
+#include "registry/fork_child.hpp"
+#include "te_fl/log.hpp"
+#include "te_fl/op_manager.hpp"
+
+namespace te_fl {
+namespace {
+
+enum Start : int { kNotStarted, kStarting, kReady };
+
+std::atomic<int> g_start{kNotStarted};
+std::atomic<bool> g_cut_short{false};
+// Set by the thread that starts: what it loads may ask for the manager.
+constinit thread_local bool t_starting = false;
+
+void start() {
+  int expected = kNotStarted;
+  if (!g_start.compare_exchange_strong(expected, kStarting, std::memory_order_acq_rel)) {
+    if (t_starting) return;
+    g_start.wait(kStarting, std::memory_order_acquire);
+    return;
+  }
+  t_starting = true;
+  OpRegistry& registry = OpRegistry::instance();
+  for (const registry::Builtin& builtin : registry::builtins()) {
+    plugins::load_builtin(builtin.name, builtin.query, registry);
+  }
+  plugins::discover(registry);
+  t_starting = false;
+  g_start.store(kReady, std::memory_order_release);
+  g_start.notify_all();
+}
+
+}  // namespace
+
+namespace registry {
+
+void instance_after_fork_in_child() {
+  // Another thread was loading plugins when the process forked; it is not here to go on.
+  if (g_start.load(std::memory_order_relaxed) != kStarting || t_starting) return;
+  g_start.store(kReady, std::memory_order_relaxed);
+  g_cut_short.store(true, std::memory_order_relaxed);
+}
+
+}  // namespace registry
+
+OpManager& OpManager::instance() {
+  static OpManager* const manager =
+      new OpManager(OpRegistry::instance());  // never freed, like the registry
+  if (g_start.load(std::memory_order_acquire) != kReady) [[unlikely]]
+    start();
+  if (g_cut_short.load(std::memory_order_relaxed)) [[unlikely]] {
+    if (g_cut_short.exchange(false)) {
+      log::warning(
+          "this process was forked while its parent was loading plugins; those not loaded yet are "
+          "missing");
+    }
+  }
+  return *manager;
+}
+
+}  // namespace te_fl

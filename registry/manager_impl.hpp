@@ -1,0 +1,120 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/error_text.hpp"
+#include "policy/select.hpp"
+#include "registry/registry_impl.hpp"
+#include "registry/thread_record.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/op_manager.hpp"
+
+namespace te_fl {
+
+struct OpManager::Impl {
+  explicit Impl(OpRegistry& r);
+  ~Impl();
+
+  // TE_FL_SYNC, as of the environment's current generation.
+  bool sync() {
+    const uint64_t word = sync_word.load(std::memory_order_relaxed);
+    if (word >> 1 == environment::generation()) return (word & 1) != 0;
+    return read_sync();
+  }
+  bool read_sync();
+
+  OpRegistry& registry;
+  OpRegistry::Impl& table_owner;
+  registry::DeviceArenas arenas;
+  std::atomic<uint64_t> sync_word{~uint64_t{0}};  // generation << 1 | TE_FL_SYNC
+  std::map<uint64_t, uint64_t> usage_base;  // by implementation number: counts at the last reset
+};
+
+// A handle's fixed part; the choice itself is cached per thread.
+struct PreparedOp::Rep {
+  OpManager::Impl* manager;
+  OpId op;
+  core::Signature signature;
+  uint64_t number;  // unique in the process
+};
+
+namespace registry {
+
+// One call on its way: valid inside an EpochGuard.
+struct Call {
+  OpManager::Impl& manager;
+  ThreadRecord& thread;
+  const Table& table;
+  const OpRow& row;
+  uint32_t op;
+  const void* args;
+  const CallOptions& options;
+  core::Signature signature{};
+  uint32_t policy = 0;
+  bool capturing = false;
+};
+
+// The decision for a call, with all it was made from.
+struct Choice {
+  const PolicySettings* settings = nullptr;
+  policy::Call call;
+  policy::Decision decision;
+
+  // STRICT: nothing but the first choice may run.
+  bool permits(size_t place) const {
+    return !settings->strict || static_cast<int32_t>(place) == decision.first;
+  }
+};
+
+// An implementation that was tried and moved on from.
+struct Failure {
+  const Implementation* impl;
+  te_fl_status status;
+  std::string text;
+};
+
+// Decides. Errors: the device is lost, or its properties cannot be read.
+Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
+                      const core::Signature& signature, uint32_t policy, bool capturing);
+// The cached choice of a warm call, made if need be.
+Result<const RouteEntry*> route_of(Call& call);
+// Runs a call along its route; the slow, complete way. `first`: the route's first implementation
+// has run and failed so.
+Status run_route(Call& call, const Failure* first);
+// Fills the context of a call but for scratch and plan.
+te_fl_context context_of(const Call& call, bool deterministic, const te_fl_error_sink* errors);
+// supports() of an implementation that asks per call: OK, or why not.
+te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
+                         core::ErrorText& errors);
+te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
+                             const void* args, size_t& bytes, core::ErrorText& errors);
+// A run() whose exception, which R5 forbids, becomes a status.
+te_fl_status guarded_run(const Implementation& impl, const te_fl_context& context, const void* args,
+                         core::ErrorText& errors) noexcept;
+// Checks, policy, capture state: what precedes the choice.
+Status prepare_call(Call& call);
+
+// The record of an opaque forward, if `args` holds one for this op to read; null otherwise.
+te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept;
+
+// ---- messages
+
+Status bad_arguments(const OpRow& row, const void* args);
+Status no_such_op(const Table& table, OpId op);
+Status invalid_policy(const OpRow& row);
+// Wraps an implementation's own words.
+Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
+                            const std::string& text);
+// Every implementation with the reason why it does not serve the call, and a way out.
+Status no_candidate(const Call& call, const Choice& choice, const std::vector<Failure>& failures);
+std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, const void* args,
+                                     const std::vector<Failure>& failures);
+// Warns once of vendors and implementations that a policy names and that are not there.
+void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings);
+
+}  // namespace registry
+}  // namespace te_fl

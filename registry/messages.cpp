@@ -1,0 +1,193 @@
+// What dispatch says when it does not run an op.
+
+#include <algorithm>
+
+#include "core/text.hpp"
+#include "policy/current.hpp"
+#include "registry/arguments.hpp"
+#include "registry/manager_impl.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::registry {
+namespace {
+
+using policy::Refusal;
+
+class CallNames final : public policy::ArgumentNames {
+ public:
+  CallNames(const core::CompiledOp& op, const void* args) : op_(op), args_(args) {}
+  std::string dtype_outside(uint32_t mask) const override { return op_.dtype_outside(args_, mask); }
+  std::string scaling_outside(uint32_t mask) const override {
+    return op_.scaling_outside(args_, mask);
+  }
+  std::string newer_than(uint32_t version) const override {
+    return op_.newer_arguments(args_, version);
+  }
+
+ private:
+  const core::CompiledOp& op_;
+  const void* args_;
+};
+
+std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }
+
+std::string failure_text(const Failure& f) {
+  if (!f.text.empty()) return f.text;
+  return "it answered " + std::string(to_string(Status::from_c(f.status, "").code())) +
+         " without a reason";
+}
+
+std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choice& choice,
+                          bool chosen) {
+  const Implementation& impl = *row.impls[v.option];
+  std::string text = chosen ? "taken: " : "next if that one cannot: ";
+  const auto list = choice.settings->per_op.find(choice.call.op);
+  if (list != choice.settings->per_op.end()) {
+    text += "place " + std::to_string(v.group + 1) + " of the policy's list, ";
+  } else if (choice.settings->prefer == impl.kind) {
+    text += "preferred kind, ";
+  }
+  text += "priority " + std::to_string(row.options[v.option].priority);
+  return text;
+}
+
+// The way out of "nobody can serve this".
+std::string way_out(const OpRow& row, const Choice& choice, const std::vector<Failure>& failures) {
+  const std::string op(choice.call.op);
+  if (row.impls.empty()) {
+    return "no loaded backend implements it; load a plugin that does (TE_FL_PLUGIN_MODULES), "
+           "`te-fl doctor` says "
+           "what is missing";
+  }
+  const policy::Decision free = policy::decide(PolicySettings{}, choice.call, row.options);
+  for (const policy::Verdict& v : free.order) {
+    const Implementation& impl = *row.impls[v.option];
+    const bool failed = std::any_of(failures.begin(), failures.end(),
+                                    [&](const Failure& f) { return f.impl == &impl; });
+    if (v.refusal != Refusal::kNone || failed) continue;
+    return quoted(impl.impl_id) + " could serve it if the policy let it: change " +
+           (choice.settings->strict ? "TE_FL_STRICT, " : "") +
+           "TE_FL_PREFER, TE_FL_PER_OP or the vendor lists, or the scope set in code";
+  }
+  return "use a dtype, scaling mode or device that one of them serves (`te-fl explain " + op +
+         "`), or load a plugin that has another (TE_FL_PLUGIN_MODULES)";
+}
+
+}  // namespace
+
+Status bad_arguments(const OpRow& row, const void* args) {
+  const std::string op = row.compiled->schema().name;
+  if (args == nullptr)
+    return invalid_argument("op " + quoted(op) + ": the argument struct is a null pointer");
+  Status status = row.compiled->check_status(args);
+  if (status.ok()) status = internal_error("the arguments changed while they were checked");
+  return status.wrap("op " + quoted(op) + " was called with wrong arguments");
+}
+
+Status no_such_op(const Table& table, OpId op) {
+  return not_found("there is no op number " + std::to_string(op.index) + "; this registry has " +
+                   std::to_string(table.ops.size()) + " ops, from 0");
+}
+
+Status invalid_policy(const OpRow& row) {
+  Status status = current_policy().status();
+  if (status.ok())
+    status = failed_precondition("the policy changed while the call was made; call again");
+  return status.wrap("op " + quoted(row.compiled->schema().name) + " cannot be routed");
+}
+
+Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
+                            const std::string& text) {
+  const Status own = Status::from_c(code, text.empty() ? "it gave no reason" : text);
+  return own.wrap("op " + quoted(impl.op) + " failed in " + quoted(impl.impl_id) + " (" +
+                  impl.owner + ") with " +
+                  describe_arguments(call.row.compiled->schema(), call.args));
+}
+
+std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, const void* args,
+                                     const std::vector<Failure>& failures) {
+  std::vector<Candidate> list;
+  const CallNames names(*row.compiled, args);
+  bool taken = false;
+  for (size_t i = 0; i < choice.decision.order.size(); ++i) {
+    const policy::Verdict& v = choice.decision.order[i];
+    const Implementation& impl = *row.impls[v.option];
+    Candidate c;
+    c.impl_id = impl.impl_id;
+    c.kind = impl.kind;
+    c.vendor = impl.vendor;
+    c.owner = impl.owner;
+    c.priority = row.options[v.option].priority;
+    const auto failed = std::find_if(failures.begin(), failures.end(),
+                                     [&](const Failure& f) { return f.impl == &impl; });
+    if (v.refusal != Refusal::kNone) {
+      c.reason = policy::refusal_text(v.refusal, row.options[v.option], choice.call,
+                                      *choice.settings, args == nullptr ? nullptr : &names);
+    } else if (!choice.permits(i)) {
+      c.reason = "it is not the first choice and the policy is strict (TE_FL_STRICT)";
+    } else if (failed != failures.end()) {
+      c.reason = failure_text(*failed);
+    } else {
+      c.accepted = true;
+      c.chosen = !taken;
+      taken = true;
+      c.reason = accepted_text(row, v, choice, c.chosen);
+      if (args == nullptr && impl.checks_support) c.reason += "; it is asked again at each call";
+    }
+    list.push_back(std::move(c));
+  }
+  return list;
+}
+
+Status no_candidate(const Call& call, const Choice& choice, const std::vector<Failure>& failures) {
+  const PolicySettings& settings = *choice.settings;
+  std::string text = "no implementation can serve op " + quoted(choice.call.op) + " with " +
+                     describe_arguments(call.row.compiled->schema(), call.args) +
+                     " (policy: " + SelectionPolicy::intern(settings).describe() + ")";
+  if (settings.strict) {
+    text += choice.decision.first < 0
+                ? "\n  strict: " + policy::missing_first_text(choice.call, settings)
+                : "\n  strict: the first choice " +
+                      quoted(call.row.impls[choice.decision.order[choice.decision.first].option]
+                                 ->impl_id) +
+                      " cannot, and nothing else may";
+  }
+  for (const Candidate& c : candidates_of(call.row, choice, call.args, failures)) {
+    text += "\n  " + c.impl_id + " (" + c.owner + ", priority " + std::to_string(c.priority) +
+            "): " + c.reason;
+  }
+  if (call.row.impls.empty()) text += "\n  none is registered";
+  text += "\n  way out: " + way_out(call.row, choice, failures);
+  return Status(StatusCode::kUnsupported, std::move(text));
+}
+
+void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings) {
+  std::vector<std::string> vendors;
+  for (const auto& r : table.ops) {
+    for (const policy::Option& option : r->options) {
+      if (std::find(vendors.begin(), vendors.end(), option.vendor) == vendors.end()) {
+        vendors.emplace_back(option.vendor);
+      }
+    }
+  }
+  for (const std::string& vendor : policy::unknown_vendors(settings, vendors)) {
+    log::once(log::Level::kWarning, "absent vendor " + vendor,
+              "the policy names vendor " + quoted(vendor) + ", of which nothing is registered" +
+                  core::did_you_mean(vendor, vendors));
+  }
+  const auto list = settings.per_op.find(row.compiled->schema().name);
+  if (list == settings.per_op.end()) return;
+  std::vector<std::string> ids;
+  for (const policy::Option& option : row.options) ids.emplace_back(option.impl_id);
+  for (const PolicyToken& token : list->second) {
+    if (token.type != PolicyToken::Type::kImpl ||
+        std::find(ids.begin(), ids.end(), token.name) != ids.end())
+      continue;
+    log::once(log::Level::kWarning, "absent implementation " + list->first + " " + token.name,
+              "the policy names implementation " + quoted(token.name) + " of op " +
+                  quoted(list->first) + ", which is not registered" +
+                  core::did_you_mean(token.name, ids));
+  }
+}
+
+}  // namespace te_fl::registry

@@ -1,0 +1,303 @@
+#include "te_fl/op_registry.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <mutex>
+#include <thread>
+
+#include "core/fork.hpp"
+#include "registry/fork_child.hpp"
+#include "registry/registration.hpp"
+#include "registry/registry_impl.hpp"
+#include "registry/thread_record.hpp"
+
+namespace te_fl {
+namespace {
+
+using registry::Implementation;
+using registry::OpRow;
+using registry::Table;
+
+// Guards all registries' tables and the list of registries. Neither plugins nor devices are entered
+// while it is held, so it is never held for long.
+constinit core::ForkMutex mutex(40);
+const core::ForkMutex::Registration registration(mutex);
+
+std::vector<OpRegistry::Impl*>& registries() {
+  static auto* const all = new std::vector<OpRegistry::Impl*>;
+  return *all;
+}
+
+std::atomic<uint64_t> g_table_ids{1};
+
+Status busy() {
+  return Status(
+      StatusCode::kBusy,
+      "an implementation cannot be removed from inside an op: this thread would wait for itself; "
+      "remove it after the call returned");
+}
+
+}  // namespace
+
+namespace registry {
+
+void registries_after_fork_in_child() {
+  std::lock_guard lock(mutex);
+  for (OpRegistry::Impl* impl : registries()) impl->after_fork_in_child();
+}
+
+}  // namespace registry
+
+OpRegistry::Impl::Impl() {
+  registry::install_fork_child();
+  auto first = std::make_unique<Table>();
+  registry::add_catalogue(*first);
+  std::lock_guard lock(mutex);
+  registries().push_back(this);
+  first->id = g_table_ids.fetch_add(1);
+  current_.store(first.release(), std::memory_order_release);
+}
+
+OpRegistry::Impl::~Impl() {
+  {
+    std::lock_guard lock(mutex);
+    std::erase(registries(), this);
+  }
+  // Its user sees to it that no call is going on; the tables go whatever other threads do
+  // elsewhere.
+  retired_.clear();
+  delete current_.load(std::memory_order_acquire);
+}
+
+std::unique_ptr<Table> OpRegistry::Impl::copy_table() const {
+  return std::make_unique<Table>(*current_.load(std::memory_order_relaxed));
+}
+
+void OpRegistry::Impl::publish(std::unique_ptr<Table> next) {
+  next->id = g_table_ids.fetch_add(1);
+  const Table* old = current_.exchange(next.release(), std::memory_order_seq_cst);
+  retired_.push_back({std::unique_ptr<const Table>(old), registry::retire()});
+}
+
+void OpRegistry::Impl::reclaim() {
+  const uint64_t oldest = registry::oldest_inside();
+  std::vector<std::unique_ptr<const Table>>
+      dead;  // their implementations may enter a plugin as they go
+  std::lock_guard lock(mutex);
+  while (!retired_.empty() && retired_.front().epoch < oldest) {
+    dead.push_back(std::move(retired_.front().table));
+    retired_.pop_front();
+  }
+}
+
+Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const std::string& owner,
+                             const std::string& vendor, const std::shared_ptr<void>& keep_alive) {
+  std::vector<std::shared_ptr<Implementation>> made;
+  for (const te_fl_op_desc* desc : descs) {
+    TE_FL_ASSIGN_OR_RETURN(auto impl,
+                           registry::make_implementation(desc, owner, vendor, keep_alive));
+    made.push_back(std::move(impl));
+  }
+  std::unique_ptr<Table>
+      next;  // if it is dropped, that is after the lock: plugins are entered then
+  {
+    std::lock_guard lock(mutex);
+    next = copy_table();
+    for (std::shared_ptr<Implementation>& impl : made) {
+      TE_FL_RETURN_IF_ERROR(registry::add_implementation(*next, std::move(impl)));
+    }
+    publish(std::move(next));
+  }
+  reclaim();
+  return {};
+}
+
+Result<OpId> OpRegistry::Impl::declare(const te_fl_op_schema& schema) {
+  Result<uint32_t> row = internal_error("");
+  {
+    std::lock_guard lock(mutex);
+    std::unique_ptr<Table> next = copy_table();
+    const size_t before = next->ops.size();
+    row = registry::add_op(*next, schema);
+    if (!row.ok()) return row.status();
+    if (next->ops.size() != before) publish(std::move(next));
+  }
+  reclaim();
+  return OpId{*row};
+}
+
+Status OpRegistry::Impl::set_priority(std::string_view op, std::string_view impl_id,
+                                      int32_t priority) {
+  {
+    std::lock_guard lock(mutex);
+    std::unique_ptr<Table> next = copy_table();
+    TE_FL_RETURN_IF_ERROR(registry::change_priority(*next, op, impl_id, priority));
+    publish(std::move(next));
+  }
+  reclaim();
+  return {};
+}
+
+Result<size_t> OpRegistry::Impl::remove(const Match& match) {
+  if (registry::inside_op()) return busy();
+  std::vector<std::shared_ptr<Implementation>> removed;
+  uint64_t epoch = 0;
+  {
+    std::lock_guard lock(mutex);
+    std::unique_ptr<Table> next = copy_table();
+    removed = registry::remove_implementations(*next, match);
+    if (removed.empty()) return size_t{0};
+    publish(std::move(next));
+    epoch = retired_.back().epoch;
+  }
+  registry::wait_quiescent(epoch);
+  reclaim();
+  // Another thread's reclaim() may hold the last tables at this moment. No new reference can
+  // appear.
+  for (const auto& impl : removed) {
+    while (impl.use_count() != 1) std::this_thread::yield();
+  }
+  return removed.size();
+}
+
+void OpRegistry::Impl::mark_lost(const Device& device, const std::string& reason) {
+  {
+    std::lock_guard lock(mutex);
+    std::unique_ptr<Table> next = copy_table();
+    if (next->lost_device(device) != nullptr) return;
+    next->lost.push_back({device, reason});
+    publish(std::move(next));
+  }
+  reclaim();
+}
+
+void OpRegistry::Impl::restore(const Device& device) {
+  {
+    std::lock_guard lock(mutex);
+    std::erase_if(archs_, [&](const auto& entry) { return entry.first == device; });
+    std::unique_ptr<Table> next = copy_table();
+    std::erase_if(next->lost, [&](const auto& l) { return l.device == device; });
+    publish(std::move(next));  // also when nothing was lost: routes depend on the architecture
+  }
+  reclaim();
+}
+
+Result<uint32_t> OpRegistry::Impl::arch(const Device& device) {
+  if (device.is_host()) return uint32_t{0};
+  {
+    std::lock_guard lock(mutex);
+    for (const auto& [known, arch] : archs_) {
+      if (known == device) return arch;
+    }
+  }
+  TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, devices::properties(device));
+  std::lock_guard lock(mutex);
+  archs_.emplace_back(device, props.arch);
+  return props.arch;
+}
+
+void OpRegistry::Impl::after_fork_in_child() noexcept {
+  const auto reset = [](const Table& table) {
+    for (const auto& row : table.ops) {
+      for (const auto& impl : row->impls) impl->serial.reset_after_fork(registry::t_record);
+    }
+  };
+  reset(*current_.load(std::memory_order_relaxed));
+  for (const Retired& r : retired_) reset(*r.table);
+}
+
+// ---- the public face
+
+OpRegistry::OpRegistry() : impl_(std::make_unique<Impl>()) {}
+OpRegistry::~OpRegistry() = default;
+
+OpRegistry& OpRegistry::instance() {
+  static OpRegistry* const instance =
+      new OpRegistry;  // never freed: threads may outlive static destruction
+  return *instance;
+}
+
+Status OpRegistry::register_op(const te_fl_op_desc& desc, std::string owner, std::string vendor,
+                               std::shared_ptr<void> keep_alive) {
+  const te_fl_op_desc* const one[] = {&desc};
+  return impl_->add(one, owner, vendor, keep_alive);
+}
+
+Status OpRegistry::register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner,
+                                std::string vendor, std::shared_ptr<void> keep_alive) {
+  return impl_->add(descs, owner, vendor, keep_alive);
+}
+
+Status OpRegistry::unregister_op(std::string_view op, std::string_view impl_id) {
+  TE_FL_ASSIGN_OR_RETURN(const size_t removed, impl_->remove([&](const Implementation& i) {
+    return i.op == op && i.impl_id == impl_id;
+  }));
+  if (removed != 0) return {};
+  return not_found("there is no implementation '" + std::string(impl_id) + "' of op '" +
+                   std::string(op) + "' to unregister");
+}
+
+Status OpRegistry::unregister_owner(std::string_view owner) {
+  return impl_->remove([&](const Implementation& i) { return i.owner == owner; }).status();
+}
+
+Status OpRegistry::set_priority(std::string_view op, std::string_view impl_id, int32_t priority) {
+  return impl_->set_priority(op, impl_id, priority);
+}
+
+namespace {
+
+// Reads the current table; it stays while the guard does.
+template <class F>
+auto with_table(const OpRegistry::Impl& impl, F&& f) {
+  const registry::EpochGuard guard(registry::this_thread().slot);
+  return f(impl.table());
+}
+
+}  // namespace
+
+std::vector<OpImplInfo> OpRegistry::snapshot() const {
+  return with_table(*impl_, [](const Table& table) {
+    std::vector<OpImplInfo> list;
+    for (const auto& row : table.ops) {
+      for (size_t i = 0; i < row->impls.size(); ++i) {
+        const Implementation& impl = *row->impls[i];
+        OpImplInfo info{impl.op,    impl.impl_id, impl.kind, impl.vendor, row->options[i].priority,
+                        impl.owner, impl.desc};
+        info.desc.priority = info.priority;
+        list.push_back(std::move(info));
+      }
+    }
+    return list;
+  });
+}
+
+std::vector<std::string> OpRegistry::op_names() const {
+  return with_table(*impl_, [](const Table& table) { return registry::op_names(table); });
+}
+
+Result<OpId> OpRegistry::find(std::string_view op) const {
+  return with_table(*impl_, [&](const Table& table) -> Result<OpId> {
+    TE_FL_ASSIGN_OR_RETURN(const uint32_t index, registry::find_op(table, op));
+    return OpId{index};
+  });
+}
+
+const te_fl_op_schema* OpRegistry::schema(OpId op) const {
+  // Rows are never removed, and later tables share their compiled form: the pointer lasts.
+  return with_table(*impl_, [&](const Table& table) -> const te_fl_op_schema* {
+    return op.index < table.ops.size() ? &table.ops[op.index]->compiled->schema() : nullptr;
+  });
+}
+
+Result<OpId> OpRegistry::declare_op(const te_fl_op_schema& schema) {
+  return impl_->declare(schema);
+}
+
+uint64_t OpRegistry::epoch() const noexcept {
+  const registry::EpochGuard guard(registry::this_thread().slot);
+  return impl_->table().id;
+}
+
+}  // namespace te_fl

@@ -1,0 +1,166 @@
+#include "registry/plan_cache.hpp"
+
+#include <algorithm>
+#include <mutex>
+
+#include "core/fork.hpp"
+#include "registry/arguments.hpp"
+#include "registry/epoch.hpp"
+#include "registry/implementation.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::registry {
+
+std::atomic<uint64_t> g_plan_generation{1};
+
+namespace {
+
+// Guards every PlanCache. Plugins are never entered while it is held.
+constinit core::ForkMutex mutex(60);
+const core::ForkMutex::Registration registration(mutex);
+
+uint64_t g_tick = 0;  // advances with every insertion; guarded by the mutex
+
+void append(std::string& out, const void* data, size_t bytes) {
+  out.append(static_cast<const char*>(data), bytes);
+}
+
+template <class T>
+void append_value(std::string& out, const T& value) {
+  append(out, &value, sizeof value);
+}
+
+// log2 of the alignment, at most 8.
+uint8_t alignment_of(const void* data) noexcept {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  return address == 0 ? 9 : static_cast<uint8_t>(std::min(__builtin_ctzll(address), 8));
+}
+
+void append_quant(std::string& out, const te_fl_quant& q) {
+  append_value(out, static_cast<uint8_t>(q.scaling));
+  append_value(out, q.flags);
+  append_value(out, q.amax_epsilon);
+  for (const void* part :
+       {static_cast<const void*>(q.columnwise_data), static_cast<const void*>(q.scale_inv),
+        static_cast<const void*>(q.columnwise_scale_inv), static_cast<const void*>(q.amax),
+        static_cast<const void*>(q.scale)}) {
+    append_value(out, alignment_of(part));
+  }
+}
+
+void append_tensor(std::string& out, const te_fl_tensor* t) {
+  if (t == nullptr) {
+    out.push_back('\0');
+    return;
+  }
+  const te_fl_dltensor& dl = t->dl;
+  out.push_back(
+      static_cast<char>(1 | (dl.strides != nullptr ? 2 : 0) | (t->quant != nullptr ? 4 : 0)));
+  append_value(out, dl.dtype);
+  append_value(out, dl.device);
+  append_value(out, t->provider);
+  append_value(out, static_cast<uint8_t>(dl.ndim));
+  append(out, dl.shape, sizeof(int64_t) * dl.ndim);
+  if (dl.strides != nullptr) append(out, dl.strides, sizeof(int64_t) * dl.ndim);
+  append_value(
+      out, alignment_of(dl.data == nullptr ? nullptr
+                                           : static_cast<const char*>(dl.data) + dl.byte_offset));
+  if (t->quant != nullptr) append_quant(out, *t->quant);
+}
+
+}  // namespace
+
+void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
+                     std::string& out) {
+  append_value(out, context.flags);
+  append_value(out, context.device);
+  append_value(out, context.provider);
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    if (arg.type == TE_FL_ARG_TENSOR) {
+      append_tensor(out, tensor_argument(arg, args));
+    } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
+      const TensorList list = list_argument(arg, args);
+      append_value(out, list.count);
+      for (int64_t k = 0; k < list.count; ++k) append_tensor(out, list.data[k]);
+    } else if (arg.type != TE_FL_ARG_SAVED) {
+      const size_t bytes = scalar_bytes(arg);
+      // Beyond a shorter struct the argument has its neutral value, which one byte says.
+      if (const void* value = member(arg.offset, bytes, args)) {
+        out.push_back('\1');
+        append(out, value, bytes);
+      } else {
+        out.push_back('\0');
+      }
+    }
+  }
+}
+
+Plan::~Plan() {
+  try {
+    impl->desc.destroy_plan(impl->desc.self, plan);
+  } catch (...) {  // R5 forbids it; a plan that is going has nobody to tell
+    log::once(log::Level::kWarning, "destroy_plan " + impl->impl_id,
+              "implementation '" + impl->impl_id + "' of op '" + impl->op +
+                  "': destroy_plan() threw an exception (rule R5)");
+  }
+}
+
+const Plan* PlanCache::find(std::string_view key) {
+  std::lock_guard lock(mutex);
+  const auto at = plans_.find(key);
+  if (at == plans_.end()) return nullptr;
+  at->second->last_used.store(g_tick, std::memory_order_relaxed);
+  return at->second.get();
+}
+
+const Plan* PlanCache::insert(std::string key, void* made) {
+  auto plan = std::make_unique<Plan>(impl_, std::move(key), made);
+  const uint64_t oldest = oldest_inside();
+  std::vector<std::unique_ptr<Plan>> dead;  // destroyed outside the lock
+  std::lock_guard lock(mutex);
+  while (!retired_.empty() && retired_.front().epoch < oldest) {
+    dead.push_back(std::move(retired_.front().plan));
+    retired_.pop_front();
+  }
+  plan->last_used.store(++g_tick, std::memory_order_relaxed);
+  const auto [at, added] = plans_.try_emplace(plan->key, nullptr);
+  if (!added) {
+    dead.push_back(std::move(plan));
+    return at->second.get();
+  }
+  at->second = std::move(plan);
+  const Plan* kept = at->second.get();
+  if (plans_.size() > kMaxPlans) drop_oldest();
+  return kept;
+}
+
+void PlanCache::drop_oldest() {
+  const auto oldest =
+      std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
+        return a.second->last_used.load(std::memory_order_relaxed) <
+               b.second->last_used.load(std::memory_order_relaxed);
+      });
+  std::unique_ptr<Plan> dropped = std::move(oldest->second);
+  plans_.erase(oldest);
+  g_plan_generation.fetch_add(1, std::memory_order_release);
+  retired_.push_back({std::move(dropped), retire()});
+}
+
+size_t PlanCache::size() const {
+  std::lock_guard lock(mutex);
+  return plans_.size() + retired_.size();
+}
+
+const Plan* PlanCacheFront::find(uint64_t impl, uint64_t hash, std::string_view key) noexcept {
+  const uint64_t now = g_plan_generation.load(std::memory_order_acquire);
+  if (now != generation_) {
+    entries_.fill({});
+    generation_ = now;
+    return nullptr;
+  }
+  const Entry& entry = entries_[hash % kEntries];
+  return entry.impl == impl && entry.hash == hash && entry.plan->key == key ? entry.plan : nullptr;
+}
+
+}  // namespace te_fl::registry

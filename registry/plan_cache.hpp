@@ -1,0 +1,89 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "te_fl/plugin.h"
+
+namespace te_fl::registry {
+
+struct Implementation;
+
+// A plan that prepare() made for one full signature. Never changes; destroys its plan.
+struct Plan {
+  Plan(const Implementation& owner, std::string signature, void* made)
+      : impl(&owner), key(std::move(signature)), plan(made) {}
+  ~Plan();
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  const Implementation* impl;
+  std::string key;
+  void* plan;
+  mutable std::atomic<uint64_t> last_used{0};
+};
+
+// Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans.
+// A dropped plan is destroyed when no thread is inside an op that may use it.
+class PlanCache {
+ public:
+  static constexpr size_t kMaxPlans = 256;
+  explicit PlanCache(const Implementation& impl) : impl_(impl) {}
+
+  // The plan for `key`, null if there is none yet.
+  const Plan* find(std::string_view key);
+  // Adds a plan, or returns the one that another thread added first (and destroys this one).
+  const Plan* insert(std::string key, void* plan);
+  size_t size() const;
+
+ private:
+  struct Retired {
+    std::unique_ptr<Plan> plan;
+    uint64_t epoch;
+  };
+  void drop_oldest();
+
+  const Implementation& impl_;
+  std::unordered_map<std::string_view, std::unique_ptr<Plan>> plans_;
+  std::deque<Retired> retired_;
+};
+
+// Changes when any plan is dropped: pointers that threads keep are then stale.
+extern std::atomic<uint64_t> g_plan_generation;
+
+// A thread's recent plans, so that a warm call takes no lock. An entry is dereferenced only for a
+// live implementation (by its number, which is never given again) and while no plan has been
+// dropped.
+class PlanCacheFront {
+ public:
+  static constexpr uint32_t kEntries = 64;
+  const Plan* find(uint64_t impl, uint64_t hash, std::string_view key) noexcept;
+  void insert(uint64_t impl, uint64_t hash, const Plan* plan) noexcept {
+    entries_[hash % kEntries] = {impl, hash, plan};
+  }
+  // Scratch for the key, kept so that a warm call does not allocate.
+  std::string& scratch() noexcept { return scratch_; }
+
+ private:
+  struct Entry {
+    uint64_t impl = 0;
+    uint64_t hash = 0;
+    const Plan* plan = nullptr;
+  };
+  uint64_t generation_ = 0;
+  std::array<Entry, kEntries> entries_{};
+  std::string scratch_;
+};
+
+// Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
+// bytes), scaling modes, which parts are present, scalars and context flags. Written into `out`.
+void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
+                     std::string& out);
+
+}  // namespace te_fl::registry

@@ -1,0 +1,296 @@
+#include "registry/registration.hpp"
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_set>
+
+#include "core/fork.hpp"
+#include "core/text.hpp"
+#include "plugins/abi_struct.hpp"
+#include "registry/thread_record.hpp"
+
+namespace te_fl::registry {
+namespace {
+
+constinit core::ForkMutex mutex(65);
+const core::ForkMutex::Registration registration(mutex);
+
+std::atomic<uint64_t> g_numbers{1};
+
+using CompiledPtr = std::shared_ptr<const core::CompiledOp>;
+
+// The catalogue's ops, compiled once for all registries.
+const std::vector<CompiledPtr>& compiled_catalogue() {
+  static const auto* const all = [] {
+    auto* made = new std::vector<CompiledPtr>;
+    for (const te_fl_op_schema* schema : core::catalogue()) {
+      auto compiled = core::CompiledOp::compile(*schema);
+      if (!compiled.ok())
+        die(compiled.status().wrap(std::string("the catalogue's op ") + schema->name));
+      made->push_back(std::move(compiled).value());
+    }
+    return made;
+  }();
+  return *all;
+}
+
+std::shared_ptr<OpRow> make_row(CompiledPtr compiled) {
+  auto row = std::make_shared<OpRow>();
+  const te_fl_op_schema& schema = compiled->schema();
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    if (schema.args[i]->type == TE_FL_ARG_SAVED) row->saved = schema.args[i];
+  }
+  row->compiled = std::move(compiled);
+  return row;
+}
+
+uint32_t append_row(Table& table, CompiledPtr compiled) {
+  const auto index = static_cast<uint32_t>(table.ops.size());
+  auto names = std::make_shared<NameMap>(table.names == nullptr ? NameMap() : *table.names);
+  names->emplace(compiled->schema().name, index);
+  table.names = std::move(names);
+  table.ops.push_back(make_row(std::move(compiled)));
+  return index;
+}
+
+bool is_custom(std::string_view op) {
+  const size_t colons = op.find("::");
+  return colons != std::string_view::npos && colons > 0 && colons + 2 < op.size();
+}
+
+std::string who(const te_fl_op_desc& desc, const std::string& owner) {
+  const auto text = [](const char* s) { return s == nullptr ? std::string("?") : std::string(s); };
+  return "implementation '" + text(desc.impl_id) + "' of op '" + text(desc.op_name) + "' (" +
+         owner + ")";
+}
+
+int32_t default_priority(Kind kind) {
+  switch (kind) {
+    case Kind::kVendor:
+      return TE_FL_PRIORITY_VENDOR;
+    case Kind::kReference:
+      return TE_FL_PRIORITY_REFERENCE;
+    case Kind::kDefault:
+      break;
+  }
+  return TE_FL_PRIORITY_DEFAULT;
+}
+
+// R16: "<kind>.<name>".
+bool good_impl_id(std::string_view id, Kind kind) {
+  const std::string head = std::string(to_string(kind)) + ".";
+  if (id.size() <= head.size() || id.substr(0, head.size()) != head) return false;
+  return std::all_of(id.begin(), id.end(), [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '_';
+  });
+}
+
+Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std::string& vendor) {
+  const auto bad = [&](const std::string& why) {
+    return invalid_argument(who(desc, owner) + ": " + why);
+  };
+  if (desc.op_name == nullptr || *desc.op_name == '\0') return bad("op_name is missing");
+  if (desc.impl_id == nullptr) return bad("impl_id is missing (rule R16)");
+  if (desc.kind > TE_FL_KIND_REFERENCE) {
+    return bad("kind " + std::to_string(desc.kind) +
+               " is not a te_fl_kind (0 default, 1 vendor, 2 reference)");
+  }
+  const Kind kind = static_cast<Kind>(desc.kind);
+  if (!good_impl_id(desc.impl_id, kind)) {
+    return bad("impl_id must be '" + std::string(to_string(kind)) +
+               ".<name>' in lower case letters, digits, dots and underscores (rule R16)");
+  }
+  if (desc.run == nullptr) return bad("run is NULL, but required (rule R4)");
+  if (desc.prepare != nullptr && desc.destroy_plan == nullptr) {
+    return bad("prepare is given without destroy_plan (rule R4)");
+  }
+  if (desc.param_version == 0) return bad("param_version is 0; versions count from 1");
+  if (desc.device_types == 0) {
+    return bad(
+        "device_types is 0, so that no device matches; set the bit of each DLPack device type");
+  }
+  if (kind == Kind::kVendor && vendor.empty())
+    return bad("a vendor implementation must name its vendor");
+  return {};
+}
+
+policy::Option option_of(const Implementation& impl, int32_t priority) {
+  policy::Option o;
+  o.impl_id = impl.impl_id;
+  o.vendor = impl.vendor;
+  o.kind = impl.kind;
+  o.priority = priority;
+  o.param_version = impl.desc.param_version;
+  o.flags = impl.desc.flags;
+  o.min_arch = impl.desc.min_arch;
+  o.dtypes = impl.desc.dtypes;
+  o.scalings = impl.desc.scalings;
+  o.device_types = impl.desc.device_types;
+  return o;
+}
+
+Result<uint32_t> row_for(Table& table, const Implementation& impl) {
+  const te_fl_op_schema* schema = impl.desc.schema;
+  if (schema != nullptr) {
+    if (schema->name == nullptr || impl.op != schema->name) {
+      return invalid_argument(who(impl.desc, impl.owner) + ": its schema is that of op '" +
+                              (schema->name == nullptr ? "?" : schema->name) + "' (rule R17)");
+    }
+    return add_op(table, *schema);
+  }
+  const Result<uint32_t> found = find_op(table, impl.op);
+  if (found.ok()) return found;
+  if (is_custom(impl.op)) {
+    return invalid_argument(who(impl.desc, impl.owner) +
+                            ": a custom op must bring its schema (rule R17)");
+  }
+  return found.status().wrap(who(impl.desc, impl.owner));
+}
+
+}  // namespace
+
+const char* intern_string(std::string_view text) {
+  static auto* const strings = new std::unordered_set<std::string>;  // never freed
+  std::lock_guard lock(mutex);
+  return strings->emplace(text).first->c_str();
+}
+
+Implementation::~Implementation() {
+  plans.reset();
+  free_counter(counter);
+}
+
+void add_catalogue(Table& table) {
+  auto names = std::make_shared<NameMap>();
+  for (const CompiledPtr& compiled : compiled_catalogue()) {
+    names->emplace(compiled->schema().name, static_cast<uint32_t>(table.ops.size()));
+    table.ops.push_back(make_row(compiled));
+  }
+  table.names = std::move(names);
+}
+
+Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
+  if (schema.name == nullptr) return invalid_argument("an op schema has no name (rule R17)");
+  const std::string name = schema.name;
+  if (const auto at = table.names->find(name); at != table.names->end()) {
+    if (table.ops[at->second]->compiled->same_as(schema)) return at->second;
+    return Status(StatusCode::kAlreadyExists,
+                  "op '" + name +
+                      "' is known with a different description (rule R17): rename the "
+                      "op, or make the descriptions equal");
+  }
+  if (!is_custom(name)) {
+    return invalid_argument("op '" + name + "' is not in the catalogue" +
+                            core::did_you_mean(name, op_names(table)) +
+                            " A custom op is named 'vendor::op' (rule R17)");
+  }
+  auto compiled = core::CompiledOp::compile(schema);
+  if (!compiled.ok()) return compiled.status().wrap("op '" + name + "' cannot be declared");
+  return append_row(table, std::move(compiled).value());
+}
+
+Result<std::shared_ptr<Implementation>> make_implementation(
+    const te_fl_op_desc* raw, const std::string& owner, const std::string& vendor,
+    const std::shared_ptr<void>& keep_alive) {
+  if (raw == nullptr) return invalid_argument("a null op descriptor (" + owner + ")");
+  if (!plugins::plausible_size(raw->struct_size, TE_FL_SIZE_THROUGH(te_fl_op_desc, run))) {
+    return invalid_argument("an op descriptor of " + owner + " has struct_size " +
+                            std::to_string(raw->struct_size) + ", must be from " +
+                            std::to_string(TE_FL_SIZE_THROUGH(te_fl_op_desc, run)) + " to " +
+                            std::to_string(plugins::kMaxStructSize) + " (rule R3)");
+  }
+  const auto desc = plugins::copy_struct<te_fl_op_desc>(raw);
+  const std::string of_vendor =
+      core::lower(desc.vendor != nullptr ? std::string(desc.vendor) : vendor);
+  TE_FL_RETURN_IF_ERROR(check_desc(desc, owner, of_vendor));
+  auto impl = std::make_shared<Implementation>();
+  impl->counter = allocate_counter();
+  impl->number = g_numbers.fetch_add(1);
+  impl->keep_alive = keep_alive;
+  impl->op = desc.op_name;
+  impl->impl_id = desc.impl_id;
+  impl->vendor = of_vendor;
+  impl->owner = owner;
+  impl->interned_id = intern_string(impl->impl_id);
+  impl->kind = static_cast<Kind>(desc.kind);
+  impl->desc = desc;
+  impl->desc.op_name = impl->op.c_str();
+  impl->desc.impl_id = impl->impl_id.c_str();
+  impl->desc.vendor = impl->vendor.c_str();
+  if (impl->desc.priority == 0) impl->desc.priority = default_priority(impl->kind);
+  impl->checks_support = desc.supports != nullptr && (desc.flags & TE_FL_OP_STATIC_SUPPORT) == 0;
+  impl->direct = !impl->checks_support && desc.workspace == nullptr && desc.prepare == nullptr &&
+                 (desc.flags & TE_FL_OP_THREAD_SAFE) != 0;
+  if (desc.prepare != nullptr) impl->plans = std::make_unique<PlanCache>(*impl);
+  return impl;
+}
+
+Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
+  TE_FL_ASSIGN_OR_RETURN(const uint32_t index, row_for(table, *impl));
+  auto row = std::make_shared<OpRow>(*table.ops[index]);
+  for (const auto& present : row->impls) {
+    if (present->impl_id != impl->impl_id) continue;
+    return Status(StatusCode::kAlreadyExists, who(impl->desc, impl->owner) +
+                                                  " is registered already, by " + present->owner +
+                                                  " (rule R16: unique per op)");
+  }
+  // The descriptor's schema may go with its plugin; ours stays.
+  impl->desc.schema = &row->compiled->schema();
+  row->options.push_back(option_of(*impl, impl->desc.priority));
+  row->impls.push_back(std::move(impl));
+  table.ops[index] = std::move(row);
+  return {};
+}
+
+Status change_priority(Table& table, std::string_view op, std::string_view impl_id,
+                       int32_t priority) {
+  TE_FL_ASSIGN_OR_RETURN(const uint32_t index, find_op(table, op));
+  auto row = std::make_shared<OpRow>(*table.ops[index]);
+  std::vector<std::string> ids;
+  for (policy::Option& option : row->options) {
+    ids.emplace_back(option.impl_id);
+    if (option.impl_id != impl_id) continue;
+    option.priority = priority;
+    table.ops[index] = std::move(row);
+    return {};
+  }
+  return not_found("op '" + std::string(op) + "' has no implementation '" + std::string(impl_id) +
+                   "'" + core::did_you_mean(impl_id, ids) + " (it has: " + core::join(ids) + ")");
+}
+
+std::vector<std::shared_ptr<Implementation>> remove_implementations(
+    Table& table, const std::function<bool(const Implementation&)>& match) {
+  std::vector<std::shared_ptr<Implementation>> removed;
+  for (auto& shared_row : table.ops) {
+    const bool any = std::any_of(shared_row->impls.begin(), shared_row->impls.end(),
+                                 [&](const auto& impl) { return match(*impl); });
+    if (!any) continue;
+    auto row = std::make_shared<OpRow>();
+    row->compiled = shared_row->compiled;
+    row->saved = shared_row->saved;
+    for (size_t i = 0; i < shared_row->impls.size(); ++i) {
+      if (match(*shared_row->impls[i])) {
+        removed.push_back(shared_row->impls[i]);
+      } else {
+        row->impls.push_back(shared_row->impls[i]);
+        row->options.push_back(shared_row->options[i]);
+      }
+    }
+    shared_row = std::move(row);
+  }
+  return removed;
+}
+
+std::vector<std::string> op_names(const Table& table) {
+  std::vector<std::string> names;
+  for (const auto& row : table.ops) names.emplace_back(row->compiled->schema().name);
+  return names;
+}
+
+Result<uint32_t> find_op(const Table& table, std::string_view op) {
+  if (const auto at = table.names->find(op); at != table.names->end()) return at->second;
+  return not_found("there is no op '" + std::string(op) + "'" +
+                   core::did_you_mean(op, op_names(table)) + " (`te-fl ops` lists them)");
+}
+
+}  // namespace te_fl::registry

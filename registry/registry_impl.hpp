@@ -1,0 +1,62 @@
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "registry/table.hpp"
+#include "te_fl/op_registry.hpp"
+
+namespace te_fl {
+
+// One published table; writers copy, change and replace it under one process-wide lock.
+struct OpRegistry::Impl {
+  using Table = registry::Table;
+  using Match = std::function<bool(const registry::Implementation&)>;
+
+  Impl();
+  ~Impl();
+
+  // For a thread inside an op (EpochGuard): valid until it leaves.
+  const Table& table() const noexcept { return *current_.load(std::memory_order_acquire); }
+
+  Status add(std::span<const te_fl_op_desc* const> descs, const std::string& owner,
+             const std::string& vendor, const std::shared_ptr<void>& keep_alive);
+  Result<OpId> declare(const te_fl_op_schema& schema);
+  // NOT_FOUND if there is no such implementation.
+  Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
+  // Removes what `match` picks and waits until no thread is inside; returns how many. BUSY from
+  // inside an op.
+  Result<size_t> remove(const Match& match);
+  // Takes a device out of service: calls on it fail with `reason` until restore().
+  void mark_lost(const Device& device, const std::string& reason);
+  // The device is (again) there, perhaps another one: forgets that it was lost, and its
+  // architecture.
+  void restore(const Device& device);
+  // Architecture of a device, asked once.
+  Result<uint32_t> arch(const Device& device);
+  // The surviving thread's view: locks of implementations that others held are free again.
+  void after_fork_in_child() noexcept;
+
+ private:
+  struct Retired {
+    std::unique_ptr<const Table> table;
+    uint64_t epoch;
+  };
+  // These hold the lock.
+  std::unique_ptr<Table> copy_table() const;
+  void publish(std::unique_ptr<Table> next);
+  // Takes the lock; frees tables that nobody can see any more, outside it.
+  void reclaim();
+
+  std::atomic<const Table*> current_{nullptr};
+  std::deque<Retired> retired_;
+  std::vector<std::pair<Device, uint32_t>> archs_;
+};
+
+}  // namespace te_fl

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/op_table.hpp"
+
+namespace te_fl::registry {
+
+struct Implementation;
+
+// What the choice depends on besides the table: op, signature masks, device, policy. Never shapes.
+struct RouteKey {
+  uint64_t w[4] = {0, 0, 0, 0};
+  RouteKey() = default;
+  RouteKey(uint32_t op, const core::Signature& s, uint32_t policy, bool capturing) noexcept {
+    w[0] = uint64_t{op} | uint64_t{s.dtypes} << 32;
+    w[1] =
+        uint64_t{policy} | uint64_t{s.scalings & 0xffff} << 32 | uint64_t{s.version & 0xffff} << 48;
+    w[2] = static_cast<uint32_t>(s.device.type) | uint64_t{static_cast<uint32_t>(s.device.index)}
+                                                      << 32;
+    w[3] = uint64_t{s.device.provider} | uint64_t{capturing} << 32;
+  }
+  uint64_t hash() const noexcept {
+    uint64_t h = w[0] * 0x9e3779b97f4a7c15u ^ w[1] * 0xc2b2ae3d27d4eb4fu ^
+                 w[2] * 0x165667b19e3779f9u ^ w[3] * 0xd6e8feb86659fd93u;
+    return h ^ h >> 29;
+  }
+  friend bool operator==(const RouteKey& a, const RouteKey& b) noexcept {
+    return ((a.w[0] ^ b.w[0]) | (a.w[1] ^ b.w[1]) | (a.w[2] ^ b.w[2]) | (a.w[3] ^ b.w[3])) == 0;
+  }
+};
+
+// A resolved choice: the implementations to try, in order.
+struct Route {
+  std::vector<const Implementation*> order;  // those that static constraints and policy let pass
+  bool strict = false;
+  bool deterministic = false;
+};
+
+// One cached choice. `fast` is set if the first implementation always serves such a call, by run()
+// alone.
+struct alignas(64) RouteEntry {
+  uint64_t table = 0;  // Table::id; a table's pointers are used only with that table
+  RouteKey key;
+  const Implementation* fast = nullptr;
+  std::atomic<uint64_t>* counter = nullptr;  // of the first implementation
+  std::unique_ptr<const Route> route;
+};
+static_assert(sizeof(RouteEntry) == 64);
+
+// A thread's choices: four ways, bounded, no lock.
+class RouteCache {
+ public:
+  static constexpr uint32_t kSets = 128;
+  static constexpr uint32_t kWays = 4;
+
+  RouteEntry* find(uint64_t table, const RouteKey& key) noexcept {
+    if (sets_ == nullptr) return nullptr;
+    RouteEntry* set = sets_[key.hash() % kSets].data();
+    for (uint32_t way = 0; way < kWays; ++way) {
+      if (set[way].table == table && set[way].key == key) return &set[way];
+    }
+    return nullptr;
+  }
+  // The entry to overwrite: one of another table if there is one, else the oldest.
+  RouteEntry& victim(uint64_t table, const RouteKey& key) {
+    if (sets_ == nullptr) sets_ = std::make_unique<Set[]>(kSets);
+    RouteEntry* set = sets_[key.hash() % kSets].data();
+    for (uint32_t way = 0; way < kWays; ++way) {
+      if (set[way].table != table) return set[way];
+    }
+    return set[next_++ % kWays];
+  }
+
+ private:
+  using Set = std::array<RouteEntry, kWays>;
+  std::unique_ptr<Set[]> sets_;
+  uint32_t next_ = 0;
+};
+
+// A thread's choices of prepared handles, by the handle's number.
+struct alignas(64) HandleEntry {
+  uint64_t handle = 0;
+  uint64_t table = 0;
+  uint32_t policy = 0;
+  bool capturing = false;
+  const Implementation* fast = nullptr;
+  std::atomic<uint64_t>* counter = nullptr;
+};
+
+class HandleCache {
+ public:
+  static constexpr uint32_t kEntries = 64;
+  HandleEntry& at(uint64_t handle) noexcept { return entries_[handle % kEntries]; }
+
+ private:
+  std::array<HandleEntry, kEntries> entries_{};
+};
+
+}  // namespace te_fl::registry

@@ -1,0 +1,279 @@
+// Running a call along its route: scratch, plans, locks, falling back.
+
+#include <array>
+#include <functional>
+
+#include "policy/current.hpp"
+#include "registry/arguments.hpp"
+#include "registry/manager_impl.hpp"
+
+namespace te_fl::registry {
+namespace {
+
+// The implementations to try. Copied, since a nested call of this thread may replace the route.
+class Order {
+ public:
+  explicit Order(const std::vector<const Implementation*>& order) : size_(order.size()) {
+    if (size_ <= inline_.size()) {
+      std::copy(order.begin(), order.end(), inline_.begin());
+    } else {
+      many_ = order;
+    }
+  }
+  size_t size() const { return size_; }
+  const Implementation& operator[](size_t i) const {
+    return size_ <= inline_.size() ? *inline_[i] : *many_[i];
+  }
+
+ private:
+  size_t size_;
+  std::array<const Implementation*, 12> inline_;
+  std::vector<const Implementation*> many_;
+};
+
+// Calls into an implementation; an exception, which R5 forbids, becomes a status.
+template <class F>
+te_fl_status entered(const char* entry, core::ErrorText& errors, F&& f) noexcept {
+  try {
+    return f();
+  } catch (const std::exception& e) {
+    errors.sink()->write(errors.sink()->host, entry);
+    errors.sink()->write(errors.sink()->host, e.what());
+  } catch (...) {
+    errors.sink()->write(errors.sink()->host, entry);
+  }
+  return TE_FL_INTERNAL;
+}
+
+te_fl_status clean_failure(te_fl_status code, const Status& status, core::ErrorText& errors) {
+  errors.sink()->write(errors.sink()->host, status.to_string().c_str());
+  return code | TE_FL_CLEAN;
+}
+
+// Holds what one run() needs besides its context.
+struct Attempt {
+  const Call& call;
+  const Implementation& impl;
+  te_fl_context& context;
+  core::ErrorText& errors;
+  std::unique_lock<std::mutex> arena;
+  bool serial = false;
+
+  ~Attempt() {
+    if (serial) impl.serial.unlock();
+  }
+
+  te_fl_status lock() {
+    if ((impl.desc.flags & TE_FL_OP_THREAD_SAFE) != 0) return TE_FL_OK;
+    serial = impl.serial.lock(&call.thread);
+    if (serial) return TE_FL_OK;
+    return clean_failure(
+        TE_FL_BUSY,
+        Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
+        errors);
+  }
+
+  te_fl_status workspace() {
+    if (impl.desc.workspace == nullptr) return TE_FL_OK;
+    size_t bytes = 0;
+    const te_fl_status code = entered("workspace() threw an exception (rule R5)", errors, [&] {
+      return impl.desc.workspace(impl.desc.self, &context, call.args, &bytes);
+    });
+    if (code != TE_FL_OK) return code | TE_FL_CLEAN;  // it reads metadata only (R10)
+    if (bytes == 0) return TE_FL_OK;
+    const uint32_t depth = call.thread.slot.depth - 1;
+    if (call.signature.device.is_host()) {
+      context.workspace = call.thread.arenas.get(depth, bytes);
+      if (context.workspace == nullptr) {
+        return clean_failure(
+            TE_FL_OUT_OF_MEMORY,
+            Status(StatusCode::kOutOfMemory,
+                   "a workspace of " + std::to_string(bytes) + " bytes cannot be allocated"),
+            errors);
+      }
+    } else {
+      auto held = call.manager.arenas.acquire(call.signature.device, call.options.stream, depth,
+                                              bytes, call.capturing, &context.workspace);
+      if (!held.ok())
+        return clean_failure(TE_FL_STATUS_CODE(held.status().to_c()), held.status(), errors);
+      arena = std::move(held).value();
+    }
+    context.workspace_bytes = bytes;
+    return TE_FL_OK;
+  }
+
+  te_fl_status plan() {
+    if (impl.plans == nullptr) return TE_FL_OK;
+    std::string& key = call.thread.plans.scratch();
+    key.clear();
+    append_plan_key(call.row.compiled->schema(), call.args, context, key);
+    const uint64_t hash = std::hash<std::string_view>()(key) ^ impl.number;
+    const Plan* plan = call.thread.plans.find(impl.number, hash, key);
+    if (plan == nullptr) {
+      plan = impl.plans->find(key);
+      if (plan == nullptr) {
+        std::string own_key = key;  // prepare() may run ops, which use the scratch
+        void* made = nullptr;
+        const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
+          return impl.desc.prepare(impl.desc.self, &context, call.args, &made);
+        });
+        if (code != TE_FL_OK) return code | TE_FL_CLEAN;  // no output was touched
+        plan = impl.plans->insert(std::move(own_key), made);
+      }
+      call.thread.plans.insert(impl.number, hash, plan);
+    }
+    context.plan = plan->plan;
+    return TE_FL_OK;
+  }
+};
+
+bool writes_record(const OpRow& row) { return row.saved != nullptr && row.saved->role != TE_FL_IN; }
+
+// One implementation, from supports() to run().
+te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
+                     core::ErrorText& errors) {
+  te_fl_context context = context_of(call, deterministic, errors.sink());
+  if (impl.checks_support) {
+    if (const te_fl_status code = ask_support(impl, context, call.args, errors))
+      return code | TE_FL_CLEAN;
+  }
+  Attempt a{call, impl, context, errors, {}, false};
+  te_fl_status code = a.lock();
+  if (code == TE_FL_OK) code = a.workspace();
+  if (code == TE_FL_OK) code = a.plan();
+  if (code != TE_FL_OK) return code;
+  te_fl_saved* record = writes_record(call.row) ? saved_record(call.row, call.args) : nullptr;
+  if (record != nullptr) {
+    record->opaque = 0;
+    record->producer = nullptr;
+  }
+  code = guarded_run(impl, context, call.args, errors);
+  if (code == TE_FL_OK && record != nullptr) record->producer = impl.interned_id;
+  return code;
+}
+
+Status after_success(Call& call, const Implementation& impl) {
+  if (std::atomic<uint64_t>* counter = call.thread.counters.at(impl.counter)) {
+    counter->store(counter->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+  if (!call.manager.sync()) return {};
+  const Status synced = devices::synchronize(call.signature.device, call.options.stream);
+  if (synced.code() == StatusCode::kDeviceLost && !call.signature.device.is_host()) {
+    call.manager.table_owner.mark_lost(
+        call.signature.device,
+        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' ran: " + synced.to_string());
+  }
+  return synced.wrap("op '" + impl.op + "' in '" + impl.impl_id +
+                     "' failed after it was enqueued (TE_FL_SYNC)");
+}
+
+Status after_failure(Call& call, const Implementation& impl, te_fl_status code,
+                     const std::string& text) {
+  // Memory of the host cannot be lost; there the code is the implementation's mistake.
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !call.signature.device.is_host()) {
+    call.manager.table_owner.mark_lost(
+        call.signature.device,
+        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' reported: " + text);
+  }
+  return implementation_error(call, impl, code, text);
+}
+
+// May the next implementation try? Falling back is for "cannot", not for "went wrong"; and a
+// mistake of the caller's is a mistake whoever runs.
+bool may_follow(te_fl_status code) {
+  return TE_FL_STATUS_IS_CLEAN(code) && TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT;
+}
+
+// A backward whose forward left an opaque record goes to the forward's implementation whatever the
+// policy.
+Status run_producer(Call& call, const te_fl_saved& record) {
+  const OpRow& row = call.row;
+  const std::string op = row.compiled->schema().name;
+  if (record.producer == nullptr) {
+    return invalid_argument("op '" + op + "': '" + row.saved->name +
+                            "' is opaque but names no producer; give it as the forward op left it");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Choice choice,
+                         choose(call.manager.table_owner, call.table, row, call.signature,
+                                SelectionPolicy().id(), call.capturing));
+  for (const policy::Verdict& v : choice.decision.order) {
+    const Implementation& impl = *row.impls[v.option];
+    if (impl.interned_id != record.producer && impl.impl_id != record.producer) continue;
+    const bool deterministic = policy::settings_of(call.policy).deterministic;
+    core::ErrorText errors;
+    if (v.refusal != policy::Refusal::kNone) {
+      return after_failure(call, impl, TE_FL_UNSUPPORTED,
+                           "the forward ran here and left an opaque record, but " +
+                               policy::refusal_text(v.refusal, row.options[v.option], choice.call,
+                                                    *choice.settings, nullptr));
+    }
+    const te_fl_status code = attempt(call, impl, deterministic, errors);
+    return code == TE_FL_OK ? after_success(call, impl)
+                            : after_failure(call, impl, code, errors.text());
+  }
+  return failed_precondition(
+      "op '" + op + "': '" + row.saved->name + "' is an opaque record of '" + record.producer +
+      "', which alone can read it and which is not registered for this op (any more); run "
+      "the forward again, or load the plugin that has it");
+}
+
+}  // namespace
+
+te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
+                         core::ErrorText& errors) {
+  return entered("supports() threw an exception (rule R5)", errors,
+                 [&] { return impl.desc.supports(impl.desc.self, &context, args); });
+}
+
+te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
+                             const void* args, size_t& bytes, core::ErrorText& errors) {
+  return entered("saved_bytes() threw an exception (rule R5)", errors,
+                 [&] { return impl.desc.saved_bytes(impl.desc.self, &context, args, &bytes); });
+}
+
+te_fl_status guarded_run(const Implementation& impl, const te_fl_context& context, const void* args,
+                         core::ErrorText& errors) noexcept {
+  return entered("run() threw an exception (rule R5)", errors,
+                 [&] { return impl.desc.run(impl.desc.self, &context, args); });
+}
+
+te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
+  if (row.saved == nullptr) return nullptr;
+  auto* record = member_or<te_fl_saved*>(row.saved->offset, args, nullptr);
+  const size_t least = offsetof(te_fl_saved, producer) + sizeof(record->producer);
+  return record != nullptr && record->struct_size >= least ? record : nullptr;
+}
+
+Status run_route(Call& call, const Failure* first) {
+  if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
+    const te_fl_saved* record = saved_record(call.row, call.args);
+    if (record != nullptr && record->opaque != 0) return run_producer(call, *record);
+  }
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
+  const Order order(entry->route->order);
+  const bool deterministic = entry->route->deterministic;
+  std::vector<Failure> failures;
+  for (size_t i = 0; i < order.size(); ++i) {
+    Failure failure{&order[i], TE_FL_OK, {}};
+    if (i == 0 && first != nullptr) {
+      failure = *first;
+    } else {
+      core::ErrorText errors;
+      failure.status = attempt(call, order[i], deterministic, errors);
+      if (failure.status == TE_FL_OK) return after_success(call, order[i]);
+      failure.text = errors.text();
+    }
+    // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
+    const bool last_word =
+        order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
+    if (last_word || !may_follow(failure.status)) {
+      return after_failure(call, order[i], failure.status, failure.text);
+    }
+    failures.push_back(std::move(failure));
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
+                                                     call.signature, call.policy, call.capturing));
+  return no_candidate(call, choice, failures);
+}
+
+}  // namespace te_fl::registry

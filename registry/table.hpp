@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/op_table.hpp"
+#include "policy/select.hpp"
+#include "registry/implementation.hpp"
+
+namespace te_fl::registry {
+
+// An op and its implementations.
+struct OpRow {
+  std::shared_ptr<const core::CompiledOp> compiled;
+  const te_fl_arg_desc* saved = nullptr;  // its te_fl_saved argument, if any
+  std::vector<std::shared_ptr<Implementation>> impls;
+  std::vector<policy::Option> options;  // of impls, as deciding sees them
+};
+
+struct LostDevice {
+  Device device;
+  std::string reason;
+};
+
+using NameMap = std::map<std::string, uint32_t, std::less<>>;
+
+// What is registered at one moment. Immutable once published; tables share the rows that did not
+// change.
+struct Table {
+  uint64_t id = 0;  // unique in the process; changes with every registration
+  std::vector<std::shared_ptr<const OpRow>> ops;
+  std::shared_ptr<const NameMap> names;
+  std::vector<LostDevice> lost;
+
+  const LostDevice* lost_device(const Device& device) const {
+    for (const LostDevice& l : lost) {
+      if (l.device == device) return &l;
+    }
+    return nullptr;
+  }
+};
+
+}  // namespace te_fl::registry

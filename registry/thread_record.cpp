@@ -1,0 +1,201 @@
+#include "registry/thread_record.hpp"
+
+#include <linux/membarrier.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <new>
+
+#include "core/fork.hpp"
+
+namespace te_fl::registry {
+
+constinit thread_local ThreadRecord* t_record = nullptr;
+EpochCounter g_epoch;
+
+namespace {
+
+// Plugins are never entered while it is held.
+constinit core::ForkMutex mutex(50);
+const core::ForkMutex::Registration registration(mutex);
+
+// All living records and what ended threads counted. Never freed: threads may outlive static
+// destruction.
+struct Threads {
+  std::vector<ThreadRecord*> records;
+  std::vector<uint64_t> ended;  // counts of ended threads, by index
+  std::vector<uint32_t> free_counters;
+  uint32_t next_counter = 0;
+  pthread_key_t key{};
+};
+
+bool register_membarrier() {
+#if defined(__SANITIZE_THREAD__)
+  return false;  // the sanitizer does not know what membarrier orders
+#else
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+  return false;
+#endif
+#endif
+  return syscall(__NR_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0;
+#endif
+}
+
+void end_thread(void* record);
+
+Threads& threads() {
+  static Threads* const all = [] {
+    auto* made = new Threads;
+    // A key rather than a thread_local object: its destructor runs after those, which may still
+    // call ops.
+    pthread_key_create(&made->key, end_thread);
+    g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
+    return made;
+  }();
+  return *all;
+}
+
+// Adds a record's counts to `ended`. The lock is held.
+void keep_counts(Threads& all, const ThreadRecord& record) {
+  all.ended.resize(all.next_counter);
+  for (uint32_t i = 0; i < all.next_counter; ++i) all.ended[i] += record.counters.read(i);
+}
+
+void end_thread(void* raw) {
+  auto* record = static_cast<ThreadRecord*>(raw);
+  t_record = nullptr;
+  Threads& all = threads();
+  {
+    std::lock_guard lock(mutex);
+    std::erase(all.records, record);
+    keep_counts(all, *record);
+  }
+  delete record;
+}
+
+// Orders every thread's stores before our following loads, and our stores before their following
+// loads.
+void heavy_fence() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {
+    syscall(__NR_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0);
+  }
+}
+
+}  // namespace
+
+ThreadRecord& make_thread_record() {
+  Threads& all = threads();
+  auto* record = new ThreadRecord;
+  {
+    std::lock_guard lock(mutex);
+    all.records.push_back(record);
+  }
+  pthread_setspecific(all.key, record);
+  t_record = record;
+  return *record;
+}
+
+bool inside_op() noexcept { return t_record != nullptr && t_record->slot.depth != 0; }
+
+uint64_t retire() { return g_epoch.value.fetch_add(1, std::memory_order_seq_cst); }
+
+uint64_t oldest_inside() {
+  Threads& all = threads();
+  heavy_fence();
+  uint64_t oldest = UINT64_MAX;
+  std::lock_guard lock(mutex);
+  for (const ThreadRecord* record : all.records) {
+    const uint64_t entered = record->slot.epoch.load(std::memory_order_seq_cst);
+    if (entered != 0) oldest = std::min(oldest, entered);
+  }
+  return oldest;
+}
+
+void wait_quiescent(uint64_t epoch) {
+  for (int round = 0; oldest_inside() <= epoch; ++round) {
+    if (round < 64) {
+      sched_yield();
+    } else {
+      usleep(100);
+    }
+  }
+}
+
+CallCounters::~CallCounters() {
+  for (auto& chunk : chunks_) delete chunk.load(std::memory_order_relaxed);
+}
+
+std::atomic<uint64_t>* CallCounters::at(uint32_t index) {
+  if (index >= kChunk * kChunks) return nullptr;
+  auto& slot = chunks_[index / kChunk];
+  Chunk* chunk = slot.load(std::memory_order_relaxed);
+  if (chunk == nullptr) {
+    chunk = new Chunk{};
+    slot.store(chunk, std::memory_order_release);
+  }
+  return &(*chunk)[index % kChunk];
+}
+
+uint64_t CallCounters::read(uint32_t index) const noexcept {
+  if (index >= kChunk * kChunks) return 0;
+  const Chunk* chunk = chunks_[index / kChunk].load(std::memory_order_acquire);
+  return chunk == nullptr ? 0 : (*chunk)[index % kChunk].load(std::memory_order_relaxed);
+}
+
+void CallCounters::clear(uint32_t index) noexcept {
+  if (index >= kChunk * kChunks) return;
+  Chunk* chunk = chunks_[index / kChunk].load(std::memory_order_acquire);
+  if (chunk != nullptr) (*chunk)[index % kChunk].store(0, std::memory_order_relaxed);
+}
+
+uint32_t allocate_counter() {
+  Threads& all = threads();
+  std::lock_guard lock(mutex);
+  if (all.free_counters.empty()) return all.next_counter++;
+  const uint32_t index = all.free_counters.back();
+  all.free_counters.pop_back();
+  return index;
+}
+
+void free_counter(uint32_t index) {
+  Threads& all = threads();
+  std::lock_guard lock(mutex);
+  for (ThreadRecord* record : all.records) record->counters.clear(index);
+  if (index < all.ended.size()) all.ended[index] = 0;
+  all.free_counters.push_back(index);
+}
+
+uint64_t read_counter(uint32_t index) {
+  Threads& all = threads();
+  std::lock_guard lock(mutex);
+  uint64_t sum = index < all.ended.size() ? all.ended[index] : 0;
+  for (const ThreadRecord* record : all.records) sum += record->counters.read(index);
+  return sum;
+}
+
+size_t thread_record_count() {
+  Threads& all = threads();
+  std::lock_guard lock(mutex);
+  return all.records.size();
+}
+
+void forget_other_threads() {
+  Threads& all = threads();
+  std::lock_guard lock(mutex);
+  // Their records may have been copied in the middle of a change, so they are neither searched for
+  // an epoch nor freed.
+  for (const ThreadRecord* record : all.records) {
+    if (record != t_record) keep_counts(all, *record);
+  }
+  all.records.clear();
+  if (t_record != nullptr) all.records.push_back(t_record);
+  g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
+}
+
+}  // namespace te_fl::registry

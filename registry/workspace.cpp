@@ -1,0 +1,108 @@
+#include "registry/workspace.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "core/fork.hpp"
+
+namespace te_fl::registry {
+namespace {
+
+// Guards every DeviceArenas' map. Devices are not entered while it is held.
+constinit core::ForkMutex mutex(70);
+const core::ForkMutex::Registration registration(mutex);
+
+size_t round_up(size_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+}  // namespace
+
+void HostArenas::Free::operator()(void* p) const noexcept { std::free(p); }
+
+void* HostArenas::get(uint32_t depth, size_t bytes) noexcept {
+  try {
+    if (blocks_.size() <= depth) blocks_.resize(depth + 1);
+  } catch (...) {
+    return nullptr;
+  }
+  Block& block = blocks_[depth];
+  if (block.bytes >= bytes) return block.data.get();
+  if (bytes > SIZE_MAX - kWorkspaceAlignment) return nullptr;
+  block.data.reset();
+  block.bytes = 0;
+  block.data.reset(std::aligned_alloc(kWorkspaceAlignment, round_up(bytes)));
+  if (block.data != nullptr) block.bytes = round_up(bytes);
+  return block.data.get();
+}
+
+DeviceArenas::~DeviceArenas() {
+  for (const Device& device : devices::list()) release(device);
+}
+
+Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device, void* stream,
+                                                           uint32_t depth, size_t bytes,
+                                                           bool capturing, void** data) {
+  DeviceArena* arena = nullptr;
+  {
+    std::lock_guard lock(mutex);
+    auto& slot = arenas_[Key(device.type, device.index, device.provider, stream, depth)];
+    if (slot == nullptr) slot = std::make_unique<DeviceArena>();
+    arena = slot.get();
+  }
+  std::unique_lock<std::mutex> held(arena->mutex);
+  if (arena->bytes < bytes) {
+    if (capturing) {
+      return std::move(
+          failed_precondition("the workspace of " + to_string(device) + " would have to grow to " +
+                              std::to_string(bytes) +
+                              " bytes while its stream is being captured; run the op once before "
+                              "capturing")
+              .set_clean());
+    }
+    Result<void*> grown = devices::allocate(device, round_up(bytes), stream);
+    if (!grown.ok())
+      return std::move(
+          grown.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
+    if (arena->captured) {
+      std::lock_guard lock(mutex);
+      captured_.emplace_back(device, arena->data);
+    } else {
+      devices::free(device, arena->data, stream);  // after the stream's work so far
+    }
+    arena->data = *grown;
+    arena->bytes = round_up(bytes);
+    arena->captured = false;
+  }
+  arena->captured |= capturing;
+  *data = arena->data;
+  return held;
+}
+
+void DeviceArenas::release(const Device& device) {
+  std::vector<std::pair<void*, void*>> blocks;  // data, stream
+  {
+    std::lock_guard lock(mutex);
+    std::erase_if(captured_, [&](const auto& block) {
+      if (block.first != device) return false;
+      blocks.emplace_back(block.second, nullptr);
+      return true;
+    });
+    std::erase_if(arenas_, [&](const auto& entry) {
+      const auto& [type, index, provider, stream, depth] = entry.first;
+      if (Device{type, index, provider} != device) return false;
+      blocks.emplace_back(entry.second->data, nullptr);
+      return true;
+    });
+  }
+  for (const auto& [data, stream] : blocks) devices::free(device, data, stream);
+}
+
+void DeviceArenas::forget_after_fork() {
+  std::lock_guard lock(mutex);
+  for (auto& [key, arena] : arenas_) arena.release();  // NOLINT: its mutex may be held by nobody
+  arenas_.clear();
+  captured_.clear();
+}
+
+}  // namespace te_fl::registry

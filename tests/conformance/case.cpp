@@ -1,0 +1,334 @@
+#include "conformance/case.hpp"
+
+#include <algorithm>
+#include <set>
+#include <stdexcept>
+
+#include "conformance/oracle_quantize.hpp"
+
+namespace te_fl::conformance {
+namespace {
+constexpr uint8_t kGuardByte = 0xc5;
+constexpr size_t kAlignment = 256;
+
+// A pattern that is NaN in every float format and no likely result elsewhere.
+uint8_t poison_of(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
+
+uint64_t hash(const std::string& s) {
+  uint64_t h = 1469598103934665603u;
+  for (char c : s) h = (h ^ static_cast<uint8_t>(c)) * 1099511628211u;
+  return h;
+}
+}  // namespace
+
+Buffer::Buffer(size_t bytes, uint8_t fill) : raw_(bytes + 2 * kGuard + kAlignment), size_(bytes) {
+  base_ = raw_.data() +
+          (kAlignment - reinterpret_cast<uintptr_t>(raw_.data()) % kAlignment) % kAlignment;
+  std::fill(base_, base_ + size_ + 2 * kGuard, kGuardByte);
+  std::fill(data(), data() + size_, fill);
+  freeze();
+}
+void Buffer::freeze() { initial_.assign(data(), data() + size_); }
+void Buffer::restore() {
+  std::fill(base_, base_ + size_ + 2 * kGuard, kGuardByte);
+  std::copy(initial_.begin(), initial_.end(), data());
+}
+bool Buffer::guards_intact() const {
+  auto intact = [](const uint8_t* p) {
+    return std::all_of(p, p + kGuard, [](uint8_t b) { return b == kGuardByte; });
+  };
+  return intact(base_) && intact(base_ + kGuard + size_);
+}
+bool Buffer::unchanged() const { return std::equal(initial_.begin(), initial_.end(), data()); }
+
+std::string Spec::name() const {
+  if (!quantised()) return name_of(dtype);
+  static const char* const modes[] = {"none",         "tensor", "block1x128",
+                                      "block128x128", "mxfp8",  "nvfp4"};
+  std::string text = std::string(name_of(dtype)) + "." + modes[scaling];
+  if (current()) text += ".current";
+  if (pow2()) text += ".pow2";
+  if (epsilon != 0) text += ".eps";
+  if (!has_amax) text += ".noamax";
+  return text + (row && col ? ".row+col" : row ? ".row" : ".col");
+}
+
+int64_t Tensor::numel() const {
+  int64_t n = 1;
+  for (int64_t d : shape) n *= d;
+  return n;
+}
+int64_t Tensor::cols() const { return shape.empty() ? 1 : shape.back(); }
+int64_t Tensor::rows() const {
+  int64_t n = 1;
+  for (size_t i = 0; i + 1 < shape.size(); ++i) n *= shape[i];
+  return n;
+}
+int64_t Tensor::index(int64_t i) const {
+  if (strides.empty()) return offset + i;
+  int64_t at = offset;
+  for (size_t d = shape.size(); d-- > 0; i /= shape[d]) at += i % shape[d] * strides[d];
+  return at;
+}
+std::vector<double> Tensor::values() const {
+  std::vector<double> v(static_cast<size_t>(numel()));
+  for (int64_t i = 0; i < numel(); ++i) v[i] = get(i);
+  return v;
+}
+std::vector<Buffer*> Tensor::buffers() const {
+  std::vector<Buffer*> all;
+  for (const auto& b : {data, col_data, scale_inv, col_scale_inv, amax, scale})
+    if (b != nullptr) all.push_back(b.get());
+  return all;
+}
+
+void Tensor::bind() {
+  auto pointer = [](const std::shared_ptr<Buffer>& b) {
+    return b == nullptr ? nullptr : b->data();
+  };
+  c.struct_size = sizeof c;
+  c.dl.data = pointer(data);
+  c.dl.device = {TE_FL_DEVICE_CPU, 0};
+  c.dl.ndim = static_cast<int32_t>(shape.size());
+  c.dl.dtype = c_dtype(spec.dtype);
+  c.dl.shape = shape.data();
+  c.dl.strides = strides.empty() ? nullptr : strides.data();
+  c.dl.byte_offset = static_cast<uint64_t>(offset * width_of(spec.dtype) / 8);
+  if (!spec.quantised()) return;
+  quant.struct_size = sizeof quant;
+  quant.scaling = static_cast<uint32_t>(spec.scaling);
+  quant.flags = spec.flags;
+  quant.amax_epsilon = spec.epsilon;
+  quant.columnwise_data = pointer(col_data);
+  quant.scale_inv = pointer(scale_inv);
+  quant.columnwise_scale_inv = pointer(col_scale_inv);
+  quant.amax = reinterpret_cast<float*>(pointer(amax));
+  quant.scale = reinterpret_cast<float*>(pointer(scale));
+  c.quant = &quant;
+}
+
+Fill gaussian(double sigma, double mean) {
+  return [=](Random& r, int64_t) { return mean + sigma * r.gaussian(); };
+}
+Fill constant(double value) {
+  return [=](Random&, int64_t) { return value; };
+}
+Fill integers(int64_t bound) {
+  return [=](Random& r, int64_t) { return static_cast<double>(r.below(bound)); };
+}
+
+namespace {
+// Memory for every part that the spec asks for, poisoned.
+void allocate(Tensor& t) {
+  const Spec& s = t.spec;
+  auto make = [](int dtype, int64_t n) {
+    return std::make_shared<Buffer>(bytes_for(dtype, n), poison_of(dtype));
+  };
+  if (s.row && t.data == nullptr) t.data = make(s.dtype, t.numel());
+  if (!s.quantised()) return;
+  if (s.col) t.col_data = make(s.dtype, t.numel());
+  for (bool col : {false, true}) {
+    const CopyLayout at(s.scaling, col, t.rows(), t.cols());
+    if (s.scaling == TE_FL_SCALING_TENSOR) {
+      t.scale_inv = t.scale_inv == nullptr ? make(TE_FL_F32, 1) : t.scale_inv;
+    } else if (col ? s.col : s.row) {
+      (col ? t.col_scale_inv : t.scale_inv) = make(at.scale_dtype, at.scales());
+    }
+  }
+  if (s.scaling == TE_FL_SCALING_TENSOR || s.scaling == TE_FL_SCALING_NVFP4) {
+    if (s.has_amax) t.amax = make(TE_FL_F32, 1);
+  }
+  if (s.scaling != TE_FL_SCALING_TENSOR) return;
+  t.scale = make(TE_FL_F32, 1);
+  if (!s.current()) {
+    store(TE_FL_F32, t.scale->data(), 0, static_cast<double>(s.scale));
+    if (t.amax != nullptr) store(TE_FL_F32, t.amax->data(), 0, static_cast<double>(s.amax_before));
+  }
+}
+
+void freeze(Tensor& t) {
+  for (Buffer* b : t.buffers()) b->freeze();
+  t.bind();
+}
+}  // namespace
+
+Tensor* Problem::strided(const std::string& name, Role role, Spec spec, const Dims& shape,
+                         const Dims& strides, const Fill& fill, std::shared_ptr<Buffer> storage,
+                         int64_t offset, int64_t storage_elements) {
+  auto t = std::make_unique<Tensor>();
+  t->name = name, t->role = role, t->spec = spec, t->shape = shape, t->strides = strides,
+  t->offset = offset;
+  if (storage == nullptr && storage_elements > 0)
+    storage =
+        std::make_shared<Buffer>(bytes_for(spec.dtype, storage_elements), poison_of(spec.dtype));
+  t->data = std::move(storage);
+  allocate(*t);
+  if (role != Role::kOut)
+    for (int64_t i = 0; i < t->numel(); ++i) t->put(i, fill(random, i));
+  freeze(*t);
+  singles[name] = t.get();
+  tensors.push_back(std::move(t));
+  return tensors.back().get();
+}
+Tensor* Problem::in(const std::string& name, Spec spec, const Dims& shape, const Fill& fill) {
+  return strided(name, Role::kIn, spec, shape, {}, fill);
+}
+Tensor* Problem::out(const std::string& name, Spec spec, const Dims& shape) {
+  return strided(name, Role::kOut, spec, shape, {}, constant(0));
+}
+Tensor* Problem::inout(const std::string& name, Spec spec, const Dims& shape, const Fill& fill) {
+  return strided(name, Role::kInOut, spec, shape, {}, fill);
+}
+Tensor* Problem::in_place(const std::string& name, Tensor* input) {
+  auto t = std::make_unique<Tensor>();
+  t->name = name, t->role = Role::kInOut, t->spec = input->spec, t->shape = input->shape;
+  t->strides = input->strides, t->offset = input->offset, t->data = input->data;
+  input->role = Role::kInOut;
+  t->bind();
+  singles[name] = t.get();
+  tensors.push_back(std::move(t));
+  return tensors.back().get();
+}
+Tensor* Problem::quantised_in(const std::string& name, Spec spec, const Dims& shape,
+                              const Fill& fill) {
+  if (!spec.quantised()) return in(name, spec, shape, fill);
+  auto t = std::make_unique<Tensor>();
+  t->name = name, t->role = Role::kIn, t->spec = spec, t->shape = shape;
+  std::vector<double> x(static_cast<size_t>(t->numel()));
+  for (int64_t i = 0; i < t->numel(); ++i) x[i] = static_cast<float>(fill(random, i));
+  allocate(*t);
+  const QuantImage image = quantise_exact(x, t->rows(), t->cols(), spec, TE_FL_F32);
+  auto put = [](const std::vector<uint8_t>& from, const std::shared_ptr<Buffer>& to) {
+    if (to != nullptr && !from.empty()) std::copy(from.begin(), from.end(), to->data());
+  };
+  put(image.data, t->data), put(image.col_data, t->col_data);
+  put(spec.row ? image.scale_inv : image.col_scale_inv,
+      spec.row || spec.scaling == TE_FL_SCALING_TENSOR ? t->scale_inv : nullptr);
+  put(image.col_scale_inv, t->col_scale_inv);
+  if (t->amax != nullptr) store(TE_FL_F32, t->amax->data(), 0, static_cast<double>(image.amax));
+  if (t->scale != nullptr) store(TE_FL_F32, t->scale->data(), 0, static_cast<double>(image.scale));
+  freeze(*t);
+  singles[name] = t.get();
+  tensors.push_back(std::move(t));
+  return tensors.back().get();
+}
+Tensor* Problem::unnamed(Tensor* t) {
+  singles.erase(t->name);
+  return t;
+}
+
+void Problem::evaluate() {
+  for (const auto& f : oracles) f();
+  oracles.clear();
+}
+Expectation& Problem::expect(Tensor* t, std::vector<double> want, std::vector<double> extra) {
+  Expectation e;
+  e.kind = t->spec.quantised() ? Expectation::Kind::kQuantised : Expectation::Kind::kValues;
+  e.tensor = t, e.want = std::move(want), e.extra = std::move(extra);
+  if (static_cast<int64_t>(e.want.size()) != t->numel())
+    throw std::logic_error(t->name + ": oracle of another size");
+  expectations.push_back(std::move(e));
+  return expectations.back();
+}
+Expectation& Problem::expect_exact(Tensor* t, std::vector<double> want, int input_dtype) {
+  Expectation& e = expect(t, std::move(want));
+  if (t->spec.quantised()) e.kind = Expectation::Kind::kExactQuantised;
+  e.relative = 0, e.widen = 0, e.input_dtype = input_dtype;
+  return e;
+}
+Expectation& Problem::expect_dequantised(Tensor* t, std::vector<double> want,
+                                         std::vector<double> extra) {
+  Expectation& e = expect(t, std::move(want), std::move(extra));
+  e.kind = Expectation::Kind::kDequantised;
+  return e;
+}
+void Problem::expect_bytes(Tensor* t, std::vector<uint8_t> bytes) {
+  Expectation e;
+  e.kind = Expectation::Kind::kBytes, e.tensor = t, e.bytes = std::move(bytes);
+  if (e.bytes.size() != t->data->size())
+    throw std::logic_error(t->name + ": oracle of another size");
+  expectations.push_back(std::move(e));
+}
+void Problem::expect_unchanged(Tensor* t) {
+  Expectation e;
+  e.kind = Expectation::Kind::kUnchanged, e.tensor = t;
+  expectations.push_back(std::move(e));
+}
+void Problem::expect_custom(Tensor* t, std::function<std::string(const Tensor&)> check) {
+  Expectation e;
+  e.kind = Expectation::Kind::kCustom, e.tensor = t, e.check = std::move(check);
+  expectations.push_back(std::move(e));
+}
+
+std::string dims_name(const Dims& dims) {
+  if (dims.empty()) return "scalar";
+  std::string text;
+  for (int64_t d : dims) text += (text.empty() ? "" : "x") + std::to_string(d);
+  return text;
+}
+
+void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
+         std::function<void(Problem&)> build, bool large) {
+  Case c;
+  c.family = family, c.op = op, c.name = op + "/" + rest, c.large = large;
+  c.seed = hash(c.name);
+  c.build = std::move(build);
+  table.push_back(std::move(c));
+}
+
+const std::vector<Spec>& quantised_specs() {
+  constexpr uint32_t kCurrent = TE_FL_QUANT_COMPUTE_SCALE, kPow2 = TE_FL_QUANT_POW2_SCALE;
+  constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
+  static const std::vector<Spec> specs = [] {
+    Spec no_amax(kE4, TE_FL_SCALING_TENSOR, true, false);
+    no_amax.has_amax = false;
+    Spec small(kE5, TE_FL_SCALING_TENSOR, true, true);  // amax stays what it was
+    small.scale = 0.37f, small.amax_before = 1e6f;
+    return std::vector<Spec>{{kE4, TE_FL_SCALING_TENSOR, true, false},
+                             {kE5, TE_FL_SCALING_TENSOR, true, false},
+                             {kE4, TE_FL_SCALING_TENSOR, false, true},
+                             {kE4, TE_FL_SCALING_TENSOR, true, true},
+                             no_amax,
+                             small,
+                             {kE4, TE_FL_SCALING_TENSOR, true, false, kCurrent},
+                             {kE5, TE_FL_SCALING_TENSOR, true, true, kCurrent},
+                             {kE4, TE_FL_SCALING_TENSOR, false, true, kCurrent | kPow2},
+                             {kE4, TE_FL_SCALING_TENSOR, true, true, kCurrent, 100.0f},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, true, false, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, false, true, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, true, true},
+                             {kE4, TE_FL_SCALING_BLOCK_1X128, true, true, kPow2, 3.0f},
+                             {kE5, TE_FL_SCALING_BLOCK_1X128, true, true, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, false, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, false, true, kPow2},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, true},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, true, kPow2, 30.0f},
+                             {kE4, TE_FL_SCALING_MXFP8, true, false},
+                             {kE4, TE_FL_SCALING_MXFP8, false, true},
+                             {kE4, TE_FL_SCALING_MXFP8, true, true},
+                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, false},
+                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, false, true},
+                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, true}};
+  }();
+  return specs;
+}
+
+Table all_cases() {
+  Table table;
+  add_activation_cases(table);
+  add_attention_cases(table);
+  add_dropout_cases(table);
+  add_gemm_cases(table);
+  add_norm_cases(table);
+  add_optimizer_cases(table);
+  add_quantize_cases(table);
+  add_rope_cases(table);
+  add_softmax_cases(table);
+  add_tensor_cases(table);
+  std::set<std::string> names;
+  for (const Case& c : table)
+    if (!names.insert(c.name).second) throw std::logic_error("two cases are named " + c.name);
+  return table;
+}
+
+}  // namespace te_fl::conformance

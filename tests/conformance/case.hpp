@@ -1,0 +1,229 @@
+#pragma once
+
+// The table of conformance cases. One case is one call of one op: how its arguments are built (from
+// a fixed seed, the same everywhere), and what the outputs must be, computed in double precision
+// from the inputs as they are stored. The same table serves every implementation, for correctness
+// and for speed.
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "conformance/format.hpp"
+#include "te_fl/ops/enums.h"
+#include "te_fl/plugin.h"
+
+namespace te_fl::conformance {
+
+// xoshiro-free and library-free: the same sequence on every platform. Gaussian is a sum of twelve
+// uniforms.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x1234567u) {}
+  uint64_t bits() {
+    state_ += 0x9e3779b97f4a7c15u;
+    uint64_t z = state_;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+  double gaussian() {
+    double sum = -6;
+    for (int i = 0; i < 6; ++i) {
+      const uint64_t b = bits();
+      sum += (static_cast<double>(b & 0xffffffffu) + static_cast<double>(b >> 32)) * 0x1p-32;
+    }
+    return sum;
+  }
+  int64_t below(int64_t n) { return static_cast<int64_t>(bits() % static_cast<uint64_t>(n)); }
+
+ private:
+  uint64_t state_;
+};
+
+// Memory with guard bytes on both sides, 256-byte aligned, and a copy of its initial contents.
+class Buffer {
+ public:
+  Buffer(size_t bytes, uint8_t fill);
+  uint8_t* data() { return base_ + kGuard; }
+  const uint8_t* data() const { return base_ + kGuard; }
+  size_t size() const { return size_; }
+  void freeze();   // remembers the present contents as initial
+  void restore();  // contents and guards back to the start
+  bool guards_intact() const;
+  bool unchanged() const;
+  const uint8_t* initial() const { return initial_.data(); }
+
+ private:
+  static constexpr size_t kGuard = 256;
+  std::vector<uint8_t> raw_;
+  uint8_t* base_;
+  size_t size_;
+  std::vector<uint8_t> initial_;
+};
+
+// dtype and quantisation of a tensor.
+struct Spec {
+  int dtype = TE_FL_F32;
+  int scaling = TE_FL_SCALING_NONE;
+  bool row = true;
+  bool col = false;
+  uint32_t flags = 0;
+  float epsilon = 0;
+  bool has_amax = true;
+  float scale = 150.0f;  // delayed scaling: the given scale
+  float amax_before = 0.25f;
+
+  Spec(int d = TE_FL_F32) : dtype(d) {}  // NOLINT: an unquantised dtype is a spec
+  Spec(int d, int s, bool r, bool c, uint32_t f = 0, float e = 0)
+      : dtype(d), scaling(s), row(r), col(c), flags(f), epsilon(e) {}
+  bool quantised() const { return scaling != TE_FL_SCALING_NONE; }
+  bool current() const { return (flags & TE_FL_QUANT_COMPUTE_SCALE) != 0; }
+  bool pow2() const { return (flags & TE_FL_QUANT_POW2_SCALE) != 0; }
+  std::string name() const;  // "f8e4m3.tensor.row+col"
+};
+
+enum class Role { kIn, kOut, kInOut };
+using Dims = std::vector<int64_t>;
+
+struct Tensor {
+  std::string name;
+  Role role = Role::kIn;
+  Spec spec;
+  Dims shape;
+  Dims strides;        // empty: compact
+  int64_t offset = 0;  // of the first element, in elements
+  std::shared_ptr<Buffer> data, col_data, scale_inv, col_scale_inv, amax, scale;
+  te_fl_quant quant{};
+  te_fl_tensor c{};
+
+  int64_t numel() const;
+  int64_t rows() const;  // of the logical matrix: all dimensions but the last
+  int64_t cols() const;
+  int64_t index(int64_t i) const;  // storage element of logical element i
+  double get(int64_t i) const { return load(spec.dtype, data->data(), index(i)); }
+  void put(int64_t i, double x) { store(spec.dtype, data->data(), index(i), x); }
+  std::vector<double> values() const;  // unquantised, logical order
+  std::vector<Buffer*> buffers() const;
+  void bind();  // fills the C structs
+};
+
+// What an output must be.
+struct Expectation {
+  enum class Kind {
+    kValues,
+    kQuantised,
+    kExactQuantised,
+    kDequantised,
+    kBytes,
+    kUnchanged,
+    kCustom
+  } kind;
+  Tensor* tensor = nullptr;
+  std::vector<double> want;   // values; before quantisation for the quantised kinds
+  std::vector<double> extra;  // added to the absolute tolerance, per element; empty: none
+  double relative =
+      0;  // >0: replaces the dtype's tolerance: |got - want| <= extra + relative * |want|
+  double widen = 1;           // factor of the dtype's relative tolerance
+  std::vector<uint8_t> skip;  // not 0: the element is not compared
+  std::vector<uint8_t> bytes;
+  int input_dtype =
+      TE_FL_F32;  // exact quantisation: whose largest value replaces an infinite block scale
+  std::function<std::string(const Tensor&)> check;  // kCustom: empty string if right
+};
+
+using Fill = std::function<double(Random&, int64_t)>;
+Fill gaussian(double sigma = 1, double mean = 0);
+Fill constant(double value);
+Fill integers(int64_t bound);  // uniform in [0, bound)
+
+// One built case: arguments in memory and, after evaluate(), the expectations.
+class Problem {
+ public:
+  Problem(std::string op, uint64_t seed) : op_name(std::move(op)), random(seed) {}
+
+  Tensor* in(const std::string& name, Spec spec, const Dims& shape, const Fill& fill = gaussian());
+  Tensor* out(const std::string& name, Spec spec, const Dims& shape);
+  Tensor* inout(const std::string& name, Spec spec, const Dims& shape,
+                const Fill& fill = gaussian());
+  Tensor* strided(const std::string& name, Role role, Spec spec, const Dims& shape,
+                  const Dims& strides, const Fill& fill = gaussian(),
+                  std::shared_ptr<Buffer> storage = nullptr, int64_t offset = 0,
+                  int64_t storage_elements = 0);
+  // An output in the memory of `input` (which then counts as overwritten).
+  Tensor* in_place(const std::string& name, Tensor* input);
+  // A quantised input made from `values` by the exact rules; returns the tensor. dequantised() of
+  // it gives values.
+  Tensor* quantised_in(const std::string& name, Spec spec, const Dims& shape,
+                       const Fill& fill = gaussian());
+  void list(const std::string& name, std::vector<Tensor*> tensors) {
+    lists[name] = std::move(tensors);
+  }
+  Tensor* unnamed(Tensor* t);  // takes the tensor out of the single arguments (for lists)
+  void set(const std::string& name, double value) { scalars[name] = value; }
+
+  void oracle(std::function<void()> f) { oracles.push_back(std::move(f)); }
+  void evaluate();
+  Expectation& expect(Tensor* t, std::vector<double> want, std::vector<double> extra = {});
+  // A result of several quantised steps (FP8 attention): compared after dequantisation, 1e-2 + 1e-2
+  // |v|, a code step and `extra`.
+  Expectation& expect_dequantised(Tensor* t, std::vector<double> want,
+                                  std::vector<double> extra = {});
+  Expectation& expect_exact(Tensor* t, std::vector<double> want, int input_dtype);
+  void expect_bytes(Tensor* t, std::vector<uint8_t> bytes);
+  void expect_unchanged(Tensor* t);
+  void expect_custom(Tensor* t, std::function<std::string(const Tensor&)> check);
+  void expect_error(int code, std::string text) { want_code = code, want_text = std::move(text); }
+
+  std::string op_name;
+  Random random;
+  std::vector<std::unique_ptr<Tensor>> tensors;
+  std::map<std::string, Tensor*> singles;
+  std::map<std::string, std::vector<Tensor*>> lists;
+  std::map<std::string, double> scalars;
+  std::vector<std::function<void()>> oracles;
+  std::vector<Expectation> expectations;
+  te_fl_rng rng{0, 0, nullptr};
+  std::vector<uint64_t> rng_state;
+  int want_code = 0;       // expected status code; then every output stays untouched
+  std::string want_text;   // must be part of the error's text
+  std::string may_refuse;  // not empty: UNSUPPORTED/INVALID_ARGUMENT whose text has it is right too
+  int64_t saved_storage = -1;
+};
+
+struct Case {
+  std::string family;
+  std::string op;
+  std::string name;  // "gelu/f32/7x33/out=f8e4m3.tensor.row+col"
+  uint64_t seed = 0;
+  bool large = false;
+  std::function<void(Problem&)> build;
+};
+
+using Table = std::vector<Case>;
+void add_activation_cases(Table&);
+void add_attention_cases(Table&);
+void add_delayed_scaling_cases(Table&);  // part of the quantize family
+void add_dropout_cases(Table&);
+void add_gemm_cases(Table&);
+void add_norm_cases(Table&);
+void add_optimizer_cases(Table&);
+void add_quantize_cases(Table&);
+void add_rope_cases(Table&);
+void add_softmax_cases(Table&);
+void add_tensor_cases(Table&);
+// All cases; names are unique.
+Table all_cases();
+
+std::string dims_name(const Dims& dims);  // "7x33", "scalar"
+void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
+         std::function<void(Problem&)> build, bool large = false);
+// Every form of quantised output that the schema allows; `all` also the rarer ones.
+const std::vector<Spec>& quantised_specs();
+
+}  // namespace te_fl::conformance

@@ -1,0 +1,383 @@
+#include "conformance/compare.hpp"
+
+namespace te_fl::conformance {
+namespace {
+
+constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
+constexpr double kEps = 0x1p-24;
+
+using Shapes = std::vector<Dims>;
+const Shapes kFew = {{7, 33}, {1}, {0, 4}, {5, 3, 2}};
+
+Shapes many() {
+  Shapes all;
+  for (int64_t i = 0; i < 300; ++i) all.push_back({i % 7, i % 5 + 1});
+  return all;
+}
+
+std::string shapes_name(const Shapes& s) {
+  return s.empty()       ? "none"
+         : s.size() == 1 ? dims_name(s[0])
+                         : std::to_string(s.size()) + "_tensors";
+}
+
+using Maker = std::function<Tensor*(const std::string&, const Dims&, size_t)>;
+std::vector<Tensor*> make_list(Problem& p, const std::string& name, const Shapes& shapes,
+                               const Maker& make) {
+  std::vector<Tensor*> list;
+  for (size_t i = 0; i < shapes.size(); ++i)
+    list.push_back(p.unnamed(make(name + "[" + std::to_string(i) + "]", shapes[i], i)));
+  p.list(name, list);
+  return list;
+}
+std::vector<Tensor*> list_in(Problem& p, const std::string& name, int dtype, const Shapes& shapes,
+                             const Fill& fill = gaussian()) {
+  return make_list(p, name, shapes, [&](const std::string& n, const Dims& d, size_t) {
+    return p.in(n, dtype, d, fill);
+  });
+}
+std::vector<Tensor*> list_inout(Problem& p, const std::string& name, int dtype,
+                                const Shapes& shapes, const Fill& fill = gaussian()) {
+  return make_list(p, name, shapes, [&](const std::string& n, const Dims& d, size_t) {
+    return p.inout(n, dtype, d, fill);
+  });
+}
+std::vector<Tensor*> list_out(Problem& p, const std::string& name, int dtype,
+                              const Shapes& shapes) {
+  return make_list(p, name, shapes,
+                   [&](const std::string& n, const Dims& d, size_t) { return p.out(n, dtype, d); });
+}
+
+// ---- scale and norms
+
+struct ScaleVariant {
+  int in, out;
+  Shapes shapes;
+  double scale;
+  double bad;  // 0: all finite; else put into the last tensor
+  int flag_before;
+  bool in_place = false;
+  bool large = false;
+};
+
+void scale(Problem& p, const ScaleVariant& v) {
+  auto inputs = list_in(p, "inputs", v.in, v.shapes);
+  if (v.bad != 0) {
+    inputs.back()->put(inputs.back()->numel() - 1, v.bad);
+    inputs.back()->data->freeze();
+  }
+  auto outputs =
+      make_list(p, "outputs", v.shapes, [&](const std::string& n, const Dims& d, size_t i) {
+        return v.in_place ? p.in_place(n, inputs[i]) : p.out(n, v.out, d);
+      });
+  Tensor* flag = p.inout("noop_flag", TE_FL_I32, {1}, constant(v.flag_before));
+  p.set("scale", v.scale);
+  p.oracle([&p, v, inputs, outputs, flag] {
+    const double s = static_cast<double>(static_cast<float>(v.scale));
+    bool bad = false;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      auto want = inputs[i]->values();
+      for (double& x : want) {
+        bad = bad || !std::isfinite(x) || !std::isfinite(static_cast<float>(x * s));
+        x *= s;
+        if (std::fabs(x) > largest(TE_FL_F32) && std::isfinite(x)) x = std::copysign(infinity(), x);
+      }
+      p.expect(outputs[i], want);
+    }
+    p.expect_exact(flag, {bad ? 1.0 : static_cast<double>(v.flag_before)}, TE_FL_I32);
+  });
+}
+
+void norm(Problem& p, int dtype, const Shapes& shapes, bool per_tensor, bool unscale,
+          double sigma) {
+  auto inputs = list_in(p, "inputs", dtype, shapes, gaussian(sigma));
+  Tensor* inv = unscale ? p.in("inv_scale", TE_FL_F32, {1}, constant(0.037)) : nullptr;
+  Tensor* out = p.out("norm", TE_FL_F32, {1});
+  Tensor* each = per_tensor
+                     ? p.out("per_tensor_norms", TE_FL_F32, {static_cast<int64_t>(shapes.size())})
+                     : nullptr;
+  p.oracle([&p, inputs, inv, out, each] {
+    double total = 0, n = 0;
+    std::vector<double> norms, slack;
+    for (Tensor* t : inputs) {
+      double sum = 0;
+      for (double x : t->values()) sum += std::pow(x * (inv == nullptr ? 1 : inv->get(0)), 2);
+      norms.push_back(std::sqrt(sum)),
+          slack.push_back(sum_slack(static_cast<double>(t->numel()), std::sqrt(sum)));
+      total += sum, n += static_cast<double>(t->numel());
+    }
+    p.expect(out, {std::sqrt(total)}, {sum_slack(n, std::sqrt(total))});
+    if (each != nullptr) p.expect(each, norms, slack);
+  });
+}
+
+// ---- Adam and SGD
+
+struct AdamVariant {
+  int grad = TE_FL_F32, param = TE_FL_F32;
+  Shapes shapes = kFew;
+  bool master = false;
+  int noop = -1;  // no flag
+  double weight_decay = 0, epsilon = 1e-8;
+  int64_t step = 1;
+  int mode = TE_FL_ADAM_MODE_L2;
+  bool bias_correction = true, large = false;
+  double beta1 = 0.9, beta2 = 0.999, lr = 1e-2;
+};
+
+std::string adam_name(const AdamVariant& v) {
+  std::string name = std::string("grad=") + name_of(v.grad) + "/param=" + name_of(v.param) + "/" +
+                     shapes_name(v.shapes);
+  name += v.mode == TE_FL_ADAM_MODE_L2 ? "/l2" : "/adamw";
+  if (v.weight_decay != 0) name += "/wd";
+  if (v.master) name += "/master";
+  if (v.noop >= 0) name += "/noop=" + std::to_string(v.noop);
+  if (!v.bias_correction) name += "/uncorrected";
+  if (v.beta1 == 0) name += "/beta=0";
+  if (v.lr == 0) name += "/lr=0";
+  if (v.epsilon > 1e-4) name += "/eps";
+  return name + "/step=" + std::to_string(v.step);
+}
+
+double f(double x) { return static_cast<double>(static_cast<float>(x)); }
+
+struct Lists {
+  std::vector<Tensor*> a, b, c, d, e;
+};
+
+void adam_oracle(Problem& p, const AdamVariant& v, const Lists& l) {
+  const double lr = f(v.lr), b1 = f(v.beta1), b2 = f(v.beta2), eps = f(v.epsilon),
+               wd = f(v.weight_decay);
+  const double c1 = v.bias_correction ? 1 - std::pow(b1, static_cast<double>(v.step)) : 1;
+  const double c2 = v.bias_correction ? 1 - std::pow(b2, static_cast<double>(v.step)) : 1;
+  for (size_t n = 0; n < l.a.size(); ++n) {
+    const auto count = static_cast<size_t>(l.a[n]->numel());
+    std::vector<double> param(count), m(count), sq(count), extra(count), m_extra(count),
+        sq_extra(count);
+    for (size_t i = 0; i < count; ++i) {
+      const auto at = static_cast<int64_t>(i);
+      const double p0 = v.master ? l.e[n]->get(at) : l.b[n]->get(at);
+      const double g = l.a[n]->get(at) + (v.mode == TE_FL_ADAM_MODE_L2 ? wd * p0 : 0);
+      m[i] = b1 * l.c[n]->get(at) + (1 - b1) * g;
+      sq[i] = b2 * l.d[n]->get(at) + (1 - b2) * g * g;
+      const double step = m[i] / c1 / (std::sqrt(sq[i] / c2) + eps) +
+                          (v.mode == TE_FL_ADAM_MODE_ADAMW ? wd * p0 : 0);
+      param[i] = p0 - lr * step;
+      // 1 - b and 1 - b^t in FP32 lose relative accuracy where b is near 1; the terms of m may
+      // cancel.
+      m_extra[i] = 8 * kEps * (std::fabs(l.c[n]->get(at)) + std::fabs(g) + std::fabs(wd * p0));
+      sq_extra[i] = 8 * kEps * (l.d[n]->get(at) + g * g) + 5e-5 * (1 - b2) * g * g;
+      extra[i] = 2e-4 * lr * std::fabs(step) +
+                 lr * m_extra[i] / c1 / (std::sqrt(sq[i] / c2) + eps) + 4 * kEps * std::fabs(p0);
+    }
+    p.expect(l.b[n], param, extra);
+    if (v.master) p.expect(l.e[n], param, extra);
+    p.expect(l.c[n], m, m_extra), p.expect(l.d[n], sq, sq_extra);
+  }
+}
+
+void adam(Problem& p, const AdamVariant& v) {
+  Lists l;
+  l.a = list_in(p, "grads", v.grad, v.shapes);
+  // With master weights the parameters are only written: what stands there before must not matter.
+  l.b = list_inout(p, "params", v.param, v.shapes, v.master ? constant(nan_value()) : gaussian());
+  l.c = list_inout(p, "exp_avgs", TE_FL_F32, v.shapes, gaussian(0.1));
+  l.d = list_inout(p, "exp_avg_sqs", TE_FL_F32, v.shapes,
+                   [](Random& r, int64_t) { return 0.01 + r.uniform(); });
+  if (v.master) l.e = list_inout(p, "master_params", TE_FL_F32, v.shapes);
+  if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
+  p.set("lr", v.lr), p.set("beta1", v.beta1), p.set("beta2", v.beta2), p.set("epsilon", v.epsilon);
+  p.set("weight_decay", v.weight_decay), p.set("step", static_cast<double>(v.step)),
+      p.set("mode", v.mode);
+  p.set("bias_correction", v.bias_correction);
+  p.oracle([&p, v, l] {
+    if (v.noop <= 0) return adam_oracle(p, v, l);
+    for (const auto* list : {&l.b, &l.c, &l.d, &l.e})
+      for (Tensor* t : *list) p.expect_unchanged(t);
+  });
+}
+
+struct SgdVariant {
+  int grad = TE_FL_F32, param = TE_FL_F32, copy = -1;
+  Shapes shapes = kFew;
+  double weight_decay = 0, momentum = 0, dampening = 0, scale = 1;
+  bool nesterov = false, first_run = false, late_decay = false;
+  int noop = -1;
+  double lr = 0.05;
+};
+
+std::string sgd_name(const SgdVariant& v) {
+  std::string name = std::string("grad=") + name_of(v.grad) + "/param=" + name_of(v.param) + "/" +
+                     shapes_name(v.shapes);
+  if (v.copy >= 0) name += std::string("/copy=") + name_of(v.copy);
+  if (v.weight_decay != 0) name += v.late_decay ? "/late_wd" : "/wd";
+  if (v.momentum != 0) name += "/momentum";
+  if (v.dampening != 0) name += "/dampening";
+  if (v.scale != 1) name += "/scale";
+  if (v.nesterov) name += "/nesterov";
+  if (v.first_run) name += "/first_run";
+  if (v.lr == 0) name += "/lr=0";
+  if (v.noop >= 0) name += "/noop=" + std::to_string(v.noop);
+  return name;
+}
+
+void sgd_oracle(Problem& p, const SgdVariant& v, const Lists& l) {
+  const double lr = f(v.lr), wd = f(v.weight_decay), mo = f(v.momentum), da = f(v.dampening),
+               sc = f(v.scale);
+  for (size_t n = 0; n < l.a.size(); ++n) {
+    const auto count = static_cast<size_t>(l.a[n]->numel());
+    std::vector<double> param(count), m(count), extra(count);
+    for (size_t i = 0; i < count; ++i) {
+      const auto at = static_cast<int64_t>(i);
+      const double p0 = l.b[n]->get(at), m0 = l.c[n]->get(at);
+      double g = sc * l.a[n]->get(at) + (v.late_decay ? 0 : wd * p0);
+      extra[i] = 8 * kEps *
+                 (std::fabs(sc * l.a[n]->get(at)) + std::fabs(wd * p0) +
+                  (v.first_run ? 0 : std::fabs(m0)));
+      if (mo != 0) {
+        m[i] = v.first_run ? g : mo * m0 + (1 - da) * g;
+        g = v.nesterov ? g + mo * m[i] : m[i];
+      }
+      param[i] = p0 - lr * (g + (v.late_decay ? wd * p0 : 0));
+      extra[i] += 2 * kEps * std::fabs(p0);
+    }
+    p.expect(l.b[n], param, extra);
+    if (v.copy >= 0) p.expect(l.d[n], param, extra);
+    if (mo == 0)
+      p.expect_unchanged(l.c[n]);
+    else
+      p.expect(l.c[n], m, extra);
+  }
+}
+
+void sgd(Problem& p, const SgdVariant& v) {
+  Lists l;
+  l.a = list_in(p, "grads", v.grad, v.shapes);
+  l.b = list_inout(p, "params", v.param, v.shapes);
+  l.c = list_inout(p, "momentums", TE_FL_F32, v.shapes,
+                   v.first_run ? constant(nan_value()) : gaussian());
+  if (v.copy >= 0) l.d = list_out(p, "param_copies", v.copy, v.shapes);
+  if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
+  p.set("lr", v.lr), p.set("weight_decay", v.weight_decay), p.set("momentum", v.momentum),
+      p.set("dampening", v.dampening);
+  p.set("scale", v.scale), p.set("nesterov", v.nesterov), p.set("first_run", v.first_run),
+      p.set("wd_after_momentum", v.late_decay);
+  p.oracle([&p, v, l] {
+    if (v.noop <= 0) return sgd_oracle(p, v, l);
+    for (const auto* list : {&l.b, &l.c, &l.d})
+      for (Tensor* t : *list) p.expect_unchanged(t);
+  });
+}
+
+void add_adam(Table& table) {
+  std::vector<AdamVariant> all;
+  for (int g : kHigh)
+    for (int q : kHigh)
+      for (bool master : {false, true})
+        all.push_back({.grad = g, .param = q, .master = master, .weight_decay = 0.1, .step = 3});
+  for (int mode : {TE_FL_ADAM_MODE_L2, TE_FL_ADAM_MODE_ADAMW})
+    for (bool corrected : {true, false})
+      for (int64_t step : {1, 1000})
+        all.push_back(
+            {.weight_decay = 0.05, .step = step, .mode = mode, .bias_correction = corrected});
+  all.push_back({.shapes = {}});
+  all.push_back({.shapes = {{0}}});
+  all.push_back({.shapes = {{130, 257}}});
+  all.push_back({.param = TE_FL_BF16,
+                 .shapes = many(),
+                 .master = true,
+                 .weight_decay = 0.1,
+                 .mode = TE_FL_ADAM_MODE_ADAMW});
+  all.push_back({.noop = 0});
+  all.push_back({.noop = 1});
+  all.push_back({.param = TE_FL_BF16, .master = true, .noop = 1});
+  all.push_back({.epsilon = 1e-3});
+  all.push_back({.beta1 = 0, .beta2 = 0});
+  all.push_back({.weight_decay = 0.1, .lr = 0});  // the moments move, the parameters stay
+  all.push_back({.shapes = {{512, 512}}, .mode = TE_FL_ADAM_MODE_ADAMW, .large = true});
+  for (const AdamVariant& v : all)
+    add(
+        table, "optimizer", "multi_tensor_adam", adam_name(v), [v](Problem& p) { adam(p, v); },
+        v.large);
+}
+
+void add_sgd(Table& table) {
+  std::vector<SgdVariant> all;
+  for (int g : kHigh)
+    for (int q : kHigh)
+      all.push_back(
+          {.grad = g, .param = q, .copy = TE_FL_BF16, .weight_decay = 0.1, .momentum = 0.9});
+  all.push_back({});
+  all.push_back({.weight_decay = 0.1});
+  all.push_back({.momentum = 0.9, .first_run = true});
+  all.push_back({.momentum = 0.9, .dampening = 0.3});
+  all.push_back({.weight_decay = 0.1, .momentum = 0.9, .nesterov = true});
+  all.push_back({.weight_decay = 0.1, .momentum = 0.9, .nesterov = true, .first_run = true});
+  all.push_back({.weight_decay = 0.1, .momentum = 0.9, .late_decay = true});
+  all.push_back({.weight_decay = 0.1, .late_decay = true});
+  all.push_back({.weight_decay = 0.1, .momentum = 0.9, .scale = 0.125});
+  all.push_back({.copy = TE_FL_F16, .momentum = 0.9, .noop = 1});
+  all.push_back({.momentum = 0.9, .noop = 0});
+  all.push_back({.param = TE_FL_BF16, .copy = TE_FL_F32, .momentum = 0.9, .lr = 0});
+  all.push_back({.shapes = {}});
+  all.push_back({.shapes = {{130, 257}}, .momentum = 0.9});
+  all.push_back({.copy = TE_FL_BF16, .shapes = many(), .momentum = 0.9});
+  for (const SgdVariant& v : all)
+    add(table, "optimizer", "multi_tensor_sgd", sgd_name(v), [v](Problem& p) { sgd(p, v); });
+}
+
+void add_scale(Table& table) {
+  std::vector<ScaleVariant> all;
+  for (int in : kHigh)
+    for (int out : kHigh) all.push_back({in, out, kFew, 0.37, 0, 0});
+  for (double bad : {infinity(), -infinity(), nan_value()})
+    all.push_back({TE_FL_F32, TE_FL_F32, kFew, 2, bad, 0});
+  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 4, 3e38, 0});  // finite input, result overflows
+  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 0.5, 0, 1});   // the flag is never cleared
+  all.push_back({TE_FL_F32, TE_FL_F32, {}, 0.5, 0, 0});
+  all.push_back({TE_FL_F32, TE_FL_F32, {{130, 257}}, 0.5, 0, 0});
+  all.push_back({TE_FL_BF16, TE_FL_F32, many(), 0.5, 0, 0});
+  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 3, 0, 0, true});
+  for (const ScaleVariant& v : all) {
+    std::string name =
+        std::string(name_of(v.in)) + "/" + shapes_name(v.shapes) + "/out=" + name_of(v.out);
+    if (v.bad != 0)
+      name += std::isnan(v.bad)   ? "/nan"
+              : std::isinf(v.bad) ? (v.bad < 0 ? "/minus_infinity" : "/infinity")
+                                  : "/overflow";
+    if (v.flag_before != 0) name += "/flag_set";
+    if (v.in_place) name += "/in_place";
+    add(
+        table, "optimizer", "multi_tensor_scale", name, [v](Problem& p) { scale(p, v); }, v.large);
+  }
+}
+
+}  // namespace
+
+void add_optimizer_cases(Table& table) {
+  add_scale(table);
+  add_adam(table);
+  add_sgd(table);
+  for (bool unscale : {false, true}) {
+    const std::string op = unscale ? "multi_tensor_unscale_l2norm" : "multi_tensor_l2norm";
+    auto one = [&](int dtype, const Shapes& shapes, bool each, double sigma, bool large) {
+      std::string name =
+          std::string(name_of(dtype)) + "/" + shapes_name(shapes) + (each ? "/each" : "");
+      if (sigma != 1) name += "/sigma=" + std::to_string(static_cast<int>(sigma));
+      add(
+          table, "optimizer", op, name,
+          [=](Problem& p) { norm(p, dtype, shapes, each, unscale, sigma); }, large);
+    };
+    for (int d : kHigh)
+      for (bool each : {false, true}) one(d, kFew, each, 1, false);
+    one(TE_FL_F32, {}, false, 1, false);
+    one(TE_FL_F32, {}, true, 1, false);
+    one(TE_FL_F32, {{1}}, true, 1, false);
+    one(TE_FL_F32, {{0}}, true, 1, false);
+    one(TE_FL_F16, {{64, 64}}, true, 1000, false);  // squares overflow FP16
+    one(TE_FL_BF16, many(), true, 1, false);
+    one(TE_FL_F32, {{512, 513}}, true, 1, true);
+  }
+}
+
+}  // namespace te_fl::conformance

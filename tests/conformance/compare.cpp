@@ -1,0 +1,367 @@
+#include "conformance/compare.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+
+#include "conformance/oracle_quantize.hpp"
+
+namespace te_fl::conformance {
+namespace {
+
+[[gnu::format(printf, 1, 2)]] std::string text(const char* format, ...) {
+  char buffer[400];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(buffer, sizeof buffer, format, args);
+  va_end(args);
+  return buffer;
+}
+
+double fp32_tolerance(double v) { return 1e-6 + 5e-6 * std::fabs(v); }
+
+bool poisoned(const Tensor& t, int64_t i) {
+  const int width = width_of(t.spec.dtype) / 8;
+  if (width < 2 || !is_float(t.spec.dtype)) return false;
+  const uint8_t* p = t.data->data() + t.index(i) * width;
+  return t.role == Role::kOut && std::all_of(p, p + width, [](uint8_t b) { return b == 0xff; });
+}
+
+bool close(double got, double want, double tol, int dtype) {
+  if (std::isnan(want)) return std::isnan(got);
+  if (got == want) return true;
+  if (std::isinf(got))
+    return std::fabs(want) + tol >= largest(dtype) && std::signbit(got) == std::signbit(want);
+  if (std::isinf(want)) return false;
+  return std::fabs(got - want) <= tol;
+}
+
+std::string compare_values(const Expectation& e) {
+  const Tensor& t = *e.tensor;
+  for (int64_t i = 0; i < t.numel(); ++i) {
+    if (!e.skip.empty() && e.skip[i]) continue;
+    const double got = t.get(i), tol = tolerance(e, t.spec.dtype, i);
+    const double want = tol == 0 ? rounded(t.spec.dtype, e.want[i]) : e.want[i];
+    if (poisoned(t, i))
+      return text("%s[%lld] was not written, expected %.9g", t.name.c_str(), (long long)i, want);
+    if (close(got, want, tol, t.spec.dtype)) continue;
+    return text("%s[%lld]: got %.9g, expected %.9g (off by %.3g, tolerance %.3g)", t.name.c_str(),
+                (long long)i, got, want, std::fabs(got - want), tol);
+  }
+  return {};
+}
+
+std::string compare_bytes(const std::string& part, const uint8_t* got,
+                          const std::vector<uint8_t>& want, int width) {
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (got[i] == want[i]) continue;
+    const size_t element = i / std::max(width / 8, 1);
+    std::string g, w;
+    for (size_t b = element * std::max(width / 8, 1), n = 0;
+         n < static_cast<size_t>(std::max(width / 8, 1)); ++n) {
+      g = text("%02x", got[b + n]) + g, w = text("%02x", want[b + n]) + w;
+    }
+    return text("%s[%zu]: got 0x%s, expected 0x%s (exact)", part.c_str(), element, g.c_str(),
+                w.c_str());
+  }
+  return {};
+}
+
+float f32(const std::shared_ptr<Buffer>& b) {
+  return static_cast<float>(load(TE_FL_F32, b->data(), 0));
+}
+
+std::string exact_float(const std::string& name, float got, float want) {
+  if (bits_of(got) == bits_of(want)) return {};
+  return text("%s: got %.9g (0x%08x), expected %.9g (0x%08x) exactly", name.c_str(),
+              static_cast<double>(got), bits_of(got), static_cast<double>(want), bits_of(want));
+}
+
+std::string compare_exact(const Expectation& e) {
+  const Tensor& t = *e.tensor;
+  const QuantImage want = quantise_exact(e.want, t.rows(), t.cols(), t.spec, e.input_dtype);
+  const bool tensor_mode = t.spec.scaling == TE_FL_SCALING_TENSOR;
+  const int scale_width = width_of(CopyLayout(t.spec.scaling, false, 1, 1).scale_dtype);
+  std::string wrong;
+  auto check = [&](const char* part, const std::shared_ptr<Buffer>& got,
+                   const std::vector<uint8_t>& bytes, int width) {
+    if (wrong.empty() && got != nullptr)
+      wrong = compare_bytes(t.name + "." + part, got->data(), bytes, width);
+  };
+  if (t.amax != nullptr) wrong = exact_float(t.name + ".amax", f32(t.amax), want.amax);
+  if (wrong.empty() && t.scale != nullptr)
+    wrong = exact_float(t.name + ".scale", f32(t.scale), want.scale);
+  check("scale_inv", t.scale_inv, t.spec.row || !tensor_mode ? want.scale_inv : want.col_scale_inv,
+        scale_width);
+  check("columnwise_scale_inv", t.col_scale_inv, want.col_scale_inv, scale_width);
+  if (t.spec.row) check("data", t.data, want.data, width_of(t.spec.dtype));
+  check("columnwise_data", t.col_data, want.col_data, width_of(t.spec.dtype));
+  return wrong;
+}
+
+// ---- quantised results of fused ops
+
+struct Interval {
+  float low, high;
+};
+
+float nudged(double x, bool up) {
+  const auto f = static_cast<float>(x);
+  if (!std::isfinite(f)) return f;
+  if (up && static_cast<double>(f) < x)
+    return std::nextafter(f, std::numeric_limits<float>::infinity());
+  if (!up && static_cast<double>(f) > x)
+    return std::nextafter(f, -std::numeric_limits<float>::infinity());
+  return f;
+}
+
+Interval value_interval(const Expectation& e, size_t i) {
+  const double t = tolerance(e, TE_FL_F32, i);
+  return {nudged(e.want[i] - t, false), nudged(e.want[i] + t, true)};
+}
+
+void widen_amax(Interval& amax, const Interval& v) {
+  if (std::isnan(v.low)) return;
+  const bool across = v.low <= 0 && v.high >= 0;
+  const float smallest = across ? 0 : std::min(std::fabs(v.low), std::fabs(v.high));
+  amax.low = std::max(amax.low, smallest);
+  amax.high = std::max({amax.high, std::fabs(v.low), std::fabs(v.high)});
+}
+
+// Codes of one block against the interval of values times the interval of factors.
+std::string compare_codes(const Expectation& e, const CopyLayout& at, const Buffer& data,
+                          int64_t bm, int64_t bk, Interval factor) {
+  const Tensor& t = *e.tensor;
+  const Format& f = format_of(t.spec.dtype);
+  const int64_t i1 = std::min(at.m, (bm + 1) * at.block_m),
+                j1 = std::min(at.k, (bk + 1) * at.block_k);
+  for (int64_t i = bm * at.block_m; i < i1; ++i) {
+    for (int64_t j = bk * at.block_k; j < j1; ++j) {
+      const size_t n = static_cast<size_t>(i * at.k + j);
+      if (!e.skip.empty() && e.skip[n]) continue;
+      const Interval v = value_interval(e, n);
+      const double got = load(t.spec.dtype, data.data(), at.data_index(i, j));
+      const double low = decode_bits(
+          f, encode_bits(f, static_cast<double>(v.low * (v.low < 0 ? factor.high : factor.low))));
+      const double high = decode_bits(
+          f, encode_bits(f, static_cast<double>(v.high * (v.high < 0 ? factor.low : factor.high))));
+      const bool right = std::isnan(e.want[n])
+                             ? std::isnan(got) && data.data()[at.data_index(i, j)] == 0x7f
+                             : got >= low && got <= high;
+      if (right) continue;
+      return text(
+          "%s.%s[%lld,%lld]: got code value %.9g, expected between %.9g and %.9g (%.9g before "
+          "quantisation, factor %.9g)",
+          t.name.c_str(), at.columnwise ? "columnwise_data" : "data", (long long)i, (long long)j,
+          got, low, high, e.want[n], static_cast<double>(factor.low));
+    }
+  }
+  return {};
+}
+
+std::string scale_out_of_range(const Tensor& t, const CopyLayout& at, int64_t where, double got,
+                               double low, double high) {
+  return text("%s.%s[%lld]: got %.9g, expected between %.9g and %.9g", t.name.c_str(),
+              at.columnwise ? "columnwise_scale_inv" : "scale_inv", (long long)where, got, low,
+              high);
+}
+
+// Checks a block's scale; on success `factor` is the interval of factors that codes were made with.
+std::string check_block_scale(const Expectation& e, const CopyLayout& at, const Buffer& scales,
+                              int64_t where, Interval amax, Interval& factor) {
+  const Tensor& t = *e.tensor;
+  const auto fp8_max = static_cast<float>(largest(t.spec.dtype));
+  const double got = load(at.scale_dtype, scales.data(), where);
+  if (at.scaling == TE_FL_SCALING_MXFP8) {
+    const uint8_t code = scales.data()[where];
+    const uint8_t low = e8m0_from_amax(amax.low, fp8_max),
+                  high = e8m0_from_amax(amax.high, fp8_max);
+    if (code < low || code > high) return scale_out_of_range(t, at, where, code, low, high);
+    factor.low = factor.high = static_cast<float>(std::ldexp(1.0, 127 - code));
+    return {};
+  }
+  if (at.scaling == TE_FL_SCALING_NVFP4) {
+    // The block scale's own arithmetic is a division and a product: a few roundings of slack.
+    const double global = nvfp4_global(f32(t.amax)), slack = 4e-7;
+    const double low = rounded(TE_FL_F8E4M3, amax.low / 6.0 * global * (1 - slack));
+    const double high = rounded(TE_FL_F8E4M3, amax.high / 6.0 * global * (1 + slack));
+    if (!(got >= low && got <= high)) return scale_out_of_range(t, at, where, got, low, high);
+    const double exact = got == 0 ? 0 : global / got;
+    factor = {static_cast<float>(exact * (1 - slack)), static_cast<float>(exact * (1 + slack))};
+    return {};
+  }
+  const auto replaced = static_cast<float>(largest(e.input_dtype));
+  const float low =
+      1.0f / scale_from_amax(amax.low, fp8_max, t.spec.epsilon, t.spec.pow2(), replaced);
+  const float high =
+      1.0f / scale_from_amax(amax.high, fp8_max, t.spec.epsilon, t.spec.pow2(), replaced);
+  bool in = got >= std::min(low, high) && got <= std::max(low, high);
+  // An amax that may be nothing but tolerance: exactly zero gives scale 1, anything above a small
+  // scale_inv.
+  if (amax.low == 0 && t.spec.epsilon == 0)
+    in = got == 1 || (got > 0 && got <= static_cast<double>(high));
+  const bool power = !t.spec.pow2() || (bits_of(static_cast<float>(got)) & 0x7fffff) == 0;
+  if (!in || !power)
+    return scale_out_of_range(t, at, where, got, static_cast<double>(low),
+                              static_cast<double>(high));
+  const double slack =
+      t.spec.pow2() ? 0 : 0x1p-23;  // 1 / (1 / scale) is the scale up to a rounding
+  factor = {nudged(1 / got * (1 - slack), false), nudged(1 / got * (1 + slack), true)};
+  return {};
+}
+
+std::string check_padding(const Tensor& t, const CopyLayout& at, const Buffer& scales) {
+  std::vector<uint8_t> used(static_cast<size_t>(at.scales()), 0);
+  for (int64_t bm = 0; bm < at.blocks_m(); ++bm)
+    for (int64_t bk = 0; bk < at.blocks_k(); ++bk) used[at.scale_index(bm, bk)] = 1;
+  const int width = width_of(at.scale_dtype) / 8;
+  for (int64_t i = 0; i < at.scales(); ++i) {
+    if (used[i]) continue;
+    for (int b = 0; b < width; ++b) {
+      if (scales.data()[i * width + b] != 0)
+        return text("%s.%s[%lld] is padding and must be zero, got 0x%02x in a byte", t.name.c_str(),
+                    at.columnwise ? "columnwise_scale_inv" : "scale_inv", (long long)i,
+                    scales.data()[i * width + b]);
+    }
+  }
+  return {};
+}
+
+std::string compare_copy(const Expectation& e, bool columnwise, Interval given) {
+  const Tensor& t = *e.tensor;
+  const CopyLayout at(t.spec.scaling, columnwise, t.rows(), t.cols());
+  const Buffer& data = columnwise ? *t.col_data : *t.data;
+  const bool tensor_mode = at.scaling == TE_FL_SCALING_TENSOR;
+  const Buffer& scales = columnwise && !tensor_mode ? *t.col_scale_inv : *t.scale_inv;
+  for (int64_t bm = 0; bm < at.blocks_m(); ++bm) {
+    for (int64_t bk = 0; bk < at.blocks_k(); ++bk) {
+      Interval factor = given;
+      if (!tensor_mode) {
+        Interval amax{0, 0};
+        const int64_t i1 = std::min(at.m, (bm + 1) * at.block_m),
+                      j1 = std::min(at.k, (bk + 1) * at.block_k);
+        for (int64_t i = bm * at.block_m; i < i1; ++i)
+          for (int64_t j = bk * at.block_k; j < j1; ++j)
+            widen_amax(amax, value_interval(e, i * at.k + j));
+        std::string wrong = check_block_scale(e, at, scales, at.scale_index(bm, bk), amax, factor);
+        if (!wrong.empty()) return wrong;
+      }
+      std::string wrong = compare_codes(e, at, data, bm, bk, factor);
+      if (!wrong.empty()) return wrong;
+    }
+  }
+  return tensor_mode ? std::string() : check_padding(t, at, scales);
+}
+
+// amax and, in TENSOR mode, scale and scale_inv. `scale`: what codes were made with.
+std::string check_tensor_scale(const Expectation& e, float& scale) {
+  const Tensor& t = *e.tensor;
+  const bool delayed = t.spec.scaling == TE_FL_SCALING_TENSOR && !t.spec.current();
+  Interval amax{0, 0};
+  for (size_t i = 0; i < e.want.size(); ++i) widen_amax(amax, value_interval(e, i));
+  if (delayed)
+    amax = {std::max(amax.low, t.spec.amax_before), std::max(amax.high, t.spec.amax_before)};
+  if (t.amax != nullptr) {
+    const float got = f32(t.amax);
+    if (!(got >= amax.low && got <= amax.high))
+      return text("%s.amax: got %.9g, expected between %.9g and %.9g", t.name.c_str(),
+                  static_cast<double>(got), static_cast<double>(amax.low),
+                  static_cast<double>(amax.high));
+  }
+  if (t.spec.scaling != TE_FL_SCALING_TENSOR) return {};
+  scale = delayed
+              ? t.spec.scale
+              : scale_from_amax(f32(t.amax), static_cast<float>(largest(t.spec.dtype)),
+                                t.spec.epsilon, t.spec.pow2(), std::numeric_limits<float>::max());
+  std::string wrong = exact_float(t.name + ".scale", f32(t.scale), scale);
+  return wrong.empty() ? exact_float(t.name + ".scale_inv", f32(t.scale_inv), 1.0f / scale) : wrong;
+}
+
+std::string compare_quantised(const Expectation& e) {
+  const Tensor& t = *e.tensor;
+  float scale = 1;
+  std::string wrong = check_tensor_scale(e, scale);
+  if (wrong.empty() && t.spec.row) wrong = compare_copy(e, false, {scale, scale});
+  if (wrong.empty() && t.spec.col) wrong = compare_copy(e, true, {scale, scale});
+  return wrong;
+}
+
+// Largest gap between neighbouring codes around a scaled value.
+double code_step(const Format& f, double x) {
+  const double a = std::clamp(std::fabs(x), std::ldexp(1.0, 1 - f.bias), f.max);
+  return std::ldexp(1.0, std::ilogb(a) - f.mantissa_bits);
+}
+
+std::string compare_dequantised(const Expectation& e) {
+  const Tensor& t = *e.tensor;
+  const float scale = t.spec.scale;
+  float amax_before = t.spec.amax_before, largest_want = 0;
+  std::string wrong = exact_float(t.name + ".scale", f32(t.scale), scale);
+  if (wrong.empty()) wrong = exact_float(t.name + ".scale_inv", f32(t.scale_inv), 1.0f / scale);
+  if (!wrong.empty()) return wrong;
+  double slack = 0;
+  for (size_t i = 0; i < e.want.size(); ++i) {
+    largest_want = amax_with(largest_want, e.want[i]);
+    slack = std::max(slack, e.extra.empty() ? 0 : e.extra[i]);
+  }
+  if (t.amax != nullptr) {
+    const double got = f32(t.amax), want = std::max(amax_before, largest_want),
+                 tol = slack + 1e-2 + 1e-2 * want;
+    if (!(std::fabs(got - want) <= tol))
+      return text("%s.amax: got %.9g, expected %.9g (tolerance %.3g)", t.name.c_str(), got, want,
+                  tol);
+  }
+  const Format& f = format_of(t.spec.dtype);
+  const double limit = f.max / static_cast<double>(scale);
+  for (int64_t i = 0; i < static_cast<int64_t>(e.want.size()) && t.data != nullptr; ++i) {
+    if (!e.skip.empty() && e.skip[i]) continue;
+    const double want = std::clamp(e.want[i], -limit, limit),
+                 got = t.get(i) / static_cast<double>(scale);
+    const double tol = (e.extra.empty() ? 0 : e.extra[i]) + 1e-2 + 1e-2 * std::fabs(want) +
+                       code_step(f, want * static_cast<double>(scale)) / static_cast<double>(scale);
+    if (!(std::fabs(got - want) <= tol))
+      return text(
+          "%s[%lld]: got %.9g, expected %.9g after dequantisation (off by %.3g, tolerance %.3g)",
+          t.name.c_str(), (long long)i, got, want, std::fabs(got - want), tol);
+  }
+  return {};
+}
+
+}  // namespace
+
+double tolerance(const Expectation& e, int dtype, size_t i) {
+  const double v = std::isfinite(e.want[i]) ? std::fabs(e.want[i]) : 0;
+  const double extra = e.extra.empty() ? 0 : e.extra[i];
+  if (e.relative > 0) return extra + e.relative * v;
+  if (dtype == TE_FL_F16) return extra + (1e-5 + 1e-3 * v) * e.widen;
+  if (dtype == TE_FL_BF16) return extra + (1e-5 + 1e-2 * v) * e.widen;
+  return extra + fp32_tolerance(v) * e.widen;
+}
+
+double sum_slack(double n, double magnitude) { return (4 + std::sqrt(n)) * 0x1p-23 * magnitude; }
+
+std::string compare(const Expectation& e) {
+  switch (e.kind) {
+    case Expectation::Kind::kValues:
+      return compare_values(e);
+    case Expectation::Kind::kQuantised:
+      return compare_quantised(e);
+    case Expectation::Kind::kExactQuantised:
+      return compare_exact(e);
+    case Expectation::Kind::kDequantised:
+      return compare_dequantised(e);
+    case Expectation::Kind::kBytes:
+      return compare_bytes(e.tensor->name, e.tensor->data->data(), e.bytes,
+                           width_of(e.tensor->spec.dtype));
+    case Expectation::Kind::kUnchanged:
+      for (const Buffer* b : e.tensor->buffers())
+        if (!b->unchanged()) return e.tensor->name + " must stay untouched, but was written";
+      return {};
+    case Expectation::Kind::kCustom:
+      return e.check(*e.tensor);
+  }
+  return "unknown kind of expectation";
+}
+
+}  // namespace te_fl::conformance

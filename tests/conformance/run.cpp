@@ -1,0 +1,249 @@
+#include "conformance/run.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <set>
+#include <stdexcept>
+
+#include "conformance/compare.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl::conformance {
+namespace {
+
+// The op's argument struct, filled from the schema: the same for every op.
+class Arguments {
+ public:
+  Arguments(const te_fl_op_schema& schema, Problem& p) : memory_(schema.args_size / 8 + 1) {
+    put<uint32_t>(0, schema.args_size);
+    std::set<std::string> known;
+    for (uint32_t i = 0; i < schema.arg_count; ++i) {
+      const te_fl_arg_desc& arg = *schema.args[i];
+      known.insert(arg.name);
+      fill(arg, p);
+    }
+    auto check = [&](const auto& names) {
+      for (const auto& [name, value] : names)
+        if (known.count(name) == 0) throw std::logic_error(p.op_name + " has no argument " + name);
+    };
+    check(p.singles), check(p.lists), check(p.scalars);
+  }
+  const void* get() const { return memory_.data(); }
+  te_fl_saved* saved() { return saved_.get(); }
+
+ private:
+  template <class T>
+  void put(size_t offset, T value) {
+    std::memcpy(reinterpret_cast<char*>(memory_.data()) + offset, &value, sizeof value);
+  }
+
+  void fill(const te_fl_arg_desc& arg, Problem& p) {
+    const auto scalar = p.scalars.find(arg.name);
+    const double value = scalar == p.scalars.end() ? arg.neutral : scalar->second;
+    switch (arg.type) {
+      case TE_FL_ARG_TENSOR: {
+        const auto t = p.singles.find(arg.name);
+        if (t == p.singles.end() && (arg.flags & TE_FL_ARG_OPTIONAL) == 0)
+          throw std::logic_error(p.op_name + ": the case lacks " + arg.name);
+        return put<const te_fl_tensor*>(arg.offset, t == p.singles.end() ? nullptr : &t->second->c);
+      }
+      case TE_FL_ARG_TENSOR_LIST: {
+        const auto list = p.lists.find(arg.name);
+        lists_.emplace_back();
+        if (list != p.lists.end())
+          for (Tensor* t : list->second) lists_.back().push_back(&t->c);
+        put<const te_fl_tensor* const*>(arg.offset,
+                                        lists_.back().empty() ? nullptr : lists_.back().data());
+        return put<int64_t>(arg.count_offset, static_cast<int64_t>(lists_.back().size()));
+      }
+      case TE_FL_ARG_I64:
+        return put<int64_t>(arg.offset, static_cast<int64_t>(value));
+      case TE_FL_ARG_F32:
+        return put<float>(arg.offset, static_cast<float>(value));
+      case TE_FL_ARG_F64:
+        return put<double>(arg.offset, value);
+      case TE_FL_ARG_SAVED: {
+        if (p.saved_storage >= 0) saved_ = std::make_unique<te_fl_saved>();
+        return put<te_fl_saved*>(arg.offset, saved_.get());
+      }
+      default:
+        return put<int32_t>(arg.offset, static_cast<int32_t>(value));
+    }
+  }
+
+  std::vector<uint64_t> memory_;
+  std::vector<std::vector<const te_fl_tensor*>> lists_;
+  std::unique_ptr<te_fl_saved> saved_;
+};
+
+PolicySettings pinned(const std::string& op, const std::string& impl_id) {
+  PolicySettings settings;
+  settings.strict = true;
+  settings.per_op[op] = {PolicyToken{PolicyToken::Type::kImpl, Kind::kDefault, impl_id}};
+  return settings;
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Storage bytes that no logical element of an output covers must stay as they were.
+std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
+  if (t.strides.empty() || t.data == nullptr) return {};
+  const int width = width_of(t.spec.dtype) / 8;
+  std::vector<uint8_t> covered(t.data->size(), 0);
+  for (const auto& other : all) {  // outputs may share one storage
+    if (other->data != t.data || other->role == Role::kIn) continue;
+    for (int64_t i = 0; i < other->numel(); ++i)
+      std::memset(&covered[other->index(i) * width], 1, width);
+  }
+  for (size_t i = 0; i < covered.size(); ++i)
+    if (!covered[i] && t.data->data()[i] != t.data->initial()[i])
+      return t.name + ": byte " + std::to_string(i) +
+             " of its storage is between the elements and was written";
+  return {};
+}
+
+// A quantised output's given scale is read only.
+bool read_only(const Tensor& t, const Buffer* b) {
+  return t.role == Role::kIn ||
+         (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
+}
+
+}  // namespace
+
+Prepared::Prepared(const Case& c) : problem_(c.op, c.seed) {
+  c.build(problem_);
+  problem_.evaluate();
+  std::set<const Tensor*> expected;
+  for (const Expectation& e : problem_.expectations) expected.insert(e.tensor);
+  for (const auto& t : problem_.tensors)
+    if (t->role != Role::kIn && expected.count(t.get()) == 0 && problem_.want_code == 0) {
+      // An input whose memory an in-place output took over has its expectation there.
+      bool shared = false;
+      for (const Tensor* e : expected) shared = shared || e->data == t->data;
+      if (!shared) throw std::logic_error(c.name + ": nothing is expected of " + t->name);
+    }
+}
+
+void Prepared::restore() {
+  for (const auto& t : problem_.tensors)
+    for (Buffer* b : t->buffers()) b->restore();
+}
+
+std::string Prepared::check_memory(bool untouched) const {
+  std::set<const Buffer*> written;
+  for (const auto& t : problem_.tensors)
+    for (const Buffer* b : t->buffers())
+      if (!read_only(*t, b)) written.insert(b);
+  for (const auto& t : problem_.tensors) {
+    for (const Buffer* b : t->buffers()) {
+      if (!b->guards_intact()) return t->name + ": bytes outside its memory were written";
+      if (b->unchanged()) continue;
+      if (untouched) return t->name + " was written although the call was refused";
+      if (written.count(b) == 0) return t->name + " is an input and was written";
+    }
+    if (t->role == Role::kIn) continue;
+    std::string gap = check_gaps(*t, problem_.tensors);
+    if (!gap.empty()) return gap;
+  }
+  return {};
+}
+
+Result Prepared::run(const std::string& impl_id) {
+  restore();
+  OpManager& manager = OpManager::instance();
+  Result result;
+  const auto id = OpRegistry::instance().find(problem_.op_name);
+  if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
+  Arguments args(*OpRegistry::instance().schema(*id), problem_);
+  CallOptions options;
+  options.rng = problem_.rng;
+  const PolicyScope scope(pinned(problem_.op_name, impl_id));
+  std::vector<uint8_t> storage;
+  Problem saved_memory("saved", 0);
+  if (args.saved() != nullptr) {
+    const auto bytes = manager.saved_bytes(*id, args.get(), options);
+    if (!bytes.ok()) return {Outcome::kFail, bytes.status().to_string(), 0};
+    if (*bytes > 0)
+      args.saved()->storage =
+          &saved_memory.out("storage", TE_FL_U8, {static_cast<int64_t>(*bytes)})->c;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const Status status = manager.call(*id, args.get(), options);
+  result.milliseconds =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  const std::string text = status.to_string();
+  const bool invalid = status.code() == StatusCode::kInvalidArgument,
+             unsupported = status.code() == StatusCode::kUnsupported;
+  if (!status.ok()) {
+    result.message = check_memory(true);
+    if (!result.message.empty()) return result;
+    result.message = text;
+    const bool right_error = problem_.want_code > 0
+                                 ? static_cast<int>(status.code()) == problem_.want_code
+                                 : problem_.want_code < 0 && (invalid || unsupported);
+    if (right_error && contains(text, problem_.want_text))
+      result.outcome = Outcome::kPass;
+    else if ((invalid || unsupported) && !problem_.may_refuse.empty() &&
+             contains(text, problem_.may_refuse))
+      result.outcome = Outcome::kPass;
+    else if (unsupported)
+      result.outcome = Outcome::kUnsupported;
+    return result;
+  }
+  if (problem_.want_code != 0) {
+    result.message = "the call succeeded; it must be refused";
+    return result;
+  }
+  result.message = check_memory(false);
+  for (const Expectation& e : problem_.expectations)
+    if (result.message.empty()) result.message = compare(e);
+  if (result.message.empty()) result.outcome = Outcome::kPass;
+  return result;
+}
+
+std::string Prepared::self_check(const std::string& impl_id) {
+  for (size_t i = 0; i < problem_.expectations.size(); ++i) {
+    if (run(impl_id).outcome != Outcome::kPass) return "a second run differs from the first";
+    Expectation changed = problem_.expectations[i];
+    if (mutate(changed) && compare(changed).empty())
+      return changed.tensor->name + ": a wrong expectation went unnoticed";
+    const Expectation& e = problem_.expectations[i];
+    // A fused result may be right with either of two codes where it stands at a boundary; not
+    // often.
+    double noticed = 0;
+    const double wanted = e.kind == Expectation::Kind::kExactQuantised ? 1 : 0.5;
+    if (e.kind != Expectation::Kind::kUnchanged && corrupt_codes(e, noticed) && noticed < wanted)
+      return e.tensor->name + ": " + std::to_string(noticed) + " of wrong codes were noticed";
+    const bool skipped = !e.skip.empty() && std::all_of(e.skip.begin(), e.skip.end(),
+                                                        [](uint8_t s) { return s != 0; });
+    const bool writes = e.kind != Expectation::Kind::kUnchanged && e.tensor->role == Role::kOut &&
+                        e.tensor->numel() > 0 && !skipped;
+    restore();
+    // One byte of mask bits may equal the poison.
+    if (e.kind == Expectation::Kind::kCustom && e.tensor->numel() == 1) continue;
+    if (writes && compare(e).empty())
+      return e.tensor->name + ": an output that nobody wrote went unnoticed";
+  }
+  for (const auto& t : problem_.tensors) {
+    restore();
+    if (t->buffers().empty()) continue;
+    t->buffers()[0]->data()[t->buffers()[0]->size()] ^= 1;
+    if (check_memory(false).empty()) return t->name + ": a write behind its memory went unnoticed";
+    restore();
+    const Buffer* b = t->buffers()[0];
+    if (t->role != Role::kIn || b->size() == 0) continue;
+    t->buffers()[0]->data()[0] ^= 1;
+    bool shared = false;  // a packed or in-place neighbour may be written
+    for (const auto& other : problem_.tensors)
+      shared = shared || (other->role != Role::kIn && other->data == t->data);
+    if (!shared && check_memory(false).empty())
+      return t->name + ": a write to an input went unnoticed";
+  }
+  restore();
+  return {};
+}
+
+}  // namespace te_fl::conformance

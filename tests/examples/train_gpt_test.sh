@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# The example as its user runs it: it learns, is repeatable bit by bit, continues a checkpoint exactly, shows the
+# policy in its closing table, and explains what is wrong with a text.
+# usage: train_gpt_test.sh TRAIN_GPT
+set -uo pipefail
+train=$1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export TE_FL_PLUGIN_PATH= TEFL_LOG_LEVEL=WARNING
+failures=0
+fail() { echo "FAILED: $*" >&2; failures=$((failures + 1)); }
+ok() { echo "ok: $*"; }
+
+# A text with structure that a small model learns in a few steps.
+python3 - "$work/text" <<'PY'
+import sys
+words = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
+state, out = 12345, []
+for _ in range(6000):
+    state = (1103515245 * state + 12345) % 2**31
+    out.append(words[(state >> 16) % len(words)])
+open(sys.argv[1], "w").write(" ".join(out))
+PY
+small=(--data "$work/text" --hidden 64 --layers 1 --heads 4 --batch 4 --seq-len 32 --eval-batches 2 --sample-bytes 20 --report-every 1000 --lr 0.01)
+json() { python3 -c "import json,sys; print(json.load(open('$1'))$2)"; }
+
+for recipe in delayed current block none; do
+  "$train" "${small[@]}" --recipe $recipe --steps 60 --json "$work/$recipe.json" >"$work/$recipe.out" 2>&1 || { cat "$work/$recipe.out"; fail "$recipe runs"; continue; }
+  python3 - "$work/$recipe.json" <<'PY' && ok "$recipe learns" || fail "$recipe does not learn"
+import json, sys
+r = json.load(open(sys.argv[1]))
+print("  first", r["training_loss"][0], "validation", r["validation_loss"])
+sys.exit(not (r["training_loss"][0] > 5.0 and r["validation_loss"] < 2.4))
+PY
+done
+
+for style in gpt llama; do
+  for i in 1 2; do
+    "$train" "${small[@]}" --style $style --groups 2 --dropout 0.1 --microbatches 2 --steps 5 --json "$work/r$i.json" >/dev/null 2>"$work/err" || fail "$style runs: $(cat "$work/err")"
+  done
+  [ "$(json "$work/r1.json" '["training_loss"]')" = "$(json "$work/r2.json" '["training_loss"]')" ] &&
+    [ "$(json "$work/r1.json" '["validation_loss"]')" = "$(json "$work/r2.json" '["validation_loss"]')" ] && ok "$style is repeatable" || fail "$style differs between two runs"
+done
+
+"$train" "${small[@]}" --steps 6 --save "$work/model.safetensors" >"$work/out" 2>&1 || fail "saving: $(cat "$work/out")"
+"$train" "${small[@]}" --steps 0 --load "$work/model.safetensors" --json "$work/loaded.json" >"$work/out2" 2>&1 || fail "loading: $(cat "$work/out2")"
+a=$(grep -o 'validation loss [0-9.]*' "$work/out") b=$(grep -o 'validation loss [0-9.]*' "$work/out2")
+[ -n "$a" ] && [ "$a" = "$b" ] && ok "a checkpoint restores the model ($a)" || fail "checkpoint: '$a' then '$b'"
+head -c 1000 "$work/model.safetensors" >"$work/short"
+"$train" "${small[@]}" --load "$work/short" --steps 0 >"$work/out" 2>&1 && fail "a truncated checkpoint was accepted"
+grep -q 'short' "$work/out" && ok "truncated checkpoint: $(grep -m1 train_gpt: "$work/out")" || fail "message for a truncated checkpoint: $(cat "$work/out")"
+
+TE_FL_PREFER=reference "$train" "${small[@]}" --steps 1 >"$work/out" 2>&1
+grep -q 'generic_gemm *reference.host' "$work/out" && ! grep -q 'default.cpu' "$work/out" && ok "TE_FL_PREFER=reference shows in the table" || fail "TE_FL_PREFER=reference: $(tail -n 30 "$work/out")"
+"$train" "${small[@]}" --steps 1 >"$work/out" 2>&1
+grep -q 'generic_gemm *default.cpu' "$work/out" && ok "the default is the CPU backend" || fail "default implementations: $(tail -n 30 "$work/out")"
+
+expect_error() { # WHAT PATTERN ARGUMENTS...
+  local what=$1 pattern=$2
+  shift 2
+  if "$train" "$@" >"$work/out" 2>&1; then fail "$what was accepted"; return; fi
+  grep -q -- "$pattern" "$work/out" && ok "$what: $(grep -m1 -- "$pattern" "$work/out")" || fail "$what: expected '$pattern' in: $(cat "$work/out")"
+}
+: >"$work/empty"
+printf 'too short' >"$work/tiny"
+expect_error "a missing text" "cannot read the text $work/absent" --data "$work/absent"
+expect_error "an empty text" "has 0 bytes" --data "$work/empty"
+expect_error "a text smaller than a context" "has 9 bytes" --data "$work/tiny"
+expect_error "a misspelt recipe" "delayde" --recipe delayde
+expect_error "heads that do not divide" "must be a multiple of --heads" --hidden 100 --heads 3
+expect_error "an unknown device" "cuda:7" "${small[@]}" --device cuda:7
+TE_FL_PERFER=vendor expect_error "a misspelt variable" "TE_FL_PREFER" "${small[@]}" --steps 1
+
+[ "$failures" = 0 ] && echo passed
+exit $((failures > 0))

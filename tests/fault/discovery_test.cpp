@@ -1,0 +1,239 @@
+// What a fresh process finds: TE_FL_PLUGIN_MODULES, manifests, the installation prefix, and what it
+// refuses.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "fault_fixture.hpp"
+#include "probe_run.hpp"
+#include "tests/unit/sanitizers.hpp"
+
+namespace te_fl::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string host_arch() {
+#if defined(__x86_64__)
+  return "x86_64";
+#else
+  return "aarch64";
+#endif
+}
+
+// sha256sum's answer.
+std::string sha256(const std::string& path) {
+  const TempFolder folder;
+  const std::string command = "sha256sum '" + path + "' > '" + (folder / "sum") + "'";
+  EXPECT_EQ(std::system(command.c_str()), 0);
+  return read_file(folder / "sum").substr(0, 64);
+}
+
+class DiscoveryTest : public ::testing::Test {
+ protected:
+  // A manifest of a fault plugin in the folder `into`; `more` is put into the object.
+  std::string manifest(const std::string& into, const std::string& name, const std::string& library,
+                       const std::string& more = "", const std::string& abi = "0.1",
+                       const std::string& arch = host_arch()) {
+    return folder_.write(into + "/" + name + ".json",
+                         "{\"file_format_version\": \"1.0\", \"name\": \"" + name +
+                             "\", \"vendor\": \"fault\"," + " \"library_path\": \"" + library +
+                             "\", \"arch\": \"" + arch + "\", \"abi\": \"" + abi + "\"" + more +
+                             "}");
+  }
+  ProbeRun probe(std::map<std::string, std::string> environment = {}) {
+    environment.try_emplace("TE_FL_PLUGIN_PATH", folder_ / "path");
+    environment.try_emplace("XDG_DATA_HOME", folder_ / "xdg");
+    environment.try_emplace("XDG_CACHE_HOME", folder_ / "cache");
+    const ProbeRun run = run_probe(environment, FAULT_PROBE, "--path");
+    // Whatever is found, the host works.
+    EXPECT_EQ(run.exit_code, 0) << run.output << run.log;
+    EXPECT_TRUE(contains(run.output, "|0 2")) << run.output << run.log;
+    return run;
+  }
+
+  TempFolder folder_;
+};
+
+TEST_F(DiscoveryTest, LoadsWhatManifestsOffer) {
+  const std::string json = manifest("path", "good", fault_path("good"));
+  const ProbeRun run = probe();
+  EXPECT_EQ(run.line("good"), "good|active|" + json + "|") << run.log;
+  EXPECT_TRUE(run.output.find("reference|active|built-in|") < run.output.find("good|active"))
+      << run.output;
+  EXPECT_TRUE(contains(run.output, "path|" + (folder_ / "path") + ": 1 manifest\n")) << run.output;
+  EXPECT_TRUE(contains(run.output, "path|/etc/te_fl/plugins.d")) << run.output;
+  EXPECT_EQ(run.log, "");
+}
+
+TEST_F(DiscoveryTest, FoldersCountInOrderAndALaterNameIsShadowed) {
+  manifest("path", "good", fault_path("good"));
+  const std::string later = manifest("xdg/te_fl/plugins.d", "good", fault_path("no_entry"));
+  const ProbeRun run = probe();
+  EXPECT_TRUE(contains(run.line("good"), "good|active|" + (folder_ / "path"))) << run.output;
+  EXPECT_TRUE(contains(run.output, "good|skipped|" + later + "|" + (folder_ / "path")))
+      << run.output;
+}
+
+TEST_F(DiscoveryTest, ALibraryPathIsRelativeToItsManifest) {
+  fs::create_directories(folder_ / "path");
+  fs::copy_file(fault_path("good"), folder_ / "path/mine.so");
+  manifest("path", "good", "mine.so");
+  EXPECT_TRUE(contains(probe().line("good"), "|active|"));
+}
+
+TEST_F(DiscoveryTest, ArchAbiHashAndNamesAreChecked) {
+  manifest("path", "good", fault_path("good"), "", "0.1",
+           host_arch() == "x86_64" ? "aarch64" : "x86_64");
+  ProbeRun run = probe();
+  EXPECT_TRUE(contains(run.line("good"), "|failed|") && contains(run.line("good"), "aarch64"))
+      << run.output;
+  manifest("path", "good", fault_path("good"), "", "0.7");
+  run = probe();
+  EXPECT_TRUE(contains(run.line("good"), "ABI 0.7") && contains(run.line("good"), "R2"))
+      << run.output;
+  manifest("path", "good", fault_path("good"), ", \"sha256\": \"" + std::string(64, 'a') + "\"");
+  run = probe();
+  EXPECT_TRUE(contains(run.line("good"), sha256(fault_path("good")))) << run.output;
+  manifest("path", "good", fault_path("good"),
+           ", \"sha256\": \"" + sha256(fault_path("good")) + "\"");
+  EXPECT_TRUE(contains(probe().line("good"), "|active|"));
+  manifest("path", "another", fault_path("good"));
+  fs::remove(folder_ / "path/good.json");
+  run = probe();
+  EXPECT_TRUE(contains(run.output, "its manifest calls it 'another', and the library says 'good'"))
+      << run.output;
+}
+
+TEST_F(DiscoveryTest, AChangedFileIsHashedAgain) {
+  fs::create_directories(folder_ / "path");
+  const std::string library = folder_ / "path/mine.so";
+  fs::copy_file(fault_path("good"), library);
+  manifest("path", "good", library, ", \"sha256\": \"" + sha256(library) + "\"");
+  EXPECT_TRUE(contains(probe().line("good"), "|active|"));
+  std::string bytes = read_file(library);
+  bytes.back() = static_cast<char>(bytes.back() + 1);  // section headers: the loader does not mind
+  folder_.write("path/mine.so", bytes);
+  EXPECT_TRUE(contains(probe().line("good"), "sha256")) << probe().output;
+}
+
+TEST_F(DiscoveryTest, AProbeLeavesOutAPluginUnlessItIsAskedFor) {
+  manifest("path", "good", fault_path("good"), ", \"probe\": {\"device_node\": \"/dev/fault0\"}");
+  ProbeRun run = probe();
+  EXPECT_TRUE(contains(run.line("good"), "|skipped|") && contains(run.line("good"), "/dev/fault0"))
+      << run.output;
+  EXPECT_EQ(run.log, "") << "absent hardware is no news";
+  run = probe({{"TE_FL_PLUGIN_MODULES", "good"}});
+  EXPECT_EQ(run.line("good"), "good|active|TE_FL_PLUGIN_MODULES|") << run.output;
+}
+
+TEST_F(DiscoveryTest, ModulesAreLoadedBeforeManifests) {
+  manifest("path", "a_custom_op", fault_path("custom_op"));
+  const ProbeRun run =
+      probe({{"TE_FL_PLUGIN_MODULES", " " + fault_path("good") + " ,," + fault_path("no_entry")}});
+  EXPECT_TRUE(contains(run.line("good"), "|active|TE_FL_PLUGIN_MODULES|")) << run.output;
+  EXPECT_TRUE(contains(run.line("no_entry"), "|failed|TE_FL_PLUGIN_MODULES|")) << run.output;
+  EXPECT_TRUE(contains(run.log, "no_entry.so") && contains(run.log, "te_fl_plugin_query"))
+      << run.log;
+  EXPECT_LT(run.output.find("good|active"), run.output.find("custom_op|failed")) << run.output;
+}
+
+TEST_F(DiscoveryTest, ModulesThatDoNotResolveAreWarnings) {
+  manifest("path", "good", fault_path("good"));
+  const ProbeRun run =
+      probe({{"TE_FL_PLUGIN_MODULES", "transformer_engine_fl.vendor, godo,./good.so,xyzzy"}});
+  EXPECT_TRUE(contains(run.log, "\"transformer_engine_fl.vendor\" looks like a Python module"))
+      << run.log;
+  EXPECT_TRUE(contains(run.log, "\"godo\" is the name of no manifest; did you mean good?"))
+      << run.log;
+  EXPECT_TRUE(contains(run.log, "\"./good.so\" is a relative path")) << run.log;
+  EXPECT_TRUE(contains(run.log, "\"xyzzy\" is the name of no manifest (known: good)")) << run.log;
+  EXPECT_TRUE(contains(run.line("godo"), "|skipped|TE_FL_PLUGIN_MODULES|")) << run.output;
+  EXPECT_TRUE(contains(run.line("good"), "|active|")) << run.output;
+}
+
+TEST_F(DiscoveryTest, SkipCudaLeavesOutThePluginOfThatName) {
+  manifest("path", "cuda", fault_path("cuda"));
+  EXPECT_TRUE(contains(probe().line("cuda"), "|active|"));
+  ProbeRun run = probe({{"TE_FL_SKIP_CUDA", "1"}});
+  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|") &&
+              contains(run.line("cuda"), "TE_FL_SKIP_CUDA"))
+      << run.output;
+  run = probe({{"TE_FL_SKIP_CUDA", "1"},
+               {"TE_FL_PLUGIN_MODULES", fault_path("cuda")},
+               {"TE_FL_PLUGIN_PATH", ""}});
+  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|TE_FL_PLUGIN_MODULES|")) << run.output;
+  run = probe({{"TE_FL_SKIP_CUDA", "1"}, {"TE_FL_PLUGIN_MODULES", "cuda"}});
+  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|")) << run.output;
+}
+
+TEST_F(DiscoveryTest, BadManifestsAreListedWithTheirMistake) {
+  folder_.write("path/broken.json", "{\"name\": \"broken\",");
+  const std::string open = manifest("path", "open", fault_path("good"));
+  ASSERT_EQ(chmod(open.c_str(), 0666), 0);
+  const ProbeRun run = probe();
+  EXPECT_TRUE(contains(run.line("broken"), "|failed|" + (folder_ / "path/broken.json")))
+      << run.output;
+  EXPECT_TRUE(contains(run.line("open"), "chmod o-w")) << run.output;
+}
+
+TEST_F(DiscoveryTest, TheWorkingDirectoryNeverCounts) {
+  manifest("here/lib/te_fl/plugins.d", "good", fault_path("good"));
+  const fs::path before = fs::current_path();
+  fs::current_path(folder_ / "here/lib/te_fl/plugins.d");
+  const ProbeRun run = probe({{"TE_FL_PLUGIN_PATH", ".:here:"}});
+  fs::current_path(before);
+  EXPECT_EQ(run.line("good"), "") << run.output;
+  EXPECT_TRUE(contains(run.log, "relative")) << run.log;
+}
+
+// A prefix is relocatable: it is found from where libte_fl.so lies, wherever that is.
+TEST_F(DiscoveryTest, ThePrefixIsWhereTheLibraryIs) {
+  for (const char* lib : {"lib", "lib/x86_64-linux-gnu"}) {
+    const TempFolder prefix;
+    fs::create_directories(prefix / "bin");
+    fs::create_directories(prefix / lib);
+    fs::create_directories(prefix / "lib/te_fl/plugins.d");
+    fs::copy(FAULT_PROBE, prefix / "bin/probe");
+    for (const auto& file : fs::directory_iterator(FAULT_LIBRARY_FOLDER)) {
+      if (file.path().filename().string().starts_with("libte_fl.so")) {
+        fs::copy(file, prefix / lib / file.path().filename(), fs::copy_options::copy_symlinks);
+      }
+    }
+    fs::copy(fault_path("good"), prefix / "lib/te_fl/good.so");
+    const std::string json = manifest("away", "good", "../good.so");
+    fs::copy(json, prefix / "lib/te_fl/plugins.d/good.json");
+    const ProbeRun run = run_probe({{"LD_LIBRARY_PATH", prefix / lib},
+                                    {"TE_FL_PLUGIN_PATH", ""},
+                                    {"XDG_DATA_HOME", folder_ / "xdg"}},
+                                   prefix / "bin/probe");
+    EXPECT_EQ(run.line("good"), "good|active|" + (prefix / "lib/te_fl/plugins.d/good.json") + "|")
+        << run.output << run.log;
+  }
+}
+
+// A set-user-ID program must not follow paths of the user who starts it.
+TEST_F(DiscoveryTest, PathVariablesAreIgnoredUnderElevatedPrivileges) {
+  if (TE_FL_ASAN) GTEST_SKIP() << "the leak check cannot trace such a program";
+  if (geteuid() != 0) GTEST_SKIP() << "only root can make a set-user-ID program of another user";
+  const TempFolder shared;
+  ASSERT_EQ(chmod(shared.path().c_str(), 0755), 0);
+  const std::string program = shared / "probe";
+  fs::copy(FAULT_PROBE, program);
+  const uid_t nobody = 65534;
+  ASSERT_EQ(chown(program.c_str(), nobody, nobody), 0);
+  ASSERT_EQ(chmod(program.c_str(), 04755), 0);
+  manifest("path", "good", fault_path("good"));
+  manifest("xdg/te_fl/plugins.d", "custom_op", fault_path("custom_op"));
+  const ProbeRun run = run_probe({{"TE_FL_PLUGIN_PATH", folder_ / "path"},
+                                  {"XDG_DATA_HOME", folder_ / "xdg"},
+                                  {"TE_FL_PLUGIN_MODULES", fault_path("smaller_structs")}},
+                                 program);
+  if (run.exit_code == 127) GTEST_SKIP() << "the libraries are out of the other user's reach";
+  EXPECT_EQ(run.exit_code, 0) << run.log;
+  EXPECT_EQ(run.line("good") + run.line("custom_op") + run.line("smaller_structs"), "")
+      << run.output;
+  EXPECT_TRUE(contains(run.output, "|0 2")) << run.output << run.log;
+}
+
+}  // namespace
+}  // namespace te_fl::test

@@ -1,0 +1,268 @@
+// Every way in which loading a plugin can fail: what the message says, and that nothing of it is
+// left.
+#include <sys/stat.h>
+
+#include <chrono>
+#include <thread>
+
+#include "elf_patch.hpp"
+#include "fault_fixture.hpp"
+
+namespace te_fl::test {
+namespace {
+
+using plugins::State;
+
+// What a fault plugin's load must end in.
+struct Case {
+  const char* name;
+  StatusCode code;
+  std::vector<std::string> texts;   // all of them are in the message
+  std::vector<std::string> events;  // what was entered
+};
+
+const std::vector<std::string> kCreated = {"create", "devices", "quiesce", "destroy"};
+const std::vector<std::string> kWithOps = {"create", "devices", "ops", "quiesce", "destroy"};
+
+const Case kCases[] = {
+    {"no_entry", StatusCode::kIncompatible, {"te_fl_plugin_query", "exports nothing"}, {}},
+    {"undefined_symbol", StatusCode::kIncompatible, {"fault_nobody_has_this"}, {}},
+    {"missing_dependency", StatusCode::kIncompatible, {"libfault_gone.so.7", "way out"}, {}},
+    {"throw_query", StatusCode::kIncompatible, {"te_fl_plugin_query", "R5"}, {}},
+    {"null_header", StatusCode::kIncompatible, {"NULL"}, {}},
+    {"bad_magic", StatusCode::kIncompatible, {"MAGIC"}, {}},
+    {"garbage_header_size", StatusCode::kIncompatible, {"struct_size 3", "R3"}, {}},
+    {"garbage_api_size", StatusCode::kIncompatible, {"3735928559", "R3"}, {}},
+    {"null_api", StatusCode::kIncompatible, {"R4"}, {}},
+    {"null_create", StatusCode::kIncompatible, {"create", "R4"}, {}},
+    {"null_destroy", StatusCode::kIncompatible, {"destroy", "R4"}, {}},
+    {"bad_name", StatusCode::kIncompatible, {"name", "a-z"}, {}},
+    {"null_name", StatusCode::kIncompatible, {"name", "a-z"}, {}},
+    {"null_vendor", StatusCode::kIncompatible, {"vendor"}, {}},
+    {"newer_major", StatusCode::kIncompatible, {"1.1", "0.1", "R2", "newer te-fl"}, {}},
+    {"newer_abi", StatusCode::kIncompatible, {"0.2", "0.1", "R2", "newer te-fl"}, {}},
+    {"older_abi", StatusCode::kIncompatible, {"0.0", "0.1", "R2", "rebuild"}, {}},
+    {"needs_newer_host", StatusCode::kIncompatible, {"0.4", "0.1", "R2"}, {}},
+    {"unknown_feature", StatusCode::kIncompatible, {"features", "4"}, {}},
+    {"throw_create", StatusCode::kInternal, {"create", "thrown by throw_create", "R5"}, {"create"}},
+    {"create_fails", StatusCode::kFailedPrecondition, {"the fault device is on fire"}, {"create"}},
+    {"create_garbage_status", StatusCode::kInternal, {"create"}, {"create"}},
+    {"throw_devices", StatusCode::kInternal, {"thrown by throw_devices", "R5"}, kCreated},
+    {"devices_fail", StatusCode::kInternal, {"no bus"}, kCreated},
+    {"second_device_bad", StatusCode::kInvalidArgument, {"device 1", "R18"}, kCreated},
+    {"garbage_device_count", StatusCode::kIncompatible, {"4294967280"}, kCreated},
+    {"null_device_list", StatusCode::kIncompatible, {"no list"}, kCreated},
+    {"null_device", StatusCode::kInvalidArgument, {"device 0", "null"}, kCreated},
+    {"garbage_device_size", StatusCode::kIncompatible, {"4294967294", "R3"}, kCreated},
+    {"null_device_slot", StatusCode::kInvalidArgument, {"free", "R4"}, kCreated},
+    {"throw_ops", StatusCode::kInternal, {"thrown by throw_ops", "R5"}, kWithOps},
+    {"ops_fail", StatusCode::kOutOfMemory, {"no kernels"}, kWithOps},
+    {"ops_fail_after_devices", StatusCode::kOutOfMemory, {"no kernels"}, kWithOps},
+    {"garbage_op_count", StatusCode::kIncompatible, {"4294967295"}, kWithOps},
+    {"null_op_list", StatusCode::kIncompatible, {"no list"}, kWithOps},
+    {"null_op", StatusCode::kInvalidArgument, {"null"}, kWithOps},
+    {"null_op_name", StatusCode::kInvalidArgument, {"op_name"}, kWithOps},
+    {"null_impl_id", StatusCode::kInvalidArgument, {"impl_id", "R16"}, kWithOps},
+    {"null_run", StatusCode::kInvalidArgument, {"run", "R4"}, kWithOps},
+    {"misspelt_op", StatusCode::kNotFound, {"reluu", "relu'"}, kWithOps},
+    {"bad_impl_id", StatusCode::kInvalidArgument, {"Vendor Fault", "R16"}, kWithOps},
+    {"garbage_op_size", StatusCode::kInvalidArgument, {"4294967295", "R3"}, kWithOps},
+    {"zero_op_size", StatusCode::kInvalidArgument, {"struct_size 0", "R3"}, kWithOps},
+    {"no_destroy_plan", StatusCode::kInvalidArgument, {"destroy_plan", "R4"}, kWithOps},
+    {"second_op_bad", StatusCode::kInvalidArgument, {"gelu", "run", "R4"}, kWithOps},
+    {"duplicate", StatusCode::kAlreadyExists, {"vendor.fault", "relu", "R16"}, kWithOps},
+    {"no_schema", StatusCode::kInvalidArgument, {"fault::unknown", "R17"}, kWithOps},
+};
+
+class LoadFailure : public FaultTest {
+ protected:
+  // Loads `path`, which must fail, and checks what must hold after any failure.
+  static Status fail(const std::string& path) {
+    const auto devices = devices::list();
+    const uint64_t epoch = OpRegistry::instance().epoch();
+    const auto loaded = plugins::load(path);
+    EXPECT_FALSE(loaded.ok()) << path;
+    EXPECT_FALSE(in_maps(path)) << path
+                                << " is still mapped after: " << loaded.status().to_string();
+    EXPECT_EQ(devices::list(), devices);
+    for (const OpImplInfo& i : OpRegistry::instance().snapshot()) {
+      EXPECT_NE(i.vendor, "fault") << i.op << ": " << i.impl_id << ", epoch " << epoch;
+    }
+    EXPECT_TRUE(contains(loaded.status().message(), path)) << loaded.status().to_string();
+    expect_host_works();
+    return loaded.status();
+  }
+};
+
+class BrokenPlugin : public LoadFailure, public ::testing::WithParamInterface<Case> {};
+
+TEST_P(BrokenPlugin, IsRefusedAndLeavesNothing) {
+  const Case& c = GetParam();
+  const std::string path = fault_path(c.name);
+  const Status status = fail(path);
+  EXPECT_EQ(status.code(), c.code) << status.to_string();
+  for (const std::string& text : c.texts) {
+    EXPECT_TRUE(contains(status.message(), text))
+        << "'" << text << "' is not in: " << status.message();
+  }
+  EXPECT_EQ(Events::take(), c.events);
+  const auto list = plugins::list();
+  const auto met =
+      std::find_if(list.begin(), list.end(), [&](const auto& p) { return p.path == path; });
+  ASSERT_NE(met, list.end());
+  EXPECT_EQ(met->state, State::kFailed);
+  EXPECT_TRUE(contains(status.message(), met->reason));
+  EXPECT_EQ(met->origin, "load()");
+  // Trying again ends the same way, and is listed once.
+  EXPECT_EQ(fail(path).message(), status.message());
+  const auto again = plugins::list();
+  EXPECT_EQ(
+      std::count_if(again.begin(), again.end(), [&](const auto& p) { return p.path == path; }), 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Faults, BrokenPlugin, ::testing::ValuesIn(kCases),
+                         [](const auto& tested) { return std::string(tested.param.name); });
+
+TEST_F(LoadFailure, AMissingFile) {
+  const Status status = fail(std::string(FAULT_FOLDER) + "/nowhere.so");
+  EXPECT_EQ(status.code(), StatusCode::kNotFound) << status.to_string();
+}
+
+TEST_F(LoadFailure, AFileThatIsNoLibrary) {
+  const TempFolder folder;
+  const Status text = fail(folder.write("text.so", "INPUT(libm.so)\n"));
+  EXPECT_EQ(text.code(), StatusCode::kIncompatible);
+  EXPECT_TRUE(contains(text.message(), "script") || contains(text.message(), "text"))
+      << text.to_string();
+  EXPECT_EQ(fail(folder.write("empty.so", "")).code(), StatusCode::kIncompatible);
+  EXPECT_EQ(fail(folder.write("archive.so", "!<arch>\n")).code(), StatusCode::kIncompatible);
+  EXPECT_EQ(fail(folder.path() + "/").code(), StatusCode::kIncompatible);
+}
+
+TEST_F(LoadFailure, ATruncatedLibrary) {
+  const TempFolder folder;
+  std::string whole = read_file(fault_path("good"));
+  // Behind what is mapped come debug information and section headers, which the loader does not
+  // need.
+  const size_t needed = end_of_segments(whole);
+  for (const size_t size :
+       {size_t{4}, size_t{40}, size_t{64}, size_t{500}, needed / 4, needed / 2, needed - 1}) {
+    const Status status = fail(folder.write("cut.so", whole.substr(0, size)));
+    EXPECT_EQ(status.code(), StatusCode::kIncompatible) << size << ": " << status.to_string();
+  }
+}
+
+TEST_F(LoadFailure, ALibraryForAnotherProcessor) {
+  const TempFolder folder;
+  std::string bytes = read_file(fault_path("good"));
+  const bool on_arm = reinterpret_cast<Elf64_Ehdr*>(bytes.data())->e_machine == EM_AARCH64;
+  reinterpret_cast<Elf64_Ehdr*>(bytes.data())->e_machine = on_arm ? EM_X86_64 : EM_AARCH64;
+  const Status status = fail(folder.write("foreign.so", bytes));
+  EXPECT_TRUE(contains(status.message(), "aarch64") && contains(status.message(), "x86_64"))
+      << status.to_string();
+}
+
+TEST_F(LoadFailure, ALibraryForANewerGlibc) {
+  const TempFolder folder;
+  std::string bytes = read_file(fault_path("good"));
+  ASSERT_TRUE(require_newer_glibc(bytes));
+  const Status status = fail(folder.write("newer.so", bytes));
+  EXPECT_TRUE(contains(status.message(), "GLIBC_2.99") && contains(status.message(), "only up to"))
+      << status.to_string();
+}
+
+TEST_F(LoadFailure, AFileThatEverybodyCanWrite) {
+  const TempFolder folder;
+  const std::string path = folder.write("open.so", read_file(fault_path("good")));
+  ASSERT_EQ(chmod(path.c_str(), 0666), 0);
+  const Status status = fail(path);
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(contains(status.message(), "chmod o-w")) << status.to_string();
+  EXPECT_TRUE(Events::take().empty());
+  ASSERT_EQ(chmod(path.c_str(), 0644), 0);
+  EXPECT_TRUE(plugins::load(path).ok());
+}
+
+TEST_F(LoadFailure, AnImplementationThatIsTakenIsNotTakenOver) {
+  load("good");
+  const auto second = plugins::load(fault_path("clean_failure"));  // vendor.fault of relu again
+  EXPECT_EQ(second.status().code(), StatusCode::kAlreadyExists) << second.status().to_string();
+  EXPECT_TRUE(contains(second.status().message(), "by good")) << second.status().to_string();
+  EXPECT_FALSE(in_maps(fault_path("clean_failure")));
+  EXPECT_EQ(owned_by("good"), (std::vector<std::string>{"relu: vendor.fault"}));
+}
+
+TEST_F(LoadFailure, ANameThatIsTaken) {
+  load("good");
+  const TempFolder folder;
+  const std::string copy = folder.write("copy.so", read_file(fault_path("good")));
+  const auto second = plugins::load(copy);
+  EXPECT_EQ(second.status().code(), StatusCode::kAlreadyExists);
+  EXPECT_TRUE(contains(second.status().message(), fault_path("good")))
+      << second.status().to_string();
+  EXPECT_FALSE(in_maps(copy));
+}
+
+TEST_F(LoadFailure, AHangingCreateIsAbandoned) {
+  ASSERT_TRUE(environment::set("TE_FL_PLUGIN_TIMEOUT_MS", "100").ok());
+  const std::string path = fault_path("hanging_create");
+  const auto began = std::chrono::steady_clock::now();
+  const auto loaded = plugins::load(path);
+  const auto took = std::chrono::steady_clock::now() - began;
+  EXPECT_LT(took, std::chrono::milliseconds(1500));
+  EXPECT_EQ(loaded.status().code(), StatusCode::kTimeout) << loaded.status().to_string();
+  for (const char* text : {"100 ms", "TE_FL_PLUGIN_TIMEOUT_MS", "R14", "abandoned"}) {
+    EXPECT_TRUE(contains(loaded.status().message(), text)) << loaded.status().to_string();
+  }
+  EXPECT_EQ(info("hanging_create").state, State::kAbandoned);
+  EXPECT_TRUE(in_maps(path)) << "its code is still running";
+  expect_host_works();
+  // Neither again now, nor after it returned at last.
+  for (int round = 0; round < 2; ++round) {
+    const auto again = plugins::load(path);
+    EXPECT_EQ(again.status().code(), StatusCode::kFailedPrecondition) << again.status().to_string();
+    EXPECT_TRUE(contains(again.status().message(), "R14")) << again.status().to_string();
+    for (int i = 0; i < 500 && Events::count("create ends") == 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+  EXPECT_EQ(Events::take(), (std::vector<std::string>{"create", "create ends"}));
+  EXPECT_EQ(plugins::deactivate("hanging_create").code(), StatusCode::kNotFound);
+}
+
+TEST_F(LoadFailure, ASlowCreateWithinTheLimitIsNot) {
+  load("slow_create");
+  EXPECT_EQ(info("slow_create").state, State::kActive);
+  EXPECT_GE(info("slow_create").load_ms, 20);
+}
+
+TEST_F(LoadFailure, LoadingFromInsideAnOpIsRefused) {
+  te_fl_op_desc desc;
+  desc.op_name = "relu";
+  desc.impl_id = "vendor.loads_another";
+  desc.kind = TE_FL_KIND_VENDOR;
+  desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT;
+  desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+  static Status inside;
+  desc.run = [](void*, const te_fl_context*, const void*) -> te_fl_status {
+    inside = plugins::load(fault_path("good")).status();
+    return TE_FL_OK;
+  };
+  ASSERT_TRUE(OpRegistry::instance().register_op(desc, "test", "test").ok());
+  {
+    const PolicyScope scope(only("relu", "vendor.loads_another"));
+    EXPECT_TRUE(call_relu(floats({1}), floats({0})).ok());
+  }
+  EXPECT_EQ(inside.code(), StatusCode::kBusy) << inside.to_string();
+  EXPECT_TRUE(OpRegistry::instance().unregister_owner("test").ok());
+}
+
+TEST_F(LoadFailure, ANameWithoutAManifestNamesTheFolders) {
+  const Status status = plugins::load("nobody").status();
+  EXPECT_EQ(status.code(), StatusCode::kNotFound);
+  EXPECT_TRUE(contains(status.message(), "/etc/te_fl/plugins.d")) << status.to_string();
+  EXPECT_TRUE(contains(plugins::load("good.so").status().message(), "./good.so"));
+}
+
+}  // namespace
+}  // namespace te_fl::test

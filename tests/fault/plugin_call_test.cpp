@@ -1,0 +1,230 @@
+// Plugins that load, and what their calls may do to the host: throw, fail cleanly or not, be older
+// or newer.
+#include <dlfcn.h>
+
+#include "fault_fixture.hpp"
+#include "fault_ops.hpp"
+
+namespace te_fl::test {
+namespace {
+
+class PluginCall : public FaultTest {
+ protected:
+  static Status call(const char* op, const void* args) {
+    return OpManager::instance().call(op, args);
+  }
+
+  // relu by the fault plugin alone, which must fail with `code` and `text`.
+  static void expect_failure(StatusCode code, const std::string& text) {
+    const PolicyScope scope(only("relu", "vendor.fault"));
+    const Status status = call_relu(floats({-1, 2}), floats({9, 9}));
+    EXPECT_EQ(status.code(), code) << status.to_string();
+    EXPECT_TRUE(contains(status.to_string(), text)) << status.to_string();
+  }
+};
+
+TEST_F(PluginCall, AGoodPluginServes) {
+  const plugins::PluginInfo loaded = load("good");
+  EXPECT_EQ(loaded.state, plugins::State::kActive);
+  EXPECT_EQ(loaded.vendor, "fault");
+  EXPECT_EQ(loaded.version, "1.2.3");
+  EXPECT_EQ(loaded.abi, "0.1");
+  EXPECT_FALSE(loaded.build_id.empty()) << "the ELF build id stands in for one that is not given";
+  EXPECT_EQ(loaded.ops, (std::vector<std::string>{"relu: vendor.fault"}));
+  EXPECT_GT(loaded.load_ms, 0);
+  const PolicyScope scope(only("relu", "vendor.fault"));
+  Events::clear();
+  const Tensor out = floats({9, 9});
+  ASSERT_TRUE(call_relu(floats({-1, 2}), out).ok());
+  EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
+  EXPECT_EQ(Events::take(), (std::vector<std::string>{"run"}));
+}
+
+TEST_F(PluginCall, LargerAndSmallerStructsServe) {
+  for (const char* name : {"larger_structs", "smaller_structs"}) {
+    load(name);
+    const PolicyScope scope(only("relu", "vendor.fault"));
+    const Tensor out = floats({9, 9});
+    const Status status = call_relu(floats({-1, 2}), out);
+    EXPECT_TRUE(status.ok()) << name << ": " << status.to_string();
+    EXPECT_EQ(values_of(out), (std::vector<float>{0, 2})) << name;
+    EXPECT_TRUE(plugins::deactivate(name, true).ok());
+  }
+}
+
+TEST_F(PluginCall, ExceptionsOfEveryEntryAreErrors) {
+  for (const char* name : {"throw_run", "throw_supports", "throw_workspace", "throw_prepare"}) {
+    load(name);
+    expect_failure(StatusCode::kInternal, std::string("thrown by ") + name);
+    EXPECT_TRUE(plugins::deactivate(name, true).ok());
+    EXPECT_FALSE(in_maps(fault_path(name))) << name;
+    expect_host_works();
+  }
+  load("throw_int_run");
+  expect_failure(StatusCode::kInternal, "R5");
+}
+
+TEST_F(PluginCall, AThrowingDestroyPlanDoesNotStopTheDeactivation) {
+  load("throw_destroy_plan");
+  {
+    const PolicyScope scope(only("relu", "vendor.fault"));
+    EXPECT_TRUE(call_relu(floats({-1, 2}), floats({0, 0})).ok());
+  }
+  Events::clear();
+  EXPECT_TRUE(plugins::deactivate("throw_destroy_plan", true).ok());
+  EXPECT_EQ(Events::take(), (std::vector<std::string>{"destroy_plan", "quiesce", "destroy"}));
+  EXPECT_FALSE(in_maps(fault_path("throw_destroy_plan")));
+  expect_host_works();
+}
+
+TEST_F(PluginCall, AnUncleanFailureIsNotFollowedByAnotherImplementation) {
+  load("half_written");
+  PolicySettings settings;
+  settings.per_op["relu"] = {{PolicyToken::Type::kImpl, Kind::kVendor, "vendor.fault"},
+                             {PolicyToken::Type::kKind, Kind::kReference, ""}};
+  const PolicyScope scope(settings);
+  const Tensor out = floats({9, 9, 9, 9});
+  const Status status = call_relu(floats({1, 2, 3, 4}), out);
+  EXPECT_EQ(status.code(), StatusCode::kInternal);
+  EXPECT_TRUE(contains(status.to_string(), "stopped in the middle")) << status.to_string();
+  EXPECT_EQ(values_of(out), (std::vector<float>{1, 2, 9, 9}))
+      << "another implementation ran over it";
+}
+
+TEST_F(PluginCall, ACleanFailureIs) {
+  load("clean_failure");
+  PolicySettings settings;
+  settings.per_op["relu"] = {{PolicyToken::Type::kImpl, Kind::kVendor, "vendor.fault"},
+                             {PolicyToken::Type::kKind, Kind::kReference, ""}};
+  {
+    const PolicyScope scope(settings);
+    Events::clear();
+    const Tensor out = floats({9, 9});
+    const Status status = call_relu(floats({-1, 2}), out);
+    EXPECT_TRUE(status.ok()) << status.to_string();
+    EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
+    EXPECT_EQ(Events::take(), (std::vector<std::string>{"run"})) << "the plugin had its turn first";
+  }
+  expect_failure(StatusCode::kInternal, "not today");  // nobody else is allowed
+  settings.strict = true;
+  const PolicyScope scope(settings);
+  EXPECT_TRUE(contains(call_relu(floats({-1}), floats({9})).to_string(), "not today"));
+}
+
+TEST_F(PluginCall, AStatusOfNoKnownCodeIsInternal) {
+  load("garbage_status");
+  expect_failure(StatusCode::kInternal, "vendor.fault");
+}
+
+TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
+  load("custom_op");
+  const Tensor in = floats({1, 2}), out = floats({0, 0});
+  fault::ScaleArgs args;
+  args.input = in;
+  args.output = out;
+  args.factor = 3;
+  args.bias = 10;
+  ASSERT_TRUE(call("fault::scale", &args).ok());
+  EXPECT_EQ(values_of(out), (std::vector<float>{13, 16}));
+  ASSERT_TRUE(plugins::deactivate("custom_op", true).ok());
+  EXPECT_EQ(call("fault::scale", &args).code(), StatusCode::kUnsupported)
+      << "the op is known, without implementation";
+
+  load("old_parameters");  // knows version 1: no bias
+  const Status refused = call("fault::scale", &args);
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
+  EXPECT_TRUE(contains(refused.to_string(), "bias")) << refused.to_string();
+  EXPECT_EQ(values_of(out), (std::vector<float>{13, 16})) << "nothing was written";
+  args.bias = 0;
+  ASSERT_TRUE(call("fault::scale", &args).ok());
+  EXPECT_EQ(values_of(out), (std::vector<float>{3, 6}));
+}
+
+TEST_F(PluginCall, ACustomOpWithAnotherDescriptionIsRefused) {
+  static te_fl_op_schema other = fault::kScale;
+  other.args_size_v1 = sizeof(fault::ScaleArgs);
+  load("custom_op");
+  te_fl_op_desc desc;
+  desc.op_name = "fault::scale";
+  desc.impl_id = "default.other";
+  desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+  desc.schema = &other;
+  desc.run = [](void*, const te_fl_context*, const void*) -> te_fl_status { return TE_FL_OK; };
+  const Status status = OpRegistry::instance().register_op(desc, "test");
+  EXPECT_EQ(status.code(), StatusCode::kAlreadyExists);
+  EXPECT_TRUE(contains(status.message(), "R17")) << status.to_string();
+}
+
+TEST_F(PluginCall, AnOpaqueRecordGoesBackToItsProducer) {
+  load("opaque_record");
+  // A higher priority than the plugin's, so that the choice alone would take it.
+  te_fl_op_desc rival;
+  rival.op_name = "fault::backward";
+  rival.impl_id = "default.rival";
+  rival.priority = 1000;
+  rival.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT;
+  rival.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+  rival.run = [](void*, const te_fl_context*, const void* raw) -> te_fl_status {
+    static_cast<float*>(static_cast<const fault::RecordArgs*>(raw)->output->dl.data)[0] = -1;
+    return TE_FL_OK;
+  };
+  rival.schema = &fault::kBackward;
+  ASSERT_TRUE(OpRegistry::instance().register_op(rival, "rival").ok());
+  const Tensor in = floats({5}), out = floats({0});
+  te_fl_saved saved;
+  fault::RecordArgs args;
+  args.input = in;
+  args.output = out;
+  ASSERT_TRUE(call("fault::backward", &args).ok());
+  EXPECT_EQ(values_of(out)[0], -1) << "without a record the policy decides";
+  args.saved = &saved;
+  ASSERT_TRUE(call("fault::forward", &args).ok());
+  EXPECT_EQ(saved.opaque, 1u);
+  EXPECT_STREQ(saved.producer, "vendor.fault");
+  {
+    const PolicyScope scope(only("fault::backward", "default.rival"));
+    ASSERT_TRUE(call("fault::backward", &args).ok());
+  }
+  EXPECT_EQ(values_of(out)[0], 1005) << "only the producer adds 1000";
+  ASSERT_TRUE(plugins::deactivate("opaque_record", true).ok());
+  const Status gone = call("fault::backward", &args);
+  EXPECT_EQ(gone.code(), StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(contains(gone.message(), "vendor.fault")) << gone.to_string();
+  EXPECT_TRUE(OpRegistry::instance().unregister_owner("rival").ok());
+}
+
+TEST_F(PluginCall, AThrowingDeviceGivesErrors) {
+  load("throw_device");
+  const Device device = parse_device("ext:fault:0").value();
+  const auto memory = devices::allocate(device, 64);
+  EXPECT_EQ(memory.status().code(), StatusCode::kInternal);
+  EXPECT_TRUE(contains(memory.status().message(), "thrown by throw_device"))
+      << memory.status().to_string();
+  char byte = 0;
+  EXPECT_EQ(devices::copy(device, &byte, Device{}, &byte, 1).code(), StatusCode::kInternal);
+  EXPECT_EQ(devices::fill(device, &byte, 0, 1).code(), StatusCode::kInternal);
+  EXPECT_EQ(devices::synchronize(device).code(), StatusCode::kInternal);
+  EXPECT_EQ(devices::properties(device).status().code(), StatusCode::kInternal);
+  EXPECT_EQ(devices::live_objects(device), 0);
+  expect_host_works();
+}
+
+TEST_F(PluginCall, TwoPluginsCarryTwoVersionsOfOneLibraryAndOfSpdlog) {
+  load("versioned1");
+  load("versioned2");
+  for (int version : {1, 2, 1}) {
+    const PolicyScope scope(only("fault::scale", "vendor.versioned" + std::to_string(version)));
+    const Tensor in = floats({1, 1}), out = floats({0, 0});
+    fault::ScaleArgs args;
+    args.input = in;
+    args.output = out;
+    const Status status = call("fault::scale", &args);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    const float v = static_cast<float>(version);
+    EXPECT_EQ(values_of(out), (std::vector<float>{v, v}));
+  }
+  EXPECT_EQ(dlsym(RTLD_DEFAULT, "fault_shared_version"), nullptr) << "nothing became global";
+}
+
+}  // namespace
+}  // namespace te_fl::test

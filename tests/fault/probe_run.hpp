@@ -1,0 +1,62 @@
+// Runs tests/fault/probe.cpp in an environment of its own and reads what it printed.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tests/unit/temp_folder.hpp"
+
+namespace te_fl::test {
+
+struct ProbeRun {
+  int exit_code = -1;
+  std::string output;  // stdout
+  std::string log;     // stderr
+
+  // The line of a plugin: "name|state|origin|reason", empty if it was not met.
+  std::string line(const std::string& name) const {
+    std::istringstream lines(output);
+    for (std::string text; std::getline(lines, text);) {
+      if (text.starts_with(name + "|")) return text;
+    }
+    return {};
+  }
+};
+
+// `environment` is added to this process's; an empty value unsets.
+inline ProbeRun run_probe(const std::map<std::string, std::string>& environment,
+                          const std::string& program = FAULT_PROBE,
+                          const std::string& argument = "") {
+  const TempFolder folder;
+  const std::string out = folder / "out", log = folder / "log";
+  const pid_t child = fork();
+  if (child == 0) {
+    for (const auto& [name, value] : environment) {
+      value.empty() ? unsetenv(name.c_str()) : setenv(name.c_str(), value.c_str(), 1);
+    }
+    setenv("TEFL_LOG_LEVEL", "WARNING", 1);
+    if (freopen(out.c_str(), "w", stdout) == nullptr ||
+        freopen(log.c_str(), "w", stderr) == nullptr)
+      _exit(126);
+    execl(program.c_str(), program.c_str(), argument.empty() ? nullptr : argument.c_str(), nullptr);
+    _exit(127);
+  }
+  ProbeRun result;
+  int status = 0;
+  if (child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status)) {
+    result.exit_code = WEXITSTATUS(status);
+  }
+  result.output = read_file(out);
+  result.log = read_file(log);
+  return result;
+}
+
+}  // namespace te_fl::test

@@ -1,0 +1,61 @@
+// Two copies of te-fl in one process, as two frameworks bring them, each with the same plugin.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+namespace {
+
+using DriverRun = const char* (*)(const char* plugin, void** manager);
+
+DriverRun open_driver(const char* path) {
+  void* handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    ADD_FAILURE() << dlerror();
+    return nullptr;
+  }
+  return reinterpret_cast<DriverRun>(dlsym(handle, "fault_run"));
+}
+
+TEST(TwoCopies, WorkSideBySide) {
+  const DriverRun first = open_driver(FAULT_DRIVER_SHARED);
+  const DriverRun second = open_driver(FAULT_DRIVER_SECOND);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  void* manager[2] = {nullptr, nullptr};
+  const char* problem = first(FAULT_GOOD, &manager[0]);
+  EXPECT_EQ(problem, nullptr) << problem;
+  problem = second(FAULT_GOOD, &manager[1]);
+  EXPECT_EQ(problem, nullptr) << problem;
+  EXPECT_NE(manager[0], manager[1]) << "both drivers use one copy: the test tests nothing";
+}
+
+// A copy in the global scope, as a program that links with te-fl has it, and a private one. Run in
+// a child by the test below.
+TEST(TwoCopies, DISABLED_OneOfThemGlobal) {
+  void* global = dlopen(FAULT_SHARED_LIBRARY, RTLD_NOW | RTLD_GLOBAL);
+  ASSERT_NE(global, nullptr) << dlerror();
+  const DriverRun first = open_driver(FAULT_DRIVER_SHARED);
+  const DriverRun second = open_driver(FAULT_DRIVER_SECOND);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  void* manager = nullptr;
+  const char* problem = first(FAULT_GOOD, &manager);
+  EXPECT_EQ(problem, nullptr) << problem;
+  problem = second(FAULT_GOOD, &manager);
+  // The second driver finds the global copy, in which the plugin is loaded already; nothing is
+  // mixed or crashes.
+  ASSERT_NE(problem, nullptr);
+  EXPECT_NE(std::string(problem).find("ALREADY_EXISTS"), std::string::npos) << problem;
+}
+
+TEST(TwoCopies, AGlobalOneDoesNotMixWithTheOther) {
+  const std::string command = std::string(
+      "/proc/self/exe --gtest_also_run_disabled_tests "
+      "--gtest_filter=TwoCopies.DISABLED_OneOfThemGlobal > /dev/null 2>&1");
+  char self[4096] = {};
+  ASSERT_NE(realpath("/proc/self/exe", self), nullptr);
+  EXPECT_EQ(std::system((self + command.substr(std::string("/proc/self/exe").size())).c_str()), 0);
+}
+
+}  // namespace

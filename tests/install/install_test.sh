@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Installs the build, moves the prefix, and builds and runs against the moved prefix only: a consumer by CMake and by
+# pkg-config, and the out-of-tree plugins, selected by TE_FL_PREFER and by TE_FL_PER_OP.
+# usage: install_test.sh SOURCE_DIR BUILD_DIR
+set -euo pipefail
+source_dir=$1 build_dir=$2
+work=$build_dir/install_test
+rm -rf "$work" && mkdir -p "$work"
+export TE_FL_PLUGIN_PATH=
+cmake --install "$build_dir" --prefix "$work/first" >/dev/null
+mv "$work/first" "$work/moved"
+prefix=$work/moved
+lib=$(dirname "$(find "$prefix" -name libte_fl.so | head -n1)")
+
+fail() { echo "FAILED: $*" >&2; exit 1; }
+expect() { # WHAT PATTERN TEXT
+  grep -q -- "$2" <<<"$3" || fail "$1: expected '$2' in:
+$3"
+  echo "ok: $1"
+}
+
+if nm -D --defined-only "$lib/libte_fl.so" | c++filt | grep -v -E ' (te_fl::|typeinfo (name )?for te_fl::|vtable for te_fl::|VTT for te_fl::|guard variable for te_fl::)' | grep .; then
+  fail "libte_fl.so exports more than namespace te_fl (above)"
+fi
+echo "ok: libte_fl.so exports namespace te_fl only"
+if nm -D "$lib/libte_fl.so" | grep ' u '; then fail "libte_fl.so has GNU_UNIQUE symbols"; fi
+
+cmake -S "$source_dir/tests/install" -B "$work/consumer" -DCMAKE_PREFIX_PATH="$prefix" -G Ninja >/dev/null
+cmake --build "$work/consumer" >/dev/null
+expect "consumer built with find_package" '^silu default.cpu$' "$("$work/consumer/consumer")"
+
+export PKG_CONFIG_PATH=$lib/pkgconfig
+# shellcheck disable=SC2046
+c++ "$source_dir/tests/install/consumer.cpp" -o "$work/pc_consumer" $(pkg-config --cflags --libs te_fl) -Wl,-rpath,"$lib"
+expect "consumer built with pkg-config" '^silu default.cpu$' "$("$work/pc_consumer")"
+
+cp -r "$source_dir/examples/out_of_tree_plugin" "$work/plugin_source"
+cmake -S "$work/plugin_source" -B "$work/plugins" -DCMAKE_PREFIX_PATH="$prefix" -G Ninja >/dev/null
+cmake --build "$work/plugins" >/dev/null
+for p in acme_c acme_cpp; do
+  exported=$(nm -D --defined-only "$work/plugins/lib$p.so" | awk '{print $3}')
+  [ "$exported" = te_fl_plugin_query ] || fail "lib$p.so exports: $exported"
+done
+echo "ok: the plugins export te_fl_plugin_query only"
+
+export TE_FL_PLUGIN_MODULES=$work/plugins/libacme_c.so,$work/plugins/libacme_cpp.so
+te_fl=$prefix/bin/te-fl
+expect "both plugins are active" 'acme_cpp.*active' "$("$te_fl" info)"
+expect "default priority keeps the portable one" '^silu default.cpu$' "$("$work/consumer/consumer")"
+expect "TE_FL_PREFER=vendor selects the C plugin" '^silu vendor.acme_c$' "$(TE_FL_PREFER=vendor "$work/consumer/consumer")"
+expect "TE_FL_PER_OP selects it too" '^silu vendor.acme_c$' "$(TE_FL_PER_OP='silu=vendor:acme' "$work/consumer/consumer")"
+expect "TE_FL_PER_OP by id" '^silu reference.host$' "$(TE_FL_PER_OP='silu=impl:reference.host' "$work/consumer/consumer")"
+expect "explain agrees" '-> *vendor.acme_cpp' "$("$te_fl" explain swiglu --dtype f32 --set TE_FL_PREFER=vendor)"
+expect "the custom op is listed" 'acme::twice' "$("$te_fl" ops)"
+expect "denied vendor is not used" '^silu default.cpu$' "$(TE_FL_DENY_VENDORS=acme TE_FL_PREFER=vendor "$work/consumer/consumer")"
+unset TE_FL_PLUGIN_MODULES
+
+# A manifest in the prefix's own folder is found from wherever the prefix stands.
+cp "$work/plugins/libacme_c.so" "$lib/te_fl/"
+cat >"$lib/te_fl/plugins.d/acme_c.json" <<JSON
+{"file_format_version": "1.0", "name": "acme_c", "vendor": "acme", "library_path": "../libacme_c.so",
+ "arch": "$(uname -m)", "abi": "0.1", "probe": {"always": true},
+ "sha256": "$(sha256sum "$lib/te_fl/libacme_c.so" | cut -d' ' -f1)"}
+JSON
+expect "manifest in the prefix" 'acme_c.*active' "$("$te_fl" info)"
+echo "passed"

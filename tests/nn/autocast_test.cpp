@@ -1,0 +1,678 @@
+// FP8 autocast: recipes against high precision, the order of scale updates against hand-computed
+// scales, weight caching, calibration, nesting, and capture by other threads.
+#include <atomic>
+#include <limits>
+#include <thread>
+
+#include "nn_test_util.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+constexpr int64_t kRows = 32, kIn = 64, kOut = 48;
+
+Tensor input(double range = 1, uint64_t seed = 1) {
+  return tensor({kRows, kIn}, random_values(kRows * kIn, seed, range));
+}
+Tensor gradient(double range = 1, uint64_t seed = 2) {
+  return tensor({kRows, kOut}, random_values(kRows * kOut, seed, range));
+}
+float amax_of(const Tensor& t) {
+  double amax = 0;
+  for (double v : values_of(t)) amax = std::max(amax, std::abs(v));
+  return static_cast<float>(amax);
+}
+float at(const Module& module, const std::string& name, int64_t i) {
+  return find_state(module, name).data<float>()[i];
+}
+std::unique_ptr<Linear> make_linear(bool bias = true) {
+  return take(Linear::create(
+      {.in_features = kIn, .out_features = kOut, .bias = bias, .seed = 3, .init_std = 0.2f}));
+}
+uint64_t calls(const std::string& op) {
+  uint64_t total = 0;
+  for (const OpUsage& u : OpManager::instance().usage()) total += u.op == op ? u.calls : 0;
+  return total;
+}
+std::map<std::string, uint64_t> all_calls() {
+  std::map<std::string, uint64_t> result;
+  for (const OpUsage& u : OpManager::instance().usage()) result[u.op] += u.calls;
+  return result;
+}
+
+// ---- recipes against high precision
+
+struct RecipeCase {
+  std::string name;
+  Recipe recipe;
+};
+
+class Recipes : public ::testing::TestWithParam<RecipeCase> {};
+
+template <class M>
+std::map<std::string, Values> run(M& module, const Tensor& x, const Tensor& dy,
+                                  const Recipe* recipe, int warmup) {
+  std::map<std::string, Values> got;
+  for (int i = 0; i <= warmup; ++i) {  // delayed scaling finds its scales in the first steps
+    check(module.zero_grad());
+    Ctx ctx;
+    Tensor y;
+    {
+      autocast fp8(recipe != nullptr, recipe != nullptr ? *recipe : Recipe(DelayedScaling{}));
+      y = take(module.forward(x, &ctx));
+      check(fp8.exit());
+    }
+    got["y"] = values_of(y);
+    got["x"] = values_of(take(module.backward(dy, ctx)));
+    check(backward_end());
+    for (const NamedParameter& p : module.parameters()) got[p.name] = values_of(p.grad());
+  }
+  return got;
+}
+
+// FP8 rounds each factor by about 2.6 % (E4M3) or 5 % (E5M2) rms; that many such roundings in a row
+// give the bounds. The lower bound proves that FP8 was used.
+void expect_close(const std::map<std::string, Values>& fp8,
+                  const std::map<std::string, Values>& exact, double bound) {
+  for (const auto& [name, values] : exact) {
+    const double error = relative_l2(fp8.at(name), values);
+    EXPECT_LT(error, bound) << name;
+    if (name == "fc2_bias") {
+      EXPECT_LT(error, 1e-6) << "summed before quantisation";
+    } else if (!name.ends_with("bias")) {
+      EXPECT_GT(error, 1e-3) << name;
+    }
+  }
+}
+
+TEST_P(Recipes, LinearIsCloseToHighPrecision) {
+  auto module = make_linear();
+  const auto exact = run(*module, input(), gradient(1e-3), nullptr, 0);
+  const auto fp8 = run(*module, input(), gradient(1e-3), &GetParam().recipe, 2);
+  for (const auto& [name, values] : exact) {
+    const double error = relative_l2(fp8.at(name), values);
+    if (name == "bias") {
+      EXPECT_LT(error, 1e-6) << "the bias gradient is summed before quantisation";
+      continue;
+    }
+    EXPECT_LT(error, name == "y" ? 0.05 : 0.08) << name;
+    EXPECT_GT(error, 1e-3) << name;
+  }
+}
+
+TEST_P(Recipes, MlpIsCloseToHighPrecisionWithEveryActivation) {
+  for (int i = 0; i < 12; ++i) {
+    for (bool bias : {true, false}) {
+      const auto activation = static_cast<Activation>(i);
+      SCOPED_TRACE(::testing::Message() << name(activation) << " bias " << bias);
+      auto module = take(LayerNormMLP::create({.hidden_size = kIn,
+                                               .ffn_hidden_size = 96,
+                                               .activation = activation,
+                                               .bias = bias,
+                                               .seed = 5,
+                                               .init_std = 0.1f,
+                                               .output_init_std = 0.1f}));
+      const Tensor dy = tensor({kRows, kIn}, random_values(kRows * kIn, 7, 1e-3));
+      const auto exact = run(*module, input(), dy, nullptr, 0);
+      const auto fp8 = run(*module, input(), dy, &GetParam().recipe, 2);
+      // A pre-activation near zero may change sign when it is rounded; where the derivative jumps
+      // there, that costs much more than the rounding itself.
+      const bool jumps = activation == Activation::kRelu || activation == Activation::kReglu;
+      expect_close(fp8, exact, jumps ? 0.3 : 0.15);
+    }
+  }
+}
+
+TEST_P(Recipes, TransformerLayerIsCloseToHighPrecision) {
+  for (bool llama : {false, true}) {
+    TransformerLayerOptions options{.hidden_size = 64,
+                                    .ffn_hidden_size = 128,
+                                    .num_attention_heads = 4,
+                                    .seed = 5,
+                                    .init_std = 0.1f,
+                                    .output_init_std = 0.1f};
+    if (llama) {
+      options.num_gqa_groups = 2;
+      options.normalization = Normalization::kRMSNorm;
+      options.activation = Activation::kSwiglu;
+      options.bias = false;
+    }
+    auto module = take(TransformerLayer::create(options));
+    const Tensor x = tensor({16, 2, 64}, random_values(2048, 1));
+    const Tensor dy = tensor({16, 2, 64}, random_values(2048, 2, 1e-3));
+    const auto exact = run(*module, x, dy, nullptr, 0);
+    const auto fp8 = run(*module, x, dy, &GetParam().recipe, 2);
+    for (const auto& [name, values] : exact) {
+      // The gradient of the key bias is zero in exact arithmetic: its parts are compared in
+      // absolute terms only.
+      if (name == "self_attention.layernorm_qkv.bias") continue;
+      EXPECT_LT(relative_l2(fp8.at(name), values), 0.25) << name;
+    }
+    EXPECT_LT(relative_l2(fp8.at("y"), exact.at("y")), 0.08);
+    EXPECT_GT(relative_l2(fp8.at("y"), exact.at("y")), 1e-3);
+  }
+}
+
+TEST_P(Recipes, OddSizesWork) {
+  auto module = take(Linear::create({.in_features = 19, .out_features = 7, .init_std = 0.3f}));
+  const Tensor x = tensor({5, 19}, random_values(95, 1)), dy = tensor({5, 7}, random_values(35, 2));
+  const auto exact = run(*module, x, dy, nullptr, 0);
+  const auto fp8 = run(*module, x, dy, &GetParam().recipe, 2);
+  for (const auto& [name, values] : exact) {
+    EXPECT_LT(relative_l2(fp8.at(name), values), 0.12) << name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, Recipes,
+    ::testing::Values(RecipeCase{"delayed", DelayedScaling{}},
+                      RecipeCase{"delayed_e4m3_recent",
+                                 DelayedScaling{.margin = 1,
+                                                .format = Fp8Format::kE4M3,
+                                                .amax_history_len = 4,
+                                                .amax_compute_algo = AmaxAlgo::kMostRecent}},
+                      RecipeCase{"current", Float8CurrentScaling{}},
+                      RecipeCase{"current_pow2", Float8CurrentScaling{.pow2_scale = true}},
+                      RecipeCase{"block", Float8BlockScaling{}},
+                      RecipeCase{"block_exact", Float8BlockScaling{.pow2_scale = false}}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(Fp8Attention, IsCloseToHighPrecision) {
+  auto module = take(DotProductAttention::create(
+      {.num_attention_heads = 2, .head_dim = 16, .layout = Layout::kBSHD}));
+  const DelayedScaling recipe{.amax_history_len = 2, .fp8_dpa = true};
+  auto part = [](uint64_t seed, double range = 1) {
+    return tensor({2, 12, 2, 16}, random_values(768, seed, range));
+  };
+  const Tensor q = part(1), k = part(2), v = part(3), d_o = part(4, 1e-3);
+  auto once = [&](bool fp8) {
+    Ctx ctx;
+    Tensor o;
+    {
+      autocast scope(fp8, recipe);
+      o = take(module->forward(q, k, v, &ctx));
+    }
+    auto g = take(module->backward(d_o, ctx));
+    check(backward_end());
+    return std::vector<Values>{values_of(o), values_of(g.dq), values_of(g.dk), values_of(g.dv)};
+  };
+  const auto exact = once(false);
+  std::vector<Values> fp8;
+  for (int i = 0; i < 3; ++i) fp8 = once(true);
+  EXPECT_GT(relative_l2(fp8[0], exact[0]), 1e-3);
+  EXPECT_LT(relative_l2(fp8[0], exact[0]), 0.08);
+  for (int i = 1; i < 4; ++i) EXPECT_LT(relative_l2(fp8[i], exact[i]), 0.2) << i;
+  // One amax for Q, K and V together, and the scale that follows from it.
+  const float amax = std::max({amax_of(q), amax_of(k), amax_of(v)});
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax);
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(d_o));
+}
+
+// ---- delayed scaling, by hand
+
+TEST(DelayedScalingOrder, ForwardAtAutocastExitBackwardAtBackwardEnd) {
+  auto module = make_linear();
+  const float amax_w = amax_of(module->parameters()[0].value());
+  const DelayedScaling recipe{.margin = 1, .amax_history_len = 3};
+  // Input amaxes by step. History 3, row 0 of which collects: the largest of the last two and the
+  // new one counts.
+  const std::vector<double> ranges = {8, 2, 1, 0.5, 4};
+  std::vector<float> amax_x, amax_dy;
+  for (size_t step = 0; step < ranges.size(); ++step) {
+    const Tensor x = input(ranges[step], 10 + step);
+    const Tensor dy = gradient(ranges[step] * 1e-3, 20 + step);
+    const bool first = step == 0;
+    const float scale_before = first ? 1 : at(*module, "fp8.fwd.scale", 0);
+    Ctx ctx;
+    {
+      autocast fp8(true, recipe);
+      (void)take(module->forward(x, &ctx));
+      EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), scale_before) << "updated before the scope ended";
+      EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 0), amax_of(x));
+      EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 1), amax_w);
+    }
+    amax_x.push_back(amax_of(x));
+    // Roll: rows move up, the newest goes last, row 0 is cleared for the next step; max over the
+    // rows as they were with the new amax.
+    float largest = 0;
+    for (size_t back = 0; back < 3 && back < amax_x.size(); ++back) {
+      largest = std::max(largest, amax_x[amax_x.size() - 1 - back]);
+    }
+    SCOPED_TRACE(::testing::Message() << "step " << step);
+    EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 0), 0);
+    EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 2 * 2), amax_x.back());
+    EXPECT_EQ(at(*module, "fp8.fwd.scale", 1), 448 / amax_w / 2);
+    EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / largest / 2);
+    const float bwd_before = first ? 1 : at(*module, "fp8.bwd.scale", 0);
+    (void)take(module->backward(dy, ctx));
+    EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), bwd_before) << "updated before backward_end";
+    EXPECT_EQ(at(*module, "fp8.bwd.amax_history", 0), amax_of(dy));
+    ASSERT_OK(backward_end());
+    amax_dy.push_back(amax_of(dy));
+    float largest_dy = 0;
+    for (size_t back = 0; back < 3 && back < amax_dy.size(); ++back) {
+      largest_dy = std::max(largest_dy, amax_dy[amax_dy.size() - 1 - back]);
+    }
+    EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / largest_dy / 2);
+    ASSERT_OK(backward_end());  // nothing pending: no second roll
+    EXPECT_EQ(at(*module, "fp8.bwd.amax_history", 2), amax_dy.back());
+  }
+}
+
+TEST(DelayedScalingOrder, TheFirstForwardUsesScaleOneAndLaterUpdatesDoNotReachBack) {
+  // With scale 1 the codes of values on E4M3's grid are exact, so the product is too.
+  auto module = take(Linear::create({.in_features = 16, .out_features = 16, .bias = false}));
+  Values w(256, 0.0), x(16 * 16);
+  for (int i = 0; i < 16; ++i) w[i * 17] = 1;
+  for (int i = 0; i < 256; ++i) x[i] = (i % 15 - 7) * 0.25;
+  set_values(module->parameters()[0].value(), w);
+  Ctx ctx;
+  {
+    autocast fp8(true, DelayedScaling{});
+    EXPECT_EQ(values_of(take(module->forward(tensor({16, 16}, x), &ctx))), x);
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 256);
+  // The backward still reads the forward's codes with the forward's scale_inv: dW = dy^T x, dy =
+  // identity.
+  (void)take(module->backward(tensor({16, 16}, w), ctx));
+  EXPECT_EQ(values_of(module->parameters()[0].grad()), x);
+}
+
+TEST(DelayedScalingOrder, OneOpCallUpdatesAllModules) {
+  auto layer = take(TransformerLayer::create(
+      {.hidden_size = 32, .ffn_hidden_size = 64, .num_attention_heads = 2}));
+  const Tensor x = tensor({4, 2, 32}, random_values(256, 1));
+  const std::string op = "fused_amax_and_scale_update_after_reduction";
+  Ctx ctx;
+  const uint64_t before = calls(op);
+  Tensor y;
+  {
+    autocast fp8(true);
+    y = take(layer->forward(x, &ctx));
+    EXPECT_EQ(calls(op), before);
+  }
+  EXPECT_EQ(calls(op), before + 1);
+  (void)take(layer->backward(y, ctx));
+  ASSERT_OK(backward_end());
+  EXPECT_EQ(calls(op), before + 2);
+}
+
+TEST(DelayedScalingOrder, AMicrobatchLoopInOneScopeTakesTheLargestAmax) {
+  auto module = make_linear();
+  const Tensor a = input(3, 1), b = input(1, 2);
+  Ctx c1, c2;
+  {
+    autocast fp8(true, DelayedScaling{.amax_history_len = 2});
+    (void)take(module->forward(a, &c1));
+    (void)take(module->forward(b, &c2));
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(a));
+}
+
+TEST(DelayedScalingOrder, InferenceReadsScalesAndChangesNothing) {
+  auto module = make_linear();
+  Ctx ctx;
+  {
+    autocast fp8(true);
+    (void)take(module->forward(input(), &ctx));
+  }
+  const Values scale = values_of(find_state(*module, "fp8.fwd.scale"));
+  const Values history = values_of(find_state(*module, "fp8.fwd.amax_history"));
+  {
+    autocast fp8(true);
+    (void)take(module->forward(input(50, 5), nullptr));
+  }
+  EXPECT_EQ(values_of(find_state(*module, "fp8.fwd.scale")), scale);
+  EXPECT_EQ(values_of(find_state(*module, "fp8.fwd.amax_history")), history);
+}
+
+TEST(DelayedScalingOrder, AnotherHistoryLengthKeepsTheNewestAmaxes) {
+  auto module = make_linear();
+  std::vector<float> amaxes;
+  auto step = [&](double range, int64_t length) {
+    const Tensor x = input(range, 40 + amaxes.size());
+    amaxes.push_back(amax_of(x));
+    Ctx ctx;
+    autocast fp8(true, DelayedScaling{.amax_history_len = length});
+    (void)take(module->forward(x, &ctx));
+  };
+  for (double range : {9.0, 5.0, 3.0}) step(range, 4);  // history [0, 9, 5, 3]
+  step(1, 2);                                           // cut to [0, 3], then [0, 1]
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[2]);
+  step(0.5, 5);  // grown to [0, 0, 0, 0, 1], then [0, 0, 0, 1, 0.5]
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[3]);
+  EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 4 * 2), amaxes[4]);
+}
+
+// ---- weight caching
+
+TEST(WeightCache, IsFilledByTheFirstMicrobatchAndUsedByTheOthers) {
+  for (const Recipe& recipe :
+       {Recipe(DelayedScaling{}), Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
+    SCOPED_TRACE(describe(recipe));
+    auto module = make_linear();
+    auto plain = make_linear();
+    const uint64_t start = calls("quantize");
+    auto forward = [&](Linear& m, const Tensor& x, std::optional<bool> first) {
+      autocast fp8(true, recipe);
+      Ctx ctx;
+      return take(m.forward(x, &ctx, {.is_first_microbatch = first}));
+    };
+    const Tensor y0 = forward(*module, input(1, 1), true);
+    EXPECT_EQ(calls("quantize") - start, 2u);
+    const Tensor y1 = forward(*module, input(1, 2), false);
+    EXPECT_EQ(calls("quantize") - start, 3u) << "the weight was quantised again";
+    (void)forward(*module, input(1, 2), std::nullopt);
+    EXPECT_EQ(calls("quantize") - start, 5u);
+    const Tensor p0 = forward(*plain, input(1, 1), std::nullopt);
+    EXPECT_TRUE(same_bits(y0, p0));
+    if (!std::holds_alternative<DelayedScaling>(recipe)) {  // there the weight's scale has moved on
+      EXPECT_TRUE(same_bits(y1, forward(*plain, input(1, 2), std::nullopt)));
+    }
+  }
+}
+
+TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
+  auto module = make_linear();
+  const Tensor x = input();
+  auto forward = [&](const Recipe& recipe, bool training) {
+    autocast fp8(true, recipe);
+    Ctx ctx;
+    return take(module->forward(x, training ? &ctx : nullptr, {.is_first_microbatch = false}));
+  };
+  const uint64_t start = calls("quantize");
+  (void)forward(Float8CurrentScaling{}, false);  // nothing cached: quantises, row-wise only
+  (void)forward(Float8CurrentScaling{}, false);
+  EXPECT_EQ(calls("quantize") - start, 3u);
+  (void)forward(Float8CurrentScaling{}, true);  // needs the column-wise copy too
+  EXPECT_EQ(calls("quantize") - start, 5u);
+  (void)forward(Float8BlockScaling{}, true);
+  EXPECT_EQ(calls("quantize") - start, 7u);
+  auto sgd = take(SGD::create(module->parameters(), {.lr = 1}));
+  set_values(module->parameters()[0].grad(), Values(kIn * kOut, 0.25));
+  const Tensor before = forward(Float8BlockScaling{}, true);
+  ASSERT_OK(sgd->step());
+  EXPECT_FALSE(same_bits(forward(Float8BlockScaling{}, true), before));
+}
+
+// ---- calibrating
+
+TEST(Calibrating, ComputesInHighPrecisionAndCollectsAmaxes) {
+  auto module = make_linear();
+  const Tensor a = input(3, 1), b = input(1, 2);
+  const Tensor exact = take(module->forward(a, nullptr));
+  EXPECT_THROW((void)find_state(*module, "fp8.fwd.scale"), std::runtime_error);
+  {
+    autocast scope({.enabled = false, .calibrating = true}, DelayedScaling{.amax_history_len = 4});
+    EXPECT_TRUE(fp8_calibrating());
+    EXPECT_FALSE(fp8_enabled());
+    EXPECT_TRUE(same_bits(take(module->forward(a, nullptr)), exact));
+    (void)take(module->forward(b, nullptr));
+    EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 0), amax_of(a)) << "a running maximum";
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(a));
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 1), 448 / amax_of(module->parameters()[0].value()));
+  // FP8 now starts with good scales: x beyond 448 would have saturated with scale 1.
+  const Tensor big = input(2000, 3);
+  {
+    autocast scope({.enabled = false, .calibrating = true}, DelayedScaling{.amax_history_len = 4});
+    (void)take(module->forward(big, nullptr));
+  }
+  autocast fp8(true, DelayedScaling{.amax_history_len = 4});
+  const Values y = values_of(take(module->forward(big, nullptr)));
+  EXPECT_LT(relative_l2(y, values_of([&] {
+                          autocast off(false);
+                          return take(module->forward(big, nullptr));
+                        }())),
+            0.05);
+}
+
+TEST(Calibrating, CoversTheFusedModules) {
+  auto layer = take(TransformerLayer::create(
+      {.hidden_size = 32, .ffn_hidden_size = 64, .num_attention_heads = 2}));
+  const Tensor x = tensor({4, 2, 32}, random_values(256, 1));
+  {
+    autocast scope({.enabled = false, .calibrating = true});
+    (void)take(layer->forward(x, nullptr));
+  }
+  int sites = 0;
+  for (const NamedTensor& t : layer->state()) {
+    if (!t.name.ends_with("fwd.scale")) continue;
+    ++sites;
+    for (double s : values_of(t.tensor)) EXPECT_GT(s, 1) << t.name;
+  }
+  EXPECT_EQ(sites, 4);
+}
+
+// ---- fused data flow
+
+TEST(FusedFlow, NormsAndActivationsWriteFp8Themselves) {
+  auto layer = take(TransformerLayer::create(
+      {.hidden_size = 32, .ffn_hidden_size = 64, .num_attention_heads = 2}));
+  const Tensor x = tensor({4, 2, 32}, random_values(256, 1));
+  const auto before = all_calls();
+  Ctx ctx;
+  Tensor y;
+  {
+    autocast fp8(true, Float8CurrentScaling{});
+    y = take(layer->forward(x, &ctx));
+  }
+  auto delta = [&](const std::string& op) {
+    auto now = all_calls();
+    auto old = before.find(op);
+    return now[op] - (old == before.end() ? 0 : old->second);
+  };
+  EXPECT_EQ(delta("layernorm_fwd"), 2u);
+  EXPECT_EQ(delta("gelu"), 1u);
+  EXPECT_EQ(delta("quantize"), 5u);  // four weights and proj's input
+  EXPECT_EQ(delta("generic_gemm"), 4u);
+  (void)take(layer->backward(y, ctx));
+  EXPECT_EQ(delta("quantize"), 5u);
+  EXPECT_EQ(delta("bgrad_quantize"), 3u);  // fc2, proj, qkv; fc1's comes from dbias_dgelu
+  EXPECT_EQ(delta("dbias_dgelu"), 1u);
+  EXPECT_EQ(delta("dgelu"), 0u);
+  EXPECT_EQ(delta("dequantize"), 0u);
+}
+
+TEST(FusedFlow, HighPrecisionLinearStaysOutOfFp8) {
+  auto module = take(Linear::create(
+      {.in_features = kIn, .out_features = kOut, .seed = 3, .high_precision = true}));
+  const Tensor exact = take(module->forward(input(), nullptr));
+  autocast fp8(true);
+  EXPECT_TRUE(same_bits(take(module->forward(input(), nullptr)), exact));
+}
+
+// ---- scopes
+
+TEST(Scopes, NestAndTheInnermostCounts) {
+  EXPECT_FALSE(fp8_enabled());
+  EXPECT_FALSE(current_recipe().has_value());
+  auto module = make_linear();
+  const Tensor x = input();
+  const Tensor exact = take(module->forward(x, nullptr));
+  {
+    autocast outer(true, DelayedScaling{});
+    EXPECT_TRUE(fp8_enabled());
+    {
+      autocast inner(false);
+      EXPECT_FALSE(fp8_enabled());
+      EXPECT_TRUE(same_bits(take(module->forward(x, nullptr)), exact));
+      {
+        autocast innermost(true, Float8BlockScaling{});
+        EXPECT_TRUE(std::holds_alternative<Float8BlockScaling>(*current_recipe()));
+        EXPECT_FALSE(same_bits(take(module->forward(x, nullptr)), exact));
+      }
+      EXPECT_FALSE(fp8_enabled());
+    }
+    EXPECT_TRUE(std::holds_alternative<DelayedScaling>(*current_recipe()));
+  }
+  EXPECT_FALSE(fp8_enabled());
+}
+
+TEST(Scopes, OnlyTheOutermostUpdates) {
+  auto module = make_linear();
+  Ctx ctx;
+  autocast outer(true);
+  {
+    autocast inner(true);
+    (void)take(module->forward(input(), &ctx));
+    ASSERT_OK(inner.exit());
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 1);
+  ASSERT_OK(outer.exit());
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(input()));
+  ASSERT_OK(outer.exit());  // a second exit does nothing
+  EXPECT_FALSE(fp8_enabled());
+}
+
+TEST(Scopes, ABackwardNeedsNone) {
+  auto module = make_linear();
+  Ctx in_fp8, plain;
+  {
+    autocast fp8(true, Float8CurrentScaling{});
+    (void)take(module->forward(input(), &in_fp8));
+  }
+  (void)take(module->forward(input(), &plain));
+  const Tensor a = take(module->backward(gradient(), in_fp8));
+  autocast fp8(true, Float8CurrentScaling{});
+  const Tensor b = take(module->backward(gradient(), plain));
+  const double error = relative_l2(values_of(a), values_of(b));
+  EXPECT_GT(error, 1e-3);
+  EXPECT_LT(error, 0.08);
+}
+
+TEST(Scopes, AnInvalidRecipeFailsTheForwardWithItsMessage) {
+  auto module = make_linear();
+  auto message = [&](AutocastOptions options, const Recipe& recipe) {
+    autocast fp8(options, recipe);
+    const auto result = module->forward(input(), nullptr);
+    return result.ok() ? std::string("ok") : result.status().to_string();
+  };
+  EXPECT_NE(message({}, DelayedScaling{.amax_history_len = 0}).find("amax_history_len is 0"),
+            std::string::npos);
+  EXPECT_NE(message({}, DelayedScaling{.margin = 900}).find("margin is 900"), std::string::npos);
+  EXPECT_NE(message({}, Float8BlockScaling{.amax_epsilon = -1}).find("amax_epsilon"),
+            std::string::npos);
+  EXPECT_NE(message({.enabled = false, .calibrating = true}, Float8CurrentScaling{})
+                .find("keeps no state to calibrate"),
+            std::string::npos);
+  EXPECT_EQ(message({}, DelayedScaling{}), "ok");
+}
+
+TEST(Capture, CarriesAutocastContextAndPolicyToAnotherThread) {
+  auto module = make_linear();
+  std::optional<CapturedContext> captured;
+  PolicySettings settings;
+  settings.prefer = Kind::kReference;
+  ContextScope context{Context(31)};
+  {
+    PolicyScope policy(settings);
+    autocast fp8(true, Float8BlockScaling{});
+    captured = CapturedContext::capture();
+  }  // outlives the scopes
+  std::thread([&] {
+    EXPECT_FALSE(fp8_enabled());
+    EXPECT_EQ(Context::current().random().seed, 0u);
+    {
+      auto scope = captured->enter();
+      EXPECT_TRUE(std::holds_alternative<Float8BlockScaling>(*current_recipe()));
+      EXPECT_TRUE(fp8_enabled());
+      EXPECT_EQ(Context::current().random().seed, 31u);
+      EXPECT_EQ(take(current_policy()).settings(), settings);
+    }
+    EXPECT_FALSE(fp8_enabled());
+    EXPECT_EQ(Context::current().random().seed, 0u);
+  }).join();
+}
+
+TEST(Capture, WithoutAutocastTurnsTheOtherThreadsOff) {
+  const CapturedContext captured = CapturedContext::capture();
+  autocast fp8(true);
+  {
+    auto scope = captured.enter();
+    EXPECT_FALSE(fp8_enabled());
+  }
+  EXPECT_TRUE(fp8_enabled());
+}
+
+TEST(Capture, TheLastScopeOfASessionUpdates) {
+  auto module = make_linear();
+  Ctx ctx;
+  std::atomic<int> phase = 0;
+  std::thread other;
+  {
+    autocast fp8(true);
+    const CapturedContext captured = CapturedContext::capture();
+    other = std::thread([&, captured] {
+      auto scope = captured.enter();
+      (void)take(module->forward(input(), &ctx));
+      phase = 1;
+      phase.notify_all();
+      phase.wait(1);  // until the thread that opened the scope has left it
+    });
+    phase.wait(0);
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 1);
+  phase = 2;
+  phase.notify_all();
+  other.join();
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(input()));
+}
+
+TEST(Capture, ABackwardThreadsAmaxesAreUpdatedByTheOwnersBackwardEnd) {
+  auto module = make_linear();
+  Ctx ctx;
+  {
+    autocast fp8(true);
+    (void)take(module->forward(input(), &ctx));
+  }
+  const CapturedContext captured = CapturedContext::capture();
+  std::thread([&] {
+    auto scope = captured.enter();
+    (void)take(module->backward(gradient(), ctx));
+  }).join();
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 1);
+  ASSERT_OK(backward_end());
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(gradient()));
+}
+
+TEST(Threads, TrainTheirOwnModulesIndependently) {
+  std::vector<Values> results(4);
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < results.size(); ++t) {
+    threads.emplace_back([&, t] {
+      ContextScope scope{Context(5)};
+      auto layer = take(TransformerLayer::create({.hidden_size = 16,
+                                                  .ffn_hidden_size = 32,
+                                                  .num_attention_heads = 2,
+                                                  .hidden_dropout = 0.1f,
+                                                  .seed = 1}));
+      auto adam = take(Adam::create(layer->parameters(), {}));
+      Tensor y;
+      for (uint64_t step = 0; step < 3; ++step) {
+        Ctx ctx;
+        {
+          autocast fp8(true);
+          y = take(layer->forward(tensor({4, 1, 16}, random_values(64, step)), &ctx));
+        }
+        (void)take(layer->backward(y, ctx));
+        check(backward_end());
+        check(adam->step());
+        check(layer->zero_grad());
+      }
+      results[t] = values_of(y);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const Values& r : results) EXPECT_EQ(r, results[0]);
+}
+
+TEST(RecipeNames, AreParsedAndDescribed) {
+  EXPECT_TRUE(std::holds_alternative<DelayedScaling>(take(parse_recipe("Delayed"))));
+  EXPECT_TRUE(std::holds_alternative<Float8CurrentScaling>(take(parse_recipe("current"))));
+  EXPECT_TRUE(std::holds_alternative<Float8BlockScaling>(take(parse_recipe("block"))));
+  EXPECT_EQ(describe(DelayedScaling{}), "delayed scaling (hybrid, margin 0, history 1024, max)");
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing
