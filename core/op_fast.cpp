@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 
 #include "core/op_finder.hpp"
+#include "core/op_memo.hpp"
 #include "core/settings.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -201,6 +203,10 @@ TE_FL_INLINE bool match_shape(const FastOp& op, const FastTensor& f, const std::
   return f.shape == FastShape::kAny;
 }
 
+typedef uint64_t Words __attribute__((vector_size(16)));
+static_assert(offsetof(te_fl_tensor, quant) ==
+              offsetof(te_fl_tensor, dl) + offsetof(te_fl_dltensor, byte_offset) + 8);
+
 typedef uint32_t Lanes __attribute__((vector_size(4 * kLanes)));
 
 // Whether an output begins where a tensor begins that it may not share memory with. `begins` are
@@ -257,6 +263,54 @@ TE_FL_INLINE bool scalars_in_order(const FastOp& op, const std::byte* args) {
       if (static_cast<uint64_t>(value) - static_cast<uint64_t>(f.low) > f.span) return false;
     }
   }
+  return true;
+}
+
+// The newest argument that says something. Ops that never grew have none.
+[[gnu::noinline]] uint32_t newest_version(const FastOp& op, const void* raw) {
+  const ArgsView view(raw);
+  uint32_t version = 1;
+  for (const Arg& arg : op.op->args) {
+    if (arg.since > version && !view.is_neutral(arg)) version = arg.since;
+  }
+  return version;
+}
+
+const DTypeRow& row_of(uint32_t word) {
+  return kDTypes.rows[word * kDTypes.factor >> (32 - kTableBits)];
+}
+
+template <class T>
+uint64_t bits_of(T value) {
+  return static_cast<uint64_t>(value);
+}
+
+inline uint64_t memo_hash(uint64_t op, uint64_t rank, int64_t first, int64_t last) {
+  const uint64_t h = (op << 3 | rank) * 0x9e3779b97f4a7c15u ^ bits_of(first) * 0xc2b2ae3d27d4eb4fu ^
+                     bits_of(last) * 0x165667b19e3779f9u;
+  return h >> 58 ^ h >> 40;
+}
+
+// The addresses of a call that the memo knows but for them. They are remembered if they are good.
+[[gnu::noinline]] bool addresses_in_order(const FastOp& op, const std::byte* args,
+                                          CheckMemo::Slot& slot) {
+  alignas(16) uint32_t begins[kMaxFastTensors];
+  uint64_t data[CheckMemo::kMaxTensors];
+  uint64_t bad = 0;
+  const size_t count = op.tensors.size();
+  for (size_t i = 0; i < count; ++i) {
+    const auto* t = load<const te_fl_tensor*>(args + op.tensors[i].offset);
+    begins[i] = static_cast<uint32_t>(i);
+    data[i] = 0;
+    if (t == nullptr) continue;
+    data[i] = reinterpret_cast<uintptr_t>(t->dl.data);
+    const uint64_t at = data[i] + t->dl.byte_offset;
+    bad |= (at & slot.tensors[i].below_alignment) | bits_of(data[i] == 0);
+    begins[i] = static_cast<uint32_t>(at >> 3);
+  }
+  for (size_t i = count; i < op.lanes; ++i) begins[i] = 0;
+  if (bad != 0 || may_alias(op, begins)) return false;
+  for (size_t i = 0; i < count; ++i) slot.tensors[i].data = data[i];
   return true;
 }
 
@@ -350,15 +404,112 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
   out.device = {anchor->dl.device.type, anchor->dl.device.index, anchor->provider};
   if (out.device.is_host()) out.device = Device{};
   if (op.op->has_newer) [[unlikely]] {
-    const ArgsView view(raw);
-    for (const Arg& arg : op.op->args) {
-      if (arg.since > out.version && !view.is_neutral(arg)) out.version = arg.since;
-    }
+    out.version = newest_version(op, raw);
   }
   return true;
 }
 
+bool check_known(const FastOp& op, const void* raw, CheckMemo& memo, Signature& out,
+                 CheckMemo::Slot*& where) noexcept {
+  const auto* args = static_cast<const std::byte*>(raw);
+  if (raw == nullptr || load<uint32_t>(raw) < op.args_size) return false;
+  if (g_validate.load(std::memory_order_relaxed)) return false;
+  if (!op.memorable) return false;
+  const auto* anchor = load<const te_fl_tensor*>(args + op.anchor_offset);
+  if (anchor == nullptr || anchor->struct_size < sizeof(te_fl_tensor)) return false;
+  const auto anchor_rank = static_cast<uint32_t>(anchor->dl.ndim);
+  const int64_t* anchor_shape = anchor->dl.shape;
+  if (anchor_rank - 1 >= CheckMemo::kMaxRank || anchor_shape == nullptr) return false;
+  CheckMemo::Slot& slot =
+      memo.slot(memo_hash(op.number, anchor_rank, anchor_shape[0], anchor_shape[anchor_rank - 1]));
+  where = &slot;
+  if (slot.op != op.number) return false;
+  uint64_t moved = 0, differs = 0;
+  Words wide{};
+  const FastTensor* f = op.tensors.data();
+  const FastTensor* const end = f + op.tensors.size();
+  const CheckMemo::Tensor* m = slot.tensors.data();
+  for (; f != end; ++f, ++m) {
+    const auto* t = load<const te_fl_tensor*>(args + f->offset);
+    if (t == nullptr) [[unlikely]] {
+      if (m->kind != CheckMemo::kAbsent) return false;
+      continue;
+    }
+    const te_fl_dltensor& dl = t->dl;
+    const int64_t* shape = dl.shape;
+    // Before anything is read through the pointers: the struct is as long and the rank the same.
+    if (load<uint64_t>(t) != m->head || load<uint64_t>(&dl.ndim) != m->kind || shape == nullptr) {
+      return false;
+    }
+    differs |= load<uint64_t>(&dl.device) ^ m->device;
+    wide |= load<Words>(&dl.byte_offset) ^ load<Words>(&m->byte_offset);
+    if (m->rank == 2) [[likely]] {
+      wide |= load<Words>(shape) ^ load<Words>(m->shape);
+    } else {
+      for (uint32_t d = 0; d < m->rank; ++d) differs |= bits_of(shape[d] ^ m->shape[d]);
+    }
+    // Where there were strides, none are as good: compact.
+    if (dl.strides != nullptr) [[unlikely]] {
+      if (!m->has_strides) return false;
+      for (uint32_t d = 0; d < m->rank; ++d) differs |= bits_of(dl.strides[d] ^ m->strides[d]);
+    }
+    moved |= reinterpret_cast<uintptr_t>(dl.data) ^ m->data;
+  }
+  differs |= wide[0] | wide[1];
+  uint64_t flags = 0;
+  for (const uint32_t offset : op.flag_offsets) {
+    flags = flags << 1 | (load<int32_t>(args + offset) != 0);
+  }
+  differs |= flags ^ slot.flags;
+  if (differs != 0) return false;
+  if (moved != 0 && !addresses_in_order(op, args, slot)) return false;
+  if (!scalars_in_order(op, args)) return false;
+  if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
+  out = slot.signature;
+  if (op.op->has_newer) [[unlikely]] {
+    out.version = newest_version(op, raw);
+  }
+  return true;
+}
+
+void remember(const FastOp& op, const void* raw, const Signature& signature,
+              CheckMemo::Slot& slot) noexcept {
+  const auto* args = static_cast<const std::byte*>(raw);
+  slot.op = 0;
+  for (size_t i = 0; i < op.tensors.size(); ++i) {
+    const auto* t = load<const te_fl_tensor*>(args + op.tensors[i].offset);
+    CheckMemo::Tensor& m = slot.tensors[i];
+    if (t == nullptr) {
+      m.kind = CheckMemo::kAbsent;
+      continue;
+    }
+    const te_fl_dltensor& dl = t->dl;
+    if (t->quant != nullptr || dl.ndim > static_cast<int32_t>(CheckMemo::kMaxRank)) return;
+    m.head = load<uint64_t>(t);
+    m.device = load<uint64_t>(&dl.device);
+    m.kind = load<uint64_t>(&dl.ndim);
+    m.byte_offset = dl.byte_offset;
+    m.quant = 0;
+    m.data = reinterpret_cast<uintptr_t>(dl.data);
+    m.below_alignment = row_of(load<uint32_t>(&dl.dtype)).below_alignment;
+    m.rank = static_cast<uint32_t>(dl.ndim);
+    m.has_strides = dl.strides != nullptr;
+    for (int32_t d = 0; d < dl.ndim; ++d) {
+      m.shape[d] = dl.shape[d];
+      if (m.has_strides) m.strides[d] = dl.strides[d];
+    }
+  }
+  slot.flags = 0;
+  for (const uint32_t offset : op.flag_offsets) {
+    slot.flags = slot.flags << 1 | (load<int32_t>(args + offset) != 0);
+  }
+  slot.signature = signature;
+  slot.op = op.number;
+}
+
 namespace {
+
+std::atomic<uint64_t> g_numbers{1};
 
 // A rule that an earlier required tensor has word for word gives the same extents, if every term
 // has a value.
@@ -424,6 +575,7 @@ std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
     return nullptr;
   auto fast = std::make_unique<FastOp>();
   fast->op = &op;
+  fast->number = g_numbers.fetch_add(1, std::memory_order_relaxed);
   fast->args_size = op.schema.args_size;
   fast->symbol_count = static_cast<uint32_t>(op.symbols.size());
   if (op.saved >= 0) fast->saved_offset = op.args[static_cast<size_t>(op.saved)].offset;
@@ -432,11 +584,17 @@ std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
     if (!fits_int32(arg.shape.dims[0]) || !fits_int32(arg.shape.dims[1])) return nullptr;
     fast->uses_product |= arg.shape.uses(Term::kProduct);
     fast->tensors.push_back(make_tensor(*fast, op, i));
+    const uint32_t flag = fast->tensors.back().flag_offset;
+    const auto& flags = fast->flag_offsets;
+    if (flag != 0 && std::find(flags.begin(), flags.end(), flag) == flags.end()) {
+      fast->flag_offsets.push_back(flag);
+    }
     if (arg.is(TE_FL_ARG_HOST)) fast->host_offsets.push_back(arg.offset);
     const bool required = arg.places() && !arg.is(TE_FL_ARG_OPTIONAL);
     if (fast->anchor_offset == 0 && required) fast->anchor_offset = arg.offset;
   }
   if (fast->anchor_offset == 0) return nullptr;
+  fast->memorable = fast->tensors.size() <= CheckMemo::kMaxTensors;
   fast->lanes = (fast->tensors.size() + kLanes - 1) / kLanes * kLanes;
   for (uint8_t a = 0; a < fast->tensors.size(); ++a) {
     const Arg& arg = op.args[fast->tensors[a].arg];

@@ -72,14 +72,17 @@ struct FastOutput {
 
 struct FastOp {
   const CompiledOp::Impl* op = nullptr;
+  uint64_t number = 0;  // unique in the process, never given again
   uint32_t args_size = 0;
   uint32_t anchor_offset = 0;  // a required tensor whose device all others must have
   uint32_t saved_offset = 0;   // 0: none
   uint32_t symbol_count = 0;
   bool uses_product = false;
   size_t lanes = 0;  // tensors, rounded up to kLanes
+  bool memorable = false;  // CheckMemo has room for its tensors
   std::vector<FastTensor> tensors;
   std::vector<FastTerm> terms;
+  std::vector<uint32_t> flag_offsets;  // of the bools that choose between forms of a shape rule
   std::vector<uint32_t> host_offsets;  // tensors that must be in host memory
   std::vector<FastScalar> scalars;
   std::vector<FastOutput> outputs;
