@@ -46,5 +46,10 @@ void append_quantize(std::vector<te_fl_op_desc>& ops);
 void append_activation(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
 void append_tensor(std::vector<te_fl_op_desc>& ops);
+void append_optimizer(std::vector<te_fl_op_desc>& ops);
+void append_attention(std::vector<te_fl_op_desc>& ops);
+void append_softmax(std::vector<te_fl_op_desc>& ops);
+void append_rope(std::vector<te_fl_op_desc>& ops);
+void append_dropout(std::vector<te_fl_op_desc>& ops);
 
 }  // namespace te_fl::cpu

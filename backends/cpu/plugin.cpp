@@ -21,6 +21,11 @@ constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_norm,        //
     append_tensor,      //
+    append_optimizer,   //
+    append_attention,   //
+    append_softmax,     //
+    append_rope,        //
+    append_dropout,     //
 };
 
 struct Instance {
