@@ -129,7 +129,7 @@ int transposed_dim(const Walk& walk) {
 
 // Square tiles of the transposed pair of dimensions, so that a cache line is read once.
 void copy_transposed(Walk walk, int pair, const Copier& copier, const char* src, char* dst) {
-  constexpr int64_t kTile = 64;
+  constexpr int64_t kTile = 64, kPitch = kTile + 1;
   const Dim last = walk.dims[walk.count - 1];
   std::swap(walk.dims[pair], walk.dims[walk.count - 2]);
   const Dim other = walk.dims[walk.count - 2];
@@ -148,9 +148,18 @@ void copy_transposed(Walk walk, int pair, const Copier& copier, const char* src,
       }
       const int64_t row = t / across % down * kTile, col = t % across * kTile;
       const int64_t cols = std::min(kTile, last.size - col);
-      for (int64_t r = row; r < std::min(row + kTile, other.size); ++r) {
-        copier.run(src + (in + r * other.in + col * last.in) * copier.from_bytes, last.in,
-                   dst + (out + r * other.out + col * last.out) * copier.to_bytes, last.out, cols);
+      // Through a small square: reading and writing in long runs, whatever the strides do to the
+      // cache's sets.
+      alignas(64) char square[kTile * kPitch * 8];
+      const int64_t rows = std::min(kTile, other.size - row), bytes = copier.from_bytes;
+      for (int64_t c = 0; c < cols; ++c) {
+        move(bytes, src + (in + row * other.in + (col + c) * last.in) * bytes, other.in,
+             square + c * kPitch * bytes, 1, rows);
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        copier.run(square + r * bytes, kPitch,
+                   dst + (out + (row + r) * other.out + col * last.out) * copier.to_bytes, last.out,
+                   cols);
       }
     }
   });

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "dropout_kernels.hpp"
 #include "loss_kernels.hpp"
 #include "norm_kernels.hpp"
 #include "quant_store.hpp"
@@ -20,20 +21,6 @@ using backend::invalid;
 using backend::Matrix;
 
 // ---- add
-
-// Keep bits of elements [begin, begin + n), begin a multiple of 8, zero after the last.
-void keep_bits(uint64_t seed, uint64_t offset, uint64_t threshold, int64_t begin, int64_t n,
-               uint8_t* bits) {
-  std::memset(bits, 0, static_cast<size_t>(ceil_div(n, 8)));
-  for (int64_t i = 0; i < n; i += 4) {
-    const auto words = numeric::philox4x32(seed, offset + static_cast<uint64_t>((begin + i) / 4));
-    for (int64_t j = i; j < std::min(i + 4, n); ++j) {
-      if (words[static_cast<size_t>(j - i)] >= threshold) {
-        bits[j / 8] = static_cast<uint8_t>(bits[j / 8] | 1u << (j % 8));
-      }
-    }
-  }
-}
 
 void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   const int64_t size = backend::numel(*args.output);
@@ -50,21 +37,16 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   const uint64_t seed = ctx.rng.state != nullptr ? ctx.rng.state[0] : ctx.rng.seed;
   const uint64_t offset = ctx.rng.state != nullptr ? ctx.rng.state[1] : ctx.rng.offset;
   const uint64_t threshold = numeric::dropout_threshold(args.p);
-  const float kept = 1.0f - args.p;
+  const auto factor = static_cast<float>(1.0 / (1.0 - static_cast<double>(args.p)));
   const auto values = [&](const Piece& piece, float* out) {
     Chunk branch;
     a(piece.col, piece.n, out);
     b(piece.col, piece.n, branch.data);
-    if (mask == nullptr) {
-      for (int64_t i = 0; i < piece.n; ++i) out[i] += branch.data[i];
-      return;
-    }
+    if (mask == nullptr) return add_f32(branch.data, piece.n, out);
+    // A piece begins at a multiple of a chunk, and so at a byte of the mask and a block of words.
     uint8_t* bits = mask + piece.col / 8;
-    keep_bits(seed, offset, threshold, piece.col, piece.n, bits);
-    for (int64_t i = 0; i < piece.n; ++i) {
-      const float sum = out[i] + branch.data[i] / kept;
-      out[i] = (bits[i / 8] >> (i % 8) & 1) != 0 ? sum : out[i];
-    }
+    keep_bits(seed, offset + static_cast<uint64_t>(piece.col / 4), threshold, piece.n, bits);
+    add_kept(branch.data, bits, factor, piece.n, out);
   };
   store_output(*args.output, values, {.flat = true});
 }
