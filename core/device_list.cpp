@@ -32,6 +32,13 @@ const List& devices_now() {
   return *current.load(std::memory_order_acquire);
 }
 
+// Makes `next` the list; the lock is held. Earlier lists stay, with the entries that only they have.
+void publish(std::unique_ptr<const List> next) {
+  static auto* const lists = new std::vector<std::unique_ptr<const List>>;
+  lists->push_back(std::move(next));
+  current.store(lists->back().get(), std::memory_order_release);
+}
+
 std::vector<std::string>& provider_names() {  // by id - 1
   static auto* const names = new std::vector<std::string>;
   return *names;
@@ -84,7 +91,7 @@ namespace {
 void unlist(const DeviceEntry* entry) {
   auto next = std::make_unique<List>(devices_now());
   std::erase(*next, entry);
-  current.store(next.release(), std::memory_order_release);
+  publish(std::move(next));
 }
 
 }  // namespace
@@ -156,7 +163,7 @@ Result<Device> add(const te_fl_device_desc* desc) {
   }
   auto next = std::make_unique<core::List>(now);
   next->push_back(new DeviceEntry{device, desc, std::move(provider)});
-  core::current.store(next.release(), std::memory_order_release);
+  core::publish(std::move(next));
   return device;
 }
 

@@ -25,7 +25,7 @@ bool is_identifier(std::string_view text) {
   });
 }
 
-// "gelu" or "vendor::op".
+// lower-case words joined by underscores, or "vendor::op".
 bool is_op_name(std::string_view text) {
   const size_t colons = text.find("::");
   if (colons == std::string_view::npos) return is_identifier(text);
@@ -152,11 +152,10 @@ Status CompiledOp::Impl::compile_scalar(const te_fl_arg_desc& desc, Arg& arg) {
     if (names.empty() || names.size() > 256) return bad("an enum needs 1 to 256 enum_names");
     low = 0, high = static_cast<int64_t>(names.size()) - 1;
   } else if (!unbounded) {
-    // Clamped before the cast, which is undefined out of range; 2^63 itself is not an int64.
-    if (desc.min > static_cast<double>(low))
-      low = desc.min >= 0x1p63 ? INT64_MAX : static_cast<int64_t>(std::ceil(desc.min));
-    if (desc.max < static_cast<double>(high))
-      high = desc.max < -0x1p63 ? INT64_MIN : static_cast<int64_t>(std::floor(desc.max));
+    // Compared before the cast, which is undefined out of range; 2^63 itself is not an int64.
+    if (desc.min >= 0x1p63 || desc.max < -0x1p63) return bad("no value lies between min and max");
+    if (desc.min > static_cast<double>(low)) low = static_cast<int64_t>(std::ceil(desc.min));
+    if (desc.max < static_cast<double>(high)) high = static_cast<int64_t>(std::floor(desc.max));
   }
   if (low > high) return bad("no value lies between min and max");
   arg.int_low = low;

@@ -1,5 +1,6 @@
 #include "core/op_fast.hpp"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 
@@ -139,7 +140,7 @@ uint64_t bits_of(T value) {
       return match_times(s, term, extent);
     case Term::kPlus:
       s.bad |= bits_of(extent < term.value);
-      return bind_or_compare(s, term.symbol, extent - term.value);
+      return bind_or_compare(s, term.symbol, std::max<int64_t>(extent, 0) - term.value);
     case Term::kOneOr:
       if (extent != 1) bind_or_compare(s, term.symbol, extent);
       return;
@@ -212,8 +213,8 @@ uint64_t bits_of(T value) {
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * kLanes)));
 
-// Whether an output begins where a tensor begins that it may not share memory with. `begins` are 32
-// bits of each address: two tensors that agree in them by chance are left to the Finder.
+// Whether an output begins where a tensor begins that it may not share memory with. `begins` are
+// hashes of the addresses: two tensors that agree in them by chance are left to the Finder.
 [[gnu::always_inline]] inline bool may_alias(const FastOp& op, const uint32_t* begins) {
   Lanes hits{};
   for (const FastOutput& output : op.outputs) {
@@ -323,7 +324,7 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
     const auto* t = load<const te_fl_tensor*>(args + f->offset);
     if (t == nullptr) {
       if (!f->optional) return false;
-      begins[i] = static_cast<uint32_t>(i);  // only tensors at the very start of memory are there
+      begins[i] = static_cast<uint32_t>(i);  // no tensor, and most likely no tensor's hash
       dtype[i] = 0;
       continue;
     }
@@ -349,7 +350,7 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
     s.bad |= at & row.below_alignment;
     s.bad |= bits_of(dl.data == nullptr);
     s.bad |= (load<uint64_t>(&dl.device) ^ device) & f->place_mask;
-    begins[i] = static_cast<uint32_t>(at >> 3);
+    begins[i] = static_cast<uint32_t>((at * 0x9e3779b97f4a7c15u) >> 32);
     if (dl.strides != nullptr && !strides_in_order(*f, dl)) return false;
     match_shape(op, *f, args, s, dl);
   }
@@ -387,6 +388,7 @@ void choose_shape(FastOp& fast, const CompiledOp::Impl& op, FastTensor& f) {
   f.shape = rule.any ? FastShape::kAny : FastShape::kTerms;
   if (rule.any || rule.uses(Term::kAny) || rule.uses(Term::kOneOr)) return;
   for (size_t i = 0; i < fast.tensors.size(); ++i) {
+    if (fast.tensors[i].shape == FastShape::kAny) continue;
     const bool same = std::strcmp(op.descs[fast.tensors[i].arg].shape, op.descs[f.arg].shape) == 0;
     if (!same || fast.tensors[i].optional) continue;
     f.shape = FastShape::kSame;

@@ -32,6 +32,13 @@ struct Extents {
   int64_t batch = 1, length_q = 0, length_kv = 0;
 };
 
+// Rows between the sequences of a packed layout belong to none, so no implementation has to write
+// them; what follows reads them all the same.
+Status clear_gaps(Layout layout, const Tensor& out) {
+  if (layout != Layout::kTHD) return {};
+  return detail::fill(out.quantized() ? out.rowwise_codes() : out, 0);
+}
+
 Status shape_error(const char* name, const Tensor& tensor, const std::string& want) {
   return invalid_argument(std::string("DotProductAttention: ") + name + " is " +
                           (tensor.defined() ? tensor.describe() : std::string("undefined")) +
@@ -174,6 +181,7 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
   } else {
     TE_FL_ASSIGN_OR_RETURN(record.o, detail::empty_like(record.q, options.activation_dtype));
   }
+  TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, record.o));
   const int64_t heads = options.num_attention_heads;
   if (training) {
     const Shape shape = options.layout == Layout::kTHD
@@ -232,6 +240,9 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   TE_FL_ASSIGN_OR_RETURN(grads.dq, gradient_like(record.q));
   TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k));
   TE_FL_ASSIGN_OR_RETURN(grads.dv, gradient_like(record.v));
+  for (const Tensor* grad : {&grads.dq, &grads.dk, &grads.dv}) {
+    TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, *grad));
+  }
   if (record.inputs.bias.defined()) {
     TE_FL_ASSIGN_OR_RETURN(grads.dbias,
                            detail::empty_like(record.inputs.bias, record.inputs.bias.dtype()));

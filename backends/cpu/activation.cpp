@@ -8,21 +8,6 @@
 namespace te_fl::cpu {
 namespace {
 
-// Loads elements of a dense tensor.
-class Loader {
- public:
-  explicit Loader(const te_fl_tensor& t)
-      : dtype_(dtype_of(t)), bytes_(element_bytes(t)), data_(backend::data<const char>(t)) {}
-  void operator()(int64_t index, int64_t n, float* out) const {
-    load_f32(dtype_, data_ + index * bytes_, n, out);
-  }
-
- private:
-  int dtype_;
-  int64_t bytes_;
-  const char* data_;
-};
-
 // Element-by-element: the output may be the input's array if it is not quantised.
 Refusal refuse_elementwise(const te_fl_tensor& input, const te_fl_tensor& output) {
   if (!dense(&input)) return kNotContiguous;

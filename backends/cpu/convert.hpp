@@ -20,11 +20,19 @@ struct alignas(64) Chunk {
 
 // dtype is a te_fl_dtype_index: F32, F16, BF16, or FP8 codes. dst is padded.
 void load_f32(int dtype, const void* src, int64_t n, float* dst);
-// Rounded once. src need not be padded. With `stream` past the caches, for outputs that are larger
-// than they are.
+// Rounded once. src need not be padded. With `stream` past the caches, for outputs that exceed
+// them; the thread must call store_fence() before others may read the output.
 void store_f32(int dtype, const float* src, int64_t n, void* dst, bool stream = false);
-// FP8 codes of src * scale; returns the largest |src| (NaN left out).
-float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* dst);
+// FP8 codes of src * scale; returns the largest |src| (NaN left out). `stream` as above.
+float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* dst,
+                   bool stream = false);
+void store_fence();
+// Whether an output of so many bytes should be streamed: it is larger than the last-level cache.
+bool exceeds_cache(int64_t bytes);
+
+// Padded buffers: x *= factor; acc += x.
+void scale_f32(float* x, int64_t n, float factor);
+void add_f32(const float* x, int64_t n, float* acc);
 
 // Largest |src|, NaN left out.
 float amax_f32(const float* src, int64_t n);

@@ -43,8 +43,7 @@ inline uint32_t elf_hash(const char* name) {
   return h;
 }
 
-// Makes the library require GLIBC_2.99 in place of the first GLIBC_2.x it names; the names have the
-// same length.
+// Makes the library require GLIBC_2.99 in place of the first GLIBC_2.x that is long enough.
 inline bool require_newer_glibc(std::string& bytes) {
   Elf64_Shdr* needs = section(bytes, SHT_GNU_verneed);
   if (needs == nullptr) return false;
@@ -58,8 +57,8 @@ inline bool require_newer_glibc(std::string& bytes) {
     for (int k = 0; k < need->vn_cnt; ++k) {
       auto* aux = reinterpret_cast<Elf64_Vernaux*>(aux_at);
       char* name = names + aux->vna_name;
-      if (std::strncmp(name, "GLIBC_2.", 8) == 0 && std::strlen(name) == 10) {
-        std::memcpy(name, "GLIBC_2.99", 10);
+      if (std::strncmp(name, "GLIBC_2.", 8) == 0 && std::strlen(name) >= 10) {
+        std::memcpy(name, "GLIBC_2.99", 11);
         aux->vna_hash = elf_hash(name);
         return true;
       }

@@ -206,6 +206,36 @@ TEST(AttentionThd, SequencesDoNotSeeEachOther) {
                          5e-5);
 }
 
+TEST(AttentionThd, GapsBetweenSequencesAreZeroAndReadByNobody) {
+  auto module = take(DotProductAttention::create({.num_attention_heads = 2,
+                                                  .head_dim = 4,
+                                                  .layout = Layout::kTHD,
+                                                  .mask_type = MaskType::kPaddingCausal}));
+  AttentionInputs inputs;
+  inputs.cu_seqlens_q = cu_seqlens({3, 2});         // true lengths
+  inputs.cu_seqlens_q_padded = cu_seqlens({4, 4});  // rows 3, 6 and 7 are gaps
+  inputs.max_seqlen_q = 3;
+  auto run = [&](double gap) {
+    auto part = [&](uint64_t seed) {
+      Values v = random_values(8 * 8, seed);
+      for (int row : {3, 6, 7}) std::fill_n(v.begin() + row * 8, 8, gap);
+      return tensor({8, 2, 4}, v);
+    };
+    Ctx ctx;
+    const Tensor o = take(module->forward(part(1), part(2), part(3), &ctx, inputs));
+    auto g = take(module->backward(part(4), ctx));
+    return std::vector<Values>{values_of(o), values_of(g.dq), values_of(g.dk), values_of(g.dv)};
+  };
+  const auto a = run(0), b = run(std::numeric_limits<double>::quiet_NaN());
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_EQ(a[i], b[i]);
+    for (int row : {3, 6, 7}) {
+      for (int c = 0; c < 8; ++c) EXPECT_EQ(a[i][row * 8 + c], 0);
+    }
+    EXPECT_NE(a[i][8], 0);  // row 1: the first row of dq is zero by causality
+  }
+}
+
 struct LayerCase {
   std::string name;
   TransformerLayerOptions options = {};

@@ -1,5 +1,4 @@
 #include "te_fl/log.hpp"
-#include "unit/sanitizers.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -9,6 +8,7 @@
 #include <thread>
 
 #include "te_fl/environment.hpp"
+#include "unit/sanitizers.hpp"
 
 namespace te_fl::log {
 namespace {
