@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "convert.hpp"
@@ -24,10 +25,11 @@ HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
 // One head: columns [0, columns) rotated, the others copied. Tables have padded(columns) entries.
-// In place is fine: an element and its partner are read before either is written.
-template <class T>
-void RotateHead(const T* x, const float* cosine, const float* sine, int64_t columns, int64_t dim,
-                bool interleaved, T* y) {
+// In place is fine: an element and its partner are read before either is written. Out is T, or
+// float for a buffer.
+template <class T, class Out>
+void RotateHead(const T* x, const float* cosine, const float* sine, int64_t columns,
+                bool interleaved, Out* y) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   if (interleaved) {
     for (int64_t i = 0; i < columns; i += lanes) {
@@ -70,24 +72,27 @@ void RotateHead(const T* x, const float* cosine, const float* sine, int64_t colu
       }
     }
   }
-  if (columns < dim && x != y) {
-    std::memcpy(static_cast<void*>(y + columns), x + columns,
-                static_cast<size_t>(dim - columns) * sizeof(T));
-  }
 }
 
+// The first `columns` elements of a head; into y, or, if that is null, as FP32 into `buffer`.
 void RotateHeadByDtype(int dtype, const void* x, const float* cosine, const float* sine,
-                       int64_t columns, int64_t dim, bool interleaved, void* y) {
+                       int64_t columns, bool interleaved, float* buffer, void* y) {
+  const auto rotate = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    const T* from = static_cast<const T*>(x);
+    if (y == nullptr) {
+      RotateHead(from, cosine, sine, columns, interleaved, buffer);
+    } else {
+      RotateHead(from, cosine, sine, columns, interleaved, static_cast<T*>(y));
+    }
+  };
   switch (dtype) {
     case TE_FL_F32:
-      return RotateHead(static_cast<const float*>(x), cosine, sine, columns, dim, interleaved,
-                        static_cast<float*>(y));
+      return rotate(static_cast<float*>(nullptr));
     case TE_FL_F16:
-      return RotateHead(static_cast<const numeric::half*>(x), cosine, sine, columns, dim,
-                        interleaved, static_cast<numeric::half*>(y));
+      return rotate(static_cast<numeric::half*>(nullptr));
     default:
-      return RotateHead(static_cast<const numeric::bfloat16*>(x), cosine, sine, columns, dim,
-                        interleaved, static_cast<numeric::bfloat16*>(y));
+      return rotate(static_cast<numeric::bfloat16*>(nullptr));
   }
 }
 
@@ -171,9 +176,16 @@ class Rotation {
       sine_[b] = backward_ ? -raw_[a] : raw_[b];
     }
   }
-  void apply(int dtype, const void* x, int64_t dim, void* y) const {
+  // One head of dim elements; those beyond the angles are copied.
+  void apply(int dtype, const char* x, int64_t dim, int64_t bytes, char* y, bool stream) {
     HWY_DYNAMIC_DISPATCH(RotateHeadByDtype)
-    (dtype, x, cosine_.data(), sine_.data(), columns_, dim, interleaved_, y);
+    (dtype, x, cosine_.data(), sine_.data(), columns_, interleaved_, raw_.data(),
+     stream ? nullptr : y);
+    if (stream) store_f32(dtype, raw_.data(), columns_, y, true);
+    if (columns_ < dim && x != y) {
+      std::memcpy(y + columns_ * bytes, x + columns_ * bytes,
+                  static_cast<size_t>((dim - columns_) * bytes));
+    }
   }
 
  private:
@@ -181,7 +193,7 @@ class Rotation {
   int64_t columns_;
   bool interleaved_, backward_;
   int64_t position_ = -1;
-  std::vector<float> cosine_, sine_, raw_;
+  std::vector<float> cosine_, sine_, raw_;  // raw_: unsigned sines, then a head
 };
 
 // Heads [token0, token1, head] of a [.., .., heads, dim] tensor (thd: token0 is 1 token row).
@@ -267,6 +279,7 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
   const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
   check_freqs("freqs", *a.freqs, dim, positions);
   const HeadGrid in(x), out(*a.output);
+  const bool stream = in.base != out.base && exceeds_cache(backend::numel(x) * out.bytes);
   const auto tokens = static_cast<int64_t>(positions.of_token.size());
   Parts(tokens, grain_of_rows(heads * dim)).run([&](int64_t, int64_t begin, int64_t end) {
     Rotation rotation(*a.freqs, a.interleaved != 0, kBackward);
@@ -277,10 +290,11 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
         if (position < 0) {
           std::memset(out.at(t, h), 0, static_cast<size_t>(dim * out.bytes));
         } else {
-          rotation.apply(dtype_of(x), in.at(t, h), dim, out.at(t, h));
+          rotation.apply(dtype_of(x), in.at(t, h), dim, out.bytes, out.at(t, h), stream);
         }
       }
     }
+    if (stream) store_fence();
   });
 }
 
@@ -323,8 +337,10 @@ void packed_rope(const Args& a, const Packed& p, const te_fl_tensor& qkv, const 
   const int64_t step = p.k_dim * packed.bytes;
   const auto value_bytes = static_cast<size_t>(p.v_dim * packed.bytes);
   const auto tokens = static_cast<int64_t>(positions.of_token.size());
+  const bool stream = exceeds_cache(backend::numel(qkv) * packed.bytes);
   const auto rotate = [&](Rotation& r, char* whole, char* part) {
-    r.apply(dtype, kBackward ? part : whole, p.k_dim, kBackward ? whole : part);
+    r.apply(dtype, kBackward ? part : whole, p.k_dim, packed.bytes, kBackward ? whole : part,
+            stream);
   };
   Parts(tokens, grain_of_rows(p.groups * p.width())).run([&](int64_t, int64_t begin, int64_t end) {
     Rotation rotate_q(*a.q_freqs, a.interleaved != 0, kBackward);
@@ -344,6 +360,7 @@ void packed_rope(const Args& a, const Packed& p, const te_fl_tensor& qkv, const 
         std::memcpy(kBackward ? whole : part, kBackward ? part : whole, value_bytes);
       }
     }
+    if (stream) store_fence();
   });
 }
 

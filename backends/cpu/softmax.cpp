@@ -27,13 +27,12 @@ HWY_INLINE VF ExpOfDifference(VF x) {
   return hn::IfThenElse(tiny, SetF(0.0f), result);
 }
 
-// Softmax of factor * x over the first `visible` of `cols` elements of which mask (or null) is 0;
-// zeros elsewhere. `scratch` has room for padded(visible) floats.
+// Softmax of factor * x over the first `visible` elements of which mask (or null) is 0, into y,
+// which has room for padded(visible) floats.
 template <class T>
-void ForwardRow(const void* raw, int64_t visible, int64_t cols, float factor, const uint8_t* mask,
-                float* HWY_RESTRICT scratch, void* raw_out) {
+void ForwardRow(const void* raw, int64_t visible, float factor, const uint8_t* mask,
+                float* HWY_RESTRICT y) {
   const T* x = static_cast<const T*>(raw);
-  T* y = static_cast<T*>(raw_out);
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF scale = SetF(factor), lowest = SetF(-INFINITY);
   VF top = lowest;
@@ -46,42 +45,38 @@ void ForwardRow(const void* raw, int64_t visible, int64_t cols, float factor, co
     VF v = hn::Mul(LoadF32(x + j), scale);
     if (mask != nullptr) v = hide(v, hn::PromoteTo(DU(), hn::LoadU(d8, mask + j)));
     top = hn::Max(top, v);
-    StoreF32(v, scratch + j);
+    StoreF32(v, y + j);
   }
   if (j < visible) {
     const int64_t rest = visible - j;
-    StoreF32(hn::Mul(LoadPart(x + j, static_cast<size_t>(rest)), scale), scratch + j);
+    StoreF32(hn::Mul(LoadPart(x + j, static_cast<size_t>(rest)), scale), y + j);
     for (int64_t l = 0; l < lanes; ++l) {
-      if (l >= rest || (mask != nullptr && mask[j + l] != 0)) scratch[j + l] = -INFINITY;
+      if (l >= rest || (mask != nullptr && mask[j + l] != 0)) y[j + l] = -INFINITY;
     }
-    top = hn::Max(top, LoadF32(scratch + j));
+    top = hn::Max(top, LoadF32(y + j));
   }
   const VF max = hn::MaxOfLanes(DF(), top);
   const VF base = hn::IfThenElse(hn::Eq(max, lowest), SetF(0.0f), max);
   VF sum = SetF(0.0f);
   for (int64_t i = 0; i < visible; i += lanes) {
-    const VF e = ExpOfDifference(hn::Sub(LoadF32(scratch + i), base));
+    const VF e = ExpOfDifference(hn::Sub(LoadF32(y + i), base));
     sum = hn::Add(sum, e);
-    StoreF32(e, scratch + i);
+    StoreF32(e, y + i);
   }
   // NaN stays NaN; a row without keys is zeros.
   const float total = hn::GetLane(hn::SumOfLanes(DF(), sum));
   const VF inverse = SetF(total == 0.0f ? 0.0f : 1.0f / total);
-  for (j = 0; j + lanes <= visible; j += lanes) {
-    StoreF32(hn::Mul(LoadF32(scratch + j), inverse), y + j);
+  for (int64_t i = 0; i < visible; i += lanes) {
+    StoreF32(hn::Mul(LoadF32(y + i), inverse), y + i);
   }
-  if (j < visible) {
-    StorePart(hn::Mul(LoadF32(scratch + j), inverse), y + j, static_cast<size_t>(visible - j));
-  }
-  std::memset(static_cast<void*>(y + visible), 0, static_cast<size_t>(cols - visible) * sizeof(T));
 }
 
+// scale * y (dy - sum dy y) over the first `visible` elements, into dx as above.
 template <class T>
-void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, int64_t cols, float factor,
-                 void* raw_dx) {
+void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, float factor,
+                 float* HWY_RESTRICT dx) {
   const T* dy = static_cast<const T*>(raw_dy);
   const T* y = static_cast<const T*>(raw_y);
-  T* dx = static_cast<T*>(raw_dx);
   const auto lanes = static_cast<int64_t>(NumLanes());
   VF sum0 = SetF(0.0f), sum1 = sum0;
   int64_t j = 0;
@@ -101,31 +96,30 @@ void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, int64_t
   for (j = 0; j + lanes <= visible; j += lanes) {
     StoreF32(gradient(LoadF32(dy + j), LoadF32(y + j)), dx + j);
   }
-  if (rest > 0) StorePart(gradient(LoadPart(dy + j, rest), LoadPart(y + j, rest)), dx + j, rest);
-  std::memset(static_cast<void*>(dx + visible), 0, static_cast<size_t>(cols - visible) * sizeof(T));
+  if (rest > 0) StoreF32(gradient(LoadPart(dy + j, rest), LoadPart(y + j, rest)), dx + j);
 }
 
-void SoftmaxForwardRow(int dtype, const void* x, int64_t visible, int64_t cols, float scale,
-                       const uint8_t* mask, float* scratch, void* y) {
+void SoftmaxForwardRow(int dtype, const void* x, int64_t visible, float scale, const uint8_t* mask,
+                       float* y) {
   switch (dtype) {
     case TE_FL_F32:
-      return ForwardRow<float>(x, visible, cols, scale, mask, scratch, y);
+      return ForwardRow<float>(x, visible, scale, mask, y);
     case TE_FL_F16:
-      return ForwardRow<numeric::half>(x, visible, cols, scale, mask, scratch, y);
+      return ForwardRow<numeric::half>(x, visible, scale, mask, y);
     default:
-      return ForwardRow<numeric::bfloat16>(x, visible, cols, scale, mask, scratch, y);
+      return ForwardRow<numeric::bfloat16>(x, visible, scale, mask, y);
   }
 }
 
-void SoftmaxBackwardRow(int dtype, const void* dy, const void* y, int64_t visible, int64_t cols,
-                        float scale, void* dx) {
+void SoftmaxBackwardRow(int dtype, const void* dy, const void* y, int64_t visible, float scale,
+                        float* dx) {
   switch (dtype) {
     case TE_FL_F32:
-      return BackwardRow<float>(dy, y, visible, cols, scale, dx);
+      return BackwardRow<float>(dy, y, visible, scale, dx);
     case TE_FL_F16:
-      return BackwardRow<numeric::half>(dy, y, visible, cols, scale, dx);
+      return BackwardRow<numeric::half>(dy, y, visible, scale, dx);
     default:
-      return BackwardRow<numeric::bfloat16>(dy, y, visible, cols, scale, dx);
+      return BackwardRow<numeric::bfloat16>(dy, y, visible, scale, dx);
   }
 }
 
@@ -152,26 +146,43 @@ struct Visible {
   bool causal;
 };
 
+// Calls compute(row, visible, to) for every row, on the pool, and stores what it leaves in `to`;
+// zeros behind. `input` is what the output may be in place of.
+template <class Compute>
+void for_each_row(const te_fl_tensor& input, const te_fl_tensor& out, bool causal,
+                  Compute&& compute) {
+  const backend::Matrix m = backend::as_matrix(out);
+  const Visible visible(out, causal);
+  const int dtype = dtype_of(out);
+  const int64_t bytes = element_bytes(out);
+  char* to = backend::data<char>(out);
+  const bool stream = to != backend::data<char>(input) && exceeds_cache(m.rows * m.cols * bytes);
+  Parts(m.rows, grain_of_rows(m.cols)).run([&](int64_t, int64_t begin, int64_t end) {
+    std::vector<float> row(static_cast<size_t>(padded(m.cols)));
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t n = visible(r);
+      compute(r, n, row.data());
+      char* at = to + r * m.cols * bytes;
+      store_f32(dtype, row.data(), n, at, stream);
+      if (n < m.cols) std::memset(at + n * bytes, 0, static_cast<size_t>((m.cols - n) * bytes));
+    }
+    if (stream) store_fence();
+  });
+}
+
 void forward(const te_fl_tensor& in, const te_fl_tensor& out, float scale, bool causal,
              const te_fl_tensor* mask) {
-  const backend::Matrix m = backend::as_matrix(in);
-  const Visible visible(in, causal);
-  const int64_t row_bytes = m.cols * element_bytes(in);
+  const int64_t row_bytes = backend::as_matrix(in).cols * element_bytes(in);
   const int64_t* shape = in.dl.shape;
   const auto kernel = HWY_DYNAMIC_DISPATCH(SoftmaxForwardRow);
-  Parts(m.rows, grain_of_rows(m.cols)).run([&](int64_t, int64_t begin, int64_t end) {
-    std::vector<float> scratch(static_cast<size_t>(padded(m.cols)));
-    for (int64_t r = begin; r < end; ++r) {
-      const uint8_t* hidden = nullptr;
-      if (mask != nullptr) {
-        const int64_t head = r / shape[2];
-        hidden =
-            backend::data<const uint8_t>(*mask) +
-            backend::broadcast_offset(*mask, head / shape[1], head % shape[1], r % shape[2], 0);
-      }
-      kernel(dtype_of(in), element(backend::data<void>(in), r, row_bytes), visible(r), m.cols,
-             scale, hidden, scratch.data(), element(backend::data<void>(out), r, row_bytes));
+  for_each_row(in, out, causal, [&](int64_t r, int64_t visible, float* y) {
+    const uint8_t* hidden = nullptr;
+    if (mask != nullptr) {
+      const int64_t head = r / shape[2];
+      hidden = backend::data<const uint8_t>(*mask) +
+               backend::broadcast_offset(*mask, head / shape[1], head % shape[1], r % shape[2], 0);
     }
+    kernel(dtype_of(in), element(backend::data<void>(in), r, row_bytes), visible, scale, hidden, y);
   });
 }
 
@@ -186,17 +197,12 @@ void masked_forward(const te_fl_context&, const te_fl_softmax_masked_args& a) {
 
 template <bool kCausal, class Args>
 void softmax_backward(const te_fl_context&, const Args& a) {
-  const te_fl_tensor &dy = *a.output_grad, &y = *a.softmax_results, &dx = *a.input_grad;
-  const backend::Matrix m = backend::as_matrix(dy);
-  const Visible visible(dy, kCausal);
-  const int64_t row_bytes = m.cols * element_bytes(dy);
+  const te_fl_tensor &dy = *a.output_grad, &y = *a.softmax_results;
+  const int64_t row_bytes = backend::as_matrix(dy).cols * element_bytes(dy);
   const auto kernel = HWY_DYNAMIC_DISPATCH(SoftmaxBackwardRow);
-  Parts(m.rows, grain_of_rows(m.cols)).run([&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      kernel(dtype_of(dy), element(backend::data<void>(dy), r, row_bytes),
-             element(backend::data<void>(y), r, row_bytes), visible(r), m.cols, a.scale,
-             element(backend::data<void>(dx), r, row_bytes));
-    }
+  for_each_row(dy, *a.input_grad, kCausal, [&](int64_t r, int64_t visible, float* dx) {
+    kernel(dtype_of(dy), element(backend::data<void>(dy), r, row_bytes),
+           element(backend::data<void>(y), r, row_bytes), visible, a.scale, dx);
   });
 }
 
