@@ -1,5 +1,5 @@
-// For tests that ask for more memory than there is: the sanitizers' allocators shall return null, as the C
-// library's does, instead of ending the program. Include it in one file of a program.
+// For tests that ask for more memory than there is: the sanitizers' allocators shall return null,
+// as the C library's does, instead of ending the program. Include it in one file of a program.
 #pragma once
 
 #include "unit/sanitizers.hpp"
