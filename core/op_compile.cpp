@@ -25,7 +25,7 @@ bool is_identifier(std::string_view text) {
   });
 }
 
-// "gelu" or "vendor::op".
+// lower-case words joined by underscores, or "vendor::op".
 bool is_op_name(std::string_view text) {
   const size_t colons = text.find("::");
   if (colons == std::string_view::npos) return is_identifier(text);

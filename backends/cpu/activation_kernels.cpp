@@ -31,11 +31,21 @@ struct Gelu {
   }
 };
 
-// x sigmoid(alpha x)
+// x sigmoid(u), u = alpha x. With e = exp(-u) the derivative is (1 + e (1 + u)) / (1 + e)^2, whose
+// numerator keeps its digits where it vanishes.
 HWY_INLINE void SwishBoth(VF x, VF alpha, VF& value, VF& derivative) {
-  const VF s = SigmoidOfNumber(hn::Mul(x, alpha));
+  const VF u = hn::Mul(x, alpha);
+  const VF one = SetF(1.0f);
+  const VF e = ExpInRange(hn::Min(hn::Max(hn::Neg(u), SetF(-87.0f)), SetF(89.0f)));
+  const VF s = hn::Div(one, hn::Add(one, e));
   value = hn::Mul(x, s);
-  derivative = hn::MulAdd(hn::Mul(alpha, value), hn::Sub(SetF(1.0f), s), s);
+  // Bounded, so that far below, where s is 0, the numerator is finite.
+  const VF bounded_e = hn::Min(e, SetF(1e34f)), bounded_u = hn::Max(u, SetF(-80.0f));
+  const VF numerator = hn::MulAdd(bounded_e, hn::Add(bounded_u, one), one);
+  // Far above e is at least exp(-87), times u beyond any bound: the product is 0 there.
+  const VF far_above = hn::IfThenElse(hn::Gt(u, SetF(80.0f)), one, numerator);
+  // NaN and infinities as in sigmoid(u) + value (1 - sigmoid(u)): NaN.
+  derivative = hn::MulAdd(value, SetF(0.0f), hn::Mul(hn::Mul(far_above, s), s));
 }
 struct Silu {
   HWY_INLINE static VF Value(VF x) { return hn::Mul(x, SigmoidOfNumber(x)); }

@@ -1,9 +1,14 @@
 #include "convert.hpp"
 
+#include <unistd.h>
+
+#include <atomic>
+
 #include "te_fl/plugin.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "convert.cpp"
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
@@ -17,7 +22,11 @@ void Load(const void* raw, int64_t n, float* dst) {
   const T* src = static_cast<const T*>(raw);
   const auto lanes = static_cast<int64_t>(NumLanes());
   int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) StoreF32(LoadF32(src + i), dst + i);
+  for (; i + lanes <= n; i += lanes) {
+    // The next chunk comes in while this one is computed on. Past the end it does nothing.
+    hwy::Prefetch(src + i + kChunk);
+    StoreF32(LoadF32(src + i), dst + i);
+  }
   if (i < n) {
     StoreF32(LoadPart(src + i, static_cast<size_t>(n - i)), dst + i);
     i += lanes;
@@ -25,12 +34,41 @@ void Load(const void* raw, int64_t n, float* dst) {
   for (; i < padded(n); i += lanes) StoreF32(SetF(0.0f), dst + i);
 }
 
+// Stores that go past the caches, for destinations aligned to a vector.
+HWY_INLINE void StreamF32(VF v, float* p) { hn::Stream(v, DF(), p); }
+template <class Codes>
+HWY_INLINE void StreamCodes(VU codes, Codes* p) {
+  const hn::Rebind<Codes, DU> d;
+  hn::Stream(hn::TruncateTo(d, codes), d, p);
+}
+HWY_INLINE void StreamF32(VF v, numeric::bfloat16* p) {
+  StreamCodes(EncodeBf16(v), reinterpret_cast<uint16_t*>(p));
+}
+HWY_INLINE void StreamF32(VF v, numeric::half* p) {
+  StreamCodes(EncodeFp16(v), reinterpret_cast<uint16_t*>(p));
+}
+HWY_INLINE void StreamF32(VF v, numeric::fp8e4m3* p) {
+  StreamCodes(EncodeE4m3(v), reinterpret_cast<uint8_t*>(p));
+}
+HWY_INLINE void StreamF32(VF v, numeric::fp8e5m2* p) {
+  StreamCodes(EncodeE5m2(v), reinterpret_cast<uint8_t*>(p));
+}
 template <class T>
-void Store(const float* src, int64_t n, void* raw) {
-  T* dst = static_cast<T*>(raw);
+HWY_INLINE bool IsAligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % (NumLanes() * sizeof(T)) == 0;
+}
+
+template <class T, bool kStream>
+void StoreVectors(const float* src, int64_t n, T* dst) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) StoreF32(LoadF32(src + i), dst + i);
+  for (; i + lanes <= n; i += lanes) {
+    if constexpr (kStream) {
+      StreamF32(LoadF32(src + i), dst + i);
+    } else {
+      StoreF32(LoadF32(src + i), dst + i);
+    }
+  }
   if (i < n) {
     const auto rest = static_cast<size_t>(n - i);
     StorePart(LoadPart(src + i, rest), dst + i, rest);
@@ -38,8 +76,14 @@ void Store(const float* src, int64_t n, void* raw) {
 }
 
 template <class T>
-float Quantize(const float* src, int64_t n, float scale, void* raw) {
+void Store(const float* src, int64_t n, void* raw, bool stream) {
   T* dst = static_cast<T*>(raw);
+  stream&& IsAligned(dst) ? StoreVectors<T, true>(src, n, dst)
+                          : StoreVectors<T, false>(src, n, dst);
+}
+
+template <class T, bool kStream>
+float QuantizeVectors(const float* src, int64_t n, float scale, T* dst) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF factor = SetF(scale);
   VF amax = SetF(0.0f);
@@ -47,7 +91,11 @@ float Quantize(const float* src, int64_t n, float scale, void* raw) {
   for (; i + lanes <= n; i += lanes) {
     const VF v = LoadF32(src + i);
     amax = AmaxOf(amax, v);
-    StoreF32(hn::Mul(v, factor), dst + i);
+    if constexpr (kStream) {
+      StreamF32(hn::Mul(v, factor), dst + i);
+    } else {
+      StoreF32(hn::Mul(v, factor), dst + i);
+    }
   }
   if (i < n) {
     const auto rest = static_cast<size_t>(n - i);
@@ -56,6 +104,27 @@ float Quantize(const float* src, int64_t n, float scale, void* raw) {
     StorePart(hn::Mul(v, factor), dst + i, rest);
   }
   return hn::GetLane(hn::MaxOfLanes(DF(), amax));
+}
+
+template <class T>
+float Quantize(const float* src, int64_t n, float scale, void* raw, bool stream) {
+  T* dst = static_cast<T*>(raw);
+  return stream && IsAligned(dst) ? QuantizeVectors<T, true>(src, n, scale, dst)
+                                  : QuantizeVectors<T, false>(src, n, scale, dst);
+}
+
+void Scale(float* x, int64_t n, float factor) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) {
+    StoreF32(hn::Mul(LoadF32(x + i), SetF(factor)), x + i);
+  }
+}
+
+void AddTo(const float* x, int64_t n, float* acc) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) {
+    StoreF32(hn::Add(LoadF32(acc + i), LoadF32(x + i)), acc + i);
+  }
 }
 
 template <class T>
@@ -88,24 +157,24 @@ void LoadByDtype(int dtype, const void* src, int64_t n, float* dst) {
   }
 }
 
-void StoreByDtype(int dtype, const float* src, int64_t n, void* dst) {
+void StoreByDtype(int dtype, const float* src, int64_t n, void* dst, bool stream) {
   switch (dtype) {
     case TE_FL_F32:
-      return Store<float>(src, n, dst);
+      return Store<float>(src, n, dst, stream);
     case TE_FL_F16:
-      return Store<numeric::half>(src, n, dst);
+      return Store<numeric::half>(src, n, dst, stream);
     case TE_FL_BF16:
-      return Store<numeric::bfloat16>(src, n, dst);
+      return Store<numeric::bfloat16>(src, n, dst, stream);
     case TE_FL_F8E4M3:
-      return Store<numeric::fp8e4m3>(src, n, dst);
+      return Store<numeric::fp8e4m3>(src, n, dst, stream);
     default:
-      return Store<numeric::fp8e5m2>(src, n, dst);
+      return Store<numeric::fp8e5m2>(src, n, dst, stream);
   }
 }
 
-float QuantizeByDtype(int dtype, const float* src, int64_t n, float scale, void* dst) {
-  return dtype == TE_FL_F8E4M3 ? Quantize<numeric::fp8e4m3>(src, n, scale, dst)
-                               : Quantize<numeric::fp8e5m2>(src, n, scale, dst);
+float QuantizeByDtype(int dtype, const float* src, int64_t n, float scale, void* dst, bool stream) {
+  return dtype == TE_FL_F8E4M3 ? Quantize<numeric::fp8e4m3>(src, n, scale, dst, stream)
+                               : Quantize<numeric::fp8e5m2>(src, n, scale, dst, stream);
 }
 
 float AmaxByDtype(int dtype, const void* src, int64_t n) {
@@ -170,12 +239,32 @@ HWY_INLINE void Transpose16x16(const uint8_t* src, int64_t src_stride, uint8_t* 
 }
 #endif
 
+HWY_INLINE void StreamLine(const uint8_t* src, uint8_t* dst) {
+  const hn::CappedTag<uint8_t, 64> d;
+  for (size_t i = 0; i < 64; i += hn::Lanes(d)) hn::Stream(hn::Load(d, src + i), d, dst + i);
+}
+
 void TransposeBytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_t cols,
-                    uint8_t* dst, int64_t dst_stride) {
+                    uint8_t* dst, int64_t dst_stride, [[maybe_unused]] bool stream) {
   int64_t c = 0;
 #if HWY_TARGET != HWY_SCALAR
   for (; c + 16 <= cols; c += 16) {
     int64_t r = 0;
+    for (; r + 64 <= rows; r += 64) {
+      // Cache lines of the destination are written whole: far apart, they may share a cache set.
+      HWY_ALIGN uint8_t lines[16 * 64];
+      for (int64_t part = 0; part < 64; part += 16) {
+        Transpose16x16(src + (r + part) * src_stride + c, src_stride, lines + part, 64);
+      }
+      for (int64_t j = 0; j < 16; ++j) {
+        uint8_t* line = dst + (c + j) * dst_stride + r;
+        if (stream && reinterpret_cast<uintptr_t>(line) % 64 == 0) {
+          StreamLine(lines + 64 * j, line);
+        } else {
+          std::memcpy(line, lines + 64 * j, 64);
+        }
+      }
+    }
     for (; r + 16 <= rows; r += 16) {
       Transpose16x16(src + r * src_stride + c, src_stride, dst + c * dst_stride + r, dst_stride);
     }
@@ -199,6 +288,8 @@ HWY_EXPORT(LoadByDtype);
 HWY_EXPORT(StoreByDtype);
 HWY_EXPORT(QuantizeByDtype);
 HWY_EXPORT(AmaxByDtype);
+HWY_EXPORT(Scale);
+HWY_EXPORT(AddTo);
 HWY_EXPORT(AddToSums);
 HWY_EXPORT(Fp8ToBf16);
 HWY_EXPORT(TransposeBytes);
@@ -206,12 +297,28 @@ HWY_EXPORT(TransposeBytes);
 void load_f32(int dtype, const void* src, int64_t n, float* dst) {
   HWY_DYNAMIC_DISPATCH(LoadByDtype)(dtype, src, n, dst);
 }
-void store_f32(int dtype, const float* src, int64_t n, void* dst, bool) {
-  HWY_DYNAMIC_DISPATCH(StoreByDtype)(dtype, src, n, dst);
+void store_f32(int dtype, const float* src, int64_t n, void* dst, bool stream) {
+  HWY_DYNAMIC_DISPATCH(StoreByDtype)(dtype, src, n, dst, stream);
 }
-float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* dst) {
-  return HWY_DYNAMIC_DISPATCH(QuantizeByDtype)(dtype, src, n, scale, dst);
+float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* dst, bool stream) {
+  return HWY_DYNAMIC_DISPATCH(QuantizeByDtype)(dtype, src, n, scale, dst, stream);
 }
+void store_fence() { hwy::FlushStream(); }
+bool exceeds_cache(int64_t bytes) {
+  static std::atomic<int64_t> cache{0};  // not a guarded static: a fork must not find it half made
+  int64_t size = cache.load(std::memory_order_relaxed);
+  if (size == 0) {
+    size = int64_t{32} << 20;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+    const int64_t known = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    if (known > 0) size = known;
+#endif
+    cache.store(size, std::memory_order_relaxed);
+  }
+  return bytes > size;
+}
+void scale_f32(float* x, int64_t n, float factor) { HWY_DYNAMIC_DISPATCH(Scale)(x, n, factor); }
+void add_f32(const float* x, int64_t n, float* acc) { HWY_DYNAMIC_DISPATCH(AddTo)(x, n, acc); }
 float amax_f32(const float* src, int64_t n) {
   return HWY_DYNAMIC_DISPATCH(AmaxByDtype)(TE_FL_F32, src, n);
 }
@@ -225,8 +332,8 @@ void fp8_to_bf16(int dtype, const void* src, int64_t n, uint16_t* dst) {
   HWY_DYNAMIC_DISPATCH(Fp8ToBf16)(dtype, src, n, dst);
 }
 void transpose_bytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_t cols,
-                     uint8_t* dst, int64_t dst_stride) {
-  HWY_DYNAMIC_DISPATCH(TransposeBytes)(src, src_stride, rows, cols, dst, dst_stride);
+                     uint8_t* dst, int64_t dst_stride, bool stream) {
+  HWY_DYNAMIC_DISPATCH(TransposeBytes)(src, src_stride, rows, cols, dst, dst_stride, stream);
 }
 
 }  // namespace te_fl::cpu

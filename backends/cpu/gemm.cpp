@@ -146,8 +146,7 @@ class Values {
   }
   void load(int64_t index, int64_t n, float* out) const {
     load_f32(dtype_, data_ + index * bytes_, n, out);
-    if (factor_ == 1.0f) return;
-    for (int64_t i = 0; i < n; ++i) out[i] *= factor_;
+    if (factor_ != 1.0f) scale_f32(out, n, factor_);
   }
 
  private:
@@ -166,9 +165,7 @@ void epilogue(const Args& args, const float* product) {
   const Values pre_gelu_in(args.pre_gelu_in), previous(args.accumulate ? args.d : nullptr);
   const auto biased = [&](const Piece& piece, float* out) {
     load_f32(TE_FL_F32, product + piece.row * cols + piece.col, piece.n, out);
-    if (bias.empty()) return;
-    const float* b = bias.data() + piece.col;
-    for (int64_t i = 0; i < piece.n; ++i) out[i] += b[i];
+    if (!bias.empty()) add_f32(bias.data() + piece.col, piece.n, out);
   };
   const auto finished = [&](const Piece& piece, float* out) {
     biased(piece, out);

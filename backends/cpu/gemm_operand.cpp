@@ -43,8 +43,7 @@ void load_scaled(const StoredMatrix& m, int64_t index, int64_t n, float scale, f
                              : is_fp8_dtype(m.dtype) ? 1
                                                      : 2),
            n, out);
-  if (scale == 1.0f) return;
-  for (int64_t i = 0; i < n; ++i) out[i] *= scale;
+  if (scale != 1.0f) scale_f32(out, n, scale);
 }
 
 }  // namespace

@@ -408,13 +408,27 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
   const auto kernel = HWY_DYNAMIC_DISPATCH(ScaleAndCheck);
   std::atomic<bool> finite{true};
   const JointArray joint(a.inputs, a.inputs_count);
+  const bool large = exceeds_cache(joint.size() * int64_t{sizeof(float)});
   Parts(joint.size(), kGrain).run([&](int64_t, int64_t begin, int64_t end) {
     joint.runs(begin, end, [&](int64_t t, int64_t first, int64_t n) {
       const te_fl_tensor &in = *a.inputs[t], &out = *a.outputs[t];
-      if (!kernel(dtype_of(in), dtype_of(out), FloatRun::element(in, first), a.scale, n,
-                  FloatRun::element(out, first))) {
-        finite.store(false, std::memory_order_relaxed);
+      bool good = true;
+      if (large && dtype_of(out) == TE_FL_F32 &&
+          backend::data<char>(in) != backend::data<char>(out)) {
+        Chunk product;
+        for (int64_t done = 0; done < n; done += kChunk) {
+          const int64_t count = std::min(kChunk, n - done), at = first + done;
+          good = kernel(dtype_of(in), TE_FL_F32, FloatRun::element(in, at), a.scale, count,
+                        product.data) &&
+                 good;
+          store_f32(TE_FL_F32, product.data, count, floats(out, at), true);
+        }
+        store_fence();
+      } else {
+        good = kernel(dtype_of(in), dtype_of(out), FloatRun::element(in, first), a.scale, n,
+                      FloatRun::element(out, first));
       }
+      if (!good) finite.store(false, std::memory_order_relaxed);
     });
   });
   if (!finite) *backend::data<int32_t>(*a.noop_flag) = 1;

@@ -47,6 +47,7 @@ void for_each_piece(Matrix matrix, ColumnSums* sums, F&& f) {
       f(Piece{row, col, std::min(kChunk, matrix.cols - col), part});
       if (++chunk == chunks) chunk = 0, ++row;
     }
+    store_fence();
   });
 }
 
@@ -63,6 +64,7 @@ void for_each_piece_of_rows(Matrix matrix, const BeginRow& begin_row, F&& f) {
         f(Piece{row, col, std::min(kChunk, matrix.cols - col), part});
       }
     }
+    store_fence();
   });
 }
 
@@ -88,6 +90,7 @@ void for_each_tile(Matrix matrix, int64_t tile_rows, int64_t tile_cols, ColumnSu
       f(Tile{row, col, std::min(tile_rows, matrix.rows - row),
              std::min(tile_cols, matrix.cols - col), part});
     }
+    store_fence();
   });
 }
 
@@ -100,6 +103,7 @@ class Store {
         matrix_(backend::as_matrix(out)),
         rows_(backend::data<char>(out)),
         bytes_(element_bytes(out)),
+        stream_(exceeds_cache(matrix_.rows * matrix_.cols * bytes_)),
         produce_(produce),
         options_(options),
         pending_sums_(options.sums),
@@ -117,8 +121,10 @@ class Store {
   }
 
  private:
-  static constexpr int64_t kTileRows = 64, kTileCols = 512;
-  static constexpr int64_t kBlock = 128, kBlockTileCols = 256;
+  // A tile of codes; its rows lie a line more than a power of two apart, which spreads them over
+  // the cache's sets.
+  static constexpr int64_t kTileRows = 64, kTileCols = 256, kTilePitch = kTileCols + 64;
+  static constexpr int64_t kBlock = 128, kBlockTileCols = 256, kPitch = kBlockTileCols + 64;
 
   // The columns' sums, once; later passes get nullptr.
   ColumnSums* take_sums() { return std::exchange(pending_sums_, nullptr); }
@@ -165,7 +171,7 @@ class Store {
 
   void plain() {
     for_each_produced([&](int64_t index, int64_t n, const float* values) {
-      store_f32(dtype_, values, n, rows_ + index * bytes_);
+      store_f32(dtype_, values, n, rows_ + index * bytes_, stream_);
     });
   }
 
@@ -185,7 +191,7 @@ class Store {
     }
     if (quant.columnwise_data == nullptr) {
       for_each_produced([&](int64_t index, int64_t n, const float* values) {
-        amax.raise(quantize_f32(dtype_, values, n, scale, rows_ + index));
+        amax.raise(quantize_f32(dtype_, values, n, scale, rows_ + index, stream_));
       });
     } else {
       cast_and_transpose(scale, amax);
@@ -205,22 +211,20 @@ class Store {
     begin_rows();
     ColumnSums* sums = take_sums();
     for_each_tile(matrix_, kTileRows, kTileCols, sums, [&](const Tile& tile) {
-      // Codes are transposed from where they were written, if row-wise data is wanted.
-      alignas(64) uint8_t scratch[kTileRows * kTileCols];
-      auto* codes = rows_ != nullptr
-                        ? reinterpret_cast<uint8_t*>(rows_) + tile.row * matrix_.cols + tile.col
-                        : scratch;
-      const int64_t pitch = rows_ != nullptr ? matrix_.cols : kTileCols;
+      alignas(64) uint8_t codes[kTileRows * kTilePitch];
       float tile_amax = 0.0f;
       Chunk values;
       for (int64_t r = 0; r < tile.rows; ++r) {
         produce_at(tile, r, sums, values.data);
-        tile_amax = std::max(
-            tile_amax, quantize_f32(dtype_, values.data, tile.cols, scale, codes + r * pitch));
+        uint8_t* row = codes + r * kTilePitch;
+        tile_amax = std::max(tile_amax, quantize_f32(dtype_, values.data, tile.cols, scale, row));
+        if (rows_ != nullptr) {
+          std::memcpy(row_codes(tile.row + r, tile.col), row, static_cast<size_t>(tile.cols));
+        }
       }
       amax.raise(tile_amax);
-      transpose_bytes(codes, pitch, tile.rows, tile.cols,
-                      columnwise + tile.col * matrix_.rows + tile.row, matrix_.rows);
+      transpose_bytes(codes, kTilePitch, tile.rows, tile.cols,
+                      columnwise + tile.col * matrix_.rows + tile.row, matrix_.rows, stream_);
     });
   }
 
@@ -256,8 +260,6 @@ class Store {
     });
     if (out_.quant->amax != nullptr) *out_.quant->amax = amax.value();
   }
-
-  static constexpr int64_t kPitch = kBlockTileCols;
 
   float block_scale(float amax) const {
     return numeric::scale_from_amax(amax, fp8_max(), out_.quant->amax_epsilon,
@@ -376,6 +378,7 @@ class Store {
   const Matrix matrix_;
   char* const rows_;
   const int64_t bytes_;
+  const bool stream_;
   const Produce& produce_;
   const StoreOptions& options_;
   ColumnSums* pending_sums_;

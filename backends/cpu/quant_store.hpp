@@ -14,6 +14,22 @@
 
 namespace te_fl::cpu {
 
+// Elements of a dense tensor as FP32; FP8 codes as they are.
+class Loader {
+ public:
+  explicit Loader(const te_fl_tensor& t)
+      : dtype_(dtype_of(t)), bytes_(element_bytes(t)), data_(backend::data<const char>(t)) {}
+  // out is padded.
+  void operator()(int64_t index, int64_t n, float* out) const {
+    load_f32(dtype_, data_ + index * bytes_, n, out);
+  }
+
+ private:
+  int dtype_;
+  int64_t bytes_;
+  const char* data_;
+};
+
 // Values [col, col + n) of one row of the output's matrix view; n <= kChunk. `part` numbers the
 // concurrent parts: pieces of one part are produced one after the other.
 struct Piece {

@@ -60,12 +60,9 @@ struct Scales {
       case TE_FL_SCALING_BLOCK_1X128:
         *length = 128 - col % 128;
         return inverse[col / 128 * round_up(matrix.rows, 4) + row];
-      case TE_FL_SCALING_BLOCK_128X128:
+      default:
         *length = 128 - col % 128;
         return inverse[row / 128 * round_up(ceil_div(matrix.cols, 128), 4) + col / 128];
-      default:
-        *length = matrix.cols;
-        return *inverse;
     }
   }
 };
@@ -84,10 +81,11 @@ void dequantize(const te_fl_context&, const te_fl_dequantize_args& args) {
   }
   const auto values = [&](const Piece& piece, float* out) {
     load_f32(dtype, codes + piece.row * scales.matrix.cols + piece.col, piece.n, out);
+    if (flat) return scale_f32(out, piece.n, *scales.inverse);
     for (int64_t i = 0; i < piece.n;) {
       int64_t length;
       const float scale = scales.of(piece.row, piece.col + i, &length);
-      const int64_t end = std::min(piece.n, flat ? piece.n : i + length);
+      const int64_t end = std::min(piece.n, i + length);
       for (; i < end; ++i) out[i] *= scale;
     }
   };
@@ -190,12 +188,15 @@ void fp8_transpose(const te_fl_context&, const te_fl_fp8_transpose_args& args) {
   auto* output = backend::data<uint8_t>(*args.output);
   if (m.rows == 0 || m.cols == 0) return;
   const int64_t across = ceil_div(m.cols, 512), down = ceil_div(m.rows, kRows);
+  const bool stream = exceeds_cache(m.rows * m.cols);
   Parts(down * across, 2).run([&](int64_t, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t row = t / across * kRows, col = t % across * 512;
       transpose_bytes(input + row * m.cols + col, m.cols, std::min(kRows, m.rows - row),
-                      std::min<int64_t>(512, m.cols - col), output + col * m.rows + row, m.rows);
+                      std::min<int64_t>(512, m.cols - col), output + col * m.rows + row, m.rows,
+                      stream);
     }
+    store_fence();
   });
 }
 Refusal refuse_fp8_transpose(const te_fl_fp8_transpose_args& args) {

@@ -95,8 +95,7 @@ inline constexpr OpId cross_entropy_bwd{72};
 
 namespace ops {
 
-// activation: Activations, their gradients, and gradients fused with the bias gradient; every
-// result may be quantised.
+// activation: Activations, their gradients, and gradients fused with the bias gradient; every result may be quantised.
 
 // GELU activation. y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608
 [[nodiscard]] inline Status gelu(const te_fl_gelu_args& args, const CallOptions& options = {}) {
@@ -155,8 +154,7 @@ namespace ops {
 
 // Clamped SwiGLU. y = a' sigmoid(alpha a') (b' + 1), a' = min(a, limit), b' = clamp(b, -limit,
 // limit)
-[[nodiscard]] inline Status clamped_swiglu(const te_fl_clamped_swiglu_args& args,
-                                           const CallOptions& options = {}) {
+[[nodiscard]] inline Status clamped_swiglu(const te_fl_clamped_swiglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::clamped_swiglu, &args, options);
 }
 
@@ -191,8 +189,7 @@ namespace ops {
 }
 
 // Gradient of qgeglu. da = dy * qgelu'(a) * b, db = dy * qgelu(a)
-[[nodiscard]] inline Status dqgeglu(const te_fl_dqgeglu_args& args,
-                                    const CallOptions& options = {}) {
+[[nodiscard]] inline Status dqgeglu(const te_fl_dqgeglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dqgeglu, &args, options);
 }
 
@@ -202,14 +199,12 @@ namespace ops {
 }
 
 // Gradient of sreglu. da = dy * srelu'(a) * b, db = dy * srelu(a)
-[[nodiscard]] inline Status dsreglu(const te_fl_dsreglu_args& args,
-                                    const CallOptions& options = {}) {
+[[nodiscard]] inline Status dsreglu(const te_fl_dsreglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dsreglu, &args, options);
 }
 
 // Gradient of swiglu. da = dy * silu'(a) * b, db = dy * silu(a)
-[[nodiscard]] inline Status dswiglu(const te_fl_dswiglu_args& args,
-                                    const CallOptions& options = {}) {
+[[nodiscard]] inline Status dswiglu(const te_fl_dswiglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dswiglu, &args, options);
 }
 
@@ -219,38 +214,32 @@ namespace ops {
 }
 
 // Gradient of clamped_swiglu. derivative of clamped_swiglu; zero for a > limit and for |b| > limit
-[[nodiscard]] inline Status clamped_dswiglu(const te_fl_clamped_dswiglu_args& args,
-                                            const CallOptions& options = {}) {
+[[nodiscard]] inline Status clamped_dswiglu(const te_fl_clamped_dswiglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::clamped_dswiglu, &args, options);
 }
 
 // Gradient of gelu and of the bias before it. dx = dy * gelu'(x); dbias = sum over rows of dx
-[[nodiscard]] inline Status dbias_dgelu(const te_fl_dbias_dgelu_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status dbias_dgelu(const te_fl_dbias_dgelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dgelu, &args, options);
 }
 
 // Gradient of silu and of the bias before it. dx = dy * silu'(x); dbias = sum over rows of dx
-[[nodiscard]] inline Status dbias_dsilu(const te_fl_dbias_dsilu_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status dbias_dsilu(const te_fl_dbias_dsilu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dsilu, &args, options);
 }
 
 // Gradient of relu and of the bias before it. dx = dy * relu'(x); dbias = sum over rows of dx
-[[nodiscard]] inline Status dbias_drelu(const te_fl_dbias_drelu_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status dbias_drelu(const te_fl_dbias_drelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_drelu, &args, options);
 }
 
 // Gradient of qgelu and of the bias before it. dx = dy * qgelu'(x); dbias = sum over rows of dx
-[[nodiscard]] inline Status dbias_dqgelu(const te_fl_dbias_dqgelu_args& args,
-                                         const CallOptions& options = {}) {
+[[nodiscard]] inline Status dbias_dqgelu(const te_fl_dbias_dqgelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dqgelu, &args, options);
 }
 
 // Gradient of srelu and of the bias before it. dx = dy * srelu'(x); dbias = sum over rows of dx
-[[nodiscard]] inline Status dbias_dsrelu(const te_fl_dbias_dsrelu_args& args,
-                                         const CallOptions& options = {}) {
+[[nodiscard]] inline Status dbias_dsrelu(const te_fl_dbias_dsrelu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dbias_dsrelu, &args, options);
 }
 
@@ -258,22 +247,19 @@ namespace ops {
 
 // Scaled dot-product attention. O = dropout(softmax(scale * Q K^T + bias, masked)) V; a fully
 // masked row yields zeros
-[[nodiscard]] inline Status fused_attn_fwd(const te_fl_fused_attn_fwd_args& args,
-                                           const CallOptions& options = {}) {
+[[nodiscard]] inline Status fused_attn_fwd(const te_fl_fused_attn_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_attn_fwd, &args, options);
 }
 
 // Gradient of scaled dot-product attention. P from lse; dV = P^T dO; dP = dO V^T; dS = P (dP -
 // rowsum(dO O)); dQ = scale dS K; dK = scale dS^T Q
-[[nodiscard]] inline Status fused_attn_bwd(const te_fl_fused_attn_bwd_args& args,
-                                           const CallOptions& options = {}) {
+[[nodiscard]] inline Status fused_attn_bwd(const te_fl_fused_attn_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_attn_bwd, &args, options);
 }
 
 // Tells which attention this implementation would run for a problem, without running it. backend =
 // -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
-[[nodiscard]] inline Status get_fused_attn_backend(const te_fl_get_fused_attn_backend_args& args,
-                                                   const CallOptions& options = {}) {
+[[nodiscard]] inline Status get_fused_attn_backend(const te_fl_get_fused_attn_backend_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::get_fused_attn_backend, &args, options);
 }
 
@@ -281,14 +267,12 @@ namespace ops {
 
 // Drops elements with probability p. y_i = keep_i ? x_i / (1 - p) : 0; keep_i = (word i mod 4 of
 // Philox(seed, offset + i/4)) * 2^-32 >= p
-[[nodiscard]] inline Status dropout_fwd(const te_fl_dropout_fwd_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status dropout_fwd(const te_fl_dropout_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dropout_fwd, &args, options);
 }
 
 // Gradient of dropout. dx_i = keep_i ? dy_i / (1 - p) : 0
-[[nodiscard]] inline Status dropout_bwd(const te_fl_dropout_bwd_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status dropout_bwd(const te_fl_dropout_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dropout_bwd, &args, options);
 }
 
@@ -297,8 +281,7 @@ namespace ops {
 // Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or
 // quantised. D = epilogue(alpha * op(A) op(B) + bias) + beta * D if accumulate; op(X) = X^T if
 // trans_x
-[[nodiscard]] inline Status generic_gemm(const te_fl_generic_gemm_args& args,
-                                         const CallOptions& options = {}) {
+[[nodiscard]] inline Status generic_gemm(const te_fl_generic_gemm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::generic_gemm, &args, options);
 }
 
@@ -306,36 +289,31 @@ namespace ops {
 
 // Layer normalisation over the last dimension. z = (x - mu) * rsigma * g + beta, g = gamma or 1 +
 // gamma; rsigma = 1/sqrt(var + eps)
-[[nodiscard]] inline Status layernorm_fwd(const te_fl_layernorm_fwd_args& args,
-                                          const CallOptions& options = {}) {
+[[nodiscard]] inline Status layernorm_fwd(const te_fl_layernorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::layernorm_fwd, &args, options);
 }
 
 // Gradient of layer normalisation. with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d)
 // - n mean(d n)); dgamma = sum dz n; dbeta = sum dz
-[[nodiscard]] inline Status layernorm_bwd(const te_fl_layernorm_bwd_args& args,
-                                          const CallOptions& options = {}) {
+[[nodiscard]] inline Status layernorm_bwd(const te_fl_layernorm_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::layernorm_bwd, &args, options);
 }
 
 // Root-mean-square normalisation over the last dimension. z = x * rsigma * g, rsigma =
 // 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma
-[[nodiscard]] inline Status rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::rmsnorm_fwd, &args, options);
 }
 
 // Gradient of RMS normalisation. with n = x rsigma and d = dz g: dx = rsigma (d - n mean(d n));
 // dgamma = sum dz n
-[[nodiscard]] inline Status rmsnorm_bwd(const te_fl_rmsnorm_bwd_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status rmsnorm_bwd(const te_fl_rmsnorm_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::rmsnorm_bwd, &args, options);
 }
 
 // Gradient of RMS normalisation plus the gradient of the residual branch. dx = rmsnorm_bwd(...) +
 // add, summed in FP32
-[[nodiscard]] inline Status rmsnorm_bwd_add(const te_fl_rmsnorm_bwd_add_args& args,
-                                            const CallOptions& options = {}) {
+[[nodiscard]] inline Status rmsnorm_bwd_add(const te_fl_rmsnorm_bwd_add_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::rmsnorm_bwd_add, &args, options);
 }
 
@@ -343,35 +321,30 @@ namespace ops {
 
 // Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale;
 // noop_flag = 1 if an input is not finite
-[[nodiscard]] inline Status multi_tensor_scale(const te_fl_multi_tensor_scale_args& args,
-                                               const CallOptions& options = {}) {
+[[nodiscard]] inline Status multi_tensor_scale(const te_fl_multi_tensor_scale_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_scale, &args, options);
 }
 
 // Euclidean norm of a list of tensors. norm = sqrt(sum of squares of all elements)
-[[nodiscard]] inline Status multi_tensor_l2norm(const te_fl_multi_tensor_l2norm_args& args,
-                                                const CallOptions& options = {}) {
+[[nodiscard]] inline Status multi_tensor_l2norm(const te_fl_multi_tensor_l2norm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_l2norm, &args, options);
 }
 
 // Euclidean norm of a list of tensors after unscaling. norm = sqrt(sum of squares of inputs *
 // inv_scale)
-[[nodiscard]] inline Status multi_tensor_unscale_l2norm(
-    const te_fl_multi_tensor_unscale_l2norm_args& args, const CallOptions& options = {}) {
+[[nodiscard]] inline Status multi_tensor_unscale_l2norm(const te_fl_multi_tensor_unscale_l2norm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_unscale_l2norm, &args, options);
 }
 
 // Adam or AdamW over a list of tensors. m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ /
 // (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction
-[[nodiscard]] inline Status multi_tensor_adam(const te_fl_multi_tensor_adam_args& args,
-                                              const CallOptions& options = {}) {
+[[nodiscard]] inline Status multi_tensor_adam(const te_fl_multi_tensor_adam_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_adam, &args, options);
 }
 
 // SGD with momentum over a list of tensors. g = scale g (+ wd p); m = momentum m + (1 - dampening)
 // g (first run: m = g); p -= lr (nesterov ? g + momentum m : m)
-[[nodiscard]] inline Status multi_tensor_sgd(const te_fl_multi_tensor_sgd_args& args,
-                                             const CallOptions& options = {}) {
+[[nodiscard]] inline Status multi_tensor_sgd(const te_fl_multi_tensor_sgd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_sgd, &args, options);
 }
 
@@ -379,89 +352,74 @@ namespace ops {
 
 // Casts a high-precision tensor to a quantised one, every copy (row-wise, column-wise) that the
 // output has. q = cast(x * scale); amax and scale_inv are written with it
-[[nodiscard]] inline Status quantize(const te_fl_quantize_args& args,
-                                     const CallOptions& options = {}) {
+[[nodiscard]] inline Status quantize(const te_fl_quantize_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::quantize, &args, options);
 }
 
 // Restores high-precision values from a quantised tensor. x = q * scale_inv
-[[nodiscard]] inline Status dequantize(const te_fl_dequantize_args& args,
-                                       const CallOptions& options = {}) {
+[[nodiscard]] inline Status dequantize(const te_fl_dequantize_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::dequantize, &args, options);
 }
 
 // Quantises an output gradient and sums it over rows for the bias gradient. bias_grad[h] = sum
 // over rows of x[., h]; q = cast(x * scale)
-[[nodiscard]] inline Status bgrad_quantize(const te_fl_bgrad_quantize_args& args,
-                                           const CallOptions& options = {}) {
+[[nodiscard]] inline Status bgrad_quantize(const te_fl_bgrad_quantize_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::bgrad_quantize, &args, options);
 }
 
 // Quantises several tensors in one call. outputs[i] = quantize(inputs[i])
-[[nodiscard]] inline Status multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& args,
-                                                  const CallOptions& options = {}) {
+[[nodiscard]] inline Status multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_quantize, &args, options);
 }
 
 // Splits a matrix by rows and quantises each part into its own tensor. outputs[i] =
 // quantize(input[rows of part i]); the parts follow each other and cover the input
-[[nodiscard]] inline Status split_quantize(const te_fl_split_quantize_args& args,
-                                           const CallOptions& options = {}) {
+[[nodiscard]] inline Status split_quantize(const te_fl_split_quantize_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::split_quantize, &args, options);
 }
 
 // Casts to bare FP8 codes with a given scale. output = cast(input * scale); amax = max(amax,
 // max|input|); scale_inv = 1/scale
-[[nodiscard]] inline Status cast_to_fp8(const te_fl_cast_to_fp8_args& args,
-                                        const CallOptions& options = {}) {
+[[nodiscard]] inline Status cast_to_fp8(const te_fl_cast_to_fp8_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::cast_to_fp8, &args, options);
 }
 
 // Transposes a matrix of 8-bit codes. output[k, m] = input[m, k]
-[[nodiscard]] inline Status fp8_transpose(const te_fl_fp8_transpose_args& args,
-                                          const CallOptions& options = {}) {
+[[nodiscard]] inline Status fp8_transpose(const te_fl_fp8_transpose_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fp8_transpose, &args, options);
 }
 
 // Largest absolute value of a tensor. amax = max |x|, NaN ignored; 0 for an empty tensor
-[[nodiscard]] inline Status compute_amax(const te_fl_compute_amax_args& args,
-                                         const CallOptions& options = {}) {
+[[nodiscard]] inline Status compute_amax(const te_fl_compute_amax_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::compute_amax, &args, options);
 }
 
 // The delayed-scaling update of many tensors in one call. see docs/numerics.md, Delayed scaling
-[[nodiscard]] inline Status fused_amax_and_scale_update_after_reduction(
-    const te_fl_fused_amax_and_scale_update_after_reduction_args& args,
-    const CallOptions& options = {}) {
-  return OpManager::instance().call(op::fused_amax_and_scale_update_after_reduction, &args,
-                                    options);
+[[nodiscard]] inline Status fused_amax_and_scale_update_after_reduction(const te_fl_fused_amax_and_scale_update_after_reduction_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_amax_and_scale_update_after_reduction, &args, options);
 }
 
 // rope: Rotary position embedding.
 
 // Applies rotary position embedding. y = x cos(f) + rotate(x) sin(f), rotate((a, b)) = (-b, a) for
 // each pair
-[[nodiscard]] inline Status fused_rope_forward(const te_fl_fused_rope_forward_args& args,
-                                               const CallOptions& options = {}) {
+[[nodiscard]] inline Status fused_rope_forward(const te_fl_fused_rope_forward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_rope_forward, &args, options);
 }
 
 // Gradient of rotary position embedding. dx = dy cos(f) - rotate(dy) sin(f)
-[[nodiscard]] inline Status fused_rope_backward(const te_fl_fused_rope_backward_args& args,
-                                                const CallOptions& options = {}) {
+[[nodiscard]] inline Status fused_rope_backward(const te_fl_fused_rope_backward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_rope_backward, &args, options);
 }
 
 // Splits packed QKV and applies rotary position embedding to Q and K. [q, k, v] = split(qkv); q =
 // rope(q), k = rope(k)
-[[nodiscard]] inline Status fused_qkv_rope_forward(const te_fl_fused_qkv_rope_forward_args& args,
-                                                   const CallOptions& options = {}) {
+[[nodiscard]] inline Status fused_qkv_rope_forward(const te_fl_fused_qkv_rope_forward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_qkv_rope_forward, &args, options);
 }
 
 // Gradient of fused_qkv_rope_forward, into packed form. dqkv = pack(rope'(dq), rope'(dk), dv)
-[[nodiscard]] inline Status fused_qkv_rope_backward(const te_fl_fused_qkv_rope_backward_args& args,
-                                                    const CallOptions& options = {}) {
+[[nodiscard]] inline Status fused_qkv_rope_backward(const te_fl_fused_qkv_rope_backward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_qkv_rope_backward, &args, options);
 }
 
@@ -469,64 +427,49 @@ namespace ops {
 
 // Softmax over the last dimension of scale * scores, with no mask. y_j = exp(s x_j - m) / sum_k
 // exp(s x_k - m), m = max_k s x_k over unmasked k
-[[nodiscard]] inline Status scaled_softmax_forward(const te_fl_scaled_softmax_forward_args& args,
-                                                   const CallOptions& options = {}) {
+[[nodiscard]] inline Status scaled_softmax_forward(const te_fl_scaled_softmax_forward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_softmax_forward, &args, options);
 }
 
 // Gradient of scaled_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k y_k)
-[[nodiscard]] inline Status scaled_softmax_backward(const te_fl_scaled_softmax_backward_args& args,
-                                                    const CallOptions& options = {}) {
+[[nodiscard]] inline Status scaled_softmax_backward(const te_fl_scaled_softmax_backward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_softmax_backward, &args, options);
 }
 
 // Softmax over the last dimension of scale * scores, with a given mask. y_j = exp(s x_j - m) /
 // sum_k exp(s x_k - m), m = max_k s x_k over unmasked k
-[[nodiscard]] inline Status scaled_masked_softmax_forward(
-    const te_fl_scaled_masked_softmax_forward_args& args, const CallOptions& options = {}) {
+[[nodiscard]] inline Status scaled_masked_softmax_forward(const te_fl_scaled_masked_softmax_forward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_masked_softmax_forward, &args, options);
 }
 
 // Gradient of scaled_masked_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k y_k)
-[[nodiscard]] inline Status scaled_masked_softmax_backward(
-    const te_fl_scaled_masked_softmax_backward_args& args, const CallOptions& options = {}) {
+[[nodiscard]] inline Status scaled_masked_softmax_backward(const te_fl_scaled_masked_softmax_backward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_masked_softmax_backward, &args, options);
 }
 
 // Softmax over the last dimension of scale * scores, with a causal mask. y_j = exp(s x_j - m) /
 // sum_k exp(s x_k - m), m = max_k s x_k over unmasked k
-[[nodiscard]] inline Status scaled_upper_triang_masked_softmax_forward(
-    const te_fl_scaled_upper_triang_masked_softmax_forward_args& args,
-    const CallOptions& options = {}) {
+[[nodiscard]] inline Status scaled_upper_triang_masked_softmax_forward(const te_fl_scaled_upper_triang_masked_softmax_forward_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::scaled_upper_triang_masked_softmax_forward, &args, options);
 }
 
 // Gradient of scaled_upper_triang_masked_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k
 // y_k)
-[[nodiscard]] inline Status scaled_upper_triang_masked_softmax_backward(
-    const te_fl_scaled_upper_triang_masked_softmax_backward_args& args,
-    const CallOptions& options = {}) {
-  return OpManager::instance().call(op::scaled_upper_triang_masked_softmax_backward, &args,
-                                    options);
+[[nodiscard]] inline Status scaled_upper_triang_masked_softmax_backward(const te_fl_scaled_upper_triang_masked_softmax_backward_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_upper_triang_masked_softmax_backward, &args, options);
 }
 
 // Softmax over the last dimension of scale * scores, with a causal mask aligned to the
 // bottom-right corner. y_j = exp(s x_j - m) / sum_k exp(s x_k - m), m = max_k s x_k over unmasked
 // k
-[[nodiscard]] inline Status scaled_aligned_causal_masked_softmax_forward(
-    const te_fl_scaled_aligned_causal_masked_softmax_forward_args& args,
-    const CallOptions& options = {}) {
-  return OpManager::instance().call(op::scaled_aligned_causal_masked_softmax_forward, &args,
-                                    options);
+[[nodiscard]] inline Status scaled_aligned_causal_masked_softmax_forward(const te_fl_scaled_aligned_causal_masked_softmax_forward_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_aligned_causal_masked_softmax_forward, &args, options);
 }
 
 // Gradient of scaled_aligned_causal_masked_softmax_forward. dx_j = scale * y_j (dy_j - sum_k dy_k
 // y_k)
-[[nodiscard]] inline Status scaled_aligned_causal_masked_softmax_backward(
-    const te_fl_scaled_aligned_causal_masked_softmax_backward_args& args,
-    const CallOptions& options = {}) {
-  return OpManager::instance().call(op::scaled_aligned_causal_masked_softmax_backward, &args,
-                                    options);
+[[nodiscard]] inline Status scaled_aligned_causal_masked_softmax_backward(const te_fl_scaled_aligned_causal_masked_softmax_backward_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_aligned_causal_masked_softmax_backward, &args, options);
 }
 
 // tensor: What layers need besides - residual, copies, embedding, loss.
@@ -537,8 +480,7 @@ namespace ops {
 }
 
 // Copies between tensors of any strides, converting the dtype. output = convert(input)
-[[nodiscard]] inline Status strided_copy(const te_fl_strided_copy_args& args,
-                                         const CallOptions& options = {}) {
+[[nodiscard]] inline Status strided_copy(const te_fl_strided_copy_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::strided_copy, &args, options);
 }
 
@@ -548,29 +490,25 @@ namespace ops {
 }
 
 // Looks up rows of a table. y[i] = weight[indices[i]]
-[[nodiscard]] inline Status embedding_fwd(const te_fl_embedding_fwd_args& args,
-                                          const CallOptions& options = {}) {
+[[nodiscard]] inline Status embedding_fwd(const te_fl_embedding_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::embedding_fwd, &args, options);
 }
 
 // Gradient of the table. grad_weight[v] = sum of grad_output[i] over indices[i] = v (+ previous if
 // accumulate)
-[[nodiscard]] inline Status embedding_bwd(const te_fl_embedding_bwd_args& args,
-                                          const CallOptions& options = {}) {
+[[nodiscard]] inline Status embedding_bwd(const te_fl_embedding_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::embedding_bwd, &args, options);
 }
 
 // Softmax cross-entropy of integer targets. loss = lse - (1 - eps) x_t - eps mean(x); lse = log
 // sum exp(x); 0 where target is ignore_index
-[[nodiscard]] inline Status cross_entropy_fwd(const te_fl_cross_entropy_fwd_args& args,
-                                              const CallOptions& options = {}) {
+[[nodiscard]] inline Status cross_entropy_fwd(const te_fl_cross_entropy_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::cross_entropy_fwd, &args, options);
 }
 
 // Gradient of cross-entropy. dx_j = g (exp(x_j - lse) - (1 - eps) [j = t] - eps / V); 0 where
 // target is ignore_index
-[[nodiscard]] inline Status cross_entropy_bwd(const te_fl_cross_entropy_bwd_args& args,
-                                              const CallOptions& options = {}) {
+[[nodiscard]] inline Status cross_entropy_bwd(const te_fl_cross_entropy_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::cross_entropy_bwd, &args, options);
 }
 

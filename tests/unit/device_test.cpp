@@ -11,6 +11,7 @@
 
 #include "core/host_device.hpp"
 #include "te_fl/tensor.hpp"
+#include "unit/huge_allocations.hpp"
 #include "unit/sanitizers.hpp"
 
 namespace te_fl {

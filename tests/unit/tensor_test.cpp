@@ -6,6 +6,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "unit/huge_allocations.hpp"
+
 namespace te_fl {
 namespace {
 

@@ -1,0 +1,132 @@
+#include <cmath>
+
+#include "attention.hpp"
+
+namespace te_fl::cpu {
+namespace {
+
+using backend::AttentionProblem;
+using backend::SequenceSpan;
+
+int64_t slot_floats(const AttentionProblem& p) {
+  const int64_t d = padded(p.head_dim), dv = padded(p.head_dim_v);
+  // q transposed, o transposed, q's rows or o's row, k, v, scores
+  return kQueries * (d + dv) + kQueries * std::max(d, dv) + kKeys * (d + dv) + kKeys * kQueries +
+         tile_buffer_floats(p);
+}
+
+int64_t slots_for(const AttentionProblem& p) {
+  // Enough for any lengths of the sequences: they are data, which workspace() may not read.
+  const int64_t tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + p.batch);
+  return attention_slots(tiles, attention_work(p));
+}
+
+class Forward {
+ public:
+  Forward(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a)
+      : call_(ctx, backend::attention_problem(a)),
+        q_(*a.q, a.layout),
+        k_(*a.k, a.layout),
+        v_(*a.v, a.layout),
+        o_(*a.o, a.layout),
+        slots_(slots_for(call_.p)),
+        scratch_(ctx, slots_ * slot_floats(call_.p)) {
+    if (a.softmax_lse != nullptr) lse_.emplace_back(*a.softmax_lse, call_.p.thd);
+  }
+
+  void run() {
+    const AttentionProblem& p = call_.p;
+    if (p.variable_length()) {
+      o_.zero_all();
+      for (const LseRows& lse : lse_) lse.fill(-INFINITY);
+    }
+    const int64_t heads = p.batch * p.heads;
+    const int64_t most = call_.most_query_tiles();
+    // The last tiles first: with a causal mask they have the most keys.
+    run_slots(slots_, heads * most, [&](int64_t slot, int64_t task) {
+      const int64_t b = task % heads / p.heads;
+      const int64_t index = most - 1 - task / heads;
+      const SequenceSpan& span = call_.spans[static_cast<size_t>(b)];
+      if (index * kQueries >= span.q_len) return;
+      tile(QueryTile(p, span, b, task % p.heads, index), scratch_.data() + slot * slot_floats(p));
+    });
+  }
+
+ private:
+  void tile(const QueryTile& t, float* scratch) {
+    const AttentionProblem& p = call_.p;
+    const int64_t d = padded(p.head_dim), dv = padded(p.head_dim_v);
+    Carver carve(scratch);
+    float* q = carve.take(kQueries * d);
+    float* o = carve.take(kQueries * dv);
+    float* rows = carve.take(kQueries * std::max(d, dv));
+    float* k = carve.take(kKeys * d);
+    float* v = carve.take(kKeys * dv);
+    float* scores = carve.take(kKeys * kQueries);
+    const AttentionCall::TileBuffers buffers = carve.tile_buffers(p);
+
+    load_rows(q_, t.b, t.span.q_begin + t.first, t.h, t.count, rows);
+    for (int64_t i = 0; i < t.count * d; ++i) rows[i] *= p.scale;
+    transpose_rows(rows, d, t.count, p.head_dim, q);
+    SoftmaxState state;
+    std::fill_n(state.top, kQueries, -INFINITY);
+    std::fill_n(state.sum, kQueries, 0.0f);
+    const int64_t kv_head = p.kv_head(t.h);
+    for (int64_t key = t.keys_begin; key < t.keys_end; key += kKeys) {
+      const int64_t keys = std::min(kKeys, t.keys_end - key);
+      load_rows(k_, t.b, t.span.kv_begin + key, kv_head, keys, k);
+      load_rows(v_, t.b, t.span.kv_begin + key, kv_head, keys, v);
+      tile_product({keys, t.cols, p.head_dim, k, d, 1, q, kQueries, scores, kQueries, false});
+      const bool rescale =
+          softmax_step(call_.rules(t, key, keys, buffers),
+                       call_.dropout_factors(t, key, keys, buffers), scores, state);
+      const bool first = key == t.keys_begin;
+      if (rescale && !first) scale_columns(o, p.head_dim_v, t.cols, state.rescale);
+      tile_product({p.head_dim_v, t.cols, keys, v, 1, dv, scores, kQueries, o, kQueries, !first});
+    }
+    finish(t, state, o, rows);
+  }
+
+  void finish(const QueryTile& t, const SoftmaxState& state, const float* o, float* row) {
+    const AttentionProblem& p = call_.p;
+    const float sink = call_.sink(t.h);
+    for (int64_t i = 0; i < t.count; ++i) {
+      const float top = state.top[i], sum = state.sum[i];
+      float factor = 0.0f, lse = -INFINITY;
+      const bool no_key = t.keys_begin >= t.keys_end || (top == -INFINITY && sum == 0.0f);
+      if (!no_key) {
+        // With a sink the denominator is sum e^top + e^sink; both sides relative to the larger.
+        const float base = std::max(top, sink);
+        const float shrink = std::exp(top - base);
+        const float total = sum * shrink + std::exp(sink - base);
+        factor = shrink / total;
+        lse = base + std::log(total);
+      }
+      for (int64_t d = 0; d < p.head_dim_v; ++d) {
+        row[d] = no_key ? 0.0f : o[d * kQueries + i] * factor;
+      }
+      o_.store(t.b, t.span.q_begin + t.first + i, t.h, row);
+      for (const LseRows& rows : lse_) rows.at(t.span, t.b, t.h, t.first + i) = lse;
+    }
+  }
+
+  AttentionCall call_;
+  HeadRows q_, k_, v_, o_;
+  std::vector<LseRows> lse_;  // none or one
+  int64_t slots_;
+  Scratch scratch_;
+};
+
+}  // namespace
+
+void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
+  Forward(ctx, a).run();
+  if (a.saved != nullptr) a.saved->opaque = 0;
+}
+
+size_t attn_fwd_workspace(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
+  const AttentionProblem p = backend::attention_problem(a);
+  return static_cast<size_t>(slots_for(p) * slot_floats(p)) * sizeof(float);
+}
+
+}  // namespace te_fl::cpu

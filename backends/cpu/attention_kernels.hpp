@@ -1,0 +1,67 @@
+// Kernels of one attention tile. A tile of scores is kept transposed, [keys, kQueries] with the
+// queries along the vector lanes: row maxima and sums then need no reduction across lanes, and K
+// and V are read in their natural order, as the matrices whose elements are broadcast.
+#pragma once
+
+#include <cstdint>
+
+namespace te_fl::cpu {
+
+inline constexpr int64_t kQueries = 64;  // columns of a tile, and its leading dimension
+
+// C[m, n] = sum over k of A(i, l) B[l, j], added to C if accumulate. A(i, l) is
+// a[i * a_row + l * a_col]; B and C have unit stride along n, which is a multiple of kPad.
+struct TileProduct {
+  int64_t m, n, k;
+  const float* a;
+  int64_t a_row, a_col;
+  const float* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  bool accumulate;
+};
+void tile_product(const TileProduct& product);
+
+// What is added to the scores of a tile and which are masked. `keys` rows from key `first_key`,
+// `cols` columns (a multiple of kPad).
+struct ScoreRules {
+  int64_t first_key, keys, cols;
+  const int32_t* begin;     // keys [begin, end) are visible to a query; null: all of the tile is
+  const int32_t* end;       // (arrays of kQueries)
+  const float* bias;        // [keys, kQueries], or null
+  const float* hidden;      // [keys, kQueries], not 0 where masked; or null
+  const float* alibi_from;  // key position level with each query, or null without ALiBi
+  float slope;
+};
+
+// Running maximum and sum of each query.
+struct SoftmaxState {
+  float top[kQueries];
+  float sum[kQueries];
+  float rescale[kQueries];  // out: factor of what was accumulated before this tile
+};
+
+// Turns scores into exp(score - top), times dropout's factors if given. Returns whether any
+// `rescale` differs from 1.
+bool softmax_step(const ScoreRules& rules, const float* dropout, float* scores,
+                  SoftmaxState& state);
+// Multiplies column j of rows [0, rows) by factor[j].
+void scale_columns(float* tile, int64_t rows, int64_t cols, const float* factor);
+
+// Backward: scores become the probabilities exp(score - lse).
+void probabilities(const ScoreRules& rules, const float* lse, float* scores);
+// d_p becomes p (dropout d_p - delta); p becomes p times dropout.
+void score_gradients(int64_t keys, int64_t cols, const float* delta, const float* dropout, float* p,
+                     float* d_p);
+
+// factors[j, c] = `kept` if element elements[c] + j of the random stream is kept, else 0.
+struct DropoutRules {
+  uint64_t seed, offset;
+  uint32_t threshold;  // dropout_threshold(); not 0
+  float kept;
+};
+void dropout_tile(const DropoutRules& rules, const uint64_t* elements, int64_t keys, int64_t cols,
+                  float* factors);
+
+}  // namespace te_fl::cpu

@@ -1,0 +1,111 @@
+#include "rope_positions.hpp"
+
+namespace te_fl::cpu {
+
+using backend::invalid;
+using backend::shape_text;
+
+ContextParallel context_parallel(int32_t size, int32_t rank) {
+  if (rank >= size) {
+    invalid("cp_rank is " + std::to_string(rank) + ", expected less than cp_size, " +
+            std::to_string(size));
+  }
+  return {size, rank};
+}
+
+namespace {
+
+// start_positions[b], 0 without.
+class Starts {
+ public:
+  Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {
+    if (t == nullptr) return;
+    if (t->dl.ndim != 1 || t->dl.shape[0] != batch) {
+      invalid("start_positions has shape " + shape_text(*t) + ", expected [" +
+              std::to_string(batch) + "]: one for each sequence");
+    }
+    for (int64_t b = 0; b < batch; ++b) {
+      if ((*this)[b] >= 0) continue;
+      invalid("start_positions[" + std::to_string(b) + "] is " + std::to_string((*this)[b]) +
+              ", expected 0 or more");
+    }
+  }
+  int64_t operator[](int64_t b) const {
+    return t_ == nullptr ? 0 : backend::data<const int32_t>(*t_)[b * backend::stride(*t_, 0)];
+  }
+
+ private:
+  const te_fl_tensor* t_;
+};
+
+void check_even_length(int64_t length, const ContextParallel& cp, const std::string& what) {
+  if (cp.size == 1 || length % 2 == 0) return;
+  invalid(what + " has " + std::to_string(length) +
+          " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two chunks "
+          "of equal length");
+}
+
+}  // namespace
+
+Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
+                          const te_fl_tensor* start_positions, const ContextParallel& cp) {
+  const bool sbhd = layout == TE_FL_LAYOUT_SBHD;
+  const int64_t seqlen = sbhd ? extent0 : extent1;
+  const Starts starts(start_positions, sbhd ? extent1 : extent0);
+  check_even_length(seqlen, cp, "each sequence");
+  Positions p;
+  p.of_token.resize(static_cast<size_t>(extent0 * extent1));
+  int64_t token = 0;
+  for (int64_t x = 0; x < extent0; ++x) {
+    for (int64_t y = 0; y < extent1; ++y, ++token) {
+      p.set(token, starts[sbhd ? y : x] + cp.position(sbhd ? x : y, seqlen));
+    }
+  }
+  return p;
+}
+
+Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
+                           const te_fl_tensor* start_positions, const ContextParallel& cp) {
+  if (cu.dl.ndim != 1 || cu.dl.shape[0] < 1) {
+    invalid("cu_seqlens has shape " + shape_text(cu) + ", expected [B+1]");
+  }
+  const int64_t batch = cu.dl.shape[0] - 1;
+  const Starts starts(start_positions, batch);
+  const auto prefix = [&](int64_t b) -> int64_t {
+    return backend::data<const int32_t>(cu)[b * backend::stride(cu, 0)];
+  };
+  Positions p;
+  p.of_token.assign(static_cast<size_t>(tokens), -1);
+  for (int64_t b = 0; b < batch; ++b) {
+    const std::string name = "sequence " + std::to_string(b) + " of cu_seqlens";
+    const std::string spans = name + " spans tokens " + std::to_string(prefix(b)) + " to " +
+                              std::to_string(prefix(b + 1)) + ", expected ";
+    if (prefix(b) < 0 || prefix(b + 1) < prefix(b) || prefix(b + 1) > tokens * cp.size) {
+      invalid(spans + "non-decreasing values from 0 to " + std::to_string(tokens * cp.size) +
+              " (the input's tokens times cp_size)");
+    }
+    if (prefix(b) % cp.size != 0 || prefix(b + 1) % cp.size != 0) {
+      invalid(spans + "multiples of cp_size, " + std::to_string(cp.size));
+    }
+    const int64_t begin = prefix(b) / cp.size;
+    const int64_t length = prefix(b + 1) / cp.size - begin;
+    check_even_length(length, cp, name);
+    for (int64_t s = 0; s < length; ++s) p.set(begin + s, starts[b] + cp.position(s, length));
+  }
+  return p;
+}
+
+void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t head_dim,
+                 const Positions& positions) {
+  const int64_t rows = freqs.dl.shape[0], columns = freqs.dl.shape[3];
+  if (columns % 2 != 0 || columns > head_dim) {
+    invalid(std::string(name) + " has " + std::to_string(columns) +
+            " columns, expected an even number up to the head size, " + std::to_string(head_dim));
+  }
+  if (positions.largest >= rows) {
+    invalid(std::string(name) + " has " + std::to_string(rows) + " positions, but position " +
+            std::to_string(positions.largest) + " is needed");
+  }
+}
+
+}  // namespace te_fl::cpu
