@@ -9,6 +9,8 @@
 
 #include "dispatch_fixture.hpp"
 #include "registry/thread_record.hpp"
+#include "te_fl/log.hpp"
+#include "unit/sanitizers.hpp"
 
 // A child of fork() dispatches, registers and unregisters, whatever the parent's other threads were
 // doing.
@@ -17,18 +19,6 @@ namespace {
 
 using testing::Fake;
 using testing::FiveCall;
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
 
 #define ASSERT_OK(expr)                     \
   do {                                      \
@@ -57,8 +47,8 @@ int in_child(F&& body) {
 class Fork : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (kThreadSanitizer)
-      GTEST_SKIP() << "the thread sanitizer does not follow a fork of several threads";
+    TE_FL_SKIP_FORK_THEN_THREADS();
+    log::set_level(log::Level::kError);  // of vendors that are made up below
     serial.desc.flags &= ~uint32_t{TE_FL_OP_THREAD_SAFE};
     serial.desc.priority = 1000;
     serial.desc.workspace = [](void*, const te_fl_context*, const void*,
@@ -105,6 +95,7 @@ class Fork : public ::testing::Test {
 };
 
 TEST_F(Fork, WhileOtherThreadsDispatch) {
+  TE_FL_SKIP_FORK_WHILE_ALLOCATING();
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
   for (int t = 0; t < 3; ++t) {

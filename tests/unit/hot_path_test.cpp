@@ -9,14 +9,10 @@
 #include <cstdlib>
 
 #include "dispatch_fixture.hpp"
+#include "unit/sanitizers.hpp"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define TE_FL_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define TE_FL_SANITIZED 1
-#endif
-#endif
+// A sanitizer has these functions for itself.
+#define TE_FL_SANITIZED (TE_FL_ASAN || TE_FL_TSAN)
 
 namespace {
 
@@ -27,7 +23,7 @@ constinit thread_local int t_locks = 0;
 
 }  // namespace
 
-#if !defined(TE_FL_SANITIZED)
+#if !TE_FL_SANITIZED
 
 extern "C" {
 void* __libc_malloc(size_t);
@@ -98,9 +94,7 @@ Counts counted(F&& f) {
 class HotPath : public ::testing::Test {
  protected:
   void SetUp() override {
-#if defined(TE_FL_SANITIZED)
-    GTEST_SKIP() << "a sanitizer has the C library's functions for itself";
-#endif
+    if (TE_FL_SANITIZED) GTEST_SKIP() << "allocations and locks cannot be counted";
     for (Fake* f : {&portable, &vendor}) {
       f->desc.run = &nothing;
       ASSERT_TRUE(registry.register_op(f->desc, "tests", "acme").ok());
