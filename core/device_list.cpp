@@ -32,7 +32,8 @@ const List& devices_now() {
   return *current.load(std::memory_order_acquire);
 }
 
-// Makes `next` the list; the lock is held. Earlier lists stay, with the entries that only they have.
+// Makes `next` the list; the lock is held. Earlier lists stay, with the entries that only they
+// have.
 void publish(std::unique_ptr<const List> next) {
   static auto* const lists = new std::vector<std::unique_ptr<const List>>;
   lists->push_back(std::move(next));

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 
 #include "core/op_finder.hpp"
+#include "core/op_memo.hpp"
 #include "core/settings.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -63,165 +65,162 @@ T load(const void* p) {
   return value;
 }
 
+// Everything below answers "in order" or "not sure" (false). Each comparison is a branch of its
+// own: taken never, they cost less than gathering bits would.
+#define TE_FL_INLINE [[gnu::always_inline]] inline
+
 struct State {
-  uint64_t bad = 0;      // anything but 0: not sure
   uint64_t extents = 0;  // or of all extents
+  int32_t max_rank = 0;
+  int64_t product = -1;  // of the leading dimensions; below 0: not set
   int32_t leading_count = -1;
   const int64_t* leading = nullptr;
-  int64_t product = -1;
-  int64_t* values = nullptr;  // of the symbols; below 0: not set
+  int64_t values[kMaxSymbols];  // of the names; below 0: not set
 };
 
-template <class T>
-uint64_t bits_of(T value) {
-  return static_cast<uint64_t>(value);
+TE_FL_INLINE void note_extent(State& s, int64_t extent) {
+  s.extents |= static_cast<uint64_t>(extent);
+}
+
+TE_FL_INLINE bool match_product(State& s, int64_t extent) {
+  if (s.product >= 0) return s.product == extent;
+  s.product = extent;
+  return true;
+}
+
+TE_FL_INLINE bool match_name(State& s, uint8_t symbol, int64_t extent) {
+  const int64_t value = s.values[symbol];
+  if (value >= 0) return value == extent;
+  s.values[symbol] = extent;
+  return true;
 }
 
 // The first tensor with "..." sets the leading extents; the others are compared.
-[[gnu::always_inline]] inline void match_leading(State& s, const int64_t* shape, int32_t count,
-                                                 bool uses_product) {
+TE_FL_INLINE bool match_leading(State& s, const int64_t* shape, int32_t count, bool uses_product) {
   if (s.leading_count >= 0) {
-    if (count != s.leading_count) {
-      s.bad = 1;
-      return;
+    if (count != s.leading_count) return false;
+    for (int32_t d = 0; d < count; ++d) {
+      if (shape[d] != s.leading[d]) return false;
     }
-    for (int32_t d = 0; d < count; ++d) s.bad |= bits_of(shape[d] ^ s.leading[d]);
-    return;
+    return true;
   }
   s.leading_count = count;
   s.leading = shape;
   // Overflow is harmless: extents that make it happen are refused by the test at the end.
   uint64_t product = 1;
   for (int32_t d = 0; d < count; ++d) {
-    s.extents |= bits_of(shape[d]);
-    product *= bits_of(shape[d]);
+    note_extent(s, shape[d]);
+    product *= static_cast<uint64_t>(shape[d]);
   }
-  if (!uses_product) return;
-  if (s.product >= 0) s.bad |= bits_of(s.product) ^ product;
-  s.product = static_cast<int64_t>(product);
-}
-
-[[gnu::always_inline]] inline void bind_or_compare(State& s, uint8_t symbol, int64_t extent) {
-  const int64_t value = s.values[symbol];
-  s.values[symbol] = extent;  // differs from a value already set only if the call is refused
-  s.bad |= value >= 0 ? bits_of(value ^ extent) : 0;
-}
-
-[[gnu::always_inline]] inline void match_product(State& s, int64_t extent) {
-  s.bad |= s.product >= 0 ? bits_of(s.product ^ extent) : 0;
-  s.product = extent;
+  return !uses_product || match_product(s, static_cast<int64_t>(product));
 }
 
 // A 64-bit division costs as much as the rest of a tensor's checks: compare by a product where the
 // name is set, and divide in 32 bits where it is not.
-[[gnu::always_inline]] inline void match_times(State& s, const FastTerm& term, int64_t extent) {
+TE_FL_INLINE bool match_times(State& s, const FastTerm& term, int64_t extent) {
   const int64_t value = s.values[term.symbol];
   const auto factor = static_cast<uint32_t>(term.value);
-  s.bad |= bits_of(extent >> 32 != 0);
+  if (extent >> 32 != 0) return false;
   if (value >= 0) {
-    s.bad |= bits_of(value >> 31 != 0) | ((bits_of(value) * factor) ^ bits_of(extent));
-    return;
+    return value >> 31 == 0 &&
+           static_cast<uint64_t>(value) * factor == static_cast<uint64_t>(extent);
   }
   const auto narrow = static_cast<uint32_t>(extent);
-  s.bad |= narrow % factor;
   s.values[term.symbol] = narrow / factor;
+  return narrow % factor == 0;
 }
 
-[[gnu::always_inline]] inline void match_term(State& s, const FastTerm& term, int64_t extent) {
+TE_FL_INLINE bool match_term(State& s, const FastTerm& term, int64_t extent) {
   switch (term.kind) {
     case Term::kName:
-      return bind_or_compare(s, term.symbol, extent);
+      return match_name(s, term.symbol, extent);
     case Term::kConst:
-      s.bad |= bits_of(extent ^ term.value);
-      return;
+      return extent == term.value;
     case Term::kAny:
-      return;
+      return true;
     case Term::kTimes:
       return match_times(s, term, extent);
     case Term::kPlus:
-      s.bad |= bits_of(extent < term.value);
-      return bind_or_compare(s, term.symbol, std::max<int64_t>(extent, 0) - term.value);
+      return extent >= term.value && match_name(s, term.symbol, extent - term.value);
     case Term::kOneOr:
-      if (extent != 1) bind_or_compare(s, term.symbol, extent);
-      return;
+      return extent == 1 || match_name(s, term.symbol, extent);
     case Term::kProduct:
       return match_product(s, extent);
   }
+  return false;
 }
 
-// By value: a State whose address is known to nobody can live in registers.
-[[gnu::noinline]] State match_terms(const FastOp& op, const FastTensor& f, const std::byte* args,
-                                    State s, const int64_t* shape, int32_t rank) {
+TE_FL_INLINE bool match_terms(const FastOp& op, const FastTensor& f, const std::byte* args,
+                              State& s, const int64_t* shape, int32_t rank) {
   const bool second = f.flag_offset != 0 && load<int32_t>(args + f.flag_offset) == 0;
   const FastDims& dims = f.dims[second ? 1 : 0];
   const int32_t leading = rank - dims.count;
-  if (leading < 0 || (leading > 0 && !dims.leading)) {
-    s.bad = 1;
-    return s;
-  }
-  if (dims.leading) match_leading(s, shape, leading, op.uses_product);
+  if (leading < 0 || (leading > 0 && !dims.leading)) return false;
+  if (dims.leading && !match_leading(s, shape, leading, op.uses_product)) return false;
   const FastTerm* term = op.terms.data() + dims.first;
   for (int32_t d = leading; d < rank; ++d, ++term) {
-    s.extents |= bits_of(shape[d]);
-    match_term(s, *term, shape[d]);
+    note_extent(s, shape[d]);
+    if (!match_term(s, *term, shape[d])) return false;
   }
-  return s;
+  return true;
 }
 
-[[gnu::always_inline]] inline void match_shape(const FastOp& op, const FastTensor& f,
-                                               const std::byte* args, State& s,
-                                               const te_fl_dltensor& dl) {
+TE_FL_INLINE bool match_same(const te_fl_dltensor& other, const int64_t* shape, int32_t rank) {
+  if (rank != other.ndim) return false;
+  for (int32_t d = 0; d < rank; ++d) {
+    if (shape[d] != other.shape[d]) return false;
+  }
+  return true;
+}
+
+TE_FL_INLINE bool match_shape(const FastOp& op, const FastTensor& f, const std::byte* args,
+                              State& s, const te_fl_dltensor& dl) {
   const int64_t* shape = dl.shape;
   const int32_t rank = dl.ndim;
-  switch (f.shape) {
-    case FastShape::kAny:
-      for (int32_t d = 0; d < rank; ++d) s.extents |= bits_of(shape[d]);
-      return;
-    case FastShape::kSame: {
-      const auto* other = load<const te_fl_tensor*>(args + op.tensors[f.same_as].offset);
-      if (rank != other->dl.ndim) {
-        s.bad = 1;
-        return;
-      }
-      for (int32_t d = 0; d < rank; ++d) s.bad |= bits_of(shape[d] ^ other->dl.shape[d]);
-      return;
-    }
-    case FastShape::kLeading:
-      return match_leading(s, shape, rank, op.uses_product);
-    case FastShape::kLeadingName:
-      if (rank < 1) {
-        s.bad = 1;
-        return;
-      }
-      match_leading(s, shape, rank - 1, op.uses_product);
-      s.extents |= bits_of(shape[rank - 1]);
-      return bind_or_compare(s, f.symbol, shape[rank - 1]);
-    case FastShape::kName:
-    case FastShape::kProduct:
-      if (rank != 1) {
-        s.bad = 1;
-        return;
-      }
-      s.extents |= bits_of(shape[0]);
-      return f.shape == FastShape::kName ? bind_or_compare(s, f.symbol, shape[0])
-                                         : match_product(s, shape[0]);
-    case FastShape::kTerms:
-      s = match_terms(op, f, args, s, shape, rank);
-      return;
+  if (f.shape == FastShape::kSame) {
+    return match_same(load<const te_fl_tensor*>(args + f.same_offset)->dl, shape, rank);
   }
+  s.max_rank = rank > s.max_rank ? rank : s.max_rank;
+  if (rank > 0) {
+    const int64_t last = shape[rank - 1];
+    switch (f.shape) {
+      case FastShape::kLeadingName:
+        note_extent(s, last);
+        return match_leading(s, shape, rank - 1, op.uses_product) && match_name(s, f.symbol, last);
+      case FastShape::kName:
+        note_extent(s, last);
+        return rank == 1 && match_name(s, f.symbol, last);
+      case FastShape::kProduct:
+        note_extent(s, last);
+        return rank == 1 && match_product(s, last);
+      default:
+        break;
+    }
+  }
+  if (f.shape == FastShape::kLeading) return match_leading(s, shape, rank, op.uses_product);
+  if (f.shape == FastShape::kTerms) return match_terms(op, f, args, s, shape, rank);
+  for (int32_t d = 0; d < rank; ++d) note_extent(s, shape[d]);
+  return f.shape == FastShape::kAny;
 }
+
+typedef uint64_t Words __attribute__((vector_size(16)));
+static_assert(offsetof(te_fl_tensor, quant) ==
+              offsetof(te_fl_tensor, dl) + offsetof(te_fl_dltensor, byte_offset) + 8);
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * kLanes)));
 
 // Whether an output begins where a tensor begins that it may not share memory with. `begins` are
 // hashes of the addresses: two tensors that agree in them by chance are left to the Finder.
-[[gnu::always_inline]] inline bool may_alias(const FastOp& op, const uint32_t* begins) {
+TE_FL_INLINE bool may_alias(const FastOp& op, const uint32_t* begins) {
   Lanes hits{};
+  const auto low = load<Lanes>(begins), high = load<Lanes>(begins + kLanes);
   for (const FastOutput& output : op.outputs) {
     const uint32_t begin = begins[output.tensor];
-    for (size_t b = 0; b < op.blocks; ++b) {
-      const auto there = load<Lanes>(begins + b * kLanes);
-      hits |= static_cast<Lanes>(there == begin) & load<Lanes>(output.forbidden + b * kLanes);
+    hits |= static_cast<Lanes>(low == begin) & load<Lanes>(output.forbidden);
+    hits |= static_cast<Lanes>(high == begin) & load<Lanes>(output.forbidden + kLanes);
+    for (size_t i = 2 * kLanes; i < op.lanes; i += kLanes) {
+      const auto there = load<Lanes>(begins + i);
+      hits |= static_cast<Lanes>(there == begin) & load<Lanes>(output.forbidden + i);
     }
   }
   uint64_t words[2];
@@ -253,31 +252,66 @@ typedef uint32_t Lanes __attribute__((vector_size(4 * kLanes)));
   return inspect_quant(*op.op, arg, ArgsView(args), t) == Problem::kNone;
 }
 
-inline bool scalars_in_order(const FastOp& op, const std::byte* args) {
-  bool good = true;
+TE_FL_INLINE bool scalars_in_order(const FastOp& op, const std::byte* args) {
   for (const FastScalar& f : op.scalars) {
     const std::byte* at = args + f.offset;
-    switch (f.type) {
-      case TE_FL_ARG_F32: {
-        const double value = load<float>(at);
-        good &= value >= f.float_low && value <= f.float_high;
-        break;
-      }
-      case TE_FL_ARG_F64: {
-        const double value = load<double>(at);
-        good &= value >= f.float_low && value <= f.float_high;
-        break;
-      }
-      case TE_FL_ARG_I64:
-        good &= load<uint64_t>(at) - static_cast<uint64_t>(f.low) <= f.span;
-        break;
-      default: {
-        const int64_t value = load<int32_t>(at);
-        good &= static_cast<uint64_t>(value) - static_cast<uint64_t>(f.low) <= f.span;
-      }
+    if (f.is_float) {
+      const double value = f.wide ? load<double>(at) : double{load<float>(at)};
+      if (!(value >= f.float_low && value <= f.float_high)) return false;  // NaN too
+    } else {
+      const int64_t value = f.wide ? load<int64_t>(at) : load<int32_t>(at);
+      if (static_cast<uint64_t>(value) - static_cast<uint64_t>(f.low) > f.span) return false;
     }
   }
-  return good;
+  return true;
+}
+
+// The newest argument that says something. Ops that never grew have none.
+[[gnu::noinline]] uint32_t newest_version(const FastOp& op, const void* raw) {
+  const ArgsView view(raw);
+  uint32_t version = 1;
+  for (const Arg& arg : op.op->args) {
+    if (arg.since > version && !view.is_neutral(arg)) version = arg.since;
+  }
+  return version;
+}
+
+const DTypeRow& row_of(uint32_t word) {
+  return kDTypes.rows[word * kDTypes.factor >> (32 - kTableBits)];
+}
+
+template <class T>
+uint64_t bits_of(T value) {
+  return static_cast<uint64_t>(value);
+}
+
+inline uint64_t memo_hash(uint64_t op, uint64_t rank, int64_t first, int64_t last) {
+  const uint64_t h = (op << 3 | rank) * 0x9e3779b97f4a7c15u ^ bits_of(first) * 0xc2b2ae3d27d4eb4fu ^
+                     bits_of(last) * 0x165667b19e3779f9u;
+  return h >> 58 ^ h >> 40;
+}
+
+// The addresses of a call that the memo knows but for them. They are remembered if they are good.
+[[gnu::noinline]] bool addresses_in_order(const FastOp& op, const std::byte* args,
+                                          CheckMemo::Slot& slot) {
+  alignas(16) uint32_t begins[kMaxFastTensors];
+  uint64_t data[CheckMemo::kMaxTensors];
+  uint64_t bad = 0;
+  const size_t count = op.tensors.size();
+  for (size_t i = 0; i < count; ++i) {
+    const auto* t = load<const te_fl_tensor*>(args + op.tensors[i].offset);
+    begins[i] = static_cast<uint32_t>(i);
+    data[i] = 0;
+    if (t == nullptr) continue;
+    data[i] = reinterpret_cast<uintptr_t>(t->dl.data);
+    const uint64_t at = data[i] + t->dl.byte_offset;
+    bad |= (at & slot.tensors[i].below_alignment) | bits_of(data[i] == 0);
+    begins[i] = static_cast<uint32_t>(at >> 3);
+  }
+  for (size_t i = count; i < op.lanes; ++i) begins[i] = 0;
+  if (bad != 0 || may_alias(op, begins)) return false;
+  for (size_t i = 0; i < count; ++i) slot.tensors[i].data = data[i];
+  return true;
 }
 
 FastDims add_dims(FastOp& fast, const Dims& dims) {
@@ -311,16 +345,17 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
   const auto head = load<uint64_t>(anchor);  // struct_size and provider
 
   State s;
-  int64_t values[kMaxSymbols];
-  for (uint32_t i = 0; i < op.symbol_count; ++i) values[i] = -1;
-  s.values = values;
+  for (uint32_t i = 0; i < op.symbol_count; ++i) s.values[i] = -1;
   uint32_t dtypes = 0, scalings = 0;
-  uint32_t max_rank = 0;
   alignas(16) uint32_t begins[kMaxFastTensors];
   uint32_t dtype[kMaxFastTensors];
-  const size_t count = op.tensors.size();
-  const FastTensor* f = op.tensors.data();
-  for (size_t i = 0; i < count; ++i, ++f) {
+  const Lanes nothing[2] = {};
+  std::memcpy(begins, nothing, sizeof nothing);  // lanes without a tensor
+  static constexpr DTypeRow kNone;               // of a dtype that no argument allows
+  const DTypeRow* row = &kNone;
+  const FastTensor* const end = op.tensors.data() + op.tensors.size();
+  size_t i = 0;
+  for (const FastTensor* f = op.tensors.data(); f != end; ++f, ++i) {
     const auto* t = load<const te_fl_tensor*>(args + f->offset);
     if (t == nullptr) {
       if (!f->optional) return false;
@@ -331,39 +366,37 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
     const te_fl_dltensor& dl = t->dl;
     const auto rank = static_cast<uint32_t>(dl.ndim);
     if (load<uint64_t>(t) != head || rank > kMaxRank || dl.shape == nullptr) return false;
-    max_rank = rank > max_rank ? rank : max_rank;
     const auto word = load<uint32_t>(&dl.dtype);
-    const DTypeRow& row = kDTypes.rows[word * kDTypes.factor >> (32 - kTableBits)];
-    s.bad |= word ^ row.word;
-    dtypes |= row.bit;
-    dtype[i] = row.bit;
+    if (word != row->word) {  // else as the tensor before
+      row = &kDTypes.rows[word * kDTypes.factor >> (32 - kTableBits)];
+      if (word != row->word) return false;
+      dtypes |= row->bit;
+    }
+    dtype[i] = row->bit;
     if (t->quant == nullptr) [[likely]] {
-      s.bad |= row.bit & ~f->plain_dtypes;
+      if ((row->bit & f->refused_dtypes) != 0) return false;
       scalings |= TE_FL_BIT(TE_FL_SCALING_NONE);
     } else {
-      const uint32_t allowed = op.op->args[f->arg].dtypes;
-      if ((row.bit & allowed) == 0 || word != row.word || !quant_in_order(op, *f, raw, *t))
-        return false;
+      if ((row->bit & f->quant_dtypes) == 0 || !quant_in_order(op, *f, raw, *t)) return false;
       scalings |= 1u << t->quant->scaling;
     }
     const uintptr_t at = reinterpret_cast<uintptr_t>(dl.data) + dl.byte_offset;
-    s.bad |= at & row.below_alignment;
-    s.bad |= bits_of(dl.data == nullptr);
-    s.bad |= (load<uint64_t>(&dl.device) ^ device) & f->place_mask;
+    if (dl.data == nullptr || (at & row->below_alignment) != 0) return false;
     begins[i] = static_cast<uint32_t>((at * 0x9e3779b97f4a7c15u) >> 32);
+    if (((load<uint64_t>(&dl.device) ^ device) & f->place_mask) != 0) return false;
     if (dl.strides != nullptr && !strides_in_order(*f, dl)) return false;
-    match_shape(op, *f, args, s, dl);
+    if (!match_shape(op, *f, args, s, dl)) return false;
   }
-  s.bad |= s.extents >> kExtentBits[max_rank];
+  if (s.extents >> kExtentBits[s.max_rank] != 0) return false;
+  for (i = std::max(i, 2 * kLanes); i < op.lanes; ++i) begins[i] = 0;
+  if (may_alias(op, begins) || !scalars_in_order(op, args)) return false;
   for (const FastPair& p : op.same_dtype) {
-    s.bad |= bits_of(dtype[p.a] != dtype[p.b] && dtype[p.b] != 0 && dtype[p.a] != 0);
+    if (dtype[p.a] != dtype[p.b] && dtype[p.b] != 0 && dtype[p.a] != 0) return false;
   }
   for (const uint32_t offset : op.host_offsets) {
     const auto* t = load<const te_fl_tensor*>(args + offset);
-    s.bad |= bits_of(t != nullptr && t->dl.device.type != TE_FL_DEVICE_CPU);
+    if (t != nullptr && t->dl.device.type != TE_FL_DEVICE_CPU) return false;
   }
-  for (size_t i = count; i < op.blocks * kLanes; ++i) begins[i] = 0;
-  if (s.bad != 0 || may_alias(op, begins) || !scalars_in_order(op, args)) return false;
   if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
   out.dtypes = dtypes;
   out.scalings = scalings;
@@ -371,15 +404,112 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
   out.device = {anchor->dl.device.type, anchor->dl.device.index, anchor->provider};
   if (out.device.is_host()) out.device = Device{};
   if (op.op->has_newer) [[unlikely]] {
-    const ArgsView view(raw);
-    for (const Arg& arg : op.op->args) {
-      if (arg.since > out.version && !view.is_neutral(arg)) out.version = arg.since;
-    }
+    out.version = newest_version(op, raw);
   }
   return true;
 }
 
+bool check_known(const FastOp& op, const void* raw, CheckMemo& memo, Signature& out,
+                 CheckMemo::Slot*& where) noexcept {
+  const auto* args = static_cast<const std::byte*>(raw);
+  if (raw == nullptr || load<uint32_t>(raw) < op.args_size) return false;
+  if (g_validate.load(std::memory_order_relaxed)) return false;
+  if (!op.memorable) return false;
+  const auto* anchor = load<const te_fl_tensor*>(args + op.anchor_offset);
+  if (anchor == nullptr || anchor->struct_size < sizeof(te_fl_tensor)) return false;
+  const auto anchor_rank = static_cast<uint32_t>(anchor->dl.ndim);
+  const int64_t* anchor_shape = anchor->dl.shape;
+  if (anchor_rank - 1 >= CheckMemo::kMaxRank || anchor_shape == nullptr) return false;
+  CheckMemo::Slot& slot =
+      memo.slot(memo_hash(op.number, anchor_rank, anchor_shape[0], anchor_shape[anchor_rank - 1]));
+  where = &slot;
+  if (slot.op != op.number) return false;
+  uint64_t moved = 0, differs = 0;
+  Words wide{};
+  const FastTensor* f = op.tensors.data();
+  const FastTensor* const end = f + op.tensors.size();
+  const CheckMemo::Tensor* m = slot.tensors.data();
+  for (; f != end; ++f, ++m) {
+    const auto* t = load<const te_fl_tensor*>(args + f->offset);
+    if (t == nullptr) [[unlikely]] {
+      if (m->kind != CheckMemo::kAbsent) return false;
+      continue;
+    }
+    const te_fl_dltensor& dl = t->dl;
+    const int64_t* shape = dl.shape;
+    // Before anything is read through the pointers: the struct is as long and the rank the same.
+    if (load<uint64_t>(t) != m->head || load<uint64_t>(&dl.ndim) != m->kind || shape == nullptr) {
+      return false;
+    }
+    differs |= load<uint64_t>(&dl.device) ^ m->device;
+    wide |= load<Words>(&dl.byte_offset) ^ load<Words>(&m->byte_offset);
+    if (m->rank == 2) [[likely]] {
+      wide |= load<Words>(shape) ^ load<Words>(m->shape);
+    } else {
+      for (uint32_t d = 0; d < m->rank; ++d) differs |= bits_of(shape[d] ^ m->shape[d]);
+    }
+    // Where there were strides, none are as good: compact.
+    if (dl.strides != nullptr) [[unlikely]] {
+      if (!m->has_strides) return false;
+      for (uint32_t d = 0; d < m->rank; ++d) differs |= bits_of(dl.strides[d] ^ m->strides[d]);
+    }
+    moved |= reinterpret_cast<uintptr_t>(dl.data) ^ m->data;
+  }
+  differs |= wide[0] | wide[1];
+  uint64_t flags = 0;
+  for (const uint32_t offset : op.flag_offsets) {
+    flags = flags << 1 | (load<int32_t>(args + offset) != 0);
+  }
+  differs |= flags ^ slot.flags;
+  if (differs != 0) return false;
+  if (moved != 0 && !addresses_in_order(op, args, slot)) return false;
+  if (!scalars_in_order(op, args)) return false;
+  if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
+  out = slot.signature;
+  if (op.op->has_newer) [[unlikely]] {
+    out.version = newest_version(op, raw);
+  }
+  return true;
+}
+
+void remember(const FastOp& op, const void* raw, const Signature& signature,
+              CheckMemo::Slot& slot) noexcept {
+  const auto* args = static_cast<const std::byte*>(raw);
+  slot.op = 0;
+  for (size_t i = 0; i < op.tensors.size(); ++i) {
+    const auto* t = load<const te_fl_tensor*>(args + op.tensors[i].offset);
+    CheckMemo::Tensor& m = slot.tensors[i];
+    if (t == nullptr) {
+      m.kind = CheckMemo::kAbsent;
+      continue;
+    }
+    const te_fl_dltensor& dl = t->dl;
+    if (t->quant != nullptr || dl.ndim > static_cast<int32_t>(CheckMemo::kMaxRank)) return;
+    m.head = load<uint64_t>(t);
+    m.device = load<uint64_t>(&dl.device);
+    m.kind = load<uint64_t>(&dl.ndim);
+    m.byte_offset = dl.byte_offset;
+    m.quant = 0;
+    m.data = reinterpret_cast<uintptr_t>(dl.data);
+    m.below_alignment = row_of(load<uint32_t>(&dl.dtype)).below_alignment;
+    m.rank = static_cast<uint32_t>(dl.ndim);
+    m.has_strides = dl.strides != nullptr;
+    for (int32_t d = 0; d < dl.ndim; ++d) {
+      m.shape[d] = dl.shape[d];
+      if (m.has_strides) m.strides[d] = dl.strides[d];
+    }
+  }
+  slot.flags = 0;
+  for (const uint32_t offset : op.flag_offsets) {
+    slot.flags = slot.flags << 1 | (load<int32_t>(args + offset) != 0);
+  }
+  slot.signature = signature;
+  slot.op = op.number;
+}
+
 namespace {
+
+std::atomic<uint64_t> g_numbers{1};
 
 // A rule that an earlier required tensor has word for word gives the same extents, if every term
 // has a value.
@@ -392,7 +522,7 @@ void choose_shape(FastOp& fast, const CompiledOp::Impl& op, FastTensor& f) {
     const bool same = std::strcmp(op.descs[fast.tensors[i].arg].shape, op.descs[f.arg].shape) == 0;
     if (!same || fast.tensors[i].optional) continue;
     f.shape = FastShape::kSame;
-    f.same_as = static_cast<uint8_t>(i);
+    f.same_offset = fast.tensors[i].offset;
     return;
   }
   const Dims& dims = rule.dims[0];
@@ -415,7 +545,8 @@ FastTensor make_tensor(FastOp& fast, const CompiledOp::Impl& op, uint8_t i) {
   f.arg = i;
   const bool plain = (arg.scalings & TE_FL_BIT(TE_FL_SCALING_NONE)) != 0;
   const uint32_t scaled = arg.is(TE_FL_ARG_RAW_FP8) ? 0u : kScaledDTypes;
-  f.plain_dtypes = plain ? arg.dtypes & ~scaled : 0u;
+  f.refused_dtypes = plain ? ~(arg.dtypes & ~scaled) : ~0u;
+  f.quant_dtypes = arg.dtypes;
   f.place_mask = arg.places() ? ~uint64_t{0} : 0;
   f.optional = arg.is(TE_FL_ARG_OPTIONAL);
   f.allows_overlap = arg.is(TE_FL_ARG_ALLOW_OVERLAP);
@@ -444,6 +575,7 @@ std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
     return nullptr;
   auto fast = std::make_unique<FastOp>();
   fast->op = &op;
+  fast->number = g_numbers.fetch_add(1, std::memory_order_relaxed);
   fast->args_size = op.schema.args_size;
   fast->symbol_count = static_cast<uint32_t>(op.symbols.size());
   if (op.saved >= 0) fast->saved_offset = op.args[static_cast<size_t>(op.saved)].offset;
@@ -452,12 +584,18 @@ std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
     if (!fits_int32(arg.shape.dims[0]) || !fits_int32(arg.shape.dims[1])) return nullptr;
     fast->uses_product |= arg.shape.uses(Term::kProduct);
     fast->tensors.push_back(make_tensor(*fast, op, i));
+    const uint32_t flag = fast->tensors.back().flag_offset;
+    const auto& flags = fast->flag_offsets;
+    if (flag != 0 && std::find(flags.begin(), flags.end(), flag) == flags.end()) {
+      fast->flag_offsets.push_back(flag);
+    }
     if (arg.is(TE_FL_ARG_HOST)) fast->host_offsets.push_back(arg.offset);
     const bool required = arg.places() && !arg.is(TE_FL_ARG_OPTIONAL);
     if (fast->anchor_offset == 0 && required) fast->anchor_offset = arg.offset;
   }
   if (fast->anchor_offset == 0) return nullptr;
-  fast->blocks = (fast->tensors.size() + kLanes - 1) / kLanes;
+  fast->memorable = fast->tensors.size() <= CheckMemo::kMaxTensors;
+  fast->lanes = (fast->tensors.size() + kLanes - 1) / kLanes * kLanes;
   for (uint8_t a = 0; a < fast->tensors.size(); ++a) {
     const Arg& arg = op.args[fast->tensors[a].arg];
     if (arg.writes()) fast->outputs.push_back(make_output(*fast, op, a));
@@ -467,10 +605,10 @@ std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
   }
   for (const uint8_t i : op.scalars) {
     const Arg& arg = op.args[i];
-    fast->scalars.push_back(
-        {arg.offset, arg.type, arg.int_low,
-         static_cast<uint64_t>(arg.int_high) - static_cast<uint64_t>(arg.int_low), arg.low,
-         arg.high});
+    const bool is_float = arg.type == TE_FL_ARG_F32 || arg.type == TE_FL_ARG_F64;
+    const bool wide = arg.type == TE_FL_ARG_F64 || arg.type == TE_FL_ARG_I64;
+    const auto span = static_cast<uint64_t>(arg.int_high) - static_cast<uint64_t>(arg.int_low);
+    fast->scalars.push_back({arg.offset, is_float, wide, arg.int_low, span, arg.low, arg.high});
   }
   return fast;
 }

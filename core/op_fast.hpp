@@ -38,21 +38,23 @@ struct FastDims {
 
 struct FastTensor {
   uint32_t offset;
-  uint32_t plain_dtypes;  // allowed without quantisation data
-  uint64_t place_mask;    // all ones if the device must be the common one, else 0
+  uint32_t refused_dtypes;  // without quantisation data
+  uint32_t quant_dtypes;    // allowed with quantisation data
+  uint64_t place_mask;      // all ones if the device must be the common one, else 0
   FastShape shape;
-  uint8_t symbol;   // kLeadingName, kName
-  uint8_t same_as;  // kSame: index in FastOp::tensors
+  uint8_t symbol;  // kLeadingName, kName
   bool optional;
   bool allows_overlap;
   uint8_t arg;           // index in the op's arguments
+  uint32_t same_offset;  // kSame: of the tensor to compare with
   uint32_t flag_offset;  // of the bool that chooses between the two forms; 0: the first
   FastDims dims[2];
 };
 
 struct FastScalar {
   uint32_t offset;
-  te_fl_arg_type type;
+  bool is_float;
+  bool wide;  // 64 bits
   int64_t low;
   uint64_t span;  // high - low
   double float_low, float_high;
@@ -70,14 +72,17 @@ struct FastOutput {
 
 struct FastOp {
   const CompiledOp::Impl* op = nullptr;
+  uint64_t number = 0;  // unique in the process, never given again
   uint32_t args_size = 0;
   uint32_t anchor_offset = 0;  // a required tensor whose device all others must have
   uint32_t saved_offset = 0;   // 0: none
   uint32_t symbol_count = 0;
   bool uses_product = false;
-  size_t blocks = 0;  // of kLanes tensors
+  size_t lanes = 0;  // tensors, rounded up to kLanes
+  bool memorable = false;  // CheckMemo has room for its tensors
   std::vector<FastTensor> tensors;
   std::vector<FastTerm> terms;
+  std::vector<uint32_t> flag_offsets;  // of the bools that choose between forms of a shape rule
   std::vector<uint32_t> host_offsets;  // tensors that must be in host memory
   std::vector<FastScalar> scalars;
   std::vector<FastOutput> outputs;

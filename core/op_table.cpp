@@ -4,6 +4,7 @@
 
 #include "core/compiled_op.hpp"
 #include "core/op_finder.hpp"
+#include "core/op_memo.hpp"
 #include "core/settings.hpp"
 #include "core/text.hpp"
 #include "te_fl/dtype.hpp"
@@ -59,6 +60,18 @@ const te_fl_op_schema& CompiledOp::schema() const noexcept { return impl_->schem
 
 bool CompiledOp::check(const void* args, Signature& out) const noexcept {
   if (impl_->fast != nullptr && fast_check(*impl_->fast, args, out)) return true;
+  return Finder(*impl_, args).run(out);
+}
+
+bool CompiledOp::check(const void* args, Signature& out, CheckMemo& memo) const noexcept {
+  CheckMemo::Slot* slot = nullptr;
+  if (impl_->fast != nullptr) {
+    if (check_known(*impl_->fast, args, memo, out, slot)) return true;
+    if (fast_check(*impl_->fast, args, out)) {
+      if (slot != nullptr) remember(*impl_->fast, args, out, *slot);
+      return true;
+    }
+  }
   return Finder(*impl_, args).run(out);
 }
 

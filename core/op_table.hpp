@@ -25,6 +25,8 @@ struct Signature {
   friend bool operator==(const Signature&, const Signature&) = default;
 };
 
+class CheckMemo;  // core/op_memo.hpp
+
 // A schema with its shape rules compiled, checked for consistency. Immutable, thread-safe.
 class CompiledOp {
  public:
@@ -37,6 +39,8 @@ class CompiledOp {
   // modes and their required parts, shapes, devices, alignment, scalar ranges, enums, aliasing.
   // Metadata only, no allocation, a few nanoseconds per tensor. false: check_status() says why.
   bool check(const void* args, Signature& out) const noexcept;
+  // The same, faster for calls like those that `memo` has seen in order. A memo is one thread's.
+  bool check(const void* args, Signature& out, CheckMemo& memo) const noexcept;
   // The signature alone (no shape or scalar checks), for routing decisions.
   bool signature(const void* args, Signature& out) const noexcept;
   // The slow path: the first mistake in words, naming argument, what it was and what it must be.

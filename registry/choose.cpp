@@ -8,8 +8,13 @@
 namespace te_fl::registry {
 namespace {
 
+bool mentions_names(const PolicySettings& s) {
+  return !s.per_op.empty() || !s.allow_vendors.empty() || !s.deny_vendors.empty();
+}
+
+}  // namespace
+
 bool is_capturing(const Device& device, void* stream) {
-  if (device.is_host()) return false;
   const Result<const te_fl_device_desc*> desc = devices::find(device);
   if (!desc.ok() || (*desc)->api->is_capturing == nullptr) return false;
   int32_t capturing = 0;
@@ -17,20 +22,10 @@ bool is_capturing(const Device& device, void* stream) {
   return code == TE_FL_OK && capturing != 0;
 }
 
-bool mentions_names(const PolicySettings& s) {
-  return !s.per_op.empty() || !s.allow_vendors.empty() || !s.deny_vendors.empty();
-}
-
-}  // namespace
-
 Status prepare_call(Call& call) {
-  if (call.args == nullptr || !call.row.compiled->check(call.args, call.signature)) {
-    return bad_arguments(call.row, call.args);
-  }
-  call.policy = policy::current_id();
-  if (call.policy == policy::kInvalidPolicy) return invalid_policy(call.row);
-  call.capturing = is_capturing(call.signature.device, call.options.stream);
-  return {};
+  if (prepare_warm(call)) return {};
+  return call.policy == policy::kInvalidPolicy ? invalid_policy(call.row)
+                                               : bad_arguments(call.row, call.args);
 }
 
 Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
@@ -87,19 +82,6 @@ Result<const RouteEntry*> route_of(Call& call) {
   }
   entry.route = std::move(route);
   return &entry;
-}
-
-te_fl_context context_of(const Call& call, bool deterministic, const te_fl_error_sink* errors) {
-  te_fl_context context{};
-  context.struct_size = sizeof context;
-  context.flags = (deterministic ? uint32_t{TE_FL_CALL_DETERMINISTIC} : 0u) |
-                  (call.capturing ? uint32_t{TE_FL_CALL_CAPTURING} : 0u);
-  context.device = call.signature.device.to_c();
-  context.provider = call.signature.device.provider;
-  context.stream = call.options.stream;
-  context.rng = call.options.rng;
-  context.errors = errors;
-  return context;
 }
 
 }  // namespace te_fl::registry

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/error_text.hpp"
+#include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"
@@ -85,8 +86,23 @@ Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route; the slow, complete way. `first`: the route's first implementation
 // has run and failed so.
 Status run_route(Call& call, const Failure* first);
+// Whether the stream of a device is being captured into a graph.
+bool is_capturing(const Device& device, void* stream);
+
 // Fills the context of a call but for scratch and plan.
-te_fl_context context_of(const Call& call, bool deterministic, const te_fl_error_sink* errors);
+[[gnu::always_inline]] inline te_fl_context context_of(const Call& call, bool deterministic,
+                                                       const te_fl_error_sink* errors) {
+  te_fl_context context{};
+  context.struct_size = sizeof context;
+  context.flags = (deterministic ? uint32_t{TE_FL_CALL_DETERMINISTIC} : 0u) |
+                  (call.capturing ? uint32_t{TE_FL_CALL_CAPTURING} : 0u);
+  context.device = call.signature.device.to_c();
+  context.provider = call.signature.device.provider;
+  context.stream = call.options.stream;
+  context.rng = call.options.rng;
+  context.errors = errors;
+  return context;
+}
 // supports() of an implementation that asks per call: OK, or why not.
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors);
@@ -95,7 +111,18 @@ te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& co
 // A run() whose exception, which R5 forbids, becomes a status.
 te_fl_status guarded_run(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors) noexcept;
-// Checks, policy, capture state: what precedes the choice.
+// Checks, policy, capture state: what precedes the choice. False: prepare_call() says why.
+[[gnu::always_inline]] inline bool prepare_warm(Call& call) {
+  if (call.args == nullptr ||
+      !call.row.compiled->check(call.args, call.signature, call.thread.memo)) [[unlikely]] {
+    return false;
+  }
+  call.policy = policy::current_id();
+  if (!call.signature.device.is_host()) {
+    call.capturing = is_capturing(call.signature.device, call.options.stream);
+  }
+  return call.policy != policy::kInvalidPolicy;
+}
 Status prepare_call(Call& call);
 
 // The record of an opaque forward, if `args` holds one for this op to read; null otherwise.

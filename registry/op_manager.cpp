@@ -182,8 +182,8 @@ OpRegistry& OpManager::registry() noexcept { return impl_->registry; }
 
 Status OpManager::call(OpId op, const void* args, const CallOptions& options) {
   return with_call<Status>(*impl_, op, args, options, [](Call& call) -> Status {
-    if (Status s = registry::prepare_call(call); !s.ok()) [[unlikely]]
-      return s;
+    if (!registry::prepare_warm(call)) [[unlikely]]
+      return registry::prepare_call(call);
     const RouteKey key(call.op, call.signature, call.policy, call.capturing);
     const RouteEntry* entry = call.thread.routes.find(call.table.id, key);
     if (entry == nullptr) [[unlikely]] {
@@ -218,8 +218,8 @@ Status PreparedOp::call(const void* args, const CallOptions& options) const {
     return failed_precondition("an empty PreparedOp was called; OpManager::prepare makes one");
   const Rep& rep = *rep_;
   return with_call<Status>(*rep.manager, rep.op, args, options, [&](Call& call) -> Status {
-    if (Status s = registry::prepare_call(call); !s.ok()) [[unlikely]]
-      return s;
+    if (!registry::prepare_warm(call)) [[unlikely]]
+      return registry::prepare_call(call);
     if (!(call.signature == rep.signature)) [[unlikely]]
       return wrong_signature(call);
     registry::HandleEntry& known = call.thread.handles.at(rep.number);

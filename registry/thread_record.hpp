@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/op_memo.hpp"
 #include "registry/epoch.hpp"
 #include "registry/plan_cache.hpp"
 #include "registry/route_cache.hpp"
@@ -38,6 +39,7 @@ class CallCounters {
 // What dispatch keeps per thread. Made by the thread's first call, reclaimed when the thread ends.
 struct ThreadRecord {
   EpochSlot slot;
+  core::CheckMemo memo;
   RouteCache routes;
   HandleCache handles;
   PlanCacheFront plans;

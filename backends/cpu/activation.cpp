@@ -95,6 +95,7 @@ void gated_gradient_in_pairs(Act act, Clamp clamp, const Args& args) {
   const int dtype = dtype_of(*args.output);
   const int64_t bytes = element_bytes(*args.output);
   char* to = backend::data<char>(*args.output);
+  const bool stream = exceeds_cache(out.rows * 2 * half * bytes);
   const Parts parts(out.rows * chunks,
                     ceil_div(kGrain, std::min(std::max<int64_t>(half, 1), kChunk)));
   parts.run([&](int64_t, int64_t begin, int64_t end) {
@@ -106,9 +107,10 @@ void gated_gradient_in_pairs(Act act, Clamp clamp, const Args& args) {
       input(first, n, a.data);
       input(first + half, n, b.data);
       gated_backward(act, clamp, dy.data, a.data, b.data, n, a.data, b.data);
-      store_f32(dtype, a.data, n, to + first * bytes);
-      store_f32(dtype, b.data, n, to + (first + half) * bytes);
+      store_f32(dtype, a.data, n, to + first * bytes, stream);
+      store_f32(dtype, b.data, n, to + (first + half) * bytes, stream);
     }
+    store_fence();
   });
 }
 

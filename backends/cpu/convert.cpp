@@ -1,9 +1,6 @@
 #include "convert.hpp"
 
-#include <unistd.h>
-
-#include <atomic>
-
+#include "cache_size.hpp"
 #include "te_fl/plugin.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -22,7 +19,11 @@ void Load(const void* raw, int64_t n, float* dst) {
   const T* src = static_cast<const T*>(raw);
   const auto lanes = static_cast<int64_t>(NumLanes());
   int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) StoreF32(LoadF32(src + i), dst + i);
+  for (; i + lanes <= n; i += lanes) {
+    // The next chunk comes in while this one is computed on. Past the end it does nothing.
+    hwy::Prefetch(src + i + kChunk);
+    StoreF32(LoadF32(src + i), dst + i);
+  }
   if (i < n) {
     StoreF32(LoadPart(src + i, static_cast<size_t>(n - i)), dst + i);
     i += lanes;
@@ -235,8 +236,13 @@ HWY_INLINE void Transpose16x16(const uint8_t* src, int64_t src_stride, uint8_t* 
 }
 #endif
 
+HWY_INLINE void StreamLine(const uint8_t* src, uint8_t* dst) {
+  const hn::CappedTag<uint8_t, 64> d;
+  for (size_t i = 0; i < 64; i += hn::Lanes(d)) hn::Stream(hn::Load(d, src + i), d, dst + i);
+}
+
 void TransposeBytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_t cols,
-                    uint8_t* dst, int64_t dst_stride) {
+                    uint8_t* dst, int64_t dst_stride, [[maybe_unused]] bool stream) {
   int64_t c = 0;
 #if HWY_TARGET != HWY_SCALAR
   for (; c + 16 <= cols; c += 16) {
@@ -248,7 +254,12 @@ void TransposeBytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_
         Transpose16x16(src + (r + part) * src_stride + c, src_stride, lines + part, 64);
       }
       for (int64_t j = 0; j < 16; ++j) {
-        std::memcpy(dst + (c + j) * dst_stride + r, lines + 64 * j, 64);
+        uint8_t* line = dst + (c + j) * dst_stride + r;
+        if (stream && reinterpret_cast<uintptr_t>(line) % 64 == 0) {
+          StreamLine(lines + 64 * j, line);
+        } else {
+          std::memcpy(line, lines + 64 * j, 64);
+        }
       }
     }
     for (; r + 16 <= rows; r += 16) {
@@ -290,19 +301,7 @@ float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* ds
   return HWY_DYNAMIC_DISPATCH(QuantizeByDtype)(dtype, src, n, scale, dst, stream);
 }
 void store_fence() { hwy::FlushStream(); }
-bool exceeds_cache(int64_t bytes) {
-  static std::atomic<int64_t> cache{0};  // not a guarded static: a fork must not find it half made
-  int64_t size = cache.load(std::memory_order_relaxed);
-  if (size == 0) {
-    size = int64_t{32} << 20;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-    const int64_t known = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    if (known > 0) size = known;
-#endif
-    cache.store(size, std::memory_order_relaxed);
-  }
-  return bytes > size;
-}
+bool exceeds_cache(int64_t bytes) { return bytes > last_level_cache_bytes(); }
 void scale_f32(float* x, int64_t n, float factor) { HWY_DYNAMIC_DISPATCH(Scale)(x, n, factor); }
 void add_f32(const float* x, int64_t n, float* acc) { HWY_DYNAMIC_DISPATCH(AddTo)(x, n, acc); }
 float amax_f32(const float* src, int64_t n) {
@@ -318,8 +317,8 @@ void fp8_to_bf16(int dtype, const void* src, int64_t n, uint16_t* dst) {
   HWY_DYNAMIC_DISPATCH(Fp8ToBf16)(dtype, src, n, dst);
 }
 void transpose_bytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_t cols,
-                     uint8_t* dst, int64_t dst_stride) {
-  HWY_DYNAMIC_DISPATCH(TransposeBytes)(src, src_stride, rows, cols, dst, dst_stride);
+                     uint8_t* dst, int64_t dst_stride, bool stream) {
+  HWY_DYNAMIC_DISPATCH(TransposeBytes)(src, src_stride, rows, cols, dst, dst_stride, stream);
 }
 
 }  // namespace te_fl::cpu

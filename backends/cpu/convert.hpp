@@ -44,9 +44,9 @@ void add_to_sums(const float* src, int64_t n, double* sums);
 // BF16 bit patterns from FP8 codes; exact.
 void fp8_to_bf16(int dtype, const void* src, int64_t n, uint16_t* dst);
 
-// dst[c * dst_stride + r] = src[r * src_stride + c] for bytes.
+// dst[c * dst_stride + r] = src[r * src_stride + c] for bytes. `stream` as in store_f32.
 void transpose_bytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_t cols,
-                     uint8_t* dst, int64_t dst_stride);
+                     uint8_t* dst, int64_t dst_stride, bool stream = false);
 
 // Start of element `index` of an array of a dtype of whole bytes.
 inline const char* element(const void* base, int64_t index, int64_t bytes) {

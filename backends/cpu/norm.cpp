@@ -157,6 +157,7 @@ void run_backward(const Backward& args) {
   dgamma.start(parts.count());
   if (args.dbeta != nullptr) dbeta.start(parts.count());
   const RowBuffers buffers(cols, 3);
+  const bool stream = exceeds_cache(matrix.rows * dx.pitch);
   const float inverse = 1.0f / static_cast<float>(std::max<int64_t>(cols, 1));
   parts.run([&](int64_t part, int64_t begin, int64_t end) {
     float* dz_row = buffers.row(part, 0);
@@ -172,8 +173,9 @@ void run_backward(const Backward& args) {
                     args.dbeta != nullptr ? dbeta.of_part(part) : nullptr);
       norm_gradient(dz_row, x_row, gamma.data(), add_row, cols, mean, rsigma[row],
                     mu != nullptr ? sums.d * inverse : 0.0f, sums.dn * inverse, dz_row);
-      store_f32(dx.dtype, dz_row, cols, dx.data + row * dx.pitch);
+      store_f32(dx.dtype, dz_row, cols, dx.data + row * dx.pitch, stream);
     }
+    store_fence();
   });
   dgamma.store(*args.dgamma);
   if (args.dbeta != nullptr) dbeta.store(*args.dbeta);

@@ -90,6 +90,7 @@ void for_each_tile(Matrix matrix, int64_t tile_rows, int64_t tile_cols, ColumnSu
       f(Tile{row, col, std::min(tile_rows, matrix.rows - row),
              std::min(tile_cols, matrix.cols - col), part});
     }
+    store_fence();
   });
 }
 
@@ -223,7 +224,7 @@ class Store {
       }
       amax.raise(tile_amax);
       transpose_bytes(codes, kTilePitch, tile.rows, tile.cols,
-                      columnwise + tile.col * matrix_.rows + tile.row, matrix_.rows);
+                      columnwise + tile.col * matrix_.rows + tile.row, matrix_.rows, stream_);
     });
   }
 

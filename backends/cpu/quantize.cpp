@@ -188,12 +188,15 @@ void fp8_transpose(const te_fl_context&, const te_fl_fp8_transpose_args& args) {
   auto* output = backend::data<uint8_t>(*args.output);
   if (m.rows == 0 || m.cols == 0) return;
   const int64_t across = ceil_div(m.cols, 512), down = ceil_div(m.rows, kRows);
+  const bool stream = exceeds_cache(m.rows * m.cols);
   Parts(down * across, 2).run([&](int64_t, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t row = t / across * kRows, col = t % across * 512;
       transpose_bytes(input + row * m.cols + col, m.cols, std::min(kRows, m.rows - row),
-                      std::min<int64_t>(512, m.cols - col), output + col * m.rows + row, m.rows);
+                      std::min<int64_t>(512, m.cols - col), output + col * m.rows + row, m.rows,
+                      stream);
     }
+    store_fence();
   });
 }
 Refusal refuse_fp8_transpose(const te_fl_fp8_transpose_args& args) {

@@ -235,7 +235,7 @@ void transpose(Problem& p, int dtype, int64_t m, int64_t k) {
 void add_small_ops(Table& table) {
   for (int count : {0, 1, 3, 100})
     for (size_t s : {3u, 7u, 12u, 17u, 21u, 24u}) {
-      if (count == 100 && s != 7) continue;
+      if ((count == 0 || count == 100) && s != 7) continue;
       const Spec spec = quantised_specs()[s];
       add(table, "quantize", "multi_tensor_quantize",
           std::to_string(count) + "_tensors/out=" + spec.name(),
