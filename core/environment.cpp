@@ -32,7 +32,6 @@ struct State {
 
 constinit core::ForkMutex mutex(10);
 const core::ForkMutex::Registration registration(mutex);
-std::atomic<uint64_t> generation_counter{0};
 
 State& state() {  // never destroyed: destructors of static objects may still ask
   static State* const instance = new State;
@@ -146,7 +145,7 @@ void publish(bool from_code) {
   const std::string log_level = in_effect(find("TEFL_LOG_LEVEL"));
   core::apply_log_level(log_level, from_code);
   core::g_validate.store(in_effect(find("TE_FL_VALIDATE")) == "1", std::memory_order_relaxed);
-  generation_counter.fetch_add(1, std::memory_order_release);
+  core::g_generation.fetch_add(1, std::memory_order_release);
 }
 
 // The lock, with the environment read.
@@ -239,7 +238,7 @@ Status status() {
   return state().status;
 }
 
-uint64_t generation() noexcept { return generation_counter.load(std::memory_order_acquire); }
+uint64_t generation() noexcept { return core::g_generation.load(std::memory_order_acquire); }
 
 std::string markdown() {
   std::string text =

@@ -78,7 +78,7 @@ struct FastOp {
   uint32_t saved_offset = 0;   // 0: none
   uint32_t symbol_count = 0;
   bool uses_product = false;
-  size_t lanes = 0;  // tensors, rounded up to kLanes
+  size_t lanes = 0;        // tensors, rounded up to kLanes
   bool memorable = false;  // CheckMemo has room for its tensors
   std::vector<FastTensor> tensors;
   std::vector<FastTerm> terms;

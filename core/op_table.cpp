@@ -75,6 +75,37 @@ bool CompiledOp::check(const void* args, Signature& out, CheckMemo& memo) const 
   return Finder(*impl_, args).run(out);
 }
 
+void remember_exactly(const CompiledOp& op, const void* args, ExactMemo& memo) noexcept {
+  memo.forget();
+  const te_fl_op_schema& schema = op.schema();
+  const ArgsView view(args);
+  const uint32_t size = view.size();
+  // Padding may hold anything; such structs are merely recognised less often.
+  if (size > ExactMemo::kMaxArgs || size % 8 != 0) return;
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    // What lies behind other pointers is not compared.
+    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_SAVED) return;
+    if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;
+    const auto* t = view.read<const te_fl_tensor*>(arg.offset);
+    if (t == nullptr) continue;
+    const te_fl_dltensor& dl = t->dl;
+    const bool plain = t->quant == nullptr && dl.strides == nullptr &&
+                       dl.ndim <= static_cast<int32_t>(ExactMemo::kMaxRank);
+    if (!plain || t->struct_size < sizeof(te_fl_tensor) || count == ExactMemo::kMaxTensors) return;
+    ExactMemo::One& one = memo.tensors_[count++];
+    std::memcpy(one.bytes, t, sizeof(te_fl_tensor));
+    one.tensor = t;
+    one.shape = dl.shape;
+    one.rank = static_cast<uint32_t>(dl.ndim);
+    for (int32_t d = 0; d < dl.ndim; ++d) one.extents[d] = dl.shape[d];
+  }
+  std::memcpy(memo.args_, args, size);
+  memo.count_ = count;
+  memo.size_ = size;
+}
+
 bool CompiledOp::signature(const void* args, Signature& out) const noexcept {
   return Finder(*impl_, args).signature(out);
 }

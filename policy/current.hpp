@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "te_fl/environment.hpp"
+#include "core/settings.hpp"
 #include "te_fl/policy.hpp"
 
 // Which policy is in force, as the hot path asks it: an id, no lock, no string.
@@ -26,7 +26,8 @@ inline uint32_t current_id() {
   if (const uint32_t global = g_global.load(std::memory_order_relaxed); global != 0)
     return global - 1;
   const uint64_t word = g_environment.load(std::memory_order_acquire);
-  if (static_cast<uint32_t>(word >> 32) == static_cast<uint32_t>(environment::generation())) {
+  if (static_cast<uint32_t>(word >> 32) ==
+      static_cast<uint32_t>(core::g_generation.load(std::memory_order_acquire))) {
     return static_cast<uint32_t>(word);
   }
   return refresh_environment();

@@ -1,6 +1,7 @@
 // Interned policies, and which one is in force.
 
 #include "te_fl/policy.hpp"
+#include "te_fl/environment.hpp"
 
 #include <algorithm>
 #include <deque>

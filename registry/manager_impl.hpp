@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/error_text.hpp"
+#include "core/settings.hpp"
 #include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "registry/registry_impl.hpp"
@@ -23,7 +24,7 @@ struct OpManager::Impl {
   // TE_FL_SYNC, as of the environment's current generation.
   bool sync() {
     const uint64_t word = sync_word.load(std::memory_order_relaxed);
-    if (word >> 1 == environment::generation()) return (word & 1) != 0;
+    if (word >> 1 == core::g_generation.load(std::memory_order_acquire)) return (word & 1) != 0;
     return read_sync();
   }
   bool read_sync();
@@ -108,20 +109,43 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
                          core::ErrorText& errors);
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors);
-// A run() whose exception, which R5 forbids, becomes a status.
-te_fl_status guarded_run(const Implementation& impl, const te_fl_context& context, const void* args,
-                         core::ErrorText& errors) noexcept;
-// Checks, policy, capture state: what precedes the choice. False: prepare_call() says why.
+// The status of the exception in flight, which R5 forbids. Its words go to `errors`.
+[[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
+
+// Calls into an implementation; an exception becomes a status.
+template <class F>
+[[gnu::always_inline]] inline te_fl_status entered(const char* entry, core::ErrorText& errors,
+                                                   F&& f) noexcept {
+  try {
+    return f();
+  } catch (...) {
+    return exception_status(entry, errors);
+  }
+}
+
+[[gnu::always_inline]] inline te_fl_status guarded_run(const Implementation& impl,
+                                                       const te_fl_context& context,
+                                                       const void* args,
+                                                       core::ErrorText& errors) noexcept {
+  return entered("run() threw an exception (rule R5)", errors,
+                 [&] { return impl.desc.run(impl.desc.self, &context, args); });
+}
+
+// What the choice depends on besides the signature. False: the policy is invalid.
+[[gnu::always_inline]] inline bool read_state(Call& call) {
+  call.policy = policy::current_id();
+  if (!call.signature.device.is_host()) [[unlikely]] {
+    call.capturing = is_capturing(call.signature.device, call.options.stream);
+  }
+  return call.policy != policy::kInvalidPolicy;
+}
+// Checks the arguments and reads the state. False: prepare_call() says why.
 [[gnu::always_inline]] inline bool prepare_warm(Call& call) {
   if (call.args == nullptr ||
       !call.row.compiled->check(call.args, call.signature, call.thread.memo)) [[unlikely]] {
     return false;
   }
-  call.policy = policy::current_id();
-  if (!call.signature.device.is_host()) {
-    call.capturing = is_capturing(call.signature.device, call.options.stream);
-  }
-  return call.policy != policy::kInvalidPolicy;
+  return read_state(call);
 }
 Status prepare_call(Call& call);
 

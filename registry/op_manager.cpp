@@ -68,7 +68,7 @@ inline Status run(Call& call, const Implementation* fast, std::atomic<uint64_t>*
   return registry::run_route(call, &failure);
 }
 
-Status wrong_signature(const Call& call) {
+[[gnu::cold, gnu::noinline]] Status wrong_signature(const Call& call) {
   return invalid_argument(
       "op '" + std::string(call.row.compiled->schema().name) +
       "': the arguments have other dtypes, scaling modes or another device than those the "
@@ -218,15 +218,27 @@ Status PreparedOp::call(const void* args, const CallOptions& options) const {
     return failed_precondition("an empty PreparedOp was called; OpManager::prepare makes one");
   const Rep& rep = *rep_;
   return with_call<Status>(*rep.manager, rep.op, args, options, [&](Call& call) -> Status {
-    if (!registry::prepare_warm(call)) [[unlikely]]
-      return registry::prepare_call(call);
-    if (!(call.signature == rep.signature)) [[unlikely]]
-      return wrong_signature(call);
     registry::HandleEntry& known = call.thread.handles.at(rep.number);
-    if (known.handle != rep.number || known.table != call.table.id || known.policy != call.policy ||
+    if (known.handle == rep.number && known.last.is(args)) [[likely]] {
+      call.signature = rep.signature;
+      if (!registry::read_state(call)) [[unlikely]]
+        return registry::prepare_call(call);
+    } else {
+      if (!registry::prepare_warm(call)) [[unlikely]]
+        return registry::prepare_call(call);
+      if (!(call.signature == rep.signature)) [[unlikely]]
+        return wrong_signature(call);
+      if (known.handle != rep.number) known.take(rep.number);
+      if (known.worth_remembering()) core::remember_exactly(*call.row.compiled, args, known.last);
+    }
+    if (known.table != call.table.id || known.policy != call.policy ||
         known.capturing != call.capturing) [[unlikely]] {
       TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, registry::route_of(call));
-      known = {rep.number, call.table.id, call.policy, call.capturing, entry->fast, entry->counter};
+      known.table = call.table.id;
+      known.policy = call.policy;
+      known.capturing = call.capturing;
+      known.fast = entry->fast;
+      known.counter = entry->counter;
     }
     return run(call, known.fast, known.counter);
   });

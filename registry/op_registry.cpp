@@ -152,11 +152,15 @@ Result<size_t> OpRegistry::Impl::remove(const Match& match) {
     epoch = retired_.back().epoch;
   }
   registry::wait_quiescent(epoch);
+  // Usually once. A thread that was about to publish an epoch it had read before ours holds the
+  // tables back until it leaves, although it sees the new one; or another thread's reclaim() has
+  // them in its hands at this moment. No new reference can appear.
   reclaim();
-  // Another thread's reclaim() may hold the last tables at this moment. No new reference can
-  // appear.
   for (const auto& impl : removed) {
-    while (impl.use_count() != 1) std::this_thread::yield();
+    while (impl.use_count() != 1) {
+      std::this_thread::yield();
+      reclaim();
+    }
   }
   return removed.size();
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/op_memo.hpp"
 #include "core/op_table.hpp"
 
 namespace te_fl::registry {
@@ -90,15 +91,27 @@ struct alignas(64) HandleEntry {
   bool capturing = false;
   const Implementation* fast = nullptr;
   std::atomic<uint64_t>* counter = nullptr;
+  core::ExactMemo last;  // a call of the handle that was in order
+  uint32_t misses = 0;   // calls since that were not the same
+
+  void take(uint64_t number) noexcept {
+    handle = number;
+    table = 0;
+    misses = 0;
+    last.forget();
+  }
+  // Callers that never make the same call twice are not made to pay for remembering each.
+  bool worth_remembering() noexcept { return ++misses < 4 || misses % 64 == 0; }
 };
 
 class HandleCache {
  public:
-  static constexpr uint32_t kEntries = 64;
+  static constexpr uint32_t kEntries = 32;
+  HandleCache() : entries_(std::make_unique<HandleEntry[]>(kEntries)) {}
   HandleEntry& at(uint64_t handle) noexcept { return entries_[handle % kEntries]; }
 
  private:
-  std::array<HandleEntry, kEntries> entries_{};
+  std::unique_ptr<HandleEntry[]> entries_;
 };
 
 }  // namespace te_fl::registry

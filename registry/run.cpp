@@ -31,20 +31,6 @@ class Order {
   std::vector<const Implementation*> many_;
 };
 
-// Calls into an implementation; an exception, which R5 forbids, becomes a status.
-template <class F>
-te_fl_status entered(const char* entry, core::ErrorText& errors, F&& f) noexcept {
-  try {
-    return f();
-  } catch (const std::exception& e) {
-    errors.sink()->write(errors.sink()->host, entry);
-    errors.sink()->write(errors.sink()->host, e.what());
-  } catch (...) {
-    errors.sink()->write(errors.sink()->host, entry);
-  }
-  return TE_FL_INTERNAL;
-}
-
 te_fl_status clean_failure(te_fl_status code, const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.to_string().c_str());
   return code | TE_FL_CLEAN;
@@ -219,6 +205,18 @@ Status run_producer(Call& call, const te_fl_saved& record) {
 
 }  // namespace
 
+te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept {
+  try {
+    throw;
+  } catch (const std::exception& e) {
+    errors.sink()->write(errors.sink()->host, entry);
+    errors.sink()->write(errors.sink()->host, e.what());
+  } catch (...) {
+    errors.sink()->write(errors.sink()->host, entry);
+  }
+  return TE_FL_INTERNAL;
+}
+
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors) {
   return entered("supports() threw an exception (rule R5)", errors,
@@ -229,12 +227,6 @@ te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& co
                              const void* args, size_t& bytes, core::ErrorText& errors) {
   return entered("saved_bytes() threw an exception (rule R5)", errors,
                  [&] { return impl.desc.saved_bytes(impl.desc.self, &context, args, &bytes); });
-}
-
-te_fl_status guarded_run(const Implementation& impl, const te_fl_context& context, const void* args,
-                         core::ErrorText& errors) noexcept {
-  return entered("run() threw an exception (rule R5)", errors,
-                 [&] { return impl.desc.run(impl.desc.self, &context, args); });
 }
 
 te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {

@@ -52,7 +52,8 @@ struct CallProfile {
 // A call bound to one op, device, dtypes and scaling modes. call() skips the signature lookup,
 // checks that the arguments still have the prepared signature (dtypes, scalings, device: otherwise
 // INVALID_ARGUMENT) and validates them as OpManager::call does. Follows registrations and policy
-// changes like any call. Copyable; thread-safe.
+// changes like any call. Calls made again with the same argument struct and tensor objects cost
+// least. Copyable; thread-safe; not to be used after its manager is gone.
 class TE_FL_API PreparedOp {
  public:
   PreparedOp() = default;
@@ -101,8 +102,8 @@ class TE_FL_API OpManager {
   // Bytes of te_fl_saved storage that the chosen implementation of a forward op wants; usually 0.
   Result<size_t> saved_bytes(OpId op, const void* args, const CallOptions& options = {});
 
-  // What served calls since the last reset, most calls first. Counting is per thread and summed
-  // here.
+  // What served calls since the last reset, most calls first; of what is registered now. Counting
+  // is per thread and summed here.
   std::vector<OpUsage> usage() const;
   void reset_usage();
   // Reads the environment again: policy and log level. (Plugins are loaded once.)

@@ -56,7 +56,8 @@ class TE_FL_API OpRegistry {
   // Removes; returns when no thread is inside the implementation. BUSY when called from inside an
   // op.
   Status unregister_op(std::string_view op, std::string_view impl_id);
-  // Removes everything an owner registered, likewise.
+  // Removes everything an owner registered, likewise; OK if that is nothing. Plans are destroyed
+  // and keep_alive is released when it returns.
   Status unregister_owner(std::string_view owner);
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
 

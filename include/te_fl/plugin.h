@@ -1,3 +1,4 @@
+/* clang-format off */
 /*
  * te_fl/plugin.h - the te-fl plugin ABI. C99, self-contained.
  *
@@ -8,42 +9,54 @@
  *
  *  R1  te_fl_plugin_query is the only exported symbol. It is pure and may be called again: it
  *      touches no device, starts no thread, reads no file.
- *  R2  While the ABI is 0.x, the host accepts exactly its own major and minor. From 1.0 on, major
- * must be equal and the plugin's minor may be older or newer. R3  Every struct that crosses begins
- * with struct_size, set by its writer to sizeof. A reader uses only members that lie inside
- * struct_size; members beyond it have their neutral value (zero unless the member says otherwise).
- * Structs grow at the end only. No size is compared by ==. R4  In a table of functions a NULL slot
- * means "absent". Slots marked "required" may not be NULL. R5  Nothing throws across the boundary;
- * every function returns te_fl_status. Text goes to the error sink that the call was given; a NULL
- * sink means that no text is wanted. R6  A status may carry TE_FL_CLEAN: nothing was written and
- * nothing was enqueued, so the host may try the next implementation. TE_FL_UNSUPPORTED is always
- * clean. Any other status without the mark goes back to the caller. R7  The plugin owns what it
- * returns (headers, tables, descriptors, strings) and keeps it valid and unchanged from the call
- * that returned it until destroy() returns (for the query's header: until the library is closed).
- * The host owns what it passes and keeps it valid for the call only, except te_fl_host_api, which
- * is valid until destroy() returns. R8  All state lives in the instance that create() returns. The
- * plugin restores the current device, the floating-point environment and the signal handlers that
- * it changes. R9  Plugins log through te_fl_host_api.log only. R10 supports() and workspace() read
- * metadata only: they never touch tensor data, never allocate, never block. An implementation whose
- * supports() answer depends on static constraints alone sets TE_FL_OP_STATIC_SUPPORT, and then
- * supports() is not called per call. supports() has 20 ns. R11 run() enqueues on ctx->stream and
- * returns; its status covers the enqueueing. It writes only into the outputs it was given,
- * allocates no memory that outlives the call, and uses ctx->workspace (256-byte aligned) for
- * scratch. R12 The host checks arguments against the op's schema before run(): roles, dtypes,
- * scaling modes, shapes, devices, scalar ranges. An implementation checks only what its schema
- * cannot say, and answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and rule.
- *  R13 Functions are called from any thread. run() of one implementation may be entered by several
- *      threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises it.
- *  R14 create() has a time limit (TE_FL_PLUGIN_TIMEOUT_MS). A plugin that exceeds it is abandoned:
- * it is reported, stays mapped and is never called again. R15 After quiesce() returns, no work of
- * the plugin is running or enqueued. destroy() follows when nothing that the plugin made is
- * referenced any more. R16 impl_id is "<kind>.<name>", kind being default, vendor or reference,
- * lower case, dots and underscores allowed, unique per op; it is stable between releases: users
- * write it into policies. R17 A custom op is named "vendor::op", brings its schema, and two schemas
- * that differ under one name are refused. R18 One provider per DLPack device type and index space.
- * A chip without a DLPack code uses kDLExtDev (12) with its provider name. Plugins that only add
- * ops enumerate no device.
+ *  R2  While the ABI is 0.x, the host accepts exactly its own major and minor. From 1.0 on,
+ *      major must be equal and the plugin's minor may be older or newer.
+ *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof. A reader
+ *      uses only members that lie inside struct_size; members beyond it have their neutral
+ *      value (zero unless the member says otherwise). Structs grow at the end only. No size is
+ *      compared by ==.
+ *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be
+ *      NULL.
+ *  R5  Nothing throws across the boundary; every function returns te_fl_status. Text goes to
+ *      the error sink that the call was given; a NULL sink means that no text is wanted.
+ *  R6  A status may carry TE_FL_CLEAN: nothing was written and nothing was enqueued, so the
+ *      host may try the next implementation. TE_FL_UNSUPPORTED is always clean.
+ *      TE_FL_INVALID_ARGUMENT goes back to the caller all the same, being the caller's mistake;
+ *      so does any other status without the mark.
+ *  R7  The plugin owns what it returns (headers, tables, descriptors, strings) and keeps it
+ *      valid and unchanged from the call that returned it until destroy() returns (for the
+ *      query's header: until the library is closed). The host owns what it passes and keeps it
+ *      valid for the call only, except te_fl_host_api, which is valid until destroy() returns.
+ *  R8  All state lives in the instance that create() returns. The plugin restores the current
+ *      device, the floating-point environment and the signal handlers that it changes.
+ *  R9  Plugins log through te_fl_host_api.log only.
+ *  R10 supports() and workspace() read metadata only: they never touch tensor data, never
+ *      allocate, never block. An implementation whose supports() answer depends on static
+ *      constraints alone sets TE_FL_OP_STATIC_SUPPORT, and then supports() is not called per
+ *      call. supports() has 20 ns.
+ *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing. It writes
+ *      only into the outputs it was given, allocates no memory that outlives the call, and uses
+ *      ctx->workspace (256-byte aligned) for scratch.
+ *  R12 The host checks arguments against the op's schema before run(): roles, dtypes, scaling
+ *      modes, shapes, devices, scalar ranges. An implementation checks only what its schema
+ *      cannot say, and answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and
+ *      rule.
+ *  R13 Functions are called from any thread. run() of one implementation may be entered by
+ *      several threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises
+ *      it.
+ *  R14 create() has a time limit (TE_FL_PLUGIN_TIMEOUT_MS). A plugin that exceeds it is
+ *      abandoned: it is reported, stays mapped and is never called again.
+ *  R15 After quiesce() returns, no work of the plugin is running or enqueued. destroy() follows
+ *      when nothing that the plugin made is referenced any more.
+ *  R16 impl_id is "<kind>.<name>", kind being default, vendor or reference, lower case, dots
+ *      and underscores allowed, unique per op; it is stable between releases: users write it
+ *      into policies.
+ *  R17 A custom op is named "vendor::op", brings its schema, and two schemas that differ under
+ *      one name are refused.
+ *  R18 One provider per DLPack device type and index space. A chip without a DLPack code uses
+ *      kDLExtDev (12) with its provider name. Plugins that only add ops enumerate no device.
  */
+/* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
 #define TE_FL_PLUGIN_H_
 
@@ -67,7 +80,7 @@ extern "C" {
 #define TE_FL_ABI_MINOR 1u
 #define TE_FL_PLUGIN_MAGIC 0x4c464554u /* "TEFL", little-endian */
 
-/* ---- status ------------------------------------------------------------------------------- */
+/* ---- status ---- */
 
 /* A te_fl_code, optionally or-ed with TE_FL_CLEAN (R6). */
 typedef int32_t te_fl_status;
@@ -101,7 +114,7 @@ typedef struct te_fl_error_sink {
   void (*write)(void* host, const char* text); /* required */
 } te_fl_error_sink;
 
-/* ---- dtypes, devices, tensors ---------------------------------------------------------------- */
+/* ---- dtypes, devices, tensors ---- */
 
 /* Layout and codes of DLPack 1.1's DLDataType. */
 typedef struct te_fl_dtype {
@@ -198,6 +211,7 @@ enum { /* te_fl_quant.flags */
        TE_FL_QUANT_POW2_SCALE = 1u << 1 /* truncate derived scales to powers of two */
 };
 
+/* clang-format off */
 /*
  * The quantised part of a tensor. For a logical tensor seen as a matrix [M, K] (K = last dimension,
  * M = product of the others):
@@ -205,18 +219,22 @@ enum { /* te_fl_quant.flags */
  *   column-wise data: compact [K, M] (MXFP8: [M, K], not transposed).
  *   scale_inv, by scaling mode:
  *     TENSOR         FP32 [1]; one value serves both copies; columnwise_scale_inv is NULL or equal
- *     BLOCK_1X128    row-wise FP32 [ceil(K/128), roundup(M,4)]; column-wise [ceil(M/128),
- * roundup(K,4)] BLOCK_128X128  row-wise FP32 [ceil(M/128), roundup(ceil(K/128),4)]; column-wise
+ *     BLOCK_1X128    row-wise FP32 [ceil(K/128), roundup(M,4)]; column-wise
+ *                    [ceil(M/128), roundup(K,4)]
+ *     BLOCK_128X128  row-wise FP32 [ceil(M/128), roundup(ceil(K/128),4)]; column-wise
  *                    [ceil(K/128), roundup(ceil(M/128),4)]
  *     MXFP8          E8M0 [roundup(M,128), roundup(ceil(K/32),4)]; column-wise
  *                    [roundup(ceil(M/32),4), roundup(K,128)]
  *     NVFP4          E4M3 [roundup(M,128), roundup(ceil(K/16),4)]; column-wise of the transposed
- *   amax: FP32 [1]. As an output with a given scale (delayed scaling) it is a running maximum: amax
- * = max(amax, amax of the data). With COMPUTE_SCALE it is set. Optional when the scale is given.
+ *   amax: FP32 [1]. As an output with a given scale (delayed scaling) it is a running maximum:
+ *     amax = max(amax, amax of the data). With COMPUTE_SCALE it is set. Optional when the scale is
+ *     given.
  *   scale: FP32 [1], TENSOR mode; read when quantising with a given scale, written under
- * COMPUTE_SCALE. All parts live on the tensor's device. An op fills every copy (row-wise,
- * column-wise) that the output has; padding elements of scale_inv are written as zero.
+ *     COMPUTE_SCALE.
+ * All parts live on the tensor's device. An op fills every copy (row-wise, column-wise) that the
+ * output has; padding elements of scale_inv are written as zero.
  */
+/* clang-format on */
 typedef struct te_fl_quant {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_quant));
   uint32_t scaling TE_FL_INIT(0); /* te_fl_scaling */
@@ -245,8 +263,7 @@ typedef struct te_fl_saved {
   const te_fl_tensor* storage TE_FL_INIT(NULL); /* U8 [bytes] on the op's device, or NULL */
 } te_fl_saved;
 
-/* ---- the call context
- * ---------------------------------------------------------------------------- */
+/* ---- the call context ---- */
 
 typedef struct te_fl_extension { /* chain of optional additions to a context */
   uint32_t struct_size;
@@ -282,8 +299,7 @@ typedef struct te_fl_context {
   const te_fl_extension* extensions;
 } te_fl_context;
 
-/* ---- op schemas
- * ------------------------------------------------------------------------------------ */
+/* ---- op schemas ---- */
 
 typedef enum te_fl_arg_type {
   TE_FL_ARG_TENSOR = 0,      /* const te_fl_tensor* */
@@ -366,8 +382,7 @@ typedef struct te_fl_op_schema {
   const char* source;
 } te_fl_op_schema;
 
-/* ---- op implementations
- * ---------------------------------------------------------------------------- */
+/* ---- op implementations ---- */
 
 typedef enum te_fl_kind {
   TE_FL_KIND_DEFAULT = 0,
@@ -408,6 +423,9 @@ typedef struct te_fl_op_desc {
       TE_FL_INIT(NULL);
   te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes)
       TE_FL_INIT(NULL);
+  /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
+     scaling modes, the parts present, all scalars, device and context flags. Every call that has it
+     gets the plan in ctx->plan, several at once. The host keeps a bounded number of plans. */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
@@ -416,8 +434,7 @@ typedef struct te_fl_op_desc {
   const char* vendor TE_FL_INIT(NULL);            /* NULL: the plugin's vendor */
 } te_fl_op_desc;
 
-/* ---- devices
- * ---------------------------------------------------------------------------------------- */
+/* ---- devices ---- */
 
 typedef struct te_fl_device_props {
   uint32_t struct_size;
@@ -468,8 +485,7 @@ typedef struct te_fl_device_desc {
   const te_fl_device_api* api;
 } te_fl_device_desc;
 
-/* ---- host and plugin
- * -------------------------------------------------------------------------------- */
+/* ---- host and plugin ---- */
 
 typedef enum te_fl_log_level {
   TE_FL_LOG_TRACE = 0,

@@ -63,7 +63,7 @@ void update(Problem& p, const UpdateVariant& v) {
   std::vector<Tensor*> histories, scales;
   int64_t total = 0;
   for (size_t i = 0; i < v.histories.size(); ++i) {
-    const auto [length, n] = v.histories[i];
+    const int64_t length = v.histories[i].first, n = v.histories[i].second;
     const std::string at = "[" + std::to_string(i) + "]";
     const bool recent = v.algo == TE_FL_AMAX_ALGO_MOST_RECENT;
     histories.push_back(p.unnamed(

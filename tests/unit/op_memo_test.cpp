@@ -1,0 +1,294 @@
+// The memos against the check itself: a call that a memo recognises is one that the check finds in
+// order, with the same signature. Calls are changed in one place at a time, as bytes and as fields.
+#include "core/op_memo.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <random>
+
+#include "core/settings.hpp"
+
+namespace te_fl::core {
+namespace {
+
+alignas(4096) char g_memory[4096 * 8];
+
+struct Item {
+  te_fl_tensor t{};
+  te_fl_quant quant{};
+  int64_t shape[8] = {};
+  int64_t strides[8] = {};
+};
+
+// A good call of an op, whose tensors can be changed.
+class CallUnderTest {
+ public:
+  CallUnderTest(const te_fl_op_schema& schema, std::vector<std::vector<int64_t>> shapes)
+      : op_(CompiledOp::compile(schema).value()), args_(schema.args_size / 8 + 1) {
+    const uint32_t size = schema.args_size;
+    std::memcpy(args_.data(), &size, sizeof size);
+    size_t next = 0;
+    for (uint32_t i = 0; i < schema.arg_count; ++i) {
+      const te_fl_arg_desc& arg = *schema.args[i];
+      if (arg.type == TE_FL_ARG_F32) {
+        const auto value = static_cast<float>(arg.neutral);
+        std::memcpy(bytes() + arg.offset, &value, sizeof value);
+      }
+      if (arg.type != TE_FL_ARG_TENSOR || next == shapes.size()) continue;
+      const std::vector<int64_t>& shape = shapes[next++];
+      if (shape.empty()) continue;  // left out
+      Item& item = items_.emplace_back();
+      std::copy(shape.begin(), shape.end(), item.shape);
+      item.t.dl.ndim = static_cast<int32_t>(shape.size());
+      item.t.dl.shape = item.shape;
+      item.t.dl.dtype = {TE_FL_CODE_FLOAT, 32, 1};
+      item.t.dl.device = {TE_FL_DEVICE_CPU, 0};
+      item.t.dl.data = g_memory + 4096 * (items_.size() % 8);
+      const te_fl_tensor* t = &item.t;
+      std::memcpy(bytes() + arg.offset, &t, sizeof t);
+      offsets_.push_back(arg.offset);
+    }
+  }
+  const CompiledOp& op() const { return *op_; }
+  const void* args() const { return args_.data(); }
+  unsigned char* bytes() { return reinterpret_cast<unsigned char*>(args_.data()); }
+  std::deque<Item>& items() { return items_; }
+
+  // Changes one thing; returns what puts it back.
+  std::function<void()> change(std::mt19937_64& random) {
+    const auto keep = [](auto& place) { return [&place, old = place] { place = old; }; };
+    Item& item = items_[random() % items_.size()];
+    te_fl_dltensor& dl = item.t.dl;
+    const size_t d = random() % 3;
+    switch (random() % 16) {
+      case 0: {
+        auto undo = keep(item.shape[d]);
+        item.shape[d] = static_cast<int64_t>(random() % 9) - 1;
+        return undo;
+      }
+      case 1: {
+        auto undo = keep(dl.ndim);
+        dl.ndim = static_cast<int32_t>(random() % 6) - 1;
+        return undo;
+      }
+      case 2: {
+        auto undo = keep(dl.shape);
+        dl.shape = random() % 2 == 0 ? nullptr : items_[random() % items_.size()].shape;
+        return undo;
+      }
+      case 3: {
+        auto undo = keep(dl.strides);
+        item.strides[2] = 1;
+        item.strides[1] = random() % 2 == 0 ? 1 : item.shape[2];
+        item.strides[0] = item.shape[1] * static_cast<int64_t>(random() % 3);
+        dl.strides = random() % 3 == 0 ? nullptr : item.strides;
+        return undo;
+      }
+      case 4: {
+        auto undo = keep(item.strides[d]);
+        item.strides[d] = static_cast<int64_t>(random() % 20) - 2;
+        return undo;
+      }
+      case 5: {
+        auto undo = keep(dl.data);
+        dl.data = random() % 9 == 0
+                      ? nullptr
+                      : g_memory + 4096 * (random() % 8) + (random() % 4 == 0 ? 2 : 0);
+        return undo;
+      }
+      case 6: {
+        auto undo = keep(dl.byte_offset);
+        dl.byte_offset = random() % 3 * 4 + (random() % 5 == 0);
+        return undo;
+      }
+      case 7: {
+        auto undo = keep(dl.dtype);
+        const te_fl_dtype types[] = {{TE_FL_CODE_FLOAT, 16, 1},
+                                     {TE_FL_CODE_BFLOAT, 16, 1},
+                                     {TE_FL_CODE_FLOAT, 64, 1},
+                                     {TE_FL_CODE_FLOAT8_E4M3FN, 8, 1},
+                                     {77, 3, 9},
+                                     {TE_FL_CODE_FLOAT, 32, 1}};
+        dl.dtype = types[random() % std::size(types)];
+        return undo;
+      }
+      case 8: {
+        auto undo = keep(dl.device);
+        dl.device = {static_cast<int32_t>(random() % 4), static_cast<int32_t>(random() % 2)};
+        return undo;
+      }
+      case 9: {
+        auto undo = keep(item.t.provider);
+        item.t.provider = static_cast<uint32_t>(random() % 2);
+        return undo;
+      }
+      case 10: {
+        auto undo = keep(item.t.struct_size);
+        item.t.struct_size = static_cast<uint32_t>(random() % 100);
+        return undo;
+      }
+      case 11: {
+        auto undo = keep(item.t.quant);
+        item.t.quant = random() % 2 == 0 ? nullptr : &item.quant;
+        return undo;
+      }
+      case 12: {  // another tensor, or none
+        unsigned char* at = bytes() + offsets_[random() % offsets_.size()];
+        const te_fl_tensor* old;
+        std::memcpy(&old, at, sizeof old);
+        const te_fl_tensor* next =
+            random() % 2 == 0 ? nullptr : &items_[random() % items_.size()].t;
+        std::memcpy(at, &next, sizeof next);
+        return [at, old] { std::memcpy(at, &old, sizeof old); };
+      }
+      case 13: {
+        unsigned char* at = bytes();
+        uint32_t old;
+        std::memcpy(&old, at, sizeof old);
+        const auto next = static_cast<uint32_t>(random() % (old + 8));
+        std::memcpy(at, &next, sizeof next);
+        return [at, old] { std::memcpy(at, &old, sizeof old); };
+      }
+      default: {  // a byte of a scalar
+        const uint32_t size = op_->schema().args_size;
+        std::vector<uint32_t> scalars;
+        for (uint32_t i = 0; i < op_->schema().arg_count; ++i) {
+          const te_fl_arg_desc& arg = *op_->schema().args[i];
+          const bool scalar = arg.type != TE_FL_ARG_TENSOR && arg.type != TE_FL_ARG_TENSOR_LIST &&
+                              arg.type != TE_FL_ARG_SAVED;
+          if (scalar && arg.offset + 4 <= size) scalars.push_back(arg.offset);
+        }
+        if (scalars.empty()) return [] {};
+        unsigned char* at = bytes() + scalars[random() % scalars.size()] + random() % 4;
+        const unsigned char old = *at;
+        *at = static_cast<unsigned char>(random() % 3);
+        return [at, old] { *at = old; };
+      }
+    }
+  }
+
+ private:
+  std::unique_ptr<const CompiledOp> op_;
+  std::vector<uint64_t> args_;
+  std::deque<Item> items_;
+  std::vector<uint32_t> offsets_;
+};
+
+const te_fl_op_schema& schema_of(std::string_view name) {
+  for (const te_fl_op_schema* schema : catalogue()) {
+    if (schema->name == name) return *schema;
+  }
+  ADD_FAILURE() << name;
+  return *catalogue()[0];
+}
+
+std::deque<CallUnderTest> good_calls() {
+  std::deque<CallUnderTest> calls;
+  calls.emplace_back(schema_of("gelu"), std::vector<std::vector<int64_t>>{{2, 3, 4}, {2, 3, 4}});
+  calls.emplace_back(schema_of("layernorm_fwd"),
+                     std::vector<std::vector<int64_t>>{{6, 4}, {4}, {4}, {6, 4}, {6}, {6}});
+  calls.emplace_back(schema_of("generic_gemm"),
+                     std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {4, 4}});
+  return calls;
+}
+
+TEST(Memo, RecognisesNothingThatTheCheckRefuses) {
+  std::mt19937_64 random(3);
+  for (CallUnderTest& call : good_calls()) {
+    const std::string name = call.op().schema().name;
+    CheckMemo memo;
+    Signature plain, quick;
+    ASSERT_TRUE(call.op().check(call.args(), plain))
+        << name << ": " << call.op().check_status(call.args()).to_string();
+    int good = 0, bad = 0;
+    for (int i = 0; i < 60000; ++i) {
+      std::vector<std::function<void()>> undo;
+      for (uint64_t n = random() % 3; n > 0; --n) undo.push_back(call.change(random));
+      const bool expected = call.op().check(call.args(), plain);
+      const bool got = call.op().check(call.args(), quick, memo);
+      ASSERT_EQ(got, expected) << name << " round " << i << ": "
+                               << call.op().check_status(call.args()).to_string();
+      if (got) {
+        ASSERT_EQ(quick, plain) << name;
+      }
+      ++(got ? good : bad);
+      while (!undo.empty()) {
+        undo.back()();
+        undo.pop_back();
+      }
+    }
+    EXPECT_GT(good, 10000) << name;
+    EXPECT_GT(bad, 10000) << name;
+  }
+}
+
+TEST(ExactMemo, RecognisesOnlyTheCallItself) {
+  std::mt19937_64 random(5);
+  for (CallUnderTest& call : good_calls()) {
+    const std::string name = call.op().schema().name;
+    ExactMemo memo;
+    Signature signature, now;
+    EXPECT_FALSE(memo.is(call.args()));
+    EXPECT_FALSE(memo.is(nullptr));
+    ASSERT_TRUE(call.op().check(call.args(), signature));
+    remember_exactly(call.op(), call.args(), memo);
+    int same = 0, other = 0;
+    const bool expects_hits = call.op().schema().args_size <= ExactMemo::kMaxArgs &&
+                              call.op().schema().args_size % 8 == 0;
+    for (int i = 0; i < 30000; ++i) {
+      const auto undo = call.change(random);
+      if (memo.is(call.args())) {
+        ++same;
+        ASSERT_TRUE(call.op().check(call.args(), now))
+            << name << ": " << call.op().check_status(call.args()).to_string();
+        ASSERT_EQ(now, signature) << name;
+      } else {
+        ++other;
+      }
+      undo();
+      ASSERT_EQ(memo.is(call.args()), expects_hits) << name;
+    }
+    EXPECT_GT(other, 1000) << name;
+    EXPECT_GE(same, expects_hits ? 1000 : 0) << name;
+  }
+}
+
+TEST(ExactMemo, IsNotUsedWhileArgumentsAreValidated) {
+  CallUnderTest call(schema_of("gelu"), {{2, 3}, {2, 3}});
+  ExactMemo memo;
+  remember_exactly(call.op(), call.args(), memo);
+  EXPECT_TRUE(memo.is(call.args()));
+  g_validate = true;
+  EXPECT_FALSE(memo.is(call.args()));
+  g_validate = false;
+}
+
+TEST(ExactMemo, LeavesOutWhatItCannotCompare) {
+  CallUnderTest call(schema_of("gelu"), {{2, 3}, {2, 3}});
+  ExactMemo memo;
+  call.items()[0].strides[0] = 3;
+  call.items()[0].strides[1] = 1;
+  call.items()[0].t.dl.strides = call.items()[0].strides;
+  remember_exactly(call.op(), call.args(), memo);
+  EXPECT_FALSE(memo.is(call.args()));
+}
+
+TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
+  // A custom op may be gone and another compiled at the same place; its number differs.
+  CheckMemo memo;
+  Signature s;
+  for (int round = 0; round < 50; ++round) {
+    CallUnderTest call(schema_of(round % 2 == 0 ? "gelu" : "geglu"),
+                       round % 2 == 0 ? std::vector<std::vector<int64_t>>{{2, 8}, {2, 8}}
+                                      : std::vector<std::vector<int64_t>>{{2, 8}, {2, 4}});
+    EXPECT_TRUE(call.op().check(call.args(), s, memo));
+    call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // what the other op would want
+    EXPECT_FALSE(call.op().check(call.args(), s, memo));
+  }
+}
+
+}  // namespace
+}  // namespace te_fl::core
