@@ -2,7 +2,6 @@
 // machine can do: copy bandwidth for ops limited by memory, oneDNN called directly for products.
 // See bench/README.md.
 #include <benchmark/benchmark.h>
-#include <unistd.h>
 
 #include <oneapi/dnnl/dnnl.hpp>
 
@@ -13,6 +12,7 @@
 #include <map>
 #include <thread>
 
+#include "backends/cpu/cache_size.hpp"
 #include "core/op_table.hpp"
 #include "cpu_case.hpp"
 #if defined(__SSE2__)
@@ -44,10 +44,7 @@ int threads() {
   return n > 0 ? n : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-int64_t last_level_cache() {
-  const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  return bytes > 0 ? bytes : int64_t{32} << 20;
-}
+int64_t last_level_cache() { return cpu::last_level_cache_bytes(); }
 
 // ---- copy bandwidth
 

@@ -8,18 +8,31 @@ namespace {
 using backend::AttentionProblem;
 using backend::SequenceSpan;
 
-int64_t slot_floats(const AttentionProblem& p) {
-  const int64_t d = padded(p.head_dim), dv = padded(p.head_dim_v);
-  // q transposed, o transposed, q's rows or o's row, k, v, scores
-  return kQueries * (d + dv) + kQueries * std::max(d, dv) + kKeys * (d + dv) + kKeys * kQueries +
-         tile_buffer_floats(p);
-}
-
 int64_t slots_for(const AttentionProblem& p) {
   // Enough for any lengths of the sequences: they are data, which workspace() may not read.
   const int64_t tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + p.batch);
   return attention_slots(tiles, attention_work(p));
 }
+
+// How the scratch is divided, from metadata only.
+struct Division {
+  explicit Division(const AttentionProblem& p)
+      : d(padded(p.head_dim)), dv(padded(p.head_dim_v)), slots(slots_for(p)) {
+    // Keys and values that several tiles of queries read are converted and made compact once: rows
+    // of one head lie far apart, often a page each. With few queries that would only cost.
+    packs =
+        p.heads / p.kv_heads * p.q.seqlen > kQueries * std::max<int64_t>(1, p.thd ? p.batch : 1);
+    packed_rows = packs ? p.k.batch * p.k.seqlen * p.kv_heads : 0;
+    // q transposed, o transposed, q's rows or o's row, scores; k and v
+    slot = kQueries * (d + dv) + kQueries * std::max(d, dv) + kKeys * kQueries +
+           tile_buffer_floats(p) + (packs ? 0 : kKeys * (d + dv));
+  }
+  int64_t total() const { return packed_rows * (d + dv) + slots * slot; }
+
+  int64_t d, dv, slots;
+  bool packs;
+  int64_t packed_rows, slot;
+};
 
 class Forward {
  public:
@@ -29,8 +42,12 @@ class Forward {
         k_(*a.k, a.layout),
         v_(*a.v, a.layout),
         o_(*a.o, a.layout),
-        slots_(slots_for(call_.p)),
-        scratch_(ctx, slots_ * slot_floats(call_.p)) {
+        div_(call_.p),
+        scratch_(ctx, div_.total()) {
+    Carver carve(scratch_.data());
+    packed_k_ = carve.take(div_.packed_rows * div_.d);
+    packed_v_ = carve.take(div_.packed_rows * div_.dv);
+    slots_ = carve.take(0);
     if (a.softmax_lse != nullptr) lse_.emplace_back(*a.softmax_lse, call_.p.thd);
   }
 
@@ -40,28 +57,29 @@ class Forward {
       o_.zero_all();
       for (const LseRows& lse : lse_) lse.fill(-INFINITY);
     }
+    if (div_.packs) pack();
     const int64_t heads = p.batch * p.heads;
     const int64_t most = call_.most_query_tiles();
     // The last tiles first: with a causal mask they have the most keys.
-    run_slots(slots_, heads * most, [&](int64_t slot, int64_t task) {
+    run_slots(div_.slots, heads * most, [&](int64_t slot, int64_t task) {
       const int64_t b = task % heads / p.heads;
       const int64_t index = most - 1 - task / heads;
       const SequenceSpan& span = call_.spans[static_cast<size_t>(b)];
       if (index * kQueries >= span.q_len) return;
-      tile(QueryTile(p, span, b, task % p.heads, index), scratch_.data() + slot * slot_floats(p));
+      tile(QueryTile(p, span, b, task % p.heads, index), slots_ + slot * div_.slot);
     });
   }
 
  private:
   void tile(const QueryTile& t, float* scratch) {
     const AttentionProblem& p = call_.p;
-    const int64_t d = padded(p.head_dim), dv = padded(p.head_dim_v);
+    const int64_t d = div_.d, dv = div_.dv;
     Carver carve(scratch);
     float* q = carve.take(kQueries * d);
     float* o = carve.take(kQueries * dv);
     float* rows = carve.take(kQueries * std::max(d, dv));
-    float* k = carve.take(kKeys * d);
-    float* v = carve.take(kKeys * dv);
+    float* own_k = carve.take(div_.packs ? 0 : kKeys * d);
+    float* own_v = carve.take(div_.packs ? 0 : kKeys * dv);
     float* scores = carve.take(kKeys * kQueries);
     const AttentionCall::TileBuffers buffers = carve.tile_buffers(p);
 
@@ -74,8 +92,13 @@ class Forward {
     const int64_t kv_head = p.kv_head(t.h);
     for (int64_t key = t.keys_begin; key < t.keys_end; key += kKeys) {
       const int64_t keys = std::min(kKeys, t.keys_end - key);
-      load_rows(k_, t.b, t.span.kv_begin + key, kv_head, keys, k);
-      load_rows(v_, t.b, t.span.kv_begin + key, kv_head, keys, v);
+      const int64_t at = t.span.kv_begin + key, row = packed_row(t.b, kv_head, at);
+      const float* k = div_.packs ? packed_k_ + row * d : own_k;
+      const float* v = div_.packs ? packed_v_ + row * dv : own_v;
+      if (!div_.packs) {
+        load_rows(k_, t.b, at, kv_head, keys, own_k);
+        load_rows(v_, t.b, at, kv_head, keys, own_v);
+      }
       tile_product({keys, t.cols, p.head_dim, k, d, 1, q, kQueries, scores, kQueries, false});
       const bool rescale =
           softmax_step(call_.rules(t, key, keys, buffers),
@@ -85,6 +108,29 @@ class Forward {
       tile_product({p.head_dim_v, t.cols, keys, v, 1, dv, scores, kQueries, o, kQueries, !first});
     }
     finish(t, state, o, rows);
+  }
+
+  // Where position s of sequence b (thd: token s) is among the packed rows.
+  int64_t packed_row(int64_t b, int64_t g, int64_t s) const {
+    const int64_t sequence = call_.p.thd ? 0 : b;
+    return (sequence * call_.p.kv_heads + g) * call_.p.k.seqlen + s;
+  }
+
+  // Position by position, whose heads are adjacent in memory; padding too, which nobody reads.
+  void pack() {
+    const AttentionProblem& p = call_.p;
+    ThreadPool::instance().parallel_for(p.k.batch * p.k.seqlen,
+                                        grain_of_rows(p.kv_heads * (div_.d + div_.dv)),
+                                        [&](int64_t begin, int64_t end) {
+                                          for (int64_t x = begin; x < end; ++x) {
+                                            const int64_t b = x / p.k.seqlen, s = x % p.k.seqlen;
+                                            for (int64_t g = 0; g < p.kv_heads; ++g) {
+                                              const int64_t row = packed_row(b, g, s);
+                                              k_.load(b, s, g, packed_k_ + row * div_.d);
+                                              v_.load(b, s, g, packed_v_ + row * div_.dv);
+                                            }
+                                          }
+                                        });
   }
 
   void finish(const QueryTile& t, const SoftmaxState& state, const float* o, float* row) {
@@ -113,8 +159,9 @@ class Forward {
   AttentionCall call_;
   HeadRows q_, k_, v_, o_;
   std::vector<LseRows> lse_;  // none or one
-  int64_t slots_;
+  Division div_;
   Scratch scratch_;
+  float *packed_k_, *packed_v_, *slots_;
 };
 
 }  // namespace
@@ -126,7 +173,7 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
 
 size_t attn_fwd_workspace(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
   const AttentionProblem p = backend::attention_problem(a);
-  return static_cast<size_t>(slots_for(p) * slot_floats(p)) * sizeof(float);
+  return static_cast<size_t>(Division(p).total()) * sizeof(float);
 }
 
 }  // namespace te_fl::cpu

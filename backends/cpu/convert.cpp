@@ -1,9 +1,6 @@
 #include "convert.hpp"
 
-#include <unistd.h>
-
-#include <atomic>
-
+#include "cache_size.hpp"
 #include "te_fl/plugin.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -304,19 +301,7 @@ float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* ds
   return HWY_DYNAMIC_DISPATCH(QuantizeByDtype)(dtype, src, n, scale, dst, stream);
 }
 void store_fence() { hwy::FlushStream(); }
-bool exceeds_cache(int64_t bytes) {
-  static std::atomic<int64_t> cache{0};  // not a guarded static: a fork must not find it half made
-  int64_t size = cache.load(std::memory_order_relaxed);
-  if (size == 0) {
-    size = int64_t{32} << 20;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-    const int64_t known = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    if (known > 0) size = known;
-#endif
-    cache.store(size, std::memory_order_relaxed);
-  }
-  return bytes > size;
-}
+bool exceeds_cache(int64_t bytes) { return bytes > last_level_cache_bytes(); }
 void scale_f32(float* x, int64_t n, float factor) { HWY_DYNAMIC_DISPATCH(Scale)(x, n, factor); }
 void add_f32(const float* x, int64_t n, float* acc) { HWY_DYNAMIC_DISPATCH(AddTo)(x, n, acc); }
 float amax_f32(const float* src, int64_t n) {

@@ -29,7 +29,9 @@ void DropByBits(const uint8_t* bits, float kept, int64_t n, float* x) {
     const int64_t byte = i / 8;
     const uint32_t both =
         (uint32_t{bits[byte]} | uint32_t{bits[byte < last ? byte + 1 : last]} << 8) >> (i % 8);
-    const uint8_t part[8] = {static_cast<uint8_t>(both), static_cast<uint8_t>(both >> 8)};
+    uint8_t part[8] = {};
+    const auto bits16 = static_cast<uint16_t>(both);
+    std::memcpy(part, &bits16, sizeof bits16);  // one store, which the load below can forward from
     const VF v = hn::Mul(LoadF32(x + i), factor);
     StoreF32(hn::IfThenElseZero(hn::LoadMaskBits(DF(), part), v), x + i);
   }

@@ -162,9 +162,8 @@ void for_each_row(const te_fl_tensor& input, const te_fl_tensor& out, bool causa
     for (int64_t r = begin; r < end; ++r) {
       const int64_t n = visible(r);
       compute(r, n, row.data());
-      char* at = to + r * m.cols * bytes;
-      store_f32(dtype, row.data(), n, at, stream);
-      if (n < m.cols) std::memset(at + n * bytes, 0, static_cast<size_t>((m.cols - n) * bytes));
+      std::fill(row.begin() + n, row.end(), 0.0f);
+      store_f32(dtype, row.data(), m.cols, to + r * m.cols * bytes, stream);
     }
     if (stream) store_fence();
   });

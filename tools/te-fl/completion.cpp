@@ -6,6 +6,8 @@
 namespace te_fl_tool {
 namespace {
 
+// Scripts, not C++.
+// clang-format off
 constexpr const char* kBash = R"sh(# te-fl completion for bash: source <(te-fl completion bash)
 _te_fl() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} cmd=${COMP_WORDS[1]}
@@ -18,16 +20,11 @@ _te_fl() {
     --set) COMPREPLY=($(compgen -S = -W "$(te-fl env --json 2>/dev/null | sed -n 's/.*"name": "\(.*\)".*/\1/p')" -- "$cur")); return ;;
   esac
   case "$cmd" in
-    explain) COMPREPLY=($(compgen -W "$(te-fl ops --names 2>/dev/null) --device --dtype --scaling --set --json --help" -- "$cur")) ;
-;
-    ops) COMPREPLY=($(compgen -W "--json --names --help" -- "$cur")) ;
-    ;
-    env) COMPREPLY=($(compgen -W "--json --markdown --help" -- "$cur")) ;
-    ;
-    completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$cur")) ;
-    ;
-    *) COMPREPLY=($(compgen -W "--json --help" -- "$cur")) ;
-    ;
+    explain) COMPREPLY=($(compgen -W "$(te-fl ops --names 2>/dev/null) --device --dtype --scaling --set --json --help" -- "$cur")) ;;
+    ops) COMPREPLY=($(compgen -W "--json --names --help" -- "$cur")) ;;
+    env) COMPREPLY=($(compgen -W "--json --markdown --help" -- "$cur")) ;;
+    completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$cur")) ;;
+    *) COMPREPLY=($(compgen -W "--json --help" -- "$cur")) ;;
     esac
     }
 complete -F _te_fl te-fl
@@ -62,6 +59,8 @@ complete -c te-fl -n '__fish_seen_subcommand_from explain' -l set -x
 complete -c te-fl -n '__fish_seen_subcommand_from info ops explain env doctor' -l json
 complete -c te-fl -f -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'
 )sh";
+
+// clang-format on
 
 }  // namespace
 

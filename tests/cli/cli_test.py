@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""The te-fl command as its user types it. usage: cli_test.py PATH_OF_TE_FL"""
+import json
+import os
+import pty
+import subprocess
+import sys
+import unittest
+
+TE_FL = sys.argv.pop(1)
+
+
+def run(*arguments, **env):
+    return subprocess.run([TE_FL, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+
+
+def terminal(*arguments, **env):
+    """Standard output of a run on a terminal."""
+    master, slave = pty.openpty()
+    subprocess.run([TE_FL, *arguments], stdout=slave, stderr=subprocess.DEVNULL, timeout=60, env={**os.environ, **env})
+    os.close(slave)
+    out = b""
+    try:
+        while chunk := os.read(master, 65536):
+            out += chunk
+    except OSError:
+        pass
+    return out
+
+
+class Commands(unittest.TestCase):
+    def ok(self, *arguments, **env):
+        result = run(*arguments, **env)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        return result.stdout
+
+    def fails(self, code, expected, *arguments, **env):
+        result = run(*arguments, **env)
+        self.assertEqual(result.returncode, code, result.stdout + result.stderr)
+        self.assertIn(expected, result.stdout + result.stderr)
+
+    def test_info(self):
+        text = self.ok("info")
+        for word in ("reference", "cpu", "active", "plugin ABI 0.1"):
+            self.assertIn(word, text)
+        data = json.loads(self.ok("info", "--json"))
+        self.assertEqual({p["name"]: p["state"] for p in data["plugins"]}["reference"], "active")
+        self.assertEqual(data["devices"][0]["device"], "cpu")
+
+    def test_ops(self):
+        data = json.loads(self.ok("ops", "--json"))
+        by_name = {d["op"]: [i["impl_id"] for i in d["implementations"]] for d in data}
+        self.assertEqual(len(by_name), 73)
+        for name, impls in by_name.items():
+            self.assertIn("reference.host", impls, name)
+        self.assertIn("layernorm_fwd", self.ok("ops", "norm"))
+        self.assertNotIn("gelu", self.ok("ops", "norm"))
+        self.assertEqual(len(self.ok("ops", "--names").split()), 73)
+        self.fails(2, "layernorm_fwd", "ops", "layernorm_fwdd")
+
+    def test_explain(self):
+        first = json.loads(self.ok("explain", "gelu", "--dtype", "bf16", "--json"))
+        self.assertEqual(first["impl_id"], "default.cpu")
+        second = json.loads(self.ok("explain", "gelu", "--dtype", "bf16", "--json", "--set", "TE_FL_PREFER=reference"))
+        self.assertEqual(second["impl_id"], "reference.host")
+        for c in first["candidates"]:
+            self.assertTrue(c["reason"], c)
+        fp64 = self.ok("explain", "gelu", "--dtype", "bf16,f8e4m3", "--scaling", "mxfp8")
+        self.assertIn("default.cpu", fp64)
+
+    def test_explain_without_candidate(self):
+        self.fails(3, "No implementation", "explain", "gelu", "--dtype", "f32", "--set", "TE_FL_PER_OP=gelu=vendor:acme")
+
+    def test_env(self):
+        names = [v["name"] for v in json.loads(self.ok("env", "--json"))]
+        for name in ("TE_FL_PREFER", "TE_FL_STRICT", "TE_FL_PER_OP", "TE_FL_PLUGIN_MODULES", "TEFL_LOG_LEVEL", "TE_FL_NUM_THREADS"):
+            self.assertIn(name, names)
+        origin = {v["name"]: v for v in json.loads(self.ok("env", "--json", TE_FL_PREFER="vendor"))}["TE_FL_PREFER"]
+        self.assertEqual(origin["value"], "vendor")
+        self.assertIn("environment", origin["origin"])
+
+    def test_doctor(self):
+        self.assertIn("No problems", self.ok("doctor"))
+        json.loads(self.ok("doctor", "--json"))
+        self.fails(1, "TE_FL_PREFER", "doctor", TE_FL_PERFER="vendor")
+        self.fails(1, "/absent/libacme.so", "doctor", TE_FL_PLUGIN_MODULES="/absent/libacme.so")
+
+    def test_usage_errors_name_the_nearest(self):
+        self.fails(2, "explain", "explian", "gelu")
+        self.fails(2, "gelu", "explain", "gelo")
+        self.fails(2, "bf16", "explain", "gelu", "--dtype", "bf61")
+        self.fails(2, "mxfp8", "explain", "gelu", "--scaling", "mxfp")
+        self.fails(2, "cuda:9", "explain", "gelu", "--device", "cuda:9:9")
+        self.fails(2, "TE_FL_PREFER", "explain", "gelu", "--set", "TE_FL_PERFER=vendor")
+        self.fails(2, "VAR=VALUE", "explain", "gelu", "--set", "TE_FL_PREFER")
+        self.fails(2, "", "info", "--jsno")
+        self.fails(2, "", "completion", "tcsh")
+        self.fails(2, "", )
+
+    def test_invalid_variables_never_abort(self):
+        self.fails(1, "TE_FL_PREFER", "env", TE_FL_PERFER="vendor")
+        self.fails(1, "vendor", "env", TE_FL_PREFER="vedor")
+        self.fails(1, "true", "env", TE_FL_STRICT="ture")
+        self.fails(1, "gelu", "env", TE_FL_PER_OP="gelo=reference")
+        self.fails(1, "reference", "env", TE_FL_PER_OP="gelu=refrence")
+        absent = run("explain", "gelu", "--dtype", "f32", TE_FL_ALLOW_VENDORS="absent")
+        self.assertEqual(absent.returncode, 0, absent.stderr)
+
+    def test_colours_only_on_a_terminal(self):
+        self.assertNotIn("\033", self.ok("info"))
+        self.assertIn(b"\033[", terminal("info"))
+        self.assertNotIn(b"\033[", terminal("info", NO_COLOR="1"))
+
+    def test_help_and_version(self):
+        self.assertIn("Examples", self.ok("--help"))
+        self.assertIn("Exit codes", self.ok("--help"))
+        self.assertRegex(self.ok("--version"), r"te-fl \d+\.\d+\.\d+")
+
+    def test_completion(self):
+        for shell in ("bash", "zsh", "fish"):
+            self.assertIn("te-fl", self.ok("completion", shell))
+        script = (f'PATH="{os.path.dirname(TE_FL)}:$PATH"; source <(te-fl completion bash); '
+                  'COMP_WORDS=(te-fl explain gel); COMP_CWORD=2; _te_fl; echo "${COMPREPLY[@]}"')
+        out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+        self.assertEqual(out.stdout.strip(), "gelu", out.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
