@@ -23,7 +23,9 @@ std::unique_ptr<const core::CompiledOp> op(std::string_view name) {
   std::abort();
 }
 
-Tensor f32(std::initializer_list<int64_t> shape) { return Tensor::zeros(shape, DType::kF32).value(); }
+Tensor f32(std::initializer_list<int64_t> shape) {
+  return Tensor::zeros(shape, DType::kF32).value();
+}
 
 void run(benchmark::State& state, const core::CompiledOp& compiled, const void* args) {
   core::Signature signature;
@@ -38,11 +40,12 @@ void run(benchmark::State& state, const core::CompiledOp& compiled, const void* 
 }
 
 struct Norm {
-  Tensor x = f32({64, 256}), gamma = f32({256}), beta = f32({256}), z = f32({64, 256}), mu = f32({64}),
-         rsigma = f32({64});
+  Tensor x = f32({64, 256}), gamma = f32({256}), beta = f32({256}), z = f32({64, 256}),
+         mu = f32({64}), rsigma = f32({64});
   te_fl_layernorm_fwd_args args;
   Norm() {
-    args.x = x, args.gamma = gamma, args.beta = beta, args.z = z, args.mu = mu, args.rsigma = rsigma;
+    args.x = x, args.gamma = gamma, args.beta = beta, args.z = z, args.mu = mu,
+    args.rsigma = rsigma;
   }
 };
 
@@ -83,7 +86,8 @@ BENCHMARK(Gelu);
 
 void Fp8Gemm(benchmark::State& state) {
   const int64_t shape[] = {256, 256};
-  const Tensor a = Tensor::empty_quantized(shape, {}).value(), b = Tensor::empty_quantized(shape, {}).value();
+  const Tensor a = Tensor::empty_quantized(shape, {}).value(),
+               b = Tensor::empty_quantized(shape, {}).value();
   const Tensor d = f32({256, 256});
   te_fl_generic_gemm_args args;
   args.a = a, args.b = b, args.d = d, args.trans_b = 1;
