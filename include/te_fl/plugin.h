@@ -335,7 +335,8 @@ enum {                                 /* te_fl_arg_desc.flags */
  *           | "@..." (product of the leading dimensions)
  *           | INT | "_" (any size) | NAME | INT*NAME | NAME+INT | ?NAME (1 or the value of NAME)
  * A NAME is bound by the first argument that mentions it and must agree afterwards. For tensor
- * lists the rule applies element by element, with names bound afresh for each index.
+ * lists the rule applies element by element, with names bound afresh for each index; names that
+ * plain tensors bind hold for every element.
  * min/max bound scalars inclusively (both zero: unbounded). `neutral` is the value at which the
  * argument has no effect; an implementation older than `since` serves calls that leave it there
  * (tensors: NULL).
