@@ -278,7 +278,7 @@ int main(int argc, char** argv) {
   for (const CaseSpec& spec : cases) {
     benchmark::RegisterBenchmark((spec.op + "/" + spec.variant).c_str(),
                                  [&spec](benchmark::State& state) { run_case(state, peers, spec); })
-        ->Iterations(spec.memory_bound || spec.fixed_rows > 16 ? 7 : 1000)
+        ->Iterations(spec.memory_bound || spec.fixed_rows > 16 ? 15 : 1000)
         ->UseManualTime()
         ->Unit(benchmark::kMicrosecond);
   }
