@@ -2,6 +2,7 @@
 // machine can do: copy bandwidth for ops limited by memory, oneDNN called directly for products.
 // See bench/README.md.
 #include <benchmark/benchmark.h>
+#include <unistd.h>
 
 #include <oneapi/dnnl/dnnl.hpp>
 
@@ -44,7 +45,13 @@ int threads() {
   return n > 0 ? n : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-int64_t last_level_cache() { return cpu::last_level_cache_bytes(); }
+// What the threads may have between them: they may run on as many core complexes, each with a cache
+// of its own; the C library adds up those of the whole socket.
+int64_t last_level_cache() {
+  const int64_t one = cpu::last_level_cache_bytes();
+  const int64_t socket = std::max<int64_t>(one, sysconf(_SC_LEVEL3_CACHE_SIZE));
+  return std::min(one * threads(), socket);
+}
 
 // ---- copy bandwidth
 
@@ -200,16 +207,16 @@ int64_t rows_for(const CaseSpec& spec) {
   constexpr int64_t kProbe = 512;
   Case probe;
   spec.build(probe, kProbe);
-  const int64_t per_row = std::max<int64_t>(1, probe.bytes / kProbe);
+  const int64_t per_row = std::max<int64_t>(1, probe.memory / kProbe);
   const int64_t rows = 4 * last_level_cache() / per_row + 1;
   return (rows + kProbe - 1) / kProbe * kProbe;
 }
 
-// The reference's time for the same work. It is limited by arithmetic, so a sixteenth of a large
+// The reference's time for the same work. It is limited by arithmetic, so a small part of a large
 // case stands for the whole.
 double reference_seconds(Peers& peers, const CaseSpec& spec, int64_t rows, const Case& whole) {
   Case part;
-  spec.build(part, spec.memory_bound ? std::max<int64_t>(512, rows / 16) : rows);
+  spec.build(part, spec.memory_bound ? std::max<int64_t>(512, rows / 64) : rows);
   if (!spec.memory_bound && whole.flops > 0) {
     part = Case();
     spec.build(part, rows / 8);
@@ -278,7 +285,7 @@ int main(int argc, char** argv) {
   for (const CaseSpec& spec : cases) {
     benchmark::RegisterBenchmark((spec.op + "/" + spec.variant).c_str(),
                                  [&spec](benchmark::State& state) { run_case(state, peers, spec); })
-        ->Iterations(spec.memory_bound || spec.fixed_rows > 16 ? 7 : 1000)
+        ->Iterations(spec.memory_bound || spec.fixed_rows > 16 ? 10 : 1000)
         ->UseManualTime()
         ->Unit(benchmark::kMicrosecond);
   }

@@ -129,12 +129,14 @@ void BenchTensor::quantised(te_fl_scaling scaling, uint32_t flags, bool columnwi
 BenchTensor& Case::make(Shape shape, int dtype, int times) {
   BenchTensor& t = tensors_.emplace_back(std::move(shape), dtype);
   bytes += times * t.bytes();
+  memory += t.bytes();
   return t;
 }
 
 BenchTensor& Case::fp8(Shape shape, int dtype, te_fl_scaling scaling, bool columnwise,
                        uint32_t flags) {
   BenchTensor& t = make(std::move(shape), dtype, columnwise ? 2 : 1);
+  if (columnwise) memory += t.bytes();
   t.quantised(scaling, flags, columnwise);
   return t;
 }

@@ -72,8 +72,9 @@ class Case {
     return lists_.back().data();
   }
 
-  int64_t bytes = 0;  // moved by a call that reads and writes each element once
-  double flops = 0;   // of compute-bound ops
+  int64_t bytes = 0;   // moved by a call that reads and writes each element once
+  int64_t memory = 0;  // of the tensors
+  double flops = 0;    // of compute-bound ops
   // GEMM: the product that the library is given directly, op(A) m x k and op(B) k x n.
   struct Product {
     int64_t m = 0, n = 0, k = 0;

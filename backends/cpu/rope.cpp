@@ -208,6 +208,11 @@ struct HeadGrid {
   char* at(int64_t token, int64_t head) const {
     return base + (token / inner * stride0 + token % inner * stride1 + head * stride_head) * bytes;
   }
+  // Brings a head into the cache; any token, also one behind the last.
+  void prefetch(int64_t token, int64_t head, int64_t dim) const {
+    const char* from = at(token, head);
+    for (int64_t i = 0; i < dim * bytes; i += 64) __builtin_prefetch(from + i);
+  }
   char* base;
   int64_t bytes, inner, stride0, stride1, stride_head;
 };
@@ -290,6 +295,7 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
         if (position < 0) {
           std::memset(out.at(t, h), 0, static_cast<size_t>(dim * out.bytes));
         } else {
+          in.prefetch(t + 1, h, dim);
           rotation.apply(dtype_of(x), in.at(t, h), dim, out.bytes, out.at(t, h), stream);
         }
       }
@@ -351,6 +357,15 @@ void packed_rope(const Args& a, const Packed& p, const te_fl_tensor& qkv, const 
       rotate_k.move_to(position);
       for (int64_t g = 0; g < p.groups; ++g) {
         char* whole = packed.at(t, g);
+        if (kBackward) {
+          for (int64_t n = 0; n < p.q_heads; ++n) {
+            q_grid.prefetch(t + 1, g * p.q_heads + n, p.k_dim);
+          }
+          k_grid.prefetch(t + 1, g, p.k_dim);
+          v_grid.prefetch(t + 1, g, p.v_dim);
+        } else {
+          packed.prefetch(t + 1, g, p.width());
+        }
         for (int64_t n = 0; n < p.q_heads; ++n, whole += step) {
           rotate(rotate_q, whole, q_grid.at(t, g * p.q_heads + n));
         }

@@ -12,6 +12,7 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "softmax.cpp"
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
@@ -30,7 +31,7 @@ HWY_INLINE VF ExpOfDifference(VF x) {
 // Softmax of factor * x over the first `visible` elements of which mask (or null) is 0, into y,
 // which has room for padded(visible) floats.
 template <class T>
-void ForwardRow(const void* raw, int64_t visible, float factor, const uint8_t* mask,
+void ForwardRow(const void* raw, int64_t visible, int64_t cols, float factor, const uint8_t* mask,
                 float* HWY_RESTRICT y) {
   const T* x = static_cast<const T*>(raw);
   const auto lanes = static_cast<int64_t>(NumLanes());
@@ -42,6 +43,7 @@ void ForwardRow(const void* raw, int64_t visible, float factor, const uint8_t* m
     return hn::IfThenElse(hn::RebindMask(DF(), hn::Eq(hidden, hn::Zero(DU()))), v, lowest);
   };
   for (; j + lanes <= visible; j += lanes) {
+    hwy::Prefetch(x + j + cols);  // the next row: memory works while exponentials are computed
     VF v = hn::Mul(LoadF32(x + j), scale);
     if (mask != nullptr) v = hide(v, hn::PromoteTo(DU(), hn::LoadU(d8, mask + j)));
     top = hn::Max(top, v);
@@ -73,7 +75,7 @@ void ForwardRow(const void* raw, int64_t visible, float factor, const uint8_t* m
 
 // scale * y (dy - sum dy y) over the first `visible` elements, into dx as above.
 template <class T>
-void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, float factor,
+void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, int64_t cols, float factor,
                  float* HWY_RESTRICT dx) {
   const T* dy = static_cast<const T*>(raw_dy);
   const T* y = static_cast<const T*>(raw_y);
@@ -81,6 +83,8 @@ void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, float f
   VF sum0 = SetF(0.0f), sum1 = sum0;
   int64_t j = 0;
   for (; j + 2 * lanes <= visible; j += 2 * lanes) {
+    hwy::Prefetch(dy + j + cols);  // the next row
+    hwy::Prefetch(y + j + cols);
     sum0 = hn::MulAdd(LoadF32(dy + j), LoadF32(y + j), sum0);
     sum1 = hn::MulAdd(LoadF32(dy + j + lanes), LoadF32(y + j + lanes), sum1);
   }
@@ -99,27 +103,27 @@ void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, float f
   if (rest > 0) StoreF32(gradient(LoadPart(dy + j, rest), LoadPart(y + j, rest)), dx + j);
 }
 
-void SoftmaxForwardRow(int dtype, const void* x, int64_t visible, float scale, const uint8_t* mask,
-                       float* y) {
+void SoftmaxForwardRow(int dtype, const void* x, int64_t visible, int64_t cols, float scale,
+                       const uint8_t* mask, float* y) {
   switch (dtype) {
     case TE_FL_F32:
-      return ForwardRow<float>(x, visible, scale, mask, y);
+      return ForwardRow<float>(x, visible, cols, scale, mask, y);
     case TE_FL_F16:
-      return ForwardRow<numeric::half>(x, visible, scale, mask, y);
+      return ForwardRow<numeric::half>(x, visible, cols, scale, mask, y);
     default:
-      return ForwardRow<numeric::bfloat16>(x, visible, scale, mask, y);
+      return ForwardRow<numeric::bfloat16>(x, visible, cols, scale, mask, y);
   }
 }
 
-void SoftmaxBackwardRow(int dtype, const void* dy, const void* y, int64_t visible, float scale,
-                        float* dx) {
+void SoftmaxBackwardRow(int dtype, const void* dy, const void* y, int64_t visible, int64_t cols,
+                        float scale, float* dx) {
   switch (dtype) {
     case TE_FL_F32:
-      return BackwardRow<float>(dy, y, visible, scale, dx);
+      return BackwardRow<float>(dy, y, visible, cols, scale, dx);
     case TE_FL_F16:
-      return BackwardRow<numeric::half>(dy, y, visible, scale, dx);
+      return BackwardRow<numeric::half>(dy, y, visible, cols, scale, dx);
     default:
-      return BackwardRow<numeric::bfloat16>(dy, y, visible, scale, dx);
+      return BackwardRow<numeric::bfloat16>(dy, y, visible, cols, scale, dx);
   }
 }
 
@@ -171,7 +175,7 @@ void for_each_row(const te_fl_tensor& input, const te_fl_tensor& out, bool causa
 
 void forward(const te_fl_tensor& in, const te_fl_tensor& out, float scale, bool causal,
              const te_fl_tensor* mask) {
-  const int64_t row_bytes = backend::as_matrix(in).cols * element_bytes(in);
+  const int64_t cols = backend::as_matrix(in).cols, row_bytes = cols * element_bytes(in);
   const int64_t* shape = in.dl.shape;
   const auto kernel = HWY_DYNAMIC_DISPATCH(SoftmaxForwardRow);
   for_each_row(in, out, causal, [&](int64_t r, int64_t visible, float* y) {
@@ -181,7 +185,8 @@ void forward(const te_fl_tensor& in, const te_fl_tensor& out, float scale, bool 
       hidden = backend::data<const uint8_t>(*mask) +
                backend::broadcast_offset(*mask, head / shape[1], head % shape[1], r % shape[2], 0);
     }
-    kernel(dtype_of(in), element(backend::data<void>(in), r, row_bytes), visible, scale, hidden, y);
+    kernel(dtype_of(in), element(backend::data<void>(in), r, row_bytes), visible, cols, scale,
+           hidden, y);
   });
 }
 
@@ -197,11 +202,11 @@ void masked_forward(const te_fl_context&, const te_fl_softmax_masked_args& a) {
 template <bool kCausal, class Args>
 void softmax_backward(const te_fl_context&, const Args& a) {
   const te_fl_tensor &dy = *a.output_grad, &y = *a.softmax_results;
-  const int64_t row_bytes = backend::as_matrix(dy).cols * element_bytes(dy);
+  const int64_t cols = backend::as_matrix(dy).cols, row_bytes = cols * element_bytes(dy);
   const auto kernel = HWY_DYNAMIC_DISPATCH(SoftmaxBackwardRow);
   for_each_row(dy, *a.input_grad, kCausal, [&](int64_t r, int64_t visible, float* dx) {
     kernel(dtype_of(dy), element(backend::data<void>(dy), r, row_bytes),
-           element(backend::data<void>(y), r, row_bytes), visible, a.scale, dx);
+           element(backend::data<void>(y), r, row_bytes), visible, cols, a.scale, dx);
   });
 }
 
