@@ -32,7 +32,8 @@ constexpr char kHelp[] =
     "  --reduced        a quarter of the table, without the large cases (for sanitizer builds)\n"
     "  --list           print the cases, run nothing\n"
     "  --plugin P       load this plugin first (path, or a name from the manifests)\n"
-    "  --expected FILE  cases that an implementation is known not to support\n"
+    "  --expected FILE  cases that an implementation is known not to support; with it, also those\n"
+    "                   of --plugin fail on any other refusal (without: refusals are counted)\n"
     "  --json FILE      every result\n"
     "  --report         a markdown table of ops and implementations\n"
     "  --self-check     prove for every case that passes that a wrong result would have failed\n"
@@ -43,11 +44,14 @@ constexpr char kHelp[] =
 
 struct Options {
   std::string impl, op, family, substring, json,
-      expected = TE_FL_CONFORMANCE_DIR "/expected_unsupported.txt",
-      exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
+      expected, exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
+  std::set<std::string> built_in;  // implementations that did not come from `plugins`
   bool reduced = false, list = false, report = false, self_check = false, coverage = false,
        help = false;
+  std::string expected_file() const {
+    return expected.empty() ? TE_FL_CONFORMANCE_DIR "/expected_unsupported.txt" : expected;
+  }
   bool filtered() const {
     return !impl.empty() || !op.empty() || !family.empty() || !substring.empty() || reduced;
   }
@@ -144,13 +148,14 @@ void Runner::settle(const Case& c, const std::string& impl, Result& result) {
     if (u.impl == impl && matches(u.op, c.op) && matches(u.pattern, c.name))
       listed = &u, u.used = true;
   }
-  if (result.outcome == Outcome::kUnsupported && listed == nullptr) {
+  if (result.outcome == Outcome::kUnsupported && listed == nullptr &&
+      (!options_.expected.empty() || options_.built_in.count(impl) != 0)) {
     result.outcome = Outcome::kFail;
-    result.message =
-        "not supported, and not declared in expected_unsupported.txt: " + result.message;
+    result.message = "not supported, and not declared in " + options_.expected_file() + ": " +
+                     result.message;
   } else if (result.outcome == Outcome::kPass && listed != nullptr) {
     result.outcome = Outcome::kFail;
-    result.message = "passes, but expected_unsupported.txt says: " + listed->reason;
+    result.message = "passes, but " + options_.expected_file() + " says: " + listed->reason;
   }
 }
 
@@ -182,7 +187,6 @@ void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
 
 int Runner::run(const Table& table) {
   std::map<std::string, std::vector<std::string>> serves;  // op -> impls
-  OpManager::instance();                                   // registers the built-in backends
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
     if (!options_.impl.empty() && info.impl_id != options_.impl) continue;
     serves[info.op].push_back(info.impl_id);
@@ -327,11 +331,13 @@ int run(int argc, char** argv) {
     return 0;
   }
   std::vector<Unsupported> expected;
-  if (error.empty()) expected = read_expected(o.expected, error);
+  if (error.empty()) expected = read_expected(o.expected_file(), error);
   if (!error.empty()) {
     std::fprintf(stderr, "conformance: %s\n", error.c_str());
     return 2;
   }
+  OpManager::instance();  // registers the built-in backends
+  for (const OpImplInfo& info : OpRegistry::instance().snapshot()) o.built_in.insert(info.impl_id);
   for (const std::string& plugin : o.plugins) {
     const auto loaded = plugins::load(plugin);
     if (loaded.ok()) continue;
