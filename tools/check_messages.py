@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""Every message that docs/messages.md quotes is one that the sources print.
+
+In the first column of its tables, what varies is written `...`, [..], 'x' in quotes or in CAPITALS; the words between are searched
+for in the string literals of the sources (adjacent literals joined).
+
+usage: check_messages.py [SOURCE_DIR]
+"""
+import pathlib
+import re
+import sys
+
+LITERALS = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
+FOLDERS = ("core", "policy", "plugins", "registry", "nn", "tools/te-fl", "include/te_fl")
+VARIES = re.compile(r"\.\.\.|\[\.\.\]|'[^']*'|\b[A-Z][A-Z_0-9]*\b|\(warning\)|\(one line per implementation follows\)|\(rule R\d+\)|`")
+
+
+def literals(source):
+    # Adjacent literals are one string; everything else separates.
+    out, last = [], 0
+    for m in LITERALS.finditer(source):
+        if out and source[last:m.start()].strip() == "":
+            out[-1] += m.group(1)
+        else:
+            out.append(m.group(1))
+        last = m.end()
+    return out
+
+
+def main():
+    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    said = set()
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.[ch]pp")):
+            said.update(s.replace('\\"', '"') for s in literals(path.read_text()))
+    said = "\0".join(said)
+    wrong = checked = 0
+    for number, line in enumerate((root / "docs/messages.md").read_text().splitlines(), 1):
+        cells = [c.strip() for c in line.split("|")]
+        if not line.startswith("|") or len(cells) < 4 or cells[1] == "message" or set(cells[1]) <= {"-"}:
+            continue
+        for fragment in VARIES.split(cells[1]):
+            fragment = fragment.strip(" ;:,.()\"'")
+            if len(fragment) < 4:
+                continue
+            checked += 1
+            if fragment not in said:
+                wrong += 1
+                print(f"docs/messages.md:{number}: no source prints '{fragment}'")
+    if checked < 40:
+        print(f"docs/messages.md: only {checked} fragments of messages found: the tables have changed their form")
+        wrong += 1
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
