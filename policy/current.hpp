@@ -36,4 +36,8 @@ inline uint32_t current_id() {
 // Settings of an interned policy; valid forever.
 const PolicySettings& settings_of(uint32_t id);
 
+// What is wrong with settings made in code, which passed no parser: a list for an op that is not in
+// the catalogue. Calls under them fail with it.
+Status settings_error(const PolicySettings& settings);
+
 }  // namespace te_fl::policy

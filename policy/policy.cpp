@@ -12,7 +12,6 @@
 #include "core/op_table.hpp"
 #include "policy/current.hpp"
 #include "policy/text.hpp"
-#include "te_fl/log.hpp"
 
 namespace te_fl {
 namespace policy {
@@ -99,25 +98,26 @@ std::vector<std::string> catalogue_names() {
   return names;
 }
 
-// Settings made in code did not pass a parser; a list for an op that does not exist has no effect.
-void warn_unknown_ops(const PolicySettings& settings) {
-  if (settings.per_op.empty()) return;
-  const std::vector<std::string> names = catalogue_names();
-  for (const auto& [op, tokens] : settings.per_op) {
-    if (op.find("::") != std::string::npos) continue;
-    if (std::find(names.begin(), names.end(), op) != names.end()) continue;
-    log::once(log::Level::kWarning, "policy op " + op,
-              "a policy has a list for op " + quoted(op) + ", which does not exist" +
-                  did_you_mean(op, names));
-  }
-}
-
 }  // namespace
 
 const PolicySettings& settings_of(uint32_t id) {
   Interned& table = interned();
   std::lock_guard lock(mutex);
   return table.by_id[id];
+}
+
+Status settings_error(const PolicySettings& settings) {
+  for (const auto& [op, tokens] : settings.per_op) {
+    if (op.find("::") != std::string::npos) continue;  // a custom op may be registered later
+    const auto is_named = [&name = op](const te_fl_op_schema* schema) {
+      return name == schema->name;
+    };
+    const auto catalogue = core::catalogue();
+    if (std::any_of(catalogue.begin(), catalogue.end(), is_named)) continue;
+    return invalid_argument("the policy has a list for op " + quoted(op) +
+                            ", which does not exist" + did_you_mean(op, catalogue_names()));
+  }
+  return {};
 }
 
 uint32_t refresh_environment() {
@@ -142,7 +142,6 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
   policy::normalise(settings.allow_vendors);
   policy::normalise(settings.deny_vendors);
   std::string key = policy::text_of(settings);
-  policy::warn_unknown_ops(settings);
   SelectionPolicy made;
   policy::Interned& table = policy::interned();
   std::lock_guard lock(policy::mutex);

@@ -39,6 +39,9 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   }
   Choice choice;
   choice.settings = &policy::settings_of(policy);
+  if (Status error = policy::settings_error(*choice.settings); !error.ok()) {
+    return error.wrap("op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
+  }
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();

@@ -53,6 +53,8 @@ TE_FL_API Result<std::vector<std::string>> parse_vendor_list(std::string_view te
 class TE_FL_API SelectionPolicy {
  public:
   SelectionPolicy() noexcept;  // the empty policy, id 0
+  // Never fails: calls under settings that list an op which does not exist fail, naming the nearest
+  // one ("vendor::op" names pass, since custom ops may be registered later).
   static SelectionPolicy intern(PolicySettings settings);
   // From TE_FL_PREFER, TE_FL_PREFER_VENDOR, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
   // TE_FL_PER_OP, TE_FL_DETERMINISTIC as environment::get sees them now.

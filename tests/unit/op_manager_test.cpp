@@ -202,6 +202,22 @@ TEST_F(Dispatch, APerOpListIsExclusive) {
   EXPECT_FAILS(s, kUnsupported, "'default.p' could serve it if the policy let it");
 }
 
+TEST_F(Dispatch, AListForAMisspeltOpFailsCallsUnderIt) {
+  PolicySettings s;
+  s.per_op["layernorm_fw"] = {impl("vendor.v")};
+  {
+    const PolicyScope scope(s);
+    EXPECT_FAILS(
+        call(), kInvalidArgument,
+        "a list for op 'layernorm_fw', which does not exist; did you mean 'layernorm_fwd'?");
+    EXPECT_EQ(ran(), "");
+  }
+  s.per_op.clear();
+  s.per_op["acme::later"] = {impl("vendor.v")};  // may be registered yet
+  const PolicyScope scope(s);
+  ASSERT_OK(call());
+}
+
 TEST_F(Dispatch, VendorListsFilter) {
   PolicySettings s = prefer(Kind::kVendor);
   s.deny_vendors = {"acme"};
