@@ -65,6 +65,7 @@ struct Implementation {
   uint32_t counter = 0;  // index of its call counters
   bool direct = false;   // run() needs nothing but a context: no supports(), scratch, plan or lock
   bool checks_support = false;  // supports() is to be called per call
+  bool not_in_place = false;    // the op may be called in place, which this does not do
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present
 };

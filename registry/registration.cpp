@@ -7,6 +7,7 @@
 #include "core/fork.hpp"
 #include "core/text.hpp"
 #include "plugins/abi_struct.hpp"
+#include "registry/in_place.hpp"
 #include "registry/thread_record.hpp"
 
 namespace te_fl::registry {
@@ -236,6 +237,9 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
   }
   // The descriptor's schema may go with its plugin; ours stays.
   impl->desc.schema = &row->compiled->schema();
+  impl->not_in_place =
+      (impl->desc.flags & TE_FL_OP_IN_PLACE_OK) == 0 && allows_in_place(*impl->desc.schema);
+  if (impl->not_in_place) impl->direct = false;
   row->options.push_back(option_of(*impl, impl->desc.priority));
   row->impls.push_back(std::move(impl));
   table.ops[index] = std::move(row);

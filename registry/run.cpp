@@ -5,6 +5,7 @@
 
 #include "policy/current.hpp"
 #include "registry/arguments.hpp"
+#include "registry/in_place.hpp"
 #include "registry/manager_impl.hpp"
 
 namespace te_fl::registry {
@@ -119,6 +120,14 @@ bool writes_record(const OpRow& row) { return row.saved != nullptr && row.saved-
 te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
                      core::ErrorText& errors) {
   te_fl_context context = context_of(call, deterministic, errors.sink());
+  if (impl.not_in_place) {
+    if (const std::string pair = shared_in_place(call.row.compiled->schema(), call.args);
+        !pair.empty()) {
+      const std::string why = "it does not work in place (TE_FL_OP_IN_PLACE_OK), and " + pair;
+      errors.sink()->write(errors.sink()->host, why.c_str());
+      return TE_FL_UNSUPPORTED;
+    }
+  }
   if (impl.checks_support) {
     if (const te_fl_status code = ask_support(impl, context, call.args, errors))
       return code | TE_FL_CLEAN;

@@ -50,7 +50,11 @@ inline const te_fl_op_schema& five_schema() {
   static const te_fl_arg_desc b = tensor_arg("b", TE_FL_IN, offsetof(FiveArgs, b));
   static const te_fl_arg_desc c = tensor_arg("c", TE_FL_IN, offsetof(FiveArgs, c));
   static const te_fl_arg_desc d = tensor_arg("d", TE_FL_IN, offsetof(FiveArgs, d));
-  static const te_fl_arg_desc out = tensor_arg("out", TE_FL_OUT, offsetof(FiveArgs, out));
+  static const te_fl_arg_desc out = [] {
+    te_fl_arg_desc o = tensor_arg("out", TE_FL_OUT, offsetof(FiveArgs, out));
+    o.aliases = "a b";
+    return o;
+  }();
   static const te_fl_arg_desc gain = [] {
     te_fl_arg_desc g{};
     g.struct_size = sizeof g;
@@ -124,7 +128,8 @@ class Fake {
     desc.kind = id_.starts_with("vendor.")      ? TE_FL_KIND_VENDOR
                 : id_.starts_with("reference.") ? TE_FL_KIND_REFERENCE
                                                 : TE_FL_KIND_DEFAULT;
-    desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT | TE_FL_OP_DETERMINISTIC;
+    desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT | TE_FL_OP_DETERMINISTIC |
+                 TE_FL_OP_IN_PLACE_OK;
     desc.param_version = schema.version;
     desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
     desc.self = this;

@@ -399,6 +399,8 @@ enum { /* te_fl_op_desc.flags */
        TE_FL_OP_THREAD_SAFE = 1u << 0,
        TE_FL_OP_GRAPH_SAFE = 1u << 1,
        TE_FL_OP_DETERMINISTIC = 1u << 2,
+       /* Works where an output has the memory of an input, as the op's schema allows; without it
+          such calls go to another implementation. */
        TE_FL_OP_IN_PLACE_OK = 1u << 3,
        TE_FL_OP_STATIC_SUPPORT = 1u << 4
 };

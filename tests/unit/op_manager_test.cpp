@@ -218,6 +218,27 @@ TEST_F(Dispatch, AListForAMisspeltOpFailsCallsUnderIt) {
   ASSERT_OK(call());
 }
 
+TEST_F(Dispatch, InPlaceCallsPassOverThoseThatDoNotWorkInPlace) {
+  for (Fake* f : {&portable, &vendor, &reference}) {
+    f->desc.flags &= ~uint32_t{TE_FL_OP_IN_PLACE_OK};
+    reregister(*f);
+  }
+  ASSERT_OK(call());
+  EXPECT_EQ(ran(), "default.p");
+  five.args.out = five.args.b;
+  EXPECT_FAILS(
+      call(), kUnsupported,
+      "it does not work in place (TE_FL_OP_IN_PLACE_OK), and output 'out' has the memory of 'b'");
+  EXPECT_EQ(ran(), "");
+  vendor.desc.flags |= TE_FL_OP_IN_PLACE_OK;
+  reregister(vendor);
+  ASSERT_OK(call());
+  EXPECT_EQ(ran(), "vendor.v");
+  five.args.out = five.tensors[4];
+  ASSERT_OK(call());
+  EXPECT_EQ(ran(), "default.p");
+}
+
 TEST_F(Dispatch, VendorListsFilter) {
   PolicySettings s = prefer(Kind::kVendor);
   s.deny_vendors = {"acme"};
