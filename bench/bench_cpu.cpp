@@ -68,17 +68,17 @@ void streaming_copy(char* to, const char* from, size_t bytes) {
 #endif
 }
 
-// Bytes read plus written per second, by the better of memcpy and streaming stores, on all threads,
-// over four times the last-level cache.
+// A copy by the better of memcpy and streaming stores, on all threads, over four times the
+// last-level cache.
 class Copy {
  public:
-  Copy() : half_(2 * last_level_cache()), from_({half_}, TE_FL_U8), to_({half_}, TE_FL_U8) {}
+  Copy() : half_(2 * last_level_cache()), from_({half_}, TE_FL_U8), to_({half_}, TE_FL_U8) {
+    const double streaming = best_of(5, [&] { run(&streaming_copy); });
+    best_ = best_of(5, [&] { run(&plain); }) < streaming ? &plain : &streaming_copy;
+  }
+  // Of one copy: bytes read plus written per second.
   double bandwidth() {
-    double best = 1e9;
-    for (const auto copy : {&streaming_copy, &plain}) {
-      best = std::min(best, best_of(3, [&] { run(copy); }));
-    }
-    return 2.0 * static_cast<double>(half_) / best;
+    return 2.0 * static_cast<double>(half_) / seconds_of([&] { run(best_); });
   }
 
  private:
@@ -96,7 +96,14 @@ class Copy {
   }
   int64_t half_;
   BenchTensor from_, to_;
+  void (*best_)(char*, const char*, size_t) = nullptr;
 };
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
 
 // ---- implementations
 
@@ -202,14 +209,25 @@ struct Peers {
   Copy copy;
 };
 
-int64_t rows_for(const CaseSpec& spec) {
-  if (!spec.memory_bound) return spec.fixed_rows;
-  constexpr int64_t kProbe = 512;
+// Rows, a multiple of `step`, with which the tensors take about `memory` bytes.
+int64_t rows_for(const CaseSpec& spec, int64_t memory, int64_t step) {
   Case probe;
-  spec.build(probe, kProbe);
-  const int64_t per_row = std::max<int64_t>(1, probe.memory / kProbe);
-  const int64_t rows = 4 * last_level_cache() / per_row + 1;
-  return (rows + kProbe - 1) / kProbe * kProbe;
+  spec.build(probe, 512);
+  const int64_t per_row = std::max<int64_t>(1, probe.memory / 512);
+  return std::max<int64_t>(step, (memory / per_row + step) / step * step);
+}
+
+// Bytes per second where half of the threads' second-level caches holds the tensors: what the
+// arithmetic allows, since memory does not take part.
+double in_cache_bandwidth(Backend& backend, const CaseSpec& spec) {
+  const int64_t second_level = std::max<int64_t>(256 << 10, sysconf(_SC_LEVEL2_CACHE_SIZE));
+  Case c;
+  spec.build(c, rows_for(spec, threads() * second_level / 2, 128));
+  if (!backend.prepare(spec.op, c).empty()) return 0;
+  const double once = best_of(10, [&] { backend.call(); });
+  const double best =
+      best_of(std::min(2000, static_cast<int>(0.05 / once)), [&] { backend.call(); });
+  return static_cast<double>(c.bytes) / std::min(once, best);
 }
 
 // The reference's time for the same work. It is limited by arithmetic, so a small part of a large
@@ -229,26 +247,29 @@ double reference_seconds(Peers& peers, const CaseSpec& spec, int64_t rows, const
 }
 
 void run_case(benchmark::State& state, Peers& peers, const CaseSpec& spec) {
-  const int64_t rows = rows_for(spec);
+  const int64_t rows =
+      spec.memory_bound ? rows_for(spec, 4 * last_level_cache(), 512) : spec.fixed_rows;
   Case c;
   spec.build(c, rows);
   const std::string refusal = peers.cpu.prepare(spec.op, c);
   if (!refusal.empty()) return state.SkipWithError(refusal.c_str());
-  const double copy_before = spec.memory_bound ? peers.copy.bandwidth() : 0;
   double best = 1e9;
+  std::vector<double> copies, ratios;  // a copy before every call: the neighbours' load changes
   for (auto _ : state) {
+    const double copy = spec.memory_bound ? peers.copy.bandwidth() : 0;
     const double seconds = seconds_of([&] { peers.cpu.call(); });
     state.SetIterationTime(seconds);
     best = std::min(best, seconds);
+    copies.push_back(copy);
+    ratios.push_back(static_cast<double>(c.bytes) / seconds / copy);
   }
   auto& out = state.counters;
   out["best_us"] = best * 1e6;
   if (spec.memory_bound) {
-    const double copy = std::max(copy_before, peers.copy.bandwidth());
-    const double bandwidth = static_cast<double>(c.bytes) / best;
-    out["GB_per_s"] = bandwidth / 1e9;
-    out["copy_GB_per_s"] = copy / 1e9;
-    out["of_copy"] = bandwidth / copy;
+    out["GB_per_s"] = static_cast<double>(c.bytes) / best / 1e9;
+    out["copy_GB_per_s"] = median(copies) / 1e9;
+    out["of_copy"] = median(ratios);
+    out["in_cache_GB_per_s"] = in_cache_bandwidth(peers.cpu, spec) / 1e9;
   } else if (c.flops > 0) {
     out["GFLOP_per_s"] = c.flops / best / 1e9;
     if (c.product.m > 0) out["of_onednn"] = direct_product(c.product) / best;

@@ -1,6 +1,7 @@
 // Layer and RMS normalisation, forward and backward.
 #include "te_fl/ops/norm.h"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <string>
@@ -77,15 +78,16 @@ void run_forward(const Forward& args) {
   const auto statistics = [&](int64_t row, int64_t part) {
     float* values = buffers.row(part, 0);
     load_f32(dtype, x + row * matrix.cols * bytes, matrix.cols, values);
-    float mean = 0.0f, rest = 0.0f;
+    float shift = 0.0f;
+    if (mu != nullptr && matrix.cols > 0) shift = rough_mean(values, matrix.cols);
+    const Moments moments = row_moments(values, matrix.cols, shift);
+    double variance = moments.squares / count;
     if (mu != nullptr) {
-      const double exact = row_sum(values, matrix.cols) / count;
-      mean = static_cast<float>(exact);
-      rest = static_cast<float>(exact - mean);
-      mu[row] = mean;
-      mean_rest[static_cast<size_t>(row)] = rest;
+      const double off = moments.sum / count, exact = shift + off;
+      variance = std::max(0.0, variance - off * off);
+      mu[row] = static_cast<float>(exact);
+      mean_rest[static_cast<size_t>(row)] = static_cast<float>(exact - mu[row]);
     }
-    const double variance = row_squares(values, matrix.cols, mean, rest) / count;
     rsigma[row] = static_cast<float>(1.0 / std::sqrt(variance + args.epsilon));
   };
   const auto values = [&](const Piece& piece, float* out) {
@@ -156,25 +158,38 @@ void run_backward(const Backward& args) {
   const Parts parts(matrix.rows, grain_of_rows(cols));
   dgamma.start(parts.count());
   if (args.dbeta != nullptr) dbeta.start(parts.count());
-  const RowBuffers buffers(cols, 3);
+  // FP32 sums of so many rows are folded into those of FP64.
+  constexpr int64_t kRowsToFold = 8;
+  const RowBuffers buffers(cols, 5);
   const bool stream = exceeds_cache(matrix.rows * dx.pitch);
   const float inverse = 1.0f / static_cast<float>(std::max<int64_t>(cols, 1));
   parts.run([&](int64_t part, int64_t begin, int64_t end) {
     float* dz_row = buffers.row(part, 0);
     float* x_row = buffers.row(part, 1);
     float* add_row = args.add != nullptr ? buffers.row(part, 2) : nullptr;
+    float* dgamma_rows = buffers.row(part, 3);
+    float* dbeta_rows = args.dbeta != nullptr ? buffers.row(part, 4) : nullptr;
+    const auto fold = [&] {
+      dgamma.add(part, 0, cols, dgamma_rows);
+      if (dbeta_rows != nullptr) dbeta.add(part, 0, cols, dbeta_rows);
+    };
     for (int64_t row = begin; row < end; ++row) {
+      if ((row - begin) % kRowsToFold == 0) {
+        if (row > begin) fold();
+        std::fill_n(dgamma_rows, padded(cols), 0.0f);
+        if (dbeta_rows != nullptr) std::fill_n(dbeta_rows, padded(cols), 0.0f);
+      }
       dz.load(row, cols, dz_row);
       x.load(row, cols, x_row);
       if (add_row != nullptr) add.load(row, cols, add_row);
       const float mean = mu != nullptr ? mu[row] : 0.0f;
       const NormSums sums =
-          norm_sums(dz_row, x_row, gamma.data(), cols, mean, rsigma[row], dgamma.of_part(part),
-                    args.dbeta != nullptr ? dbeta.of_part(part) : nullptr);
+          norm_sums(dz_row, x_row, gamma.data(), cols, mean, rsigma[row], dgamma_rows, dbeta_rows);
       norm_gradient(dz_row, x_row, gamma.data(), add_row, cols, mean, rsigma[row],
                     mu != nullptr ? sums.d * inverse : 0.0f, sums.dn * inverse, dz_row);
       store_f32(dx.dtype, dz_row, cols, dx.data + row * dx.pitch, stream);
     }
+    if (end > begin) fold();
     store_fence();
   });
   dgamma.store(*args.dgamma);

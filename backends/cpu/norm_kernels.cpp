@@ -1,5 +1,7 @@
 #include "norm_kernels.hpp"
 
+#include <algorithm>
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "norm_kernels.cpp"
 #include <hwy/foreach_target.h>
@@ -26,42 +28,77 @@ HWY_INLINE VD Upper(VF v) { return hn::PromoteTo(DD(), hn::UpperHalf(DH(), v)); 
 HWY_INLINE VF Masked(VF v, int64_t rest) {
   return hn::IfThenElseZero(hn::FirstN(DF(), static_cast<size_t>(rest)), v);
 }
-HWY_INLINE void AddTo(VF v, double* sums) {
-  [[maybe_unused]] const auto half = hn::Lanes(DD());
-  hn::StoreU(hn::Add(hn::LoadU(DD(), sums), Lower(v)), DD(), sums);
-#if HWY_TARGET != HWY_SCALAR
-  hn::StoreU(hn::Add(hn::LoadU(DD(), sums + half), Upper(v)), DD(), sums + half);
-#endif
+// FP32 sums of this many vectors are folded into FP64 ones: few enough to lose no digit that
+// counts, enough for the folding not to.
+constexpr int64_t kFold = 8;
+HWY_INLINE double FoldedSum(VD low, VD high) {
+  return hn::GetLane(hn::SumOfLanes(DD(), hn::Add(low, high)));
 }
-HWY_INLINE void AddPartTo(VF v, int64_t rest, double* sums) {
-  HWY_ALIGN float values[16] = {};
-  hn::Store(v, DF(), values);
-  for (int64_t i = 0; i < rest; ++i) sums[i] += values[i];
+HWY_INLINE void Fold(VF& sum, VD& low, VD& high) {
+  low = hn::Add(low, Lower(sum));
+  high = hn::Add(high, Upper(sum));
+  sum = SetF(0.0f);
+}
+
+float RoughMean(const float* x, int64_t n) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  VF sum[4] = {SetF(0.0f), SetF(0.0f), SetF(0.0f), SetF(0.0f)};
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    for (int64_t j = 0; j < 4; ++j) sum[j] = hn::Add(sum[j], LoadF32(x + i + j * lanes));
+  }
+  for (; i < n; i += lanes) sum[0] = hn::Add(sum[0], LoadF32(x + i));  // the padding is zero
+  const VF all = hn::Add(hn::Add(sum[0], sum[1]), hn::Add(sum[2], sum[3]));
+  return hn::GetLane(hn::SumOfLanes(DF(), all)) / static_cast<float>(n);
+}
+
+Moments RowMoments(const float* x, int64_t n, float shift) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  const VF m = SetF(shift);
+  VD sum_low = hn::Zero(DD()), sum_high = sum_low, square_low = sum_low, square_high = sum_low;
+  int64_t i = 0;
+  while (i + lanes <= n) {
+    VF sum[2] = {SetF(0.0f), SetF(0.0f)}, square[2] = {sum[0], sum[0]};
+    const int64_t end = i + std::min((n - i) / lanes, 2 * kFold) * lanes;
+    for (; i + 2 * lanes <= end; i += 2 * lanes) {
+      for (int64_t j = 0; j < 2; ++j) {
+        const VF v = hn::Sub(LoadF32(x + i + j * lanes), m);
+        sum[j] = hn::Add(sum[j], v);
+        square[j] = hn::MulAdd(v, v, square[j]);
+      }
+    }
+    for (; i < end; i += lanes) {
+      const VF v = hn::Sub(LoadF32(x + i), m);
+      sum[0] = hn::Add(sum[0], v);
+      square[0] = hn::MulAdd(v, v, square[0]);
+    }
+    for (int j = 0; j < 2; ++j) {
+      Fold(sum[j], sum_low, sum_high);
+      Fold(square[j], square_low, square_high);
+    }
+  }
+  if (i < n) {
+    VF v = Masked(hn::Sub(LoadF32(x + i), m), n - i);
+    VF square = hn::Mul(v, v);
+    Fold(v, sum_low, sum_high);
+    Fold(square, square_low, square_high);
+  }
+  return {FoldedSum(sum_low, sum_high), FoldedSum(square_low, square_high)};
 }
 
 double RowSum(const float* x, int64_t n) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   VD low = hn::Zero(DD()), high = low;
-  for (int64_t i = 0; i < n; i += lanes) {  // the padding is zero
-    const VF v = LoadF32(x + i);
-    low = hn::Add(low, Lower(v));
-    high = hn::Add(high, Upper(v));
+  for (int64_t i = 0; i < n;) {  // the padding is zero
+    VF sum[2] = {SetF(0.0f), SetF(0.0f)};
+    const int64_t end = std::min(n, i + 2 * kFold * lanes);
+    for (int which = 0; i < end; i += lanes, which ^= 1) {
+      sum[which] = hn::Add(sum[which], LoadF32(x + i));
+    }
+    Fold(sum[0], low, high);
+    Fold(sum[1], low, high);
   }
-  return hn::GetLane(hn::SumOfLanes(DD(), hn::Add(low, high)));
-}
-
-double RowSquares(const float* x, int64_t n, float mean, float mean_rest) {
-  const auto lanes = static_cast<int64_t>(NumLanes());
-  const VF m0 = SetF(mean), m1 = SetF(mean_rest);
-  VD low = hn::Zero(DD()), high = low;
-  for (int64_t i = 0; i < n; i += lanes) {
-    VF v = hn::Sub(hn::Sub(LoadF32(x + i), m0), m1);
-    if (i + lanes > n) v = Masked(v, n - i);
-    const VD a = Lower(v), b = Upper(v);
-    low = hn::MulAdd(a, a, low);
-    high = hn::MulAdd(b, b, high);
-  }
-  return hn::GetLane(hn::SumOfLanes(DD(), hn::Add(low, high)));
+  return FoldedSum(low, high);
 }
 
 void Normalise(const float* x, int64_t n, float mean, float mean_rest, float rsigma, const float* g,
@@ -76,29 +113,27 @@ void Normalise(const float* x, int64_t n, float mean, float mean_rest, float rsi
 }
 
 NormSums Sums(const float* dz, const float* x, const float* g, int64_t n, float mean, float rsigma,
-              double* dgamma, double* dbeta) {
+              float* dgamma, float* dbeta) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF m = SetF(mean), rs = SetF(rsigma);
   // Two of each, so that a sum does not wait for itself.
   VF d_sum[2] = {SetF(0.0f), SetF(0.0f)}, dn_sum[2] = {SetF(0.0f), SetF(0.0f)};
-  int64_t i = 0;
-  for (int which = 0; i + lanes <= n; i += lanes, which ^= 1) {
-    const VF grad = LoadF32(dz + i);
-    const VF normal = hn::Mul(hn::Sub(LoadF32(x + i), m), rs);
+  const auto step = [&](int64_t i, VF grad, VF normal, int which) HWY_ATTR {
     const VF d = hn::Mul(grad, LoadF32(g + i));
     d_sum[which] = hn::Add(d_sum[which], d);
     dn_sum[which] = hn::MulAdd(d, normal, dn_sum[which]);
-    AddTo(hn::Mul(grad, normal), dgamma + i);
-    if (dbeta != nullptr) AddTo(grad, dbeta + i);
+    StoreF32(hn::MulAdd(grad, normal, LoadF32(dgamma + i)), dgamma + i);
+    if (dbeta != nullptr) StoreF32(hn::Add(grad, LoadF32(dbeta + i)), dbeta + i);
+  };
+  const auto normal_at = [&](int64_t i)
+                             HWY_ATTR { return hn::Mul(hn::Sub(LoadF32(x + i), m), rs); };
+  int64_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) {
+    step(i, LoadF32(dz + i), normal_at(i), 0);
+    step(i + lanes, LoadF32(dz + i + lanes), normal_at(i + lanes), 1);
   }
-  if (i < n) {
-    const VF grad = Masked(LoadF32(dz + i), n - i);
-    const VF normal = Masked(hn::Mul(hn::Sub(LoadF32(x + i), m), rs), n - i);
-    const VF d = Masked(hn::Mul(grad, LoadF32(g + i)), n - i);
-    d_sum[0] = hn::Add(d_sum[0], d);
-    dn_sum[0] = hn::MulAdd(d, normal, dn_sum[0]);
-    AddPartTo(hn::Mul(grad, normal), n - i, dgamma + i);
-    if (dbeta != nullptr) AddPartTo(grad, n - i, dbeta + i);
+  for (; i < n; i += lanes) {
+    step(i, Masked(LoadF32(dz + i), n - i), Masked(normal_at(i), n - i), 0);
   }
   return {hn::GetLane(hn::SumOfLanes(DF(), hn::Add(d_sum[0], d_sum[1]))),
           hn::GetLane(hn::SumOfLanes(DF(), hn::Add(dn_sum[0], dn_sum[1])))};
@@ -124,21 +159,23 @@ HWY_AFTER_NAMESPACE();
 namespace te_fl::cpu {
 
 HWY_EXPORT(RowSum);
-HWY_EXPORT(RowSquares);
+HWY_EXPORT(RoughMean);
+HWY_EXPORT(RowMoments);
 HWY_EXPORT(Normalise);
 HWY_EXPORT(Sums);
 HWY_EXPORT(Gradient);
 
 double row_sum(const float* x, int64_t n) { return HWY_DYNAMIC_DISPATCH(RowSum)(x, n); }
-double row_squares(const float* x, int64_t n, float mean, float mean_rest) {
-  return HWY_DYNAMIC_DISPATCH(RowSquares)(x, n, mean, mean_rest);
+float rough_mean(const float* x, int64_t n) { return HWY_DYNAMIC_DISPATCH(RoughMean)(x, n); }
+Moments row_moments(const float* x, int64_t n, float shift) {
+  return HWY_DYNAMIC_DISPATCH(RowMoments)(x, n, shift);
 }
 void normalise(const float* x, int64_t n, float mean, float mean_rest, float rsigma, const float* g,
                const float* beta, float* z) {
   HWY_DYNAMIC_DISPATCH(Normalise)(x, n, mean, mean_rest, rsigma, g, beta, z);
 }
 NormSums norm_sums(const float* dz, const float* x, const float* g, int64_t n, float mean,
-                   float rsigma, double* dgamma, double* dbeta) {
+                   float rsigma, float* dgamma, float* dbeta) {
   return HWY_DYNAMIC_DISPATCH(Sums)(dz, x, g, n, mean, rsigma, dgamma, dbeta);
 }
 void norm_gradient(const float* dz, const float* x, const float* g, const float* add, int64_t n,
