@@ -53,7 +53,7 @@ te_fl_op_desc descriptor(const char* id, uint32_t kind) {
   d.op_name = "test::five";
   d.impl_id = id;
   d.kind = kind;
-  d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT;
+  d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT | TE_FL_OP_IN_PLACE_OK;
   d.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
   d.run = &nothing;
   d.schema = &schema();
