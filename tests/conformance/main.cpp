@@ -43,8 +43,8 @@ constexpr char kHelp[] =
     "Example: conformance --impl reference.host --case gelu/f32/7x33\n";
 
 struct Options {
-  std::string impl, op, family, substring, json,
-      expected, exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
+  std::string impl, op, family, substring, json, expected,
+      exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
   bool reduced = false, list = false, report = false, self_check = false, coverage = false,
@@ -151,8 +151,8 @@ void Runner::settle(const Case& c, const std::string& impl, Result& result) {
   if (result.outcome == Outcome::kUnsupported && listed == nullptr &&
       (!options_.expected.empty() || options_.built_in.count(impl) != 0)) {
     result.outcome = Outcome::kFail;
-    result.message = "not supported, and not declared in " + options_.expected_file() + ": " +
-                     result.message;
+    result.message =
+        "not supported, and not declared in " + options_.expected_file() + ": " + result.message;
   } else if (result.outcome == Outcome::kPass && listed != nullptr) {
     result.outcome = Outcome::kFail;
     result.message = "passes, but " + options_.expected_file() + " says: " + listed->reason;
