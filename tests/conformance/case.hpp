@@ -53,6 +53,8 @@ class Buffer {
   uint8_t* data() { return base_ + kGuard; }
   const uint8_t* data() const { return base_ + kGuard; }
   size_t size() const { return size_; }
+  uint8_t* whole() { return base_; }  // with the guards
+  size_t whole_size() const { return size_ + 2 * kGuard; }
   void freeze();   // remembers the present contents as initial
   void restore();  // contents and guards back to the start
   bool guards_intact() const;

@@ -29,6 +29,7 @@ constexpr char kHelp[] =
     "  --op NAME        only this op\n"
     "  --family NAME    only this family of ops\n"
     "  --case SUBSTR    only cases whose name contains this\n"
+    "  --device DEVICE  in whose memory the tensors are (default cpu), e.g. cuda:0\n"
     "  --reduced        a quarter of the table, without the large cases (for sanitizer builds)\n"
     "  --list           print the cases, run nothing\n"
     "  --plugin P       load this plugin first (path, or a name from the manifests)\n"
@@ -43,8 +44,8 @@ constexpr char kHelp[] =
     "Example: conformance --impl reference.host --case gelu/f32/7x33\n";
 
 struct Options {
-  std::string impl, op, family, substring, json, expected,
-      exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
+  std::string impl, op, family, substring, json, device = "cpu", expected,
+                                                 exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
   bool reduced = false, list = false, report = false, self_check = false, coverage = false,
@@ -61,7 +62,8 @@ struct Options {
 std::string parse(int argc, char** argv, Options& o) {
   const std::map<std::string, std::string*> texts = {
       {"--impl", &o.impl},      {"--op", &o.op},     {"--family", &o.family},
-      {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected}};
+      {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
+      {"--device", &o.device}};
   const std::map<std::string, bool*> flags = {
       {"--reduced", &o.reduced},       {"--list", &o.list},         {"--report", &o.report},
       {"--self-check", &o.self_check}, {"--coverage", &o.coverage}, {"--help", &o.help}};
@@ -120,8 +122,8 @@ struct Tally {
 
 class Runner {
  public:
-  Runner(Options o, std::vector<Unsupported> expected)
-      : options_(std::move(o)), expected_(std::move(expected)) {}
+  Runner(Options o, std::vector<Unsupported> expected, Device device)
+      : options_(std::move(o)), expected_(std::move(expected)), device_(device) {}
   int run(const Table& table);
 
  private:
@@ -133,6 +135,7 @@ class Runner {
 
   Options options_;
   std::vector<Unsupported> expected_;
+  Device device_;
   std::map<std::pair<std::string, std::string>, Tally> tallies_;  // op, impl
   std::set<std::string> impls_;
   nlohmann::json results_ = nlohmann::json::array();
@@ -196,7 +199,7 @@ int Runner::run(const Table& table) {
   for (const Case& c : table) {
     tested.insert(c.op);
     if (serves[c.op].empty()) continue;
-    Prepared prepared(c);
+    Prepared prepared(c, device_);
     for (const std::string& impl : serves[c.op]) one(c, prepared, impl);
   }
   if (!options_.filtered()) {
@@ -352,7 +355,14 @@ int run(int argc, char** argv) {
   }
   if (o.coverage)
     return print_coverage(table, o.exempt) + print_stale(table, expected) == 0 ? 0 : 1;
-  return Runner(o, std::move(expected)).run(table);
+  const te_fl::Result<Device> device = parse_device(o.device);
+  const Status found = device.ok() ? devices::find(*device).status() : device.status();
+  if (!found.ok()) {
+    std::fprintf(stderr, "conformance: --device %s: %s\n", o.device.c_str(),
+                 found.to_string().c_str());
+    return 2;
+  }
+  return Runner(o, std::move(expected), *device).run(table);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "conformance/compare.hpp"
+#include "conformance/device_mirror.hpp"
 #include "te_fl/te_fl.hpp"
 
 namespace te_fl::conformance {
@@ -15,7 +16,8 @@ namespace {
 // The op's argument struct, filled from the schema: the same for every op.
 class Arguments {
  public:
-  Arguments(const te_fl_op_schema& schema, Problem& p) : memory_(schema.args_size / 8 + 1) {
+  Arguments(const te_fl_op_schema& schema, Problem& p, const DeviceMirror& mirror)
+      : memory_(schema.args_size / 8 + 1), mirror_(mirror) {
     put<uint32_t>(0, schema.args_size);
     std::set<std::string> known;
     for (uint32_t i = 0; i < schema.arg_count; ++i) {
@@ -46,13 +48,14 @@ class Arguments {
         const auto t = p.singles.find(arg.name);
         if (t == p.singles.end() && (arg.flags & TE_FL_ARG_OPTIONAL) == 0)
           throw std::logic_error(p.op_name + ": the case lacks " + arg.name);
-        return put<const te_fl_tensor*>(arg.offset, t == p.singles.end() ? nullptr : &t->second->c);
+        return put<const te_fl_tensor*>(arg.offset,
+                                        t == p.singles.end() ? nullptr : placed(arg, *t->second));
       }
       case TE_FL_ARG_TENSOR_LIST: {
         const auto list = p.lists.find(arg.name);
         lists_.emplace_back();
         if (list != p.lists.end())
-          for (Tensor* t : list->second) lists_.back().push_back(&t->c);
+          for (Tensor* t : list->second) lists_.back().push_back(placed(arg, *t));
         put<const te_fl_tensor* const*>(arg.offset,
                                         lists_.back().empty() ? nullptr : lists_.back().data());
         return put<int64_t>(arg.count_offset, static_cast<int64_t>(lists_.back().size()));
@@ -72,7 +75,12 @@ class Arguments {
     }
   }
 
+  const te_fl_tensor* placed(const te_fl_arg_desc& arg, const Tensor& t) const {
+    return (arg.flags & TE_FL_ARG_HOST) != 0 ? &t.c : mirror_.of(t);
+  }
+
   std::vector<uint64_t> memory_;
+  const DeviceMirror& mirror_;
   std::vector<std::vector<const te_fl_tensor*>> lists_;
   std::unique_ptr<te_fl_saved> saved_;
 };
@@ -113,7 +121,7 @@ bool read_only(const Tensor& t, const Buffer* b) {
 
 }  // namespace
 
-Prepared::Prepared(const Case& c) : problem_(c.op, c.seed) {
+Prepared::Prepared(const Case& c, Device device) : problem_(c.op, c.seed), device_(device) {
   c.build(problem_);
   problem_.evaluate();
   std::set<const Tensor*> expected;
@@ -157,23 +165,32 @@ Result Prepared::run(const std::string& impl_id) {
   Result result;
   const auto id = OpRegistry::instance().find(problem_.op_name);
   if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
-  Arguments args(*OpRegistry::instance().schema(*id), problem_);
+  DeviceMirror mirror(device_), saved_mirror(device_);
   CallOptions options;
   options.rng = problem_.rng;
+  Status placed = mirror.upload(problem_.tensors);
+  if (placed.ok()) placed = mirror.upload_words(options.rng.state, problem_.rng_state.size());
+  if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
+  Arguments args(*OpRegistry::instance().schema(*id), problem_, mirror);
   const PolicyScope scope(pinned(problem_.op_name, impl_id));
   std::vector<uint8_t> storage;
   Problem saved_memory("saved", 0);
   if (args.saved() != nullptr) {
     const auto bytes = manager.saved_bytes(*id, args.get(), options);
     if (!bytes.ok()) return {Outcome::kFail, bytes.status().to_string(), 0};
-    if (*bytes > 0)
-      args.saved()->storage =
-          &saved_memory.out("storage", TE_FL_U8, {static_cast<int64_t>(*bytes)})->c;
+    if (*bytes > 0) {
+      Tensor* storage = saved_memory.out("storage", TE_FL_U8, {static_cast<int64_t>(*bytes)});
+      placed = saved_mirror.upload(saved_memory.tensors);
+      if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
+      args.saved()->storage = saved_mirror.of(*storage);
+    }
   }
   const auto start = std::chrono::steady_clock::now();
   const Status status = manager.call(*id, args.get(), options);
   result.milliseconds =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  placed = mirror.download();
+  if (!placed.ok()) return {Outcome::kFail, placed.to_string(), result.milliseconds};
   const std::string text = status.to_string();
   const bool invalid = status.code() == StatusCode::kInvalidArgument,
              unsupported = status.code() == StatusCode::kUnsupported;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "conformance/case.hpp"
+#include "te_fl/device.hpp"
 
 namespace te_fl::conformance {
 
@@ -17,7 +18,8 @@ struct Result {
 // A case built once, its expectations evaluated, to be run on one implementation after another.
 class Prepared {
  public:
-  explicit Prepared(const Case& c);
+  // Tensors are in the memory of `device` when the op runs.
+  explicit Prepared(const Case& c, Device device = {});
   Result run(const std::string& impl_id);
   // After a run that passed: proves that the comparison would have noticed. Empty, or what went
   // unnoticed.
@@ -29,6 +31,7 @@ class Prepared {
   std::string check_memory(bool untouched) const;
 
   Problem problem_;
+  Device device_;
 };
 
 }  // namespace te_fl::conformance

@@ -1,0 +1,51 @@
+// CUDA statuses as te-fl statuses, and what every entry of the plugin does first.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "te_fl/backend.hpp"
+
+namespace te_fl::cuda {
+
+// A te_fl_code: sticky errors, after which nothing runs in this process, are TE_FL_DEVICE_LOST.
+te_fl_status status_of(cudaError_t error) noexcept;
+// "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)"
+std::string text_of(cudaError_t error, const char* call);
+[[noreturn]] void throw_error(cudaError_t error, const char* call, const std::string& more = "");
+
+inline void check(cudaError_t error, const char* call) {
+  if (error != cudaSuccess) throw_error(error, call);
+}
+// After a kernel launch: its configuration was accepted.
+inline void check_launch(const char* kernel) {
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
+    throw_error(error, kernel);
+}
+
+// Throws if this process is a child of the one that opened the plugin: CUDA does not survive fork.
+void refuse_after_fork();
+void watch_forks();
+
+// Makes a device current and restores the previous one (R8).
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ == device) return;
+    check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = true;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,219 @@
+#include "device.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "cuda_check.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+int index_of(void* self) { return static_cast<const Device*>(self)->index; }
+cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+// Runs f with the device current.
+template <class F>
+te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexcept {
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    const DeviceGuard guard(index_of(self));
+    f();
+  });
+}
+
+std::string memory_account(size_t asked) {
+  size_t available = 0, total = 0;
+  cudaMemGetInfo(&available, &total);
+  (void)cudaGetLastError();
+  const auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
+  return "; asked for " + std::to_string(asked) + " bytes, " + mib(available) + " of " +
+         mib(total) + " are free";
+}
+
+te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
+                      const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    *out = nullptr;
+    const cudaError_t error = cudaMallocAsync(out, bytes > 0 ? bytes : 1, stream_of(stream));
+    if (error != cudaSuccess) throw_error(error, "cudaMallocAsync", memory_account(bytes));
+  });
+}
+
+te_fl_status free_memory(void* self, void* data, void* stream) {
+  return on_device(self, nullptr,
+                   [&] { check(cudaFreeAsync(data, stream_of(stream)), "cudaFreeAsync"); });
+}
+
+te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    *out = nullptr;
+    const cudaError_t error = cudaHostAlloc(out, bytes > 0 ? bytes : 1, cudaHostAllocPortable);
+    if (error != cudaSuccess)
+      throw_error(error, "cudaHostAlloc", "; asked for " + std::to_string(bytes) + " bytes");
+  });
+}
+
+te_fl_status free_pinned(void* self, void* data) {
+  return on_device(self, nullptr, [&] { check(cudaFreeHost(data), "cudaFreeHost"); });
+}
+
+te_fl_status copy(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
+                  void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    if (bytes == 0) return;
+    static constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyDeviceToDevice, cudaMemcpyDeviceToHost,
+                                                cudaMemcpyHostToDevice, cudaMemcpyHostToHost};
+    check(cudaMemcpyAsync(dst, src, bytes, kKinds[host_flags & 3], stream_of(stream)),
+          "cudaMemcpyAsync");
+  });
+}
+
+te_fl_status fill(void* self, void* dst, uint8_t value, size_t bytes, void* stream,
+                  const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    if (bytes == 0) return;
+    check(cudaMemsetAsync(dst, value, bytes, stream_of(stream)), "cudaMemsetAsync");
+  });
+}
+
+te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    cudaStream_t made = nullptr;
+    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    *stream = made;
+  });
+}
+te_fl_status destroy_stream(void* self, void* stream) {
+  return on_device(self, nullptr,
+                   [&] { check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy"); });
+}
+te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaStreamSynchronize(stream_of(stream)), "cudaStreamSynchronize");
+  });
+}
+
+te_fl_status create_event(void* self, void** event, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    cudaEvent_t made = nullptr;
+    check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    *event = made;
+  });
+}
+te_fl_status destroy_event(void* self, void* event) {
+  return on_device(self, nullptr, [&] {
+    check(cudaEventDestroy(static_cast<cudaEvent_t>(event)), "cudaEventDestroy");
+  });
+}
+te_fl_status record_event(void* self, void* event, void* stream) {
+  return on_device(self, nullptr, [&] {
+    check(cudaEventRecord(static_cast<cudaEvent_t>(event), stream_of(stream)), "cudaEventRecord");
+  });
+}
+te_fl_status wait_event(void* self, void* event, void* stream) {
+  return on_device(self, nullptr, [&] {
+    check(cudaStreamWaitEvent(stream_of(stream), static_cast<cudaEvent_t>(event), 0),
+          "cudaStreamWaitEvent");
+  });
+}
+te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
+  });
+}
+
+te_fl_status is_capturing(void* self, void* stream, int32_t* capturing) {
+  return on_device(self, nullptr, [&] {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
+    *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
+  });
+}
+
+te_fl_status properties(void* self, te_fl_device_props* props) {
+  return on_device(self, nullptr, [&] {
+    const int device = index_of(self);
+    const auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+      return static_cast<uint32_t>(value);
+    };
+    te_fl_device_props found{};
+    found.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                 attribute(cudaDevAttrComputeCapabilityMinor);
+    found.compute_units = attribute(cudaDevAttrMultiProcessorCount);
+    size_t available = 0, total = 0;
+    check(cudaMemGetInfo(&available, &total), "cudaMemGetInfo");
+    found.free_memory = available;
+    found.total_memory = total;
+    cudaDeviceProp all{};
+    check(cudaGetDeviceProperties(&all, device), "cudaGetDeviceProperties");
+    std::snprintf(found.name, sizeof found.name, "%.*s", int{sizeof found.name} - 1, all.name);
+    found.struct_size = props->struct_size;
+    std::memcpy(props, &found, std::min<size_t>(props->struct_size, sizeof found));
+  });
+}
+
+constexpr te_fl_device_api kApi = {
+    .struct_size = sizeof(te_fl_device_api),
+    .reserved = 0,
+    .allocate = allocate,
+    .free = free_memory,
+    .allocate_pinned = allocate_pinned,
+    .free_pinned = free_pinned,
+    .copy = copy,
+    .fill = fill,
+    .create_stream = create_stream,
+    .destroy_stream = destroy_stream,
+    .synchronize = synchronize,
+    .create_event = create_event,
+    .destroy_event = destroy_event,
+    .record_event = record_event,
+    .wait_event = wait_event,
+    .synchronize_event = synchronize_event,
+    .is_capturing = is_capturing,
+    .properties = properties,
+};
+
+// Freed memory stays in the pool, so that the next step of a training run finds it there.
+void keep_freed_memory(int device) {
+  cudaMemPool_t pool = nullptr;
+  check(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
+  uint64_t threshold = UINT64_MAX;
+  check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold),
+        "cudaMemPoolSetAttribute");
+}
+
+}  // namespace
+
+void enumerate(std::vector<Device>& devices, std::string& why) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
+    why = error != cudaSuccess ? cudaGetErrorString(error) : "the driver shows no GPU";
+    return;
+  }
+  devices.resize(static_cast<size_t>(count));
+  for (int i = 0; i < count; ++i) {
+    keep_freed_memory(i);
+    Device& d = devices[static_cast<size_t>(i)];
+    d.index = i;
+    d.desc.struct_size = sizeof(te_fl_device_desc);
+    d.desc.device = {TE_FL_DEVICE_CUDA, i};
+    d.desc.provider = "cuda";
+    d.desc.self = &d;
+    d.desc.api = &kApi;
+  }
+}
+
+te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept {
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    const DeviceGuard guard(index);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  });
+}
+
+}  // namespace te_fl::cuda

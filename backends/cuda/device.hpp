@@ -1,0 +1,23 @@
+// The CUDA devices of this process and their te_fl_device_api.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "te_fl/plugin.h"
+
+namespace te_fl::cuda {
+
+struct Device {
+  int index = 0;
+  te_fl_device_desc desc{};
+};
+
+// Fills `devices` with what the driver shows; none, with the reason in `why`, where there is no
+// driver or no GPU. The descriptors point into the vector.
+void enumerate(std::vector<Device>& devices, std::string& why);
+
+// Waits for all work of a device.
+te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept;
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,58 @@
+// The families of this backend and how each lists its ops.
+#pragma once
+
+#include <vector>
+
+#include "cuda_check.hpp"
+#include "te_fl/backend.hpp"
+
+namespace te_fl::cuda {
+
+// Why a call is not served, nullptr if it is. Reads metadata only; static text.
+using Refusal = const char*;
+
+template <class Args, auto F>
+te_fl_status supports(void*, const te_fl_context* ctx, const void* raw) noexcept {
+  const backend::Widened<Args> args(raw);
+  const Refusal refusal = F(*args);
+  if (refusal == nullptr) return TE_FL_OK;
+  backend::report(ctx->errors, refusal);
+  return TE_FL_UNSUPPORTED;
+}
+
+template <class Args, auto F>
+te_fl_status run(void*, const te_fl_context* ctx, const void* raw) noexcept {
+  return backend::guard(ctx->errors, [&] {
+    refuse_after_fork();
+    const backend::Widened<Args> args(raw);
+    const DeviceGuard guard(ctx->device.index);
+    F(*ctx, *args);
+  });
+}
+
+// The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. Refuses is
+// `Refusal (const Args&)`, or nullptr when every call that the schema and the constraints allow is
+// served. Everything is deterministic and may be captured unless the caller takes the flag away.
+template <class Args, auto F, auto Refuses = nullptr>
+te_fl_op_desc descriptor(const char* op_name) {
+  te_fl_op_desc desc;
+  desc.op_name = op_name;
+  desc.impl_id = "vendor.cuda";
+  desc.kind = TE_FL_KIND_VENDOR;
+  desc.flags =
+      TE_FL_OP_THREAD_SAFE | TE_FL_OP_GRAPH_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK;
+  desc.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
+  desc.run = run<Args, F>;
+  if constexpr (Refuses == nullptr) {
+    desc.flags |= TE_FL_OP_STATIC_SUPPORT;
+  } else {
+    desc.supports = supports<Args, Refuses>;
+  }
+  return desc;
+}
+
+// Each appends the descriptors of one family; defined in <family>.cu or .cpp.
+void append_activation(std::vector<te_fl_op_desc>& ops);
+void append_quantize(std::vector<te_fl_op_desc>& ops);
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,99 @@
+// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_check.hpp"
+#include "device.hpp"
+#include "families.hpp"
+#include "te_fl/version.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
+constexpr AppendOps kFamilies[] = {
+    append_activation,  //
+    append_quantize,    //
+};
+
+struct Instance {
+  std::vector<Device> devices;
+  std::vector<const te_fl_device_desc*> device_list;
+  std::vector<te_fl_op_desc> ops;
+  std::vector<const te_fl_op_desc*> op_list;
+};
+
+te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
+  return backend::guard(errors, [&] {
+    watch_forks();
+    auto instance = std::make_unique<Instance>();
+    std::string why;
+    enumerate(instance->devices, why);
+    if (instance->devices.empty() && host->log != nullptr) {
+      host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + why).c_str());
+    }
+    for (const Device& d : instance->devices) instance->device_list.push_back(&d.desc);
+    for (AppendOps append : kFamilies) append(instance->ops);
+    for (const te_fl_op_desc& op : instance->ops) instance->op_list.push_back(&op);
+    *out = instance.release();
+  });
+}
+
+te_fl_status devices(void* self, uint32_t* count, const te_fl_device_desc* const** list,
+                     const te_fl_error_sink*) {
+  const auto* instance = static_cast<const Instance*>(self);
+  *count = static_cast<uint32_t>(instance->device_list.size());
+  *list = instance->device_list.data();
+  return TE_FL_OK;
+}
+
+te_fl_status ops(void* self, uint32_t* count, const te_fl_op_desc* const** list,
+                 const te_fl_error_sink*) {
+  const auto* instance = static_cast<const Instance*>(self);
+  *count = static_cast<uint32_t>(instance->op_list.size());
+  *list = instance->op_list.data();
+  return TE_FL_OK;
+}
+
+te_fl_status quiesce(void* self, const te_fl_error_sink* errors) {
+  for (const Device& d : static_cast<const Instance*>(self)->devices) {
+    if (const te_fl_status status = synchronize_device(d.index, errors)) return status;
+  }
+  return TE_FL_OK;
+}
+
+void destroy(void* self) { delete static_cast<Instance*>(self); }
+
+constexpr te_fl_plugin_api kApi = {
+    .struct_size = sizeof(te_fl_plugin_api),
+    .reserved = 0,
+    .create = create,
+    .devices = devices,
+    .ops = ops,
+    .quiesce = quiesce,
+    .destroy = destroy,
+};
+
+constexpr te_fl_plugin_header kHeader = {
+    .magic = TE_FL_PLUGIN_MAGIC,
+    .struct_size = sizeof(te_fl_plugin_header),
+    .abi_major = TE_FL_ABI_MAJOR,
+    .abi_minor = TE_FL_ABI_MINOR,
+    .min_host_minor = TE_FL_ABI_MINOR,
+    .features = 0,
+    .name = "cuda",
+    .vendor = "nvidia",
+    .version = TE_FL_VERSION,
+    .build_id = nullptr,
+    .api = &kApi,
+    .reserved = {},
+};
+
+}  // namespace
+}  // namespace te_fl::cuda
+
+extern "C" TE_FL_PLUGIN_EXPORT const te_fl_plugin_header* te_fl_plugin_query(
+    const te_fl_host_info*) {
+  return &te_fl::cuda::kHeader;
+}

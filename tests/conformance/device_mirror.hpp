@@ -1,0 +1,43 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "conformance/case.hpp"
+#include "te_fl/device.hpp"
+#include "te_fl/status.hpp"
+
+namespace te_fl::conformance {
+
+// The buffers of a problem, guards included, in a device's memory, and its tensors on them. On the
+// host it is the problem's own memory.
+class DeviceMirror {
+ public:
+  explicit DeviceMirror(Device device) : device_(device) {}
+  ~DeviceMirror();
+  DeviceMirror(const DeviceMirror&) = delete;
+  DeviceMirror& operator=(const DeviceMirror&) = delete;
+
+  Device device() const { return device_; }
+  // Copies every buffer of these tensors there; errors of the device.
+  Status upload(const std::vector<std::unique_ptr<Tensor>>& tensors);
+  Status upload_words(const uint64_t*& words, size_t count);  // `words` then points to the copy
+  // Copies every buffer back, guards included, when all work has finished.
+  Status download();
+  const te_fl_tensor* of(const Tensor& tensor) const;
+
+ private:
+  struct OnDevice {
+    te_fl_quant quant{};
+    te_fl_tensor tensor{};
+  };
+  te_fl::Result<uint8_t*> copy_of(Buffer* buffer);
+
+  Device device_;
+  std::map<Buffer*, uint8_t*> buffers_;  // to the copy of whole()
+  std::map<const Tensor*, std::unique_ptr<OnDevice>> tensors_;
+  std::vector<void*> words_;
+};
+
+}  // namespace te_fl::conformance
