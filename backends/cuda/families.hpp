@@ -54,5 +54,8 @@ te_fl_op_desc descriptor(const char* op_name) {
 // Each appends the descriptors of one family; defined in <family>.cu or .cpp.
 void append_activation(std::vector<te_fl_op_desc>& ops);
 void append_quantize(std::vector<te_fl_op_desc>& ops);
+void append_gemm(std::vector<te_fl_op_desc>& ops);
+void append_norm(std::vector<te_fl_op_desc>& ops);
+void append_attention(std::vector<te_fl_op_desc>& ops);
 
 }  // namespace te_fl::cuda

@@ -15,6 +15,9 @@ using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_quantize,    //
+    append_gemm,        //
+    append_norm,        //
+    append_attention,   //
 };
 
 struct Instance {
