@@ -58,5 +58,8 @@ void append_tensor(std::vector<te_fl_op_desc>& ops);
 void append_dropout(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
+void append_gemm(std::vector<te_fl_op_desc>& ops);
+void append_norm(std::vector<te_fl_op_desc>& ops);
+void append_attention(std::vector<te_fl_op_desc>& ops);
 
 }  // namespace te_fl::cuda

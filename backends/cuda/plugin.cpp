@@ -19,6 +19,8 @@ constexpr AppendOps kFamilies[] = {
     append_dropout,     //
     append_optimizer,   //
     append_softmax,     //
+    append_gemm,        //
+    append_norm,        //
 };
 
 struct Instance {

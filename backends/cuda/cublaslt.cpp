@@ -1,0 +1,82 @@
+#include "cublaslt.hpp"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <mutex>
+
+#include "te_fl/backend.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+struct Library {
+  CublasLt table;
+  std::string missing;
+
+  Library() {
+    void* handle = nullptr;
+    std::string reason;
+    for (const int flags : {RTLD_NOLOAD | RTLD_NOW, RTLD_NOW | RTLD_LOCAL}) {
+      for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12",
+                               "/usr/local/cuda/lib64/libcublasLt.so.13",
+                               "/usr/local/cuda/lib64/libcublasLt.so.12"}) {
+        if (handle == nullptr) handle = dlopen(name, flags);
+        if (handle == nullptr && reason.empty() && (flags & RTLD_NOLOAD) == 0) reason = dlerror();
+      }
+    }
+    if (handle == nullptr) {
+      missing = "cuBLASLt was not found (" + reason +
+                "): install libcublas of CUDA 12.9 or newer, or set LD_LIBRARY_PATH";
+      return;
+    }
+    const auto find = [&](auto& slot, const char* name) {
+      slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(dlsym(handle, name));
+      if (slot == nullptr && missing.empty()) {
+        missing = std::string("cuBLASLt has no ") + name + ": install CUDA 12.9 or newer";
+      }
+    };
+    find(table.version, "cublasLtGetVersion");
+    find(table.status_name, "cublasLtGetStatusName");
+    find(table.create, "cublasLtCreate");
+    find(table.desc_init, "cublasLtMatmulDescInit_internal");
+    find(table.desc_set, "cublasLtMatmulDescSetAttribute");
+    find(table.layout_init, "cublasLtMatrixLayoutInit_internal");
+    find(table.preference_init, "cublasLtMatmulPreferenceInit_internal");
+    find(table.preference_set, "cublasLtMatmulPreferenceSetAttribute");
+    find(table.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(table.matmul, "cublasLtMatmul");
+  }
+};
+
+const Library& library() {
+  static const Library instance;
+  return instance;
+}
+
+}  // namespace
+
+const CublasLt* cublaslt() noexcept {
+  const Library& found = library();
+  return found.missing.empty() ? &found.table : nullptr;
+}
+const char* cublaslt_missing() noexcept { return library().missing.c_str(); }
+
+cublasLtHandle_t cublaslt_handle(int device) {
+  static std::mutex mutex;
+  static std::array<cublasLtHandle_t, 64> handles{};
+  const std::lock_guard lock(mutex);
+  cublasLtHandle_t& handle = handles.at(static_cast<size_t>(device));
+  if (handle == nullptr) check(cublaslt()->create(&handle), "cublasLtCreate", "");
+  return handle;
+}
+
+void check(cublasStatus_t status, const char* function, const std::string& what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  std::string text = std::string(function) + ": " + cublaslt()->status_name(status);
+  if (!what.empty()) text += " for " + what;
+  throw backend::Error(status == CUBLAS_STATUS_ALLOC_FAILED ? TE_FL_OUT_OF_MEMORY : TE_FL_INTERNAL,
+                       text);
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,44 @@
+// cuBLASLt, opened when it is first needed: a copy that the process holds already, else by soname.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <string>
+
+namespace te_fl::cuda {
+
+// The functions used here. Found together or not at all.
+struct CublasLt {
+  size_t (*version)() = nullptr;
+  const char* (*status_name)(cublasStatus_t) = nullptr;
+  cublasStatus_t (*create)(cublasLtHandle_t*) = nullptr;
+  cublasStatus_t (*desc_init)(cublasLtMatmulDesc_t, size_t, cublasComputeType_t,
+                              cudaDataType_t) = nullptr;
+  cublasStatus_t (*desc_set)(cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t, const void*,
+                             size_t) = nullptr;
+  cublasStatus_t (*layout_init)(cublasLtMatrixLayout_t, size_t, cudaDataType, uint64_t, uint64_t,
+                                int64_t) = nullptr;
+  cublasStatus_t (*preference_init)(cublasLtMatmulPreference_t, size_t) = nullptr;
+  cublasStatus_t (*preference_set)(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t,
+                                   const void*, size_t) = nullptr;
+  cublasStatus_t (*heuristic)(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
+                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                              cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int,
+                              cublasLtMatmulHeuristicResult_t*, int*) = nullptr;
+  cublasStatus_t (*matmul)(cublasLtHandle_t, cublasLtMatmulDesc_t, const void*, const void*,
+                           cublasLtMatrixLayout_t, const void*, cublasLtMatrixLayout_t, const void*,
+                           const void*, cublasLtMatrixLayout_t, void*, cublasLtMatrixLayout_t,
+                           const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t) = nullptr;
+};
+
+// NULL if the library or one of the functions was not found; cublaslt_missing() says what.
+const CublasLt* cublaslt() noexcept;
+const char* cublaslt_missing() noexcept;
+
+// The handle of a device, made on first use and kept. Throws if it cannot be made. Thread-safe.
+cublasLtHandle_t cublaslt_handle(int device);
+
+// Throws naming the function, the status and `what` (the call's shapes) unless the status is good.
+void check(cublasStatus_t status, const char* function, const std::string& what);
+
+}  // namespace te_fl::cuda
