@@ -167,8 +167,10 @@ AttentionProblem describe_qkv(const Args& a) {
   p.k = heads_view("k", *a.k, a.layout);
   p.v = heads_view("v", *a.v, a.layout);
   check_heads(p);
-  for (auto [window, name] :
-       {std::pair{a.window_left, "window_left"}, std::pair{a.window_right, "window_right"}}) {
+  // Named, not a braced list in the loop: nvcc does not take that in a template.
+  const std::pair<int64_t, const char*> windows[] = {{a.window_left, "window_left"},
+                                                     {a.window_right, "window_right"}};
+  for (const auto& [window, name] : windows) {
     if (window < -1) {
       invalid(std::string(name) + " is " + std::to_string(window) +
               ", expected 0 or more keys, or -1 for no bound");

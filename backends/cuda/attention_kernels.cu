@@ -1,0 +1,421 @@
+// Attention in plain CUDA, FP32 throughout: tiles of 32 x 32 scores, eight threads a row, softmax
+// online. Any layout, mask, bias, dropout and softmax type; every sum has a fixed order.
+#include "attention.cuh"
+
+namespace te_fl::cuda {
+namespace {
+
+__device__ inline int row_of_thread() { return static_cast<int>(threadIdx.x) / kLanes; }
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+// The keys that queries [begin, begin + kTileRows) of a sequence may see.
+__device__ inline backend::KeyRange keys_of_tile(const Attention& p, const Span& s, int64_t begin) {
+  const int64_t last = (begin + kTileRows < s.q_len ? begin + kTileRows : s.q_len) - 1;
+  if (last < begin) return {};
+  return {p.mask.keys(begin, s.q_len, s.kv_len).begin, p.mask.keys(last, s.q_len, s.kv_len).end};
+}
+
+template <int kPerLane>  // elements of a head that a thread holds
+__global__ void __launch_bounds__(kThreads)
+    forward_kernel(Attention p, HeadData o, float* lse) {
+  extern __shared__ float shared[];
+  const int64_t b = blockIdx.z, h = blockIdx.y, begin = int64_t{blockIdx.x} * kTileRows;
+  const Span s = p.span(b);
+  const int64_t rows = p.thd ? s.q_len : p.seqlen_q;
+  if (begin >= rows) return;
+  float* q_tile = shared;
+  float* k_tile = q_tile + kTileRows * (p.q.dim + 1);
+  float* v_tile = k_tile + kTileRows * (p.k.dim + 1);
+  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // [kTileRows][kTileRows + 1]
+  const int r = row_of_thread(), lane = lane_of_thread();
+  const int64_t i = begin + r, kv_head = p.kv_head(h);
+  int64_t logical_rows, logical_cols;
+  p.logical(logical_rows, logical_cols);
+  const int64_t dropout_row = (b * p.heads + h) * logical_rows + i;
+  load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
+  float top = -INFINITY, sum = 0.0f, out[kPerLane] = {};
+  const backend::KeyRange keys = keys_of_tile(p, s, begin);
+  for (int64_t k0 = keys.begin; k0 < keys.end; k0 += kTileRows) {
+    __syncthreads();
+    load_tile(p.k, b, kv_head, s.kv_begin, k0, s.kv_len, k_tile);
+    load_tile(p.v, b, kv_head, s.kv_begin, k0, s.kv_len, v_tile);
+    __syncthreads();
+    float score[kTileRows / kLanes], most = -INFINITY;
+    bool hidden[kTileRows / kLanes];
+#pragma unroll
+    for (int c = 0; c < kTileRows / kLanes; ++c) {
+      const int key = lane + c * kLanes;
+      hidden[c] = i >= s.q_len || p.masked(s, b, h, i, k0 + key);
+      score[c] = -INFINITY;
+      if (hidden[c]) continue;
+      score[c] = p.score(s, b, h, i, k0 + key,
+                         dot(q_tile + r * (p.q.dim + 1), k_tile + key * (p.k.dim + 1), p.q.dim));
+      most = fmaxf(most, score[c]);
+    }
+    const float new_top = fmaxf(top, row_max(most));
+    float part = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kTileRows / kLanes; ++c) {
+      const int key = lane + c * kLanes;
+      float value = 0.0f;
+      if (!hidden[c]) {
+        // Only NaN and -inf leave the maximum at -inf.
+        value = new_top == -INFINITY ? (isnan(score[c]) ? score[c] : 0.0f)
+                                     : expf(score[c] - new_top);
+        part += value;
+        if (value != 0.0f) value *= p.dropout(dropout_row, logical_cols, k0 + key);
+      }
+      probabilities[r * (kTileRows + 1) + key] = value;
+    }
+    const float shrink = new_top == -INFINITY ? 1.0f : expf(top - new_top);
+    sum = sum * shrink + row_sum(part);
+    top = new_top;
+    __syncwarp();
+#pragma unroll
+    for (int d = 0; d < kPerLane; ++d) out[d] *= shrink;
+    for (int c = 0; c < kTileRows; ++c) {
+      const float value = probabilities[r * (kTileRows + 1) + c];
+      if (value == 0.0f) continue;
+#pragma unroll
+      for (int d = 0; d < kPerLane; ++d) {
+        const int at = lane + d * kLanes;
+        if (at < p.v.dim) out[d] = fmaf(value, v_tile[c * (p.v.dim + 1) + at], out[d]);
+      }
+    }
+  }
+  if (i >= rows) return;
+  const bool empty = top == -INFINITY && !isnan(sum);
+  const float sink = p.sink_logit(h), with_sink = fmaxf(top, sink);
+  const float factor = with_sink == -INFINITY ? 1.0f : expf(top - with_sink);
+  const float total = sum * factor + (with_sink == -INFINITY ? 0.0f : expf(sink - with_sink));
+  const int64_t at = o.offset(b, s.q_begin + i, h);
+#pragma unroll
+  for (int d = 0; d < kPerLane; ++d) {
+    const int element = lane + d * kLanes;
+    if (element < o.dim) {
+      o.put(at + element * o.element, empty ? 0.0f : out[d] * factor / total);
+    }
+  }
+  if (lane == 0 && lse != nullptr) {
+    lse[p.lse_index(s, b, h, i)] = empty ? -INFINITY : with_sink + logf(total);
+  }
+}
+
+// delta = rowsum(dO O); 0 in rows without keys.
+__global__ void __launch_bounds__(kThreads) delta_kernel(Attention p, AttentionGradients g) {
+  const int64_t b = blockIdx.z, h = blockIdx.y;
+  const Span s = p.span(b);
+  const int64_t i = int64_t{blockIdx.x} * kTileRows + row_of_thread();
+  float sum = 0.0f;
+  if (i < s.q_len) {
+    const int64_t o = g.o.offset(b, s.q_begin + i, h), d_o = g.d_o.offset(b, s.q_begin + i, h);
+    for (int d = lane_of_thread(); d < g.o.dim; d += kLanes) {
+      sum = fmaf(g.o.at(o + d * g.o.element), g.d_o.at(d_o + d * g.d_o.element), sum);
+    }
+  }
+  sum = row_sum(sum);
+  if (i < s.q_len && lane_of_thread() == 0) g.delta[p.lse_index(s, b, h, i)] = sum;
+}
+
+// P after dropout, and dS, of one pair; `dp` is dO V^T.
+struct Pair {
+  float p, ds;
+};
+__device__ inline Pair pair_of(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
+                               int64_t j, float qk, float dp, float lse, float delta,
+                               int64_t logical_rows, int64_t logical_cols) {
+  const float probability = expf(p.score(s, b, h, i, j, qk) - lse);
+  const float factor = p.dropout((b * p.heads + h) * logical_rows + i, logical_cols, j);
+  return {probability * factor, probability * (factor * dp - delta)};
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads) dq_kernel(Attention p, AttentionGradients g) {
+  extern __shared__ float shared[];
+  const int64_t b = blockIdx.z, h = blockIdx.y, begin = int64_t{blockIdx.x} * kTileRows;
+  const Span s = p.span(b);
+  const int64_t rows = p.thd ? s.q_len : p.seqlen_q;
+  if (begin >= rows) return;
+  const int q_pitch = p.q.dim + 1, v_pitch = p.v.dim + 1;
+  float* q_tile = shared;
+  float* do_tile = q_tile + kTileRows * q_pitch;
+  float* k_tile = do_tile + kTileRows * v_pitch;
+  float* v_tile = k_tile + kTileRows * q_pitch;
+  float* ds_tile = v_tile + kTileRows * v_pitch;
+  const int r = row_of_thread(), lane = lane_of_thread();
+  const int64_t i = begin + r, kv_head = p.kv_head(h);
+  int64_t logical_rows, logical_cols;
+  p.logical(logical_rows, logical_cols);
+  load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
+  load_tile(g.d_o, b, h, s.q_begin, begin, s.q_len, do_tile);
+  const bool exists = i < s.q_len;
+  const float lse = exists ? g.lse[p.lse_index(s, b, h, i)] : -INFINITY;
+  const float delta = exists ? g.delta[p.lse_index(s, b, h, i)] : 0.0f;
+  float dq[kPerLane] = {};
+  const backend::KeyRange keys = keys_of_tile(p, s, begin);
+  for (int64_t k0 = keys.begin; k0 < keys.end; k0 += kTileRows) {
+    __syncthreads();
+    load_tile(p.k, b, kv_head, s.kv_begin, k0, s.kv_len, k_tile);
+    load_tile(p.v, b, kv_head, s.kv_begin, k0, s.kv_len, v_tile);
+    __syncthreads();
+    for (int c = lane; c < kTileRows; c += kLanes) {
+      float ds = 0.0f;
+      if (exists && lse != -INFINITY && !p.masked(s, b, h, i, k0 + c)) {
+        const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
+        const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
+        ds = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols).ds;
+      }
+      ds_tile[r * (kTileRows + 1) + c] = ds;
+    }
+    __syncwarp();
+    for (int c = 0; c < kTileRows; ++c) {
+      const float ds = ds_tile[r * (kTileRows + 1) + c];
+      if (ds == 0.0f) continue;
+#pragma unroll
+      for (int d = 0; d < kPerLane; ++d) {
+        const int at = lane + d * kLanes;
+        if (at < p.q.dim) dq[d] = fmaf(ds, k_tile[c * q_pitch + at], dq[d]);
+      }
+    }
+  }
+  if (i >= rows) return;
+  const int64_t at = g.dq.offset(b, s.q_begin + i, h);
+#pragma unroll
+  for (int d = 0; d < kPerLane; ++d) {
+    const int element = lane + d * kLanes;
+    if (element < p.q.dim) g.dq.put(at + element * g.dq.element, p.scale * dq[d]);
+  }
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads) dkv_kernel(Attention p, AttentionGradients g) {
+  extern __shared__ float shared[];
+  const int64_t b = blockIdx.z, kv_head = blockIdx.y, k0 = int64_t{blockIdx.x} * kTileRows;
+  const Span s = p.span(b);
+  const int64_t rows = p.thd ? s.kv_len : p.seqlen_kv;
+  if (k0 >= rows) return;
+  const int q_pitch = p.q.dim + 1, v_pitch = p.v.dim + 1;
+  float* q_tile = shared;
+  float* do_tile = q_tile + kTileRows * q_pitch;
+  float* k_tile = do_tile + kTileRows * v_pitch;
+  float* v_tile = k_tile + kTileRows * q_pitch;
+  float* p_tile = v_tile + kTileRows * v_pitch;
+  float* ds_tile = p_tile + kTileRows * (kTileRows + 1);
+  const int r = row_of_thread(), lane = lane_of_thread();
+  int64_t logical_rows, logical_cols;
+  p.logical(logical_rows, logical_cols);
+  load_tile(p.k, b, kv_head, s.kv_begin, k0, s.kv_len, k_tile);
+  load_tile(p.v, b, kv_head, s.kv_begin, k0, s.kv_len, v_tile);
+  float dk[kPerLane] = {}, dv[kPerLane] = {};
+  const int64_t group = p.heads / p.kv_heads;
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+    for (int64_t begin = 0; begin < s.q_len; begin += kTileRows) {
+      const backend::KeyRange keys = keys_of_tile(p, s, begin);
+      if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;  // the same for all threads
+      __syncthreads();
+      load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
+      load_tile(g.d_o, b, h, s.q_begin, begin, s.q_len, do_tile);
+      __syncthreads();
+      const int64_t i = begin + r;
+      const bool exists = i < s.q_len;
+      const float lse = exists ? g.lse[p.lse_index(s, b, h, i)] : -INFINITY;
+      const float delta = exists ? g.delta[p.lse_index(s, b, h, i)] : 0.0f;
+      for (int c = lane; c < kTileRows; c += kLanes) {
+        Pair pair{0.0f, 0.0f};
+        if (exists && lse != -INFINITY && !p.masked(s, b, h, i, k0 + c)) {
+          const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
+          const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
+          pair = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols);
+        }
+        p_tile[r * (kTileRows + 1) + c] = pair.p;
+        ds_tile[r * (kTileRows + 1) + c] = pair.ds;
+      }
+      __syncthreads();
+      for (int query = 0; query < kTileRows; ++query) {
+        const float probability = p_tile[query * (kTileRows + 1) + r];
+        const float ds = ds_tile[query * (kTileRows + 1) + r];
+#pragma unroll
+        for (int d = 0; d < kPerLane; ++d) {
+          const int at = lane + d * kLanes;
+          if (probability != 0.0f && at < p.v.dim) {
+            dv[d] = fmaf(probability, do_tile[query * v_pitch + at], dv[d]);
+          }
+          if (ds != 0.0f && at < p.q.dim) dk[d] = fmaf(ds, q_tile[query * q_pitch + at], dk[d]);
+        }
+      }
+    }
+  }
+  if (k0 + r >= rows) return;
+  const int64_t dk_at = g.dk.offset(b, s.kv_begin + k0 + r, kv_head);
+  const int64_t dv_at = g.dv.offset(b, s.kv_begin + k0 + r, kv_head);
+#pragma unroll
+  for (int d = 0; d < kPerLane; ++d) {
+    const int element = lane + d * kLanes;
+    if (element < p.q.dim) g.dk.put(dk_at + element * g.dk.element, p.scale * dk[d]);
+    if (element < p.v.dim) g.dv.put(dv_at + element * g.dv.element, dv[d]);
+  }
+}
+
+__device__ inline float global_dot(const HeadData& x, int64_t at, const HeadData& y, int64_t other) {
+  float sum = 0.0f;
+  for (int d = 0; d < x.dim; ++d) {
+    sum = fmaf(x.at(at + d * x.element), y.at(other + d * y.element), sum);
+  }
+  return sum;
+}
+
+// One thread an element of dbias; the extents that are 1 collect the sum.
+__global__ void __launch_bounds__(kThreads) dbias_kernel(Attention p, AttentionGradients g) {
+  const int64_t pairs = p.seqlen_q * p.seqlen_kv;
+  const int64_t n = g.dbias_batches * g.dbias_heads * pairs;
+  for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < n;
+       e += int64_t{gridDim.x} * kThreads) {
+    const int64_t j = e % p.seqlen_kv, i = e / p.seqlen_kv % p.seqlen_q;
+    const int64_t bias_h = e / pairs % g.dbias_heads, bias_b = e / pairs / g.dbias_heads;
+    const int64_t last_b = g.dbias_batches == 1 ? p.batch : bias_b + 1;
+    const int64_t last_h = g.dbias_heads == 1 ? p.heads : bias_h + 1;
+    float sum = 0.0f;
+    for (int64_t b = bias_b; b < last_b; ++b) {
+      const Span s = p.span(b);
+      for (int64_t h = bias_h; h < last_h; ++h) {
+        if (i >= s.q_len || p.masked(s, b, h, i, j)) continue;
+        const float lse = g.lse[p.lse_index(s, b, h, i)];
+        if (lse == -INFINITY) continue;
+        const int64_t kv_head = p.kv_head(h);
+        const float qk = global_dot(p.q, p.q.offset(b, i, h), p.k, p.k.offset(b, j, kv_head));
+        const float dp =
+            global_dot(p.v, p.v.offset(b, j, kv_head), g.d_o, g.d_o.offset(b, i, h));
+        sum += pair_of(p, s, b, h, i, j, qk, dp, lse, g.delta[p.lse_index(s, b, h, i)],
+                       p.seqlen_q, p.seqlen_kv)
+                   .ds;
+      }
+    }
+    HeadData out;
+    out.data = g.dbias.data;
+    out.dtype = g.dbias.dtype;
+    out.put(g.dbias.offset(bias_b, bias_h, i, j), sum);
+  }
+}
+
+// One block a head: dsink = -sum over rows of exp(sink - lse) delta.
+__global__ void __launch_bounds__(kThreads) dsink_kernel(Attention p, AttentionGradients g) {
+  __shared__ float warps[kThreads / 32];
+  const int64_t h = blockIdx.x;
+  const float sink = p.sink_logit(h);
+  float sum = 0.0f;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Span s = p.span(b);
+    for (int64_t i = threadIdx.x; i < s.q_len; i += kThreads) {
+      const int64_t at = p.lse_index(s, b, h, i);
+      if (g.lse[at] != -INFINITY) sum -= expf(sink - g.lse[at]) * g.delta[at];
+    }
+  }
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  sum = 0.0f;
+  for (const float part : warps) sum += part;
+  g.dsink[h * g.dsink_stride] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    clear_kernel_heads(HeadData t, int64_t batch, int64_t seqlen, int64_t heads, float* lse) {
+  const int64_t n = batch * seqlen * heads;
+  for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < n;
+       e += int64_t{gridDim.x} * kThreads) {
+    const int64_t h = e % heads, s = e / heads % seqlen, b = e / heads / seqlen;
+    for (int d = 0; d < t.dim; ++d) t.put(t.offset(b, s, h) + d * t.element, 0.0f);
+    if (lse != nullptr) lse[e] = -INFINITY;
+  }
+}
+
+dim3 tiles(int64_t rows, int64_t heads, int64_t batch) {
+  return dim3(static_cast<unsigned>(ceil_div(rows, kTileRows)), static_cast<unsigned>(heads),
+              static_cast<unsigned>(batch));
+}
+
+template <class Kernel, class... T>
+void launch(Kernel kernel, const char* name, dim3 grid, size_t bytes, cudaStream_t stream,
+            const T&... args) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(bytes)),
+        "cudaFuncSetAttribute");
+  kernel<<<grid, kThreads, bytes, stream>>>(args...);
+  check_launch(name);
+}
+
+size_t score_bytes() { return size_t{kTileRows} * (kTileRows + 1) * 4; }
+
+template <int kPerLane>
+void backward_of(cudaStream_t stream, const Attention& p, const AttentionGradients& g) {
+  const size_t operands = 2 * (tile_bytes(p.q.dim) + tile_bytes(p.v.dim));
+  if (p.seqlen_q > 0) {
+    launch(dq_kernel<kPerLane>, "dq_kernel", tiles(p.seqlen_q, p.heads, p.batch),
+           operands + score_bytes(), stream, p, g);
+  }
+  if (p.seqlen_kv > 0) {
+    launch(dkv_kernel<kPerLane>, "dkv_kernel", tiles(p.seqlen_kv, p.kv_heads, p.batch),
+           operands + 2 * score_bytes(), stream, p, g);
+  }
+}
+
+}  // namespace
+
+void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t seqlen,
+                 int64_t heads, float* lse) {
+  const int64_t n = batch * seqlen * heads;
+  if (n == 0) return;
+  clear_kernel_heads<<<blocks_for(n), kThreads, 0, stream>>>(t, batch, seqlen, heads, lse);
+  check_launch("clear_kernel_heads");
+}
+
+void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o,
+                       float* lse) {
+  const cudaStream_t stream = stream_of(ctx);
+  if (p.thd) clear_heads(stream, o, 1, p.seqlen_q, p.heads, lse);
+  if (p.batch == 0 || p.seqlen_q == 0) return;
+  const dim3 grid = tiles(p.seqlen_q, p.heads, p.batch);
+  const size_t bytes = 2 * tile_bytes(p.q.dim) + tile_bytes(p.v.dim) + score_bytes();
+  if (p.v.dim <= 64) return launch(forward_kernel<8>, "forward_kernel", grid, bytes, stream, p, o, lse);
+  if (p.v.dim <= 128) {
+    return launch(forward_kernel<16>, "forward_kernel", grid, bytes, stream, p, o, lse);
+  }
+  launch(forward_kernel<32>, "forward_kernel", grid, bytes, stream, p, o, lse);
+}
+
+void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
+  const cudaStream_t stream = stream_of(ctx);
+  if (p.thd) {
+    clear_heads(stream, g.dq, 1, p.seqlen_q, p.heads, nullptr);
+    clear_heads(stream, g.dk, 1, p.seqlen_kv, p.kv_heads, nullptr);
+    clear_heads(stream, g.dv, 1, p.seqlen_kv, p.kv_heads, nullptr);
+  }
+  if (p.batch > 0 && p.seqlen_q > 0) {
+    delta_kernel<<<tiles(p.seqlen_q, p.heads, p.batch), kThreads, 0, stream>>>(p, g);
+    check_launch("delta_kernel");
+  }
+  if (p.batch > 0) {
+    const int dim = std::max(p.q.dim, p.v.dim);
+    if (dim <= 64) {
+      backward_of<8>(stream, p, g);
+    } else if (dim <= 128) {
+      backward_of<16>(stream, p, g);
+    } else {
+      backward_of<32>(stream, p, g);
+    }
+  }
+  if (g.dbias.data != nullptr) {
+    const int64_t n = g.dbias_batches * g.dbias_heads * p.seqlen_q * p.seqlen_kv;
+    if (n > 0) {
+      dbias_kernel<<<blocks_for(n), kThreads, 0, stream>>>(p, g);
+      check_launch("dbias_kernel");
+    }
+  }
+  if (g.dsink != nullptr) {
+    dsink_kernel<<<static_cast<unsigned>(p.heads), kThreads, 0, stream>>>(p, g);
+    check_launch("dsink_kernel");
+  }
+}
+
+}  // namespace te_fl::cuda
