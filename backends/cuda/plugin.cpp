@@ -21,6 +21,7 @@ constexpr AppendOps kFamilies[] = {
     append_softmax,     //
     append_gemm,        //
     append_norm,        //
+    append_attention,   //
 };
 
 struct Instance {
