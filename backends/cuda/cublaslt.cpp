@@ -18,9 +18,9 @@ struct Library {
     void* handle = nullptr;
     std::string reason;
     for (const int flags : {RTLD_NOLOAD | RTLD_NOW, RTLD_NOW | RTLD_LOCAL}) {
-      for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12",
-                               "/usr/local/cuda/lib64/libcublasLt.so.13",
-                               "/usr/local/cuda/lib64/libcublasLt.so.12"}) {
+      for (const char* name :
+           {"libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so.13",
+            "/usr/local/cuda/lib64/libcublasLt.so.12"}) {
         if (handle == nullptr) handle = dlopen(name, flags);
         if (handle == nullptr && reason.empty() && (flags & RTLD_NOLOAD) == 0) reason = dlerror();
       }

@@ -97,9 +97,8 @@ bool direct_epilogue(const Args& args, bool fp8) {
   if (args.gelu || args.pre_gelu_in != nullptr) {
     // The library's GELU wants its saved input in D's type and rows of whole 16 bytes.
     if (args.accumulate || !half || fp8 || args.alpha != 1.0f) return false;
-    if (aux != nullptr &&
-        (dtype_of(*aux) != d || backend::as_matrix(*args.d).cols % 8 != 0 ||
-         !aligned16(backend::data<const void>(*aux)))) {
+    if (aux != nullptr && (dtype_of(*aux) != d || backend::as_matrix(*args.d).cols % 8 != 0 ||
+                           !aligned16(backend::data<const void>(*aux)))) {
       return false;
     }
   }
@@ -125,8 +124,8 @@ Problem describe(const Args& args) {
              (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
     p.convert = Convert::kWiden;
   } else if (a_block) {
-    const bool whole = p.k % 128 == 0 && p.n % 16 == 0 && p.m % 8 == 0 && p.a.dtype == TE_FL_F8E4M3 &&
-                       p.b.dtype == TE_FL_F8E4M3;
+    const bool whole = p.k % 128 == 0 && p.n % 16 == 0 && p.m % 8 == 0 &&
+                       p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3;
     const bool present = p.a.codes != nullptr && p.b.codes != nullptr && aligned16(p.a.codes) &&
                          aligned16(p.b.codes) && aligned16(p.a.scale_inv) &&
                          aligned16(p.b.scale_inv);
@@ -179,8 +178,7 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
     s.b = take(p.padded_n * p.padded_k * element);
   }
   if (args.bias_grad != nullptr) {
-    s.partials = reinterpret_cast<float*>(
-        take(static_cast<int64_t>(column_sums_bytes(p.k, p.m))));
+    s.partials = reinterpret_cast<float*>(take(static_cast<int64_t>(column_sums_bytes(p.k, p.m))));
   }
   return s;
 }
@@ -370,7 +368,8 @@ Plan make_plan(int device, const Args& args, const Problem& p) {
   describe_operation(plan, args, p, what);
   set_pointers(plan, args, p, what);
   const bool widen = p.convert == Convert::kWiden;
-  const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows, int64_t cols) {
+  const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
+                          int64_t cols) {
     check(lt.layout_init(&out, sizeof out, library_type(dtype), static_cast<uint64_t>(rows),
                          static_cast<uint64_t>(cols), std::max<int64_t>(rows, 1)),
           "cublasLtMatrixLayoutInit", what);

@@ -135,15 +135,15 @@ Refusal refuse_forward(const te_fl_tensor& x, const te_fl_tensor& z, bool dense_
 }
 
 void layernorm_fwd(const te_fl_context& ctx, const te_fl_layernorm_fwd_args& a) {
-  run_forward(ctx, {a.x, a.gamma, a.beta, a.z, a.mu, a.rsigma, a.epsilon,
-                    a.zero_centered_gamma != 0});
+  run_forward(ctx,
+              {a.x, a.gamma, a.beta, a.z, a.mu, a.rsigma, a.epsilon, a.zero_centered_gamma != 0});
 }
 Refusal refuse_layernorm_fwd(const te_fl_layernorm_fwd_args& a) {
   return refuse_forward(*a.x, *a.z, all_dense(a.gamma, a.beta, a.mu, a.rsigma));
 }
 void rmsnorm_fwd(const te_fl_context& ctx, const te_fl_rmsnorm_fwd_args& a) {
-  run_forward(ctx, {a.x, a.gamma, nullptr, a.z, nullptr, a.rsigma, a.epsilon,
-                    a.zero_centered_gamma != 0});
+  run_forward(
+      ctx, {a.x, a.gamma, nullptr, a.z, nullptr, a.rsigma, a.epsilon, a.zero_centered_gamma != 0});
 }
 Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& a) {
   return refuse_forward(*a.x, *a.z, all_dense(a.gamma, a.rsigma));
