@@ -54,6 +54,10 @@ te_fl_op_desc descriptor(const char* op_name) {
 // Each appends the descriptors of one family; defined in <family>.cu or .cpp.
 void append_activation(std::vector<te_fl_op_desc>& ops);
 void append_quantize(std::vector<te_fl_op_desc>& ops);
+void append_tensor(std::vector<te_fl_op_desc>& ops);
+void append_dropout(std::vector<te_fl_op_desc>& ops);
+void append_optimizer(std::vector<te_fl_op_desc>& ops);
+void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
 void append_attention(std::vector<te_fl_op_desc>& ops);

@@ -41,6 +41,7 @@ class Trainer {
  public:
   static Result<Trainer> create(const Options& options) {
     Trainer t(options);
+    te_fl::OpManager::instance();  // plugins bring devices
     TE_FL_ASSIGN_OR_RETURN(t.device_, te_fl::parse_device(options.device));
     if (options.recipe != "none") {
       TE_FL_ASSIGN_OR_RETURN(t.recipe_, nn::parse_recipe(options.recipe));
