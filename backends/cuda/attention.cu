@@ -184,8 +184,7 @@ void append_attention(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(
       descriptor<te_fl_fused_attn_bwd_args, fused_attn_bwd, refuse_backward>("fused_attn_bwd"));
   ops.back().dtypes = kDtypes;
-  ops.back().workspace =
-      backend::workspace_thunk<te_fl_fused_attn_bwd_args, backward_workspace>;
+  ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_bwd_args, backward_workspace>;
   ops.push_back(descriptor<te_fl_get_fused_attn_backend_args, get_fused_attn_backend>(
       "get_fused_attn_backend"));
 }

@@ -7,8 +7,8 @@
 
 namespace te_fl::cuda {
 
-constexpr int kTileRows = 32;    // queries, and keys, of a tile
-constexpr int kLanes = 8;        // threads that share a row
+constexpr int kTileRows = 32;  // queries, and keys, of a tile
+constexpr int kLanes = 8;      // threads that share a row
 constexpr int kMaxHeadDim = 256;
 static_assert(kTileRows * kLanes == kThreads);
 
@@ -161,8 +161,7 @@ __device__ inline void load_tile(const HeadData& t, int64_t b, int64_t h, int64_
   for (int i = static_cast<int>(threadIdx.x); i < kTileRows * t.dim; i += kThreads) {
     const int row = i / t.dim, d = i - row * t.dim;
     const int64_t at = begin + row;
-    tile[row * pitch + d] =
-        at < end ? t.at(t.offset(b, origin + at, h) + d * t.element) : 0.0f;
+    tile[row * pitch + d] = at < end ? t.at(t.offset(b, origin + at, h) + d * t.element) : 0.0f;
   }
 }
 __device__ inline float dot(const float* a, const float* b, int n) {

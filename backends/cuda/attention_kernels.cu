@@ -16,8 +16,7 @@ __device__ inline backend::KeyRange keys_of_tile(const Attention& p, const Span&
 }
 
 template <int kPerLane>  // elements of a head that a thread holds
-__global__ void __launch_bounds__(kThreads)
-    forward_kernel(Attention p, HeadData o, float* lse) {
+__global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData o, float* lse) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, h = blockIdx.y, begin = int64_t{blockIdx.x} * kTileRows;
   const Span s = p.span(b);
@@ -60,8 +59,8 @@ __global__ void __launch_bounds__(kThreads)
       float value = 0.0f;
       if (!hidden[c]) {
         // Only NaN and -inf leave the maximum at -inf.
-        value = new_top == -INFINITY ? (isnan(score[c]) ? score[c] : 0.0f)
-                                     : expf(score[c] - new_top);
+        value =
+            new_top == -INFINITY ? (isnan(score[c]) ? score[c] : 0.0f) : expf(score[c] - new_top);
         part += value;
         if (value != 0.0f) value *= p.dropout(dropout_row, logical_cols, k0 + key);
       }
@@ -256,7 +255,8 @@ __global__ void __launch_bounds__(kThreads) dkv_kernel(Attention p, AttentionGra
   }
 }
 
-__device__ inline float global_dot(const HeadData& x, int64_t at, const HeadData& y, int64_t other) {
+__device__ inline float global_dot(const HeadData& x, int64_t at, const HeadData& y,
+                                   int64_t other) {
   float sum = 0.0f;
   for (int d = 0; d < x.dim; ++d) {
     sum = fmaf(x.at(at + d * x.element), y.at(other + d * y.element), sum);
@@ -283,10 +283,9 @@ __global__ void __launch_bounds__(kThreads) dbias_kernel(Attention p, AttentionG
         if (lse == -INFINITY) continue;
         const int64_t kv_head = p.kv_head(h);
         const float qk = global_dot(p.q, p.q.offset(b, i, h), p.k, p.k.offset(b, j, kv_head));
-        const float dp =
-            global_dot(p.v, p.v.offset(b, j, kv_head), g.d_o, g.d_o.offset(b, i, h));
-        sum += pair_of(p, s, b, h, i, j, qk, dp, lse, g.delta[p.lse_index(s, b, h, i)],
-                       p.seqlen_q, p.seqlen_kv)
+        const float dp = global_dot(p.v, p.v.offset(b, j, kv_head), g.d_o, g.d_o.offset(b, i, h));
+        sum += pair_of(p, s, b, h, i, j, qk, dp, lse, g.delta[p.lse_index(s, b, h, i)], p.seqlen_q,
+                       p.seqlen_kv)
                    .ds;
       }
     }
@@ -377,7 +376,8 @@ void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadD
   if (p.batch == 0 || p.seqlen_q == 0) return;
   const dim3 grid = tiles(p.seqlen_q, p.heads, p.batch);
   const size_t bytes = 2 * tile_bytes(p.q.dim) + tile_bytes(p.v.dim) + score_bytes();
-  if (p.v.dim <= 64) return launch(forward_kernel<8>, "forward_kernel", grid, bytes, stream, p, o, lse);
+  if (p.v.dim <= 64)
+    return launch(forward_kernel<8>, "forward_kernel", grid, bytes, stream, p, o, lse);
   if (p.v.dim <= 128) {
     return launch(forward_kernel<16>, "forward_kernel", grid, bytes, stream, p, o, lse);
   }

@@ -17,9 +17,11 @@ te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer) {
   return static_cast<uint8_t*>(data);
 }
 
-Status DeviceMirror::upload(const std::vector<std::unique_ptr<Tensor>>& tensors) {
+Status DeviceMirror::upload(const std::vector<std::unique_ptr<Tensor>>& tensors,
+                            const std::set<const Tensor*>& on_host) {
   if (device_.is_host()) return {};
   for (const auto& t : tensors) {
+    if (on_host.count(t.get()) != 0) continue;
     auto made = std::make_unique<OnDevice>();
     made->tensor = t->c;
     made->tensor.dl.device = device_.to_c();

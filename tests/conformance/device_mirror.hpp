@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "conformance/case.hpp"
@@ -20,8 +21,10 @@ class DeviceMirror {
   DeviceMirror& operator=(const DeviceMirror&) = delete;
 
   Device device() const { return device_; }
-  // Copies every buffer of these tensors there; errors of the device.
-  Status upload(const std::vector<std::unique_ptr<Tensor>>& tensors);
+  // Copies every buffer of these tensors there, except those of tensors that stay `on_host`; errors
+  // of the device.
+  Status upload(const std::vector<std::unique_ptr<Tensor>>& tensors,
+                const std::set<const Tensor*>& on_host = {});
   Status upload_words(const uint64_t*& words, size_t count);  // `words` then points to the copy
   // Copies every buffer back, guards included, when all work has finished.
   Status download();

@@ -85,6 +85,19 @@ class Arguments {
   std::unique_ptr<te_fl_saved> saved_;
 };
 
+// The tensors of arguments that are host memory wherever the op runs.
+std::set<const Tensor*> host_tensors(const te_fl_op_schema& schema, const Problem& p) {
+  std::set<const Tensor*> result;
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    if ((schema.args[i]->flags & TE_FL_ARG_HOST) == 0) continue;
+    if (const auto t = p.singles.find(schema.args[i]->name); t != p.singles.end())
+      result.insert(t->second);
+    if (const auto list = p.lists.find(schema.args[i]->name); list != p.lists.end())
+      result.insert(list->second.begin(), list->second.end());
+  }
+  return result;
+}
+
 PolicySettings pinned(const std::string& op, const std::string& impl_id) {
   PolicySettings settings;
   settings.strict = true;
@@ -168,10 +181,11 @@ Result Prepared::run(const std::string& impl_id) {
   DeviceMirror mirror(device_), saved_mirror(device_);
   CallOptions options;
   options.rng = problem_.rng;
-  Status placed = mirror.upload(problem_.tensors);
+  const te_fl_op_schema& schema = *OpRegistry::instance().schema(*id);
+  Status placed = mirror.upload(problem_.tensors, host_tensors(schema, problem_));
   if (placed.ok()) placed = mirror.upload_words(options.rng.state, problem_.rng_state.size());
   if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
-  Arguments args(*OpRegistry::instance().schema(*id), problem_, mirror);
+  Arguments args(schema, problem_, mirror);
   const PolicyScope scope(pinned(problem_.op_name, impl_id));
   std::vector<uint8_t> storage;
   Problem saved_memory("saved", 0);
