@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, the
+# compute-sanitizer tools on a reduced table, and the example with every recipe; prints a table last.
+# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--quick]
+#   --build DIR  a build tree, or a folder with its bin/conformance, bin/train_gpt and plugins/libte_fl_cuda.so
+#                (default build/release; built here if it is missing and cmake and nvcc are there)
+#   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
+#   --text FILE  what the example learns (default build/data/text.txt, from tools/fetch_text.sh)
+#   --quick      conformance only
+set -uo pipefail
+cd "$(dirname "$0")/.."
+build=build/release out=build/gpu_check text_file=build/data/text.txt quick=0
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --build | --out | --text)
+      [ $# -ge 2 ] || { echo "gpu_check.sh: $1 wants a path" >&2; exit 2; }
+      case "$1" in --build) build=$2 ;; --out) out=$2 ;; *) text_file=$2 ;; esac
+      shift 2 ;;
+    --quick) quick=1; shift ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --quick, --help" >&2; exit 2 ;;
+  esac
+done
+if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
+  echo "gpu_check.sh: no NVIDIA GPU here (nvidia-smi shows none); run it where there is one" >&2
+  exit 1
+fi
+if [ ! -x "$build/bin/conformance" ] || [ ! -e "$build/plugins/libte_fl_cuda.so" ]; then
+  echo "gpu_check.sh: $build has no bin/conformance and plugins/libte_fl_cuda.so; building"
+  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=ON &&
+    cmake --build "$build" --target conformance train_gpt te_fl_cuda || exit 1
+fi
+mkdir -p "$out"
+plugin=$(realpath "$build/plugins/libte_fl_cuda.so")
+build=$(realpath "$build")
+export LD_LIBRARY_PATH="$build/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" TE_FL_PLUGIN_PATH=
+device=$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noheader | head -1)
+rows=() failures=0
+row() { # NAME RESULT DETAIL
+  rows+=("$(printf '%-34s %-7s %s' "$1" "$2" "$3")")
+  [ "$2" = passed ] || failures=$((failures + 1))
+}
+conformance=("$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl vendor.cuda
+  --expected tests/conformance/expected_unsupported.txt)
+
+for family in activation attention dropout gemm norm optimizer quantize rope softmax tensor; do
+  "${conformance[@]}" --family $family --json "$out/conformance-$family.json" >"$out/conformance-$family.log" 2>&1
+  code=$?
+  row "conformance $family" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-$family.log")"
+done
+
+if [ $quick = 0 ]; then
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
+  for tool in memcheck racecheck initcheck; do
+    if [ -z "$sanitizer" ]; then
+      row "compute-sanitizer $tool" FAILED "compute-sanitizer was not found; it comes with the CUDA Toolkit"
+      continue
+    fi
+    # A quarter of the table.
+    errors=0 text=
+    for family in activation attention dropout gemm norm optimizer quantize rope softmax tensor; do
+      "$sanitizer" --tool $tool --error-exitcode 99 "${conformance[@]}" --reduced --family $family \
+        >"$out/$tool-$family.log" 2>&1
+      grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-$family.log" ||
+        { errors=$((errors + 1)); text="$text $family"; }
+    done
+    row "compute-sanitizer $tool" "$([ $errors = 0 ] && echo passed || echo FAILED)" "${text:-reduced table, every family}"
+  done
+  for recipe in none delayed current block; do
+    if TE_FL_PLUGIN_MODULES=$plugin "$build/bin/train_gpt" --device cuda:0 --recipe $recipe --sample-bytes 0 \
+      --data "$text_file" >"$out/train-$recipe.log" 2>&1; then
+      others=$(sed -n '/Who served what/,$p' "$out/train-$recipe.log" | grep -E ' (default|reference)\.' | wc -l)
+      row "train_gpt $recipe" "$([ "$others" = 0 ] && echo passed || echo FAILED)" \
+        "$(grep -E '^validation loss' "$out/train-$recipe.log"); $(grep -E '^trained' "$out/train-$recipe.log"); $others ops elsewhere"
+    else
+      row "train_gpt $recipe" FAILED "$(tail -n 1 "$out/train-$recipe.log")"
+    fi
+  done
+fi
+
+{
+  printf '{"device": "%s", "date": "%s", "rows": [\n' "$device" "$(date -u +%F)"
+  for i in "${!rows[@]}"; do
+    printf '  "%s"%s\n' "$(printf '%s' "${rows[$i]}" | tr -s ' ' | tr -d '"\\')" "$([ "$i" = $((${#rows[@]} - 1)) ] || echo ,)"
+  done
+  printf ']}\n'
+} >"$out/gpu_check.json"
+echo "device: $device"
+printf '%s\n' "${rows[@]}"
+[ $failures = 0 ] || { echo "$failures row(s) failed; logs are in $out" >&2; exit 1; }
