@@ -1,5 +1,7 @@
 #include "convert.hpp"
 
+#include <type_traits>
+
 #include "cache_size.hpp"
 #include "te_fl/plugin.h"
 
@@ -59,6 +61,21 @@ template <class T, bool kStream>
 void StoreVectors(const float* src, int64_t n, T* dst) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   int64_t i = 0;
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (std::is_same_v<T, numeric::bfloat16>) {
+    const D16 d;
+    auto* codes = reinterpret_cast<uint16_t*>(dst);
+    const bool aligned = reinterpret_cast<uintptr_t>(dst) % (hn::Lanes(d) * sizeof(T)) == 0;
+    for (; (aligned || !kStream) && i + 2 * lanes <= n; i += 2 * lanes) {
+      const auto pair = EncodeBf16Pair(LoadF32(src + i), LoadF32(src + i + lanes));
+      if constexpr (kStream) {
+        hn::Stream(pair, d, codes + i);
+      } else {
+        hn::StoreU(pair, d, codes + i);
+      }
+    }
+  }
+#endif
   for (; i + lanes <= n; i += lanes) {
     if constexpr (kStream) {
       StreamF32(LoadF32(src + i), dst + i);

@@ -13,39 +13,53 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// 64 elements: 16 blocks of four words, which a vector of counters yields interleaved.
-HWY_INLINE uint64_t KeepMask64(PhiloxKey key, uint64_t block, VU threshold) {
-  const DU d;
-  const auto lanes = static_cast<int64_t>(NumLanes());
-  HWY_ALIGN uint32_t stream[64];
-  for (int64_t b = 0; b < 16; b += lanes) {
-    const uint64_t first = block + static_cast<uint64_t>(b);
-    const VU start = SetU(static_cast<uint32_t>(first));
-    const VU low = hn::Add(start, hn::Iota(d, 0));
-    const VU high = SetU(static_cast<uint32_t>(first >> 32));
-    const VU carried = hn::IfThenElse(hn::Lt(low, start), hn::Add(high, SetU(1)), high);
-    VU words[4];
-    PhiloxBlocks(low, carried, key, words);
+// 64 elements: the words of 16 blocks in turn.
 #if HWY_TARGET == HWY_SCALAR
+using Keys = PhiloxKey;
+using Words = uint32_t;
+HWY_INLINE VU WordsAt(const uint32_t* stream, int64_t i) { return hn::LoadU(DU(), stream + i); }
+HWY_INLINE void Words64(const Keys& key, uint64_t block, uint32_t* stream) {
+  for (uint64_t b = 0; b < 16; ++b) {
+    VU words[4];
+    PhiloxBlocks(SetU(static_cast<uint32_t>(block + b)),
+                 SetU(static_cast<uint32_t>((block + b) >> 32)), key, words);
     for (int k = 0; k < 4; ++k) stream[4 * b + k] = hn::GetLane(words[k]);
-#else
-    hn::StoreInterleaved4(words[0], words[1], words[2], words[3], d, stream + 4 * b);
-#endif
   }
+}
+#else
+using Keys = PhiloxKeys;
+using Words = uint64_t;  // two words each
+HWY_INLINE VU WordsAt(const uint64_t* stream, int64_t i) {
+  return hn::BitCast(DU(), hn::Load(D64(), stream + i / 2));
+}
+HWY_INLINE void Words64(const Keys& keys, uint64_t block, uint64_t* stream) {
+  const D64 d;
+  for (uint64_t b = 0; b < 16; b += hn::Lanes(d)) {
+    hn::Vec<D64> pairs[2];
+    PhiloxBlocks64(hn::Add(hn::Set(d, block + b), hn::Iota(d, 0)), keys, pairs);
+    hn::StoreInterleaved2(pairs[0], pairs[1], d, stream + 2 * b);
+  }
+}
+#endif
+
+HWY_INLINE uint64_t KeepMask64(const Keys& keys, uint64_t block, VU threshold) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  HWY_ALIGN Words stream[256 / sizeof(Words)];
+  Words64(keys, block, stream);
   uint64_t mask = 0;
   for (int64_t i = 0; i < 64; i += lanes) {
     uint8_t part[8] = {};
-    hn::StoreMaskBits(DF(), KeepMask(hn::LoadU(d, stream + i), threshold), part);
+    hn::StoreMaskBits(DF(), KeepMask(WordsAt(stream, i), threshold), part);
     mask |= (uint64_t{part[0]} | uint64_t{part[1]} << 8) << i;
   }
   return mask;
 }
 
 void KeepBits(uint64_t seed, uint64_t block, uint64_t threshold, int64_t n, uint8_t* bits) {
-  const PhiloxKey key{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  const Keys keys(PhiloxKey{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
   const VU limit = SetU(static_cast<uint32_t>(threshold));
   for (int64_t i = 0; i < n; i += 64, block += 16) {
-    uint64_t mask = threshold == 0 ? ~uint64_t{0} : KeepMask64(key, block, limit);
+    uint64_t mask = threshold == 0 ? ~uint64_t{0} : KeepMask64(keys, block, limit);
     const int64_t valid = n - i < 64 ? n - i : 64;
     if (valid < 64) mask &= (uint64_t{1} << valid) - 1;
     for (int64_t byte = 0; byte < (valid + 7) / 8; ++byte) {

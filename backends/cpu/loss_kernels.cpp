@@ -21,16 +21,16 @@ float MaxOf(float so_far, const float* x, int64_t n) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF least = SetF(-std::numeric_limits<float>::infinity());
   VF max = least;
-  auto nan = hn::Ne(max, max);
+  auto nan = hn::IsNaN(max);
   int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     const VF v = LoadF32(x + i);
-    nan = hn::Or(nan, hn::Ne(v, v));
+    nan = hn::Or(nan, hn::IsNaN(v));
     max = hn::Max(max, v);
   }
   if (i < n) {
     const VF v = LoadOr(x + i, n - i, least);
-    nan = hn::Or(nan, hn::Ne(v, v));
+    nan = hn::Or(nan, hn::IsNaN(v));
     max = hn::Max(max, v);
   }
   if (std::isnan(so_far) || !hn::AllFalse(DF(), nan)) {
@@ -38,6 +38,11 @@ float MaxOf(float so_far, const float* x, int64_t n) {
   }
   const float largest = hn::GetLane(hn::MaxOfLanes(DF(), max));
   return largest > so_far ? largest : so_far;
+}
+
+// exp of a difference that is at most 0; so small that it does not count below -87.
+HWY_INLINE VF ExpTerm(VF x, VF shift) {
+  return ExpInRange(hn::Max(hn::Sub(x, shift), SetF(-87.0f)));
 }
 
 // Sums of up to 64 vectors in FP32, those sums in double.
@@ -48,10 +53,15 @@ double SumOfExp(const float* x, int64_t n, float shift_) {
   int64_t i = 0;
   while (i < n) {
     const int64_t end = n - i > 64 * lanes ? i + 64 * lanes : n;
-    VF sum = SetF(0.0f);
-    for (; i + lanes <= end; i += lanes) sum = hn::Add(sum, Exp(hn::Sub(LoadF32(x + i), shift)));
+    VF sum = SetF(0.0f), second = sum;
+    for (; i + 2 * lanes <= end; i += 2 * lanes) {
+      sum = hn::Add(sum, ExpTerm(LoadF32(x + i), shift));
+      second = hn::Add(second, ExpTerm(LoadF32(x + i + lanes), shift));
+    }
+    sum = hn::Add(sum, second);
+    for (; i + lanes <= end; i += lanes) sum = hn::Add(sum, ExpTerm(LoadF32(x + i), shift));
     if (i < end) {
-      const VF e = Exp(hn::Sub(LoadF32(x + i), shift));
+      const VF e = ExpTerm(LoadF32(x + i), shift);
       sum = hn::Add(sum, hn::IfThenElseZero(hn::FirstN(DF(), static_cast<size_t>(end - i)), e));
       i = end;
     }

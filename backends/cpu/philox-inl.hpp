@@ -59,6 +59,45 @@ HWY_INLINE void PhiloxBlocks(VU counter_low, VU counter_high, PhiloxKey key, VU 
   words[3] = c3;
 }
 
+#if HWY_TARGET != HWY_SCALAR
+using D64 = hn::Repartition<uint64_t, DU>;
+
+// The keys of the ten rounds, which do not depend on the counter.
+struct PhiloxKeys {
+  explicit PhiloxKeys(PhiloxKey key) {
+    for (int i = 0; i < 10; ++i) {
+      low[i] = key.low + static_cast<uint32_t>(i) * 0x9E3779B9u;
+      high[i] = key.high + static_cast<uint32_t>(i) * 0xBB67AE85u;
+    }
+  }
+  uint64_t low[10], high[10];
+};
+
+// The same with one block in each 64-bit lane, whose lower halves hold the state: a wide product
+// then is one instruction. pairs[0]: words 0 and 1 of each block, pairs[1]: words 2 and 3.
+HWY_INLINE void PhiloxBlocks64(hn::Vec<D64> counter, const PhiloxKeys& keys,
+                               hn::Vec<D64> pairs[2]) {
+  const D64 d;
+  const VU factor0 = SetU(0xD2511F53u), factor1 = SetU(0xCD9E8D57u);
+  auto c0 = counter, c1 = hn::ShiftRight<32>(counter), c2 = hn::Zero(d), c3 = c2;
+  for (int round = 0; round < 10; ++round) {
+    const auto product0 = hn::MulEven(hn::BitCast(DU(), c0), factor0);
+    const auto product1 = hn::MulEven(hn::BitCast(DU(), c2), factor1);
+    // What is left in the upper halves enters no product.
+    c0 = hn::Xor3(hn::ShiftRight<32>(product1), c1, hn::Set(d, keys.low[round]));
+    c1 = product1;
+    c2 = hn::Xor3(hn::ShiftRight<32>(product0), c3, hn::Set(d, keys.high[round]));
+    c3 = product0;
+  }
+  const auto pair = [&](auto even, auto odd) HWY_ATTR {
+    return hn::BitCast(
+        d, hn::OddEven(hn::BitCast(DU(), hn::ShiftLeft<32>(odd)), hn::BitCast(DU(), even)));
+  };
+  pairs[0] = pair(c0, c1);
+  pairs[1] = pair(c2, c3);
+}
+#endif
+
 // Whether a word is kept, for a dropout_threshold() above 0 and below 2^32.
 HWY_INLINE auto KeepMask(VU words, VU threshold) {
   return hn::RebindMask(DF(), hn::Not(hn::Lt(words, threshold)));

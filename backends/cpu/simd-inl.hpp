@@ -124,14 +124,23 @@ HWY_INLINE VF DecodeFp16(VU code) {
   return FromBits(hn::Or(hn::IfThenElse(LessU31(magnitude, SetU(0x7C00)), finite, special), sign));
 }
 
-HWY_INLINE VU EncodeBf16(VF v) {
+// The BF16 code is the upper half of each lane.
+HWY_INLINE VU RoundToBf16(VF v) {
   const VU bits = Bits(v);
-  const VU high = hn::ShiftRight<16>(bits);
-  const VU even = hn::And(high, SetU(1));
-  const VU rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, SetU(0x7FFF)), even));
-  const auto nan = LessU31(SetU(0x7F800000u), hn::And(bits, SetU(0x7FFFFFFFu)));
-  return hn::IfThenElse(nan, hn::Or(high, SetU(0x40)), rounded);
+  const VU even = hn::And(hn::ShiftRight<16>(bits), SetU(1));
+  const VU rounded = hn::Add(hn::Add(bits, SetU(0x7FFF)), even);
+  const auto nan = hn::RebindMask(DU(), hn::IsNaN(v));
+  return hn::IfThenElse(nan, hn::Or(bits, SetU(0x00400000u)), rounded);
 }
+HWY_INLINE VU EncodeBf16(VF v) { return hn::ShiftRight<16>(RoundToBf16(v)); }
+#if HWY_TARGET != HWY_SCALAR
+// The codes of two vectors in one: half the shuffles and stores of one at a time.
+using D16 = hn::Repartition<uint16_t, DU>;
+HWY_INLINE hn::Vec<D16> EncodeBf16Pair(VF first, VF second) {
+  const D16 d;
+  return hn::ConcatOdd(d, hn::BitCast(d, RoundToBf16(second)), hn::BitCast(d, RoundToBf16(first)));
+}
+#endif
 
 // ---- loads and stores by element type
 
@@ -204,11 +213,10 @@ HWY_INLINE VF PowerOfTwo(VI exponent) {
   return hn::BitCast(DF(), hn::ShiftLeft<23>(hn::Add(exponent, hn::Set(DI(), 127))));
 }
 
-// exp(x) = result * 2^exponent.
-HWY_INLINE VF ExpReduced(VF x, VI& exponent) {
-  const VF q = hn::Round(hn::Mul(x, SetF(1.44269504f)));
+// exp(x) = result * 2^q, q whole.
+HWY_INLINE VF ExpReduced(VF x, VF& q) {
+  q = hn::Round(hn::Mul(x, SetF(1.44269504f)));
   const VF r = hn::NegMulAdd(q, SetF(-2.12194440e-4f), hn::NegMulAdd(q, SetF(0.693359375f), x));
-  exponent = hn::ConvertTo(DI(), q);
   // e^r = 1 + r + r^2 p(r), p fitted on |r| <= ln(2)/2 with a relative error of e^r of 1e-8.
   VF p = SetF(0x1.6d117cp-10f);
   p = hn::MulAdd(p, r, SetF(0x1.120be2p-7f));
@@ -218,21 +226,38 @@ HWY_INLINE VF ExpReduced(VF x, VI& exponent) {
   return hn::Add(hn::MulAdd(hn::Mul(p, r), r, r), SetF(1.0f));
 }
 
-// exp(x) for x in [-87, 89], without NaN. Above 88.37 it is infinite.
+// Whether AVX-512 instructions that Highway does not name may be used.
+#undef TE_FL_CPU_AVX512
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+#define TE_FL_CPU_AVX512 1
+#else
+#define TE_FL_CPU_AVX512 0
+#endif
+
+// exp(x) for x in [-87, 89], without NaN. It may be infinite above 88.37.
 HWY_INLINE VF ExpInRange(VF x) {
-  VI exponent;
-  const VF e = ExpReduced(x, exponent);
-  return hn::Mul(e, PowerOfTwo(exponent));
+  VF q;
+  const VF e = ExpReduced(x, q);
+#if TE_FL_CPU_AVX512
+  return VF{_mm512_maskz_scalef_ps(__mmask16{0xFFFF}, e.raw, q.raw)};
+#else
+  return hn::Mul(e, PowerOfTwo(hn::ConvertTo(DI(), q)));
+#endif
 }
 
 // exp(x) of any x, at most 2 ulp of a normal result: 0 far below, +inf above, NaN for NaN.
 HWY_INLINE VF Exp(VF x) {
   const VF clamped = hn::Min(hn::Max(x, SetF(-105.0f)), SetF(89.0f));
-  VI exponent;
-  const VF e = ExpReduced(clamped, exponent);
+#if TE_FL_CPU_AVX512
+  const VF result = ExpInRange(clamped);
+#else
+  VF q;
+  const VF e = ExpReduced(clamped, q);
+  const VI exponent = hn::ConvertTo(DI(), q);
   // In two steps, as 2^q may be beyond what FP32 holds while the result is not.
   const VI half = hn::ShiftRight<1>(exponent);
   const VF result = hn::Mul(hn::Mul(e, PowerOfTwo(half)), PowerOfTwo(hn::Sub(exponent, half)));
+#endif
   return hn::IfThenElse(hn::Eq(x, x), result, x);
 }
 

@@ -284,18 +284,21 @@ void for_each_chunk(const Loader& load, int64_t row, int64_t cols, F&& f) {
   }
 }
 
+// One pass: the sum is that of exp(x - max) for the largest x so far.
 RowStatistics statistics_of(const Loader& logits, int64_t row, int64_t classes, bool with_sum) {
   RowStatistics s;
   float max = -std::numeric_limits<float>::infinity();
+  double sum = 0.0;
   for_each_chunk(logits, row, classes, [&](const float* x, int64_t n) {
-    max = max_of(max, x, n);
+    const float before = max;
+    max = max_of(before, x, n);
     if (with_sum) s.sum += row_sum(x, n);
+    if (!std::isfinite(max)) return;
+    if (max > before) sum *= std::exp(static_cast<double>(before) - max);
+    sum += sum_of_exp(x, n, max);
   });
   s.lse = max;
-  if (std::isinf(max)) return s;
-  double sum = 0.0;
-  for_each_chunk(logits, row, classes,
-                 [&](const float* x, int64_t n) { sum += sum_of_exp(x, n, max); });
+  if (!std::isfinite(max)) return s;
   s.lse = max + std::log(sum);
   return s;
 }

@@ -3,7 +3,10 @@
 // is the conformance table's matter.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -226,6 +229,47 @@ TEST_F(CpuOps, DropoutMaskOfAddDoesNotDependOnTheNumberOfThreads) {
     instance_ = nullptr;
   }
   expect_same_bytes(masks[0], masks[1]);
+}
+
+// Rows of several chunks: the largest logit rises from chunk to chunk, or comes after a chunk of
+// masked classes, or one logit is NaN.
+TEST_F(CpuOps, CrossEntropyOverRowsOfSeveralChunks) {
+  ASSERT_EQ(create("2"), TE_FL_OK);
+  constexpr int64_t kTestRows = 6, kClasses = 5000;
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  std::vector<float> x = numbers(kTestRows * kClasses), loss(kTestRows), lse(kTestRows);
+  for (int64_t c = 0; c < kClasses; ++c) {
+    const auto i = static_cast<size_t>(c);
+    x[i] += 0.05f * static_cast<float>(c);
+    x[kClasses + i] -= 0.05f * static_cast<float>(c);
+    if (c < 2100) x[2 * kClasses + i] = -kInf;
+  }
+  x[3 * kClasses + 4999] = std::nanf("");
+  x[4 * kClasses] = std::nanf("");
+  x[5 * kClasses + 2500] = std::nanf("");
+  std::vector<int64_t> targets(kTestRows, 4000);
+  View logits(x.data(), kF32, {kTestRows, kClasses}), loss_view(loss.data(), kF32, {kTestRows});
+  View target_view(targets.data(), {TE_FL_CODE_INT, 64, 1}, {kTestRows});
+  View lse_view(lse.data(), kF32, {kTestRows});
+  te_fl_cross_entropy_fwd_args args;
+  args.logits = &logits.tensor;
+  args.targets = &target_view.tensor;
+  args.loss = &loss_view.tensor;
+  args.lse = &lse_view.tensor;
+  run("cross_entropy_fwd", &args);
+  for (size_t row = 0; row < kTestRows; ++row) {
+    if (row >= 3) {
+      EXPECT_TRUE(std::isnan(lse[row]) && std::isnan(loss[row])) << row;
+      continue;
+    }
+    const float* values = x.data() + row * kClasses;
+    const double max = *std::max_element(values, values + kClasses);
+    double sum = 0.0;
+    for (int64_t c = 0; c < kClasses; ++c) sum += std::exp(values[c] - max);
+    const double expected = max + std::log(sum);
+    EXPECT_NEAR(lse[row], expected, 1e-6 * std::abs(expected) + 1e-6) << row;
+    EXPECT_NEAR(loss[row], expected - values[4000], 2e-6 * std::abs(expected) + 2e-6) << row;
+  }
 }
 
 TEST_F(CpuOps, ThreadCountMustBeANumberInRange) {
