@@ -61,5 +61,6 @@ void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
 void append_attention(std::vector<te_fl_op_desc>& ops);
+void append_rope(std::vector<te_fl_op_desc>& ops);
 
 }  // namespace te_fl::cuda

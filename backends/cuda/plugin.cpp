@@ -22,6 +22,7 @@ constexpr AppendOps kFamilies[] = {
     append_gemm,        //
     append_norm,        //
     append_attention,   //
+    append_rope,        //
 };
 
 struct Instance {
