@@ -89,6 +89,62 @@ struct Normalise {
   }
 };
 
+// Both of the above in one pass for unquantised outputs: a block keeps its row in registers.
+template <int kGroups>  // that a thread holds
+__global__ void __launch_bounds__(kThreads)
+    normalise_rows_kernel(Source x, Source gamma, Source beta, Target z, int64_t cols,
+                          float epsilon, float offset, float* mu, float* rsigma) {
+  __shared__ float shared[kThreads / 32];
+  const int64_t row = blockIdx.x;
+  const float inverse = 1.0f / static_cast<float>(cols);
+  float v[kGroups][kGroup];
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t col = (int64_t{g} * kThreads + threadIdx.x) * kGroup;
+      if (col < cols) f(v[g], col, static_cast<int>(cols - col < kGroup ? cols - col : kGroup));
+    }
+  };
+  float sum = 0.0f, squares = 0.0f, centre = 0.0f, shift = 0.0f;
+  each([&](float* group, int64_t col, int n) {
+    x.load(row * cols + col, n, group);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) sum += i < n ? group[i] : 0.0f;
+  });
+  if (mu != nullptr) centre = block_sum(sum, shared) * inverse;
+  sum = 0.0f;
+  each([&](float* group, int64_t, int n) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      if (i >= n) continue;
+      group[i] -= centre;
+      sum += group[i];
+      squares = fmaf(group[i], group[i], squares);
+    }
+  });
+  squares = block_sum(squares, shared) * inverse;
+  if (mu != nullptr) {
+    shift = block_sum(sum, shared) * inverse;
+    squares -= shift * shift;
+  }
+  const float r = 1.0f / sqrtf(fmaxf(squares, 0.0f) + epsilon);
+  if (threadIdx.x == 0) {
+    if (mu != nullptr) mu[row] = centre + shift;
+    rsigma[row] = r;
+  }
+  each([&](float* group, int64_t col, int n) {
+    float g[kGroup], b[kGroup] = {};
+    gamma.load(col, n, g);
+    if (beta.data != nullptr) beta.load(col, n, b);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      group[i] = fmaf((group[i] - shift) * r, g[i] + offset, b[i]);
+    }
+    z.store(row * cols + col, n, group);
+  });
+}
+constexpr int64_t kRegisterCols = int64_t{kThreads} * kGroup * 4;
+
 unsigned row_blocks(int64_t rows) {
   return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(rows, 132 * 32)));
 }
@@ -110,6 +166,17 @@ void run_forward(const te_fl_context& ctx, const Forward& f) {
   check_output(*f.z, "z");
   const backend::Matrix m = backend::as_matrix(*f.x);
   float* mu = f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr;
+  if (backend::scaling(*f.z) == TE_FL_SCALING_NONE && m.rows > 0 && m.rows <= INT32_MAX &&
+      m.cols > 0 && m.cols <= kRegisterCols) {
+    const auto kernel = m.cols <= kRegisterCols / 4   ? normalise_rows_kernel<1>
+                        : m.cols <= kRegisterCols / 2 ? normalise_rows_kernel<2>
+                                                      : normalise_rows_kernel<4>;
+    kernel<<<static_cast<unsigned>(m.rows), kThreads, 0, stream_of(ctx)>>>(
+        Source(*f.x), Source(*f.gamma), f.beta != nullptr ? Source(*f.beta) : Source(),
+        Target(*f.z), m.cols, f.epsilon, f.zero_centered ? 1.0f : 0.0f, mu,
+        backend::data<float>(*f.rsigma));
+    return check_launch("normalise_rows_kernel");
+  }
   auto* rest = reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
   auto* rsigma = backend::data<float>(*f.rsigma);
   if (m.rows > 0) {
