@@ -56,15 +56,17 @@ if [ $quick = 0 ]; then
       row "compute-sanitizer $tool" FAILED "compute-sanitizer was not found; it comes with the CUDA Toolkit"
       continue
     fi
-    # A quarter of the table.
-    errors=0 text=
-    for family in activation attention dropout gemm norm optimizer quantize rope softmax tensor; do
+    # A quarter of the table. initcheck does not see how cuBLASLt stores FP8 products: it reports every element of them when
+    # te-fl's epilogue reads them, also where the results are right to the last element. So it leaves out gemm.
+    errors=0 text= families="activation attention dropout gemm norm optimizer quantize rope softmax tensor" said="every family"
+    [ $tool = initcheck ] && families=${families/gemm /} said="every family but gemm"
+    for family in $families; do
       "$sanitizer" --tool $tool --error-exitcode 99 "${conformance[@]}" --reduced --family $family \
         >"$out/$tool-$family.log" 2>&1
       grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-$family.log" ||
         { errors=$((errors + 1)); text="$text $family"; }
     done
-    row "compute-sanitizer $tool" "$([ $errors = 0 ] && echo passed || echo FAILED)" "${text:-reduced table, every family}"
+    row "compute-sanitizer $tool" "$([ $errors = 0 ] && echo passed || echo FAILED)" "${text:-reduced table, $said}"
   done
   for recipe in none delayed current block; do
     if TE_FL_PLUGIN_MODULES=$plugin "$build/bin/train_gpt" --device cuda:0 --recipe $recipe --sample-bytes 0 \
