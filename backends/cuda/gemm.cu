@@ -93,6 +93,12 @@ bool direct_epilogue(const Args& args, bool fp8) {
   if (is_fp8(d)) return false;
   const bool half = d == TE_FL_F16 || d == TE_FL_BF16;
   if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) return false;
+  // The library adds one matrix, of D's type.
+  if (args.residual != nullptr &&
+      (args.accumulate || args.pre_gelu_in != nullptr || dtype_of(*args.residual) != d ||
+       !aligned16(backend::data<const void>(*args.residual)))) {
+    return false;
+  }
   // The library's forward GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt
   // 13), which is beyond the tolerance of BF16.
   if (args.gelu) return false;
@@ -288,9 +294,19 @@ std::string text_of(const Args& args, const Problem& p) {
          " trans_b=" + std::to_string(args.trans_b);
 }
 
+// A call, described only if something of it fails.
+struct What {
+  const Args& args;
+  const Problem& problem;
+};
+void check(cublasStatus_t status, const char* function, const What& what) {
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    cuda::check(status, function, text_of(what.args, what.problem));
+  }
+}
+
 template <class T>
-void set(Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value,
-         const std::string& what) {
+void set(Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value, const What& what) {
   check(cublaslt()->desc_set(&plan.desc, attribute, &value, sizeof value),
         "cublasLtMatmulDescSetAttribute", what);
 }
@@ -313,7 +329,7 @@ int32_t scale_mode(const te_fl_tensor& t) {
 }
 
 // The pointers that belong to one call, in a copy of a plan's description.
-void set_pointers(Plan& plan, const Args& args, const Problem& p, const std::string& what) {
+void set_pointers(Plan& plan, const Args& args, const Problem& p, const What& what) {
   if (p.fp8) {
     set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
     set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
@@ -334,7 +350,7 @@ uint32_t alignment_of(const void* p) {
                       : static_cast<uint32_t>(std::min<uintptr_t>(address & (~address + 1), 256));
 }
 
-void describe_operation(Plan& plan, const Args& args, const Problem& p, const std::string& what) {
+void describe_operation(Plan& plan, const Args& args, const Problem& p, const What& what) {
   check(cublaslt()->desc_init(&plan.desc, sizeof plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
         "cublasLtMatmulDescInit", what);
   // FP8 is TN only: both operands are read with the contraction along their rows.
@@ -362,7 +378,7 @@ void describe_operation(Plan& plan, const Args& args, const Problem& p, const st
 
 Plan make_plan(int device, const Args& args, const Problem& p) {
   const CublasLt& lt = *cublaslt();
-  const std::string what = text_of(args, p);
+  const What what{args, p};
   Plan plan{};
   describe_operation(plan, args, p, what);
   set_pointers(plan, args, p, what);
@@ -401,7 +417,7 @@ Plan make_plan(int device, const Args& args, const Problem& p) {
       lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.out,
                    &plan.out, &preference, 1, &found, &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
-    backend::unsupported("cuBLASLt has no algorithm for " + what);
+    backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
   }
   check(status, "cublasLtMatmulAlgoGetHeuristic", what);
   plan.algo = found.algo;
@@ -413,13 +429,13 @@ bool runs_library(const Problem& p) { return p.m > 0 && p.n > 0 && p.k > 0; }
 void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s) {
   const cudaStream_t stream = stream_of(ctx);
   if (!runs_library(p)) {
-    check(cudaMemsetAsync(s.product, 0, static_cast<size_t>(p.m * p.padded_n) * 4, stream),
-          "cudaMemsetAsync");
+    cuda::check(cudaMemsetAsync(s.product, 0, static_cast<size_t>(p.m * p.padded_n) * 4, stream),
+                "cudaMemsetAsync");
     return;
   }
   Plan plan = ctx.plan != nullptr ? *static_cast<const Plan*>(ctx.plan)
                                   : make_plan(ctx.device.index, args, p);
-  const std::string what = text_of(args, p);
+  const What what{args, p};
   set_pointers(plan, args, p, what);
   const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
   const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
@@ -430,9 +446,11 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
     right = s.a;
   }
   void* out = p.direct ? backend::data<void>(*args.d) : s.product;
-  const float beta = p.direct && args.accumulate ? args.beta : 0.0f;
+  const bool adds = p.direct && args.residual != nullptr;
+  const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
+  const void* added = adds ? backend::data<const void>(*args.residual) : out;
   check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                           &plan.left, right, &plan.right, &beta, out, &plan.out, out, &plan.out,
+                           &plan.left, right, &plan.right, &beta, added, &plan.out, out, &plan.out,
                            &plan.algo, s.library, kLibraryWorkspace, stream),
         "cublasLtMatmul", what);
 }
@@ -442,7 +460,7 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
 struct Epilogue {
   const float* product;
   int64_t pitch, cols;
-  Source bias, pre_gelu_in, previous;  // data NULL: absent
+  Source bias, pre_gelu_in, residual, previous;  // data NULL: absent
   const float* pre_gelu_scale_inv;
   float beta;
   bool gelu;
@@ -465,6 +483,11 @@ struct Epilogue {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) v[i] *= Gelu::derivative(other[i] * scale);
     }
+    if (residual.data != nullptr) {
+      residual.load(row * cols + col, n, other);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] += other[i];
+    }
     if (previous.data != nullptr) {
       previous.load(row * cols + col, n, other);
 #pragma unroll
@@ -474,7 +497,7 @@ struct Epilogue {
 };
 
 void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s) {
-  Epilogue e{s.product, p.padded_n, p.n, {}, {}, {}, nullptr, args.beta, false};
+  Epilogue e{s.product, p.padded_n, p.n, {}, {}, {}, {}, nullptr, args.beta, false};
   if (args.bias != nullptr) e.bias = Source(*args.bias);
   if (args.pre_gelu_out != nullptr) store_output(ctx, *args.pre_gelu_out, e);
   e.gelu = args.gelu != 0;
@@ -485,6 +508,7 @@ void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const 
       e.pre_gelu_scale_inv = static_cast<const float*>(t.quant->scale_inv);
     }
   }
+  if (args.residual != nullptr) e.residual = Source(*args.residual);
   if (args.accumulate && args.beta != 0.0f) e.previous = Source(*args.d);
   store_output(ctx, *args.d, e);
 }
@@ -569,7 +593,7 @@ Refusal refuse(const Args& args) {
       return "reads FP8 with its scale only";
     }
   }
-  if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.bias_grad)) {
+  if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.bias_grad, args.residual)) {
     return kNotContiguous;
   }
   if (args.pre_gelu_in != nullptr && args.pre_gelu_in->dl.data == nullptr &&
@@ -583,6 +607,7 @@ Refusal refuse(const Args& args) {
       if (in != nullptr && overlaps(*out, *in)) return kOverlaps;
     }
   }
+  if (args.residual != nullptr && overlaps_askew(*args.d, *args.residual)) return kOverlaps;
   const auto missing = [](const te_fl_tensor& t, const void* copy) {
     return backend::scaling(t) == TE_FL_SCALING_TENSOR && backend::numel(t) != 0 && copy == nullptr;
   };
@@ -620,6 +645,7 @@ void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<Args, generic_gemm, refuse>("generic_gemm"));
   te_fl_op_desc& desc = ops.back();
+  desc.param_version = 2;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   desc.prepare = prepare;
   desc.destroy_plan = destroy_plan;

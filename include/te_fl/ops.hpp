@@ -279,8 +279,8 @@ namespace ops {
 // gemm: Matrix products.
 
 // Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or
-// quantised. D = epilogue(alpha * op(A) op(B) + bias) + beta * D if accumulate; op(X) = X^T if
-// trans_x
+// quantised. D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) =
+// X^T if trans_x
 [[nodiscard]] inline Status generic_gemm(const te_fl_generic_gemm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::generic_gemm, &args, options);
 }
