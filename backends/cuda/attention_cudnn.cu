@@ -21,6 +21,8 @@ namespace id = attention_id;
 
 constexpr int64_t kMostHeadDim = 256;
 
+constexpr const char* kHalfOnly = "cuDNN's attention takes F16 and BF16";
+
 bool half(const te_fl_tensor& t) {
   const int dtype = dtype_of(t);
   return dtype == TE_FL_F16 || dtype == TE_FL_BF16;
@@ -55,7 +57,7 @@ bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) 
 // What forward, backward and the enquiry have in common.
 template <class Args>
 Refusal refuse_problem(const Args& a) {
-  if (!half(*a.q)) return "cuDNN's attention takes F16 and BF16";
+  if (!half(*a.q)) return kHalfOnly;
   if (a.dropout_p > 0) return "cuDNN's dropout does not draw the contract's random words (Philox 4x32-10 by element)";
   if (a.softmax_type != TE_FL_SOFTMAX_TYPE_VANILLA) return "a softmax with a sink";
   if (a.mask_type == TE_FL_MASK_TYPE_ARBITRARY) return "cuDNN takes no mask tensor";
@@ -93,6 +95,7 @@ Refusal refuse_problem(const Args& a) {
 // What a call says beyond that.
 template <class Args>
 Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
+  if (!half(*a.q)) return kHalfOnly;
   if (a.bias != nullptr) return "a bias";
   if (a.alibi_slopes != nullptr) return "ALiBi slopes";
   if (!(a.scale > 0)) return "a scale that is not positive";

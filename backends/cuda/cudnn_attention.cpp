@@ -157,7 +157,9 @@ CudnnPlan attention_forward_plan(const CudnnAttention& p, void* device_propertie
   const Tensor peak = g.reduce(cudnn_reduction::kMax, s, g.between(kF32, a.rows));
   const Tensor e = a.apply(pw::kExp, a.apply(pw::kSub, s, peak));
   const Tensor sum = g.reduce(cudnn_reduction::kAdd, e, g.between(kF32, a.rows));
-  if (p.stats) g.pointwise({pw::kAdd}, peak, a.apply(pw::kLog, sum), a.stats());
+  // The library's pattern has the statistics also where nobody reads them.
+  const Tensor stats = p.stats ? a.stats() : g.between(kF32, a.rows);
+  g.pointwise({pw::kAdd}, peak, a.apply(pw::kLog, sum), stats);
   const Tensor probability = g.pointwise({pw::kDiv}, e, sum, g.between(p.dtype, a.scores));
   g.matmul(probability, a.heads(id::kV, a.v_dims(), p.v), a.heads(id::kO, a.o_dims(), p.o),
            {.rows = a.lengths_q, .inner = a.lengths_kv});
