@@ -400,6 +400,7 @@ typedef enum te_fl_kind {
 enum { /* te_fl_op_desc.flags */
        TE_FL_OP_THREAD_SAFE = 1u << 0,
        TE_FL_OP_GRAPH_SAFE = 1u << 1,
+       /* Same inputs, same bits: always, or on calls with TE_FL_CALL_DETERMINISTIC. */
        TE_FL_OP_DETERMINISTIC = 1u << 2,
        /* Works where an output has the memory of an input, as the op's schema allows; without it
           such calls go to another implementation. */
