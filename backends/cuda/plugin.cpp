@@ -7,6 +7,7 @@
 #include "cudnn.hpp"
 #include "device.hpp"
 #include "families.hpp"
+#include "gemm_choice.hpp"
 #include "te_fl/version.hpp"
 
 namespace te_fl::cuda {
@@ -39,6 +40,12 @@ struct Instance {
 te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
   return backend::guard(errors, [&] {
     watch_forks();
+    const auto setting = [&](const char* name) {
+      return host->setting != nullptr ? host->setting(host->host, name) : nullptr;
+    };
+    const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
+    configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
+                           tune != nullptr && std::string(tune) == "1");
     auto instance = std::make_unique<Instance>(host);
     std::string why;
     enumerate(instance->devices, why);

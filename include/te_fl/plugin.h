@@ -272,7 +272,9 @@ typedef struct te_fl_extension { /* chain of optional additions to a context */
 } te_fl_extension;
 
 /* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset},
-   two uint64 in the device's memory, and wins over the two members. */
+   two uint64 in the device's memory that are read when the op runs: its seed wins over the member,
+   its offset is added to the member. A captured graph so draws new numbers at every launch: the
+   members are fixed in it, the state is not. */
 typedef struct te_fl_rng {
   uint64_t seed;
   uint64_t offset; /* in Philox counters: four words each */
