@@ -8,7 +8,6 @@
 
 #include "families.hpp"
 #include "overlap.hpp"
-#include "random.cuh"
 #include "store.cuh"
 #include "te_fl/numeric.hpp"
 
@@ -16,55 +15,6 @@ namespace te_fl::cuda {
 namespace {
 
 using backend::invalid;
-
-// ---- add
-
-__global__ void __launch_bounds__(kThreads)
-    add_kernel(Source a, Source b, Target out, uint8_t* mask, int64_t size, float kept,
-               DropoutStream stream) {
-  const int64_t groups = (size + kGroup - 1) / kGroup;
-  for (int64_t g = blockIdx.x * int64_t{kThreads} + threadIdx.x; g < groups;
-       g += int64_t{gridDim.x} * kThreads) {
-    const int64_t first = g * kGroup;
-    const int n = static_cast<int>(size - first < kGroup ? size - first : kGroup);
-    float v[kGroup], w[kGroup];
-    a.load(first, n, v);
-    b.load(first, n, w);
-    uint32_t bits = 0xFFu;
-    if (mask != nullptr) {
-      bits = stream.keep_eight(first) & (n == kGroup ? 0xFFu : (1u << n) - 1u);
-      mask[g] = static_cast<uint8_t>(bits);
-    }
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if ((bits >> i & 1u) != 0) v[i] += mask != nullptr ? w[i] / kept : w[i];
-    }
-    out.store(first, n, v);
-  }
-}
-
-void add(const te_fl_context& ctx, const te_fl_add_args& args) {
-  const int64_t size = backend::numel(*args.output);
-  if (args.p != 0.0f && args.mask == nullptr) {
-    invalid("p is " + std::to_string(args.p) + " without mask; dropout needs it to be saved");
-  }
-  if (args.mask != nullptr && backend::numel(*args.mask) != (size + 7) / 8) {
-    invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
-            std::to_string(size) +
-            " elements; it must have ceil(n/8) = " + std::to_string((size + 7) / 8));
-  }
-  if (size == 0) return;
-  add_kernel<<<blocks_for(ceil_div(size, kGroup)), kThreads, 0, stream_of(ctx)>>>(
-      Source(*args.a), Source(*args.b), Target(*args.output),
-      args.mask != nullptr ? backend::data<uint8_t>(*args.mask) : nullptr, size,
-      static_cast<float>(1.0 - args.p), DropoutStream(ctx.rng, args.p));
-  check_launch("add");
-}
-Refusal refuse_add(const te_fl_add_args& args) {
-  if (!all_dense(args.a, args.b, args.output, args.mask)) return kNotContiguous;
-  const bool askew = overlaps_askew(*args.output, *args.a) || overlaps_askew(*args.output, *args.b);
-  return askew ? kOverlaps : nullptr;
-}
 
 // ---- strided_copy, fill
 
@@ -530,7 +480,6 @@ void append(Ops& ops, const char* name) {
 }  // namespace
 
 void append_tensor(Ops& ops) {
-  ops.push_back(descriptor<te_fl_add_args, add, refuse_add>("add"));
   ops.push_back(
       descriptor<te_fl_strided_copy_args, strided_copy, refuse_strided_copy>("strided_copy"));
   ops.push_back(descriptor<te_fl_fill_args, fill, refuse_fill>("fill"));
