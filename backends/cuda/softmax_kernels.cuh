@@ -2,9 +2,7 @@
 // and the one write; a row has 8 to 512 threads by its width. Wider rows are read twice.
 #pragma once
 
-#include <cfloat>
-
-#include "pack.cuh"
+#include "running_sum.cuh"
 
 namespace te_fl::cuda {
 
@@ -195,31 +193,6 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   }
 }
 
-// The sum of e^(x - top) and the largest x so far. `top` begins at the least finite value: a sum of
-// 0 says that no x was above minus infinity.
-struct RunningSum {
-  float top = -FLT_MAX, sum = 0.0f;
-
-  template <int kCount>
-  __device__ void add(const float (&v)[kCount]) {
-    float next = top;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) next = max_nan(next, v[i]);
-    float more = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) more += exp_of(v[i] - next);
-    sum = fmaf(sum, exp_of(top - next), more);
-    top = next;
-  }
-  // Over the threads of a block of kLanes.
-  template <int kLanes>
-  __device__ void join(float (&parts)[2][kLanes / 32]) {
-    const float all = max_lanes<kLanes>(top, parts[0]);
-    sum = sum_lanes<kLanes>(sum * exp_of(top - all), parts[1]);
-    top = all;
-  }
-};
-
 constexpr int kWideThreads = 512;
 
 // A row for each block, read twice.
@@ -250,7 +223,7 @@ __global__ void __launch_bounds__(kWideThreads)
     read(col, v);
     total.add(v);
   }
-  total.join<kWideThreads>(parts);
+  total.join<kWideThreads>(parts[0], parts[1]);
   const float share = total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
 #pragma unroll 2
   for (int64_t col = first; col < keys; col += kStep) {

@@ -14,15 +14,15 @@ import json
 import os
 import statistics
 import sys
-import time
 
 import torch
 
+import host_cost
 import layer_cases
 import measure
 import op_cases
 from cublaslt_candidates import Product
-from te_fl_bench import Library, plain
+from te_fl_bench import Library
 
 rows = []
 
@@ -190,28 +190,7 @@ def run_layers(library, args):
 
 
 def run_host(library, args):
-    """What one call costs the host: many small calls, the device's queue never full."""
-    def host_ns(closure, calls=2000):
-        best = float("inf")
-        for _ in range(7):
-            torch.cuda.synchronize()
-            begin = time.perf_counter_ns()
-            for _ in range(calls):
-                closure()
-            best = min(best, (time.perf_counter_ns() - begin) / calls)
-        torch.cuda.synchronize()
-        return best
-    nothing = host_ns(lambda: library.lib.tb_error())
-    pairs, _ = layer_cases.product(library, "proj", "forward", False, 1)
-    small = [plain(64, 64) for _ in range(3)]
-    from te_fl_bench import Call
-    gemm = Call(library, "generic_gemm", a=small[0], b=small[1], d=small[2], trans_b=True)
-    bare = Product(small[0].torch, small[1].torch, small[2].torch)
-    best = bare.candidates()[0]
-    add = Call(library, "add", a=small[0], b=small[1], output=small[2])
-    for name, closure in (("generic_gemm 64x64x64", gemm), ("bare cublasLtMatmul (ctypes)", lambda: bare.run(best)),
-                          ("add 64x64", add), ("torch add 64x64", lambda: torch.add(small[0].torch, small[1].torch, out=small[2].torch))):
-        show("host", name, ns=host_ns(closure), ctypes_ns=nothing)
+    host_cost.run(library, show)
 
 
 def main():

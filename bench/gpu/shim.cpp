@@ -1,6 +1,7 @@
 // What bench_gpu.py calls through ctypes: ops by name with an argument struct that the caller fills
 // in, and a Transformer layer's training step, both on a stream of the caller's. Memory of ops is
 // the caller's (device pointers). Functions return 0, or 1 with a message in tb_error().
+#include <chrono>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -26,6 +27,17 @@ int report(const Status& status) {
 const char* text(std::string value) {
   tls_text = std::move(value);
   return tls_text.c_str();
+}
+
+// Per run of `count`, negative if one fails.
+template <class F>
+double nanoseconds(int count, F&& f) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < count; ++i) {
+    if (f() != 0) return -1;
+  }
+  const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - begin;
+  return spent.count() / count;
 }
 
 const Device kDevice = {TE_FL_DEVICE_CUDA, 0};
@@ -137,6 +149,37 @@ TB_EXPORT int tb_call(const char* op, const void* args, void* stream) {
   options.stream = stream;
   options.rng.seed = 17;
   return report(OpManager::instance().call(std::string_view(op), args, options));
+}
+
+// Nanoseconds that each of `count` calls costs the host; negative: tb_error(). The device must be
+// able to queue them all.
+TB_EXPORT double tb_time_calls(const char* op, const void* args, void* stream, int count) {
+  CallOptions options;
+  options.stream = stream;
+  OpManager& manager = OpManager::instance();
+  const auto id = manager.registry().find(op);
+  if (!id.ok()) return -report(id.status());
+  return nanoseconds(count, [&] { return report(manager.call(*id, args, options)); });
+}
+// The same of cuLaunchKernel or cublasLtMatmul called directly, through pointers to them.
+TB_EXPORT double tb_time_launch(void* launch, void* function, void** parameters, void* stream,
+                                int count) {
+  using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                         unsigned, void*, void**, void**);
+  const auto call = reinterpret_cast<Launch>(launch);
+  return nanoseconds(
+      count, [&] { return call(function, 1, 1, 1, 256, 1, 1, 0, stream, parameters, nullptr); });
+}
+TB_EXPORT double tb_time_matmul(void* matmul, void** arguments, size_t workspace, void* stream,
+                                int count) {
+  using Matmul = int (*)(void*, void*, void*, void*, void*, void*, void*, void*, void*, void*,
+                         void*, void*, void*, void*, size_t, void*);
+  const auto call = reinterpret_cast<Matmul>(matmul);
+  void** a = arguments;
+  return nanoseconds(count, [&] {
+    return call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12],
+                a[13], workspace, stream);
+  });
 }
 
 // What served calls since the last reset: [{"op", "impl", "calls"}].

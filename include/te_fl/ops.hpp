@@ -319,8 +319,9 @@ namespace ops {
 
 // optimizer: Optimisers and helpers over lists of tensors.
 
-// Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale;
-// noop_flag = 1 if an input is not finite
+// Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale * clip;
+// clip = norm > max_norm ? max_norm / norm : 1 (1 without a norm); noop_flag = 1 if an input, a
+// result or the norm is not finite (clip is 1 then)
 [[nodiscard]] inline Status multi_tensor_scale(const te_fl_multi_tensor_scale_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_scale, &args, options);
 }

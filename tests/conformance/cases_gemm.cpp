@@ -179,6 +179,19 @@ void add_plain(std::vector<Variant>& all) {
 }
 
 void add_epilogues(std::vector<Variant>& all) {
+  // The residual with a bias, whose sum must be rounded once: sizes that vector units like.
+  for (int t : {TE_FL_F16, TE_FL_BF16})
+    for (int64_t n : {64, 256})
+      for (bool in_place : {false, true})
+        all.push_back({.a = t,
+                       .b = t,
+                       .d = t,
+                       .m = 128,
+                       .n = n,
+                       .k = 192,
+                       .bias = t,
+                       .residual = t,
+                       .in_place = in_place});
   for (int t : {TE_FL_F32, TE_FL_BF16}) {
     Variant v{.a = t, .b = t, .d = t, .m = 19, .n = 34, .k = 50};
     auto with = [&](auto change) {
@@ -225,6 +238,12 @@ void add_epilogues(std::vector<Variant>& all) {
       c.bias = TE_FL_F32;
       c.accumulate = true;
     });
+    if (t != TE_FL_F32) {
+      with([t](Variant& c) {
+        c.bias = t;
+        c.accumulate = true;
+      });
+    }
     with([](Variant& c) { c.gelu = true; });
     with([](Variant& c) {
       c.gelu = true;
@@ -376,6 +395,12 @@ void add_fp8(std::vector<Variant>& all) {
     });
   }
   with([](Variant& c) { c.residual = TE_FL_F32; });
+  for (int64_t n : {64, 256}) {
+    with([n](Variant& c) {
+      c.m = 128, c.n = n, c.k = 192, c.split = false;
+      c.residual = c.bias = TE_FL_BF16;
+    });
+  }
   // A product of two rows-along-K operands needs the row-wise copies only; others the column-wise
   // one.
   with([&](Variant& c) { c.a = tensor(kE4, true, false), c.b = tensor(kE4, true, false); });
