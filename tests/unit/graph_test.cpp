@@ -153,6 +153,24 @@ TEST_F(Graphs, ALaunchRunsWhatWasCaptured) {
   EXPECT_EQ(now(total), 13);
 }
 
+TEST_F(Graphs, ScratchOfAStreamGoesWithItAndTheGraphsCapturedOnIt) {
+  const Tensor x = zeros(1);
+  const size_t before = recorder.blocks();
+  Graph graph;
+  {
+    const Stream stream = Stream::create(device).value();
+    ASSERT_OK(fill(x, 1, stream.get()));
+    Capture capture = Capture::begin(device, stream.get()).value();
+    ASSERT_OK(fill(x, 2, stream.get()));
+    graph = capture.end().value();
+  }
+  EXPECT_EQ(recorder.blocks(), before + 1);
+  ASSERT_OK(graph.launch());
+  EXPECT_EQ(now(x), 2);
+  graph = Graph();
+  EXPECT_EQ(recorder.blocks(), before);
+}
+
 TEST_F(Graphs, ACaptureThatIsLeftEndsAndIsForgotten) {
   const Stream stream = Stream::create(device).value();
   const Tensor x = zeros(1);
