@@ -406,6 +406,7 @@ typedef enum te_fl_kind {
 enum { /* te_fl_op_desc.flags */
        TE_FL_OP_THREAD_SAFE = 1u << 0,
        TE_FL_OP_GRAPH_SAFE = 1u << 1,
+       /* Same inputs, same bits: always, or on calls with TE_FL_CALL_DETERMINISTIC. */
        TE_FL_OP_DETERMINISTIC = 1u << 2,
        /* Works where an output has the memory of an input, as the op's schema allows; without it
           such calls go to another implementation. */
@@ -435,8 +436,10 @@ typedef struct te_fl_op_desc {
   te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes)
       TE_FL_INIT(NULL);
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
-     scaling modes, the parts present, all scalars, device and context flags. Every call that has it
-     gets the plan in ctx->plan, several at once. The host keeps a bounded number of plans. */
+     scaling modes, the parts present, all scalars, device and context flags; TE_FL_CALL_CAPTURING
+     aside, so that a captured call finds the plan of the call that went before. Every call that has
+     it gets the plan in ctx->plan, several at once, in workspace() and run(). The host keeps a
+     bounded number of plans. */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
