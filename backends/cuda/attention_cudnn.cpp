@@ -213,12 +213,12 @@ class Call {
   void clear(const te_fl_tensor& t, const Extents& strides, int64_t heads, int64_t dim, bool query,
              float* lse) const {
     const HeadRows rows{backend::data<uint16_t>(t),
-                    shape().ragged ? 0 : strides[0],
-                    strides[1],
-                    strides[2],
-                    heads,
-                    query ? shape().seqlen_q : shape().seqlen_kv,
-                    dim};
+                        shape().ragged ? 0 : strides[0],
+                        strides[1],
+                        strides[2],
+                        heads,
+                        query ? shape().seqlen_q : shape().seqlen_kv,
+                        dim};
     clear_rows(stream_, {job_.spans, shape().mask, rows, query, lse});
   }
 
