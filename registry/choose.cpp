@@ -47,6 +47,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
   choice.call = {row.compiled->schema().name,
                  signature.device,
+                 arch.ok(),
                  arch.ok() ? *arch : 0,
                  signature.dtypes,
                  signature.scalings,
@@ -68,7 +69,7 @@ Result<const RouteEntry*> route_of(Call& call) {
   for (size_t i = 0; i < choice.decision.order.size(); ++i) {
     const policy::Verdict& v = choice.decision.order[i];
     if (v.refusal == policy::Refusal::kNone && choice.permits(i)) {
-      route->order.push_back(call.row.impls[v.option].get());
+      route->order.push_back({call.row.impls[v.option].get(), v.staged});
     }
   }
   RouteEntry& entry = call.thread.routes.victim(call.table.id, key);
@@ -77,10 +78,10 @@ Result<const RouteEntry*> route_of(Call& call) {
   entry.fast = nullptr;
   entry.counter = nullptr;
   if (!route->order.empty()) {
-    const Implementation& first = *route->order.front();
+    const Implementation& first = *route->order.front().impl;
     entry.counter = call.thread.counters.at(first.counter);
-    const bool plain = first.direct && call.row.saved == nullptr && !route->deterministic &&
-                       !call.capturing && entry.counter != nullptr;
+    const bool plain = first.direct && !route->order.front().staged && call.row.saved == nullptr &&
+                       !route->deterministic && !call.capturing && entry.counter != nullptr;
     entry.fast = plain ? &first : nullptr;
   }
   entry.route = std::move(route);
