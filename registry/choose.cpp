@@ -45,14 +45,9 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
-  choice.call = {row.compiled->schema().name,
-                 signature.device,
-                 arch.ok(),
-                 arch.ok() ? *arch : 0,
-                 signature.dtypes,
-                 signature.scalings,
-                 signature.version,
-                 capturing};
+  choice.call = {row.compiled->schema().name, signature.device, arch.ok(),
+                 arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
+                 signature.version,           capturing};
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);
   if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);
   return choice;

@@ -52,8 +52,8 @@ struct StagedFigures {
   std::atomic<bool> said{false};         // the log line about it
 };
 
-// One registered implementation. Immutable but for its lock, its plans and its figures; shared by the tables
-// that list it, and destroyed when the last of them is: plans first, then keep_alive.
+// One registered implementation. Immutable but for its lock, its plans and its figures; shared by
+// the tables that list it, and destroyed when the last of them is: plans first, then keep_alive.
 struct Implementation {
   Implementation() = default;
   ~Implementation();

@@ -45,7 +45,7 @@ struct OpManager::Impl {
   OpRegistry::Impl& table_owner;
   registry::DeviceArenas arenas;
   registry::StagingPool staging;
-  std::atomic<uint64_t> sync_word{~uint64_t{0}};  // generation << 1 | TE_FL_SYNC
+  std::atomic<uint64_t> sync_word{~uint64_t{0}};         // generation << 1 | TE_FL_SYNC
   std::map<uint64_t, registry::UsageCounts> usage_base;  // by implementation number, at the reset
 };
 

@@ -126,20 +126,20 @@ Result<Choice> choose(Call& call) {
 }
 
 Step chosen(const OpRow& row, const Choice& choice,
-                             const std::vector<registry::Failure>& failures) {
+            const std::vector<registry::Failure>& failures) {
   for (size_t i = 0; i < choice.decision.order.size(); ++i) {
     const policy::Verdict& v = choice.decision.order[i];
     const Implementation* impl = row.impls[v.option].get();
     const bool failed = std::any_of(failures.begin(), failures.end(),
                                     [&](const auto& f) { return f.impl == impl; });
-    if (v.refusal == policy::Refusal::kNone && choice.permits(i) && !failed) return {impl, v.staged};
+    if (v.refusal == policy::Refusal::kNone && choice.permits(i) && !failed)
+      return {impl, v.staged};
   }
   return {};
 }
 
 UsageCounts counts_of(const Implementation& impl) {
-  return {registry::read_counter(impl.counter),
-          impl.staged.calls.load(std::memory_order_relaxed),
+  return {registry::read_counter(impl.counter), impl.staged.calls.load(std::memory_order_relaxed),
           impl.staged.bytes.load(std::memory_order_relaxed),
           impl.staged.nanoseconds.load(std::memory_order_relaxed)};
 }
@@ -342,8 +342,7 @@ void OpManager::reset_usage() {
   {
     const EpochGuard guard(this_thread().slot);
     for (const auto& row : impl_->table_owner.table().ops) {
-      for (const auto& impl : row->impls)
-        base[impl->number] = counts_of(*impl);
+      for (const auto& impl : row->impls) base[impl->number] = counts_of(*impl);
     }
   }
   std::lock_guard lock(mutex);

@@ -23,9 +23,7 @@ class Order {
     }
   }
   size_t size() const { return size_; }
-  const Step& operator[](size_t i) const {
-    return size_ <= inline_.size() ? inline_[i] : many_[i];
-  }
+  const Step& operator[](size_t i) const { return size_ <= inline_.size() ? inline_[i] : many_[i]; }
 
  private:
   size_t size_;

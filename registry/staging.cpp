@@ -41,15 +41,14 @@ te_fl_status StagedCall::failed(const Status& status, const char* doing) {
 }
 
 te_fl_status StagedCall::plan() {
-  const Status planned = plan_.make(*call_.row.compiled, call_.args, call_.signature.device,
-                                    call_.options.rng);
+  const Status planned =
+      plan_.make(*call_.row.compiled, call_.args, call_.signature.device, call_.options.rng);
   if (!planned.ok()) return failed(planned, "it would serve copies on the host");
   const auto& cap = policy::settings_of(call_.policy).max_staged_bytes;
   if (!cap || plan_.bytes() <= *cap) return TE_FL_OK;
   const Status over(StatusCode::kUnsupported,
-                    "copying the call to the host and back moves " +
-                        std::to_string(plan_.bytes()) + " bytes, more than the " +
-                        std::to_string(*cap) +
+                    "copying the call to the host and back moves " + std::to_string(plan_.bytes()) +
+                        " bytes, more than the " + std::to_string(*cap) +
                         " of TE_FL_MAX_STAGED_BYTES; raise that, or load a plugin that serves the "
                         "op on " +
                         to_string(call_.signature.device));
@@ -84,8 +83,8 @@ te_fl_status StagedCall::copy_in() {
   char* const base = static_cast<char*>(buffer_.data());
   copying_ = true;
   for (const StagedCopy& c : plan_.in()) {
-    const Status copied = devices::copy(Device{}, base + c.offset, device, c.device, c.bytes,
-                                        call_.options.stream);
+    const Status copied =
+        devices::copy(Device{}, base + c.offset, device, c.device, c.bytes, call_.options.stream);
     if (!copied.ok()) return failed(copied, "the call's tensors could not be copied to the host");
   }
   const Status done = devices::synchronize(device, call_.options.stream);
@@ -101,8 +100,8 @@ te_fl_status StagedCall::copy_out() {
   const char* const base = static_cast<const char*>(buffer_.data());
   copying_ = true;
   for (const StagedCopy& c : plan_.out()) {
-    const Status copied = devices::copy(device, c.device, Device{}, base + c.offset, c.bytes,
-                                        call_.options.stream);
+    const Status copied =
+        devices::copy(device, c.device, Device{}, base + c.offset, c.bytes, call_.options.stream);
     if (!copied.ok()) return half_written(copied);
   }
   const Status done = devices::synchronize(device, call_.options.stream);
@@ -116,12 +115,12 @@ te_fl_status StagedCall::copy_out() {
 void StagedCall::count(const Implementation& impl) const {
   impl.staged.calls.fetch_add(1, std::memory_order_relaxed);
   impl.staged.bytes.fetch_add(plan_.bytes(), std::memory_order_relaxed);
-  impl.staged.nanoseconds.fetch_add(static_cast<uint64_t>(nanoseconds_),
-                                    std::memory_order_relaxed);
+  impl.staged.nanoseconds.fetch_add(static_cast<uint64_t>(nanoseconds_), std::memory_order_relaxed);
+  if (plan_.bytes() == 0) return;  // an enquiry, or tensors without elements
   if (impl.staged.said.exchange(true, std::memory_order_relaxed)) return;
   log::once(log::Level::kWarning, "staged " + impl.op,
-            "op '" + impl.op + "' on " + to_string(call_.signature.device) +
-                " is served by '" + impl.impl_id + "' on copies in host memory, this call " +
+            "op '" + impl.op + "' on " + to_string(call_.signature.device) + " is served by '" +
+                impl.impl_id + "' on copies in host memory, this call " +
                 bytes_text(plan_.bytes()) + " (" + std::to_string(plan_.in().size()) +
                 " copies in, " + std::to_string(plan_.out().size()) +
                 " out); OpManager::usage() counts it, TE_FL_STRICT=1 refuses it unless the policy "

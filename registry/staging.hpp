@@ -40,7 +40,7 @@ class StagedCall {
   core::ErrorText& errors_;
   StagingPlan plan_;
   StagingPool::Block buffer_;
-  bool copying_ = false;  // copies may be under way
+  bool copying_ = false;     // copies may be under way
   int64_t nanoseconds_ = 0;  // spent with copies and waiting
 };
 

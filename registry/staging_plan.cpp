@@ -176,9 +176,8 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   const te_fl_dltensor& dl = shadow.tensor.dl;
   const std::span<const int64_t> shape(dl.shape, static_cast<size_t>(dl.ndim));
   const auto [m, k] = core::logical_matrix(shape);
-  const core::QuantBytes bytes =
-      core::quant_bytes(static_cast<DType>(dtype_index(dl.dtype)), static_cast<Scaling>(q.scaling),
-                        m, k);
+  const core::QuantBytes bytes = core::quant_bytes(static_cast<DType>(dtype_index(dl.dtype)),
+                                                   static_cast<Scaling>(q.scaling), m, k);
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   add(q.columnwise_data, size(bytes.codes), in, out, &q.columnwise_data);
   // One value may be left as it was where the scale is given; arrays of scales are written whole.

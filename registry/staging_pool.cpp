@@ -45,8 +45,8 @@ void StagingPool::free(const Memory& memory) noexcept {
 
 Result<StagingPool::Block> StagingPool::acquire(const Device& device, size_t bytes) {
   if (bytes > SIZE_MAX / 2) {
-    return Status(StatusCode::kOutOfMemory, "a staging buffer of " + std::to_string(bytes) +
-                                                " bytes cannot be")
+    return Status(StatusCode::kOutOfMemory,
+                  "a staging buffer of " + std::to_string(bytes) + " bytes cannot be")
         .set_clean();
   }
   const size_t wanted = bytes + kAlignment;  // pinned memory need not be aligned

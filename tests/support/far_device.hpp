@@ -16,8 +16,8 @@
 #include "te_fl/plugin.h"
 
 // A device whose memory is really elsewhere. Its addresses lie in a reserved range that no program
-// may read or write, so that host code which touches a tensor of it ends at once; the bytes are kept
-// in a second mapping, which only its own functions know. It works as late as it may: what is
+// may read or write, so that host code which touches a tensor of it ends at once; the bytes are
+// kept in a second mapping, which only its own functions know. It works as late as it may: what is
 // enqueued on a stream, copies from and to pinned memory among it, happens when somebody waits for
 // that stream. What a device does with a copy of pageable memory, CUDA's for one, it does too: it
 // waits.
@@ -91,7 +91,8 @@ class FarDevice {
     return real_ + (at - shown_);
   }
   bool owns(const void* p) const {
-    return static_cast<const char*>(p) >= shown_ && static_cast<const char*>(p) < shown_ + capacity_;
+    return static_cast<const char*>(p) >= shown_ &&
+           static_cast<const char*>(p) < shown_ + capacity_;
   }
   void enqueue(void* stream, std::function<void()> work) {
     const std::lock_guard lock(mutex_);
@@ -200,8 +201,7 @@ class FarDevice {
     char* to = to_host ? static_cast<char*>(dst) : real(dst);
     const char* from = from_host ? static_cast<const char*>(src) : real(src);
     const std::lock_guard lock(mutex_);
-    if (keep_ranges && to_host)
-      reads_.push_back({reinterpret_cast<uintptr_t>(src), bytes, stream});
+    if (keep_ranges && to_host) reads_.push_back({reinterpret_cast<uintptr_t>(src), bytes, stream});
     if (keep_ranges && from_host)
       writes_.push_back({reinterpret_cast<uintptr_t>(dst), bytes, stream});
     queues_[stream].push_back([to, from, bytes] { std::memmove(to, from, bytes); });

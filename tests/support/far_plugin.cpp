@@ -37,10 +37,10 @@ te_fl_status add_run(void* self, const te_fl_context* ctx, const void* raw) {
     const auto at = [&](const te_fl_tensor& t) {
       return reinterpret_cast<float*>(device.real(b::data<char>(t)));
     };
-    device.enqueue(ctx->stream, [n, x = at(*(*args).a), y = at(*(*args).b),
-                                 out = at(*(*args).output)] {
-      for (int64_t i = 0; i < n; ++i) out[i] = x[i] + y[i];
-    });
+    device.enqueue(ctx->stream,
+                   [n, x = at(*(*args).a), y = at(*(*args).b), out = at(*(*args).output)] {
+                     for (int64_t i = 0; i < n; ++i) out[i] = x[i] + y[i];
+                   });
   });
 }
 
