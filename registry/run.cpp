@@ -131,8 +131,8 @@ te_fl_status get_ready(Attempt& a) {
       return code | TE_FL_CLEAN;
   }
   te_fl_status code = a.lock();
-  if (code == TE_FL_OK) code = a.workspace();
   if (code == TE_FL_OK) code = a.plan();
+  if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
   return code;
 }
 
