@@ -40,7 +40,7 @@ device=$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --forma
 rows=() failures=0
 row() { # NAME RESULT DETAIL
   rows+=("$(printf '%-34s %-7s %s' "$1" "$2" "$3")")
-  [ "$2" = passed ] || failures=$((failures + 1))
+  case "$2" in passed | absent) ;; *) failures=$((failures + 1)) ;; esac
 }
 conformance=("$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl vendor.cuda
   --expected tests/conformance/expected_unsupported.txt)
@@ -77,6 +77,15 @@ else
   done
 fi
 
+cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention)
+"${cudnn[@]}" --json "$out/conformance-cudnn.json" >"$out/conformance-cudnn.log" 2>&1
+code=$?
+if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/conformance-cudnn.log"; then
+  row "conformance attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
+else
+  row "conformance attention on cuDNN" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-cudnn.log")"
+fi
+
 if [ $quick = 0 ]; then
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
   for tool in memcheck racecheck initcheck; do
@@ -94,6 +103,10 @@ if [ $quick = 0 ]; then
       grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-$family.log" ||
         { errors=$((errors + 1)); text="$text $family"; }
     done
+    if [ $tool = memcheck ]; then
+      "$sanitizer" --tool memcheck --error-exitcode 99 "${cudnn[@]}" --reduced >"$out/memcheck-cudnn.log" 2>&1
+      grep -q "ERROR SUMMARY: 0 errors" "$out/memcheck-cudnn.log" || { errors=$((errors + 1)); text="$text attention-on-cuDNN"; }
+    fi
     row "compute-sanitizer $tool" "$([ $errors = 0 ] && echo passed || echo FAILED)" "${text:-reduced table, $said}"
   done
   check_staging
