@@ -3,6 +3,7 @@
 #include "core/device_list.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 
@@ -60,9 +61,10 @@ Status check_desc(const te_fl_device_desc* desc) {
       (desc->provider == nullptr || desc->provider[0] == '\0')) {
     return invalid_argument("a kDLExtDev device must name its provider (rule R18)");
   }
-  if (desc->api == nullptr || desc->api->struct_size < sizeof(te_fl_device_api)) {
+  constexpr size_t kLeast = offsetof(te_fl_device_api, properties) + sizeof(void*);
+  if (desc->api == nullptr || desc->api->struct_size < kLeast) {
     return invalid_argument("a device's function table is missing or smaller than " +
-                            std::to_string(sizeof(te_fl_device_api)) + " bytes (rule R3)");
+                            std::to_string(kLeast) + " bytes (rule R3)");
   }
   const te_fl_device_api& api = *desc->api;
   if (!api.allocate || !api.free || !api.copy || !api.fill || !api.synchronize || !api.properties) {
@@ -180,7 +182,7 @@ Status remove(const Device& device) {
   if (!entry.close()) {
     return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
                                          std::to_string(entry.live()) +
-                                         " live allocations; free them first");
+                                         " live allocations, streams or events; free them first");
   }
   core::unlist(&entry);
   return {};

@@ -99,6 +99,14 @@ struct Attempt {
     if (plan == nullptr) {
       plan = impl.plans->find(key);
       if (plan == nullptr) {
+        if (call.capturing) {
+          return clean_failure(
+              TE_FL_FAILED_PRECONDITION,
+              failed_precondition(
+                  "its plan for these shapes would have to be made while the stream is being "
+                  "captured; run the op once with the same shapes before capturing"),
+              errors);
+        }
         std::string own_key = key;  // prepare() may run ops, which use the scratch
         void* made = nullptr;
         const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
@@ -109,6 +117,7 @@ struct Attempt {
       }
       call.thread.plans.insert(impl.number, hash, plan);
     }
+    if (call.capturing) plan->captured.store(true, std::memory_order_relaxed);
     context.plan = plan->plan;
     return TE_FL_OK;
   }
@@ -134,8 +143,8 @@ te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
   }
   Attempt a{call, impl, context, errors, {}, false};
   te_fl_status code = a.lock();
-  if (code == TE_FL_OK) code = a.workspace();
   if (code == TE_FL_OK) code = a.plan();
+  if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
   if (code != TE_FL_OK) return code;
   te_fl_saved* record = writes_record(call.row) ? saved_record(call.row, call.args) : nullptr;
   if (record != nullptr) {
@@ -151,7 +160,7 @@ Status after_success(Call& call, const Implementation& impl) {
   if (std::atomic<uint64_t>* counter = call.thread.counters.at(impl.counter)) {
     counter->store(counter->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
-  if (!call.manager.sync()) return {};
+  if (!call.manager.sync() || call.capturing) return {};
   const Status synced = devices::synchronize(call.signature.device, call.options.stream);
   if (synced.code() == StatusCode::kDeviceLost && !call.signature.device.is_host()) {
     call.manager.table_owner.mark_lost(

@@ -1,11 +1,14 @@
-// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt.
+// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt, cuDNN.
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "cuda_check.hpp"
+#include "cudnn.hpp"
 #include "device.hpp"
 #include "families.hpp"
+#include "gemm_choice.hpp"
 #include "te_fl/version.hpp"
 
 namespace te_fl::cuda {
@@ -29,23 +32,40 @@ constexpr AppendOps kFamilies[] = {
 };
 
 struct Instance {
+  explicit Instance(const te_fl_host_api* host) : cudnn(host) {}
+
+  CudnnState cudnn;
   std::vector<Device> devices;
   std::vector<const te_fl_device_desc*> device_list;
   std::vector<te_fl_op_desc> ops;
   std::vector<const te_fl_op_desc*> op_list;
 };
 
+// TE_FL_DEVICE_CACHE_MB, which the host has checked.
+size_t cache_bytes(const te_fl_host_api& host) {
+  const char* text =
+      host.setting != nullptr ? host.setting(host.host, "TE_FL_DEVICE_CACHE_MB") : nullptr;
+  return (text != nullptr ? std::strtoull(text, nullptr, 10) : 512) << 20;
+}
+
 te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
   return backend::guard(errors, [&] {
     watch_forks();
-    auto instance = std::make_unique<Instance>();
+    const auto setting = [&](const char* name) {
+      return host->setting != nullptr ? host->setting(host->host, name) : nullptr;
+    };
+    const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
+    configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
+                           tune != nullptr && std::string(tune) == "1");
+    auto instance = std::make_unique<Instance>(host);
     std::string why;
-    enumerate(instance->devices, why);
+    enumerate(cache_bytes(*host), instance->devices, why);
     if (instance->devices.empty() && host->log != nullptr) {
       host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + why).c_str());
     }
     for (const Device& d : instance->devices) instance->device_list.push_back(&d.desc);
     for (AppendOps append : kFamilies) append(instance->ops);
+    append_attention_cudnn(instance->ops, instance->cudnn);
     for (const te_fl_op_desc& op : instance->ops) instance->op_list.push_back(&op);
     *out = instance.release();
   });
@@ -74,7 +94,11 @@ te_fl_status quiesce(void* self, const te_fl_error_sink* errors) {
   return TE_FL_OK;
 }
 
-void destroy(void* self) { delete static_cast<Instance*>(self); }
+void destroy(void* self) {
+  auto* instance = static_cast<Instance*>(self);
+  for (Device& d : instance->devices) give_back_memory(d);
+  delete instance;
+}
 
 constexpr te_fl_plugin_api kApi = {
     .struct_size = sizeof(te_fl_plugin_api),

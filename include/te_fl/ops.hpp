@@ -279,8 +279,8 @@ namespace ops {
 // gemm: Matrix products.
 
 // Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or
-// quantised. D = epilogue(alpha * op(A) op(B) + bias) + beta * D if accumulate; op(X) = X^T if
-// trans_x
+// quantised. D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) =
+// X^T if trans_x
 [[nodiscard]] inline Status generic_gemm(const te_fl_generic_gemm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::generic_gemm, &args, options);
 }
@@ -288,19 +288,21 @@ namespace ops {
 // norm: Layer and RMS normalisation.
 
 // Layer normalisation over the last dimension. z = (x - mu) * rsigma * g + beta, g = gamma or 1 +
-// gamma; rsigma = 1/sqrt(var + eps)
+// gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum takes the place of
+// x
 [[nodiscard]] inline Status layernorm_fwd(const te_fl_layernorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::layernorm_fwd, &args, options);
 }
 
 // Gradient of layer normalisation. with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d)
-// - n mean(d n)); dgamma = sum dz n; dbeta = sum dz
+// - n mean(d n)) + add; dgamma = sum dz n; dbeta = sum dz
 [[nodiscard]] inline Status layernorm_bwd(const te_fl_layernorm_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::layernorm_bwd, &args, options);
 }
 
 // Root-mean-square normalisation over the last dimension. z = x * rsigma * g, rsigma =
-// 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma
+// 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum
+// takes the place of x
 [[nodiscard]] inline Status rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::rmsnorm_fwd, &args, options);
 }
@@ -319,8 +321,9 @@ namespace ops {
 
 // optimizer: Optimisers and helpers over lists of tensors.
 
-// Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale;
-// noop_flag = 1 if an input is not finite
+// Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale * clip;
+// clip = norm > max_norm ? max_norm / norm : 1 (1 without a norm); noop_flag = 1 if an input, a
+// result or the norm is not finite (clip is 1 then)
 [[nodiscard]] inline Status multi_tensor_scale(const te_fl_multi_tensor_scale_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_scale, &args, options);
 }
