@@ -4,6 +4,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "core/current_stream.hpp"
 #include "core/fork.hpp"
 #include "plugins/hooks.hpp"
 #include "policy/current.hpp"
@@ -47,6 +48,10 @@ void device_added(const Device& device) {
 
 void release_device(const Device& device) {
   for (OpManager::Impl* m : managers_now()) m->arenas.release(device);
+}
+
+void stream_goes(const Device& device, void* stream) {
+  for (OpManager::Impl* m : managers_now()) m->arenas.release(device, stream);
 }
 
 void count(std::atomic<uint64_t>& counter) noexcept {
@@ -160,6 +165,7 @@ OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   managers().push_back(this);
   plugins::g_hooks.device_added.store(&device_added, std::memory_order_release);
   plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
+  core::g_stream_goes.store(&stream_goes, std::memory_order_release);
   plugins::g_hooks.inside_op.store([] { return registry::inside_op(); }, std::memory_order_release);
 }
 

@@ -32,6 +32,13 @@ class Order {
   std::vector<const Implementation*> many_;
 };
 
+// In a capture, what is missing is the caller's to make: another implementation would give other
+// bits than the run before.
+te_fl_status missing_in_capture(const Status& status, core::ErrorText& errors) {
+  errors.sink()->write(errors.sink()->host, status.message().c_str());
+  return TE_FL_FAILED_PRECONDITION;
+}
+
 te_fl_status clean_failure(te_fl_status code, const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.to_string().c_str());
   return code | TE_FL_CLEAN;
@@ -81,6 +88,7 @@ struct Attempt {
     } else {
       auto held = call.manager.arenas.acquire(call.signature.device, call.options.stream, depth,
                                               bytes, call.capturing, &context.workspace);
+      if (!held.ok() && call.capturing) return missing_in_capture(held.status(), errors);
       if (!held.ok())
         return clean_failure(TE_FL_STATUS_CODE(held.status().to_c()), held.status(), errors);
       arena = std::move(held).value();
@@ -100,8 +108,7 @@ struct Attempt {
       plan = impl.plans->find(key);
       if (plan == nullptr) {
         if (call.capturing) {
-          return clean_failure(
-              TE_FL_FAILED_PRECONDITION,
+          return missing_in_capture(
               failed_precondition(
                   "its plan for these shapes would have to be made while the stream is being "
                   "captured; run the op once with the same shapes before capturing"),

@@ -75,6 +75,8 @@ bool write_json(const Options& o, const Results& r) {
   const nlohmann::json out = {{"recipe", o.recipe},
                               {"style", o.style},
                               {"dtype", o.dtype},
+                              {"device", o.device},
+                              {"graph", o.graph},
                               {"steps", o.steps},
                               {"seed", o.seed},
                               {"batch", o.batch},
