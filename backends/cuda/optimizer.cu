@@ -211,7 +211,7 @@ struct Adam {
 };
 
 constexpr int kFour = 4, kTurns = 2;  // elements at once; how often before anything is computed
-constexpr int kChunk = kThreads * kFour * kTurns * 4;  // elements that a block takes
+constexpr int kChunk = kThreads * kFour * kTurns * 8;  // elements that a block takes
 
 // Four elements as loaded: the 16-bit types leave half of it.
 struct Four {
