@@ -156,7 +156,9 @@ Result<Tensor> DotProductAttention::Impl::quantize(const detail::Fp8Mode& mode, 
                                                    detail::Role role, int64_t slot,
                                                    bool record) const {
   TE_FL_ASSIGN_OR_RETURN(Tensor q, quantized(mode, role, x.shape(), slot, record));
-  TE_FL_RETURN_IF_ERROR(detail::quantize(x, q));
+  // A view of a packed Q, K, V: not every implementation quantises what is not compact.
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
+  TE_FL_RETURN_IF_ERROR(detail::quantize(rows, q));
   return q;
 }
 

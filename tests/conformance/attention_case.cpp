@@ -186,19 +186,19 @@ Forward attend(const Variant& v, const Inputs& in) {
         r.skip_lse[la] = row.lse == -infinity() && a.softmax != TE_FL_SOFTMAX_TYPE_VANILLA;
         r.lse_slack[la] = score_error(a, row);
         for (int64_t e = 0; e < a.dv; ++e) {
-          double sum = 0, size = 0, flip = 0;
+          double sum = 0, size = 0, flips = 0;
           for (int64_t j = 0; j < static_cast<int64_t>(row.p.size()); ++j) {
             double p = a.kept(n, head, i, j) ? row.p[j] / (1 - static_cast<double>(a.dropout)) : 0,
                    step = 0;
             r.p_max = std::max(r.p_max, p);
             if (is_fp8(v.dtype)) p = through_fp8(kE4, p, kScaleP, &step);
             const double value = a.v[a.at(n, j, a.kv_head(head), a.g, a.dv, false) + e];
-            sum += p * value, size += std::fabs(p * value),
-                flip = std::max(flip, step * std::fabs(value));
+            sum += p * value, size += std::fabs(p * value), flips += step * value * (step * value);
           }
           r.o[oa + e] = sum, r.skip_o[oa + e] = 0;
           r.slack[oa + e] = size * (2 * score_error(a, row) + 2 * unit(v.dtype)) +
-                            sum_slack(static_cast<double>(row.p.size()), size) + 2 * flip;
+                            sum_slack(static_cast<double>(row.p.size()), size) +
+                            2.5 * std::sqrt(flips);
         }
       }
   return r;

@@ -382,6 +382,27 @@ void add_terms(std::vector<Variant>& all) {
       all.push_back({.dtype = kE4, .layout = layout, .mask = mask, .sq = 16, .sk = 16});
     all.push_back({.dtype = kE4, .out = TE_FL_BF16, .layout = layout, .sq = 16, .sk = 32, .g = 2});
   }
+  // Heads of 128, which fused FP8 kernels take.
+  for (int layout : {kS, kB}) {
+    for (int mask : {TE_FL_MASK_TYPE_NONE, TE_FL_MASK_TYPE_CAUSAL})
+      all.push_back({.dtype = kE4,
+                     .layout = layout,
+                     .mask = mask,
+                     .sq = 64,
+                     .sk = 64,
+                     .d = 128,
+                     .dv = 128,
+                     .scale = 0.125});
+    all.push_back({.dtype = kE4,
+                   .layout = layout,
+                   .b = 1,
+                   .sq = 70,
+                   .sk = 130,
+                   .g = 2,
+                   .d = 128,
+                   .dv = 128,
+                   .scale = 0.125});
+  }
   all.push_back({.dtype = kE4,
                  .layout = kT,
                  .mask = TE_FL_MASK_TYPE_PADDING_CAUSAL,
