@@ -124,8 +124,26 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
 }
 
 constexpr int kTableRows = kThreads / 32;  // of a block: a warp finds the positions of each
+constexpr int kPieces = 4;                 // runs of kThreads * kGroup columns of a block, at most
 
-// blockIdx.x: kTableRows rows of the table; blockIdx.y: kThreads * kGroup columns.
+// Row `row`, columns [col, col + n): the sum of its positions.
+__device__ inline void store_sum(const RowSums& s, int64_t row, const int32_t* list, int count,
+                                 int64_t col, int n, int32_t* found, int32_t* warp_counts) {
+  float sum[kGroup] = {};
+  if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
+  if (count <= kListed) {
+    if (n > 0) add_positions(s, list, count, 0, col, n, sum);
+  } else {
+    for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
+      const int here = find_positions(s, row, first, found, warp_counts);
+      if (n > 0) add_positions(s, found, here, first, col, n, sum);
+      __syncthreads();
+    }
+  }
+  if (n > 0) s.out.store(row * s.cols + col, n, sum);
+}
+
+// blockIdx.x: kTableRows rows of the table; blockIdx.y: kPieces pieces of their columns.
 static __global__ void __launch_bounds__(kThreads)
     embedding_gradient_kernel(RowSums s, int64_t rows) {
   static_assert(kListed == 32, "a lane for each position");
@@ -141,25 +159,16 @@ static __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x % 32 == 0) counts[warp] = count;
   }
   __syncthreads();
-  const int64_t col = (blockIdx.y * int64_t{kThreads} + threadIdx.x) * kGroup;
-  const int64_t left = s.cols - col;
-  const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
-  for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {
-    const int64_t row = first_row + r;
-    const int count = counts[r];
-    if (count == 0 && s.accumulate) continue;
-    float sum[kGroup] = {};
-    if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
-    if (count <= kListed) {
-      if (n > 0) add_positions(s, lists[r], count, 0, col, n, sum);
-    } else {
-      for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
-        const int here = find_positions(s, row, first, found, warp_counts);
-        if (n > 0) add_positions(s, found, here, first, col, n, sum);
-        __syncthreads();
-      }
+  constexpr int64_t kPiece = kThreads * kGroup;
+  for (int64_t begin = blockIdx.y * kPieces * kPiece;
+       begin < s.cols && begin < (blockIdx.y + int64_t{1}) * kPieces * kPiece; begin += kPiece) {
+    const int64_t col = begin + static_cast<int64_t>(threadIdx.x) * kGroup;
+    const int64_t left = s.cols - col;
+    const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
+    for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {
+      if (counts[r] == 0 && s.accumulate) continue;
+      store_sum(s, first_row + r, lists[r], counts[r], col, n, found, warp_counts);
     }
-    if (n > 0) s.out.store(row * s.cols + col, n, sum);
   }
 }
 

@@ -19,6 +19,10 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   return v;
 }
 
+// Beyond this, two blocks whose rows wait in shared memory overlap better than one in registers.
+constexpr int64_t kWidestForward = 2048;
+constexpr int kMostStaged = 96 << 10;  // bytes of a row
+
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
@@ -67,9 +71,20 @@ void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
           <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(x, y, visible, scale,
                                                                             rows);
     };
-    if (with_width<T>(runs_of(x, visible.keys), held)) return;
-    softmax_wide<T>
-        <<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
+    const int64_t runs = runs_of(x, visible.keys);
+    if (runs <= kWidestForward && with_width<T>(runs, held)) return;
+    constexpr int kPer = kGroup / Pack<T>::kSize;
+    const int64_t bytes = ceil_div(runs * kPer, kWideThreads) * kWideThreads * 16;
+    const auto blocks = static_cast<unsigned>(rows);
+    if (bytes > kMostStaged) {
+      softmax_wide<T, false><<<blocks, kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
+      return;
+    }
+    static const cudaError_t allowed = cudaFuncSetAttribute(
+        softmax_wide<T, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostStaged);
+    check(allowed, "cudaFuncSetAttribute");
+    softmax_wide<T, true><<<blocks, kWideThreads, static_cast<size_t>(bytes), stream_of(ctx)>>>(
+        x, y, visible, scale);
   });
   check_launch("softmax_forward");
 }

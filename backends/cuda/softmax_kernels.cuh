@@ -1,5 +1,5 @@
 // Kernels of scaled softmax. A row stays in registers between the one read and the one write; it
-// has 8 to 1024 threads by its width. Rows that no block holds are read twice.
+// has 8 to 1024 threads by its width. Longer rows wait in shared memory, or are read twice.
 #pragma once
 
 #include "running_sum.cuh"
@@ -165,18 +165,21 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
     const int col = (p * kLanes + lane) * kSize - shift;
     g[p] = r[p] = Pack<T>{};
     if (col >= seen) continue;
-    load_cut(g[p], dy, col, seen);
+    load_cut(g[p], dy, col, keys);
     if (y_aligned) {
-      load_cut(r[p], y, col, seen);
+      load_cut(r[p], y, col, keys);
     } else {
-      r[p].load_some(y + col, -col, seen - col);
+      r[p].load_some(y + col, -col, keys - col);
     }
   }
   float dot = 0.0f;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
+    const int left = seen - ((p * kLanes + lane) * kSize - shift);  // keys that the row sees
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) dot = fmaf(g[p][i], r[p][i], dot);
+    for (int i = 0; i < kSize; ++i) {
+      if (left >= kSize || i < left) dot = fmaf(g[p][i], r[p][i], dot);
+    }
   }
   dot = sum_lanes<kLanes>(dot, parts);
 #pragma unroll
@@ -197,11 +200,13 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
 
 constexpr int kWideThreads = 512;
 
-// A row for each block, read twice.
-template <class T>
-__global__ void __launch_bounds__(kWideThreads)
+// A row for each block. Staged: what a thread reads waits in shared memory, one 16-byte pack after
+// kWideThreads of them, until the row's sum is known; otherwise the row is read twice.
+template <class T, bool kStaged>
+__global__ void __launch_bounds__(kWideThreads, 2)
     softmax_wide(const T* in, T* out, Visible visible, float scale) {
-  constexpr int kSize = Pack<T>::kSize;
+  constexpr int kSize = Pack<T>::kSize, kAtOnce = 4, kStep = kWideThreads * kSize;
+  extern __shared__ uint4 staged[];
   __shared__ float parts[2][kWideThreads / 32];
   const int64_t row = blockIdx.x, keys = visible.keys, seen = visible.count(row);
   const T* x = in + row * keys;
@@ -209,36 +214,53 @@ __global__ void __launch_bounds__(kWideThreads)
   const int shift = shift_of(x);
   const bool aligned = shift_of(y) == shift;
   const uint8_t* mask = visible.mask_row(row);
-  const auto read = [&](int64_t col, float(&v)[kSize]) {
-    Pack<T> raw{};
-    if (col < seen) load_cut(raw, x, col, keys);
+  const auto unpack = [&](const Pack<T>& raw, int64_t col, float(&v)[kSize]) {
     const uint32_t bits = visible.hidden<kSize>(mask, col, seen);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) v[i] = (bits >> i & 1u) != 0 ? -INFINITY : scale * raw[i];
     return bits;
   };
-  constexpr int kStep = kWideThreads * kSize;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kSize - shift;
+  uint4* slot = staged + threadIdx.x;
   RunningSum total;
-#pragma unroll 2
-  for (int64_t col = first; col < seen; col += kStep) {
-    float v[kSize];
-    read(col, v);
-    total.add(v);
+  for (int64_t at = first; at < seen; at += kAtOnce * kStep) {
+    Pack<T> raw[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t col = at + u * kStep;
+      if (col < seen) load_cut(raw[u], x, col, keys);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t col = at + u * kStep;
+      if (col >= seen) continue;
+      if constexpr (kStaged) *slot = raw[u].raw[0], slot += kWideThreads;
+      float v[kSize];
+      unpack(raw[u], col, v);
+      total.add(v);
+    }
   }
   total.join<kWideThreads>(parts[0], parts[1]);
   const float share = total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
+  slot = staged + threadIdx.x;
 #pragma unroll 2
-  for (int64_t col = first; col < keys; col += kStep) {
+  for (int64_t col = first; col < keys; col += kStep, slot += kWideThreads) {
+    Pack<T> raw{};
+    if (col < seen) {
+      if constexpr (kStaged) {
+        raw.raw[0] = *slot;
+      } else {
+        load_cut(raw, x, col, keys);
+      }
+    }
     float v[kSize];
-    const uint32_t bits = read(col, v);
+    const uint32_t bits = unpack(raw, col, v);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       v[i] = (bits >> i & 1u) != 0 ? 0.0f : exp_of(v[i] - total.top) * share;
     }
-    Pack<T> packed;
-    packed.set(v);
-    store_cut(packed, y, col, keys, aligned);
+    raw.set(v);
+    store_cut(raw, y, col, keys, aligned);
   }
 }
 

@@ -17,8 +17,20 @@ struct Tiles {
 
 template <class Bits>
 inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of a 16-byte word
+#ifndef TV_COL
+#define TV_COL 8
+#endif
+#ifndef TV_ROW
+#define TV_ROW 8
+#endif
+#ifndef TV_ST
+#define TV_ST 8
+#endif
+// A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows).
 template <class Bits>
-inline constexpr int kEdge = (sizeof(Bits) == 1 ? 8 : 16) * kRun<Bits>;
+inline constexpr int kTileCols = TV_COL* kRun<Bits>;
+template <class Bits>
+inline constexpr int kTileRows = (sizeof(Bits) == 1 ? 8 : TV_ROW) * kRun<Bits>;
 
 template <class Bits>
 __device__ inline void put_run(Bits* to, const Bits (&run)[kRun<Bits>]) {
@@ -35,28 +47,33 @@ __device__ inline void put_run(Bits* to, const Bits (&run)[kRun<Bits>]) {
 
 template <class Bits>
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bits* out, Tiles t) {
-  constexpr int kV = kRun<Bits>, kE = kEdge<Bits>, kWords = kE / kV;
-  constexpr int kRows = kThreads / kWords, kPasses = kE / kRows;
+  constexpr int kV = kRun<Bits>, kC = kTileCols<Bits>, kR = kTileRows<Bits>;
+  constexpr int kLoadWords = kC / kV, kStoreWords = kR / kV;
   // An odd number of 32-bit words, so that a column's elements lie in different banks.
-  constexpr int kPitch = kE + (sizeof(Bits) < 4 ? 4 / static_cast<int>(sizeof(Bits)) : 1);
-  __shared__ alignas(16) Bits tile[kE * kPitch];
+  constexpr int kPitch = kC + (sizeof(Bits) < 4 ? 4 / static_cast<int>(sizeof(Bits)) : 1);
+  __shared__ alignas(16) Bits tile[kR * kPitch];
   uint32_t row_tile = 0, col_tile = 0;
+#ifdef TV_ORDER
+  const uint32_t other = t.by_col_tiles(t.by_row_tiles(blockIdx.x, row_tile), col_tile);
+#else
   const uint32_t other = t.by_row_tiles(t.by_col_tiles(blockIdx.x, col_tile), row_tile);
+#endif
   int64_t from = 0, to = 0;
   t.others.offsets(other, from, to);
-  const int64_t row0 = static_cast<int64_t>(row_tile) * kE;
-  const int64_t col0 = static_cast<int64_t>(col_tile) * kE;
+  const int64_t row0 = static_cast<int64_t>(row_tile) * kR;
+  const int64_t col0 = static_cast<int64_t>(col_tile) * kC;
   in += from + row0 * t.from_row + col0;
   out += to + col0 * t.to_col + row0;
-  const int rows = static_cast<int>(t.rows - row0 < kE ? t.rows - row0 : kE);
-  const int cols = static_cast<int>(t.cols - col0 < kE ? t.cols - col0 : kE);
+  const int rows = static_cast<int>(t.rows - row0 < kR ? t.rows - row0 : kR);
+  const int cols = static_cast<int>(t.cols - col0 < kC ? t.cols - col0 : kC);
   const int thread = static_cast<int>(threadIdx.x);
   {
-    const int word = thread % kWords * kV, first = thread / kWords;
+    constexpr int kStep = kThreads / kLoadWords, kPasses = kR > kStep ? kR / kStep : 1;
+    const int word = thread % kLoadWords * kV, first = thread / kLoadWords;
     alignas(16) Bits held[kPasses][kV];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = first + pass * kRows;
+      const int r = first + pass * kStep;
       if (r >= rows) continue;
       const Bits* at = in + r * t.from_row + word;
       if (t.load_wide && word + kV <= cols) {
@@ -68,19 +85,20 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
     }
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = first + pass * kRows;
+      const int r = first + pass * kStep;
       if (r < rows) put_run<Bits>(tile + r * kPitch + word, held[pass]);
     }
   }
   __syncthreads();
-  // A warp writes eight columns of four words at a time: other banks for each thread, and whole
-  // sectors of memory.
-  constexpr int kWarps = kThreads / 32, kSteps = kE / 8 * (kWords / 4) / kWarps;
+  // A warp stores 32 / kTogether columns of kTogether words each.
+  constexpr int kTogether = TV_ST, kParts = kStoreWords / kTogether;
+  constexpr int kColumns = 32 / kTogether, kWarps = kThreads / 32;
+  constexpr int kSteps = kC / kColumns * kParts > kWarps ? kC / kColumns * kParts / kWarps : 1;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int part = step * kWarps + thread / 32;
-    const int c = part / (kWords / 4) * 8 + thread % 32 / 4;
-    const int word = (part % (kWords / 4) * 4 + thread % 4) * kV;
+    const int c = part / kParts * kColumns + thread % 32 / kTogether;
+    const int word = (part % kParts * kTogether + thread % kTogether) * kV;
     if (c >= cols || word >= rows) continue;
     alignas(16) Bits held[kV];
     Bits* at = out + c * t.to_col + word;
@@ -109,7 +127,6 @@ inline bool is_transposition(const Nest& nest, int& dense) {
 
 template <class Bits>
 bool transpose(const te_fl_context& ctx, const Nest& nest, int dense, const void* in, void* out) {
-  constexpr int kE = kEdge<Bits>;
   const int last = nest.rank - 1;
   Tiles t;
   t.rows = nest.shape[last], t.cols = nest.shape[dense];
@@ -128,7 +145,8 @@ bool transpose(const te_fl_context& ctx, const Nest& nest, int dense, const void
     t.others.rank = 1;
     t.others.shape[0] = 1, t.others.from[0] = t.others.to[0] = 0;
   }
-  const int64_t row_tiles = ceil_div(t.rows, kE), col_tiles = ceil_div(t.cols, kE);
+  const int64_t row_tiles = ceil_div(t.rows, kTileRows<Bits>),
+                col_tiles = ceil_div(t.cols, kTileCols<Bits>);
   const int64_t blocks = row_tiles * col_tiles * t.others.size();
   if (blocks >= kFastDivLimit) return false;
   prepare(t.others);
