@@ -5,8 +5,8 @@
 
 namespace te_fl::cuda {
 
-// The dimension that is dense in the input is not the one that is dense in the output: square tiles
-// of them go through shared memory, with rows of 256 bytes (of 128 for bytes).
+// The dimension that is dense in the input is not the one that is dense in the output: tiles of
+// them go through shared memory.
 struct Tiles {
   int64_t rows, cols;        // of the output's dense dimension; of the input's
   int64_t from_row, to_col;  // the strides that are not 1
@@ -18,30 +18,45 @@ struct Tiles {
 template <class Bits>
 inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of a 16-byte word
 #ifndef TV_COL
-#define TV_COL 8
+#define TV_COL (sizeof(Bits) == 1 ? 8 : 16)
 #endif
 #ifndef TV_ROW
-#define TV_ROW 8
+#define TV_ROW (sizeof(Bits) == 8 ? 16 : 8)
 #endif
-#ifndef TV_ST
-#define TV_ST 8
-#endif
-// A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows).
+// A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows): what
+// was fastest on an H100.
 template <class Bits>
 inline constexpr int kTileCols = TV_COL* kRun<Bits>;
 template <class Bits>
-inline constexpr int kTileRows = (sizeof(Bits) == 1 ? 8 : TV_ROW) * kRun<Bits>;
+inline constexpr int kTileRows = TV_ROW* kRun<Bits>;
 
+// A column's next elements in the order of memory.
 template <class Bits>
-__device__ inline void put_run(Bits* to, const Bits (&run)[kRun<Bits>]) {
-  if constexpr (sizeof(Bits) < 4) {
+__device__ inline uint4 gather_run(const Bits* at, int pitch) {
+  uint32_t words[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(run)[i];
+  for (int i = 0; i < kRun<Bits>; ++i) {
+    const Bits value = at[i * pitch];
+    if constexpr (sizeof(Bits) == 8) {
+      words[2 * i] = static_cast<uint32_t>(value);
+      words[2 * i + 1] = static_cast<uint32_t>(value >> 32);
+    } else {
+      constexpr int kInWord = 4 / static_cast<int>(sizeof(Bits));
+      words[i / kInWord] |= static_cast<uint32_t>(value)
+                            << (i % kInWord * 8 * static_cast<int>(sizeof(Bits)));
     }
+  }
+  return uint4{words[0], words[1], words[2], words[3]};
+}
+// `to` is a multiple of 4 bytes, or of 8 for such elements.
+template <class Bits>
+__device__ inline void put_run(Bits* to, const uint4& run) {
+  if constexpr (sizeof(Bits) == 8) {
+    to[0] = run.x | static_cast<uint64_t>(run.y) << 32;
+    to[1] = run.z | static_cast<uint64_t>(run.w) << 32;
   } else {
-#pragma unroll
-    for (int i = 0; i < kRun<Bits>; ++i) to[i] = run[i];
+    auto* words = reinterpret_cast<uint32_t*>(to);
+    words[0] = run.x, words[1] = run.y, words[2] = run.z, words[3] = run.w;
   }
 }
 
@@ -53,11 +68,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
   constexpr int kPitch = kC + (sizeof(Bits) < 4 ? 4 / static_cast<int>(sizeof(Bits)) : 1);
   __shared__ alignas(16) Bits tile[kR * kPitch];
   uint32_t row_tile = 0, col_tile = 0;
-#ifdef TV_ORDER
   const uint32_t other = t.by_col_tiles(t.by_row_tiles(blockIdx.x, row_tile), col_tile);
-#else
-  const uint32_t other = t.by_row_tiles(t.by_col_tiles(blockIdx.x, col_tile), row_tile);
-#endif
   int64_t from = 0, to = 0;
   t.others.offsets(other, from, to);
   const int64_t row0 = static_cast<int64_t>(row_tile) * kR;
@@ -70,28 +81,30 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
   {
     constexpr int kStep = kThreads / kLoadWords, kPasses = kR > kStep ? kR / kStep : 1;
     const int word = thread % kLoadWords * kV, first = thread / kLoadWords;
-    alignas(16) Bits held[kPasses][kV];
+    uint4 held[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = first + pass * kStep;
-      if (r >= rows) continue;
-      const Bits* at = in + r * t.from_row + word;
-      if (t.load_wide && word + kV <= cols) {
-        *reinterpret_cast<uint4*>(held[pass]) = *reinterpret_cast<const uint4*>(at);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kV; ++i) held[pass][i] = word + i < cols ? at[i] : Bits{};
+      if (r < rows && t.load_wide && word + kV <= cols) {
+        held[pass] = *reinterpret_cast<const uint4*>(in + r * t.from_row + word);
       }
     }
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = first + pass * kStep;
-      if (r < rows) put_run<Bits>(tile + r * kPitch + word, held[pass]);
+      if (r >= rows) continue;
+      Bits* to_tile = tile + r * kPitch + word;
+      if (t.load_wide && word + kV <= cols) {
+        put_run(to_tile, held[pass]);
+      } else {
+        const Bits* at = in + r * t.from_row + word;
+        for (int i = 0; i < kV && word + i < cols; ++i) to_tile[i] = at[i];
+      }
     }
   }
   __syncthreads();
-  // A warp stores 32 / kTogether columns of kTogether words each.
-  constexpr int kTogether = TV_ST, kParts = kStoreWords / kTogether;
+  // A warp stores four columns of eight words at a time.
+  constexpr int kTogether = 8, kParts = kStoreWords / kTogether;
   constexpr int kColumns = 32 / kTogether, kWarps = kThreads / 32;
   constexpr int kSteps = kC / kColumns * kParts > kWarps ? kC / kColumns * kParts / kWarps : 1;
 #pragma unroll
@@ -100,17 +113,12 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
     const int c = part / kParts * kColumns + thread % 32 / kTogether;
     const int word = (part % kParts * kTogether + thread % kTogether) * kV;
     if (c >= cols || word >= rows) continue;
-    alignas(16) Bits held[kV];
+    const Bits* from_tile = tile + word * kPitch + c;
     Bits* at = out + c * t.to_col + word;
     if (t.store_wide && word + kV <= rows) {
-#pragma unroll
-      for (int i = 0; i < kV; ++i) held[i] = tile[(word + i) * kPitch + c];
-      *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(held);
+      store_16(reinterpret_cast<uint4*>(at), gather_run(from_tile, kPitch));
     } else {
-#pragma unroll
-      for (int i = 0; i < kV; ++i) {
-        if (word + i < rows) at[i] = tile[(word + i) * kPitch + c];
-      }
+      for (int i = 0; i < kV && word + i < rows; ++i) at[i] = from_tile[i * kPitch];
     }
   }
 }
