@@ -112,12 +112,26 @@ Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> ot
   }
   return refuse_problem(a);
 }
+// Of an inference: its shapes tend to change from call to call, and a plan takes about 40 ms, which
+// the plain kernels need for some hundred calls of this many operations.
+constexpr double kWorthAPlan = 1u << 28;
+
+double operations(const te_fl_fused_attn_fwd_args& a) {
+  const bool thd = a.layout == TE_FL_LAYOUT_THD;
+  const int64_t keys = thd ? a.max_seqlen_kv : a.k->dl.shape[a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1];
+  return 4.0 * static_cast<double>(backend::numel(*a.q)) * static_cast<double>(keys);
+}
+
 Refusal refuse_forward(const te_fl_fused_attn_fwd_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;  // the shape's error is the answer
   for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
     if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;
   }
-  return refuse_call(a, {a.o});
+  if (const Refusal why = refuse_call(a, {a.o})) return why;
+  if (a.softmax_lse == nullptr && operations(a) < kWorthAPlan) {
+    return "too small an inference for a plan of cuDNN";
+  }
+  return nullptr;
 }
 Refusal refuse_backward(const te_fl_fused_attn_bwd_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv})) return nullptr;

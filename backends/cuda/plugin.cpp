@@ -18,6 +18,9 @@ using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_quantize,    //
+    append_quantize_lists,
+    append_dequantize,
+    append_scale_update,
     append_tensor,      //
     append_dropout,     //
     append_optimizer,   //

@@ -86,10 +86,10 @@ struct Place {
     return kBytes == 2 ? c * 8 + element : (element >> 2) * 32 + c * 4 + (element & 3);
   }
 };
-// The c of the thread that wrote a column's codes.
+// The c of the thread that wrote a column's codes. One byte: 16 columns for each c (transposition).
 template <int kBytes>
 __device__ inline int writer_of(int col) {
-  return kBytes == 2 ? col >> 3 & 7 : col >> 2 & 7;
+  return (kBytes == 1 ? col >> 4 : kBytes == 2 ? col >> 3 : col >> 2) & 7;
 }
 
 // Rows and columns outside the matrix repeat the last ones inside: every load is valid, and the

@@ -146,8 +146,7 @@ void check_attention(Report& report) {
     }
     const te_fl_fused_attn_fwd_args args{
         .q = *heads, .k = *heads, .v = *heads, .o = *out, .layout = TE_FL_LAYOUT_BSHD};
-    const auto found =
-        te_fl::OpManager::instance().resolve(te_fl::op::fused_attn_fwd, &args);
+    const auto found = te_fl::OpManager::instance().resolve(te_fl::op::fused_attn_fwd, &args);
     if (!found.ok()) continue;
     for (const auto& c : found->candidates) {
       if (c.kind == te_fl::Kind::kVendor && !c.accepted) {
