@@ -180,7 +180,7 @@ Status remove(const Device& device) {
   if (!entry.close()) {
     return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
                                          std::to_string(entry.live()) +
-                                         " live allocations; free them first");
+                                         " live allocations, streams or events; free them first");
   }
   core::unlist(&entry);
   return {};

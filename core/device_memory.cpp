@@ -1,55 +1,13 @@
 #include <memory>
-#include <utility>
 
-#include "core/device_list.hpp"
-#include "core/error_text.hpp"
-#include "core/host_device.hpp"
-#include "te_fl/device.hpp"
-#include "te_fl/log.hpp"
+#include "core/device_use.hpp"
 
 namespace te_fl::devices {
 namespace {
 
 using core::DeviceEntry;
 using core::ErrorText;
-
-Result<DeviceEntry*> entry_of(const Device& device) {
-  if (DeviceEntry* entry = core::find_device(device)) return entry;
-  return find(device).status();
-}
-
-// Counts the object in, or says that the device is going.
-Result<DeviceEntry*> acquire(const Device& device) {
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, entry_of(device));
-  if (!entry->acquire())
-    return not_found("device " + te_fl::to_string(device) + " is being removed");
-  return entry;
-}
-
-// A device in use for the length of a call: it does not go meanwhile. The host never goes, so it is
-// not counted.
-class Use {
- public:
-  static Result<Use> of(const Device& device) {
-    TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, entry_of(device));
-    if (entry->desc == core::host_device()) return Use(entry, false);
-    if (!entry->pin()) return not_found("device " + te_fl::to_string(device) + " is gone");
-    return Use(entry, true);
-  }
-  Use(Use&& other) noexcept
-      : entry_(other.entry_), counted_(std::exchange(other.counted_, false)) {}
-  Use& operator=(Use&&) = delete;
-  ~Use() {
-    if (counted_) entry_->release();
-  }
-  const DeviceEntry* operator->() const noexcept { return entry_; }
-  const DeviceEntry& operator*() const noexcept { return *entry_; }
-
- private:
-  Use(DeviceEntry* entry, bool counted) noexcept : entry_(entry), counted_(counted) {}
-  DeviceEntry* entry_;
-  bool counted_;
-};
+using Use = core::DeviceUse;
 
 Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t bytes,
                uint32_t host_flags, void* stream) {
@@ -72,28 +30,6 @@ Status copy_across(const DeviceEntry& to, void* dst, const DeviceEntry& from, co
   return synchronize(to.device, stream);
 }
 
-// What a device returned for an allocation; ends the count when it is an error.
-Result<void*> allocated(DeviceEntry* entry, const ErrorText& errors, te_fl_status code, void* data,
-                        const char* what) {
-  if (code == TE_FL_OK && data != nullptr) return data;
-  const Device device = entry->device;
-  entry->release();
-  if (code == TE_FL_OK)
-    return internal_error(te_fl::to_string(device) + " allocated a null pointer");
-  return errors.status(code, what + te_fl::to_string(device));
-}
-
-// A release that failed can only be reported: the object is gone for its owner.
-void report_release(te_fl_status code, const ErrorText& errors, const Device& device) noexcept {
-  if (code == TE_FL_OK) return;
-  try {
-    const std::string name = te_fl::to_string(device);
-    log::once(log::Level::kError, "free " + name,
-              errors.status(code, "free on " + name).to_string());
-  } catch (...) {  // no memory for the message
-  }
-}
-
 }  // namespace
 
 Result<te_fl_device_props> properties(const Device& device) {
@@ -109,13 +45,13 @@ Result<te_fl_device_props> properties(const Device& device) {
 }
 
 Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, acquire(device));
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->allocate(d.self, bytes, stream, &data, errors.sink()); });
-  return allocated(entry, errors, code, data, "allocation on ");
+  return core::made_object(entry, errors, code, data, "allocation on ");
 }
 
 void free(const Device& device, void* data, void* stream) noexcept {
@@ -123,14 +59,14 @@ void free(const Device& device, void* data, void* stream) noexcept {
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
   ErrorText errors;
-  report_release(
+  core::report_release(
       errors.call([&] { return entry->desc->api->free(entry->desc->self, data, stream); }), errors,
       device);
   entry->release();
 }
 
 Result<void*> allocate_pinned(const Device& device, size_t bytes) {
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, acquire(device));
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
   const te_fl_device_desc& d = *entry->desc;
@@ -138,7 +74,7 @@ Result<void*> allocate_pinned(const Device& device, size_t bytes) {
   if (d.api->allocate_pinned != nullptr && d.api->free_pinned != nullptr) {
     code = errors.call([&] { return d.api->allocate_pinned(d.self, bytes, &data, errors.sink()); });
   }
-  return allocated(entry, errors, code, data, "allocation of pinned memory by ");
+  return core::made_object(entry, errors, code, data, "allocation of pinned memory by ");
 }
 
 void free_pinned(const Device& device, void* data) noexcept {
@@ -146,7 +82,7 @@ void free_pinned(const Device& device, void* data) noexcept {
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
   ErrorText errors;
-  report_release(
+  core::report_release(
       errors.call([&] { return entry->desc->api->free_pinned(entry->desc->self, data); }), errors,
       device);
   entry->release();

@@ -60,5 +60,69 @@ TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t byt
                       void* stream = nullptr);
 TE_FL_API Status synchronize(const Device& device, void* stream = nullptr);
 
+// Streams and events. UNSUPPORTED, naming the missing function, where the device's table has none
+// (the host has neither). Each one made here counts as a live object until it is destroyed.
+TE_FL_API Result<void*> create_stream(const Device& device);
+// Work that is on the stream already is the device's to finish. Null is the default stream: nothing
+// happens.
+TE_FL_API void destroy_stream(const Device& device, void* stream) noexcept;
+TE_FL_API Result<void*> create_event(const Device& device);
+TE_FL_API void destroy_event(const Device& device, void* event) noexcept;
+// The event marks what is on `stream` now. Recording again moves the mark.
+TE_FL_API Status record_event(const Device& device, void* event, void* stream = nullptr);
+// `stream` goes on only after the mark; the calling thread does not wait.
+TE_FL_API Status wait_event(const Device& device, void* event, void* stream = nullptr);
+// The calling thread waits for the mark.
+TE_FL_API Status synchronize_event(const Device& device, void* event);
+// Whether `stream` is being captured into a graph. False for a device that cannot capture.
+TE_FL_API Result<bool> is_capturing(const Device& device, void* stream = nullptr);
+
 }  // namespace devices
+
+class Event;
+
+// Owns a stream of a device, which stays in the list meanwhile. Movable, not copyable; a moved-from
+// or default-made Stream holds none and stands for the default stream of the host. Not for streams
+// that a framework lends: those are plain pointers.
+class Stream {
+ public:
+  TE_FL_API static Result<Stream> create(const Device& device);
+  Stream() = default;
+  TE_FL_API Stream(Stream&& other) noexcept;
+  TE_FL_API Stream& operator=(Stream&& other) noexcept;
+  TE_FL_API ~Stream();
+
+  void* get() const noexcept { return handle_; }
+  const Device& device() const noexcept { return device_; }
+  TE_FL_API Status synchronize() const;
+  // Goes on only after the event's mark. INVALID_ARGUMENT if the event is of another device.
+  TE_FL_API Status wait(const Event& event) const;
+
+ private:
+  Stream(const Device& device, void* handle) noexcept : device_(device), handle_(handle) {}
+  Device device_;
+  void* handle_ = nullptr;
+};
+
+// Owns an event of a device. Movable, not copyable; a moved-from or default-made Event holds none
+// and can be neither recorded nor waited for (INVALID_ARGUMENT).
+class Event {
+ public:
+  TE_FL_API static Result<Event> create(const Device& device);
+  Event() = default;
+  TE_FL_API Event(Event&& other) noexcept;
+  TE_FL_API Event& operator=(Event&& other) noexcept;
+  TE_FL_API ~Event();
+
+  void* get() const noexcept { return handle_; }
+  const Device& device() const noexcept { return device_; }
+  TE_FL_API Status record(void* stream = nullptr);
+  TE_FL_API Status synchronize() const;
+
+ private:
+  Event(const Device& device, void* handle) noexcept : device_(device), handle_(handle) {}
+  Device device_;
+  void* handle_ = nullptr;
+};
+
 }  // namespace te_fl
