@@ -47,8 +47,8 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   if (!plausible_size(desc.struct_size, sizeof desc)) {
     return bad("its descriptor", desc.struct_size, sizeof desc);
   }
-  if (desc.api != nullptr && !plausible_size(desc.api->struct_size, sizeof *desc.api)) {
-    return bad("its table of functions", desc.api->struct_size, sizeof *desc.api);
+  if (desc.api != nullptr && !plausible_size(desc.api->struct_size, core::kLeastDeviceApi)) {
+    return bad("its table of functions", desc.api->struct_size, core::kLeastDeviceApi);
   }
   return {};
 }
