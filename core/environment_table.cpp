@@ -35,6 +35,11 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_PLUGIN_TIMEOUT_MS", "", kInt, "10000", "1 3600000",
      "How long a plugin may take to start, in milliseconds; after that it is abandoned."},
     {"TE_FL_SKIP_CUDA", "", kBool, "0", "", "1: the CUDA plugin is left out."},
+    {"TE_FL_CUDA_GEMM_FILE", "", kString, "", "",
+     "File of measured cuBLASLt algorithms that the CUDA plugin's products take.", true},
+    {"TE_FL_CUDA_GEMM_TUNE", "", kBool, "0", "",
+     "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates of "
+     "the library in turn, and added to it."},
     {"TEFL_LOG_LEVEL", "TE_FL_LOG_LEVEL", kEnum, "INFO", "TRACE DEBUG INFO WARNING ERROR OFF",
      "Least severe messages that are written to stderr."},
     {"TE_FL_NUM_THREADS", "", kInt, "0", "0 4096",

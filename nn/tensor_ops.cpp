@@ -106,7 +106,7 @@ Result<GradTarget> GradTarget::open(Parameter* parameter) {
   target.parameter_ = parameter;
   target.scratch_ = parameter->grad_written;
   if (target.scratch_) {
-    TE_FL_ASSIGN_OR_RETURN(target.tensor_, empty_like(parameter->grad, DType::kF32));
+    TE_FL_ASSIGN_OR_RETURN(target.tensor_, empty_like(parameter->grad, parameter->grad.dtype()));
   } else {
     target.tensor_ = parameter->grad;
   }

@@ -72,7 +72,8 @@ void append_tensor(std::string& out, const te_fl_tensor* t) {
 
 void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
                      std::string& out) {
-  append_value(out, context.flags);
+  // A call that is captured gets the plan that was made before capture, when all is allowed.
+  append_value(out, context.flags & ~uint32_t{TE_FL_CALL_CAPTURING});
   append_value(out, context.device);
   append_value(out, context.provider);
   for (uint32_t i = 0; i < schema.arg_count; ++i) {

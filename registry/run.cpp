@@ -135,8 +135,8 @@ te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
   }
   Attempt a{call, impl, context, errors, {}, false};
   te_fl_status code = a.lock();
-  if (code == TE_FL_OK) code = a.workspace();
   if (code == TE_FL_OK) code = a.plan();
+  if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
   if (code != TE_FL_OK) return code;
   te_fl_saved* record = writes_record(call.row) ? saved_record(call.row, call.args) : nullptr;
   if (record != nullptr) {

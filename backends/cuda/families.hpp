@@ -63,4 +63,8 @@ void append_norm(std::vector<te_fl_op_desc>& ops);
 void append_attention(std::vector<te_fl_op_desc>& ops);
 void append_rope(std::vector<te_fl_op_desc>& ops);
 
+class CudnnState;
+// Attention on cuDNN; `state` outlives the descriptors' use.
+void append_attention_cudnn(std::vector<te_fl_op_desc>& ops, CudnnState& state);
+
 }  // namespace te_fl::cuda

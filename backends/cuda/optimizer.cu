@@ -78,7 +78,13 @@ __device__ void for_each_group(int64_t size, F&& f) {
 // ---- scale
 
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(const __grid_constant__ Batch b, float scale, int32_t* noop_flag) {
+    scale_kernel(const __grid_constant__ Batch b, float scale, const float* norm, float max_norm,
+                 int32_t* noop_flag) {
+  bool finite = true;
+  if (norm != nullptr) {
+    finite = isfinite(*norm);
+    if (finite && *norm > max_norm) scale *= max_norm / *norm;
+  }
   const int t = static_cast<int>(blockIdx.y);
   const Source in = b.source(0, t);
   const Target out = b.target(1, t);
@@ -87,7 +93,8 @@ __global__ void __launch_bounds__(kThreads)
   const float limit = out.dtype == TE_FL_F16    ? 65520.0f
                       : out.dtype == TE_FL_BF16 ? 3.3961775e38f
                                                 : INFINITY;
-  bool finite = true;
+  // A finite norm says that all inputs are finite, so in place there may be nothing to do.
+  if (norm != nullptr && finite && scale == 1.0f && in.data == out.data) return;
   for_each_group(b.size[t], [&](int64_t i, int n) {
     float v[kGroup];
     in.load(i, n, v);
@@ -103,9 +110,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 void scale(const te_fl_context& ctx, const te_fl_multi_tensor_scale_args& a) {
   check_count("outputs", a.outputs_count, "inputs", a.inputs_count);
+  if (a.norm != nullptr && !(a.max_norm > 0)) {
+    backend::invalid("max_norm is " + std::to_string(a.max_norm) +
+                     ", expected greater than 0 where a norm is given");
+  }
+  const auto* norm = a.norm != nullptr ? backend::data<const float>(*a.norm) : nullptr;
   for_each_batch({a.inputs, a.outputs}, a.inputs_count, [&](const Batch& b, int64_t, dim3 grid) {
-    scale_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(b, a.scale,
-                                                        backend::data<int32_t>(*a.noop_flag));
+    scale_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(
+        b, a.scale, norm, a.max_norm, backend::data<int32_t>(*a.noop_flag));
     check_launch("multi_tensor_scale");
   });
 }
@@ -183,11 +195,25 @@ size_t norm_workspace(const te_fl_context&, const Args& a) {
 
 struct Adam {
   float lr, beta1, beta2, less1, less2, epsilon, weight_decay, correction1, correction2;
-  bool l2;
+  bool l2, corrects;
+  const float* lr_tensor;  // what wins over lr and the corrections, if not null
+  const int64_t* step_tensor;
 };
 __global__ void __launch_bounds__(kThreads)
     adam_kernel(const __grid_constant__ Batch b, Adam a, const int32_t* noop) {
   if (noop != nullptr && *noop != 0) return;
+  if (a.lr_tensor != nullptr) a.lr = *a.lr_tensor;
+  if (a.step_tensor != nullptr && a.corrects) {
+    __shared__ float corrections[2];
+    if (threadIdx.x < 2) {
+      const double beta = threadIdx.x == 0 ? a.beta1 : a.beta2;
+      corrections[threadIdx.x] =
+          static_cast<float>(1.0 - pow(beta, static_cast<double>(*a.step_tensor)));
+    }
+    __syncthreads();
+    a.correction1 = corrections[0];
+    a.correction2 = corrections[1];
+  }
   const int t = static_cast<int>(blockIdx.y);
   const Source grads = b.source(0, t), params = b.source(1, t);
   auto* m_data = static_cast<float*>(b.data[2][t]);
@@ -243,7 +269,11 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
                        a.weight_decay,
                        correction(a.beta1),
                        correction(a.beta2),
-                       a.mode == TE_FL_ADAM_MODE_L2};
+                       a.mode == TE_FL_ADAM_MODE_L2,
+                       a.bias_correction != 0,
+                       a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr,
+                       a.step_tensor != nullptr ? backend::data<const int64_t>(*a.step_tensor)
+                                                : nullptr};
   const auto* noop = a.noop_flag != nullptr ? backend::data<const int32_t>(*a.noop_flag) : nullptr;
   for_each_batch({a.grads, a.params, a.exp_avgs, a.exp_avg_sqs,
                   a.master_params_count != 0 ? a.master_params : nullptr},
@@ -258,10 +288,12 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
 struct Sgd {
   float lr, weight_decay, momentum, keep, scale;  // keep: 1 - dampening
   bool nesterov, first_run, wd_after_momentum;
+  const float* lr_tensor;  // wins over lr if not null
 };
 __global__ void __launch_bounds__(kThreads)
     sgd_kernel(const __grid_constant__ Batch b, Sgd a, const int32_t* noop) {
   if (noop != nullptr && *noop != 0) return;
+  if (a.lr_tensor != nullptr) a.lr = *a.lr_tensor;
   const int t = static_cast<int>(blockIdx.y);
   const Source grads = b.source(0, t), params = b.source(1, t);
   const Target out = b.target(1, t);
@@ -302,7 +334,8 @@ void sgd(const te_fl_context& ctx, const te_fl_multi_tensor_sgd_args& a) {
   }
   const Sgd constants{
       a.lr,    a.weight_decay,  a.momentum,       static_cast<float>(1.0 - double{a.dampening}),
-      a.scale, a.nesterov != 0, a.first_run != 0, a.wd_after_momentum != 0};
+      a.scale, a.nesterov != 0, a.first_run != 0, a.wd_after_momentum != 0,
+      a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr};
   const auto* noop = a.noop_flag != nullptr ? backend::data<const int32_t>(*a.noop_flag) : nullptr;
   for_each_batch({a.grads, a.params, a.momentum != 0 ? a.momentums : nullptr,
                   a.param_copies_count != 0 ? a.param_copies : nullptr},
@@ -353,13 +386,16 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   using Unscale = te_fl_multi_tensor_unscale_l2norm_args;
   ops.push_back(
       descriptor<te_fl_multi_tensor_scale_args, scale, refuse_scale>("multi_tensor_scale"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<L2, l2norm, refuse_norm<L2>>("multi_tensor_l2norm"));
   ops.back().workspace = backend::workspace_thunk<L2, norm_workspace<L2>>;
   ops.push_back(
       descriptor<Unscale, unscale_l2norm, refuse_norm<Unscale>>("multi_tensor_unscale_l2norm"));
   ops.back().workspace = backend::workspace_thunk<Unscale, norm_workspace<Unscale>>;
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, refuse_adam>("multi_tensor_adam"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, refuse_sgd>("multi_tensor_sgd"));
+  ops.back().param_version = 2;
 }
 
 }  // namespace te_fl::cuda

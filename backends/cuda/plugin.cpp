@@ -1,11 +1,13 @@
-// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt.
+// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt, cuDNN.
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "cuda_check.hpp"
+#include "cudnn.hpp"
 #include "device.hpp"
 #include "families.hpp"
+#include "gemm_choice.hpp"
 #include "te_fl/version.hpp"
 
 namespace te_fl::cuda {
@@ -26,6 +28,9 @@ constexpr AppendOps kFamilies[] = {
 };
 
 struct Instance {
+  explicit Instance(const te_fl_host_api* host) : cudnn(host) {}
+
+  CudnnState cudnn;
   std::vector<Device> devices;
   std::vector<const te_fl_device_desc*> device_list;
   std::vector<te_fl_op_desc> ops;
@@ -35,7 +40,13 @@ struct Instance {
 te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
   return backend::guard(errors, [&] {
     watch_forks();
-    auto instance = std::make_unique<Instance>();
+    const auto setting = [&](const char* name) {
+      return host->setting != nullptr ? host->setting(host->host, name) : nullptr;
+    };
+    const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
+    configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
+                           tune != nullptr && std::string(tune) == "1");
+    auto instance = std::make_unique<Instance>(host);
     std::string why;
     enumerate(instance->devices, why);
     if (instance->devices.empty() && host->log != nullptr) {
@@ -43,6 +54,7 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
     }
     for (const Device& d : instance->devices) instance->device_list.push_back(&d.desc);
     for (AppendOps append : kFamilies) append(instance->ops);
+    append_attention_cudnn(instance->ops, instance->cudnn);
     for (const te_fl_op_desc& op : instance->ops) instance->op_list.push_back(&op);
     *out = instance.release();
   });

@@ -272,7 +272,9 @@ typedef struct te_fl_extension { /* chain of optional additions to a context */
 } te_fl_extension;
 
 /* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset},
-   two uint64 in the device's memory, and wins over the two members. */
+   two uint64 in the device's memory that are read when the op runs: its seed wins over the member,
+   its offset is added to the member. A captured graph so draws new numbers at every launch: the
+   members are fixed in it, the state is not. */
 typedef struct te_fl_rng {
   uint64_t seed;
   uint64_t offset; /* in Philox counters: four words each */
@@ -427,8 +429,10 @@ typedef struct te_fl_op_desc {
   te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes)
       TE_FL_INIT(NULL);
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
-     scaling modes, the parts present, all scalars, device and context flags. Every call that has it
-     gets the plan in ctx->plan, several at once. The host keeps a bounded number of plans. */
+     scaling modes, the parts present, all scalars, device and context flags; TE_FL_CALL_CAPTURING
+     aside, so that a captured call finds the plan of the call that went before. Every call that has
+     it gets the plan in ctx->plan, several at once, in workspace() and run(). The host keeps a
+     bounded number of plans. */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
