@@ -17,6 +17,9 @@ struct Device {
 // driver or no GPU. The descriptors point into the vector.
 void enumerate(std::vector<Device>& devices, std::string& why);
 
+// 10 * major + minor of the compute capability; 0 for a device that enumerate() has not seen.
+int architecture(int index) noexcept;
+
 // Waits for all work of a device.
 te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept;
 

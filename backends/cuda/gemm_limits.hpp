@@ -6,8 +6,8 @@
 
 namespace te_fl::cuda {
 
-inline constexpr int kFp8Architecture = 89;           // Ada; Hopper is 90
-inline constexpr int kBlockArchitecture = 90;         // no other has 1x128 and 128x128 blocks
+inline constexpr int kFp8Architecture = 89;             // Ada; Hopper is 90
+inline constexpr int kBlockArchitecture = 90;           // no other has 1x128 and 128x128 blocks
 inline constexpr size_t kBlockLibraryVersion = 120900;  // cublasLtGetVersion() of CUDA 12.9
 
 // Why a product is not served on this GPU with this library, nullptr if it is. `fp8`: an operand is
