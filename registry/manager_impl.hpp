@@ -135,8 +135,8 @@ template <class F>
 
 // Remembers what runs on a device, for the error that may show later.
 [[gnu::always_inline]] inline void note_enqueued(const Call& call, const Implementation& impl) {
-  if (call.signature.device.is_host()) [[likely]]
-    return;
+  if (call.signature.device.type == TE_FL_DEVICE_CPU) [[likely]]
+    return;  // signatures name every kind of host memory so
   core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 

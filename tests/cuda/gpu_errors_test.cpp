@@ -55,7 +55,7 @@ TEST_F(GpuErrors, HostPointersAreFound) {
   std::vector<float> host(64 * 64);
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   ASSERT_OK(gelu(x));
-  EXPECT_FAILS(gelu(at(host.data())), kInvalidArgument, "argument 'input' is f32[64, 64] cuda:0");
+  EXPECT_FAILS(gelu(at(host.data())), kInvalidArgument, "argument 'input' is f32[64,64] cuda:0");
   EXPECT_FAILS(gelu(at(host.data())), kInvalidArgument, "is pageable host memory");
   // The last bytes lie behind the allocation's pages.
   void* small = devices::allocate(kGpu, 256).value();

@@ -108,13 +108,18 @@ Result<Shape> extents_of(const CaseSpec& spec, const BenchOptions& options, cons
 }
 
 // Which implementations are asked for: their ids, or one empty string for the dispatcher's choice.
-Result<std::vector<std::string>> implementations_of(const BenchOptions& options) {
+// "all" are those that serve ops on the device.
+Result<std::vector<std::string>> implementations_of(const BenchOptions& options,
+                                                    const Device& device) {
   if (options.impls.empty()) return std::vector<std::string>{""};
-  std::vector<std::string> known;
+  std::vector<std::string> known, there;
   for (const auto& impl : te_fl::OpManager::instance().registry().snapshot()) {
-    if (impl.op == options.op) known.push_back(impl.impl_id);
+    if (impl.op != options.op) continue;
+    known.push_back(impl.impl_id);
+    const int32_t type = device.is_host() ? int32_t{TE_FL_DEVICE_CPU} : device.type;
+    if ((impl.desc.device_types >> type & 1) != 0) there.push_back(impl.impl_id);
   }
-  if (options.impls.size() == 1 && options.impls[0] == "all") return known;
+  if (options.impls.size() == 1 && options.impls[0] == "all" && !there.empty()) return there;
   for (const std::string& id : options.impls) {
     if (std::find(known.begin(), known.end(), id) != known.end()) continue;
     std::string all;
@@ -354,7 +359,7 @@ int bench(const BenchOptions& options) {
   if (!cases.ok()) return usage_problem(cases.status());
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) return usage_problem(device.status());
-  const auto impls = implementations_of(options);
+  const auto impls = implementations_of(options, *device);
   if (!impls.ok()) return usage_problem(impls.status());
   std::vector<std::pair<const CaseSpec*, Shape>> work;
   for (const CaseSpec* spec : *cases) {
