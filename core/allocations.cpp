@@ -15,7 +15,7 @@
 namespace te_fl::core {
 namespace {
 
-constinit ForkMutex mutex(25);
+constinit ForkMutex mutex(27);
 const ForkMutex::Registration registration(mutex);
 
 struct Record {

@@ -3,6 +3,7 @@
 #include "core/device_list.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 

@@ -16,14 +16,6 @@ namespace te_fl::core {
 inline constexpr size_t kLeastDeviceApi =
     offsetof(te_fl_device_api, properties) + sizeof(te_fl_device_api::properties);
 
-// A function that was appended to the table; null if the provider's table does not reach it.
-template <class F>
-F appended(const te_fl_device_api& api, F te_fl_device_api::*slot) noexcept {
-  const auto end = reinterpret_cast<const char*>(&(api.*slot) + 1);
-  const bool there = end - reinterpret_cast<const char*>(&api) <= int64_t{api.struct_size};
-  return there ? api.*slot : nullptr;
-}
-
 // One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until
 // the device has been removed.
 struct DeviceEntry {

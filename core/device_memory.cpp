@@ -50,6 +50,24 @@ Status copy_across(const DeviceEntry& to, void* dst, const DeviceEntry& from, co
   return synchronize(to.device, stream);
 }
 
+bool captures(const Device& device, void* stream) {
+  if (stream == nullptr || device.is_host()) return false;
+  const Result<bool> capturing = is_capturing(device, stream);
+  return capturing.ok() && *capturing;
+}
+
+// A graph would read or write the host memory again at every launch.
+Status check_captured_copy(const Device& to, const Device& from, size_t bytes, void* stream) {
+  const bool down = to.type == TE_FL_DEVICE_CPU, up = from.type == TE_FL_DEVICE_CPU;
+  const Device& device = to.is_host() ? from : to;
+  if ((!down && !up) || !captures(device, stream)) return {};
+  return failed_precondition(
+      "a copy of " + std::to_string(bytes) + " bytes " + (up ? "from" : "to") +
+      " host memory cannot be captured on " + te_fl::to_string(device) +
+      ": every launch of the graph would use that memory again; copy before the capture into a "
+      "tensor of the device, or after the launch");
+}
+
 // Who has the memory that was not there.
 Status out_of_memory(const Device& device, const Status& status) {
   const std::string holders = core::largest_allocations(device);
@@ -129,6 +147,7 @@ Status copy(const Device& dst_device, void* dst, const Device& src_device, const
   TE_FL_ASSIGN_OR_RETURN(const Use to, Use::of(dst_device));
   TE_FL_ASSIGN_OR_RETURN(const Use from, Use::of(src_device));
   if (bytes == 0) return {};
+  TE_FL_RETURN_IF_ERROR(check_captured_copy(dst_device, src_device, bytes, stream));
   const bool to_host = dst_device.is_host(), from_host = src_device.is_host();
   const uint32_t host_flags = (to_host ? 1u : 0u) | (from_host ? 2u : 0u);
   if (&*to == &*from) return copy_by(*to, dst, src, bytes, host_flags, stream);
@@ -154,6 +173,12 @@ Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* 
 
 Status synchronize(const Device& device, void* stream) {
   TE_FL_ASSIGN_OR_RETURN(const Use entry, Use::of(device));
+  if (captures(device, stream)) {
+    return failed_precondition(
+        "a stream of " + te_fl::to_string(device) +
+        " is being captured into a graph: its work has not run and cannot be waited for; read "
+        "results after launching the graph");
+  }
   ErrorText errors;
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =

@@ -52,6 +52,13 @@ class DeviceUse {
   bool counted_;
 };
 
+// A function of a device's table; null where the table ends before it (R3).
+template <class F>
+F slot(const te_fl_device_api& api, F te_fl_device_api::*member) noexcept {
+  const auto* at = reinterpret_cast<const char*>(&(api.*member));
+  const auto end = static_cast<size_t>(at - reinterpret_cast<const char*>(&api)) + sizeof(F);
+  return end <= api.struct_size ? api.*member : nullptr;
+}
 // What a device returned for work on `stream`. An error may come from any op enqueued before, which
 // is then named; after a sticky one the device is lost.
 Status device_status(const Device& device, void* stream, const ErrorText& errors, te_fl_status code,

@@ -40,6 +40,10 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_CUDA_GEMM_TUNE", "", kBool, "0", "",
      "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates of "
      "the library in turn, and added to it."},
+    {"TE_FL_DEVICE_CACHE_MB", "", kInt, "512", "0 1048576",
+     "Freed memory that a device's plugin may keep for the next allocation, in MiB for each "
+     "device; "
+     "0: none, so that memory checkers see every allocation."},
     {"TEFL_LOG_LEVEL", "TE_FL_LOG_LEVEL", kEnum, "INFO", "TRACE DEBUG INFO WARNING ERROR OFF",
      "Least severe messages that are written to stderr."},
     {"TE_FL_NUM_THREADS", "", kInt, "0", "0 4096",

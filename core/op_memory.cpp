@@ -1,7 +1,7 @@
 // Whether tensors are where they say they are; asked of the device under TE_FL_VALIDATE only.
 #include <cstdio>
 
-#include "core/device_list.hpp"
+#include "core/device_use.hpp"
 #include "core/op_finder.hpp"
 #include "core/settings.hpp"
 
@@ -50,7 +50,7 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   if (Device{t->dl.device.type, 0, 0}.is_host()) return true;  // pinned memory beside a device's
   const DeviceEntry* entry = find_device(device_);
   if (entry == nullptr) return true;  // which dispatch says
-  const auto check = appended(*entry->desc->api, &te_fl_device_api::check_pointer);
+  const auto check = slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return true;
   const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};
   Part parts[6];

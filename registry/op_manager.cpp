@@ -182,8 +182,8 @@ uint64_t OpManager::Impl::read_care() {
     const Result<bool> value = environment::get_bool(name);
     return value.ok() && *value;
   };
-  const uint64_t care = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
-                        (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0);
+  const uint64_t care =
+      (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) | (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0);
   care_word.store(environment::generation() << 2 | care, std::memory_order_relaxed);
   return care;
 }

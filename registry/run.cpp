@@ -3,7 +3,7 @@
 #include <array>
 #include <functional>
 
-#include "core/device_list.hpp"
+#include "core/device_use.hpp"
 #include "policy/current.hpp"
 #include "registry/arguments.hpp"
 #include "registry/in_place.hpp"
@@ -100,6 +100,14 @@ struct Attempt {
     if (plan == nullptr) {
       plan = impl.plans->find(key);
       if (plan == nullptr) {
+        if (call.capturing) {
+          return clean_failure(
+              TE_FL_FAILED_PRECONDITION,
+              failed_precondition(
+                  "its plan for these shapes would have to be made while the stream is being "
+                  "captured; run the op once with the same shapes before capturing"),
+              errors);
+        }
         std::string own_key = key;  // prepare() may run ops, which use the scratch
         void* made = nullptr;
         const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
@@ -110,6 +118,7 @@ struct Attempt {
       }
       call.thread.plans.insert(impl.number, hash, plan);
     }
+    if (call.capturing) plan->captured.store(true, std::memory_order_relaxed);
     context.plan = plan->plan;
     return TE_FL_OK;
   }
@@ -187,7 +196,7 @@ Status check_stream(const Call& call) {
   const Device& device = call.signature.device;
   const core::DeviceEntry* entry = core::find_device(device);
   if (device.is_host() || call.options.stream == nullptr || entry == nullptr) return {};
-  const auto check = core::appended(*entry->desc->api, &te_fl_device_api::check_stream);
+  const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_stream);
   if (check == nullptr) return {};
   core::ErrorText errors;
   const te_fl_status code =

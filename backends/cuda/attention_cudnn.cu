@@ -21,6 +21,8 @@ namespace id = attention_id;
 
 constexpr int64_t kMostHeadDim = 256;
 
+constexpr const char* kHalfOnly = "cuDNN's attention takes F16 and BF16";
+
 bool half(const te_fl_tensor& t) {
   const int dtype = dtype_of(t);
   return dtype == TE_FL_F16 || dtype == TE_FL_BF16;
@@ -43,6 +45,8 @@ Refusal refuse_layout(const te_fl_tensor& t) {
   return nullptr;
 }
 
+bool causal(int32_t mask_type) { return backend::mask_rule(mask_type, -1, -1).causal; }
+
 template <class Args>
 bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) {
   const int rank = a.layout == TE_FL_LAYOUT_THD ? 3 : 4;
@@ -55,8 +59,9 @@ bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) 
 // What forward, backward and the enquiry have in common.
 template <class Args>
 Refusal refuse_problem(const Args& a) {
-  if (!half(*a.q)) return "cuDNN's attention takes F16 and BF16";
-  if (a.dropout_p > 0) return "cuDNN's dropout does not draw the contract's random words (Philox 4x32-10 by element)";
+  if (!half(*a.q)) return kHalfOnly;
+  if (a.dropout_p > 0)
+    return "cuDNN's dropout does not draw the contract's random words (Philox 4x32-10 by element)";
   if (a.softmax_type != TE_FL_SOFTMAX_TYPE_VANILLA) return "a softmax with a sink";
   if (a.mask_type == TE_FL_MASK_TYPE_ARBITRARY) return "cuDNN takes no mask tensor";
   const int last = a.layout == TE_FL_LAYOUT_THD ? 2 : 3;
@@ -73,19 +78,19 @@ Refusal refuse_problem(const Args& a) {
   if (a.layout != TE_FL_LAYOUT_THD) {
     const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
     const int64_t seqlen_q = a.q->dl.shape[seq], seqlen_kv = a.k->dl.shape[seq];
-    const bool padding = a.mask_type == TE_FL_MASK_TYPE_PADDING ||
-                         a.mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL ||
-                         a.mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
-    if (!padding && seqlen_q > seqlen_kv) {
+    if (!backend::mask_rule(a.mask_type, -1, -1).padding && seqlen_q > seqlen_kv) {
       if (a.mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT) {
         return "a bottom-right mask with more queries than keys";
       }
       if (a.window_left >= 0) return "a window to the left with more queries than keys";
     }
   }
-  if (const Cudnn* lib = cudnn(); lib == nullptr) return cudnn_missing();
-  if (a.window_left >= 0 && cudnn()->number == 91400) {
-    return "cuDNN 9.14.0 masks windows wrongly: install 9.14.1 or newer";
+  if (cudnn() == nullptr) return cudnn_missing();
+  if (cudnn()->number == 91400 && a.window_left >= 0 && !causal(a.mask_type)) {
+    const int seq = a.layout == TE_FL_LAYOUT_BSHD ? 1 : 0;  // thd: all tokens, no fewer
+    if (a.k->dl.shape[seq] > 1024) {
+      return "cuDNN 9.14.0 masks long windows wrongly: install 9.14.1 or newer";
+    }
   }
   return nullptr;
 }
@@ -93,6 +98,7 @@ Refusal refuse_problem(const Args& a) {
 // What a call says beyond that.
 template <class Args>
 Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
+  if (!half(*a.q)) return kHalfOnly;
   if (a.bias != nullptr) return "a bias";
   if (a.alibi_slopes != nullptr) return "ALiBi slopes";
   if (!(a.scale > 0)) return "a scale that is not positive";
@@ -350,7 +356,8 @@ void destroy_plan(void* self, void* raw) {
 
 const Plan& plan_of(const te_fl_context& ctx) {
   if (ctx.plan == nullptr) {
-    throw backend::Error(TE_FL_INTERNAL | TE_FL_CLEAN, "cuDNN's attention was called without its plan");
+    throw backend::Error(TE_FL_INTERNAL | TE_FL_CLEAN,
+                         "cuDNN's attention was called without its plan");
   }
   auto& plan = *static_cast<Plan*>(ctx.plan);
   if (!plan.refusal.empty()) backend::unsupported(plan.refusal);
@@ -374,8 +381,8 @@ class Call {
                        " bytes, cuDNN's attention needs " + std::to_string(plan_.bytes));
     }
     const bool thd = plan_.shape.ragged;
-    const auto side = [&](const te_fl_tensor* cu, const te_fl_tensor* padded,
-                          const te_fl_tensor& t, int64_t most) {
+    const auto side = [&](const te_fl_tensor* cu, const te_fl_tensor* padded, const te_fl_tensor& t,
+                          int64_t most) {
       SideLengths s;
       if (cu != nullptr) {
         s.cu = backend::data<const int32_t>(*cu);
@@ -403,8 +410,8 @@ class Call {
   void bind_ragged(int tensor, void* data, int64_t stride, bool query) {
     bind(tensor, data);
     if (!shape().ragged) return;
-    auto* offsets = static_cast<int64_t*>(scratch(plan_.offsets)) +
-                    job_.count * (shape().batch + 1);
+    auto* offsets =
+        static_cast<int64_t*>(scratch(plan_.offsets)) + job_.count * (shape().batch + 1);
     bind(id::kOffsets + tensor, offsets);
     job_.tensors[job_.count++] = {offsets, stride, query};
   }
@@ -426,9 +433,12 @@ class Call {
 
   void clear(const te_fl_tensor& t, const Extents& strides, int64_t heads, int64_t dim, bool query,
              float* lse) const {
-    const Rows rows{backend::data<uint16_t>(t), shape().ragged ? 0 : strides[0],
-                    strides[1],                 strides[2],
-                    heads,                      query ? shape().seqlen_q : shape().seqlen_kv,
+    const Rows rows{backend::data<uint16_t>(t),
+                    shape().ragged ? 0 : strides[0],
+                    strides[1],
+                    strides[2],
+                    heads,
+                    query ? shape().seqlen_q : shape().seqlen_kv,
                     dim};
     const int64_t n = shape().batch * rows.heads * rows.seqlen;
     clear_kernel<<<blocks_for(n), kThreads, 0, stream_>>>(
@@ -546,8 +556,7 @@ void append_attention_cudnn(std::vector<te_fl_op_desc>& ops, CudnnState& state) 
   using Enquiry = te_fl_get_fused_attn_backend_args;
   ops.push_back(describe_planned<Forward, forward, refuse_forward>("fused_attn_fwd", state));
   ops.push_back(describe_planned<Backward, backward, refuse_backward>("fused_attn_bwd", state));
-  ops.push_back(
-      describe_op<Enquiry, enquire, refuse_enquiry>("get_fused_attn_backend", state));
+  ops.push_back(describe_op<Enquiry, enquire, refuse_enquiry>("get_fused_attn_backend", state));
 }
 
 }  // namespace te_fl::cuda

@@ -24,8 +24,8 @@ std::string text_of(const CudnnAttention& p, const char* op) {
   text += p.dtype == cudnn_data::kF16 ? " f16" : " bf16";
   if (p.mask.causal) text += p.mask.bottom_right ? " causal_bottom_right" : " causal";
   if (p.mask.window_left >= 0 || p.mask.window_right >= 0) {
-    text += " window=" + std::to_string(p.mask.window_left) + "," +
-            std::to_string(p.mask.window_right);
+    text +=
+        " window=" + std::to_string(p.mask.window_left) + "," + std::to_string(p.mask.window_right);
   }
   if (p.ragged) text += " thd";
   if (p.lengths) text += " lengths";
@@ -157,7 +157,9 @@ CudnnPlan attention_forward_plan(const CudnnAttention& p, void* device_propertie
   const Tensor peak = g.reduce(cudnn_reduction::kMax, s, g.between(kF32, a.rows));
   const Tensor e = a.apply(pw::kExp, a.apply(pw::kSub, s, peak));
   const Tensor sum = g.reduce(cudnn_reduction::kAdd, e, g.between(kF32, a.rows));
-  if (p.stats) g.pointwise({pw::kAdd}, peak, a.apply(pw::kLog, sum), a.stats());
+  // The library's pattern has the statistics also where nobody reads them.
+  const Tensor stats = p.stats ? a.stats() : g.between(kF32, a.rows);
+  g.pointwise({pw::kAdd}, peak, a.apply(pw::kLog, sum), stats);
   const Tensor probability = g.pointwise({pw::kDiv}, e, sum, g.between(p.dtype, a.scores));
   g.matmul(probability, a.heads(id::kV, a.v_dims(), p.v), a.heads(id::kO, a.o_dims(), p.o),
            {.rows = a.lengths_q, .inner = a.lengths_kv});
@@ -192,8 +194,8 @@ struct Backward : Attention {
     graph.reduce(cudnn_reduction::kAdd, each, out);
   }
   void query_gradient(const Tensor& ds, const Tensor& kt) {
-    const Tensor k = graph.view(kt, graph.between(p.dtype, swapped(kt.dims), swapped(kt.strides),
-                                                  offsets(id::kK)));
+    const Tensor k = graph.view(
+        kt, graph.between(p.dtype, swapped(kt.dims), swapped(kt.strides), offsets(id::kK)));
     const Tensor dq = heads(id::kDQ, q_dims(), p.dq);
     const Lengths lengths{.rows = lengths_q, .inner = lengths_kv};
     if (p.deterministic) {  // dS goes through scratch of the library's, and one block sums a row
@@ -219,11 +221,11 @@ CudnnPlan attention_backward_plan(const CudnnAttention& p, void* device_properti
   const Tensor above = b.apply(pw::kSub, b.scaled_scores(q, kt), b.stats());
   const Tensor probability = b.apply(pw::kExp, b.masked(above));
   b.key_gradient(b.flipped(probability), d_o, b.heads(id::kDV, b.v_dims(), p.dv));
-  const Tensor dp = b.graph.matmul(d_o, vt, b.between(),
-                                   {.rows = b.lengths_q, .cols = b.lengths_kv});
-  const Tensor ds = b.apply(
-      pw::kMul, b.apply(pw::kMul, b.apply(pw::kSub, dp, row_sums), probability),
-      b.graph.constant(p.scale));
+  const Tensor dp =
+      b.graph.matmul(d_o, vt, b.between(), {.rows = b.lengths_q, .cols = b.lengths_kv});
+  const Tensor ds =
+      b.apply(pw::kMul, b.apply(pw::kMul, b.apply(pw::kSub, dp, row_sums), probability),
+              b.graph.constant(p.scale));
   b.key_gradient(b.flipped(ds), q, b.heads(id::kDK, b.k_dims(), p.dk));
   b.query_gradient(ds, kt);
   return std::move(b.graph).plan(device_properties);

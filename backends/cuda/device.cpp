@@ -24,27 +24,18 @@ te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexce
   });
 }
 
-std::string memory_account(size_t asked) {
-  size_t available = 0, total = 0;
-  cudaMemGetInfo(&available, &total);
-  (void)cudaGetLastError();
-  const auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-  return "; asked for " + std::to_string(asked) + " bytes, " + mib(available) + " of " +
-         mib(total) + " are free";
-}
+Memory& memory_of(void* self) { return *static_cast<const Device*>(self)->memory; }
 
 te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
                       const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     *out = nullptr;
-    const cudaError_t error = cudaMallocAsync(out, bytes > 0 ? bytes : 1, stream_of(stream));
-    if (error != cudaSuccess) throw_error(error, "cudaMallocAsync", memory_account(bytes));
+    *out = memory_of(self).allocate(bytes, stream_of(stream));
   });
 }
 
 te_fl_status free_memory(void* self, void* data, void* stream) {
-  return on_device(self, nullptr,
-                   [&] { check(cudaFreeAsync(data, stream_of(stream)), "cudaFreeAsync"); });
+  return on_device(self, nullptr, [&] { memory_of(self).free(data, stream_of(stream)); });
 }
 
 te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
@@ -87,8 +78,10 @@ te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* er
   });
 }
 te_fl_status destroy_stream(void* self, void* stream) {
-  return on_device(self, nullptr,
-                   [&] { check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy"); });
+  return on_device(self, nullptr, [&] {
+    memory_of(self).forget(stream_of(stream));
+    check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy");
+  });
 }
 te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
@@ -130,6 +123,46 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
     *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
+  });
+}
+
+// What other threads do on other streams meanwhile is none of the capture's business.
+te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal),
+          "cudaStreamBeginCapture");
+  });
+}
+
+te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    memory_of(self).close_capture(stream_of(stream));
+    cudaGraph_t graph = nullptr;
+    const cudaError_t error = cudaStreamEndCapture(stream_of(stream), &graph);
+    if (error != cudaSuccess || graph == nullptr) {
+      throw_error(error != cudaSuccess ? error : cudaErrorStreamCaptureInvalidated,
+                  "cudaStreamEndCapture",
+                  "; something that cannot be captured was called meanwhile, or a stream that "
+                  "joined the capture has not come back to this one");
+    }
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);
+    cudaGraphDestroy(graph);  // the executable keeps what the graph owned
+    check(made, "cudaGraphInstantiate");
+    *out = executable;
+  });
+}
+
+te_fl_status launch_graph(void* self, void* graph, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(stream)),
+          "cudaGraphLaunch");
+  });
+}
+
+te_fl_status destroy_graph(void* self, void* graph) {
+  return on_device(self, nullptr, [&] {
+    check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
   });
 }
 
@@ -226,6 +259,10 @@ constexpr te_fl_device_api kApi = {
     .synchronize_event = synchronize_event,
     .is_capturing = is_capturing,
     .properties = properties,
+    .begin_capture = begin_capture,
+    .end_capture = end_capture,
+    .launch_graph = launch_graph,
+    .destroy_graph = destroy_graph,
     .check_pointer = check_pointer,
     .check_stream = check_stream,
 };
@@ -252,7 +289,7 @@ void keep_freed_memory(int device) {
 
 }  // namespace
 
-void enumerate(std::vector<Device>& devices, std::string& why) {
+void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& why) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
@@ -266,6 +303,7 @@ void enumerate(std::vector<Device>& devices, std::string& why) {
     g_architectures.at(static_cast<size_t>(i)).store(read_architecture(i));
     Device& d = devices[static_cast<size_t>(i)];
     d.index = i;
+    d.memory = std::make_unique<Memory>(cache_bytes);
     d.desc.struct_size = sizeof(te_fl_device_desc);
     d.desc.device = {TE_FL_DEVICE_CUDA, i};
     d.desc.provider = "cuda";
@@ -277,6 +315,16 @@ void enumerate(std::vector<Device>& devices, std::string& why) {
 int architecture(int index) noexcept {
   const bool known = index >= 0 && index < static_cast<int>(g_architectures.size());
   return known ? g_architectures[static_cast<size_t>(index)].load(std::memory_order_relaxed) : 0;
+}
+
+void give_back_memory(Device& device) noexcept {
+  const te_fl_status status = backend::guard(nullptr, [&] {
+    refuse_after_fork();
+    const DeviceGuard guard(device.index);
+    device.memory.reset();
+  });
+  // In a child of a fork the memory is out of reach, and its bookkeeping may be locked.
+  if (status != TE_FL_OK) (void)device.memory.release();
 }
 
 te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept {

@@ -1,4 +1,5 @@
 // NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt, cuDNN.
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,6 +42,13 @@ struct Instance {
   std::vector<const te_fl_op_desc*> op_list;
 };
 
+// TE_FL_DEVICE_CACHE_MB, which the host has checked.
+size_t cache_bytes(const te_fl_host_api& host) {
+  const char* text =
+      host.setting != nullptr ? host.setting(host.host, "TE_FL_DEVICE_CACHE_MB") : nullptr;
+  return (text != nullptr ? std::strtoull(text, nullptr, 10) : 512) << 20;
+}
+
 te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
   return backend::guard(errors, [&] {
     watch_forks();
@@ -53,7 +61,7 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
     const char* ranges = setting("TE_FL_NVTX");
     auto instance =
         std::make_unique<Instance>(host, ranges != nullptr && std::string(ranges) == "1");
-    enumerate(instance->devices, instance->why_no_device);
+    enumerate(cache_bytes(*host), instance->devices, instance->why_no_device);
     if (instance->devices.empty() && host->log != nullptr) {
       host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + instance->why_no_device).c_str());
     }
@@ -98,7 +106,11 @@ te_fl_status diagnose(void* self, const te_fl_finding_sink* findings,
   });
 }
 
-void destroy(void* self) { delete static_cast<Instance*>(self); }
+void destroy(void* self) {
+  auto* instance = static_cast<Instance*>(self);
+  for (Device& d : instance->devices) give_back_memory(d);
+  delete instance;
+}
 
 constexpr te_fl_plugin_api kApi = {
     .struct_size = sizeof(te_fl_plugin_api),

@@ -3,9 +3,9 @@
 
 #include <cmath>
 
+#include "elementwise.cuh"
 #include "families.hpp"
 #include "overlap.hpp"
-#include "store.cuh"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::cuda {
@@ -13,15 +13,10 @@ namespace {
 
 constexpr const char* kInPlace = "the output shares memory with the input";
 
-// `input` from element `first` on, row-major with the output's row length.
 struct Copy {
-  Source input;
-  int64_t cols, first;
-  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
-    input.load(first + row * cols + col, n, v);
-  }
+  static constexpr int kSources = 1, kOutputs = 1;
+  __device__ void operator()(const float (&x)[1], float (&v)[1]) const { v[0] = x[0]; }
 };
-
 float largest_finite_of(int dtype) {
   return dtype == TE_FL_F16 ? 65504.0f : dtype == TE_FL_BF16 ? 3.38953139e38f : FLT_MAX;
 }
@@ -32,8 +27,9 @@ const float* noop_of(const te_fl_tensor* flag) {
 void quantize_rows(const te_fl_context& ctx, const te_fl_tensor& input, int64_t first_row,
                    const te_fl_tensor& output, const float* noop) {
   const int64_t cols = backend::as_matrix(output).cols;
-  store_output(ctx, output, Copy{Source(input), cols, first_row * cols}, noop,
-               largest_finite_of(dtype_of(input)));
+  store_elementwise<false>(ctx, output,
+                           Elementwise<Copy>{{{Source(input), first_row * cols, cols}}, {}},
+                           nullptr, noop, largest_finite_of(dtype_of(input)));
 }
 
 Refusal refuse_pair(const te_fl_tensor& input, const te_fl_tensor& output) {
@@ -105,11 +101,9 @@ Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
 
 void bgrad_quantize(const te_fl_context& ctx, const te_fl_bgrad_quantize_args& args) {
   check_output(*args.output, "output");
-  const backend::Matrix matrix = backend::as_matrix(*args.output);
-  auto* partials = reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
-  column_sums(ctx, matrix.rows, matrix.cols, partials, *args.bias_grad, false,
-              Copy{Source(*args.input), matrix.cols, 0});
-  quantize_rows(ctx, *args.input, 0, *args.output, nullptr);
+  const int64_t cols = backend::as_matrix(*args.output).cols;
+  store_elementwise<true>(ctx, *args.output, Elementwise<Copy>{{{Source(*args.input), 0, cols}}, {}},
+                          args.bias_grad, nullptr, largest_finite_of(dtype_of(*args.input)));
 }
 Refusal refuse_bgrad_quantize(const te_fl_bgrad_quantize_args& args) {
   return dense(args.bias_grad) ? refuse_pair(*args.input, *args.output) : kNotContiguous;
@@ -213,7 +207,7 @@ void compute_amax(const te_fl_context& ctx, const te_fl_compute_amax_args& args)
   const int64_t n = backend::numel(*args.input);
   if (n == 0) return;
   amax_kernel<<<blocks_for(ceil_div(n, kGroup)), kThreads, 0, stream_of(ctx)>>>(
-      nullptr, amax, 1, n, Copy{Source(*args.input), n, 0});
+      nullptr, amax, 1, n, Anywhere<Copy>{{{{Source(*args.input), 0, n}}, {}}, n});
   check_launch("amax_kernel");
 }
 Refusal refuse_amax(const te_fl_compute_amax_args& args) {

@@ -107,6 +107,9 @@ class Library:
             self.schemas[op] = json.loads(text)
         return self.schemas[op]
 
+    def deterministic(self, on):
+        self.check(self.lib.tb_deterministic(int(on)))
+
     def usage(self, reset=True):
         return json.loads(self.lib.tb_usage(int(reset)))
 

@@ -161,6 +161,10 @@ std::string describe_layout() {
   MEMBER(te_fl_device_api, synchronize_event);
   MEMBER(te_fl_device_api, is_capturing);
   MEMBER(te_fl_device_api, properties);
+  MEMBER(te_fl_device_api, begin_capture);
+  MEMBER(te_fl_device_api, end_capture);
+  MEMBER(te_fl_device_api, launch_graph);
+  MEMBER(te_fl_device_api, destroy_graph);
   MEMBER(te_fl_device_api, check_pointer);
   MEMBER(te_fl_device_api, check_stream);
   LAYOUT(te_fl_device_desc);

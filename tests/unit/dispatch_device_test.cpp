@@ -221,6 +221,21 @@ TEST_F(OnDevice, ACapturedGraphKeepsItsScratch) {
   EXPECT_TRUE(fake.blocks.contains(captured));
 }
 
+TEST_F(OnDevice, ACapturedCallFindsThePlanOfTheCallBefore) {
+  static int made;
+  made = 0;
+  native.desc.prepare = [](void*, const te_fl_context*, const void*, void** plan) -> te_fl_status {
+    *plan = &++made;
+    return TE_FL_OK;
+  };
+  native.desc.destroy_plan = [](void*, void*) {};
+  add(native);
+  ASSERT_OK(call());
+  fake.capturing = true;
+  ASSERT_OK(call());
+  EXPECT_EQ(made, 1);
+}
+
 TEST_F(OnDevice, CapturingNeedsAGraphSafeImplementation) {
   native.desc.flags &= ~uint32_t{TE_FL_OP_GRAPH_SAFE};
   add(native);

@@ -161,7 +161,8 @@ struct Row {
   double flops_floor() const { return peak.flops > 0 ? flops / peak.flops : 0; }
   double floor() const { return std::max(bytes_floor(), flops_floor()); }
   bool enqueue_bound(const Device& device) const {
-    return !device.is_host() && timing.host_seconds > 0.9 * timing.seconds;
+    const bool plain = !device.is_host() && timing.in_graph == 0;
+    return plain && timing.host_seconds > 0.9 * timing.seconds;
   }
 };
 
@@ -268,7 +269,9 @@ json json_of(const Row& r, const Bench& bench) {
               {"host_us", t.host_seconds * 1e6},
               {"samples", t.samples},
               {"calls_per_sample", t.calls},
-              {"timing", "calls between two synchronisations"},
+              {"timing", t.in_graph > 0 ? "launches of a graph of " + std::to_string(t.in_graph) +
+                                              " calls between two synchronisations"
+                                        : "calls between two synchronisations"},
               {"tensor_sets", r.sets},
               {"in_cache", !r.cold},
               {"bytes", r.bytes},
@@ -289,11 +292,10 @@ json json_of(const Row& r, const Bench& bench) {
 
 void print(const std::vector<Row>& rows, const Bench& bench) {
   const bool host = bench.device().is_host();
-  std::printf("%s on %s (%s); each sample is many calls between two synchronisations\n\n",
-              paint(Color::kBold, rows[0].spec->op).c_str(),
+  std::printf("%s on %s (%s)\n\n", paint(Color::kBold, rows[0].spec->op).c_str(),
               te_fl::to_string(bench.device()).c_str(), bench.name().c_str());
   Table table({"case", "extents", "by", "us", "spread", "enqueue us", "MB", "GB/s", "copy GB/s",
-               "TFLOP/s", "floor us", "x floor"});
+               "TFLOP/s", "floor us", "x floor", "timed"});
   for (const Row& r : rows) {
     if (!r.status.ok()) continue;
     const Timing& t = r.timing;
@@ -304,9 +306,12 @@ void print(const std::vector<Row>& rows, const Bench& bench) {
                fixed(t.copy_bandwidth / 1e9, 1),
                r.flops > 0 ? fixed(r.flops / t.seconds / 1e12, 2) : "-",
                fixed(r.floor() * 1e6, 1) + (r.flops_floor() > r.bytes_floor() ? " ops" : " bytes"),
-               fixed(t.seconds / r.floor(), 2)});
+               fixed(t.seconds / r.floor(), 2),
+               t.in_graph > 0 ? "graphs of " + std::to_string(t.in_graph) : "calls"});
   }
   table.print();
+  std::printf("\nA sample is many calls between two synchronisations%s.\n",
+              host ? "" : ", enqueued one by one or as graphs");
   for (const Row& r : rows) {
     const std::string who = "\n" + r.spec->variant + (r.impl.empty() ? "" : " by " + r.impl) + ": ";
     if (!r.status.ok()) {

@@ -149,6 +149,34 @@ void check_gemm(Report& report) {
                                                          by + (right ? " is right" : " is WRONG"));
 }
 
+// Which implementations of attention an accelerator lacks, and why.
+void check_attention(Report& report) {
+  for (const te_fl::Device& device : te_fl::devices::list()) {
+    if (device.is_host()) continue;
+    auto heads = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
+    auto out = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
+    if (!heads.ok() || !out.ok()) {
+      report.add(Level::kProblem, te_fl::to_string(device) + ": no memory: " +
+                                      (heads.ok() ? out.status() : heads.status()).to_string());
+      return;
+    }
+    const te_fl_fused_attn_fwd_args args{
+        .q = *heads, .k = *heads, .v = *heads, .o = *out, .layout = TE_FL_LAYOUT_BSHD};
+    const auto found = te_fl::OpManager::instance().resolve(te_fl::op::fused_attn_fwd, &args);
+    if (!found.ok()) continue;
+    for (const auto& c : found->candidates) {
+      if (c.kind == te_fl::Kind::kVendor && !c.accepted) {
+        report.add(Level::kNote, "fused_attn_fwd on " + c.impl_id + ": refused: " + c.reason,
+                   "attention on " + te_fl::to_string(device) + " runs in " +
+                       (found->impl_id.empty() ? "no implementation" : found->impl_id));
+      }
+    }
+    report.add(Level::kGood, "attention on " + te_fl::to_string(device) + ": " +
+                                 (found->impl_id.empty() ? "none" : found->impl_id));
+    return;
+  }
+}
+
 // Accelerators on the PCI bus whose plugin is absent.
 void check_hardware(Report& report) {
   struct Known {
@@ -195,6 +223,7 @@ int doctor(bool as_json) {
   check_search_path(report);
   check_hardware(report);
   check_gemm(report);
+  check_attention(report);
   if (as_json) {
     std::printf("%s\n", report.to_json().dump(2).c_str());
   } else {

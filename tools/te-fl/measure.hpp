@@ -21,7 +21,7 @@ class PlacedCase {
   PlacedCase(const PlacedCase&) = delete;
   PlacedCase& operator=(const PlacedCase&) = delete;
   const te_fl::bench::Case& work() const { return *case_; }
-  te_fl::Status call() const;
+  te_fl::Status call(void* stream = nullptr) const;
 
  private:
   PlacedCase() = default;
@@ -56,8 +56,9 @@ class CopyMeter {
 struct Timing {
   double seconds = 0;       // of one call, median over the samples
   double spread = 0;        // interquartile range over the median
-  double host_seconds = 0;  // of enqueueing one call; on the host the same as `seconds`
+  double host_seconds = 0;  // of enqueueing one call by itself; on the host the same as `seconds`
   int calls = 0;            // per sample
+  int in_graph = 0;         // calls in the graph that a sample launches; 0: no graph
   int samples = 0;
   double copy_bandwidth = 0;  // median of the copies made between the samples
 };
@@ -67,7 +68,9 @@ struct Timing {
 int64_t cold_bytes(const te_fl::Device& device);
 
 // Times calls that go round `sets`, for about `seconds` in all. Every sample lies between two
-// synchronisations of the device; before each one a copy is measured, if `copy` is given.
+// synchronisations of the device; before each one a copy is measured, if `copy` is given. Where
+// the device can capture and a call is short, the calls of a sample are launches of a graph that
+// holds many, so that the time is the device's and not that of enqueueing.
 te_fl::Result<Timing> time_calls(const te_fl::Device& device,
                                  const std::vector<std::unique_ptr<PlacedCase>>& sets,
                                  double seconds, const CopyMeter* copy);
