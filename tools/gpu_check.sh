@@ -75,15 +75,15 @@ else
     code=$?
     row "conformance $family" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-$family.log")"
   done
-fi
 
-cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention)
-"${cudnn[@]}" --json "$out/conformance-cudnn.json" >"$out/conformance-cudnn.log" 2>&1
-code=$?
-if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/conformance-cudnn.log"; then
-  row "conformance attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
-else
-  row "conformance attention on cuDNN" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-cudnn.log")"
+  cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention)
+  "${cudnn[@]}" --json "$out/conformance-cudnn.json" >"$out/conformance-cudnn.log" 2>&1
+  code=$?
+  if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/conformance-cudnn.log"; then
+    row "conformance attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
+  else
+    row "conformance attention on cuDNN" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-cudnn.log")"
+  fi
 fi
 
 # Bad input, out of memory, and devices that break; needs a GPU, so ctest does not run it.
