@@ -1,9 +1,71 @@
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
+#include "core/current_stream.hpp"
 #include "core/device_use.hpp"
+#include "core/fork.hpp"
 
 namespace te_fl {
+namespace core {
+
+constinit std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes{nullptr};
+
+namespace {
+
+constinit ForkMutex streams_mutex(25);
+const ForkMutex::Registration streams_registration(streams_mutex);
+
+// A stream that create_stream made. Tensors on it hold it, since their memory is freed on it.
+struct OwnedStream {
+  Device device;
+  void* handle;
+  OwnedStream(const Device& d, void* h) : device(d), handle(h) {}
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+  ~OwnedStream() {
+    if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
+    DeviceEntry* entry = find_device(device);
+    if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
+    const te_fl_device_desc& d = *entry->desc;
+    ErrorText errors;
+    report_release(errors.call([&] { return d.api->destroy_stream(d.self, handle); }), errors,
+                   device);
+    entry->release();
+  }
+};
+
+std::multimap<void*, std::shared_ptr<OwnedStream>>& owned_streams() {
+  static auto* const all = new std::multimap<void*, std::shared_ptr<OwnedStream>>;
+  return *all;
+}
+
+std::shared_ptr<OwnedStream> take_owned(const Device& device, void* handle) {
+  const std::lock_guard lock(streams_mutex);
+  auto& all = owned_streams();
+  const auto [begin, end] = all.equal_range(handle);
+  for (auto at = begin; at != end; ++at) {
+    if (at->second->device != device) continue;
+    std::shared_ptr<OwnedStream> owned = std::move(at->second);
+    all.erase(at);
+    return owned;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::shared_ptr<void> stream_owner(void* handle) {
+  if (handle == nullptr) return nullptr;
+  const std::lock_guard lock(streams_mutex);
+  const auto at = owned_streams().find(handle);
+  return at != owned_streams().end() ? std::shared_ptr<void>(at->second) : nullptr;
+}
+
+}  // namespace core
+
 namespace devices {
 namespace {
 
@@ -41,18 +103,22 @@ Result<void*> create_stream(const Device& device) {
   void* stream = nullptr;
   const te_fl_status code =
       errors.call([&] { return d.api->create_stream(d.self, &stream, errors.sink()); });
-  return core::made_object(entry, errors, code, stream, "creation of a stream on ");
+  TE_FL_ASSIGN_OR_RETURN(
+      stream, core::made_object(entry, errors, code, stream, "creation of a stream on "));
+  auto owned = std::make_shared<core::OwnedStream>(device, stream);
+  const std::lock_guard lock(core::streams_mutex);
+  core::owned_streams().emplace(stream, std::move(owned));
+  return stream;
 }
 
 void destroy_stream(const Device& device, void* stream) noexcept {
   if (stream == nullptr) return;
-  DeviceEntry* entry = core::find_device(device);
-  if (entry == nullptr || entry->desc->api->destroy_stream == nullptr) return;
-  ErrorText errors;
-  const te_fl_device_desc& d = *entry->desc;
-  core::report_release(errors.call([&] { return d.api->destroy_stream(d.self, stream); }), errors,
-                       device);
-  entry->release();
+  if (core::take_owned(device, stream) != nullptr) return;  // it goes with its last owner
+  try {
+    log::error("destroy_stream on " + te_fl::to_string(device) +
+               ": this is no stream that create_stream made; it is left alone");
+  } catch (...) {  // no memory for the message
+  }
 }
 
 Result<void*> create_event(const Device& device) {
@@ -107,7 +173,9 @@ Status synchronize_event(const Device& device, void* event) {
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return d.api->synchronize_event(d.self, event, errors.sink()); });
-  return errors.status(code, "waiting for an event of " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, nullptr, errors, code,
+                             "waiting for an event of " + te_fl::to_string(device));
 }
 
 Result<bool> is_capturing(const Device& device, void* stream) {

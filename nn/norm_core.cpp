@@ -67,8 +67,8 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
     args.dgamma = dgamma;
     args.dbeta = dbeta;
     args.zero_centered_gamma = options_.zero_centered_gamma;
-    TE_FL_RETURN_IF_ERROR(ops::layernorm_bwd(args, call_options()));
-    return residual == nullptr ? Status() : add(dx, *residual, dx);
+    if (residual != nullptr) args.add = *residual;
+    return ops::layernorm_bwd(args, call_options());
   }
   if (residual == nullptr) {
     te_fl_rmsnorm_bwd_args args{};

@@ -20,6 +20,10 @@ CallOptions random_options(int64_t count) {
   RandomPosition& random = context.state().random;
   options.rng.seed = random.seed;
   options.rng.offset = random.offset;
+  if (const Tensor& state = context.state().captured_random; state.defined()) {
+    options.rng.state = state.data<uint64_t>();
+    options.rng.offset -= context.state().captured_at;
+  }
   random.offset += (static_cast<uint64_t>(count) + 3) / 4;
   return options;
 }

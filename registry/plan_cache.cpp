@@ -137,11 +137,15 @@ const Plan* PlanCache::insert(std::string key, void* made) {
 }
 
 void PlanCache::drop_oldest() {
-  const auto oldest =
-      std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
-        return a.second->last_used.load(std::memory_order_relaxed) <
-               b.second->last_used.load(std::memory_order_relaxed);
-      });
+  auto oldest = plans_.end();
+  for (auto at = plans_.begin(); at != plans_.end(); ++at) {
+    if (at->second->captured.load(std::memory_order_relaxed)) continue;
+    if (oldest == plans_.end() || at->second->last_used.load(std::memory_order_relaxed) <
+                                      oldest->second->last_used.load(std::memory_order_relaxed)) {
+      oldest = at;
+    }
+  }
+  if (oldest == plans_.end()) return;
   std::unique_ptr<Plan> dropped = std::move(oldest->second);
   plans_.erase(oldest);
   g_plan_generation.fetch_add(1, std::memory_order_release);

@@ -9,6 +9,7 @@
 
 #include "norm_kernels.hpp"
 #include "quant_store.hpp"
+#include "te_fl/norm.hpp"
 
 namespace te_fl::cpu {
 namespace {
@@ -54,30 +55,56 @@ class RowBuffers {
 
 struct Forward {
   const te_fl_tensor *x, *gamma, *beta, *z, *mu, *rsigma;  // without mu: RMS normalisation
+  const te_fl_tensor *residual, *sum;                      // both or neither
   float epsilon;
   bool zero_centered_gamma;
+};
+
+// Where a row of a tensor starts, and in what dtype.
+struct Rows {
+  explicit Rows(const te_fl_tensor& t)
+      : dtype(dtype_of(t)),
+        bytes(element_bytes(t)),
+        pitch(backend::as_matrix(t).cols * bytes),
+        data(backend::data<char>(t)) {}
+  void load(int64_t row, int64_t n, float* out) const { load(row, 0, n, out); }
+  void load(int64_t row, int64_t col, int64_t n, float* out) const {
+    load_f32(dtype, data + row * pitch + col * bytes, n, out);
+  }
+
+  int dtype;
+  int64_t bytes, pitch;
+  char* data;
 };
 
 void run_forward(const Forward& args) {
   if (!(args.epsilon >= 0.0f)) {
     backend::invalid("epsilon is " + std::to_string(args.epsilon) + "; it must be 0 or more");
   }
+  norm::check_residual(args.residual, args.sum);
   check_output(*args.z, "z");
   const Matrix matrix = backend::as_matrix(*args.x);
   const auto gamma = load_gamma(*args.gamma, args.zero_centered_gamma);
   const auto beta = args.beta != nullptr ? load_vector(*args.beta) : std::vector<float>();
-  const int dtype = dtype_of(*args.x);
-  const int64_t bytes = element_bytes(*args.x);
-  const auto* x = backend::data<const char>(*args.x);
+  const bool adds = args.sum != nullptr;
+  const Rows x(*args.x), residual(adds ? *args.residual : *args.x),
+      source(adds ? *args.sum : *args.x);  // what is normalised
   float* mu = args.mu != nullptr ? backend::data<float>(*args.mu) : nullptr;
   float* rsigma = backend::data<float>(*args.rsigma);
   std::vector<float> mean_rest(mu != nullptr ? static_cast<size_t>(matrix.rows) : 0);
-  const RowBuffers buffers(matrix.cols, 1);
+  const RowBuffers buffers(matrix.cols, adds ? 2 : 1);
   const double count = static_cast<double>(std::max<int64_t>(matrix.cols, 1));
 
   const auto statistics = [&](int64_t row, int64_t part) {
     float* values = buffers.row(part, 0);
-    load_f32(dtype, x + row * matrix.cols * bytes, matrix.cols, values);
+    if (adds) {
+      float* other = buffers.row(part, 1);
+      x.load(row, matrix.cols, values);
+      residual.load(row, matrix.cols, other);
+      for (int64_t i = 0; i < matrix.cols; ++i) values[i] += other[i];
+      store_f32(source.dtype, values, matrix.cols, source.data + row * source.pitch, false);
+    }
+    source.load(row, matrix.cols, values);
     float shift = 0.0f;
     if (mu != nullptr && matrix.cols > 0) shift = rough_mean(values, matrix.cols);
     const Moments moments = row_moments(values, matrix.cols, shift);
@@ -91,7 +118,7 @@ void run_forward(const Forward& args) {
     rsigma[row] = static_cast<float>(1.0 / std::sqrt(variance + args.epsilon));
   };
   const auto values = [&](const Piece& piece, float* out) {
-    load_f32(dtype, x + (piece.row * matrix.cols + piece.col) * bytes, piece.n, out);
+    source.load(piece.row, piece.col, piece.n, out);
     normalise(out, piece.n, mu != nullptr ? mu[piece.row] : 0.0f,
               mu != nullptr ? mean_rest[static_cast<size_t>(piece.row)] : 0.0f, rsigma[piece.row],
               gamma.data() + piece.col, beta.empty() ? nullptr : beta.data() + piece.col, out);
@@ -100,29 +127,35 @@ void run_forward(const Forward& args) {
   store_output(*args.z, values, {.begin_row = &begin_row});
 }
 
-Refusal refuse_forward(const te_fl_tensor& x, const te_fl_tensor& z) {
-  if (!dense(&x)) return kNotContiguous;
+template <class Args>
+Refusal refuse_forward(const Args& args) {
+  if (!all_dense(args.x, args.residual, args.sum)) return kNotContiguous;
+  const te_fl_tensor& z = *args.z;
   const bool plain = backend::scaling(z) == TE_FL_SCALING_NONE;
-  if (plain ? overlaps_askew(z, x) : overlaps(z, x)) return kOverlaps;
+  for (const te_fl_tensor* in : {args.x, args.residual}) {
+    if (in == nullptr) continue;
+    if (plain ? overlaps_askew(z, *in) : overlaps(z, *in)) return kOverlaps;
+    if (args.sum != nullptr && overlaps_askew(*args.sum, *in)) return kOverlaps;
+  }
   return refuse_output(z);
 }
 
 void layernorm_fwd(const te_fl_context&, const te_fl_layernorm_fwd_args& args) {
-  run_forward({args.x, args.gamma, args.beta, args.z, args.mu, args.rsigma, args.epsilon,
-               args.zero_centered_gamma != 0});
+  run_forward({args.x, args.gamma, args.beta, args.z, args.mu, args.rsigma, args.residual, args.sum,
+               args.epsilon, args.zero_centered_gamma != 0});
 }
 Refusal refuse_layernorm_fwd(const te_fl_layernorm_fwd_args& args) {
   if (!all_dense(args.gamma, args.beta, args.mu, args.rsigma)) return kStatisticsNotDense;
-  return refuse_forward(*args.x, *args.z);
+  return refuse_forward(args);
 }
 
 void rmsnorm_fwd(const te_fl_context&, const te_fl_rmsnorm_fwd_args& args) {
-  run_forward({args.x, args.gamma, nullptr, args.z, nullptr, args.rsigma, args.epsilon,
-               args.zero_centered_gamma != 0});
+  run_forward({args.x, args.gamma, nullptr, args.z, nullptr, args.rsigma, args.residual, args.sum,
+               args.epsilon, args.zero_centered_gamma != 0});
 }
 Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args) {
   if (!all_dense(args.gamma, args.rsigma)) return kStatisticsNotDense;
-  return refuse_forward(*args.x, *args.z);
+  return refuse_forward(args);
 }
 
 // ---- backward
@@ -130,21 +163,6 @@ Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args) {
 struct Backward {
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;  // absent: null
   bool zero_centered_gamma;
-};
-
-// Where a row of a tensor starts, and in what dtype.
-struct Rows {
-  explicit Rows(const te_fl_tensor& t)
-      : dtype(dtype_of(t)),
-        pitch(backend::as_matrix(t).cols * element_bytes(t)),
-        data(backend::data<char>(t)) {}
-  void load(int64_t row, int64_t n, float* out) const {
-    load_f32(dtype, data + row * pitch, n, out);
-  }
-
-  int dtype;
-  int64_t pitch;
-  char* data;
 };
 
 void run_backward(const Backward& args) {
@@ -197,7 +215,7 @@ void run_backward(const Backward& args) {
 }
 
 void layernorm_bwd(const te_fl_context&, const te_fl_layernorm_bwd_args& args) {
-  run_backward({args.dz, args.x, nullptr, args.mu, args.rsigma, args.gamma, args.dx, args.dgamma,
+  run_backward({args.dz, args.x, args.add, args.mu, args.rsigma, args.gamma, args.dx, args.dgamma,
                 args.dbeta, args.zero_centered_gamma != 0});
 }
 void rmsnorm_bwd(const te_fl_context&, const te_fl_rmsnorm_bwd_args& args) {
@@ -210,31 +228,36 @@ void rmsnorm_bwd_add(const te_fl_context&, const te_fl_rmsnorm_bwd_add_args& arg
 }
 
 template <class Args>
-Refusal refuse_backward(const Args& args) {
-  if (!all_dense(args.dz, args.x, args.dx)) return kNotContiguous;
+Refusal refuse_backward(const Args& args, const te_fl_tensor* add) {
+  if (!all_dense(args.dz, args.x, args.dx, add)) return kNotContiguous;
+  if (add != nullptr && overlaps_askew(*args.dx, *add)) return kOverlaps;
   if (!all_dense(args.rsigma, args.gamma, args.dgamma)) return kStatisticsNotDense;
   if (overlaps_askew(*args.dx, *args.dz) || overlaps(*args.dx, *args.x)) return kOverlaps;
   return nullptr;
 }
 Refusal refuse_layernorm_bwd(const te_fl_layernorm_bwd_args& args) {
-  return all_dense(args.mu, args.dbeta) ? refuse_backward(args) : kStatisticsNotDense;
+  return all_dense(args.mu, args.dbeta) ? refuse_backward(args, args.add) : kStatisticsNotDense;
+}
+Refusal refuse_rmsnorm_bwd(const te_fl_rmsnorm_bwd_args& args) {
+  return refuse_backward(args, nullptr);
 }
 Refusal refuse_rmsnorm_bwd_add(const te_fl_rmsnorm_bwd_add_args& args) {
-  if (!dense(args.add)) return kNotContiguous;
-  return overlaps_askew(*args.dx, *args.add) ? kOverlaps : refuse_backward(args);
+  return refuse_backward(args, args.add);
 }
 
 }  // namespace
 
 void append_norm(std::vector<te_fl_op_desc>& ops) {
+  // Version 2: residual and sum of the forwards, add of layernorm_bwd.
   ops.push_back(
       descriptor<te_fl_layernorm_fwd_args, layernorm_fwd, refuse_layernorm_fwd>("layernorm_fwd"));
+  ops.back().param_version = 2;
   ops.push_back(
       descriptor<te_fl_layernorm_bwd_args, layernorm_bwd, refuse_layernorm_bwd>("layernorm_bwd"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_rmsnorm_fwd_args, rmsnorm_fwd, refuse_rmsnorm_fwd>("rmsnorm_fwd"));
-  ops.push_back(
-      descriptor<te_fl_rmsnorm_bwd_args, rmsnorm_bwd, refuse_backward<te_fl_rmsnorm_bwd_args>>(
-          "rmsnorm_bwd"));
+  ops.back().param_version = 2;
+  ops.push_back(descriptor<te_fl_rmsnorm_bwd_args, rmsnorm_bwd, refuse_rmsnorm_bwd>("rmsnorm_bwd"));
   ops.push_back(descriptor<te_fl_rmsnorm_bwd_add_args, rmsnorm_bwd_add, refuse_rmsnorm_bwd_add>(
       "rmsnorm_bwd_add"));
 }

@@ -29,9 +29,10 @@ struct Library {
       }
     }
     if (handle == nullptr) {
-      missing = "cuDNN was not found (" + reason +
-                "): install cuDNN 9 (Debian and Ubuntu: cudnn9-cuda-13 of NVIDIA's repository; PyPI: "
-                "nvidia-cudnn-cu13), or set LD_LIBRARY_PATH";
+      missing =
+          "cuDNN was not found (" + reason +
+          "): install cuDNN 9 (Debian and Ubuntu: cudnn9-cuda-13 of NVIDIA's repository; PyPI: "
+          "nvidia-cudnn-cu13), or set LD_LIBRARY_PATH";
       return;
     }
     const auto find = [&](auto& slot, const char* name) {
@@ -60,8 +61,8 @@ struct Library {
       table.path = info.dli_fname;
     }
     if (table.number < kCudnnMinimum) {
-      missing = "cuDNN " + version_text(table.number) + " (" + table.path + ") is too old: install " +
-                version_text(kCudnnMinimum) + " or newer";
+      missing = "cuDNN " + version_text(table.number) + " (" + table.path +
+                ") is too old: install " + version_text(kCudnnMinimum) + " or newer";
     }
   }
 };
@@ -112,7 +113,9 @@ CudnnState::~CudnnState() {
   }
 }
 
-CudnnState::PerDevice& CudnnState::at(int device) { return devices_.at(static_cast<size_t>(device)); }
+CudnnState::PerDevice& CudnnState::at(int device) {
+  return devices_.at(static_cast<size_t>(device));
+}
 
 void* CudnnState::properties(int device) {
   std::call_once(announced_, [&] {

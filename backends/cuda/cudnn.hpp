@@ -1,5 +1,5 @@
-// cuDNN 9, opened when it is first needed: a copy that the process holds already, else by soname, else
-// in the CUDA toolkit's folder. Only its graph API is used, through descriptors with numbered
+// cuDNN 9, opened when it is first needed: a copy that the process holds already, else by soname,
+// else in the CUDA toolkit's folder. Only its graph API is used, through descriptors with numbered
 // attributes; the numbers are part of the library's binary interface, so no header of it is needed.
 #pragma once
 

@@ -44,7 +44,8 @@ void CudnnGraph::set_descriptor(void* descriptor, int name, void* value) {
 }
 void CudnnGraph::finalize(void* descriptor, const char* node) {
   const int status = cudnn()->finalize(descriptor);
-  if (status != 0) check_cudnn(status, "cudnnBackendFinalize", std::string(node) + " of " + result_.what_);
+  if (status != 0)
+    check_cudnn(status, "cudnnBackendFinalize", std::string(node) + " of " + result_.what_);
 }
 
 CudnnGraph::Tensor CudnnGraph::describe(int64_t id, int dtype, const Extents& dims,
@@ -167,8 +168,7 @@ CudnnPlan CudnnGraph::plan(void* device_properties) && {
   set_descriptor(heuristics, cudnn_attr::kHeuristicDevice, device_properties);
   set(heuristics, cudnn_attr::kHeuristicMode, cudnn_of::kHeuristicMode, 1, &mode);
   finalize(heuristics, "the heuristics");
-  int64_t count =
-      get(heuristics, cudnn_attr::kHeuristicResults, cudnn_of::kDescriptor, 0, nullptr);
+  int64_t count = get(heuristics, cudnn_attr::kHeuristicResults, cudnn_of::kDescriptor, 0, nullptr);
   std::vector<void*> configs;
   for (int64_t i = 0; i < count; ++i) configs.push_back(make(cudnn_type::kEngineConfig));
   if (count > 0) {

@@ -5,6 +5,7 @@
 
 #include "element.hpp"
 #include "families.hpp"
+#include "te_fl/norm.hpp"
 
 namespace te_fl::reference {
 namespace {
@@ -69,25 +70,42 @@ void normalise(const te_fl_tensor& x_tensor, const te_fl_tensor& z, const Statis
   });
 }
 
+// What is normalised: x, or x + residual as it was rounded into sum.
+const te_fl_tensor& normalised_input(const te_fl_tensor& x, const te_fl_tensor* residual,
+                                     const te_fl_tensor* sum) {
+  if (sum == nullptr) return x;
+  const Reader a(x, "x"), b(*residual, "residual");
+  const int64_t cols = backend::as_matrix(x).cols;
+  std::vector<float> other(static_cast<size_t>(cols));
+  store_output(*sum, {&x, residual}, [&](int64_t row, int64_t col, int64_t n, float* out) {
+    a.read(row * cols + col, n, out);
+    b.read(row * cols + col, n, other.data());
+    for (int64_t i = 0; i < n; ++i) out[i] += other[static_cast<size_t>(i)];
+  });
+  return *sum;
+}
+
 void layernorm_fwd(const te_fl_context&, const te_fl_layernorm_fwd_args& args) {
   check_epsilon(args.epsilon);
+  norm::check_residual(args.residual, args.sum);
   check_output(*args.z, "z");
-  const Statistics s =
-      row_statistics(Reader(*args.x, "x"), backend::as_matrix(*args.x), true, args.epsilon);
+  const te_fl_tensor& x = normalised_input(*args.x, args.residual, args.sum);
+  const Statistics s = row_statistics(Reader(x, "x"), backend::as_matrix(x), true, args.epsilon);
   const auto gamma = weights(*args.gamma, args.zero_centered_gamma != 0);
   const auto beta =
       args.beta != nullptr ? Reader(*args.beta, "beta").all_double() : std::vector<double>();
-  normalise(*args.x, *args.z, s, gamma, beta);
+  normalise(x, *args.z, s, gamma, beta);
   store_rows(*args.mu, s.mu);
   store_rows(*args.rsigma, s.rsigma);
 }
 
 void rmsnorm_fwd(const te_fl_context&, const te_fl_rmsnorm_fwd_args& args) {
   check_epsilon(args.epsilon);
+  norm::check_residual(args.residual, args.sum);
   check_output(*args.z, "z");
-  const Statistics s =
-      row_statistics(Reader(*args.x, "x"), backend::as_matrix(*args.x), false, args.epsilon);
-  normalise(*args.x, *args.z, s, weights(*args.gamma, args.zero_centered_gamma != 0), {});
+  const te_fl_tensor& x = normalised_input(*args.x, args.residual, args.sum);
+  const Statistics s = row_statistics(Reader(x, "x"), backend::as_matrix(x), false, args.epsilon);
+  normalise(x, *args.z, s, weights(*args.gamma, args.zero_centered_gamma != 0), {});
   store_rows(*args.rsigma, s.rsigma);
 }
 
@@ -145,7 +163,7 @@ void run_backward(const Backward& args) {
 void layernorm_bwd(const te_fl_context&, const te_fl_layernorm_bwd_args& args) {
   run_backward({.dz = args.dz,
                 .x = args.x,
-                .add = nullptr,
+                .add = args.add,
                 .mu = args.mu,
                 .rsigma = args.rsigma,
                 .gamma = args.gamma,
@@ -179,9 +197,13 @@ void rmsnorm_bwd_add(const te_fl_context&, const te_fl_rmsnorm_bwd_add_args& arg
 }  // namespace
 
 void append_norm(std::vector<te_fl_op_desc>& ops) {
+  // Version 2: residual and sum of the forwards, add of layernorm_bwd.
   ops.push_back(descriptor<te_fl_layernorm_fwd_args, layernorm_fwd>("layernorm_fwd"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_layernorm_bwd_args, layernorm_bwd>("layernorm_bwd"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_rmsnorm_fwd_args, rmsnorm_fwd>("rmsnorm_fwd"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_rmsnorm_bwd_args, rmsnorm_bwd>("rmsnorm_bwd"));
   ops.push_back(descriptor<te_fl_rmsnorm_bwd_add_args, rmsnorm_bwd_add>("rmsnorm_bwd_add"));
 }

@@ -182,5 +182,19 @@ def attention(library, shape):
         torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             tdo, tq, tk, tv, saved[0], saved[1], saved[6], saved[7], None, saved[2], saved[3], saved[4], saved[5], 0.0,
             shape.causal, scale=d ** -0.5)
+    def deterministic_backward():
+        library.deterministic(True)
+        try:
+            backward()
+        finally:
+            library.deterministic(False)
+    forward()
+    def bits():
+        deterministic_backward()
+        return [t.torch.clone() for t in (dq, dk, dv)]
+    first = bits()
+    if not all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, bits())):
+        raise RuntimeError("the deterministic backward gave other bits when it ran again")
     flops = 4.0 * b * h * s * s * d / (2 if shape.causal else 1)
-    return {"forward": (forward, torch_forward), "backward": (backward, torch_backward)}, flops
+    return {"forward": (forward, torch_forward), "backward": (backward, torch_backward),
+            "backward deterministic": (deterministic_backward, torch_backward)}, flops

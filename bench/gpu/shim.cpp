@@ -126,6 +126,16 @@ TB_EXPORT int tb_init(const char* plugin) {
   return report(loaded.ok() ? Status() : loaded.status());
 }
 
+// Later calls of the process ask for the same bits from the same inputs (1), or not (0).
+TB_EXPORT int tb_deterministic(int on) {
+  const auto policy = current_policy();
+  if (!policy.ok()) return report(policy.status());
+  PolicySettings settings = policy->settings();
+  settings.deterministic = on != 0;
+  set_global_policy(SelectionPolicy::intern(settings));
+  return 0;
+}
+
 // {"size": bytes of the argument struct, "args": {name: {"type", "offset", "count_offset"}}}
 TB_EXPORT const char* tb_schema(const char* op) {
   for (const te_fl_op_schema* schema : core::catalogue()) {

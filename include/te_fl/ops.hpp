@@ -288,19 +288,21 @@ namespace ops {
 // norm: Layer and RMS normalisation.
 
 // Layer normalisation over the last dimension. z = (x - mu) * rsigma * g + beta, g = gamma or 1 +
-// gamma; rsigma = 1/sqrt(var + eps)
+// gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum takes the place of
+// x
 [[nodiscard]] inline Status layernorm_fwd(const te_fl_layernorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::layernorm_fwd, &args, options);
 }
 
 // Gradient of layer normalisation. with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d)
-// - n mean(d n)); dgamma = sum dz n; dbeta = sum dz
+// - n mean(d n)) + add; dgamma = sum dz n; dbeta = sum dz
 [[nodiscard]] inline Status layernorm_bwd(const te_fl_layernorm_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::layernorm_bwd, &args, options);
 }
 
 // Root-mean-square normalisation over the last dimension. z = x * rsigma * g, rsigma =
-// 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma
+// 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum
+// takes the place of x
 [[nodiscard]] inline Status rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::rmsnorm_fwd, &args, options);
 }

@@ -215,22 +215,22 @@ def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = No
     D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if trans_x
     """
 
-def layernorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, mu: Tensor, rsigma: Tensor, beta: Optional[Tensor] = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False) -> None:
+def layernorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, mu: Tensor, rsigma: Tensor, beta: Optional[Tensor] = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Optional[Tensor] = None) -> None:
     """Layer normalisation over the last dimension.
 
-    z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps)
+    z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps). With residual: sum = x + residual, and sum takes the place of x
     """
 
-def layernorm_bwd(*, dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, dbeta: Optional[Tensor] = None, zero_centered_gamma: bool = False) -> None:
+def layernorm_bwd(*, dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, dbeta: Optional[Tensor] = None, zero_centered_gamma: bool = False, add: Optional[Tensor] = None) -> None:
     """Gradient of layer normalisation.
 
-    with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d) - n mean(d n)); dgamma = sum dz n; dbeta = sum dz
+    with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d) - n mean(d n)) + add; dgamma = sum dz n; dbeta = sum dz
     """
 
-def rmsnorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, rsigma: Tensor, epsilon: float = 1e-05, zero_centered_gamma: bool = False) -> None:
+def rmsnorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, rsigma: Tensor, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Optional[Tensor] = None) -> None:
     """Root-mean-square normalisation over the last dimension.
 
-    z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma
+    z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual: sum = x + residual, and sum takes the place of x
     """
 
 def rmsnorm_bwd(*, dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, dx: Tensor, dgamma: Tensor, zero_centered_gamma: bool = False) -> None:

@@ -8,6 +8,11 @@ namespace {
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 constexpr double kEps = 0x1p-24;
 
+double round_to(int dtype, double x) {
+  if (dtype == TE_FL_F32) return static_cast<double>(static_cast<float>(x));
+  return decode_bits(format_of(dtype), encode_bits(format_of(dtype), x));
+}
+
 struct Variant {
   int x = TE_FL_F32, gamma = TE_FL_F32, dz = TE_FL_F32;
   Spec out = TE_FL_F32;
@@ -17,6 +22,8 @@ struct Variant {
   double epsilon = 1e-5, mean = 0.5, sigma = 1.5;
   std::string in_place = {};
   bool large = false;
+  int residual = -1, sum = -1;  // dtypes; < 0: not given
+  bool with_add = false;
 };
 
 std::string variant_name(const Variant& v, bool backward) {
@@ -28,6 +35,9 @@ std::string variant_name(const Variant& v, bool backward) {
   if (v.epsilon != 1e-5) name += v.epsilon == 0 ? "/eps=0" : "/eps=0.1";
   if (v.mean != 0.5) name += "/mean=" + std::to_string(static_cast<int>(v.mean));
   if (v.sigma == 0) name += "/constant";
+  if (v.residual >= 0) name += std::string("/residual=") + name_of(v.residual);
+  if (v.sum >= 0) name += std::string("/sum=") + name_of(v.sum);
+  if (v.with_add) name += "/add";
   if (!v.in_place.empty()) name += "/in_place=" + v.in_place;
   return name;
 }
@@ -35,15 +45,13 @@ std::string variant_name(const Variant& v, bool backward) {
 struct Statistics {
   double mu, rsigma;
 };
-Statistics statistics(Tensor* x, int64_t row, bool layer, double epsilon) {
-  const int64_t h = x->cols();
+// x(j): element j of the row.
+template <class Row>
+Statistics statistics(int64_t h, bool layer, double epsilon, const Row& x) {
   double mu = 0, var = 0;
   if (layer)
-    for (int64_t j = 0; j < h; ++j) mu += x->get(row * h + j) / static_cast<double>(h);
-  for (int64_t j = 0; j < h; ++j) {
-    const double d = x->get(row * h + j) - mu;
-    var += d * d / static_cast<double>(h);
-  }
+    for (int64_t j = 0; j < h; ++j) mu += x(j) / static_cast<double>(h);
+  for (int64_t j = 0; j < h; ++j) var += (x(j) - mu) * (x(j) - mu) / static_cast<double>(h);
   return {mu, 1 / std::sqrt(var + epsilon)};
 }
 
@@ -61,20 +69,36 @@ void forward(Problem& p, bool layer, const Variant& v) {
   Tensor* x = p.in("x", v.x, v.shape, rows_fill(v));
   Tensor* gamma = p.in("gamma", v.gamma, {h}, gaussian(0.5, v.zero_centered ? 0 : 1));
   Tensor* beta = layer && v.with_beta ? p.in("beta", v.gamma, {h}) : nullptr;
+  Tensor* residual = v.residual >= 0 ? p.in("residual", v.residual, v.shape) : nullptr;
   const int64_t rows = x->rows();
-  Tensor* z = v.in_place.empty() ? p.out("z", v.out, v.shape) : p.in_place("z", x);
+  Tensor* z = v.in_place == "x" ? p.in_place("z", x) : p.out("z", v.out, v.shape);
+  Tensor* sum = nullptr;
+  if (v.sum >= 0)
+    sum = v.in_place == "sum=x"          ? p.in_place("sum", x)
+          : v.in_place == "sum=residual" ? p.in_place("sum", residual)
+                                         : p.out("sum", v.sum, v.shape);
   Tensor* mu = layer ? p.out("mu", TE_FL_F32, {rows}) : nullptr;
   Tensor* rsigma = p.out("rsigma", TE_FL_F32, {rows});
   p.set("epsilon", v.epsilon), p.set("zero_centered_gamma", v.zero_centered);
-  p.oracle([&p, layer, v, h, rows, x, gamma, beta, z, mu, rsigma] {
+  if ((residual == nullptr) != (sum == nullptr))
+    return p.expect_error(-1, residual == nullptr ? "sum is given and residual is missing"
+                                                  : "residual is given and sum is missing");
+  p.oracle([&p, layer, v, h, rows, x, residual, gamma, beta, z, sum, mu, rsigma] {
     std::vector<double> want(static_cast<size_t>(x->numel())), extra(want.size()), mus(rows),
-        rs(rows), mu_extra(rows);
+        rs(rows), mu_extra(rows), input(want.size());
+    for (int64_t i = 0; i < x->numel(); ++i) {
+      input[i] = x->get(i);
+      if (sum == nullptr) continue;
+      const float added = static_cast<float>(x->get(i)) + static_cast<float>(residual->get(i));
+      input[i] = round_to(v.sum, static_cast<double>(added));
+    }
     const double epsilon = static_cast<double>(static_cast<float>(v.epsilon));
     for (int64_t i = 0; i < rows; ++i) {
-      const Statistics s = statistics(x, i, layer, epsilon);
+      const Statistics s =
+          statistics(h, layer, epsilon, [&](int64_t j) { return input[i * h + j]; });
       mus[i] = s.mu, rs[i] = s.rsigma;
       for (int64_t j = 0; j < h; ++j) {
-        const double g = gamma->get(j) + (v.zero_centered ? 1 : 0), value = x->get(i * h + j);
+        const double g = gamma->get(j) + (v.zero_centered ? 1 : 0), value = input[i * h + j];
         want[i * h + j] = (value - s.mu) * s.rsigma * g + (beta == nullptr ? 0 : beta->get(j));
         extra[i * h + j] =
             4 * kEps * (std::fabs(value) + std::fabs(s.mu)) * s.rsigma * std::fabs(g);
@@ -86,11 +110,19 @@ void forward(Problem& p, bool layer, const Variant& v) {
     p.expect(z, want, extra);
     if (layer) p.expect(mu, mus, mu_extra).relative = 5e-5;
     p.expect(rsigma, rs).relative = 5e-5;
+    if (sum != nullptr)
+      p.expect_custom(sum, [input](const Tensor& t) -> std::string {
+        for (int64_t i = 0; i < t.numel(); ++i)
+          if (t.get(i) != input[i])
+            return "sum[" + std::to_string(i) + "] is " + std::to_string(t.get(i)) +
+                   ", must be exactly " + std::to_string(input[i]);
+        return {};
+      });
   });
 }
 
 void backward(Problem& p, const std::string& op, const Variant& v) {
-  const bool layer = op == "layernorm_bwd", residual = op == "rmsnorm_bwd_add";
+  const bool layer = op == "layernorm_bwd", residual = op == "rmsnorm_bwd_add" || v.with_add;
   const int64_t h = v.shape.back();
   Tensor* dz = p.in("dz", v.dz, v.shape);
   Tensor* x = p.in("x", v.x, v.shape, rows_fill(v));
@@ -98,7 +130,8 @@ void backward(Problem& p, const std::string& op, const Variant& v) {
   const int64_t rows = x->rows();
   auto saved = [=](bool mean) {
     return [=](Random&, int64_t i) {
-      const Statistics s = statistics(x, i, layer, v.epsilon);
+      const Statistics s =
+          statistics(h, layer, v.epsilon, [&](int64_t j) { return x->get(i * h + j); });
       return mean ? s.mu : s.rsigma;
     };
   };
@@ -185,6 +218,76 @@ std::vector<Variant> common_variants() {
   return all;
 }
 
+// Shapes and types that fused kernels take: rows that fill vectors, whole and ragged blocks of rows
+// and columns, every quantised form that delayed and current scaling have.
+void add_fused_shapes(std::vector<Variant>& all) {
+  for (const int dtype : {TE_FL_BF16, TE_FL_F16}) {
+    for (const Dims& shape : {Dims{16, 8},
+                              {48, 264},
+                              {80, 1024},
+                              {176, 1032},
+                              {64, 4096},
+                              {33, 5120},
+                              {48, 8200},
+                              {32, 11008},
+                              {16, 16384},
+                              {16, 16392}}) {
+      if (dtype == TE_FL_F16 && shape[1] > 1024) continue;
+      for (const Spec& spec : quantised_specs()) {
+        if (spec.scaling != TE_FL_SCALING_TENSOR) continue;
+        if (shape != Dims{80, 1024} && (!spec.row || !spec.col)) continue;
+        all.push_back({.x = dtype,
+                       .gamma = shape[1] == 4096 ? TE_FL_F32 : dtype,
+                       .out = spec,
+                       .shape = shape,
+                       .zero_centered = shape[0] == 48,
+                       .large = true});
+      }
+    }
+  }
+  for (const int dtype : kHigh)
+    for (const int64_t h : {256, 1032, 4096, 5000, 11008, 16384, 16392})
+      all.push_back({.x = dtype,
+                     .gamma = dtype,
+                     .out = dtype,
+                     .shape = {300 * 256 / h + 3, h},
+                     .mean = 1000,
+                     .large = true});
+}
+
+void add_residual(std::vector<Variant>& all) {
+  for (const int x : kHigh)
+    for (const int r : kHigh)
+      all.push_back({.x = x, .gamma = x, .out = x, .shape = {7, 40}, .residual = r, .sum = x});
+  for (const int sum : kHigh)
+    all.push_back({.x = TE_FL_BF16, .shape = {5, 33}, .residual = TE_FL_F32, .sum = sum});
+  for (const Spec& spec : quantised_specs())
+    if (spec.row && spec.col) {
+      all.push_back({.x = TE_FL_BF16,
+                     .gamma = TE_FL_BF16,
+                     .out = spec,
+                     .shape = {48, 264},
+                     .residual = TE_FL_BF16,
+                     .sum = TE_FL_BF16});
+    }
+  for (const int dtype : kHigh)
+    for (const int64_t h : {256, 1032, 4096, 11008})
+      all.push_back({.x = dtype,
+                     .gamma = dtype,
+                     .out = dtype,
+                     .shape = {300 * 256 / h + 3, h},
+                     .large = true,
+                     .residual = dtype,
+                     .sum = dtype});
+  all.push_back({.shape = {0, 5}, .residual = TE_FL_F32, .sum = TE_FL_F32});
+  for (const std::string in_place : {"x", "sum=x", "sum=residual"})
+    for (const int64_t h : {33, 40})
+      all.push_back(
+          {.shape = {9, h}, .in_place = in_place, .residual = TE_FL_F32, .sum = TE_FL_F32});
+  all.push_back({.shape = {9, 40}, .residual = TE_FL_F32});
+  all.push_back({.shape = {9, 40}, .sum = TE_FL_F32});
+}
+
 }  // namespace
 
 void add_norm_cases(Table& table) {
@@ -200,6 +303,8 @@ void add_norm_cases(Table& table) {
     variants.push_back({.shape = {9, 40}, .in_place = "x"});
     variants.push_back({.shape = {4, 40}, .sigma = 0});
     if (layer) variants.push_back({.shape = {9, 40}, .with_beta = false});
+    add_fused_shapes(variants);
+    add_residual(variants);
     for (const Variant& v : variants)
       add(
           table, "norm", op, variant_name(v, false),
@@ -209,7 +314,31 @@ void add_norm_cases(Table& table) {
     auto variants = common_variants();
     variants.push_back({.shape = {9, 40}, .in_place = "dz"});
     if (op == "rmsnorm_bwd_add") variants.push_back({.shape = {9, 40}, .in_place = "add"});
-    if (op == "layernorm_bwd") variants.push_back({.shape = {9, 40}, .with_beta = false});
+    if (op == "layernorm_bwd") {
+      variants.push_back({.shape = {9, 40}, .with_beta = false});
+      for (Variant v : common_variants()) {
+        v.with_add = true;
+        variants.push_back(v);
+      }
+      variants.push_back({.shape = {9, 40}, .in_place = "add", .with_add = true});
+    }
+    // What fused kernels take: rows that fill vectors; two with several rows for every block.
+    const bool layer = op == "layernorm_bwd";
+    auto fused = [&](int dtype, Dims shape, bool add) {
+      variants.push_back({.x = dtype,
+                          .gamma = dtype,
+                          .dz = dtype,
+                          .out = dtype,
+                          .grad = dtype,
+                          .shape = std::move(shape),
+                          .large = true,
+                          .with_add = add});
+    };
+    for (const int dtype : kHigh)
+      for (const int64_t h : {256, 1032, 4096, 5000, 11008, 16384})
+        fused(dtype, {300 * 256 / h + 3, h}, layer && h > 256);
+    if (layer) fused(TE_FL_BF16, {600, 4096}, true);
+    if (op == "rmsnorm_bwd_add") fused(TE_FL_BF16, {5000, 256}, false);
     for (const Variant& v : variants)
       add(
           table, "norm", op, variant_name(v, true), [op, v](Problem& p) { backward(p, op, v); },

@@ -1,3 +1,4 @@
+#include <map>
 #include <set>
 
 #include "core/op_table.hpp"
@@ -43,14 +44,15 @@ TEST(ReferencePlugin, DescriptorsKeepTheRules) {
   const te_fl_op_desc* const* list = nullptr;
   ASSERT_EQ(api.ops(instance, &count, &list, nullptr), TE_FL_OK);
   std::set<std::string> names;
+  std::map<std::string, uint32_t> versions;
   for (uint32_t i = 0; i < count; ++i) {
     const te_fl_op_desc& op = *list[i];
     SCOPED_TRACE(op.op_name);
     EXPECT_TRUE(names.insert(op.op_name).second);
+    versions[op.op_name] = op.param_version;
     EXPECT_EQ(op.struct_size, sizeof(te_fl_op_desc));
     EXPECT_STREQ(op.impl_id, "reference.host");
     EXPECT_EQ(op.kind, static_cast<uint32_t>(TE_FL_KIND_REFERENCE));
-    EXPECT_EQ(op.param_version, 1u);
     EXPECT_NE(op.run, nullptr);
     EXPECT_NE(op.flags & TE_FL_OP_THREAD_SAFE, 0u);
     EXPECT_EQ(op.device_types, uint64_t{1} << TE_FL_DEVICE_CPU |
@@ -59,6 +61,7 @@ TEST(ReferencePlugin, DescriptorsKeepTheRules) {
   }
   for (const te_fl_op_schema* schema : core::catalogue()) {
     EXPECT_EQ(names.count(schema->name), 1u) << schema->name;
+    EXPECT_EQ(versions[schema->name], schema->version) << schema->name;
   }
   EXPECT_EQ(names.size(), core::catalogue().size());
   api.destroy(instance);

@@ -12,7 +12,8 @@ extern "C" {
 
 /*
  * layernorm_fwd: Layer normalisation over the last dimension.
- *   z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps)
+ *   z = (x - mu) * rsigma * g + beta, g = gamma or 1 + gamma; rsigma = 1/sqrt(var + eps). With
+ *   residual: sum = x + residual, and sum takes the place of x
  */
 typedef struct te_fl_layernorm_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_layernorm_fwd_args));
@@ -33,6 +34,12 @@ typedef struct te_fl_layernorm_fwd_args {
   float epsilon TE_FL_INIT(1e-05f);
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
+  /* what is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape [... H]
+  (since version 2) */
+  const te_fl_tensor* residual TE_FL_INIT(NULL);
+  /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
+  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (since version 2) */
+  const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_layernorm_fwd_args;
 
 #define TE_FL_LAYERNORM_FWD_ARGS_INIT \
@@ -40,8 +47,8 @@ typedef struct te_fl_layernorm_fwd_args {
 
 /*
  * layernorm_bwd: Gradient of layer normalisation.
- *   with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d) - n mean(d n)); dgamma = sum
- *   dz n; dbeta = sum dz
+ *   with n = (x - mu) rsigma and d = dz g: dx = rsigma (d - mean(d) - n mean(d n)) + add; dgamma =
+ *   sum dz n; dbeta = sum dz
  */
 typedef struct te_fl_layernorm_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_layernorm_bwd_args));
@@ -55,7 +62,7 @@ typedef struct te_fl_layernorm_bwd_args {
   const te_fl_tensor* rsigma TE_FL_INIT(NULL);
   /* weight. in; F32|F16|BF16; shape [H] */
   const te_fl_tensor* gamma TE_FL_INIT(NULL);
-  /* gradient of x. out; F32|F16|BF16; shape [... H]; may alias dz */
+  /* gradient of x. out; F32|F16|BF16; shape [... H]; may alias dz, add */
   const te_fl_tensor* dx TE_FL_INIT(NULL);
   /* gradient of gamma. out; F32|F16|BF16; shape [H] */
   const te_fl_tensor* dgamma TE_FL_INIT(NULL);
@@ -63,6 +70,9 @@ typedef struct te_fl_layernorm_bwd_args {
   const te_fl_tensor* dbeta TE_FL_INIT(NULL);
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
+  /* gradient that reached x by the residual branch, added to dx in FP32. in, optional;
+  F32|F16|BF16; shape [... H] (since version 2) */
+  const te_fl_tensor* add TE_FL_INIT(NULL);
 } te_fl_layernorm_bwd_args;
 
 #define TE_FL_LAYERNORM_BWD_ARGS_INIT \
@@ -70,7 +80,8 @@ typedef struct te_fl_layernorm_bwd_args {
 
 /*
  * rmsnorm_fwd: Root-mean-square normalisation over the last dimension.
- *   z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma
+ *   z = x * rsigma * g, rsigma = 1/sqrt(mean(x^2) + eps), g = gamma or 1 + gamma. With residual:
+ *   sum = x + residual, and sum takes the place of x
  */
 typedef struct te_fl_rmsnorm_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_rmsnorm_fwd_args));
@@ -87,6 +98,12 @@ typedef struct te_fl_rmsnorm_fwd_args {
   float epsilon TE_FL_INIT(1e-05f);
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
+  /* what is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape [... H]
+  (since version 2) */
+  const te_fl_tensor* residual TE_FL_INIT(NULL);
+  /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
+  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (since version 2) */
+  const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_rmsnorm_fwd_args;
 
 #define TE_FL_RMSNORM_FWD_ARGS_INIT \

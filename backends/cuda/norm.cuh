@@ -1,0 +1,188 @@
+// What the norm kernels share: rows as packed groups of eight elements, statistics that merge
+// without cancellation, and the calls that the fused kernels serve.
+#pragma once
+
+#include "store.cuh"
+
+namespace te_fl::cuda {
+
+// One call of layernorm_fwd or rmsnorm_fwd; without mu: RMS normalisation.
+struct NormForward {
+  const te_fl_tensor *x, *gamma, *beta, *z, *mu, *rsigma;
+  const te_fl_tensor *residual, *sum;  // both or neither
+  float epsilon;
+  bool zero_centered;
+};
+// One call of a backward; absent tensors are NULL, without mu there is no centring.
+struct NormBackward {
+  const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
+  bool zero_centered;
+};
+
+// What a fused forward kernel does beside the statistics. `out` is read if z is given.
+enum class RowTask { kStatistics, kAmax, kStore };
+
+// Each returns false, with nothing launched, if it does not serve the call: the general kernels of
+// norm.cu do. All need x, residual and sum of one dtype, rows of a multiple of 8 elements, at most
+// kFusedCols, and aligned memory.
+inline constexpr int64_t kFusedCols = 16384;
+// Whole rows in registers: statistics (rest: what mu, rounded to FP32, leaves out; may be NULL),
+// the amax of the result, or the result, plain or as row-wise codes with a scale per tensor.
+bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
+                  float* amax, const Quantised* out);
+// Codes with a scale per tensor, column-wise too: a cluster of blocks holds some rows.
+bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
+// dx, dgamma and dbeta in two launches. `partials` has backward_bytes().
+bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials);
+size_t backward_bytes(const te_fl_context& ctx, int64_t cols);
+
+int multiprocessors(int device);
+int compute_capability(int device);  // 10 major + minor
+
+inline bool aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+// Every tensor given has this dtype and memory for 16-byte accesses.
+template <class... Tensor>
+bool vectors_of(int dtype, const Tensor*... t) {
+  return ((t == nullptr || (dtype_of(*t) == dtype && aligned(backend::data<const void>(*t), 16))) &&
+          ...);
+}
+
+// Eight elements as they lie in memory.
+template <class T>
+struct alignas(16) Raw {
+  uint4 part[sizeof(T) / 2] = {};
+};
+template <class T>
+__device__ inline Raw<T> load_raw(const T* p) {
+  Raw<T> raw;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+    raw.part[i] = reinterpret_cast<const uint4*>(p)[i];
+  }
+  return raw;
+}
+template <class T>
+__device__ inline void store_raw(T* p, const Raw<T>& raw) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+    reinterpret_cast<uint4*>(p)[i] = raw.part[i];
+  }
+}
+// Kernels compute half a group at a time: what is alive then fits their registers.
+constexpr int kHalf = kGroup / 2;
+template <class T>
+__device__ inline void unpack(const Raw<T>& raw, int half, float (&v)[kHalf]) {
+  const T* values = reinterpret_cast<const T*>(raw.part) + half * kHalf;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) v[i] = to_f32(values[i]);
+}
+template <class T>
+__device__ inline void pack(const float (&v)[kHalf], int half, Raw<T>& raw) {
+  T* values = reinterpret_cast<T*>(raw.part) + half * kHalf;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) values[i] = from_f32<T>(v[i]);
+}
+// x += other, rounded to T.
+template <class T>
+__device__ inline void add_raw(Raw<T>& x, const Raw<T>& other) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float a[kHalf], b[kHalf];
+    unpack(x, half, a);
+    unpack(other, half, b);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) a[i] += b[i];
+    pack(a, half, x);
+  }
+}
+
+// Weights of `groups` groups in shared memory as FP32, the first four of every group before the
+// last four, so that neighbouring lanes read neighbouring vectors.
+__device__ inline void put_weights(float* shared, int groups, int group, const float* v) {
+  float4* at = reinterpret_cast<float4*>(shared);
+  at[group] = make_float4(v[0], v[1], v[2], v[3]);
+  at[groups + group] = make_float4(v[4], v[5], v[6], v[7]);
+}
+__device__ inline void get_weights(const float* shared, int groups, int group, int half,
+                                   float (&v)[kHalf]) {
+  const float4 four = reinterpret_cast<const float4*>(shared)[half * groups + group];
+  v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+// All threads of a block: gamma + offset and beta (zero if absent), from column `first` on.
+__device__ inline void stage_weights(const Source& gamma, const Source& beta, float offset,
+                                     int64_t first, int groups, float* g_shared, float* b_shared) {
+  for (int i = static_cast<int>(threadIdx.x); i < groups; i += static_cast<int>(blockDim.x)) {
+    float v[kGroup];
+    gamma.load(first + i * kGroup, kGroup, v);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) v[j] += offset;
+    put_weights(g_shared, groups, i, v);
+    if (b_shared == nullptr) continue;
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) v[j] = 0.0f;
+    if (beta.data != nullptr) beta.load(first + i * kGroup, kGroup, v);
+    put_weights(b_shared, groups, i, v);
+  }
+}
+
+// Part of a row: n elements, the sums of x - centre and of its square.
+struct Moments {
+  float centre, sum, squares, n;
+};
+// Of a whole row: x - mean is (x - high) - rest.
+struct RowStatistics {
+  float high, rest, rsigma;
+};
+// The sum over lanes whose numbers differ in the bits below `lanes`, a power of two.
+__device__ inline float lanes_sum(float v, int lanes) {
+  for (int step = 1; step < lanes; step *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  return v;
+}
+// Merges the parts that `lanes` neighbouring lanes hold; the same in each of them.
+__device__ inline RowStatistics merge(const Moments& m, int lanes, float cols, float epsilon,
+                                      bool centred) {
+  RowStatistics s{0.0f, 0.0f, 0.0f};
+  float squares;
+  if (centred) {
+    s.high = lanes == 1 ? m.centre : lanes_sum(m.n * m.centre, lanes) / cols;
+    const float d = m.centre - s.high;
+    const float sum = lanes_sum(fmaf(m.n, d, m.sum), lanes);
+    squares = lanes_sum(fmaf(d, fmaf(m.n, d, 2.0f * m.sum), m.squares), lanes);
+    s.rest = sum / cols;
+    squares = fmaf(-sum, s.rest, squares);
+  } else {
+    squares = lanes_sum(m.squares, lanes);
+  }
+  squares = squares < 0.0f ? 0.0f : squares / cols;  // NaN stays
+  s.rsigma = 1.0f / sqrtf(squares + epsilon);
+  return s;
+}
+
+// Codes of four values, the first in the lowest byte. NaN becomes 0x7F.
+__device__ inline uint32_t encode(const float (&v)[kHalf], bool e5m2) {
+  const float2 low = make_float2(v[0], v[1]), high = make_float2(v[2], v[3]);
+  const auto kind = e5m2 ? __NV_E5M2 : __NV_E4M3;
+  return __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, kind) |
+         uint32_t{__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, kind)} << 16;
+}
+
+// The scale of a tensor's codes: given, or from the amax that an earlier launch found. `lead`, one
+// thread of the grid, writes what belongs to the tensor.
+__device__ inline float tensor_scale(const Quantised& q, bool wide, bool lead) {
+  float scale;
+  if (q.found != nullptr) {
+    scale = numeric::scale_from_amax(*q.found, wide ? kLargest<cuda::e5m2> : kLargest<e4m3>,
+                                     q.epsilon, q.pow2, FLT_MAX);
+    if (lead && q.amax != nullptr) *q.amax = *q.found;
+    if (lead && q.scale != nullptr) *q.scale = scale;
+  } else {
+    scale = *q.scale;
+  }
+  if (lead && q.scale_inv != nullptr) *q.scale_inv = 1.0f / scale;
+  if (lead && q.column_scale_inv != nullptr) *q.column_scale_inv = 1.0f / scale;
+  return scale;
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,271 @@
+// Gradients of both norms: one kernel reads every row once, writes dx, and keeps its share of the
+// sums over rows in registers; a second adds the shares, in a fixed order.
+#include "norm.cuh"
+
+namespace te_fl::cuda {
+namespace {
+
+constexpr int kGradThreads = 512, kGradWarps = kGradThreads / 32;
+constexpr int kMostGradBlocks = 2;  // of a multiprocessor
+
+struct GradArgs {
+  const void *dz, *x, *add;
+  void* dx;
+  Source gamma;
+  const float *mu, *rsigma;
+  float* partials;  // [blocks, 2 (1 without centring), cols]: dgamma, dbeta
+  int64_t rows;
+  int cols, warps;  // warps: that share a row, a power of two
+  float offset;
+};
+
+// As in norm_rows.cu a row lies across `warps` warps and a block holds several rows. kAhead: the
+// next row is loaded before this one is finished.
+template <class T, int kGroups, bool kLayer, bool kAhead, int kBlocks>
+__global__ void __launch_bounds__(kGradThreads, kBlocks) norm_grad_kernel(GradArgs a) {
+  extern __shared__ float4 dynamic[];
+  __shared__ float2 parts[2][kGradWarps];
+  float* const shared = reinterpret_cast<float*>(dynamic);
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int slots = kGradWarps / a.warps, slot = warp / a.warps, part = warp % a.warps;
+  const int groups = a.cols / kGroup;
+  const int64_t step = int64_t{gridDim.x} * slots;
+  const float inverse = 1.0f / static_cast<float>(a.cols);
+  int64_t row = blockIdx.x * int64_t{slots} + slot;
+
+  const auto group_at = [&](int g) { return (g * a.warps + part) * 32 + lane; };
+  const auto load = [&](const void* from, int64_t at, Raw<T>* to) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (group_at(g) < groups) {
+        to[g] = load_raw(static_cast<const T*>(from) + at * a.cols + group_at(g) * kGroup);
+      }
+    }
+  };
+  Raw<T> x[kGroups], dz[kGroups], next_x[kGroups], next_dz[kGroups];
+  float mu = 0.0f, rs = 0.0f, next_mu = 0.0f, next_rs = 0.0f;
+  const auto load_row = [&](int64_t at, Raw<T>* to_x, Raw<T>* to_dz, float& to_mu, float& to_rs) {
+    load(a.x, at, to_x);
+    load(a.dz, at, to_dz);
+    if constexpr (kLayer) to_mu = a.mu[at];
+    to_rs = a.rsigma[at];
+  };
+  if (kAhead && row < a.rows) load_row(row, x, dz, mu, rs);
+  stage_weights(a.gamma, Source(), a.offset, 0, groups, shared, nullptr);
+  __syncthreads();
+
+  float dgamma[kGroups][kGroup] = {}, dbeta[kGroups][kGroup] = {};
+  for (int parity = 0; row < a.rows; row += step, parity ^= 1) {
+    if constexpr (kAhead) {
+      if (row + step < a.rows) load_row(row + step, next_x, next_dz, next_mu, next_rs);
+    } else {
+      load_row(row, x, dz, mu, rs);
+    }
+    Raw<T> add[kGroups];
+    float sum_d = 0.0f, sum_dn = 0.0f;
+    // Half a group: n, d and dz.
+    const auto operands = [&](int g, int half, float(&n)[kHalf], float(&d)[kHalf],
+                              float(&grad)[kHalf]) {
+      float gamma[kHalf];
+      get_weights(shared, groups, group_at(g), half, gamma);
+      unpack(x[g], half, n);
+      unpack(dz[g], half, grad);
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        n[i] = (n[i] - mu) * rs;
+        d[i] = grad[i] * gamma[i];
+      }
+    };
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (group_at(g) >= groups) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float n[kHalf], d[kHalf], grad[kHalf];
+        operands(g, half, n, d, grad);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+          if constexpr (kLayer) {
+            sum_d += d[i];
+            dbeta[g][half * kHalf + i] += grad[i];
+          }
+          sum_dn = fmaf(d[i], n[i], sum_dn);
+          float& total = dgamma[g][half * kHalf + i];
+          total = fmaf(grad[i], n[i], total);
+        }
+      }
+    }
+    if (kAhead && a.add != nullptr) load(a.add, row, add);
+    // Lanes 0 to 15 add up one sum, the others the other.
+    const bool upper = lane >= 16;
+    float sum = upper ? sum_dn : sum_d;
+    sum += __shfl_xor_sync(0xFFFFFFFFu, upper ? sum_d : sum_dn, 16);
+    sum = lanes_sum(sum, 16);
+    if (a.warps > 1) {
+      float* to = &parts[parity][warp].x;
+      if (lane % 16 == 0) to[upper] = sum;
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
+      const float2 p = parts[parity][slot * a.warps + (lane & (a.warps - 1))];
+      sum = lanes_sum(upper ? p.y : p.x, a.warps);
+    }
+    const float mean_d = kLayer ? __shfl_sync(0xFFFFFFFFu, sum, 0) * inverse : 0.0f;
+    const float mean_dn = __shfl_sync(0xFFFFFFFFu, sum, 16) * inverse;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (group_at(g) >= groups) continue;
+      const int64_t at = row * a.cols + group_at(g) * kGroup;
+      if (!kAhead && a.add != nullptr) add[g] = load_raw(static_cast<const T*>(a.add) + at);
+      Raw<T> out;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float n[kHalf], d[kHalf], other[kHalf];
+        operands(g, half, n, d, other);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) other[i] = 0.0f;
+        if (a.add != nullptr) unpack(add[g], half, other);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+          d[i] = fmaf(rs, (d[i] - mean_d) - n[i] * mean_dn, other[i]);
+        }
+        pack(d, half, out);
+      }
+      store_raw(static_cast<T*>(a.dx) + at, out);
+    }
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) x[g] = next_x[g], dz[g] = next_dz[g];
+      mu = next_mu, rs = next_rs;
+    }
+  }
+
+  // The sums of the block's slots, one after the other, and then to memory.
+  float* const to = slots > 1 ? shared : a.partials + blockIdx.x * int64_t{kLayer ? 2 : 1} * a.cols;
+  for (int turn = 0; turn < slots; ++turn) {
+    __syncthreads();
+    if (turn != slot) continue;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (group_at(g) >= groups) continue;
+      const auto put = [&](float* at, const float* v) {
+        float4 low = make_float4(v[0], v[1], v[2], v[3]),
+               high = make_float4(v[4], v[5], v[6], v[7]);
+        float4* const p = reinterpret_cast<float4*>(at + group_at(g) * kGroup);
+        if (turn > 0) {
+          low = make_float4(p[0].x + low.x, p[0].y + low.y, p[0].z + low.z, p[0].w + low.w);
+          high = make_float4(p[1].x + high.x, p[1].y + high.y, p[1].z + high.z, p[1].w + high.w);
+        }
+        p[0] = low, p[1] = high;
+      };
+      put(to, dgamma[g]);
+      if constexpr (kLayer) put(to + a.cols, dbeta[g]);
+    }
+  }
+  if (slots == 1) return;
+  __syncthreads();
+  const int count = (kLayer ? 2 : 1) * a.cols;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kGradThreads) {
+    a.partials[blockIdx.x * int64_t{count} + i] = shared[i];
+  }
+}
+
+constexpr int kSumCols = 32, kSumRows = 32;
+// Column blockIdx.x * 32 + threadIdx.x of the output blockIdx.y.
+__global__ void __launch_bounds__(kSumCols* kSumRows)
+    norm_grad_sums_kernel(const float* partials, int parts, int64_t stride, int cols, Target dgamma,
+                          Target dbeta) {
+  __shared__ float sums[kSumRows][kSumCols];
+  const int col = static_cast<int>(blockIdx.x * kSumCols + threadIdx.x);
+  float sum = 0.0f;
+  if (col < cols) {
+    const float* from = partials + blockIdx.y * int64_t{cols} + col;
+#pragma unroll 4
+    for (int p = static_cast<int>(threadIdx.y); p < parts; p += kSumRows) sum += from[p * stride];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || col >= cols) return;
+#pragma unroll
+  for (int y = 1; y < kSumRows; ++y) sum += sums[y][threadIdx.x];
+  if (blockIdx.y == 0) {
+    dgamma.store(col, 1, &sum);
+  } else {
+    dbeta.store(col, 1, &sum);
+  }
+}
+
+// The number of blocks, each of which leaves its sums.
+template <class T, int kGroups, bool kLayer>
+int launch(const te_fl_context& ctx, GradArgs a) {
+  constexpr bool kAhead = kGroups * sizeof(T) <= 4;
+  constexpr int kBlocks = kGroups * sizeof(T) <= 2 ? kMostGradBlocks : 1;
+  const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kAhead, kBlocks>;
+  const int needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
+  a.warps = 1;
+  while (a.warps < needed) a.warps *= 2;
+  const int slots = kGradWarps / a.warps;
+  const int blocks = static_cast<int>(std::min<int64_t>(
+      ceil_div(a.rows, slots), int64_t{kBlocks} * multiprocessors(ctx.device.index)));
+  // gamma, and with several slots the sums in its place
+  const size_t shared = sizeof(float) * a.cols * (slots > 1 && kLayer ? 2 : 1);
+  static const cudaError_t allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(kFusedCols * sizeof(float)));
+  check(allowed, "cudaFuncSetAttribute");
+  kernel<<<static_cast<unsigned>(blocks), kGradThreads, shared, stream_of(ctx)>>>(a);
+  check_launch("norm_grad_kernel");
+  return blocks;
+}
+template <class T, bool kLayer>
+int launch_for(const te_fl_context& ctx, const GradArgs& a) {
+  const int64_t groups = ceil_div(a.cols, kGradThreads * kGroup);
+  if (groups == 1) return launch<T, 1, kLayer>(ctx, a);
+  if constexpr (sizeof(T) == 2) {
+    if (groups == 3) return launch<T, 3, kLayer>(ctx, a);
+    if (groups == 4) return launch<T, 4, kLayer>(ctx, a);
+  }
+  return launch<T, 2, kLayer>(ctx, a);
+}
+template <class T>
+int launch_type(const te_fl_context& ctx, const GradArgs& a) {
+  return a.mu != nullptr ? launch_for<T, true>(ctx, a) : launch_for<T, false>(ctx, a);
+}
+
+}  // namespace
+
+size_t backward_bytes(const te_fl_context& ctx, int64_t cols) {
+  return sizeof(float) * 2 * kMostGradBlocks *
+         static_cast<size_t>(cols * multiprocessors(ctx.device.index));
+}
+
+bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
+  const backend::Matrix m = backend::as_matrix(*b.x);
+  const int dtype = dtype_of(*b.x);
+  const int64_t most = dtype == TE_FL_F32 ? 2 * kGradThreads * kGroup : kFusedCols;
+  if (m.rows == 0 || m.cols == 0 || m.cols % kGroup != 0 || m.cols > most ||
+      !vectors_of(dtype, b.x, b.dz, b.add, b.dx)) {
+    return false;
+  }
+  GradArgs a{};
+  a.dz = backend::data<const void>(*b.dz);
+  a.x = backend::data<const void>(*b.x);
+  a.add = b.add != nullptr ? backend::data<const void>(*b.add) : nullptr;
+  a.dx = backend::data<void>(*b.dx);
+  a.gamma = Source(*b.gamma);
+  a.mu = b.mu != nullptr ? backend::data<const float>(*b.mu) : nullptr;
+  a.rsigma = backend::data<const float>(*b.rsigma);
+  a.partials = partials;
+  a.rows = m.rows;
+  a.cols = static_cast<int>(m.cols);
+  a.offset = b.zero_centered ? 1.0f : 0.0f;
+  const int parts = dtype == TE_FL_BF16  ? launch_type<bf16>(ctx, a)
+                    : dtype == TE_FL_F16 ? launch_type<fp16>(ctx, a)
+                                         : launch_type<float>(ctx, a);
+  const dim3 grid(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
+  norm_grad_sums_kernel<<<grid, dim3(kSumCols, kSumRows), 0, stream_of(ctx)>>>(
+      partials, parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
+      b.dbeta != nullptr ? Target(*b.dbeta) : Target());
+  check_launch("norm_grad_sums_kernel");
+  return true;
+}
+
+}  // namespace te_fl::cuda
