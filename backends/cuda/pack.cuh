@@ -8,9 +8,6 @@
 
 namespace te_fl::cuda {
 
-// One access. An assignment may be taken apart into what the words were made of.
-__device__ inline void store_16(uint4* to, const uint4& v) { __stwb(to, v); }
-
 // T is float, bf16 or fp16. More than the 16 bytes of one access only where a mask's bytes ask for
 // eight elements: consecutive threads' accesses then leave gaps, which costs a little.
 template <class T, int kElements = 16 / static_cast<int>(sizeof(T))>
@@ -26,7 +23,7 @@ struct Pack {
   }
   __device__ void store(T* p) const {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) store_16(reinterpret_cast<uint4*>(p) + i, raw[i]);
+    for (int i = 0; i < kPieces; ++i) store_whole(reinterpret_cast<uint4*>(p) + i, raw[i]);
   }
   // Elements begin <= i < end of p, of any alignment; the others become 0 or are left alone.
   __device__ void load_some(const T* p, int begin, int end) {

@@ -17,18 +17,13 @@ struct Tiles {
 
 template <class Bits>
 inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of a 16-byte word
-#ifndef TV_COL
-#define TV_COL (sizeof(Bits) == 1 ? 8 : 16)
-#endif
-#ifndef TV_ROW
-#define TV_ROW (sizeof(Bits) == 8 ? 16 : 8)
-#endif
+
 // A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows): what
 // was fastest on an H100.
 template <class Bits>
-inline constexpr int kTileCols = TV_COL* kRun<Bits>;
+inline constexpr int kTileCols = (sizeof(Bits) == 1 ? 8 : 16) * kRun<Bits>;
 template <class Bits>
-inline constexpr int kTileRows = TV_ROW* kRun<Bits>;
+inline constexpr int kTileRows = (sizeof(Bits) == 8 ? 16 : 8) * kRun<Bits>;
 
 // A column's next elements in the order of memory.
 template <class Bits>
@@ -116,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
     const Bits* from_tile = tile + word * kPitch + c;
     Bits* at = out + c * t.to_col + word;
     if (t.store_wide && word + kV <= rows) {
-      store_16(reinterpret_cast<uint4*>(at), gather_run(from_tile, kPitch));
+      store_whole(reinterpret_cast<uint4*>(at), gather_run(from_tile, kPitch));
     } else {
       for (int i = 0; i < kV && word + i < rows; ++i) at[i] = from_tile[i * kPitch];
     }
