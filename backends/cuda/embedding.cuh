@@ -45,7 +45,6 @@ static __global__ void __launch_bounds__(kThreads)
 }
 
 constexpr int kListed = 32;
-constexpr int kTableThreads = 128, kTableWarps = kTableThreads / 32;
 
 struct RowSums {
   Integers indices;
@@ -70,7 +69,7 @@ __device__ inline void add_positions(const RowSums& s, const int32_t* list, int 
   }
 }
 
-// The positions of [first, first + 4 kTableThreads) that look up `row`, counted from `first`, into
+// The positions of [first, first + 4 kThreads) that look up `row`, counted from `first`, into
 // `list` in order; all threads get their number.
 __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t first, int32_t* list,
                                      int32_t* warp_counts) {
@@ -92,7 +91,7 @@ __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t firs
   if (lane == 31) warp_counts[warp] = before;
   __syncthreads();
   int begin = before - count, total = 0;
-  for (int w = 0; w < kTableWarps; ++w) {
+  for (int w = 0; w < kThreads / 32; ++w) {
     if (w < warp) begin += warp_counts[w];
     total += warp_counts[w];
   }
@@ -124,32 +123,15 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
   return count;
 }
 
-constexpr int kTableRows = kTableWarps;  // of a block: a warp finds the positions of each
+constexpr int kTableRows = kThreads / 32;  // of a block: a warp finds the positions of each
 
-// Row `row`, columns [col, col + n): the sum of its positions.
-__device__ inline void store_sum(const RowSums& s, int64_t row, const int32_t* list, int count,
-                                 int64_t col, int n, int32_t* found, int32_t* warp_counts) {
-  float sum[kGroup] = {};
-  if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
-  if (count <= kListed) {
-    if (n > 0) add_positions(s, list, count, 0, col, n, sum);
-  } else {
-    for (int64_t first = 0; first < s.positions; first += 4 * kTableThreads) {
-      const int here = find_positions(s, row, first, found, warp_counts);
-      if (n > 0) add_positions(s, found, here, first, col, n, sum);
-      __syncthreads();
-    }
-  }
-  if (n > 0) s.out.store(row * s.cols + col, n, sum);
-}
-
-// blockIdx.x: kTableRows rows of the table; blockIdx.y: kTableThreads * kGroup columns.
-static __global__ void __launch_bounds__(kTableThreads)
+// blockIdx.x: kTableRows rows of the table; blockIdx.y: kThreads * kGroup columns.
+static __global__ void __launch_bounds__(kThreads)
     embedding_gradient_kernel(RowSums s, int64_t rows) {
   static_assert(kListed == 32, "a lane for each position");
   __shared__ int32_t unsorted[kTableRows][kListed], lists[kTableRows][kListed];
   __shared__ int32_t counts[kTableRows];
-  __shared__ int32_t found[4 * kTableThreads], warp_counts[kTableWarps];
+  __shared__ int32_t found[4 * kThreads], warp_counts[kThreads / 32];
   const int64_t first_row = blockIdx.x * int64_t{kTableRows};
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (first_row + warp < rows) {
@@ -159,12 +141,25 @@ static __global__ void __launch_bounds__(kTableThreads)
     if (threadIdx.x % 32 == 0) counts[warp] = count;
   }
   __syncthreads();
-  const int64_t col = (blockIdx.y * int64_t{kTableThreads} + threadIdx.x) * kGroup;
+  const int64_t col = (blockIdx.y * int64_t{kThreads} + threadIdx.x) * kGroup;
   const int64_t left = s.cols - col;
   const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
   for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {
-    if (counts[r] == 0 && s.accumulate) continue;
-    store_sum(s, first_row + r, lists[r], counts[r], col, n, found, warp_counts);
+    const int64_t row = first_row + r;
+    const int count = counts[r];
+    if (count == 0 && s.accumulate) continue;
+    float sum[kGroup] = {};
+    if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
+    if (count <= kListed) {
+      if (n > 0) add_positions(s, lists[r], count, 0, col, n, sum);
+    } else {
+      for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
+        const int here = find_positions(s, row, first, found, warp_counts);
+        if (n > 0) add_positions(s, found, here, first, col, n, sum);
+        __syncthreads();
+      }
+    }
+    if (n > 0) s.out.store(row * s.cols + col, n, sum);
   }
 }
 

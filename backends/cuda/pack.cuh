@@ -23,7 +23,7 @@ struct Pack {
   }
   __device__ void store(T* p) const {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) store_whole(reinterpret_cast<uint4*>(p) + i, raw[i]);
+    for (int i = 0; i < kPieces; ++i) reinterpret_cast<uint4*>(p)[i] = raw[i];
   }
   // Elements begin <= i < end of p, of any alignment; the others become 0 or are left alone.
   __device__ void load_some(const T* p, int begin, int end) {

@@ -130,8 +130,8 @@ void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& arg
     sums.heads = heads, sums.next = next;
   }
   const dim3 grid(static_cast<unsigned>(ceil_div(table.rows, kTableRows)),
-                  static_cast<unsigned>(ceil_div(table.cols, kTableThreads * kGroup)));
-  embedding_gradient_kernel<<<grid, kTableThreads, 0, stream>>>(sums, table.rows);
+                  static_cast<unsigned>(ceil_div(table.cols, kThreads * kGroup)));
+  embedding_gradient_kernel<<<grid, kThreads, 0, stream>>>(sums, table.rows);
   check_launch("embedding_bwd");
 }
 Refusal refuse_embedding_bwd(const te_fl_embedding_bwd_args& args) {

@@ -21,37 +21,20 @@ inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of
 // A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows): what
 // was fastest on an H100.
 template <class Bits>
-inline constexpr int kTileCols = (sizeof(Bits) == 1 ? 8 : 16) * kRun<Bits>;
+inline constexpr int kTileCols = (sizeof(Bits) < 4 ? 8 : 16) * kRun<Bits>;
 template <class Bits>
 inline constexpr int kTileRows = (sizeof(Bits) == 8 ? 16 : 8) * kRun<Bits>;
 
-// A column's next elements in the order of memory.
 template <class Bits>
-__device__ inline uint4 gather_run(const Bits* at, int pitch) {
-  uint32_t words[4] = {};
+__device__ inline void put_run(Bits* to, const Bits (&run)[kRun<Bits>]) {
+  if constexpr (sizeof(Bits) < 4) {
 #pragma unroll
-  for (int i = 0; i < kRun<Bits>; ++i) {
-    const Bits value = at[i * pitch];
-    if constexpr (sizeof(Bits) == 8) {
-      words[2 * i] = static_cast<uint32_t>(value);
-      words[2 * i + 1] = static_cast<uint32_t>(value >> 32);
-    } else {
-      constexpr int kInWord = 4 / static_cast<int>(sizeof(Bits));
-      words[i / kInWord] |= static_cast<uint32_t>(value)
-                            << (i % kInWord * 8 * static_cast<int>(sizeof(Bits)));
+    for (int i = 0; i < 4; ++i) {
+      reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(run)[i];
     }
-  }
-  return uint4{words[0], words[1], words[2], words[3]};
-}
-// `to` is a multiple of 4 bytes, or of 8 for such elements.
-template <class Bits>
-__device__ inline void put_run(Bits* to, const uint4& run) {
-  if constexpr (sizeof(Bits) == 8) {
-    to[0] = run.x | static_cast<uint64_t>(run.y) << 32;
-    to[1] = run.z | static_cast<uint64_t>(run.w) << 32;
   } else {
-    auto* words = reinterpret_cast<uint32_t*>(to);
-    words[0] = run.x, words[1] = run.y, words[2] = run.z, words[3] = run.w;
+#pragma unroll
+    for (int i = 0; i < kRun<Bits>; ++i) to[i] = run[i];
   }
 }
 
@@ -76,29 +59,27 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
   {
     constexpr int kStep = kThreads / kLoadWords, kPasses = kR > kStep ? kR / kStep : 1;
     const int word = thread % kLoadWords * kV, first = thread / kLoadWords;
-    uint4 held[kPasses];
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = first + pass * kStep;
-      if (r < rows && t.load_wide && word + kV <= cols) {
-        held[pass] = *reinterpret_cast<const uint4*>(in + r * t.from_row + word);
-      }
-    }
+    alignas(16) Bits held[kPasses][kV];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = first + pass * kStep;
       if (r >= rows) continue;
-      Bits* to_tile = tile + r * kPitch + word;
+      const Bits* at = in + r * t.from_row + word;
       if (t.load_wide && word + kV <= cols) {
-        put_run(to_tile, held[pass]);
+        *reinterpret_cast<uint4*>(held[pass]) = *reinterpret_cast<const uint4*>(at);
       } else {
-        const Bits* at = in + r * t.from_row + word;
-        for (int i = 0; i < kV && word + i < cols; ++i) to_tile[i] = at[i];
+#pragma unroll
+        for (int i = 0; i < kV; ++i) held[pass][i] = word + i < cols ? at[i] : Bits{};
       }
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int r = first + pass * kStep;
+      if (r < rows) put_run<Bits>(tile + r * kPitch + word, held[pass]);
     }
   }
   __syncthreads();
-  // A warp stores four columns of eight words at a time.
+  // A warp stores 32 / kTogether columns of kTogether words each.
   constexpr int kTogether = 8, kParts = kStoreWords / kTogether;
   constexpr int kColumns = 32 / kTogether, kWarps = kThreads / 32;
   constexpr int kSteps = kC / kColumns * kParts > kWarps ? kC / kColumns * kParts / kWarps : 1;
@@ -108,12 +89,18 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
     const int c = part / kParts * kColumns + thread % 32 / kTogether;
     const int word = (part % kParts * kTogether + thread % kTogether) * kV;
     if (c >= cols || word >= rows) continue;
-    const Bits* from_tile = tile + word * kPitch + c;
+    alignas(16) Bits held[kV];
     Bits* at = out + c * t.to_col + word;
     if (t.store_wide && word + kV <= rows) {
-      store_whole(reinterpret_cast<uint4*>(at), gather_run(from_tile, kPitch));
+#pragma unroll
+      for (int i = 0; i < kV; ++i) held[i] = tile[(word + i) * kPitch + c];
+      // An assignment would be taken apart into stores of what the words were made of.
+      __stwb(reinterpret_cast<uint4*>(at), *reinterpret_cast<const uint4*>(held));
     } else {
-      for (int i = 0; i < kV && word + i < rows; ++i) at[i] = from_tile[i * kPitch];
+#pragma unroll
+      for (int i = 0; i < kV; ++i) {
+        if (word + i < rows) at[i] = tile[(word + i) * kPitch + c];
+      }
     }
   }
 }
