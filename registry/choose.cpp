@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/device_list.hpp"
 #include "policy/current.hpp"
 #include "registry/manager_impl.hpp"
 
@@ -32,9 +33,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
                       const core::Signature& signature, uint32_t policy, bool capturing) {
   if (!table.lost.empty()) {
     if (const LostDevice* lost = table.lost_device(signature.device)) {
-      return Status(StatusCode::kDeviceLost,
-                    "device " + to_string(lost->device) + " is lost since " + lost->reason +
-                        "; no op runs on it any more: restart the process, or use another device");
+      return core::lost_device(lost->device, lost->reason);
     }
   }
   Choice choice;

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, the
-# compute-sanitizer tools on a reduced table, and the example with every recipe; prints a table last.
+# Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, bad input
+# and broken devices, the compute-sanitizer tools on a reduced table, and the example with every recipe; prints a table last.
 # usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--quick | --staged]
-#   --build DIR  a build tree, or a folder with its bin/{conformance,train_gpt,nn_graphed_step_test} and plugins/libte_fl_cuda.so
+#   --build DIR  a build tree, or a folder with its bin/{conformance,train_gpt,nn_graphed_step_test,gpu_errors_test} and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
 #   --text FILE  what the example learns (default build/data/text.txt, from tools/fetch_text.sh)
-#   --quick      conformance only
+#   --quick      conformance, and errors and bad input, only
 #   --staged     only what is served on copies in host memory
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -30,7 +30,7 @@ fi
 if [ ! -x "$build/bin/conformance" ] || [ ! -e "$build/plugins/libte_fl_cuda.so" ]; then
   echo "gpu_check.sh: $build has no bin/conformance and plugins/libte_fl_cuda.so; building"
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=ON &&
-    cmake --build "$build" --target conformance train_gpt nn_graphed_step_test te_fl_cuda || exit 1
+    cmake --build "$build" --target conformance train_gpt nn_graphed_step_test gpu_errors_test te_fl_cuda || exit 1
 fi
 mkdir -p "$out"
 plugin=$(realpath "$build/plugins/libte_fl_cuda.so")
@@ -75,15 +75,32 @@ else
     code=$?
     row "conformance $family" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-$family.log")"
   done
+
+  cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention)
+  "${cudnn[@]}" --json "$out/conformance-cudnn.json" >"$out/conformance-cudnn.log" 2>&1
+  code=$?
+  if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/conformance-cudnn.log"; then
+    row "conformance attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
+  else
+    row "conformance attention on cuDNN" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-cudnn.log")"
+  fi
 fi
 
-cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention)
-"${cudnn[@]}" --json "$out/conformance-cudnn.json" >"$out/conformance-cudnn.log" 2>&1
-code=$?
-if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/conformance-cudnn.log"; then
-  row "conformance attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
-else
-  row "conformance attention on cuDNN" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-cudnn.log")"
+# Bad input, out of memory, and devices that break; needs a GPU, so ctest does not run it.
+if [ $staged_only = 0 ]; then
+  if [ -x "$build/bin/gpu_errors_test" ]; then
+    TE_FL_PLUGIN_MODULES=$plugin "$build/bin/gpu_errors_test" >"$out/errors.log" 2>&1
+    code=$?
+    row "errors and bad input" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(grep -E '^\[  (PASSED|FAILED|SKIPPED) ' "$out/errors.log" |
+      head -n 2 | tr '\n' ' ')"
+  fi
+  # Every check on: pointers and streams before each op, a wait after it, a range around it.
+  failed=
+  for family in activation attention dropout gemm norm optimizer quantize rope softmax tensor; do
+    TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_NVTX=1 "${conformance[@]}" --reduced --family $family >"$out/validate-$family.log" 2>&1 ||
+      failed="$failed $family"
+  done
+  row "TE_FL_VALIDATE, _SYNC and _NVTX" "$([ -z "$failed" ] && echo passed || echo FAILED)" "${failed:-reduced table, every family}"
 fi
 
 if [ $quick = 0 ]; then
