@@ -1,5 +1,6 @@
 #include <array>
 
+#include "core/allocations.hpp"
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
 
@@ -133,6 +134,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   const core::QuantBytes bytes = core::quant_bytes(spec.dtype, spec.scaling, m, k);
   const Layout l = plan(spec, bytes, tensor_mode && scale == nullptr, has_amax && amax == nullptr);
 
+  const core::AllocationUse use(spec.dtype, shape);
   std::shared_ptr<void> codes;
   if (spec.rowwise) {
     TE_FL_ASSIGN_OR_RETURN(codes, core::shared_memory(device, bytes.codes));

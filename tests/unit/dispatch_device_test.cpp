@@ -131,8 +131,9 @@ class OnDevice : public ::testing::Test {
 };
 
 TEST_F(OnDevice, ImplementationsOfOtherDevicesAreRefused) {
+  host.desc.device_types = uint64_t{1} << TE_FL_DEVICE_OPENCL;
   add(host);
-  EXPECT_FAILS(call(), kUnsupported, "the tensors are on cuda:0, it serves cpu");
+  EXPECT_FAILS(call(), kUnsupported, "the tensors are on cuda:0, it serves opencl");
   add(native);
   ASSERT_OK(call());
   EXPECT_EQ(native.runs.load(), 1);
