@@ -10,6 +10,9 @@
 
 namespace te_fl {
 namespace core {
+
+constinit std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes{nullptr};
+
 namespace {
 
 constinit ForkMutex streams_mutex(25);
@@ -23,6 +26,7 @@ struct OwnedStream {
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;
   ~OwnedStream() {
+    if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
     DeviceEntry* entry = find_device(device);
     if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
     const te_fl_device_desc& d = *entry->desc;

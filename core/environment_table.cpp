@@ -28,6 +28,9 @@ constexpr VariableSpec kSpecs[] = {
      "vendor:NAME or impl:ID."},
     {"TE_FL_DETERMINISTIC", "", kBool, "0", "",
      "1: only implementations that give the same bits for the same inputs."},
+    {"TE_FL_MAX_STAGED_BYTES", "", kInt, "", "0 9223372036854775807",
+     "Most bytes that one call on a device's tensors may copy to and from the host for a host "
+     "implementation; 0: none; empty: no limit."},
     {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
      true},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",

@@ -44,13 +44,9 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
-  choice.call = {row.compiled->schema().name,
-                 signature.device,
-                 arch.ok() ? *arch : 0,
-                 signature.dtypes,
-                 signature.scalings,
-                 signature.version,
-                 capturing};
+  choice.call = {row.compiled->schema().name, signature.device, arch.ok(),
+                 arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
+                 signature.version,           capturing};
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);
   if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);
   return choice;
@@ -67,7 +63,7 @@ Result<const RouteEntry*> route_of(Call& call) {
   for (size_t i = 0; i < choice.decision.order.size(); ++i) {
     const policy::Verdict& v = choice.decision.order[i];
     if (v.refusal == policy::Refusal::kNone && choice.permits(i)) {
-      route->order.push_back(call.row.impls[v.option].get());
+      route->order.push_back({call.row.impls[v.option].get(), v.staged});
     }
   }
   RouteEntry& entry = call.thread.routes.victim(call.table.id, key);
@@ -76,10 +72,10 @@ Result<const RouteEntry*> route_of(Call& call) {
   entry.fast = nullptr;
   entry.counter = nullptr;
   if (!route->order.empty()) {
-    const Implementation& first = *route->order.front();
+    const Implementation& first = *route->order.front().impl;
     entry.counter = call.thread.counters.at(first.counter);
-    const bool plain = first.direct && call.row.saved == nullptr && !route->deterministic &&
-                       !call.capturing && entry.counter != nullptr;
+    const bool plain = first.direct && !route->order.front().staged && call.row.saved == nullptr &&
+                       !route->deterministic && !call.capturing && entry.counter != nullptr;
     entry.fast = plain ? &first : nullptr;
   }
   entry.route = std::move(route);

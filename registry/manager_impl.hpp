@@ -12,11 +12,23 @@
 #include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "registry/registry_impl.hpp"
+#include "registry/staging_pool.hpp"
 #include "registry/thread_record.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 
 namespace te_fl {
+namespace registry {
+
+// What an implementation has served.
+struct UsageCounts {
+  uint64_t calls = 0;
+  uint64_t staged_calls = 0;
+  uint64_t staged_bytes = 0;
+  uint64_t staged_nanoseconds = 0;
+};
+
+}  // namespace registry
 
 struct OpManager::Impl {
   explicit Impl(OpRegistry& r);
@@ -34,8 +46,9 @@ struct OpManager::Impl {
   OpRegistry& registry;
   OpRegistry::Impl& table_owner;
   registry::DeviceArenas arenas;
-  std::atomic<uint64_t> care_word{~uint64_t{0}};  // generation << 2 | Care
-  std::map<uint64_t, uint64_t> usage_base;  // by implementation number: counts at the last reset
+  registry::StagingPool staging;
+  std::atomic<uint64_t> care_word{~uint64_t{0}};         // generation << 2 | Care
+  std::map<uint64_t, registry::UsageCounts> usage_base;  // by implementation number, at the reset
 };
 
 // A handle's fixed part; the choice itself is cached per thread.
@@ -111,6 +124,11 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
                          core::ErrorText& errors);
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors);
+// A host implementation's answer for copies of the call's tensors: OK, or why it cannot serve them.
+te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deterministic,
+                        core::ErrorText& errors);
+te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
+                                    bool deterministic, size_t& bytes, core::ErrorText& errors);
 // The status of the exception in flight, which R5 forbids. Its words go to `errors`.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 

@@ -43,12 +43,12 @@ struct Anywhere {
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     if (Math::kOutputs == 1 || col + n <= cols) return part(0, row, col, n, v);
     if (col >= cols) return part(1, row, col - cols, n, v);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {  // across the middle, where cols is no multiple of 8
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {  // across the middle, where cols is no multiple of 8
       float one[kGroup];
-      if (i >= n) continue;
       part(col + i < cols ? 0 : 1, row, col + i < cols ? col + i : col + i - cols, 1, one);
-      v[i] = one[0];
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) v[j] = j == i ? one[0] : v[j];
     }
   }
 };
@@ -57,6 +57,8 @@ inline bool aligned(const void* p, int64_t bytes) noexcept {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }
 inline int64_t bytes_of(int dtype) noexcept { return dtype == TE_FL_F32 ? 4 : 2; }
+
+constexpr int64_t kFewCols = 16384;
 
 // Whether every source can be read 16 bytes at a time, all of one dtype.
 template <class Math>
@@ -153,11 +155,12 @@ void launch_plain(const te_fl_context& ctx, const Elementwise<Math>& op, const t
   check_launch("plain_kernel");
 }
 
-// Whether the tile kernels serve the call.
+// Whether the tile kernels serve the call. Of few rows most of a tile would lie outside.
 template <class Math>
 bool tiles(const Elementwise<Math>& op, const te_fl_tensor& out, const Quantised* q) {
   const backend::Matrix m = backend::as_matrix(out);
   const int64_t cols = m.cols / Math::kOutputs;
+  if (m.rows < 16 && cols > kFewCols) return false;
   if (!aligned_sources(op, cols)) return false;
   if (ceil_div(m.rows, kTileRows) * ceil_div(cols, kTileCols) > INT32_MAX) return false;
   if (q == nullptr) return aligned(backend::data<const void>(out), 16);

@@ -61,7 +61,12 @@ te_fl_op_desc descriptor(const char* op_name) {
 // Each appends the descriptors of one family; defined in <family>.cu or .cpp.
 void append_activation(std::vector<te_fl_op_desc>& ops);
 void append_quantize(std::vector<te_fl_op_desc>& ops);
+void append_quantize_lists(std::vector<te_fl_op_desc>& ops);
+void append_dequantize(std::vector<te_fl_op_desc>& ops);
+void append_scale_update(std::vector<te_fl_op_desc>& ops);
 void append_tensor(std::vector<te_fl_op_desc>& ops);
+void append_copies(std::vector<te_fl_op_desc>& ops);  // this and the next by append_tensor
+void append_fills(std::vector<te_fl_op_desc>& ops);
 void append_dropout(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);

@@ -276,7 +276,9 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   }
   Plan plan{};
   if (runs_library(p)) {
-    plan = ctx.plan != nullptr ? *static_cast<const Plan*>(ctx.plan) : make_plan(ctx, args, p);
+    // The host's key for plans does not tell a call in place from another, which describe() does.
+    const auto* kept = static_cast<const Plan*>(ctx.plan);
+    plan = kept != nullptr && kept->direct == p.direct ? *kept : make_plan(ctx, args, p);
   }
   p.bias_grad = plan.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {

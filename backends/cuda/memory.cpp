@@ -86,10 +86,14 @@ Memory::~Memory() {
 std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
   cudaGraph_t graph = nullptr;
   const unsigned long long id = capture_id(stream, &graph);
-  if (id == 0) return nullptr;
+  if (id == 0) {  // one that somebody else began has ended
+    for (const auto& ended : graphs_) ended->open = ended->open && ended->stream != stream;
+    return nullptr;
+  }
   auto& memory = captures_[id];
   if (memory != nullptr) return memory;
   auto made = std::make_shared<GraphMemory>();
+  made->stream = stream;
   // Owned by the graph, and by what is instantiated from it: lives as long as any of them. The
   // destructor may call nothing of CUDA.
   auto handle = std::make_unique<std::shared_ptr<GraphMemory>>(made);

@@ -47,8 +47,9 @@ class Memory {
   // Memory of one captured graph.
   struct GraphMemory {
     std::atomic<bool> gone{false};  // the graph and its executables have been destroyed
-    bool open = true;               // the capture goes on
-    size_t live = 0;                // blocks in use outside
+    bool open = true;               // the capture goes on, on this stream
+    cudaStream_t stream = nullptr;
+    size_t live = 0;                                                     // blocks in use outside
     std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> idle;  // for this capture
     std::vector<void*> all;                                              // allocated for it
     std::vector<std::pair<void*, Block>> kept;  // of others, freed in the capture

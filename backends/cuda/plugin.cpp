@@ -20,14 +20,15 @@ using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_quantize,    //
-    append_tensor,      //
-    append_dropout,     //
-    append_optimizer,   //
-    append_softmax,     //
-    append_gemm,        //
-    append_norm,        //
-    append_attention,   //
-    append_rope,        //
+    append_quantize_lists, append_dequantize, append_scale_update,
+    append_tensor,     //
+    append_dropout,    //
+    append_optimizer,  //
+    append_softmax,    //
+    append_gemm,       //
+    append_norm,       //
+    append_attention,  //
+    append_rope,       //
 };
 
 struct Instance {

@@ -9,13 +9,13 @@ namespace te_fl::cuda {
 struct DropoutStream {
   uint64_t seed, offset;
   const uint64_t* state;  // {seed, offset to add} in device memory, or null
-  uint64_t threshold;
+  uint32_t threshold;     // the argument's range keeps p so far below 1 that 32 bits hold it
 
   DropoutStream(const te_fl_rng& rng, float p)
       : seed(rng.seed),
         offset(rng.offset),
         state(rng.state),
-        threshold(numeric::dropout_threshold(p)) {}
+        threshold(static_cast<uint32_t>(numeric::dropout_threshold(p))) {}
   // Bit j: element first + j is kept; first is a multiple of 8.
   __device__ uint32_t keep_eight(int64_t first) const {
     const uint64_t key = state != nullptr ? state[0] : seed;

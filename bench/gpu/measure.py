@@ -17,10 +17,10 @@ def sets_for(bytes_per_call):
 class Graph:
     """`calls` of a rotating list of closures, captured once; falls back to plain launches where capture is refused."""
 
-    def __init__(self, closures, calls=MIN_CALLS, capture=True):
+    def __init__(self, closures, calls=MIN_CALLS, capture=True, stream=None):
         self.calls = -(-max(calls, len(closures)) // len(closures)) * len(closures)
         self.closures, self.graph = closures, None
-        self.stream = torch.cuda.Stream()
+        self.stream = stream or torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for closure in closures:

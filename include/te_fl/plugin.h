@@ -361,8 +361,9 @@ typedef struct te_fl_arg_desc {
   uint32_t scalings;     /* mask of te_fl_scaling; bit 0: unquantised allowed */
   const char* name;
   const char* shape;
-  const char*
-      inout_if; /* INOUT only if this bool argument is 1 or this F32 is not 0; NULL: always */
+  const char* inout_if;   /* INOUT: read only if this bool argument is 1 or this F32 is not 0; NULL:
+                             always. OUT: the op may leave it as it was if this optional tensor (a
+                             no-op flag) is given */
   const char* aliases;    /* names of inputs this output may share memory with, space separated */
   const char* same_as;    /* with SAME_DTYPE */
   const char* enum_names; /* space separated, values from 0 */

@@ -47,6 +47,10 @@ class Commands(unittest.TestCase):
         data = json.loads(self.ok("info", "--json"))
         self.assertEqual({p["name"]: p["state"] for p in data["plugins"]}["reference"], "active")
         self.assertEqual(data["devices"][0]["device"], "cpu")
+        self.assertEqual(data["staging"], {"strict": False, "max_bytes": None})
+        self.assertIn("copies, of any size", text)
+        self.assertIn("up to 4096 bytes a call", self.ok("info", TE_FL_MAX_STAGED_BYTES="4096"))
+        self.assertIn("Staging: forbidden", self.ok("info", TE_FL_MAX_STAGED_BYTES="0"))
 
     def test_ops(self):
         data = json.loads(self.ok("ops", "--json"))
@@ -131,6 +135,7 @@ class Commands(unittest.TestCase):
         self.fails(1, "TE_FL_PREFER", "env", TE_FL_PERFER="vendor")
         self.fails(1, "vendor", "env", TE_FL_PREFER="vedor")
         self.fails(1, "true", "env", TE_FL_STRICT="ture")
+        self.fails(1, "TE_FL_MAX_STAGED_BYTES=1G is not accepted", "env", TE_FL_MAX_STAGED_BYTES="1G")
         self.fails(1, "gelu", "env", TE_FL_PER_OP="gelo=reference")
         self.fails(1, "reference", "env", TE_FL_PER_OP="gelu=refrence")
         absent = run("explain", "gelu", "--dtype", "f32", TE_FL_ALLOW_VENDORS="absent")

@@ -460,10 +460,22 @@ void add_attention_cases(Table& table) {
         table, "attention", "fused_attn_bwd", variant_name(v), [v](Problem& p) { backward(p, v); },
         v.large);
   }
-  for (int dtype : {TE_FL_F32, TE_FL_BF16}) {
-    const Variant no_lse{.dtype = dtype, .no_lse = true};
-    add(table, "attention", "fused_attn_fwd", variant_name(no_lse),
-        [no_lse](Problem& p) { forward(p, no_lse); });
+  const Variant no_lse[] = {{.no_lse = true},
+                            {.dtype = TE_FL_BF16, .no_lse = true},
+                            {.dtype = TE_FL_BF16,
+                             .b = 1,
+                             .sq = 520,
+                             .sk = 520,
+                             .h = 2,
+                             .g = 1,
+                             .d = 128,
+                             .dv = 128,
+                             .no_lse = true,
+                             .large = true}};
+  for (const Variant& v : no_lse) {
+    add(
+        table, "attention", "fused_attn_fwd", variant_name(v), [v](Problem& p) { forward(p, v); },
+        v.large);
   }
   add_mistakes(table);
   for (int dtype : std::initializer_list<int>{TE_FL_F32, TE_FL_F16, TE_FL_BF16, kE4})

@@ -393,6 +393,74 @@ TEST(GraphedStepOps, AnOpThatIsNotGraphSafeIsRefusedByName) {
   ASSERT_OK(devices::remove(recorder.device()));
 }
 
+// On a real device, named by GRAPHED_STEP_DEVICE with its plugin in TE_FL_PLUGIN_MODULES;
+// tools/gpu_check.sh runs these.
+class GraphedStepsOnADevice : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const char* name = std::getenv("GRAPHED_STEP_DEVICE");
+    if (name == nullptr) GTEST_SKIP() << "GRAPHED_STEP_DEVICE is not set";
+    OpManager::instance();
+    device = take(parse_device(name));
+  }
+  Device device;
+};
+
+TEST_F(GraphedStepsOnADevice, GiveTheBitsOfEagerSteps) {
+  for (const std::optional<Recipe>& recipe :
+       {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
+        std::optional<Recipe>(Float8CurrentScaling{}),
+        std::optional<Recipe>(Float8BlockScaling{})}) {
+    for (bool sgd : {false, true}) {
+      Plan plan{.recipe = recipe, .sgd = sgd};
+      const Outcome eager = train(device, plan);
+      plan.graphed = true;
+      const Outcome graphed = train(device, plan);
+      EXPECT_EQ(eager.losses, graphed.losses);
+      EXPECT_EQ(eager.parameters, graphed.parameters);
+      EXPECT_EQ(eager.random, graphed.random);
+    }
+  }
+}
+
+TEST_F(GraphedStepsOnADevice, MemoryOfGraphsComesBack) {
+  uint64_t least = 0;
+  for (int i = 0; i < 12; ++i) {
+    (void)train(device, {.graphed = true, .steps = 5});
+    ASSERT_OK(devices::synchronize(device));
+    const uint64_t free = take(devices::properties(device)).free_memory;
+    if (i == 3) least = free;
+    EXPECT_GE(free + (uint64_t{8} << 20), least) << i;
+  }
+}
+
+TEST_F(GraphedStepsOnADevice, MemoryOfAGraphIsNobodyElses) {
+  Small small(device);
+  auto graphed = take(GraphedStep::create(device, [&] { return small.step(); },
+                                          {.inputs = {small.x}, .optimizer = small.adam.get()}));
+  const Tensor x = tensor({2, 4}, random_values(8, 1));
+  small.adam->set_lr(0);  // every step gives the same output
+  Tensor y;
+  Values expected;
+  for (int i = 0; i < 6; ++i) {
+    y = take(graphed->run({{x}}))[0];
+    if (i == 2) expected = values_of(take(y.to(Device())));
+    // Whoever gets memory now writes all over it.
+    for (int64_t n = 1; n < 4096; n *= 2) {
+      const Tensor other = take(Tensor::empty({n}, DType::kU8, device));
+      check(devices::fill(device, other.raw_data(), 0xFF, static_cast<size_t>(n)));
+      const StreamScope scope(graphed->stream());
+      const Tensor same_stream = take(Tensor::empty({n}, DType::kU8, device));
+      check(devices::fill(device, same_stream.raw_data(), 0xFF, static_cast<size_t>(n),
+                          graphed->stream()));
+    }
+    if (i < 2) continue;
+    EXPECT_EQ(values_of(take(y.to(Device()))), expected) << i;
+  }
+  graphed.reset();
+  EXPECT_EQ(values_of(take(y.to(Device()))), expected) << "after the graph";
+}
+
 TEST(CapturableOptimizer, GivesTheBitsOfTheOtherOnTheHost) {
   for (bool sgd : {false, true}) {
     for (float clip : {0.0f, 0.1f, 1e9f}) {

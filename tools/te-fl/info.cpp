@@ -63,12 +63,29 @@ json plugin_json(const te_fl::plugins::PluginInfo& p) {
           {"ops", p.ops}};
 }
 
+// Host implementations for tensors of other devices, as the policy has it.
+json staging_json(const te_fl::PolicySettings& s) {
+  json out = {{"strict", s.strict}, {"max_bytes", nullptr}};
+  if (s.max_staged_bytes) out["max_bytes"] = *s.max_staged_bytes;
+  return out;
+}
+
+std::string staging_text(const te_fl::PolicySettings& s) {
+  if (s.max_staged_bytes == 0u) return "forbidden (TE_FL_MAX_STAGED_BYTES=0)";
+  std::string text = "host implementations serve tensors of other devices on copies, ";
+  text += s.max_staged_bytes ? "up to " + std::to_string(*s.max_staged_bytes) +
+                                   " bytes a call (TE_FL_MAX_STAGED_BYTES)"
+                             : "of any size";
+  return text + (s.strict ? ", where the policy names them (TE_FL_STRICT)" : "");
+}
+
 }  // namespace
 
 int info(bool as_json) {
   te_fl::OpManager::instance();  // registers built-ins, discovers plugins
   const auto plugins = te_fl::plugins::list();
   const auto devices = te_fl::devices::list();
+  const auto policy = te_fl::current_policy();
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   if (as_json) {
     json out = {{"version", TE_FL_VERSION},
@@ -89,6 +106,7 @@ int info(bool as_json) {
       out["devices"].push_back(d);
     }
     for (const auto& p : plugins) out["plugins"].push_back(plugin_json(p));
+    if (policy.ok()) out["staging"] = staging_json(policy->settings());
     std::printf("%s\n", out.dump(2).c_str());
     return kSuccess;
   }
@@ -104,6 +122,7 @@ int info(bool as_json) {
     }
   }
   device_table.print();
+  if (policy.ok()) std::printf("Staging: %s\n", staging_text(policy->settings()).c_str());
   std::printf("\nPlugins\n");
   Table plugin_table({"plugin", "vendor", "version", "abi", "state", "ops", "start", "from"});
   for (const auto& p : plugins) {

@@ -142,7 +142,8 @@ typedef struct te_fl_multi_tensor_sgd_args {
   /* momentum buffers; untouched when momentum is 0. inout; F32; shape [...] */
   const te_fl_tensor* const* momentums TE_FL_INIT(NULL);
   int64_t momentums_count TE_FL_INIT(0);
-  /* low-precision copies written from params. out, optional; F32|F16|BF16; shape [...] */
+  /* low-precision copies written from params. out (may be left as it was by noop_flag), optional;
+  F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* param_copies TE_FL_INIT(NULL);
   int64_t param_copies_count TE_FL_INIT(0);
   /* not 0: everything is left untouched. in, optional; I32; shape [1] */

@@ -1,14 +1,14 @@
-// fused_attn_fwd and fused_attn_bwd on cuDNN: which calls it takes, their plans, and the small
-// kernels around the library's: true lengths and starts from cu_seqlens, and rows that see no key.
+// fused_attn_fwd and fused_attn_bwd on cuDNN: plans of signatures, and calls with them.
 #include <atomic>
 #include <memory>
 
 #include "cudnn_attention.hpp"
+#include "cudnn_lengths.hpp"
 #include "cudnn_numbers.hpp"
-#include "element.cuh"
+#include "cudnn_rules.hpp"
 #include "families.hpp"
-#include "overlap.hpp"
 #include "te_fl/attention/problem.hpp"
+#include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -17,228 +17,7 @@ using backend::AttentionProblem;
 using backend::HeadsView;
 namespace id = attention_id;
 
-// ---- what cuDNN takes; metadata only
-
-constexpr int64_t kMostHeadDim = 256;
-
-constexpr const char* kHalfOnly = "cuDNN's attention takes F16 and BF16";
-
-bool half(const te_fl_tensor& t) {
-  const int dtype = dtype_of(t);
-  return dtype == TE_FL_F16 || dtype == TE_FL_BF16;
-}
-// Vector loads of 16 bytes: whole elements of 2 bytes, 8 at a time.
-Refusal refuse_layout(const te_fl_tensor& t) {
-  const int last = t.dl.ndim - 1;
-  if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
-    return "the elements of a head are not contiguous";
-  }
-  for (int i = 0; i < last; ++i) {
-    const int64_t stride = backend::stride(t, i);
-    if (t.dl.shape[i] > 1 && (stride <= 0 || stride % 8 != 0)) {
-      return "a stride is not a positive multiple of 8 elements";
-    }
-  }
-  if (reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 != 0) {
-    return "a tensor is not aligned to 16 bytes";
-  }
-  return nullptr;
-}
-
-bool causal(int32_t mask_type) { return backend::mask_rule(mask_type, -1, -1).causal; }
-
-template <class Args>
-bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) {
-  const int rank = a.layout == TE_FL_LAYOUT_THD ? 3 : 4;
-  for (const te_fl_tensor* t : heads) {
-    if (t->dl.ndim != rank) return false;
-  }
-  return true;
-}
-
-// What forward, backward and the enquiry have in common.
-template <class Args>
-Refusal refuse_problem(const Args& a) {
-  if (!half(*a.q)) return kHalfOnly;
-  if (a.dropout_p > 0)
-    return "cuDNN's dropout does not draw the contract's random words (Philox 4x32-10 by element)";
-  if (a.softmax_type != TE_FL_SOFTMAX_TYPE_VANILLA) return "a softmax with a sink";
-  if (a.mask_type == TE_FL_MASK_TYPE_ARBITRARY) return "cuDNN takes no mask tensor";
-  const int last = a.layout == TE_FL_LAYOUT_THD ? 2 : 3;
-  const te_fl_tensor* const operands[] = {a.q, a.k, a.v};
-  for (const te_fl_tensor* t : operands) {
-    const int64_t dim = t->dl.shape[last];
-    if (dim > kMostHeadDim) return "a head has more than 256 elements";
-    if (dim % 8 != 0) return "a head's size is not a multiple of 8";
-  }
-  for (const te_fl_tensor* t : operands) {
-    if (backend::numel(*t) == 0) return "an empty tensor";
-    if (const Refusal why = refuse_layout(*t)) return why;
-  }
-  if (a.layout != TE_FL_LAYOUT_THD) {
-    const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
-    const int64_t seqlen_q = a.q->dl.shape[seq], seqlen_kv = a.k->dl.shape[seq];
-    if (!backend::mask_rule(a.mask_type, -1, -1).padding && seqlen_q > seqlen_kv) {
-      if (a.mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT) {
-        return "a bottom-right mask with more queries than keys";
-      }
-      if (a.window_left >= 0) return "a window to the left with more queries than keys";
-    }
-  }
-  if (cudnn() == nullptr) return cudnn_missing();
-  if (cudnn()->number == 91400 && a.window_left >= 0 && !causal(a.mask_type)) {
-    const int seq = a.layout == TE_FL_LAYOUT_BSHD ? 1 : 0;  // thd: all tokens, no fewer
-    if (a.k->dl.shape[seq] > 1024) {
-      return "cuDNN 9.14.0 masks long windows wrongly: install 9.14.1 or newer";
-    }
-  }
-  return nullptr;
-}
-
-// What a call says beyond that.
-template <class Args>
-Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
-  if (!half(*a.q)) return kHalfOnly;
-  if (a.bias != nullptr) return "a bias";
-  if (a.alibi_slopes != nullptr) return "ALiBi slopes";
-  if (!(a.scale > 0)) return "a scale that is not positive";
-  if (!dense(a.softmax_lse)) return "softmax_lse is not contiguous";
-  if (a.layout == TE_FL_LAYOUT_THD && (a.max_seqlen_q == 0 || a.max_seqlen_kv == 0)) {
-    return "layout thd without max_seqlen_q and max_seqlen_kv";
-  }
-  for (const te_fl_tensor* t : others) {
-    if (dtype_of(*t) != dtype_of(*a.q)) return "tensors of another dtype than q";
-    if (const Refusal why = refuse_layout(*t)) return why;
-  }
-  return refuse_problem(a);
-}
-Refusal refuse_forward(const te_fl_fused_attn_fwd_args& a) {
-  if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;  // the shape's error is the answer
-  for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
-    if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;
-  }
-  return refuse_call(a, {a.o});
-}
-Refusal refuse_backward(const te_fl_fused_attn_bwd_args& a) {
-  if (!ranks_fit(a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv})) return nullptr;
-  if (a.saved != nullptr && a.saved->opaque != 0) {
-    return "saved is an opaque record, which only the implementation that made it can read";
-  }
-  if (a.layout != TE_FL_LAYOUT_THD) {
-    const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
-    if (a.q->dl.shape[seq] == 1 && a.k->dl.shape[seq] == 1) return "one query and one key";
-  }
-  return refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv});
-}
-Refusal refuse_enquiry(const te_fl_get_fused_attn_backend_args& a) {
-  if (!ranks_fit(a, {a.q, a.k, a.v})) return nullptr;
-  return refuse_problem(a);
-}
-
-// ---- the kernels around the library's
-
-constexpr int kMostTensors = 9;  // that may be ragged
-
-struct SideLengths {
-  const int32_t* cu = nullptr;
-  const int32_t* padded = nullptr;
-  int64_t stride = 0, padded_stride = 0;
-  int64_t tokens = 0;  // thd: in all; else of a sequence
-  int64_t most = 0;    // the extent that the plan was made for
-};
-struct Spans {
-  SideLengths q, kv;
-  int64_t batch;
-  bool ragged;
-
-  // Lengths that do not fit the tensors never lead outside them.
-  __device__ void side(const SideLengths& s, int64_t b, int64_t& begin, int64_t& len) const {
-    begin = 0;
-    len = s.most;
-    if (s.cu == nullptr) return;
-    const int64_t first = s.cu[b * s.stride];
-    len = b < batch ? s.cu[(b + 1) * s.stride] - first : 0;
-    if (ragged) begin = s.padded != nullptr ? s.padded[b * s.padded_stride] : first;
-    if (begin < 0 || begin > s.tokens) begin = s.tokens;
-    if (len > s.tokens - begin) len = s.tokens - begin;
-    if (len > s.most) len = s.most;
-    if (len < 0) len = 0;
-  }
-};
-
-struct RaggedTensor {
-  int64_t* offsets;
-  int64_t stride;  // of a token
-  bool query;
-};
-struct LengthsJob {
-  Spans spans;
-  int32_t* q;
-  int32_t* kv;
-  RaggedTensor tensors[kMostTensors];
-  int count;
-};
-__global__ void lengths_kernel(LengthsJob job) {
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t b = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; b <= job.spans.batch;
-       b += step) {
-    int64_t q_begin, q_len, kv_begin, kv_len;
-    job.spans.side(job.spans.q, b, q_begin, q_len);
-    job.spans.side(job.spans.kv, b, kv_begin, kv_len);
-    if (b < job.spans.batch) {
-      job.q[b] = static_cast<int32_t>(q_len);
-      job.kv[b] = static_cast<int32_t>(kv_len);
-    }
-    for (int i = 0; i < job.count; ++i) {
-      const RaggedTensor& t = job.tensors[i];
-      t.offsets[b] = (t.query ? q_begin : kv_begin) * t.stride;
-    }
-  }
-}
-
-// Rows of a tensor of 2-byte elements.
-struct Rows {
-  uint16_t* data;
-  int64_t batch, head, seq;  // strides
-  int64_t heads, seqlen, dim;
-};
-// Zeros in rows that the masks leave without a partner: queries that see no key, keys that are not
-// there or whose sequence has no query. `lse`, if any, gets -inf there.
-struct ClearJob {
-  Spans spans;
-  backend::MaskRule mask;
-  Rows rows;
-  bool query;
-  float* lse;
-};
-__global__ void clear_kernel(ClearJob job) {
-  const Rows& r = job.rows;
-  const int64_t n = job.spans.batch * r.heads * r.seqlen, step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < n; at += step) {
-    const int64_t i = at % r.seqlen, h = at / r.seqlen % r.heads, b = at / r.seqlen / r.heads;
-    int64_t q_begin, q_len, kv_begin, kv_len;
-    job.spans.side(job.spans.q, b, q_begin, q_len);
-    job.spans.side(job.spans.kv, b, kv_begin, kv_len);
-    // thd has no room of its own for what is beyond a sequence.
-    if (job.spans.ragged && i >= (job.query ? q_len : kv_len)) continue;
-    if (job.query ? !job.mask.keys(i, q_len, kv_len).empty() : i < kv_len && q_len > 0) continue;
-    const int64_t row = (job.query ? q_begin : kv_begin) + i;
-    uint16_t* out = r.data + b * r.batch + h * r.head + row * r.seq;
-    for (int64_t d = 0; d < r.dim; ++d) out[d] = 0;
-    if (job.lse != nullptr) job.lse[job.spans.ragged ? row * r.heads + h : at] = -INFINITY;
-  }
-}
-
-// The statistics as the backward reads them: a row without keys has +inf, so that its
-// probabilities are exp(-inf) whichever way they are masked.
-__global__ void stats_kernel(const float* in, float* out, int64_t n) {
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += step) {
-    out[i] = in[i] == -INFINITY ? INFINITY : in[i];
-  }
-}
-
-// ---- plans
+constexpr size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 struct Plan {
   std::string refusal;  // not empty: cuDNN has no plan for this signature, and why
@@ -257,10 +36,10 @@ int ragged_tensors(const Plan& p, bool backward) {
 }
 void lay_out(Plan& p, bool backward) {
   const CudnnAttention& s = p.shape;
-  p.bytes = static_cast<size_t>(round_up(static_cast<int64_t>(p.plan.workspace()), 256));
+  p.bytes = aligned(p.plan.workspace());
   const auto take = [&](int64_t bytes) {
     const size_t at = p.bytes;
-    p.bytes += static_cast<size_t>(round_up(bytes, 256));
+    p.bytes += aligned(static_cast<size_t>(bytes));
     return at;
   };
   const int64_t rows = s.batch * s.heads * s.seqlen_q;
@@ -301,7 +80,7 @@ void describe(const Args& a, bool backward, Plan& out) {
   s.seqlen_kv = p.seqlen_kv;
   s.dim = p.head_dim;
   s.dim_v = p.head_dim_v;
-  s.dtype = dtype_of(*a.q) == TE_FL_F16 ? cudnn_data::kF16 : cudnn_data::kBF16;
+  s.dtype = dtype_index(a.q->dl.dtype) == TE_FL_F16 ? cudnn_data::kF16 : cudnn_data::kBF16;
   s.mask = p.mask;
   s.scale = p.scale;
   s.ragged = p.thd;
@@ -369,13 +148,14 @@ te_fl_status workspace(void*, const te_fl_context* ctx, const void*, size_t* byt
   return backend::guard(ctx->errors, [&] { *bytes = plan_of(*ctx).bytes; });
 }
 
-// ---- runs
-
 class Call {
  public:
   template <class Args>
   Call(CudnnState& state, const te_fl_context& ctx, const Args& a)
-      : state_(state), ctx_(ctx), plan_(plan_of(ctx)), stream_(stream_of(ctx)) {
+      : state_(state),
+        ctx_(ctx),
+        plan_(plan_of(ctx)),
+        stream_(static_cast<cudaStream_t>(ctx.stream)) {
     if (ctx.workspace_bytes < plan_.bytes) {
       backend::invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
                        " bytes, cuDNN's attention needs " + std::to_string(plan_.bytes));
@@ -425,31 +205,26 @@ class Call {
       job_.kv = job_.q + shape().batch;
       bind(id::kLengthsQ, job_.q);
       bind(id::kLengthsKv, job_.kv);
-      lengths_kernel<<<blocks_for(shape().batch + 1), kThreads, 0, stream_>>>(job_);
-      check_launch("lengths_kernel");
+      write_lengths(stream_, job_);
     }
     plan_.plan.run(state_, ctx_.device.index, stream_, {bindings_, count_}, ctx_.workspace);
   }
 
   void clear(const te_fl_tensor& t, const Extents& strides, int64_t heads, int64_t dim, bool query,
              float* lse) const {
-    const Rows rows{backend::data<uint16_t>(t),
-                    shape().ragged ? 0 : strides[0],
-                    strides[1],
-                    strides[2],
-                    heads,
-                    query ? shape().seqlen_q : shape().seqlen_kv,
-                    dim};
-    const int64_t n = shape().batch * rows.heads * rows.seqlen;
-    clear_kernel<<<blocks_for(n), kThreads, 0, stream_>>>(
-        {job_.spans, shape().mask, rows, query, lse});
-    check_launch("clear_kernel");
+    const HeadRows rows{backend::data<uint16_t>(t),
+                        shape().ragged ? 0 : strides[0],
+                        strides[1],
+                        strides[2],
+                        heads,
+                        query ? shape().seqlen_q : shape().seqlen_kv,
+                        dim};
+    clear_rows(stream_, {job_.spans, shape().mask, rows, query, lse});
   }
 
   float* stats_copy(const float* lse, int64_t n) const {
     auto* out = static_cast<float*>(scratch(plan_.stats));
-    stats_kernel<<<blocks_for(n), kThreads, 0, stream_>>>(lse, out, n);
-    check_launch("stats_kernel");
+    copy_stats(stream_, lse, out, n);
     return out;
   }
   void bind_scratch() {
@@ -554,9 +329,11 @@ void append_attention_cudnn(std::vector<te_fl_op_desc>& ops, CudnnState& state) 
   using Forward = te_fl_fused_attn_fwd_args;
   using Backward = te_fl_fused_attn_bwd_args;
   using Enquiry = te_fl_get_fused_attn_backend_args;
-  ops.push_back(describe_planned<Forward, forward, refuse_forward>("fused_attn_fwd", state));
-  ops.push_back(describe_planned<Backward, backward, refuse_backward>("fused_attn_bwd", state));
-  ops.push_back(describe_op<Enquiry, enquire, refuse_enquiry>("get_fused_attn_backend", state));
+  ops.push_back(describe_planned<Forward, forward, refuse_cudnn_forward>("fused_attn_fwd", state));
+  ops.push_back(
+      describe_planned<Backward, backward, refuse_cudnn_backward>("fused_attn_bwd", state));
+  ops.push_back(
+      describe_op<Enquiry, enquire, refuse_cudnn_enquiry>("get_fused_attn_backend", state));
 }
 
 }  // namespace te_fl::cuda
