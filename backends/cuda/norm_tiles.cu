@@ -2,6 +2,7 @@
 // some whole rows in its registers, merges the statistics of their parts through distributed shared
 // memory, and writes codes row-wise and, turned in shared memory, column-wise.
 #include <cooperative_groups.h>
+#include <math_constants.h>
 
 #include "norm.cuh"
 
@@ -39,7 +40,7 @@ __device__ inline float sum_rows(const float (&v)[kWarpRows]) {
   b += __shfl_xor_sync(0xFFFFFFFFu, upper ? v[1] : v[3], 16);
   float sum = odd ? b : a;
   sum += __shfl_xor_sync(0xFFFFFFFFu, odd ? a : b, 8);
-  return lanes_sum(sum, 8);
+  return lanes_sum<8>(sum);
 }
 __device__ inline float of_row(float v, int row) { return __shfl_sync(0xFFFFFFFFu, v, row * 8); }
 
@@ -163,8 +164,10 @@ __global__ void __launch_bounds__(kTileThreads,
     m.sum = fmaf(m.n, d, m.sum) + fmaf(p.w, e, p.y);
     m.centre = c, m.n = n;
   }
-  const RowStatistics s = merge(m, 8, static_cast<float>(a.cols), a.epsilon, a.centred);
-  if (lane % 8 == 0) statistics[my_row] = make_float4(s.high, s.rest, s.rsigma, 0.0f);
+  const RowStatistics s = merge<8>(m, 1.0f / static_cast<float>(a.cols), a.epsilon, a.centred);
+  // A row past the last one becomes NaN, which does not enter the amax.
+  const float shift = row0 + my_row < a.q.m ? -s.rest * s.rsigma : CUDART_NAN_F;
+  if (lane % 8 == 0) statistics[my_row] = make_float4(s.high, s.rsigma, shift, 0.0f);
   if (rank == 0 && lane % 8 == 0 && row0 + my_row < a.q.m) {
     if (a.centred) a.mu[row0 + my_row] = s.high + s.rest;
     a.rsigma[row0 + my_row] = s.rsigma;
@@ -189,8 +192,8 @@ __global__ void __launch_bounds__(kTileThreads,
           unpack(x[r][g], half, v);
 #pragma unroll
           for (int i = 0; i < kHalf; ++i) {
-            v[i] = fmaf(((v[i] - of.x) - of.y) * of.z, weight[i], bias[i]);
-            if (first + r < a.q.m) most = amax_of(most, v[i]);
+            v[i] = fmaf(fmaf(v[i] - of.x, of.y, of.z), weight[i], bias[i]);
+            most = fmaxf(most, fabsf(v[i]));
             v[i] *= scale;
           }
           codes[r][half] = encode(v, a.e5m2);
@@ -283,8 +286,8 @@ bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantis
   const int dtype = dtype_of(*f.x);
   if (out.m == 0 || out.k == 0 || out.k % kGroup != 0 || out.k > kFusedCols || dtype == TE_FL_F32 ||
       out.columns == nullptr || out.m % 16 != 0 || !aligned(out.columns, 16) ||
-      !aligned(out.rows, 8) || !vectors_of(dtype, f.x, f.residual, f.sum) ||
-      out.m > (int64_t{1} << 30) || compute_capability(ctx.device.index) < 90) {
+      !aligned(out.rows, 8) || !vectors_of(dtype, f.x, f.residual, f.sum) || out.m > kFusedRows ||
+      compute_capability(ctx.device.index) < 90) {
     return false;
   }
   TilesArgs a{};
