@@ -67,7 +67,11 @@ template <class T>
 __device__ inline void store_raw(T* p, const Raw<T>& raw) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+#ifdef NORM_STCS
+    __stcs(reinterpret_cast<uint4*>(p) + i, raw.part[i]);
+#else
     reinterpret_cast<uint4*>(p)[i] = raw.part[i];
+#endif
   }
 }
 // Copies from global to shared memory that go on while a thread works: it waits for its own, and
@@ -84,9 +88,17 @@ struct Staged {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
       const auto to = static_cast<unsigned>(__cvta_generic_to_shared(at(stage, piece + i)));
+#ifdef NORM_EVICT
+      uint64_t policy;
+      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
+                   "l"(reinterpret_cast<const uint4*>(from) + i), "l"(policy)
+                   : "memory");
+#else
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
                    "l"(reinterpret_cast<const uint4*>(from) + i)
                    : "memory");
+#endif
     }
   }
   template <class T>

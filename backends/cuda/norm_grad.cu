@@ -5,8 +5,10 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kGradThreads = 512, kGradWarps = kGradThreads / 32;
-constexpr int kMostGradBlocks = 2;         // of a multiprocessor
+#ifndef NORM_GRAD_THREADS
+#define NORM_GRAD_THREADS 1024
+#endif
+constexpr int64_t kGradCols = 512 * kGroup;  // of a thread's group each
 constexpr size_t kMostShared = 200 << 10;  // dynamic, of a block
 
 struct GradArgs {
@@ -23,13 +25,14 @@ struct GradArgs {
 
 // As in norm_rows.cu a row lies across `warps` warps and a block holds several rows. kKept: n and d
 // of a row fit the registers; else they are computed twice.
-template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kBlocks>
-__global__ void __launch_bounds__(kGradThreads, kBlocks) norm_grad_kernel(GradArgs a) {
+template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) norm_grad_kernel(GradArgs a) {
+  constexpr int kWarps = kThreads / 32;
   extern __shared__ float4 dynamic[];
-  __shared__ float parts[2][2][kGradWarps];  // sums of d and of d n
+  __shared__ float parts[2][2][kWarps];  // sums of d and of d n
   float* const shared = reinterpret_cast<float*>(dynamic);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int slots = kGradWarps / a.warps, slot = warp / a.warps, part = warp % a.warps;
+  const int slots = kWarps / a.warps, slot = warp / a.warps, part = warp % a.warps;
   const int groups = a.cols / kGroup;
   const int step = static_cast<int>(gridDim.x) * slots;
   int row = static_cast<int>(blockIdx.x) * slots + slot;
@@ -141,6 +144,9 @@ __global__ void __launch_bounds__(kGradThreads, kBlocks) norm_grad_kernel(GradAr
     fetch(stage, row + kStages * step);
   }
 
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();  // the sums' blocks may take their places
+#endif
   // The sums of the block's slots, one after the other, and then to memory.
   float* const to = slots > 1 ? shared : a.partials + blockIdx.x * int64_t{kLayer ? 2 : 1} * a.cols;
   for (int turn = 0; turn < slots; ++turn) {
@@ -166,7 +172,7 @@ __global__ void __launch_bounds__(kGradThreads, kBlocks) norm_grad_kernel(GradAr
   if (slots == 1) return;
   __syncthreads();
   const int count = (kLayer ? 2 : 1) * a.cols;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kGradThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
     a.partials[blockIdx.x * int64_t{count} + i] = shared[i];
   }
 }
@@ -179,6 +185,9 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   __shared__ float sums[kSumRows][kSumCols];
   const int col = static_cast<int>(blockIdx.x * kSumCols + threadIdx.x);
   float sum = 0.0f;
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
   if (col < cols) {
     const float* from = partials + blockIdx.y * int64_t{cols} + col;
 #pragma unroll 4
@@ -202,28 +211,30 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, of x in a thread
   constexpr bool kKept = kGroups <= 2;
   constexpr int kStages = kWords <= 6 ? 2 : 1;
-  constexpr int kBlocks = kGroups == 1 && sizeof(T) == 2 ? kMostGradBlocks : 1;
-  const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kKept, kStages, kBlocks>;
+  constexpr int kThreads = kWords <= 2 ? NORM_GRAD_THREADS : 512, kWarps = kThreads / 32;
+  constexpr int kBlocks = kWords <= 2 ? 1024 / kThreads : 1;
+  const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kKept, kStages, kThreads, kBlocks>;
   const int needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
   while (a.warps < needed) a.warps *= 2;
-  const int slots = kGradWarps / a.warps;
+  if (kWarps == 32 && a.warps == 2) a.warps = 4;  // there are 15 barriers for slots
+  const int slots = kWarps / a.warps;
   const int blocks = static_cast<int>(std::min<int64_t>(
       ceil_div(a.rows, slots), int64_t{kBlocks} * multiprocessors(ctx.device.index)));
   // gamma, and with several slots the sums in its place; then rows on their way
   a.staged = a.cols * (slots > 1 && kLayer ? 2 : 1);
   const size_t shared = sizeof(float) * a.staged +
-                        size_t{kGradThreads} * 8 * kWords * kStages * (a.add != nullptr ? 3 : 2);
+                        size_t{kThreads} * 8 * kWords * kStages * (a.add != nullptr ? 3 : 2);
   static const cudaError_t allowed = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostShared));
   check(allowed, "cudaFuncSetAttribute");
-  kernel<<<static_cast<unsigned>(blocks), kGradThreads, shared, stream_of(ctx)>>>(a);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream_of(ctx)>>>(a);
   check_launch("norm_grad_kernel");
   return blocks;
 }
 template <class T, bool kLayer>
 int launch_for(const te_fl_context& ctx, const GradArgs& a) {
-  const int64_t groups = ceil_div(a.cols, kGradThreads * kGroup);
+  const int64_t groups = ceil_div(a.cols, kGradCols);
   if (groups == 1) return launch<T, 1, kLayer>(ctx, a);
   if constexpr (sizeof(T) == 2) {
     if (groups == 3) return launch<T, 3, kLayer>(ctx, a);
@@ -239,14 +250,14 @@ int launch_type(const te_fl_context& ctx, const GradArgs& a) {
 }  // namespace
 
 size_t backward_bytes(const te_fl_context& ctx, int64_t cols) {
-  return sizeof(float) * 2 * kMostGradBlocks *
+  return sizeof(float) * 2 * (1024 / NORM_GRAD_THREADS) *
          static_cast<size_t>(cols * multiprocessors(ctx.device.index));
 }
 
 bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
   const backend::Matrix m = backend::as_matrix(*b.x);
   const int dtype = dtype_of(*b.x);
-  const int64_t most = dtype == TE_FL_F32 ? 2 * kGradThreads * kGroup : kFusedCols;
+  const int64_t most = dtype == TE_FL_F32 ? 2 * kGradCols : kFusedCols;
   if (m.rows == 0 || m.rows > kFusedRows || m.cols == 0 || m.cols % kGroup != 0 || m.cols > most ||
       !vectors_of(dtype, b.x, b.dz, b.add, b.dx)) {
     return false;
@@ -267,11 +278,19 @@ bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* parti
   const int parts = dtype == TE_FL_BF16  ? launch_type<bf16>(ctx, a)
                     : dtype == TE_FL_F16 ? launch_type<fp16>(ctx, a)
                                          : launch_type<float>(ctx, a);
-  const dim3 grid(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
-  norm_grad_sums_kernel<<<grid, dim3(kSumCols, kSumRows), 0, stream_of(ctx)>>>(
-      partials, parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
-      b.dbeta != nullptr ? Target(*b.dbeta) : Target());
-  check_launch("norm_grad_sums_kernel");
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
+  config.blockDim = dim3(kSumCols, kSumRows);
+  config.stream = stream_of(ctx);
+  config.attrs = &early;
+  config.numAttrs = compute_capability(ctx.device.index) >= 90 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, norm_grad_sums_kernel, static_cast<const float*>(partials), parts,
+                           m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
+                           b.dbeta != nullptr ? Target(*b.dbeta) : Target()),
+        "norm_grad_sums_kernel");
   return true;
 }
 

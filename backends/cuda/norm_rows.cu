@@ -4,6 +4,9 @@
 namespace te_fl::cuda {
 namespace {
 
+#ifndef NORM_ROW_STAGES
+#define NORM_ROW_STAGES 2
+#endif
 constexpr int kRowThreads = 512, kRowWarps = kRowThreads / 32;
 constexpr size_t kMostShared = 200 << 10;  // dynamic, of a block
 
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
 template <class T, bool kCodes, int kGroups, bool kResidual>
 void launch(const te_fl_context& ctx, RowsArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, that a thread has
-  constexpr int kStages = kWords <= 4 ? 2 : 1;
+  constexpr int kStages = kWords <= 4 ? NORM_ROW_STAGES : 1;
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;
   const auto kernel = norm_rows_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;
   static const cudaError_t allowed = cudaFuncSetAttribute(
