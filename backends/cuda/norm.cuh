@@ -67,11 +67,7 @@ template <class T>
 __device__ inline void store_raw(T* p, const Raw<T>& raw) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
-#ifdef NORM_STCS
-    __stcs(reinterpret_cast<uint4*>(p) + i, raw.part[i]);
-#else
     reinterpret_cast<uint4*>(p)[i] = raw.part[i];
-#endif
   }
 }
 // Copies from global to shared memory that go on while a thread works: it waits for its own, and
@@ -83,22 +79,27 @@ struct Staged {
   __device__ uint4* at(int stage, int piece) const {
     return mine + (stage * pieces + piece) * static_cast<int>(blockDim.x);
   }
-  template <class T>
+  // The policy of L2 that gives up such lines first.
+  static __device__ uint64_t first_out() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+  }
+  // kOnce: what is read will not be wanted soon, and L2 rather keeps what is written.
+  template <bool kOnce, class T>
   __device__ void copy(int stage, int piece, const T* from) const {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
       const auto to = static_cast<unsigned>(__cvta_generic_to_shared(at(stage, piece + i)));
-#ifdef NORM_EVICT
-      uint64_t policy;
-      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
-                   "l"(reinterpret_cast<const uint4*>(from) + i), "l"(policy)
-                   : "memory");
-#else
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
-                   "l"(reinterpret_cast<const uint4*>(from) + i)
-                   : "memory");
-#endif
+      if constexpr (kOnce) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
+                     "l"(reinterpret_cast<const uint4*>(from) + i), "l"(first_out())
+                     : "memory");
+      } else {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+                     "l"(reinterpret_cast<const uint4*>(from) + i)
+                     : "memory");
+      }
     }
   }
   template <class T>

@@ -5,11 +5,8 @@
 namespace te_fl::cuda {
 namespace {
 
-#ifndef NORM_GRAD_THREADS
-#define NORM_GRAD_THREADS 1024
-#endif
 constexpr int64_t kGradCols = 512 * kGroup;  // of a thread's group each
-constexpr size_t kMostShared = 200 << 10;  // dynamic, of a block
+constexpr size_t kMostShared = 200 << 10;    // dynamic, of a block
 
 struct GradArgs {
   const void *dz, *x, *add;
@@ -25,8 +22,8 @@ struct GradArgs {
 
 // As in norm_rows.cu a row lies across `warps` warps and a block holds several rows. kKept: n and d
 // of a row fit the registers; else they are computed twice.
-template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kThreads, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks) norm_grad_kernel(GradArgs a) {
+template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   constexpr int kWarps = kThreads / 32;
   extern __shared__ float4 dynamic[];
   __shared__ float parts[2][2][kWarps];  // sums of d and of d n
@@ -48,10 +45,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_grad_kernel(GradArgs a
     for (int g = 0; at < a.rows && g < kGroups; ++g) {
       if (group_at(g) >= groups) continue;
       const int64_t from = int64_t{at} * a.cols + group_at(g) * kGroup;
-      staged.copy(stage, g * kEach, static_cast<const T*>(a.x) + from);
-      staged.copy(stage, kAll + g * kEach, static_cast<const T*>(a.dz) + from);
-      if (a.add != nullptr) {
-        staged.copy(stage, 2 * kAll + g * kEach, static_cast<const T*>(a.add) + from);
+      const T* const from_x = static_cast<const T*>(a.x) + from;
+      const T* const from_dz = static_cast<const T*>(a.dz) + from;
+      if (a.add == nullptr) {  // with a third operand the hint costs more than it gains
+        staged.template copy<true>(stage, g * kEach, from_x);
+        staged.template copy<true>(stage, kAll + g * kEach, from_dz);
+      } else {
+        staged.template copy<false>(stage, g * kEach, from_x);
+        staged.template copy<false>(stage, kAll + g * kEach, from_dz);
+        staged.template copy<false>(stage, 2 * kAll + g * kEach,
+                                    static_cast<const T*>(a.add) + from);
       }
     }
     commit_copies();
@@ -144,9 +147,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_grad_kernel(GradArgs a
     fetch(stage, row + kStages * step);
   }
 
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();  // the sums' blocks may take their places
-#endif
   // The sums of the block's slots, one after the other, and then to memory.
   float* const to = slots > 1 ? shared : a.partials + blockIdx.x * int64_t{kLayer ? 2 : 1} * a.cols;
   for (int turn = 0; turn < slots; ++turn) {
@@ -211,16 +211,15 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, of x in a thread
   constexpr bool kKept = kGroups <= 2;
   constexpr int kStages = kWords <= 6 ? 2 : 1;
-  constexpr int kThreads = kWords <= 2 ? NORM_GRAD_THREADS : 512, kWarps = kThreads / 32;
-  constexpr int kBlocks = kWords <= 2 ? 1024 / kThreads : 1;
-  const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kKept, kStages, kThreads, kBlocks>;
+  constexpr int kThreads = kWords <= 2 ? 1024 : 512, kWarps = kThreads / 32;
+  const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kKept, kStages, kThreads>;
   const int needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
   while (a.warps < needed) a.warps *= 2;
   if (kWarps == 32 && a.warps == 2) a.warps = 4;  // there are 15 barriers for slots
   const int slots = kWarps / a.warps;
-  const int blocks = static_cast<int>(std::min<int64_t>(
-      ceil_div(a.rows, slots), int64_t{kBlocks} * multiprocessors(ctx.device.index)));
+  const int blocks = static_cast<int>(
+      std::min<int64_t>(ceil_div(a.rows, slots), int64_t{multiprocessors(ctx.device.index)}));
   // gamma, and with several slots the sums in its place; then rows on their way
   a.staged = a.cols * (slots > 1 && kLayer ? 2 : 1);
   const size_t shared = sizeof(float) * a.staged +
@@ -250,8 +249,7 @@ int launch_type(const te_fl_context& ctx, const GradArgs& a) {
 }  // namespace
 
 size_t backward_bytes(const te_fl_context& ctx, int64_t cols) {
-  return sizeof(float) * 2 * (1024 / NORM_GRAD_THREADS) *
-         static_cast<size_t>(cols * multiprocessors(ctx.device.index));
+  return sizeof(float) * 2 * static_cast<size_t>(cols * multiprocessors(ctx.device.index));
 }
 
 bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
@@ -282,13 +280,14 @@ bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* parti
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
+  config.gridDim =
+      dim3(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
   config.blockDim = dim3(kSumCols, kSumRows);
   config.stream = stream_of(ctx);
   config.attrs = &early;
   config.numAttrs = compute_capability(ctx.device.index) >= 90 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, norm_grad_sums_kernel, static_cast<const float*>(partials), parts,
-                           m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
+  check(cudaLaunchKernelEx(&config, norm_grad_sums_kernel, static_cast<const float*>(partials),
+                           parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
                            b.dbeta != nullptr ? Target(*b.dbeta) : Target()),
         "norm_grad_sums_kernel");
   return true;

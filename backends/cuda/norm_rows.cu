@@ -4,9 +4,6 @@
 namespace te_fl::cuda {
 namespace {
 
-#ifndef NORM_ROW_STAGES
-#define NORM_ROW_STAGES 2
-#endif
 constexpr int kRowThreads = 512, kRowWarps = kRowThreads / 32;
 constexpr size_t kMostShared = 200 << 10;  // dynamic, of a block
 
@@ -33,6 +30,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
   float* const g_shared = reinterpret_cast<float*>(dynamic);
   float* const b_shared = g_shared + a.cols;
   constexpr int kEach = static_cast<int>(sizeof(T) / 2);  // pieces of a group
+  constexpr bool kOnce = kResidual || !kCodes;            // as measured
   const Staged staged{
       reinterpret_cast<uint4*>(g_shared + (a.weighs ? 2 * a.cols : 0)) + threadIdx.x,
       kGroups * kEach * (kResidual ? 2 : 1)};
@@ -47,9 +45,10 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
     for (int g = 0; at < a.rows && g < kGroups; ++g) {
       if (group_at(g) >= groups) continue;
       const int64_t from = int64_t{at} * a.cols + group_at(g) * kGroup;
-      staged.copy(stage, g * kEach, static_cast<const T*>(a.x) + from);
+      staged.template copy<kOnce>(stage, g * kEach, static_cast<const T*>(a.x) + from);
       if constexpr (kResidual) {
-        staged.copy(stage, (kGroups + g) * kEach, static_cast<const T*>(a.residual) + from);
+        staged.template copy<kOnce>(stage, (kGroups + g) * kEach,
+                                    static_cast<const T*>(a.residual) + from);
       }
     }
     commit_copies();
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
 template <class T, bool kCodes, int kGroups, bool kResidual>
 void launch(const te_fl_context& ctx, RowsArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, that a thread has
-  constexpr int kStages = kWords <= 4 ? NORM_ROW_STAGES : 1;
+  constexpr int kStages = kWords <= 4 ? 2 : 1;
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;
   const auto kernel = norm_rows_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;
   static const cudaError_t allowed = cudaFuncSetAttribute(

@@ -23,6 +23,7 @@ struct TilesArgs {
   float *mu, *rsigma;
   Quantised q;
   int cols, width, blocks;  // width: columns of a block; blocks: of a cluster
+  int step;                 // rows that all clusters hold
   float inverse_cols, epsilon, offset;
   bool centred, e5m2;
 };
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
   const int col0 = rank * a.width, width = min(a.width, a.cols - col0), groups = width / kGroup;
   const int my_row = warp * kWarpRows + lane / 8;  // the one whose statistics this lane has
   const Staged staged{reinterpret_cast<uint4*>(memory + Memory::kStaged) + thread, Memory::kPieces};
-  const int step = static_cast<int>(gridDim.x) / a.blocks * kTileRows, rows = static_cast<int>(a.q.m);
+  const int rows = static_cast<int>(a.q.m);
   int row0 = static_cast<int>(blockIdx.x) / a.blocks * kTileRows;
 
   // Of this thread: row r of the warp, group g.
@@ -99,10 +100,10 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (!holds(r, g)) continue;
-        staged.copy(0, r * kGroups + g, static_cast<const T*>(a.x) + at(r, g));
+        staged.copy<false>(0, r * kGroups + g, static_cast<const T*>(a.x) + at(r, g));
         if constexpr (kResidual) {
-          staged.copy(0, (kWarpRows + r) * kGroups + g,
-                      static_cast<const T*>(a.residual) + at(r, g));
+          staged.copy<false>(0, (kWarpRows + r) * kGroups + g,
+                             static_cast<const T*>(a.residual) + at(r, g));
         }
       }
     }
@@ -111,11 +112,10 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
   fetch();
   stage_weights(a.gamma, a.beta, a.offset, col0, groups, g_shared, b_shared);
   const float scale = tensor_scale(a.q, a.e5m2, blockIdx.x == 0 && thread == 0);
-  const float inverse_width = 1.0f / static_cast<float>(width);
   float most = 0.0f;
   cluster.barrier_wait();
 
-  for (int parity = 0; row0 < rows; row0 += step, parity ^= 1) {
+  for (int parity = 0; row0 < rows; row0 += a.step, parity ^= 1) {
     wait_copies<0>();
     Raw<T> x[kWarpRows][kGroups];
 #pragma unroll
@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
         }
       }
     }
-    row0 += step;
+    row0 += a.step;
     fetch();
-    row0 -= step;
+    row0 -= a.step;
 
     // Of this block's columns; lane l has those of row l / 8.
     const auto each = [&](auto f) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) sum[r] += v[i];
       });
-      m.centre = sum_rows(sum) * inverse_width;
+      m.centre = __fdividef(sum_rows(sum), m.n);  // any centre near the mean will do
 #pragma unroll
       for (int r = 0; r < kWarpRows; ++r) centre[r] = of_row(m.centre, r);
     }
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
       p = mine[(lane % 8 + 8) * kTileRows];
       const float n = m.n + p.w, c = (m.n * m.centre + p.w * p.x) / n;
       const float d = m.centre - c, e = p.x - c;
-      m.squares = fmaf(d, fmaf(m.n, d, 2.0f * m.sum), m.squares) +
-                  fmaf(e, fmaf(p.w, e, 2.0f * p.y), p.z);
+      m.squares =
+          fmaf(d, fmaf(m.n, d, 2.0f * m.sum), m.squares) + fmaf(e, fmaf(p.w, e, 2.0f * p.y), p.z);
       m.sum = fmaf(m.n, d, m.sum) + fmaf(p.w, e, p.y);
       m.centre = c, m.n = n;
     }
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 }
 
 template <class T, int kGroups, bool kResidual>
-bool launch(const te_fl_context& ctx, const TilesArgs& a) {
+bool launch(const te_fl_context& ctx, TilesArgs a) {
   using Memory = TileMemory<T, kGroups, kResidual>;
   const auto kernel = norm_tiles_kernel<T, kGroups, kResidual>;
   cudaLaunchAttribute attribute{};
@@ -296,8 +296,10 @@ bool launch(const te_fl_context& ctx, const TilesArgs& a) {
   attribute.val.clusterDim.x = static_cast<unsigned>(a.blocks);
   config.dynamicSmemBytes = Memory::bytes(a.blocks);
   if (clusters[size] == 0) return false;
-  config.gridDim.x = static_cast<unsigned>(
-      a.blocks * std::min<int64_t>(ceil_div(a.q.m, kTileRows), clusters[size]));
+  const auto count =
+      static_cast<int>(std::min<int64_t>(ceil_div(a.q.m, kTileRows), clusters[size]));
+  config.gridDim.x = static_cast<unsigned>(a.blocks * count);
+  a.step = count * kTileRows;
   check(cudaLaunchKernelEx(&config, kernel, a), "norm_tiles_kernel");
   return true;
 }
