@@ -122,6 +122,11 @@ struct CompiledOp::Impl {
     if (arg.role != TE_FL_INOUT) return arg.role == TE_FL_IN;
     return arg.inout_if < 0 || view.flag(args[static_cast<size_t>(arg.inout_if)]);
   }
+  // Whether what the argument holds before the call matters: it is read, or may be left as it was.
+  bool needs_contents(const Arg& arg, const ArgsView& view) const noexcept {
+    if (arg.role != TE_FL_OUT) return reads(arg, view);
+    return arg.inout_if >= 0 && view.tensor(args[static_cast<size_t>(arg.inout_if)]) != nullptr;
+  }
   const char* name_of(int arg) const noexcept { return descs[static_cast<size_t>(arg)].name; }
   Status compile(const te_fl_op_schema& from);
   Status copy_schema(const te_fl_op_schema& from);

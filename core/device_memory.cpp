@@ -1,55 +1,31 @@
 #include <memory>
-#include <utility>
 
-#include "core/device_list.hpp"
-#include "core/error_text.hpp"
-#include "core/host_device.hpp"
-#include "te_fl/device.hpp"
-#include "te_fl/log.hpp"
+#include "core/allocations.hpp"
+#include "core/device_use.hpp"
+#include "core/recent_ops.hpp"
 
-namespace te_fl::devices {
+namespace te_fl {
+
+Status core::device_status(const Device& device, void* stream, const ErrorText& errors,
+                           te_fl_status code, const std::string& what) {
+  Status status = errors.status(code, what);
+  const bool lost = status.code() == StatusCode::kDeviceLost;
+  if (device.is_host() || (!lost && status.code() != StatusCode::kInternal)) return status;
+  const std::string suspects = recent_ops(device, stream);
+  if (!suspects.empty()) {
+    status = Status(status.code(), status.message() + "; enqueued last, newest first: " + suspects +
+                                       " (TE_FL_SYNC=1 finds the one that failed)");
+  }
+  if (lost) lose_device(device, status.message());
+  return status;
+}
+
+namespace devices {
 namespace {
 
 using core::DeviceEntry;
 using core::ErrorText;
-
-Result<DeviceEntry*> entry_of(const Device& device) {
-  if (DeviceEntry* entry = core::find_device(device)) return entry;
-  return find(device).status();
-}
-
-// Counts the object in, or says that the device is going.
-Result<DeviceEntry*> acquire(const Device& device) {
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, entry_of(device));
-  if (!entry->acquire())
-    return not_found("device " + te_fl::to_string(device) + " is being removed");
-  return entry;
-}
-
-// A device in use for the length of a call: it does not go meanwhile. The host never goes, so it is
-// not counted.
-class Use {
- public:
-  static Result<Use> of(const Device& device) {
-    TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, entry_of(device));
-    if (entry->desc == core::host_device()) return Use(entry, false);
-    if (!entry->pin()) return not_found("device " + te_fl::to_string(device) + " is gone");
-    return Use(entry, true);
-  }
-  Use(Use&& other) noexcept
-      : entry_(other.entry_), counted_(std::exchange(other.counted_, false)) {}
-  Use& operator=(Use&&) = delete;
-  ~Use() {
-    if (counted_) entry_->release();
-  }
-  const DeviceEntry* operator->() const noexcept { return entry_; }
-  const DeviceEntry& operator*() const noexcept { return *entry_; }
-
- private:
-  Use(DeviceEntry* entry, bool counted) noexcept : entry_(entry), counted_(counted) {}
-  DeviceEntry* entry_;
-  bool counted_;
-};
+using Use = core::DeviceUse;
 
 Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t bytes,
                uint32_t host_flags, void* stream) {
@@ -57,8 +33,10 @@ Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t byte
   const te_fl_device_desc& d = *entry.desc;
   const te_fl_status code = errors.call(
       [&] { return d.api->copy(d.self, dst, src, bytes, host_flags, stream, errors.sink()); });
-  return errors.status(
-      code, "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(
+      entry.device, stream, errors, code,
+      "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
 }
 
 // Between two devices that know nothing of each other: by way of the host, synchronously.
@@ -72,26 +50,30 @@ Status copy_across(const DeviceEntry& to, void* dst, const DeviceEntry& from, co
   return synchronize(to.device, stream);
 }
 
-// What a device returned for an allocation; ends the count when it is an error.
-Result<void*> allocated(DeviceEntry* entry, const ErrorText& errors, te_fl_status code, void* data,
-                        const char* what) {
-  if (code == TE_FL_OK && data != nullptr) return data;
-  const Device device = entry->device;
-  entry->release();
-  if (code == TE_FL_OK)
-    return internal_error(te_fl::to_string(device) + " allocated a null pointer");
-  return errors.status(code, what + te_fl::to_string(device));
+bool captures(const Device& device, void* stream) {
+  if (stream == nullptr || device.is_host()) return false;
+  const Result<bool> capturing = is_capturing(device, stream);
+  return capturing.ok() && *capturing;
 }
 
-// A release that failed can only be reported: the object is gone for its owner.
-void report_release(te_fl_status code, const ErrorText& errors, const Device& device) noexcept {
-  if (code == TE_FL_OK) return;
-  try {
-    const std::string name = te_fl::to_string(device);
-    log::once(log::Level::kError, "free " + name,
-              errors.status(code, "free on " + name).to_string());
-  } catch (...) {  // no memory for the message
-  }
+// A graph would read or write the host memory again at every launch.
+Status check_captured_copy(const Device& to, const Device& from, size_t bytes, void* stream) {
+  const bool down = to.type == TE_FL_DEVICE_CPU, up = from.type == TE_FL_DEVICE_CPU;
+  const Device& device = to.is_host() ? from : to;
+  if ((!down && !up) || !captures(device, stream)) return {};
+  return failed_precondition(
+      "a copy of " + std::to_string(bytes) + " bytes " + (up ? "from" : "to") +
+      " host memory cannot be captured on " + te_fl::to_string(device) +
+      ": every launch of the graph would use that memory again; copy before the capture into a "
+      "tensor of the device, or after the launch");
+}
+
+// Who has the memory that was not there.
+Status out_of_memory(const Device& device, const Status& status) {
+  const std::string holders = core::largest_allocations(device);
+  if (holders.empty()) return status;
+  Status told(StatusCode::kOutOfMemory, status.message() + "; " + holders);
+  return status.clean() ? std::move(told.set_clean()) : told;
 }
 
 }  // namespace
@@ -109,28 +91,36 @@ Result<te_fl_device_props> properties(const Device& device) {
 }
 
 Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, acquire(device));
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->allocate(d.self, bytes, stream, &data, errors.sink()); });
-  return allocated(entry, errors, code, data, "allocation on ");
+  if (code == TE_FL_OK && data != nullptr) {
+    if (!device.is_host()) core::note_allocation(device, data, bytes);
+    return data;
+  }
+  Result<void*> failed = core::made_object(
+      entry, errors, code, data, ("allocation of " + core::bytes_text(bytes) + " on ").c_str());
+  return failed.status().code() == StatusCode::kOutOfMemory ? out_of_memory(device, failed.status())
+                                                            : failed;
 }
 
 void free(const Device& device, void* data, void* stream) noexcept {
   if (data == nullptr) return;
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
+  if (!device.is_host()) core::forget_allocation(device, data);
   ErrorText errors;
-  report_release(
+  core::report_release(
       errors.call([&] { return entry->desc->api->free(entry->desc->self, data, stream); }), errors,
       device);
   entry->release();
 }
 
 Result<void*> allocate_pinned(const Device& device, size_t bytes) {
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, acquire(device));
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
   const te_fl_device_desc& d = *entry->desc;
@@ -138,7 +128,7 @@ Result<void*> allocate_pinned(const Device& device, size_t bytes) {
   if (d.api->allocate_pinned != nullptr && d.api->free_pinned != nullptr) {
     code = errors.call([&] { return d.api->allocate_pinned(d.self, bytes, &data, errors.sink()); });
   }
-  return allocated(entry, errors, code, data, "allocation of pinned memory by ");
+  return core::made_object(entry, errors, code, data, "allocation of pinned memory by ");
 }
 
 void free_pinned(const Device& device, void* data) noexcept {
@@ -146,7 +136,7 @@ void free_pinned(const Device& device, void* data) noexcept {
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
   ErrorText errors;
-  report_release(
+  core::report_release(
       errors.call([&] { return entry->desc->api->free_pinned(entry->desc->self, data); }), errors,
       device);
   entry->release();
@@ -157,6 +147,7 @@ Status copy(const Device& dst_device, void* dst, const Device& src_device, const
   TE_FL_ASSIGN_OR_RETURN(const Use to, Use::of(dst_device));
   TE_FL_ASSIGN_OR_RETURN(const Use from, Use::of(src_device));
   if (bytes == 0) return {};
+  TE_FL_RETURN_IF_ERROR(check_captured_copy(dst_device, src_device, bytes, stream));
   const bool to_host = dst_device.is_host(), from_host = src_device.is_host();
   const uint32_t host_flags = (to_host ? 1u : 0u) | (from_host ? 2u : 0u);
   if (&*to == &*from) return copy_by(*to, dst, src, bytes, host_flags, stream);
@@ -174,17 +165,28 @@ Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* 
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->fill(d.self, dst, value, bytes, stream, errors.sink()); });
-  return errors.status(
-      code, "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(
+      device, stream, errors, code,
+      "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
 }
 
 Status synchronize(const Device& device, void* stream) {
   TE_FL_ASSIGN_OR_RETURN(const Use entry, Use::of(device));
+  if (captures(device, stream)) {
+    return failed_precondition(
+        "a stream of " + te_fl::to_string(device) +
+        " is being captured into a graph: its work has not run and cannot be waited for; read "
+        "results after launching the graph");
+  }
   ErrorText errors;
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->synchronize(d.self, stream, errors.sink()); });
-  return errors.status(code, "synchronisation of " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, stream, errors, code,
+                             "synchronisation of " + te_fl::to_string(device));
 }
 
-}  // namespace te_fl::devices
+}  // namespace devices
+}  // namespace te_fl

@@ -28,6 +28,9 @@ constexpr VariableSpec kSpecs[] = {
      "vendor:NAME or impl:ID."},
     {"TE_FL_DETERMINISTIC", "", kBool, "0", "",
      "1: only implementations that give the same bits for the same inputs."},
+    {"TE_FL_MAX_STAGED_BYTES", "", kInt, "", "0 9223372036854775807",
+     "Most bytes that one call on a device's tensors may copy to and from the host for a host "
+     "implementation; 0: none; empty: no limit."},
     {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
      true},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",
@@ -35,13 +38,25 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_PLUGIN_TIMEOUT_MS", "", kInt, "10000", "1 3600000",
      "How long a plugin may take to start, in milliseconds; after that it is abandoned."},
     {"TE_FL_SKIP_CUDA", "", kBool, "0", "", "1: the CUDA plugin is left out."},
+    {"TE_FL_CUDA_GEMM_FILE", "", kString, "", "",
+     "File of measured cuBLASLt algorithms that the CUDA plugin's products take.", true},
+    {"TE_FL_CUDA_GEMM_TUNE", "", kBool, "0", "",
+     "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates of "
+     "the library in turn, and added to it."},
+    {"TE_FL_DEVICE_CACHE_MB", "", kInt, "512", "0 1048576",
+     "Freed memory that a device's plugin may keep for the next allocation, in MiB for each "
+     "device; "
+     "0: none, so that memory checkers see every allocation."},
     {"TEFL_LOG_LEVEL", "TE_FL_LOG_LEVEL", kEnum, "INFO", "TRACE DEBUG INFO WARNING ERROR OFF",
      "Least severe messages that are written to stderr."},
     {"TE_FL_NUM_THREADS", "", kInt, "0", "0 4096",
      "Threads of the host backends' pool, the caller included; 0: as many as cores are available."},
     {"TE_FL_VALIDATE", "", kBool, "0", "",
-     "1: arguments are also checked for overlapping memory, which costs more than the usual "
-     "checks."},
+     "1: arguments are also checked for overlapping memory, memory that is not the device's and "
+     "streams of other devices, which costs more than the usual checks."},
+    {"TE_FL_NVTX", "", kBool, "0", "",
+     "1: the CUDA plugin marks each op with an NVTX range of the op's and the implementation's "
+     "name. Read when the plugin is loaded."},
     {"TE_FL_SYNC", "", kBool, "0", "",
      "1: the stream is synchronised after each op, so that a device error names the op that caused "
      "it."},

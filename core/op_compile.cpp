@@ -239,8 +239,13 @@ Status CompiledOp::Impl::compile_references(uint32_t index) {
   if (desc.inout_if != nullptr && desc.inout_if[0] != '\0') {
     const int other = find_arg(desc.inout_if);
     const uint8_t type = other >= 0 ? descs[static_cast<size_t>(other)].type : 0xff;
-    if (arg.role != TE_FL_INOUT || (type != TE_FL_ARG_BOOL && type != TE_FL_ARG_F32)) {
-      return bad("inout_if needs role inout and the name of a bool or f32 argument");
+    const bool conditional =
+        arg.role == TE_FL_INOUT && (type == TE_FL_ARG_BOOL || type == TE_FL_ARG_F32);
+    const bool kept = arg.role == TE_FL_OUT && type == TE_FL_ARG_TENSOR;
+    if (!conditional && !kept) {
+      return bad(
+          "inout_if needs role inout and the name of a bool or f32 argument, or role out and "
+          "the name of a tensor");
     }
     arg.inout_if = static_cast<int8_t>(other);
   }

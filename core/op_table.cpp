@@ -149,6 +149,10 @@ std::string CompiledOp::scaling_outside(const void* args, uint32_t mask) const {
   return found;
 }
 
+bool CompiledOp::needs_contents(uint32_t arg, const void* args) const noexcept {
+  return impl_->needs_contents(impl_->args[arg], ArgsView(args));
+}
+
 te_fl_saved* CompiledOp::saved(const void* args) const noexcept {
   if (impl_->saved < 0) return nullptr;
   const Arg& arg = impl_->args[static_cast<size_t>(impl_->saved)];

@@ -51,6 +51,9 @@ class CompiledOp {
   // refusals.
   std::string dtype_outside(const void* args, uint32_t mask) const;
   std::string scaling_outside(const void* args, uint32_t mask) const;
+  // Whether what argument number `arg` holds before the call matters: the op reads it, or may leave
+  // it as it was.
+  bool needs_contents(uint32_t arg, const void* args) const noexcept;
   // The te_fl_saved argument, null if the op has none or it is not given.
   te_fl_saved* saved(const void* args) const noexcept;
   // Same description under one name? For R17.

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "core/allocations.hpp"
+#include "core/current_stream.hpp"
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
 
@@ -82,8 +84,15 @@ Status check_view(const void* data, std::span<const int64_t> shape,
 }
 
 Result<std::shared_ptr<void>> shared_memory(Device device, int64_t bytes) {
-  TE_FL_ASSIGN_OR_RETURN(void* data, devices::allocate(device, static_cast<size_t>(bytes)));
-  return std::shared_ptr<void>(data, [device](void* p) { devices::free(device, p); });
+  if (device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(void* data, devices::allocate(device, static_cast<size_t>(bytes)));
+    return std::shared_ptr<void>(data, [device](void* p) { devices::free(device, p); });
+  }
+  const CurrentStream& stream = current_stream();
+  TE_FL_ASSIGN_OR_RETURN(void* data,
+                         devices::allocate(device, static_cast<size_t>(bytes), stream.handle));
+  return std::shared_ptr<void>(
+      data, [device, stream](void* p) { devices::free(device, p, stream.handle); });
 }
 
 }  // namespace core
@@ -228,6 +237,7 @@ std::string Tensor::describe() const { return te_fl::describe(c()); }
 
 Result<Tensor> Tensor::empty(std::span<const int64_t> shape, DType dtype, Device device) {
   TE_FL_ASSIGN_OR_RETURN(const int64_t bytes, core::checked_bytes(shape, dtype));
+  const core::AllocationUse use(dtype, shape);
   TE_FL_ASSIGN_OR_RETURN(auto storage, core::shared_memory(device, bytes));
   void* data = storage.get();
   return Access::make({data, shape, {}, dtype, device, std::move(storage)});
@@ -236,7 +246,7 @@ Result<Tensor> Tensor::empty(std::span<const int64_t> shape, DType dtype, Device
 Result<Tensor> Tensor::zeros(std::span<const int64_t> shape, DType dtype, Device device) {
   TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape, dtype, device));
   const auto bytes = static_cast<size_t>(bytes_for(dtype, t.numel()));
-  TE_FL_RETURN_IF_ERROR(devices::fill(device, t.raw_data(), 0, bytes));
+  TE_FL_RETURN_IF_ERROR(devices::fill(device, t.raw_data(), 0, bytes, devices::current_stream()));
   return t;
 }
 

@@ -32,7 +32,7 @@ namespace core {
 
 // Bytes of a compact tensor. Errors: rank, negative extents, a size that does not fit 63 bits.
 Result<int64_t> checked_bytes(std::span<const int64_t> shape, DType dtype);
-// Memory on a device that frees itself.
+// Memory on a device, allocated on the thread's current stream, that frees itself there.
 Result<std::shared_ptr<void>> shared_memory(Device device, int64_t bytes);
 // Checks someone else's memory: rank, extents, strides' count, that offsets fit 63 bits, alignment.
 Status check_view(const void* data, std::span<const int64_t> shape,

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
@@ -196,12 +197,20 @@ Result<Tensor> Tensor::from_values(std::initializer_list<int64_t> shape,
 
 Result<Tensor> Tensor::to(Device device, void* stream) const {
   if (!defined()) return invalid_argument("an undefined tensor cannot be copied");
+  if (stream == nullptr) stream = devices::current_stream();
+  std::optional<StreamScope> scope;  // the copy's memory belongs to the stream that writes it
+  if (stream != devices::current_stream()) scope.emplace(stream);
+  const bool down = device.is_host() && !device_.is_host();
+  const auto finish = [&](Tensor t) -> Result<Tensor> {
+    if (down) TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream));
+    return t;
+  };
   if (!quantized()) {
     TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape(), dtype_, device));
     if (numel() == 0) return t;
     TE_FL_RETURN_IF_ERROR(contiguous() ? copy_part(*this, t, stream)
                                        : copy_strided(*this, t, stream));
-    return t;
+    return finish(std::move(t));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor t, empty_quantized_like(*this, device));
   TE_FL_RETURN_IF_ERROR(copy_part(rowwise_codes(), t.rowwise_codes(), stream));
@@ -210,7 +219,7 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
   TE_FL_RETURN_IF_ERROR(copy_part(columnwise_scale_inv(), t.columnwise_scale_inv(), stream));
   TE_FL_RETURN_IF_ERROR(copy_part(amax(), t.amax(), stream));
   TE_FL_RETURN_IF_ERROR(copy_part(scale(), t.scale(), stream));
-  return t;
+  return finish(std::move(t));
 }
 
 }  // namespace te_fl

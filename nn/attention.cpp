@@ -64,7 +64,7 @@ struct DotProductAttention::Impl {
                           int64_t slot, bool record) const;
   Result<Tensor> dequantize(const Tensor& x) const;
   Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training);
-  Result<Gradients> run_backward(AttentionRecord& record, const Tensor& d_o);
+  Result<Gradients> run_backward(AttentionRecord& record, const Tensor& d_o, const Gradients* into);
 
   // The members that both argument structs have.
   template <class Args>
@@ -214,12 +214,13 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
 }
 
 Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
-    AttentionRecord& record, const Tensor& d_o) {
+    AttentionRecord& record, const Tensor& d_o, const Gradients* into) {
   const bool fp8 = record.mode.fp8;
   Gradients grads;
   Tensor grad_out = d_o;
   Tensor dp_quant;
-  auto gradient_like = [&](const Tensor& x) -> Result<Tensor> {
+  auto gradient_like = [&](const Tensor& x, Tensor Gradients::*given) -> Result<Tensor> {
+    if (!fp8 && into != nullptr) return into->*given;
     if (!fp8) return detail::empty_like(x, options.activation_dtype);
     return quantized(record.mode, detail::Role::kGradient, x.shape(), kDqkvSlot, true);
   };
@@ -237,9 +238,9 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
     TE_FL_ASSIGN_OR_RETURN(dp_quant,
                            quantized(record.mode, detail::Role::kGradient, one, kDpSlot, true));
   }
-  TE_FL_ASSIGN_OR_RETURN(grads.dq, gradient_like(record.q));
-  TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k));
-  TE_FL_ASSIGN_OR_RETURN(grads.dv, gradient_like(record.v));
+  TE_FL_ASSIGN_OR_RETURN(grads.dq, gradient_like(record.q, &Gradients::dq));
+  TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k, &Gradients::dk));
+  TE_FL_ASSIGN_OR_RETURN(grads.dv, gradient_like(record.v, &Gradients::dv));
   for (const Tensor* grad : {&grads.dq, &grads.dk, &grads.dv}) {
     TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, *grad));
   }
@@ -264,9 +265,11 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   TE_FL_RETURN_IF_ERROR(ops::fused_attn_bwd(args, call));
   TE_FL_RETURN_IF_ERROR(dsink.commit());
   if (fp8) {
-    TE_FL_ASSIGN_OR_RETURN(grads.dq, dequantize(grads.dq));
-    TE_FL_ASSIGN_OR_RETURN(grads.dk, dequantize(grads.dk));
-    TE_FL_ASSIGN_OR_RETURN(grads.dv, dequantize(grads.dv));
+    for (Tensor Gradients::*grad : {&Gradients::dq, &Gradients::dk, &Gradients::dv}) {
+      TE_FL_ASSIGN_OR_RETURN(Tensor high, dequantize(grads.*grad));
+      if (into != nullptr) TE_FL_RETURN_IF_ERROR(detail::copy(high, into->*grad));
+      grads.*grad = into != nullptr ? into->*grad : std::move(high);
+    }
   }
   return grads;
 }
@@ -343,13 +346,14 @@ Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, co
   return o;
 }
 
-Result<DotProductAttention::Gradients> DotProductAttention::backward(const Tensor& d_o, Ctx& ctx) {
+Result<DotProductAttention::Gradients> DotProductAttention::backward(const Tensor& d_o, Ctx& ctx,
+                                                                     const Gradients* into) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "DotProductAttention"));
   auto& record = static_cast<AttentionRecord&>(*taken);
   if (!d_o.defined() || !std::ranges::equal(d_o.shape(), record.o.shape())) {
     return shape_error("d_o", d_o, "of the output's shape, that of " + record.o.describe());
   }
-  return impl_->run_backward(record, d_o);
+  return impl_->run_backward(record, d_o, into);
 }
 
 }  // namespace te_fl::nn

@@ -20,7 +20,7 @@ Context::Context(uint64_t seed, void* stream)
   state_->random.seed = seed;
 }
 
-Context Context::current() { return thread_context(); }
+Context Context::current() { return thread_context().with_stream(devices::current_stream()); }
 
 Context Context::with_stream(void* stream) const {
   Context other = *this;
@@ -39,7 +39,7 @@ void Context::set_random(RandomPosition position) {
 }
 
 ContextScope::ContextScope(Context context)
-    : previous_(std::exchange(thread_context(), std::move(context))) {}
+    : stream_(context.stream()), previous_(std::exchange(thread_context(), std::move(context))) {}
 
 ContextScope::~ContextScope() { thread_context() = std::move(previous_); }
 

@@ -78,7 +78,8 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   return cached_weight_;
 }
 
-Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options) {
+Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options,
+                                 const Tensor* residual) {
   if (use.mode.calibrating) {
     TE_FL_RETURN_IF_ERROR(running_amax(input, forward_->amax_slot(kInputSlot)));
     TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
@@ -92,6 +93,7 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
   args.trans_b = 1;
   args.d = output;
   if (bias_ != nullptr) args.bias = bias_->value;
+  if (residual != nullptr) args.residual = *residual;
   args.use_split_accumulator = split_accumulator(use.mode, false);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
   if (use.training) {

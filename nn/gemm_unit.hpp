@@ -44,9 +44,10 @@ class GemmUnit {
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
   // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype.
   Result<Tensor> prepare_input(const Use& use, const Tensor& x);
-  // input W^T + b, [rows, out] in the activation dtype. `input` came from input_buffer() or
-  // prepare_input().
-  Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options);
+  // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype. `input` came from
+  // input_buffer() or prepare_input().
+  Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
+                         const Tensor* residual = nullptr);
 
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows);

@@ -42,12 +42,19 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
   return linear;
 }
 
-Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options) {
+Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
+                               const Tensor* residual) {
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "Linear: x"));
   auto record = std::make_unique<LinearRecord>();
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, gemm_->forward(record->use, input, options));
+  Tensor added;
+  if (residual != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(added,
+                           detail::as_matrix(*residual, gemm_->spec().out, "Linear: residual"));
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, gemm_->forward(record->use, input, options,
+                                                  residual == nullptr ? nullptr : &added));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) ctx->store(this, std::move(record));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));

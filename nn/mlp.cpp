@@ -131,14 +131,19 @@ Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& p
 Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRecord& record,
                                                                     const Tensor& grad) {
   const bool fp8 = record.fc1.mode.fp8;
-  if (!fp8 || (fc1->bias() != nullptr && is_gated(options.activation))) {
+  const bool with_bias = fc1->bias() != nullptr;
+  if (with_bias ? is_gated(options.activation) : !fp8) {
     TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(record.pre, options.activation_dtype));
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, high));
     return fc1->prepare_grad(record.fc1, high);
   }
   detail::GemmUnit::Gradient result;
-  TE_FL_ASSIGN_OR_RETURN(result.tensor, fc1->grad_buffer(record.fc1, record.pre.size(0)));
-  if (fc1->bias() == nullptr) {
+  if (fp8) {
+    TE_FL_ASSIGN_OR_RETURN(result.tensor, fc1->grad_buffer(record.fc1, record.pre.size(0)));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(result.tensor, detail::empty_like(record.pre, options.activation_dtype));
+  }
+  if (!with_bias) {
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, result.tensor));
     return result;
   }
@@ -201,7 +206,8 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   return module;
 }
 
-Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options) {
+Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
+                                     const Tensor* residual) {
   Impl& impl = *impl_;
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
@@ -214,7 +220,13 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(record->pre, impl.fc1->forward(record->fc1, normed, options));
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.activate(record->pre, activated));
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.fc2->forward(record->fc2, activated, options));
+  Tensor added;
+  if (residual != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(
+        added, detail::as_matrix(*residual, impl.options.hidden_size, "LayerNormMLP: residual"));
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.fc2->forward(record->fc2, activated, options,
+                                                     residual == nullptr ? nullptr : &added));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (training) ctx->store(this, std::move(record));
   return y.view(x.shape());

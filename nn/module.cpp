@@ -119,6 +119,25 @@ Status Module::zero_grad() {
   return {};
 }
 
+Status Module::set_grad_dtype(DType dtype) {
+  if (!is_high(dtype)) {
+    return invalid_argument("set_grad_dtype: the dtype is " + std::string(te_fl::name(dtype)) +
+                            "; it must be f32, bf16 or f16");
+  }
+  const std::vector<NamedParameter> all = parameters();
+  std::vector<Tensor> grads;
+  for (const NamedParameter& p : all) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor grad,
+                           Tensor::zeros(p.value().shape(), dtype, p.value().device()));
+    grads.push_back(std::move(grad));
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    all[i].parameter->grad = std::move(grads[i]);
+    all[i].parameter->grad_written = false;
+  }
+  return {};
+}
+
 std::vector<NamedTensor> Module::state() const {
   std::vector<NamedTensor> result;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {

@@ -42,6 +42,10 @@ struct MultiheadAttention::Impl {
   Result<Heads> split(const Tensor& packed, const Tensor& angles, const AttentionInputs& inputs);
   Result<Heads> split_plain(const Tensor& packed, bool own_qk);
   Result<Tensor> merge(Heads grads, const MhaRecord& record);
+  // Whether the gradients of q, k and v can be written where they belong in the packed one.
+  bool packs_directly(const MhaRecord& record) const {
+    return !record.angles.defined() && heads == groups;
+  }
   Result<Tensor> merge_plain(const Heads& grads, std::span<const int64_t> x_shape);
   // In place, thd layout.
   Status rotate(const Tensor& x, const Tensor& angles, const AttentionInputs& inputs,
@@ -254,7 +258,7 @@ Result<std::unique_ptr<MultiheadAttention>> MultiheadAttention::create(
 }
 
 Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
-                                           const ForwardOptions& options) {
+                                           const ForwardOptions& options, const Tensor* residual) {
   Impl& impl = *impl_;
   const int rank = impl.thd() ? 2 : 3;
   if (!x.defined() || x.rank() != rank || x.size(-1) != impl.options.hidden_size) {
@@ -279,7 +283,8 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
                                             ctx == nullptr ? nullptr : &record->core, inputs));
   TE_FL_ASSIGN_OR_RETURN(Tensor merged, o.view(Impl::lead(x.shape(), {impl.heads * impl.dim})));
   TE_FL_ASSIGN_OR_RETURN(
-      Tensor y, impl.proj->forward(merged, ctx == nullptr ? nullptr : &record->proj, options));
+      Tensor y,
+      impl.proj->forward(merged, ctx == nullptr ? nullptr : &record->proj, options, residual));
   if (ctx != nullptr) ctx->store(this, std::move(record));
   return y;
 }
@@ -292,9 +297,22 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   TE_FL_ASSIGN_OR_RETURN(Tensor d_merged, impl.proj->backward(dy, record.proj));
   TE_FL_ASSIGN_OR_RETURN(Tensor d_o,
                          d_merged.view(Impl::lead(record.shape, {impl.heads, impl.dim})));
-  TE_FL_ASSIGN_OR_RETURN(auto grads, impl.core->backward(d_o, record.core));
+  Tensor packed;
+  DotProductAttention::Gradients into;
+  const bool direct = impl.packs_directly(record);
+  if (direct) {
+    TE_FL_ASSIGN_OR_RETURN(
+        packed, Tensor::empty(Impl::lead(record.shape, {impl.groups, impl.group_width()}),
+                              impl.options.activation_dtype, impl.options.device));
+    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(packed, false));
+    into = {parts.q, parts.k, parts.v, Tensor()};
+  }
+  TE_FL_ASSIGN_OR_RETURN(auto grads,
+                         impl.core->backward(d_o, record.core, direct ? &into : nullptr));
   if (dbias != nullptr) *dbias = grads.dbias;
-  TE_FL_ASSIGN_OR_RETURN(Tensor packed, impl.merge({grads.dq, grads.dk, grads.dv}, record));
+  if (!direct) {
+    TE_FL_ASSIGN_OR_RETURN(packed, impl.merge({grads.dq, grads.dk, grads.dv}, record));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor d_mixed,
                          packed.view(Impl::lead(record.shape, {impl.groups * impl.group_width()})));
   if (impl.layernorm_qkv != nullptr) {

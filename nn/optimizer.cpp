@@ -79,6 +79,26 @@ Status check_below_one(const char* optimizer, const char* field, float value) {
                           "; it must be at least 0 and less than 1");
 }
 
+Pointers grads_of(const std::vector<NamedParameter>& parameters) {
+  Pointers grads;
+  for (const NamedParameter& p : parameters) grads.push_back(p.grad());
+  return grads;
+}
+
+Status grad_norm_into(const Pointers& grads, const Tensor& norm) {
+  te_fl_multi_tensor_l2norm_args args{};
+  args.inputs = grads.data();
+  args.inputs_count = static_cast<int64_t>(grads.size());
+  args.norm = norm;
+  return ops::multi_tensor_l2norm(args, detail::call_options());
+}
+
+void set_in_place(te_fl_multi_tensor_scale_args& args, const Pointers& grads) {
+  using Args = te_fl_multi_tensor_scale_args;
+  set_list(args, &Args::inputs, &Args::inputs_count, grads);
+  set_list(args, &Args::outputs, &Args::outputs_count, grads);
+}
+
 void append_state(std::vector<NamedTensor>& result, const std::vector<Slot>& slots,
                   const char* what, Tensor Slot::*member) {
   for (const Slot& slot : slots) {
@@ -97,24 +117,16 @@ Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, floa
                             "; it must be greater than 0");
   }
   if (parameters.empty()) return 0.0f;
-  Pointers grads;
-  for (const NamedParameter& p : parameters) grads.push_back(p.grad());
+  const Pointers grads = grads_of(parameters);
   const Device device = parameters.front().grad().device();
   TE_FL_ASSIGN_OR_RETURN(Tensor norm, Tensor::empty({1}, DType::kF32, device));
-  te_fl_multi_tensor_l2norm_args norm_args{};
-  norm_args.inputs = grads.data();
-  norm_args.inputs_count = static_cast<int64_t>(grads.size());
-  norm_args.norm = norm;
-  TE_FL_RETURN_IF_ERROR(ops::multi_tensor_l2norm(norm_args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(grad_norm_into(grads, norm));
   TE_FL_ASSIGN_OR_RETURN(float value, item(norm));
   if (!std::isfinite(value) || value <= max_norm) return value;
   TE_FL_ASSIGN_OR_RETURN(Tensor flag, Tensor::empty({1}, DType::kI32, device));
   TE_FL_RETURN_IF_ERROR(detail::fill(flag, 0));
   te_fl_multi_tensor_scale_args scale_args{};
-  scale_args.inputs = grads.data();
-  scale_args.inputs_count = static_cast<int64_t>(grads.size());
-  scale_args.outputs = grads.data();
-  scale_args.outputs_count = static_cast<int64_t>(grads.size());
+  set_in_place(scale_args, grads);
   scale_args.noop_flag = flag;
   scale_args.scale = max_norm / value;
   TE_FL_RETURN_IF_ERROR(ops::multi_tensor_scale(scale_args, detail::call_options()));
@@ -125,8 +137,80 @@ Optimizer::Optimizer(std::vector<NamedParameter> parameters, float lr, float max
     : parameters_(std::move(parameters)), lr_(lr), max_grad_norm_(max_grad_norm) {}
 Optimizer::~Optimizer() = default;
 
-Status Optimizer::step() {
+Device Optimizer::home() const {
+  return parameters_.empty() ? Device() : parameters_.front().value().device();
+}
+
+const Tensor& Optimizer::grad_norm() const noexcept {
+  static const Tensor none;
+  return device_ != nullptr ? device_->grad_norm : none;
+}
+
+Status Optimizer::make_capturable() {
+  auto state = std::make_unique<OnDevice>();
+  // One block, written by one copy: the step, then the learning rate.
+  TE_FL_ASSIGN_OR_RETURN(Tensor block, Tensor::zeros({2}, DType::kI64, home()));
+  TE_FL_ASSIGN_OR_RETURN(state->step, block.slice(0, 0, 1));
+  auto owner = std::make_shared<Tensor>(block);
+  const int64_t one[] = {1};
+  TE_FL_ASSIGN_OR_RETURN(state->lr, Tensor::wrap(block.data<int64_t>() + 1, one, {}, DType::kF32,
+                                                 home(), std::move(owner)));
   if (max_grad_norm_ > 0) {
+    TE_FL_ASSIGN_OR_RETURN(state->noop, Tensor::zeros({1}, DType::kI32, home()));
+    TE_FL_ASSIGN_OR_RETURN(state->grad_norm, Tensor::zeros({1}, DType::kF32, home()));
+  }
+  device_ = std::move(state);
+  return {};
+}
+
+Status Optimizer::write_state() {
+  struct {
+    int64_t step;
+    float lr;
+  } state = {steps_, lr_};
+  return devices::copy(home(), device_->step.raw_data(), Device(), &state, 12,
+                       devices::current_stream());
+}
+
+Status Optimizer::advance() {
+  if (device_ == nullptr) {
+    return failed_precondition(
+        "Optimizer::advance: the optimizer was created without capturable = true, so no graph can "
+        "have captured its step");
+  }
+  ++steps_;
+  if (Status status = write_state(); !status) {
+    --steps_;
+    return status;
+  }
+  for (const NamedParameter& p : parameters_) ++p.parameter->version;
+  return {};
+}
+
+// Clips by the norm on the device; one that is not finite sets noop.
+Status Optimizer::clip_on_device() {
+  const Pointers grads = grads_of(parameters_);
+  TE_FL_RETURN_IF_ERROR(grad_norm_into(grads, device_->grad_norm));
+  TE_FL_RETURN_IF_ERROR(detail::fill(device_->noop, 0));
+  te_fl_multi_tensor_scale_args args{};
+  set_in_place(args, grads);
+  args.noop_flag = device_->noop;
+  args.norm = device_->grad_norm;
+  args.max_norm = max_grad_norm_;
+  return ops::multi_tensor_scale(args, detail::call_options());
+}
+
+Status Optimizer::step() {
+  bool capturing = false;
+  if (!home().is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(capturing, devices::is_capturing(home(), devices::current_stream()));
+  }
+  if (capturing && device_ == nullptr) {
+    return failed_precondition(
+        "Optimizer::step: the stream is being captured into a graph, which would repeat this "
+        "step's count and learning rate for ever; create the optimizer with capturable = true");
+  }
+  if (device_ == nullptr && max_grad_norm_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
     if (!std::isfinite(last_grad_norm_)) {
       return failed_precondition(
@@ -134,8 +218,17 @@ Status Optimizer::step() {
           "; parameters are left as they are (the loss diverged or a gradient overflowed)");
     }
   }
+  const bool clips = device_ != nullptr && max_grad_norm_ > 0 && !parameters_.empty();
+  if (capturing) {
+    if (clips) TE_FL_RETURN_IF_ERROR(clip_on_device());
+    return update();
+  }
   ++steps_;
-  if (Status status = update(); !status) {
+  Status status;
+  if (device_ != nullptr) status = write_state();
+  if (status && clips) status = clip_on_device();
+  if (status) status = update();
+  if (!status) {
     --steps_;
     return status;
   }
@@ -165,6 +258,7 @@ Result<std::unique_ptr<Adam>> Adam::create(std::vector<NamedParameter> parameter
   TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "max_grad_norm", options.max_grad_norm));
   std::unique_ptr<Adam> adam(new Adam(std::move(parameters), options));
   TE_FL_ASSIGN_OR_RETURN(adam->impl_->slots, make_slots(adam->parameters_, options.decay, true));
+  if (options.capturable) TE_FL_RETURN_IF_ERROR(adam->make_capturable());
   return adam;
 }
 
@@ -191,6 +285,11 @@ Status Adam::update() {
       args.step = steps_;
       args.mode = options.adamw ? TE_FL_ADAM_MODE_ADAMW : TE_FL_ADAM_MODE_L2;
       args.bias_correction = options.bias_correction;
+      if (const OnDevice* state = on_device()) {
+        args.lr_tensor = state->lr;
+        args.step_tensor = state->step;
+        args.noop_flag = state->noop;
+      }
       TE_FL_RETURN_IF_ERROR(ops::multi_tensor_adam(args, detail::call_options()));
     }
   }
@@ -229,6 +328,7 @@ Result<std::unique_ptr<SGD>> SGD::create(std::vector<NamedParameter> parameters,
   }
   std::unique_ptr<SGD> sgd(new SGD(std::move(parameters), options));
   TE_FL_ASSIGN_OR_RETURN(sgd->impl_->slots, make_slots(sgd->parameters_, options.decay, false));
+  if (options.capturable) TE_FL_RETURN_IF_ERROR(sgd->make_capturable());
   return sgd;
 }
 
@@ -252,6 +352,10 @@ Status SGD::update() {
       args.dampening = options.dampening;
       args.nesterov = options.nesterov;
       args.first_run = steps_ == 1;
+      if (const OnDevice* state = on_device()) {
+        args.lr_tensor = state->lr;
+        args.noop_flag = state->noop;
+      }
       TE_FL_RETURN_IF_ERROR(ops::multi_tensor_sgd(args, detail::call_options()));
     }
   }

@@ -8,6 +8,7 @@
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/recipe.hpp"
 #include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
 
 // The scoped state behind Context and autocast, and what modules ask of it.
 namespace te_fl::nn::detail {
@@ -26,6 +27,7 @@ class PendingUpdates {
  public:
   void add(PendingUpdate update);
   std::vector<PendingUpdate> take();
+  bool empty() const noexcept { return updates_.empty(); }
 
  private:
   std::vector<PendingUpdate> updates_;
@@ -35,6 +37,10 @@ class PendingUpdates {
 struct StepState {
   std::mutex mutex;
   RandomPosition random;
+  // While a graph is captured: U64 [2] {seed, offset} on its device, which stands for `captured_at`
+  // at every launch.
+  Tensor captured_random;
+  uint64_t captured_at = 0;
   PendingUpdates backward;
   Status deferred;  // an error met where none can be returned; backward_end() returns it
 };

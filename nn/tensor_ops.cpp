@@ -20,6 +20,10 @@ CallOptions random_options(int64_t count) {
   RandomPosition& random = context.state().random;
   options.rng.seed = random.seed;
   options.rng.offset = random.offset;
+  if (const Tensor& state = context.state().captured_random; state.defined()) {
+    options.rng.state = state.data<uint64_t>();
+    options.rng.offset -= context.state().captured_at;
+  }
   random.offset += (static_cast<uint64_t>(count) + 3) / 4;
   return options;
 }
@@ -106,7 +110,7 @@ Result<GradTarget> GradTarget::open(Parameter* parameter) {
   target.parameter_ = parameter;
   target.scratch_ = parameter->grad_written;
   if (target.scratch_) {
-    TE_FL_ASSIGN_OR_RETURN(target.tensor_, empty_like(parameter->grad, DType::kF32));
+    TE_FL_ASSIGN_OR_RETURN(target.tensor_, empty_like(parameter->grad, parameter->grad.dtype()));
   } else {
     target.tensor_ = parameter->grad;
   }

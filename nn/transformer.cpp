@@ -9,6 +9,7 @@ namespace {
 
 struct LayerRecord : Ctx::Record {
   Ctx attention, attention_add, mlp, mlp_add;
+  bool joined = false;  // no separate adds
 };
 
 MultiheadAttentionOptions attention_options(const TransformerLayerOptions& o) {
@@ -64,6 +65,11 @@ struct TransformerLayer::Impl {
   std::unique_ptr<LayerNormMLP> mlp;
   Residual attention_add;
   Residual mlp_add;
+
+  // The products before them add the residuals themselves where nothing comes between.
+  bool joins(const Tensor& x) const {
+    return options.hidden_dropout == 0 && x.defined() && x.dtype() == options.activation_dtype;
+  }
 };
 
 TransformerLayer::TransformerLayer(const TransformerLayerOptions& options)
@@ -88,14 +94,18 @@ Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const Attent
   Impl& impl = *impl_;
   auto record = std::make_unique<LayerRecord>();
   auto keep = [&](Ctx& part) { return ctx == nullptr ? nullptr : &part; };
-  TE_FL_ASSIGN_OR_RETURN(Tensor attended,
-                         impl.attention->forward(x, keep(record->attention), inputs, options));
-  TE_FL_ASSIGN_OR_RETURN(Tensor h,
-                         impl.attention_add.forward(x, attended, keep(record->attention_add)));
+  const bool joins = record->joined = impl.joins(x);
+  TE_FL_ASSIGN_OR_RETURN(Tensor h, impl.attention->forward(x, keep(record->attention), inputs,
+                                                           options, joins ? &x : nullptr));
+  if (!joins) {
+    TE_FL_ASSIGN_OR_RETURN(h, impl.attention_add.forward(x, h, keep(record->attention_add)));
+  }
   const Tensor& mlp_input = impl.options.parallel_attention_mlp ? x : h;
-  TE_FL_ASSIGN_OR_RETURN(Tensor transformed,
-                         impl.mlp->forward(mlp_input, keep(record->mlp), options));
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.mlp_add.forward(h, transformed, keep(record->mlp_add)));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor y, impl.mlp->forward(mlp_input, keep(record->mlp), options, joins ? &h : nullptr));
+  if (!joins) {
+    TE_FL_ASSIGN_OR_RETURN(y, impl.mlp_add.forward(h, y, keep(record->mlp_add)));
+  }
   if (ctx != nullptr) ctx->store(this, std::move(record));
   return y;
 }
@@ -104,11 +114,17 @@ Result<Tensor> TransformerLayer::backward(const Tensor& dy, Ctx& ctx, Tensor* db
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "TransformerLayer"));
   auto& record = static_cast<LayerRecord&>(*taken);
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_transformed, impl.mlp_add.backward(dy, record.mlp_add));
+  Tensor d_transformed = dy;
+  if (!record.joined) {
+    TE_FL_ASSIGN_OR_RETURN(d_transformed, impl.mlp_add.backward(dy, record.mlp_add));
+  }
   // What the MLP passes down, with dy, which goes past it, already added.
   TE_FL_ASSIGN_OR_RETURN(Tensor below_mlp, impl.mlp->backward(d_transformed, record.mlp, &dy));
   const Tensor& dh = impl.options.parallel_attention_mlp ? dy : below_mlp;
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_attended, impl.attention_add.backward(dh, record.attention_add));
+  Tensor d_attended = dh;
+  if (!record.joined) {
+    TE_FL_ASSIGN_OR_RETURN(d_attended, impl.attention_add.backward(dh, record.attention_add));
+  }
   return impl.attention->backward(d_attended, record.attention, &below_mlp, dbias);
 }
 

@@ -180,6 +180,11 @@ Result<SelectionPolicy> SelectionPolicy::from_environment(
   TE_FL_ASSIGN_OR_RETURN(const std::optional<bool> deterministic,
                          bool_variable("TE_FL_DETERMINISTIC"));
   settings.deterministic = deterministic.value_or(false);
+  const std::optional<std::string> cap = environment::get_if_set("TE_FL_MAX_STAGED_BYTES");
+  if (cap && !trim(*cap).empty()) {
+    TE_FL_ASSIGN_OR_RETURN(const int64_t bytes, environment::get_int("TE_FL_MAX_STAGED_BYTES"));
+    settings.max_staged_bytes = static_cast<uint64_t>(bytes);
+  }
   TE_FL_ASSIGN_OR_RETURN(settings.allow_vendors,
                          parse_variable("TE_FL_ALLOW_VENDORS", parse_vendor_list));
   TE_FL_ASSIGN_OR_RETURN(settings.deny_vendors,

@@ -53,6 +53,7 @@ std::string text_of(const PolicySettings& s) {
   }
   if (s.strict) word("strict=1");
   if (s.deterministic) word("deterministic=1");
+  if (s.max_staged_bytes) word("max_staged_bytes=" + std::to_string(*s.max_staged_bytes));
   append_list(out, "allow_vendors", s.allow_vendors);
   append_list(out, "deny_vendors", s.deny_vendors);
   std::string lists;

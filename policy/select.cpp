@@ -49,17 +49,31 @@ Refusal vendor_refusal(const PolicySettings& settings, const Option& option) {
   return Refusal::kNone;
 }
 
-bool on_device(const Option& option, const Device& device) {
-  const auto has = [&](int32_t type) {
-    return type >= 0 && type < 64 && (option.device_types >> type & 1) != 0;
-  };
-  // Pinned memory counts as host memory.
-  return has(device.type) || (device.is_host() && has(TE_FL_DEVICE_CPU));
+bool serves(const Option& option, int32_t type) {
+  return type >= 0 && type < 64 && (option.device_types >> type & 1) != 0;
 }
 
-Refusal capability_refusal(const PolicySettings& settings, const Call& call, const Option& option) {
-  if (!on_device(option, call.device)) return Refusal::kDevice;
-  if (option.min_arch > call.arch) return Refusal::kArch;
+bool on_device(const Option& option, const Device& device) {
+  // Pinned memory counts as host memory.
+  return serves(option, device.type) || (device.is_host() && serves(option, TE_FL_DEVICE_CPU));
+}
+
+// Whether the option could serve the call on copies in host memory, and not where the tensors are.
+bool on_copies(const Option& option, const Call& call) {
+  return call.present && !call.device.is_host() && !on_device(option, call.device) &&
+         serves(option, TE_FL_DEVICE_CPU);
+}
+
+Refusal staging_refusal(const PolicySettings& settings, const Call& call, const Verdict& v) {
+  if (settings.strict && !v.named) return Refusal::kStagingStrict;
+  if (settings.max_staged_bytes == 0u) return Refusal::kStagingForbidden;
+  return call.capturing ? Refusal::kStagingCaptured : Refusal::kNone;
+}
+
+Refusal capability_refusal(const PolicySettings& settings, const Call& call, const Option& option,
+                           bool staged) {
+  if (!staged && !on_device(option, call.device)) return Refusal::kDevice;
+  if (option.min_arch > (staged ? 0 : call.arch)) return Refusal::kArch;
   if ((call.dtypes & ~option.dtypes) != 0) return Refusal::kDtype;
   if ((call.scalings & ~option.scalings) != 0) return Refusal::kScaling;
   if (option.param_version < call.version) return Refusal::kVersion;
@@ -68,6 +82,26 @@ Refusal capability_refusal(const PolicySettings& settings, const Call& call, con
   }
   if (call.capturing && (option.flags & TE_FL_OP_GRAPH_SAFE) == 0) return Refusal::kNotGraphSafe;
   return Refusal::kNone;
+}
+
+Verdict verdict_on(const PolicySettings& settings, const Tokens* tokens, const Call& call,
+                   std::span<const Option> options, uint32_t index) {
+  const Option& option = options[index];
+  Verdict v;
+  v.option = index;
+  v.group = group_of(settings, tokens, option);
+  v.staged = on_copies(option, call);
+  const bool prefers_reference = tokens == nullptr && settings.prefer == Kind::kReference;
+  v.named = tokens != nullptr ? v.group != kUnlisted
+                              : prefers_reference && option.kind == Kind::kReference;
+  if (v.staged && !v.named && v.group != kUnlisted) v.group += 2;
+  if (v.group == kUnlisted) v.refusal = Refusal::kNotListed;
+  if (v.refusal == Refusal::kNone) v.refusal = vendor_refusal(settings, option);
+  if (v.refusal == Refusal::kNone && v.staged) v.refusal = staging_refusal(settings, call, v);
+  if (v.refusal == Refusal::kNone) {
+    v.refusal = capability_refusal(settings, call, option, v.staged);
+  }
+  return v;
 }
 
 const Tokens* list_for(const PolicySettings& settings, std::string_view op) {
@@ -123,14 +157,11 @@ Decision decide(const PolicySettings& settings, const Call& call, std::span<cons
   Decision decision;
   decision.order.reserve(options.size());
   for (uint32_t i = 0; i < options.size(); ++i) {
-    Verdict v{i, group_of(settings, tokens, options[i]), Refusal::kNone};
-    if (v.group == kUnlisted) v.refusal = Refusal::kNotListed;
-    if (v.refusal == Refusal::kNone) v.refusal = vendor_refusal(settings, options[i]);
-    if (v.refusal == Refusal::kNone) v.refusal = capability_refusal(settings, call, options[i]);
-    decision.order.push_back(v);
+    decision.order.push_back(verdict_on(settings, tokens, call, options, i));
   }
   std::sort(decision.order.begin(), decision.order.end(), [&](const Verdict& a, const Verdict& b) {
     if (a.group != b.group) return a.group < b.group;
+    if (a.staged != b.staged) return b.staged;
     const Option& x = options[a.option];
     const Option& y = options[b.option];
     if (x.priority != y.priority) return x.priority > y.priority;
@@ -178,6 +209,10 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
       return "the tensors are on " + to_string(call.device) + ", it serves " +
              device_type_text(option.device_types);
     case Refusal::kArch:
+      if (!on_device(option, call.device)) {
+        return "it needs architecture " + std::to_string(option.min_arch) +
+               " or newer, and would be run on the host, which has none";
+      }
       return "it needs architecture " + std::to_string(option.min_arch) + " or newer, " +
              to_string(call.device) + " is " + std::to_string(call.arch);
     case Refusal::kDtype:
@@ -198,6 +233,17 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
       return "it is not deterministic and the policy asks for that (TE_FL_DETERMINISTIC)";
     case Refusal::kNotGraphSafe:
       return "the stream is being captured into a graph, which it does not allow";
+    case Refusal::kStagingStrict:
+      return "the tensors are on " + to_string(call.device) +
+             ", it would serve copies on the host, and strict (TE_FL_STRICT) allows that only if "
+             "the policy names it (TE_FL_PER_OP, or TE_FL_PREFER=reference)";
+    case Refusal::kStagingForbidden:
+      return "the tensors are on " + to_string(call.device) +
+             ", and copying them to the host is forbidden (TE_FL_MAX_STAGED_BYTES is 0)";
+    case Refusal::kStagingCaptured:
+      return "the stream is being captured into a graph, into which copies to the host cannot go; "
+             "leave the op out of the graph, or load a plugin that serves it on " +
+             to_string(call.device);
   }
   return "?";
 }

@@ -32,7 +32,8 @@ struct Option {
 struct Call {
   std::string_view op;
   Device device;
-  uint32_t arch = 0;  // of the device
+  bool present = true;  // the device is there: a copy to and from it is possible
+  uint32_t arch = 0;    // of the device
   uint32_t dtypes = 0;
   uint32_t scalings = 0;
   uint32_t version = 1;  // newest parameter version whose arguments the call uses
@@ -51,25 +52,36 @@ enum class Refusal : uint8_t {
   kVersion,  // the call uses a newer argument
   kNondeterministic,
   kNotGraphSafe,
+  kStagingStrict,     // strict, and staging was not named
+  kStagingForbidden,  // max_staged_bytes is 0
+  kStagingCaptured,   // a copy to the host cannot go into a graph
 };
 
 // True if the refusal comes from the policy rather than from what the implementation can do.
 constexpr bool is_policy_refusal(Refusal r) {
   return r == Refusal::kNotListed || r == Refusal::kDenied || r == Refusal::kNotAllowed ||
-         r == Refusal::kNondeterministic;
+         r == Refusal::kNondeterministic || r == Refusal::kStagingStrict ||
+         r == Refusal::kStagingForbidden;
 }
 
 struct Verdict {
   uint32_t option = 0;  // index into the options given
-  uint32_t group = 0;  // token of the per-op list, or 0 preferred / 1 other; UINT32_MAX: not listed
+  // Token of the per-op list (UINT32_MAX: not listed). Without a list 0 preferred / 1 other; staged
+  // ones that the policy does not name 2 / 3.
+  uint32_t group = 0;
   Refusal refusal = Refusal::kNone;
+  // A host implementation for tensors of another device: they are copied to the host for it, and
+  // its outputs back.
+  bool staged = false;
+  // The policy asked for it on the host: an exclusive list has it, or reference is preferred.
+  bool named = false;
 };
 
 struct Decision {
   std::vector<Verdict> order;  // as they would be tried; refused ones where they stand
-  // For STRICT: index into `order` of the top-ranked implementation on the call's device after
-  // vendor filters within the first token (the preferred kind), whether or not it can serve the
-  // call; -1: there is none.
+  // For STRICT: index into `order` of the top-ranked implementation on the call's device, or staged
+  // and named, after vendor filters within the first token (the preferred kind), whether or not it
+  // can serve the call; -1: there is none.
   int32_t first = -1;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/device_list.hpp"
 #include "policy/current.hpp"
 #include "registry/manager_impl.hpp"
 
@@ -32,9 +33,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
                       const core::Signature& signature, uint32_t policy, bool capturing) {
   if (!table.lost.empty()) {
     if (const LostDevice* lost = table.lost_device(signature.device)) {
-      return Status(StatusCode::kDeviceLost,
-                    "device " + to_string(lost->device) + " is lost since " + lost->reason +
-                        "; no op runs on it any more: restart the process, or use another device");
+      return core::lost_device(lost->device, lost->reason);
     }
   }
   Choice choice;
@@ -45,13 +44,9 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
-  choice.call = {row.compiled->schema().name,
-                 signature.device,
-                 arch.ok() ? *arch : 0,
-                 signature.dtypes,
-                 signature.scalings,
-                 signature.version,
-                 capturing};
+  choice.call = {row.compiled->schema().name, signature.device, arch.ok(),
+                 arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
+                 signature.version,           capturing};
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);
   if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);
   return choice;
@@ -68,7 +63,7 @@ Result<const RouteEntry*> route_of(Call& call) {
   for (size_t i = 0; i < choice.decision.order.size(); ++i) {
     const policy::Verdict& v = choice.decision.order[i];
     if (v.refusal == policy::Refusal::kNone && choice.permits(i)) {
-      route->order.push_back(call.row.impls[v.option].get());
+      route->order.push_back({call.row.impls[v.option].get(), v.staged});
     }
   }
   RouteEntry& entry = call.thread.routes.victim(call.table.id, key);
@@ -77,10 +72,10 @@ Result<const RouteEntry*> route_of(Call& call) {
   entry.fast = nullptr;
   entry.counter = nullptr;
   if (!route->order.empty()) {
-    const Implementation& first = *route->order.front();
+    const Implementation& first = *route->order.front().impl;
     entry.counter = call.thread.counters.at(first.counter);
-    const bool plain = first.direct && call.row.saved == nullptr && !route->deterministic &&
-                       !call.capturing && entry.counter != nullptr;
+    const bool plain = first.direct && !route->order.front().staged && call.row.saved == nullptr &&
+                       !route->deterministic && !call.capturing && entry.counter != nullptr;
     entry.fast = plain ? &first : nullptr;
   }
   entry.route = std::move(route);

@@ -44,8 +44,16 @@ class SerialLock {
   std::atomic<const ThreadRecord*> owner_{nullptr};
 };
 
-// One registered implementation. Immutable but for its lock and its plans; shared by the tables
-// that list it, and destroyed when the last of them is: plans first, then keep_alive.
+// What serving calls on copies in host memory has cost; any thread adds to it.
+struct StagedFigures {
+  std::atomic<uint64_t> calls{0};
+  std::atomic<uint64_t> bytes{0};        // copied, both ways
+  std::atomic<uint64_t> nanoseconds{0};  // copies, and waiting for the stream's earlier work
+  std::atomic<bool> said{false};         // the log line about it
+};
+
+// One registered implementation. Immutable but for its lock, its plans and its figures; shared by
+// the tables that list it, and destroyed when the last of them is: plans first, then keep_alive.
 struct Implementation {
   Implementation() = default;
   ~Implementation();
@@ -60,6 +68,7 @@ struct Implementation {
   std::string owner;
   const char* interned_id =
       nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
+  const char* interned_op = nullptr;
   Kind kind = Kind::kDefault;
   uint64_t number = 0;   // unique in the process, never given again
   uint32_t counter = 0;  // index of its call counters
@@ -68,6 +77,7 @@ struct Implementation {
   bool not_in_place = false;    // the op may be called in place, which this does not do
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present
+  mutable StagedFigures staged;
 };
 
 // A string with the same text and an address that lasts as long as the process.

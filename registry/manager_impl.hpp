@@ -7,33 +7,48 @@
 #include <vector>
 
 #include "core/error_text.hpp"
+#include "core/recent_ops.hpp"
 #include "core/settings.hpp"
 #include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "registry/registry_impl.hpp"
+#include "registry/staging_pool.hpp"
 #include "registry/thread_record.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 
 namespace te_fl {
+namespace registry {
+
+// What an implementation has served.
+struct UsageCounts {
+  uint64_t calls = 0;
+  uint64_t staged_calls = 0;
+  uint64_t staged_bytes = 0;
+  uint64_t staged_nanoseconds = 0;
+};
+
+}  // namespace registry
 
 struct OpManager::Impl {
   explicit Impl(OpRegistry& r);
   ~Impl();
 
-  // TE_FL_SYNC, as of the environment's current generation.
-  bool sync() {
-    const uint64_t word = sync_word.load(std::memory_order_relaxed);
-    if (word >> 1 == core::g_generation.load(std::memory_order_acquire)) return (word & 1) != 0;
-    return read_sync();
+  enum Care : uint64_t { kSync = 1, kValidate = 2 };
+  // TE_FL_SYNC and TE_FL_VALIDATE, as of the environment's current generation.
+  uint64_t care() {
+    const uint64_t word = care_word.load(std::memory_order_relaxed);
+    if (word >> 2 == core::g_generation.load(std::memory_order_acquire)) return word & 3;
+    return read_care();
   }
-  bool read_sync();
+  uint64_t read_care();
 
   OpRegistry& registry;
   OpRegistry::Impl& table_owner;
   registry::DeviceArenas arenas;
-  std::atomic<uint64_t> sync_word{~uint64_t{0}};  // generation << 1 | TE_FL_SYNC
-  std::map<uint64_t, uint64_t> usage_base;  // by implementation number: counts at the last reset
+  registry::StagingPool staging;
+  std::atomic<uint64_t> care_word{~uint64_t{0}};         // generation << 2 | Care
+  std::map<uint64_t, registry::UsageCounts> usage_base;  // by implementation number, at the reset
 };
 
 // A handle's fixed part; the choice itself is cached per thread.
@@ -109,6 +124,11 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
                          core::ErrorText& errors);
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors);
+// A host implementation's answer for copies of the call's tensors: OK, or why it cannot serve them.
+te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deterministic,
+                        core::ErrorText& errors);
+te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
+                                    bool deterministic, size_t& bytes, core::ErrorText& errors);
 // The status of the exception in flight, which R5 forbids. Its words go to `errors`.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 
@@ -129,6 +149,13 @@ template <class F>
                                                        core::ErrorText& errors) noexcept {
   return entered("run() threw an exception (rule R5)", errors,
                  [&] { return impl.desc.run(impl.desc.self, &context, args); });
+}
+
+// Remembers what runs on a device, for the error that may show later.
+[[gnu::always_inline]] inline void note_enqueued(const Call& call, const Implementation& impl) {
+  if (call.signature.device.type == TE_FL_DEVICE_CPU) [[likely]]
+    return;  // signatures name every kind of host memory so
+  core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
 // What the choice depends on besides the signature. False: the policy is invalid.

@@ -41,6 +41,9 @@ std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choi
                           bool chosen) {
   const Implementation& impl = *row.impls[v.option];
   std::string text = chosen ? "taken: " : "next if that one cannot: ";
+  if (v.staged) {
+    text += "staged (copies of the tensors of " + to_string(choice.call.device) + " on the host), ";
+  }
   const auto list = choice.settings->per_op.find(choice.call.op);
   if (list != choice.settings->per_op.end()) {
     text += "place " + std::to_string(v.group + 1) + " of the policy's list, ";
@@ -67,6 +70,7 @@ std::string way_out(const OpRow& row, const Choice& choice, const std::vector<Fa
     if (v.refusal != Refusal::kNone || failed) continue;
     return quoted(impl.impl_id) + " could serve it if the policy let it: change " +
            (choice.settings->strict ? "TE_FL_STRICT, " : "") +
+           (choice.settings->max_staged_bytes ? "TE_FL_MAX_STAGED_BYTES, " : "") +
            "TE_FL_PREFER, TE_FL_PER_OP or the vendor lists, or the scope set in code";
   }
   return "use a dtype, scaling mode or device that one of them serves (`te-fl explain " + op +
@@ -118,6 +122,7 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, con
     c.vendor = impl.vendor;
     c.owner = impl.owner;
     c.priority = row.options[v.option].priority;
+    c.staged = v.staged;
     const auto failed = std::find_if(failures.begin(), failures.end(),
                                      [&](const Failure& f) { return f.impl == &impl; });
     if (v.refusal != Refusal::kNone) {

@@ -4,6 +4,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "core/current_stream.hpp"
+#include "core/device_list.hpp"
 #include "core/fork.hpp"
 #include "plugins/hooks.hpp"
 #include "policy/current.hpp"
@@ -21,9 +23,11 @@ using registry::Implementation;
 using registry::OpRow;
 using registry::RouteEntry;
 using registry::RouteKey;
+using registry::Step;
 using registry::Table;
 using registry::this_thread;
 using registry::ThreadRecord;
+using registry::UsageCounts;
 
 // Guards the list of managers and their usage bases.
 constinit core::ForkMutex mutex(75);
@@ -42,11 +46,23 @@ std::vector<OpManager::Impl*> managers_now() {
 }
 
 void device_added(const Device& device) {
+  core::find_device_again(device);
   for (OpManager::Impl* m : managers_now()) m->table_owner.restore(device);
 }
 
+void device_lost(const Device& device, const std::string& reason) {
+  for (OpManager::Impl* m : managers_now()) m->table_owner.mark_lost(device, reason);
+}
+
 void release_device(const Device& device) {
-  for (OpManager::Impl* m : managers_now()) m->arenas.release(device);
+  for (OpManager::Impl* m : managers_now()) {
+    m->arenas.release(device);
+    m->staging.release(device);
+  }
+}
+
+void stream_goes(const Device& device, void* stream) {
+  for (OpManager::Impl* m : managers_now()) m->arenas.release(device, stream);
 }
 
 void count(std::atomic<uint64_t>& counter) noexcept {
@@ -56,12 +72,13 @@ void count(std::atomic<uint64_t>& counter) noexcept {
 
 // The warm way: run() with a context on the stack, nothing else. Otherwise the complete one.
 inline Status run(Call& call, const Implementation* fast, std::atomic<uint64_t>* counter) {
-  if (fast == nullptr || call.manager.sync()) return registry::run_route(call, nullptr);
+  if (fast == nullptr || call.manager.care() != 0) return registry::run_route(call, nullptr);
   core::ErrorText errors;
   const te_fl_context context = registry::context_of(call, false, errors.sink());
   const te_fl_status code = registry::guarded_run(*fast, context, call.args, errors);
   if (code == TE_FL_OK) [[likely]] {
     count(*counter);
+    registry::note_enqueued(call, *fast);
     return {};
   }
   const registry::Failure failure{fast, code, errors.text()};
@@ -99,7 +116,9 @@ std::vector<registry::Failure> refusals(const Call& call, const Choice& choice, 
     const Implementation& impl = *call.row.impls[v.option];
     core::ErrorText errors;
     te_fl_status code = TE_FL_OK;
-    if (impl.checks_support) {
+    if (v.staged) {
+      code = registry::ask_staged(call, impl, choice.settings->deterministic, errors);
+    } else if (impl.checks_support) {
       const te_fl_context context =
           registry::context_of(call, choice.settings->deterministic, errors.sink());
       code = registry::ask_support(impl, context, call.args, errors);
@@ -118,16 +137,23 @@ Result<Choice> choose(Call& call) {
                           call.policy, call.capturing);
 }
 
-const Implementation* chosen(const OpRow& row, const Choice& choice,
-                             const std::vector<registry::Failure>& failures) {
+Step chosen(const OpRow& row, const Choice& choice,
+            const std::vector<registry::Failure>& failures) {
   for (size_t i = 0; i < choice.decision.order.size(); ++i) {
     const policy::Verdict& v = choice.decision.order[i];
     const Implementation* impl = row.impls[v.option].get();
     const bool failed = std::any_of(failures.begin(), failures.end(),
                                     [&](const auto& f) { return f.impl == impl; });
-    if (v.refusal == policy::Refusal::kNone && choice.permits(i) && !failed) return impl;
+    if (v.refusal == policy::Refusal::kNone && choice.permits(i) && !failed)
+      return {impl, v.staged};
   }
-  return nullptr;
+  return {};
+}
+
+UsageCounts counts_of(const Implementation& impl) {
+  return {registry::read_counter(impl.counter), impl.staged.calls.load(std::memory_order_relaxed),
+          impl.staged.bytes.load(std::memory_order_relaxed),
+          impl.staged.nanoseconds.load(std::memory_order_relaxed)};
 }
 
 // Enters and finds the op's row, then does `f(call)`. T is Status or a Result.
@@ -149,7 +175,10 @@ namespace registry {
 
 void managers_after_fork_in_child() {
   std::lock_guard lock(mutex);
-  for (OpManager::Impl* m : managers()) m->arenas.forget_after_fork();
+  for (OpManager::Impl* m : managers()) {
+    m->arenas.forget_after_fork();
+    m->staging.forget_after_fork();
+  }
   instance_after_fork_in_child();
 }
 
@@ -159,7 +188,9 @@ OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   std::lock_guard lock(mutex);
   managers().push_back(this);
   plugins::g_hooks.device_added.store(&device_added, std::memory_order_release);
+  core::g_device_lost.store(&device_lost, std::memory_order_release);
   plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
+  core::g_stream_goes.store(&stream_goes, std::memory_order_release);
   plugins::g_hooks.inside_op.store([] { return registry::inside_op(); }, std::memory_order_release);
 }
 
@@ -168,12 +199,16 @@ OpManager::Impl::~Impl() {
   std::erase(managers(), this);
 }
 
-bool OpManager::Impl::read_sync() {
-  // Reading the value first also reads the environment, if nothing has yet.
-  const Result<bool> value = environment::get_bool("TE_FL_SYNC");
-  const bool on = value.ok() && *value;
-  sync_word.store(environment::generation() << 1 | (on ? 1 : 0), std::memory_order_relaxed);
-  return on;
+uint64_t OpManager::Impl::read_care() {
+  // Reading a value first also reads the environment, if nothing has yet.
+  const auto on = [](const char* name) {
+    const Result<bool> value = environment::get_bool(name);
+    return value.ok() && *value;
+  };
+  const uint64_t care =
+      (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) | (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0);
+  care_word.store(environment::generation() << 2 | care, std::memory_order_relaxed);
+  return care;
 }
 
 OpManager::OpManager(OpRegistry& registry) : impl_(std::make_unique<Impl>(registry)) {}
@@ -204,7 +239,7 @@ Result<PreparedOp> OpManager::prepare(OpId op, const void* args, const CallOptio
         TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
         TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
         const auto failures = refusals(call, choice, true);
-        if (chosen(call.row, choice, failures) == nullptr)
+        if (chosen(call.row, choice, failures).impl == nullptr)
           return registry::no_candidate(call, choice, failures);
         PreparedOp handle;
         handle.rep_ = std::make_shared<PreparedOp::Rep>(
@@ -275,21 +310,27 @@ Result<size_t> OpManager::saved_bytes(OpId op, const void* args, const CallOptio
     TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
     TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
     const auto failures = refusals(call, choice, true);
-    const Implementation* impl = chosen(call.row, choice, failures);
+    const Step step = chosen(call.row, choice, failures);
+    const Implementation* impl = step.impl;
     if (impl == nullptr) return registry::no_candidate(call, choice, failures);
     if (impl->desc.saved_bytes == nullptr) return size_t{0};
     core::ErrorText errors;
-    const te_fl_context context =
-        registry::context_of(call, choice.settings->deterministic, errors.sink());
+    const bool deterministic = choice.settings->deterministic;
     size_t bytes = 0;
-    const te_fl_status code = registry::ask_saved_bytes(*impl, context, call.args, bytes, errors);
+    te_fl_status code = TE_FL_OK;
+    if (step.staged) {
+      code = registry::ask_staged_saved_bytes(call, *impl, deterministic, bytes, errors);
+    } else {
+      const te_fl_context context = registry::context_of(call, deterministic, errors.sink());
+      code = registry::ask_saved_bytes(*impl, context, call.args, bytes, errors);
+    }
     if (code != TE_FL_OK) return registry::implementation_error(call, *impl, code, errors.text());
     return bytes;
   });
 }
 
 std::vector<OpUsage> OpManager::usage() const {
-  std::map<uint64_t, uint64_t> base;
+  std::map<uint64_t, UsageCounts> base;
   {
     std::lock_guard lock(mutex);
     base = impl_->usage_base;
@@ -298,10 +339,13 @@ std::vector<OpUsage> OpManager::usage() const {
   const EpochGuard guard(this_thread().slot);
   for (const auto& row : impl_->table_owner.table().ops) {
     for (const auto& impl : row->impls) {
-      const auto at = base.find(impl->number);
-      const uint64_t calls =
-          registry::read_counter(impl->counter) - (at == base.end() ? 0 : at->second);
-      if (calls != 0) list.push_back({impl->op, impl->impl_id, calls});
+      const UsageCounts before = base[impl->number], now = counts_of(*impl);
+      if (now.calls == before.calls) continue;
+      OpUsage& use = list.emplace_back(OpUsage{impl->op, impl->impl_id});
+      use.calls = now.calls - before.calls;
+      use.staged_calls = now.staged_calls - before.staged_calls;
+      use.staged_bytes = now.staged_bytes - before.staged_bytes;
+      use.staged_microseconds = (now.staged_nanoseconds - before.staged_nanoseconds) / 1000;
     }
   }
   std::sort(list.begin(), list.end(), [](const OpUsage& a, const OpUsage& b) {
@@ -312,12 +356,11 @@ std::vector<OpUsage> OpManager::usage() const {
 }
 
 void OpManager::reset_usage() {
-  std::map<uint64_t, uint64_t> base;
+  std::map<uint64_t, UsageCounts> base;
   {
     const EpochGuard guard(this_thread().slot);
     for (const auto& row : impl_->table_owner.table().ops) {
-      for (const auto& impl : row->impls)
-        base[impl->number] = registry::read_counter(impl->counter);
+      for (const auto& impl : row->impls) base[impl->number] = counts_of(*impl);
     }
   }
   std::lock_guard lock(mutex);

@@ -72,7 +72,8 @@ void append_tensor(std::string& out, const te_fl_tensor* t) {
 
 void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
                      std::string& out) {
-  append_value(out, context.flags);
+  // A call that is captured gets the plan that was made before capture, when all is allowed.
+  append_value(out, context.flags & ~uint32_t{TE_FL_CALL_CAPTURING});
   append_value(out, context.device);
   append_value(out, context.provider);
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
@@ -136,11 +137,15 @@ const Plan* PlanCache::insert(std::string key, void* made) {
 }
 
 void PlanCache::drop_oldest() {
-  const auto oldest =
-      std::min_element(plans_.begin(), plans_.end(), [](const auto& a, const auto& b) {
-        return a.second->last_used.load(std::memory_order_relaxed) <
-               b.second->last_used.load(std::memory_order_relaxed);
-      });
+  auto oldest = plans_.end();
+  for (auto at = plans_.begin(); at != plans_.end(); ++at) {
+    if (at->second->captured.load(std::memory_order_relaxed)) continue;
+    if (oldest == plans_.end() || at->second->last_used.load(std::memory_order_relaxed) <
+                                      oldest->second->last_used.load(std::memory_order_relaxed)) {
+      oldest = at;
+    }
+  }
+  if (oldest == plans_.end()) return;
   std::unique_ptr<Plan> dropped = std::move(oldest->second);
   plans_.erase(oldest);
   g_plan_generation.fetch_add(1, std::memory_order_release);

@@ -27,9 +27,11 @@ struct Plan {
   std::string key;
   void* plan;
   mutable std::atomic<uint64_t> last_used{0};
+  mutable std::atomic<bool> captured{false};  // a graph may hold what it owns: never dropped
 };
 
-// Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans.
+// Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans,
+// save those that a graph was captured with.
 // A dropped plan is destroyed when no thread is inside an op that may use it.
 class PlanCache {
  public:

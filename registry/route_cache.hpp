@@ -35,9 +35,15 @@ struct RouteKey {
   }
 };
 
+// One implementation to try.
+struct Step {
+  const Implementation* impl = nullptr;
+  bool staged = false;  // on copies in host memory
+};
+
 // A resolved choice: the implementations to try, in order.
 struct Route {
-  std::vector<const Implementation*> order;  // those that static constraints and policy let pass
+  std::vector<Step> order;  // those that static constraints and policy let pass
   bool strict = false;
   bool deterministic = false;
 };

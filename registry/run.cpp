@@ -3,10 +3,12 @@
 #include <array>
 #include <functional>
 
+#include "core/device_use.hpp"
 #include "policy/current.hpp"
 #include "registry/arguments.hpp"
 #include "registry/in_place.hpp"
 #include "registry/manager_impl.hpp"
+#include "registry/staging.hpp"
 
 namespace te_fl::registry {
 namespace {
@@ -14,7 +16,7 @@ namespace {
 // The implementations to try. Copied, since a nested call of this thread may replace the route.
 class Order {
  public:
-  explicit Order(const std::vector<const Implementation*>& order) : size_(order.size()) {
+  explicit Order(const std::vector<Step>& order) : size_(order.size()) {
     if (size_ <= inline_.size()) {
       std::copy(order.begin(), order.end(), inline_.begin());
     } else {
@@ -22,26 +24,34 @@ class Order {
     }
   }
   size_t size() const { return size_; }
-  const Implementation& operator[](size_t i) const {
-    return size_ <= inline_.size() ? *inline_[i] : *many_[i];
-  }
+  const Step& operator[](size_t i) const { return size_ <= inline_.size() ? inline_[i] : many_[i]; }
 
  private:
   size_t size_;
-  std::array<const Implementation*, 12> inline_;
-  std::vector<const Implementation*> many_;
+  std::array<Step, 12> inline_;
+  std::vector<Step> many_;
 };
+
+// In a capture, what is missing is the caller's to make: another implementation would give other
+// bits than the run before.
+te_fl_status missing_in_capture(const Status& status, core::ErrorText& errors) {
+  errors.sink()->write(errors.sink()->host, status.message().c_str());
+  return TE_FL_FAILED_PRECONDITION;
+}
 
 te_fl_status clean_failure(te_fl_status code, const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.to_string().c_str());
   return code | TE_FL_CLEAN;
 }
 
-// Holds what one run() needs besides its context.
+// Holds what one run() needs besides its context. `args` and the context's device are what the
+// implementation is to see: the call's, or copies of it on the host.
 struct Attempt {
   const Call& call;
   const Implementation& impl;
   te_fl_context& context;
+  const void* args;
+  bool on_host;
   core::ErrorText& errors;
   std::unique_lock<std::mutex> arena;
   bool serial = false;
@@ -64,12 +74,12 @@ struct Attempt {
     if (impl.desc.workspace == nullptr) return TE_FL_OK;
     size_t bytes = 0;
     const te_fl_status code = entered("workspace() threw an exception (rule R5)", errors, [&] {
-      return impl.desc.workspace(impl.desc.self, &context, call.args, &bytes);
+      return impl.desc.workspace(impl.desc.self, &context, args, &bytes);
     });
     if (code != TE_FL_OK) return code | TE_FL_CLEAN;  // it reads metadata only (R10)
     if (bytes == 0) return TE_FL_OK;
     const uint32_t depth = call.thread.slot.depth - 1;
-    if (call.signature.device.is_host()) {
+    if (on_host) {
       context.workspace = call.thread.arenas.get(depth, bytes);
       if (context.workspace == nullptr) {
         return clean_failure(
@@ -81,6 +91,7 @@ struct Attempt {
     } else {
       auto held = call.manager.arenas.acquire(call.signature.device, call.options.stream, depth,
                                               bytes, call.capturing, &context.workspace);
+      if (!held.ok() && call.capturing) return missing_in_capture(held.status(), errors);
       if (!held.ok())
         return clean_failure(TE_FL_STATUS_CODE(held.status().to_c()), held.status(), errors);
       arena = std::move(held).value();
@@ -93,82 +104,129 @@ struct Attempt {
     if (impl.plans == nullptr) return TE_FL_OK;
     std::string& key = call.thread.plans.scratch();
     key.clear();
-    append_plan_key(call.row.compiled->schema(), call.args, context, key);
+    append_plan_key(call.row.compiled->schema(), args, context, key);
     const uint64_t hash = std::hash<std::string_view>()(key) ^ impl.number;
     const Plan* plan = call.thread.plans.find(impl.number, hash, key);
     if (plan == nullptr) {
       plan = impl.plans->find(key);
       if (plan == nullptr) {
+        if (call.capturing) {
+          return missing_in_capture(
+              failed_precondition(
+                  "its plan for these shapes would have to be made while the stream is being "
+                  "captured; run the op once with the same shapes before capturing"),
+              errors);
+        }
         std::string own_key = key;  // prepare() may run ops, which use the scratch
         void* made = nullptr;
         const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
-          return impl.desc.prepare(impl.desc.self, &context, call.args, &made);
+          return impl.desc.prepare(impl.desc.self, &context, args, &made);
         });
         if (code != TE_FL_OK) return code | TE_FL_CLEAN;  // no output was touched
         plan = impl.plans->insert(std::move(own_key), made);
       }
       call.thread.plans.insert(impl.number, hash, plan);
     }
+    if (call.capturing) plan->captured.store(true, std::memory_order_relaxed);
     context.plan = plan->plan;
     return TE_FL_OK;
   }
 };
 
-bool writes_record(const OpRow& row) { return row.saved != nullptr && row.saved->role != TE_FL_IN; }
+// Asks, and gets ready: everything before run().
+te_fl_status get_ready(Attempt& a) {
+  if (a.impl.not_in_place) {
+    if (const std::string pair = shared_in_place(a.call.row.compiled->schema(), a.args);
+        !pair.empty()) {
+      const std::string why = "it does not work in place (TE_FL_OP_IN_PLACE_OK), and " + pair;
+      a.errors.sink()->write(a.errors.sink()->host, why.c_str());
+      return TE_FL_UNSUPPORTED;
+    }
+  }
+  if (a.impl.checks_support) {
+    if (const te_fl_status code = ask_support(a.impl, a.context, a.args, a.errors))
+      return code | TE_FL_CLEAN;
+  }
+  te_fl_status code = a.lock();
+  if (code == TE_FL_OK) code = a.plan();
+  if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
+  return code;
+}
+
+// The record that the op writes, made plain: what it was is of no use any more.
+te_fl_saved* fresh_record(const Call& call) {
+  const OpRow& row = call.row;
+  if (row.saved == nullptr || row.saved->role == TE_FL_IN) return nullptr;
+  te_fl_saved* record = saved_record(row, call.args);
+  if (record != nullptr) {
+    record->opaque = 0;
+    record->producer = nullptr;
+  }
+  return record;
+}
 
 // One implementation, from supports() to run().
 te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
                      core::ErrorText& errors) {
   te_fl_context context = context_of(call, deterministic, errors.sink());
-  if (impl.not_in_place) {
-    if (const std::string pair = shared_in_place(call.row.compiled->schema(), call.args);
-        !pair.empty()) {
-      const std::string why = "it does not work in place (TE_FL_OP_IN_PLACE_OK), and " + pair;
-      errors.sink()->write(errors.sink()->host, why.c_str());
-      return TE_FL_UNSUPPORTED;
-    }
-  }
-  if (impl.checks_support) {
-    if (const te_fl_status code = ask_support(impl, context, call.args, errors))
-      return code | TE_FL_CLEAN;
-  }
-  Attempt a{call, impl, context, errors, {}, false};
-  te_fl_status code = a.lock();
-  if (code == TE_FL_OK) code = a.workspace();
-  if (code == TE_FL_OK) code = a.plan();
-  if (code != TE_FL_OK) return code;
-  te_fl_saved* record = writes_record(call.row) ? saved_record(call.row, call.args) : nullptr;
-  if (record != nullptr) {
-    record->opaque = 0;
-    record->producer = nullptr;
-  }
-  code = guarded_run(impl, context, call.args, errors);
+  Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors, {}, false};
+  if (const te_fl_status code = get_ready(a)) return code;
+  te_fl_saved* record = fresh_record(call);
+  const te_fl_status code = guarded_run(impl, context, call.args, errors);
   if (code == TE_FL_OK && record != nullptr) record->producer = impl.interned_id;
   return code;
+}
+
+// The same on copies in host memory. Nothing of the device's is written unless run() succeeds.
+te_fl_status attempt_staged(Call& call, const Implementation& impl, bool deterministic,
+                            core::ErrorText& errors) {
+  StagedCall staged(call, errors);
+  te_fl_status code = staged.plan();
+  if (code == TE_FL_OK) code = staged.acquire();
+  if (code != TE_FL_OK) return code;
+  te_fl_context context = staged.context(deterministic);
+  Attempt a{call, impl, context, staged.args(), true, errors, {}, false};
+  code = get_ready(a);
+  if (code == TE_FL_OK) code = staged.copy_in();
+  if (code != TE_FL_OK) return code;
+  te_fl_saved* record = fresh_record(call);
+  code = guarded_run(impl, context, staged.args(), errors);
+  if (code == TE_FL_OK) code = staged.copy_out();
+  if (code != TE_FL_OK) return code;
+  if (record != nullptr) record->producer = impl.interned_id;
+  staged.count(impl);
+  return TE_FL_OK;
+}
+
+te_fl_status attempt(Call& call, const Step& step, bool deterministic, core::ErrorText& errors) {
+  return step.staged ? attempt_staged(call, *step.impl, deterministic, errors)
+                     : attempt(call, *step.impl, deterministic, errors);
 }
 
 Status after_success(Call& call, const Implementation& impl) {
   if (std::atomic<uint64_t>* counter = call.thread.counters.at(impl.counter)) {
     counter->store(counter->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
-  if (!call.manager.sync()) return {};
+  note_enqueued(call, impl);
+  // Work that is being captured has not begun; waiting for it would end the capture.
+  if ((call.manager.care() & OpManager::Impl::kSync) == 0 || call.capturing) return {};
   const Status synced = devices::synchronize(call.signature.device, call.options.stream);
-  if (synced.code() == StatusCode::kDeviceLost && !call.signature.device.is_host()) {
-    call.manager.table_owner.mark_lost(
-        call.signature.device,
-        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' ran: " + synced.to_string());
+  if (synced.code() == StatusCode::kDeviceLost) {
+    core::lose_device(call.signature.device, "implementation '" + impl.impl_id + "' of op '" +
+                                                 impl.op + "' ran: " + synced.to_string());
   }
   return synced.wrap("op '" + impl.op + "' in '" + impl.impl_id +
                      "' failed after it was enqueued (TE_FL_SYNC)");
 }
 
-Status after_failure(Call& call, const Implementation& impl, te_fl_status code,
-                     const std::string& text) {
-  // Memory of the host cannot be lost; there the code is the implementation's mistake.
-  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !call.signature.device.is_host()) {
-    call.manager.table_owner.mark_lost(
-        call.signature.device,
-        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' reported: " + text);
+Status after_failure(Call& call, const Implementation& impl, te_fl_status code, std::string text) {
+  const Device& device = call.signature.device;
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !device.is_host()) {
+    // What broke the device was enqueued before.
+    const std::string before = core::recent_ops(device, call.options.stream);
+    if (!before.empty()) text += "; enqueued before it, newest first: " + before;
+    core::lose_device(
+        device, "implementation '" + impl.impl_id + "' of op '" + impl.op + "' reported: " + text);
   }
   return implementation_error(call, impl, code, text);
 }
@@ -177,6 +235,23 @@ Status after_failure(Call& call, const Implementation& impl, te_fl_status code,
 // mistake of the caller's is a mistake whoever runs.
 bool may_follow(te_fl_status code) {
   return TE_FL_STATUS_IS_CLEAN(code) && TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT;
+}
+
+// TE_FL_VALIDATE: the stream is one of the device on which the tensors are.
+Status check_stream(const Call& call) {
+  const Device& device = call.signature.device;
+  const core::DeviceEntry* entry = core::find_device(device);
+  if (device.is_host() || call.options.stream == nullptr || entry == nullptr) return {};
+  const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_stream);
+  if (check == nullptr) return {};
+  core::ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return check(entry->desc->self, call.options.stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return invalid_argument("op '" + std::string(call.row.compiled->schema().name) +
+                          "': the stream given for " + to_string(device) +
+                          " is not one of it: " + errors.text() +
+                          "; give a stream of that device, or NULL for its default stream");
 }
 
 // A backward whose forward left an opaque record goes to the forward's implementation whatever the
@@ -202,7 +277,7 @@ Status run_producer(Call& call, const te_fl_saved& record) {
                                policy::refusal_text(v.refusal, row.options[v.option], choice.call,
                                                     *choice.settings, nullptr));
     }
-    const te_fl_status code = attempt(call, impl, deterministic, errors);
+    const te_fl_status code = attempt(call, Step{&impl, v.staged}, deterministic, errors);
     return code == TE_FL_OK ? after_success(call, impl)
                             : after_failure(call, impl, code, errors.text());
   }
@@ -232,6 +307,23 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
                  [&] { return impl.desc.supports(impl.desc.self, &context, args); });
 }
 
+te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deterministic,
+                        core::ErrorText& errors) {
+  StagedCall staged(call, errors);
+  const te_fl_status code = staged.plan();
+  if (code != TE_FL_OK || !impl.checks_support) return code;
+  staged.bind_nowhere();
+  return ask_support(impl, staged.context(deterministic), staged.args(), errors);
+}
+
+te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
+                                    bool deterministic, size_t& bytes, core::ErrorText& errors) {
+  StagedCall staged(call, errors);
+  if (const te_fl_status code = staged.plan()) return code;
+  staged.bind_nowhere();
+  return ask_saved_bytes(impl, staged.context(deterministic), staged.args(), bytes, errors);
+}
+
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors) {
   return entered("saved_bytes() threw an exception (rule R5)", errors,
@@ -246,6 +338,9 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
 }
 
 Status run_route(Call& call, const Failure* first) {
+  if ((call.manager.care() & OpManager::Impl::kValidate) != 0) {
+    TE_FL_RETURN_IF_ERROR(check_stream(call));
+  }
   if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
     const te_fl_saved* record = saved_record(call.row, call.args);
     if (record != nullptr && record->opaque != 0) return run_producer(call, *record);
@@ -255,20 +350,21 @@ Status run_route(Call& call, const Failure* first) {
   const bool deterministic = entry->route->deterministic;
   std::vector<Failure> failures;
   for (size_t i = 0; i < order.size(); ++i) {
-    Failure failure{&order[i], TE_FL_OK, {}};
+    const Implementation& impl = *order[i].impl;
+    Failure failure{&impl, TE_FL_OK, {}};
     if (i == 0 && first != nullptr) {
       failure = *first;
     } else {
       core::ErrorText errors;
       failure.status = attempt(call, order[i], deterministic, errors);
-      if (failure.status == TE_FL_OK) return after_success(call, order[i]);
+      if (failure.status == TE_FL_OK) return after_success(call, impl);
       failure.text = errors.text();
     }
     // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
     const bool last_word =
         order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
     if (last_word || !may_follow(failure.status)) {
-      return after_failure(call, order[i], failure.status, failure.text);
+      return after_failure(call, impl, failure.status, failure.text);
     }
     failures.push_back(std::move(failure));
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "core/allocations.hpp"
 #include "core/fork.hpp"
 
 namespace te_fl::registry {
@@ -60,13 +61,14 @@ Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device,
                               "capturing")
               .set_clean());
     }
+    const core::AllocationUse use("workspace");
     Result<void*> grown = devices::allocate(device, round_up(bytes), stream);
     if (!grown.ok())
       return std::move(
           grown.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
     if (arena->captured) {
       std::lock_guard lock(mutex);
-      captured_.emplace_back(device, arena->data);
+      captured_.push_back({device, stream, arena->data});
     } else {
       devices::free(device, arena->data, stream);  // after the stream's work so far
     }
@@ -79,23 +81,35 @@ Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device,
   return held;
 }
 
-void DeviceArenas::release(const Device& device) {
-  std::vector<std::pair<void*, void*>> blocks;  // data, stream
+template <class Matches>
+void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
+  std::vector<Outgrown> blocks;
   {
     std::lock_guard lock(mutex);
-    std::erase_if(captured_, [&](const auto& block) {
-      if (block.first != device) return false;
-      blocks.emplace_back(block.second, nullptr);
+    std::erase_if(captured_, [&](const Outgrown& block) {
+      if (!matches(block.device, block.stream)) return false;
+      blocks.push_back(block);
       return true;
     });
     std::erase_if(arenas_, [&](const auto& entry) {
       const auto& [type, index, provider, stream, depth] = entry.first;
-      if (Device{type, index, provider} != device) return false;
-      blocks.emplace_back(entry.second->data, nullptr);
+      const Device device{type, index, provider};
+      if (!matches(device, stream)) return false;
+      blocks.push_back({device, stream, entry.second->data});
       return true;
     });
   }
-  for (const auto& [data, stream] : blocks) devices::free(device, data, stream);
+  for (const Outgrown& block : blocks) {
+    devices::free(block.device, block.data, on_default_stream ? nullptr : block.stream);
+  }
+}
+
+void DeviceArenas::release(const Device& device) {
+  release_if([&](const Device& d, void*) { return d == device; }, true);
+}
+
+void DeviceArenas::release(const Device& device, void* stream) {
+  release_if([&](const Device& d, void* s) { return d == device && s == stream; }, false);
 }
 
 void DeviceArenas::forget_after_fork() {

@@ -39,8 +39,7 @@ struct DeviceArena {
   std::mutex mutex;
   void* data = nullptr;
   size_t bytes = 0;
-  bool captured =
-      false;  // a captured graph holds its address: never freed while the device is registered
+  bool captured = false;  // a captured graph holds its address: never freed while the stream lives
 };
 
 class DeviceArenas {
@@ -53,13 +52,26 @@ class DeviceArenas {
                                                size_t bytes, bool capturing, void** data);
   // Frees what is held on a device, before it is removed. Nothing may be running on it.
   void release(const Device& device);
+  // Frees what is held for a stream that is about to be destroyed. A graph that was captured on it
+  // keeps it alive, so none refers to the memory any more.
+  void release(const Device& device, void* stream);
   // In a forked child the memory of devices is out of reach: forget it.
   void forget_after_fork();
 
  private:
   using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t>;
+  // Outgrown, but held by a captured graph.
+  struct Outgrown {
+    Device device;
+    void* stream;
+    void* data;
+  };
+  // On the default stream where the blocks' own may be gone.
+  template <class Matches>
+  void release_if(Matches&& matches, bool on_default_stream);
+
   std::map<Key, std::unique_ptr<DeviceArena>> arenas_;
-  std::vector<std::pair<Device, void*>> captured_;  // outgrown, but held by a captured graph
+  std::vector<Outgrown> captured_;
 };
 
 }  // namespace te_fl::registry

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, the
-# compute-sanitizer tools on a reduced table, and the example with every recipe; prints a table last.
-# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--quick]
-#   --build DIR  a build tree, or a folder with its bin/conformance, bin/train_gpt and plugins/libte_fl_cuda.so
+# Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, bad input
+# and broken devices, the compute-sanitizer tools on a reduced table, and the example with every recipe; prints a table last.
+# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--quick | --staged]
+#   --build DIR  a build tree, or a folder with its bin/{conformance,train_gpt,nn_graphed_step_test,gpu_errors_test} and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
 #   --text FILE  what the example learns (default build/data/text.txt, from tools/fetch_text.sh)
-#   --quick      conformance only
+#   --quick      conformance, and errors and bad input, only
+#   --staged     only what is served on copies in host memory
 set -uo pipefail
 cd "$(dirname "$0")/.."
-build=build/release out=build/gpu_check text_file=build/data/text.txt quick=0
+build=build/release out=build/gpu_check text_file=build/data/text.txt quick=0 staged_only=0
 while [ $# -gt 0 ]; do
   case "$1" in
     --build | --out | --text)
@@ -17,8 +18,9 @@ while [ $# -gt 0 ]; do
       case "$1" in --build) build=$2 ;; --out) out=$2 ;; *) text_file=$2 ;; esac
       shift 2 ;;
     --quick) quick=1; shift ;;
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --quick, --help" >&2; exit 2 ;;
+    --staged) staged_only=1; shift ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --quick, --staged, --help" >&2; exit 2 ;;
   esac
 done
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
@@ -28,7 +30,7 @@ fi
 if [ ! -x "$build/bin/conformance" ] || [ ! -e "$build/plugins/libte_fl_cuda.so" ]; then
   echo "gpu_check.sh: $build has no bin/conformance and plugins/libte_fl_cuda.so; building"
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=ON &&
-    cmake --build "$build" --target conformance train_gpt te_fl_cuda || exit 1
+    cmake --build "$build" --target conformance train_gpt nn_graphed_step_test gpu_errors_test te_fl_cuda || exit 1
 fi
 mkdir -p "$out"
 plugin=$(realpath "$build/plugins/libte_fl_cuda.so")
@@ -38,16 +40,68 @@ device=$(nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --forma
 rows=() failures=0
 row() { # NAME RESULT DETAIL
   rows+=("$(printf '%-34s %-7s %s' "$1" "$2" "$3")")
-  [ "$2" = passed ] || failures=$((failures + 1))
+  case "$2" in passed | absent) ;; *) failures=$((failures + 1)) ;; esac
 }
 conformance=("$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl vendor.cuda
   --expected tests/conformance/expected_unsupported.txt)
 
-for family in activation attention dropout gemm norm optimizer quantize rope softmax tensor; do
-  "${conformance[@]}" --family $family --json "$out/conformance-$family.json" >"$out/conformance-$family.log" 2>&1
+staged() { # SETTING PATTERN_OF_STAGED_ROWS PATTERN_OF_NATIVE_ROWS: every row of the closing table is one of the two, and both occur
+  local log="$out/staged-${1%%=*}.log" rows_said others
+  env "$1" TE_FL_PLUGIN_MODULES="$plugin" "$build/bin/train_gpt" --device cuda:0 --hidden 128 --layers 2 --steps 3 --batch 4 --seq-len 64 \
+    --eval-batches 1 --sample-bytes 0 --data "$text_file" >"$log" 2>&1 || { row "$1" FAILED "$(tail -n 1 "$log")"; return; }
+  rows_said=$(sed -n '/Who served what/,/staged to the host/p' "$log" | grep -E ' (default|reference|vendor)\.')
+  others=$(printf '%s\n' "$rows_said" | grep -Evc "$2|$3")
+  printf '%s\n' "$rows_said" | grep -Eq "$2" && [ "$others" = 0 ] && row "$1" passed "$(grep 'staged to the host' "$log")" ||
+    row "$1" FAILED "$others rows are neither, see $log"
+}
+# Served on copies in host memory: the reference in the whole table's first quarter, and training as the policy says.
+check_staging() {
+  "$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl reference.host --reduced \
+    --expected tests/conformance/expected_unsupported.txt >"$out/conformance-staged.log" 2>&1
   code=$?
-  row "conformance $family" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-$family.log")"
-done
+  row "conformance reference.host, staged" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-staged.log")"
+  number='[0-9]+ +[0-9]+ +[0-9.]+ +[0-9.]+$'
+  staged TE_FL_PREFER=reference "reference\.host +$number" '^$'
+  staged TE_FL_DENY_VENDORS=nvidia "(default\.cpu|reference\.host) +$number" '^$'
+  staged TE_FL_PER_OP=layernorm_fwd=reference "layernorm_fwd +reference\.host +$number" 'vendor\.cuda[.a-z]* +[0-9]+$'
+}
+
+if [ $staged_only = 1 ]; then
+  quick=1
+  check_staging
+else
+  for family in activation attention dropout gemm norm optimizer quantize rope softmax tensor; do
+    "${conformance[@]}" --family $family --json "$out/conformance-$family.json" >"$out/conformance-$family.log" 2>&1
+    code=$?
+    row "conformance $family" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-$family.log")"
+  done
+
+  cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention)
+  "${cudnn[@]}" --json "$out/conformance-cudnn.json" >"$out/conformance-cudnn.log" 2>&1
+  code=$?
+  if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/conformance-cudnn.log"; then
+    row "conformance attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
+  else
+    row "conformance attention on cuDNN" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-cudnn.log")"
+  fi
+fi
+
+# Bad input, out of memory, and devices that break; needs a GPU, so ctest does not run it.
+if [ $staged_only = 0 ]; then
+  if [ -x "$build/bin/gpu_errors_test" ]; then
+    TE_FL_PLUGIN_MODULES=$plugin "$build/bin/gpu_errors_test" >"$out/errors.log" 2>&1
+    code=$?
+    row "errors and bad input" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(grep -E '^\[  (PASSED|FAILED|SKIPPED) ' "$out/errors.log" |
+      head -n 2 | tr '\n' ' ')"
+  fi
+  # Every check on: pointers and streams before each op, a wait after it, a range around it.
+  failed=
+  for family in activation attention dropout gemm norm optimizer quantize rope softmax tensor; do
+    TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_NVTX=1 "${conformance[@]}" --reduced --family $family >"$out/validate-$family.log" 2>&1 ||
+      failed="$failed $family"
+  done
+  row "TE_FL_VALIDATE, _SYNC and _NVTX" "$([ -z "$failed" ] && echo passed || echo FAILED)" "${failed:-reduced table, every family}"
+fi
 
 if [ $quick = 0 ]; then
   sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
@@ -61,17 +115,28 @@ if [ $quick = 0 ]; then
     errors=0 text= families="activation attention dropout gemm norm optimizer quantize rope softmax tensor" said="every family"
     [ $tool = initcheck ] && families=${families/gemm /} said="every family but gemm"
     for family in $families; do
-      "$sanitizer" --tool $tool --error-exitcode 99 "${conformance[@]}" --reduced --family $family \
+      # It sees single allocations only where freed ones are not kept.
+      TE_FL_DEVICE_CACHE_MB=0 "$sanitizer" --tool $tool --error-exitcode 99 "${conformance[@]}" --reduced --family $family \
         >"$out/$tool-$family.log" 2>&1
       grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-$family.log" ||
         { errors=$((errors + 1)); text="$text $family"; }
     done
+    if [ $tool = memcheck ]; then
+      "$sanitizer" --tool memcheck --error-exitcode 99 "${cudnn[@]}" --reduced >"$out/memcheck-cudnn.log" 2>&1
+      grep -q "ERROR SUMMARY: 0 errors" "$out/memcheck-cudnn.log" || { errors=$((errors + 1)); text="$text attention-on-cuDNN"; }
+    fi
     row "compute-sanitizer $tool" "$([ $errors = 0 ] && echo passed || echo FAILED)" "${text:-reduced table, $said}"
   done
+  check_staging
+  GRAPHED_STEP_DEVICE=cuda:0 TE_FL_PLUGIN_MODULES=$plugin "$build/bin/nn_graphed_step_test" \
+    --gtest_filter='GraphedStepsOnADevice*' >"$out/graphs.log" 2>&1
+  code=$?
+  row "captured steps, bit by bit" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/graphs.log")"
   for recipe in none delayed current block; do
     if TE_FL_PLUGIN_MODULES=$plugin "$build/bin/train_gpt" --device cuda:0 --recipe $recipe --sample-bytes 0 \
       --data "$text_file" >"$out/train-$recipe.log" 2>&1; then
       others=$(sed -n '/Who served what/,$p' "$out/train-$recipe.log" | grep -E ' (default|reference)\.' | wc -l)
+      grep -q 'staged to the host: none' "$out/train-$recipe.log" || others="$others staged and $others"
       row "train_gpt $recipe" "$([ "$others" = 0 ] && echo passed || echo FAILED)" \
         "$(grep -E '^validation loss' "$out/train-$recipe.log"); $(grep -E '^trained' "$out/train-$recipe.log"); $others ops elsewhere"
     else

@@ -26,7 +26,7 @@ ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "
 PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "int"}
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
              "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE"}
-ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "dtypes", "scalings", "shape", "same_as", "alias",
+ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "scalings", "shape", "same_as", "alias",
             "default", "min", "max", "since", *FLAG_KEYS}
 OP_KEYS = {"name", "summary", "formula", "source", "args", "template", "rng", "enquiry"}
 
@@ -72,6 +72,8 @@ class Arg:
             self.flags.append("TE_FL_ARG_SAME_DTYPE")
         self.optional = bool(spec.get("optional"))
         self.inout_if = spec.get("inout_if")
+        self.kept_if = spec.get("kept_if")
+        need(not self.kept_if or self.role == "out", where, "kept_if is for role out")
         self.alias = spec.get("alias", [])
         self.default = spec.get("default", 0)
         self.min, self.max = spec.get("min", 0), spec.get("max", 0)
@@ -115,7 +117,7 @@ class Op:
         names = [a.name for a in self.args]
         need(len(names) == len(set(names)), where, "two arguments have one name")
         for a in self.args:
-            for ref in [a.same_as, a.inout_if, *a.alias]:
+            for ref in [a.same_as, a.inout_if, a.kept_if, *a.alias]:
                 need(ref is None or ref in names, f"{where}.{a.name}", f"refers to {ref!r}, which is no argument")
         since = [a.since for a in self.args]
         need(since == sorted(since), where, "newer arguments must come last")
@@ -167,6 +169,7 @@ def arg_note(a):
                 rest = [d for d in rest if d not in GROUPS[g]]
         groups += [d.upper() for d in rest]
         role = a.role + (f" (read if {a.inout_if})" if a.inout_if else "")
+        role += f" (may be left as it was by {a.kept_if})" if a.kept_if else ""
         parts.append(f"{role}{', optional' if a.optional else ''}; {'|'.join(groups)}")
         if a.scaling_names != ["none"]:
             parts.append("scaling " + "|".join(a.scaling_names))
@@ -244,7 +247,7 @@ def gen_table(families):
             out.append(f"const te_fl_arg_desc k_{op.struct}_{a.name} = {{sizeof(te_fl_arg_desc), "
                        f"TE_FL_ARG_{ARG_TYPES[a.type]}, TE_FL_{a.role.upper()}, {a.since}, "
                        f"{' | '.join(a.flags) or 0}, offsetof({op.struct}, {a.name}), {count}, 0x{dt:x}, 0x{a.scalings:x}, "
-                       f"{cstr(a.name)}, {opt(a.shape)}, {opt(a.inout_if)}, {opt(' '.join(a.alias))}, {opt(a.same_as)}, "
+                       f"{cstr(a.name)}, {opt(a.shape)}, {opt(a.inout_if or a.kept_if)}, {opt(' '.join(a.alias))}, {opt(a.same_as)}, "
                        f"{opt(' '.join(a.enum_names))}, {float(a.default)!r}, {float(a.min)!r}, {float(a.max)!r}}};")
         out.append(f"const te_fl_arg_desc* const k_{op.struct}[] = {{"
                    + ", ".join(f"&k_{op.struct}_{a.name}" for a in op.args) + "};")

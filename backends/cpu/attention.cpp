@@ -95,7 +95,7 @@ AttentionCall::AttentionCall(const te_fl_context& ctx, AttentionProblem problem)
   drops = threshold != 0;
   const te_fl_rng& rng = ctx.rng;
   dropout.seed = rng.state != nullptr ? rng.state[0] : rng.seed;
-  dropout.offset = rng.state != nullptr ? rng.state[1] : rng.offset;
+  dropout.offset = rng.offset + (rng.state != nullptr ? rng.state[1] : 0);
   dropout.threshold = static_cast<uint32_t>(threshold);
   dropout.kept = static_cast<float>(1.0 / (1.0 - double{p.dropout_p}));
 }

@@ -62,13 +62,13 @@ Refusal refuse(const Args& args) {
       (args.pre_gelu_in->dl.data == nullptr || refuse_operand(*args.pre_gelu_in) != nullptr)) {
     return "pre_gelu_in must be contiguous and have row-wise data";
   }
-  return all_dense(args.bias, args.bias_grad) ? nullptr : kNotContiguous;
+  return all_dense(args.bias, args.bias_grad, args.residual) ? nullptr : kNotContiguous;
 }
 
 // Nothing but the product goes to d, which is FP32: it is multiplied in place.
 bool is_direct(const Args& args) {
   return dtype_of(*args.d) == TE_FL_F32 && args.bias == nullptr && !args.gelu &&
-         args.pre_gelu_in == nullptr;
+         args.pre_gelu_in == nullptr && args.residual == nullptr;
 }
 
 // ---- workspace: converted operands, then the FP32 product
@@ -162,7 +162,8 @@ void epilogue(const Args& args, const float* product) {
   if (args.bias != nullptr) {
     load_f32(dtype_of(*args.bias), backend::data<const char>(*args.bias), cols, bias.data());
   }
-  const Values pre_gelu_in(args.pre_gelu_in), previous(args.accumulate ? args.d : nullptr);
+  const Values pre_gelu_in(args.pre_gelu_in), residual(args.residual),
+      previous(args.accumulate ? args.d : nullptr);
   const auto biased = [&](const Piece& piece, float* out) {
     load_f32(TE_FL_F32, product + piece.row * cols + piece.col, piece.n, out);
     if (!bias.empty()) add_f32(bias.data() + piece.col, piece.n, out);
@@ -175,6 +176,10 @@ void epilogue(const Args& args, const float* product) {
     if (args.pre_gelu_in != nullptr) {
       pre_gelu_in.load(index, piece.n, other.data);
       act_backward(Act::kGelu, out, other.data, piece.n, out);
+    }
+    if (args.residual != nullptr) {
+      residual.load(index, piece.n, other.data);
+      add_f32(other.data, piece.n, out);
     }
     if (args.accumulate && args.beta != 0.0f) {
       previous.load(index, piece.n, other.data);
@@ -260,6 +265,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   te_fl_op_desc desc = descriptor<Args, generic_gemm, refuse>("generic_gemm");
+  desc.param_version = 2;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   ops.push_back(desc);
 }

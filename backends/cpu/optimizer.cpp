@@ -245,6 +245,12 @@ bool is_noop(const te_fl_tensor* flag) {
   return flag != nullptr && *backend::data<const int32_t>(*flag) != 0;
 }
 
+// The learning rate in force: the tensor's, if there is one.
+template <class Args>
+float lr_of(const Args& a) {
+  return a.lr_tensor != nullptr ? *backend::data<const float>(*a.lr_tensor) : a.lr;
+}
+
 // Elements [first, first + n) of a tensor as FP32 numbers: in place if they are that already, else
 // converted into a buffer. store() writes a buffer back.
 class FloatRun {
@@ -307,9 +313,11 @@ void check_adam(const te_fl_multi_tensor_adam_args& a) {
 }
 
 AdamFactors adam_factors(const te_fl_multi_tensor_adam_args& a) {
+  const int64_t step =
+      a.step_tensor != nullptr ? *backend::data<const int64_t>(*a.step_tensor) : a.step;
   const auto inverse_correction = [&](double beta) {
     return a.bias_correction
-               ? static_cast<float>(1.0 / (1.0 - std::pow(beta, static_cast<double>(a.step))))
+               ? static_cast<float>(1.0 / (1.0 - std::pow(beta, static_cast<double>(step))))
                : 1.0f;
   };
   const bool l2 = a.mode == TE_FL_ADAM_MODE_L2;
@@ -319,7 +327,7 @@ AdamFactors adam_factors(const te_fl_multi_tensor_adam_args& a) {
           static_cast<float>(1.0 - double{a.beta2}),
           inverse_correction(a.beta1),
           inverse_correction(a.beta2),
-          a.lr,
+          lr_of(a),
           a.epsilon,
           l2 ? a.weight_decay : 0.0f,
           l2 ? 0.0f : a.weight_decay};
@@ -368,7 +376,7 @@ void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
   if (is_noop(a.noop_flag)) return;
   const bool after = a.wd_after_momentum != 0;
   const SgdFactors factors = {a.scale,
-                              a.lr,
+                              lr_of(a),
                               a.momentum,
                               static_cast<float>(1.0 - double{a.dampening}),
                               after ? 0.0f : a.weight_decay,
@@ -405,8 +413,18 @@ Refusal scale_refusal(const te_fl_multi_tensor_scale_args& a) {
 
 void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
   check_count("outputs", a.outputs_count, "inputs", a.inputs_count);
+  if (a.norm != nullptr && !(a.max_norm > 0)) {
+    backend::invalid("max_norm is " + std::to_string(a.max_norm) +
+                     ", expected greater than 0 where a norm is given");
+  }
   const auto kernel = HWY_DYNAMIC_DISPATCH(ScaleAndCheck);
   std::atomic<bool> finite{true};
+  float factor = a.scale;
+  if (a.norm != nullptr) {
+    const float norm = *backend::data<const float>(*a.norm);
+    finite = std::isfinite(norm);
+    if (finite && norm > a.max_norm) factor = a.scale * (a.max_norm / norm);
+  }
   const JointArray joint(a.inputs, a.inputs_count);
   const bool large = exceeds_cache(joint.size() * int64_t{sizeof(float)});
   Parts(joint.size(), kGrain).run([&](int64_t, int64_t begin, int64_t end) {
@@ -418,14 +436,14 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
         Chunk product;
         for (int64_t done = 0; done < n; done += kChunk) {
           const int64_t count = std::min(kChunk, n - done), at = first + done;
-          good = kernel(dtype_of(in), TE_FL_F32, FloatRun::element(in, at), a.scale, count,
+          good = kernel(dtype_of(in), TE_FL_F32, FloatRun::element(in, at), factor, count,
                         product.data) &&
                  good;
           store_f32(TE_FL_F32, product.data, count, floats(out, at), true);
         }
         store_fence();
       } else {
-        good = kernel(dtype_of(in), dtype_of(out), FloatRun::element(in, first), a.scale, n,
+        good = kernel(dtype_of(in), dtype_of(out), FloatRun::element(in, first), factor, n,
                       FloatRun::element(out, first));
       }
       if (!good) finite.store(false, std::memory_order_relaxed);
@@ -509,11 +527,14 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   using UnscaleL2norm = te_fl_multi_tensor_unscale_l2norm_args;
   ops.push_back(
       descriptor<te_fl_multi_tensor_scale_args, scale, scale_refusal>("multi_tensor_scale"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<L2norm, l2norm, norm_refusal<L2norm>>("multi_tensor_l2norm"));
   ops.push_back(descriptor<UnscaleL2norm, unscale_l2norm, norm_refusal<UnscaleL2norm>>(
       "multi_tensor_unscale_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, adam_refusal>("multi_tensor_adam"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, sgd_refusal>("multi_tensor_sgd"));
+  ops.back().param_version = 2;
 }
 
 }  // namespace te_fl::cpu

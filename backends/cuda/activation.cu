@@ -2,85 +2,51 @@
 #include "te_fl/ops/activation.h"
 
 #include "activation.cuh"
+#include "elementwise.cuh"
 #include "families.hpp"
 #include "overlap.hpp"
-#include "store.cuh"
+
 
 namespace te_fl::cuda {
 namespace {
 
 template <class Act>
 struct Forward {
-  Source input;
-  int64_t cols;
-  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
-    input.load(row * cols + col, n, v);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] = Act::value(v[i]);
-  }
+  static constexpr int kSources = 1, kOutputs = 1;
+  __device__ void operator()(const float (&x)[1], float (&v)[1]) const { v[0] = Act::value(x[0]); }
 };
-
 template <class Act>
-struct Gradient {
-  Source grad, input;
-  int64_t cols;
-  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
-    float x[kGroup];
-    input.load(row * cols + col, n, x);
-    grad.load(row * cols + col, n, v);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] *= Act::derivative(x[i]);
+struct Gradient {  // of (grad, input)
+  static constexpr int kSources = 2, kOutputs = 1;
+  __device__ void operator()(const float (&x)[2], float (&v)[1]) const {
+    v[0] = x[0] * Act::dual(x[1]).derivative;
   }
 };
-
 template <class Gate>
-struct Gated {
-  Source input;
-  int64_t half;
+struct Gated {  // of the halves of the input
+  static constexpr int kSources = 2, kOutputs = 1;
   Gate gate;
-  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
-    float b[kGroup];
-    input.load(row * 2 * half + col, n, v);
-    input.load(row * 2 * half + half + col, n, b);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] = gate.value(v[i], b[i]);
+  __device__ void operator()(const float (&x)[2], float (&v)[1]) const {
+    v[0] = gate.value(x[0], x[1]);
   }
 };
-
-// The gradient of [a, b], in the first and the second half.
 template <class Gate>
-struct GatedGradient {
-  Source grad, input;
-  int64_t half;
+struct GatedGradient {  // of (grad, the halves of the input), into both halves
+  static constexpr int kSources = 3, kOutputs = 2;
   Gate gate;
-  __device__ void part(bool first, int64_t row, int64_t c, int n, float* v) const {
-    float a[kGroup], b[kGroup];
-    grad.load(row * half + c, n, v);
-    input.load(row * 2 * half + c, n, a);
-    input.load(row * 2 * half + half + c, n, b);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      v[i] = first ? gate.first(v[i], a[i], b[i]) : gate.second(v[i], a[i], b[i]);
-    }
-  }
-  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
-    if (col + n <= half) return part(true, row, col, n, v);
-    if (col >= half) return part(false, row, col - half, n, v);
-    for (int i = 0; i < kGroup; ++i) {  // across the middle, where half is no multiple of 8
-      float one[kGroup];
-      if (i >= n) break;
-      const bool first = col + i < half;
-      part(first, row, first ? col + i : col + i - half, 1, one);
-      v[i] = one[0];
-    }
+  __device__ void operator()(const float (&x)[3], float (&v)[2]) const {
+    gate.gradient(x[0], x[1], x[2], v[0], v[1]);
   }
 };
 
 template <class Act>
 struct ActGate {
   __device__ float value(float a, float b) const { return Act::value(a) * b; }
-  __device__ float first(float dy, float a, float b) const { return dy * Act::derivative(a) * b; }
-  __device__ float second(float dy, float a, float) const { return dy * Act::value(a); }
+  __device__ void gradient(float dy, float a, float b, float& da, float& db) const {
+    const Dual act = Act::dual(a);
+    da = dy * act.derivative * b;
+    db = dy * act.value;
+  }
 };
 
 struct ClampedGate {
@@ -91,65 +57,67 @@ struct ClampedGate {
   __device__ float value(float a, float b) const {
     return swish(high(a), alpha) * (both(b) + 1.0f);
   }
-  __device__ float first(float dy, float a, float b) const {
-    return a > limit ? 0.0f : dy * swish_derivative(a, alpha) * (both(b) + 1.0f);
-  }
-  __device__ float second(float dy, float a, float b) const {
-    return fabsf(b) > limit ? 0.0f : dy * swish(high(a), alpha);
+  __device__ void gradient(float dy, float a, float b, float& da, float& db) const {
+    const Dual act = swish_dual(high(a), alpha);
+    da = a > limit ? 0.0f : dy * act.derivative * (both(b) + 1.0f);
+    db = fabsf(b) > limit ? 0.0f : dy * act.value;
   }
 };
 
 int64_t cols_of(const te_fl_tensor& t) { return backend::as_matrix(t).cols; }
+Operand whole(const te_fl_tensor& t) { return {Source(t), 0, cols_of(t)}; }
+Operand half(const te_fl_tensor& t, int which) {
+  return {Source(t), which * (cols_of(t) / 2), cols_of(t)};
+}
 
 template <class Act>
 void forward(const te_fl_context& ctx, const te_fl_activation_act_fwd_args& args) {
   check_output(*args.output, "output");
-  store_output(ctx, *args.output, Forward<Act>{Source(*args.input), cols_of(*args.output)});
+  store_elementwise<false>(ctx, *args.output, Elementwise<Forward<Act>>{{whole(*args.input)}, {}});
 }
 template <class Act, class Args>
-Gradient<Act> gradient(const Args& args) {
-  return {Source(*args.grad), Source(*args.input), cols_of(*args.output)};
+Elementwise<Gradient<Act>> gradient(const Args& args) {
+  return {{whole(*args.grad), whole(*args.input)}, {}};
 }
 template <class Act>
 void backward(const te_fl_context& ctx, const te_fl_activation_act_bwd_args& args) {
   check_output(*args.output, "output");
-  store_output(ctx, *args.output, gradient<Act>(args));
+  store_elementwise<false>(ctx, *args.output, gradient<Act>(args));
 }
 template <class Act>
 void backward_dbias(const te_fl_context& ctx, const te_fl_activation_dbias_act_args& args) {
   check_output(*args.output, "output");
-  const backend::Matrix matrix = backend::as_matrix(*args.output);
-  auto* partials = reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
-  // Before the output is written: it may have the memory of an input.
-  column_sums(ctx, matrix.rows, matrix.cols, partials, *args.dbias, false, gradient<Act>(args));
-  store_output(ctx, *args.output, gradient<Act>(args));
+  store_elementwise<true>(ctx, *args.output, gradient<Act>(args), args.dbias);
+}
+
+template <class Gate, class Args>
+void gated(const te_fl_context& ctx, const Args& args, const Gate& gate) {
+  check_output(*args.output, "output");
+  store_elementwise<false>(
+      ctx, *args.output,
+      Elementwise<Gated<Gate>>{{half(*args.input, 0), half(*args.input, 1)}, {gate}});
+}
+template <class Gate, class Args>
+void gated_gradient(const te_fl_context& ctx, const Args& args, const Gate& gate) {
+  check_output(*args.output, "output");
+  store_elementwise<false>(
+      ctx, *args.output,
+      Elementwise<GatedGradient<Gate>>{
+          {whole(*args.grad), half(*args.input, 0), half(*args.input, 1)}, {gate}});
 }
 template <class Act>
 void gated_forward(const te_fl_context& ctx, const te_fl_activation_glu_fwd_args& args) {
-  check_output(*args.output, "output");
-  store_output(ctx, *args.output,
-               Gated<ActGate<Act>>{Source(*args.input), cols_of(*args.output), {}});
+  gated(ctx, args, ActGate<Act>{});
 }
 template <class Act>
 void gated_backward(const te_fl_context& ctx, const te_fl_activation_glu_bwd_args& args) {
-  check_output(*args.output, "output");
-  store_output(ctx, *args.output,
-               GatedGradient<ActGate<Act>>{
-                   Source(*args.grad), Source(*args.input), cols_of(*args.output) / 2, {}});
+  gated_gradient(ctx, args, ActGate<Act>{});
 }
 void clamped_forward(const te_fl_context& ctx, const te_fl_activation_clamped_fwd_args& args) {
-  check_output(*args.output, "output");
-  store_output(
-      ctx, *args.output,
-      Gated<ClampedGate>{Source(*args.input), cols_of(*args.output), {args.limit, args.alpha}});
+  gated(ctx, args, ClampedGate{args.limit, args.alpha});
 }
 void clamped_backward(const te_fl_context& ctx, const te_fl_activation_clamped_bwd_args& args) {
-  check_output(*args.output, "output");
-  store_output(ctx, *args.output,
-               GatedGradient<ClampedGate>{Source(*args.grad),
-                                          Source(*args.input),
-                                          cols_of(*args.output) / 2,
-                                          {args.limit, args.alpha}});
+  gated_gradient(ctx, args, ClampedGate{args.limit, args.alpha});
 }
 
 // ---- what is not served

@@ -1,53 +1,91 @@
-// The activations and their derivatives in FP32. The sigmoid forms do not cancel where the result
-// is small: 0.5 (1 + tanh(u)) = sigmoid(2 u).
+// The activations and their derivatives in FP32, a handful of instructions each: exponentials and
+// reciprocals by the hardware's approximations, whose relative error is about 2^-22, so that a
+// sigmoid is right to a few units in the last place wherever it is not below FP32's normal numbers
+// (there it is 0). Forms are chosen so that nothing cancels where the result is small:
+// 0.5 (1 + tanh(u)) = sigmoid(2 u), and 1 - sigmoid(u) = sigmoid(-u) is computed as such.
 #pragma once
 
 namespace te_fl::cuda {
 
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+constexpr float kLog2E = 1.442695041f;
 
-// x sigmoid(u), u = alpha x. With e = exp(-u) its derivative is (1 + e (1 + u)) / (1 + e)^2, whose
-// numerator keeps its digits where it vanishes.
-__device__ inline float swish(float x, float alpha) { return x * sigmoid(alpha * x); }
-__device__ inline float swish_derivative(float x, float alpha) {
+__device__ inline float fast_exp2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ inline float fast_reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// sigmoid(u) from t = -u log2(e). A power beyond FP32 is infinite, and its reciprocal 0.
+__device__ inline float sigmoid_of(float t) { return fast_reciprocal(1.0f + fast_exp2(t)); }
+__device__ inline float sigmoid(float x) { return sigmoid_of(-kLog2E * x); }
+
+// sigmoid(u) and sigmoid(-u), both to full relative precision.
+struct Sigmoids {
+  float plus, minus;
+  __device__ explicit Sigmoids(float t) {
+    const float z = fast_exp2(-fabsf(t)), large = fast_reciprocal(1.0f + z), small = z * large;
+    plus = t <= 0.0f ? large : small;
+    minus = t <= 0.0f ? small : large;
+  }
+};
+
+// What a function and its derivative are at one point.
+struct Dual {
+  float value, derivative;
+};
+
+// x sigmoid(u), u = alpha x; its derivative is s (1 + u (1 - s)), written so that the terms that
+// cancel where it vanishes are small.
+__device__ inline float swish(float x, float alpha) { return x * sigmoid_of(-kLog2E * alpha * x); }
+__device__ inline Dual swish_dual(float x, float alpha) {
   const float u = alpha * x;
-  if (u < -80.0f)
-    return x == -INFINITY ? NAN : 0.0f;  // below FP32; -inf times 0, as in the formula
-  if (u > 80.0f) return x == INFINITY ? NAN : 1.0f;
-  const float e = expf(-u), s = 1.0f / (1.0f + e);
-  return fmaf(e, 1.0f + u, 1.0f) * s * s;
+  const Sigmoids s(-kLog2E * u);
+  return {x * s.plus, s.plus * fmaf(1.0f + u, s.minus, s.plus)};
 }
 
 struct Gelu {
   static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
-  __device__ static float inner(float x, float x2) { return x * kTwoC * fmaf(x2, kCubic, 1.0f); }
-  __device__ static float value(float x) { return x * sigmoid(inner(x, x * x)); }
-  __device__ static float derivative(float x) {
+  // -log2(e) 2 c (x + kCubic x^3)
+  __device__ static float exponent(float x, float x2) {
+    return x * fmaf(x2, -kLog2E * kTwoC * kCubic, -kLog2E * kTwoC);
+  }
+  __device__ static float value(float x) { return x * sigmoid_of(exponent(x, x * x)); }
+  __device__ static Dual dual(float x) {
     // Beyond |x| = 100 the sigmoid is 0 or 1; an infinite square would spoil the product with 0.
     const float x2 = fminf(x * x, 1e4f);
-    const float s = sigmoid(inner(x, x2));
-    return fmaf(x * s, (1.0f - s) * fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC), s);
+    const Sigmoids s(exponent(x, x2));
+    const float y = x * s.plus;
+    return {y, fmaf(y, s.minus * fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC), s.plus)};
   }
+  __device__ static float derivative(float x) { return dual(x).derivative; }
 };
 struct Sigmoid {
   __device__ static float value(float x) { return sigmoid(x); }
-  __device__ static float derivative(float x) { return sigmoid(x) * sigmoid(-x); }
+  __device__ static Dual dual(float x) {
+    const Sigmoids s(-kLog2E * x);
+    return {s.plus, s.plus * s.minus};
+  }
 };
 struct Silu {
   __device__ static float value(float x) { return swish(x, 1.0f); }
-  __device__ static float derivative(float x) { return swish_derivative(x, 1.0f); }
+  __device__ static Dual dual(float x) { return swish_dual(x, 1.0f); }
 };
 struct Qgelu {
   __device__ static float value(float x) { return swish(x, 1.702f); }
-  __device__ static float derivative(float x) { return swish_derivative(x, 1.702f); }
+  __device__ static Dual dual(float x) { return swish_dual(x, 1.702f); }
 };
 struct Relu {  // a NaN passes; -0 becomes +0
   __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x; }
-  __device__ static float derivative(float x) { return x > 0.0f ? 1.0f : 0.0f; }
+  __device__ static Dual dual(float x) { return {value(x), x > 0.0f ? 1.0f : 0.0f}; }
 };
 struct Srelu {
   __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x * x; }
-  __device__ static float derivative(float x) { return x <= 0.0f ? 0.0f : 2.0f * x; }
+  __device__ static Dual dual(float x) { return {value(x), x <= 0.0f ? 0.0f : 2.0f * x}; }
 };
 
 }  // namespace te_fl::cuda

@@ -147,7 +147,7 @@ struct Attention {
   __device__ float dropout(int64_t row, int64_t cols, int64_t j) const {
     if (threshold == 0) return 1.0f;
     const uint64_t key = rng_state != nullptr ? rng_state[0] : seed;
-    const uint64_t base = rng_state != nullptr ? rng_state[1] : rng_offset;
+    const uint64_t base = rng_offset + (rng_state != nullptr ? rng_state[1] : 0);
     return numeric::dropout_word(key, base, static_cast<uint64_t>(row * cols + j)) >= threshold
                ? kept
                : 0.0f;

@@ -1,6 +1,8 @@
 #include "device.hpp"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 
@@ -22,27 +24,18 @@ te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexce
   });
 }
 
-std::string memory_account(size_t asked) {
-  size_t available = 0, total = 0;
-  cudaMemGetInfo(&available, &total);
-  (void)cudaGetLastError();
-  const auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-  return "; asked for " + std::to_string(asked) + " bytes, " + mib(available) + " of " +
-         mib(total) + " are free";
-}
+Memory& memory_of(void* self) { return *static_cast<const Device*>(self)->memory; }
 
 te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
                       const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     *out = nullptr;
-    const cudaError_t error = cudaMallocAsync(out, bytes > 0 ? bytes : 1, stream_of(stream));
-    if (error != cudaSuccess) throw_error(error, "cudaMallocAsync", memory_account(bytes));
+    *out = memory_of(self).allocate(bytes, stream_of(stream));
   });
 }
 
 te_fl_status free_memory(void* self, void* data, void* stream) {
-  return on_device(self, nullptr,
-                   [&] { check(cudaFreeAsync(data, stream_of(stream)), "cudaFreeAsync"); });
+  return on_device(self, nullptr, [&] { memory_of(self).free(data, stream_of(stream)); });
 }
 
 te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
@@ -85,8 +78,10 @@ te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* er
   });
 }
 te_fl_status destroy_stream(void* self, void* stream) {
-  return on_device(self, nullptr,
-                   [&] { check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy"); });
+  return on_device(self, nullptr, [&] {
+    memory_of(self).forget(stream_of(stream));
+    check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy");
+  });
 }
 te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
@@ -131,6 +126,46 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing) {
   });
 }
 
+// What other threads do on other streams meanwhile is none of the capture's business.
+te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal),
+          "cudaStreamBeginCapture");
+  });
+}
+
+te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    memory_of(self).close_capture(stream_of(stream));
+    cudaGraph_t graph = nullptr;
+    const cudaError_t error = cudaStreamEndCapture(stream_of(stream), &graph);
+    if (error != cudaSuccess || graph == nullptr) {
+      throw_error(error != cudaSuccess ? error : cudaErrorStreamCaptureInvalidated,
+                  "cudaStreamEndCapture",
+                  "; something that cannot be captured was called meanwhile, or a stream that "
+                  "joined the capture has not come back to this one");
+    }
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);
+    cudaGraphDestroy(graph);  // the executable keeps what the graph owned
+    check(made, "cudaGraphInstantiate");
+    *out = executable;
+  });
+}
+
+te_fl_status launch_graph(void* self, void* graph, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(stream)),
+          "cudaGraphLaunch");
+  });
+}
+
+te_fl_status destroy_graph(void* self, void* graph) {
+  return on_device(self, nullptr, [&] {
+    check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
+  });
+}
+
 te_fl_status properties(void* self, te_fl_device_props* props) {
   return on_device(self, nullptr, [&] {
     const int device = index_of(self);
@@ -155,6 +190,56 @@ te_fl_status properties(void* self, te_fl_device_props* props) {
   });
 }
 
+// What memory is that is not this device's.
+std::string not_ours(int device, const void* data) {
+  cudaPointerAttributes found{};
+  const cudaError_t error = cudaPointerGetAttributes(&found, data);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return text_of(error, "cudaPointerGetAttributes");
+  }
+  switch (found.type) {
+    case cudaMemoryTypeDevice:
+      if (found.device == device) return "";
+      return "it is memory of cuda:" + std::to_string(found.device);
+    case cudaMemoryTypeManaged:
+      return "";
+    case cudaMemoryTypeHost:
+      return found.devicePointer != nullptr ? "" : "it is pinned host memory without a mapping";
+    default:
+      return "it is pageable host memory, or no memory at all";
+  }
+}
+
+te_fl_status check_pointer(void* self, const void* data, size_t bytes,
+                           const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    if (bytes == 0) return;
+    const int device = index_of(self);
+    if (const std::string what = not_ours(device, data); !what.empty()) backend::invalid(what);
+    const void* last = static_cast<const char*>(data) + bytes - 1;
+    if (const std::string what = not_ours(device, last); !what.empty()) {
+      backend::invalid("its " + std::to_string(bytes) +
+                       " bytes end outside the allocation: " + what);
+    }
+  });
+}
+
+te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    const auto s = stream_of(stream);
+    if (s == nullptr || s == cudaStreamLegacy || s == cudaStreamPerThread) return;
+    int device = -1;
+    if (const cudaError_t error = cudaStreamGetDevice(s, &device); error != cudaSuccess) {
+      (void)cudaGetLastError();
+      backend::invalid(text_of(error, "cudaStreamGetDevice"));
+    }
+    if (device != index_of(self)) {
+      backend::invalid("it belongs to cuda:" + std::to_string(device));
+    }
+  });
+}
+
 constexpr te_fl_device_api kApi = {
     .struct_size = sizeof(te_fl_device_api),
     .reserved = 0,
@@ -174,7 +259,24 @@ constexpr te_fl_device_api kApi = {
     .synchronize_event = synchronize_event,
     .is_capturing = is_capturing,
     .properties = properties,
+    .begin_capture = begin_capture,
+    .end_capture = end_capture,
+    .launch_graph = launch_graph,
+    .destroy_graph = destroy_graph,
+    .check_pointer = check_pointer,
+    .check_stream = check_stream,
 };
+
+std::array<std::atomic<int>, 64> g_architectures;
+
+int read_architecture(int device) {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+        "cudaDeviceGetAttribute");
+  return 10 * major + minor;
+}
 
 // Freed memory stays in the pool, so that the next step of a training run finds it there.
 void keep_freed_memory(int device) {
@@ -187,7 +289,7 @@ void keep_freed_memory(int device) {
 
 }  // namespace
 
-void enumerate(std::vector<Device>& devices, std::string& why) {
+void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& why) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
@@ -198,14 +300,31 @@ void enumerate(std::vector<Device>& devices, std::string& why) {
   devices.resize(static_cast<size_t>(count));
   for (int i = 0; i < count; ++i) {
     keep_freed_memory(i);
+    g_architectures.at(static_cast<size_t>(i)).store(read_architecture(i));
     Device& d = devices[static_cast<size_t>(i)];
     d.index = i;
+    d.memory = std::make_unique<Memory>(cache_bytes);
     d.desc.struct_size = sizeof(te_fl_device_desc);
     d.desc.device = {TE_FL_DEVICE_CUDA, i};
     d.desc.provider = "cuda";
     d.desc.self = &d;
     d.desc.api = &kApi;
   }
+}
+
+int architecture(int index) noexcept {
+  const bool known = index >= 0 && index < static_cast<int>(g_architectures.size());
+  return known ? g_architectures[static_cast<size_t>(index)].load(std::memory_order_relaxed) : 0;
+}
+
+void give_back_memory(Device& device) noexcept {
+  const te_fl_status status = backend::guard(nullptr, [&] {
+    refuse_after_fork();
+    const DeviceGuard guard(device.index);
+    device.memory.reset();
+  });
+  // In a child of a fork the memory is out of reach, and its bookkeeping may be locked.
+  if (status != TE_FL_OK) (void)device.memory.release();
 }
 
 te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept {

@@ -29,7 +29,8 @@ __device__ inline float to_f32(fp16 x) { return __half2float(x); }
 __device__ inline float to_f32(e4m3 x) { return static_cast<float>(x); }
 __device__ inline float to_f32(e5m2 x) { return static_cast<float>(x); }
 
-// To nearest even; FP8 saturates finite overflow and infinities, and any NaN becomes 0x7F.
+// To nearest even; FP8 saturates finite overflow and infinities, and any NaN becomes 0x7F: that is
+// what the conversions of compute capability 8.9 and newer do.
 template <class T>
 __device__ inline T from_f32(float x);
 template <>
@@ -47,14 +48,36 @@ __device__ inline fp16 from_f32<fp16>(float x) {
 template <>
 __device__ inline e4m3 from_f32<e4m3>(float x) {
   e4m3 r;
-  r.__x = isnan(x) ? 0x7F : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+  r.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+#if __CUDA_ARCH__ < 890
+  if (isnan(x)) r.__x = 0x7F;
+#endif
   return r;
 }
 template <>
 __device__ inline e5m2 from_f32<e5m2>(float x) {
   e5m2 r;
-  r.__x = isnan(x) ? 0x7F : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
+  r.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
+#if __CUDA_ARCH__ < 890
+  if (isnan(x)) r.__x = 0x7F;
+#endif
   return r;
+}
+
+// The codes of four values, the first in the lowest byte.
+__device__ inline uint32_t codes_of(float a, float b, float c, float d, bool is_e5m2) {
+#if __CUDA_ARCH__ >= 890
+  const auto pair = [](float low, float high, __nv_fp8_interpretation_t kind) -> uint32_t {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kind);
+  };
+  if (is_e5m2) return pair(a, b, __NV_E5M2) | pair(c, d, __NV_E5M2) << 16;
+  return pair(a, b, __NV_E4M3) | pair(c, d, __NV_E4M3) << 16;
+#else
+  const auto one = [is_e5m2](float v) -> uint32_t {
+    return is_e5m2 ? from_f32<e5m2>(v).__x : from_f32<e4m3>(v).__x;
+  };
+  return one(a) | one(b) << 8 | one(c) << 16 | one(d) << 24;
+#endif
 }
 
 constexpr int kGroup = 8;  // elements that a thread reads and writes at once

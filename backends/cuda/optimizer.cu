@@ -19,13 +19,14 @@ void check_count(const char* name, int64_t count, const char* other, int64_t exp
                    std::to_string(expected) + ", one for each of " + other);
 }
 
-constexpr int kLists = 5, kTensors = 32;
+constexpr int kLists = 5, kTensors = 56;  // nearly the 4 KB of a kernel's parameters
 
 // Up to kTensors tensors of up to kLists lists, as a kernel parameter.
 struct Batch {
   void* data[kLists][kTensors];
   int8_t dtype[kLists][kTensors];
   int64_t size[kTensors];
+  unsigned first_block[kTensors];  // of its chunks, kernels that take chunks
   int count = 0;
 
   __device__ Source source(int list, int tensor) const {
@@ -78,7 +79,13 @@ __device__ void for_each_group(int64_t size, F&& f) {
 // ---- scale
 
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(const __grid_constant__ Batch b, float scale, int32_t* noop_flag) {
+    scale_kernel(const __grid_constant__ Batch b, float scale, const float* norm, float max_norm,
+                 int32_t* noop_flag) {
+  bool finite = true;
+  if (norm != nullptr) {
+    finite = isfinite(*norm);
+    if (finite && *norm > max_norm) scale *= max_norm / *norm;
+  }
   const int t = static_cast<int>(blockIdx.y);
   const Source in = b.source(0, t);
   const Target out = b.target(1, t);
@@ -87,7 +94,8 @@ __global__ void __launch_bounds__(kThreads)
   const float limit = out.dtype == TE_FL_F16    ? 65520.0f
                       : out.dtype == TE_FL_BF16 ? 3.3961775e38f
                                                 : INFINITY;
-  bool finite = true;
+  // A finite norm says that all inputs are finite, so in place there may be nothing to do.
+  if (norm != nullptr && finite && scale == 1.0f && in.data == out.data) return;
   for_each_group(b.size[t], [&](int64_t i, int n) {
     float v[kGroup];
     in.load(i, n, v);
@@ -103,9 +111,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 void scale(const te_fl_context& ctx, const te_fl_multi_tensor_scale_args& a) {
   check_count("outputs", a.outputs_count, "inputs", a.inputs_count);
+  if (a.norm != nullptr && !(a.max_norm > 0)) {
+    backend::invalid("max_norm is " + std::to_string(a.max_norm) +
+                     ", expected greater than 0 where a norm is given");
+  }
+  const auto* norm = a.norm != nullptr ? backend::data<const float>(*a.norm) : nullptr;
   for_each_batch({a.inputs, a.outputs}, a.inputs_count, [&](const Batch& b, int64_t, dim3 grid) {
-    scale_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(b, a.scale,
-                                                        backend::data<int32_t>(*a.noop_flag));
+    scale_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(
+        b, a.scale, norm, a.max_norm, backend::data<int32_t>(*a.noop_flag));
     check_launch("multi_tensor_scale");
   });
 }
@@ -183,41 +196,149 @@ size_t norm_workspace(const te_fl_context&, const Args& a) {
 
 struct Adam {
   float lr, beta1, beta2, less1, less2, epsilon, weight_decay, correction1, correction2;
-  bool l2;
+  bool l2, corrects;
+  const float* lr_tensor;  // what wins over lr and the corrections, if not null
+  const int64_t* step_tensor;
+
+  __device__ void step(float g, float& p, float& m, float& v) const {
+    const float grad = l2 ? fmaf(weight_decay, p, g) : g;
+    m = beta1 * m + less1 * grad;
+    v = beta2 * v + less2 * grad * grad;
+    float update = (m / correction1) / (sqrtf(v / correction2) + epsilon);
+    if (!l2) update = fmaf(weight_decay, p, update);
+    p -= lr * update;
+  }
 };
-__global__ void __launch_bounds__(kThreads)
+
+constexpr int kFour = 4, kTurns = 2;  // elements at once; how often before anything is computed
+constexpr int kChunk = kThreads * kFour * kTurns * 8;  // elements that a block takes
+
+// Four elements as loaded: the 16-bit types leave half of it.
+struct Four {
+  uint4 raw;
+};
+__device__ inline Four load_four(const void* data, int dtype, int64_t i) {
+  Four f;
+  if (dtype == TE_FL_F32) {
+    f.raw = *reinterpret_cast<const uint4*>(static_cast<const float*>(data) + i);
+  } else {
+    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + i);
+    f.raw = make_uint4(raw.x, raw.y, 0, 0);
+  }
+  return f;
+}
+__device__ inline void unpack_four(const Four& f, int dtype, float (&v)[kFour]) {
+  if (dtype == TE_FL_F32) {
+    v[0] = __uint_as_float(f.raw.x), v[1] = __uint_as_float(f.raw.y);
+    v[2] = __uint_as_float(f.raw.z), v[3] = __uint_as_float(f.raw.w);
+  } else if (dtype == TE_FL_BF16) {
+    v[0] = __uint_as_float(f.raw.x << 16), v[1] = __uint_as_float(f.raw.x & 0xFFFF0000u);
+    v[2] = __uint_as_float(f.raw.y << 16), v[3] = __uint_as_float(f.raw.y & 0xFFFF0000u);
+  } else {
+    const float2 low = __half22float2(reinterpret_cast<const __half2&>(f.raw.x));
+    const float2 high = __half22float2(reinterpret_cast<const __half2&>(f.raw.y));
+    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
+  }
+}
+__device__ inline void store_four(const Target& out, int64_t i, const float (&v)[kFour]) {
+  if (out.dtype == TE_FL_F32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(out.data) + i) =
+        make_float4(v[0], v[1], v[2], v[3]);
+    return;
+  }
+  uint2 words;
+  if (out.dtype == TE_FL_BF16) {
+    const __nv_bfloat162 low = __floats2bfloat162_rn(v[0], v[1]);
+    const __nv_bfloat162 high = __floats2bfloat162_rn(v[2], v[3]);
+    words = make_uint2(reinterpret_cast<const uint32_t&>(low),
+                       reinterpret_cast<const uint32_t&>(high));
+  } else {
+    const __half2 low = __floats2half2_rn(v[0], v[1]), high = __floats2half2_rn(v[2], v[3]);
+    words = make_uint2(reinterpret_cast<const uint32_t&>(low),
+                       reinterpret_cast<const uint32_t&>(high));
+  }
+  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(out.data) + i) = words;
+}
+__device__ inline bool four_aligned(const Batch& b, int t) {
+  uintptr_t all = 0;
+#pragma unroll
+  for (int list = 0; list < kLists; ++list) all |= reinterpret_cast<uintptr_t>(b.data[list][t]);
+  return all % 16 == 0;
+}
+
+// A block takes a chunk of one tensor, `first_block` says of which.
+__global__ void __launch_bounds__(kThreads, 4)
     adam_kernel(const __grid_constant__ Batch b, Adam a, const int32_t* noop) {
   if (noop != nullptr && *noop != 0) return;
-  const int t = static_cast<int>(blockIdx.y);
-  const Source grads = b.source(0, t), params = b.source(1, t);
+  if (a.lr_tensor != nullptr) a.lr = *a.lr_tensor;
+  if (a.step_tensor != nullptr && a.corrects) {
+    __shared__ float corrections[2];
+    if (threadIdx.x < 2) {
+      const double beta = threadIdx.x == 0 ? a.beta1 : a.beta2;
+      corrections[threadIdx.x] =
+          static_cast<float>(1.0 - pow(beta, static_cast<double>(*a.step_tensor)));
+    }
+    __syncthreads();
+    a.correction1 = corrections[0];
+    a.correction2 = corrections[1];
+  }
+  int t = 0;
+  while (t + 1 < b.count && b.first_block[t + 1] <= blockIdx.x) ++t;
+  const int64_t begin = int64_t{blockIdx.x - b.first_block[t]} * kChunk;
+  const int64_t end = begin + kChunk < b.size[t] ? begin + kChunk : b.size[t];
+  const Source grads = b.source(0, t);
   auto* m_data = static_cast<float*>(b.data[2][t]);
   auto* v_data = static_cast<float*>(b.data[3][t]);
-  auto* master = static_cast<float*>(b.data[4][t]);
+  const bool has_master = b.data[4][t] != nullptr;
   const Target out = b.target(1, t);
-  for_each_group(b.size[t], [&](int64_t i, int n) {
-    float g[kGroup], p[kGroup], m[kGroup], v[kGroup];
-    grads.load(i, n, g);
-    if (master != nullptr) {
-      load_group(master + i, n, p);
-    } else {
-      params.load(i, n, p);
-    }
-    load_group(m_data + i, n, m);
-    load_group(v_data + i, n, v);
+  Target params = out;
+  if (has_master) params = b.target(4, t);
+  int64_t i = begin + threadIdx.x * kFour;
+  if (four_aligned(b, t)) {
+    constexpr int kStep = kThreads * kFour;
+    for (; i + (kTurns - 1) * kStep + kFour <= end; i += kTurns * kStep) {
+      Four g[kTurns], p[kTurns], m[kTurns], v[kTurns];
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      const float grad = a.l2 ? fmaf(a.weight_decay, p[j], g[j]) : g[j];
-      m[j] = a.beta1 * m[j] + a.less1 * grad;
-      v[j] = a.beta2 * v[j] + a.less2 * grad * grad;
-      float update = (m[j] / a.correction1) / (sqrtf(v[j] / a.correction2) + a.epsilon);
-      if (!a.l2) update = fmaf(a.weight_decay, p[j], update);
-      p[j] -= a.lr * update;
+      for (int k = 0; k < kTurns; ++k) {
+        g[k] = load_four(grads.data, grads.dtype, i + k * kStep);
+        p[k] = load_four(params.data, params.dtype, i + k * kStep);
+        m[k] = load_four(m_data, TE_FL_F32, i + k * kStep);
+        v[k] = load_four(v_data, TE_FL_F32, i + k * kStep);
+      }
+#pragma unroll
+      for (int k = 0; k < kTurns; ++k) {
+        float gs[kFour], ps[kFour], ms[kFour], vs[kFour];
+        unpack_four(g[k], grads.dtype, gs);
+        unpack_four(p[k], params.dtype, ps);
+        unpack_four(m[k], TE_FL_F32, ms);
+        unpack_four(v[k], TE_FL_F32, vs);
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) a.step(gs[j], ps[j], ms[j], vs[j]);
+        const int64_t at = i + k * kStep;
+        Target moments;
+        moments.data = m_data;
+        store_four(moments, at, ms);
+        moments.data = v_data;
+        store_four(moments, at, vs);
+        if (has_master) store_four(params, at, ps);
+        store_four(out, at, ps);
+      }
     }
-    store_group(m_data + i, n, m);
-    store_group(v_data + i, n, v);
-    if (master != nullptr) store_group(master + i, n, p);
-    out.store(i, n, p);
-  });
+  }
+  // What is left: a thread's own fours, or all of an unaligned tensor.
+  for (; i < end; i += kThreads * kFour) {
+    for (int64_t j = i; j < i + kFour && j < end; ++j) {
+      Source from;
+      from.data = params.data;
+      from.dtype = params.dtype;
+      float p = from.at(j), m = m_data[j], v = v_data[j];
+      a.step(grads.at(j), p, m, v);
+      m_data[j] = m;
+      v_data[j] = v;
+      if (has_master) params.store(j, 1, &p);
+      out.store(j, 1, &p);
+    }
+  }
 }
 void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
   check_count("params", a.params_count, "grads", a.grads_count);
@@ -243,12 +364,22 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
                        a.weight_decay,
                        correction(a.beta1),
                        correction(a.beta2),
-                       a.mode == TE_FL_ADAM_MODE_L2};
+                       a.mode == TE_FL_ADAM_MODE_L2,
+                       a.bias_correction != 0,
+                       a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr,
+                       a.step_tensor != nullptr ? backend::data<const int64_t>(*a.step_tensor)
+                                                : nullptr};
   const auto* noop = a.noop_flag != nullptr ? backend::data<const int32_t>(*a.noop_flag) : nullptr;
   for_each_batch({a.grads, a.params, a.exp_avgs, a.exp_avg_sqs,
                   a.master_params_count != 0 ? a.master_params : nullptr},
-                 a.grads_count, [&](const Batch& b, int64_t, dim3 grid) {
-                   adam_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(b, constants, noop);
+                 a.grads_count, [&](Batch& b, int64_t, dim3) {
+                   unsigned blocks = 0;
+                   for (int t = 0; t < b.count; ++t) {
+                     b.first_block[t] = blocks;
+                     blocks += static_cast<unsigned>(ceil_div(b.size[t], kChunk));
+                   }
+                   if (blocks == 0) return;
+                   adam_kernel<<<blocks, kThreads, 0, stream_of(ctx)>>>(b, constants, noop);
                    check_launch("multi_tensor_adam");
                  });
 }
@@ -258,10 +389,12 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
 struct Sgd {
   float lr, weight_decay, momentum, keep, scale;  // keep: 1 - dampening
   bool nesterov, first_run, wd_after_momentum;
+  const float* lr_tensor;  // wins over lr if not null
 };
 __global__ void __launch_bounds__(kThreads)
     sgd_kernel(const __grid_constant__ Batch b, Sgd a, const int32_t* noop) {
   if (noop != nullptr && *noop != 0) return;
+  if (a.lr_tensor != nullptr) a.lr = *a.lr_tensor;
   const int t = static_cast<int>(blockIdx.y);
   const Source grads = b.source(0, t), params = b.source(1, t);
   const Target out = b.target(1, t);
@@ -302,7 +435,8 @@ void sgd(const te_fl_context& ctx, const te_fl_multi_tensor_sgd_args& a) {
   }
   const Sgd constants{
       a.lr,    a.weight_decay,  a.momentum,       static_cast<float>(1.0 - double{a.dampening}),
-      a.scale, a.nesterov != 0, a.first_run != 0, a.wd_after_momentum != 0};
+      a.scale, a.nesterov != 0, a.first_run != 0, a.wd_after_momentum != 0,
+      a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr};
   const auto* noop = a.noop_flag != nullptr ? backend::data<const int32_t>(*a.noop_flag) : nullptr;
   for_each_batch({a.grads, a.params, a.momentum != 0 ? a.momentums : nullptr,
                   a.param_copies_count != 0 ? a.param_copies : nullptr},
@@ -353,13 +487,16 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   using Unscale = te_fl_multi_tensor_unscale_l2norm_args;
   ops.push_back(
       descriptor<te_fl_multi_tensor_scale_args, scale, refuse_scale>("multi_tensor_scale"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<L2, l2norm, refuse_norm<L2>>("multi_tensor_l2norm"));
   ops.back().workspace = backend::workspace_thunk<L2, norm_workspace<L2>>;
   ops.push_back(
       descriptor<Unscale, unscale_l2norm, refuse_norm<Unscale>>("multi_tensor_unscale_l2norm"));
   ops.back().workspace = backend::workspace_thunk<Unscale, norm_workspace<Unscale>>;
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, refuse_adam>("multi_tensor_adam"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, refuse_sgd>("multi_tensor_sgd"));
+  ops.back().param_version = 2;
 }
 
 }  // namespace te_fl::cuda

@@ -1,11 +1,16 @@
-// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt.
+// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt, cuDNN.
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "cuda_check.hpp"
+#include "cudnn.hpp"
 #include "device.hpp"
+#include "diagnose.hpp"
+#include "entry.hpp"
 #include "families.hpp"
+#include "gemm_choice.hpp"
 #include "te_fl/version.hpp"
 
 namespace te_fl::cuda {
@@ -15,34 +20,56 @@ using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_quantize,    //
-    append_tensor,      //
-    append_dropout,     //
-    append_optimizer,   //
-    append_softmax,     //
-    append_gemm,        //
-    append_norm,        //
-    append_attention,   //
-    append_rope,        //
+    append_quantize_lists, append_dequantize, append_scale_update,
+    append_tensor,     //
+    append_dropout,    //
+    append_optimizer,  //
+    append_softmax,    //
+    append_gemm,       //
+    append_norm,       //
+    append_attention,  //
+    append_rope,       //
 };
 
 struct Instance {
+  Instance(const te_fl_host_api* host, bool ranges) : cudnn(host), entries(ranges) {}
+
+  CudnnState cudnn;
+  Entries entries;
+  std::string why_no_device;
   std::vector<Device> devices;
   std::vector<const te_fl_device_desc*> device_list;
   std::vector<te_fl_op_desc> ops;
   std::vector<const te_fl_op_desc*> op_list;
 };
 
+// TE_FL_DEVICE_CACHE_MB, which the host has checked.
+size_t cache_bytes(const te_fl_host_api& host) {
+  const char* text =
+      host.setting != nullptr ? host.setting(host.host, "TE_FL_DEVICE_CACHE_MB") : nullptr;
+  return (text != nullptr ? std::strtoull(text, nullptr, 10) : 512) << 20;
+}
+
 te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
   return backend::guard(errors, [&] {
     watch_forks();
-    auto instance = std::make_unique<Instance>();
-    std::string why;
-    enumerate(instance->devices, why);
+    const auto setting = [&](const char* name) {
+      return host->setting != nullptr ? host->setting(host->host, name) : nullptr;
+    };
+    const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
+    configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
+                           tune != nullptr && std::string(tune) == "1");
+    const char* ranges = setting("TE_FL_NVTX");
+    auto instance =
+        std::make_unique<Instance>(host, ranges != nullptr && std::string(ranges) == "1");
+    enumerate(cache_bytes(*host), instance->devices, instance->why_no_device);
     if (instance->devices.empty() && host->log != nullptr) {
-      host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + why).c_str());
+      host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + instance->why_no_device).c_str());
     }
     for (const Device& d : instance->devices) instance->device_list.push_back(&d.desc);
     for (AppendOps append : kFamilies) append(instance->ops);
+    append_attention_cudnn(instance->ops, instance->cudnn);
+    instance->entries.wrap(instance->ops);
     for (const te_fl_op_desc& op : instance->ops) instance->op_list.push_back(&op);
     *out = instance.release();
   });
@@ -71,7 +98,20 @@ te_fl_status quiesce(void* self, const te_fl_error_sink* errors) {
   return TE_FL_OK;
 }
 
-void destroy(void* self) { delete static_cast<Instance*>(self); }
+te_fl_status diagnose(void* self, const te_fl_finding_sink* findings,
+                      const te_fl_error_sink* errors) {
+  const auto* instance = static_cast<const Instance*>(self);
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    report_surroundings(instance->devices, instance->why_no_device, *findings);
+  });
+}
+
+void destroy(void* self) {
+  auto* instance = static_cast<Instance*>(self);
+  for (Device& d : instance->devices) give_back_memory(d);
+  delete instance;
+}
 
 constexpr te_fl_plugin_api kApi = {
     .struct_size = sizeof(te_fl_plugin_api),
@@ -81,6 +121,7 @@ constexpr te_fl_plugin_api kApi = {
     .ops = ops,
     .quiesce = quiesce,
     .destroy = destroy,
+    .diagnose = diagnose,
 };
 
 constexpr te_fl_plugin_header kHeader = {

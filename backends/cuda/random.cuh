@@ -8,18 +8,19 @@ namespace te_fl::cuda {
 
 struct DropoutStream {
   uint64_t seed, offset;
-  const uint64_t* state;  // {seed, offset} in device memory, or null
-  uint64_t threshold;
+  const uint64_t* state;  // {seed, offset to add} in device memory, or null
+  uint32_t threshold;     // the argument's range keeps p so far below 1 that 32 bits hold it
 
   DropoutStream(const te_fl_rng& rng, float p)
       : seed(rng.seed),
         offset(rng.offset),
         state(rng.state),
-        threshold(numeric::dropout_threshold(p)) {}
+        threshold(static_cast<uint32_t>(numeric::dropout_threshold(p))) {}
   // Bit j: element first + j is kept; first is a multiple of 8.
   __device__ uint32_t keep_eight(int64_t first) const {
     const uint64_t key = state != nullptr ? state[0] : seed;
-    const uint64_t base = (state != nullptr ? state[1] : offset) + static_cast<uint64_t>(first) / 4;
+    const uint64_t base =
+        offset + (state != nullptr ? state[1] : 0) + static_cast<uint64_t>(first) / 4;
     uint32_t bits = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -8,122 +8,13 @@
 
 #include "families.hpp"
 #include "overlap.hpp"
-#include "store.cuh"
+#include "rope_kernels.cuh"
 
 namespace te_fl::cuda {
 namespace {
 
 using backend::invalid;
 using backend::shape_text;
-
-// Where a token gets its angles. Each rank holds chunks cp_rank and 2 cp_size - 1 - cp_rank of the
-// sequence's 2 cp_size chunks.
-struct Positions {
-  int64_t extent0 = 1, extent1 = 1;  // of the tensor's leading dimensions
-  bool sbhd = true;
-  const int32_t* starts = nullptr;  // by sequence; 0 without
-  const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1
-  int64_t batch = 0, cp_size = 1, cp_rank = 0;
-
-  __device__ int64_t local(int64_t s, int64_t length) const {
-    if (cp_size == 1) return s;
-    const int64_t chunk = length / 2;
-    return s < chunk ? cp_rank * chunk + s : (2 * cp_size - 1 - cp_rank) * chunk + s - chunk;
-  }
-  // -1: a thd token outside every sequence.
-  __device__ int64_t of(int64_t token) const {
-    if (cu == nullptr) {
-      const int64_t s = sbhd ? token / extent1 : token % extent1;
-      const int64_t b = sbhd ? token % extent1 : token / extent1;
-      return (starts != nullptr ? starts[b] : 0) + local(s, sbhd ? extent0 : extent1);
-    }
-    int64_t low = 0, high = batch;  // the last sequence that begins at or before the token
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      if (cu[middle + 1] / cp_size <= token) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    if (low == batch || token < cu[low] / cp_size) return -1;
-    const int64_t begin = cu[low] / cp_size;
-    return (starts != nullptr ? starts[low] : 0) +
-           local(token - begin, cu[low + 1] / cp_size - begin);
-  }
-};
-
-struct Rotation {
-  const float* angles;
-  int64_t columns, rows;
-  bool interleaved, backward;
-
-  // Element d of a head; x(i) reads element i of it.
-  template <class X>
-  __device__ float at(int64_t d, int64_t position, X&& x) const {
-    if (position < 0) return 0.0f;
-    if (d >= columns) return x(d);
-    const int64_t half = columns / 2;
-    const bool first = interleaved ? d % 2 == 0 : d < half;
-    const int64_t other = interleaved ? d ^ 1 : first ? d + half : d - half;
-    if (position >= rows) return NAN;
-    const float* row = angles + position * columns;
-    float sine, cosine, sine_other, cosine_other;
-    sincosf(row[d], &sine, &cosine);
-    if (!backward) return first ? x(d) * cosine - x(other) * sine : x(d) * cosine + x(other) * sine;
-    sincosf(row[other], &sine_other, &cosine_other);
-    return first ? x(d) * cosine + x(other) * sine_other : x(d) * cosine - x(other) * sine_other;
-  }
-};
-
-__global__ void __launch_bounds__(kThreads)
-    rope_kernel(Source in, Target out, Positions positions, Rotation rotation, int64_t tokens,
-                int64_t heads, int64_t dim) {
-  const int64_t size = tokens * heads * dim;
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
-       i += int64_t{gridDim.x} * kThreads) {
-    const int64_t head = i / dim, d = i - head * dim;
-    const float v = rotation.at(d, positions.of(head / heads),
-                                [&](int64_t j) { return in.at(head * dim + j); });
-    out.store(i, 1, &v);
-  }
-}
-
-// Packed QKV: in each group q_heads queries of k_dim elements, a key of k_dim, a value of v_dim.
-struct Packed {
-  int64_t tokens, groups, q_heads, k_dim, v_dim;
-  __host__ __device__ int64_t width() const { return q_heads * k_dim + k_dim + v_dim; }
-};
-
-template <bool kBackward, class Whole, class Q, class K, class V>
-__global__ void __launch_bounds__(kThreads)
-    packed_kernel(Whole packed, Q q, K k, V v, Packed p, Positions positions, Rotation rotate_q,
-                  Rotation rotate_k) {
-  const int64_t width = p.width(), size = p.tokens * p.groups * width;
-  const int64_t queries = p.q_heads * p.k_dim;
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
-       i += int64_t{gridDim.x} * kThreads) {
-    const int64_t group = i / width, at = i - group * width;
-    const int64_t position = positions.of(group / p.groups);
-    // Where the element is, and its head begins, in the separate tensor.
-    const bool is_q = at < queries, is_k = !is_q && at < queries + p.k_dim;
-    const int64_t d = is_q ? at % p.k_dim : is_k ? at - queries : at - queries - p.k_dim;
-    const int64_t head = is_q   ? (group * p.q_heads + at / p.k_dim) * p.k_dim
-                         : is_k ? group * p.k_dim
-                                : group * p.v_dim;
-    if constexpr (kBackward) {
-      const auto read = [&](int64_t j) { return is_q ? q.at(head + j) : k.at(head + j); };
-      const float value =
-          is_q || is_k ? (is_q ? rotate_q : rotate_k).at(d, position, read) : v.at(head + d);
-      packed.store(i, 1, &value);
-    } else {
-      const auto read = [&](int64_t j) { return packed.at(i - d + j); };
-      const float value =
-          is_q || is_k ? (is_q ? rotate_q : rotate_k).at(d, position, read) : packed.at(i);
-      (is_q ? q : is_k ? k : v).store(head + d, 1, &value);
-    }
-  }
-}
 
 // ---- arguments
 
@@ -230,6 +121,60 @@ Positions positions_of(const Args& a) {
   return p;
 }
 
+// ---- launches
+
+template <class... P>
+bool all_aligned(const P*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+struct HeadKind {
+  int64_t width;
+  int table;  // -1: copied
+};
+
+// Fills in how the work is divided; true: in packs. `kinds` are the heads that there are.
+bool divide(RopePlan& plan, std::initializer_list<HeadKind> kinds, bool aligned) {
+  constexpr int64_t kSharedLimit = 48 << 10;
+  const Rotation &q = plan.rotation[0], &k = plan.rotation[1];
+  plan.same = k.angles == q.angles && k.columns == q.columns && k.rows == q.rows;
+  plan.columns = static_cast<uint32_t>(q.columns + (plan.same ? 0 : k.columns));
+  const int64_t token_bytes = int64_t{plan.columns} * 2 * sizeof(float);
+  plan.shared = token_bytes <= kSharedLimit;
+  const auto columns_of = [&](const HeadKind& kind) {
+    return kind.table < 0 ? int64_t{0} : plan.rotation[kind.table].columns;
+  };
+  bool packed = aligned && plan.shared;
+  for (const HeadKind& kind : kinds) {
+    packed = packed && kind.width % kGroup == 0 && columns_of(kind) % (2 * kGroup) == 0;
+  }
+  int64_t items = 1;
+  for (const HeadKind& kind : kinds) {
+    const int64_t columns = columns_of(kind), rest = kind.width - columns;
+    items = std::max(
+        items, packed ? columns / (2 * kGroup) + ceil_div(rest, 2 * kGroup) : columns / 2 + rest);
+  }
+  // About two items for each thread, as many as it holds at once.
+  int64_t each = std::min<int64_t>(ceil_div(2 * kThreads, items * plan.heads), kMostTokens);
+  if (plan.shared && token_bytes > 0) each = std::min(each, kSharedLimit / token_bytes);
+  plan.tokens_each = static_cast<uint32_t>(each);
+  plan.items = static_cast<uint32_t>(items);
+  plan.by_items = FastDiv(items);
+  plan.by_heads = FastDiv(plan.heads);
+  plan.by_columns = FastDiv(std::max<int64_t>(plan.columns, 1));
+  return packed;
+}
+
+template <class T, class Heads>
+void launch(const te_fl_context& ctx, RopePlan& plan, const Positions& positions,
+            const Heads& heads, std::initializer_list<HeadKind> kinds, bool aligned) {
+  const auto kernel =
+      divide(plan, kinds, aligned) ? rope_kernel<T, Heads, true> : rope_kernel<T, Heads, false>;
+  const size_t bytes =
+      plan.shared ? size_t{plan.tokens_each} * plan.columns * 2 * sizeof(float) : 0;
+  const auto blocks = static_cast<unsigned>(ceil_div(plan.tokens, plan.tokens_each));
+  kernel<<<blocks, kThreads, bytes, stream_of(ctx)>>>(heads, plan, positions);
+}
+
 template <bool kBackward>
 void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   const bool thd = a.layout == TE_FL_LAYOUT_THD;
@@ -266,10 +211,16 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
   const Rotation rotation =
       rotation_of("freqs", *a.freqs, a.interleaved != 0, kBackward, dim, largest);
-  const int64_t size = backend::numel(x);
-  if (size == 0) return;
-  rope_kernel<<<blocks_for(size), kThreads, 0, stream_of(ctx)>>>(Source(x), Target(*a.output), p,
-                                                                 rotation, tokens, heads, dim);
+  if (backend::numel(x) == 0) return;
+  with_type(dtype_of(x), [&]<class T>(T) {
+    const Separate<T> all{backend::data<const T>(x), backend::data<T>(*a.output), heads,
+                          static_cast<int>(dim)};
+    RopePlan plan;
+    plan.rotation[0] = rotation;
+    plan.tokens = tokens;
+    plan.heads = static_cast<uint32_t>(heads);
+    launch<T>(ctx, plan, p, all, {{all.width, 0}}, all_aligned(all.in, all.out));
+  });
   check_launch("rope");
 }
 
@@ -305,6 +256,23 @@ Positions packed_positions(const te_fl_context& ctx, const Args& a, const te_fl_
   return p;
 }
 
+template <class T, class Heads>
+void launch_packed(const te_fl_context& ctx, const Packed& p, const Positions& positions,
+                   const Rotation& q, const Rotation& k, Heads heads) {
+  heads.groups = p.groups;
+  heads.q_heads = static_cast<int>(p.q_heads);
+  heads.k_dim = static_cast<int>(p.k_dim);
+  heads.v_dim = static_cast<int>(p.v_dim);
+  heads.by_group = FastDiv(p.q_heads + 2);
+  RopePlan plan;
+  plan.rotation[0] = q;
+  plan.rotation[1] = k;
+  plan.tokens = p.tokens;
+  plan.heads = static_cast<uint32_t>(p.groups * (p.q_heads + 2));
+  launch<T>(ctx, plan, positions, heads, {{p.k_dim, 0}, {p.k_dim, 1}, {p.v_dim, -1}},
+            all_aligned(heads.packed, heads.q, heads.k, heads.v));
+}
+
 void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_args& a) {
   const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
   expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
@@ -316,11 +284,13 @@ void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_ar
       rotation_of("q_freqs", *a.q_freqs, a.interleaved != 0, false, p.k_dim, largest);
   const Rotation k =
       rotation_of("k_freqs", *a.k_freqs, a.interleaved != 0, false, p.k_dim, largest);
-  const int64_t size = backend::numel(*a.qkv_input);
-  if (size == 0) return;
-  packed_kernel<false><<<blocks_for(size), kThreads, 0, stream_of(ctx)>>>(
-      Source(*a.qkv_input), Target(*a.q_out), Target(*a.k_out), Target(*a.v_out), p, positions, q,
-      k);
+  if (backend::numel(*a.qkv_input) == 0) return;
+  with_type(dtype_of(*a.qkv_input), [&]<class T>(T) {
+    launch_packed<T>(
+        ctx, p, positions, q, k,
+        Joined<T, false>{backend::data<const T>(*a.qkv_input), backend::data<T>(*a.q_out),
+                         backend::data<T>(*a.k_out), backend::data<T>(*a.v_out)});
+  });
   check_launch("qkv_rope_forward");
 }
 void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_args& a) {
@@ -332,24 +302,32 @@ void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_
   const Positions positions = packed_positions(ctx, a, *a.qkv_grad, largest);
   const Rotation q = rotation_of("q_freqs", *a.q_freqs, a.interleaved != 0, true, p.k_dim, largest);
   const Rotation k = rotation_of("k_freqs", *a.k_freqs, a.interleaved != 0, true, p.k_dim, largest);
-  const int64_t size = backend::numel(*a.qkv_grad);
-  if (size == 0) return;
-  packed_kernel<true><<<blocks_for(size), kThreads, 0, stream_of(ctx)>>>(
-      Target(*a.qkv_grad), Source(*a.q_grad), Source(*a.k_grad), Source(*a.v_grad), p, positions, q,
-      k);
+  if (backend::numel(*a.qkv_grad) == 0) return;
+  with_type(dtype_of(*a.qkv_grad), [&]<class T>(T) {
+    launch_packed<T>(
+        ctx, p, positions, q, k,
+        Joined<T, true>{backend::data<T>(*a.qkv_grad), backend::data<const T>(*a.q_grad),
+                        backend::data<const T>(*a.k_grad), backend::data<const T>(*a.v_grad)});
+  });
   check_launch("qkv_rope_backward");
 }
+
+// Items of a token are counted in 32 bits.
+bool is_large(int64_t heads, int64_t dim) { return heads * dim >= int64_t{1} << 30; }
+constexpr Refusal kLargeToken = "a token has 2^30 elements or more";
 
 Refusal refuse_rope(const te_fl_rope_rope_args& a) {
   if (!all_dense(a.input, a.output, a.freqs, a.start_positions, a.cu_seqlens))
     return kNotContiguous;
-  // Both elements of a pair are read by two threads: not in place.
-  return overlaps(*a.output, *a.input) ? kOverlaps : nullptr;
+  const te_fl_dltensor& x = a.input->dl;
+  if (x.ndim >= 2 && is_large(x.shape[x.ndim - 2], x.shape[x.ndim - 1])) return kLargeToken;
+  return overlaps_askew(*a.output, *a.input) ? kOverlaps : nullptr;
 }
 template <class Args>
 Refusal refuse_packed(const Args& a, const te_fl_tensor* whole, const te_fl_tensor* q,
                       const te_fl_tensor* k, const te_fl_tensor* v) {
   if (!all_dense(whole, q, k, v, a.q_freqs, a.k_freqs, a.start_positions)) return kNotContiguous;
+  if (is_large(whole->dl.shape[2], whole->dl.shape[3])) return kLargeToken;
   return overlaps(*whole, *q) || overlaps(*whole, *k) || overlaps(*whole, *v) ? kOverlaps : nullptr;
 }
 Refusal refuse_qkv_forward(const te_fl_fused_qkv_rope_forward_args& a) {

@@ -1,105 +1,12 @@
-// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal. One row of
-// scores for each block.
+// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal.
 #include "te_fl/ops/softmax.h"
 
 #include "families.hpp"
 #include "overlap.hpp"
-#include "store.cuh"
+#include "softmax_kernels.cuh"
 
 namespace te_fl::cuda {
 namespace {
-
-// Which keys a row sees.
-struct Visible {
-  int64_t queries = 1, keys = 0, heads = 1;
-  bool causal = false;            // aligned at the bottom right
-  const uint8_t* mask = nullptr;  // not 0: masked out
-  int64_t mask_strides[4] = {};
-
-  __device__ int64_t count(int64_t row) const {
-    if (!causal) return keys;
-    const int64_t seen = row % queries + keys - queries + 1;
-    return seen < 0 ? 0 : seen;
-  }
-  __device__ const uint8_t* mask_row(int64_t row) const {
-    if (mask == nullptr) return nullptr;
-    const int64_t head = row / queries;
-    return mask + head / heads * mask_strides[0] + head % heads * mask_strides[1] +
-           row % queries * mask_strides[2];
-  }
-};
-
-__device__ float reduce_max(float v) {
-  __shared__ float parts[kThreads / 32];
-  const auto pick = [](float a, float b) { return isnan(a) || isnan(b) ? NAN : fmaxf(a, b); };
-  for (int step = 16; step > 0; step /= 2) v = pick(v, __shfl_xor_sync(0xFFFFFFFFu, v, step));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = parts[0];
-  for (int i = 1; i < kThreads / 32; ++i) v = pick(v, parts[i]);
-  return v;
-}
-__device__ float reduce_sum(float v) {
-  __shared__ float parts[kThreads / 32];
-  v = warp_sum(v);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
-  __syncthreads();
-  float total = 0.0f;
-  for (int i = 0; i < kThreads / 32; ++i) total += parts[i];
-  return total;
-}
-
-__global__ void __launch_bounds__(kThreads)
-    forward_kernel(Source in, Target out, Visible visible, float scale, int64_t rows) {
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t count = visible.count(row), begin = row * visible.keys;
-    const uint8_t* mask = visible.mask_row(row);
-    const int64_t step = visible.mask_strides[3];
-    const auto hidden = [&](int64_t k) { return mask != nullptr && mask[k * step] != 0; };
-    float top = -INFINITY;
-    for (int64_t k = threadIdx.x; k < count; k += kThreads) {
-      if (hidden(k)) continue;
-      const float v = scale * in.at(begin + k);
-      if (isnan(v) || isnan(top)) {
-        top = NAN;
-      } else {
-        top = fmaxf(top, v);
-      }
-    }
-    top = reduce_max(top);
-    float sum = 0.0f;
-    for (int64_t k = threadIdx.x; k < count; k += kThreads) {
-      if (!hidden(k)) sum += expf(fmaf(scale, in.at(begin + k), -top));
-    }
-    sum = reduce_sum(sum);
-    const bool empty = top == -INFINITY;  // fully masked
-    for (int64_t k = threadIdx.x; k < visible.keys; k += kThreads) {
-      float v = 0.0f;
-      if (k < count && !empty && !hidden(k)) v = expf(fmaf(scale, in.at(begin + k), -top)) / sum;
-      out.store(begin + k, 1, &v);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    backward_kernel(Source grad, Source results, Target out, Visible visible, float scale,
-                    int64_t rows) {
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t count = visible.count(row), begin = row * visible.keys;
-    float dot = 0.0f;
-    for (int64_t k = threadIdx.x; k < count; k += kThreads) {
-      dot = fmaf(grad.at(begin + k), results.at(begin + k), dot);
-    }
-    dot = reduce_sum(dot);
-    for (int64_t k = threadIdx.x; k < visible.keys; k += kThreads) {
-      float v = 0.0f;
-      if (k < count) v = scale * results.at(begin + k) * (grad.at(begin + k) - dot);
-      out.store(begin + k, 1, &v);
-    }
-  }
-}
 
 Visible visible_of(const te_fl_tensor& t, bool causal) {
   Visible v;
@@ -107,14 +14,54 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   v.keys = t.dl.shape[t.dl.ndim - 1];
   v.heads = t.dl.ndim == 4 ? t.dl.shape[1] : 1;
   v.causal = causal;
+  if (v.queries < kFastDivLimit) v.by_queries = FastDiv(std::max<int64_t>(v.queries, 1));
+  if (v.heads < kFastDivLimit) v.by_heads = FastDiv(std::max<int64_t>(v.heads, 1));
   return v;
 }
+
+// Calls f with the threads and packs that a row of `packs` packs has, as constants.
+template <class F>
+void with_width(int64_t packs, F&& f) {
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 4> four;
+  if (packs <= 8) return f(std::integral_constant<int, 8>{}, one);
+  constexpr std::integral_constant<int, 32> warp;
+  if (packs <= 32) return f(warp, one);
+  if (packs <= 64) return f(warp, two);
+  if (packs <= 128) return f(warp, four);
+  constexpr std::integral_constant<int, 128> four_warps;
+  if (packs <= 256) return f(four_warps, two);
+  if (packs <= 512) return f(four_warps, four);
+  constexpr std::integral_constant<int, 512> block;
+  if (packs <= 1024) return f(block, two);
+  f(block, four);
+}
+unsigned row_blocks(int64_t rows, int lanes, int threads) {
+  return static_cast<unsigned>(ceil_div(rows, threads / lanes));
+}
+
 void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tensor& out, float scale,
              const Visible& visible) {
   const int64_t rows = backend::as_matrix(in).rows;
   if (rows == 0 || visible.keys == 0) return;
-  forward_kernel<<<blocks_for(rows, 1), kThreads, 0, stream_of(ctx)>>>(Source(in), Target(out),
-                                                                       visible, scale, rows);
+  with_type(dtype_of(in), [&]<class T>(T) {
+    const T* x = backend::data<const T>(in);
+    T* y = backend::data<T>(out);
+    if (visible.keys > kWidestRow) {
+      softmax_wide<T>
+          <<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
+      return;
+    }
+    with_width(packs_of(x, visible.keys),
+               [&]<int kLanes, int kPacks>(std::integral_constant<int, kLanes>,
+                                           std::integral_constant<int, kPacks>) {
+                 constexpr int kBlock = kRowThreads<kLanes>;
+                 softmax_rows<T, kLanes, kPacks>
+                     <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(
+                         x, y, visible, scale, rows);
+               });
+  });
   check_launch("softmax_forward");
 }
 template <bool kCausal, class Args>
@@ -134,9 +81,24 @@ void backward(const te_fl_context& ctx, const Args& a) {
   const int64_t rows = backend::as_matrix(*a.output_grad).rows;
   const Visible visible = visible_of(*a.output_grad, kCausal);
   if (rows == 0 || visible.keys == 0) return;
-  backward_kernel<<<blocks_for(rows, 1), kThreads, 0, stream_of(ctx)>>>(
-      Source(*a.output_grad), Source(*a.softmax_results), Target(*a.input_grad), visible, a.scale,
-      rows);
+  with_type(dtype_of(*a.output_grad), [&]<class T>(T) {
+    const T* dy = backend::data<const T>(*a.output_grad);
+    const T* y = backend::data<const T>(*a.softmax_results);
+    T* dx = backend::data<T>(*a.input_grad);
+    if (visible.keys > kWidestRow) {
+      softmax_gradient_wide<T><<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(
+          dy, y, dx, visible, a.scale);
+      return;
+    }
+    with_width(packs_of(dy, visible.keys),
+               [&]<int kLanes, int kPacks>(std::integral_constant<int, kLanes>,
+                                           std::integral_constant<int, kPacks>) {
+                 constexpr int kBlock = kRowThreads<kLanes>;
+                 softmax_gradient_rows<T, kLanes, kPacks>
+                     <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(
+                         dy, y, dx, visible, a.scale, rows);
+               });
+  });
   check_launch("softmax_backward");
 }
 

@@ -2,6 +2,8 @@
 
 namespace te_fl::cuda {
 
+namespace {
+
 __global__ void clear_kernel(Quantised q, int64_t row_scales, int64_t column_scales) {
   if (q.skip()) return;
   const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
@@ -11,20 +13,11 @@ __global__ void clear_kernel(Quantised q, int64_t row_scales, int64_t column_sca
   if (first == 0 && q.amax != nullptr) *q.amax = 0.0f;
 }
 
-namespace {
-
-__global__ void empty_kernel(Quantised q, bool compute_scale, float largest) {
+__global__ void empty_kernel(Quantised q, bool compute_scale) {
   if (q.skip()) return;
-  float scale = 1.0f;
-  if (compute_scale) {
-    scale = numeric::scale_from_amax(0.0f, largest, q.epsilon, q.pow2, FLT_MAX);
-    if (q.amax != nullptr) *q.amax = 0.0f;
-    if (q.scale != nullptr) *q.scale = scale;
-  } else {
-    scale = *q.scale;
-  }
-  if (q.scale_inv != nullptr) *q.scale_inv = 1.0f / scale;
-  if (q.column_scale_inv != nullptr) *q.column_scale_inv = 1.0f / scale;
+  const float none = 0.0f;
+  if (compute_scale) q.found = &none;
+  q.write_tensor_scale(q.tensor_scale());
 }
 
 int64_t scales_of(const Quantised& q, bool columnwise) {
@@ -35,14 +28,31 @@ int64_t scales_of(const Quantised& q, bool columnwise) {
 
 }  // namespace
 
-__global__ void column_totals(const float* partials, int64_t parts, int64_t cols, Target out,
-                              Source previous, bool accumulate) {
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t c = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; c < cols; c += step) {
-    float total = accumulate ? previous.at(c) : 0.0f;
-    for (int64_t p = 0; p < parts; ++p) total += partials[p * cols + c];
-    out.store(c, 1, &total);
+// 32 columns for each block. Row y of its threads adds parts y, y + 8, ..; then those, in order.
+__global__ void __launch_bounds__(kThreads)
+    column_totals(const float* partials, int64_t parts, int64_t cols, Target out, Source previous,
+                  bool accumulate) {
+  __shared__ float sums[8][32];
+  const int64_t c = blockIdx.x * int64_t{32} + threadIdx.x;
+  float total = 0.0f;
+  if (c < cols) {
+#pragma unroll 8
+    for (int64_t p = threadIdx.y; p < parts; p += 8) total += partials[p * cols + c];
   }
+  sums[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= cols) return;
+  total = accumulate ? previous.at(c) : 0.0f;
+#pragma unroll
+  for (int y = 0; y < 8; ++y) total += sums[y][threadIdx.x];
+  out.store(c, 1, &total);
+}
+
+void add_partials(const te_fl_context& ctx, const float* partials, int64_t parts, int64_t cols,
+                  const te_fl_tensor& out, bool accumulate) {
+  column_totals<<<static_cast<unsigned>(ceil_div(cols, 32)), dim3(32, 8), 0, stream_of(ctx)>>>(
+      partials, parts, cols, Target(out), Source(out), accumulate);
+  check_launch("column_totals");
 }
 
 void check_output(const te_fl_tensor& out, const char* argument) {
@@ -84,6 +94,7 @@ Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale)
   q.m = matrix.rows;
   q.k = matrix.cols;
   q.scaling = quant.scaling;
+  q.is_e5m2 = dtype_of(out) == TE_FL_F8E5M2;
   q.pow2 = (quant.flags & TE_FL_QUANT_POW2_SCALE) != 0;
   q.epsilon = quant.amax_epsilon;
   q.inf_scale = inf_scale;
@@ -98,10 +109,15 @@ void clear_scales(const te_fl_context& ctx, const Quantised& q) {
   check_launch("clear_kernel");
 }
 
-void finish_empty(const te_fl_context& ctx, const Quantised& q, bool compute_scale, int dtype) {
+void clear_amax(const te_fl_context& ctx, const Quantised& q) {
+  if (q.amax == nullptr) return;
+  clear_kernel<<<1, 1, 0, stream_of(ctx)>>>(q, 0, 0);
+  check_launch("clear_kernel");
+}
+
+void finish_empty(const te_fl_context& ctx, const Quantised& q, bool compute_scale) {
   if (q.scaling != TE_FL_SCALING_TENSOR) return clear_scales(ctx, q);
-  empty_kernel<<<1, 1, 0, stream_of(ctx)>>>(
-      q, compute_scale, dtype == TE_FL_F8E4M3 ? kLargest<e4m3> : kLargest<e5m2>);
+  empty_kernel<<<1, 1, 0, stream_of(ctx)>>>(q, compute_scale);
   check_launch("empty_kernel");
 }
 

@@ -7,10 +7,7 @@
 // called more than once for one element.
 #pragma once
 
-#include <cfloat>
-
-#include "element.cuh"
-#include "te_fl/numeric/scaling.hpp"
+#include "quantised.cuh"
 
 namespace te_fl::cuda {
 
@@ -26,27 +23,6 @@ inline Refusal refuse_output(const te_fl_tensor& out) noexcept {
   if (!backend::is_contiguous(out)) return "writes compact outputs only";
   return nullptr;
 }
-
-// What the kernels need of a quantised output.
-struct Quantised {
-  void* rows = nullptr;     // codes [M, K]
-  void* columns = nullptr;  // codes [K, M]
-  float* scale_inv = nullptr;
-  float* column_scale_inv = nullptr;
-  float* amax = nullptr;
-  float* scale = nullptr;        // per tensor
-  const float* found = nullptr;  // current scaling: the amax that a pass before found
-  const float* noop = nullptr;   // nothing is written if it points to a value other than 0
-  int64_t m = 0, k = 0;
-  uint32_t scaling = 0;
-  bool pow2 = false;
-  float epsilon = 0, inf_scale = FLT_MAX;
-
-  __device__ bool skip() const { return noop != nullptr && *noop != 0.0f; }
-};
-
-template <class T>
-inline constexpr float kLargest = std::is_same_v<T, e4m3> ? 448.0f : 57344.0f;
 
 template <class Produce>
 __global__ void __launch_bounds__(kThreads)
@@ -85,20 +61,17 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) atomic_amax(amax, most);
 }
 
-// Zeroes scale_inv with its padding, and the amax that blocks maximise.
-__global__ void clear_kernel(Quantised q, int64_t row_scales, int64_t column_scales);
-
 constexpr int kTile = 128;
 constexpr int kPitch = kTile + 1;
 constexpr size_t kTileBytes = kTile * kPitch * sizeof(float);
 
-template <class Code>
-__device__ inline void write_codes(Code* to, int n, const float* v) {
-  store_group(to, n, v);
+__device__ inline void write_codes(void* codes, int64_t first, int n, const float* v, bool is_e5m2) {
+  if (is_e5m2) return store_group(static_cast<e5m2*>(codes) + first, n, v);
+  store_group(static_cast<e4m3*>(codes) + first, n, v);
 }
 
 // One 128 x 128 tile for each block.
-template <class Code, class Produce>
+template <class Produce>
 __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce produce) {
   if (q.skip()) return;
   extern __shared__ float tile[];
@@ -135,35 +108,18 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
   for (int i = 0; i < kThreads / 32; ++i) most = fmaxf(most, warp_amax[i]);
 
   float scale = 1.0f;
-  const bool lead = blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && thread == 0;
   if (q.scaling == TE_FL_SCALING_TENSOR) {
-    if (q.found != nullptr) {
-      scale = numeric::scale_from_amax(*q.found, kLargest<Code>, q.epsilon, q.pow2, FLT_MAX);
-      if (lead) {
-        if (q.amax != nullptr) *q.amax = *q.found;
-        if (q.scale != nullptr) *q.scale = scale;
-      }
-    } else {
-      scale = *q.scale;
-      if (thread == 0 && q.amax != nullptr) atomic_amax(q.amax, most);
-    }
-    if (lead) {
-      if (q.scale_inv != nullptr) *q.scale_inv = 1.0f / scale;
-      if (q.column_scale_inv != nullptr) *q.column_scale_inv = 1.0f / scale;
-    }
-  } else if (thread == 0 && q.amax != nullptr) {
-    atomic_amax(q.amax, most);
+    scale = q.tensor_scale();
+    const bool lead = blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && thread == 0;
+    if (lead) q.write_tensor_scale(scale);
   }
+  if (thread == 0 && q.running_amax != nullptr) atomic_amax(q.running_amax, most);
   if (q.scaling == TE_FL_SCALING_BLOCK_128X128) {
-    scale = numeric::scale_from_amax(most, kLargest<Code>, q.epsilon, q.pow2, q.inf_scale);
+    scale = q.block_scale(most);
     if (thread == 0) {
       const int64_t i = row0 / kTile, j = col0 / kTile;
-      if (q.rows != nullptr) {
-        q.scale_inv[i * ((ceil_div(q.k, kTile) + 3) / 4 * 4) + j] = 1.0f / scale;
-      }
-      if (q.columns != nullptr) {
-        q.column_scale_inv[j * ((ceil_div(q.m, kTile) + 3) / 4 * 4) + i] = 1.0f / scale;
-      }
+      if (q.rows != nullptr) *q.square_block(i, j) = 1.0f / scale;
+      if (q.columns != nullptr) *q.column_square_block(i, j) = 1.0f / scale;
     }
   }
 
@@ -172,10 +128,9 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
       if (thread < rows) {
         float row_most = 0.0f;
         for (int c = 0; c < cols; ++c) row_most = amax_of(row_most, tile[thread * kPitch + c]);
-        const float s =
-            numeric::scale_from_amax(row_most, kLargest<Code>, q.epsilon, q.pow2, q.inf_scale);
+        const float s = q.block_scale(row_most);
         scales[thread] = s;
-        q.scale_inv[col0 / kTile * ((q.m + 3) / 4 * 4) + row0 + thread] = 1.0f / s;
+        *q.row_block(row0 + thread, col0 / kTile) = 1.0f / s;
       }
       __syncthreads();
     }
@@ -186,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
       float v[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) v[i] = i < n ? tile[r * kPitch + lane_col + i] * s : 0.0f;
-      write_codes(static_cast<Code*>(q.rows) + (row0 + r) * q.k + col0 + lane_col, n, v);
+      write_codes(q.rows, (row0 + r) * q.k + col0 + lane_col, n, v, q.is_e5m2);
     }
   }
   if (q.columns == nullptr) return;
@@ -195,10 +150,9 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
     if (thread < cols) {
       float column_most = 0.0f;
       for (int r = 0; r < rows; ++r) column_most = amax_of(column_most, tile[r * kPitch + thread]);
-      const float s =
-          numeric::scale_from_amax(column_most, kLargest<Code>, q.epsilon, q.pow2, q.inf_scale);
+      const float s = q.block_scale(column_most);
       scales[thread] = s;
-      q.column_scale_inv[row0 / kTile * ((q.k + 3) / 4 * 4) + col0 + thread] = 1.0f / s;
+      *q.column_block(row0 / kTile, col0 + thread) = 1.0f / s;
     }
     __syncthreads();
   }
@@ -209,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
     float v[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = i < n ? tile[(lane_col + i) * kPitch + c] * s : 0.0f;
-    write_codes(static_cast<Code*>(q.columns) + (col0 + c) * q.m + row0 + lane_col, n, v);
+    write_codes(q.columns, (col0 + c) * q.m + row0 + lane_col, n, v, q.is_e5m2);
   }
 }
 
@@ -217,11 +171,13 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
 void check_output(const te_fl_tensor& out, const char* argument);
 // What the kernels need; `amax` is the workspace's first float, used by current scaling.
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale);
+// Zeroes scale_inv with its padding, and the amax that blocks maximise; the amax alone.
 void clear_scales(const te_fl_context& ctx, const Quantised& q);
+void clear_amax(const te_fl_context& ctx, const Quantised& q);
 // Empty output: only what does not depend on values (scale_inv, amax) is written.
-void finish_empty(const te_fl_context& ctx, const Quantised& q, bool compute_scale, int dtype);
+void finish_empty(const te_fl_context& ctx, const Quantised& q, bool compute_scale);
 
-template <class Code, class Produce>
+template <class Produce>
 void quantise(const te_fl_context& ctx, Quantised q, bool compute_scale, const Produce& produce) {
   const cudaStream_t stream = stream_of(ctx);
   if (q.scaling == TE_FL_SCALING_TENSOR) {
@@ -236,7 +192,8 @@ void quantise(const te_fl_context& ctx, Quantised q, bool compute_scale, const P
   } else {
     clear_scales(ctx, q);
   }
-  const auto kernel = quantise_kernel<Code, Produce>;
+  if (q.found == nullptr) q.running_amax = q.amax;
+  const auto kernel = quantise_kernel<Produce>;
   static const cudaError_t allowed = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kTileBytes));
   check(allowed, "cudaFuncSetAttribute");
@@ -262,10 +219,9 @@ void store_output(const te_fl_context& ctx, const te_fl_tensor& out, const Produ
   const Quantised q = quantised(out, noop, inf_scale);
   const bool compute_scale = (out.quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
   if (matrix.rows == 0 || matrix.cols == 0) {
-    return finish_empty(ctx, q, compute_scale, dtype_of(out));
+    return finish_empty(ctx, q, compute_scale);
   }
-  if (dtype_of(out) == TE_FL_F8E4M3) return quantise<e4m3>(ctx, q, compute_scale, produce);
-  quantise<e5m2>(ctx, q, compute_scale, produce);
+  quantise(ctx, q, compute_scale, produce);
 }
 
 // Sums of each column, FP32, in a fixed order: partial sums of runs of rows, then those.
@@ -297,8 +253,9 @@ __global__ void column_partials(int64_t rows, int64_t cols, int64_t rows_each, f
     partials[blockIdx.y * cols + at] = total;
   }
 }
-__global__ void column_totals(const float* partials, int64_t parts, int64_t cols, Target out,
-                              Source previous, bool accumulate);
+// out[cols] = the sum of `parts` rows of partial sums, in order (+ what out holds).
+void add_partials(const te_fl_context& ctx, const float* partials, int64_t parts, int64_t cols,
+                  const te_fl_tensor& out, bool accumulate);
 
 inline int64_t column_parts(int64_t rows) {
   return std::max<int64_t>(1, std::min<int64_t>(ceil_div(rows, 64), 128));
@@ -316,9 +273,7 @@ void column_sums(const te_fl_context& ctx, int64_t rows, int64_t cols, float* pa
   column_partials<<<grid, dim3(32, 8), 0, stream_of(ctx)>>>(rows, cols, ceil_div(rows, parts),
                                                             partials, produce);
   check_launch("column_partials");
-  column_totals<<<blocks_for(cols), kThreads, 0, stream_of(ctx)>>>(
-      partials, parts, cols, Target(out), Source(out), accumulate);
-  check_launch("column_totals");
+  add_partials(ctx, partials, parts, cols, out, accumulate);
 }
 
 }  // namespace te_fl::cuda

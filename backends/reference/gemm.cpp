@@ -75,7 +75,7 @@ void multiply_row(const double* a, const double* b, int64_t k_extent, int64_t n_
 
 // What an epilogue reads, absent parts empty.
 struct Epilogue {
-  std::vector<float> bias, pre_gelu_in, previous;
+  std::vector<float> bias, pre_gelu_in, residual, previous;
 };
 
 void write_bias_grad(const te_fl_generic_gemm_args& args, const std::vector<double>& a,
@@ -105,6 +105,7 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
   if (args.pre_gelu_in != nullptr) {
     epilogue.pre_gelu_in = Reader(*args.pre_gelu_in, "pre_gelu_in").all();
   }
+  if (args.residual != nullptr) epilogue.residual = Reader(*args.residual, "residual").all();
   // As in BLAS, a beta of 0 does not read d.
   if (args.accumulate && args.beta != 0.0f) epilogue.previous = Reader(*args.d, "d").all();
 
@@ -120,6 +121,7 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
       if (!pre_gelu.empty()) pre_gelu[i] = static_cast<float>(value);
       if (args.gelu) value = Gelu::value(value);
       if (!epilogue.pre_gelu_in.empty()) value *= Gelu::derivative(epilogue.pre_gelu_in[i]);
+      if (!epilogue.residual.empty()) value += epilogue.residual[i];
       if (!epilogue.previous.empty())
         value += static_cast<double>(args.beta) * epilogue.previous[i];
       result[i] = static_cast<float>(value);
@@ -134,6 +136,7 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_generic_gemm_args, generic_gemm>("generic_gemm"));
+  ops.back().param_version = 2;
 }
 
 }  // namespace te_fl::reference

@@ -24,6 +24,15 @@ bool is_noop(const te_fl_tensor* flag) {
   return flag != nullptr && *backend::data<const int32_t>(*flag) != 0;
 }
 
+// The learning rate and the step in force: a tensor's, if there is one.
+template <class Args>
+float lr_of(const Args& a) {
+  return a.lr_tensor != nullptr ? scalar_f32(*a.lr_tensor) : a.lr;
+}
+int64_t step_of(const te_fl_multi_tensor_adam_args& a) {
+  return a.step_tensor != nullptr ? *backend::data<const int64_t>(*a.step_tensor) : a.step;
+}
+
 bool all_finite(const std::vector<double>& values) {
   for (double v : values) {
     if (!std::isfinite(v)) return false;
@@ -31,13 +40,26 @@ bool all_finite(const std::vector<double>& values) {
   return true;
 }
 
+void check_max_norm(const te_fl_multi_tensor_scale_args& a) {
+  if (a.norm == nullptr || a.max_norm > 0) return;
+  backend::invalid("max_norm is " + std::to_string(a.max_norm) +
+                   ", expected greater than 0 where a norm is given");
+}
+
 void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
   check_count("outputs", a.outputs_count, "inputs", a.inputs_count);
+  check_max_norm(a);
   bool finite = true;
+  double factor = a.scale;
+  if (a.norm != nullptr) {
+    const float norm = scalar_f32(*a.norm);
+    finite = std::isfinite(norm);
+    if (finite && norm > a.max_norm) factor = a.scale * (a.max_norm / norm);  // in FP32
+  }
   for (int64_t t = 0; t < a.inputs_count; ++t) {
     std::vector<double> x = Reader(*a.inputs[t], "inputs").all_double();
     finite = finite && all_finite(x);
-    for (double& v : x) v *= a.scale;
+    for (double& v : x) v *= factor;
     Writer(*a.outputs[t]).write(0, static_cast<int64_t>(x.size()), x.data());
     // Read back, because a finite product may overflow the output's type.
     finite = finite && all_finite(Reader(*a.outputs[t], "outputs").all_double());
@@ -75,8 +97,10 @@ void unscale_l2norm(const te_fl_context&, const te_fl_multi_tensor_unscale_l2nor
 struct Adam {
   explicit Adam(const te_fl_multi_tensor_adam_args& a)
       : args(a),
-        correction1(a.bias_correction ? 1.0 - std::pow(double{a.beta1}, double(a.step)) : 1.0),
-        correction2(a.bias_correction ? 1.0 - std::pow(double{a.beta2}, double(a.step)) : 1.0) {}
+        lr(lr_of(a)),
+        correction1(a.bias_correction ? 1.0 - std::pow(double{a.beta1}, double(step_of(a))) : 1.0),
+        correction2(a.bias_correction ? 1.0 - std::pow(double{a.beta2}, double(step_of(a))) : 1.0) {
+  }
 
   // Updates m, v and p of one element.
   void operator()(double g, float& m, float& v, double& p) const {
@@ -86,10 +110,11 @@ struct Adam {
     v = static_cast<float>(args.beta2 * double{v} + (1.0 - args.beta2) * g * g);
     double update = (m / correction1) / (std::sqrt(v / correction2) + args.epsilon);
     if (args.mode == TE_FL_ADAM_MODE_ADAMW) update += wd * p;
-    p -= args.lr * update;
+    p -= lr * update;
   }
 
   const te_fl_multi_tensor_adam_args& args;
+  double lr;
   double correction1;
   double correction2;
 };
@@ -130,6 +155,7 @@ void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
 
 struct Sgd {
   const te_fl_multi_tensor_sgd_args& args;
+  double lr;
 
   void operator()(double g, float& m, double& p) const {
     const double wd = args.weight_decay;
@@ -141,7 +167,7 @@ struct Sgd {
       g = args.nesterov ? g + args.momentum * double{m} : double{m};
     }
     if (args.wd_after_momentum) g += wd * p;
-    p -= args.lr * g;
+    p -= lr * g;
   }
 };
 
@@ -158,7 +184,7 @@ void check_sgd(const te_fl_multi_tensor_sgd_args& a) {
 void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
   check_sgd(a);
   if (is_noop(a.noop_flag)) return;
-  const Sgd update{a};
+  const Sgd update{a, lr_of(a)};
   for (int64_t t = 0; t < a.grads_count; ++t) {
     const std::vector<double> g = Reader(*a.grads[t], "grads").all_double();
     std::vector<double> p = Reader(*a.params[t], "params").all_double();
@@ -178,11 +204,14 @@ void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
 
 void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_multi_tensor_scale_args, scale>("multi_tensor_scale"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_multi_tensor_l2norm_args, l2norm>("multi_tensor_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_unscale_l2norm_args, unscale_l2norm>(
       "multi_tensor_unscale_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam>("multi_tensor_adam"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd>("multi_tensor_sgd"));
+  ops.back().param_version = 2;
 }
 
 }  // namespace te_fl::reference

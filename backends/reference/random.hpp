@@ -14,7 +14,7 @@ class DropoutStream {
  public:
   DropoutStream(const te_fl_rng& rng, float p)
       : seed_(rng.state != nullptr ? rng.state[0] : rng.seed),
-        offset_(rng.state != nullptr ? rng.state[1] : rng.offset),
+        offset_(rng.offset + (rng.state != nullptr ? rng.state[1] : 0)),
         threshold_(numeric::dropout_threshold(p)) {}
 
   bool keep(uint64_t i) {

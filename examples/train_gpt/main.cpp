@@ -39,8 +39,9 @@ float learning_rate(const Options& o, int64_t step) {
 
 class Trainer {
  public:
-  static Result<Trainer> create(const Options& options) {
-    Trainer t(options);
+  static Result<std::unique_ptr<Trainer>> create(const Options& options) {
+    std::unique_ptr<Trainer> trainer(new Trainer(options));
+    Trainer& t = *trainer;
     te_fl::OpManager::instance();  // plugins bring devices
     TE_FL_ASSIGN_OR_RETURN(t.device_, te_fl::parse_device(options.device));
     if (options.recipe != "none") {
@@ -54,7 +55,8 @@ class Trainer {
         .beta2 = 0.95f,
         .weight_decay = 0.1f,
         .max_grad_norm = 1.0f,
-        .decay = [](std::string_view, const Tensor& value) { return value.rank() > 1; }};
+        .decay = [](std::string_view, const Tensor& value) { return value.rank() > 1; },
+        .capturable = !t.device_.is_host()};  // spares a wait for the device at each step
     TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
     if (!options.load.empty()) {
       TE_FL_ASSIGN_OR_RETURN(const nn::Metadata metadata,
@@ -62,7 +64,10 @@ class Trainer {
       std::printf("loaded %s at step %lld\n", options.load.c_str(),
                   static_cast<long long>(t.adam_->steps()));
     }
-    return t;
+    if (options.graph) {
+      if (Status status = t.use_graph(); !status) return status.wrap("--graph");
+    }
+    return trainer;
   }
 
   int64_t parameters() const { return model_->parameter_count(); }
@@ -70,32 +75,27 @@ class Trainer {
 
   // One optimizer step; the mean loss of its batch, nats per byte.
   Result<double> step(int64_t index) {
-    TE_FL_RETURN_IF_ERROR(model_->zero_grad());
-    const int64_t m = options_.microbatches;
-    const double divisor = static_cast<double>(options_.batch * options_.seq_len * m);
+    std::vector<Tensor> batches;
+    for (int64_t i = 0; i < options_.microbatches; ++i) {
+      TE_FL_ASSIGN_OR_RETURN(Batch batch,
+                             text_->training(options_.seed, index * options_.microbatches + i,
+                                             options_.batch, graphed_ ? te_fl::Device{} : device_));
+      batches.push_back(std::move(batch.inputs));
+      batches.push_back(std::move(batch.targets));
+    }
+    adam_->set_lr(learning_rate(options_, index));
+    std::vector<Tensor> losses;
+    if (graphed_) {
+      TE_FL_ASSIGN_OR_RETURN(losses, graphed_->run(batches));
+    } else {
+      batches_ = std::move(batches);
+      TE_FL_ASSIGN_OR_RETURN(losses, compute());
+    }
     double loss = 0;
-    for (int64_t i = 0; i < m; ++i) {
-      TE_FL_ASSIGN_OR_RETURN(const Batch batch, text_->training(options_.seed, index * m + i,
-                                                                options_.batch, device_));
-      Gpt::Contexts contexts;
-      Tensor part;
-      {
-        nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
-        TE_FL_ASSIGN_OR_RETURN(
-            const Tensor logits,
-            model_->forward(batch.inputs, &contexts, {.is_first_microbatch = i == 0}));
-        TE_FL_ASSIGN_OR_RETURN(
-            part, model_->loss().forward(logits, batch.targets, &contexts.loss, divisor));
-        TE_FL_RETURN_IF_ERROR(fp8.exit());
-      }
-      TE_FL_ASSIGN_OR_RETURN(const Tensor dlogits, model_->loss().backward(contexts.loss));
-      TE_FL_RETURN_IF_ERROR(model_->backward(dlogits, contexts));
+    for (const Tensor& part : losses) {
       TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(part));
       loss += value;
     }
-    TE_FL_RETURN_IF_ERROR(nn::backward_end());
-    adam_->set_lr(learning_rate(options_, index));
-    TE_FL_RETURN_IF_ERROR(adam_->step());
     if (!std::isfinite(loss)) {
       return te_fl::internal_error("the loss of step " + std::to_string(index + 1) +
                                    " is not finite; lower --lr");
@@ -145,6 +145,46 @@ class Trainer {
   }
 
  private:
+  // The step on batches_, all on the device: what a graph can repeat. One loss per microbatch.
+  Result<std::vector<Tensor>> compute() {
+    TE_FL_RETURN_IF_ERROR(model_->zero_grad());
+    const int64_t m = options_.microbatches;
+    const double divisor = static_cast<double>(options_.batch * options_.seq_len * m);
+    std::vector<Tensor> losses;
+    for (int64_t i = 0; i < m; ++i) {
+      const Tensor& inputs = batches_[static_cast<size_t>(2 * i)];
+      const Tensor& targets = batches_[static_cast<size_t>(2 * i + 1)];
+      Gpt::Contexts contexts;
+      {
+        nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
+        TE_FL_ASSIGN_OR_RETURN(const Tensor logits,
+                               model_->forward(inputs, &contexts, {.is_first_microbatch = i == 0}));
+        TE_FL_ASSIGN_OR_RETURN(Tensor loss,
+                               model_->loss().forward(logits, targets, &contexts.loss, divisor));
+        losses.push_back(std::move(loss));
+        TE_FL_RETURN_IF_ERROR(fp8.exit());
+      }
+      TE_FL_ASSIGN_OR_RETURN(const Tensor dlogits, model_->loss().backward(contexts.loss));
+      TE_FL_RETURN_IF_ERROR(model_->backward(dlogits, contexts));
+    }
+    TE_FL_RETURN_IF_ERROR(nn::backward_end());
+    TE_FL_RETURN_IF_ERROR(adam_->step());
+    return losses;
+  }
+
+  // Captures the step into a graph after a few eager ones.
+  Status use_graph() {
+    for (int64_t i = 0; i < 2 * options_.microbatches; ++i) {
+      TE_FL_ASSIGN_OR_RETURN(Tensor batch, Tensor::zeros({options_.batch, options_.seq_len},
+                                                         te_fl::DType::kI32, device_));
+      batches_.push_back(std::move(batch));
+    }
+    TE_FL_ASSIGN_OR_RETURN(graphed_,
+                           nn::GraphedStep::create(device_, [this] { return compute(); },
+                                                   {.inputs = batches_, .optimizer = adam_.get()}));
+    return {};
+  }
+
   explicit Trainer(const Options& options)
       : options_(options),
         random_(options.seed),
@@ -179,10 +219,13 @@ class Trainer {
   std::unique_ptr<nn::ContextScope> scope_;
   std::unique_ptr<Gpt> model_;
   std::unique_ptr<nn::Adam> adam_;
+  std::vector<Tensor> batches_;  // inputs and targets of each microbatch
+  std::unique_ptr<nn::GraphedStep> graphed_;
 };
 
 Status run(const Options& options) {
-  TE_FL_ASSIGN_OR_RETURN(Trainer trainer, Trainer::create(options));
+  TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> made, Trainer::create(options));
+  Trainer& trainer = *made;
   Results results;
   results.parameters = trainer.parameters();
   std::printf("%s-style GPT, %.2f M parameters, %lld layers of %lld, context %lld bytes\n",

@@ -1,5 +1,6 @@
 #include "model.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 namespace train_gpt {
@@ -37,6 +38,7 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
     table.seed = nn::init::subseed(o.seed, 1);
     TE_FL_ASSIGN_OR_RETURN(positions_, nn::Embedding::create(table));
     register_module("positions", *positions_);
+    TE_FL_ASSIGN_OR_RETURN(training_positions_, make_positions(o.batch, o.seq_len));
   }
   for (int64_t i = 0; i < o.layers; ++i) {
     nn::TransformerLayerOptions layer{
@@ -86,7 +88,7 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
   return {};
 }
 
-Result<Tensor> Gpt::position_indices(int64_t batch, int64_t seq_len) const {
+Result<Tensor> Gpt::make_positions(int64_t batch, int64_t seq_len) const {
   TE_FL_ASSIGN_OR_RETURN(Tensor indices, Tensor::empty({batch, seq_len}, te_fl::DType::kI32));
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t s = 0; s < seq_len; ++s)
@@ -99,7 +101,10 @@ Result<Tensor> Gpt::forward(const Tensor& inputs, Contexts* c, const nn::Forward
   if (c != nullptr) c->layers.resize(layers_.size());
   TE_FL_ASSIGN_OR_RETURN(Tensor x, tokens_->forward(inputs, c ? &c->tokens : nullptr));
   if (positions_) {
-    TE_FL_ASSIGN_OR_RETURN(const Tensor indices, position_indices(inputs.size(0), inputs.size(1)));
+    Tensor indices = training_positions_;
+    if (!std::ranges::equal(indices.shape(), inputs.shape())) {
+      TE_FL_ASSIGN_OR_RETURN(indices, make_positions(inputs.size(0), inputs.size(1)));
+    }
     TE_FL_ASSIGN_OR_RETURN(const Tensor p,
                            positions_->forward(indices, c ? &c->positions : nullptr));
     TE_FL_ASSIGN_OR_RETURN(x, sum_.forward(x, p, c ? &c->sum : nullptr));

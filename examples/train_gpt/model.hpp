@@ -30,11 +30,12 @@ class Gpt : public te_fl::nn::Module {
  private:
   Gpt() = default;
   te_fl::Status build(const Options& options, te_fl::Device device);
-  te_fl::Result<te_fl::Tensor> position_indices(int64_t batch, int64_t seq_len) const;
+  te_fl::Result<te_fl::Tensor> make_positions(int64_t batch, int64_t seq_len) const;
 
   te_fl::Device device_;
   std::unique_ptr<te_fl::nn::Embedding> tokens_;
   std::unique_ptr<te_fl::nn::Embedding> positions_;  // null: RoPE
+  te_fl::Tensor training_positions_;  // of a training batch, made once: a graph reads it
   te_fl::nn::Residual sum_;
   te_fl::nn::AttentionInputs attention_;
   std::vector<std::unique_ptr<te_fl::nn::TransformerLayer>> layers_;

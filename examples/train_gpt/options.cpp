@@ -32,6 +32,9 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
       ->check(CLI::IsMember({"f32", "bf16", "f16"}));
   app.add_option("--device", o.device, "device, e.g. cpu");
   const auto positive = CLI::Range(int64_t{1}, int64_t{1} << 32);
+  app.add_flag("--graph", o.graph,
+               "capture the training step into a graph after three steps and launch that; for "
+               "devices that can, e.g. cuda:0");
   app.add_option("--steps", o.steps, "optimizer steps")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 32));
   app.add_option("--batch", o.batch, "sequences per microbatch")->check(positive);

@@ -30,6 +30,7 @@ struct Options {
   double dropout = 0.0;
   double temperature = 0.8;
   uint64_t seed = 1;
+  bool graph = false;
 };
 
 // Parses the command line. Returns true to go on; false to stop with *exit_code (help, or an error

@@ -22,10 +22,31 @@ void print_usage_table() {
   std::sort(usage.begin(), usage.end(), [](const auto& a, const auto& b) {
     return a.op != b.op ? a.op < b.op : a.impl_id < b.impl_id;
   });
-  std::printf("\nWho served what\n  %-46s %-22s %12s\n", "op", "implementation", "calls");
+  const bool any_staged =
+      std::any_of(usage.begin(), usage.end(), [](const auto& u) { return u.staged_calls != 0; });
+  std::printf("\nWho served what\n  %-46s %-22s %12s", "op", "implementation", "calls");
+  if (any_staged) std::printf(" %12s %12s %12s", "staged", "MiB copied", "copying ms");
+  std::printf("\n");
+  uint64_t calls = 0, bytes = 0, microseconds = 0;
   for (const auto& u : usage) {
-    std::printf("  %-46s %-22s %12llu\n", u.op.c_str(), u.impl_id.c_str(),
+    std::printf("  %-46s %-22s %12llu", u.op.c_str(), u.impl_id.c_str(),
                 static_cast<unsigned long long>(u.calls));
+    if (u.staged_calls != 0) {
+      std::printf(" %12llu %12.1f %12.1f", static_cast<unsigned long long>(u.staged_calls),
+                  static_cast<double>(u.staged_bytes) / (1 << 20),
+                  static_cast<double>(u.staged_microseconds) / 1000);
+    }
+    std::printf("\n");
+    calls += u.staged_calls;
+    bytes += u.staged_bytes;
+    microseconds += u.staged_microseconds;
+  }
+  if (any_staged) {
+    std::printf("  staged to the host: %llu calls, %.1f MiB copied in %.1f ms\n",
+                static_cast<unsigned long long>(calls), static_cast<double>(bytes) / (1 << 20),
+                static_cast<double>(microseconds) / 1000);
+  } else {
+    std::printf("  staged to the host: none\n");
   }
 }
 
@@ -70,11 +91,18 @@ std::string printable(const std::string& text) {
 bool write_json(const Options& o, const Results& r) {
   nlohmann::json usage = nlohmann::json::array();
   for (const auto& u : te_fl::OpManager::instance().usage()) {
-    usage.push_back({{"op", u.op}, {"impl", u.impl_id}, {"calls", u.calls}});
+    usage.push_back({{"op", u.op},
+                     {"impl", u.impl_id},
+                     {"calls", u.calls},
+                     {"staged_calls", u.staged_calls},
+                     {"staged_bytes", u.staged_bytes},
+                     {"staged_us", u.staged_microseconds}});
   }
   const nlohmann::json out = {{"recipe", o.recipe},
                               {"style", o.style},
                               {"dtype", o.dtype},
+                              {"device", o.device},
+                              {"graph", o.graph},
                               {"steps", o.steps},
                               {"seed", o.seed},
                               {"batch", o.batch},

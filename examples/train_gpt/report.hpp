@@ -19,7 +19,8 @@ struct Results {
 
 // The process's largest resident size so far, MiB.
 double peak_memory_mib();
-// Which implementation served each op, and how often; from OpManager::usage().
+// Which implementation served each op, how often, and what copying tensors of another device to
+// the host for it has cost; from OpManager::usage().
 void print_usage_table();
 // Escapes what a terminal would not show.
 std::string printable(const std::string& text);

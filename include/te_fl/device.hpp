@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -53,12 +54,151 @@ TE_FL_API Result<void*> allocate(const Device& device, size_t bytes, void* strea
 TE_FL_API void free(const Device& device, void* data, void* stream = nullptr) noexcept;
 TE_FL_API Result<void*> allocate_pinned(const Device& device, size_t bytes);
 TE_FL_API void free_pinned(const Device& device, void* data) noexcept;
-// Host to device, device to host, within a device, host to host. Ordered on `stream`.
+// Host to device, device to host, within a device, host to host. Ordered on `stream`. A source in
+// host memory that is not pinned has been read on return. FAILED_PRECONDITION between device and
+// unpinned host memory while the stream is captured: each launch of the graph would use that memory
+// again.
 TE_FL_API Status copy(const Device& dst_device, void* dst, const Device& src_device,
                       const void* src, size_t bytes, void* stream = nullptr);
 TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t bytes,
                       void* stream = nullptr);
+// Waits for the stream's work. FAILED_PRECONDITION while the stream is captured: nothing runs.
 TE_FL_API Status synchronize(const Device& device, void* stream = nullptr);
 
+// Streams and events. UNSUPPORTED, naming the missing function, where the device's table has none
+// (the host has neither). Each one made here counts as a live object until it is destroyed.
+TE_FL_API Result<void*> create_stream(const Device& device);
+// Work that is on the stream already is the device's to finish. The stream goes when the last
+// tensor whose memory was allocated on it has gone. Null is the default stream: nothing happens.
+TE_FL_API void destroy_stream(const Device& device, void* stream) noexcept;
+TE_FL_API Result<void*> create_event(const Device& device);
+TE_FL_API void destroy_event(const Device& device, void* event) noexcept;
+// The event marks what is on `stream` now. Recording again moves the mark.
+TE_FL_API Status record_event(const Device& device, void* event, void* stream = nullptr);
+// `stream` goes on only after the mark; the calling thread does not wait.
+TE_FL_API Status wait_event(const Device& device, void* event, void* stream = nullptr);
+// The calling thread waits for the mark.
+TE_FL_API Status synchronize_event(const Device& device, void* event);
+// Whether `stream` is being captured into a graph. False for a device that cannot capture.
+TE_FL_API Result<bool> is_capturing(const Device& device, void* stream = nullptr);
+// OK, or UNSUPPORTED naming the function that the device's table lacks.
+TE_FL_API Status check_capture(const Device& device);
+// The calling thread's stream: that of its innermost StreamScope, else null, the default stream.
+TE_FL_API void* current_stream() noexcept;
+
 }  // namespace devices
+
+class Event;
+
+// Owns a stream of a device, which stays in the list meanwhile. Movable, not copyable; a moved-from
+// or default-made Stream holds none and stands for the default stream of the host. Not for streams
+// that a framework lends: those are plain pointers.
+class Stream {
+ public:
+  TE_FL_API static Result<Stream> create(const Device& device);
+  Stream() = default;
+  TE_FL_API Stream(Stream&& other) noexcept;
+  TE_FL_API Stream& operator=(Stream&& other) noexcept;
+  TE_FL_API ~Stream();
+
+  void* get() const noexcept { return handle_; }
+  const Device& device() const noexcept { return device_; }
+  TE_FL_API Status synchronize() const;
+  // Goes on only after the event's mark. INVALID_ARGUMENT if the event is of another device.
+  TE_FL_API Status wait(const Event& event) const;
+
+ private:
+  Stream(const Device& device, void* handle) noexcept : device_(device), handle_(handle) {}
+  Device device_;
+  void* handle_ = nullptr;
+};
+
+// Owns an event of a device. Movable, not copyable; a moved-from or default-made Event holds none
+// and can be neither recorded nor waited for (INVALID_ARGUMENT).
+class Event {
+ public:
+  TE_FL_API static Result<Event> create(const Device& device);
+  Event() = default;
+  TE_FL_API Event(Event&& other) noexcept;
+  TE_FL_API Event& operator=(Event&& other) noexcept;
+  TE_FL_API ~Event();
+
+  void* get() const noexcept { return handle_; }
+  const Device& device() const noexcept { return device_; }
+  TE_FL_API Status record(void* stream = nullptr);
+  TE_FL_API Status synchronize() const;
+
+ private:
+  Event(const Device& device, void* handle) noexcept : device_(device), handle_(handle) {}
+  Device device_;
+  void* handle_ = nullptr;
+};
+
+// Makes `stream` the calling thread's current stream until destroyed. A stream that te-fl did not
+// make is borrowed: it must outlive the tensors made in the scope. Scopes nest; destroy in
+// reverse order. A stream belongs to one device: a thread that works on several opens a scope for
+// each. Memory of tensors made inside (Tensor::empty, zeros, to, ...) is allocated and later freed
+// on that stream, so tensors used on it alone need no further order. A tensor that other streams
+// use too is the user's to order: before its last copy goes, its own stream must wait for their
+// work (Event, Stream::wait).
+class [[nodiscard]] StreamScope {
+ public:
+  TE_FL_API explicit StreamScope(void* stream);
+  TE_FL_API ~StreamScope();
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  struct Previous;
+  std::unique_ptr<Previous> previous_;
+};
+
+// Owns a captured graph: work that is enqueued again as a whole by every launch. Movable, not
+// copyable. The memory that the captured work uses must be alive at every launch: tensors from
+// before the capture are the user's to keep; what was allocated or freed during it, scratch of ops
+// included, the graph keeps. Destroy it before its device goes.
+class Graph {
+ public:
+  Graph() = default;
+  TE_FL_API Graph(Graph&& other) noexcept;
+  TE_FL_API Graph& operator=(Graph&& other) noexcept;
+  TE_FL_API ~Graph();
+
+  void* get() const noexcept { return handle_; }
+  const Device& device() const noexcept { return device_; }
+  // The stream it was captured on.
+  void* stream() const noexcept { return stream_; }
+  // Enqueues the work once. On the stream it was captured on, with whose later work it shares
+  // scratch memory. FAILED_PRECONDITION for an empty Graph.
+  TE_FL_API Status launch() const;
+
+ private:
+  friend class Capture;
+  Device device_;
+  void* handle_ = nullptr;
+  void* stream_ = nullptr;
+  std::shared_ptr<void> stream_owner_;
+};
+
+// Records what is enqueued on a stream instead of running it, from begin() to end(), which are
+// called on one thread. Ops that cannot be captured are refused meanwhile with the reason. Run the
+// same work once before, so that plans and scratch memory exist.
+class Capture {
+ public:
+  // INVALID_ARGUMENT for the default stream; UNSUPPORTED if the device cannot capture.
+  TE_FL_API static Result<Capture> begin(const Device& device, void* stream);
+  TE_FL_API Capture(Capture&& other) noexcept;
+  Capture& operator=(Capture&&) = delete;
+  // Ends the capture and throws away what was recorded, unless end() has been called.
+  TE_FL_API ~Capture();
+  // FAILED_PRECONDITION the second time.
+  TE_FL_API Result<Graph> end();
+
+ private:
+  Capture() = default;
+  Device device_;
+  void* stream_ = nullptr;  // null: ended
+  std::shared_ptr<void> stream_owner_;
+};
+
 }  // namespace te_fl

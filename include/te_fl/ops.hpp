@@ -279,8 +279,8 @@ namespace ops {
 // gemm: Matrix products.
 
 // Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or
-// quantised. D = epilogue(alpha * op(A) op(B) + bias) + beta * D if accumulate; op(X) = X^T if
-// trans_x
+// quantised. D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) =
+// X^T if trans_x
 [[nodiscard]] inline Status generic_gemm(const te_fl_generic_gemm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::generic_gemm, &args, options);
 }
@@ -321,8 +321,9 @@ namespace ops {
 
 // optimizer: Optimisers and helpers over lists of tensors.
 
-// Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale;
-// noop_flag = 1 if an input is not finite
+// Scales a list of tensors and reports non-finite values. outputs[i] = inputs[i] * scale * clip;
+// clip = norm > max_norm ? max_norm / norm : 1 (1 without a norm); noop_flag = 1 if an input, a
+// result or the norm is not finite (clip is 1 then)
 [[nodiscard]] inline Status multi_tensor_scale(const te_fl_multi_tensor_scale_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_scale, &args, options);
 }

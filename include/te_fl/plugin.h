@@ -55,6 +55,12 @@
  *      one name are refused.
  *  R18 One provider per DLPack device type and index space. A chip without a DLPack code uses
  *      kDLExtDev (12) with its provider name. Plugins that only add ops enumerate no device.
+ *  R19 While a stream is captured, allocate() and free() on it work: memory that is allocated in a
+ *      capture belongs to the graph and is given to nobody else while the graph exists or the
+ *      memory has not been freed; memory that is freed in a capture stays valid for the graph's
+ *      launches. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
+ *      the host and takes the arguments it was given for those of every launch. prepare() is not
+ *      called in a capture; a plan used in one is kept until its implementation goes.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -272,7 +278,9 @@ typedef struct te_fl_extension { /* chain of optional additions to a context */
 } te_fl_extension;
 
 /* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset},
-   two uint64 in the device's memory, and wins over the two members. */
+   two uint64 in the device's memory that are read when the op runs: its seed wins over the member,
+   its offset is added to the member. A captured graph so draws new numbers at every launch: the
+   members are fixed in it, the state is not. */
 typedef struct te_fl_rng {
   uint64_t seed;
   uint64_t offset; /* in Philox counters: four words each */
@@ -353,8 +361,9 @@ typedef struct te_fl_arg_desc {
   uint32_t scalings;     /* mask of te_fl_scaling; bit 0: unquantised allowed */
   const char* name;
   const char* shape;
-  const char*
-      inout_if; /* INOUT only if this bool argument is 1 or this F32 is not 0; NULL: always */
+  const char* inout_if;   /* INOUT: read only if this bool argument is 1 or this F32 is not 0; NULL:
+                             always. OUT: the op may leave it as it was if this optional tensor (a
+                             no-op flag) is given */
   const char* aliases;    /* names of inputs this output may share memory with, space separated */
   const char* same_as;    /* with SAME_DTYPE */
   const char* enum_names; /* space separated, values from 0 */
@@ -398,6 +407,7 @@ typedef enum te_fl_kind {
 enum { /* te_fl_op_desc.flags */
        TE_FL_OP_THREAD_SAFE = 1u << 0,
        TE_FL_OP_GRAPH_SAFE = 1u << 1,
+       /* Same inputs, same bits: always, or on calls with TE_FL_CALL_DETERMINISTIC. */
        TE_FL_OP_DETERMINISTIC = 1u << 2,
        /* Works where an output has the memory of an input, as the op's schema allows; without it
           such calls go to another implementation. */
@@ -427,8 +437,10 @@ typedef struct te_fl_op_desc {
   te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes)
       TE_FL_INIT(NULL);
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
-     scaling modes, the parts present, all scalars, device and context flags. Every call that has it
-     gets the plan in ctx->plan, several at once. The host keeps a bounded number of plans. */
+     scaling modes, the parts present, all scalars, device and context flags; TE_FL_CALL_CAPTURING
+     aside, so that a captured call finds the plan of the call that went before. Every call that has
+     it gets the plan in ctx->plan, several at once, in workspace() and run(). The host keeps a
+     bounded number of plans. */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
@@ -461,7 +473,8 @@ typedef struct te_fl_device_api {
   te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*);
   te_fl_status (*free_pinned)(void* self, void* data);
   /* Copies between host and this device or within it; the direction follows from the flags: bit 0:
-     dst is host memory, bit 1: src is host memory. */
+     dst is host memory, bit 1: src is host memory. Ordered on the stream. A source in host memory
+     that is not pinned has been read when the function returns. */
   te_fl_status (*copy)(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
                        void* stream, const te_fl_error_sink*); /* required */
   te_fl_status (*fill)(void* self, void* dst, uint8_t value, size_t bytes, void* stream,
@@ -477,6 +490,22 @@ typedef struct te_fl_device_api {
   te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*);
   te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing);
   te_fl_status (*properties)(void* self, te_fl_device_props* props); /* required */
+  /* Graphs (R19). All five, is_capturing included, or the device cannot capture. Between
+     begin_capture and end_capture, work that is enqueued on `stream` is recorded and not run; the
+     calls come from one thread, and other threads' work on other streams goes on. The default
+     stream (NULL) is not captured. end_capture ends the capture whatever its status. A graph is
+     launched any number of times, each after the one before it has been enqueued. destroy_graph may
+     be called while a launch is still running; the device then finishes it first. */
+  te_fl_status (*begin_capture)(void* self, void* stream, const te_fl_error_sink*);
+  te_fl_status (*end_capture)(void* self, void* stream, void** graph, const te_fl_error_sink*);
+  te_fl_status (*launch_graph)(void* self, void* graph, void* stream, const te_fl_error_sink*);
+  te_fl_status (*destroy_graph)(void* self, void* graph);
+  /* Asked under TE_FL_VALIDATE=1. Each answers OK, or INVALID_ARGUMENT with a text that says what
+     the argument is instead ("it is pageable host memory"). check_pointer: may kernels of this
+     device read and write these bytes? check_stream: is it a stream of this device? */
+  te_fl_status (*check_pointer)(void* self, const void* data, size_t bytes, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  te_fl_status (*check_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
 
 typedef struct te_fl_device_desc {
@@ -517,6 +546,29 @@ typedef struct te_fl_host_api {
   const char* (*setting)(void* host, const char* name);
 } te_fl_host_api;
 
+/* What a plugin has to say about its surroundings: a driver, a library that it opens, a chip. */
+typedef enum te_fl_finding_level {
+  TE_FL_FINDING_OK = 0,
+  TE_FL_FINDING_NOTE = 1,   /* something is missing that not everybody needs */
+  TE_FL_FINDING_PROBLEM = 2 /* the plugin does not do what it was installed for */
+} te_fl_finding_level;
+
+typedef struct te_fl_finding {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_finding));
+  int32_t level TE_FL_INIT(0);           /* te_fl_finding_level */
+  const char* subject TE_FL_INIT(NULL);  /* "driver", "libacmeblas" */
+  const char* state TE_FL_INIT(NULL);    /* version and path, or what is wrong */
+  const char* disables TE_FL_INIT(NULL); /* what does not work because of it; NULL: nothing */
+  const char* remedy TE_FL_INIT(NULL);   /* what to install or to set; NULL: none */
+} te_fl_finding;
+
+typedef struct te_fl_finding_sink {
+  uint32_t struct_size;
+  uint32_t reserved;
+  void* host;
+  void (*write)(void* host, const te_fl_finding* finding); /* required; copies what it is given */
+} te_fl_finding_sink;
+
 typedef struct te_fl_plugin_api {
   uint32_t struct_size;
   uint32_t reserved;
@@ -530,6 +582,10 @@ typedef struct te_fl_plugin_api {
                       const te_fl_error_sink* errors);
   te_fl_status (*quiesce)(void* instance, const te_fl_error_sink* errors);
   void (*destroy)(void* instance); /* required */
+  /* Says what it found and what it misses, one finding each, for `te-fl info` and `te-fl doctor`.
+     May open libraries and ask drivers; never called on the way of an op. */
+  te_fl_status (*diagnose)(void* instance, const te_fl_finding_sink* findings,
+                           const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
 typedef struct te_fl_plugin_header {

@@ -34,6 +34,9 @@ struct PolicySettings {
   std::optional<Kind> prefer;
   bool strict = false;
   bool deterministic = false;
+  // Most bytes that one call may copy to and from the host to be served there (0: none may); unset:
+  // any number.
+  std::optional<uint64_t> max_staged_bytes;
   std::vector<std::string> allow_vendors;  // lower case; empty: all
   std::vector<std::string> deny_vendors;
   std::map<std::string, std::vector<PolicyToken>, std::less<>> per_op;  // exclusive lists
@@ -57,7 +60,7 @@ class TE_FL_API SelectionPolicy {
   // one ("vendor::op" names pass, since custom ops may be registered later).
   static SelectionPolicy intern(PolicySettings settings);
   // From TE_FL_PREFER, TE_FL_PREFER_VENDOR, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
-  // TE_FL_PER_OP, TE_FL_DETERMINISTIC as environment::get sees them now.
+  // TE_FL_PER_OP, TE_FL_DETERMINISTIC, TE_FL_MAX_STAGED_BYTES as environment::get sees them now.
   static Result<SelectionPolicy> from_environment(const std::vector<std::string>& known_ops);
   uint32_t id() const noexcept { return id_; }
   const PolicySettings& settings() const noexcept { return *settings_; }

@@ -46,8 +46,9 @@ class TE_FL_API Tensor {
   Tensor& operator=(Tensor&& other) noexcept;
   ~Tensor();
 
-  // New storage, 256-byte aligned, uninitialised. Errors: negative extents, rank > kMaxRank, a size
-  // that does not fit 63 bits, no such device, out of memory.
+  // New storage, 256-byte aligned, uninitialised; allocated on the calling thread's current stream
+  // (StreamScope) and freed on it when the last copy goes. Errors: negative extents, rank >
+  // kMaxRank, a size that does not fit 63 bits, no such device, out of memory.
   static Result<Tensor> empty(std::span<const int64_t> shape, DType dtype, Device device = {});
   static Result<Tensor> empty(std::initializer_list<int64_t> shape, DType dtype,
                               Device device = {});
@@ -115,6 +116,8 @@ class TE_FL_API Tensor {
   Tensor scale() const;  // F32 [1]
 
   // New storage on `device`, same strides normalised to compact; copies all quantised parts.
+  // Ordered on `stream` (null: the calling thread's current stream), which the new storage belongs
+  // to; waits for it when copying to the host.
   Result<Tensor> to(Device device, void* stream = nullptr) const;
   Result<Tensor> clone() const { return to(device_); }
 

@@ -209,10 +209,10 @@ def dropout_bwd(*, grad_output: Tensor, mask: Tensor, grad_input: Tensor, p: flo
     dx_i = keep_i ? dy_i / (1 - p) : 0
     """
 
-def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = None, pre_gelu_out: Optional[Tensor] = None, pre_gelu_in: Optional[Tensor] = None, bias_grad: Optional[Tensor] = None, trans_a: bool = False, trans_b: bool = False, gelu: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0) -> None:
+def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = None, pre_gelu_out: Optional[Tensor] = None, pre_gelu_in: Optional[Tensor] = None, bias_grad: Optional[Tensor] = None, trans_a: bool = False, trans_b: bool = False, gelu: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0, residual: Optional[Tensor] = None) -> None:
     """Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or quantised.
 
-    D = epilogue(alpha * op(A) op(B) + bias) + beta * D if accumulate; op(X) = X^T if trans_x
+    D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if trans_x
     """
 
 def layernorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, mu: Tensor, rsigma: Tensor, beta: Optional[Tensor] = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Optional[Tensor] = None) -> None:
@@ -245,10 +245,10 @@ def rmsnorm_bwd_add(*, dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma
     dx = rmsnorm_bwd(...) + add, summed in FP32
     """
 
-def multi_tensor_scale(*, inputs: Sequence[Tensor], outputs: Sequence[Tensor], noop_flag: Tensor, scale: float = 1.0) -> None:
+def multi_tensor_scale(*, inputs: Sequence[Tensor], outputs: Sequence[Tensor], noop_flag: Tensor, scale: float = 1.0, norm: Optional[Tensor] = None, max_norm: float = 0.0) -> None:
     """Scales a list of tensors and reports non-finite values.
 
-    outputs[i] = inputs[i] * scale; noop_flag = 1 if an input is not finite
+    outputs[i] = inputs[i] * scale * clip; clip = norm > max_norm ? max_norm / norm : 1 (1 without a norm); noop_flag = 1 if an input, a result or the norm is not finite (clip is 1 then)
     """
 
 def multi_tensor_l2norm(*, inputs: Sequence[Tensor], norm: Tensor, per_tensor_norms: Optional[Tensor] = None) -> None:
@@ -263,13 +263,13 @@ def multi_tensor_unscale_l2norm(*, inputs: Sequence[Tensor], inv_scale: Tensor, 
     norm = sqrt(sum of squares of inputs * inv_scale)
     """
 
-def multi_tensor_adam(*, grads: Sequence[Tensor], params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], master_params: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-08, weight_decay: float = 0.0, step: int = 1, mode: int = 0, bias_correction: bool = True) -> None:
+def multi_tensor_adam(*, grads: Sequence[Tensor], params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], master_params: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-08, weight_decay: float = 0.0, step: int = 1, mode: int = 0, bias_correction: bool = True, lr_tensor: Optional[Tensor] = None, step_tensor: Optional[Tensor] = None) -> None:
     """Adam or AdamW over a list of tensors.
 
     m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction
     """
 
-def multi_tensor_sgd(*, grads: Sequence[Tensor], params: Sequence[Tensor], momentums: Sequence[Tensor], param_copies: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, weight_decay: float = 0.0, momentum: float = 0.0, dampening: float = 0.0, scale: float = 1.0, nesterov: bool = False, first_run: bool = False, wd_after_momentum: bool = False) -> None:
+def multi_tensor_sgd(*, grads: Sequence[Tensor], params: Sequence[Tensor], momentums: Sequence[Tensor], param_copies: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, weight_decay: float = 0.0, momentum: float = 0.0, dampening: float = 0.0, scale: float = 1.0, nesterov: bool = False, first_run: bool = False, wd_after_momentum: bool = False, lr_tensor: Optional[Tensor] = None) -> None:
     """SGD with momentum over a list of tensors.
 
     g = scale g (+ wd p); m = momentum m + (1 - dampening) g (first run: m = g); p -= lr (nesterov ? g + momentum m : m)

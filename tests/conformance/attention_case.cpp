@@ -35,7 +35,8 @@ std::string variant_name(const Variant& v) {
   if (v.max_given) name += "/max_seqlen";
   if (v.no_lse) name += "/no_lse";
   if (v.saved) name += "/saved";
-  return name + (v.scale != 0.25 ? "/scale=-0.5" : "");
+  if (v.scale == 0.25) return name;
+  return name + (v.scale < 0 ? "/scale=-0.5" : "/scale=0.125");
 }
 
 std::vector<int64_t> starts(const std::vector<int64_t>& lengths, const std::vector<int64_t>& gaps) {

@@ -202,6 +202,19 @@ void add_op(Table& table, const Op& op) {
       variant({.out = spec, .shape = {3, 7, 37}});
   }
   variant({.out = quantised_specs()[3], .shape = {0, 16}});
+  // Whole vectors in both directions, tiles that are not.
+  for (int in : kHigh) {
+    variant({.in = in, .grad = in, .out = in, .shape = {144, 136}});
+    variant({.in = in, .grad = in, .out = quantised_specs()[3], .shape = {144, 136}});
+    variant({.in = in, .grad = in, .out = quantised_specs()[12], .shape = {144, 256}});
+  }
+  for (size_t s : {7u, 14u, 17u}) {
+    variant({.in = TE_FL_BF16,
+             .grad = TE_FL_BF16,
+             .out = quantised_specs()[s],
+             .dbias = TE_FL_BF16,
+             .shape = {144, 200}});
+  }
   if (op.form != Form::kGatedForward && op.form != Form::kClampedForward)
     variant({.shape = {9, 40}, .in_place = "input"});
   if (op.form == Form::kBackward || op.form == Form::kBiasBackward)

@@ -139,6 +139,134 @@ void add_shapes(std::vector<Variant>& all) {
   all.push_back({.scale = -0.5});
 }
 
+// What a vendor's fused kernels take: half precision, whole vectors, every mask.
+void add_half(std::vector<Variant>& all) {
+  constexpr int kBF = TE_FL_BF16;
+  for (int layout : {kS, kB}) {
+    for (int mask :
+         {TE_FL_MASK_TYPE_NONE, TE_FL_MASK_TYPE_CAUSAL, TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT}) {
+      all.push_back(
+          {.dtype = kBF, .layout = layout, .mask = mask, .sq = 64, .sk = 64, .d = 128, .dv = 128});
+      all.push_back({.dtype = kBF,
+                     .layout = layout,
+                     .mask = mask,
+                     .sq = 33,
+                     .sk = 70,
+                     .g = 2,
+                     .d = 64,
+                     .dv = 64});
+      all.push_back({.dtype = kBF,
+                     .layout = layout,
+                     .mask = mask,
+                     .sq = 70,
+                     .sk = 70,
+                     .d = 64,
+                     .dv = 64,
+                     .left = 9,
+                     .right = 5});
+    }
+    all.push_back({.dtype = kBF, .layout = layout, .sq = 70, .sk = 70, .left = 0});
+    all.push_back({.dtype = kBF, .layout = layout, .sq = 70, .sk = 70, .right = 3});
+    all.push_back({.dtype = kBF,
+                   .layout = layout,
+                   .mask = TE_FL_MASK_TYPE_CAUSAL,
+                   .sq = 40,
+                   .sk = 40,
+                   .d = 64,
+                   .dv = 64,
+                   .packed = true});
+    for (int mask : {TE_FL_MASK_TYPE_PADDING, TE_FL_MASK_TYPE_PADDING_CAUSAL,
+                     TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT}) {
+      all.push_back({.dtype = kBF,
+                     .layout = layout,
+                     .mask = mask,
+                     .b = 4,
+                     .sq = 40,
+                     .sk = 72,
+                     .g = 2,
+                     .d = 64,
+                     .dv = 64,
+                     .len_q = {40, 17, 0, 5},
+                     .len_k = {20, 72, 9, 0}});
+      all.push_back({.dtype = kBF,
+                     .layout = layout,
+                     .mask = mask,
+                     .b = 2,
+                     .sq = 140,
+                     .sk = 140,
+                     .left = 12,
+                     .right = 3,
+                     .len_q = {140, 131},
+                     .len_k = {140, 131}});
+    }
+  }
+  for (int mask = TE_FL_MASK_TYPE_NONE; mask <= TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+       ++mask) {
+    all.push_back({.dtype = kBF,
+                   .layout = kT,
+                   .mask = mask,
+                   .b = 4,
+                   .sq = 70,
+                   .sk = 80,
+                   .g = 2,
+                   .d = 64,
+                   .dv = 64,
+                   .len_q = {70, 1, 33, 0},
+                   .len_k = {80, 33, 20, 6},
+                   .max_given = true});
+    all.push_back({.dtype = kBF,
+                   .layout = kT,
+                   .mask = mask,
+                   .b = 3,
+                   .sq = 40,
+                   .sk = 40,
+                   .len_q = {40, 7, 0},
+                   .len_k = {40, 21, 9},
+                   .gap_q = {2, 3, 1},
+                   .gap_k = {1, 0, 4},
+                   .max_given = true});
+  }
+  all.push_back({.dtype = kBF,
+                 .layout = kT,
+                 .mask = TE_FL_MASK_TYPE_PADDING_CAUSAL,
+                 .b = 2,
+                 .sq = 40,
+                 .sk = 40,
+                 .d = 64,
+                 .dv = 64,
+                 .len_q = {40, 23},
+                 .len_k = {40, 23},
+                 .packed = true,
+                 .max_given = true});
+  for (const auto& [d, dv] :
+       std::vector<std::pair<int64_t, int64_t>>{{8, 8}, {24, 40}, {96, 96}, {192, 128}, {256, 256}})
+    all.push_back({.dtype = kBF,
+                   .mask = TE_FL_MASK_TYPE_CAUSAL,
+                   .b = 1,
+                   .sq = 40,
+                   .sk = 40,
+                   .h = 2,
+                   .g = 2,
+                   .d = d,
+                   .dv = dv,
+                   .scale = 0.125});
+  all.push_back({.dtype = kBF, .sq = 1, .sk = 131, .d = 64, .dv = 64});
+  all.push_back({.dtype = kBF, .b = 1, .sq = 1, .sk = 1, .h = 1, .g = 1});
+  all.push_back({.dtype = kBF,
+                 .b = 1,
+                 .sq = 300,
+                 .sk = 520,
+                 .h = 2,
+                 .g = 1,
+                 .d = 128,
+                 .dv = 128,
+                 .large = true});
+  all.push_back({.dtype = kBF, .scale = -0.5});
+  for (int mask : {TE_FL_MASK_TYPE_CAUSAL, TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT})
+    all.push_back(
+        {.dtype = TE_FL_F16, .mask = mask, .sq = 50, .sk = 130, .g = 1, .d = 64, .dv = 64});
+}
+
 void add_masks(std::vector<Variant>& all) {
   for (int layout : {kS, kB}) {
     for (int mask : {TE_FL_MASK_TYPE_CAUSAL, TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT}) {
@@ -321,6 +449,7 @@ void add_mistakes(Table& table) {
 void add_attention_cases(Table& table) {
   std::vector<Variant> all;
   add_shapes(all);
+  add_half(all);
   add_masks(all);
   add_terms(all);
   for (const Variant& v : all) {
@@ -331,9 +460,23 @@ void add_attention_cases(Table& table) {
         table, "attention", "fused_attn_bwd", variant_name(v), [v](Problem& p) { backward(p, v); },
         v.large);
   }
-  const Variant no_lse{.no_lse = true};
-  add(table, "attention", "fused_attn_fwd", variant_name(no_lse),
-      [no_lse](Problem& p) { forward(p, no_lse); });
+  const Variant no_lse[] = {{.no_lse = true},
+                            {.dtype = TE_FL_BF16, .no_lse = true},
+                            {.dtype = TE_FL_BF16,
+                             .b = 1,
+                             .sq = 520,
+                             .sk = 520,
+                             .h = 2,
+                             .g = 1,
+                             .d = 128,
+                             .dv = 128,
+                             .no_lse = true,
+                             .large = true}};
+  for (const Variant& v : no_lse) {
+    add(
+        table, "attention", "fused_attn_fwd", variant_name(v), [v](Problem& p) { forward(p, v); },
+        v.large);
+  }
   add_mistakes(table);
   for (int dtype : std::initializer_list<int>{TE_FL_F32, TE_FL_F16, TE_FL_BF16, kE4})
     for (int layout : {kS, kB, kT})

@@ -89,15 +89,25 @@ void update(Problem& p, const UpdateVariant& v) {
 }  // namespace
 
 void add_delayed_scaling_cases(Table& table) {
-  const std::vector<std::vector<std::pair<int64_t, int64_t>>> sets = {
-      {}, {{1, 7}}, {{2, 6}}, {{16, 1}}, {{3, 12}, {1, 2}, {17, 9}}, {{1024, 24}}};
+  using Set = std::vector<std::pair<int64_t, int64_t>>;
+  const std::vector<Set> sets = {{},
+                                 {{1, 7}},
+                                 {{2, 6}},
+                                 {{16, 1}},
+                                 {{3, 12}, {1, 2}, {17, 9}},
+                                 {{1024, 24}},
+                                 {{40, 70}, {600, 36}},
+                                 Set(800, {3, 2})};
   for (const auto& h : sets)
     for (int algo : {TE_FL_AMAX_ALGO_MAX, TE_FL_AMAX_ALGO_MOST_RECENT})
       for (int format : {TE_FL_FP8_FORMAT_E4M3, TE_FL_FP8_FORMAT_E5M2})
         for (bool reduced : {false, true}) {
           std::string name;
-          for (const auto& [l, n] : h)
+          if (h.size() == 800) name = "800_of_3x2";
+          for (size_t i = 0; i < h.size() && h.size() < 10; ++i) {
+            const auto& [l, n] = h[i];
             name += (name.empty() ? "" : ",") + std::to_string(l) + "x" + std::to_string(n);
+          }
           name = (h.empty() ? "none" : name) +
                  (algo == TE_FL_AMAX_ALGO_MAX ? "/max" : "/most_recent") +
                  (format == TE_FL_FP8_FORMAT_E4M3 ? "/e4m3" : "/e5m2") +

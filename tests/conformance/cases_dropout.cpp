@@ -44,7 +44,7 @@ void set_rng(Problem& p, const Variant& v) {
   p.rng = {v.seed, v.offset, nullptr};
   if (!v.state) return;
   p.rng_state = {v.seed, v.offset};
-  p.rng = {~v.seed, 77, p.rng_state.data()};  // the state wins over the members
+  p.rng = {~v.seed, 77, p.rng_state.data()};  // its seed wins, the offsets add
 }
 
 void forward(Problem& p, const Variant& v) {

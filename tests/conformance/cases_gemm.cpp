@@ -18,6 +18,8 @@ struct Variant {
   int bias = -1;                        // dtype
   std::vector<Spec> pre_gelu_out = {};  // none or one
   std::vector<Spec> pre_gelu_in = {};
+  int residual = -1;
+  bool in_place = false;  // the result takes the residual's memory
   int bias_grad = -1;
   bool accumulate_bias_grad = false, large = false;
   std::string refusal = {};  // the implementation may refuse, saying this
@@ -37,6 +39,9 @@ std::string variant_name(const Variant& v) {
   if (v.gelu) name += "/gelu";
   if (!v.pre_gelu_out.empty()) name += "/pre_gelu_out=" + v.pre_gelu_out[0].name();
   if (!v.pre_gelu_in.empty()) name += "/pre_gelu_in=" + v.pre_gelu_in[0].name();
+  if (v.residual >= 0) {
+    name += std::string("/residual=") + name_of(v.residual) + (v.in_place ? ".in_place" : "");
+  }
   if (v.bias_grad >= 0)
     name += std::string("/bias_grad=") + name_of(v.bias_grad) +
             (v.accumulate_bias_grad ? ".accumulate" : "");
@@ -87,7 +92,7 @@ double accumulation(const Variant& v) {
 }
 
 void expect_results(Problem& p, const Variant& v, Tensor* a, Tensor* b, Tensor* d, Tensor* bias,
-                    Tensor* out, Tensor* in, Tensor* grad) {
+                    Tensor* out, Tensor* in, Tensor* residual, Tensor* grad) {
   const double alpha = static_cast<double>(static_cast<float>(v.alpha)),
                beta = static_cast<double>(static_cast<float>(v.beta));
   Matrices r = multiply(v, operand(*a), operand(*b), alpha, bias);
@@ -102,6 +107,10 @@ void expect_results(Problem& p, const Variant& v, Tensor* a, Tensor* b, Tensor* 
     if (in != nullptr) {
       const double factor = kGelu.df(pre[i]);
       slack[i] = slack[i] * std::fabs(factor) + 1e-6 * std::fabs(want[i]), want[i] *= factor;
+    }
+    if (residual != nullptr) {
+      const double add = residual->get(static_cast<int64_t>(i));
+      want[i] += add, slack[i] += 0x1p-22 * (std::fabs(add) + std::fabs(want[i]));
     }
     if (!v.accumulate) continue;
     const double before = d->get(static_cast<int64_t>(i));
@@ -120,7 +129,10 @@ void expect_results(Problem& p, const Variant& v, Tensor* a, Tensor* b, Tensor* 
 void gemm(Problem& p, const Variant& v) {
   Tensor* a = p.quantised_in("a", v.a, v.trans_a ? Dims{v.k, v.m} : Dims{v.m, v.k});
   Tensor* b = p.quantised_in("b", v.b, v.trans_b ? Dims{v.n, v.k} : Dims{v.k, v.n});
-  Tensor* d = v.accumulate ? p.inout("d", v.d, {v.m, v.n}) : p.out("d", v.d, {v.m, v.n});
+  Tensor* residual = v.residual >= 0 ? p.in("residual", v.residual, {v.m, v.n}) : nullptr;
+  Tensor* d = v.in_place     ? p.in_place("d", residual)
+              : v.accumulate ? p.inout("d", v.d, {v.m, v.n})
+                             : p.out("d", v.d, {v.m, v.n});
   Tensor* bias = v.bias >= 0 ? p.in("bias", v.bias, {v.n}) : nullptr;
   Tensor* out =
       v.pre_gelu_out.empty() ? nullptr : p.out("pre_gelu_out", v.pre_gelu_out[0], {v.m, v.n});
@@ -135,9 +147,9 @@ void gemm(Problem& p, const Variant& v) {
   p.set("alpha", v.alpha), p.set("beta", v.beta);
   p.may_refuse = v.refusal;
   if (v.error) p.expect_error(-1, v.refusal);
-  p.oracle([&p, v, a, b, d, bias, out, in, grad] {
+  p.oracle([&p, v, a, b, d, bias, out, in, residual, grad] {
     if (v.error) return p.expect_unchanged(d);
-    expect_results(p, v, a, b, d, bias, out, in, grad);
+    expect_results(p, v, a, b, d, bias, out, in, residual, grad);
   });
 }
 
@@ -167,6 +179,19 @@ void add_plain(std::vector<Variant>& all) {
 }
 
 void add_epilogues(std::vector<Variant>& all) {
+  // The residual with a bias, whose sum must be rounded once: sizes that vector units like.
+  for (int t : {TE_FL_F16, TE_FL_BF16})
+    for (int64_t n : {64, 256})
+      for (bool in_place : {false, true})
+        all.push_back({.a = t,
+                       .b = t,
+                       .d = t,
+                       .m = 128,
+                       .n = n,
+                       .k = 192,
+                       .bias = t,
+                       .residual = t,
+                       .in_place = in_place});
   for (int t : {TE_FL_F32, TE_FL_BF16}) {
     Variant v{.a = t, .b = t, .d = t, .m = 19, .n = 34, .k = 50};
     auto with = [&](auto change) {
@@ -213,6 +238,12 @@ void add_epilogues(std::vector<Variant>& all) {
       c.bias = TE_FL_F32;
       c.accumulate = true;
     });
+    if (t != TE_FL_F32) {
+      with([t](Variant& c) {
+        c.bias = t;
+        c.accumulate = true;
+      });
+    }
     with([](Variant& c) { c.gelu = true; });
     with([](Variant& c) {
       c.gelu = true;
@@ -246,6 +277,30 @@ void add_epilogues(std::vector<Variant>& all) {
       c.alpha = 1.5;
     });
     with([](Variant& c) { c.pre_gelu_in = {Spec(kE4, TE_FL_SCALING_TENSOR, true, false)}; });
+    with([t](Variant& c) { c.residual = t; });
+    with([t](Variant& c) {
+      c.residual = t;
+      c.in_place = true;
+      c.bias = t;
+    });
+    with([t](Variant& c) {
+      c.residual = t == TE_FL_F32 ? TE_FL_BF16 : TE_FL_F32;
+      c.gelu = true;
+      c.bias = TE_FL_F32;
+    });
+    with([](Variant& c) {
+      c.residual = TE_FL_F16;
+      c.accumulate = true;
+      c.beta = 0.5;
+    });
+    with([](Variant& c) {
+      c.residual = TE_FL_BF16;
+      c.k = 0;
+    });
+    with([](Variant& c) {
+      c.residual = TE_FL_BF16;
+      c.d = Spec(kE4, TE_FL_SCALING_TENSOR, true, false);
+    });
     with([](Variant& c) { c.split = true; });
     with([](Variant& c) {
       c.bias = TE_FL_F16;
@@ -328,6 +383,24 @@ void add_fp8(std::vector<Variant>& all) {
     change(c);
     all.push_back(c);
   };
+  for (bool bias : {false, true}) {
+    with([bias](Variant& c) {
+      c.residual = TE_FL_BF16;
+      c.bias = bias ? TE_FL_BF16 : -1;
+    });
+    with([bias](Variant& c) {
+      c.residual = TE_FL_BF16;
+      c.in_place = true;
+      c.bias = bias ? TE_FL_BF16 : -1;
+    });
+  }
+  with([](Variant& c) { c.residual = TE_FL_F32; });
+  for (int64_t n : {64, 256}) {
+    with([n](Variant& c) {
+      c.m = 128, c.n = n, c.k = 192, c.split = false;
+      c.residual = c.bias = TE_FL_BF16;
+    });
+  }
   // A product of two rows-along-K operands needs the row-wise copies only; others the column-wise
   // one.
   with([&](Variant& c) { c.a = tensor(kE4, true, false), c.b = tensor(kE4, true, false); });

@@ -58,6 +58,7 @@ struct ScaleVariant {
   int flag_before;
   bool in_place = false;
   bool large = false;
+  double norm = 0, max_norm = 0;  // clip only if max_norm is set
 };
 
 void scale(Problem& p, const ScaleVariant& v) {
@@ -72,9 +73,14 @@ void scale(Problem& p, const ScaleVariant& v) {
       });
   Tensor* flag = p.inout("noop_flag", TE_FL_I32, {1}, constant(v.flag_before));
   p.set("scale", v.scale);
+  if (v.max_norm != 0) {
+    p.in("norm", TE_FL_F32, {1}, constant(v.norm));
+    p.set("max_norm", v.max_norm);
+  }
   p.oracle([&p, v, inputs, outputs, flag] {
-    const double s = static_cast<double>(static_cast<float>(v.scale));
-    bool bad = false;
+    double s = static_cast<double>(static_cast<float>(v.scale));
+    bool bad = v.max_norm != 0 && !std::isfinite(v.norm);
+    if (v.max_norm != 0 && std::isfinite(v.norm) && v.norm > v.max_norm) s *= v.max_norm / v.norm;
     for (size_t i = 0; i < inputs.size(); ++i) {
       auto want = inputs[i]->values();
       for (double& x : want) {
@@ -123,6 +129,7 @@ struct AdamVariant {
   int mode = TE_FL_ADAM_MODE_L2;
   bool bias_correction = true, large = false;
   double beta1 = 0.9, beta2 = 0.999, lr = 1e-2;
+  bool lr_tensor = false, step_tensor = false;  // the scalars are then others, to be ignored
 };
 
 std::string adam_name(const AdamVariant& v) {
@@ -136,6 +143,8 @@ std::string adam_name(const AdamVariant& v) {
   if (v.beta1 == 0) name += "/beta=0";
   if (v.lr == 0) name += "/lr=0";
   if (v.epsilon > 1e-4) name += "/eps";
+  if (v.lr_tensor) name += "/lr_tensor";
+  if (v.step_tensor) name += "/step_tensor";
   return name + "/step=" + std::to_string(v.step);
 }
 
@@ -186,9 +195,13 @@ void adam(Problem& p, const AdamVariant& v) {
                    [](Random& r, int64_t) { return 0.01 + r.uniform(); });
   if (v.master) l.e = list_inout(p, "master_params", TE_FL_F32, v.shapes);
   if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
-  p.set("lr", v.lr), p.set("beta1", v.beta1), p.set("beta2", v.beta2), p.set("epsilon", v.epsilon);
-  p.set("weight_decay", v.weight_decay), p.set("step", static_cast<double>(v.step)),
-      p.set("mode", v.mode);
+  if (v.lr_tensor) p.in("lr_tensor", TE_FL_F32, {1}, constant(v.lr));
+  if (v.step_tensor) {
+    p.in("step_tensor", TE_FL_I64, {1}, constant(static_cast<double>(v.step)));
+  }
+  p.set("lr", v.lr_tensor ? 3.0 : v.lr), p.set("beta1", v.beta1), p.set("beta2", v.beta2);
+  p.set("epsilon", v.epsilon), p.set("weight_decay", v.weight_decay), p.set("mode", v.mode);
+  p.set("step", v.step_tensor ? 7.0 : static_cast<double>(v.step));
   p.set("bias_correction", v.bias_correction);
   p.oracle([&p, v, l] {
     if (v.noop <= 0) return adam_oracle(p, v, l);
@@ -204,6 +217,7 @@ struct SgdVariant {
   bool nesterov = false, first_run = false, late_decay = false;
   int noop = -1;
   double lr = 0.05;
+  bool lr_tensor = false;  // the scalar is then another, to be ignored
 };
 
 std::string sgd_name(const SgdVariant& v) {
@@ -218,6 +232,7 @@ std::string sgd_name(const SgdVariant& v) {
   if (v.first_run) name += "/first_run";
   if (v.lr == 0) name += "/lr=0";
   if (v.noop >= 0) name += "/noop=" + std::to_string(v.noop);
+  if (v.lr_tensor) name += "/lr_tensor";
   return name;
 }
 
@@ -258,8 +273,9 @@ void sgd(Problem& p, const SgdVariant& v) {
                    v.first_run ? constant(nan_value()) : gaussian());
   if (v.copy >= 0) l.d = list_out(p, "param_copies", v.copy, v.shapes);
   if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
-  p.set("lr", v.lr), p.set("weight_decay", v.weight_decay), p.set("momentum", v.momentum),
-      p.set("dampening", v.dampening);
+  if (v.lr_tensor) p.in("lr_tensor", TE_FL_F32, {1}, constant(v.lr));
+  p.set("lr", v.lr_tensor ? 3.0 : v.lr), p.set("weight_decay", v.weight_decay);
+  p.set("momentum", v.momentum), p.set("dampening", v.dampening);
   p.set("scale", v.scale), p.set("nesterov", v.nesterov), p.set("first_run", v.first_run),
       p.set("wd_after_momentum", v.late_decay);
   p.oracle([&p, v, l] {
@@ -283,6 +299,14 @@ void add_adam(Table& table) {
   all.push_back({.shapes = {}});
   all.push_back({.shapes = {{0}}});
   all.push_back({.shapes = {{130, 257}}});
+  for (int g : kHigh)  // large enough for whole vectors, with a tail
+    for (int q : kHigh)
+      all.push_back({.grad = g,
+                     .param = q,
+                     .shapes = {{48, 101}, {3, 1024}},
+                     .master = g != TE_FL_F16,
+                     .weight_decay = 0.1,
+                     .step = 3});
   all.push_back({.param = TE_FL_BF16,
                  .shapes = many(),
                  .master = true,
@@ -292,6 +316,18 @@ void add_adam(Table& table) {
   all.push_back({.noop = 1});
   all.push_back({.param = TE_FL_BF16, .master = true, .noop = 1});
   all.push_back({.epsilon = 1e-3});
+  all.push_back({.lr_tensor = true});
+  for (int64_t step : {1, 2, 1000})
+    all.push_back({.step = step, .lr_tensor = true, .step_tensor = true});
+  all.push_back({.step = 5, .bias_correction = false, .step_tensor = true});
+  all.push_back({.param = TE_FL_BF16,
+                 .shapes = many(),
+                 .master = true,
+                 .weight_decay = 0.1,
+                 .step = 40,
+                 .mode = TE_FL_ADAM_MODE_ADAMW,
+                 .lr_tensor = true,
+                 .step_tensor = true});
   all.push_back({.beta1 = 0, .beta2 = 0});
   all.push_back({.weight_decay = 0.1, .lr = 0});  // the moments move, the parameters stay
   all.push_back({.shapes = {{512, 512}}, .mode = TE_FL_ADAM_MODE_ADAMW, .large = true});
@@ -320,6 +356,7 @@ void add_sgd(Table& table) {
   all.push_back({.momentum = 0.9, .noop = 0});
   all.push_back({.param = TE_FL_BF16, .copy = TE_FL_F32, .momentum = 0.9, .lr = 0});
   all.push_back({.shapes = {}});
+  all.push_back({.weight_decay = 0.1, .momentum = 0.9, .lr_tensor = true});
   all.push_back({.shapes = {{130, 257}}, .momentum = 0.9});
   all.push_back({.copy = TE_FL_BF16, .shapes = many(), .momentum = 0.9});
   for (const SgdVariant& v : all)
@@ -338,6 +375,11 @@ void add_scale(Table& table) {
   all.push_back({TE_FL_F32, TE_FL_F32, {{130, 257}}, 0.5, 0, 0});
   all.push_back({TE_FL_BF16, TE_FL_F32, many(), 0.5, 0, 0});
   all.push_back({TE_FL_F32, TE_FL_F32, kFew, 3, 0, 0, true});
+  for (double norm : {0.0, 1.0, 1.5, 8.0, infinity(), nan_value()})
+    for (bool in_place : {false, true})
+      all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 0, in_place, false, norm, 1.5});
+  all.push_back({TE_FL_BF16, TE_FL_F32, kFew, 0.5, 0, 0, false, false, 6.0, 1.5});
+  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 1, true, false, 6.0, 1.5});
   for (const ScaleVariant& v : all) {
     std::string name =
         std::string(name_of(v.in)) + "/" + shapes_name(v.shapes) + "/out=" + name_of(v.out);
@@ -347,6 +389,11 @@ void add_scale(Table& table) {
                                   : "/overflow";
     if (v.flag_before != 0) name += "/flag_set";
     if (v.in_place) name += "/in_place";
+    if (v.max_norm != 0) {
+      name += std::isfinite(v.norm) ? "/norm=" + std::to_string(v.norm).substr(0, 3)
+              : std::isnan(v.norm)  ? "/norm=nan"
+                                    : "/norm=inf";
+    }
     add(
         table, "optimizer", "multi_tensor_scale", name, [v](Problem& p) { scale(p, v); }, v.large);
   }

@@ -107,10 +107,13 @@ void add_quantize(Table& table) {
          {Dims{0, 16}, {1, 1}, {17}, {3, 5, 38}, {257, 2}, {128, 128}, {1, 1022}})
       one(TE_FL_F32, spec, shape);
     if (!fp4) one(TE_FL_F32, spec, {13, 37}), one(TE_FL_BF16, spec, {259, 131});
+    // Whole vectors in both directions, tiles that are not.
+    for (int in : kHigh) one(in, spec, {144, 200});
     for (Data data : {Data::kSpecial, Data::kTiny, Data::kHuge, Data::kZeros}) {
       if (fp4 && data != Data::kZeros) continue;
       one(TE_FL_F32, spec, {140, 260}, data);
       if (data == Data::kSpecial || data == Data::kTiny) one(TE_FL_BF16, spec, {140, 260}, data);
+      one(TE_FL_BF16, spec, {272, 264}, data);
     }
     one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 0);
     one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 1);
@@ -125,8 +128,9 @@ void add_dequantize(Table& table) {
     Spec given = spec;
     given.scale = 37.0f;
     for (int out : kHigh)
-      for (const Dims& shape : {Dims{130, 258}, Dims{3, 5, 38}, Dims{0, 16}, Dims{1, 1}}) {
-        if (out != TE_FL_F32 && shape[0] != 130) continue;
+      for (const Dims& shape :
+           {Dims{130, 258}, Dims{144, 200}, Dims{3, 5, 38}, Dims{0, 16}, Dims{1, 1}}) {
+        if (out != TE_FL_F32 && shape[0] < 130) continue;
         add(table, "quantize", "dequantize",
             "in=" + given.name() + (spec.scale < 1 ? ".b/" : "/") + dims_name(shape) + "/" +
                 name_of(out),
@@ -144,7 +148,19 @@ void add_bgrad(Table& table) {
         [=](Problem& p) {
           bgrad(p, TE_FL_BF16, spec, TE_FL_BF16, {130, 258});
         });
+    add(table, "quantize", "bgrad_quantize", spec_case(TE_FL_BF16, {144, 200}, spec),
+        [=](Problem& p) {
+          bgrad(p, TE_FL_BF16, spec, TE_FL_BF16, {144, 200});
+        });
   }
+  for (size_t s : {5u, 7u, 14u})  // more rows than one round of partial sums covers
+    add(
+        table, "quantize", "bgrad_quantize",
+        spec_case(TE_FL_BF16, {16640, 8}, quantised_specs()[s]),
+        [=](Problem& p) {
+          bgrad(p, TE_FL_BF16, quantised_specs()[s], TE_FL_F32, {16640, 8});
+        },
+        true);
   const Spec spec = quantised_specs()[7];
   for (int in : kHigh)
     for (int out : kHigh)
@@ -158,11 +174,11 @@ void add_bgrad(Table& table) {
         [=](Problem& p) { bgrad(p, TE_FL_F32, spec, TE_FL_F32, shape); }, shape[0] == 300);
 }
 
-void multi_quantize(Problem& p, int count, const Spec& spec, double noop) {
+void multi_quantize(Problem& p, int count, const Spec& spec, double noop, bool even = false) {
   std::vector<Tensor*> xs, ys;
   for (int i = 0; i < count; ++i) {
     const std::string n = "[" + std::to_string(i) + "]";
-    const Dims shape{i % 5 * 13, i % 3 * 20 + 2};
+    const Dims shape = even ? Dims{i % 5 * 48, i % 7 * 40 + 8} : Dims{i % 5 * 13, i % 3 * 20 + 2};
     xs.push_back(p.unnamed(p.in("inputs" + n, kHigh[i % 3], shape)));
     Spec s = spec;
     s.scale = static_cast<float>(i + 1);
@@ -241,6 +257,10 @@ void add_small_ops(Table& table) {
           std::to_string(count) + "_tensors/out=" + spec.name(),
           [=](Problem& p) { multi_quantize(p, count, spec, -1); });
     }
+  for (size_t s : {3u, 7u, 12u, 18u})
+    add(table, "quantize", "multi_tensor_quantize",
+        "40_even_tensors/out=" + quantised_specs()[s].name(),
+        [=](Problem& p) { multi_quantize(p, 40, quantised_specs()[s], -1, true); });
   for (double noop : {0.0, 1.0})
     add(table, "quantize", "multi_tensor_quantize",
         noop > 0 ? "3_tensors/noop=1" : "3_tensors/noop=0",
@@ -250,6 +270,10 @@ void add_small_ops(Table& table) {
     add(table, "quantize", "split_quantize",
         "bf16/5,0,130,1x258/out=" + spec.name() + (spec.scale < 1 ? ".b" : ""), [=](Problem& p) {
           split(p, TE_FL_BF16, spec, {5, 0, 130, 1}, 258);
+        });
+    add(table, "quantize", "split_quantize",
+        "f32/16,0,144,32x136/out=" + spec.name() + (spec.scale < 1 ? ".b" : ""), [=](Problem& p) {
+          split(p, TE_FL_F32, spec, {16, 0, 144, 32}, 136);
         });
   }
   const Spec spec = quantised_specs()[7];
@@ -288,6 +312,7 @@ void add_small_ops(Table& table) {
                           {257, 1},
                           {130, 257},
                           {64, 64},
+                          {144, 272},
                           {600, 515}})
       add(
           table, "quantize", "fp8_transpose", std::string(name_of(d)) + "/" + dims_name(s),

@@ -225,6 +225,23 @@ std::vector<Variant> variants() {
                  .r = 16,
                  .start = true,
                  .lengths = {5, 2, 7}});
+  for (int d : kHigh) {
+    // Head sizes that allow wide accesses, and a token's angles beyond shared memory.
+    all.push_back({.dtype = d, .layout = kS, .s = 5, .b = 2, .h = 9, .d = 128, .r = 128});
+    all.push_back(
+        {.dtype = d, .layout = kB, .s = 5, .b = 2, .h = 3, .d = 96, .r = 64, .interleaved = true});
+    all.push_back({.dtype = d, .layout = kB, .s = 5, .b = 2, .h = 3, .d = 72, .r = 32});
+    all.push_back({.dtype = d, .layout = kS, .s = 2, .b = 1, .h = 2, .d = 6200, .r = 6200});
+  }
+  all.push_back({.dtype = TE_FL_BF16,
+                 .layout = kS,
+                 .s = 9,
+                 .b = 2,
+                 .h = 2,
+                 .d = 64,
+                 .r = 32,
+                 .interleaved = true,
+                 .in_place = true});
   all.push_back({.dtype = TE_FL_BF16,
                  .layout = kS,
                  .s = 257,
@@ -287,6 +304,10 @@ void add_rope_cases(Table& table) {
     all.push_back({.layout = layout, .s = 0});
     all.push_back({.layout = layout, .s = 1, .b = 1, .g = 1, .q = 2, .k = 2, .v = 1, .r = 2});
     all.push_back({.layout = layout, .s = 8, .cp_size = 2, .cp_rank = 1});
+  }
+  for (int d : kHigh) {
+    all.push_back({.dtype = d, .q = 256, .k = 128, .v = 128, .r = 128});
+    all.push_back({.dtype = d, .q = 192, .k = 96, .v = 72, .r = 64, .interleaved = true});
   }
   for (const QkvVariant& v : all) {
     add(table, "rope", "fused_qkv_rope_forward", qkv_name(v),

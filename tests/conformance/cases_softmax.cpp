@@ -154,6 +154,14 @@ std::vector<Variant> variants_of(const Op& op) {
   all.push_back({.dtype = TE_FL_BF16,
                  .shape = square ? Dims{4, 256, 256} : Dims{2, 4, 128, 256},
                  .large = true});
+  // From rows that a few threads hold to rows that no block does, whole and odd.
+  const std::pair<int, int64_t> widths[] = {
+      {TE_FL_F16, 200},   {TE_FL_BF16, 512},  {TE_FL_F16, 1000},   {TE_FL_F32, 2047},
+      {TE_FL_BF16, 2048}, {TE_FL_F16, 4001},  {TE_FL_BF16, 8192},  {TE_FL_BF16, 8195},
+      {TE_FL_F16, 16368}, {TE_FL_F32, 16383}, {TE_FL_BF16, 20003}, {TE_FL_F16, 20480}};
+  for (const auto& [dtype, width] : widths)
+    if (!square) all.push_back({.dtype = dtype, .shape = {1, 1, 3, width}});
+  if (square) all.push_back({.dtype = TE_FL_BF16, .shape = {1, 520, 520}, .large = true});
   for (Variant& v : all) {
     if (op.mask == Mask::kGiven) v.mask_shape = {v.shape[0], 1, v.shape[2], v.shape[3]};
     // Keys before the diagonal keep every row alive where -infinity is strewn in.

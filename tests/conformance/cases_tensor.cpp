@@ -89,6 +89,18 @@ void add_copy(Table& table) {
   for (const Dims& shape : {Dims{}, Dims{0, 4}, Dims{1}, Dims{2, 1, 2, 1, 2, 1, 2, 2}})
     one(dims_name(shape), TE_FL_F32, TE_FL_F32, {"", shape, {}, 0, 0}, {"", shape, {}, 0, 0},
         gaussian());
+  for (int d : {TE_FL_U8, TE_FL_BF16, TE_FL_F32, TE_FL_F64}) {
+    one("tiles_odd", d, d, {"", {131, 259}, {1, 131}, 0, 131 * 259}, {"", {131, 259}, {}, 0, 0},
+        any_value(d));
+    one("tiles_even", d, d, {"", {3, 128, 256}, {128 * 256, 1, 128}, 0, 3 * 128 * 256},
+        {"", {3, 128, 256}, {}, 0, 0}, any_value(d));
+    one("swapped_middle", d, d, {"", {4, 6, 5, 16}, {16, 320, 64, 1}, 0, 4 * 6 * 5 * 16},
+        {"", {4, 6, 5, 16}, {}, 0, 0}, any_value(d));
+  }
+  one("rows_apart", TE_FL_F32, TE_FL_BF16, {"", {6, 43}, {64, 1}, 0, 384}, {"", {6, 43}, {}, 0, 0},
+      gaussian());
+  one("rows_apart", TE_FL_BF16, TE_FL_F32, {"", {6, 40}, {64, 1}, 8, 392},
+      {"", {6, 40}, {48, 1}, 0, 288}, gaussian());
   one("large_transposed", TE_FL_F32, TE_FL_F32, {"", {515, 509}, {1, 515}, 0, 515 * 509},
       {"", {515, 509}, {}, 0, 0}, gaussian(), true);
 }
@@ -134,6 +146,8 @@ void add_fill(Table& table) {
   fill_case(table, "value", TE_FL_F8E8M0, flat, 0.25);
   for (const Strided& s : layouts())
     for (int d : {TE_FL_F32, TE_FL_U8}) fill_case(table, s.name, d, s, 3);
+  for (int d : {TE_FL_U8, TE_FL_BF16, TE_FL_F64})
+    fill_case(table, "rows_apart", d, {"", {6, 40}, {64, 1}, 0, 384}, 3);
   for (const Dims& shape : {Dims{}, Dims{0, 4}, Dims{1}, Dims{130, 257}})
     fill_case(table, dims_name(shape), TE_FL_F32, {"", shape, {}, 0, 0}, 2.5);
 }
@@ -215,6 +229,11 @@ void add_embedding(Table& table) {
                  .vocabulary = 257,
                  .width = 256,
                  .large = true});
+  // Rows that many positions look up; wide rows.
+  for (int64_t vocabulary : {3, 40})
+    all.push_back({.in = TE_FL_BF16, .shape = {1200}, .vocabulary = vocabulary, .width = 40});
+  all.push_back(
+      {.index = TE_FL_I32, .in = TE_FL_BF16, .out = TE_FL_BF16, .shape = {3, 5}, .width = 2200});
   for (const EmbeddingVariant& v : all) {
     add(
         table, "tensor", "embedding_fwd", embedding_name(v),
@@ -335,6 +354,10 @@ void add_loss(Table& table) {
   all.push_back({.shape = {5}, .vocabulary = 1021, .sigma = 40});
   all.push_back(
       {.dtype = TE_FL_BF16, .shape = {128}, .vocabulary = 2048, .smoothing = 0.1, .large = true});
+  for (int d : kHigh)
+    for (double s : {0.0, 0.1})
+      all.push_back({.dtype = d, .shape = {5}, .vocabulary = 3001, .smoothing = s});
+  all.push_back({.dtype = TE_FL_BF16, .shape = {3}, .vocabulary = 8200, .in_place = true});
   for (const LossVariant& v : all) {
     add(
         table, "tensor", "cross_entropy_fwd", loss_name(v), [v](Problem& p) { loss_forward(p, v); },

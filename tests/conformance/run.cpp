@@ -191,7 +191,10 @@ Result Prepared::run(const std::string& impl_id) {
   Problem saved_memory("saved", 0);
   if (args.saved() != nullptr) {
     const auto bytes = manager.saved_bytes(*id, args.get(), options);
-    if (!bytes.ok()) return {Outcome::kFail, bytes.status().to_string(), 0};
+    if (!bytes.ok()) {
+      const bool refused = bytes.status().code() == StatusCode::kUnsupported;
+      return {refused ? Outcome::kUnsupported : Outcome::kFail, bytes.status().to_string(), 0};
+    }
     if (*bytes > 0) {
       Tensor* storage = saved_memory.out("storage", TE_FL_U8, {static_cast<int64_t>(*bytes)});
       placed = saved_mirror.upload(saved_memory.tensors);

@@ -109,6 +109,39 @@ TEST(LinearGradient, KeepsLeadingDimensionsAndTakesStridedInput) {
   EXPECT_TRUE(same_bits(take(module->forward(strided, nullptr)), y));
 }
 
+TEST(LinearResidual, IsAddedToTheOutput) {
+  auto module = take(Linear::create({.in_features = kIn, .out_features = kOut}));
+  randomize(*module, 5);
+  const Tensor x = tensor({2, 3, kIn}, random_values(6 * kIn, 1));
+  const Tensor residual = tensor({2, 3, kOut}, random_values(6 * kOut, 2));
+  const Values alone = values_of(take(module->forward(x, nullptr)));
+  const Values with = values_of(take(module->forward(x, nullptr, {}, &residual)));
+  for (size_t i = 0; i < alone.size(); ++i) {
+    ASSERT_NEAR(with[i], alone[i] + element(residual, static_cast<int64_t>(i)), 1e-6);
+  }
+  const Status status = module->forward(x, nullptr, {}, &x).status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("Linear: residual"), std::string::npos) << status.message();
+}
+
+TEST(GradDtype, Bf16GradientsAreTheF32OnesRounded) {
+  auto module = take(Linear::create({.in_features = kIn, .out_features = kOut}));
+  randomize(*module, 5);
+  const Tensor x = tensor({kRows, kIn}, random_values(kRows * kIn, 1));
+  const Values w = random_values(kRows * kOut, 2);
+  const auto exact = run(*module, x, w);
+  check(module->set_grad_dtype(DType::kBF16));
+  const auto rounded = run(*module, x, w);
+  for (const char* name : {"weight", "bias"}) {
+    for (size_t i = 0; i < exact.at(name).size(); ++i) {
+      const double want = exact.at(name)[i];
+      ASSERT_NEAR(rounded.at(name)[i], want, std::fabs(want) * 0x1p-8 + 1e-6) << name;
+    }
+  }
+  EXPECT_EQ(module->parameters()[0].grad().dtype(), DType::kBF16);
+  EXPECT_EQ(module->set_grad_dtype(DType::kF8E4M3).code(), StatusCode::kInvalidArgument);
+}
+
 TEST(LinearGradient, EmptyBatchGivesEmptyResultsAndZeroGradients) {
   auto module = take(Linear::create({.in_features = kIn, .out_features = kOut}));
   Ctx ctx;

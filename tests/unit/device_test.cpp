@@ -221,9 +221,151 @@ TEST(DeviceList, ErrorsOfADeviceKeepItsText) {
   fake.fail = true;
   const Status s = devices::allocate(device, 64).status();
   EXPECT_EQ(s.code(), StatusCode::kOutOfMemory);
-  EXPECT_EQ(s.message(), "allocation on ext:acme:0: the card is full");
+  EXPECT_EQ(s.message(), "allocation of 64 bytes on ext:acme:0: the card is full");
   EXPECT_EQ(devices::live_objects(device), 0);
   EXPECT_EQ(devices::allocate_pinned(device, 64).status().code(), StatusCode::kUnsupported);
+  EXPECT_TRUE(devices::remove(device).ok());
+}
+
+// A FakeDevice with streams and events that logs the calls it gets, in order.
+struct FakeStreams : FakeDevice {
+  std::vector<std::string> calls;
+  bool capturing = false;
+  char streams[2] = {}, events[2] = {};
+  int made_streams = 0, made_events = 0;
+
+  std::string name(void* handle) const {
+    if (handle == nullptr) return "default";
+    for (int i = 0; i < 2; ++i) {
+      if (handle == &streams[i]) return "s" + std::to_string(i);
+      if (handle == &events[i]) return "e" + std::to_string(i);
+    }
+    return "unknown";
+  }
+  static te_fl_status note(void* self, const std::string& what, void* a, void* b = nullptr,
+                           bool two = false) {
+    auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
+    fake->calls.push_back(what + " " + fake->name(a) + (two ? " " + fake->name(b) : ""));
+    return TE_FL_OK;
+  }
+
+  FakeStreams() : FakeDevice("acme") {
+    api.create_stream = [](void* self, void** out, const te_fl_error_sink* sink) {
+      auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
+      if (fake->fail) {
+        sink->write(sink->host, "no queue is left");
+        return static_cast<te_fl_status>(TE_FL_OUT_OF_MEMORY);
+      }
+      *out = &fake->streams[fake->made_streams++];
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    api.destroy_stream = [](void* self, void* s) { return note(self, "destroy", s); };
+    api.create_event = [](void* self, void** out, const te_fl_error_sink*) {
+      auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
+      *out = &fake->events[fake->made_events++];
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    api.destroy_event = [](void* self, void* e) { return note(self, "destroy", e); };
+    api.record_event = [](void* self, void* e, void* s) {
+      return note(self, "record", e, s, true);
+    };
+    api.wait_event = [](void* self, void* e, void* s) { return note(self, "wait", e, s, true); };
+    api.synchronize_event = [](void* self, void* e, const te_fl_error_sink*) {
+      return note(self, "sync", e);
+    };
+    api.synchronize = [](void* self, void* s, const te_fl_error_sink*) {
+      return note(self, "sync", s);
+    };
+    api.is_capturing = [](void* self, void* s, int32_t* out) {
+      auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
+      *out = fake->capturing && s != nullptr;
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+  }
+};
+
+TEST(DeviceStreams, CallsReachTheDeviceAndHoldIt) {
+  FakeStreams fake;
+  const Device device = devices::add(&fake.desc).value();
+  {
+    Stream first = Stream::create(device).value();
+    const Stream second = Stream::create(device).value();
+    Event event = Event::create(device).value();
+    EXPECT_EQ(devices::live_objects(device), 3);
+    const Status busy = devices::remove(device);
+    EXPECT_EQ(busy.code(), StatusCode::kBusy);
+    EXPECT_NE(busy.message().find("3 live allocations, streams or events"), std::string::npos)
+        << busy.message();
+    EXPECT_TRUE(event.record(first.get()).ok());
+    EXPECT_TRUE(second.wait(event).ok());
+    EXPECT_TRUE(event.synchronize().ok());
+    EXPECT_TRUE(second.synchronize().ok());
+    EXPECT_TRUE(event.record().ok());
+    EXPECT_EQ(devices::is_capturing(device, first.get()).value(), false);
+    fake.capturing = true;
+    EXPECT_EQ(devices::is_capturing(device, first.get()).value(), true);
+    EXPECT_EQ(devices::is_capturing(device).value(), false);
+
+    Stream moved = std::move(first);
+    EXPECT_EQ(moved.get(), &fake.streams[0]);
+    EXPECT_EQ(first.get(), nullptr);
+    EXPECT_EQ(devices::live_objects(device), 3);
+    moved = Stream();
+    EXPECT_EQ(devices::live_objects(device), 2);
+  }
+  const std::vector<std::string> expected = {"record e0 s0", "wait e0 s1",        "sync e0",
+                                             "sync s1",      "record e0 default", "destroy s0",
+                                             "destroy e0",   "destroy s1"};
+  EXPECT_EQ(fake.calls, expected);
+  EXPECT_EQ(devices::live_objects(device), 0);
+  EXPECT_TRUE(devices::remove(device).ok());
+  EXPECT_EQ(Stream::create(device).status().code(), StatusCode::kNotFound);
+}
+
+TEST(DeviceStreams, AMissingFunctionIsNamed) {
+  FakeStreams fake;
+  fake.api.destroy_stream = nullptr;  // one that could never be given back
+  fake.api.wait_event = nullptr;
+  fake.api.is_capturing = nullptr;
+  const Device device = devices::add(&fake.desc).value();
+  const Status stream = devices::create_stream(device).status();
+  EXPECT_EQ(stream.code(), StatusCode::kUnsupported);
+  EXPECT_EQ(stream.message(),
+            "ext:acme:0 has no streams (its destroy_stream is NULL); use its default stream, "
+            "nullptr");
+  EXPECT_EQ(fake.made_streams, 0);
+  {
+    const Event event = Event::create(device).value();
+    const Status wait = devices::wait_event(device, event.get());
+    EXPECT_EQ(wait.code(), StatusCode::kUnsupported);
+    EXPECT_EQ(wait.message(),
+              "ext:acme:0 has no events (its wait_event is NULL); synchronize the stream instead");
+  }
+  EXPECT_EQ(devices::is_capturing(device).value(), false);
+  EXPECT_TRUE(devices::remove(device).ok());
+  EXPECT_EQ(Stream::create(Device{}).status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(Event::create(Device{}).status().code(), StatusCode::kUnsupported);
+}
+
+TEST(DeviceStreams, ErrorsAreToldAndCountNothing) {
+  FakeStreams fake;
+  const Device device = devices::add(&fake.desc).value();
+  fake.fail = true;
+  const Status s = devices::create_stream(device).status();
+  EXPECT_EQ(s.code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(s.message(), "creation of a stream on ext:acme:0: no queue is left");
+  EXPECT_EQ(devices::live_objects(device), 0);
+  fake.fail = false;
+  {
+    const Stream stream = Stream::create(device).value();
+    EXPECT_EQ(Event().record(stream.get()).code(), StatusCode::kInvalidArgument);
+    const Status other = stream.wait(Event());
+    EXPECT_EQ(other.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(other.message().find("ext:acme:0 cannot wait for an event of cpu"),
+              std::string::npos);
+  }
+  devices::destroy_stream(device, nullptr);
+  EXPECT_EQ(devices::live_objects(device), 0);
   EXPECT_TRUE(devices::remove(device).ok());
 }
 

@@ -2,6 +2,7 @@
 // memory under another name.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -130,8 +131,9 @@ class OnDevice : public ::testing::Test {
 };
 
 TEST_F(OnDevice, ImplementationsOfOtherDevicesAreRefused) {
+  host.desc.device_types = uint64_t{1} << TE_FL_DEVICE_OPENCL;
   add(host);
-  EXPECT_FAILS(call(), kUnsupported, "the tensors are on cuda:0, it serves cpu");
+  EXPECT_FAILS(call(), kUnsupported, "the tensors are on cuda:0, it serves opencl");
   add(native);
   ASSERT_OK(call());
   EXPECT_EQ(native.runs.load(), 1);
@@ -219,6 +221,81 @@ TEST_F(OnDevice, ACapturedGraphKeepsItsScratch) {
   ASSERT_OK(call());
   EXPECT_NE(last, captured);
   EXPECT_TRUE(fake.blocks.contains(captured));
+}
+
+TEST_F(OnDevice, ACapturedCallFindsThePlanOfTheCallBefore) {
+  static int made;
+  made = 0;
+  native.desc.prepare = [](void*, const te_fl_context*, const void*, void** plan) -> te_fl_status {
+    *plan = &++made;
+    return TE_FL_OK;
+  };
+  native.desc.destroy_plan = [](void*, void*) {};
+  add(native);
+  ASSERT_OK(call());
+  fake.capturing = true;
+  ASSERT_OK(call());
+  EXPECT_EQ(made, 1);
+}
+
+TEST_F(OnDevice, WhatIsMissingInACaptureIsNotReplacedByAnotherImplementation) {
+  Fake second{"vendor.second"};
+  second.desc.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
+  second.desc.priority = 90;
+  second.desc.flags |= TE_FL_OP_GRAPH_SAFE;
+  native.desc.prepare = [](void*, const te_fl_context*, const void*, void** plan) -> te_fl_status {
+    *plan = plan;
+    return TE_FL_OK;
+  };
+  native.desc.destroy_plan = [](void*, void*) {};
+  add(native);
+  add(second);
+  fake.capturing = true;
+  const Status refused = call();
+  EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition);
+  for (const char* part : {"test::five", "vendor.native", "its plan for these shapes",
+                           "run the op once with the same shapes before capturing"}) {
+    EXPECT_TRUE(contains(refused.to_string(), part)) << part << ": " << refused.to_string();
+  }
+  EXPECT_EQ(second.runs.load(), 0);
+  fake.capturing = false;
+  ASSERT_OK(call());
+  fake.capturing = true;
+  ASSERT_OK(call());
+  EXPECT_EQ(native.runs.load(), 2);
+}
+
+TEST_F(OnDevice, PlansOfGraphsAreKept) {
+  static std::vector<int64_t> destroyed;  // by the first extent they were made for
+  destroyed.clear();
+  native.desc.prepare = [](void*, const te_fl_context*, const void* args,
+                           void** plan) -> te_fl_status {
+    *plan = new int64_t(static_cast<const testing::FiveArgs*>(args)->a->dl.shape[0]);
+    return TE_FL_OK;
+  };
+  native.desc.destroy_plan = [](void*, void* plan) {
+    destroyed.push_back(*static_cast<int64_t*>(plan));
+    delete static_cast<int64_t*>(plan);
+  };
+  add(native);
+  const auto call_with = [&](int64_t rows) {
+    Tensor in = Tensor::empty({rows, 3}, DType::kF32, device).value();
+    Tensor out = Tensor::empty({rows, 3}, DType::kF32, device).value();
+    testing::FiveArgs other;
+    other.a = other.b = other.c = other.d = in;
+    other.out = out;
+    return manager.call(op, &other);
+  };
+  ASSERT_OK(call_with(1));
+  ASSERT_OK(call_with(2));
+  fake.capturing = true;
+  ASSERT_OK(call_with(1));
+  fake.capturing = false;
+  for (int64_t rows = 3; rows < 600; ++rows) ASSERT_OK(call_with(rows));
+  EXPECT_NE(std::find(destroyed.begin(), destroyed.end(), 2), destroyed.end());
+  EXPECT_EQ(std::find(destroyed.begin(), destroyed.end(), 1), destroyed.end());
+  ASSERT_OK(registry.unregister_op("test::five", "vendor.native"));
+  EXPECT_NE(std::find(destroyed.begin(), destroyed.end(), 1), destroyed.end());
 }
 
 TEST_F(OnDevice, CapturingNeedsAGraphSafeImplementation) {

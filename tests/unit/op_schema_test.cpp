@@ -221,6 +221,7 @@ TEST(Schema, References) {
         b.descs[1].role = TE_FL_INOUT;
       },
       "inout_if needs");
+  refused([](B& b) { b.descs[0].inout_if = "y"; }, "inout_if needs");
   refused([](B& b) { b.descs[1].aliases = "x nobody"; }, "aliases: 'nobody' is not another tensor");
   refused([](B& b) { b.descs[1].aliases = "y"; }, "aliases: 'y' is not another tensor");
   refused([](B& b) { b.descs[0].aliases = "y"; }, "aliases: 'y' is not");

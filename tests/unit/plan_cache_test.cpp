@@ -113,6 +113,27 @@ TEST(Plans, AreDestroyedBeforeWhatKeepsThePluginAlive) {
   EXPECT_EQ(destroyed_first, 1);
 }
 
+TEST(Plans, WorkspaceSeesThePlan) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  planner.fake.desc.workspace = [](void*, const te_fl_context* ctx, const void*,
+                                   size_t* bytes) -> te_fl_status {
+    if (ctx->plan == nullptr) return TE_FL_INTERNAL;
+    *bytes = static_cast<size_t>(*static_cast<int64_t*>(ctx->plan)) * 1000;
+    return TE_FL_OK;
+  };
+  size_t given = 0;
+  planner.fake.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
+    given = ctx.workspace_bytes;
+    return ctx.workspace != nullptr ? TE_FL_OK : TE_FL_INTERNAL;
+  };
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  FiveCall call(DType::kF32, {7, 2});
+  ASSERT_OK(manager.call("test::five", &call.args));
+  EXPECT_EQ(given, 7000u);
+}
+
 TEST(Plans, AFailedPrepareIsClean) {
   OpRegistry registry;
   OpManager manager(registry);

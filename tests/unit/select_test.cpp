@@ -149,6 +149,89 @@ TEST(Decide, PinnedMemoryIsHostMemory) {
   EXPECT_EQ(refusal_of({}, c, kThree[0]), Refusal::kNone);
 }
 
+// Tensors on cuda:0; one implementation there, the others on the host.
+const std::vector<Option> kMixed = {option("reference.any", Kind::kReference),
+                                    option("vendor.acme", Kind::kVendor, "acme", kCuda),
+                                    option("default.cpu", Kind::kDefault)};
+
+Call on_cuda() {
+  Call c = call();
+  c.device.type = TE_FL_DEVICE_CUDA;
+  return c;
+}
+
+TEST(Staged, HostImplementationsFollowAllNativeOnes) {
+  EXPECT_EQ(order({}, on_cuda(), kMixed), "vendor.acme default.cpu reference.any");
+  const Decision d = decide({}, on_cuda(), kMixed);
+  EXPECT_FALSE(d.order[0].staged);
+  EXPECT_TRUE(d.order[1].staged && d.order[2].staged);
+  PolicySettings s;
+  s.prefer = Kind::kDefault;  // names nothing on the host
+  EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme default.cpu reference.any");
+  s.deny_vendors = {"acme"};
+  EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme! default.cpu reference.any");
+  for (const Verdict& v : decide({}, call(), kThree).order) EXPECT_FALSE(v.staged);
+}
+
+TEST(Staged, AmongThemThePreferredKindComesFirst) {
+  PolicySettings s;
+  s.prefer = Kind::kVendor;
+  std::vector<Option> options = {option("default.cpu", Kind::kDefault),
+                                 option("vendor.host", Kind::kVendor, "acme")};
+  EXPECT_EQ(order(s, on_cuda(), options), "vendor.host default.cpu");
+}
+
+TEST(Staged, ReferenceAndListsNameThem) {
+  PolicySettings s;
+  s.prefer = Kind::kReference;
+  EXPECT_EQ(order(s, on_cuda(), kMixed), "reference.any vendor.acme default.cpu");
+  s.strict = true;
+  EXPECT_EQ(order(s, on_cuda(), kMixed), "reference.any vendor.acme default.cpu!");
+  EXPECT_EQ(first(s, on_cuda(), kMixed), "reference.any");
+  s = {};
+  s.per_op["gelu"] = {impl_token("default.cpu"), vendor_token("acme")};
+  EXPECT_EQ(order(s, on_cuda(), kMixed), "default.cpu vendor.acme reference.any!");
+  // A token that both match: native first.
+  std::vector<Option> both = kMixed;
+  both.push_back(option("default.chip", Kind::kDefault, "te-fl", kCuda));
+  s.per_op["gelu"] = {kind_token(Kind::kDefault)};
+  EXPECT_EQ(order(s, on_cuda(), both), "default.chip default.cpu vendor.acme! reference.any!");
+  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[0]), Refusal::kNotListed);
+}
+
+TEST(Staged, StrictRefusesWhatIsNotNamed) {
+  PolicySettings s;
+  s.strict = true;
+  EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme default.cpu! reference.any!");
+  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kStagingStrict);
+  EXPECT_EQ(first(s, on_cuda(), {kMixed[2]}), "none");
+  s.per_op["gelu"] = {kind_token(Kind::kDefault)};
+  EXPECT_EQ(first(s, on_cuda(), {kMixed[2]}), "default.cpu");
+  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
+}
+
+TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
+  Call c = on_cuda();
+  c.capturing = true;
+  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCaptured);
+  PolicySettings s;
+  s.max_staged_bytes = 0;
+  EXPECT_EQ(refusal_of(s, c, kMixed[2]), Refusal::kStagingForbidden);
+  EXPECT_EQ(refusal_of(s, call(), kMixed[2]), Refusal::kNone);
+  s.max_staged_bytes = 1;  // asked when the call is there
+  EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
+  c = on_cuda();
+  c.present = false;
+  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kDevice);
+  Option needs_arch = kMixed[2];
+  needs_arch.min_arch = 80;
+  c = on_cuda();
+  c.arch = 90;
+  EXPECT_EQ(refusal_of({}, c, needs_arch), Refusal::kArch);
+  EXPECT_EQ(refusal_text(Refusal::kArch, needs_arch, c, {}, nullptr),
+            "it needs architecture 80 or newer, and would be run on the host, which has none");
+}
+
 TEST(First, IsTheTopRankedWhateverItCanDo) {
   std::vector<Option> options = kThree;
   options[2].dtypes =
@@ -191,7 +274,7 @@ TEST(Text, SaysWhatWasAndWhatIsServed) {
             "it implements version 1 of the op, the call uses gain of version 3");
   EXPECT_EQ(refusal_text(Refusal::kDevice, option("v", Kind::kVendor, "a", kCuda), c, {}, nullptr),
             "the tensors are on cpu, it serves cuda");
-  for (int r = 1; r <= static_cast<int>(Refusal::kNotGraphSafe); ++r) {
+  for (int r = 1; r <= static_cast<int>(Refusal::kStagingCaptured); ++r) {
     EXPECT_FALSE(refusal_text(static_cast<Refusal>(r), o, c, {}, &names).empty()) << r;
     EXPECT_FALSE(refusal_text(static_cast<Refusal>(r), o, c, {}, nullptr).empty()) << r;
   }

@@ -79,6 +79,22 @@ void check_environment(Report& report) {
                                " variables set; policy: " + policy->describe());
 }
 
+// What the plugin itself says: its driver, its devices, the libraries that it opens.
+void check_surroundings(Report& report, const std::string& plugin) {
+  const auto findings = te_fl::plugins::diagnose(plugin);
+  if (!findings.ok()) {
+    report.add(Level::kProblem, "plugin " + plugin + ": " + findings.status().to_string());
+    return;
+  }
+  using From = te_fl::plugins::Finding::Level;
+  for (const auto& f : *findings) {
+    const Level level = f.level == From::kOk     ? Level::kGood
+                        : f.level == From::kNote ? Level::kNote
+                                                 : Level::kProblem;
+    report.add(level, plugin + ": " + f.subject + ": " + f.state, f.disables, f.remedy);
+  }
+}
+
 void check_plugins(Report& report) {
   for (const auto& p : te_fl::plugins::list()) {
     const std::string name = "plugin " + (p.name.empty() ? p.path : p.name);
@@ -86,6 +102,7 @@ void check_plugins(Report& report) {
     if (p.state == te_fl::plugins::State::kActive) {
       report.add(Level::kGood, name + ": " + state + ", " + std::to_string(p.ops.size()) + " ops" +
                                    (p.path.empty() ? "" : ", " + p.path));
+      check_surroundings(report, p.name);
     } else {
       const bool failed =
           p.state == te_fl::plugins::State::kFailed || p.state == te_fl::plugins::State::kAbandoned;
@@ -130,6 +147,34 @@ void check_gemm(Report& report) {
   for (const auto& u : manager.usage()) by = u.impl_id;
   report.add(right ? Level::kGood : Level::kProblem, std::string("a 2x2 product on the host by ") +
                                                          by + (right ? " is right" : " is WRONG"));
+}
+
+// Which implementations of attention an accelerator lacks, and why.
+void check_attention(Report& report) {
+  for (const te_fl::Device& device : te_fl::devices::list()) {
+    if (device.is_host()) continue;
+    auto heads = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
+    auto out = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
+    if (!heads.ok() || !out.ok()) {
+      report.add(Level::kProblem, te_fl::to_string(device) + ": no memory: " +
+                                      (heads.ok() ? out.status() : heads.status()).to_string());
+      return;
+    }
+    const te_fl_fused_attn_fwd_args args{
+        .q = *heads, .k = *heads, .v = *heads, .o = *out, .layout = TE_FL_LAYOUT_BSHD};
+    const auto found = te_fl::OpManager::instance().resolve(te_fl::op::fused_attn_fwd, &args);
+    if (!found.ok()) continue;
+    for (const auto& c : found->candidates) {
+      if (c.kind == te_fl::Kind::kVendor && !c.accepted) {
+        report.add(Level::kNote, "fused_attn_fwd on " + c.impl_id + ": refused: " + c.reason,
+                   "attention on " + te_fl::to_string(device) + " runs in " +
+                       (found->impl_id.empty() ? "no implementation" : found->impl_id));
+      }
+    }
+    report.add(Level::kGood, "attention on " + te_fl::to_string(device) + ": " +
+                                 (found->impl_id.empty() ? "none" : found->impl_id));
+    return;
+  }
 }
 
 // Accelerators on the PCI bus whose plugin is absent.
@@ -178,6 +223,7 @@ int doctor(bool as_json) {
   check_search_path(report);
   check_hardware(report);
   check_gemm(report);
+  check_attention(report);
   if (as_json) {
     std::printf("%s\n", report.to_json().dump(2).c_str());
   } else {

@@ -48,6 +48,7 @@ void print_json(const te_fl::Resolution& r) {
                                  {"priority", c.priority},
                                  {"accepted", c.accepted},
                                  {"chosen", c.chosen},
+                                 {"staged", c.staged},
                                  {"reason", c.reason}});
   }
   std::printf("%s\n", out.dump(2).c_str());

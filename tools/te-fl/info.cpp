@@ -28,13 +28,55 @@ Color color_of(te_fl::plugins::State state) {
   }
 }
 
+// What a plugin that has devices says of them and of the libraries it uses. Without a device the
+// libraries do not matter, and opening them takes its time: `te-fl doctor` does it all the same.
+std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInfo& p) {
+  if (p.state != te_fl::plugins::State::kActive || p.devices.empty()) return {};
+  auto found = te_fl::plugins::diagnose(p.name);
+  if (!found.ok()) {
+    complain(found.status().to_string());
+    return {};
+  }
+  return std::move(found).value();
+}
+
 json plugin_json(const te_fl::plugins::PluginInfo& p) {
-  return {{"name", p.name},       {"vendor", p.vendor},
-          {"version", p.version}, {"build_id", p.build_id},
-          {"path", p.path},       {"origin", p.origin},
-          {"abi", p.abi},         {"state", te_fl::plugins::to_string(p.state)},
-          {"reason", p.reason},   {"load_ms", p.load_ms},
-          {"devices", p.devices}, {"ops", p.ops}};
+  json findings = json::array();
+  for (const auto& f : findings_of(p)) {
+    findings.push_back({{"subject", f.subject},
+                        {"state", f.state},
+                        {"disables", f.disables},
+                        {"remedy", f.remedy}});
+  }
+  return {{"findings", findings},
+          {"name", p.name},
+          {"vendor", p.vendor},
+          {"version", p.version},
+          {"build_id", p.build_id},
+          {"path", p.path},
+          {"origin", p.origin},
+          {"abi", p.abi},
+          {"state", te_fl::plugins::to_string(p.state)},
+          {"reason", p.reason},
+          {"load_ms", p.load_ms},
+          {"devices", p.devices},
+          {"ops", p.ops}};
+}
+
+// Host implementations for tensors of other devices, as the policy has it.
+json staging_json(const te_fl::PolicySettings& s) {
+  json out = {{"strict", s.strict}, {"max_bytes", nullptr}};
+  if (s.max_staged_bytes) out["max_bytes"] = *s.max_staged_bytes;
+  return out;
+}
+
+std::string staging_text(const te_fl::PolicySettings& s) {
+  if (s.max_staged_bytes == 0u) return "forbidden (TE_FL_MAX_STAGED_BYTES=0)";
+  std::string text = "host implementations serve tensors of other devices on copies, ";
+  text += s.max_staged_bytes ? "up to " + std::to_string(*s.max_staged_bytes) +
+                                   " bytes a call (TE_FL_MAX_STAGED_BYTES)"
+                             : "of any size";
+  return text + (s.strict ? ", where the policy names them (TE_FL_STRICT)" : "");
 }
 
 }  // namespace
@@ -43,6 +85,7 @@ int info(bool as_json) {
   te_fl::OpManager::instance();  // registers built-ins, discovers plugins
   const auto plugins = te_fl::plugins::list();
   const auto devices = te_fl::devices::list();
+  const auto policy = te_fl::current_policy();
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   if (as_json) {
     json out = {{"version", TE_FL_VERSION},
@@ -63,6 +106,7 @@ int info(bool as_json) {
       out["devices"].push_back(d);
     }
     for (const auto& p : plugins) out["plugins"].push_back(plugin_json(p));
+    if (policy.ok()) out["staging"] = staging_json(policy->settings());
     std::printf("%s\n", out.dump(2).c_str());
     return kSuccess;
   }
@@ -78,6 +122,7 @@ int info(bool as_json) {
     }
   }
   device_table.print();
+  if (policy.ok()) std::printf("Staging: %s\n", staging_text(policy->settings()).c_str());
   std::printf("\nPlugins\n");
   Table plugin_table({"plugin", "vendor", "version", "abi", "state", "ops", "start", "from"});
   for (const auto& p : plugins) {
@@ -88,6 +133,14 @@ int info(bool as_json) {
                       std::to_string(p.ops.size()), start, p.path.empty() ? p.origin : p.path});
   }
   plugin_table.print();
+  for (const auto& p : plugins) {
+    const auto findings = findings_of(p);
+    if (findings.empty()) continue;
+    std::printf("\n%s\n", p.name.c_str());
+    Table found({"what", "found"});
+    for (const auto& f : findings) found.add({f.subject, f.state});
+    found.print();
+  }
   for (const auto& p : plugins) {
     if (!p.reason.empty())
       std::printf("\n  %s: %s\n", p.name.empty() ? p.path.c_str() : p.name.c_str(),

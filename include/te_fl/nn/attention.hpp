@@ -72,7 +72,7 @@ struct DotProductAttentionOptions {
 class TE_FL_API DotProductAttention : public Module {
  public:
   struct Gradients {
-    Tensor dq, dk, dv;  // of q, k, v; compact
+    Tensor dq, dk, dv;  // of q, k, v; compact unless the caller gave them
     Tensor dbias;       // of AttentionInputs::bias if it was given
   };
   static Result<std::unique_ptr<DotProductAttention>> create(
@@ -81,7 +81,9 @@ class TE_FL_API DotProductAttention : public Module {
   // ctx null: inference, no dropout.
   Result<Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, Ctx* ctx,
                          const AttentionInputs& inputs = {});
-  Result<Gradients> backward(const Tensor& d_o, Ctx& ctx);
+  // `into`: where to write dq, dk and dv instead of new tensors; strided views of q's, k's and v's
+  // shape in the activation dtype.
+  Result<Gradients> backward(const Tensor& d_o, Ctx& ctx, const Gradients* into = nullptr);
 
  private:
   struct Impl;
@@ -126,8 +128,9 @@ class TE_FL_API MultiheadAttention : public Module {
   static Result<std::unique_ptr<MultiheadAttention>> create(
       const MultiheadAttentionOptions& options);
   ~MultiheadAttention() override;
+  // residual (x's shape): added to the output; its gradient is dy itself.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs = {},
-                         const ForwardOptions& options = {});
+                         const ForwardOptions& options = {}, const Tensor* residual = nullptr);
   // residual_grad: added to dx. dbias: receives the gradient of inputs.bias if not null.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr,
                           Tensor* dbias = nullptr);

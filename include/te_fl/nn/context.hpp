@@ -32,7 +32,7 @@ struct RandomPosition {
 class TE_FL_API Context {
  public:
   explicit Context(uint64_t seed = 0, void* stream = nullptr);
-  // The calling thread's context.
+  // The calling thread's context, on its current stream (StreamScope).
   static Context current();
 
   void* stream() const noexcept { return stream_; }
@@ -47,7 +47,9 @@ class TE_FL_API Context {
   std::shared_ptr<detail::StepState> state_;
 };
 
-// Makes `context` the calling thread's until destroyed. Scopes nest; destroy in reverse order.
+// Makes `context` the calling thread's until destroyed, and its stream the thread's current one:
+// the ops of modules and the memory of their tensors go there. Scopes nest; destroy in reverse
+// order.
 class TE_FL_API ContextScope {
  public:
   explicit ContextScope(Context context);
@@ -56,6 +58,7 @@ class TE_FL_API ContextScope {
   ContextScope& operator=(const ContextScope&) = delete;
 
  private:
+  StreamScope stream_;
   Context previous_;
 };
 

@@ -34,7 +34,9 @@ class TE_FL_API Linear : public Module {
   ~Linear() override;
   // ctx null: nothing is kept, no backward follows, and delayed-scaling state is read but not
   // updated.
-  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {});
+  // residual (the output's shape): added to the output; its gradient is dy itself.
+  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
+                         const Tensor* residual = nullptr);
   // dy [..., out] -> dx [..., in]; adds to the parameters' gradients.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
 

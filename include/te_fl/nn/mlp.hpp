@@ -54,7 +54,9 @@ class TE_FL_API LayerNormMLP : public Module {
  public:
   static Result<std::unique_ptr<LayerNormMLP>> create(const LayerNormMLPOptions& options);
   ~LayerNormMLP() override;
-  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {});
+  // residual (x's shape): added to the output; its gradient is dy itself.
+  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
+                         const Tensor* residual = nullptr);
   // residual_grad (x's shape): the gradient that reaches x past this module; added to dx.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr);
 

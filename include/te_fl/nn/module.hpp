@@ -23,7 +23,7 @@ class Fp8State;
 // A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
 struct Parameter {
   Tensor value;  // F32, BF16 or F16, compact
-  Tensor grad;   // F32, same shape; zero until a backward writes it
+  Tensor grad;   // same shape, F32 (or see Module::set_grad_dtype); zero until a backward writes it
   // False after zero_grad(): the next backward overwrites grad instead of adding to it.
   bool grad_written = false;
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
@@ -92,6 +92,10 @@ class TE_FL_API Module {
   int64_t parameter_count() const;
   // Zeroes all gradients (op fill).
   Status zero_grad();
+  // New, zero gradients of this dtype for all parameters: F32 (what parameters are made with), BF16
+  // or F16, which halve their memory and round every accumulation. Before a backward or an
+  // optimizer that keeps a reference to them. An embedding's gradient can only be F32.
+  Status set_grad_dtype(DType dtype);
   // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter; for
   // each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
   // NAME.bwd.scale, NAME.bwd.amax_history.

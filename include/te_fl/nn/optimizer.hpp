@@ -26,13 +26,25 @@ class TE_FL_API Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // One update. With max_grad_norm set, clips first (a synchronisation point).
+  // One update. With max_grad_norm set, clips first: a synchronisation point, unless capturable.
+  // Gradients whose norm is not finite leave everything as it is, with FAILED_PRECONDITION; if
+  // capturable, on the device and without an error, and the step is counted all the same.
+  // While the stream is captured into a graph (capturable only, else FAILED_PRECONDITION) it counts
+  // nothing: advance() does, before each launch.
   Status step();
+  // Counts a step that a graph is about to make, and writes step count and learning rate where the
+  // graph reads them, on the thread's current stream. GraphedStep calls it. FAILED_PRECONDITION
+  // unless capturable.
+  Status advance();
+  bool capturable() const noexcept { return device_ != nullptr; }
   int64_t steps() const noexcept { return steps_; }
   void set_lr(float lr) noexcept { lr_ = lr; }
   float lr() const noexcept { return lr_; }
-  // Norm of the gradients found by the last step(), before clipping; 0 unless max_grad_norm is set.
+  // Norm of the gradients found by the last step(), before clipping; 0 unless max_grad_norm is set
+  // and capturable is not.
   float last_grad_norm() const noexcept { return last_grad_norm_; }
+  // The same on the device, F32 [1], if capturable: item() reads it. Undefined otherwise.
+  const Tensor& grad_norm() const noexcept;
 
   // Tensors of the state by name ("optimizer.exp_avg.NAME", ...), sharing storage.
   virtual std::vector<NamedTensor> state() const = 0;
@@ -40,7 +52,17 @@ class TE_FL_API Optimizer {
   void set_steps(int64_t steps) noexcept { steps_ = steps; }
 
  protected:
+  // What step() reads on the device instead of the host.
+  struct OnDevice {
+    Tensor step;       // I64 [1]
+    Tensor lr;         // F32 [1]
+    Tensor noop;       // I32 [1]; undefined without clipping
+    Tensor grad_norm;  // F32 [1]; likewise
+  };
+
   Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm);
+  Status make_capturable();
+  const OnDevice* on_device() const noexcept { return device_.get(); }
   virtual Status update() = 0;
 
   std::vector<NamedParameter> parameters_;
@@ -48,6 +70,13 @@ class TE_FL_API Optimizer {
   float max_grad_norm_ = 0;
   float last_grad_norm_ = 0;
   int64_t steps_ = 0;
+
+ private:
+  Status clip_on_device();
+  Status write_state();
+  Device home() const;
+
+  std::unique_ptr<OnDevice> device_;
 };
 
 struct AdamOptions {
@@ -60,6 +89,9 @@ struct AdamOptions {
   bool bias_correction = true;
   float max_grad_norm = 0;  // 0: no clipping
   DecayFilter decay = nullptr;
+  // Step count, learning rate and clipping live on the device, so that step() can be captured into
+  // a graph and never waits for the device.
+  bool capturable = false;
 };
 
 class TE_FL_API Adam : public Optimizer {
@@ -84,6 +116,9 @@ struct SGDOptions {
   bool nesterov = false;
   float max_grad_norm = 0;  // 0: no clipping
   DecayFilter decay = nullptr;
+  // Step count, learning rate and clipping live on the device, so that step() can be captured into
+  // a graph and never waits for the device.
+  bool capturable = false;
 };
 
 class TE_FL_API SGD : public Optimizer {

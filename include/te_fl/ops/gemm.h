@@ -13,7 +13,8 @@ extern "C" {
 /*
  * generic_gemm: Matrix product with optional bias, GELU, gradient epilogues and accumulation,
  * plain or quantised.
- *   D = epilogue(alpha * op(A) op(B) + bias) + beta * D if accumulate; op(X) = X^T if trans_x
+ *   D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if
+ *   trans_x
  */
 typedef struct te_fl_generic_gemm_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_generic_gemm_args));
@@ -24,7 +25,7 @@ typedef struct te_fl_generic_gemm_args {
   F32|F16|BF16|FP8; scaling none|tensor|block|mx|nv; shape [trans_b ? N K : K N] */
   const te_fl_tensor* b TE_FL_INIT(NULL);
   /* result; FP8 only without accumulate. inout (read if accumulate); F32|F16|BF16|FP8; scaling
-  none|tensor; shape [M N] */
+  none|tensor; shape [M N]; may alias residual */
   const te_fl_tensor* d TE_FL_INIT(NULL);
   /* added to every row of the product, before GELU. in, optional; F32|F16|BF16; shape [N] */
   const te_fl_tensor* bias TE_FL_INIT(NULL);
@@ -55,6 +56,9 @@ typedef struct te_fl_generic_gemm_args {
   float alpha TE_FL_INIT(1.0f);
   /* factor of the previous D when accumulate */
   float beta TE_FL_INIT(1.0f);
+  /* added to the result after the epilogue: the residual branch that the product joins. in,
+  optional; F32|F16|BF16; shape [M N] (since version 2) */
+  const te_fl_tensor* residual TE_FL_INIT(NULL);
 } te_fl_generic_gemm_args;
 
 #define TE_FL_GENERIC_GEMM_ARGS_INIT \

@@ -12,7 +12,8 @@ extern "C" {
 
 /*
  * multi_tensor_scale: Scales a list of tensors and reports non-finite values.
- *   outputs[i] = inputs[i] * scale; noop_flag = 1 if an input is not finite
+ *   outputs[i] = inputs[i] * scale * clip; clip = norm > max_norm ? max_norm / norm : 1 (1 without
+ *   a norm); noop_flag = 1 if an input, a result or the norm is not finite (clip is 1 then)
  */
 typedef struct te_fl_multi_tensor_scale_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_multi_tensor_scale_args));
@@ -26,6 +27,11 @@ typedef struct te_fl_multi_tensor_scale_args {
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
   /* factor */
   float scale TE_FL_INIT(1.0f);
+  /* norm of the gradients to clip, as multi_tensor_l2norm leaves it; read when the op runs. in,
+  optional; F32; shape [1] (since version 2) */
+  const te_fl_tensor* norm TE_FL_INIT(NULL);
+  /* with a norm: what it is clipped to, greater than 0 (since version 2) */
+  float max_norm TE_FL_INIT(0.0f);
 } te_fl_multi_tensor_scale_args;
 
 #define TE_FL_MULTI_TENSOR_SCALE_ARGS_INIT \
@@ -109,6 +115,12 @@ typedef struct te_fl_multi_tensor_adam_args {
   int32_t mode TE_FL_INIT(0);
   /* divide m and v by 1 - beta^t */
   int32_t bias_correction TE_FL_INIT(1);
+  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (since
+  version 2) */
+  const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
+  /* t, from 1, read when the op runs; wins over step. in, optional; I64; shape [1] (since version
+  2) */
+  const te_fl_tensor* step_tensor TE_FL_INIT(NULL);
 } te_fl_multi_tensor_adam_args;
 
 #define TE_FL_MULTI_TENSOR_ADAM_ARGS_INIT \
@@ -130,7 +142,8 @@ typedef struct te_fl_multi_tensor_sgd_args {
   /* momentum buffers; untouched when momentum is 0. inout; F32; shape [...] */
   const te_fl_tensor* const* momentums TE_FL_INIT(NULL);
   int64_t momentums_count TE_FL_INIT(0);
-  /* low-precision copies written from params. out, optional; F32|F16|BF16; shape [...] */
+  /* low-precision copies written from params. out (may be left as it was by noop_flag), optional;
+  F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* param_copies TE_FL_INIT(NULL);
   int64_t param_copies_count TE_FL_INIT(0);
   /* not 0: everything is left untouched. in, optional; I32; shape [1] */
@@ -151,6 +164,9 @@ typedef struct te_fl_multi_tensor_sgd_args {
   int32_t first_run TE_FL_INIT(0);
   /* add wd p after momentum instead of before */
   int32_t wd_after_momentum TE_FL_INIT(0);
+  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (since
+  version 2) */
+  const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
 } te_fl_multi_tensor_sgd_args;
 
 #define TE_FL_MULTI_TENSOR_SGD_ARGS_INIT \

@@ -19,8 +19,8 @@ typedef struct te_fl_quantize_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_quantize_args));
   /* values. in; F32|F16|BF16; shape [...] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* quantised values; the scaling mode of the output decides how. out; FP8|F4E2M1; scaling
-  tensor|block|mx|nv; shape [...] */
+  /* quantised values; the scaling mode of the output decides how. out (may be left as it was by
+  noop_flag); FP8|F4E2M1; scaling tensor|block|mx|nv; shape [...] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* if its value is not 0, nothing is written. in, optional; F32; shape [1] */
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
@@ -71,7 +71,8 @@ typedef struct te_fl_multi_tensor_quantize_args {
   /* values. in; F32|F16|BF16; shape [...] */
   const te_fl_tensor* const* inputs TE_FL_INIT(NULL);
   int64_t inputs_count TE_FL_INIT(0);
-  /* one per input, same shape. out; FP8|F4E2M1; scaling tensor|block|mx|nv; shape [...] */
+  /* one per input, same shape. out (may be left as it was by noop_flag); FP8|F4E2M1; scaling
+  tensor|block|mx|nv; shape [...] */
   const te_fl_tensor* const* outputs TE_FL_INIT(NULL);
   int64_t outputs_count TE_FL_INIT(0);
   /* if its value is not 0, nothing is written. in, optional; F32; shape [1] */

@@ -1,0 +1,144 @@
+#include "cudnn_rules.hpp"
+
+#include "cudnn.hpp"
+#include "overlap.hpp"
+#include "te_fl/attention/mask.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+int dtype_of(const te_fl_tensor& t) { return dtype_index(t.dl.dtype); }
+
+constexpr int64_t kMostHeadDim = 256;
+
+constexpr const char* kHalfOnly = "cuDNN's attention takes F16 and BF16";
+
+bool half(const te_fl_tensor& t) {
+  const int dtype = dtype_of(t);
+  return dtype == TE_FL_F16 || dtype == TE_FL_BF16;
+}
+// Vector loads of 16 bytes: whole elements of 2 bytes, 8 at a time.
+Refusal refuse_layout(const te_fl_tensor& t) {
+  const int last = t.dl.ndim - 1;
+  if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
+    return "the elements of a head are not contiguous";
+  }
+  for (int i = 0; i < last; ++i) {
+    const int64_t stride = backend::stride(t, i);
+    if (t.dl.shape[i] > 1 && (stride <= 0 || stride % 8 != 0)) {
+      return "a stride is not a positive multiple of 8 elements";
+    }
+  }
+  if (reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 != 0) {
+    return "a tensor is not aligned to 16 bytes";
+  }
+  return nullptr;
+}
+
+bool causal(int32_t mask_type) { return backend::mask_rule(mask_type, -1, -1).causal; }
+
+template <class Args>
+bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) {
+  const int rank = a.layout == TE_FL_LAYOUT_THD ? 3 : 4;
+  for (const te_fl_tensor* t : heads) {
+    if (t->dl.ndim != rank) return false;
+  }
+  return true;
+}
+
+// What forward, backward and the enquiry have in common.
+template <class Args>
+Refusal refuse_problem(const Args& a) {
+  if (!half(*a.q)) return kHalfOnly;
+  if (a.dropout_p > 0)
+    return "cuDNN's dropout does not draw the contract's random words (Philox 4x32-10 by element)";
+  if (a.softmax_type != TE_FL_SOFTMAX_TYPE_VANILLA) return "a softmax with a sink";
+  if (a.mask_type == TE_FL_MASK_TYPE_ARBITRARY) return "cuDNN takes no mask tensor";
+  const int last = a.layout == TE_FL_LAYOUT_THD ? 2 : 3;
+  const te_fl_tensor* const operands[] = {a.q, a.k, a.v};
+  for (const te_fl_tensor* t : operands) {
+    const int64_t dim = t->dl.shape[last];
+    if (dim > kMostHeadDim) return "a head has more than 256 elements";
+    if (dim % 8 != 0) return "a head's size is not a multiple of 8";
+  }
+  for (const te_fl_tensor* t : operands) {
+    if (backend::numel(*t) == 0) return "an empty tensor";
+    if (const Refusal why = refuse_layout(*t)) return why;
+  }
+  if (a.layout != TE_FL_LAYOUT_THD) {
+    const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
+    const int64_t seqlen_q = a.q->dl.shape[seq], seqlen_kv = a.k->dl.shape[seq];
+    if (!backend::mask_rule(a.mask_type, -1, -1).padding && seqlen_q > seqlen_kv) {
+      if (a.mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT) {
+        return "a bottom-right mask with more queries than keys";
+      }
+      if (a.window_left >= 0) return "a window to the left with more queries than keys";
+    }
+  }
+  if (cudnn() == nullptr) return cudnn_missing();
+  if (cudnn()->number == 91400 && a.window_left >= 0 && !causal(a.mask_type)) {
+    const int seq = a.layout == TE_FL_LAYOUT_BSHD ? 1 : 0;  // thd: all tokens, no fewer
+    if (a.k->dl.shape[seq] > 1024) {
+      return "cuDNN 9.14.0 masks long windows wrongly: install 9.14.1 or newer";
+    }
+  }
+  return nullptr;
+}
+
+// What a call says beyond that.
+template <class Args>
+Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
+  if (!half(*a.q)) return kHalfOnly;
+  if (a.bias != nullptr) return "a bias";
+  if (a.alibi_slopes != nullptr) return "ALiBi slopes";
+  if (!(a.scale > 0)) return "a scale that is not positive";
+  if (!dense(a.softmax_lse)) return "softmax_lse is not contiguous";
+  if (a.layout == TE_FL_LAYOUT_THD && (a.max_seqlen_q == 0 || a.max_seqlen_kv == 0)) {
+    return "layout thd without max_seqlen_q and max_seqlen_kv";
+  }
+  for (const te_fl_tensor* t : others) {
+    if (dtype_of(*t) != dtype_of(*a.q)) return "tensors of another dtype than q";
+    if (const Refusal why = refuse_layout(*t)) return why;
+  }
+  return refuse_problem(a);
+}
+// Of an inference: its shapes tend to change from call to call, and a plan takes about 40 ms, which
+// the plain kernels need for some hundred calls of this many operations.
+constexpr double kWorthAPlan = 1u << 28;
+
+double operations(const te_fl_fused_attn_fwd_args& a) {
+  const bool thd = a.layout == TE_FL_LAYOUT_THD;
+  const int64_t keys = thd ? a.max_seqlen_kv : a.k->dl.shape[a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1];
+  return 4.0 * static_cast<double>(backend::numel(*a.q)) * static_cast<double>(keys);
+}
+
+}  // namespace
+
+Refusal refuse_cudnn_forward(const te_fl_fused_attn_fwd_args& a) {
+  if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;  // the shape's error is the answer
+  for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
+    if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;
+  }
+  if (const Refusal why = refuse_call(a, {a.o})) return why;
+  if (a.softmax_lse == nullptr && operations(a) < kWorthAPlan) {
+    return "too small an inference for a plan of cuDNN";
+  }
+  return nullptr;
+}
+Refusal refuse_cudnn_backward(const te_fl_fused_attn_bwd_args& a) {
+  if (!ranks_fit(a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv})) return nullptr;
+  if (a.saved != nullptr && a.saved->opaque != 0) {
+    return "saved is an opaque record, which only the implementation that made it can read";
+  }
+  if (a.layout != TE_FL_LAYOUT_THD) {
+    const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
+    if (a.q->dl.shape[seq] == 1 && a.k->dl.shape[seq] == 1) return "one query and one key";
+  }
+  return refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv});
+}
+Refusal refuse_cudnn_enquiry(const te_fl_get_fused_attn_backend_args& a) {
+  if (!ranks_fit(a, {a.q, a.k, a.v})) return nullptr;
+  return refuse_problem(a);
+}
+
+}  // namespace te_fl::cuda

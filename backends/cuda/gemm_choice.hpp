@@ -1,0 +1,34 @@
+// Which cuBLASLt algorithm a product takes: what a file says, what was measured, or the first that
+// the library's heuristic names.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace te_fl::cuda {
+
+// Reads the settings: `file` (NULL or empty: none) holds earlier choices, `tune` says that products
+// that it lacks are measured and added. Called once, before any product.
+void configure_gemm_choices(const char* file, bool tune);
+
+// Throws if the file cannot be used; finds the choice for `problem` on this device and library, if
+// there is one.
+bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo);
+
+// Whether products without a choice are to be measured.
+bool tunes_gemm() noexcept;
+
+// Times the candidates, each in a sustained sequence on `stream`, twice in turn; returns the index
+// of the fastest and writes it to the file (by atomic rename). `run` enqueues the product
+// once, false if the library refuses that algorithm. Throws if the file cannot be written.
+// Thread-safe; one measurement at a time.
+size_t measure_gemm_choice(int device, const std::string& problem,
+                           const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                           const std::function<bool(const cublasLtMatmulAlgo_t&)>& run,
+                           cudaStream_t stream);
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,375 @@
+#include "gemm_plan.hpp"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "cublaslt.hpp"
+#include "cuda_check.hpp"
+#include "gemm_choice.hpp"
+#include "te_fl/dtype.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+using Args = te_fl_generic_gemm_args;
+
+int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
+cudaStream_t stream_of(const te_fl_context& ctx) { return static_cast<cudaStream_t>(ctx.stream); }
+int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+cudaDataType library_type(int dtype) {
+  switch (dtype) {
+    case TE_FL_F32:
+      return CUDA_R_32F;
+    case TE_FL_F16:
+      return CUDA_R_16F;
+    case TE_FL_BF16:
+      return CUDA_R_16BF;
+    case TE_FL_F8E4M3:
+      return CUDA_R_8F_E4M3;
+    default:
+      return CUDA_R_8F_E5M2;
+  }
+}
+
+Operand operand(const te_fl_tensor& t, bool along) {
+  Operand o;
+  o.tensor = &t;
+  o.dtype = dtype_of(t);
+  o.along = along;
+  if (backend::scaling(t) == TE_FL_SCALING_NONE) return o;
+  const te_fl_quant& quant = *t.quant;
+  o.codes = along ? backend::data<const void>(t) : quant.columnwise_data;
+  const void* scale = along ? quant.scale_inv : quant.columnwise_scale_inv;
+  if (scale == nullptr && quant.scaling == TE_FL_SCALING_TENSOR) {
+    scale = along ? quant.columnwise_scale_inv : quant.scale_inv;
+  }
+  o.scale_inv = static_cast<const float*>(scale);
+  return o;
+}
+
+bool direct_epilogue(const Args& args, bool fp8) {
+  const int d = dtype_of(*args.d);
+  if (is_fp8(d)) return false;
+  const bool half = d == TE_FL_F16 || d == TE_FL_BF16;
+  if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) return false;
+  // The library adds one matrix, of D's type.
+  if (args.residual != nullptr &&
+      (args.accumulate || args.pre_gelu_in != nullptr || dtype_of(*args.residual) != d ||
+       !aligned16(backend::data<const void>(*args.residual)))) {
+    return false;
+  }
+  // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
+  // cuBLASLt 13.1); from other memory it rounds once.
+  const bool in_place =
+      args.accumulate || (args.residual != nullptr && backend::data<const void>(*args.residual) ==
+                                                          backend::data<const void>(*args.d));
+  if (half && in_place && args.bias != nullptr) return false;
+  // The library's forward GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt
+  // 13), which is beyond the tolerance of BF16.
+  if (args.gelu) return false;
+  const te_fl_tensor* aux = args.pre_gelu_in;
+  if (aux != nullptr) {
+    // The library's gradient of GELU wants its saved input in D's type and rows of whole 16 bytes.
+    if (args.accumulate || !half || fp8 || args.alpha != 1.0f) return false;
+    if (dtype_of(*aux) != d || backend::as_matrix(*args.d).cols % 8 != 0 ||
+        !aligned16(backend::data<const void>(*aux))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+Problem describe(const Args& args) {
+  Problem p;
+  const backend::Matrix d = backend::as_matrix(*args.d), a = backend::as_matrix(*args.a);
+  p.m = d.rows;
+  p.n = d.cols;
+  p.k = args.trans_a ? a.rows : a.cols;
+  p.a = operand(*args.a, args.trans_a == 0);
+  p.b = operand(*args.b, args.trans_b != 0);
+  p.padded_n = p.n;
+  p.padded_k = p.k;
+  const bool a_plain = backend::scaling(*args.a) == TE_FL_SCALING_NONE;
+  const bool b_plain = backend::scaling(*args.b) == TE_FL_SCALING_NONE;
+  const bool a_block = is_block(*args.a), b_block = is_block(*args.b);
+  if (a_plain && b_plain) {
+    if (p.a.dtype != p.b.dtype) p.convert = Convert::kWiden;
+  } else if (a_plain || b_plain || a_block != b_block ||
+             (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
+    p.convert = Convert::kWiden;
+  } else if (a_block) {
+    const bool whole = p.k % 128 == 0 && p.n % 16 == 0 && p.m % 8 == 0 &&
+                       p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3;
+    const bool present = p.a.codes != nullptr && p.b.codes != nullptr && aligned16(p.a.codes) &&
+                         aligned16(p.b.codes) && aligned16(p.a.scale_inv) &&
+                         aligned16(p.b.scale_inv);
+    if (whole && present) {
+      p.fp8 = p.block = true;
+    } else {
+      p.convert = Convert::kWiden;
+    }
+  } else {
+    p.fp8 = true;
+    p.padded_n = round_up(p.n, 16);
+    p.padded_k = round_up(p.k, 16);
+    if (p.padded_n != p.n || p.padded_k != p.k || !aligned16(p.a.codes) || !aligned16(p.b.codes)) {
+      p.convert = Convert::kPad;
+    }
+  }
+  const int d_dtype = dtype_of(*args.d);
+  const bool d_fits = p.convert == Convert::kNone
+                          ? !p.fp8 || aligned16(backend::data<void>(*args.d))
+                          : p.convert == Convert::kWiden && d_dtype == TE_FL_F32;
+  const bool types = p.fp8 || p.convert == Convert::kWiden || d_dtype == p.a.dtype ||
+                     (d_dtype == TE_FL_F32 && (p.a.dtype == TE_FL_F16 || p.a.dtype == TE_FL_BF16));
+  p.direct = p.k > 0 && d_fits && types && direct_epilogue(args, p.fp8);
+  const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
+  p.bias_grad = p.direct && !p.fp8 && half && args.bias_grad != nullptr &&
+                !args.accumulate_bias_grad && args.bias == nullptr && args.pre_gelu_in == nullptr &&
+                args.residual == nullptr && dtype_of(*args.bias_grad) == d_dtype && p.m > 0 &&
+                p.n > 0;
+  return p;
+}
+
+std::string text_of(const Args& args, const Problem& p) {
+  static constexpr const char* kNames[] = {"f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2"};
+  return "generic_gemm m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+         " k=" + std::to_string(p.k) + " a=" + kNames[p.a.dtype] + " b=" + kNames[p.b.dtype] +
+         " d=" + kNames[dtype_of(*args.d)] + " trans_a=" + std::to_string(args.trans_a) +
+         " trans_b=" + std::to_string(args.trans_b);
+}
+
+namespace {
+
+// A call, described only if something of it fails.
+struct What {
+  const Args& args;
+  const Problem& problem;
+};
+void check(cublasStatus_t status, const char* function, const What& what) {
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    cuda::check(status, function, text_of(what.args, what.problem));
+  }
+}
+
+template <class T>
+void set(Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value, const What& what) {
+  check(cublaslt()->desc_set(&plan.desc, attribute, &value, sizeof value),
+        "cublasLtMatmulDescSetAttribute", what);
+}
+
+cublasLtEpilogue_t epilogue_of(const Args& args, const Problem& p) {
+  // Over the columns of the library's right operand, which is A.
+  if (p.bias_grad) return CUBLASLT_EPILOGUE_BGRADB;
+  if (args.pre_gelu_in != nullptr) return CUBLASLT_EPILOGUE_DGELU;
+  const bool bias = args.bias != nullptr;
+  return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+int32_t scale_mode(const te_fl_tensor& t) {
+  switch (backend::scaling(t)) {
+    case TE_FL_SCALING_BLOCK_1X128:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case TE_FL_SCALING_BLOCK_128X128:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    default:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  }
+}
+
+// The pointers that belong to one call, in a copy of a plan's description.
+void set_pointers(Plan& plan, const Args& args, const Problem& p, const What& what) {
+  if (p.fp8) {
+    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
+    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
+  }
+  if (!p.direct) return;
+  const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
+  if (bias != nullptr) {
+    set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
+  }
+  const te_fl_tensor* aux = args.pre_gelu_in;
+  if (aux != nullptr) {
+    set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, backend::data<void>(*aux), what);
+  }
+}
+
+uint32_t alignment_of(const void* p) {
+  const auto address = reinterpret_cast<uintptr_t>(p);
+  return address == 0 ? 256u
+                      : static_cast<uint32_t>(std::min<uintptr_t>(address & (~address + 1), 256));
+}
+
+void describe_operation(Plan& plan, const Args& args, const Problem& p, const What& what) {
+  check(cublaslt()->desc_init(&plan.desc, sizeof plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+        "cublasLtMatmulDescInit", what);
+  // FP8 is TN only: both operands are read with the contraction along their rows.
+  const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
+  set(plan, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, what);
+  set(plan, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, what);
+  if (p.fp8) {
+    const int8_t fast = !p.block && !args.use_split_accumulator;
+    set(plan, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, what);
+  }
+  if (p.block) {
+    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), what);
+    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), what);
+  }
+  if (!p.direct) return;
+  set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), what);
+  const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
+  if (bias != nullptr) {
+    set(plan, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
+        static_cast<int32_t>(library_type(dtype_of(*bias))), what);
+  }
+  if (args.pre_gelu_in != nullptr) {
+    set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n, what);
+  }
+}
+
+// Everything that the choice of an algorithm depends on.
+std::string problem_key(const Args& args, const Problem& p, uint32_t alignment) {
+  std::string key = text_of(args, p) + " align=" + std::to_string(alignment);
+  if (p.block) {
+    key += " scaling=" + std::to_string(backend::scaling(*args.a)) + "," +
+           std::to_string(backend::scaling(*args.b));
+  }
+  if (p.fp8) key += args.use_split_accumulator ? " split" : " fast";
+  if (!p.direct) return key + " general";
+  if (args.bias != nullptr) key += " bias";
+  if (args.pre_gelu_in != nullptr) key += " dgelu";
+  if (args.residual != nullptr) key += " residual";
+  if (args.accumulate) key += " accumulate";
+  if (p.bias_grad) key += " bias_grad";
+  return key;
+}
+
+class DeviceMemory {
+ public:
+  DeviceMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
+    cuda::check(cudaMallocAsync(&data_, bytes, stream), "cudaMallocAsync");
+  }
+  ~DeviceMemory() { cudaFreeAsync(data_, stream_); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  void* get() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+  cudaStream_t stream_;
+};
+
+// Runs the product on the call's operands with D in scratch, so that the call itself finds all as
+// it was.
+size_t measure(const te_fl_context& ctx, const Args& args, const Problem& p, Plan& plan,
+               const std::string& key, const std::vector<cublasLtMatmulAlgo_t>& candidates) {
+  const cudaStream_t stream = stream_of(ctx);
+  const int64_t element = p.direct ? bytes_of(dtype_of(*args.d)) : 4;
+  const DeviceMemory out(static_cast<size_t>(p.m * p.padded_n * element), stream);
+  const DeviceMemory library(kLibraryWorkspace, stream);
+  const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
+  const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
+  const bool adds = p.direct && args.residual != nullptr;
+  const void* added = adds ? backend::data<const void>(*args.residual) : out.get();
+  const float beta = adds || (p.direct && args.accumulate) ? 1.0f : 0.0f;
+  const auto run = [&](const cublasLtMatmulAlgo_t& algo) {
+    return cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
+                              &plan.left, right, &plan.right, &beta, added, &plan.out, out.get(),
+                              &plan.out, &algo, library.get(), kLibraryWorkspace,
+                              stream) == CUBLAS_STATUS_SUCCESS;
+  };
+  return measure_gemm_choice(ctx.device.index, key, candidates, run, stream);
+}
+
+bool captures(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda::check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
+  const int device = ctx.device.index;
+  const CublasLt& lt = *cublaslt();
+  const What what{args, p};
+  Plan plan{};
+  plan.direct = p.direct;
+  plan.bias_grad = p.bias_grad;
+  describe_operation(plan, args, p, what);
+  set_pointers(plan, args, p, what);
+  const bool widen = p.convert == Convert::kWiden;
+  const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
+                          int64_t cols) {
+    check(lt.layout_init(&out, sizeof out, library_type(dtype), static_cast<uint64_t>(rows),
+                         static_cast<uint64_t>(cols), std::max<int64_t>(rows, 1)),
+          "cublasLtMatrixLayoutInit", what);
+  };
+  const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
+  const int64_t n = p.padded_n, k = p.padded_k;
+  layout(plan.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
+  layout(plan.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
+  layout(plan.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
+
+  cublasLtMatmulPreferenceOpaque_t preference;
+  check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", what);
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    check(lt.preference_set(&preference, attribute, &value, sizeof value),
+          "cublasLtMatmulPreferenceSetAttribute", what);
+  };
+  const bool in_scratch = p.convert != Convert::kNone;
+  const auto operand_alignment = [&](const Operand& o) {
+    return in_scratch ? 256u : alignment_of(p.fp8 ? o.codes : backend::data<void>(*o.tensor));
+  };
+  const uint32_t out_alignment = p.direct ? alignment_of(backend::data<void>(*args.d)) : 256u;
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLibraryWorkspace});
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, operand_alignment(p.b));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, operand_alignment(p.a));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out_alignment);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out_alignment);
+  const std::string key = problem_key(
+      args, p, std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment}));
+  if (find_gemm_choice(device, key, plan.algo)) return plan;
+  const bool tunes = tunes_gemm() && p.convert == Convert::kNone && !captures(stream_of(ctx));
+  constexpr int kMostCandidates = 64;
+  std::array<cublasLtMatmulHeuristicResult_t, kMostCandidates> found{};
+  int count = 0;
+  const cublasStatus_t status =
+      lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.out,
+                   &plan.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
+    if (p.bias_grad) {
+      Problem without = p;
+      without.bias_grad = false;
+      return make_plan(ctx, args, without);
+    }
+    backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
+  }
+  check(status, "cublasLtMatmulAlgoGetHeuristic", what);
+  plan.algo = found[0].algo;
+  if (tunes) {
+    std::vector<cublasLtMatmulAlgo_t> candidates;
+    for (int i = 0; i < count; ++i) candidates.push_back(found[static_cast<size_t>(i)].algo);
+    plan.algo = candidates[measure(ctx, args, p, plan, key, candidates)];
+  }
+  return plan;
+}
+
+void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, Plan& plan,
+              const void* left, const void* right, void* out, void* workspace) {
+  const What what{args, p};
+  set_pointers(plan, args, p, what);
+  const bool adds = p.direct && args.residual != nullptr;
+  const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
+  const void* added = adds ? backend::data<const void>(*args.residual) : out;
+  check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
+                           &plan.left, right, &plan.right, &beta, added, &plan.out, out, &plan.out,
+                           &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
+        "cublasLtMatmul", what);
+}
+
+}  // namespace te_fl::cuda

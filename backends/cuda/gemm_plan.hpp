@@ -1,0 +1,75 @@
+// One product as cuBLASLt sees it, and the plan to run it: operation, layouts and algorithm.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <memory>
+#include <string>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/ops/gemm.h"
+
+namespace te_fl::cuda {
+
+constexpr size_t kLibraryWorkspace = 32u << 20;
+
+inline bool is_fp8(int dtype) { return dtype == TE_FL_F8E4M3 || dtype == TE_FL_F8E5M2; }
+inline bool is_block(const te_fl_tensor& t) {
+  const uint32_t scaling = backend::scaling(t);
+  return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
+}
+inline int64_t bytes_of(int dtype) { return dtype == TE_FL_F32 ? 4 : is_fp8(dtype) ? 1 : 2; }
+inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// One operand. `stored` is what lies in memory, row-major [rows, cols]; along says that the
+// contraction runs along its rows' elements ([M, K] for A, [N, K] for B).
+struct Operand {
+  const te_fl_tensor* tensor = nullptr;
+  int dtype = TE_FL_F32;
+  bool along = false;
+  // The copy that has the contraction along its rows: FP8 reads this one, [lines, K] compact.
+  const void* codes = nullptr;
+  const float* scale_inv = nullptr;
+};
+
+enum class Convert {
+  kNone,  // the library reads the tensors
+  kPad,   // FP8 codes are copied with zero padding
+  kWiden  // values are converted to FP32
+};
+
+struct Problem {
+  int64_t m = 0, n = 0, k = 0;
+  Operand a, b;
+  bool fp8 = false;    // the library multiplies FP8
+  bool block = false;  // by blocks
+  Convert convert = Convert::kNone;
+  bool direct = false;     // the library writes D
+  bool bias_grad = false;  // and the bias gradient, from the operand that it reads anyway
+  int64_t padded_n = 0, padded_k = 0;
+};
+
+Problem describe(const te_fl_generic_gemm_args& args);
+inline bool runs_library(const Problem& p) { return p.m > 0 && p.n > 0 && p.k > 0; }
+
+struct Plan {
+  cublasLtMatmulDescOpaque_t desc;
+  cublasLtMatrixLayoutOpaque_t left, right, out;
+  cublasLtMatmulAlgo_t algo;
+  bool direct;     // as in the problem that it was made for
+  bool bias_grad;  // the library computes it
+};
+
+// "generic_gemm m=.. n=.. k=.. ..", for errors.
+std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);
+
+// Asks for an algorithm: the file's, the measured one, the heuristic's. Throws UNSUPPORTED where
+// the library has none. Thread-safe.
+Plan make_plan(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, const Problem& p);
+
+// Enqueues left x right -> out (+ beta x added) with the pointers of this call; `plan` is the
+// caller's own copy.
+void run_plan(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, const Problem& p,
+              Plan& plan, const void* left, const void* right, void* out, void* workspace);
+
+}  // namespace te_fl::cuda

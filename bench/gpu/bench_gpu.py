@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""te-fl's CUDA plugin against PyTorch, cuBLASLt, cuDNN and the memory's own speed, in one process. See bench/README.md.
+
+usage: bench_gpu.py --build DIR [--only ops,gemm,attention,layers,host] [--match TEXT] [--json FILE] [--seconds S]
+  --build DIR    folder with lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so (default build/release)
+  --only LIST    parts to run (default all)
+  --match TEXT   only rows whose name contains TEXT
+  --seconds S    sustained time of each layer (default 2)
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+
+import torch
+
+import host_cost
+import layer_cases
+import measure
+import op_cases
+from cublaslt_candidates import Product
+from te_fl_bench import Library
+
+rows = []
+
+
+def show(part, name, **fields):
+    row = {"part": part, "name": name, **fields}
+    rows.append(row)
+    text = "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in fields.items() if v not in ("", None))
+    print(f"{part:10} {name:44} {text}", flush=True)
+
+
+def refused(part, name, error):
+    show(part, name, error=str(error).splitlines()[0][:160])
+
+
+def run_ops(library, args):
+    for case in op_cases.op_cases():
+        if args.match and args.match not in case.name:
+            continue
+        try:
+            first, moved = case.build(library)
+            sets = [first] + [case.build(library)[0] for _ in range(min(measure.sets_for(moved), 48) - 1)]
+            half = moved // 2 // 16 * 16
+            buffers = [(torch.empty(half, dtype=torch.uint8, device="cuda").random_(),
+                        torch.empty(half, dtype=torch.uint8, device="cuda")) for _ in range(len(sets))]
+            copies = [lambda s=s, d=d: d.copy_(s) for s, d in buffers]
+            graphs = {"te-fl": measure.Graph(sets), "copy": measure.Graph(copies)}
+            if case.peer is not None:
+                graphs["torch"] = measure.Graph([case.peer() for _ in range(len(sets))])
+            times = measure.alternate(graphs, args.rounds)
+            share, spread = measure.ratio(times["copy"], times["te-fl"])
+            us = statistics.median(times["te-fl"])
+            fields = dict(us=us, gb_s=moved / us / 1e3, copy_gb_s=2 * half / statistics.median(times["copy"]) / 1e3,
+                          of_copy=share, spread=spread, target=case.target, note=case.note)
+            if "torch" in times:
+                fields["torch_us"] = statistics.median(times["torch"])
+            show("op", case.name, **fields)
+        except RuntimeError as error:
+            refused("op", case.name, error)
+        first = sets = buffers = copies = graphs = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def run_gemm(library, args):
+    for is_fp8 in (False, True):
+        for kind in ("forward", "dgrad", "wgrad"):
+            for name in layer_cases.PRODUCTS:
+                title = f"{'fp8' if is_fp8 else 'bf16'} {kind} {name}"
+                if args.match and args.match not in title:
+                    continue
+                try:
+                    pairs, flops = layer_cases.product(library, name, kind, is_fp8, 2)
+                    products = [Product(*bare) for _, bare in pairs]
+                    best, tried = products[0].best()
+                    bares = [lambda p=p: p.run(best) for p in products]
+                    graphs = {"te-fl": measure.Graph([c for c, _ in pairs]), "best": measure.Graph(bares)}
+                    times = measure.alternate(graphs, args.rounds)
+                    share, spread = measure.ratio(times["best"], times["te-fl"])
+                    us = statistics.median(times["te-fl"])
+                    show("gemm", title, us=us, tflops=flops / us / 1e6, best_tflops=flops / statistics.median(times["best"]) / 1e6,
+                         of_best=share, spread=spread, candidates=tried, target=0.98)
+                except RuntimeError as error:
+                    refused("gemm", title, error)
+                pairs = products = bares = graphs = None
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def run_attention(library, args):
+    for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
+        try:
+            pairs, flops = layer_cases.attention(library, shape)
+            for kind, (ours, peer) in pairs.items():
+                title = f"bf16 {kind} {'causal' if shape.causal else 'full'}"
+                graphs = {"te-fl": measure.Graph([ours]), "cudnn": measure.Graph([peer])}
+                times = measure.alternate(graphs, args.rounds)
+                share, spread = measure.ratio(times["cudnn"], times["te-fl"])
+                us = statistics.median(times["te-fl"])
+                factor = 1 if kind == "forward" else 2.5
+                served = ",".join(sorted({u["impl"] for u in library.usage()}))
+                show("attention", title, us=us, cudnn_us=statistics.median(times["cudnn"]), tflops=factor * flops / us / 1e6,
+                     of_cudnn=share, spread=spread, target=None if "deterministic" in kind else 0.98, impl=served)
+        except RuntimeError as error:
+            refused("attention", shape.name, error)
+
+
+def check_layer(ours, eager):
+    """Largest relative difference ||a - b|| / ||b|| of output, input gradient and weight gradients."""
+    pairs = eager.copy_parameters(ours)
+    ours.step()
+    eager.step()
+    torch.cuda.synchronize()
+    worst = {}
+    def compare(name, a, b):
+        worst[name] = ((a.float() - b.float()).norm() / b.float().norm()).item()
+    compare("y", ours.view(0, eager.y.shape), eager.y)
+    compare("dx", ours.view(1, eager.x.shape), eager.x.grad)
+    for i, p, target in pairs:
+        compare(p["name"], ours.view(2 + i, p["shape"]), target.grad)
+    name = max(worst, key=worst.get)
+    return worst[name], name
+
+
+LAYERS = [  # shape, recipe, weights cached, target, stretch
+    (layer_cases.QUICKSTART, "none", True, 0.92, 0.90),
+    (layer_cases.QUICKSTART, "delayed", True, 0.60, 0.575),
+    (layer_cases.QUICKSTART, "delayed", False, 0.615, 0.59),
+    (layer_cases.QUICKSTART, "delayed+attention", True, 0.575, 0.55),
+    (layer_cases.QUICKSTART, "current", True, 0.64, None),
+    (layer_cases.QUICKSTART, "block", True, 0.72, None),
+    (layer_cases.CAUSAL, "delayed", True, 0.59, 0.565),
+    (layer_cases.LLAMA, "none", True, None, None),
+    (layer_cases.LLAMA, "delayed", True, None, None),
+    (layer_cases.SMALL, "none", True, 0.35, None),
+    (layer_cases.SMALL, "delayed", True, None, None),
+]
+
+
+def run_layers(library, args):
+    for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL, layer_cases.LLAMA, layer_cases.SMALL):
+        chosen = [c for c in LAYERS if c[0] is shape and (not args.match or args.match in f"{shape.name} {c[1]}")]
+        if not chosen:
+            continue
+        x, dy = layer_cases.activations(shape)
+        eager = layer_cases.Eager(shape, x, dy)
+        torch.cuda.synchronize()
+        steps, layers = {"eager": eager.step}, {}
+        for _, recipe, cached, _, _ in chosen:
+            name = f"{recipe}{' cached' if cached and recipe != 'none' else ''}"
+            try:
+                before = torch.cuda.mem_get_info()[0]
+                layer = layer_cases.te_fl_layer(library, shape, x, dy, recipe, cached)
+                error, where = check_layer(layer, eager)
+                library.usage()
+                layer.step()
+                torch.cuda.synchronize()
+                used = library.usage()
+                others = sorted({f"{u['op']}:{u['impl']}" for u in used if not u["impl"].startswith("vendor.cuda")})
+                layers[name] = dict(error=error, where=where, calls=sum(u["calls"] for u in used), elsewhere=",".join(others),
+                                    memory_gib=(before - torch.cuda.mem_get_info()[0]) / 2**30)
+                steps[name] = layer.step
+                if args.graph:
+                    graph = measure.Graph([layer.step], calls=1)
+                    steps[name + " graph"] = graph.launch
+                    layers[name + " graph"] = layers[name]
+            except RuntimeError as problem:
+                refused("layer", f"{shape.name} {name}", problem)
+        if args.graph:
+            # Of its own, first run on the stream that is captured: autograd keeps the stream of its leaves.
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                graphed = layer_cases.Eager(shape, x, dy)
+                graph = measure.Graph([graphed.step], calls=1, stream=stream)
+            steps["eager graph"] = graph.launch
+        times = measure.sustained(steps, args.seconds)
+        eager_us = statistics.median(times["eager"])
+        show("layer", f"{shape.name} eager", us=eager_us)
+        if args.graph:
+            show("layer", f"{shape.name} eager graph", us=statistics.median(times["eager graph"]))
+        targets = {f"{r}{' cached' if c and r != 'none' else ''}": (goal, stretch) for _, r, c, goal, stretch in chosen}
+        for name, fields in layers.items():
+            share, spread = measure.ratio(times[name], times["eager"])
+            goal, stretch = targets.get(name.removesuffix(" graph"), (None, None))
+            show("layer", f"{shape.name} {name}", us=statistics.median(times[name]), of_eager=share, spread=spread,
+                 target=goal, stretch=stretch, **fields)
+        del steps, layers, eager
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def run_host(library, args):
+    host_cost.run(library, show)
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--build", default="build/release")
+    parser.add_argument("--only", default="ops,gemm,attention,layers,host")
+    parser.add_argument("--match", default="")
+    parser.add_argument("--json")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--graph", action="store_true", help="also layers captured into a CUDA graph")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_gpu.py: PyTorch finds no CUDA device; run it where there is one")
+    parts = {"ops": run_ops, "gemm": run_gemm, "attention": run_attention, "layers": run_layers, "host": run_host}
+    unknown = [p for p in args.only.split(",") if p not in parts]
+    if unknown:
+        sys.exit(f"bench_gpu.py: no part is named {unknown[0]}; known: {', '.join(parts)}")
+    build = os.path.abspath(args.build)
+    library = Library(os.path.join(build, "lib"), os.path.join(build, "plugins", "libte_fl_cuda.so"))
+    torch.zeros(1, device="cuda")
+    before = measure.machine()
+    for part in args.only.split(","):
+        parts[part](library, args)
+    record = {"machine": before, "machine_after": measure.machine(), "rows": rows}
+    print(json.dumps(record["machine"]), json.dumps(record["machine_after"]["gpu"]))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Transformer layers: te-fl's nn and the same computation in eager PyTorch, and the products and attention inside them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from te_fl_bench import Call, Layer, fp8, plain
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass
+class Shape:
+    name: str
+    hidden: int
+    ffn: int
+    heads: int
+    sequence: int
+    batch: int
+    groups: int = 0
+    causal: bool = False
+    llama: bool = False
+
+    def spec(self):
+        return dict(hidden=self.hidden, ffn=self.ffn, heads=self.heads, groups=self.groups, causal=self.causal,
+                    llama=self.llama)
+
+
+QUICKSTART = Shape("quickstart", 4096, 16384, 32, 2048, 4)
+CAUSAL = Shape("quickstart causal", 4096, 16384, 32, 2048, 4, causal=True)
+LLAMA = Shape("llama block", 4096, 11008, 32, 4096, 2, groups=8, causal=True, llama=True)
+SMALL = Shape("small", 1024, 4096, 16, 512, 1)
+
+
+def activations(shape):
+    x = torch.randn(shape.sequence, shape.batch, shape.hidden, device="cuda", dtype=BF16)
+    return x, torch.randn_like(x) * 0.1
+
+
+def angles(shape):
+    dim = shape.hidden // shape.heads
+    inverse = 10000.0 ** (-torch.arange(0, dim, 2, device="cuda", dtype=F32) / dim)
+    a = torch.arange(shape.sequence, device="cuda", dtype=F32)[:, None] * inverse
+    return torch.cat([a, a], dim=-1).view(shape.sequence, 1, 1, dim).contiguous()
+
+
+class EagerLayer(torch.nn.Module):
+    """What a PyTorch user writes: pre-norm, [sequence, batch, hidden], SDPA on the backend that is pinned outside."""
+
+    def __init__(self, s):
+        super().__init__()
+        self.s, self.dim = s, s.hidden // s.heads
+        groups = s.groups or s.heads
+        self.groups = groups
+        bias = not s.llama
+        norm = torch.nn.RMSNorm if s.llama else torch.nn.LayerNorm
+        make = dict(device="cuda", dtype=BF16)
+        self.norm1, self.norm2 = norm(s.hidden, eps=1e-5, **make), norm(s.hidden, eps=1e-5, **make)
+        self.qkv = torch.nn.Linear(s.hidden, (s.heads + 2 * groups) * self.dim, bias=bias, **make)
+        self.proj = torch.nn.Linear(s.hidden, s.hidden, bias=bias, **make)
+        self.fc1 = torch.nn.Linear(s.hidden, s.ffn * (2 if s.llama else 1), bias=bias, **make)
+        self.fc2 = torch.nn.Linear(s.ffn, s.hidden, bias=bias, **make)
+        if s.llama:
+            a = angles(s)
+            self.cos, self.sin = a.cos().to(BF16), a.sin().to(BF16)
+
+    def rotate(self, x):
+        half = x.shape[-1] // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+        return x * self.cos + turned * self.sin
+
+    def forward(self, x):
+        s, groups = self.s, self.groups
+        per_group = s.heads // groups
+        mixed = self.qkv(self.norm1(x)).view(s.sequence, s.batch, groups, per_group + 2, self.dim)
+        q, k, v = mixed.split([per_group, 1, 1], dim=3)
+        q = q.reshape(s.sequence, s.batch, s.heads, self.dim)
+        k, v = k.squeeze(3), v.squeeze(3)
+        if s.llama:
+            q, k = self.rotate(q), self.rotate(k)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=s.causal, enable_gqa=groups != s.heads)
+        h = x + self.proj(o.permute(2, 0, 1, 3).reshape(s.sequence, s.batch, s.hidden))
+        z = self.fc1(self.norm2(h))
+        if s.llama:
+            gate, up = z.chunk(2, dim=-1)
+            z = torch.nn.functional.silu(gate) * up
+        else:
+            z = torch.nn.functional.gelu(z, approximate="tanh")
+        return h + self.fc2(z)
+
+
+class Eager:
+    """step() is forward and backward with cleared gradients."""
+
+    def __init__(self, shape, x, dy, backend=SDPBackend.CUDNN_ATTENTION):
+        self.layer, self.x, self.dy, self.backend = EagerLayer(shape), x.clone().requires_grad_(), dy, backend
+
+    def step(self):
+        for p in self.layer.parameters():
+            p.grad = None
+        self.x.grad = None
+        with sdpa_kernel(self.backend):
+            self.y = self.layer(self.x)
+        self.y.backward(self.dy)
+
+    def copy_parameters(self, layer):
+        """Gives PyTorch's layer the values of te-fl's."""
+        names = {"self_attention.layernorm_qkv.layer_norm_weight": "norm1.weight",
+                 "self_attention.layernorm_qkv.layer_norm_bias": "norm1.bias",
+                 "self_attention.layernorm_qkv.weight": "qkv.weight", "self_attention.layernorm_qkv.bias": "qkv.bias",
+                 "self_attention.proj.weight": "proj.weight", "self_attention.proj.bias": "proj.bias",
+                 "layernorm_mlp.layer_norm_weight": "norm2.weight", "layernorm_mlp.layer_norm_bias": "norm2.bias",
+                 "layernorm_mlp.fc1_weight": "fc1.weight", "layernorm_mlp.fc1_bias": "fc1.bias",
+                 "layernorm_mlp.fc2_weight": "fc2.weight", "layernorm_mlp.fc2_bias": "fc2.bias"}
+        own = dict(self.layer.named_parameters())
+        pairs = []
+        for i, p in enumerate(layer.parameters()):
+            target = own[names[p["name"]]]
+            target.data.copy_(layer.view(1000 + i, p["shape"]))
+            pairs.append((i, p, target))
+        return pairs
+
+
+def te_fl_layer(library, shape, x, dy, recipe, cached=True):
+    extra = dict(angles=angles(shape)) if shape.llama else {}
+    return Layer(library, x, dy, recipe=recipe, cached=cached, **shape.spec(), **extra)
+
+
+# ---- the products of the quickstart layer
+
+PRODUCTS = {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "fc2": (4096, 16384)}  # out, in
+TOKENS = 8192
+
+
+def product(library, name, kind, is_fp8, sets):
+    """Per set: te-fl's call, and what the library alone is given: (a, b, d, bias, trans_a, trans_b, fast, scales)."""
+    out, inner = PRODUCTS[name]
+    m, n, k = {"forward": (TOKENS, out, inner), "dgrad": (TOKENS, inner, out), "wgrad": (out, inner, TOKENS)}[kind]
+    gradient = torch.float8_e5m2
+    pairs = []
+    for _ in range(sets):
+        d = plain(m, n)
+        bias = plain(n) if kind == "forward" else None
+        extra = dict(bias=bias) if bias is not None else {}
+        rows_a, rows_b = {"forward": ((m, k), (n, k)), "dgrad": ((m, k), (k, n)), "wgrad": ((k, m), (k, n))}[kind]
+        trans_a, trans_b = kind == "wgrad", kind == "forward"
+        if is_fp8:
+            a = fp8(*rows_a, dtype=torch.float8_e4m3fn if kind == "forward" else gradient)
+            b = fp8(*rows_b)
+            raw_a = a.keep[0] if trans_a else a.torch  # [m, k]
+            raw_b = b.torch if trans_b else b.keep[0]  # [n, k]
+            bare = (raw_a, raw_b, d.torch, bias.torch if bias else None, False, True, kind == "forward",
+                    (a.keep[1], b.keep[1]))
+        else:
+            a, b = plain(*rows_a), plain(*rows_b)
+            bare = (a.torch, b.torch, d.torch, bias.torch if bias else None, trans_a, trans_b, False, None)
+        call = Call(library, "generic_gemm", a=a, b=b, d=d, trans_a=trans_a, trans_b=trans_b,
+                    use_split_accumulator=kind != "forward", **extra)
+        pairs.append((call, bare))
+    return pairs, 2.0 * m * n * k
+
+
+# ---- attention alone
+
+def attention(library, shape):
+    """te-fl's forward and backward, and cuDNN's through PyTorch, on the same tensors; operations of the forward."""
+    s, b, h = shape.sequence, shape.batch, shape.heads
+    d = shape.hidden // h
+    q, k, v, o, do, dq, dk, dv = (plain(s, b, h, d) for _ in range(8))
+    lse = plain(b, h, s, dtype=F32)
+    common = dict(q=q, k=k, v=v, o=o, softmax_lse=lse, layout=0, mask_type=1 if shape.causal else 0, scale=d ** -0.5)
+    forward = Call(library, "fused_attn_fwd", **common)
+    backward = Call(library, "fused_attn_bwd", d_o=do, dq=dq, dk=dk, dv=dv, **common)
+    tq, tk, tv, tdo = (t.torch.permute(1, 2, 0, 3) for t in (q, k, v, do))
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    saved = op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
+    def torch_forward():
+        op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
+    def torch_backward():
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            tdo, tq, tk, tv, saved[0], saved[1], saved[6], saved[7], None, saved[2], saved[3], saved[4], saved[5], 0.0,
+            shape.causal, scale=d ** -0.5)
+    def deterministic_backward():
+        library.deterministic(True)
+        try:
+            backward()
+        finally:
+            library.deterministic(False)
+    forward()
+    def bits():
+        deterministic_backward()
+        return [t.torch.clone() for t in (dq, dk, dv)]
+    first = bits()
+    if not all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, bits())):
+        raise RuntimeError("the deterministic backward gave other bits when it ran again")
+    flops = 4.0 * b * h * s * s * d / (2 if shape.causal else 1)
+    return {"forward": (forward, torch_forward), "backward": (backward, torch_backward),
+            "backward deterministic": (deterministic_backward, torch_backward)}, flops

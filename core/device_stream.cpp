@@ -1,0 +1,246 @@
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "core/current_stream.hpp"
+#include "core/device_use.hpp"
+#include "core/fork.hpp"
+
+namespace te_fl {
+namespace core {
+
+constinit std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes{nullptr};
+
+namespace {
+
+constinit ForkMutex streams_mutex(25);
+const ForkMutex::Registration streams_registration(streams_mutex);
+
+// A stream that create_stream made. Tensors on it hold it, since their memory is freed on it.
+struct OwnedStream {
+  Device device;
+  void* handle;
+  OwnedStream(const Device& d, void* h) : device(d), handle(h) {}
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+  ~OwnedStream() {
+    if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
+    DeviceEntry* entry = find_device(device);
+    if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
+    const te_fl_device_desc& d = *entry->desc;
+    ErrorText errors;
+    report_release(errors.call([&] { return d.api->destroy_stream(d.self, handle); }), errors,
+                   device);
+    entry->release();
+  }
+};
+
+std::multimap<void*, std::shared_ptr<OwnedStream>>& owned_streams() {
+  static auto* const all = new std::multimap<void*, std::shared_ptr<OwnedStream>>;
+  return *all;
+}
+
+std::shared_ptr<OwnedStream> take_owned(const Device& device, void* handle) {
+  const std::lock_guard lock(streams_mutex);
+  auto& all = owned_streams();
+  const auto [begin, end] = all.equal_range(handle);
+  for (auto at = begin; at != end; ++at) {
+    if (at->second->device != device) continue;
+    std::shared_ptr<OwnedStream> owned = std::move(at->second);
+    all.erase(at);
+    return owned;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::shared_ptr<void> stream_owner(void* handle) {
+  if (handle == nullptr) return nullptr;
+  const std::lock_guard lock(streams_mutex);
+  const auto at = owned_streams().find(handle);
+  return at != owned_streams().end() ? std::shared_ptr<void>(at->second) : nullptr;
+}
+
+}  // namespace core
+
+namespace devices {
+namespace {
+
+using core::DeviceEntry;
+using core::DeviceUse;
+using core::ErrorText;
+
+Status missing(const Device& device, const char* what, const char* function, const char* way_out) {
+  return Status(StatusCode::kUnsupported, te_fl::to_string(device) + " has no " + what + " (its " +
+                                              function + " is NULL); " + way_out);
+}
+
+Status no_streams(const Device& device, const char* function) {
+  return missing(device, "streams", function, "use its default stream, nullptr");
+}
+
+Status no_events(const Device& device, const char* function) {
+  return missing(device, "events", function, "synchronize the stream instead");
+}
+
+Status null_event(const Device& device) {
+  return invalid_argument("the event of " + te_fl::to_string(device) +
+                          " is null; make it with devices::create_event");
+}
+
+}  // namespace
+
+Result<void*> create_stream(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (d.api->create_stream == nullptr) return no_streams(device, "create_stream");
+  if (d.api->destroy_stream == nullptr) return no_streams(device, "destroy_stream");
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
+  ErrorText errors;
+  void* stream = nullptr;
+  const te_fl_status code =
+      errors.call([&] { return d.api->create_stream(d.self, &stream, errors.sink()); });
+  TE_FL_ASSIGN_OR_RETURN(
+      stream, core::made_object(entry, errors, code, stream, "creation of a stream on "));
+  auto owned = std::make_shared<core::OwnedStream>(device, stream);
+  const std::lock_guard lock(core::streams_mutex);
+  core::owned_streams().emplace(stream, std::move(owned));
+  return stream;
+}
+
+void destroy_stream(const Device& device, void* stream) noexcept {
+  if (stream == nullptr) return;
+  if (core::take_owned(device, stream) != nullptr) return;  // it goes with its last owner
+  try {
+    log::error("destroy_stream on " + te_fl::to_string(device) +
+               ": this is no stream that create_stream made; it is left alone");
+  } catch (...) {  // no memory for the message
+  }
+}
+
+Result<void*> create_event(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (d.api->create_event == nullptr) return no_events(device, "create_event");
+  if (d.api->destroy_event == nullptr) return no_events(device, "destroy_event");
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
+  ErrorText errors;
+  void* event = nullptr;
+  const te_fl_status code =
+      errors.call([&] { return d.api->create_event(d.self, &event, errors.sink()); });
+  return core::made_object(entry, errors, code, event, "creation of an event on ");
+}
+
+void destroy_event(const Device& device, void* event) noexcept {
+  if (event == nullptr) return;
+  DeviceEntry* entry = core::find_device(device);
+  if (entry == nullptr || entry->desc->api->destroy_event == nullptr) return;
+  ErrorText errors;
+  const te_fl_device_desc& d = *entry->desc;
+  core::report_release(errors.call([&] { return d.api->destroy_event(d.self, event); }), errors,
+                       device);
+  entry->release();
+}
+
+Status record_event(const Device& device, void* event, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (event == nullptr) return null_event(device);
+  if (d.api->record_event == nullptr) return no_events(device, "record_event");
+  ErrorText errors;
+  const te_fl_status code = errors.call([&] { return d.api->record_event(d.self, event, stream); });
+  return errors.status(code, "recording an event on " + te_fl::to_string(device));
+}
+
+Status wait_event(const Device& device, void* event, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (event == nullptr) return null_event(device);
+  if (d.api->wait_event == nullptr) return no_events(device, "wait_event");
+  ErrorText errors;
+  const te_fl_status code = errors.call([&] { return d.api->wait_event(d.self, event, stream); });
+  return errors.status(code, "a stream's wait for an event on " + te_fl::to_string(device));
+}
+
+Status synchronize_event(const Device& device, void* event) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (event == nullptr) return null_event(device);
+  if (d.api->synchronize_event == nullptr) return no_events(device, "synchronize_event");
+  ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return d.api->synchronize_event(d.self, event, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, nullptr, errors, code,
+                             "waiting for an event of " + te_fl::to_string(device));
+}
+
+Result<bool> is_capturing(const Device& device, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (d.api->is_capturing == nullptr) return false;
+  ErrorText errors;
+  int32_t capturing = 0;
+  const te_fl_status code =
+      errors.call([&] { return d.api->is_capturing(d.self, stream, &capturing); });
+  TE_FL_RETURN_IF_ERROR(
+      errors.status(code, "asking " + te_fl::to_string(device) + " whether it captures"));
+  return capturing != 0;
+}
+
+}  // namespace devices
+
+Result<Stream> Stream::create(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(void* handle, devices::create_stream(device));
+  return Stream(device, handle);
+}
+
+Stream::Stream(Stream&& other) noexcept
+    : device_(std::exchange(other.device_, Device{})),
+      handle_(std::exchange(other.handle_, nullptr)) {}
+
+Stream& Stream::operator=(Stream&& other) noexcept {
+  Stream old(std::move(other));
+  std::swap(device_, old.device_);
+  std::swap(handle_, old.handle_);
+  return *this;
+}
+
+Stream::~Stream() { devices::destroy_stream(device_, handle_); }
+
+Status Stream::synchronize() const { return devices::synchronize(device_, handle_); }
+
+Status Stream::wait(const Event& event) const {
+  if (event.device() != device_) {
+    return invalid_argument("a stream of " + to_string(device_) + " cannot wait for an event of " +
+                            to_string(event.device()) + "; both must be of one device");
+  }
+  return devices::wait_event(device_, event.get(), handle_);
+}
+
+Result<Event> Event::create(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(void* handle, devices::create_event(device));
+  return Event(device, handle);
+}
+
+Event::Event(Event&& other) noexcept
+    : device_(std::exchange(other.device_, Device{})),
+      handle_(std::exchange(other.handle_, nullptr)) {}
+
+Event& Event::operator=(Event&& other) noexcept {
+  Event old(std::move(other));
+  std::swap(device_, old.device_);
+  std::swap(handle_, old.handle_);
+  return *this;
+}
+
+Event::~Event() { devices::destroy_event(device_, handle_); }
+
+Status Event::record(void* stream) { return devices::record_event(device_, handle_, stream); }
+
+Status Event::synchronize() const { return devices::synchronize_event(device_, handle_); }
+
+}  // namespace te_fl

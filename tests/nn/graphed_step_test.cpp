@@ -1,0 +1,499 @@
+// Training steps in captured graphs, on a device that records: the same bits as eager steps.
+#include <optional>
+
+#include "nn_test_util.hpp"
+#include "plugins/hooks.hpp"
+#include "support/recording_device.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+using te_fl::testing::RecordingDevice;
+
+constexpr int64_t kHidden = 32, kSequence = 6, kBatch = 2, kVocabulary = 11;
+
+#define EXPECT_FAILS(expr, expected_code, part)                        \
+  do {                                                                 \
+    const Status s_ = (expr);                                          \
+    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
+    EXPECT_NE(s_.to_string().find(part), std::string::npos)            \
+        << part << " is not in: " << s_.to_string();                   \
+  } while (false)
+
+// Tokens in, one TransformerLayer with dropout, logits, loss.
+struct Model : Module {
+  std::unique_ptr<Embedding> tokens;
+  std::unique_ptr<TransformerLayer> layer;
+  std::unique_ptr<Linear> head;
+  CrossEntropyLoss loss;
+
+  explicit Model(Device device) {
+    tokens = take(Embedding::create(
+        {.num_embeddings = kVocabulary, .hidden_size = kHidden, .device = device, .seed = 3}));
+    layer = take(TransformerLayer::create({.hidden_size = kHidden,
+                                           .ffn_hidden_size = 2 * kHidden,
+                                           .num_attention_heads = 2,
+                                           .hidden_dropout = 0.2f,
+                                           .attention_dropout = 0.3f,
+                                           .layout = Layout::kBSHD,
+                                           .device = device,
+                                           .seed = 5,
+                                           .init_std = 0.2f}));
+    head = take(Linear::create({.in_features = kHidden,
+                                .out_features = kVocabulary,
+                                .device = device,
+                                .seed = 7,
+                                .init_std = 0.2f,
+                                .high_precision = true}));
+    register_module("tokens", *tokens);
+    register_module("layer", *layer);
+    register_module("head", *head);
+  }
+
+  // Forward and backward of one microbatch; its loss, F32 [1].
+  Result<Tensor> microbatch(const Tensor& inputs, const Tensor& targets,
+                            const std::optional<Recipe>& recipe, bool first) {
+    Ctx a, b, c, d;
+    Tensor value, grad;
+    {
+      autocast fp8(recipe.has_value(), recipe.value_or(DelayedScaling{}));
+      const ForwardOptions options{.is_first_microbatch = first};
+      TE_FL_ASSIGN_OR_RETURN(Tensor x, tokens->forward(inputs, &a));
+      TE_FL_ASSIGN_OR_RETURN(x, layer->forward(x, &b, {}, options));
+      TE_FL_ASSIGN_OR_RETURN(x, head->forward(x, &c, options));
+      TE_FL_ASSIGN_OR_RETURN(value, loss.forward(x, targets, &d));
+      TE_FL_RETURN_IF_ERROR(fp8.exit());
+    }
+    TE_FL_ASSIGN_OR_RETURN(grad, loss.backward(d));
+    TE_FL_ASSIGN_OR_RETURN(grad, head->backward(grad, c));
+    TE_FL_ASSIGN_OR_RETURN(grad, layer->backward(grad, b));
+    TE_FL_RETURN_IF_ERROR(tokens->backward(grad, a));
+    return value;
+  }
+};
+
+Tensor token_batch(uint64_t seed) {
+  Random random(seed);
+  std::vector<int32_t> values(kBatch * kSequence);
+  for (int32_t& v : values) v = static_cast<int32_t>(random.below(kVocabulary));
+  return take(int_tensor(values).view({kBatch, kSequence}));
+}
+
+struct Outcome {
+  std::vector<float> losses;
+  std::vector<Values> parameters;
+  RandomPosition random;
+  int64_t steps = 0;
+};
+
+struct Plan {
+  bool graphed = false;
+  std::optional<Recipe> recipe = std::nullopt;
+  int64_t microbatches = 2;
+  int64_t steps = 20;
+  bool sgd = false;
+  float max_grad_norm = 0.5f;
+};
+
+std::unique_ptr<Optimizer> make_optimizer(const Plan& s, Model& model) {
+  if (s.sgd) {
+    return take(SGD::create(
+        model.parameters(),
+        {.lr = 0.05f, .momentum = 0.9f, .max_grad_norm = s.max_grad_norm, .capturable = true}));
+  }
+  return take(
+      Adam::create(model.parameters(),
+                   {.weight_decay = 0.1f, .max_grad_norm = s.max_grad_norm, .capturable = true}));
+}
+
+// The same training, eagerly or in a graph.
+Outcome train(const Device& device, const Plan& s) {
+  Outcome run;
+  Model model(device);
+  std::unique_ptr<Optimizer> optimizer = make_optimizer(s, model);
+  const Context context(41);
+  const ContextScope scope(context);
+  std::vector<Tensor> inputs;
+  for (int64_t i = 0; i < 2 * s.microbatches; ++i) {
+    inputs.push_back(take(Tensor::zeros({kBatch, kSequence}, DType::kI32, device)));
+  }
+  const auto step = [&]() -> Result<std::vector<Tensor>> {
+    std::vector<Tensor> losses;
+    TE_FL_RETURN_IF_ERROR(model.zero_grad());
+    for (int64_t i = 0; i < s.microbatches; ++i) {
+      const auto at = static_cast<size_t>(2 * i);
+      TE_FL_ASSIGN_OR_RETURN(Tensor loss,
+                             model.microbatch(inputs[at], inputs[at + 1], s.recipe, i == 0));
+      losses.push_back(std::move(loss));
+    }
+    TE_FL_RETURN_IF_ERROR(backward_end());
+    TE_FL_RETURN_IF_ERROR(optimizer->step());
+    return losses;
+  };
+  auto graphed = s.graphed ? take(GraphedStep::create(
+                                 device, step, {.inputs = inputs, .optimizer = optimizer.get()}))
+                           : nullptr;
+  for (int64_t i = 0; i < s.steps; ++i) {
+    optimizer->set_lr(1e-2f / static_cast<float>(i + 1));
+    std::vector<Tensor> next;
+    for (size_t k = 0; k < inputs.size(); ++k) {
+      next.push_back(token_batch(static_cast<uint64_t>(i) * 100 + k));
+    }
+    std::vector<Tensor> losses;
+    if (graphed != nullptr) {
+      losses = take(graphed->run(next));
+      EXPECT_EQ(graphed->captured(), i >= 3) << i;
+    } else {
+      for (size_t k = 0; k < inputs.size(); ++k) {
+        check(devices::copy(device, inputs[k].raw_data(), Device(), next[k].raw_data(),
+                            kBatch * kSequence * 4));
+      }
+      losses = take(step());
+    }
+    for (const Tensor& loss : losses) run.losses.push_back(take(item(loss)));
+  }
+  for (const NamedParameter& p : model.parameters()) {
+    run.parameters.push_back(values_of(take(p.value().to(Device()))));
+  }
+  run.random = Context::current().random();
+  run.steps = optimizer->steps();
+  return run;
+}
+
+class GraphedSteps : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    plugins::g_hooks.release_device.load()(recorder.device());
+    EXPECT_EQ(recorder.blocks(), 0u) << "memory outlives the graphs";
+    ASSERT_OK(devices::remove(recorder.device()));
+  }
+  RecordingDevice recorder;
+};
+
+TEST_F(GraphedSteps, GiveTheBitsOfEagerSteps) {
+  for (const std::optional<Recipe>& recipe :
+       {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
+        std::optional<Recipe>(Float8CurrentScaling{})}) {
+    for (bool sgd : {false, true}) {
+      Plan setup{.recipe = recipe, .sgd = sgd};
+      const Outcome eager = train(recorder.device(), setup);
+      const int64_t launched = recorder.launches();
+      setup.graphed = true;
+      const Outcome graphed = train(recorder.device(), setup);
+      EXPECT_EQ(recorder.launches() - launched, setup.steps - 3);
+      EXPECT_EQ(eager.losses, graphed.losses);
+      EXPECT_EQ(eager.parameters, graphed.parameters);
+      EXPECT_EQ(eager.random, graphed.random);
+      EXPECT_EQ(graphed.steps, setup.steps);
+      EXPECT_NE(graphed.losses[20], graphed.losses[22]) << "nothing is learned";
+    }
+  }
+}
+
+TEST_F(GraphedSteps, LaunchesRunTheOpsOfTheStepAndNothingElse) {
+  const auto eager_ops = [&](int64_t steps) {
+    const int64_t before = recorder.ops_run();
+    (void)train(recorder.device(), {.steps = steps});
+    return recorder.ops_run() - before;
+  };
+  const int64_t of_a_step = (eager_ops(5) - eager_ops(3)) / 2;
+  EXPECT_EQ(recorder.ops_recorded(), 0);
+  const int64_t eager = eager_ops(8), before = recorder.ops_run();
+  (void)train(recorder.device(), {.graphed = true, .steps = 8});
+  EXPECT_EQ(recorder.ops_recorded(), of_a_step) << "captured once, with all its ops";
+  EXPECT_EQ(recorder.ops_run() - before, eager);
+}
+
+// What one more use of the fixture's device needs.
+struct Small {
+  std::unique_ptr<Linear> linear;
+  std::unique_ptr<Adam> adam;
+  Tensor x, out;
+  explicit Small(const Device& device, bool capturable = true) {
+    linear = take(Linear::create({.in_features = 4, .out_features = 4, .device = device}));
+    adam =
+        take(Adam::create(linear->parameters(), {.max_grad_norm = 1.0f, .capturable = capturable}));
+    x = take(Tensor::zeros({2, 4}, DType::kF32, device));
+  }
+  Result<std::vector<Tensor>> step() {
+    Ctx ctx;
+    TE_FL_RETURN_IF_ERROR(linear->zero_grad());
+    TE_FL_ASSIGN_OR_RETURN(Tensor y, linear->forward(x, &ctx));
+    TE_FL_RETURN_IF_ERROR(linear->backward(y, ctx).status());
+    TE_FL_RETURN_IF_ERROR(adam->step());
+    return std::vector<Tensor>{y};
+  }
+};
+
+TEST_F(GraphedSteps, GradientsThatAreNotFiniteChangeNothing) {
+  Small small(recorder.device());
+  auto graphed = take(GraphedStep::create(recorder.device(), [&] { return small.step(); },
+                                          {.inputs = {small.x}, .optimizer = small.adam.get()}));
+  const Tensor good = tensor({2, 4}, random_values(8, 1));
+  const Tensor bad = tensor({2, 4}, {1, 2, INFINITY, 4, 5, 6, 7, 8});
+  for (int i = 0; i < 5; ++i) ASSERT_OK(graphed->run({{good}}).status());
+  const auto weight = [&] {
+    return values_of(take(small.linear->parameters()[0].value().to(Device())));
+  };
+  EXPECT_GT(take(item(small.adam->grad_norm())), 0);
+  const Values before = weight();
+  ASSERT_OK(graphed->run({{bad}}).status());
+  EXPECT_EQ(weight(), before);
+  EXPECT_FALSE(std::isfinite(take(item(small.adam->grad_norm()))));
+  ASSERT_OK(graphed->run({{good}}).status());
+  EXPECT_NE(weight(), before) << "the flag is cleared";
+  EXPECT_EQ(small.adam->steps(), 7);
+}
+
+TEST_F(GraphedSteps, EagerStepsMayComeBetween) {
+  Small one(recorder.device()), two(recorder.device());
+  auto graphed = take(GraphedStep::create(recorder.device(), [&] { return one.step(); },
+                                          {.inputs = {one.x}, .optimizer = one.adam.get()}));
+  for (uint64_t i = 0; i < 9; ++i) {
+    const Tensor x = tensor({2, 4}, random_values(8, i));
+    if (i == 5 || i == 6) {
+      one.x = take(x.to(recorder.device()));
+      ASSERT_OK(one.step().status());
+    } else {
+      ASSERT_OK(graphed->run({{x}}).status());
+    }
+    two.x = take(x.to(recorder.device()));
+    ASSERT_OK(two.step().status());
+  }
+  EXPECT_EQ(values_of(take(one.linear->parameters()[0].value().to(Device()))),
+            values_of(take(two.linear->parameters()[0].value().to(Device()))));
+}
+
+TEST_F(GraphedSteps, OutputsOutliveTheGraph) {
+  Tensor kept;
+  {
+    Small small(recorder.device());
+    auto graphed = take(GraphedStep::create(recorder.device(), [&] { return small.step(); },
+                                            {.inputs = {small.x}, .optimizer = small.adam.get()}));
+    for (int i = 0; i < 5; ++i) {
+      kept = take(graphed->run({{tensor({2, 4}, random_values(8, 9))}}))[0];
+    }
+  }
+  const Values values = values_of(take(kept.to(Device())));
+  for (double v : values) EXPECT_LT(std::fabs(v), 1e3);  // not the pattern of freed memory
+}
+
+TEST_F(GraphedSteps, MistakesAreToldBeforeAnythingIsLaunched) {
+  const Device device = recorder.device();
+  const auto nothing = []() -> Result<std::vector<Tensor>> { return std::vector<Tensor>(); };
+  EXPECT_FAILS(GraphedStep::create(Device(), nothing, {}).status(), kUnsupported,
+               "cpu cannot capture graphs (its begin_capture is NULL)");
+  EXPECT_FAILS(GraphedStep::create(device, nothing, {.warmup = 1}).status(), kInvalidArgument,
+               "warmup is 1; it must be at least 2");
+  Small plain(device, false), small(device);
+  EXPECT_FAILS(GraphedStep::create(device, nothing, {.optimizer = plain.adam.get()}).status(),
+               kInvalidArgument, "capturable = true");
+  EXPECT_FAILS(plain.adam->advance(), kFailedPrecondition, "capturable = true");
+  const Tensor host = tensor({2, 4}, random_values(8, 1));
+  EXPECT_FAILS(GraphedStep::create(device, nothing, {.inputs = {host}}).status(), kInvalidArgument,
+               "static input 0 is f32[2,4] cpu");
+
+  auto graphed = take(GraphedStep::create(device, [&] { return small.step(); },
+                                          {.inputs = {small.x}, .optimizer = small.adam.get()}));
+  EXPECT_FAILS(graphed->run({{host, host}}).status(), kInvalidArgument,
+               "2 inputs, but the step has 1");
+  EXPECT_FAILS(graphed->run({{tensor({3, 4}, random_values(12, 1))}}).status(), kInvalidArgument,
+               "input 0 is f32[3,4] cpu; the step was made for f32[2,4] ext:recorder:0");
+  EXPECT_EQ(small.adam->steps(), 0);
+}
+
+TEST_F(GraphedSteps, WhatCannotBeCapturedIsNamedAndMayBeMended) {
+  const Device device = recorder.device();
+  Small small(device), plain(device, false);
+  const Tensor host = tensor({2, 4}, random_values(8, 1));
+  enum { kItem, kUpload, kHostOptimizer, kNoUpdate, kFine } fault = kItem;
+  const auto step = [&]() -> Result<std::vector<Tensor>> {
+    TE_FL_ASSIGN_OR_RETURN(std::vector<Tensor> result, small.step());
+    const bool capturing = take(devices::is_capturing(device, devices::current_stream()));
+    if (!capturing) return result;
+    if (fault == kItem) TE_FL_RETURN_IF_ERROR(item(small.adam->grad_norm()).status());
+    if (fault == kUpload) TE_FL_RETURN_IF_ERROR(host.to(device).status());
+    if (fault == kHostOptimizer) TE_FL_RETURN_IF_ERROR(plain.adam->step());
+    if (fault == kNoUpdate) {
+      Ctx ctx;
+      autocast fp8(true, DelayedScaling{});
+      TE_FL_ASSIGN_OR_RETURN(Tensor y, small.linear->forward(small.x, &ctx));
+      TE_FL_RETURN_IF_ERROR(small.linear->backward(y, ctx).status());
+    }
+    return result;
+  };
+  {  // FP8 state and the plans of its ops exist before the capture
+    Ctx ctx;
+    autocast fp8(true, DelayedScaling{});
+    const Tensor y = take(small.linear->forward(small.x, &ctx));
+    ASSERT_OK(small.linear->backward(y, ctx).status());
+  }
+  ASSERT_OK(backward_end());
+  auto graphed =
+      take(GraphedStep::create(device, step, {.inputs = {small.x}, .optimizer = small.adam.get()}));
+  for (int i = 0; i < 3; ++i) ASSERT_OK(graphed->run().status());
+  const int64_t launches = recorder.launches();
+  EXPECT_FAILS(graphed->run().status(), kFailedPrecondition,
+               "a copy of 4 bytes to host memory cannot be captured");
+  fault = kUpload;
+  EXPECT_FAILS(graphed->run().status(), kFailedPrecondition,
+               "a copy of 32 bytes from host memory cannot be captured on ext:recorder:0");
+  fault = kHostOptimizer;
+  EXPECT_FAILS(graphed->run().status(), kFailedPrecondition, "capturable = true");
+  fault = kNoUpdate;
+  EXPECT_FAILS(graphed->run().status(), kFailedPrecondition, "call backward_end() inside the step");
+  fault = kFine;
+  {
+    autocast fp8(false);
+    EXPECT_FAILS(graphed->run().status(), kFailedPrecondition, "open the autocast inside the step");
+  }
+  EXPECT_EQ(recorder.launches(), launches);
+  EXPECT_EQ(small.adam->steps(), 3) << "a failed capture counts nothing";
+  ASSERT_OK(graphed->run().status());
+  EXPECT_EQ(recorder.launches(), launches + 1);
+  EXPECT_EQ(small.adam->steps(), 4);
+}
+
+TEST_F(GraphedSteps, ScratchThatWouldGrowIsRefused) {
+  const Device device = recorder.device();
+  bool first = true;
+  const Tensor x = take(Tensor::zeros({4, 4}, DType::kF32, device));
+  // Does its op on the stream for the first time in the capture.
+  const auto step = [&]() -> Result<std::vector<Tensor>> {
+    if (!take(devices::is_capturing(device, devices::current_stream()))) {
+      return std::vector<Tensor>();
+    }
+    te_fl_fill_args args{};
+    args.output = x;
+    TE_FL_RETURN_IF_ERROR(ops::fill(args, {.stream = devices::current_stream()}));
+    first = false;
+    return std::vector<Tensor>();
+  };
+  auto graphed = take(GraphedStep::create(device, step, {}));
+  for (int i = 0; i < 3; ++i) ASSERT_OK(graphed->run().status());
+  EXPECT_FAILS(graphed->run().status(), kFailedPrecondition, "run the op once before capturing");
+  EXPECT_TRUE(first);
+}
+
+TEST(GraphedStepOps, AnOpThatIsNotGraphSafeIsRefusedByName) {
+  RecordingDevice recorder("generic_gemm");
+  {
+    Small small(recorder.device());
+    auto graphed = take(GraphedStep::create(recorder.device(), [&] { return small.step(); },
+                                            {.optimizer = small.adam.get()}));
+    for (int i = 0; i < 3; ++i) ASSERT_OK(graphed->run().status());
+    const Status refused = graphed->run().status();
+    EXPECT_NE(refused.to_string().find("generic_gemm"), std::string::npos) << refused.to_string();
+    EXPECT_NE(refused.to_string().find("captured into a graph, which it does not allow"),
+              std::string::npos)
+        << refused.to_string();
+  }
+  plugins::g_hooks.release_device.load()(recorder.device());
+  EXPECT_EQ(recorder.blocks(), 0u);
+  ASSERT_OK(devices::remove(recorder.device()));
+}
+
+// On a real device, named by GRAPHED_STEP_DEVICE with its plugin in TE_FL_PLUGIN_MODULES;
+// tools/gpu_check.sh runs these.
+class GraphedStepsOnADevice : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const char* name = std::getenv("GRAPHED_STEP_DEVICE");
+    if (name == nullptr) GTEST_SKIP() << "GRAPHED_STEP_DEVICE is not set";
+    OpManager::instance();
+    device = take(parse_device(name));
+  }
+  Device device;
+};
+
+TEST_F(GraphedStepsOnADevice, GiveTheBitsOfEagerSteps) {
+  for (const std::optional<Recipe>& recipe :
+       {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
+        std::optional<Recipe>(Float8CurrentScaling{}),
+        std::optional<Recipe>(Float8BlockScaling{})}) {
+    for (bool sgd : {false, true}) {
+      Plan plan{.recipe = recipe, .sgd = sgd};
+      const Outcome eager = train(device, plan);
+      plan.graphed = true;
+      const Outcome graphed = train(device, plan);
+      EXPECT_EQ(eager.losses, graphed.losses);
+      EXPECT_EQ(eager.parameters, graphed.parameters);
+      EXPECT_EQ(eager.random, graphed.random);
+    }
+  }
+}
+
+TEST_F(GraphedStepsOnADevice, MemoryOfGraphsComesBack) {
+  uint64_t least = 0;
+  for (int i = 0; i < 12; ++i) {
+    (void)train(device, {.graphed = true, .steps = 5});
+    ASSERT_OK(devices::synchronize(device));
+    const uint64_t free = take(devices::properties(device)).free_memory;
+    if (i == 3) least = free;
+    EXPECT_GE(free + (uint64_t{8} << 20), least) << i;
+  }
+}
+
+TEST_F(GraphedStepsOnADevice, MemoryOfAGraphIsNobodyElses) {
+  Small small(device);
+  auto graphed = take(GraphedStep::create(device, [&] { return small.step(); },
+                                          {.inputs = {small.x}, .optimizer = small.adam.get()}));
+  const Tensor x = tensor({2, 4}, random_values(8, 1));
+  small.adam->set_lr(0);  // every step gives the same output
+  Tensor y;
+  Values expected;
+  for (int i = 0; i < 6; ++i) {
+    y = take(graphed->run({{x}}))[0];
+    if (i == 2) expected = values_of(take(y.to(Device())));
+    // Whoever gets memory now writes all over it.
+    for (int64_t n = 1; n < 4096; n *= 2) {
+      const Tensor other = take(Tensor::empty({n}, DType::kU8, device));
+      check(devices::fill(device, other.raw_data(), 0xFF, static_cast<size_t>(n)));
+      const StreamScope scope(graphed->stream());
+      const Tensor same_stream = take(Tensor::empty({n}, DType::kU8, device));
+      check(devices::fill(device, same_stream.raw_data(), 0xFF, static_cast<size_t>(n),
+                          graphed->stream()));
+    }
+    if (i < 2) continue;
+    EXPECT_EQ(values_of(take(y.to(Device()))), expected) << i;
+  }
+  graphed.reset();
+  EXPECT_EQ(values_of(take(y.to(Device()))), expected) << "after the graph";
+}
+
+TEST(CapturableOptimizer, GivesTheBitsOfTheOtherOnTheHost) {
+  for (bool sgd : {false, true}) {
+    for (float clip : {0.0f, 0.1f, 1e9f}) {
+      std::vector<Values> results;
+      for (bool capturable : {false, true}) {
+        auto linear = take(Linear::create({.in_features = 3, .out_features = 4, .seed = 2}));
+        const auto parameters = linear->parameters();
+        std::unique_ptr<Optimizer> optimizer;
+        if (sgd) {
+          optimizer = take(SGD::create(
+              parameters, {.momentum = 0.9f, .max_grad_norm = clip, .capturable = capturable}));
+        } else {
+          optimizer = take(Adam::create(
+              parameters, {.weight_decay = 0.1f, .max_grad_norm = clip, .capturable = capturable}));
+        }
+        EXPECT_EQ(optimizer->capturable(), capturable);
+        for (uint64_t step = 1; step <= 5; ++step) {
+          for (const NamedParameter& p : parameters) {
+            set_values(p.grad(), random_values(p.grad().numel(), step * 10 + p.name.size()));
+          }
+          optimizer->set_lr(0.1f / static_cast<float>(step));
+          ASSERT_OK(optimizer->step());
+        }
+        EXPECT_EQ(optimizer->steps(), 5);
+        EXPECT_EQ(optimizer->grad_norm().defined(), capturable && clip > 0);
+        for (const NamedParameter& p : parameters) results.push_back(values_of(p.value()));
+      }
+      ASSERT_EQ(results.size(), 4u);
+      EXPECT_EQ(results[0], results[2]);
+      EXPECT_EQ(results[1], results[3]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing

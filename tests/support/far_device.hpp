@@ -1,0 +1,237 @@
+#pragma once
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "te_fl/plugin.h"
+
+// A device whose memory is really elsewhere. Its addresses lie in a reserved range that no program
+// may read or write, so that host code which touches a tensor of it ends at once; the bytes are
+// kept in a second mapping, which only its own functions know. It works as late as it may: what is
+// enqueued on a stream, copies from and to pinned memory among it, happens when somebody waits for
+// that stream. What a device does with a copy of pageable memory, CUDA's for one, it does too: it
+// waits.
+namespace te_fl::testing {
+
+class FarDevice {
+ public:
+  struct Range {
+    uintptr_t begin;
+    size_t bytes;
+    void* stream;
+  };
+
+  explicit FarDevice(int32_t index = 0, size_t capacity = size_t{1} << 32) : capacity_(capacity) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    shown_ = static_cast<char*>(mmap(nullptr, capacity, PROT_NONE, flags, -1, 0));
+    real_ = static_cast<char*>(mmap(nullptr, capacity, PROT_READ | PROT_WRITE, flags, -1, 0));
+    if (shown_ == MAP_FAILED || real_ == MAP_FAILED) std::abort();
+    free_[0] = capacity;
+    api.struct_size = sizeof api;
+    api.allocate = [](void* self, size_t bytes, void*, void** out, const te_fl_error_sink* e) {
+      return of(self).allocate(bytes, out, e);
+    };
+    api.free = [](void* self, void* data, void* stream) { return of(self).release(data, stream); };
+    api.allocate_pinned = [](void* self, size_t bytes, void** out, const te_fl_error_sink* e) {
+      return of(self).allocate_pinned(bytes, out, e);
+    };
+    api.free_pinned = [](void* self, void* data) { return of(self).free_pinned(data); };
+    api.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host, void* stream,
+                  const te_fl_error_sink* e) {
+      return of(self).copy(dst, src, bytes, host, stream, e);
+    };
+    api.fill = [](void* self, void* dst, uint8_t value, size_t bytes, void* stream,
+                  const te_fl_error_sink*) -> te_fl_status {
+      FarDevice& d = of(self);
+      d.enqueue(stream, [to = d.real(dst), value, bytes] { std::memset(to, value, bytes); });
+      return TE_FL_OK;
+    };
+    api.synchronize = [](void* self, void* stream, const te_fl_error_sink* e) {
+      return of(self).synchronize(stream, e);
+    };
+    api.is_capturing = [](void* self, void*, int32_t* capturing) -> te_fl_status {
+      *capturing = of(self).capturing.load() ? 1 : 0;
+      return TE_FL_OK;
+    };
+    api.properties = [](void*, te_fl_device_props* props) -> te_fl_status {
+      props->arch = 7;
+      std::strcpy(props->name, "far");
+      return TE_FL_OK;
+    };
+    desc.struct_size = sizeof desc;
+    desc.device = {TE_FL_DEVICE_EXT, index};
+    desc.provider = "far";
+    desc.self = this;
+    desc.api = &api;
+  }
+  ~FarDevice() {
+    munmap(shown_, capacity_);
+    munmap(real_, capacity_);
+  }
+  FarDevice(const FarDevice&) = delete;
+  FarDevice& operator=(const FarDevice&) = delete;
+
+  // Where the bytes of a device address are, for functions that the device itself runs.
+  char* real(const void* shown) const {
+    const char* at = static_cast<const char*>(shown);
+    if (at < shown_ || at >= shown_ + capacity_) {
+      std::fprintf(stderr, "far device: %p is not an address of its memory\n", shown);
+      std::abort();
+    }
+    return real_ + (at - shown_);
+  }
+  bool owns(const void* p) const {
+    return static_cast<const char*>(p) >= shown_ &&
+           static_cast<const char*>(p) < shown_ + capacity_;
+  }
+  void enqueue(void* stream, std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    queues_[stream].push_back(std::move(work));
+  }
+
+  te_fl_device_api api{};
+  te_fl_device_desc desc{};
+  std::atomic<bool> capturing{false};
+  std::atomic<te_fl_status> next_copy{TE_FL_OK};  // what copies answer
+  std::atomic<te_fl_status> next_pinned{TE_FL_OK};
+  std::atomic<int64_t> pinned{0};  // buffers alive
+  // Copies since forget(): from the device, and to it.
+  std::vector<Range> reads() const {
+    const std::lock_guard lock(mutex_);
+    return reads_;
+  }
+  std::vector<Range> writes() const {
+    const std::lock_guard lock(mutex_);
+    return writes_;
+  }
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    reads_.clear();
+    writes_.clear();
+  }
+  // Not kept unless asked for: a training run makes many.
+  bool keep_ranges = false;
+
+ private:
+  static FarDevice& of(void* self) { return *static_cast<FarDevice*>(self); }
+  static te_fl_status say(const te_fl_error_sink* e, te_fl_status status, const char* text) {
+    if (e != nullptr && e->write != nullptr) e->write(e->host, text);
+    return status;
+  }
+
+  te_fl_status allocate(size_t bytes, void** out, const te_fl_error_sink* e) {
+    const size_t wanted = (bytes + 2 * kAlignment) / kAlignment * kAlignment;  // and a gap
+    const std::lock_guard lock(mutex_);
+    for (auto at = free_.begin(); at != free_.end(); ++at) {
+      if (at->second < wanted) continue;
+      const auto [offset, size] = *at;
+      free_.erase(at);
+      if (size > wanted) free_[offset + wanted] = size - wanted;
+      used_[offset] = wanted;
+      *out = shown_ + offset;
+      return TE_FL_OK;
+    }
+    return say(e, TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN, "the far device is full");
+  }
+
+  te_fl_status release(void* data, void* stream) {
+    const std::lock_guard lock(mutex_);
+    flush(stream);
+    const auto at = used_.find(static_cast<size_t>(static_cast<char*>(data) - shown_));
+    if (at == used_.end()) std::abort();
+    auto [offset, size] = *at;
+    used_.erase(at);
+    std::memset(real_ + offset, 0xdd, size < 4096 ? size : 4096);
+    auto next = free_.lower_bound(offset);
+    if (next != free_.end() && offset + size == next->first) {
+      size += next->second;
+      next = free_.erase(next);
+    }
+    if (next != free_.begin()) {
+      auto before = std::prev(next);
+      if (before->first + before->second == offset) {
+        before->second += size;
+        return TE_FL_OK;
+      }
+    }
+    free_[offset] = size;
+    return TE_FL_OK;
+  }
+
+  te_fl_status allocate_pinned(size_t bytes, void** out, const te_fl_error_sink* e) {
+    if (const te_fl_status status = next_pinned.load()) return say(e, status, "no pinned memory");
+    *out = std::malloc(bytes);
+    if (*out == nullptr) return say(e, TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN, "no host memory");
+    const std::lock_guard lock(mutex_);
+    pinned_[static_cast<char*>(*out)] = bytes;
+    ++pinned;
+    return TE_FL_OK;
+  }
+
+  te_fl_status free_pinned(void* data) {
+    const std::lock_guard lock(mutex_);
+    pinned_.erase(static_cast<char*>(data));
+    --pinned;
+    std::free(data);
+    return TE_FL_OK;
+  }
+
+  bool is_pinned(const void* p) const {
+    const auto* at = static_cast<const char*>(p);
+    auto after = pinned_.upper_bound(const_cast<char*>(at));
+    if (after == pinned_.begin()) return false;
+    const auto& [begin, bytes] = *std::prev(after);
+    return at < begin + bytes;
+  }
+
+  te_fl_status copy(void* dst, const void* src, size_t bytes, uint32_t host, void* stream,
+                    const te_fl_error_sink* e) {
+    if (const te_fl_status status = next_copy.load()) return say(e, status, "the bus is down");
+    const bool to_host = (host & 1) != 0, from_host = (host & 2) != 0;
+    char* to = to_host ? static_cast<char*>(dst) : real(dst);
+    const char* from = from_host ? static_cast<const char*>(src) : real(src);
+    const std::lock_guard lock(mutex_);
+    if (keep_ranges && to_host) reads_.push_back({reinterpret_cast<uintptr_t>(src), bytes, stream});
+    if (keep_ranges && from_host)
+      writes_.push_back({reinterpret_cast<uintptr_t>(dst), bytes, stream});
+    queues_[stream].push_back([to, from, bytes] { std::memmove(to, from, bytes); });
+    const bool pageable = (to_host && !is_pinned(dst)) || (from_host && !is_pinned(src));
+    if (pageable) flush(stream);
+    return TE_FL_OK;
+  }
+
+  te_fl_status synchronize(void* stream, const te_fl_error_sink*) {
+    const std::lock_guard lock(mutex_);
+    flush(stream);
+    return TE_FL_OK;
+  }
+
+  // The lock is held.
+  void flush(void* stream) {
+    std::deque<std::function<void()>> work;
+    work.swap(queues_[stream]);
+    for (const auto& f : work) f();
+  }
+
+  static constexpr size_t kAlignment = 256;
+  size_t capacity_;
+  char* shown_;
+  char* real_;
+  mutable std::mutex mutex_;
+  std::map<size_t, size_t> free_, used_;  // offset, bytes
+  std::map<char*, size_t> pinned_;
+  std::map<void*, std::deque<std::function<void()>>> queues_;
+  std::vector<Range> reads_, writes_;
+};
+
+}  // namespace te_fl::testing
