@@ -217,28 +217,11 @@ __device__ inline RowStatistics merge(const Moments& m, float inverse_cols, floa
 }
 
 // Codes of four values, the first in the lowest byte. NaN becomes 0x7F.
-__device__ inline uint32_t encode(const float (&v)[kHalf], bool e5m2) {
+__device__ inline uint32_t encode(const float (&v)[kHalf], bool is_e5m2) {
   const float2 low = make_float2(v[0], v[1]), high = make_float2(v[2], v[3]);
-  const auto kind = e5m2 ? __NV_E5M2 : __NV_E4M3;
+  const auto kind = is_e5m2 ? __NV_E5M2 : __NV_E4M3;
   return __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, kind) |
          uint32_t{__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, kind)} << 16;
-}
-
-// The scale of a tensor's codes: given, or from the amax that an earlier launch found. `lead`, one
-// thread of the grid, writes what belongs to the tensor.
-__device__ inline float tensor_scale(const Quantised& q, bool wide, bool lead) {
-  float scale;
-  if (q.found != nullptr) {
-    scale = numeric::scale_from_amax(*q.found, wide ? kLargest<cuda::e5m2> : kLargest<e4m3>,
-                                     q.epsilon, q.pow2, FLT_MAX);
-    if (lead && q.amax != nullptr) *q.amax = *q.found;
-    if (lead && q.scale != nullptr) *q.scale = scale;
-  } else {
-    scale = *q.scale;
-  }
-  if (lead && q.scale_inv != nullptr) *q.scale_inv = 1.0f / scale;
-  if (lead && q.column_scale_inv != nullptr) *q.column_scale_inv = 1.0f / scale;
-  return scale;
 }
 
 }  // namespace te_fl::cuda

@@ -16,7 +16,7 @@ struct RowsArgs {
   int rows;
   int cols, warps;  // warps: that share a row, a power of two
   float inverse_cols, epsilon, offset;
-  bool centred, find_amax, e5m2;
+  bool centred, find_amax;
   bool weighs;  // what comes after the statistics is wanted
 };
 
@@ -26,11 +26,11 @@ template <class T, bool kCodes, int kGroups, bool kResidual, int kStages, int kB
 __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArgs a) {
   extern __shared__ float4 dynamic[];
   __shared__ float2 centre_sum[2][kRowWarps];  // of every warp's part of its row
-  __shared__ float squares[2][kRowWarps];
+  __shared__ float squares[2][kRowWarps], sizes[kRowWarps];
   float* const g_shared = reinterpret_cast<float*>(dynamic);
   float* const b_shared = g_shared + a.cols;
-  constexpr int kEach = static_cast<int>(sizeof(T) / 2);  // pieces of a group
-  constexpr bool kOnce = kResidual || !kCodes;            // as measured
+  constexpr int kEach = static_cast<int>(sizeof(T) / 2);          // pieces of a group
+  constexpr bool kOnce = kGroups <= 2 && (kResidual || !kCodes);  // as measured
   const Staged staged{
       reinterpret_cast<uint4*>(g_shared + (a.weighs ? 2 * a.cols : 0)) + threadIdx.x,
       kGroups * kEach * (kResidual ? 2 : 1)};
@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
   };
   const bool stores = a.z != nullptr;
   float scale = 1.0f, most = 0.0f;
-  if constexpr (kCodes) scale = tensor_scale(a.q, a.e5m2, blockIdx.x == 0 && threadIdx.x == 0);
+  if constexpr (kCodes) {
+    scale = a.q.tensor_scale();
+    if (blockIdx.x == 0 && threadIdx.x == 0) a.q.write_tensor_scale(scale);
+  }
   if (a.weighs) {
     stage_weights(a.gamma, a.beta, a.offset, 0, groups, g_shared, b_shared);
   }
   const float n = size_of(part), inverse_n = n > 0.0f ? 1.0f / n : 0.0f;
-  // In the merge lane k, and k + 16, has part k.
-  const int other_part = lane % 16;
-  const bool merges = other_part < a.warps;
-  const float other_n = merges ? size_of(other_part) : 0.0f;
+  if (threadIdx.x < 16) sizes[threadIdx.x] = size_of(static_cast<int>(threadIdx.x));
   __syncthreads();
 
   for (int parity = 0; row < a.rows; row += step, parity ^= 1) {
@@ -124,10 +124,12 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
       if (lane == 0) centre_sum[parity][warp] = make_float2(centre, mine);
       if (lane == 16) squares[parity][warp] = mine;
       asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
-      Moments m{0.0f, 0.0f, 0.0f, other_n};
-      if (merges) {
-        const float2 two = centre_sum[parity][slot * a.warps + other_part];
-        m = {two.x, two.y, squares[parity][slot * a.warps + other_part], other_n};
+      // Lane k, and k + 16, has part k.
+      const int k = lane % 16;
+      Moments m{0.0f, 0.0f, 0.0f, 0.0f};
+      if (k < a.warps) {
+        const float2 two = centre_sum[parity][slot * a.warps + k];
+        m = {two.x, two.y, squares[parity][slot * a.warps + k], sizes[k]};
       }
       s = merge<16>(m, a.inverse_cols, a.epsilon, a.centred);
     } else {
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
       if (!stores) return;
       const int64_t at = int64_t{row} * a.cols + group_at(g) * kGroup;
       if constexpr (kCodes) {
-        codes[half] = encode(values, a.e5m2);
+        codes[half] = encode(values, a.q.is_e5m2);
         if (half == 0) return;
         *reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.z) + at) = make_uint2(codes[0], codes[1]);
       } else {
@@ -237,7 +239,6 @@ bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, 
   a.epsilon = f.epsilon;
   a.offset = f.zero_centered ? 1.0f : 0.0f;
   a.centred = f.mu != nullptr;
-  a.e5m2 = dtype_of(*f.z) == TE_FL_F8E5M2;
   a.amax = amax;
   const bool codes = task == RowTask::kStore && out != nullptr;
   if (codes) {

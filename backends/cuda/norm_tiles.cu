@@ -25,7 +25,7 @@ struct TilesArgs {
   int cols, width, blocks;  // width: columns of a block; blocks: of a cluster
   int step;                 // rows that all clusters hold
   float inverse_cols, epsilon, offset;
-  bool centred, e5m2;
+  bool centred;
 };
 
 // v[r] summed over the warp; lane l gets that of row l / 8.
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
   cluster.barrier_arrive();  // awaited before the first write to a neighbour
   const int rank = static_cast<int>(blockIdx.x) % a.blocks;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int col0 = rank * a.width, width = min(a.width, a.cols - col0), groups = width / kGroup;
+  const int col0 = rank * a.width, groups = min(a.width, a.cols - col0) / kGroup;
   const int my_row = warp * kWarpRows + lane / 8;  // the one whose statistics this lane has
   const Staged staged{reinterpret_cast<uint4*>(memory + Memory::kStaged) + thread, Memory::kPieces};
   const int rows = static_cast<int>(a.q.m);
@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
   };
   fetch();
   stage_weights(a.gamma, a.beta, a.offset, col0, groups, g_shared, b_shared);
-  const float scale = tensor_scale(a.q, a.e5m2, blockIdx.x == 0 && thread == 0);
+  const float scale = a.q.tensor_scale();
+  if (blockIdx.x == 0 && thread == 0) a.q.write_tensor_scale(scale);
   float most = 0.0f;
   cluster.barrier_wait();
 
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
         }
       }
     };
-    Moments m{0.0f, 0.0f, 0.0f, static_cast<float>(width)};
+    Moments m{0.0f, 0.0f, 0.0f, static_cast<float>(groups * kGroup)};
     float centre[kWarpRows] = {};
     if (a.centred) {
       float sum[kWarpRows] = {};
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
     }
     const RowStatistics s = merge<8>(m, a.inverse_cols, a.epsilon, a.centred);
     // A row past the last one becomes NaN, which does not enter the amax.
-    const bool inside = row0 + my_row < rows;
+    const bool inside = row0 + warp * kWarpRows + lane / 8 < rows;
     const float shift = inside ? -s.rest * s.rsigma : CUDART_NAN_F;
     if (lane % 8 == 0) statistics[my_row] = make_float4(s.high, s.rsigma, shift, 0.0f);
     if (rank == 0 && lane % 8 == 0 && inside) {
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
               most = fmaxf(most, fabsf(v[i]));
               v[i] *= scale;
             }
-            codes[r][half] = encode(v, a.e5m2);
+            codes[r][half] = encode(v, a.q.is_e5m2);
           }
         }
 #pragma unroll
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
     __syncthreads();
     // The next row's barrier separates these reads from its writes.
     const uint32_t* words = reinterpret_cast<const uint32_t*>(memory + Memory::kTurned);
-    for (int i = thread; i < width * kColumnPieces; i += kTileThreads) {
+    for (int i = thread; i < groups * kGroup * kColumnPieces; i += kTileThreads) {
       const int c = i / kColumnPieces, piece = i % kColumnPieces;
       if (row0 + piece * 16 >= rows) continue;
       const uint32_t* from = words + piece * 4 * Memory::kColumnPitch + c;
@@ -351,7 +352,6 @@ bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantis
   a.epsilon = f.epsilon;
   a.offset = f.zero_centered ? 1.0f : 0.0f;
   a.centred = f.mu != nullptr;
-  a.e5m2 = dtype_of(*f.z) == TE_FL_F8E5M2;
   return dtype == TE_FL_BF16 ? launch_type<bf16>(ctx, a) : launch_type<fp16>(ctx, a);
 }
 
