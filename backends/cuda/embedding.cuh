@@ -45,6 +45,7 @@ static __global__ void __launch_bounds__(kThreads)
 }
 
 constexpr int kListed = 32;
+constexpr int kTableThreads = 128, kTableWarps = kTableThreads / 32;
 
 struct RowSums {
   Integers indices;
@@ -69,7 +70,7 @@ __device__ inline void add_positions(const RowSums& s, const int32_t* list, int 
   }
 }
 
-// The positions of [first, first + 4 kThreads) that look up `row`, counted from `first`, into
+// The positions of [first, first + 4 kTableThreads) that look up `row`, counted from `first`, into
 // `list` in order; all threads get their number.
 __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t first, int32_t* list,
                                      int32_t* warp_counts) {
@@ -91,7 +92,7 @@ __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t firs
   if (lane == 31) warp_counts[warp] = before;
   __syncthreads();
   int begin = before - count, total = 0;
-  for (int w = 0; w < kThreads / 32; ++w) {
+  for (int w = 0; w < kTableWarps; ++w) {
     if (w < warp) begin += warp_counts[w];
     total += warp_counts[w];
   }
@@ -102,50 +103,69 @@ __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t firs
   return total;
 }
 
-// blockIdx.x: the row of the table; blockIdx.y: kThreads * kGroup columns.
-static __global__ void __launch_bounds__(kThreads) embedding_gradient_kernel(RowSums s) {
-  __shared__ int32_t list[4 * kThreads];
-  __shared__ int32_t sorted[kListed];
-  __shared__ int32_t warp_counts[kThreads / 32];
-  __shared__ int32_t found;
-  const int64_t row = blockIdx.x;
-  const int64_t col = (blockIdx.y * int64_t{kThreads} + threadIdx.x) * kGroup;
-  const int64_t left = s.cols - col;
-  const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
-  int count = kListed + 1;
-  if (s.heads != nullptr) {
-    if (threadIdx.x == 0) {
-      int32_t at = s.heads[row], k = 0;
-      for (; at >= 0 && k <= kListed; ++k) {
-        if (k < kListed) list[k] = at;
-        at = s.next[at];
-      }
-      found = k;
+// A list of up to kListed positions, sorted by the warp; more than kListed: there are more.
+// `unsorted` is the warp's, too.
+__device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsorted, int32_t* list) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int count = 0;
+  if (lane == 0) {
+    for (int32_t at = s.heads[row]; at >= 0 && count <= kListed; ++count) {
+      if (count < kListed) unsorted[count] = at;
+      at = s.next[at];
     }
-    __syncthreads();
-    count = found;
   }
-  if (count == 0 && s.accumulate) return;
+  count = __shfl_sync(0xFFFFFFFFu, count, 0);
+  __syncwarp();
+  if (count <= kListed && lane < count) {
+    int rank = 0;
+    for (int k = 0; k < count; ++k) rank += unsorted[k] < unsorted[lane] ? 1 : 0;
+    list[rank] = unsorted[lane];
+  }
+  return count;
+}
+
+constexpr int kTableRows = kTableWarps;  // of a block: a warp finds the positions of each
+
+// Row `row`, columns [col, col + n): the sum of its positions.
+__device__ inline void store_sum(const RowSums& s, int64_t row, const int32_t* list, int count,
+                                 int64_t col, int n, int32_t* found, int32_t* warp_counts) {
   float sum[kGroup] = {};
   if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
-  if (count > 0 && count <= kListed) {
-    if (static_cast<int>(threadIdx.x) < count) {
-      const int32_t mine = list[threadIdx.x];
-      int rank = 0;
-      for (int k = 0; k < count; ++k) rank += list[k] < mine ? 1 : 0;
-      sorted[rank] = mine;
-    }
-    __syncthreads();
-    if (n > 0) add_positions(s, sorted, count, 0, col, n, sum);
-  } else if (count > kListed) {
-    __syncthreads();
-    for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
-      const int here = find_positions(s, row, first, list, warp_counts);
-      if (n > 0) add_positions(s, list, here, first, col, n, sum);
+  if (count <= kListed) {
+    if (n > 0) add_positions(s, list, count, 0, col, n, sum);
+  } else {
+    for (int64_t first = 0; first < s.positions; first += 4 * kTableThreads) {
+      const int here = find_positions(s, row, first, found, warp_counts);
+      if (n > 0) add_positions(s, found, here, first, col, n, sum);
       __syncthreads();
     }
   }
   if (n > 0) s.out.store(row * s.cols + col, n, sum);
+}
+
+// blockIdx.x: kTableRows rows of the table; blockIdx.y: kTableThreads * kGroup columns.
+static __global__ void __launch_bounds__(kTableThreads)
+    embedding_gradient_kernel(RowSums s, int64_t rows) {
+  static_assert(kListed == 32, "a lane for each position");
+  __shared__ int32_t unsorted[kTableRows][kListed], lists[kTableRows][kListed];
+  __shared__ int32_t counts[kTableRows];
+  __shared__ int32_t found[4 * kTableThreads], warp_counts[kTableWarps];
+  const int64_t first_row = blockIdx.x * int64_t{kTableRows};
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (first_row + warp < rows) {
+    const int count = s.heads == nullptr
+                          ? kListed + 1
+                          : sorted_list(s, first_row + warp, unsorted[warp], lists[warp]);
+    if (threadIdx.x % 32 == 0) counts[warp] = count;
+  }
+  __syncthreads();
+  const int64_t col = (blockIdx.y * int64_t{kTableThreads} + threadIdx.x) * kGroup;
+  const int64_t left = s.cols - col;
+  const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
+  for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {
+    if (counts[r] == 0 && s.accumulate) continue;
+    store_sum(s, first_row + r, lists[r], counts[r], col, n, found, warp_counts);
+  }
 }
 
 }  // namespace te_fl::cuda
