@@ -14,8 +14,8 @@
 #include <thread>
 
 #include "backends/cpu/cache_size.hpp"
+#include "bench/cases/case.hpp"
 #include "core/op_table.hpp"
-#include "cpu_case.hpp"
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -211,9 +211,7 @@ struct Peers {
 
 // Rows, a multiple of `step`, with which the tensors take about `memory` bytes.
 int64_t rows_for(const CaseSpec& spec, int64_t memory, int64_t step) {
-  Case probe;
-  spec.build(probe, 512);
-  const int64_t per_row = std::max<int64_t>(1, probe.memory / 512);
+  const int64_t per_row = std::max<int64_t>(1, spec.build(512)->memory / 512);
   return std::max<int64_t>(step, (memory / per_row + step) / step * step);
 }
 
@@ -221,8 +219,8 @@ int64_t rows_for(const CaseSpec& spec, int64_t memory, int64_t step) {
 // arithmetic allows, since memory does not take part.
 double in_cache_bandwidth(Backend& backend, const CaseSpec& spec) {
   const int64_t second_level = std::max<int64_t>(256 << 10, sysconf(_SC_LEVEL2_CACHE_SIZE));
-  Case c;
-  spec.build(c, rows_for(spec, threads() * second_level / 2, 128));
+  const auto built = spec.build(rows_for(spec, threads() * second_level / 2, 128));
+  const Case& c = *built;
   if (!backend.prepare(spec.op, c).empty()) return 0;
   const double once = best_of(10, [&] { backend.call(); });
   const double best =
@@ -233,12 +231,11 @@ double in_cache_bandwidth(Backend& backend, const CaseSpec& spec) {
 // The reference's time for the same work. It is limited by arithmetic, so a small part of a large
 // case stands for the whole.
 double reference_seconds(Peers& peers, const CaseSpec& spec, int64_t rows, const Case& whole) {
-  Case part;
-  spec.build(part, spec.memory_bound ? std::max<int64_t>(512, rows / 64) : rows);
-  if (!spec.memory_bound && whole.flops > 0) {
-    part = Case();
-    spec.build(part, rows / 8);
-  }
+  const bool arithmetic = !spec.memory_bound && whole.flops > 0;
+  const auto built = spec.build(spec.memory_bound ? std::max<int64_t>(512, rows / 64)
+                                : arithmetic      ? rows / 8
+                                                  : rows);
+  const Case& part = *built;
   if (!peers.reference.prepare(spec.op, part).empty()) return 0;
   const double seconds = best_of(whole.flops > 0 ? 1 : 2, [&] { peers.reference.call(); });
   const double work =
@@ -249,8 +246,8 @@ double reference_seconds(Peers& peers, const CaseSpec& spec, int64_t rows, const
 void run_case(benchmark::State& state, Peers& peers, const CaseSpec& spec) {
   const int64_t rows =
       spec.memory_bound ? rows_for(spec, 4 * last_level_cache(), 512) : spec.fixed_rows;
-  Case c;
-  spec.build(c, rows);
+  const auto built = spec.build(rows);
+  const Case& c = *built;
   const std::string refusal = peers.cpu.prepare(spec.op, c);
   if (!refusal.empty()) return state.SkipWithError(refusal.c_str());
   double best = 1e9;
@@ -298,7 +295,7 @@ int main(int argc, char** argv) {
   using namespace te_fl::bench;
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  static const std::vector<CaseSpec> cases = cpu_cases();
+  const std::vector<CaseSpec>& cases = all_cases();
   if (!covers_catalogue(cases)) return 1;
   static Peers peers;
   benchmark::AddCustomContext("threads", std::to_string(threads()));

@@ -61,10 +61,9 @@ Status check_desc(const te_fl_device_desc* desc) {
       (desc->provider == nullptr || desc->provider[0] == '\0')) {
     return invalid_argument("a kDLExtDev device must name its provider (rule R18)");
   }
-  constexpr size_t kLeast = offsetof(te_fl_device_api, properties) + sizeof(void*);
-  if (desc->api == nullptr || desc->api->struct_size < kLeast) {
+  if (desc->api == nullptr || desc->api->struct_size < kLeastDeviceApi) {
     return invalid_argument("a device's function table is missing or smaller than " +
-                            std::to_string(kLeast) + " bytes (rule R3)");
+                            std::to_string(kLeastDeviceApi) + " bytes (rule R3)");
   }
   const te_fl_device_api& api = *desc->api;
   if (!api.allocate || !api.free || !api.copy || !api.fill || !api.synchronize || !api.properties) {
@@ -107,6 +106,23 @@ void DeviceEntry::last_gone() noexcept {
   // Moved out, so that what it holds goes with it: the entry itself stays for ever.
   const std::function<void()> gone = std::exchange(on_gone_, nullptr);
   if (gone) gone();
+}
+
+void lose_device(const Device& device, const std::string& reason) {
+  DeviceEntry* entry = find_device(device);
+  if (entry == nullptr || device.is_host()) return;
+  if (!entry->lose(reason)) return;
+  if (auto* tell = g_device_lost.load(std::memory_order_acquire)) tell(device, reason);
+}
+
+void find_device_again(const Device& device) noexcept {
+  if (DeviceEntry* entry = find_device(device)) entry->found_again();
+}
+
+Status lost_device(const Device& device, const std::string& reason) {
+  return Status(StatusCode::kDeviceLost,
+                "device " + to_string(device) + " is lost since " + reason +
+                    "; no op runs on it any more: restart the process, or use another device");
 }
 
 Status retire_device(const Device& device, std::function<void()> gone) {

@@ -1,14 +1,20 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "te_fl/device.hpp"
 
 namespace te_fl::core {
+
+// Of a device's table of functions: up to `properties`. What was appended later may be missing.
+inline constexpr size_t kLeastDeviceApi =
+    offsetof(te_fl_device_api, properties) + sizeof(te_fl_device_api::properties);
 
 // One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until
 // the device has been removed.
@@ -24,6 +30,20 @@ struct DeviceEntry {
     const int64_t count = count_.load(std::memory_order_relaxed);
     return count < 0 ? count - kClosed : count;
   }
+  // Why the device does nothing any more; null while it works. Never freed.
+  const std::string* lost() const noexcept { return lost_.load(std::memory_order_acquire); }
+  // False if it is lost already.
+  bool lose(const std::string& reason) {
+    auto text = std::make_unique<const std::string>(reason);
+    const std::string* none = nullptr;
+    if (!lost_.compare_exchange_strong(none, text.get(), std::memory_order_acq_rel)) return false;
+    (void)text.release();
+    return true;
+  }
+  void found_again() noexcept { lost_.store(nullptr, std::memory_order_release); }
+
+  // Gone or going: no new objects, and no new work but to save what there is.
+  bool closed() const noexcept { return count_.load(std::memory_order_relaxed) < 0; }
   // Counts an object in. False if the device is being removed.
   bool acquire() noexcept {
     int64_t count = count_.load(std::memory_order_relaxed);
@@ -63,12 +83,24 @@ struct DeviceEntry {
   void last_gone() noexcept;
 
   std::atomic<int64_t> count_{0};
+  std::atomic<const std::string*> lost_{nullptr};
   std::function<void()>
       on_gone_;  // written before the count is closed, read after the last object went
 };
 
 // Lock-free. Null if there is no such device.
 DeviceEntry* find_device(const Device& device) noexcept;
+
+// A sticky error: nothing works on the device any more. Every later use of it fails at once with
+// `reason`, through dispatch too. The host cannot be lost.
+void lose_device(const Device& device, const std::string& reason);
+// The device is there again, perhaps another one.
+void find_device_again(const Device& device) noexcept;
+// What every later use says.
+Status lost_device(const Device& device, const std::string& reason);
+// Set by the registry: a device was lost.
+inline constinit std::atomic<void (*)(const Device&, const std::string& reason)> g_device_lost{
+    nullptr};
 
 // Takes a device out of service: no new objects. It leaves the list when its last object goes, on
 // the thread that frees it, and then `gone` is called; at once if there is none. Calls on its

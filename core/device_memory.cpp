@@ -1,8 +1,26 @@
 #include <memory>
 
+#include "core/allocations.hpp"
 #include "core/device_use.hpp"
+#include "core/recent_ops.hpp"
 
-namespace te_fl::devices {
+namespace te_fl {
+
+Status core::device_status(const Device& device, void* stream, const ErrorText& errors,
+                           te_fl_status code, const std::string& what) {
+  Status status = errors.status(code, what);
+  const bool lost = status.code() == StatusCode::kDeviceLost;
+  if (device.is_host() || (!lost && status.code() != StatusCode::kInternal)) return status;
+  const std::string suspects = recent_ops(device, stream);
+  if (!suspects.empty()) {
+    status = Status(status.code(), status.message() + "; enqueued last, newest first: " + suspects +
+                                       " (TE_FL_SYNC=1 finds the one that failed)");
+  }
+  if (lost) lose_device(device, status.message());
+  return status;
+}
+
+namespace devices {
 namespace {
 
 using core::DeviceEntry;
@@ -15,8 +33,10 @@ Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t byte
   const te_fl_device_desc& d = *entry.desc;
   const te_fl_status code = errors.call(
       [&] { return d.api->copy(d.self, dst, src, bytes, host_flags, stream, errors.sink()); });
-  return errors.status(
-      code, "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(
+      entry.device, stream, errors, code,
+      "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
 }
 
 // Between two devices that know nothing of each other: by way of the host, synchronously.
@@ -48,6 +68,14 @@ Status check_captured_copy(const Device& to, const Device& from, size_t bytes, v
       "tensor of the device, or after the launch");
 }
 
+// Who has the memory that was not there.
+Status out_of_memory(const Device& device, const Status& status) {
+  const std::string holders = core::largest_allocations(device);
+  if (holders.empty()) return status;
+  Status told(StatusCode::kOutOfMemory, status.message() + "; " + holders);
+  return status.clean() ? std::move(told.set_clean()) : told;
+}
+
 }  // namespace
 
 Result<te_fl_device_props> properties(const Device& device) {
@@ -69,13 +97,21 @@ Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->allocate(d.self, bytes, stream, &data, errors.sink()); });
-  return core::made_object(entry, errors, code, data, "allocation on ");
+  if (code == TE_FL_OK && data != nullptr) {
+    if (!device.is_host()) core::note_allocation(device, data, bytes);
+    return data;
+  }
+  Result<void*> failed = core::made_object(
+      entry, errors, code, data, ("allocation of " + core::bytes_text(bytes) + " on ").c_str());
+  return failed.status().code() == StatusCode::kOutOfMemory ? out_of_memory(device, failed.status())
+                                                            : failed;
 }
 
 void free(const Device& device, void* data, void* stream) noexcept {
   if (data == nullptr) return;
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
+  if (!device.is_host()) core::forget_allocation(device, data);
   ErrorText errors;
   core::report_release(
       errors.call([&] { return entry->desc->api->free(entry->desc->self, data, stream); }), errors,
@@ -129,8 +165,10 @@ Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* 
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->fill(d.self, dst, value, bytes, stream, errors.sink()); });
-  return errors.status(
-      code, "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(
+      device, stream, errors, code,
+      "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
 }
 
 Status synchronize(const Device& device, void* stream) {
@@ -145,7 +183,10 @@ Status synchronize(const Device& device, void* stream) {
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
       errors.call([&] { return d.api->synchronize(d.self, stream, errors.sink()); });
-  return errors.status(code, "synchronisation of " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, stream, errors, code,
+                             "synchronisation of " + te_fl::to_string(device));
 }
 
-}  // namespace te_fl::devices
+}  // namespace devices
+}  // namespace te_fl

@@ -173,7 +173,9 @@ Status synchronize_event(const Device& device, void* event) {
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return d.api->synchronize_event(d.self, event, errors.sink()); });
-  return errors.status(code, "waiting for an event of " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, nullptr, errors, code,
+                             "waiting for an event of " + te_fl::to_string(device));
 }
 
 Result<bool> is_capturing(const Device& device, void* stream) {

@@ -12,10 +12,12 @@
 // What every call of a device's function does around it.
 namespace te_fl::core {
 
-// NOT_FOUND names the devices that exist.
+// NOT_FOUND names the devices that exist, DEVICE_LOST says since when.
 inline Result<DeviceEntry*> device_entry(const Device& device) {
-  if (DeviceEntry* entry = find_device(device)) return entry;
-  return devices::find(device).status();
+  DeviceEntry* entry = find_device(device);
+  if (entry == nullptr) return devices::find(device).status();
+  if (const std::string* reason = entry->lost()) return lost_device(device, *reason);
+  return entry;
 }
 
 // Counts an object in, or says that the device is going.
@@ -57,6 +59,10 @@ F slot(const te_fl_device_api& api, F te_fl_device_api::*member) noexcept {
   const auto end = static_cast<size_t>(at - reinterpret_cast<const char*>(&api)) + sizeof(F);
   return end <= api.struct_size ? api.*member : nullptr;
 }
+// What a device returned for work on `stream`. An error may come from any op enqueued before, which
+// is then named; after a sticky one the device is lost.
+Status device_status(const Device& device, void* stream, const ErrorText& errors, te_fl_status code,
+                     const std::string& what);
 
 // What a device returned for an object that was counted in; ends the count when it is an error.
 inline Result<void*> made_object(DeviceEntry* entry, const ErrorText& errors, te_fl_status code,
@@ -65,7 +71,7 @@ inline Result<void*> made_object(DeviceEntry* entry, const ErrorText& errors, te
   const Device device = entry->device;
   entry->release();
   if (code == TE_FL_OK) return internal_error(to_string(device) + " allocated a null pointer");
-  return errors.status(code, what + to_string(device));
+  return device_status(device, nullptr, errors, code, what + to_string(device));
 }
 
 // A release that failed can only be reported: the object is gone for its owner.

@@ -107,8 +107,8 @@ const te_fl_tensor* Finder::tensor() const noexcept {
 bool Finder::reads(const Arg& arg) const noexcept { return op_.reads(arg, args_); }
 
 bool Finder::run(Signature& out) noexcept {
-  const bool good =
-      check_struct() && check_scalars() && check_tensors() && check_lists() && check_saved();
+  const bool good = check_struct() && check_scalars() && check_tensors() && check_lists() &&
+                    check_saved() && check_memory();
   if (good) {
     signature_.device = device_.is_host() ? Device{} : device_;
     out = signature_;

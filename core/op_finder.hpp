@@ -51,6 +51,7 @@ enum class Problem : uint8_t {
   kShape,
   kAlias,
   kPartialOverlap,
+  kNotItsMemory,
   // lists
   kNegativeCount,
   kLongList,
@@ -100,6 +101,9 @@ class Finder {
   const te_fl_tensor* other_tensor() const noexcept;
   // Whether the op reads the argument's present contents.
   bool reads(const Arg& arg) const noexcept;
+  // kNotItsMemory: which part of the tensor, and what the device says of it.
+  const char* part() const noexcept { return part_; }
+  const char* detail() const noexcept { return detail_; }
 
  private:
   bool fail(Problem problem, int arg, int64_t index = -1, int other = -1, int dim = -1) noexcept;
@@ -111,6 +115,9 @@ class Finder {
   bool check_list_counts() noexcept;
   bool check_list_elements(int64_t index, const Frame& base) noexcept;
   bool check_saved() noexcept;
+  bool check_memory() noexcept;
+  bool check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexcept;
+  static void keep_detail(void* finder, const char* text) noexcept;
   bool check_tensor(int i, int64_t index, const te_fl_tensor* t) noexcept;
   Problem inspect(const Arg& arg, const te_fl_tensor& t) const noexcept;
   Problem inspect_storage(const Arg& arg, const te_fl_tensor& t, int dtype) const noexcept;
@@ -136,6 +143,8 @@ class Finder {
   Device device_;
   int device_setter_ = -1;
   int64_t list_count_ = 0;
+  const char* part_ = "";
+  char detail_[200] = "";
 };
 
 // The quantisation data of a tensor whose struct sizes are in order; null if it says "not
@@ -152,6 +161,12 @@ int64_t numel_of(const te_fl_tensor& t) noexcept;
 bool is_compact(const te_fl_tensor& t) noexcept;
 // First element, or the column-wise data if there is no row-wise copy; null for an empty tensor.
 const char* first_byte(const te_fl_tensor& t) noexcept;
+// The bytes between the first and the last that a non-empty tensor addresses.
+struct ByteRange {
+  const char* begin;
+  const char* end;
+};
+ByteRange byte_range(const te_fl_tensor& t) noexcept;
 // Exact tests for TE_FL_VALIDATE. False if they cannot tell.
 bool overlaps_itself(const te_fl_tensor& t) noexcept;
 bool overlap_partly(const te_fl_tensor& a, const te_fl_tensor& b, bool same_start_allowed) noexcept;

@@ -65,6 +65,7 @@ class Words {
   std::string quant_text() const;
   std::string missing_quant() const;
   std::string pair_text() const;
+  std::string memory_text() const;
   std::string shape_text() const;
   std::string expected_term(const Term& term, std::vector<int>& setters) const;
   std::string saved_text() const;
@@ -241,6 +242,12 @@ std::string Words::pair_text() const {
   }
 }
 
+std::string Words::memory_text() const {
+  return who() + " is " + te_fl::describe(t_) + ", and its " + finder_.part() +
+         " is not memory of " + to_string(finder_.device()) + ": " + finder_.detail() +
+         "; copy it there with Tensor::to, or name the device that it is on";
+}
+
 // The extent that a term stands for with the names bound so far; notes who bound them.
 std::string Words::expected_term(const Term& term, std::vector<int>& setters) const {
   const Frame& frame = finder_.frame();
@@ -329,6 +336,8 @@ std::string Words::text() const {
     case Problem::kAlias:
     case Problem::kPartialOverlap:
       return pair_text();
+    case Problem::kNotItsMemory:
+      return memory_text();
     case Problem::kDevice:
       return t_ != nullptr ? pair_text() : saved_text();
     case Problem::kShape:

@@ -17,24 +17,6 @@ int64_t width_of(const te_fl_tensor& t) {
   return std::max(bits(static_cast<DType>(dtype)) / 8, 1);
 }
 
-struct Range {
-  const char* begin;
-  const char* end;
-};
-
-// The bytes between the first and the last that a non-empty tensor addresses.
-Range range_of(const te_fl_tensor& t) {
-  const char* first = first_byte(t);
-  const int dtype = dtype_index(t.dl.dtype);
-  if (is_compact(t)) return {first, first + bytes_for(static_cast<DType>(dtype), numel_of(t))};
-  int64_t low = 0, high = 0;
-  for (int i = 0; i < t.dl.ndim; ++i) {
-    const int64_t reach = (t.dl.shape[i] - 1) * t.dl.strides[i];
-    (reach < 0 ? low : high) += reach;
-  }
-  return {first + low * width_of(t), first + (high + 1) * width_of(t)};
-}
-
 // Element offsets of all elements; only for small tensors.
 std::vector<int64_t> offsets_of(const te_fl_tensor& t) {
   std::vector<int64_t> offsets{0};
@@ -73,6 +55,18 @@ bool strides_are_nested(const te_fl_tensor& t) {
 
 }  // namespace
 
+ByteRange byte_range(const te_fl_tensor& t) noexcept {
+  const char* first = first_byte(t);
+  const int dtype = dtype_index(t.dl.dtype);
+  if (is_compact(t)) return {first, first + bytes_for(static_cast<DType>(dtype), numel_of(t))};
+  int64_t low = 0, high = 0;
+  for (int i = 0; i < t.dl.ndim; ++i) {
+    const int64_t reach = (t.dl.shape[i] - 1) * t.dl.strides[i];
+    (reach < 0 ? low : high) += reach;
+  }
+  return {first + low * width_of(t), first + (high + 1) * width_of(t)};
+}
+
 bool overlaps_itself(const te_fl_tensor& t) noexcept {
   if (numel_of(t) < 2 || is_compact(t) || strides_are_nested(t)) return false;
   if (numel_of(t) > kMaxEnumerated) return false;
@@ -90,7 +84,7 @@ bool overlap_partly(const te_fl_tensor& a, const te_fl_tensor& b,
   if (first_byte(a) == nullptr || first_byte(b) == nullptr) return false;
   const bool same_start = first_byte(a) == first_byte(b);
   if (same_start) return !same_start_allowed;
-  const Range x = range_of(a), y = range_of(b);
+  const ByteRange x = byte_range(a), y = byte_range(b);
   if (x.end <= y.begin || y.end <= x.begin) return false;
   if (is_compact(a) && is_compact(b)) return true;
   // Interleaved views of one buffer (packed QKV) cover the same range without sharing an element.

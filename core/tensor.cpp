@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "core/allocations.hpp"
 #include "core/current_stream.hpp"
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
@@ -236,6 +237,7 @@ std::string Tensor::describe() const { return te_fl::describe(c()); }
 
 Result<Tensor> Tensor::empty(std::span<const int64_t> shape, DType dtype, Device device) {
   TE_FL_ASSIGN_OR_RETURN(const int64_t bytes, core::checked_bytes(shape, dtype));
+  const core::AllocationUse use(dtype, shape);
   TE_FL_ASSIGN_OR_RETURN(auto storage, core::shared_memory(device, bytes));
   void* data = storage.get();
   return Access::make({data, shape, {}, dtype, device, std::move(storage)});

@@ -47,8 +47,8 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   if (!plausible_size(desc.struct_size, sizeof desc)) {
     return bad("its descriptor", desc.struct_size, sizeof desc);
   }
-  if (desc.api != nullptr && !plausible_size(desc.api->struct_size, sizeof *desc.api)) {
-    return bad("its table of functions", desc.api->struct_size, sizeof *desc.api);
+  if (desc.api != nullptr && !plausible_size(desc.api->struct_size, core::kLeastDeviceApi)) {
+    return bad("its table of functions", desc.api->struct_size, core::kLeastDeviceApi);
   }
   return {};
 }
@@ -116,6 +116,32 @@ int64_t Instance::live_objects() const {
   int64_t live = 0;
   for (const Device& device : devices_) live += te_fl::devices::live_objects(device);
   return live;
+}
+
+Result<std::vector<Finding>> Instance::diagnose() const {
+  std::vector<Finding> found;
+  if (header_.api.diagnose == nullptr) return found;
+  core::ErrorText errors;
+  te_fl_finding_sink sink{};
+  sink.struct_size = sizeof sink;
+  sink.host = &found;
+  sink.write = [](void* host, const te_fl_finding* raw) {
+    const auto text = [](const char* s) { return std::string(s == nullptr ? "" : s); };
+    if (raw == nullptr ||
+        !plausible_size(raw->struct_size, TE_FL_SIZE_THROUGH(te_fl_finding, state)))
+      return;
+    const auto f = copy_struct<te_fl_finding>(raw);
+    const auto level = f.level == TE_FL_FINDING_OK     ? Finding::Level::kOk
+                       : f.level == TE_FL_FINDING_NOTE ? Finding::Level::kNote
+                                                       : Finding::Level::kProblem;
+    static_cast<std::vector<Finding>*>(host)->push_back(
+        {level, text(f.subject), text(f.state), text(f.disables), text(f.remedy)});
+  };
+  const te_fl_status code = guarded(errors.sink(), "diagnose", [&] {
+    return header_.api.diagnose(instance_, &sink, errors.sink());
+  });
+  TE_FL_RETURN_IF_ERROR(errors.status(code, "diagnose of plugin '" + header_.name + "'"));
+  return found;
 }
 
 Status Instance::create() {

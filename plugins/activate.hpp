@@ -8,6 +8,7 @@
 #include "te_fl/device.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/plugin.h"
+#include "te_fl/plugins.hpp"
 #include "te_fl/status.hpp"
 
 // From a te_fl_plugin_query function to registered devices and ops, and back. One path for built-in
@@ -52,6 +53,8 @@ class Instance {
   const std::vector<Device>& devices() const noexcept { return devices_; }
   // "op: impl_id"
   const std::vector<std::string>& ops() const noexcept { return ops_; }
+  // What it says of its surroundings; nothing if it has no such entry.
+  Result<std::vector<Finding>> diagnose() const;
   // Memory, streams and events of its devices that are still alive.
   int64_t live_objects() const;
   // Whether withdraw() has taken its ops out.

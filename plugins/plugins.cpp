@@ -83,6 +83,13 @@ Status deactivate(const std::string& name, bool unmap) {
   return deactivate_plugin(name, unmap, started());
 }
 
+Result<std::vector<Finding>> diagnose(const std::string& name) {
+  started();
+  const Record record = records::active(name);
+  if (record.instance == nullptr) return not_found("no active plugin has the name '" + name + "'");
+  return record.instance->diagnose();
+}
+
 std::vector<std::string> search_path() {
   const SearchPath path = manifest_folders();
   std::vector<std::string> out;

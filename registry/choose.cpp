@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/device_list.hpp"
 #include "policy/current.hpp"
 #include "registry/manager_impl.hpp"
 
@@ -10,6 +11,12 @@ namespace {
 
 bool mentions_names(const PolicySettings& s) {
   return !s.per_op.empty() || !s.allow_vendors.empty() || !s.deny_vendors.empty();
+}
+
+// Whether copies to and from the device are possible, and to be made: not on one that is going.
+bool is_present(const Device& device) {
+  const core::DeviceEntry* entry = core::find_device(device);
+  return entry != nullptr && !entry->closed();
 }
 
 }  // namespace
@@ -32,9 +39,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
                       const core::Signature& signature, uint32_t policy, bool capturing) {
   if (!table.lost.empty()) {
     if (const LostDevice* lost = table.lost_device(signature.device)) {
-      return Status(StatusCode::kDeviceLost,
-                    "device " + to_string(lost->device) + " is lost since " + lost->reason +
-                        "; no op runs on it any more: restart the process, or use another device");
+      return core::lost_device(lost->device, lost->reason);
     }
   }
   Choice choice;
@@ -45,7 +50,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
-  choice.call = {row.compiled->schema().name, signature.device, arch.ok(),
+  choice.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                  arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
                  signature.version,           capturing};
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);

@@ -68,6 +68,7 @@ struct Implementation {
   std::string owner;
   const char* interned_id =
       nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
+  const char* interned_op = nullptr;
   Kind kind = Kind::kDefault;
   uint64_t number = 0;   // unique in the process, never given again
   uint32_t counter = 0;  // index of its call counters

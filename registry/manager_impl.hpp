@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/error_text.hpp"
+#include "core/recent_ops.hpp"
 #include "core/settings.hpp"
 #include "policy/current.hpp"
 #include "policy/select.hpp"
@@ -33,19 +34,20 @@ struct OpManager::Impl {
   explicit Impl(OpRegistry& r);
   ~Impl();
 
-  // TE_FL_SYNC, as of the environment's current generation.
-  bool sync() {
-    const uint64_t word = sync_word.load(std::memory_order_relaxed);
-    if (word >> 1 == core::g_generation.load(std::memory_order_acquire)) return (word & 1) != 0;
-    return read_sync();
+  enum Care : uint64_t { kSync = 1, kValidate = 2 };
+  // TE_FL_SYNC and TE_FL_VALIDATE, as of the environment's current generation.
+  uint64_t care() {
+    const uint64_t word = care_word.load(std::memory_order_relaxed);
+    if (word >> 2 == core::g_generation.load(std::memory_order_acquire)) return word & 3;
+    return read_care();
   }
-  bool read_sync();
+  uint64_t read_care();
 
   OpRegistry& registry;
   OpRegistry::Impl& table_owner;
   registry::DeviceArenas arenas;
   registry::StagingPool staging;
-  std::atomic<uint64_t> sync_word{~uint64_t{0}};         // generation << 1 | TE_FL_SYNC
+  std::atomic<uint64_t> care_word{~uint64_t{0}};         // generation << 2 | Care
   std::map<uint64_t, registry::UsageCounts> usage_base;  // by implementation number, at the reset
 };
 
@@ -147,6 +149,13 @@ template <class F>
                                                        core::ErrorText& errors) noexcept {
   return entered("run() threw an exception (rule R5)", errors,
                  [&] { return impl.desc.run(impl.desc.self, &context, args); });
+}
+
+// Remembers what runs on a device, for the error that may show later.
+[[gnu::always_inline]] inline void note_enqueued(const Call& call, const Implementation& impl) {
+  if (call.signature.device.type == TE_FL_DEVICE_CPU) [[likely]]
+    return;  // signatures name every kind of host memory so
+  core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
 // What the choice depends on besides the signature. False: the policy is invalid.

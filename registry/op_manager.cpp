@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "core/current_stream.hpp"
+#include "core/device_list.hpp"
 #include "core/fork.hpp"
 #include "plugins/hooks.hpp"
 #include "policy/current.hpp"
@@ -45,7 +46,12 @@ std::vector<OpManager::Impl*> managers_now() {
 }
 
 void device_added(const Device& device) {
+  core::find_device_again(device);
   for (OpManager::Impl* m : managers_now()) m->table_owner.restore(device);
+}
+
+void device_lost(const Device& device, const std::string& reason) {
+  for (OpManager::Impl* m : managers_now()) m->table_owner.mark_lost(device, reason);
 }
 
 void release_device(const Device& device) {
@@ -66,12 +72,13 @@ void count(std::atomic<uint64_t>& counter) noexcept {
 
 // The warm way: run() with a context on the stack, nothing else. Otherwise the complete one.
 inline Status run(Call& call, const Implementation* fast, std::atomic<uint64_t>* counter) {
-  if (fast == nullptr || call.manager.sync()) return registry::run_route(call, nullptr);
+  if (fast == nullptr || call.manager.care() != 0) return registry::run_route(call, nullptr);
   core::ErrorText errors;
   const te_fl_context context = registry::context_of(call, false, errors.sink());
   const te_fl_status code = registry::guarded_run(*fast, context, call.args, errors);
   if (code == TE_FL_OK) [[likely]] {
     count(*counter);
+    registry::note_enqueued(call, *fast);
     return {};
   }
   const registry::Failure failure{fast, code, errors.text()};
@@ -181,6 +188,7 @@ OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   std::lock_guard lock(mutex);
   managers().push_back(this);
   plugins::g_hooks.device_added.store(&device_added, std::memory_order_release);
+  core::g_device_lost.store(&device_lost, std::memory_order_release);
   plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
   core::g_stream_goes.store(&stream_goes, std::memory_order_release);
   plugins::g_hooks.inside_op.store([] { return registry::inside_op(); }, std::memory_order_release);
@@ -191,12 +199,16 @@ OpManager::Impl::~Impl() {
   std::erase(managers(), this);
 }
 
-bool OpManager::Impl::read_sync() {
-  // Reading the value first also reads the environment, if nothing has yet.
-  const Result<bool> value = environment::get_bool("TE_FL_SYNC");
-  const bool on = value.ok() && *value;
-  sync_word.store(environment::generation() << 1 | (on ? 1 : 0), std::memory_order_relaxed);
-  return on;
+uint64_t OpManager::Impl::read_care() {
+  // Reading a value first also reads the environment, if nothing has yet.
+  const auto on = [](const char* name) {
+    const Result<bool> value = environment::get_bool(name);
+    return value.ok() && *value;
+  };
+  const uint64_t care =
+      (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) | (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0);
+  care_word.store(environment::generation() << 2 | care, std::memory_order_relaxed);
+  return care;
 }
 
 OpManager::OpManager(OpRegistry& registry) : impl_(std::make_unique<Impl>(registry)) {}

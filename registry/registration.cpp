@@ -213,6 +213,7 @@ Result<std::shared_ptr<Implementation>> make_implementation(
   impl->vendor = of_vendor;
   impl->owner = owner;
   impl->interned_id = intern_string(impl->impl_id);
+  impl->interned_op = intern_string(impl->op);
   impl->kind = static_cast<Kind>(desc.kind);
   impl->desc = desc;
   impl->desc.op_name = impl->op.c_str();

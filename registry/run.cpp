@@ -3,6 +3,7 @@
 #include <array>
 #include <functional>
 
+#include "core/device_use.hpp"
 #include "policy/current.hpp"
 #include "registry/arguments.hpp"
 #include "registry/in_place.hpp"
@@ -206,24 +207,26 @@ Status after_success(Call& call, const Implementation& impl) {
   if (std::atomic<uint64_t>* counter = call.thread.counters.at(impl.counter)) {
     counter->store(counter->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
-  if (!call.manager.sync() || call.capturing) return {};
+  note_enqueued(call, impl);
+  // Work that is being captured has not begun; waiting for it would end the capture.
+  if ((call.manager.care() & OpManager::Impl::kSync) == 0 || call.capturing) return {};
   const Status synced = devices::synchronize(call.signature.device, call.options.stream);
-  if (synced.code() == StatusCode::kDeviceLost && !call.signature.device.is_host()) {
-    call.manager.table_owner.mark_lost(
-        call.signature.device,
-        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' ran: " + synced.to_string());
+  if (synced.code() == StatusCode::kDeviceLost) {
+    core::lose_device(call.signature.device, "implementation '" + impl.impl_id + "' of op '" +
+                                                 impl.op + "' ran: " + synced.to_string());
   }
   return synced.wrap("op '" + impl.op + "' in '" + impl.impl_id +
                      "' failed after it was enqueued (TE_FL_SYNC)");
 }
 
-Status after_failure(Call& call, const Implementation& impl, te_fl_status code,
-                     const std::string& text) {
-  // Memory of the host cannot be lost; there the code is the implementation's mistake.
-  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !call.signature.device.is_host()) {
-    call.manager.table_owner.mark_lost(
-        call.signature.device,
-        "implementation '" + impl.impl_id + "' of op '" + impl.op + "' reported: " + text);
+Status after_failure(Call& call, const Implementation& impl, te_fl_status code, std::string text) {
+  const Device& device = call.signature.device;
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !device.is_host()) {
+    // What broke the device was enqueued before.
+    const std::string before = core::recent_ops(device, call.options.stream);
+    if (!before.empty()) text += "; enqueued before it, newest first: " + before;
+    core::lose_device(
+        device, "implementation '" + impl.impl_id + "' of op '" + impl.op + "' reported: " + text);
   }
   return implementation_error(call, impl, code, text);
 }
@@ -232,6 +235,23 @@ Status after_failure(Call& call, const Implementation& impl, te_fl_status code,
 // mistake of the caller's is a mistake whoever runs.
 bool may_follow(te_fl_status code) {
   return TE_FL_STATUS_IS_CLEAN(code) && TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT;
+}
+
+// TE_FL_VALIDATE: the stream is one of the device on which the tensors are.
+Status check_stream(const Call& call) {
+  const Device& device = call.signature.device;
+  const core::DeviceEntry* entry = core::find_device(device);
+  if (device.is_host() || call.options.stream == nullptr || entry == nullptr) return {};
+  const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_stream);
+  if (check == nullptr) return {};
+  core::ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return check(entry->desc->self, call.options.stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return invalid_argument("op '" + std::string(call.row.compiled->schema().name) +
+                          "': the stream given for " + to_string(device) +
+                          " is not one of it: " + errors.text() +
+                          "; give a stream of that device, or NULL for its default stream");
 }
 
 // A backward whose forward left an opaque record goes to the forward's implementation whatever the
@@ -318,6 +338,9 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
 }
 
 Status run_route(Call& call, const Failure* first) {
+  if ((call.manager.care() & OpManager::Impl::kValidate) != 0) {
+    TE_FL_RETURN_IF_ERROR(check_stream(call));
+  }
   if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
     const te_fl_saved* record = saved_record(call.row, call.args);
     if (record != nullptr && record->opaque != 0) return run_producer(call, *record);

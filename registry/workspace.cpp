@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "core/allocations.hpp"
 #include "core/fork.hpp"
 
 namespace te_fl::registry {
@@ -60,6 +61,7 @@ Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device,
                               "capturing")
               .set_clean());
     }
+    const core::AllocationUse use("workspace");
     Result<void*> grown = devices::allocate(device, round_up(bytes), stream);
     if (!grown.ok())
       return std::move(

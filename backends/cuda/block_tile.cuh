@@ -11,7 +11,7 @@ constexpr int kBlockTile = 128, kBlockThreads = 512, kBlockWarps = kBlockThreads
 struct BlockShared {
   __align__(16) uint32_t columns[kBlockTile][32];
   float row_amax[2][kBlockTile];  // of the tile's left and right half
-  float column_amax[kBlockWarps / 2][kBlockTile];
+  __align__(8) float column_amax[kBlockWarps / 2][kBlockTile];
   float row_scale[kBlockTile], column_scale[kBlockTile];
   float amax;
 };
@@ -23,30 +23,27 @@ __device__ inline void find_block_scales(const Quantised& q, const float (&v)[4]
                                          const Place<kBytes>& at, int64_t cols_end,
                                          BlockShared& shared) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
-  float column_most[8] = {};
+  const auto larger = [](float a, float b) { return fmaxf(a, b); };
+  float row_most[4] = {}, column_most[8] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float most = 0.0f;
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      most = fmaxf(most, fabsf(v[i][e]));
+      row_most[i] = fmaxf(row_most[i], fabsf(v[i][e]));
       column_most[e] = fmaxf(column_most[e], fabsf(v[i][e]));
     }
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
-      most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
-    }
-    if (at.c == 0) shared.row_amax[right][at.group * 4 + i] = most;
+  }
+  float half[2], one[1];
+  fold<4>(row_most, half, larger);
+  fold<2>(half, one, larger);
+  one[0] = fmaxf(one[0], __shfl_xor_sync(0xFFFFFFFFu, one[0], 1));
+  if (lane % 2 == 0) {
+    shared.row_amax[right][at.group * 4 + (lane & 4) / 2 + (lane & 2) / 2] = one[0];
   }
   const bool square = q.scaling == TE_FL_SCALING_BLOCK_128X128;
   if (!square && q.columns != nullptr) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      float most = column_most[e];
-      most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 8));
-      most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 16));
-      if (lane < 8) shared.column_amax[warp_row][right * kTileCols + at.col(e)] = most;
-    }
+    *reinterpret_cast<float2*>(&shared.column_amax[warp_row][right * kTileCols + pair_col(at)]) =
+        combine_columns(column_most, larger);
   }
   __syncthreads();
   if (square || q.running_amax != nullptr) {
@@ -103,7 +100,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
                                        const Quantised& q, const Math& math, float* partials,
                                        unsigned block) {
   __shared__ BlockShared shared;
-  __shared__ float warp_sums[kSums ? kBlockWarps / 2 : 1][kBlockTile];
+  __shared__ __align__(8) float warp_sums[kSums ? kBlockWarps / 2 : 1][kBlockTile];
   const unsigned output = block % Math::kOutputs;
   unsigned step, strip;
   place_block(g, block / Math::kOutputs, step, strip);
@@ -114,7 +111,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
   // The right half of the last tile may lie outside: it repeats columns of the left one.
   const bool inside = tile0 + right * kTileCols < g.cols;
   const int64_t col0 = inside ? tile0 + right * kTileCols : tile0;
-  const int64_t cols_left = inside ? g.cols - col0 : 0;
+  const int left = static_cast<int>(g.cols - tile0 < kBlockTile ? g.cols - tile0 : kBlockTile);
   const int each = kSums ? g.each : 1;
   for (int t = 0; t < each; ++t) {
     const int64_t row0 = (int64_t{step} * each + t) * kTileRows;
@@ -140,16 +137,18 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
     }
     if constexpr (kSums) {
       // In shared memory at once: held in registers they would crowd out the tile.
+      float sum[8] = {};
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        float sum = 0.0f;
+      for (int i = 0; i < 4; ++i) {
+        if (row0 + at.group * 4 + i >= g.rows) break;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum += row0 + at.group * 4 + i < g.rows ? v[i][e] : 0.0f;
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 8);
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 16);
-        float& total = warp_sums[warp_row][right * kTileCols + at.col(e)];
-        if ((thread & 31) < 8) total = t == 0 ? sum : total + sum;
+        for (int e = 0; e < 8; ++e) sum[e] += v[i][e];
       }
+      float2 pair = combine_columns(sum, [](float a, float b) { return a + b; });
+      auto* total =
+          reinterpret_cast<float2*>(&warp_sums[warp_row][right * kTileCols + pair_col(at)]);
+      if (t > 0) pair.x += total->x, pair.y += total->y;  // which the lane wrote itself
+      *total = pair;
     }
     find_block_scales<kBytes>(q, v, row0, out0 + tile0, right, warp_row, at, out0 + g.cols, shared);
     if (q.rows != nullptr) {
@@ -161,8 +160,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
             codes_of(v[i][0] * s, v[i][1] * s, v[i][2] * s, v[i][3] * s, q.is_e5m2),
             codes_of(v[i][4] * s, v[i][5] * s, v[i][6] * s, v[i][7] * s, q.is_e5m2)};
         if (row < g.rows) {
-          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + out0 + col0, cols_left, at,
-                            codes);
+          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + out0 + col0,
+                            inside ? left - right * kTileCols : 0, at, codes);
         }
       }
     }
@@ -182,10 +181,9 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
     }
     stage_columns<kBytes>(shared.columns, codes, at, right * kTileCols);
     __syncthreads();
-    const int count = static_cast<int>(g.cols - tile0 < kBlockTile ? g.cols - tile0 : kBlockTile);
     write_columns<kBytes, kBlockThreads>(shared.columns,
                                          static_cast<uint8_t*>(q.columns) + (out0 + tile0) * q.m,
-                                         q.m, row0, count);
+                                         q.m, row0, left);
   }
   if constexpr (kSums) {
     __syncthreads();

@@ -27,7 +27,8 @@ struct Library {
     }
     if (handle == nullptr) {
       missing = "cuBLASLt was not found (" + reason +
-                "): install libcublas of CUDA 12.9 or newer, or set LD_LIBRARY_PATH";
+                "): install libcublas of CUDA 12.9 or newer (Debian and Ubuntu: libcublas-13-0 of "
+                "NVIDIA's repository; PyPI: nvidia-cublas), or set LD_LIBRARY_PATH";
       return;
     }
     const auto find = [&](auto& slot, const char* name) {
@@ -46,6 +47,12 @@ struct Library {
     find(table.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     find(table.heuristic, "cublasLtMatmulAlgoGetHeuristic");
     find(table.matmul, "cublasLtMatmul");
+    if (!missing.empty()) return;
+    table.number = table.version();
+    Dl_info info{};
+    if (dladdr(reinterpret_cast<void*>(table.version), &info) != 0 && info.dli_fname != nullptr) {
+      table.path = info.dli_fname;
+    }
   }
 };
 

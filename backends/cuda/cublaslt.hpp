@@ -9,6 +9,8 @@ namespace te_fl::cuda {
 
 // The functions used here. Found together or not at all.
 struct CublasLt {
+  size_t number = 0;  // version(), asked once: 130001 is 13.0.1
+  std::string path;   // of the copy in use
   size_t (*version)() = nullptr;
   const char* (*status_name)(cublasStatus_t) = nullptr;
   cublasStatus_t (*create)(cublasLtHandle_t*) = nullptr;

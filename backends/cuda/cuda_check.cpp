@@ -31,17 +31,47 @@ bool is_sticky(cudaError_t error) noexcept {
   }
 }
 
+const char* way_out(cudaError_t error) noexcept {
+  switch (error) {
+    case cudaErrorInvalidResourceHandle:
+      return "; the stream or event is another device's or was destroyed: give one of the tensors' "
+             "device (TE_FL_VALIDATE=1 checks that before each op)";
+    case cudaErrorNoKernelImageForDevice:
+      return "; the plugin was not built for this GPU: configure te-fl with its architecture in "
+             "TE_FL_CUDA_ARCHITECTURES";
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+    case cudaErrorStreamCaptureImplicit:
+      return "; this cannot be captured into a graph: do it once before the capture, or outside it";
+    default:
+      return "";
+  }
+}
+
 }  // namespace
 
 te_fl_status status_of(cudaError_t error) noexcept {
-  if (error == cudaSuccess) return TE_FL_OK;
-  if (error == cudaErrorMemoryAllocation) return TE_FL_OUT_OF_MEMORY;
-  return is_sticky(error) ? TE_FL_DEVICE_LOST : TE_FL_INTERNAL;
+  switch (error) {
+    case cudaSuccess:
+      return TE_FL_OK;
+    case cudaErrorMemoryAllocation:
+      return TE_FL_OUT_OF_MEMORY;
+    case cudaErrorInvalidResourceHandle:
+      return TE_FL_INVALID_ARGUMENT;
+    case cudaErrorNoKernelImageForDevice:
+      return TE_FL_UNSUPPORTED;
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+    case cudaErrorStreamCaptureImplicit:
+      return TE_FL_FAILED_PRECONDITION;
+    default:
+      return is_sticky(error) ? TE_FL_DEVICE_LOST : TE_FL_INTERNAL;
+  }
 }
 
 std::string text_of(cudaError_t error, const char* call) {
   return std::string(call) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) +
-         ")";
+         ")" + way_out(error);
 }
 
 void throw_error(cudaError_t error, const char* call, const std::string& more) {

@@ -1,6 +1,8 @@
 #include "device.hpp"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 
@@ -127,8 +129,12 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing) {
 // What other threads do on other streams meanwhile is none of the capture's business.
 te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    check(cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal),
-          "cudaStreamBeginCapture");
+    memory_of(self).open_capture();
+    const cudaError_t error =
+        cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal);
+    if (error == cudaSuccess) return;
+    memory_of(self).abandon_capture();
+    throw_error(error, "cudaStreamBeginCapture");
   });
 }
 
@@ -188,6 +194,56 @@ te_fl_status properties(void* self, te_fl_device_props* props) {
   });
 }
 
+// What memory is that is not this device's.
+std::string not_ours(int device, const void* data) {
+  cudaPointerAttributes found{};
+  const cudaError_t error = cudaPointerGetAttributes(&found, data);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return text_of(error, "cudaPointerGetAttributes");
+  }
+  switch (found.type) {
+    case cudaMemoryTypeDevice:
+      if (found.device == device) return "";
+      return "it is memory of cuda:" + std::to_string(found.device);
+    case cudaMemoryTypeManaged:
+      return "";
+    case cudaMemoryTypeHost:
+      return found.devicePointer != nullptr ? "" : "it is pinned host memory without a mapping";
+    default:
+      return "it is pageable host memory, or no memory at all";
+  }
+}
+
+te_fl_status check_pointer(void* self, const void* data, size_t bytes,
+                           const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    if (bytes == 0) return;
+    const int device = index_of(self);
+    if (const std::string what = not_ours(device, data); !what.empty()) backend::invalid(what);
+    const void* last = static_cast<const char*>(data) + bytes - 1;
+    if (const std::string what = not_ours(device, last); !what.empty()) {
+      backend::invalid("its " + std::to_string(bytes) +
+                       " bytes end outside the allocation: " + what);
+    }
+  });
+}
+
+te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    const auto s = stream_of(stream);
+    if (s == nullptr || s == cudaStreamLegacy || s == cudaStreamPerThread) return;
+    int device = -1;
+    if (const cudaError_t error = cudaStreamGetDevice(s, &device); error != cudaSuccess) {
+      (void)cudaGetLastError();
+      backend::invalid(text_of(error, "cudaStreamGetDevice"));
+    }
+    if (device != index_of(self)) {
+      backend::invalid("it belongs to cuda:" + std::to_string(device));
+    }
+  });
+}
+
 constexpr te_fl_device_api kApi = {
     .struct_size = sizeof(te_fl_device_api),
     .reserved = 0,
@@ -211,7 +267,20 @@ constexpr te_fl_device_api kApi = {
     .end_capture = end_capture,
     .launch_graph = launch_graph,
     .destroy_graph = destroy_graph,
+    .check_pointer = check_pointer,
+    .check_stream = check_stream,
 };
+
+std::array<std::atomic<int>, 64> g_architectures;
+
+int read_architecture(int device) {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+        "cudaDeviceGetAttribute");
+  return 10 * major + minor;
+}
 
 // Freed memory stays in the pool, so that the next step of a training run finds it there.
 void keep_freed_memory(int device) {
@@ -235,6 +304,7 @@ void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& wh
   devices.resize(static_cast<size_t>(count));
   for (int i = 0; i < count; ++i) {
     keep_freed_memory(i);
+    g_architectures.at(static_cast<size_t>(i)).store(read_architecture(i));
     Device& d = devices[static_cast<size_t>(i)];
     d.index = i;
     d.memory = std::make_unique<Memory>(cache_bytes);
@@ -244,6 +314,11 @@ void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& wh
     d.desc.self = &d;
     d.desc.api = &kApi;
   }
+}
+
+int architecture(int index) noexcept {
+  const bool known = index >= 0 && index < static_cast<int>(g_architectures.size());
+  return known ? g_architectures[static_cast<size_t>(index)].load(std::memory_order_relaxed) : 0;
 }
 
 void give_back_memory(Device& device) noexcept {

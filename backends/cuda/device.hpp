@@ -24,6 +24,9 @@ void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& wh
 // Before the device goes: nothing of it is in use.
 void give_back_memory(Device& device) noexcept;
 
+// 10 * major + minor of the compute capability; 0 for a device that enumerate() has not seen.
+int architecture(int index) noexcept;
+
 // Waits for all work of a device.
 te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept;
 

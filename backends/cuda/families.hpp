@@ -1,6 +1,7 @@
 // The families of this backend and how each lists its ops.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "cuda_check.hpp"
@@ -14,7 +15,12 @@ using Refusal = const char*;
 template <class Args, auto F>
 te_fl_status supports(void*, const te_fl_context* ctx, const void* raw) noexcept {
   const backend::Widened<Args> args(raw);
-  const Refusal refusal = F(*args);
+  Refusal refusal = nullptr;
+  if constexpr (std::is_invocable_v<decltype(F), const te_fl_context&, const Args&>) {
+    refusal = F(*ctx, *args);
+  } else {
+    refusal = F(*args);
+  }
   if (refusal == nullptr) return TE_FL_OK;
   backend::report(ctx->errors, refusal);
   return TE_FL_UNSUPPORTED;
@@ -31,8 +37,9 @@ te_fl_status run(void*, const te_fl_context* ctx, const void* raw) noexcept {
 }
 
 // The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. Refuses is
-// `Refusal (const Args&)`, or nullptr when every call that the schema and the constraints allow is
-// served. Everything is deterministic and may be captured unless the caller takes the flag away.
+// `Refusal (const Args&)` or `Refusal (const te_fl_context&, const Args&)`, or nullptr when every
+// call that the schema and the constraints allow is served. Everything is deterministic and may be
+// captured unless the caller takes the flag away.
 template <class Args, auto F, auto Refuses = nullptr>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;

@@ -10,7 +10,9 @@
 
 #include "activation.cuh"
 #include "cublaslt.hpp"
+#include "device.hpp"
 #include "families.hpp"
+#include "gemm_limits.hpp"
 #include "gemm_plan.hpp"
 #include "overlap.hpp"
 #include "store.cuh"
@@ -274,7 +276,9 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   }
   Plan plan{};
   if (runs_library(p)) {
-    plan = ctx.plan != nullptr ? *static_cast<const Plan*>(ctx.plan) : make_plan(ctx, args, p);
+    // The host's key for plans does not tell a call in place from another, which describe() does.
+    const auto* kept = static_cast<const Plan*>(ctx.plan);
+    plan = kept != nullptr && kept->direct == p.direct ? *kept : make_plan(ctx, args, p);
   }
   p.bias_grad = plan.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {
@@ -291,7 +295,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   if (!p.direct) finish(ctx, args, p, s);
 }
 
-Refusal refuse(const Args& args) {
+Refusal refuse(const te_fl_context& ctx, const Args& args) {
   for (const te_fl_tensor* t : {args.a, args.b, args.pre_gelu_in}) {
     if (t == nullptr) continue;
     const uint32_t scaling = backend::scaling(*t);
@@ -334,7 +338,10 @@ Refusal refuse(const Args& args) {
   if (args.trans_b && missing(*args.b, args.b->dl.data)) {
     return "generic_gemm: row-wise data missing of b";
   }
-  return cublaslt() != nullptr ? nullptr : cublaslt_missing();
+  if (cublaslt() == nullptr) return cublaslt_missing();
+  const bool fp8 = is_fp8(dtype_of(*args.a)) || is_fp8(dtype_of(*args.b));
+  return gemm_limit(architecture(ctx.device.index), cublaslt()->number, fp8,
+                    is_block(*args.a) && is_block(*args.b));
 }
 
 te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** plan) noexcept {

@@ -298,6 +298,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const CublasLt& lt = *cublaslt();
   const What what{args, p};
   Plan plan{};
+  plan.direct = p.direct;
   plan.bias_grad = p.bias_grad;
   describe_operation(plan, args, p, what);
   set_pointers(plan, args, p, what);

@@ -56,6 +56,7 @@ struct Plan {
   cublasLtMatmulDescOpaque_t desc;
   cublasLtMatrixLayoutOpaque_t left, right, out;
   cublasLtMatmulAlgo_t algo;
+  bool direct;     // as in the problem that it was made for
   bool bias_grad;  // the library computes it
 };
 

@@ -7,6 +7,8 @@
 #include "cuda_check.hpp"
 #include "cudnn.hpp"
 #include "device.hpp"
+#include "diagnose.hpp"
+#include "entry.hpp"
 #include "families.hpp"
 #include "gemm_choice.hpp"
 #include "te_fl/version.hpp"
@@ -30,9 +32,11 @@ constexpr AppendOps kFamilies[] = {
 };
 
 struct Instance {
-  explicit Instance(const te_fl_host_api* host) : cudnn(host) {}
+  Instance(const te_fl_host_api* host, bool ranges) : cudnn(host), entries(ranges) {}
 
   CudnnState cudnn;
+  Entries entries;
+  std::string why_no_device;
   std::vector<Device> devices;
   std::vector<const te_fl_device_desc*> device_list;
   std::vector<te_fl_op_desc> ops;
@@ -55,15 +59,17 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
     const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
     configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
                            tune != nullptr && std::string(tune) == "1");
-    auto instance = std::make_unique<Instance>(host);
-    std::string why;
-    enumerate(cache_bytes(*host), instance->devices, why);
+    const char* ranges = setting("TE_FL_NVTX");
+    auto instance =
+        std::make_unique<Instance>(host, ranges != nullptr && std::string(ranges) == "1");
+    enumerate(cache_bytes(*host), instance->devices, instance->why_no_device);
     if (instance->devices.empty() && host->log != nullptr) {
-      host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + why).c_str());
+      host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + instance->why_no_device).c_str());
     }
     for (const Device& d : instance->devices) instance->device_list.push_back(&d.desc);
     for (AppendOps append : kFamilies) append(instance->ops);
     append_attention_cudnn(instance->ops, instance->cudnn);
+    instance->entries.wrap(instance->ops);
     for (const te_fl_op_desc& op : instance->ops) instance->op_list.push_back(&op);
     *out = instance.release();
   });
@@ -92,6 +98,15 @@ te_fl_status quiesce(void* self, const te_fl_error_sink* errors) {
   return TE_FL_OK;
 }
 
+te_fl_status diagnose(void* self, const te_fl_finding_sink* findings,
+                      const te_fl_error_sink* errors) {
+  const auto* instance = static_cast<const Instance*>(self);
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    report_surroundings(instance->devices, instance->why_no_device, *findings);
+  });
+}
+
 void destroy(void* self) {
   auto* instance = static_cast<Instance*>(self);
   for (Device& d : instance->devices) give_back_memory(d);
@@ -106,6 +121,7 @@ constexpr te_fl_plugin_api kApi = {
     .ops = ops,
     .quiesce = quiesce,
     .destroy = destroy,
+    .diagnose = diagnose,
 };
 
 constexpr te_fl_plugin_header kHeader = {

@@ -12,7 +12,7 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kSlots = 32;   // tensors of a history that a block takes
+constexpr int kSlots = 8;    // tensors of a history that a block takes
 constexpr int kAtOnce = 16;  // entries that a thread holds
 
 struct History {

@@ -173,7 +173,7 @@ __device__ inline void write_columns(const uint32_t (*columns)[32], uint8_t* to,
   }
 }
 template <int kBytes>
-__device__ inline void write_row(uint8_t* row, int64_t cols_left, const Place<kBytes>& at,
+__device__ inline void write_row(uint8_t* row, int cols_left, const Place<kBytes>& at,
                                  const uint32_t (&codes)[2]) {
   if constexpr (kBytes == 2) {
     if (at.col(0) < cols_left) {
@@ -187,17 +187,38 @@ __device__ inline void write_row(uint8_t* row, int64_t cols_left, const Place<kB
   }
 }
 
+// Combines 2 kHalf values with those of the lane whose number differs in the bit kStep. Each of the
+// two goes on with one half of them: the lane with the bit with the upper one.
+template <int kStep, int kHalf, class F>
+__device__ inline void fold(const float (&v)[2 * kHalf], float (&r)[kHalf], F&& combine) {
+  const bool upper = (threadIdx.x & kStep) != 0;
+#pragma unroll
+  for (int j = 0; j < kHalf; ++j) {
+    const float mine = upper ? v[kHalf + j] : v[j], other = upper ? v[j] : v[kHalf + j];
+    r[j] = combine(mine, __shfl_xor_sync(0xFFFFFFFFu, other, kStep));
+  }
+}
+// A warp's values of its columns combined: the lane gets those of two, pair_col() and the next.
+template <class F>
+__device__ inline float2 combine_columns(const float (&v)[8], F&& combine) {
+  float half[4], pair[2];
+  fold<8>(v, half, combine);
+  fold<16>(half, pair, combine);
+  return make_float2(pair[0], pair[1]);
+}
+template <int kBytes>
+__device__ inline int pair_col(const Place<kBytes>& at) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  return at.col((lane & 8) / 2 + (lane & 16) / 8);
+}
+
 // Sums of a thread's columns over the block's rows: sums[col] in thread col < 64, in a fixed order.
 template <int kBytes>
-__device__ inline float tile_sums(float (&sum)[8], const Place<kBytes>& at,
+__device__ inline float tile_sums(const float (&sum)[8], const Place<kBytes>& at,
                                   float (*shared)[kTileCols]) {
   const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    sum[e] += __shfl_xor_sync(0xFFFFFFFFu, sum[e], 8);
-    sum[e] += __shfl_xor_sync(0xFFFFFFFFu, sum[e], 16);
-    if ((thread & 31) < 8) shared[thread >> 5][at.col(e)] = sum[e];
-  }
+  *reinterpret_cast<float2*>(&shared[thread >> 5][pair_col(at)]) =
+      combine_columns(sum, [](float a, float b) { return a + b; });
   __syncthreads();
   float total = 0.0f;
   if (thread < kTileCols) {
@@ -223,10 +244,11 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
                                       unsigned block) {
   __shared__ __align__(16) uint32_t columns[Math::kOutputs][kTileCols][32];
   __shared__ float warp_amax[kWarps];
-  __shared__ float warp_sums[kSums ? kWarps : 1][kTileCols];
+  __shared__ __align__(8) float warp_sums[kSums ? kWarps : 1][kTileCols];
   unsigned step, strip;
   place_block(g, block, step, strip);
   const int64_t col0 = int64_t{strip} * kTileCols;
+  const int cols_left = static_cast<int>(g.cols - col0 < kTileCols ? g.cols - col0 : kTileCols);
   const Place<kBytes> at(static_cast<int>(threadIdx.x));
   const float scale = q.measure ? 1.0f : q.tensor_scale();
   if (block == 0 && threadIdx.x == 0) q.write_tensor_scale(scale);
@@ -258,8 +280,8 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
                                     v[o][4 * h + 2] * scale, v[o][4 * h + 3] * scale, q.is_e5m2);
         }
         if (q.rows != nullptr && row < g.rows) {
-          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + o * g.cols + col0,
-                            g.cols - col0, at, codes[o][i]);
+          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + o * g.cols + col0, cols_left,
+                            at, codes[o][i]);
         }
       }
     }
@@ -268,12 +290,11 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
 #pragma unroll
     for (int o = 0; o < Math::kOutputs; ++o) stage_columns<kBytes>(columns[o], codes[o], at, 0);
     __syncthreads();
-    const int count = static_cast<int>(g.cols - col0 < kTileCols ? g.cols - col0 : kTileCols);
 #pragma unroll
     for (int o = 0; o < Math::kOutputs; ++o) {
       write_columns<kBytes, kThreads>(
           columns[o], static_cast<uint8_t*>(q.columns) + (o * g.cols + col0) * q.m, q.m, row0,
-          count);
+          cols_left);
     }
   }
   if (q.running_amax != nullptr) {
@@ -337,7 +358,7 @@ template <class Math, int kBytes, bool kSums>
 __global__ void __launch_bounds__(kThreads, kResident<Math, kBytes>)
     plain_kernel(const __grid_constant__ TileSources<Math::kSources> in,
                  const __grid_constant__ TileGrid g, Target out, Math math, float* partials) {
-  __shared__ float warp_sums[kSums ? kWarps : 1][kTileCols];
+  __shared__ __align__(8) float warp_sums[kSums ? kWarps : 1][kTileCols];
   unsigned step, strip;
   place_block(g, blockIdx.x, step, strip);
   const int64_t col0 = int64_t{strip} * kTileCols;

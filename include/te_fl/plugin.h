@@ -500,6 +500,12 @@ typedef struct te_fl_device_api {
   te_fl_status (*end_capture)(void* self, void* stream, void** graph, const te_fl_error_sink*);
   te_fl_status (*launch_graph)(void* self, void* graph, void* stream, const te_fl_error_sink*);
   te_fl_status (*destroy_graph)(void* self, void* graph);
+  /* Asked under TE_FL_VALIDATE=1. Each answers OK, or INVALID_ARGUMENT with a text that says what
+     the argument is instead ("it is pageable host memory"). check_pointer: may kernels of this
+     device read and write these bytes? check_stream: is it a stream of this device? */
+  te_fl_status (*check_pointer)(void* self, const void* data, size_t bytes, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  te_fl_status (*check_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
 
 typedef struct te_fl_device_desc {
@@ -540,6 +546,29 @@ typedef struct te_fl_host_api {
   const char* (*setting)(void* host, const char* name);
 } te_fl_host_api;
 
+/* What a plugin has to say about its surroundings: a driver, a library that it opens, a chip. */
+typedef enum te_fl_finding_level {
+  TE_FL_FINDING_OK = 0,
+  TE_FL_FINDING_NOTE = 1,   /* something is missing that not everybody needs */
+  TE_FL_FINDING_PROBLEM = 2 /* the plugin does not do what it was installed for */
+} te_fl_finding_level;
+
+typedef struct te_fl_finding {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_finding));
+  int32_t level TE_FL_INIT(0);           /* te_fl_finding_level */
+  const char* subject TE_FL_INIT(NULL);  /* "driver", "libacmeblas" */
+  const char* state TE_FL_INIT(NULL);    /* version and path, or what is wrong */
+  const char* disables TE_FL_INIT(NULL); /* what does not work because of it; NULL: nothing */
+  const char* remedy TE_FL_INIT(NULL);   /* what to install or to set; NULL: none */
+} te_fl_finding;
+
+typedef struct te_fl_finding_sink {
+  uint32_t struct_size;
+  uint32_t reserved;
+  void* host;
+  void (*write)(void* host, const te_fl_finding* finding); /* required; copies what it is given */
+} te_fl_finding_sink;
+
 typedef struct te_fl_plugin_api {
   uint32_t struct_size;
   uint32_t reserved;
@@ -553,6 +582,10 @@ typedef struct te_fl_plugin_api {
                       const te_fl_error_sink* errors);
   te_fl_status (*quiesce)(void* instance, const te_fl_error_sink* errors);
   void (*destroy)(void* instance); /* required */
+  /* Says what it found and what it misses, one finding each, for `te-fl info` and `te-fl doctor`.
+     May open libraries and ask drivers; never called on the way of an op. */
+  te_fl_status (*diagnose)(void* instance, const te_fl_finding_sink* findings,
+                           const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
 typedef struct te_fl_plugin_header {

@@ -29,6 +29,15 @@ struct PluginInfo {
   std::vector<std::string> ops;  // "op: impl_id"
 };
 
+// What a plugin says of its surroundings: a driver, a chip, a library that it opens.
+struct Finding {
+  enum class Level { kOk, kNote, kProblem } level = Level::kOk;
+  std::string subject;   // "NVIDIA driver", "cuda:0"
+  std::string state;     // version and path, or what is wrong
+  std::string disables;  // what does not work because of it; empty: nothing
+  std::string remedy;    // what to install or to set; empty: none
+};
+
 // Every plugin met so far, built-ins first.
 TE_FL_API std::vector<PluginInfo> list();
 // Loads a library and activates it. `path_or_name` with a '/' is a path; otherwise it is a name
@@ -47,6 +56,10 @@ TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
 // thread-local object). A deactivated plugin can be loaded again. BUSY from inside an op, and
 // nothing was changed; NOT_FOUND names the active plugins; FAILED_PRECONDITION for a built-in one.
 TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
+// Asks an active plugin for its findings; none if it has nothing to say. May take long: the plugin
+// opens the libraries that it would use. NOT_FOUND if no such plugin is active, or the plugin's
+// error.
+TE_FL_API Result<std::vector<Finding>> diagnose(const std::string& name);
 // Where manifests are looked for, in order, with what was found.
 TE_FL_API std::vector<std::string> search_path();
 

@@ -165,6 +165,8 @@ std::string describe_layout() {
   MEMBER(te_fl_device_api, end_capture);
   MEMBER(te_fl_device_api, launch_graph);
   MEMBER(te_fl_device_api, destroy_graph);
+  MEMBER(te_fl_device_api, check_pointer);
+  MEMBER(te_fl_device_api, check_stream);
   LAYOUT(te_fl_device_desc);
   MEMBER(te_fl_device_desc, struct_size);
   MEMBER(te_fl_device_desc, reserved);
@@ -184,6 +186,18 @@ std::string describe_layout() {
   MEMBER(te_fl_host_api, host);
   MEMBER(te_fl_host_api, log);
   MEMBER(te_fl_host_api, setting);
+  LAYOUT(te_fl_finding);
+  MEMBER(te_fl_finding, struct_size);
+  MEMBER(te_fl_finding, level);
+  MEMBER(te_fl_finding, subject);
+  MEMBER(te_fl_finding, state);
+  MEMBER(te_fl_finding, disables);
+  MEMBER(te_fl_finding, remedy);
+  LAYOUT(te_fl_finding_sink);
+  MEMBER(te_fl_finding_sink, struct_size);
+  MEMBER(te_fl_finding_sink, reserved);
+  MEMBER(te_fl_finding_sink, host);
+  MEMBER(te_fl_finding_sink, write);
   LAYOUT(te_fl_plugin_api);
   MEMBER(te_fl_plugin_api, struct_size);
   MEMBER(te_fl_plugin_api, reserved);
@@ -192,6 +206,7 @@ std::string describe_layout() {
   MEMBER(te_fl_plugin_api, ops);
   MEMBER(te_fl_plugin_api, quiesce);
   MEMBER(te_fl_plugin_api, destroy);
+  MEMBER(te_fl_plugin_api, diagnose);
   LAYOUT(te_fl_plugin_header);
   MEMBER(te_fl_plugin_header, magic);
   MEMBER(te_fl_plugin_header, struct_size);

@@ -38,6 +38,7 @@ class Commands(unittest.TestCase):
         result = run(*arguments, **env)
         self.assertEqual(result.returncode, code, result.stdout + result.stderr)
         self.assertIn(expected, result.stdout + result.stderr)
+        return result.stdout + result.stderr
 
     def test_info(self):
         text = self.ok("info")
@@ -88,6 +89,35 @@ class Commands(unittest.TestCase):
         json.loads(self.ok("doctor", "--json"))
         self.fails(1, "TE_FL_PREFER", "doctor", TE_FL_PERFER="vendor")
         self.fails(1, "/absent/libacme.so", "doctor", TE_FL_PLUGIN_MODULES="/absent/libacme.so")
+
+    def test_bench(self):
+        rows = json.loads(self.ok("bench", "gelu", "--impl", "all", "--dtype", "f32", "--shape", "64x256", "--seconds", "0.02", "--json"))
+        self.assertEqual(sorted(r["impl"] for r in rows), ["default.cpu", "reference.host"])
+        for r in rows:
+            self.assertEqual(r["bytes"], 2 * 64 * 256 * 4)
+            self.assertGreater(r["time_us"], 0)
+            self.assertAlmostEqual(r["GB_per_s"], r["bytes"] / r["time_us"] / 1e3, delta=1e-6 * r["GB_per_s"])
+            self.assertAlmostEqual(r["floor_us"], r["bytes"] / r["copy_GB_per_s"] / 1e3, delta=1e-6 * r["floor_us"])
+        product = json.loads(self.ok("bench", "generic_gemm", "--dtype", "f32", "--shape", "64x128x32", "--seconds", "0.02", "--peak",
+                                     "0.001", "--json"))[0]
+        self.assertEqual(product["operations"], 2 * 64 * 128 * 32)
+        self.assertEqual(product["floor_is"], "operations")
+        self.assertAlmostEqual(product["floor_us"], product["operations"] / 1e3)
+        self.assertIn("two synchronisations", self.ok("bench", "add", "--dtype", "bf16", "--shape", "8x8", "--seconds", "0.02"))
+        self.assertIn("not measured", self.fails(3, "mxfp8", "bench", "quantize", "--case", "mxfp8", "--impl", "default.cpu"))
+        listed = {line.split()[0] for line in self.ok("bench", "--list").splitlines()[1:]}
+        self.assertEqual(listed, set(self.ok("ops", "--names").split()))
+
+    def test_bench_usage_errors(self):
+        self.fails(2, "gelu", "bench", "gelo")
+        self.fails(2, "rows, cols", "bench", "gelu", "--shape", "12")
+        self.fails(2, "rows, cols", "bench", "gelu", "--shape", "0x12")
+        self.fails(2, "fixed", "bench", "fused_amax_and_scale_update_after_reduction", "--shape", "12")
+        self.fails(2, "default.cpu", "bench", "gelu", "--impl", "default.cqu")
+        self.fails(2, "'bf16'", "bench", "gelu", "--dtype", "bf61")
+        self.fails(2, "cuda:9", "bench", "gelu", "--device", "cuda:9:9")
+        self.fails(1, "no device", "bench", "gelu", "--device", "cuda:9")
+        self.fails(2, "--list", "bench")
 
     def test_usage_errors_name_the_nearest(self):
         self.fails(2, "explain", "explian", "gelu")

@@ -299,6 +299,14 @@ void add_adam(Table& table) {
   all.push_back({.shapes = {}});
   all.push_back({.shapes = {{0}}});
   all.push_back({.shapes = {{130, 257}}});
+  for (int g : kHigh)  // large enough for whole vectors, with a tail
+    for (int q : kHigh)
+      all.push_back({.grad = g,
+                     .param = q,
+                     .shapes = {{48, 101}, {3, 1024}},
+                     .master = g != TE_FL_F16,
+                     .weight_decay = 0.1,
+                     .step = 3});
   all.push_back({.param = TE_FL_BF16,
                  .shapes = many(),
                  .master = true,

@@ -221,7 +221,7 @@ TEST(DeviceList, ErrorsOfADeviceKeepItsText) {
   fake.fail = true;
   const Status s = devices::allocate(device, 64).status();
   EXPECT_EQ(s.code(), StatusCode::kOutOfMemory);
-  EXPECT_EQ(s.message(), "allocation on ext:acme:0: the card is full");
+  EXPECT_EQ(s.message(), "allocation of 64 bytes on ext:acme:0: the card is full");
   EXPECT_EQ(devices::live_objects(device), 0);
   EXPECT_EQ(devices::allocate_pinned(device, 64).status().code(), StatusCode::kUnsupported);
   EXPECT_TRUE(devices::remove(device).ok());

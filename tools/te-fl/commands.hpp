@@ -10,7 +10,7 @@ enum ExitCode {
   kSuccess = 0,
   kProblem = 1,      // the command ran and found a problem: doctor's findings, an invalid policy
   kUsage = 2,        // misspelt command, option or value
-  kNoCandidate = 3,  // explain: no implementation would serve the call
+  kNoCandidate = 3,  // explain, bench: no implementation would serve the call
 };
 
 struct ExplainOptions {
@@ -33,11 +33,25 @@ struct EnvOptions {
   bool markdown = false;
 };
 
+struct BenchOptions {
+  std::string op;
+  std::string device = "cpu";
+  std::vector<std::string> impls;  // ids, or "all"; empty: the dispatcher's choice
+  std::string dtype;               // empty: every case
+  std::string variant;             // part of a case's name
+  std::string shape;               // "8192x4096"; empty: the case's own
+  double peak = 0;                 // TFLOP/s; 0: measured
+  double seconds = 0.5;            // per row
+  bool list = false;
+  bool json = false;
+};
+
 int info(bool json);
 int ops(const OpsOptions& options);
 int explain(const ExplainOptions& options);
 int env(const EnvOptions& options);
 int doctor(bool json);
+int bench(const BenchOptions& options);
 int completion(const std::string& shell);
 
 }  // namespace te_fl_tool

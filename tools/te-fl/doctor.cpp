@@ -79,6 +79,22 @@ void check_environment(Report& report) {
                                " variables set; policy: " + policy->describe());
 }
 
+// What the plugin itself says: its driver, its devices, the libraries that it opens.
+void check_surroundings(Report& report, const std::string& plugin) {
+  const auto findings = te_fl::plugins::diagnose(plugin);
+  if (!findings.ok()) {
+    report.add(Level::kProblem, "plugin " + plugin + ": " + findings.status().to_string());
+    return;
+  }
+  using From = te_fl::plugins::Finding::Level;
+  for (const auto& f : *findings) {
+    const Level level = f.level == From::kOk     ? Level::kGood
+                        : f.level == From::kNote ? Level::kNote
+                                                 : Level::kProblem;
+    report.add(level, plugin + ": " + f.subject + ": " + f.state, f.disables, f.remedy);
+  }
+}
+
 void check_plugins(Report& report) {
   for (const auto& p : te_fl::plugins::list()) {
     const std::string name = "plugin " + (p.name.empty() ? p.path : p.name);
@@ -86,6 +102,7 @@ void check_plugins(Report& report) {
     if (p.state == te_fl::plugins::State::kActive) {
       report.add(Level::kGood, name + ": " + state + ", " + std::to_string(p.ops.size()) + " ops" +
                                    (p.path.empty() ? "" : ", " + p.path));
+      check_surroundings(report, p.name);
     } else {
       const bool failed =
           p.state == te_fl::plugins::State::kFailed || p.state == te_fl::plugins::State::kAbandoned;
@@ -132,11 +149,10 @@ void check_gemm(Report& report) {
                                                          by + (right ? " is right" : " is WRONG"));
 }
 
-// Which implementations of attention a CUDA device lacks, and why: libraries are opened when they
-// are first needed, so that nothing else has asked for them yet.
+// Which implementations of attention an accelerator lacks, and why.
 void check_attention(Report& report) {
   for (const te_fl::Device& device : te_fl::devices::list()) {
-    if (device.type != TE_FL_DEVICE_CUDA) continue;
+    if (device.is_host()) continue;
     auto heads = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
     auto out = Tensor::empty({1, 16, 1, 16}, te_fl::DType::kBF16, device);
     if (!heads.ok() || !out.ok()) {

@@ -28,13 +28,39 @@ Color color_of(te_fl::plugins::State state) {
   }
 }
 
+// What a plugin that has devices says of them and of the libraries it uses. Without a device the
+// libraries do not matter, and opening them takes its time: `te-fl doctor` does it all the same.
+std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInfo& p) {
+  if (p.state != te_fl::plugins::State::kActive || p.devices.empty()) return {};
+  auto found = te_fl::plugins::diagnose(p.name);
+  if (!found.ok()) {
+    complain(found.status().to_string());
+    return {};
+  }
+  return std::move(found).value();
+}
+
 json plugin_json(const te_fl::plugins::PluginInfo& p) {
-  return {{"name", p.name},       {"vendor", p.vendor},
-          {"version", p.version}, {"build_id", p.build_id},
-          {"path", p.path},       {"origin", p.origin},
-          {"abi", p.abi},         {"state", te_fl::plugins::to_string(p.state)},
-          {"reason", p.reason},   {"load_ms", p.load_ms},
-          {"devices", p.devices}, {"ops", p.ops}};
+  json findings = json::array();
+  for (const auto& f : findings_of(p)) {
+    findings.push_back({{"subject", f.subject},
+                        {"state", f.state},
+                        {"disables", f.disables},
+                        {"remedy", f.remedy}});
+  }
+  return {{"findings", findings},
+          {"name", p.name},
+          {"vendor", p.vendor},
+          {"version", p.version},
+          {"build_id", p.build_id},
+          {"path", p.path},
+          {"origin", p.origin},
+          {"abi", p.abi},
+          {"state", te_fl::plugins::to_string(p.state)},
+          {"reason", p.reason},
+          {"load_ms", p.load_ms},
+          {"devices", p.devices},
+          {"ops", p.ops}};
 }
 
 // Host implementations for tensors of other devices, as the policy has it.
@@ -107,6 +133,14 @@ int info(bool as_json) {
                       std::to_string(p.ops.size()), start, p.path.empty() ? p.origin : p.path});
   }
   plugin_table.print();
+  for (const auto& p : plugins) {
+    const auto findings = findings_of(p);
+    if (findings.empty()) continue;
+    std::printf("\n%s\n", p.name.c_str());
+    Table found({"what", "found"});
+    for (const auto& f : findings) found.add({f.subject, f.state});
+    found.print();
+  }
   for (const auto& p : plugins) {
     if (!p.reason.empty())
       std::printf("\n  %s: %s\n", p.name.empty() ? p.path.c_str() : p.name.c_str(),

@@ -22,6 +22,8 @@ const char* const kFooter =
     "  te-fl env                                    every TE_FL_* variable, its value and where it "
     "came from\n"
     "  te-fl doctor                                 what is missing and what to install\n"
+    "  te-fl bench gelu --dtype bf16 --impl all      how long it takes, and how far from the "
+    "floor\n"
     "  source <(te-fl completion bash)              completion of this shell\n"
     "\n"
     "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
@@ -92,6 +94,31 @@ int main(int argc, char** argv) {
       "doctor", "What is found, what is missing, what that disables, what to install");
   doctor_command->add_flag("--json", json, "machine-readable");
   doctor_command->callback([&] { exit_code = doctor(json); });
+
+  BenchOptions bench_options;
+  auto* bench_command = app.add_subcommand(
+      "bench", "Times an op, with its distance from what the device's memory and arithmetic allow");
+  bench_command->add_option("op", bench_options.op, "name of the op");
+  bench_command->add_option("--device", bench_options.device, "device of the tensors")
+      ->capture_default_str();
+  bench_command
+      ->add_option("--impl", bench_options.impls,
+                   "implementations by id, or all (default: the dispatcher's choice)")
+      ->delimiter(',');
+  bench_command->add_option("--dtype", bench_options.dtype, "only cases of this dtype");
+  bench_command->add_option("--case", bench_options.variant, "only cases whose name contains this");
+  bench_command->add_option("--shape", bench_options.shape,
+                            "extents, for example 8192x4096; --list says what they are");
+  bench_command
+      ->add_option("--peak", bench_options.peak,
+                   "the device's arithmetic in TFLOP/s (default: measured with a large product)")
+      ->check(CLI::PositiveNumber);
+  bench_command->add_option("--seconds", bench_options.seconds, "time to spend on a row")
+      ->check(CLI::Range(0.01, 600.0))
+      ->capture_default_str();
+  bench_command->add_flag("--list", bench_options.list, "the cases and their extents");
+  bench_command->add_flag("--json", bench_options.json, "machine-readable");
+  bench_command->callback([&] { exit_code = bench(bench_options); });
 
   std::string shell;
   auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");

@@ -1,4 +1,4 @@
-#include "cpu_case.hpp"
+#include "bench/cases/case.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -110,20 +110,38 @@ void BenchTensor::quantised(te_fl_scaling scaling, uint32_t flags, bool columnwi
   quant_.scale = &scale_;
   // Room for any mode's scales: a 1x32 block each, and padding of the extents to 128.
   const int64_t cols = shape_.back(), rows = numel() / std::max<int64_t>(1, cols);
-  const int64_t scale_bytes = ((rows + 128) * (cols + 128) / 32 + 1024) * 4;
-  scales_ = allocate(scale_bytes);
-  std::fill_n(static_cast<float*>(scales_.get()), scale_bytes / 4, 1.0f);
+  scale_bytes_ = ((rows + 128) * (cols + 128) / 32 + 1024) * 4;
+  scales_ = allocate(scale_bytes_);
+  std::fill_n(static_cast<float*>(scales_.get()), scale_bytes_ / 4, 1.0f);
   quant_.scale_inv = scales_.get();
   if (columnwise) {
     columns_ = allocate(bytes());
     fill(columns_.get(), bytes(), TE_FL_F8E4M3);
     quant_.columnwise_data = columns_.get();
     if (scaling != TE_FL_SCALING_TENSOR) {
-      column_scales_ = allocate(scale_bytes);
+      column_scales_ = allocate(scale_bytes_);
       quant_.columnwise_scale_inv = column_scales_.get();
     }
   }
   tensor_.quant = &quant_;
+}
+
+std::vector<BenchTensor::Part> BenchTensor::parts() {
+  std::vector<Part> list{{&tensor_.dl.data, bytes()}};
+  if (tensor_.quant == nullptr) return list;
+  const auto add = [&](auto*& pointer, int64_t size) {
+    if (pointer != nullptr) list.push_back({reinterpret_cast<void**>(&pointer), size});
+  };
+  add(quant_.columnwise_data, bytes());
+  add(quant_.scale_inv, scale_bytes_);
+  add(quant_.columnwise_scale_inv, scale_bytes_);
+  add(quant_.amax, sizeof(float));
+  add(quant_.scale, sizeof(float));
+  return list;
+}
+
+void BenchTensor::drop_memory() {
+  for (Memory* m : {&memory_, &columns_, &scales_, &column_scales_}) m->reset();
 }
 
 BenchTensor& Case::make(Shape shape, int dtype, int times) {

@@ -1,4 +1,7 @@
-// One benchmark case: an op's arguments over tensors of its own, and what its work is measured by.
+// The table of benchmark cases: for every op of the catalogue, calls of any size, with what their
+// work is measured by. One table for every backend: bench_cpu and `te-fl bench` run it. Its twin
+// for correctness, with small and awkward shapes and the values that must come out, is
+// tests/conformance.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +24,16 @@ class BenchTensor {
   BenchTensor(const BenchTensor&) = delete;
   BenchTensor& operator=(const BenchTensor&) = delete;
   operator const te_fl_tensor*() const { return &tensor_; }  // NOLINT: implicit on purpose
+  te_fl_tensor& c() { return tensor_; }
+
+  // One piece of memory and the member that points to it.
+  struct Part {
+    void** pointer;
+    int64_t bytes;
+  };
+  std::vector<Part> parts();
+  // Frees the memory that the constructor and quantised() took, when the parts point elsewhere.
+  void drop_memory();
 
   int64_t numel() const;
   int64_t bytes() const;
@@ -43,6 +56,7 @@ class BenchTensor {
   static Memory allocate(int64_t bytes);
 
   Shape shape_, strides_;
+  int64_t scale_bytes_ = 0;
   Memory memory_, columns_, scales_, column_scales_;
   float scale_ = 1, amax_ = 0;
   te_fl_quant quant_{};
@@ -51,6 +65,10 @@ class BenchTensor {
 
 class Case {
  public:
+  explicit Case(Shape extents = {}) : extents_(std::move(extents)) {}
+  // What CaseSpec::axes names.
+  int64_t extent(size_t i) const { return extents_.at(i); }
+  int64_t cols() const { return extent(1); }
   // A new argument struct of the call; it lives as long as the case.
   template <class Args>
   Args& args() {
@@ -72,6 +90,8 @@ class Case {
     return lists_.back().data();
   }
 
+  std::deque<BenchTensor>& tensors() { return tensors_; }
+
   int64_t bytes = 0;   // moved by a call that reads and writes each element once
   int64_t memory = 0;  // of the tensors
   double flops = 0;    // of compute-bound ops
@@ -85,19 +105,36 @@ class Case {
  private:
   BenchTensor& make(Shape shape, int dtype, int times);
 
+  Shape extents_;
   std::shared_ptr<void> args_;
   std::deque<BenchTensor> tensors_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;
 };
 
-// How an op is measured. build(case, rows) makes tensors whose size grows with `rows`.
+// How an op is measured.
 struct CaseSpec {
   std::string op;
   std::string variant;  // dtype and what else tells two rows of one op apart
-  std::function<void(Case&, int64_t rows)> build;
-  bool memory_bound = true;  // else `rows` is fixed_rows
+  std::function<void(Case&, int64_t rows)> body;  // makes the tensors; rows is the first extent
+  bool memory_bound = true;                       // else `rows` is fixed_rows in bench_cpu
   int64_t fixed_rows = 0;
+  std::string axes = "rows, cols";  // of the extents; empty: there are none to choose
+  Shape extents = {4096, 1024};     // on the host, unless asked for otherwise
+  Shape large = {32768, 4096};      // on an accelerator
+
+  // The case with the extents given, or with the host's and `rows` in place of their first.
+  std::unique_ptr<Case> build(const Shape& given) const {
+    auto c = std::make_unique<Case>(given);
+    body(*c, given.at(0));
+    return c;
+  }
+  std::unique_ptr<Case> build(int64_t rows) const {
+    Shape given = extents;
+    given.at(0) = rows;
+    return build(given);
+  }
 };
-std::vector<CaseSpec> cpu_cases();
+// Every op of the catalogue has at least one.
+const std::vector<CaseSpec>& all_cases();
 
 }  // namespace te_fl::bench

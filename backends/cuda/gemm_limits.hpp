@@ -1,0 +1,35 @@
+// What cuBLASLt multiplies in FP8, by architecture and version. Plain C++, so that it can be tested
+// where there is no GPU.
+#pragma once
+
+#include <cstddef>
+
+namespace te_fl::cuda {
+
+inline constexpr int kFp8Architecture = 89;             // Ada; Hopper is 90
+inline constexpr int kBlockArchitecture = 90;           // no other has 1x128 and 128x128 blocks
+inline constexpr size_t kBlockLibraryVersion = 120900;  // cublasLtGetVersion() of CUDA 12.9
+
+// Why a product is not served on this GPU with this library, nullptr if it is. `fp8`: an operand is
+// FP8; `blocks`: both are, scaled by blocks. `architecture` is 10 * major + minor.
+constexpr const char* gemm_limit(int architecture, size_t library_version, bool fp8, bool blocks) {
+  if (!fp8) return nullptr;
+  if (architecture < kFp8Architecture) {
+    return "generic_gemm: a or b is FP8, which GPUs have from compute capability 8.9 on (Ada, "
+           "Hopper), and this one is older: use BF16, dequantise the operand first, or let another "
+           "implementation serve the op";
+  }
+  if (!blocks) return nullptr;
+  if (architecture != kBlockArchitecture) {
+    return "generic_gemm: a and b are scaled by blocks, which cuBLASLt multiplies on compute "
+           "capability 9.0 only: quantise with delayed or current scaling";
+  }
+  if (library_version < kBlockLibraryVersion) {
+    return "generic_gemm: a and b are scaled by blocks, which cuBLASLt multiplies from CUDA 12.9 "
+           "on, and the one in use is older: install libcublas of CUDA 12.9 or newer, or quantise "
+           "with delayed or current scaling";
+  }
+  return nullptr;
+}
+
+}  // namespace te_fl::cuda

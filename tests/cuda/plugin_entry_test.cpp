@@ -1,0 +1,210 @@
+// The CUDA plugin entered as a host enters it, with nothing of te-fl around it. What is tested here
+// needs no GPU: it is refused, or said, before the driver is asked.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "te_fl/ops/gemm.h"
+#include "te_fl/plugin.h"
+
+namespace {
+
+struct Text {
+  std::string text;
+  te_fl_error_sink sink{sizeof(te_fl_error_sink), 0, this,
+                        [](void* host, const char* t) { static_cast<Text*>(host)->text += t; }};
+};
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// A created plugin.
+class Plugin {
+ public:
+  using Settings = std::map<std::string, std::string>;
+  explicit Plugin(Settings settings = Settings()) : settings_(std::move(settings)) {
+    void* library = dlopen(TE_FL_CUDA_PLUGIN, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) std::abort();
+    const auto query =
+        reinterpret_cast<te_fl_plugin_query_fn>(dlsym(library, TE_FL_PLUGIN_QUERY_SYMBOL));
+    te_fl_host_info info{};
+    info.struct_size = sizeof info;
+    api_ = *query(&info)->api;
+    host_.struct_size = sizeof host_;
+    host_.host = this;
+    host_.setting = [](void* host, const char* name) -> const char* {
+      const auto& s = static_cast<Plugin*>(host)->settings_;
+      const auto found = s.find(name);
+      return found == s.end() ? nullptr : found->second.c_str();
+    };
+    Text errors;
+    EXPECT_EQ(api_.create(&host_, &instance_, &errors.sink), TE_FL_OK) << errors.text;
+  }
+  ~Plugin() { api_.destroy(instance_); }
+  Plugin(const Plugin&) = delete;
+  Plugin& operator=(const Plugin&) = delete;
+
+  const te_fl_op_desc& op(const std::string& name) {
+    uint32_t count = 0;
+    const te_fl_op_desc* const* list = nullptr;
+    EXPECT_EQ(api_.ops(instance_, &count, &list, nullptr), TE_FL_OK);
+    for (uint32_t i = 0; i < count; ++i) {
+      if (name == list[i]->op_name && std::string("vendor.cuda") == list[i]->impl_id)
+        return *list[i];
+    }
+    std::abort();
+  }
+  bool has_device() {
+    uint32_t count = 0;
+    const te_fl_device_desc* const* list = nullptr;
+    EXPECT_EQ(api_.devices(instance_, &count, &list, nullptr), TE_FL_OK);
+    return count > 0;
+  }
+  std::vector<te_fl_finding> findings(std::vector<std::string>& texts) {
+    struct Out {
+      std::vector<te_fl_finding> list;
+      std::vector<std::string>& texts;
+    } out{{}, texts};
+    te_fl_finding_sink sink{};
+    sink.struct_size = sizeof sink;
+    sink.host = &out;
+    sink.write = [](void* host, const te_fl_finding* f) {
+      auto* o = static_cast<Out*>(host);
+      o->list.push_back(*f);
+      const auto or_empty = [](const char* s) { return std::string(s == nullptr ? "" : s); };
+      o->texts.push_back(or_empty(f->subject) + " | " + or_empty(f->state) + " | " +
+                         or_empty(f->disables) + " | " + or_empty(f->remedy));
+    };
+    Text errors;
+    EXPECT_EQ(api_.diagnose(instance_, &sink, &errors.sink), TE_FL_OK) << errors.text;
+    return out.list;
+  }
+
+ private:
+  Settings settings_;
+  te_fl_plugin_api api_{};
+  te_fl_host_api host_{};
+  void* instance_ = nullptr;
+};
+
+// A tensor said to be on the first GPU; its memory is the host's and must not be touched.
+struct Fake {
+  std::vector<int64_t> shape;
+  te_fl_quant quant;
+  te_fl_tensor tensor;
+  Fake(std::vector<int64_t> s, te_fl_dtype dtype, uint32_t scaling = TE_FL_SCALING_NONE)
+      : shape(std::move(s)) {
+    tensor.dl = {memory(), {TE_FL_DEVICE_CUDA, 0}, static_cast<int32_t>(shape.size()),
+                 dtype,    shape.data(),           nullptr,
+                 0};
+    if (scaling == TE_FL_SCALING_NONE) return;
+    quant.scaling = scaling;
+    quant.scale_inv = memory();
+    tensor.quant = &quant;
+  }
+  static void* memory() {
+    alignas(256) static char bytes[1 << 20];
+    static size_t used = 0;
+    used = (used + 4096) % sizeof bytes;
+    return bytes + used;
+  }
+};
+
+constexpr te_fl_dtype kF32{TE_FL_CODE_FLOAT, 32, 1}, kE4M3{TE_FL_CODE_FLOAT8_E4M3FN, 8, 1};
+
+struct Product {
+  Fake a, b, d{{16, 16}, kF32};
+  te_fl_generic_gemm_args args;
+  te_fl_context ctx{};
+  Text errors;
+  explicit Product(te_fl_dtype dtype = kF32, uint32_t scaling = TE_FL_SCALING_NONE)
+      : a({16, 32}, dtype, scaling), b({16, 32}, dtype, scaling) {
+    args.a = &a.tensor, args.b = &b.tensor, args.d = &d.tensor, args.trans_b = 1;
+    ctx.struct_size = sizeof ctx;
+    ctx.device = {TE_FL_DEVICE_CUDA, 0};
+    ctx.errors = &errors.sink;
+  }
+  te_fl_status run(const te_fl_op_desc& op) { return op.run(op.self, &ctx, &args); }
+};
+
+TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
+  Plugin plugin;
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  Product call;
+  size_t wanted = 0;
+  ASSERT_EQ(op.workspace(op.self, &call.ctx, &call.args, &wanted), TE_FL_OK);
+  ASSERT_GT(wanted, 0u);
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  EXPECT_TRUE(contains(call.errors.text, "generic_gemm: ctx.workspace has 0 bytes, must have " +
+                                             std::to_string(wanted)))
+      << call.errors.text;
+  EXPECT_TRUE(contains(call.errors.text, "pass as much as workspace() asks for"));
+  call.errors.text.clear();
+  call.ctx.workspace = Fake::memory();
+  call.ctx.workspace_bytes = wanted - 1;
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  call.errors.text.clear();
+  call.ctx.workspace = static_cast<char*>(Fake::memory()) + 16;
+  call.ctx.workspace_bytes = wanted;
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  EXPECT_TRUE(contains(call.errors.text, "not aligned to 256 bytes")) << call.errors.text;
+}
+
+TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
+  Plugin plugin;
+  if (plugin.has_device()) GTEST_SKIP() << "there is a GPU here; the rule is in cuda_limits_test";
+  Product call(kE4M3, TE_FL_SCALING_TENSOR);
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  EXPECT_EQ(op.supports(op.self, &call.ctx, &call.args), TE_FL_UNSUPPORTED);
+  // Without a device, or without the library, whichever is missed first.
+  EXPECT_TRUE(contains(call.errors.text, "compute capability 8.9") ||
+              contains(call.errors.text, "cuBLASLt was not found"))
+      << call.errors.text;
+}
+
+TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
+  Plugin plugin;
+  std::vector<std::string> texts;
+  const auto findings = plugin.findings(texts);
+  ASSERT_EQ(findings.size(), texts.size());
+  std::string all;
+  for (const std::string& t : texts) all += t + "\n";
+  EXPECT_TRUE(contains(all, plugin.has_device() ? "NVIDIA driver | for CUDA" : "no CUDA device"))
+      << all;
+  EXPECT_TRUE(contains(all, "cuBLASLt | ")) << all;
+  EXPECT_TRUE(contains(all, "cuDNN | ")) << all;
+  for (size_t i = 0; i < findings.size(); ++i) {
+    const bool good = findings[i].level == TE_FL_FINDING_OK;
+    EXPECT_EQ(findings[i].disables == nullptr, good) << texts[i];
+    EXPECT_EQ(findings[i].remedy == nullptr, good) << texts[i];
+  }
+}
+
+// Runs in a process of its own (tests/cuda/CMakeLists.txt): NVTX looks for its tool once.
+TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
+  const char* tool = std::getenv("NVTX_INJECTION64_PATH");
+  if (tool == nullptr) GTEST_SKIP() << "run by ctest as cuda_nvtx";
+  void* recorder = dlopen(tool, RTLD_NOW);
+  ASSERT_NE(recorder, nullptr) << dlerror();
+  const auto text = reinterpret_cast<const char* (*)()>(dlsym(recorder, "nvtx_recorder_text"));
+  {
+    Plugin off;
+    Product call;
+    EXPECT_NE(call.run(off.op("generic_gemm")), TE_FL_OK);
+    EXPECT_STREQ(text(), "");
+  }
+  Plugin on(Plugin::Settings{{"TE_FL_NVTX", "1"}});
+  Product call;
+  EXPECT_NE(call.run(on.op("generic_gemm")), TE_FL_OK);
+  EXPECT_STREQ(text(), "[te-fl:generic_gemm vendor.cuda]");
+  EXPECT_NE(on.op("gelu").run, nullptr);  // an op without scratch is wrapped too
+  EXPECT_NE(on.op("gelu").self, nullptr);
+}
+
+}  // namespace

@@ -1,0 +1,398 @@
+// te-fl bench: how long an op takes, and how far that is from what the device allows.
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "commands.hpp"
+#include "measure.hpp"
+#include "output.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+using nlohmann::json;
+using te_fl::Device;
+using te_fl::Result;
+using te_fl::Status;
+using te_fl::bench::CaseSpec;
+using te_fl::bench::Shape;
+
+std::string text_of(const Shape& extents) {
+  std::string text;
+  for (const int64_t e : extents) text += (text.empty() ? "" : "x") + std::to_string(e);
+  return text;
+}
+
+std::string fixed(double value, int digits) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%.*f", digits, value);
+  return text;
+}
+
+// The words of a variant: "fp8, bf16 out" has fp8, bf16 and out.
+std::vector<std::string> words_of(const std::string& text) {
+  std::vector<std::string> words(1);
+  for (const char c : text) {
+    if (c == ' ' || c == ',') {
+      if (!words.back().empty()) words.emplace_back();
+    } else {
+      words.back() += c;
+    }
+  }
+  return words;
+}
+
+bool has_dtype(const CaseSpec& spec, const std::string& dtype) {
+  const auto words = words_of(spec.variant);
+  const auto has = [&](const char* word) {
+    return std::find(words.begin(), words.end(), word) != words.end();
+  };
+  if (has("fp8") || has("e4m3")) return dtype == "f8e4m3" || dtype == "fp8";
+  return has(dtype.c_str());
+}
+
+std::string variants_of(const std::string& op) {
+  std::string text;
+  for (const CaseSpec& spec : te_fl::bench::all_cases()) {
+    if (spec.op == op) text += (text.empty() ? "'" : ", '") + spec.variant + "'";
+  }
+  return text;
+}
+
+Result<std::vector<const CaseSpec*>> cases_of(const BenchOptions& options) {
+  std::vector<const CaseSpec*> found;
+  std::vector<std::string> names;
+  for (const CaseSpec& spec : te_fl::bench::all_cases()) {
+    names.push_back(spec.op);
+    if (spec.op != options.op) continue;
+    if (!options.dtype.empty() && !has_dtype(spec, options.dtype)) continue;
+    if (spec.variant.find(options.variant) == std::string::npos) continue;
+    found.push_back(&spec);
+  }
+  if (!found.empty()) return found;
+  if (std::find(names.begin(), names.end(), options.op) == names.end()) {
+    const std::string near = te_fl::environment::nearest(options.op, names);
+    return te_fl::not_found("there is no benchmark of '" + options.op + "'" +
+                            (near.empty() ? "" : "; did you mean '" + near + "'?") +
+                            " te-fl bench --list shows all");
+  }
+  return te_fl::not_found("no case of " + options.op + " matches --dtype '" + options.dtype +
+                          "' --case '" + options.variant + "'; there are " +
+                          variants_of(options.op));
+}
+
+Result<Shape> extents_of(const CaseSpec& spec, const BenchOptions& options, const Device& device) {
+  const Shape& usual = device.is_host() ? spec.extents : spec.large;
+  if (options.shape.empty()) return usual;
+  if (spec.axes.empty()) {
+    return te_fl::invalid_argument("--shape: the size of " + spec.op + " '" + spec.variant +
+                                   "' is fixed; leave it out");
+  }
+  Shape extents;
+  const char* at = options.shape.data();
+  const char* const end = at + options.shape.size();
+  while (at < end) {
+    int64_t extent = 0;
+    const auto [stop, error] = std::from_chars(at, end, extent);
+    if (error != std::errc() || extent < 1 || (stop != end && *stop != 'x')) break;
+    extents.push_back(extent);
+    at = stop + (stop != end);
+  }
+  if (at == end && extents.size() == usual.size()) return extents;
+  return te_fl::invalid_argument("--shape " + options.shape + ": " + spec.op + " takes " +
+                                 std::to_string(usual.size()) + " extents, " + spec.axes +
+                                 ", for example " + text_of(usual));
+}
+
+// Which implementations are asked for: their ids, or one empty string for the dispatcher's choice.
+// "all" are those that serve ops on the device.
+Result<std::vector<std::string>> implementations_of(const BenchOptions& options,
+                                                    const Device& device) {
+  if (options.impls.empty()) return std::vector<std::string>{""};
+  std::vector<std::string> known, there;
+  for (const auto& impl : te_fl::OpManager::instance().registry().snapshot()) {
+    if (impl.op != options.op) continue;
+    known.push_back(impl.impl_id);
+    const int32_t type = device.is_host() ? int32_t{TE_FL_DEVICE_CPU} : device.type;
+    if ((impl.desc.device_types >> type & 1) != 0) there.push_back(impl.impl_id);
+  }
+  if (options.impls.size() == 1 && options.impls[0] == "all" && !there.empty()) return there;
+  for (const std::string& id : options.impls) {
+    if (std::find(known.begin(), known.end(), id) != known.end()) continue;
+    std::string all;
+    for (const std::string& k : known) all += (all.empty() ? "" : ", ") + k;
+    return te_fl::not_found("--impl " + id + ": " + options.op + " has " +
+                            (all.empty() ? "no implementation" : all) + ", or all");
+  }
+  return options.impls;
+}
+
+te_fl::PolicySettings pinned(const std::string& op, const std::string& impl) {
+  using te_fl::PolicyToken;
+  te_fl::PolicySettings settings;
+  settings.strict = true;
+  settings.per_op[op] = {PolicyToken{PolicyToken::Type::kImpl, te_fl::Kind::kDefault, impl}};
+  return settings;
+}
+
+// Arithmetic of one kind of product, measured on the device once or stated by the user.
+struct Peak {
+  double flops = 0;
+  std::string from;
+};
+
+struct Row {
+  const CaseSpec* spec = nullptr;
+  Shape extents;
+  std::string impl;
+  Status status;
+  Timing timing;
+  int64_t bytes = 0;
+  double flops = 0;
+  size_t sets = 0;
+  bool cold = false;
+  Peak peak;
+
+  // Neither bound can be beaten: the bytes have to move, the operations have to be done.
+  double bytes_floor() const { return static_cast<double>(bytes) / timing.copy_bandwidth; }
+  double flops_floor() const { return peak.flops > 0 ? flops / peak.flops : 0; }
+  double floor() const { return std::max(bytes_floor(), flops_floor()); }
+  bool enqueue_bound(const Device& device) const {
+    const bool plain = !device.is_host() && timing.in_graph == 0;
+    return plain && timing.host_seconds > 0.9 * timing.seconds;
+  }
+};
+
+class Bench {
+ public:
+  Bench(const BenchOptions& options, Device device) : options_(options), device_(device) {}
+  Status start() {
+    TE_FL_ASSIGN_OR_RETURN(copy_, CopyMeter::make(device_));
+    TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, te_fl::devices::properties(device_));
+    name_ = props.name;
+    return {};
+  }
+  Row run(const CaseSpec& spec, const Shape& extents, const std::string& impl);
+  const Device& device() const { return device_; }
+  const std::string& name() const { return name_; }
+
+ private:
+  Status measure(Row& row);
+  Result<Peak> peak_of(const CaseSpec& spec);
+
+  const BenchOptions& options_;
+  Device device_;
+  std::string name_;
+  std::unique_ptr<CopyMeter> copy_;
+  std::map<std::string, Peak> peaks_;
+};
+
+// A large square product of the same dtypes, by whatever the dispatcher takes for it.
+Result<Peak> Bench::peak_of(const CaseSpec& spec) {
+  if (options_.peak > 0) return Peak{options_.peak * 1e12, "stated with --peak"};
+  const std::string dtype = words_of(spec.variant).front();
+  if (const auto known = peaks_.find(dtype); known != peaks_.end()) return known->second;
+  for (const CaseSpec& product : te_fl::bench::all_cases()) {
+    if (product.op != "generic_gemm" || words_of(product.variant).front() != dtype) continue;
+    const int64_t n = device_.is_host() ? 2048 : 8192;
+    std::vector<std::unique_ptr<PlacedCase>> one(1);
+    TE_FL_ASSIGN_OR_RETURN(one[0], PlacedCase::make(product, {n, n, n}, device_));
+    TE_FL_ASSIGN_OR_RETURN(const Timing timing, time_calls(device_, one, 0.3, nullptr));
+    return peaks_[dtype] = {
+               one[0]->work().flops / timing.seconds,
+               "generic_gemm " + product.variant + " " + text_of({n, n, n}) + ", measured here"};
+  }
+  return Peak{};
+}
+
+Status Bench::measure(Row& row) {
+  const CaseSpec& spec = *row.spec;
+  std::vector<std::unique_ptr<PlacedCase>> sets;
+  TE_FL_ASSIGN_OR_RETURN(auto first, PlacedCase::make(spec, row.extents, device_));
+  row.bytes = first->work().bytes;
+  row.flops = first->work().flops;
+  const int64_t each = std::max<int64_t>(first->work().memory, 1), cold = cold_bytes(device_);
+  sets.push_back(std::move(first));
+  const size_t wanted = static_cast<size_t>(std::clamp<int64_t>((cold + each - 1) / each, 1, 256));
+  // One call before the others are made: what is refused is refused at once.
+  TE_FL_RETURN_IF_ERROR(sets[0]->call());
+  for (const auto& u : te_fl::OpManager::instance().usage()) {
+    if (u.op == spec.op) row.impl = u.impl_id;
+  }
+  while (sets.size() < wanted) {
+    TE_FL_ASSIGN_OR_RETURN(auto next, PlacedCase::make(spec, row.extents, device_));
+    sets.push_back(std::move(next));
+  }
+  row.sets = sets.size();
+  row.cold = static_cast<int64_t>(sets.size()) * each >= cold;
+  TE_FL_ASSIGN_OR_RETURN(row.timing, time_calls(device_, sets, options_.seconds, copy_.get()));
+  return {};
+}
+
+Row Bench::run(const CaseSpec& spec, const Shape& extents, const std::string& impl) {
+  Row row;
+  row.spec = &spec;
+  row.extents = extents;
+  row.impl = impl;
+  te_fl::OpManager::instance().reset_usage();
+  std::optional<te_fl::PolicyScope> scope;
+  if (!impl.empty()) scope.emplace(pinned(spec.op, impl));
+  row.status = measure(row);
+  scope.reset();
+  if (!row.status.ok() || row.flops == 0) return row;
+  if (auto peak = peak_of(spec); peak.ok()) {
+    row.peak = *peak;
+  } else {
+    row.peak.from = "not known: " + peak.status().message();
+  }
+  return row;
+}
+
+json json_of(const Row& r, const Bench& bench) {
+  json out = {{"op", r.spec->op},
+              {"case", r.spec->variant},
+              {"axes", r.spec->axes},
+              {"extents", r.extents},
+              {"device", te_fl::to_string(bench.device())},
+              {"device_name", bench.name()},
+              {"impl", r.impl}};
+  if (!r.status.ok()) {
+    out["refused"] = r.status.to_string();
+    return out;
+  }
+  const Timing& t = r.timing;
+  out.update({{"time_us", t.seconds * 1e6},
+              {"spread", t.spread},
+              {"host_us", t.host_seconds * 1e6},
+              {"samples", t.samples},
+              {"calls_per_sample", t.calls},
+              {"timing", t.in_graph > 0 ? "launches of a graph of " + std::to_string(t.in_graph) +
+                                              " calls between two synchronisations"
+                                        : "calls between two synchronisations"},
+              {"tensor_sets", r.sets},
+              {"in_cache", !r.cold},
+              {"bytes", r.bytes},
+              {"operations", r.flops},
+              {"GB_per_s", static_cast<double>(r.bytes) / t.seconds / 1e9},
+              {"copy_GB_per_s", t.copy_bandwidth / 1e9},
+              {"floor_us", r.floor() * 1e6},
+              {"times_floor", t.seconds / r.floor()},
+              {"floor_is", r.flops_floor() > r.bytes_floor() ? "operations" : "bytes"},
+              {"enqueue_bound", r.enqueue_bound(bench.device())}});
+  if (r.flops > 0) {
+    out["TFLOP_per_s"] = r.flops / t.seconds / 1e12;
+    out["peak_TFLOP_per_s"] = r.peak.flops / 1e12;
+    out["peak_from"] = r.peak.from;
+  }
+  return out;
+}
+
+void print(const std::vector<Row>& rows, const Bench& bench) {
+  const bool host = bench.device().is_host();
+  std::printf("%s on %s (%s)\n\n", paint(Color::kBold, rows[0].spec->op).c_str(),
+              te_fl::to_string(bench.device()).c_str(), bench.name().c_str());
+  Table table({"case", "extents", "by", "us", "spread", "enqueue us", "MB", "GB/s", "copy GB/s",
+               "TFLOP/s", "floor us", "x floor", "timed"});
+  for (const Row& r : rows) {
+    if (!r.status.ok()) continue;
+    const Timing& t = r.timing;
+    table.add({r.spec->variant, text_of(r.extents), r.impl, fixed(t.seconds * 1e6, 1),
+               fixed(100 * t.spread, 1) + "%", host ? "-" : fixed(t.host_seconds * 1e6, 1),
+               fixed(static_cast<double>(r.bytes) / 1e6, 2),
+               fixed(static_cast<double>(r.bytes) / t.seconds / 1e9, 1),
+               fixed(t.copy_bandwidth / 1e9, 1),
+               r.flops > 0 ? fixed(r.flops / t.seconds / 1e12, 2) : "-",
+               fixed(r.floor() * 1e6, 1) + (r.flops_floor() > r.bytes_floor() ? " ops" : " bytes"),
+               fixed(t.seconds / r.floor(), 2),
+               t.in_graph > 0 ? "graphs of " + std::to_string(t.in_graph) : "calls"});
+  }
+  table.print();
+  std::printf("\nA sample is many calls between two synchronisations%s.\n",
+              host ? "" : ", enqueued one by one or as graphs");
+  for (const Row& r : rows) {
+    const std::string who = "\n" + r.spec->variant + (r.impl.empty() ? "" : " by " + r.impl) + ": ";
+    if (!r.status.ok()) {
+      std::printf("%snot measured: %s\n", who.c_str(), r.status.to_string().c_str());
+      continue;
+    }
+    if (r.flops > 0) {
+      std::printf("%speak %s TFLOP/s (%s)\n", who.c_str(), fixed(r.peak.flops / 1e12, 2).c_str(),
+                  r.peak.from.c_str());
+    }
+    if (!r.cold) {
+      std::printf(
+          "%sthe calls' tensors may stay in caches (%zu sets of them); a larger --shape "
+          "measures memory\n",
+          who.c_str(), r.sets);
+    }
+    if (r.enqueue_bound(bench.device())) {
+      std::printf("%sthe host's enqueueing takes the time; the device waits between calls\n",
+                  who.c_str());
+    }
+  }
+}
+
+int list_cases() {
+  Table table({"op", "case", "extents", "on the host", "on an accelerator"});
+  for (const CaseSpec& spec : te_fl::bench::all_cases()) {
+    const bool sized = !spec.axes.empty();
+    table.add({spec.op, spec.variant, sized ? spec.axes : "fixed",
+               sized ? text_of(spec.extents) : "-", sized ? text_of(spec.large) : "-"});
+  }
+  table.print();
+  return kSuccess;
+}
+
+int usage_problem(const Status& status) {
+  complain(status.message());
+  return kUsage;
+}
+
+}  // namespace
+
+int bench(const BenchOptions& options) {
+  if (options.list) return list_cases();
+  if (options.op.empty()) {
+    return usage_problem(
+        te_fl::invalid_argument("bench needs the name of an op; --list shows all"));
+  }
+  te_fl::OpManager::instance();
+  const auto cases = cases_of(options);
+  if (!cases.ok()) return usage_problem(cases.status());
+  const auto device = te_fl::parse_device(options.device);
+  if (!device.ok()) return usage_problem(device.status());
+  const auto impls = implementations_of(options, *device);
+  if (!impls.ok()) return usage_problem(impls.status());
+  std::vector<std::pair<const CaseSpec*, Shape>> work;
+  for (const CaseSpec* spec : *cases) {
+    const auto extents = extents_of(*spec, options, *device);
+    if (!extents.ok()) return usage_problem(extents.status());
+    work.emplace_back(spec, *extents);
+  }
+  Bench bench(options, *device);
+  if (const Status status = bench.start(); !status.ok()) {
+    complain(status.to_string());
+    return kProblem;
+  }
+  std::vector<Row> rows;
+  bool measured = false;
+  for (const auto& [spec, extents] : work) {
+    for (const std::string& impl : *impls) {
+      rows.push_back(bench.run(*spec, extents, impl));
+      measured = measured || rows.back().status.ok();
+    }
+  }
+  if (options.json) {
+    json out = json::array();
+    for (const Row& row : rows) out.push_back(json_of(row, bench));
+    std::printf("%s\n", out.dump(2).c_str());
+  } else {
+    print(rows, bench);
+  }
+  return measured ? kSuccess : kNoCandidate;
+}
+
+}  // namespace te_fl_tool
