@@ -18,28 +18,29 @@ struct Note {
 };
 
 // One place of the ring. `turn` is odd while a writer is inside, and differs before and after for a
-// reader that met one.
+// reader that met one. Who finds another writer inside leaves its note out.
 class Slot {
  public:
   void write(uint64_t turn, const Note& note) noexcept {
-    turn_.store(2 * turn + 1, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
-    type_.store(note.device.type, std::memory_order_relaxed);
-    index_.store(note.device.index, std::memory_order_relaxed);
-    provider_.store(note.device.provider, std::memory_order_relaxed);
-    stream_.store(note.stream, std::memory_order_relaxed);
-    op_.store(note.op, std::memory_order_relaxed);
-    impl_.store(note.impl_id, std::memory_order_relaxed);
-    turn_.store(2 * turn + 2, std::memory_order_release);
+    uint64_t before = turn_.load(std::memory_order_relaxed);
+    if (before % 2 != 0 || before > 2 * turn) return;
+    if (!turn_.compare_exchange_strong(before, 2 * turn + 1, std::memory_order_acq_rel)) return;
+    constexpr auto kOrder = std::memory_order_release;  // after the turn
+    type_.store(note.device.type, kOrder);
+    index_.store(note.device.index, kOrder);
+    provider_.store(note.device.provider, kOrder);
+    stream_.store(note.stream, kOrder);
+    op_.store(note.op, kOrder);
+    impl_.store(note.impl_id, kOrder);
+    turn_.store(2 * turn + 2, kOrder);
   }
   std::optional<Note> read(uint64_t turn) const noexcept {
-    if (turn_.load(std::memory_order_acquire) != 2 * turn + 2) return {};
-    const Note note{{type_.load(std::memory_order_relaxed), index_.load(std::memory_order_relaxed),
-                     provider_.load(std::memory_order_relaxed)},
-                    stream_.load(std::memory_order_relaxed),
-                    op_.load(std::memory_order_relaxed),
-                    impl_.load(std::memory_order_relaxed)};
-    std::atomic_thread_fence(std::memory_order_acquire);
+    constexpr auto kOrder = std::memory_order_acquire;  // before the turn is read again
+    if (turn_.load(kOrder) != 2 * turn + 2) return {};
+    const Note note{{type_.load(kOrder), index_.load(kOrder), provider_.load(kOrder)},
+                    stream_.load(kOrder),
+                    op_.load(kOrder),
+                    impl_.load(kOrder)};
     if (turn_.load(std::memory_order_relaxed) != 2 * turn + 2) return {};
     return note;
   }

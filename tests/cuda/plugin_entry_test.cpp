@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "te_fl/ops/gemm.h"
-#include "te_fl/ops/norm.h"
 #include "te_fl/plugin.h"
 
 namespace {
@@ -119,16 +118,14 @@ struct Fake {
 
 constexpr te_fl_dtype kF32{TE_FL_CODE_FLOAT, 32, 1}, kE4M3{TE_FL_CODE_FLOAT8_E4M3FN, 8, 1};
 
-struct NormCall {
-  Fake dz{{4, 8}, kF32}, x{{4, 8}, kF32}, mu{{4}, kF32}, rsigma{{4}, kF32}, gamma{{8}, kF32},
-      dx{{4, 8}, kF32}, dgamma{{8}, kF32}, dbeta{{8}, kF32};
-  te_fl_layernorm_bwd_args args;
+struct Product {
+  Fake a, b, d{{16, 16}, kF32};
+  te_fl_generic_gemm_args args;
   te_fl_context ctx{};
   Text errors;
-  NormCall() {
-    args.dz = &dz.tensor, args.x = &x.tensor, args.mu = &mu.tensor;
-    args.rsigma = &rsigma.tensor, args.gamma = &gamma.tensor, args.dx = &dx.tensor;
-    args.dgamma = &dgamma.tensor, args.dbeta = &dbeta.tensor;
+  explicit Product(te_fl_dtype dtype = kF32, uint32_t scaling = TE_FL_SCALING_NONE)
+      : a({16, 32}, dtype, scaling), b({16, 32}, dtype, scaling) {
+    args.a = &a.tensor, args.b = &b.tensor, args.d = &d.tensor, args.trans_b = 1;
     ctx.struct_size = sizeof ctx;
     ctx.device = {TE_FL_DEVICE_CUDA, 0};
     ctx.errors = &errors.sink;
@@ -138,13 +135,13 @@ struct NormCall {
 
 TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   Plugin plugin;
-  const te_fl_op_desc& op = plugin.op("layernorm_bwd");
-  NormCall call;
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  Product call;
   size_t wanted = 0;
   ASSERT_EQ(op.workspace(op.self, &call.ctx, &call.args, &wanted), TE_FL_OK);
   ASSERT_GT(wanted, 0u);
   EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
-  EXPECT_TRUE(contains(call.errors.text, "layernorm_bwd: ctx.workspace has 0 bytes, must have " +
+  EXPECT_TRUE(contains(call.errors.text, "generic_gemm: ctx.workspace has 0 bytes, must have " +
                                              std::to_string(wanted)))
       << call.errors.text;
   EXPECT_TRUE(contains(call.errors.text, "pass as much as workspace() asks for"));
@@ -162,17 +159,13 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
 TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
   Plugin plugin;
   if (plugin.has_device()) GTEST_SKIP() << "there is a GPU here; the rule is in cuda_limits_test";
-  Fake a({16, 32}, kE4M3, TE_FL_SCALING_TENSOR), b({16, 32}, kE4M3, TE_FL_SCALING_TENSOR);
-  Fake d({16, 16}, kF32);
-  te_fl_generic_gemm_args args;
-  args.a = &a.tensor, args.b = &b.tensor, args.d = &d.tensor, args.trans_b = 1;
-  NormCall other;  // for its context
+  Product call(kE4M3, TE_FL_SCALING_TENSOR);
   const te_fl_op_desc& op = plugin.op("generic_gemm");
-  EXPECT_EQ(op.supports(op.self, &other.ctx, &args), TE_FL_UNSUPPORTED);
+  EXPECT_EQ(op.supports(op.self, &call.ctx, &call.args), TE_FL_UNSUPPORTED);
   // Without a device, or without the library, whichever is missed first.
-  EXPECT_TRUE(contains(other.errors.text, "compute capability 8.9") ||
-              contains(other.errors.text, "cuBLASLt was not found"))
-      << other.errors.text;
+  EXPECT_TRUE(contains(call.errors.text, "compute capability 8.9") ||
+              contains(call.errors.text, "cuBLASLt was not found"))
+      << call.errors.text;
 }
 
 TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
@@ -202,14 +195,14 @@ TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
   const auto text = reinterpret_cast<const char* (*)()>(dlsym(recorder, "nvtx_recorder_text"));
   {
     Plugin off;
-    NormCall call;
-    EXPECT_NE(call.run(off.op("layernorm_bwd")), TE_FL_OK);
+    Product call;
+    EXPECT_NE(call.run(off.op("generic_gemm")), TE_FL_OK);
     EXPECT_STREQ(text(), "");
   }
   Plugin on(Plugin::Settings{{"TE_FL_NVTX", "1"}});
-  NormCall call;
-  EXPECT_NE(call.run(on.op("layernorm_bwd")), TE_FL_OK);
-  EXPECT_STREQ(text(), "[te-fl:layernorm_bwd vendor.cuda]");
+  Product call;
+  EXPECT_NE(call.run(on.op("generic_gemm")), TE_FL_OK);
+  EXPECT_STREQ(text(), "[te-fl:generic_gemm vendor.cuda]");
   EXPECT_NE(on.op("gelu").run, nullptr);  // an op without scratch is wrapped too
   EXPECT_NE(on.op("gelu").self, nullptr);
 }
