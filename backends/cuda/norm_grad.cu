@@ -185,9 +185,6 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   __shared__ float sums[kSumRows][kSumCols];
   const int col = static_cast<int>(blockIdx.x * kSumCols + threadIdx.x);
   float sum = 0.0f;
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
   if (col < cols) {
     const float* from = partials + blockIdx.y * int64_t{cols} + col;
 #pragma unroll 4
@@ -276,20 +273,11 @@ bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* parti
   const int parts = dtype == TE_FL_BF16  ? launch_type<bf16>(ctx, a)
                     : dtype == TE_FL_F16 ? launch_type<fp16>(ctx, a)
                                          : launch_type<float>(ctx, a);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
-  config.blockDim = dim3(kSumCols, kSumRows);
-  config.stream = stream_of(ctx);
-  config.attrs = &early;
-  config.numAttrs = compute_capability(ctx.device.index) >= 90 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, norm_grad_sums_kernel, static_cast<const float*>(partials),
-                           parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
-                           b.dbeta != nullptr ? Target(*b.dbeta) : Target()),
-        "norm_grad_sums_kernel");
+  const dim3 grid(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
+  norm_grad_sums_kernel<<<grid, dim3(kSumCols, kSumRows), 0, stream_of(ctx)>>>(
+      partials, parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
+      b.dbeta != nullptr ? Target(*b.dbeta) : Target());
+  check_launch("norm_grad_sums_kernel");
   return true;
 }
 
