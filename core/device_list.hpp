@@ -42,6 +42,8 @@ struct DeviceEntry {
   }
   void found_again() noexcept { lost_.store(nullptr, std::memory_order_release); }
 
+  // Gone or going: no new objects, and no new work but to save what there is.
+  bool closed() const noexcept { return count_.load(std::memory_order_relaxed) < 0; }
   // Counts an object in. False if the device is being removed.
   bool acquire() noexcept {
     int64_t count = count_.load(std::memory_order_relaxed);

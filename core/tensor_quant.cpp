@@ -143,8 +143,11 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   TE_FL_ASSIGN_OR_RETURN(parts->block, core::shared_memory(device, l.total));
   char* const base = static_cast<char*>(parts->block.get());
   void* stream = devices::current_stream();
-  TE_FL_RETURN_IF_ERROR(devices::fill(device, base + l.zeroed_from, 0,
-                                      static_cast<size_t>(l.total - l.zeroed_from), stream));
+  const int64_t zeroed_from = spec.clear_scales ? l.zeroed_from : l.amax;
+  if (zeroed_from >= 0) {
+    TE_FL_RETURN_IF_ERROR(devices::fill(device, base + zeroed_from, 0,
+                                        static_cast<size_t>(l.total - zeroed_from), stream));
+  }
   const auto at = [&](int64_t offset) { return offset < 0 ? nullptr : base + offset; };
   te_fl_quant q;
   q.scaling = static_cast<uint32_t>(spec.scaling);

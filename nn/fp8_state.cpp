@@ -66,6 +66,7 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.dtype = fp8_dtype(recipe, role);
   spec.rowwise = copies.rowwise;
   spec.columnwise = copies.columnwise;
+  spec.clear_scales = false;
   if (std::holds_alternative<DelayedScaling>(recipe)) {
     return Tensor::empty_quantized(shape, spec, device, &state.scale_slot(slot),
                                    record ? &state.amax_slot(slot) : nullptr);

@@ -8,7 +8,7 @@ namespace te_fl::nn::detail {
 
 CallOptions call_options() {
   CallOptions options;
-  options.stream = Context::current().stream();
+  options.stream = devices::current_stream();  // Context::current()'s
   return options;
 }
 

@@ -13,6 +13,12 @@ bool mentions_names(const PolicySettings& s) {
   return !s.per_op.empty() || !s.allow_vendors.empty() || !s.deny_vendors.empty();
 }
 
+// Whether copies to and from the device are possible, and to be made: not on one that is going.
+bool is_present(const Device& device) {
+  const core::DeviceEntry* entry = core::find_device(device);
+  return entry != nullptr && !entry->closed();
+}
+
 }  // namespace
 
 bool is_capturing(const Device& device, void* stream) {
@@ -44,7 +50,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
-  choice.call = {row.compiled->schema().name, signature.device, arch.ok(),
+  choice.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                  arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
                  signature.version,           capturing};
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);

@@ -111,7 +111,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
   // The right half of the last tile may lie outside: it repeats columns of the left one.
   const bool inside = tile0 + right * kTileCols < g.cols;
   const int64_t col0 = inside ? tile0 + right * kTileCols : tile0;
-  const int64_t cols_left = inside ? g.cols - col0 : 0;
+  const int left = static_cast<int>(g.cols - tile0 < kBlockTile ? g.cols - tile0 : kBlockTile);
   const int each = kSums ? g.each : 1;
   for (int t = 0; t < each; ++t) {
     const int64_t row0 = (int64_t{step} * each + t) * kTileRows;
@@ -160,8 +160,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
             codes_of(v[i][0] * s, v[i][1] * s, v[i][2] * s, v[i][3] * s, q.is_e5m2),
             codes_of(v[i][4] * s, v[i][5] * s, v[i][6] * s, v[i][7] * s, q.is_e5m2)};
         if (row < g.rows) {
-          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + out0 + col0, cols_left, at,
-                            codes);
+          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + out0 + col0,
+                            inside ? left - right * kTileCols : 0, at, codes);
         }
       }
     }
@@ -181,10 +181,9 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
     }
     stage_columns<kBytes>(shared.columns, codes, at, right * kTileCols);
     __syncthreads();
-    const int count = static_cast<int>(g.cols - tile0 < kBlockTile ? g.cols - tile0 : kBlockTile);
     write_columns<kBytes, kBlockThreads>(shared.columns,
                                          static_cast<uint8_t*>(q.columns) + (out0 + tile0) * q.m,
-                                         q.m, row0, count);
+                                         q.m, row0, left);
   }
   if constexpr (kSums) {
     __syncthreads();

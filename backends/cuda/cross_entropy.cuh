@@ -12,35 +12,35 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse,
                          int64_t classes, float smoothing, int64_t ignored) {
-  constexpr int kAtOnce = 4;
+  constexpr int kSize = Pack<T>::kSize, kAtOnce = 4;
   __shared__ float parts[3][kThreads / 32];
   const int64_t row = blockIdx.x;
   const T* x = logits + row * classes;
   const int shift = shift_of(x);
   RunningSum total;
   float plain = 0.0f;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kGroup - shift;
-  for (int64_t at = first; at < classes; at += kAtOnce * kThreads * kGroup) {
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kSize - shift;
+  for (int64_t at = first; at < classes; at += kAtOnce * kThreads * kSize) {
     Pack<T> raw[kAtOnce];
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const int64_t col = at + u * kThreads * kGroup;
+      const int64_t col = at + u * kThreads * kSize;
       if (col < classes) load_cut(raw[u], x, col, classes);
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const int64_t col = at + u * kThreads * kGroup;
+      const int64_t col = at + u * kThreads * kSize;
       if (col >= classes) continue;
-      float v[kGroup];
+      float v[kSize];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] = raw[u][i];
+      for (int i = 0; i < kSize; ++i) v[i] = raw[u][i];
       if (smoothing != 0.0f) {  // what lies outside the row is 0
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) plain += v[i];
+        for (int i = 0; i < kSize; ++i) plain += v[i];
       }
-      if (col < 0 || col + kGroup > classes) {
+      if (col < 0 || col + kSize > classes) {
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
+        for (int i = 0; i < kSize; ++i) {
           if (col + i < 0 || col + i >= classes) v[i] = -INFINITY;
         }
       }
@@ -78,21 +78,24 @@ struct LossGradient {
   int64_t ignored;
 };
 
-// blockIdx.x: the row; blockIdx.y: kPacks * kThreads packs of it.
+// blockIdx.x: the row; blockIdx.y: `each` packs of it, at most kPacks * kThreads.
 template <class T, int kPacks>
 __global__ void __launch_bounds__(kThreads)
-    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g) {
+    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int each) {
+  constexpr int kSize = Pack<T>::kSize;
   const int64_t row = blockIdx.x, classes = g.classes;
   const T* x = logits + row * classes;
   T* dx = out + row * classes;
   const int shift = shift_of(x);
   const bool aligned = shift_of(dx) == shift;
-  const int64_t first = (blockIdx.y * int64_t{kPacks * kThreads} + threadIdx.x) * kGroup - shift;
+  const int64_t first = (blockIdx.y * int64_t{each} + threadIdx.x) * kSize - shift;
+  const int64_t end_col = (blockIdx.y + int64_t{1}) * each * kSize - shift;
+  const int64_t end = end_col < classes ? end_col : classes;
   Pack<T> raw[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int64_t col = first + p * kThreads * kGroup;
-    if (col < classes) load_cut(raw[p], x, col, classes);
+    const int64_t col = first + p * kThreads * kSize;
+    if (col < end) load_cut(raw[p], x, col, classes);
   }
   const int64_t target = g.targets[row];
   const float grad = g.grad[row], lse = g.lse[row];
@@ -100,20 +103,20 @@ __global__ void __launch_bounds__(kThreads)
   const bool outside = target != g.ignored && (target < 0 || target >= classes);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int64_t col = first + p * kThreads * kGroup;
-    if (col >= classes) continue;
-    float v[kGroup];
+    const int64_t col = first + p * kThreads * kSize;
+    if (col >= end) continue;
+    float v[kSize];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] = exp_of(raw[p][i] - lse) - less;
-    if (target >= col && target < col + kGroup) {
+    for (int i = 0; i < kSize; ++i) v[i] = exp_of(raw[p][i] - lse) - less;
+    if (target >= col && target < col + kSize) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] -= col + i == target ? 1.0f - g.smoothing : 0.0f;
+      for (int i = 0; i < kSize; ++i) v[i] -= col + i == target ? 1.0f - g.smoothing : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] *= grad;
+    for (int i = 0; i < kSize; ++i) v[i] *= grad;
     if (target == g.ignored || outside) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] = outside ? NAN : 0.0f;
+      for (int i = 0; i < kSize; ++i) v[i] = outside ? NAN : 0.0f;
     }
     raw[p].set(v);
     store_cut(raw[p], dx, col, classes, aligned);

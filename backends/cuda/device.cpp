@@ -129,8 +129,12 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing) {
 // What other threads do on other streams meanwhile is none of the capture's business.
 te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    check(cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal),
-          "cudaStreamBeginCapture");
+    memory_of(self).open_capture();
+    const cudaError_t error =
+        cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal);
+    if (error == cudaSuccess) return;
+    memory_of(self).abandon_capture();
+    throw_error(error, "cudaStreamBeginCapture");
   });
 }
 

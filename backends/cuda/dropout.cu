@@ -26,12 +26,12 @@ __device__ inline int elements_of(int64_t group, int64_t size) {
 __device__ inline uint32_t existing(int n) { return n == kGroup ? 0xFFu : (1u << n) - 1u; }
 
 template <class T>
-__device__ inline void load_group_of(Pack<T>& x, const T* p, int n, bool aligned) {
+__device__ inline void load_group_of(Pack<T, kGroup>& x, const T* p, int n, bool aligned) {
   if (aligned && n == kGroup) return x.load(p);
   x.load_some(p, 0, n);
 }
 template <class T>
-__device__ inline void store_group_of(const Pack<T>& x, T* p, int n, bool aligned) {
+__device__ inline void store_group_of(const Pack<T, kGroup>& x, T* p, int n, bool aligned) {
   if (aligned && n == kGroup) return x.store(p);
   x.store_some(p, 0, n);
 }
@@ -41,7 +41,7 @@ template <class T, bool kForward>
 __global__ void __launch_bounds__(kThreads)
     dropout_kernel(const T* in, T* out, uint8_t* mask, int64_t size, float factor,
                    DropoutStream stream, bool aligned) {
-  Pack<T> x[kAtOnce];
+  Pack<T, kGroup> x[kAtOnce];
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
     const int64_t g = group_of(u);
@@ -71,7 +71,7 @@ template <class T, bool kDrops>
 __global__ void __launch_bounds__(kThreads)
     add_kernel(const T* a, const T* b, T* out, uint8_t* mask, int64_t size, float factor,
                DropoutStream stream, bool aligned) {
-  Pack<T> x[kAtOnce], y[kAtOnce];
+  Pack<T, kGroup> x[kAtOnce], y[kAtOnce];
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
     const int64_t g = group_of(u);

@@ -102,50 +102,65 @@ __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t firs
   return total;
 }
 
-// blockIdx.x: the row of the table; blockIdx.y: kThreads * kGroup columns.
-static __global__ void __launch_bounds__(kThreads) embedding_gradient_kernel(RowSums s) {
-  __shared__ int32_t list[4 * kThreads];
-  __shared__ int32_t sorted[kListed];
-  __shared__ int32_t warp_counts[kThreads / 32];
-  __shared__ int32_t found;
-  const int64_t row = blockIdx.x;
+// A list of up to kListed positions, sorted by the warp; more than kListed: there are more.
+// `unsorted` is the warp's, too.
+__device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsorted, int32_t* list) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int count = 0;
+  if (lane == 0) {
+    for (int32_t at = s.heads[row]; at >= 0 && count <= kListed; ++count) {
+      if (count < kListed) unsorted[count] = at;
+      at = s.next[at];
+    }
+  }
+  count = __shfl_sync(0xFFFFFFFFu, count, 0);
+  __syncwarp();
+  if (count <= kListed && lane < count) {
+    int rank = 0;
+    for (int k = 0; k < count; ++k) rank += unsorted[k] < unsorted[lane] ? 1 : 0;
+    list[rank] = unsorted[lane];
+  }
+  return count;
+}
+
+constexpr int kTableRows = kThreads / 32;  // of a block: a warp finds the positions of each
+
+// blockIdx.x: kTableRows rows of the table; blockIdx.y: kThreads * kGroup columns.
+static __global__ void __launch_bounds__(kThreads)
+    embedding_gradient_kernel(RowSums s, int64_t rows) {
+  static_assert(kListed == 32, "a lane for each position");
+  __shared__ int32_t unsorted[kTableRows][kListed], lists[kTableRows][kListed];
+  __shared__ int32_t counts[kTableRows];
+  __shared__ int32_t found[4 * kThreads], warp_counts[kThreads / 32];
+  const int64_t first_row = blockIdx.x * int64_t{kTableRows};
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (first_row + warp < rows) {
+    const int count = s.heads == nullptr
+                          ? kListed + 1
+                          : sorted_list(s, first_row + warp, unsorted[warp], lists[warp]);
+    if (threadIdx.x % 32 == 0) counts[warp] = count;
+  }
+  __syncthreads();
   const int64_t col = (blockIdx.y * int64_t{kThreads} + threadIdx.x) * kGroup;
   const int64_t left = s.cols - col;
   const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
-  int count = kListed + 1;
-  if (s.heads != nullptr) {
-    if (threadIdx.x == 0) {
-      int32_t at = s.heads[row], k = 0;
-      for (; at >= 0 && k <= kListed; ++k) {
-        if (k < kListed) list[k] = at;
-        at = s.next[at];
+  for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {
+    const int64_t row = first_row + r;
+    const int count = counts[r];
+    if (count == 0 && s.accumulate) continue;
+    float sum[kGroup] = {};
+    if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
+    if (count <= kListed) {
+      if (n > 0) add_positions(s, lists[r], count, 0, col, n, sum);
+    } else {
+      for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
+        const int here = find_positions(s, row, first, found, warp_counts);
+        if (n > 0) add_positions(s, found, here, first, col, n, sum);
+        __syncthreads();
       }
-      found = k;
     }
-    __syncthreads();
-    count = found;
+    if (n > 0) s.out.store(row * s.cols + col, n, sum);
   }
-  if (count == 0 && s.accumulate) return;
-  float sum[kGroup] = {};
-  if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
-  if (count > 0 && count <= kListed) {
-    if (static_cast<int>(threadIdx.x) < count) {
-      const int32_t mine = list[threadIdx.x];
-      int rank = 0;
-      for (int k = 0; k < count; ++k) rank += list[k] < mine ? 1 : 0;
-      sorted[rank] = mine;
-    }
-    __syncthreads();
-    if (n > 0) add_positions(s, sorted, count, 0, col, n, sum);
-  } else if (count > kListed) {
-    __syncthreads();
-    for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
-      const int here = find_positions(s, row, first, list, warp_counts);
-      if (n > 0) add_positions(s, list, here, first, col, n, sum);
-      __syncthreads();
-    }
-  }
-  if (n > 0) s.out.store(row * s.cols + col, n, sum);
 }
 
 }  // namespace te_fl::cuda

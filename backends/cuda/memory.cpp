@@ -121,13 +121,13 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
 void* Memory::allocate(size_t asked, cudaStream_t stream) {
   size_t bytes = rounded(asked);
   const std::lock_guard lock(mutex_);
-  if (!graphs_.empty()) release_gone();
   if (const auto graph = capture_of(stream)) {
     void* data = allocate_captured(bytes, stream, graph);
     blocks_[data] = {bytes, graph};
     ++graph->live;
     return data;
   }
+  if (!graphs_.empty()) release_gone();
   void* data = nullptr;
   if (const auto at = cache_.find({stream, bytes}); at != cache_.end() && !at->second.empty()) {
     data = at->second.back();
@@ -230,7 +230,7 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
 // the capture may still be in use, so the device is waited for, unless a capture forbids that.
 void Memory::release_gone() {
   const auto releasable = [](const auto& graph) { return graph->gone && graph->live == 0; };
-  if (std::none_of(graphs_.begin(), graphs_.end(), releasable)) return;
+  if (open_captures_ > 0 || std::none_of(graphs_.begin(), graphs_.end(), releasable)) return;
   for (const auto& graph : graphs_) {
     if (!graph->gone && graph->open) return;  // later
   }
@@ -263,7 +263,7 @@ void Memory::release_gone() {
 
 // Gives the cache back to the pool; false if there was nothing.
 bool Memory::trim() {
-  if (cached_bytes_ == 0) return false;
+  if (cached_bytes_ == 0 || open_captures_ > 0) return false;
   if (cudaDeviceSynchronize() != cudaSuccess) {  // in a capture: the cache stays
     (void)cudaGetLastError();
     return false;
@@ -290,8 +290,20 @@ void Memory::forget(cudaStream_t stream) {
   });
 }
 
+void Memory::open_capture() {
+  const std::lock_guard lock(mutex_);
+  release_gone();
+  ++open_captures_;
+}
+
+void Memory::abandon_capture() {
+  const std::lock_guard lock(mutex_);
+  --open_captures_;
+}
+
 void Memory::close_capture(cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
+  --open_captures_;
   cudaGraph_t graph = nullptr;
   const unsigned long long id = capture_id(stream, &graph);
   const auto at = captures_.find(id);

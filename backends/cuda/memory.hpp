@@ -35,7 +35,10 @@ class Memory {
   void free(void* data, cudaStream_t stream);
   // Before a stream is destroyed: gives back what is cached for it.
   void forget(cudaStream_t stream);
-  // A capture that this plugin began on the stream is about to end: it takes no more blocks.
+  // Around a capture that this plugin begins and ends on a stream: meanwhile nothing waits for the
+  // device, and afterwards the graph takes no more blocks.
+  void open_capture();
+  void abandon_capture();  // it did not begin
   void close_capture(cudaStream_t stream);
 
  private:
@@ -69,6 +72,7 @@ class Memory {
   std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> cache_;
   size_t cached_bytes_ = 0;
   const size_t cache_limit_;
+  int open_captures_ = 0;
   std::map<unsigned long long, std::shared_ptr<GraphMemory>> captures_;  // by capture id
   std::vector<std::shared_ptr<GraphMemory>> graphs_;
   cudaStream_t aside_ = nullptr;  // for memory that belongs to no stream

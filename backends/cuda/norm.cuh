@@ -24,8 +24,8 @@ enum class RowTask { kStatistics, kAmax, kStore };
 
 // Each returns false, with nothing launched, if it does not serve the call: the general kernels of
 // norm.cu do. All need x, residual and sum of one dtype, rows of a multiple of 8 elements, at most
-// kFusedCols, and aligned memory.
-inline constexpr int64_t kFusedCols = 16384;
+// kFusedCols of them, and aligned memory.
+inline constexpr int64_t kFusedCols = 16384, kFusedRows = int64_t{1} << 30;
 // Whole rows in registers: statistics (rest: what mu, rounded to FP32, leaves out; may be NULL),
 // the amax of the result, or the result, plain or as row-wise codes with a scale per tensor.
 bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
@@ -70,6 +70,53 @@ __device__ inline void store_raw(T* p, const Raw<T>& raw) {
     reinterpret_cast<uint4*>(p)[i] = raw.part[i];
   }
 }
+// Copies from global to shared memory that go on while a thread works: it waits for its own, and
+// reads what it copied itself, so that blocks need no barrier for them. Every thread has 16 bytes
+// of a piece, and pieces of one stage make up what it needs of a row.
+struct Staged {
+  uint4* mine;  // this thread's part of piece 0 of stage 0
+  int pieces;   // of a stage
+  __device__ uint4* at(int stage, int piece) const {
+    return mine + (stage * pieces + piece) * static_cast<int>(blockDim.x);
+  }
+  // The policy of L2 that gives up such lines first.
+  static __device__ uint64_t first_out() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+  }
+  // kOnce: what is read will not be wanted soon, and L2 rather keeps what is written.
+  template <bool kOnce, class T>
+  __device__ void copy(int stage, int piece, const T* from) const {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+      const auto to = static_cast<unsigned>(__cvta_generic_to_shared(at(stage, piece + i)));
+      if constexpr (kOnce) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
+                     "l"(reinterpret_cast<const uint4*>(from) + i), "l"(first_out())
+                     : "memory");
+      } else {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+                     "l"(reinterpret_cast<const uint4*>(from) + i)
+                     : "memory");
+      }
+    }
+  }
+  template <class T>
+  __device__ Raw<T> read(int stage, int piece) const {
+    Raw<T> raw;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) raw.part[i] = *at(stage, piece + i);
+    return raw;
+  }
+};
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kPending groups of copies are there.
+template <int kPending>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Kernels compute half a group at a time: what is alive then fits their registers.
 constexpr int kHalf = kGroup / 2;
 template <class T>
@@ -135,54 +182,46 @@ struct Moments {
 struct RowStatistics {
   float high, rest, rsigma;
 };
-// The sum over lanes whose numbers differ in the bits below `lanes`, a power of two.
-__device__ inline float lanes_sum(float v, int lanes) {
-  for (int step = 1; step < lanes; step *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+// The sum over lanes whose numbers differ in the bits below kLanes, a power of two.
+template <int kLanes>
+__device__ inline float lanes_sum(float v) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
   return v;
 }
-// Merges the parts that `lanes` neighbouring lanes hold; the same in each of them.
-__device__ inline RowStatistics merge(const Moments& m, int lanes, float cols, float epsilon,
+// The warp's sum of a in its lower half, of b in its upper half.
+__device__ inline float two_sums(float a, float b) {
+  const bool upper = threadIdx.x % 32 >= 16;
+  const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, 16);
+  return lanes_sum<16>((upper ? b : a) + other);
+}
+// Merges the parts that kLanes neighbouring lanes hold; the same in each of them.
+template <int kLanes>
+__device__ inline RowStatistics merge(const Moments& m, float inverse_cols, float epsilon,
                                       bool centred) {
   RowStatistics s{0.0f, 0.0f, 0.0f};
-  float squares;
+  float squares = m.squares;
   if (centred) {
-    s.high = lanes == 1 ? m.centre : lanes_sum(m.n * m.centre, lanes) / cols;
+    s.high = kLanes == 1 ? m.centre : lanes_sum<kLanes>(m.n * m.centre) * inverse_cols;
     const float d = m.centre - s.high;
-    const float sum = lanes_sum(fmaf(m.n, d, m.sum), lanes);
-    squares = lanes_sum(fmaf(d, fmaf(m.n, d, 2.0f * m.sum), m.squares), lanes);
-    s.rest = sum / cols;
+    squares = lanes_sum<kLanes>(fmaf(d, fmaf(m.n, d, 2.0f * m.sum), squares));
+    const float sum = lanes_sum<kLanes>(fmaf(m.n, d, m.sum));
+    s.rest = sum * inverse_cols;
     squares = fmaf(-sum, s.rest, squares);
   } else {
-    squares = lanes_sum(m.squares, lanes);
+    squares = lanes_sum<kLanes>(squares);
   }
-  squares = squares < 0.0f ? 0.0f : squares / cols;  // NaN stays
-  s.rsigma = 1.0f / sqrtf(squares + epsilon);
+  squares = squares < 0.0f ? 0.0f : squares * inverse_cols;  // NaN stays
+  s.rsigma = rsqrtf(squares + epsilon);
   return s;
 }
 
 // Codes of four values, the first in the lowest byte. NaN becomes 0x7F.
-__device__ inline uint32_t encode(const float (&v)[kHalf], bool e5m2) {
+__device__ inline uint32_t encode(const float (&v)[kHalf], bool is_e5m2) {
   const float2 low = make_float2(v[0], v[1]), high = make_float2(v[2], v[3]);
-  const auto kind = e5m2 ? __NV_E5M2 : __NV_E4M3;
+  const auto kind = is_e5m2 ? __NV_E5M2 : __NV_E4M3;
   return __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, kind) |
          uint32_t{__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, kind)} << 16;
-}
-
-// The scale of a tensor's codes: given, or from the amax that an earlier launch found. `lead`, one
-// thread of the grid, writes what belongs to the tensor.
-__device__ inline float tensor_scale(const Quantised& q, bool wide, bool lead) {
-  float scale;
-  if (q.found != nullptr) {
-    scale = numeric::scale_from_amax(*q.found, wide ? kLargest<cuda::e5m2> : kLargest<e4m3>,
-                                     q.epsilon, q.pow2, FLT_MAX);
-    if (lead && q.amax != nullptr) *q.amax = *q.found;
-    if (lead && q.scale != nullptr) *q.scale = scale;
-  } else {
-    scale = *q.scale;
-  }
-  if (lead && q.scale_inv != nullptr) *q.scale_inv = 1.0f / scale;
-  if (lead && q.column_scale_inv != nullptr) *q.column_scale_inv = 1.0f / scale;
-  return scale;
 }
 
 }  // namespace te_fl::cuda

@@ -5,8 +5,8 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kGradThreads = 512, kGradWarps = kGradThreads / 32;
-constexpr int kMostGradBlocks = 2;  // of a multiprocessor
+constexpr int64_t kGradCols = 512 * kGroup;  // of a thread's group each
+constexpr size_t kMostShared = 200 << 10;    // dynamic, of a block
 
 struct GradArgs {
   const void *dz, *x, *add;
@@ -14,128 +14,137 @@ struct GradArgs {
   Source gamma;
   const float *mu, *rsigma;
   float* partials;  // [blocks, 2 (1 without centring), cols]: dgamma, dbeta
-  int64_t rows;
+  int rows;
   int cols, warps;  // warps: that share a row, a power of two
-  float offset;
+  int staged;       // floats of shared memory before rows on their way
+  float inverse_cols, offset;
 };
 
-// As in norm_rows.cu a row lies across `warps` warps and a block holds several rows. kAhead: the
-// next row is loaded before this one is finished.
-template <class T, int kGroups, bool kLayer, bool kAhead, int kBlocks>
-__global__ void __launch_bounds__(kGradThreads, kBlocks) norm_grad_kernel(GradArgs a) {
+// As in norm_rows.cu a row lies across `warps` warps and a block holds several rows. kKept: n and d
+// of a row fit the registers; else they are computed twice.
+template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
+  constexpr int kWarps = kThreads / 32;
   extern __shared__ float4 dynamic[];
-  __shared__ float2 parts[2][kGradWarps];
+  __shared__ float parts[2][2][kWarps];  // sums of d and of d n
   float* const shared = reinterpret_cast<float*>(dynamic);
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int slots = kGradWarps / a.warps, slot = warp / a.warps, part = warp % a.warps;
+  const int slots = kWarps / a.warps, slot = warp / a.warps, part = warp % a.warps;
   const int groups = a.cols / kGroup;
-  const int64_t step = int64_t{gridDim.x} * slots;
-  const float inverse = 1.0f / static_cast<float>(a.cols);
-  int64_t row = blockIdx.x * int64_t{slots} + slot;
+  const int step = static_cast<int>(gridDim.x) * slots;
+  int row = static_cast<int>(blockIdx.x) * slots + slot;
 
   const auto group_at = [&](int g) { return (g * a.warps + part) * 32 + lane; };
-  const auto load = [&](const void* from, int64_t at, Raw<T>* to) {
+  // Pieces: x, dz and, if it is given, add.
+  constexpr int kEach = static_cast<int>(sizeof(T) / 2), kAll = kGroups * kEach;
+  const Staged staged{reinterpret_cast<uint4*>(shared + a.staged) + threadIdx.x,
+                      kAll * (a.add != nullptr ? 3 : 2)};
+  float next_mu = 0.0f, next_rs = 0.0f;
+  const auto fetch = [&](int stage, int at) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (group_at(g) < groups) {
-        to[g] = load_raw(static_cast<const T*>(from) + at * a.cols + group_at(g) * kGroup);
+    for (int g = 0; at < a.rows && g < kGroups; ++g) {
+      if (group_at(g) >= groups) continue;
+      const int64_t from = int64_t{at} * a.cols + group_at(g) * kGroup;
+      const T* const from_x = static_cast<const T*>(a.x) + from;
+      const T* const from_dz = static_cast<const T*>(a.dz) + from;
+      if (a.add == nullptr) {  // with a third operand the hint costs more than it gains
+        staged.template copy<true>(stage, g * kEach, from_x);
+        staged.template copy<true>(stage, kAll + g * kEach, from_dz);
+      } else {
+        staged.template copy<false>(stage, g * kEach, from_x);
+        staged.template copy<false>(stage, kAll + g * kEach, from_dz);
+        staged.template copy<false>(stage, 2 * kAll + g * kEach,
+                                    static_cast<const T*>(a.add) + from);
       }
     }
+    commit_copies();
   };
-  Raw<T> x[kGroups], dz[kGroups], next_x[kGroups], next_dz[kGroups];
-  float mu = 0.0f, rs = 0.0f, next_mu = 0.0f, next_rs = 0.0f;
-  const auto load_row = [&](int64_t at, Raw<T>* to_x, Raw<T>* to_dz, float& to_mu, float& to_rs) {
-    load(a.x, at, to_x);
-    load(a.dz, at, to_dz);
-    if constexpr (kLayer) to_mu = a.mu[at];
-    to_rs = a.rsigma[at];
+  const auto fetch_statistics = [&](int at) {
+    if (at >= a.rows) return;
+    if constexpr (kLayer) next_mu = a.mu[at];
+    next_rs = a.rsigma[at];
   };
-  if (kAhead && row < a.rows) load_row(row, x, dz, mu, rs);
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) fetch(stage, row + stage * step);
+  fetch_statistics(row);
   stage_weights(a.gamma, Source(), a.offset, 0, groups, shared, nullptr);
   __syncthreads();
 
   float dgamma[kGroups][kGroup] = {}, dbeta[kGroups][kGroup] = {};
   for (int parity = 0; row < a.rows; row += step, parity ^= 1) {
-    if constexpr (kAhead) {
-      if (row + step < a.rows) load_row(row + step, next_x, next_dz, next_mu, next_rs);
-    } else {
-      load_row(row, x, dz, mu, rs);
-    }
-    Raw<T> add[kGroups];
+    const int stage = kStages == 1 ? 0 : parity;
+    wait_copies<kStages - 1>();
+    const float mu = next_mu, rs = next_rs;
+    fetch_statistics(row + step);
     float sum_d = 0.0f, sum_dn = 0.0f;
-    // Half a group: n, d and dz.
-    const auto operands = [&](int g, int half, float(&n)[kHalf], float(&d)[kHalf],
-                              float(&grad)[kHalf]) {
+    const auto normalise = [&](float(&n)[kHalf]) {
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) n[i] = kLayer ? (n[i] - mu) * rs : n[i] * rs;
+    };
+    // Half a group: n is x and d is dz, and become what they are called.
+    const auto sums = [&](int g, int half, float(&n)[kHalf], float(&d)[kHalf]) {
       float gamma[kHalf];
       get_weights(shared, groups, group_at(g), half, gamma);
-      unpack(x[g], half, n);
-      unpack(dz[g], half, grad);
+      normalise(n);
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
-        n[i] = (n[i] - mu) * rs;
-        d[i] = grad[i] * gamma[i];
+        float& total = dgamma[g][half * kHalf + i];
+        total = fmaf(d[i], n[i], total);
+        if constexpr (kLayer) dbeta[g][half * kHalf + i] += d[i];
+        d[i] *= gamma[i];
+        if constexpr (kLayer) sum_d += d[i];
+        sum_dn = fmaf(d[i], n[i], sum_dn);
       }
     };
+    const auto each = [&](auto f) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (group_at(g) >= groups) continue;
+      for (int g = 0; g < kGroups; ++g) {
+        if (group_at(g) >= groups) continue;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float n[kHalf], d[kHalf], grad[kHalf];
-        operands(g, half, n, d, grad);
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-          if constexpr (kLayer) {
-            sum_d += d[i];
-            dbeta[g][half * kHalf + i] += grad[i];
-          }
-          sum_dn = fmaf(d[i], n[i], sum_dn);
-          float& total = dgamma[g][half * kHalf + i];
-          total = fmaf(grad[i], n[i], total);
-        }
+        for (int half = 0; half < 2; ++half) f(g, half);
       }
-    }
-    if (kAhead && a.add != nullptr) load(a.add, row, add);
-    // Lanes 0 to 15 add up one sum, the others the other.
-    const bool upper = lane >= 16;
-    float sum = upper ? sum_dn : sum_d;
-    sum += __shfl_xor_sync(0xFFFFFFFFu, upper ? sum_d : sum_dn, 16);
-    sum = lanes_sum(sum, 16);
+    };
+    float n[kKept ? kGroups : 1][2][kHalf], d[kKept ? kGroups : 1][2][kHalf];
+    each([&](int g, int half) {
+      const int kept = kKept ? g : 0;
+      unpack(staged.read<T>(stage, g * kEach), half, n[kept][half]);
+      unpack(staged.read<T>(stage, kAll + g * kEach), half, d[kept][half]);
+      sums(g, half, n[kept][half], d[kept][half]);
+    });
+    float sum = two_sums(sum_d, sum_dn);
     if (a.warps > 1) {
-      float* to = &parts[parity][warp].x;
-      if (lane % 16 == 0) to[upper] = sum;
+      const int half_warp = lane / 16, other = lane % 16;
+      if (other == 0) parts[parity][half_warp][warp] = sum;
       asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
-      const float2 p = parts[parity][slot * a.warps + (lane & (a.warps - 1))];
-      sum = lanes_sum(upper ? p.y : p.x, a.warps);
+      sum = other < a.warps ? parts[parity][half_warp][slot * a.warps + other] : 0.0f;
+      sum = lanes_sum<16>(sum);
     }
-    const float mean_d = kLayer ? __shfl_sync(0xFFFFFFFFu, sum, 0) * inverse : 0.0f;
-    const float mean_dn = __shfl_sync(0xFFFFFFFFu, sum, 16) * inverse;
+    // dx = rs (d - mean(d) - n mean(d n)) + add
+    const float to_n = -rs * (__shfl_sync(0xFFFFFFFFu, sum, 16) * a.inverse_cols);
+    const float rest = kLayer ? -rs * (__shfl_sync(0xFFFFFFFFu, sum, 0) * a.inverse_cols) : 0.0f;
+    Raw<T> out;
+    each([&](int g, int half) {
+      const int64_t at = int64_t{row} * a.cols + group_at(g) * kGroup;
+      const int kept = kKept ? g : 0;
+      if constexpr (!kKept) {
+        float gamma[kHalf];
+        get_weights(shared, groups, group_at(g), half, gamma);
+        unpack(staged.read<T>(stage, g * kEach), half, n[kept][half]);
+        unpack(staged.read<T>(stage, kAll + g * kEach), half, d[kept][half]);
+        normalise(n[kept][half]);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (group_at(g) >= groups) continue;
-      const int64_t at = row * a.cols + group_at(g) * kGroup;
-      if (!kAhead && a.add != nullptr) add[g] = load_raw(static_cast<const T*>(a.add) + at);
-      Raw<T> out;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float n[kHalf], d[kHalf], other[kHalf];
-        operands(g, half, n, d, other);
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) other[i] = 0.0f;
-        if (a.add != nullptr) unpack(add[g], half, other);
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-          d[i] = fmaf(rs, (d[i] - mean_d) - n[i] * mean_dn, other[i]);
-        }
-        pack(d, half, out);
+        for (int i = 0; i < kHalf; ++i) d[kept][half][i] *= gamma[i];
       }
-      store_raw(static_cast<T*>(a.dx) + at, out);
-    }
-    if constexpr (kAhead) {
+      float other[kHalf] = {};
+      if (a.add != nullptr) unpack(staged.read<T>(stage, 2 * kAll + g * kEach), half, other);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) x[g] = next_x[g], dz[g] = next_dz[g];
-      mu = next_mu, rs = next_rs;
-    }
+      for (int i = 0; i < kHalf; ++i) {
+        other[i] += fmaf(rs, d[kept][half][i], fmaf(n[kept][half][i], to_n, rest));
+      }
+      pack(other, half, out);
+      if (half == 1) store_raw(static_cast<T*>(a.dx) + at, out);
+    });
+    fetch(stage, row + kStages * step);
   }
 
   // The sums of the block's slots, one after the other, and then to memory.
@@ -163,7 +172,7 @@ __global__ void __launch_bounds__(kGradThreads, kBlocks) norm_grad_kernel(GradAr
   if (slots == 1) return;
   __syncthreads();
   const int count = (kLayer ? 2 : 1) * a.cols;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kGradThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
     a.partials[blockIdx.x * int64_t{count} + i] = shared[i];
   }
 }
@@ -176,6 +185,9 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   __shared__ float sums[kSumRows][kSumCols];
   const int col = static_cast<int>(blockIdx.x * kSumCols + threadIdx.x);
   float sum = 0.0f;
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
   if (col < cols) {
     const float* from = partials + blockIdx.y * int64_t{cols} + col;
 #pragma unroll 4
@@ -196,28 +208,32 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
 // The number of blocks, each of which leaves its sums.
 template <class T, int kGroups, bool kLayer>
 int launch(const te_fl_context& ctx, GradArgs a) {
-  constexpr bool kAhead = kGroups * sizeof(T) <= 4;
-  constexpr int kBlocks = kGroups * sizeof(T) <= 2 ? kMostGradBlocks : 1;
-  const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kAhead, kBlocks>;
+  constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, of x in a thread
+  constexpr bool kKept = kGroups <= 2;
+  constexpr int kStages = kWords <= 6 ? 2 : 1;
+  constexpr int kThreads = kWords <= 2 ? 1024 : 512, kWarps = kThreads / 32;
+  const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kKept, kStages, kThreads>;
   const int needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
   while (a.warps < needed) a.warps *= 2;
-  const int slots = kGradWarps / a.warps;
-  const int blocks = static_cast<int>(std::min<int64_t>(
-      ceil_div(a.rows, slots), int64_t{kBlocks} * multiprocessors(ctx.device.index)));
-  // gamma, and with several slots the sums in its place
-  const size_t shared = sizeof(float) * a.cols * (slots > 1 && kLayer ? 2 : 1);
-  static const cudaError_t allowed =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(kFusedCols * sizeof(float)));
+  if (kWarps == 32 && a.warps == 2) a.warps = 4;  // there are 15 barriers for slots
+  const int slots = kWarps / a.warps;
+  const int blocks = static_cast<int>(
+      std::min<int64_t>(ceil_div(a.rows, slots), int64_t{multiprocessors(ctx.device.index)}));
+  // gamma, and with several slots the sums in its place; then rows on their way
+  a.staged = a.cols * (slots > 1 && kLayer ? 2 : 1);
+  const size_t shared = sizeof(float) * a.staged +
+                        size_t{kThreads} * 8 * kWords * kStages * (a.add != nullptr ? 3 : 2);
+  static const cudaError_t allowed = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostShared));
   check(allowed, "cudaFuncSetAttribute");
-  kernel<<<static_cast<unsigned>(blocks), kGradThreads, shared, stream_of(ctx)>>>(a);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream_of(ctx)>>>(a);
   check_launch("norm_grad_kernel");
   return blocks;
 }
 template <class T, bool kLayer>
 int launch_for(const te_fl_context& ctx, const GradArgs& a) {
-  const int64_t groups = ceil_div(a.cols, kGradThreads * kGroup);
+  const int64_t groups = ceil_div(a.cols, kGradCols);
   if (groups == 1) return launch<T, 1, kLayer>(ctx, a);
   if constexpr (sizeof(T) == 2) {
     if (groups == 3) return launch<T, 3, kLayer>(ctx, a);
@@ -233,15 +249,14 @@ int launch_type(const te_fl_context& ctx, const GradArgs& a) {
 }  // namespace
 
 size_t backward_bytes(const te_fl_context& ctx, int64_t cols) {
-  return sizeof(float) * 2 * kMostGradBlocks *
-         static_cast<size_t>(cols * multiprocessors(ctx.device.index));
+  return sizeof(float) * 2 * static_cast<size_t>(cols * multiprocessors(ctx.device.index));
 }
 
 bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
   const backend::Matrix m = backend::as_matrix(*b.x);
   const int dtype = dtype_of(*b.x);
-  const int64_t most = dtype == TE_FL_F32 ? 2 * kGradThreads * kGroup : kFusedCols;
-  if (m.rows == 0 || m.cols == 0 || m.cols % kGroup != 0 || m.cols > most ||
+  const int64_t most = dtype == TE_FL_F32 ? 2 * kGradCols : kFusedCols;
+  if (m.rows == 0 || m.rows > kFusedRows || m.cols == 0 || m.cols % kGroup != 0 || m.cols > most ||
       !vectors_of(dtype, b.x, b.dz, b.add, b.dx)) {
     return false;
   }
@@ -254,17 +269,27 @@ bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* parti
   a.mu = b.mu != nullptr ? backend::data<const float>(*b.mu) : nullptr;
   a.rsigma = backend::data<const float>(*b.rsigma);
   a.partials = partials;
-  a.rows = m.rows;
+  a.rows = static_cast<int>(m.rows);
   a.cols = static_cast<int>(m.cols);
+  a.inverse_cols = 1.0f / static_cast<float>(m.cols);
   a.offset = b.zero_centered ? 1.0f : 0.0f;
   const int parts = dtype == TE_FL_BF16  ? launch_type<bf16>(ctx, a)
                     : dtype == TE_FL_F16 ? launch_type<fp16>(ctx, a)
                                          : launch_type<float>(ctx, a);
-  const dim3 grid(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
-  norm_grad_sums_kernel<<<grid, dim3(kSumCols, kSumRows), 0, stream_of(ctx)>>>(
-      partials, parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
-      b.dbeta != nullptr ? Target(*b.dbeta) : Target());
-  check_launch("norm_grad_sums_kernel");
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
+  config.blockDim = dim3(kSumCols, kSumRows);
+  config.stream = stream_of(ctx);
+  config.attrs = &early;
+  config.numAttrs = compute_capability(ctx.device.index) >= 90 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, norm_grad_sums_kernel, static_cast<const float*>(partials),
+                           parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
+                           b.dbeta != nullptr ? Target(*b.dbeta) : Target()),
+        "norm_grad_sums_kernel");
   return true;
 }
 

@@ -1,4 +1,4 @@
-// Eight elements of a float type as they lie in memory, moved in 16-byte accesses; rows cut at the
+// Elements of a float type as they lie in memory, moved in 16-byte accesses; rows cut at the
 // boundaries that these accesses need; division by numbers known before the launch.
 #pragma once
 
@@ -8,10 +8,12 @@
 
 namespace te_fl::cuda {
 
-// T is float, bf16 or fp16.
-template <class T>
+// T is float, bf16 or fp16. More than the 16 bytes of one access only where a mask's bytes ask for
+// eight elements: consecutive threads' accesses then leave gaps, which costs a little.
+template <class T, int kElements = 16 / static_cast<int>(sizeof(T))>
 struct Pack {
-  static constexpr int kPieces = kGroup * static_cast<int>(sizeof(T)) / 16;
+  static constexpr int kSize = kElements;
+  static constexpr int kPieces = kSize * static_cast<int>(sizeof(T)) / 16;
   uint4 raw[kPieces];
 
   // p is 16-byte aligned.
@@ -29,20 +31,20 @@ struct Pack {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) raw[i] = uint4{};
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       if (i >= begin && i < end) values[i] = p[i];
     }
   }
   __device__ void store_some(T* p, int begin, int end) const {
     const T* values = reinterpret_cast<const T*>(raw);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       if (i >= begin && i < end) p[i] = values[i];
     }
   }
   __device__ float operator[](int i) const { return to_f32(reinterpret_cast<const T*>(raw)[i]); }
   // Rounds v to T.
-  __device__ void set(const float (&v)[kGroup]) {
+  __device__ void set(const float (&v)[kSize]) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) std::memcpy(&raw[i], v + 4 * i, 16);
@@ -63,31 +65,33 @@ struct Pack {
   }
 };
 
-// How many elements a row begins behind a boundary of eight: packs begin at column 8 i - shift.
+// How many elements a row begins behind a multiple of 16 bytes: packs begin at column
+// i * kSize - shift.
 template <class T>
 __device__ inline int shift_of(const T* row) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kGroup);
+  return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
 }
-// The most packs that a row of `size` elements is cut into.
+// The most runs of eight elements that the packs of a row of `size` elements fill.
 template <class T>
-inline int64_t packs_of(const T* base, int64_t size) {
-  const bool even = size % kGroup == 0 && reinterpret_cast<uintptr_t>(base) % 32 == 0;
+inline int64_t runs_of(const T* base, int64_t size) {
+  const bool even = size % kGroup == 0 && reinterpret_cast<uintptr_t>(base) % 16 == 0;
   return even ? size / kGroup : ceil_div(size + kGroup - 1, kGroup);
 }
-// Columns [col, col + 8) of a row of `size` elements, where row + col is such a boundary; those
-// outside the row are 0.
-template <class T, class Index>
-__device__ inline void load_cut(Pack<T>& x, const T* row, Index col, Index size) {
-  if (col >= 0 && col + kGroup <= size) return x.load(row + col);
+// The columns from col on of a row of `size` elements, where row + col is a multiple of 16 bytes;
+// those outside the row are 0.
+template <class T, int kSize, class Index>
+__device__ inline void load_cut(Pack<T, kSize>& x, const T* row, Index col, Index size) {
+  if (col >= 0 && col + kSize <= size) return x.load(row + col);
   x.load_some(row + col, col < 0 ? static_cast<int>(-col) : 0,
-              size - col < kGroup ? static_cast<int>(size - col) : kGroup);
+              size - col < kSize ? static_cast<int>(size - col) : kSize);
 }
 // The same columns of another row; `aligned`: it has the same shift.
-template <class T, class Index>
-__device__ inline void store_cut(const Pack<T>& x, T* row, Index col, Index size, bool aligned) {
-  if (aligned && col >= 0 && col + kGroup <= size) return x.store(row + col);
+template <class T, int kSize, class Index>
+__device__ inline void store_cut(const Pack<T, kSize>& x, T* row, Index col, Index size,
+                                 bool aligned) {
+  if (aligned && col >= 0 && col + kSize <= size) return x.store(row + col);
   x.store_some(row + col, col < 0 ? static_cast<int>(-col) : 0,
-               size - col < kGroup ? static_cast<int>(size - col) : kGroup);
+               size - col < kSize ? static_cast<int>(size - col) : kSize);
 }
 
 // Calls f with a value of the float type of 16 or 32 bits that `dtype` names.

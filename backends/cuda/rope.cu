@@ -132,6 +132,20 @@ struct HeadKind {
   int table;  // -1: copied
 };
 
+// Tokens of a block, at most `most`, so that its threads have two items each again and again, with
+// few threads idle in the last round.
+int64_t tokens_of_block(int64_t items, int64_t most) {
+  constexpr int64_t kRound = 2 * kThreads;
+  int64_t best = 1;
+  double best_share = 0;
+  for (int64_t each = 1; each <= most && (each == 1 || items * each <= 4 * kRound); ++each) {
+    const auto busy = static_cast<double>(items * each);
+    const double share = busy / static_cast<double>(round_up(items * each, kRound));
+    if (share > best_share + 0.05) best = each, best_share = share;
+  }
+  return best;
+}
+
 // Fills in how the work is divided; true: in packs. `kinds` are the heads that there are.
 bool divide(RopePlan& plan, std::initializer_list<HeadKind> kinds, bool aligned) {
   constexpr int64_t kSharedLimit = 48 << 10;
@@ -153,9 +167,8 @@ bool divide(RopePlan& plan, std::initializer_list<HeadKind> kinds, bool aligned)
     items = std::max(
         items, packed ? columns / (2 * kGroup) + ceil_div(rest, 2 * kGroup) : columns / 2 + rest);
   }
-  // About two items for each thread, as many as it holds at once.
-  int64_t each = std::min<int64_t>(ceil_div(2 * kThreads, items * plan.heads), kMostTokens);
-  if (plan.shared && token_bytes > 0) each = std::min(each, kSharedLimit / token_bytes);
+  const int64_t most = plan.shared && token_bytes > 0 ? kSharedLimit / token_bytes : kMostTokens;
+  const int64_t each = tokens_of_block(items * plan.heads, std::min<int64_t>(most, kMostTokens));
   plan.tokens_each = static_cast<uint32_t>(each);
   plan.items = static_cast<uint32_t>(items);
   plan.by_items = FastDiv(items);
@@ -167,6 +180,9 @@ bool divide(RopePlan& plan, std::initializer_list<HeadKind> kinds, bool aligned)
 template <class T, class Heads>
 void launch(const te_fl_context& ctx, RopePlan& plan, const Positions& positions,
             const Heads& heads, std::initializer_list<HeadKind> kinds, bool aligned) {
+  // sbhd without starts: the sequences' tokens of one position are neighbours.
+  const bool repeats = positions.cu == nullptr && positions.starts == nullptr && positions.sbhd;
+  plan.repeat = repeats ? positions.extent1 : 1;
   const auto kernel =
       divide(plan, kinds, aligned) ? rope_kernel<T, Heads, true> : rope_kernel<T, Heads, false>;
   const size_t bytes =

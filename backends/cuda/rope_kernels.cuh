@@ -120,6 +120,7 @@ struct RopePlan {
   int64_t tokens = 0;
   uint32_t tokens_each = 1, heads = 0, items = 0;  // tokens of a block, heads of a token, items of
                                                    // a head
+  int64_t repeat = 1;                              // tokens in a row at one position
   uint32_t columns = 0;                            // of both tables
   bool shared = true;                              // the tables fit into shared memory
   bool same = false;                               // one table serves Q and K
@@ -132,10 +133,10 @@ struct RopePlan {
     const int64_t rotated = table == 1 ? rotation[1].columns : rotation[0].columns;
     return table < 0 ? 0 : static_cast<int>(rotated);
   }
-  // Offset of a token's table in floats: its cosines; its sines follow `columns` of it later.
-  __device__ uint32_t table_at(uint32_t token, int table) const {
+  // Offset of a table in floats: its cosines; its sines follow `columns` of it later.
+  __device__ uint32_t table_at(uint32_t which, int table) const {
     const bool second = table == 1 && !same;
-    return (token * columns + (second ? static_cast<uint32_t>(rotation[0].columns) : 0)) * 2;
+    return (which * columns + (second ? static_cast<uint32_t>(rotation[0].columns) : 0)) * 2;
   }
 };
 
@@ -168,9 +169,30 @@ struct Place {
   uint32_t token = 0;  // of the block's
 };
 
+constexpr uint32_t kMostTokens = 32;  // of a block
+
+// What the threads of a block know of its tokens.
+struct BlockTokens {
+  int64_t position[kMostTokens];
+  uint32_t table[kMostTokens];  // tokens at one position share a table
+  uint32_t owner[kMostTokens];  // the token that stands for a table
+
+  __device__ void find(const RopePlan& plan, const Positions& positions, int64_t first_token) {
+    const int64_t token = first_token + threadIdx.x;
+    position[threadIdx.x] = positions.of(token);
+    const int64_t run = plan.repeat == 1 ? threadIdx.x : token / plan.repeat;
+    const int64_t first_run = plan.repeat == 1 ? 0 : first_token / plan.repeat;
+    const auto mine = static_cast<uint32_t>(run - first_run);
+    table[threadIdx.x] = mine;
+    if (threadIdx.x == 0 || token == run * plan.repeat || plan.repeat == 1) {
+      owner[mine] = threadIdx.x;
+    }
+  }
+};
+
 template <class T>
 struct PackItem {
-  Pack<T> a, b;
+  Pack<T, kGroup> a, b;
   T* to = nullptr;
   int first = 0, second = 0, table = -1;
   uint32_t token = 0;
@@ -180,14 +202,15 @@ struct PackItem {
     const int columns = plan.columns_of(h.table);
     const int pairs = columns / (2 * kGroup);
     if (place.item < pairs) {
-      const bool interleaved = plan.rotation[0].interleaved;
       table = h.table;
-      first = place.item * (interleaved ? 2 : 1) * kGroup;
-      second = first + (interleaved ? kGroup : columns / 2);
+      first = place.item * kGroup;
+      second = first + columns / 2;  // also where pairs are neighbours: any two packs will do
     } else {
       table = -1;
-      first = columns + (place.item - pairs) * 2 * kGroup;
-      second = first + kGroup;
+      const int at = place.item - pairs;
+      const int items = (h.width - columns + 2 * kGroup - 1) / (2 * kGroup);
+      first = at < items ? columns + at * kGroup : h.width;
+      second = first + items * kGroup;
     }
     to = h.out;
     token = place.token;
@@ -196,37 +219,38 @@ struct PackItem {
     if (first >= 0) a.load(h.in + first);
     if (second >= 0) b.load(h.in + second);
   }
-  __device__ void finish(const RopePlan& plan, const float* tables, const int64_t* positions) {
-    const bool outside = positions[token] < 0;
+  __device__ void finish(const RopePlan& plan, const float* tables, const BlockTokens& tokens) {
+    const bool outside = tokens.position[token] < 0;
+    const uint32_t at = tokens.table[token];
     if (table >= 0 && !outside) {
       if (plan.rotation[0].interleaved) {
-        rotate_neighbours(plan, tables);
+        rotate_neighbours(plan, tables, at);
       } else {
-        rotate_halves(plan, tables);
+        rotate_halves(plan, tables, at);
       }
     }
-    if (outside) a = b = Pack<T>{};
+    if (outside) a = b = Pack<T, kGroup>{};
     if (first >= 0) a.store(to + first);
     if (second >= 0) b.store(to + second);
   }
   // Four columns' cosines and sines from d on, d a multiple of 4.
-  __device__ void angles(const RopePlan& plan, const float* tables, int d, float4& cosine,
-                         float4& sine) const {
+  __device__ void angles(const RopePlan& plan, const float* tables, uint32_t which, int d,
+                         float4& cosine, float4& sine) const {
     const auto columns = static_cast<uint32_t>(plan.columns_of(table));
-    const float* at = tables + plan.table_at(token, table) + slot_of<true>(d, columns);
+    const float* at = tables + plan.table_at(which, table) + slot_of<true>(d, columns);
     cosine = *reinterpret_cast<const float4*>(at);
     sine = *reinterpret_cast<const float4*>(at + columns);
   }
   __device__ static float one_of(const float4& v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
   }
-  __device__ void rotate_halves(const RopePlan& plan, const float* tables) {
+  __device__ void rotate_halves(const RopePlan& plan, const float* tables, uint32_t at) {
     float ya[kGroup], yb[kGroup];
 #pragma unroll
     for (int half = 0; half < kGroup; half += 4) {
       float4 ca, sa, cb, sb;
-      angles(plan, tables, first + half, ca, sa);
-      angles(plan, tables, second + half, cb, sb);
+      angles(plan, tables, at, first + half, ca, sa);
+      angles(plan, tables, at, second + half, cb, sb);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float xa = a[half + i], xb = b[half + i];
@@ -237,15 +261,15 @@ struct PackItem {
     a.set(ya);
     b.set(yb);
   }
-  __device__ void rotate_neighbours(const RopePlan& plan, const float* tables) {
+  __device__ void rotate_neighbours(const RopePlan& plan, const float* tables, uint32_t at) {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
-      Pack<T>& x = which == 0 ? a : b;
+      Pack<T, kGroup>& x = which == 0 ? a : b;
       float y[kGroup];
 #pragma unroll
       for (int half = 0; half < kGroup; half += 4) {
         float4 c, s;
-        angles(plan, tables, (which == 0 ? first : second) + half, c, s);
+        angles(plan, tables, at, (which == 0 ? first : second) + half, c, s);
         const float x0 = x[half], x1 = x[half + 1], x2 = x[half + 2], x3 = x[half + 3];
         y[half] = x0 * c.x - x1 * s.x;
         y[half + 1] = x1 * c.y + x0 * s.y;
@@ -281,9 +305,9 @@ struct PairItem {
     }
     if (first >= 0) a = to_f32(h.in[first]);
   }
-  __device__ void finish(const RopePlan& plan, const float* tables, const int64_t* positions) {
+  __device__ void finish(const RopePlan& plan, const float* tables, const BlockTokens& tokens) {
     if (first < 0) return;
-    const int64_t position = positions[token];
+    const int64_t position = tokens.position[token];
     float ya = a, yb = b;
     if (position < 0) {
       ya = yb = 0.0f;
@@ -291,7 +315,7 @@ struct PairItem {
       float ca, sa, cb, sb;
       const Rotation r = plan.of(table);
       if (plan.shared) {
-        const float* at = tables + plan.table_at(token, table);
+        const float* at = tables + plan.table_at(tokens.table[token], table);
         ca = at[first], sa = at[r.columns + first];
         cb = at[second], sb = at[r.columns + second];
       } else {
@@ -306,16 +330,15 @@ struct PairItem {
   }
 };
 
-constexpr uint32_t kMostTokens = 32;  // of a block
-
-// The angles of tokens first_token on: each column's cosine and sine are computed once.
+// The angles of the block's tokens: each column's cosine and sine are computed once.
 template <bool kPacked>
-__device__ inline void fill_tables(const RopePlan& plan, const Positions& positions,
-                                   int64_t first_token, uint32_t count, float* tables) {
-  for (uint32_t k = threadIdx.x; k < count * plan.columns; k += kThreads) {
+__device__ inline void fill_tables(const RopePlan& plan, const BlockTokens& tokens, uint32_t count,
+                                   float* tables) {
+  const uint32_t size = (tokens.table[count - 1] + 1) * plan.columns;
+  for (uint32_t k = threadIdx.x; k < size; k += kThreads) {
     uint32_t d = 0;
-    const uint32_t token = plan.by_columns(k, d);
-    const int64_t position = positions.of(first_token + token);
+    const uint32_t which = plan.by_columns(k, d);
+    const int64_t position = tokens.position[tokens.owner[which]];
     if (position < 0) continue;
     const auto columns0 = static_cast<uint32_t>(plan.rotation[0].columns);
     const int table = d < columns0 ? 0 : 1;
@@ -324,7 +347,7 @@ __device__ inline void fill_tables(const RopePlan& plan, const Positions& positi
     const auto columns = static_cast<uint32_t>(r.columns);
     float sine = NAN, cosine = NAN;
     if (position < r.rows) sincosf(r.angles[position * columns + d], &sine, &cosine);
-    float* at = tables + plan.table_at(token, table);
+    float* at = tables + plan.table_at(which, table);
     at[slot_of<kPacked>(d, columns)] = cosine;
     // The backward's sines belong to the other element, negative: see angle_of().
     const auto to = r.backward ? static_cast<uint32_t>(r.partner(static_cast<int>(d))) : d;
@@ -338,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   using Item = std::conditional_t<kPacked, PackItem<T>, PairItem<T>>;
   constexpr int kAtOnce = 2;
   extern __shared__ float4 memory[];  // tables: float4 for its alignment
-  __shared__ int64_t position_of[kMostTokens];
+  __shared__ BlockTokens tokens;
   float* tables = &memory[0].x;
   const int64_t first_token = blockIdx.x * int64_t{plan.tokens_each};
   const int64_t left = plan.tokens - first_token;
@@ -356,14 +379,15 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   };
   load(0);
-  if (threadIdx.x < count) position_of[threadIdx.x] = positions.of(first_token + threadIdx.x);
-  if (plan.shared) fill_tables<kPacked>(plan, positions, first_token, count, tables);
+  if (threadIdx.x < count) tokens.find(plan, positions, first_token);
+  __syncthreads();
+  if (plan.shared) fill_tables<kPacked>(plan, tokens, count, tables);
   __syncthreads();
   for (uint32_t at = 0; at < items; at += kAtOnce * kThreads) {
     if (at != 0) load(at);
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      if (at + u * kThreads + threadIdx.x < items) held[u].finish(plan, tables, position_of);
+      if (at + u * kThreads + threadIdx.x < items) held[u].finish(plan, tables, tokens);
     }
   }
 }

@@ -19,23 +19,40 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   return v;
 }
 
-// Calls f with the threads and packs that a row of `packs` packs has, as constants.
-template <class F>
-void with_width(int64_t packs, F&& f) {
-  constexpr std::integral_constant<int, 1> one;
-  constexpr std::integral_constant<int, 2> two;
-  constexpr std::integral_constant<int, 4> four;
-  if (packs <= 8) return f(std::integral_constant<int, 8>{}, one);
-  constexpr std::integral_constant<int, 32> warp;
-  if (packs <= 32) return f(warp, one);
-  if (packs <= 64) return f(warp, two);
-  if (packs <= 128) return f(warp, four);
-  constexpr std::integral_constant<int, 128> four_warps;
-  if (packs <= 256) return f(four_warps, two);
-  if (packs <= 512) return f(four_warps, four);
-  constexpr std::integral_constant<int, 512> block;
-  if (packs <= 1024) return f(block, two);
-  f(block, four);
+// Beyond this, two blocks whose rows wait in shared memory overlap better than one in registers.
+constexpr int64_t kWidestForward = 2048;
+constexpr int kMostStaged = 96 << 10;  // bytes of a row
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// Calls f with the threads and packs of T that hold a row of `runs` times eight elements, as
+// constants; false if no block does.
+template <class T, class F>
+bool with_width(int64_t runs, F&& f) {
+  constexpr int kPer = kGroup / Pack<T>::kSize;
+  if (runs <= 8) {
+    f(Constant<8>{}, Constant<kPer>{});
+  } else if (runs <= 32) {
+    f(Constant<32>{}, Constant<kPer>{});
+  } else if (runs <= 64) {
+    f(Constant<32>{}, Constant<2 * kPer>{});
+  } else if (runs <= 128) {
+    f(Constant<32>{}, Constant<4 * kPer>{});
+  } else if (runs <= 256) {
+    f(Constant<128>{}, Constant<2 * kPer>{});
+  } else if (runs <= 512) {
+    f(Constant<128>{}, Constant<4 * kPer>{});
+  } else if (runs <= 1024) {
+    f(Constant<256>{}, Constant<4 * kPer>{});
+  } else if (runs <= 2048) {
+    f(Constant<512>{}, Constant<4 * kPer>{});
+  } else if (runs <= 4096 && sizeof(T) == 2) {
+    if constexpr (sizeof(T) == 2) f(Constant<1024>{}, Constant<4>{});
+  } else {
+    return false;
+  }
+  return true;
 }
 unsigned row_blocks(int64_t rows, int lanes, int threads) {
   return static_cast<unsigned>(ceil_div(rows, threads / lanes));
@@ -48,19 +65,26 @@ void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
   with_type(dtype_of(in), [&]<class T>(T) {
     const T* x = backend::data<const T>(in);
     T* y = backend::data<T>(out);
-    if (visible.keys > kWidestRow) {
-      softmax_wide<T>
-          <<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
+    const auto held = [&]<int kLanes, int kPacks>(Constant<kLanes>, Constant<kPacks>) {
+      constexpr int kBlock = kRowThreads<kLanes>;
+      softmax_rows<T, kLanes, kPacks>
+          <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(x, y, visible, scale,
+                                                                            rows);
+    };
+    const int64_t runs = runs_of(x, visible.keys);
+    if (runs <= kWidestForward && with_width<T>(runs, held)) return;
+    constexpr int kPer = kGroup / Pack<T>::kSize;
+    const int64_t bytes = ceil_div(runs * kPer, kWideThreads) * kWideThreads * 16;
+    const auto blocks = static_cast<unsigned>(rows);
+    if (bytes > kMostStaged) {
+      softmax_wide<T, false><<<blocks, kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
       return;
     }
-    with_width(packs_of(x, visible.keys),
-               [&]<int kLanes, int kPacks>(std::integral_constant<int, kLanes>,
-                                           std::integral_constant<int, kPacks>) {
-                 constexpr int kBlock = kRowThreads<kLanes>;
-                 softmax_rows<T, kLanes, kPacks>
-                     <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(
-                         x, y, visible, scale, rows);
-               });
+    static const cudaError_t allowed = cudaFuncSetAttribute(
+        softmax_wide<T, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostStaged);
+    check(allowed, "cudaFuncSetAttribute");
+    softmax_wide<T, true><<<blocks, kWideThreads, static_cast<size_t>(bytes), stream_of(ctx)>>>(
+        x, y, visible, scale);
   });
   check_launch("softmax_forward");
 }
@@ -85,19 +109,15 @@ void backward(const te_fl_context& ctx, const Args& a) {
     const T* dy = backend::data<const T>(*a.output_grad);
     const T* y = backend::data<const T>(*a.softmax_results);
     T* dx = backend::data<T>(*a.input_grad);
-    if (visible.keys > kWidestRow) {
-      softmax_gradient_wide<T><<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(
-          dy, y, dx, visible, a.scale);
-      return;
-    }
-    with_width(packs_of(dy, visible.keys),
-               [&]<int kLanes, int kPacks>(std::integral_constant<int, kLanes>,
-                                           std::integral_constant<int, kPacks>) {
-                 constexpr int kBlock = kRowThreads<kLanes>;
-                 softmax_gradient_rows<T, kLanes, kPacks>
-                     <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(
-                         dy, y, dx, visible, a.scale, rows);
-               });
+    const auto held = [&]<int kLanes, int kPacks>(Constant<kLanes>, Constant<kPacks>) {
+      constexpr int kBlock = kRowThreads<kLanes>;
+      softmax_gradient_rows<T, kLanes, kPacks>
+          <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(dy, y, dx, visible,
+                                                                            a.scale, rows);
+    };
+    if (with_width<T>(runs_of(dy, visible.keys), held)) return;
+    softmax_gradient_wide<T><<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(
+        dy, y, dx, visible, a.scale);
   });
   check_launch("softmax_backward");
 }

@@ -1,5 +1,5 @@
-// Kernels of scaled softmax. Rows of up to kWidestRow scores stay in registers between the one read
-// and the one write; a row has 8 to 512 threads by its width. Wider rows are read twice.
+// Kernels of scaled softmax. A row stays in registers between the one read and the one write; it
+// has 8 to 1024 threads by its width. Longer rows wait in shared memory, or are read twice.
 #pragma once
 
 #include "running_sum.cuh"
@@ -47,22 +47,24 @@ struct Visible {
     }
     return mask + batch * mask_strides[0] + in_batch * mask_strides[1] + query * mask_strides[2];
   }
-  // Bit i: key col + i is hidden by the mask or is none of the first `seen`.
-  template <class Index>
+  // Bit i: key col + i of kSize, 4 or 8, is hidden by the mask or is none of the first `seen`.
+  template <int kSize, class Index>
   __device__ uint32_t hidden(const uint8_t* mask_at, Index col, Index seen) const {
+    constexpr uint32_t kAll = (1u << kSize) - 1u;
     uint32_t bits = 0;
     if (col < 0) bits = (1u << static_cast<int>(-col)) - 1u;
-    if (col + kGroup > seen) {
-      bits |= seen <= col ? 0xFFu : 0xFFu << static_cast<int>(seen - col) & 0xFFu;
+    if (col + kSize > seen) {
+      bits |= seen <= col ? kAll : kAll << static_cast<int>(seen - col) & kAll;
     }
-    if (mask_at == nullptr || bits == 0xFFu) return bits;
+    if (mask_at == nullptr || bits == kAll) return bits;
     const uint8_t* at = mask_at + col * mask_strides[3];
-    if (bits == 0 && mask_strides[3] == 1 && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
+    if (bits == 0 && mask_strides[3] == 1 && reinterpret_cast<uintptr_t>(at) % kSize == 0) {
+      if constexpr (kSize == 4) return four_bits(*reinterpret_cast<const uint32_t*>(at));
       const uint2 bytes = *reinterpret_cast<const uint2*>(at);
       return four_bits(bytes.x) | four_bits(bytes.y) << 4;
     }
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       if ((bits >> i & 1u) == 0 && at[i * mask_strides[3]] != 0) bits |= 1u << i;
     }
     return bits;
@@ -73,8 +75,6 @@ struct Visible {
   }
 };
 
-constexpr int64_t kWidestRow = 512 * 4 * kGroup - 2 * kGroup;
-
 template <int kLanes>
 inline constexpr int kRowThreads = kLanes < 128 ? 128 : kLanes;
 
@@ -82,6 +82,7 @@ inline constexpr int kRowThreads = kLanes < 128 ? 128 : kLanes;
 template <class T, int kLanes, int kPacks>
 __global__ void __launch_bounds__(kRowThreads<kLanes>)
     softmax_rows(const T* in, T* out, Visible visible, float scale, int64_t rows) {
+  constexpr int kSize = Pack<T>::kSize;
   __shared__ float parts[2][(kLanes + 31) / 32];
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t row = blockIdx.x * int64_t{kRowThreads<kLanes> / kLanes} + threadIdx.x / kLanes;
@@ -93,26 +94,26 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   Pack<T> raw[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int col = (p * kLanes + lane) * kGroup - shift;
+    const int col = (p * kLanes + lane) * kSize - shift;
     raw[p] = Pack<T>{};
     if (col < seen) load_cut(raw[p], x, col, keys);
   }
   const uint8_t* mask = row < rows ? visible.mask_row(row) : nullptr;
-  float v[kPacks][kGroup];
+  float v[kPacks][kSize];
   uint32_t hidden = 0;  // a bit for each element
   float top = -INFINITY;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const uint32_t bits = visible.hidden(mask, (p * kLanes + lane) * kGroup - shift, seen);
-    hidden |= bits << p * kGroup;
+    const uint32_t bits = visible.hidden<kSize>(mask, (p * kLanes + lane) * kSize - shift, seen);
+    hidden |= bits << p * kSize;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[p][i] = scale * raw[p][i];
+    for (int i = 0; i < kSize; ++i) v[p][i] = scale * raw[p][i];
     if (bits != 0) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[p][i] = (bits >> i & 1u) != 0 ? -INFINITY : v[p][i];
+      for (int i = 0; i < kSize; ++i) v[p][i] = (bits >> i & 1u) != 0 ? -INFINITY : v[p][i];
     }
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) top = max_nan(top, v[p][i]);
+    for (int i = 0; i < kSize; ++i) top = max_nan(top, v[p][i]);
   }
   top = max_lanes<kLanes>(top, parts[0]);
   const bool empty = top == -INFINITY;  // fully masked
@@ -121,21 +122,21 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) sum += v[p][i] = exp_of(v[p][i] - base);
+    for (int i = 0; i < kSize; ++i) sum += v[p][i] = exp_of(v[p][i] - base);
   }
   sum = sum_lanes<kLanes>(sum, parts[1]);
   const float share = empty ? 0.0f : 1.0f / sum;
   const bool aligned = shift_of(y) == shift;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int col = (p * kLanes + lane) * kGroup - shift;
+    const int col = (p * kLanes + lane) * kSize - shift;
     if (col >= keys) continue;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[p][i] *= share;
+    for (int i = 0; i < kSize; ++i) v[p][i] *= share;
     if (isnan(share)) {  // what is hidden stays 0
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if ((hidden >> (p * kGroup + i) & 1u) != 0) v[p][i] = 0.0f;
+      for (int i = 0; i < kSize; ++i) {
+        if ((hidden >> (p * kSize + i) & 1u) != 0) v[p][i] = 0.0f;
       }
     }
     raw[p].set(v[p]);
@@ -147,6 +148,7 @@ template <class T, int kLanes, int kPacks>
 __global__ void __launch_bounds__(kRowThreads<kLanes>)
     softmax_gradient_rows(const T* grad, const T* results, T* out, Visible visible, float scale,
                           int64_t rows) {
+  constexpr int kSize = Pack<T>::kSize;
   __shared__ float parts[(kLanes + 31) / 32];
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t row = blockIdx.x * int64_t{kRowThreads<kLanes> / kLanes} + threadIdx.x / kLanes;
@@ -160,33 +162,36 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   Pack<T> g[kPacks], r[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int col = (p * kLanes + lane) * kGroup - shift;
+    const int col = (p * kLanes + lane) * kSize - shift;
     g[p] = r[p] = Pack<T>{};
     if (col >= seen) continue;
-    load_cut(g[p], dy, col, seen);
+    load_cut(g[p], dy, col, keys);
     if (y_aligned) {
-      load_cut(r[p], y, col, seen);
+      load_cut(r[p], y, col, keys);
     } else {
-      r[p].load_some(y + col, -col, seen - col);
+      r[p].load_some(y + col, -col, keys - col);
     }
   }
   float dot = 0.0f;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
+    const int left = seen - ((p * kLanes + lane) * kSize - shift);  // keys that the row sees
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) dot = fmaf(g[p][i], r[p][i], dot);
+    for (int i = 0; i < kSize; ++i) {
+      if (left >= kSize || i < left) dot = fmaf(g[p][i], r[p][i], dot);
+    }
   }
   dot = sum_lanes<kLanes>(dot, parts);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int col = (p * kLanes + lane) * kGroup - shift;
+    const int col = (p * kLanes + lane) * kSize - shift;
     if (col >= keys) continue;
-    float v[kGroup];
+    float v[kSize];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] = scale * r[p][i] * (g[p][i] - dot);
-    if (col + kGroup > seen) {
+    for (int i = 0; i < kSize; ++i) v[i] = scale * r[p][i] * (g[p][i] - dot);
+    if (col + kSize > seen) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] = col + i < seen ? v[i] : 0.0f;
+      for (int i = 0; i < kSize; ++i) v[i] = col + i < seen ? v[i] : 0.0f;
     }
     g[p].set(v);
     store_cut(g[p], dx, col, keys, dx_aligned);
@@ -195,10 +200,13 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
 
 constexpr int kWideThreads = 512;
 
-// A row for each block, read twice.
-template <class T>
-__global__ void __launch_bounds__(kWideThreads)
+// A row for each block. Staged: what a thread reads waits in shared memory, one 16-byte pack after
+// kWideThreads of them, until the row's sum is known; otherwise the row is read twice.
+template <class T, bool kStaged>
+__global__ void __launch_bounds__(kWideThreads, 2)
     softmax_wide(const T* in, T* out, Visible visible, float scale) {
+  constexpr int kSize = Pack<T>::kSize, kAtOnce = 4, kStep = kWideThreads * kSize;
+  extern __shared__ uint4 staged[];
   __shared__ float parts[2][kWideThreads / 32];
   const int64_t row = blockIdx.x, keys = visible.keys, seen = visible.count(row);
   const T* x = in + row * keys;
@@ -206,42 +214,60 @@ __global__ void __launch_bounds__(kWideThreads)
   const int shift = shift_of(x);
   const bool aligned = shift_of(y) == shift;
   const uint8_t* mask = visible.mask_row(row);
-  const auto read = [&](int64_t col, float(&v)[kGroup]) {
-    Pack<T> raw{};
-    if (col < seen) load_cut(raw, x, col, keys);
-    const uint32_t bits = visible.hidden(mask, col, seen);
+  const auto unpack = [&](const Pack<T>& raw, int64_t col, float(&v)[kSize]) {
+    const uint32_t bits = visible.hidden<kSize>(mask, col, seen);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] = (bits >> i & 1u) != 0 ? -INFINITY : scale * raw[i];
+    for (int i = 0; i < kSize; ++i) v[i] = (bits >> i & 1u) != 0 ? -INFINITY : scale * raw[i];
     return bits;
   };
-  constexpr int kStep = kWideThreads * kGroup;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kGroup - shift;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kSize - shift;
+  uint4* slot = staged + threadIdx.x;
   RunningSum total;
-#pragma unroll 2
-  for (int64_t col = first; col < seen; col += kStep) {
-    float v[kGroup];
-    read(col, v);
-    total.add(v);
+  for (int64_t at = first; at < seen; at += kAtOnce * kStep) {
+    Pack<T> raw[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t col = at + u * kStep;
+      if (col < seen) load_cut(raw[u], x, col, keys);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t col = at + u * kStep;
+      if (col >= seen) continue;
+      if constexpr (kStaged) *slot = raw[u].raw[0], slot += kWideThreads;
+      float v[kSize];
+      unpack(raw[u], col, v);
+      total.add(v);
+    }
   }
   total.join<kWideThreads>(parts[0], parts[1]);
   const float share = total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
+  slot = staged + threadIdx.x;
 #pragma unroll 2
-  for (int64_t col = first; col < keys; col += kStep) {
-    float v[kGroup];
-    const uint32_t bits = read(col, v);
+  for (int64_t col = first; col < keys; col += kStep, slot += kWideThreads) {
+    Pack<T> raw{};
+    if (col < seen) {
+      if constexpr (kStaged) {
+        raw.raw[0] = *slot;
+      } else {
+        load_cut(raw, x, col, keys);
+      }
+    }
+    float v[kSize];
+    const uint32_t bits = unpack(raw, col, v);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       v[i] = (bits >> i & 1u) != 0 ? 0.0f : exp_of(v[i] - total.top) * share;
     }
-    Pack<T> packed;
-    packed.set(v);
-    store_cut(packed, y, col, keys, aligned);
+    raw.set(v);
+    store_cut(raw, y, col, keys, aligned);
   }
 }
 
 template <class T>
 __global__ void __launch_bounds__(kWideThreads)
     softmax_gradient_wide(const T* grad, const T* results, T* out, Visible visible, float scale) {
+  constexpr int kSize = Pack<T>::kSize;
   __shared__ float parts[kWideThreads / 32];
   const int64_t row = blockIdx.x, keys = visible.keys, seen = visible.count(row);
   const T* dy = grad + row * keys;
@@ -255,26 +281,26 @@ __global__ void __launch_bounds__(kWideThreads)
     load_cut(g, dy, col, seen);
     if (y_aligned) return load_cut(r, y, col, seen);
     r.load_some(y + col, col < 0 ? static_cast<int>(-col) : 0,
-                seen - col < kGroup ? static_cast<int>(seen - col) : kGroup);
+                seen - col < kSize ? static_cast<int>(seen - col) : kSize);
   };
-  constexpr int kStep = kWideThreads * kGroup;
-  const int64_t first = static_cast<int64_t>(threadIdx.x) * kGroup - shift;
+  constexpr int kStep = kWideThreads * kSize;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kSize - shift;
   float dot = 0.0f;
 #pragma unroll 2
   for (int64_t col = first; col < seen; col += kStep) {
     Pack<T> g, r;
     read(col, g, r);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) dot = fmaf(g[i], r[i], dot);
+    for (int i = 0; i < kSize; ++i) dot = fmaf(g[i], r[i], dot);
   }
   dot = sum_lanes<kWideThreads>(dot, parts);
 #pragma unroll 2
   for (int64_t col = first; col < keys; col += kStep) {
     Pack<T> g, r;
     read(col, g, r);
-    float v[kGroup];
+    float v[kSize];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       v[i] = col + i < seen ? scale * r[i] * (g[i] - dot) : 0.0f;
     }
     g.set(v);

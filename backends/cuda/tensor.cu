@@ -129,9 +129,9 @@ void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& arg
     }
     sums.heads = heads, sums.next = next;
   }
-  const dim3 grid(static_cast<unsigned>(table.rows),
+  const dim3 grid(static_cast<unsigned>(ceil_div(table.rows, kTableRows)),
                   static_cast<unsigned>(ceil_div(table.cols, kThreads * kGroup)));
-  embedding_gradient_kernel<<<grid, kThreads, 0, stream>>>(sums);
+  embedding_gradient_kernel<<<grid, kThreads, 0, stream>>>(sums, table.rows);
   check_launch("embedding_bwd");
 }
 Refusal refuse_embedding_bwd(const te_fl_embedding_bwd_args& args) {
@@ -170,12 +170,12 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
     const T* x = backend::data<const T>(*args.logits);
     T* dx = backend::data<T>(*args.grad_logits);
-    const int64_t packs = packs_of(x, matrix.cols);
+    const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;
     const auto launch = [&]<int kPacks>(std::integral_constant<int, kPacks>) {
-      const dim3 grid(static_cast<unsigned>(matrix.rows),
-                      static_cast<unsigned>(ceil_div(packs, int64_t{kPacks} * kThreads)));
-      cross_entropy_gradient_kernel<T, kPacks>
-          <<<grid, kThreads, 0, stream_of(ctx)>>>(x, dx, gradient);
+      const int64_t parts = ceil_div(packs, int64_t{kPacks} * kThreads);
+      const dim3 grid(static_cast<unsigned>(matrix.rows), static_cast<unsigned>(parts));
+      cross_entropy_gradient_kernel<T, kPacks><<<grid, kThreads, 0, stream_of(ctx)>>>(
+          x, dx, gradient, static_cast<int>(ceil_div(packs, parts)));
     };
     if (packs <= kThreads) return launch(std::integral_constant<int, 1>{});
     launch(std::integral_constant<int, 4>{});

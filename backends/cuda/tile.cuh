@@ -173,7 +173,7 @@ __device__ inline void write_columns(const uint32_t (*columns)[32], uint8_t* to,
   }
 }
 template <int kBytes>
-__device__ inline void write_row(uint8_t* row, int64_t cols_left, const Place<kBytes>& at,
+__device__ inline void write_row(uint8_t* row, int cols_left, const Place<kBytes>& at,
                                  const uint32_t (&codes)[2]) {
   if constexpr (kBytes == 2) {
     if (at.col(0) < cols_left) {
@@ -248,6 +248,7 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
   unsigned step, strip;
   place_block(g, block, step, strip);
   const int64_t col0 = int64_t{strip} * kTileCols;
+  const int cols_left = static_cast<int>(g.cols - col0 < kTileCols ? g.cols - col0 : kTileCols);
   const Place<kBytes> at(static_cast<int>(threadIdx.x));
   const float scale = q.measure ? 1.0f : q.tensor_scale();
   if (block == 0 && threadIdx.x == 0) q.write_tensor_scale(scale);
@@ -279,8 +280,8 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
                                     v[o][4 * h + 2] * scale, v[o][4 * h + 3] * scale, q.is_e5m2);
         }
         if (q.rows != nullptr && row < g.rows) {
-          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + o * g.cols + col0,
-                            g.cols - col0, at, codes[o][i]);
+          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + o * g.cols + col0, cols_left,
+                            at, codes[o][i]);
         }
       }
     }
@@ -289,12 +290,11 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
 #pragma unroll
     for (int o = 0; o < Math::kOutputs; ++o) stage_columns<kBytes>(columns[o], codes[o], at, 0);
     __syncthreads();
-    const int count = static_cast<int>(g.cols - col0 < kTileCols ? g.cols - col0 : kTileCols);
 #pragma unroll
     for (int o = 0; o < Math::kOutputs; ++o) {
       write_columns<kBytes, kThreads>(
           columns[o], static_cast<uint8_t*>(q.columns) + (o * g.cols + col0) * q.m, q.m, row0,
-          count);
+          cols_left);
     }
   }
   if (q.running_amax != nullptr) {

@@ -6,7 +6,7 @@
 namespace te_fl::cuda {
 
 // The dimension that is dense in the input is not the one that is dense in the output: tiles of
-// them go through shared memory. A tile has eight 16-byte words in either direction.
+// them go through shared memory.
 struct Tiles {
   int64_t rows, cols;        // of the output's dense dimension; of the input's
   int64_t from_row, to_col;  // the strides that are not 1
@@ -18,57 +18,88 @@ struct Tiles {
 template <class Bits>
 inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of a 16-byte word
 
+// A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows): what
+// was fastest on an H100.
+template <class Bits>
+inline constexpr int kTileCols = (sizeof(Bits) < 4 ? 8 : 16) * kRun<Bits>;
+template <class Bits>
+inline constexpr int kTileRows = (sizeof(Bits) == 8 ? 16 : 8) * kRun<Bits>;
+
+template <class Bits>
+__device__ inline void put_run(Bits* to, const Bits (&run)[kRun<Bits>]) {
+  if constexpr (sizeof(Bits) < 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(run)[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRun<Bits>; ++i) to[i] = run[i];
+  }
+}
+
 template <class Bits>
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bits* out, Tiles t) {
-  constexpr int kV = kRun<Bits>, kEdge = 8 * kV;
+  constexpr int kV = kRun<Bits>, kC = kTileCols<Bits>, kR = kTileRows<Bits>;
+  constexpr int kLoadWords = kC / kV, kStoreWords = kR / kV;
   // An odd number of 32-bit words, so that a column's elements lie in different banks.
-  constexpr int kPitch = kEdge + (sizeof(Bits) < 4 ? 4 / static_cast<int>(sizeof(Bits)) : 1);
-  __shared__ alignas(16) Bits tile[kEdge * kPitch];
+  constexpr int kPitch = kC + (sizeof(Bits) < 4 ? 4 / static_cast<int>(sizeof(Bits)) : 1);
+  __shared__ alignas(16) Bits tile[kR * kPitch];
   uint32_t row_tile = 0, col_tile = 0;
-  const uint32_t other = t.by_row_tiles(t.by_col_tiles(blockIdx.x, col_tile), row_tile);
+  const uint32_t other = t.by_col_tiles(t.by_row_tiles(blockIdx.x, row_tile), col_tile);
   int64_t from = 0, to = 0;
   t.others.offsets(other, from, to);
-  const int64_t row0 = static_cast<int64_t>(row_tile) * kEdge;
-  const int64_t col0 = static_cast<int64_t>(col_tile) * kEdge;
+  const int64_t row0 = static_cast<int64_t>(row_tile) * kR;
+  const int64_t col0 = static_cast<int64_t>(col_tile) * kC;
   in += from + row0 * t.from_row + col0;
   out += to + col0 * t.to_col + row0;
-  const int rows = static_cast<int>(t.rows - row0 < kEdge ? t.rows - row0 : kEdge);
-  const int cols = static_cast<int>(t.cols - col0 < kEdge ? t.cols - col0 : kEdge);
-  const int word = static_cast<int>(threadIdx.x) % 8 * kV;
-  for (int r = static_cast<int>(threadIdx.x) / 8; r < rows; r += kThreads / 8) {
-    alignas(16) Bits held[kV];
-    const Bits* at = in + r * t.from_row + word;
-    if (t.load_wide && word + kV <= cols) {
-      *reinterpret_cast<uint4*>(held) = *reinterpret_cast<const uint4*>(at);
-    } else {
+  const int rows = static_cast<int>(t.rows - row0 < kR ? t.rows - row0 : kR);
+  const int cols = static_cast<int>(t.cols - col0 < kC ? t.cols - col0 : kC);
+  const int thread = static_cast<int>(threadIdx.x);
+  {
+    constexpr int kStep = kThreads / kLoadWords, kPasses = kR > kStep ? kR / kStep : 1;
+    const int word = thread % kLoadWords * kV, first = thread / kLoadWords;
+    alignas(16) Bits held[kPasses][kV];
 #pragma unroll
-      for (int i = 0; i < kV; ++i) held[i] = word + i < cols ? at[i] : Bits{};
-    }
-    Bits* to_tile = tile + r * kPitch + word;
-    if constexpr (sizeof(Bits) < 4) {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int r = first + pass * kStep;
+      if (r >= rows) continue;
+      const Bits* at = in + r * t.from_row + word;
+      if (t.load_wide && word + kV <= cols) {
+        *reinterpret_cast<uint4*>(held[pass]) = *reinterpret_cast<const uint4*>(at);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        reinterpret_cast<uint32_t*>(to_tile)[i] = reinterpret_cast<const uint32_t*>(held)[i];
+        for (int i = 0; i < kV; ++i) held[pass][i] = word + i < cols ? at[i] : Bits{};
       }
-    } else {
+    }
 #pragma unroll
-      for (int i = 0; i < kV; ++i) to_tile[i] = held[i];
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int r = first + pass * kStep;
+      if (r < rows) put_run<Bits>(tile + r * kPitch + word, held[pass]);
     }
   }
   __syncthreads();
-  for (int c = static_cast<int>(threadIdx.x) / 8; c < cols; c += kThreads / 8) {
-    alignas(16) Bits held[kV];
+  // A warp stores 32 / kTogether columns of kTogether words each.
+  constexpr int kTogether = 8, kParts = kStoreWords / kTogether;
+  constexpr int kColumns = 32 / kTogether, kWarps = kThreads / 32;
+  constexpr int kSteps = kC / kColumns * kParts > kWarps ? kC / kColumns * kParts / kWarps : 1;
 #pragma unroll
-    for (int i = 0; i < kV; ++i) {
-      if (word + i < rows) held[i] = tile[(word + i) * kPitch + c];
-    }
+  for (int step = 0; step < kSteps; ++step) {
+    const int part = step * kWarps + thread / 32;
+    const int c = part / kParts * kColumns + thread % 32 / kTogether;
+    const int word = (part % kParts * kTogether + thread % kTogether) * kV;
+    if (c >= cols || word >= rows) continue;
+    alignas(16) Bits held[kV];
     Bits* at = out + c * t.to_col + word;
     if (t.store_wide && word + kV <= rows) {
-      *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(held);
+#pragma unroll
+      for (int i = 0; i < kV; ++i) held[i] = tile[(word + i) * kPitch + c];
+      // An assignment would be taken apart into stores of what the words were made of.
+      __stwb(reinterpret_cast<uint4*>(at), *reinterpret_cast<const uint4*>(held));
     } else {
 #pragma unroll
       for (int i = 0; i < kV; ++i) {
-        if (word + i < rows) at[i] = held[i];
+        if (word + i < rows) at[i] = tile[(word + i) * kPitch + c];
       }
     }
   }
@@ -86,7 +117,6 @@ inline bool is_transposition(const Nest& nest, int& dense) {
 
 template <class Bits>
 bool transpose(const te_fl_context& ctx, const Nest& nest, int dense, const void* in, void* out) {
-  constexpr int kEdge = 8 * kRun<Bits>;
   const int last = nest.rank - 1;
   Tiles t;
   t.rows = nest.shape[last], t.cols = nest.shape[dense];
@@ -105,7 +135,8 @@ bool transpose(const te_fl_context& ctx, const Nest& nest, int dense, const void
     t.others.rank = 1;
     t.others.shape[0] = 1, t.others.from[0] = t.others.to[0] = 0;
   }
-  const int64_t row_tiles = ceil_div(t.rows, kEdge), col_tiles = ceil_div(t.cols, kEdge);
+  const int64_t row_tiles = ceil_div(t.rows, kTileRows<Bits>),
+                col_tiles = ceil_div(t.cols, kTileCols<Bits>);
   const int64_t blocks = row_tiles * col_tiles * t.others.size();
   if (blocks >= kFastDivLimit) return false;
   prepare(t.others);

@@ -34,6 +34,18 @@ def show(part, name, **fields):
     print(f"{part:10} {name:44} {text}", flush=True)
 
 
+def meets(row):
+    """Whether a row reaches its target: a share of what bounds it, or for layers a ratio of times."""
+    if isinstance(row.get("error"), str):
+        return False
+    if row["part"] == "layer":
+        return row["of_eager"] <= row["target"]
+    for share in ("of_copy", "of_best", "of_cudnn"):
+        if share in row:
+            return row[share] >= row["target"]
+    return row["over_bare_ns"] <= row["target"]
+
+
 def refused(part, name, error):
     show(part, name, error=str(error).splitlines()[0][:160])
 
@@ -220,6 +232,13 @@ def main():
     before = measure.machine()
     for part in args.only.split(","):
         parts[part](library, args)
+    for part in sorted({row["part"] for row in rows}):
+        met, below = [], []
+        for row in rows:
+            if row["part"] == part and (isinstance(row.get("error"), str) or row.get("target") is not None):
+                (met if meets(row) else below).append(row["name"])
+        if met or below:
+            print(f"targets {part} {len(met)} {len(met) + len(below)}" + (f"; below: {', '.join(below)}" if below else ""))
     record = {"machine": before, "machine_after": measure.machine(), "rows": rows}
     print(json.dumps(record["machine"]), json.dumps(record["machine_after"]["gpu"]))
     if args.json:

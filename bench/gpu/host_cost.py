@@ -64,7 +64,7 @@ def run(library, show):
                 raise RuntimeError(f"{name}: {library.lib.tb_error().decode()}")
             best[name] = min(best.get(name, ns), ns)
     show("host", "bare launch", ns=best["bare launch"])
-    show("host", "add 256x256", ns=best["add"], over_bare_ns=best["add"] - best["bare launch"], target_ns=500)
+    show("host", "add 256x256", ns=best["add"], over_bare_ns=best["add"] - best["bare launch"], target=500)
     show("host", "bare cublasLtMatmul", ns=best["bare cublasLtMatmul"])
     show("host", "generic_gemm 256x256x256", ns=best["generic_gemm"],
-         over_bare_ns=best["generic_gemm"] - best["bare cublasLtMatmul"], target_ns=1000)
+         over_bare_ns=best["generic_gemm"] - best["bare cublasLtMatmul"], target=1000)

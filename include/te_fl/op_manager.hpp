@@ -31,7 +31,7 @@ struct Candidate {
   bool accepted = false;
   bool chosen = false;
   bool staged = false;  // on the host, for tensors of another device: copied there and back
-  std::string reason;  // why it was taken or refused, e.g. "dtype f8e4m3 of input is not served"
+  std::string reason;   // why it was taken or refused, e.g. "dtype f8e4m3 of input is not served"
 };
 
 // How a call would be routed.
@@ -74,8 +74,9 @@ struct OpUsage {
   uint64_t calls = 0;  // all, staged ones among them
   // Calls on tensors of a device that were copied to the host and back for a host implementation.
   uint64_t staged_calls = 0;
-  uint64_t staged_bytes = 0;         // copied, both ways
-  uint64_t staged_microseconds = 0;  // for the copies, waiting for the stream's earlier work included
+  uint64_t staged_bytes = 0;  // copied, both ways
+  uint64_t staged_microseconds =
+      0;  // for the copies, waiting for the stream's earlier work included
 };
 
 // Chooses an implementation for each call. Thread-safe. The hot path takes no lock and allocates

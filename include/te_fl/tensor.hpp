@@ -27,6 +27,9 @@ struct QuantSpec {
   bool compute_scale = false;  // kTensor: current scaling (block modes always derive their scales)
   bool pow2_scale = false;     // derived scales are truncated to powers of two
   float amax_epsilon = 0;
+  // false: scale_inv starts uninitialised, which spares a fill where an op writes the tensor next
+  // (ops write all of scale_inv).
+  bool clear_scales = true;
 };
 
 // Extents of the scale_inv array for a logical [M, K] matrix; see te_fl_quant in plugin.h.
@@ -63,10 +66,10 @@ class TE_FL_API Tensor {
   static Result<Tensor> wrap(void* data, std::span<const int64_t> shape,
                              std::span<const int64_t> strides, DType dtype, Device device,
                              std::shared_ptr<void> owner);
-  // A quantised tensor with new storage for the copies that spec asks for, scale_inv (set to zero),
-  // amax (zero; kTensor and kNVFP4) and scale (one; kTensor). Given `scale` or `amax` tensors (F32,
-  // one element, same device) are used in place of new ones, as recipes do whose state lives in
-  // arrays. Errors also for a scaling that the dtype does not go with.
+  // A quantised tensor with new storage for the copies that spec asks for, scale_inv (zero unless
+  // spec says otherwise), amax (zero; kTensor and kNVFP4) and scale (one; kTensor). Given `scale`
+  // or `amax` tensors (F32, one element, same device) are used in place of new ones, as recipes do
+  // whose state lives in arrays. Errors also for a scaling that the dtype does not go with.
   static Result<Tensor> empty_quantized(std::span<const int64_t> shape, const QuantSpec& spec,
                                         Device device = {}, const Tensor* scale = nullptr,
                                         const Tensor* amax = nullptr);

@@ -68,6 +68,7 @@ expect_error "an empty text" "has 0 bytes" --data "$work/empty"
 expect_error "a text smaller than a context" "has 9 bytes" --data "$work/tiny"
 expect_error "a misspelt recipe" "delayde" --recipe delayde
 expect_error "heads that do not divide" "must be a multiple of --heads" --hidden 100 --heads 3
+expect_error "a graph on the host" "cpu cannot capture graphs" "${small[@]}" --graph
 expect_error "an unknown device" "cuda:7" "${small[@]}" --device cuda:7
 TE_FL_PERFER=vendor expect_error "a misspelt variable" "TE_FL_PREFER" "${small[@]}" --steps 1
 

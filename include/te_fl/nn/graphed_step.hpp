@@ -22,7 +22,7 @@ struct GraphedStepOptions {
 
 // A training step (or any sequence of module calls) that is captured into a graph once and then
 // launched as a whole, without the host's cost of its ops. Every run() is one step, eager or not,
-// with the same results bit by bit.
+// with the same results bit by bit where its ops are deterministic (the policy's flag says so).
 //   nn::GraphedStep::create(device, [&]() -> Result<std::vector<Tensor>> {
 //     zero_grad; for each microbatch { autocast; forward; loss; backward }; backward_end; step;
 //     return losses;
