@@ -90,8 +90,7 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
     for (const auto& ended : graphs_) ended->open = ended->open && ended->stream != stream;
     return nullptr;
   }
-  auto& memory = captures_[id];
-  if (memory != nullptr) return memory;
+  if (const auto at = captures_.find(id); at != captures_.end()) return at->second;
   auto made = std::make_shared<GraphMemory>();
   made->stream = stream;
   // Owned by the graph, and by what is instantiated from it: lives as long as any of them. The
@@ -111,11 +110,11 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
   const cudaError_t error = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
   if (error != cudaSuccess) {
     cudaUserObjectRelease(object, 1);
-    captures_.erase(id);
     throw_error(error, "cudaGraphRetainUserObject");
   }
   graphs_.push_back(made);
-  return memory = std::move(made);
+  captures_.emplace(id, made);
+  return made;
 }
 
 void* Memory::allocate(size_t asked, cudaStream_t stream) {
