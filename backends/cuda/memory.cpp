@@ -205,7 +205,9 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
     cached_bytes_ += block.bytes;
     return;
   }
-  if (block.bytes > kLargestCached || block.bytes > cache_limit_) {
+  // cudaStreamPerThread is another stream in each thread: its blocks wait for nobody else's work.
+  const bool ambiguous = stream == cudaStreamPerThread;
+  if (block.bytes > kLargestCached || block.bytes > cache_limit_ || ambiguous) {
     check(cudaFreeAsync(data, stream), "cudaFreeAsync");
     return;
   }
