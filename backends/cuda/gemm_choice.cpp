@@ -171,6 +171,12 @@ void configure_gemm_choices(const char* file, bool tune) {
   }
 }
 
+std::string gemm_choices_error() {
+  Choices& all = choices();
+  const std::lock_guard lock(all.mutex);
+  return all.error;
+}
+
 bool tunes_gemm() noexcept { return choices().tune; }
 
 bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo) {

@@ -1,4 +1,5 @@
-// What is found out once for each device. Plain C++, so that it can be tested where there is no GPU.
+// What is found out once for each device. Plain C++, so that it can be tested where there is no
+// GPU.
 #pragma once
 
 #include <array>

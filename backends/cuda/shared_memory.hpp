@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <string>
 
 #include "cuda_check.hpp"
@@ -12,8 +13,8 @@ namespace te_fl::cuda {
 // The most bytes of one kernel. A static of the function that launches it.
 class SharedMemory {
  public:
-  // Lets blocks of `kernel` have up to `most` bytes on `device`, which is current; false if `wanted`
-  // are more than the device has, with nothing done that the caller has to take back.
+  // Lets blocks of `kernel` have up to `most` bytes on `device`, which is current; false if
+  // `wanted` are more than the device has, with nothing done that the caller has to take back.
   template <class Kernel>
   bool allow(int device, Kernel* kernel, size_t wanted, size_t most) {
     const int granted = granted_.get(device, [&] {
@@ -29,10 +30,10 @@ class SharedMemory {
     });
     return wanted <= static_cast<size_t>(granted);
   }
-  // The same for a kernel without which the call cannot be served.
+  // The same, of all that the device has, for a kernel without which the call cannot be served.
   template <class Kernel>
   void require(int device, Kernel* kernel, size_t wanted) {
-    if (allow(device, kernel, wanted, wanted)) return;
+    if (allow(device, kernel, wanted, INT_MAX)) return;
     throw backend::Error(TE_FL_UNSUPPORTED | TE_FL_CLEAN,
                          "a block of the kernel takes " + std::to_string(wanted) +
                              " bytes of shared memory, which this GPU does not have; let another "

@@ -15,8 +15,9 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   v.keys = t.dl.shape[t.dl.ndim - 1];
   v.heads = t.dl.ndim == 4 ? t.dl.shape[1] : 1;
   v.causal = causal;
-  if (v.queries < kFastDivLimit) v.by_queries = FastDiv(std::max<int64_t>(v.queries, 1));
-  if (v.heads < kFastDivLimit) v.by_heads = FastDiv(std::max<int64_t>(v.heads, 1));
+  // Rows below 2^31 are divided so: by 2^31 and more the quotient is 0.
+  v.by_queries = FastDiv(std::clamp<int64_t>(v.queries, 1, kFastDivLimit));
+  v.by_heads = FastDiv(std::clamp<int64_t>(v.heads, 1, kFastDivLimit));
   return v;
 }
 

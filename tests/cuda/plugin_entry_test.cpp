@@ -230,6 +230,28 @@ TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
   }
 }
 
+TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
+  Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_GEMM_FILE", "/nonexistent/choices.json"}});
+  std::vector<std::string> texts;
+  const auto findings = plugin.findings(texts);
+  bool found = false;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    if (!contains(texts[i], "choices of products | ")) continue;
+    found = true;
+    EXPECT_EQ(findings[i].level, uint32_t{TE_FL_FINDING_PROBLEM});
+    EXPECT_TRUE(contains(texts[i], "/nonexistent/choices.json cannot be read | products"))
+        << texts[i];
+    EXPECT_TRUE(contains(texts[i], "| name a file that TE_FL_CUDA_GEMM_TUNE=1 has written"))
+        << texts[i];
+  }
+  EXPECT_TRUE(found);
+  std::vector<std::string> others;
+  Plugin sound;
+  sound.findings(others);
+  for (const std::string& text : others)
+    EXPECT_FALSE(contains(text, "choices of products")) << text;
+}
+
 // Runs in a process of its own (tests/cuda/CMakeLists.txt): NVTX looks for its tool once.
 TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
   const char* tool = std::getenv("NVTX_INJECTION64_PATH");
