@@ -67,7 +67,7 @@ template <class T>
 __device__ inline void store_raw(T* p, const Raw<T>& raw) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
-    reinterpret_cast<uint4*>(p)[i] = raw.part[i];
+    store_whole(reinterpret_cast<uint4*>(p) + i, raw.part[i]);
   }
 }
 // Copies from global to shared memory that go on while a thread works: it waits for its own, and

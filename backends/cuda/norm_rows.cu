@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
       if constexpr (kCodes) {
         codes[half] = encode(values, a.q.is_e5m2);
         if (half == 0) return;
-        *reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.z) + at) = make_uint2(codes[0], codes[1]);
+        store_whole(reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.z) + at),
+                    make_uint2(codes[0], codes[1]));
       } else {
         pack(values, half, plain);
         if (half == 1) store_raw(static_cast<T*>(a.z) + at, plain);

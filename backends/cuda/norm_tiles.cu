@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #pragma unroll
         for (int r = 0; r < kWarpRows; ++r) {
           if (a.q.rows == nullptr || !holds(r, g)) continue;
-          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.q.rows) + at(r, g)) =
-              make_uint2(codes[r][0], codes[r][1]);
+          store_whole(reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.q.rows) + at(r, g)),
+                      make_uint2(codes[r][0], codes[r][1]));
         }
       }
       uint4* to = reinterpret_cast<uint4*>(memory + Memory::kTurned + warp * Memory::kColumnPitch +
@@ -250,10 +250,11 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
       const int c = i / kColumnPieces, piece = i % kColumnPieces;
       if (row0 + piece * 16 >= rows) continue;
       const uint32_t* from = words + piece * 4 * Memory::kColumnPitch + c;
-      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(a.q.columns) + (col0 + c) * a.q.m + row0 +
-                                piece * 16) =
-          make_uint4(from[0], from[Memory::kColumnPitch], from[2 * Memory::kColumnPitch],
-                     from[3 * Memory::kColumnPitch]);
+      uint8_t* const to =
+          static_cast<uint8_t*>(a.q.columns) + (col0 + c) * a.q.m + row0 + piece * 16;
+      store_whole(reinterpret_cast<uint4*>(to),
+                  make_uint4(from[0], from[Memory::kColumnPitch], from[2 * Memory::kColumnPitch],
+                             from[3 * Memory::kColumnPitch]));
     }
   }
   if (a.q.found != nullptr || a.q.amax == nullptr) return;
