@@ -244,7 +244,10 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
              unsupported = status.code() == StatusCode::kUnsupported;
   if (!status.ok()) {
     result.message = check_memory(true);
-    if (!result.message.empty()) return result;
+    if (!result.message.empty()) {
+      result.message += "; it answered " + text;
+      return result;
+    }
     result.message = text;
     const bool right_error = problem_.want_code > 0
                                  ? static_cast<int>(status.code()) == problem_.want_code

@@ -25,6 +25,8 @@ using nlohmann::json;
 
 // After so many crashes and hangs in one op the rest of it is given up.
 constexpr int kPatience = 3;
+// The end of a plugin includes waiting for its threads.
+constexpr double kEndLimitS = 20;
 
 std::string quoted(const std::string& text) {
   std::string out = "'";
@@ -80,7 +82,7 @@ class Run {
       if (t.in_table) work.push_back({{"op", t.op}, {"impl", t.impl}, {"device", t.device}});
     child.send({{"lifecycle", work}});
     json last;
-    follow(child, {}, last);
+    follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
   }
 
   void add(Finding f) {
@@ -112,10 +114,11 @@ class Run {
       add({.check = "load", .outcome = Outcome::kFail, .message = "no process could be started"});
       return false;
     }
+    const double load_limit = std::max(options_.time_limit, 5.0);
     json message;
     std::string crash;
     for (;;) {
-      const Child::Got got = child.receive(std::max(options_.time_limit, 5.0), message);
+      const Child::Got got = child.receive(load_limit, message);
       if (got == Child::Got::kMessage && message.contains("crash")) {
         crash = message["crash"];
       } else if (got == Child::Got::kMessage && message.contains("failed")) {
@@ -126,7 +129,7 @@ class Run {
       } else if (got != Child::Got::kMessage) {
         const std::string end = child.stop(), printed = child.printed();
         if (got == Child::Got::kSilence)
-          return failed("loading it took longer than " + seconds_text() + " (rule R14)");
+          return failed("loading it took longer than " + seconds_text(load_limit) + " (rule R14)");
         return failed("the process that loaded it died: " + (crash.empty() ? end : crash) +
                       (printed.empty() ? "" : "; it printed: " + printed));
       }
@@ -138,9 +141,9 @@ class Run {
     return false;
   }
 
-  std::string seconds_text() const {
+  static std::string seconds_text(double seconds) {
     char text[40];
-    std::snprintf(text, sizeof text, "%g s", options_.time_limit);
+    std::snprintf(text, sizeof text, "%g s", seconds);
     return text;
   }
 
@@ -162,11 +165,11 @@ class Run {
 
   // Takes a child's messages until it is done (true), or until it crashed or hung: then the step
   // that it had begun is a failure, and `last` says where to go on.
-  bool follow(Child& child, const Target& target, json& last) {
+  bool follow(Child& child, const Target& target, double limit, json& last) {
     json message;
     std::string crash;
     for (;;) {
-      const Child::Got got = child.receive(options_.time_limit, message);
+      const Child::Got got = child.receive(limit, message);
       if (got == Child::Got::kMessage) {
         if (message.contains("done")) return true;
         if (message.contains("begin")) last = message;
@@ -180,7 +183,7 @@ class Run {
       f.check = last.value("check", "load"), f.name = last.value("case", "");
       f.outcome = Outcome::kFail;
       f.message = got == Child::Got::kSilence
-                      ? "did not return within " + seconds_text() + " (--time-limit)"
+                      ? "did not return within " + seconds_text(limit) + " (--time-limit)"
                       : "the process died: " + (crash.empty() ? end : crash) +
                             (printed.empty() ? "" : "; it printed: " + printed);
       add(std::move(f));
@@ -194,7 +197,7 @@ class Run {
       if (!child.running() && !open(child, false)) return;
       child.send({{"op", t.op}, {"impl", t.impl}, {"device", t.device}, {"from", from}});
       json last = {{"resume", -1}};
-      if (follow(child, t, last)) return;
+      if (follow(child, t, options_.time_limit, last)) return;
       if (++lost == kPatience)
         add({.check = "result",
              .op = t.op,
