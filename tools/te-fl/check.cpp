@@ -155,7 +155,8 @@ class Run {
     for (const json& t : hello["targets"])
       report_.targets.push_back({t["op"], t["impl"], t["device"], t["in_table"]});
     add({.check = "load",
-         .message = "loads, and registers " + std::to_string(report_.targets.size()) + " ops"});
+         .message =
+             "loads; implementations of ops to check: " + std::to_string(report_.targets.size())});
     const std::string changed = hello["changed"];
     if (!changed.empty())
       add({.check = "environment",
