@@ -72,6 +72,11 @@ expect "new-backend: the project is certified" '^certified' "$(TE_FL_PREFIX=$pre
 for file in check.json check.xml check.html; do [ -s "acme/build/$file" ] || fail "ci.sh left no build/$file"; done
 cmake --build acme/build --target test >/dev/null || fail "ctest of the project"
 echo "ok: new-backend: ctest of the project"
+cmake --install acme/build >/dev/null
+expect "new-backend: the installed plugin is found" 'acme .*active' "$("$te_fl" info)"
+expect "new-backend: the built one is checked beside it" '^certified' "$(TE_FL_PREFIX=$prefix acme/ci.sh --quick)"
+expect "new-backend: the installed one is checked by name" '^certified' "$("$te_fl" check acme --quick)"
+rm "$lib/te_fl/plugins.d/acme.json"
 sed -i 's/value < 0 ? 0 : value/value < 0.25f ? 0 : value/' acme/src/relu.cpp
 if broken=$(TE_FL_PREFIX=$prefix acme/ci.sh --quick); then fail "a broken kernel was certified: $broken"; fi
 expect "new-backend: a broken line is found" 'tolerance' "$broken"

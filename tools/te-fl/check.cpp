@@ -219,6 +219,10 @@ class Run {
   std::atomic<size_t> next_{0};
 };
 
+double since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 bool write_file(const std::string& path, const std::string& text) {
   if (path.empty()) return true;
   std::ofstream file(path);
@@ -258,11 +262,13 @@ int check_plugin(const CheckOptions& given) {
       for (Finding& f : lint(report.path, stop)) run.add(std::move(f));
     run.targets();
     if (options.builtin.empty() && options.name.empty()) run.lifecycle();
+    const auto before_speed = std::chrono::steady_clock::now();
     if (!options.quick && options.name.empty()) measure_speed(options, report);
+    report.speed_seconds = since(before_speed);
   }
   std::stable_sort(report.findings.begin(), report.findings.end(),
                    [](const Finding& a, const Finding& b) { return a.op < b.op; });
-  report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  report.seconds = since(start);
   print(report);
   bool written = write_file(options.json, json_text(report));
   written = write_file(options.junit, junit_text(report)) && written;

@@ -47,7 +47,7 @@ struct Report {
   std::vector<Target> targets;
   std::vector<Finding> findings;
   std::vector<Speed> speeds;
-  double seconds = 0;
+  double seconds = 0, speed_seconds = 0;  // the latter of the former
   uint64_t seed = 0;
 
   int count(Outcome outcome) const;

@@ -174,6 +174,7 @@ std::string json_text(const Report& r) {
               {"devices", r.devices},
               {"seed", r.seed},
               {"seconds", r.seconds},
+              {"speed_seconds", r.speed_seconds},
               {"certified", r.count(Outcome::kFail) == 0},
               {"passed", r.count(Outcome::kPass)},
               {"failed", r.count(Outcome::kFail)},

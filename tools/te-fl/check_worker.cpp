@@ -88,7 +88,15 @@ std::vector<Target> targets_of(const te_fl::plugins::PluginInfo& plugin,
 
 te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& options) {
   te_fl::OpManager::instance();
-  if (options.builtin.empty()) return te_fl::plugins::load(options.plugin);
+  if (options.builtin.empty()) {
+    auto loaded = te_fl::plugins::load(options.plugin);
+    if (loaded.ok() || loaded.status().code() != te_fl::StatusCode::kAlreadyExists) return loaded;
+    // An installed one of that name came first, by its manifest.
+    for (const auto& other : te_fl::plugins::list())
+      if (other.origin != "built-in" && other.state == te_fl::plugins::State::kActive)
+        TE_FL_RETURN_IF_ERROR(te_fl::plugins::deactivate(other.name));
+    return te_fl::plugins::load(options.plugin);
+  }
   std::string known;
   for (const auto& plugin : te_fl::plugins::list()) {
     if (plugin.origin != "built-in") continue;
