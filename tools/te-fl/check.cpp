@@ -241,7 +241,7 @@ int check_plugin(const CheckOptions& given) {
   if (given.worker) return serve(given);
   CheckOptions options = given;
   const bool is_name = options.plugin.find('/') == std::string::npos;
-  if (is_name && !options.plugin.empty() && std::filesystem::exists(options.plugin))
+  if (is_name && !options.plugin.empty() && std::filesystem::is_regular_file(options.plugin))
     options.plugin = "./" + options.plugin;
   if (options.plugin.empty() == options.builtin.empty()) {
     complain("check wants a plugin (a path, or a name from the manifests), or --builtin NAME");

@@ -68,12 +68,16 @@ Finding watch(const std::vector<Ran>& ran, int64_t threads_before, const std::st
 }
 
 te_fl::Status end(const te_fl::plugins::PluginInfo& plugin) {
+  using te_fl::plugins::State;
   TE_FL_RETURN_IF_ERROR(te_fl::plugins::deactivate(plugin.name, true));
-  for (const auto& now : te_fl::plugins::list())
-    if (now.name == plugin.name && now.state != te_fl::plugins::State::kDeactivated)
+  for (const auto& now : te_fl::plugins::list()) {
+    const bool gone = now.state == State::kDeactivated || now.state == State::kFailed ||
+                      now.state == State::kSkipped;  // the latter: another file of that name
+    if (now.name == plugin.name && !gone)
       return te_fl::Status(te_fl::StatusCode::kFailedPrecondition,
                            "it is " + std::string(te_fl::plugins::to_string(now.state)) +
                                " instead of deactivated: " + now.reason);
+  }
   return {};
 }
 
