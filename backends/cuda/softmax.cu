@@ -3,6 +3,7 @@
 
 #include "families.hpp"
 #include "overlap.hpp"
+#include "shared_memory.hpp"
 #include "softmax_kernels.cuh"
 
 namespace te_fl::cuda {
@@ -80,9 +81,8 @@ void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
       softmax_wide<T, false><<<blocks, kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
       return;
     }
-    static const cudaError_t allowed = cudaFuncSetAttribute(
-        softmax_wide<T, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostStaged);
-    check(allowed, "cudaFuncSetAttribute");
+    static SharedMemory shared;
+    shared.require(ctx.device.index, softmax_wide<T, true>, kMostStaged);
     softmax_wide<T, true><<<blocks, kWideThreads, static_cast<size_t>(bytes), stream_of(ctx)>>>(
         x, y, visible, scale);
   });

@@ -2,9 +2,11 @@
 #include "backends/cuda/gemm_limits.hpp"
 
 #include "backends/cuda/architectures.hpp"
+#include "backends/cuda/per_device.hpp"
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <string>
 
 namespace te_fl::cuda {
@@ -54,6 +56,33 @@ TEST(CudaArchitectures, AreThoseThatHaveCode) {
   EXPECT_FALSE(built_for("100a", 103));
   EXPECT_TRUE(built_for("100a,120", 121));
   EXPECT_FALSE(built_for("", 90));
+}
+
+TEST(CudaPerDevice, EachDeviceIsAskedOnce) {
+  static PerDevice known;
+  int asked = 0;
+  const auto find = [&](int value) { return [&asked, value] { return ++asked, value; }; };
+  EXPECT_EQ(known.get(0, find(232448)), 232448);
+  EXPECT_EQ(known.get(1, find(101376)), 101376) << "one device's answer is not another's";
+  EXPECT_EQ(known.get(0, find(1)), 232448);
+  EXPECT_EQ(known.get(1, find(1)), 101376);
+  EXPECT_EQ(known.get(2, find(0)), 0);
+  EXPECT_EQ(known.get(2, find(5)), 0) << "0 is an answer, too";
+  EXPECT_EQ(asked, 3);
+}
+
+TEST(CudaPerDevice, WhatFailedIsAskedAgain) {
+  PerDevice known;
+  const auto fails = []() -> int { throw std::runtime_error("no device"); };
+  EXPECT_THROW(known.get(0, fails), std::runtime_error);
+  EXPECT_EQ(known.get(0, [] { return 7; }), 7);
+}
+
+TEST(CudaPerDevice, DevicesPastTheTableAreAskedEachTime) {
+  PerDevice known;
+  EXPECT_EQ(known.get(PerDevice::kKept, [] { return 1; }), 1);
+  EXPECT_EQ(known.get(PerDevice::kKept, [] { return 2; }), 2);
+  EXPECT_EQ(known.get(-1, [] { return 3; }), 3);
 }
 
 }  // namespace
