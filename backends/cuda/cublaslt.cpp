@@ -5,6 +5,7 @@
 #include <array>
 #include <mutex>
 
+#include "cuda_check.hpp"
 #include "te_fl/backend.hpp"
 
 namespace te_fl::cuda {
@@ -82,8 +83,10 @@ void check(cublasStatus_t status, const char* function, const std::string& what)
   if (status == CUBLAS_STATUS_SUCCESS) return;
   std::string text = std::string(function) + ": " + cublaslt()->status_name(status);
   if (!what.empty()) text += " for " + what;
-  throw backend::Error(status == CUBLAS_STATUS_ALLOC_FAILED ? TE_FL_OUT_OF_MEMORY : TE_FL_INTERNAL,
-                       text);
+  const te_fl_status code = device_is_lost(text)                   ? TE_FL_DEVICE_LOST
+                            : status == CUBLAS_STATUS_ALLOC_FAILED ? TE_FL_OUT_OF_MEMORY
+                                                                   : TE_FL_INTERNAL;
+  throw backend::Error(code, text);
 }
 
 }  // namespace te_fl::cuda

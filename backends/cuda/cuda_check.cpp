@@ -74,6 +74,18 @@ std::string text_of(cudaError_t error, const char* call) {
          ")" + way_out(error);
 }
 
+bool device_is_lost(std::string& text) noexcept {
+  size_t available = 0, total = 0;
+  const cudaError_t error = cudaMemGetInfo(&available, &total);  // any call that asks the driver
+  (void)cudaGetLastError();
+  if (!is_sticky(error)) return false;
+  try {
+    text += "; " + text_of(error, "the device");
+  } catch (...) {  // no host memory: the status says it
+  }
+  return true;
+}
+
 void throw_error(cudaError_t error, const char* call, const std::string& more) {
   (void)cudaGetLastError();  // a failure that is reported here must not be found by a later call
   throw backend::Error(status_of(error), text_of(error, call) + more);

@@ -15,6 +15,10 @@ te_fl_status status_of(cudaError_t error) noexcept;
 std::string text_of(cudaError_t error, const char* call);
 [[noreturn]] void throw_error(cudaError_t error, const char* call, const std::string& more = "");
 
+// After a library's failure: whether it failed because the device is lost, which libraries put into
+// words of their own. Then what CUDA says is appended to the text.
+bool device_is_lost(std::string& text) noexcept;
+
 inline void check(cudaError_t error, const char* call) {
   if (error != cudaSuccess) throw_error(error, call);
 }

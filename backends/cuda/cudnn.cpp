@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cuda_check.hpp"
 #include "cudnn_numbers.hpp"
 #include "te_fl/backend.hpp"
 
@@ -97,7 +98,9 @@ void check_cudnn(int status, const char* function, const std::string& what) {
   for (const int failed : kAllocationFailed) {
     if (status == failed) code = TE_FL_OUT_OF_MEMORY;
   }
-  throw backend::Error(code, cudnn_text(status, function, what));
+  std::string text = cudnn_text(status, function, what);
+  if (code == TE_FL_INTERNAL && device_is_lost(text)) code = TE_FL_DEVICE_LOST;
+  throw backend::Error(code, text);
 }
 
 CudnnDescriptor::CudnnDescriptor(int type, const std::string& what) {

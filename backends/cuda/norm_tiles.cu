@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #pragma unroll
         for (int r = 0; r < kWarpRows; ++r) {
           if (a.q.rows == nullptr || !holds(r, g)) continue;
-          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.q.rows) + at(r, g)) =
-              make_uint2(codes[r][0], codes[r][1]);
+          store_whole(reinterpret_cast<uint2*>(static_cast<uint8_t*>(a.q.rows) + at(r, g)),
+                      make_uint2(codes[r][0], codes[r][1]));
         }
       }
       uint4* to = reinterpret_cast<uint4*>(memory + Memory::kTurned + warp * Memory::kColumnPitch +
@@ -250,10 +250,11 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
       const int c = i / kColumnPieces, piece = i % kColumnPieces;
       if (row0 + piece * 16 >= rows) continue;
       const uint32_t* from = words + piece * 4 * Memory::kColumnPitch + c;
-      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(a.q.columns) + (col0 + c) * a.q.m + row0 +
-                                piece * 16) =
-          make_uint4(from[0], from[Memory::kColumnPitch], from[2 * Memory::kColumnPitch],
-                     from[3 * Memory::kColumnPitch]);
+      uint8_t* const to =
+          static_cast<uint8_t*>(a.q.columns) + (col0 + c) * a.q.m + row0 + piece * 16;
+      store_whole(reinterpret_cast<uint4*>(to),
+                  make_uint4(from[0], from[Memory::kColumnPitch], from[2 * Memory::kColumnPitch],
+                             from[3 * Memory::kColumnPitch]));
     }
   }
   if (a.q.found != nullptr || a.q.amax == nullptr) return;
@@ -277,28 +278,22 @@ bool launch(const te_fl_context& ctx, TilesArgs a) {
   config.stream = stream_of(ctx);
   config.attrs = &attribute;
   config.numAttrs = 1;
+  static SharedMemory shared;
+  const size_t most = Memory::bytes(kMostBlocks);
+  if (!shared.allow(ctx.device.index, kernel, most, most)) return false;
   // Clusters that the device holds at once, by the logarithm of their size; 0: such are refused.
-  static const auto clusters = [&] {
-    std::array<int, 5> found{};
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(Memory::bytes(kMostBlocks))),
-          "cudaFuncSetAttribute");
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    for (int i = 0; i < 5; ++i) {
-      attribute.val.clusterDim.x = config.gridDim.x = 1u << i;
-      config.dynamicSmemBytes = Memory::bytes(1 << i);
-      if (cudaOccupancyMaxActiveClusters(&found[i], kernel, &config) != cudaSuccess) found[i] = 0;
-    }
-    cudaGetLastError();  // larger clusters than the device grants are no error here
-    return found;
-  }();
+  static std::array<PerDevice, 5> clusters;
   int size = 0;
   while (1 << size < a.blocks) ++size;
-  attribute.val.clusterDim.x = static_cast<unsigned>(a.blocks);
-  config.dynamicSmemBytes = Memory::bytes(a.blocks);
-  if (clusters[size] == 0) return false;
-  const auto count =
-      static_cast<int>(std::min<int64_t>(ceil_div(a.q.m, kTileRows), clusters[size]));
+  const int held = clusters[static_cast<size_t>(size)].get(ctx.device.index, [&] {
+    int found = 0;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (cudaOccupancyMaxActiveClusters(&found, kernel, &config) != cudaSuccess) found = 0;
+    (void)cudaGetLastError();  // larger clusters than the device grants are no error here
+    return found;
+  });
+  if (held == 0) return false;
+  const auto count = static_cast<int>(std::min<int64_t>(ceil_div(a.q.m, kTileRows), held));
   config.gridDim.x = static_cast<unsigned>(a.blocks * count);
   a.step = count * kTileRows;
   check(cudaLaunchKernelEx(&config, kernel, a), "norm_tiles_kernel");

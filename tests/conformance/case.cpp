@@ -4,6 +4,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "conformance/drawn.hpp"
 #include "conformance/oracle_quantize.hpp"
 
 namespace te_fl::conformance {
@@ -14,12 +15,13 @@ constexpr size_t kAlignment = 256;
 // A pattern that is NaN in every float format and no likely result elsewhere.
 uint8_t poison_of(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
 
-uint64_t hash(const std::string& s) {
+}  // namespace
+
+uint64_t hash_of(const std::string& s) {
   uint64_t h = 1469598103934665603u;
   for (char c : s) h = (h ^ static_cast<uint8_t>(c)) * 1099511628211u;
   return h;
 }
-}  // namespace
 
 Buffer::Buffer(size_t bytes, uint8_t fill) : raw_(bytes + 2 * kGuard + kAlignment), size_(bytes) {
   base_ = raw_.data() +
@@ -271,7 +273,7 @@ void add(Table& table, const std::string& family, const std::string& op, const s
          std::function<void(Problem&)> build, bool large) {
   Case c;
   c.family = family, c.op = op, c.name = op + "/" + rest, c.large = large;
-  c.seed = hash(c.name);
+  c.seed = hash_of(c.name);
   c.build = std::move(build);
   table.push_back(std::move(c));
 }
@@ -328,6 +330,18 @@ Table all_cases() {
   std::set<std::string> names;
   for (const Case& c : table)
     if (!names.insert(c.name).second) throw std::logic_error("two cases are named " + c.name);
+  return table;
+}
+
+Table fuzz_cases(uint64_t seed, int per_op) {
+  Table table;
+  Drawn drawn(table, seed, per_op);
+  fuzz_activation(drawn);
+  fuzz_dropout(drawn);
+  fuzz_gemm(drawn);
+  fuzz_norm(drawn);
+  fuzz_quantize(drawn);
+  fuzz_softmax(drawn);
   return table;
 }
 

@@ -222,7 +222,19 @@ void add_tensor_cases(Table&);
 // All cases; names are unique.
 Table all_cases();
 
-std::string dims_name(const Dims& dims);  // "7x33", "scalar"
+// Cases of shapes and types drawn by `seed`, `per_op` for each op whose cases come in any shape:
+// activations, norms, softmax, quantisation, products, add and dropout. Names begin with OP/fuzz/.
+Table fuzz_cases(uint64_t seed, int per_op);
+class Drawn;  // what a family draws its variants with
+void fuzz_activation(Drawn&);
+void fuzz_dropout(Drawn&);
+void fuzz_gemm(Drawn&);
+void fuzz_norm(Drawn&);
+void fuzz_quantize(Drawn&);
+void fuzz_softmax(Drawn&);
+
+uint64_t hash_of(const std::string& text);  // the same everywhere
+std::string dims_name(const Dims& dims);    // "7x33", "scalar"
 void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
          std::function<void(Problem&)> build, bool large = false);
 // Every form of quantised output that the schema allows; `all` also the rarer ones.

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
 #include "conformance/oracle_activation.hpp"
 
 namespace te_fl::conformance {
@@ -154,30 +155,30 @@ void expect_plain(Problem& p, const Op& op, Tensor* x, Tensor* g, Tensor* y, Ten
   p.expect(dbias, sum, slack).widen = 4;
 }
 
+std::function<void(Problem&)> builder(const Op& op, const Variant& v) {
+  return [op, v](Problem& p) {
+    Dims wide = v.shape;
+    if (gated(op.form)) wide.back() *= 2;
+    Tensor* g = backward(op.form) ? p.in("grad", v.grad, v.shape) : nullptr;
+    Tensor* x = p.in("input", v.in, wide, with_edges);
+    Tensor* y = v.in_place == "input"  ? p.in_place("output", x)
+                : v.in_place == "grad" ? p.in_place("output", g)
+                                       : p.out("output", v.out, backward(op.form) ? wide : v.shape);
+    Tensor* dbias =
+        op.form == Form::kBiasBackward ? p.out("dbias", v.dbias, {v.shape.back()}) : nullptr;
+    if (op.form == Form::kClampedForward || op.form == Form::kClampedBackward)
+      p.set("limit", v.limit), p.set("alpha", v.alpha);
+    p.oracle([&p, op, v, x, g, y, dbias] {
+      if (gated(op.form))
+        expect_gated(p, op, v, x, g, y);
+      else
+        expect_plain(p, op, x, g, y, dbias);
+    });
+  };
+}
+
 void add_variant(Table& table, const Op& op, const Variant& v) {
-  add(
-      table, "activation", op.name, name_of_variant(op, v),
-      [op, v](Problem& p) {
-        Dims wide = v.shape;
-        if (gated(op.form)) wide.back() *= 2;
-        Tensor* g = backward(op.form) ? p.in("grad", v.grad, v.shape) : nullptr;
-        Tensor* x = p.in("input", v.in, wide, with_edges);
-        Tensor* y = v.in_place == "input" ? p.in_place("output", x)
-                    : v.in_place == "grad"
-                        ? p.in_place("output", g)
-                        : p.out("output", v.out, backward(op.form) ? wide : v.shape);
-        Tensor* dbias =
-            op.form == Form::kBiasBackward ? p.out("dbias", v.dbias, {v.shape.back()}) : nullptr;
-        if (op.form == Form::kClampedForward || op.form == Form::kClampedBackward)
-          p.set("limit", v.limit), p.set("alpha", v.alpha);
-        p.oracle([&p, op, v, x, g, y, dbias] {
-          if (gated(op.form))
-            expect_gated(p, op, v, x, g, y);
-          else
-            expect_plain(p, op, x, g, y, dbias);
-        });
-      },
-      v.large);
+  add(table, "activation", op.name, name_of_variant(op, v), builder(op, v), v.large);
 }
 
 void add_op(Table& table, const Op& op) {
@@ -230,6 +231,17 @@ void add_op(Table& table, const Op& op) {
 
 void add_activation_cases(Table& table) {
   for (const Op& op : kOps) add_op(table, op);
+}
+
+void fuzz_activation(Drawn& drawn) {
+  for (const Op& op : kOps)
+    drawn.cases("activation", op.name, [&](Random& r) -> DrawnCase {
+      Variant v{.in = Drawn::high(r), .grad = Drawn::high(r), .shape = Drawn::shape(r)};
+      Dims out = v.shape;
+      if (op.form == Form::kGatedBackward || op.form == Form::kClampedBackward) out.back() *= 2;
+      v.out = Drawn::output(r, out), v.dbias = Drawn::high(r);
+      return {name_of_variant(op, v), builder(op, v)};
+    });
 }
 
 }  // namespace te_fl::conformance

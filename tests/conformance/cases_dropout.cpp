@@ -1,4 +1,5 @@
 #include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
 #include "conformance/oracle_philox.hpp"
 
 namespace te_fl::conformance {
@@ -172,6 +173,20 @@ void add_dropout_cases(Table& table) {
     add(
         table, "tensor", "add", name, [v](Problem& p) { add_op(p, v); }, v.large);
   }
+}
+
+void fuzz_dropout(Drawn& drawn) {
+  drawn.cases("dropout", "dropout_fwd", [](Random& r) -> DrawnCase {
+    const Variant v{.dtype = Drawn::high(r), .shape = Drawn::shape(r)};
+    return {variant_name(v), [v](Problem& p) { forward(p, v); }};
+  });
+  drawn.cases("tensor", "add", [](Random& r) -> DrawnCase {
+    const int a = Drawn::high(r), b = Drawn::high(r), out = Drawn::high(r);
+    const AddVariant v{a, b, out, Drawn::shape(r), r.below(2) == 0 ? 0.0f : 0.25f, ""};
+    return {std::string(name_of(a)) + "+" + name_of(b) + "/" + dims_name(v.shape) +
+                "/out=" + name_of(out) + "/p=" + (v.p == 0 ? "0" : "0.25"),
+            [v](Problem& p) { add_op(p, v); }};
+  });
 }
 
 }  // namespace te_fl::conformance

@@ -1,4 +1,5 @@
 #include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
 #include "conformance/oracle_activation.hpp"
 #include "conformance/oracle_quantize.hpp"
 
@@ -545,6 +546,17 @@ void add_gemm_cases(Table& table) {
   for (const Variant& v : all)
     add(
         table, "gemm", "generic_gemm", variant_name(v), [v](Problem& p) { gemm(p, v); }, v.large);
+}
+
+void fuzz_gemm(Drawn& drawn) {
+  drawn.cases("gemm", "generic_gemm", [](Random& r) -> DrawnCase {
+    const int dtype = Drawn::high(r);
+    Variant v{.a = dtype, .b = dtype, .d = dtype};
+    v.trans_a = r.below(2) == 1, v.trans_b = r.below(2) == 1;
+    v.m = Drawn::extent(r, 130), v.n = Drawn::extent(r, 130), v.k = Drawn::extent(r, 260);
+    if (r.below(2) == 1) v.bias = dtype;
+    return {variant_name(v), [v](Problem& p) { gemm(p, v); }};
+  });
 }
 
 }  // namespace te_fl::conformance

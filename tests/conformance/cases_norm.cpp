@@ -1,4 +1,5 @@
 #include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
 
 // Norms. Statistics: 5e-5 relative. A result is x - mu times factors, and FP32 rounds x - mu at the
 // size of x: the slack of a result is a few roundings of (|x| + |mu|) rsigma |g|.
@@ -344,6 +345,28 @@ void add_norm_cases(Table& table) {
           table, "norm", op, variant_name(v, true), [op, v](Problem& p) { backward(p, op, v); },
           v.large);
   }
+}
+
+void fuzz_norm(Drawn& drawn) {
+  const auto draw = [](Random& r) {
+    Variant v{.x = Drawn::high(r), .gamma = Drawn::high(r), .dz = Drawn::high(r)};
+    v.grad = Drawn::high(r), v.shape = Drawn::shape(r, 2), v.zero_centered = r.below(2) == 1;
+    return v;
+  };
+  for (const char* op : {"layernorm_fwd", "rmsnorm_fwd"}) {
+    const bool layer = op[0] == 'l';
+    drawn.cases("norm", op, [&](Random& r) -> DrawnCase {
+      Variant v = draw(r);
+      v.out = Drawn::output(r, v.shape);
+      return {variant_name(v, false), [layer, v](Problem& p) { forward(p, layer, v); }};
+    });
+  }
+  for (const std::string op : {"layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"})
+    drawn.cases("norm", op, [&](Random& r) -> DrawnCase {
+      Variant v = draw(r);
+      v.out = Drawn::high(r);
+      return {variant_name(v, true), [op, v](Problem& p) { backward(p, op, v); }};
+    });
 }
 
 }  // namespace te_fl::conformance

@@ -1,4 +1,5 @@
 #include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
 #include "conformance/oracle_quantize.hpp"
 
 // The plain quantisation ops are exact: codes, scales, amax and padding, bit for bit. NVFP4 alone
@@ -345,6 +346,23 @@ void add_quantize_cases(Table& table) {
   add_bgrad(table);
   add_small_ops(table);
   add_delayed_scaling_cases(table);
+}
+
+void fuzz_quantize(Drawn& drawn) {
+  drawn.cases("quantize", "quantize", [](Random& r) -> DrawnCase {
+    const int in = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    const Spec spec = Drawn::quantised(r, shape);
+    return {spec_case(in, shape, spec),
+            [=](Problem& p) { quantize(p, in, spec, shape, Data::kGaussian, -1); }};
+  });
+  drawn.cases("quantize", "dequantize", [](Random& r) -> DrawnCase {
+    const int out = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    const Spec spec = Drawn::quantised(r, shape);
+    return {"in=" + spec.name() + "/" + dims_name(shape) + "/" + name_of(out),
+            [=](Problem& p) { dequantize(p, spec, out, shape); }};
+  });
 }
 
 }  // namespace te_fl::conformance

@@ -1,4 +1,5 @@
 #include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
 
 namespace te_fl::conformance {
 namespace {
@@ -191,6 +192,30 @@ void add_softmax_cases(Table& table) {
           table, "softmax", std::string(op.stem) + "_forward",
           variant_name(v, op.mask == Mask::kGiven), [op, v](Problem& p) { forward(p, op, v); },
           v.large);
+  }
+}
+
+void fuzz_softmax(Drawn& drawn) {
+  const auto draw = [](const Op& op, Random& r) {
+    Variant v{.dtype = Drawn::high(r), .scale = r.below(2) == 0 ? 1 : 0.125};
+    const int64_t b = 1 + r.below(3), h = 1 + r.below(3), q = 1 + r.below(30),
+                  k = Drawn::extent(r, 1025);
+    v.shape = op.mask == Mask::kCausal
+                  ? Dims{b, std::min<int64_t>(k, 130), std::min<int64_t>(k, 130)}
+                  : Dims{b, h, q, k};
+    if (op.mask == Mask::kGiven) v.mask_shape = {r.below(2) == 0 ? b : 1, 1, q, k};
+    return v;
+  };
+  for (const Op& op : kOps) {
+    const bool masked = op.mask == Mask::kGiven;
+    drawn.cases("softmax", std::string(op.stem) + "_forward", [&](Random& r) -> DrawnCase {
+      const Variant v = draw(op, r);
+      return {variant_name(v, masked), [op, v](Problem& p) { forward(p, op, v); }};
+    });
+    drawn.cases("softmax", std::string(op.stem) + "_backward", [&](Random& r) -> DrawnCase {
+      const Variant v = draw(op, r);
+      return {variant_name(v, false), [op, v](Problem& p) { backward(p, op, v); }};
+    });
   }
 }
 

@@ -1,19 +1,57 @@
 #include "conformance/device_mirror.hpp"
 
+#include <array>
+#include <atomic>
+
 namespace te_fl::conformance {
+namespace {
+
+// What is_mirrored() reads. Ranges beyond the table's end are left out.
+struct Range {
+  std::atomic<uintptr_t> begin{0};
+  std::atomic<size_t> bytes{0};
+};
+std::array<Range, 512> g_ranges;
+
+void remember(const void* data, size_t bytes) {
+  for (Range& range : g_ranges) {
+    uintptr_t free = 0;
+    if (!range.begin.compare_exchange_strong(free, reinterpret_cast<uintptr_t>(data))) continue;
+    range.bytes = bytes;
+    return;
+  }
+}
+void forget(const void* data) {
+  for (Range& range : g_ranges)
+    if (range.begin == reinterpret_cast<uintptr_t>(data)) range.bytes = 0, range.begin = 0;
+}
+
+}  // namespace
+
+bool is_mirrored(const void* address) noexcept {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  for (const Range& range : g_ranges)
+    if (range.begin <= at && at < range.begin + range.bytes) return true;
+  return false;
+}
 
 DeviceMirror::~DeviceMirror() {
-  for (const auto& [buffer, data] : buffers_) devices::free(device_, data);
-  for (void* data : words_) devices::free(device_, data);
+  for (const auto& [buffer, data] : buffers_) {
+    forget(data);
+    devices::free(device_, data, stream_);
+  }
+  for (void* data : words_) devices::free(device_, data, stream_);
 }
 
 te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer) {
   if (buffer == nullptr) return nullptr;
   if (const auto known = buffers_.find(buffer); known != buffers_.end()) return known->second;
-  TE_FL_ASSIGN_OR_RETURN(void* const data, devices::allocate(device_, buffer->whole_size()));
+  TE_FL_ASSIGN_OR_RETURN(void* const data,
+                         devices::allocate(device_, buffer->whole_size(), stream_));
+  remember(data, buffer->whole_size());
   buffers_[buffer] = static_cast<uint8_t*>(data);
   TE_FL_RETURN_IF_ERROR(
-      devices::copy(device_, data, Device(), buffer->whole(), buffer->whole_size()));
+      devices::copy(device_, data, Device(), buffer->whole(), buffer->whole_size(), stream_));
   return static_cast<uint8_t*>(data);
 }
 
@@ -45,26 +83,28 @@ Status DeviceMirror::upload(const std::vector<std::unique_ptr<Tensor>>& tensors,
     }
     tensors_[t.get()] = std::move(made);
   }
-  return devices::synchronize(device_);
+  return devices::synchronize(device_, stream_);
 }
 
 Status DeviceMirror::upload_words(const uint64_t*& words, size_t count) {
   if (device_.is_host() || words == nullptr) return {};
-  TE_FL_ASSIGN_OR_RETURN(void* const data, devices::allocate(device_, count * sizeof *words));
+  TE_FL_ASSIGN_OR_RETURN(void* const data,
+                         devices::allocate(device_, count * sizeof *words, stream_));
   words_.push_back(data);
-  TE_FL_RETURN_IF_ERROR(devices::copy(device_, data, Device(), words, count * sizeof *words));
+  TE_FL_RETURN_IF_ERROR(
+      devices::copy(device_, data, Device(), words, count * sizeof *words, stream_));
   words = static_cast<const uint64_t*>(data);
-  return devices::synchronize(device_);
+  return devices::synchronize(device_, stream_);
 }
 
 Status DeviceMirror::download() {
   if (device_.is_host()) return {};
-  TE_FL_RETURN_IF_ERROR(devices::synchronize(device_));
+  TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream_));
   for (const auto& [buffer, data] : buffers_) {
     TE_FL_RETURN_IF_ERROR(
-        devices::copy(Device(), buffer->whole(), device_, data, buffer->whole_size()));
+        devices::copy(Device(), buffer->whole(), device_, data, buffer->whole_size(), stream_));
   }
-  return devices::synchronize(device_);
+  return devices::synchronize(device_, stream_);
 }
 
 const te_fl_tensor* DeviceMirror::of(const Tensor& tensor) const {

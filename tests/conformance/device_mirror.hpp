@@ -15,7 +15,8 @@ namespace te_fl::conformance {
 // host it is the problem's own memory.
 class DeviceMirror {
  public:
-  explicit DeviceMirror(Device device) : device_(device) {}
+  // Copies are enqueued on `stream` and waited for there.
+  explicit DeviceMirror(Device device, void* stream = nullptr) : device_(device), stream_(stream) {}
   ~DeviceMirror();
   DeviceMirror(const DeviceMirror&) = delete;
   DeviceMirror& operator=(const DeviceMirror&) = delete;
@@ -38,9 +39,14 @@ class DeviceMirror {
   te_fl::Result<uint8_t*> copy_of(Buffer* buffer);
 
   Device device_;
+  void* stream_;
   std::map<Buffer*, uint8_t*> buffers_;  // to the copy of whole()
   std::map<const Tensor*, std::unique_ptr<OnDevice>> tensors_;
   std::vector<void*> words_;
 };
+
+// Whether an address lies in device memory that a mirror holds now. Async-signal-safe, so that a
+// handler can say what a program that died had touched.
+bool is_mirrored(const void* address) noexcept;
 
 }  // namespace te_fl::conformance

@@ -31,6 +31,8 @@ constexpr char kHelp[] =
     "  --case SUBSTR    only cases whose name contains this\n"
     "  --device DEVICE  in whose memory the tensors are (default cpu), e.g. cuda:0\n"
     "  --reduced        a quarter of the table, without the large cases (for sanitizer builds)\n"
+    "  --fuzz SEED      also 20 cases of drawn shapes and types for every op whose cases come in "
+    "any shape\n"
     "  --list           print the cases, run nothing\n"
     "  --plugin P       load this plugin first (path, or a name from the manifests)\n"
     "  --expected FILE  cases that an implementation is known not to support; with it, also those\n"
@@ -44,8 +46,8 @@ constexpr char kHelp[] =
     "Example: conformance --impl reference.host --case gelu/f32/7x33\n";
 
 struct Options {
-  std::string impl, op, family, substring, json, device = "cpu", expected,
-                                                 exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
+  std::string impl, op, family, substring, json, fuzz,
+      device = "cpu", expected, exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
   bool reduced = false, list = false, report = false, self_check = false, coverage = false,
@@ -63,7 +65,7 @@ std::string parse(int argc, char** argv, Options& o) {
   const std::map<std::string, std::string*> texts = {
       {"--impl", &o.impl},      {"--op", &o.op},     {"--family", &o.family},
       {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
-      {"--device", &o.device}};
+      {"--device", &o.device},  {"--fuzz", &o.fuzz}};
   const std::map<std::string, bool*> flags = {
       {"--reduced", &o.reduced},       {"--list", &o.list},         {"--report", &o.report},
       {"--self-check", &o.self_check}, {"--coverage", &o.coverage}, {"--help", &o.help}};
@@ -271,7 +273,10 @@ int Runner::finish() {
 Table selected(const Options& o) {
   Table chosen;
   std::map<std::string, int> per_op;
-  for (Case& c : all_cases()) {
+  Table all = all_cases();
+  if (!o.fuzz.empty())
+    for (Case& c : fuzz_cases(std::stoull(o.fuzz), 20)) all.push_back(std::move(c));
+  for (Case& c : all) {
     if (!o.op.empty() && c.op != o.op) continue;
     if (!o.family.empty() && c.family != o.family) continue;
     if (c.name.find(o.substring) == std::string::npos) continue;

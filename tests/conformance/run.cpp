@@ -98,9 +98,10 @@ std::set<const Tensor*> host_tensors(const te_fl_op_schema& schema, const Proble
   return result;
 }
 
-PolicySettings pinned(const std::string& op, const std::string& impl_id) {
+PolicySettings pinned(const std::string& op, const std::string& impl_id, bool deterministic) {
   PolicySettings settings;
   settings.strict = true;
+  settings.deterministic = deterministic;
   settings.per_op[op] = {PolicyToken{PolicyToken::Type::kImpl, Kind::kDefault, impl_id}};
   return settings;
 }
@@ -132,10 +133,32 @@ bool read_only(const Tensor& t, const Buffer* b) {
          (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
 }
 
+// Moves a plain compact input that shares its memory with nothing into rows with gaps.
+bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
+  const bool plain = t.role == Role::kIn && !t.spec.quantised() && t.strides.empty() &&
+                     t.offset == 0 && t.shape.size() >= 2 && width_of(t.spec.dtype) >= 8;
+  if (!plain || t.numel() == 0 || t.rows() < 2) return false;
+  for (const auto& other : all)
+    if (other.get() != &t && other->data == t.data) return false;
+  const std::vector<double> values = t.values();
+  const int64_t pitch = t.cols() + 3;
+  t.strides.assign(t.shape.size(), 1);
+  for (size_t d = t.shape.size() - 1; d-- > 0;)
+    t.strides[d] = d + 2 == t.shape.size() ? pitch : t.strides[d + 1] * t.shape[d + 1];
+  t.data = std::make_shared<Buffer>(bytes_for(t.spec.dtype, t.rows() * pitch), 0xff);
+  for (int64_t i = 0; i < t.numel(); ++i) t.put(i, values[i]);
+  t.data->freeze();
+  t.bind();
+  return true;
+}
+
 }  // namespace
 
-Prepared::Prepared(const Case& c, Device device) : problem_(c.op, c.seed), device_(device) {
+Prepared::Prepared(const Case& c, Device device, bool strided)
+    : problem_(c.op, c.seed), device_(device) {
   c.build(problem_);
+  for (const auto& t : problem_.tensors)
+    if (strided && spread(*t, problem_.tensors)) has_strided_inputs_ = true;
   problem_.evaluate();
   std::set<const Tensor*> expected;
   for (const Expectation& e : problem_.expectations) expected.insert(e.tensor);
@@ -172,21 +195,29 @@ std::string Prepared::check_memory(bool untouched) const {
   return {};
 }
 
-Result Prepared::run(const std::string& impl_id) {
+std::vector<uint8_t> Prepared::bytes() const {
+  std::vector<uint8_t> all;
+  for (const auto& t : problem_.tensors)
+    for (const Buffer* b : t->buffers()) all.insert(all.end(), b->data(), b->data() + b->size());
+  return all;
+}
+
+Result Prepared::run(const std::string& impl_id, const How& how) {
   restore();
   OpManager& manager = OpManager::instance();
   Result result;
   const auto id = OpRegistry::instance().find(problem_.op_name);
   if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
-  DeviceMirror mirror(device_), saved_mirror(device_);
+  DeviceMirror mirror(device_, how.stream), saved_mirror(device_, how.stream);
   CallOptions options;
+  options.stream = how.stream;
   options.rng = problem_.rng;
   const te_fl_op_schema& schema = *OpRegistry::instance().schema(*id);
   Status placed = mirror.upload(problem_.tensors, host_tensors(schema, problem_));
   if (placed.ok()) placed = mirror.upload_words(options.rng.state, problem_.rng_state.size());
   if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
   Arguments args(schema, problem_, mirror);
-  const PolicyScope scope(pinned(problem_.op_name, impl_id));
+  const PolicyScope scope(pinned(problem_.op_name, impl_id, how.deterministic));
   std::vector<uint8_t> storage;
   Problem saved_memory("saved", 0);
   if (args.saved() != nullptr) {
@@ -213,7 +244,10 @@ Result Prepared::run(const std::string& impl_id) {
              unsupported = status.code() == StatusCode::kUnsupported;
   if (!status.ok()) {
     result.message = check_memory(true);
-    if (!result.message.empty()) return result;
+    if (!result.message.empty()) {
+      result.message += "; it answered " + text;
+      return result;
+    }
     result.message = text;
     const bool right_error = problem_.want_code > 0
                                  ? static_cast<int>(status.code()) == problem_.want_code

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "conformance/case.hpp"
 #include "te_fl/device.hpp"
@@ -15,12 +16,24 @@ struct Result {
   double milliseconds = 0;
 };
 
+// How a case is run, beyond which implementation serves it.
+struct How {
+  void* stream = nullptr;      // of the device; copies and the call go there, and nobody waits for
+                               // any other stream
+  bool deterministic = false;  // asks for the same bits every time
+};
+
 // A case built once, its expectations evaluated, to be run on one implementation after another.
 class Prepared {
  public:
   // Tensors are in the memory of `device` when the op runs.
-  explicit Prepared(const Case& c, Device device = {});
-  Result run(const std::string& impl_id);
+  // With `strided` its plain inputs lie in rows that are further apart than they are long.
+  explicit Prepared(const Case& c, Device device = {}, bool strided = false);
+  Result run(const std::string& impl_id, const How& how = {});
+  // What is in the memory of its tensors now, guards left out.
+  std::vector<uint8_t> bytes() const;
+  // Whether `strided` changed anything.
+  bool has_strided_inputs() const { return has_strided_inputs_; }
   // After a run that passed: proves that the comparison would have noticed. Empty, or what went
   // unnoticed.
   std::string self_check(const std::string& impl_id);
@@ -32,6 +45,7 @@ class Prepared {
 
   Problem problem_;
   Device device_;
+  bool has_strided_inputs_ = false;
 };
 
 }  // namespace te_fl::conformance

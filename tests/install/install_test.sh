@@ -63,4 +63,35 @@ cat >"$lib/te_fl/plugins.d/acme_c.json" <<JSON
  "sha256": "$(sha256sum "$lib/te_fl/libacme_c.so" | cut -d' ' -f1)"}
 JSON
 expect "manifest in the prefix" 'acme_c.*active' "$("$te_fl" info)"
+rm "$lib/te_fl/plugins.d/acme_c.json"
+
+# A project made by te-fl new-backend builds against the prefix and is certified as it is.
+cd "$work"
+"$te_fl" new-backend acme acme >/dev/null
+expect "new-backend: the project is certified" '^certified' "$(TE_FL_PREFIX=$prefix acme/ci.sh --quick)"
+for file in check.json check.xml check.html; do [ -s "acme/build/$file" ] || fail "ci.sh left no build/$file"; done
+cmake --build acme/build --target test >/dev/null || fail "ctest of the project"
+echo "ok: new-backend: ctest of the project"
+cmake --install acme/build >/dev/null
+expect "new-backend: the installed plugin is found" 'acme .*active' "$("$te_fl" info)"
+expect "new-backend: the built one is checked beside it" '^certified' "$(TE_FL_PREFIX=$prefix acme/ci.sh --quick)"
+expect "new-backend: the installed one is checked by name" '^certified' "$("$te_fl" check acme --quick)"
+rm "$lib/te_fl/plugins.d/acme.json"
+sed -i 's/value < 0 ? 0 : value/value < 0.25f ? 0 : value/' acme/src/relu.cpp
+if broken=$(TE_FL_PREFIX=$prefix acme/ci.sh --quick); then fail "a broken kernel was certified: $broken"; fi
+expect "new-backend: a broken line is found" 'tolerance' "$broken"
+command=$(sed -n 's/^ *te-fl \(check .*--case .*\)$/\1/p' <<<"$broken" | head -n1)
+if again=$(cd acme && eval "\"$te_fl\" $command"); then fail "te-fl $command: passes"; fi
+expect "new-backend: the command reproduces it" 'tolerance' "$again"
+refused() { # PATTERN ARGUMENTS...
+  local pattern=$1 text; shift
+  if text=$("$te_fl" new-backend "$@" 2>&1); then fail "new-backend $*: accepted"; fi
+  expect "new-backend $* is refused" "$pattern" "$text"
+}
+refused 'must be a lower case letter' Acme somewhere
+refused 'must be a lower case letter' ../acme somewhere
+refused 'is taken by te-fl' cpu somewhere
+refused 'exists already' acme acme
+refused 'was not written' acme /proc/acme
+[ ! -e somewhere ] || fail "a refused name left a folder"
 echo "passed"

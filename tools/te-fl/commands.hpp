@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,26 @@ struct BenchOptions {
   bool json = false;
 };
 
+struct CheckOptions {
+  std::string plugin;   // path, or a name from the manifests
+  std::string builtin;  // instead: the name of a backend that is part of te-fl
+  std::string op, family, impl, device;
+  std::string name;               // part of a case's name
+  uint64_t seed = 1;              // of the drawn cases
+  bool quick = false;             // a quarter of the table, no speed
+  double time_limit = 30;         // seconds that one step may take
+  int jobs = 0;                   // children at a time; 0: as many as there are processors
+  std::string json, junit, html;  // files to write; empty: none
+  bool worker = false;            // a child: it serves orders on the descriptors 3 and 4
+};
+
+struct NewBackendOptions {
+  std::string name;
+  std::string folder;
+};
+
+int check_plugin(const CheckOptions& options);
+int new_backend(const NewBackendOptions& options);
 int info(bool json);
 int ops(const OpsOptions& options);
 int explain(const ExplainOptions& options);

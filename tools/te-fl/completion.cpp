@@ -12,7 +12,7 @@ constexpr const char* kBash = R"sh(# te-fl completion for bash: source <(te-fl c
 _te_fl() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} cmd=${COMP_WORDS[1]}
   if [ "$COMP_CWORD" = 1 ]; then
-    COMPREPLY=($(compgen -W "info ops explain env doctor bench completion --help --version" -- "$cur")); return
+    COMPREPLY=($(compgen -W "info ops explain env doctor bench check new-backend completion --help --version" -- "$cur")); return
   fi
   case "$prev" in
     --dtype) COMPREPLY=($(compgen -W "f32 f16 bf16 f8e4m3 f8e5m2" -- "$cur")); return ;;
@@ -22,6 +22,8 @@ _te_fl() {
   case "$cmd" in
     explain) COMPREPLY=($(compgen -W "$(te-fl ops --names 2>/dev/null) --device --dtype --scaling --set --json --help" -- "$cur")) ;;
     bench) COMPREPLY=($(compgen -W "$(te-fl ops --names 2>/dev/null) --device --impl --dtype --case --shape --peak --seconds --list --json --help" -- "$cur")) ;;
+    check) COMPREPLY=($(compgen -f -W "--builtin --op --family --impl --device --case --seed --quick --time-limit --jobs --json --junit --html --help" -- "$cur")) ;;
+    new-backend) COMPREPLY=($(compgen -d -- "$cur")) ;;
     ops) COMPREPLY=($(compgen -W "--json --names --help" -- "$cur")) ;;
     env) COMPREPLY=($(compgen -W "--json --markdown --help" -- "$cur")) ;;
     completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$cur")) ;;
@@ -34,7 +36,7 @@ complete -F _te_fl te-fl
 constexpr const char* kZsh = R"sh(#compdef te-fl
 # te-fl completion for zsh: te-fl completion zsh > "${fpath[1]}/_te-fl"
 _te_fl() {
-  local -a commands=(info ops explain env doctor bench completion)
+  local -a commands=(info ops explain env doctor bench check new-backend completion)
   if (( CURRENT == 2 )); then _describe command commands; return; fi
   case ${words[2]} in
     explain) _arguments '--device[device]:device:' '*--dtype[dtype]:dtype:(f32 f16 bf16 f8e4m3 f8e5m2)' \
@@ -43,6 +45,11 @@ _te_fl() {
     bench) _arguments '--device[device]:device:' '*--impl[implementation]:id:' '--dtype[dtype]:dtype:(f32 bf16 fp8)' \
       '--case[part of a case]:case:' '--shape[extents]:shape:' '--peak[TFLOP/s]:peak:' '--seconds[per row]:seconds:' \
       '--list' '--json' '*:op:($(te-fl ops --names 2>/dev/null))' ;;
+    check) _arguments '--builtin[backend]:name:(cpu reference)' '--op[op]:op:($(te-fl ops --names 2>/dev/null))' \
+      '--family[family]:family:' '--impl[implementation]:id:' '--device[device]:device:' '--case[part of a case]:case:' \
+      '--seed[of drawn cases]:seed:' '--quick' '--time-limit[seconds]:seconds:' '--jobs[children]:jobs:' \
+      '--json[file]:file:_files' '--junit[file]:file:_files' '--html[file]:file:_files' '*:plugin:_files' ;;
+    new-backend) _arguments ':name:' ':folder:_files -/' ;;
     ops) _arguments '--json' '--names' ;;
     env) _arguments '--json' '--markdown' ;;
     completion) _values shell bash zsh fish ;;
@@ -54,7 +61,7 @@ _te_fl "$@"
 
 constexpr const char* kFish =
     R"sh(# te-fl completion for fish: te-fl completion fish > ~/.config/fish/completions/te-fl.fish
-complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor bench completion'
+complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor bench check new-backend completion'
 complete -c te-fl -f -n '__fish_seen_subcommand_from explain' -a '(te-fl ops --names 2>/dev/null)'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l dtype -xa 'f32 f16 bf16 f8e4m3 f8e5m2'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l scaling -xa 'none tensor block1x128 block128x128 mxfp8 nvfp4'
@@ -69,6 +76,16 @@ complete -c te-fl -n '__fish_seen_subcommand_from bench' -l shape -x
 complete -c te-fl -n '__fish_seen_subcommand_from bench' -l peak -x
 complete -c te-fl -n '__fish_seen_subcommand_from bench' -l seconds -x
 complete -c te-fl -n '__fish_seen_subcommand_from bench' -l list
+complete -c te-fl -F -n '__fish_seen_subcommand_from check'
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l builtin -xa 'cpu reference'
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l op -xa '(te-fl ops --names 2>/dev/null)'
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l impl -x
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l case -x
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l seed -x
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l quick
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l time-limit -x
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l junit -r
+complete -c te-fl -n '__fish_seen_subcommand_from check' -l html -r
 complete -c te-fl -n '__fish_seen_subcommand_from info ops explain env doctor bench' -l json
 complete -c te-fl -f -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'
 )sh";

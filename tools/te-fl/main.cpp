@@ -24,6 +24,8 @@ const char* const kFooter =
     "  te-fl doctor                                 what is missing and what to install\n"
     "  te-fl bench gelu --dtype bf16 --impl all      how long it takes, and how far from the "
     "floor\n"
+    "  te-fl check ./libacme.so --html acme.html     certifies a plugin\n"
+    "  te-fl new-backend acme ./acme                a plugin project to start from\n"
     "  source <(te-fl completion bash)              completion of this shell\n"
     "\n"
     "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
@@ -119,6 +121,43 @@ int main(int argc, char** argv) {
   bench_command->add_flag("--list", bench_options.list, "the cases and their extents");
   bench_command->add_flag("--json", bench_options.json, "machine-readable");
   bench_command->callback([&] { exit_code = bench(bench_options); });
+
+  CheckOptions check_options;
+  auto* check_command = app.add_subcommand(
+      "check", "Certifies a plugin: its file, every op that it registers, and how it ends");
+  check_command->add_option("plugin", check_options.plugin, "path, or a name from the manifests");
+  check_command->add_option("--builtin", check_options.builtin,
+                            "a backend that is part of te-fl instead: cpu or reference");
+  check_command->add_option("--op", check_options.op, "only this op");
+  check_command->add_option("--family", check_options.family,
+                            "only ops of this family of the conformance table, such as norm");
+  check_command->add_option("--impl", check_options.impl, "only this implementation");
+  check_command->add_option("--device", check_options.device,
+                            "only on this device (default: the first of every type it serves)");
+  check_command->add_option("--case", check_options.name, "only cases whose name contains this");
+  check_command->add_option("--seed", check_options.seed, "of the cases with drawn shapes")
+      ->capture_default_str();
+  check_command->add_flag("--quick", check_options.quick, "a quarter of the table, and no speed");
+  check_command
+      ->add_option("--time-limit", check_options.time_limit, "seconds that one step may take")
+      ->check(CLI::Range(0.1, 3600.0))
+      ->capture_default_str();
+  check_command
+      ->add_option("--jobs", check_options.jobs, "children at a time (default: processors)")
+      ->check(CLI::Range(1, 256));
+  check_command->add_option("--json", check_options.json, "write every result to this file");
+  check_command->add_option("--junit", check_options.junit, "write JUnit XML to this file");
+  check_command->add_option("--html", check_options.html, "write a page to this file");
+  check_command->add_flag("--worker", check_options.worker)->group("");
+  check_command->callback([&] { exit_code = check_plugin(check_options); });
+
+  NewBackendOptions new_options;
+  auto* new_command = app.add_subcommand(
+      "new-backend", "Writes a plugin project of its own, which builds and passes te-fl check");
+  new_command->add_option("name", new_options.name, "lower case: a letter, then letters, digits, _")
+      ->required();
+  new_command->add_option("folder", new_options.folder, "to be made")->required();
+  new_command->callback([&] { exit_code = new_backend(new_options); });
 
   std::string shell;
   auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");

@@ -1,0 +1,7 @@
+# The conformance table as a library: for the program in this folder and for `te-fl check`. It sees include/te_fl only;
+# what links it brings te-fl, static or shared.
+file(GLOB conformance_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cpp)
+list(FILTER conformance_sources EXCLUDE REGEX "main\\.cpp$")
+add_library(te_fl_conformance STATIC ${conformance_sources})
+target_include_directories(te_fl_conformance PUBLIC ${CMAKE_SOURCE_DIR}/tests PRIVATE ${CMAKE_SOURCE_DIR}/include)
+target_link_libraries(te_fl_conformance PRIVATE te_fl_options)

@@ -1,0 +1,281 @@
+// te-fl check: the parent. It reads the plugin's file, hands ops to children, and collects what
+// they find.
+#include "check.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "check_child.hpp"
+#include "output.hpp"
+#include "te_fl/environment.hpp"
+
+namespace te_fl_tool {
+namespace check {
+namespace {
+
+using nlohmann::json;
+
+// After so many crashes and hangs in one op the rest of it is given up.
+constexpr int kPatience = 3;
+// The end of a plugin includes waiting for its threads.
+constexpr double kEndLimitS = 20;
+
+std::string quoted(const std::string& text) {
+  std::string out = "'";
+  for (const char c : text) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return out + "'";
+}
+
+bool plain(const std::string& text) {
+  return text.find_first_not_of(
+             "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+             "_-./:+=@,") == std::string::npos;
+}
+
+class Run {
+ public:
+  Run(const CheckOptions& options, Report& report) : options_(options), report_(report) {}
+
+  // False if the plugin could not be loaded.
+  bool load() {
+    Child child(options_);
+    return open(child, true);
+  }
+
+  void targets() {
+    for (const Target& t : report_.targets)
+      if (!t.in_table)
+        add({.check = "result",
+             .op = t.op,
+             .impl = t.impl,
+             .device = t.device,
+             .dtype = "-",
+             .name = "",
+             .outcome = Outcome::kUnsupported,
+             .message = "an op outside the catalogue: the conformance table has no case of it"});
+    int jobs =
+        options_.jobs > 0 ? options_.jobs : static_cast<int>(std::thread::hardware_concurrency());
+    jobs = std::clamp(jobs, 1, static_cast<int>(std::max<size_t>(report_.targets.size(), 1)));
+    std::vector<std::thread> threads;
+    for (int i = 0; i < jobs; ++i)
+      threads.emplace_back([this] {
+        Child child(options_);
+        for (size_t at; (at = next_++) < report_.targets.size();)
+          if (report_.targets[at].in_table) target(child, report_.targets[at]);
+      });
+    for (auto& thread : threads) thread.join();
+  }
+
+  void lifecycle() {
+    Child child(options_);
+    if (!open(child, false)) return;
+    json work = json::array();
+    for (const Target& t : report_.targets)
+      if (t.in_table) work.push_back({{"op", t.op}, {"impl", t.impl}, {"device", t.device}});
+    child.send({{"lifecycle", work}});
+    json last;
+    follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
+  }
+
+  void add(Finding f) {
+    const std::lock_guard lock(mutex_);
+    if (f.outcome == Outcome::kFail && f.reproduce.empty()) f.reproduce = command(f);
+    report_.findings.push_back(std::move(f));
+  }
+
+ private:
+  std::string command(const Finding& f) const {
+    std::string text = "te-fl check ";
+    const auto word = [&](const std::string& w) { text += plain(w) ? w : quoted(w); };
+    if (options_.builtin.empty())
+      word(options_.plugin);
+    else
+      text += "--builtin " + options_.builtin;
+    if (!f.op.empty()) text += " --op " + f.op;
+    if (!f.impl.empty()) text += " --impl " + f.impl;
+    if (!f.device.empty() && f.device != "cpu") text += " --device " + f.device;
+    if (!f.name.empty() && !f.op.empty()) text += " --case " + quoted(f.name);
+    if (f.name.find("/fuzz/") != std::string::npos)
+      text += " --seed " + std::to_string(options_.seed);
+    return text;
+  }
+
+  // Starts a child and waits until it has loaded the plugin; the first one says what is there.
+  bool open(Child& child, bool first) {
+    if (!child.start()) {
+      add({.check = "load", .outcome = Outcome::kFail, .message = "no process could be started"});
+      return false;
+    }
+    const double load_limit = std::max(options_.time_limit, 5.0);
+    json message;
+    std::string crash;
+    for (;;) {
+      const Child::Got got = child.receive(load_limit, message);
+      if (got == Child::Got::kMessage && message.contains("crash")) {
+        crash = message["crash"];
+      } else if (got == Child::Got::kMessage && message.contains("failed")) {
+        return failed(message["failed"]);
+      } else if (got == Child::Got::kMessage && message.contains("hello")) {
+        if (first) greet(message["hello"]);
+        return true;
+      } else if (got != Child::Got::kMessage) {
+        const std::string end = child.stop(), printed = child.printed();
+        if (got == Child::Got::kSilence)
+          return failed("loading it took longer than " + seconds_text(load_limit) + " (rule R14)");
+        return failed("the process that loaded it died: " + (crash.empty() ? end : crash) +
+                      (printed.empty() ? "" : "; it printed: " + printed));
+      }
+    }
+  }
+
+  bool failed(const std::string& message) {
+    add({.check = "load", .outcome = Outcome::kFail, .message = message});
+    return false;
+  }
+
+  static std::string seconds_text(double seconds) {
+    char text[40];
+    std::snprintf(text, sizeof text, "%g s", seconds);
+    return text;
+  }
+
+  void greet(const json& hello) {
+    report_.name = hello["name"], report_.vendor = hello["vendor"];
+    report_.version = hello["version"], report_.build_id = hello["build_id"];
+    report_.path = hello["path"];
+    report_.devices = hello["devices"].get<std::vector<std::string>>();
+    for (const json& t : hello["targets"])
+      report_.targets.push_back({t["op"], t["impl"], t["device"], t["in_table"]});
+    add({.check = "load",
+         .message =
+             "loads; implementations of ops to check: " + std::to_string(report_.targets.size())});
+    const std::string changed = hello["changed"];
+    if (!changed.empty())
+      add({.check = "environment",
+           .outcome = Outcome::kFail,
+           .message = "rule R8: while it was loaded: " + changed});
+  }
+
+  // Takes a child's messages until it is done (true), or until it crashed or hung: then the step
+  // that it had begun is a failure, and `last` says where to go on.
+  bool follow(Child& child, const Target& target, double limit, json& last) {
+    json message;
+    std::string crash;
+    for (;;) {
+      const Child::Got got = child.receive(limit, message);
+      if (got == Child::Got::kMessage) {
+        if (message.contains("done")) return true;
+        if (message.contains("begin")) last = message;
+        if (message.contains("crash")) crash = message["crash"];
+        if (message.contains("result")) add(message["result"].get<Finding>());
+        continue;
+      }
+      const std::string end = child.stop(), printed = child.printed();
+      Finding f;
+      f.op = target.op, f.impl = target.impl, f.device = target.device;
+      f.check = last.value("check", "load"), f.name = last.value("case", "");
+      f.outcome = Outcome::kFail;
+      f.message = got == Child::Got::kSilence
+                      ? "did not return within " + seconds_text(limit) + " (--time-limit)"
+                      : "the process died: " + (crash.empty() ? end : crash) +
+                            (printed.empty() ? "" : "; it printed: " + printed);
+      add(std::move(f));
+      return false;
+    }
+  }
+
+  void target(Child& child, const Target& t) {
+    int from = 0;
+    for (int lost = 0; lost < kPatience;) {
+      if (!child.running() && !open(child, false)) return;
+      child.send({{"op", t.op}, {"impl", t.impl}, {"device", t.device}, {"from", from}});
+      json last = {{"resume", -1}};
+      if (follow(child, t, options_.time_limit, last)) return;
+      if (++lost == kPatience)
+        add({.check = "result",
+             .op = t.op,
+             .impl = t.impl,
+             .device = t.device,
+             .dtype = "-",
+             .outcome = Outcome::kFail,
+             .message = "given up after " + std::to_string(kPatience) +
+                        " crashes or hangs; the cases after them were not run"});
+      from = last["resume"];
+      if (from < 0) return;
+    }
+  }
+
+  const CheckOptions& options_;
+  Report& report_;
+  std::mutex mutex_;
+  std::atomic<size_t> next_{0};
+};
+
+double since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+bool write_file(const std::string& path, const std::string& text) {
+  if (path.empty()) return true;
+  std::ofstream file(path);
+  file << text;
+  file.flush();
+  if (file) return true;
+  complain("cannot write " + path);
+  return false;
+}
+
+}  // namespace
+}  // namespace check
+
+int check_plugin(const CheckOptions& given) {
+  using namespace check;
+  if (given.worker) return serve(given);
+  CheckOptions options = given;
+  const bool is_name = options.plugin.find('/') == std::string::npos;
+  if (is_name && !options.plugin.empty() && std::filesystem::is_regular_file(options.plugin))
+    options.plugin = "./" + options.plugin;
+  if (options.plugin.empty() == options.builtin.empty()) {
+    complain("check wants a plugin (a path, or a name from the manifests), or --builtin NAME");
+    return kUsage;
+  }
+  std::signal(SIGPIPE, SIG_IGN);
+  const auto start = std::chrono::steady_clock::now();
+  Report report;
+  report.plugin = options.builtin.empty() ? options.plugin : "built-in " + options.builtin;
+  report.seed = options.seed;
+  Run run(options, report);
+  bool stop = false;
+  if (options.plugin.find('/') != std::string::npos)
+    for (Finding& f : lint(options.plugin, stop)) run.add(std::move(f));
+  if (!stop && run.load()) {
+    if (options.builtin.empty() && report.path != options.plugin &&
+        options.plugin.find('/') == std::string::npos)
+      for (Finding& f : lint(report.path, stop)) run.add(std::move(f));
+    run.targets();
+    if (options.builtin.empty() && options.name.empty()) run.lifecycle();
+    const auto before_speed = std::chrono::steady_clock::now();
+    if (!options.quick && options.name.empty()) measure_speed(options, report);
+    report.speed_seconds = since(before_speed);
+  }
+  std::stable_sort(report.findings.begin(), report.findings.end(),
+                   [](const Finding& a, const Finding& b) { return a.op < b.op; });
+  report.seconds = since(start);
+  print(report);
+  bool written = write_file(options.json, json_text(report));
+  written = write_file(options.junit, junit_text(report)) && written;
+  written = write_file(options.html, html_text(report)) && written;
+  const bool nothing = report.targets.empty() && report.count(Outcome::kFail) == 0;
+  if (nothing) complain("nothing to check: no op of " + report.plugin + " matches");
+  return report.count(Outcome::kFail) == 0 && written && !nothing ? kSuccess : kProblem;
+}
+
+}  // namespace te_fl_tool

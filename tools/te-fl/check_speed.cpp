@@ -1,0 +1,76 @@
+// te-fl check: how fast the plugin's ops are, one after the other, measured by te-fl bench.
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <set>
+
+#include "check.hpp"
+
+namespace te_fl_tool::check {
+namespace {
+
+using nlohmann::json;
+
+// Standard output of te-fl with these arguments; empty if it failed. An alarm ends an op
+// that hangs, which costs its row.
+std::string output_of(const std::vector<std::string>& words, const std::string& plugin) {
+  int out[2];
+  if (pipe2(out, O_CLOEXEC) != 0) return {};
+  const pid_t child = fork();
+  if (child == 0) {
+    setenv("TE_FL_PLUGIN_MODULES", plugin.c_str(), 1);
+    setenv("TEFL_LOG_LEVEL", "OFF", 1);
+    const int nothing = open("/dev/null", O_WRONLY);
+    dup2(out[1], 1), dup2(nothing, 2);
+    alarm(60);  // stays over exec
+    std::vector<char*> argv = {const_cast<char*>("te-fl")};
+    for (const std::string& w : words) argv.push_back(const_cast<char*>(w.c_str()));
+    argv.push_back(nullptr);
+    execv("/proc/self/exe", argv.data());
+    _exit(127);
+  }
+  close(out[1]);
+  std::string text;
+  char bytes[4096];
+  for (ssize_t n; child > 0 && (n = read(out[0], bytes, sizeof bytes)) > 0;)
+    text.append(bytes, static_cast<size_t>(n));
+  close(out[0]);
+  int status = 0;
+  if (child > 0) waitpid(child, &status, 0);
+  return status == 0 ? text : std::string();
+}
+
+// The measured cases of a dtype; of all if it is empty.
+json rows_of(const Target& t, const std::string& plugin, const std::string& dtype) {
+  std::vector<std::string> words = {"bench",     t.op,   "--impl", t.impl, "--device", t.device,
+                                    "--seconds", "0.05", "--peak", "1",    "--json"};
+  if (!dtype.empty()) words.insert(words.end(), {"--dtype", dtype});
+  const json all = json::parse(output_of(words, plugin), nullptr, false);
+  json rows = json::array();
+  if (all.is_array())
+    for (const json& row : all)
+      if (row.contains("time_us")) rows.push_back(row);
+  return rows;
+}
+
+}  // namespace
+
+void measure_speed(const CheckOptions& options, Report& report) {
+  std::set<std::string> wrong;
+  for (const Finding& f : report.findings)
+    if (f.outcome == Outcome::kFail) wrong.insert(f.op + " " + f.impl);
+  for (const Target& t : report.targets) {
+    // The speed of wrong results means nothing.
+    if (!t.in_table || wrong.count(t.op + " " + t.impl) != 0) continue;
+    // BF16 is what such ops run in; an implementation without it shows what it has.
+    json rows = rows_of(t, options.builtin.empty() ? report.path : "", "bf16");
+    if (rows.empty()) rows = rows_of(t, options.builtin.empty() ? report.path : "", "");
+    for (const json& row : rows)
+      report.speeds.push_back({t.op, t.impl, t.device, row["case"], row["time_us"], row["GB_per_s"],
+                               row["GB_per_s"].get<double>() / row["copy_GB_per_s"].get<double>()});
+  }
+}
+
+}  // namespace te_fl_tool::check

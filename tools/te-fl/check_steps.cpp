@@ -1,0 +1,130 @@
+#include "check_steps.hpp"
+
+#include <cfenv>
+#include <cstring>
+
+#include "conformance/format.hpp"
+
+namespace te_fl_tool::check {
+namespace {
+
+namespace conformance = te_fl::conformance;
+
+Outcome from(conformance::Outcome outcome) {
+  return outcome == conformance::Outcome::kPass   ? Outcome::kPass
+         : outcome == conformance::Outcome::kFail ? Outcome::kFail
+                                                  : Outcome::kUnsupported;
+}
+
+Finding finding(const char* check, const conformance::Case& c, conformance::Prepared& prepared,
+                const conformance::Result& result) {
+  Finding f;
+  f.check = check, f.name = c.name, f.dtype = dtype_of(prepared.problem());
+  f.outcome = from(result.outcome), f.message = result.message;
+  f.milliseconds = result.milliseconds;
+  return f;
+}
+
+bool denormals_count() {
+  volatile float smallest = 1e-39f;
+  volatile float same = smallest * 1.0f;
+  return same != 0;
+}
+
+}  // namespace
+
+ProcessState ProcessState::now() {
+  ProcessState state;
+  state.rounding_ = std::fegetround();
+  state.denormals_ = denormals_count();
+  size_t i = 0;
+  for (const int signal : kSignals) sigaction(signal, nullptr, &state.actions_[i++]);
+  return state;
+}
+
+std::string ProcessState::changed() const {
+  if (std::fegetround() != rounding_) return "it left another rounding mode behind";
+  if (denormals_count() != denormals_)
+    return "it left the flushing of denormals to zero switched on or off";
+  size_t i = 0;
+  for (const int signal : kSignals) {
+    struct sigaction action {};
+    sigaction(signal, nullptr, &action);
+    const auto& before = actions_[i++];
+    if (std::memcmp(&action.sa_handler, &before.sa_handler, sizeof action.sa_handler) != 0)
+      return std::string("it left a handler of SIG") + sigabbrev_np(signal) + " behind";
+  }
+  return {};
+}
+
+void ProcessState::restore() const {
+  std::fenv_t plain;
+  std::fegetenv(&plain);
+  std::fesetenv(FE_DFL_ENV);
+  std::fesetround(rounding_);
+  size_t i = 0;
+  for (const int signal : kSignals) sigaction(signal, &actions_[i++], nullptr);
+}
+
+std::string dtype_of(const conformance::Problem& problem) {
+  const conformance::Tensor* chosen = nullptr;
+  for (const auto& t : problem.tensors) {
+    if (t->spec.quantised()) {
+      const std::string name =
+          t->spec.name();  // "f8e4m3.tensor.row": the copies do not matter here
+      const size_t dot = name.find('.'), end = name.find('.', dot + 1);
+      return name.substr(0, dot) + " " + name.substr(dot + 1, end - dot - 1);
+    }
+    if (chosen == nullptr ||
+        (!conformance::is_float(chosen->spec.dtype) && conformance::is_float(t->spec.dtype)))
+      chosen = t.get();
+  }
+  return chosen == nullptr ? "-" : conformance::name_of(chosen->spec.dtype);
+}
+
+Finding result_of(const Subject& subject, const conformance::Case& c,
+                  conformance::Prepared& prepared) {
+  return finding("result", c, prepared, prepared.run(subject.impl));
+}
+
+Finding determinism_of(const Subject& subject, const conformance::Case& c,
+                       conformance::Prepared& prepared) {
+  const conformance::How how{.deterministic = true};
+  conformance::Result result = prepared.run(subject.impl, how);
+  if (result.outcome != conformance::Outcome::kPass) {
+    result.message = "it says TE_FL_OP_DETERMINISTIC, and a call with TE_FL_CALL_DETERMINISTIC: " +
+                     result.message;
+    result.outcome = conformance::Outcome::kFail;
+    return finding("determinism", c, prepared, result);
+  }
+  const std::vector<uint8_t> first = prepared.bytes();
+  result = prepared.run(subject.impl, how);
+  const std::vector<uint8_t> second = prepared.bytes();
+  const auto differ = std::mismatch(first.begin(), first.end(), second.begin()).first;
+  if (result.outcome == conformance::Outcome::kPass && differ != first.end()) {
+    result.outcome = conformance::Outcome::kFail;
+    result.message = "two calls with the same inputs differ, first in byte " +
+                     std::to_string(differ - first.begin()) +
+                     " of its tensors' memory; it says TE_FL_OP_DETERMINISTIC";
+  }
+  return finding("determinism", c, prepared, result);
+}
+
+std::optional<Finding> stream_of(const Subject& subject, const conformance::Case& c,
+                                 conformance::Prepared& prepared) {
+  auto stream = te_fl::Stream::create(subject.device);
+  if (!stream.ok()) {
+    if (stream.status().code() == te_fl::StatusCode::kUnsupported) return std::nullopt;
+    return finding("stream", c, prepared,
+                   {conformance::Outcome::kFail, stream.status().to_string(), 0});
+  }
+  conformance::Result result = prepared.run(subject.impl, {.stream = stream->get()});
+  if (result.outcome != conformance::Outcome::kPass) {
+    result.message = "on a stream of its own: " + result.message +
+                     " (rule R11: all of the work goes to ctx->stream)";
+    result.outcome = conformance::Outcome::kFail;
+  }
+  return finding("stream", c, prepared, result);
+}
+
+}  // namespace te_fl_tool::check

@@ -1,0 +1,65 @@
+// te-fl check: the steps that a child makes with one implementation on one device.
+#pragma once
+
+#include <csignal>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.hpp"
+#include "conformance/run.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl_tool::check {
+
+struct Subject {
+  std::string op, impl, device_name;
+  te_fl::Device device;
+  uint32_t flags = 0;  // of its descriptor
+};
+
+// What a plugin has to leave as it was (rule R8): the floating-point environment and the handlers
+// of signals.
+class ProcessState {
+ public:
+  static ProcessState now();
+  std::string changed() const;  // empty if nothing was
+  void restore() const;
+
+ private:
+  static constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE,  SIGILL,
+                                     SIGABRT, SIGINT, SIGTERM, SIGCHLD};
+  int rounding_ = 0;
+  bool denormals_ = true;
+  struct sigaction actions_[sizeof kSignals / sizeof kSignals[0]] = {};
+};
+
+// "bf16", "f8e4m3 tensor": what a case is about, for the matrix.
+std::string dtype_of(const te_fl::conformance::Problem& problem);
+
+// The outcome against the table's expectation, memory included.
+Finding result_of(const Subject& subject, const te_fl::conformance::Case& c,
+                  te_fl::conformance::Prepared& prepared);
+// Two calls that ask for determinism leave the same bits.
+Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c,
+                       te_fl::conformance::Prepared& prepared);
+// On a stream of its own, which alone is waited for. None if the device makes no streams.
+std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformance::Case& c,
+                                 te_fl::conformance::Prepared& prepared);
+
+// Steps that are made once for an op.
+struct ExtraStep {
+  const char* name;
+  std::function<std::vector<Finding>(const Subject&, const te_fl::conformance::Table&)> run;
+};
+const std::vector<ExtraStep>& extra_steps();
+
+// Deactivates the plugin after its ops have run, loads it again, and watches what it leaves behind.
+std::vector<Finding> lifecycle_of(
+    const te_fl::plugins::PluginInfo& plugin,
+    const std::vector<std::pair<Subject, te_fl::conformance::Table>>& work);
+
+}  // namespace te_fl_tool::check

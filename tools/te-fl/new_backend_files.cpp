@@ -1,0 +1,227 @@
+#include "new_backend.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+// clang-format off
+constexpr const char* kCMake = R"raw(# The @NAME@ backend of te-fl: a plugin, built against an installed te-fl (@VERSION@ or what speaks ABI @ABI@).
+#   cmake -S . -B build -DCMAKE_PREFIX_PATH=<te-fl's prefix> && cmake --build build && ctest --test-dir build
+cmake_minimum_required(VERSION 3.25)
+project(te_fl_@NAME@ VERSION 0.1.0 LANGUAGES CXX)
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+find_package(te_fl REQUIRED)
+
+# Hidden symbols, te_fl_plugin_query exported, a build id: what te-fl check asks of the file.
+te_fl_add_plugin(te_fl_@NAME@ src/plugin.cpp src/relu.cpp)
+target_compile_options(te_fl_@NAME@ PRIVATE -Wall -Wextra)
+target_compile_definitions(te_fl_@NAME@ PRIVATE BACKEND_VERSION="${PROJECT_VERSION}")
+configure_file(@NAME@.json.in @NAME@.json @ONLY)
+
+# An installed plugin is found by itself: its manifest lies where te-fl looks.
+install(TARGETS te_fl_@NAME@ LIBRARY DESTINATION ${te_fl_PLUGIN_DIR}/..)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/@NAME@.json DESTINATION ${te_fl_PLUGIN_DIR})
+
+enable_testing()
+find_program(TE_FL te-fl HINTS ${te_fl_DIR}/../../../bin ${te_fl_DIR}/../../../../bin REQUIRED)
+add_test(NAME certified COMMAND ${TE_FL} check $<TARGET_FILE:te_fl_@NAME@> --junit check.xml --html check.html)
+)raw";
+
+constexpr const char* kManifest = R"raw({
+  "file_format_version": "1.0",
+  "name": "@NAME@",
+  "vendor": "@NAME@",
+  "library_path": "../libte_fl_@NAME@.so",
+  "arch": "@CMAKE_SYSTEM_PROCESSOR@",
+  "abi": "@ABI@",
+  "probe": {"always": true}
+}
+)raw";
+
+constexpr const char* kOps = R"raw(// The ops of this backend: one descriptor for each, defined beside its kernel.
+#pragma once
+
+#include "te_fl/plugin.h"
+
+namespace @NAME@_backend {
+
+extern const te_fl_op_desc kRelu;
+
+}  // namespace @NAME@_backend
+)raw";
+
+constexpr const char* kRelu = R"raw(// relu: y = max(x, 0), on host memory.
+#include "ops.hpp"
+#include "te_fl/backend.hpp"
+#include "te_fl/numeric.hpp"
+#include "te_fl/ops/activation.h"
+
+namespace @NAME@_backend {
+namespace {
+
+namespace b = te_fl::backend;
+namespace numeric = te_fl::numeric;
+using numeric::bfloat16;
+
+// What the descriptor's masks cannot say. Metadata only: it runs before every call (rule R10).
+void check(const te_fl_context&, const te_fl_relu_args& args) {
+  if (!b::is_contiguous(*args.input) || !b::is_contiguous(*args.output))
+    b::unsupported("relu takes compact tensors only");
+}
+
+// The kernel. In and Out: float or bfloat16. Input and output may be the same memory.
+template <class In, class Out>
+void relu(const te_fl_relu_args& args) {
+  const In* x = b::data<In>(*args.input);
+  Out* y = b::data<Out>(*args.output);
+  const int64_t n = b::numel(*args.input);
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = numeric::to_float(x[i]);
+    y[i] = numeric::from_float<Out>(value < 0 ? 0 : value);
+  }
+}
+
+void run(const te_fl_context&, const te_fl_relu_args& args) {
+  const bool wide_in = args.input->dl.dtype.bits == 32, wide_out = args.output->dl.dtype.bits == 32;
+  if (wide_in)
+    wide_out ? relu<float, float>(args) : relu<float, bfloat16>(args);
+  else
+    wide_out ? relu<bfloat16, float>(args) : relu<bfloat16, bfloat16>(args);
+}
+
+}  // namespace
+
+const te_fl_op_desc kRelu = {
+    .op_name = "relu",
+    .impl_id = "vendor.@NAME@",
+    .kind = TE_FL_KIND_VENDOR,
+    .flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK,
+    .dtypes = TE_FL_BIT(TE_FL_F32) | TE_FL_BIT(TE_FL_BF16),
+    .scalings = TE_FL_BIT(TE_FL_SCALING_NONE),
+    .device_types = uint64_t{1} << TE_FL_DEVICE_CPU,
+    .run = b::run_thunk<te_fl_relu_args, run>,
+    .supports = b::supports_thunk<te_fl_relu_args, check>,
+};
+
+}  // namespace @NAME@_backend
+)raw";
+
+constexpr const char* kPlugin = R"raw(// What te-fl asks the plugin for. The rules (R1 ...) are at the top of te_fl/plugin.h.
+#include <memory>
+
+#include "ops.hpp"
+#include "te_fl/backend.hpp"
+
+namespace {
+
+namespace b = te_fl::backend;
+
+constexpr const te_fl_op_desc* kOps[] = {&@NAME@_backend::kRelu};
+
+// All state lives here (R8): handles of your driver, pools, compiled kernels.
+struct Instance {
+  const te_fl_host_api* host;
+};
+
+te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors) {
+  return b::guard(errors,
+                  [&] { *instance = std::make_unique<Instance>(Instance{host}).release(); });
+}
+
+te_fl_status ops(void*, uint32_t* count, const te_fl_op_desc* const** list,
+                 const te_fl_error_sink*) {
+  *count = sizeof kOps / sizeof kOps[0];
+  *list = kOps;
+  return TE_FL_OK;
+}
+
+// Wait here for whatever still runs (R15).
+te_fl_status quiesce(void*, const te_fl_error_sink*) { return TE_FL_OK; }
+
+void destroy(void* instance) { delete static_cast<Instance*>(instance); }
+
+constexpr te_fl_plugin_api kApi = {
+    .struct_size = sizeof(te_fl_plugin_api),
+    .reserved = 0,
+    .create = create,
+    .devices = nullptr,  // a chip with memory of its own: docs/adding-a-backend.md of te-fl
+    .ops = ops,
+    .quiesce = quiesce,
+    .destroy = destroy,
+};
+constexpr te_fl_plugin_header kHeader = {
+    .magic = TE_FL_PLUGIN_MAGIC,
+    .struct_size = sizeof(te_fl_plugin_header),
+    .abi_major = TE_FL_ABI_MAJOR,
+    .abi_minor = TE_FL_ABI_MINOR,
+    .min_host_minor = TE_FL_ABI_MINOR,
+    .features = 0,
+    .name = "@NAME@",
+    .vendor = "@NAME@",
+    .version = BACKEND_VERSION,
+    .build_id = nullptr,  // the library's own
+    .api = &kApi,
+    .reserved = {},
+};
+
+}  // namespace
+
+extern "C" TE_FL_PLUGIN_EXPORT const te_fl_plugin_header* te_fl_plugin_query(
+    const te_fl_host_info*) {
+  return &kHeader;
+}
+)raw";
+
+constexpr const char* kCi = R"raw(#!/usr/bin/env bash
+# Builds the backend and certifies it. TE_FL_PREFIX: where te-fl is installed, if CMake does not find it by itself.
+# Leaves build/check.json, check.xml (JUnit) and check.html. Arguments go to te-fl check, such as --quick or --op relu.
+set -euo pipefail
+cd "$(dirname "$0")"
+cmake -S . -B build ${TE_FL_PREFIX:+-DCMAKE_PREFIX_PATH="$TE_FL_PREFIX"}
+cmake --build build --parallel
+te_fl=$(sed -n 's/^TE_FL:FILEPATH=//p' build/CMakeCache.txt)
+"$te_fl" check build/libte_fl_@NAME@.so --json build/check.json --junit build/check.xml --html build/check.html "$@"
+)raw";
+
+constexpr const char* kReadme = R"raw(# The @NAME@ backend of te-fl
+
+A plugin for te-fl (plugin ABI @ABI@). It implements relu in F32 and BF16 on host memory, as a start.
+
+    TE_FL_PREFIX=/where/te-fl/is ./ci.sh
+
+builds it and runs `te-fl check` on it: the file, every case of te-fl's conformance table for every op that it registers, drawn
+shapes, many threads, leaks, determinism, and the end of the plugin. build/check.html is the page to show. A failure is printed
+with the command that reproduces it.
+
+| file | what |
+|---|---|
+| src/relu.cpp | a kernel and its descriptor; copy it for the next op |
+| src/ops.hpp | the list of descriptors |
+| src/plugin.cpp | what te-fl asks the plugin for |
+| @NAME@.json.in | the manifest by which an installed plugin is found |
+| ci.sh | builds and certifies |
+
+The next op: copy src/relu.cpp, take the op's name, arguments and formula from te-fl's docs/ops.md (its struct is in
+`te_fl/ops/*.h`), add the descriptor to src/ops.hpp and src/plugin.cpp and the file to CMakeLists.txt, and run ci.sh. What you do not
+support yet, refuse in check() with TE_FL_UNSUPPORTED: te-fl then takes another implementation.
+
+    TE_FL_PLUGIN_MODULES=$PWD/build/libte_fl_@NAME@.so te-fl explain relu --dtype bf16 --set TE_FL_PREFER=vendor
+
+`cmake --install build` puts the plugin where te-fl finds it by itself.
+)raw";
+// clang-format on
+
+constexpr ProjectFile kFiles[] = {
+    {"CMakeLists.txt", kCMake}, {"@NAME@.json.in", kManifest}, {"README.md", kReadme},
+    {"ci.sh", kCi, true},       {"src/ops.hpp", kOps},         {"src/plugin.cpp", kPlugin},
+    {"src/relu.cpp", kRelu},    {".gitignore", "build/\n"},
+};
+
+}  // namespace
+
+std::span<const ProjectFile> project_files() { return kFiles; }
+
+}  // namespace te_fl_tool
