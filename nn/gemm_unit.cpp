@@ -47,7 +47,22 @@ Result<Tensor> GemmUnit::input_buffer(const Use& use, int64_t rows) {
                          kInputSlot, use.training);
 }
 
+namespace {
+
+Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
+  const DelayedScaling* delayed = use.mode.delayed();
+  if (use.mode.fp8 && delayed != nullptr && (x.has_columnwise() || !columns)) return {};
+  return invalid_argument(x.describe() + " is quantised, which a linear map takes under delayed " +
+                          "scaling with the copies that its products read; dequantize it first");
+}
+
+}  // namespace
+
 Result<Tensor> GemmUnit::prepare_input(const Use& use, const Tensor& x) {
+  if (x.quantized()) {
+    TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.training));
+    return x;
+  }
   if (!use.mode.fp8) return cast(x, spec_.activation_dtype);
   TE_FL_ASSIGN_OR_RETURN(Tensor input, input_buffer(use, x.size(0)));
   TE_FL_RETURN_IF_ERROR(quantize(x, input));
@@ -118,6 +133,11 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
 
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
   Gradient grad;
+  if (dy.quantized()) {
+    TE_FL_RETURN_IF_ERROR(check_codes(use, dy, true));
+    grad.tensor = dy;
+    return grad;
+  }
   if (!use.mode.fp8) {
     TE_FL_ASSIGN_OR_RETURN(grad.tensor, cast(dy, spec_.activation_dtype));
     return grad;

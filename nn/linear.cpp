@@ -44,7 +44,7 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
 
 Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
                                const Tensor* residual) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "Linear: x"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
   auto record = std::make_unique<LinearRecord>();
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
@@ -63,7 +63,7 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
 Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Linear"));
   auto& record = static_cast<LinearRecord&>(*taken);
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, gemm_->spec().out, "Linear: dy"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, gemm_->backward(record.use, flat));
   return dx.view(record.shape);
 }
@@ -119,7 +119,7 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
   auto& record = static_cast<LayerNormLinearRecord&>(*taken);
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
-                         detail::as_matrix(dy, gemm_->spec().out, "LayerNormLinear: dy"));
+                         detail::as_operand(dy, gemm_->spec().out, "LayerNormLinear: dy"));
   Tensor residual;
   if (residual_grad != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(residual, detail::as_matrix(*residual_grad, gemm_->spec().in,

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "nn/make_gemm.hpp"
+#include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/attention.hpp"
 #include "te_fl/nn/init.hpp"
@@ -12,7 +13,8 @@ struct MhaRecord : Ctx::Record {
   Ctx qkv, core, proj;
   Tensor angles;  // undefined without RoPE
   AttentionInputs inputs;
-  Shape shape;  // of x
+  Shape shape;           // of x
+  detail::Fp8Mode fp8;   // of the attention itself
 };
 
 struct Heads {
@@ -39,6 +41,8 @@ struct MultiheadAttention::Impl {
     return result;
   }
   Result<Tensor> angles(const AttentionInputs& inputs, const Tensor& x) const;
+  // Q, K and V in FP8, by one kernel: they share a scale.
+  Result<Tensor> codes(const detail::Fp8Mode& mode, const Tensor& packed, bool training);
   Result<Heads> split(const Tensor& packed, const Tensor& angles, const AttentionInputs& inputs);
   Result<Heads> split_plain(const Tensor& packed, bool own_qk);
   Result<Tensor> merge(Heads grads, const MhaRecord& record);
@@ -257,6 +261,13 @@ Result<std::unique_ptr<MultiheadAttention>> MultiheadAttention::create(
   return module;
 }
 
+Result<Tensor> MultiheadAttention::Impl::codes(const detail::Fp8Mode& mode, const Tensor& packed,
+                                               bool training) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor result, core->qkv_codes(mode, packed.shape(), false, training));
+  TE_FL_RETURN_IF_ERROR(detail::quantize(packed, result));
+  return result;
+}
+
 Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
                                            const ForwardOptions& options, const Tensor* residual) {
   Impl& impl = *impl_;
@@ -277,11 +288,17 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
                                            : impl.qkv->forward(x, qkv_ctx, options));
   TE_FL_ASSIGN_OR_RETURN(Tensor packed,
                          mixed.view(Impl::lead(x.shape(), {impl.groups, impl.group_width()})));
+  const bool training = ctx != nullptr;
+  TE_FL_ASSIGN_OR_RETURN(record->fp8, impl.core->begin(training));
+  if (record->fp8.fp8 && impl.packs_directly(*record)) {
+    TE_FL_ASSIGN_OR_RETURN(packed, impl.codes(record->fp8, packed, training));
+  }
   TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split(packed, record->angles, inputs));
-  TE_FL_ASSIGN_OR_RETURN(Tensor o,
-                         impl.core->forward(parts.q, parts.k, parts.v,
-                                            ctx == nullptr ? nullptr : &record->core, inputs));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
+                                         training ? &record->core : nullptr, inputs, training));
   TE_FL_ASSIGN_OR_RETURN(Tensor merged, o.view(Impl::lead(x.shape(), {impl.heads * impl.dim})));
+  if (merged.has_columnwise()) TE_FL_RETURN_IF_ERROR(detail::fill_columns(merged));
   TE_FL_ASSIGN_OR_RETURN(
       Tensor y,
       impl.proj->forward(merged, ctx == nullptr ? nullptr : &record->proj, options, residual));
@@ -301,10 +318,18 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   DotProductAttention::Gradients into;
   const bool direct = impl.packs_directly(record);
   if (direct) {
-    TE_FL_ASSIGN_OR_RETURN(
-        packed, Tensor::empty(Impl::lead(record.shape, {impl.groups, impl.group_width()}),
-                              impl.options.activation_dtype, impl.options.device));
-    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(packed, false));
+    const Shape shape = Impl::lead(record.shape, {impl.groups, impl.group_width()});
+    Tensor heads;
+    if (record.fp8.fp8) {
+      const Shape merged = Impl::lead(record.shape, {impl.groups * impl.group_width()});
+      TE_FL_ASSIGN_OR_RETURN(packed, impl.core->qkv_codes(record.fp8, merged, true, true));
+      TE_FL_ASSIGN_OR_RETURN(heads, packed.rowwise_only().view(shape));
+    } else {
+      TE_FL_ASSIGN_OR_RETURN(
+          packed, Tensor::empty(shape, impl.options.activation_dtype, impl.options.device));
+      heads = packed;
+    }
+    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(heads, false));
     into = {parts.q, parts.k, parts.v, Tensor()};
   }
   TE_FL_ASSIGN_OR_RETURN(auto grads,
@@ -315,6 +340,7 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor d_mixed,
                          packed.view(Impl::lead(record.shape, {impl.groups * impl.group_width()})));
+  if (d_mixed.quantized()) TE_FL_RETURN_IF_ERROR(detail::fill_columns(d_mixed));
   if (impl.layernorm_qkv != nullptr) {
     return impl.layernorm_qkv->backward(d_mixed, record.qkv, residual_grad);
   }

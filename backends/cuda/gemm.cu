@@ -229,13 +229,23 @@ struct BiasGrad {
     }
   }
 };
-struct PlainBiasGrad {
+// Stored [K, M], row-wise, of one scale or none.
+struct RowsBiasGrad {
   Source a;
   int64_t cols;
+  const float* scale_inv;  // or NULL
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     a.load(row * cols + col, n, v);
+    if (scale_inv == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) v[i] *= *scale_inv;
   }
 };
+bool rows_bias_grad(const te_fl_tensor& a) {
+  const uint32_t scaling = backend::scaling(a);
+  if (scaling == TE_FL_SCALING_NONE) return true;
+  return scaling == TE_FL_SCALING_TENSOR && a.dl.data != nullptr && a.quant->scale_inv != nullptr;
+}
 
 // ---- the op
 
@@ -284,9 +294,12 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   p.bias_grad = plan.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {
     const bool along = args.trans_a == 0, accumulate = args.accumulate_bias_grad != 0;
-    if (!along && backend::scaling(*args.a) == TE_FL_SCALING_NONE) {
+    if (!along && rows_bias_grad(*args.a)) {
+      const te_fl_quant* quant = args.a->quant;
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
-                  PlainBiasGrad{Source(*args.a), p.m});
+                  RowsBiasGrad{Source(*args.a), p.m,
+                               quant != nullptr ? static_cast<const float*>(quant->scale_inv)
+                                                : nullptr});
     } else {
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
                   BiasGrad{values_of(*args.a, along, "a"), along});

@@ -99,6 +99,7 @@ bool write_json(const Options& o, const Results& r) {
                      {"staged_us", u.staged_microseconds}});
   }
   const nlohmann::json out = {{"recipe", o.recipe},
+                              {"fp8_attention", o.fp8_attention},
                               {"style", o.style},
                               {"dtype", o.dtype},
                               {"device", o.device},
