@@ -1,5 +1,6 @@
 // fused_attn_fwd and fused_attn_bwd on cuDNN: plans of signatures, and calls with them.
 #include <atomic>
+#include <cfloat>
 #include <memory>
 
 #include "cudnn_attention.hpp"
@@ -240,11 +241,16 @@ class Call {
     fp8_.scale = shape().scale;
     fp8_.p = fp8_output(s_quant);
     bind(id::kInverse + id::kP, &fp8_.scratch->inverse_p);
-    bind(id::kScale + id::kP, s_quant.quant->scale);
+    bind(id::kScale + id::kP, &fp8_.scratch->scale_p);
     if (dp_quant == nullptr) {
+      // The kernel quantises exp(s - the row's largest s so far), which reaches 1, and divides by the
+      // row's sum after the product: a larger scale saturates. (cuDNN 9.19: with 448 / amax of
+      // normalised probabilities, o comes out 60 % off.)
+      fp8_.most_scale_p = 448.0f;
       bind(id::kAmax + id::kP, &fp8_.scratch->amax_p);
       return;
     }
+    fp8_.most_scale_p = FLT_MAX;
     fp8_.p.scale_inv = fp8_.p.amax = nullptr;  // an input here
     fp8_.ds = fp8_output(*dp_quant);
     bind(id::kInverse + id::kDS, &fp8_.scratch->inverse_ds);

@@ -14,7 +14,8 @@ __device__ void end_output(const Fp8Output& out, float found) {
 __global__ void begin_kernel(Fp8Job job) {
   Fp8Scratch& s = *job.scratch;
   s = {};
-  s.inverse_p = 1.0f / *job.p.scale;
+  s.scale_p = fminf(*job.p.scale, job.most_scale_p);
+  s.inverse_p = 1.0f / s.scale_p;
   begin_output(job.p);
   if (job.ds.scale != nullptr) {
     s.scale_ds = *job.ds.scale / job.scale;

@@ -9,7 +9,8 @@
 namespace te_fl::cuda {
 
 struct Fp8Scratch {
-  float inverse_p;   // of the probabilities' scale
+  float scale_p;     // of the probabilities' codes
+  float inverse_p;   // of that
   float scale_ds;    // of scale * dS, so that its codes are those of dS under dp_quant's scale
   float inverse_ds;  // of that
   float amax_p, amax_ds;
@@ -31,6 +32,7 @@ struct Fp8Job {
   float scale;           // of the scores
   Fp8Output p;           // backward: read only, scale_inv and amax NULL
   Fp8Output ds;          // scale NULL in the forward
+  float most_scale_p;    // scale_p is the probabilities' own scale, but at most this
   Fp8Output outputs[3];  // o; dq, dk, dv
   int count;
 };
