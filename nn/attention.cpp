@@ -251,8 +251,10 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
           {backward_state, *record.mode.delayed(),
            detail::fp8_dtype(*record.mode.recipe, detail::Role::kGradient)});
     }
-    TE_FL_ASSIGN_OR_RETURN(grad_out,
-                           quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot, true));
+    if (!d_o.quantized()) {
+      TE_FL_ASSIGN_OR_RETURN(grad_out,
+                             quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot, true));
+    }
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(dp_quant,
                            quantized(record.mode, detail::Role::kGradient, one, kDpSlot, true));
@@ -335,12 +337,14 @@ Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
 
 Result<detail::Fp8Mode> DotProductAttention::begin(bool training) { return impl_->begin(training); }
 
-Result<Tensor> DotProductAttention::qkv_codes(const detail::Fp8Mode& mode,
-                                              std::span<const int64_t> shape, bool gradient,
-                                              bool training) {
-  return gradient
-             ? impl_->quantized(mode, detail::Role::kGradient, shape, kDqkvSlot, true, true)
-             : impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot, training);
+Result<Tensor> DotProductAttention::codes(const detail::Fp8Mode& mode, Codes what,
+                                          std::span<const int64_t> shape, bool training) {
+  if (what == Codes::kQkv) {
+    return impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot, training);
+  }
+  const bool qkv = what == Codes::kQkvGrad;  // which products read both ways
+  return impl_->quantized(mode, detail::Role::kGradient, shape, qkv ? kDqkvSlot : kDoSlot, true,
+                          qkv);
 }
 
 Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, const Tensor& v,

@@ -94,14 +94,19 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
 }
 
 Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options,
-                                 const Tensor* residual) {
+                                 const Tensor* residual, const Tensor* into) {
   if (use.mode.calibrating) {
     TE_FL_RETURN_IF_ERROR(running_amax(input, forward_->amax_slot(kInputSlot)));
     TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor weight, gemm_weight(use, options));
-  TE_FL_ASSIGN_OR_RETURN(Tensor output, Tensor::empty({input.size(0), spec_.out},
-                                                      spec_.activation_dtype, spec_.device));
+  Tensor output;
+  if (into != nullptr) {
+    output = *into;
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(output, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype,
+                                                 spec_.device));
+  }
   te_fl_generic_gemm_args args{};
   args.a = input;
   args.b = weight;
@@ -158,9 +163,14 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   return grad;
 }
 
-Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad) {
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor dx, Tensor::empty({grad.size(0), spec_.in}, spec_.activation_dtype, spec_.device));
+Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor* into) {
+  Tensor dx;
+  if (into != nullptr) {
+    dx = *into;
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        dx, Tensor::empty({grad.size(0), spec_.in}, spec_.activation_dtype, spec_.device));
+  }
   te_fl_generic_gemm_args args{};
   args.a = grad;
   args.b = use.weight;
@@ -189,9 +199,9 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
   return {};
 }
 
-Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy) {
+Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor, into));
   TE_FL_RETURN_IF_ERROR(wgrad(use, grad));
   return dx;
 }

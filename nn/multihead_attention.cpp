@@ -41,8 +41,6 @@ struct MultiheadAttention::Impl {
     return result;
   }
   Result<Tensor> angles(const AttentionInputs& inputs, const Tensor& x) const;
-  // Q, K and V in FP8, by one kernel: they share a scale.
-  Result<Tensor> codes(const detail::Fp8Mode& mode, const Tensor& packed, bool training);
   Result<Heads> split(const Tensor& packed, const Tensor& angles, const AttentionInputs& inputs);
   Result<Heads> split_plain(const Tensor& packed, bool own_qk);
   Result<Tensor> merge(Heads grads, const MhaRecord& record);
@@ -261,13 +259,6 @@ Result<std::unique_ptr<MultiheadAttention>> MultiheadAttention::create(
   return module;
 }
 
-Result<Tensor> MultiheadAttention::Impl::codes(const detail::Fp8Mode& mode, const Tensor& packed,
-                                               bool training) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor result, core->qkv_codes(mode, packed.shape(), false, training));
-  TE_FL_RETURN_IF_ERROR(detail::quantize(packed, result));
-  return result;
-}
-
 Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
                                            const ForwardOptions& options, const Tensor* residual) {
   Impl& impl = *impl_;
@@ -282,17 +273,22 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
   record->inputs = inputs;
   record->shape.assign(x.shape().begin(), x.shape().end());
   TE_FL_ASSIGN_OR_RETURN(record->angles, impl.angles(inputs, x));
-  Ctx* qkv_ctx = ctx == nullptr ? nullptr : &record->qkv;
-  TE_FL_ASSIGN_OR_RETURN(Tensor mixed, impl.layernorm_qkv != nullptr
-                                           ? impl.layernorm_qkv->forward(x, qkv_ctx, options)
-                                           : impl.qkv->forward(x, qkv_ctx, options));
+  const bool training = ctx != nullptr;
+  Ctx* qkv_ctx = training ? &record->qkv : nullptr;
+  TE_FL_ASSIGN_OR_RETURN(record->fp8, impl.core->begin(training));
+  Tensor codes;  // of q, k and v, which share a scale
+  if (record->fp8.fp8 && impl.packs_directly(*record)) {
+    TE_FL_ASSIGN_OR_RETURN(
+        codes, impl.core->codes(record->fp8, DotProductAttention::Codes::kQkv,
+                                Impl::lead(x.shape(), {impl.groups * impl.group_width()}), training));
+  }
+  const Tensor* into = codes.defined() ? &codes : nullptr;
+  TE_FL_ASSIGN_OR_RETURN(Tensor mixed,
+                         impl.layernorm_qkv != nullptr
+                             ? impl.layernorm_qkv->forward(x, qkv_ctx, options, into)
+                             : impl.qkv->forward(x, qkv_ctx, options, nullptr, into));
   TE_FL_ASSIGN_OR_RETURN(Tensor packed,
                          mixed.view(Impl::lead(x.shape(), {impl.groups, impl.group_width()})));
-  const bool training = ctx != nullptr;
-  TE_FL_ASSIGN_OR_RETURN(record->fp8, impl.core->begin(training));
-  if (record->fp8.fp8 && impl.packs_directly(*record)) {
-    TE_FL_ASSIGN_OR_RETURN(packed, impl.codes(record->fp8, packed, training));
-  }
   TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split(packed, record->angles, inputs));
   TE_FL_ASSIGN_OR_RETURN(
       Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
@@ -311,7 +307,15 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "MultiheadAttention"));
   auto& record = static_cast<MhaRecord&>(*taken);
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_merged, impl.proj->backward(dy, record.proj));
+  Tensor d_codes;
+  if (record.fp8.fp8) {
+    TE_FL_ASSIGN_OR_RETURN(
+        d_codes, impl.core->codes(record.fp8, DotProductAttention::Codes::kOutputGrad,
+                                  Impl::lead(record.shape, {impl.heads * impl.dim}), true));
+  }
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor d_merged,
+      impl.proj->backward(dy, record.proj, d_codes.defined() ? &d_codes : nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor d_o,
                          d_merged.view(Impl::lead(record.shape, {impl.heads, impl.dim})));
   Tensor packed;
@@ -322,7 +326,8 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
     Tensor heads;
     if (record.fp8.fp8) {
       const Shape merged = Impl::lead(record.shape, {impl.groups * impl.group_width()});
-      TE_FL_ASSIGN_OR_RETURN(packed, impl.core->qkv_codes(record.fp8, merged, true, true));
+      TE_FL_ASSIGN_OR_RETURN(packed, impl.core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad,
+                                                      merged, true));
       TE_FL_ASSIGN_OR_RETURN(heads, packed.rowwise_only().view(shape));
     } else {
       TE_FL_ASSIGN_OR_RETURN(

@@ -3,6 +3,7 @@
 //
 // A call takes one of two ways, decided by metadata (Way):
 //   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
+//     FP8 under a given scale and row-wise only, too;
 //   general: the product goes to FP32 scratch, and one kernel applies the epilogue, rounds once and
 //     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
 //     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
@@ -219,6 +220,19 @@ void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const 
   store_output(ctx, *args.d, e);
 }
 
+// What else a quantised output holds; the library set `found`.
+__global__ void finish_codes_kernel(const float* found, const float* scale, float* scale_inv,
+                                    float* amax) {
+  if (scale_inv != nullptr) *scale_inv = 1.0f / *scale;
+  if (amax != nullptr) *amax = fmaxf(*amax, *found);
+}
+void finish_codes(const te_fl_context& ctx, const Args& args, const Problem& p) {
+  const te_fl_quant& quant = *args.d->quant;
+  finish_codes_kernel<<<1, 1, 0, stream_of(ctx)>>>(
+      p.found_amax, quant.scale, static_cast<float*>(quant.scale_inv), quant.amax);
+  check_launch("finish_codes_kernel");
+}
+
 // Of op(A), summed over K.
 struct BiasGrad {
   Values a;
@@ -284,6 +298,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
     invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
             text_of(args, p) + " needs " + std::to_string(s.bytes));
   }
+  if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
   Plan plan{};
   if (runs_library(p)) {
     // A plan for D in the residual's memory is not that for D beside it; older hosts' keys for plans
@@ -306,6 +321,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
     }
   }
   if (p.m > 0 && p.n > 0) multiply(ctx, args, p, s, plan);
+  if (p.codes) finish_codes(ctx, args, p);
   if (!p.direct) finish(ctx, args, p, s);
 }
 
