@@ -53,7 +53,8 @@ Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
   const DelayedScaling* delayed = use.mode.delayed();
   if (use.mode.fp8 && delayed != nullptr && (x.has_columnwise() || !columns)) return {};
   return invalid_argument(x.describe() + " is quantised, which a linear map takes under delayed " +
-                          "scaling with the copies that its products read; dequantize it first");
+                          "scaling with room for the copies that its products read; dequantize it " +
+                          "first");
 }
 
 }  // namespace
@@ -61,6 +62,7 @@ Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
 Result<Tensor> GemmUnit::prepare_input(const Use& use, const Tensor& x) {
   if (x.quantized()) {
     TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.training));
+    if (use.training) TE_FL_RETURN_IF_ERROR(fill_columns(x));
     return x;
   }
   if (!use.mode.fp8) return cast(x, spec_.activation_dtype);
@@ -140,7 +142,11 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   Gradient grad;
   if (dy.quantized()) {
     TE_FL_RETURN_IF_ERROR(check_codes(use, dy, true));
+    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
+    TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
+    TE_FL_RETURN_IF_ERROR(dbias.commit());
     grad.tensor = dy;
+    grad.bias_done = true;
     return grad;
   }
   if (!use.mode.fp8) {

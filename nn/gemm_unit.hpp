@@ -42,8 +42,8 @@ class GemmUnit {
   // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
   // high precision.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
-  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype. Codes, with a
-  // column-wise copy for training, are taken as they are.
+  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype. Row-wise
+  // codes are taken as they are; for training they bring room for the column-wise copy.
   Result<Tensor> prepare_input(const Use& use, const Tensor& x);
   // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype, or in `into`.
   // `input` came from input_buffer() or prepare_input().
@@ -56,7 +56,8 @@ class GemmUnit {
     Tensor tensor;           // quantised or of the activation dtype
     bool bias_done = false;  // the bias gradient is already accumulated
   };
-  // dy [rows, out] as the backward GEMMs want it. Codes with both copies are taken as they are.
+  // dy [rows, out] as the backward GEMMs want it. Row-wise codes are taken as they are and
+  // bring room for the column-wise copy.
   Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
   // dy W, [rows, in] in the activation dtype, or in `into`.
   Result<Tensor> dgrad(const Use& use, const Tensor& grad, const Tensor* into = nullptr);

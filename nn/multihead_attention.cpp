@@ -294,7 +294,6 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
       Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
                                          training ? &record->core : nullptr, inputs, training));
   TE_FL_ASSIGN_OR_RETURN(Tensor merged, o.view(Impl::lead(x.shape(), {impl.heads * impl.dim})));
-  if (merged.has_columnwise()) TE_FL_RETURN_IF_ERROR(detail::fill_columns(merged));
   TE_FL_ASSIGN_OR_RETURN(
       Tensor y,
       impl.proj->forward(merged, ctx == nullptr ? nullptr : &record->proj, options, residual));
@@ -345,7 +344,6 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor d_mixed,
                          packed.view(Impl::lead(record.shape, {impl.groups * impl.group_width()})));
-  if (d_mixed.quantized()) TE_FL_RETURN_IF_ERROR(detail::fill_columns(d_mixed));
   if (impl.layernorm_qkv != nullptr) {
     return impl.layernorm_qkv->backward(d_mixed, record.qkv, residual_grad);
   }

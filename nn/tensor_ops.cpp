@@ -61,12 +61,22 @@ Status quantize(const Tensor& from, const Tensor& to) {
   return ops::quantize(args, call_options());
 }
 
-Status fill_columns(const Tensor& tensor) {
+Status fill_columns(const Tensor& tensor, const Tensor& sums) {
+  const int64_t k = tensor.size(-1), m = k == 0 ? 0 : tensor.numel() / k;
+  const auto matrix = [&](void* codes, const Shape& shape) {
+    return Tensor::wrap(codes, shape, {}, tensor.dtype(), tensor.device(), nullptr);
+  };
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, matrix(tensor.raw_data(), {m, k}));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor columns,
+                         matrix(tensor.columnwise_codes().raw_data(), {k, m}));
+  const Tensor scale_inv = tensor.scale_inv();
   te_fl_fp8_transpose_args args{};
-  const Tensor rows = tensor.rowwise_codes(), columns = tensor.columnwise_codes();
-  TE_FL_ASSIGN_OR_RETURN(const Tensor matrix, rows.view({-1, tensor.size(-1)}));
-  args.input = matrix;
+  args.input = rows;
   args.output = columns;
+  if (sums.defined()) {
+    args.scale_inv = scale_inv;
+    args.column_sums = sums;
+  }
   return ops::fp8_transpose(args, call_options());
 }
 

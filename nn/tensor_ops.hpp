@@ -21,8 +21,9 @@ Status fill(const Tensor& tensor, double value);
 Status copy(const Tensor& from, const Tensor& to);
 Status add(const Tensor& a, const Tensor& b, const Tensor& out);
 Status quantize(const Tensor& from, const Tensor& to);
-// The column-wise copy from the row-wise one, of a tensor quantised by tensor.
-Status fill_columns(const Tensor& tensor);
+// The column-wise copy from the row-wise one, of a tensor quantised by tensor; its columns' sums
+// into `sums` [K] if that is defined.
+Status fill_columns(const Tensor& tensor, const Tensor& sums = {});
 // `tensor` itself if it is compact (and, for cast, of that dtype), else a copy.
 Result<Tensor> compact(const Tensor& tensor);
 Result<Tensor> cast(const Tensor& tensor, DType dtype);

@@ -35,8 +35,9 @@ class TE_FL_API Linear : public Module {
   // ctx null: nothing is kept, no backward follows, and delayed-scaling state is read but not
   // updated.
   // residual (the output's shape): added to the output; its gradient is dy itself.
-  // Under delayed scaling x and dy may be codes scaled by tensor, of which training needs both
-  // copies. `into`: a compact tensor of the result's shape to write to, which may be codes.
+  // Under delayed scaling x and dy may be row-wise codes scaled by tensor; training fills their
+  // column-wise copy, for which they bring the room. `into`: a compact tensor of the result's shape
+  // to write to, which may be codes.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
   // dy [..., out] -> dx [..., in]; adds to the parameters' gradients.
