@@ -154,11 +154,15 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   const int count = (kLayer ? 2 : 1) * a.cols;
   float* const partials = a.partials + blockIdx.x * int64_t{count};
   const auto put = [&](float* to) {
+    const auto put_group = [](float* at, const float* v) {  // store_group writes global memory only
+      reinterpret_cast<float4*>(at)[0] = make_float4(v[0], v[1], v[2], v[3]);
+      reinterpret_cast<float4*>(at)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    };
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if (group_at(g) >= groups) continue;
-      store_group(to + group_at(g) * kGroup, kGroup, dgamma[g]);
-      if constexpr (kLayer) store_group(to + a.cols + group_at(g) * kGroup, kGroup, dbeta[g]);
+      put_group(to + group_at(g) * kGroup, dgamma[g]);
+      if constexpr (kLayer) put_group(to + a.cols + group_at(g) * kGroup, dbeta[g]);
     }
   };
   if (slots == 1) {
