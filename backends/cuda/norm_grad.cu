@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
     if (a.warps > 1) {
       const int half_warp = lane / 16, other = lane % 16;
       if (other == 0) parts[parity][half_warp][warp] = sum;
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
+      asm volatile("barrier.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
       sum = other < a.warps ? parts[parity][half_warp][slot * a.warps + other] : 0.0f;
       sum = lanes_sum<16>(sum);
     }
