@@ -305,7 +305,8 @@ Result<Tensor> Tensor::view(std::span<const int64_t> wanted) const {
     const bool same_last = rank_ > 0 && !shape.empty() && shape.back() == size(-1);
     if (!same_last && !core::may_be_strided(quant_)) {
       return refuse(
-          "a quantised tensor's last dimension must stay the same, unless it is scaled by tensor and "
+          "a quantised tensor's last dimension must stay the same, unless it is scaled by tensor "
+          "and "
           "has no column-wise copy (rowwise_only())");
     }
   }

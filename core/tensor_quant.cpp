@@ -195,11 +195,8 @@ Tensor Tensor::rowwise_codes() const {
   if (!quantized() || !has_rowwise()) return {};
   const Shape packed{bytes_for(dtype_, numel())};
   const bool four_bit = dtype_ == DType::kF4E2M1;
-  return Access::make({raw_data(),
-                       four_bit ? std::span<const int64_t>(packed) : shape(),
-                       four_bit ? std::span<const int64_t>() : strides(),
-                       DType::kU8,
-                       device_,
+  return Access::make({raw_data(), four_bit ? std::span<const int64_t>(packed) : shape(),
+                       four_bit ? std::span<const int64_t>() : strides(), DType::kU8, device_,
                        storage_});
 }
 

@@ -154,8 +154,9 @@ Result<Tensor> DotProductAttention::Impl::quantized(const detail::Fp8Mode& mode,
                                                     std::span<const int64_t> shape, int64_t slot,
                                                     bool record, bool columns) const {
   const auto& state = role == detail::Role::kGradient ? *backward_state : *forward_state;
-  return detail::empty_quantized(*mode.recipe, role, shape, {.rowwise = true, .columnwise = columns},
-                                 options.device, state, slot, record);
+  return detail::empty_quantized(*mode.recipe, role, shape,
+                                 {.rowwise = true, .columnwise = columns}, options.device, state,
+                                 slot, record);
 }
 
 Result<Tensor> DotProductAttention::Impl::merged_codes(const detail::Fp8Mode& mode,
@@ -191,8 +192,7 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
   const bool fp8 = record.mode.fp8;
   Tensor merged;
   if (fp8) {
-    TE_FL_ASSIGN_OR_RETURN(merged,
-                           merged_codes(record.mode, record.q.shape(), columns, training));
+    TE_FL_ASSIGN_OR_RETURN(merged, merged_codes(record.mode, record.q.shape(), columns, training));
     TE_FL_ASSIGN_OR_RETURN(record.o, merged.rowwise_only().view(record.q.shape()));
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,

@@ -52,9 +52,10 @@ namespace {
 Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
   const DelayedScaling* delayed = use.mode.delayed();
   if (use.mode.fp8 && delayed != nullptr && (x.has_columnwise() || !columns)) return {};
-  return invalid_argument(x.describe() + " is quantised, which a linear map takes under delayed " +
-                          "scaling with room for the copies that its products read; dequantize it " +
-                          "first");
+  return invalid_argument(
+      x.describe() +
+      " is quantised, which a linear map takes under delayed scaling with room for the copies that "
+      "its products read; dequantize it first");
 }
 
 }  // namespace
@@ -106,8 +107,8 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
   if (into != nullptr) {
     output = *into;
   } else {
-    TE_FL_ASSIGN_OR_RETURN(output, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype,
-                                                 spec_.device));
+    TE_FL_ASSIGN_OR_RETURN(
+        output, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
   }
   te_fl_generic_gemm_args args{};
   args.a = input;

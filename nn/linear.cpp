@@ -75,8 +75,8 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
   }
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, x.shape(), gemm_->spec().out, "Linear: into"));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor y, gemm_->forward(record->use, input, options, given(added), given(out)));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         gemm_->forward(record->use, input, options, given(added), given(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) ctx->store(this, std::move(record));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
@@ -135,8 +135,7 @@ Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const Forward
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->input_buffer(record->use, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(norm_->forward(flat, input, record->norm));
   TE_FL_ASSIGN_OR_RETURN(
-      const Tensor out,
-      result_matrix(into, x.shape(), gemm_->spec().out, "LayerNormLinear: into"));
+      const Tensor out, result_matrix(into, x.shape(), gemm_->spec().out, "LayerNormLinear: into"));
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
                          gemm_->forward(record->use, input, options, nullptr, given(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());

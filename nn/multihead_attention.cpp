@@ -13,8 +13,8 @@ struct MhaRecord : Ctx::Record {
   Ctx qkv, core, proj;
   Tensor angles;  // undefined without RoPE
   AttentionInputs inputs;
-  Shape shape;           // of x
-  detail::Fp8Mode fp8;   // of the attention itself
+  Shape shape;          // of x
+  detail::Fp8Mode fp8;  // of the attention itself
 };
 
 struct Heads {
@@ -279,14 +279,14 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
   Tensor codes;  // of q, k and v, which share a scale
   if (record->fp8.fp8 && impl.packs_directly(*record)) {
     TE_FL_ASSIGN_OR_RETURN(
-        codes, impl.core->codes(record->fp8, DotProductAttention::Codes::kQkv,
-                                Impl::lead(x.shape(), {impl.groups * impl.group_width()}), training));
+        codes,
+        impl.core->codes(record->fp8, DotProductAttention::Codes::kQkv,
+                         Impl::lead(x.shape(), {impl.groups * impl.group_width()}), training));
   }
   const Tensor* into = codes.defined() ? &codes : nullptr;
-  TE_FL_ASSIGN_OR_RETURN(Tensor mixed,
-                         impl.layernorm_qkv != nullptr
-                             ? impl.layernorm_qkv->forward(x, qkv_ctx, options, into)
-                             : impl.qkv->forward(x, qkv_ctx, options, nullptr, into));
+  TE_FL_ASSIGN_OR_RETURN(Tensor mixed, impl.layernorm_qkv != nullptr
+                                           ? impl.layernorm_qkv->forward(x, qkv_ctx, options, into)
+                                           : impl.qkv->forward(x, qkv_ctx, options, nullptr, into));
   TE_FL_ASSIGN_OR_RETURN(Tensor packed,
                          mixed.view(Impl::lead(x.shape(), {impl.groups, impl.group_width()})));
   TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split(packed, record->angles, inputs));
@@ -325,8 +325,8 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
     Tensor heads;
     if (record.fp8.fp8) {
       const Shape merged = Impl::lead(record.shape, {impl.groups * impl.group_width()});
-      TE_FL_ASSIGN_OR_RETURN(packed, impl.core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad,
-                                                      merged, true));
+      TE_FL_ASSIGN_OR_RETURN(
+          packed, impl.core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad, merged, true));
       TE_FL_ASSIGN_OR_RETURN(heads, packed.rowwise_only().view(shape));
     } else {
       TE_FL_ASSIGN_OR_RETURN(

@@ -243,8 +243,8 @@ class Call {
     bind(id::kInverse + id::kP, &fp8_.scratch->inverse_p);
     bind(id::kScale + id::kP, &fp8_.scratch->scale_p);
     if (dp_quant == nullptr) {
-      // The kernel quantises exp(s - the row's largest s so far), which reaches 1, and divides by the
-      // row's sum after the product: a larger scale saturates. (cuDNN 9.19: with 448 / amax of
+      // The kernel quantises exp(s - the row's largest s so far), which reaches 1, and divides by
+      // the row's sum after the product: a larger scale saturates. (cuDNN 9.19: with 448 / amax of
       // normalised probabilities, o comes out 60 % off.)
       fp8_.most_scale_p = 448.0f;
       bind(id::kAmax + id::kP, &fp8_.scratch->amax_p);

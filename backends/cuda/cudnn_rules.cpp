@@ -1,6 +1,7 @@
 #include "cudnn_rules.hpp"
 
 #include "cudnn.hpp"
+#include "device.hpp"
 #include "overlap.hpp"
 #include "te_fl/attention/mask.hpp"
 #include "te_fl/dtype.hpp"
@@ -69,6 +70,13 @@ Refusal refuse_inner(const te_fl_tensor* t, int dtype) {
   return refuse_codes(t, dtype, true);
 }
 
+Refusal refuse_fp8_device(const te_fl_context& ctx) {
+  return architecture(ctx.device.index) >= 90
+             ? nullptr
+             : "FP8 attention is cuDNN's from compute capability 9.0 on (Hopper), and this GPU is "
+               "older: use BF16";
+}
+
 template <class Args>
 Refusal refuse_fp8_problem(const Args& a) {
   if (a.layout == TE_FL_LAYOUT_THD) return "FP8 with layout thd";
@@ -79,6 +87,8 @@ Refusal refuse_fp8_problem(const Args& a) {
   if (a.q->dl.shape[3] % 16 != 0 || a.v->dl.shape[3] % 16 != 0) {
     return "FP8 with a head size that is not a multiple of 16";
   }
+  // cuDNN 9.19 names no engine.
+  if (a.q->dl.shape[a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1] == 1) return "FP8 with one query";
   return nullptr;
 }
 template <class Args>
@@ -185,19 +195,22 @@ Refusal refuse_fp8_backward(const te_fl_fused_attn_bwd_args& a) {
 
 }  // namespace
 
-Refusal refuse_cudnn_forward(const te_fl_fused_attn_fwd_args& a) {
+Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;  // the shape's error is the answer
   for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
     if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;
   }
   if (const Refusal why = refuse_call(a, {a.o})) return why;
-  if (fp8(*a.q)) return refuse_fp8_forward(a);
+  if (fp8(*a.q)) {
+    const Refusal why = refuse_fp8_device(ctx);
+    return why != nullptr ? why : refuse_fp8_forward(a);
+  }
   if (a.softmax_lse == nullptr && operations(a) < kWorthAPlan) {
     return "too small an inference for a plan of cuDNN";
   }
   return nullptr;
 }
-Refusal refuse_cudnn_backward(const te_fl_fused_attn_bwd_args& a) {
+Refusal refuse_cudnn_backward(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv})) return nullptr;
   if (a.saved != nullptr && a.saved->opaque != 0) {
     return "saved is an opaque record, which only the implementation that made it can read";
@@ -207,12 +220,16 @@ Refusal refuse_cudnn_backward(const te_fl_fused_attn_bwd_args& a) {
     if (a.q->dl.shape[seq] == 1 && a.k->dl.shape[seq] == 1) return "one query and one key";
   }
   if (const Refusal why = refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv})) return why;
-  return fp8(*a.q) ? refuse_fp8_backward(a) : nullptr;
+  if (!fp8(*a.q)) return nullptr;
+  const Refusal why = refuse_fp8_device(ctx);
+  return why != nullptr ? why : refuse_fp8_backward(a);
 }
-Refusal refuse_cudnn_enquiry(const te_fl_get_fused_attn_backend_args& a) {
+Refusal refuse_cudnn_enquiry(const te_fl_context& ctx, const te_fl_get_fused_attn_backend_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v})) return nullptr;
   if (const Refusal why = refuse_problem(a)) return why;
-  return fp8(*a.q) && a.is_training ? refuse_fp8_training(a) : nullptr;
+  if (!fp8(*a.q)) return nullptr;
+  if (const Refusal why = refuse_fp8_device(ctx)) return why;
+  return a.is_training ? refuse_fp8_training(a) : nullptr;
 }
 
 }  // namespace te_fl::cuda

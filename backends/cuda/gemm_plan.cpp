@@ -396,12 +396,10 @@ void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, Plan
   set_pointers(plan, args, p, what);
   const bool adds = p.direct && args.residual != nullptr;
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
-  const void* added = adds      ? backend::data<const void>(*args.residual)
-                      : p.codes ? nullptr
-                                : out;
+  const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
   check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                           &plan.left, right, &plan.right, &beta, added, &plan.added, out, &plan.out,
-                           &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
+                           &plan.left, right, &plan.right, &beta, added, &plan.added, out,
+                           &plan.out, &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
         "cublasLtMatmul", what);
 }
 

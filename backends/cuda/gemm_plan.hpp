@@ -44,10 +44,10 @@ struct Problem {
   bool fp8 = false;    // the library multiplies FP8
   bool block = false;  // by blocks
   Convert convert = Convert::kNone;
-  bool direct = false;     // the library writes D
-  bool codes = false;      // which is FP8
+  bool direct = false;          // the library writes D
+  bool codes = false;           // which is FP8
   float* found_amax = nullptr;  // where its amax goes, for the call that runs
-  bool bias_grad = false;  // and the bias gradient, from the operand that it reads anyway
+  bool bias_grad = false;       // and the bias gradient, from the operand that it reads anyway
   int64_t padded_n = 0, padded_k = 0;
 };
 

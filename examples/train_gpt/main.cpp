@@ -236,8 +236,8 @@ Status run(const Options& options) {
               static_cast<long long>(options.seq_len));
   std::printf("recipe %s%s, %s, device %s; %zu training and %zu held-out bytes\n",
               options.recipe.c_str(), options.fp8_attention ? " with FP8 attention" : "",
-              options.dtype.c_str(), options.device.c_str(),
-              trainer.text().training_bytes(), trainer.text().held_out_bytes());
+              options.dtype.c_str(), options.device.c_str(), trainer.text().training_bytes(),
+              trainer.text().held_out_bytes());
   const auto start = std::chrono::steady_clock::now();
   const auto elapsed = [&] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

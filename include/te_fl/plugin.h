@@ -334,7 +334,8 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_ALLOW_OVERLAP = 1u
                                  << 6, /* strides may make elements overlap (inputs: broadcast) */
        TE_FL_ARG_OPAQUE = 1u << 7,     /* not compared, not poisoned by checkers */
-       TE_FL_ARG_STRIDED_CODES = 1u << 8 /* TENSOR scaling without column-wise copy may be strided */
+       TE_FL_ARG_STRIDED_CODES = 1u
+                                 << 8 /* TENSOR scaling without column-wise copy may be strided */
 };
 
 /*

@@ -88,7 +88,8 @@ void packed_inputs(Problem& p, const Spec& spec, const Variant& v, Inputs& in,
   for (size_t i = rank - 3; i-- > 0;) strides[i] = strides[i + 1] * shape[i + 1];
   const double scale = spec.quantised() ? static_cast<double>(spec.scale) : 1;
   for (int64_t i = 0; i < 3; ++i) {
-    out[i] = p.strided(names[i], role, spec, shape, strides, gaussian(scale), storage, i * v.h * v.d);
+    out[i] =
+        p.strided(names[i], role, spec, shape, strides, gaussian(scale), storage, i * v.h * v.d);
     if (!spec.quantised() || role == Role::kOut) continue;
     store(TE_FL_F32, out[i]->scale_inv->data(), 0, 1 / scale);
     out[i]->scale_inv->freeze();
@@ -254,8 +255,8 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     delta += x.d_o[oa + e] * x.o[oa + e], delta_size += std::fabs(x.d_o[oa + e] * x.o[oa + e]);
   const AttentionRow row = attention_row(a, n, head, i);
   if (lse == -infinity()) return;
-  const double error = score_error(v.dtype, a, row) + 0x1p-22 * std::fabs(lse),
-               low = unit(v.dtype), sums = product_slack(v.dtype, static_cast<double>(std::max(a.sq, a.sk)), 1);
+  const double error = score_error(v.dtype, a, row) + 0x1p-22 * std::fabs(lse), low = unit(v.dtype),
+               sums = product_slack(v.dtype, static_cast<double>(std::max(a.sq, a.sk)), 1);
   if (!a.sink.empty() && !r.dsink.empty()) {
     const double p = std::exp(a.sink[head] - lse);
     r.dsink[head] -= p * delta;
@@ -299,9 +300,9 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
       r.dbias[at] += real, r.dbias_slack[at] += ds_slack + low * std::fabs(real);
     }
     for (int64_t e = 0; e < a.d; ++e) {
-      const double factor = a.scale,
-                   slack = is_fp8(v.dtype) ? flip_s + sums * std::fabs(ds)
-                                           : ds_slack + (2 * low + 1e-6) * std::fabs(ds);
+      const double factor = a.scale, slack = is_fp8(v.dtype)
+                                                 ? flip_s + sums * std::fabs(ds)
+                                                 : ds_slack + (2 * low + 1e-6) * std::fabs(ds);
       r.dq[qa + e] += factor * ds * a.k[ka + e],
           r.dq_slack[qa + e] += std::fabs(factor * a.k[ka + e]) * slack;
       r.dk[ka + e] += factor * ds * a.q[qa + e],

@@ -203,8 +203,7 @@ inline std::vector<double> dequantised(const Tensor& t, bool columnwise) {
   for (int64_t i = 0; i < at.m; ++i)
     for (int64_t j = 0; j < at.k; ++j)
       x[i * at.k + j] =
-          load(t.spec.dtype, data.data(),
-               strided ? t.index(i * at.k + j) : at.data_index(i, j)) *
+          load(t.spec.dtype, data.data(), strided ? t.index(i * at.k + j) : at.data_index(i, j)) *
           global *
           load(at.scale_dtype, scales.data(), at.scale_index(i / at.block_m, j / at.block_k));
   return x;

@@ -93,9 +93,9 @@ class TE_FL_API DotProductAttention : public Module {
  private:
   friend class MultiheadAttention;
   // What MultiheadAttention needs to keep q, k, v, o and their gradients in codes between FP8
-  // attention and the products around it: how a forward is to compute (mode.fp8: in FP8); new codes,
-  // of which q, k and v, or their gradients, are slices; and forward() whose q, k and v may be codes
-  // and whose o is, with room for a column-wise copy if `columns`.
+  // attention and the products around it: how a forward is to compute (mode.fp8: in FP8); new
+  // codes, of which q, k and v, or their gradients, are slices; and forward() whose q, k and v may
+  // be codes and whose o is, with room for a column-wise copy if `columns`.
   enum class Codes : uint8_t { kQkv, kOutputGrad, kQkvGrad };
   Result<detail::Fp8Mode> begin(bool training);
   Result<Tensor> codes(const detail::Fp8Mode& mode, Codes what, std::span<const int64_t> shape,
