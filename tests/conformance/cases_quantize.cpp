@@ -346,7 +346,11 @@ void add_small_ops(Table& table) {
           table, "quantize", "fp8_transpose",
           std::string(name_of(d)) + "/" + dims_name(s) + "/sums",
           [=](Problem& p) {
-            transpose_and_sum(p, d, s[0] == 144 ? TE_FL_BF16 : TE_FL_F32, s[0], s[1], s[0] != 7);
+            transpose_and_sum(p, d,
+                              s[0] == 144  ? TE_FL_BF16
+                              : s[0] == 64 ? TE_FL_F16
+                                           : TE_FL_F32,
+                              s[0], s[1], s[0] != 7);
           },
           s[0] > 600);
   add(table, "quantize", "fp8_transpose", "mistake/sums_of_bytes", [](Problem& p) {
