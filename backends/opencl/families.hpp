@@ -66,6 +66,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   desc.kind = TE_FL_KIND_DEFAULT;
   desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK;
   desc.device_types = uint64_t{1} << TE_FL_DEVICE_OPENCL;
+  desc.scalings = TE_FL_BIT(TE_FL_SCALING_NONE) | TE_FL_BIT(TE_FL_SCALING_TENSOR);
   desc.run = run<Args, F>;
   desc.supports = supports<Args, Refuses>;
   if constexpr (!std::is_same_v<decltype(Workspace), std::nullptr_t>) {
@@ -79,5 +80,11 @@ using Ops = std::vector<te_fl_op_desc>;
 void append_activation(Ops& ops);
 void append_tensor(Ops& ops);
 void append_dropout(Ops& ops);
+void append_gemm(Ops& ops);
+void append_optimizer(Ops& ops);
+void append_rope(Ops& ops);
+void append_norm(Ops& ops);
+void append_quantize(Ops& ops);
+void append_softmax(Ops& ops);
 
 }  // namespace te_fl::opencl

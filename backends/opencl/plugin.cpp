@@ -17,6 +17,12 @@ constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_tensor,      //
     append_dropout,     //
+    append_gemm,        //
+    append_optimizer,   //
+    append_rope,        //
+    append_norm,        //
+    append_quantize,    //
+    append_softmax,     //
 };
 
 struct Instance {

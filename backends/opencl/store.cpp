@@ -35,12 +35,9 @@ uint32_t parts_of(const te_fl_quant& q, const te_fl_tensor* noop) {
 }  // namespace
 
 Refusal refuse_output(const Device& device, const te_fl_tensor& out) noexcept {
-  const uint32_t scaling = backend::scaling(out);
   if (!compact(&out)) return kNotContiguous;
-  if (scaling == TE_FL_SCALING_NONE) return nullptr;
-  if (scaling != TE_FL_SCALING_TENSOR) return "quantises per tensor only; blocks are not served";
-  return device.exact ? nullptr
-                      : "this device does not divide with one rounding, which FP8 scales need";
+  if (device.exact || backend::scaling(out) == TE_FL_SCALING_NONE) return nullptr;
+  return "this device does not divide with one rounding, which FP8 scales need";
 }
 
 void check_output(const te_fl_tensor& out, const char* argument) {
