@@ -26,6 +26,16 @@ static float d_gelu(float x) {
   return s + x * s * sigmoid(-u) * TWO_C * (1.0f + 0.134145f * x * x);
 }
 
+static float8 load8(__global const void* data, long i, int type) {
+  if (type == F32) return vload8(0, (__global const float*)data + i);
+  if (type == BF16) {
+    return as_float8(convert_uint8(vload8(0, (__global const ushort*)data + i)) << 16);
+  }
+  float values[8];
+  for (int j = 0; j < 8; ++j) values[j] = load(data, i + j, type);
+  return vload8(0, values);
+}
+
 __attribute__((reqd_work_group_size(64, 1, 1)))
 __kernel void gemm(__global const void* a, __global const void* b, __global void* d,
                    __global const void* bias, __global void* pre_gelu_out,
@@ -38,39 +48,56 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
   const long tiles_n = (n_extent + TILE - 1) / TILE;
   const long m0 = (long)get_group_id(0) / tiles_n * TILE;
   const long n0 = (long)get_group_id(0) % tiles_n * TILE;
-  float8 sum[8];
-  for (int r = 0; r < 8; ++r) sum[r] = (float8)(0.0f);
+  float8 sum0 = (float8)(0.0f), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+  float8 sum4 = sum0, sum5 = sum0, sum6 = sum0, sum7 = sum0;
   for (long k0 = 0; k0 < k_extent; k0 += SLICE) {
-    for (int i = 0; i < SLICE * TILE / 64; ++i) {
-      const int e = i * 64 + id;
-      const int ak = TRANS_A ? e / TILE : e % SLICE, am = TRANS_A ? e % TILE : e / SLICE;
-      const long k = k0 + ak, m = m0 + am;
-      float v = 0.0f;
-      if (k < k_extent && m < m_extent) v = load(a, TRANS_A ? k * m_extent + m : m * k_extent + k, TA);
-      slice_a[ak * TILE + am] = v;
+    // slice_a lies as a does, so that rows are copied; of slice_b the inner loop wants rows along n.
+    if (m0 + TILE <= m_extent && k0 + SLICE <= k_extent) {
+      for (int i = id; i < SLICE * TILE / 8; i += 64) {
+        const int line = TRANS_A ? i / (TILE / 8) : i / (SLICE / 8);
+        const int at = TRANS_A ? i % (TILE / 8) * 8 : i % (SLICE / 8) * 8;
+        const long from = TRANS_A ? (k0 + line) * m_extent + m0 + at : (m0 + line) * k_extent + k0 + at;
+        vstore8(load8(a, from, TA), 0, slice_a + line * (TRANS_A ? TILE : SLICE) + at);
+      }
+    } else {
+      for (int e = id; e < SLICE * TILE; e += 64) {
+        const int ak = TRANS_A ? e / TILE : e % SLICE, am = TRANS_A ? e % TILE : e / SLICE;
+        const long k = k0 + ak, m = m0 + am;
+        float v = 0.0f;
+        if (k < k_extent && m < m_extent) v = load(a, TRANS_A ? k * m_extent + m : m * k_extent + k, TA);
+        slice_a[e] = v;
+      }
     }
-    for (int i = 0; i < SLICE * TILE / 64; ++i) {
-      const int e = i * 64 + id;
-      const int bk = TRANS_B ? e % SLICE : e / TILE, bn = TRANS_B ? e / SLICE : e % TILE;
-      const long k = k0 + bk, n = n0 + bn;
-      float v = 0.0f;
-      if (k < k_extent && n < n_extent) v = load(b, TRANS_B ? n * k_extent + k : k * n_extent + n, TB);
-      slice_b[bk * TILE + bn] = v;
+    if (n0 + TILE <= n_extent && k0 + SLICE <= k_extent) {
+      for (int i = id; i < SLICE * TILE / 8; i += 64) {
+        if (TRANS_B) {
+          const int n = i % TILE, k = i / TILE * 8;
+          float values[8];
+          vstore8(load8(b, (n0 + n) * k_extent + k0 + k, TB), 0, values);
+          for (int j = 0; j < 8; ++j) slice_b[(k + j) * TILE + n] = values[j];
+        } else {
+          const int k = i / (TILE / 8), n = i % (TILE / 8) * 8;
+          vstore8(load8(b, (k0 + k) * n_extent + n0 + n, TB), 0, slice_b + k * TILE + n);
+        }
+      }
+    } else {
+      for (int e = id; e < SLICE * TILE; e += 64) {
+        const int bk = TRANS_B ? e % SLICE : e / TILE, bn = TRANS_B ? e / SLICE : e % TILE;
+        const long k = k0 + bk, n = n0 + bn;
+        float v = 0.0f;
+        if (k < k_extent && n < n_extent) v = load(b, TRANS_B ? n * k_extent + k : k * n_extent + n, TB);
+        slice_b[bk * TILE + bn] = v;
+      }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int k = 0; k < SLICE; ++k) {
-      const float8 x = vload8(0, slice_a + k * TILE + row), y = vload8(0, slice_b + k * TILE + col);
-      sum[0] = FMA((float8)(x.s0), y, sum[0]);
-      sum[1] = FMA((float8)(x.s1), y, sum[1]);
-      sum[2] = FMA((float8)(x.s2), y, sum[2]);
-      sum[3] = FMA((float8)(x.s3), y, sum[3]);
-      sum[4] = FMA((float8)(x.s4), y, sum[4]);
-      sum[5] = FMA((float8)(x.s5), y, sum[5]);
-      sum[6] = FMA((float8)(x.s6), y, sum[6]);
-      sum[7] = FMA((float8)(x.s7), y, sum[7]);
+      const float8 y = vload8(0, slice_b + k * TILE + col);
+#define ROW(r) sum##r = FMA((float8)(slice_a[TRANS_A ? k * TILE + row + r : (row + r) * SLICE + k]), y, sum##r);
+      ROW(0) ROW(1) ROW(2) ROW(3) ROW(4) ROW(5) ROW(6) ROW(7)
     }
     barrier(CLK_LOCAL_MEM_FENCE);
   }
+  float8 sum[8] = {sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7};
   for (int r = 0; r < 8; ++r) {
     float values[8];
     vstore8(sum[r], 0, values);
