@@ -119,16 +119,18 @@ TEST_F(OpenclDevice, ThreadsOnTheirOwnStreams) {
       const auto run = [&]() -> Status {
         TE_FL_ASSIGN_OR_RETURN(const Stream stream, Stream::create(kDevice));
         const StreamScope scope(stream.get());
+        CallOptions options;
+        options.stream = stream.get();
         std::vector<float> values(4099);
         for (int round = 0; round < 30; ++round) {
           std::iota(values.begin(), values.end(), static_cast<float>(1000 * t + round));
           TE_FL_ASSIGN_OR_RETURN(const Tensor host,
-                                 Tensor::from_values(kShape, values, DType::kF32));
+                                 Tensor::from_values({4099}, values, DType::kF32));
           TE_FL_ASSIGN_OR_RETURN(const Tensor x, host.to(kDevice));
           TE_FL_ASSIGN_OR_RETURN(const Tensor y, Tensor::empty(kShape, DType::kF32, kDevice));
-          TE_FL_RETURN_IF_ERROR(ops::add({.a = x, .b = x, .output = y}));
+          TE_FL_RETURN_IF_ERROR(ops::add({.a = x, .b = x, .output = y}, options));
           TE_FL_ASSIGN_OR_RETURN(const Tensor back, y.to(Device()));
-          const auto* found = static_cast<const float*>(back.data());
+          const float* found = back.data<float>();
           for (size_t i = 0; i < values.size(); ++i) {
             if (found[i] != 2 * values[i]) {
               return internal_error("element " + std::to_string(i) + " is " +

@@ -37,16 +37,20 @@ device)
   relu || fail "relu: $(cat "$work/out")"
   files=("$work"/cache/te_fl/opencl/*)
   [ "${#files[@]}" -ge 1 ] && [ -s "${files[0]}" ] && ok "${#files[@]} programs are kept" || fail "nothing is kept in $work/cache"
-  sum() { sha256sum "${files[0]}"; }
-  good=$(sum) before=$(stat -c %Y.%i "${files[0]}")
-  relu && [ "$(stat -c %Y.%i "${files[0]}")" = "$before" ] && ok "a kept program is used" || fail "a kept program is not used"
-  size=$(stat -c %s "${files[0]}")
-  for damage in "truncate -s 100" "truncate -s $((size - 1))" "truncate -s 0" "dd if=/dev/zero bs=1 seek=$((size - 64)) count=64 conv=notrunc status=none of="; do
+  stamp() { stat -c %y.%i.%s "${files[0]}"; }
+  before=$(stamp)
+  relu && [ "$(stamp)" = "$before" ] && ok "a kept program is used" || fail "a kept program is not used"
+  for damage in "truncated to 100" "one byte short" "empty" "zeros at its end"; do
+    size=$(stat -c %s "${files[0]}")
     case $damage in
-    dd*) $damage"${files[0]}" ;;
-    *) $damage "${files[0]}" ;;
+    truncated*) truncate -s 100 "${files[0]}" ;;
+    one*) truncate -s $((size - 1)) "${files[0]}" ;;
+    empty) truncate -s 0 "${files[0]}" ;;
+    zeros*) dd if=/dev/zero of="${files[0]}" bs=1 seek=$((size - 64)) count=64 conv=notrunc status=none ;;
     esac
-    relu && [ "$(stat -c %s "${files[0]}")" = "$size" ] && [ -n "$good" ] && ok "after: $damage" || fail "after: $damage: $(cat "$work/out")"
+    damaged=$(stamp)
+    relu && [ "$(stamp)" != "$damaged" ] && before=$(stamp) && relu && [ "$(stamp)" = "$before" ] &&
+      ok "$damage: compiled again" || fail "$damage: $(cat "$work/out")"
   done
   [ -z "$(find "$work/cache/te_fl/opencl" -type f ! -name '*.bin')" ] && ok "no temporary files stay" || fail "temporary files: $(ls "$work/cache/te_fl/opencl")"
   XDG_CACHE_HOME=/proc/nowhere relu && ok "a folder that cannot be written" || fail "a folder that cannot be written: $(cat "$work/out")"
