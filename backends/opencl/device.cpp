@@ -70,8 +70,11 @@ te_fl_status fill(void* self, void* dst, uint8_t value, size_t bytes, void* stre
 te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&](Device& d) {
     cl_int error = CL_SUCCESS;
-    *stream = clCreateCommandQueueWithProperties(d.context, d.id, nullptr, &error);
+    cl_command_queue made = clCreateCommandQueueWithProperties(d.context, d.id, nullptr, &error);
     check(error, "clCreateCommandQueueWithProperties");
+    const std::lock_guard lock(d.streams_mutex);
+    d.streams.insert(made);
+    *stream = made;
   });
 }
 
@@ -81,6 +84,10 @@ te_fl_status destroy_stream(void* self, void* stream) {
     const auto queue = static_cast<cl_command_queue>(stream);
     check(clFinish(queue), "clFinish");
     d.memory->forget(queue);
+    {
+      const std::lock_guard lock(d.streams_mutex);
+      d.streams.erase(queue);
+    }
     check(clReleaseCommandQueue(queue), "clReleaseCommandQueue");
   });
 }
@@ -179,6 +186,17 @@ te_fl_status check_pointer(void* self, const void* data, size_t bytes,
   });
 }
 
+te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) {
+    if (stream == nullptr) return;
+    cl_context context = nullptr;
+    const cl_int error = clGetCommandQueueInfo(static_cast<cl_command_queue>(stream),
+                                               CL_QUEUE_CONTEXT, sizeof context, &context, nullptr);
+    if (error != CL_SUCCESS) backend::invalid(text_of(error, "clGetCommandQueueInfo"));
+    if (context != d.context) backend::invalid("it is a command queue of another OpenCL context");
+  });
+}
+
 }  // namespace
 
 constexpr te_fl_device_api kDeviceApi = {
@@ -205,13 +223,15 @@ constexpr te_fl_device_api kDeviceApi = {
     .launch_graph = nullptr,
     .destroy_graph = nullptr,
     .check_pointer = check_pointer,
-    .check_stream = nullptr,
+    .check_stream = check_stream,
 };
 
-te_fl_status synchronize_device(const Device& device, const te_fl_error_sink* errors) noexcept {
+te_fl_status synchronize_device(Device& device, const te_fl_error_sink* errors) noexcept {
   return backend::guard(errors, [&] {
     refuse_after_fork();
     check(clFinish(device.queue), "clFinish");
+    const std::lock_guard lock(device.streams_mutex);
+    for (const cl_command_queue queue : device.streams) check(clFinish(queue), "clFinish");
   });
 }
 

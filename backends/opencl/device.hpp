@@ -4,6 +4,8 @@
 #include <CL/cl.h>
 
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,6 +30,8 @@ struct Device {
   std::unique_ptr<Memory> memory;
   std::unique_ptr<Programs> programs;
   te_fl_device_desc desc{};
+  std::mutex streams_mutex;
+  std::set<cl_command_queue> streams;  // that create_stream made
 
   cl_command_queue queue_of(void* stream) const {
     return stream == nullptr ? queue : static_cast<cl_command_queue>(stream);
@@ -47,7 +51,7 @@ struct Enumeration {
 // Throws backend::Error if `wanted` names none of them.
 Enumeration enumerate(const char* wanted, size_t cache_bytes);
 
-// Waits for all work on a device's default stream.
-te_fl_status synchronize_device(const Device& device, const te_fl_error_sink* errors) noexcept;
+// Waits for all work on the streams that the device made, the default stream among them.
+te_fl_status synchronize_device(Device& device, const te_fl_error_sink* errors) noexcept;
 
 }  // namespace te_fl::opencl

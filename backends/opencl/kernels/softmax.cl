@@ -5,6 +5,14 @@ static long visible_keys(long row, long queries, long keys) {
   return clamp(row % queries + keys - queries + 1, 0L, keys);
 }
 
+static bool is_masked(__global const uchar* mask, long at) {
+#if MASKED
+  return mask[at] != 0;
+#else
+  return false;
+#endif
+}
+
 __kernel void softmax_forward(__global const void* x, __global const uchar* mask, __global void* y,
                               long heads, long queries, long keys, float scale, long batch_stride,
                               long head_stride, long query_stride, long key_stride) {
@@ -20,21 +28,21 @@ __kernel void softmax_forward(__global const void* x, __global const uchar* mask
   }
   float top = -INFINITY;
   for (long k = id; k < visible; k += GROUP) {
-    if (MASKED && mask[mask_at + k * key_stride] != 0) continue;
+    if (is_masked(mask, mask_at + k * key_stride)) continue;
     top = max_or_nan(top, scale * load(x, begin + k, TX));
   }
   top = group_max(part, top);
   float s = 0.0f;
   if (top != -INFINITY) {
     for (long k = id; k < visible; k += GROUP) {
-      if (MASKED && mask[mask_at + k * key_stride] != 0) continue;
+      if (is_masked(mask, mask_at + k * key_stride)) continue;
       s += exp(scale * load(x, begin + k, TX) - top);
     }
   }
   s = group_sum(part, s);
   for (long k = id; k < keys; k += GROUP) {
     float v = 0.0f;
-    const bool seen = k < visible && !(MASKED && mask[mask_at + k * key_stride] != 0);
+    const bool seen = k < visible && !is_masked(mask, mask_at + k * key_stride);
     if (seen && top != -INFINITY) v = exp(scale * load(x, begin + k, TX) - top) / s;
     store(y, begin + k, TX, v);
   }
