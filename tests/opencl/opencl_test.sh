@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The OpenCL plugin as a whole. usage: opencl_test.sh conformance|device|train BIN PLUGIN EXPECTED
+# The OpenCL plugin as a whole. usage: opencl_test.sh BIN PLUGIN device|train, or
+# opencl_test.sh BIN PLUGIN conformance FAMILY EXPECTED
 set -uo pipefail
-part=$1 bin=$2 plugin=$3 expected=$4
+bin=$1 plugin=$2 part=$3
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export TEFL_LOG_LEVEL=WARNING TE_FL_PLUGIN_MODULES=$plugin
@@ -19,7 +20,7 @@ fi
 case $part in
 conformance)
   unset TE_FL_PLUGIN_MODULES
-  exec "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --expected "$expected"
+  exec "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --family "$4" --expected "$5"
   ;;
 device)
   grep -qE '^ *opencl +te-fl .* active +[1-9]' "$work/info" && ok "te-fl info" || fail "te-fl info: $(cat "$work/info")"
