@@ -200,14 +200,16 @@ OpManager::Impl::~Impl() {
 }
 
 uint64_t OpManager::Impl::read_care() {
-  // Reading a value first also reads the environment, if nothing has yet.
   const auto on = [](const char* name) {
     const Result<bool> value = environment::get_bool(name);
     return value.ok() && *value;
   };
+  (void)on("TE_FL_SYNC");  // reads the environment, if nothing has yet
+  // The generation comes first: what changes meanwhile is then read again by the next call.
+  const uint64_t generation = environment::generation();
   const uint64_t care =
       (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) | (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0);
-  care_word.store(environment::generation() << 2 | care, std::memory_order_relaxed);
+  care_word.store(generation << 2 | care, std::memory_order_relaxed);
   return care;
 }
 
