@@ -43,6 +43,9 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_CUDA_GEMM_TUNE", "", kBool, "0", "",
      "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates of "
      "the library in turn, and added to it."},
+    {"TE_FL_OPENCL_DEVICE", "", kList, "", "",
+     "OpenCL devices that the OpenCL plugin provides, comma separated: numbers in the order of the "
+     "drivers, or parts of device or platform names, any case; empty: all."},
     {"TE_FL_DEVICE_CACHE_MB", "", kInt, "512", "0 1048576",
      "Freed memory that a device's plugin may keep for the next allocation, in MiB for each "
      "device; "
