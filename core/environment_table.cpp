@@ -60,6 +60,26 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_SYNC", "", kBool, "0", "",
      "1: the stream is synchronised after each op, so that a device error names the op that caused "
      "it."},
+    {"TE_FL_VERIFY", "", kString, "", "",
+     "RATE or RATE:OP,OP2: the share of calls, above 0 and up to 1, after which the reference "
+     "implementation runs on copies of the arguments and the results are compared. Which calls is "
+     "decided by counting them."},
+    {"TE_FL_VERIFY_ACTION", "", kEnum, "log", "log quarantine",
+     "What a difference that TE_FL_VERIFY finds leads to: a warning, with the call saved; or also "
+     "that the implementation stops serving the op and signature from the next step on, in later "
+     "runs too."},
+    {"TE_FL_VERIFY_SEED", "", kInt, "0", "0 9223372036854775807",
+     "Another seed makes TE_FL_VERIFY pick other calls."},
+    {"TE_FL_VERIFY_DIR", "", kString, "te_fl_cases", "",
+     "Folder in which TE_FL_VERIFY saves calls whose results differ, for `te-fl replay`; empty: "
+     "none are saved.",
+     true},
+    {"TE_FL_VERIFY_CASES", "", kInt, "16", "0 1000000",
+     "Most calls that TE_FL_VERIFY_DIR is to hold."},
+    {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
+     "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
+     "in $XDG_STATE_HOME or ~/.local/state; empty: none.",
+     true},
 };
 
 std::vector<std::string> words(std::string_view text) {

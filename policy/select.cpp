@@ -64,6 +64,13 @@ bool on_copies(const Option& option, const Call& call) {
          serves(option, TE_FL_DEVICE_CPU);
 }
 
+const std::string* barred_reason(const Call& call, const Option& option) {
+  for (const Barred& b : call.barred) {
+    if (b.impl_id == option.impl_id) return &b.reason;
+  }
+  return nullptr;
+}
+
 Refusal staging_refusal(const PolicySettings& settings, const Call& call, const Verdict& v) {
   if (settings.strict && !v.named) return Refusal::kStagingStrict;
   if (settings.max_staged_bytes == 0u) return Refusal::kStagingForbidden;
@@ -97,6 +104,9 @@ Verdict verdict_on(const PolicySettings& settings, const Tokens* tokens, const C
   if (v.staged && !v.named && v.group != kUnlisted) v.group += 2;
   if (v.group == kUnlisted) v.refusal = Refusal::kNotListed;
   if (v.refusal == Refusal::kNone) v.refusal = vendor_refusal(settings, option);
+  if (v.refusal == Refusal::kNone && barred_reason(call, option) != nullptr) {
+    v.refusal = Refusal::kQuarantined;
+  }
   if (v.refusal == Refusal::kNone && v.staged) v.refusal = staging_refusal(settings, call, v);
   if (v.refusal == Refusal::kNone) {
     v.refusal = capability_refusal(settings, call, option, v.staged);
@@ -205,6 +215,10 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
       return "vendor " + std::string(option.vendor) +
              " is not among the allowed (TE_FL_ALLOW_VENDORS " + joined(settings.allow_vendors) +
              ")";
+    case Refusal::kQuarantined: {
+      const std::string* reason = barred_reason(call, option);
+      return reason == nullptr ? "quarantined" : *reason;
+    }
     case Refusal::kDevice:
       return "the tensors are on " + to_string(call.device) + ", it serves " +
              device_type_text(option.device_types);

@@ -28,6 +28,12 @@ struct Option {
   uint64_t device_types = 0;
 };
 
+// An implementation that is kept from serving a call, and why.
+struct Barred {
+  std::string_view impl_id;
+  std::string reason;
+};
+
 // What static constraints read of a call.
 struct Call {
   std::string_view op;
@@ -38,13 +44,15 @@ struct Call {
   uint32_t scalings = 0;
   uint32_t version = 1;  // newest parameter version whose arguments the call uses
   bool capturing = false;
+  std::span<const Barred> barred = {};  // quarantined implementations
 };
 
 enum class Refusal : uint8_t {
   kNone,
-  kNotListed,   // an exclusive per-op list leaves it out
-  kDenied,      // deny_vendors
-  kNotAllowed,  // allow_vendors
+  kNotListed,    // an exclusive per-op list leaves it out
+  kDenied,       // deny_vendors
+  kNotAllowed,   // allow_vendors
+  kQuarantined,  // it was caught with wrong results for such calls
   kDevice,
   kArch,
   kDtype,

@@ -46,12 +46,20 @@ struct BenchOptions {
   bool json = false;
 };
 
+struct ReplayOptions {
+  std::string file;
+  std::string impl;    // empty: the one it was saved from
+  std::string device;  // empty: the case's own
+  bool json = false;
+};
+
 int info(bool json);
 int ops(const OpsOptions& options);
 int explain(const ExplainOptions& options);
 int env(const EnvOptions& options);
 int doctor(bool json);
 int bench(const BenchOptions& options);
+int replay(const ReplayOptions& options);
 int completion(const std::string& shell);
 
 }  // namespace te_fl_tool

@@ -24,6 +24,9 @@ const char* const kFooter =
     "  te-fl doctor                                 what is missing and what to install\n"
     "  te-fl bench gelu --dtype bf16 --impl all      how long it takes, and how far from the "
     "floor\n"
+    "  te-fl replay te_fl_cases/NAME.call --impl reference.ref    a call that TE_FL_VERIFY saved, "
+    "on "
+    "another implementation\n"
     "  source <(te-fl completion bash)              completion of this shell\n"
     "\n"
     "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
@@ -119,6 +122,17 @@ int main(int argc, char** argv) {
   bench_command->add_flag("--list", bench_options.list, "the cases and their extents");
   bench_command->add_flag("--json", bench_options.json, "machine-readable");
   bench_command->callback([&] { exit_code = bench(bench_options); });
+
+  ReplayOptions replay_options;
+  auto* replay_command = app.add_subcommand(
+      "replay", "Runs a call that TE_FL_VERIFY saved again and prints what differs");
+  replay_command->add_option("file", replay_options.file, "the saved call")->required();
+  replay_command->add_option("--impl", replay_options.impl,
+                             "implementation by id (default: the one it was saved from)");
+  replay_command->add_option("--device", replay_options.device,
+                             "where to run it (default: where it ran, or the host)");
+  replay_command->add_flag("--json", replay_options.json, "machine-readable");
+  replay_command->callback([&] { exit_code = replay(replay_options); });
 
   std::string shell;
   auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");
