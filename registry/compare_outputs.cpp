@@ -170,6 +170,28 @@ class Walk {
   int64_t count_ = 0;
 };
 
+Walk walk_of(const te_fl_tensor& t) {
+  std::vector<int64_t> shape(t.dl.shape, t.dl.shape + t.dl.ndim);
+  std::vector<int64_t> strides = t.dl.strides == nullptr
+                                     ? core::compact_strides(shape)
+                                     : std::vector<int64_t>(t.dl.strides, t.dl.strides + t.dl.ndim);
+  return {std::move(shape), std::move(strides)};
+}
+
+// Of the finite ones among value(base, number, offset).
+template <class Value>
+double rms(const Walk& walk, const char* base, Value&& value) {
+  double sum = 0;
+  int64_t count = 0;
+  walk.each([&](int64_t n, int64_t at) {
+    const double v = value(base, n, at);
+    if (!std::isfinite(v)) return;
+    sum += v * v;
+    ++count;
+  });
+  return count == 0 ? 0 : std::sqrt(sum / static_cast<double>(count));
+}
+
 // Two arrays of one layout.
 struct Pair {
   const char* got;
@@ -188,7 +210,7 @@ class Comparison {
     const auto value = [&](const char* base, int64_t, int64_t at) {
       return element(p.dtype, base, at);
     };
-    const double floor = tolerance_.of_rms * rms(walk, p.wanted, value);
+    const double floor = tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, value);
     const double share = Tolerance::relative(p.dtype);
     run(name, walk, false, [&](int64_t, int64_t at) -> Found {
       const double got = element(p.dtype, p.got, at), wanted = element(p.dtype, p.wanted, at);
@@ -217,7 +239,7 @@ class Comparison {
     const auto value = [&](const char* base, int64_t n, int64_t at) {
       return element(p.dtype, base, at) * factors(n).second;
     };
-    const double floor = tolerance_.of_rms * rms(walk, p.wanted, value);
+    const double floor = tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, value);
     const Steps steps = steps_of(p.dtype);
     run(name, walk, true, [&](int64_t n, int64_t at) -> Found {
       const auto [of_got, of_wanted] = factors(n);
@@ -235,19 +257,6 @@ class Comparison {
   struct Found {
     double got, wanted, allowed;
   };
-
-  template <class Value>
-  static double rms(const Walk& walk, const char* base, Value&& value) {
-    double sum = 0;
-    int64_t count = 0;
-    walk.each([&](int64_t n, int64_t at) {
-      const double v = value(base, n, at);
-      if (!std::isfinite(v)) return;
-      sum += v * v;
-      ++count;
-    });
-    return count == 0 ? 0 : std::sqrt(sum / static_cast<double>(count));
-  }
 
   void exact(const std::string& name, const Walk& walk, const Pair& p) {
     run(name, walk, false, [&](int64_t, int64_t at) -> Found {
@@ -268,7 +277,7 @@ class Comparison {
     walk.each([&](int64_t n, int64_t at) {
       const Found e = f(n, at);
       if (std::isnan(e.got) && std::isnan(e.wanted)) return;
-      if (e.got == e.wanted && e.allowed >= 0) return;
+      if (e.got == e.wanted && !(e.allowed < 0)) return;  // NaN: of infinities
       const double error = std::abs(e.got - e.wanted);
       if (error <= e.allowed) return;  // false if either is NaN
       if (d.wrong++ == 0) d.first = walk.index(n);
@@ -383,13 +392,8 @@ void compare_tensor(Comparison& to, const te_fl_arg_desc& arg, const std::string
     return;
   }
   if (!data || t.dl.data == nullptr) return;
-  std::vector<int64_t> shape(t.dl.shape, t.dl.shape + t.dl.ndim);
-  std::vector<int64_t> strides = t.dl.strides == nullptr
-                                     ? core::compact_strides(shape)
-                                     : std::vector<int64_t>(t.dl.strides, t.dl.strides + t.dl.ndim);
   const char* wanted = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
-  to.plain(name, Walk(std::move(shape), std::move(strides)),
-           {wanted + distance, wanted, dtype_index(t.dl.dtype)});
+  to.plain(name, walk_of(t), {wanted + distance, wanted, dtype_index(t.dl.dtype)});
 }
 
 std::string number(double v) {
@@ -423,14 +427,22 @@ double Tolerance::relative(int dtype) {
 Tolerance Tolerance::of(const core::CompiledOp& op, const void* args) {
   double unit = 0x1p-24;
   int64_t length = 1;
-  for_each_tensor(op, args, [&](const te_fl_arg_desc&, const std::string&, const te_fl_tensor& t) {
-    const int dtype = dtype_index(t.dl.dtype);
-    if (dtype != kInvalidDType && is_float(dtype)) unit = std::max(unit, unit_of(dtype));
-    const std::span<const int64_t> shape(t.dl.shape, static_cast<size_t>(t.dl.ndim));
-    const auto [m, k] = core::logical_matrix(shape);
-    length = std::max({length, m, k});
-  });
-  return {2 * unit + 0x1p-21 * std::sqrt(static_cast<double>(length))};
+  double largest = 0;
+  for_each_tensor(
+      op, args, [&](const te_fl_arg_desc& arg, const std::string&, const te_fl_tensor& t) {
+        const int dtype = dtype_index(t.dl.dtype);
+        if (dtype != kInvalidDType && is_float(dtype)) unit = std::max(unit, unit_of(dtype));
+        const std::span<const int64_t> shape(t.dl.shape, static_cast<size_t>(t.dl.ndim));
+        const auto [m, k] = core::logical_matrix(shape);
+        length = std::max({length, m, k});
+        if (arg.role == TE_FL_OUT || dtype > TE_FL_BF16 || t.dl.data == nullptr) return;
+        const char* base = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
+        largest = std::max(largest, rms(walk_of(t), base, [&](const char* at, int64_t, int64_t i) {
+                             return element(dtype, at, i);
+                           }));
+      });
+  return {2 * unit + 0x1p-21 * std::sqrt(static_cast<double>(length)),
+          0x1p-20 * std::min(largest, 1.0)};
 }
 
 std::vector<OutputDifference> compare_outputs(const core::CompiledOp& op, const void* args,

@@ -28,6 +28,7 @@ struct OutputDifference {
 // What the rule allows for a call, from its dtypes and extents.
 struct Tolerance {
   double of_rms = 0;  // share of the output's root mean square
+  double floor = 0;   // for outputs whose terms cancel
   static Tolerance of(const core::CompiledOp& op, const void* args);
   static double relative(int dtype);  // share of the element itself
 };

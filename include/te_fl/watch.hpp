@@ -61,4 +61,15 @@ struct Replay {
 TE_FL_API Result<Replay> replay(const std::string& file, const std::string& impl_id = {},
                                 const std::string& device = {});
 
+// What decides which implementation runs, for ranks to compare before the first step: te-fl's
+// version, device types with chip and driver, ops, implementations with priorities, build ids, the
+// calling thread's policy (policy file included), tuning files and quarantines. 32 hex digits;
+// equal for equal tables. Loads plugins if that has not been done.
+TE_FL_API std::string fingerprint();
+// The same to read: "key = value" lines, the first being the fingerprint.
+TE_FL_API std::string fingerprint_table();
+// One sentence for each line in which two such tables differ.
+TE_FL_API std::vector<std::string> fingerprint_difference(const std::string& a,
+                                                          const std::string& b);
+
 }  // namespace te_fl

@@ -54,6 +54,8 @@ struct ReplayOptions {
 };
 
 int info(bool json);
+int fingerprint(bool json);
+int fingerprint_diff(const std::string& a, const std::string& b);
 int ops(const OpsOptions& options);
 int explain(const ExplainOptions& options);
 int env(const EnvOptions& options);

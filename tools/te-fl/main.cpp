@@ -59,7 +59,19 @@ int main(int argc, char** argv) {
 
   auto* info_command = app.add_subcommand("info", "Version, devices, and plugins with their state");
   info_command->add_flag("--json", json, "machine-readable");
-  info_command->callback([&] { exit_code = info(json); });
+  bool fingerprint_only = false;
+  info_command->add_flag("--fingerprint", fingerprint_only,
+                         "what decides who serves a call, and its hash, for ranks to compare");
+  info_command->callback([&] { exit_code = fingerprint_only ? fingerprint(json) : info(json); });
+
+  std::string first_table, second_table;
+  auto* fingerprint_command =
+      app.add_subcommand("fingerprint", "Compares what `te-fl info --fingerprint` printed");
+  fingerprint_command->require_subcommand(1);
+  auto* diff_command = fingerprint_command->add_subcommand("diff", "What two tables differ in");
+  diff_command->add_option("a", first_table, "file of the first rank")->required();
+  diff_command->add_option("b", second_table, "file of the second rank")->required();
+  diff_command->callback([&] { exit_code = fingerprint_diff(first_table, second_table); });
 
   OpsOptions ops_options;
   auto* ops_command = app.add_subcommand("ops", "The matrix of ops and their implementations");
