@@ -76,6 +76,12 @@ constexpr VariableSpec kSpecs[] = {
      true},
     {"TE_FL_VERIFY_CASES", "", kInt, "16", "0 1000000",
      "Most calls that TE_FL_VERIFY_DIR is to hold."},
+    {"TE_FL_TRACE", "", kString, "", "",
+     "File into which calls, implementations, staging and fallbacks are written at the end, per "
+     "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number.",
+     true},
+    {"TE_FL_TRACE_EVENTS", "", kInt, "200000", "1 100000000",
+     "Most calls that TE_FL_TRACE keeps in memory; later ones are counted."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",

@@ -214,7 +214,8 @@ uint64_t OpManager::Impl::read_care() {
   const uint64_t generation = environment::generation();
   const uint64_t care = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
                         (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |
-                        (given("TE_FL_VERIFY") ? uint64_t{kVerify} : 0);
+                        (given("TE_FL_VERIFY") ? uint64_t{kVerify} : 0) |
+                        (given("TE_FL_TRACE") ? uint64_t{kTrace} : 0);
   care_word.store(generation << kCareBits | care, std::memory_order_relaxed);
   return care;
 }

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 
 #include "core/fork.hpp"
@@ -18,6 +19,7 @@
 #include "registry/call_file.hpp"
 #include "registry/compare_outputs.hpp"
 #include "registry/quarantine.hpp"
+#include "registry/trace.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/watch.hpp"
 
@@ -331,7 +333,10 @@ Status run_watched(Call& call, const Failure* first, uint64_t care) {
     TE_FL_ASSIGN_OR_RETURN(check, Verification::begin(call));
   }
   Served served;
+  std::optional<TracedCall> traced;
+  if ((care & OpManager::Impl::kTrace) != 0) traced.emplace(call);
   const Status status = run_order(call, first, served);
+  if (traced) traced->finish(status, served);
   if (check != nullptr) check->finish(status, served);
   return status;
 }

@@ -61,6 +61,10 @@ struct Replay {
 TE_FL_API Result<Replay> replay(const std::string& file, const std::string& impl_id = {},
                                 const std::string& device = {});
 
+// Writes the file of TE_FL_TRACE as far as it is, by atomic rename; the end of the process does it
+// too. OK if there is none. Error: FAILED_PRECONDITION, the file cannot be written.
+TE_FL_API Status write_trace();
+
 // What decides which implementation runs, for ranks to compare before the first step: te-fl's
 // version, device types with chip and driver, ops, implementations with priorities, build ids, the
 // calling thread's policy (policy file included), tuning files and quarantines. 32 hex digits;
