@@ -31,6 +31,10 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_MAX_STAGED_BYTES", "", kInt, "", "0 9223372036854775807",
      "Most bytes that one call on a device's tensors may copy to and from the host for a host "
      "implementation; 0: none; empty: no limit."},
+    {"TE_FL_POLICY_FILE", "", kString, "", "",
+     "JSON file of a policy, as `te-fl tune` writes it or by hand (docs/policy-file.md); variables "
+     "win over it.",
+     true},
     {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
      true},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",

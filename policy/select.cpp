@@ -114,12 +114,6 @@ Verdict verdict_on(const PolicySettings& settings, const Tokens* tokens, const C
   return v;
 }
 
-const Tokens* list_for(const PolicySettings& settings, std::string_view op) {
-  if (settings.per_op.empty()) return nullptr;
-  const auto at = settings.per_op.find(op);
-  return at == settings.per_op.end() ? nullptr : &at->second;
-}
-
 template <class Name>
 std::string mask_text(uint32_t mask, int count, Name&& name) {
   std::string out;
@@ -148,6 +142,23 @@ std::string device_type_text(uint64_t mask) {
 
 }  // namespace
 
+const Tokens* list_for(const PolicySettings& settings, const Call& call) {
+  for (const SignatureList& list : settings.per_signature) {
+    if (list.op == call.op && list.dtypes == call.dtypes && list.scalings == call.scalings &&
+        list.device == device_type_name(call.device))
+      return &list.use;
+  }
+  if (settings.per_op.empty()) return nullptr;
+  const auto at = settings.per_op.find(call.op);
+  return at == settings.per_op.end() ? nullptr : &at->second;
+}
+
+std::string device_type_name(const Device& device) {
+  std::string name = to_string(device.is_host() ? Device{} : device);
+  if (const size_t colon = name.rfind(':'); colon != std::string::npos) name.resize(colon);
+  return name;
+}
+
 bool same_vendor(std::string_view a, std::string_view b) {
   const auto canonical = [](std::string_view v) {
     return v == "cuda" ? std::string_view("nvidia") : v;
@@ -163,7 +174,7 @@ bool same_vendor(std::string_view a, std::string_view b) {
 }
 
 Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options) {
-  const Tokens* tokens = list_for(settings, call.op);
+  const Tokens* tokens = list_for(settings, call);
   Decision decision;
   decision.order.reserve(options.size());
   for (uint32_t i = 0; i < options.size(); ++i) {
@@ -264,7 +275,7 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
 
 std::string missing_first_text(const Call& call, const PolicySettings& settings) {
   std::string what = "no implementation";
-  if (const Tokens* tokens = list_for(settings, call.op); tokens != nullptr && !tokens->empty()) {
+  if (const Tokens* tokens = list_for(settings, call); tokens != nullptr && !tokens->empty()) {
     const PolicyToken& token = tokens->front();
     switch (token.type) {
       case PolicyToken::Type::kKind:
@@ -296,11 +307,13 @@ std::vector<std::string> unknown_vendors(const PolicySettings& settings,
   };
   for (const std::string& v : settings.allow_vendors) look(v);
   for (const std::string& v : settings.deny_vendors) look(v);
-  for (const auto& [op, tokens] : settings.per_op) {
+  const auto look_in = [&](const Tokens& tokens) {
     for (const PolicyToken& token : tokens) {
       if (token.type == PolicyToken::Type::kVendorName) look(token.name);
     }
-  }
+  };
+  for (const auto& [op, tokens] : settings.per_op) look_in(tokens);
+  for (const SignatureList& list : settings.per_signature) look_in(list.use);
   return unknown;
 }
 

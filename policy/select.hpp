@@ -93,6 +93,9 @@ struct Decision {
   int32_t first = -1;
 };
 
+// The exclusive list that such a call is under; null: none.
+const std::vector<PolicyToken>* list_for(const PolicySettings& settings, const Call& call);
+
 Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options);
 
 // Names of the arguments that a refusal is about, where the call's arguments are at hand.
@@ -111,6 +114,8 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
 // What STRICT missed if Decision::first is -1, e.g. "no vendor implementation is registered for
 // cpu".
 std::string missing_first_text(const Call& call, const PolicySettings& settings);
+// "cpu", "cuda", "ext:acme": a device without its number.
+std::string device_type_name(const Device& device);
 // Case-insensitive; nvidia and cuda are one vendor.
 bool same_vendor(std::string_view a, std::string_view b);
 // Vendor names that the settings mention and `known` lacks.

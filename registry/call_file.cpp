@@ -1,5 +1,6 @@
 #include "registry/call_file.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
 #include "registry/arguments.hpp"
+#include "te_fl/numeric.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/tensor.hpp"
 #include "te_fl/version.hpp"
@@ -218,6 +220,9 @@ const te_fl_tensor* FiledCall::tensor(const json& from) {
     if (first < below) throw std::out_of_range("a tensor lies outside its bytes");
     const int64_t above = count > 0 ? bytes_for(*dtype, high + 1) : 0;
     slot(&dl.data, data, static_cast<size_t>(above), held.host);
+    held.first = first - below;
+    held.bytes = above + below;
+    if (from.contains("values")) held.values = from.at("values").get<std::vector<int64_t>>();
   }
   if (!from.contains("quant")) return &held.tensor;
   const json& q = from.at("quant");
@@ -303,6 +308,75 @@ Status FiledCall::fill(const json& d) {
     }
   }
   return {};
+}
+
+// Floats between 0.5 and 1.5, codes of such, scales of 1; integers as recorded, else 0.
+CopyBuffer FiledCall::made_up() const {
+  if (before_.data() != nullptr) return before_;
+  CopyBuffer out(bytes_);
+  if (out.data() == nullptr) return out;
+  uint32_t seed = 1;
+  const auto next = [&] { return (seed = seed * 1664525u + 1013904223u) >> 8; };
+  const auto fill = [&](int64_t first, int64_t bytes, DType dtype) {
+    const int64_t width = std::max(bits(dtype) / 8, 1);
+    char* to = out.data() + first;
+    for (int64_t i = 0; i + width <= bytes; i += width) {
+      const float value = 0.5f + static_cast<float>(next()) * 0x1p-24f;
+      const double wide = value;
+      uint16_t half = 0;
+      uint8_t code = 0;
+      switch (dtype) {
+        case DType::kF64:
+          std::memcpy(to + i, &wide, sizeof wide);
+          break;
+        case DType::kF32:
+          std::memcpy(to + i, &value, sizeof value);
+          break;
+        case DType::kF16:
+        case DType::kBF16:
+          half =
+              dtype == DType::kF16 ? numeric::float_to_fp16(value) : numeric::float_to_bf16(value);
+          std::memcpy(to + i, &half, sizeof half);
+          break;
+        case DType::kF8E4M3:
+        case DType::kF8E5M2:
+          code = dtype == DType::kF8E4M3 ? numeric::float_to_e4m3(value)
+                                         : numeric::float_to_e5m2(value);
+          to[i] = static_cast<char>(code);
+          break;
+        case DType::kF8E8M0:
+          to[i] = 127;  // 1
+          break;
+        default:
+          break;
+      }
+    }
+  };
+  for (const Held& held : tensors_) {
+    const auto dtype = static_cast<DType>(dtype_index(held.tensor.dl.dtype));
+    if (held.first >= 0) fill(held.first, held.bytes, dtype);
+    const int64_t width = bits(dtype) / 8;
+    const bool fits = static_cast<int64_t>(held.values.size()) * width <= held.bytes;
+    for (size_t i = 0; fits && i < held.values.size(); ++i) {
+      std::memcpy(out.data() + held.first + static_cast<int64_t>(i) * width, &held.values[i],
+                  static_cast<size_t>(width));  // little-endian
+    }
+    if (held.tensor.quant == nullptr) continue;
+    // Every part but the codes is a scale or an amax.
+    const auto scaling = static_cast<Scaling>(held.quant.scaling);
+    const auto [m, k] = core::logical_matrix(held.shape);
+    const core::QuantBytes bytes = core::quant_bytes(dtype, scaling, m, k);
+    for (const Slot& s : slots_) {
+      if (s.at == &held.quant.columnwise_data) fill(s.offset, bytes.codes, dtype);
+      const DType scale = core::scale_inv_dtype(scaling);
+      if (s.at == &held.quant.scale_inv) fill(s.offset, bytes.scale_inv, scale);
+      if (s.at == &held.quant.columnwise_scale_inv)
+        fill(s.offset, bytes.columnwise_scale_inv, scale);
+      if (s.at == &held.quant.amax || s.at == &held.quant.scale)
+        fill(s.offset, sizeof(float), DType::kF32);
+    }
+  }
+  return out;
 }
 
 const void* FiledCall::bind(char* base, const Device& device, char* host_base) noexcept {

@@ -57,6 +57,8 @@ class FiledCall {
   // Of a file; empty if the call was made from a description alone.
   const CopyBuffer& before() const noexcept { return before_; }
   const CopyBuffer& after() const noexcept { return after_; }
+  // Bytes to run it on: those of the file, or numbers like a run's.
+  CopyBuffer made_up() const;
   // Points all arguments into memory of `device` at `base`, host-only ones into host memory at
   // `host_base`; both of bytes() and aligned to 256.
   const void* bind(char* base, const Device& device, char* host_base) noexcept;
@@ -72,6 +74,8 @@ class FiledCall {
     te_fl_tensor tensor;
     te_fl_quant quant;
     std::vector<int64_t> shape, strides;
+    std::vector<int64_t> values;  // of a recorded integer tensor
+    int64_t first = -1, bytes = 0;
     bool host = false;
   };
   Status fill(const nlohmann::json& description);

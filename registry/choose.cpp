@@ -11,7 +11,8 @@ namespace te_fl::registry {
 namespace {
 
 bool mentions_names(const PolicySettings& s) {
-  return !s.per_op.empty() || !s.allow_vendors.empty() || !s.deny_vendors.empty();
+  return !s.per_op.empty() || !s.per_signature.empty() || !s.allow_vendors.empty() ||
+         !s.deny_vendors.empty();
 }
 
 // Whether copies to and from the device are possible, and to be made: not on one that is going.

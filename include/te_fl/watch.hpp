@@ -6,6 +6,7 @@
 
 #include "te_fl/export.hpp"
 #include "te_fl/op_registry.hpp"
+#include "te_fl/policy.hpp"
 #include "te_fl/status.hpp"
 
 // Watching a run: calls that were checked against the reference (TE_FL_VERIFY), implementations
@@ -64,6 +65,26 @@ TE_FL_API Result<Replay> replay(const std::string& file, const std::string& impl
 // Writes the file of TE_FL_TRACE as far as it is, by atomic rename; the end of the process does it
 // too. OK if there is none. Error: FAILED_PRECONDITION, the file cannot be written.
 TE_FL_API Status write_trace();
+
+// What `te-fl tune` found for one op and signature.
+struct TunedTime {
+  std::string impl_id;
+  double seconds = 0;  // of all the calls that the run made
+  int calls = 0;       // different ones that it served
+};
+struct TunedSignature {
+  SignatureList list;            // its `use` names the fastest first, then all kinds
+  uint64_t count = 0;            // calls that the run made
+  int calls = 0;                 // different ones
+  std::vector<TunedTime> times;  // fastest first, after that those that do not serve every call
+};
+// Times the implementations that accept the calls in these files: traces of TE_FL_TRACE, or calls
+// that TE_FL_VERIFY saved. `seconds`: about, for one call on one implementation. Calls that cannot
+// be made here go to `left_out`, with the reason. Staged candidates are not timed. Errors: a file
+// cannot be read.
+TE_FL_API Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files,
+                                                   double seconds = 0.1,
+                                                   std::vector<std::string>* left_out = nullptr);
 
 // What decides which implementation runs, for ranks to compare before the first step: te-fl's
 // version, device types with chip and driver, ops, implementations with priorities, build ids, the

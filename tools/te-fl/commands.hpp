@@ -53,6 +53,12 @@ struct ReplayOptions {
   bool json = false;
 };
 
+struct TuneOptions {
+  std::vector<std::string> files;  // traces, saved calls
+  std::string out;                 // empty: printed
+  double seconds = 0.1;            // per call and implementation
+};
+
 int info(bool json);
 int fingerprint(bool json);
 int fingerprint_diff(const std::string& a, const std::string& b);
@@ -62,6 +68,7 @@ int env(const EnvOptions& options);
 int doctor(bool json);
 int bench(const BenchOptions& options);
 int replay(const ReplayOptions& options);
+int tune(const TuneOptions& options);
 int completion(const std::string& shell);
 
 }  // namespace te_fl_tool

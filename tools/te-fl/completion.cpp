@@ -12,7 +12,7 @@ constexpr const char* kBash = R"sh(# te-fl completion for bash: source <(te-fl c
 _te_fl() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} cmd=${COMP_WORDS[1]}
   if [ "$COMP_CWORD" = 1 ]; then
-    COMPREPLY=($(compgen -W "info ops explain env doctor bench replay fingerprint completion --help --version" -- "$cur")); return
+    COMPREPLY=($(compgen -W "info ops explain env doctor bench replay fingerprint tune completion --help --version" -- "$cur")); return
   fi
   case "$prev" in
     --dtype) COMPREPLY=($(compgen -W "f32 f16 bf16 f8e4m3 f8e5m2" -- "$cur")); return ;;
@@ -25,6 +25,7 @@ _te_fl() {
     ops) COMPREPLY=($(compgen -W "--json --names --help" -- "$cur")) ;;
     env) COMPREPLY=($(compgen -W "--json --markdown --help" -- "$cur")) ;;
     fingerprint) COMPREPLY=($(compgen -f -W "diff" -- "$cur")) ;;
+    tune) COMPREPLY=($(compgen -f -W "--out --seconds --help" -- "$cur")) ;;
     replay) COMPREPLY=($(compgen -f -W "--impl --device --json --help" -- "$cur")) ;;
     completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$cur")) ;;
     *) COMPREPLY=($(compgen -W "--json --help" -- "$cur")) ;;
@@ -36,7 +37,7 @@ complete -F _te_fl te-fl
 constexpr const char* kZsh = R"sh(#compdef te-fl
 # te-fl completion for zsh: te-fl completion zsh > "${fpath[1]}/_te-fl"
 _te_fl() {
-  local -a commands=(info ops explain env doctor bench replay fingerprint completion)
+  local -a commands=(info ops explain env doctor bench replay fingerprint tune completion)
   if (( CURRENT == 2 )); then _describe command commands; return; fi
   case ${words[2]} in
     explain) _arguments '--device[device]:device:' '*--dtype[dtype]:dtype:(f32 f16 bf16 f8e4m3 f8e5m2)' \
@@ -48,6 +49,7 @@ _te_fl() {
     ops) _arguments '--json' '--names' ;;
     env) _arguments '--json' '--markdown' ;;
     fingerprint) _arguments '1:command:(diff)' '*:file:_files' ;;
+    tune) _arguments '--out[policy file]:file:_files' '--seconds[per call]:seconds:' '*:file:_files' ;;
     replay) _arguments '--impl[implementation]:id:' '--device[device]:device:' '--json' '*:file:_files' ;;
     completion) _values shell bash zsh fish ;;
     *) _arguments '--json' ;;
@@ -58,7 +60,7 @@ _te_fl "$@"
 
 constexpr const char* kFish =
     R"sh(# te-fl completion for fish: te-fl completion fish > ~/.config/fish/completions/te-fl.fish
-complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor bench replay fingerprint completion'
+complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor bench replay fingerprint tune completion'
 complete -c te-fl -f -n '__fish_seen_subcommand_from explain' -a '(te-fl ops --names 2>/dev/null)'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l dtype -xa 'f32 f16 bf16 f8e4m3 f8e5m2'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l scaling -xa 'none tensor block1x128 block128x128 mxfp8 nvfp4'

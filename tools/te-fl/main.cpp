@@ -27,6 +27,7 @@ const char* const kFooter =
     "  te-fl replay te_fl_cases/NAME.call --impl reference.ref    a call that TE_FL_VERIFY saved, "
     "on "
     "another implementation\n"
+    "  te-fl tune run.json --out policy.json        the fastest for each call of a TE_FL_TRACE\n"
     "  source <(te-fl completion bash)              completion of this shell\n"
     "\n"
     "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
@@ -145,6 +146,18 @@ int main(int argc, char** argv) {
                              "where to run it (default: where it ran, or the host)");
   replay_command->add_flag("--json", replay_options.json, "machine-readable");
   replay_command->callback([&] { exit_code = replay(replay_options); });
+
+  TuneOptions tune_options;
+  auto* tune_command = app.add_subcommand(
+      "tune", "Times the candidates on the calls of a run and writes a policy file");
+  tune_command->add_option("files", tune_options.files, "traces of TE_FL_TRACE, or saved calls")
+      ->required();
+  tune_command->add_option("--out", tune_options.out, "the policy file (default: printed)");
+  tune_command
+      ->add_option("--seconds", tune_options.seconds, "time to spend on a call and implementation")
+      ->check(CLI::Range(0.001, 600.0))
+      ->capture_default_str();
+  tune_command->callback([&] { exit_code = tune(tune_options); });
 
   std::string shell;
   auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");
