@@ -18,6 +18,10 @@ const CurrentStream& current_stream() noexcept;
 // destroy_stream has been called and no owner is left. Null for others.
 std::shared_ptr<void> stream_owner(void* handle);
 
+// Whether a te_fl::Capture has begun on this very stream and not ended: its graph then keeps the
+// stream. Not so for a stream that joined a capture, or whose capture somebody else began.
+bool begun_by_capture(const Device& device, void* stream);
+
 // Called just before such a stream is destroyed, so that memory kept for it can be freed on it.
 extern std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes;
 

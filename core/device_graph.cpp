@@ -1,8 +1,12 @@
+#include <algorithm>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/current_stream.hpp"
 #include "core/device_use.hpp"
+#include "core/fork.hpp"
 
 namespace te_fl {
 namespace {
@@ -14,6 +18,24 @@ using core::slot;
 using Api = te_fl_device_api;
 
 thread_local core::CurrentStream t_stream;
+
+constinit core::ForkMutex captures_mutex(26);
+const core::ForkMutex::Registration captures_registration(captures_mutex);
+
+// The streams on which a Capture has begun and not ended.
+using Captured = std::pair<Device, void*>;
+std::vector<Captured>& captures() {
+  static auto* const all = new std::vector<Captured>;
+  return *all;
+}
+void note_capture(const Device& device, void* stream) {
+  const std::lock_guard lock(captures_mutex);
+  captures().emplace_back(device, stream);
+}
+void forget_capture(const Device& device, void* stream) {
+  const std::lock_guard lock(captures_mutex);
+  std::erase(captures(), Captured{device, stream});
+}
 
 const char* missing_function(const Api& api) {
   if (slot(api, &Api::is_capturing) == nullptr) return "is_capturing";
@@ -36,6 +58,7 @@ void destroy_graph(const Device& device, void* graph) noexcept {
 
 // Ends the capture on `stream`; the device is counted in since it began. The graph keeps the count.
 Result<void*> end_capture(const Device& device, void* stream) {
+  forget_capture(device, stream);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return internal_error("a device went while a stream of it was captured");
   const te_fl_device_desc& d = *entry->desc;
@@ -49,6 +72,11 @@ Result<void*> end_capture(const Device& device, void* stream) {
 }  // namespace
 
 const core::CurrentStream& core::current_stream() noexcept { return t_stream; }
+
+bool core::begun_by_capture(const Device& device, void* stream) {
+  const std::lock_guard lock(captures_mutex);
+  return std::ranges::find(captures(), Captured{device, stream}) != captures().end();
+}
 
 namespace devices {
 
@@ -103,7 +131,9 @@ Status Graph::launch() const {
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return d.api->launch_graph(d.self, handle_, stream_, errors.sink()); });
-  return errors.status(code, "launch of a graph on " + to_string(device_));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device_, stream_, errors, code,
+                             "launch of a graph on " + to_string(device_));
 }
 
 Result<Capture> Capture::begin(const Device& device, void* stream) {
@@ -119,8 +149,10 @@ Result<Capture> Capture::begin(const Device& device, void* stream) {
       errors.call([&] { return d.api->begin_capture(d.self, stream, errors.sink()); });
   if (code != TE_FL_OK) {
     entry->release();
-    return errors.status(code, "the beginning of a capture on " + to_string(device));
+    return core::device_status(device, stream, errors, code,
+                               "the beginning of a capture on " + to_string(device));
   }
+  note_capture(device, stream);
   Capture capture;
   capture.device_ = device;
   capture.stream_ = stream;

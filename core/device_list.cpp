@@ -96,7 +96,24 @@ void unlist(const DeviceEntry* entry) {
   publish(std::move(next));
 }
 
+// Why devices were lost: few, and read without a lock, so they stay, in a chain that keeps them in
+// sight.
+struct KeptReason {
+  std::string text;
+  KeptReason* next;
+};
+std::atomic<KeptReason*> g_reasons{nullptr};
+
 }  // namespace
+
+bool DeviceEntry::lose(const std::string& reason) {
+  if (lost() != nullptr) return false;
+  auto* kept = new KeptReason{reason, g_reasons.load(std::memory_order_relaxed)};
+  while (!g_reasons.compare_exchange_weak(kept->next, kept, std::memory_order_acq_rel)) {
+  }
+  const std::string* none = nullptr;
+  return lost_.compare_exchange_strong(none, &kept->text, std::memory_order_acq_rel);
+}
 
 void DeviceEntry::last_gone() noexcept {
   {

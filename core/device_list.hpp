@@ -33,13 +33,7 @@ struct DeviceEntry {
   // Why the device does nothing any more; null while it works. Never freed.
   const std::string* lost() const noexcept { return lost_.load(std::memory_order_acquire); }
   // False if it is lost already.
-  bool lose(const std::string& reason) {
-    auto text = std::make_unique<const std::string>(reason);
-    const std::string* none = nullptr;
-    if (!lost_.compare_exchange_strong(none, text.get(), std::memory_order_acq_rel)) return false;
-    (void)text.release();
-    return true;
-  }
+  bool lose(const std::string& reason);
   void found_again() noexcept { lost_.store(nullptr, std::memory_order_release); }
 
   // Gone or going: no new objects, and no new work but to save what there is.

@@ -152,7 +152,9 @@ Status record_event(const Device& device, void* event, void* stream) {
   if (d.api->record_event == nullptr) return no_events(device, "record_event");
   ErrorText errors;
   const te_fl_status code = errors.call([&] { return d.api->record_event(d.self, event, stream); });
-  return errors.status(code, "recording an event on " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, stream, errors, code,
+                             "recording an event on " + te_fl::to_string(device));
 }
 
 Status wait_event(const Device& device, void* event, void* stream) {
@@ -162,7 +164,9 @@ Status wait_event(const Device& device, void* event, void* stream) {
   if (d.api->wait_event == nullptr) return no_events(device, "wait_event");
   ErrorText errors;
   const te_fl_status code = errors.call([&] { return d.api->wait_event(d.self, event, stream); });
-  return errors.status(code, "a stream's wait for an event on " + te_fl::to_string(device));
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, stream, errors, code,
+                             "a stream's wait for an event on " + te_fl::to_string(device));
 }
 
 Status synchronize_event(const Device& device, void* event) {

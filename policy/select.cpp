@@ -238,6 +238,10 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
         return "it needs architecture " + std::to_string(option.min_arch) +
                " or newer, and would be run on the host, which has none";
       }
+      if (!call.present && call.arch == 0) {
+        return "it needs architecture " + std::to_string(option.min_arch) +
+               " or newer, and there is no " + to_string(call.device) + " here to ask for its own";
+      }
       return "it needs architecture " + std::to_string(option.min_arch) + " or newer, " +
              to_string(call.device) + " is " + std::to_string(call.arch);
     case Refusal::kDtype:

@@ -202,7 +202,6 @@ OpManager::Impl::~Impl() {
 }
 
 uint64_t OpManager::Impl::read_care() {
-  // Reading a value first also reads the environment, if nothing has yet.
   const auto on = [](const char* name) {
     const Result<bool> value = environment::get_bool(name);
     return value.ok() && *value;
@@ -211,6 +210,8 @@ uint64_t OpManager::Impl::read_care() {
     const Result<std::string> value = environment::get(name);
     return value.ok() && !core::trim(*value).empty();
   };
+  (void)on("TE_FL_SYNC");  // reads the environment, if nothing has yet
+  // The generation comes first: what changes meanwhile is then read again by the next call.
   const uint64_t generation = environment::generation();
   const uint64_t care = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
                         (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |

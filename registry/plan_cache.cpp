@@ -68,6 +68,27 @@ void append_tensor(std::string& out, const te_fl_tensor* t) {
   if (t->quant != nullptr) append_quant(out, *t->quant);
 }
 
+const char* first_byte(const te_fl_tensor* t) noexcept {
+  if (t == nullptr || t->dl.data == nullptr) return nullptr;
+  return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
+}
+
+// For each output the first other argument whose memory it has, from 1; 0 if there is none.
+void append_sharing(const te_fl_op_schema& schema, const void* args, std::string& out) {
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
+    const char* memory = first_byte(tensor_argument(arg, args));
+    uint8_t shared = 0;
+    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
+      const te_fl_arg_desc& other = *schema.args[j];
+      if (j == i || other.type != TE_FL_ARG_TENSOR) continue;
+      if (first_byte(tensor_argument(other, args)) == memory) shared = static_cast<uint8_t>(j + 1);
+    }
+    append_value(out, shared);
+  }
+}
+
 }  // namespace
 
 void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
@@ -95,6 +116,7 @@ void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_f
       }
     }
   }
+  append_sharing(schema, args, out);
 }
 
 Plan::~Plan() {

@@ -84,7 +84,8 @@ class PlanCacheFront {
 };
 
 // Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
-// bytes), scaling modes, which parts are present, scalars and context flags. Written into `out`.
+// bytes), scaling modes, which parts are present, which outputs begin where another argument does,
+// scalars and context flags. Written into `out`.
 void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
                      std::string& out);
 

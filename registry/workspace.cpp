@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "core/allocations.hpp"
+#include "core/current_stream.hpp"
 #include "core/fork.hpp"
 
 namespace te_fl::registry {
@@ -68,15 +69,16 @@ Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device,
           grown.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
     if (arena->captured) {
       std::lock_guard lock(mutex);
-      captured_.push_back({device, stream, arena->data});
+      captured_.push_back({device, arena->outlives ? nullptr : stream, arena->data});
     } else {
       devices::free(device, arena->data, stream);  // after the stream's work so far
     }
     arena->data = *grown;
     arena->bytes = round_up(bytes);
-    arena->captured = false;
+    arena->captured = arena->outlives = false;
   }
   arena->captured |= capturing;
+  if (capturing && !arena->outlives) arena->outlives = !core::begun_by_capture(device, stream);
   *data = arena->data;
   return held;
 }
@@ -95,7 +97,11 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
       const auto& [type, index, provider, stream, depth] = entry.first;
       const Device device{type, index, provider};
       if (!matches(device, stream)) return false;
-      blocks.push_back({device, stream, entry.second->data});
+      if (entry.second->outlives && !on_default_stream) {
+        captured_.push_back({device, nullptr, entry.second->data});
+      } else {
+        blocks.push_back({device, stream, entry.second->data});
+      }
       return true;
     });
   }

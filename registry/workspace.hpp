@@ -40,6 +40,7 @@ struct DeviceArena {
   void* data = nullptr;
   size_t bytes = 0;
   bool captured = false;  // a captured graph holds its address: never freed while the stream lives
+  bool outlives = false;  // that graph does not keep the stream: freed when the device goes
 };
 
 class DeviceArenas {
@@ -53,14 +54,15 @@ class DeviceArenas {
   // Frees what is held on a device, before it is removed. Nothing may be running on it.
   void release(const Device& device);
   // Frees what is held for a stream that is about to be destroyed. A graph that was captured on it
-  // keeps it alive, so none refers to the memory any more.
+  // keeps it alive, so none refers to the memory any more. Graphs whose captures the stream only
+  // joined, or that somebody else captured, do not: what they hold stays until the device goes.
   void release(const Device& device, void* stream);
   // In a forked child the memory of devices is out of reach: forget it.
   void forget_after_fork();
 
  private:
   using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t>;
-  // Outgrown, but held by a captured graph.
+  // Held by a captured graph, and no arena any more: outgrown, or its stream has gone (then NULL).
   struct Outgrown {
     Device device;
     void* stream;

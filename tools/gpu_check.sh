@@ -3,7 +3,7 @@
 # and broken devices, the compute-sanitizer tools on a reduced table, the example with every recipe, and the benchmarks of bench/gpu
 # where a Python with PyTorch is found (TE_FL_PYTHON names one); prints a table last.
 # usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--quick | --staged]
-#   --build DIR  a build tree, or a folder with its bin/{conformance,train_gpt,nn_graphed_step_test,gpu_errors_test},
+#   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
@@ -32,7 +32,7 @@ fi
 if [ ! -x "$build/bin/conformance" ] || [ ! -e "$build/plugins/libte_fl_cuda.so" ]; then
   echo "gpu_check.sh: $build has no bin/conformance and plugins/libte_fl_cuda.so; building"
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=ON &&
-    cmake --build "$build" --target conformance train_gpt nn_graphed_step_test gpu_errors_test te_fl_bench_gpu te_fl_cuda || exit 1
+    cmake --build "$build" --target conformance train_gpt conformance_huge nn_graphed_step_test gpu_errors_test te_fl_bench_gpu te_fl_cuda || exit 1
 fi
 mkdir -p "$out"
 plugin=$(realpath "$build/plugins/libte_fl_cuda.so")
@@ -130,6 +130,11 @@ if [ $quick = 0 ]; then
     row "compute-sanitizer $tool" "$([ $errors = 0 ] && echo passed || echo FAILED)" "${text:-reduced table, $said}"
   done
   check_staging
+  if [ -x "$build/bin/conformance_huge" ]; then
+    "$build/bin/conformance_huge" --device cuda:0 --plugin "$plugin" >"$out/huge.log" 2>&1
+    code=$?
+    row "more than 2^31 elements" "$([ $code = 0 ] && grep -q vendor.cuda "$out/huge.log" && echo passed || echo FAILED)" "$(tail -n 1 "$out/huge.log")"
+  fi
   GRAPHED_STEP_DEVICE=cuda:0 TE_FL_PLUGIN_MODULES=$plugin "$build/bin/nn_graphed_step_test" \
     --gtest_filter='GraphedStepsOnADevice*' >"$out/graphs.log" 2>&1
   code=$?

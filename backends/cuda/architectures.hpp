@@ -25,4 +25,18 @@ constexpr bool built_for(std::string_view built, int architecture) {
   return false;
 }
 
+// What TE_FL_CUDA_ARCHITECTURES takes (CMakeLists.txt).
+inline constexpr std::string_view kKnownArchitectures = "80,89,90a,100a,120";
+
+// The newest of them whose code runs on a GPU; empty if there is none.
+constexpr std::string_view architecture_for(int architecture) {
+  std::string_view best, rest = kKnownArchitectures;
+  while (!rest.empty()) {
+    const std::string_view one = rest.substr(0, rest.find(','));
+    if (built_for(one, architecture)) best = one;
+    rest.remove_prefix(one.size() < rest.size() ? one.size() + 1 : rest.size());
+  }
+  return best;
+}
+
 }  // namespace te_fl::cuda

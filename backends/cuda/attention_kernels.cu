@@ -1,6 +1,7 @@
 // Attention in plain CUDA, FP32 throughout: tiles of 32 x 32 scores, eight threads a row, softmax
 // online. Any layout, mask, bias, dropout and softmax type; every sum has a fixed order.
 #include "attention.cuh"
+#include "shared_memory.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -334,28 +335,47 @@ dim3 tiles(int64_t rows, int64_t heads, int64_t batch) {
               static_cast<unsigned>(batch));
 }
 
-template <class Kernel, class... T>
-void launch(Kernel kernel, const char* name, dim3 grid, size_t bytes, cudaStream_t stream,
-            const T&... args) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(bytes)),
-        "cudaFuncSetAttribute");
-  kernel<<<grid, kThreads, bytes, stream>>>(args...);
-  check_launch(name);
-}
-
 size_t score_bytes() { return size_t{kTileRows} * (kTileRows + 1) * 4; }
 
 template <int kPerLane>
-void backward_of(cudaStream_t stream, const Attention& p, const AttentionGradients& g) {
+void forward_of(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse) {
+  const size_t bytes = 2 * tile_bytes(p.q.dim) + tile_bytes(p.v.dim) + score_bytes();
+  static SharedMemory shared;
+  shared.require(ctx.device.index, forward_kernel<kPerLane>, bytes);
+  const cudaStream_t stream = stream_of(ctx);
+  if (p.thd) clear_heads(stream, o, 1, p.seqlen_q, p.heads, lse);
+  forward_kernel<kPerLane>
+      <<<tiles(p.seqlen_q, p.heads, p.batch), kThreads, bytes, stream>>>(p, o, lse);
+  check_launch("forward_kernel");
+}
+
+void clear_gradients(cudaStream_t stream, const Attention& p, const AttentionGradients& g) {
+  if (!p.thd) return;
+  clear_heads(stream, g.dq, 1, p.seqlen_q, p.heads, nullptr);
+  clear_heads(stream, g.dk, 1, p.seqlen_kv, p.kv_heads, nullptr);
+  clear_heads(stream, g.dv, 1, p.seqlen_kv, p.kv_heads, nullptr);
+}
+
+template <int kPerLane>
+void backward_of(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
   const size_t operands = 2 * (tile_bytes(p.q.dim) + tile_bytes(p.v.dim));
+  const size_t dq_bytes = operands + score_bytes(), dkv_bytes = operands + 2 * score_bytes();
+  static SharedMemory dq_shared, dkv_shared;
+  dq_shared.require(ctx.device.index, dq_kernel<kPerLane>, dq_bytes);
+  dkv_shared.require(ctx.device.index, dkv_kernel<kPerLane>, dkv_bytes);
+  const cudaStream_t stream = stream_of(ctx);
+  clear_gradients(stream, p, g);
   if (p.seqlen_q > 0) {
-    launch(dq_kernel<kPerLane>, "dq_kernel", tiles(p.seqlen_q, p.heads, p.batch),
-           operands + score_bytes(), stream, p, g);
+    const dim3 grid = tiles(p.seqlen_q, p.heads, p.batch);
+    delta_kernel<<<grid, kThreads, 0, stream>>>(p, g);
+    check_launch("delta_kernel");
+    dq_kernel<kPerLane><<<grid, kThreads, dq_bytes, stream>>>(p, g);
+    check_launch("dq_kernel");
   }
   if (p.seqlen_kv > 0) {
-    launch(dkv_kernel<kPerLane>, "dkv_kernel", tiles(p.seqlen_kv, p.kv_heads, p.batch),
-           operands + 2 * score_bytes(), stream, p, g);
+    dkv_kernel<kPerLane>
+        <<<tiles(p.seqlen_kv, p.kv_heads, p.batch), kThreads, dkv_bytes, stream>>>(p, g);
+    check_launch("dkv_kernel");
   }
 }
 
@@ -371,39 +391,27 @@ void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t 
 
 void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o,
                        float* lse) {
-  const cudaStream_t stream = stream_of(ctx);
-  if (p.thd) clear_heads(stream, o, 1, p.seqlen_q, p.heads, lse);
-  if (p.batch == 0 || p.seqlen_q == 0) return;
-  const dim3 grid = tiles(p.seqlen_q, p.heads, p.batch);
-  const size_t bytes = 2 * tile_bytes(p.q.dim) + tile_bytes(p.v.dim) + score_bytes();
-  if (p.v.dim <= 64)
-    return launch(forward_kernel<8>, "forward_kernel", grid, bytes, stream, p, o, lse);
-  if (p.v.dim <= 128) {
-    return launch(forward_kernel<16>, "forward_kernel", grid, bytes, stream, p, o, lse);
+  if (p.seqlen_q == 0) return;
+  if (p.batch == 0) {
+    if (p.thd) clear_heads(stream_of(ctx), o, 1, p.seqlen_q, p.heads, lse);
+    return;
   }
-  launch(forward_kernel<32>, "forward_kernel", grid, bytes, stream, p, o, lse);
+  if (p.v.dim <= 64) return forward_of<8>(ctx, p, o, lse);
+  if (p.v.dim <= 128) return forward_of<16>(ctx, p, o, lse);
+  forward_of<32>(ctx, p, o, lse);
 }
 
 void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
   const cudaStream_t stream = stream_of(ctx);
-  if (p.thd) {
-    clear_heads(stream, g.dq, 1, p.seqlen_q, p.heads, nullptr);
-    clear_heads(stream, g.dk, 1, p.seqlen_kv, p.kv_heads, nullptr);
-    clear_heads(stream, g.dv, 1, p.seqlen_kv, p.kv_heads, nullptr);
-  }
-  if (p.batch > 0 && p.seqlen_q > 0) {
-    delta_kernel<<<tiles(p.seqlen_q, p.heads, p.batch), kThreads, 0, stream>>>(p, g);
-    check_launch("delta_kernel");
-  }
-  if (p.batch > 0) {
-    const int dim = std::max(p.q.dim, p.v.dim);
-    if (dim <= 64) {
-      backward_of<8>(stream, p, g);
-    } else if (dim <= 128) {
-      backward_of<16>(stream, p, g);
-    } else {
-      backward_of<32>(stream, p, g);
-    }
+  const int dim = std::max(p.q.dim, p.v.dim);
+  if (p.batch == 0) {
+    clear_gradients(stream, p, g);
+  } else if (dim <= 64) {
+    backward_of<8>(ctx, p, g);
+  } else if (dim <= 128) {
+    backward_of<16>(ctx, p, g);
+  } else {
+    backward_of<32>(ctx, p, g);
   }
   if (g.dbias.data != nullptr) {
     const int64_t n = g.dbias_batches * g.dbias_heads * p.seqlen_q * p.seqlen_kv;

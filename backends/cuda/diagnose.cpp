@@ -6,6 +6,7 @@
 #include "cublaslt.hpp"
 #include "cuda_check.hpp"
 #include "cudnn.hpp"
+#include "gemm_choice.hpp"
 #include "gemm_limits.hpp"
 
 namespace te_fl::cuda {
@@ -61,17 +62,21 @@ void report_device(const Report& report, int index) {
   const std::string subject = "cuda:" + std::to_string(index);
   const bool served = built_for(TE_FL_CUDA_ARCHITECTURES, 10 * p.major + p.minor);
   if (served) return report.add(TE_FL_FINDING_OK, subject, text);
+  const std::string_view wanted = architecture_for(10 * p.major + p.minor);
   report.add(TE_FL_FINDING_PROBLEM, subject,
              std::string(text) + ": this build has kernels for " TE_FL_CUDA_ARCHITECTURES " only",
              "every op of vendor.cuda on it",
-             "configure te-fl with -DTE_FL_CUDA_ARCHITECTURES=" +
-                 std::to_string(10 * p.major + p.minor) + " (known: 80, 89, 90a, 100a, 120)");
+             wanted.empty()
+                 ? "use another device; kernels can be built for " +
+                       std::string(kKnownArchitectures) + " only"
+                 : "configure te-fl with -DTE_FL_CUDA_ARCHITECTURES=" + std::string(wanted));
 }
 
-// "what is wrong: install ..." in its two halves.
+// "what is wrong: install ..." in its two halves, or what else stands between them.
 void report_missing(const Report& report, te_fl_finding_level level, const char* subject,
-                    const std::string& text, const char* disables) {
-  const size_t at = text.find(": install ");
+                    const std::string& text, const char* disables,
+                    const char* between = ": install ") {
+  const size_t at = text.find(between);
   const bool split = at != std::string::npos;
   report.add(level, subject, split ? text.substr(0, at) : text, disables,
              split ? text.substr(at + 2) : "");
@@ -92,6 +97,10 @@ void report_libraries(const Report& report, bool devices) {
                "FP8 products with block scaling", "install libcublas of CUDA 12.9 or newer");
   } else {
     report.add(TE_FL_FINDING_OK, "cuBLASLt", library_version(lt->number, lt->path));
+  }
+  if (const std::string wrong = gemm_choices_error(); !wrong.empty()) {
+    report_missing(report, TE_FL_FINDING_PROBLEM, "choices of products", wrong,
+                   "products on NVIDIA GPUs (generic_gemm), so every layer", "; ");
   }
   if (const Cudnn* dnn = cudnn(); dnn != nullptr) {
     report.add(TE_FL_FINDING_OK, "cuDNN", library_version(dnn->number, dnn->path));

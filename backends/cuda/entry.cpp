@@ -1,5 +1,6 @@
 #include "entry.hpp"
 
+#include <cuda_runtime_api.h>
 #include <nvtx3/nvToolsExt.h>
 
 #include <deque>
@@ -33,12 +34,24 @@ te_fl_status refuse_workspace(const Entry& e, const te_fl_context& ctx, size_t w
   });
 }
 
+// Scratch belongs to a stream by its handle, and this handle is another stream in every thread.
+te_fl_status refuse_stream(const Entry& e, const te_fl_context& ctx) noexcept {
+  return backend::guard(ctx.errors, [&] {
+    backend::invalid(std::string(e.inner.op_name) +
+                     ": ctx.stream is cudaStreamPerThread, which is another stream in every "
+                     "thread, so threads would share scratch memory without waiting for each "
+                     "other; give a stream made by te_fl::Stream::create or cudaStreamCreate, or "
+                     "NULL");
+  });
+}
+
 te_fl_status checked_run(void* self, const te_fl_context* ctx, const void* args) noexcept {
   const Entry& e = entry_of(self);
   if (e.inner.workspace != nullptr) {
     size_t wanted = 0;
     const te_fl_status code = e.inner.workspace(e.inner.self, ctx, args, &wanted);
     if (code != TE_FL_OK) return code | TE_FL_CLEAN;
+    if (wanted > 0 && ctx->stream == cudaStreamPerThread) return refuse_stream(e, *ctx);
     const bool aligned = reinterpret_cast<uintptr_t>(ctx->workspace) % kWorkspaceAlignment == 0;
     if (wanted > 0 && (ctx->workspace_bytes < wanted || !aligned)) {
       return refuse_workspace(e, *ctx, wanted);

@@ -14,13 +14,16 @@ using Refusal = const char*;
 
 template <class Args, auto F>
 te_fl_status supports(void*, const te_fl_context* ctx, const void* raw) noexcept {
-  const backend::Widened<Args> args(raw);
   Refusal refusal = nullptr;
-  if constexpr (std::is_invocable_v<decltype(F), const te_fl_context&, const Args&>) {
-    refusal = F(*ctx, *args);
-  } else {
-    refusal = F(*args);
-  }
+  const te_fl_status failed = backend::guard(ctx->errors, [&] {
+    const backend::Widened<Args> args(raw);
+    if constexpr (std::is_invocable_v<decltype(F), const te_fl_context&, const Args&>) {
+      refusal = F(*ctx, *args);
+    } else {
+      refusal = F(*args);
+    }
+  });
+  if (failed != TE_FL_OK) return failed | TE_FL_CLEAN;
   if (refusal == nullptr) return TE_FL_OK;
   backend::report(ctx->errors, refusal);
   return TE_FL_UNSUPPORTED;

@@ -276,7 +276,8 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   }
   Plan plan{};
   if (runs_library(p)) {
-    // The host's key for plans does not tell a call in place from another, which describe() does.
+    // A plan for D in the residual's memory is not that for D beside it; older hosts' keys for plans
+    // do not tell the two apart.
     const auto* kept = static_cast<const Plan*>(ctx.plan);
     plan = kept != nullptr && kept->direct == p.direct ? *kept : make_plan(ctx, args, p);
   }

@@ -1,5 +1,7 @@
 #include "gemm_choice.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -87,14 +89,17 @@ void save(const Choices& all) {
   json list = json::array();
   for (const Choice& c : all.all) list.push_back(as_json(c));
   const std::string text = json{{"format", 1}, {"choices", list}}.dump(1) + "\n";
-  const std::string made = all.file + ".new";
+  // Of this process: ranks that share the file write one after the other, and the last one's stays.
+  const std::string made = all.file + "." + std::to_string(getpid()) + ".new";
   std::ofstream out(made, std::ios::trunc);
   out << text;
   out.close();
   if (!out || std::rename(made.c_str(), all.file.c_str()) != 0) {
+    const std::string why = std::strerror(errno);
+    std::remove(made.c_str());
     throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN,
-                         "TE_FL_CUDA_GEMM_FILE: " + all.file + " cannot be written: " +
-                             std::strerror(errno) + "; name a file in a folder that can be");
+                         "TE_FL_CUDA_GEMM_FILE: " + all.file + " cannot be written: " + why +
+                             "; name a file in a folder that can be");
   }
 }
 
@@ -164,6 +169,12 @@ void configure_gemm_choices(const char* file, bool tune) {
     all.error = "TE_FL_CUDA_GEMM_FILE: " + all.file + " is not a file of choices: " + e.what() +
                 "; remove it and measure again with TE_FL_CUDA_GEMM_TUNE=1";
   }
+}
+
+std::string gemm_choices_error() {
+  Choices& all = choices();
+  const std::lock_guard lock(all.mutex);
+  return all.error;
 }
 
 bool tunes_gemm() noexcept { return choices().tune; }

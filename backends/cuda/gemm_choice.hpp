@@ -15,6 +15,10 @@ namespace te_fl::cuda {
 // that it lacks are measured and added. Called once, before any product.
 void configure_gemm_choices(const char* file, bool tune);
 
+// What is wrong with the settings, with the way out; empty if nothing is. find_gemm_choice() throws
+// it.
+std::string gemm_choices_error();
+
 // Throws if the file cannot be used; finds the choice for `problem` on this device and library, if
 // there is one.
 bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo);

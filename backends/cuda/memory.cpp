@@ -90,8 +90,7 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
     for (const auto& ended : graphs_) ended->open = ended->open && ended->stream != stream;
     return nullptr;
   }
-  auto& memory = captures_[id];
-  if (memory != nullptr) return memory;
+  if (const auto at = captures_.find(id); at != captures_.end()) return at->second;
   auto made = std::make_shared<GraphMemory>();
   made->stream = stream;
   // Owned by the graph, and by what is instantiated from it: lives as long as any of them. The
@@ -111,11 +110,11 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
   const cudaError_t error = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
   if (error != cudaSuccess) {
     cudaUserObjectRelease(object, 1);
-    captures_.erase(id);
     throw_error(error, "cudaGraphRetainUserObject");
   }
   graphs_.push_back(made);
-  return memory = std::move(made);
+  captures_.emplace(id, made);
+  return made;
 }
 
 void* Memory::allocate(size_t asked, cudaStream_t stream) {
@@ -206,7 +205,9 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
     cached_bytes_ += block.bytes;
     return;
   }
-  if (block.bytes > kLargestCached || block.bytes > cache_limit_) {
+  // cudaStreamPerThread is another stream in each thread: its blocks wait for nobody else's work.
+  const bool ambiguous = stream == cudaStreamPerThread;
+  if (block.bytes > kLargestCached || block.bytes > cache_limit_ || ambiguous) {
     check(cudaFreeAsync(data, stream), "cudaFreeAsync");
     return;
   }

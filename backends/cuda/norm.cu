@@ -2,9 +2,6 @@
 // if they can, else the general ones.
 #include "te_fl/ops/norm.h"
 
-#include <array>
-#include <atomic>
-
 #include "families.hpp"
 #include "norm.cuh"
 #include "norm_general.cuh"
@@ -14,16 +11,14 @@
 namespace te_fl::cuda {
 
 namespace {
-// Asked for once; devices past the table each time.
 template <cudaDeviceAttr kAttribute>
 int attribute_of(int device) {
-  static std::array<std::atomic<int>, 32> known{};
-  const bool fits = static_cast<size_t>(device) < known.size();
-  int value = fits ? known[device].load(std::memory_order_relaxed) : 0;
-  if (value != 0) return value;
-  check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
-  if (fits) known[device].store(value, std::memory_order_relaxed);
-  return value;
+  static PerDevice known;
+  return known.get(device, [&] {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
+    return value;
+  });
 }
 }  // namespace
 
@@ -167,10 +162,10 @@ size_t means_bytes(int64_t rows) {
   return static_cast<size_t>(round_up(2 * rows * static_cast<int64_t>(sizeof(float)), 256));
 }
 template <class Args>
-size_t backward_workspace(const te_fl_context& ctx, const Args& a) {
+size_t backward_workspace(const te_fl_context&, const Args& a) {
   const backend::Matrix m = backend::as_matrix(*a.x);
   const size_t general = means_bytes(m.rows) + column_sums_bytes(m.rows, m.cols);
-  return kStoreWorkspace + std::max(general, backward_bytes(ctx, m.cols));
+  return kStoreWorkspace + std::max(general, backward_bytes(m.rows, m.cols));
 }
 
 void run_backward(const te_fl_context& ctx, const NormBackward& b) {

@@ -34,10 +34,10 @@ bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, 
 bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
 // dx, dgamma and dbeta in two launches. `partials` has backward_bytes().
 bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials);
-size_t backward_bytes(const te_fl_context& ctx, int64_t cols);
+size_t backward_bytes(int64_t rows, int64_t cols);
 
 int multiprocessors(int device);
-int compute_capability(int device);  // 10 major + minor
+int compute_capability(int device);  // 10 major
 
 inline bool aligned(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
@@ -218,10 +218,7 @@ __device__ inline RowStatistics merge(const Moments& m, float inverse_cols, floa
 
 // Codes of four values, the first in the lowest byte. NaN becomes 0x7F.
 __device__ inline uint32_t encode(const float (&v)[kHalf], bool is_e5m2) {
-  const float2 low = make_float2(v[0], v[1]), high = make_float2(v[2], v[3]);
-  const auto kind = is_e5m2 ? __NV_E5M2 : __NV_E4M3;
-  return __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, kind) |
-         uint32_t{__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, kind)} << 16;
+  return codes_of(v[0], v[1], v[2], v[3], is_e5m2);
 }
 
 }  // namespace te_fl::cuda

@@ -7,6 +7,9 @@ namespace {
 
 constexpr int64_t kGradCols = 512 * kGroup;  // of a thread's group each
 constexpr size_t kMostShared = 200 << 10;    // dynamic, of a block
+// One for each multiprocessor, and not more than this, by which the scratch is sized: that question
+// is answered without asking the driver (rule R10).
+constexpr int kMostGradBlocks = 256;
 
 struct GradArgs {
   const void *dz, *x, *add;
@@ -202,7 +205,8 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   }
 }
 
-// The number of blocks, each of which leaves its sums.
+// The number of blocks, each of which leaves its sums; 0, with nothing launched, if a row does not
+// fit the shared memory of this GPU.
 template <class T, int kGroups, bool kLayer>
 int launch(const te_fl_context& ctx, GradArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, of x in a thread
@@ -215,15 +219,14 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   while (a.warps < needed) a.warps *= 2;
   if (kWarps == 32 && a.warps == 2) a.warps = 4;  // there are 15 barriers for slots
   const int slots = kWarps / a.warps;
-  const int blocks = static_cast<int>(
-      std::min<int64_t>(ceil_div(a.rows, slots), int64_t{multiprocessors(ctx.device.index)}));
+  const int most = std::min(multiprocessors(ctx.device.index), kMostGradBlocks);
+  const int blocks = static_cast<int>(std::min<int64_t>(ceil_div(a.rows, slots), most));
   // gamma, and with several slots the sums in its place; then rows on their way
   a.staged = a.cols * (slots > 1 && kLayer ? 2 : 1);
   const size_t shared = sizeof(float) * a.staged +
                         size_t{kThreads} * 8 * kWords * kStages * (a.add != nullptr ? 3 : 2);
-  static const cudaError_t allowed = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostShared));
-  check(allowed, "cudaFuncSetAttribute");
+  static SharedMemory granted;
+  if (!granted.allow(ctx.device.index, kernel, shared, kMostShared)) return 0;
   kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream_of(ctx)>>>(a);
   check_launch("norm_grad_kernel");
   return blocks;
@@ -245,8 +248,8 @@ int launch_type(const te_fl_context& ctx, const GradArgs& a) {
 
 }  // namespace
 
-size_t backward_bytes(const te_fl_context& ctx, int64_t cols) {
-  return sizeof(float) * 2 * static_cast<size_t>(cols * multiprocessors(ctx.device.index));
+size_t backward_bytes(int64_t rows, int64_t cols) {
+  return sizeof(float) * 2 * static_cast<size_t>(cols * std::min<int64_t>(rows, kMostGradBlocks));
 }
 
 bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
@@ -273,6 +276,7 @@ bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* parti
   const int parts = dtype == TE_FL_BF16  ? launch_type<bf16>(ctx, a)
                     : dtype == TE_FL_F16 ? launch_type<fp16>(ctx, a)
                                          : launch_type<float>(ctx, a);
+  if (parts == 0) return false;
   const dim3 grid(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
   norm_grad_sums_kernel<<<grid, dim3(kSumCols, kSumRows), 0, stream_of(ctx)>>>(
       partials, parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),

@@ -176,27 +176,28 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
   }
 }
 
+// False, as those below, if a row does not fit the shared memory of this GPU.
 template <class T, bool kCodes, int kGroups, bool kResidual>
-void launch(const te_fl_context& ctx, RowsArgs a) {
+bool launch(const te_fl_context& ctx, RowsArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, that a thread has
   constexpr int kStages = kWords <= 4 ? 2 : 1;
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;
   const auto kernel = norm_rows_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostShared));
-  check(allowed, "cudaFuncSetAttribute");
   const int warps_needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
   while (a.warps < warps_needed) a.warps *= 2;
   const size_t shared = (a.weighs ? 2 * sizeof(float) * a.cols : 0) +
                         size_t{kRowThreads} * 8 * kWords * kStages * (kResidual ? 2 : 1);
+  static SharedMemory granted;
+  if (!granted.allow(ctx.device.index, kernel, shared, kMostShared)) return false;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(
       ceil_div(a.rows, kRowWarps / a.warps), int64_t{kBlocks} * multiprocessors(ctx.device.index)));
   kernel<<<blocks, kRowThreads, shared, stream_of(ctx)>>>(a);
   check_launch("norm_rows_kernel");
+  return true;
 }
 template <class T, bool kCodes, bool kResidual>
-void launch_for(const te_fl_context& ctx, const RowsArgs& a) {
+bool launch_for(const te_fl_context& ctx, const RowsArgs& a) {
   constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
   const int64_t groups = ceil_div(a.cols, kRowThreads * kGroup);
   if (groups <= kFew) return launch<T, kCodes, kFew, kResidual>(ctx, a);
@@ -204,11 +205,11 @@ void launch_for(const te_fl_context& ctx, const RowsArgs& a) {
   return launch<T, kCodes, 4, kResidual>(ctx, a);
 }
 template <class T>
-void launch_codes(const te_fl_context& ctx, const RowsArgs& a, bool codes) {
+bool launch_codes(const te_fl_context& ctx, const RowsArgs& a, bool codes) {
   if (a.residual != nullptr) {
     return codes ? launch_for<T, true, true>(ctx, a) : launch_for<T, false, true>(ctx, a);
   }
-  codes ? launch_for<T, true, false>(ctx, a) : launch_for<T, false, false>(ctx, a);
+  return codes ? launch_for<T, true, false>(ctx, a) : launch_for<T, false, false>(ctx, a);
 }
 
 }  // namespace
@@ -252,14 +253,9 @@ bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, 
   }
   a.find_amax = a.amax != nullptr;
   a.weighs = a.z != nullptr || a.find_amax;
-  if (dtype == TE_FL_BF16) {
-    launch_codes<bf16>(ctx, a, codes);
-  } else if (dtype == TE_FL_F16) {
-    launch_codes<fp16>(ctx, a, codes);
-  } else {
-    launch_codes<float>(ctx, a, codes);
-  }
-  return true;
+  return dtype == TE_FL_BF16  ? launch_codes<bf16>(ctx, a, codes)
+         : dtype == TE_FL_F16 ? launch_codes<fp16>(ctx, a, codes)
+                              : launch_codes<float>(ctx, a, codes);
 }
 
 }  // namespace te_fl::cuda

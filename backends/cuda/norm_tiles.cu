@@ -278,28 +278,22 @@ bool launch(const te_fl_context& ctx, TilesArgs a) {
   config.stream = stream_of(ctx);
   config.attrs = &attribute;
   config.numAttrs = 1;
+  static SharedMemory shared;
+  const size_t most = Memory::bytes(kMostBlocks);
+  if (!shared.allow(ctx.device.index, kernel, most, most)) return false;
   // Clusters that the device holds at once, by the logarithm of their size; 0: such are refused.
-  static const auto clusters = [&] {
-    std::array<int, 5> found{};
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(Memory::bytes(kMostBlocks))),
-          "cudaFuncSetAttribute");
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    for (int i = 0; i < 5; ++i) {
-      attribute.val.clusterDim.x = config.gridDim.x = 1u << i;
-      config.dynamicSmemBytes = Memory::bytes(1 << i);
-      if (cudaOccupancyMaxActiveClusters(&found[i], kernel, &config) != cudaSuccess) found[i] = 0;
-    }
-    cudaGetLastError();  // larger clusters than the device grants are no error here
-    return found;
-  }();
+  static std::array<PerDevice, 5> clusters;
   int size = 0;
   while (1 << size < a.blocks) ++size;
-  attribute.val.clusterDim.x = static_cast<unsigned>(a.blocks);
-  config.dynamicSmemBytes = Memory::bytes(a.blocks);
-  if (clusters[size] == 0) return false;
-  const auto count =
-      static_cast<int>(std::min<int64_t>(ceil_div(a.q.m, kTileRows), clusters[size]));
+  const int held = clusters[static_cast<size_t>(size)].get(ctx.device.index, [&] {
+    int found = 0;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (cudaOccupancyMaxActiveClusters(&found, kernel, &config) != cudaSuccess) found = 0;
+    (void)cudaGetLastError();  // larger clusters than the device grants are no error here
+    return found;
+  });
+  if (held == 0) return false;
+  const auto count = static_cast<int>(std::min<int64_t>(ceil_div(a.q.m, kTileRows), held));
   config.gridDim.x = static_cast<unsigned>(a.blocks * count);
   a.step = count * kTileRows;
   check(cudaLaunchKernelEx(&config, kernel, a), "norm_tiles_kernel");

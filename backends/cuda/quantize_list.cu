@@ -199,10 +199,10 @@ void multi_tensor_quantize(const te_fl_context& ctx, const te_fl_multi_tensor_qu
       noop_of(args.noop_flag));
 }
 Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& args) {
+  if (any_overlap(args.outputs, args.outputs_count, args.inputs, args.inputs_count)) {
+    return kInPlace;
+  }
   for (int64_t i = 0; i < args.outputs_count; ++i) {
-    for (int64_t j = 0; j < args.inputs_count; ++j) {
-      if (overlaps(*args.outputs[i], *args.inputs[j])) return kInPlace;
-    }
     if (const Refusal why = refuse_pair(*args.inputs[i], *args.outputs[i])) return why;
   }
   return nullptr;

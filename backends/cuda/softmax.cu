@@ -3,6 +3,7 @@
 
 #include "families.hpp"
 #include "overlap.hpp"
+#include "shared_memory.hpp"
 #include "softmax_kernels.cuh"
 
 namespace te_fl::cuda {
@@ -14,8 +15,9 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   v.keys = t.dl.shape[t.dl.ndim - 1];
   v.heads = t.dl.ndim == 4 ? t.dl.shape[1] : 1;
   v.causal = causal;
-  if (v.queries < kFastDivLimit) v.by_queries = FastDiv(std::max<int64_t>(v.queries, 1));
-  if (v.heads < kFastDivLimit) v.by_heads = FastDiv(std::max<int64_t>(v.heads, 1));
+  // Rows below 2^31 are divided so: by 2^31 and more the quotient is 0.
+  v.by_queries = FastDiv(std::clamp<int64_t>(v.queries, 1, kFastDivLimit));
+  v.by_heads = FastDiv(std::clamp<int64_t>(v.heads, 1, kFastDivLimit));
   return v;
 }
 
@@ -80,9 +82,8 @@ void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
       softmax_wide<T, false><<<blocks, kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
       return;
     }
-    static const cudaError_t allowed = cudaFuncSetAttribute(
-        softmax_wide<T, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostStaged);
-    check(allowed, "cudaFuncSetAttribute");
+    static SharedMemory shared;
+    shared.require(ctx.device.index, softmax_wide<T, true>, kMostStaged);
     softmax_wide<T, true><<<blocks, kWideThreads, static_cast<size_t>(bytes), stream_of(ctx)>>>(
         x, y, visible, scale);
   });

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "quantised.cuh"
+#include "shared_memory.hpp"
 
 namespace te_fl::cuda {
 
@@ -180,6 +181,9 @@ void finish_empty(const te_fl_context& ctx, const Quantised& q, bool compute_sca
 template <class Produce>
 void quantise(const te_fl_context& ctx, Quantised q, bool compute_scale, const Produce& produce) {
   const cudaStream_t stream = stream_of(ctx);
+  const auto kernel = quantise_kernel<Produce>;
+  static SharedMemory shared;
+  shared.require(ctx.device.index, kernel, kTileBytes);
   if (q.scaling == TE_FL_SCALING_TENSOR) {
     if (compute_scale) {
       float* found = static_cast<float*>(ctx.workspace);
@@ -193,10 +197,6 @@ void quantise(const te_fl_context& ctx, Quantised q, bool compute_scale, const P
     clear_scales(ctx, q);
   }
   if (q.found == nullptr) q.running_amax = q.amax;
-  const auto kernel = quantise_kernel<Produce>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kTileBytes));
-  check(allowed, "cudaFuncSetAttribute");
   const int64_t row_tiles = ceil_div(q.m, kTile);
   const dim3 grid(static_cast<unsigned>(ceil_div(q.k, kTile)),
                   static_cast<unsigned>(std::min<int64_t>(row_tiles, 65535)),

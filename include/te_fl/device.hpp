@@ -169,7 +169,8 @@ class Graph {
   // The stream it was captured on.
   void* stream() const noexcept { return stream_; }
   // Enqueues the work once. On the stream it was captured on, with whose later work it shares
-  // scratch memory. FAILED_PRECONDITION for an empty Graph.
+  // scratch memory; so it does with other streams that joined the capture, which are therefore to
+  // have no other work while a launch runs. FAILED_PRECONDITION for an empty Graph.
   TE_FL_API Status launch() const;
 
  private:

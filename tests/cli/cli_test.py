@@ -74,6 +74,16 @@ class Commands(unittest.TestCase):
         fp64 = self.ok("explain", "gelu", "--dtype", "bf16,f8e4m3", "--scaling", "mxfp8")
         self.assertIn("default.cpu", fp64)
 
+    def test_explain_for_a_device_that_is_not_here(self):
+        text = self.fails(3, "if the device were here, but there is no device vulkan:3; present: cpu", "explain", "gelu", "--device",
+                          "vulkan:3")
+        self.assertIn("te-fl doctor", text)
+        result = json.loads(run("explain", "gelu", "--device", "vulkan:3", "--json").stdout)
+        self.assertEqual([result["device"], result["device_present"]], ["vulkan:3", False])
+        here = self.ok("explain", "gelu")
+        self.assertNotIn("if the device were here", here)
+        self.assertTrue(json.loads(self.ok("explain", "gelu", "--json"))["device_present"])
+
     def test_explain_without_candidate(self):
         self.fails(3, "No implementation", "explain", "gelu", "--dtype", "f32", "--set", "TE_FL_PER_OP=gelu=vendor:acme")
 

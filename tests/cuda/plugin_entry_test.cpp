@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "te_fl/ops/gemm.h"
+#include "te_fl/ops/norm.h"
 #include "te_fl/plugin.h"
 
 namespace {
@@ -156,6 +157,49 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   EXPECT_TRUE(contains(call.errors.text, "not aligned to 256 bytes")) << call.errors.text;
 }
 
+TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
+  Plugin plugin;
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  Product call;
+  ASSERT_EQ(op.workspace(op.self, &call.ctx, &call.args, &call.ctx.workspace_bytes), TE_FL_OK);
+  call.ctx.workspace = Fake::memory();
+  call.ctx.stream = reinterpret_cast<void*>(uintptr_t{2});  // cudaStreamPerThread
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  EXPECT_TRUE(contains(call.errors.text, "generic_gemm: ctx.stream is cudaStreamPerThread"))
+      << call.errors.text;
+  EXPECT_TRUE(contains(call.errors.text, "give a stream made by")) << call.errors.text;
+}
+
+// Metadata only (rules R8, R10): the question is asked where there is no GPU, too.
+TEST(CudaEntry, ScratchOfTheNormsIsSizedWithoutTheDriver) {
+  Plugin plugin;
+  Fake x({4096, 1024}, kF32), gamma({1024}, kF32), statistics({4096}, kF32);
+  te_fl_context ctx{};
+  Text errors;
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  te_fl_layernorm_bwd_args layer;
+  layer.dz = layer.x = layer.dx = &x.tensor;
+  layer.mu = layer.rsigma = &statistics.tensor;
+  layer.gamma = layer.dgamma = layer.dbeta = &gamma.tensor;
+  te_fl_rmsnorm_bwd_args rms;
+  rms.dz = rms.x = rms.dx = &x.tensor;
+  rms.rsigma = &statistics.tensor;
+  rms.gamma = rms.dgamma = &gamma.tensor;
+  const auto bytes = [&](const char* name, const void* args) {
+    const te_fl_op_desc& op = plugin.op(name);
+    size_t wanted = 0;
+    EXPECT_EQ(op.workspace(op.self, &ctx, args, &wanted), TE_FL_OK) << errors.text;
+    return wanted;
+  };
+  const size_t many = bytes("layernorm_bwd", &layer);
+  EXPECT_GE(many, size_t{2 * 1024 * 4 * 160}) << "two rows of sums for every multiprocessor";
+  EXPECT_GE(bytes("rmsnorm_bwd", &rms), size_t{2 * 1024 * 4 * 160});
+  x.shape[0] = statistics.shape[0] = 4;
+  EXPECT_LT(bytes("layernorm_bwd", &layer), many / 10) << "few rows need little";
+}
+
 TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
   Plugin plugin;
   if (plugin.has_device()) GTEST_SKIP() << "there is a GPU here; the rule is in cuda_limits_test";
@@ -184,6 +228,28 @@ TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
     EXPECT_EQ(findings[i].disables == nullptr, good) << texts[i];
     EXPECT_EQ(findings[i].remedy == nullptr, good) << texts[i];
   }
+}
+
+TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
+  Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_GEMM_FILE", "/nonexistent/choices.json"}});
+  std::vector<std::string> texts;
+  const auto findings = plugin.findings(texts);
+  bool found = false;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    if (!contains(texts[i], "choices of products | ")) continue;
+    found = true;
+    EXPECT_EQ(findings[i].level, uint32_t{TE_FL_FINDING_PROBLEM});
+    EXPECT_TRUE(contains(texts[i], "/nonexistent/choices.json cannot be read | products"))
+        << texts[i];
+    EXPECT_TRUE(contains(texts[i], "| name a file that TE_FL_CUDA_GEMM_TUNE=1 has written"))
+        << texts[i];
+  }
+  EXPECT_TRUE(found);
+  std::vector<std::string> others;
+  Plugin sound;
+  sound.findings(others);
+  for (const std::string& text : others)
+    EXPECT_FALSE(contains(text, "choices of products")) << text;
 }
 
 // Runs in a process of its own (tests/cuda/CMakeLists.txt): NVTX looks for its tool once.

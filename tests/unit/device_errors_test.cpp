@@ -287,6 +287,24 @@ TEST_F(DeviceErrors, AStickyErrorRetiresTheDeviceWhereverItShows) {
   EXPECT_EQ(native.runs.load(), 1);
 }
 
+TEST_F(DeviceErrors, AStickyErrorThatAnEventMeetsRetiresTheDeviceToo) {
+  int event = 0;
+  chip.api.record_event = chip.api.wait_event = [](void* self, void*, void*) -> te_fl_status {
+    return Chip::of(self).next_error;
+  };
+  ASSERT_OK(call(&chip.stream));
+  ASSERT_OK(devices::record_event(device, &event, &chip.stream));
+  ASSERT_OK(devices::wait_event(device, &event, &chip.stream));
+  chip.next_error = TE_FL_INTERNAL;
+  EXPECT_FAILS(devices::wait_event(device, &event, &chip.stream), kInternal,
+               "enqueued last, newest first: 'test::five' by vendor.native");
+  chip.next_error = TE_FL_DEVICE_LOST;
+  EXPECT_FAILS(devices::record_event(device, &event, &chip.stream), kDeviceLost,
+               "recording an event on cuda:0");
+  chip.next_error = TE_FL_OK;
+  EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since recording an event on cuda:0");
+}
+
 TEST_F(DeviceErrors, AnOpThatMeetsALostDeviceNamesWhatRanBefore) {
   ASSERT_OK(call());
   native.run_status = TE_FL_DEVICE_LOST;

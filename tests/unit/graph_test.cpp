@@ -171,6 +171,41 @@ TEST_F(Graphs, ScratchOfAStreamGoesWithItAndTheGraphsCapturedOnIt) {
   EXPECT_EQ(recorder.blocks(), before);
 }
 
+// A stream that joined the capture of another, or whose capture a framework began: the graph holds
+// the scratch, but not the stream.
+TEST_F(Graphs, ScratchOutlivesItsStreamWhereTheGraphDoesNotKeepIt) {
+  const Tensor x = zeros(1);
+  const size_t before = recorder.blocks();
+  void* graph = nullptr;
+  {
+    const Stream stream = Stream::create(device).value();
+    ASSERT_OK(fill(x, 1, stream.get()));
+    ASSERT_EQ(recorder.api().begin_capture(&recorder, stream.get(), nullptr), TE_FL_OK);
+    ASSERT_OK(fill(x, 2, stream.get()));
+    ASSERT_EQ(recorder.api().end_capture(&recorder, stream.get(), &graph, nullptr), TE_FL_OK);
+  }
+  EXPECT_EQ(recorder.blocks(), before + 1);
+  EXPECT_EQ(recorder.api().launch_graph(&recorder, graph, nullptr, nullptr), TE_FL_OK);
+  EXPECT_EQ(now(x), 2);
+  EXPECT_EQ(recorder.api().destroy_graph(&recorder, graph), TE_FL_OK);
+}
+
+TEST_F(Graphs, ALaunchThatMeetsAStickyErrorRetiresTheDevice) {
+  const Stream stream = Stream::create(device).value();
+  const Tensor x = zeros(1);
+  ASSERT_OK(fill(x, 1, stream.get()));
+  Capture capture = Capture::begin(device, stream.get()).value();
+  ASSERT_OK(fill(x, 2, stream.get()));
+  const Graph graph = capture.end().value();
+  recorder.api().launch_graph = [](void*, void*, void*, const te_fl_error_sink* errors) {
+    errors->write(errors->host, "illegal address");
+    return te_fl_status{TE_FL_DEVICE_LOST};
+  };
+  EXPECT_FAILS(graph.launch(), kDeviceLost, "illegal address; enqueued last, newest first: 'fill'");
+  EXPECT_FAILS(fill(x, 3, stream.get()), kDeviceLost, "is lost since launch of a graph");
+  plugins::g_hooks.device_added.load()(device);  // as if the process had been restarted
+}
+
 TEST_F(Graphs, ACaptureThatIsLeftEndsAndIsForgotten) {
   const Stream stream = Stream::create(device).value();
   const Tensor x = zeros(1);

@@ -99,6 +99,31 @@ TEST(Plans, AreMadeOncePerSignature) {
   EXPECT_EQ(g_destroyed.load(), 5);
 }
 
+TEST(Plans, InPlaceAreNotThoseBeside) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  te_fl_context context{};
+  const auto key_of = [&](const FiveCall& call) {
+    std::string key;
+    registry::append_plan_key(*registry.schema(op), &call.args, context, key);
+    return key;
+  };
+  FiveCall beside, in_place, elsewhere;
+  const std::string key = key_of(beside);
+  te_fl_tensor out = *in_place.args.out;
+  out.dl.data = in_place.args.b->dl.data;
+  in_place.args.out = &out;
+  const std::string with_b = key_of(in_place);
+  EXPECT_NE(with_b, key);
+  out.dl.data = in_place.args.c->dl.data;
+  EXPECT_NE(key_of(in_place), key);
+  EXPECT_NE(key_of(in_place), with_b);
+  EXPECT_EQ(key_of(elsewhere), key) << "addresses as such are none of a plan's business";
+}
+
 TEST(Plans, AreDestroyedBeforeWhatKeepsThePluginAlive) {
   OpRegistry registry;
   OpManager manager(registry);

@@ -230,6 +230,15 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   EXPECT_EQ(refusal_of({}, c, needs_arch), Refusal::kArch);
   EXPECT_EQ(refusal_text(Refusal::kArch, needs_arch, c, {}, nullptr),
             "it needs architecture 80 or newer, and would be run on the host, which has none");
+  Option native = kMixed[2];
+  native.min_arch = 80;
+  native.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
+  EXPECT_EQ(refusal_text(Refusal::kArch, native, c, {}, nullptr),
+            "it needs architecture 80 or newer, cuda:0 is 90");
+  c.present = false;
+  c.arch = 0;
+  EXPECT_EQ(refusal_text(Refusal::kArch, native, c, {}, nullptr),
+            "it needs architecture 80 or newer, and there is no cuda:0 here to ask for its own");
 }
 
 TEST(First, IsTheTopRankedWhateverItCanDo) {

@@ -77,7 +77,7 @@ Result<std::vector<const CaseSpec*>> cases_of(const BenchOptions& options) {
     const std::string near = te_fl::environment::nearest(options.op, names);
     return te_fl::not_found("there is no benchmark of '" + options.op + "'" +
                             (near.empty() ? "" : "; did you mean '" + near + "'?") +
-                            " te-fl bench --list shows all");
+                            (near.empty() ? ";" : "") + " `te-fl bench --list` shows all");
   }
   return te_fl::not_found("no case of " + options.op + " matches --dtype '" + options.dtype +
                           "' --case '" + options.variant + "'; there are " +

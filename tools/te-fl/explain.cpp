@@ -37,9 +37,13 @@ te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options) {
   return profile;
 }
 
-void print_json(const te_fl::Resolution& r) {
-  json out = {
-      {"op", r.op}, {"impl_id", r.impl_id}, {"policy", r.policy}, {"candidates", json::array()}};
+void print_json(const te_fl::Resolution& r, const te_fl::Device& device) {
+  json out = {{"op", r.op},
+              {"impl_id", r.impl_id},
+              {"policy", r.policy},
+              {"device", te_fl::to_string(device)},
+              {"device_present", te_fl::devices::find(device).ok()},
+              {"candidates", json::array()}};
   for (const auto& c : r.candidates) {
     out["candidates"].push_back({{"impl_id", c.impl_id},
                                  {"kind", te_fl::to_string(c.kind)},
@@ -54,7 +58,7 @@ void print_json(const te_fl::Resolution& r) {
   std::printf("%s\n", out.dump(2).c_str());
 }
 
-void print_table(const te_fl::Resolution& r) {
+void print_table(const te_fl::Resolution& r, const te_fl::Device& device) {
   std::printf("%s under policy: %s\n\n", paint(Color::kBold, r.op).c_str(), r.policy.c_str());
   Table table({"", "implementation", "kind", "priority", "from", "reason"});
   for (const auto& c : r.candidates) {
@@ -66,6 +70,11 @@ void print_table(const te_fl::Resolution& r) {
   }
   table.print();
   if (r.impl_id.empty()) std::printf("\nNo implementation would serve this call.\n");
+  const auto found = te_fl::devices::find(device);
+  if (!found.ok()) {
+    std::printf("\nThis is what would be chosen if the device were here, but %s.\n",
+                found.status().message().c_str());
+  }
 }
 
 }  // namespace
@@ -91,7 +100,8 @@ int explain(const ExplainOptions& options) {
     complain(resolution.status().to_string());
     return kProblem;
   }
-  options.json ? print_json(*resolution) : print_table(*resolution);
+  options.json ? print_json(*resolution, profile->device)
+               : print_table(*resolution, profile->device);
   return resolution->impl_id.empty() ? kNoCandidate : kSuccess;
 }
 

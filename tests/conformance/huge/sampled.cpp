@@ -1,0 +1,131 @@
+#include "sampled.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "te_fl/numeric.hpp"
+
+namespace te_fl::conformance::huge {
+
+Pattern::Pattern(uint32_t seed) {
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < kPeriod; ++i) {
+    values_.push_back(numeric::bf16_to_float(numeric::float_to_bf16(normal(engine))));
+  }
+}
+
+Tensor Run::input(const Shape& shape, const Pattern& pattern, DType dtype) {
+  Tensor t = output(shape, dtype);
+  if (failed() || t.numel() == 0) return t;
+  const auto element = static_cast<int64_t>(dtype == DType::kF32 ? 4 : 2);
+  std::vector<uint8_t> table(static_cast<size_t>(Pattern::kPeriod * element));
+  for (int64_t i = 0; i < Pattern::kPeriod; ++i) {
+    const float value = pattern.at(i);
+    const uint16_t half = numeric::float_to_bf16(value);
+    std::memcpy(table.data() + i * element, element == 4 ? static_cast<const void*>(&value) : &half,
+                static_cast<size_t>(element));
+  }
+  auto* data = static_cast<char*>(t.raw_data());
+  const int64_t total = t.numel() * element;
+  int64_t filled = std::min<int64_t>(total, static_cast<int64_t>(table.size()));
+  Status status =
+      devices::copy(device_, data, Device{}, table.data(), static_cast<size_t>(filled), nullptr);
+  if (status.ok()) status = devices::synchronize(device_);
+  // The filled part is whole periods until the last copy.
+  while (status.ok() && filled < total) {
+    const int64_t more = std::min(filled, total - filled);
+    status =
+        devices::copy(device_, data + filled, device_, data, static_cast<size_t>(more), nullptr);
+    filled += more;
+  }
+  if (status.ok()) status = devices::synchronize(device_);
+  if (!status.ok()) fail(status.to_string());
+  return t;
+}
+
+Tensor Run::output(const Shape& shape, DType dtype) {
+  auto made = Tensor::empty(shape, dtype, device_);
+  if (!made.ok()) {
+    fail(made.status().to_string());
+    return {};
+  }
+  return std::move(made).value();
+}
+
+void Run::set(const Tensor& tensor, int64_t index, float value) {
+  if (failed()) return;
+  const uint16_t half = numeric::float_to_bf16(value);
+  const bool full = tensor.dtype() == DType::kF32;
+  const size_t bytes = full ? 4 : 2;
+  auto* to = static_cast<char*>(tensor.raw_data()) + index * static_cast<int64_t>(bytes);
+  Status status = devices::copy(device_, to, Device{},
+                                full ? static_cast<void*>(&value) : const_cast<uint16_t*>(&half),
+                                bytes, nullptr);
+  if (status.ok()) status = devices::synchronize(device_);
+  if (!status.ok()) fail(status.to_string());
+}
+
+std::vector<float> Run::read(const Tensor& tensor, int64_t begin, int64_t count) {
+  std::vector<float> result;
+  if (failed()) return result;
+  const DType dtype = tensor.dtype();
+  const int64_t element = dtype == DType::kF32 ? 4 : dtype == DType::kBF16 ? 2 : 1;
+  std::vector<uint8_t> raw(static_cast<size_t>(count * element));
+  const auto* from = static_cast<const char*>(tensor.raw_data()) + begin * element;
+  Status status = devices::copy(Device{}, raw.data(), device_, from, raw.size(), nullptr);
+  if (status.ok()) status = devices::synchronize(device_);
+  if (!status.ok()) fail(status.to_string());
+  for (int64_t i = 0; i < count; ++i) {
+    float value = raw[static_cast<size_t>(i)];
+    uint16_t half = 0;
+    if (element == 4) std::memcpy(&value, raw.data() + 4 * i, 4);
+    if (element == 2) {
+      std::memcpy(&half, raw.data() + 2 * i, 2);
+      value = numeric::bf16_to_float(half);
+    }
+    result.push_back(value);
+  }
+  return result;
+}
+
+void Run::call(const char* op, const void* args, const te_fl_rng& rng) {
+  if (failed()) return;
+  CallOptions options;
+  options.rng = rng;
+  Status status = OpManager::instance().call(std::string_view(op), args, options);
+  if (status.ok()) status = devices::synchronize(device_);
+  if (!status.ok()) fail(status.to_string());
+}
+
+std::vector<int64_t> Run::windows(int64_t total) const {
+  const int64_t last = std::max<int64_t>(total - kWindow, 0);
+  std::vector<int64_t> result = {0, last, (int64_t{1} << 31) - kWindow / 2,
+                                 (int64_t{1} << 30) - kWindow / 2,
+                                 (int64_t{1} << 32) - kWindow / 2};
+  std::mt19937_64 engine(5);
+  for (int i = 0; i < 12; ++i) {
+    result.push_back(static_cast<int64_t>(engine() % static_cast<uint64_t>(last + 1)));
+  }
+  std::erase_if(result, [&](int64_t begin) { return begin > last; });
+  return result;
+}
+
+void Run::expect(const Tensor& tensor, const char* name, const std::function<double(int64_t)>& want,
+                 double relative, double absolute) {
+  if (failed()) return;
+  for (int64_t begin : windows(tensor.numel())) {
+    const int64_t count = std::min(kWindow, tensor.numel() - begin);
+    const std::vector<float> got = read(tensor, begin, count);
+    for (int64_t i = 0; i < count && !failed(); ++i) {
+      const double expected = want(begin + i), found = got[static_cast<size_t>(i)];
+      if (!(std::fabs(found - expected) <= relative * std::fabs(expected) + absolute)) {
+        fail(std::string(name) + "[" + std::to_string(begin + i) + "] is " + std::to_string(found) +
+             ", expected " + std::to_string(expected));
+      }
+    }
+  }
+}
+
+}  // namespace te_fl::conformance::huge
