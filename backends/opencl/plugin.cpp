@@ -7,6 +7,7 @@
 #include "cl_check.hpp"
 #include "device.hpp"
 #include "families.hpp"
+#include "signals.hpp"
 #include "te_fl/version.hpp"
 
 namespace te_fl::opencl {
@@ -45,7 +46,10 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
     const size_t cache_mb = cache != nullptr ? std::strtoull(cache, nullptr, 10) : 512;
     auto instance = std::make_unique<Instance>();
     Enumeration& found = instance->found;
-    found = enumerate(setting("TE_FL_OPENCL_DEVICE"), cache_mb << 20);
+    {
+      const SignalHandlersKept kept;  // drivers start here
+      found = enumerate(setting("TE_FL_OPENCL_DEVICE"), cache_mb << 20);
+    }
     if (found.devices.empty()) say("no OpenCL device: " + found.why_none);
     for (const std::string& device : found.left_out) say("not used, " + device);
     for (const auto& d : found.devices) instance->device_list.push_back(&d->desc);
