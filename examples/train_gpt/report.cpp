@@ -17,6 +17,27 @@ double peak_memory_mib() {
   return static_cast<double>(usage.ru_maxrss) / 1024.0;
 }
 
+namespace {
+
+// What TE_FL_VERIFY found, and who may not serve for it, in this run or an earlier one.
+void print_checks() {
+  const te_fl::VerifyCounts v = te_fl::verify_counts();
+  if (v.agreed + v.differed + v.skipped + v.captured != 0) {
+    std::printf("  checked by TE_FL_VERIFY: %llu calls agreed, %llu differed (%llu saved)\n",
+                static_cast<unsigned long long>(v.agreed),
+                static_cast<unsigned long long>(v.differed),
+                static_cast<unsigned long long>(v.saved));
+  }
+  const auto held = te_fl::quarantines();
+  if (!held.ok()) return;  // calls have said so
+  for (const te_fl::Quarantine& q : *held) {
+    std::printf("  in quarantine: %s for %s on %s\n", q.impl_id.c_str(), q.op.c_str(),
+                q.chip.c_str());
+  }
+}
+
+}  // namespace
+
 void print_usage_table() {
   auto usage = te_fl::OpManager::instance().usage();
   std::sort(usage.begin(), usage.end(), [](const auto& a, const auto& b) {
@@ -54,6 +75,7 @@ void print_usage_table() {
   } else {
     std::printf("  staged to the host: none\n");
   }
+  print_checks();
 }
 
 namespace {
