@@ -146,6 +146,7 @@ bool write_json(const Options& o, const Results& r) {
                               {"seconds", r.seconds},
                               {"tokens_per_s", r.tokens_per_s},
                               {"peak_mib", r.peak_mib},
+                              {"device_peak_mib", r.device_peak_mib},
                               {"version", TE_FL_VERSION},
                               {"usage", usage}};
   std::ofstream file(o.json);
