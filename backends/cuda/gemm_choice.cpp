@@ -138,9 +138,9 @@ class Timer {
 // A chip under load lowers its clock until it draws no more power than it may, so in a training run
 // the candidate that wins is the one that needs the least energy, and short or cold measurements
 // find another.
-constexpr double kHeatUs = 500000;      // before anything of a device is measured
-constexpr double kLookUs = 10000;       // of every candidate, once
-constexpr double kSequenceUs = 60000;   // of one of the fastest in one round
+constexpr double kHeatUs = 500000;     // before anything of a device is measured
+constexpr double kLookUs = 10000;      // of every candidate, once
+constexpr double kSequenceUs = 60000;  // of one of the fastest in one round
 constexpr size_t kFinalists = 4;
 constexpr double kFinalistSlack = 1.06;  // of the fastest look
 constexpr int kRounds = 5;
