@@ -74,7 +74,10 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   __syncthreads();
 
   float dgamma[kGroups][kGroup] = {}, dbeta[kGroups][kGroup] = {};
-  for (int parity = 0; row < a.rows; row += step, parity ^= 1) {
+  // Every slot of a block takes as many turns, the last perhaps without a row: the barriers are the
+  // same for all warps.
+  for (int parity = 0; row - slot < a.rows; row += step, parity ^= 1) {
+    const bool has_row = row < a.rows;
     const int stage = kStages == 1 ? 0 : parity;
     wait_copies<kStages - 1>();
     const float mu = next_mu, rs = next_rs;
@@ -100,6 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
       }
     };
     const auto each = [&](auto f) {
+      if (!has_row) return;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (group_at(g) >= groups) continue;
