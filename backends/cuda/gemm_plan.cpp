@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <vector>
 
 #include "cublaslt.hpp"
@@ -313,6 +314,13 @@ size_t measure(const te_fl_context& ctx, const Args& args, const Problem& p, Pla
   return measure_gemm_choice(ctx.device.index, key, candidates, run, stream);
 }
 
+void add_new(std::vector<cublasLtMatmulAlgo_t>& list, const cublasLtMatmulAlgo_t& algo) {
+  for (const cublasLtMatmulAlgo_t& known : list) {
+    if (std::memcmp(&known, &algo, sizeof algo) == 0) return;
+  }
+  list.push_back(algo);
+}
+
 bool captures(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cuda::check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -384,7 +392,17 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   plan.algo = found[0].algo;
   if (tunes) {
     std::vector<cublasLtMatmulAlgo_t> candidates;
-    for (int i = 0; i < count; ++i) candidates.push_back(found[static_cast<size_t>(i)].algo);
+    const auto add = [&] {
+      for (int i = 0; i < count; ++i) add_new(candidates, found[static_cast<size_t>(i)].algo);
+    };
+    add();
+    // The heuristic names few at a time; without scratch it names others.
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
+    if (lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.out,
+                     &plan.out, &preference, kMostCandidates, found.data(),
+                     &count) == CUBLAS_STATUS_SUCCESS) {
+      add();
+    }
     plan.algo = candidates[measure(ctx, args, p, plan, key, candidates)];
   }
   return plan;

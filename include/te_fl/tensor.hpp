@@ -27,8 +27,8 @@ struct QuantSpec {
   bool compute_scale = false;  // kTensor: current scaling (block modes always derive their scales)
   bool pow2_scale = false;     // derived scales are truncated to powers of two
   float amax_epsilon = 0;
-  // false: scale_inv starts uninitialised, which spares a fill where an op writes the tensor next
-  // (ops write all of scale_inv).
+  // false: scale_inv, and with compute_scale amax, start uninitialised, which spares a fill where
+  // an op writes the tensor next (ops write all of them).
   bool clear_scales = true;
 };
 
