@@ -185,15 +185,19 @@ bool Tensor::has_columnwise() const noexcept {
   return quantized() && quant_.columnwise_data != nullptr;
 }
 
+Tensor Tensor::rowwise_only() const {
+  if (!quantized() || !has_rowwise()) return {};
+  Tensor t = *this;
+  t.quant_.columnwise_data = t.quant_.columnwise_scale_inv = nullptr;
+  return t;
+}
+
 Tensor Tensor::rowwise_codes() const {
   if (!quantized() || !has_rowwise()) return {};
   const Shape packed{bytes_for(dtype_, numel())};
   const bool four_bit = dtype_ == DType::kF4E2M1;
-  return Access::make({raw_data(),
-                       four_bit ? std::span<const int64_t>(packed) : shape(),
-                       {},
-                       DType::kU8,
-                       device_,
+  return Access::make({raw_data(), four_bit ? std::span<const int64_t>(packed) : shape(),
+                       four_bit ? std::span<const int64_t>() : strides(), DType::kU8, device_,
                        storage_});
 }
 
