@@ -39,6 +39,7 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
   return cudaStreamIsCapturing(stream, status);  // which has the words for what is wrong
 }
 
+#if CUDART_VERSION >= 13000
 namespace {
 
 // A kernel's function in the context of a device. Kept by each thread for those that it launches.
@@ -56,6 +57,8 @@ Known& place_of(cudaKernel_t kernel) noexcept {
 }
 
 }  // namespace
+#endif
+
 }  // namespace te_fl::cuda
 
 #if CUDART_VERSION >= 13000
