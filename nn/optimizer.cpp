@@ -307,6 +307,7 @@ Status Adam::update_some(bool decays, bool mastered, bool copied) {
 
 Status Adam::update() {
   std::vector<std::pair<Slot*, std::shared_ptr<detail::WeightCopy>>> copies;
+  for (Slot& slot : impl_->slots) slot.fp8 = Tensor();
   if (impl_->options.write_fp8_weights && detail::current_frame() == nullptr) {
     for (Slot& slot : impl_->slots) {
       const auto copy = slot.parameter.parameter->fp8_copy.lock();

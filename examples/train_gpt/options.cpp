@@ -77,9 +77,10 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
     return false;
   };
   if (o.fp8_weights && (o.recipe != "delayed" || o.graph)) {
-    return fail("--fp8-weights goes with --recipe delayed, not with " +
-                (o.graph ? std::string("--graph") : "--recipe " + o.recipe) +
-                ": Adam must know the scales before the values, and the host which copies are fresh");
+    return fail(
+        "--fp8-weights goes with --recipe delayed, not with " +
+        (o.graph ? std::string("--graph") : "--recipe " + o.recipe) +
+        ": Adam must know the scales before the values, and the host which copies are fresh");
   }
   if (o.hidden % o.heads != 0) {
     return fail("--hidden " + std::to_string(o.hidden) + " must be a multiple of --heads " +
