@@ -204,10 +204,14 @@ void quantisation(Cases& cases) {
 
 void optimizers(Cases& cases) {
   constexpr int kTensors = 24;
-  const auto many = [](Case& c, int64_t rows, int dtype, bool both) {
+  // Rows of a tensor: in sixteens, as weights have them.
+  const auto rows_each = [](int64_t rows) {
+    return (rows + 16 * kTensors - 1) / (16 * kTensors) * 16;
+  };
+  const auto many = [rows_each](Case& c, int64_t rows, int dtype, bool both) {
     std::vector<const te_fl_tensor*> list;
     for (int i = 0; i < kTensors; ++i) {
-      const Shape shape = {(rows + kTensors - 1) / kTensors, c.cols()};
+      const Shape shape = {rows_each(rows), c.cols()};
       list.push_back(both ? c.inout(shape, dtype) : c.in(shape, dtype));
     }
     return c.list(list);
@@ -234,16 +238,16 @@ void optimizers(Cases& cases) {
       {"multi_tensor_adam", "f32", [adam](Case& c, int64_t rows) { adam(c, rows, false); }});
   cases.push_back({"multi_tensor_adam", "bf16, f32 master",
                    [adam](Case& c, int64_t rows) { adam(c, rows, true); }});
-  cases.push_back(
-      {"multi_tensor_adam", "bf16, f32 master, fp8 copies", [adam](Case& c, int64_t rows) {
-         auto* a = adam(c, rows, true);
-         std::vector<const te_fl_tensor*> copies;
-         const Shape shape = {(rows + kTensors - 1) / kTensors, c.cols()};
-         for (int i = 0; i < kTensors; ++i) {
-           copies.push_back(c.fp8(shape, TE_FL_F8E4M3, TE_FL_SCALING_TENSOR, true));
-         }
-         a->fp8_params = c.list(copies), a->fp8_params_count = kTensors;
-       }});
+  cases.push_back({"multi_tensor_adam", "bf16, f32 master, fp8 copies",
+                   [adam, rows_each](Case& c, int64_t rows) {
+                     auto* a = adam(c, rows, true);
+                     std::vector<const te_fl_tensor*> copies;
+                     const Shape shape = {rows_each(rows), c.cols()};
+                     for (int i = 0; i < kTensors; ++i) {
+                       copies.push_back(c.fp8(shape, TE_FL_F8E4M3, TE_FL_SCALING_TENSOR, true));
+                     }
+                     a->fp8_params = c.list(copies), a->fp8_params_count = kTensors;
+                   }});
   cases.push_back({"multi_tensor_sgd", "f32, momentum", [many](Case& c, int64_t rows) {
                      auto& a = c.args<te_fl_multi_tensor_sgd_args>();
                      a.grads = many(c, rows, TE_FL_F32, false), a.grads_count = kTensors;
