@@ -87,6 +87,7 @@ Result<te_fl_device_props> properties(const Device& device) {
       errors.call([&] { return entry->desc->api->properties(entry->desc->self, &props); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "properties of " + te_fl::to_string(device)));
   props.name[sizeof props.name - 1] = '\0';
+  props.driver[sizeof props.driver - 1] = '\0';
   return props;
 }
 

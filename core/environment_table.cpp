@@ -31,6 +31,10 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_MAX_STAGED_BYTES", "", kInt, "", "0 9223372036854775807",
      "Most bytes that one call on a device's tensors may copy to and from the host for a host "
      "implementation; 0: none; empty: no limit."},
+    {"TE_FL_POLICY_FILE", "", kString, "", "",
+     "JSON file of a policy, as `te-fl tune` writes it or by hand (docs/policy-file.md); variables "
+     "win over it.",
+     true},
     {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
      true},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",
@@ -43,6 +47,9 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_CUDA_GEMM_TUNE", "", kBool, "0", "",
      "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates of "
      "the library in turn, and added to it."},
+    {"TE_FL_OPENCL_DEVICE", "", kList, "", "",
+     "OpenCL devices that the OpenCL plugin provides, comma separated: numbers in the order of the "
+     "drivers, or parts of device or platform names, any case; empty: all."},
     {"TE_FL_DEVICE_CACHE_MB", "", kInt, "512", "0 1048576",
      "Freed memory that a device's plugin may keep for the next allocation, in MiB for each "
      "device; "
@@ -60,6 +67,32 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_SYNC", "", kBool, "0", "",
      "1: the stream is synchronised after each op, so that a device error names the op that caused "
      "it."},
+    {"TE_FL_VERIFY", "", kString, "", "",
+     "RATE or RATE:OP,OP2: the share of calls, above 0 and up to 1, after which the reference "
+     "implementation runs on copies of the arguments and the results are compared. Which calls is "
+     "decided by counting them."},
+    {"TE_FL_VERIFY_ACTION", "", kEnum, "log", "log quarantine",
+     "What a difference that TE_FL_VERIFY finds leads to: a warning, with the call saved; or also "
+     "that the implementation stops serving the op and signature from the next step on, in later "
+     "runs too."},
+    {"TE_FL_VERIFY_SEED", "", kInt, "0", "0 9223372036854775807",
+     "Another seed makes TE_FL_VERIFY pick other calls."},
+    {"TE_FL_VERIFY_DIR", "", kString, "te_fl_cases", "",
+     "Folder in which TE_FL_VERIFY saves calls whose results differ, for `te-fl replay`; empty: "
+     "none are saved.",
+     true},
+    {"TE_FL_VERIFY_CASES", "", kInt, "16", "0 1000000",
+     "Most calls that TE_FL_VERIFY_DIR is to hold."},
+    {"TE_FL_TRACE", "", kString, "", "",
+     "File into which calls, implementations, staging and fallbacks are written at the end, per "
+     "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number.",
+     true},
+    {"TE_FL_TRACE_EVENTS", "", kInt, "200000", "1 100000000",
+     "Most calls that TE_FL_TRACE keeps in memory; later ones are counted."},
+    {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
+     "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
+     "in $XDG_STATE_HOME or ~/.local/state; empty: none.",
+     true},
 };
 
 std::vector<std::string> words(std::string_view text) {

@@ -6,6 +6,8 @@
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
 #include "nn/weight_copy.hpp"
+#include "te_fl/log.hpp"
+#include "te_fl/watch.hpp"
 
 namespace te_fl::nn {
 namespace {
@@ -241,6 +243,10 @@ Status Optimizer::step() {
     return status;
   }
   for (const NamedParameter& p : parameters_) ++p.parameter->version;
+  // What was found wrong goes out of service between two steps, whether or not it can be noted.
+  if (const Status noted = step_boundary(); !noted.ok()) {
+    log::once(log::Level::kWarning, "step boundary", noted.to_string());
+  }
   return {};
 }
 

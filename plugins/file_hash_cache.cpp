@@ -44,6 +44,8 @@ bool write_all(int fd, std::string_view text) {
 }
 
 // Writes beside `name` and renames, so that a reader sees the old file or the new one.
+}  // namespace
+
 bool replace_file(const std::string& name, std::string_view text) {
   std::string temporary = name + ".XXXXXX";
   const int fd = ::mkostemp(temporary.data(), O_CLOEXEC);
@@ -54,8 +56,6 @@ bool replace_file(const std::string& name, std::string_view text) {
   ::unlink(temporary.c_str());
   return false;
 }
-
-}  // namespace
 
 FileHashCache::FileHashCache(std::string storage) : storage_(std::move(storage)) { load(); }
 

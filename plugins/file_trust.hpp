@@ -2,12 +2,15 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 namespace te_fl::plugins {
 
 // True when the process runs with more rights than the user who started it (set-user-ID,
 // set-group-ID or file capabilities). Then no path that the user controls may be followed.
 bool privileges_elevated();
+// Replaces a file whole, by atomic rename; false: it is as it was, and errno says why.
+bool replace_file(const std::string& name, std::string_view text);
 
 // Empty when neither the file nor a folder that holds it can be written by everybody. Otherwise a
 // sentence that names what can be, and the chmod line that mends it. A folder with the sticky bit

@@ -174,25 +174,36 @@ Result<SelectionPolicy> SelectionPolicy::from_environment(
     const std::vector<std::string>& known_ops) {
   TE_FL_RETURN_IF_ERROR(environment::status());
   PolicySettings settings;
-  TE_FL_ASSIGN_OR_RETURN(settings.prefer, preferred_kind());
+  if (const auto file = environment::get_if_set("TE_FL_POLICY_FILE"); file && !file->empty()) {
+    TE_FL_ASSIGN_OR_RETURN(settings, load_policy_file(*file));
+  }
+  TE_FL_ASSIGN_OR_RETURN(const std::optional<Kind> prefer, preferred_kind());
+  if (prefer) settings.prefer = prefer;
   TE_FL_ASSIGN_OR_RETURN(const std::optional<bool> strict, bool_variable("TE_FL_STRICT"));
-  settings.strict = strict.value_or(false);
+  settings.strict = strict.value_or(settings.strict);
   TE_FL_ASSIGN_OR_RETURN(const std::optional<bool> deterministic,
                          bool_variable("TE_FL_DETERMINISTIC"));
-  settings.deterministic = deterministic.value_or(false);
+  settings.deterministic = deterministic.value_or(settings.deterministic);
   const std::optional<std::string> cap = environment::get_if_set("TE_FL_MAX_STAGED_BYTES");
   if (cap && !trim(*cap).empty()) {
     TE_FL_ASSIGN_OR_RETURN(const int64_t bytes, environment::get_int("TE_FL_MAX_STAGED_BYTES"));
     settings.max_staged_bytes = static_cast<uint64_t>(bytes);
   }
-  TE_FL_ASSIGN_OR_RETURN(settings.allow_vendors,
-                         parse_variable("TE_FL_ALLOW_VENDORS", parse_vendor_list));
-  TE_FL_ASSIGN_OR_RETURN(settings.deny_vendors,
-                         parse_variable("TE_FL_DENY_VENDORS", parse_vendor_list));
-  TE_FL_ASSIGN_OR_RETURN(settings.per_op,
-                         parse_variable("TE_FL_PER_OP", [&](std::string_view text) {
+  if (environment::get_if_set("TE_FL_ALLOW_VENDORS")) {
+    TE_FL_ASSIGN_OR_RETURN(settings.allow_vendors,
+                           parse_variable("TE_FL_ALLOW_VENDORS", parse_vendor_list));
+  }
+  if (environment::get_if_set("TE_FL_DENY_VENDORS")) {
+    TE_FL_ASSIGN_OR_RETURN(settings.deny_vendors,
+                           parse_variable("TE_FL_DENY_VENDORS", parse_vendor_list));
+  }
+  TE_FL_ASSIGN_OR_RETURN(auto lists, parse_variable("TE_FL_PER_OP", [&](std::string_view text) {
                            return parse_per_op(text, known_ops);
                          }));
+  for (auto& [op, tokens] : lists) {
+    std::erase_if(settings.per_signature, [&op = op](const auto& list) { return list.op == op; });
+    settings.per_op[op] = std::move(tokens);
+  }
   return intern(std::move(settings));
 }
 

@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <deque>
 #include <mutex>
+#include <tuple>
 #include <unordered_map>
 
 #include "core/fork.hpp"
 #include "core/op_table.hpp"
 #include "policy/current.hpp"
+#include "policy/select.hpp"
 #include "policy/text.hpp"
 
 namespace te_fl {
@@ -62,6 +64,13 @@ std::string text_of(const PolicySettings& s) {
     for (size_t i = 0; i < tokens.size(); ++i) lists += (i == 0 ? "" : "|") + token_text(tokens[i]);
   }
   if (!lists.empty()) word("per_op=" + lists);
+  for (const SignatureList& list : s.per_signature) {
+    std::string text = list.op + "@" + list.device + ":" + dtype_mask_text(list.dtypes) + ":" +
+                       scaling_mask_text(list.scalings) + "=";
+    for (size_t i = 0; i < list.use.size(); ++i)
+      text += (i == 0 ? "" : "|") + token_text(list.use[i]);
+    word("per_signature=" + text);
+  }
   return out;
 }
 
@@ -108,7 +117,10 @@ const PolicySettings& settings_of(uint32_t id) {
 }
 
 Status settings_error(const PolicySettings& settings) {
-  for (const auto& [op, tokens] : settings.per_op) {
+  std::vector<std::string> named;
+  for (const auto& [op, tokens] : settings.per_op) named.push_back(op);
+  for (const SignatureList& list : settings.per_signature) named.push_back(list.op);
+  for (const std::string& op : named) {
     if (op.find("::") != std::string::npos) continue;  // a custom op may be registered later
     const auto is_named = [&name = op](const te_fl_op_schema* schema) {
       return name == schema->name;
@@ -142,6 +154,11 @@ SelectionPolicy::SelectionPolicy() noexcept : settings_(&policy::settings_of(0))
 SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
   policy::normalise(settings.allow_vendors);
   policy::normalise(settings.deny_vendors);
+  std::sort(settings.per_signature.begin(), settings.per_signature.end(),
+            [](const SignatureList& a, const SignatureList& b) {
+              return std::tie(a.op, a.device, a.dtypes, a.scalings) <
+                     std::tie(b.op, b.device, b.dtypes, b.scalings);
+            });
   std::string key = policy::text_of(settings);
   SelectionPolicy made;
   policy::Interned& table = policy::interned();

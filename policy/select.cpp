@@ -64,6 +64,13 @@ bool on_copies(const Option& option, const Call& call) {
          serves(option, TE_FL_DEVICE_CPU);
 }
 
+const std::string* barred_reason(const Call& call, const Option& option) {
+  for (const Barred& b : call.barred) {
+    if (b.impl_id == option.impl_id) return &b.reason;
+  }
+  return nullptr;
+}
+
 Refusal staging_refusal(const PolicySettings& settings, const Call& call, const Verdict& v) {
   if (settings.strict && !v.named) return Refusal::kStagingStrict;
   if (settings.max_staged_bytes == 0u) return Refusal::kStagingForbidden;
@@ -97,17 +104,14 @@ Verdict verdict_on(const PolicySettings& settings, const Tokens* tokens, const C
   if (v.staged && !v.named && v.group != kUnlisted) v.group += 2;
   if (v.group == kUnlisted) v.refusal = Refusal::kNotListed;
   if (v.refusal == Refusal::kNone) v.refusal = vendor_refusal(settings, option);
+  if (v.refusal == Refusal::kNone && barred_reason(call, option) != nullptr) {
+    v.refusal = Refusal::kQuarantined;
+  }
   if (v.refusal == Refusal::kNone && v.staged) v.refusal = staging_refusal(settings, call, v);
   if (v.refusal == Refusal::kNone) {
     v.refusal = capability_refusal(settings, call, option, v.staged);
   }
   return v;
-}
-
-const Tokens* list_for(const PolicySettings& settings, std::string_view op) {
-  if (settings.per_op.empty()) return nullptr;
-  const auto at = settings.per_op.find(op);
-  return at == settings.per_op.end() ? nullptr : &at->second;
 }
 
 template <class Name>
@@ -138,6 +142,23 @@ std::string device_type_text(uint64_t mask) {
 
 }  // namespace
 
+const Tokens* list_for(const PolicySettings& settings, const Call& call) {
+  for (const SignatureList& list : settings.per_signature) {
+    if (list.op == call.op && list.dtypes == call.dtypes && list.scalings == call.scalings &&
+        list.device == device_type_name(call.device))
+      return &list.use;
+  }
+  if (settings.per_op.empty()) return nullptr;
+  const auto at = settings.per_op.find(call.op);
+  return at == settings.per_op.end() ? nullptr : &at->second;
+}
+
+std::string device_type_name(const Device& device) {
+  std::string name = to_string(device.is_host() ? Device{} : device);
+  if (const size_t colon = name.rfind(':'); colon != std::string::npos) name.resize(colon);
+  return name;
+}
+
 bool same_vendor(std::string_view a, std::string_view b) {
   const auto canonical = [](std::string_view v) {
     return v == "cuda" ? std::string_view("nvidia") : v;
@@ -153,7 +174,7 @@ bool same_vendor(std::string_view a, std::string_view b) {
 }
 
 Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options) {
-  const Tokens* tokens = list_for(settings, call.op);
+  const Tokens* tokens = list_for(settings, call);
   Decision decision;
   decision.order.reserve(options.size());
   for (uint32_t i = 0; i < options.size(); ++i) {
@@ -205,6 +226,10 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
       return "vendor " + std::string(option.vendor) +
              " is not among the allowed (TE_FL_ALLOW_VENDORS " + joined(settings.allow_vendors) +
              ")";
+    case Refusal::kQuarantined: {
+      const std::string* reason = barred_reason(call, option);
+      return reason == nullptr ? "quarantined" : *reason;
+    }
     case Refusal::kDevice:
       return "the tensors are on " + to_string(call.device) + ", it serves " +
              device_type_text(option.device_types);
@@ -254,7 +279,7 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
 
 std::string missing_first_text(const Call& call, const PolicySettings& settings) {
   std::string what = "no implementation";
-  if (const Tokens* tokens = list_for(settings, call.op); tokens != nullptr && !tokens->empty()) {
+  if (const Tokens* tokens = list_for(settings, call); tokens != nullptr && !tokens->empty()) {
     const PolicyToken& token = tokens->front();
     switch (token.type) {
       case PolicyToken::Type::kKind:
@@ -286,11 +311,13 @@ std::vector<std::string> unknown_vendors(const PolicySettings& settings,
   };
   for (const std::string& v : settings.allow_vendors) look(v);
   for (const std::string& v : settings.deny_vendors) look(v);
-  for (const auto& [op, tokens] : settings.per_op) {
+  const auto look_in = [&](const Tokens& tokens) {
     for (const PolicyToken& token : tokens) {
       if (token.type == PolicyToken::Type::kVendorName) look(token.name);
     }
-  }
+  };
+  for (const auto& [op, tokens] : settings.per_op) look_in(tokens);
+  for (const SignatureList& list : settings.per_signature) look_in(list.use);
   return unknown;
 }
 

@@ -28,6 +28,12 @@ struct Option {
   uint64_t device_types = 0;
 };
 
+// An implementation that is kept from serving a call, and why.
+struct Barred {
+  std::string_view impl_id;
+  std::string reason;
+};
+
 // What static constraints read of a call.
 struct Call {
   std::string_view op;
@@ -38,13 +44,15 @@ struct Call {
   uint32_t scalings = 0;
   uint32_t version = 1;  // newest parameter version whose arguments the call uses
   bool capturing = false;
+  std::span<const Barred> barred = {};  // quarantined implementations
 };
 
 enum class Refusal : uint8_t {
   kNone,
-  kNotListed,   // an exclusive per-op list leaves it out
-  kDenied,      // deny_vendors
-  kNotAllowed,  // allow_vendors
+  kNotListed,    // an exclusive per-op list leaves it out
+  kDenied,       // deny_vendors
+  kNotAllowed,   // allow_vendors
+  kQuarantined,  // it was caught with wrong results for such calls
   kDevice,
   kArch,
   kDtype,
@@ -85,6 +93,9 @@ struct Decision {
   int32_t first = -1;
 };
 
+// The exclusive list that such a call is under; null: none.
+const std::vector<PolicyToken>* list_for(const PolicySettings& settings, const Call& call);
+
 Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options);
 
 // Names of the arguments that a refusal is about, where the call's arguments are at hand.
@@ -103,6 +114,8 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
 // What STRICT missed if Decision::first is -1, e.g. "no vendor implementation is registered for
 // cpu".
 std::string missing_first_text(const Call& call, const PolicySettings& settings);
+// "cpu", "cuda", "ext:acme": a device without its number.
+std::string device_type_name(const Device& device);
 // Case-insensitive; nvidia and cuda are one vendor.
 bool same_vendor(std::string_view a, std::string_view b);
 // Vendor names that the settings mention and `known` lacks.

@@ -5,12 +5,14 @@
 #include "core/device_list.hpp"
 #include "policy/current.hpp"
 #include "registry/manager_impl.hpp"
+#include "registry/quarantine.hpp"
 
 namespace te_fl::registry {
 namespace {
 
 bool mentions_names(const PolicySettings& s) {
-  return !s.per_op.empty() || !s.allow_vendors.empty() || !s.deny_vendors.empty();
+  return !s.per_op.empty() || !s.per_signature.empty() || !s.allow_vendors.empty() ||
+         !s.deny_vendors.empty();
 }
 
 // Whether copies to and from the device are possible, and to be made: not on one that is going.
@@ -53,6 +55,8 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   choice.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                  arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
                  signature.version,           capturing};
+  TE_FL_ASSIGN_OR_RETURN(choice.barred, barred(row, signature));
+  choice.call.barred = choice.barred;
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);
   if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);
   return choice;

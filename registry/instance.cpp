@@ -7,6 +7,7 @@
 #include "plugins/loader.hpp"
 #include "registry/builtins.hpp"
 #include "registry/fork_child.hpp"
+#include "registry/summary.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/op_manager.hpp"
 
@@ -33,6 +34,7 @@ void start() {
     plugins::load_builtin(builtin.name, builtin.query, registry);
   }
   plugins::discover(registry);
+  te_fl::registry::summarise_at_exit();
   t_starting = false;
   g_start.store(kReady, std::memory_order_release);
   g_start.notify_all();

@@ -25,7 +25,8 @@ struct UsageCounts {
   uint64_t calls = 0;
   uint64_t staged_calls = 0;
   uint64_t staged_bytes = 0;
-  uint64_t staged_nanoseconds = 0;
+  uint64_t copying_nanoseconds = 0;
+  uint64_t waiting_nanoseconds = 0;
 };
 
 }  // namespace registry
@@ -34,11 +35,14 @@ struct OpManager::Impl {
   explicit Impl(OpRegistry& r);
   ~Impl();
 
-  enum Care : uint64_t { kSync = 1, kValidate = 2 };
-  // TE_FL_SYNC and TE_FL_VALIDATE, as of the environment's current generation.
+  enum Care : uint64_t { kSync = 1, kValidate = 2, kVerify = 4, kTrace = 8 };
+  static constexpr int kCareBits = 4;
+  // TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE, as of the environment's current
+  // generation.
   uint64_t care() {
     const uint64_t word = care_word.load(std::memory_order_relaxed);
-    if (word >> 2 == core::g_generation.load(std::memory_order_acquire)) return word & 3;
+    if (word >> kCareBits == core::g_generation.load(std::memory_order_acquire))
+      return word & ((1u << kCareBits) - 1);
     return read_care();
   }
   uint64_t read_care();
@@ -47,7 +51,7 @@ struct OpManager::Impl {
   OpRegistry::Impl& table_owner;
   registry::DeviceArenas arenas;
   registry::StagingPool staging;
-  std::atomic<uint64_t> care_word{~uint64_t{0}};         // generation << 2 | Care
+  std::atomic<uint64_t> care_word{~uint64_t{0}};         // generation << kCareBits | Care
   std::map<uint64_t, registry::UsageCounts> usage_base;  // by implementation number, at the reset
 };
 
@@ -78,6 +82,7 @@ struct Call {
 // The decision for a call, with all it was made from.
 struct Choice {
   const PolicySettings* settings = nullptr;
+  std::vector<policy::Barred> barred;  // call.barred
   policy::Call call;
   policy::Decision decision;
 
@@ -94,6 +99,13 @@ struct Failure {
   std::string text;
 };
 
+// Who served a call, and who was tried before.
+struct Served {
+  const Implementation* impl = nullptr;
+  bool staged = false;
+  std::vector<Failure> failures;
+};
+
 // Decides. Errors: the device is lost, or its properties cannot be read.
 Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
                       const core::Signature& signature, uint32_t policy, bool capturing);
@@ -102,6 +114,14 @@ Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route; the slow, complete way. `first`: the route's first implementation
 // has run and failed so.
 Status run_route(Call& call, const Failure* first);
+// The same, telling who served it.
+Status run_order(Call& call, const Failure* first, Served& served);
+// The same, watched: under TE_FL_VERIFY and TE_FL_TRACE.
+Status run_watched(Call& call, const Failure* first, uint64_t care);
+// Runs a host implementation on copies of the call's arguments, which it is to find on the host;
+// not counted, and nobody follows.
+te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
+                           const void* args, core::ErrorText& errors);
 // Whether the stream of a device is being captured into a graph.
 bool is_capturing(const Device& device, void* stream);
 

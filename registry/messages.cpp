@@ -44,8 +44,7 @@ std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choi
   if (v.staged) {
     text += "staged (copies of the tensors of " + to_string(choice.call.device) + " on the host), ";
   }
-  const auto list = choice.settings->per_op.find(choice.call.op);
-  if (list != choice.settings->per_op.end()) {
+  if (policy::list_for(*choice.settings, choice.call) != nullptr) {
     text += "place " + std::to_string(v.group + 1) + " of the policy's list, ";
   } else if (choice.settings->prefer == impl.kind) {
     text += "preferred kind, ";

@@ -7,11 +7,13 @@
 #include "core/current_stream.hpp"
 #include "core/device_list.hpp"
 #include "core/fork.hpp"
+#include "core/text.hpp"
 #include "plugins/hooks.hpp"
 #include "policy/current.hpp"
 #include "registry/arguments.hpp"
 #include "registry/fork_child.hpp"
 #include "registry/manager_impl.hpp"
+#include "registry/quarantine.hpp"
 
 namespace te_fl {
 namespace {
@@ -153,7 +155,8 @@ Step chosen(const OpRow& row, const Choice& choice,
 UsageCounts counts_of(const Implementation& impl) {
   return {registry::read_counter(impl.counter), impl.staged.calls.load(std::memory_order_relaxed),
           impl.staged.bytes.load(std::memory_order_relaxed),
-          impl.staged.nanoseconds.load(std::memory_order_relaxed)};
+          impl.staged.copying.load(std::memory_order_relaxed),
+          impl.staged.waiting.load(std::memory_order_relaxed)};
 }
 
 // Enters and finds the op's row, then does `f(call)`. T is Status or a Result.
@@ -204,12 +207,18 @@ uint64_t OpManager::Impl::read_care() {
     const Result<bool> value = environment::get_bool(name);
     return value.ok() && *value;
   };
+  const auto given = [](const char* name) {
+    const Result<std::string> value = environment::get(name);
+    return value.ok() && !core::trim(*value).empty();
+  };
   (void)on("TE_FL_SYNC");  // reads the environment, if nothing has yet
   // The generation comes first: what changes meanwhile is then read again by the next call.
   const uint64_t generation = environment::generation();
-  const uint64_t care =
-      (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) | (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0);
-  care_word.store(generation << 2 | care, std::memory_order_relaxed);
+  const uint64_t care = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
+                        (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |
+                        (given("TE_FL_VERIFY") ? uint64_t{kVerify} : 0) |
+                        (given("TE_FL_TRACE") ? uint64_t{kTrace} : 0);
+  care_word.store(generation << kCareBits | care, std::memory_order_relaxed);
   return care;
 }
 
@@ -347,7 +356,8 @@ std::vector<OpUsage> OpManager::usage() const {
       use.calls = now.calls - before.calls;
       use.staged_calls = now.staged_calls - before.staged_calls;
       use.staged_bytes = now.staged_bytes - before.staged_bytes;
-      use.staged_microseconds = (now.staged_nanoseconds - before.staged_nanoseconds) / 1000;
+      use.staged_microseconds = (now.copying_nanoseconds - before.copying_nanoseconds) / 1000;
+      use.staged_wait_microseconds = (now.waiting_nanoseconds - before.waiting_nanoseconds) / 1000;
     }
   }
   std::sort(list.begin(), list.end(), [](const OpUsage& a, const OpUsage& b) {
@@ -371,6 +381,8 @@ void OpManager::reset_usage() {
 
 Status OpManager::reload() {
   TE_FL_RETURN_IF_ERROR(environment::reload());
+  registry::forget_quarantine_file();
+  registry::choose_again();
   return current_policy().status();
 }
 

@@ -8,6 +8,7 @@
 
 #include "core/fork.hpp"
 #include "registry/fork_child.hpp"
+#include "registry/quarantine.hpp"
 #include "registry/registration.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"
@@ -47,6 +48,11 @@ void registries_after_fork_in_child() {
   for (OpRegistry::Impl* impl : registries()) impl->after_fork_in_child();
 }
 
+void choose_again() {
+  std::lock_guard lock(mutex);
+  for (OpRegistry::Impl* impl : registries()) impl->publish_again();
+}
+
 }  // namespace registry
 
 OpRegistry::Impl::Impl() {
@@ -79,6 +85,8 @@ void OpRegistry::Impl::publish(std::unique_ptr<Table> next) {
   const Table* old = current_.exchange(next.release(), std::memory_order_seq_cst);
   retired_.push_back({std::unique_ptr<const Table>(old), registry::retire()});
 }
+
+void OpRegistry::Impl::publish_again() { publish(copy_table()); }
 
 void OpRegistry::Impl::reclaim() {
   const uint64_t oldest = registry::oldest_inside();

@@ -40,6 +40,9 @@ struct OpRegistry::Impl {
   void restore(const Device& device);
   // Architecture of a device, asked once.
   Result<uint32_t> arch(const Device& device);
+  // Publishes the same table anew, so that all choices are made again. Holds no lock: its caller
+  // does.
+  void publish_again();
   // The surviving thread's view: locks of implementations that others held are free again.
   void after_fork_in_child() noexcept;
 

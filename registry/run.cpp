@@ -256,7 +256,7 @@ Status check_stream(const Call& call) {
 
 // A backward whose forward left an opaque record goes to the forward's implementation whatever the
 // policy.
-Status run_producer(Call& call, const te_fl_saved& record) {
+Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
   const OpRow& row = call.row;
   const std::string op = row.compiled->schema().name;
   if (record.producer == nullptr) {
@@ -278,6 +278,8 @@ Status run_producer(Call& call, const te_fl_saved& record) {
                                                     *choice.settings, nullptr));
     }
     const te_fl_status code = attempt(call, Step{&impl, v.staged}, deterministic, errors);
+    served.impl = &impl;
+    served.staged = v.staged;
     return code == TE_FL_OK ? after_success(call, impl)
                             : after_failure(call, impl, code, errors.text());
   }
@@ -337,18 +339,34 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
   return record != nullptr && record->struct_size >= least ? record : nullptr;
 }
 
+te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
+                           const void* args, core::ErrorText& errors) {
+  Attempt a{call, impl, context, args, true, errors, {}, false};
+  if (const te_fl_status code = get_ready(a)) return code;
+  return guarded_run(impl, context, args, errors);
+}
+
 Status run_route(Call& call, const Failure* first) {
-  if ((call.manager.care() & OpManager::Impl::kValidate) != 0) {
+  const uint64_t care = call.manager.care();
+  if ((care & OpManager::Impl::kValidate) != 0) {
     TE_FL_RETURN_IF_ERROR(check_stream(call));
   }
+  if ((care & (OpManager::Impl::kVerify | OpManager::Impl::kTrace)) != 0) {
+    return run_watched(call, first, care);
+  }
+  Served served;
+  return run_order(call, first, served);
+}
+
+Status run_order(Call& call, const Failure* first, Served& served) {
   if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
     const te_fl_saved* record = saved_record(call.row, call.args);
-    if (record != nullptr && record->opaque != 0) return run_producer(call, *record);
+    if (record != nullptr && record->opaque != 0) return run_producer(call, *record, served);
   }
   TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
   const Order order(entry->route->order);
   const bool deterministic = entry->route->deterministic;
-  std::vector<Failure> failures;
+  std::vector<Failure>& failures = served.failures;
   for (size_t i = 0; i < order.size(); ++i) {
     const Implementation& impl = *order[i].impl;
     Failure failure{&impl, TE_FL_OK, {}};
@@ -357,7 +375,11 @@ Status run_route(Call& call, const Failure* first) {
     } else {
       core::ErrorText errors;
       failure.status = attempt(call, order[i], deterministic, errors);
-      if (failure.status == TE_FL_OK) return after_success(call, impl);
+      if (failure.status == TE_FL_OK) {
+        served.impl = &impl;
+        served.staged = order[i].staged;
+        return after_success(call, impl);
+      }
       failure.text = errors.text();
     }
     // Where nobody can follow, a failure's own code says more than UNSUPPORTED.

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include "core/op_finder.hpp"
@@ -44,14 +45,16 @@ void StagingPlan::add(const void* memory, size_t bytes, bool in, bool out, void*
   part.bytes = bytes;
   part.in = in;
   part.out = out;
+  part.on_host = on_host_;
   part.slot = slot;
   part.delta = delta;
 }
 
 Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Device& device,
-                         const te_fl_rng& rng) {
+                         const te_fl_rng& rng, Scope scope) {
   const te_fl_op_schema& schema = op.schema();
   op_ = &op;
+  scope_ = scope;
   caller_ = args;
   device_ = device;
   uint32_t size = 0;
@@ -78,6 +81,7 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
   if ((schema.flags & TE_FL_SCHEMA_USES_RNG) == 0) {
     rng_.state = nullptr;
   } else {
+    on_host_ = device_.is_host();
     add(rng.state, 2 * sizeof *rng.state, true, false, &rng_.state);
   }
   if (!problem_.empty()) return Status(StatusCode::kUnsupported, problem_).set_clean();
@@ -86,12 +90,18 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
   return {};
 }
 
+// Whether the implementation is to see the caller's own tensor. Notes where its memory is.
+bool StagingPlan::stays(const te_fl_tensor& t, bool host_only) {
+  on_host_ = host_only || Device{t.dl.device.type, t.dl.device.index, t.provider}.is_host();
+  return on_host_ && scope_ == Scope::kDevice;
+}
+
 // The tensor as the implementation is to see it: the caller's own if it is host memory.
 const te_fl_tensor* StagingPlan::stage(uint32_t index, const te_fl_tensor& t) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
+  if (stays(t, (arg.flags & TE_FL_ARG_HOST) != 0)) return &t;
   const Device where{t.dl.device.type, t.dl.device.index, t.provider};
-  if (where.is_host() || (arg.flags & TE_FL_ARG_HOST) != 0) return &t;
-  if (where != device_ && problem_.empty()) {
+  if (!on_host_ && where != device_ && problem_.empty()) {
     problem_ = "argument '" + std::string(arg.name) + "' is on " + to_string(where) +
                ", and only tensors of " + to_string(device_) + " are copied to the host for it";
   }
@@ -193,9 +203,15 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
 void StagingPlan::stage_record(uint32_t index) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
   caller_record_ = op_->saved(caller_);
-  if (caller_record_ == nullptr || caller_record_->storage == nullptr) return;
+  if (caller_record_ == nullptr) return;
+  if (caller_record_->storage == nullptr) {
+    if (scope_ == Scope::kDevice) return;
+    record_ = plugins::copy_struct<te_fl_saved>(caller_record_);
+    put(arg.offset, &record_);
+    return;
+  }
   const te_fl_tensor& t = *caller_record_->storage;
-  if (Device{t.dl.device.type, t.dl.device.index, t.provider}.is_host()) return;
+  if (stays(t, false)) return;
   record_ = plugins::copy_struct<te_fl_saved>(caller_record_);
   Shadow& shadow = tensors_.emplace_back();
   shadow.tensor = plugins::copy_struct<te_fl_tensor>(&t);
@@ -207,11 +223,13 @@ void StagingPlan::stage_record(uint32_t index) {
 }
 
 void StagingPlan::merge() {
-  std::sort(parts_.begin(), parts_.end(),
-            [](const Part& a, const Part& b) { return a.begin < b.begin; });
+  std::sort(parts_.begin(), parts_.end(), [](const Part& a, const Part& b) {
+    return std::tie(a.on_host, a.begin) < std::tie(b.on_host, b.begin);
+  });
   for (Part& part : parts_) {
-    if (extents_.empty() || part.begin >= extents_.back().end) {
-      extents_.push_back({part.begin, part.begin, 0});
+    if (extents_.empty() || part.begin >= extents_.back().end ||
+        part.on_host != extents_.back().on_host) {
+      extents_.push_back({part.begin, part.begin, 0, part.on_host});
     }
     part.extent = extents_.size() - 1;
     extents_.back().end = std::max(extents_.back().end, part.begin + part.bytes);
@@ -229,8 +247,9 @@ void StagingPlan::merge() {
 // Pieces of one extent that touch become one copy. Pieces of different extents may be neighbours by
 // accident, in allocations of their own.
 std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
-  std::sort(pieces.begin(), pieces.end(),
-            [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+    return std::tie(a.extent, a.begin) < std::tie(b.extent, b.begin);
+  });
   std::vector<Piece> whole;
   for (const Piece& p : pieces) {
     if (!whole.empty() && whole.back().extent == p.extent &&
@@ -245,7 +264,8 @@ std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
   copies.reserve(whole.size());
   for (const Piece& p : whole) {
     const Extent& e = extents_[p.extent];
-    copies.push_back({reinterpret_cast<char*>(p.begin), e.offset + (p.begin - e.begin), p.bytes});
+    copies.push_back(
+        {reinterpret_cast<char*>(p.begin), e.offset + (p.begin - e.begin), p.bytes, e.on_host});
   }
   return copies;
 }

@@ -20,14 +20,19 @@ struct StagedCopy {
   char* device = nullptr;
   size_t offset = 0;  // in the buffer
   size_t bytes = 0;
+  bool on_host = false;  // kAll: `device` is host memory
 };
 
 // The copies of one call, and the call's arguments as the host implementation sees them. Parts that
 // overlap in the device's memory overlap in the same way in the buffer, so that aliasing survives.
 // Copied in: what the op reads. Copied out: the elements that outputs address, never what lies
-// between them. Host memory and host-only arguments are the caller's own.
+// between them. Host memory and host-only arguments are the caller's own, unless all is to be
+// copied.
 class StagingPlan {
  public:
+  // kAll: host memory and the saved record too, so that a run on the copies touches nothing of the
+  // caller's. For checking one implementation against another, and for saving a call.
+  enum class Scope { kDevice, kAll };
   // Most separate pieces of memory that one call writes back.
   static constexpr int64_t kMaxPieces = int64_t{1} << 20;
 
@@ -39,7 +44,7 @@ class StagingPlan {
   // tensors that they point to, must outlive the plan. UNSUPPORTED: the call cannot be staged, and
   // why.
   Status make(const core::CompiledOp& op, const void* args, const Device& device,
-              const te_fl_rng& rng);
+              const te_fl_rng& rng, Scope scope = Scope::kDevice);
   size_t buffer_bytes() const noexcept { return buffer_bytes_; }
   const std::vector<StagedCopy>& in() const noexcept { return in_; }
   const std::vector<StagedCopy>& out() const noexcept { return out_; }
@@ -49,6 +54,10 @@ class StagingPlan {
   void bind(void* base) noexcept;
   const void* args() const noexcept { return args_.data(); }
   const te_fl_rng& rng() const noexcept { return rng_; }
+  // kAll: the copy of the saved record; null if the call has none.
+  const te_fl_saved* record() const noexcept {
+    return caller_record_ == nullptr ? nullptr : &record_;
+  }
   // Hands what the implementation wrote into the saved record to the caller's.
   void finish() noexcept;
 
@@ -59,6 +68,7 @@ class StagingPlan {
     size_t bytes = 0;
     bool in = false;
     bool out = false;
+    bool on_host = false;
     void* slot = nullptr;  // of a pointer member of args() or of a tensor below
     ptrdiff_t delta = 0;   // of the pointer from `begin`
     size_t extent = 0;
@@ -70,6 +80,7 @@ class StagingPlan {
     uintptr_t begin = 0;
     uintptr_t end = 0;
     size_t offset = 0;
+    bool on_host = false;
   };
   struct Piece {
     uintptr_t begin;
@@ -86,6 +97,7 @@ class StagingPlan {
   void stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in);
   void stage_record(uint32_t index);
   void add(const void* memory, size_t bytes, bool in, bool out, void* slot, ptrdiff_t delta = 0);
+  bool stays(const te_fl_tensor& t, bool host_only);
   void split(Part& part, const te_fl_tensor& t, int64_t width);
   void merge();
   void order_copies();
@@ -95,6 +107,8 @@ class StagingPlan {
   const core::CompiledOp* op_ = nullptr;
   const void* caller_ = nullptr;  // the caller's arguments
   Device device_;
+  Scope scope_ = Scope::kDevice;
+  bool on_host_ = false;  // what is being added
   std::vector<uint64_t> args_;
   std::deque<Shadow> tensors_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;

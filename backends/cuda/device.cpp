@@ -189,6 +189,10 @@ te_fl_status properties(void* self, te_fl_device_props* props) {
     cudaDeviceProp all{};
     check(cudaGetDeviceProperties(&all, device), "cudaGetDeviceProperties");
     std::snprintf(found.name, sizeof found.name, "%.*s", int{sizeof found.name} - 1, all.name);
+    int driver = 0;
+    check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    std::snprintf(found.driver, sizeof found.driver, "CUDA %d.%d", driver / 1000,
+                  driver % 1000 / 10);
     found.struct_size = props->struct_size;
     std::memcpy(props, &found, std::min<size_t>(props->struct_size, sizeof found));
   });

@@ -460,6 +460,7 @@ typedef struct te_fl_device_props {
   uint32_t reserved;
   double copy_bandwidth; /* bytes/s read plus written, 0 until measured */
   char name[128];
+  char driver[64]; /* version of what runs the chip, "CUDA 13.0"; empty if there is none to name */
 } te_fl_device_props;
 
 /* Functions of one device. `self` is te_fl_device_desc.self. Streams are opaque; NULL is the

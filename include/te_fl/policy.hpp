@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "te_fl/device.hpp"
 #include "te_fl/export.hpp"
 #include "te_fl/plugin.h"
 #include "te_fl/status.hpp"
@@ -29,6 +30,21 @@ struct PolicyToken {
   friend bool operator==(const PolicyToken&, const PolicyToken&) = default;
 };
 
+// An exclusive list for the calls of one op that have this signature, exactly: the dtypes and
+// scaling modes of all tensors as sets, and the type of device ("cpu", "cuda", "ext:acme").
+struct SignatureList {
+  std::string op;
+  std::string device = "cpu";
+  uint32_t dtypes = 0;    // mask of te_fl_dtype_index
+  uint32_t scalings = 0;  // mask of te_fl_scaling
+  std::vector<PolicyToken> use;
+  bool same_signature(const SignatureList& other) const {
+    return op == other.op && device == other.device && dtypes == other.dtypes &&
+           scalings == other.scalings;
+  }
+  friend bool operator==(const SignatureList&, const SignatureList&) = default;
+};
+
 // What a user may ask for; everything unset means "pure priority".
 struct PolicySettings {
   std::optional<Kind> prefer;
@@ -40,6 +56,7 @@ struct PolicySettings {
   std::vector<std::string> allow_vendors;  // lower case; empty: all
   std::vector<std::string> deny_vendors;
   std::map<std::string, std::vector<PolicyToken>, std::less<>> per_op;  // exclusive lists
+  std::vector<SignatureList> per_signature;                             // win over per_op
   friend bool operator==(const PolicySettings&, const PolicySettings&) = default;
 };
 
@@ -51,6 +68,10 @@ TE_FL_API Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> p
     std::string_view text, const std::vector<std::string>& known_ops);
 TE_FL_API Result<std::vector<std::string>> parse_vendor_list(std::string_view text);
 
+// Reads and checks a policy file (TE_FL_POLICY_FILE; docs/policy-file.md). A misspelt key, op,
+// token, dtype or kind is an error that names the nearest. NOT_FOUND: it cannot be read.
+TE_FL_API Result<PolicySettings> load_policy_file(const std::string& path);
+
 // An immutable, interned policy; equal settings give the same object and id, so entering and
 // leaving a scope flushes nothing. Cheap to copy. Thread-safe.
 class TE_FL_API SelectionPolicy {
@@ -60,7 +81,9 @@ class TE_FL_API SelectionPolicy {
   // one ("vendor::op" names pass, since custom ops may be registered later).
   static SelectionPolicy intern(PolicySettings settings);
   // From TE_FL_PREFER, TE_FL_PREFER_VENDOR, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
-  // TE_FL_PER_OP, TE_FL_DETERMINISTIC, TE_FL_MAX_STAGED_BYTES as environment::get sees them now.
+  // TE_FL_PER_OP, TE_FL_DETERMINISTIC, TE_FL_MAX_STAGED_BYTES as environment::get sees them now,
+  // each of which wins over what TE_FL_POLICY_FILE says of the same; a list of TE_FL_PER_OP also
+  // over the file's lists for signatures of that op.
   static Result<SelectionPolicy> from_environment(const std::vector<std::string>& known_ops);
   uint32_t id() const noexcept { return id_; }
   const PolicySettings& settings() const noexcept { return *settings_; }

@@ -14,3 +14,4 @@
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 #include "te_fl/version.hpp"
+#include "te_fl/watch.hpp"

@@ -142,6 +142,7 @@ std::string describe_layout() {
   MEMBER(te_fl_device_props, reserved);
   MEMBER(te_fl_device_props, copy_bandwidth);
   MEMBER(te_fl_device_props, name);
+  MEMBER(te_fl_device_props, driver);
   LAYOUT(te_fl_device_api);
   MEMBER(te_fl_device_api, struct_size);
   MEMBER(te_fl_device_api, reserved);

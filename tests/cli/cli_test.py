@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import tempfile
 import unittest
 
 TE_FL = sys.argv.pop(1)
@@ -160,6 +161,35 @@ class Commands(unittest.TestCase):
         self.assertIn("Examples", self.ok("--help"))
         self.assertIn("Exit codes", self.ok("--help"))
         self.assertRegex(self.ok("--version"), r"te-fl \d+\.\d+\.\d+")
+
+    def test_fingerprint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            files = [os.path.join(folder, name) for name in ("a", "b", "c")]
+            for file, env in zip(files, ({}, {}, {"TE_FL_STRICT": "1"})):
+                with open(file, "w") as out:
+                    out.write(self.ok("info", "--fingerprint", **env))
+            self.assertIn("the same", self.ok("fingerprint", "diff", files[0], files[1]))
+            self.fails(1, "policy: pure priority in the first, strict=1 in the second", "fingerprint", "diff", files[0], files[2])
+            self.fails(2, "cannot read", "fingerprint", "diff", files[0], os.path.join(folder, "none"))
+            self.assertIn("fingerprint", json.loads(self.ok("info", "--fingerprint", "--json")))
+
+    def test_trace_tune_policy_and_summary(self):
+        with tempfile.TemporaryDirectory() as folder:
+            trace, policy = os.path.join(folder, "run.json"), os.path.join(folder, "policy.json")
+            bench = ("bench", "gelu", "--dtype", "bf16", "--shape", "16x64", "--seconds", "0.01")
+            result = run(*bench, TE_FL_TRACE=trace, TEFL_LOG_LEVEL="DEBUG", TE_FL_VERIFY="1", TE_FL_VERIFY_DIR="")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn("gelu by default.cpu:", result.stderr)
+            self.assertIn("0 differed", result.stderr)
+            with open(trace) as text:
+                self.assertTrue(any(e.get("name") == "gelu" for e in json.load(text)["traceEvents"]))
+            self.assertIn("TE_FL_POLICY_FILE", self.ok("tune", trace, "--out", policy, "--seconds", "0.01"))
+            text = self.ok("explain", "gelu", "--dtype", "bf16", TE_FL_POLICY_FILE=policy)
+            self.assertIn("place 1 of the policy's list", text)
+            self.fails(2, "neither a trace", "tune", policy)
+
+    def test_replay_of_another_file(self):
+        self.fails(1, "is not a saved call", "replay", TE_FL)
 
     def test_completion(self):
         for shell in ("bash", "zsh", "fish"):

@@ -86,10 +86,15 @@ std::vector<Target> targets_of(const te_fl::plugins::PluginInfo& plugin,
   return targets;
 }
 
-te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& options) {
+// `state` becomes what was before anything of the plugin ran, so that what it changes shows.
+te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& options,
+                                                      ProcessState& state) {
+  state = ProcessState::now();
   te_fl::OpManager::instance();
   if (options.builtin.empty()) {
+    const ProcessState with_others = ProcessState::now();  // what installed plugins changed
     auto loaded = te_fl::plugins::load(options.plugin);
+    if (loaded.ok()) state = with_others;
     if (loaded.ok() || loaded.status().code() != te_fl::StatusCode::kAlreadyExists) return loaded;
     // An installed one of that name came first, by its manifest.
     for (const auto& other : te_fl::plugins::list())
@@ -111,11 +116,9 @@ class Worker {
   explicit Worker(const CheckOptions& options) : options_(options) {}
 
   int serve() {
-    // Before anything of the plugin runs, so that what it changes shows.
     table_ = conformance::all_cases();
-    environment_ = ProcessState::now();
     say({{"begin", 0}, {"resume", -1}, {"check", "load"}, {"case", ""}});
-    const auto plugin = open_plugin(options_);
+    const auto plugin = open_plugin(options_, environment_);
     if (!plugin.ok()) {
       say({{"failed", plugin.status().to_string()}});
       return 1;

@@ -67,12 +67,30 @@ struct NewBackendOptions {
 
 int check_plugin(const CheckOptions& options);
 int new_backend(const NewBackendOptions& options);
+
+struct ReplayOptions {
+  std::string file;
+  std::string impl;    // empty: the one it was saved from
+  std::string device;  // empty: the case's own
+  bool json = false;
+};
+
+struct TuneOptions {
+  std::vector<std::string> files;  // traces, saved calls
+  std::string out;                 // empty: printed
+  double seconds = 0.1;            // per call and implementation
+};
+
 int info(bool json);
+int fingerprint(bool json);
+int fingerprint_diff(const std::string& a, const std::string& b);
 int ops(const OpsOptions& options);
 int explain(const ExplainOptions& options);
 int env(const EnvOptions& options);
 int doctor(bool json);
 int bench(const BenchOptions& options);
+int replay(const ReplayOptions& options);
+int tune(const TuneOptions& options);
 int completion(const std::string& shell);
 
 }  // namespace te_fl_tool

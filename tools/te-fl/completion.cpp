@@ -12,7 +12,7 @@ constexpr const char* kBash = R"sh(# te-fl completion for bash: source <(te-fl c
 _te_fl() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} cmd=${COMP_WORDS[1]}
   if [ "$COMP_CWORD" = 1 ]; then
-    COMPREPLY=($(compgen -W "info ops explain env doctor bench check new-backend completion --help --version" -- "$cur")); return
+    COMPREPLY=($(compgen -W "info ops explain env doctor bench check new-backend replay fingerprint tune completion --help --version" -- "$cur")); return
   fi
   case "$prev" in
     --dtype) COMPREPLY=($(compgen -W "f32 f16 bf16 f8e4m3 f8e5m2" -- "$cur")); return ;;
@@ -26,6 +26,9 @@ _te_fl() {
     new-backend) COMPREPLY=($(compgen -d -- "$cur")) ;;
     ops) COMPREPLY=($(compgen -W "--json --names --help" -- "$cur")) ;;
     env) COMPREPLY=($(compgen -W "--json --markdown --help" -- "$cur")) ;;
+    fingerprint) COMPREPLY=($(compgen -f -W "diff" -- "$cur")) ;;
+    tune) COMPREPLY=($(compgen -f -W "--out --seconds --help" -- "$cur")) ;;
+    replay) COMPREPLY=($(compgen -f -W "--impl --device --json --help" -- "$cur")) ;;
     completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$cur")) ;;
     *) COMPREPLY=($(compgen -W "--json --help" -- "$cur")) ;;
     esac
@@ -36,7 +39,7 @@ complete -F _te_fl te-fl
 constexpr const char* kZsh = R"sh(#compdef te-fl
 # te-fl completion for zsh: te-fl completion zsh > "${fpath[1]}/_te-fl"
 _te_fl() {
-  local -a commands=(info ops explain env doctor bench check new-backend completion)
+  local -a commands=(info ops explain env doctor bench check new-backend replay fingerprint tune completion)
   if (( CURRENT == 2 )); then _describe command commands; return; fi
   case ${words[2]} in
     explain) _arguments '--device[device]:device:' '*--dtype[dtype]:dtype:(f32 f16 bf16 f8e4m3 f8e5m2)' \
@@ -52,6 +55,9 @@ _te_fl() {
     new-backend) _arguments ':name:' ':folder:_files -/' ;;
     ops) _arguments '--json' '--names' ;;
     env) _arguments '--json' '--markdown' ;;
+    fingerprint) _arguments '1:command:(diff)' '*:file:_files' ;;
+    tune) _arguments '--out[policy file]:file:_files' '--seconds[per call]:seconds:' '*:file:_files' ;;
+    replay) _arguments '--impl[implementation]:id:' '--device[device]:device:' '--json' '*:file:_files' ;;
     completion) _values shell bash zsh fish ;;
     *) _arguments '--json' ;;
   esac
@@ -61,13 +67,16 @@ _te_fl "$@"
 
 constexpr const char* kFish =
     R"sh(# te-fl completion for fish: te-fl completion fish > ~/.config/fish/completions/te-fl.fish
-complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor bench check new-backend completion'
+complete -c te-fl -f -n __fish_use_subcommand -a 'info ops explain env doctor bench check new-backend replay fingerprint tune completion'
 complete -c te-fl -f -n '__fish_seen_subcommand_from explain' -a '(te-fl ops --names 2>/dev/null)'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l dtype -xa 'f32 f16 bf16 f8e4m3 f8e5m2'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l scaling -xa 'none tensor block1x128 block128x128 mxfp8 nvfp4'
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l device -x
 complete -c te-fl -n '__fish_seen_subcommand_from explain' -l set -x
 complete -c te-fl -f -n '__fish_seen_subcommand_from bench' -a '(te-fl ops --names 2>/dev/null)'
+complete -c te-fl -n '__fish_seen_subcommand_from replay' -F
+complete -c te-fl -n '__fish_seen_subcommand_from replay' -l impl -x
+complete -c te-fl -n '__fish_seen_subcommand_from replay' -l device -x
 complete -c te-fl -n '__fish_seen_subcommand_from bench' -l dtype -xa 'f32 bf16 fp8'
 complete -c te-fl -n '__fish_seen_subcommand_from bench' -l device -x
 complete -c te-fl -n '__fish_seen_subcommand_from bench' -l impl -x

@@ -26,6 +26,10 @@ const char* const kFooter =
     "floor\n"
     "  te-fl check ./libacme.so --html acme.html     certifies a plugin\n"
     "  te-fl new-backend acme ./acme                a plugin project to start from\n"
+    "  te-fl replay te_fl_cases/NAME.call --impl reference.ref    a call that TE_FL_VERIFY saved, "
+    "on "
+    "another implementation\n"
+    "  te-fl tune run.json --out policy.json        the fastest for each call of a TE_FL_TRACE\n"
     "  source <(te-fl completion bash)              completion of this shell\n"
     "\n"
     "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
@@ -58,7 +62,19 @@ int main(int argc, char** argv) {
 
   auto* info_command = app.add_subcommand("info", "Version, devices, and plugins with their state");
   info_command->add_flag("--json", json, "machine-readable");
-  info_command->callback([&] { exit_code = info(json); });
+  bool fingerprint_only = false;
+  info_command->add_flag("--fingerprint", fingerprint_only,
+                         "what decides who serves a call, and its hash, for ranks to compare");
+  info_command->callback([&] { exit_code = fingerprint_only ? fingerprint(json) : info(json); });
+
+  std::string first_table, second_table;
+  auto* fingerprint_command =
+      app.add_subcommand("fingerprint", "Compares what `te-fl info --fingerprint` printed");
+  fingerprint_command->require_subcommand(1);
+  auto* diff_command = fingerprint_command->add_subcommand("diff", "What two tables differ in");
+  diff_command->add_option("a", first_table, "file of the first rank")->required();
+  diff_command->add_option("b", second_table, "file of the second rank")->required();
+  diff_command->callback([&] { exit_code = fingerprint_diff(first_table, second_table); });
 
   OpsOptions ops_options;
   auto* ops_command = app.add_subcommand("ops", "The matrix of ops and their implementations");
@@ -158,6 +174,29 @@ int main(int argc, char** argv) {
       ->required();
   new_command->add_option("folder", new_options.folder, "to be made")->required();
   new_command->callback([&] { exit_code = new_backend(new_options); });
+
+  ReplayOptions replay_options;
+  auto* replay_command = app.add_subcommand(
+      "replay", "Runs a call that TE_FL_VERIFY saved again and prints what differs");
+  replay_command->add_option("file", replay_options.file, "the saved call")->required();
+  replay_command->add_option("--impl", replay_options.impl,
+                             "implementation by id (default: the one it was saved from)");
+  replay_command->add_option("--device", replay_options.device,
+                             "where to run it (default: where it ran, or the host)");
+  replay_command->add_flag("--json", replay_options.json, "machine-readable");
+  replay_command->callback([&] { exit_code = replay(replay_options); });
+
+  TuneOptions tune_options;
+  auto* tune_command = app.add_subcommand(
+      "tune", "Times the candidates on the calls of a run and writes a policy file");
+  tune_command->add_option("files", tune_options.files, "traces of TE_FL_TRACE, or saved calls")
+      ->required();
+  tune_command->add_option("--out", tune_options.out, "the policy file (default: printed)");
+  tune_command
+      ->add_option("--seconds", tune_options.seconds, "time to spend on a call and implementation")
+      ->check(CLI::Range(0.001, 600.0))
+      ->capture_default_str();
+  tune_command->callback([&] { exit_code = tune(tune_options); });
 
   std::string shell;
   auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");

@@ -1,0 +1,175 @@
+// generic_gemm: FP32 sums of products of F32, F16, BF16 or per-tensor FP8 operands.
+#include "te_fl/ops/gemm.h"
+
+#include "families.hpp"
+#include "overlap.hpp"
+#include "store.hpp"
+
+namespace te_fl::opencl {
+namespace {
+
+using Args = te_fl_generic_gemm_args;
+using backend::invalid;
+
+enum : uint32_t {  // as in gemm.cl
+  kHasBias = 1,
+  kHasPreGeluOut = 2,
+  kHasPreGeluIn = 4,
+  kHasResidual = 8,
+  kGelu = 16,
+  kAccumulate = 32,
+  kScaledA = 64,
+  kScaledB = 128,
+  kScaledIn = 256,
+  kAccumulateGrad = 512,
+};
+
+bool quantised(const te_fl_tensor* t) {
+  return t != nullptr && backend::scaling(*t) != TE_FL_SCALING_NONE;
+}
+
+void check_args(const Args& args) {
+  if (args.accumulate && quantised(args.d)) {
+    invalid("d is FP8 with accumulate; accumulate into f32, f16 or bf16");
+  }
+  if (args.pre_gelu_out != nullptr && !args.gelu) {
+    invalid("pre_gelu_out is given without gelu; set gelu or leave it out");
+  }
+  if (args.pre_gelu_in != nullptr && (args.gelu || args.bias != nullptr)) {
+    invalid(std::string("pre_gelu_in is given with ") + (args.gelu ? "gelu" : "bias") +
+            "; the gradient epilogue goes with neither gelu nor bias");
+  }
+  if (args.accumulate_bias_grad && args.bias_grad == nullptr) {
+    invalid("accumulate_bias_grad is set without bias_grad; give the tensor or clear the flag");
+  }
+  check_output(*args.d, "d");
+  if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
+}
+
+// An operand as the kernel reads it.
+struct Operand {
+  const void* data = nullptr;
+  const void* scale_inv = nullptr;
+  bool transposed = false;
+};
+
+// The row-wise copy of a quantised operand if there is one, else the column-wise, which is its
+// transpose.
+Operand operand(const te_fl_tensor* t, const char* name, bool transposed) {
+  if (t == nullptr) return {};
+  if (!quantised(t)) return {backend::data<const void>(*t), nullptr, transposed};
+  const te_fl_quant& q = *t->quant;
+  const bool rows = t->dl.data != nullptr;
+  const void* scale_inv = q.scale_inv != nullptr ? q.scale_inv : q.columnwise_scale_inv;
+  if (scale_inv == nullptr) invalid(std::string(name) + " has no scale_inv; provide one element");
+  if (!rows && q.columnwise_data == nullptr && backend::numel(*t) > 0) {
+    invalid(std::string(name) + " has neither row-wise nor column-wise data; provide one or both");
+  }
+  return {rows ? backend::data<const void>(*t) : q.columnwise_data, scale_inv,
+          rows ? transposed : !transposed};
+}
+
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+uint32_t flags_of(const Args& args) {
+  uint32_t flags = 0;
+  const auto set = [&](bool when, uint32_t flag) { flags |= when ? flag : 0; };
+  set(args.bias != nullptr, kHasBias);
+  set(args.pre_gelu_out != nullptr, kHasPreGeluOut);
+  set(args.pre_gelu_in != nullptr, kHasPreGeluIn);
+  set(args.residual != nullptr, kHasResidual);
+  set(args.gelu != 0, kGelu);
+  set(args.accumulate != 0 && args.beta != 0.0f, kAccumulate);  // a beta of 0 does not read d
+  set(quantised(args.a), kScaledA);
+  set(quantised(args.b), kScaledB);
+  set(quantised(args.pre_gelu_in), kScaledIn);
+  set(args.accumulate_bias_grad != 0, kAccumulateGrad);
+  return flags;
+}
+
+void generic_gemm(const Call& call, const Args& args) {
+  check_args(args);
+  constexpr int64_t kTile = 64;
+  const backend::Matrix d = backend::as_matrix(*args.d);
+  const backend::Matrix stored_a = backend::as_matrix(*args.a);
+  const int64_t k = args.trans_a ? stored_a.rows : stored_a.cols;
+  const Operand a = operand(args.a, "a", args.trans_a != 0);
+  const Operand b = operand(args.b, "b", args.trans_b != 0);
+  const Operand in = operand(args.pre_gelu_in, "pre_gelu_in", false);
+  auto* workspace = static_cast<char*>(call.context.workspace);
+  const Output out(*args.d, workspace);
+  const te_fl_tensor& saved = args.pre_gelu_out != nullptr ? *args.pre_gelu_out : *args.d;
+  const Output pre_gelu(saved, workspace + aligned(output_workspace(*args.d)));
+  const std::string options = define("GROUP", kGroup) + define("TA", args.a) +
+                              define("TB", args.b) + define("TD", out.type()) +
+                              define("TBIAS", args.bias) + define("TOUT", pre_gelu.type()) +
+                              define("TIN", args.pre_gelu_in) + define("TRES", args.residual) +
+                              define("TGRAD", args.bias_grad) + define("TRANS_A", a.transposed) +
+                              define("TRANS_B", b.transposed);
+  const uint32_t flags = flags_of(args);
+  if (args.bias_grad != nullptr) {
+    Launch(call.device, call.stream(), "gemm", options, "row_sums")
+        .memory(a.data)
+        .data(args.bias_grad)
+        .memory(a.scale_inv)
+        .value(d.rows)
+        .value(k)
+        .value(flags)
+        .items(d.rows);
+  }
+  Launch(call.device, call.stream(), "gemm", options, "gemm")
+      .memory(a.data)
+      .memory(b.data)
+      .memory(out.data())
+      .data(args.bias)
+      .memory(args.pre_gelu_out != nullptr ? pre_gelu.data() : nullptr)
+      .memory(in.data)
+      .data(args.residual)
+      .memory(a.scale_inv)
+      .memory(b.scale_inv)
+      .memory(in.scale_inv)
+      .value(d.rows)
+      .value(d.cols)
+      .value(k)
+      .value(args.alpha)
+      .value(args.beta)
+      .value(flags)
+      .groups((d.rows + kTile - 1) / kTile * ((d.cols + kTile - 1) / kTile), kGroup);
+  out.finish(call);
+  if (args.pre_gelu_out != nullptr) pre_gelu.finish(call);
+}
+
+Refusal refuse_gemm(const Device& device, const Args& args) {
+  if (!compact(args.a, args.b, args.bias, args.pre_gelu_in, args.residual, args.bias_grad)) {
+    return kNotContiguous;
+  }
+  // pre_gelu_in is read at the element of the result: its transposed copy is not.
+  if (quantised(args.pre_gelu_in) && args.pre_gelu_in->dl.data == nullptr) {
+    return "reads the row-wise copy of pre_gelu_in";
+  }
+  for (const te_fl_tensor* out : {args.d, args.pre_gelu_out}) {
+    if (out == nullptr) continue;
+    if (const Refusal refusal = refuse_output(device, *out)) return refusal;
+    for (const te_fl_tensor* t : {args.a, args.b, args.bias}) {
+      if (overlaps(*out, t)) return kOverlaps;
+    }
+    for (const te_fl_tensor* t : {args.pre_gelu_in, args.residual}) {
+      if (overlaps_askew(*out, t)) return kOverlaps;
+    }
+  }
+  return nullptr;
+}
+
+size_t gemm_workspace(const Args& args) {
+  const size_t saved = args.pre_gelu_out != nullptr ? output_workspace(*args.pre_gelu_out) : 0;
+  return aligned(output_workspace(*args.d)) + saved;
+}
+
+}  // namespace
+
+void append_gemm(Ops& ops) {
+  ops.push_back(descriptor<Args, generic_gemm, refuse_gemm, gemm_workspace>("generic_gemm"));
+  ops.back().param_version = 2;  // residual
+}
+
+}  // namespace te_fl::opencl

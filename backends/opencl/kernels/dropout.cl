@@ -1,0 +1,30 @@
+// TX: the dtype. One work-item for eight elements: a byte of the mask.
+__kernel void dropout_forward(__global const void* x, __global void* y, __global uchar* mask,
+                              long n, float kept, ulong seed, ulong offset,
+                              __global const ulong* state, ulong threshold, int has_state) {
+  const long g = get_global_id(0);
+  if (8 * g >= n) return;
+  if (has_state) {
+    seed = state[0];
+    offset += state[1];
+  }
+  const uint keep = keep_bits(g, n, seed, offset, threshold);
+  const int count = (int)min(8L, n - 8 * g);
+  for (int j = 0; j < count; ++j) {
+    const float v = load(x, 8 * g + j, TX);
+    store(y, 8 * g + j, TX, keep >> j & 1u ? v / kept : 0.0f);
+  }
+  mask[g] = (uchar)keep;
+}
+
+__kernel void dropout_backward(__global const void* dy, __global const uchar* mask,
+                               __global void* dx, long n, float kept) {
+  const long g = get_global_id(0);
+  if (8 * g >= n) return;
+  const uint keep = mask[g];
+  const int count = (int)min(8L, n - 8 * g);
+  for (int j = 0; j < count; ++j) {
+    const float v = load(dy, 8 * g + j, TX);
+    store(dx, 8 * g + j, TX, keep >> j & 1u ? v / kept : 0.0f);
+  }
+}

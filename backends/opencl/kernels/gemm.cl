@@ -1,0 +1,137 @@
+// D = epilogue(alpha op(A) op(B) + bias) + residual + beta D. A group makes TILE x TILE of it from
+// slices of SLICE of K in local memory; a work-item has 8 x 8. TA, TB, TD, TBIAS, TOUT, TIN, TRES,
+// TGRAD: dtypes of a, b, d, bias, pre_gelu_out, pre_gelu_in, residual, bias_grad; TRANS_A, TRANS_B:
+// stored transposed.
+#define TILE 64
+#define SLICE 32
+
+#define HAS_BIAS 1
+#define HAS_PRE_GELU_OUT 2
+#define HAS_PRE_GELU_IN 4
+#define HAS_RESIDUAL 8
+#define GELU 16
+#define ACCUMULATE 32
+#define SCALED_A 64
+#define SCALED_B 128
+#define SCALED_IN 256
+#define ACCUMULATE_GRAD 512
+
+#define TWO_C 1.5957691216f  // 2 sqrt(2 / pi)
+
+static float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+static float gelu(float x) { return x * sigmoid(TWO_C * (x + 0.044715f * x * x * x)); }
+static float d_gelu(float x) {
+  if (fabs(x) > 64.0f) return x > 0.0f ? 1.0f : 0.0f;
+  const float u = TWO_C * (x + 0.044715f * x * x * x), s = sigmoid(u);
+  return s + x * s * sigmoid(-u) * TWO_C * (1.0f + 0.134145f * x * x);
+}
+
+static float8 load8(__global const void* data, long i, int type) {
+  if (type == F32) return vload8(0, (__global const float*)data + i);
+  if (type == BF16) {
+    return as_float8(convert_uint8(vload8(0, (__global const ushort*)data + i)) << 16);
+  }
+  float values[8];
+  for (int j = 0; j < 8; ++j) values[j] = load(data, i + j, type);
+  return vload8(0, values);
+}
+
+__attribute__((reqd_work_group_size(64, 1, 1)))
+__kernel void gemm(__global const void* a, __global const void* b, __global void* d,
+                   __global const void* bias, __global void* pre_gelu_out,
+                   __global const void* pre_gelu_in, __global const void* residual,
+                   __global const float* scale_a, __global const float* scale_b,
+                   __global const float* scale_in, long m_extent, long n_extent, long k_extent,
+                   float alpha, float beta, uint flags) {
+  __local float slice_a[SLICE * TILE], slice_b[SLICE * TILE];
+  const int id = get_local_id(0), row = id / 8 * 8, col = id % 8 * 8;
+  const long tiles_n = (n_extent + TILE - 1) / TILE;
+  const long m0 = (long)get_group_id(0) / tiles_n * TILE;
+  const long n0 = (long)get_group_id(0) % tiles_n * TILE;
+  float8 sum0 = (float8)(0.0f), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+  float8 sum4 = sum0, sum5 = sum0, sum6 = sum0, sum7 = sum0;
+  for (long k0 = 0; k0 < k_extent; k0 += SLICE) {
+    // slice_a lies as a does, so that rows are copied; of slice_b the inner loop wants rows along n.
+    if (m0 + TILE <= m_extent && k0 + SLICE <= k_extent) {
+      for (int i = id; i < SLICE * TILE / 8; i += 64) {
+        const int line = TRANS_A ? i / (TILE / 8) : i / (SLICE / 8);
+        const int at = TRANS_A ? i % (TILE / 8) * 8 : i % (SLICE / 8) * 8;
+        const long from = TRANS_A ? (k0 + line) * m_extent + m0 + at : (m0 + line) * k_extent + k0 + at;
+        vstore8(load8(a, from, TA), 0, slice_a + line * (TRANS_A ? TILE : SLICE) + at);
+      }
+    } else {
+      for (int e = id; e < SLICE * TILE; e += 64) {
+        const int ak = TRANS_A ? e / TILE : e % SLICE, am = TRANS_A ? e % TILE : e / SLICE;
+        const long k = k0 + ak, m = m0 + am;
+        float v = 0.0f;
+        if (k < k_extent && m < m_extent) v = load(a, TRANS_A ? k * m_extent + m : m * k_extent + k, TA);
+        slice_a[e] = v;
+      }
+    }
+    if (n0 + TILE <= n_extent && k0 + SLICE <= k_extent) {
+      for (int i = id; i < SLICE * TILE / 8; i += 64) {
+        if (TRANS_B) {
+          const int n = i % TILE, k = i / TILE * 8;
+          float values[8];
+          vstore8(load8(b, (n0 + n) * k_extent + k0 + k, TB), 0, values);
+          for (int j = 0; j < 8; ++j) slice_b[(k + j) * TILE + n] = values[j];
+        } else {
+          const int k = i / (TILE / 8), n = i % (TILE / 8) * 8;
+          vstore8(load8(b, (k0 + k) * n_extent + n0 + n, TB), 0, slice_b + k * TILE + n);
+        }
+      }
+    } else {
+      for (int e = id; e < SLICE * TILE; e += 64) {
+        const int bk = TRANS_B ? e % SLICE : e / TILE, bn = TRANS_B ? e / SLICE : e % TILE;
+        const long k = k0 + bk, n = n0 + bn;
+        float v = 0.0f;
+        if (k < k_extent && n < n_extent) v = load(b, TRANS_B ? n * k_extent + k : k * n_extent + n, TB);
+        slice_b[bk * TILE + bn] = v;
+      }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int k = 0; k < SLICE; ++k) {
+      const float8 y = vload8(0, slice_b + k * TILE + col);
+#define ROW(r) sum##r = FMA((float8)(slice_a[TRANS_A ? k * TILE + row + r : (row + r) * SLICE + k]), y, sum##r);
+      ROW(0) ROW(1) ROW(2) ROW(3) ROW(4) ROW(5) ROW(6) ROW(7)
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+  }
+  float8 sum[8] = {sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7};
+  for (int r = 0; r < 8; ++r) {
+    float values[8];
+    vstore8(sum[r], 0, values);
+    for (int c = 0; c < 8; ++c) {
+      const long m = m0 + row + r, n = n0 + col + c;
+      if (m >= m_extent || n >= n_extent) continue;
+      const long i = m * n_extent + n;
+      float v = values[c];
+      if (flags & SCALED_A) v *= *scale_a;
+      if (flags & SCALED_B) v *= *scale_b;
+      v *= alpha;
+      if (flags & HAS_BIAS) v += load(bias, n, TBIAS);
+      if (flags & HAS_PRE_GELU_OUT) store(pre_gelu_out, i, TOUT, v);
+      if (flags & GELU) v = gelu(v);
+      if (flags & HAS_PRE_GELU_IN) {
+        v *= d_gelu(load(pre_gelu_in, i, TIN) * (flags & SCALED_IN ? *scale_in : 1.0f));
+      }
+      if (flags & HAS_RESIDUAL) v += load(residual, i, TRES);
+      if (flags & ACCUMULATE) v += beta * load(d, i, TD);
+      store(d, i, TD, v);
+    }
+  }
+}
+
+// The sum over K of op(A), one work-item for each of its rows.
+__kernel void row_sums(__global const void* a, __global void* sums, __global const float* scale_a,
+                       long m_extent, long k_extent, uint flags) {
+  const long m = get_global_id(0);
+  if (m >= m_extent) return;
+  Sum s = {0.0f, 0.0f};
+  for (long k = 0; k < k_extent; ++k) {
+    add_to(&s, load(a, TRANS_A ? k * m_extent + m : m * k_extent + k, TA));
+  }
+  float v = total(&s) * (flags & SCALED_A ? *scale_a : 1.0f);
+  if (flags & ACCUMULATE_GRAD) v += load(sums, m, TGRAD);
+  store(sums, m, TGRAD, v);
+}

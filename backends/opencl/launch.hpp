@@ -1,0 +1,82 @@
+// One launch of a kernel: its arguments in order, then run().
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "cl_check.hpp"
+#include "device.hpp"
+#include "te_fl/dtype.hpp"
+
+namespace te_fl::opencl {
+
+// "-DNAME=value " for the options of a program.
+inline std::string define(const char* name, int64_t value) {
+  return std::string("-D") + name + "=" + std::to_string(value) + " ";
+}
+// The dtype of a tensor for kernels, which number them as te_fl_dtype_index; an absent one is F32.
+inline std::string define(const char* name, const te_fl_tensor* t) {
+  return define(name, t == nullptr ? int64_t{TE_FL_F32} : int64_t{dtype_index(t->dl.dtype)});
+}
+
+class Launch {
+ public:
+  Launch(const Device& device, void* stream, const char* file, const std::string& options,
+         const char* name)
+      : device_(device),
+        queue_(device.queue_of(stream)),
+        name_(name),
+        kernel_(device.programs->kernel(file, options, name)),
+        lock_(kernel_.mutex) {}
+
+  // Device memory; NULL becomes memory that the kernel leaves alone.
+  Launch& memory(const void* data) {
+    check(
+        clSetKernelArgSVMPointer(kernel_.kernel, next_++, data == nullptr ? device_.nothing : data),
+        "clSetKernelArgSVMPointer");
+    return *this;
+  }
+  Launch& data(const te_fl_tensor* t) {
+    return memory(t == nullptr ? nullptr : backend::data<const void>(*t));
+  }
+  // int32_t, uint32_t, int64_t, uint64_t, float or a struct of the kernel's layout.
+  template <class T>
+  Launch& value(T v) {
+    check(clSetKernelArg(kernel_.kernel, next_++, sizeof v, &v), "clSetKernelArg");
+    return *this;
+  }
+
+  // As many work-items as `items`, rounded up to whole groups; nothing for 0.
+  void items(int64_t items, size_t group = 64) {
+    groups((items + static_cast<int64_t>(group) - 1) / static_cast<int64_t>(group), group);
+  }
+  void groups(int64_t groups, size_t group = 64) {
+    const size_t global = static_cast<size_t>(groups) * group;
+    run(1, &global, &group);
+  }
+  void groups2(int64_t x, int64_t y, size_t group_x, size_t group_y) {
+    const size_t global[2] = {static_cast<size_t>(x) * group_x, static_cast<size_t>(y) * group_y};
+    const size_t local[2] = {group_x, group_y};
+    run(2, global, local);
+  }
+
+ private:
+  void run(cl_uint dims, const size_t* global, const size_t* local) {
+    for (cl_uint d = 0; d < dims; ++d) {
+      if (global[d] == 0) return;
+    }
+    check(clEnqueueNDRangeKernel(queue_, kernel_.kernel, dims, nullptr, global, local, 0, nullptr,
+                                 nullptr),
+          name_);
+  }
+
+  const Device& device_;
+  const cl_command_queue queue_;
+  const char* name_;
+  Kernel& kernel_;
+  const std::lock_guard<std::mutex> lock_;
+  cl_uint next_ = 0;
+};
+
+}  // namespace te_fl::opencl

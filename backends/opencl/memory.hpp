@@ -1,0 +1,61 @@
+// Device memory (coarse-grained SVM) and pinned host memory of one device.
+#pragma once
+
+#include <CL/cl.h>
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace te_fl::opencl {
+
+// Thread-safe. A block that is freed on a stream is handed out again on the same stream: streams
+// are in order, so whatever still uses it has finished by then.
+class Memory {
+ public:
+  // default_queue: what a null stream means; outlives this.
+  Memory(cl_context context, cl_device_id device, cl_command_queue default_queue,
+         size_t cache_limit);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  // 256-byte aligned; throws backend::Error.
+  void* allocate(size_t bytes, cl_command_queue queue);
+  void free(void* data, cl_command_queue queue);
+  // The queue is about to go and has finished: what is kept for it goes back to the driver.
+  void forget(cl_command_queue queue);
+
+  void* allocate_pinned(size_t bytes);
+  void free_pinned(void* data);
+  bool is_pinned(const void* data) const;
+
+  // Empty if these bytes lie in one block; otherwise what they are instead.
+  std::string not_ours(const void* data, size_t bytes) const;
+  size_t allocated() const;
+
+ private:
+  struct Block {
+    void* base;  // what clSVMAlloc returned; the block begins at the next multiple of 256
+    size_t bytes;
+  };
+  struct Pinned {
+    cl_mem buffer;
+    size_t bytes;
+  };
+  void trim();
+
+  const cl_context context_;
+  const cl_device_id device_;
+  const cl_command_queue default_queue_;
+  const size_t cache_limit_;
+  mutable std::mutex mutex_;
+  std::map<char*, Block> blocks_;  // in use
+  std::map<std::pair<cl_command_queue, size_t>, std::vector<std::pair<char*, Block>>> cache_;
+  size_t cached_ = 0, allocated_ = 0;
+  std::map<char*, Pinned> pinned_;
+};
+
+}  // namespace te_fl::opencl

@@ -1,0 +1,216 @@
+// Rotary position embedding of sequences of equal length, on separate or packed Q, K, V.
+#include "te_fl/ops/rope.h"
+
+#include <algorithm>
+
+#include "families.hpp"
+#include "launch.hpp"
+#include "overlap.hpp"
+
+namespace te_fl::opencl {
+namespace {
+
+using backend::invalid;
+using backend::shape_text;
+
+// Where the heads of a tensor lie, in elements.
+struct Place {
+  const te_fl_tensor* tensor;
+  int64_t offset, token_stride, group_stride;
+};
+
+// What is the same for every tensor of a call.
+struct Sequences {
+  int64_t extent0, extent1;
+  int32_t layout, interleaved, backward, cp_size, cp_rank;
+
+  int64_t length() const { return layout == TE_FL_LAYOUT_SBHD ? extent0 : extent1; }
+  int64_t largest_position() const {
+    if (cp_size == 1) return length() - 1;
+    const int64_t chunk = length() / 2;
+    return (std::max<int64_t>(cp_rank, 2 * cp_size - 1 - cp_rank) + 1) * chunk - 1;
+  }
+  void check() const {
+    if (cp_rank >= cp_size) {
+      invalid("cp_rank is " + std::to_string(cp_rank) + ", expected less than cp_size, " +
+              std::to_string(cp_size));
+    }
+    if (cp_size > 1 && length() % 2 != 0) {
+      invalid("each sequence has " + std::to_string(length()) +
+              " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
+              "chunks of equal length");
+    }
+  }
+};
+
+void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t dim, const Sequences& s) {
+  const int64_t columns = freqs.dl.shape[3];
+  if (columns % 2 != 0 || columns > dim) {
+    invalid(std::string(name) + " has " + std::to_string(columns) +
+            " columns, expected an even number up to the head size, " + std::to_string(dim));
+  }
+  const bool any = s.extent0 > 0 && s.extent1 > 0;
+  if (any && s.largest_position() >= freqs.dl.shape[0]) {
+    invalid(std::string(name) + " has " + std::to_string(freqs.dl.shape[0]) +
+            " positions, but position " + std::to_string(s.largest_position()) + " is needed");
+  }
+}
+
+// Without freqs the elements are copied.
+void rotate(const Call& call, const Sequences& s, const Place& x, const Place& y,
+            const te_fl_tensor* freqs, int64_t heads, int64_t per_group, int64_t dim) {
+  const int64_t columns = freqs != nullptr ? freqs->dl.shape[3] : 0;
+  const int64_t tokens = s.extent0 * s.extent1;
+  Launch(call.device, call.stream(), "rope", define("TX", x.tensor), "rope")
+      .data(x.tensor)
+      .data(y.tensor)
+      .data(freqs)
+      .value(tokens)
+      .value(heads)
+      .value(dim)
+      .value(columns)
+      .value(x.offset)
+      .value(x.token_stride)
+      .value(x.group_stride)
+      .value(y.offset)
+      .value(y.token_stride)
+      .value(y.group_stride)
+      .value(per_group)
+      .value(s.extent0)
+      .value(s.extent1)
+      .value<int32_t>(s.layout == TE_FL_LAYOUT_SBHD ? 1 : 0)
+      .value(s.interleaved)
+      .value(s.backward)
+      .value<int64_t>(s.cp_size)
+      .value<int64_t>(s.cp_rank)
+      .items(tokens * heads * (dim - columns / 2));
+}
+
+template <bool kBackward>
+void rope(const Call& call, const te_fl_rope_rope_args& a) {
+  const te_fl_tensor& x = *a.input;
+  if (x.dl.ndim != 4) {
+    invalid("input has shape " + shape_text(x) + ", expected rank 4: [S, B, H, D] or [B, S, H, D]");
+  }
+  if (shape_text(*a.output) != shape_text(x)) {
+    invalid("output has shape " + shape_text(*a.output) + ", expected " + shape_text(x) +
+            " as input");
+  }
+  if (a.cu_seqlens != nullptr) {
+    invalid("cu_seqlens is given, but only layout thd reads it; leave it out");
+  }
+  const int64_t heads = x.dl.shape[2], dim = x.dl.shape[3];
+  const Sequences s{x.dl.shape[0],     x.dl.shape[1], a.layout, a.interleaved != 0 ? 1 : 0,
+                    kBackward ? 1 : 0, a.cp_size,     a.cp_rank};
+  s.check();
+  check_freqs("freqs", *a.freqs, dim, s);
+  rotate(call, s, {a.input, 0, heads * dim, 0}, {a.output, 0, heads * dim, 0}, a.freqs, heads,
+         std::max<int64_t>(heads, 1), dim);
+}
+
+Refusal refuse_rope(const te_fl_rope_rope_args& a) {
+  if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
+  if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
+  if (!compact(a.input, a.freqs, a.output)) return kNotContiguous;
+  return overlaps_askew(*a.output, a.input) ? kOverlaps : nullptr;
+}
+
+// Packed QKV: in each group q_heads queries of k_dim elements, a key of k_dim, a value of v_dim.
+struct Packed {
+  int64_t groups, q_heads, k_dim, v_dim;
+  int64_t width() const { return q_heads * k_dim + k_dim + v_dim; }
+  Place part(const te_fl_tensor* t, int64_t offset) const {
+    return {t, offset, groups * width(), width()};
+  }
+};
+
+void expect_tail(const char* name, const te_fl_tensor& t, int64_t heads, int64_t dim) {
+  if (t.dl.shape[2] == heads && t.dl.shape[3] == dim) return;
+  invalid(std::string(name) + " has shape " + shape_text(t) + ", expected [.., " +
+          std::to_string(heads) + ", " + std::to_string(dim) + "]");
+}
+
+template <class Args>
+Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
+  if (a.q_dim % a.k_dim != 0) {
+    invalid("q_dim is " + std::to_string(a.q_dim) + ", expected a multiple of k_dim, " +
+            std::to_string(a.k_dim));
+  }
+  const Packed p{qkv.dl.shape[2], a.q_dim / a.k_dim, a.k_dim, a.v_dim};
+  if (qkv.dl.shape[3] != p.width()) {
+    invalid(std::string(name) + " has shape " + shape_text(qkv) + ", expected " +
+            std::to_string(p.width()) + " in the last dimension: q_dim + k_dim + v_dim");
+  }
+  return p;
+}
+
+template <class Args>
+Sequences sequences_of(const Args& a, const te_fl_tensor& qkv, bool backward) {
+  return {qkv.dl.shape[0],  qkv.dl.shape[1], a.layout, a.interleaved != 0 ? 1 : 0,
+          backward ? 1 : 0, a.cp_size,       a.cp_rank};
+}
+
+void qkv_forward(const Call& call, const te_fl_fused_qkv_rope_forward_args& a) {
+  const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
+  expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
+  expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
+  expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
+  const Sequences s = sequences_of(a, *a.qkv_input, false);
+  s.check();
+  check_freqs("q_freqs", *a.q_freqs, p.k_dim, s);
+  check_freqs("k_freqs", *a.k_freqs, p.k_dim, s);
+  const int64_t q = p.q_heads * p.k_dim, g = p.groups;
+  rotate(call, s, p.part(a.qkv_input, 0), {a.q_out, 0, g * q, q}, a.q_freqs, g * p.q_heads,
+         std::max<int64_t>(p.q_heads, 1), p.k_dim);
+  rotate(call, s, p.part(a.qkv_input, q), {a.k_out, 0, g * p.k_dim, p.k_dim}, a.k_freqs, g, 1,
+         p.k_dim);
+  rotate(call, s, p.part(a.qkv_input, q + p.k_dim), {a.v_out, 0, g * p.v_dim, p.v_dim}, nullptr, g,
+         1, p.v_dim);
+}
+
+void qkv_backward(const Call& call, const te_fl_fused_qkv_rope_backward_args& a) {
+  const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
+  expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
+  expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
+  expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
+  const Sequences s = sequences_of(a, *a.qkv_grad, true);
+  s.check();
+  check_freqs("q_freqs", *a.q_freqs, p.k_dim, s);
+  check_freqs("k_freqs", *a.k_freqs, p.k_dim, s);
+  const int64_t q = p.q_heads * p.k_dim, g = p.groups;
+  rotate(call, s, {a.q_grad, 0, g * q, q}, p.part(a.qkv_grad, 0), a.q_freqs, g * p.q_heads,
+         std::max<int64_t>(p.q_heads, 1), p.k_dim);
+  rotate(call, s, {a.k_grad, 0, g * p.k_dim, p.k_dim}, p.part(a.qkv_grad, q), a.k_freqs, g, 1,
+         p.k_dim);
+  rotate(call, s, {a.v_grad, 0, g * p.v_dim, p.v_dim}, p.part(a.qkv_grad, q + p.k_dim), nullptr, g,
+         1, p.v_dim);
+}
+
+Refusal refuse_qkv_forward(const te_fl_fused_qkv_rope_forward_args& a) {
+  if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
+  if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
+  if (a.k_dim <= 0) return "k_dim must be 1 or more";
+  return compact(a.qkv_input, a.q_freqs, a.k_freqs, a.q_out, a.k_out, a.v_out) ? nullptr
+                                                                               : kNotContiguous;
+}
+Refusal refuse_qkv_backward(const te_fl_fused_qkv_rope_backward_args& a) {
+  if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
+  if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
+  if (a.k_dim <= 0) return "k_dim must be 1 or more";
+  return compact(a.q_grad, a.k_grad, a.v_grad, a.q_freqs, a.k_freqs, a.qkv_grad) ? nullptr
+                                                                                 : kNotContiguous;
+}
+
+}  // namespace
+
+void append_rope(Ops& ops) {
+  using Rope = te_fl_rope_rope_args;
+  using Forward = te_fl_fused_qkv_rope_forward_args;
+  using Backward = te_fl_fused_qkv_rope_backward_args;
+  ops.push_back(descriptor<Rope, rope<false>, refuse_rope>("fused_rope_forward"));
+  ops.push_back(descriptor<Rope, rope<true>, refuse_rope>("fused_rope_backward"));
+  ops.push_back(descriptor<Forward, qkv_forward, refuse_qkv_forward>("fused_qkv_rope_forward"));
+  ops.push_back(descriptor<Backward, qkv_backward, refuse_qkv_backward>("fused_qkv_rope_backward"));
+}
+
+}  // namespace te_fl::opencl

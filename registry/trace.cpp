@@ -1,0 +1,300 @@
+#include "registry/trace.hpp"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <unordered_map>
+
+#include "core/fork.hpp"
+#include "core/text.hpp"
+#include "registry/arguments.hpp"
+#include "registry/call_file.hpp"
+#include "registry/plan_cache.hpp"
+#include "te_fl/log.hpp"
+#include "te_fl/version.hpp"
+#include "te_fl/watch.hpp"
+
+namespace te_fl {
+namespace registry {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nlohmann::json;
+
+constexpr size_t kMaxDescriptions = 4096;
+constexpr uint32_t kNone = UINT32_MAX;
+constexpr int64_t kMaxValues = 4096;  // of an integer tensor that is kept whole
+
+struct Event {
+  const char* op;
+  const char* impl;  // null: nobody served it
+  int64_t start, nanoseconds;
+  int64_t thread;
+  void* stream;
+  Device device;
+  uint32_t description;
+  uint32_t text;  // of those who were tried before, or of the error; kNone: none
+  bool staged, failed;
+};
+
+struct State {
+  std::string path;
+  pid_t process = 0;
+  size_t limit = 0;
+  uint64_t dropped = 0;
+  std::vector<Event> events;
+  std::unordered_map<std::string, uint32_t> known;  // descriptions by the call's signature
+  std::vector<json> descriptions;
+  std::map<std::string, uint32_t> texts;
+};
+
+constinit core::ForkMutex mutex(79);
+const core::ForkMutex::Registration registration(mutex);
+const Clock::time_point g_began = Clock::now();
+
+State& state() {
+  static State* const instance = new State;
+  return *instance;
+}
+
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - g_began).count();
+}
+
+int64_t thread_number() {
+  static thread_local const int64_t number = syscall(SYS_gettid);
+  return number;
+}
+
+void write_at_exit() {
+  if (const Status s = write_trace(); !s.ok()) log::warning(s.message());
+}
+
+// The trace that the environment asks for. A "%p" in its name is the process. Requires no lock.
+void start() {
+  const Result<std::string> setting = environment::get("TE_FL_TRACE");
+  const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
+  std::string path = setting.ok() ? *setting : std::string();
+  if (const size_t at = path.find("%p"); at != std::string::npos)
+    path.replace(at, 2, std::to_string(getpid()));
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  static bool registered = false;
+  if (!registered) std::atexit(&write_at_exit);
+  registered = true;
+  if (s.process != getpid()) {  // a forked child begins anew
+    s.events.clear();
+    s.dropped = 0;
+    s.process = getpid();
+  }
+  s.path = std::move(path);
+  s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
+}
+
+// Integer tensors in host memory decide what many ops do (lengths, indices): short ones are kept.
+void add_values(const Call& call, json& description) {
+  const te_fl_op_schema& schema = call.row.compiled->schema();
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_OUT) continue;
+    const te_fl_tensor* t = tensor_argument(arg, call.args);
+    if (t == nullptr || t->dl.strides != nullptr || t->dl.data == nullptr) continue;
+    const int dtype = dtype_index(t->dl.dtype);
+    const bool host = Device{t->dl.device.type, t->dl.device.index, 0}.is_host();
+    if (!host || (dtype != TE_FL_I32 && dtype != TE_FL_I64)) continue;
+    int64_t count = 1;
+    for (int d = 0; d < t->dl.ndim; ++d) count *= t->dl.shape[d];
+    if (count > kMaxValues) continue;
+    const char* at = static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
+    std::vector<int64_t> values(static_cast<size_t>(count));
+    for (size_t k = 0; k < values.size(); ++k) {
+      int32_t narrow = 0;
+      if (dtype == TE_FL_I64) {
+        std::memcpy(&values[k], at + 8 * k, 8);
+      } else {
+        std::memcpy(&narrow, at + 4 * k, 4);
+        values[k] = narrow;
+      }
+    }
+    description["args"][arg.name]["values"] = values;
+  }
+}
+
+// The call's number among those that differ in more than data; kNone if there are too many.
+uint32_t description_of(const Call& call) {
+  te_fl_context context = context_of(call, false, nullptr);
+  context.rng = {};
+  std::string key = std::to_string(call.op) + ' ';
+  append_plan_key(call.row.compiled->schema(), call.args, context, key);
+  {
+    const std::lock_guard lock(mutex);
+    const auto at = state().known.find(key);
+    if (at != state().known.end()) return at->second;
+    if (state().descriptions.size() >= kMaxDescriptions) return kNone;
+  }
+  StagingPlan plan;
+  if (!plan.make(*call.row.compiled, call.args, call.signature.device, call.options.rng,
+                 StagingPlan::Scope::kAll)
+           .ok()) {
+    return kNone;
+  }
+  char* const nowhere = reinterpret_cast<char*>(uintptr_t{1} << 20);
+  plan.bind(nowhere);
+  const bool deterministic = policy::settings_of(call.policy).deterministic;
+  json d = describe_call(*call.row.compiled, plan, nowhere, call.signature.device, deterministic);
+  d["text"] = describe_arguments(call.row.compiled->schema(), call.args);
+  if ((call.row.compiled->schema().flags & TE_FL_SCHEMA_ENQUIRY) != 0) {
+    d.erase("args");  // nothing of it was placed
+  } else {
+    add_values(call, d);
+  }
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  const auto [at, added] = s.known.emplace(key, static_cast<uint32_t>(s.descriptions.size()));
+  if (added) s.descriptions.push_back(std::move(d));
+  return at->second;
+}
+
+std::string reason_text(const Status& status, const Served& served) {
+  std::string text;
+  for (const Failure& f : served.failures) {
+    text += (text.empty() ? "" : "; ") + f.impl->impl_id + ": " + f.text.substr(0, 300);
+  }
+  if (!status.ok()) text = status.message().substr(0, 600);
+  return text;
+}
+
+std::string hex(const void* p) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%p", p);
+  return p == nullptr ? "default" : text;
+}
+
+// A track of Perfetto, named once.
+void name_track(std::ostream& out, int group, int64_t track, const std::string& name) {
+  out << json{{"ph", "M"},
+              {"name", "thread_name"},
+              {"pid", group},
+              {"tid", track},
+              {"args", {{"name", name}}}}
+             .dump()
+      << ",\n";
+}
+
+void write_events(std::ostream& out, const State& s) {
+  std::map<std::pair<std::string, void*>, int64_t> streams;
+  std::set<int64_t> threads;
+  std::vector<const std::string*> texts(s.texts.size());
+  for (const auto& [text, number] : s.texts) texts[number] = &text;
+  for (const int group : {1, 2}) {
+    out << json{{"ph", "M"},
+                {"name", "process_name"},
+                {"pid", group},
+                {"args", {{"name", group == 1 ? "calls by thread" : "enqueued by stream"}}}}
+               .dump()
+        << ",\n";
+  }
+  for (const Event& e : s.events) {
+    json args = {{"impl", e.impl == nullptr ? "none" : e.impl}, {"device", to_string(e.device)}};
+    if (e.description != kNone) {
+      args["call"] = e.description;
+      args["arguments"] = s.descriptions[e.description].value("text", "");
+    }
+    if (e.staged) args["staged"] = true;
+    if (e.text != kNone) args[e.failed ? "error" : "fallback"] = *texts[e.text];
+    json event = {{"ph", "X"},
+                  {"name", e.op},
+                  {"cat", e.failed          ? "failed"
+                          : e.staged        ? "staged"
+                          : e.text != kNone ? "fallback"
+                                            : "call"},
+                  {"pid", 1},
+                  {"tid", e.thread},
+                  {"ts", static_cast<double>(e.start) / 1000},
+                  {"dur", static_cast<double>(e.nanoseconds) / 1000},
+                  {"args", args}};
+    if (threads.insert(e.thread).second)
+      name_track(out, 1, e.thread, "thread " + std::to_string(e.thread));
+    out << event.dump(-1, ' ', false, json::error_handler_t::replace) << ",\n";
+    if (e.device.is_host()) continue;
+    const auto key = std::pair(to_string(e.device), e.stream);
+    const auto [at, added] = streams.emplace(key, static_cast<int64_t>(streams.size()) + 1);
+    if (added) name_track(out, 2, at->second, key.first + " stream " + hex(e.stream));
+    event["pid"] = 2;
+    event["tid"] = at->second;
+    out << event.dump(-1, ' ', false, json::error_handler_t::replace) << ",\n";
+  }
+}
+
+}  // namespace
+
+TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
+  static std::atomic<uint64_t> generation{UINT64_MAX};
+  const uint64_t current = environment::generation();
+  if (generation.load(std::memory_order_acquire) != current) {
+    start();
+    generation.store(current, std::memory_order_release);
+  }
+  description_ = description_of(call);
+  start_ = now();
+}
+
+void TracedCall::finish(const Status& status, const Served& served) {
+  const int64_t end = now();
+  std::string text = reason_text(status, served);
+  const char* const op = intern_string(call_.row.compiled->schema().name);
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  if (s.process != getpid()) return;
+  if (s.events.size() >= s.limit) {
+    ++s.dropped;
+    return;
+  }
+  uint32_t number = kNone;
+  if (!text.empty()) {
+    if (s.texts.size() >= kMaxDescriptions) text = "(too many different ones were kept already)";
+    number = s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
+  }
+  const Implementation* impl = status.ok() ? served.impl : nullptr;
+  s.events.push_back({op, impl == nullptr ? nullptr : impl->interned_id, start_, end - start_,
+                      thread_number(), call_.options.stream, call_.signature.device, description_,
+                      number, served.staged, !status.ok()});
+}
+
+}  // namespace registry
+
+Status write_trace() {
+  using namespace registry;
+  const std::lock_guard lock(mutex);
+  const State& s = state();
+  if (s.path.empty() || s.process != getpid()) return {};
+  const std::string temporary = s.path + ".part";
+  std::ofstream out(temporary, std::ios::trunc);
+  out << "{\"traceEvents\": [\n";
+  write_events(out, s);
+  out << json{{"ph", "M"},
+              {"name", "process_sort_index"},
+              {"pid", 1},
+              {"args", {{"sort_index", 0}}}}
+      << "],\n\"otherData\": "
+      << json{{"te_fl", TE_FL_VERSION}, {"events_dropped", s.dropped}, {"process", s.process}}
+      << ",\n\"te_fl_calls\": "
+      << json(s.descriptions).dump(-1, ' ', false, json::error_handler_t::replace) << "}\n";
+  out.close();
+  if (out.good() && std::rename(temporary.c_str(), s.path.c_str()) == 0) return {};
+  return failed_precondition("the trace " + s.path +
+                             " cannot be written (TE_FL_TRACE): " + std::strerror(errno));
+}
+
+}  // namespace te_fl

@@ -1,0 +1,57 @@
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+te_fl::Result<std::string> read(const std::string& path) {
+  std::ifstream in(path);
+  if (!in) return te_fl::not_found("cannot read " + path + ": " + std::strerror(errno));
+  std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  if (!text.starts_with("fingerprint = ")) {
+    return te_fl::invalid_argument(path + " is not what `te-fl info --fingerprint` prints");
+  }
+  return text;
+}
+
+}  // namespace
+
+int fingerprint(bool as_json) {
+  const std::string table = te_fl::fingerprint_table();
+  if (!as_json) {
+    std::printf("%s", table.c_str());
+    return kSuccess;
+  }
+  nlohmann::json out = nlohmann::json::object();
+  size_t at = 0;
+  while (at < table.size()) {
+    const size_t end = table.find('\n', at), equals = table.find(" = ", at);
+    out[table.substr(at, equals - at)] = table.substr(equals + 3, end - equals - 3);
+    at = end + 1;
+  }
+  std::printf("%s\n", out.dump(2).c_str());
+  return kSuccess;
+}
+
+int fingerprint_diff(const std::string& a, const std::string& b) {
+  const auto first = read(a), second = read(b);
+  for (const auto* r : {&first, &second}) {
+    if (r->ok()) continue;
+    complain(r->status().to_string());
+    return kUsage;
+  }
+  const auto differences = te_fl::fingerprint_difference(*first, *second);
+  for (const std::string& d : differences) std::printf("%s\n", d.c_str());
+  if (differences.empty()) std::printf("the two are the same\n");
+  return differences.empty() ? kSuccess : kProblem;
+}
+
+}  // namespace te_fl_tool

@@ -1,0 +1,49 @@
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+void print(const char* against, const std::vector<std::string>& differences, int compared) {
+  if (differences.empty()) {
+    std::printf("against %s: %s (%d outputs and parts compared)\n", against,
+                paint(Color::kGreen, "agrees").c_str(), compared);
+    return;
+  }
+  std::printf("against %s: %s\n", against, paint(Color::kRed, "differs").c_str());
+  for (const std::string& d : differences) std::printf("  %s\n", d.c_str());
+}
+
+}  // namespace
+
+int replay(const ReplayOptions& options) {
+  const auto r = te_fl::replay(options.file, options.impl, options.device);
+  if (!r.ok()) {
+    complain(r.status().to_string());
+    return kProblem;
+  }
+  if (options.json) {
+    const nlohmann::json out = {{"op", r->op},
+                                {"impl_id", r->impl_id},
+                                {"device", r->device},
+                                {"saved_by", r->saved_by},
+                                {"note", r->note},
+                                {"compared", r->compared},
+                                {"from_saved", r->from_saved},
+                                {"from_reference", r->from_reference}};
+    std::printf("%s\n", out.dump(2).c_str());
+  } else {
+    std::printf("%s on %s, %s\n", paint(Color::kBold, r->op).c_str(), r->impl_id.c_str(),
+                r->device.c_str());
+    std::printf("saved by %s\nfound then: %s\n", r->saved_by.c_str(), r->note.c_str());
+    print("the saved results", r->from_saved, r->compared);
+    print("the reference", r->from_reference, r->compared);
+  }
+  return r->from_reference.empty() ? kSuccess : kProblem;
+}
+
+}  // namespace te_fl_tool
