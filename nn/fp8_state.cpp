@@ -46,6 +46,7 @@ Status Fp8State::ensure(int64_t history_len, const Device& device) {
 Status Fp8State::assign(Tensor history, Tensor scale) {
   history_ = std::move(history);
   scale_ = std::move(scale);
+  scales_changed();
   if (defined()) return make_slots();
   scale_slots_.clear();
   amax_slots_.clear();

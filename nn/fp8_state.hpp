@@ -20,6 +20,10 @@ class Fp8State {
   bool defined() const noexcept { return scale_.defined(); }
   const Tensor& history() const noexcept { return history_; }
   const Tensor& scale() const noexcept { return scale_; }
+  // Counts the changes of the scales: what was quantised in another generation may have had another
+  // scale.
+  uint64_t generation() const noexcept { return generation_; }
+  void scales_changed() noexcept { ++generation_; }
   // Allocates (scale 1, history 0) or, if the history has another length, keeps its newest rows.
   Status ensure(int64_t history_len, const Device& device);
   // Takes over loaded state: history [length, slots], scale [slots]; undefined tensors empty the
@@ -33,6 +37,7 @@ class Fp8State {
   Status make_slots();
 
   int64_t slots_;
+  uint64_t generation_ = 0;
   Tensor history_;
   Tensor scale_;
   std::vector<Tensor> scale_slots_;

@@ -21,7 +21,12 @@ bool split_accumulator(const Fp8Mode& mode, bool gradient) {
 
 GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
                    std::shared_ptr<Parameter> bias)
-    : spec_(spec), weight_(std::move(weight)), bias_(std::move(bias)) {}
+    : spec_(spec), weight_(std::move(weight)), bias_(std::move(bias)) {
+  if (spec_.high_precision) return;
+  copy_ = std::make_shared<WeightCopy>(forward_, kWeightSlot);
+  // Of modules that share a weight the first gets its copy; the others quantise.
+  if (weight_->fp8_copy.expired()) weight_->fp8_copy = copy_;
+}
 
 Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   Use use;
@@ -29,6 +34,9 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   if (spec_.high_precision) return use;
   TE_FL_ASSIGN_OR_RETURN(use.mode, current_mode());
   const DelayedScaling* delayed = use.mode.delayed();
+  if (training) {
+    copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
+  }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
   TE_FL_RETURN_IF_ERROR(forward_->ensure(delayed->amax_history_len, spec_.device));
   if (training || use.mode.calibrating) {
@@ -72,8 +80,19 @@ Result<Tensor> GemmUnit::prepare_input(const Use& use, const Tensor& x) {
   return input;
 }
 
+Result<Tensor> GemmUnit::written_copy(const Use& use) const {
+  Tensor copy = copy_->fresh(weight_->version, *use.mode.recipe);
+  if (!copy.defined() || spec_.device.is_host()) return copy;
+  // A graph would go on reading this memory, which the next step replaces.
+  TE_FL_ASSIGN_OR_RETURN(const bool capturing,
+                         devices::is_capturing(spec_.device, devices::current_stream()));
+  return capturing ? Tensor() : copy;
+}
+
 Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
   if (!use.mode.fp8) return cast(weight_->value, spec_.activation_dtype);
+  TE_FL_ASSIGN_OR_RETURN(Tensor copy, written_copy(use));
+  if (copy.defined()) return copy;
   TE_FL_ASSIGN_OR_RETURN(Tensor weight,
                          empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
                                          {.rowwise = true, .columnwise = columnwise}, spec_.device,

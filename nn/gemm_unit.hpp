@@ -4,6 +4,7 @@
 
 #include "nn/fp8_state.hpp"
 #include "nn/runtime.hpp"
+#include "nn/weight_copy.hpp"
 #include "te_fl/nn/module.hpp"
 
 namespace te_fl::nn::detail {
@@ -69,13 +70,16 @@ class GemmUnit {
  private:
   Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
   Result<Tensor> make_weight(const Use& use, bool columnwise);
+  // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
+  Result<Tensor> written_copy(const Use& use) const;
 
   Spec spec_;
   std::shared_ptr<Parameter> weight_;
   std::shared_ptr<Parameter> bias_;
   std::shared_ptr<Fp8State> forward_ = std::make_shared<Fp8State>(2);   // slots: input, weight
   std::shared_ptr<Fp8State> backward_ = std::make_shared<Fp8State>(1);  // slot: output gradient
-  Tensor cached_weight_;  // what is_first_microbatch = true kept
+  std::shared_ptr<WeightCopy> copy_;  // what an optimizer may write; null in high precision
+  Tensor cached_weight_;              // what is_first_microbatch = true kept
   uint64_t cached_version_ = 0;
   std::shared_ptr<const Recipe> cached_recipe_;
 };

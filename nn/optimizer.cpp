@@ -3,7 +3,9 @@
 #include <array>
 #include <cmath>
 
+#include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
+#include "nn/weight_copy.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/watch.hpp"
 
@@ -19,6 +21,7 @@ struct Slot {
   Tensor second;
   Tensor master;
   bool decays = true;
+  Tensor fp8;  // what the step under way quantises the parameter into; undefined: nothing
 };
 
 Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& parameters,
@@ -44,21 +47,25 @@ Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& paramete
 }
 
 // The lists of one multi_tensor call: parameters with and without decay, with and without master
-// weights, go in separate calls.
+// weights or FP8 copies, go in separate calls.
 struct Lists {
-  Pointers grads, values, firsts, seconds, masters;
+  Pointers grads, values, firsts, seconds, masters, fp8;
   bool empty() const { return grads.empty(); }
 };
 
-Lists collect(const std::vector<Slot>& slots, bool decays, bool mastered) {
+Lists collect(const std::vector<Slot>& slots, bool decays, bool mastered, bool copied = false) {
   Lists lists;
   for (const Slot& slot : slots) {
-    if (slot.decays != decays || slot.master.defined() != mastered) continue;
+    if (slot.decays != decays || slot.master.defined() != mastered ||
+        slot.fp8.defined() != copied) {
+      continue;
+    }
     lists.grads.push_back(slot.parameter.grad());
     lists.values.push_back(slot.parameter.value());
     lists.firsts.push_back(slot.first);
     lists.seconds.push_back(slot.second);
     lists.masters.push_back(slot.master);
+    lists.fp8.push_back(slot.fp8);
   }
   return lists;
 }
@@ -212,6 +219,7 @@ Status Optimizer::step() {
         "Optimizer::step: the stream is being captured into a graph, which would repeat this "
         "step's count and learning rate for ever; create the optimizer with capturable = true");
   }
+  if (capturing && uncapturable_ != nullptr) return failed_precondition(uncapturable_);
   if (device_ == nullptr && max_grad_norm_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
     if (!std::isfinite(last_grad_norm_)) {
@@ -265,41 +273,68 @@ Result<std::unique_ptr<Adam>> Adam::create(std::vector<NamedParameter> parameter
   std::unique_ptr<Adam> adam(new Adam(std::move(parameters), options));
   TE_FL_ASSIGN_OR_RETURN(adam->impl_->slots, make_slots(adam->parameters_, options.decay, true));
   if (options.capturable) TE_FL_RETURN_IF_ERROR(adam->make_capturable());
+  if (options.write_fp8_weights) {
+    adam->uncapturable_ =
+        "Adam::step: the stream is being captured into a graph, and the optimizer writes FP8 "
+        "weights, of which only the host knows whether they are fresh; create it with "
+        "write_fp8_weights = false";
+  }
   return adam;
 }
 
-Status Adam::update() {
+// The parameters that decay or not, have masters or not, get FP8 copies or not.
+Status Adam::update_some(bool decays, bool mastered, bool copied) {
   using Args = te_fl_multi_tensor_adam_args;
   const AdamOptions& options = impl_->options;
-  for (bool decays : {true, false}) {
-    for (bool mastered : {false, true}) {
-      const Lists lists = collect(impl_->slots, decays, mastered);
-      if (lists.empty()) continue;
-      Args args{};
-      set_list(args, &Args::grads, &Args::grads_count, lists.grads);
-      set_list(args, &Args::params, &Args::params_count, lists.values);
-      set_list(args, &Args::exp_avgs, &Args::exp_avgs_count, lists.firsts);
-      set_list(args, &Args::exp_avg_sqs, &Args::exp_avg_sqs_count, lists.seconds);
-      if (mastered) {
-        set_list(args, &Args::master_params, &Args::master_params_count, lists.masters);
-      }
-      args.lr = lr_;
-      args.beta1 = options.beta1;
-      args.beta2 = options.beta2;
-      args.epsilon = options.epsilon;
-      args.weight_decay = decays ? options.weight_decay : 0;
-      args.step = steps_;
-      args.mode = options.adamw ? TE_FL_ADAM_MODE_ADAMW : TE_FL_ADAM_MODE_L2;
-      args.bias_correction = options.bias_correction;
-      if (const OnDevice* state = on_device()) {
-        args.lr_tensor = state->lr;
-        args.step_tensor = state->step;
-        args.noop_flag = state->noop;
-      }
-      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_adam(args, detail::call_options()));
+  const Lists lists = collect(impl_->slots, decays, mastered, copied);
+  if (lists.empty()) return {};
+  Args args{};
+  set_list(args, &Args::grads, &Args::grads_count, lists.grads);
+  set_list(args, &Args::params, &Args::params_count, lists.values);
+  set_list(args, &Args::exp_avgs, &Args::exp_avgs_count, lists.firsts);
+  set_list(args, &Args::exp_avg_sqs, &Args::exp_avg_sqs_count, lists.seconds);
+  if (mastered) set_list(args, &Args::master_params, &Args::master_params_count, lists.masters);
+  if (copied) set_list(args, &Args::fp8_params, &Args::fp8_params_count, lists.fp8);
+  args.lr = lr_;
+  args.beta1 = options.beta1;
+  args.beta2 = options.beta2;
+  args.epsilon = options.epsilon;
+  args.weight_decay = decays ? options.weight_decay : 0;
+  args.step = steps_;
+  args.mode = options.adamw ? TE_FL_ADAM_MODE_ADAMW : TE_FL_ADAM_MODE_L2;
+  args.bias_correction = options.bias_correction;
+  if (const OnDevice* state = on_device()) {
+    args.lr_tensor = state->lr;
+    args.step_tensor = state->step;
+    args.noop_flag = state->noop;
+  }
+  return ops::multi_tensor_adam(args, detail::call_options());
+}
+
+Status Adam::update() {
+  std::vector<std::pair<Slot*, std::shared_ptr<detail::WeightCopy>>> copies;
+  for (Slot& slot : impl_->slots) slot.fp8 = Tensor();
+  if (impl_->options.write_fp8_weights && detail::current_frame() == nullptr) {
+    for (Slot& slot : impl_->slots) {
+      const auto copy = slot.parameter.parameter->fp8_copy.lock();
+      if (copy == nullptr) continue;
+      TE_FL_ASSIGN_OR_RETURN(slot.fp8, copy->open(slot.parameter.value()));
+      if (slot.fp8.defined()) copies.emplace_back(&slot, copy);
     }
   }
-  return {};
+  Status status;
+  for (bool decays : {true, false}) {
+    for (bool mastered : {false, true}) {
+      for (bool copied : {false, true}) {
+        if (status) status = update_some(decays, mastered, copied);
+      }
+    }
+  }
+  for (auto& [slot, copy] : copies) {
+    slot->fp8 = Tensor();
+    if (status) copy->commit(slot->parameter.parameter->version + 1);  // as step() counts it
+  }
+  return status;
 }
 
 std::vector<NamedTensor> Adam::state() const {

@@ -23,6 +23,7 @@ Status update_group(const std::vector<const PendingUpdate*>& group) {
   for (const PendingUpdate* update : group) {
     histories.push_back(update->state->history());
     scales.push_back(update->state->scale());
+    update->state->scales_changed();
   }
   const PendingUpdate& first = *group.front();
   te_fl_fused_amax_and_scale_update_after_reduction_args args{};

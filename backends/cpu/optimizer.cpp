@@ -8,6 +8,7 @@
 
 #include "convert.hpp"
 #include "families.hpp"
+#include "quant_store.hpp"
 #include "tensor_list.hpp"
 
 #undef HWY_TARGET_INCLUDE
@@ -296,7 +297,12 @@ Refusal adam_refusal(const te_fl_multi_tensor_adam_args& a) {
                       list_dense(a.exp_avgs, a.exp_avgs_count) &&
                       list_dense(a.exp_avg_sqs, a.exp_avg_sqs_count) &&
                       list_dense(a.master_params, a.master_params_count);
-  return served ? nullptr : kNotContiguous;
+  if (!served) return kNotContiguous;
+  for (int64_t t = 0; t < std::min(a.fp8_params_count, a.params_count); ++t) {
+    if (const Refusal refusal = refuse_output(*a.fp8_params[t])) return refusal;
+    if (overlaps(*a.fp8_params[t], *a.params[t])) return "fp8_params share memory with params";
+  }
+  return nullptr;
 }
 
 void check_adam(const te_fl_multi_tensor_adam_args& a) {
@@ -309,6 +315,11 @@ void check_adam(const te_fl_multi_tensor_adam_args& a) {
   if (a.bias_correction && (a.beta1 == 1.0f || a.beta2 == 1.0f)) {
     backend::invalid(std::string(a.beta1 == 1.0f ? "beta1" : "beta2") +
                      " is 1, expected less than 1: bias correction divides by 1 - beta^step");
+  }
+  if (a.fp8_params_count == 0) return;
+  check_count("fp8_params", a.fp8_params_count, "grads", a.grads_count);
+  for (int64_t t = 0; t < a.fp8_params_count; ++t) {
+    check_output(*a.fp8_params[t], ("fp8_params[" + std::to_string(t) + "]").c_str());
   }
 }
 
@@ -333,9 +344,7 @@ AdamFactors adam_factors(const te_fl_multi_tensor_adam_args& a) {
           l2 ? 0.0f : a.weight_decay};
 }
 
-void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
-  check_adam(a);
-  if (is_noop(a.noop_flag)) return;
+void update_params(const te_fl_multi_tensor_adam_args& a) {
   const AdamFactors factors = adam_factors(a);
   const bool master = a.master_params_count != 0;
   const auto update = HWY_DYNAMIC_DISPATCH(AdamUpdate);
@@ -350,6 +359,16 @@ void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
       store_f32(dtype_of(copy), p.data(), n, FloatRun::element(copy, first));
     }
   });
+}
+
+void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
+  check_adam(a);
+  if (!is_noop(a.noop_flag)) update_params(a);
+  for (int64_t t = 0; t < a.fp8_params_count; ++t) {
+    const Loader values(*a.params[t]);
+    const auto produce = [&](const Piece& piece, float* out) { values(piece.col, piece.n, out); };
+    store_output(*a.fp8_params[t], produce, {.flat = true});
+  }
 }
 
 // ---- SGD
@@ -532,7 +551,7 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<UnscaleL2norm, unscale_l2norm, norm_refusal<UnscaleL2norm>>(
       "multi_tensor_unscale_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, adam_refusal>("multi_tensor_adam"));
-  ops.back().param_version = 2;
+  ops.back().param_version = 3;
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, sgd_refusal>("multi_tensor_sgd"));
   ops.back().param_version = 2;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "adam.cuh"
 #include "families.hpp"
 #include "overlap.hpp"
 #include "store.cuh"
@@ -117,8 +118,8 @@ void scale(const te_fl_context& ctx, const te_fl_multi_tensor_scale_args& a) {
   }
   const auto* norm = a.norm != nullptr ? backend::data<const float>(*a.norm) : nullptr;
   for_each_batch({a.inputs, a.outputs}, a.inputs_count, [&](const Batch& b, int64_t, dim3 grid) {
-    scale_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(
-        b, a.scale, norm, a.max_norm, backend::data<int32_t>(*a.noop_flag));
+    scale_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(b, a.scale, norm, a.max_norm,
+                                                        backend::data<int32_t>(*a.noop_flag));
     check_launch("multi_tensor_scale");
   });
 }
@@ -194,71 +195,9 @@ size_t norm_workspace(const te_fl_context&, const Args& a) {
 
 // ---- Adam
 
-struct Adam {
-  float lr, beta1, beta2, less1, less2, epsilon, weight_decay, correction1, correction2;
-  bool l2, corrects;
-  const float* lr_tensor;  // what wins over lr and the corrections, if not null
-  const int64_t* step_tensor;
-
-  __device__ void step(float g, float& p, float& m, float& v) const {
-    const float grad = l2 ? fmaf(weight_decay, p, g) : g;
-    m = beta1 * m + less1 * grad;
-    v = beta2 * v + less2 * grad * grad;
-    float update = (m / correction1) / (sqrtf(v / correction2) + epsilon);
-    if (!l2) update = fmaf(weight_decay, p, update);
-    p -= lr * update;
-  }
-};
-
-constexpr int kFour = 4, kTurns = 2;  // elements at once; how often before anything is computed
+constexpr int kTurns = 2;  // how often a thread loads before anything is computed
 constexpr int kChunk = kThreads * kFour * kTurns * 8;  // elements that a block takes
 
-// Four elements as loaded: the 16-bit types leave half of it.
-struct Four {
-  uint4 raw;
-};
-__device__ inline Four load_four(const void* data, int dtype, int64_t i) {
-  Four f;
-  if (dtype == TE_FL_F32) {
-    f.raw = *reinterpret_cast<const uint4*>(static_cast<const float*>(data) + i);
-  } else {
-    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + i);
-    f.raw = make_uint4(raw.x, raw.y, 0, 0);
-  }
-  return f;
-}
-__device__ inline void unpack_four(const Four& f, int dtype, float (&v)[kFour]) {
-  if (dtype == TE_FL_F32) {
-    v[0] = __uint_as_float(f.raw.x), v[1] = __uint_as_float(f.raw.y);
-    v[2] = __uint_as_float(f.raw.z), v[3] = __uint_as_float(f.raw.w);
-  } else if (dtype == TE_FL_BF16) {
-    v[0] = __uint_as_float(f.raw.x << 16), v[1] = __uint_as_float(f.raw.x & 0xFFFF0000u);
-    v[2] = __uint_as_float(f.raw.y << 16), v[3] = __uint_as_float(f.raw.y & 0xFFFF0000u);
-  } else {
-    const float2 low = __half22float2(reinterpret_cast<const __half2&>(f.raw.x));
-    const float2 high = __half22float2(reinterpret_cast<const __half2&>(f.raw.y));
-    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
-  }
-}
-__device__ inline void store_four(const Target& out, int64_t i, const float (&v)[kFour]) {
-  if (out.dtype == TE_FL_F32) {
-    *reinterpret_cast<float4*>(static_cast<float*>(out.data) + i) =
-        make_float4(v[0], v[1], v[2], v[3]);
-    return;
-  }
-  uint2 words;
-  if (out.dtype == TE_FL_BF16) {
-    const __nv_bfloat162 low = __floats2bfloat162_rn(v[0], v[1]);
-    const __nv_bfloat162 high = __floats2bfloat162_rn(v[2], v[3]);
-    words = make_uint2(reinterpret_cast<const uint32_t&>(low),
-                       reinterpret_cast<const uint32_t&>(high));
-  } else {
-    const __half2 low = __floats2half2_rn(v[0], v[1]), high = __floats2half2_rn(v[2], v[3]);
-    words = make_uint2(reinterpret_cast<const uint32_t&>(low),
-                       reinterpret_cast<const uint32_t&>(high));
-  }
-  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(out.data) + i) = words;
-}
 __device__ inline bool four_aligned(const Batch& b, int t) {
   uintptr_t all = 0;
 #pragma unroll
@@ -270,18 +209,7 @@ __device__ inline bool four_aligned(const Batch& b, int t) {
 __global__ void __launch_bounds__(kThreads, 4)
     adam_kernel(const __grid_constant__ Batch b, Adam a, const int32_t* noop) {
   if (noop != nullptr && *noop != 0) return;
-  if (a.lr_tensor != nullptr) a.lr = *a.lr_tensor;
-  if (a.step_tensor != nullptr && a.corrects) {
-    __shared__ float corrections[2];
-    if (threadIdx.x < 2) {
-      const double beta = threadIdx.x == 0 ? a.beta1 : a.beta2;
-      corrections[threadIdx.x] =
-          static_cast<float>(1.0 - pow(beta, static_cast<double>(*a.step_tensor)));
-    }
-    __syncthreads();
-    a.correction1 = corrections[0];
-    a.correction2 = corrections[1];
-  }
+  a.read_tensors();
   int t = 0;
   while (t + 1 < b.count && b.first_block[t + 1] <= blockIdx.x) ++t;
   const int64_t begin = int64_t{blockIdx.x - b.first_block[t]} * kChunk;
@@ -347,6 +275,12 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
   if (a.master_params_count != 0) {
     check_count("master_params", a.master_params_count, "grads", a.grads_count);
   }
+  if (a.fp8_params_count != 0) {
+    check_count("fp8_params", a.fp8_params_count, "grads", a.grads_count);
+    for (int64_t i = 0; i < a.fp8_params_count; ++i) {
+      check_output(*a.fp8_params[i], ("fp8_params[" + std::to_string(i) + "]").c_str());
+    }
+  }
   if (a.bias_correction && (a.beta1 == 1.0f || a.beta2 == 1.0f)) {
     backend::invalid(std::string(a.beta1 == 1.0f ? "beta1" : "beta2") +
                      " is 1, expected less than 1: bias correction divides by 1 - beta^step");
@@ -355,21 +289,22 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
     return a.bias_correction ? static_cast<float>(1.0 - std::pow(double{beta}, double(a.step)))
                              : 1.0f;
   };
-  const Adam constants{a.lr,
-                       a.beta1,
-                       a.beta2,
-                       static_cast<float>(1.0 - double{a.beta1}),
-                       static_cast<float>(1.0 - double{a.beta2}),
-                       a.epsilon,
-                       a.weight_decay,
-                       correction(a.beta1),
-                       correction(a.beta2),
-                       a.mode == TE_FL_ADAM_MODE_L2,
-                       a.bias_correction != 0,
-                       a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr,
-                       a.step_tensor != nullptr ? backend::data<const int64_t>(*a.step_tensor)
-                                                : nullptr};
+  const Adam constants{
+      a.lr,
+      a.beta1,
+      a.beta2,
+      static_cast<float>(1.0 - double{a.beta1}),
+      static_cast<float>(1.0 - double{a.beta2}),
+      a.epsilon,
+      a.weight_decay,
+      correction(a.beta1),
+      correction(a.beta2),
+      a.mode == TE_FL_ADAM_MODE_L2,
+      a.bias_correction != 0,
+      a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr,
+      a.step_tensor != nullptr ? backend::data<const int64_t>(*a.step_tensor) : nullptr};
   const auto* noop = a.noop_flag != nullptr ? backend::data<const int32_t>(*a.noop_flag) : nullptr;
+  if (a.fp8_params_count != 0) return adam_with_fp8(ctx, a, constants, noop);
   for_each_batch({a.grads, a.params, a.exp_avgs, a.exp_avg_sqs,
                   a.master_params_count != 0 ? a.master_params : nullptr},
                  a.grads_count, [&](Batch& b, int64_t, dim3) {
@@ -433,10 +368,15 @@ void sgd(const te_fl_context& ctx, const te_fl_multi_tensor_sgd_args& a) {
   if (a.param_copies_count != 0) {
     check_count("param_copies", a.param_copies_count, "grads", a.grads_count);
   }
-  const Sgd constants{
-      a.lr,    a.weight_decay,  a.momentum,       static_cast<float>(1.0 - double{a.dampening}),
-      a.scale, a.nesterov != 0, a.first_run != 0, a.wd_after_momentum != 0,
-      a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr};
+  const Sgd constants{a.lr,
+                      a.weight_decay,
+                      a.momentum,
+                      static_cast<float>(1.0 - double{a.dampening}),
+                      a.scale,
+                      a.nesterov != 0,
+                      a.first_run != 0,
+                      a.wd_after_momentum != 0,
+                      a.lr_tensor != nullptr ? backend::data<const float>(*a.lr_tensor) : nullptr};
   const auto* noop = a.noop_flag != nullptr ? backend::data<const int32_t>(*a.noop_flag) : nullptr;
   for_each_batch({a.grads, a.params, a.momentum != 0 ? a.momentums : nullptr,
                   a.param_copies_count != 0 ? a.param_copies : nullptr},
@@ -471,7 +411,7 @@ Refusal refuse_adam(const te_fl_multi_tensor_adam_args& a) {
                    list_dense(a.exp_avgs, a.exp_avgs_count) &&
                    list_dense(a.exp_avg_sqs, a.exp_avg_sqs_count) &&
                    list_dense(a.master_params, a.master_params_count);
-  return all ? nullptr : kNotContiguous;
+  return all ? refuse_fp8_params(a) : kNotContiguous;
 }
 Refusal refuse_sgd(const te_fl_multi_tensor_sgd_args& a) {
   const bool all = list_dense(a.grads, a.grads_count) && list_dense(a.params, a.params_count) &&
@@ -494,7 +434,7 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
       descriptor<Unscale, unscale_l2norm, refuse_norm<Unscale>>("multi_tensor_unscale_l2norm"));
   ops.back().workspace = backend::workspace_thunk<Unscale, norm_workspace<Unscale>>;
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, refuse_adam>("multi_tensor_adam"));
-  ops.back().param_version = 2;
+  ops.back().param_version = 3;
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, refuse_sgd>("multi_tensor_sgd"));
   ops.back().param_version = 2;
 }

@@ -130,11 +130,14 @@ void check_adam(const te_fl_multi_tensor_adam_args& a) {
     backend::invalid(std::string(a.beta1 == 1.0f ? "beta1" : "beta2") +
                      " is 1, expected less than 1: bias correction divides by 1 - beta^step");
   }
+  if (a.fp8_params_count == 0) return;
+  check_count("fp8_params", a.fp8_params_count, "grads", a.grads_count);
+  for (int64_t t = 0; t < a.fp8_params_count; ++t) {
+    check_output(*a.fp8_params[t], ("fp8_params[" + std::to_string(t) + "]").c_str());
+  }
 }
 
-void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
-  check_adam(a);
-  if (is_noop(a.noop_flag)) return;
+void update_params(const te_fl_multi_tensor_adam_args& a) {
   const Adam update(a);
   for (int64_t t = 0; t < a.grads_count; ++t) {
     const te_fl_tensor& weights = a.master_params_count != 0 ? *a.master_params[t] : *a.params[t];
@@ -150,6 +153,14 @@ void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
     if (a.master_params_count != 0) {
       Writer(*a.params[t]).write(0, n, Reader(weights).all().data());
     }
+  }
+}
+
+void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
+  check_adam(a);
+  if (!is_noop(a.noop_flag)) update_params(a);
+  for (int64_t t = 0; t < a.fp8_params_count; ++t) {
+    store_output(*a.fp8_params[t], Reader(*a.params[t], "params").all().data());
   }
 }
 
@@ -209,7 +220,7 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_multi_tensor_unscale_l2norm_args, unscale_l2norm>(
       "multi_tensor_unscale_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam>("multi_tensor_adam"));
-  ops.back().param_version = 2;
+  ops.back().param_version = 3;
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd>("multi_tensor_sgd"));
   ops.back().param_version = 2;
 }

@@ -204,34 +204,50 @@ void quantisation(Cases& cases) {
 
 void optimizers(Cases& cases) {
   constexpr int kTensors = 24;
-  const auto many = [](Case& c, int64_t rows, int dtype, bool both) {
+  // Rows of a tensor: in sixteens, as weights have them.
+  const auto rows_each = [](int64_t rows) {
+    return (rows + 16 * kTensors - 1) / (16 * kTensors) * 16;
+  };
+  const auto many = [rows_each](Case& c, int64_t rows, int dtype, bool both) {
     std::vector<const te_fl_tensor*> list;
     for (int i = 0; i < kTensors; ++i) {
-      const Shape shape = {(rows + kTensors - 1) / kTensors, c.cols()};
+      const Shape shape = {rows_each(rows), c.cols()};
       list.push_back(both ? c.inout(shape, dtype) : c.in(shape, dtype));
     }
     return c.list(list);
   };
-  for (bool low : {false, true}) {
-    cases.push_back(
-        {"multi_tensor_adam", low ? "bf16, f32 master" : "f32", [many, low](Case& c, int64_t rows) {
-           auto& a = c.args<te_fl_multi_tensor_adam_args>();
-           const int dtype = low ? TE_FL_BF16 : TE_FL_F32;
-           a.grads = many(c, rows, dtype, false), a.grads_count = kTensors;
-           a.params = many(c, rows, dtype, !low), a.params_count = kTensors;
-           a.exp_avgs = many(c, rows, TE_FL_F32, true), a.exp_avgs_count = kTensors;
-           a.exp_avg_sqs = many(c, rows, TE_FL_F32, true), a.exp_avg_sqs_count = kTensors;
-           if (low) {
-             a.master_params = many(c, rows, TE_FL_F32, true), a.master_params_count = kTensors;
-           }
-           for (int i = 0; i < kTensors; ++i) {  // v is a mean of squares
-             const te_fl_tensor& v = *a.exp_avg_sqs[i];
-             float* x = static_cast<float*>(v.dl.data);
-             for (int64_t e = 0; e < v.dl.shape[0] * v.dl.shape[1]; ++e) x[e] *= x[e];
-           }
-           a.lr = 1e-3f, a.weight_decay = 0.1f, a.mode = TE_FL_ADAM_MODE_ADAMW;
-         }});
-  }
+  const auto adam = [many](Case& c, int64_t rows, bool low) {
+    auto& a = c.args<te_fl_multi_tensor_adam_args>();
+    const int dtype = low ? TE_FL_BF16 : TE_FL_F32;
+    a.grads = many(c, rows, dtype, false), a.grads_count = kTensors;
+    a.params = many(c, rows, dtype, !low), a.params_count = kTensors;
+    a.exp_avgs = many(c, rows, TE_FL_F32, true), a.exp_avgs_count = kTensors;
+    a.exp_avg_sqs = many(c, rows, TE_FL_F32, true), a.exp_avg_sqs_count = kTensors;
+    if (low) {
+      a.master_params = many(c, rows, TE_FL_F32, true), a.master_params_count = kTensors;
+    }
+    for (int i = 0; i < kTensors; ++i) {  // v is a mean of squares
+      const te_fl_tensor& v = *a.exp_avg_sqs[i];
+      float* x = static_cast<float*>(v.dl.data);
+      for (int64_t e = 0; e < v.dl.shape[0] * v.dl.shape[1]; ++e) x[e] *= x[e];
+    }
+    a.lr = 1e-3f, a.weight_decay = 0.1f, a.mode = TE_FL_ADAM_MODE_ADAMW;
+    return &a;
+  };
+  cases.push_back(
+      {"multi_tensor_adam", "f32", [adam](Case& c, int64_t rows) { adam(c, rows, false); }});
+  cases.push_back({"multi_tensor_adam", "bf16, f32 master",
+                   [adam](Case& c, int64_t rows) { adam(c, rows, true); }});
+  cases.push_back({"multi_tensor_adam", "bf16, f32 master, fp8 copies",
+                   [adam, rows_each](Case& c, int64_t rows) {
+                     auto* a = adam(c, rows, true);
+                     std::vector<const te_fl_tensor*> copies;
+                     const Shape shape = {rows_each(rows), c.cols()};
+                     for (int i = 0; i < kTensors; ++i) {
+                       copies.push_back(c.fp8(shape, TE_FL_F8E4M3, TE_FL_SCALING_TENSOR, true));
+                     }
+                     a->fp8_params = c.list(copies), a->fp8_params_count = kTensors;
+                   }});
   cases.push_back({"multi_tensor_sgd", "f32, momentum", [many](Case& c, int64_t rows) {
                      auto& a = c.args<te_fl_multi_tensor_sgd_args>();
                      a.grads = many(c, rows, TE_FL_F32, false), a.grads_count = kTensors;

@@ -57,7 +57,8 @@ class Trainer {
         .weight_decay = 0.1f,
         .max_grad_norm = 1.0f,
         .decay = [](std::string_view, const Tensor& value) { return value.rank() > 1; },
-        .capturable = !t.device_.is_host()};  // spares a wait for the device at each step
+        .capturable = !t.device_.is_host(),  // spares a wait for the device at each step
+        .write_fp8_weights = options.fp8_weights};
     TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
     if (!options.load.empty()) {
       TE_FL_ASSIGN_OR_RETURN(const nn::Metadata metadata,

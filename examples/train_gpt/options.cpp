@@ -37,6 +37,9 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
   app.add_flag("--graph", o.graph,
                "capture the training step into a graph after three steps and launch that; for "
                "devices that can, e.g. cuda:0");
+  app.add_flag("--fp8-weights", o.fp8_weights,
+               "Adam writes the FP8 copies of the weights, so that the forward does not quantise "
+               "them; the same losses");
   app.add_option("--steps", o.steps, "optimizer steps")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 32));
   app.add_option("--batch", o.batch, "sequences per microbatch")->check(positive);
@@ -78,6 +81,12 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
   if (o.fp8_attention && o.recipe != "delayed") {
     return fail("--fp8-attention goes with --recipe delayed, not with " + o.recipe +
                 ": only delayed scaling has the scales of FP8 attention");
+  }
+  if (o.fp8_weights && (o.recipe != "delayed" || o.graph)) {
+    return fail(
+        "--fp8-weights goes with --recipe delayed, not with " +
+        (o.graph ? std::string("--graph") : "--recipe " + o.recipe) +
+        ": Adam must know the scales before the values, and the host which copies are fresh");
   }
   if (o.hidden % o.heads != 0) {
     return fail("--hidden " + std::to_string(o.hidden) + " must be a multiple of --heads " +

@@ -32,6 +32,7 @@ struct Options {
   uint64_t seed = 1;
   bool graph = false;
   bool fp8_attention = false;
+  bool fp8_weights = false;
 };
 
 // Parses the command line. Returns true to go on; false to stop with *exit_code (help, or an error

@@ -133,6 +133,7 @@ bool write_json(const Options& o, const Results& r) {
                               {"dtype", o.dtype},
                               {"device", o.device},
                               {"graph", o.graph},
+                              {"fp8_weights", o.fp8_weights},
                               {"steps", o.steps},
                               {"seed", o.seed},
                               {"batch", o.batch},

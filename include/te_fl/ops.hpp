@@ -340,7 +340,8 @@ namespace ops {
 }
 
 // Adam or AdamW over a list of tensors. m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ /
-// (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction
+// (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias
+// correction; fp8_params[i] = quantize(params[i])
 [[nodiscard]] inline Status multi_tensor_adam(const te_fl_multi_tensor_adam_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::multi_tensor_adam, &args, options);
 }

@@ -263,10 +263,10 @@ def multi_tensor_unscale_l2norm(*, inputs: Sequence[Tensor], inv_scale: Tensor, 
     norm = sqrt(sum of squares of inputs * inv_scale)
     """
 
-def multi_tensor_adam(*, grads: Sequence[Tensor], params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], master_params: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-08, weight_decay: float = 0.0, step: int = 1, mode: int = 0, bias_correction: bool = True, lr_tensor: Optional[Tensor] = None, step_tensor: Optional[Tensor] = None) -> None:
+def multi_tensor_adam(*, grads: Sequence[Tensor], params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], master_params: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-08, weight_decay: float = 0.0, step: int = 1, mode: int = 0, bias_correction: bool = True, lr_tensor: Optional[Tensor] = None, step_tensor: Optional[Tensor] = None, fp8_params: Optional[Sequence[Tensor]] = None) -> None:
     """Adam or AdamW over a list of tensors.
 
-    m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction
+    m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) [+ wd p]); l2: g += wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction; fp8_params[i] = quantize(params[i])
     """
 
 def multi_tensor_sgd(*, grads: Sequence[Tensor], params: Sequence[Tensor], momentums: Sequence[Tensor], param_copies: Optional[Sequence[Tensor]] = None, noop_flag: Optional[Tensor] = None, lr: float = 0.0, weight_decay: float = 0.0, momentum: float = 0.0, dampening: float = 0.0, scale: float = 1.0, nesterov: bool = False, first_run: bool = False, wd_after_momentum: bool = False, lr_tensor: Optional[Tensor] = None) -> None:

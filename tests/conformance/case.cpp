@@ -238,6 +238,9 @@ Expectation& Problem::expect_exact(Tensor* t, std::vector<double> want, int inpu
   e.relative = 0, e.widen = 0, e.input_dtype = input_dtype;
   return e;
 }
+void Problem::expect_exact_of(Tensor* t, const Tensor* result) {
+  expect_exact(t, result->values(), result->spec.dtype).result = result;
+}
 Expectation& Problem::expect_dequantised(Tensor* t, std::vector<double> want,
                                          std::vector<double> extra) {
   Expectation& e = expect(t, std::move(want), std::move(extra));

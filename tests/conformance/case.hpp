@@ -137,6 +137,7 @@ struct Expectation {
   int input_dtype =
       TE_FL_F32;  // exact quantisation: whose largest value replaces an infinite block scale
   std::function<std::string(const Tensor&)> check;  // kCustom: empty string if right
+  const Tensor* result = nullptr;  // not null: `want` is what this output holds after the call
 };
 
 using Fill = std::function<double(Random&, int64_t)>;
@@ -177,6 +178,8 @@ class Problem {
   Expectation& expect_dequantised(Tensor* t, std::vector<double> want,
                                   std::vector<double> extra = {});
   Expectation& expect_exact(Tensor* t, std::vector<double> want, int input_dtype);
+  // The exact image of another, unquantised output of the call, whatever that became.
+  void expect_exact_of(Tensor* t, const Tensor* result);
   void expect_bytes(Tensor* t, std::vector<uint8_t> bytes);
   void expect_unchanged(Tensor* t);
   void expect_custom(Tensor* t, std::function<std::string(const Tensor&)> check);

@@ -130,6 +130,7 @@ struct AdamVariant {
   bool bias_correction = true, large = false;
   double beta1 = 0.9, beta2 = 0.999, lr = 1e-2;
   bool lr_tensor = false, step_tensor = false;  // the scalars are then others, to be ignored
+  std::vector<Spec> fp8 = {};                   // of fp8_params, in turn; empty: none
 };
 
 std::string adam_name(const AdamVariant& v) {
@@ -145,6 +146,7 @@ std::string adam_name(const AdamVariant& v) {
   if (v.epsilon > 1e-4) name += "/eps";
   if (v.lr_tensor) name += "/lr_tensor";
   if (v.step_tensor) name += "/step_tensor";
+  for (const Spec& spec : v.fp8) name += "/fp8=" + spec.name() + (spec.has_amax ? "" : ".no_amax");
   return name + "/step=" + std::to_string(v.step);
 }
 
@@ -185,11 +187,23 @@ void adam_oracle(Problem& p, const AdamVariant& v, const Lists& l) {
   }
 }
 
+// Each has to be, bit for bit, what quantize makes of the parameter that the call left.
+std::vector<Tensor*> fp8_params(Problem& p, const AdamVariant& v) {
+  return make_list(p, "fp8_params", v.shapes, [&](const std::string& n, const Dims& d, size_t i) {
+    Spec spec = v.fp8[i % v.fp8.size()];
+    if (!spec.current()) spec.scale = 40.0f + static_cast<float>(i % 100) * 3;
+    spec.amax_before = i % 3 == 0 ? 9.0f : 0.25f;  // above and below what the parameters have
+    return p.out(n, spec, d);
+  });
+}
+
 void adam(Problem& p, const AdamVariant& v) {
   Lists l;
   l.a = list_in(p, "grads", v.grad, v.shapes);
-  // With master weights the parameters are only written: what stands there before must not matter.
-  l.b = list_inout(p, "params", v.param, v.shapes, v.master ? constant(nan_value()) : gaussian());
+  // With master weights the parameters are only written: what stands there before must not matter,
+  // unless FP8 copies are made of it because nothing else is done.
+  const bool any = v.master && (v.fp8.empty() || v.noop <= 0);
+  l.b = list_inout(p, "params", v.param, v.shapes, any ? constant(nan_value()) : gaussian());
   l.c = list_inout(p, "exp_avgs", TE_FL_F32, v.shapes, gaussian(0.1));
   l.d = list_inout(p, "exp_avg_sqs", TE_FL_F32, v.shapes,
                    [](Random& r, int64_t) { return 0.01 + r.uniform(); });
@@ -203,7 +217,10 @@ void adam(Problem& p, const AdamVariant& v) {
   p.set("epsilon", v.epsilon), p.set("weight_decay", v.weight_decay), p.set("mode", v.mode);
   p.set("step", v.step_tensor ? 7.0 : static_cast<double>(v.step));
   p.set("bias_correction", v.bias_correction);
-  p.oracle([&p, v, l] {
+  std::vector<Tensor*> copies;
+  if (!v.fp8.empty()) copies = fp8_params(p, v);
+  p.oracle([&p, v, l, copies] {
+    for (size_t i = 0; i < copies.size(); ++i) p.expect_exact_of(copies[i], l.b[i]);
     if (v.noop <= 0) return adam_oracle(p, v, l);
     for (const auto* list : {&l.b, &l.c, &l.d, &l.e})
       for (Tensor* t : *list) p.expect_unchanged(t);
@@ -285,6 +302,57 @@ void sgd(Problem& p, const SgdVariant& v) {
   });
 }
 
+void add_adam_fp8(std::vector<AdamVariant>& all) {
+  constexpr int kTensor = TE_FL_SCALING_TENSOR;
+  const Spec both(TE_FL_F8E4M3, kTensor, true, true), rows(TE_FL_F8E4M3, kTensor, true, false),
+      columns(TE_FL_F8E4M3, kTensor, false, true), e5m2(TE_FL_F8E5M2, kTensor, true, true);
+  Spec no_amax = both;
+  no_amax.has_amax = false;
+  const Shapes even = {{48, 64}, {160, 208}, {16, 16}},
+               odd = {{7, 33}, {131, 70}, {48, 68}, {130}, {1, 5}};
+  for (int g : kHigh)
+    for (int q : kHigh)
+      for (bool master : {false, true})
+        for (const Shapes& shapes : {even, odd})
+          all.push_back({.grad = g,
+                         .param = q,
+                         .shapes = shapes,
+                         .master = master,
+                         .weight_decay = 0.1,
+                         .step = 3,
+                         .mode = TE_FL_ADAM_MODE_ADAMW,
+                         .fp8 = {both}});
+  for (const Shapes& shapes : {even, odd, kFew})
+    for (const Spec& spec : {rows, columns, e5m2, no_amax})
+      all.push_back({.param = TE_FL_BF16, .shapes = shapes, .master = true, .fp8 = {spec}});
+  for (int noop : {0, 1})
+    for (const Shapes& shapes : {even, odd})
+      for (bool master : {false, true})
+        all.push_back({.param = TE_FL_BF16,
+                       .shapes = shapes,
+                       .master = master,
+                       .noop = noop,
+                       .fp8 = {both, rows}});
+  all.push_back({.shapes = {}, .fp8 = {both}});
+  all.push_back({.shapes = {{0, 16}, {16, 0}}, .fp8 = {both}});
+  all.push_back({.param = TE_FL_BF16,
+                 .shapes = many(),
+                 .master = true,
+                 .step = 40,
+                 .lr_tensor = true,
+                 .step_tensor = true,
+                 .fp8 = {both, rows, e5m2, columns}});
+  all.push_back({.shapes = even,
+                 .weight_decay = 0.1,
+                 .step = 2,
+                 .lr_tensor = true,
+                 .step_tensor = true,
+                 .fp8 = {both}});
+  const Spec current(TE_FL_F8E4M3, kTensor, true, true, TE_FL_QUANT_COMPUTE_SCALE);
+  all.push_back({.param = TE_FL_BF16, .shapes = even, .master = true, .fp8 = {current}});
+  all.push_back({.shapes = {{520, 1008}}, .large = true, .fp8 = {both}});
+}
+
 void add_adam(Table& table) {
   std::vector<AdamVariant> all;
   for (int g : kHigh)
@@ -331,6 +399,7 @@ void add_adam(Table& table) {
   all.push_back({.beta1 = 0, .beta2 = 0});
   all.push_back({.weight_decay = 0.1, .lr = 0});  // the moments move, the parameters stay
   all.push_back({.shapes = {{512, 512}}, .mode = TE_FL_ADAM_MODE_ADAMW, .large = true});
+  add_adam_fp8(all);
   for (const AdamVariant& v : all)
     add(
         table, "optimizer", "multi_tensor_adam", adam_name(v), [v](Problem& p) { adam(p, v); },

@@ -266,8 +266,10 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
     return result;
   }
   result.message = check_memory(false);
-  for (const Expectation& e : problem_.expectations)
+  for (Expectation& e : problem_.expectations) {
+    if (e.result != nullptr) e.want = e.result->values();
     if (result.message.empty()) result.message = compare(e);
+  }
   if (result.message.empty()) result.outcome = Outcome::kPass;
   return result;
 }

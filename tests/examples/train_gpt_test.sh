@@ -42,6 +42,16 @@ for style in gpt llama; do
     [ "$(json "$work/r1.json" '["validation_loss"]')" = "$(json "$work/r2.json" '["validation_loss"]')" ] && ok "$style is repeatable" || fail "$style differs between two runs"
 done
 
+for style in gpt llama; do
+  for flag in "" --fp8-weights; do
+    "$train" "${small[@]}" --style $style --groups 2 --dtype bf16 --microbatches 2 --steps 20 $flag --json "$work/w$flag.json" >"$work/out$flag" 2>&1 || fail "$style $flag runs: $(cat "$work/out$flag")"
+  done
+  [ "$(json "$work/w.json" '["training_loss"]')" = "$(json "$work/w--fp8-weights.json" '["training_loss"]')" ] &&
+    [ "$(json "$work/w.json" '["validation_loss"]')" = "$(json "$work/w--fp8-weights.json" '["validation_loss"]')" ] && ok "$style: --fp8-weights gives the same losses" || fail "$style: --fp8-weights changes the losses"
+  a=$(awk '$1 == "quantize" { n += $NF } END { print n }' "$work/out") b=$(awk '$1 == "quantize" { n += $NF } END { print n }' "$work/out--fp8-weights")
+  [ "$a" -gt "$b" ] && ok "$style: $b quantisations instead of $a" || fail "$style: $b quantisations with --fp8-weights, $a without"
+done
+
 "$train" "${small[@]}" --steps 6 --save "$work/model.safetensors" >"$work/out" 2>&1 || fail "saving: $(cat "$work/out")"
 "$train" "${small[@]}" --steps 0 --load "$work/model.safetensors" --json "$work/loaded.json" >"$work/out2" 2>&1 || fail "loading: $(cat "$work/out2")"
 a=$(grep -o 'validation loss [0-9.]*' "$work/out") b=$(grep -o 'validation loss [0-9.]*' "$work/out2")
@@ -69,6 +79,7 @@ expect_error "a text smaller than a context" "has 9 bytes" --data "$work/tiny"
 expect_error "a misspelt recipe" "delayde" --recipe delayde
 expect_error "heads that do not divide" "must be a multiple of --heads" --hidden 100 --heads 3
 expect_error "a graph on the host" "cpu cannot capture graphs" "${small[@]}" --graph
+expect_error "FP8 weights without their scales" "goes with --recipe delayed, not with --recipe current" "${small[@]}" --recipe current --fp8-weights
 expect_error "an unknown device" "cuda:7" "${small[@]}" --device cuda:7
 TE_FL_PERFER=vendor expect_error "a misspelt variable" "TE_FL_PREFER" "${small[@]}" --steps 1
 

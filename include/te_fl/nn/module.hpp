@@ -18,7 +18,8 @@ namespace te_fl::nn {
 
 namespace detail {
 class Fp8State;
-}
+class WeightCopy;
+}  // namespace detail
 
 // A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
 struct Parameter {
@@ -29,6 +30,9 @@ struct Parameter {
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
   // version are not reused.
   uint64_t version = 0;
+  // The module's FP8 copy of value, for an optimizer that writes it
+  // (AdamOptions::write_fp8_weights)
+  std::weak_ptr<detail::WeightCopy> fp8_copy;
 };
 
 struct NamedParameter {

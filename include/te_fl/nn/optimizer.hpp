@@ -70,6 +70,7 @@ class TE_FL_API Optimizer {
   float max_grad_norm_ = 0;
   float last_grad_norm_ = 0;
   int64_t steps_ = 0;
+  const char* uncapturable_ = nullptr;  // not null: why no graph can hold the step
 
  private:
   Status clip_on_device();
@@ -92,6 +93,17 @@ struct AdamOptions {
   // Step count, learning rate and clipping live on the device, so that step() can be captured into
   // a graph and never waits for the device.
   bool capturable = false;
+  // step() also writes the FP8 copies of the weights whose module's last training forward quantised
+  // them by delayed scaling: the op quantises what it has in registers, and the next forward does
+  // not quantise it again. Training is the same bit by bit: the scale is the one that the next
+  // forward would use (the autocast's exit updated it), and the amax goes where that forward would
+  // record it. So call step() outside every autocast; inside one nothing is written, since its exit
+  // is still to change the scales. A copy is left unused, and the forward quantises as ever, if the
+  // weight or the scales change after it was written (another training forward, load_state()). One
+  // trace remains: the new weight's amax stands in the history's running row from the step on, also
+  // if no FP8 forward follows. Of modules that share a weight the first has the copy. No graph can
+  // hold such a step, FAILED_PRECONDITION: which copies are fresh is known on the host only.
+  bool write_fp8_weights = false;
 };
 
 class TE_FL_API Adam : public Optimizer {
@@ -105,6 +117,7 @@ class TE_FL_API Adam : public Optimizer {
   struct Impl;
   Adam(std::vector<NamedParameter> parameters, const AdamOptions& options);
   Status update() override;
+  Status update_some(bool decays, bool mastered, bool copied);
   std::unique_ptr<Impl> impl_;
 };
 

@@ -78,7 +78,8 @@ typedef struct te_fl_multi_tensor_unscale_l2norm_args {
 /*
  * multi_tensor_adam: Adam or AdamW over a list of tensors.
  *   m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) [+ wd p]); l2: g +=
- *   wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction
+ *   wd p; m^ = m/(1-b1^t), v^ = v/(1-b2^t) with bias correction; fp8_params[i] =
+ *   quantize(params[i])
  */
 typedef struct te_fl_multi_tensor_adam_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_multi_tensor_adam_args));
@@ -97,7 +98,7 @@ typedef struct te_fl_multi_tensor_adam_args {
   /* FP32 weights; params is then a copy written from them. inout, optional; F32; shape [...] */
   const te_fl_tensor* const* master_params TE_FL_INIT(NULL);
   int64_t master_params_count TE_FL_INIT(0);
-  /* not 0: everything is left untouched. in, optional; I32; shape [1] */
+  /* not 0: everything but fp8_params is left untouched. in, optional; I32; shape [1] */
   const te_fl_tensor* noop_flag TE_FL_INIT(NULL);
   /* learning rate */
   float lr TE_FL_INIT(0.0f);
@@ -121,6 +122,11 @@ typedef struct te_fl_multi_tensor_adam_args {
   /* t, from 1, read when the op runs; wins over step. in, optional; I64; shape [1] (since version
   2) */
   const te_fl_tensor* step_tensor TE_FL_INIT(NULL);
+  /* one per parameter: what quantize makes of the parameter as the op leaves it, every copy that
+  is there; written also where noop_flag keeps the parameter. out, optional; FP8; scaling tensor;
+  shape [...] (since version 3) */
+  const te_fl_tensor* const* fp8_params TE_FL_INIT(NULL);
+  int64_t fp8_params_count TE_FL_INIT(0);
 } te_fl_multi_tensor_adam_args;
 
 #define TE_FL_MULTI_TENSOR_ADAM_ARGS_INIT \
