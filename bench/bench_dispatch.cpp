@@ -18,6 +18,7 @@
 
 #include "core/op_table.hpp"
 #include "dispatch_fixture.hpp"
+#include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/op_registry.hpp"
 
@@ -75,6 +76,11 @@ struct World {
   OpId op;
 };
 
+te_fl_status willing(void*, const te_fl_context*, const void* args) {
+  benchmark::DoNotOptimize(args);
+  return TE_FL_OK;
+}
+
 World& world() {
   static World* const w = new World;
   return *w;
@@ -106,6 +112,23 @@ void call(benchmark::State& state) {
   }
 }
 
+// Of an implementation that is asked before each call.
+void call_supported(benchmark::State& state) {
+  static World* const asked = [] {
+    auto* w = new World;
+    te_fl_op_desc d = descriptor("default.asked", TE_FL_KIND_DEFAULT);
+    d.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
+    d.supports = &willing;
+    d.priority = 1000;
+    if (Status s = w->registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
+    return w;
+  }();
+  FiveCall five;
+  for (auto _ : state) {
+    if (!asked->manager.call(asked->op, &five.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
 void call_in_scope(benchmark::State& state) {
   World& w = world();
   FiveCall five;
@@ -133,6 +156,17 @@ void handle_in_scope(benchmark::State& state) {
     if (!prepared.call(&five.args).ok()) state.SkipWithError("call failed");
   }
 }
+
+// Watched by TE_FL_VERIFY: another op's calls, and a hundredth of these (copies, the reference, the
+// comparison: for tensors of 6 elements, so this is its fixed cost).
+void verify(const char* setting) {
+  const Status set = setting == nullptr ? te_fl::environment::unset("TE_FL_VERIFY")
+                                        : te_fl::environment::set("TE_FL_VERIFY", setting);
+  if (!set.ok()) te_fl::die(set);
+}
+void verify_another(const benchmark::State&) { verify("0.01:gelu"); }
+void verify_1_percent(const benchmark::State&) { verify("0.01"); }
+void verify_none(const benchmark::State&) { verify(nullptr); }
 
 // The global policy changes every millisecond, between two.
 void call_while_policy_changes(benchmark::State& state) {
@@ -247,8 +281,19 @@ void threads(benchmark::internal::Benchmark* b) {
 
 BENCHMARK(control)->Apply(threads);
 BENCHMARK(call)->Apply(threads);
+BENCHMARK(call_supported)->Apply(threads);
 BENCHMARK(call_in_scope)->Apply(threads);
 BENCHMARK(call_while_policy_changes)->Apply(threads);
+BENCHMARK(call)
+    ->Name("call_verify_another_op")
+    ->Setup(verify_another)
+    ->Teardown(verify_none)
+    ->Apply(threads);
+BENCHMARK(call)
+    ->Name("call_verify_1_percent")
+    ->Setup(verify_1_percent)
+    ->Teardown(verify_none)
+    ->Apply(threads);
 BENCHMARK(handle)->Apply(threads);
 BENCHMARK(handle_in_scope)->Apply(threads);
 BENCHMARK(cold_resolve)->UseManualTime();

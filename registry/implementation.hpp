@@ -47,9 +47,10 @@ class SerialLock {
 // What serving calls on copies in host memory has cost; any thread adds to it.
 struct StagedFigures {
   std::atomic<uint64_t> calls{0};
-  std::atomic<uint64_t> bytes{0};        // copied, both ways
-  std::atomic<uint64_t> nanoseconds{0};  // copies, and waiting for the stream's earlier work
-  std::atomic<bool> said{false};         // the log line about it
+  std::atomic<uint64_t> bytes{0};    // copied, both ways
+  std::atomic<uint64_t> copying{0};  // ns
+  std::atomic<uint64_t> waiting{0};  // ns, for the stream's earlier work
+  std::atomic<bool> said{false};     // the log line about it
 };
 
 // One registered implementation. Immutable but for its lock, its plans and its figures; shared by
@@ -70,9 +71,9 @@ struct Implementation {
       nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
   const char* interned_op = nullptr;
   Kind kind = Kind::kDefault;
-  uint64_t number = 0;   // unique in the process, never given again
-  uint32_t counter = 0;  // index of its call counters
-  bool direct = false;   // run() needs nothing but a context: no supports(), scratch, plan or lock
+  uint64_t number = 0;          // unique in the process, never given again
+  uint32_t counter = 0;         // index of its call counters
+  bool direct = false;          // run() needs nothing but a context: no scratch, plan or lock
   bool checks_support = false;  // supports() is to be called per call
   bool not_in_place = false;    // the op may be called in place, which this does not do
   mutable SerialLock serial;

@@ -72,12 +72,18 @@ void count(std::atomic<uint64_t>& counter) noexcept {
   counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// The warm way: run() with a context on the stack, nothing else. Otherwise the complete one.
+// The warm way: supports() if there is one, and run(), with a context on the stack. Otherwise the
+// complete one.
 inline Status run(Call& call, const Implementation* fast, std::atomic<uint64_t>* counter) {
   if (fast == nullptr || call.manager.care() != 0) return registry::run_route(call, nullptr);
   core::ErrorText errors;
   const te_fl_context context = registry::context_of(call, false, errors.sink());
-  const te_fl_status code = registry::guarded_run(*fast, context, call.args, errors);
+  te_fl_status code = TE_FL_OK;
+  if (fast->checks_support) {
+    code = registry::ask_support(*fast, context, call.args, errors);
+    if (code != TE_FL_OK) code |= TE_FL_CLEAN;
+  }
+  if (code == TE_FL_OK) code = registry::guarded_run(*fast, context, call.args, errors);
   if (code == TE_FL_OK) [[likely]] {
     count(*counter);
     registry::note_enqueued(call, *fast);
@@ -155,7 +161,8 @@ Step chosen(const OpRow& row, const Choice& choice,
 UsageCounts counts_of(const Implementation& impl) {
   return {registry::read_counter(impl.counter), impl.staged.calls.load(std::memory_order_relaxed),
           impl.staged.bytes.load(std::memory_order_relaxed),
-          impl.staged.nanoseconds.load(std::memory_order_relaxed)};
+          impl.staged.copying.load(std::memory_order_relaxed),
+          impl.staged.waiting.load(std::memory_order_relaxed)};
 }
 
 // Enters and finds the op's row, then does `f(call)`. T is Status or a Result.
@@ -355,7 +362,8 @@ std::vector<OpUsage> OpManager::usage() const {
       use.calls = now.calls - before.calls;
       use.staged_calls = now.staged_calls - before.staged_calls;
       use.staged_bytes = now.staged_bytes - before.staged_bytes;
-      use.staged_microseconds = (now.staged_nanoseconds - before.staged_nanoseconds) / 1000;
+      use.staged_microseconds = (now.copying_nanoseconds - before.copying_nanoseconds) / 1000;
+      use.staged_wait_microseconds = (now.waiting_nanoseconds - before.waiting_nanoseconds) / 1000;
     }
   }
   std::sort(list.begin(), list.end(), [](const OpUsage& a, const OpUsage& b) {

@@ -104,22 +104,42 @@ def run_gemm(library, args):
                 torch.cuda.empty_cache()
 
 
+ATTENTION_FACTOR = {"forward": 1, "backward": 2.5, "both": 3.5}  # of the forward's operations
+FP8_ATTENTION_TARGET = {"forward": 1.3, "both": 1.1}
+
+
+def show_attention(library, title, pair, factor, flops, args, target, **more):
+    library.usage()
+    graphs = {"te-fl": measure.Graph([pair[0]]), "cudnn": measure.Graph([pair[1]])}
+    times = measure.alternate(graphs, args.rounds)
+    share, spread = measure.ratio(times["cudnn"], times["te-fl"])
+    us = statistics.median(times["te-fl"])
+    served = ",".join(sorted({u["impl"] for u in library.usage()}))
+    show("attention", title, us=us, cudnn_us=statistics.median(times["cudnn"]), tflops=factor * flops / us / 1e6,
+         of_cudnn=share, spread=spread, target=target, impl=served, **more)
+
+
 def run_attention(library, args):
-    for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
-        try:
-            pairs, flops = layer_cases.attention(library, shape)
-            for kind, (ours, peer) in pairs.items():
-                title = f"bf16 {kind} {'causal' if shape.causal else 'full'}"
-                graphs = {"te-fl": measure.Graph([ours]), "cudnn": measure.Graph([peer])}
-                times = measure.alternate(graphs, args.rounds)
-                share, spread = measure.ratio(times["cudnn"], times["te-fl"])
-                us = statistics.median(times["te-fl"])
-                factor = 1 if kind == "forward" else 2.5
-                served = ",".join(sorted({u["impl"] for u in library.usage()}))
-                show("attention", title, us=us, cudnn_us=statistics.median(times["cudnn"]), tflops=factor * flops / us / 1e6,
-                     of_cudnn=share, spread=spread, target=None if "deterministic" in kind else 0.98, impl=served)
-        except RuntimeError as error:
-            refused("attention", shape.name, error)
+    for is_fp8 in (False, True):
+        for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
+            try:
+                if is_fp8:
+                    pairs, errors, flops = layer_cases.attention_fp8(library, shape)
+                else:
+                    pairs, flops = layer_cases.attention(library, shape)
+                for kind, pair in pairs.items():
+                    title = f"{'fp8' if is_fp8 else 'bf16'} {kind} {'causal' if shape.causal else 'full'}"
+                    if args.match and args.match not in title:
+                        continue
+                    factor = ATTENTION_FACTOR[kind.split()[0]]
+                    if is_fp8:
+                        show_attention(library, title, pair, factor, flops, args, FP8_ATTENTION_TARGET.get(kind),
+                                       error=errors[kind])
+                    else:
+                        target = None if "deterministic" in kind else 0.98
+                        show_attention(library, title, pair, factor, flops, args, target)
+            except RuntimeError as error:
+                refused("attention", f"{'fp8' if is_fp8 else 'bf16'} {shape.name}", error)
 
 
 def check_layer(ours, eager):
@@ -137,6 +157,24 @@ def check_layer(ours, eager):
         compare(p["name"], ours.view(2 + i, p["shape"]), target.grad)
     name = max(worst, key=worst.get)
     return worst[name], name
+
+
+def peak_memory(library, layer, before):
+    """GiB that te-fl holds at most in a step for this layer, its parameters and gradients included, and what holds them."""
+    library.memory()
+    layer.step()
+    peak = library.memory()["peak"]
+    library.memory(record_at=peak)
+    layer.step()
+    others = {(h["use"], h["bytes"] // h["count"]): h["count"] for h in before["holders"]}
+    holders = []
+    for h in library.memory()["recorded"]:
+        each = h["bytes"] // h["count"]
+        count = h["count"] - others.get((h["use"], each), 0)
+        if count > 0:
+            holders.append((count * each, count, h["use"]))
+    account = ", ".join(f"{size / 2**20:.0f} MiB {count} x {use}" for size, count, use in sorted(holders, reverse=True)[:8])
+    return (peak - before["bytes"]) / 2**30, account
 
 
 LAYERS = [  # shape, recipe, weights cached, target, stretch
@@ -160,13 +198,18 @@ def run_layers(library, args):
         if not chosen:
             continue
         x, dy = layer_cases.activations(shape)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         eager = layer_cases.Eager(shape, x, dy)
+        for _ in range(2):
+            eager.step()
         torch.cuda.synchronize()
+        eager_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
         steps, layers = {"eager": eager.step}, {}
         for _, recipe, cached, _, _ in chosen:
             name = f"{recipe}{' cached' if cached and recipe != 'none' else ''}"
             try:
-                before = torch.cuda.mem_get_info()[0]
+                before = library.memory()
                 layer = layer_cases.te_fl_layer(library, shape, x, dy, recipe, cached)
                 error, where = check_layer(layer, eager)
                 library.usage()
@@ -174,8 +217,9 @@ def run_layers(library, args):
                 torch.cuda.synchronize()
                 used = library.usage()
                 others = sorted({f"{u['op']}:{u['impl']}" for u in used if not u["impl"].startswith("vendor.cuda")})
+                peak_gib, account = peak_memory(library, layer, before)
                 layers[name] = dict(error=error, where=where, calls=sum(u["calls"] for u in used), elsewhere=",".join(others),
-                                    memory_gib=(before - torch.cuda.mem_get_info()[0]) / 2**30)
+                                    peak_gib=peak_gib, holders=account)
                 steps[name] = layer.step
                 if args.graph:
                     graph = measure.Graph([layer.step], calls=1)
@@ -192,7 +236,7 @@ def run_layers(library, args):
             steps["eager graph"] = graph.launch
         times = measure.sustained(steps, args.seconds)
         eager_us = statistics.median(times["eager"])
-        show("layer", f"{shape.name} eager", us=eager_us)
+        show("layer", f"{shape.name} eager", us=eager_us, peak_gib=eager_gib)
         if args.graph:
             show("layer", f"{shape.name} eager graph", us=statistics.median(times["eager graph"]))
         targets = {f"{r}{' cached' if c and r != 'none' else ''}": (goal, stretch) for _, r, c, goal, stretch in chosen}

@@ -84,13 +84,39 @@ def fp8(rows, cols, dtype=torch.float8_e4m3fn, columnwise=True, scaling=TENSOR, 
     return Tensor(data, quant, (column, scale_inv, column_scale, amax, scale))
 
 
+def quantised(values, dtype, empty=False):
+    """A tensor quantised by tensor, row-wise: the codes of `values`, or room for codes of its shape under a scale of 1."""
+    most = torch.finfo(dtype).max
+    scale = torch.ones(1, device="cuda") if empty else (most / values.abs().max().float()).reshape(1)
+    data = torch.empty_like(values, dtype=dtype)
+    if not empty:
+        data.copy_((values.float() * scale).clamp(-most, most).to(dtype))
+    scale_inv, amax = 1 / scale, torch.zeros(1, device="cuda")
+    quant = Quant(ctypes.sizeof(Quant), TENSOR, 0, 0.0, None, scale_inv.data_ptr(), None, amax.data_ptr(),
+                  scale.data_ptr())
+    return Tensor(data, quant, (scale, scale_inv, amax))
+
+
+def rescale(t):
+    """A step of delayed scaling with a history of one."""
+    scale, _, amax = t.keep
+    scale.copy_(torch.finfo(t.torch.dtype).max / amax)
+    amax.zero_()
+
+
+def numbers(t):
+    """The values of a tensor that quantised() made."""
+    return t.torch.float() * t.keep[1]
+
+
 class Library:
     def __init__(self, folder, plugin):
         os.environ.setdefault("TE_FL_PLUGIN_PATH", "")
         os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # a row that no kernel serves is an error
         self.lib = ctypes.CDLL(os.path.join(folder, "libte_fl_bench_gpu.so"))
-        for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters"):
+        for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters", "tb_memory"):
             getattr(self.lib, name).restype = ctypes.c_char_p
+        self.lib.tb_memory.argtypes = [ctypes.c_size_t]
         self.lib.tb_layer_open.restype = ctypes.c_void_p
         self.lib.tb_layer_tensor.restype = ctypes.c_void_p
         self.check(self.lib.tb_init(plugin.encode()))
@@ -113,6 +139,13 @@ class Library:
 
     def usage(self, reset=True):
         return json.loads(self.lib.tb_usage(int(reset)))
+
+    def memory(self, record_at=0):
+        """What te-fl holds, its peak and the holders recorded since the last call; see tb_memory()."""
+        text = self.lib.tb_memory(record_at)
+        if text is None:
+            raise RuntimeError(self.lib.tb_error().decode())
+        return json.loads(text)
 
 
 class Call:

@@ -47,6 +47,7 @@ class Trainer {
     if (options.recipe != "none") {
       TE_FL_ASSIGN_OR_RETURN(t.recipe_, nn::parse_recipe(options.recipe));
     }
+    if (options.fp8_attention) std::get<nn::DelayedScaling>(*t.recipe_).fp8_dpa = true;
     TE_FL_ASSIGN_OR_RETURN(
         t.text_, Text::load(options.data.empty() ? default_text() : options.data, options.seq_len));
     TE_FL_ASSIGN_OR_RETURN(t.model_, Gpt::create(options, t.device_));
@@ -70,6 +71,7 @@ class Trainer {
     return trainer;
   }
 
+  te_fl::Device device() const { return device_; }
   int64_t parameters() const { return model_->parameter_count(); }
   const Text& text() const { return *text_; }
 
@@ -232,9 +234,10 @@ Status run(const Options& options) {
               options.style.c_str(), static_cast<double>(results.parameters) / 1e6,
               static_cast<long long>(options.layers), static_cast<long long>(options.hidden),
               static_cast<long long>(options.seq_len));
-  std::printf("recipe %s, %s, device %s; %zu training and %zu held-out bytes\n",
-              options.recipe.c_str(), options.dtype.c_str(), options.device.c_str(),
-              trainer.text().training_bytes(), trainer.text().held_out_bytes());
+  std::printf("recipe %s%s, %s, device %s; %zu training and %zu held-out bytes\n",
+              options.recipe.c_str(), options.fp8_attention ? " with FP8 attention" : "",
+              options.dtype.c_str(), options.device.c_str(), trainer.text().training_bytes(),
+              trainer.text().held_out_bytes());
   const auto start = std::chrono::steady_clock::now();
   const auto elapsed = [&] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -268,8 +271,14 @@ Status run(const Options& options) {
   }
   print_usage_table();
   results.peak_mib = peak_memory_mib();
-  std::printf("\ntrained %lld steps in %.1f s, peak memory %.0f MiB\n",
+  std::printf("\ntrained %lld steps in %.1f s, peak memory %.0f MiB",
               static_cast<long long>(options.steps), results.seconds, results.peak_mib);
+  if (const te_fl::Device device = trainer.device(); !device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(const auto account, te_fl::devices::memory_account(device));
+    results.device_peak_mib = static_cast<double>(account.peak_bytes) / (1 << 20);
+    std::printf(", on %s %.0f MiB", options.device.c_str(), results.device_peak_mib);
+  }
+  std::printf("\n");
   if (!options.json.empty() && !write_json(options, results)) {
     return Status(te_fl::StatusCode::kInternal, "cannot write " + options.json);
   }
