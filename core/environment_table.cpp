@@ -50,6 +50,9 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_OPENCL_DEVICE", "", kList, "", "",
      "OpenCL devices that the OpenCL plugin provides, comma separated: numbers in the order of the "
      "drivers, or parts of device or platform names, any case; empty: all."},
+    {"TE_FL_OPENCL_GEMM", "", kEnum, "auto", "auto rows tiles64 tiles128 clblast",
+     "What the OpenCL plugin's products are made with: its own kernels for CPUs (rows) or for GPUs "
+     "(tiles64, tiles128), or CLBlast where it can; auto: by device and sizes."},
     {"TE_FL_DEVICE_CACHE_MB", "", kInt, "512", "0 1048576",
      "Freed memory that a device's plugin may keep for the next allocation, in MiB for each "
      "device; "

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "gemm_choice.hpp"
 #include "memory.hpp"
 #include "program.hpp"
 #include "te_fl/plugin.h"
@@ -27,6 +28,7 @@ struct Device {
   void* nothing = nullptr;  // what kernels get in place of a tensor that is absent
   // Divides with one rounding and keeps subnormals: what exact FP8 needs.
   bool exact = false;
+  GemmDevice gemm;  // what products are made with
   std::unique_ptr<Memory> memory;
   std::unique_ptr<Programs> programs;
   te_fl_device_desc desc{};

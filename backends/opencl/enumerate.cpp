@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cl_check.hpp"
+#include "clblast.hpp"
 #include "device.hpp"
 #include "device_api.hpp"
 
@@ -134,6 +135,10 @@ void open(Device& d, size_t cache_bytes) {
   check(error, "clCreateCommandQueueWithProperties");
   const auto fp = info<cl_device_fp_config>(d.id, CL_DEVICE_SINGLE_FP_CONFIG);
   d.exact = (fp & CL_FP_CORRECTLY_ROUNDED_DIVIDE_SQRT) != 0 && (fp & CL_FP_DENORM) != 0;
+  d.gemm.gpu = (info<cl_device_type>(d.id, CL_DEVICE_TYPE) & CL_DEVICE_TYPE_GPU) != 0;
+  d.gemm.compute_units = info<cl_uint>(d.id, CL_DEVICE_MAX_COMPUTE_UNITS);
+  d.gemm.largest_group = info<size_t>(d.id, CL_DEVICE_MAX_WORK_GROUP_SIZE);
+  d.gemm.local_memory = info<cl_ulong>(d.id, CL_DEVICE_LOCAL_MEM_SIZE);
   d.memory = std::make_unique<Memory>(d.context, d.id, d.queue, cache_bytes);
   d.programs = std::make_unique<Programs>(d.context, d.id, base_options(d));
   d.nothing = d.memory->allocate(256, d.queue);
@@ -143,6 +148,7 @@ void open(Device& d, size_t cache_bytes) {
 
 Device::~Device() {
   if (queue != nullptr) clFinish(queue);
+  clblast_forget();
   programs.reset();
   memory.reset();
   if (queue != nullptr) clReleaseCommandQueue(queue);

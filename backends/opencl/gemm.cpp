@@ -1,7 +1,9 @@
 // generic_gemm: FP32 sums of products of F32, F16, BF16 or per-tensor FP8 operands.
 #include "te_fl/ops/gemm.h"
 
+#include "clblast.hpp"
 #include "families.hpp"
+#include "gemm_choice.hpp"
 #include "overlap.hpp"
 #include "store.hpp"
 
@@ -69,6 +71,11 @@ Operand operand(const te_fl_tensor* t, const char* name, bool transposed) {
           rows ? transposed : !transposed};
 }
 
+// Whether the kernel may read four elements at once, wherever a row begins.
+bool whole_vectors(const Operand& x, int64_t row) {
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row % 4 == 0;
+}
+
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 uint32_t flags_of(const Args& args) {
@@ -87,9 +94,31 @@ uint32_t flags_of(const Args& args) {
   return flags;
 }
 
+bool is_f32(const te_fl_tensor* t) { return dtype_index(t->dl.dtype) == TE_FL_F32; }
+
+GemmProblem problem_of(const Args& args, const backend::Matrix& d, int64_t k) {
+  GemmProblem p{.m = d.rows, .n = d.cols, .k = k};
+  p.f32 = is_f32(args.a) && is_f32(args.b);
+  p.plain = p.f32 && is_f32(args.d) && args.bias == nullptr && args.pre_gelu_out == nullptr &&
+            args.pre_gelu_in == nullptr && args.residual == nullptr && args.gelu == 0;
+  return p;
+}
+
+// What gemm.cl is compiled with for this kernel, and how a group is made.
+struct Shape {
+  std::string options;
+  int64_t tile = 64;
+  size_t group = kGroup;
+};
+Shape shape_of(GemmKernel kernel, bool vectors) {
+  if (kernel == GemmKernel::kRows) return {};
+  const int64_t tile = kernel == GemmKernel::kTiles128 ? 128 : 64;
+  return {"-DWIDE " + define("TILE", tile) + (vectors ? "-DVECTORS " : ""), tile,
+          static_cast<size_t>(tile / 8 * (tile / 8))};
+}
+
 void generic_gemm(const Call& call, const Args& args) {
   check_args(args);
-  constexpr int64_t kTile = 64;
   const backend::Matrix d = backend::as_matrix(*args.d);
   const backend::Matrix stored_a = backend::as_matrix(*args.a);
   const int64_t k = args.trans_a ? stored_a.rows : stored_a.cols;
@@ -117,7 +146,23 @@ void generic_gemm(const Call& call, const Args& args) {
         .value(flags)
         .items(d.rows);
   }
-  Launch(call.device, call.stream(), "gemm", options, "gemm")
+  const GemmKernel kernel = choose_gemm(call.device.gemm, problem_of(args, d, k));
+  if (kernel == GemmKernel::kClblast) {
+    return clblast_sgemm(call, {.a = a.data,
+                                .b = b.data,
+                                .d = out.data(),
+                                .trans_a = a.transposed,
+                                .trans_b = b.transposed,
+                                .m = d.rows,
+                                .n = d.cols,
+                                .k = k,
+                                .alpha = args.alpha,
+                                .beta = (flags & kAccumulate) != 0 ? args.beta : 0.0f});
+  }
+  const bool vectors =
+      whole_vectors(a, a.transposed ? d.rows : k) && whole_vectors(b, b.transposed ? k : d.cols);
+  const Shape shape = shape_of(kernel, vectors);
+  Launch(call.device, call.stream(), "gemm", options + shape.options, "gemm")
       .memory(a.data)
       .memory(b.data)
       .memory(out.data())
@@ -134,7 +179,8 @@ void generic_gemm(const Call& call, const Args& args) {
       .value(args.alpha)
       .value(args.beta)
       .value(flags)
-      .groups((d.rows + kTile - 1) / kTile * ((d.cols + kTile - 1) / kTile), kGroup);
+      .groups((d.rows + shape.tile - 1) / shape.tile * ((d.cols + shape.tile - 1) / shape.tile),
+              shape.group);
   out.finish(call);
   if (args.pre_gelu_out != nullptr) pre_gelu.finish(call);
 }

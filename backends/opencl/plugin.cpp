@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cl_check.hpp"
+#include "clblast.hpp"
 #include "device.hpp"
 #include "families.hpp"
 #include "signals.hpp"
@@ -33,6 +34,14 @@ struct Instance {
   std::vector<const te_fl_op_desc*> op_list;
 };
 
+// The library serves GPUs; on others only where it is asked for.
+void choose_products(Device& d, const char* wanted) {
+  d.gemm.wanted = gemm_kernel_of(wanted);
+  const bool useful =
+      d.gemm.wanted == GemmKernel::kClblast || (d.gemm.wanted == GemmKernel::kAuto && d.gemm.gpu);
+  d.gemm.clblast = useful && clblast_path() != nullptr && buffers_share_memory(d);
+}
+
 te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
   return backend::guard(errors, [&] {
     watch_forks();
@@ -50,6 +59,8 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
       const SignalHandlersKept kept;  // drivers start here
       found = enumerate(setting("TE_FL_OPENCL_DEVICE"), cache_mb << 20);
     }
+    const char* wanted = setting("TE_FL_OPENCL_GEMM");  // which the host has checked
+    for (const auto& d : found.devices) choose_products(*d, wanted == nullptr ? "" : wanted);
     if (found.devices.empty()) say("no OpenCL device: " + found.why_none);
     for (const std::string& device : found.left_out) say("not used, " + device);
     for (const auto& d : found.devices) instance->device_list.push_back(&d->desc);
@@ -96,6 +107,26 @@ void write(const te_fl_finding_sink& findings, te_fl_finding_level level, const 
   findings.write(findings.host, &finding);
 }
 
+void diagnose_products(const te_fl_finding_sink& findings, const Device& d) {
+  if (d.gemm.clblast) {
+    write(findings, TE_FL_FINDING_OK, "CLBlast",
+          std::string(clblast_path()) +
+              (d.gemm.wanted == GemmKernel::kAuto ? ", for small F32 products of "
+                                                  : ", for F32 products of ") +
+              d.name,
+          nullptr, nullptr);
+  } else if (d.gemm.wanted == GemmKernel::kClblast ||
+             (d.gemm.wanted == GemmKernel::kAuto && d.gemm.gpu)) {
+    const bool there = clblast_path() != nullptr;
+    write(findings, TE_FL_FINDING_NOTE, "CLBlast",
+          there ? std::string(clblast_path()) + ": buffers of " + d.name +
+                      " are copies of its shared virtual memory"
+                : clblast_missing(),
+          "F32 products by it; the plugin's own kernels serve them",
+          there ? nullptr : "install libclblast1");
+  }
+}
+
 te_fl_status diagnose(void* self, const te_fl_finding_sink* findings,
                       const te_fl_error_sink* errors) {
   const Enumeration& found = static_cast<const Instance*>(self)->found;
@@ -104,6 +135,7 @@ te_fl_status diagnose(void* self, const te_fl_finding_sink* findings,
     for (const auto& d : found.devices) {
       write(*findings, TE_FL_FINDING_OK, "driver", d->platform + ", " + d->name + ", " + d->driver,
             nullptr, nullptr);
+      diagnose_products(*findings, *d);
       if (!d->exact) {
         write(*findings, TE_FL_FINDING_NOTE, "FP32",
               d->name + " does not divide with one rounding, or flushes subnormals",

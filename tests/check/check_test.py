@@ -38,7 +38,7 @@ CAUGHT = {
     "far_leak": ("leak", "the device's used memory"),
     "far_late_failure": ("result", "a kernel that ran before has failed"),
 }
-RIGHT = ("right", "far_right")
+RIGHT = ("right", "far_right", "attention")
 
 
 def check(plugin, *options):
@@ -99,6 +99,23 @@ class Catches(unittest.TestCase):
         again = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
         self.assertEqual(again.returncode, 1, command + again.stdout)
         self.assertIn(found["message"], again.stdout)
+
+    def test_drawn_attention_shapes(self):
+        # Wrong for odd head sizes under causal masks, which the table does not have: drawn ones find it.
+        options = ["--impl", "vendor.wrong.attention_odd_heads", "--case", "fused_attn_fwd", "--seed", "3"]
+        code, text, files = check(WRONG, *options)
+        self.assertEqual(code, 1, text)
+        failed = [r for r in json.loads(files["json"])["results"] if r["result"] == "fail"]
+        self.assertTrue(failed)
+        for f in failed:
+            self.assertIn("/fuzz/", f["case"])
+            self.assertIn("causal", f["case"])
+            self.assertIn("tolerance", f["message"])
+        command = failed[0]["reproduce"].replace("te-fl", TE_FL, 1)
+        self.assertIn("--seed 3", command)
+        again = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+        self.assertEqual(again.returncode, 1, command + again.stdout)
+        self.assertIn(failed[0]["message"], again.stdout)
 
     def test_the_files(self):
         _, _, files = self.runs["one_element"]

@@ -1,5 +1,6 @@
-// One op, relu on FP32, implemented many ways: right, and wrong in the ways that te-fl check exists
-// for. Each is an implementation of its own, vendor.wrong.NAME. For tests; never installed.
+// relu on FP32, implemented many ways: right, and wrong in the ways that te-fl check exists for;
+// and an attention that is wrong in shapes that only drawn cases have. Each is an implementation of
+// its own, vendor.wrong.NAME. For tests; never installed.
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <thread>
 
+#include "check/wrong_attention.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/ops/activation.h"
@@ -213,6 +215,15 @@ struct Instance {
   te_fl_op_desc& host(const char* id) {
     return add(id, b::run_thunk<te_fl_relu_args, host_run<F>>);
   }
+  template <bool no_odd_tail>
+  void attention(const char* id) {
+    using Args = te_fl_fused_attn_fwd_args;
+    te_fl_op_desc& d = add(id, b::run_thunk<Args, te_fl::testing::plain_attention<no_odd_tail>>);
+    d.op_name = "fused_attn_fwd";
+    d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC;
+    d.dtypes = TE_FL_MASK_HIGH | TE_FL_BIT(TE_FL_I32);
+    d.supports = b::supports_thunk<Args, te_fl::testing::plain_attention_supports>;
+  }
   template <Far kind>
   void far(const char* id) {
     te_fl_op_desc& d = add(id, far_run<kind>);
@@ -246,6 +257,8 @@ te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_si
     made->host<rounding_mode>("vendor.wrong.rounding_mode");
     made->host<stale_pointer>("vendor.wrong.stale_pointer");
     made->host<stray_thread>("vendor.wrong.stray_thread");
+    made->attention<false>("vendor.wrong.attention");
+    made->attention<true>("vendor.wrong.attention_odd_heads");
     made->far<Far::kRight>("vendor.wrong.far_right");
     made->far<Far::kHostAccess>("vendor.wrong.far_host_access");
     made->far<Far::kOtherStream>("vendor.wrong.far_other_stream");

@@ -80,4 +80,8 @@ struct BackwardInputs {
 };
 Gradients differentiate(const Variant& v, const Inputs& in, const BackwardInputs& x);
 
+// One call each, with its expectations.
+void forward(Problem& p, const Variant& v);
+void backward(Problem& p, const Variant& v);
+
 }  // namespace te_fl::conformance::attention

@@ -340,10 +340,13 @@ Table fuzz_cases(uint64_t seed, int per_op) {
   Table table;
   Drawn drawn(table, seed, per_op);
   fuzz_activation(drawn);
+  fuzz_attention(drawn);
   fuzz_dropout(drawn);
   fuzz_gemm(drawn);
   fuzz_norm(drawn);
+  fuzz_optimizer(drawn);
   fuzz_quantize(drawn);
+  fuzz_rope(drawn);
   fuzz_softmax(drawn);
   return table;
 }

@@ -226,14 +226,18 @@ void add_tensor_cases(Table&);
 Table all_cases();
 
 // Cases of shapes and types drawn by `seed`, `per_op` for each op whose cases come in any shape:
-// activations, norms, softmax, quantisation, products, add and dropout. Names begin with OP/fuzz/.
+// activations, norms, softmax, quantisation, products, add and dropout, attention, rotary embedding
+// and the ops on lists of tensors. Names begin with OP/fuzz/.
 Table fuzz_cases(uint64_t seed, int per_op);
 class Drawn;  // what a family draws its variants with
 void fuzz_activation(Drawn&);
+void fuzz_attention(Drawn&);
 void fuzz_dropout(Drawn&);
 void fuzz_gemm(Drawn&);
 void fuzz_norm(Drawn&);
+void fuzz_optimizer(Drawn&);
 void fuzz_quantize(Drawn&);
+void fuzz_rope(Drawn&);
 void fuzz_softmax(Drawn&);
 
 uint64_t hash_of(const std::string& text);  // the same everywhere

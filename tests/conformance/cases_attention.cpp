@@ -34,7 +34,9 @@ void expect_output(Problem& p, Tensor* t, std::vector<double> want, std::vector<
   e.skip = std::move(skip);
 }
 
-void forward(Problem& p, const Variant& v) {
+}  // namespace
+
+void attention::forward(Problem& p, const Variant& v) {
   const Inputs in = make_inputs(p, v);
   Tensor* o = p.out("o", output_spec(v, kE4), in.o_shape);
   Tensor* lse = v.no_lse ? nullptr : p.out("softmax_lse", TE_FL_F32, in.lse_shape);
@@ -48,7 +50,7 @@ void forward(Problem& p, const Variant& v) {
   });
 }
 
-void backward(Problem& p, const Variant& v) {
+void attention::backward(Problem& p, const Variant& v) {
   const Inputs in = make_inputs(p, v);
   const bool fp8 = is_fp8(v.dtype);
   const Forward f = attend(v, in);
@@ -86,6 +88,8 @@ void backward(Problem& p, const Variant& v) {
     if (dp != nullptr) p.expect_dequantised(dp, {r.ds_max}, {0.1 * r.ds_max});
   });
 }
+
+namespace {
 
 void add_shapes(std::vector<Variant>& all) {
   for (int dtype : {TE_FL_F32, TE_FL_F16, TE_FL_BF16}) {

@@ -1,4 +1,5 @@
 #include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
 
 namespace te_fl::conformance {
 namespace {
@@ -21,6 +22,12 @@ std::string shapes_name(const Shapes& s) {
                          : std::to_string(s.size()) + "_tensors";
 }
 
+std::string shift_name(int64_t shift) {
+  return shift == 0 ? "" : "/shift=" + std::to_string(shift);
+}
+
+// `shift`: the tensors do not begin where their memory does, but that many elements later, one more
+// for each tensor, so that every alignment that their dtype allows comes up.
 using Maker = std::function<Tensor*(const std::string&, const Dims&, size_t)>;
 std::vector<Tensor*> make_list(Problem& p, const std::string& name, const Shapes& shapes,
                                const Maker& make) {
@@ -30,22 +37,28 @@ std::vector<Tensor*> make_list(Problem& p, const std::string& name, const Shapes
   p.list(name, list);
   return list;
 }
-std::vector<Tensor*> list_in(Problem& p, const std::string& name, int dtype, const Shapes& shapes,
-                             const Fill& fill = gaussian()) {
-  return make_list(p, name, shapes, [&](const std::string& n, const Dims& d, size_t) {
-    return p.in(n, dtype, d, fill);
+std::vector<Tensor*> make_list(Problem& p, const std::string& name, Role role, int dtype,
+                               const Shapes& shapes, int64_t shift, const Fill& fill) {
+  return make_list(p, name, shapes, [&](const std::string& n, const Dims& d, size_t i) {
+    if (shift == 0) return p.strided(n, role, dtype, d, {}, fill);
+    const int64_t offset = (shift + static_cast<int64_t>(i)) % 16;
+    int64_t elements = offset;
+    for (int64_t rest = 1; const int64_t e : d) elements = offset + (rest *= e);
+    return p.strided(n, role, dtype, d, {}, fill, nullptr, offset, elements);
   });
+}
+std::vector<Tensor*> list_in(Problem& p, const std::string& name, int dtype, const Shapes& shapes,
+                             const Fill& fill = gaussian(), int64_t shift = 0) {
+  return make_list(p, name, Role::kIn, dtype, shapes, shift, fill);
 }
 std::vector<Tensor*> list_inout(Problem& p, const std::string& name, int dtype,
-                                const Shapes& shapes, const Fill& fill = gaussian()) {
-  return make_list(p, name, shapes, [&](const std::string& n, const Dims& d, size_t) {
-    return p.inout(n, dtype, d, fill);
-  });
+                                const Shapes& shapes, const Fill& fill = gaussian(),
+                                int64_t shift = 0) {
+  return make_list(p, name, Role::kInOut, dtype, shapes, shift, fill);
 }
-std::vector<Tensor*> list_out(Problem& p, const std::string& name, int dtype,
-                              const Shapes& shapes) {
-  return make_list(p, name, shapes,
-                   [&](const std::string& n, const Dims& d, size_t) { return p.out(n, dtype, d); });
+std::vector<Tensor*> list_out(Problem& p, const std::string& name, int dtype, const Shapes& shapes,
+                              int64_t shift = 0) {
+  return make_list(p, name, Role::kOut, dtype, shapes, shift, constant(0));
 }
 
 // ---- scale and norms
@@ -59,18 +72,37 @@ struct ScaleVariant {
   bool in_place = false;
   bool large = false;
   double norm = 0, max_norm = 0;  // clip only if max_norm is set
+  int64_t shift = 0;
 };
 
+std::string scale_name(const ScaleVariant& v) {
+  std::string name =
+      std::string(name_of(v.in)) + "/" + shapes_name(v.shapes) + "/out=" + name_of(v.out);
+  if (v.bad != 0)
+    name += std::isnan(v.bad)   ? "/nan"
+            : std::isinf(v.bad) ? (v.bad < 0 ? "/minus_infinity" : "/infinity")
+                                : "/overflow";
+  if (v.flag_before != 0) name += "/flag_set";
+  if (v.in_place) name += "/in_place";
+  if (v.max_norm != 0) {
+    name += std::isfinite(v.norm) ? "/norm=" + std::to_string(v.norm).substr(0, 3)
+            : std::isnan(v.norm)  ? "/norm=nan"
+                                  : "/norm=inf";
+  }
+  return name + shift_name(v.shift);
+}
+
 void scale(Problem& p, const ScaleVariant& v) {
-  auto inputs = list_in(p, "inputs", v.in, v.shapes);
+  auto inputs = list_in(p, "inputs", v.in, v.shapes, gaussian(), v.shift);
   if (v.bad != 0) {
     inputs.back()->put(inputs.back()->numel() - 1, v.bad);
     inputs.back()->data->freeze();
   }
-  auto outputs =
-      make_list(p, "outputs", v.shapes, [&](const std::string& n, const Dims& d, size_t i) {
-        return v.in_place ? p.in_place(n, inputs[i]) : p.out(n, v.out, d);
-      });
+  const auto over = [&](const std::string& n, const Dims&, size_t i) {
+    return p.in_place(n, inputs[i]);
+  };
+  auto outputs = v.in_place ? make_list(p, "outputs", v.shapes, over)
+                            : list_out(p, "outputs", v.out, v.shapes, 3 * v.shift);
   Tensor* flag = p.inout("noop_flag", TE_FL_I32, {1}, constant(v.flag_before));
   p.set("scale", v.scale);
   if (v.max_norm != 0) {
@@ -94,9 +126,9 @@ void scale(Problem& p, const ScaleVariant& v) {
   });
 }
 
-void norm(Problem& p, int dtype, const Shapes& shapes, bool per_tensor, bool unscale,
-          double sigma) {
-  auto inputs = list_in(p, "inputs", dtype, shapes, gaussian(sigma));
+void norm(Problem& p, int dtype, const Shapes& shapes, bool per_tensor, bool unscale, double sigma,
+          int64_t shift = 0) {
+  auto inputs = list_in(p, "inputs", dtype, shapes, gaussian(sigma), shift);
   Tensor* inv = unscale ? p.in("inv_scale", TE_FL_F32, {1}, constant(0.037)) : nullptr;
   Tensor* out = p.out("norm", TE_FL_F32, {1});
   Tensor* each = per_tensor
@@ -131,6 +163,7 @@ struct AdamVariant {
   double beta1 = 0.9, beta2 = 0.999, lr = 1e-2;
   bool lr_tensor = false, step_tensor = false;  // the scalars are then others, to be ignored
   std::vector<Spec> fp8 = {};                   // of fp8_params, in turn; empty: none
+  int64_t shift = 0;
 };
 
 std::string adam_name(const AdamVariant& v) {
@@ -147,7 +180,7 @@ std::string adam_name(const AdamVariant& v) {
   if (v.lr_tensor) name += "/lr_tensor";
   if (v.step_tensor) name += "/step_tensor";
   for (const Spec& spec : v.fp8) name += "/fp8=" + spec.name() + (spec.has_amax ? "" : ".no_amax");
-  return name + "/step=" + std::to_string(v.step);
+  return name + "/step=" + std::to_string(v.step) + shift_name(v.shift);
 }
 
 double f(double x) { return static_cast<double>(static_cast<float>(x)); }
@@ -199,15 +232,17 @@ std::vector<Tensor*> fp8_params(Problem& p, const AdamVariant& v) {
 
 void adam(Problem& p, const AdamVariant& v) {
   Lists l;
-  l.a = list_in(p, "grads", v.grad, v.shapes);
+  l.a = list_in(p, "grads", v.grad, v.shapes, gaussian(), v.shift);
   // With master weights the parameters are only written: what stands there before must not matter,
   // unless FP8 copies are made of it because nothing else is done.
   const bool any = v.master && (v.fp8.empty() || v.noop <= 0);
-  l.b = list_inout(p, "params", v.param, v.shapes, any ? constant(nan_value()) : gaussian());
-  l.c = list_inout(p, "exp_avgs", TE_FL_F32, v.shapes, gaussian(0.1));
-  l.d = list_inout(p, "exp_avg_sqs", TE_FL_F32, v.shapes,
-                   [](Random& r, int64_t) { return 0.01 + r.uniform(); });
-  if (v.master) l.e = list_inout(p, "master_params", TE_FL_F32, v.shapes);
+  l.b = list_inout(p, "params", v.param, v.shapes, any ? constant(nan_value()) : gaussian(),
+                   3 * v.shift);
+  l.c = list_inout(p, "exp_avgs", TE_FL_F32, v.shapes, gaussian(0.1), 5 * v.shift);
+  l.d = list_inout(
+      p, "exp_avg_sqs", TE_FL_F32, v.shapes, [](Random& r, int64_t) { return 0.01 + r.uniform(); },
+      7 * v.shift);
+  if (v.master) l.e = list_inout(p, "master_params", TE_FL_F32, v.shapes, gaussian(), 9 * v.shift);
   if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
   if (v.lr_tensor) p.in("lr_tensor", TE_FL_F32, {1}, constant(v.lr));
   if (v.step_tensor) {
@@ -235,6 +270,7 @@ struct SgdVariant {
   int noop = -1;
   double lr = 0.05;
   bool lr_tensor = false;  // the scalar is then another, to be ignored
+  int64_t shift = 0;
 };
 
 std::string sgd_name(const SgdVariant& v) {
@@ -250,7 +286,20 @@ std::string sgd_name(const SgdVariant& v) {
   if (v.lr == 0) name += "/lr=0";
   if (v.noop >= 0) name += "/noop=" + std::to_string(v.noop);
   if (v.lr_tensor) name += "/lr_tensor";
-  return name;
+  return name + shift_name(v.shift);
+}
+
+// Copies are written from the parameters as they are stored: a copy of more precision shows their
+// rounding.
+std::vector<double> copy_extra(const SgdVariant& v, const std::vector<double>& param,
+                               std::vector<double> extra) {
+  const auto unit = [](int dtype) {
+    return dtype == TE_FL_BF16 ? 0x1p-8 : dtype == TE_FL_F16 ? 0x1p-11 : 0;
+  };
+  if (unit(v.copy) >= unit(v.param)) return extra;
+  for (size_t i = 0; i < extra.size(); ++i)
+    extra[i] += unit(v.param) * std::fabs(param[i]) + (v.param == TE_FL_F16 ? 0x1p-25 : 0);
+  return extra;
 }
 
 void sgd_oracle(Problem& p, const SgdVariant& v, const Lists& l) {
@@ -274,7 +323,7 @@ void sgd_oracle(Problem& p, const SgdVariant& v, const Lists& l) {
       extra[i] += 2 * kEps * std::fabs(p0);
     }
     p.expect(l.b[n], param, extra);
-    if (v.copy >= 0) p.expect(l.d[n], param, extra);
+    if (v.copy >= 0) p.expect(l.d[n], param, copy_extra(v, param, extra));
     if (mo == 0)
       p.expect_unchanged(l.c[n]);
     else
@@ -284,11 +333,11 @@ void sgd_oracle(Problem& p, const SgdVariant& v, const Lists& l) {
 
 void sgd(Problem& p, const SgdVariant& v) {
   Lists l;
-  l.a = list_in(p, "grads", v.grad, v.shapes);
-  l.b = list_inout(p, "params", v.param, v.shapes);
+  l.a = list_in(p, "grads", v.grad, v.shapes, gaussian(), v.shift);
+  l.b = list_inout(p, "params", v.param, v.shapes, gaussian(), 3 * v.shift);
   l.c = list_inout(p, "momentums", TE_FL_F32, v.shapes,
-                   v.first_run ? constant(nan_value()) : gaussian());
-  if (v.copy >= 0) l.d = list_out(p, "param_copies", v.copy, v.shapes);
+                   v.first_run ? constant(nan_value()) : gaussian(), 5 * v.shift);
+  if (v.copy >= 0) l.d = list_out(p, "param_copies", v.copy, v.shapes, 7 * v.shift);
   if (v.noop >= 0) p.in("noop_flag", TE_FL_I32, {1}, constant(v.noop));
   if (v.lr_tensor) p.in("lr_tensor", TE_FL_F32, {1}, constant(v.lr));
   p.set("lr", v.lr_tensor ? 3.0 : v.lr), p.set("weight_decay", v.weight_decay);
@@ -449,26 +498,92 @@ void add_scale(Table& table) {
       all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 0, in_place, false, norm, 1.5});
   all.push_back({TE_FL_BF16, TE_FL_F32, kFew, 0.5, 0, 0, false, false, 6.0, 1.5});
   all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 1, true, false, 6.0, 1.5});
-  for (const ScaleVariant& v : all) {
-    std::string name =
-        std::string(name_of(v.in)) + "/" + shapes_name(v.shapes) + "/out=" + name_of(v.out);
-    if (v.bad != 0)
-      name += std::isnan(v.bad)   ? "/nan"
-              : std::isinf(v.bad) ? (v.bad < 0 ? "/minus_infinity" : "/infinity")
-                                  : "/overflow";
-    if (v.flag_before != 0) name += "/flag_set";
-    if (v.in_place) name += "/in_place";
-    if (v.max_norm != 0) {
-      name += std::isfinite(v.norm) ? "/norm=" + std::to_string(v.norm).substr(0, 3)
-              : std::isnan(v.norm)  ? "/norm=nan"
-                                    : "/norm=inf";
-    }
+  for (const ScaleVariant& v : all)
     add(
-        table, "optimizer", "multi_tensor_scale", name, [v](Problem& p) { scale(p, v); }, v.large);
+        table, "optimizer", "multi_tensor_scale", scale_name(v), [v](Problem& p) { scale(p, v); },
+        v.large);
+}
+
+// ---- drawn
+
+// Lists of any length, of tensors that are often empty or have one element.
+Shapes draw_shapes(Random& r) {
+  Shapes shapes(static_cast<size_t>(Drawn::chance(r, 6) ? 100 + r.below(100) : r.below(24)));
+  int64_t left = 40000;
+  for (Dims& dims : shapes) {
+    dims = Drawn::chance(r, 5)   ? Dims{0}
+           : Drawn::chance(r, 5) ? Dims{1}
+           : Drawn::chance(r, 3)
+               ? Dims{1 + r.below(5), Drawn::extent(r, std::min<int64_t>(left, 1025))}
+               : Dims{Drawn::extent(r, std::min<int64_t>(left, 4097))};
+    left = std::max<int64_t>(1, left - dims[0] * dims.back());
   }
+  return shapes;
+}
+
+int64_t draw_shift(Random& r) { return Drawn::chance(r, 3) ? 0 : 1 + r.below(15); }
+
+AdamVariant draw_adam(Random& r) {
+  AdamVariant v{.grad = Drawn::high(r), .param = Drawn::high(r), .shapes = draw_shapes(r)};
+  v.master = Drawn::chance(r, 2), v.noop = Drawn::chance(r, 4) ? static_cast<int>(r.below(2)) : -1;
+  v.weight_decay = Drawn::chance(r, 2) ? 0.1 : 0, v.step = 1 + r.below(1000);
+  v.mode = Drawn::chance(r, 2) ? TE_FL_ADAM_MODE_L2 : TE_FL_ADAM_MODE_ADAMW;
+  v.bias_correction = !Drawn::chance(r, 4), v.lr_tensor = Drawn::chance(r, 4);
+  v.step_tensor = Drawn::chance(r, 4), v.shift = draw_shift(r);
+  return v;
+}
+
+SgdVariant draw_sgd(Random& r) {
+  SgdVariant v{.grad = Drawn::high(r), .param = Drawn::high(r), .shapes = draw_shapes(r)};
+  v.copy = Drawn::chance(r, 2) ? Drawn::high(r) : -1;
+  v.weight_decay = Drawn::chance(r, 2) ? 0.1 : 0, v.momentum = Drawn::chance(r, 3) ? 0 : 0.9;
+  v.late_decay = Drawn::chance(r, 3), v.scale = Drawn::chance(r, 3) ? 0.125 : 1;
+  v.first_run = v.momentum != 0 && Drawn::chance(r, 3);
+  v.nesterov = v.momentum != 0 && Drawn::chance(r, 3);
+  v.dampening = v.momentum != 0 && !v.nesterov && Drawn::chance(r, 3) ? 0.3 : 0;
+  v.noop = Drawn::chance(r, 4) ? static_cast<int>(r.below(2)) : -1;
+  v.lr_tensor = Drawn::chance(r, 4), v.shift = draw_shift(r);
+  return v;
+}
+
+ScaleVariant draw_scale(Random& r) {
+  ScaleVariant v{Drawn::high(r), Drawn::high(r), draw_shapes(r), 0.37, 0, 0};
+  v.in_place = Drawn::chance(r, 3), v.flag_before = static_cast<int>(r.below(2));
+  if (v.in_place) v.out = v.in;
+  if (!v.shapes.empty() && v.shapes.back() != Dims{0} && Drawn::chance(r, 4)) v.bad = infinity();
+  if (Drawn::chance(r, 3)) v.norm = static_cast<double>(r.below(4)), v.max_norm = 1.5;
+  v.shift = draw_shift(r);
+  return v;
 }
 
 }  // namespace
+
+void fuzz_optimizer(Drawn& drawn) {
+  drawn.cases("optimizer", "multi_tensor_adam", [](Random& r) -> DrawnCase {
+    const AdamVariant v = draw_adam(r);
+    return {adam_name(v), [v](Problem& p) { adam(p, v); }};
+  });
+  drawn.cases("optimizer", "multi_tensor_sgd", [](Random& r) -> DrawnCase {
+    const SgdVariant v = draw_sgd(r);
+    return {sgd_name(v), [v](Problem& p) { sgd(p, v); }};
+  });
+  drawn.cases("optimizer", "multi_tensor_scale", [](Random& r) -> DrawnCase {
+    const ScaleVariant v = draw_scale(r);
+    return {scale_name(v), [v](Problem& p) { scale(p, v); }};
+  });
+  for (const bool unscale : {false, true}) {
+    const char* op = unscale ? "multi_tensor_unscale_l2norm" : "multi_tensor_l2norm";
+    drawn.cases("optimizer", op, [unscale](Random& r) -> DrawnCase {
+      const int dtype = Drawn::high(r);
+      const Shapes shapes = draw_shapes(r);
+      const bool each = Drawn::chance(r, 2);
+      const int64_t shift = draw_shift(r);
+      return {std::string(name_of(dtype)) + "/" + shapes_name(shapes) + (each ? "/each" : "") +
+                  shift_name(shift),
+              [=](Problem& p) { norm(p, dtype, shapes, each, unscale, 1, shift); }};
+    });
+  }
+}
 
 void add_optimizer_cases(Table& table) {
   add_scale(table);

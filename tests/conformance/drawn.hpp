@@ -44,6 +44,7 @@ class Drawn {
     }
     return dims;
   }
+  static bool chance(Random& r, int one_in) { return r.below(one_in) == 0; }
   static int high(Random& r) {
     static const int dtypes[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
     return dtypes[r.below(3)];

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The OpenCL plugin as a whole. usage: opencl_test.sh BIN PLUGIN device|train, or
-# opencl_test.sh BIN PLUGIN conformance FAMILY EXPECTED
+# opencl_test.sh BIN PLUGIN conformance FAMILY EXPECTED, or opencl_test.sh BIN PLUGIN gemm KERNEL EXPECTED
 set -uo pipefail
 bin=$1 plugin=$2 part=$3
 work=$(mktemp -d)
@@ -21,6 +21,23 @@ case $part in
 conformance)
   unset TE_FL_PLUGIN_MODULES
   exec "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --family "$4" --expected "$5"
+  ;;
+gemm)
+  # Each case compiles, which takes seconds: one of each kind.
+  export TE_FL_OPENCL_GEMM=$4
+  "$bin/te-fl" doctor >"$work/doctor" 2>&1
+  if [ "$4" = clblast ] && ! grep -q '^ok .*CLBlast: .*libclblast' "$work/doctor"; then
+    grep -q '^note .*CLBlast was not found' "$work/doctor" || { fail "te-fl doctor does not speak of CLBlast: $(cat "$work/doctor")"; exit 1; }
+    echo "SKIPPED: no CLBlast; it is in libclblast1"
+    exit 77
+  fi
+  unset TE_FL_PLUGIN_MODULES
+  for case in 'f32*f32->f32/13x21x17' 'f32*f32->f32/1x257x31' 'f32*f32->f32/130x65x67' 'f32*f32->f32/97x101x103/NN' \
+    'f32*f32->f32/300x200x700' 'f32*f32->f32/5x3x0/NT' 'f32*f32->f32/19x34x50/NT/alpha/accumulate.beta' 'bf16*bf16->bf16/256x512x384' \
+    'f16*f16->f16/13x21x17/TN' '19x34x50/NT/bias=f32/gelu/pre_gelu_out=f32' 'f8e4m3.tensor.current.row+col->bf16/48x80x64/NN'; do
+    "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --op generic_gemm --case "$case" --expected "$5" >"$work/out" 2>&1 &&
+      grep -qE '^[1-9][0-9]* passed, 0 failed, 0 not' "$work/out" && ok "$4: $case" || fail "$4: $case: $(cat "$work/out")"
+  done
   ;;
 device)
   grep -qE '^ *opencl +te-fl .* active +[1-9]' "$work/info" && ok "te-fl info" || fail "te-fl info: $(cat "$work/info")"

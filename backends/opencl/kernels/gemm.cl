@@ -2,8 +2,12 @@
 // slices of SLICE of K in local memory; a work-item has 8 x 8. TA, TB, TD, TBIAS, TOUT, TIN, TRES,
 // TGRAD: dtypes of a, b, d, bias, pre_gelu_out, pre_gelu_in, residual, bias_grad; TRANS_A, TRANS_B:
 // stored transposed.
+#ifdef WIDE
+#define SLICE 16  // TILE is given; VECTORS: rows begin at multiples of four elements
+#else
 #define TILE 64
 #define SLICE 32
+#endif
 
 #define HAS_BIAS 1
 #define HAS_PRE_GELU_OUT 2
@@ -36,6 +40,140 @@ static float8 load8(__global const void* data, long i, int type) {
   return vload8(0, values);
 }
 
+// What becomes of the sum `v` of the product's element (m, n).
+static void finish(float v, long m, long n, __global void* d, __global const void* bias,
+                   __global void* pre_gelu_out, __global const void* pre_gelu_in,
+                   __global const void* residual, __global const float* scale_a,
+                   __global const float* scale_b, __global const float* scale_in, long n_extent,
+                   float alpha, float beta, uint flags) {
+  const long i = m * n_extent + n;
+  if (flags & SCALED_A) v *= *scale_a;
+  if (flags & SCALED_B) v *= *scale_b;
+  v *= alpha;
+  if (flags & HAS_BIAS) v += load(bias, n, TBIAS);
+  if (flags & HAS_PRE_GELU_OUT) store(pre_gelu_out, i, TOUT, v);
+  if (flags & GELU) v = gelu(v);
+  if (flags & HAS_PRE_GELU_IN) {
+    v *= d_gelu(load(pre_gelu_in, i, TIN) * (flags & SCALED_IN ? *scale_in : 1.0f));
+  }
+  if (flags & HAS_RESIDUAL) v += load(residual, i, TRES);
+  if (flags & ACCUMULATE) v += beta * load(d, i, TD);
+  store(d, i, TD, v);
+}
+
+#ifdef WIDE
+// For devices whose work-items run side by side: a group of (TILE / 8)^2 makes TILE x TILE, a
+// work-item rows and columns 4 y to 4 y + 3 of either half, so that a slice's rows are read in
+// whole vectors without two work-items on one bank. The next slice is on its way meanwhile.
+#define ITEMS (TILE / 8 * TILE / 8)
+#define LINE (TILE + 4)                   // floats from one k to the next
+#define LOADS (TILE * SLICE / 4 / ITEMS)  // vectors of four that a work-item brings, per operand
+
+static float4 load4(__global const void* data, long i, int type) {
+#ifdef VECTORS
+  if (type == F32) return *(__global const float4*)((__global const float*)data + i);
+  if (type == BF16) {
+    return as_float4(convert_uint4(*(__global const ushort4*)((__global const ushort*)data + i)) << 16);
+  }
+#endif
+  return (float4)(load(data, i, type), load(data, i + 1, type), load(data, i + 2, type),
+                  load(data, i + 3, type));
+}
+
+// The i-th vector of a slice of op(X), whose `along` runs over rows of op(A), columns of op(B):
+// stored with k contiguous (K_FIRST) or with `along` contiguous. Zeros beyond the edges.
+static float4 fetch(__global const void* x, int i, bool k_first, long along0, long k0,
+                    long along_extent, long k_extent, bool whole, int type) {
+  const long k = k0 + (k_first ? i % (SLICE / 4) * 4 : i / (TILE / 4));
+  const long at = along0 + (k_first ? i / (SLICE / 4) : i % (TILE / 4) * 4);
+  const long from = k_first ? at * k_extent + k : k * along_extent + at;
+  if (whole) return load4(x, from, type);
+  float v[4];
+  for (int j = 0; j < 4; ++j) {
+    const bool inside = k + (k_first ? j : 0) < k_extent && at + (k_first ? 0 : j) < along_extent;
+    v[j] = inside ? load(x, from + j, type) : 0.0f;
+  }
+  return (float4)(v[0], v[1], v[2], v[3]);
+}
+
+static void place(__local float* slice, int i, bool k_first, float4 v) {
+  if (k_first) {
+    const int k = i % (SLICE / 4) * 4, at = i / (SLICE / 4);
+    slice[k * LINE + at] = v.x;
+    slice[(k + 1) * LINE + at] = v.y;
+    slice[(k + 2) * LINE + at] = v.z;
+    slice[(k + 3) * LINE + at] = v.w;
+  } else {
+    *(__local float4*)(slice + i / (TILE / 4) * LINE + i % (TILE / 4) * 4) = v;
+  }
+}
+
+__attribute__((reqd_work_group_size(ITEMS, 1, 1)))
+__kernel void gemm(__global const void* a, __global const void* b, __global void* d,
+                   __global const void* bias, __global void* pre_gelu_out,
+                   __global const void* pre_gelu_in, __global const void* residual,
+                   __global const float* scale_a, __global const float* scale_b,
+                   __global const float* scale_in, long m_extent, long n_extent, long k_extent,
+                   float alpha, float beta, uint flags) {
+  __local float slice_a[SLICE * LINE] __attribute__((aligned(16)));
+  __local float slice_b[SLICE * LINE] __attribute__((aligned(16)));
+  const int id = get_local_id(0), y = id / (TILE / 8) * 4, x = id % (TILE / 8) * 4;
+  const long tiles_n = (n_extent + TILE - 1) / TILE;
+  const long m0 = (long)get_group_id(0) / tiles_n * TILE;
+  const long n0 = (long)get_group_id(0) % tiles_n * TILE;
+  const bool inside_m = m0 + TILE <= m_extent, inside_n = n0 + TILE <= n_extent;
+  float4 sum[8][2];
+  float4 next_a[LOADS], next_b[LOADS];
+#pragma unroll
+  for (int r = 0; r < 8; ++r) sum[r][0] = sum[r][1] = (float4)(0.0f);
+#define FETCH(k0)                                                                                   \
+  {                                                                                                 \
+    const bool inside_k = (k0) + SLICE <= k_extent;                                                 \
+    _Pragma("unroll") for (int l = 0; l < LOADS; ++l) {                                             \
+      next_a[l] = fetch(a, id + l * ITEMS, !TRANS_A, m0, k0, m_extent, k_extent, inside_m && inside_k, TA); \
+      next_b[l] = fetch(b, id + l * ITEMS, TRANS_B, n0, k0, n_extent, k_extent, inside_n && inside_k, TB);  \
+    }                                                                                               \
+  }
+  FETCH(0)
+  for (long k0 = 0; k0 < k_extent; k0 += SLICE) {
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+      place(slice_a, id + l * ITEMS, !TRANS_A, next_a[l]);
+      place(slice_b, id + l * ITEMS, TRANS_B, next_b[l]);
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (k0 + SLICE < k_extent) FETCH(k0 + SLICE)
+#pragma unroll
+    for (int k = 0; k < SLICE; ++k) {
+      const float4 a0 = *(__local const float4*)(slice_a + k * LINE + y);
+      const float4 a1 = *(__local const float4*)(slice_a + k * LINE + TILE / 2 + y);
+      const float4 b0 = *(__local const float4*)(slice_b + k * LINE + x);
+      const float4 b1 = *(__local const float4*)(slice_b + k * LINE + TILE / 2 + x);
+#define ROW(r, v)                               \
+  sum[r][0] = FMA((float4)(v), b0, sum[r][0]); \
+  sum[r][1] = FMA((float4)(v), b1, sum[r][1]);
+      ROW(0, a0.x) ROW(1, a0.y) ROW(2, a0.z) ROW(3, a0.w)
+      ROW(4, a1.x) ROW(5, a1.y) ROW(6, a1.z) ROW(7, a1.w)
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+  }
+  // An array, so that the epilogue is there once and not 64 times.
+  float values[64];
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+    vstore4(sum[r][0], 2 * r, values);
+    vstore4(sum[r][1], 2 * r + 1, values);
+  }
+#pragma unroll 1
+  for (int e = 0; e < 64; ++e) {
+    const int r = e / 8, c = e % 8;
+    const long m = m0 + r / 4 * (TILE / 2) + y + r % 4, n = n0 + c / 4 * (TILE / 2) + x + c % 4;
+    if (m >= m_extent || n >= n_extent) continue;
+    finish(values[e], m, n, d, bias, pre_gelu_out, pre_gelu_in, residual, scale_a, scale_b, scale_in,
+           n_extent, alpha, beta, flags);
+  }
+}
+#else
 __attribute__((reqd_work_group_size(64, 1, 1)))
 __kernel void gemm(__global const void* a, __global const void* b, __global void* d,
                    __global const void* bias, __global void* pre_gelu_out,
@@ -71,7 +209,7 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
     if (n0 + TILE <= n_extent && k0 + SLICE <= k_extent) {
       for (int i = id; i < SLICE * TILE / 8; i += 64) {
         if (TRANS_B) {
-          const int n = i % TILE, k = i / TILE * 8;
+          const int n = i / (SLICE / 8), k = i % (SLICE / 8) * 8;  // a cache line at once
           float values[8];
           vstore8(load8(b, (n0 + n) * k_extent + k0 + k, TB), 0, values);
           for (int j = 0; j < 8; ++j) slice_b[(k + j) * TILE + n] = values[j];
@@ -104,23 +242,12 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
     for (int c = 0; c < 8; ++c) {
       const long m = m0 + row + r, n = n0 + col + c;
       if (m >= m_extent || n >= n_extent) continue;
-      const long i = m * n_extent + n;
-      float v = values[c];
-      if (flags & SCALED_A) v *= *scale_a;
-      if (flags & SCALED_B) v *= *scale_b;
-      v *= alpha;
-      if (flags & HAS_BIAS) v += load(bias, n, TBIAS);
-      if (flags & HAS_PRE_GELU_OUT) store(pre_gelu_out, i, TOUT, v);
-      if (flags & GELU) v = gelu(v);
-      if (flags & HAS_PRE_GELU_IN) {
-        v *= d_gelu(load(pre_gelu_in, i, TIN) * (flags & SCALED_IN ? *scale_in : 1.0f));
-      }
-      if (flags & HAS_RESIDUAL) v += load(residual, i, TRES);
-      if (flags & ACCUMULATE) v += beta * load(d, i, TD);
-      store(d, i, TD, v);
+      finish(values[c], m, n, d, bias, pre_gelu_out, pre_gelu_in, residual, scale_a, scale_b,
+             scale_in, n_extent, alpha, beta, flags);
     }
   }
 }
+#endif
 
 // The sum over K of op(A), one work-item for each of its rows.
 __kernel void row_sums(__global const void* a, __global void* sums, __global const float* scale_a,

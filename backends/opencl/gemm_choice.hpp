@@ -1,0 +1,65 @@
+// Which kernel makes a product: a pure function of the device and the sizes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace te_fl::opencl {
+
+enum class GemmKernel {
+  kAuto,      // of a setting: whichever this file chooses
+  kRows,      // gemm.cl without WIDE: rows of whole vectors, for CPUs
+  kTiles64,   // gemm.cl with WIDE: work-items side by side, for GPUs
+  kTiles128,  // the same with fewer loads for each product and fewer groups
+  kClblast,   // the library's Sgemm
+};
+
+struct GemmDevice {
+  bool gpu = false;
+  uint32_t compute_units = 1;
+  size_t largest_group = 64;  // work-items
+  uint64_t local_memory = 0;  // bytes
+  bool clblast = false;       // it is there, and its buffers can be what te-fl's addresses name
+  GemmKernel wanted = GemmKernel::kAuto;  // TE_FL_OPENCL_GEMM
+};
+
+struct GemmProblem {
+  int64_t m = 0, n = 0, k = 0;
+  bool f32 = false;    // both operands
+  bool plain = false;  // F32 operands and result, no epilogue: what a library multiplies
+};
+
+inline GemmKernel choose_gemm(const GemmDevice& device, const GemmProblem& p) noexcept {
+  const auto tiles = [&](int64_t size) {
+    return (p.m + size - 1) / size * ((p.n + size - 1) / size);
+  };
+  const int64_t units = device.compute_units;
+  const bool library = device.clblast && p.plain && p.m > 0 && p.n > 0 && p.k > 0;
+  constexpr size_t kGroup128 = 256, kLocal128 = size_t{17} << 10;  // as gemm.cl has them
+  const bool fits_128 = device.largest_group >= kGroup128 && device.local_memory >= kLocal128;
+  if (device.wanted == GemmKernel::kClblast && library) return GemmKernel::kClblast;
+  if (device.wanted == GemmKernel::kRows || device.wanted == GemmKernel::kTiles64) {
+    return device.wanted;
+  }
+  if (device.wanted == GemmKernel::kTiles128) {
+    return fits_128 ? GemmKernel::kTiles128 : GemmKernel::kTiles64;
+  }
+  if (!device.gpu) return GemmKernel::kRows;
+  // Measured on an H100 with its 132 units (bench/README.md): the library makes the better of too
+  // few tiles; larger tiles gain once they fill half of the units, and always where operands are
+  // converted.
+  if (library && tiles(64) < units) return GemmKernel::kClblast;
+  const bool filled = 2 * tiles(128) >= units;
+  return fits_128 && (filled || !p.f32) ? GemmKernel::kTiles128 : GemmKernel::kTiles64;
+}
+
+// The setting's value, which the host has checked.
+inline GemmKernel gemm_kernel_of(std::string_view name) noexcept {
+  if (name == "rows") return GemmKernel::kRows;
+  if (name == "tiles64") return GemmKernel::kTiles64;
+  if (name == "tiles128") return GemmKernel::kTiles128;
+  return name == "clblast" ? GemmKernel::kClblast : GemmKernel::kAuto;
+}
+
+}  // namespace te_fl::opencl

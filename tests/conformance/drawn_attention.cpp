@@ -1,0 +1,90 @@
+#include "conformance/attention_case.hpp"
+#include "conformance/drawn.hpp"
+
+// Drawn attention: sizes beside the tiles of kernels, odd head sizes, groups of heads, every mask
+// and layout, windows, lengths and gaps of sequences, and the terms of a score, in any combination
+// that the op allows. FP8 is left to the table: its slack is made for those sizes.
+namespace te_fl::conformance {
+namespace {
+
+using namespace attention;  // NOLINT: this file draws that namespace's cases
+
+// What the oracle, which goes pair by pair, does in some ten milliseconds.
+constexpr int64_t kLargestWork = 4'000'000;
+
+void draw_sizes(Random& r, Variant& v) {
+  v.b = 1 + r.below(3), v.g = 1 + r.below(3), v.h = v.g * (1 + r.below(3));
+  v.d = Drawn::extent(r, 136), v.dv = Drawn::chance(r, 3) ? Drawn::extent(r, 136) : v.d;
+  v.sq = Drawn::extent(r, 300), v.sk = Drawn::chance(r, 3) ? v.sq : Drawn::extent(r, 300);
+  const auto work = [&] { return v.b * v.h * v.sq * v.sk * (v.d + v.dv); };
+  while (work() > kLargestWork) {
+    const bool same = v.sq == v.sk;
+    int64_t& longer = v.sq >= v.sk ? v.sq : v.sk;
+    int64_t& wider = v.d >= v.dv ? v.d : v.dv;
+    int64_t& largest = longer > wider ? longer : wider;
+    largest = (largest + 1) / 2;
+    if (same) v.sq = v.sk = std::min(v.sq, v.sk);
+  }
+}
+
+// True lengths of at most `longest`, one of which has it.
+std::vector<int64_t> draw_lengths(Random& r, int64_t b, int64_t longest) {
+  std::vector<int64_t> lengths(static_cast<size_t>(b));
+  for (int64_t& n : lengths) n = Drawn::chance(r, 6) ? 0 : r.below(longest + 1);
+  lengths[static_cast<size_t>(r.below(b))] = longest;
+  return lengths;
+}
+
+void draw_sequences(Random& r, Variant& v) {
+  const bool padding = v.mask == TE_FL_MASK_TYPE_PADDING ||
+                       v.mask == TE_FL_MASK_TYPE_PADDING_CAUSAL ||
+                       v.mask == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+  if (!padding && v.layout != kT) return;
+  v.len_q = draw_lengths(r, v.b, v.sq);
+  v.len_k = v.sq == v.sk ? v.len_q : draw_lengths(r, v.b, v.sk);
+  if (v.layout != kT) return;
+  v.max_given = Drawn::chance(r, 2);
+  if (!Drawn::chance(r, 3)) return;
+  for (int64_t n = 0; n < v.b; ++n) v.gap_q.push_back(r.below(4)), v.gap_k.push_back(r.below(4));
+}
+
+void draw_terms(Random& r, Variant& v) {
+  const Dims some = {Drawn::chance(r, 2) ? 1 : v.b, Drawn::chance(r, 2) ? 1 : v.h};
+  v.mask_bh = some, v.mask_dtype = Drawn::chance(r, 2) ? TE_FL_U8 : TE_FL_BOOL;
+  if (Drawn::chance(r, 4)) v.left = r.below(v.sk + 1);
+  if (Drawn::chance(r, 4)) v.right = r.below(v.sk + 1);
+  if (Drawn::chance(r, 5)) {
+    v.softmax = Drawn::chance(r, 2) ? TE_FL_SOFTMAX_TYPE_OFF_BY_ONE : TE_FL_SOFTMAX_TYPE_LEARNABLE;
+  }
+  if (v.layout != kT && Drawn::chance(r, 5)) v.bias = Drawn::high(r), v.bias_bh = some;
+  if (v.layout != kT && Drawn::chance(r, 6)) v.alibi = 1 + static_cast<int>(r.below(2));
+  if (Drawn::chance(r, 6)) v.dropout = 0.25f;
+  const double scales[] = {0.25, 0.125, -0.5};
+  v.scale = scales[r.below(3)];
+  v.packed = v.h == v.g && v.d == v.dv && v.sq == v.sk && v.gap_q.empty() && Drawn::chance(r, 2);
+}
+
+Variant draw(Random& r) {
+  Variant v;
+  v.dtype = Drawn::high(r), v.layout = static_cast<int>(r.below(3));
+  do {
+    v.mask = static_cast<int>(r.below(TE_FL_MASK_TYPE_ARBITRARY + 1));
+  } while (v.layout == kT && v.mask == TE_FL_MASK_TYPE_ARBITRARY);
+  draw_sizes(r, v), draw_sequences(r, v), draw_terms(r, v);
+  return v;
+}
+
+}  // namespace
+
+void fuzz_attention(Drawn& drawn) {
+  drawn.cases("attention", "fused_attn_fwd", [](Random& r) -> DrawnCase {
+    const Variant v = draw(r);
+    return {variant_name(v), [v](Problem& p) { forward(p, v); }};
+  });
+  drawn.cases("attention", "fused_attn_bwd", [](Random& r) -> DrawnCase {
+    const Variant v = draw(r);
+    return {variant_name(v), [v](Problem& p) { backward(p, v); }};
+  });
+}
+
+}  // namespace te_fl::conformance
