@@ -164,8 +164,8 @@ Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
   if (!fits(dl)) return Problem::kTooLarge;
   const int dtype = dtype_index(dl.dtype);
   if (dtype == kInvalidDType || (arg.dtypes >> dtype & 1) == 0) return Problem::kDType;
-  const bool has_quant = t.struct_size >= sizeof(te_fl_tensor) && t.quant != nullptr;
-  if (has_quant && t.quant->struct_size < sizeof(te_fl_quant)) return Problem::kQuantSize;
+  const bool has_quant = t.struct_size >= kLeastTensor && t.quant != nullptr;
+  if (has_quant && t.quant->struct_size < kLeastQuant) return Problem::kQuantSize;
   if (quant_of(t) != nullptr) {
     const Problem problem = inspect_quant(op_, arg, args_, t);
     if (problem != Problem::kNone) return problem;
@@ -281,7 +281,7 @@ bool Finder::check_saved() noexcept {
   if (record == nullptr) {
     return arg.is(TE_FL_ARG_OPTIONAL) ? true : fail(Problem::kMissingSaved, op_.saved);
   }
-  if (record->struct_size < sizeof(te_fl_saved)) return fail(Problem::kSavedSize, op_.saved);
+  if (record->struct_size < kLeastSaved) return fail(Problem::kSavedSize, op_.saved);
   const te_fl_tensor* storage = record->storage;
   if (storage == nullptr) return true;
   const bool shaped = storage->struct_size >= offsetof(te_fl_tensor, quant) &&
@@ -303,9 +303,8 @@ bool Finder::signature(Signature& out) noexcept {
   const auto look = [this](int i, const te_fl_tensor* t) {
     if (t == nullptr) return op_.args[static_cast<size_t>(i)].is(TE_FL_ARG_OPTIONAL);
     if (t->struct_size < offsetof(te_fl_tensor, quant)) return false;
-    const te_fl_quant* q = t->struct_size >= sizeof(te_fl_tensor) ? t->quant : nullptr;
-    if (q != nullptr &&
-        (q->struct_size < sizeof(te_fl_quant) || q->scaling >= TE_FL_SCALING_COUNT)) {
+    const te_fl_quant* q = t->struct_size >= kLeastTensor ? t->quant : nullptr;
+    if (q != nullptr && (q->struct_size < kLeastQuant || q->scaling >= TE_FL_SCALING_COUNT)) {
       return false;
     }
     if (dtype_index(t->dl.dtype) == kInvalidDType) return false;

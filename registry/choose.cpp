@@ -27,7 +27,7 @@ bool is_capturing(const Device& device, void* stream) {
   const Result<const te_fl_device_desc*> desc = devices::find(device);
   if (!desc.ok() || (*desc)->api->is_capturing == nullptr) return false;
   int32_t capturing = 0;
-  const te_fl_status code = (*desc)->api->is_capturing((*desc)->self, stream, &capturing);
+  const te_fl_status code = (*desc)->api->is_capturing((*desc)->self, stream, &capturing, nullptr);
   return code == TE_FL_OK && capturing != 0;
 }
 
