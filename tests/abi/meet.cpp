@@ -23,6 +23,13 @@ namespace {
 
 using namespace te_fl;
 
+// A status on one line.
+std::string text_of(const Status& status) {
+  std::string text = status.to_string();
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
 // relu of {-1, 2, -3, 4} on the device, in a right or wrong answer's words.
 std::string relu_on(const Device& device, const OpImplInfo& impl) {
   PolicySettings settings;
@@ -33,15 +40,15 @@ std::string relu_on(const Device& device, const OpImplInfo& impl) {
   const auto output = Tensor::from_values({4}, in);
   if (!input.ok() || !output.ok()) return "no memory";
   const auto there = input->to(device), result = output->to(device);
-  if (!there.ok()) return there.status().to_string();
-  if (!result.ok()) return result.status().to_string();
+  if (!there.ok()) return text_of(there.status());
+  if (!result.ok()) return text_of(result.status());
   te_fl_relu_args args;
   args.input = *there;
   args.output = *result;
   const Status status = OpManager::instance().call("relu", &args);
-  if (!status.ok()) return status.to_string();
+  if (!status.ok()) return text_of(status);
   const auto back = result->to(Device{});
-  if (!back.ok()) return back.status().to_string();
+  if (!back.ok()) return text_of(back.status());
   return std::equal(want, want + 4, back->data<float>()) ? "OK" : "wrong values";
 }
 
@@ -71,7 +78,7 @@ int main(int argc, char** argv) {
     for (const plugins::PluginInfo& p : plugins::list()) {
       if (p.path == argv[1]) print(p);
     }
-    std::printf("status|%s\n", loaded.status().to_string().c_str());
+    std::printf("status|%s\n", text_of(loaded.status()).c_str());
     return 1;
   }
   print(*loaded);
@@ -81,6 +88,6 @@ int main(int argc, char** argv) {
     if (impl.owner == loaded->name && asked) run(impl, *loaded);
   }
   const Status ended = plugins::deactivate(loaded->name, true);
-  std::printf("end|%s\n", ended.ok() ? "deactivated" : ended.to_string().c_str());
+  std::printf("end|%s\n", ended.ok() ? "deactivated" : text_of(ended).c_str());
   return ended.ok() ? 0 : 1;
 }

@@ -6,6 +6,7 @@ usage: versions_test.py KEPT PROGRAMS PLUGINS FAULT_PLUGINS [TE_FL]
 import json
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 import tempfile
@@ -123,7 +124,7 @@ class Doctor(unittest.TestCase):
                                   ("2.0", "failed", "its manifest says plugin ABI 2.0"), ("1.7", "active", "")):
             with tempfile.TemporaryDirectory() as folder, self.subTest(abi=abi):
                 manifest = {"file_format_version": "1.0", "name": "good", "vendor": "fault", "library_path": str(GOOD),
-                            "abi": abi, "probe": {"always": True}}
+                            "arch": platform.machine(), "abi": abi, "probe": {"always": True}}
                 pathlib.Path(folder, "good.json").write_text(json.dumps(manifest))
                 code, text = te_fl("doctor", TE_FL_PLUGIN_PATH=folder)
                 line = next(l for l in text.splitlines() if "plugin good" in l)
