@@ -18,6 +18,7 @@
 
 #include "core/op_table.hpp"
 #include "dispatch_fixture.hpp"
+#include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/op_registry.hpp"
 
@@ -134,6 +135,17 @@ void handle_in_scope(benchmark::State& state) {
   }
 }
 
+// Watched by TE_FL_VERIFY: another op's calls, and a hundredth of these (copies, the reference, the
+// comparison: for tensors of 6 elements, so this is its fixed cost).
+void verify(const char* setting) {
+  const Status set = setting == nullptr ? te_fl::environment::unset("TE_FL_VERIFY")
+                                        : te_fl::environment::set("TE_FL_VERIFY", setting);
+  if (!set.ok()) te_fl::die(set);
+}
+void verify_another(const benchmark::State&) { verify("0.01:gelu"); }
+void verify_1_percent(const benchmark::State&) { verify("0.01"); }
+void verify_none(const benchmark::State&) { verify(nullptr); }
+
 // The global policy changes every millisecond, between two.
 void call_while_policy_changes(benchmark::State& state) {
   World& w = world();
@@ -249,6 +261,16 @@ BENCHMARK(control)->Apply(threads);
 BENCHMARK(call)->Apply(threads);
 BENCHMARK(call_in_scope)->Apply(threads);
 BENCHMARK(call_while_policy_changes)->Apply(threads);
+BENCHMARK(call)
+    ->Name("call_verify_another_op")
+    ->Setup(verify_another)
+    ->Teardown(verify_none)
+    ->Apply(threads);
+BENCHMARK(call)
+    ->Name("call_verify_1_percent")
+    ->Setup(verify_1_percent)
+    ->Teardown(verify_none)
+    ->Apply(threads);
 BENCHMARK(handle)->Apply(threads);
 BENCHMARK(handle_in_scope)->Apply(threads);
 BENCHMARK(cold_resolve)->UseManualTime();

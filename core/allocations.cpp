@@ -8,8 +8,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/device_use.hpp"
 #include "core/fork.hpp"
 #include "core/text.hpp"
+#include "te_fl/memory.hpp"
 #include "te_fl/tensor.hpp"
 
 namespace te_fl::core {
@@ -39,10 +41,41 @@ struct Hash {
            (static_cast<size_t>(d.provider) << 16);
   }
 };
-using Records = std::unordered_map<void*, Record>;
+struct Account {
+  std::unordered_map<void*, Record> records;
+  size_t bytes = 0, peak = 0, record_at = SIZE_MAX;
+  std::vector<devices::MemoryHolder> recorded;
 
-std::unordered_map<Device, Records, Hash>& all() {  // never freed: memory may be freed at exit
-  static auto* const map = new std::unordered_map<Device, Records, Hash>;
+  void add(void* data, const Record& record) {
+    remove(data);
+    records[data] = record;
+    bytes += record.bytes;
+    peak = std::max(peak, bytes);
+    if (bytes < record_at) return;
+    record_at = SIZE_MAX;
+    recorded = holders();
+  }
+  void remove(void* data) {
+    const auto record = records.find(data);
+    if (record == records.end()) return;
+    bytes -= record->second.bytes;
+    records.erase(record);
+  }
+  // The largest first.
+  std::vector<devices::MemoryHolder> holders() const {
+    std::map<std::pair<size_t, std::string>, size_t> uses;  // {bytes of one, use}: how many
+    for (const auto& [data, record] : records) ++uses[{record.bytes, record.use()}];
+    std::vector<devices::MemoryHolder> out;
+    for (const auto& [use, count] : uses) out.push_back({use.second, count, use.first * count});
+    std::sort(out.begin(), out.end(), [](const auto& a, const auto& b) {
+      return std::tie(b.bytes, b.count, b.use) < std::tie(a.bytes, a.count, a.use);
+    });
+    return out;
+  }
+};
+
+std::unordered_map<Device, Account, Hash>& all() {  // never freed: memory may be freed at exit
+  static auto* const map = new std::unordered_map<Device, Account, Hash>;
   return *map;
 }
 
@@ -68,15 +101,15 @@ void note_allocation(const Device& device, void* data, size_t bytes) noexcept {
   }
   try {
     const std::lock_guard lock(mutex);
-    all()[device][data] = record;
+    all()[device].add(data, record);
   } catch (...) {  // no host memory: the account is then short of this one
   }
 }
 
 void forget_allocation(const Device& device, void* data) noexcept {
   const std::lock_guard lock(mutex);
-  const auto records = all().find(device);
-  if (records != all().end()) records->second.erase(data);
+  const auto account = all().find(device);
+  if (account != all().end()) account->second.remove(data);
 }
 
 std::string bytes_text(size_t bytes) {
@@ -92,29 +125,57 @@ std::string bytes_text(size_t bytes) {
 
 std::string largest_allocations(const Device& device, int count) {
   size_t number = 0, total = 0;
-  std::map<std::string, std::pair<size_t, size_t>> uses;  // number, bytes of all
+  std::vector<devices::MemoryHolder> holders;
   {
     const std::lock_guard lock(mutex);
-    const auto records = all().find(device);
-    if (records == all().end() || records->second.empty()) return {};
-    for (const auto& [data, record] : records->second) {
-      ++number;
-      total += record.bytes;
-      auto& use = uses[bytes_text(record.bytes) + " for " + record.use()];
-      ++use.first;
-      use.second += record.bytes;
-    }
+    const auto account = all().find(device);
+    if (account == all().end() || account->second.records.empty()) return {};
+    number = account->second.records.size();
+    total = account->second.bytes;
+    holders = account->second.holders();
   }
-  std::vector<std::tuple<size_t, size_t, std::string>> sorted;
-  for (const auto& [text, use] : uses) sorted.emplace_back(use.second, use.first, text);
-  std::sort(sorted.rbegin(), sorted.rend());
   std::string out = "te-fl holds " + std::to_string(number) + " allocations of " +
                     bytes_text(total) + " on " + to_string(device) + ", the largest: ";
-  for (size_t i = 0; i < sorted.size() && i < static_cast<size_t>(count); ++i) {
-    const auto& [bytes, times, text] = sorted[i];
-    out += (i == 0 ? "" : ", ") + (times > 1 ? std::to_string(times) + " x " : "") + text;
+  for (size_t i = 0; i < holders.size() && i < static_cast<size_t>(count); ++i) {
+    const devices::MemoryHolder& h = holders[i];
+    out += (i == 0 ? "" : ", ") + (h.count > 1 ? std::to_string(h.count) + " x " : "") +
+           bytes_text(h.bytes / h.count) + " for " + h.use;
   }
   return out;
 }
 
 }  // namespace te_fl::core
+
+namespace te_fl::devices {
+namespace {
+
+Status check_counted(const Device& device) {
+  TE_FL_RETURN_IF_ERROR(core::DeviceUse::of(device).status());
+  if (!device.is_host()) return {};
+  return Status(StatusCode::kUnsupported,
+                "memory of " + to_string(device) +
+                    " is not counted; ask for a device that a plugin provides, or the operating "
+                    "system for the process's memory")
+      .set_clean();
+}
+
+}  // namespace
+
+Result<MemoryAccount> memory_account(const Device& device) {
+  TE_FL_RETURN_IF_ERROR(check_counted(device));
+  const std::lock_guard lock(core::mutex);
+  const core::Account& account = core::all()[device];
+  return MemoryAccount{account.bytes, account.peak, account.holders(), account.recorded};
+}
+
+Status watch_memory(const Device& device, size_t record_at) {
+  TE_FL_RETURN_IF_ERROR(check_counted(device));
+  const std::lock_guard lock(core::mutex);
+  core::Account& account = core::all()[device];
+  account.peak = account.bytes;
+  account.record_at = record_at;
+  account.recorded.clear();
+  return {};
+}
+
+}  // namespace te_fl::devices

@@ -47,9 +47,10 @@ class SerialLock {
 // What serving calls on copies in host memory has cost; any thread adds to it.
 struct StagedFigures {
   std::atomic<uint64_t> calls{0};
-  std::atomic<uint64_t> bytes{0};        // copied, both ways
-  std::atomic<uint64_t> nanoseconds{0};  // copies, and waiting for the stream's earlier work
-  std::atomic<bool> said{false};         // the log line about it
+  std::atomic<uint64_t> bytes{0};    // copied, both ways
+  std::atomic<uint64_t> copying{0};  // ns
+  std::atomic<uint64_t> waiting{0};  // ns, for the stream's earlier work
+  std::atomic<bool> said{false};     // the log line about it
 };
 
 // One registered implementation. Immutable but for its lock, its plans and its figures; shared by

@@ -25,7 +25,8 @@ struct UsageCounts {
   uint64_t calls = 0;
   uint64_t staged_calls = 0;
   uint64_t staged_bytes = 0;
-  uint64_t staged_nanoseconds = 0;
+  uint64_t copying_nanoseconds = 0;
+  uint64_t waiting_nanoseconds = 0;
 };
 
 }  // namespace registry

@@ -155,7 +155,8 @@ Step chosen(const OpRow& row, const Choice& choice,
 UsageCounts counts_of(const Implementation& impl) {
   return {registry::read_counter(impl.counter), impl.staged.calls.load(std::memory_order_relaxed),
           impl.staged.bytes.load(std::memory_order_relaxed),
-          impl.staged.nanoseconds.load(std::memory_order_relaxed)};
+          impl.staged.copying.load(std::memory_order_relaxed),
+          impl.staged.waiting.load(std::memory_order_relaxed)};
 }
 
 // Enters and finds the op's row, then does `f(call)`. T is Status or a Result.
@@ -355,7 +356,8 @@ std::vector<OpUsage> OpManager::usage() const {
       use.calls = now.calls - before.calls;
       use.staged_calls = now.staged_calls - before.staged_calls;
       use.staged_bytes = now.staged_bytes - before.staged_bytes;
-      use.staged_microseconds = (now.staged_nanoseconds - before.staged_nanoseconds) / 1000;
+      use.staged_microseconds = (now.copying_nanoseconds - before.copying_nanoseconds) / 1000;
+      use.staged_wait_microseconds = (now.waiting_nanoseconds - before.waiting_nanoseconds) / 1000;
     }
   }
   std::sort(list.begin(), list.end(), [](const OpUsage& a, const OpUsage& b) {

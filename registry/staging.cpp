@@ -78,8 +78,14 @@ te_fl_context StagedCall::context(bool deterministic) const {
 }
 
 te_fl_status StagedCall::copy_in() {
-  const auto start = Clock::now();
+  const auto asked = Clock::now();
   const Device& device = call_.signature.device;
+  // Alone, so that the copies' cost is not mixed up with that of the work before them.
+  const Status idle = devices::synchronize(device, call_.options.stream);
+  if (!idle.ok()) return failed(idle, "the call's tensors could not be copied to the host");
+  waiting_ = nanoseconds_since(asked);
+  if (plan_.in().empty()) return TE_FL_OK;
+  const auto start = Clock::now();
   char* const base = static_cast<char*>(buffer_.data());
   copying_ = true;
   for (const StagedCopy& c : plan_.in()) {
@@ -90,7 +96,7 @@ te_fl_status StagedCall::copy_in() {
   const Status done = devices::synchronize(device, call_.options.stream);
   if (!done.ok()) return failed(done, "the call's tensors could not be copied to the host");
   copying_ = false;
-  nanoseconds_ += nanoseconds_since(start);
+  copies_ += nanoseconds_since(start);
   return TE_FL_OK;
 }
 
@@ -108,14 +114,15 @@ te_fl_status StagedCall::copy_out() {
   if (!done.ok()) return half_written(done);
   copying_ = false;
   plan_.finish();
-  nanoseconds_ += nanoseconds_since(start);
+  copies_ += nanoseconds_since(start);
   return TE_FL_OK;
 }
 
 void StagedCall::count(const Implementation& impl) const {
   impl.staged.calls.fetch_add(1, std::memory_order_relaxed);
   impl.staged.bytes.fetch_add(plan_.bytes(), std::memory_order_relaxed);
-  impl.staged.nanoseconds.fetch_add(static_cast<uint64_t>(nanoseconds_), std::memory_order_relaxed);
+  impl.staged.copying.fetch_add(static_cast<uint64_t>(copies_), std::memory_order_relaxed);
+  impl.staged.waiting.fetch_add(static_cast<uint64_t>(waiting_), std::memory_order_relaxed);
   if (plan_.bytes() == 0) return;  // an enquiry, or tensors without elements
   if (impl.staged.said.exchange(true, std::memory_order_relaxed)) return;
   log::once(log::Level::kWarning, "staged " + impl.op,

@@ -40,8 +40,8 @@ class StagedCall {
   core::ErrorText& errors_;
   StagingPlan plan_;
   StagingPool::Block buffer_;
-  bool copying_ = false;     // copies may be under way
-  int64_t nanoseconds_ = 0;  // spent with copies and waiting
+  bool copying_ = false;              // copies may be under way
+  int64_t copies_ = 0, waiting_ = 0;  // ns: for the copies; for the stream's work before them
 };
 
 }  // namespace te_fl::registry

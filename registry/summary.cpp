@@ -19,7 +19,8 @@ void say() {
     text += "\n  " + u.op + " by " + u.impl_id + ": " + std::to_string(u.calls) + " calls";
     if (u.staged_calls > 0) {
       text += ", " + std::to_string(u.staged_calls) + " staged (" + std::to_string(u.staged_bytes) +
-              " bytes, " + std::to_string(u.staged_microseconds) + " us)";
+              " bytes, " + std::to_string(u.staged_microseconds) + " us, after " +
+              std::to_string(u.staged_wait_microseconds) + " us of waiting)";
     }
   }
   const VerifyCounts v = verify_counts();

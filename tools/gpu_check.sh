@@ -1,28 +1,29 @@
 #!/usr/bin/env bash
 # Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, bad input
 # and broken devices, the compute-sanitizer tools on a reduced table, the example with every recipe, and the benchmarks of bench/gpu
-# where a Python with PyTorch is found (TE_FL_PYTHON names one); prints a table last.
-# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--quick | --staged]
+# where a Python with PyTorch is found; prints a table last.
+# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--quick | --staged]
 #   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
 #   --text FILE  what the example learns (default build/data/text.txt, from tools/fetch_text.sh)
+#   --python PATH  a Python with PyTorch and CUDA, for the benchmarks (default: python3, if it has them)
 #   --quick      conformance, and errors and bad input, only
 #   --staged     only what is served on copies in host memory
 set -uo pipefail
 cd "$(dirname "$0")/.."
-build=build/release out=build/gpu_check text_file=build/data/text.txt quick=0 staged_only=0
+build=build/release out=build/gpu_check text_file=build/data/text.txt python= quick=0 staged_only=0
 while [ $# -gt 0 ]; do
   case "$1" in
-    --build | --out | --text)
+    --build | --out | --text | --python)
       [ $# -ge 2 ] || { echo "gpu_check.sh: $1 wants a path" >&2; exit 2; }
-      case "$1" in --build) build=$2 ;; --out) out=$2 ;; *) text_file=$2 ;; esac
+      case "$1" in --build) build=$2 ;; --out) out=$2 ;; --python) python=$2 ;; *) text_file=$2 ;; esac
       shift 2 ;;
     --quick) quick=1; shift ;;
     --staged) staged_only=1; shift ;;
-    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --quick, --staged, --help" >&2; exit 2 ;;
+    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --python, --quick, --staged, --help" >&2; exit 2 ;;
   esac
 done
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
@@ -116,10 +117,15 @@ if [ $quick = 0 ]; then
     # te-fl's epilogue reads them, also where the results are right to the last element. So it leaves out gemm.
     errors=0 text= families="activation attention dropout gemm norm optimizer quantize rope softmax tensor" said="every family"
     [ $tool = initcheck ] && families=${families/gemm /} said="every family but gemm"
+    # Four at a time: a sanitizer leaves most of the GPU idle.
     for family in $families; do
+      while [ "$(jobs -rp | wc -l)" -ge 4 ]; do wait -n; done
       # It sees single allocations only where freed ones are not kept.
       TE_FL_DEVICE_CACHE_MB=0 "$sanitizer" --tool $tool --error-exitcode 99 "${conformance[@]}" --reduced --family $family \
-        >"$out/$tool-$family.log" 2>&1
+        >"$out/$tool-$family.log" 2>&1 &
+    done
+    wait
+    for family in $families; do
       grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-$family.log" ||
         { errors=$((errors + 1)); text="$text $family"; }
     done
@@ -154,12 +160,16 @@ fi
 
 # Figures below their targets are shown and do not fail the check: they move with the machine.
 if [ $quick = 0 ]; then
-  python=
-  for candidate in "${TE_FL_PYTHON:-}" python3 /opt/torch/.venv/bin/python; do
-    [ -n "$candidate" ] && "$candidate" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null && { python=$candidate; break; }
-  done
+  has_torch() { "$1" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; }
+  if [ -n "$python" ]; then
+    has_torch "$python" || { row "benchmarks" FAILED "--python: $python finds no PyTorch with CUDA"; python=none; }
+  else
+    has_torch python3 && python=python3
+  fi
   if [ -z "$python" ]; then
-    row "benchmarks" absent "no Python with PyTorch and CUDA; pip install torch, or name one in TE_FL_PYTHON"
+    row "benchmarks" absent "python3 has no PyTorch with CUDA; pip install torch, or name another with --python"
+  elif [ "$python" = none ]; then
+    :
   elif [ ! -e "$build/lib/libte_fl_bench_gpu.so" ]; then
     row "benchmarks" FAILED "$build/lib/libte_fl_bench_gpu.so is missing; build the target te_fl_bench_gpu"
   else
@@ -168,6 +178,13 @@ if [ $quick = 0 ]; then
     while read -r _ part met of_all rest; do
       row "benchmarks: $part" "$([ "$met" = "$of_all" ] && echo passed || echo below)" "$met of $of_all targets met$rest"
     done < <(grep '^targets ' "$out/bench_gpu.log")
+    if "$python" bench/gpu/layer_profile.py --build "$build" --bytes --json "$out/layer_bytes.json" >"$out/layer_bytes.log" 2>&1; then
+      moved=$(sed -n 's/^total .*: rest .* \([0-9.]*\) GB$/\1/p' "$out/layer_bytes.log")
+      row "layer's bytes, by the profiler" "$(awk "BEGIN {exit !($moved <= 3.3)}" && echo passed || echo below)" \
+        "$moved GB outside products and attention; at most 3.3"
+    else
+      row "layer's bytes, by the profiler" absent "$(tail -n 1 "$out/layer_bytes.log")"
+    fi
   fi
 fi
 

@@ -102,7 +102,7 @@ __device__ inline void load_group(const T* p, int n, float* out) {
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) out[i] = i < n ? to_f32(p[i]) : 0.0f;
 }
-// One access of 8 or 16 bytes. The compiler takes an assignment apart into what the words were made
+// One access of 8 or 16 bytes to global memory. The compiler takes an assignment apart into what the words were made
 // of: stores of 2 or 4 bytes, up to a third slower.
 __device__ inline void store_whole(uint4* to, const uint4& v) { __stwb(to, v); }
 __device__ inline void store_whole(uint2* to, const uint2& v) { __stwb(to, v); }

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
     if (a.warps > 1) {
       const int half_warp = lane / 16, other = lane % 16;
       if (other == 0) parts[parity][half_warp][warp] = sum;
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
+      asm volatile("barrier.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
       sum = other < a.warps ? parts[parity][half_warp][slot * a.warps + other] : 0.0f;
       sum = lanes_sum<16>(sum);
     }
@@ -150,33 +150,33 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
     fetch(stage, row + kStages * step);
   }
 
-  // The sums of the block's slots, one after the other, and then to memory.
-  float* const to = slots > 1 ? shared : a.partials + blockIdx.x * int64_t{kLayer ? 2 : 1} * a.cols;
-  for (int turn = 0; turn < slots; ++turn) {
-    __syncthreads();
-    if (turn != slot) continue;
+  // The block's sums: each slot's, where rows came in, and then added in the order of slots.
+  const int count = (kLayer ? 2 : 1) * a.cols;
+  float* const partials = a.partials + blockIdx.x * int64_t{count};
+  const auto put = [&](float* to) {
+    const auto put_group = [](float* at, const float* v) {  // store_group writes global memory only
+      reinterpret_cast<float4*>(at)[0] = make_float4(v[0], v[1], v[2], v[3]);
+      reinterpret_cast<float4*>(at)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    };
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if (group_at(g) >= groups) continue;
-      const auto put = [&](float* at, const float* v) {
-        float4 low = make_float4(v[0], v[1], v[2], v[3]),
-               high = make_float4(v[4], v[5], v[6], v[7]);
-        float4* const p = reinterpret_cast<float4*>(at + group_at(g) * kGroup);
-        if (turn > 0) {
-          low = make_float4(p[0].x + low.x, p[0].y + low.y, p[0].z + low.z, p[0].w + low.w);
-          high = make_float4(p[1].x + high.x, p[1].y + high.y, p[1].z + high.z, p[1].w + high.w);
-        }
-        p[0] = low, p[1] = high;
-      };
-      put(to, dgamma[g]);
-      if constexpr (kLayer) put(to + a.cols, dbeta[g]);
+      put_group(to + group_at(g) * kGroup, dgamma[g]);
+      if constexpr (kLayer) put_group(to + a.cols + group_at(g) * kGroup, dbeta[g]);
     }
+  };
+  if (slots == 1) {
+    put(partials);
+    return;
   }
-  if (slots == 1) return;
+  float* const sums = shared + a.staged;
   __syncthreads();
-  const int count = (kLayer ? 2 : 1) * a.cols;
+  put(sums + slot * count);
+  __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    a.partials[blockIdx.x * int64_t{count} + i] = shared[i];
+    float sum = sums[i];
+    for (int s = 1; s < slots; ++s) sum += sums[s * count + i];
+    partials[i] = sum;
   }
 }
 
@@ -221,8 +221,9 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   const int slots = kWarps / a.warps;
   const int most = std::min(multiprocessors(ctx.device.index), kMostGradBlocks);
   const int blocks = static_cast<int>(std::min<int64_t>(ceil_div(a.rows, slots), most));
-  // gamma, and with several slots the sums in its place; then rows on their way
-  a.staged = a.cols * (slots > 1 && kLayer ? 2 : 1);
+  // gamma, and then rows on their way, whose place the sums of several slots take at the end
+  a.staged = a.cols;
+  static_assert(kGroups > 1 || kStages == 2, "the sums of two rows in FP32 fit where two rows were");
   const size_t shared = sizeof(float) * a.staged +
                         size_t{kThreads} * 8 * kWords * kStages * (a.add != nullptr ? 3 : 2);
   static SharedMemory granted;

@@ -139,6 +139,24 @@ def check_layer(ours, eager):
     return worst[name], name
 
 
+def peak_memory(library, layer, before):
+    """GiB that te-fl holds at most in a step for this layer, its parameters and gradients included, and what holds them."""
+    library.memory()
+    layer.step()
+    peak = library.memory()["peak"]
+    library.memory(record_at=peak)
+    layer.step()
+    others = {(h["use"], h["bytes"] // h["count"]): h["count"] for h in before["holders"]}
+    holders = []
+    for h in library.memory()["recorded"]:
+        each = h["bytes"] // h["count"]
+        count = h["count"] - others.get((h["use"], each), 0)
+        if count > 0:
+            holders.append((count * each, count, h["use"]))
+    account = ", ".join(f"{size / 2**20:.0f} MiB {count} x {use}" for size, count, use in sorted(holders, reverse=True)[:8])
+    return (peak - before["bytes"]) / 2**30, account
+
+
 LAYERS = [  # shape, recipe, weights cached, target, stretch
     (layer_cases.QUICKSTART, "none", True, 0.92, 0.90),
     (layer_cases.QUICKSTART, "delayed", True, 0.60, 0.575),
@@ -160,13 +178,18 @@ def run_layers(library, args):
         if not chosen:
             continue
         x, dy = layer_cases.activations(shape)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         eager = layer_cases.Eager(shape, x, dy)
+        for _ in range(2):
+            eager.step()
         torch.cuda.synchronize()
+        eager_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
         steps, layers = {"eager": eager.step}, {}
         for _, recipe, cached, _, _ in chosen:
             name = f"{recipe}{' cached' if cached and recipe != 'none' else ''}"
             try:
-                before = torch.cuda.mem_get_info()[0]
+                before = library.memory()
                 layer = layer_cases.te_fl_layer(library, shape, x, dy, recipe, cached)
                 error, where = check_layer(layer, eager)
                 library.usage()
@@ -174,8 +197,9 @@ def run_layers(library, args):
                 torch.cuda.synchronize()
                 used = library.usage()
                 others = sorted({f"{u['op']}:{u['impl']}" for u in used if not u["impl"].startswith("vendor.cuda")})
+                peak_gib, account = peak_memory(library, layer, before)
                 layers[name] = dict(error=error, where=where, calls=sum(u["calls"] for u in used), elsewhere=",".join(others),
-                                    memory_gib=(before - torch.cuda.mem_get_info()[0]) / 2**30)
+                                    peak_gib=peak_gib, holders=account)
                 steps[name] = layer.step
                 if args.graph:
                     graph = measure.Graph([layer.step], calls=1)
@@ -192,7 +216,7 @@ def run_layers(library, args):
             steps["eager graph"] = graph.launch
         times = measure.sustained(steps, args.seconds)
         eager_us = statistics.median(times["eager"])
-        show("layer", f"{shape.name} eager", us=eager_us)
+        show("layer", f"{shape.name} eager", us=eager_us, peak_gib=eager_gib)
         if args.graph:
             show("layer", f"{shape.name} eager graph", us=statistics.median(times["eager graph"]))
         targets = {f"{r}{' cached' if c and r != 'none' else ''}": (goal, stretch) for _, r, c, goal, stretch in chosen}

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/op_table.hpp"
+#include "te_fl/memory.hpp"
 #include "te_fl/nn.hpp"
 #include "te_fl/te_fl.hpp"
 
@@ -228,5 +229,28 @@ TB_EXPORT const char* tb_layer_parameters(void* handle) {
     result.push_back({{"name", p.name}, {"shape", p.value().shape()}});
   }
   return text(result.dump());
+}
+// {"bytes", "peak", "holders", "recorded": [{"use", "count", "bytes"}]} of the memory that te-fl
+// holds on the GPU; the peak then starts anew, and holders are recorded at `record_at` bytes (0:
+// not).
+TB_EXPORT const char* tb_memory(size_t record_at) {
+  const auto account = devices::memory_account(kDevice);
+  const Status watched = devices::watch_memory(kDevice, record_at == 0 ? SIZE_MAX : record_at);
+  if (!account.ok() || !watched.ok()) {
+    report(account.ok() ? watched : account.status());
+    return nullptr;
+  }
+  const auto list = [](const std::vector<devices::MemoryHolder>& holders) {
+    json result = json::array();
+    for (const devices::MemoryHolder& h : holders) {
+      result.push_back({{"use", h.use}, {"count", h.count}, {"bytes", h.bytes}});
+    }
+    return result;
+  };
+  return text(json{{"bytes", account->bytes},
+                   {"peak", account->peak_bytes},
+                   {"holders", list(account->holders)},
+                   {"recorded", list(account->recorded)}}
+                  .dump());
 }
 TB_EXPORT void tb_layer_close(void* layer) { delete static_cast<Layer*>(layer); }

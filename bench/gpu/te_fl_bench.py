@@ -89,8 +89,9 @@ class Library:
         os.environ.setdefault("TE_FL_PLUGIN_PATH", "")
         os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # a row that no kernel serves is an error
         self.lib = ctypes.CDLL(os.path.join(folder, "libte_fl_bench_gpu.so"))
-        for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters"):
+        for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters", "tb_memory"):
             getattr(self.lib, name).restype = ctypes.c_char_p
+        self.lib.tb_memory.argtypes = [ctypes.c_size_t]
         self.lib.tb_layer_open.restype = ctypes.c_void_p
         self.lib.tb_layer_tensor.restype = ctypes.c_void_p
         self.check(self.lib.tb_init(plugin.encode()))
@@ -113,6 +114,13 @@ class Library:
 
     def usage(self, reset=True):
         return json.loads(self.lib.tb_usage(int(reset)))
+
+    def memory(self, record_at=0):
+        """What te-fl holds, its peak and the holders recorded since the last call; see tb_memory()."""
+        text = self.lib.tb_memory(record_at)
+        if text is None:
+            raise RuntimeError(self.lib.tb_error().decode())
+        return json.loads(text)
 
 
 class Call:

@@ -70,6 +70,7 @@ class Trainer {
     return trainer;
   }
 
+  te_fl::Device device() const { return device_; }
   int64_t parameters() const { return model_->parameter_count(); }
   const Text& text() const { return *text_; }
 
@@ -268,8 +269,14 @@ Status run(const Options& options) {
   }
   print_usage_table();
   results.peak_mib = peak_memory_mib();
-  std::printf("\ntrained %lld steps in %.1f s, peak memory %.0f MiB\n",
+  std::printf("\ntrained %lld steps in %.1f s, peak memory %.0f MiB",
               static_cast<long long>(options.steps), results.seconds, results.peak_mib);
+  if (const te_fl::Device device = trainer.device(); !device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(const auto account, te_fl::devices::memory_account(device));
+    results.device_peak_mib = static_cast<double>(account.peak_bytes) / (1 << 20);
+    std::printf(", on %s %.0f MiB", options.device.c_str(), results.device_peak_mib);
+  }
+  std::printf("\n");
   if (!options.json.empty() && !write_json(options, results)) {
     return Status(te_fl::StatusCode::kInternal, "cannot write " + options.json);
   }

@@ -17,6 +17,27 @@ double peak_memory_mib() {
   return static_cast<double>(usage.ru_maxrss) / 1024.0;
 }
 
+namespace {
+
+// What TE_FL_VERIFY found, and who may not serve for it, in this run or an earlier one.
+void print_checks() {
+  const te_fl::VerifyCounts v = te_fl::verify_counts();
+  if (v.agreed + v.differed + v.skipped + v.captured != 0) {
+    std::printf("  checked by TE_FL_VERIFY: %llu calls agreed, %llu differed (%llu saved)\n",
+                static_cast<unsigned long long>(v.agreed),
+                static_cast<unsigned long long>(v.differed),
+                static_cast<unsigned long long>(v.saved));
+  }
+  const auto held = te_fl::quarantines();
+  if (!held.ok()) return;  // calls have said so
+  for (const te_fl::Quarantine& q : *held) {
+    std::printf("  in quarantine: %s for %s on %s\n", q.impl_id.c_str(), q.op.c_str(),
+                q.chip.c_str());
+  }
+}
+
+}  // namespace
+
 void print_usage_table() {
   auto usage = te_fl::OpManager::instance().usage();
   std::sort(usage.begin(), usage.end(), [](const auto& a, const auto& b) {
@@ -25,29 +46,36 @@ void print_usage_table() {
   const bool any_staged =
       std::any_of(usage.begin(), usage.end(), [](const auto& u) { return u.staged_calls != 0; });
   std::printf("\nWho served what\n  %-46s %-22s %12s", "op", "implementation", "calls");
-  if (any_staged) std::printf(" %12s %12s %12s", "staged", "MiB copied", "copying ms");
+  if (any_staged)
+    std::printf(" %10s %12s %12s %12s", "staged", "MiB copied", "copying ms", "waiting ms");
   std::printf("\n");
-  uint64_t calls = 0, bytes = 0, microseconds = 0;
+  uint64_t calls = 0, bytes = 0, copying = 0, waiting = 0;
   for (const auto& u : usage) {
     std::printf("  %-46s %-22s %12llu", u.op.c_str(), u.impl_id.c_str(),
                 static_cast<unsigned long long>(u.calls));
     if (u.staged_calls != 0) {
-      std::printf(" %12llu %12.1f %12.1f", static_cast<unsigned long long>(u.staged_calls),
+      std::printf(" %10llu %12.1f %12.1f %12.1f", static_cast<unsigned long long>(u.staged_calls),
                   static_cast<double>(u.staged_bytes) / (1 << 20),
-                  static_cast<double>(u.staged_microseconds) / 1000);
+                  static_cast<double>(u.staged_microseconds) / 1000,
+                  static_cast<double>(u.staged_wait_microseconds) / 1000);
     }
     std::printf("\n");
     calls += u.staged_calls;
     bytes += u.staged_bytes;
-    microseconds += u.staged_microseconds;
+    copying += u.staged_microseconds;
+    waiting += u.staged_wait_microseconds;
   }
   if (any_staged) {
-    std::printf("  staged to the host: %llu calls, %.1f MiB copied in %.1f ms\n",
-                static_cast<unsigned long long>(calls), static_cast<double>(bytes) / (1 << 20),
-                static_cast<double>(microseconds) / 1000);
+    std::printf(
+        "  staged to the host: %llu calls, %.1f MiB copied in %.1f ms, after %.1f ms of waiting "
+        "for the "
+        "device's earlier work\n",
+        static_cast<unsigned long long>(calls), static_cast<double>(bytes) / (1 << 20),
+        static_cast<double>(copying) / 1000, static_cast<double>(waiting) / 1000);
   } else {
     std::printf("  staged to the host: none\n");
   }
+  print_checks();
 }
 
 namespace {
@@ -96,7 +124,8 @@ bool write_json(const Options& o, const Results& r) {
                      {"calls", u.calls},
                      {"staged_calls", u.staged_calls},
                      {"staged_bytes", u.staged_bytes},
-                     {"staged_us", u.staged_microseconds}});
+                     {"staged_us", u.staged_microseconds},
+                     {"staged_wait_us", u.staged_wait_microseconds}});
   }
   const nlohmann::json out = {{"recipe", o.recipe},
                               {"style", o.style},
@@ -117,6 +146,7 @@ bool write_json(const Options& o, const Results& r) {
                               {"seconds", r.seconds},
                               {"tokens_per_s", r.tokens_per_s},
                               {"peak_mib", r.peak_mib},
+                              {"device_peak_mib", r.device_peak_mib},
                               {"version", TE_FL_VERSION},
                               {"usage", usage}};
   std::ofstream file(o.json);

@@ -12,7 +12,8 @@ struct Results {
   double validation_loss = 0;
   double seconds = 0;  // of the training steps
   double tokens_per_s = 0;
-  double peak_mib = 0;  // of the process
+  double peak_mib = 0;         // of the process
+  double device_peak_mib = 0;  // that te-fl held on the device; 0 on the host
   int64_t parameters = 0;
   std::string sample;
 };

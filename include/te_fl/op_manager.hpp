@@ -74,9 +74,10 @@ struct OpUsage {
   uint64_t calls = 0;  // all, staged ones among them
   // Calls on tensors of a device that were copied to the host and back for a host implementation.
   uint64_t staged_calls = 0;
-  uint64_t staged_bytes = 0;  // copied, both ways
-  uint64_t staged_microseconds =
-      0;  // for the copies, waiting for the stream's earlier work included
+  uint64_t staged_bytes = 0;         // copied, both ways
+  uint64_t staged_microseconds = 0;  // for the copies
+  // Before the copies, for the stream's earlier work, which the host needs finished.
+  uint64_t staged_wait_microseconds = 0;
 };
 
 // Chooses an implementation for each call. Thread-safe. The hot path takes no lock and allocates

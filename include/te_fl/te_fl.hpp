@@ -5,6 +5,7 @@
 #include "te_fl/dtype.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
+#include "te_fl/memory.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/ops.hpp"

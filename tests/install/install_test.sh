@@ -81,7 +81,7 @@ sed -i 's/value < 0 ? 0 : value/value < 0.25f ? 0 : value/' acme/src/relu.cpp
 if broken=$(TE_FL_PREFIX=$prefix acme/ci.sh --quick); then fail "a broken kernel was certified: $broken"; fi
 expect "new-backend: a broken line is found" 'tolerance' "$broken"
 command=$(sed -n 's/^ *te-fl \(check .*--case .*\)$/\1/p' <<<"$broken" | head -n1)
-if again=$(cd acme && eval "\"$te_fl\" $command"); then fail "te-fl $command: passes"; fi
+if again=$(cd / && eval "\"$te_fl\" $command"); then fail "te-fl $command: passes"; fi
 expect "new-backend: the command reproduces it" 'tolerance' "$again"
 refused() { # PATTERN ARGUMENTS...
   local pattern=$1 text; shift

@@ -12,6 +12,7 @@
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"
+#include "te_fl/memory.hpp"
 
 namespace te_fl {
 namespace {
@@ -354,6 +355,47 @@ TEST_F(DeviceErrors, OutOfMemoryNamesTheLargestHolders) {
   EXPECT_FAILS(Tensor::empty({1024, 256}, DType::kF32, device).status(), kOutOfMemory,
                "the largest: 2 x 256 KiB");
   devices::free(device, raw);
+}
+
+// ---- the account of memory
+
+TEST_F(DeviceErrors, TheAccountSaysWhatIsHeldAndWhoHeldThePeak) {
+  const size_t before = devices::memory_account(device).value().bytes;
+  ASSERT_OK(devices::watch_memory(device));
+  const Tensor kept = Tensor::empty({64, 64}, DType::kF32, device).value();  // 16 KiB
+  {
+    const Tensor one = Tensor::empty({32, 64}, DType::kBF16, device).value();  // 4 KiB
+    const Tensor two = Tensor::empty({32, 64}, DType::kBF16, device).value();
+  }
+  const Tensor later = Tensor::empty({16}, DType::kF32, device).value();
+  auto account = devices::memory_account(device).value();
+  EXPECT_EQ(account.bytes - before, size_t{16384 + 64});
+  EXPECT_EQ(account.peak_bytes - before, size_t{16384 + 2 * 4096});
+  EXPECT_TRUE(account.recorded.empty());  // nothing was to be recorded
+
+  ASSERT_OK(devices::watch_memory(device, account.bytes + 2 * 4096));
+  EXPECT_EQ(devices::memory_account(device).value().peak_bytes, account.bytes);
+  std::vector<Tensor> pair;
+  for (int i = 0; i < 2; ++i) pair.push_back(Tensor::empty({32, 64}, DType::kBF16, device).value());
+  const Tensor beyond = Tensor::empty({2048}, DType::kF32, device).value();
+  pair.clear();
+  account = devices::memory_account(device).value();
+  ASSERT_GE(account.recorded.size(), 3u);
+  EXPECT_EQ(account.recorded[0].use, "f32[64, 64]");
+  EXPECT_EQ(account.recorded[0].bytes, 16384u);
+  EXPECT_EQ(account.recorded[1].use, "bf16[32, 64]");
+  EXPECT_EQ(account.recorded[1].count, 2u);
+  EXPECT_EQ(account.recorded[1].bytes, 8192u);
+  for (const auto& h : account.recorded) EXPECT_NE(h.use, "f32[2048]");  // came afterwards
+  EXPECT_EQ(account.holders[1].use, "f32[2048]");
+}
+
+TEST_F(DeviceErrors, TheAccountNeedsADeviceThatIsCounted) {
+  EXPECT_FAILS(devices::memory_account(Device{}).status(), kUnsupported,
+               "memory of cpu is not counted");
+  Device missing = device;
+  missing.index = 77;
+  EXPECT_FAILS(devices::watch_memory(missing), kNotFound, "cuda:77");
 }
 
 TEST_F(DeviceErrors, OutOfMemoryCountsTheWorkspaces) {

@@ -1,6 +1,7 @@
 // Host implementations on the tensors of a device whose memory nobody but the device can touch.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -516,6 +517,21 @@ TEST_F(Staging, IsCountedAndSaidOncePerOp) {
   EXPECT_EQ(use.staged_calls, 0u);
   EXPECT_EQ(use.staged_bytes, 0u);
   EXPECT_EQ(use.staged_microseconds, 0u);
+}
+
+TEST_F(Staging, TheWorkBeforeACallIsNotCountedAsCopying) {
+  add(host);
+  const FiveArgs args = five();
+  ASSERT_OK(call(args));
+  const OpUsage before = use_of("default.host");
+  constexpr uint64_t kWork = 50'000;  // us
+  far.enqueue(nullptr, [=] { std::this_thread::sleep_for(std::chrono::microseconds(kWork)); });
+  ASSERT_OK(call(args));
+  const OpUsage after = use_of("default.host");
+  const uint64_t waited = after.staged_wait_microseconds - before.staged_wait_microseconds;
+  const uint64_t copied = after.staged_microseconds - before.staged_microseconds;
+  EXPECT_GE(waited, kWork * 9 / 10);
+  EXPECT_LT(copied, kWork / 2);
 }
 
 TEST_F(Staging, BuffersAreUsedAgain) {

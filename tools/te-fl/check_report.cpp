@@ -151,7 +151,8 @@ void print(const Report& r) {
   }
   std::map<std::string, int> shown;
   for (const Finding& f : r.findings) {
-    if (f.outcome != Outcome::kFail || ++shown[f.op + f.check] > 5) continue;
+    if (f.outcome != Outcome::kFail || ++shown[f.op.empty() ? f.check : f.op + ", " + f.check] > 5)
+      continue;
     std::printf("\n%s  %s\n      %s\n      %s\n", paint(Color::kRed, "FAIL").c_str(),
                 label_of(f).c_str(), f.message.c_str(), f.reproduce.c_str());
   }

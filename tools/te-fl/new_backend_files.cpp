@@ -183,7 +183,7 @@ cd "$(dirname "$0")"
 cmake -S . -B build ${TE_FL_PREFIX:+-DCMAKE_PREFIX_PATH="$TE_FL_PREFIX"}
 cmake --build build --parallel
 te_fl=$(sed -n 's/^TE_FL:FILEPATH=//p' build/CMakeCache.txt)
-"$te_fl" check build/libte_fl_@NAME@.so --json build/check.json --junit build/check.xml --html build/check.html "$@"
+"$te_fl" check "$PWD/build/libte_fl_@NAME@.so" --json build/check.json --junit build/check.xml --html build/check.html "$@"
 )raw";
 
 constexpr const char* kReadme = R"raw(# The @NAME@ backend of te-fl

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "te_fl/device.hpp"
+#include "te_fl/export.hpp"
+#include "te_fl/status.hpp"
+
+// What te-fl holds of a device's memory. Memory that others hold (a framework's tensors that te-fl
+// wraps, a library's own) is not counted; neither is what the device's provider keeps for reuse.
+namespace te_fl::devices {
+
+// Allocations of one size and for one thing: "bf16[8192,4096]" for a tensor's, or a name such as
+// "workspace".
+struct MemoryHolder {
+  std::string use;
+  size_t count = 0;
+  size_t bytes = 0;  // of all of them together
+};
+
+struct MemoryAccount {
+  size_t bytes = 0;       // held now
+  size_t peak_bytes = 0;  // most held at once since the start, or since watch_memory()
+  // Who holds the memory now, the largest first.
+  std::vector<MemoryHolder> holders;
+  // Who held it when what is held first reached watch_memory()'s `record_at`; empty if it has not.
+  std::vector<MemoryHolder> recorded;
+};
+
+// Thread-safe. NOT_FOUND names the devices that exist; UNSUPPORTED on the host, whose allocations
+// are not counted.
+TE_FL_API Result<MemoryAccount> memory_account(const Device& device);
+
+// The peak starts anew from what is held now, and the holders are recorded when that reaches
+// `record_at` bytes. To learn who holds the peak of a training step: watch one step, read its
+// peak_bytes, and watch the next with record_at = peak_bytes. Errors as above.
+TE_FL_API Status watch_memory(const Device& device, size_t record_at = SIZE_MAX);
+
+}  // namespace te_fl::devices
