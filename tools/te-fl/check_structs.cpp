@@ -64,6 +64,10 @@ Finding header_of(const te_fl_plugin_header& header) {
 
 std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin) {
   std::vector<Finding> found;
+  if (!plugin.reason.empty()) {  // ops that this te-fl does not have (R20)
+    found.push_back(made("ops", "", plugin.reason));
+    found.back().check = "load", found.back().outcome = Outcome::kUnsupported;
+  }
   if (void* library = dlopen(plugin.path.c_str(), RTLD_NOW | RTLD_NOLOAD)) {
     const auto query =
         reinterpret_cast<te_fl_plugin_query_fn>(dlsym(library, TE_FL_PLUGIN_QUERY_SYMBOL));
