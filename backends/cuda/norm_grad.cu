@@ -74,7 +74,10 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   __syncthreads();
 
   float dgamma[kGroups][kGroup] = {}, dbeta[kGroups][kGroup] = {};
-  for (int parity = 0; row < a.rows; row += step, parity ^= 1) {
+  // Every slot of a block takes as many turns, the last perhaps without a row: the barriers are the
+  // same for all warps.
+  for (int parity = 0; row - slot < a.rows; row += step, parity ^= 1) {
+    const bool has_row = row < a.rows;
     const int stage = kStages == 1 ? 0 : parity;
     wait_copies<kStages - 1>();
     const float mu = next_mu, rs = next_rs;
@@ -100,6 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
       }
     };
     const auto each = [&](auto f) {
+      if (!has_row) return;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (group_at(g) >= groups) continue;
@@ -118,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
     if (a.warps > 1) {
       const int half_warp = lane / 16, other = lane % 16;
       if (other == 0) parts[parity][half_warp][warp] = sum;
-      asm volatile("barrier.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
       sum = other < a.warps ? parts[parity][half_warp][slot * a.warps + other] : 0.0f;
       sum = lanes_sum<16>(sum);
     }

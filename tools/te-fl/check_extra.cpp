@@ -36,7 +36,9 @@ std::vector<const Case*> passing(const Subject& subject, const Table& cases, siz
     Prepared prepared(c, subject.device);
     if (prepared.problem().want_code != 0 || prepared.bytes().empty()) continue;
     if (dtypes.count(dtype_of(prepared.problem())) != 0) continue;
-    if (prepared.run(subject.impl).outcome != conformance::Outcome::kPass) continue;
+    const auto outcome = prepared.run(subject.impl).outcome;
+    beat();
+    if (outcome != conformance::Outcome::kPass) continue;
     dtypes.insert(dtype_of(prepared.problem()));
     chosen.push_back(&c);
   }
@@ -73,7 +75,9 @@ std::unique_ptr<Prepared> alone(const Subject& subject, const Case& c, uint64_t 
   Case own = c;
   own.seed += thread * 0x9e3779b97f4a7c15u;
   auto prepared = std::make_unique<Prepared>(own, subject.device);
-  if (prepared->run(subject.impl).outcome == conformance::Outcome::kPass) return prepared;
+  const auto outcome = prepared->run(subject.impl).outcome;
+  beat();
+  if (outcome == conformance::Outcome::kPass) return prepared;
   return std::make_unique<Prepared>(c, subject.device);
 }
 
@@ -91,6 +95,7 @@ std::vector<Finding> concurrent(const Subject& subject, const Table& cases) {
         for (size_t i = 0; i < chosen.size() && wrong[t].second.empty(); ++i) {
           const size_t at = (i + static_cast<size_t>(t)) % chosen.size();
           const conformance::Result r = work[t][at]->run(subject.impl);
+          beat();
           if (r.outcome != conformance::Outcome::kPass) wrong[t] = {at, r.message};
         }
     });
@@ -128,8 +133,10 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   Prepared prepared(c, subject.device);
   double slowest = 0.02;
   const auto calls = [&](int n) {
-    for (int i = 0; i < n; ++i)
+    for (int i = 0; i < n; ++i) {
       slowest = std::max(slowest, prepared.run(subject.impl).milliseconds);
+      beat();
+    }
   };
   calls(20);
   const int n = std::clamp(static_cast<int>(300 / slowest), 20, 250);

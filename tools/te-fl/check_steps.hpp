@@ -50,6 +50,10 @@ Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c
 std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformance::Case& c,
                                  te_fl::conformance::Prepared& prepared);
 
+// Says that a call has returned, at most once a second: --time-limit is for one call, however many
+// a step makes and however loaded the machine is. Any thread; allocates nothing.
+void beat();
+
 // Steps that are made once for an op.
 struct ExtraStep {
   const char* name;

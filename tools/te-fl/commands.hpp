@@ -54,7 +54,7 @@ struct CheckOptions {
   std::string name;               // part of a case's name
   uint64_t seed = 1;              // of the drawn cases
   bool quick = false;             // a quarter of the table, no speed
-  double time_limit = 30;         // seconds that one step may take
+  double time_limit = 30;         // seconds that one call may take
   int jobs = 0;                   // children at a time; 0: as many as there are processors
   std::string json, junit, html;  // files to write; empty: none
   bool worker = false;            // a child: it serves orders on the descriptors 3 and 4

@@ -155,7 +155,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   check_command->add_flag("--quick", check_options.quick, "a quarter of the table, and no speed");
   check_command
-      ->add_option("--time-limit", check_options.time_limit, "seconds that one step may take")
+      ->add_option("--time-limit", check_options.time_limit, "seconds that one call may take")
       ->check(CLI::Range(0.1, 3600.0))
       ->capture_default_str();
   check_command
