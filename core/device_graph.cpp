@@ -51,8 +51,9 @@ void destroy_graph(const Device& device, void* graph) noexcept {
   if (entry == nullptr) return;  // cannot be: a living graph keeps its device in the list
   const te_fl_device_desc& d = *entry->desc;
   ErrorText errors;
-  core::report_release(errors.call([&] { return d.api->destroy_graph(d.self, graph); }), errors,
-                       device);
+  core::report_release(
+      errors.call([&] { return d.api->destroy_graph(d.self, graph, errors.sink()); }), errors,
+      device);
   entry->release();
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 
+#include "core/abi_struct.hpp"
 #include "core/fork.hpp"
 #include "core/host_device.hpp"
 #include "core/text.hpp"
@@ -48,10 +49,10 @@ std::vector<std::string>& provider_names() {  // by id - 1
 
 Status check_desc(const te_fl_device_desc* desc) {
   if (desc == nullptr) return invalid_argument("a device descriptor is null");
-  if (desc->struct_size < sizeof(te_fl_device_desc)) {
+  if (desc->struct_size < kLeastDeviceDesc) {
     return invalid_argument("a device descriptor's struct_size is " +
                             std::to_string(desc->struct_size) + ", must be at least " +
-                            std::to_string(sizeof(te_fl_device_desc)) + " (rule R3)");
+                            std::to_string(kLeastDeviceDesc) + " (rule R3)");
   }
   if (desc->device.index < 0) {
     return invalid_argument("a device descriptor's index is " + std::to_string(desc->device.index) +

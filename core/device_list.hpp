@@ -12,10 +12,6 @@
 
 namespace te_fl::core {
 
-// Of a device's table of functions: up to `properties`. What was appended later may be missing.
-inline constexpr size_t kLeastDeviceApi =
-    offsetof(te_fl_device_api, properties) + sizeof(te_fl_device_api::properties);
-
 // One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until
 // the device has been removed.
 struct DeviceEntry {

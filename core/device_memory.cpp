@@ -83,8 +83,8 @@ Result<te_fl_device_props> properties(const Device& device) {
   te_fl_device_props props{};
   props.struct_size = sizeof props;
   ErrorText errors;
-  const te_fl_status code =
-      errors.call([&] { return entry->desc->api->properties(entry->desc->self, &props); });
+  const te_fl_status code = errors.call(
+      [&] { return entry->desc->api->properties(entry->desc->self, &props, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "properties of " + te_fl::to_string(device)));
   props.name[sizeof props.name - 1] = '\0';
   props.driver[sizeof props.driver - 1] = '\0';
@@ -114,9 +114,10 @@ void free(const Device& device, void* data, void* stream) noexcept {
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
   if (!device.is_host()) core::forget_allocation(device, data);
   ErrorText errors;
-  core::report_release(
-      errors.call([&] { return entry->desc->api->free(entry->desc->self, data, stream); }), errors,
-      device);
+  core::report_release(errors.call([&] {
+    return entry->desc->api->free(entry->desc->self, data, stream, errors.sink());
+  }),
+                       errors, device);
   entry->release();
 }
 
@@ -137,9 +138,10 @@ void free_pinned(const Device& device, void* data) noexcept {
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
   ErrorText errors;
-  core::report_release(
-      errors.call([&] { return entry->desc->api->free_pinned(entry->desc->self, data); }), errors,
-      device);
+  core::report_release(errors.call([&] {
+    return entry->desc->api->free_pinned(entry->desc->self, data, errors.sink());
+  }),
+                       errors, device);
   entry->release();
 }
 

@@ -31,8 +31,9 @@ struct OwnedStream {
     if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
     const te_fl_device_desc& d = *entry->desc;
     ErrorText errors;
-    report_release(errors.call([&] { return d.api->destroy_stream(d.self, handle); }), errors,
-                   device);
+    report_release(
+        errors.call([&] { return d.api->destroy_stream(d.self, handle, errors.sink()); }), errors,
+        device);
     entry->release();
   }
 };
@@ -140,8 +141,9 @@ void destroy_event(const Device& device, void* event) noexcept {
   if (entry == nullptr || entry->desc->api->destroy_event == nullptr) return;
   ErrorText errors;
   const te_fl_device_desc& d = *entry->desc;
-  core::report_release(errors.call([&] { return d.api->destroy_event(d.self, event); }), errors,
-                       device);
+  core::report_release(
+      errors.call([&] { return d.api->destroy_event(d.self, event, errors.sink()); }), errors,
+      device);
   entry->release();
 }
 
@@ -151,7 +153,8 @@ Status record_event(const Device& device, void* event, void* stream) {
   if (event == nullptr) return null_event(device);
   if (d.api->record_event == nullptr) return no_events(device, "record_event");
   ErrorText errors;
-  const te_fl_status code = errors.call([&] { return d.api->record_event(d.self, event, stream); });
+  const te_fl_status code =
+      errors.call([&] { return d.api->record_event(d.self, event, stream, errors.sink()); });
   if (code == TE_FL_OK) return {};
   return core::device_status(device, stream, errors, code,
                              "recording an event on " + te_fl::to_string(device));
@@ -163,7 +166,8 @@ Status wait_event(const Device& device, void* event, void* stream) {
   if (event == nullptr) return null_event(device);
   if (d.api->wait_event == nullptr) return no_events(device, "wait_event");
   ErrorText errors;
-  const te_fl_status code = errors.call([&] { return d.api->wait_event(d.self, event, stream); });
+  const te_fl_status code =
+      errors.call([&] { return d.api->wait_event(d.self, event, stream, errors.sink()); });
   if (code == TE_FL_OK) return {};
   return core::device_status(device, stream, errors, code,
                              "a stream's wait for an event on " + te_fl::to_string(device));
@@ -189,7 +193,7 @@ Result<bool> is_capturing(const Device& device, void* stream) {
   ErrorText errors;
   int32_t capturing = 0;
   const te_fl_status code =
-      errors.call([&] { return d.api->is_capturing(d.self, stream, &capturing); });
+      errors.call([&] { return d.api->is_capturing(d.self, stream, &capturing, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(
       errors.status(code, "asking " + te_fl::to_string(device) + " whether it captures"));
   return capturing != 0;

@@ -35,7 +35,7 @@ te_fl_status allocate(void*, size_t bytes, void*, void** out, const te_fl_error_
   return *out != nullptr ? TE_FL_OK : out_of_memory(bytes, sink);
 }
 
-te_fl_status release(void*, void* data, void*) {
+te_fl_status release(void*, void* data, void*, const te_fl_error_sink*) {
   std::free(data);
   return TE_FL_OK;
 }
@@ -56,7 +56,7 @@ te_fl_status allocate_pinned(void*, size_t bytes, void** out, const te_fl_error_
   return TE_FL_OK;
 }
 
-te_fl_status free_pinned(void*, void* data) {
+te_fl_status free_pinned(void*, void* data, const te_fl_error_sink*) {
   if (data == nullptr) return TE_FL_OK;
   void* base = static_cast<char*>(data) - sysconf(_SC_PAGESIZE);
   munmap(base, *static_cast<size_t*>(base));
@@ -76,7 +76,7 @@ te_fl_status fill(void*, void* dst, uint8_t value, size_t bytes, void*, const te
 
 te_fl_status synchronize(void*, void*, const te_fl_error_sink*) { return TE_FL_OK; }
 
-te_fl_status is_capturing(void*, void*, int32_t* capturing) {
+te_fl_status is_capturing(void*, void*, int32_t* capturing, const te_fl_error_sink*) {
   *capturing = 0;
   return TE_FL_OK;
 }
@@ -97,7 +97,7 @@ void processor_name(char* out, size_t size) {
   std::fclose(file);
 }
 
-te_fl_status properties(void*, te_fl_device_props* props) {
+te_fl_status properties(void*, te_fl_device_props* props, const te_fl_error_sink*) {
   te_fl_device_props p{};
   p.struct_size =
       props->struct_size < sizeof p ? props->struct_size : static_cast<uint32_t>(sizeof p);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/abi_struct.hpp"
 #include "core/compiled_op.hpp"
 #include "core/op_fast.hpp"
 #include "core/text.hpp"
@@ -74,17 +75,15 @@ int CompiledOp::Impl::find_arg(std::string_view name) const {
 }
 
 Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
-  if (from.struct_size < sizeof(te_fl_op_schema)) {
+  if (from.struct_size < kLeastSchema) {
     return refuse("an op", "struct_size is " + std::to_string(from.struct_size) +
-                               ", must be at least " + std::to_string(sizeof(te_fl_op_schema)) +
-                               " (rule R3)");
+                               ", must be at least " + std::to_string(kLeastSchema) + " (rule R3)");
   }
   const auto keep = [this](const char* text) -> const char* {
     if (text == nullptr) return nullptr;
     return strings.emplace_back(text, strnlen(text, kMaxTextLength)).c_str();
   };
-  schema = from;
-  schema.struct_size = sizeof(te_fl_op_schema);
+  schema = copy_struct<te_fl_op_schema>(&from);
   schema.name = keep(from.name);
   if (schema.name == nullptr || !is_op_name(schema.name)) {
     return refuse("an op", schema.name == nullptr
@@ -107,13 +106,12 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
     const te_fl_arg_desc* arg = from.args[i];
     const std::string where = op + ", argument " + std::to_string(i);
     if (arg == nullptr) return refuse(where, "its description is NULL");
-    if (arg->struct_size < sizeof(te_fl_arg_desc)) {
+    if (arg->struct_size < kLeastArgDesc) {
       return refuse(where, "struct_size is " + std::to_string(arg->struct_size) +
-                               ", must be at least " + std::to_string(sizeof(te_fl_arg_desc)) +
+                               ", must be at least " + std::to_string(kLeastArgDesc) +
                                " (rule R3)");
     }
-    te_fl_arg_desc& desc = descs.emplace_back(*arg);
-    desc.struct_size = sizeof(te_fl_arg_desc);
+    te_fl_arg_desc& desc = descs.emplace_back(copy_struct<te_fl_arg_desc>(arg));
     for (const char** text : {&desc.name, &desc.shape, &desc.inout_if, &desc.aliases, &desc.same_as,
                               &desc.enum_names}) {
       *text = keep(*text);

@@ -245,7 +245,7 @@ TE_FL_INLINE bool may_alias(const FastOp& op, const uint32_t* begins) {
 [[gnu::noinline]] bool quant_in_order(const FastOp& op, const FastTensor& f, const void* args,
                                       const te_fl_tensor& t) {
   const Arg& arg = op.op->args[f.arg];
-  if (t.quant->struct_size < sizeof(te_fl_quant)) return false;
+  if (t.quant->struct_size < kLeastQuant) return false;
   if (t.dl.strides != nullptr && !(arg.is(TE_FL_ARG_STRIDED_CODES) && may_be_strided(*t.quant))) {
     return false;
   }
@@ -344,7 +344,7 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
   if (raw == nullptr || load<uint32_t>(raw) < op.args_size) return false;
   if (g_validate.load(std::memory_order_relaxed)) return false;
   const auto* anchor = load<const te_fl_tensor*>(args + op.anchor_offset);
-  if (anchor == nullptr || anchor->struct_size < sizeof(te_fl_tensor)) return false;
+  if (anchor == nullptr || anchor->struct_size < kLeastTensor) return false;
   const auto device = load<uint64_t>(&anchor->dl.device);
   const auto head = load<uint64_t>(anchor);  // struct_size and provider
 
@@ -420,7 +420,7 @@ bool check_known(const FastOp& op, const void* raw, CheckMemo& memo, Signature& 
   if (g_validate.load(std::memory_order_relaxed)) return false;
   if (!op.memorable) return false;
   const auto* anchor = load<const te_fl_tensor*>(args + op.anchor_offset);
-  if (anchor == nullptr || anchor->struct_size < sizeof(te_fl_tensor)) return false;
+  if (anchor == nullptr || anchor->struct_size < kLeastTensor) return false;
   const auto anchor_rank = static_cast<uint32_t>(anchor->dl.ndim);
   const int64_t* anchor_shape = anchor->dl.shape;
   if (anchor_rank - 1 >= CheckMemo::kMaxRank || anchor_shape == nullptr) return false;

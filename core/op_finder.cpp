@@ -155,7 +155,7 @@ bool Finder::check_scalars() noexcept {
 // ---- one tensor
 
 Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
-  if (t.struct_size < offsetof(te_fl_tensor, quant)) return Problem::kTensorSize;
+  if (t.struct_size < kLeastTensor) return Problem::kTensorSize;
   const te_fl_dltensor& dl = t.dl;
   if (dl.ndim < 0 || dl.ndim > kMaxRank) return Problem::kRank;
   if (dl.ndim > 0 && dl.shape == nullptr) return Problem::kNullShape;
@@ -165,8 +165,8 @@ Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
   if (!fits(dl)) return Problem::kTooLarge;
   const int dtype = dtype_index(dl.dtype);
   if (dtype == kInvalidDType || (arg.dtypes >> dtype & 1) == 0) return Problem::kDType;
-  const bool has_quant = t.struct_size >= sizeof(te_fl_tensor) && t.quant != nullptr;
-  if (has_quant && t.quant->struct_size < sizeof(te_fl_quant)) return Problem::kQuantSize;
+  const bool has_quant = t.quant != nullptr;
+  if (has_quant && t.quant->struct_size < kLeastQuant) return Problem::kQuantSize;
   if (quant_of(t) != nullptr) {
     const Problem problem = inspect_quant(op_, arg, args_, t);
     if (problem != Problem::kNone) return problem;
@@ -239,7 +239,7 @@ const te_fl_tensor* Finder::partner(int j, int64_t index) const noexcept {
   } else if (other.is_list() && index >= 0 && index < args_.count(other)) {
     t = args_.element(other, index);
   }
-  return t != nullptr && t->struct_size >= offsetof(te_fl_tensor, quant) ? t : nullptr;
+  return t != nullptr && t->struct_size >= kLeastTensor ? t : nullptr;
 }
 
 const te_fl_tensor* Finder::other_tensor() const noexcept {
@@ -285,13 +285,12 @@ bool Finder::check_saved() noexcept {
   if (record == nullptr) {
     return arg.is(TE_FL_ARG_OPTIONAL) ? true : fail(Problem::kMissingSaved, op_.saved);
   }
-  if (record->struct_size < sizeof(te_fl_saved)) return fail(Problem::kSavedSize, op_.saved);
+  if (record->struct_size < kLeastSaved) return fail(Problem::kSavedSize, op_.saved);
   const te_fl_tensor* storage = record->storage;
   if (storage == nullptr) return true;
-  const bool shaped = storage->struct_size >= offsetof(te_fl_tensor, quant) &&
-                      storage->dl.ndim == 1 && storage->dl.shape != nullptr &&
-                      storage->dl.shape[0] >= 0 && dtype_index(storage->dl.dtype) == TE_FL_U8 &&
-                      is_compact(*storage) &&
+  const bool shaped = storage->struct_size >= kLeastTensor && storage->dl.ndim == 1 &&
+                      storage->dl.shape != nullptr && storage->dl.shape[0] >= 0 &&
+                      dtype_index(storage->dl.dtype) == TE_FL_U8 && is_compact(*storage) &&
                       (storage->dl.data != nullptr || storage->dl.shape[0] == 0);
   if (!shaped) return fail(Problem::kSavedStorage, op_.saved);
   const Device device{storage->dl.device.type, storage->dl.device.index, storage->provider};
@@ -306,10 +305,9 @@ bool Finder::signature(Signature& out) noexcept {
   if (!check_struct()) return false;
   const auto look = [this](int i, const te_fl_tensor* t) {
     if (t == nullptr) return op_.args[static_cast<size_t>(i)].is(TE_FL_ARG_OPTIONAL);
-    if (t->struct_size < offsetof(te_fl_tensor, quant)) return false;
-    const te_fl_quant* q = t->struct_size >= sizeof(te_fl_tensor) ? t->quant : nullptr;
-    if (q != nullptr &&
-        (q->struct_size < sizeof(te_fl_quant) || q->scaling >= TE_FL_SCALING_COUNT)) {
+    if (t->struct_size < kLeastTensor) return false;
+    const te_fl_quant* q = t->quant;
+    if (q != nullptr && (q->struct_size < kLeastQuant || q->scaling >= TE_FL_SCALING_COUNT)) {
       return false;
     }
     if (dtype_index(t->dl.dtype) == kInvalidDType) return false;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "core/abi_struct.hpp"
 #include "core/compiled_op.hpp"
 #include "te_fl/dtype.hpp"
 
@@ -150,7 +151,7 @@ class Finder {
 // The quantisation data of a tensor whose struct sizes are in order; null if it says "not
 // quantised".
 inline const te_fl_quant* quant_of(const te_fl_tensor& t) noexcept {
-  const te_fl_quant* q = t.struct_size >= sizeof(te_fl_tensor) ? t.quant : nullptr;
+  const te_fl_quant* q = t.struct_size >= kLeastTensor ? t.quant : nullptr;
   return q != nullptr && q->scaling != TE_FL_SCALING_NONE ? q : nullptr;
 }
 // The same of the quantisation data of a tensor that has some, its extents checked.

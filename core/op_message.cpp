@@ -122,7 +122,7 @@ std::string Words::tensor_text() const {
       return who() + " is missing (NULL), must be a tensor " + dtype_list(arg().dtypes) +
              " of shape rule \"" + (desc().shape != nullptr ? desc().shape : "any") + "\"";
     case Problem::kTensorSize:
-      return who() + " has " + size_rule("te_fl_tensor", t_->struct_size, sizeof(te_fl_tensor));
+      return who() + " has " + size_rule("te_fl_tensor", t_->struct_size, kLeastTensor);
     case Problem::kRank:
       return who() + " has rank " + std::to_string(t_->dl.ndim) + ", must be from 0 to " +
              std::to_string(kMaxRank) + "; merge dimensions";
@@ -180,7 +180,7 @@ std::string Words::quant_text() const {
   if (f_.problem == Problem::kMissingQuant) return missing_quant();
   const te_fl_quant* q = quant_of(*t_);
   if (f_.problem == Problem::kQuantSize) {
-    return who() + " has " + size_rule("te_fl_quant", t_->quant->struct_size, sizeof(te_fl_quant));
+    return who() + " has " + size_rule("te_fl_quant", t_->quant->struct_size, kLeastQuant);
   }
   const std::string is = who() + " is " + te_fl::describe(t_);
   const std::string allowed = scaling_list(arg().scalings);
@@ -317,7 +317,7 @@ std::string Words::saved_text() const {
       return who() + " is missing (NULL), must be a te_fl_saved";
     case Problem::kSavedSize:
       return who() + " has a te_fl_saved whose struct_size is too small, must be at least " +
-             std::to_string(sizeof(te_fl_saved)) + " (rule R3)";
+             std::to_string(kLeastSaved) + " (rule R3)";
     case Problem::kDevice:
       return who() + " has its storage on another device than " + quoted(f_.other) +
              ", must be on " + to_string(finder_.device());

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "core/abi_struct.hpp"
 #include "core/compiled_op.hpp"
 #include "core/op_finder.hpp"
 #include "core/op_memo.hpp"
@@ -90,10 +91,11 @@ void remember_exactly(const CompiledOp& op, const void* args, ExactMemo& memo) n
     if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;
     const auto* t = view.read<const te_fl_tensor*>(arg.offset);
     if (t == nullptr) continue;
+    if (t->struct_size < sizeof(te_fl_tensor) || count == ExactMemo::kMaxTensors) return;
     const te_fl_dltensor& dl = t->dl;
     const bool plain = t->quant == nullptr && dl.strides == nullptr &&
                        dl.ndim <= static_cast<int32_t>(ExactMemo::kMaxRank);
-    if (!plain || t->struct_size < sizeof(te_fl_tensor) || count == ExactMemo::kMaxTensors) return;
+    if (!plain) return;
     ExactMemo::One& one = memo.tensors_[count++];
     std::memcpy(one.bytes, t, sizeof(te_fl_tensor));
     one.tensor = t;
@@ -163,7 +165,7 @@ te_fl_saved* CompiledOp::saved(const void* args) const noexcept {
 // Summary, formula and source are prose: they may be reworded.
 bool CompiledOp::same_as(const te_fl_op_schema& other) const {
   const te_fl_op_schema& mine = impl_->schema;
-  if (other.struct_size < sizeof(te_fl_op_schema) || !same_text(mine.name, other.name) ||
+  if (other.struct_size < kLeastSchema || !same_text(mine.name, other.name) ||
       mine.version != other.version || mine.flags != other.flags ||
       mine.args_size != other.args_size || mine.args_size_v1 != other.args_size_v1 ||
       mine.arg_count != other.arg_count) {
@@ -172,7 +174,7 @@ bool CompiledOp::same_as(const te_fl_op_schema& other) const {
   if (mine.arg_count > 0 && other.args == nullptr) return false;
   for (uint32_t i = 0; i < mine.arg_count; ++i) {
     const te_fl_arg_desc* arg = other.args[i];
-    if (arg == nullptr || arg->struct_size < sizeof(te_fl_arg_desc)) return false;
+    if (arg == nullptr || arg->struct_size < kLeastArgDesc) return false;
     if (!same_arg(*mine.args[i], *arg)) return false;
   }
   return true;

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "core/abi_struct.hpp"
 #include "core/allocations.hpp"
 #include "core/current_stream.hpp"
 #include "core/tensor_access.hpp"
@@ -379,8 +380,8 @@ std::string describe(const te_fl_tensor* tensor) {
     for (int i = 0; i < dl.ndim; ++i) text += (i > 0 ? "," : "") + std::to_string(dl.shape[i]);
     text += "]";
   }
-  const te_fl_quant* quant = tensor->struct_size >= sizeof(te_fl_tensor) ? tensor->quant : nullptr;
-  if (quant != nullptr && quant->struct_size >= sizeof(te_fl_quant) &&
+  const te_fl_quant* quant = tensor->struct_size >= core::kLeastTensor ? tensor->quant : nullptr;
+  if (quant != nullptr && quant->struct_size >= core::kLeastQuant &&
       quant->scaling != TE_FL_SCALING_NONE) {
     const bool known = quant->scaling < TE_FL_SCALING_COUNT;
     text += " " + (known ? std::string(name(static_cast<Scaling>(quant->scaling)))

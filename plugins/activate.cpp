@@ -5,16 +5,21 @@
 #include <mutex>
 #include <span>
 
+#include "core/abi_struct.hpp"
 #include "core/device_list.hpp"
 #include "core/error_text.hpp"
 #include "core/fork.hpp"
-#include "plugins/abi_struct.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
+#include "te_fl/version.hpp"
 
 namespace te_fl::plugins {
 namespace {
+
+using core::copy_struct;
+using core::kMaxStructSize;
+using core::plausible_size;
 
 constinit core::ForkMutex mutex(72);
 const core::ForkMutex::Registration registration(mutex);
@@ -44,8 +49,8 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
                       std::to_string(size) + ", must be from " + std::to_string(least) + " to " +
                       std::to_string(kMaxStructSize) + " (rule R3)");
   };
-  if (!plausible_size(desc.struct_size, sizeof desc)) {
-    return bad("its descriptor", desc.struct_size, sizeof desc);
+  if (!plausible_size(desc.struct_size, core::kLeastDeviceDesc)) {
+    return bad("its descriptor", desc.struct_size, core::kLeastDeviceDesc);
   }
   if (desc.api != nullptr && !plausible_size(desc.api->struct_size, core::kLeastDeviceApi)) {
     return bad("its table of functions", desc.api->struct_size, core::kLeastDeviceApi);
@@ -127,9 +132,7 @@ Result<std::vector<Finding>> Instance::diagnose() const {
   sink.host = &found;
   sink.write = [](void* host, const te_fl_finding* raw) {
     const auto text = [](const char* s) { return std::string(s == nullptr ? "" : s); };
-    if (raw == nullptr ||
-        !plausible_size(raw->struct_size, TE_FL_SIZE_THROUGH(te_fl_finding, state)))
-      return;
+    if (raw == nullptr || !plausible_size(raw->struct_size, core::kLeastFinding)) return;
     const auto f = copy_struct<te_fl_finding>(raw);
     const auto level = f.level == TE_FL_FINDING_OK     ? Finding::Level::kOk
                        : f.level == TE_FL_FINDING_NOTE ? Finding::Level::kNote
@@ -221,11 +224,57 @@ Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& 
                                                  " (at most " + std::to_string(kMaxListed) + ")");
   }
   if (count == 0) return {};
-  TE_FL_RETURN_IF_ERROR(registry.register_ops({list, count}, header_.name, header_.vendor, self));
-  for (uint32_t i = 0; i < count; ++i) {
-    ops_.push_back(std::string(list[i]->op_name) + ": " + list[i]->impl_id);
+  std::vector<const te_fl_op_desc*> kept;
+  const std::deque<te_fl_op_desc> copies = completed({list, count}, registry, kept);
+  if (kept.empty()) return {};
+  TE_FL_RETURN_IF_ERROR(registry.register_ops(kept, header_.name, header_.vendor, self));
+  for (const te_fl_op_desc* desc : kept) {
+    ops_.push_back(std::string(desc->op_name) + ": " + desc->impl_id);
   }
   return {};
+}
+
+// The descriptors as they are registered: with the provider that one for kDLExtDev serves (R18),
+// and without the ops that only a newer te-fl has (R20). `kept` points into the result, or at a
+// descriptor that cannot be read, of which the registry says what is wrong.
+std::deque<te_fl_op_desc> Instance::completed(std::span<const te_fl_op_desc* const> list,
+                                              const OpRegistry& registry,
+                                              std::vector<const te_fl_op_desc*>& kept) {
+  const char* provider = header_.name.c_str();  // it may find none of its devices here
+  for (const Device& device : devices_) {
+    if (device.type != TE_FL_DEVICE_EXT) continue;
+    provider = (*te_fl::devices::find(device))->provider;
+    break;
+  }
+  std::deque<te_fl_op_desc> copies;
+  std::string left_out;
+  for (const te_fl_op_desc* raw : list) {
+    if (raw == nullptr || !plausible_size(raw->struct_size, core::kLeastOpDesc)) {
+      kept.push_back(raw);
+      continue;
+    }
+    te_fl_op_desc desc = copy_struct<te_fl_op_desc>(raw);
+    const bool newer = header_.abi_minor > TE_FL_ABI_MINOR && desc.op_name != nullptr &&
+                       desc.schema == nullptr &&
+                       std::string_view(desc.op_name).find("::") == std::string_view::npos &&
+                       !registry.find(desc.op_name).ok();
+    if (newer) {
+      left_out += (left_out.empty() ? "" : ", ") + std::string(desc.op_name);
+      continue;
+    }
+    const bool ext = (desc.device_types >> TE_FL_DEVICE_EXT & 1) != 0;
+    if (ext && desc.provider == nullptr) desc.provider = provider;
+    kept.push_back(&copies.emplace_back(desc));
+  }
+  if (!left_out.empty()) {
+    remark_ = "left out, being unknown to this te-fl " TE_FL_VERSION ": " + left_out +
+              "; the plugin is of ABI " + std::to_string(header_.abi_major) + "." +
+              std::to_string(header_.abi_minor) + ", this te-fl speaks " +
+              std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR) +
+              " (rule R20)";
+    log::warning("plugin " + header_.name + ": " + remark_);
+  }
+  return copies;
 }
 
 Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegistry& registry,

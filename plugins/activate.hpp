@@ -1,7 +1,9 @@
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -53,6 +55,8 @@ class Instance {
   const std::vector<Device>& devices() const noexcept { return devices_; }
   // "op: impl_id"
   const std::vector<std::string>& ops() const noexcept { return ops_; }
+  // What was left out of it, and why; empty if nothing was.
+  const std::string& remark() const noexcept { return remark_; }
   // What it says of its surroundings; nothing if it has no such entry.
   Result<std::vector<Finding>> diagnose() const;
   // Memory, streams and events of its devices that are still alive.
@@ -69,6 +73,9 @@ class Instance {
   Status create();
   Status add_devices();
   Status add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& self);
+  std::deque<te_fl_op_desc> completed(std::span<const te_fl_op_desc* const> list,
+                                      const OpRegistry& registry,
+                                      std::vector<const te_fl_op_desc*>& kept);
   Status quiesce();
   void retire_devices(const std::shared_ptr<Instance>& self);
 
@@ -80,6 +87,7 @@ class Instance {
   bool withdrawn_ = false;
   std::vector<Device> devices_;
   std::vector<std::string> ops_;
+  std::string remark_;
 };
 
 // query, checks, create, devices, ops, registration: all of it or nothing. Implementations are

@@ -3,12 +3,17 @@
 #include <algorithm>
 #include <cstring>
 
-#include "plugins/abi_struct.hpp"
+#include "core/abi_struct.hpp"
 #include "plugins/activate.hpp"
 #include "te_fl/version.hpp"
 
 namespace te_fl::plugins {
 namespace {
+
+using core::copy_struct;
+using core::kMaxStructSize;
+using core::plausible_size;
+using core::struct_size_of;
 
 Status incompatible(std::string text) { return Status(StatusCode::kIncompatible, std::move(text)); }
 
@@ -25,30 +30,31 @@ std::string version_text(uint32_t major, uint32_t minor) {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
-Status check_abi(const te_fl_plugin_header& h) {
-  const std::string ours = version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR);
-  const std::string theirs = version_text(h.abi_major, h.abi_minor);
-  const bool exact = TE_FL_ABI_MAJOR == 0;
-  const bool fits = h.abi_major == TE_FL_ABI_MAJOR && (!exact || h.abi_minor == TE_FL_ABI_MINOR);
-  if (!fits) {
-    const bool newer = h.abi_major > TE_FL_ABI_MAJOR ||
-                       (h.abi_major == TE_FL_ABI_MAJOR && h.abi_minor > TE_FL_ABI_MINOR);
-    return incompatible("the plugin speaks ABI " + theirs +
-                        ", this te-fl " TE_FL_VERSION " speaks " + ours +
-                        (exact ? "; while the ABI is 0.x they must be equal"
-                               : "; the major numbers must be equal") +
-                        " (rule R2): " +
-                        (newer ? "use a newer te-fl, or rebuild the plugin with this one's headers"
-                               : "rebuild the plugin with this te-fl's headers"));
-  }
+std::string our_version() { return version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR); }
+
+// Reads what stands at the same place in every major, and nothing else.
+Status check_major(const te_fl_plugin_header& raw) {
+  if (raw.abi_major == TE_FL_ABI_MAJOR) return {};
+  return incompatible("the plugin speaks ABI " + version_text(raw.abi_major, raw.abi_minor) +
+                      ", this te-fl " TE_FL_VERSION " speaks " + our_version() +
+                      "; the major numbers must be equal (rule R2): " +
+                      (raw.abi_major > TE_FL_ABI_MAJOR
+                           ? "use a newer te-fl, or rebuild the plugin with this one's headers"
+                           : "rebuild the plugin with this te-fl's headers"));
+}
+
+// The minor may differ in either direction (R2), unless the plugin says what it cannot do without.
+Status check_needs(const te_fl_plugin_header& h) {
   if (h.min_host_minor > TE_FL_ABI_MINOR) {
     return incompatible("the plugin needs a host of ABI " +
                         version_text(h.abi_major, h.min_host_minor) +
-                        " or newer, this te-fl " TE_FL_VERSION " speaks " + ours + " (rule R2)");
+                        " or newer, this te-fl " TE_FL_VERSION " speaks " + our_version() +
+                        " (rule R2): use a newer te-fl, or a plugin that can do with this one");
   }
   if (h.features != 0) {
     return incompatible("the plugin asks for features " + std::to_string(h.features) +
-                        " that this te-fl does not know (rule R2)");
+                        " that this te-fl " TE_FL_VERSION ", ABI " + our_version() +
+                        ", does not know (rule R2): use a newer te-fl");
   }
   return {};
 }
@@ -57,7 +63,7 @@ Status check_table(const te_fl_plugin_header& h) {
   if (h.api == nullptr)
     return incompatible("the plugin's header has no table of functions (rule R4)");
   const uint32_t size = struct_size_of(h.api);
-  const size_t least = TE_FL_SIZE_THROUGH(te_fl_plugin_api, destroy);
+  const size_t least = core::kLeastPluginApi;
   if (!plausible_size(size, least)) {
     return incompatible("the plugin's table of functions has struct_size " + std::to_string(size) +
                         ", must be from " + std::to_string(least) + " to " +
@@ -93,13 +99,14 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
   if (raw == nullptr) {
     return incompatible("the plugin cannot serve this host: " TE_FL_PLUGIN_QUERY_SYMBOL
                         " returned NULL to te-fl " TE_FL_VERSION ", ABI " +
-                        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR));
+                        our_version());
   }
   if (raw->magic != TE_FL_PLUGIN_MAGIC) {
     return incompatible(
         "the plugin's header does not begin with TE_FL_PLUGIN_MAGIC; it is no te-fl plugin header");
   }
-  const size_t least = TE_FL_SIZE_THROUGH(te_fl_plugin_header, api);
+  TE_FL_RETURN_IF_ERROR(check_major(*raw));
+  const size_t least = core::kLeastHeader;
   if (!plausible_size(raw->struct_size, least)) {
     return incompatible("the plugin's header has struct_size " + std::to_string(raw->struct_size) +
                         ", must be from " + std::to_string(least) + " to " +
@@ -107,7 +114,7 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
   }
   te_fl_plugin_header h{};  // its size is the second member, so not copy_struct
   std::memcpy(&h, raw, std::min<size_t>(raw->struct_size, sizeof h));
-  TE_FL_RETURN_IF_ERROR(check_abi(h));
+  TE_FL_RETURN_IF_ERROR(check_needs(h));
   if (!good_name(h.name)) {
     return incompatible("the plugin's name must be 1 to 64 characters of a-z, 0-9 and _");
   }

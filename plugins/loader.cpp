@@ -15,6 +15,7 @@
 #include "plugins/time_limit.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
+#include "te_fl/version.hpp"
 
 namespace te_fl::plugins {
 namespace {
@@ -64,11 +65,12 @@ Status check_manifest(const Manifest& manifest, const std::string& path) {
   }
   const auto major = static_cast<unsigned>(manifest.abi_major);
   const auto minor = static_cast<unsigned>(manifest.abi_minor);
-  const bool exact = TE_FL_ABI_MAJOR == 0;
-  if (major != TE_FL_ABI_MAJOR || (exact && minor != TE_FL_ABI_MINOR)) {
-    return incompatible(
-        "its manifest says plugin ABI " + version_text(major, minor) + ", and this te-fl speaks " +
-        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) + " (rule R2); install a matching build");
+  if (major != TE_FL_ABI_MAJOR) {
+    return incompatible("its manifest says plugin ABI " + version_text(major, minor) +
+                        ", and this te-fl " TE_FL_VERSION " speaks " +
+                        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) +
+                        "; the major numbers must be equal (rule R2): install a build of the "
+                        "plugin for this te-fl, or a te-fl for this plugin");
   }
   return check_hash(manifest, path);
 }
@@ -262,6 +264,7 @@ Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry
     info.state = State::kActive;
     for (const Device& d : attempt.instance->devices()) info.devices.push_back(to_string(d));
     info.ops = attempt.instance->ops();
+    info.reason = attempt.instance->remark();
   } else {
     info.reason = reason_of(status);
     if (info.state == State::kFailed) info.reason += left_mapped(attempt);

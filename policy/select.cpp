@@ -54,6 +54,11 @@ bool serves(const Option& option, int32_t type) {
 }
 
 bool on_device(const Option& option, const Device& device) {
+  // One provider's memory is nothing that another's kernels could read (R18).
+  if (device.type == TE_FL_DEVICE_EXT && option.provider != 0 &&
+      option.provider != device.provider) {
+    return false;
+  }
   // Pinned memory counts as host memory.
   return serves(option, device.type) || (device.is_host() && serves(option, TE_FL_DEVICE_CPU));
 }
@@ -138,6 +143,14 @@ std::string device_type_text(uint64_t mask) {
     out += (out.empty() ? "" : "|") + name;
   }
   return out.empty() ? "no device" : out;
+}
+
+// "cpu|cuda", "ext of acme"
+std::string served_text(const Option& option) {
+  const std::string types = device_type_text(option.device_types);
+  return option.provider == 0 || !serves(option, TE_FL_DEVICE_EXT)
+             ? types
+             : types + " of " + devices::provider_name(option.provider);
 }
 
 }  // namespace
@@ -231,8 +244,7 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
       return reason == nullptr ? "quarantined" : *reason;
     }
     case Refusal::kDevice:
-      return "the tensors are on " + to_string(call.device) + ", it serves " +
-             device_type_text(option.device_types);
+      return "the tensors are on " + to_string(call.device) + ", it serves " + served_text(option);
     case Refusal::kArch:
       if (!on_device(option, call.device)) {
         return "it needs architecture " + std::to_string(option.min_arch) +

@@ -26,6 +26,7 @@ struct Option {
   uint32_t dtypes = 0;
   uint32_t scalings = 0;
   uint64_t device_types = 0;
+  uint32_t provider = 0;  // of the kDLExtDev devices it serves; 0: any
 };
 
 // An implementation that is kept from serving a call, and why.

@@ -27,7 +27,8 @@ bool is_capturing(const Device& device, void* stream) {
   const core::DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->is_capturing == nullptr) return false;
   int32_t capturing = 0;
-  const te_fl_status code = entry->desc->api->is_capturing(entry->desc->self, stream, &capturing);
+  const te_fl_status code =
+      entry->desc->api->is_capturing(entry->desc->self, stream, &capturing, nullptr);
   return code == TE_FL_OK && capturing != 0;
 }
 

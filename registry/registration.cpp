@@ -4,9 +4,9 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "core/abi_struct.hpp"
 #include "core/fork.hpp"
 #include "core/text.hpp"
-#include "plugins/abi_struct.hpp"
 #include "registry/in_place.hpp"
 #include "registry/thread_record.hpp"
 
@@ -127,6 +127,7 @@ policy::Option option_of(const Implementation& impl, int32_t priority) {
   o.dtypes = impl.desc.dtypes;
   o.scalings = impl.desc.scalings;
   o.device_types = impl.desc.device_types;
+  if (impl.desc.provider != nullptr) o.provider = devices::intern_provider(impl.desc.provider);
   return o;
 }
 
@@ -194,13 +195,13 @@ Result<std::shared_ptr<Implementation>> make_implementation(
     const te_fl_op_desc* raw, const std::string& owner, const std::string& vendor,
     const std::shared_ptr<void>& keep_alive) {
   if (raw == nullptr) return invalid_argument("a null op descriptor (" + owner + ")");
-  if (!plugins::plausible_size(raw->struct_size, TE_FL_SIZE_THROUGH(te_fl_op_desc, run))) {
+  if (!core::plausible_size(raw->struct_size, core::kLeastOpDesc)) {
     return invalid_argument("an op descriptor of " + owner + " has struct_size " +
                             std::to_string(raw->struct_size) + ", must be from " +
-                            std::to_string(TE_FL_SIZE_THROUGH(te_fl_op_desc, run)) + " to " +
-                            std::to_string(plugins::kMaxStructSize) + " (rule R3)");
+                            std::to_string(core::kLeastOpDesc) + " to " +
+                            std::to_string(core::kMaxStructSize) + " (rule R3)");
   }
-  const auto desc = plugins::copy_struct<te_fl_op_desc>(raw);
+  const auto desc = core::copy_struct<te_fl_op_desc>(raw);
   const std::string of_vendor =
       core::lower(desc.vendor != nullptr ? std::string(desc.vendor) : vendor);
   TE_FL_RETURN_IF_ERROR(check_desc(desc, owner, of_vendor));
@@ -219,6 +220,7 @@ Result<std::shared_ptr<Implementation>> make_implementation(
   impl->desc.op_name = impl->op.c_str();
   impl->desc.impl_id = impl->impl_id.c_str();
   impl->desc.vendor = impl->vendor.c_str();
+  if (desc.provider != nullptr) impl->desc.provider = intern_string(desc.provider);
   if (impl->desc.priority == 0) impl->desc.priority = default_priority(impl->kind);
   impl->checks_support = desc.supports != nullptr && (desc.flags & TE_FL_OP_STATIC_SUPPORT) == 0;
   impl->direct = desc.workspace == nullptr && desc.prepare == nullptr &&

@@ -7,9 +7,9 @@
 #include <tuple>
 #include <utility>
 
+#include "core/abi_struct.hpp"
 #include "core/op_finder.hpp"
 #include "core/tensor_access.hpp"
-#include "plugins/abi_struct.hpp"
 #include "registry/arguments.hpp"
 
 namespace te_fl::registry {
@@ -106,13 +106,13 @@ const te_fl_tensor* StagingPlan::stage(uint32_t index, const te_fl_tensor& t) {
                ", and only tensors of " + to_string(device_) + " are copied to the host for it";
   }
   Shadow& shadow = tensors_.emplace_back();
-  shadow.tensor = plugins::copy_struct<te_fl_tensor>(&t);
+  shadow.tensor = core::copy_struct<te_fl_tensor>(&t);
   shadow.tensor.dl.device = Device{}.to_c();
   shadow.tensor.provider = 0;
   const te_fl_quant* quant = core::quant_of(t);
   shadow.tensor.quant = nullptr;
   if (quant != nullptr) {
-    shadow.quant = plugins::copy_struct<te_fl_quant>(quant);
+    shadow.quant = core::copy_struct<te_fl_quant>(quant);
     shadow.tensor.quant = &shadow.quant;
   }
   if ((op_->schema().flags & TE_FL_SCHEMA_ENQUIRY) != 0) return &shadow.tensor;
@@ -206,15 +206,15 @@ void StagingPlan::stage_record(uint32_t index) {
   if (caller_record_ == nullptr) return;
   if (caller_record_->storage == nullptr) {
     if (scope_ == Scope::kDevice) return;
-    record_ = plugins::copy_struct<te_fl_saved>(caller_record_);
+    record_ = core::copy_struct<te_fl_saved>(caller_record_);
     put(arg.offset, &record_);
     return;
   }
   const te_fl_tensor& t = *caller_record_->storage;
   if (stays(t, false)) return;
-  record_ = plugins::copy_struct<te_fl_saved>(caller_record_);
+  record_ = core::copy_struct<te_fl_saved>(caller_record_);
   Shadow& shadow = tensors_.emplace_back();
-  shadow.tensor = plugins::copy_struct<te_fl_tensor>(&t);
+  shadow.tensor = core::copy_struct<te_fl_tensor>(&t);
   shadow.tensor.dl.device = Device{}.to_c();
   shadow.tensor.provider = 0;
   record_.storage = &shadow.tensor;

@@ -35,8 +35,8 @@ te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
   });
 }
 
-te_fl_status free_memory(void* self, void* data, void* stream) {
-  return on_device(self, nullptr, [&] { memory_of(self).free(data, stream_of(stream)); });
+te_fl_status free_memory(void* self, void* data, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] { memory_of(self).free(data, stream_of(stream)); });
 }
 
 te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
@@ -48,8 +48,8 @@ te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_e
   });
 }
 
-te_fl_status free_pinned(void* self, void* data) {
-  return on_device(self, nullptr, [&] { check(cudaFreeHost(data), "cudaFreeHost"); });
+te_fl_status free_pinned(void* self, void* data, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] { check(cudaFreeHost(data), "cudaFreeHost"); });
 }
 
 te_fl_status copy(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
@@ -78,8 +78,8 @@ te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* er
     *stream = made;
   });
 }
-te_fl_status destroy_stream(void* self, void* stream) {
-  return on_device(self, nullptr, [&] {
+te_fl_status destroy_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
     memory_of(self).forget(stream_of(stream));
     check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy");
   });
@@ -97,18 +97,18 @@ te_fl_status create_event(void* self, void** event, const te_fl_error_sink* erro
     *event = made;
   });
 }
-te_fl_status destroy_event(void* self, void* event) {
-  return on_device(self, nullptr, [&] {
+te_fl_status destroy_event(void* self, void* event, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
     check(cudaEventDestroy(static_cast<cudaEvent_t>(event)), "cudaEventDestroy");
   });
 }
-te_fl_status record_event(void* self, void* event, void* stream) {
-  return on_device(self, nullptr, [&] {
+te_fl_status record_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
     check(cudaEventRecord(static_cast<cudaEvent_t>(event), stream_of(stream)), "cudaEventRecord");
   });
 }
-te_fl_status wait_event(void* self, void* event, void* stream) {
-  return on_device(self, nullptr, [&] {
+te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
     check(cudaStreamWaitEvent(stream_of(stream), static_cast<cudaEvent_t>(event), 0),
           "cudaStreamWaitEvent");
   });
@@ -120,16 +120,17 @@ te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* 
 }
 
 // Asked before every op. A stream knows its device; the default one is the current device's.
-te_fl_status is_capturing(void* self, void* stream, int32_t* capturing) {
+te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
+                          const te_fl_error_sink* errors) {
   const auto ask = [&] {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(stream_capture_status(stream_of(stream), &status), "cudaStreamIsCapturing");
     *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
   };
   if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
-    return on_device(self, nullptr, ask);
+    return on_device(self, errors, ask);
   }
-  return backend::guard(nullptr, [&] {
+  return backend::guard(errors, [&] {
     refuse_after_fork();
     ask();
   });
@@ -173,14 +174,14 @@ te_fl_status launch_graph(void* self, void* graph, void* stream, const te_fl_err
   });
 }
 
-te_fl_status destroy_graph(void* self, void* graph) {
-  return on_device(self, nullptr, [&] {
+te_fl_status destroy_graph(void* self, void* graph, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
     check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
   });
 }
 
-te_fl_status properties(void* self, te_fl_device_props* props) {
-  return on_device(self, nullptr, [&] {
+te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
     const int device = index_of(self);
     const auto attribute = [&](cudaDeviceAttr which) {
       int value = 0;

@@ -30,8 +30,8 @@ te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
   });
 }
 
-te_fl_status free_memory(void* self, void* data, void* stream) {
-  return on_device(self, nullptr, [&](Device& d) { d.memory->free(data, d.queue_of(stream)); });
+te_fl_status free_memory(void* self, void* data, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) { d.memory->free(data, d.queue_of(stream)); });
 }
 
 te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
@@ -41,8 +41,8 @@ te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_e
   });
 }
 
-te_fl_status free_pinned(void* self, void* data) {
-  return on_device(self, nullptr, [&](Device& d) { d.memory->free_pinned(data); });
+te_fl_status free_pinned(void* self, void* data, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) { d.memory->free_pinned(data); });
 }
 
 // Pageable memory is waited for in either direction: the driver may not touch it later.
@@ -78,8 +78,8 @@ te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* er
   });
 }
 
-te_fl_status destroy_stream(void* self, void* stream) {
-  return on_device(self, nullptr, [&](Device& d) {
+te_fl_status destroy_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) {
     if (stream == nullptr) return;
     const auto queue = static_cast<cl_command_queue>(stream);
     check(clFinish(queue), "clFinish");
@@ -122,13 +122,13 @@ te_fl_status create_event(void* self, void** event, const te_fl_error_sink* erro
   return on_device(self, errors, [&](Device&) { *event = new Event; });
 }
 
-te_fl_status destroy_event(void*, void* event) {
+te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
   delete static_cast<Event*>(event);
   return TE_FL_OK;
 }
 
-te_fl_status record_event(void* self, void* event, void* stream) {
-  return on_device(self, nullptr, [&](Device& d) {
+te_fl_status record_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) {
     cl_event made = nullptr;
     check(clEnqueueMarkerWithWaitList(d.queue_of(stream), 0, nullptr, &made),
           "clEnqueueMarkerWithWaitList");
@@ -137,8 +137,8 @@ te_fl_status record_event(void* self, void* event, void* stream) {
   });
 }
 
-te_fl_status wait_event(void* self, void* event, void* stream) {
-  return on_device(self, nullptr, [&](Device& d) {
+te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) {
     cl_event recorded = static_cast<Event*>(event)->get();
     if (recorded == nullptr) return;
     const cl_int error = clEnqueueBarrierWithWaitList(d.queue_of(stream), 1, &recorded, nullptr);
@@ -157,8 +157,8 @@ te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* 
   });
 }
 
-te_fl_status properties(void* self, te_fl_device_props* props) {
-  return on_device(self, nullptr, [&](Device& d) {
+te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) {
     te_fl_device_props found{};
     cl_uint units = 0;
     cl_ulong total = 0;

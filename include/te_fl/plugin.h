@@ -9,12 +9,18 @@
  *
  *  R1  te_fl_plugin_query is the only exported symbol. It is pure and may be called again: it
  *      touches no device, starts no thread, reads no file.
- *  R2  While the ABI is 0.x, the host accepts exactly its own major and minor. From 1.0 on,
- *      major must be equal and the plugin's minor may be older or newer.
- *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof. A reader
- *      uses only members that lie inside struct_size; members beyond it have their neutral
- *      value (zero unless the member says otherwise). Structs grow at the end only. No size is
- *      compared by ==.
+ *  R2  The major numbers of host and plugin must be equal; the plugin's minor may be older or
+ *      newer. A minor only adds: members and slots at the end of structs and tables, flags,
+ *      enumerators, ops, arguments of ops. A plugin states in min_host_minor the oldest host
+ *      that it can do with, which need not be as new as its headers, and in `features` what a
+ *      host must know or refuse. What was added later is found by size (R3).
+ *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof (a plugin's
+ *      header has it second, behind the magic). A reader uses only members that lie inside
+ *      struct_size; members beyond it have their neutral value (zero unless the member says
+ *      otherwise). Who fills in a struct of the other side's (te_fl_device_props, te_fl_saved)
+ *      writes only inside its struct_size. Structs grow at the end only; reserved members are
+ *      zero. No size is compared by ==. Structs without struct_size (te_fl_dtype, te_fl_device,
+ *      te_fl_dltensor, te_fl_rng) and the parameters of functions stay as they are in a major.
  *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be
  *      NULL.
  *  R5  Nothing throws across the boundary; every function returns te_fl_status. Text goes to
@@ -54,13 +60,21 @@
  *  R17 A custom op is named "vendor::op", brings its schema, and two schemas that differ under
  *      one name are refused.
  *  R18 One provider per DLPack device type and index space. A chip without a DLPack code uses
- *      kDLExtDev (12) with its provider name. Plugins that only add ops enumerate no device.
+ *      kDLExtDev (12) with its provider name. Plugins that only add ops enumerate no device. An
+ *      implementation for kDLExtDev is given the memory of one provider only: the one that its
+ *      descriptor names, or else its plugin's own.
  *  R19 While a stream is captured, allocate() and free() on it work: memory that is allocated in a
  *      capture belongs to the graph and is given to nobody else while the graph exists or the
  *      memory has not been freed; memory that is freed in a capture stays valid for the graph's
  *      launches. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
  *      the host and takes the arguments it was given for those of every launch. prepare() is not
  *      called in a capture; a plan used in one is kept until its implementation goes.
+ *  R20 What a minor adds reaches nobody who would misread it. A host gives a plugin no flag,
+ *      enumerator, dtype or scaling mode that the plugin's minor lacks, unless ignoring it is
+ *      right. A host ignores flags of an op descriptor that it does not know (they only ever add
+ *      abilities), takes a status code that it does not know for TE_FL_INTERNAL, and leaves out,
+ *      saying so, the catalogue's ops that it does not know of a plugin whose minor is newer than
+ *      its own.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -82,8 +96,9 @@ extern "C" {
 #define TE_FL_PLUGIN_EXPORT
 #endif
 
-#define TE_FL_ABI_MAJOR 0u
-#define TE_FL_ABI_MINOR 1u
+/* For 64-bit little-endian machines. */
+#define TE_FL_ABI_MAJOR 1u
+#define TE_FL_ABI_MINOR 0u
 #define TE_FL_PLUGIN_MAGIC 0x4c464554u /* "TEFL", little-endian */
 
 /* ---- status ---- */
@@ -272,7 +287,9 @@ typedef struct te_fl_saved {
 
 /* ---- the call context ---- */
 
-typedef struct te_fl_extension { /* chain of optional additions to a context */
+/* A chain of optional additions to a context. No type is defined yet; one that a reader does not
+   know is passed over. */
+typedef struct te_fl_extension {
   uint32_t struct_size;
   uint32_t type;
   const struct te_fl_extension* next;
@@ -450,6 +467,8 @@ typedef struct te_fl_op_desc {
       TE_FL_INIT(NULL);                           /* required if prepare is present */
   const te_fl_op_schema* schema TE_FL_INIT(NULL); /* custom ops (R17); NULL for the catalogue's */
   const char* vendor TE_FL_INIT(NULL);            /* NULL: the plugin's vendor */
+  /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates. */
+  const char* provider TE_FL_INIT(NULL);
 } te_fl_op_desc;
 
 /* ---- devices ---- */
@@ -467,15 +486,17 @@ typedef struct te_fl_device_props {
 } te_fl_device_props;
 
 /* Functions of one device. `self` is te_fl_device_desc.self. Streams are opaque; NULL is the
-   default stream. All may be called from any thread. */
+   default stream. All may be called from any thread. Memory is stream-ordered: allocate() gives it
+   for use on `stream`, and work that was enqueued there before free() may still use it. */
 typedef struct te_fl_device_api {
   uint32_t struct_size;
   uint32_t reserved;
   te_fl_status (*allocate)(void* self, size_t bytes, void* stream, void** out,
-                           const te_fl_error_sink*);          /* required; 256-byte aligned */
-  te_fl_status (*free)(void* self, void* data, void* stream); /* required */
+                           const te_fl_error_sink*); /* required; 256-byte aligned */
+  te_fl_status (*free)(void* self, void* data, void* stream,
+                       const te_fl_error_sink*); /* required */
   te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*);
-  te_fl_status (*free_pinned)(void* self, void* data);
+  te_fl_status (*free_pinned)(void* self, void* data, const te_fl_error_sink*);
   /* Copies between host and this device or within it; the direction follows from the flags: bit 0:
      dst is host memory, bit 1: src is host memory. Ordered on the stream. A source in host memory
      that is not pinned has been read when the function returns. */
@@ -484,16 +505,18 @@ typedef struct te_fl_device_api {
   te_fl_status (*fill)(void* self, void* dst, uint8_t value, size_t bytes, void* stream,
                        const te_fl_error_sink*); /* required */
   te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*);
-  te_fl_status (*destroy_stream)(void* self, void* stream);
+  te_fl_status (*destroy_stream)(void* self, void* stream, const te_fl_error_sink*);
   te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*); /* required */
   te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*);
-  te_fl_status (*destroy_event)(void* self, void* event);
-  te_fl_status (*record_event)(void* self, void* event, void* stream);
-  te_fl_status (*wait_event)(void* self, void* event,
-                             void* stream); /* stream waits; not the host */
+  te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*);
+  te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*);
+  te_fl_status (*wait_event)(void* self, void* event, void* stream,
+                             const te_fl_error_sink*); /* the stream waits, not the host */
   te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*);
-  te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing);
-  te_fl_status (*properties)(void* self, te_fl_device_props* props); /* required */
+  te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing,
+                               const te_fl_error_sink*);
+  /* `props->struct_size` is the host's: nothing is written behind it (R3). Required. */
+  te_fl_status (*properties)(void* self, te_fl_device_props* props, const te_fl_error_sink*);
   /* Graphs (R19). All five, is_capturing included, or the device cannot capture. Between
      begin_capture and end_capture, work that is enqueued on `stream` is recorded and not run; the
      calls come from one thread, and other threads' work on other streams goes on. The default
@@ -503,7 +526,7 @@ typedef struct te_fl_device_api {
   te_fl_status (*begin_capture)(void* self, void* stream, const te_fl_error_sink*);
   te_fl_status (*end_capture)(void* self, void* stream, void** graph, const te_fl_error_sink*);
   te_fl_status (*launch_graph)(void* self, void* graph, void* stream, const te_fl_error_sink*);
-  te_fl_status (*destroy_graph)(void* self, void* graph);
+  te_fl_status (*destroy_graph)(void* self, void* graph, const te_fl_error_sink*);
   /* Asked under TE_FL_VALIDATE=1. Each answers OK, or INVALID_ARGUMENT with a text that says what
      the argument is instead ("it is pageable host memory"). check_pointer: may kernels of this
      device read and write these bytes? check_stream: is it a stream of this device? */
@@ -592,13 +615,14 @@ typedef struct te_fl_plugin_api {
                            const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
+/* The first four members stay where they are in every major, so that versions can be told. */
 typedef struct te_fl_plugin_header {
   uint32_t magic; /* TE_FL_PLUGIN_MAGIC */
   uint32_t struct_size;
   uint32_t abi_major;
   uint32_t abi_minor;
-  uint32_t min_host_minor; /* the plugin needs at least this minor of the host */
-  uint32_t features;       /* none defined yet: 0 */
+  uint32_t min_host_minor; /* the oldest host minor that the plugin can do with (R2) */
+  uint32_t features;       /* what a host must know or refuse (R2); none defined yet: 0 */
   const char* name;        /* lower case, [a-z0-9_]+ */
   const char* vendor;      /* e.g. "nvidia"; "te-fl" for portable ones */
   const char* version;

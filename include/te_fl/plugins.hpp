@@ -21,9 +21,10 @@ struct PluginInfo {
   std::string build_id;
   std::string path;    // of the library; empty for built-ins
   std::string origin;  // "built-in", "TE_FL_PLUGIN_MODULES", the manifest's path, "load()"
-  std::string abi;     // "0.1"
+  std::string abi;     // "1.0"
   State state = State::kFailed;
-  std::string reason;  // why it failed, was skipped, is still referenced
+  // Why it failed, was skipped, is still referenced; of an active one what was left out of it.
+  std::string reason;
   double load_ms = 0;
   std::vector<std::string> devices;
   std::vector<std::string> ops;  // "op: impl_id"

@@ -3,252 +3,145 @@
 #include <cstddef>
 #include <cstdlib>
 #include <fstream>
+#include <map>
+#include <regex>
+#include <set>
 #include <sstream>
 
-#include "core/op_table.hpp"
+#include "abi/describe.hpp"
 #include "te_fl/plugin.h"
 
-// The layout of every struct that crosses the plugin boundary, compared with the committed golden
-// file: members are never moved, only appended (R3). To accept an intended change, run this test
-// with UPDATE_GOLDEN=1 in the environment and review the difference.
+// The layout of every struct that crosses the plugin boundary and the value of every enumerator.
+// Twice: as it is now (golden_*.txt; to accept an intended addition, run this test with
+// UPDATE_GOLDEN=1 in the environment and review the difference), and as it was in each release
+// (kept/VERSION/*.txt; never changed), from which nothing may move.
+namespace te_fl::test {
 namespace {
 
 constexpr const char* kUpdate = "UPDATE_GOLDEN";
+const std::string kFolder = std::string(TE_FL_SOURCE_DIR) + "/tests/abi/";
 
-#define LAYOUT(type) out << #type << " size " << sizeof(type) << "\n"
-#define MEMBER(type, member) out << "  " << #member << " @" << offsetof(type, member) << "\n"
-
-std::string describe_layout() {
-  std::ostringstream out;
-  LAYOUT(te_fl_error_sink);
-  MEMBER(te_fl_error_sink, struct_size);
-  MEMBER(te_fl_error_sink, reserved);
-  MEMBER(te_fl_error_sink, host);
-  MEMBER(te_fl_error_sink, write);
-  LAYOUT(te_fl_dtype);
-  MEMBER(te_fl_dtype, code);
-  MEMBER(te_fl_dtype, bits);
-  MEMBER(te_fl_dtype, lanes);
-  LAYOUT(te_fl_device);
-  MEMBER(te_fl_device, type);
-  MEMBER(te_fl_device, index);
-  LAYOUT(te_fl_dltensor);
-  MEMBER(te_fl_dltensor, data);
-  MEMBER(te_fl_dltensor, device);
-  MEMBER(te_fl_dltensor, ndim);
-  MEMBER(te_fl_dltensor, dtype);
-  MEMBER(te_fl_dltensor, shape);
-  MEMBER(te_fl_dltensor, strides);
-  MEMBER(te_fl_dltensor, byte_offset);
-  LAYOUT(te_fl_quant);
-  MEMBER(te_fl_quant, struct_size);
-  MEMBER(te_fl_quant, scaling);
-  MEMBER(te_fl_quant, flags);
-  MEMBER(te_fl_quant, amax_epsilon);
-  MEMBER(te_fl_quant, columnwise_data);
-  MEMBER(te_fl_quant, scale_inv);
-  MEMBER(te_fl_quant, columnwise_scale_inv);
-  MEMBER(te_fl_quant, amax);
-  MEMBER(te_fl_quant, scale);
-  LAYOUT(te_fl_tensor);
-  MEMBER(te_fl_tensor, struct_size);
-  MEMBER(te_fl_tensor, provider);
-  MEMBER(te_fl_tensor, dl);
-  MEMBER(te_fl_tensor, quant);
-  LAYOUT(te_fl_saved);
-  MEMBER(te_fl_saved, struct_size);
-  MEMBER(te_fl_saved, opaque);
-  MEMBER(te_fl_saved, producer);
-  MEMBER(te_fl_saved, storage);
-  LAYOUT(te_fl_extension);
-  MEMBER(te_fl_extension, struct_size);
-  MEMBER(te_fl_extension, type);
-  MEMBER(te_fl_extension, next);
-  LAYOUT(te_fl_rng);
-  MEMBER(te_fl_rng, seed);
-  MEMBER(te_fl_rng, offset);
-  MEMBER(te_fl_rng, state);
-  LAYOUT(te_fl_context);
-  MEMBER(te_fl_context, struct_size);
-  MEMBER(te_fl_context, flags);
-  MEMBER(te_fl_context, device);
-  MEMBER(te_fl_context, provider);
-  MEMBER(te_fl_context, reserved);
-  MEMBER(te_fl_context, stream);
-  MEMBER(te_fl_context, workspace);
-  MEMBER(te_fl_context, workspace_bytes);
-  MEMBER(te_fl_context, plan);
-  MEMBER(te_fl_context, rng);
-  MEMBER(te_fl_context, errors);
-  MEMBER(te_fl_context, extensions);
-  LAYOUT(te_fl_arg_desc);
-  MEMBER(te_fl_arg_desc, struct_size);
-  MEMBER(te_fl_arg_desc, type);
-  MEMBER(te_fl_arg_desc, role);
-  MEMBER(te_fl_arg_desc, since);
-  MEMBER(te_fl_arg_desc, flags);
-  MEMBER(te_fl_arg_desc, offset);
-  MEMBER(te_fl_arg_desc, count_offset);
-  MEMBER(te_fl_arg_desc, dtypes);
-  MEMBER(te_fl_arg_desc, scalings);
-  MEMBER(te_fl_arg_desc, name);
-  MEMBER(te_fl_arg_desc, shape);
-  MEMBER(te_fl_arg_desc, inout_if);
-  MEMBER(te_fl_arg_desc, aliases);
-  MEMBER(te_fl_arg_desc, same_as);
-  MEMBER(te_fl_arg_desc, enum_names);
-  MEMBER(te_fl_arg_desc, neutral);
-  MEMBER(te_fl_arg_desc, min);
-  MEMBER(te_fl_arg_desc, max);
-  LAYOUT(te_fl_op_schema);
-  MEMBER(te_fl_op_schema, struct_size);
-  MEMBER(te_fl_op_schema, version);
-  MEMBER(te_fl_op_schema, flags);
-  MEMBER(te_fl_op_schema, args_size);
-  MEMBER(te_fl_op_schema, args_size_v1);
-  MEMBER(te_fl_op_schema, arg_count);
-  MEMBER(te_fl_op_schema, args);
-  MEMBER(te_fl_op_schema, name);
-  MEMBER(te_fl_op_schema, summary);
-  MEMBER(te_fl_op_schema, formula);
-  MEMBER(te_fl_op_schema, source);
-  LAYOUT(te_fl_op_desc);
-  MEMBER(te_fl_op_desc, struct_size);
-  MEMBER(te_fl_op_desc, param_version);
-  MEMBER(te_fl_op_desc, op_name);
-  MEMBER(te_fl_op_desc, impl_id);
-  MEMBER(te_fl_op_desc, kind);
-  MEMBER(te_fl_op_desc, priority);
-  MEMBER(te_fl_op_desc, flags);
-  MEMBER(te_fl_op_desc, min_arch);
-  MEMBER(te_fl_op_desc, dtypes);
-  MEMBER(te_fl_op_desc, scalings);
-  MEMBER(te_fl_op_desc, device_types);
-  MEMBER(te_fl_op_desc, self);
-  MEMBER(te_fl_op_desc, run);
-  MEMBER(te_fl_op_desc, supports);
-  MEMBER(te_fl_op_desc, workspace);
-  MEMBER(te_fl_op_desc, saved_bytes);
-  MEMBER(te_fl_op_desc, prepare);
-  MEMBER(te_fl_op_desc, destroy_plan);
-  MEMBER(te_fl_op_desc, schema);
-  MEMBER(te_fl_op_desc, vendor);
-  LAYOUT(te_fl_device_props);
-  MEMBER(te_fl_device_props, struct_size);
-  MEMBER(te_fl_device_props, arch);
-  MEMBER(te_fl_device_props, total_memory);
-  MEMBER(te_fl_device_props, free_memory);
-  MEMBER(te_fl_device_props, compute_units);
-  MEMBER(te_fl_device_props, reserved);
-  MEMBER(te_fl_device_props, copy_bandwidth);
-  MEMBER(te_fl_device_props, name);
-  MEMBER(te_fl_device_props, driver);
-  LAYOUT(te_fl_device_api);
-  MEMBER(te_fl_device_api, struct_size);
-  MEMBER(te_fl_device_api, reserved);
-  MEMBER(te_fl_device_api, allocate);
-  MEMBER(te_fl_device_api, free);
-  MEMBER(te_fl_device_api, allocate_pinned);
-  MEMBER(te_fl_device_api, free_pinned);
-  MEMBER(te_fl_device_api, copy);
-  MEMBER(te_fl_device_api, fill);
-  MEMBER(te_fl_device_api, create_stream);
-  MEMBER(te_fl_device_api, destroy_stream);
-  MEMBER(te_fl_device_api, synchronize);
-  MEMBER(te_fl_device_api, create_event);
-  MEMBER(te_fl_device_api, destroy_event);
-  MEMBER(te_fl_device_api, record_event);
-  MEMBER(te_fl_device_api, wait_event);
-  MEMBER(te_fl_device_api, synchronize_event);
-  MEMBER(te_fl_device_api, is_capturing);
-  MEMBER(te_fl_device_api, properties);
-  MEMBER(te_fl_device_api, begin_capture);
-  MEMBER(te_fl_device_api, end_capture);
-  MEMBER(te_fl_device_api, launch_graph);
-  MEMBER(te_fl_device_api, destroy_graph);
-  MEMBER(te_fl_device_api, check_pointer);
-  MEMBER(te_fl_device_api, check_stream);
-  LAYOUT(te_fl_device_desc);
-  MEMBER(te_fl_device_desc, struct_size);
-  MEMBER(te_fl_device_desc, reserved);
-  MEMBER(te_fl_device_desc, device);
-  MEMBER(te_fl_device_desc, provider);
-  MEMBER(te_fl_device_desc, self);
-  MEMBER(te_fl_device_desc, api);
-  LAYOUT(te_fl_host_info);
-  MEMBER(te_fl_host_info, struct_size);
-  MEMBER(te_fl_host_info, abi_major);
-  MEMBER(te_fl_host_info, abi_minor);
-  MEMBER(te_fl_host_info, reserved);
-  MEMBER(te_fl_host_info, version);
-  LAYOUT(te_fl_host_api);
-  MEMBER(te_fl_host_api, struct_size);
-  MEMBER(te_fl_host_api, reserved);
-  MEMBER(te_fl_host_api, host);
-  MEMBER(te_fl_host_api, log);
-  MEMBER(te_fl_host_api, setting);
-  LAYOUT(te_fl_finding);
-  MEMBER(te_fl_finding, struct_size);
-  MEMBER(te_fl_finding, level);
-  MEMBER(te_fl_finding, subject);
-  MEMBER(te_fl_finding, state);
-  MEMBER(te_fl_finding, disables);
-  MEMBER(te_fl_finding, remedy);
-  LAYOUT(te_fl_finding_sink);
-  MEMBER(te_fl_finding_sink, struct_size);
-  MEMBER(te_fl_finding_sink, reserved);
-  MEMBER(te_fl_finding_sink, host);
-  MEMBER(te_fl_finding_sink, write);
-  LAYOUT(te_fl_plugin_api);
-  MEMBER(te_fl_plugin_api, struct_size);
-  MEMBER(te_fl_plugin_api, reserved);
-  MEMBER(te_fl_plugin_api, create);
-  MEMBER(te_fl_plugin_api, devices);
-  MEMBER(te_fl_plugin_api, ops);
-  MEMBER(te_fl_plugin_api, quiesce);
-  MEMBER(te_fl_plugin_api, destroy);
-  MEMBER(te_fl_plugin_api, diagnose);
-  LAYOUT(te_fl_plugin_header);
-  MEMBER(te_fl_plugin_header, magic);
-  MEMBER(te_fl_plugin_header, struct_size);
-  MEMBER(te_fl_plugin_header, abi_major);
-  MEMBER(te_fl_plugin_header, abi_minor);
-  MEMBER(te_fl_plugin_header, min_host_minor);
-  MEMBER(te_fl_plugin_header, features);
-  MEMBER(te_fl_plugin_header, name);
-  MEMBER(te_fl_plugin_header, vendor);
-  MEMBER(te_fl_plugin_header, version);
-  MEMBER(te_fl_plugin_header, build_id);
-  MEMBER(te_fl_plugin_header, api);
-  MEMBER(te_fl_plugin_header, reserved);
-  for (const te_fl_op_schema* op : te_fl::core::catalogue()) {
-    out << "op " << op->name << " v" << op->version << " size " << op->args_size << " v1 "
-        << op->args_size_v1 << "\n";
-    for (uint32_t i = 0; i < op->arg_count; ++i) {
-      const te_fl_arg_desc& a = *op->args[i];
-      out << "  " << a.name << " @" << a.offset << " since " << a.since << "\n";
-    }
-  }
-  return out.str();
+std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  EXPECT_TRUE(file) << path;
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
 }
 
-TEST(Abi, LayoutMatchesTheGoldenFile) {
-  const std::string path = std::string(TE_FL_SOURCE_DIR) + "/tests/abi/golden_offsets.txt";
-  const std::string now = describe_layout();
+void expect_golden(const std::string& name, const std::string& now) {
+  const std::string path = kFolder + name;
   if (std::getenv(kUpdate) != nullptr) std::ofstream(path) << now;
-  std::ifstream file(path);
-  ASSERT_TRUE(file) << path;
-  std::stringstream golden;
-  golden << file.rdbuf();
-  std::istringstream a(golden.str()), b(now);
+  std::istringstream a(text_of(path)), b(now);
   std::string want, got, section;
   for (int line = 1; std::getline(a, want); ++line) {
     ASSERT_TRUE(std::getline(b, got))
-        << "the layout ends before golden line " << line << ": " << want;
+        << "rule R3: the ABI ends before line " << line << " of " << name << ": " << want;
     if (got[0] != ' ') section = got;
-    ASSERT_EQ(got, want) << "golden line " << line << ", in " << section;
+    ASSERT_EQ(got, want) << "rule R3: line " << line << " of " << name << ", in " << section;
   }
-  EXPECT_FALSE(std::getline(b, got)) << "not in the golden file: " << got;
+  EXPECT_FALSE(std::getline(b, got)) << "rule R2: an addition, not in " << name << ": " << got;
+}
+
+TEST(Abi, LayoutMatchesTheGoldenFile) { expect_golden("golden_offsets.txt", describe_layout()); }
+
+TEST(Abi, ValuesMatchTheGoldenFile) { expect_golden("golden_values.txt", describe_values()); }
+
+// "te_fl_quant.scale" -> "@48"; "te_fl_quant" -> "56"; an op's arguments likewise, "op NAME" -> the
+// least size that is accepted.
+std::map<std::string, std::string> places(const std::string& layout) {
+  std::map<std::string, std::string> out;
+  std::istringstream lines(layout);
+  std::string section;
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string first, second, rest, last;
+    words >> first >> second;
+    std::getline(words, rest);
+    if (line[0] == ' ') {
+      out[section + "." + first] = second + rest;
+      continue;
+    }
+    section = first == "op" ? "op " + second : first;
+    last = line.substr(line.rfind(' ') + 1);
+    out[section] = last;
+  }
+  return out;
+}
+
+// Those that have no struct_size keep their size.
+bool may_grow(const std::map<std::string, std::string>& layout, const std::string& type) {
+  return layout.count(type + ".struct_size") != 0;
+}
+
+TEST(Abi, NothingOfAReleasedVersionMoves) {
+  const auto now = places(describe_layout());
+  const auto kept = places(text_of(kFolder + "kept/1.0/offsets.txt"));
+  EXPECT_GT(kept.size(), 600u);
+  for (const auto& [what, where] : kept) {
+    const auto at = now.find(what);
+    ASSERT_NE(at, now.end()) << "rule R3: " << what << " of ABI 1.0 is gone";
+    const bool size = what.find('.') == std::string::npos && what.rfind("op ", 0) != 0;
+    if (size && may_grow(kept, what)) {
+      EXPECT_GE(std::stoul(at->second), std::stoul(where)) << "rule R3: " << what << " has shrunk";
+    } else {
+      EXPECT_EQ(at->second, where) << "rule R3: " << what << " is not as in ABI 1.0";
+    }
+  }
+}
+
+TEST(Abi, NoValueOfAReleasedVersionChanges) {
+  std::map<std::string, std::string> now;
+  std::istringstream lines(describe_values());
+  for (std::string name, value; lines >> name >> value;) now[name] = value;
+  // How far a version counts, and its own number, are what a version changes.
+  const std::regex counts("TE_FL_(DTYPE|SCALING)_COUNT|TE_FL_MASK_ANY_DTYPE|TE_FL_ABI_MINOR");
+  std::istringstream kept(text_of(kFolder + "kept/1.0/values.txt"));
+  int read = 0;
+  for (std::string name, value; kept >> name >> value; ++read) {
+    if (std::regex_match(name, counts)) continue;
+    EXPECT_EQ(now[name], value) << "rule R2: " << name << " is not as in ABI 1.0";
+  }
+  EXPECT_GT(read, 100);
+}
+
+// An enumerator that nobody lists would not be watched.
+TEST(Abi, EveryEnumeratorIsListed) {
+  std::set<std::string> listed;
+  std::istringstream lines(describe_values());
+  for (std::string name, value; lines >> name >> value;) listed.insert(name);
+  int found = 0;
+  for (const char* file : {"include/te_fl/plugin.h", "include/te_fl/ops/enums.h"}) {
+    std::string text = text_of(std::string(TE_FL_SOURCE_DIR) + "/" + file);
+    text = std::regex_replace(text, std::regex(R"(/\*[^*]*\*+([^/*][^*]*\*+)*/)"), "");
+    const std::regex enumerator(R"((TE_FL_\w+)\s*=[^=])");
+    for (std::sregex_iterator m(text.begin(), text.end(), enumerator), end; m != end; ++m) {
+      EXPECT_TRUE(listed.count((*m)[1])) << (*m)[1] << " of " << file << " is not in describe.cpp";
+      ++found;
+    }
+  }
+  EXPECT_GT(found, 100);
+}
+
+// The same for structs and their members.
+TEST(Abi, EveryMemberIsListed) {
+  const auto listed = places(describe_layout());
+  std::string text = text_of(std::string(TE_FL_SOURCE_DIR) + "/include/te_fl/plugin.h");
+  text = std::regex_replace(text, std::regex(R"(/\*[^*]*\*+([^/*][^*]*\*+)*/)"), "");
+  const std::regex structs(R"(typedef struct (te_fl_\w+) \{([^}]*)\} te_fl_)");
+  int found = 0;
+  for (std::sregex_iterator s(text.begin(), text.end(), structs), end; s != end; ++s, ++found) {
+    const std::string body =
+        std::regex_replace((*s)[2].str(), std::regex(R"(TE_FL_INIT\([^;]*\))"), "");
+    // "type name;", "type name[4];", "type (*name)(...);"
+    const std::regex member(R"((?:\(\*(\w+)\)\([^;]*\)|(\w+)(?:\[\d+\])?)\s*;)");
+    for (std::sregex_iterator m(body.begin(), body.end(), member); m != end; ++m) {
+      const std::string name = (*m)[1].matched ? (*m)[1] : (*m)[2];
+      EXPECT_TRUE(listed.count((*s)[1].str() + "." + name))
+          << (*s)[1] << "." << name << " is not in describe.cpp";
+    }
+  }
+  EXPECT_GT(found, 20);
 }
 
 TEST(Abi, DlpackLayouts) {
@@ -264,22 +157,31 @@ TEST(Abi, DlpackLayouts) {
   EXPECT_EQ(offsetof(te_fl_dltensor, byte_offset), 40u);
 }
 
+// All but those that R3 names, and the query's header, which leads with the magic, so that a reader
+// can tell garbage before it trusts a size.
 TEST(Abi, EveryStructBeginsWithItsSize) {
-  EXPECT_EQ(offsetof(te_fl_tensor, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_quant, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_context, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_op_desc, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_op_schema, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_arg_desc, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_device_api, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_device_desc, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_host_api, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_plugin_api, struct_size), 0u);
-  EXPECT_EQ(offsetof(te_fl_saved, struct_size), 0u);
-  // The query's header leads with the magic, so that a reader can tell garbage before it trusts a
-  // size.
+  const std::set<std::string> fixed = {"te_fl_dtype", "te_fl_device", "te_fl_dltensor",
+                                       "te_fl_rng"};
+  auto layout = places(describe_layout());
+  for (const auto& [what, where] : layout) {
+    const bool is_struct = what.find('.') == std::string::npos && what.rfind("op ", 0) != 0;
+    if (!is_struct) continue;
+    const bool sized = layout.count(what + ".struct_size") != 0;
+    EXPECT_NE(sized, fixed.count(what) != 0) << "rule R3: " << what;
+    if (!sized) continue;
+    EXPECT_EQ(layout[what + ".struct_size"], what == "te_fl_plugin_header" ? "@4" : "@0")
+        << "rule R3: " << what;
+  }
+}
+
+// What tells versions apart stays where it is in every major (R2).
+TEST(Abi, TheHeadersBeginningNeverChanges) {
   EXPECT_EQ(offsetof(te_fl_plugin_header, magic), 0u);
   EXPECT_EQ(offsetof(te_fl_plugin_header, struct_size), 4u);
+  EXPECT_EQ(offsetof(te_fl_plugin_header, abi_major), 8u);
+  EXPECT_EQ(offsetof(te_fl_plugin_header, abi_minor), 12u);
+  EXPECT_EQ(TE_FL_PLUGIN_MAGIC, 0x4c464554u);
 }
 
 }  // namespace
+}  // namespace te_fl::test

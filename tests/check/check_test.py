@@ -129,7 +129,7 @@ class Catches(unittest.TestCase):
         for failure in self.failures("one_element"):
             self.assertIn(failure["case"].replace(">", "&gt;"), files["html"])
 
-    def test_the_plugins_file(self):
+    def test_the_plugins_file_and_structs(self):
         code, text, files = check(WRONG_FILE, "--impl", "vendor.wrong.right", "--quick")
         self.assertEqual(code, 1, text)
         failed = {r["case"]: r["message"] for r in json.loads(files["json"])["results"] if r["result"] == "fail"}
@@ -139,6 +139,8 @@ class Catches(unittest.TestCase):
             self.assertIn("Unique", failed["unique symbols"])
         self.assertIn("executable stack", failed["executable stack"])
         self.assertIn("--build-id", failed["build id"])
+        self.assertIn("te_fl_plugin_header is not zero", failed["header"])
+        self.assertIn("behind the struct_size", failed["ext:wrong:0"])
 
     def test_no_plugin_at_all(self):
         code, text, _ = check("/nowhere/libacme.so")

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <thread>
 
@@ -161,7 +162,8 @@ void change_device(FarDevice& device) {
     *out = new char;
     return TE_FL_OK;
   };
-  device.api.destroy_stream = [](void* self, void* stream) -> te_fl_status {
+  device.api.destroy_stream = [](void* self, void* stream,
+                                 const te_fl_error_sink*) -> te_fl_status {
     g_far.synchronize(self, stream, nullptr);
     delete static_cast<char*>(stream);
     return TE_FL_OK;
@@ -172,14 +174,18 @@ void change_device(FarDevice& device) {
     if (status == TE_FL_OK) ++g_used;
     return status;
   };
-  device.api.free = [](void* self, void* data, void* stream) {
+  device.api.free = [](void* self, void* data, void* stream, const te_fl_error_sink* e) {
     --g_used;
-    return g_far.free(self, data, stream);
+    return g_far.free(self, data, stream, e);
   };
-  device.api.properties = [](void* self, te_fl_device_props* props) -> te_fl_status {
-    g_far.properties(self, props);
+  device.api.properties = [](void* self, te_fl_device_props* props,
+                             const te_fl_error_sink* e) -> te_fl_status {
+    g_far.properties(self, props, e);
     props->total_memory = uint64_t{1} << 32;
     props->free_memory = props->total_memory - static_cast<uint64_t>(g_used) * 4096;
+#ifdef WRONG_FILE  // as if every host knew every member
+    std::strcpy(props->driver, "1.0");
+#endif
     return TE_FL_OK;
   };
   device.api.synchronize = [](void* self, void* stream, const te_fl_error_sink* e) -> te_fl_status {
@@ -298,14 +304,18 @@ constexpr te_fl_plugin_header kHeader = {TE_FL_PLUGIN_MAGIC,
                                          sizeof(te_fl_plugin_header),
                                          TE_FL_ABI_MAJOR,
                                          TE_FL_ABI_MINOR,
-                                         TE_FL_ABI_MINOR,
+                                         0,
                                          0,
                                          "wrong",
                                          "wrong",
                                          "1.0.0",
                                          nullptr,
                                          &kApi,
+#ifdef WRONG_FILE
+                                         {&kApi}};
+#else
                                          {}};
+#endif
 
 }  // namespace
 
@@ -314,7 +324,7 @@ extern "C" TE_FL_PLUGIN_EXPORT const te_fl_plugin_header* te_fl_plugin_query(
   return &kHeader;
 }
 
-#ifdef WRONG_EXPORTS
+#ifdef WRONG_FILE
 extern "C" TE_FL_PLUGIN_EXPORT int wrong_helper() { return 1; }
 template <class T>
 struct TE_FL_PLUGIN_EXPORT Unique {

@@ -26,8 +26,6 @@ std::string shift_name(int64_t shift) {
   return shift == 0 ? "" : "/shift=" + std::to_string(shift);
 }
 
-// `shift`: the tensors do not begin where their memory does, but that many elements later, one more
-// for each tensor, so that every alignment that their dtype allows comes up.
 using Maker = std::function<Tensor*(const std::string&, const Dims&, size_t)>;
 std::vector<Tensor*> make_list(Problem& p, const std::string& name, const Shapes& shapes,
                                const Maker& make) {
@@ -37,6 +35,8 @@ std::vector<Tensor*> make_list(Problem& p, const std::string& name, const Shapes
   p.list(name, list);
   return list;
 }
+// `shift`: the tensors do not begin where their memory does, but that many elements later, one more
+// for each tensor, so that every alignment that their dtype allows comes up.
 std::vector<Tensor*> make_list(Problem& p, const std::string& name, Role role, int dtype,
                                const Shapes& shapes, int64_t shift, const Fill& fill) {
   return make_list(p, name, shapes, [&](const std::string& n, const Dims& d, size_t i) {

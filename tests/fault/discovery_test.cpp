@@ -32,7 +32,7 @@ class DiscoveryTest : public ::testing::Test {
  protected:
   // A manifest of a fault plugin in the folder `into`; `more` is put into the object.
   std::string manifest(const std::string& into, const std::string& name, const std::string& library,
-                       const std::string& more = "", const std::string& abi = "0.1",
+                       const std::string& more = "", const std::string& abi = "1.0",
                        const std::string& arch = host_arch()) {
     return folder_.write(into + "/" + name + ".json",
                          "{\"file_format_version\": \"1.0\", \"name\": \"" + name +
@@ -82,7 +82,7 @@ TEST_F(DiscoveryTest, ALibraryPathIsRelativeToItsManifest) {
 }
 
 TEST_F(DiscoveryTest, ArchAbiHashAndNamesAreChecked) {
-  manifest("path", "good", fault_path("good"), "", "0.1",
+  manifest("path", "good", fault_path("good"), "", "1.0",
            host_arch() == "x86_64" ? "aarch64" : "x86_64");
   ProbeRun run = probe();
   EXPECT_TRUE(contains(run.line("good"), "|failed|") && contains(run.line("good"), "aarch64"))

@@ -121,7 +121,7 @@ te_fl_status dev_allocate(void*, size_t bytes, void*, void** out, const te_fl_er
   *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return *out != nullptr ? TE_FL_OK : TE_FL_OUT_OF_MEMORY;
 }
-te_fl_status dev_free(void*, void* data, void*) {
+te_fl_status dev_free(void*, void* data, void*, const te_fl_error_sink*) {
   event("free");
   std::free(data);
   return TE_FL_OK;
@@ -142,7 +142,7 @@ te_fl_status dev_synchronize(void*, void*, const te_fl_error_sink*) {
   if (is("throw_device")) throw Mistake();
   return TE_FL_OK;
 }
-te_fl_status dev_properties(void*, te_fl_device_props* props) {
+te_fl_status dev_properties(void*, te_fl_device_props* props, const te_fl_error_sink*) {
   if (is("throw_device")) throw Mistake();
   std::strcpy(props->name, "fault device");
   props->arch = 7;
@@ -223,6 +223,15 @@ void fill_ops(Instance& self) {
     self.op[0] = describe("fault::forward", forward, &fault::kForward);
     self.op[1] = describe("fault::backward", backward, &fault::kBackward);
     self.op_count = 2;
+  }
+  if (is("newer_minor") || is("newer_misspelt")) {  // an op that this te-fl does not have yet
+    self.op[1] =
+        describe(is("newer_minor") ? "relu_of_a_later_te_fl" : "later::relu", relu, nullptr);
+    self.op_count = 2;
+  }
+  if (is("names_provider")) {  // ops for a device that another plugin has
+    op.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+    op.provider = "stranger";
   }
   if (is("smaller_structs")) op.struct_size = offsetof(te_fl_op_desc, supports);
   if (is("larger_structs")) {
@@ -362,9 +371,12 @@ void fill_header() {
   h.struct_size = larger ? sizeof g_header : sizeof h;
   if (is("smaller_structs")) h.struct_size = offsetof(te_fl_plugin_header, reserved);
   if (is("garbage_header_size")) h.struct_size = 3;
-  h.abi_major = TE_FL_ABI_MAJOR + (is("newer_major") ? 1 : 0);
-  h.abi_minor = TE_FL_ABI_MINOR + (is("newer_abi") ? 1 : 0) - (is("older_abi") ? 1 : 0);
-  h.min_host_minor = is("needs_newer_host") ? TE_FL_ABI_MINOR + 3 : 0;
+  h.abi_major = TE_FL_ABI_MAJOR + (is("newer_major") ? 1 : 0) - (is("older_major") ? 1 : 0);
+  const bool next_minor = is("newer_minor") || is("newer_misspelt") || is("older_major");
+  h.abi_minor = TE_FL_ABI_MINOR + (next_minor ? 1 : 0);
+  h.min_host_minor = is("needs_newer_host") ? TE_FL_ABI_MINOR + 3
+                     : is("needs_its_own")  ? TE_FL_ABI_MINOR
+                                            : 0;
   h.features = is("unknown_feature") ? 4 : 0;
   h.name = is("bad_name") ? "Bad Name!" : is("null_name") ? nullptr : FAULT_NAME;
   h.vendor = is("null_vendor") ? nullptr : "fault";

@@ -39,11 +39,10 @@ const Case kCases[] = {
     {"bad_name", StatusCode::kIncompatible, {"name", "a-z"}, {}},
     {"null_name", StatusCode::kIncompatible, {"name", "a-z"}, {}},
     {"null_vendor", StatusCode::kIncompatible, {"vendor"}, {}},
-    {"newer_major", StatusCode::kIncompatible, {"1.1", "0.1", "R2", "newer te-fl"}, {}},
-    {"newer_abi", StatusCode::kIncompatible, {"0.2", "0.1", "R2", "newer te-fl"}, {}},
-    {"older_abi", StatusCode::kIncompatible, {"0.0", "0.1", "R2", "rebuild"}, {}},
-    {"needs_newer_host", StatusCode::kIncompatible, {"0.4", "0.1", "R2"}, {}},
-    {"unknown_feature", StatusCode::kIncompatible, {"features", "4"}, {}},
+    {"newer_major", StatusCode::kIncompatible, {"2.0", "1.0", "R2", "newer te-fl"}, {}},
+    {"older_major", StatusCode::kIncompatible, {"0.1", "1.0", "R2", "rebuild"}, {}},
+    {"needs_newer_host", StatusCode::kIncompatible, {"1.3", "1.0", "R2", "newer te-fl"}, {}},
+    {"unknown_feature", StatusCode::kIncompatible, {"features 4", "1.0", "R2"}, {}},
     {"throw_create", StatusCode::kInternal, {"create", "thrown by throw_create", "R5"}, {"create"}},
     {"create_fails", StatusCode::kFailedPrecondition, {"the fault device is on fire"}, {"create"}},
     {"create_garbage_status", StatusCode::kInternal, {"create"}, {"create"}},
@@ -71,6 +70,7 @@ const Case kCases[] = {
     {"no_destroy_plan", StatusCode::kInvalidArgument, {"destroy_plan", "R4"}, kWithOps},
     {"second_op_bad", StatusCode::kInvalidArgument, {"gelu", "run", "R4"}, kWithOps},
     {"duplicate", StatusCode::kAlreadyExists, {"vendor.fault", "relu", "R16"}, kWithOps},
+    {"newer_misspelt", StatusCode::kInvalidArgument, {"later::relu", "R17"}, kWithOps},
     {"no_schema", StatusCode::kInvalidArgument, {"fault::unknown", "R17"}, kWithOps},
 };
 

@@ -2,6 +2,8 @@
 // or newer.
 #include <dlfcn.h>
 
+#include <cstring>
+
 #include "fault_fixture.hpp"
 #include "fault_ops.hpp"
 
@@ -28,7 +30,7 @@ TEST_F(PluginCall, AGoodPluginServes) {
   EXPECT_EQ(loaded.state, plugins::State::kActive);
   EXPECT_EQ(loaded.vendor, "fault");
   EXPECT_EQ(loaded.version, "1.2.3");
-  EXPECT_EQ(loaded.abi, "0.1");
+  EXPECT_EQ(loaded.abi, "1.0");
   EXPECT_FALSE(loaded.build_id.empty()) << "the ELF build id stands in for one that is not given";
   EXPECT_EQ(loaded.ops, (std::vector<std::string>{"relu: vendor.fault"}));
   EXPECT_GT(loaded.load_ms, 0);
@@ -50,6 +52,70 @@ TEST_F(PluginCall, LargerAndSmallerStructsServe) {
     EXPECT_EQ(values_of(out), (std::vector<float>{0, 2})) << name;
     EXPECT_TRUE(plugins::deactivate(name, true).ok());
   }
+}
+
+// A device of a provider that no plugin here is, with memory of the host's.
+struct Stranger {
+  te_fl_device_api api{};
+  te_fl_device_desc desc{};
+  Stranger() {
+    api.struct_size = sizeof api;
+    api.allocate = [](void*, size_t bytes, void*, void** out, const te_fl_error_sink*) {
+      *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    api.free = [](void*, void* data, void*, const te_fl_error_sink*) {
+      std::free(data);
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    api.copy = [](void*, void* dst, const void* src, size_t bytes, uint32_t, void*,
+                  const te_fl_error_sink*) {
+      std::memcpy(dst, src, bytes);
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    api.fill = [](void*, void* dst, uint8_t value, size_t bytes, void*, const te_fl_error_sink*) {
+      std::memset(dst, value, bytes);
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    api.synchronize = [](void*, void*, const te_fl_error_sink*) {
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    api.properties = [](void*, te_fl_device_props*, const te_fl_error_sink*) {
+      return static_cast<te_fl_status>(TE_FL_OK);
+    };
+    desc.struct_size = sizeof desc;
+    desc.device = {TE_FL_DEVICE_EXT, 0};
+    desc.provider = "stranger";
+    desc.api = &api;
+  }
+};
+
+TEST_F(PluginCall, AnImplementationIsGivenOneProvidersMemory) {
+  const Stranger stranger;
+  const Device theirs = devices::add(&stranger.desc).value();
+  load("device");  // relu for kDLExtDev, and a device of provider 'fault'
+  const Device own = parse_device("ext:fault:0").value();
+  const auto relu_on = [](const Device& device) {
+    const PolicyScope scope(only("relu", "vendor.fault"));
+    const Tensor out = floats({9, 9}, device);
+    const Status status = call_relu(floats({-1, 2}, device), out);
+    if (status.ok()) {
+      EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
+    }
+    return status;
+  };
+  EXPECT_TRUE(relu_on(own).ok());
+  const Status refused = relu_on(theirs);
+  EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << refused.to_string();
+  EXPECT_TRUE(
+      contains(refused.to_string(), "the tensors are on ext:stranger:0, it serves ext of fault"))
+      << refused.to_string();
+  EXPECT_TRUE(plugins::deactivate("device", true).ok());
+
+  load("names_provider");  // relu for the devices of provider 'stranger'
+  EXPECT_TRUE(relu_on(theirs).ok());
+  EXPECT_TRUE(plugins::deactivate("names_provider", true).ok());
+  EXPECT_TRUE(devices::remove(theirs).ok());
 }
 
 TEST_F(PluginCall, ExceptionsOfEveryEntryAreErrors) {

@@ -41,11 +41,15 @@ class FarDevice {
     api.allocate = [](void* self, size_t bytes, void*, void** out, const te_fl_error_sink* e) {
       return of(self).allocate(bytes, out, e);
     };
-    api.free = [](void* self, void* data, void* stream) { return of(self).release(data, stream); };
+    api.free = [](void* self, void* data, void* stream, const te_fl_error_sink*) {
+      return of(self).release(data, stream);
+    };
     api.allocate_pinned = [](void* self, size_t bytes, void** out, const te_fl_error_sink* e) {
       return of(self).allocate_pinned(bytes, out, e);
     };
-    api.free_pinned = [](void* self, void* data) { return of(self).free_pinned(data); };
+    api.free_pinned = [](void* self, void* data, const te_fl_error_sink*) {
+      return of(self).free_pinned(data);
+    };
     api.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host, void* stream,
                   const te_fl_error_sink* e) {
       return of(self).copy(dst, src, bytes, host, stream, e);
@@ -59,11 +63,12 @@ class FarDevice {
     api.synchronize = [](void* self, void* stream, const te_fl_error_sink* e) {
       return of(self).synchronize(stream, e);
     };
-    api.is_capturing = [](void* self, void*, int32_t* capturing) -> te_fl_status {
+    api.is_capturing = [](void* self, void*, int32_t* capturing,
+                          const te_fl_error_sink*) -> te_fl_status {
       *capturing = of(self).capturing.load() ? 1 : 0;
       return TE_FL_OK;
     };
-    api.properties = [](void*, te_fl_device_props* props) -> te_fl_status {
+    api.properties = [](void*, te_fl_device_props* props, const te_fl_error_sink*) -> te_fl_status {
       props->arch = 7;
       std::strcpy(props->name, "far");
       return TE_FL_OK;

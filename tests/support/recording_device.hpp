@@ -178,7 +178,7 @@ class RecordingDevice {
       }
       return TE_FL_OK;
     };
-    api_.free = [](void* self, void* data, void* stream) -> te_fl_status {
+    api_.free = [](void* self, void* data, void* stream, const te_fl_error_sink*) -> te_fl_status {
       of(self).release(data, stream);
       return TE_FL_OK;
     };
@@ -199,12 +199,14 @@ class RecordingDevice {
     api_.synchronize = [](void*, void* stream, const te_fl_error_sink*) -> te_fl_status {
       return capture_of(stream) == nullptr ? TE_FL_OK : TE_FL_INTERNAL;
     };
-    api_.properties = [](void*, te_fl_device_props*) -> te_fl_status { return TE_FL_OK; };
+    api_.properties = [](void*, te_fl_device_props*, const te_fl_error_sink*) -> te_fl_status {
+      return TE_FL_OK;
+    };
     api_.create_stream = [](void*, void** out, const te_fl_error_sink*) -> te_fl_status {
       *out = new Stream;
       return TE_FL_OK;
     };
-    api_.destroy_stream = [](void*, void* stream) -> te_fl_status {
+    api_.destroy_stream = [](void*, void* stream, const te_fl_error_sink*) -> te_fl_status {
       delete static_cast<Stream*>(stream);
       return TE_FL_OK;
     };
@@ -212,13 +214,14 @@ class RecordingDevice {
       *out = new char;
       return TE_FL_OK;
     };
-    api_.destroy_event = [](void*, void* event) -> te_fl_status {
+    api_.destroy_event = [](void*, void* event, const te_fl_error_sink*) -> te_fl_status {
       delete static_cast<char*>(event);
       return TE_FL_OK;
     };
-    api_.record_event = [](void*, void*, void*) -> te_fl_status { return TE_FL_OK; };
-    api_.wait_event = [](void*, void*, void*) -> te_fl_status { return TE_FL_OK; };
-    api_.is_capturing = [](void*, void* stream, int32_t* capturing) -> te_fl_status {
+    api_.record_event = api_.wait_event =
+        [](void*, void*, void*, const te_fl_error_sink*) -> te_fl_status { return TE_FL_OK; };
+    api_.is_capturing = [](void*, void* stream, int32_t* capturing,
+                           const te_fl_error_sink*) -> te_fl_status {
       *capturing = capture_of(stream) != nullptr ? 1 : 0;
       return TE_FL_OK;
     };
@@ -244,7 +247,7 @@ class RecordingDevice {
       }
       return TE_FL_OK;
     };
-    api_.destroy_graph = [](void* self, void* graph) -> te_fl_status {
+    api_.destroy_graph = [](void* self, void* graph, const te_fl_error_sink*) -> te_fl_status {
       of(self).destroy(static_cast<Graph*>(graph));
       return TE_FL_OK;
     };

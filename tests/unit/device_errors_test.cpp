@@ -65,7 +65,7 @@ struct Chip {
       c.held += bytes;
       return TE_FL_OK;
     };
-    api.free = [](void* self, void* data, void*) -> te_fl_status {
+    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) -> te_fl_status {
       const auto block = of(self).blocks.find(static_cast<char*>(data));
       of(self).held -= block->second;
       of(self).blocks.erase(block);
@@ -86,11 +86,14 @@ struct Chip {
       ++of(self).synchronised;
       return of(self).answer(errors);
     };
-    api.is_capturing = [](void* self, void*, int32_t* capturing) -> te_fl_status {
+    api.is_capturing = [](void* self, void*, int32_t* capturing,
+                          const te_fl_error_sink*) -> te_fl_status {
       *capturing = of(self).capturing ? 1 : 0;
       return TE_FL_OK;
     };
-    api.properties = [](void*, te_fl_device_props*) -> te_fl_status { return TE_FL_OK; };
+    api.properties = [](void*, te_fl_device_props*, const te_fl_error_sink*) -> te_fl_status {
+      return TE_FL_OK;
+    };
     api.check_pointer = [](void* self, const void* data, size_t bytes,
                            const te_fl_error_sink* errors) -> te_fl_status {
       const auto* p = static_cast<const char*>(data);
@@ -290,7 +293,9 @@ TEST_F(DeviceErrors, AStickyErrorRetiresTheDeviceWhereverItShows) {
 
 TEST_F(DeviceErrors, AStickyErrorThatAnEventMeetsRetiresTheDeviceToo) {
   int event = 0;
-  chip.api.record_event = chip.api.wait_event = [](void* self, void*, void*) -> te_fl_status {
+  chip.api.record_event = chip.api.wait_event = [](void* self, void*, void*,
+                                                   const te_fl_error_sink* errors) -> te_fl_status {
+    if (Chip::of(self).next_error != TE_FL_OK) errors->write(errors->host, "the queue is dead");
     return Chip::of(self).next_error;
   };
   ASSERT_OK(call(&chip.stream));
@@ -300,8 +305,9 @@ TEST_F(DeviceErrors, AStickyErrorThatAnEventMeetsRetiresTheDeviceToo) {
   EXPECT_FAILS(devices::wait_event(device, &event, &chip.stream), kInternal,
                "enqueued last, newest first: 'test::five' by vendor.native");
   chip.next_error = TE_FL_DEVICE_LOST;
-  EXPECT_FAILS(devices::record_event(device, &event, &chip.stream), kDeviceLost,
-               "recording an event on cuda:0");
+  const Status lost = devices::record_event(device, &event, &chip.stream);
+  EXPECT_FAILS(lost, kDeviceLost, "recording an event on cuda:0");
+  EXPECT_NE(lost.to_string().find("the queue is dead"), std::string::npos) << lost.to_string();
   chip.next_error = TE_FL_OK;
   EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since recording an event on cuda:0");
 }

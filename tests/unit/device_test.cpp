@@ -35,7 +35,7 @@ struct FakeDevice {
       *out = std::aligned_alloc(256, (bytes + 256) / 256 * 256);
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.free = [](void* self, void* data, void*) {
+    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) {
       ++static_cast<FakeDevice*>(self)->frees;
       std::free(data);
       return static_cast<te_fl_status>(TE_FL_OK);
@@ -53,7 +53,7 @@ struct FakeDevice {
     api.synchronize = [](void*, void*, const te_fl_error_sink*) {
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.properties = [](void*, te_fl_device_props* props) {
+    api.properties = [](void*, te_fl_device_props* props, const te_fl_error_sink*) {
       props->arch = 7;
       return static_cast<te_fl_status>(TE_FL_OK);
     };
@@ -137,7 +137,7 @@ TEST(HostDevice, PropertiesOfASmallerStructStayInside) {
   std::memset(raw, 0xee, sizeof raw);
   const uint32_t size = offsetof(te_fl_device_props, compute_units);
   std::memcpy(raw, &size, sizeof size);
-  ASSERT_EQ(host->api->properties(host->self, reinterpret_cast<te_fl_device_props*>(raw)),
+  ASSERT_EQ(host->api->properties(host->self, reinterpret_cast<te_fl_device_props*>(raw), nullptr),
             TE_FL_OK);
   for (size_t i = size; i < sizeof raw; ++i) ASSERT_EQ(raw[i], 0xee) << i;
 }
@@ -259,24 +259,30 @@ struct FakeStreams : FakeDevice {
       *out = &fake->streams[fake->made_streams++];
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.destroy_stream = [](void* self, void* s) { return note(self, "destroy", s); };
+    api.destroy_stream = [](void* self, void* s, const te_fl_error_sink*) {
+      return note(self, "destroy", s);
+    };
     api.create_event = [](void* self, void** out, const te_fl_error_sink*) {
       auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
       *out = &fake->events[fake->made_events++];
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.destroy_event = [](void* self, void* e) { return note(self, "destroy", e); };
-    api.record_event = [](void* self, void* e, void* s) {
+    api.destroy_event = [](void* self, void* e, const te_fl_error_sink*) {
+      return note(self, "destroy", e);
+    };
+    api.record_event = [](void* self, void* e, void* s, const te_fl_error_sink*) {
       return note(self, "record", e, s, true);
     };
-    api.wait_event = [](void* self, void* e, void* s) { return note(self, "wait", e, s, true); };
+    api.wait_event = [](void* self, void* e, void* s, const te_fl_error_sink*) {
+      return note(self, "wait", e, s, true);
+    };
     api.synchronize_event = [](void* self, void* e, const te_fl_error_sink*) {
       return note(self, "sync", e);
     };
     api.synchronize = [](void* self, void* s, const te_fl_error_sink*) {
       return note(self, "sync", s);
     };
-    api.is_capturing = [](void* self, void* s, int32_t* out) {
+    api.is_capturing = [](void* self, void* s, int32_t* out, const te_fl_error_sink*) {
       auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
       *out = fake->capturing && s != nullptr;
       return static_cast<te_fl_status>(TE_FL_OK);

@@ -51,7 +51,7 @@ struct FakeDevice {
       static_cast<FakeDevice*>(self)->blocks[*out] = bytes;
       return TE_FL_OK;
     };
-    api.free = [](void* self, void* data, void*) -> te_fl_status {
+    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) -> te_fl_status {
       EXPECT_EQ(static_cast<FakeDevice*>(self)->blocks.erase(data), 1u);
       std::free(data);
       return TE_FL_OK;
@@ -72,11 +72,13 @@ struct FakeDevice {
       if (d->sync_status != TE_FL_OK) errors->write(errors->host, "illegal address");
       return d->sync_status;
     };
-    api.is_capturing = [](void* self, void*, int32_t* capturing) -> te_fl_status {
+    api.is_capturing = [](void* self, void*, int32_t* capturing,
+                          const te_fl_error_sink*) -> te_fl_status {
       *capturing = static_cast<FakeDevice*>(self)->capturing ? 1 : 0;
       return TE_FL_OK;
     };
-    api.properties = [](void* self, te_fl_device_props* props) -> te_fl_status {
+    api.properties = [](void* self, te_fl_device_props* props,
+                        const te_fl_error_sink*) -> te_fl_status {
       props->arch = static_cast<FakeDevice*>(self)->arch;
       return TE_FL_OK;
     };

@@ -103,9 +103,9 @@ TEST_F(Graphs, MemoryIsAllocatedAndFreedOnTheCurrentStream) {
     allocated_on = stream;
     return allocate(self, bytes, stream, out, errors);
   };
-  recorder.api().free = [](void* self, void* data, void* stream) {
+  recorder.api().free = [](void* self, void* data, void* stream, const te_fl_error_sink* errors) {
     freed_on = stream;
-    return free(self, data, stream);
+    return free(self, data, stream, errors);
   };
   const Stream stream = Stream::create(device).value();
   Tensor t;
@@ -187,7 +187,7 @@ TEST_F(Graphs, ScratchOutlivesItsStreamWhereTheGraphDoesNotKeepIt) {
   EXPECT_EQ(recorder.blocks(), before + 1);
   EXPECT_EQ(recorder.api().launch_graph(&recorder, graph, nullptr, nullptr), TE_FL_OK);
   EXPECT_EQ(now(x), 2);
-  EXPECT_EQ(recorder.api().destroy_graph(&recorder, graph), TE_FL_OK);
+  EXPECT_EQ(recorder.api().destroy_graph(&recorder, graph, nullptr), TE_FL_OK);
 }
 
 TEST_F(Graphs, ALaunchThatMeetsAStickyErrorRetiresTheDevice) {

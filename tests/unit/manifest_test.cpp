@@ -23,7 +23,7 @@ bool contains(const std::string& text, const std::string& part) {
 
 json good() {
   return {{"file_format_version", "1.0"},          {"name", "acme"},   {"vendor", "acme"},
-          {"library_path", "../libte_fl_acme.so"}, {"arch", "x86_64"}, {"abi", "0.1"}};
+          {"library_path", "../libte_fl_acme.so"}, {"arch", "x86_64"}, {"abi", "1.0"}};
 }
 
 json with(const std::string& key, const json& value) {
@@ -47,8 +47,8 @@ TEST(ManifestTest, ReadsEveryKey) {
   EXPECT_EQ(m.vendor, "acme");
   EXPECT_EQ(m.library_path, "/opt/te_fl/plugins.d/../libte_fl_acme.so");
   EXPECT_EQ(m.arch, "x86_64");
-  EXPECT_EQ(m.abi_major, 0);
-  EXPECT_EQ(m.abi_minor, 1);
+  EXPECT_EQ(m.abi_major, 1);
+  EXPECT_EQ(m.abi_minor, 0);
   EXPECT_EQ(m.probe.pci_vendor, 0x10de);
   EXPECT_EQ(m.probe.device_node, "/dev/nvidia0");
   EXPECT_EQ(m.sha256, std::string(62, '0') + "af");

@@ -28,7 +28,7 @@ const te_fl_plugin_header* query(const te_fl_host_info*) {
   header.struct_size = sizeof header;
   header.abi_major = TE_FL_ABI_MAJOR;
   header.abi_minor = TE_FL_ABI_MINOR;
-  header.min_host_minor = TE_FL_ABI_MINOR;
+  header.min_host_minor = 0;
   header.name = "talker";
   header.vendor = "acme";
   header.api = &api;

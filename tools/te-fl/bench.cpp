@@ -117,7 +117,9 @@ Result<std::vector<std::string>> implementations_of(const BenchOptions& options,
     if (impl.op != options.op) continue;
     known.push_back(impl.impl_id);
     const int32_t type = device.is_host() ? int32_t{TE_FL_DEVICE_CPU} : device.type;
-    if ((impl.desc.device_types >> type & 1) != 0) there.push_back(impl.impl_id);
+    const bool ours = type != TE_FL_DEVICE_EXT || impl.desc.provider == nullptr ||
+                      te_fl::devices::intern_provider(impl.desc.provider) == device.provider;
+    if (ours && (impl.desc.device_types >> type & 1) != 0) there.push_back(impl.impl_id);
   }
   if (options.impls.size() == 1 && options.impls[0] == "all" && !there.empty()) return there;
   for (const std::string& id : options.impls) {

@@ -61,6 +61,9 @@ struct ExtraStep {
 };
 const std::vector<ExtraStep>& extra_steps();
 
+// What rule R3 asks of the plugin's structs; it is active.
+std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin);
+
 // Deactivates the plugin after its ops have run, loads it again, and watches what it leaves behind.
 std::vector<Finding> lifecycle_of(
     const te_fl::plugins::PluginInfo& plugin,

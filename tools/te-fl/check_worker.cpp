@@ -80,6 +80,9 @@ std::vector<Target> targets_of(const te_fl::plugins::PluginInfo& plugin,
     std::set<int32_t> types;
     for (const Device& device : te_fl::devices::list()) {
       if ((impl.desc.device_types >> device.type & 1) == 0) continue;
+      const bool ours = device.type != TE_FL_DEVICE_EXT || impl.desc.provider == nullptr ||
+                        te_fl::devices::intern_provider(impl.desc.provider) == device.provider;
+      if (!ours) continue;
       const std::string name = te_fl::to_string(device);
       if (options.device.empty() ? !types.insert(device.type).second : name != options.device)
         continue;
@@ -256,6 +259,7 @@ class Worker {
       work.emplace_back(subject, cases_of(subject.op));
     }
     say({{"begin", 0}, {"resume", -1}, {"check", "lifecycle"}, {"op", ""}, {"case", ""}});
+    for (const Finding& f : structs_of(plugin_)) say({{"result", f}});
     for (const Finding& f : lifecycle_of(plugin_, work)) say({{"result", f}});
   }
 

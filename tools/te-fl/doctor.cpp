@@ -101,7 +101,10 @@ void check_plugins(Report& report) {
     const std::string state(te_fl::plugins::to_string(p.state));
     if (p.state == te_fl::plugins::State::kActive) {
       report.add(Level::kGood, name + ": " + state + ", " + std::to_string(p.ops.size()) + " ops" +
+                                   (p.abi.empty() ? "" : ", ABI " + p.abi) +
                                    (p.path.empty() ? "" : ", " + p.path));
+      if (!p.reason.empty())
+        report.add(Level::kNote, name + ": " + p.reason, "the ops named", "use a newer te-fl");
       check_surroundings(report, p.name);
     } else {
       const bool failed =

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "te_fl/plugin.h"
+
+// Bytes up to and including a member: the least struct_size that has it.
+#define TE_FL_SIZE_THROUGH(type, member) (offsetof(type, member) + sizeof(type::member))
+
+namespace te_fl::core {
+
+// What a struct that comes from outside must at least hold (R3). These are sizes of ABI 1.0: they
+// stay when a struct grows, so that what was built with earlier headers is still read.
+inline constexpr uint32_t kLeastTensor = TE_FL_SIZE_THROUGH(te_fl_tensor, quant);
+inline constexpr uint32_t kLeastQuant = TE_FL_SIZE_THROUGH(te_fl_quant, scale);
+inline constexpr uint32_t kLeastSaved = TE_FL_SIZE_THROUGH(te_fl_saved, storage);
+inline constexpr uint32_t kLeastArgDesc = TE_FL_SIZE_THROUGH(te_fl_arg_desc, max);
+inline constexpr uint32_t kLeastSchema = TE_FL_SIZE_THROUGH(te_fl_op_schema, source);
+inline constexpr uint32_t kLeastOpDesc = TE_FL_SIZE_THROUGH(te_fl_op_desc, run);
+inline constexpr uint32_t kLeastDeviceApi = TE_FL_SIZE_THROUGH(te_fl_device_api, properties);
+inline constexpr uint32_t kLeastDeviceDesc = TE_FL_SIZE_THROUGH(te_fl_device_desc, api);
+inline constexpr uint32_t kLeastPluginApi = TE_FL_SIZE_THROUGH(te_fl_plugin_api, destroy);
+inline constexpr uint32_t kLeastHeader = TE_FL_SIZE_THROUGH(te_fl_plugin_header, api);
+inline constexpr uint32_t kLeastFinding = TE_FL_SIZE_THROUGH(te_fl_finding, state);
+
+// No struct of the ABI is near this size; a greater struct_size is garbage.
+inline constexpr uint32_t kMaxStructSize = 1u << 16;
+
+inline uint32_t struct_size_of(const void* raw) noexcept {
+  uint32_t size = 0;
+  std::memcpy(&size, raw, sizeof size);
+  return size;
+}
+
+// A copy of an ABI struct that begins with struct_size and may be shorter or longer than ours (R3):
+// members it lacks keep their neutral value, members we do not know are dropped.
+template <class T>
+T copy_struct(const void* raw) noexcept {
+  T out{};
+  const uint32_t size = struct_size_of(raw);
+  std::memcpy(static_cast<void*>(&out), raw, size < sizeof(T) ? size : sizeof(T));
+  out.struct_size = sizeof(T);
+  return out;
+}
+
+// Is the size large enough for what the reader needs and small enough to be one?
+inline bool plausible_size(uint32_t size, size_t minimum) noexcept {
+  return size >= minimum && size <= kMaxStructSize;
+}
+
+}  // namespace te_fl::core

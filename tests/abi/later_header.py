@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""plugin.h as a later version could be: another version number, and every struct that may grow has grown (rule R3).
+
+usage: later_header.py PLUGIN_H OUT MAJOR MINOR
+"""
+import pathlib
+import re
+import sys
+
+STRUCT = re.compile(r"typedef struct (te_fl_\w+) \{\n(.*?)\n\} \1;", re.S)
+# A chain link is the beginning of another struct; it has no end to grow at.
+FIXED = ("te_fl_extension",)
+
+
+def grown(match):
+    name, body = match.groups()
+    if "uint32_t struct_size" not in body or name in FIXED:
+        return match.group(0)
+    # The host reads tensors in words of 16 bytes.
+    members = "\n".join(f"  uint64_t later{i} TE_FL_INIT(0);" for i in range(2 if name == "te_fl_tensor" else 1))
+    return f"typedef struct {name} {{\n{body}\n{members}\n}} {name};"
+
+
+def main():
+    source, out, major, minor = sys.argv[1:]
+    text = pathlib.Path(source).read_text()
+    for name, value in (("MAJOR", major), ("MINOR", minor)):
+        text, count = re.subn(rf"(#define TE_FL_ABI_{name}) \d+u", rf"\1 {value}u", text)
+        assert count == 1, name
+    text, count = STRUCT.subn(grown, text)
+    assert count > 20, count
+    path = pathlib.Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
