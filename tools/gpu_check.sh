@@ -67,7 +67,7 @@ check_staging() {
     --expected tests/conformance/expected_unsupported.txt >"$out/conformance-staged.log" 2>&1
   code=$?
   row "conformance reference.host, staged" "$([ $code = 0 ] && echo passed || echo FAILED)" "$(tail -n 1 "$out/conformance-staged.log")"
-  number='[0-9]+ +[0-9]+ +[0-9.]+ +[0-9.]+$'
+  number='[0-9]+ +[0-9]+ +[0-9.]+ +[0-9.]+ +[0-9.]+$'  # calls, staged, MiB, copying ms, waiting ms
   staged TE_FL_PREFER=reference "reference\.host +$number" '^$'
   staged TE_FL_DENY_VENDORS=nvidia "(default\.cpu|reference\.host) +$number" '^$'
   staged TE_FL_PER_OP=layernorm_fwd=reference "layernorm_fwd +reference\.host +$number" 'vendor\.cuda[.a-z]* +[0-9]+$'

@@ -30,13 +30,18 @@ const Driver& driver() noexcept {
 }
 
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept {
+  // The runtime's first call in a thread makes a context current, which the driver wants to find.
+  constinit static thread_local bool t_has_context = false;
   const Driver& d = driver();
   CUstreamCaptureStatus found{};
-  if (d.is_capturing != nullptr && d.is_capturing(stream, &found) == CUDA_SUCCESS) {
+  if (t_has_context && d.is_capturing != nullptr &&
+      d.is_capturing(stream, &found) == CUDA_SUCCESS) {
     *status = static_cast<cudaStreamCaptureStatus>(found);
     return cudaSuccess;
   }
-  return cudaStreamIsCapturing(stream, status);  // which has the words for what is wrong
+  const cudaError_t error = cudaStreamIsCapturing(stream, status);  // which has words for errors
+  t_has_context = error == cudaSuccess;
+  return error;
 }
 
 #if CUDART_VERSION >= 13000
