@@ -76,6 +76,11 @@ struct World {
   OpId op;
 };
 
+te_fl_status willing(void*, const te_fl_context*, const void* args) {
+  benchmark::DoNotOptimize(args);
+  return TE_FL_OK;
+}
+
 World& world() {
   static World* const w = new World;
   return *w;
@@ -104,6 +109,23 @@ void call(benchmark::State& state) {
   FiveCall five;
   for (auto _ : state) {
     if (!w.manager.call(w.op, &five.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+// Of an implementation that is asked before each call.
+void call_supported(benchmark::State& state) {
+  static World* const asked = [] {
+    auto* w = new World;
+    te_fl_op_desc d = descriptor("default.asked", TE_FL_KIND_DEFAULT);
+    d.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
+    d.supports = &willing;
+    d.priority = 1000;
+    if (Status s = w->registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
+    return w;
+  }();
+  FiveCall five;
+  for (auto _ : state) {
+    if (!asked->manager.call(asked->op, &five.args).ok()) state.SkipWithError("call failed");
   }
 }
 
@@ -259,6 +281,7 @@ void threads(benchmark::internal::Benchmark* b) {
 
 BENCHMARK(control)->Apply(threads);
 BENCHMARK(call)->Apply(threads);
+BENCHMARK(call_supported)->Apply(threads);
 BENCHMARK(call_in_scope)->Apply(threads);
 BENCHMARK(call_while_policy_changes)->Apply(threads);
 BENCHMARK(call)

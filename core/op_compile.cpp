@@ -16,7 +16,8 @@ constexpr size_t kMaxNameLength = 64;
 constexpr size_t kMaxTextLength = 4096;
 constexpr uint32_t kKnownFlags = TE_FL_ARG_OPTIONAL | TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY |
                                  TE_FL_ARG_RAW_FP8 | TE_FL_ARG_QUANT_ONLY | TE_FL_ARG_SAME_DTYPE |
-                                 TE_FL_ARG_ALLOW_OVERLAP | TE_FL_ARG_OPAQUE;
+                                 TE_FL_ARG_ALLOW_OVERLAP | TE_FL_ARG_OPAQUE |
+                                 TE_FL_ARG_STRIDED_CODES;
 
 bool is_identifier(std::string_view text) {
   if (text.empty() || text.size() > kMaxNameLength) return false;

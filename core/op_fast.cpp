@@ -8,6 +8,7 @@
 #include "core/op_finder.hpp"
 #include "core/op_memo.hpp"
 #include "core/settings.hpp"
+#include "core/tensor_access.hpp"
 #include "te_fl/tensor.hpp"
 
 namespace te_fl::core {
@@ -228,8 +229,8 @@ TE_FL_INLINE bool may_alias(const FastOp& op, const uint32_t* begins) {
   return (words[0] | words[1]) != 0;
 }
 
-// Strides that neither overlap nor reach far. Quantised and packed tensors have to be compact,
-// which the Finder finds out.
+// Strides that neither overlap nor reach far. Packed tensors have to be compact, which the Finder
+// finds out.
 [[gnu::noinline]] bool strides_in_order(const FastTensor& f, const te_fl_dltensor& dl) {
   if (dl.dtype.bits < 8) return false;
   for (int32_t d = 0; d < dl.ndim; ++d) {
@@ -244,7 +245,10 @@ TE_FL_INLINE bool may_alias(const FastOp& op, const uint32_t* begins) {
 [[gnu::noinline]] bool quant_in_order(const FastOp& op, const FastTensor& f, const void* args,
                                       const te_fl_tensor& t) {
   const Arg& arg = op.op->args[f.arg];
-  if (t.dl.strides != nullptr || t.quant->struct_size < kLeastQuant) return false;
+  if (t.quant->struct_size < kLeastQuant) return false;
+  if (t.dl.strides != nullptr && !(arg.is(TE_FL_ARG_STRIDED_CODES) && may_be_strided(*t.quant))) {
+    return false;
+  }
   if (t.quant->scaling == TE_FL_SCALING_NONE) return false;
   uint64_t extents = 0;
   for (int32_t d = 0; d < t.dl.ndim; ++d) extents |= static_cast<uint64_t>(t.dl.shape[d]);

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/settings.hpp"
+#include "core/tensor_access.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -195,7 +196,10 @@ Problem Finder::inspect_storage(const Arg& arg, const te_fl_tensor& t, int dtype
 
 Problem Finder::inspect_strides(const Arg& arg, const te_fl_tensor& t, int dtype) const noexcept {
   if (is_compact(t)) return Problem::kNone;
-  if (quant_of(t) != nullptr) return Problem::kQuantStrided;
+  const te_fl_quant* q = quant_of(t);
+  if (q != nullptr && !(arg.is(TE_FL_ARG_STRIDED_CODES) && may_be_strided(*q))) {
+    return Problem::kQuantStrided;
+  }
   if (dtype == TE_FL_F4E2M1) return Problem::kPackedStrided;
   if (arg.is(TE_FL_ARG_ALLOW_OVERLAP)) return Problem::kNone;
   for (int i = 0; i < t.dl.ndim; ++i) {

@@ -195,7 +195,10 @@ std::string Words::quant_text() const {
       return is + ": scaling " + std::string(name(static_cast<Scaling>(q->scaling))) +
              " needs dtype " + (q->scaling == TE_FL_SCALING_NVFP4 ? "f4e2m1" : "f8e4m3|f8e5m2");
     case Problem::kQuantStrided:
-      return is + " with strides " + strides() + ": quantised tensors must be contiguous";
+      return is + " with strides " + strides() + ": quantised tensors must be contiguous" +
+             (arg().is(TE_FL_ARG_STRIDED_CODES)
+                  ? ", unless they are scaled by tensor and have no column-wise copy"
+                  : "");
     case Problem::kNoCopy:
       return is +
              " without row-wise data (dl.data) and without columnwise_data, must have one of them";

@@ -304,7 +304,12 @@ Result<Tensor> Tensor::view(std::span<const int64_t> wanted) const {
                      scaling() == Scaling::kBlock128x128;
     if (!may) return refuse("scaling " + std::string(name(scaling())) + " does not allow views");
     const bool same_last = rank_ > 0 && !shape.empty() && shape.back() == size(-1);
-    if (!same_last) return refuse("a quantised tensor's last dimension must stay the same");
+    if (!same_last && !core::may_be_strided(quant_)) {
+      return refuse(
+          "a quantised tensor's last dimension must stay the same, unless it is scaled by tensor "
+          "and "
+          "has no column-wise copy (rowwise_only())");
+    }
   }
   Tensor t = Access::make({c_.dl.data, shape, {}, dtype_, device_, storage_, c_.dl.byte_offset});
   if (quantized()) Access::set_quant(t, quant_, quant_storage_);
@@ -318,7 +323,10 @@ Result<Tensor> Tensor::slice(int dim, int64_t begin, int64_t end) const {
                             why);
   };
   if (!defined()) return refuse("it is undefined");
-  if (quantized()) return refuse("it is quantised; dequantize it first");
+  if (quantized() && !core::may_be_strided(quant_)) {
+    return refuse(
+        "it is quantised, and not by tensor without a column-wise copy; dequantize it first");
+  }
   const int index = dim < 0 ? dim + rank_ : dim;
   if (index < 0 || index >= rank_) return refuse("there is no such dimension");
   const auto at = static_cast<size_t>(index);
@@ -329,8 +337,10 @@ Result<Tensor> Tensor::slice(int dim, int64_t begin, int64_t end) const {
   Shape shape(shape_.begin(), shape_.begin() + rank_);
   shape[at] = end - begin;
   const int64_t offset = begin * strides_[at] * (bits(dtype_) / 8);
-  return Access::make({c_.dl.data, shape, strides(), dtype_, device_, storage_,
-                       c_.dl.byte_offset + static_cast<uint64_t>(offset)});
+  Tensor t = Access::make({c_.dl.data, shape, strides(), dtype_, device_, storage_,
+                           c_.dl.byte_offset + static_cast<uint64_t>(offset)});
+  if (quantized()) Access::set_quant(t, quant_, quant_storage_);
+  return t;
 }
 
 Result<Tensor> Tensor::transpose(int dim0, int dim1) const {

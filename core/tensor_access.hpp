@@ -46,6 +46,10 @@ struct QuantBytes {
 };
 QuantBytes quant_bytes(DType dtype, Scaling scaling, int64_t m, int64_t k);
 std::array<int64_t, 2> logical_matrix(std::span<const int64_t> shape);
+// Whether a quantised tensor needs no layout but its strides': one scale, no second copy.
+inline bool may_be_strided(const te_fl_quant& q) noexcept {
+  return q.scaling == TE_FL_SCALING_TENSOR && q.columnwise_data == nullptr;
+}
 // Dtype of the scale_inv array.
 DType scale_inv_dtype(Scaling scaling);
 

@@ -213,7 +213,8 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
     return finish(std::move(t));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor t, empty_quantized_like(*this, device));
-  TE_FL_RETURN_IF_ERROR(copy_part(rowwise_codes(), t.rowwise_codes(), stream));
+  TE_FL_RETURN_IF_ERROR(contiguous() ? copy_part(rowwise_codes(), t.rowwise_codes(), stream)
+                                     : copy_strided(rowwise_codes(), t.rowwise_codes(), stream));
   TE_FL_RETURN_IF_ERROR(copy_part(columnwise_codes(), t.columnwise_codes(), stream));
   TE_FL_RETURN_IF_ERROR(copy_part(scale_inv(), t.scale_inv(), stream));
   TE_FL_RETURN_IF_ERROR(copy_part(columnwise_scale_inv(), t.columnwise_scale_inv(), stream));

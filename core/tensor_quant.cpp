@@ -143,7 +143,8 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   TE_FL_ASSIGN_OR_RETURN(parts->block, core::shared_memory(device, l.total));
   char* const base = static_cast<char*>(parts->block.get());
   void* stream = devices::current_stream();
-  const int64_t zeroed_from = spec.clear_scales ? l.zeroed_from : l.amax;
+  const bool sets_amax = tensor_mode && spec.compute_scale;
+  const int64_t zeroed_from = spec.clear_scales ? l.zeroed_from : sets_amax ? -1 : l.amax;
   if (zeroed_from >= 0) {
     TE_FL_RETURN_IF_ERROR(devices::fill(device, base + zeroed_from, 0,
                                         static_cast<size_t>(l.total - zeroed_from), stream));
@@ -184,15 +185,19 @@ bool Tensor::has_columnwise() const noexcept {
   return quantized() && quant_.columnwise_data != nullptr;
 }
 
+Tensor Tensor::rowwise_only() const {
+  if (!quantized() || !has_rowwise()) return {};
+  Tensor t = *this;
+  t.quant_.columnwise_data = t.quant_.columnwise_scale_inv = nullptr;
+  return t;
+}
+
 Tensor Tensor::rowwise_codes() const {
   if (!quantized() || !has_rowwise()) return {};
   const Shape packed{bytes_for(dtype_, numel())};
   const bool four_bit = dtype_ == DType::kF4E2M1;
-  return Access::make({raw_data(),
-                       four_bit ? std::span<const int64_t>(packed) : shape(),
-                       {},
-                       DType::kU8,
-                       device_,
+  return Access::make({raw_data(), four_bit ? std::span<const int64_t>(packed) : shape(),
+                       four_bit ? std::span<const int64_t>() : strides(), DType::kU8, device_,
                        storage_});
 }
 

@@ -59,11 +59,17 @@ struct DotProductAttention::Impl {
                         const AttentionInputs& inputs) const;
   Result<detail::Fp8Mode> begin(bool training);
   Result<Tensor> quantized(const detail::Fp8Mode& mode, detail::Role role,
-                           std::span<const int64_t> shape, int64_t slot, bool record) const;
+                           std::span<const int64_t> shape, int64_t slot, bool record,
+                           bool columns = false) const;
+  // Codes of heads [.., H, D] as what the product after it takes, [.., H D].
+  Result<Tensor> merged_codes(const detail::Fp8Mode& mode, std::span<const int64_t> shape,
+                              bool columns, bool record) const;
   Result<Tensor> quantize(const detail::Fp8Mode& mode, const Tensor& x, detail::Role role,
                           int64_t slot, bool record) const;
   Result<Tensor> dequantize(const Tensor& x) const;
-  Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training);
+  // The output, FP8: merged_codes().
+  Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training,
+                             bool columns);
   Result<Gradients> run_backward(AttentionRecord& record, const Tensor& d_o, const Gradients* into);
 
   // The members that both argument structs have.
@@ -146,17 +152,28 @@ Result<detail::Fp8Mode> DotProductAttention::Impl::begin(bool training) {
 
 Result<Tensor> DotProductAttention::Impl::quantized(const detail::Fp8Mode& mode, detail::Role role,
                                                     std::span<const int64_t> shape, int64_t slot,
-                                                    bool record) const {
+                                                    bool record, bool columns) const {
   const auto& state = role == detail::Role::kGradient ? *backward_state : *forward_state;
-  return detail::empty_quantized(*mode.recipe, role, shape, {}, options.device, state, slot,
-                                 record);
+  return detail::empty_quantized(*mode.recipe, role, shape,
+                                 {.rowwise = true, .columnwise = columns}, options.device, state,
+                                 slot, record);
+}
+
+Result<Tensor> DotProductAttention::Impl::merged_codes(const detail::Fp8Mode& mode,
+                                                       std::span<const int64_t> shape, bool columns,
+                                                       bool record) const {
+  Shape merged(shape.begin(), shape.end() - 1);
+  merged.back() *= shape.back();
+  return quantized(mode, detail::Role::kInput, merged, kOSlot, record, columns);
 }
 
 Result<Tensor> DotProductAttention::Impl::quantize(const detail::Fp8Mode& mode, const Tensor& x,
                                                    detail::Role role, int64_t slot,
                                                    bool record) const {
   TE_FL_ASSIGN_OR_RETURN(Tensor q, quantized(mode, role, x.shape(), slot, record));
-  TE_FL_RETURN_IF_ERROR(detail::quantize(x, q));
+  // Not every implementation quantises what is not compact.
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
+  TE_FL_RETURN_IF_ERROR(detail::quantize(rows, q));
   return q;
 }
 
@@ -170,11 +187,13 @@ Result<Tensor> DotProductAttention::Impl::dequantize(const Tensor& x) const {
 }
 
 Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
-                                                      const Extents& extents, bool training) {
+                                                      const Extents& extents, bool training,
+                                                      bool columns) {
   const bool fp8 = record.mode.fp8;
+  Tensor merged;
   if (fp8) {
-    TE_FL_ASSIGN_OR_RETURN(
-        record.o, quantized(record.mode, detail::Role::kInput, record.q.shape(), kOSlot, training));
+    TE_FL_ASSIGN_OR_RETURN(merged, merged_codes(record.mode, record.q.shape(), columns, training));
+    TE_FL_ASSIGN_OR_RETURN(record.o, merged.rowwise_only().view(record.q.shape()));
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,
                            quantized(record.mode, detail::Role::kInput, one, kSSlot, training));
@@ -210,7 +229,7 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     }
   }
   TE_FL_RETURN_IF_ERROR(ops::fused_attn_fwd(args, call));
-  return fp8 ? dequantize(record.o) : record.o;
+  return fp8 ? merged : record.o;
 }
 
 Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
@@ -220,7 +239,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   Tensor grad_out = d_o;
   Tensor dp_quant;
   auto gradient_like = [&](const Tensor& x, Tensor Gradients::*given) -> Result<Tensor> {
-    if (!fp8 && into != nullptr) return into->*given;
+    if (into != nullptr && (into->*given).quantized() == fp8) return into->*given;
     if (!fp8) return detail::empty_like(x, options.activation_dtype);
     return quantized(record.mode, detail::Role::kGradient, x.shape(), kDqkvSlot, true);
   };
@@ -232,8 +251,10 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
           {backward_state, *record.mode.delayed(),
            detail::fp8_dtype(*record.mode.recipe, detail::Role::kGradient)});
     }
-    TE_FL_ASSIGN_OR_RETURN(grad_out,
-                           quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot, true));
+    if (!d_o.quantized()) {
+      TE_FL_ASSIGN_OR_RETURN(grad_out,
+                             quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot, true));
+    }
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(dp_quant,
                            quantized(record.mode, detail::Role::kGradient, one, kDpSlot, true));
@@ -266,6 +287,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   TE_FL_RETURN_IF_ERROR(dsink.commit());
   if (fp8) {
     for (Tensor Gradients::*grad : {&Gradients::dq, &Gradients::dk, &Gradients::dv}) {
+      if (into != nullptr && (into->*grad).quantized()) continue;
       TE_FL_ASSIGN_OR_RETURN(Tensor high, dequantize(grads.*grad));
       if (into != nullptr) TE_FL_RETURN_IF_ERROR(detail::copy(high, into->*grad));
       grads.*grad = into != nullptr ? into->*grad : std::move(high);
@@ -313,8 +335,29 @@ Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
   return module;
 }
 
+Result<detail::Fp8Mode> DotProductAttention::begin(bool training) { return impl_->begin(training); }
+
+Result<Tensor> DotProductAttention::codes(const detail::Fp8Mode& mode, Codes what,
+                                          std::span<const int64_t> shape, bool training) {
+  if (what == Codes::kQkv) {
+    return impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot, training);
+  }
+  const bool qkv = what == Codes::kQkvGrad;  // which products read both ways
+  return impl_->quantized(mode, detail::Role::kGradient, shape, qkv ? kDqkvSlot : kDoSlot, true,
+                          qkv);
+}
+
 Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                             Ctx* ctx, const AttentionInputs& inputs) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor o, forward_codes(q, k, v, ctx, inputs, false));
+  if (!o.quantized()) return o;
+  TE_FL_ASSIGN_OR_RETURN(Tensor heads, o.view(q.shape()));
+  return impl_->dequantize(heads);
+}
+
+Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  Ctx* ctx, const AttentionInputs& inputs,
+                                                  bool columns) {
   const bool training = ctx != nullptr;
   auto record = std::make_unique<AttentionRecord>();
   record->inputs = inputs;
@@ -330,7 +373,8 @@ Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, co
   TE_FL_ASSIGN_OR_RETURN(Extents extents, impl_->check(q, k, v, record->inputs));
   TE_FL_ASSIGN_OR_RETURN(record->mode, impl_->begin(training));
   if (record->mode.fp8) {
-    const auto input = [&](const Tensor& x) {
+    const auto input = [&](const Tensor& x) -> Result<Tensor> {
+      if (x.quantized()) return x;
       return impl_->quantize(record->mode, x, detail::Role::kInput, kQkvSlot, training);
     };
     TE_FL_ASSIGN_OR_RETURN(record->q, input(q));
@@ -341,7 +385,7 @@ Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, co
     record->k = k;
     record->v = v;
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor o, impl_->run_forward(*record, extents, training));
+  TE_FL_ASSIGN_OR_RETURN(Tensor o, impl_->run_forward(*record, extents, training, columns));
   if (training) ctx->store(this, std::move(record));
   return o;
 }

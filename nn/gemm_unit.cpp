@@ -47,7 +47,25 @@ Result<Tensor> GemmUnit::input_buffer(const Use& use, int64_t rows) {
                          kInputSlot, use.training);
 }
 
+namespace {
+
+Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
+  const DelayedScaling* delayed = use.mode.delayed();
+  if (use.mode.fp8 && delayed != nullptr && (x.has_columnwise() || !columns)) return {};
+  return invalid_argument(
+      x.describe() +
+      " is quantised, which a linear map takes under delayed scaling with room for the copies that "
+      "its products read; dequantize it first");
+}
+
+}  // namespace
+
 Result<Tensor> GemmUnit::prepare_input(const Use& use, const Tensor& x) {
+  if (x.quantized()) {
+    TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.training));
+    if (use.training) TE_FL_RETURN_IF_ERROR(fill_columns(x));
+    return x;
+  }
   if (!use.mode.fp8) return cast(x, spec_.activation_dtype);
   TE_FL_ASSIGN_OR_RETURN(Tensor input, input_buffer(use, x.size(0)));
   TE_FL_RETURN_IF_ERROR(quantize(x, input));
@@ -79,14 +97,19 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
 }
 
 Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options,
-                                 const Tensor* residual) {
+                                 const Tensor* residual, const Tensor* into) {
   if (use.mode.calibrating) {
     TE_FL_RETURN_IF_ERROR(running_amax(input, forward_->amax_slot(kInputSlot)));
     TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor weight, gemm_weight(use, options));
-  TE_FL_ASSIGN_OR_RETURN(Tensor output, Tensor::empty({input.size(0), spec_.out},
-                                                      spec_.activation_dtype, spec_.device));
+  Tensor output;
+  if (into != nullptr) {
+    output = *into;
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        output, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
+  }
   te_fl_generic_gemm_args args{};
   args.a = input;
   args.b = weight;
@@ -118,6 +141,15 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
 
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
   Gradient grad;
+  if (dy.quantized()) {
+    TE_FL_RETURN_IF_ERROR(check_codes(use, dy, true));
+    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
+    TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
+    TE_FL_RETURN_IF_ERROR(dbias.commit());
+    grad.tensor = dy;
+    grad.bias_done = true;
+    return grad;
+  }
   if (!use.mode.fp8) {
     TE_FL_ASSIGN_OR_RETURN(grad.tensor, cast(dy, spec_.activation_dtype));
     return grad;
@@ -138,9 +170,14 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   return grad;
 }
 
-Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad) {
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor dx, Tensor::empty({grad.size(0), spec_.in}, spec_.activation_dtype, spec_.device));
+Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor* into) {
+  Tensor dx;
+  if (into != nullptr) {
+    dx = *into;
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        dx, Tensor::empty({grad.size(0), spec_.in}, spec_.activation_dtype, spec_.device));
+  }
   te_fl_generic_gemm_args args{};
   args.a = grad;
   args.b = use.weight;
@@ -169,9 +206,9 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
   return {};
 }
 
-Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy) {
+Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor, into));
   TE_FL_RETURN_IF_ERROR(wgrad(use, grad));
   return dx;
 }

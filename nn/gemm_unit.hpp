@@ -42,12 +42,13 @@ class GemmUnit {
   // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
   // high precision.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
-  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype.
+  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype. Row-wise
+  // codes are taken as they are; for training they bring room for the column-wise copy.
   Result<Tensor> prepare_input(const Use& use, const Tensor& x);
-  // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype. `input` came from
-  // input_buffer() or prepare_input().
+  // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype, or in `into`.
+  // `input` came from input_buffer() or prepare_input().
   Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
-                         const Tensor* residual = nullptr);
+                         const Tensor* residual = nullptr, const Tensor* into = nullptr);
 
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows);
@@ -55,14 +56,15 @@ class GemmUnit {
     Tensor tensor;           // quantised or of the activation dtype
     bool bias_done = false;  // the bias gradient is already accumulated
   };
-  // dy [rows, out] as the backward GEMMs want it.
+  // dy [rows, out] as the backward GEMMs want it. Row-wise codes are taken as they are and
+  // bring room for the column-wise copy.
   Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
-  // dy W, [rows, in] in the activation dtype.
-  Result<Tensor> dgrad(const Use& use, const Tensor& grad);
+  // dy W, [rows, in] in the activation dtype, or in `into`.
+  Result<Tensor> dgrad(const Use& use, const Tensor& grad, const Tensor* into = nullptr);
   // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done.
   Status wgrad(const Use& use, const Gradient& grad);
   // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
-  Result<Tensor> backward(const Use& use, const Tensor& dy);
+  Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
  private:
   Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);

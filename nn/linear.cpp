@@ -1,5 +1,7 @@
 #include "te_fl/nn/linear.hpp"
 
+#include <algorithm>
+
 #include "nn/make_gemm.hpp"
 #include "nn/norm_core.hpp"
 #include "nn/tensor_ops.hpp"
@@ -42,9 +44,27 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
   return linear;
 }
 
+namespace {
+
+// `into` as the matrix that a product writes to; undefined without one.
+Result<Tensor> result_matrix(const Tensor* into, std::span<const int64_t> like, int64_t last,
+                             const char* what) {
+  if (into == nullptr) return Tensor();
+  const Shape shape = detail::with_last(like, last);
+  if (!into->defined() || !into->contiguous() || !std::ranges::equal(into->shape(), shape)) {
+    return invalid_argument(std::string(what) + " is " +
+                            (into->defined() ? into->describe() : std::string("undefined")) +
+                            "; it must be compact and of the result's shape");
+  }
+  return into->view({-1, last});
+}
+const Tensor* given(const Tensor& t) { return t.defined() ? &t : nullptr; }
+
+}  // namespace
+
 Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
-                               const Tensor* residual) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "Linear: x"));
+                               const Tensor* residual, const Tensor* into) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
   auto record = std::make_unique<LinearRecord>();
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
@@ -53,18 +73,22 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
     TE_FL_ASSIGN_OR_RETURN(added,
                            detail::as_matrix(*residual, gemm_->spec().out, "Linear: residual"));
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, gemm_->forward(record->use, input, options,
-                                                  residual == nullptr ? nullptr : &added));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor out,
+                         result_matrix(into, x.shape(), gemm_->spec().out, "Linear: into"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         gemm_->forward(record->use, input, options, given(added), given(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) ctx->store(this, std::move(record));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
 }
 
-Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx) {
+Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Linear"));
   auto& record = static_cast<LinearRecord&>(*taken);
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, gemm_->spec().out, "Linear: dy"));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, gemm_->backward(record.use, flat));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor out,
+                         result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, gemm_->backward(record.use, flat, given(out)));
   return dx.view(record.shape);
 }
 
@@ -103,13 +127,17 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
   return module;
 }
 
-Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options) {
+Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
+                                        const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
   auto record = std::make_unique<LayerNormLinearRecord>();
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->input_buffer(record->use, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(norm_->forward(flat, input, record->norm));
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, gemm_->forward(record->use, input, options));
+  TE_FL_ASSIGN_OR_RETURN(
+      const Tensor out, result_matrix(into, x.shape(), gemm_->spec().out, "LayerNormLinear: into"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         gemm_->forward(record->use, input, options, nullptr, given(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) ctx->store(this, std::move(record));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
@@ -119,7 +147,7 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
   auto& record = static_cast<LayerNormLinearRecord&>(*taken);
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
-                         detail::as_matrix(dy, gemm_->spec().out, "LayerNormLinear: dy"));
+                         detail::as_operand(dy, gemm_->spec().out, "LayerNormLinear: dy"));
   Tensor residual;
   if (residual_grad != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(residual, detail::as_matrix(*residual_grad, gemm_->spec().in,

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "nn/make_gemm.hpp"
+#include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/attention.hpp"
 #include "te_fl/nn/init.hpp"
@@ -12,7 +13,8 @@ struct MhaRecord : Ctx::Record {
   Ctx qkv, core, proj;
   Tensor angles;  // undefined without RoPE
   AttentionInputs inputs;
-  Shape shape;  // of x
+  Shape shape;          // of x
+  detail::Fp8Mode fp8;  // of the attention itself
 };
 
 struct Heads {
@@ -271,16 +273,26 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
   record->inputs = inputs;
   record->shape.assign(x.shape().begin(), x.shape().end());
   TE_FL_ASSIGN_OR_RETURN(record->angles, impl.angles(inputs, x));
-  Ctx* qkv_ctx = ctx == nullptr ? nullptr : &record->qkv;
+  const bool training = ctx != nullptr;
+  Ctx* qkv_ctx = training ? &record->qkv : nullptr;
+  TE_FL_ASSIGN_OR_RETURN(record->fp8, impl.core->begin(training));
+  Tensor codes;  // of q, k and v, which share a scale
+  if (record->fp8.fp8 && impl.packs_directly(*record)) {
+    TE_FL_ASSIGN_OR_RETURN(
+        codes,
+        impl.core->codes(record->fp8, DotProductAttention::Codes::kQkv,
+                         Impl::lead(x.shape(), {impl.groups * impl.group_width()}), training));
+  }
+  const Tensor* into = codes.defined() ? &codes : nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor mixed, impl.layernorm_qkv != nullptr
-                                           ? impl.layernorm_qkv->forward(x, qkv_ctx, options)
-                                           : impl.qkv->forward(x, qkv_ctx, options));
+                                           ? impl.layernorm_qkv->forward(x, qkv_ctx, options, into)
+                                           : impl.qkv->forward(x, qkv_ctx, options, nullptr, into));
   TE_FL_ASSIGN_OR_RETURN(Tensor packed,
                          mixed.view(Impl::lead(x.shape(), {impl.groups, impl.group_width()})));
   TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split(packed, record->angles, inputs));
-  TE_FL_ASSIGN_OR_RETURN(Tensor o,
-                         impl.core->forward(parts.q, parts.k, parts.v,
-                                            ctx == nullptr ? nullptr : &record->core, inputs));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
+                                         training ? &record->core : nullptr, inputs, training));
   TE_FL_ASSIGN_OR_RETURN(Tensor merged, o.view(Impl::lead(x.shape(), {impl.heads * impl.dim})));
   TE_FL_ASSIGN_OR_RETURN(
       Tensor y,
@@ -294,17 +306,34 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "MultiheadAttention"));
   auto& record = static_cast<MhaRecord&>(*taken);
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_merged, impl.proj->backward(dy, record.proj));
+  Tensor d_codes;
+  if (record.fp8.fp8) {
+    TE_FL_ASSIGN_OR_RETURN(
+        d_codes, impl.core->codes(record.fp8, DotProductAttention::Codes::kOutputGrad,
+                                  Impl::lead(record.shape, {impl.heads * impl.dim}), true));
+  }
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor d_merged,
+      impl.proj->backward(dy, record.proj, d_codes.defined() ? &d_codes : nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor d_o,
                          d_merged.view(Impl::lead(record.shape, {impl.heads, impl.dim})));
   Tensor packed;
   DotProductAttention::Gradients into;
   const bool direct = impl.packs_directly(record);
   if (direct) {
-    TE_FL_ASSIGN_OR_RETURN(
-        packed, Tensor::empty(Impl::lead(record.shape, {impl.groups, impl.group_width()}),
-                              impl.options.activation_dtype, impl.options.device));
-    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(packed, false));
+    const Shape shape = Impl::lead(record.shape, {impl.groups, impl.group_width()});
+    Tensor heads;
+    if (record.fp8.fp8) {
+      const Shape merged = Impl::lead(record.shape, {impl.groups * impl.group_width()});
+      TE_FL_ASSIGN_OR_RETURN(
+          packed, impl.core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad, merged, true));
+      TE_FL_ASSIGN_OR_RETURN(heads, packed.rowwise_only().view(shape));
+    } else {
+      TE_FL_ASSIGN_OR_RETURN(
+          packed, Tensor::empty(shape, impl.options.activation_dtype, impl.options.device));
+      heads = packed;
+    }
+    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(heads, false));
     into = {parts.q, parts.k, parts.v, Tensor()};
   }
   TE_FL_ASSIGN_OR_RETURN(auto grads,

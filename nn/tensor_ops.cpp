@@ -61,6 +61,25 @@ Status quantize(const Tensor& from, const Tensor& to) {
   return ops::quantize(args, call_options());
 }
 
+Status fill_columns(const Tensor& tensor, const Tensor& sums) {
+  const int64_t k = tensor.size(-1), m = k == 0 ? 0 : tensor.numel() / k;
+  const auto matrix = [&](void* codes, const Shape& shape) {
+    return Tensor::wrap(codes, shape, {}, tensor.dtype(), tensor.device(), nullptr);
+  };
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, matrix(tensor.raw_data(), {m, k}));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor columns,
+                         matrix(tensor.columnwise_codes().raw_data(), {k, m}));
+  const Tensor scale_inv = tensor.scale_inv();
+  te_fl_fp8_transpose_args args{};
+  args.input = rows;
+  args.output = columns;
+  if (sums.defined()) {
+    args.scale_inv = scale_inv;
+    args.column_sums = sums;
+  }
+  return ops::fp8_transpose(args, call_options());
+}
+
 Result<Tensor> cast(const Tensor& tensor, DType dtype) {
   if (tensor.dtype() == dtype && tensor.contiguous()) return tensor;
   TE_FL_ASSIGN_OR_RETURN(Tensor result, empty_like(tensor, dtype));
@@ -96,6 +115,13 @@ Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what) {
   int64_t rows = 1;
   for (int i = 0; i + 1 < flat.rank(); ++i) rows *= flat.size(i);
   return flat.view({rows, last});
+}
+
+Result<Tensor> as_operand(const Tensor& x, int64_t last, std::string_view what) {
+  const bool codes = x.defined() && x.quantized() && x.scaling() == Scaling::kTensor &&
+                     x.has_rowwise() && x.rank() > 0 && x.size(-1) == last;
+  if (!codes) return as_matrix(x, last, what);
+  return x.view({-1, last});
 }
 
 Shape with_last(std::span<const int64_t> like, int64_t last) {

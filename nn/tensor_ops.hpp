@@ -21,6 +21,9 @@ Status fill(const Tensor& tensor, double value);
 Status copy(const Tensor& from, const Tensor& to);
 Status add(const Tensor& a, const Tensor& b, const Tensor& out);
 Status quantize(const Tensor& from, const Tensor& to);
+// The column-wise copy from the row-wise one, of a tensor quantised by tensor; its columns' sums
+// into `sums` [K] if that is defined.
+Status fill_columns(const Tensor& tensor, const Tensor& sums = {});
 // `tensor` itself if it is compact (and, for cast, of that dtype), else a copy.
 Result<Tensor> compact(const Tensor& tensor);
 Result<Tensor> cast(const Tensor& tensor, DType dtype);
@@ -30,6 +33,8 @@ Status running_amax(const Tensor& tensor, const Tensor& amax);
 // x [..., last] as compact [rows, last]. INVALID_ARGUMENT naming `what` if the last dimension is
 // another or the dtype is not F32, BF16 or F16.
 Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what);
+// The same; also of a tensor quantised by tensor, every copy it has.
+Result<Tensor> as_operand(const Tensor& x, int64_t last, std::string_view what);
 // `like`'s shape with another last dimension.
 Shape with_last(std::span<const int64_t> like, int64_t last);
 

@@ -24,10 +24,11 @@ bool is_present(const Device& device) {
 }  // namespace
 
 bool is_capturing(const Device& device, void* stream) {
-  const Result<const te_fl_device_desc*> desc = devices::find(device);
-  if (!desc.ok() || (*desc)->api->is_capturing == nullptr) return false;
+  const core::DeviceEntry* entry = core::find_device(device);
+  if (entry == nullptr || entry->desc->api->is_capturing == nullptr) return false;
   int32_t capturing = 0;
-  const te_fl_status code = (*desc)->api->is_capturing((*desc)->self, stream, &capturing, nullptr);
+  const te_fl_status code =
+      entry->desc->api->is_capturing(entry->desc->self, stream, &capturing, nullptr);
   return code == TE_FL_OK && capturing != 0;
 }
 

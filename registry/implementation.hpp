@@ -71,9 +71,9 @@ struct Implementation {
       nullptr;  // te_fl_saved.producer: valid forever, equal ids have equal addresses
   const char* interned_op = nullptr;
   Kind kind = Kind::kDefault;
-  uint64_t number = 0;   // unique in the process, never given again
-  uint32_t counter = 0;  // index of its call counters
-  bool direct = false;   // run() needs nothing but a context: no supports(), scratch, plan or lock
+  uint64_t number = 0;          // unique in the process, never given again
+  uint32_t counter = 0;         // index of its call counters
+  bool direct = false;          // run() needs nothing but a context: no scratch, plan or lock
   bool checks_support = false;  // supports() is to be called per call
   bool not_in_place = false;    // the op may be called in place, which this does not do
   mutable SerialLock serial;

@@ -72,12 +72,18 @@ void count(std::atomic<uint64_t>& counter) noexcept {
   counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// The warm way: run() with a context on the stack, nothing else. Otherwise the complete one.
+// The warm way: supports() if there is one, and run(), with a context on the stack. Otherwise the
+// complete one.
 inline Status run(Call& call, const Implementation* fast, std::atomic<uint64_t>* counter) {
   if (fast == nullptr || call.manager.care() != 0) return registry::run_route(call, nullptr);
   core::ErrorText errors;
   const te_fl_context context = registry::context_of(call, false, errors.sink());
-  const te_fl_status code = registry::guarded_run(*fast, context, call.args, errors);
+  te_fl_status code = TE_FL_OK;
+  if (fast->checks_support) {
+    code = registry::ask_support(*fast, context, call.args, errors);
+    if (code != TE_FL_OK) code |= TE_FL_CLEAN;
+  }
+  if (code == TE_FL_OK) code = registry::guarded_run(*fast, context, call.args, errors);
   if (code == TE_FL_OK) [[likely]] {
     count(*counter);
     registry::note_enqueued(call, *fast);

@@ -223,7 +223,7 @@ Result<std::shared_ptr<Implementation>> make_implementation(
   if (desc.provider != nullptr) impl->desc.provider = intern_string(desc.provider);
   if (impl->desc.priority == 0) impl->desc.priority = default_priority(impl->kind);
   impl->checks_support = desc.supports != nullptr && (desc.flags & TE_FL_OP_STATIC_SUPPORT) == 0;
-  impl->direct = !impl->checks_support && desc.workspace == nullptr && desc.prepare == nullptr &&
+  impl->direct = desc.workspace == nullptr && desc.prepare == nullptr &&
                  (desc.flags & TE_FL_OP_THREAD_SAFE) != 0;
   if (desc.prepare != nullptr) impl->plans = std::make_unique<PlanCache>(*impl);
   return impl;

@@ -48,8 +48,8 @@ struct Route {
   bool deterministic = false;
 };
 
-// One cached choice. `fast` is set if the first implementation always serves such a call, by run()
-// alone.
+// One cached choice. `fast` is set if the first implementation serves such a call by run() alone,
+// or after supports() where it has one.
 struct alignas(64) RouteEntry {
   uint64_t table = 0;  // Table::id; a table's pointers are used only with that table
   RouteKey key;

@@ -25,7 +25,7 @@ ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "
              "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED"}
 PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "int"}
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
-             "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE"}
+             "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES"}
 ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "scalings", "shape", "same_as", "alias",
             "default", "min", "max", "since", *FLAG_KEYS}
 OP_KEYS = {"name", "summary", "formula", "source", "args", "template", "rng", "enquiry"}

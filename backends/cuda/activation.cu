@@ -6,7 +6,6 @@
 #include "families.hpp"
 #include "overlap.hpp"
 
-
 namespace te_fl::cuda {
 namespace {
 
@@ -14,12 +13,18 @@ template <class Act>
 struct Forward {
   static constexpr int kSources = 1, kOutputs = 1;
   __device__ void operator()(const float (&x)[1], float (&v)[1]) const { v[0] = Act::value(x[0]); }
+  __device__ float bound(const float (&x)[1]) const requires(Act::kSteepest > 0) {
+    return fabsf(x[0]);
+  }
 };
 template <class Act>
 struct Gradient {  // of (grad, input)
   static constexpr int kSources = 2, kOutputs = 1;
   __device__ void operator()(const float (&x)[2], float (&v)[1]) const {
     v[0] = x[0] * Act::dual(x[1]).derivative;
+  }
+  __device__ float bound(const float (&x)[2]) const requires(Act::kSteepest > 0) {
+    return Act::kSteepest * fabsf(x[0]);
   }
 };
 template <class Gate>

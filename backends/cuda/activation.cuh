@@ -48,7 +48,9 @@ __device__ inline Dual swish_dual(float x, float alpha) {
   return {x * s.plus, s.plus * fmaf(1.0f + u, s.minus, s.plus)};
 }
 
+// kSteepest: more than any |derivative|, of functions with |value(x)| <= |x|; 0 for others.
 struct Gelu {
+  static constexpr float kSteepest = 1.13f;
   static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
   // -log2(e) 2 c (x + kCubic x^3)
   __device__ static float exponent(float x, float x2) {
@@ -65,6 +67,7 @@ struct Gelu {
   __device__ static float derivative(float x) { return dual(x).derivative; }
 };
 struct Sigmoid {
+  static constexpr float kSteepest = 0.0f;
   __device__ static float value(float x) { return sigmoid(x); }
   __device__ static Dual dual(float x) {
     const Sigmoids s(-kLog2E * x);
@@ -72,18 +75,22 @@ struct Sigmoid {
   }
 };
 struct Silu {
+  static constexpr float kSteepest = 1.1f;
   __device__ static float value(float x) { return swish(x, 1.0f); }
   __device__ static Dual dual(float x) { return swish_dual(x, 1.0f); }
 };
 struct Qgelu {
+  static constexpr float kSteepest = 1.1f;
   __device__ static float value(float x) { return swish(x, 1.702f); }
   __device__ static Dual dual(float x) { return swish_dual(x, 1.702f); }
 };
 struct Relu {  // a NaN passes; -0 becomes +0
+  static constexpr float kSteepest = 1.0f;
   __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x; }
   __device__ static Dual dual(float x) { return {value(x), x > 0.0f ? 1.0f : 0.0f}; }
 };
 struct Srelu {
+  static constexpr float kSteepest = 0.0f;
   __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x * x; }
   __device__ static Dual dual(float x) { return {value(x), x <= 0.0f ? 0.0f : 2.0f * x}; }
 };

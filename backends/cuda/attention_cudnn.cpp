@@ -1,8 +1,10 @@
 // fused_attn_fwd and fused_attn_bwd on cuDNN: plans of signatures, and calls with them.
 #include <atomic>
+#include <cfloat>
 #include <memory>
 
 #include "cudnn_attention.hpp"
+#include "cudnn_fp8.hpp"
 #include "cudnn_lengths.hpp"
 #include "cudnn_numbers.hpp"
 #include "cudnn_rules.hpp"
@@ -27,7 +29,8 @@ struct Plan {
   int64_t lse_size = 0;
   std::atomic<bool> captured{false};
   // Scratch, by offset.
-  size_t sum = 0, accumulator = 0, stats = 0, lengths = 0, offsets = 0, bytes = 0;
+  size_t sum = 0, accumulator = 0, stats = 0, lengths = 0, offsets = 0, fp8 = 0, bytes = 0;
+  bool is_fp8() const { return shape.dtype == cudnn_data::kE4M3; }
 };
 
 int ragged_tensors(const Plan& p, bool backward) {
@@ -43,7 +46,8 @@ void lay_out(Plan& p, bool backward) {
     return at;
   };
   const int64_t rows = s.batch * s.heads * s.seqlen_q;
-  if (backward) {
+  if (p.is_fp8()) p.fp8 = take(sizeof(Fp8Scratch));
+  if (backward && !p.is_fp8()) {
     p.sum = take(rows * 4);
     if (!s.deterministic) p.accumulator = take(rows * s.dim * 4);
     if (p.variable) p.stats = take(p.lse_size * 4);
@@ -67,6 +71,17 @@ bool wants_lengths(const AttentionProblem& p, bool backward) {
   return backward && p.seqlen_kv % 128 != 0 && cudnn()->number <= 91500;
 }
 
+int library_type(const te_fl_tensor& q) {
+  switch (dtype_index(q.dl.dtype)) {
+    case TE_FL_F16:
+      return cudnn_data::kF16;
+    case TE_FL_BF16:
+      return cudnn_data::kBF16;
+    default:
+      return cudnn_data::kE4M3;
+  }
+}
+
 template <class Args>
 void describe(const Args& a, bool backward, Plan& out) {
   const AttentionProblem p = backend::attention_problem(a);
@@ -80,7 +95,7 @@ void describe(const Args& a, bool backward, Plan& out) {
   s.seqlen_kv = p.seqlen_kv;
   s.dim = p.head_dim;
   s.dim_v = p.head_dim_v;
-  s.dtype = dtype_index(a.q->dl.dtype) == TE_FL_F16 ? cudnn_data::kF16 : cudnn_data::kBF16;
+  s.dtype = library_type(*a.q);
   s.mask = p.mask;
   s.scale = p.scale;
   s.ragged = p.thd;
@@ -101,6 +116,18 @@ void describe(const Args& a, bool backward, Plan& out) {
   }
 }
 
+CudnnPlan plan_for(const CudnnAttention& s, bool backward, void* properties) {
+  if (s.dtype != cudnn_data::kE4M3) {
+    return backward ? attention_backward_plan(s, properties)
+                    : attention_forward_plan(s, properties);
+  }
+  if (s.deterministic) {
+    backend::unsupported("cuDNN's FP8 backward sums the gradient of q in no fixed order");
+  }
+  return backward ? attention_fp8_backward_plan(s, properties)
+                  : attention_fp8_forward_plan(s, properties);
+}
+
 template <class Args>
 constexpr bool kBackward = std::is_same_v<Args, te_fl_fused_attn_bwd_args>;
 
@@ -115,8 +142,7 @@ te_fl_status prepare(void* self, const te_fl_context* ctx, const void* raw, void
     made->shape.deterministic = kBackward<Args> && (ctx->flags & TE_FL_CALL_DETERMINISTIC) != 0;
     void* properties = static_cast<CudnnState*>(self)->properties(ctx->device.index);
     try {
-      made->plan = kBackward<Args> ? attention_backward_plan(made->shape, properties)
-                                   : attention_forward_plan(made->shape, properties);
+      made->plan = plan_for(made->shape, kBackward<Args>, properties);
     } catch (const backend::Error& e) {
       if (TE_FL_STATUS_CODE(e.status()) != TE_FL_UNSUPPORTED) throw;
       made->refusal = e.what();  // kept, so that the next such call is not built again
@@ -199,7 +225,41 @@ class Call {
     bind_ragged(tensor, backend::data<void>(t), strides[2], query);
   }
 
+  bool fp8() const { return plan_.is_fp8(); }
+  // Codes that are read, and a tensor of codes that is written under a given scale.
+  void bind_inverse(int tensor, const te_fl_tensor& t) {
+    bind(id::kInverse + tensor, t.quant->scale_inv);
+  }
+  void bind_codes(int tensor, const te_fl_tensor& t) {
+    bind(id::kScale + tensor, t.quant->scale);
+    bind(id::kAmax + tensor, &fp8_.scratch->amax[fp8_.count]);
+    fp8_.outputs[fp8_.count++] = fp8_output(t);
+  }
+  // The probabilities and, in the backward, the gradient of the scores.
+  void bind_inner(const te_fl_tensor& s_quant, const te_fl_tensor* dp_quant) {
+    fp8_.scratch = static_cast<Fp8Scratch*>(scratch(plan_.fp8));
+    fp8_.scale = shape().scale;
+    fp8_.p = fp8_output(s_quant);
+    bind(id::kInverse + id::kP, &fp8_.scratch->inverse_p);
+    bind(id::kScale + id::kP, &fp8_.scratch->scale_p);
+    if (dp_quant == nullptr) {
+      // The kernel quantises exp(s - the row's largest s so far), which reaches 1, and divides by
+      // the row's sum after the product: a larger scale saturates. (cuDNN 9.19: with 448 / amax of
+      // normalised probabilities, o comes out 60 % off.)
+      fp8_.most_scale_p = 448.0f;
+      bind(id::kAmax + id::kP, &fp8_.scratch->amax_p);
+      return;
+    }
+    fp8_.most_scale_p = FLT_MAX;
+    fp8_.p.scale_inv = fp8_.p.amax = nullptr;  // an input here
+    fp8_.ds = fp8_output(*dp_quant);
+    bind(id::kInverse + id::kDS, &fp8_.scratch->inverse_ds);
+    bind(id::kScale + id::kDS, &fp8_.scratch->scale_ds);
+    bind(id::kAmax + id::kDS, &fp8_.scratch->amax_ds);
+  }
+
   void run() {
+    if (fp8()) fp8_begin(stream_, fp8_);
     if (shape().lengths) {
       job_.q = static_cast<int32_t*>(scratch(plan_.lengths));
       job_.kv = job_.q + shape().batch;
@@ -208,6 +268,7 @@ class Call {
       write_lengths(stream_, job_);
     }
     plan_.plan.run(state_, ctx_.device.index, stream_, {bindings_, count_}, ctx_.workspace);
+    if (fp8()) fp8_end(stream_, fp8_);
   }
 
   void clear(const te_fl_tensor& t, const Extents& strides, int64_t heads, int64_t dim, bool query,
@@ -238,6 +299,7 @@ class Call {
   const Plan& plan_;
   cudaStream_t stream_;
   LengthsJob job_{};
+  Fp8Job fp8_{};
   CudnnPlan::Binding bindings_[32];
   size_t count_ = 0;
 };
@@ -251,6 +313,13 @@ void forward(CudnnState& state, const te_fl_context& ctx, const te_fl_fused_attn
   call.bind_heads(id::kO, *a.o, s.o, true);
   float* lse = a.softmax_lse != nullptr ? backend::data<float>(*a.softmax_lse) : nullptr;
   if (lse != nullptr) call.bind_ragged(id::kStats, lse, s.heads, true);
+  if (call.fp8()) {
+    call.bind_inverse(id::kQ, *a.q);
+    call.bind_inverse(id::kK, *a.k);
+    call.bind_inverse(id::kV, *a.v);
+    call.bind_inner(*a.s_quant, nullptr);
+    call.bind_codes(id::kO, *a.o);
+  }
   call.run();
   if (call.variable()) call.clear(*a.o, s.o, s.heads, s.dim_v, true, lse);
   if (a.saved != nullptr) a.saved->opaque = 0;
@@ -270,7 +339,19 @@ void backward(CudnnState& state, const te_fl_context& ctx, const te_fl_fused_att
   auto* lse = backend::data<float>(*a.softmax_lse);
   if (call.variable()) lse = call.stats_copy(lse, backend::numel(*a.softmax_lse));
   call.bind_ragged(id::kStats, lse, s.heads, true);
-  call.bind_scratch();
+  if (call.fp8()) {
+    call.bind_inverse(id::kQ, *a.q);
+    call.bind_inverse(id::kK, *a.k);
+    call.bind_inverse(id::kV, *a.v);
+    call.bind_inverse(id::kO, *a.o);
+    call.bind_inverse(id::kDO, *a.d_o);
+    call.bind_inner(*a.s_quant, a.dp_quant);
+    call.bind_codes(id::kDQ, *a.dq);
+    call.bind_codes(id::kDK, *a.dk);
+    call.bind_codes(id::kDV, *a.dv);
+  } else {
+    call.bind_scratch();
+  }
   call.run();
   if (!call.variable()) return;
   call.clear(*a.dq, s.dq, s.heads, s.dim, true, nullptr);
@@ -290,7 +371,7 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
 
 void enquire(CudnnState&, const te_fl_context&, const te_fl_get_fused_attn_backend_args& a) {
   (void)backend::attention_problem(a);
-  *backend::data<int32_t>(*a.backend) = 1;
+  *backend::data<int32_t>(*a.backend) = a.q->quant != nullptr ? 2 : 1;
 }
 
 constexpr int32_t kPriority = TE_FL_PRIORITY_VENDOR + 10;  // before the plain kernels
@@ -306,8 +387,9 @@ te_fl_op_desc describe_op(const char* name, CudnnState& state) {
   op.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_GRAPH_SAFE | TE_FL_OP_DETERMINISTIC;
   op.min_arch = 80;
   op.dtypes = TE_FL_BIT(TE_FL_F16) | TE_FL_BIT(TE_FL_BF16) | TE_FL_BIT(TE_FL_F32) |
-              TE_FL_BIT(TE_FL_I32) | TE_FL_BIT(TE_FL_U8) | TE_FL_BIT(TE_FL_BOOL);
-  op.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
+              TE_FL_BIT(TE_FL_F8E4M3) | TE_FL_BIT(TE_FL_F8E5M2) | TE_FL_BIT(TE_FL_I32) |
+              TE_FL_BIT(TE_FL_U8) | TE_FL_BIT(TE_FL_BOOL);
+  op.scalings = TE_FL_BIT(TE_FL_SCALING_NONE) | TE_FL_BIT(TE_FL_SCALING_TENSOR);
   op.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
   op.self = &state;
   op.run = run_with_state<Args, F>;

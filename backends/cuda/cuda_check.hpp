@@ -37,17 +37,24 @@ class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ == device) return;
-    check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = true;
+    if (previous_ != device) {
+      check(cudaSetDevice(device), "cudaSetDevice");
+      changed_ = true;
+    }
+    t_device_ = device;
   }
   ~DeviceGuard() {
+    t_device_ = outer_;
     if (changed_) cudaSetDevice(previous_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
+  // The device that the innermost guard of this thread has made current; -1 outside of all.
+  static int current() noexcept { return t_device_; }
 
  private:
+  static inline constinit thread_local int t_device_ = -1;
+  const int outer_ = t_device_;
   int previous_ = 0;
   bool changed_ = false;
 };

@@ -10,7 +10,7 @@ std::string text_of(const CudnnAttention& p, const char* op) {
                      " heads=" + std::to_string(p.heads) + "/" + std::to_string(p.kv_heads) +
                      " q=" + std::to_string(p.seqlen_q) + "x" + std::to_string(p.dim) +
                      " kv=" + std::to_string(p.seqlen_kv) + "x" + std::to_string(p.dim_v);
-  text += p.dtype == cudnn_data::kF16 ? " f16" : " bf16";
+  text += p.dtype == cudnn_data::kF16 ? " f16" : p.dtype == cudnn_data::kBF16 ? " bf16" : " fp8";
   if (p.mask.causal) text += p.mask.bottom_right ? " causal_bottom_right" : " causal";
   if (p.mask.window_left >= 0 || p.mask.window_right >= 0) {
     text +=

@@ -52,7 +52,7 @@ CudnnGraph::Tensor CudnnGraph::describe(int64_t id, int dtype, const Extents& di
                                         const Extents& strides, const Tensor& offsets,
                                         bool is_virtual, bool by_value) {
   Tensor t{make(cudnn_type::kTensor), dims, strides};
-  const int64_t alignment = 16;
+  const int64_t alignment = dims == Extents{1, 1, 1, 1} ? 4 : 16;
   set(t.descriptor, cudnn_attr::kTensorDataType, cudnn_of::kDataType, 1, &dtype);
   set(t.descriptor, cudnn_attr::kTensorDims, cudnn_of::kInt64, 4, dims.data());
   set(t.descriptor, cudnn_attr::kTensorStrides, cudnn_of::kInt64, 4, strides.data());

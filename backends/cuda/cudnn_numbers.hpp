@@ -87,7 +87,7 @@ enum {
 }  // namespace cudnn_attr
 
 namespace cudnn_data {
-enum { kF32 = 0, kF16 = 2, kI32 = 4, kBF16 = 9, kI64 = 10, kBool = 11 };
+enum { kF32 = 0, kF16 = 2, kI32 = 4, kBF16 = 9, kI64 = 10, kBool = 11, kE4M3 = 12, kE5M2 = 13 };
 }  // namespace cudnn_data
 
 namespace cudnn_pointwise {
@@ -109,7 +109,7 @@ enum {
 }  // namespace cudnn_pointwise
 
 namespace cudnn_reduction {
-enum { kAdd = 0, kMax = 3 };
+enum { kAdd = 0, kMax = 3, kAmax = 4 };
 }  // namespace cudnn_reduction
 
 constexpr int kCudnnHeuristicA = 3;

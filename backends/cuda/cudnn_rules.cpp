@@ -1,8 +1,10 @@
 #include "cudnn_rules.hpp"
 
 #include "cudnn.hpp"
+#include "device.hpp"
 #include "overlap.hpp"
 #include "te_fl/attention/mask.hpp"
+#include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -11,13 +13,15 @@ int dtype_of(const te_fl_tensor& t) { return dtype_index(t.dl.dtype); }
 
 constexpr int64_t kMostHeadDim = 256;
 
-constexpr const char* kHalfOnly = "cuDNN's attention takes F16 and BF16";
+constexpr const char* kDtypes = "cuDNN's attention takes F16, BF16 and FP8";
 
 bool half(const te_fl_tensor& t) {
   const int dtype = dtype_of(t);
   return dtype == TE_FL_F16 || dtype == TE_FL_BF16;
 }
-// Vector loads of 16 bytes: whole elements of 2 bytes, 8 at a time.
+bool fp8(const te_fl_tensor& t) { return t.quant != nullptr; }
+
+// Vector loads of 16 bytes.
 Refusal refuse_layout(const te_fl_tensor& t) {
   const int last = t.dl.ndim - 1;
   if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
@@ -25,8 +29,8 @@ Refusal refuse_layout(const te_fl_tensor& t) {
   }
   for (int i = 0; i < last; ++i) {
     const int64_t stride = backend::stride(t, i);
-    if (t.dl.shape[i] > 1 && (stride <= 0 || stride % 8 != 0)) {
-      return "a stride is not a positive multiple of 8 elements";
+    if (t.dl.shape[i] > 1 && (stride <= 0 || stride * t.dl.dtype.bits % 128 != 0)) {
+      return "a stride is not a positive multiple of 16 bytes";
     }
   }
   if (reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 != 0) {
@@ -46,10 +50,63 @@ bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) 
   return true;
 }
 
+// FP8 of per-tensor scaling in its row-wise copy. `written`: an output with a given scale.
+Refusal refuse_codes(const te_fl_tensor* t, int dtype, bool written) {
+  if (t == nullptr || t->quant == nullptr)
+    return "FP8 attention in FP8 throughout: o and gradients too";
+  const te_fl_quant& quant = *t->quant;
+  if (quant.scaling != TE_FL_SCALING_TENSOR || dtype_of(*t) != dtype) {
+    return "FP8 other than E4M3 (gradients: E5M2) scaled by tensor";
+  }
+  if (!written) return quant.scale_inv != nullptr ? nullptr : "FP8 without scale_inv";
+  if (quant.scale == nullptr || (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0) {
+    return "an FP8 output without a given scale";
+  }
+  return quant.columnwise_data == nullptr ? nullptr : "an FP8 output with a column-wise copy";
+}
+// The scale of the probabilities or of their gradient.
+Refusal refuse_inner(const te_fl_tensor* t, int dtype) {
+  if (t == nullptr) return "FP8 attention without s_quant and dp_quant";
+  return refuse_codes(t, dtype, true);
+}
+
+Refusal refuse_fp8_device(const te_fl_context& ctx) {
+  return architecture(ctx.device.index) >= 90
+             ? nullptr
+             : "FP8 attention is cuDNN's from compute capability 9.0 on (Hopper), and this GPU is "
+               "older: use BF16";
+}
+
+template <class Args>
+Refusal refuse_fp8_problem(const Args& a) {
+  if (a.layout == TE_FL_LAYOUT_THD) return "FP8 with layout thd";
+  if (a.mask_type != TE_FL_MASK_TYPE_NONE && a.mask_type != TE_FL_MASK_TYPE_CAUSAL) {
+    return "FP8 with a mask type other than none and causal";
+  }
+  if (a.window_left >= 0 || a.window_right >= 0) return "FP8 with a window";
+  if (a.q->dl.shape[3] % 16 != 0 || a.v->dl.shape[3] % 16 != 0) {
+    return "FP8 with a head size that is not a multiple of 16";
+  }
+  // cuDNN 9.19 names no engine.
+  if (a.q->dl.shape[a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1] == 1) return "FP8 with one query";
+  return nullptr;
+}
+template <class Args>
+Refusal refuse_fp8_training(const Args& a) {
+  const bool fits = a.q->dl.shape[3] == 128 && a.v->dl.shape[3] == 128;
+  if (!fits) return "FP8 backward with a head size other than 128";
+  // cuDNN 9.19 leaves most of dq's last rows unwritten otherwise.
+  const int64_t queries = a.q->dl.shape[a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1];
+  return queries % 64 == 0 ? nullptr : "FP8 backward with queries that are not a multiple of 64";
+}
+
 // What forward, backward and the enquiry have in common.
 template <class Args>
 Refusal refuse_problem(const Args& a) {
-  if (!half(*a.q)) return kHalfOnly;
+  if (!half(*a.q) && !fp8(*a.q)) return kDtypes;
+  if (fp8(*a.q)) {
+    if (const Refusal why = refuse_fp8_problem(a)) return why;
+  }
   if (a.dropout_p > 0)
     return "cuDNN's dropout does not draw the contract's random words (Philox 4x32-10 by element)";
   if (a.softmax_type != TE_FL_SOFTMAX_TYPE_VANILLA) return "a softmax with a sink";
@@ -88,7 +145,7 @@ Refusal refuse_problem(const Args& a) {
 // What a call says beyond that.
 template <class Args>
 Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
-  if (!half(*a.q)) return kHalfOnly;
+  if (!half(*a.q) && !fp8(*a.q)) return kDtypes;
   if (a.bias != nullptr) return "a bias";
   if (a.alibi_slopes != nullptr) return "ALiBi slopes";
   if (!(a.scale > 0)) return "a scale that is not positive";
@@ -97,7 +154,7 @@ Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> ot
     return "layout thd without max_seqlen_q and max_seqlen_kv";
   }
   for (const te_fl_tensor* t : others) {
-    if (dtype_of(*t) != dtype_of(*a.q)) return "tensors of another dtype than q";
+    if (!fp8(*a.q) && dtype_of(*t) != dtype_of(*a.q)) return "tensors of another dtype than q";
     if (const Refusal why = refuse_layout(*t)) return why;
   }
   return refuse_problem(a);
@@ -112,20 +169,48 @@ double operations(const te_fl_fused_attn_fwd_args& a) {
   return 4.0 * static_cast<double>(backend::numel(*a.q)) * static_cast<double>(keys);
 }
 
+template <class Args>
+Refusal refuse_fp8_inputs(const Args& a) {
+  const te_fl_tensor* const inputs[] = {a.q, a.k, a.v};
+  for (const te_fl_tensor* t : inputs) {
+    if (const Refusal why = refuse_codes(t, TE_FL_F8E4M3, false)) return why;
+  }
+  return refuse_inner(a.s_quant, TE_FL_F8E4M3);
+}
+Refusal refuse_fp8_forward(const te_fl_fused_attn_fwd_args& a) {
+  if (const Refusal why = refuse_fp8_inputs(a)) return why;
+  return refuse_codes(a.o, TE_FL_F8E4M3, true);
+}
+Refusal refuse_fp8_backward(const te_fl_fused_attn_bwd_args& a) {
+  if (const Refusal why = refuse_fp8_training(a)) return why;
+  if (const Refusal why = refuse_fp8_inputs(a)) return why;
+  if (const Refusal why = refuse_inner(a.dp_quant, TE_FL_F8E5M2)) return why;
+  if (const Refusal why = refuse_codes(a.o, TE_FL_F8E4M3, false)) return why;
+  if (const Refusal why = refuse_codes(a.d_o, TE_FL_F8E5M2, false)) return why;
+  for (const te_fl_tensor* t : {a.dq, a.dk, a.dv}) {
+    if (const Refusal why = refuse_codes(t, TE_FL_F8E5M2, true)) return why;
+  }
+  return nullptr;
+}
+
 }  // namespace
 
-Refusal refuse_cudnn_forward(const te_fl_fused_attn_fwd_args& a) {
+Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;  // the shape's error is the answer
   for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
     if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;
   }
   if (const Refusal why = refuse_call(a, {a.o})) return why;
+  if (fp8(*a.q)) {
+    const Refusal why = refuse_fp8_device(ctx);
+    return why != nullptr ? why : refuse_fp8_forward(a);
+  }
   if (a.softmax_lse == nullptr && operations(a) < kWorthAPlan) {
     return "too small an inference for a plan of cuDNN";
   }
   return nullptr;
 }
-Refusal refuse_cudnn_backward(const te_fl_fused_attn_bwd_args& a) {
+Refusal refuse_cudnn_backward(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv})) return nullptr;
   if (a.saved != nullptr && a.saved->opaque != 0) {
     return "saved is an opaque record, which only the implementation that made it can read";
@@ -134,11 +219,17 @@ Refusal refuse_cudnn_backward(const te_fl_fused_attn_bwd_args& a) {
     const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
     if (a.q->dl.shape[seq] == 1 && a.k->dl.shape[seq] == 1) return "one query and one key";
   }
-  return refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv});
+  if (const Refusal why = refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv})) return why;
+  if (!fp8(*a.q)) return nullptr;
+  const Refusal why = refuse_fp8_device(ctx);
+  return why != nullptr ? why : refuse_fp8_backward(a);
 }
-Refusal refuse_cudnn_enquiry(const te_fl_get_fused_attn_backend_args& a) {
+Refusal refuse_cudnn_enquiry(const te_fl_context& ctx, const te_fl_get_fused_attn_backend_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v})) return nullptr;
-  return refuse_problem(a);
+  if (const Refusal why = refuse_problem(a)) return why;
+  if (!fp8(*a.q)) return nullptr;
+  if (const Refusal why = refuse_fp8_device(ctx)) return why;
+  return a.is_training ? refuse_fp8_training(a) : nullptr;
 }
 
 }  // namespace te_fl::cuda

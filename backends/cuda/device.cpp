@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "cuda_check.hpp"
+#include "driver.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -118,12 +119,20 @@ te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* 
   });
 }
 
+// Asked before every op. A stream knows its device; the default one is the current device's.
 te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink* errors) {
-  return on_device(self, errors, [&] {
+  const auto ask = [&] {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream_of(stream), &status), "cudaStreamIsCapturing");
+    check(stream_capture_status(stream_of(stream), &status), "cudaStreamIsCapturing");
     *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
+  };
+  if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
+    return on_device(self, errors, ask);
+  }
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    ask();
   });
 }
 

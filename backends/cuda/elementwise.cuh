@@ -4,6 +4,7 @@
 #pragma once
 
 #include "block_tile.cuh"
+#include "measure.cuh"
 #include "store.cuh"
 
 namespace te_fl::cuda {
@@ -106,6 +107,32 @@ inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t tile_cols, bool su
   return g;
 }
 
+// *found = the amax of the results. Leaves `q` as it was.
+template <class Math, int kBytes>
+void launch_measure(const te_fl_context& ctx, const TileSources<Math::kSources>& in, Quantised q,
+                    const Math& math, float* found) {
+  const cudaStream_t stream = stream_of(ctx);
+  check(cudaMemsetAsync(found, 0, sizeof(float), stream), "cudaMemsetAsync");
+  const int64_t cols = q.k / Math::kOutputs;
+  if constexpr (Math::kSources == 1 || Bounded<Math>) {  // the others read halves of rows
+    bool compact = true;
+    for (const int64_t row_bytes : in.row_bytes) compact = compact && row_bytes == cols * kBytes;
+    if (compact) {
+      const int64_t pieces = q.m * cols * kBytes / 16;
+      constexpr int kAtOnce = Math::kSources == 1 ? 4 : 2;
+      measure_kernel<Math, kBytes><<<blocks_for(ceil_div(pieces, kAtOnce)), kThreads, 0, stream>>>(
+          in, pieces, math, q.noop, found);
+      return check_launch("measure_kernel");
+    }
+  }
+  const TileGrid g = tile_grid(q.m, cols, kTileCols, false);
+  q.running_amax = found;
+  q.measure = true;
+  tensor_kernel<Math, kBytes, false>
+      <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, math, nullptr);
+  check_launch("tensor_kernel");
+}
+
 template <class Math, int kBytes, bool kSums>
 void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quantised q,
                      bool compute_scale, float* partials) {
@@ -117,31 +144,21 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
     clear_amax(ctx, q);
     q.running_amax = q.amax;
     block_kernel<Math, kBytes, kSums>
-        <<<g.row_steps * g.col_tiles * Math::kOutputs, kBlockThreads, 0, stream>>>(in, g, q, op.math,
-                                                                                   partials);
+        <<<g.row_steps * g.col_tiles * Math::kOutputs, kBlockThreads, 0, stream>>>(
+            in, g, q, op.math, partials);
     return check_launch("block_kernel");
   }
   TileGrid g = tile_grid(q.m, cols, kTileCols, kSums);
-  const unsigned blocks = g.row_steps * g.col_tiles;
-  if (!compute_scale) {
+  if (compute_scale) {
+    auto* const found = static_cast<float*>(ctx.workspace);
+    launch_measure<Math, kBytes>(ctx, in, q, op.math, found);
+    q.found = found;
+    g.backwards = true;
+  } else {
     q.running_amax = q.amax;
-    tensor_kernel<Math, kBytes, kSums>
-        <<<blocks, kThreads, 0, stream>>>(in, g, q, op.math, partials);
-    return check_launch("tensor_kernel");
   }
-  float* found = static_cast<float*>(ctx.workspace);
-  check(cudaMemsetAsync(found, 0, sizeof(float), stream), "cudaMemsetAsync");
-  q.running_amax = found;
-  q.measure = true;
-  tensor_kernel<Math, kBytes, kSums><<<blocks, kThreads, 0, stream>>>(in, g, q, op.math, partials);
-  check_launch("tensor_kernel");
-  q.running_amax = nullptr;
-  q.measure = false;
-  q.found = found;
-  g = tile_grid(q.m, cols, kTileCols, false);
-  g.backwards = true;
-  tensor_kernel<Math, kBytes, false>
-      <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, op.math, nullptr);
+  tensor_kernel<Math, kBytes, kSums>
+      <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, op.math, partials);
   check_launch("tensor_kernel");
 }
 
@@ -167,9 +184,9 @@ bool tiles(const Elementwise<Math>& op, const te_fl_tensor& out, const Quantised
   return aligned_codes(*q, bytes_of(op.in[0].source.dtype), Math::kOutputs);
 }
 
-// `out` passed refuse_output(); ctx.workspace holds kStoreWorkspace bytes for it. With kSums, bias =
-// the sums of the result's columns, and the workspace holds column_sums_bytes() more; the output may
-// then have the memory of an input.
+// `out` passed refuse_output(); ctx.workspace holds kStoreWorkspace bytes for it. With kSums, bias
+// = the sums of the result's columns, and the workspace holds column_sums_bytes() more; the output
+// may then have the memory of an input.
 template <bool kSums, class Math>
 void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
                        const Elementwise<Math>& op, const te_fl_tensor* bias = nullptr,

@@ -3,6 +3,7 @@
 //
 // A call takes one of two ways, decided by metadata (Way):
 //   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
+//     FP8 under a given scale and row-wise only, too;
 //   general: the product goes to FP32 scratch, and one kernel applies the epilogue, rounds once and
 //     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
 //     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
@@ -219,6 +220,19 @@ void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const 
   store_output(ctx, *args.d, e);
 }
 
+// What else a quantised output holds; the library set `found`.
+__global__ void finish_codes_kernel(const float* found, const float* scale, float* scale_inv,
+                                    float* amax) {
+  if (scale_inv != nullptr) *scale_inv = 1.0f / *scale;
+  if (amax != nullptr) *amax = fmaxf(*amax, *found);
+}
+void finish_codes(const te_fl_context& ctx, const Args& args, const Problem& p) {
+  const te_fl_quant& quant = *args.d->quant;
+  finish_codes_kernel<<<1, 1, 0, stream_of(ctx)>>>(
+      p.found_amax, quant.scale, static_cast<float*>(quant.scale_inv), quant.amax);
+  check_launch("finish_codes_kernel");
+}
+
 // Of op(A), summed over K.
 struct BiasGrad {
   Values a;
@@ -229,13 +243,23 @@ struct BiasGrad {
     }
   }
 };
-struct PlainBiasGrad {
+// Stored [K, M], row-wise, of one scale or none.
+struct RowsBiasGrad {
   Source a;
   int64_t cols;
+  const float* scale_inv;  // or NULL
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     a.load(row * cols + col, n, v);
+    if (scale_inv == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) v[i] *= *scale_inv;
   }
 };
+bool rows_bias_grad(const te_fl_tensor& a) {
+  const uint32_t scaling = backend::scaling(a);
+  if (scaling == TE_FL_SCALING_NONE) return true;
+  return scaling == TE_FL_SCALING_TENSOR && a.dl.data != nullptr && a.quant->scale_inv != nullptr;
+}
 
 // ---- the op
 
@@ -274,6 +298,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
     invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
             text_of(args, p) + " needs " + std::to_string(s.bytes));
   }
+  if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
   Plan plan{};
   if (runs_library(p)) {
     // A plan for D in the residual's memory is not that for D beside it; older hosts' keys for plans
@@ -284,15 +309,19 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   p.bias_grad = plan.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {
     const bool along = args.trans_a == 0, accumulate = args.accumulate_bias_grad != 0;
-    if (!along && backend::scaling(*args.a) == TE_FL_SCALING_NONE) {
+    if (!along && rows_bias_grad(*args.a)) {
+      const te_fl_quant* quant = args.a->quant;
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
-                  PlainBiasGrad{Source(*args.a), p.m});
+                  RowsBiasGrad{Source(*args.a), p.m,
+                               quant != nullptr ? static_cast<const float*>(quant->scale_inv)
+                                                : nullptr});
     } else {
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
                   BiasGrad{values_of(*args.a, along, "a"), along});
     }
   }
   if (p.m > 0 && p.n > 0) multiply(ctx, args, p, s, plan);
+  if (p.codes) finish_codes(ctx, args, p);
   if (!p.direct) finish(ctx, args, p, s);
 }
 

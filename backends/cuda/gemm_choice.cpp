@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "cublaslt.hpp"
 #include "cuda_check.hpp"
@@ -134,8 +135,73 @@ class Timer {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-constexpr double kSequenceUs = 20000;  // of one candidate in one round
-constexpr int kRounds = 3;
+// A chip under load lowers its clock until it draws no more power than it may, so in a training run
+// the candidate that wins is the one that needs the least energy, and short or cold measurements
+// find another.
+constexpr double kHeatUs = 500000;     // before anything of a device is measured
+constexpr double kLookUs = 10000;      // of every candidate, once
+constexpr double kSequenceUs = 60000;  // of one of the fastest in one round
+constexpr size_t kFinalists = 4;
+constexpr double kFinalistSlack = 1.06;  // of the fastest look
+constexpr int kRounds = 5;
+
+class Measurement {
+ public:
+  Measurement(const std::vector<cublasLtMatmulAlgo_t>& candidates,
+              const std::function<bool(const cublasLtMatmulAlgo_t&)>& run, cudaStream_t stream)
+      : candidates_(candidates), run_(run), timer_(stream), us_(candidates.size(), -1) {}
+
+  // Microseconds per run of each, negative for those that the library refuses.
+  const std::vector<double>& look() {
+    for (size_t i = 0; i < us_.size(); ++i) {
+      if (sequence(i, 0) >= 0) us_[i] = sequence(i, kLookUs);
+    }
+    return us_;
+  }
+  void heat() {
+    for (size_t i = 0; i < us_.size(); ++i) {
+      if (sequence(i, kHeatUs) >= 0) return;
+    }
+  }
+  // Of those that looked fastest, the one with the smallest median in rounds that take turns.
+  size_t fastest() {
+    std::vector<size_t> finalists;
+    for (size_t i = 0; i < us_.size(); ++i) {
+      if (us_[i] >= 0) finalists.push_back(i);
+    }
+    std::sort(finalists.begin(), finalists.end(),
+              [this](size_t a, size_t b) { return us_[a] < us_[b]; });
+    const double most = us_[finalists.front()] * kFinalistSlack;
+    while (finalists.size() > kFinalists || us_[finalists.back()] > most) finalists.pop_back();
+    std::vector<std::vector<double>> times(finalists.size());
+    for (int round = 0; round < kRounds; ++round) {
+      for (size_t i = 0; i < finalists.size(); ++i) {
+        times[i].push_back(sequence(finalists[i], kSequenceUs));
+      }
+    }
+    for (size_t i = 0; i < finalists.size(); ++i) {
+      std::nth_element(times[i].begin(), times[i].begin() + kRounds / 2, times[i].end());
+      us_[finalists[i]] = times[i][kRounds / 2];
+    }
+    return *std::min_element(finalists.begin(), finalists.end(),
+                             [this](size_t a, size_t b) { return us_[a] < us_[b]; });
+  }
+
+ private:
+  // Runs a candidate for about so long, at least three times; microseconds of one, negative if the
+  // library refuses it.
+  double sequence(size_t i, double us) {
+    const auto once = [&] { return run_(candidates_[i]); };
+    const double first = us_[i] > 0 ? us_[i] : timer_.time(1, once);
+    if (first < 0) return -1;
+    return timer_.time(std::clamp(static_cast<int>(us / std::max(first, 1.0)), 3, 50000), once);
+  }
+
+  const std::vector<cublasLtMatmulAlgo_t>& candidates_;
+  const std::function<bool(const cublasLtMatmulAlgo_t&)>& run_;
+  Timer timer_;
+  std::vector<double> us_;
+};
 
 }  // namespace
 
@@ -202,28 +268,15 @@ size_t measure_gemm_choice(int device, const std::string& problem,
                            cudaStream_t stream) {
   Choices& all = choices();
   const std::lock_guard lock(all.mutex);
-  Timer timer(stream);
-  std::vector<double> best(candidates.size(), -1);
-  for (int round = 0; round < kRounds; ++round) {
-    for (size_t i = 0; i < candidates.size(); ++i) {
-      const auto once = [&] { return run(candidates[i]); };
-      const double first = timer.time(2, once);
-      if (first < 0) continue;
-      const int count = std::clamp(static_cast<int>(kSequenceUs / std::max(first, 1.0)), 5, 2000);
-      const double us = timer.time(count, once);
-      if (us >= 0 && (best[i] < 0 || us < best[i])) best[i] = us;
-    }
-  }
-  size_t chosen = 0;
-  int timed = 0;
-  for (size_t i = 0; i < best.size(); ++i) {
-    if (best[i] < 0) continue;
-    ++timed;
-    if (best[chosen] < 0 || best[i] < best[chosen]) chosen = i;
-  }
+  Measurement measurement(candidates, run, stream);
+  static std::set<int> hot;
+  if (hot.insert(device).second) measurement.heat();
+  const std::vector<double>& us = measurement.look();
+  const auto timed = std::count_if(us.begin(), us.end(), [](double t) { return t >= 0; });
   if (timed == 0) return 0;
+  const size_t chosen = measurement.fastest();
   all.all.push_back({device_name(device), problem, cublaslt()->version(), candidates[chosen],
-                     best[chosen], best[0], timed});
+                     us[chosen], us[0], static_cast<int>(timed)});
   save(all);
   return chosen;
 }

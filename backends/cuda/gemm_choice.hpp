@@ -26,10 +26,10 @@ bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo
 // Whether products without a choice are to be measured.
 bool tunes_gemm() noexcept;
 
-// Times the candidates, each in a sustained sequence on `stream`, twice in turn; returns the index
-// of the fastest and writes it to the file (by atomic rename). `run` enqueues the product
-// once, false if the library refuses that algorithm. Throws if the file cannot be written.
-// Thread-safe; one measurement at a time.
+// Times the candidates on `stream`, the fastest of them in sustained sequences that take turns on a
+// chip that is under load; about a second. Returns the index of the fastest and writes it to the
+// file (by atomic rename). `run` enqueues the product once, false if the library refuses that
+// algorithm. Throws if the file cannot be written. Thread-safe; one measurement at a time.
 size_t measure_gemm_choice(int device, const std::string& problem,
                            const std::vector<cublasLtMatmulAlgo_t>& candidates,
                            const std::function<bool(const cublasLtMatmulAlgo_t&)>& run,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <vector>
 
 #include "cublaslt.hpp"
@@ -49,9 +50,24 @@ Operand operand(const te_fl_tensor& t, bool along) {
   return o;
 }
 
+// Codes under a given scale, in one copy: what the library writes of FP8 operands. E5M2 comes from
+// gradients.
+bool direct_codes(const Args& args, bool fp8) {
+  if (args.d->quant == nullptr || backend::numel(*args.d) == 0) return false;
+  const te_fl_quant& quant = *args.d->quant;
+  const int d = dtype_of(*args.d);
+  const bool gradient = dtype_of(*args.a) == TE_FL_F8E5M2 || dtype_of(*args.b) == TE_FL_F8E5M2;
+  const int bias = args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16;
+  return fp8 && quant.scaling == TE_FL_SCALING_TENSOR && !is_block(*args.a) &&
+         (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0 && quant.scale != nullptr &&
+         args.d->dl.data != nullptr && quant.columnwise_data == nullptr &&
+         gradient == (d == TE_FL_F8E5M2) && (bias == TE_FL_BF16 || bias == TE_FL_F16) &&
+         !args.gelu && args.pre_gelu_in == nullptr && args.residual == nullptr && !args.accumulate;
+}
+
 bool direct_epilogue(const Args& args, bool fp8) {
   const int d = dtype_of(*args.d);
-  if (is_fp8(d)) return false;
+  if (is_fp8(d)) return direct_codes(args, fp8);
   const bool half = d == TE_FL_F16 || d == TE_FL_BF16;
   if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) return false;
   // The library adds one matrix, of D's type.
@@ -127,6 +143,7 @@ Problem describe(const Args& args) {
   const bool types = p.fp8 || p.convert == Convert::kWiden || d_dtype == p.a.dtype ||
                      (d_dtype == TE_FL_F32 && (p.a.dtype == TE_FL_F16 || p.a.dtype == TE_FL_BF16));
   p.direct = p.k > 0 && d_fits && types && direct_epilogue(args, p.fp8);
+  p.codes = p.direct && is_fp8(d_dtype);
   const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
   p.bias_grad = p.direct && !p.fp8 && half && args.bias_grad != nullptr &&
                 !args.accumulate_bias_grad && args.bias == nullptr && args.pre_gelu_in == nullptr &&
@@ -188,6 +205,12 @@ void set_pointers(Plan& plan, const Args& args, const Problem& p, const What& wh
     set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
   }
   if (!p.direct) return;
+  if (p.codes) {
+    // A choice of algorithms wants a pointer to where the amax would go, whichever.
+    float* amax = p.found_amax != nullptr ? p.found_amax : args.d->quant->scale;
+    set(plan, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, what);
+    set(plan, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, what);
+  }
   const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
   if (bias != nullptr) {
     set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
@@ -271,18 +294,31 @@ size_t measure(const te_fl_context& ctx, const Args& args, const Problem& p, Pla
   const int64_t element = p.direct ? bytes_of(dtype_of(*args.d)) : 4;
   const DeviceMemory out(static_cast<size_t>(p.m * p.padded_n * element), stream);
   const DeviceMemory library(kLibraryWorkspace, stream);
+  const DeviceMemory amax(sizeof(float), stream);
+  if (p.codes) {
+    set(plan, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax.get(), What{args, p});
+  }
   const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
   const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
   const bool adds = p.direct && args.residual != nullptr;
-  const void* added = adds ? backend::data<const void>(*args.residual) : out.get();
+  const void* added = adds      ? backend::data<const void>(*args.residual)
+                      : p.codes ? nullptr
+                                : out.get();
   const float beta = adds || (p.direct && args.accumulate) ? 1.0f : 0.0f;
   const auto run = [&](const cublasLtMatmulAlgo_t& algo) {
     return cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                              &plan.left, right, &plan.right, &beta, added, &plan.out, out.get(),
+                              &plan.left, right, &plan.right, &beta, added, &plan.added, out.get(),
                               &plan.out, &algo, library.get(), kLibraryWorkspace,
                               stream) == CUBLAS_STATUS_SUCCESS;
   };
   return measure_gemm_choice(ctx.device.index, key, candidates, run, stream);
+}
+
+void add_new(std::vector<cublasLtMatmulAlgo_t>& list, const cublasLtMatmulAlgo_t& algo) {
+  for (const cublasLtMatmulAlgo_t& known : list) {
+    if (std::memcmp(&known, &algo, sizeof algo) == 0) return;
+  }
+  list.push_back(algo);
 }
 
 bool captures(cudaStream_t stream) {
@@ -314,6 +350,9 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   layout(plan.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
   layout(plan.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
   layout(plan.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
+  plan.added = plan.out;
+  // Codes go with a matrix to add of 16 bits, here none.
+  if (p.codes) layout(plan.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
 
   cublasLtMatmulPreferenceOpaque_t preference;
   check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", what);
@@ -339,7 +378,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   std::array<cublasLtMatmulHeuristicResult_t, kMostCandidates> found{};
   int count = 0;
   const cublasStatus_t status =
-      lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.out,
+      lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.added,
                    &plan.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
     if (p.bias_grad) {
@@ -353,7 +392,17 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   plan.algo = found[0].algo;
   if (tunes) {
     std::vector<cublasLtMatmulAlgo_t> candidates;
-    for (int i = 0; i < count; ++i) candidates.push_back(found[static_cast<size_t>(i)].algo);
+    const auto add = [&] {
+      for (int i = 0; i < count; ++i) add_new(candidates, found[static_cast<size_t>(i)].algo);
+    };
+    add();
+    // The heuristic names few at a time; without scratch it names others.
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
+    if (lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.out,
+                     &plan.out, &preference, kMostCandidates, found.data(),
+                     &count) == CUBLAS_STATUS_SUCCESS) {
+      add();
+    }
     plan.algo = candidates[measure(ctx, args, p, plan, key, candidates)];
   }
   return plan;
@@ -365,10 +414,10 @@ void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, Plan
   set_pointers(plan, args, p, what);
   const bool adds = p.direct && args.residual != nullptr;
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
-  const void* added = adds ? backend::data<const void>(*args.residual) : out;
+  const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
   check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                           &plan.left, right, &plan.right, &beta, added, &plan.out, out, &plan.out,
-                           &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
+                           &plan.left, right, &plan.right, &beta, added, &plan.added, out,
+                           &plan.out, &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
         "cublasLtMatmul", what);
 }
 

@@ -44,8 +44,10 @@ struct Problem {
   bool fp8 = false;    // the library multiplies FP8
   bool block = false;  // by blocks
   Convert convert = Convert::kNone;
-  bool direct = false;     // the library writes D
-  bool bias_grad = false;  // and the bias gradient, from the operand that it reads anyway
+  bool direct = false;          // the library writes D
+  bool codes = false;           // which is FP8
+  float* found_amax = nullptr;  // where its amax goes, for the call that runs
+  bool bias_grad = false;       // and the bias gradient, from the operand that it reads anyway
   int64_t padded_n = 0, padded_k = 0;
 };
 
@@ -54,7 +56,7 @@ inline bool runs_library(const Problem& p) { return p.m > 0 && p.n > 0 && p.k > 
 
 struct Plan {
   cublasLtMatmulDescOpaque_t desc;
-  cublasLtMatrixLayoutOpaque_t left, right, out;
+  cublasLtMatrixLayoutOpaque_t left, right, added, out;
   cublasLtMatmulAlgo_t algo;
   bool direct;     // as in the problem that it was made for
   bool bias_grad;  // the library computes it

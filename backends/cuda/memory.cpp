@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda_check.hpp"
+#include "driver.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -44,14 +45,14 @@ class OutsideCapture {
 
 cudaStreamCaptureStatus capture_status(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status;
+  if (stream_capture_status(stream, &status) == cudaSuccess) return status;
   (void)cudaGetLastError();  // the default stream beside a capture of another
   return cudaStreamCaptureStatusNone;
 }
 
-// The capture of a stream: 0 if there is none.
-unsigned long long capture_id(cudaStream_t stream, cudaGraph_t* graph) {
-  cudaStreamCaptureStatus status = capture_status(stream);
+// The capture of a stream, whose status is `status`: 0 if there is none.
+unsigned long long capture_id(cudaStream_t stream, cudaStreamCaptureStatus status,
+                              cudaGraph_t* graph) {
   if (status != cudaStreamCaptureStatusActive) return 0;
   unsigned long long id = 0;
 #if CUDART_VERSION >= 13000
@@ -83,9 +84,10 @@ Memory::~Memory() {
 
 // The memory of the graph that the stream is being captured into; null outside of captures. The
 // lock is held.
-std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
+std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream,
+                                                        cudaStreamCaptureStatus status) {
   cudaGraph_t graph = nullptr;
-  const unsigned long long id = capture_id(stream, &graph);
+  const unsigned long long id = capture_id(stream, status, &graph);
   if (id == 0) {  // one that somebody else began has ended
     for (const auto& ended : graphs_) ended->open = ended->open && ended->stream != stream;
     return nullptr;
@@ -120,7 +122,7 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream) {
 void* Memory::allocate(size_t asked, cudaStream_t stream) {
   size_t bytes = rounded(asked);
   const std::lock_guard lock(mutex_);
-  if (const auto graph = capture_of(stream)) {
+  if (const auto graph = capture_of(stream, capture_status(stream))) {
     void* data = allocate_captured(bytes, stream, graph);
     blocks_[data] = {bytes, graph};
     ++graph->live;
@@ -189,7 +191,8 @@ void Memory::free(void* data, cudaStream_t stream) {
 }
 
 void Memory::release_block(void* data, Block block, cudaStream_t stream) {
-  const auto capture = capture_of(stream);
+  const cudaStreamCaptureStatus status = capture_status(stream);
+  const auto capture = capture_of(stream, status);
   if (capture != nullptr && block.graph != capture) {
     capture->kept.emplace_back(data, std::move(block));
     return;
@@ -199,8 +202,8 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
     if (block.graph->open) block.graph->idle[{stream, block.bytes}].push_back(data);
     return;
   }
-  const bool failed = capture_status(stream) == cudaStreamCaptureStatusInvalidated;
-  if (failed) {  // nothing can be enqueued until that capture has been ended
+  if (status == cudaStreamCaptureStatusInvalidated) {  // nothing can be enqueued until that capture
+                                                       // has been ended
     cache_[{stream, block.bytes}].push_back(data);
     cached_bytes_ += block.bytes;
     return;
@@ -306,7 +309,7 @@ void Memory::close_capture(cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
   --open_captures_;
   cudaGraph_t graph = nullptr;
-  const unsigned long long id = capture_id(stream, &graph);
+  const unsigned long long id = capture_id(stream, capture_status(stream), &graph);
   const auto at = captures_.find(id);
   if (at == captures_.end()) return;
   at->second->open = false;

@@ -58,7 +58,7 @@ class Memory {
     std::vector<std::pair<void*, Block>> kept;  // of others, freed in the capture
   };
 
-  std::shared_ptr<GraphMemory> capture_of(cudaStream_t stream);
+  std::shared_ptr<GraphMemory> capture_of(cudaStream_t stream, cudaStreamCaptureStatus status);
   // `bytes`: in, what is wanted; out, what the block has.
   void* allocate_captured(size_t& bytes, cudaStream_t stream,
                           const std::shared_ptr<GraphMemory>& graph);

@@ -49,30 +49,34 @@ struct Piece {
   static constexpr int kCount = kBytes * 8 / 16, kElements = 16 / kBytes;  // 16-byte loads
 };
 
+// The elements of 16 bytes.
+template <int kBytes>
+__device__ inline void unpack_piece(const uint4& raw, bool is_half,
+                                    float (&x)[Piece<kBytes>::kElements]) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if constexpr (kBytes == 4) {
+      x[w] = __uint_as_float(words[w]);
+    } else if (is_half) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[w]));
+      x[2 * w] = pair.x, x[2 * w + 1] = pair.y;
+    } else {
+      x[2 * w] = __uint_as_float(words[w] << 16);
+      x[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
+    }
+  }
+}
 template <int kBytes>
 __device__ inline void unpack(const uint4 (&raw)[Piece<kBytes>::kCount], bool is_half,
                               float (&x)[8]) {
-  if constexpr (kBytes == 4) {
 #pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      x[4 * p] = __uint_as_float(raw[p].x), x[4 * p + 1] = __uint_as_float(raw[p].y);
-      x[4 * p + 2] = __uint_as_float(raw[p].z), x[4 * p + 3] = __uint_as_float(raw[p].w);
-    }
-  } else {
-    const uint32_t words[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
-    if (is_half) {
+  for (int p = 0; p < Piece<kBytes>::kCount; ++p) {
+    float part[Piece<kBytes>::kElements];
+    unpack_piece<kBytes>(raw[p], is_half, part);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[w]));
-        x[2 * w] = pair.x, x[2 * w + 1] = pair.y;
-      }
-    } else {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        x[2 * w] = __uint_as_float(words[w] << 16);
-        x[2 * w + 1] = __uint_as_float(words[w] & 0xFFFF0000u);
-      }
-    }
+    for (int e = 0; e < Piece<kBytes>::kElements; ++e)
+      x[p * Piece<kBytes>::kElements + e] = part[e];
   }
 }
 
@@ -117,9 +121,9 @@ __device__ inline void load_tile(const TileSources<kSources>& in, const TileGrid
 
 // Row i of the thread's values.
 template <int kBytes, int kRows, class Math>
-__device__ inline void compute_row(
-    const uint4 (&raw)[Math::kSources][kRows][Piece<kBytes>::kCount], int i, bool is_half,
-    const Math& math, float (&v)[Math::kOutputs][8]) {
+__device__ inline void compute_row(const uint4 (&raw)[Math::kSources][kRows][Piece<kBytes>::kCount],
+                                   int i, bool is_half, const Math& math,
+                                   float (&v)[Math::kOutputs][8]) {
   float x[Math::kSources][8];
 #pragma unroll
   for (int s = 0; s < Math::kSources; ++s) unpack<kBytes>(raw[s][i], is_half, x[s]);
@@ -227,9 +231,13 @@ __device__ inline float tile_sums(const float (&sum)[8], const Place<kBytes>& at
   }
   return total;
 }
+// The largest of a warp's values, none of which is negative or NaN.
+__device__ inline float warp_most(float most) {
+  return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most)));
+}
 __device__ inline float block_amax(float most, float* shared) {
-  const unsigned bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = __uint_as_float(bits);
+  most = warp_most(most);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = most;
   __syncthreads();
   most = 0.0f;
 #pragma unroll
@@ -280,8 +288,8 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
                                     v[o][4 * h + 2] * scale, v[o][4 * h + 3] * scale, q.is_e5m2);
         }
         if (q.rows != nullptr && row < g.rows) {
-          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + o * g.cols + col0, cols_left,
-                            at, codes[o][i]);
+          write_row<kBytes>(static_cast<uint8_t*>(q.rows) + row * q.k + o * g.cols + col0,
+                            cols_left, at, codes[o][i]);
         }
       }
     }
@@ -292,9 +300,9 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
     __syncthreads();
 #pragma unroll
     for (int o = 0; o < Math::kOutputs; ++o) {
-      write_columns<kBytes, kThreads>(
-          columns[o], static_cast<uint8_t*>(q.columns) + (o * g.cols + col0) * q.m, q.m, row0,
-          cols_left);
+      write_columns<kBytes, kThreads>(columns[o],
+                                      static_cast<uint8_t*>(q.columns) + (o * g.cols + col0) * q.m,
+                                      q.m, row0, cols_left);
     }
   }
   if (q.running_amax != nullptr) {
@@ -311,9 +319,9 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
 
 // Blocks that a multiprocessor holds at once: the registers that the loads of a tile take decide.
 template <class Math, int kBytes>
-inline constexpr int kResident = Math::kSources * kBytes <= 2   ? 4
-                                 : Math::kSources * kBytes <= 4 ? 3
-                                                                : 2;
+inline constexpr int kResident = Math::kSources* kBytes <= 2   ? 4
+                                 : Math::kSources* kBytes <= 4 ? 3
+                                                               : 2;
 
 template <class Math, int kBytes, bool kSums>
 __global__ void __launch_bounds__(kThreads, kResident<Math, kBytes>)

@@ -107,8 +107,23 @@ void cast_to_fp8(const te_fl_context&, const te_fl_cast_to_fp8_args& args) {
   quantize_rows(*args.input, 0, output);
 }
 
+void sum_columns(const te_fl_fp8_transpose_args& args, const backend::Matrix& m) {
+  if (dtype_of(*args.input) == TE_FL_U8) {
+    invalid("column_sums is given with an input of u8, which are no numbers; give it FP8 codes");
+  }
+  const Reader reader(*args.input);
+  const double scale_inv = args.scale_inv != nullptr ? scalar_f32(*args.scale_inv) : 1.0;
+  std::vector<double> sums(static_cast<size_t>(m.cols), 0.0), row(sums);
+  for (int64_t r = 0; r < m.rows; ++r) {
+    reader.read(r * m.cols, m.cols, row.data());
+    for (int64_t c = 0; c < m.cols; ++c) sums[c] += row[c] * scale_inv;
+  }
+  Writer(*args.column_sums).write(0, m.cols, sums.data());
+}
+
 void fp8_transpose(const te_fl_context&, const te_fl_fp8_transpose_args& args) {
   const backend::Matrix m = backend::as_matrix(*args.input);
+  if (args.column_sums != nullptr) sum_columns(args, m);
   const auto* input = backend::data<const uint8_t>(*args.input);
   auto* output = backend::data<uint8_t>(*args.output);
   for (int64_t k = 0; k < m.cols; ++k) {
@@ -207,6 +222,7 @@ void append_quantize(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_split_quantize_args, split_quantize>("split_quantize"));
   ops.push_back(descriptor<te_fl_cast_to_fp8_args, cast_to_fp8>("cast_to_fp8"));
   ops.push_back(descriptor<te_fl_fp8_transpose_args, fp8_transpose>("fp8_transpose"));
+  ops.back().param_version = 2;
   ops.push_back(descriptor<te_fl_compute_amax_args, compute_amax>("compute_amax"));
   ops.push_back(
       descriptor<UpdateArgs, update_scales>("fused_amax_and_scale_update_after_reduction"));

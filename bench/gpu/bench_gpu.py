@@ -104,22 +104,42 @@ def run_gemm(library, args):
                 torch.cuda.empty_cache()
 
 
+ATTENTION_FACTOR = {"forward": 1, "backward": 2.5, "both": 3.5}  # of the forward's operations
+FP8_ATTENTION_TARGET = {"forward": 1.3, "both": 1.1}
+
+
+def show_attention(library, title, pair, factor, flops, args, target, **more):
+    library.usage()
+    graphs = {"te-fl": measure.Graph([pair[0]]), "cudnn": measure.Graph([pair[1]])}
+    times = measure.alternate(graphs, args.rounds)
+    share, spread = measure.ratio(times["cudnn"], times["te-fl"])
+    us = statistics.median(times["te-fl"])
+    served = ",".join(sorted({u["impl"] for u in library.usage()}))
+    show("attention", title, us=us, cudnn_us=statistics.median(times["cudnn"]), tflops=factor * flops / us / 1e6,
+         of_cudnn=share, spread=spread, target=target, impl=served, **more)
+
+
 def run_attention(library, args):
-    for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
-        try:
-            pairs, flops = layer_cases.attention(library, shape)
-            for kind, (ours, peer) in pairs.items():
-                title = f"bf16 {kind} {'causal' if shape.causal else 'full'}"
-                graphs = {"te-fl": measure.Graph([ours]), "cudnn": measure.Graph([peer])}
-                times = measure.alternate(graphs, args.rounds)
-                share, spread = measure.ratio(times["cudnn"], times["te-fl"])
-                us = statistics.median(times["te-fl"])
-                factor = 1 if kind == "forward" else 2.5
-                served = ",".join(sorted({u["impl"] for u in library.usage()}))
-                show("attention", title, us=us, cudnn_us=statistics.median(times["cudnn"]), tflops=factor * flops / us / 1e6,
-                     of_cudnn=share, spread=spread, target=None if "deterministic" in kind else 0.98, impl=served)
-        except RuntimeError as error:
-            refused("attention", shape.name, error)
+    for is_fp8 in (False, True):
+        for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
+            try:
+                if is_fp8:
+                    pairs, errors, flops = layer_cases.attention_fp8(library, shape)
+                else:
+                    pairs, flops = layer_cases.attention(library, shape)
+                for kind, pair in pairs.items():
+                    title = f"{'fp8' if is_fp8 else 'bf16'} {kind} {'causal' if shape.causal else 'full'}"
+                    if args.match and args.match not in title:
+                        continue
+                    factor = ATTENTION_FACTOR[kind.split()[0]]
+                    if is_fp8:
+                        show_attention(library, title, pair, factor, flops, args, FP8_ATTENTION_TARGET.get(kind),
+                                       error=errors[kind])
+                    else:
+                        target = None if "deterministic" in kind else 0.98
+                        show_attention(library, title, pair, factor, flops, args, target)
+            except RuntimeError as error:
+                refused("attention", f"{'fp8' if is_fp8 else 'bf16'} {shape.name}", error)
 
 
 def check_layer(ours, eager):

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from te_fl_bench import Call, Layer, fp8, plain
+from te_fl_bench import Call, Layer, fp8, numbers, plain, quantised, rescale
 
 BF16, F32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass
@@ -198,3 +199,48 @@ def attention(library, shape):
     flops = 4.0 * b * h * s * s * d / (2 if shape.causal else 1)
     return {"forward": (forward, torch_forward), "backward": (backward, torch_backward),
             "backward deterministic": (deterministic_backward, torch_backward)}, flops
+
+
+def attention_fp8(library, shape):
+    """te-fl's FP8 forward and backward, with scales of a step before, and cuDNN's in BF16 through PyTorch on the same
+    values; the largest relative difference ||a - b|| / ||b|| of each; operations of the forward."""
+    s, b, h = shape.sequence, shape.batch, shape.heads
+    d = shape.hidden // h
+    raw = [torch.randn(s, b, h, d, device="cuda", dtype=BF16) for _ in range(4)]
+    q, k, v = (quantised(t, E4M3) for t in raw[:3])
+    d_o = quantised(raw[3] * 0.1, E5M2)
+    o = quantised(raw[0], E4M3, empty=True)
+    dq, dk, dv = (quantised(t, E5M2, empty=True) for t in raw[:3])
+    one = torch.zeros(1, device="cuda", dtype=BF16)
+    p, ds = quantised(one, E4M3, empty=True), quantised(one, E5M2, empty=True)
+    lse = plain(b, h, s, dtype=F32)
+    common = dict(q=q, k=k, v=v, o=o, softmax_lse=lse, s_quant=p, layout=0, mask_type=1 if shape.causal else 0,
+                  scale=d ** -0.5)
+    forward = Call(library, "fused_attn_fwd", **common)
+    backward = Call(library, "fused_attn_bwd", d_o=d_o, dq=dq, dk=dk, dv=dv, dp_quant=ds, **common)
+    for call, outputs in ((forward, (p, o)), (backward, (ds, dq, dk, dv))):
+        for _ in range(2):
+            call()
+            for t in outputs:
+                rescale(t)
+        call()
+    tq, tk, tv, tdo = (t.permute(1, 2, 0, 3) for t in (raw[0], raw[1], raw[2], raw[3] * 0.1))
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    saved = op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
+    def torch_forward():
+        op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
+    def torch_backward():
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            tdo, tq, tk, tv, saved[0], saved[1], saved[6], saved[7], None, saved[2], saved[3], saved[4], saved[5], 0.0,
+            shape.causal, scale=d ** -0.5)
+    def error(ours, theirs):
+        theirs = theirs.permute(2, 0, 1, 3).float()
+        return ((numbers(ours) - theirs).norm() / theirs.norm()).item()
+    errors = {"forward": error(o, saved[0]),
+              "backward": max(error(*pair) for pair in zip((dq, dk, dv), torch_backward()))}
+    errors["both"] = max(errors.values())
+    def both(first, second):
+        return lambda: (first(), second())
+    flops = 4.0 * b * h * s * s * d / (2 if shape.causal else 1)
+    return {"forward": (forward, torch_forward), "backward": (backward, torch_backward),
+            "both": (both(forward, backward), both(torch_forward, torch_backward))}, errors, flops

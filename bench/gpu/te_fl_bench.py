@@ -84,6 +84,31 @@ def fp8(rows, cols, dtype=torch.float8_e4m3fn, columnwise=True, scaling=TENSOR, 
     return Tensor(data, quant, (column, scale_inv, column_scale, amax, scale))
 
 
+def quantised(values, dtype, empty=False):
+    """A tensor quantised by tensor, row-wise: the codes of `values`, or room for codes of its shape under a scale of 1."""
+    most = torch.finfo(dtype).max
+    scale = torch.ones(1, device="cuda") if empty else (most / values.abs().max().float()).reshape(1)
+    data = torch.empty_like(values, dtype=dtype)
+    if not empty:
+        data.copy_((values.float() * scale).clamp(-most, most).to(dtype))
+    scale_inv, amax = 1 / scale, torch.zeros(1, device="cuda")
+    quant = Quant(ctypes.sizeof(Quant), TENSOR, 0, 0.0, None, scale_inv.data_ptr(), None, amax.data_ptr(),
+                  scale.data_ptr())
+    return Tensor(data, quant, (scale, scale_inv, amax))
+
+
+def rescale(t):
+    """A step of delayed scaling with a history of one."""
+    scale, _, amax = t.keep
+    scale.copy_(torch.finfo(t.torch.dtype).max / amax)
+    amax.zero_()
+
+
+def numbers(t):
+    """The values of a tensor that quantised() made."""
+    return t.torch.float() * t.keep[1]
+
+
 class Library:
     def __init__(self, folder, plugin):
         os.environ.setdefault("TE_FL_PLUGIN_PATH", "")

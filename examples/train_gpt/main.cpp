@@ -47,6 +47,7 @@ class Trainer {
     if (options.recipe != "none") {
       TE_FL_ASSIGN_OR_RETURN(t.recipe_, nn::parse_recipe(options.recipe));
     }
+    if (options.fp8_attention) std::get<nn::DelayedScaling>(*t.recipe_).fp8_dpa = true;
     TE_FL_ASSIGN_OR_RETURN(
         t.text_, Text::load(options.data.empty() ? default_text() : options.data, options.seq_len));
     TE_FL_ASSIGN_OR_RETURN(t.model_, Gpt::create(options, t.device_));
@@ -233,9 +234,10 @@ Status run(const Options& options) {
               options.style.c_str(), static_cast<double>(results.parameters) / 1e6,
               static_cast<long long>(options.layers), static_cast<long long>(options.hidden),
               static_cast<long long>(options.seq_len));
-  std::printf("recipe %s, %s, device %s; %zu training and %zu held-out bytes\n",
-              options.recipe.c_str(), options.dtype.c_str(), options.device.c_str(),
-              trainer.text().training_bytes(), trainer.text().held_out_bytes());
+  std::printf("recipe %s%s, %s, device %s; %zu training and %zu held-out bytes\n",
+              options.recipe.c_str(), options.fp8_attention ? " with FP8 attention" : "",
+              options.dtype.c_str(), options.device.c_str(), trainer.text().training_bytes(),
+              trainer.text().held_out_bytes());
   const auto start = std::chrono::steady_clock::now();
   const auto elapsed = [&] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -25,6 +25,8 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
                  "text file (default: build/data/text.txt, see tools/fetch_text.sh)");
   app.add_option("--recipe", o.recipe, "FP8 recipe")
       ->check(CLI::IsMember({"delayed", "current", "block", "none"}));
+  app.add_flag("--fp8-attention", o.fp8_attention,
+               "attention itself in FP8 (fp8_dpa); with --recipe delayed");
   app.add_option("--style", o.style,
                  "gpt: LayerNorm, GELU, learned positions; llama: RMSNorm, SwiGLU, RoPE, no biases")
       ->check(CLI::IsMember({"gpt", "llama"}));
@@ -73,6 +75,10 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
     *exit_code = 2;
     return false;
   };
+  if (o.fp8_attention && o.recipe != "delayed") {
+    return fail("--fp8-attention goes with --recipe delayed, not with " + o.recipe +
+                ": only delayed scaling has the scales of FP8 attention");
+  }
   if (o.hidden % o.heads != 0) {
     return fail("--hidden " + std::to_string(o.hidden) + " must be a multiple of --heads " +
                 std::to_string(o.heads));

@@ -31,6 +31,7 @@ struct Options {
   double temperature = 0.8;
   uint64_t seed = 1;
   bool graph = false;
+  bool fp8_attention = false;
 };
 
 // Parses the command line. Returns true to go on; false to stop with *exit_code (help, or an error

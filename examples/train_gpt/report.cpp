@@ -128,6 +128,7 @@ bool write_json(const Options& o, const Results& r) {
                      {"staged_wait_us", u.staged_wait_microseconds}});
   }
   const nlohmann::json out = {{"recipe", o.recipe},
+                              {"fp8_attention", o.fp8_attention},
                               {"style", o.style},
                               {"dtype", o.dtype},
                               {"device", o.device},

@@ -387,7 +387,8 @@ namespace ops {
   return OpManager::instance().call(op::cast_to_fp8, &args, options);
 }
 
-// Transposes a matrix of 8-bit codes. output[k, m] = input[m, k]
+// Transposes a matrix of 8-bit codes, and sums its columns on the way if asked. output[k, m] =
+// input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv
 [[nodiscard]] inline Status fp8_transpose(const te_fl_fp8_transpose_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fp8_transpose, &args, options);
 }

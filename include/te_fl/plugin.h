@@ -237,6 +237,7 @@ enum { /* te_fl_quant.flags */
  * The quantised part of a tensor. For a logical tensor seen as a matrix [M, K] (K = last dimension,
  * M = product of the others):
  *   row-wise data: te_fl_tensor.dl.data, [M, K], may be NULL if only the column-wise copy exists.
+ *     Compact, but for arguments that take strides (TE_FL_ARG_STRIDED_CODES).
  *   column-wise data: compact [K, M] (MXFP8: [M, K], not transposed).
  *   scale_inv, by scaling mode:
  *     TENSOR         FP32 [1]; one value serves both copies; columnwise_scale_inv is NULL or equal
@@ -349,7 +350,9 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_SAME_DTYPE = 1u << 5, /* dtype must equal that of `same_as` */
        TE_FL_ARG_ALLOW_OVERLAP = 1u
                                  << 6, /* strides may make elements overlap (inputs: broadcast) */
-       TE_FL_ARG_OPAQUE = 1u << 7      /* not compared, not poisoned by checkers */
+       TE_FL_ARG_OPAQUE = 1u << 7,     /* not compared, not poisoned by checkers */
+       TE_FL_ARG_STRIDED_CODES = 1u
+                                 << 8 /* TENSOR scaling without column-wise copy may be strided */
 };
 
 /*

@@ -27,8 +27,8 @@ struct QuantSpec {
   bool compute_scale = false;  // kTensor: current scaling (block modes always derive their scales)
   bool pow2_scale = false;     // derived scales are truncated to powers of two
   float amax_epsilon = 0;
-  // false: scale_inv starts uninitialised, which spares a fill where an op writes the tensor next
-  // (ops write all of scale_inv).
+  // false: scale_inv, and with compute_scale amax, start uninitialised, which spares a fill where
+  // an op writes the tensor next (ops write all of them).
   bool clear_scales = true;
 };
 
@@ -100,10 +100,11 @@ class TE_FL_API Tensor {
 
   // Views on the same storage. Errors name the shapes. view() needs a contiguous tensor; one extent
   // may be -1. A quantised tensor (kTensor or block scaling) can be viewed if the last dimension
-  // stays the same.
+  // stays the same; scaled by tensor without a column-wise copy, in any shape.
   Result<Tensor> view(std::span<const int64_t> shape) const;
   Result<Tensor> view(std::initializer_list<int64_t> shape) const;
-  Result<Tensor> slice(int dim, int64_t begin, int64_t end) const;  // unquantised only
+  // Of quantised tensors only those scaled by tensor without a column-wise copy.
+  Result<Tensor> slice(int dim, int64_t begin, int64_t end) const;
   Result<Tensor> transpose(int dim0, int dim1) const;  // unquantised only; swaps strides
 
   bool quantized() const noexcept;
@@ -111,6 +112,8 @@ class TE_FL_API Tensor {
   bool has_rowwise() const noexcept;
   bool has_columnwise() const noexcept;
   // Parts as tensors that share the storage; undefined if the part is absent.
+  // The same quantised tensor without its column-wise copy; undefined without a row-wise one.
+  Tensor rowwise_only() const;
   Tensor rowwise_codes() const;     // U8, the tensor's shape; 4-bit codes packed, [bytes]
   Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit codes packed, [bytes]
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape

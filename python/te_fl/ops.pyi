@@ -311,10 +311,10 @@ def cast_to_fp8(*, input: Tensor, output: Tensor, scale: Tensor, amax: Optional[
     output = cast(input * scale); amax = max(amax, max|input|); scale_inv = 1/scale
     """
 
-def fp8_transpose(*, input: Tensor, output: Tensor) -> None:
-    """Transposes a matrix of 8-bit codes.
+def fp8_transpose(*, input: Tensor, output: Tensor, scale_inv: Optional[Tensor] = None, column_sums: Optional[Tensor] = None) -> None:
+    """Transposes a matrix of 8-bit codes, and sums its columns on the way if asked.
 
-    output[k, m] = input[m, k]
+    output[k, m] = input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv
     """
 
 def compute_amax(*, input: Tensor, amax: Tensor) -> None:

@@ -1,5 +1,7 @@
 #include "conformance/attention_case.hpp"
 
+#include <cstdio>
+
 #include "conformance/compare.hpp"
 #include "conformance/oracle_quantize.hpp"
 
@@ -35,8 +37,14 @@ std::string variant_name(const Variant& v) {
   if (v.max_given) name += "/max_seqlen";
   if (v.no_lse) name += "/no_lse";
   if (v.saved) name += "/saved";
-  if (v.scale == 0.25) return name;
-  return name + (v.scale < 0 ? "/scale=-0.5" : "/scale=0.125");
+  const auto number = [&](const char* what, double x) {
+    char text[32];
+    std::snprintf(text, sizeof text, "/%s=%g", what, x);
+    name += text;
+  };
+  if (v.scale != 0.25) number("scale", v.scale);
+  if (v.scale_p != kScaleP) number("scale_p", static_cast<double>(v.scale_p));
+  return name;
 }
 
 std::vector<int64_t> starts(const std::vector<int64_t>& lengths, const std::vector<int64_t>& gaps) {
@@ -70,15 +78,22 @@ void lengths(Problem& p, const Variant& v, Attention& a) {
 }
 
 // q, k, v as slices of one [.., 3, H, D] tensor.
-void packed_inputs(Problem& p, const Variant& v, Inputs& in, const char* const names[3], Role role,
-                   std::shared_ptr<Buffer> storage, Tensor** out) {
+void packed_inputs(Problem& p, const Spec& spec, const Variant& v, Inputs& in,
+                   const char* const names[3], Role role, std::shared_ptr<Buffer> storage,
+                   Tensor** out) {
   const Dims shape = in.q_shape;
   const size_t rank = shape.size();
   Dims strides(rank);
   strides[rank - 1] = 1, strides[rank - 2] = v.d, strides[rank - 3] = 3 * v.h * v.d;
   for (size_t i = rank - 3; i-- > 0;) strides[i] = strides[i + 1] * shape[i + 1];
-  for (int64_t i = 0; i < 3; ++i)
-    out[i] = p.strided(names[i], role, v.dtype, shape, strides, gaussian(), storage, i * v.h * v.d);
+  const double scale = spec.quantised() ? static_cast<double>(spec.scale) : 1;
+  for (int64_t i = 0; i < 3; ++i) {
+    out[i] =
+        p.strided(names[i], role, spec, shape, strides, gaussian(scale), storage, i * v.h * v.d);
+    if (!spec.quantised() || role == Role::kOut) continue;
+    store(TE_FL_F32, out[i]->scale_inv->data(), 0, 1 / scale);
+    out[i]->scale_inv->freeze();
+  }
 }
 
 Fill mask_fill(const Variant& v) {
@@ -105,7 +120,9 @@ Inputs make_inputs(Problem& p, const Variant& v) {
     Tensor* qkv[3];
     int64_t n = 3;
     for (int64_t e : in.q_shape) n *= e;
-    packed_inputs(p, v, in, names, Role::kIn,
+    Spec spec(v.dtype);
+    if (is_fp8(v.dtype)) spec = Spec(kE4, TE_FL_SCALING_TENSOR, true, false), spec.scale = 64;
+    packed_inputs(p, spec, v, in, names, Role::kIn,
                   std::make_shared<Buffer>(bytes_for(v.dtype, n), uint8_t{0}), qkv);
     in.q = qkv[0], in.k = qkv[1], in.v = qkv[2];
     in.q->data->freeze();
@@ -149,8 +166,13 @@ Inputs make_inputs(Problem& p, const Variant& v) {
 // Rounding that a low-precision second factor may bring.
 double unit(int dtype) { return dtype == TE_FL_BF16 ? 0x1p-8 : dtype == TE_FL_F16 ? 0x1p-11 : 0; }
 
-double score_error(const Attention& a, const AttentionRow& row) {
-  return sum_slack(static_cast<double>(a.d), row.size) +
+// Slack of a sum of n products of elements of this type.
+double product_slack(int dtype, double n, double magnitude) {
+  return sum_slack(n, magnitude) * (is_fp8(dtype) ? kFp8Sums : 1);
+}
+
+double score_error(int dtype, const Attention& a, const AttentionRow& row) {
+  return product_slack(dtype, static_cast<double>(a.d), row.size) +
          0x1p-22 * std::fabs(std::isfinite(row.lse) ? row.lse : 0);
 }
 
@@ -162,6 +184,18 @@ double through_fp8(int dtype, double x, float scale, double* step) {
   const double magnitude = std::clamp(std::fabs(scaled), std::ldexp(1.0, 1 - f.bias), f.max);
   *step = std::ldexp(1.0, std::ilogb(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
   return decode_bits(f, encode_bits(f, scaled)) / static_cast<double>(scale);
+}
+// How far the result of a value that is off by up to `error` may be from that of x.
+double code_slack(int dtype, double x, double error, float scale) {
+  double step;
+  const double here = through_fp8(dtype, x, scale, &step);
+  return std::max(through_fp8(dtype, x + error, scale, &step) - here,
+                  here - through_fp8(dtype, x - error, scale, &step));
+}
+// The step of the codes of exp(score - maximum), as a difference of probabilities: at most an
+// eighth of p (E4M3 has three bits), but for the smallest codes.
+double unnormalised_step(double p, float scale) {
+  return std::max(p / 8, 0x1p-9 / static_cast<double>(scale));
 }
 
 int64_t product(const Dims& dims) {
@@ -184,21 +218,27 @@ Forward attend(const Variant& v, const Inputs& in) {
         const int64_t oa = a.at(n, i, head, a.h, a.dv, true), la = a.lse_at(n, i, head);
         r.lse[la] = row.lse,
         r.skip_lse[la] = row.lse == -infinity() && a.softmax != TE_FL_SOFTMAX_TYPE_VANILLA;
-        r.lse_slack[la] = score_error(a, row);
+        const double error = score_error(v.dtype, a, row);
+        r.lse_slack[la] = error;
         for (int64_t e = 0; e < a.dv; ++e) {
-          double sum = 0, size = 0, flip = 0;
+          double sum = 0, size = 0, variance = 0, most = 0;
           for (int64_t j = 0; j < static_cast<int64_t>(row.p.size()); ++j) {
             double p = a.kept(n, head, i, j) ? row.p[j] / (1 - static_cast<double>(a.dropout)) : 0,
                    step = 0;
             r.p_max = std::max(r.p_max, p);
-            if (is_fp8(v.dtype)) p = through_fp8(kE4, p, kScaleP, &step);
             const double value = a.v[a.at(n, j, a.kv_head(head), a.g, a.dv, false) + e];
-            sum += p * value, size += std::fabs(p * value),
-                flip = std::max(flip, step * std::fabs(value));
+            if (is_fp8(v.dtype)) {
+              const double other = unnormalised_step(p, v.scale_p);
+              p = through_fp8(kE4, p, v.scale_p, &step);
+              variance += (step * step + other * other) / 12 * value * value;
+              most += (step + other) / 2 * std::fabs(value);
+            }
+            sum += p * value, size += std::fabs(p * value);
           }
           r.o[oa + e] = sum, r.skip_o[oa + e] = 0;
-          r.slack[oa + e] = size * (2 * score_error(a, row) + 2 * unit(v.dtype)) +
-                            sum_slack(static_cast<double>(row.p.size()), size) + 2 * flip;
+          r.slack[oa + e] = size * (2 * error + 2 * unit(v.dtype)) +
+                            product_slack(v.dtype, static_cast<double>(row.p.size()), size) +
+                            std::min(6 * std::sqrt(variance), most);
         }
       }
   return r;
@@ -215,7 +255,8 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     delta += x.d_o[oa + e] * x.o[oa + e], delta_size += std::fabs(x.d_o[oa + e] * x.o[oa + e]);
   const AttentionRow row = attention_row(a, n, head, i);
   if (lse == -infinity()) return;
-  const double error = score_error(a, row) + 0x1p-22 * std::fabs(lse), low = unit(v.dtype);
+  const double error = score_error(v.dtype, a, row) + 0x1p-22 * std::fabs(lse), low = unit(v.dtype),
+               sums = product_slack(v.dtype, static_cast<double>(std::max(a.sq, a.sk)), 1);
   if (!a.sink.empty() && !r.dsink.empty()) {
     const double p = std::exp(a.sink[head] - lse);
     r.dsink[head] -= p * delta;
@@ -226,31 +267,42 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     if (a.masked(n, head, i, j)) continue;
     const int64_t ka = a.at(n, j, a.kv_head(head), a.g, a.d, false),
                   va = a.at(n, j, a.kv_head(head), a.g, a.dv, false);
-    double size, step_p = 0, step_s = 0, dp = 0, dp_size = 0;
+    double size, flip_p = 0, flip_s = 0, step = 0, dp = 0, dp_size = 0;
     const double p = std::exp(a.score(n, head, i, j, &size) - lse);
     const double keep = a.kept(n, head, i, j) ? 1 / (1 - static_cast<double>(a.dropout)) : 0;
     double dropped = p * keep;
-    if (is_fp8(v.dtype)) dropped = through_fp8(kE4, dropped, kScaleP, &step_p);
+    if (is_fp8(v.dtype)) {
+      flip_p = code_slack(kE4, dropped, 2 * error * dropped, v.scale_p);
+      dropped = through_fp8(kE4, dropped, v.scale_p, &step);
+    }
     for (int64_t e = 0; e < a.dv; ++e) {
       dp += x.d_o[oa + e] * a.v[va + e], dp_size += std::fabs(x.d_o[oa + e] * a.v[va + e]);
       r.dv[va + e] += dropped * x.d_o[oa + e];
       r.dv_slack[va + e] +=
-          std::fabs(x.d_o[oa + e]) * (dropped * (2 * error + 2 * low + 1e-6) + 0.5 * step_p);
+          std::fabs(x.d_o[oa + e]) *
+          (flip_p + dropped * (is_fp8(v.dtype) ? sums : 2 * error + 2 * low + 1e-6));
     }
     const double real = p * (dp * keep - delta);
     double ds = real;
-    const double ds_slack = p * ((dp_size * keep + delta_size) * (2 * error + 1e-6) +
-                                 sum_slack(static_cast<double>(a.dv), dp_size * keep + delta_size));
+    const double magnitude = dp_size * keep + delta_size;
+    // FP8's error is too large to stand for the rounding of a difference of large numbers.
+    const double ds_slack =
+        p * ((is_fp8(v.dtype) ? std::fabs(dp * keep - delta) : magnitude) * 2 * error +
+             1e-6 * magnitude + product_slack(v.dtype, static_cast<double>(a.dv), magnitude));
     r.ds_max = std::max(r.ds_max, std::fabs(ds));
-    if (is_fp8(v.dtype)) ds = through_fp8(kE5, ds, kScaleDs, &step_s);
+    if (is_fp8(v.dtype)) {
+      flip_s = code_slack(kE5, ds, ds_slack, kScaleDs);
+      ds = through_fp8(kE5, ds, kScaleDs, &step);
+    }
     if (!r.dbias.empty()) {
       const int64_t at =
           (((a.bias_b == 1 ? 0 : n) * a.bias_h + (a.bias_h == 1 ? 0 : head)) * a.sq + i) * a.sk + j;
       r.dbias[at] += real, r.dbias_slack[at] += ds_slack + low * std::fabs(real);
     }
     for (int64_t e = 0; e < a.d; ++e) {
-      const double factor = a.scale,
-                   slack = ds_slack + 2 * low * std::fabs(ds) + 1e-6 * std::fabs(ds) + 0.5 * step_s;
+      const double factor = a.scale, slack = is_fp8(v.dtype)
+                                                 ? flip_s + sums * std::fabs(ds)
+                                                 : ds_slack + (2 * low + 1e-6) * std::fabs(ds);
       r.dq[qa + e] += factor * ds * a.k[ka + e],
           r.dq_slack[qa + e] += std::fabs(factor * a.k[ka + e]) * slack;
       r.dk[ka + e] += factor * ds * a.q[qa + e],

@@ -10,13 +10,22 @@
 //
 // Slack: an error e of a score is a relative error e of a probability; products of low-precision
 // tensors may round probabilities and score gradients to the tensors' type once on the way to the
-// second product.
+// second product. FP8:
+// - Sums of products of codes get the slack of FP8 GEMMs (kFp8Sums).
+// - Where a value that is quantised inside may have an error, its code is any between those of the
+//   value less and plus the error.
+// - The forward may quantise exp(score - maximum), before the row's sum is known, in place of the
+//   probability. Both are rounded by up to half a step of their own, uniformly: the slack is six
+//   standard deviations of the sum of those errors over the row, but not more than all of them.
 namespace te_fl::conformance::attention {
 
 constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;
 constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
 // FP8: the given scales of the probabilities and of the scores' gradient.
 constexpr float kScaleP = 256, kScaleDs = 64;
+// Factor of sum_slack() for products of codes: the matrix unit keeps 14 bits of its sums
+// (cases_gemm.cpp, accumulation()).
+constexpr double kFp8Sums = 128;
 
 struct Variant {
   int dtype = TE_FL_F32;  // FP8: the forward's type
@@ -34,6 +43,7 @@ struct Variant {
   std::vector<int64_t> gap_q = {}, gap_k = {};  // thd: unused tokens after each sequence
   bool packed = false, max_given = false, no_lse = false, saved = false, large = false;
   double scale = 0.25;
+  float scale_p = kScaleP;
 };
 
 std::string variant_name(const Variant& v);
@@ -47,8 +57,9 @@ struct Inputs {
 };
 Inputs make_inputs(Problem& p, const Variant& v);
 // q, k, v (or their gradients) as slices of one [.., 3, H, D] tensor in `storage`.
-void packed_inputs(Problem& p, const Variant& v, Inputs& in, const char* const names[3], Role role,
-                   std::shared_ptr<Buffer> storage, Tensor** out);
+void packed_inputs(Problem& p, const Spec& spec, const Variant& v, Inputs& in,
+                   const char* const names[3], Role role, std::shared_ptr<Buffer> storage,
+                   Tensor** out);
 
 struct Forward {
   std::vector<double> o, slack, lse, lse_slack;

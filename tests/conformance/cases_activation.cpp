@@ -197,6 +197,13 @@ void add_op(Table& table, const Op& op) {
            .out = TE_FL_BF16,
            .shape = {300, 1024},
            .large = true});
+  // The first pass of current scaling, by many threads.
+  variant({.in = TE_FL_BF16,
+           .grad = TE_FL_BF16,
+           .out = quantised_specs()[7],
+           .dbias = TE_FL_BF16,
+           .shape = {304, 1024},
+           .large = true});
   for (const Spec& spec : quantised_specs()) {
     variant({.in = TE_FL_BF16, .grad = TE_FL_BF16, .out = spec, .shape = {130, 258}});
     if (spec.row && spec.col && spec.dtype != TE_FL_F4E2M1)

@@ -38,7 +38,7 @@ void forward(Problem& p, const Variant& v) {
   const Inputs in = make_inputs(p, v);
   Tensor* o = p.out("o", output_spec(v, kE4), in.o_shape);
   Tensor* lse = v.no_lse ? nullptr : p.out("softmax_lse", TE_FL_F32, in.lse_shape);
-  Tensor* s = is_fp8(v.dtype) ? quant_only(p, "s_quant", kE4, kScaleP, Role::kInOut) : nullptr;
+  Tensor* s = is_fp8(v.dtype) ? quant_only(p, "s_quant", kE4, v.scale_p, Role::kInOut) : nullptr;
   if (v.saved) p.saved_storage = 0;
   p.oracle([&p, v, in, o, lse, s] {
     Forward r = attend(v, in);
@@ -64,7 +64,7 @@ void backward(Problem& p, const Variant& v) {
   if (v.packed) {
     const char* const names[3] = {"dq", "dk", "dv"};
     Inputs copy = in;
-    packed_inputs(p, v, copy, names, Role::kOut,
+    packed_inputs(p, output_spec(v, kE5), v, copy, names, Role::kOut,
                   std::make_shared<Buffer>(in.q->data->size(), uint8_t{0xff}), grads);
   } else {
     grads[0] = p.out("dq", output_spec(v, kE5), in.q_shape),
@@ -73,7 +73,7 @@ void backward(Problem& p, const Variant& v) {
   }
   Tensor* dbias = in.bias == nullptr ? nullptr : p.out("dbias", v.bias, in.bias->shape);
   Tensor* dsink = in.sink == nullptr ? nullptr : p.out("dsink", TE_FL_F32, {v.h});
-  if (fp8) quant_only(p, "s_quant", kE4, kScaleP, Role::kIn);
+  if (fp8) quant_only(p, "s_quant", kE4, v.scale_p, Role::kIn);
   if (v.saved) p.saved_storage = 0;
   Tensor* dp = fp8 ? quant_only(p, "dp_quant", kE5, kScaleDs, Role::kInOut) : nullptr;
   p.oracle([&p, v, in, d_o, o, lse, dq = grads[0], dk = grads[1], dv = grads[2], dbias, dsink, dp] {
@@ -337,6 +337,77 @@ void add_masks(std::vector<Variant>& all) {
                  .len_k = {8, 6}});
 }
 
+// Heads of 128, which fused FP8 kernels take, and their borders.
+void add_fp8(std::vector<Variant>& all) {
+  for (int layout : {kS, kB}) {
+    for (int mask : {TE_FL_MASK_TYPE_NONE, TE_FL_MASK_TYPE_CAUSAL})
+      all.push_back({.dtype = kE4,
+                     .layout = layout,
+                     .mask = mask,
+                     .sq = 64,
+                     .sk = 64,
+                     .d = 128,
+                     .dv = 128,
+                     .scale = 0.125});
+    for (int64_t sq : {70, 192})
+      all.push_back({.dtype = kE4,
+                     .layout = layout,
+                     .b = 1,
+                     .sq = sq,
+                     .sk = 130,
+                     .g = 2,
+                     .d = 128,
+                     .dv = 128,
+                     .scale = 0.125});
+    all.push_back({.dtype = kE4,
+                   .layout = layout,
+                   .mask = TE_FL_MASK_TYPE_CAUSAL,
+                   .sq = 64,
+                   .sk = 64,
+                   .d = 128,
+                   .dv = 128,
+                   .packed = true,
+                   .scale = 0.125});
+    // Small probabilities and the scale that delayed scaling gives them, too large for 1.
+    all.push_back({.dtype = kE4,
+                   .layout = layout,
+                   .b = 1,
+                   .sq = 64,
+                   .sk = 300,
+                   .d = 128,
+                   .dv = 128,
+                   .scale = 0.03125,
+                   .scale_p = 4096});
+  }
+  constexpr int kNone = TE_FL_MASK_TYPE_NONE, kCausal = TE_FL_MASK_TYPE_CAUSAL;
+  for (const auto& [sq, sk] : std::vector<std::pair<int64_t, int64_t>>{{64, 130}, {128, 70}})
+    all.push_back(
+        {.dtype = kE4, .mask = kCausal, .sq = sq, .sk = sk, .d = 128, .dv = 128, .scale = 0.125});
+  for (int64_t d : {64, 96, 256})
+    all.push_back({.dtype = kE4,
+                   .mask = kCausal,
+                   .sq = 70,
+                   .sk = 70,
+                   .g = 1,
+                   .d = d,
+                   .dv = d,
+                   .scale = 0.125});
+  all.push_back({.dtype = kE4, .sq = 1, .sk = 131, .d = 128, .dv = 128, .scale = 0.125});
+  for (int mask : {kNone, kCausal})
+    all.push_back({.dtype = kE4,
+                   .layout = kS,
+                   .mask = mask,
+                   .b = 1,
+                   .sq = 320,
+                   .sk = 520,
+                   .h = 2,
+                   .g = 1,
+                   .d = 128,
+                   .dv = 128,
+                   .large = true,
+                   .scale = 0.125});
+}
+
 void add_terms(std::vector<Variant>& all) {
   for (const Dims& bh : {Dims{1, 1}, {2, 1}, {1, 4}, {2, 4}})
     all.push_back({.bias = TE_FL_F32, .bias_bh = bh});
@@ -382,6 +453,7 @@ void add_terms(std::vector<Variant>& all) {
       all.push_back({.dtype = kE4, .layout = layout, .mask = mask, .sq = 16, .sk = 16});
     all.push_back({.dtype = kE4, .out = TE_FL_BF16, .layout = layout, .sq = 16, .sk = 32, .g = 2});
   }
+  add_fp8(all);
   all.push_back({.dtype = kE4,
                  .layout = kT,
                  .mask = TE_FL_MASK_TYPE_PADDING_CAUSAL,

@@ -249,6 +249,28 @@ void transpose(Problem& p, int dtype, int64_t m, int64_t k) {
   });
 }
 
+// Codes of numbers, and the sums of the columns with the transposition.
+void transpose_and_sum(Problem& p, int dtype, int out, int64_t m, int64_t k, bool scaled) {
+  const double scale_inv = scaled ? 0.375 : 1;
+  Tensor* x = p.in("input", dtype, {m, k}, gaussian(4));
+  Tensor* y = p.out("output", dtype, {k, m});
+  Tensor* sums = p.out("column_sums", out, {k});
+  if (scaled) p.in("scale_inv", TE_FL_F32, {1}, constant(scale_inv));
+  p.oracle([&p, m, k, x, y, sums, scale_inv] {
+    std::vector<uint8_t> want(static_cast<size_t>(m * k));
+    std::vector<double> total(static_cast<size_t>(k)), slack(total);
+    for (int64_t i = 0; i < m; ++i)
+      for (int64_t j = 0; j < k; ++j) {
+        want[j * m + i] = x->data->data()[i * k + j];
+        total[j] += x->get(i * k + j) * scale_inv;
+        slack[j] += std::fabs(x->get(i * k + j) * scale_inv);
+      }
+    for (double& s : slack) s = sum_slack(static_cast<double>(m), s);
+    p.expect_bytes(y, want);
+    p.expect(sums, total, slack);
+  });
+}
+
 void add_small_ops(Table& table) {
   for (int count : {0, 1, 3, 100})
     for (size_t s : {3u, 7u, 12u, 17u, 21u, 24u}) {
@@ -318,6 +340,23 @@ void add_small_ops(Table& table) {
       add(
           table, "quantize", "fp8_transpose", std::string(name_of(d)) + "/" + dims_name(s),
           [=](Problem& p) { transpose(p, d, s[0], s[1]); }, s[0] == 600);
+  for (int d : {TE_FL_F8E4M3, TE_FL_F8E5M2})
+    for (const Dims& s : {Dims{7, 33}, {1, 1}, {0, 5}, {5, 0}, {64, 64}, {144, 272}, {16640, 48}})
+      add(
+          table, "quantize", "fp8_transpose",
+          std::string(name_of(d)) + "/" + dims_name(s) + "/sums",
+          [=](Problem& p) {
+            transpose_and_sum(p, d, s[0] == 144 ? TE_FL_BF16 : TE_FL_F32, s[0], s[1], s[0] != 7);
+          },
+          s[0] > 600);
+  add(table, "quantize", "fp8_transpose", "mistake/sums_of_bytes", [](Problem& p) {
+    transpose(p, TE_FL_U8, 5, 7);
+    p.oracles.clear();
+    p.out("column_sums", TE_FL_F32, {7});
+    p.expect_error(-1, "u8");
+    for (const auto& t : p.tensors)
+      if (t->role != Role::kIn) p.expect_unchanged(t.get());
+  });
 
   auto amax = [&](int in, const Dims& shape, Data data) {
     add(table, "quantize", "compute_amax",

@@ -199,10 +199,12 @@ inline std::vector<double> dequantised(const Tensor& t, bool columnwise) {
   double global = 1;
   if (t.spec.scaling == TE_FL_SCALING_NVFP4)
     global = load(TE_FL_F32, t.amax->data(), 0) / (6.0 * 448.0);
+  const bool strided = !columnwise && !t.strides.empty();
   for (int64_t i = 0; i < at.m; ++i)
     for (int64_t j = 0; j < at.k; ++j)
       x[i * at.k + j] =
-          load(t.spec.dtype, data.data(), at.data_index(i, j)) * global *
+          load(t.spec.dtype, data.data(), strided ? t.index(i * at.k + j) : at.data_index(i, j)) *
+          global *
           load(at.scale_dtype, scales.data(), at.scale_index(i / at.block_m, j / at.block_k));
   return x;
 }

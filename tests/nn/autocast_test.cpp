@@ -2,6 +2,7 @@
 // scales, weight caching, calibration, nesting, and capture by other threads.
 #include <atomic>
 #include <limits>
+#include <map>
 #include <thread>
 
 #include "nn_test_util.hpp"
@@ -206,6 +207,70 @@ TEST(Fp8Attention, IsCloseToHighPrecision) {
   const float amax = std::max({amax_of(q), amax_of(k), amax_of(v)});
   EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax);
   EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(d_o));
+}
+
+// Attention's neighbours take and give codes where they can (heads of their own keys, no RoPE), and
+// values where they cannot.
+TEST(Fp8Attention, InMultiheadAttentionIsCloseToHighPrecision) {
+  struct Kind {
+    const char* name;
+    int64_t groups;
+    bool rope;
+  };
+  for (const Kind& kind : {Kind{"codes", 4, false}, {"grouped", 2, false}, {"rope", 4, true}}) {
+    auto module = take(MultiheadAttention::create({.hidden_size = 64,
+                                                   .num_attention_heads = 4,
+                                                   .num_gqa_groups = kind.groups,
+                                                   .init_std = 0.2f,
+                                                   .output_init_std = 0.2f}));
+    const DelayedScaling recipe{.amax_history_len = 2, .fp8_dpa = true};
+    const Tensor x = tensor({12, 2, 64}, random_values(1536, 1));
+    const Tensor dy = tensor({12, 2, 64}, random_values(1536, 2, 1e-3));
+    AttentionInputs inputs;
+    if (kind.rope) {
+      inputs.rotary_angles = take(init::rotary_angles({.dim = 16, .max_seqlen = 12}));
+    }
+    auto once = [&](bool fp8) {
+      for (const NamedParameter& p : module->parameters()) p.parameter->grad_written = false;
+      Ctx ctx;
+      std::map<std::string, Values> result;
+      {
+        autocast scope(fp8, recipe);
+        result["y"] = values_of(take(module->forward(x, &ctx, inputs)));
+      }
+      result["dx"] = values_of(take(module->backward(dy, ctx)));
+      check(backward_end());
+      for (const NamedParameter& p : module->parameters()) result[p.name] = values_of(p.grad());
+      return result;
+    };
+    const auto exact = once(false);
+    std::map<std::string, Values> fp8;
+    for (int i = 0; i < 3; ++i) fp8 = once(true);
+    ASSERT_EQ(fp8.size(), exact.size());
+    for (const auto& [name, values] : exact) {
+      const double off = relative_l2(fp8[name], values);
+      EXPECT_LT(off, name == "y" ? 0.15 : 0.25) << kind.name << " " << name;
+      // The projection's bias has the gradient of dy as it came.
+      EXPECT_EQ(off > 1e-3, name != "proj.bias") << kind.name << " " << name;
+    }
+    // The projection's input is attention's output with its own scale: its slot saw nothing.
+    EXPECT_EQ(at(*module, "proj.fp8.fwd.scale", 0), 1) << kind.name;
+    EXPECT_NE(at(*module, "core_attention.fp8.fwd.scale", 2), 1) << kind.name;
+    // The gradient of Q, K and V goes on in codes, and not under the product's own scale.
+    EXPECT_EQ(at(*module, "layernorm_qkv.fp8.bwd.scale", 0) == 1,
+              std::string("codes") == kind.name);
+  }
+}
+
+TEST(Fp8Attention, CodesAreRefusedWithoutDelayedScaling) {
+  auto linear = make_linear();
+  const Tensor x = input(1, 3);
+  const Tensor codes = take(Tensor::empty_quantized(x.shape(), {}));
+  const auto refused = linear->forward(codes, nullptr);
+  EXPECT_NE(refused.status().message().find("dequantize it first"), std::string::npos);
+  const Tensor narrow = tensor({1, 1}, {0});
+  const auto wrong = linear->forward(x, nullptr, {}, nullptr, &narrow);
+  EXPECT_NE(wrong.status().message().find("of the result's shape"), std::string::npos);
 }
 
 // ---- delayed scaling, by hand

@@ -249,6 +249,7 @@ TEST(FastCheck, OddSchemas) {
       d.flags =
           static_cast<uint32_t>(random()) &
           (TE_FL_ARG_OPTIONAL | TE_FL_ARG_RAW_FP8 | TE_FL_ARG_ALLOW_OVERLAP |
+           TE_FL_ARG_STRIDED_CODES |
            (random() % 4 == 0 ? TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY | TE_FL_ARG_QUANT_ONLY : 0u));
       if (d.role != TE_FL_IN && name != names[0]) d.aliases = names[0];
       if (name != names[0] && random() % 3 == 0)

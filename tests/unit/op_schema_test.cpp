@@ -153,7 +153,7 @@ TEST(Schema, Layout) {
 TEST(Schema, TypesRolesFlagsAndMasks) {
   refused([](B& b) { b.descs[0].type = 9; }, "argument 'x': type 9 is unknown");
   refused([](B& b) { b.descs[0].role = 3; }, "role 3 is unknown");
-  refused([](B& b) { b.descs[0].flags = 1u << 8; }, "flags has bits");
+  refused([](B& b) { b.descs[0].flags = 1u << 9; }, "flags has bits");
   refused([](B& b) { b.descs[0].since = 0; }, "since is 0, must be from 1 to the op's version 1");
   refused([](B& b) { b.descs[0].since = 2; }, "since is 2");
   refused(

@@ -366,13 +366,41 @@ TEST(QuantisedTensor, ViewsKeepTheLastDimension) {
   const Tensor t = Tensor::empty_quantized(shape, {}).value();
   const Tensor v = t.view({6, 8}).value();
   EXPECT_EQ(v.scale_inv().raw_data(), t.scale_inv().raw_data());
-  EXPECT_TRUE(has(t.view({3, 16}).status(), "last dimension must stay"));
-  EXPECT_FALSE(t.slice(0, 0, 1).ok());
   EXPECT_FALSE(t.transpose(0, 1).ok());
+  QuantSpec both;
+  both.columnwise = true;
+  const Tensor two = Tensor::empty_quantized(shape, both).value();
+  EXPECT_TRUE(has(two.view({3, 16}).status(), "last dimension must stay"));
+  EXPECT_TRUE(has(two.slice(0, 0, 1).status(), "without a column-wise copy"));
   QuantSpec mx;
   mx.scaling = Scaling::kMXFP8;
   EXPECT_TRUE(
       has(Tensor::empty_quantized(shape, mx)->view({6, 8}).status(), "does not allow views"));
+}
+
+TEST(QuantisedTensor, OneScaleAndOneCopyGoInAnyShapeAndInSlices) {
+  const int64_t shape[] = {2, 3, 8};
+  QuantSpec spec;
+  spec.columnwise = true;
+  const Tensor both = Tensor::empty_quantized(shape, spec).value();
+  const Tensor t = both.rowwise_only();
+  EXPECT_TRUE(both.has_columnwise());
+  EXPECT_FALSE(t.has_columnwise());
+  EXPECT_EQ(t.raw_data(), both.raw_data());
+  EXPECT_EQ(t.scale_inv().raw_data(), both.scale_inv().raw_data());
+  EXPECT_EQ(t.view({3, 16})->scale().raw_data(), both.scale().raw_data());
+  auto* codes = t.data<uint8_t>();
+  for (int i = 0; i < 48; ++i) codes[i] = static_cast<uint8_t>(i);
+  const Tensor part = t.slice(2, 2, 6).value();
+  EXPECT_TRUE(part.quantized());
+  EXPECT_EQ(part.amax().raw_data(), t.amax().raw_data());
+  EXPECT_EQ(part.strides()[1], 8);
+  EXPECT_EQ(part.rowwise_codes().strides()[1], 8);
+  const Tensor copied = part.clone().value();
+  EXPECT_TRUE(copied.contiguous());
+  for (int i = 0; i < 24; ++i) EXPECT_EQ(copied.data<uint8_t>()[i], i / 4 * 8 + 2 + i % 4);
+  spec.rowwise = false;
+  EXPECT_FALSE(Tensor::empty_quantized(shape, spec)->rowwise_only().defined());
 }
 
 TEST(QuantisedTensor, ToCopiesEveryPart) {

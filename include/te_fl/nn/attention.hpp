@@ -8,6 +8,10 @@
 
 namespace te_fl::nn {
 
+namespace detail {
+struct Fp8Mode;
+}
+
 // Order of the dimensions: sbhd [sequence, batch, ...], bshd [batch, sequence, ...], thd [tokens,
 // ...] (sequences one after another, told apart by cu_seqlens).
 enum class Layout : uint8_t {
@@ -82,10 +86,22 @@ class TE_FL_API DotProductAttention : public Module {
   Result<Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, Ctx* ctx,
                          const AttentionInputs& inputs = {});
   // `into`: where to write dq, dk and dv instead of new tensors; strided views of q's, k's and v's
-  // shape in the activation dtype.
+  // shape in the activation dtype. FP8 attention also writes to quantised views
+  // and takes a quantised d_o.
   Result<Gradients> backward(const Tensor& d_o, Ctx& ctx, const Gradients* into = nullptr);
 
  private:
+  friend class MultiheadAttention;
+  // What MultiheadAttention needs to keep q, k, v, o and their gradients in codes between FP8
+  // attention and the products around it: how a forward is to compute (mode.fp8: in FP8); new
+  // codes, of which q, k and v, or their gradients, are slices; and forward() whose q, k and v may
+  // be codes and whose o is, with room for a column-wise copy if `columns`.
+  enum class Codes : uint8_t { kQkv, kOutputGrad, kQkvGrad };
+  Result<detail::Fp8Mode> begin(bool training);
+  Result<Tensor> codes(const detail::Fp8Mode& mode, Codes what, std::span<const int64_t> shape,
+                       bool training);
+  Result<Tensor> forward_codes(const Tensor& q, const Tensor& k, const Tensor& v, Ctx* ctx,
+                               const AttentionInputs& inputs, bool columns);
   struct Impl;
   explicit DotProductAttention(const DotProductAttentionOptions& options);
   std::unique_ptr<Impl> impl_;

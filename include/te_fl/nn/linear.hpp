@@ -35,10 +35,13 @@ class TE_FL_API Linear : public Module {
   // ctx null: nothing is kept, no backward follows, and delayed-scaling state is read but not
   // updated.
   // residual (the output's shape): added to the output; its gradient is dy itself.
+  // Under delayed scaling x and dy may be row-wise codes scaled by tensor; training fills their
+  // column-wise copy, for which they bring the room. `into`: a compact tensor of the result's shape
+  // to write to, which may be codes.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
-                         const Tensor* residual = nullptr);
+                         const Tensor* residual = nullptr, const Tensor* into = nullptr);
   // dy [..., out] -> dx [..., in]; adds to the parameters' gradients.
-  Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* into = nullptr);
 
  private:
   Linear();
@@ -66,7 +69,9 @@ class TE_FL_API LayerNormLinear : public Module {
  public:
   static Result<std::unique_ptr<LayerNormLinear>> create(const LayerNormLinearOptions& options);
   ~LayerNormLinear() override;
-  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {});
+  // dy may be codes, `into` is as in Linear.
+  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
+                         const Tensor* into = nullptr);
   // residual_grad (x's shape): the gradient that reaches x past this module; added to dx.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr);
 

@@ -121,8 +121,8 @@ typedef struct te_fl_cast_to_fp8_args {
   { .struct_size = sizeof(te_fl_cast_to_fp8_args) }
 
 /*
- * fp8_transpose: Transposes a matrix of 8-bit codes.
- *   output[k, m] = input[m, k]
+ * fp8_transpose: Transposes a matrix of 8-bit codes, and sums its columns on the way if asked.
+ *   output[k, m] = input[m, k]; column_sums[k] = sum over m of input[m, k] * scale_inv
  */
 typedef struct te_fl_fp8_transpose_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fp8_transpose_args));
@@ -130,6 +130,12 @@ typedef struct te_fl_fp8_transpose_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* transposed codes. out; FP8|U8; shape [K M]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* factor of the codes in column_sums; absent: 1. in, optional; F32; shape [1] (since version 2)
+  */
+  const te_fl_tensor* scale_inv TE_FL_INIT(NULL);
+  /* summed in FP32, of FP8 codes only: the bias gradient of an output gradient that comes in
+  codes. out, optional; F32|F16|BF16; shape [K] (since version 2) */
+  const te_fl_tensor* column_sums TE_FL_INIT(NULL);
 } te_fl_fp8_transpose_args;
 
 #define TE_FL_FP8_TRANSPOSE_ARGS_INIT \

@@ -1,0 +1,94 @@
+#include "driver.hpp"
+
+#include <array>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda_check.hpp"
+
+namespace te_fl::cuda {
+
+const Driver& driver() noexcept {
+  static const Driver instance = [] {
+    Driver d;
+    const auto find = [](auto& slot, const char* name) {
+      void* found = nullptr;
+      cudaDriverEntryPointQueryResult result{};
+      if (cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result) ==
+              cudaSuccess &&
+          result == cudaDriverEntryPointSuccess) {
+        slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(found);
+      }
+    };
+    find(d.launch, "cuLaunchKernel");
+    find(d.kernel_function, "cuKernelGetFunction");
+    find(d.is_capturing, "cuStreamIsCapturing");
+    (void)cudaGetLastError();
+    return d;
+  }();
+  return instance;
+}
+
+cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept {
+  const Driver& d = driver();
+  CUstreamCaptureStatus found{};
+  if (d.is_capturing != nullptr && d.is_capturing(stream, &found) == CUDA_SUCCESS) {
+    *status = static_cast<cudaStreamCaptureStatus>(found);
+    return cudaSuccess;
+  }
+  return cudaStreamIsCapturing(stream, status);  // which has the words for what is wrong
+}
+
+namespace {
+
+// A kernel's function in the context of a device. Kept by each thread for those that it launches.
+struct Known {
+  cudaKernel_t kernel = nullptr;
+  int device = -1;
+  CUfunction function = nullptr;
+};
+constexpr size_t kKnown = 256;
+constinit thread_local std::array<Known, kKnown> t_known{};
+
+Known& place_of(cudaKernel_t kernel) noexcept {
+  const uint64_t hash = reinterpret_cast<uintptr_t>(kernel) * 0x9e3779b97f4a7c15u;
+  return t_known[hash >> 56];
+}
+
+}  // namespace
+}  // namespace te_fl::cuda
+
+#if CUDART_VERSION >= 13000
+// Every <<<>>> of this plugin comes here (--wrap in CMakeLists.txt). A kernel's first launch on a
+// device, launches without a DeviceGuard, and whatever the driver refuses are the runtime's, which
+// then has the error for check_launch().
+extern "C" {
+
+cudaError_t __real___cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** args,
+                                      size_t shared, cudaStream_t stream);
+
+__attribute__((visibility("hidden"))) cudaError_t __wrap___cudaLaunchKernel(
+    cudaKernel_t kernel, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t stream) {
+  using namespace te_fl::cuda;  // NOLINT: the linker's names are C
+  const int device = DeviceGuard::current();
+  Known& known = place_of(kernel);
+  if (device >= 0 && known.kernel == kernel && known.device == device) {
+    const CUresult result =
+        driver().launch(known.function, grid.x, grid.y, grid.z, block.x, block.y, block.z,
+                        static_cast<unsigned>(shared), stream, args, nullptr);
+    if (result == CUDA_SUCCESS) return cudaSuccess;
+    known = {};
+    return __real___cudaLaunchKernel(kernel, grid, block, args, shared, stream);
+  }
+  const cudaError_t error = __real___cudaLaunchKernel(kernel, grid, block, args, shared, stream);
+  const Driver& d = driver();
+  CUfunction function = nullptr;
+  if (error == cudaSuccess && device >= 0 && d.launch != nullptr && d.kernel_function != nullptr &&
+      d.kernel_function(&function, kernel) == CUDA_SUCCESS) {
+    known = {kernel, device, function};
+  }
+  return error;
+}
+
+}  // extern "C"
+#endif

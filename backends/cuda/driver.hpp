@@ -1,0 +1,23 @@
+// The driver's functions that every op comes through. The runtime's own ones for the same look up
+// the device, the kernel and who listens first, which takes longer than what they call.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+namespace te_fl::cuda {
+
+// nullptr: the driver has none; then the runtime's function serves.
+struct Driver {
+  CUresult (*launch)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                     unsigned, CUstream, void**, void**) = nullptr;
+  CUresult (*kernel_function)(CUfunction*, CUkernel) = nullptr;
+  CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus*) = nullptr;
+};
+// Asks the driver once; there must be one.
+const Driver& driver() noexcept;
+
+// cudaStreamIsCapturing().
+cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
+
+}  // namespace te_fl::cuda
