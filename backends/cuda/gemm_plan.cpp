@@ -307,8 +307,8 @@ size_t measure(const te_fl_context& ctx, const Args& args, const Problem& p, Pla
   const float beta = adds || (p.direct && args.accumulate) ? 1.0f : 0.0f;
   const auto run = [&](const cublasLtMatmulAlgo_t& algo) {
     return cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                              &plan.left, right, &plan.right, &beta, added, &plan.added, out.get(),
-                              &plan.out, &algo, library.get(), kLibraryWorkspace,
+                              &plan.left, right, &plan.right, &beta, added, plan.addend(),
+                              out.get(), &plan.out, &algo, library.get(), kLibraryWorkspace,
                               stream) == CUBLAS_STATUS_SUCCESS;
   };
   return measure_gemm_choice(ctx.device.index, key, candidates, run, stream);
@@ -335,6 +335,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const What what{args, p};
   Plan plan{};
   plan.direct = p.direct;
+  plan.codes = p.codes;
   plan.bias_grad = p.bias_grad;
   describe_operation(plan, args, p, what);
   set_pointers(plan, args, p, what);
@@ -350,7 +351,6 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   layout(plan.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
   layout(plan.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
   layout(plan.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
-  plan.added = plan.out;
   // Codes go with a matrix to add of 16 bits, here none.
   if (p.codes) layout(plan.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
 
@@ -378,7 +378,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   std::array<cublasLtMatmulHeuristicResult_t, kMostCandidates> found{};
   int count = 0;
   const cublasStatus_t status =
-      lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.added,
+      lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, plan.addend(),
                    &plan.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
     if (p.bias_grad) {
@@ -398,7 +398,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     add();
     // The heuristic names few at a time; without scratch it names others.
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
-    if (lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, &plan.out,
+    if (lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, plan.addend(),
                      &plan.out, &preference, kMostCandidates, found.data(),
                      &count) == CUBLAS_STATUS_SUCCESS) {
       add();
@@ -416,7 +416,7 @@ void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, Plan
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
   const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
   check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                           &plan.left, right, &plan.right, &beta, added, &plan.added, out,
+                           &plan.left, right, &plan.right, &beta, added, plan.addend(), out,
                            &plan.out, &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
         "cublasLtMatmul", what);
 }

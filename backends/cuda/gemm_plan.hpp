@@ -58,8 +58,11 @@ struct Plan {
   cublasLtMatmulDescOpaque_t desc;
   cublasLtMatrixLayoutOpaque_t left, right, added, out;
   cublasLtMatmulAlgo_t algo;
-  bool direct;     // as in the problem that it was made for
-  bool bias_grad;  // the library computes it
+  bool direct, codes;  // as in the problem that it was made for
+  bool bias_grad;      // the library computes it
+
+  // The layout of the matrix that is added: the output is its own, except where it is codes.
+  cublasLtMatrixLayoutOpaque_t* addend() { return codes ? &added : &out; }
 };
 
 // "generic_gemm m=.. n=.. k=.. ..", for errors.
