@@ -28,8 +28,8 @@ namespace te_fl::registry {
 struct Verification::Config {
   uint64_t generation = 0;
   Status error;
-  uint64_t threshold = 0;     // picked if the call's hash is below
-  std::set<std::string> ops;  // empty: all
+  uint64_t threshold = 0;                  // picked if the call's hash is below
+  std::set<std::string, std::less<>> ops;  // empty: all
   uint64_t seed = 0;
   bool quarantine = false;
   std::string folder;
@@ -38,7 +38,14 @@ struct Verification::Config {
 
 struct Verification::State {
   std::shared_ptr<const Config> config;
-  std::map<std::string, uint64_t, std::less<>> calls;  // per op
+  // Per op, by its name: a row's table may go. Never removed.
+  std::map<std::string, std::atomic<uint64_t>, std::less<>> calls;
+};
+
+// What a thread has read of the state, so that calls that are not picked take no lock.
+struct Verification::Seen {
+  std::shared_ptr<const Config> config;
+  std::map<std::string, std::atomic<uint64_t>*, std::less<>> calls;
 };
 
 struct Verification::Rep {
@@ -75,7 +82,7 @@ uint64_t hash_of(std::string_view text) {
 }
 
 // "0.05:op,op2". The share becomes the threshold of a 64-bit hash.
-Status parse(std::string_view text, uint64_t& threshold, std::set<std::string>& ops) {
+Status parse(std::string_view text, uint64_t& threshold, std::set<std::string, std::less<>>& ops) {
   const size_t colon = text.find(':');
   const std::string rate(core::trim(text.substr(0, colon)));
   double share = 0;
@@ -155,37 +162,48 @@ const Implementation* reference_for(const OpRow& row, const core::Signature& sig
 
 Verification::~Verification() = default;
 
+// As the environment is now. Read anew only after it has changed.
+std::shared_ptr<const Verification::Config> Verification::read(State& state) {
+  {
+    const std::lock_guard lock(mutex);
+    if (state.config != nullptr && state.config->generation == environment::generation()) {
+      return state.config;
+    }
+  }
+  // The environment has a lock of its own, so it is asked outside ours.
+  auto made = std::make_shared<Config>();
+  made->generation = environment::generation();
+  made->error = parse(text_setting("TE_FL_VERIFY"), made->threshold, made->ops);
+  made->seed = static_cast<uint64_t>(int_setting("TE_FL_VERIFY_SEED"));
+  made->quarantine = text_setting("TE_FL_VERIFY_ACTION") == "quarantine";
+  made->folder = text_setting("TE_FL_VERIFY_DIR");
+  made->cases = int_setting("TE_FL_VERIFY_CASES");
+  const std::lock_guard lock(mutex);
+  return state.config = made;
+}
+
+// The number of this call of the op in the process, from 0.
+uint64_t Verification::count(State& state, Seen& seen, std::string_view op) {
+  auto at = seen.calls.find(op);
+  if (at == seen.calls.end()) {
+    const std::lock_guard lock(mutex);
+    at = seen.calls.emplace(op, &state.calls[std::string(op)]).first;
+  }
+  return at->second->fetch_add(1, std::memory_order_relaxed);
+}
+
 Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
   if (Unwatched::now()) return std::unique_ptr<Verification>();
   static State* const state = new State;
-  std::shared_ptr<const Config> config;
-  {
-    const std::lock_guard lock(mutex);
-    config = state->config;
+  thread_local Seen seen;
+  if (seen.config == nullptr || seen.config->generation != environment::generation()) {
+    seen.config = read(*state);
   }
-  // The environment has a lock of its own, so it is asked outside ours.
-  if (config == nullptr || config->generation != environment::generation()) {
-    auto made = std::make_shared<Config>();
-    made->generation = environment::generation();
-    made->error = parse(text_setting("TE_FL_VERIFY"), made->threshold, made->ops);
-    made->seed = static_cast<uint64_t>(int_setting("TE_FL_VERIFY_SEED"));
-    made->quarantine = text_setting("TE_FL_VERIFY_ACTION") == "quarantine";
-    made->folder = text_setting("TE_FL_VERIFY_DIR");
-    made->cases = int_setting("TE_FL_VERIFY_CASES");
-    config = made;
-    const std::lock_guard lock(mutex);
-    state->config = config;
-  }
+  const std::shared_ptr<const Config>& config = seen.config;
   if (!config->error.ok()) return config->error;
   const std::string_view op = call.row.compiled->schema().name;
-  if (!config->ops.empty() && !config->ops.contains(std::string(op)))
-    return std::unique_ptr<Verification>();
-  uint64_t number = 0;
-  {
-    const std::lock_guard lock(mutex);
-    const auto at = state->calls.find(op);
-    number = at == state->calls.end() ? (state->calls[std::string(op)] = 1, 0) : at->second++;
-  }
+  if (!config->ops.empty() && !config->ops.contains(op)) return std::unique_ptr<Verification>();
+  const uint64_t number = count(*state, seen, op);
   if (mixed(config->seed ^ hash_of(op) ^ mixed(number)) > config->threshold)
     return std::unique_ptr<Verification>();
   if (call.capturing) {

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "registry/manager_impl.hpp"
 
@@ -22,6 +24,9 @@ class Verification {
  private:
   struct Config;
   struct State;
+  struct Seen;
+  static std::shared_ptr<const Config> read(State& state);
+  static uint64_t count(State& state, Seen& seen, std::string_view op);
   explicit Verification(const Call& call);
   void compare(const Implementation& reference, const Served& served);
   void differs(const Served& served, const Implementation& reference, std::string what);
