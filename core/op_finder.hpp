@@ -29,6 +29,7 @@ enum class Problem : uint8_t {
   kDType,
   kQuantSize,
   kUnknownScaling,
+  kUnknownFlags,
   kScaling,
   kMissingQuant,
   kQuantDType,

@@ -188,6 +188,9 @@ std::string Words::quant_text() const {
     case Problem::kUnknownScaling:
       return is + ": scaling mode " + std::to_string(q->scaling) + " is unknown, must be " +
              allowed;
+    case Problem::kUnknownFlags:
+      return is + ": quantisation flags " + std::to_string(q->flags) +
+             " hold bits that this te-fl does not know, must be made of TE_FL_QUANT_* alone";
     case Problem::kScaling:
       return is + (q == nullptr ? ", not quantised" : "") + ": its scaling mode must be " +
              allowed + (q == nullptr ? "; make it with quantize" : "");

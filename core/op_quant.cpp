@@ -5,6 +5,8 @@
 namespace te_fl::core {
 namespace {
 
+constexpr uint32_t kQuantFlags = TE_FL_QUANT_COMPUTE_SCALE | TE_FL_QUANT_POW2_SCALE;
+
 bool is_aligned(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
@@ -33,6 +35,7 @@ Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView
                       const te_fl_tensor& t) noexcept {
   const te_fl_quant& q = *quant_of(t);
   if (q.scaling >= TE_FL_SCALING_COUNT) return Problem::kUnknownScaling;
+  if ((q.flags & ~kQuantFlags) != 0) return Problem::kUnknownFlags;
   if ((arg.scalings >> q.scaling & 1) == 0) return Problem::kScaling;
   const int dtype = dtype_index(t.dl.dtype);
   const bool four_bit = q.scaling == TE_FL_SCALING_NVFP4;

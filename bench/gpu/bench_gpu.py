@@ -68,7 +68,7 @@ def run_ops(library, args):
             share, spread = measure.ratio(times["copy"], times["te-fl"])
             us = statistics.median(times["te-fl"])
             fields = dict(us=us, gb_s=moved / us / 1e3, copy_gb_s=2 * half / statistics.median(times["copy"]) / 1e3,
-                          of_copy=share, spread=spread, target=case.target, note=case.note)
+                          of_copy=share, spread=spread, target=case.target)
             if "torch" in times:
                 fields["torch_us"] = statistics.median(times["torch"])
             show("op", case.name, **fields)

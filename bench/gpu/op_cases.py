@@ -16,7 +16,6 @@ class Case:
     name: str
     build: Callable  # library -> (closure, bytes that must move)
     target: Optional[float] = None  # share of a copy's bandwidth
-    note: str = ""  # what the peers reach
     peer: Optional[Callable] = None  # -> closure in PyTorch
     tags: tuple = field(default_factory=tuple)
 
@@ -52,15 +51,14 @@ def norms():
     back = dict(dz=t(TOKENS, HIDDEN), x=t(TOKENS, HIDDEN), gamma=t(HIDDEN), rsigma=t(TOKENS, dtype=F32),
                 dx=t(TOKENS, HIDDEN), dgamma=t(HIDDEN))
     return [
-        Case("layernorm_fwd bf16", call("layernorm_fwd", **forward, **dict(row)), 0.90, "TE 54 us", torch_norm),
-        Case("layernorm_fwd -> fp8 row+col", call("layernorm_fwd", z=q(TOKENS, HIDDEN), **forward), 0.75, "TE 76 us"),
+        Case("layernorm_fwd bf16", call("layernorm_fwd", **forward, **dict(row)), 0.90, torch_norm),
+        Case("layernorm_fwd -> fp8 row+col", call("layernorm_fwd", z=q(TOKENS, HIDDEN), **forward), 0.75),
         Case("layernorm_fwd -> fp8 row", call("layernorm_fwd", z=q(TOKENS, HIDDEN, columnwise=False), **forward), 0.75),
         Case("layernorm_fwd -> fp8 row+col current",
              call("layernorm_fwd", z=q(TOKENS, HIDDEN, flags=COMPUTE_SCALE), **forward)),
         Case("layernorm_fwd -> fp8 row+col 1x128",
              call("layernorm_fwd", z=q(TOKENS, HIDDEN, scaling=BLOCK_1X128, flags=POW2_SCALE), **forward)),
-        Case("layernorm_bwd bf16", call("layernorm_bwd", mu=t(TOKENS, dtype=F32), dbeta=t(HIDDEN), **back), 0.85,
-             "TE 85 us"),
+        Case("layernorm_bwd bf16", call("layernorm_bwd", mu=t(TOKENS, dtype=F32), dbeta=t(HIDDEN), **back), 0.85),
         Case("rmsnorm_fwd bf16", call("rmsnorm_fwd", **rms, **dict(row)), 0.90),
         Case("rmsnorm_fwd -> fp8 row+col", call("rmsnorm_fwd", z=q(TOKENS, HIDDEN), **rms), 0.75),
         Case("rmsnorm_bwd bf16", call("rmsnorm_bwd", **back), 0.85),
@@ -72,7 +70,7 @@ def quantisation():
     cases = []
     for cols in (HIDDEN, 3 * HIDDEN):
         cases.append(Case(f"quantize row+col 8192x{cols}", call("quantize", input=t(TOKENS, cols), output=q(TOKENS, cols)),
-                          0.85, "TE 51 us" if cols == HIDDEN else ""))
+                          0.85))
         cases.append(Case(f"bgrad_quantize row+col 8192x{cols}",
                           call("bgrad_quantize", input=t(TOKENS, cols), output=q(TOKENS, cols, E5M2), bias_grad=t(cols)),
                           0.85))
@@ -96,9 +94,9 @@ def activations():
     gated_rows, gated = 4096, 11008
     return [
         Case("gelu bf16 8192x16384", call("gelu", input=wide, output=wide), 0.90),
-        Case("gelu -> fp8 row+col 8192x16384", call("gelu", input=wide, output=q(TOKENS, FFN)), 0.85, "TE 214 us"),
+        Case("gelu -> fp8 row+col 8192x16384", call("gelu", input=wide, output=q(TOKENS, FFN)), 0.85),
         Case("dbias_dgelu -> fp8 row+col 8192x16384",
-             call("dbias_dgelu", grad=wide, input=wide, output=q(TOKENS, FFN, E5M2), dbias=t(FFN)), 0.85, "TE 324 us"),
+             call("dbias_dgelu", grad=wide, input=wide, output=q(TOKENS, FFN, E5M2), dbias=t(FFN)), 0.85),
         Case("dbias_dgelu bf16 8192x16384", call("dbias_dgelu", grad=wide, input=wide, output=wide, dbias=t(FFN)), 0.85),
         Case("swiglu -> fp8 row+col 4096x11008",
              call("swiglu", input=t(gated_rows, 2 * gated), output=q(gated_rows, gated)), 0.85),
@@ -265,7 +263,7 @@ def others():
                     algo=0, fp8_dtype=0, margin=0.0), sites * 1024 * 8
     return [
         Case("multi_tensor_adam 64M", build_adam, 0.90),
-        Case("scale update, 12 sites x 1024", build_scale_update, None, "TE 6 to 7 us", tags=("latency",)),
+        Case("scale update, 12 sites x 1024", build_scale_update, None, tags=("latency",)),
     ]
 
 

@@ -306,6 +306,11 @@ TEST_F(Gelu, QuantisedOutputs) {
   }
   {
     Raw r(delayed);
+    r.quant.flags = 1u << 2;
+    EXPECT_HAS(with_output(&r.t), "quantisation flags 4 hold bits that this te-fl does not know");
+  }
+  {
+    Raw r(delayed);
     r.t.dl.dtype = to_c(DType::kF32);
     EXPECT_HAS(with_output(&r.t), "scaling tensor needs dtype f8e4m3|f8e5m2");
     r.t.dl.dtype = to_c(DType::kF8E4M3);
