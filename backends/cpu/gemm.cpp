@@ -37,6 +37,9 @@ void check(const Args& args) {
   if (args.accumulate_bias_grad && args.bias_grad == nullptr) {
     invalid("accumulate_bias_grad is set without bias_grad; give the tensor or clear the flag");
   }
+  if (args.accumulate && args.d_sum != nullptr) {
+    invalid("d_sum is given with accumulate; sum the accumulated result separately");
+  }
   if (backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128 &&
       backend::scaling(*args.b) == TE_FL_SCALING_BLOCK_128X128) {
     invalid("a and b are both scaled in 128x128 blocks; quantise one of them in 1x128 blocks");
@@ -62,13 +65,13 @@ Refusal refuse(const Args& args) {
       (args.pre_gelu_in->dl.data == nullptr || refuse_operand(*args.pre_gelu_in) != nullptr)) {
     return "pre_gelu_in must be contiguous and have row-wise data";
   }
-  return all_dense(args.bias, args.bias_grad, args.residual) ? nullptr : kNotContiguous;
+  return all_dense(args.bias, args.bias_grad, args.residual, args.d_sum) ? nullptr : kNotContiguous;
 }
 
 // Nothing but the product goes to d, which is FP32: it is multiplied in place.
 bool is_direct(const Args& args) {
   return dtype_of(*args.d) == TE_FL_F32 && args.bias == nullptr && !args.gelu &&
-         args.pre_gelu_in == nullptr && args.residual == nullptr;
+         args.pre_gelu_in == nullptr && args.residual == nullptr && args.d_sum == nullptr;
 }
 
 // ---- workspace: converted operands, then the FP32 product
@@ -187,7 +190,10 @@ void epilogue(const Args& args, const float* product) {
     }
   };
   if (args.pre_gelu_out != nullptr) store_output(*args.pre_gelu_out, biased);
-  store_output(*args.d, finished);
+  if (args.d_sum == nullptr) return store_output(*args.d, finished);
+  ColumnSums sums(cols);
+  store_output(*args.d, finished, {.sums = &sums});
+  sums.store(*args.d_sum);
 }
 
 // The sum of op(A) over K: of the columns of a transposed A, of the rows of another.
@@ -265,7 +271,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   te_fl_op_desc desc = descriptor<Args, generic_gemm, refuse>("generic_gemm");
-  desc.param_version = 2;
+  desc.param_version = 3;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   ops.push_back(desc);
 }

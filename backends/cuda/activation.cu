@@ -2,6 +2,7 @@
 #include "te_fl/ops/activation.h"
 
 #include "activation.cuh"
+#include "activation.hpp"
 #include "elementwise.cuh"
 #include "families.hpp"
 #include "overlap.hpp"
@@ -166,7 +167,7 @@ void append(Ops& ops, const char* name) {
 
 size_t dbias_workspace(const te_fl_context&, const te_fl_activation_dbias_act_args& args) {
   const backend::Matrix matrix = backend::as_matrix(*args.output);
-  return kStoreWorkspace + column_sums_bytes(matrix.rows, matrix.cols);
+  return dbias_dgelu_workspace(matrix.rows, matrix.cols);
 }
 
 template <class Act>
@@ -186,6 +187,19 @@ void append_gated(Ops& ops, const char* name, const char* gradient_name) {
 }
 
 }  // namespace
+
+void gelu(const te_fl_context& ctx, const te_fl_activation_act_fwd_args& args) {
+  forward<Gelu>(ctx, args);
+}
+void dgelu(const te_fl_context& ctx, const te_fl_activation_act_bwd_args& args) {
+  backward<Gelu>(ctx, args);
+}
+void dbias_dgelu(const te_fl_context& ctx, const te_fl_activation_dbias_act_args& args) {
+  backward_dbias<Gelu>(ctx, args);
+}
+size_t dbias_dgelu_workspace(int64_t rows, int64_t cols) {
+  return kStoreWorkspace + column_sums_bytes(rows, cols);
+}
 
 void append_activation(Ops& ops) {
   append_plain<Gelu>(ops, "gelu", "dgelu", "dbias_dgelu");

@@ -1,9 +1,11 @@
 // generic_gemm on cuBLASLt. Row-major matrices are column-major ones of the transpose, so the
 // library computes D^T = op(B)^T op(A)^T: B is its left operand, A its right one.
 //
-// A call takes one of two ways, decided by metadata (Way):
+// A call takes one of three ways, decided by metadata:
 //   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
 //     FP8 under a given scale and row-wise only, too;
+//   composed (gemm_composed.hpp): GELU or its gradient on a product that goes the direct way to 16
+//     bits;
 //   general: the product goes to FP32 scratch, and one kernel applies the epilogue, rounds once and
 //     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
 //     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
@@ -13,7 +15,9 @@
 #include "cublaslt.hpp"
 #include "device.hpp"
 #include "families.hpp"
+#include "gemm_composed.hpp"
 #include "gemm_limits.hpp"
+#include "gemm_operand.cuh"
 #include "gemm_plan.hpp"
 #include "overlap.hpp"
 #include "store.cuh"
@@ -50,96 +54,18 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
     s.a = take(p.m * p.padded_k * element);
     s.b = take(p.padded_n * p.padded_k * element);
   }
-  if (args.bias_grad != nullptr) {
-    s.partials = reinterpret_cast<float*>(take(static_cast<int64_t>(column_sums_bytes(p.k, p.m))));
-  }
+  // One after the other.
+  const size_t bias_grad = args.bias_grad != nullptr ? column_sums_bytes(p.k, p.m) : 0;
+  const size_t d_sum = args.d_sum != nullptr ? column_sums_bytes(p.m, p.n) : 0;
+  s.partials = reinterpret_cast<float*>(take(static_cast<int64_t>(std::max(bias_grad, d_sum))));
   return s;
 }
 
+size_t product_workspace(const Args& args) { return scratch(args, describe(args), nullptr).bytes; }
 size_t workspace(const te_fl_context&, const Args& args) {
-  return scratch(args, describe(args), nullptr).bytes;
-}
-
-// ---- operands in scratch
-
-__global__ void pad_kernel(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out,
-                           int64_t out_rows, int64_t out_cols) {
-  const int64_t n = out_rows * out_cols, step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += step) {
-    const int64_t row = i / out_cols, col = i - row * out_cols;
-    out[i] = row < rows && col < cols ? in[row * cols + col] : 0;
-  }
-}
-
-// A quantised or plain operand as numbers, [rows, cols] as stored.
-struct Values {
-  Source data;
-  const float* scale_inv = nullptr;
-  uint32_t scaling = TE_FL_SCALING_NONE;
-  int64_t rows = 0, cols = 0;
-  bool transposed = false;  // data and scales are those of the column-wise copy
-
-  __device__ float at(int64_t row, int64_t col) const {
-    const int64_t i = transposed ? col : row, j = transposed ? row : col;
-    const int64_t lines = transposed ? cols : rows, length = transposed ? rows : cols;
-    const float value = data.at(i * length + j);
-    switch (scaling) {
-      case TE_FL_SCALING_NONE:
-        return value;
-      case TE_FL_SCALING_TENSOR:
-        return value * *scale_inv;
-      case TE_FL_SCALING_BLOCK_1X128:
-        return value * scale_inv[j / 128 * ((lines + 3) / 4 * 4) + i];
-      default:
-        return value * scale_inv[i / 128 * (((length + 127) / 128 + 3) / 4 * 4) + j / 128];
-    }
-  }
-};
-
-// The copy whose blocks run along the contraction if there is one, else the other.
-Values values_of(const te_fl_tensor& t, bool along, const char* name) {
-  Values v;
-  const backend::Matrix m = backend::as_matrix(t);
-  v.data = Source(t);
-  v.scaling = backend::scaling(t);
-  v.rows = m.rows;
-  v.cols = m.cols;
-  if (v.scaling == TE_FL_SCALING_NONE) return v;
-  const te_fl_quant& quant = *t.quant;
-  v.transposed = along ? v.data.data == nullptr : quant.columnwise_data != nullptr;
-  if (v.transposed) v.data.data = quant.columnwise_data;
-  const void* scale = v.transposed ? quant.columnwise_scale_inv : quant.scale_inv;
-  if (scale == nullptr && v.scaling == TE_FL_SCALING_TENSOR) {
-    scale = v.transposed ? quant.scale_inv : quant.columnwise_scale_inv;
-  }
-  v.scale_inv = static_cast<const float*>(scale);
-  if (backend::numel(t) != 0 && (v.data.data == nullptr || scale == nullptr)) {
-    invalid(std::string("generic_gemm: ") + name + " has no " +
-            (v.data.data == nullptr ? "data" : "scale_inv") + "; quantise it first");
-  }
-  return v;
-}
-
-__global__ void widen_kernel(Values in, float* out) {
-  const int64_t n = in.rows * in.cols, step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += step) {
-    out[i] = in.at(i / in.cols, i % in.cols);
-  }
-}
-
-void convert(cudaStream_t stream, const Problem& p, const Operand& o, const char* name, void* out,
-             int64_t lines, int64_t padded_lines) {
-  if (padded_lines == 0 || p.padded_k == 0) return;
-  if (p.convert == Convert::kWiden) {
-    const Values values = values_of(*o.tensor, o.along, name);
-    widen_kernel<<<blocks_for(values.rows * values.cols), kThreads, 0, stream>>>(
-        values, static_cast<float*>(out));
-    return check_launch("widen_kernel");
-  }
-  pad_kernel<<<blocks_for(padded_lines * p.padded_k), kThreads, 0, stream>>>(
-      static_cast<const uint8_t*>(o.codes), lines, p.k, static_cast<uint8_t*>(out), padded_lines,
-      p.padded_k);
-  check_launch("pad_kernel");
+  const Composed composed(args);
+  return composed ? product_workspace(composed.product()) + composed.scratch_bytes()
+                  : product_workspace(args);
 }
 
 void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s,
@@ -217,6 +143,8 @@ void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const 
   }
   if (args.residual != nullptr) e.residual = Source(*args.residual);
   if (args.accumulate && args.beta != 0.0f) e.previous = Source(*args.d);
+  // Before D takes the residual's memory.
+  if (args.d_sum != nullptr) column_sums(ctx, p.m, p.n, s.partials, *args.d_sum, false, e);
   store_output(ctx, *args.d, e);
 }
 
@@ -277,6 +205,9 @@ void check_arguments(const Args& args) {
   if (args.accumulate_bias_grad && args.bias_grad == nullptr) {
     invalid("accumulate_bias_grad is set without bias_grad; give the tensor or clear the flag");
   }
+  if (args.accumulate && args.d_sum != nullptr) {
+    invalid("d_sum is given with accumulate; sum the accumulated result separately");
+  }
   if (backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128 &&
       backend::scaling(*args.b) == TE_FL_SCALING_BLOCK_128X128) {
     invalid("a and b are both scaled in 128x128 blocks; quantise one of them in 1x128 blocks");
@@ -290,14 +221,17 @@ void check_arguments(const Args& args) {
   if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
 }
 
-void generic_gemm(const te_fl_context& ctx, const Args& args) {
-  check_arguments(args);
+void need_workspace(const te_fl_context& ctx, const Args& args, const Problem& p, size_t bytes) {
+  if (ctx.workspace_bytes >= bytes) return;
+  invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
+          text_of(args, p) + " needs " + std::to_string(bytes));
+}
+
+// The direct way or the general one.
+void run_product(const te_fl_context& ctx, const Args& args) {
   Problem p = describe(args);
   const Scratch s = scratch(args, p, ctx.workspace);
-  if (ctx.workspace_bytes < s.bytes) {
-    invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
-            text_of(args, p) + " needs " + std::to_string(s.bytes));
-  }
+  need_workspace(ctx, args, p, s.bytes);
   if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
   Plan plan{};
   if (runs_library(p)) {
@@ -325,6 +259,17 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   if (!p.direct) finish(ctx, args, p, s);
 }
 
+void generic_gemm(const te_fl_context& ctx, const Args& args) {
+  check_arguments(args);
+  Composed composed(args);
+  if (!composed) return run_product(ctx, args);
+  const size_t first = product_workspace(composed.product());
+  need_workspace(ctx, args, describe(args), first + composed.scratch_bytes());
+  composed.bind(static_cast<char*>(ctx.workspace) + first);
+  run_product(ctx, composed.product());
+  composed.activate(ctx);
+}
+
 Refusal refuse(const te_fl_context& ctx, const Args& args) {
   for (const te_fl_tensor* t : {args.a, args.b, args.pre_gelu_in}) {
     if (t == nullptr) continue;
@@ -336,7 +281,8 @@ Refusal refuse(const te_fl_context& ctx, const Args& args) {
       return "reads FP8 with its scale only";
     }
   }
-  if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.bias_grad, args.residual)) {
+  if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.bias_grad, args.residual,
+                 args.d_sum)) {
     return kNotContiguous;
   }
   if (args.pre_gelu_in != nullptr && args.pre_gelu_in->dl.data == nullptr &&
@@ -380,8 +326,10 @@ te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** pl
     const backend::Widened<Args> args(raw);
     const DeviceGuard guard(ctx->device.index);
     check_arguments(*args);
-    const Problem p = describe(*args);
-    *plan = runs_library(p) ? new Plan(make_plan(*ctx, *args, p)) : nullptr;
+    const Composed composed(*args);
+    const Args& product = composed ? composed.product() : *args;
+    const Problem p = describe(product);
+    *plan = runs_library(p) ? new Plan(make_plan(*ctx, product, p)) : nullptr;
   });
 }
 void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }
@@ -391,7 +339,7 @@ void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<Args, generic_gemm, refuse>("generic_gemm"));
   te_fl_op_desc& desc = ops.back();
-  desc.param_version = 2;
+  desc.param_version = 3;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   desc.prepare = prepare;
   desc.destroy_plan = destroy_plan;

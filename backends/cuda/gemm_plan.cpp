@@ -67,6 +67,7 @@ bool direct_codes(const Args& args, bool fp8) {
 
 bool direct_epilogue(const Args& args, bool fp8) {
   const int d = dtype_of(*args.d);
+  if (args.d_sum != nullptr) return false;
   if (is_fp8(d)) return direct_codes(args, fp8);
   const bool half = d == TE_FL_F16 || d == TE_FL_BF16;
   if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) return false;

@@ -35,6 +35,9 @@ void check(const te_fl_generic_gemm_args& args) {
   if (args.accumulate_bias_grad && args.bias_grad == nullptr) {
     invalid("accumulate_bias_grad is set without bias_grad; give the tensor or clear the flag");
   }
+  if (args.accumulate && args.d_sum != nullptr) {
+    invalid("d_sum is given with accumulate; sum the accumulated result separately");
+  }
   if (backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128 &&
       backend::scaling(*args.b) == TE_FL_SCALING_BLOCK_128X128) {
     invalid("a and b are both scaled in 128x128 blocks; quantise one of them in 1x128 blocks");
@@ -91,6 +94,17 @@ void write_bias_grad(const te_fl_generic_gemm_args& args, const std::vector<doub
   Writer(*args.bias_grad).write(0, m_extent, sums.data());
 }
 
+// Of the columns of the result.
+void write_sums(const te_fl_tensor& out, const std::vector<float>& result, int64_t rows,
+                int64_t cols) {
+  std::vector<double> sums(static_cast<size_t>(cols), 0.0);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) sums[c] += result[r * cols + c];
+  }
+  const std::vector<float> rounded(sums.begin(), sums.end());
+  Writer(out).write(0, cols, rounded.data());
+}
+
 void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
   check(args);
   const backend::Matrix d = backend::as_matrix(*args.d);
@@ -130,13 +144,14 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
   store_output(*args.d, result.data());
   if (args.pre_gelu_out != nullptr) store_output(*args.pre_gelu_out, pre_gelu.data());
   if (args.bias_grad != nullptr) write_bias_grad(args, a, d.rows, k_extent);
+  if (args.d_sum != nullptr) write_sums(*args.d_sum, result, d.rows, d.cols);
 }
 
 }  // namespace
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_generic_gemm_args, generic_gemm>("generic_gemm"));
-  ops.back().param_version = 2;
+  ops.back().param_version = 3;
 }
 
 }  // namespace te_fl::reference

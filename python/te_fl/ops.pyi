@@ -209,7 +209,7 @@ def dropout_bwd(*, grad_output: Tensor, mask: Tensor, grad_input: Tensor, p: flo
     dx_i = keep_i ? dy_i / (1 - p) : 0
     """
 
-def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = None, pre_gelu_out: Optional[Tensor] = None, pre_gelu_in: Optional[Tensor] = None, bias_grad: Optional[Tensor] = None, trans_a: bool = False, trans_b: bool = False, gelu: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0, residual: Optional[Tensor] = None) -> None:
+def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = None, pre_gelu_out: Optional[Tensor] = None, pre_gelu_in: Optional[Tensor] = None, bias_grad: Optional[Tensor] = None, trans_a: bool = False, trans_b: bool = False, gelu: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0, residual: Optional[Tensor] = None, d_sum: Optional[Tensor] = None) -> None:
     """Matrix product with optional bias, GELU, gradient epilogues and accumulation, plain or quantised.
 
     D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if trans_x

@@ -25,6 +25,7 @@ struct Variant {
   bool accumulate_bias_grad = false, large = false;
   std::string refusal = {};  // the implementation may refuse, saying this
   bool error = false;        // it must
+  int d_sum = -1;
 };
 
 std::string variant_name(const Variant& v) {
@@ -46,6 +47,7 @@ std::string variant_name(const Variant& v) {
   if (v.bias_grad >= 0)
     name += std::string("/bias_grad=") + name_of(v.bias_grad) +
             (v.accumulate_bias_grad ? ".accumulate" : "");
+  if (v.d_sum >= 0) name += std::string("/d_sum=") + name_of(v.d_sum);
   return name;
 }
 
@@ -92,8 +94,45 @@ double accumulation(const Variant& v) {
   return v.split && v.k > 128 ? 64 : 128;
 }
 
+// Half a step of F16 or BF16 at x; 0 of F32.
+double half_step(int dtype, double x) {
+  if (dtype == TE_FL_BF16) return 0x1p-8 * std::fabs(x);
+  return dtype == TE_FL_F16 ? 0x1p-11 * std::fabs(x) + 0x1p-25 : 0;
+}
+
+// How far GELU moves if its argument moves by `by`.
+double moves_gelu(double x, double by) {
+  const double y = kGelu.f(x);
+  return std::max(std::fabs(kGelu.f(x + by) - y), std::fabs(kGelu.f(x - by) - y));
+}
+
+// The type that the product may be rounded to before GELU, or its gradient's factor: what it is
+// stored in, or what the gradient reads beside it, unless D is finer (docs/numerics.md, GEMM). FP32
+// if it may not.
+int rounded_before(const Variant& v) {
+  if (v.accumulate || v.residual >= 0) return TE_FL_F32;
+  const std::vector<Spec>& pre = v.gelu ? v.pre_gelu_out : v.pre_gelu_in;
+  if (pre.empty() || pre[0].quantised() || v.d.dtype == TE_FL_F32) return TE_FL_F32;
+  return pre[0].dtype;
+}
+
+// Of the result's columns. The terms carry their own slack.
+void expect_sums(Problem& p, const Variant& v, Tensor* d_sum, const std::vector<double>& want,
+                 const std::vector<double>& slack) {
+  std::vector<double> sum(static_cast<size_t>(v.n)), extra(sum.size());
+  for (int64_t j = 0; j < v.n; ++j) {
+    double magnitude = 0;
+    for (int64_t i = 0; i < v.m; ++i) {
+      const size_t at = static_cast<size_t>(i * v.n + j);
+      sum[j] += want[at], magnitude += std::fabs(want[at]), extra[j] += slack[at];
+    }
+    extra[j] += sum_slack(static_cast<double>(v.m), magnitude) + 1e-6 * magnitude;
+  }
+  p.expect(d_sum, sum, extra).widen = 4;
+}
+
 void expect_results(Problem& p, const Variant& v, Tensor* a, Tensor* b, Tensor* d, Tensor* bias,
-                    Tensor* out, Tensor* in, Tensor* residual, Tensor* grad) {
+                    Tensor* out, Tensor* in, Tensor* residual, Tensor* grad, Tensor* d_sum) {
   const double alpha = static_cast<double>(static_cast<float>(v.alpha)),
                beta = static_cast<double>(static_cast<float>(v.beta));
   Matrices r = multiply(v, operand(*a), operand(*b), alpha, bias);
@@ -103,11 +142,17 @@ void expect_results(Problem& p, const Variant& v, Tensor* a, Tensor* b, Tensor* 
   if (out != nullptr) p.expect(out, r.product, slack);
   std::vector<double> want = r.product;
   const std::vector<double> pre = in == nullptr ? std::vector<double>() : operand(*in);
+  const int rounded = rounded_before(v);
   for (size_t i = 0; i < want.size(); ++i) {
-    if (v.gelu) want[i] = kGelu.f(want[i]), slack[i] *= 1.2;
+    const double step = half_step(rounded, want[i]);
+    if (v.gelu) {
+      slack[i] = slack[i] * 1.2 + moves_gelu(want[i], step);
+      want[i] = kGelu.f(want[i]);
+    }
     if (in != nullptr) {
       const double factor = kGelu.df(pre[i]);
-      slack[i] = slack[i] * std::fabs(factor) + 1e-6 * std::fabs(want[i]), want[i] *= factor;
+      slack[i] += step, slack[i] = slack[i] * std::fabs(factor) + 1e-6 * std::fabs(want[i]),
+                        want[i] *= factor;
     }
     if (residual != nullptr) {
       const double add = residual->get(static_cast<int64_t>(i));
@@ -118,6 +163,7 @@ void expect_results(Problem& p, const Variant& v, Tensor* a, Tensor* b, Tensor* 
     want[i] += beta * before, slack[i] += 0x1p-22 * std::fabs(beta * before);
   }
   p.expect(d, want, slack);
+  if (d_sum != nullptr) expect_sums(p, v, d_sum, want, slack);
   if (grad == nullptr) return;
   for (int64_t i = 0; i < v.m; ++i) {
     if (v.accumulate_bias_grad)
@@ -142,15 +188,16 @@ void gemm(Problem& p, const Variant& v) {
   Tensor* grad = v.bias_grad < 0          ? nullptr
                  : v.accumulate_bias_grad ? p.inout("bias_grad", v.bias_grad, {v.m})
                                           : p.out("bias_grad", v.bias_grad, {v.m});
+  Tensor* d_sum = v.d_sum >= 0 ? p.out("d_sum", v.d_sum, {v.n}) : nullptr;
   p.set("trans_a", v.trans_a), p.set("trans_b", v.trans_b), p.set("gelu", v.gelu),
       p.set("accumulate", v.accumulate);
   p.set("accumulate_bias_grad", v.accumulate_bias_grad), p.set("use_split_accumulator", v.split);
   p.set("alpha", v.alpha), p.set("beta", v.beta);
   p.may_refuse = v.refusal;
   if (v.error) p.expect_error(-1, v.refusal);
-  p.oracle([&p, v, a, b, d, bias, out, in, residual, grad] {
+  p.oracle([&p, v, a, b, d, bias, out, in, residual, grad, d_sum] {
     if (v.error) return p.expect_unchanged(d);
-    expect_results(p, v, a, b, d, bias, out, in, residual, grad);
+    expect_results(p, v, a, b, d, bias, out, in, residual, grad, d_sum);
   });
 }
 
@@ -350,6 +397,66 @@ void add_epilogues(std::vector<Variant>& all) {
   }
 }
 
+// What the two products around an MLP's activation ask for: the pre-activation in 16 bits beside a
+// quantised result, and the gradient with its columns' sums.
+void add_activations(std::vector<Variant>& all) {
+  const auto codes = [](int dtype, bool row, bool col, uint32_t flags = 0) {
+    return Spec(dtype, TE_FL_SCALING_TENSOR, row, col, flags);
+  };
+  const int64_t shapes[][3] = {{32, 48, 64}, {128, 256, 192}, {129, 80, 96}, {37, 53, 29}};
+  for (int t : {TE_FL_F16, TE_FL_BF16})
+    for (const auto& shape : shapes)
+      for (bool fp8 : {false, true}) {
+        const bool odd = shape[1] % 16 != 0 || shape[2] % 16 != 0;
+        Variant forward{.a = t, .b = t, .d = t, .m = shape[0], .n = shape[1], .k = shape[2]};
+        if (fp8) {
+          forward.a = forward.b = codes(kE4, true, true, TE_FL_QUANT_COMPUTE_SCALE);
+          if (odd) forward.refusal = "multiple";
+        }
+        Variant backward = forward;
+        if (fp8) backward.a = codes(kE5, true, true, TE_FL_QUANT_COMPUTE_SCALE);
+        backward.trans_b = false, backward.split = true, backward.pre_gelu_in = {t};
+        forward.gelu = true, forward.pre_gelu_out = {t};
+        const std::vector<Spec> forms = {t, codes(kE4, true, true), codes(kE4, true, false),
+                                         codes(kE4, true, true, TE_FL_QUANT_COMPUTE_SCALE)};
+        for (Spec d : forms)
+          for (bool more : {true, false}) {
+            forward.d = d, forward.bias = more ? t : -1;
+            all.push_back(forward);
+            if (d.quantised()) d.dtype = kE5;
+            backward.d = d, backward.d_sum = more ? t : -1;
+            all.push_back(backward);
+          }
+        backward.d = codes(kE5, true, true), backward.d_sum = TE_FL_F32;
+        all.push_back(backward);
+        backward.d = codes(kE5, false, true);
+        all.push_back(backward);
+      }
+  Variant v{.m = 19, .n = 34, .k = 50};
+  const auto with = [&](auto change) {
+    Variant c = v;
+    c.d_sum = TE_FL_F32;
+    change(c);
+    all.push_back(c);
+  };
+  with([](Variant&) {});
+  with([](Variant& c) { c.d_sum = TE_FL_BF16, c.alpha = -0.5; });
+  with([](Variant& c) { c.pre_gelu_in = {TE_FL_F32}; });
+  with([](Variant& c) { c.pre_gelu_in = {TE_FL_BF16}; });
+  with([](Variant& c) { c.pre_gelu_in = {Spec(kE4, TE_FL_SCALING_TENSOR, true, false)}; });
+  with([](Variant& c) { c.gelu = true, c.bias = TE_FL_F32, c.pre_gelu_out = {TE_FL_F32}; });
+  with([](Variant& c) { c.residual = TE_FL_F32; });
+  with([](Variant& c) { c.residual = TE_FL_F32, c.in_place = true, c.bias = TE_FL_F32; });
+  with([](Variant& c) { c.bias_grad = TE_FL_F32, c.trans_a = true; });
+  with([](Variant& c) { c.a = c.b = c.d = TE_FL_BF16, c.bias_grad = TE_FL_BF16; });
+  with([](Variant& c) { c.a = c.b = c.d = TE_FL_BF16; });
+  with([](Variant& c) { c.m = 0; });
+  with([](Variant& c) { c.n = 0; });
+  with([](Variant& c) { c.k = 0, c.bias = TE_FL_F32; });
+  with([](Variant& c) { c.m = 700, c.n = 257; });
+  with([](Variant& c) { c.accumulate = true, c.refusal = "d_sum", c.error = true; });
+}
+
 void add_fp8(std::vector<Variant>& all) {
   auto tensor = [](int dtype, bool row, bool col) {
     return Spec(dtype, TE_FL_SCALING_TENSOR, row, col, TE_FL_QUANT_COMPUTE_SCALE);
@@ -541,6 +648,7 @@ void add_gemm_cases(Table& table) {
   std::vector<Variant> all;
   add_plain(all);
   add_epilogues(all);
+  add_activations(all);
   add_fp8(all);
   add_blocks(all);
   for (const Variant& v : all)

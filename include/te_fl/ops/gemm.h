@@ -29,8 +29,8 @@ typedef struct te_fl_generic_gemm_args {
   const te_fl_tensor* d TE_FL_INIT(NULL);
   /* added to every row of the product, before GELU. in, optional; F32|F16|BF16; shape [N] */
   const te_fl_tensor* bias TE_FL_INIT(NULL);
-  /* alpha * op(A) op(B) + bias, saved for the backward; only with gelu. out, optional;
-  F32|F16|BF16|FP8; scaling none|tensor; shape [M N] */
+  /* alpha * op(A) op(B) + bias, saved for the backward; only with gelu, which may be taken of what
+  is stored here. out, optional; F32|F16|BF16|FP8; scaling none|tensor; shape [M N] */
   const te_fl_tensor* pre_gelu_out TE_FL_INIT(NULL);
   /* the product is multiplied by gelu'(pre_gelu_in); not with gelu or bias. in, optional;
   F32|F16|BF16|FP8; scaling none|tensor; shape [M N] */
@@ -59,6 +59,10 @@ typedef struct te_fl_generic_gemm_args {
   /* added to the result after the epilogue: the residual branch that the product joins. in,
   optional; F32|F16|BF16; shape [M N] (since version 2) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
+  /* sum over M of the result, summed in FP32 before it is rounded or quantised: the bias gradient
+  of the layer whose output gradient D is; not with accumulate. out, optional; F32|F16|BF16; shape
+  [N] (since version 3) */
+  const te_fl_tensor* d_sum TE_FL_INIT(NULL);
 } te_fl_generic_gemm_args;
 
 #define TE_FL_GENERIC_GEMM_ARGS_INIT \
