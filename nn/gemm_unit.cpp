@@ -115,34 +115,84 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   return cached_weight_;
 }
 
-Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options,
-                                 const Tensor* residual, const Tensor* into) {
+Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& input,
+                                                  const ForwardOptions& options, Tensor& weight) {
   if (use.mode.calibrating) {
     TE_FL_RETURN_IF_ERROR(running_amax(input, forward_->amax_slot(kInputSlot)));
     TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor weight, gemm_weight(use, options));
-  Tensor output;
+  TE_FL_ASSIGN_OR_RETURN(weight, gemm_weight(use, options));
+  te_fl_generic_gemm_args args{};
+  args.a = input;
+  args.b = weight;
+  args.trans_b = 1;
+  if (bias_ != nullptr) args.bias = bias_->value;
+  args.use_split_accumulator = split_accumulator(use.mode, false);
+  return args;
+}
+
+Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options,
+                                 const Tensor* residual, const Tensor* into) {
+  Tensor weight, output;
+  TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
   if (into != nullptr) {
     output = *into;
   } else {
     TE_FL_ASSIGN_OR_RETURN(
         output, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
   }
-  te_fl_generic_gemm_args args{};
-  args.a = input;
-  args.b = weight;
-  args.trans_b = 1;
   args.d = output;
-  if (bias_ != nullptr) args.bias = bias_->value;
   if (residual != nullptr) args.residual = *residual;
-  args.use_split_accumulator = split_accumulator(use.mode, false);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
   if (use.training) {
     use.input = input;
     use.weight = weight;
   }
   return output;
+}
+
+namespace {
+
+// Whether the product that ends with an activation goes to the implementation to which the
+// activation's own call `op` would go, and costs no more there.
+Result<bool> joins(const te_fl_generic_gemm_args& joined, OpId op, const void* separate) {
+  OpManager& manager = OpManager::instance();
+  TE_FL_ASSIGN_OR_RETURN(const FirstChoice one,
+                         manager.first_choice(op::generic_gemm, &joined, call_options()));
+  if ((one.flags & TE_FL_OP_CHEAP_EPILOGUES) == 0) return false;
+  TE_FL_ASSIGN_OR_RETURN(const FirstChoice other,
+                         manager.first_choice(op, separate, call_options()));
+  return one.impl_id == other.impl_id;
+}
+
+}  // namespace
+
+Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
+                                      const Tensor& activated) {
+  Tensor weight;
+  TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor pre, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
+  te_fl_gelu_args gelu{};
+  gelu.input = pre;
+  gelu.output = activated;
+  te_fl_generic_gemm_args joined = args;
+  joined.gelu = 1;
+  joined.pre_gelu_out = pre;
+  joined.d = activated;
+  TE_FL_ASSIGN_OR_RETURN(const bool join, joins(joined, op::gelu, &gelu));
+  if (join) {
+    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(joined, call_options()));
+  } else {
+    args.d = pre;
+    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
+    TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options()));
+  }
+  if (use.training) {
+    use.input = input;
+    use.weight = weight;
+  }
+  return pre;
 }
 
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
@@ -204,6 +254,33 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor*
   args.use_split_accumulator = split_accumulator(use.mode, true);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
   return dx;
+}
+
+Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre,
+                            const Tensor& into, const Tensor& sums) {
+  te_fl_generic_gemm_args joined{};
+  joined.a = grad;
+  joined.b = use.weight;
+  joined.pre_gelu_in = pre;
+  joined.d = into;
+  if (sums.defined()) joined.d_sum = sums;
+  joined.use_split_accumulator = split_accumulator(use.mode, true);
+  // Which implementation would take the separate call shows on any tensor like its gradient.
+  te_fl_dgelu_args plain{};
+  plain.grad = plain.input = pre;
+  plain.output = into;
+  te_fl_dbias_dgelu_args with_sums{};
+  with_sums.grad = with_sums.input = pre;
+  with_sums.output = into;
+  if (sums.defined()) with_sums.dbias = sums;
+  TE_FL_ASSIGN_OR_RETURN(const bool join, sums.defined()
+                                              ? joins(joined, op::dbias_dgelu, &with_sums)
+                                              : joins(joined, op::dgelu, &plain));
+  if (join) return ops::generic_gemm(joined, call_options());
+  TE_FL_ASSIGN_OR_RETURN(const Tensor product, dgrad(use, grad));
+  plain.grad = with_sums.grad = product;
+  return sums.defined() ? ops::dbias_dgelu(with_sums, call_options())
+                        : ops::dgelu(plain, call_options());
 }
 
 Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {

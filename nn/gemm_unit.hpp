@@ -6,6 +6,7 @@
 #include "nn/runtime.hpp"
 #include "nn/weight_copy.hpp"
 #include "te_fl/nn/module.hpp"
+#include "te_fl/ops/gemm.h"
 
 namespace te_fl::nn::detail {
 
@@ -51,6 +52,11 @@ class GemmUnit {
   Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
 
+  // forward() without residual, and its GELU into `activated` [rows, out], quantised or not: in one
+  // call if the backend of both says that it costs no more, else in two.
+  Result<Tensor> forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
+                              const Tensor& activated);
+
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows);
   struct Gradient {
@@ -62,12 +68,20 @@ class GemmUnit {
   Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
   // dy W, [rows, in] in the activation dtype, or in `into`.
   Result<Tensor> dgrad(const Use& use, const Tensor& grad, const Tensor* into = nullptr);
+  // The gradient behind GELU, gelu'(pre) * (dy W), of the map whose output `pre` [rows, in] was:
+  // into `into`, quantised or not, and the sums of its columns into `sums` [in] unless undefined.
+  // In one call or in two, as forward_gelu().
+  Status dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre, const Tensor& into,
+                    const Tensor& sums);
   // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done.
   Status wgrad(const Use& use, const Gradient& grad);
   // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
  private:
+  // The arguments of forward() but for D, whose weight `weight` keeps.
+  Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
+                                          const ForwardOptions& options, Tensor& weight);
   Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
   Result<Tensor> make_weight(const Use& use, bool columnwise);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.

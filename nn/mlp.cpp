@@ -73,6 +73,17 @@ struct LayerNormMLP::Impl {
 
   Status activate(const Tensor& pre, const Tensor& out) const;
   Status activate_backward(const Tensor& grad, const Tensor& pre, const Tensor& out) const;
+  // Whether the activation may join the product before it. Scales that derive from the result take
+  // a pass over it of their own.
+  bool may_join(const detail::GemmUnit::Use& use) const {
+    return options.activation == Activation::kGelu &&
+           (!use.mode.fp8 || use.mode.delayed() != nullptr);
+  }
+  // fc1 and the activation of its output, into `activated`.
+  Status widen(MlpRecord& record, const Tensor& normed, const ForwardOptions& forward,
+               const Tensor& activated);
+  // fc2's dgrad and pre_gradient() of it.
+  Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record, const Tensor& grad);
   Result<detail::GemmUnit::Gradient> pre_gradient(const MlpRecord& record, const Tensor& grad);
 };
 
@@ -124,6 +135,36 @@ Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& p
   args.input = pre;
   args.output = out;
   return manager.call(id, &args, detail::call_options());
+}
+
+Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
+                                 const ForwardOptions& forward, const Tensor& activated) {
+  if (may_join(record.fc1)) {
+    TE_FL_ASSIGN_OR_RETURN(record.pre, fc1->forward_gelu(record.fc1, normed, forward, activated));
+    return {};
+  }
+  TE_FL_ASSIGN_OR_RETURN(record.pre, fc1->forward(record.fc1, normed, forward));
+  return activate(record.pre, activated);
+}
+
+Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(const MlpRecord& record,
+                                                                       const Tensor& grad) {
+  if (!may_join(record.fc1)) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor d_activated, fc2->dgrad(record.fc2, grad));
+    return pre_gradient(record, d_activated);
+  }
+  detail::GemmUnit::Gradient result;
+  if (record.fc1.mode.fp8) {
+    TE_FL_ASSIGN_OR_RETURN(result.tensor, fc1->grad_buffer(record.fc1, record.pre.size(0)));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(result.tensor, detail::empty_like(record.pre, options.activation_dtype));
+  }
+  TE_FL_ASSIGN_OR_RETURN(auto dbias, detail::GradTarget::open(fc1->bias().get()));
+  TE_FL_RETURN_IF_ERROR(
+      fc2->dgrad_gelu(record.fc2, grad, record.pre, result.tensor, dbias.tensor()));
+  TE_FL_RETURN_IF_ERROR(dbias.commit());
+  result.bias_done = fc1->bias() != nullptr;
+  return result;
 }
 
 // The gradient of fc1's output, in the form that fc1's backward GEMMs want, by the most fused op
@@ -217,9 +258,8 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(record->fc2, impl.fc2->begin(training));
   TE_FL_ASSIGN_OR_RETURN(Tensor normed, impl.fc1->input_buffer(record->fc1, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.norm->forward(flat, normed, record->norm));
-  TE_FL_ASSIGN_OR_RETURN(record->pre, impl.fc1->forward(record->fc1, normed, options));
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
-  TE_FL_RETURN_IF_ERROR(impl.activate(record->pre, activated));
+  TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
   Tensor added;
   if (residual != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(
@@ -243,9 +283,12 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
     TE_FL_ASSIGN_OR_RETURN(
         residual, detail::as_matrix(*residual_grad, hidden, "LayerNormMLP: residual_grad"));
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_activated, impl.fc2->backward(record.fc2, flat));
+  TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat));
+  TE_FL_RETURN_IF_ERROR(impl.fc2->wgrad(record.fc2, d_out));
+  record.fc2.input = Tensor();
+  TE_FL_ASSIGN_OR_RETURN(auto d_pre, impl.narrow_gradient(record, d_out.tensor));
   record.fc2 = {};
-  TE_FL_ASSIGN_OR_RETURN(auto d_pre, impl.pre_gradient(record, d_activated));
+  d_out = {};
   record.pre = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
   TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));

@@ -4,8 +4,8 @@
 // A call takes one of three ways, decided by metadata:
 //   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
 //     FP8 under a given scale and row-wise only, too;
-//   composed (gemm_composed.hpp): GELU or its gradient on a product that goes the direct way to 16
-//     bits;
+//   composed (gemm_composed.hpp): GELU or its gradient on a product that goes one of the other ways
+//     first;
 //   general: the product goes to FP32 scratch, and one kernel applies the epilogue, rounds once and
 //     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
 //     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
@@ -340,6 +340,7 @@ void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<Args, generic_gemm, refuse>("generic_gemm"));
   te_fl_op_desc& desc = ops.back();
   desc.param_version = 3;
+  desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   desc.prepare = prepare;
   desc.destroy_plan = destroy_plan;

@@ -10,25 +10,23 @@ namespace {
 using Args = te_fl_generic_gemm_args;
 
 int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
-bool is_plain_half(const te_fl_tensor& t) {
-  const int dtype = dtype_of(t);
-  return t.quant == nullptr && (dtype == TE_FL_F16 || dtype == TE_FL_BF16);
-}
 size_t round_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // The tensor whose dtype the product is rounded to, or NULL.
-const te_fl_tensor* sixteen_bits(const Args& args) {
+const te_fl_tensor* rounded_like(const Args& args) {
   if (args.residual != nullptr || args.accumulate) return nullptr;
   const te_fl_tensor* t = args.gelu ? args.pre_gelu_out : args.pre_gelu_in;
-  if (t == nullptr || !is_plain_half(*t)) return nullptr;
-  // D's own rounding is no finer, so that the first one does not show beside it.
-  return args.d->quant != nullptr || dtype_of(*args.d) == dtype_of(*t) ? t : nullptr;
+  if (t == nullptr || t->quant != nullptr) return nullptr;
+  // FP32 rounds nothing; of 16 bits D's own rounding has to be no finer.
+  const int dtype = dtype_of(*t);
+  const bool any = dtype == TE_FL_F32 || args.d->quant != nullptr || dtype_of(*args.d) == dtype;
+  return any ? t : nullptr;
 }
 
 }  // namespace
 
 Composed::Composed(const Args& call) : call_(call) {
-  const te_fl_tensor* rounded = sixteen_bits(call);
+  const te_fl_tensor* rounded = rounded_like(call);
   if (rounded == nullptr || describe(call).direct) return;
   product_ = call;
   product_.gelu = 0;
@@ -41,11 +39,12 @@ Composed::Composed(const Args& call) : call_(call) {
     rounded_.dl.byte_offset = 0;
     product_.d = &rounded_;
   }
-  composed_ = describe(product_).direct;
+  composed_ = true;
 }
 
 size_t Composed::product_bytes() const {
-  return forward() ? 0 : round_up(static_cast<size_t>(backend::numel(rounded_)) * 2);
+  if (forward()) return 0;
+  return round_up(static_cast<size_t>(backend::numel(rounded_) * bytes_of(dtype_of(rounded_))));
 }
 
 size_t Composed::scratch_bytes() const {

@@ -1,5 +1,5 @@
-// A product with GELU or its gradient at the cost of the separate ops: the product goes the library's
-// direct way to 16 bits (to pre_gelu_out with the bias, or to scratch), and the activation's kernels
+// A product with GELU or its gradient at the cost of the separate ops: the product goes to
+// pre_gelu_out with the bias, or to scratch of pre_gelu_in's dtype, and the activation's kernels
 // read that.
 #pragma once
 
@@ -15,8 +15,7 @@ class Composed {
   Composed(const Composed&) = delete;
   Composed& operator=(const Composed&) = delete;
 
-  // Whether the call is served so: D is quantised or of the 16 bits that the product is rounded to,
-  // and the library writes the product.
+  // Whether the call is served so: the pre-activation is not quantised, and its dtype as fine as D.
   explicit operator bool() const { return composed_; }
 
   // The first step. Its D may be scratch, whose address comes with bind().

@@ -43,6 +43,14 @@ struct Resolution {
   std::string policy;
 };
 
+// The implementation that a call would try first.
+struct FirstChoice {
+  // Valid forever; equal ids have equal addresses. Null: it would refuse the call or serve it on
+  // copies in host memory, or there is none.
+  const char* impl_id = nullptr;
+  uint32_t flags = 0;  // its te_fl_op_desc.flags; 0 if impl_id is null
+};
+
 // What `explain` knows of a call that is not there yet: every tensor argument is assumed to match.
 struct CallProfile {
   Device device;
@@ -104,7 +112,10 @@ class TE_FL_API OpManager {
   Result<PreparedOp> prepare(OpId op, const void* args, const CallOptions& options = {});
   // The choice that call() would make, with the reasons; runs nothing.
   Result<Resolution> resolve(OpId op, const void* args, const CallOptions& options = {});
-  // The same for a call that is only described.
+  // The same in short, at about what dispatch costs: for a caller that has another way to the same
+  // result. Errors: as of call(), before anything runs.
+  Result<FirstChoice> first_choice(OpId op, const void* args, const CallOptions& options = {});
+  // resolve() of a call that is only described.
   Result<Resolution> explain(OpId op, const CallProfile& profile);
   // Bytes of te_fl_saved storage that the chosen implementation of a forward op wants; usually 0.
   Result<size_t> saved_bytes(OpId op, const void* args, const CallOptions& options = {});

@@ -432,7 +432,10 @@ enum { /* te_fl_op_desc.flags */
        /* Works where an output has the memory of an input, as the op's schema allows; without it
           such calls go to another implementation. */
        TE_FL_OP_IN_PLACE_OK = 1u << 3,
-       TE_FL_OP_STATIC_SUPPORT = 1u << 4
+       TE_FL_OP_STATIC_SUPPORT = 1u << 4,
+       /* What a call asks for beside the op's main result (an activation, sums) costs no more than
+          the ops that it stands for, so that callers may ask for it here. */
+       TE_FL_OP_CHEAP_EPILOGUES = 1u << 5
 };
 
 typedef struct te_fl_op_desc {
