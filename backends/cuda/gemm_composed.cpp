@@ -27,7 +27,7 @@ const te_fl_tensor* rounded_like(const Args& args) {
 
 Composed::Composed(const Args& call) : call_(call) {
   const te_fl_tensor* rounded = rounded_like(call);
-  if (rounded == nullptr || describe(call).direct) return;
+  if (rounded == nullptr) return;
   product_ = call;
   product_.gelu = 0;
   product_.pre_gelu_out = product_.pre_gelu_in = product_.d_sum = nullptr;

@@ -406,6 +406,10 @@ void add_activations(std::vector<Variant>& all) {
   const int64_t shapes[][3] = {{32, 48, 64}, {128, 256, 192}, {129, 80, 96}, {37, 53, 29}};
   for (int t : {TE_FL_F16, TE_FL_BF16})
     for (const auto& shape : shapes)
+      all.push_back(
+          {.a = t, .b = t, .d = t, .m = shape[0], .n = shape[1], .k = shape[2], .bias = t});
+  for (int t : {TE_FL_F16, TE_FL_BF16})
+    for (const auto& shape : shapes)
       for (bool fp8 : {false, true}) {
         const bool odd = shape[1] % 16 != 0 || shape[2] % 16 != 0;
         Variant forward{.a = t, .b = t, .d = t, .m = shape[0], .n = shape[1], .k = shape[2]};
