@@ -388,6 +388,41 @@ TEST_F(Dispatch, ACapturedScopeOutlivesItsPlugin) {
   EXPECT_EQ(ran(), "reference.r");
 }
 
+TEST_F(Dispatch, FirstChoiceIsTheImplementationThatCallTriesFirst) {
+  portable.desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
+  reregister(portable);
+  for (int i = 0; i < 2; ++i) {  // the second one finds the route
+    const auto first = manager.first_choice(op, &five.args);
+    ASSERT_TRUE(first.ok()) << first.status().to_string();
+    EXPECT_STREQ(first->impl_id, "default.p");
+    EXPECT_EQ(first->flags, portable.desc.flags);
+  }
+  const char* const id = manager.first_choice(op, &five.args)->impl_id;
+  {
+    const PolicyScope scope(prefer(Kind::kVendor));
+    EXPECT_STREQ(manager.first_choice(op, &five.args)->impl_id, "vendor.v");
+    EXPECT_EQ(manager.first_choice(op, &five.args)->flags, vendor.desc.flags);
+  }
+  EXPECT_EQ(manager.first_choice(op, &five.args)->impl_id, id);  // the same address
+  EXPECT_EQ(ran(), "");
+}
+
+TEST_F(Dispatch, FirstChoiceIsNoneIfThatRefuses) {
+  portable.with_supports();
+  reregister(portable);
+  EXPECT_STREQ(manager.first_choice(op, &five.args)->impl_id, "default.p");
+  portable.supports_status = TE_FL_UNSUPPORTED;
+  portable.supports_text = "too small";
+  const auto first = manager.first_choice(op, &five.args);
+  ASSERT_TRUE(first.ok()) << first.status().to_string();
+  EXPECT_EQ(first->impl_id, nullptr);
+  EXPECT_EQ(first->flags, 0u);
+  EXPECT_EQ(ran(), "");
+  five.args.out = nullptr;
+  EXPECT_FAILS(manager.first_choice(op, &five.args).status(), kInvalidArgument, "out");
+  EXPECT_FAILS(manager.first_choice(OpId{}, &five.args).status(), kNotFound, "no op number");
+}
+
 TEST_F(Dispatch, ResolveSaysWhatCallDoes) {
   vendor.with_supports();
   reregister(vendor);

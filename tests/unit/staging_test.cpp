@@ -337,6 +337,9 @@ TEST_F(Staging, ReferenceImplIdAndListsNameIt) {
       EXPECT_EQ(r.impl_id, "reference.host");
       EXPECT_TRUE(r.candidates[0].staged);
       EXPECT_TRUE(contains(r.candidates[0].reason, "taken: staged")) << r.candidates[0].reason;
+      const auto first = manager.first_choice(op, &args);
+      ASSERT_TRUE(first.ok()) << first.status().to_string();
+      EXPECT_EQ(first->impl_id, nullptr);
     }
   }
   EXPECT_EQ(native.runs.load(), 0);
