@@ -23,6 +23,7 @@ const Driver& driver() noexcept {
     find(d.launch, "cuLaunchKernel");
     find(d.kernel_function, "cuKernelGetFunction");
     find(d.is_capturing, "cuStreamIsCapturing");
+    find(d.encode_tensor_map, "cuTensorMapEncodeTiled");
     (void)cudaGetLastError();
     return d;
   }();

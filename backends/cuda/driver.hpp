@@ -13,6 +13,7 @@ struct Driver {
                      unsigned, CUstream, void**, void**) = nullptr;
   CUresult (*kernel_function)(CUfunction*, CUkernel) = nullptr;
   CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus*) = nullptr;
+  decltype(&cuTensorMapEncodeTiled) encode_tensor_map = nullptr;
 };
 // Asks the driver once; there must be one.
 const Driver& driver() noexcept;

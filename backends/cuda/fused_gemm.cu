@@ -1,0 +1,184 @@
+#include "fused_gemm.cuh"
+
+#include <algorithm>
+
+#include "device.hpp"
+#include "driver.hpp"
+#include "fused_gemm.hpp"
+#include "per_device.hpp"
+#include "shared_memory.hpp"
+#include "store.cuh"
+
+namespace te_fl::cuda {
+namespace {
+
+constexpr int64_t kTile = 256;  // of a cluster, both ways
+
+bool plain_bf16(const te_fl_tensor& t, uintptr_t alignment) {
+  return t.quant == nullptr && dtype_of(t) == TE_FL_BF16 &&
+         reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % alignment == 0;
+}
+
+// Row-major [rows, cols] in boxes of 128 bytes of a row.
+CUtensorMap boxes(const void* data, bool codes, int64_t rows, int64_t cols, int box_rows) {
+  const int64_t bytes = codes ? 1 : 2;
+  const cuuint64_t extents[] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t pitch[] = {static_cast<cuuint64_t>(cols * bytes)};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(128 / bytes),
+                            static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  CUtensorMap map;
+  const CUresult result = driver().encode_tensor_map(
+      &map, codes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+      const_cast<void*>(data), extents, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw backend::Error(TE_FL_INTERNAL | TE_FL_CLEAN,
+                         "cuTensorMapEncodeTiled: error " + std::to_string(result) + " for " +
+                             std::to_string(rows) + " rows of " + std::to_string(cols));
+  }
+  return map;
+}
+
+// Clusters of the kernel that a device runs at once; 0: none.
+template <auto kKernel>
+int clusters_of(int device) {
+  static constinit PerDevice kept;
+  static constinit SharedMemory memory;
+  return kept.get(device, [&] {
+    if (!memory.allow(device, kKernel, fused::kShared, fused::kShared)) return 0;
+    cudaLaunchConfig_t config{};
+    int sms = 0, clusters = 0;
+    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
+          "cudaDeviceGetAttribute");
+    config.gridDim = dim3(static_cast<unsigned>(sms / 2 * 2));
+    config.blockDim = dim3(fused::kThreads);
+    config.dynamicSmemBytes = fused::kShared;
+    check(cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config),
+          "cudaOccupancyMaxActiveClusters");
+    return clusters;
+  });
+}
+
+template <class Type, bool kPromote, bool kBackward, class Out>
+void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedGemm& g) {
+  constexpr auto kKernel = fused::fused_gemm_kernel<Type, kPromote, kBackward, Out>;
+  const int clusters =
+      std::min(clusters_of<kKernel>(ctx.device.index), g.rows / int{kTile} * (g.cols / int{kTile}));
+  kKernel<<<2 * clusters, fused::kThreads, fused::kShared, stream_of(ctx)>>>(maps[0], maps[1],
+                                                                             maps[2], g);
+  check_launch("fused_gemm_kernel");
+}
+
+}  // namespace
+
+FusedProduct::FusedProduct(const te_fl_context& ctx, const te_fl_generic_gemm_args& call)
+    : call_(call) {
+  if ((call.gelu == 0 && call.pre_gelu_in == nullptr) || architecture(ctx.device.index) != 90)
+    return;
+  problem_ = describe(call);
+  form_ = form_of(ctx);
+}
+
+bool FusedProduct::takes_operands() const {
+  const Problem& p = problem_;
+  if (p.convert != Convert::kNone || p.block || p.m % kTile != 0 || p.n % kTile != 0 || p.k == 0)
+    return false;
+  const bool backward = call_.pre_gelu_in != nullptr;
+  if (p.fp8) {
+    return p.k % 128 == 0 && p.b.dtype == TE_FL_F8E4M3 &&
+           p.a.dtype == (backward ? TE_FL_F8E5M2 : TE_FL_F8E4M3) &&
+           (call_.use_split_accumulator != 0) == backward;
+  }
+  // Forward both along K, backward B across it.
+  return p.k % 64 == 0 && plain_bf16(*call_.a, 16) && plain_bf16(*call_.b, 16) && p.a.along &&
+         p.b.along != backward;
+}
+
+bool FusedProduct::takes_result() const {
+  const te_fl_tensor& d = *call_.d;
+  if (problem_.fp8) {
+    if (d.quant == nullptr || d.quant->scaling != TE_FL_SCALING_TENSOR) return false;
+    const te_fl_quant& quant = *d.quant;
+    return dtype_of(d) == (call_.pre_gelu_in != nullptr ? TE_FL_F8E5M2 : TE_FL_F8E4M3) &&
+           (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0 &&
+           aligned16(backend::data<const void>(d)) && aligned16(quant.columnwise_data);
+  }
+  return plain_bf16(d, 16);
+}
+
+FusedProduct::Form FusedProduct::form_of(const te_fl_context& ctx) const {
+  const te_fl_generic_gemm_args& c = call_;
+  if (c.residual != nullptr || c.accumulate || c.bias_grad != nullptr || !takes_operands() ||
+      !takes_result()) {
+    return Form::kNone;
+  }
+  const bool backward = c.pre_gelu_in != nullptr;
+  if (backward ? !plain_bf16(*c.pre_gelu_in, 16)
+               : c.pre_gelu_out == nullptr || !plain_bf16(*c.pre_gelu_out, 16) ||
+                     c.d_sum != nullptr || (c.bias != nullptr && !plain_bf16(*c.bias, 4))) {
+    return Form::kNone;
+  }
+  // Fewer tiles leave more of the chip idle than the library's smaller ones do.
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ctx.device.index),
+        "cudaDeviceGetAttribute");
+  if (driver().encode_tensor_map == nullptr || problem_.m / kTile * (problem_.n / kTile) < sms / 4)
+    return Form::kNone;
+  if (problem_.fp8) return backward ? Form::kCodesBackward : Form::kCodesForward;
+  return backward ? Form::kHighBackward : Form::kHighForward;
+}
+
+size_t FusedProduct::scratch_bytes() const {
+  if (call_.d_sum == nullptr) return 0;
+  return static_cast<size_t>(problem_.m / fused::kRows * problem_.n) * sizeof(float);
+}
+
+void FusedProduct::run(const te_fl_context& ctx, void* scratch) const {
+  const Problem& p = problem_;
+  const bool backward = call_.pre_gelu_in != nullptr;
+  FusedGemm g;
+  g.rows = static_cast<int>(p.m);
+  g.cols = static_cast<int>(p.n);
+  g.lines = static_cast<int>(p.k / (p.fp8 ? 128 : 64));
+  g.alpha = call_.alpha;
+  g.out = backend::data<void>(*call_.d);
+  if (p.fp8) {
+    g.scale_a = p.a.scale_inv;
+    g.scale_b = p.b.scale_inv;
+    const te_fl_quant& quant = *call_.d->quant;
+    g.out_t = static_cast<uint8_t*>(quant.columnwise_data);
+    g.scale = quant.scale;
+    g.scale_inv = static_cast<float*>(quant.scale_inv);
+    g.scale_inv_t = static_cast<float*>(quant.columnwise_scale_inv);
+    g.amax = quant.amax;
+  }
+  if (call_.bias != nullptr) g.bias = backend::data<const bf16>(*call_.bias);
+  if (backward) g.pre = backend::data<const bf16>(*call_.pre_gelu_in);
+  if (call_.d_sum != nullptr) g.sums = static_cast<float*>(scratch);
+  const void* a = p.fp8 ? p.a.codes : backend::data<const void>(*call_.a);
+  const void* b = p.fp8 ? p.b.codes : backend::data<const void>(*call_.b);
+  const bool across = form_ == Form::kHighBackward;
+  const te_fl_tensor& pre = backward ? *call_.pre_gelu_in : *call_.pre_gelu_out;
+  const CUtensorMap maps[3] = {
+      boxes(a, p.fp8, p.m, p.k, fused::kRows),
+      across ? boxes(b, false, p.k, p.n, 64) : boxes(b, p.fp8, p.n, p.k, fused::kCols / 2),
+      boxes(backend::data<const void>(pre), false, p.m, p.n, fused::kRows)};
+  switch (form_) {
+    case Form::kCodesForward:
+      launch<hopper::E4m3, false, false, e4m3>(ctx, maps, g);
+      break;
+    case Form::kCodesBackward:
+      launch<hopper::E5m2, true, true, e5m2>(ctx, maps, g);
+      break;
+    case Form::kHighForward:
+      launch<hopper::Bf16, false, false, bf16>(ctx, maps, g);
+      break;
+    default:
+      launch<hopper::Bf16AcrossB, false, true, bf16>(ctx, maps, g);
+  }
+  if (g.sums != nullptr) add_partials(ctx, g.sums, p.m / fused::kRows, p.n, *call_.d_sum, false);
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,32 @@
+// A product with GELU or GELU's gradient in one kernel of this plugin's own, on GPUs of compute
+// capability 9.0 (fused_gemm.cuh).
+#pragma once
+
+#include "gemm_plan.hpp"
+
+namespace te_fl::cuda {
+
+class FusedProduct {
+ public:
+  // Decides from metadata and addresses. `call` outlives this.
+  FusedProduct(const te_fl_context& ctx, const te_fl_generic_gemm_args& call);
+  // Whether the call is served so: FP8 under given scales or BF16, extents in multiples of the
+  // kernel's tiles and large enough to keep the chip busy. FP8 forward without the split
+  // accumulator, backward with it.
+  explicit operator bool() const { return form_ != Form::kNone; }
+
+  size_t scratch_bytes() const;  // a multiple of 256
+  void run(const te_fl_context& ctx, void* scratch) const;
+
+ private:
+  enum class Form { kNone, kCodesForward, kCodesBackward, kHighForward, kHighBackward };
+  Form form_of(const te_fl_context& ctx) const;
+  bool takes_operands() const;
+  bool takes_result() const;
+
+  const te_fl_generic_gemm_args& call_;
+  Problem problem_;
+  Form form_ = Form::kNone;
+};
+
+}  // namespace te_fl::cuda
