@@ -8,8 +8,9 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr double kLookUs = 2000;     // of every candidate, once
-constexpr double kWorthALook = 1.3;  // slower than that times the fastest, one run says enough
+constexpr double kGlanceUs = 300;    // of every candidate, or one run if that is longer
+constexpr double kWorthALook = 1.3;  // those slower than that times the fastest are left at it
+constexpr double kLookUs = 2000;     // of all others
 
 // A chip under load lowers its clock until it draws no more power than it may, so in a training run
 // the candidate that wins is the one that needs the least energy, and short or cold measurements
@@ -49,6 +50,9 @@ class Selection {
     for (const size_t i : order) {
       // The first run of a kernel loads it.
       if (contest_.time(i, 1) < 0 || (us_[i] = contest_.time(i, 1)) < 0) continue;
+      // Of a short one a single run is mostly the wait for its start.
+      if (us_[i] < kGlanceUs) us_[i] = contest_.time(i, runs(i, kGlanceUs, 2));
+      if (us_[i] < 0) continue;
       if (best < 0 || us_[i] <= best * kWorthALook) us_[i] = contest_.time(i, runs(i, kLookUs, 2));
       if (us_[i] < 0) continue;
       if (best < 0 || us_[i] < best) best = us_[i];

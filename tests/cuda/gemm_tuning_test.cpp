@@ -104,9 +104,19 @@ TEST(CudaGemmSelection, LeavesOutWhatStopsRunning) {
       if (i == 1) return runs_of_1++ < after ? 10.0 : -1.0;
       return 20.0 + static_cast<double>(i);
     };
-    // Two runs in the look, one more sequence there, and 12 in the rounds.
+    // Four sequences before the rounds, and 12 in them.
     const Winner w = select_fastest(4, {time, [](size_t) { return true; }});
-    EXPECT_EQ(w.index, after < 15 ? 0u : 1u) << after;
+    EXPECT_EQ(w.index, after < 16 ? 0u : 1u) << after;
+  }
+}
+
+TEST(CudaGemmSelection, ShortProductsAreNotTimedByTheirStart) {
+  // A sequence waits 12 us for its start.
+  constexpr size_t kCount = 60;
+  for (size_t fastest = 1; fastest < kCount; ++fastest) {
+    const auto time = [&](size_t i, int runs) { return (i == fastest ? 4.0 : 4.5) + 12.0 / runs; };
+    const Winner w = select_fastest(kCount, {time, [](size_t) { return true; }});
+    EXPECT_EQ(w.index, fastest);
   }
 }
 
