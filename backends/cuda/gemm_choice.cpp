@@ -25,6 +25,7 @@ struct Choices {
   std::mutex mutex;
   std::string file, error;
   bool tune = false;
+  const te_fl_host_api* host = nullptr;
   std::vector<GemmChoice> all;
 };
 Choices& choices() {
@@ -107,11 +108,12 @@ void heat(int device, Timer& timer, const std::function<bool()>& run) {
 
 }  // namespace
 
-void configure_gemm_choices(const char* file, bool tune) {
+void configure_gemm_choices(const char* file, bool tune, const te_fl_host_api* host) {
   Choices& all = choices();
   const std::lock_guard lock(all.mutex);
   all.file = file != nullptr ? file : "";
   all.tune = tune;
+  all.host = host;
   all.all.clear();
   all.error.clear();
   if (all.file.empty()) {
@@ -189,6 +191,15 @@ size_t measure_gemm_choice(int device, const std::string& problem,
   all.all.push_back(std::move(choice));
   save(all);
   return winner.index;
+}
+
+void warn_not_measured(const std::string& problem, const char* why) {
+  Choices& all = choices();
+  const std::lock_guard lock(all.mutex);
+  if (all.host == nullptr || all.host->log == nullptr) return;
+  const std::string text = problem + " takes the algorithm of cuBLASLt's heuristic, as measuring " +
+                           "others failed: " + why;
+  all.host->log(all.host->host, TE_FL_LOG_WARNING, text.c_str());
 }
 
 }  // namespace te_fl::cuda

@@ -12,10 +12,10 @@ namespace te_fl::cuda {
 constexpr bool explained(float expected, float got, float step, float slack) {
   if (expected == got) return true;
   if (expected != expected || got != got) return expected != expected && got != got;
-  constexpr float most = std::numeric_limits<float>::max();
-  const auto size = [](float x) { return x < 0 ? -x : x; };
-  if (size(expected) > most || size(got) > most) return false;
-  return size(expected - got) <= step * size(expected) + slack;
+  constexpr float kMost = std::numeric_limits<float>::max();
+  if (expected > kMost || expected < -kMost || got > kMost || got < -kMost) return false;
+  const float distance = expected > got ? expected - got : got - expected;
+  return distance <= step * (expected < 0 ? -expected : expected) + slack;
 }
 
 // How much of the results' root mean square the order of sums may make: products of FP8 keep few

@@ -21,7 +21,7 @@ struct Stage {
   int rounds;       // in each of which everyone runs one sequence
   double sequence;  // microseconds
 };
-constexpr std::array<Stage, 3> kStages{{{20, 2, 30000}, {12, 3, 30000}, {6, 7, 80000}}};
+constexpr std::array<Stage, 3> kStages{{{16, 3, 20000}, {8, 3, 30000}, {4, 5, 60000}}};
 
 // Repeatable draws.
 class Draws {

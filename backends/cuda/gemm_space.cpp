@@ -1,7 +1,5 @@
 #include "gemm_space.hpp"
 
-#include <cublas_api.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -88,7 +86,7 @@ int custom_options(const cublasLtMatmulAlgo_t& algo) {
 
 void add_variations(const LibraryProduct& p, std::vector<cublasLtMatmulAlgo_t>& candidates) {
   const CublasLt& lt = *cublaslt();
-  if (lt.number < CUBLAS_VERSION) return;
+  if (lt.number < kOldestWithTiles) return;
   for (const cublasLtMatmulAlgo_t& base : bases(candidates)) {
     const int options = custom_options(base);
     for (const auto tile : kTiles) {

@@ -108,17 +108,21 @@ class Trial {
   std::optional<Results> expected_;
 };
 
-}  // namespace
-
-cublasLtMatmulAlgo_t tune_gemm(const te_fl_context& ctx, const Args& args, const Problem& p,
-                               Plan& plan, const std::string& key,
-                               std::vector<cublasLtMatmulAlgo_t> heuristic, uint32_t alignment) {
-  // The heuristic knows the alignment, the check of an algorithm does not; those of Hopper's copy
-  // engine want 16 bytes.
+// Whether the algorithms around the heuristic's are asked about: for products of the kinds that the
+// library was seen to answer for, and operands that they can read, as the check of an algorithm
+// knows no alignment (Hopper's copy engine wants 16 bytes).
+bool varies(const Args& args, const Problem& p, uint32_t alignment) {
   constexpr uint32_t kCopyEngine = 16;
-  std::vector<cublasLtMatmulAlgo_t> candidates = std::move(heuristic);
+  const bool sixteen_bits = bytes_of(dtype_of(*args.d)) == 2;
+  return alignment >= kCopyEngine && p.direct && sixteen_bits && !p.block && !p.bias_grad &&
+         args.pre_gelu_in == nullptr && bytes_of(p.a.dtype) <= 2;
+}
+
+cublasLtMatmulAlgo_t measured(const te_fl_context& ctx, const Args& args, const Problem& p,
+                              Plan& plan, const std::string& key,
+                              std::vector<cublasLtMatmulAlgo_t> candidates, uint32_t alignment) {
   const size_t named = candidates.size();
-  if (alignment >= kCopyEngine) {
+  if (varies(args, p, alignment)) {
     add_variations({cublaslt_handle(ctx.device.index), &plan.desc, &plan.left, &plan.right,
                     plan.addend(), &plan.out, kLibraryWorkspace},
                    candidates);
@@ -130,6 +134,24 @@ cublasLtMatmulAlgo_t tune_gemm(const te_fl_context& ctx, const Args& args, const
   };
   return candidates[measure_gemm_choice(ctx.device.index, key, candidates, {run, agrees},
                                         static_cast<cudaStream_t>(ctx.stream))];
+}
+
+}  // namespace
+
+cublasLtMatmulAlgo_t tune_gemm(const te_fl_context& ctx, const Args& args, const Problem& p,
+                               Plan& plan, const std::string& key,
+                               std::vector<cublasLtMatmulAlgo_t> heuristic, uint32_t alignment) {
+  const cublasLtMatmulAlgo_t first = heuristic.front();
+  try {
+    return measured(ctx, args, p, plan, key, std::move(heuristic), alignment);
+  } catch (const backend::Error& e) {
+    const te_fl_status code = TE_FL_STATUS_CODE(e.status());
+    if (code == TE_FL_DEVICE_LOST || code == TE_FL_FAILED_PRECONDITION) throw;
+    warn_not_measured(key, e.what());
+  } catch (const std::exception& e) {
+    warn_not_measured(key, e.what());
+  }
+  return first;
 }
 
 }  // namespace te_fl::cuda
