@@ -47,6 +47,10 @@ struct Library {
     find(table.preference_init, "cublasLtMatmulPreferenceInit_internal");
     find(table.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     find(table.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(table.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
+    find(table.algo_set, "cublasLtMatmulAlgoConfigSetAttribute");
+    find(table.algo_cap, "cublasLtMatmulAlgoCapGetAttribute");
+    find(table.algo_check, "cublasLtMatmulAlgoCheck");
     find(table.matmul, "cublasLtMatmul");
     if (!missing.empty()) return;
     table.number = table.version();

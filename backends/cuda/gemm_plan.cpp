@@ -8,6 +8,8 @@
 #include "cublaslt.hpp"
 #include "cuda_check.hpp"
 #include "gemm_choice.hpp"
+#include "gemm_space.hpp"
+#include "gemm_tune.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
@@ -271,56 +273,6 @@ std::string problem_key(const Args& args, const Problem& p, uint32_t alignment) 
   return key;
 }
 
-class DeviceMemory {
- public:
-  DeviceMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
-    cuda::check(cudaMallocAsync(&data_, bytes, stream), "cudaMallocAsync");
-  }
-  ~DeviceMemory() { cudaFreeAsync(data_, stream_); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  void* get() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-  cudaStream_t stream_;
-};
-
-// Runs the product on the call's operands with D in scratch, so that the call itself finds all as
-// it was.
-size_t measure(const te_fl_context& ctx, const Args& args, const Problem& p, Plan& plan,
-               const std::string& key, const std::vector<cublasLtMatmulAlgo_t>& candidates) {
-  const cudaStream_t stream = stream_of(ctx);
-  const int64_t element = p.direct ? bytes_of(dtype_of(*args.d)) : 4;
-  const DeviceMemory out(static_cast<size_t>(p.m * p.padded_n * element), stream);
-  const DeviceMemory library(kLibraryWorkspace, stream);
-  const DeviceMemory amax(sizeof(float), stream);
-  if (p.codes) {
-    set(plan, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax.get(), What{args, p});
-  }
-  const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
-  const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
-  const bool adds = p.direct && args.residual != nullptr;
-  const void* added = adds      ? backend::data<const void>(*args.residual)
-                      : p.codes ? nullptr
-                                : out.get();
-  const float beta = adds || (p.direct && args.accumulate) ? 1.0f : 0.0f;
-  const auto run = [&](const cublasLtMatmulAlgo_t& algo) {
-    return cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                              &plan.left, right, &plan.right, &beta, added, plan.addend(),
-                              out.get(), &plan.out, &algo, library.get(), kLibraryWorkspace,
-                              stream) == CUBLAS_STATUS_SUCCESS;
-  };
-  return measure_gemm_choice(ctx.device.index, key, candidates, run, stream);
-}
-
-void add_new(std::vector<cublasLtMatmulAlgo_t>& list, const cublasLtMatmulAlgo_t& algo) {
-  for (const cublasLtMatmulAlgo_t& known : list) {
-    if (std::memcmp(&known, &algo, sizeof algo) == 0) return;
-  }
-  list.push_back(algo);
-}
-
 bool captures(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cuda::check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -370,8 +322,9 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, operand_alignment(p.a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out_alignment);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out_alignment);
-  const std::string key = problem_key(
-      args, p, std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment}));
+  const uint32_t alignment =
+      std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment});
+  const std::string key = problem_key(args, p, alignment);
   if (find_gemm_choice(device, key, plan.algo)) return plan;
   const bool tunes = tunes_gemm() && p.convert == Convert::kNone && !captures(stream_of(ctx));
   constexpr int kMostCandidates = 64;
@@ -403,7 +356,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
                      &count) == CUBLAS_STATUS_SUCCESS) {
       add();
     }
-    plan.algo = candidates[measure(ctx, args, p, plan, key, candidates)];
+    plan.algo = tune_gemm(ctx, args, p, plan, key, std::move(candidates), alignment);
   }
   return plan;
 }
