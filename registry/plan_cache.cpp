@@ -1,6 +1,8 @@
 #include "registry/plan_cache.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <mutex>
 
 #include "core/fork.hpp"
@@ -21,14 +23,36 @@ const core::ForkMutex::Registration registration(mutex);
 
 uint64_t g_tick = 0;  // advances with every insertion; guarded by the mutex
 
-void append(std::string& out, const void* data, size_t bytes) {
-  out.append(static_cast<const char*>(data), bytes);
-}
+// Writes a key piece by piece. Pieces are gathered here and appended together: a key has some
+// hundred of them, and is written before every warm call.
+class KeyWriter {
+ public:
+  explicit KeyWriter(std::string& out) : out_(out) {}
+  ~KeyWriter() { out_.append(gathered_.data(), used_); }
+  KeyWriter(const KeyWriter&) = delete;
+  KeyWriter& operator=(const KeyWriter&) = delete;
 
-template <class T>
-void append_value(std::string& out, const T& value) {
-  append(out, &value, sizeof value);
-}
+  template <class T>
+  void value(const T& value) {
+    if (used_ + sizeof value > gathered_.size()) [[unlikely]]
+      flush();
+    std::memcpy(gathered_.data() + used_, &value, sizeof value);
+    used_ += sizeof value;
+  }
+  void values(const int64_t* list, int count) {
+    for (int i = 0; i < count; ++i) value(list[i]);
+  }
+
+ private:
+  void flush() {
+    out_.append(gathered_.data(), used_);
+    used_ = 0;
+  }
+
+  std::string& out_;
+  size_t used_ = 0;
+  std::array<char, 512> gathered_;
+};
 
 // log2 of the alignment, at most 8.
 uint8_t alignment_of(const void* data) noexcept {
@@ -36,35 +60,33 @@ uint8_t alignment_of(const void* data) noexcept {
   return address == 0 ? 9 : static_cast<uint8_t>(std::min(__builtin_ctzll(address), 8));
 }
 
-void append_quant(std::string& out, const te_fl_quant& q) {
-  append_value(out, static_cast<uint8_t>(q.scaling));
-  append_value(out, q.flags);
-  append_value(out, q.amax_epsilon);
+void append_quant(KeyWriter& out, const te_fl_quant& q) {
+  out.value(static_cast<uint8_t>(q.scaling));
+  out.value(q.flags);
+  out.value(q.amax_epsilon);
   for (const void* part :
        {static_cast<const void*>(q.columnwise_data), static_cast<const void*>(q.scale_inv),
         static_cast<const void*>(q.columnwise_scale_inv), static_cast<const void*>(q.amax),
         static_cast<const void*>(q.scale)}) {
-    append_value(out, alignment_of(part));
+    out.value(alignment_of(part));
   }
 }
 
-void append_tensor(std::string& out, const te_fl_tensor* t) {
+void append_tensor(KeyWriter& out, const te_fl_tensor* t) {
   if (t == nullptr) {
-    out.push_back('\0');
+    out.value('\0');
     return;
   }
   const te_fl_dltensor& dl = t->dl;
-  out.push_back(
-      static_cast<char>(1 | (dl.strides != nullptr ? 2 : 0) | (t->quant != nullptr ? 4 : 0)));
-  append_value(out, dl.dtype);
-  append_value(out, dl.device);
-  append_value(out, t->provider);
-  append_value(out, static_cast<uint8_t>(dl.ndim));
-  append(out, dl.shape, sizeof(int64_t) * dl.ndim);
-  if (dl.strides != nullptr) append(out, dl.strides, sizeof(int64_t) * dl.ndim);
-  append_value(
-      out, alignment_of(dl.data == nullptr ? nullptr
-                                           : static_cast<const char*>(dl.data) + dl.byte_offset));
+  out.value(static_cast<char>(1 | (dl.strides != nullptr ? 2 : 0) | (t->quant != nullptr ? 4 : 0)));
+  out.value(dl.dtype);
+  out.value(dl.device);
+  out.value(t->provider);
+  out.value(static_cast<uint8_t>(dl.ndim));
+  out.values(dl.shape, dl.ndim);
+  if (dl.strides != nullptr) out.values(dl.strides, dl.ndim);
+  out.value(alignment_of(dl.data == nullptr ? nullptr
+                                            : static_cast<const char*>(dl.data) + dl.byte_offset));
   if (t->quant != nullptr) append_quant(out, *t->quant);
 }
 
@@ -73,8 +95,25 @@ const char* first_byte(const te_fl_tensor* t) noexcept {
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
 
+void append_scalar(KeyWriter& out, const te_fl_arg_desc& arg, const void* args) {
+  const size_t bytes = scalar_bytes(arg);
+  // Beyond a shorter struct the argument has its neutral value, which one byte says.
+  const void* value = member(arg.offset, bytes, args);
+  out.value(static_cast<char>(value != nullptr ? 1 : 0));
+  if (value == nullptr) return;
+  if (bytes == sizeof(uint64_t)) {
+    uint64_t bits;
+    std::memcpy(&bits, value, sizeof bits);
+    out.value(bits);
+  } else {
+    uint32_t bits;
+    std::memcpy(&bits, value, sizeof bits);
+    out.value(bits);
+  }
+}
+
 // For each output the first other argument whose memory it has, from 1; 0 if there is none.
-void append_sharing(const te_fl_op_schema& schema, const void* args, std::string& out) {
+void append_sharing(const te_fl_op_schema& schema, const void* args, KeyWriter& out) {
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
@@ -85,38 +124,51 @@ void append_sharing(const te_fl_op_schema& schema, const void* args, std::string
       if (j == i || other.type != TE_FL_ARG_TENSOR) continue;
       if (first_byte(tensor_argument(other, args)) == memory) shared = static_cast<uint8_t>(j + 1);
     }
-    append_value(out, shared);
+    out.value(shared);
   }
 }
 
 }  // namespace
 
 void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
-                     std::string& out) {
+                     std::string& key) {
+  KeyWriter out(key);
   // A call that is captured gets the plan that was made before capture, when all is allowed.
-  append_value(out, context.flags & ~uint32_t{TE_FL_CALL_CAPTURING});
-  append_value(out, context.device);
-  append_value(out, context.provider);
+  out.value(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING});
+  out.value(context.device);
+  out.value(context.provider);
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type == TE_FL_ARG_TENSOR) {
       append_tensor(out, tensor_argument(arg, args));
     } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
       const TensorList list = list_argument(arg, args);
-      append_value(out, list.count);
+      out.value(list.count);
       for (int64_t k = 0; k < list.count; ++k) append_tensor(out, list.data[k]);
     } else if (arg.type != TE_FL_ARG_SAVED) {
-      const size_t bytes = scalar_bytes(arg);
-      // Beyond a shorter struct the argument has its neutral value, which one byte says.
-      if (const void* value = member(arg.offset, bytes, args)) {
-        out.push_back('\1');
-        append(out, value, bytes);
-      } else {
-        out.push_back('\0');
-      }
+      append_scalar(out, arg, args);
     }
   }
   append_sharing(schema, args, out);
+}
+
+uint64_t hash_of_key(std::string_view key) noexcept {
+  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15u;
+  uint64_t hash = key.size() * kFactor;
+  const auto mix = [&](uint64_t word) {
+    hash = (hash ^ word) * kFactor;
+    hash ^= hash >> 32;
+  };
+  const char* at = key.data();
+  size_t left = key.size();
+  for (uint64_t word = 0; left >= sizeof word; at += sizeof word, left -= sizeof word) {
+    std::memcpy(&word, at, sizeof word);
+    mix(word);
+  }
+  uint64_t rest = 0;
+  std::memcpy(&rest, at, left);
+  mix(rest);
+  return hash;
 }
 
 Plan::~Plan() {

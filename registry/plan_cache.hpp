@@ -85,8 +85,10 @@ class PlanCacheFront {
 
 // Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
 // bytes), scaling modes, which parts are present, which outputs begin where another argument does,
-// scalars and context flags. Written into `out`.
+// scalars and context flags. Appended to `key`.
 void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
-                     std::string& out);
+                     std::string& key);
+// For a thread's recent plans.
+uint64_t hash_of_key(std::string_view key) noexcept;
 
 }  // namespace te_fl::registry

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <atomic>
 #include <mutex>
 
 #include "cuda_check.hpp"
@@ -72,10 +73,15 @@ const char* cublaslt_missing() noexcept { return library().missing.c_str(); }
 
 cublasLtHandle_t cublaslt_handle(int device) {
   static std::mutex mutex;
-  static std::array<cublasLtHandle_t, 64> handles{};
+  static std::array<std::atomic<cublasLtHandle_t>, 64> handles{};
+  std::atomic<cublasLtHandle_t>& kept = handles.at(static_cast<size_t>(device));
+  if (const cublasLtHandle_t handle = kept.load(std::memory_order_acquire)) return handle;
   const std::lock_guard lock(mutex);
-  cublasLtHandle_t& handle = handles.at(static_cast<size_t>(device));
-  if (handle == nullptr) check(cublaslt()->create(&handle), "cublasLtCreate", "");
+  cublasLtHandle_t handle = kept.load(std::memory_order_relaxed);
+  if (handle == nullptr) {
+    check(cublaslt()->create(&handle), "cublasLtCreate", "");
+    kept.store(handle, std::memory_order_release);
+  }
   return handle;
 }
 
