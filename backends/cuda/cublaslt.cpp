@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "cuda_check.hpp"
+#include "open_library.hpp"
 #include "te_fl/backend.hpp"
 
 namespace te_fl::cuda {
@@ -17,16 +18,11 @@ struct Library {
   std::string missing;
 
   Library() {
-    void* handle = nullptr;
     std::string reason;
-    for (const int flags : {RTLD_NOLOAD | RTLD_NOW, RTLD_NOW | RTLD_LOCAL}) {
-      for (const char* name :
-           {"libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so.13",
-            "/usr/local/cuda/lib64/libcublasLt.so.12"}) {
-        if (handle == nullptr) handle = dlopen(name, flags);
-        if (handle == nullptr && reason.empty() && (flags & RTLD_NOLOAD) == 0) reason = dlerror();
-      }
-    }
+    void* handle = open_library(
+        {"libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so.13",
+         "/usr/local/cuda/lib64/libcublasLt.so.12"},
+        reason);
     if (handle == nullptr) {
       missing = "cuBLASLt was not found (" + reason +
                 "): install libcublas of CUDA 12.9 or newer (Debian and Ubuntu: libcublas-13-0 of "
@@ -51,10 +47,7 @@ struct Library {
     find(table.matmul, "cublasLtMatmul");
     if (!missing.empty()) return;
     table.number = table.version();
-    Dl_info info{};
-    if (dladdr(reinterpret_cast<void*>(table.version), &info) != 0 && info.dli_fname != nullptr) {
-      table.path = info.dli_fname;
-    }
+    table.path = path_of(reinterpret_cast<const void*>(table.version));
   }
 };
 
