@@ -1,7 +1,7 @@
 #include "registry/plan_cache.hpp"
 
 #include <algorithm>
-#include <array>
+#include <bit>
 #include <cstring>
 #include <mutex>
 
@@ -23,152 +23,102 @@ const core::ForkMutex::Registration registration(mutex);
 
 uint64_t g_tick = 0;  // advances with every insertion; guarded by the mutex
 
-// Writes a key piece by piece. Pieces are gathered here and appended together: a key has some
-// hundred of them, and is written before every warm call.
-class KeyWriter {
- public:
-  explicit KeyWriter(std::string& out) : out_(out) {}
-  ~KeyWriter() { out_.append(gathered_.data(), used_); }
-  KeyWriter(const KeyWriter&) = delete;
-  KeyWriter& operator=(const KeyWriter&) = delete;
-
-  template <class T>
-  void value(const T& value) {
-    if (used_ + sizeof value > gathered_.size()) [[unlikely]]
-      flush();
-    std::memcpy(gathered_.data() + used_, &value, sizeof value);
-    used_ += sizeof value;
-  }
-  void values(const int64_t* list, int count) {
-    for (int i = 0; i < count; ++i) value(list[i]);
-  }
-
- private:
-  void flush() {
-    out_.append(gathered_.data(), used_);
-    used_ = 0;
-  }
-
-  std::string& out_;
-  size_t used_ = 0;
-  std::array<char, 512> gathered_;
-};
-
 // log2 of the alignment, at most 8.
-uint8_t alignment_of(const void* data) noexcept {
+uint64_t alignment_of(const void* data) noexcept {
   const auto address = reinterpret_cast<uintptr_t>(data);
-  return address == 0 ? 9 : static_cast<uint8_t>(std::min(__builtin_ctzll(address), 8));
+  return address == 0 ? 9 : static_cast<uint64_t>(std::min(__builtin_ctzll(address), 8));
 }
 
-void append_quant(KeyWriter& out, const te_fl_quant& q) {
-  out.value(static_cast<uint8_t>(q.scaling));
-  out.value(q.flags);
-  out.value(q.amax_epsilon);
-  for (const void* part :
-       {static_cast<const void*>(q.columnwise_data), static_cast<const void*>(q.scale_inv),
-        static_cast<const void*>(q.columnwise_scale_inv), static_cast<const void*>(q.amax),
-        static_cast<const void*>(q.scale)}) {
-    out.value(alignment_of(part));
-  }
-}
-
-void append_tensor(KeyWriter& out, const te_fl_tensor* t) {
-  if (t == nullptr) {
-    out.value('\0');
-    return;
-  }
-  const te_fl_dltensor& dl = t->dl;
-  out.value(static_cast<char>(1 | (dl.strides != nullptr ? 2 : 0) | (t->quant != nullptr ? 4 : 0)));
-  out.value(dl.dtype);
-  out.value(dl.device);
-  out.value(t->provider);
-  out.value(static_cast<uint8_t>(dl.ndim));
-  out.values(dl.shape, dl.ndim);
-  if (dl.strides != nullptr) out.values(dl.strides, dl.ndim);
-  out.value(alignment_of(dl.data == nullptr ? nullptr
-                                            : static_cast<const char*>(dl.data) + dl.byte_offset));
-  if (t->quant != nullptr) append_quant(out, *t->quant);
-}
+uint64_t pair_of(uint32_t low, uint32_t high) noexcept { return low | uint64_t{high} << 32; }
 
 const char* first_byte(const te_fl_tensor* t) noexcept {
   if (t == nullptr || t->dl.data == nullptr) return nullptr;
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
 
-void append_scalar(KeyWriter& out, const te_fl_arg_desc& arg, const void* args) {
-  const size_t bytes = scalar_bytes(arg);
-  // Beyond a shorter struct the argument has its neutral value, which one byte says.
-  const void* value = member(arg.offset, bytes, args);
-  out.value(static_cast<char>(value != nullptr ? 1 : 0));
-  if (value == nullptr) return;
-  if (bytes == sizeof(uint64_t)) {
-    uint64_t bits;
-    std::memcpy(&bits, value, sizeof bits);
-    out.value(bits);
-  } else {
-    uint32_t bits;
-    std::memcpy(&bits, value, sizeof bits);
-    out.value(bits);
-  }
-}
-
-// For each output the first other argument whose memory it has, from 1; 0 if there is none.
-void append_sharing(const te_fl_op_schema& schema, const void* args, KeyWriter& out) {
-  for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    const te_fl_arg_desc& arg = *schema.args[i];
-    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
-    const char* memory = first_byte(tensor_argument(arg, args));
-    uint8_t shared = 0;
-    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
-      const te_fl_arg_desc& other = *schema.args[j];
-      if (j == i || other.type != TE_FL_ARG_TENSOR) continue;
-      if (first_byte(tensor_argument(other, args)) == memory) shared = static_cast<uint8_t>(j + 1);
-    }
-    out.value(shared);
-  }
+// 0 beyond a shorter struct, whose size is in the key.
+uint64_t scalar(const te_fl_arg_desc& arg, const void* args) noexcept {
+  return scalar_bytes(arg) == sizeof(uint64_t) ? member_or<uint64_t>(arg.offset, args, 0)
+                                               : member_or<uint32_t>(arg.offset, args, 0);
 }
 
 }  // namespace
 
-void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
-                     std::string& key) {
-  KeyWriter out(key);
+[[gnu::always_inline]] inline void PlanKey::add(uint64_t word) {
+  if (count_ < few_.size()) [[likely]] {
+    few_[count_] = word;
+  } else {
+    add_beyond(word);
+  }
+  // Each word by a factor of its own, so that no multiplication waits for the one before.
+  sum_ += word * (2 * count_ + 1) * 0x9e3779b97f4a7c15u;
+  ++count_;
+}
+
+void PlanKey::add_beyond(uint64_t word) {
+  if (many_.empty()) many_.assign(few_.begin(), few_.end());
+  many_.push_back(word);
+}
+
+void PlanKey::add_tensor(const te_fl_tensor* t) {
+  if (t == nullptr) return add(0);
+  const te_fl_dltensor& dl = t->dl;
+  const te_fl_quant* quant = t->quant;
+  add(1 | (dl.strides != nullptr ? 2 : 0) | (quant != nullptr ? 4 : 0) |
+      alignment_of(first_byte(t)) << 8 | uint64_t{dl.dtype.code} << 16 |
+      uint64_t{dl.dtype.bits} << 24 | uint64_t{dl.dtype.lanes} << 32);
+  add(pair_of(t->provider, static_cast<uint32_t>(dl.ndim)));
+  add(pair_of(static_cast<uint32_t>(dl.device.type), static_cast<uint32_t>(dl.device.index)));
+  for (int i = 0; i < dl.ndim; ++i) add(static_cast<uint64_t>(dl.shape[i]));
+  for (int i = 0; dl.strides != nullptr && i < dl.ndim; ++i) {
+    add(static_cast<uint64_t>(dl.strides[i]));
+  }
+  if (quant == nullptr) return;
+  add(alignment_of(quant->columnwise_data) | alignment_of(quant->scale_inv) << 4 |
+      alignment_of(quant->columnwise_scale_inv) << 8 | alignment_of(quant->amax) << 12 |
+      alignment_of(quant->scale) << 16 | uint64_t{quant->scaling} << 32);
+  add(pair_of(quant->flags, std::bit_cast<uint32_t>(quant->amax_epsilon)));
+}
+
+// For each output the first other argument whose memory it has, from 1; 0 if there is none.
+void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
+    const char* memory = first_byte(tensor_argument(arg, args));
+    uint64_t shared = 0;
+    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
+      const te_fl_arg_desc& other = *schema.args[j];
+      if (j == i || other.type != TE_FL_ARG_TENSOR) continue;
+      if (first_byte(tensor_argument(other, args)) == memory) shared = j + 1;
+    }
+    add(shared);
+  }
+}
+
+void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context) {
+  count_ = sum_ = 0;
+  many_.clear();
   // A call that is captured gets the plan that was made before capture, when all is allowed.
-  out.value(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING});
-  out.value(context.device);
-  out.value(context.provider);
+  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING}, context.provider));
+  add(pair_of(static_cast<uint32_t>(context.device.type),
+              static_cast<uint32_t>(context.device.index)));
+  uint32_t size;
+  std::memcpy(&size, args, sizeof size);
+  add(std::min(size, schema.args_size));
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type == TE_FL_ARG_TENSOR) {
-      append_tensor(out, tensor_argument(arg, args));
+      add_tensor(tensor_argument(arg, args));
     } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
       const TensorList list = list_argument(arg, args);
-      out.value(list.count);
-      for (int64_t k = 0; k < list.count; ++k) append_tensor(out, list.data[k]);
+      add(static_cast<uint64_t>(list.count));
+      for (int64_t k = 0; k < list.count; ++k) add_tensor(list.data[k]);
     } else if (arg.type != TE_FL_ARG_SAVED) {
-      append_scalar(out, arg, args);
+      add(scalar(arg, args));
     }
   }
-  append_sharing(schema, args, out);
-}
-
-uint64_t hash_of_key(std::string_view key) noexcept {
-  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15u;
-  uint64_t hash = key.size() * kFactor;
-  const auto mix = [&](uint64_t word) {
-    hash = (hash ^ word) * kFactor;
-    hash ^= hash >> 32;
-  };
-  const char* at = key.data();
-  size_t left = key.size();
-  for (uint64_t word = 0; left >= sizeof word; at += sizeof word, left -= sizeof word) {
-    std::memcpy(&word, at, sizeof word);
-    mix(word);
-  }
-  uint64_t rest = 0;
-  std::memcpy(&rest, at, left);
-  mix(rest);
-  return hash;
+  add_sharing(schema, args);
 }
 
 Plan::~Plan() {

@@ -101,10 +101,10 @@ struct Attempt {
 
   te_fl_status plan() {
     if (impl.plans == nullptr) return TE_FL_OK;
-    std::string& key = call.thread.plans.scratch();
-    key.clear();
-    append_plan_key(call.row.compiled->schema(), args, context, key);
-    const uint64_t hash = hash_of_key(key) ^ impl.number;
+    PlanKey& made_key = call.thread.plans.scratch();
+    made_key.set(call.row.compiled->schema(), args, context);
+    const std::string_view key = made_key.text();
+    const uint64_t hash = made_key.hash() ^ impl.number;
     const Plan* plan = call.thread.plans.find(impl.number, hash, key);
     if (plan == nullptr) {
       plan = impl.plans->find(key);
@@ -116,7 +116,7 @@ struct Attempt {
                   "captured; run the op once with the same shapes before capturing"),
               errors);
         }
-        std::string own_key = key;  // prepare() may run ops, which use the scratch
+        std::string own_key(key);  // prepare() may run ops, which use the scratch
         void* made = nullptr;
         const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
           return impl.desc.prepare(impl.desc.self, &context, args, &made);
