@@ -8,6 +8,7 @@
 //     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
 //     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
 #include <memory>
+#include <optional>
 
 #include "activation.cuh"
 #include "cublaslt.hpp"
@@ -56,8 +57,15 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
   return s;
 }
 
-size_t workspace(const te_fl_context&, const Args& args) {
-  return scratch(args, describe(args), nullptr).bytes;
+// The plan that the host keeps for such calls, nullptr if it is not for this very one.
+const Plan* kept_plan(const te_fl_context& ctx, const Args& args) {
+  const auto* plan = static_cast<const Plan*>(ctx.plan);
+  return plan != nullptr && plan->in_place == adds_in_place(args) ? plan : nullptr;
+}
+
+size_t workspace(const te_fl_context& ctx, const Args& args) {
+  const Plan* plan = kept_plan(ctx, args);
+  return plan != nullptr ? plan->scratch_bytes : scratch(args, describe(args), nullptr).bytes;
 }
 
 // ---- operands in scratch
@@ -143,9 +151,9 @@ void convert(cudaStream_t stream, const Problem& p, const Operand& o, const char
 }
 
 void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s,
-              Plan& plan) {
+              const Plan* plan) {
   const cudaStream_t stream = stream_of(ctx);
-  if (!runs_library(p)) {
+  if (plan == nullptr) {
     cuda::check(cudaMemsetAsync(s.product, 0, static_cast<size_t>(p.m * p.padded_n) * 4, stream),
                 "cudaMemsetAsync");
     return;
@@ -159,7 +167,7 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
     right = s.a;
   }
   void* out = p.direct ? backend::data<void>(*args.d) : s.product;
-  run_plan(ctx, args, p, plan, left, right, out, s.library);
+  run_plan(ctx, args, p, *plan, left, right, out, s.library);
 }
 
 // ---- the epilogue in a kernel of its own
@@ -292,29 +300,25 @@ void check_arguments(const Args& args) {
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
   check_arguments(args);
-  Problem p = describe(args);
+  const Plan* plan = kept_plan(ctx, args);
+  Problem p = plan != nullptr ? problem_of(*plan, args) : describe(args);
   const Scratch s = scratch(args, p, ctx.workspace);
   if (ctx.workspace_bytes < s.bytes) {
     invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
             text_of(args, p) + " needs " + std::to_string(s.bytes));
   }
   if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
-  Plan plan{};
-  if (runs_library(p)) {
-    // A plan for D in the residual's memory is not that for D beside it; older hosts' keys for plans
-    // do not tell the two apart.
-    const auto* kept = static_cast<const Plan*>(ctx.plan);
-    plan = kept != nullptr && kept->direct == p.direct ? *kept : make_plan(ctx, args, p);
-  }
-  p.bias_grad = plan.bias_grad;
+  std::optional<Plan> own;
+  if (plan == nullptr && runs_library(p)) plan = &own.emplace(make_plan(ctx, args, p));
+  p.bias_grad = plan != nullptr && plan->problem.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {
     const bool along = args.trans_a == 0, accumulate = args.accumulate_bias_grad != 0;
     if (!along && rows_bias_grad(*args.a)) {
       const te_fl_quant* quant = args.a->quant;
-      column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
-                  RowsBiasGrad{Source(*args.a), p.m,
-                               quant != nullptr ? static_cast<const float*>(quant->scale_inv)
-                                                : nullptr});
+      column_sums(
+          ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
+          RowsBiasGrad{Source(*args.a), p.m,
+                       quant != nullptr ? static_cast<const float*>(quant->scale_inv) : nullptr});
     } else {
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
                   BiasGrad{values_of(*args.a, along, "a"), along});
@@ -381,7 +385,11 @@ te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** pl
     const DeviceGuard guard(ctx->device.index);
     check_arguments(*args);
     const Problem p = describe(*args);
-    *plan = runs_library(p) ? new Plan(make_plan(*ctx, *args, p)) : nullptr;
+    *plan = nullptr;
+    if (!runs_library(p)) return;
+    auto made = std::make_unique<Plan>(make_plan(*ctx, *args, p));
+    made->scratch_bytes = scratch(*args, p, nullptr).bytes;
+    *plan = made.release();
   });
 }
 void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }

@@ -80,9 +80,7 @@ bool direct_epilogue(const Args& args, bool fp8) {
   }
   // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
   // cuBLASLt 13.1); from other memory it rounds once.
-  const bool in_place =
-      args.accumulate || (args.residual != nullptr && backend::data<const void>(*args.residual) ==
-                                                          backend::data<const void>(*args.d));
+  const bool in_place = args.accumulate || adds_in_place(args);
   if (half && in_place && args.bias != nullptr) return false;
   // The library's forward GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt
   // 13), which is beyond the tolerance of BF16.
@@ -154,6 +152,13 @@ Problem describe(const Args& args) {
   return p;
 }
 
+Problem problem_of(const Plan& plan, const Args& args) {
+  Problem p = plan.problem;
+  p.a = operand(*args.a, p.a.along);
+  p.b = operand(*args.b, p.b.along);
+  return p;
+}
+
 std::string text_of(const Args& args, const Problem& p) {
   static constexpr const char* kNames[] = {"f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2"};
   return "generic_gemm m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
@@ -176,8 +181,9 @@ void check(cublasStatus_t status, const char* function, const What& what) {
 }
 
 template <class T>
-void set(Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value, const What& what) {
-  check(cublaslt()->desc_set(&plan.desc, attribute, &value, sizeof value),
+void set(Matmul& matmul, cublasLtMatmulDescAttributes_t attribute, const T& value,
+         const What& what) {
+  check(cublaslt()->desc_set(&matmul.desc, attribute, &value, sizeof value),
         "cublasLtMatmulDescSetAttribute", what);
 }
 
@@ -201,25 +207,25 @@ int32_t scale_mode(const te_fl_tensor& t) {
 }
 
 // The pointers that belong to one call, in a copy of a plan's description.
-void set_pointers(Plan& plan, const Args& args, const Problem& p, const What& what) {
+void set_pointers(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
   if (p.fp8) {
-    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
-    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
   }
   if (!p.direct) return;
   if (p.codes) {
     // A choice of algorithms wants a pointer to where the amax would go, whichever.
     float* amax = p.found_amax != nullptr ? p.found_amax : args.d->quant->scale;
-    set(plan, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, what);
-    set(plan, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, what);
   }
   const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
   if (bias != nullptr) {
-    set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
   }
   const te_fl_tensor* aux = args.pre_gelu_in;
   if (aux != nullptr) {
-    set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, backend::data<void>(*aux), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, backend::data<void>(*aux), what);
   }
 }
 
@@ -229,30 +235,30 @@ uint32_t alignment_of(const void* p) {
                       : static_cast<uint32_t>(std::min<uintptr_t>(address & (~address + 1), 256));
 }
 
-void describe_operation(Plan& plan, const Args& args, const Problem& p, const What& what) {
-  check(cublaslt()->desc_init(&plan.desc, sizeof plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+void describe_operation(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
+  check(cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
         "cublasLtMatmulDescInit", what);
   // FP8 is TN only: both operands are read with the contraction along their rows.
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
-  set(plan, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, what);
-  set(plan, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, what);
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, what);
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, what);
   if (p.fp8) {
     const int8_t fast = !p.block && !args.use_split_accumulator;
-    set(plan, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, what);
   }
   if (p.block) {
-    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), what);
-    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), what);
   }
   if (!p.direct) return;
-  set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), what);
+  set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), what);
   const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
   if (bias != nullptr) {
-    set(plan, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
+    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
         static_cast<int32_t>(library_type(dtype_of(*bias))), what);
   }
   if (args.pre_gelu_in != nullptr) {
-    set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n, what);
   }
 }
 
@@ -286,11 +292,12 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const CublasLt& lt = *cublaslt();
   const What what{args, p};
   Plan plan{};
-  plan.direct = p.direct;
-  plan.codes = p.codes;
-  plan.bias_grad = p.bias_grad;
-  describe_operation(plan, args, p, what);
-  set_pointers(plan, args, p, what);
+  plan.problem = p;
+  plan.in_place = adds_in_place(args);
+  Matmul& matmul = plan.matmul;
+  matmul.codes = p.codes;
+  describe_operation(matmul, args, p, what);
+  set_pointers(matmul, args, p, what);
   const bool widen = p.convert == Convert::kWiden;
   const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
                           int64_t cols) {
@@ -300,11 +307,12 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   };
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   const int64_t n = p.padded_n, k = p.padded_k;
-  layout(plan.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
-  layout(plan.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
-  layout(plan.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
+  layout(matmul.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
+  layout(matmul.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
+  layout(matmul.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
   // Codes go with a matrix to add of 16 bits, here none.
-  if (p.codes) layout(plan.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
+  if (p.codes)
+    layout(matmul.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
 
   cublasLtMatmulPreferenceOpaque_t preference;
   check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", what);
@@ -325,14 +333,14 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const uint32_t alignment =
       std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment});
   const std::string key = problem_key(args, p, alignment);
-  if (find_gemm_choice(device, key, plan.algo)) return plan;
+  if (find_gemm_choice(device, key, matmul.algo)) return plan;
   const bool tunes = tunes_gemm() && p.convert == Convert::kNone && !captures(stream_of(ctx));
   constexpr int kMostCandidates = 64;
   std::array<cublasLtMatmulHeuristicResult_t, kMostCandidates> found{};
   int count = 0;
-  const cublasStatus_t status =
-      lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, plan.addend(),
-                   &plan.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
+  const cublasStatus_t status = lt.heuristic(
+      cublaslt_handle(device), &matmul.desc, &matmul.left, &matmul.right, matmul.addend(),
+      &matmul.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
     if (p.bias_grad) {
       Problem without = p;
@@ -342,7 +350,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
   }
   check(status, "cublasLtMatmulAlgoGetHeuristic", what);
-  plan.algo = found[0].algo;
+  matmul.algo = found[0].algo;
   if (tunes) {
     std::vector<cublasLtMatmulAlgo_t> candidates;
     const auto add = [&] {
@@ -351,26 +359,27 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     add();
     // The heuristic names few at a time; without scratch it names others.
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
-    if (lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, plan.addend(),
-                     &plan.out, &preference, kMostCandidates, found.data(),
+    if (lt.heuristic(cublaslt_handle(device), &matmul.desc, &matmul.left, &matmul.right,
+                     matmul.addend(), &matmul.out, &preference, kMostCandidates, found.data(),
                      &count) == CUBLAS_STATUS_SUCCESS) {
       add();
     }
-    plan.algo = tune_gemm(ctx, args, p, plan, key, std::move(candidates), alignment);
+    matmul.algo = tune_gemm(ctx, args, p, matmul, key, std::move(candidates), alignment);
   }
   return plan;
 }
 
-void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, Plan& plan,
+void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, const Plan& plan,
               const void* left, const void* right, void* out, void* workspace) {
   const What what{args, p};
-  set_pointers(plan, args, p, what);
+  Matmul matmul = plan.matmul;  // other threads run the same plan with their pointers
+  set_pointers(matmul, args, p, what);
   const bool adds = p.direct && args.residual != nullptr;
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
   const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
-  check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                           &plan.left, right, &plan.right, &beta, added, plan.addend(), out,
-                           &plan.out, &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
+  check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &matmul.desc, &args.alpha, left,
+                           &matmul.left, right, &matmul.right, &beta, added, matmul.addend(), out,
+                           &matmul.out, &matmul.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
         "cublasLtMatmul", what);
 }
 

@@ -26,11 +26,11 @@ struct Results {
 
 class Trial {
  public:
-  Trial(const te_fl_context& ctx, const Args& args, const Problem& p, Plan& plan)
+  Trial(const te_fl_context& ctx, const Args& args, const Problem& p, Matmul& matmul)
       : ctx_(ctx),
         args_(args),
         p_(p),
-        plan_(plan),
+        matmul_(matmul),
         stream_(static_cast<cudaStream_t>(ctx.stream)),
         dtype_(p.direct ? dtype_of(*args.d) : TE_FL_F32),
         adds_(p.direct && args.residual != nullptr),
@@ -49,9 +49,9 @@ class Trial {
                         : p_.codes ? nullptr
                                    : results_.d.get();
     const float beta = adds_ || accumulates_ ? 1.0f : 0.0f;
-    return cublaslt()->matmul(cublaslt_handle(ctx_.device.index), &plan_.desc, &args_.alpha, left,
-                              &plan_.left, right, &plan_.right, &beta, added, plan_.addend(),
-                              results_.d.get(), &plan_.out, &algo, library_.get(),
+    return cublaslt()->matmul(cublaslt_handle(ctx_.device.index), &matmul_.desc, &args_.alpha, left,
+                              &matmul_.left, right, &matmul_.right, &beta, added, matmul_.addend(),
+                              results_.d.get(), &matmul_.out, &algo, library_.get(),
                               kLibraryWorkspace, stream_) == CUBLAS_STATUS_SUCCESS;
   }
 
@@ -80,7 +80,7 @@ class Trial {
     return p_.bias_grad ? static_cast<size_t>(p_.m * bytes_of(dtype_)) : sizeof(float);
   }
   void point(cublasLtMatmulDescAttributes_t attribute, const void* to) {
-    check(cublaslt()->desc_set(&plan_.desc, attribute, &to, sizeof to),
+    check(cublaslt()->desc_set(&matmul_.desc, attribute, &to, sizeof to),
           "cublasLtMatmulDescSetAttribute", text_of(args_, p_));
   }
   // To bytes that are no number in any dtype, so that what is not written shows; to zeros where D
@@ -99,7 +99,7 @@ class Trial {
   const te_fl_context& ctx_;
   const Args& args_;
   const Problem& p_;
-  Plan& plan_;
+  Matmul& matmul_;
   const cudaStream_t stream_;
   const int dtype_;  // of D
   const bool adds_, accumulates_;
@@ -119,15 +119,15 @@ bool varies(const Args& args, const Problem& p, uint32_t alignment) {
 }
 
 cublasLtMatmulAlgo_t measured(const te_fl_context& ctx, const Args& args, const Problem& p,
-                              Plan& plan, const std::string& key,
+                              Matmul& matmul, const std::string& key,
                               std::vector<cublasLtMatmulAlgo_t> candidates, uint32_t alignment) {
   const size_t named = candidates.size();
   if (varies(args, p, alignment)) {
-    add_variations({cublaslt_handle(ctx.device.index), &plan.desc, &plan.left, &plan.right,
-                    plan.addend(), &plan.out, kLibraryWorkspace},
+    add_variations({cublaslt_handle(ctx.device.index), &matmul.desc, &matmul.left, &matmul.right,
+                    matmul.addend(), &matmul.out, kLibraryWorkspace},
                    candidates);
   }
-  Trial trial(ctx, args, p, plan);
+  Trial trial(ctx, args, p, matmul);
   const auto run = [&](const cublasLtMatmulAlgo_t& algo) { return trial.run(algo); };
   const auto agrees = [&](size_t i) {
     return i < named || trial.agree(candidates[0], candidates[i]);
@@ -139,11 +139,11 @@ cublasLtMatmulAlgo_t measured(const te_fl_context& ctx, const Args& args, const 
 }  // namespace
 
 cublasLtMatmulAlgo_t tune_gemm(const te_fl_context& ctx, const Args& args, const Problem& p,
-                               Plan& plan, const std::string& key,
+                               Matmul& matmul, const std::string& key,
                                std::vector<cublasLtMatmulAlgo_t> heuristic, uint32_t alignment) {
   const cublasLtMatmulAlgo_t first = heuristic.front();
   try {
-    return measured(ctx, args, p, plan, key, std::move(heuristic), alignment);
+    return measured(ctx, args, p, matmul, key, std::move(heuristic), alignment);
   } catch (const backend::Error& e) {
     const te_fl_status code = TE_FL_STATUS_CODE(e.status());
     if (code == TE_FL_DEVICE_LOST || code == TE_FL_FAILED_PRECONDITION) throw;
