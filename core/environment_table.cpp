@@ -46,7 +46,7 @@ constexpr VariableSpec kSpecs[] = {
      "File of measured cuBLASLt algorithms that the CUDA plugin's products take.", true},
     {"TE_FL_CUDA_GEMM_TUNE", "", kBool, "0", "",
      "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates of "
-     "the library in turn, and added to it."},
+     "the library and what varies them, some 4 s each, and added to it."},
     {"TE_FL_OPENCL_DEVICE", "", kList, "", "",
      "OpenCL devices that the OpenCL plugin provides, comma separated: numbers in the order of the "
      "drivers, or parts of device or platform names, any case; empty: all."},

@@ -1,6 +1,8 @@
 #include "registry/plan_cache.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <mutex>
 
 #include "core/fork.hpp"
@@ -21,102 +23,102 @@ const core::ForkMutex::Registration registration(mutex);
 
 uint64_t g_tick = 0;  // advances with every insertion; guarded by the mutex
 
-void append(std::string& out, const void* data, size_t bytes) {
-  out.append(static_cast<const char*>(data), bytes);
-}
-
-template <class T>
-void append_value(std::string& out, const T& value) {
-  append(out, &value, sizeof value);
-}
-
 // log2 of the alignment, at most 8.
-uint8_t alignment_of(const void* data) noexcept {
+uint64_t alignment_of(const void* data) noexcept {
   const auto address = reinterpret_cast<uintptr_t>(data);
-  return address == 0 ? 9 : static_cast<uint8_t>(std::min(__builtin_ctzll(address), 8));
+  return address == 0 ? 9 : static_cast<uint64_t>(std::min(__builtin_ctzll(address), 8));
 }
 
-void append_quant(std::string& out, const te_fl_quant& q) {
-  append_value(out, static_cast<uint8_t>(q.scaling));
-  append_value(out, q.flags);
-  append_value(out, q.amax_epsilon);
-  for (const void* part :
-       {static_cast<const void*>(q.columnwise_data), static_cast<const void*>(q.scale_inv),
-        static_cast<const void*>(q.columnwise_scale_inv), static_cast<const void*>(q.amax),
-        static_cast<const void*>(q.scale)}) {
-    append_value(out, alignment_of(part));
-  }
-}
-
-void append_tensor(std::string& out, const te_fl_tensor* t) {
-  if (t == nullptr) {
-    out.push_back('\0');
-    return;
-  }
-  const te_fl_dltensor& dl = t->dl;
-  out.push_back(
-      static_cast<char>(1 | (dl.strides != nullptr ? 2 : 0) | (t->quant != nullptr ? 4 : 0)));
-  append_value(out, dl.dtype);
-  append_value(out, dl.device);
-  append_value(out, t->provider);
-  append_value(out, static_cast<uint8_t>(dl.ndim));
-  append(out, dl.shape, sizeof(int64_t) * dl.ndim);
-  if (dl.strides != nullptr) append(out, dl.strides, sizeof(int64_t) * dl.ndim);
-  append_value(
-      out, alignment_of(dl.data == nullptr ? nullptr
-                                           : static_cast<const char*>(dl.data) + dl.byte_offset));
-  if (t->quant != nullptr) append_quant(out, *t->quant);
-}
+uint64_t pair_of(uint32_t low, uint32_t high) noexcept { return low | uint64_t{high} << 32; }
 
 const char* first_byte(const te_fl_tensor* t) noexcept {
   if (t == nullptr || t->dl.data == nullptr) return nullptr;
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
 
-// For each output the first other argument whose memory it has, from 1; 0 if there is none.
-void append_sharing(const te_fl_op_schema& schema, const void* args, std::string& out) {
-  for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    const te_fl_arg_desc& arg = *schema.args[i];
-    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
-    const char* memory = first_byte(tensor_argument(arg, args));
-    uint8_t shared = 0;
-    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
-      const te_fl_arg_desc& other = *schema.args[j];
-      if (j == i || other.type != TE_FL_ARG_TENSOR) continue;
-      if (first_byte(tensor_argument(other, args)) == memory) shared = static_cast<uint8_t>(j + 1);
-    }
-    append_value(out, shared);
-  }
+// 0 beyond a shorter struct, whose size is in the key.
+uint64_t scalar(const te_fl_arg_desc& arg, const void* args) noexcept {
+  return scalar_bytes(arg) == sizeof(uint64_t) ? member_or<uint64_t>(arg.offset, args, 0)
+                                               : member_or<uint32_t>(arg.offset, args, 0);
 }
 
 }  // namespace
 
-void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
-                     std::string& out) {
+[[gnu::always_inline]] inline void PlanKey::add(uint64_t word) {
+  if (count_ < few_.size()) [[likely]] {
+    few_[count_] = word;
+  } else {
+    add_beyond(word);
+  }
+  // Each word by a factor of its own, so that no multiplication waits for the one before.
+  sum_ += word * (2 * count_ + 1) * 0x9e3779b97f4a7c15u;
+  ++count_;
+}
+
+void PlanKey::add_beyond(uint64_t word) {
+  if (many_.empty()) many_.assign(few_.begin(), few_.end());
+  many_.push_back(word);
+}
+
+void PlanKey::add_tensor(const te_fl_tensor* t) {
+  if (t == nullptr) return add(0);
+  const te_fl_dltensor& dl = t->dl;
+  const te_fl_quant* quant = t->quant;
+  add(1 | (dl.strides != nullptr ? 2 : 0) | (quant != nullptr ? 4 : 0) |
+      alignment_of(first_byte(t)) << 8 | uint64_t{dl.dtype.code} << 16 |
+      uint64_t{dl.dtype.bits} << 24 | uint64_t{dl.dtype.lanes} << 32);
+  add(pair_of(t->provider, static_cast<uint32_t>(dl.ndim)));
+  add(pair_of(static_cast<uint32_t>(dl.device.type), static_cast<uint32_t>(dl.device.index)));
+  for (int i = 0; i < dl.ndim; ++i) add(static_cast<uint64_t>(dl.shape[i]));
+  for (int i = 0; dl.strides != nullptr && i < dl.ndim; ++i) {
+    add(static_cast<uint64_t>(dl.strides[i]));
+  }
+  if (quant == nullptr) return;
+  add(alignment_of(quant->columnwise_data) | alignment_of(quant->scale_inv) << 4 |
+      alignment_of(quant->columnwise_scale_inv) << 8 | alignment_of(quant->amax) << 12 |
+      alignment_of(quant->scale) << 16 | uint64_t{quant->scaling} << 32);
+  add(pair_of(quant->flags, std::bit_cast<uint32_t>(quant->amax_epsilon)));
+}
+
+// For each output the first other argument whose memory it has, from 1; 0 if there is none.
+void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
+    const char* memory = first_byte(tensor_argument(arg, args));
+    uint64_t shared = 0;
+    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
+      const te_fl_arg_desc& other = *schema.args[j];
+      if (j == i || other.type != TE_FL_ARG_TENSOR) continue;
+      if (first_byte(tensor_argument(other, args)) == memory) shared = j + 1;
+    }
+    add(shared);
+  }
+}
+
+void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context) {
+  count_ = sum_ = 0;
+  many_.clear();
   // A call that is captured gets the plan that was made before capture, when all is allowed.
-  append_value(out, context.flags & ~uint32_t{TE_FL_CALL_CAPTURING});
-  append_value(out, context.device);
-  append_value(out, context.provider);
+  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING}, context.provider));
+  add(pair_of(static_cast<uint32_t>(context.device.type),
+              static_cast<uint32_t>(context.device.index)));
+  uint32_t size;
+  std::memcpy(&size, args, sizeof size);
+  add(std::min(size, schema.args_size));
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type == TE_FL_ARG_TENSOR) {
-      append_tensor(out, tensor_argument(arg, args));
+      add_tensor(tensor_argument(arg, args));
     } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
       const TensorList list = list_argument(arg, args);
-      append_value(out, list.count);
-      for (int64_t k = 0; k < list.count; ++k) append_tensor(out, list.data[k]);
+      add(static_cast<uint64_t>(list.count));
+      for (int64_t k = 0; k < list.count; ++k) add_tensor(list.data[k]);
     } else if (arg.type != TE_FL_ARG_SAVED) {
-      const size_t bytes = scalar_bytes(arg);
-      // Beyond a shorter struct the argument has its neutral value, which one byte says.
-      if (const void* value = member(arg.offset, bytes, args)) {
-        out.push_back('\1');
-        append(out, value, bytes);
-      } else {
-        out.push_back('\0');
-      }
+      add(scalar(arg, args));
     }
   }
-  append_sharing(schema, args, out);
+  add_sharing(schema, args);
 }
 
 Plan::~Plan() {

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #include "te_fl/plugin.h"
 
@@ -59,6 +60,31 @@ class PlanCache {
 // Changes when any plan is dropped: pointers that threads keep are then stale.
 extern std::atomic<uint64_t> g_plan_generation;
 
+// Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
+// bytes), scaling modes, which parts are present, which outputs begin where another argument does,
+// scalars and context flags. It is made before every warm call: of whole words, whose hash is
+// taken as they come.
+class PlanKey {
+ public:
+  void set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context);
+  std::string_view text() const noexcept {
+    const void* words = many_.empty() ? few_.data() : many_.data();
+    return {static_cast<const char*>(words), count_ * sizeof(uint64_t)};
+  }
+  uint64_t hash() const noexcept { return sum_ ^ sum_ >> 32; }
+
+ private:
+  void add(uint64_t word);
+  void add_beyond(uint64_t word);
+  void add_tensor(const te_fl_tensor* t);
+  void add_sharing(const te_fl_op_schema& schema, const void* args);
+
+  uint64_t sum_ = 0;
+  size_t count_ = 0;
+  std::array<uint64_t, 128> few_;
+  std::vector<uint64_t> many_;  // all of them, if `few_` is too small
+};
+
 // A thread's recent plans, so that a warm call takes no lock. An entry is dereferenced only for a
 // live implementation (by its number, which is never given again) and while no plan has been
 // dropped.
@@ -69,8 +95,9 @@ class PlanCacheFront {
   void insert(uint64_t impl, uint64_t hash, const Plan* plan) noexcept {
     entries_[hash % kEntries] = {impl, hash, plan};
   }
-  // Scratch for the key, kept so that a warm call does not allocate.
-  std::string& scratch() noexcept { return scratch_; }
+  // For the key of the call that is being made ready. Kept here, since a warm call has no room to
+  // set up.
+  PlanKey& scratch() noexcept { return scratch_; }
 
  private:
   struct Entry {
@@ -80,13 +107,7 @@ class PlanCacheFront {
   };
   uint64_t generation_ = 0;
   std::array<Entry, kEntries> entries_{};
-  std::string scratch_;
+  PlanKey scratch_;
 };
-
-// Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
-// bytes), scaling modes, which parts are present, which outputs begin where another argument does,
-// scalars and context flags. Written into `out`.
-void append_plan_key(const te_fl_op_schema& schema, const void* args, const te_fl_context& context,
-                     std::string& out);
 
 }  // namespace te_fl::registry

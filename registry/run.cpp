@@ -1,7 +1,6 @@
 // Running a call along its route: scratch, plans, locks, falling back.
 
 #include <array>
-#include <functional>
 
 #include "core/device_use.hpp"
 #include "policy/current.hpp"
@@ -102,10 +101,10 @@ struct Attempt {
 
   te_fl_status plan() {
     if (impl.plans == nullptr) return TE_FL_OK;
-    std::string& key = call.thread.plans.scratch();
-    key.clear();
-    append_plan_key(call.row.compiled->schema(), args, context, key);
-    const uint64_t hash = std::hash<std::string_view>()(key) ^ impl.number;
+    PlanKey& made_key = call.thread.plans.scratch();
+    made_key.set(call.row.compiled->schema(), args, context);
+    const std::string_view key = made_key.text();
+    const uint64_t hash = made_key.hash() ^ impl.number;
     const Plan* plan = call.thread.plans.find(impl.number, hash, key);
     if (plan == nullptr) {
       plan = impl.plans->find(key);
@@ -117,7 +116,7 @@ struct Attempt {
                   "captured; run the op once with the same shapes before capturing"),
               errors);
         }
-        std::string own_key = key;  // prepare() may run ops, which use the scratch
+        std::string own_key(key);  // prepare() may run ops, which use the scratch
         void* made = nullptr;
         const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
           return impl.desc.prepare(impl.desc.self, &context, args, &made);
@@ -289,6 +288,43 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
       "the forward again, or load the plugin that has it");
 }
 
+Status nobody(Call& call, const Served& served) {
+  TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
+                                                     call.signature, call.policy, call.capturing));
+  return no_candidate(call, choice, served.failures);
+}
+
+// The route's first implementation has run and failed so: may another, and which does?
+[[gnu::cold]] Status run_others(Call& call, const Failure& first, Served& served) {
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
+  const Order order(entry->route->order);
+  const bool deterministic = entry->route->deterministic;
+  for (size_t i = 0; i < order.size(); ++i) {
+    const Implementation& impl = *order[i].impl;
+    Failure failure{&impl, TE_FL_OK, {}};
+    if (i == 0) {
+      failure = first;
+    } else {
+      core::ErrorText errors;
+      failure.status = attempt(call, order[i], deterministic, errors);
+      if (failure.status == TE_FL_OK) {
+        served.impl = &impl;
+        served.staged = order[i].staged;
+        return after_success(call, impl);
+      }
+      failure.text = errors.text();
+    }
+    // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
+    const bool last_word =
+        order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
+    if (last_word || !may_follow(failure.status)) {
+      return after_failure(call, impl, failure.status, failure.text);
+    }
+    served.failures.push_back(std::move(failure));
+  }
+  return nobody(call, served);
+}
+
 }  // namespace
 
 te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept {
@@ -364,35 +400,21 @@ Status run_order(Call& call, const Failure* first, Served& served) {
     if (record != nullptr && record->opaque != 0) return run_producer(call, *record, served);
   }
   TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
-  const Order order(entry->route->order);
-  const bool deterministic = entry->route->deterministic;
-  std::vector<Failure>& failures = served.failures;
-  for (size_t i = 0; i < order.size(); ++i) {
-    const Implementation& impl = *order[i].impl;
-    Failure failure{&impl, TE_FL_OK, {}};
-    if (i == 0 && first != nullptr) {
-      failure = *first;
-    } else {
-      core::ErrorText errors;
-      failure.status = attempt(call, order[i], deterministic, errors);
-      if (failure.status == TE_FL_OK) {
-        served.impl = &impl;
-        served.staged = order[i].staged;
-        return after_success(call, impl);
-      }
-      failure.text = errors.text();
+  if (first == nullptr && !entry->route->order.empty()) {
+    // Nearly always it serves; the others are looked at only if it does not.
+    const Step step = entry->route->order.front();
+    core::ErrorText errors;
+    const te_fl_status status = attempt(call, step, entry->route->deterministic, errors);
+    if (status == TE_FL_OK) [[likely]] {
+      served.impl = step.impl;
+      served.staged = step.staged;
+      return after_success(call, *step.impl);
     }
-    // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
-    const bool last_word =
-        order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
-    if (last_word || !may_follow(failure.status)) {
-      return after_failure(call, impl, failure.status, failure.text);
-    }
-    failures.push_back(std::move(failure));
+    const Failure failure{step.impl, status, errors.text()};
+    return run_others(call, failure, served);
   }
-  TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
-                                                     call.signature, call.policy, call.capturing));
-  return no_candidate(call, choice, failures);
+  if (first != nullptr) return run_others(call, *first, served);
+  return nobody(call, served);
 }
 
 }  // namespace te_fl::registry

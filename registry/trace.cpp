@@ -135,8 +135,9 @@ void add_values(const Call& call, json& description) {
 uint32_t description_of(const Call& call) {
   te_fl_context context = context_of(call, false, nullptr);
   context.rng = {};
-  std::string key = std::to_string(call.op) + ' ';
-  append_plan_key(call.row.compiled->schema(), call.args, context, key);
+  PlanKey metadata;
+  metadata.set(call.row.compiled->schema(), call.args, context);
+  const std::string key = (std::to_string(call.op) + ' ').append(metadata.text());
   {
     const std::lock_guard lock(mutex);
     const auto at = state().known.find(key);

@@ -2,30 +2,38 @@
 # Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, bad input
 # and broken devices, the compute-sanitizer tools on a reduced table, the example with every recipe, and the benchmarks of bench/gpu
 # where a Python with PyTorch is found; prints a table last.
-# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--quick | --staged]
+# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--quick | --staged]
 #   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
 #   --text FILE  what the example learns (default build/data/text.txt, from tools/fetch_text.sh)
 #   --python PATH  a Python with PyTorch and CUDA, for the benchmarks (default: python3, if it has them)
+#   --gemm-choices FILE  measured choices of GEMM algorithms (bench/gpu/tune_gemm.py) that the benchmarks take; nothing else does
 #   --quick      conformance, and errors and bad input, only
 #   --staged     only what is served on copies in host memory
 set -uo pipefail
 cd "$(dirname "$0")/.."
-build=build/release out=build/gpu_check text_file=build/data/text.txt python= quick=0 staged_only=0
+build=build/release out=build/gpu_check text_file=build/data/text.txt python= choices= quick=0 staged_only=0
 while [ $# -gt 0 ]; do
   case "$1" in
-    --build | --out | --text | --python)
+    --build | --out | --text | --python | --gemm-choices)
       [ $# -ge 2 ] || { echo "gpu_check.sh: $1 wants a path" >&2; exit 2; }
-      case "$1" in --build) build=$2 ;; --out) out=$2 ;; --python) python=$2 ;; *) text_file=$2 ;; esac
+      case "$1" in --build) build=$2 ;; --out) out=$2 ;; --python) python=$2 ;; --gemm-choices) choices=$2 ;; *) text_file=$2 ;; esac
       shift 2 ;;
     --quick) quick=1; shift ;;
     --staged) staged_only=1; shift ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --python, --quick, --staged, --help" >&2; exit 2 ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --python, --gemm-choices, --quick, --staged, --help" >&2; exit 2 ;;
   esac
 done
+if [ -n "$choices" ]; then
+  if [ ! -f "$choices" ] || [ ! -r "$choices" ]; then
+    echo "gpu_check.sh: --gemm-choices: $choices cannot be read; name a file that bench/gpu/tune_gemm.py has written, or leave it out" >&2
+    exit 2
+  fi
+  choices=$(realpath "$choices")
+fi
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
   echo "gpu_check.sh: no NVIDIA GPU here (nvidia-smi shows none); run it where there is one" >&2
   exit 1
@@ -187,12 +195,14 @@ if [ $quick = 0 ]; then
   elif [ ! -e "$build/lib/libte_fl_bench_gpu.so" ]; then
     row "benchmarks" FAILED "$build/lib/libte_fl_bench_gpu.so is missing; build the target te_fl_bench_gpu"
   else
-    "$python" bench/gpu/bench_gpu.py --build "$build" --json "$out/bench_gpu.json" >"$out/bench_gpu.log" 2>&1 ||
+    taken=()
+    [ -z "$choices" ] || taken=("TE_FL_CUDA_GEMM_FILE=$choices")
+    env ${taken[@]+"${taken[@]}"} "$python" bench/gpu/bench_gpu.py --build "$build" --json "$out/bench_gpu.json" >"$out/bench_gpu.log" 2>&1 ||
       row "benchmarks" FAILED "$(tail -n 1 "$out/bench_gpu.log")"
     while read -r _ part met of_all rest; do
       row "benchmarks: $part" "$([ "$met" = "$of_all" ] && echo passed || echo below)" "$met of $of_all targets met$rest"
     done < <(grep '^targets ' "$out/bench_gpu.log")
-    if "$python" bench/gpu/layer_profile.py --build "$build" --bytes --json "$out/layer_bytes.json" >"$out/layer_bytes.log" 2>&1; then
+    if env ${taken[@]+"${taken[@]}"} "$python" bench/gpu/layer_profile.py --build "$build" --bytes --json "$out/layer_bytes.json" >"$out/layer_bytes.log" 2>&1; then
       moved=$(sed -n 's/^total .*: rest .* \([0-9.]*\) GB$/\1/p' "$out/layer_bytes.log")
       row "layer's bytes, by the profiler" "$(awk "BEGIN {exit !($moved <= 3.3)}" && echo passed || echo below)" \
         "$moved GB outside products and attention; at most 3.3"

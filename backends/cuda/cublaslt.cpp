@@ -3,9 +3,11 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <atomic>
 #include <mutex>
 
 #include "cuda_check.hpp"
+#include "open_library.hpp"
 #include "te_fl/backend.hpp"
 
 namespace te_fl::cuda {
@@ -16,16 +18,11 @@ struct Library {
   std::string missing;
 
   Library() {
-    void* handle = nullptr;
     std::string reason;
-    for (const int flags : {RTLD_NOLOAD | RTLD_NOW, RTLD_NOW | RTLD_LOCAL}) {
-      for (const char* name :
-           {"libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so.13",
-            "/usr/local/cuda/lib64/libcublasLt.so.12"}) {
-        if (handle == nullptr) handle = dlopen(name, flags);
-        if (handle == nullptr && reason.empty() && (flags & RTLD_NOLOAD) == 0) reason = dlerror();
-      }
-    }
+    void* handle = open_library(
+        {"libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so.13",
+         "/usr/local/cuda/lib64/libcublasLt.so.12"},
+        reason);
     if (handle == nullptr) {
       missing = "cuBLASLt was not found (" + reason +
                 "): install libcublas of CUDA 12.9 or newer (Debian and Ubuntu: libcublas-13-0 of "
@@ -47,13 +44,14 @@ struct Library {
     find(table.preference_init, "cublasLtMatmulPreferenceInit_internal");
     find(table.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     find(table.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(table.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
+    find(table.algo_set, "cublasLtMatmulAlgoConfigSetAttribute");
+    find(table.algo_cap, "cublasLtMatmulAlgoCapGetAttribute");
+    find(table.algo_check, "cublasLtMatmulAlgoCheck");
     find(table.matmul, "cublasLtMatmul");
     if (!missing.empty()) return;
     table.number = table.version();
-    Dl_info info{};
-    if (dladdr(reinterpret_cast<void*>(table.version), &info) != 0 && info.dli_fname != nullptr) {
-      table.path = info.dli_fname;
-    }
+    table.path = path_of(reinterpret_cast<const void*>(table.version));
   }
 };
 
@@ -72,10 +70,15 @@ const char* cublaslt_missing() noexcept { return library().missing.c_str(); }
 
 cublasLtHandle_t cublaslt_handle(int device) {
   static std::mutex mutex;
-  static std::array<cublasLtHandle_t, 64> handles{};
+  static std::array<std::atomic<cublasLtHandle_t>, 64> handles{};
+  std::atomic<cublasLtHandle_t>& kept = handles.at(static_cast<size_t>(device));
+  if (const cublasLtHandle_t handle = kept.load(std::memory_order_acquire)) return handle;
   const std::lock_guard lock(mutex);
-  cublasLtHandle_t& handle = handles.at(static_cast<size_t>(device));
-  if (handle == nullptr) check(cublaslt()->create(&handle), "cublasLtCreate", "");
+  cublasLtHandle_t handle = kept.load(std::memory_order_relaxed);
+  if (handle == nullptr) {
+    check(cublaslt()->create(&handle), "cublasLtCreate", "");
+    kept.store(handle, std::memory_order_release);
+  }
   return handle;
 }
 

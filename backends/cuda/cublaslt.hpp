@@ -27,6 +27,16 @@ struct CublasLt {
                               cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
                               cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int,
                               cublasLtMatmulHeuristicResult_t*, int*) = nullptr;
+  cublasStatus_t (*algo_get)(const cublasLtMatmulAlgo_t*, cublasLtMatmulAlgoConfigAttributes_t,
+                             void*, size_t, size_t*) = nullptr;
+  cublasStatus_t (*algo_set)(cublasLtMatmulAlgo_t*, cublasLtMatmulAlgoConfigAttributes_t,
+                             const void*, size_t) = nullptr;
+  cublasStatus_t (*algo_cap)(const cublasLtMatmulAlgo_t*, cublasLtMatmulAlgoCapAttributes_t, void*,
+                             size_t, size_t*) = nullptr;
+  cublasStatus_t (*algo_check)(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
+                               cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                               cublasLtMatrixLayout_t, const cublasLtMatmulAlgo_t*,
+                               cublasLtMatmulHeuristicResult_t*) = nullptr;
   cublasStatus_t (*matmul)(cublasLtHandle_t, cublasLtMatmulDesc_t, const void*, const void*,
                            cublasLtMatrixLayout_t, const void*, cublasLtMatrixLayout_t, const void*,
                            const void*, cublasLtMatrixLayout_t, void*, cublasLtMatrixLayout_t,

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "driver.hpp"
 #include "te_fl/backend.hpp"
 
 namespace te_fl::cuda {
@@ -22,8 +23,16 @@ bool device_is_lost(std::string& text) noexcept;
 inline void check(cudaError_t error, const char* call) {
   if (error != cudaSuccess) throw_error(error, call);
 }
+// Whether a launch of this thread has gone by the runtime, not straight to the driver, since
+// check_launch() last asked: then only the runtime knows whether it was accepted. Before CUDA 13
+// all go so (driver.cpp).
+inline constinit thread_local bool t_runtime_launched = true;
 // After a kernel launch: its configuration was accepted.
 inline void check_launch(const char* kernel) {
+#if CUDART_VERSION >= 13000
+  if (!t_runtime_launched) return;
+  t_runtime_launched = false;
+#endif
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
     throw_error(error, kernel);
 }
@@ -36,7 +45,7 @@ void watch_forks();
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    check(current_device(&previous_), "cudaGetDevice");
     if (previous_ != device) {
       check(cudaSetDevice(device), "cudaSetDevice");
       changed_ = true;

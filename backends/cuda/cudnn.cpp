@@ -6,6 +6,7 @@
 
 #include "cuda_check.hpp"
 #include "cudnn_numbers.hpp"
+#include "open_library.hpp"
 #include "te_fl/backend.hpp"
 
 namespace te_fl::cuda {
@@ -21,14 +22,8 @@ struct Library {
   std::string missing;
 
   Library() {
-    void* handle = nullptr;
     std::string reason;
-    for (const int flags : {RTLD_NOLOAD | RTLD_NOW, RTLD_NOW | RTLD_LOCAL}) {
-      for (const char* name : {"libcudnn.so.9", "/usr/local/cuda/lib64/libcudnn.so.9"}) {
-        if (handle == nullptr) handle = dlopen(name, flags);
-        if (handle == nullptr && reason.empty() && (flags & RTLD_NOLOAD) == 0) reason = dlerror();
-      }
-    }
+    void* handle = open_library({"libcudnn.so.9", "/usr/local/cuda/lib64/libcudnn.so.9"}, reason);
     if (handle == nullptr) {
       missing =
           "cuDNN was not found (" + reason +
@@ -57,10 +52,7 @@ struct Library {
     find(table.execute, "cudnnBackendExecute");
     if (!missing.empty()) return;
     table.number = table.version();
-    Dl_info info{};
-    if (dladdr(reinterpret_cast<void*>(table.version), &info) != 0 && info.dli_fname != nullptr) {
-      table.path = info.dli_fname;
-    }
+    table.path = path_of(reinterpret_cast<const void*>(table.version));
     if (table.number < kCudnnMinimum) {
       missing = "cuDNN " + version_text(table.number) + " (" + table.path +
                 ") is too old: install " + version_text(kCudnnMinimum) + " or newer";

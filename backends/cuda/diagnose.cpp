@@ -8,6 +8,7 @@
 #include "cudnn.hpp"
 #include "gemm_choice.hpp"
 #include "gemm_limits.hpp"
+#include "nccl.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -107,6 +108,12 @@ void report_libraries(const Report& report, bool devices) {
   } else {
     report_missing(report, TE_FL_FINDING_NOTE, "cuDNN", cudnn_missing(),
                    "only the fast path of attention; plain kernels serve it, many times slower");
+  }
+  if (const Nccl* n = nccl(); n != nullptr) {
+    report.add(TE_FL_FINDING_OK, "NCCL", library_version(static_cast<size_t>(n->number), n->path));
+  } else {
+    report_missing(report, TE_FL_FINDING_NOTE, "NCCL", nccl_missing(),
+                   "only communication between GPUs, which no op of te-fl does yet");
   }
 }
 

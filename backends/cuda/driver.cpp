@@ -24,10 +24,22 @@ const Driver& driver() noexcept {
     find(d.kernel_function, "cuKernelGetFunction");
     find(d.is_capturing, "cuStreamIsCapturing");
     find(d.encode_tensor_map, "cuTensorMapEncodeTiled");
+    find(d.current_device, "cuCtxGetDevice");
     (void)cudaGetLastError();
     return d;
   }();
   return instance;
+}
+
+cudaError_t current_device(int* device) noexcept {
+  const Driver& d = driver();
+  CUdevice found = 0;
+  // Refused in a thread without a context, which the runtime knows how to answer.
+  if (d.current_device != nullptr && d.current_device(&found) == CUDA_SUCCESS) {
+    *device = found;
+    return cudaSuccess;
+  }
+  return cudaGetDevice(device);
 }
 
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept {
@@ -87,8 +99,10 @@ __attribute__((visibility("hidden"))) cudaError_t __wrap___cudaLaunchKernel(
                         static_cast<unsigned>(shared), stream, args, nullptr);
     if (result == CUDA_SUCCESS) return cudaSuccess;
     known = {};
+    t_runtime_launched = true;
     return __real___cudaLaunchKernel(kernel, grid, block, args, shared, stream);
   }
+  t_runtime_launched = true;
   const cudaError_t error = __real___cudaLaunchKernel(kernel, grid, block, args, shared, stream);
   const Driver& d = driver();
   CUfunction function = nullptr;

@@ -14,10 +14,13 @@ struct Driver {
   CUresult (*kernel_function)(CUfunction*, CUkernel) = nullptr;
   CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus*) = nullptr;
   decltype(&cuTensorMapEncodeTiled) encode_tensor_map = nullptr;
+  CUresult (*current_device)(CUdevice*) = nullptr;
 };
 // Asks the driver once; there must be one.
 const Driver& driver() noexcept;
 
+// cudaGetDevice().
+cudaError_t current_device(int* device) noexcept;
 // cudaStreamIsCapturing().
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
 

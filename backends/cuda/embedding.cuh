@@ -125,14 +125,14 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
 
 constexpr int kTableRows = kThreads / 32;  // of a block: a warp finds the positions of each
 
-// blockIdx.x: kTableRows rows of the table; blockIdx.y: kThreads * kGroup columns.
+// Blocks of `parts` neighbours take kThreads * kGroup columns each of kTableRows rows of the table.
 static __global__ void __launch_bounds__(kThreads)
-    embedding_gradient_kernel(RowSums s, int64_t rows) {
+    embedding_gradient_kernel(RowSums s, int64_t rows, unsigned parts) {
   static_assert(kListed == 32, "a lane for each position");
   __shared__ int32_t unsorted[kTableRows][kListed], lists[kTableRows][kListed];
   __shared__ int32_t counts[kTableRows];
   __shared__ int32_t found[4 * kThreads], warp_counts[kThreads / 32];
-  const int64_t first_row = blockIdx.x * int64_t{kTableRows};
+  const int64_t first_row = blockIdx.x / parts * int64_t{kTableRows};
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (first_row + warp < rows) {
     const int count = s.heads == nullptr
@@ -141,7 +141,7 @@ static __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x % 32 == 0) counts[warp] = count;
   }
   __syncthreads();
-  const int64_t col = (blockIdx.y * int64_t{kThreads} + threadIdx.x) * kGroup;
+  const int64_t col = (blockIdx.x % parts * int64_t{kThreads} + threadIdx.x) * kGroup;
   const int64_t left = s.cols - col;
   const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
   for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {

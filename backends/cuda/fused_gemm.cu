@@ -12,7 +12,7 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int64_t kTile = 256;  // of a cluster, both ways
+constexpr int64_t kExtent = 256;  // of a cluster, both ways
 
 bool plain_bf16(const te_fl_tensor& t, uintptr_t alignment) {
   return t.quant == nullptr && dtype_of(t) == TE_FL_BF16 &&
@@ -65,7 +65,7 @@ template <class Type, bool kPromote, bool kBackward, class Out>
 void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedGemm& g) {
   constexpr auto kKernel = fused::fused_gemm_kernel<Type, kPromote, kBackward, Out>;
   const int clusters =
-      std::min(clusters_of<kKernel>(ctx.device.index), g.rows / int{kTile} * (g.cols / int{kTile}));
+      std::min(clusters_of<kKernel>(ctx.device.index), g.rows / int{kExtent} * (g.cols / int{kExtent}));
   kKernel<<<2 * clusters, fused::kThreads, fused::kShared, stream_of(ctx)>>>(maps[0], maps[1],
                                                                              maps[2], g);
   check_launch("fused_gemm_kernel");
@@ -83,7 +83,7 @@ FusedProduct::FusedProduct(const te_fl_context& ctx, const te_fl_generic_gemm_ar
 
 bool FusedProduct::takes_operands() const {
   const Problem& p = problem_;
-  if (p.convert != Convert::kNone || p.block || p.m % kTile != 0 || p.n % kTile != 0 || p.k == 0)
+  if (p.convert != Convert::kNone || p.block || p.m % kExtent != 0 || p.n % kExtent != 0 || p.k == 0)
     return false;
   const bool backward = call_.pre_gelu_in != nullptr;
   if (p.fp8) {
@@ -124,7 +124,7 @@ FusedProduct::Form FusedProduct::form_of(const te_fl_context& ctx) const {
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ctx.device.index),
         "cudaDeviceGetAttribute");
-  if (driver().encode_tensor_map == nullptr || problem_.m / kTile * (problem_.n / kTile) < sms / 4)
+  if (driver().encode_tensor_map == nullptr || problem_.m / kExtent * (problem_.n / kExtent) < sms / 4)
     return Form::kNone;
   if (problem_.fp8) return backward ? Form::kCodesBackward : Form::kCodesForward;
   return backward ? Form::kHighBackward : Form::kHighForward;

@@ -1,20 +1,23 @@
 // generic_gemm on cuBLASLt. Row-major matrices are column-major ones of the transpose, so the
 // library computes D^T = op(B)^T op(A)^T: B is its left operand, A its right one.
 //
-// A call takes one of three ways, decided by metadata:
+// A call takes one of four ways, decided by metadata and, for the second, alignment:
 //   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
 //     FP8 under a given scale and row-wise only, too;
+//   fused (fused_gemm.hpp): GELU or its gradient in the product's own kernel;
 //   composed (gemm_composed.hpp): GELU or its gradient on a product that goes one of the other ways
 //     first;
 //   general: the product goes to FP32 scratch, and one kernel applies the epilogue, rounds once and
 //     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
 //     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
 #include <memory>
+#include <optional>
 
 #include "activation.cuh"
 #include "cublaslt.hpp"
 #include "device.hpp"
 #include "families.hpp"
+#include "fused_gemm.hpp"
 #include "gemm_composed.hpp"
 #include "gemm_limits.hpp"
 #include "gemm_operand.cuh"
@@ -62,16 +65,28 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
 }
 
 size_t product_workspace(const Args& args) { return scratch(args, describe(args), nullptr).bytes; }
-size_t workspace(const te_fl_context&, const Args& args) {
+size_t all_workspace(const te_fl_context& ctx, const Args& args) {
+  if (const FusedProduct fused(ctx, args); fused) return fused.scratch_bytes();
   const Composed composed(args);
   return composed ? product_workspace(composed.product()) + composed.scratch_bytes()
                   : product_workspace(args);
 }
 
+// The plan that the host keeps for such calls, nullptr if it is not for this very one.
+const Plan* kept_plan(const te_fl_context& ctx, const Args& args) {
+  const auto* plan = static_cast<const Plan*>(ctx.plan);
+  return plan != nullptr && plan->in_place == adds_in_place(args) ? plan : nullptr;
+}
+
+size_t workspace(const te_fl_context& ctx, const Args& args) {
+  const Plan* plan = kept_plan(ctx, args);
+  return plan != nullptr ? plan->scratch_bytes : all_workspace(ctx, args);
+}
+
 void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s,
-              Plan& plan) {
+              const Plan* plan) {
   const cudaStream_t stream = stream_of(ctx);
-  if (!runs_library(p)) {
+  if (plan == nullptr) {
     cuda::check(cudaMemsetAsync(s.product, 0, static_cast<size_t>(p.m * p.padded_n) * 4, stream),
                 "cudaMemsetAsync");
     return;
@@ -85,7 +100,7 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
     right = s.a;
   }
   void* out = p.direct ? backend::data<void>(*args.d) : s.product;
-  run_plan(ctx, args, p, plan, left, right, out, s.library);
+  run_plan(ctx, args, p, *plan, left, right, out, s.library);
 }
 
 // ---- the epilogue in a kernel of its own
@@ -221,34 +236,30 @@ void check_arguments(const Args& args) {
   if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
 }
 
-void need_workspace(const te_fl_context& ctx, const Args& args, const Problem& p, size_t bytes) {
+void need_workspace(const te_fl_context& ctx, const Args& args, size_t bytes) {
   if (ctx.workspace_bytes >= bytes) return;
   invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
-          text_of(args, p) + " needs " + std::to_string(bytes));
+          text_of(args, describe(args)) + " needs " + std::to_string(bytes));
 }
 
 // The direct way or the general one.
 void run_product(const te_fl_context& ctx, const Args& args) {
-  Problem p = describe(args);
+  const Plan* plan = kept_plan(ctx, args);
+  Problem p = plan != nullptr ? problem_of(*plan, args) : describe(args);
   const Scratch s = scratch(args, p, ctx.workspace);
-  need_workspace(ctx, args, p, s.bytes);
+  need_workspace(ctx, args, s.bytes);
   if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
-  Plan plan{};
-  if (runs_library(p)) {
-    // A plan for D in the residual's memory is not that for D beside it; older hosts' keys for plans
-    // do not tell the two apart.
-    const auto* kept = static_cast<const Plan*>(ctx.plan);
-    plan = kept != nullptr && kept->direct == p.direct ? *kept : make_plan(ctx, args, p);
-  }
-  p.bias_grad = plan.bias_grad;
+  std::optional<Plan> own;
+  if (plan == nullptr && runs_library(p)) plan = &own.emplace(make_plan(ctx, args, p));
+  p.bias_grad = plan != nullptr && plan->problem.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {
     const bool along = args.trans_a == 0, accumulate = args.accumulate_bias_grad != 0;
     if (!along && rows_bias_grad(*args.a)) {
       const te_fl_quant* quant = args.a->quant;
-      column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
-                  RowsBiasGrad{Source(*args.a), p.m,
-                               quant != nullptr ? static_cast<const float*>(quant->scale_inv)
-                                                : nullptr});
+      column_sums(
+          ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
+          RowsBiasGrad{Source(*args.a), p.m,
+                       quant != nullptr ? static_cast<const float*>(quant->scale_inv) : nullptr});
     } else {
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
                   BiasGrad{values_of(*args.a, along, "a"), along});
@@ -261,10 +272,14 @@ void run_product(const te_fl_context& ctx, const Args& args) {
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
   check_arguments(args);
+  if (const FusedProduct fused(ctx, args); fused) {
+    need_workspace(ctx, args, fused.scratch_bytes());
+    return fused.run(ctx, ctx.workspace);
+  }
   Composed composed(args);
   if (!composed) return run_product(ctx, args);
   const size_t first = product_workspace(composed.product());
-  need_workspace(ctx, args, describe(args), first + composed.scratch_bytes());
+  need_workspace(ctx, args, first + composed.scratch_bytes());
   composed.bind(static_cast<char*>(ctx.workspace) + first);
   run_product(ctx, composed.product());
   composed.activate(ctx);
@@ -326,10 +341,15 @@ te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** pl
     const backend::Widened<Args> args(raw);
     const DeviceGuard guard(ctx->device.index);
     check_arguments(*args);
+    *plan = nullptr;
+    if (FusedProduct(*ctx, *args)) return;
     const Composed composed(*args);
     const Args& product = composed ? composed.product() : *args;
     const Problem p = describe(product);
-    *plan = runs_library(p) ? new Plan(make_plan(*ctx, product, p)) : nullptr;
+    if (!runs_library(p)) return;
+    auto made = std::make_unique<Plan>(make_plan(*ctx, product, p));
+    made->scratch_bytes = all_workspace(*ctx, *args);
+    *plan = made.release();
   });
 }
 void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }

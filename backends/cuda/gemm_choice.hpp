@@ -9,11 +9,14 @@
 #include <string>
 #include <vector>
 
+#include "te_fl/plugin.h"
+
 namespace te_fl::cuda {
 
 // Reads the settings: `file` (NULL or empty: none) holds earlier choices, `tune` says that products
 // that it lacks are measured and added. Called once, before any product.
-void configure_gemm_choices(const char* file, bool tune);
+// `host` logs, and stays valid while there are calls.
+void configure_gemm_choices(const char* file, bool tune, const te_fl_host_api* host);
 
 // What is wrong with the settings, with the way out; empty if nothing is. find_gemm_choice() throws
 // it.
@@ -26,13 +29,23 @@ bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo
 // Whether products without a choice are to be measured.
 bool tunes_gemm() noexcept;
 
-// Times the candidates on `stream`, the fastest of them in sustained sequences that take turns on a
-// chip that is under load; about a second. Returns the index of the fastest and writes it to the
-// file (by atomic rename). `run` enqueues the product once, false if the library refuses that
-// algorithm. Throws if the file cannot be written. Thread-safe; one measurement at a time.
+// A product in scratch memory.
+struct GemmTrial {
+  // Enqueues it once, false if the library refuses that algorithm.
+  std::function<bool(const cublasLtMatmulAlgo_t&)> run;
+  // Whether candidate i computes what the first does; waits for the stream.
+  std::function<bool(size_t i)> agrees;
+};
+
+// Times the candidates on `stream`, of which the heuristic's first is the first: a look at each,
+// and rounds among the fastest on a chip that is under load (gemm_selection.hpp); some 4 s. Returns
+// the index of the fastest and writes it to the file (by atomic rename). Throws if the file cannot
+// be written. Thread-safe; one measurement at a time.
 size_t measure_gemm_choice(int device, const std::string& problem,
                            const std::vector<cublasLtMatmulAlgo_t>& candidates,
-                           const std::function<bool(const cublasLtMatmulAlgo_t&)>& run,
-                           cudaStream_t stream);
+                           const GemmTrial& trial, cudaStream_t stream);
+
+// Logs that a product was not measured.
+void warn_not_measured(const std::string& problem, const char* why);
 
 }  // namespace te_fl::cuda

@@ -8,6 +8,8 @@
 #include "cublaslt.hpp"
 #include "cuda_check.hpp"
 #include "gemm_choice.hpp"
+#include "gemm_space.hpp"
+#include "gemm_tune.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
@@ -89,9 +91,7 @@ bool direct_epilogue(const Args& args, bool fp8) {
   }
   // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
   // cuBLASLt 13.1); from other memory it rounds once.
-  const bool in_place =
-      args.accumulate || (args.residual != nullptr && backend::data<const void>(*args.residual) ==
-                                                          backend::data<const void>(*args.d));
+  const bool in_place = args.accumulate || adds_in_place(args);
   if (half && in_place && args.bias != nullptr) return false;
   // The library's GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt 13), which
   // is beyond the tolerance of BF16. Its gradient is off by more than F16's, and slower than a
@@ -154,6 +154,13 @@ Problem describe(const Args& args) {
   return p;
 }
 
+Problem problem_of(const Plan& plan, const Args& args) {
+  Problem p = plan.problem;
+  p.a = operand(*args.a, p.a.along);
+  p.b = operand(*args.b, p.b.along);
+  return p;
+}
+
 std::string text_of(const Args& args, const Problem& p) {
   static constexpr const char* kNames[] = {"f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2"};
   return "generic_gemm m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
@@ -176,8 +183,9 @@ void check(cublasStatus_t status, const char* function, const What& what) {
 }
 
 template <class T>
-void set(Plan& plan, cublasLtMatmulDescAttributes_t attribute, const T& value, const What& what) {
-  check(cublaslt()->desc_set(&plan.desc, attribute, &value, sizeof value),
+void set(Matmul& matmul, cublasLtMatmulDescAttributes_t attribute, const T& value,
+         const What& what) {
+  check(cublaslt()->desc_set(&matmul.desc, attribute, &value, sizeof value),
         "cublasLtMatmulDescSetAttribute", what);
 }
 
@@ -200,21 +208,21 @@ int32_t scale_mode(const te_fl_tensor& t) {
 }
 
 // The pointers that belong to one call, in a copy of a plan's description.
-void set_pointers(Plan& plan, const Args& args, const Problem& p, const What& what) {
+void set_pointers(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
   if (p.fp8) {
-    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
-    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
   }
   if (!p.direct) return;
   if (p.codes) {
     // A choice of algorithms wants a pointer to where the amax would go, whichever.
     float* amax = p.found_amax != nullptr ? p.found_amax : args.d->quant->scale;
-    set(plan, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, what);
-    set(plan, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, what);
   }
   const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
   if (bias != nullptr) {
-    set(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
   }
 }
 
@@ -224,26 +232,26 @@ uint32_t alignment_of(const void* p) {
                       : static_cast<uint32_t>(std::min<uintptr_t>(address & (~address + 1), 256));
 }
 
-void describe_operation(Plan& plan, const Args& args, const Problem& p, const What& what) {
-  check(cublaslt()->desc_init(&plan.desc, sizeof plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+void describe_operation(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
+  check(cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
         "cublasLtMatmulDescInit", what);
   // FP8 is TN only: both operands are read with the contraction along their rows.
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
-  set(plan, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, what);
-  set(plan, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, what);
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, what);
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, what);
   if (p.fp8) {
     const int8_t fast = !p.block && !args.use_split_accumulator;
-    set(plan, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, what);
   }
   if (p.block) {
-    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), what);
-    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), what);
   }
   if (!p.direct) return;
-  set(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), what);
+  set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), what);
   const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
   if (bias != nullptr) {
-    set(plan, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
+    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
         static_cast<int32_t>(library_type(dtype_of(*bias))), what);
   }
 }
@@ -264,56 +272,6 @@ std::string problem_key(const Args& args, const Problem& p, uint32_t alignment) 
   return key;
 }
 
-class DeviceMemory {
- public:
-  DeviceMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
-    cuda::check(cudaMallocAsync(&data_, bytes, stream), "cudaMallocAsync");
-  }
-  ~DeviceMemory() { cudaFreeAsync(data_, stream_); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  void* get() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-  cudaStream_t stream_;
-};
-
-// Runs the product on the call's operands with D in scratch, so that the call itself finds all as
-// it was.
-size_t measure(const te_fl_context& ctx, const Args& args, const Problem& p, Plan& plan,
-               const std::string& key, const std::vector<cublasLtMatmulAlgo_t>& candidates) {
-  const cudaStream_t stream = stream_of(ctx);
-  const int64_t element = p.direct ? bytes_of(dtype_of(*args.d)) : 4;
-  const DeviceMemory out(static_cast<size_t>(p.m * p.padded_n * element), stream);
-  const DeviceMemory library(kLibraryWorkspace, stream);
-  const DeviceMemory amax(sizeof(float), stream);
-  if (p.codes) {
-    set(plan, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax.get(), What{args, p});
-  }
-  const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
-  const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
-  const bool adds = p.direct && args.residual != nullptr;
-  const void* added = adds      ? backend::data<const void>(*args.residual)
-                      : p.codes ? nullptr
-                                : out.get();
-  const float beta = adds || (p.direct && args.accumulate) ? 1.0f : 0.0f;
-  const auto run = [&](const cublasLtMatmulAlgo_t& algo) {
-    return cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                              &plan.left, right, &plan.right, &beta, added, plan.addend(),
-                              out.get(), &plan.out, &algo, library.get(), kLibraryWorkspace,
-                              stream) == CUBLAS_STATUS_SUCCESS;
-  };
-  return measure_gemm_choice(ctx.device.index, key, candidates, run, stream);
-}
-
-void add_new(std::vector<cublasLtMatmulAlgo_t>& list, const cublasLtMatmulAlgo_t& algo) {
-  for (const cublasLtMatmulAlgo_t& known : list) {
-    if (std::memcmp(&known, &algo, sizeof algo) == 0) return;
-  }
-  list.push_back(algo);
-}
-
 bool captures(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cuda::check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -327,11 +285,12 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const CublasLt& lt = *cublaslt();
   const What what{args, p};
   Plan plan{};
-  plan.direct = p.direct;
-  plan.codes = p.codes;
-  plan.bias_grad = p.bias_grad;
-  describe_operation(plan, args, p, what);
-  set_pointers(plan, args, p, what);
+  plan.problem = p;
+  plan.in_place = adds_in_place(args);
+  Matmul& matmul = plan.matmul;
+  matmul.codes = p.codes;
+  describe_operation(matmul, args, p, what);
+  set_pointers(matmul, args, p, what);
   const bool widen = p.convert == Convert::kWiden;
   const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
                           int64_t cols) {
@@ -341,11 +300,12 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   };
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   const int64_t n = p.padded_n, k = p.padded_k;
-  layout(plan.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
-  layout(plan.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
-  layout(plan.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
+  layout(matmul.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
+  layout(matmul.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
+  layout(matmul.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
   // Codes go with a matrix to add of 16 bits, here none.
-  if (p.codes) layout(plan.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
+  if (p.codes)
+    layout(matmul.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
 
   cublasLtMatmulPreferenceOpaque_t preference;
   check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", what);
@@ -363,16 +323,17 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, operand_alignment(p.a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out_alignment);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out_alignment);
-  const std::string key = problem_key(
-      args, p, std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment}));
-  if (find_gemm_choice(device, key, plan.algo)) return plan;
+  const uint32_t alignment =
+      std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment});
+  const std::string key = problem_key(args, p, alignment);
+  if (find_gemm_choice(device, key, matmul.algo)) return plan;
   const bool tunes = tunes_gemm() && p.convert == Convert::kNone && !captures(stream_of(ctx));
   constexpr int kMostCandidates = 64;
   std::array<cublasLtMatmulHeuristicResult_t, kMostCandidates> found{};
   int count = 0;
-  const cublasStatus_t status =
-      lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, plan.addend(),
-                   &plan.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
+  const cublasStatus_t status = lt.heuristic(
+      cublaslt_handle(device), &matmul.desc, &matmul.left, &matmul.right, matmul.addend(),
+      &matmul.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
     if (p.bias_grad) {
       Problem without = p;
@@ -382,7 +343,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
   }
   check(status, "cublasLtMatmulAlgoGetHeuristic", what);
-  plan.algo = found[0].algo;
+  matmul.algo = found[0].algo;
   if (tunes) {
     std::vector<cublasLtMatmulAlgo_t> candidates;
     const auto add = [&] {
@@ -391,26 +352,27 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     add();
     // The heuristic names few at a time; without scratch it names others.
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
-    if (lt.heuristic(cublaslt_handle(device), &plan.desc, &plan.left, &plan.right, plan.addend(),
-                     &plan.out, &preference, kMostCandidates, found.data(),
+    if (lt.heuristic(cublaslt_handle(device), &matmul.desc, &matmul.left, &matmul.right,
+                     matmul.addend(), &matmul.out, &preference, kMostCandidates, found.data(),
                      &count) == CUBLAS_STATUS_SUCCESS) {
       add();
     }
-    plan.algo = candidates[measure(ctx, args, p, plan, key, candidates)];
+    matmul.algo = tune_gemm(ctx, args, p, matmul, key, std::move(candidates), alignment);
   }
   return plan;
 }
 
-void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, Plan& plan,
+void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, const Plan& plan,
               const void* left, const void* right, void* out, void* workspace) {
   const What what{args, p};
-  set_pointers(plan, args, p, what);
+  Matmul matmul = plan.matmul;  // other threads run the same plan with their pointers
+  set_pointers(matmul, args, p, what);
   const bool adds = p.direct && args.residual != nullptr;
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
   const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
-  check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &plan.desc, &args.alpha, left,
-                           &plan.left, right, &plan.right, &beta, added, plan.addend(), out,
-                           &plan.out, &plan.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
+  check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &matmul.desc, &args.alpha, left,
+                           &matmul.left, right, &matmul.right, &beta, added, matmul.addend(), out,
+                           &matmul.out, &matmul.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
         "cublasLtMatmul", what);
 }
 

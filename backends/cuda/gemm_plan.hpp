@@ -54,16 +54,32 @@ struct Problem {
 Problem describe(const te_fl_generic_gemm_args& args);
 inline bool runs_library(const Problem& p) { return p.m > 0 && p.n > 0 && p.k > 0; }
 
-struct Plan {
+// A call as the library takes it, but for the pointers.
+struct Matmul {
   cublasLtMatmulDescOpaque_t desc;
   cublasLtMatrixLayoutOpaque_t left, right, added, out;
   cublasLtMatmulAlgo_t algo;
-  bool direct, codes;  // as in the problem that it was made for
-  bool bias_grad;      // the library computes it
+  bool codes;  // as in the problem
 
   // The layout of the matrix that is added: the output is its own, except where it is codes.
   cublasLtMatrixLayoutOpaque_t* addend() { return codes ? &added : &out; }
 };
+
+struct Plan {
+  Matmul matmul;
+  Problem problem;           // that it was made for; bias_grad: the library computes it
+  bool in_place = false;     // adds_in_place() of that call
+  size_t scratch_bytes = 0;  // of such a call, for the caller to keep
+};
+
+// The one thing of a call that describe() reads and that hosts' keys for plans may leave out: D
+// goes where the residual is.
+inline bool adds_in_place(const te_fl_generic_gemm_args& args) {
+  return args.residual != nullptr &&
+         backend::data<const void>(*args.residual) == backend::data<const void>(*args.d);
+}
+// What describe() gives for a call that a plan was made for, with the call's own pointers.
+Problem problem_of(const Plan& plan, const te_fl_generic_gemm_args& args);
 
 // "generic_gemm m=.. n=.. k=.. ..", for errors.
 std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);
@@ -72,9 +88,8 @@ std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);
 // the library has none. Thread-safe.
 Plan make_plan(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, const Problem& p);
 
-// Enqueues left x right -> out (+ beta x added) with the pointers of this call; `plan` is the
-// caller's own copy.
+// Enqueues left x right -> out (+ beta x added) with the pointers of this call.
 void run_plan(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, const Problem& p,
-              Plan& plan, const void* left, const void* right, void* out, void* workspace);
+              const Plan& plan, const void* left, const void* right, void* out, void* workspace);
 
 }  // namespace te_fl::cuda

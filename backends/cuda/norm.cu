@@ -11,23 +11,6 @@
 namespace te_fl::cuda {
 
 namespace {
-template <cudaDeviceAttr kAttribute>
-int attribute_of(int device) {
-  static PerDevice known;
-  return known.get(device, [&] {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
-    return value;
-  });
-}
-}  // namespace
-
-int multiprocessors(int device) { return attribute_of<cudaDevAttrMultiProcessorCount>(device); }
-int compute_capability(int device) {
-  return 10 * attribute_of<cudaDevAttrComputeCapabilityMajor>(device);
-}
-
-namespace {
 
 unsigned row_blocks(int64_t rows) {
   return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(rows, 132 * 32)));
@@ -97,8 +80,13 @@ bool forward_scaled(const te_fl_context& ctx, const NormForward& f, bool& known)
   if ((f.z->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return store(f);
   auto* found = static_cast<float*>(ctx.workspace);
   check(cudaMemsetAsync(found, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
-  known = forward_rows(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
   q.found = found;
+  if (q.columns != nullptr && slabs_serve(f, q) &&
+      forward_lines(ctx, f, reinterpret_cast<float4*>(rest_of(ctx)), found)) {
+    forward_slabs(ctx, f, q, rest_of(ctx));
+    return true;
+  }
+  known = forward_rows(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
   return known && store(summed(f));
 }
 
@@ -109,8 +97,13 @@ void run_forward(const te_fl_context& ctx, const NormForward& f) {
   bool known = false;
   const uint32_t scaling = backend::scaling(*f.z);
   if (scaling == TE_FL_SCALING_TENSOR && forward_scaled(ctx, f, known)) return;
+  if (scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128) {
+    const Quantised q = quantised(*f.z, nullptr, FLT_MAX);
+    if (slabs_serve(f, q)) return forward_slabs(ctx, f, q, rest_of(ctx));
+  }
   if (scaling == TE_FL_SCALING_NONE && dtype_of(*f.z) == dtype_of(*f.x) &&
-      forward_rows(ctx, f, RowTask::kStore, nullptr, nullptr, nullptr)) {
+      (forward_lines(ctx, f, nullptr, nullptr) ||
+       forward_rows(ctx, f, RowTask::kStore, nullptr, nullptr, nullptr))) {
     return;
   }
   if (f.sum == nullptr && forward_general_rows(ctx, f)) return;
@@ -153,7 +146,10 @@ Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& a) {
 }
 template <class Args>
 size_t forward_workspace(const te_fl_context&, const Args& a) {
-  return kStoreWorkspace + static_cast<size_t>(backend::as_matrix(*a.x).rows) * sizeof(float);
+  const int64_t rows = backend::as_matrix(*a.x).rows;
+  return kStoreWorkspace + (backend::scaling(*a.z) == TE_FL_SCALING_NONE
+                                ? static_cast<size_t>(rows) * sizeof(float)
+                                : slabs_bytes(rows));
 }
 
 // ---- backward

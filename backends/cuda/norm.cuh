@@ -2,6 +2,7 @@
 // without cancellation, and the calls that the fused kernels serve.
 #pragma once
 
+#include "attributes.hpp"
 #include "store.cuh"
 
 namespace te_fl::cuda {
@@ -30,14 +31,21 @@ inline constexpr int64_t kFusedCols = 16384, kFusedRows = int64_t{1} << 30;
 // the amax of the result, or the result, plain or as row-wise codes with a scale per tensor.
 bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
                   float* amax, const Quantised* out);
+// The same for x of 16 bits with weights of its dtype, without a residual: statistics and the amax,
+// or the plain result. tiles: what forward_slabs() needs of every row; may be NULL.
+bool forward_lines(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
+// Codes in tiles of 128 x 128, in both directions. In blocks: x is read once. With a scale per
+// tensor (current scaling: out.found): statistics are known, and the scratch memory begins with
+// those of forward_lines(). `scratch` has slabs_bytes().
+bool slabs_serve(const NormForward& f, const Quantised& out);
+void forward_slabs(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
+                   void* scratch);
+size_t slabs_bytes(int64_t rows);
 // Codes with a scale per tensor, column-wise too: a cluster of blocks holds some rows.
 bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
 // dx, dgamma and dbeta in two launches. `partials` has backward_bytes().
 bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials);
 size_t backward_bytes(int64_t rows, int64_t cols);
-
-int multiprocessors(int device);
-int compute_capability(int device);  // 10 major
 
 inline bool aligned(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;

@@ -58,7 +58,7 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
     };
     const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
     configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
-                           tune != nullptr && std::string(tune) == "1");
+                           tune != nullptr && std::string(tune) == "1", host);
     const char* ranges = setting("TE_FL_NVTX");
     auto instance =
         std::make_unique<Instance>(host, ranges != nullptr && std::string(ranges) == "1");

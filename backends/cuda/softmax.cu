@@ -1,6 +1,7 @@
 // Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal.
 #include "te_fl/ops/softmax.h"
 
+#include "attributes.hpp"
 #include "families.hpp"
 #include "overlap.hpp"
 #include "shared_memory.hpp"
@@ -60,6 +61,23 @@ unsigned row_blocks(int64_t rows, int lanes, int threads) {
   return static_cast<unsigned>(ceil_div(rows, threads / lanes));
 }
 
+// A cluster of kBlocks blocks for each row.
+template <unsigned kBlocks, class... Parameters, class... Args>
+void launch_clusters(const te_fl_context& ctx, int64_t rows, unsigned threads,
+                     void (*kernel)(Parameters...), const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kBlocks;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(rows) * kBlocks;
+  config.blockDim = threads;
+  config.stream = stream_of(ctx);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, Parameters(args)...), "softmax_backward");
+}
+
 void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tensor& out, float scale,
              const Visible& visible) {
   const int64_t rows = backend::as_matrix(in).rows;
@@ -112,11 +130,18 @@ void backward(const te_fl_context& ctx, const Args& a) {
     T* dx = backend::data<T>(*a.input_grad);
     const auto held = [&]<int kLanes, int kPacks>(Constant<kLanes>, Constant<kPacks>) {
       constexpr int kBlock = kRowThreads<kLanes>;
-      softmax_gradient_rows<T, kLanes, kPacks>
+      softmax_gradient_rows<T, kLanes, kPacks, 1>
           <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(dy, y, dx, visible,
                                                                             a.scale, rows);
     };
-    if (with_width<T>(runs_of(dy, visible.keys), held)) return;
+    const int64_t runs = runs_of(dy, visible.keys);
+    if constexpr (sizeof(T) == 2) {
+      if (runs > 2048 && runs <= 4096 && compute_capability(ctx.device.index) >= 90) {
+        return launch_clusters<4>(ctx, rows, 256, softmax_gradient_rows<T, 256, 4, 4>, dy, y, dx,
+                                  visible, a.scale, rows);
+      }
+    }
+    if (with_width<T>(runs, held)) return;
     softmax_gradient_wide<T><<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(
         dy, y, dx, visible, a.scale);
   });

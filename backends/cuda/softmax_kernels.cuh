@@ -1,6 +1,9 @@
 // Kernels of scaled softmax. A row stays in registers between the one read and the one write; it
-// has 8 to 1024 threads by its width. Longer rows wait in shared memory, or are read twice.
+// has 8 to 1024 threads by its width, or the threads of a cluster of blocks. Longer rows wait in
+// shared memory, or are read twice.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include "running_sum.cuh"
 
@@ -144,14 +147,49 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   }
 }
 
-template <class T, int kLanes, int kPacks>
+// The kBlocks blocks of a cluster, which share a row; one block is no cluster. Clusters need
+// compute capability 9.0.
+template <int kBlocks>
+struct RowCluster {
+  int rank = 0;
+
+  __device__ RowCluster() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kBlocks > 1) {
+      rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+      cooperative_groups::this_cluster().barrier_arrive();  // awaited before the first remote write
+    }
+#endif
+  }
+  // The sum of what the blocks have, in a fixed order. Once, by all threads.
+  __device__ float sum(float mine) const {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kBlocks > 1) {
+      __shared__ float of_blocks[kBlocks];
+      auto cluster = cooperative_groups::this_cluster();
+      cluster.barrier_wait();
+      if (threadIdx.x < kBlocks) *cluster.map_shared_rank(of_blocks + rank, threadIdx.x) = mine;
+      cluster.sync();
+      mine = 0.0f;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) mine += of_blocks[b];
+    }
+#endif
+    return mine;
+  }
+};
+
+// A row has kLanes threads of each of kBlocks blocks, each with kPacks packs of it.
+template <class T, int kLanes, int kPacks, int kBlocks>
 __global__ void __launch_bounds__(kRowThreads<kLanes>)
     softmax_gradient_rows(const T* grad, const T* results, T* out, Visible visible, float scale,
                           int64_t rows) {
   constexpr int kSize = Pack<T>::kSize;
   __shared__ float parts[(kLanes + 31) / 32];
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int64_t row = blockIdx.x * int64_t{kRowThreads<kLanes> / kLanes} + threadIdx.x / kLanes;
+  const RowCluster<kBlocks> cluster;
+  const int lane = cluster.rank * (kLanes * kPacks) + static_cast<int>(threadIdx.x) % kLanes;
+  const int64_t row =
+      blockIdx.x / kBlocks * int64_t{kRowThreads<kLanes> / kLanes} + threadIdx.x / kLanes;
   const int keys = row < rows ? static_cast<int>(visible.keys) : 0;
   const int seen = row < rows ? static_cast<int>(visible.count(row)) : 0;
   const T* dy = grad + row * visible.keys;
@@ -181,7 +219,7 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
       if (left >= kSize || i < left) dot = fmaf(g[p][i], r[p][i], dot);
     }
   }
-  dot = sum_lanes<kLanes>(dot, parts);
+  dot = cluster.sum(sum_lanes<kLanes>(dot, parts));
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int col = (p * kLanes + lane) * kSize - shift;

@@ -129,9 +129,10 @@ void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& arg
     }
     sums.heads = heads, sums.next = next;
   }
-  const dim3 grid(static_cast<unsigned>(ceil_div(table.rows, kTableRows)),
-                  static_cast<unsigned>(ceil_div(table.cols, kThreads * kGroup)));
-  embedding_gradient_kernel<<<grid, kThreads, 0, stream>>>(sums, table.rows);
+  const int64_t parts = ceil_div(table.cols, kThreads * kGroup);
+  const int64_t blocks = ceil_div(table.rows, kTableRows) * parts;
+  embedding_gradient_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+      sums, table.rows, static_cast<unsigned>(parts));
   check_launch("embedding_bwd");
 }
 Refusal refuse_embedding_bwd(const te_fl_embedding_bwd_args& args) {

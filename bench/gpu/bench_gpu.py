@@ -22,6 +22,7 @@ import layer_cases
 import measure
 import op_cases
 from cublaslt_candidates import Product
+from gemm_choices import Choices
 from te_fl_bench import Library
 
 rows = []
@@ -79,6 +80,21 @@ def run_ops(library, args):
         torch.cuda.empty_cache()
 
 
+NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
+
+
+def algorithm_from(product, kind):
+    """Where te-fl's algorithm for a product came from."""
+    choices = Choices.in_use()
+    if choices is None:
+        return "heuristic"
+    a, b, d, bias, _ = product.tensors
+    found = choices.find(torch.cuda.get_device_name(), product.version(), *d.shape, a.numel() // d.shape[0],
+                         ["bias"] if bias is not None else [], a=NAMES[a.dtype], b=NAMES[b.dtype], d=NAMES[d.dtype],
+                         trans_a=int(kind == "wgrad"), trans_b=int(kind == "forward"))
+    return "heuristic" if found is None else f"file: {found.get('config') or 'chosen'}"
+
+
 def run_gemm(library, args):
     for is_fp8 in (False, True):
         for kind in ("forward", "dgrad", "wgrad"):
@@ -96,7 +112,7 @@ def run_gemm(library, args):
                     share, spread = measure.ratio(times["best"], times["te-fl"])
                     us = statistics.median(times["te-fl"])
                     show("gemm", title, us=us, tflops=flops / us / 1e6, best_tflops=flops / statistics.median(times["best"]) / 1e6,
-                         of_best=share, spread=spread, candidates=tried, target=0.98)
+                         of_best=share, spread=spread, candidates=tried, target=0.98, algorithm=algorithm_from(products[0], kind))
                 except RuntimeError as error:
                     refused("gemm", title, error)
                 pairs = products = bares = graphs = None
@@ -283,7 +299,9 @@ def main():
                 (met if meets(row) else below).append(row["name"])
         if met or below:
             print(f"targets {part} {len(met)} {len(met) + len(below)}" + (f"; below: {', '.join(below)}" if below else ""))
-    record = {"machine": before, "machine_after": measure.machine(), "rows": rows}
+    choices = Choices.in_use()
+    record = {"machine": before, "machine_after": measure.machine(), "rows": rows,
+              "gemm_choices": None if choices is None else {"file": os.path.basename(choices.path), "sha256": choices.sha256}}
     print(json.dumps(record["machine"]), json.dumps(record["machine_after"]["gpu"]))
     if args.json:
         with open(args.json, "w") as file:

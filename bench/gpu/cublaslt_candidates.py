@@ -1,7 +1,8 @@
-"""The fastest cuBLASLt algorithm of one product, found by timing every candidate of the library's heuristic."""
+"""The fastest cuBLASLt algorithm of one product, found by timing every candidate of the library's heuristic under load."""
 
 import ctypes
-import os
+import random
+import statistics
 
 import torch
 
@@ -71,6 +72,10 @@ class Product:
         self.ok(self.lib.cublasLtMatmulDescSetAttribute(ctypes.byref(self.desc), attribute, ctypes.byref(value),
                                                         ctypes.sizeof(value)))
 
+    def version(self):
+        self.lib.cublasLtGetVersion.restype = ctypes.c_size_t
+        return self.lib.cublasLtGetVersion()
+
     def candidates(self, most=64):
         found, results = ctypes.c_int(), (Result * most)()
         self.ok(self.lib.cublasLtMatmulAlgoGetHeuristic(
@@ -90,19 +95,31 @@ class Product:
             ctypes.c_void_p(self.workspace.data_ptr()), ctypes.c_size_t(WORKSPACE),
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)))
 
-    def best(self, calls=8):
-        """The candidate that is fastest in a sustained sequence, after a first look at all of them."""
-        timed = []
-        for result in self.candidates():
+    def best(self):
+        """The candidate of the heuristic that is fastest on a chip under load, as te-fl measures its own
+        (backends/cuda/gemm_selection.cpp): a look at each, then rounds of sequences in which they take turns in a drawn
+        order; the smallest median wins. Also how many ran."""
+        us, order = {}, random.Random(1)
+        for i, result in enumerate(field := self.candidates()):
             try:
-                timed.append((self.time(result, calls), result))
+                us[i] = self.time(result, 2)
             except RuntimeError:
                 pass
-        timed.sort(key=lambda pair: pair[0])
-        again = [(min(self.time(r, 3 * calls) for _ in range(2)), r) for _, r in timed[:4]]
-        return min(again, key=lambda pair: pair[0])[1], len(timed)
+        timed = len(us)
+        if timed == 0:
+            raise RuntimeError("cuBLASLt runs none of its candidates")
+        for most, rounds, sequence_us in ((8, 3, 30000), (4, 5, 80000)):
+            kept = sorted(us, key=us.get)[:most]
+            times = {i: [] for i in kept}
+            for _ in range(rounds):
+                order.shuffle(kept)
+                for i in kept:
+                    times[i].append(self.time(field[i], max(3, int(sequence_us / us[i]))))
+            us = {i: statistics.median(t) for i, t in times.items()}
+        return field[min(us, key=us.get)], timed
 
     def time(self, result, calls):
+        """Microseconds of one of `calls` in a row, after one that is not counted."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.run(result)
         begin.record()
@@ -110,4 +127,4 @@ class Product:
             self.run(result)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / calls
+        return begin.elapsed_time(end) * 1000 / calls

@@ -53,7 +53,7 @@ class Case:
             self.product.set(AUX_LD, ctypes.c_int64(n))
             if is_fp8:
                 self.product.set(AUX_TYPE, ctypes.c_int32(R_16BF))
-        self.algorithm, self.tried = self.product.best(4)
+        self.algorithm, self.tried = self.product.best()
 
     def run(self):
         self.product.run(self.algorithm)

@@ -135,8 +135,9 @@ PRODUCTS = {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "f
 TOKENS = 8192
 
 
-def product(library, name, kind, is_fp8, sets):
-    """Per set: te-fl's call, and what the library alone is given: (a, b, d, bias, trans_a, trans_b, fast, scales)."""
+def product(library, name, kind, is_fp8, sets, more=""):
+    """Per set: te-fl's call, and what the library alone is given: (a, b, d, bias, trans_a, trans_b, fast, scales).
+    te-fl's has `more` as in the layer: "residual" (forward of proj and fc2) or "bias_grad" (wgrad in BF16)."""
     out, inner = PRODUCTS[name]
     m, n, k = {"forward": (TOKENS, out, inner), "dgrad": (TOKENS, inner, out), "wgrad": (out, inner, TOKENS)}[kind]
     gradient = torch.float8_e5m2
@@ -145,6 +146,8 @@ def product(library, name, kind, is_fp8, sets):
         d = plain(m, n)
         bias = plain(n) if kind == "forward" else None
         extra = dict(bias=bias) if bias is not None else {}
+        if more:
+            extra[more] = plain(*{"residual": (m, n), "bias_grad": (m,)}[more])
         rows_a, rows_b = {"forward": ((m, k), (n, k)), "dgrad": ((m, k), (k, n)), "wgrad": ((k, m), (k, n))}[kind]
         trans_a, trans_b = kind == "wgrad", kind == "forward"
         if is_fp8:

@@ -8,6 +8,7 @@
 #include <exception>
 #include <initializer_list>
 #include <new>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -72,9 +73,10 @@ class Widened {
     if (size >= sizeof(Args)) {
       args_ = static_cast<const Args*>(raw);
     } else {
-      std::memcpy(static_cast<void*>(&local_), raw, size);
-      local_.struct_size = sizeof(Args);
-      args_ = &local_;
+      Args& local = local_.emplace();
+      std::memcpy(static_cast<void*>(&local), raw, size);
+      local.struct_size = sizeof(Args);
+      args_ = &local;
     }
   }
   Widened(const Widened&) = delete;
@@ -82,7 +84,7 @@ class Widened {
   const Args& operator*() const noexcept { return *args_; }
 
  private:
-  Args local_{};
+  std::optional<Args> local_;
   const Args* args_;
 };
 

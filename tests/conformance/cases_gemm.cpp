@@ -436,6 +436,30 @@ void add_activations(std::vector<Variant>& all) {
         backward.d = codes(kE5, false, true);
         all.push_back(backward);
       }
+  // As large as kernels of whole tiles want them, with more tiles than a GPU runs at once.
+  for (bool fp8 : {false, true})
+    for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 17664, 128}, {8192, 256, 384}}) {
+      Variant forward{.a = TE_FL_BF16, .b = TE_FL_BF16, .d = TE_FL_BF16, .m = m, .n = n, .k = k};
+      forward.large = true;
+      if (fp8) forward.a = forward.b = codes(kE4, true, true, TE_FL_QUANT_COMPUTE_SCALE);
+      Variant backward = forward;
+      if (fp8) {
+        forward.d = codes(kE4, true, true);
+        backward.a = codes(kE5, true, true, TE_FL_QUANT_COMPUTE_SCALE);
+        backward.d = codes(kE5, true, true);
+      }
+      forward.gelu = true, forward.bias = TE_FL_BF16, forward.pre_gelu_out = {TE_FL_BF16};
+      forward.alpha = 0.75;
+      all.push_back(forward);
+      backward.trans_b = false, backward.split = true, backward.pre_gelu_in = {TE_FL_BF16};
+      backward.d_sum = TE_FL_BF16;
+      all.push_back(backward);
+      if (k > 128) continue;
+      forward.bias = -1, backward.d_sum = -1;
+      if (fp8) forward.d = codes(kE4, false, true), backward.d = codes(kE5, true, false);
+      all.push_back(forward);
+      all.push_back(backward);
+    }
   Variant v{.m = 19, .n = 34, .k = 50};
   const auto with = [&](auto change) {
     Variant c = v;

@@ -220,7 +220,8 @@ std::vector<Variant> common_variants() {
 }
 
 // Shapes and types that fused kernels take: rows that fill vectors, whole and ragged blocks of rows
-// and columns, every quantised form that delayed and current scaling have.
+// and columns, some and many blocks of 128 rows, every quantised form that delayed, current and
+// block scaling have.
 void add_fused_shapes(std::vector<Variant>& all) {
   for (const int dtype : {TE_FL_BF16, TE_FL_F16}) {
     for (const Dims& shape : {Dims{16, 8},
@@ -232,11 +233,16 @@ void add_fused_shapes(std::vector<Variant>& all) {
                               {48, 8200},
                               {32, 11008},
                               {16, 16384},
-                              {16, 16392}}) {
+                              {16, 16392},
+                              {2320, 136}}) {
       if (dtype == TE_FL_F16 && shape[1] > 1024) continue;
       for (const Spec& spec : quantised_specs()) {
-        if (spec.scaling != TE_FL_SCALING_TENSOR) continue;
+        if (spec.scaling == TE_FL_SCALING_MXFP8 || spec.scaling == TE_FL_SCALING_NVFP4) continue;
         if (shape != Dims{80, 1024} && (!spec.row || !spec.col)) continue;
+        if (spec.scaling != TE_FL_SCALING_TENSOR &&
+            (dtype == TE_FL_F16 || shape[0] < 48 || shape[1] == 4096)) {
+          continue;
+        }
         all.push_back({.x = dtype,
                        .gamma = shape[1] == 4096 ? TE_FL_F32 : dtype,
                        .out = spec,
@@ -268,6 +274,14 @@ void add_residual(std::vector<Variant>& all) {
                      .gamma = TE_FL_BF16,
                      .out = spec,
                      .shape = {48, 264},
+                     .residual = TE_FL_BF16,
+                     .sum = TE_FL_BF16});
+      if (spec.scaling != TE_FL_SCALING_BLOCK_1X128) continue;
+      all.push_back({.x = TE_FL_BF16,
+                     .gamma = TE_FL_BF16,
+                     .out = spec,
+                     .shape = {2320, 136},
+                     .large = true,
                      .residual = TE_FL_BF16,
                      .sum = TE_FL_BF16});
     }

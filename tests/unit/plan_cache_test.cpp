@@ -107,9 +107,9 @@ TEST(Plans, InPlaceAreNotThoseBeside) {
   const OpId op = *registry.find("test::five");
   te_fl_context context{};
   const auto key_of = [&](const FiveCall& call) {
-    std::string key;
-    registry::append_plan_key(*registry.schema(op), &call.args, context, key);
-    return key;
+    registry::PlanKey key;
+    key.set(*registry.schema(op), &call.args, context);
+    return std::string(key.text());
   };
   FiveCall beside, in_place, elsewhere;
   const std::string key = key_of(beside);

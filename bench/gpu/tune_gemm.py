@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Measures which cuBLASLt algorithms the products of bench_gpu.py's layers take, into a file for TE_FL_CUDA_GEMM_FILE.
+
+usage: tune_gemm.py --file FILE [--build DIR] [--match TEXT] [--seconds S] [--list]
+  --file FILE    what the choices are added to; products that it has are not measured again, so that a run that
+                 was cut off is continued by the next
+  --build DIR    folder with lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so (default build/release)
+  --match TEXT   only the case of that name, or those whose names contain TEXT; several, separated by commas, in that
+                 order (default all, those with the most to gain first)
+  --seconds S    stops with the product during which S seconds since the start are over (default: goes to the end)
+  --list         only prints what the file holds; needs neither a GPU nor PyTorch
+
+A case is a layer ("layer quickstart delayed"; two steps, about 12 products) or a product alone ("product fp8 forward
+qkv"). A product takes about 4 s. The last thing printed is the table of the file's choices.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import threading
+import time
+
+from gemm_choices import Choices, table
+
+START = time.monotonic()
+LONGEST_S = 10  # that a product takes
+
+# What the quickstart layers run, in the order of what measuring gained on an H100. FP8 products alone come before their
+# layers, as their codes are then such as delayed scaling has after its first steps: how much power a product takes, and
+# so which algorithm wins, depends on the bits.
+FIRST = [*(f"product fp8 {name}" for name in (
+             "forward fc1", "forward proj with residual", "forward qkv", "dgrad fc2", "wgrad fc2", "dgrad qkv",
+             "forward fc2 with residual", "wgrad fc1", "wgrad proj", "wgrad qkv", "dgrad fc1", "dgrad proj")),
+         *(f"product bf16 {name}" for name in (
+             "wgrad fc1", "forward fc1", "dgrad fc2", "wgrad fc2 with bias_grad", "wgrad qkv with bias_grad")),
+         "layer quickstart delayed", "layer quickstart none", "layer quickstart block"]
+
+
+# What else products do in the layer: by dtype and kind, of which linear layers.
+MORE = {("fp8", "forward", "residual"): ("proj", "fc2"), ("bf16", "forward", "residual"): ("proj", "fc2"),
+        ("bf16", "wgrad", "bias_grad"): ("qkv", "proj", "fc2")}
+
+
+def cases(bench_gpu, layer_cases):
+    """{name: function of the library} of everything that is measured."""
+    def layer(shape, recipe):
+        def run(library):
+            import torch
+            x, dy = layer_cases.activations(shape)
+            made = layer_cases.te_fl_layer(library, shape, x, dy, recipe)
+            for _ in range(2):  # the second has the scales of the first
+                made.step()
+            torch.cuda.synchronize()
+            made.close()
+        return run
+    def product(dtype, kind, name, more=""):
+        def run(library):
+            import torch
+            pairs, _ = layer_cases.product(library, name, kind, dtype == "fp8", 1, more)
+            pairs[0][0]()
+            torch.cuda.synchronize()
+        return run
+    found = {}
+    for shape, recipe, *_ in bench_gpu.LAYERS:
+        found.setdefault(f"layer {shape.name} {recipe}", layer(shape, recipe))
+    for dtype in ("fp8", "bf16"):
+        for kind in ("forward", "dgrad", "wgrad"):
+            for name in layer_cases.PRODUCTS:
+                found[f"product {dtype} {kind} {name}"] = product(dtype, kind, name)
+    for (dtype, kind, more), names in MORE.items():
+        for name in names:
+            found[f"product {dtype} {kind} {name} with {more}"] = product(dtype, kind, name, more)
+    return {**{name: found[name] for name in FIRST}, **found}
+
+
+def chosen_cases(found, match):
+    if not match:
+        return list(found)
+    names = []
+    for text in match.split(","):
+        matching = [text] if text in found else [name for name in found if text in name]
+        if not matching:
+            sys.exit(f"tune_gemm.py: no case's name contains '{text}'; known: {', '.join(found)}")
+        names += [name for name in matching if name not in names]
+    return names
+
+
+def stop_after(seconds, path, finish):
+    """Calls `finish` from a thread of its own, once the time is over and the product that is being measured is in the
+    file; a measurement cannot be interrupted, and after each the file is whole."""
+    def wait():
+        time.sleep(max(0.0, seconds - (time.monotonic() - START)))
+        begin, held = time.monotonic(), len(Choices(path).all)
+        while len(Choices(path).all) == held and time.monotonic() - begin < LONGEST_S:
+            time.sleep(0.05)
+        finish()
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def show(path, device):
+    print("\n".join(table([c for c in Choices(path).all if c["device"] == device])), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--build", default="build/release")
+    parser.add_argument("--file", required=True)
+    parser.add_argument("--match", default="")
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(table(Choices(args.file).all)))
+        return
+    # Read when the plugin is opened.
+    os.environ.update(TE_FL_CUDA_GEMM_FILE=os.path.abspath(args.file), TE_FL_CUDA_GEMM_TUNE="1")
+    import torch
+
+    import bench_gpu
+    import layer_cases
+    from te_fl_bench import Library
+    found = cases(bench_gpu, layer_cases)
+    names = chosen_cases(found, args.match)
+    if not torch.cuda.is_available():
+        sys.exit("tune_gemm.py: PyTorch finds no CUDA device; run it where there is one")
+    build = os.path.abspath(args.build)
+    library = Library(os.path.join(build, "lib"), os.path.join(build, "plugins", "libte_fl_cuda.so"))
+    device = torch.cuda.get_device_name()
+    if args.seconds is not None:
+        def finish():
+            print(f"stopped after {time.monotonic() - START:.1f} s", flush=True)
+            show(args.file, device)
+            os._exit(0)  # the other thread is inside te-fl
+        stop_after(args.seconds, args.file, finish)
+    failed = 0
+    for name in names:
+        before, begin = len(Choices(args.file).all), time.monotonic()
+        try:
+            found[name](library)
+            result = f"{len(Choices(args.file).all) - before} measured"
+        except RuntimeError as error:
+            failed += 1
+            result = str(error).splitlines()[0]
+        print(f"{name:40} {result} in {time.monotonic() - begin:.1f} s", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    show(args.file, device)
+    if failed:
+        sys.exit(f"tune_gemm.py: {failed} of {len(names)} cases failed")
+
+
+if __name__ == "__main__":
+    main()
