@@ -1,6 +1,7 @@
 #include "registry/plan_cache.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <mutex>
@@ -82,15 +83,22 @@ void PlanKey::add_tensor(const te_fl_tensor* t) {
 
 // For each output the first other argument whose memory it has, from 1; 0 if there is none.
 void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
-  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+  constexpr uint32_t kKept = 32;
+  std::array<const char*, kKept> kept;  // where the first tensor arguments begin
+  const auto find = [&](uint32_t i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    return arg.type == TE_FL_ARG_TENSOR ? first_byte(tensor_argument(arg, args)) : nullptr;
+  };
+  const uint32_t count = schema.arg_count;
+  for (uint32_t i = 0; i < std::min(count, kKept); ++i) kept[i] = find(i);
+  const auto begin_of = [&](uint32_t i) { return i < kKept ? kept[i] : find(i); };
+  for (uint32_t i = 0; i < count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
-    const char* memory = first_byte(tensor_argument(arg, args));
+    const char* memory = begin_of(i);
     uint64_t shared = 0;
-    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
-      const te_fl_arg_desc& other = *schema.args[j];
-      if (j == i || other.type != TE_FL_ARG_TENSOR) continue;
-      if (first_byte(tensor_argument(other, args)) == memory) shared = j + 1;
+    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < count; ++j) {
+      if (j != i && begin_of(j) == memory) shared = j + 1;
     }
     add(shared);
   }

@@ -1,6 +1,7 @@
 #include "registry/workspace.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 
 #include "core/allocations.hpp"
@@ -13,6 +14,9 @@ namespace {
 // Guards every DeviceArenas' map. Devices are not entered while it is held.
 constinit core::ForkMutex mutex(70);
 const core::ForkMutex::Registration registration(mutex);
+
+// Advances when any arena goes: pointers that threads keep are then stale.
+std::atomic<uint64_t> g_generation{1};
 
 size_t round_up(size_t bytes) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
@@ -39,19 +43,33 @@ void* HostArenas::get(uint32_t depth, size_t bytes) noexcept {
 }
 
 DeviceArenas::~DeviceArenas() {
+  g_generation.fetch_add(1, std::memory_order_release);
   for (const Device& device : devices::list()) release(device);
+}
+
+// A thread asks for one arena again and again; the last one is found without the lock.
+DeviceArena* DeviceArenas::arena_of(const Key& key) {
+  struct Last {
+    const DeviceArenas* owner = nullptr;
+    uint64_t generation = 0;
+    Key key;
+    DeviceArena* arena = nullptr;
+  };
+  constinit static thread_local Last last{};
+  const uint64_t generation = g_generation.load(std::memory_order_acquire);
+  if (last.owner == this && last.generation == generation && last.key == key) return last.arena;
+  std::lock_guard lock(mutex);
+  auto& slot = arenas_[key];
+  if (slot == nullptr) slot = std::make_unique<DeviceArena>();
+  // Of before the lock: an arena that goes meanwhile is not taken for one that stays.
+  last = {this, generation, key, slot.get()};
+  return slot.get();
 }
 
 Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device, void* stream,
                                                            uint32_t depth, size_t bytes,
                                                            bool capturing, void** data) {
-  DeviceArena* arena = nullptr;
-  {
-    std::lock_guard lock(mutex);
-    auto& slot = arenas_[Key(device.type, device.index, device.provider, stream, depth)];
-    if (slot == nullptr) slot = std::make_unique<DeviceArena>();
-    arena = slot.get();
-  }
+  DeviceArena* arena = arena_of(Key(device.type, device.index, device.provider, stream, depth));
   std::unique_lock<std::mutex> held(arena->mutex);
   if (arena->bytes < bytes) {
     if (capturing) {
@@ -93,6 +111,7 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
       blocks.push_back(block);
       return true;
     });
+    g_generation.fetch_add(1, std::memory_order_release);
     std::erase_if(arenas_, [&](const auto& entry) {
       const auto& [type, index, provider, stream, depth] = entry.first;
       const Device device{type, index, provider};
@@ -121,6 +140,7 @@ void DeviceArenas::release(const Device& device, void* stream) {
 void DeviceArenas::forget_after_fork() {
   std::lock_guard lock(mutex);
   for (auto& [key, arena] : arenas_) arena.release();  // NOLINT: its mutex may be held by nobody
+  g_generation.fetch_add(1, std::memory_order_release);
   arenas_.clear();
   captured_.clear();
 }

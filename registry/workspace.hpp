@@ -68,6 +68,8 @@ class DeviceArenas {
     void* stream;
     void* data;
   };
+  // The arena of a key, made if there is none. `mutex` in workspace.cpp guards it.
+  DeviceArena* arena_of(const Key& key);
   // On the default stream where the blocks' own may be gone.
   template <class Matches>
   void release_if(Matches&& matches, bool on_default_stream);
