@@ -31,11 +31,16 @@ const Driver& driver() noexcept {
   return instance;
 }
 
+namespace {
+// The runtime's first call in a thread makes a context current, which the driver wants to find: a
+// question without one would be reported by tools that watch the driver's errors.
+constinit thread_local bool t_has_context = false;
+}  // namespace
+
 cudaError_t current_device(int* device) noexcept {
   const Driver& d = driver();
   CUdevice found = 0;
-  // Refused in a thread without a context, which the runtime knows how to answer.
-  if (d.current_device != nullptr && d.current_device(&found) == CUDA_SUCCESS) {
+  if (t_has_context && d.current_device != nullptr && d.current_device(&found) == CUDA_SUCCESS) {
     *device = found;
     return cudaSuccess;
   }
@@ -43,8 +48,6 @@ cudaError_t current_device(int* device) noexcept {
 }
 
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept {
-  // The runtime's first call in a thread makes a context current, which the driver wants to find.
-  constinit static thread_local bool t_has_context = false;
   const Driver& d = driver();
   CUstreamCaptureStatus found{};
   if (t_has_context && d.is_capturing != nullptr &&

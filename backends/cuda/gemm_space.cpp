@@ -46,15 +46,22 @@ bool set(cublasLtMatmulAlgo_t& algo, T number) {
 }
 
 bool varies(const cublasLtMatmulAlgo_t& algo) {
-  if (get<CUBLASLT_ALGO_CONFIG_SPLITK_NUM>(algo) > 1 ||
-      get<CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME>(algo) != CUBLASLT_REDUCTION_SCHEME_NONE) {
-    return false;
-  }
-  // Those of older kinds list their tiles, those of Hopper's tensor cores none.
-  std::array<uint32_t, CUBLASLT_MATMUL_TILE_END> tiles;
+  return get<CUBLASLT_ALGO_CONFIG_SPLITK_NUM>(algo) <= 1 &&
+         get<CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME>(algo) == CUBLASLT_REDUCTION_SCHEME_NONE;
+}
+
+// Those of kTiles that the library lists for an algorithm's kind; all where it lists none.
+std::vector<cublasLtMatmulTile_t> tiles_of(const cublasLtMatmulAlgo_t& algo) {
+  std::array<uint32_t, CUBLASLT_MATMUL_TILE_END> listed;
   size_t bytes = 0;
-  cublaslt()->algo_cap(&algo, CUBLASLT_ALGO_CAP_TILE_IDS, tiles.data(), sizeof tiles, &bytes);
-  return bytes == 0;
+  cublaslt()->algo_cap(&algo, CUBLASLT_ALGO_CAP_TILE_IDS, listed.data(), sizeof listed, &bytes);
+  const auto end = listed.begin() + std::min(bytes, sizeof listed) / sizeof listed[0];
+  std::vector<cublasLtMatmulTile_t> result;
+  for (const auto tile : kTiles) {
+    if (bytes == 0 || std::find(listed.begin(), end, static_cast<uint32_t>(tile)) != end)
+      result.push_back(tile);
+  }
+  return result;
 }
 
 bool same_kind(const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) {
@@ -89,7 +96,7 @@ void add_variations(const LibraryProduct& p, std::vector<cublasLtMatmulAlgo_t>& 
   if (lt.number < kOldestWithTiles) return;
   for (const cublasLtMatmulAlgo_t& base : bases(candidates)) {
     const int options = custom_options(base);
-    for (const auto tile : kTiles) {
+    for (const auto tile : tiles_of(base)) {
       for (const auto cluster : kClusters) {
         for (int option = 0; option < options; ++option) {
           cublasLtMatmulAlgo_t algo = base;

@@ -19,7 +19,7 @@ namespace {
 
 struct Answers {
   std::set<int> asked{};     // tiles
-  bool lists_tiles = false;  // as algorithms of older kinds do
+  bool lists_tiles = false;  // of which kTiles has one
   int most_option = 7;
   size_t workspace = 0;      // of those with cluster 1x2
   int accepted_option = -1;  // -1: any
@@ -169,14 +169,18 @@ TEST(CudaGemmSpace, EveryKindOfTheHeuristicIsVaried) {
 }
 
 TEST(CudaGemmSpace, AsksNothingWhereTheListMayNotHold) {
-  for (const auto& all :
-       {varied({algorithm(23, 3, 4, 36, 2)}), varied({algorithm(23, 3, 4)}, {.lists_tiles = true}),
-        varied({algorithm(23, 3, 4)}, {}, 130099), varied({})}) {
+  for (const auto& all : {varied({algorithm(23, 3, 4, 36, 2)}),
+                          varied({algorithm(23, 3, 4)}, {}, 130099), varied({})}) {
     EXPECT_LE(all.size(), 1u);
     EXPECT_TRUE(g_answers.asked.empty());
   }
 }
 
+TEST(CudaGemmSpace, AsksOnlyAboutTilesThatTheLibraryLists) {
+  const auto all = varied({algorithm(31, 2, 4)}, {.lists_tiles = true});
+  EXPECT_EQ(all.size(), 1 + kAll / kTiles.size());
+  EXPECT_EQ(g_answers.asked, std::set<int>{CUBLASLT_MATMUL_TILE_128x128});
+}
 TEST(CudaGemmSpace, SaysAnAlgorithmInNumbers) {
   EXPECT_EQ(text_of(algorithm(29, 3, 1)),
             "id 66 tile 29 stages 36 custom 1 inner 0 cluster 3 splitk 1");
