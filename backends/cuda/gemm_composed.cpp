@@ -15,6 +15,7 @@ size_t round_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 // The tensor whose dtype the product is rounded to, or NULL.
 const te_fl_tensor* rounded_like(const Args& args) {
   if (args.residual != nullptr || args.accumulate) return nullptr;
+  if (args.gelu && args.d_sum != nullptr) return nullptr;  // the op gelu sums no columns
   const te_fl_tensor* t = args.gelu ? args.pre_gelu_out : args.pre_gelu_in;
   if (t == nullptr || t->quant != nullptr) return nullptr;
   // FP32 rounds nothing; of 16 bits D's own rounding has to be no finer.
