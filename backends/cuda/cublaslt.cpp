@@ -46,7 +46,6 @@ struct Library {
     find(table.heuristic, "cublasLtMatmulAlgoGetHeuristic");
     find(table.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
     find(table.algo_set, "cublasLtMatmulAlgoConfigSetAttribute");
-    find(table.algo_cap, "cublasLtMatmulAlgoCapGetAttribute");
     find(table.algo_check, "cublasLtMatmulAlgoCheck");
     find(table.matmul, "cublasLtMatmul");
     if (!missing.empty()) return;

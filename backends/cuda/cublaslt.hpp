@@ -31,8 +31,6 @@ struct CublasLt {
                              void*, size_t, size_t*) = nullptr;
   cublasStatus_t (*algo_set)(cublasLtMatmulAlgo_t*, cublasLtMatmulAlgoConfigAttributes_t,
                              const void*, size_t) = nullptr;
-  cublasStatus_t (*algo_cap)(const cublasLtMatmulAlgo_t*, cublasLtMatmulAlgoCapAttributes_t, void*,
-                             size_t, size_t*) = nullptr;
   cublasStatus_t (*algo_check)(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
                                cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
                                cublasLtMatrixLayout_t, const cublasLtMatmulAlgo_t*,

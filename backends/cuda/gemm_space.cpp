@@ -50,20 +50,6 @@ bool varies(const cublasLtMatmulAlgo_t& algo) {
          get<CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME>(algo) == CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 
-// Those of kTiles that the library lists for an algorithm's kind; all where it lists none.
-std::vector<cublasLtMatmulTile_t> tiles_of(const cublasLtMatmulAlgo_t& algo) {
-  std::array<uint32_t, CUBLASLT_MATMUL_TILE_END> listed;
-  size_t bytes = 0;
-  cublaslt()->algo_cap(&algo, CUBLASLT_ALGO_CAP_TILE_IDS, listed.data(), sizeof listed, &bytes);
-  const auto end = listed.begin() + std::min(bytes, sizeof listed) / sizeof listed[0];
-  std::vector<cublasLtMatmulTile_t> result;
-  for (const auto tile : kTiles) {
-    if (bytes == 0 || std::find(listed.begin(), end, static_cast<uint32_t>(tile)) != end)
-      result.push_back(tile);
-  }
-  return result;
-}
-
 bool same_kind(const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) {
   return get<CUBLASLT_ALGO_CONFIG_ID>(a) == get<CUBLASLT_ALGO_CONFIG_ID>(b) &&
          get<CUBLASLT_ALGO_CONFIG_STAGES_ID>(a) == get<CUBLASLT_ALGO_CONFIG_STAGES_ID>(b) &&
@@ -82,23 +68,15 @@ std::vector<cublasLtMatmulAlgo_t> bases(const std::vector<cublasLtMatmulAlgo_t>&
   return result;
 }
 
-int custom_options(const cublasLtMatmulAlgo_t& algo) {
-  int32_t most = 0;
-  size_t written = 0;
-  cublaslt()->algo_cap(&algo, CUBLASLT_ALGO_CAP_CUSTOM_OPTION_MAX, &most, sizeof most, &written);
-  return std::clamp(most + 1, 1, kMostCustomOptions);
-}
-
 }  // namespace
 
 void add_variations(const LibraryProduct& p, std::vector<cublasLtMatmulAlgo_t>& candidates) {
   const CublasLt& lt = *cublaslt();
   if (lt.number < kOldestWithTiles) return;
   for (const cublasLtMatmulAlgo_t& base : bases(candidates)) {
-    const int options = custom_options(base);
-    for (const auto tile : tiles_of(base)) {
+    for (const auto tile : kTiles) {
       for (const auto cluster : kClusters) {
-        for (int option = 0; option < options; ++option) {
+        for (int option = 0; option < kCustomOptions; ++option) {
           cublasLtMatmulAlgo_t algo = base;
           cublasLtMatmulHeuristicResult_t result{};
           if (set<CUBLASLT_ALGO_CONFIG_TILE_ID>(algo, tile) &&

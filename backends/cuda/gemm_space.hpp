@@ -11,7 +11,9 @@ namespace te_fl::cuda {
 
 // What is varied: with sustained sequences of FP8 products of 0.3 to 1.1 tera-operations on an
 // H100, every algorithm that won had one of each of these. Only tiles that are named here may be
-// asked about: the library's check divides by zero where it knows no such tile (13.1).
+// asked about: the library's check divides by zero where it knows no such tile (13.1). What it
+// says that an algorithm of the heuristic's is capable of does not tell which exist; its check
+// does.
 inline constexpr std::array kTiles{
     CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128,
     CUBLASLT_MATMUL_TILE_128x160, CUBLASLT_MATMUL_TILE_160x128, CUBLASLT_MATMUL_TILE_128x192,
@@ -19,7 +21,7 @@ inline constexpr std::array kTiles{
     CUBLASLT_MATMUL_TILE_192x192, CUBLASLT_MATMUL_TILE_320x128, CUBLASLT_MATMUL_TILE_256x96};
 inline constexpr std::array kClusters{CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1};
 inline constexpr size_t kOldestWithTiles = 130100;  // cublasLtGetVersion() of that library
-inline constexpr int kMostCustomOptions = 8;        // 0 to 7: how the library's tiles are scheduled
+inline constexpr int kCustomOptions = 8;            // 0 to 7: how the library's tiles are scheduled
 
 // A matrix product as the library is asked about it.
 struct LibraryProduct {

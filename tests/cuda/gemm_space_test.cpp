@@ -19,8 +19,6 @@ namespace {
 
 struct Answers {
   std::set<int> asked{};     // tiles
-  bool lists_tiles = false;  // of which kTiles has one
-  int most_option = 7;
   size_t workspace = 0;      // of those with cluster 1x2
   int accepted_option = -1;  // -1: any
 };
@@ -49,14 +47,6 @@ cublasStatus_t algo_get(const cublasLtMatmulAlgo_t* algo,
   auto copy = *algo;
   std::memcpy(to, place(copy, attribute), bytes);
   *written = bytes;
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t algo_cap(const cublasLtMatmulAlgo_t*, cublasLtMatmulAlgoCapAttributes_t attribute,
-                        void* to, size_t, size_t* written) {
-  const bool tiles = attribute == CUBLASLT_ALGO_CAP_TILE_IDS;
-  const int value = tiles ? 20 : g_answers.most_option;
-  *written = tiles && !g_answers.lists_tiles ? 0 : 4;
-  std::memcpy(to, &value, *written);
   return CUBLAS_STATUS_SUCCESS;
 }
 int config(const cublasLtMatmulAlgo_t& algo, cublasLtMatmulAlgoConfigAttributes_t attribute) {
@@ -101,14 +91,13 @@ std::vector<cublasLtMatmulAlgo_t> varied(std::vector<cublasLtMatmulAlgo_t> heuri
   g_library.number = version;
   g_library.algo_set = algo_set;
   g_library.algo_get = algo_get;
-  g_library.algo_cap = algo_cap;
   g_library.algo_check = algo_check;
   LibraryProduct product{};
   product.workspace = 1 << 20;
   add_variations(product, heuristic);
   return heuristic;
 }
-constexpr size_t kAll = kTiles.size() * kClusters.size() * kMostCustomOptions;
+constexpr size_t kAll = kTiles.size() * kClusters.size() * kCustomOptions;
 
 }  // namespace
 
@@ -157,8 +146,7 @@ TEST(CudaGemmSpace, KeepsWhatTheHeuristicNamesInFront) {
 
 TEST(CudaGemmSpace, TakesWhatTheLibraryAcceptsAndTheScratchAllows) {
   const auto one = algorithm(31, 2, 4);
-  EXPECT_EQ(varied({one}, {.accepted_option = 1}).size(), 1 + kAll / kMostCustomOptions);
-  EXPECT_EQ(varied({one}, {.most_option = 3}).size(), 1 + kAll / 2);
+  EXPECT_EQ(varied({one}, {.accepted_option = 1}).size(), 1 + kAll / kCustomOptions);
   EXPECT_EQ(varied({one}, {.workspace = 2 << 20}).size(), 1 + kAll / 2);
   EXPECT_EQ(varied({one}, {.accepted_option = 9}).size(), 1u);
 }
@@ -176,11 +164,6 @@ TEST(CudaGemmSpace, AsksNothingWhereTheListMayNotHold) {
   }
 }
 
-TEST(CudaGemmSpace, AsksOnlyAboutTilesThatTheLibraryLists) {
-  const auto all = varied({algorithm(31, 2, 4)}, {.lists_tiles = true});
-  EXPECT_EQ(all.size(), 1 + kAll / kTiles.size());
-  EXPECT_EQ(g_answers.asked, std::set<int>{CUBLASLT_MATMUL_TILE_128x128});
-}
 TEST(CudaGemmSpace, SaysAnAlgorithmInNumbers) {
   EXPECT_EQ(text_of(algorithm(29, 3, 1)),
             "id 66 tile 29 stages 36 custom 1 inner 0 cluster 3 splitk 1");
