@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "activation.cuh"
+#include "column_sums.hpp"
 #include "cublaslt.hpp"
 #include "device.hpp"
 #include "families.hpp"
@@ -254,7 +255,9 @@ void run_product(const te_fl_context& ctx, const Args& args) {
   p.bias_grad = plan != nullptr && plan->problem.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {
     const bool along = args.trans_a == 0, accumulate = args.accumulate_bias_grad != 0;
-    if (!along && rows_bias_grad(*args.a)) {
+    if (!along && has_fast_column_sums(*args.a)) {
+      fast_column_sums(ctx, *args.a, s.partials, *args.bias_grad, accumulate);
+    } else if (!along && rows_bias_grad(*args.a)) {
       const te_fl_quant* quant = args.a->quant;
       column_sums(
           ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "column_sums.hpp"
 #include "cublaslt.hpp"
 #include "cuda_check.hpp"
 #include "gemm_choice.hpp"
@@ -150,7 +151,8 @@ Problem describe(const Args& args) {
   const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
   p.bias_grad = p.direct && !p.fp8 && half && args.bias_grad != nullptr &&
                 !args.accumulate_bias_grad && args.bias == nullptr && args.residual == nullptr &&
-                dtype_of(*args.bias_grad) == d_dtype && p.m > 0 && p.n > 0;
+                dtype_of(*args.bias_grad) == d_dtype && p.m > 0 && p.n > 0 &&
+                !(args.trans_a && has_fast_column_sums(*args.a));
   return p;
 }
 
