@@ -5,8 +5,7 @@
 #include "device.hpp"
 #include "driver.hpp"
 #include "fused_gemm.hpp"
-#include "per_device.hpp"
-#include "shared_memory.hpp"
+#include "hopper_launch.cuh"
 #include "store.cuh"
 
 namespace te_fl::cuda {
@@ -19,53 +18,12 @@ bool plain_bf16(const te_fl_tensor& t, uintptr_t alignment) {
          reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % alignment == 0;
 }
 
-// Row-major [rows, cols] in boxes of 128 bytes of a row.
-CUtensorMap boxes(const void* data, bool codes, int64_t rows, int64_t cols, int box_rows) {
-  const int64_t bytes = codes ? 1 : 2;
-  const cuuint64_t extents[] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t pitch[] = {static_cast<cuuint64_t>(cols * bytes)};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(128 / bytes),
-                            static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[] = {1, 1};
-  CUtensorMap map;
-  const CUresult result = driver().encode_tensor_map(
-      &map, codes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-      const_cast<void*>(data), extents, pitch, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw backend::Error(TE_FL_INTERNAL | TE_FL_CLEAN,
-                         "cuTensorMapEncodeTiled: error " + std::to_string(result) + " for " +
-                             std::to_string(rows) + " rows of " + std::to_string(cols));
-  }
-  return map;
-}
-
-// Clusters of the kernel that a device runs at once; 0: none.
-template <auto kKernel>
-int clusters_of(int device) {
-  static constinit PerDevice kept;
-  static constinit SharedMemory memory;
-  return kept.get(device, [&] {
-    if (!memory.allow(device, kKernel, fused::kShared, fused::kShared)) return 0;
-    cudaLaunchConfig_t config{};
-    int sms = 0, clusters = 0;
-    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-          "cudaDeviceGetAttribute");
-    config.gridDim = dim3(static_cast<unsigned>(sms / 2 * 2));
-    config.blockDim = dim3(fused::kThreads);
-    config.dynamicSmemBytes = fused::kShared;
-    check(cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config),
-          "cudaOccupancyMaxActiveClusters");
-    return clusters;
-  });
-}
-
 template <class Type, bool kPromote, bool kBackward, class Out>
 void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedGemm& g) {
   constexpr auto kKernel = fused::fused_gemm_kernel<Type, kPromote, kBackward, Out>;
   const int clusters =
-      std::min(clusters_of<kKernel>(ctx.device.index), g.rows / int{kExtent} * (g.cols / int{kExtent}));
+      std::min(clusters_of<kKernel>(ctx.device.index, fused::kThreads, fused::kShared),
+               g.rows / int{kExtent} * (g.cols / int{kExtent}));
   kKernel<<<2 * clusters, fused::kThreads, fused::kShared, stream_of(ctx)>>>(maps[0], maps[1],
                                                                              maps[2], g);
   check_launch("fused_gemm_kernel");
@@ -83,7 +41,8 @@ FusedProduct::FusedProduct(const te_fl_context& ctx, const te_fl_generic_gemm_ar
 
 bool FusedProduct::takes_operands() const {
   const Problem& p = problem_;
-  if (p.convert != Convert::kNone || p.block || p.m % kExtent != 0 || p.n % kExtent != 0 || p.k == 0)
+  if (p.convert != Convert::kNone || p.block || p.m % kExtent != 0 || p.n % kExtent != 0 ||
+      p.k == 0)
     return false;
   const bool backward = call_.pre_gelu_in != nullptr;
   if (p.fp8) {
@@ -124,7 +83,8 @@ FusedProduct::Form FusedProduct::form_of(const te_fl_context& ctx) const {
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ctx.device.index),
         "cudaDeviceGetAttribute");
-  if (driver().encode_tensor_map == nullptr || problem_.m / kExtent * (problem_.n / kExtent) < sms / 4)
+  if (driver().encode_tensor_map == nullptr ||
+      problem_.m / kExtent * (problem_.n / kExtent) < sms / 4)
     return Form::kNone;
   if (problem_.fp8) return backward ? Form::kCodesBackward : Form::kCodesForward;
   return backward ? Form::kHighBackward : Form::kHighForward;

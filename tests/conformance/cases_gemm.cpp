@@ -610,6 +610,20 @@ void add_blocks(std::vector<Variant>& all) {
                      .trans_b = tb == 1,
                      .split = true});
     }
+  // As a weight gradient is: more tiles than a GPU runs at once, and a loop over K that comes
+  // round.
+  for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 8704, 512}, {8192, 512, 128}})
+    all.push_back({.a = one(true),
+                   .b = one(true, 0),
+                   .d = TE_FL_BF16,
+                   .m = m,
+                   .n = n,
+                   .k = k,
+                   .trans_a = true,
+                   .trans_b = false,
+                   .alpha = 1.5,
+                   .split = true,
+                   .large = true});
   all.push_back({.a = two(false),
                  .b = one(false),
                  .d = TE_FL_BF16,
