@@ -60,10 +60,10 @@ void BlockProduct::run(const te_fl_context& ctx) const {
   const CUtensorMap a = boxes(p.a.codes, true, p.m, p.k, blocks::kRows),
                     b = boxes(p.b.codes, true, p.n, p.k, blocks::kCols / 2),
                     d = boxes(backend::data<void>(*call_.d), false, p.m, p.n, blocks::kRows);
-  const int clusters = std::min(
-      clusters_of<blocks::block_gemm_kernel>(ctx.device.index, blocks::kThreads, blocks::kShared),
-      blocks::Tile::count(g.rows, g.cols));
-  blocks::block_gemm_kernel<<<static_cast<unsigned>(2 * clusters), blocks::kThreads,
+  const int clusters = std::min(clusters_of<blocks::block_gemm_kernel>(
+                                    ctx.device.index, blocks::kTileThreads, blocks::kShared),
+                                blocks::Tile::count(g.rows, g.cols));
+  blocks::block_gemm_kernel<<<static_cast<unsigned>(2 * clusters), blocks::kTileThreads,
                               blocks::kShared, stream_of(ctx)>>>(a, b, d, g);
   check_launch("block_gemm_kernel");
 }

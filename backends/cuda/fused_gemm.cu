@@ -22,10 +22,10 @@ template <class Type, bool kPromote, bool kBackward, class Out>
 void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedGemm& g) {
   constexpr auto kKernel = fused::fused_gemm_kernel<Type, kPromote, kBackward, Out>;
   const int clusters =
-      std::min(clusters_of<kKernel>(ctx.device.index, fused::kThreads, fused::kShared),
+      std::min(clusters_of<kKernel>(ctx.device.index, fused::kTileThreads, fused::kShared),
                g.rows / int{kExtent} * (g.cols / int{kExtent}));
-  kKernel<<<2 * clusters, fused::kThreads, fused::kShared, stream_of(ctx)>>>(maps[0], maps[1],
-                                                                             maps[2], g);
+  kKernel<<<2 * clusters, fused::kTileThreads, fused::kShared, stream_of(ctx)>>>(maps[0], maps[1],
+                                                                                 maps[2], g);
   check_launch("fused_gemm_kernel");
 }
 

@@ -11,7 +11,7 @@
 
 #include "activation.cuh"
 #include "element.cuh"
-#include "hopper.cuh"
+#include "hopper_tiles.cuh"
 
 namespace te_fl::cuda {
 
@@ -34,62 +34,14 @@ struct FusedGemm {
 
 namespace fused {
 
-constexpr int kRows = 128, kCols = 256, kLine = 128, kStages = 3, kThreads = 384;
-constexpr int kA = kRows * kLine, kB = kCols * kLine, kStage = kA + kB, kRing = kStages * kStage;
-constexpr int kPart = 64;  // columns of the tile that the epilogue takes at once: 128 bytes
-constexpr int kPartBytes = kRows * kPart * 2;  // 16-bit results
-constexpr int kResults = kCols / kPart * kPartBytes;
-constexpr int kFinishers = 3, kParts = kCols / kPart;
+using namespace tiles;  // NOLINT: this is their kernel
+
+constexpr int kFinishers = 3;
 constexpr int kTurnedLine =
     80;  // 32 rows of two columns of codes, and what spreads lines over the banks
 constexpr int kTurned = kPart / 2 * kTurnedLine;
-constexpr int kBarriers = 2 * kStages + 2;
-constexpr size_t kShared = kRing + kResults + kFinishers * kTurned + kBarriers * sizeof(uint64_t);
-constexpr int kRowGroup = 8;  // pairs of row tiles that are taken before the next columns
-
-struct Tile {
-  int row, col;  // first of the cluster's
-  __device__ Tile(const FusedGemm& g, int index) {
-    const int across = g.cols / kCols, group = index / (kRowGroup * across),
-              rest = index - group * kRowGroup * across;
-    const int height = min(kRowGroup, g.rows / (2 * kRows) - group * kRowGroup);
-    row = (group * kRowGroup + rest % height) * 2 * kRows;
-    col = rest / height * kCols;
-  }
-  __device__ static int count(const FusedGemm& g) {
-    return g.rows / (2 * kRows) * (g.cols / kCols);
-  }
-};
-
-// Shared addresses.
-struct Layout {
-  uint32_t data, results, turned, full, empty, ready, taken;
-  __device__ explicit Layout(uint32_t shared)
-      : data(shared),
-        results(shared + kRing),
-        turned(results + kResults),
-        full(turned + kFinishers * kTurned),
-        empty(full + kStages * 8),
-        ready(empty + kStages * 8),
-        taken(ready + 8) {}
-  __device__ uint32_t a(int stage) const { return data + stage * kStage; }
-  __device__ uint32_t b(int stage) const { return a(stage) + kA; }
-  // 16 bytes of the results, as copies to memory want them.
-  __device__ uint32_t result(int part, int row, int unit) const {
-    return results + part * kPartBytes + row * 128 + (unit ^ row & 7) * 16;
-  }
-};
-// A stage and whether it is the ring's even or odd turn.
-struct Position {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+constexpr int kExtra = kFinishers * kTurned;
+constexpr size_t kShared = shared_bytes(kExtra);
 
 template <class Type>
 struct Operands {  // codes
@@ -112,8 +64,8 @@ __device__ inline void load(const CUtensorMap& map_a, const CUtensorMap& map_b, 
                             const Layout& at) {
   const int rank = static_cast<int>(hopper::rank_in_cluster());
   Position p;
-  for (int index = blockIdx.x / 2; index < Tile::count(g); index += gridDim.x / 2) {
-    const Tile tile(g, index);
+  for (int index = blockIdx.x / 2; index < Tile::count(g.rows, g.cols); index += gridDim.x / 2) {
+    const Tile tile(g.rows, g.cols, index);
     for (int line = 0; line < g.lines; ++line, p.next()) {
       hopper::wait_for(at.empty + p.stage * 8, p.parity ^ 1);
       const uint32_t full = at.full + p.stage * 8, half = at.b(p.stage) + rank * (kB / 2);
@@ -141,10 +93,6 @@ __device__ inline uint64_t descriptor_b(uint32_t address, int step) {
 template <class Type, bool kPromote>
 __device__ inline void sum_products(const Layout& at, int lines, int group, Position& p,
                                     float (&sum)[128]) {
-  const int lane = threadIdx.x % 32;
-  const auto release = [&](int stage) {
-    if (lane < 2) hopper::arrive_at(at.empty + stage * 8, lane);
-  };
   int before = -1;
   if constexpr (kPromote) {
 #pragma unroll
@@ -165,7 +113,7 @@ __device__ inline void sum_products(const Layout& at, int lines, int group, Posi
         }
         hopper::end_products();
         hopper::wait_products<0>();
-        if (half == 1) release(p.stage);
+        if (half == 1) at.release(p.stage);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[64 * half + i] += part[i];
       }
@@ -179,51 +127,19 @@ __device__ inline void sum_products(const Layout& at, int lines, int group, Posi
       hopper::end_products();
       if (before >= 0) {
         hopper::wait_products<1>();
-        release(before);
+        at.release(before);
       }
       before = p.stage;
     }
   }
   if constexpr (!kPromote) {
     hopper::wait_products<0>();
-    release(before);
+    at.release(before);
   }
 }
 
-__device__ inline uint32_t pack(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(both);
-}
 __device__ inline float2 unpack(uint32_t both) {
   return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
-}
-
-// sum[4 j + 2 i + e] of a thread is at row 16 warp + 8 i + lane / 4, column 8 j + 2 (lane % 4) + e.
-__device__ inline void hand_over(const Layout& at, const FusedGemm& g, float factor, int group,
-                                 int col0, const float (&sum)[128]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const int row = 64 * group + 16 * warp + lane % 16;  // whose address this lane gives
-#pragma unroll
-  for (int j = 0; j < 32; j += 2) {
-    uint32_t v[4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float2 bias = make_float2(0.0f, 0.0f);
-      if (g.bias != nullptr) {
-        bias = unpack(
-            __ldg(reinterpret_cast<const uint32_t*>(g.bias + col0 + 8 * (j + n) + 2 * (lane % 4))));
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* of = sum + 4 * (j + n) + 2 * i;
-        v[2 * n + i] = pack(fmaf(of[0], factor, bias.x), fmaf(of[1], factor, bias.y));
-      }
-    }
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     at.result(j / 8, row, j % 8 + lane / 16)),
-                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-  }
 }
 
 // ---- the epilogue
@@ -420,26 +336,18 @@ struct Finish {
 
 // map_pre: where the results before GELU go, forward.
 template <class Type, bool kPromote, bool kBackward, class Out>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads, 1)
     fused_gemm_kernel(const __grid_constant__ CUtensorMap map_a,
                       const __grid_constant__ CUtensorMap map_b,
                       const __grid_constant__ CUtensorMap map_pre,
                       const __grid_constant__ FusedGemm g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
-  const Layout at(hopper::shared_address(memory));
+  const Layout at(hopper::shared_address(memory), kExtra);
   const int team = threadIdx.x / 128, below = static_cast<int>(hopper::rank_in_cluster()) * kRows;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      hopper::init_barrier(at.full + s * 8, 1);
-      hopper::init_barrier(at.empty + s * 8, 16);  // warps that read a stage's B, in both blocks
-    }
-    hopper::init_barrier(at.ready, 256);
-    hopper::init_barrier(at.taken, kParts);
-    hopper::fence_barrier_init();
-  }
+  if (threadIdx.x == 0) at.init(kParts);
   hopper::sync_cluster();
-  const int first = blockIdx.x / 2, step = gridDim.x / 2, tiles = Tile::count(g);
+  const int first = blockIdx.x / 2, step = gridDim.x / 2, tiles = Tile::count(g.rows, g.cols);
   uint32_t parity = 0;
   if (team == 0) {
     if constexpr (kPromote) {
@@ -454,7 +362,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       Finish<kBackward, Out> finish(g, at);
       int mine = finisher;  // of the parts of all tiles, one after the other
       for (int index = first; index < tiles; index += step, parity ^= 1, mine -= kParts) {
-        const Tile tile(g, index);
+        const Tile tile(g.rows, g.cols, index);
         const int row0 = tile.row + below;
         if (mine < kParts) hopper::wait_for(at.ready, parity);
         for (; mine < kParts; mine += kFinishers) {
@@ -463,7 +371,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
             hopper::store_box(map_pre, at.results + mine * kPartBytes, col0, row0);
             hopper::commit_stores();
           }
-          finish.part(mine, row0, col0, at.turned + finisher * kTurned);
+          finish.part(mine, row0, col0, at.own + finisher * kTurned);
           if (!kBackward && lane == 0) hopper::wait_stores_read();
           __syncwarp();
           if (lane == 0) hopper::arrive(at.taken);
@@ -482,11 +390,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     if (g.scale_a != nullptr) factor *= *g.scale_a * *g.scale_b;
     Position p;
     for (int index = first; index < tiles; index += step, parity ^= 1) {
-      const Tile tile(g, index);
+      const Tile tile(g.rows, g.cols, index);
       float sum[128];
       sum_products<Type, kPromote>(at, g.lines, team - 1, p, sum);
       hopper::wait_for(at.taken, parity ^ 1);
-      hand_over(at, g, factor, team - 1, tile.col, sum);
+      hand_over(at, team - 1, factor, sum, [&](int chunk) {
+        if (g.bias == nullptr) return make_float2(0.0f, 0.0f);
+        const bf16* of = g.bias + tile.col + 8 * chunk + 2 * (threadIdx.x % 4);
+        return unpack(__ldg(reinterpret_cast<const uint32_t*>(of)));
+      });
       hopper::fence_for_copies();
       hopper::arrive(at.ready);
     }
