@@ -1,7 +1,6 @@
 // Running a call along its route: scratch, plans, locks, falling back.
 
 #include <array>
-#include <optional>
 
 #include "core/device_use.hpp"
 #include "policy/current.hpp"
@@ -295,38 +294,33 @@ Status nobody(Call& call, const Served& served) {
   return no_candidate(call, choice, served.failures);
 }
 
-// Of a route of `steps`: what the failure makes of the call, or nothing if another may follow.
-std::optional<Status> ends_with(Call& call, const Failure& failure, size_t steps) {
-  // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
-  const bool last_word = steps == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
-  if (!last_word && may_follow(failure.status)) return std::nullopt;
-  return after_failure(call, *failure.impl, failure.status, failure.text);
-}
-
-// An implementation has run and failed so: may another, and which does? The route is asked for
-// anew, as it may have changed meanwhile.
+// The route's first implementation has run and failed so: may another, and which does? A call keeps
+// its table and policy, so this is the route that it came from.
 [[gnu::cold]] Status run_others(Call& call, const Failure& first, Served& served) {
   TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
   const Order order(entry->route->order);
   const bool deterministic = entry->route->deterministic;
-  if (auto end = ends_with(call, first, order.size())) return *std::move(end);
-  served.failures.push_back(first);
-  bool has_run = false;  // `first`, which is passed over once
   for (size_t i = 0; i < order.size(); ++i) {
     const Implementation& impl = *order[i].impl;
-    if (!has_run && &impl == first.impl) {
-      has_run = true;
-      continue;
+    Failure failure{&impl, TE_FL_OK, {}};
+    if (i == 0) {
+      failure = first;
+    } else {
+      core::ErrorText errors;
+      failure.status = attempt(call, order[i], deterministic, errors);
+      if (failure.status == TE_FL_OK) {
+        served.impl = &impl;
+        served.staged = order[i].staged;
+        return after_success(call, impl);
+      }
+      failure.text = errors.text();
     }
-    core::ErrorText errors;
-    const te_fl_status status = attempt(call, order[i], deterministic, errors);
-    if (status == TE_FL_OK) {
-      served.impl = &impl;
-      served.staged = order[i].staged;
-      return after_success(call, impl);
+    // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
+    const bool last_word =
+        order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
+    if (last_word || !may_follow(failure.status)) {
+      return after_failure(call, impl, failure.status, failure.text);
     }
-    Failure failure{&impl, status, errors.text()};
-    if (auto end = ends_with(call, failure, order.size())) return *std::move(end);
     served.failures.push_back(std::move(failure));
   }
   return nobody(call, served);

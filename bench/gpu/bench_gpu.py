@@ -15,7 +15,10 @@ import os
 import statistics
 import sys
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as missing:
+    sys.exit(f"bench_gpu.py: {missing}; install PyTorch with CUDA (pip install torch), or run it with a Python that has it")
 
 import host_cost
 import layer_cases

@@ -12,7 +12,10 @@ import ctypes
 import statistics
 import sys
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as missing:
+    sys.exit(f"gemm_epilogues.py: {missing}; install PyTorch with CUDA (pip install torch), or run it with a Python that has it")
 
 import measure
 from cublaslt_candidates import BIAS_POINTER, BIAS_TYPE, EPILOGUE, R_16BF, Product

@@ -21,7 +21,10 @@ import statistics
 import subprocess
 import sys
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as missing:
+    sys.exit(f"layer_profile.py: {missing}; install PyTorch with CUDA (pip install torch), or run it with a Python that has it")
 
 import layer_cases
 import measure

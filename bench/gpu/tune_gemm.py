@@ -111,12 +111,16 @@ def main():
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
     if args.list:
+        if not os.path.isfile(args.file):
+            sys.exit(f"tune_gemm.py: {args.file} is not there; name a file that a run without --list has written")
         print("\n".join(table(Choices(args.file).all)))
         return
     # Read when the plugin is opened.
     os.environ.update(TE_FL_CUDA_GEMM_FILE=os.path.abspath(args.file), TE_FL_CUDA_GEMM_TUNE="1")
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError as missing:
+        sys.exit(f"tune_gemm.py: {missing}; install PyTorch with CUDA (pip install torch), or run it with a Python that has it")
     import bench_gpu
     import layer_cases
     from te_fl_bench import Library
