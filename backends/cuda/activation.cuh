@@ -64,7 +64,12 @@ struct Gelu {
     const float y = x * s.plus;
     return {y, fmaf(y, s.minus * fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC), s.plus)};
   }
-  __device__ static float derivative(float x) { return dual(x).derivative; }
+  // s + x s (1 - s) u'. 1 - s loses digits only where s, and so the sum, is nearly 1.
+  __device__ static float derivative(float x) {
+    const float x2 = fminf(x * x, 1e4f);
+    const float s = sigmoid_of(exponent(x, x2)), steep = fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC);
+    return fmaf(s * steep, fmaf(-x, s, x), s);
+  }
 };
 struct Sigmoid {
   static constexpr float kSteepest = 0.0f;

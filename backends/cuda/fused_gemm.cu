@@ -18,9 +18,9 @@ bool plain_bf16(const te_fl_tensor& t, uintptr_t alignment) {
          reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % alignment == 0;
 }
 
-template <class Type, bool kPromote, bool kBackward, class Out>
+template <class Type, bool kBackward, class Out>
 void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedGemm& g) {
-  constexpr auto kKernel = fused::fused_gemm_kernel<Type, kPromote, kBackward, Out>;
+  constexpr auto kKernel = fused::fused_gemm_kernel<Type, kBackward, Out>;
   const int clusters =
       std::min(clusters_of<kKernel>(ctx.device.index, fused::kTileThreads, fused::kShared),
                g.rows / int{kExtent} * (g.cols / int{kExtent}));
@@ -45,10 +45,11 @@ bool FusedProduct::takes_operands() const {
       p.k == 0)
     return false;
   const bool backward = call_.pre_gelu_in != nullptr;
+  // Not the gradient in FP8: with the split accumulator these kernels are slower than the library's
+  // and a pass.
   if (p.fp8) {
-    return p.k % 128 == 0 && p.b.dtype == TE_FL_F8E4M3 &&
-           p.a.dtype == (backward ? TE_FL_F8E5M2 : TE_FL_F8E4M3) &&
-           (call_.use_split_accumulator != 0) == backward;
+    return !backward && p.k % 128 == 0 && p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3 &&
+           call_.use_split_accumulator == 0;
   }
   // Forward both along K, backward B across it.
   return p.k % 64 == 0 && plain_bf16(*call_.a, 16) && plain_bf16(*call_.b, 16) && p.a.along &&
@@ -60,8 +61,7 @@ bool FusedProduct::takes_result() const {
   if (problem_.fp8) {
     if (d.quant == nullptr || d.quant->scaling != TE_FL_SCALING_TENSOR) return false;
     const te_fl_quant& quant = *d.quant;
-    return dtype_of(d) == (call_.pre_gelu_in != nullptr ? TE_FL_F8E5M2 : TE_FL_F8E4M3) &&
-           (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0 &&
+    return dtype_of(d) == TE_FL_F8E4M3 && (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0 &&
            aligned16(backend::data<const void>(d)) && aligned16(quant.columnwise_data);
   }
   return plain_bf16(d, 16);
@@ -86,13 +86,13 @@ FusedProduct::Form FusedProduct::form_of(const te_fl_context& ctx) const {
   if (driver().encode_tensor_map == nullptr ||
       problem_.m / kExtent * (problem_.n / kExtent) < sms / 4)
     return Form::kNone;
-  if (problem_.fp8) return backward ? Form::kCodesBackward : Form::kCodesForward;
-  return backward ? Form::kHighBackward : Form::kHighForward;
+  if (backward) return Form::kBackward;
+  return problem_.fp8 ? Form::kForwardCodes : Form::kForward;
 }
 
 size_t FusedProduct::scratch_bytes() const {
   if (call_.d_sum == nullptr) return 0;
-  return static_cast<size_t>(problem_.m / fused::kRows * problem_.n) * sizeof(float);
+  return static_cast<size_t>(problem_.m / fused::kUnitRows * problem_.n) * sizeof(float);
 }
 
 void FusedProduct::run(const te_fl_context& ctx, void* scratch) const {
@@ -119,26 +119,24 @@ void FusedProduct::run(const te_fl_context& ctx, void* scratch) const {
   if (call_.d_sum != nullptr) g.sums = static_cast<float*>(scratch);
   const void* a = p.fp8 ? p.a.codes : backend::data<const void>(*call_.a);
   const void* b = p.fp8 ? p.b.codes : backend::data<const void>(*call_.b);
-  const bool across = form_ == Form::kHighBackward;
+  const bool across = form_ == Form::kBackward;
   const te_fl_tensor& pre = backward ? *call_.pre_gelu_in : *call_.pre_gelu_out;
   const CUtensorMap maps[3] = {
       boxes(a, p.fp8, p.m, p.k, fused::kRows),
       across ? boxes(b, false, p.k, p.n, 64) : boxes(b, p.fp8, p.n, p.k, fused::kCols / 2),
-      boxes(backend::data<const void>(pre), false, p.m, p.n, fused::kRows)};
+      boxes(backend::data<const void>(pre), false, p.m, p.n, fused::kUnitRows)};
   switch (form_) {
-    case Form::kCodesForward:
-      launch<hopper::E4m3, false, false, e4m3>(ctx, maps, g);
+    case Form::kForwardCodes:
+      launch<hopper::E4m3, false, e4m3>(ctx, maps, g);
       break;
-    case Form::kCodesBackward:
-      launch<hopper::E5m2, true, true, e5m2>(ctx, maps, g);
-      break;
-    case Form::kHighForward:
-      launch<hopper::Bf16, false, false, bf16>(ctx, maps, g);
+    case Form::kForward:
+      launch<hopper::Bf16, false, bf16>(ctx, maps, g);
       break;
     default:
-      launch<hopper::Bf16AcrossB, false, true, bf16>(ctx, maps, g);
+      launch<hopper::Bf16AcrossB, true, bf16>(ctx, maps, g);
   }
-  if (g.sums != nullptr) add_partials(ctx, g.sums, p.m / fused::kRows, p.n, *call_.d_sum, false);
+  if (g.sums != nullptr)
+    add_partials(ctx, g.sums, p.m / fused::kUnitRows, p.n, *call_.d_sum, false);
 }
 
 }  // namespace te_fl::cuda

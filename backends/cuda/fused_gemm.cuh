@@ -3,7 +3,7 @@
 //
 // Of the three warp groups of a block two multiply a tile of 128x256, 64 rows each. Of the third,
 // one warp copies operands in, and three take the 16-bit results from shared memory through the
-// epilogue, 64 columns at a time. The two blocks of a cluster work on rows that follow each other
+// epilogue, 32x64 at a time. The two blocks of a cluster work on rows that follow each other
 // and share what they read of B.
 #pragma once
 
@@ -29,7 +29,7 @@ struct FusedGemm {
   float* scale_inv = nullptr;    // or NULL; of out_t:
   float* scale_inv_t = nullptr;  // or NULL
   float* amax = nullptr;         // or NULL
-  float* sums = nullptr;         // [M / 128, N] of column sums, backward, or NULL
+  float* sums = nullptr;         // [M / 32, N] of column sums, backward, or NULL
 };
 
 namespace fused {
@@ -37,11 +37,14 @@ namespace fused {
 using namespace tiles;  // NOLINT: this is their kernel
 
 constexpr int kFinishers = 3;
-constexpr int kTurnedLine =
-    80;  // 32 rows of two columns of codes, and what spreads lines over the banks
-constexpr int kTurned = kPart / 2 * kTurnedLine;
+constexpr int kUnitRows = 32;  // of a part that a finisher takes at once
+constexpr int kUnits = kParts * (kRows / kUnitRows);
+constexpr int kTurned = kUnitRows * kPart;
 constexpr int kExtra = kFinishers * kTurned;
 constexpr size_t kShared = shared_bytes(kExtra);
+
+// Of a thread; the block has 504 for one of each warp group.
+constexpr int kProductRegisters = 184, kFinishRegisters = 136;
 
 template <class Type>
 struct Operands {  // codes
@@ -88,54 +91,29 @@ __device__ inline uint64_t descriptor_b(uint32_t address, int step) {
   return hopper::along_k(address + step * 32);
 }
 
-// A warp group's sums of products. kPromote: what a line of codes adds up to is added in FP32
-// outside of the tensor cores.
-template <class Type, bool kPromote>
+// A warp group's sums of products.
+template <class Type>
 __device__ inline void sum_products(const Layout& at, int lines, int group, Position& p,
                                     float (&sum)[128]) {
   int before = -1;
-  if constexpr (kPromote) {
-#pragma unroll
-    for (int i = 0; i < 128; ++i) sum[i] = 0.0f;
-  }
   for (int line = 0; line < lines; ++line, p.next()) {
     hopper::wait_for(at.full + p.stage * 8, p.parity);
     const uint32_t a = at.a(p.stage) + group * (kA / 2), b = at.b(p.stage);
-    if constexpr (kPromote) {
+    hopper::begin_products();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float part[64];
-        hopper::begin_products();
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          hopper::multiply(Type(), part, hopper::along_k(a + step * 32),
-                           hopper::along_k(b + half * (kB / 2) + step * 32), step != 0);
-        }
-        hopper::end_products();
-        hopper::wait_products<0>();
-        if (half == 1) at.release(p.stage);
-#pragma unroll
-        for (int i = 0; i < 64; ++i) sum[64 * half + i] += part[i];
-      }
-    } else {
-      hopper::begin_products();
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        hopper::multiply(Type(), sum, hopper::along_k(a + step * 32), descriptor_b<Type>(b, step),
-                         line != 0 || step != 0);
-      }
-      hopper::end_products();
-      if (before >= 0) {
-        hopper::wait_products<1>();
-        at.release(before);
-      }
-      before = p.stage;
+    for (int step = 0; step < 4; ++step) {
+      hopper::multiply(Type(), sum, hopper::along_k(a + step * 32), descriptor_b<Type>(b, step),
+                       line != 0 || step != 0);
     }
+    hopper::end_products();
+    if (before >= 0) {
+      hopper::wait_products<1>();
+      at.release(before);
+    }
+    before = p.stage;
   }
-  if constexpr (!kPromote) {
-    hopper::wait_products<0>();
-    at.release(before);
-  }
+  hopper::wait_products<0>();
+  at.release(before);
 }
 
 __device__ inline float2 unpack(uint32_t both) {
@@ -144,43 +122,26 @@ __device__ inline float2 unpack(uint32_t both) {
 
 // ---- the epilogue
 
-// v[i] of lane q of four and v[q] of lane i change places.
-__device__ inline void transpose4(uint32_t (&v)[4], int q) {
-  const bool one = q & 1, two = q & 2;
-  const auto swap = [](uint32_t& low, uint32_t& high, bool upper, int mask) {
-    const uint32_t got = __shfl_xor_sync(~0u, upper ? low : high, mask);
-    low = upper ? got : low;
-    high = upper ? high : got;
-  };
-  swap(v[0], v[1], one, 1);
-  swap(v[2], v[3], one, 1);
-  swap(v[0], v[2], two, 2);
-  swap(v[1], v[3], two, 2);
+// A finisher's codes of 32 rows and 64 columns in shared memory, on their way to the transposed
+// copy: rows of four units of 16 bytes, in an order that spreads what turned_store() reads over the
+// banks.
+__device__ inline uint32_t turned_at(uint32_t turned, int row, int unit) {
+  return turned + row * kPart + (unit ^ row >> 3 & 3) * 16;
 }
-
-// 8 rows of a pair of columns, their codes one after the other: 16 bytes.
-__device__ inline uint32_t turned_at(uint32_t turned, int pair, int unit) {
-  return turned + pair * kTurnedLine + unit * 16;
-}
-__device__ inline void turn(uint32_t turned, int unit, const uint32_t (&codes)[4]) {
-  const int lane = threadIdx.x % 32, k = lane % 8;
-  const int pair = 8 * (lane / 8) + 4 * (k & 1) + (k >> 1);
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   turned_at(turned, pair, unit)),
-               "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3])
-               : "memory");
-}
-__device__ inline void store_turned(uint32_t turned, uint8_t* out, int64_t pitch) {
-  const int lane = threadIdx.x % 32;
+// A thread has 8 rows of 2 columns at a time.
+__device__ inline void turned_store(uint32_t turned, uint8_t* out, int64_t pitch) {
+  const int lane = threadIdx.x % 32, q = lane % 4;
+  // Matrix m of four, row i: so that a thread's rows 2 q and 2 q + 1 of all matrices follow each
+  // other.
+  const int i = lane % 8, row = 8 * (i / 2) + 2 * (lane / 8) + i % 2;
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const int pair = 8 * n + lane / 4, unit = lane % 4;
+  for (int unit = 0; unit < kPart / 16; ++unit) {
     uint32_t w[4];
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "r"(turned_at(turned, pair, unit))
+                 : "r"(turned_at(turned, row, unit))
                  : "memory");
-    uint8_t* to = out + 2 * pair * pitch + 8 * unit;
+    uint8_t* to = out + (16 * unit + 2 * (lane / 4)) * pitch + 8 * q;
     store_whole(reinterpret_cast<uint2*>(to),
                 make_uint2(__byte_perm(w[0], w[1], 0x6420), __byte_perm(w[2], w[3], 0x6420)));
     store_whole(reinterpret_cast<uint2*>(to + pitch),
@@ -188,134 +149,102 @@ __device__ inline void store_turned(uint32_t turned, uint8_t* out, int64_t pitch
   }
 }
 
-// Lanes that differ in one bit share out 2 kHalf sums.
-template <int kHalf, int kMask>
-__device__ inline void halve(float (&of)[16]) {
-  const bool upper = threadIdx.x & kMask;
-#pragma unroll
-  for (int x = 0; x < kHalf; ++x) {
-    const float got = __shfl_xor_sync(~0u, upper ? of[x] : of[x + kHalf], kMask);
-    of[x] = (upper ? of[x + kHalf] : of[x]) + got;
-  }
-}
-
 template <bool kBackward, class Out>
 struct Finish {
-  static constexpr bool kCodes = sizeof(Out) == 1, kE5m2 = std::is_same_v<Out, e5m2>;
+  static constexpr bool kCodes = std::is_same_v<Out, e4m3>;
+  static constexpr int kPieces = kUnitRows / 4;  // of 8 elements that a thread has of a unit
   const FusedGemm& g;
   const Layout& at;
-  const int lane = threadIdx.x % 32, q = lane % 4;
+  const int lane = threadIdx.x % 32, unit = lane % 8;
   float scale = 1.0f, most = 0.0f;
 
   __device__ Finish(const FusedGemm& of, const Layout& layout) : g(of), at(layout) {
     if (kCodes) scale = *of.scale;
   }
 
-  __device__ static void store_halves(bf16* to, uint32_t (&v)[2][4], int q) {
+  // The thread's 8 columns of a row: the results of the product, and what they become.
+  __device__ void piece(const uint32_t (&product)[4], const uint4& saved, float (&sums)[8],
+                        int64_t index, uint32_t turned) {
+    const uint32_t pre[4] = {saved.x, saved.y, saved.z, saved.w};
+    uint32_t out[4];
 #pragma unroll
-    for (int quarter = 0; quarter < 2; ++quarter) {
-      transpose4(v[quarter], q);
-      store_whole(reinterpret_cast<uint4*>(to + 32 * quarter + 8 * q),
-                  make_uint4(v[quarter][0], v[quarter][1], v[quarter][2], v[quarter][3]));
+    for (int i = 0; i < 4; ++i) {
+      float2 v = unpack(product[i]);
+      if constexpr (kBackward) {
+        const float2 x = unpack(pre[i]);
+        v.x *= Gelu::derivative(x.x);
+        v.y *= Gelu::derivative(x.y);
+        sums[2 * i] += v.x;
+        sums[2 * i + 1] += v.y;
+      } else {
+        v.x = Gelu::value(v.x);
+        v.y = Gelu::value(v.y);
+      }
+      if constexpr (kCodes) {
+        most = fmaxf(fmaxf(most, fabsf(v.x)), fabsf(v.y));
+        out[i] = __nv_cvt_float2_to_fp8x2(make_float2(v.x * scale, v.y * scale), __NV_SATFINITE,
+                                          __NV_E4M3);
+      } else {
+        out[i] = pack(v.x, v.y);
+      }
+    }
+    if constexpr (kCodes) {
+      const uint2 codes =
+          make_uint2(__byte_perm(out[0], out[1], 0x5410), __byte_perm(out[2], out[3], 0x5410));
+      if (g.out != nullptr) {
+        store_whole(reinterpret_cast<uint2*>(static_cast<uint8_t*>(g.out) + index), codes);
+      }
+      if (g.out_t != nullptr) {
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(turned), "r"(codes.x), "r"(codes.y)
+                     : "memory");
+      }
+    } else {
+      store_whole(reinterpret_cast<uint4*>(static_cast<bf16*>(g.out) + index),
+                  make_uint4(out[0], out[1], out[2], out[3]));
     }
   }
 
-  // 64 columns of the tile's 128 rows. A thread's values are as in hand_over, 8 j.. within the
-  // part.
-  __device__ void part(int n, int row0, int col0, uint32_t turned) {
-    const int64_t cols = g.cols;
-    float sums[16];
+  // A unit: 32 rows from `first` of the block's, and the 64 columns of a part.
+  __device__ void run(int part, int first, int row0, int col0, uint32_t turned) {
+    const int64_t cols = g.cols, index = (row0 + first + lane / 8) * cols + col0 + 8 * unit;
+    float sums[8] = {};
+    uint4 saved[kPieces] = {};
+    if constexpr (kBackward) {
 #pragma unroll
-    for (float& s : sums) s = 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < kRows; first += 32) {
-      uint4 saved[2][4];
-      if constexpr (kBackward) {
-#pragma unroll
-        for (int m = 0; m < 8; ++m) {
-          saved[m / 4][m % 4] = __ldcs(reinterpret_cast<const uint4*>(
-              g.pre + (row0 + first + 8 * (m / 2) + lane / 4) * cols + col0 + 32 * (m % 2) +
-              8 * q));
-        }
+      for (int n = 0; n < kPieces; ++n) {
+        saved[n] = __ldcs(reinterpret_cast<const uint4*>(g.pre + index + 4 * n * cols));
       }
+    }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint32_t product[2][8];  // [i][j]
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(product[0][j]), "=r"(product[1][j]), "=r"(product[0][j + 1]),
-                         "=r"(product[1][j + 1])
-                       : "r"(at.result(n, first + 16 * h + lane % 16, j + lane / 16))
-                       : "memory");
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int64_t line = (row0 + first + 16 * h + 8 * i + lane / 4) * cols + col0;
-          uint32_t pre[2][4], codes[4], high[2][4];
-          if constexpr (kBackward) {
-#pragma unroll
-            for (int quarter = 0; quarter < 2; ++quarter) {
-              const uint4& got = saved[h][2 * i + quarter];
-              pre[quarter][0] = got.x, pre[quarter][1] = got.y, pre[quarter][2] = got.z,
-              pre[quarter][3] = got.w;
-              transpose4(pre[quarter], q);
-            }
-          }
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            float2 v = unpack(product[i][j]);
-            if constexpr (kBackward) {
-              const float2 x = unpack(pre[j / 4][j % 4]);
-              v.x *= Gelu::derivative(x.x);
-              v.y *= Gelu::derivative(x.y);
-              sums[2 * j] += v.x;
-              sums[2 * j + 1] += v.y;
-            } else {
-              v.x = Gelu::value(v.x);
-              v.y = Gelu::value(v.y);
-            }
-            if constexpr (kCodes) {
-              most = fmaxf(most, fmaxf(fabsf(v.x), fabsf(v.y)));
-              const uint32_t both =
-                  __nv_cvt_float2_to_fp8x2(make_float2(v.x * scale, v.y * scale), __NV_SATFINITE,
-                                           kE5m2 ? __NV_E5M2 : __NV_E4M3);
-              codes[j / 2] = j % 2 == 0 ? both : codes[j / 2] | both << 16;
-            } else {
-              high[j / 4][j % 4] = pack(v.x, v.y);
-            }
-          }
-          if constexpr (kCodes) {
-            if (g.out_t != nullptr) turn(turned, 2 * h + i, codes);
-            if (g.out != nullptr) {
-              transpose4(codes, q);
-              store_whole(reinterpret_cast<uint4*>(static_cast<uint8_t*>(g.out) + line + 16 * q),
-                          make_uint4(__byte_perm(codes[0], codes[1], 0x5410),
-                                     __byte_perm(codes[2], codes[3], 0x5410),
-                                     __byte_perm(codes[0], codes[1], 0x7632),
-                                     __byte_perm(codes[2], codes[3], 0x7632)));
-            }
-          } else {
-            store_halves(static_cast<bf16*>(g.out) + line, high, q);
-          }
-        }
-      }
-      if constexpr (kCodes) {
-        if (g.out_t != nullptr) {
-          __syncwarp();
-          store_turned(turned, g.out_t + col0 * int64_t{g.rows} + row0 + first, g.rows);
-          __syncwarp();
-        }
+    for (int n = 0; n < kPieces; ++n) {
+      const int row = 4 * n + lane / 8;
+      uint32_t product[4];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(product[0]), "=r"(product[1]), "=r"(product[2]), "=r"(product[3])
+                   : "r"(at.result(part, first + row, unit))
+                   : "memory");
+      piece(product, saved[n], sums, index + 4 * n * cols,
+            turned_at(turned, row, unit / 2) + unit % 2 * 8);
+    }
+    if constexpr (kCodes) {
+      if (g.out_t != nullptr) {
+        __syncwarp();
+        turned_store(turned, g.out_t + col0 * int64_t{g.rows} + row0 + first, g.rows);
+        __syncwarp();
       }
     }
     if constexpr (kBackward) {
-      halve<8, 16>(sums);
-      halve<4, 8>(sums);
-      halve<2, 4>(sums);
-      const int y = (lane & 16) / 2 + (lane & 8) / 2 + (lane & 4) / 2;
-      if (g.sums != nullptr) {
-        *reinterpret_cast<float2*>(g.sums + row0 / kRows * cols + col0 + y / 2 * 8 + 2 * q) =
-            make_float2(sums[0], sums[1]);
+      if (g.sums == nullptr) return;
+#pragma unroll
+      for (float& s : sums) {
+        s += __shfl_xor_sync(~0u, s, 8);
+        s += __shfl_xor_sync(~0u, s, 16);
+      }
+      if (lane < 8) {
+        auto* to =
+            reinterpret_cast<float4*>(g.sums + (row0 + first) / kUnitRows * cols + col0 + 8 * unit);
+        to[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        to[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
       }
     }
   }
@@ -335,7 +264,7 @@ struct Finish {
 };
 
 // map_pre: where the results before GELU go, forward.
-template <class Type, bool kPromote, bool kBackward, class Out>
+template <class Type, bool kBackward, class Out>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads, 1)
     fused_gemm_kernel(const __grid_constant__ CUtensorMap map_a,
                       const __grid_constant__ CUtensorMap map_b,
@@ -345,33 +274,30 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const Layout at(hopper::shared_address(memory), kExtra);
   const int team = threadIdx.x / 128, below = static_cast<int>(hopper::rank_in_cluster()) * kRows;
-  if (threadIdx.x == 0) at.init(kParts);
+  if (threadIdx.x == 0) at.init(kUnits);
   hopper::sync_cluster();
   const int first = blockIdx.x / 2, step = gridDim.x / 2, tiles = Tile::count(g.rows, g.cols);
   uint32_t parity = 0;
   if (team == 0) {
-    if constexpr (kPromote) {
-      hopper::give_registers_back<104>();
-    } else {
-      hopper::give_registers_back<136>();
-    }
+    hopper::give_registers_back<kFinishRegisters>();
     const int finisher = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
     if (finisher < 0) {
       if (lane == 0) load<Type>(map_a, map_b, g, at);
     } else {
       Finish<kBackward, Out> finish(g, at);
-      int mine = finisher;  // of the parts of all tiles, one after the other
-      for (int index = first; index < tiles; index += step, parity ^= 1, mine -= kParts) {
+      int mine = finisher;  // of the units of all tiles, one after the other
+      for (int index = first; index < tiles; index += step, parity ^= 1, mine -= kUnits) {
         const Tile tile(g.rows, g.cols, index);
         const int row0 = tile.row + below;
-        if (mine < kParts) hopper::wait_for(at.ready, parity);
-        for (; mine < kParts; mine += kFinishers) {
-          const int col0 = tile.col + mine * kPart;
+        hopper::wait_for(at.ready, parity);
+        for (; mine < kUnits; mine += kFinishers) {
+          const int part = mine % kParts, row = mine / kParts * kUnitRows;
+          const int col0 = tile.col + part * kPart;
           if (!kBackward && lane == 0) {
-            hopper::store_box(map_pre, at.results + mine * kPartBytes, col0, row0);
+            hopper::store_box(map_pre, at.result(part, row, 0), col0, row0 + row);
             hopper::commit_stores();
           }
-          finish.part(mine, row0, col0, at.own + finisher * kTurned);
+          finish.run(part, row, row0, col0, at.own + finisher * kTurned);
           if (!kBackward && lane == 0) hopper::wait_stores_read();
           __syncwarp();
           if (lane == 0) hopper::arrive(at.taken);
@@ -381,18 +307,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads, 1)
       if (!kBackward && lane == 0) hopper::wait_stores();
     }
   } else {
-    if constexpr (kPromote) {
-      hopper::take_registers<200>();
-    } else {
-      hopper::take_registers<184>();
-    }
+    hopper::take_registers<kProductRegisters>();
     float factor = g.alpha;
     if (g.scale_a != nullptr) factor *= *g.scale_a * *g.scale_b;
     Position p;
     for (int index = first; index < tiles; index += step, parity ^= 1) {
       const Tile tile(g.rows, g.cols, index);
       float sum[128];
-      sum_products<Type, kPromote>(at, g.lines, team - 1, p, sum);
+      sum_products<Type>(at, g.lines, team - 1, p, sum);
       hopper::wait_for(at.taken, parity ^ 1);
       hand_over(at, team - 1, factor, sum, [&](int chunk) {
         if (g.bias == nullptr) return make_float2(0.0f, 0.0f);

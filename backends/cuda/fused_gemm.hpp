@@ -10,16 +10,15 @@ class FusedProduct {
  public:
   // Decides from metadata and addresses. `call` outlives this.
   FusedProduct(const te_fl_context& ctx, const te_fl_generic_gemm_args& call);
-  // Whether the call is served so: FP8 under given scales or BF16, extents in multiples of the
-  // kernel's tiles and large enough to keep the chip busy. FP8 forward without the split
-  // accumulator, backward with it.
+  // Whether the call is served so: BF16, or forward FP8 under given scales without the split
+  // accumulator; extents in multiples of the kernel's tiles and large enough to keep the chip busy.
   explicit operator bool() const { return form_ != Form::kNone; }
 
   size_t scratch_bytes() const;  // a multiple of 256
   void run(const te_fl_context& ctx, void* scratch) const;
 
  private:
-  enum class Form { kNone, kCodesForward, kCodesBackward, kHighForward, kHighBackward };
+  enum class Form { kNone, kForward, kForwardCodes, kBackward };
   Form form_of(const te_fl_context& ctx) const;
   bool takes_operands() const;
   bool takes_result() const;

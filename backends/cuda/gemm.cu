@@ -14,7 +14,6 @@
 #include <optional>
 
 #include "activation.cuh"
-#include "block_gemm.hpp"
 #include "column_sums.hpp"
 #include "cublaslt.hpp"
 #include "device.hpp"
@@ -69,7 +68,6 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
 size_t product_workspace(const Args& args) { return scratch(args, describe(args), nullptr).bytes; }
 size_t all_workspace(const te_fl_context& ctx, const Args& args) {
   if (const FusedProduct fused(ctx, args); fused) return fused.scratch_bytes();
-  if (BlockProduct(ctx, args)) return 0;
   const Composed composed(args);
   return composed ? product_workspace(composed.product()) + composed.scratch_bytes()
                   : product_workspace(args);
@@ -281,7 +279,6 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
     need_workspace(ctx, args, fused.scratch_bytes());
     return fused.run(ctx, ctx.workspace);
   }
-  if (const BlockProduct blocks(ctx, args); blocks) return blocks.run(ctx);
   Composed composed(args);
   if (!composed) return run_product(ctx, args);
   const size_t first = product_workspace(composed.product());
@@ -348,7 +345,7 @@ te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** pl
     const DeviceGuard guard(ctx->device.index);
     check_arguments(*args);
     *plan = nullptr;
-    if (FusedProduct(*ctx, *args) || BlockProduct(*ctx, *args)) return;
+    if (FusedProduct(*ctx, *args)) return;
     const Composed composed(*args);
     const Args& product = composed ? composed.product() : *args;
     const Problem p = describe(product);

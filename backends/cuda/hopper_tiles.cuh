@@ -1,5 +1,5 @@
-// Tiles of products on Hopper (hopper.cuh): what kernels share that multiply 128x256 by two warp
-// groups of 64 rows, with a third to copy operands in and results out. The two blocks of a cluster
+// Tiles of products on Hopper (hopper.cuh): 128x256 by two warp groups of 64 rows, with a third to
+// copy operands in and results out. The two blocks of a cluster
 // work on rows that follow each other and share what they read of B.
 #pragma once
 
