@@ -55,7 +55,8 @@ def stepper(library, args):
     if args.peer:
         return layer_cases.Eager(shape, x, dy).step
     layer = layer_cases.te_fl_layer(library, shape, x, dy, args.recipe, not args.recast)
-    layer.step()
+    for _ in range(3):  # the first two settle the weights' scales
+        layer.step()
     return layer.step
 
 

@@ -49,6 +49,7 @@ struct Layer {
   std::optional<nn::Recipe> recipe;
   nn::AttentionInputs inputs;
   nn::ForwardOptions forward;
+  int first_microbatches = 0;  // that are left: steps that quantise weights for later ones, too
   Tensor x, dy;
   Tensor dx, y;  // of the last step
 };
@@ -91,7 +92,9 @@ Result<std::unique_ptr<Layer>> open_layer(const json& spec) {
   } else if (recipe != "none") {
     TE_FL_ASSIGN_OR_RETURN(result->recipe, nn::parse_recipe(recipe));
   }
-  if (spec.value("cached", false)) result->forward.is_first_microbatch = false;
+  // The second has the scales that the first found.
+  if (spec.value("cached", false)) result->first_microbatches = 2;
+  if (result->first_microbatches > 0) result->forward.is_first_microbatch = true;
   TE_FL_ASSIGN_OR_RETURN(result->x, wrapped(spec.at("x")));
   TE_FL_ASSIGN_OR_RETURN(result->dy, wrapped(spec.at("dy")));
   if (spec.contains("angles")) {
@@ -111,7 +114,11 @@ Status step(Layer& layer, void* stream) {
     TE_FL_RETURN_IF_ERROR(fp8.exit());
   }
   TE_FL_ASSIGN_OR_RETURN(layer.dx, layer.layer->backward(layer.dy, ctx));
-  return nn::backward_end();
+  TE_FL_RETURN_IF_ERROR(nn::backward_end());
+  if (layer.first_microbatches > 0 && --layer.first_microbatches == 0) {
+    layer.forward.is_first_microbatch = false;
+  }
+  return Status();
 }
 
 }  // namespace
