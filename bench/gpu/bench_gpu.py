@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """te-fl's CUDA plugin against PyTorch, cuBLASLt, cuDNN and the memory's own speed, in one process. See bench/README.md.
 
-usage: bench_gpu.py --build DIR [--only ops,gemm,attention,layers,host] [--match TEXT] [--json FILE] [--seconds S]
+usage: bench_gpu.py --build DIR [--only ops,gemm,joined,attention,layers,host] [--match TEXT] [--json FILE] [--seconds S]
   --build DIR    folder with lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so (default build/release)
   --only LIST    parts to run (default all)
   --match TEXT   only rows whose name contains TEXT
@@ -47,6 +47,8 @@ def meets(row):
     for share in ("of_copy", "of_best", "of_cudnn"):
         if share in row:
             return row[share] >= row["target"]
+    if "of_separate" in row:
+        return row["of_separate"] <= row["target"]
     return row["over_bare_ns"] <= row["target"]
 
 
@@ -121,6 +123,24 @@ def run_gemm(library, args):
                 pairs = products = bares = graphs = None
                 gc.collect()
                 torch.cuda.empty_cache()
+
+
+def run_joined(library, args):
+    """Products with GELU or its gradient: what nn takes under TE_FL_OP_CHEAP_EPILOGUES, which must not cost more."""
+    for is_fp8 in (False, True):
+        for kind in ("forward", "backward"):
+            title = f"{'fp8' if is_fp8 else 'bf16'} {'fc1 and gelu' if kind == 'forward' else 'fc2 dgrad, dgelu and bias_grad'}"
+            if args.match and args.match not in title:
+                continue
+            one, both = layer_cases.joined(library, kind, is_fp8)
+            times = measure.alternate({"joined": measure.Graph([one]), "separate": measure.Graph([lambda: [c() for c in both]])},
+                                      args.rounds)
+            share, spread = measure.ratio(times["joined"], times["separate"])
+            show("joined", title, us=statistics.median(times["joined"]), separate_us=statistics.median(times["separate"]),
+                 of_separate=share, spread=spread, target=1.02)
+            one = both = times = None
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 ATTENTION_FACTOR = {"forward": 1, "backward": 2.5, "both": 3.5}  # of the forward's operations
@@ -276,7 +296,7 @@ def run_host(library, args):
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--build", default="build/release")
-    parser.add_argument("--only", default="ops,gemm,attention,layers,host")
+    parser.add_argument("--only", default="ops,gemm,joined,attention,layers,host")
     parser.add_argument("--match", default="")
     parser.add_argument("--json")
     parser.add_argument("--seconds", type=float, default=2.0)
@@ -285,7 +305,7 @@ def main():
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_gpu.py: PyTorch finds no CUDA device; run it where there is one")
-    parts = {"ops": run_ops, "gemm": run_gemm, "attention": run_attention, "layers": run_layers, "host": run_host}
+    parts = {"ops": run_ops, "gemm": run_gemm, "joined": run_joined, "attention": run_attention, "layers": run_layers, "host": run_host}
     unknown = [p for p in args.only.split(",") if p not in parts]
     if unknown:
         sys.exit(f"bench_gpu.py: no part is named {unknown[0]}; known: {', '.join(parts)}")

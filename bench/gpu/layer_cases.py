@@ -166,6 +166,26 @@ def product(library, name, kind, is_fp8, sets, more=""):
     return pairs, 2.0 * m * n * k
 
 
+def joined(library, kind, is_fp8):
+    """The MLP's products beside its GELU: te-fl's call that does both, and its calls that do them one after the other."""
+    m, n, k = TOKENS, PRODUCTS["fc1"][0], PRODUCTS["fc1"][1]
+    forward = kind == "forward"
+    dtype = torch.float8_e4m3fn if forward else torch.float8_e5m2
+    a = fp8(m, k, dtype=dtype) if is_fp8 else plain(m, k)
+    rows_b = (n, k) if forward else (k, n)
+    b = fp8(*rows_b) if is_fp8 else plain(*rows_b, std=0.02)
+    out = fp8(m, n, dtype=dtype) if is_fp8 else plain(m, n)
+    before, bias = plain(m, n), plain(n)
+    def product(**more):
+        return Call(library, "generic_gemm", a=a, b=b, trans_b=forward, use_split_accumulator=not forward, **more)
+    if forward:
+        return (product(d=out, bias=bias, gelu=True, pre_gelu_out=before),
+                [product(d=before, bias=bias), Call(library, "gelu", input=before, output=out)])
+    gradient = plain(m, n)
+    return (product(d=out, pre_gelu_in=before, d_sum=bias),
+            [product(d=gradient), Call(library, "dbias_dgelu", grad=gradient, input=before, output=out, dbias=bias)])
+
+
 # ---- attention alone
 
 def attention(library, shape):

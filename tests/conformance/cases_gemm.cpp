@@ -438,7 +438,7 @@ void add_activations(std::vector<Variant>& all) {
       }
   // As large as kernels of whole tiles want them, with more tiles than a GPU runs at once.
   for (bool fp8 : {false, true})
-    for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 17664, 128}, {8192, 256, 384}}) {
+    for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 17664, 128}, {8192, 512, 384}}) {
       Variant forward{.a = TE_FL_BF16, .b = TE_FL_BF16, .d = TE_FL_BF16, .m = m, .n = n, .k = k};
       forward.large = true;
       if (fp8) forward.a = forward.b = codes(kE4, true, true, TE_FL_QUANT_COMPUTE_SCALE);
@@ -472,7 +472,7 @@ void add_activations(std::vector<Variant>& all) {
   with([](Variant& c) { c.pre_gelu_in = {TE_FL_F32}; });
   with([](Variant& c) { c.pre_gelu_in = {TE_FL_BF16}; });
   with([](Variant& c) { c.pre_gelu_in = {Spec(kE4, TE_FL_SCALING_TENSOR, true, false)}; });
-  with([](Variant& c) { c.gelu = true, c.bias = TE_FL_F32, c.pre_gelu_out = {TE_FL_F32}; });
+  with([](Variant& c) { c.gelu = true, c.bias = TE_FL_BF16, c.pre_gelu_out = {TE_FL_F32}; });
   with([](Variant& c) { c.residual = TE_FL_F32; });
   with([](Variant& c) { c.residual = TE_FL_F32, c.in_place = true, c.bias = TE_FL_F32; });
   with([](Variant& c) { c.bias_grad = TE_FL_F32, c.trans_a = true; });
@@ -610,20 +610,6 @@ void add_blocks(std::vector<Variant>& all) {
                      .trans_b = tb == 1,
                      .split = true});
     }
-  // As a weight gradient is: more tiles than a GPU runs at once, and a loop over K that comes
-  // round.
-  for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 8704, 512}, {8192, 512, 128}})
-    all.push_back({.a = one(true),
-                   .b = one(true, 0),
-                   .d = TE_FL_BF16,
-                   .m = m,
-                   .n = n,
-                   .k = k,
-                   .trans_a = true,
-                   .trans_b = false,
-                   .alpha = 1.5,
-                   .split = true,
-                   .large = true});
   all.push_back({.a = two(false),
                  .b = one(false),
                  .d = TE_FL_BF16,

@@ -19,6 +19,7 @@ run() { # NAME: a training run, its results in NAME.json and NAME.out
   "$train" --data "$work/text" --recipe none --hidden 64 --layers 2 --heads 4 --batch 4 --seq-len 32 --steps 40 --eval-batches 4 \
     --sample-bytes 8 --report-every 1000 --json "$work/$1.json" >"$work/$1.out" 2>&1 || fail "the run '$1': $(cat "$work/$1.out")"
 }
+# default.cpu computes GELU inside of the MLP's products, so calls of gelu are the plugin's.
 that() { # NAME CONDITION on calls (of gelu, by implementation), loss and clean (all losses of this run and of the clean one)
   python3 - "$work/clean.json" "$work/$1.json" "$2" <<'PY'
 import json, sys
@@ -31,13 +32,12 @@ sys.exit(not good)
 PY
 }
 wrong=vendor.slightly_wrong
-total='sum(calls.values())'
 
 run clean
-that clean "list(calls) == ['default.cpu']" && ok "without the plugin" || fail "the clean run: $(tail -n 30 "$work/clean.out")"
+that clean "not calls" && ok "without the plugin" || fail "the clean run: $(tail -n 30 "$work/clean.out")"
 export TE_FL_PLUGIN_MODULES=$plugin TE_FL_PREFER=vendor
 run unwatched
-that unwatched "list(calls) == ['$wrong'] and loss != clean and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&
+that unwatched "list(calls) == ['$wrong'] and calls['$wrong'] >= 2 * 40 and loss != clean and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&
   ok "unwatched, it serves every call, and the loss does not show it" || fail "unwatched: $(tail -n 30 "$work/unwatched.out")"
 "$te_fl" info --fingerprint >"$work/before" 2>&1
 
@@ -48,7 +48,7 @@ that logged "list(calls) == ['$wrong']" && grep -q "op 'gelu': '$wrong' (slightl
 
 export TE_FL_VERIFY_DIR=$work/cases
 TE_FL_VERIFY=0.05 TE_FL_VERIFY_ACTION=quarantine run watched
-that watched "calls.get('$wrong', 0) > 0 and calls.get('default.cpu', 0) > $total / 2 and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&
+that watched "0 < calls.get('$wrong', 0) < 40 and len(calls) == 1 and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&
   ok "under quarantine another one serves from the next step on" || fail "watched: $(tail -n 30 "$work/watched.out")"
 grep -q "'$wrong' does not serve op 'gelu' with f32 (scaling none) any more" "$work/watched.out" &&
   grep -q 'in quarantine: vendor.slightly_wrong for gelu' "$work/watched.out" && ok "which is said" || fail "not said: $(cat "$work/watched.out")"
@@ -61,9 +61,9 @@ cases=("$work"/cases/gelu-*.call)
   ok "default.cpu does that call right" || fail "te-fl replay --impl default.cpu: $(cat "$work/replay")"
 
 run later
-that later "list(calls) == ['default.cpu'] and loss == clean" && ok "a later run: bit for bit that without the plugin" || fail "later: $(tail -n 30 "$work/later.out")"
+that later "not calls and loss == clean" && ok "a later run: bit for bit that without the plugin" || fail "later: $(tail -n 30 "$work/later.out")"
 TE_FL_PER_OP="gelu=vendor:fault|default" run named
-that named "list(calls) == ['default.cpu'] and loss == clean" && ok "also if a list names it" || fail "named: $(tail -n 30 "$work/named.out")"
+that named "not calls and loss == clean" && ok "also if a list names it" || fail "named: $(tail -n 30 "$work/named.out")"
 "$te_fl" explain gelu --dtype f32 >"$work/explain" 2>&1 && grep -q "no *$wrong .*quarantined for this op and signature" "$work/explain" &&
   ok "te-fl explain" || fail "te-fl explain: $(cat "$work/explain")"
 "$te_fl" info --fingerprint >"$work/after" 2>&1
