@@ -205,7 +205,8 @@ if [ $quick = 0 ]; then
     env ${taken[@]+"${taken[@]}"} "$python" bench/gpu/bench_gpu.py --build "$build" --json "$out/bench_gpu.json" >"$out/bench_gpu.log" 2>&1 ||
       row "benchmarks" FAILED "$(tail -n 1 "$out/bench_gpu.log")"
     while read -r _ part met of_all rest; do
-      row "benchmarks: $part" "$([ "$met" = "$of_all" ] && echo passed || echo below)" "$met of $of_all targets met$rest"
+      of_all=${of_all%;}
+      row "benchmarks: $part" "$([ "$met" = "$of_all" ] && echo passed || echo below)" "$met of $of_all targets met${rest:+; $rest}"
     done < <(grep '^targets ' "$out/bench_gpu.log")
     if env ${taken[@]+"${taken[@]}"} "$python" bench/gpu/layer_profile.py --build "$build" --bytes --json "$out/layer_bytes.json" >"$out/layer_bytes.log" 2>&1; then
       moved=$(sed -n 's/^total .*: rest .* \([0-9.]*\) GB$/\1/p' "$out/layer_bytes.log")

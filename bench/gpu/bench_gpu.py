@@ -22,6 +22,7 @@ except ModuleNotFoundError as missing:
 
 import host_cost
 import layer_cases
+import layer_floor
 import measure
 import op_cases
 from cublaslt_candidates import Product
@@ -322,8 +323,11 @@ def main():
                 (met if meets(row) else below).append(row["name"])
         if met or below:
             print(f"targets {part} {len(met)} {len(met) + len(below)}" + (f"; below: {', '.join(below)}" if below else ""))
+    floors = layer_floor.floors(rows)
+    if floors:
+        print("\n".join(layer_floor.table(rows)))
     choices = Choices.in_use()
-    record = {"machine": before, "machine_after": measure.machine(), "rows": rows,
+    record = {"machine": before, "machine_after": measure.machine(), "rows": rows, "layer_floors_us": floors,
               "gemm_choices": None if choices is None else {"file": os.path.basename(choices.path), "sha256": choices.sha256}}
     print(json.dumps(record["machine"]), json.dumps(record["machine_after"]["gpu"]))
     if args.json:

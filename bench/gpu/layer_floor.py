@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""The quickstart layer's floor in a run of bench_gpu.py: its products and attention at the best speed that the run saw for each
+of them alone, and what passes between them must move at a copy's rate.
+
+usage: layer_floor.py FILE
+  FILE    what bench_gpu.py --json wrote, with the parts ops, gemm, attention and layers
+
+Every term was measured under sustained load in the same run, so a layer near its floor loses nothing between its kernels;
+what would make it faster is a faster product or a smaller number of bytes.
+"""
+
+import json
+import statistics
+import sys
+
+TOKENS, HIDDEN, FFN = 8192, 4096, 16384
+QKV = 3 * HIDDEN
+WEIGHTS = HIDDEN * (QKV + HIDDEN + 2 * FFN)
+
+
+def bytes_moved(recipe, cached):
+    """What the passes between products and attention move at least; GELU is part of fc1's product. None: not known here."""
+    norm_gradients = 2 * TOKENS * HIDDEN * 2 * 4  # the gradient, the input and the residual's gradient; the result
+    if recipe == "none":
+        norms = 2 * TOKENS * HIDDEN * (2 + 2)
+        bias_gradients = TOKENS * (QKV + HIDDEN + HIDDEN) * 2
+        return norms + norm_gradients + bias_gradients
+    if recipe not in ("delayed", "delayed+attention"):
+        return None
+    both = 2 + 1 + 1  # BF16 in, codes in both layouts out
+    norms = 2 * TOKENS * HIDDEN * both
+    casts = TOKENS * (HIDDEN + HIDDEN + HIDDEN + QKV) * both  # attention's output; gradients for fc2, proj and qkv
+    gelu_gradient = TOKENS * FFN * (2 + both)
+    return norms + norm_gradients + casts + gelu_gradient + (0 if cached else WEIGHTS * both)
+
+
+def attention_us(attention, recipe, causal):
+    mask = "causal" if causal else "full"
+    if recipe == "delayed+attention":
+        return attention.get(f"fp8 both {mask}")
+    parts = [attention.get(f"bf16 {direction} {mask}") for direction in ("forward", "backward")]
+    return None if None in parts else sum(parts)
+
+
+def floors(rows):
+    """{name of a layer's row: us of products, attention and the rest}, of those layers whose terms the run measured."""
+    products = {"bf16": [], "fp8": []}
+    attention, copies = {}, []
+    for row in rows:
+        if not isinstance(row.get("us"), float):  # refused
+            continue
+        if row["part"] == "gemm":
+            products[row["name"].split()[0]].append(row["us"] * min(1.0, row["of_best"]))
+        elif row["part"] == "attention":
+            attention[row["name"]] = row["us"] * min(1.0, row["of_cudnn"])
+        elif row["part"] == "op" and "copy_gb_s" in row:
+            copies.append(row["copy_gb_s"])
+    found = {}
+    for row in rows:
+        words = row["name"].split()
+        if row["part"] != "layer" or words[0] != "quickstart" or "graph" in words:
+            continue
+        causal, cached = "causal" in words, "cached" in words
+        recipe = [w for w in words if w not in ("quickstart", "causal", "cached")][0]
+        moved = bytes_moved(recipe, cached)
+        multiplying = products["bf16" if recipe == "none" else "fp8"]
+        attending = attention_us(attention, recipe, causal)
+        if moved is None or len(multiplying) != 12 or attending is None or not copies:
+            continue
+        found[row["name"]] = {"products": sum(multiplying), "attention": attending, "rest": moved / statistics.median(copies) / 1e3}
+    return found
+
+
+def table(rows):
+    eager = {"causal" in row["name"]: row["us"] for row in rows
+             if row["part"] == "layer" and row["name"] in ("quickstart eager", "quickstart causal eager")}
+    lines = [("layer", "products", "attention", "rest", "floor us", "measured", "over floor", "floor of eager")]
+    measured = {row["name"]: row["us"] for row in rows if row["part"] == "layer"}
+    for name, terms in floors(rows).items():
+        floor = sum(terms.values())
+        lines.append((name, *(f"{terms[t]:.0f}" for t in ("products", "attention", "rest")), f"{floor:.0f}", f"{measured[name]:.0f}",
+                      f"{measured[name] / floor:.3f}", f"{floor / eager['causal' in name]:.3f}"))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))) for line in lines]
+
+
+def main():
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
+    try:
+        with open(sys.argv[1]) as file:
+            rows = json.load(file)["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"layer_floor.py: {sys.argv[1]}: {error!r}; name a file that bench_gpu.py --json has written")
+    lines = table(rows)
+    if len(lines) == 1:
+        sys.exit(f"layer_floor.py: {sys.argv[1]} lacks a part; write it with bench_gpu.py --only ops,gemm,attention,layers --json FILE")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
