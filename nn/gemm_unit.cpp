@@ -153,16 +153,19 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
 
 namespace {
 
-// Whether the product that ends with an activation goes to the implementation to which the
-// activation's own call `op` would go, and costs no more there.
-Result<bool> joins(const te_fl_generic_gemm_args& joined, OpId op, const void* separate) {
+// Whether the product that ends with an activation goes to the implementation to which the product
+// alone and the activation's own call `op` would go, and costs no more there.
+Result<bool> joins(const te_fl_generic_gemm_args& joined, const te_fl_generic_gemm_args& product,
+                   OpId op, const void* separate) {
   OpManager& manager = OpManager::instance();
   TE_FL_ASSIGN_OR_RETURN(const FirstChoice one,
                          manager.first_choice(op::generic_gemm, &joined, call_options()));
   if ((one.flags & TE_FL_OP_CHEAP_EPILOGUES) == 0) return false;
   TE_FL_ASSIGN_OR_RETURN(const FirstChoice other,
                          manager.first_choice(op, separate, call_options()));
-  return one.impl_id == other.impl_id;
+  TE_FL_ASSIGN_OR_RETURN(const FirstChoice alone,
+                         manager.first_choice(op::generic_gemm, &product, call_options()));
+  return one.impl_id == other.impl_id && one.impl_id == alone.impl_id;
 }
 
 }  // namespace
@@ -180,11 +183,11 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
   joined.gelu = 1;
   joined.pre_gelu_out = pre;
   joined.d = activated;
-  TE_FL_ASSIGN_OR_RETURN(const bool join, joins(joined, op::gelu, &gelu));
+  args.d = pre;
+  TE_FL_ASSIGN_OR_RETURN(const bool join, joins(joined, args, op::gelu, &gelu));
   if (join) {
     TE_FL_RETURN_IF_ERROR(ops::generic_gemm(joined, call_options()));
   } else {
-    args.d = pre;
     TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
     TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options()));
   }
@@ -265,7 +268,11 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
   joined.d = into;
   if (sums.defined()) joined.d_sum = sums;
   joined.use_split_accumulator = split_accumulator(use.mode, true);
-  // Which implementation would take the separate call shows on any tensor like its gradient.
+  // Which implementations would take the separate calls shows on any tensor like what is between
+  // them.
+  te_fl_generic_gemm_args product = joined;
+  product.pre_gelu_in = product.d_sum = nullptr;
+  product.d = pre;
   te_fl_dgelu_args plain{};
   plain.grad = plain.input = pre;
   plain.output = into;
@@ -274,11 +281,11 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
   with_sums.output = into;
   if (sums.defined()) with_sums.dbias = sums;
   TE_FL_ASSIGN_OR_RETURN(const bool join, sums.defined()
-                                              ? joins(joined, op::dbias_dgelu, &with_sums)
-                                              : joins(joined, op::dgelu, &plain));
+                                              ? joins(joined, product, op::dbias_dgelu, &with_sums)
+                                              : joins(joined, product, op::dgelu, &plain));
   if (join) return ops::generic_gemm(joined, call_options());
-  TE_FL_ASSIGN_OR_RETURN(const Tensor product, dgrad(use, grad));
-  plain.grad = with_sums.grad = product;
+  TE_FL_ASSIGN_OR_RETURN(const Tensor between, dgrad(use, grad));
+  plain.grad = with_sums.grad = between;
   return sums.defined() ? ops::dbias_dgelu(with_sums, call_options())
                         : ops::dgelu(plain, call_options());
 }

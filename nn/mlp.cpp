@@ -82,6 +82,8 @@ struct LayerNormMLP::Impl {
   // fc1 and the activation of its output, into `activated`.
   Status widen(MlpRecord& record, const Tensor& normed, const ForwardOptions& forward,
                const Tensor& activated);
+  // Where the gradient of fc1's output goes: quantised in FP8.
+  Result<Tensor> gradient_buffer(const MlpRecord& record);
   // fc2's dgrad and pre_gradient() of it.
   Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record, const Tensor& grad);
   Result<detail::GemmUnit::Gradient> pre_gradient(const MlpRecord& record, const Tensor& grad);
@@ -147,6 +149,11 @@ Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
   return activate(record.pre, activated);
 }
 
+Result<Tensor> LayerNormMLP::Impl::gradient_buffer(const MlpRecord& record) {
+  if (record.fc1.mode.fp8) return fc1->grad_buffer(record.fc1, record.pre.size(0));
+  return detail::empty_like(record.pre, options.activation_dtype);
+}
+
 Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(const MlpRecord& record,
                                                                        const Tensor& grad) {
   if (!may_join(record.fc1)) {
@@ -154,11 +161,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(const Mlp
     return pre_gradient(record, d_activated);
   }
   detail::GemmUnit::Gradient result;
-  if (record.fc1.mode.fp8) {
-    TE_FL_ASSIGN_OR_RETURN(result.tensor, fc1->grad_buffer(record.fc1, record.pre.size(0)));
-  } else {
-    TE_FL_ASSIGN_OR_RETURN(result.tensor, detail::empty_like(record.pre, options.activation_dtype));
-  }
+  TE_FL_ASSIGN_OR_RETURN(result.tensor, gradient_buffer(record));
   TE_FL_ASSIGN_OR_RETURN(auto dbias, detail::GradTarget::open(fc1->bias().get()));
   TE_FL_RETURN_IF_ERROR(
       fc2->dgrad_gelu(record.fc2, grad, record.pre, result.tensor, dbias.tensor()));
@@ -179,11 +182,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
     return fc1->prepare_grad(record.fc1, high);
   }
   detail::GemmUnit::Gradient result;
-  if (fp8) {
-    TE_FL_ASSIGN_OR_RETURN(result.tensor, fc1->grad_buffer(record.fc1, record.pre.size(0)));
-  } else {
-    TE_FL_ASSIGN_OR_RETURN(result.tensor, detail::empty_like(record.pre, options.activation_dtype));
-  }
+  TE_FL_ASSIGN_OR_RETURN(result.tensor, gradient_buffer(record));
   if (!with_bias) {
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, result.tensor));
     return result;

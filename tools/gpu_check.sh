@@ -158,7 +158,7 @@ if [ $quick = 0 ]; then
     if [ $tool != initcheck ]; then
       # Products as large as the plugin's own kernels take them.
       "$sanitizer" --tool $tool --error-exitcode 99 "${conformance[@]}" --family gemm --case 512x17664x128 >"$out/$tool-joined.log" 2>&1
-      grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-joined.log" || { errors=$((errors + 1)); text="$text joined-gemm"; }
+      grep -Eq "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards" "$out/$tool-joined.log" && grep -q '^generic_gemm ' "$out/$tool-joined.log" || { errors=$((errors + 1)); text="$text joined-gemm"; }
     fi
     row "compute-sanitizer $tool" "$([ $errors = 0 ] && echo passed || echo FAILED)" "${text:-reduced table, $said}"
   done
@@ -212,6 +212,10 @@ if [ $quick = 0 ]; then
       moved=$(sed -n 's/^total .*: rest .* \([0-9.]*\) GB$/\1/p' "$out/layer_bytes.log")
       row "layer's bytes, by the profiler" "$(awk "BEGIN {exit !($moved <= 3.3)}" && echo passed || echo below)" \
         "$moved GB outside products and attention; at most 3.3"
+      if nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | grep -qx 9.0; then
+        row "products with GELU in one kernel" "$(grep -q fused_gemm_kernel "$out/layer_bytes.log" && echo passed || echo FAILED)" \
+          "$(grep -c fused_gemm_kernel "$out/layer_bytes.log") in a layer with delayed scaling"
+      fi
     else
       row "layer's bytes, by the profiler" absent "$(tail -n 1 "$out/layer_bytes.log")"
     fi

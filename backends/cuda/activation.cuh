@@ -64,8 +64,9 @@ struct Gelu {
     const float y = x * s.plus;
     return {y, fmaf(y, s.minus * fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC), s.plus)};
   }
-  // s + x s (1 - s) u'. 1 - s loses digits only where s, and so the sum, is nearly 1.
-  __device__ static float derivative(float x) {
+  // s + x s (1 - s) u' with a difference for 1 - s, for results of 16 bits and less: 4e-6 off at
+  // the most, where s is nearly 1.
+  __device__ static float rough_derivative(float x) {
     const float x2 = fminf(x * x, 1e4f);
     const float s = sigmoid_of(exponent(x, x2)), steep = fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC);
     return fmaf(s * steep, fmaf(-x, s, x), s);

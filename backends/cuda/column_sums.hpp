@@ -5,7 +5,8 @@
 
 namespace te_fl::cuda {
 
-// Whether it can be read 16 bytes at a time: F16 or BF16, compact, aligned, whole pieces in a row.
+// Whether it can be read 16 bytes at a time: F16 or BF16, aligned, whole pieces in a row. Matrices
+// are compact.
 bool has_fast_column_sums(const te_fl_tensor& t);
 // out[cols] = sums (+ what it holds), added up in the order of column_sums() (store.cuh), whose
 // scratch `partials` is.

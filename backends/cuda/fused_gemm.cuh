@@ -47,7 +47,9 @@ constexpr size_t kShared = shared_bytes(kExtra);
 constexpr int kProductRegisters = 184, kFinishRegisters = 136;
 
 template <class Type>
-struct Operands {  // codes
+struct Operands;  // of a line of 128 bytes
+template <>
+struct Operands<hopper::E4m3> {
   static constexpr int kElements = 128;
   static constexpr bool kAcross = false;
 };
@@ -112,7 +114,7 @@ __device__ inline void sum_products(const Layout& at, int lines, int group, Posi
     }
     before = p.stage;
   }
-  hopper::wait_products<0>();
+  hopper::wait_for_sums(sum);
   at.release(before);
 }
 
@@ -172,8 +174,8 @@ struct Finish {
       float2 v = unpack(product[i]);
       if constexpr (kBackward) {
         const float2 x = unpack(pre[i]);
-        v.x *= Gelu::derivative(x.x);
-        v.y *= Gelu::derivative(x.y);
+        v.x *= Gelu::rough_derivative(x.x);
+        v.y *= Gelu::rough_derivative(x.y);
         sums[2 * i] += v.x;
         sums[2 * i + 1] += v.y;
       } else {
@@ -265,7 +267,7 @@ struct Finish {
 
 // map_pre: where the results before GELU go, forward.
 template <class Type, bool kBackward, class Out>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kTileThreads, 1)
+__global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
     fused_gemm_kernel(const __grid_constant__ CUtensorMap map_a,
                       const __grid_constant__ CUtensorMap map_b,
                       const __grid_constant__ CUtensorMap map_pre,

@@ -1,7 +1,7 @@
 // generic_gemm on cuBLASLt. Row-major matrices are column-major ones of the transpose, so the
 // library computes D^T = op(B)^T op(A)^T: B is its left operand, A its right one.
 //
-// A call takes one of four ways, decided by metadata and, for the second, alignment:
+// A call takes one of four ways, decided by metadata and alignment:
 //   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
 //     FP8 under a given scale and row-wise only, too;
 //   fused (fused_gemm.hpp): GELU or its gradient in the product's own kernel;
@@ -130,7 +130,7 @@ struct Epilogue {
       pre_gelu_in.load(row * cols + col, n, other);
       const float scale = pre_gelu_scale_inv != nullptr ? *pre_gelu_scale_inv : 1.0f;
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] *= Gelu::derivative(other[i] * scale);
+      for (int i = 0; i < kGroup; ++i) v[i] *= Gelu::dual(other[i] * scale).derivative;
     }
     if (residual.data != nullptr) {
       residual.load(row * cols + col, n, other);

@@ -15,7 +15,8 @@ class Composed {
   Composed(const Composed&) = delete;
   Composed& operator=(const Composed&) = delete;
 
-  // Whether the call is served so: the pre-activation is not quantised, and its dtype as fine as D.
+  // Whether the call is served so: the pre-activation is not quantised, and FP32, of D's dtype or
+  // beside a quantised D; nothing is added to the result, and only a gradient's columns are summed.
   explicit operator bool() const { return composed_; }
 
   // The first step. Its D may be scratch, whose address comes with bind().

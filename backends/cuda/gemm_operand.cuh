@@ -1,4 +1,5 @@
-// Operands of generic_gemm as numbers, and copies of those that the library cannot take as they are.
+// Operands of generic_gemm as numbers, and copies of those that the library cannot take as they
+// are.
 #pragma once
 
 #include "gemm_plan.hpp"
@@ -7,7 +8,7 @@
 namespace te_fl::cuda {
 
 static __global__ void pad_kernel(const uint8_t* in, int64_t rows, int64_t cols, uint8_t* out,
-                           int64_t out_rows, int64_t out_cols) {
+                                  int64_t out_rows, int64_t out_cols) {
   const int64_t n = out_rows * out_cols, step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += step) {
     const int64_t row = i / out_cols, col = i - row * out_cols;
@@ -59,7 +60,7 @@ inline Values values_of(const te_fl_tensor& t, bool along, const char* name) {
   v.scale_inv = static_cast<const float*>(scale);
   if (backend::numel(t) != 0 && (v.data.data == nullptr || scale == nullptr)) {
     backend::invalid(std::string("generic_gemm: ") + name + " has no " +
-            (v.data.data == nullptr ? "data" : "scale_inv") + "; quantise it first");
+                     (v.data.data == nullptr ? "data" : "scale_inv") + "; quantise it first");
   }
   return v;
 }
@@ -71,8 +72,8 @@ static __global__ void widen_kernel(Values in, float* out) {
   }
 }
 
-inline void convert(cudaStream_t stream, const Problem& p, const Operand& o, const char* name, void* out,
-             int64_t lines, int64_t padded_lines) {
+inline void convert(cudaStream_t stream, const Problem& p, const Operand& o, const char* name,
+                    void* out, int64_t lines, int64_t padded_lines) {
   if (padded_lines == 0 || p.padded_k == 0) return;
   if (p.convert == Convert::kWiden) {
     const Values values = values_of(*o.tensor, o.along, name);

@@ -115,7 +115,7 @@ bool varies(const Args& args, const Problem& p, uint32_t alignment) {
   constexpr uint32_t kCopyEngine = 16;
   const bool sixteen_bits = bytes_of(dtype_of(*args.d)) == 2;
   return alignment >= kCopyEngine && p.direct && sixteen_bits && !p.block && !p.bias_grad &&
-         args.pre_gelu_in == nullptr && bytes_of(p.a.dtype) <= 2;
+         bytes_of(p.a.dtype) <= 2;
 }
 
 cublasLtMatmulAlgo_t measured(const te_fl_context& ctx, const Args& args, const Problem& p,

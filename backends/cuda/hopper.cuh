@@ -6,6 +6,14 @@
 
 #include <cstdint>
 
+// Of a kernel whose blocks run in clusters of two. nvcc refuses the attribute for architectures
+// before 9.0, for which such kernels are empty.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define TE_FL_PAIRS __cluster_dims__(2, 1, 1)
+#else
+#define TE_FL_PAIRS
+#endif
+
 namespace te_fl::cuda::hopper {
 
 __device__ inline uint32_t shared_address(const void* p) {
@@ -48,6 +56,7 @@ __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ inline void sync_cluster() {
+  __syncwarp();  // "aligned": lanes may have parted
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
@@ -115,6 +124,13 @@ __device__ inline void end_products() {
 template <int kLeft>
 __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+// All of them; their sums are read after this.
+template <int kCount>
+__device__ inline void wait_for_sums(float (&sums)[kCount]) {
+  wait_products<0>();
+#pragma unroll
+  for (float& s : sums) asm volatile("" : "+f"(s)::"memory");
 }
 
 // d[128] of a thread: d (+)= A[64, kstep] B[256, kstep]^T.

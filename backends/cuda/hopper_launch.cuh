@@ -25,31 +25,40 @@ inline CUtensorMap boxes(const void* data, bool codes, int64_t rows, int64_t col
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw backend::Error(TE_FL_INTERNAL | TE_FL_CLEAN,
+    throw backend::Error(TE_FL_UNSUPPORTED | TE_FL_CLEAN,
                          "cuTensorMapEncodeTiled: error " + std::to_string(result) + " for " +
-                             std::to_string(rows) + " rows of " + std::to_string(cols));
+                             std::to_string(rows) + " rows of " + std::to_string(cols) +
+                             "; let another implementation serve the op");
   }
   return map;
 }
 
-// Clusters of the kernel that a device runs at once; 0: none.
+// Clusters of the kernel that a device runs at once, at least one; throws UNSUPPORTED if it runs
+// none.
 template <auto kKernel>
 int clusters_of(int device, int threads, size_t shared) {
   static constinit PerDevice kept;
   static constinit SharedMemory memory;
-  return kept.get(device, [&] {
+  const int clusters = kept.get(device, [&] {
     if (!memory.allow(device, kKernel, shared, shared)) return 0;
     cudaLaunchConfig_t config{};
-    int sms = 0, clusters = 0;
+    int sms = 0, held = 0;
     check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
           "cudaDeviceGetAttribute");
     config.gridDim = dim3(static_cast<unsigned>(sms / 2 * 2));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared;
-    check(cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config),
+    check(cudaOccupancyMaxActiveClusters(&held, kKernel, &config),
           "cudaOccupancyMaxActiveClusters");
-    return clusters;
+    return held;
   });
+  if (clusters == 0) {
+    throw backend::Error(TE_FL_UNSUPPORTED | TE_FL_CLEAN,
+                         "the device runs no cluster of two blocks of " + std::to_string(threads) +
+                             " threads with " + std::to_string(shared) +
+                             " bytes of shared memory; let another implementation serve the op");
+  }
+  return clusters;
 }
 
 }  // namespace te_fl::cuda

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 
-FLAGS = ("bias", "dgelu", "residual", "accumulate", "bias_grad", "general")
+FLAGS = ("bias", "residual", "accumulate", "bias_grad", "general")
 
 
 class Choices:

@@ -433,8 +433,9 @@ enum { /* te_fl_op_desc.flags */
           such calls go to another implementation. */
        TE_FL_OP_IN_PLACE_OK = 1u << 3,
        TE_FL_OP_STATIC_SUPPORT = 1u << 4,
-       /* What a call asks for beside the op's main result (an activation, sums) costs no more than
-          the ops that it stands for, so that callers may ask for it here. */
+       /* Of generic_gemm: GELU with pre_gelu_out, and pre_gelu_in with or without d_sum, cost no
+          more than the ops that they stand for, so that callers may ask for them here; where D is
+          quantised or of the pre-activation's dtype, that is plain, and nothing is added to D. */
        TE_FL_OP_CHEAP_EPILOGUES = 1u << 5
 };
 

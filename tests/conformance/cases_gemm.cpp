@@ -436,7 +436,8 @@ void add_activations(std::vector<Variant>& all) {
         backward.d = codes(kE5, false, true);
         all.push_back(backward);
       }
-  // As large as kernels of whole tiles want them, with more tiles than a GPU runs at once.
+  // As large as kernels of whole tiles want them; the first with more tiles than a GPU runs at
+  // once.
   for (bool fp8 : {false, true})
     for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 17664, 128}, {8192, 512, 384}}) {
       Variant forward{.a = TE_FL_BF16, .b = TE_FL_BF16, .d = TE_FL_BF16, .m = m, .n = n, .k = k};
@@ -456,7 +457,11 @@ void add_activations(std::vector<Variant>& all) {
       all.push_back(backward);
       if (k > 128) continue;
       forward.bias = -1, backward.d_sum = -1;
-      if (fp8) forward.d = codes(kE4, false, true), backward.d = codes(kE5, true, false);
+      if (fp8) {
+        forward.d = codes(kE4, true, false);
+        all.push_back(forward);
+        forward.d = codes(kE4, false, true), backward.d = codes(kE5, true, false);
+      }
       all.push_back(forward);
       all.push_back(backward);
     }
@@ -479,6 +484,7 @@ void add_activations(std::vector<Variant>& all) {
   with([](Variant& c) { c.a = c.b = c.d = TE_FL_BF16, c.bias_grad = TE_FL_BF16; });
   with([](Variant& c) { c.a = c.b = c.d = TE_FL_BF16; });
   with([](Variant& c) { c.m = 0; });
+  with([](Variant& c) { c.m = 0, c.pre_gelu_in = {TE_FL_F32}; });
   with([](Variant& c) { c.n = 0; });
   with([](Variant& c) { c.k = 0, c.bias = TE_FL_F32; });
   with([](Variant& c) { c.m = 700, c.n = 257; });
@@ -556,6 +562,7 @@ void add_fp8(std::vector<Variant>& all) {
   with([](Variant& c) { c.m = 1, c.n = 1, c.k = 1, c.refusal = "multiple"; });
   with([&](Variant& c) { c.b = both5; });
   with([](Variant& c) { c.m = 0; });
+  with([](Variant& c) { c.m = 0, c.pre_gelu_in = {TE_FL_F32}; });
   with([](Variant& c) { c.k = 0; });
   with([](Variant& c) { c.b = TE_FL_BF16; });  // one operand plain
   with([](Variant& c) { c.bias = TE_FL_BF16; });

@@ -127,6 +127,33 @@ TEST(JoinedActivation, OnlyWhereTheProductsBackendServesBothAndSaysThatItIsCheap
   }
 }
 
+// Takes no product, but sees which ones it is asked for first.
+int asked = 0;
+te_fl_status decline(void*, const te_fl_context*, const void*) {
+  ++asked;
+  return TE_FL_UNSUPPORTED | TE_FL_CLEAN;
+}
+
+TEST(JoinedActivation, OnlyWhereTheProductAloneWouldGoThereToo) {
+  te_fl_op_desc desc{};
+  desc.struct_size = sizeof desc;
+  desc.op_name = "generic_gemm";
+  desc.impl_id = "vendor.older";
+  desc.kind = TE_FL_KIND_VENDOR;
+  desc.priority = 500;
+  desc.param_version = 2;  // before d_sum
+  desc.flags = TE_FL_OP_THREAD_SAFE;
+  desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+  desc.run = decline;
+  OpRegistry& registry = OpRegistry::instance();
+  check(registry.register_op(desc, "older", "acme"));
+  asked = 0;
+  EXPECT_EQ(train({}, 1).activations, 2u);
+  EXPECT_EQ(asked, 6);  // two products forward, four backward
+  check(registry.unregister_op("generic_gemm", "vendor.older"));
+  EXPECT_EQ(train({}, 1).activations, 0u);
+}
+
 TEST(JoinedActivation, NotOfScalesThatDeriveFromTheResult) {
   EXPECT_EQ(train({.recipe = Float8CurrentScaling{}}).activations, 6u);
 }
