@@ -113,8 +113,13 @@ Result<Quarantine> from_json(const json& j) {
 Result<List> read_file(const std::string& path) {
   List list;
   std::ifstream in(path);
-  std::error_code code;
-  if (!in && !std::filesystem::exists(path, code)) return list;
+  // One that could not be opened and is there now was made in between, by another thread or
+  // process.
+  for (int again = 0; !in && again < 100; ++again) {
+    std::error_code code;
+    if (!std::filesystem::exists(path, code)) return list;
+    in.open(path);
+  }
   const json text = json::parse(in, nullptr, false);
   std::string why = "it is not JSON with \"te_fl_quarantine\": 1";
   try {

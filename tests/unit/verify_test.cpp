@@ -1,6 +1,7 @@
 // TE_FL_VERIFY: wrong results are found, saved, run again and kept from serving.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <filesystem>
 #include <thread>
 
@@ -225,6 +226,27 @@ TEST_F(Verify, ADamagedQuarantineFileIsAnErrorThatNamesIt) {
   const Status s = manager.call(op, &call.args);
   EXPECT_EQ(s.code(), StatusCode::kDataLoss);
   EXPECT_TRUE(contains(s.to_string(), "quarantine.json cannot be read")) << s.to_string();
+}
+
+TEST_F(Verify, AQuarantineFileThatComesAndGoesIsNoError) {
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (!done) {
+      folder.write("next.json", R"({"te_fl_quarantine": 1, "entries": []})");
+      std::filesystem::rename(folder / "next.json", folder / "quarantine.json");
+      std::filesystem::remove(folder / "quarantine.json");
+    }
+  });
+  FiveCall call;
+  Status status;
+  for (int i = 0; i < 3000 && status.ok(); ++i) {
+    registry::forget_quarantine_file();
+    registry::choose_again();
+    status = manager.call(op, &call.args);
+  }
+  done = true;
+  other.join();
+  EXPECT_TRUE(status.ok()) << status.to_string();
 }
 
 TEST_F(Verify, ManyThreadsAreCheckedAtOnce) {
