@@ -66,7 +66,10 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
 }
 
 size_t product_workspace(const Args& args) { return scratch(args, describe(args), nullptr).bytes; }
+// Whether an activation follows the product; only then do the fused and composed ways come up.
+bool activates(const Args& args) { return args.gelu != 0 || args.pre_gelu_in != nullptr; }
 size_t all_workspace(const te_fl_context& ctx, const Args& args) {
+  if (!activates(args)) return product_workspace(args);
   if (const FusedProduct fused(ctx, args); fused) return fused.scratch_bytes();
   const Composed composed(args);
   return composed ? product_workspace(composed.product()) + composed.scratch_bytes()
@@ -275,6 +278,7 @@ void run_product(const te_fl_context& ctx, const Args& args) {
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
   check_arguments(args);
+  if (!activates(args)) return run_product(ctx, args);
   if (const FusedProduct fused(ctx, args); fused) {
     need_workspace(ctx, args, fused.scratch_bytes());
     return fused.run(ctx, ctx.workspace);

@@ -24,7 +24,7 @@ constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
 // FP8: the given scales of the probabilities and of the scores' gradient.
 constexpr float kScaleP = 256, kScaleDs = 64;
 // Factor of sum_slack() for products of codes: the matrix unit keeps 14 bits of its sums
-// (cases_gemm.cpp, accumulation()).
+// (gemm_case.cpp, accumulation()).
 constexpr double kFp8Sums = 128;
 
 struct Variant {

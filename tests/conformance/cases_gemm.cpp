@@ -1,6 +1,7 @@
-#include "conformance/compare.hpp"
+#include <array>
+
 #include "conformance/drawn.hpp"
-#include "conformance/oracle_activation.hpp"
+#include "conformance/gemm_case.hpp"
 #include "conformance/oracle_quantize.hpp"
 
 namespace te_fl::conformance {
@@ -10,196 +11,7 @@ constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
 constexpr uint32_t kPow2 = TE_FL_QUANT_POW2_SCALE;
 
-struct Variant {
-  Spec a = TE_FL_F32, b = TE_FL_F32, d = TE_FL_F32;
-  int64_t m = 13, n = 21, k = 17;
-  bool trans_a = false, trans_b = true;
-  double alpha = 1, beta = 1;
-  bool accumulate = false, split = false, gelu = false;
-  int bias = -1;                        // dtype
-  std::vector<Spec> pre_gelu_out = {};  // none or one
-  std::vector<Spec> pre_gelu_in = {};
-  int residual = -1;
-  bool in_place = false;  // the result takes the residual's memory
-  int bias_grad = -1;
-  bool accumulate_bias_grad = false, large = false;
-  std::string refusal = {};  // the implementation may refuse, saying this
-  bool error = false;        // it must
-  int d_sum = -1;
-};
-
-std::string variant_name(const Variant& v) {
-  std::string name =
-      v.a.name() + "*" + v.b.name() + "->" + v.d.name() + "/" + dims_name({v.m, v.n, v.k}) + "/";
-  name += v.trans_a ? "T" : "N";
-  name += v.trans_b ? "T" : "N";
-  if (v.alpha != 1) name += v.alpha == 0 ? "/alpha=0" : "/alpha";
-  if (v.accumulate)
-    name += v.beta == 1 ? "/accumulate" : v.beta == 0 ? "/accumulate.beta=0" : "/accumulate.beta";
-  if (v.split) name += "/split";
-  if (v.bias >= 0) name += std::string("/bias=") + name_of(v.bias);
-  if (v.gelu) name += "/gelu";
-  if (!v.pre_gelu_out.empty()) name += "/pre_gelu_out=" + v.pre_gelu_out[0].name();
-  if (!v.pre_gelu_in.empty()) name += "/pre_gelu_in=" + v.pre_gelu_in[0].name();
-  if (v.residual >= 0) {
-    name += std::string("/residual=") + name_of(v.residual) + (v.in_place ? ".in_place" : "");
-  }
-  if (v.bias_grad >= 0)
-    name += std::string("/bias_grad=") + name_of(v.bias_grad) +
-            (v.accumulate_bias_grad ? ".accumulate" : "");
-  if (v.d_sum >= 0) name += std::string("/d_sum=") + name_of(v.d_sum);
-  return name;
-}
-
-// The values of op(X) in the copy that a product along the contracted dimension reads: the one
-// whose blocks lie along it. Matters for block scaling only, where the cases give that copy alone.
-std::vector<double> operand(const Tensor& t) { return dequantised(t); }
-
-struct Matrices {
-  std::vector<double> product, size;  // alpha op(A) op(B) + bias, and the magnitudes behind it
-  std::vector<double> row_sum, row_size;
-};
-
-Matrices multiply(const Variant& v, const std::vector<double>& a, const std::vector<double>& b,
-                  double alpha, Tensor* bias) {
-  Matrices r;
-  r.product.assign(static_cast<size_t>(v.m * v.n), 0), r.size = r.product;
-  r.row_sum.assign(static_cast<size_t>(v.m), 0), r.row_size = r.row_sum;
-  std::vector<double> bt(b);  // [N, K]
-  for (int64_t j = 0; j < v.n && !v.trans_b; ++j)
-    for (int64_t l = 0; l < v.k; ++l) bt[j * v.k + l] = b[l * v.n + j];
-  std::vector<double> row(static_cast<size_t>(v.k));
-  for (int64_t i = 0; i < v.m; ++i) {
-    for (int64_t l = 0; l < v.k; ++l) {
-      row[l] = v.trans_a ? a[l * v.m + i] : a[i * v.k + l];
-      r.row_sum[i] += row[l], r.row_size[i] += std::fabs(row[l]);
-    }
-    for (int64_t j = 0; j < v.n; ++j) {
-      double sum = 0, size = 0;
-      for (int64_t l = 0; l < v.k; ++l)
-        sum += row[l] * bt[j * v.k + l], size += std::fabs(row[l] * bt[j * v.k + l]);
-      const double add = bias == nullptr ? 0 : bias->get(j);
-      r.product[i * v.n + j] = alpha * sum + add;
-      r.size[i * v.n + j] = std::fabs(alpha) * size + std::fabs(add);
-    }
-  }
-  return r;
-}
-
-// Factor of the slack for FP8 products. Hopper's matrix unit aligns the 32 products of an
-// instruction before it adds them, and drops what lies below 14 bits; partial sums are kept so too,
-// for all of K or, with the split accumulator, for 128 of it.
-double accumulation(const Variant& v) {
-  if (!v.a.quantised()) return 1;
-  return v.split && v.k > 128 ? 64 : 128;
-}
-
-// Half a step of F16 or BF16 at x; 0 of F32.
-double half_step(int dtype, double x) {
-  if (dtype == TE_FL_BF16) return 0x1p-8 * std::fabs(x);
-  return dtype == TE_FL_F16 ? 0x1p-11 * std::fabs(x) + 0x1p-25 : 0;
-}
-
-// How far GELU moves if its argument moves by `by`.
-double moves_gelu(double x, double by) {
-  const double y = kGelu.f(x);
-  return std::max(std::fabs(kGelu.f(x + by) - y), std::fabs(kGelu.f(x - by) - y));
-}
-
-// The type that the product may be rounded to before GELU, or its gradient's factor: what it is
-// stored in, or what the gradient reads beside it, unless D is finer (docs/numerics.md, GEMM). FP32
-// if it may not.
-int rounded_before(const Variant& v) {
-  if (v.accumulate || v.residual >= 0) return TE_FL_F32;
-  const std::vector<Spec>& pre = v.gelu ? v.pre_gelu_out : v.pre_gelu_in;
-  if (pre.empty() || pre[0].quantised() || v.d.dtype == TE_FL_F32) return TE_FL_F32;
-  return pre[0].dtype;
-}
-
-// Of the result's columns. The terms carry their own slack.
-void expect_sums(Problem& p, const Variant& v, Tensor* d_sum, const std::vector<double>& want,
-                 const std::vector<double>& slack) {
-  std::vector<double> sum(static_cast<size_t>(v.n)), extra(sum.size());
-  for (int64_t j = 0; j < v.n; ++j) {
-    double magnitude = 0;
-    for (int64_t i = 0; i < v.m; ++i) {
-      const size_t at = static_cast<size_t>(i * v.n + j);
-      sum[j] += want[at], magnitude += std::fabs(want[at]), extra[j] += slack[at];
-    }
-    extra[j] += sum_slack(static_cast<double>(v.m), magnitude) + 1e-6 * magnitude;
-  }
-  p.expect(d_sum, sum, extra).widen = 4;
-}
-
-void expect_results(Problem& p, const Variant& v, Tensor* a, Tensor* b, Tensor* d, Tensor* bias,
-                    Tensor* out, Tensor* in, Tensor* residual, Tensor* grad, Tensor* d_sum) {
-  const double alpha = static_cast<double>(static_cast<float>(v.alpha)),
-               beta = static_cast<double>(static_cast<float>(v.beta));
-  Matrices r = multiply(v, operand(*a), operand(*b), alpha, bias);
-  std::vector<double> slack(r.size.size());
-  for (size_t i = 0; i < slack.size(); ++i)
-    slack[i] = accumulation(v) * sum_slack(static_cast<double>(v.k), r.size[i]);
-  if (out != nullptr) p.expect(out, r.product, slack);
-  std::vector<double> want = r.product;
-  const std::vector<double> pre = in == nullptr ? std::vector<double>() : operand(*in);
-  const int rounded = rounded_before(v);
-  for (size_t i = 0; i < want.size(); ++i) {
-    const double step = half_step(rounded, want[i]);
-    if (v.gelu) {
-      slack[i] = slack[i] * 1.2 + moves_gelu(want[i], step);
-      want[i] = kGelu.f(want[i]);
-    }
-    if (in != nullptr) {
-      const double factor = kGelu.df(pre[i]);
-      slack[i] += step, slack[i] = slack[i] * std::fabs(factor) + 1e-6 * std::fabs(want[i]),
-                        want[i] *= factor;
-    }
-    if (residual != nullptr) {
-      const double add = residual->get(static_cast<int64_t>(i));
-      want[i] += add, slack[i] += 0x1p-22 * (std::fabs(add) + std::fabs(want[i]));
-    }
-    if (!v.accumulate) continue;
-    const double before = d->get(static_cast<int64_t>(i));
-    want[i] += beta * before, slack[i] += 0x1p-22 * std::fabs(beta * before);
-  }
-  p.expect(d, want, slack);
-  if (d_sum != nullptr) expect_sums(p, v, d_sum, want, slack);
-  if (grad == nullptr) return;
-  for (int64_t i = 0; i < v.m; ++i) {
-    if (v.accumulate_bias_grad)
-      r.row_sum[i] += grad->get(i), r.row_size[i] += std::fabs(grad->get(i));
-    r.row_size[i] = sum_slack(static_cast<double>(v.k), r.row_size[i]);
-  }
-  p.expect(grad, r.row_sum, r.row_size).widen = 4;
-}
-
-void gemm(Problem& p, const Variant& v) {
-  Tensor* a = p.quantised_in("a", v.a, v.trans_a ? Dims{v.k, v.m} : Dims{v.m, v.k});
-  Tensor* b = p.quantised_in("b", v.b, v.trans_b ? Dims{v.n, v.k} : Dims{v.k, v.n});
-  Tensor* residual = v.residual >= 0 ? p.in("residual", v.residual, {v.m, v.n}) : nullptr;
-  Tensor* d = v.in_place     ? p.in_place("d", residual)
-              : v.accumulate ? p.inout("d", v.d, {v.m, v.n})
-                             : p.out("d", v.d, {v.m, v.n});
-  Tensor* bias = v.bias >= 0 ? p.in("bias", v.bias, {v.n}) : nullptr;
-  Tensor* out =
-      v.pre_gelu_out.empty() ? nullptr : p.out("pre_gelu_out", v.pre_gelu_out[0], {v.m, v.n});
-  Tensor* in =
-      v.pre_gelu_in.empty() ? nullptr : p.quantised_in("pre_gelu_in", v.pre_gelu_in[0], {v.m, v.n});
-  Tensor* grad = v.bias_grad < 0          ? nullptr
-                 : v.accumulate_bias_grad ? p.inout("bias_grad", v.bias_grad, {v.m})
-                                          : p.out("bias_grad", v.bias_grad, {v.m});
-  Tensor* d_sum = v.d_sum >= 0 ? p.out("d_sum", v.d_sum, {v.n}) : nullptr;
-  p.set("trans_a", v.trans_a), p.set("trans_b", v.trans_b), p.set("gelu", v.gelu),
-      p.set("accumulate", v.accumulate);
-  p.set("accumulate_bias_grad", v.accumulate_bias_grad), p.set("use_split_accumulator", v.split);
-  p.set("alpha", v.alpha), p.set("beta", v.beta);
-  p.may_refuse = v.refusal;
-  if (v.error) p.expect_error(-1, v.refusal);
-  p.oracle([&p, v, a, b, d, bias, out, in, residual, grad, d_sum] {
-    if (v.error) return p.expect_unchanged(d);
-    expect_results(p, v, a, b, d, bias, out, in, residual, grad, d_sum);
-  });
-}
+using Variant = GemmCase;
 
 void add_plain(std::vector<Variant>& all) {
   for (int d : kHigh)
@@ -688,7 +500,7 @@ void add_gemm_cases(Table& table) {
   add_blocks(all);
   for (const Variant& v : all)
     add(
-        table, "gemm", "generic_gemm", variant_name(v), [v](Problem& p) { gemm(p, v); }, v.large);
+        table, "gemm", "generic_gemm", name_of_case(v), [v](Problem& p) { set_up(p, v); }, v.large);
 }
 
 void fuzz_gemm(Drawn& drawn) {
@@ -698,7 +510,7 @@ void fuzz_gemm(Drawn& drawn) {
     v.trans_a = r.below(2) == 1, v.trans_b = r.below(2) == 1;
     v.m = Drawn::extent(r, 130), v.n = Drawn::extent(r, 130), v.k = Drawn::extent(r, 260);
     if (r.below(2) == 1) v.bias = dtype;
-    return {variant_name(v), [v](Problem& p) { gemm(p, v); }};
+    return {name_of_case(v), [v](Problem& p) { set_up(p, v); }};
   });
 }
 

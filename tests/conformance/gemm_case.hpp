@@ -1,0 +1,33 @@
+// A case of generic_gemm: its arguments, and what must come out.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "conformance/case.hpp"
+
+namespace te_fl::conformance {
+
+struct GemmCase {
+  Spec a = TE_FL_F32, b = TE_FL_F32, d = TE_FL_F32;
+  int64_t m = 13, n = 21, k = 17;
+  bool trans_a = false, trans_b = true;
+  double alpha = 1, beta = 1;
+  bool accumulate = false, split = false, gelu = false;
+  int bias = -1;                        // dtype
+  std::vector<Spec> pre_gelu_out = {};  // none or one
+  std::vector<Spec> pre_gelu_in = {};
+  int residual = -1;
+  bool in_place = false;  // the result takes the residual's memory
+  int bias_grad = -1;
+  bool accumulate_bias_grad = false, large = false;
+  std::string refusal = {};  // the implementation may refuse, saying this
+  bool error = false;        // it must
+  int d_sum = -1;
+};
+
+std::string name_of_case(const GemmCase& v);
+// The tensors, and the oracle in double precision that says what they must hold.
+void set_up(Problem& p, const GemmCase& v);
+
+}  // namespace te_fl::conformance
