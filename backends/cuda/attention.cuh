@@ -198,20 +198,34 @@ struct Attention {
   }
 };
 
-// Rows [begin, begin + kTileRows) of a head as FP32 in shared memory, zeros from `end` on.
-__device__ inline void load_tile(const HeadData& t, int64_t b, int64_t h, int64_t origin,
-                                 int64_t begin, int64_t end, float* tile) {
+template <class T>
+__device__ inline void load_tile_as(const HeadData& t, int64_t b, int64_t h, int64_t origin,
+                                    int64_t begin, int64_t end, float* tile) {
   const int pitch = t.dim + 1;
   const float factor = t.read_factor();
+  const T* const data = static_cast<const T*>(t.data);
   for (int i = static_cast<int>(threadIdx.x); i < kTileRows * t.dim; i += kThreads) {
     const int row = i / t.dim, d = i - row * t.dim;
     const int64_t at = begin + row;
     float value = 0.0f;
-    if (at < end) {
-      const int64_t from = t.offset(b, origin + at, h) + d * t.element;
-      value = HeadData::element_at(t.data, t.dtype, from) * factor;
-    }
+    if (at < end) value = to_f32(data[t.offset(b, origin + at, h) + d * t.element]) * factor;
     tile[row * pitch + d] = value;
+  }
+}
+// Rows [begin, begin + kTileRows) of a head as FP32 in shared memory, zeros from `end` on.
+__device__ inline void load_tile(const HeadData& t, int64_t b, int64_t h, int64_t origin,
+                                 int64_t begin, int64_t end, float* tile) {
+  switch (t.dtype) {
+    case TE_FL_F32:
+      return load_tile_as<float>(t, b, h, origin, begin, end, tile);
+    case TE_FL_BF16:
+      return load_tile_as<bf16>(t, b, h, origin, begin, end, tile);
+    case TE_FL_F8E4M3:
+      return load_tile_as<e4m3>(t, b, h, origin, begin, end, tile);
+    case TE_FL_F8E5M2:
+      return load_tile_as<e5m2>(t, b, h, origin, begin, end, tile);
+    default:
+      return load_tile_as<fp16>(t, b, h, origin, begin, end, tile);
   }
 }
 __device__ inline float dot(const float* a, const float* b, int n) {

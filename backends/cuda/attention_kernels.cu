@@ -108,8 +108,12 @@ __device__ inline Pair pair_of(const Attention& p, const Span& s, int64_t b, int
   return {probability * factor, probability * (factor * dp - delta)};
 }
 
+// Blocks of a multiprocessor, as many as shared memory allows for heads of up to 128.
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads) dq_kernel(Attention p, AttentionGradients g) {
+constexpr int kBlocks = kPerLane <= 16 ? 3 : 1;
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>) dq_kernel(Attention p, AttentionGradients g) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, h = blockIdx.y, begin = int64_t{blockIdx.x} * kTileRows;
   const Span s = p.span(b);
@@ -176,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(Attention p, AttentionGrad
 }
 
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads) dkv_kernel(Attention p, AttentionGradients g) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>) dkv_kernel(Attention p, AttentionGradients g) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, kv_head = blockIdx.y, k0 = int64_t{blockIdx.x} * kTileRows;
   const Span s = p.span(b);
