@@ -113,7 +113,8 @@ template <int kPerLane>
 constexpr int kBlocks = kPerLane <= 16 ? 3 : 1;
 
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>) dq_kernel(Attention p, AttentionGradients g) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
+    dq_kernel(Attention p, AttentionGradients g) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, h = blockIdx.y, begin = int64_t{blockIdx.x} * kTileRows;
   const Span s = p.span(b);
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>) dq_kernel(Attenti
 }
 
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>) dkv_kernel(Attention p, AttentionGradients g) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
+    dkv_kernel(Attention p, AttentionGradients g) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, kv_head = blockIdx.y, k0 = int64_t{blockIdx.x} * kTileRows;
   const Span s = p.span(b);
