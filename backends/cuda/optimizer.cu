@@ -96,8 +96,9 @@ __global__ void __launch_bounds__(kThreads)
   const float limit = out.dtype == TE_FL_F16    ? 65520.0f
                       : out.dtype == TE_FL_BF16 ? 3.3961775e38f
                                                 : INFINITY;
-  // A finite norm says that all inputs are finite, so in place there may be nothing to do.
-  if (norm != nullptr && finite && scale == 1.0f && in.data == out.data) return;
+  // In place there may be nothing to write; the values are looked at all the same, since the norm
+  // may be another's.
+  const bool stays = scale == 1.0f && in.data == out.data && in.dtype == out.dtype;
   for_each_group(b.size[t], [&](int64_t i, int n) {
     float v[kGroup];
     in.load(i, n, v);
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
       v[j] *= scale;
       finite = finite && (j >= n || (isfinite(v[j]) && fabsf(v[j]) < limit));
     }
-    out.store(i, n, v);
+    if (!stays) out.store(i, n, v);
   });
   if (!finite) *noop_flag = 1;
 }

@@ -526,6 +526,10 @@ void add_scale(Table& table) {
       all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 0, in_place, false, norm, 1.5});
   all.push_back({TE_FL_BF16, TE_FL_F32, kFew, 0.5, 0, 0, false, false, 6.0, 1.5});
   all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 1, true, false, 6.0, 1.5});
+  // The norm is finite and asks for nothing, the inputs are not what it was taken of.
+  for (int dtype : kHigh)
+    for (double bad : {infinity(), nan_value()})
+      all.push_back({dtype, dtype, kFew, 1, bad, 0, true, false, 0.5, 1});
   for (const ScaleVariant& v : all)
     add(
         table, "optimizer", "multi_tensor_scale", scale_name(v), [v](Problem& p) { scale(p, v); },
