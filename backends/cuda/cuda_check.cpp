@@ -10,27 +10,6 @@ namespace {
 
 std::atomic<bool> g_forked{false};
 
-bool is_sticky(cudaError_t error) noexcept {
-  switch (error) {
-    case cudaErrorIllegalAddress:
-    case cudaErrorLaunchFailure:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorHardwareStackError:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorAssert:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorContextIsDestroyed:
-    case cudaErrorDeviceUninitialized:
-      return true;
-    default:
-      return false;
-  }
-}
-
 const char* way_out(cudaError_t error) noexcept {
   switch (error) {
     case cudaErrorInvalidResourceHandle:
@@ -49,25 +28,6 @@ const char* way_out(cudaError_t error) noexcept {
 }
 
 }  // namespace
-
-te_fl_status status_of(cudaError_t error) noexcept {
-  switch (error) {
-    case cudaSuccess:
-      return TE_FL_OK;
-    case cudaErrorMemoryAllocation:
-      return TE_FL_OUT_OF_MEMORY;
-    case cudaErrorInvalidResourceHandle:
-      return TE_FL_INVALID_ARGUMENT;
-    case cudaErrorNoKernelImageForDevice:
-      return TE_FL_UNSUPPORTED;
-    case cudaErrorStreamCaptureUnsupported:
-    case cudaErrorStreamCaptureInvalidated:
-    case cudaErrorStreamCaptureImplicit:
-      return TE_FL_FAILED_PRECONDITION;
-    default:
-      return is_sticky(error) ? TE_FL_DEVICE_LOST : TE_FL_INTERNAL;
-  }
-}
 
 std::string text_of(cudaError_t error, const char* call) {
   return std::string(call) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) +

@@ -10,7 +10,9 @@
 
 namespace te_fl::cuda {
 
-// A te_fl_code: sticky errors, after which nothing runs in this process, are TE_FL_DEVICE_LOST.
+// Whether nothing of the device runs in this process after it.
+bool is_sticky(cudaError_t error) noexcept;
+// A te_fl_code: sticky errors are TE_FL_DEVICE_LOST.
 te_fl_status status_of(cudaError_t error) noexcept;
 // "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)"
 std::string text_of(cudaError_t error, const char* call);
