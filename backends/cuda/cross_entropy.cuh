@@ -7,14 +7,13 @@
 
 namespace te_fl::cuda {
 
-// One row for each block.
+// A row; by the whole block.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse,
-                         int64_t classes, float smoothing, int64_t ignored) {
+__device__ inline void cross_entropy_row(const T* logits, const Integers& targets, float* loss,
+                                         float* lse, int64_t classes, float smoothing,
+                                         int64_t ignored, int64_t row,
+                                         float (&parts)[3][kThreads / 32]) {
   constexpr int kSize = Pack<T>::kSize, kAtOnce = 4;
-  __shared__ float parts[3][kThreads / 32];
-  const int64_t row = blockIdx.x;
   const T* x = logits + row * classes;
   const int shift = shift_of(x);
   RunningSum total;
@@ -68,6 +67,18 @@ __global__ void __launch_bounds__(kThreads)
   }
   loss[row] = value;
 }
+// Rows blockIdx.x, blockIdx.x + gridDim.x, ..
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse, int64_t rows,
+                         int64_t classes, float smoothing, int64_t ignored) {
+  __shared__ float parts[3][kThreads / 32];
+  for (int64_t row = blockIdx.x;;) {
+    cross_entropy_row(logits, targets, loss, lse, classes, smoothing, ignored, row, parts);
+    if ((row += gridDim.x) >= rows) return;
+    __syncthreads();
+  }
+}
 
 struct LossGradient {
   Integers targets;
@@ -78,18 +89,18 @@ struct LossGradient {
   int64_t ignored;
 };
 
-// blockIdx.x: the row; blockIdx.y: `each` packs of it, at most kPacks * kThreads.
+// Part `part` of a row: `each` packs of it, at most kPacks * kThreads.
 template <class T, int kPacks>
-__global__ void __launch_bounds__(kThreads)
-    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int each) {
+__device__ inline void cross_entropy_gradient_part(const T* logits, T* out, const LossGradient& g,
+                                                   int each, int64_t row, int64_t part) {
   constexpr int kSize = Pack<T>::kSize;
-  const int64_t row = blockIdx.x, classes = g.classes;
+  const int64_t classes = g.classes;
   const T* x = logits + row * classes;
   T* dx = out + row * classes;
   const int shift = shift_of(x);
   const bool aligned = shift_of(dx) == shift;
-  const int64_t first = (blockIdx.y * int64_t{each} + threadIdx.x) * kSize - shift;
-  const int64_t end_col = (blockIdx.y + int64_t{1}) * each * kSize - shift;
+  const int64_t first = (part * each + threadIdx.x) * kSize - shift;
+  const int64_t end_col = (part + 1) * each * kSize - shift;
   const int64_t end = end_col < classes ? end_col : classes;
   Pack<T> raw[kPacks];
 #pragma unroll
@@ -120,6 +131,17 @@ __global__ void __launch_bounds__(kThreads)
     }
     raw[p].set(v);
     store_cut(raw[p], dx, col, classes, aligned);
+  }
+}
+// Rows blockIdx.x, blockIdx.x + gridDim.x, .. and of each the parts blockIdx.y, ..
+template <class T, int kPacks>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int64_t rows,
+                                  int64_t parts, int each) {
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (int64_t part = blockIdx.y; part < parts; part += gridDim.y) {
+      cross_entropy_gradient_part<T, kPacks>(logits, out, g, each, row, part);
+    }
   }
 }
 

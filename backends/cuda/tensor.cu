@@ -1,6 +1,8 @@
 // Embedding and cross-entropy.
 #include "te_fl/ops/tensor.h"
 
+#include <algorithm>
+
 #include "cross_entropy.cuh"
 #include "embedding.cuh"
 #include "families.hpp"
@@ -11,6 +13,10 @@ namespace te_fl::cuda {
 namespace {
 
 using backend::invalid;
+
+// A grid has 2^31 - 1 blocks (65535 in its second dimension) and a tensor may have more rows:
+// beyond these the blocks go on to further ones.
+constexpr int64_t kMostBlocks = 1 << 16, kMostParts = 1 << 8;
 
 // ---- embedding, cross-entropy
 
@@ -130,8 +136,8 @@ void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& arg
     sums.heads = heads, sums.next = next;
   }
   const int64_t parts = ceil_div(table.cols, kThreads * kGroup);
-  const int64_t blocks = ceil_div(table.rows, kTableRows) * parts;
-  embedding_gradient_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+  const int64_t groups = std::min(ceil_div(table.rows, kTableRows), ceil_div(kMostBlocks, parts));
+  embedding_gradient_kernel<<<static_cast<unsigned>(groups * parts), kThreads, 0, stream>>>(
       sums, table.rows, static_cast<unsigned>(parts));
   check_launch("embedding_bwd");
 }
@@ -145,10 +151,11 @@ void cross_entropy_fwd(const te_fl_context& ctx, const te_fl_cross_entropy_fwd_a
   check_range(ctx, *args.targets, matrix.cols, &args.ignore_index, "targets",
               ", the classes, or be ignore_index");
   if (matrix.rows == 0) return;
+  const auto blocks = static_cast<unsigned>(std::min(matrix.rows, kMostBlocks));
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
-    cross_entropy_kernel<T><<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream_of(ctx)>>>(
+    cross_entropy_kernel<T><<<blocks, kThreads, 0, stream_of(ctx)>>>(
         backend::data<const T>(*args.logits), Integers(*args.targets),
-        backend::data<float>(*args.loss), backend::data<float>(*args.lse), matrix.cols,
+        backend::data<float>(*args.loss), backend::data<float>(*args.lse), matrix.rows, matrix.cols,
         args.label_smoothing, args.ignore_index);
   });
   check_launch("cross_entropy_fwd");
@@ -174,9 +181,10 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
     const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;
     const auto launch = [&]<int kPacks>(std::integral_constant<int, kPacks>) {
       const int64_t parts = ceil_div(packs, int64_t{kPacks} * kThreads);
-      const dim3 grid(static_cast<unsigned>(matrix.rows), static_cast<unsigned>(parts));
+      const dim3 grid(static_cast<unsigned>(std::min(matrix.rows, kMostBlocks)),
+                      static_cast<unsigned>(std::min(parts, kMostParts)));
       cross_entropy_gradient_kernel<T, kPacks><<<grid, kThreads, 0, stream_of(ctx)>>>(
-          x, dx, gradient, static_cast<int>(ceil_div(packs, parts)));
+          x, dx, gradient, matrix.rows, parts, static_cast<int>(ceil_div(packs, parts)));
     };
     if (packs <= kThreads) return launch(std::integral_constant<int, 1>{});
     launch(std::integral_constant<int, 4>{});
