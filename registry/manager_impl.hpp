@@ -122,6 +122,10 @@ Status run_watched(Call& call, const Failure* first, uint64_t care);
 // not counted, and nobody follows.
 te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
                            const void* args, core::ErrorText& errors);
+// Ask the device of the call's tensors, if it can tell: is the stream one of it, does the random
+// state lie in its memory?
+Status check_stream(const Call& call);
+Status check_random_state(const Call& call);
 // Whether the stream of a device is being captured into a graph.
 bool is_capturing(const Device& device, void* stream);
 
