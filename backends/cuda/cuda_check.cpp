@@ -14,7 +14,7 @@ const char* way_out(cudaError_t error) noexcept {
   switch (error) {
     case cudaErrorInvalidResourceHandle:
       return "; the stream or event is another device's or was destroyed: give one of the tensors' "
-             "device (TE_FL_VALIDATE=1 checks that before each op)";
+             "device";
     case cudaErrorNoKernelImageForDevice:
       return "; the plugin was not built for this GPU: configure te-fl with its architecture in "
              "TE_FL_CUDA_ARCHITECTURES";

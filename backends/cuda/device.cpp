@@ -25,12 +25,23 @@ te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexce
   });
 }
 
+// What is enqueued on another device's stream fails after it has been prepared, or is that
+// device's.
+void refuse_foreign(int device, cudaStream_t stream) {
+  int whose = -1;
+  if (is_stream_of_another(stream, device, &whose)) {
+    backend::invalid("the stream belongs to cuda:" + std::to_string(whose) + "; give one of cuda:" +
+                     std::to_string(device) + ", or NULL for its default stream");
+  }
+}
+
 Memory& memory_of(void* self) { return *static_cast<const Device*>(self)->memory; }
 
 te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
                       const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     *out = nullptr;
+    refuse_foreign(index_of(self), stream_of(stream));
     *out = memory_of(self).allocate(bytes, stream_of(stream));
   });
 }
@@ -67,6 +78,7 @@ te_fl_status fill(void* self, void* dst, uint8_t value, size_t bytes, void* stre
                   const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     if (bytes == 0) return;
+    refuse_foreign(index_of(self), stream_of(stream));
     check(cudaMemsetAsync(dst, value, bytes, stream_of(stream)), "cudaMemsetAsync");
   });
 }
@@ -119,7 +131,8 @@ te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* 
   });
 }
 
-// Asked before every op. A stream knows its device; the default one is the current device's.
+// Asked before every op, and so where another device's stream is refused. A stream knows its
+// device; the default one is the current device's.
 te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink* errors) {
   const auto ask = [&] {
@@ -133,12 +146,14 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
   return backend::guard(errors, [&] {
     refuse_after_fork();
     ask();
+    refuse_foreign(index_of(self), stream_of(stream));
   });
 }
 
 // What other threads do on other streams meanwhile is none of the capture's business.
 te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
+    refuse_foreign(index_of(self), stream_of(stream));
     memory_of(self).open_capture();
     const cudaError_t error =
         cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal);
@@ -169,6 +184,7 @@ te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error
 
 te_fl_status launch_graph(void* self, void* graph, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
+    refuse_foreign(index_of(self), stream_of(stream));
     check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(stream)),
           "cudaGraphLaunch");
   });
@@ -246,14 +262,14 @@ te_fl_status check_pointer(void* self, const void* data, size_t bytes,
 te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     const auto s = stream_of(stream);
-    if (s == nullptr || s == cudaStreamLegacy || s == cudaStreamPerThread) return;
-    int device = -1;
-    if (const cudaError_t error = cudaStreamGetDevice(s, &device); error != cudaSuccess) {
-      (void)cudaGetLastError();
-      backend::invalid(text_of(error, "cudaStreamGetDevice"));
+    int whose = -1;
+    if (is_stream_of_another(s, index_of(self), &whose)) {
+      backend::invalid("it belongs to cuda:" + std::to_string(whose));
     }
-    if (device != index_of(self)) {
-      backend::invalid("it belongs to cuda:" + std::to_string(device));
+    unsigned flags = 0;  // any question that a stream which has been destroyed cannot answer
+    if (const cudaError_t error = cudaStreamGetFlags(s, &flags); error != cudaSuccess) {
+      (void)cudaGetLastError();
+      backend::invalid(text_of(error, "cudaStreamGetFlags"));
     }
   });
 }

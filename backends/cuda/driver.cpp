@@ -11,10 +11,10 @@ namespace te_fl::cuda {
 const Driver& driver() noexcept {
   static const Driver instance = [] {
     Driver d;
-    const auto find = [](auto& slot, const char* name) {
+    const auto find = [](auto& slot, const char* name, unsigned version = 12000) {
       void* found = nullptr;
       cudaDriverEntryPointQueryResult result{};
-      if (cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result) ==
+      if (cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result) ==
               cudaSuccess &&
           result == cudaDriverEntryPointSuccess) {
         slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(found);
@@ -25,6 +25,7 @@ const Driver& driver() noexcept {
     find(d.is_capturing, "cuStreamIsCapturing");
     find(d.encode_tensor_map, "cuTensorMapEncodeTiled");
     find(d.current_device, "cuCtxGetDevice");
+    find(d.stream_device, "cuStreamGetDevice", 12080);
     (void)cudaGetLastError();
     return d;
   }();
@@ -58,6 +59,21 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
   const cudaError_t error = cudaStreamIsCapturing(stream, status);  // which has words for errors
   t_has_context = error == cudaSuccess;
   return error;
+}
+
+bool is_stream_of_another(cudaStream_t stream, int device, int* whose) noexcept {
+  const Driver& d = driver();
+  const bool is_default =
+      stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+  CUdevice found = 0;
+  if (is_default || d.stream_device == nullptr) return false;
+  if (!t_has_context) {
+    cudaStreamCaptureStatus ignored{};
+    if (stream_capture_status(stream, &ignored) != cudaSuccess) (void)cudaGetLastError();
+  }
+  if (!t_has_context || d.stream_device(stream, &found) != CUDA_SUCCESS) return false;
+  *whose = found;
+  return found != device;
 }
 
 #if CUDART_VERSION >= 13000

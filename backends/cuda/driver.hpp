@@ -15,6 +15,7 @@ struct Driver {
   CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus*) = nullptr;
   decltype(&cuTensorMapEncodeTiled) encode_tensor_map = nullptr;
   CUresult (*current_device)(CUdevice*) = nullptr;
+  CUresult (*stream_device)(CUstream, CUdevice*) = nullptr;  // from CUDA 12.8 on
 };
 // Asks the driver once; there must be one.
 const Driver& driver() noexcept;
@@ -23,5 +24,8 @@ const Driver& driver() noexcept;
 cudaError_t current_device(int* device) noexcept;
 // cudaStreamIsCapturing().
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
+// Whether the stream is known to be another device's than `device`, and whose. The default streams
+// are the current device's; a driver before 12.8 does not know.
+bool is_stream_of_another(cudaStream_t stream, int device, int* whose) noexcept;
 
 }  // namespace te_fl::cuda

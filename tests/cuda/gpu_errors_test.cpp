@@ -106,10 +106,15 @@ TEST_F(GpuErrors, AStreamOfAnotherDeviceIsRefused) {
   const Device second{TE_FL_DEVICE_CUDA, 1, 0};
   if (!devices::find(second).ok()) GTEST_SKIP() << "one GPU only";
   Stream stream = std::move(Stream::create(second)).value();
-  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument, "the stream or event is another device's");
+  const char* const words = "the stream given for cuda:0 is not one of it: it belongs to cuda:1";
+  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument, words);
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
-  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument,
-               "the stream given for cuda:0 is not one of it: it belongs to cuda:1");
+  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument, words);
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+  const char* const direct = "the stream belongs to cuda:1; give one of cuda:0";
+  EXPECT_FAILS(devices::allocate(kGpu, 256, stream.get()).status(), kInvalidArgument, direct);
+  EXPECT_FAILS(devices::fill(kGpu, x.raw_data(), 0, 16, stream.get()), kInvalidArgument, direct);
+  EXPECT_FAILS(devices::is_capturing(kGpu, stream.get()).status(), kInvalidArgument, direct);
   const Tensor there = Tensor::zeros(kShape, DType::kF32, second).value();
   EXPECT_FAILS(gelu(there), kInvalidArgument, "argument 'output' is on cuda:0, must be on cuda:1");
 }
