@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "bandwidth.hpp"
 #include "cuda_check.hpp"
 #include "driver.hpp"
 
@@ -212,6 +213,7 @@ te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error
     check(cudaMemGetInfo(&available, &total), "cudaMemGetInfo");
     found.free_memory = available;
     found.total_memory = total;
+    found.copy_bandwidth = copy_bandwidth(device);
     cudaDeviceProp all{};
     check(cudaGetDeviceProperties(&all, device), "cudaGetDeviceProperties");
     std::snprintf(found.name, sizeof found.name, "%.*s", int{sizeof found.name} - 1, all.name);

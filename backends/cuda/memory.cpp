@@ -6,6 +6,7 @@
 
 #include "cuda_check.hpp"
 #include "driver.hpp"
+#include "outside_capture.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -30,18 +31,6 @@ std::string memory_account(size_t asked) {
   return "; asked for " + std::to_string(asked) + " bytes, " + mib(available) + " of " +
          mib(total) + " are free";
 }
-
-// Allows this thread what a capture that it has begun would forbid; for work on other streams.
-class OutsideCapture {
- public:
-  OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  OutsideCapture(const OutsideCapture&) = delete;
-  OutsideCapture& operator=(const OutsideCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 cudaStreamCaptureStatus capture_status(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

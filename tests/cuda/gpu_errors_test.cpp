@@ -142,6 +142,27 @@ TEST_F(GpuErrors, WhatCannotBeCapturedIsRefused) {
   ASSERT_OK(stream.synchronize());
 }
 
+TEST_F(GpuErrors, TheSpeedOfCopiesIsMeasuredWhenAskedFor) {
+  const auto rate = [] { return devices::properties(kGpu).value().copy_bandwidth; };
+  Stream stream = std::move(Stream::create(kGpu)).value();
+  const auto free_memory = [] { return devices::properties(kGpu).value().free_memory; };
+  const uint64_t free_before = free_memory();
+  EXPECT_EQ(rate(), 0);  // nothing of it while the plugin was loaded
+  ASSERT_OK(gelu(x, stream.get()));
+  {  // a capture of the same thread goes on
+    Capture capture = std::move(Capture::begin(kGpu, stream.get())).value();
+    ASSERT_TRUE(plugins::diagnose("cuda").ok());
+    ASSERT_OK(gelu(x, stream.get()));
+    ASSERT_TRUE(capture.end().ok());
+  }
+  const double measured = rate();
+  EXPECT_GT(measured, 5e10);
+  EXPECT_LT(measured, 5e13);
+  ASSERT_TRUE(plugins::diagnose("cuda").ok());
+  EXPECT_EQ(rate(), measured);
+  EXPECT_GT(free_memory() + (uint64_t{64} << 20), free_before);
+}
+
 TEST_F(GpuErrors, SyncWorksOnTheDevice) {
   ASSERT_OK(environment::set("TE_FL_SYNC", "1"));
   ASSERT_OK(gelu(x));
