@@ -7,13 +7,14 @@
 
 namespace te_fl::cuda {
 
-// A row; by the whole block.
+// One row for each block, from `first_row` on.
 template <class T>
-__device__ inline void cross_entropy_row(const T* logits, const Integers& targets, float* loss,
-                                         float* lse, int64_t classes, float smoothing,
-                                         int64_t ignored, int64_t row,
-                                         float (&parts)[3][kThreads / 32]) {
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse,
+                         int64_t classes, float smoothing, int64_t ignored, int64_t first_row) {
   constexpr int kSize = Pack<T>::kSize, kAtOnce = 4;
+  __shared__ float parts[3][kThreads / 32];
+  const int64_t row = first_row + blockIdx.x;
   const T* x = logits + row * classes;
   const int shift = shift_of(x);
   RunningSum total;
@@ -67,18 +68,6 @@ __device__ inline void cross_entropy_row(const T* logits, const Integers& target
   }
   loss[row] = value;
 }
-// Rows blockIdx.x, blockIdx.x + gridDim.x, ..
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse, int64_t rows,
-                         int64_t classes, float smoothing, int64_t ignored) {
-  __shared__ float parts[3][kThreads / 32];
-  for (int64_t row = blockIdx.x;;) {
-    cross_entropy_row(logits, targets, loss, lse, classes, smoothing, ignored, row, parts);
-    if ((row += gridDim.x) >= rows) return;
-    __syncthreads();
-  }
-}
 
 struct LossGradient {
   Integers targets;
@@ -89,12 +78,15 @@ struct LossGradient {
   int64_t ignored;
 };
 
-// Part `part` of a row: `each` packs of it, at most kPacks * kThreads.
+// blockIdx.x: the row, from `first_row` on; blockIdx.y: `each` packs of it, at most kPacks *
+// kThreads, from part `first_part` on.
 template <class T, int kPacks>
-__device__ inline void cross_entropy_gradient_part(const T* logits, T* out, const LossGradient& g,
-                                                   int each, int64_t row, int64_t part) {
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int each,
+                                  int64_t first_row, int64_t first_part) {
   constexpr int kSize = Pack<T>::kSize;
-  const int64_t classes = g.classes;
+  const int64_t row = first_row + blockIdx.x, classes = g.classes;
+  const int64_t part = first_part + blockIdx.y;
   const T* x = logits + row * classes;
   T* dx = out + row * classes;
   const int shift = shift_of(x);
@@ -131,17 +123,6 @@ __device__ inline void cross_entropy_gradient_part(const T* logits, T* out, cons
     }
     raw[p].set(v);
     store_cut(raw[p], dx, col, classes, aligned);
-  }
-}
-// Rows blockIdx.x, blockIdx.x + gridDim.x, .. and of each the parts blockIdx.y, ..
-template <class T, int kPacks>
-__global__ void __launch_bounds__(kThreads)
-    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int64_t rows,
-                                  int64_t parts, int each) {
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    for (int64_t part = blockIdx.y; part < parts; part += gridDim.y) {
-      cross_entropy_gradient_part<T, kPacks>(logits, out, g, each, row, part);
-    }
   }
 }
 

@@ -126,44 +126,41 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
 constexpr int kTableRows = kThreads / 32;  // of a block: a warp finds the positions of each
 
 // Blocks of `parts` neighbours take kThreads * kGroup columns each of kTableRows rows of the table,
-// and of those that all blocks together lie apart, .. : gridDim.x is a multiple of `parts`.
+// from row `first` on.
 static __global__ void __launch_bounds__(kThreads)
-    embedding_gradient_kernel(RowSums s, int64_t rows, unsigned parts) {
+    embedding_gradient_kernel(RowSums s, int64_t rows, unsigned parts, int64_t first) {
   static_assert(kListed == 32, "a lane for each position");
   __shared__ int32_t unsorted[kTableRows][kListed], lists[kTableRows][kListed];
   __shared__ int32_t counts[kTableRows];
   __shared__ int32_t found[4 * kThreads], warp_counts[kThreads / 32];
+  const int64_t first_row = first + blockIdx.x / parts * int64_t{kTableRows};
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (first_row + warp < rows) {
+    const int count = s.heads == nullptr
+                          ? kListed + 1
+                          : sorted_list(s, first_row + warp, unsorted[warp], lists[warp]);
+    if (threadIdx.x % 32 == 0) counts[warp] = count;
+  }
+  __syncthreads();
   const int64_t col = (blockIdx.x % parts * int64_t{kThreads} + threadIdx.x) * kGroup;
   const int64_t left = s.cols - col;
   const int n = left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
-  for (int64_t first_row = blockIdx.x / parts * int64_t{kTableRows}; first_row < rows;
-       first_row += gridDim.x / parts * int64_t{kTableRows}) {
-    if (first_row + warp < rows) {
-      const int count = s.heads == nullptr
-                            ? kListed + 1
-                            : sorted_list(s, first_row + warp, unsorted[warp], lists[warp]);
-      if (threadIdx.x % 32 == 0) counts[warp] = count;
-    }
-    __syncthreads();
-    for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {
-      const int64_t row = first_row + r;
-      const int count = counts[r];
-      if (count == 0 && s.accumulate) continue;
-      float sum[kGroup] = {};
-      if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
-      if (count <= kListed) {
-        if (n > 0) add_positions(s, lists[r], count, 0, col, n, sum);
-      } else {
-        for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
-          const int here = find_positions(s, row, first, found, warp_counts);
-          if (n > 0) add_positions(s, found, here, first, col, n, sum);
-          __syncthreads();
-        }
+  for (int r = 0; r < kTableRows && first_row + r < rows; ++r) {
+    const int64_t row = first_row + r;
+    const int count = counts[r];
+    if (count == 0 && s.accumulate) continue;
+    float sum[kGroup] = {};
+    if (s.accumulate && n > 0) s.previous.load(row * s.cols + col, n, sum);
+    if (count <= kListed) {
+      if (n > 0) add_positions(s, lists[r], count, 0, col, n, sum);
+    } else {
+      for (int64_t first = 0; first < s.positions; first += 4 * kThreads) {
+        const int here = find_positions(s, row, first, found, warp_counts);
+        if (n > 0) add_positions(s, found, here, first, col, n, sum);
+        __syncthreads();
       }
-      if (n > 0) s.out.store(row * s.cols + col, n, sum);
     }
-    __syncthreads();  // the lists are read
+    if (n > 0) s.out.store(row * s.cols + col, n, sum);
   }
 }
 
