@@ -51,6 +51,22 @@ void throw_error(cudaError_t error, const char* call, const std::string& more) {
   throw backend::Error(status_of(error), text_of(error, call) + more);
 }
 
+void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status) {
+  if (status != cudaStreamCaptureStatusNone) return;
+  const int whose = device_of_stream(stream, device);
+  if (whose < 0 || whose == device) return;
+  backend::invalid("the stream belongs to cuda:" + std::to_string(whose) + "; give one of cuda:" +
+                   std::to_string(device) + ", or NULL for its default stream");
+}
+
+void refuse_foreign(int device, cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  if (stream_capture_status(stream, &status) == cudaSuccess) {
+    return refuse_foreign(device, stream, status);
+  }
+  (void)cudaGetLastError();  // the default stream beside a capture of another
+}
+
 void refuse_after_fork() {
   if (!g_forked.load(std::memory_order_relaxed)) return;
   throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN,

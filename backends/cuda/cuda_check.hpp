@@ -39,6 +39,13 @@ inline void check_launch(const char* kernel) {
     throw_error(error, kernel);
 }
 
+// Throws if a stream is another device's: what is enqueued there fails after it has been prepared,
+// or is that device's. `status` is what its capture status is; streams that are being captured
+// pass.
+void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status);
+// The same, asking for the status.
+void refuse_foreign(int device, cudaStream_t stream);
+
 // Throws if this process is a child of the one that opened the plugin: CUDA does not survive fork.
 void refuse_after_fork();
 void watch_forks();

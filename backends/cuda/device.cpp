@@ -26,23 +26,12 @@ te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexce
   });
 }
 
-// What is enqueued on another device's stream fails after it has been prepared, or is that
-// device's.
-void refuse_foreign(int device, cudaStream_t stream) {
-  int whose = -1;
-  if (is_stream_of_another(stream, device, &whose)) {
-    backend::invalid("the stream belongs to cuda:" + std::to_string(whose) + "; give one of cuda:" +
-                     std::to_string(device) + ", or NULL for its default stream");
-  }
-}
-
 Memory& memory_of(void* self) { return *static_cast<const Device*>(self)->memory; }
 
 te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
                       const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     *out = nullptr;
-    refuse_foreign(index_of(self), stream_of(stream));
     *out = memory_of(self).allocate(bytes, stream_of(stream));
   });
 }
@@ -140,6 +129,7 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(stream_capture_status(stream_of(stream), &status), "cudaStreamIsCapturing");
     *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
+    refuse_foreign(index_of(self), stream_of(stream), status);
   };
   if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
     return on_device(self, errors, ask);
@@ -147,7 +137,6 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
   return backend::guard(errors, [&] {
     refuse_after_fork();
     ask();
-    refuse_foreign(index_of(self), stream_of(stream));
   });
 }
 
@@ -264,14 +253,20 @@ te_fl_status check_pointer(void* self, const void* data, size_t bytes,
 te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     const auto s = stream_of(stream);
-    int whose = -1;
-    if (is_stream_of_another(s, index_of(self), &whose)) {
-      backend::invalid("it belongs to cuda:" + std::to_string(whose));
-    }
-    unsigned flags = 0;  // any question that a stream which has been destroyed cannot answer
-    if (const cudaError_t error = cudaStreamGetFlags(s, &flags); error != cudaSuccess) {
+    cudaStreamCaptureStatus status{};
+    // Which a stream that has been destroyed cannot answer either; the default stream may be unable
+    // to beside a capture of another.
+    if (const cudaError_t error = stream_capture_status(s, &status); error != cudaSuccess) {
       (void)cudaGetLastError();
-      backend::invalid(text_of(error, "cudaStreamGetFlags"));
+      if (status_of(error) == TE_FL_INVALID_ARGUMENT) {
+        backend::invalid(text_of(error, "cudaStreamIsCapturing"));
+      }
+      return;
+    }
+    if (status != cudaStreamCaptureStatusNone) return;
+    const int whose = device_of_stream(s, index_of(self));
+    if (whose >= 0 && whose != index_of(self)) {
+      backend::invalid("it belongs to cuda:" + std::to_string(whose));
     }
   });
 }

@@ -1,7 +1,9 @@
 #include "driver.hpp"
 
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <iterator>
 #include <type_traits>
 
 #include "cuda_check.hpp"
@@ -11,10 +13,10 @@ namespace te_fl::cuda {
 const Driver& driver() noexcept {
   static const Driver instance = [] {
     Driver d;
-    const auto find = [](auto& slot, const char* name, unsigned version = 12000) {
+    const auto find = [](auto& slot, const char* name) {
       void* found = nullptr;
       cudaDriverEntryPointQueryResult result{};
-      if (cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result) ==
+      if (cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result) ==
               cudaSuccess &&
           result == cudaDriverEntryPointSuccess) {
         slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(found);
@@ -25,7 +27,9 @@ const Driver& driver() noexcept {
     find(d.is_capturing, "cuStreamIsCapturing");
     find(d.encode_tensor_map, "cuTensorMapEncodeTiled");
     find(d.current_device, "cuCtxGetDevice");
-    find(d.stream_device, "cuStreamGetDevice", 12080);
+    find(d.stream_context, "cuStreamGetCtx");
+    find(d.push_context, "cuCtxPushCurrent");
+    find(d.pop_context, "cuCtxPopCurrent");
     (void)cudaGetLastError();
     return d;
   }();
@@ -61,19 +65,32 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
   return error;
 }
 
-bool is_stream_of_another(cudaStream_t stream, int device, int* whose) noexcept {
+int device_of_stream(cudaStream_t stream, int likely) noexcept {
+  // The context that was found last for each device: nearly always its only one.
+  static constinit std::array<std::atomic<CUcontext>, 64> contexts{};
+  const auto known = [&](int device) { return device >= 0 && device < std::ssize(contexts); };
   const Driver& d = driver();
   const bool is_default =
       stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
-  CUdevice found = 0;
-  if (is_default || d.stream_device == nullptr) return false;
-  if (!t_has_context) {
-    cudaStreamCaptureStatus ignored{};
-    if (stream_capture_status(stream, &ignored) != cudaSuccess) (void)cudaGetLastError();
+  if (is_default || !t_has_context || d.stream_context == nullptr || d.push_context == nullptr ||
+      d.pop_context == nullptr || d.current_device == nullptr) {
+    return -1;
   }
-  if (!t_has_context || d.stream_device(stream, &found) != CUDA_SUCCESS) return false;
-  *whose = found;
-  return found != device;
+  CUcontext context = nullptr;
+  if (d.stream_context(stream, &context) != CUDA_SUCCESS || context == nullptr) return -1;
+  if (known(likely) &&
+      contexts[static_cast<size_t>(likely)].load(std::memory_order_relaxed) == context) {
+    return likely;
+  }
+  CUdevice found = -1;
+  if (d.push_context(context) != CUDA_SUCCESS) return -1;
+  const bool told = d.current_device(&found) == CUDA_SUCCESS;
+  d.pop_context(&context);
+  if (!told) return -1;
+  if (known(found)) {
+    contexts[static_cast<size_t>(found)].store(context, std::memory_order_relaxed);
+  }
+  return found;
 }
 
 #if CUDART_VERSION >= 13000

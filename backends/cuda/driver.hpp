@@ -15,7 +15,9 @@ struct Driver {
   CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus*) = nullptr;
   decltype(&cuTensorMapEncodeTiled) encode_tensor_map = nullptr;
   CUresult (*current_device)(CUdevice*) = nullptr;
-  CUresult (*stream_device)(CUstream, CUdevice*) = nullptr;  // from CUDA 12.8 on
+  CUresult (*stream_context)(CUstream, CUcontext*) = nullptr;
+  CUresult (*push_context)(CUcontext) = nullptr;
+  CUresult (*pop_context)(CUcontext*) = nullptr;
 };
 // Asks the driver once; there must be one.
 const Driver& driver() noexcept;
@@ -24,8 +26,9 @@ const Driver& driver() noexcept;
 cudaError_t current_device(int* device) noexcept;
 // cudaStreamIsCapturing().
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
-// Whether the stream is known to be another device's than `device`, and whose. The default streams
-// are the current device's; a driver before 12.8 does not know.
-bool is_stream_of_another(cudaStream_t stream, int device, int* whose) noexcept;
+// Whose stream it is, of one for which stream_capture_status() has just answered; -1: not known.
+// The default streams are the current device's, whichever that is. Fast if it is `likely`'s. By its
+// context: cuStreamGetDevice() ends a capture (CUDA 13.0).
+int device_of_stream(cudaStream_t stream, int likely) noexcept;
 
 }  // namespace te_fl::cuda
