@@ -23,19 +23,27 @@ bool is_present(const Device& device) {
 
 }  // namespace
 
-bool is_capturing(const Device& device, void* stream) {
-  const core::DeviceEntry* entry = core::find_device(device);
-  if (entry == nullptr || entry->desc->api->is_capturing == nullptr) return false;
+bool read_stream(Call& call) {
+  const core::DeviceEntry* entry = core::find_device(call.signature.device);
+  call.capturing = false;
+  if (entry == nullptr || entry->desc->api->is_capturing == nullptr) return true;
   int32_t capturing = 0;
   const te_fl_status code =
-      entry->desc->api->is_capturing(entry->desc->self, stream, &capturing, nullptr);
-  return code == TE_FL_OK && capturing != 0;
+      entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing, nullptr);
+  call.capturing = code == TE_FL_OK && capturing != 0;
+  if (TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT) [[likely]]
+    return true;
+  return check_stream(call).ok();
 }
 
 Status prepare_call(Call& call) {
   if (prepare_warm(call)) return {};
-  return call.policy == policy::kInvalidPolicy ? invalid_policy(call.row)
-                                               : bad_arguments(call.row, call.args);
+  if (call.policy == policy::kInvalidPolicy) return invalid_policy(call.row);
+  if (call.args == nullptr ||
+      !call.row.compiled->check(call.args, call.signature, call.thread.memo)) {
+    return bad_arguments(call.row, call.args);
+  }
+  return check_stream(call);
 }
 
 Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,

@@ -122,8 +122,13 @@ Status run_watched(Call& call, const Failure* first, uint64_t care);
 // not counted, and nobody follows.
 te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
                            const void* args, core::ErrorText& errors);
-// Whether the stream of a device is being captured into a graph.
-bool is_capturing(const Device& device, void* stream);
+// Ask the device of the call's tensors, if it can tell: is the stream one of it, does the random
+// state lie in its memory?
+Status check_stream(const Call& call);
+Status check_random_state(const Call& call);
+// Sets call.capturing. False: the device says that the stream is not one of it; check_stream() has
+// the words.
+bool read_stream(Call& call);
 
 // Fills the context of a call but for scratch and plan.
 [[gnu::always_inline]] inline te_fl_context context_of(const Call& call, bool deterministic,
@@ -178,12 +183,12 @@ template <class F>
   core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
-// What the choice depends on besides the signature. False: the policy is invalid.
+// What the choice depends on besides the signature. False: the policy is invalid, or the stream
+// another device's.
 [[gnu::always_inline]] inline bool read_state(Call& call) {
   call.policy = policy::current_id();
-  if (!call.signature.device.is_host()) [[unlikely]] {
-    call.capturing = is_capturing(call.signature.device, call.options.stream);
-  }
+  if (!call.signature.device.is_host() && !read_stream(call)) [[unlikely]]
+    return false;
   return call.policy != policy::kInvalidPolicy;
 }
 // Checks the arguments and reads the state. False: prepare_call() says why.

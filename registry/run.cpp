@@ -236,23 +236,6 @@ bool may_follow(te_fl_status code) {
   return TE_FL_STATUS_IS_CLEAN(code) && TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT;
 }
 
-// TE_FL_VALIDATE: the stream is one of the device on which the tensors are.
-Status check_stream(const Call& call) {
-  const Device& device = call.signature.device;
-  const core::DeviceEntry* entry = core::find_device(device);
-  if (device.is_host() || call.options.stream == nullptr || entry == nullptr) return {};
-  const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_stream);
-  if (check == nullptr) return {};
-  core::ErrorText errors;
-  const te_fl_status code =
-      errors.call([&] { return check(entry->desc->self, call.options.stream, errors.sink()); });
-  if (code == TE_FL_OK) return {};
-  return invalid_argument("op '" + std::string(call.row.compiled->schema().name) +
-                          "': the stream given for " + to_string(device) +
-                          " is not one of it: " + errors.text() +
-                          "; give a stream of that device, or NULL for its default stream");
-}
-
 // A backward whose forward left an opaque record goes to the forward's implementation whatever the
 // policy.
 Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
@@ -387,6 +370,7 @@ Status run_route(Call& call, const Failure* first) {
   const uint64_t care = call.manager.care();
   if ((care & OpManager::Impl::kValidate) != 0) {
     TE_FL_RETURN_IF_ERROR(check_stream(call));
+    TE_FL_RETURN_IF_ERROR(check_random_state(call));
   }
   if ((care & (OpManager::Impl::kVerify | OpManager::Impl::kTrace)) != 0) {
     return run_watched(call, first, care);

@@ -7,14 +7,14 @@
 
 namespace te_fl::cuda {
 
-// One row for each block.
+// One row for each block, from `first_row` on.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse,
-                         int64_t classes, float smoothing, int64_t ignored) {
+                         int64_t classes, float smoothing, int64_t ignored, int64_t first_row) {
   constexpr int kSize = Pack<T>::kSize, kAtOnce = 4;
   __shared__ float parts[3][kThreads / 32];
-  const int64_t row = blockIdx.x;
+  const int64_t row = first_row + blockIdx.x;
   const T* x = logits + row * classes;
   const int shift = shift_of(x);
   RunningSum total;
@@ -78,18 +78,21 @@ struct LossGradient {
   int64_t ignored;
 };
 
-// blockIdx.x: the row; blockIdx.y: `each` packs of it, at most kPacks * kThreads.
+// blockIdx.x: the row, from `first_row` on; blockIdx.y: `each` packs of it, at most kPacks *
+// kThreads, from part `first_part` on.
 template <class T, int kPacks>
 __global__ void __launch_bounds__(kThreads)
-    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int each) {
+    cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int each,
+                                  int64_t first_row, int64_t first_part) {
   constexpr int kSize = Pack<T>::kSize;
-  const int64_t row = blockIdx.x, classes = g.classes;
+  const int64_t row = first_row + blockIdx.x, classes = g.classes;
+  const int64_t part = first_part + blockIdx.y;
   const T* x = logits + row * classes;
   T* dx = out + row * classes;
   const int shift = shift_of(x);
   const bool aligned = shift_of(dx) == shift;
-  const int64_t first = (blockIdx.y * int64_t{each} + threadIdx.x) * kSize - shift;
-  const int64_t end_col = (blockIdx.y + int64_t{1}) * each * kSize - shift;
+  const int64_t first = (part * each + threadIdx.x) * kSize - shift;
+  const int64_t end_col = (part + 1) * each * kSize - shift;
   const int64_t end = end_col < classes ? end_col : classes;
   Pack<T> raw[kPacks];
 #pragma unroll

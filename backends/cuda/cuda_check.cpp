@@ -10,32 +10,11 @@ namespace {
 
 std::atomic<bool> g_forked{false};
 
-bool is_sticky(cudaError_t error) noexcept {
-  switch (error) {
-    case cudaErrorIllegalAddress:
-    case cudaErrorLaunchFailure:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorHardwareStackError:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorAssert:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorContextIsDestroyed:
-    case cudaErrorDeviceUninitialized:
-      return true;
-    default:
-      return false;
-  }
-}
-
 const char* way_out(cudaError_t error) noexcept {
   switch (error) {
     case cudaErrorInvalidResourceHandle:
       return "; the stream or event is another device's or was destroyed: give one of the tensors' "
-             "device (TE_FL_VALIDATE=1 checks that before each op)";
+             "device";
     case cudaErrorNoKernelImageForDevice:
       return "; the plugin was not built for this GPU: configure te-fl with its architecture in "
              "TE_FL_CUDA_ARCHITECTURES";
@@ -49,25 +28,6 @@ const char* way_out(cudaError_t error) noexcept {
 }
 
 }  // namespace
-
-te_fl_status status_of(cudaError_t error) noexcept {
-  switch (error) {
-    case cudaSuccess:
-      return TE_FL_OK;
-    case cudaErrorMemoryAllocation:
-      return TE_FL_OUT_OF_MEMORY;
-    case cudaErrorInvalidResourceHandle:
-      return TE_FL_INVALID_ARGUMENT;
-    case cudaErrorNoKernelImageForDevice:
-      return TE_FL_UNSUPPORTED;
-    case cudaErrorStreamCaptureUnsupported:
-    case cudaErrorStreamCaptureInvalidated:
-    case cudaErrorStreamCaptureImplicit:
-      return TE_FL_FAILED_PRECONDITION;
-    default:
-      return is_sticky(error) ? TE_FL_DEVICE_LOST : TE_FL_INTERNAL;
-  }
-}
 
 std::string text_of(cudaError_t error, const char* call) {
   return std::string(call) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) +
@@ -89,6 +49,22 @@ bool device_is_lost(std::string& text) noexcept {
 void throw_error(cudaError_t error, const char* call, const std::string& more) {
   (void)cudaGetLastError();  // a failure that is reported here must not be found by a later call
   throw backend::Error(status_of(error), text_of(error, call) + more);
+}
+
+void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status) {
+  if (status != cudaStreamCaptureStatusNone) return;
+  const int whose = device_of_stream(stream, device);
+  if (whose < 0 || whose == device) return;
+  backend::invalid("the stream belongs to cuda:" + std::to_string(whose) + "; give one of cuda:" +
+                   std::to_string(device) + ", or NULL for its default stream");
+}
+
+void refuse_foreign(int device, cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  if (stream_capture_status(stream, &status) == cudaSuccess) {
+    return refuse_foreign(device, stream, status);
+  }
+  (void)cudaGetLastError();  // the default stream beside a capture of another
 }
 
 void refuse_after_fork() {

@@ -10,7 +10,9 @@
 
 namespace te_fl::cuda {
 
-// A te_fl_code: sticky errors, after which nothing runs in this process, are TE_FL_DEVICE_LOST.
+// Whether nothing of the device runs in this process after it.
+bool is_sticky(cudaError_t error) noexcept;
+// A te_fl_code: sticky errors are TE_FL_DEVICE_LOST.
 te_fl_status status_of(cudaError_t error) noexcept;
 // "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)"
 std::string text_of(cudaError_t error, const char* call);
@@ -36,6 +38,13 @@ inline void check_launch(const char* kernel) {
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
     throw_error(error, kernel);
 }
+
+// Throws if a stream is another device's: what is enqueued there fails after it has been prepared,
+// or is that device's. `status` is what its capture status is; streams that are being captured
+// pass.
+void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status);
+// The same, asking for the status.
+void refuse_foreign(int device, cudaStream_t stream);
 
 // Throws if this process is a child of the one that opened the plugin: CUDA does not survive fork.
 void refuse_after_fork();

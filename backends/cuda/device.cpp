@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "bandwidth.hpp"
 #include "cuda_check.hpp"
 #include "driver.hpp"
 
@@ -67,6 +68,7 @@ te_fl_status fill(void* self, void* dst, uint8_t value, size_t bytes, void* stre
                   const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     if (bytes == 0) return;
+    refuse_foreign(index_of(self), stream_of(stream));
     check(cudaMemsetAsync(dst, value, bytes, stream_of(stream)), "cudaMemsetAsync");
   });
 }
@@ -119,13 +121,15 @@ te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* 
   });
 }
 
-// Asked before every op. A stream knows its device; the default one is the current device's.
+// Asked before every op, and so where another device's stream is refused. A stream knows its
+// device; the default one is the current device's.
 te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink* errors) {
   const auto ask = [&] {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(stream_capture_status(stream_of(stream), &status), "cudaStreamIsCapturing");
     *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
+    refuse_foreign(index_of(self), stream_of(stream), status);
   };
   if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
     return on_device(self, errors, ask);
@@ -139,6 +143,7 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
 // What other threads do on other streams meanwhile is none of the capture's business.
 te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
+    refuse_foreign(index_of(self), stream_of(stream));
     memory_of(self).open_capture();
     const cudaError_t error =
         cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal);
@@ -169,6 +174,7 @@ te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error
 
 te_fl_status launch_graph(void* self, void* graph, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
+    refuse_foreign(index_of(self), stream_of(stream));
     check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(stream)),
           "cudaGraphLaunch");
   });
@@ -196,6 +202,7 @@ te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error
     check(cudaMemGetInfo(&available, &total), "cudaMemGetInfo");
     found.free_memory = available;
     found.total_memory = total;
+    found.copy_bandwidth = copy_bandwidth(device);
     cudaDeviceProp all{};
     check(cudaGetDeviceProperties(&all, device), "cudaGetDeviceProperties");
     std::snprintf(found.name, sizeof found.name, "%.*s", int{sizeof found.name} - 1, all.name);
@@ -246,14 +253,20 @@ te_fl_status check_pointer(void* self, const void* data, size_t bytes,
 te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     const auto s = stream_of(stream);
-    if (s == nullptr || s == cudaStreamLegacy || s == cudaStreamPerThread) return;
-    int device = -1;
-    if (const cudaError_t error = cudaStreamGetDevice(s, &device); error != cudaSuccess) {
+    cudaStreamCaptureStatus status{};
+    // Which a stream that has been destroyed cannot answer either; the default stream may be unable
+    // to beside a capture of another.
+    if (const cudaError_t error = stream_capture_status(s, &status); error != cudaSuccess) {
       (void)cudaGetLastError();
-      backend::invalid(text_of(error, "cudaStreamGetDevice"));
+      if (status_of(error) == TE_FL_INVALID_ARGUMENT) {
+        backend::invalid(text_of(error, "cudaStreamIsCapturing"));
+      }
+      return;
     }
-    if (device != index_of(self)) {
-      backend::invalid("it belongs to cuda:" + std::to_string(device));
+    if (status != cudaStreamCaptureStatusNone) return;
+    const int whose = device_of_stream(s, index_of(self));
+    if (whose >= 0 && whose != index_of(self)) {
+      backend::invalid("it belongs to cuda:" + std::to_string(whose));
     }
   });
 }

@@ -1,8 +1,10 @@
 #include "diagnose.hpp"
 
 #include <cstdio>
+#include <cstring>
 
 #include "architectures.hpp"
+#include "bandwidth.hpp"
 #include "cublaslt.hpp"
 #include "cuda_check.hpp"
 #include "cudnn.hpp"
@@ -60,6 +62,11 @@ void report_device(const Report& report, int index) {
                 p.name, p.major, p.minor, p.multiProcessorCount,
                 static_cast<double>(p.totalGlobalMem) / (1 << 30),
                 static_cast<double>(p.l2CacheSize) / (1 << 20));
+  if (const double rate = measure_copy_bandwidth(index); rate > 0) {
+    const size_t used = std::strlen(text);
+    std::snprintf(text + used, sizeof text - used, ", copies %.0f GB/s (read plus written)",
+                  rate / 1e9);
+  }
   const std::string subject = "cuda:" + std::to_string(index);
   const bool served = built_for(TE_FL_CUDA_ARCHITECTURES, 10 * p.major + p.minor);
   if (served) return report.add(TE_FL_FINDING_OK, subject, text);

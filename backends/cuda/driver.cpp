@@ -1,7 +1,9 @@
 #include "driver.hpp"
 
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <iterator>
 #include <type_traits>
 
 #include "cuda_check.hpp"
@@ -25,6 +27,9 @@ const Driver& driver() noexcept {
     find(d.is_capturing, "cuStreamIsCapturing");
     find(d.encode_tensor_map, "cuTensorMapEncodeTiled");
     find(d.current_device, "cuCtxGetDevice");
+    find(d.stream_context, "cuStreamGetCtx");
+    find(d.push_context, "cuCtxPushCurrent");
+    find(d.pop_context, "cuCtxPopCurrent");
     (void)cudaGetLastError();
     return d;
   }();
@@ -58,6 +63,34 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
   const cudaError_t error = cudaStreamIsCapturing(stream, status);  // which has words for errors
   t_has_context = error == cudaSuccess;
   return error;
+}
+
+int device_of_stream(cudaStream_t stream, int likely) noexcept {
+  // The context that was found last for each device: nearly always its only one.
+  static constinit std::array<std::atomic<CUcontext>, 64> contexts{};
+  const auto known = [&](int device) { return device >= 0 && device < std::ssize(contexts); };
+  const Driver& d = driver();
+  const bool is_default =
+      stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+  if (is_default || !t_has_context || d.stream_context == nullptr || d.push_context == nullptr ||
+      d.pop_context == nullptr || d.current_device == nullptr) {
+    return -1;
+  }
+  CUcontext context = nullptr;
+  if (d.stream_context(stream, &context) != CUDA_SUCCESS || context == nullptr) return -1;
+  if (known(likely) &&
+      contexts[static_cast<size_t>(likely)].load(std::memory_order_relaxed) == context) {
+    return likely;
+  }
+  CUdevice found = -1;
+  if (d.push_context(context) != CUDA_SUCCESS) return -1;
+  const bool told = d.current_device(&found) == CUDA_SUCCESS;
+  d.pop_context(&context);
+  if (!told) return -1;
+  if (known(found)) {
+    contexts[static_cast<size_t>(found)].store(context, std::memory_order_relaxed);
+  }
+  return found;
 }
 
 #if CUDART_VERSION >= 13000

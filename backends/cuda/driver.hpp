@@ -15,6 +15,9 @@ struct Driver {
   CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus*) = nullptr;
   decltype(&cuTensorMapEncodeTiled) encode_tensor_map = nullptr;
   CUresult (*current_device)(CUdevice*) = nullptr;
+  CUresult (*stream_context)(CUstream, CUcontext*) = nullptr;
+  CUresult (*push_context)(CUcontext) = nullptr;
+  CUresult (*pop_context)(CUcontext*) = nullptr;
 };
 // Asks the driver once; there must be one.
 const Driver& driver() noexcept;
@@ -23,5 +26,9 @@ const Driver& driver() noexcept;
 cudaError_t current_device(int* device) noexcept;
 // cudaStreamIsCapturing().
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
+// Whose stream it is, of one for which stream_capture_status() has just answered; -1: not known.
+// The default streams are the current device's, whichever that is. Fast if it is `likely`'s. By its
+// context: cuStreamGetDevice() ends a capture (CUDA 13.0).
+int device_of_stream(cudaStream_t stream, int likely) noexcept;
 
 }  // namespace te_fl::cuda

@@ -129,14 +129,15 @@ void launch_measure(const te_fl_context& ctx, const TileSources<Math::kSources>&
   q.running_amax = found;
   q.measure = true;
   tensor_kernel<Math, kBytes, false>
-      <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, math, nullptr);
+      <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, math, {});
   check_launch("tensor_kernel");
 }
 
 template <class Math, int kBytes, bool kSums>
 void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quantised q,
-                     bool compute_scale, bool measured, float* partials) {
+                     bool compute_scale, bool measured, const BiasOut& sums) {
   const cudaStream_t stream = stream_of(ctx);
+  float* const partials = sums.partials;
   const auto in = tile_sources(op);
   const int64_t cols = q.k / Math::kOutputs;
   if (q.scaling != TE_FL_SCALING_TENSOR) {
@@ -158,17 +159,17 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
     q.running_amax = q.amax;
   }
   tensor_kernel<Math, kBytes, kSums>
-      <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, op.math, partials);
+      <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, op.math, sums);
   check_launch("tensor_kernel");
 }
 
 template <class Math, int kBytes, bool kSums>
 void launch_plain(const te_fl_context& ctx, const Elementwise<Math>& op, const te_fl_tensor& out,
-                  float* partials) {
+                  const BiasOut& sums) {
   const backend::Matrix m = backend::as_matrix(out);
   const TileGrid g = tile_grid(m.rows, m.cols / Math::kOutputs, kTileCols, kSums);
   plain_kernel<Math, kBytes, kSums><<<g.row_steps * g.col_tiles, kThreads, 0, stream_of(ctx)>>>(
-      tile_sources(op), g, Target(out), op.math, partials);
+      tile_sources(op), g, Target(out), op.math, sums);
   check_launch("plain_kernel");
 }
 
@@ -182,6 +183,19 @@ bool tiles(const Elementwise<Math>& op, const te_fl_tensor& out, const Quantised
   if (ceil_div(m.rows, kTileRows) * ceil_div(cols, kTileCols) > INT32_MAX) return false;
   if (q == nullptr) return aligned(backend::data<const void>(out), 16);
   return aligned_codes(*q, bytes_of(op.in[0].source.dtype), Math::kOutputs);
+}
+
+// Lets the kernel write the bias gradient if a row of sums is all of it; false: the partial sums
+// are to be added up. Kernels of blocks write FP32 only.
+inline bool sums_at_once(BiasOut& sums, const te_fl_tensor& bias, unsigned row_steps, bool blocks) {
+  const bool is_f32 = dtype_of(bias) == TE_FL_F32;
+  if (row_steps != 1 || (blocks && !is_f32)) return false;
+  if (is_f32) {
+    sums.partials = backend::data<float>(bias);
+  } else {
+    sums.bias = Target(bias);
+  }
+  return true;
 }
 
 // `out` passed refuse_output(); ctx.workspace holds kStoreWorkspace bytes for it. With kSums, bias
@@ -206,19 +220,20 @@ void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
     if constexpr (kSums) column_sums(ctx, m.rows, m.cols, partials, *bias, false, general);
     return store_output(ctx, out, general, noop, inf_scale);
   }
+  BiasOut sums{partials, {}};
+  const bool blocks = !plain && q.scaling != TE_FL_SCALING_TENSOR;
+  const unsigned row_steps =
+      tile_grid(m.rows, m.cols, blocks ? kBlockTile : kTileCols, kSums).row_steps;
+  const bool at_once = kSums && sums_at_once(sums, *bias, row_steps, blocks);
   if (plain) {
-    is_f32 ? launch_plain<Math, 4, kSums>(ctx, op, out, partials)
-           : launch_plain<Math, 2, kSums>(ctx, op, out, partials);
+    is_f32 ? launch_plain<Math, 4, kSums>(ctx, op, out, sums)
+           : launch_plain<Math, 2, kSums>(ctx, op, out, sums);
   } else {
     const bool compute_scale = (out.quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
-    is_f32 ? launch_quantise<Math, 4, kSums>(ctx, op, q, compute_scale, measured, partials)
-           : launch_quantise<Math, 2, kSums>(ctx, op, q, compute_scale, measured, partials);
+    is_f32 ? launch_quantise<Math, 4, kSums>(ctx, op, q, compute_scale, measured, sums)
+           : launch_quantise<Math, 2, kSums>(ctx, op, q, compute_scale, measured, sums);
   }
-  if constexpr (kSums) {
-    const int64_t tile_cols = plain || q.scaling == TE_FL_SCALING_TENSOR ? kTileCols : kBlockTile;
-    const TileGrid g = tile_grid(m.rows, m.cols, tile_cols, true);
-    add_partials(ctx, partials, g.row_steps, m.cols, *bias, false);
-  }
+  if (kSums && !at_once) add_partials(ctx, partials, row_steps, m.cols, *bias, false);
 }
 
 }  // namespace te_fl::cuda

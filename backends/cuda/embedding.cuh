@@ -125,14 +125,15 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
 
 constexpr int kTableRows = kThreads / 32;  // of a block: a warp finds the positions of each
 
-// Blocks of `parts` neighbours take kThreads * kGroup columns each of kTableRows rows of the table.
+// Blocks of `parts` neighbours take kThreads * kGroup columns each of kTableRows rows of the table,
+// from row `first` on.
 static __global__ void __launch_bounds__(kThreads)
-    embedding_gradient_kernel(RowSums s, int64_t rows, unsigned parts) {
+    embedding_gradient_kernel(RowSums s, int64_t rows, unsigned parts, int64_t first) {
   static_assert(kListed == 32, "a lane for each position");
   __shared__ int32_t unsorted[kTableRows][kListed], lists[kTableRows][kListed];
   __shared__ int32_t counts[kTableRows];
   __shared__ int32_t found[4 * kThreads], warp_counts[kThreads / 32];
-  const int64_t first_row = blockIdx.x / parts * int64_t{kTableRows};
+  const int64_t first_row = first + blockIdx.x / parts * int64_t{kTableRows};
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (first_row + warp < rows) {
     const int count = s.heads == nullptr

@@ -6,6 +6,7 @@
 
 #include "cuda_check.hpp"
 #include "driver.hpp"
+#include "outside_capture.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -30,18 +31,6 @@ std::string memory_account(size_t asked) {
   return "; asked for " + std::to_string(asked) + " bytes, " + mib(available) + " of " +
          mib(total) + " are free";
 }
-
-// Allows this thread what a capture that it has begun would forbid; for work on other streams.
-class OutsideCapture {
- public:
-  OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  OutsideCapture(const OutsideCapture&) = delete;
-  OutsideCapture& operator=(const OutsideCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 cudaStreamCaptureStatus capture_status(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -122,7 +111,8 @@ std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream,
 void* Memory::allocate(size_t asked, cudaStream_t stream) {
   size_t bytes = rounded(asked);
   const std::lock_guard lock(mutex_);
-  if (const auto graph = capture_of(stream, capture_status(stream))) {
+  const cudaStreamCaptureStatus status = capture_status(stream);
+  if (const auto graph = capture_of(stream, status)) {
     void* data = allocate_captured(bytes, stream, graph);
     blocks_[data] = {bytes, graph};
     ++graph->live;
@@ -135,6 +125,7 @@ void* Memory::allocate(size_t asked, cudaStream_t stream) {
     at->second.pop_back();
     cached_bytes_ -= bytes;
   } else {
+    refuse_foreign(DeviceGuard::current(), stream, status);  // the cache has nothing for those
     cudaError_t error = cudaMallocAsync(&data, bytes, stream);
     if (error == cudaErrorMemoryAllocation && trim()) {
       (void)cudaGetLastError();

@@ -30,7 +30,7 @@ class Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // 256-byte aligned, at least one byte. Throws backend::Error.
+  // 256-byte aligned, at least one byte. Throws backend::Error, also for another device's stream.
   void* allocate(size_t bytes, cudaStream_t stream);
   void free(void* data, cudaStream_t stream);
   // Before a stream is destroyed: gives back what is cached for it.

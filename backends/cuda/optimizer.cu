@@ -7,6 +7,7 @@
 #include "adam.cuh"
 #include "families.hpp"
 #include "overlap.hpp"
+#include "pack.cuh"
 #include "store.cuh"
 
 namespace te_fl::cuda {
@@ -95,8 +96,9 @@ __global__ void __launch_bounds__(kThreads)
   const float limit = out.dtype == TE_FL_F16    ? 65520.0f
                       : out.dtype == TE_FL_BF16 ? 3.3961775e38f
                                                 : INFINITY;
-  // A finite norm says that all inputs are finite, so in place there may be nothing to do.
-  if (norm != nullptr && finite && scale == 1.0f && in.data == out.data) return;
+  // In place there may be nothing to write; the values are looked at all the same, since the norm
+  // may be another's.
+  const bool stays = scale == 1.0f && in.data == out.data && in.dtype == out.dtype;
   for_each_group(b.size[t], [&](int64_t i, int n) {
     float v[kGroup];
     in.load(i, n, v);
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
       v[j] *= scale;
       finite = finite && (j >= n || (isfinite(v[j]) && fabsf(v[j]) < limit));
     }
-    out.store(i, n, v);
+    if (!stays) out.store(i, n, v);
   });
   if (!finite) *noop_flag = 1;
 }
@@ -124,28 +126,52 @@ void scale(const te_fl_context& ctx, const te_fl_multi_tensor_scale_args& a) {
   });
 }
 
-// ---- norms: each tensor's partial sums, one for a block, then those in order, in FP64
+// ---- norms: each tensor's partial sums, one for a block, then those, always in the same order
 
 constexpr int kPartials = 128;
 
+// The block's share, squared and added in FP64: squares of FP32 reach from 2^-298 to 2^256. Four
+// chains of additions; the loads of a turn are under way before the first of them.
+template <class T>
+__device__ double sum_of_squares(const T* x, int64_t size) {
+  constexpr int kSize = Pack<T>::kSize, kAtOnce = 8;
+  double sums[4] = {};
+  const int64_t step = int64_t{gridDim.x} * kThreads * kSize;
+  const int64_t first = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * kSize - shift_of(x);
+  for (int64_t at = first; at < size; at += kAtOnce * step) {
+    Pack<T> raw[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (at + u * step < size) load_cut(raw[u], x, at + u * step, size);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (at + u * step >= size) continue;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const double v = raw[u][i];
+        sums[i % 4] = fma(v, v, sums[i % 4]);
+      }
+    }
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+__device__ inline double warp_sum(double v) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  return v;
+}
+
 __global__ void __launch_bounds__(kThreads)
-    squares_kernel(const __grid_constant__ Batch b, const float* factor, double* partials) {
+    squares_kernel(const __grid_constant__ Batch b, double* partials) {
   __shared__ double sums[kThreads / 32];
-  const int t = static_cast<int>(blockIdx.y);
-  const Source in = b.source(0, t);
-  const float f = factor != nullptr ? *factor : 1.0f;
-  double total = 0;
-  for_each_group(b.size[t], [&](int64_t i, int n) {
-    float v[kGroup];
-    in.load(i, n, v);
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) sum = fmaf(f * v[j], f * v[j], sum);
-    total += sum;
-  });
-  double all = total;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) all += __shfl_xor_sync(0xFFFFFFFFu, all, step);
+  const int t = static_cast<int>(blockIdx.y), dtype = b.dtype[0][t];
+  const void* data = b.data[0][t];
+  const int64_t size = b.size[t];
+  const double total = dtype == TE_FL_F32    ? sum_of_squares(static_cast<const float*>(data), size)
+                       : dtype == TE_FL_BF16 ? sum_of_squares(static_cast<const bf16*>(data), size)
+                                             : sum_of_squares(static_cast<const fp16*>(data), size);
+  double all = warp_sum(total);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = all;
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -153,16 +179,30 @@ __global__ void __launch_bounds__(kThreads)
   for (double s : sums) all += s;
   partials[int64_t{t} * kPartials + blockIdx.x] = all;
 }
-__global__ void norm_kernel(const double* partials, int64_t tensors, int64_t blocks_used,
-                            float* norm, float* each) {
+// One block: a warp for each tensor in turn, then the tensors' sums. |factor| of the root, since
+// the factor is every element's.
+__global__ void __launch_bounds__(kThreads)
+    norm_kernel(const double* partials, int64_t tensors, const float* factor, float* norm,
+                float* each) {
+  __shared__ double sums[kThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const double f = factor != nullptr ? fabs(double{*factor}) : 1.0;
   double total = 0;
-  for (int64_t t = 0; t < tensors; ++t) {
+  for (int64_t t = warp; t < tensors; t += kThreads / 32) {
+    const double* part = partials + t * kPartials;
     double sum = 0;
-    for (int64_t i = 0; i < blocks_used; ++i) sum += partials[t * kPartials + i];
-    if (each != nullptr) each[t] = static_cast<float>(sqrt(sum));
+#pragma unroll
+    for (int i = 0; i < kPartials; i += 32) sum += part[i + lane];
+    sum = warp_sum(sum);
+    if (each != nullptr && lane == 0) each[t] = static_cast<float>(f * sqrt(sum));
     total += sum;
   }
-  *norm = static_cast<float>(sqrt(total));
+  if (lane == 0) sums[warp] = total;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  total = 0;
+  for (double s : sums) total += s;
+  *norm = static_cast<float>(f * sqrt(total));
 }
 void norms(const te_fl_context& ctx, TensorList inputs, int64_t count, const te_fl_tensor* factor,
            const te_fl_tensor& norm, const te_fl_tensor* per_tensor) {
@@ -172,13 +212,12 @@ void norms(const te_fl_context& ctx, TensorList inputs, int64_t count, const te_
   auto* partials = static_cast<double*>(ctx.workspace);
   for_each_batch({inputs}, count, [&](const Batch& b, int64_t first, dim3 grid) {
     grid.x = kPartials;
-    squares_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(
-        b, factor != nullptr ? backend::data<const float>(*factor) : nullptr,
-        partials + first * kPartials);
+    squares_kernel<<<grid, kThreads, 0, stream_of(ctx)>>>(b, partials + first * kPartials);
     check_launch("squares_kernel");
   });
-  norm_kernel<<<1, 1, 0, stream_of(ctx)>>>(
-      partials, count, kPartials, backend::data<float>(norm),
+  norm_kernel<<<1, kThreads, 0, stream_of(ctx)>>>(
+      partials, count, factor != nullptr ? backend::data<const float>(*factor) : nullptr,
+      backend::data<float>(norm),
       per_tensor != nullptr ? backend::data<float>(*per_tensor) : nullptr);
   check_launch("norm_kernel");
 }

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kBlocks ? kBlockThreads : kThreads, kBlocks ? 
   if constexpr (kBlocks) {
     quantise_blocks<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
   } else {
-    quantise_tiles<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
+    quantise_tiles<Copy, kBytes, false>(in, g, item.q, Copy{}, {}, own);
   }
 }
 

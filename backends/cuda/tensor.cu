@@ -1,6 +1,8 @@
 // Embedding and cross-entropy.
 #include "te_fl/ops/tensor.h"
 
+#include <algorithm>
+
 #include "cross_entropy.cuh"
 #include "embedding.cuh"
 #include "families.hpp"
@@ -11,6 +13,18 @@ namespace te_fl::cuda {
 namespace {
 
 using backend::invalid;
+
+// What a launch takes at most: a grid has less than 2^31 blocks (65536 in its second dimension),
+// and a tensor may have more rows.
+constexpr int64_t kMostRows = 1 << 18, kMostParts = 1 << 8;
+
+// Calls f(first, count) for launch after launch over `size` rows or parts.
+template <class F>
+void in_launches(int64_t size, int64_t most, F&& f) {
+  for (int64_t first = 0; first < size; first += most) {
+    f(first, static_cast<unsigned>(std::min(size - first, most)));
+  }
+}
 
 // ---- embedding, cross-entropy
 
@@ -130,9 +144,12 @@ void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& arg
     sums.heads = heads, sums.next = next;
   }
   const int64_t parts = ceil_div(table.cols, kThreads * kGroup);
-  const int64_t blocks = ceil_div(table.rows, kTableRows) * parts;
-  embedding_gradient_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-      sums, table.rows, static_cast<unsigned>(parts));
+  const auto across = static_cast<unsigned>(parts);
+  in_launches(ceil_div(table.rows, kTableRows), ceil_div(kMostRows, 2 * parts),
+              [&](int64_t first, unsigned groups) {
+                embedding_gradient_kernel<<<groups * across, kThreads, 0, stream>>>(
+                    sums, table.rows, across, first * kTableRows);
+              });
   check_launch("embedding_bwd");
 }
 Refusal refuse_embedding_bwd(const te_fl_embedding_bwd_args& args) {
@@ -146,10 +163,12 @@ void cross_entropy_fwd(const te_fl_context& ctx, const te_fl_cross_entropy_fwd_a
               ", the classes, or be ignore_index");
   if (matrix.rows == 0) return;
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
-    cross_entropy_kernel<T><<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream_of(ctx)>>>(
-        backend::data<const T>(*args.logits), Integers(*args.targets),
-        backend::data<float>(*args.loss), backend::data<float>(*args.lse), matrix.cols,
-        args.label_smoothing, args.ignore_index);
+    in_launches(matrix.rows, kMostRows, [&](int64_t first, unsigned rows) {
+      cross_entropy_kernel<T><<<rows, kThreads, 0, stream_of(ctx)>>>(
+          backend::data<const T>(*args.logits), Integers(*args.targets),
+          backend::data<float>(*args.loss), backend::data<float>(*args.lse), matrix.cols,
+          args.label_smoothing, args.ignore_index, first);
+    });
   });
   check_launch("cross_entropy_fwd");
 }
@@ -174,9 +193,14 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
     const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;
     const auto launch = [&]<int kPacks>(std::integral_constant<int, kPacks>) {
       const int64_t parts = ceil_div(packs, int64_t{kPacks} * kThreads);
-      const dim3 grid(static_cast<unsigned>(matrix.rows), static_cast<unsigned>(parts));
-      cross_entropy_gradient_kernel<T, kPacks><<<grid, kThreads, 0, stream_of(ctx)>>>(
-          x, dx, gradient, static_cast<int>(ceil_div(packs, parts)));
+      const int each = static_cast<int>(ceil_div(packs, parts));
+      in_launches(parts, kMostParts, [&](int64_t first_part, unsigned columns) {
+        in_launches(matrix.rows, kMostRows, [&](int64_t first, unsigned rows) {
+          cross_entropy_gradient_kernel<T, kPacks>
+              <<<dim3(rows, columns), kThreads, 0, stream_of(ctx)>>>(x, dx, gradient, each, first,
+                                                                     first_part);
+        });
+      });
     };
     if (packs <= kThreads) return launch(std::integral_constant<int, 1>{});
     launch(std::integral_constant<int, 4>{});

@@ -245,10 +245,22 @@ __device__ inline float block_amax(float most, float* shared) {
   return most;
 }
 
-// Per-tensor codes; with q.measure only the amax (and the sums). partials: [row_steps, cols].
+// Where the sums of columns go: to rows of partial sums [row_steps, cols], or, where one row is all
+// there is, into the bias gradient itself. FP32 is FP32: `partials` may then be the gradient's data.
+struct BiasOut {
+  float* partials = nullptr;
+  Target bias;  // of 16 bits; without data: `partials`
+
+  __device__ void store(int64_t step, int64_t cols, int64_t col, float total) const {
+    if (bias.data != nullptr) return bias.store(col, 1, &total);
+    partials[step * cols + col] = total;
+  }
+};
+
+// Per-tensor codes; with q.measure only the amax (and the sums).
 template <class Math, int kBytes, bool kSums>
 __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, const TileGrid& g,
-                                      const Quantised& q, const Math& math, float* partials,
+                                      const Quantised& q, const Math& math, const BiasOut& sums,
                                       unsigned block) {
   __shared__ __align__(16) uint32_t columns[Math::kOutputs][kTileCols][32];
   __shared__ float warp_amax[kWarps];
@@ -312,7 +324,7 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
   if constexpr (kSums) {
     const float total = tile_sums<kBytes>(sum, at, warp_sums);
     if (threadIdx.x < kTileCols && col0 + threadIdx.x < g.cols) {
-      partials[step * g.cols + col0 + threadIdx.x] = total;
+      sums.store(step, g.cols, col0 + threadIdx.x, total);
     }
   }
 }
@@ -327,9 +339,9 @@ template <class Math, int kBytes, bool kSums>
 __global__ void __launch_bounds__(kThreads, kResident<Math, kBytes>)
     tensor_kernel(const __grid_constant__ TileSources<Math::kSources> in,
                   const __grid_constant__ TileGrid g, const __grid_constant__ Quantised q,
-                  Math math, float* partials) {
+                  Math math, BiasOut sums) {
   if (q.skip()) return;
-  quantise_tiles<Math, kBytes, kSums>(in, g, q, math, partials, blockIdx.x);
+  quantise_tiles<Math, kBytes, kSums>(in, g, q, math, sums, blockIdx.x);
 }
 
 // Unquantised results, of any of the three dtypes.
@@ -365,7 +377,7 @@ __device__ inline void store_piece(const Target& out, int64_t i, const float* v)
 template <class Math, int kBytes, bool kSums>
 __global__ void __launch_bounds__(kThreads, kResident<Math, kBytes>)
     plain_kernel(const __grid_constant__ TileSources<Math::kSources> in,
-                 const __grid_constant__ TileGrid g, Target out, Math math, float* partials) {
+                 const __grid_constant__ TileGrid g, Target out, Math math, BiasOut sums) {
   __shared__ __align__(8) float warp_sums[kSums ? kWarps : 1][kTileCols];
   unsigned step, strip;
   place_block(g, blockIdx.x, step, strip);
@@ -404,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Math, kBytes>)
   if constexpr (kSums) {
     const float total = tile_sums<kBytes>(sum, at, warp_sums);
     if (threadIdx.x < kTileCols && col0 + threadIdx.x < g.cols) {
-      partials[step * g.cols + col0 + threadIdx.x] = total;
+      sums.store(step, g.cols, col0 + threadIdx.x, total);
     }
   }
 }

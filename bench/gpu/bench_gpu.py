@@ -314,7 +314,7 @@ def main():
     build = os.path.abspath(args.build)
     library = Library(os.path.join(build, "lib"), os.path.join(build, "plugins", "libte_fl_cuda.so"))
     torch.zeros(1, device="cuda")
-    before = measure.machine()
+    before = measure.machine(library)
     for part in args.only.split(","):
         parts[part](library, args)
     for part in sorted({row["part"] for row in rows}):

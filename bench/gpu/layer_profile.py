@@ -123,6 +123,7 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("layer_profile.py: PyTorch finds no CUDA device; run it where there is one")
     if args.bytes:
+        library = None
         found, extra = by_bytes(args)
     else:
         build = os.path.abspath(args.build)
@@ -157,7 +158,7 @@ def main():
               f"{extra['first_to_last_ms']:.3f} ms")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"machine": measure.machine(), "layer": args.layer, "what": what, "unit": unit, "totals": totals, **extra,
+            json.dump({"machine": measure.machine(library), "layer": args.layer, "what": what, "unit": unit, "totals": totals, **extra,
                        "kernels": found}, file, indent=1)
 
 

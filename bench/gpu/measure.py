@@ -91,8 +91,9 @@ def ratio(of, over):
     return statistics.median(pairs), (quartiles[2] - quartiles[0]) / 2
 
 
-def machine():
-    """Device, versions, clocks, watts and throttle reasons, for the record."""
+def machine(library=None):
+    """Device, versions, clocks, watts and throttle reasons, for the record. Versions are PyTorch's; `plugin` has those of the
+    libraries that te-fl's plugin uses in this process, with their files."""
     query = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_throttle_reasons.active"
     try:
         line = subprocess.run(["nvidia-smi", "--query-gpu=" + query, "--format=csv,noheader"], capture_output=True,
@@ -101,4 +102,5 @@ def machine():
         line = "nvidia-smi does not answer"
     return {"gpu": dict(zip(query.split(","), [x.strip() for x in line.split(",")])), "torch": torch.__version__,
             "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "plugin": library.findings() if library is not None else None}

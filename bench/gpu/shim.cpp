@@ -136,6 +136,20 @@ TB_EXPORT int tb_init(const char* plugin) {
   return report(loaded.ok() ? Status() : loaded.status());
 }
 
+// What the plugin uses: [{"subject": "cuDNN", "state": "9.19.0, /path/of/libcudnn.so.9"}, ..].
+TB_EXPORT const char* tb_findings() {
+  const auto found = plugins::diagnose("cuda");
+  if (!found.ok()) {
+    report(found.status());
+    return nullptr;
+  }
+  json result = json::array();
+  for (const plugins::Finding& f : *found) {
+    result.push_back({{"subject", f.subject}, {"state", f.state}});
+  }
+  return text(result.dump());
+}
+
 // Later calls of the process ask for the same bits from the same inputs (1), or not (0).
 TB_EXPORT int tb_deterministic(int on) {
   const auto policy = current_policy();

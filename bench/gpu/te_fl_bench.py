@@ -114,7 +114,7 @@ class Library:
         os.environ.setdefault("TE_FL_PLUGIN_PATH", "")
         os.environ.setdefault("TE_FL_MAX_STAGED_BYTES", "0")  # a row that no kernel serves is an error
         self.lib = ctypes.CDLL(os.path.join(folder, "libte_fl_bench_gpu.so"))
-        for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters", "tb_memory"):
+        for name in ("tb_error", "tb_schema", "tb_usage", "tb_layer_parameters", "tb_memory", "tb_findings"):
             getattr(self.lib, name).restype = ctypes.c_char_p
         self.lib.tb_memory.argtypes = [ctypes.c_size_t]
         self.lib.tb_layer_open.restype = ctypes.c_void_p
@@ -136,6 +136,13 @@ class Library:
 
     def deterministic(self, on):
         self.check(self.lib.tb_deterministic(int(on)))
+
+    def findings(self):
+        """What the plugin says of driver, device and the libraries that it uses: {subject: state}."""
+        text = self.lib.tb_findings()
+        if text is None:
+            raise RuntimeError(self.lib.tb_error().decode())
+        return {f["subject"]: f["state"] for f in json.loads(text)}
 
     def usage(self, reset=True):
         return json.loads(self.lib.tb_usage(int(reset)))

@@ -517,6 +517,8 @@ typedef struct te_fl_device_api {
   te_fl_status (*wait_event)(void* self, void* event, void* stream,
                              const te_fl_error_sink*); /* the stream waits, not the host */
   te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*);
+  /* Asked before every op. INVALID_ARGUMENT from both this and check_stream: the stream is not one
+     of the device, and the op is refused before anything is allocated or enqueued on it. */
   te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing,
                                const te_fl_error_sink*);
   /* `props->struct_size` is the host's: nothing is written behind it (R3). Required. */
@@ -531,9 +533,10 @@ typedef struct te_fl_device_api {
   te_fl_status (*end_capture)(void* self, void* stream, void** graph, const te_fl_error_sink*);
   te_fl_status (*launch_graph)(void* self, void* graph, void* stream, const te_fl_error_sink*);
   te_fl_status (*destroy_graph)(void* self, void* graph, const te_fl_error_sink*);
-  /* Asked under TE_FL_VALIDATE=1. Each answers OK, or INVALID_ARGUMENT with a text that says what
-     the argument is instead ("it is pageable host memory"). check_pointer: may kernels of this
-     device read and write these bytes? check_stream: is it a stream of this device? */
+  /* Asked under TE_FL_VALIDATE=1, check_stream also if is_capturing refuses the stream. Each
+     answers OK, or INVALID_ARGUMENT with a text that says what the argument is instead ("it is
+     pageable host memory"). check_pointer: may kernels of this device read and write these bytes?
+     check_stream: is it a stream of this device? */
   te_fl_status (*check_pointer)(void* self, const void* data, size_t bytes, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
   te_fl_status (*check_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);

@@ -48,6 +48,7 @@ class Commands(unittest.TestCase):
         data = json.loads(self.ok("info", "--json"))
         self.assertEqual({p["name"]: p["state"] for p in data["plugins"]}["reference"], "active")
         self.assertEqual(data["devices"][0]["device"], "cpu")
+        self.assertIsNone(data["devices"][0]["copy_bandwidth"])  # nobody measures the host's
         self.assertEqual(data["staging"], {"strict": False, "max_bytes": None})
         self.assertIn("copies, of any size", text)
         self.assertIn("up to 4096 bytes a call", self.ok("info", TE_FL_MAX_STAGED_BYTES="4096"))

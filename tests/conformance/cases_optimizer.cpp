@@ -149,6 +149,34 @@ void norm(Problem& p, int dtype, const Shapes& shapes, bool per_tensor, bool uns
   });
 }
 
+// Values whose squares FP32 cannot hold. The tolerance is relative: next to 1e-6 all small norms
+// are right.
+struct RangeVariant {
+  const char* name;
+  int dtype;
+  double unit;        // of the norms, a power of 2
+  double factor = 1;  // of multi_tensor_unscale_l2norm, a power of 2
+};
+
+void norm_in_range(Problem& p, const RangeVariant& v, bool per_tensor, bool unscale) {
+  const auto tensor = [&](const std::string& n, const Dims& d, const Fill& fill) {
+    return p.unnamed(p.in(n, v.dtype, d, fill));
+  };
+  const double unit = v.unit / v.factor;
+  Tensor* legs =
+      tensor("inputs[0]", {2}, [unit](Random&, int64_t i) { return (3 + double(i)) * unit; });
+  Tensor* one = tensor("inputs[1]", {1}, constant(-12 * unit));
+  Tensor* same = tensor("inputs[2]", {64, 64}, constant(unit / 4));  // 4096 times: 16
+  p.list("inputs", {legs, one, same});
+  if (unscale) p.in("inv_scale", TE_FL_F32, {1}, constant(v.factor));
+  Tensor* out = p.out("norm", TE_FL_F32, {1});
+  Tensor* each = per_tensor ? p.out("per_tensor_norms", TE_FL_F32, {3}) : nullptr;
+  p.oracle([&p, v, out, each] {
+    p.expect(out, {std::sqrt(425.0) * v.unit}).relative = 1e-6;  // 25 + 144 + 256
+    if (each != nullptr) p.expect(each, {5 * v.unit, 12 * v.unit, 16 * v.unit}).relative = 1e-6;
+  });
+}
+
 // ---- Adam and SGD
 
 struct AdamVariant {
@@ -498,6 +526,10 @@ void add_scale(Table& table) {
       all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 0, in_place, false, norm, 1.5});
   all.push_back({TE_FL_BF16, TE_FL_F32, kFew, 0.5, 0, 0, false, false, 6.0, 1.5});
   all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 1, true, false, 6.0, 1.5});
+  // The norm is finite and asks for nothing, the inputs are not what it was taken of.
+  for (int dtype : kHigh)
+    for (double bad : {infinity(), nan_value()})
+      all.push_back({dtype, dtype, kFew, 1, bad, 0, true, false, 0.5, 1});
   for (const ScaleVariant& v : all)
     add(
         table, "optimizer", "multi_tensor_scale", scale_name(v), [v](Problem& p) { scale(p, v); },
@@ -608,6 +640,21 @@ void add_optimizer_cases(Table& table) {
     one(TE_FL_F16, {{64, 64}}, true, 1000, false);  // squares overflow FP16
     one(TE_FL_BF16, many(), true, 1, false);
     one(TE_FL_F32, {{512, 513}}, true, 1, true);
+    std::vector<RangeVariant> ranges = {{"squares_overflow", TE_FL_F32, 0x1p+65},
+                                        {"squares_overflow", TE_FL_BF16, 0x1p+65},
+                                        {"squares_underflow", TE_FL_F32, 0x1p-77},
+                                        {"squares_underflow", TE_FL_BF16, 0x1p-77}};
+    if (unscale) {  // with the factor no longer, or only then
+      ranges = {{"products_overflow", TE_FL_F32, 0x1p+65, 0x1p+60},
+                {"products_underflow", TE_FL_F32, 0x1p-77, 0x1p-70},
+                {"inputs_overflow", TE_FL_F32, 1, 0x1p-100},
+                {"inputs_underflow", TE_FL_BF16, 1, 0x1p+100}};
+    }
+    for (const RangeVariant& v : ranges)
+      for (bool each : {false, true})
+        add(table, "optimizer", op,
+            std::string(name_of(v.dtype)) + "/" + v.name + (each ? "/each" : ""),
+            [=](Problem& p) { norm_in_range(p, v, each, unscale); });
   }
 }
 

@@ -162,6 +162,13 @@ void add_bgrad(Table& table) {
           bgrad(p, TE_FL_BF16, quantised_specs()[s], TE_FL_F32, {16640, 8});
         },
         true);
+  for (size_t s : {5u, 7u, 14u})  // few rows: the first sums are all there is
+    for (int out : kHigh)
+      add(table, "quantize", "bgrad_quantize",
+          spec_case(TE_FL_BF16, {128, 200}, quantised_specs()[s]) + "/bias=" + name_of(out),
+          [=](Problem& p) {
+            bgrad(p, TE_FL_BF16, quantised_specs()[s], out, {128, 200});
+          });
   const Spec spec = quantised_specs()[7];
   for (int in : kHigh)
     for (int out : kHigh)

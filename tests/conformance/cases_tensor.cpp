@@ -234,6 +234,8 @@ void add_embedding(Table& table) {
     all.push_back({.in = TE_FL_BF16, .shape = {1200}, .vocabulary = vocabulary, .width = 40});
   all.push_back(
       {.index = TE_FL_I32, .in = TE_FL_BF16, .out = TE_FL_BF16, .shape = {3, 5}, .width = 2200});
+  // More rows than one launch takes.
+  all.push_back({.shape = {7}, .vocabulary = (1 << 20) + 3, .width = 1, .large = true});
   for (const EmbeddingVariant& v : all) {
     add(
         table, "tensor", "embedding_fwd", embedding_name(v),
@@ -358,6 +360,9 @@ void add_loss(Table& table) {
     for (double s : {0.0, 0.1})
       all.push_back({.dtype = d, .shape = {5}, .vocabulary = 3001, .smoothing = s});
   all.push_back({.dtype = TE_FL_BF16, .shape = {3}, .vocabulary = 8200, .in_place = true});
+  // More rows, or parts of a row, than one launch takes.
+  all.push_back({.dtype = TE_FL_BF16, .shape = {(1 << 18) + 5}, .vocabulary = 3, .large = true});
+  all.push_back({.shape = {2}, .vocabulary = (1 << 20) + 3, .large = true});
   for (const LossVariant& v : all) {
     add(
         table, "tensor", "cross_entropy_fwd", loss_name(v), [v](Problem& p) { loss_forward(p, v); },

@@ -68,6 +68,22 @@ TEST_F(GpuErrors, HostPointersAreFound) {
   devices::free_pinned(kGpu, pinned);
 }
 
+TEST_F(GpuErrors, ARandomStateInHostMemoryIsFound) {
+  const uint64_t host[2] = {1, 2};
+  const Tensor mask = Tensor::empty({64 * 64 / 8}, DType::kU8, kGpu).value();
+  const auto drop = [&](const uint64_t* state) {
+    CallOptions options;
+    options.rng.state = state;
+    const te_fl_dropout_fwd_args args{.input = x, .output = y, .mask = mask, .p = 0.5f};
+    return OpManager::instance().call(op::dropout_fwd, &args, options);
+  };
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  EXPECT_FAILS(drop(host), kInvalidArgument, "(CallOptions::rng.state) is not memory of cuda:0");
+  const Tensor state = Tensor::zeros({2}, DType::kI64, kGpu).value();
+  ASSERT_OK(drop(static_cast<const uint64_t*>(state.raw_data())));
+  ASSERT_OK(devices::synchronize(kGpu));
+}
+
 TEST_F(GpuErrors, MisalignedPointersAreRefused) {
   te_fl_tensor odd = *static_cast<const te_fl_tensor*>(x);
   odd.dl.byte_offset = 2;
@@ -90,10 +106,15 @@ TEST_F(GpuErrors, AStreamOfAnotherDeviceIsRefused) {
   const Device second{TE_FL_DEVICE_CUDA, 1, 0};
   if (!devices::find(second).ok()) GTEST_SKIP() << "one GPU only";
   Stream stream = std::move(Stream::create(second)).value();
-  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument, "the stream or event is another device's");
+  const char* const words = "the stream given for cuda:0 is not one of it: it belongs to cuda:1";
+  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument, words);
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
-  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument,
-               "the stream given for cuda:0 is not one of it: it belongs to cuda:1");
+  EXPECT_FAILS(gelu(x, stream.get()), kInvalidArgument, words);
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+  const char* const direct = "the stream belongs to cuda:1; give one of cuda:0";
+  EXPECT_FAILS(devices::allocate(kGpu, 256, stream.get()).status(), kInvalidArgument, direct);
+  EXPECT_FAILS(devices::fill(kGpu, x.raw_data(), 0, 16, stream.get()), kInvalidArgument, direct);
+  EXPECT_FAILS(devices::is_capturing(kGpu, stream.get()).status(), kInvalidArgument, direct);
   const Tensor there = Tensor::zeros(kShape, DType::kF32, second).value();
   EXPECT_FAILS(gelu(there), kInvalidArgument, "argument 'output' is on cuda:0, must be on cuda:1");
 }
@@ -119,6 +140,27 @@ TEST_F(GpuErrors, WhatCannotBeCapturedIsRefused) {
   const Graph graph = std::move(capture.end()).value();
   ASSERT_OK(graph.launch());
   ASSERT_OK(stream.synchronize());
+}
+
+TEST_F(GpuErrors, TheSpeedOfCopiesIsMeasuredWhenAskedFor) {
+  const auto rate = [] { return devices::properties(kGpu).value().copy_bandwidth; };
+  Stream stream = std::move(Stream::create(kGpu)).value();
+  const auto free_memory = [] { return devices::properties(kGpu).value().free_memory; };
+  const uint64_t free_before = free_memory();
+  EXPECT_EQ(rate(), 0);  // nothing of it while the plugin was loaded
+  ASSERT_OK(gelu(x, stream.get()));
+  {  // a capture of the same thread goes on
+    Capture capture = std::move(Capture::begin(kGpu, stream.get())).value();
+    ASSERT_TRUE(plugins::diagnose("cuda").ok());
+    ASSERT_OK(gelu(x, stream.get()));
+    ASSERT_TRUE(capture.end().ok());
+  }
+  const double measured = rate();
+  EXPECT_GT(measured, 5e10);
+  EXPECT_LT(measured, 5e13);
+  ASSERT_TRUE(plugins::diagnose("cuda").ok());
+  EXPECT_EQ(rate(), measured);
+  EXPECT_GT(free_memory() + (uint64_t{64} << 20), free_before);
 }
 
 TEST_F(GpuErrors, SyncWorksOnTheDevice) {

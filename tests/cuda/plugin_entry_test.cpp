@@ -301,6 +301,19 @@ TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
     EXPECT_FALSE(contains(text, "choices of products")) << text;
 }
 
+// Runs in a process of its own: the search path has another NCCL, which is too old.
+TEST(CudaLibraries, TheOneThatTheProcessHoldsIsReported) {
+  const char* held = std::getenv("TE_FL_TEST_HELD_NCCL");
+  if (held == nullptr) GTEST_SKIP() << "run by ctest as cuda_held_library";
+  ASSERT_NE(dlopen(held, RTLD_NOW | RTLD_LOCAL), nullptr) << dlerror();
+  Plugin plugin;
+  std::vector<std::string> texts;
+  plugin.findings(texts);
+  std::string all;
+  for (const std::string& t : texts) all += t + "\n";
+  EXPECT_TRUE(contains(all, "NCCL | 2.27.3, " + std::string(held) + " |")) << all;
+}
+
 // Runs in a process of its own (tests/cuda/CMakeLists.txt): NVTX looks for its tool once.
 TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
   const char* tool = std::getenv("NVTX_INJECTION64_PATH");

@@ -70,6 +70,7 @@ class FarDevice {
     };
     api.properties = [](void*, te_fl_device_props* props, const te_fl_error_sink*) -> te_fl_status {
       props->arch = 7;
+      props->copy_bandwidth = 2.5e11;
       std::strcpy(props->name, "far");
       return TE_FL_OK;
     };

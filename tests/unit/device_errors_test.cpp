@@ -41,7 +41,8 @@ struct Chip {
   te_fl_status next_error = TE_FL_OK;  // of synchronize, copy, fill and allocate
   bool capturing = false;
   int synchronised = 0;
-  int stream = 0;  // its address is the handle
+  int stream = 0;                 // its address is the handle
+  const void* foreign = nullptr;  // a stream that is_capturing() refuses
   te_fl_device_api api{};
   te_fl_device_desc desc{};
 
@@ -86,10 +87,10 @@ struct Chip {
       ++of(self).synchronised;
       return of(self).answer(errors);
     };
-    api.is_capturing = [](void* self, void*, int32_t* capturing,
+    api.is_capturing = [](void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink*) -> te_fl_status {
       *capturing = of(self).capturing ? 1 : 0;
-      return TE_FL_OK;
+      return stream != nullptr && stream == of(self).foreign ? TE_FL_INVALID_ARGUMENT : TE_FL_OK;
     };
     api.properties = [](void*, te_fl_device_props*, const te_fl_error_sink*) -> te_fl_status {
       return TE_FL_OK;
@@ -237,6 +238,65 @@ TEST_F(DeviceErrors, AStreamOfAnotherDeviceIsFound) {
   CallOptions options;
   options.stream = &other;
   EXPECT_FAILS(handle->call(&args, options), kInvalidArgument, "give a stream of that device");
+}
+
+TEST_F(DeviceErrors, AStreamThatTheDeviceRefusesIsRefusedWithoutAsking) {
+  int other = 0;
+  chip.foreign = &other;
+  Fake scratch{"vendor.scratch"};  // what it asks for would be allocated on the stream
+  scratch.desc.device_types = native.desc.device_types;
+  scratch.desc.priority = 200;
+  scratch.desc.workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
+    *bytes = 4096;
+    return te_fl_status{TE_FL_OK};
+  };
+  ASSERT_OK(registry.register_op(scratch.desc));
+  const size_t held = chip.held;
+  const char* const words =
+      "op 'test::five': the stream given for cuda:0 is not one of it: it belongs to another chip";
+  EXPECT_FAILS(call(&other), kInvalidArgument, words);
+  EXPECT_EQ(chip.held, held);
+  ASSERT_OK(call(&chip.stream));
+  EXPECT_GT(chip.held, held);
+  auto handle = manager.prepare(op, &args);
+  ASSERT_TRUE(handle.ok());
+  CallOptions options;
+  ASSERT_OK(handle->call(&args, options));
+  options.stream = &other;
+  for (int i = 0; i < 3; ++i) EXPECT_FAILS(handle->call(&args, options), kInvalidArgument, words);
+  EXPECT_FAILS(manager.first_choice(op, &args, options).status(), kInvalidArgument, words);
+  EXPECT_EQ(scratch.runs.load(), 2);
+  // Bad arguments are named first.
+  args.b = nullptr;
+  EXPECT_FAILS(call(&other), kInvalidArgument, "argument 'b'");
+  args.b = tensors[1];
+  // One that cannot be asked what it is was not refused before, and is not now.
+  chip.api.struct_size = offsetof(te_fl_device_api, check_pointer);
+  ASSERT_OK(call(&other));
+}
+
+TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
+  uint64_t host[2] = {1, 2};
+  const Tensor state = Tensor::empty({2}, DType::kI64, device).value();
+  const auto run = [&](const void* at) {
+    CallOptions options;
+    options.rng.state = static_cast<const uint64_t*>(at);
+    return manager.call(op, &args, options);
+  };
+  ASSERT_OK(run(host));  // not looked for without the setting
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  EXPECT_FAILS(run(host), kInvalidArgument,
+               "op 'test::five': the random state (CallOptions::rng.state) is not memory of "
+               "cuda:0: it is pageable host memory");
+  EXPECT_FAILS(run(host), kInvalidArgument, "16 bytes of that device");
+  EXPECT_EQ(native.runs.load(), 1);
+  ASSERT_OK(run(state.raw_data()));
+  ASSERT_OK(run(nullptr));
+  // Both words have to be there.
+  EXPECT_FAILS(run(static_cast<const char*>(state.raw_data()) + 8), kInvalidArgument,
+               "the random state");
+  chip.api.struct_size = offsetof(te_fl_device_api, check_pointer);
+  ASSERT_OK(run(host));
 }
 
 TEST_F(DeviceErrors, ProvidersWithoutTheseFunctionsAreNotAsked) {

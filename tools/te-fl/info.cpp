@@ -16,6 +16,15 @@ std::string gib(uint64_t bytes) {
   return text;
 }
 
+// What a device copies of its own memory, bytes/s read plus written; 0: not measured.
+std::string copy_text(double bandwidth) {
+  if (!(bandwidth > 0)) return "-";
+  char text[32];
+  std::snprintf(text, sizeof text, "%.0f GB/s", bandwidth / 1e9);
+  return text;
+}
+json measured(double bandwidth) { return bandwidth > 0 ? json(bandwidth) : json(nullptr); }
+
 Color color_of(te_fl::plugins::State state) {
   switch (state) {
     case te_fl::plugins::State::kActive:
@@ -40,9 +49,11 @@ std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInf
   return std::move(found).value();
 }
 
-json plugin_json(const te_fl::plugins::PluginInfo& p) {
+using Findings = std::vector<te_fl::plugins::Finding>;
+
+json plugin_json(const te_fl::plugins::PluginInfo& p, const Findings& list) {
   json findings = json::array();
-  for (const auto& f : findings_of(p)) {
+  for (const auto& f : list) {
     findings.push_back({{"subject", f.subject},
                         {"state", f.state},
                         {"disables", f.disables},
@@ -86,6 +97,8 @@ int info(bool as_json) {
   const auto plugins = te_fl::plugins::list();
   const auto devices = te_fl::devices::list();
   const auto policy = te_fl::current_policy();
+  std::vector<Findings> findings;  // first of all: plugins may measure their devices for them
+  for (const auto& p : plugins) findings.push_back(findings_of(p));
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   if (as_json) {
     json out = {{"version", TE_FL_VERSION},
@@ -99,24 +112,27 @@ int info(bool as_json) {
                   {"arch", props->arch},
                   {"total_memory", props->total_memory},
                   {"free_memory", props->free_memory},
-                  {"compute_units", props->compute_units}});
+                  {"compute_units", props->compute_units},
+                  {"copy_bandwidth", measured(props->copy_bandwidth)}});
       } else {
         d["error"] = props.status().to_string();
       }
       out["devices"].push_back(d);
     }
-    for (const auto& p : plugins) out["plugins"].push_back(plugin_json(p));
+    for (size_t i = 0; i < plugins.size(); ++i)
+      out["plugins"].push_back(plugin_json(plugins[i], findings[i]));
     if (policy.ok()) out["staging"] = staging_json(policy->settings());
     std::printf("%s\n", out.dump(2).c_str());
     return kSuccess;
   }
   std::printf("te-fl %s, plugin ABI %s\n\nDevices\n", TE_FL_VERSION, abi.c_str());
-  Table device_table({"device", "name", "arch", "units", "memory"});
+  Table device_table({"device", "name", "arch", "units", "memory", "copy"});
   for (const auto& device : devices) {
     const auto props = te_fl::devices::properties(device);
     if (props.ok()) {
       device_table.add({te_fl::to_string(device), props->name, std::to_string(props->arch),
-                        std::to_string(props->compute_units), gib(props->total_memory)});
+                        std::to_string(props->compute_units), gib(props->total_memory),
+                        copy_text(props->copy_bandwidth)});
     } else {
       device_table.add({te_fl::to_string(device), paint(Color::kRed, props.status().to_string())});
     }
@@ -133,12 +149,11 @@ int info(bool as_json) {
                       std::to_string(p.ops.size()), start, p.path.empty() ? p.origin : p.path});
   }
   plugin_table.print();
-  for (const auto& p : plugins) {
-    const auto findings = findings_of(p);
-    if (findings.empty()) continue;
-    std::printf("\n%s\n", p.name.c_str());
+  for (size_t i = 0; i < plugins.size(); ++i) {
+    if (findings[i].empty()) continue;
+    std::printf("\n%s\n", plugins[i].name.c_str());
     Table found({"what", "found"});
-    for (const auto& f : findings) found.add({f.subject, f.state});
+    for (const auto& f : findings[i]) found.add({f.subject, f.state});
     found.print();
   }
   for (const auto& p : plugins) {

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace te_fl::cuda {
+
+// Allows this thread what a capture that it has begun would forbid; for work on other streams.
+class OutsideCapture {
+ public:
+  OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  OutsideCapture(const OutsideCapture&) = delete;
+  OutsideCapture& operator=(const OutsideCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+}  // namespace te_fl::cuda
