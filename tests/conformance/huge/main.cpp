@@ -17,15 +17,19 @@ constexpr int64_t kDefault = (int64_t{1} << 31) + 4099;  // odd, and a little mo
 constexpr const char* kUsage =
     "usage: conformance_huge [--device DEVICE] [--plugin PATH] [--impl IMPL] [--op NAME] "
     "[--elements N]\n"
+    "       conformance_huge --self-check [--device DEVICE] [--plugin PATH] [--op NAME] "
+    "[--elements N]\n"
     "  --impl IMPL   what must serve every case: this implementation, or one whose name goes on "
     "from it\n"
     "                with a dot; a case that anything else serves has failed\n"
     "  --elements N  of the largest tensor, at least (default 2147487747; that takes up to 60 GiB "
-    "of a device)\n";
+    "of a device)\n"
+    "  --self-check  reads one wrong element of each result: a case that passes has failed\n";
 
 struct Options {
   std::string device = "cpu", plugin, impl, op;
   int64_t elements = kDefault;
+  bool self_check = false;
 };
 
 int usage(const std::string& why) {
@@ -37,6 +41,10 @@ int usage(const std::string& why) {
 std::string parse(int argc, char** argv, Options& o) {
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
+    if (option == "--self-check") {
+      o.self_check = true;
+      continue;
+    }
     if (i + 1 == argc) return option + " wants a value";
     const std::string value = argv[++i];
     char* end = nullptr;
@@ -74,6 +82,7 @@ bool run_case(const Case& c, Device device, const Options& o) {
   OpManager::instance().reset_usage();
   const auto start = std::chrono::steady_clock::now();
   Run run(device, o.elements, o.impl);
+  if (o.self_check) run.spoil();
   c.run(run);
   const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
   std::string impls;
@@ -84,6 +93,7 @@ bool run_case(const Case& c, Device device, const Options& o) {
     }
   }
   if (impls.empty()) run.fail("did not run"), impls = "none";
+  if (o.self_check) run.expect_failure();
   std::printf("%-44s %-36s %-18s %s %5.1f s  %s\n", c.op.c_str(), c.what.c_str(), impls.c_str(),
               run.failed() ? "FAILED" : "passed", spent.count(), run.failure().c_str());
   std::fflush(stdout);

@@ -99,18 +99,29 @@ std::vector<float> Run::read(const Tensor& tensor, int64_t begin, int64_t count)
   const int64_t element = bytes_of(dtype);
   std::vector<uint8_t> raw(static_cast<size_t>(count * element));
   const auto* from = static_cast<const char*>(tensor.raw_data()) + begin * element;
-  Status status = devices::copy(Device{}, raw.data(), device_, from, raw.size(), nullptr);
-  if (status.ok()) status = devices::synchronize(device_);
+  Status status = devices::copy(Device{}, raw.data(), tensor.device(), from, raw.size(), nullptr);
+  if (status.ok()) status = devices::synchronize(tensor.device());
   if (!status.ok()) fail(status.to_string());
   for (int64_t i = 0; i < count; ++i) {
     float value = raw[static_cast<size_t>(i)];
     uint16_t half = 0;
-    if (element == 4) std::memcpy(&value, raw.data() + 4 * i, 4);
+    if (dtype == DType::kI32) {
+      int32_t whole = 0;
+      std::memcpy(&whole, raw.data() + 4 * i, 4);
+      value = static_cast<float>(whole);
+    } else if (element == 4) {
+      std::memcpy(&value, raw.data() + 4 * i, 4);
+    }
     if (element == 2) {
       std::memcpy(&half, raw.data() + 2 * i, 2);
       value = numeric::bf16_to_float(half);
     }
     result.push_back(value);
+  }
+  if (spoils_) {
+    float& middle = result[static_cast<size_t>(count / 2)];
+    middle = element == 1 ? static_cast<float>((static_cast<int>(middle) + 64) % 256)
+                          : 1.5f * std::fabs(middle) + 1;
   }
   return result;
 }

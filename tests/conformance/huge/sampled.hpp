@@ -53,6 +53,12 @@ class Run {
     if (failure_.empty()) failure_ = why;
   }
 
+  // A run that went wrong is as it should be, and one that did not is not.
+  void expect_failure() {
+    const bool failed_before = failed();
+    failure_ = failed_before ? "" : "a wrong element was not noticed";
+  }
+
   // BF16 with the pattern's values; F32 likewise.
   Tensor input(const Shape& shape, const Pattern& pattern, DType dtype = DType::kBF16);
   Tensor output(const Shape& shape, DType dtype = DType::kBF16);
@@ -62,6 +68,8 @@ class Run {
   // Writes `period` again and again to a contiguous tensor; its length is whole elements.
   void repeat(const Tensor& tensor, const std::vector<uint8_t>& period);
   void set(const Tensor& tensor, int64_t index, float value);  // one element
+  // From now on one element of everything that is read is wrong.
+  void spoil() { spoils_ = true; }
   // Elements [begin, begin + count) as floats; codes (U8) as numbers.
   std::vector<float> read(const Tensor& tensor, int64_t begin, int64_t count);
   // Runs the op and waits.
@@ -83,6 +91,7 @@ class Run {
   Device device_;
   int64_t elements_;
   std::string impl_, failure_;
+  bool spoils_ = false;
 };
 
 }  // namespace te_fl::conformance::huge
