@@ -1,5 +1,6 @@
 #include "te_fl/nn/embedding.hpp"
 
+#include "nn/gradients.hpp"
 #include "nn/make_gemm.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/init.hpp"
@@ -73,9 +74,9 @@ Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
   args.indices = static_cast<IndicesRecord&>(*taken).indices;
   args.grad_output = dy;
   args.grad_weight = weight_->grad;
-  args.accumulate = weight_->grad_written;
+  TE_FL_ASSIGN_OR_RETURN(args.accumulate, detail::adds(*weight_));
   TE_FL_RETURN_IF_ERROR(ops::embedding_bwd(args, detail::call_options()));
-  weight_->grad_written = true;
+  detail::wrote(*weight_);
   return {};
 }
 

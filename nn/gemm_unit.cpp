@@ -3,6 +3,7 @@
 #include <array>
 #include <mutex>
 
+#include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
 
 namespace te_fl::nn::detail {
@@ -89,10 +90,7 @@ Result<Tensor> GemmUnit::written_copy(const Use& use) const {
   return capturing ? Tensor() : copy;
 }
 
-Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
-  if (!use.mode.fp8) return cast(weight_->value, spec_.activation_dtype);
-  TE_FL_ASSIGN_OR_RETURN(Tensor copy, written_copy(use));
-  if (copy.defined()) return copy;
+Result<Tensor> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
   TE_FL_ASSIGN_OR_RETURN(Tensor weight,
                          empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
                                          {.rowwise = true, .columnwise = columnwise}, spec_.device,
@@ -101,18 +99,64 @@ Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
   return weight;
 }
 
+Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
+  if (!use.mode.fp8) return cast(weight_->value, spec_.activation_dtype);
+  TE_FL_ASSIGN_OR_RETURN(Tensor copy, written_copy(use));
+  if (copy.defined()) return copy;
+  return quantised_weight(use, columnwise);
+}
+
+bool GemmUnit::Kept::fits(const Use& use) const {
+  return weight.defined() && weight.quantized() == use.mode.fp8 &&
+         (!use.mode.fp8 ||
+          (*recipe == *use.mode.recipe && (weight.has_columnwise() || !use.training)));
+}
+
 Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& options) {
-  if (!options.is_first_microbatch.has_value()) return make_weight(use, use.training);
-  const bool reusable = cached_weight_.defined() && cached_version_ == weight_->version &&
-                        cached_weight_.quantized() == use.mode.fp8 &&
-                        (!use.mode.fp8 || (*cached_recipe_ == *use.mode.recipe &&
-                                           (cached_weight_.has_columnwise() || !use.training)));
-  if (*options.is_first_microbatch || !reusable) {
-    TE_FL_ASSIGN_OR_RETURN(cached_weight_, make_weight(use, use.training));
-    cached_version_ = weight_->version;
-    cached_recipe_ = use.mode.recipe;
+  const std::optional<bool> first = options.is_first_microbatch;
+  if (options.reuse_weights.defined()) {
+    if (first.has_value()) {
+      return invalid_argument(
+          "is_first_microbatch and reuse_weights are both set, and say the same thing; set one of "
+          "them");
+    }
+    return flagged_weight(use, options.reuse_weights);
   }
-  return cached_weight_;
+  if (!first.has_value()) return make_weight(use, use.training);
+  if (*first || !cached_.fits(use) || cached_.version != weight_->version) {
+    TE_FL_ASSIGN_OR_RETURN(cached_.weight, make_weight(use, use.training));
+    cached_.version = weight_->version;
+    cached_.recipe = use.mode.recipe;
+  }
+  return cached_.weight;
+}
+
+Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
+  if (flag.dtype() != DType::kF32 || flag.numel() != 1 || flag.device() != spec_.device) {
+    return invalid_argument("reuse_weights is " + flag.describe() + "; it must be f32[1] on " +
+                            to_string(spec_.device));
+  }
+  if (!use.mode.fp8) return make_weight(use, use.training);
+  bool capturing = false;
+  if (!spec_.device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(capturing,
+                           devices::is_capturing(spec_.device, devices::current_stream()));
+  }
+  if (!flagged_.fits(use)) {
+    if (capturing) {
+      return failed_precondition(
+          "a forward with reuse_weights is captured before its weights were ever quantised so; run "
+          "it once before the capture");
+    }
+    TE_FL_ASSIGN_OR_RETURN(Tensor weight, quantised_weight(use, use.training));
+    flagged_ = {std::move(weight), weight_->version, use.mode.recipe};
+  } else if (capturing || flagged_.version == weight_->version) {
+    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight, flag));
+  } else {
+    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight));
+    flagged_.version = weight_->version;
+  }
+  return flagged_.weight;
 }
 
 Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& input,
@@ -296,16 +340,16 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
   args.trans_a = 1;
   args.b = use.input;
   args.d = weight_->grad;
-  args.accumulate = weight_->grad_written;
+  TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*weight_));
   const bool with_bias = bias_ != nullptr && !grad.bias_done;
   if (with_bias) {
     args.bias_grad = bias_->grad;
-    args.accumulate_bias_grad = bias_->grad_written;
+    TE_FL_ASSIGN_OR_RETURN(args.accumulate_bias_grad, adds(*bias_));
   }
   args.use_split_accumulator = split_accumulator(use.mode, true);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
-  weight_->grad_written = true;
-  if (with_bias) bias_->grad_written = true;
+  wrote(*weight_);
+  if (with_bias) wrote(*bias_);
   return {};
 }
 

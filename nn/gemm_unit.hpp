@@ -84,6 +84,10 @@ class GemmUnit {
                                           const ForwardOptions& options, Tensor& weight);
   Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
   Result<Tensor> make_weight(const Use& use, bool columnwise);
+  // The weight in new memory, quantised.
+  Result<Tensor> quantised_weight(const Use& use, bool columnwise);
+  // What ForwardOptions::reuse_weights asks for.
+  Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
   Result<Tensor> written_copy(const Use& use) const;
 
@@ -93,9 +97,14 @@ class GemmUnit {
   std::shared_ptr<Fp8State> forward_ = std::make_shared<Fp8State>(2);   // slots: input, weight
   std::shared_ptr<Fp8State> backward_ = std::make_shared<Fp8State>(1);  // slot: output gradient
   std::shared_ptr<WeightCopy> copy_;  // what an optimizer may write; null in high precision
-  Tensor cached_weight_;              // what is_first_microbatch = true kept
-  uint64_t cached_version_ = 0;
-  std::shared_ptr<const Recipe> cached_recipe_;
+  struct Kept {
+    Tensor weight;
+    uint64_t version = 0;  // of the parameter
+    std::shared_ptr<const Recipe> recipe;
+    bool fits(const Use& use) const;
+  };
+  Kept cached_;   // by is_first_microbatch = true
+  Kept flagged_;  // by reuse_weights, whose graphs write and read this memory
 };
 
 }  // namespace te_fl::nn::detail

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "nn/gradients.hpp"
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
 
@@ -36,6 +37,7 @@ struct GraphedStep::Impl {
   uint64_t random_count = 0;  // counters that one step takes
   Graph graph;
   Tensors outputs;
+  std::vector<detail::GradientCapture::Touched> gradients;
 };
 
 Status GraphedStep::Impl::check_inputs(std::span<const Tensor> inputs) const {
@@ -105,7 +107,9 @@ Status GraphedStep::Impl::capture() {
     state.captured_at = start.offset;
   }
   Graph captured;
+  detail::GradientCapture writes;
   Result<Tensors> result = record(captured);
+  std::vector<detail::GradientCapture::Touched> touched = writes.take();
   bool updates_left = false;
   uint64_t count = 0;
   {
@@ -125,6 +129,7 @@ Status GraphedStep::Impl::capture() {
   }
   random_count = count;
   outputs = *std::move(result);
+  gradients = std::move(touched);
   graph = std::move(captured);
   return {};
 }
@@ -133,6 +138,7 @@ Result<Tensors> GraphedStep::Impl::launch() {
   if (random_count > 0) TE_FL_RETURN_IF_ERROR(write_random(context.random()));
   if (options.optimizer != nullptr) TE_FL_RETURN_IF_ERROR(options.optimizer->advance());
   TE_FL_RETURN_IF_ERROR(graph.launch());
+  detail::launched(gradients);
   {
     std::lock_guard lock(context.state().mutex);
     context.state().random.offset += random_count;

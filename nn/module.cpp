@@ -114,7 +114,7 @@ int64_t Module::parameter_count() const {
 Status Module::zero_grad() {
   for (const NamedParameter& p : parameters()) {
     TE_FL_RETURN_IF_ERROR(detail::fill(p.grad(), 0));
-    p.parameter->grad_written = false;
+    TE_FL_RETURN_IF_ERROR(p.parameter->clear_grad());
   }
   return {};
 }
@@ -133,7 +133,7 @@ Status Module::set_grad_dtype(DType dtype) {
   }
   for (size_t i = 0; i < all.size(); ++i) {
     all[i].parameter->grad = std::move(grads[i]);
-    all[i].parameter->grad_written = false;
+    TE_FL_RETURN_IF_ERROR(all[i].parameter->clear_grad());
   }
   return {};
 }

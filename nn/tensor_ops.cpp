@@ -2,6 +2,7 @@
 
 #include <mutex>
 
+#include "nn/gradients.hpp"
 #include "nn/runtime.hpp"
 
 namespace te_fl::nn::detail {
@@ -54,10 +55,11 @@ Status add(const Tensor& a, const Tensor& b, const Tensor& out) {
   return ops::add(args, call_options());
 }
 
-Status quantize(const Tensor& from, const Tensor& to) {
+Status quantize(const Tensor& from, const Tensor& to, const Tensor& noop) {
   te_fl_quantize_args args{};
   args.input = from;
   args.output = to;
+  if (noop.defined()) args.noop_flag = noop;
   return ops::quantize(args, call_options());
 }
 
@@ -134,7 +136,7 @@ Result<GradTarget> GradTarget::open(Parameter* parameter) {
   GradTarget target;
   if (parameter == nullptr) return target;
   target.parameter_ = parameter;
-  target.scratch_ = parameter->grad_written;
+  TE_FL_ASSIGN_OR_RETURN(target.scratch_, adds(*parameter));
   if (target.scratch_) {
     TE_FL_ASSIGN_OR_RETURN(target.tensor_, empty_like(parameter->grad, parameter->grad.dtype()));
   } else {
@@ -146,7 +148,7 @@ Result<GradTarget> GradTarget::open(Parameter* parameter) {
 Status GradTarget::commit() {
   if (parameter_ == nullptr) return {};
   if (scratch_) TE_FL_RETURN_IF_ERROR(add(parameter_->grad, tensor_, parameter_->grad));
-  parameter_->grad_written = true;
+  wrote(*parameter_);
   return {};
 }
 

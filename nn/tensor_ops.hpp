@@ -20,7 +20,8 @@ Result<Tensor> empty_like(const Tensor& tensor, DType dtype);
 Status fill(const Tensor& tensor, double value);
 Status copy(const Tensor& from, const Tensor& to);
 Status add(const Tensor& a, const Tensor& b, const Tensor& out);
-Status quantize(const Tensor& from, const Tensor& to);
+// `noop`, if defined: F32 [1], not 0: nothing is written.
+Status quantize(const Tensor& from, const Tensor& to, const Tensor& noop = {});
 // The column-wise copy from the row-wise one, of a tensor quantised by tensor; its columns' sums
 // into `sums` [K] if that is defined.
 Status fill_columns(const Tensor& tensor, const Tensor& sums = {});

@@ -43,8 +43,12 @@ constexpr int kTurned = kUnitRows * kPart;
 constexpr int kExtra = kFinishers * kTurned;
 constexpr size_t kShared = shared_bytes(kExtra);
 
-// Of a thread; the block has 504 for one of each warp group.
-constexpr int kProductRegisters = 184, kFinishRegisters = 136;
+// Of a thread; the block has 504 for one of each warp group. Forward there is a bias, backward what
+// the gradient of GELU reads.
+template <bool kBackward>
+constexpr int kProductRegisters = kBackward ? 184 : 192;
+template <bool kBackward>
+constexpr int kFinishRegisters = 504 - 2 * kProductRegisters<kBackward>;
 
 template <class Type>
 struct Operands;  // of a line of 128 bytes
@@ -93,10 +97,10 @@ __device__ inline uint64_t descriptor_b(uint32_t address, int step) {
   return hopper::along_k(address + step * 32);
 }
 
-// A warp group's sums of products.
-template <class Type>
+// A warp group's sums of products. `meanwhile` is called while the last ones are under way.
+template <class Type, class Meanwhile>
 __device__ inline void sum_products(const Layout& at, int lines, int group, Position& p,
-                                    float (&sum)[128]) {
+                                    float (&sum)[128], const Meanwhile& meanwhile) {
   int before = -1;
   for (int line = 0; line < lines; ++line, p.next()) {
     hopper::wait_for(at.full + p.stage * 8, p.parity);
@@ -114,12 +118,9 @@ __device__ inline void sum_products(const Layout& at, int lines, int group, Posi
     }
     before = p.stage;
   }
+  meanwhile();
   hopper::wait_for_sums(sum);
   at.release(before);
-}
-
-__device__ inline float2 unpack(uint32_t both) {
-  return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
 // ---- the epilogue
@@ -281,7 +282,7 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
   const int first = blockIdx.x / 2, step = gridDim.x / 2, tiles = Tile::count(g.rows, g.cols);
   uint32_t parity = 0;
   if (team == 0) {
-    hopper::give_registers_back<kFinishRegisters>();
+    hopper::give_registers_back<kFinishRegisters<kBackward>>();
     const int finisher = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
     if (finisher < 0) {
       if (lane == 0) load<Type>(map_a, map_b, g, at);
@@ -309,20 +310,19 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
       if (!kBackward && lane == 0) hopper::wait_stores();
     }
   } else {
-    hopper::take_registers<kProductRegisters>();
+    hopper::take_registers<kProductRegisters<kBackward>>();
     float factor = g.alpha;
     if (g.scale_a != nullptr) factor *= *g.scale_a * *g.scale_b;
     Position p;
     for (int index = first; index < tiles; index += step, parity ^= 1) {
       const Tile tile(g.rows, g.cols, index);
       float sum[128];
-      sum_products<Type>(at, g.lines, team - 1, p, sum);
-      hopper::wait_for(at.taken, parity ^ 1);
-      hand_over(at, team - 1, factor, sum, [&](int chunk) {
-        if (g.bias == nullptr) return make_float2(0.0f, 0.0f);
-        const bf16* of = g.bias + tile.col + 8 * chunk + 2 * (threadIdx.x % 4);
-        return unpack(__ldg(reinterpret_cast<const uint32_t*>(of)));
+      uint32_t added[32] = {};
+      sum_products<Type>(at, g.lines, team - 1, p, sum, [&] {
+        if (!kBackward) load_added(g.bias, tile.col, added);
       });
+      hopper::wait_for(at.taken, parity ^ 1);
+      hand_over(at, team - 1, factor, sum, added);
       hopper::fence_for_copies();
       hopper::arrive(at.ready);
     }

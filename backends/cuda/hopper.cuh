@@ -94,9 +94,24 @@ __device__ inline void store_box(const CUtensorMap& map, uint32_t from, int x, i
       "r"(from), "r"(x), "r"(y)
       : "memory");
 }
+// `bytes` that follow each other, a multiple of 16, as their addresses.
+__device__ inline void load_bytes(const void* from, uint32_t to, uint32_t barrier, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+__device__ inline void store_bytes(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// All but the last kLeft groups of stores have read their source.
+template <int kLeft = 0>
 __device__ inline void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // What this thread wrote to shared memory is seen by the copies and products that follow.

@@ -86,20 +86,30 @@ __device__ inline uint32_t pack(float low, float high) {
   return reinterpret_cast<const uint32_t&>(both);
 }
 
-// A warp group's sums as BF16 results. sum[4 j + 2 i + e] of a thread is at row
-// 16 warp + 8 i + lane / 4, column 8 j + 2 (lane % 4) + e; added(j) is what a column's results are
-// more than `factor` times the sums, for both e.
-template <class Added>
+__device__ inline float2 unpack(uint32_t both) {
+  return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
+}
+
+// What is added to the columns of a thread's results: a bias's pairs, or zeros for NULL.
+__device__ inline void load_added(const bf16* bias, int col, uint32_t (&pairs)[32]) {
+  const auto* from = reinterpret_cast<const uint32_t*>(bias + col + 2 * (threadIdx.x % 4));
+#pragma unroll
+  for (int j = 0; j < 32; ++j) pairs[j] = bias != nullptr ? __ldg(from + 4 * j) : 0;
+}
+
+// A warp group's sums as BF16 results, times `factor` and with `added`. sum[4 j + 2 i + e] of a
+// thread is at row 16 warp + 8 i + lane / 4, column 8 j + 2 (lane % 4) + e.
 __device__ inline void hand_over(const Layout& at, int group, float factor, const float (&sum)[128],
-                                 const Added& added) {
+                                 const uint32_t (&added)[32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const int row = 64 * group + 16 * warp + lane % 16;  // whose address this lane gives
+  // Whose address this lane gives; units differ from it in bits that an exclusive or sets.
+  const uint32_t first = at.result(0, 64 * group + 16 * warp + lane % 16, lane / 16);
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {
     uint32_t v[4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float2 more = added(j + n);
+      const float2 more = unpack(added[j + n]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float* of = sum + 4 * (j + n) + 2 * i;
@@ -107,7 +117,7 @@ __device__ inline void hand_over(const Layout& at, int group, float factor, cons
       }
     }
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     at.result(j / 8, row, j % 8 + lane / 16)),
+                     (first ^ j % 8 * 16) + j / 8 * kPartBytes),
                  "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
   }

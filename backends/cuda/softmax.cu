@@ -5,7 +5,7 @@
 #include "families.hpp"
 #include "overlap.hpp"
 #include "shared_memory.hpp"
-#include "softmax_kernels.cuh"
+#include "softmax_streamed.cuh"
 
 namespace te_fl::cuda {
 namespace {
@@ -93,6 +93,18 @@ void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
     };
     const int64_t runs = runs_of(x, visible.keys);
     if (runs <= kWidestForward && with_width<T>(runs, held)) return;
+    const int64_t row_bytes = visible.keys * static_cast<int64_t>(sizeof(T));
+    if (row_bytes <= kStreamedBytes && row_bytes % 16 == 0 &&
+        reinterpret_cast<uintptr_t>(x) % 16 == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0 &&
+        compute_capability(ctx.device.index) >= 90) {
+      static SharedMemory streamed;
+      if (streamed.allow(ctx.device.index, softmax_streamed<T>, kStreamedShared, kStreamedShared)) {
+        const int64_t resident = multiprocessors(ctx.device.index);
+        softmax_streamed<T><<<static_cast<unsigned>(std::min(rows, resident)), kStreamedThreads,
+                              kStreamedShared, stream_of(ctx)>>>(x, y, visible, scale, rows);
+        return;
+      }
+    }
     constexpr int kPer = kGroup / Pack<T>::kSize;
     const int64_t bytes = ceil_div(runs * kPer, kWideThreads) * kWideThreads * 16;
     const auto blocks = static_cast<unsigned>(rows);

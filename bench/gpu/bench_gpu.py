@@ -89,27 +89,28 @@ def run_ops(library, args):
 NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2"}
 
 
-def algorithm_from(product, kind):
+def algorithm_from(product, kind, dtype):
     """Where te-fl's algorithm for a product came from."""
     choices = Choices.in_use()
     if choices is None:
         return "heuristic"
     a, b, d, bias, _ = product.tensors
+    scaling = "" if dtype != "block" else "2,2" if kind == "wgrad" else "2,3"
     found = choices.find(torch.cuda.get_device_name(), product.version(), *d.shape, a.numel() // d.shape[0],
-                         ["bias"] if bias is not None else [], a=NAMES[a.dtype], b=NAMES[b.dtype], d=NAMES[d.dtype],
+                         ["bias"] if bias is not None else [], scaling, a=NAMES[a.dtype], b=NAMES[b.dtype], d=NAMES[d.dtype],
                          trans_a=int(kind == "wgrad"), trans_b=int(kind == "forward"))
     return "heuristic" if found is None else f"file: {found.get('config') or 'chosen'}"
 
 
 def run_gemm(library, args):
-    for is_fp8 in (False, True):
+    for dtype in ("bf16", "fp8", "block"):
         for kind in ("forward", "dgrad", "wgrad"):
             for name in layer_cases.PRODUCTS:
-                title = f"{'fp8' if is_fp8 else 'bf16'} {kind} {name}"
+                title = f"{dtype} {kind} {name}"
                 if args.match and args.match not in title:
                     continue
                 try:
-                    pairs, flops = layer_cases.product(library, name, kind, is_fp8, 2)
+                    pairs, flops = layer_cases.product(library, name, kind, dtype, 2)
                     products = [Product(*bare) for _, bare in pairs]
                     best, tried = products[0].best()
                     bares = [lambda p=p: p.run(best) for p in products]
@@ -118,7 +119,7 @@ def run_gemm(library, args):
                     share, spread = measure.ratio(times["best"], times["te-fl"])
                     us = statistics.median(times["te-fl"])
                     show("gemm", title, us=us, tflops=flops / us / 1e6, best_tflops=flops / statistics.median(times["best"]) / 1e6,
-                         of_best=share, spread=spread, candidates=tried, target=0.98, algorithm=algorithm_from(products[0], kind))
+                         of_best=share, spread=spread, candidates=tried, target=0.98, algorithm=algorithm_from(products[0], kind, dtype))
                 except RuntimeError as error:
                     refused("gemm", title, error)
                 pairs = products = bares = graphs = None

@@ -12,6 +12,8 @@ TYPES = {torch.float32: R_32F, torch.bfloat16: R_16BF, torch.float8_e4m3fn: R_8F
 # cublasLtMatmulDescAttributes_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, BIAS_TYPE, FAST_ACCUM = 3, 4, 7, 8, 26, 25
 A_SCALE, B_SCALE = 17, 18
+A_SCALE_MODE, B_SCALE_MODE = 31, 32
+VEC128, BLOCK128 = 4, 5  # cublasLtMatmulMatrixScale_t: per 128 of a row, per 128x128
 EPILOGUE_BIAS = 4
 WORKSPACE = 32 << 20
 
@@ -35,7 +37,8 @@ def open_library():
 class Product:
     """D[m, n] = A[m, k] B[n, k]^T (+ bias[n]) row-major: the library sees column-major B^T A."""
 
-    def __init__(self, a, b, d, bias=None, trans_a=False, trans_b=True, fast_accum=True, scales=None):
+    def __init__(self, a, b, d, bias=None, trans_a=False, trans_b=True, fast_accum=True, scales=None,
+                 scale_modes=None):
         self.lib = open_library()
         self.tensors = (a, b, d, bias, scales)
         self.handle = ctypes.c_void_p()
@@ -50,6 +53,9 @@ class Product:
             self.set(FAST_ACCUM, ctypes.c_int8(int(fast_accum)))
             self.set(A_SCALE, ctypes.c_void_p(scales[1].data_ptr()))
             self.set(B_SCALE, ctypes.c_void_p(scales[0].data_ptr()))
+        if scale_modes is not None:
+            self.set(A_SCALE_MODE, ctypes.c_int32(scale_modes[1]))
+            self.set(B_SCALE_MODE, ctypes.c_int32(scale_modes[0]))
         if bias is not None:
             self.set(EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
             self.set(BIAS_TYPE, ctypes.c_int32(TYPES[bias.dtype]))

@@ -27,13 +27,17 @@ class Choices:
         path = os.environ.get("TE_FL_CUDA_GEMM_FILE")
         return Choices(path) if path else None
 
-    def find(self, device, library, m, n, k, flags=(), **fields):
-        """The choice for a product on a device with a version of cuBLASLt, or None."""
+    def find(self, device, library, m, n, k, flags=(), scaling="", **fields):
+        """The choice for a product on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
+        "2,2" or "2,3" (te_fl_scaling)."""
         for choice in self.all:
             if choice["device"] != device or choice["cublaslt"] != library:
                 continue
             words = choice["problem"].split()
             wanted = {f"m={m}", f"n={n}", f"k={k}", *(f"{name}={value}" for name, value in fields.items())}
+            blocks = [w.split("=")[1] for w in words if w.startswith("scaling=")]
+            if blocks != ([scaling] if scaling else []):
+                continue
             if wanted <= set(words) and {w for w in words if w in FLAGS} == set(flags):
                 return choice
         return None

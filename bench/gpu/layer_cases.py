@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from te_fl_bench import Call, Layer, fp8, numbers, plain, quantised, rescale
+from cublaslt_candidates import BLOCK128, VEC128
+from te_fl_bench import BLOCK_1X128, BLOCK_128X128, Call, Layer, fp8, numbers, plain, quantised, rescale
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -135,12 +136,12 @@ PRODUCTS = {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "f
 TOKENS = 8192
 
 
-def product(library, name, kind, is_fp8, sets, more=""):
-    """Per set: te-fl's call, and what the library alone is given: (a, b, d, bias, trans_a, trans_b, fast, scales).
-    te-fl's has `more` as in the layer: "residual" (forward of proj and fc2) or "bias_grad" (wgrad in BF16)."""
+def product(library, name, kind, dtype, sets, more=""):
+    """Per set: te-fl's call, and what the library alone is given: (a, b, d, bias, trans_a, trans_b, fast, scales, modes).
+    dtype: "bf16", "fp8" (per tensor) or "block" (weights in blocks of 128x128, all else of 1x128). te-fl's call has
+    `more` as in the layer: "residual" (forward of proj and fc2) or "bias_grad" (wgrad in BF16)."""
     out, inner = PRODUCTS[name]
     m, n, k = {"forward": (TOKENS, out, inner), "dgrad": (TOKENS, inner, out), "wgrad": (out, inner, TOKENS)}[kind]
-    gradient = torch.float8_e5m2
     pairs = []
     for _ in range(sets):
         d = plain(m, n)
@@ -150,18 +151,25 @@ def product(library, name, kind, is_fp8, sets, more=""):
             extra[more] = plain(*{"residual": (m, n), "bias_grad": (m,)}[more])
         rows_a, rows_b = {"forward": ((m, k), (n, k)), "dgrad": ((m, k), (k, n)), "wgrad": ((k, m), (k, n))}[kind]
         trans_a, trans_b = kind == "wgrad", kind == "forward"
-        if is_fp8:
-            a = fp8(*rows_a, dtype=torch.float8_e4m3fn if kind == "forward" else gradient)
-            b = fp8(*rows_b)
-            raw_a = a.keep[0] if trans_a else a.torch  # [m, k]
-            raw_b = b.torch if trans_b else b.keep[0]  # [n, k]
-            bare = (raw_a, raw_b, d.torch, bias.torch if bias else None, False, True, kind == "forward",
-                    (a.keep[1], b.keep[1]))
-        else:
+        fast = dtype == "fp8" and kind == "forward"
+        bare_bias = bias.torch if bias else None
+        if dtype == "bf16":
             a, b = plain(*rows_a), plain(*rows_b)
-            bare = (a.torch, b.torch, d.torch, bias.torch if bias else None, trans_a, trans_b, False, None)
+            bare = (a.torch, b.torch, d.torch, bare_bias, trans_a, trans_b, fast, None, None)
+        else:
+            if dtype == "fp8":
+                a, b = fp8(*rows_a, dtype=E4M3 if kind == "forward" else E5M2), fp8(*rows_b)
+                modes = None
+            else:
+                a = fp8(*rows_a, scaling=BLOCK_1X128)
+                b = fp8(*rows_b, scaling=BLOCK_1X128 if kind == "wgrad" else BLOCK_128X128)
+                modes = (VEC128, VEC128 if kind == "wgrad" else BLOCK128)
+            # Of each the copy that has the contraction along its rows.
+            raw_a, scale_a = (a.keep[0], a.keep[2]) if trans_a else (a.torch, a.keep[1])
+            raw_b, scale_b = (b.torch, b.keep[1]) if trans_b else (b.keep[0], b.keep[2])
+            bare = (raw_a, raw_b, d.torch, bare_bias, False, True, fast, (scale_a, scale_b), modes)
         call = Call(library, "generic_gemm", a=a, b=b, d=d, trans_a=trans_a, trans_b=trans_b,
-                    use_split_accumulator=kind != "forward", **extra)
+                    use_split_accumulator=dtype == "block" or kind != "forward", **extra)
         pairs.append((call, bare))
     return pairs, 2.0 * m * n * k
 

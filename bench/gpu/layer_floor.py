@@ -19,19 +19,21 @@ WEIGHTS = HIDDEN * (QKV + HIDDEN + 2 * FFN)
 
 
 def bytes_moved(recipe, cached):
-    """What the passes between products and attention move at least; GELU is part of fc1's product. None: not known here."""
+    """What the passes between products and attention move at least; but under block scaling GELU is part of fc1's product.
+    None: not known here."""
     norm_gradients = 2 * TOKENS * HIDDEN * 2 * 4  # the gradient, the input and the residual's gradient; the result
     if recipe == "none":
         norms = 2 * TOKENS * HIDDEN * (2 + 2)
         bias_gradients = TOKENS * (QKV + HIDDEN + HIDDEN) * 2
         return norms + norm_gradients + bias_gradients
-    if recipe not in ("delayed", "delayed+attention"):
+    if recipe not in ("delayed", "delayed+attention", "block"):
         return None
     both = 2 + 1 + 1  # BF16 in, codes in both layouts out
     norms = 2 * TOKENS * HIDDEN * both
     casts = TOKENS * (HIDDEN + HIDDEN + HIDDEN + QKV) * both  # attention's output; gradients for fc2, proj and qkv
     gelu_gradient = TOKENS * FFN * (2 + both)
-    return norms + norm_gradients + casts + gelu_gradient + (0 if cached else WEIGHTS * both)
+    gelu = TOKENS * FFN * both if recipe == "block" else 0
+    return norms + norm_gradients + casts + gelu + gelu_gradient + (0 if cached else WEIGHTS * both)
 
 
 def attention_us(attention, recipe, causal):
@@ -44,7 +46,7 @@ def attention_us(attention, recipe, causal):
 
 def floors(rows):
     """{name of a layer's row: us of products, attention and the rest}, of those layers whose terms the run measured."""
-    products = {"bf16": [], "fp8": []}
+    products = {"bf16": [], "fp8": [], "block": []}
     attention, copies = {}, []
     for row in rows:
         if not isinstance(row.get("us"), float):  # refused
@@ -63,7 +65,7 @@ def floors(rows):
         causal, cached = "causal" in words, "cached" in words
         recipe = [w for w in words if w not in ("quickstart", "causal", "cached")][0]
         moved = bytes_moved(recipe, cached)
-        multiplying = products["bf16" if recipe == "none" else "fp8"]
+        multiplying = products[{"none": "bf16", "block": "block"}.get(recipe, "fp8")]
         attending = attention_us(attention, recipe, causal)
         if moved is None or len(multiplying) != 12 or attending is None or not copies:
             continue

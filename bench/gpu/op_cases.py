@@ -79,6 +79,10 @@ def quantisation():
     for name, scaling, flags, dtype in modes:
         cases.append(Case(f"quantize row+col {name} 8192x4096",
                           call("quantize", input=t(TOKENS, HIDDEN), output=q(TOKENS, HIDDEN, dtype, True, scaling, flags))))
+    for cols in (HIDDEN, 3 * HIDDEN):
+        cases.append(Case(f"bgrad_quantize row+col 1x128 8192x{cols}",
+                          call("bgrad_quantize", input=t(TOKENS, cols), bias_grad=t(cols),
+                               output=q(TOKENS, cols, E4M3, True, BLOCK_1X128, POW2_SCALE))))
     cases.append(Case("quantize row 8192x4096", call("quantize", input=t(TOKENS, HIDDEN),
                                                      output=q(TOKENS, HIDDEN, columnwise=False)), 0.85))
     cases.append(Case("quantize f32 weight row+col 16384x4096",
@@ -97,6 +101,10 @@ def activations():
         Case("gelu -> fp8 row+col 8192x16384", call("gelu", input=wide, output=q(TOKENS, FFN)), 0.85),
         Case("dbias_dgelu -> fp8 row+col 8192x16384",
              call("dbias_dgelu", grad=wide, input=wide, output=q(TOKENS, FFN, E5M2), dbias=t(FFN)), 0.85),
+        Case("gelu -> fp8 row+col 1x128 8192x16384",
+             call("gelu", input=wide, output=q(TOKENS, FFN, E4M3, True, BLOCK_1X128, POW2_SCALE))),
+        Case("dbias_dgelu -> fp8 row+col 1x128 8192x16384",
+             call("dbias_dgelu", grad=wide, input=wide, output=q(TOKENS, FFN, E4M3, True, BLOCK_1X128, POW2_SCALE), dbias=t(FFN))),
         Case("dbias_dgelu bf16 8192x16384", call("dbias_dgelu", grad=wide, input=wide, output=wide, dbias=t(FFN)), 0.85),
         Case("swiglu -> fp8 row+col 4096x11008",
              call("swiglu", input=t(gated_rows, 2 * gated), output=q(gated_rows, gated)), 0.85),

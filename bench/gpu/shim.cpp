@@ -105,7 +105,9 @@ Result<std::unique_ptr<Layer>> open_layer(const json& spec) {
 
 Status step(Layer& layer, void* stream) {
   nn::ContextScope scope(nn::Context::current().with_stream(stream));
-  for (const nn::NamedParameter& p : layer.parameters) p.parameter->grad_written = false;
+  for (const nn::NamedParameter& p : layer.parameters) {
+    TE_FL_RETURN_IF_ERROR(p.parameter->clear_grad());
+  }
   nn::Ctx ctx;
   {
     nn::autocast fp8(layer.recipe.has_value(), layer.recipe.value_or(nn::DelayedScaling{}));

@@ -57,14 +57,14 @@ def cases(bench_gpu, layer_cases):
     def product(dtype, kind, name, more=""):
         def run(library):
             import torch
-            pairs, _ = layer_cases.product(library, name, kind, dtype == "fp8", 1, more)
+            pairs, _ = layer_cases.product(library, name, kind, dtype, 1, more)
             pairs[0][0]()
             torch.cuda.synchronize()
         return run
     found = {}
     for shape, recipe, *_ in bench_gpu.LAYERS:
         found.setdefault(f"layer {shape.name} {recipe}", layer(shape, recipe))
-    for dtype in ("fp8", "bf16"):
+    for dtype in ("fp8", "bf16", "block"):
         for kind in ("forward", "dgrad", "wgrad"):
             for name in layer_cases.PRODUCTS:
                 found[f"product {dtype} {kind} {name}"] = product(dtype, kind, name)

@@ -44,6 +44,13 @@ class Files(unittest.TestCase):
                 ("GPU", 130100, 8192, ["bias"], {**FIELDS, "a": "f8e5m2"})):
             self.assertIsNone(choices.find(device, library, m, 16384, 4096, flags, **fields))
 
+    def test_tells_blocks_from_tensors(self):
+        blocks = FORWARD.replace("fast bias", "scaling=2,3 split bias")
+        self.write([choice(blocks, config="blocks"), choice(FORWARD, config="tensors")])
+        for scaling, config in (("", "tensors"), ("2,3", "blocks")):
+            self.assertEqual(Choices(self.path).find("GPU", 130100, 8192, 16384, 4096, ["bias"], scaling, **FIELDS)["config"], config)
+        self.assertIsNone(Choices(self.path).find("GPU", 130100, 8192, 16384, 4096, ["bias"], "2,2", **FIELDS))
+
     def test_a_file_that_is_not_there_holds_nothing(self):
         self.assertEqual(Choices(self.path + ".none").all, [])
 

@@ -49,6 +49,12 @@ class LayerFloor(unittest.TestCase):
         self.assertAlmostEqual(found["quickstart delayed cached"]["rest"], cached)
         self.assertAlmostEqual(found["quickstart delayed"]["rest"], cached + 12 * 2**24 * 4 / 2500e9 * 1e6)
 
+    def test_knows_blocks(self):
+        blocks = [{**r, "name": r["name"].replace("fp8", "block")} for r in rows() if r["name"].startswith("fp8 ") and r["part"] == "gemm"]
+        found = layer_floor.floors(rows() + blocks)["quickstart block cached"]
+        self.assertEqual(found["products"], 7200.0)
+        self.assertAlmostEqual(found["rest"], 2**25 * (8 + 16 + 24 + 16 + 24) / 2500e9 * 1e6)
+
     def test_leaves_out_what_it_lacks(self):
         without = [r for r in rows() if r["name"] != "fp8 wgrad qkv"]
         self.assertEqual(list(layer_floor.floors(without)), ["quickstart none"])

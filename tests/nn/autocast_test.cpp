@@ -231,7 +231,7 @@ TEST(Fp8Attention, InMultiheadAttentionIsCloseToHighPrecision) {
       inputs.rotary_angles = take(init::rotary_angles({.dim = 16, .max_seqlen = 12}));
     }
     auto once = [&](bool fp8) {
-      for (const NamedParameter& p : module->parameters()) p.parameter->grad_written = false;
+      for (const NamedParameter& p : module->parameters()) check(p.parameter->clear_grad());
       Ctx ctx;
       std::map<std::string, Values> result;
       {

@@ -52,12 +52,11 @@ struct Model : Module {
 
   // Forward and backward of one microbatch; its loss, F32 [1].
   Result<Tensor> microbatch(const Tensor& inputs, const Tensor& targets,
-                            const std::optional<Recipe>& recipe, bool first) {
+                            const std::optional<Recipe>& recipe, const ForwardOptions& options) {
     Ctx a, b, c, d;
     Tensor value, grad;
     {
       autocast fp8(recipe.has_value(), recipe.value_or(DelayedScaling{}));
-      const ForwardOptions options{.is_first_microbatch = first};
       TE_FL_ASSIGN_OR_RETURN(Tensor x, tokens->forward(inputs, &a));
       TE_FL_ASSIGN_OR_RETURN(x, layer->forward(x, &b, {}, options));
       TE_FL_ASSIGN_OR_RETURN(x, head->forward(x, &c, options));
@@ -122,8 +121,8 @@ Outcome train(const Device& device, const Plan& s) {
     TE_FL_RETURN_IF_ERROR(model.zero_grad());
     for (int64_t i = 0; i < s.microbatches; ++i) {
       const auto at = static_cast<size_t>(2 * i);
-      TE_FL_ASSIGN_OR_RETURN(Tensor loss,
-                             model.microbatch(inputs[at], inputs[at + 1], s.recipe, i == 0));
+      TE_FL_ASSIGN_OR_RETURN(Tensor loss, model.microbatch(inputs[at], inputs[at + 1], s.recipe,
+                                                           {.is_first_microbatch = i == 0}));
       losses.push_back(std::move(loss));
     }
     TE_FL_RETURN_IF_ERROR(backward_end());
@@ -187,6 +186,72 @@ TEST_F(GraphedSteps, GiveTheBitsOfEagerSteps) {
       EXPECT_EQ(graphed.steps, setup.steps);
       EXPECT_NE(graphed.losses[20], graphed.losses[22]) << "nothing is learned";
     }
+  }
+}
+
+enum class Microbatches { kEager, kGraphed, kMixed };
+
+// Steps of three microbatches, each of which is one launch of the same graph; kMixed: but the
+// second is eager.
+Outcome train_by_microbatches(const Device& device, const Recipe& recipe, Microbatches how) {
+  Outcome run;
+  Model model(device);
+  std::unique_ptr<Optimizer> optimizer = make_optimizer({}, model);
+  const Context context(41);
+  const ContextScope scope(context);
+  const auto batch = [&] { return take(Tensor::zeros({kBatch, kSequence}, DType::kI32, device)); };
+  const Tensor inputs = batch(), targets = batch();
+  const Tensor reuse = take(Tensor::zeros({1}, DType::kF32, device));
+  const auto microbatch = [&](const ForwardOptions& options) -> Result<std::vector<Tensor>> {
+    TE_FL_ASSIGN_OR_RETURN(Tensor loss, model.microbatch(inputs, targets, recipe, options));
+    TE_FL_RETURN_IF_ERROR(backward_end());
+    return std::vector<Tensor>{loss};
+  };
+  const auto graph =
+      take(GraphedStep::create(device, [&] { return microbatch({.reuse_weights = reuse}); },
+                               {.inputs = {inputs, targets, reuse}}));
+  for (uint64_t i = 0; i < 12; ++i) {
+    check(model.zero_grad());
+    for (uint64_t k = 0; k < 3; ++k) {
+      const Tensor next[] = {token_batch(100 * i + 2 * k), token_batch(100 * i + 2 * k + 1),
+                             tensor({1}, {k == 0 ? 0.0 : 1.0})};
+      std::vector<Tensor> losses;
+      if (how == Microbatches::kGraphed || (how == Microbatches::kMixed && k != 1)) {
+        losses = take(graph->run(next));
+      } else {
+        const Tensor to[] = {inputs, targets, reuse};
+        for (size_t n = 0; n < 3; ++n) {
+          check(devices::copy(device, to[n].raw_data(), Device(), next[n].raw_data(),
+                              static_cast<size_t>(4 * next[n].numel())));
+        }
+        losses = take(microbatch(how == Microbatches::kEager
+                                     ? ForwardOptions{.is_first_microbatch = k == 0}
+                                     : ForwardOptions{.reuse_weights = reuse}));
+      }
+      run.losses.push_back(take(item(losses[0])));
+    }
+    check(optimizer->step());
+  }
+  EXPECT_EQ(graph->captured(), how != Microbatches::kEager);
+  for (const NamedParameter& p : model.parameters()) {
+    run.parameters.push_back(values_of(take(p.value().to(Device()))));
+  }
+  return run;
+}
+
+TEST_F(GraphedSteps, OneGraphServesEveryMicrobatch) {
+  const std::vector<Recipe> recipes = {DelayedScaling{.amax_history_len = 4},
+                                       Float8CurrentScaling{}};
+  for (const Recipe& recipe : recipes) {
+    const Outcome eager = train_by_microbatches(recorder.device(), recipe, Microbatches::kEager);
+    for (Microbatches how : {Microbatches::kGraphed, Microbatches::kMixed}) {
+      // The host does not know what a launch quantised, and would quantise under another scale.
+      if (how == Microbatches::kMixed && std::holds_alternative<DelayedScaling>(recipe)) continue;
+      const Outcome graphed = train_by_microbatches(recorder.device(), recipe, how);
+      EXPECT_EQ(eager.losses, graphed.losses);
+      EXPECT_EQ(eager.parameters, graphed.parameters);
+    }
+    EXPECT_NE(eager.losses.front(), eager.losses.back());
   }
 }
 
@@ -262,6 +327,76 @@ TEST_F(GraphedSteps, EagerStepsMayComeBetween) {
   }
   EXPECT_EQ(values_of(take(one.linear->parameters()[0].value().to(Device()))),
             values_of(take(two.linear->parameters()[0].value().to(Device()))));
+}
+
+TEST_F(GraphedSteps, WeightsAreReusedByAValueOnTheDevice) {
+  const Device device = recorder.device();
+  Small small(device);
+  small.linear =
+      take(Linear::create({.in_features = 4, .out_features = 4, .bias = false, .device = device}));
+  small.adam = take(Adam::create(small.linear->parameters(), {}));
+  const Tensor reuse = take(Tensor::zeros({1}, DType::kF32, device));
+  const Tensor x = tensor({2, 4}, random_values(8, 1)), no = tensor({1}, {0}),
+               yes = tensor({1}, {1});
+  auto graphed = take(GraphedStep::create(
+      device,
+      [&]() -> Result<std::vector<Tensor>> {
+        autocast fp8(true, Float8CurrentScaling{});
+        TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                               small.linear->forward(small.x, nullptr, {.reuse_weights = reuse}));
+        TE_FL_RETURN_IF_ERROR(fp8.exit());
+        return std::vector<Tensor>{y};
+      },
+      {.inputs = {small.x, reuse}}));
+  const auto run = [&](const Tensor& flag) {
+    return values_of(take(take(graphed->run({{x, flag}}))[0].to(Device())));
+  };
+  const auto learn = [&] { ASSERT_OK(small.step().status()); };
+  small.x = take(x.to(device));
+  const Values first = run(no);
+  EXPECT_EQ(run(yes), first);
+  learn();
+  const Values second = run(yes);  // eager: the host knows of the step
+  EXPECT_NE(second, first);
+  EXPECT_EQ(run(no), second);
+  ASSERT_TRUE(graphed->captured());
+  learn();
+  EXPECT_EQ(run(yes), second);
+  const Values third = run(no);
+  EXPECT_NE(third, second);
+  learn();
+  EXPECT_EQ(run(yes), third);
+}
+
+TEST_F(GraphedSteps, MistakesWithReusedWeightsAreTold) {
+  const Device device = recorder.device();
+  Small small(device);
+  const Tensor flag = take(Tensor::zeros({1}, DType::kF32, device));
+  const auto forward = [&](const ForwardOptions& options) {
+    autocast fp8(true, Float8CurrentScaling{});
+    return small.linear->forward(small.x, nullptr, options).status();
+  };
+  EXPECT_FAILS(forward({.is_first_microbatch = true, .reuse_weights = flag}), kInvalidArgument,
+               "is_first_microbatch and reuse_weights are both set");
+  EXPECT_FAILS(forward({.reuse_weights = tensor({1}, {0})}), kInvalidArgument,
+               "reuse_weights is f32[1] cpu; it must be f32[1] on ext:recorder:0");
+  EXPECT_FAILS(forward({.reuse_weights = take(Tensor::zeros({2}, DType::kF32, device))}),
+               kInvalidArgument, "reuse_weights is f32[2]");
+  auto graphed = take(GraphedStep::create(
+      device,
+      [&]() -> Result<std::vector<Tensor>> {
+        const bool capturing = take(devices::is_capturing(device, devices::current_stream()));
+        autocast fp8(true, Float8CurrentScaling{});
+        TE_FL_ASSIGN_OR_RETURN(
+            Tensor y, small.linear->forward(small.x, nullptr,
+                                            {.reuse_weights = capturing ? flag : Tensor()}));
+        TE_FL_RETURN_IF_ERROR(fp8.exit());
+        return std::vector<Tensor>{y};
+      },
+      {.inputs = {small.x}}));
+  Status status;
+  for (int i = 0; i < 4; ++i) status = graphed->run({}).status();
+  EXPECT_FAILS(status, kFailedPrecondition, "run it once before the capture");
 }
 
 TEST_F(GraphedSteps, OutputsOutliveTheGraph) {
@@ -420,6 +555,16 @@ TEST_F(GraphedStepsOnADevice, GiveTheBitsOfEagerSteps) {
       EXPECT_EQ(eager.parameters, graphed.parameters);
       EXPECT_EQ(eager.random, graphed.random);
     }
+  }
+}
+
+TEST_F(GraphedStepsOnADevice, OneGraphServesEveryMicrobatch) {
+  for (const Recipe& recipe : std::vector<Recipe>{DelayedScaling{.amax_history_len = 4},
+                                                  Float8CurrentScaling{}, Float8BlockScaling{}}) {
+    const Outcome eager = train_by_microbatches(device, recipe, Microbatches::kEager);
+    const Outcome graphed = train_by_microbatches(device, recipe, Microbatches::kGraphed);
+    EXPECT_EQ(eager.losses, graphed.losses);
+    EXPECT_EQ(eager.parameters, graphed.parameters);
   }
 }
 

@@ -31,12 +31,13 @@ struct GraphedStepOptions {
 // The step is called as it is captured and not again: whatever it decides on the host is fixed from
 // then on. What changes lives on the device: inputs, FP8 scales, random numbers (the Context's
 // Philox position advances at each launch as it does eagerly), step count and learning rate (a
-// capturable optimizer). ForwardOptions::is_first_microbatch is decided on the host, so a graph
-// holds all the microbatches of a step. The step must not read tensors on the host (item()), copy
-// from or to host memory, or leave an autocast or a backward_end() to its caller.
-// Everything runs on a stream of its own, or the current context's if it has one; the caller's
-// stream is ordered before and after. Modules, optimizer and every tensor that the step used must
-// outlive it. One run() at a time.
+// capturable optimizer), and whether FP8 weights are quantised (ForwardOptions::reuse_weights, one
+// of the inputs: then a graph of one microbatch serves them all). is_first_microbatch is decided on
+// the host: a graph with it holds all the microbatches of a step. The step must not read tensors on
+// the host (item()), copy from or to host memory, or leave an autocast or a backward_end() to its
+// caller. Everything runs on a stream of its own, or the current context's if it has one; the
+// caller's stream is ordered before and after. Modules, optimizer and every tensor that the step
+// used must outlive it. One run() at a time.
 class TE_FL_API GraphedStep {
  public:
   // Returns the tensors that run() is to return, e.g. losses.

@@ -22,11 +22,16 @@ class WeightCopy;
 }  // namespace detail
 
 // A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
-struct Parameter {
+struct TE_FL_API Parameter {
   Tensor value;  // F32, BF16 or F16, compact
   Tensor grad;   // same shape, F32 (or see Module::set_grad_dtype); zero until a backward writes it
-  // False after zero_grad(): the next backward overwrites grad instead of adding to it.
+  // False after zero_grad() or clear_grad(): the next backward overwrites grad instead of adding to
+  // it. But a backward in a captured graph always adds unless the same capture cleared: the graph
+  // may be launched for any microbatch. For reading.
   bool grad_written = false;
+  // The next backward overwrites grad, whatever it holds. In a capture: that of every launch.
+  Status clear_grad();
+  uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
   // version are not reused.
   uint64_t version = 0;
@@ -76,7 +81,13 @@ struct ForwardOptions {
   // Weights are quantised (and cast to the activation dtype) once per step: true computes and keeps
   // them, false reuses what true kept, unset computes them for this call alone. false without an
   // earlier true computes and keeps.
-  std::optional<bool> is_first_microbatch;
+  std::optional<bool> is_first_microbatch = {};
+  // The same for FP8 weights, decided on the device when the work runs, so that one captured graph
+  // serves every microbatch: F32 [1] on the modules' device; 0 quantises and keeps, any other value
+  // reuses what was kept. What the host knows to be out of date (nothing kept yet, another recipe,
+  // an optimizer's step) is quantised whatever it says, but in a capture only the value counts. Not
+  // together with is_first_microbatch. Without FP8, weights of another dtype are cast every time.
+  Tensor reuse_weights = {};
 };
 
 // Base of all modules: a tree of parameters, FP8 state and submodules. Derive from it to compose a

@@ -1,0 +1,75 @@
+#include "nn/gradients.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "te_fl/device.hpp"
+#include "te_fl/nn/context.hpp"
+
+namespace te_fl::nn {
+namespace detail {
+namespace {
+
+constexpr uint64_t kForeign = UINT64_MAX;  // a capture that nn did not begin
+
+std::atomic<uint64_t> g_captures{0};
+thread_local GradientCapture* t_capture = nullptr;
+
+// The capture that work on the parameter's device would now go into; 0: none.
+Result<uint64_t> capture_of(const Device& device) {
+  if (t_capture != nullptr) return t_capture->id();
+  if (device.is_host()) return uint64_t{0};
+  TE_FL_ASSIGN_OR_RETURN(const bool capturing,
+                         devices::is_capturing(device, devices::current_stream()));
+  return capturing ? kForeign : uint64_t{0};
+}
+
+}  // namespace
+
+Result<bool> adds(Parameter& parameter) {
+  if (parameter.grad_written) return true;
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(parameter.grad.device()));
+  return now != 0 && now != parameter.grad_cleared_in;
+}
+
+void wrote(Parameter& parameter) {
+  if (t_capture != nullptr) t_capture->touch(parameter);
+  parameter.grad_written = true;
+}
+
+GradientCapture::GradientCapture() : id_(++g_captures), outer_(std::exchange(t_capture, this)) {}
+GradientCapture::~GradientCapture() { (void)take(); }
+
+std::vector<GradientCapture::Touched> GradientCapture::take() {
+  if (t_capture == this) t_capture = outer_;
+  for (Touched& t : touched_) {
+    t.after = t.parameter->grad_written;
+    t.parameter->grad_written = t.before;
+  }
+  return std::exchange(touched_, {});
+}
+
+void GradientCapture::touch(Parameter& parameter) {
+  const auto same = [&](const Touched& t) { return t.parameter == &parameter; };
+  if (std::any_of(touched_.begin(), touched_.end(), same)) return;
+  touched_.push_back({&parameter, parameter.grad_written, false});
+}
+
+void launched(const std::vector<GradientCapture::Touched>& touched) {
+  for (const GradientCapture::Touched& t : touched) {
+    t.parameter->grad_written = t.after;
+    t.parameter->grad_cleared_in = 0;
+  }
+}
+
+}  // namespace detail
+
+Status Parameter::clear_grad() {
+  TE_FL_ASSIGN_OR_RETURN(grad_cleared_in, detail::capture_of(grad.device()));
+  if (detail::t_capture != nullptr) detail::t_capture->touch(*this);
+  grad_written = false;
+  return {};
+}
+
+}  // namespace te_fl::nn
