@@ -61,13 +61,13 @@ class Attention {
       v.slack += 0x1p-8 * std::fabs(v.value);
       return v;
     });
-    run.expect(
+    run.expect_near(
         lse, "softmax_lse",
         [&](int64_t i) {
           at_row(lse_place(i));
-          return std::log(sum);
+          return Near{std::log(sum), 1e-3 * (1 + std::fabs(std::log(sum)))};
         },
-        1e-3, 1e-3);
+        Run::kFew);
   }
 
   void backward(Run& run) {
@@ -292,8 +292,10 @@ void add_attention(Cases& cases) {
   add("sbhd, padding", {.layout = TE_FL_LAYOUT_SBHD, .mask = TE_FL_MASK_TYPE_PADDING});
   add("thd", {.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING});
   add("grouped, plain kernels", {.mask = TE_FL_MASK_TYPE_CAUSAL, .groups = 4, .plain = true});
-  add("thd, plain kernels",
-      {.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING, .plain = true});
+  add("thd, plain kernels", {.layout = TE_FL_LAYOUT_THD,
+                             .mask = TE_FL_MASK_TYPE_PADDING,
+                             .length = 512,  // its blocks grow with tokens times sequences
+                             .plain = true});
   add("bias, dropout", {.layout = TE_FL_LAYOUT_SBHD, .dim = 32, .bias = true, .dropout = 0.25f});
   cases.push_back({"get_fused_attn_backend", "", enquiry});
 }

@@ -155,16 +155,18 @@ void Run::expect(const Tensor& tensor, const char* name, const Value& want, doub
   });
 }
 
-void Run::expect_near(const Tensor& tensor, const char* name, const NearValue& want) {
+void Run::expect_near(const Tensor& tensor, const char* name, const NearValue& want,
+                      int64_t length) {
   if (failed()) return;
-  for (int64_t begin : windows(tensor.numel())) {
-    const int64_t count = std::min(kWindow, tensor.numel() - begin);
+  for (int64_t begin : windows(tensor.numel(), length)) {
+    const int64_t count = std::min(length, tensor.numel() - begin);
     const std::vector<float> got = read(tensor, begin, count);
     for (int64_t i = 0; i < count && !failed(); ++i) {
       const Near expected = want(begin + i);
       const double found = got[static_cast<size_t>(i)];
       if (found == expected.value) continue;  // infinities too
-      if (!(std::fabs(found - expected.value) <= expected.slack)) {
+      if (!std::isfinite(expected.value) ||
+          !(std::fabs(found - expected.value) <= expected.slack)) {
         fail(std::string(name) + "[" + std::to_string(begin + i) + "] is " + std::to_string(found) +
              ", expected " + std::to_string(expected.value));
       }

@@ -81,7 +81,10 @@ class Run {
   // roundings to BF16 unless told.
   void expect(const Tensor& tensor, const char* name, const Value& want, double relative = 0x1p-8,
               double absolute = 1e-6);
-  void expect_near(const Tensor& tensor, const char* name, const NearValue& want);
+  // Windows of `length`: where every element costs the oracle a row, few do.
+  void expect_near(const Tensor& tensor, const char* name, const NearValue& want,
+                   int64_t length = kWindow);
+  static constexpr int64_t kFew = 64;
   // Compares some of the `cols` sums over `rows` rows of value(row * cols + col), to 1e-5 of the
   // sum of magnitudes.
   void expect_sums(const Tensor& sums, const char* name, int64_t rows, int64_t cols,
