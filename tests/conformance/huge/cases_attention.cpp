@@ -1,8 +1,11 @@
 // Attention, forward and backward, on whatever serves it and on the plain kernels of a backend that
 // has a library beside them. Log-sum-exps and outputs that the backward reads are any numbers: its
 // formula does not depend on where they come from.
+#include <algorithm>
+
 #include "cases.hpp"
 #include "conformance/oracle_philox.hpp"
+#include "quantised.hpp"
 
 namespace te_fl::conformance::huge {
 namespace {
@@ -267,6 +270,57 @@ class Attention {
   Tensor q_, k_, v_, bias_, lengths_;
 };
 
+// FP8, bshd. The probabilities are quantised too, to a sixteenth of each; scores differ enough for
+// few of them to make a result.
+void forward_of_codes(Run& run) {
+  constexpr int64_t kHeads = 16, kDim = 128, kLength = 128;
+  constexpr double kScale = 2, kOut = 16;
+  const int64_t batch = run.rows(kHeads * kDim * kLength, 1);
+  const Shape shape = {batch, kLength, kHeads, kDim};
+  const Codes codes[] = {Codes(1, 4), Codes(2, 4), Codes(3, 4)};
+  constexpr double kScaleInv[] = {0.5, 0.25, 2};
+  const Quantised in[] = {{run, shape, {}}, {run, shape, {}}, {run, shape, {}}};
+  const Quantised o(run, shape, {}, kOut), s(run, {1}, {}, 256);
+  const Tensor lse = run.output({batch, kHeads, kLength}, DType::kF32);
+  for (int i = 0; i < 3 && !run.failed(); ++i) {
+    codes[i].fill(run, in[i].tensor().rowwise_codes());
+    run.set(in[i].tensor().scale_inv(), 0, static_cast<float>(kScaleInv[i]));
+  }
+  te_fl_fused_attn_fwd_args args{};
+  args.q = in[0], args.k = in[1], args.v = in[2], args.o = o, args.softmax_lse = lse;
+  args.s_quant = s, args.layout = TE_FL_LAYOUT_BSHD, args.scale = kScale;
+  run.call("fused_attn_fwd", &args);
+  int64_t row = -1;
+  std::vector<double> p;
+  run.expect_near(o.tensor(), "o", [&](int64_t i) {
+    const int64_t token = i / kDim / kHeads, first = token / kLength * kLength;
+    const auto at = [&](int64_t t) { return (t * kHeads + i / kDim % kHeads) * kDim; };
+    if (i / kDim != row) {
+      row = i / kDim;
+      p.assign(kLength, 0);
+      double top = -INFINITY, sum = 0;
+      for (int64_t j = 0; j < kLength; ++j) {
+        double& score = p[static_cast<size_t>(j)];
+        for (int64_t e = 0; e < kDim; ++e) {
+          score += codes[0].at(at(token) + e) * codes[1].at(at(first + j) + e);
+        }
+        score *= kScale * kScaleInv[0] * kScaleInv[1];
+        top = std::max(top, score);
+      }
+      for (double& x : p) sum += x = std::exp(x - top);
+      for (double& x : p) x /= sum;
+    }
+    Near v{0, 0.02};
+    for (int64_t j = 0; j < kLength; ++j) {
+      const double term = p[static_cast<size_t>(j)] * codes[2].at(at(first + j) + i % kDim);
+      v.value += kOut * kScaleInv[2] * term;
+      v.slack += kOut * kScaleInv[2] * std::fabs(term) / 16;
+    }
+    v.slack += std::fabs(v.value) / 16;
+    return v;
+  });
+}
+
 void enquiry(Run& run) {
   const int64_t batch = run.rows(128 * 2048, 1);
   const Pattern pattern(1);
@@ -297,6 +351,7 @@ void add_attention(Cases& cases) {
                              .length = 512,  // its blocks grow with tokens times sequences
                              .plain = true});
   add("bias, dropout", {.layout = TE_FL_LAYOUT_SBHD, .dim = 32, .bias = true, .dropout = 0.25f});
+  cases.push_back({"fused_attn_fwd", "FP8", forward_of_codes});
   cases.push_back({"get_fused_attn_backend", "", enquiry});
 }
 

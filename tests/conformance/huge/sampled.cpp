@@ -112,6 +112,7 @@ std::vector<float> Run::read(const Tensor& tensor, int64_t begin, int64_t count)
     } else if (element == 4) {
       std::memcpy(&value, raw.data() + 4 * i, 4);
     }
+    if (dtype == DType::kF8E4M3) value = numeric::e4m3_to_float(raw[static_cast<size_t>(i)]);
     if (element == 2) {
       std::memcpy(&half, raw.data() + 2 * i, 2);
       value = numeric::bf16_to_float(half);
@@ -120,8 +121,8 @@ std::vector<float> Run::read(const Tensor& tensor, int64_t begin, int64_t count)
   }
   if (spoils_) {
     float& middle = result[static_cast<size_t>(count / 2)];
-    middle = element == 1 ? static_cast<float>((static_cast<int>(middle) + 64) % 256)
-                          : 1.5f * std::fabs(middle) + 1;
+    middle = dtype == DType::kU8 ? static_cast<float>((static_cast<int>(middle) + 64) % 256)
+                                 : 1.5f * std::fabs(middle) + 1;
   }
   return result;
 }

@@ -70,7 +70,7 @@ class Run {
   void set(const Tensor& tensor, int64_t index, float value);  // one element
   // From now on one element of everything that is read is wrong.
   void spoil() { spoils_ = true; }
-  // Elements [begin, begin + count) as floats; codes (U8) as numbers.
+  // Elements [begin, begin + count) as floats: E4M3 decoded without a scale, U8 as numbers.
   std::vector<float> read(const Tensor& tensor, int64_t begin, int64_t count);
   // Runs the op and waits.
   void call(const char* op, const void* args, const te_fl_rng& rng = {0, 0, nullptr});
