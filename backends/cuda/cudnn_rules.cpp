@@ -261,10 +261,10 @@ Refusal refuse_cudnn_backward(const te_fl_context& ctx, const te_fl_fused_attn_b
     const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
     if (a.q->dl.shape[seq] == 1 && a.k->dl.shape[seq] == 1) return "one query and one key";
   }
-  if (const Refusal why = refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv})) return why;
   if (const Refusal why = refuse_long_backward(a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv})) {
     return why;
   }
+  if (const Refusal why = refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv})) return why;
   if (!fp8(*a.q)) return nullptr;
   const Refusal why = refuse_fp8_device(ctx);
   return why != nullptr ? why : refuse_fp8_backward(a);
