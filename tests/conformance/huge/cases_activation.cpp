@@ -236,6 +236,7 @@ void add_activations(Cases& cases) {
       {"dbias_dgelu", "codes in 1x128",
        [](Run& r) { backward_with_bias(r, kGelu, kCols, &kLines); }},
       {"swiglu", "codes", [](Run& r) { gated_into_codes(r, kTensor); }},
+      {"swiglu", "codes, current scaling", [](Run& r) { gated_into_codes(r, kCurrent); }},
       {"swiglu", "codes in 1x128", [](Run& r) { gated_into_codes(r, kLines); }},
       {"dswiglu", "codes in 1x128",
        [](Run& r) { gated_backward(r, "dswiglu", &kSilu, kCols / 2, &kLines); }},

@@ -7,37 +7,43 @@
 namespace te_fl::conformance::huge {
 namespace {
 
-// D [m, n] = A [m, k] B^T, B [n, k].
+// D [m, n] = A [m, k] B^T, B [n, k]; across: A B, B [k, n].
 struct Sizes {
   int64_t m, n, k;
 };
-// As many rows of n columns as D needs.
-Sizes wide_result(const Run& run, int64_t n, int64_t k) { return {run.rows(n), n, k}; }
+// As many rows of n columns as D needs, in whole tiles of 256 rows: where a backend has a kernel of
+// its own for a product with an epilogue, it likes those.
+Sizes wide_result(const Run& run, int64_t n, int64_t k, bool tiles = false) {
+  return {run.rows(n, tiles ? 256 : 16), n, k};
+}
 
 struct Inputs {
   Pattern a{1}, b{2};
-  double product(const Sizes& s, int64_t i) const {
+  double product(const Sizes& s, int64_t i, bool across) const {
     double sum = 0;
-    const int64_t row = i / s.n * s.k, col = i % s.n * s.k;
-    for (int64_t k = 0; k < s.k; ++k) sum += double{a.at(row + k)} * double{b.at(col + k)};
+    const int64_t row = i / s.n * s.k, col = i % s.n;
+    for (int64_t k = 0; k < s.k; ++k) {
+      sum += double{a.at(row + k)} * double{b.at(across ? k * s.n + col : col * s.k + k)};
+    }
     return sum;
   }
 };
 
 struct Epilogue {
   bool bias = false, gelu = false, pre_gelu_in = false, residual = false, accumulate = false,
-       d_sum = false;
+       d_sum = false, across = false, tiles = false;
   DType b = DType::kBF16, d = DType::kBF16;
 };
 
 void product(Run& run, const Sizes& s, const Epilogue& e) {
   const Inputs in;
   const Pattern bias_values(3), other(4);
-  const Tensor a = run.input({s.m, s.k}, in.a), b = run.input({s.n, s.k}, in.b, e.b);
+  const Tensor a = run.input({s.m, s.k}, in.a),
+               b = run.input(e.across ? Shape{s.k, s.n} : Shape{s.n, s.k}, in.b, e.b);
   const Tensor d = e.accumulate ? run.input({s.m, s.n}, other, e.d) : run.output({s.m, s.n}, e.d);
   Tensor bias, saved, before, residual, sums;
   te_fl_generic_gemm_args args{};
-  args.a = a, args.b = b, args.d = d, args.trans_b = 1, args.gelu = e.gelu;
+  args.a = a, args.b = b, args.d = d, args.trans_b = !e.across, args.gelu = e.gelu;
   args.accumulate = e.accumulate, args.beta = 0.5f;
   if (e.bias) bias = run.input({s.n}, bias_values), args.bias = bias;
   if (e.gelu) saved = run.output({s.m, s.n}), args.pre_gelu_out = saved;
@@ -46,7 +52,7 @@ void product(Run& run, const Sizes& s, const Epilogue& e) {
   if (e.d_sum) sums = run.output({s.n}, DType::kF32), args.d_sum = sums;
   run.call("generic_gemm", &args);
   const auto linear = [&](int64_t i) {
-    return in.product(s, i) + (e.bias ? bias_values.at(i % s.n) : 0);
+    return in.product(s, i, e.across) + (e.bias ? bias_values.at(i % s.n) : 0);
   };
   const auto result = [&](int64_t i) {
     double v = e.gelu ? kGelu.f(linear(i)) : linear(i);
@@ -98,7 +104,9 @@ void long_contraction(Run& run) {
 }
 
 // FP8 operands with random codes and scales.
-void codes(Run& run, const Sizes& s, Scaling scaling, bool into_codes) {
+enum class Into { kNumbers, kCodes, kGeluCodes };
+
+void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
   const Codes a_codes(1, 4), b_codes(2, 4);
   const Pattern a_scales(3, true), b_scales(4, true);
   const Scaling b_scaling = scaling == Scaling::kTensor ? scaling : Scaling::kBlock128x128;
@@ -126,8 +134,8 @@ void codes(Run& run, const Sizes& s, Scaling scaling, bool into_codes) {
     return v;
   };
   te_fl_generic_gemm_args args{};
-  args.a = a, args.b = b, args.trans_b = 1, args.use_split_accumulator = 1;
-  if (!into_codes) {
+  args.a = a, args.b = b, args.trans_b = 1, args.use_split_accumulator = into != Into::kGeluCodes;
+  if (into == Into::kNumbers) {
     const Tensor d = run.output({s.m, s.n});
     args.d = d;
     run.call("generic_gemm", &args);
@@ -135,38 +143,59 @@ void codes(Run& run, const Sizes& s, Scaling scaling, bool into_codes) {
   }
   const Quantised d(run, {s.m, s.n}, {.columnwise = true}, 0.5f);
   args.d = d;
+  if (into == Into::kCodes) {
+    run.call("generic_gemm", &args);
+    return d.expect(
+        run, [&](int64_t i) { return value(i).value; }, NAN, false, 0.1);
+  }
+  const Pattern bias_values(5);
+  const Tensor bias = run.input({s.n}, bias_values), saved = run.output({s.m, s.n});
+  args.bias = bias, args.pre_gelu_out = saved, args.gelu = 1;
   run.call("generic_gemm", &args);
+  const auto linear = [&](int64_t i) {
+    const Near v = value(i);
+    return Near{v.value + bias_values.at(i % s.n), v.slack + 0x1p-8};
+  };
+  run.expect_near(saved, "pre_gelu_out", linear);
   d.expect(
-      run, [&](int64_t i) { return value(i).value; }, NAN, false, 0.1);
+      run, [&](int64_t i) { return kGelu.f(linear(i).value); }, NAN, false, 0.25);
 }
 
 }  // namespace
 
 void add_gemm(Cases& cases) {
   const auto add = [&](const char* what, int64_t n, int64_t k, const Epilogue& e) {
-    cases.push_back({"generic_gemm", what, [=](Run& r) { product(r, wide_result(r, n, k), e); }});
+    cases.push_back(
+        {"generic_gemm", what, [=](Run& r) { product(r, wide_result(r, n, k, e.tiles), e); }});
   };
   add("", 32768, 32, {});
   add("bias, residual", 32768, 32, {.bias = true, .residual = true});
   add("bias, GELU", 32768, 128, {.bias = true, .gelu = true});
   add("GELU's gradient, sums", 32768, 128, {.pre_gelu_in = true, .d_sum = true});
+  add("bias, GELU, whole tiles", 32768, 128, {.bias = true, .gelu = true, .tiles = true});
+  add("GELU's gradient, sums, whole tiles", 32768, 128,
+      {.pre_gelu_in = true, .d_sum = true, .across = true, .tiles = true});
   add("accumulated", 32768, 32, {.accumulate = true});
   add("odd extents", 32771, 33, {.bias = true, .residual = true});
   add("mixed dtypes", 32768, 32, {.bias = true, .b = DType::kF32});
   const Cases more = {
       {"generic_gemm", "a long contraction", long_contraction},
       {"generic_gemm", "FP8",
-       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, false); }},
+       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, Into::kNumbers); }},
       {"generic_gemm", "FP8, odd extents",
-       [](Run& r) { codes(r, wide_result(r, 32771, 33), Scaling::kTensor, false); }},
+       [](Run& r) { codes(r, wide_result(r, 32771, 33), Scaling::kTensor, Into::kNumbers); }},
       {"generic_gemm", "FP8, a long operand",
        [](Run& r) {
-         codes(r, {r.rows(256), 64, 256}, Scaling::kTensor, false);
+         codes(r, {r.rows(256), 64, 256}, Scaling::kTensor, Into::kNumbers);
        }},
       {"generic_gemm", "FP8 into codes",
-       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, true); }},
+       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, Into::kCodes); }},
+      {"generic_gemm", "FP8 with GELU into codes, whole tiles",
+       [](Run& r) {
+         codes(r, wide_result(r, 32768, 128, true), Scaling::kTensor, Into::kGeluCodes);
+       }},
       {"generic_gemm", "FP8 in blocks",
-       [](Run& r) { codes(r, wide_result(r, 32768, 256), Scaling::kBlock1x128, false); }},
+       [](Run& r) { codes(r, wide_result(r, 32768, 256), Scaling::kBlock1x128, Into::kNumbers); }},
   };
   cases.insert(cases.end(), more.begin(), more.end());
 }

@@ -94,7 +94,7 @@ bool run_case(const Case& c, Device device, const Options& o) {
   }
   if (impls.empty()) run.fail("did not run"), impls = "none";
   if (o.self_check) run.expect_failure();
-  std::printf("%-44s %-36s %-18s %s %5.1f s  %s\n", c.op.c_str(), c.what.c_str(), impls.c_str(),
+  std::printf("%-44s %-38s %-18s %s %5.1f s  %s\n", c.op.c_str(), c.what.c_str(), impls.c_str(),
               run.failed() ? "FAILED" : "passed", spent.count(), run.failure().c_str());
   std::fflush(stdout);
   return !run.failed();
