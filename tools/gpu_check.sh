@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, bad input
-# and broken devices, the compute-sanitizer tools on a reduced table, the example with every recipe, and the benchmarks of bench/gpu
-# where a Python with PyTorch is found; prints a table last.
+# Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, tensors of more than
+# 2^31 elements (40 GiB of it), bad input and broken devices, the compute-sanitizer tools on a reduced table, the example with every
+# recipe and on copies in host memory, and the benchmarks of bench/gpu where a Python with PyTorch is found; prints a table last.
 # usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--quick | --staged]
 #   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so

@@ -70,6 +70,8 @@ void add_dequantize(Cases& cases) {
       {"dequantize", "128x128", [](Run& r) { dequantize(r, kCols, kSquares, false); }},
       {"dequantize", "128x128, column-wise", [](Run& r) { dequantize(r, kCols, kSquares, true); }},
       {"fp8_transpose", "", [](Run& r) { transpose(r, kCols, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "short rows", [](Run& r) { transpose(r, 16, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "short odd rows", [](Run& r) { transpose(r, 7, DType::kF8E4M3, false); }},
       {"fp8_transpose", "sums", [](Run& r) { transpose(r, kCols, DType::kF8E5M2, true); }},
       {"fp8_transpose", "sums, odd rows",
        [](Run& r) { transpose(r, kOddCols, DType::kF8E4M3, true); }},

@@ -146,6 +146,8 @@ void add_norms(Cases& cases) {
   add("odd rows", {.cols = kOddCols}, nullptr);
   add("odd rows, residual", {.layer = false, .cols = kOddCols, .residual = true}, nullptr);
   add("long rows", {.cols = kLong}, nullptr);
+  add("short rows", {.cols = 8}, nullptr);
+  add("short odd rows", {.layer = false, .cols = 7}, nullptr);
   add("codes row-wise", {.layer = false}, &kRows);
   add("codes", {}, &kBoth);
   add("codes, residual", {.layer = false, .residual = true}, &kBoth);

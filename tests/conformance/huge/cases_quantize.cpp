@@ -157,6 +157,8 @@ void add_quantize(Cases& cases) {
       {"quantize", "", [](Run& r) { quantize(r, kCols, kTensor); }},
       {"quantize", "row-wise, from F32", [](Run& r) { quantize(r, kCols, kRows, DType::kF32); }},
       {"quantize", "odd rows", [](Run& r) { quantize(r, kOddCols, kTensor); }},
+      {"quantize", "short rows", [](Run& r) { quantize(r, 16, kTensor); }},
+      {"quantize", "1x128, short odd rows", [](Run& r) { quantize(r, 7, kLines); }},
       {"quantize", "E5M2, one row", [](Run& r) { quantize(r, r.elements(), kGradient); }},
       {"quantize", "current scaling", [](Run& r) { quantize(r, kCols, kCurrent); }},
       {"quantize", "current scaling, from F32",

@@ -22,7 +22,7 @@ constexpr const char* kUsage =
     "  --impl IMPL   what must serve every case: this implementation, or one whose name goes on "
     "from it\n"
     "                with a dot; a case that anything else serves has failed\n"
-    "  --elements N  of the largest tensor, at least (default 2147487747; that takes up to 60 GiB "
+    "  --elements N  of the largest tensor, at least (default 2147487747; that takes up to 40 GiB "
     "of a device)\n"
     "  --self-check  reads one wrong element of each result: a case that passes has failed\n";
 
