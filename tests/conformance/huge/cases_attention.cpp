@@ -344,11 +344,14 @@ void add_attention(Cases& cases) {
   };
   add("bshd, causal", {.mask = TE_FL_MASK_TYPE_CAUSAL});
   add("sbhd, padding", {.layout = TE_FL_LAYOUT_SBHD, .mask = TE_FL_MASK_TYPE_PADDING});
-  add("thd", {.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING});
+  const Problem thd{.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING};
+  cases.push_back({"fused_attn_fwd", "thd", [=](Run& r) { Attention(r, thd).forward(r); }});
   add("grouped, plain kernels", {.mask = TE_FL_MASK_TYPE_CAUSAL, .groups = 4, .plain = true});
+  // Few sequences: the plain kernels' blocks grow with tokens times sequences.
   add("thd, plain kernels", {.layout = TE_FL_LAYOUT_THD,
                              .mask = TE_FL_MASK_TYPE_PADDING,
-                             .length = 512,  // its blocks grow with tokens times sequences
+                             .dim = 256,
+                             .length = 512,
                              .plain = true});
   add("bias, dropout", {.layout = TE_FL_LAYOUT_SBHD, .dim = 32, .bias = true, .dropout = 0.25f});
   cases.push_back({"fused_attn_fwd", "FP8", forward_of_codes});

@@ -111,7 +111,7 @@ void Quantised::expect_copy(Run& run, const Copy& copy, const Value& value, bool
   if (spec_.scaling == Scaling::kTensor) {
     expect_scale_inv(run, copy, 0, scale_of(0, 0), exact || !spec_.compute_scale);
   }
-  const int64_t total = copy.m * copy.k, length = wide ? 512 : Run::kWindow;
+  const int64_t total = copy.m * copy.k, length = wide || copy.columnwise ? 512 : Run::kWindow;
   for (int64_t begin : run.windows(total, length)) {
     const int64_t count = std::min(length, total - begin);
     const std::vector<float> got = run.read(copy.codes, begin, count);
