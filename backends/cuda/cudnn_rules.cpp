@@ -1,5 +1,8 @@
 #include "cudnn_rules.hpp"
 
+#include <algorithm>
+#include <cstdint>
+
 #include "cudnn.hpp"
 #include "device.hpp"
 #include "overlap.hpp"
@@ -142,6 +145,45 @@ Refusal refuse_problem(const Args& a) {
   return nullptr;
 }
 
+// Elements from a tensor's first to its last.
+int64_t extent(const te_fl_tensor& t) {
+  int64_t last = 0;
+  for (int i = 0; i < t.dl.ndim; ++i) last += (t.dl.shape[i] - 1) * backend::stride(t, i);
+  return last + 1;
+}
+// cuDNN 9.19 gives wrong gradients of Q beyond 2^31 elements (of 128 by 16 by 128 in each of 8194
+// sequences the last ones), and says nothing. It sums them in FP32 scratch of whole tiles of
+// queries, thd: of the longest sequence's length for each, and those of K and V by the heads of Q,
+// so that is what is counted here.
+template <class Args>
+Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_tensor*> all) {
+  constexpr const char* kLong =
+      "a backward of 2^31 elements or more, where cuDNN's gradients are "
+      "wrong";
+  constexpr int64_t kTile = 128;
+  for (const te_fl_tensor* t : all) {
+    if (extent(*t) > INT32_MAX) return kLong;
+  }
+  int64_t batch = 0, queries = 0, keys = 0;
+  if (a.layout == TE_FL_LAYOUT_THD) {
+    if constexpr (requires { a.cu_seqlens_q; }) {
+      if (a.cu_seqlens_q != nullptr) batch = backend::numel(*a.cu_seqlens_q) - 1;
+      queries = a.max_seqlen_q, keys = a.max_seqlen_kv;
+    }
+  } else {
+    const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
+    batch = a.q->dl.shape[1 - seq], queries = a.q->dl.shape[seq], keys = a.k->dl.shape[seq];
+  }
+  const int last = a.q->dl.ndim - 1;
+  const int64_t width =
+      a.q->dl.shape[last - 1] * std::max(a.q->dl.shape[last], a.v->dl.shape[last]);
+  const int64_t longest = (std::max(queries, keys) + kTile - 1) / kTile * kTile;
+  // In FP64: a product of such extents may not fit 64 bits.
+  const double scratch =
+      static_cast<double>(batch) * static_cast<double>(longest) * static_cast<double>(width);
+  return scratch > INT32_MAX ? kLong : nullptr;
+}
+
 // What a call says beyond that.
 template <class Args>
 Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
@@ -219,6 +261,9 @@ Refusal refuse_cudnn_backward(const te_fl_context& ctx, const te_fl_fused_attn_b
     const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
     if (a.q->dl.shape[seq] == 1 && a.k->dl.shape[seq] == 1) return "one query and one key";
   }
+  if (const Refusal why = refuse_long_backward(a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv})) {
+    return why;
+  }
   if (const Refusal why = refuse_call(a, {a.o, a.d_o, a.dq, a.dk, a.dv})) return why;
   if (!fp8(*a.q)) return nullptr;
   const Refusal why = refuse_fp8_device(ctx);
@@ -227,6 +272,9 @@ Refusal refuse_cudnn_backward(const te_fl_context& ctx, const te_fl_fused_attn_b
 Refusal refuse_cudnn_enquiry(const te_fl_context& ctx, const te_fl_get_fused_attn_backend_args& a) {
   if (!ranks_fit(a, {a.q, a.k, a.v})) return nullptr;
   if (const Refusal why = refuse_problem(a)) return why;
+  if (a.is_training) {
+    if (const Refusal why = refuse_long_backward(a, {a.q, a.k, a.v})) return why;
+  }
   if (!fp8(*a.q)) return nullptr;
   if (const Refusal why = refuse_fp8_device(ctx)) return why;
   return a.is_training ? refuse_fp8_training(a) : nullptr;

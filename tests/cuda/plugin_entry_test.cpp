@@ -52,13 +52,12 @@ class Plugin {
   Plugin(const Plugin&) = delete;
   Plugin& operator=(const Plugin&) = delete;
 
-  const te_fl_op_desc& op(const std::string& name) {
+  const te_fl_op_desc& op(const std::string& name, const std::string& impl = "vendor.cuda") {
     uint32_t count = 0;
     const te_fl_op_desc* const* list = nullptr;
     EXPECT_EQ(api_.ops(instance_, &count, &list, nullptr), TE_FL_OK);
     for (uint32_t i = 0; i < count; ++i) {
-      if (name == list[i]->op_name && std::string("vendor.cuda") == list[i]->impl_id)
-        return *list[i];
+      if (name == list[i]->op_name && impl == list[i]->impl_id) return *list[i];
     }
     std::abort();
   }
@@ -259,6 +258,46 @@ TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
   q.tensor.dl.data = nullptr;
   EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_UNSUPPORTED);
   EXPECT_TRUE(contains(errors.text, "reads row-wise data only")) << errors.text;
+}
+
+// Whether cuDNN's backward of attention is refused for its length, which is asked before the
+// library is looked for. thd: `batch` sequences of up to `length` in `tokens`.
+bool too_long_for_cudnn(int64_t batch, int64_t length, int64_t heads, int64_t tokens = 0) {
+  Plugin plugin;
+  const te_fl_dtype bf16{TE_FL_CODE_BFLOAT, 16, 1}, i32{TE_FL_CODE_INT, 32, 1};
+  const bool thd = tokens != 0;
+  const std::vector<int64_t> shape = thd ? std::vector<int64_t>{tokens, heads, 128}
+                                         : std::vector<int64_t>{batch, length, heads, 128};
+  const Fake t(shape, bf16), ends({batch + 1}, i32),
+      lse(thd ? std::vector<int64_t>{tokens, heads} : std::vector<int64_t>{batch, heads, length},
+          kF32);
+  te_fl_fused_attn_bwd_args args{};
+  args.q = args.k = args.v = args.o = args.d_o = args.dq = args.dk = args.dv = &t.tensor;
+  args.softmax_lse = &lse.tensor;
+  args.layout = TE_FL_LAYOUT_BSHD;
+  if (thd) {
+    args.layout = TE_FL_LAYOUT_THD, args.mask_type = TE_FL_MASK_TYPE_PADDING;
+    args.cu_seqlens_q = args.cu_seqlens_kv = &ends.tensor;
+    args.max_seqlen_q = args.max_seqlen_kv = length;
+  }
+  Text errors;
+  te_fl_context ctx{};
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  const te_fl_op_desc& op = plugin.op("fused_attn_bwd", "vendor.cuda.cudnn");
+  return op.supports(op.self, &ctx, &args) == TE_FL_UNSUPPORTED &&
+         contains(errors.text, "2^31 elements");
+}
+
+TEST(CudaEntry, LongBackwardsOfAttentionAreNotForCudnn) {
+  EXPECT_FALSE(too_long_for_cudnn(4, 2048, 32));
+  EXPECT_FALSE(too_long_for_cudnn(8191, 128, 16));
+  EXPECT_TRUE(too_long_for_cudnn(8192, 128, 16));
+  EXPECT_TRUE(too_long_for_cudnn(8192, 2, 16)) << "its scratch is in tiles of 128 queries";
+  EXPECT_FALSE(too_long_for_cudnn(64, 2048, 16, 64 * 2048));
+  EXPECT_TRUE(too_long_for_cudnn(1024, 2048, 16, 64 * 2048))
+      << "its scratch has the longest length for each sequence";
 }
 
 TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {

@@ -1,15 +1,39 @@
 #pragma once
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "sampled.hpp"
 
+// Ops on tensors of more than 2^31 elements: every op of the catalogue, and of each the ways in
+// which the backends walk their tensors, as far as those are known from outside: aligned and odd
+// extents, every layout, every scaling mode, rows that fit a kernel's registers and rows that do
+// not.
 namespace te_fl::conformance::huge {
 
 struct Case {
-  const char* op;
-  void (*run)(Run&);
+  std::string op;
+  std::string what;  // which way
+  std::function<void(Run&)> run;
 };
-const std::vector<Case>& cases();
+using Cases = std::vector<Case>;
+
+// Extents that are multiples of all that kernels like, and of nothing.
+inline constexpr int64_t kCols = 4096, kOddCols = 4099;
+
+void add_activations(Cases& cases);
+void add_attention(Cases& cases);
+void add_gemm(Cases& cases);
+void add_norms(Cases& cases);
+void add_norm_gradients(Cases& cases);
+void add_optimizers(Cases& cases);
+void add_quantize(Cases& cases);
+void add_dequantize(Cases& cases);
+void add_rope(Cases& cases);
+void add_softmax(Cases& cases);
+void add_tensor(Cases& cases);
+
+Cases all_cases();
 
 }  // namespace te_fl::conformance::huge

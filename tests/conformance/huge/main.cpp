@@ -2,7 +2,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <set>
 #include <string>
 
 #include "cases.hpp"
@@ -15,67 +15,129 @@ using namespace te_fl::conformance::huge;  // NOLINT
 constexpr int64_t kDefault = (int64_t{1} << 31) + 4099;  // odd, and a little more than fits 31 bits
 
 constexpr const char* kUsage =
-    "usage: conformance_huge [--device DEVICE] [--plugin PATH] [--op NAME] [--elements N]\n"
-    "  --elements N  of the largest tensor (default 2147487747; BF16: 4 GiB a tensor, two or three "
-    "at once)\n";
+    "usage: conformance_huge [--device DEVICE] [--plugin PATH] [--impl IMPL] [--op NAME] "
+    "[--elements N]\n"
+    "       conformance_huge --self-check [--device DEVICE] [--plugin PATH] [--op NAME] "
+    "[--elements N]\n"
+    "  --impl IMPL   what must serve every case: this implementation, or one whose name goes on "
+    "from it\n"
+    "                with a dot; a case that anything else serves has failed\n"
+    "  --elements N  of the largest tensor, at least (default 2147487747; that takes up to 40 GiB "
+    "of a device)\n"
+    "  --self-check  reads one wrong element of each result: a case that passes has failed\n";
+
+struct Options {
+  std::string device = "cpu", plugin, impl, op;
+  int64_t elements = kDefault;
+  bool self_check = false;
+};
 
 int usage(const std::string& why) {
   std::fprintf(stderr, "conformance_huge: %s\n%s", why.c_str(), kUsage);
   return 2;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  std::string device_name = "cpu", plugin, op;
-  int64_t elements = kDefault;
+// "" or what is wrong.
+std::string parse(int argc, char** argv, Options& o) {
   for (int i = 1; i < argc; ++i) {
     const std::string option = argv[i];
-    if (option == "--help" || option == "-h") return std::printf("%s", kUsage), 0;
-    if (i + 1 == argc) return usage(option + " wants a value");
+    if (option == "--self-check") {
+      o.self_check = true;
+      continue;
+    }
+    if (i + 1 == argc) return option + " wants a value";
     const std::string value = argv[++i];
     char* end = nullptr;
     if (option == "--device") {
-      device_name = value;
+      o.device = value;
     } else if (option == "--plugin") {
-      plugin = value;
+      o.plugin = value;
+    } else if (option == "--impl") {
+      o.impl = value;
     } else if (option == "--op") {
-      op = value;
+      o.op = value;
     } else if (option == "--elements") {
-      elements = std::strtoll(value.c_str(), &end, 10);
-      if (*end != '\0' || elements < 4096) {
-        return usage("--elements is " + value + "; it must be a number, 4096 or more");
+      o.elements = std::strtoll(value.c_str(), &end, 10);
+      if (*end != '\0' || o.elements < 4096) {
+        return "--elements is " + value + "; it must be a number, 4096 or more";
       }
     } else {
-      return usage("unknown argument '" + option + "'");
+      return "unknown argument '" + option + "'";
     }
   }
-  if (!plugin.empty()) {
-    const auto loaded = plugins::load(plugin);
+  return {};
+}
+
+// The implementations that served `op` since usage was reset.
+std::set<std::string> served_by(const std::string& op) {
+  std::set<std::string> ids;
+  for (const OpUsage& u : OpManager::instance().usage()) {
+    if (u.op == op) ids.insert(u.impl_id);
+  }
+  return ids;
+}
+
+// Runs a case and prints its line; false: it failed.
+bool run_case(const Case& c, Device device, const Options& o) {
+  OpManager::instance().reset_usage();
+  const auto start = std::chrono::steady_clock::now();
+  Run run(device, o.elements, o.impl);
+  if (o.self_check) run.spoil();
+  c.run(run);
+  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
+  std::string impls;
+  for (const std::string& id : served_by(c.op)) {
+    impls += (impls.empty() ? "" : "+") + id;
+    if (!o.impl.empty() && id != o.impl && id.rfind(o.impl + ".", 0) != 0) {
+      run.fail("was served by " + id + ", expected " + o.impl);
+    }
+  }
+  if (impls.empty()) run.fail("did not run"), impls = "none";
+  if (o.self_check) run.expect_failure();
+  std::printf("%-44s %-38s %-18s %s %5.1f s  %s\n", c.op.c_str(), c.what.c_str(), impls.c_str(),
+              run.failed() ? "FAILED" : "passed", spent.count(), run.failure().c_str());
+  std::fflush(stdout);
+  return !run.failed();
+}
+
+// Ops of the catalogue that no case runs, and that is a failure.
+int report_uncovered(const Cases& cases) {
+  std::set<std::string> covered;
+  for (const Case& c : cases) covered.insert(c.op);
+  int missing = 0;
+  for (const std::string& op : OpManager::instance().registry().op_names()) {
+    if (op.find("::") != std::string::npos || covered.count(op) != 0) continue;
+    std::printf("%-44s FAILED: no case\n", op.c_str());
+    ++missing;
+  }
+  return missing;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    if (option == "--help" || option == "-h") return std::printf("%s", kUsage), 0;
+  }
+  Options o;
+  if (const std::string wrong = parse(argc, argv, o); !wrong.empty()) return usage(wrong);
+  if (!o.plugin.empty()) {
+    const auto loaded = plugins::load(o.plugin);
     if (!loaded.ok()) return usage(loaded.status().to_string());
   }
-  const auto device = parse_device(device_name);
+  const auto device = parse_device(o.device);
   if (!device.ok()) return usage(device.status().to_string());
+  const Cases cases = all_cases();
   int failed = 0, run_count = 0;
-  for (const Case& c : cases()) {
-    if (!op.empty() && op != c.op) continue;
+  for (const Case& c : cases) {
+    if (!o.op.empty() && o.op != c.op) continue;
     ++run_count;
-    OpManager::instance().reset_usage();
-    const auto start = std::chrono::steady_clock::now();
-    Run run(device.value(), elements);
-    c.run(run);
-    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
-    std::string impl = "none";
-    for (const OpUsage& u : OpManager::instance().usage()) {
-      if (u.op == c.op) impl = u.impl_id;
-    }
-    if (run.failed()) ++failed;
-    std::printf("%-24s %-18s %s %6.1f s  %s\n", c.op, impl.c_str(),
-                run.failed() ? "FAILED" : "passed", spent.count(), run.failure().c_str());
-    std::fflush(stdout);
+    if (!run_case(c, device.value(), o)) ++failed;
   }
-  if (run_count == 0) return usage("--op is " + op + ", which is not among the cases");
-  std::printf("%d passed, %d failed, tensors of %lld elements\n", run_count - failed, failed,
-              static_cast<long long>(elements));
-  return failed == 0 ? 0 : 1;
+  if (run_count == 0) return usage("--op is " + o.op + ", which is not among the cases");
+  const int missing = o.op.empty() ? report_uncovered(cases) : 0;
+  std::printf("%d passed, %d failed, %d ops without a case, tensors of %lld elements\n",
+              run_count - failed, failed, missing, static_cast<long long>(o.elements));
+  return failed == 0 && missing == 0 ? 0 : 1;
 }

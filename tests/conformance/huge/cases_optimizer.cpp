@@ -1,0 +1,198 @@
+// Optimisers and norms over lists of a small tensor and one of more than 2^31 elements.
+#include "cases.hpp"
+#include "quantised.hpp"
+
+namespace te_fl::conformance::huge {
+namespace {
+
+constexpr int64_t kSmall = 1000;
+
+// Two tensors of one role, with one pattern each.
+struct List {
+  Tensor tensors[2];
+  const te_fl_tensor* views[2];
+
+  List(Tensor small, Tensor large)
+      : tensors{std::move(small), std::move(large)}, views{tensors[0], tensors[1]} {}
+  List(Run& run, int64_t size, const Pattern& pattern, DType dtype)
+      : List(run.input({kSmall}, pattern, dtype), run.input({size}, pattern, dtype)) {}
+  List(const List&) = delete;
+  List& operator=(const List&) = delete;
+};
+
+void scale(Run& run) {
+  const Pattern pattern(1);
+  const int64_t size = run.elements();
+  const List in(run, size, pattern, DType::kBF16);
+  const List out(run.output({kSmall}, DType::kF32), run.output({size}, DType::kF32));
+  const Tensor flag = run.integers({0});
+  te_fl_multi_tensor_scale_args args{};
+  args.inputs = in.views, args.outputs = out.views, args.inputs_count = args.outputs_count = 2;
+  args.noop_flag = flag, args.scale = 0.75f;
+  run.call("multi_tensor_scale", &args);
+  for (const Tensor& t : out.tensors) {
+    run.expect(
+        t, "output", [&](int64_t i) { return 0.75 * pattern.at(i); }, 1e-6, 0);
+  }
+  run.expect(
+      flag, "noop_flag", [](int64_t) { return 0; }, 0, 0);
+  // An element that is not finite shows wherever it is.
+  run.set(in.tensors[1], size - 2, INFINITY);
+  run.call("multi_tensor_scale", &args);
+  const std::vector<float> raised = run.read(flag, 0, 1);
+  if (!run.failed() && raised[0] == 0) run.fail("noop_flag is 0 although an input is infinite");
+}
+
+double sum_of_squares(const Pattern& pattern, int64_t size) {
+  double period = 0, rest = 0;
+  for (float v : pattern.values()) period += double{v} * v;
+  for (int64_t i = 0; i < size % Pattern::kPeriod; ++i)
+    rest += double{pattern.at(i)} * pattern.at(i);
+  return static_cast<double>(size / Pattern::kPeriod) * period + rest;
+}
+
+void norm(Run& run, bool unscale) {
+  const Pattern pattern(1);
+  const List in(run, run.elements(), pattern, DType::kBF16);
+  const Tensor out = run.output({1}, DType::kF32), each = run.output({2}, DType::kF32);
+  const Tensor inverse = run.output({1}, DType::kF32);
+  run.set(inverse, 0, 0.125f);
+  const double factor = unscale ? 0.125 : 1;
+  if (unscale) {
+    te_fl_multi_tensor_unscale_l2norm_args args{};
+    args.inputs = in.views, args.inputs_count = 2, args.norm = out, args.per_tensor_norms = each;
+    args.inv_scale = inverse;
+    run.call("multi_tensor_unscale_l2norm", &args);
+  } else {
+    te_fl_multi_tensor_l2norm_args args{};
+    args.inputs = in.views, args.inputs_count = 2, args.norm = out, args.per_tensor_norms = each;
+    run.call("multi_tensor_l2norm", &args);
+  }
+  const double small = sum_of_squares(pattern, kSmall),
+               large = sum_of_squares(pattern, run.elements());
+  run.expect(
+      out, "norm", [&](int64_t) { return factor * std::sqrt(small + large); }, 1e-5, 0);
+  run.expect(
+      each, "per_tensor_norms",
+      [&](int64_t i) { return factor * std::sqrt(i == 0 ? small : large); }, 1e-5, 0);
+}
+
+// AdamW's third step.
+struct Adam {
+  double m, v, p;
+  Adam(double g, double m0, double v0, double p0) {
+    m = 0.9f * m0 + (1 - double{0.9f}) * g;
+    v = 0.999f * v0 + (1 - double{0.999f}) * g * g;
+    const double m_hat = m / (1 - std::pow(double{0.9f}, 3)),
+                 v_hat = v / (1 - std::pow(double{0.999f}, 3));
+    p = p0 - double{0.01f} * (m_hat / (std::sqrt(v_hat) + 1e-8) + double{0.1f} * p0);
+  }
+};
+
+struct AdamState {
+  Pattern grad{1}, weight{2}, mean{3}, square{4, true};
+  Adam at(int64_t i) const { return {grad.at(i), mean.at(i), square.at(i), weight.at(i)}; }
+};
+
+void set_constants(te_fl_multi_tensor_adam_args& args, int64_t count) {
+  args.grads_count = args.params_count = args.exp_avgs_count = args.exp_avg_sqs_count = count;
+  args.lr = 0.01f, args.weight_decay = 0.1f, args.step = 3, args.mode = TE_FL_ADAM_MODE_ADAMW;
+}
+
+// master: FP32 weights beside BF16 ones.
+void adam(Run& run, bool master) {
+  const AdamState state;
+  const int64_t size = run.elements();
+  const DType weights = master ? DType::kBF16 : DType::kF32;
+  const List g(run, size, state.grad, DType::kBF16), m(run, size, state.mean, DType::kF32),
+      v(run, size, state.square, DType::kF32), p(run, size, state.weight, weights);
+  const List full(run.input({kSmall}, state.weight, DType::kF32),
+                  master ? run.input({size}, state.weight, DType::kF32) : Tensor());
+  te_fl_multi_tensor_adam_args args{};
+  args.grads = g.views, args.params = p.views, args.exp_avgs = m.views, args.exp_avg_sqs = v.views;
+  set_constants(args, 2);
+  if (master) args.master_params = full.views, args.master_params_count = 2;
+  run.call("multi_tensor_adam", &args);
+  const auto weight = [&](int64_t i) { return state.at(i).p; };
+  for (int i = 0; i < 2; ++i) {
+    run.expect(p.tensors[i], "params", weight, master ? 0x1p-8 : 1e-5, 1e-5);
+    run.expect(
+        m.tensors[i], "exp_avgs", [&](int64_t at) { return state.at(at).m; }, 1e-5, 1e-6);
+    run.expect(
+        v.tensors[i], "exp_avg_sqs", [&](int64_t at) { return state.at(at).v; }, 1e-5, 1e-6);
+    if (master) run.expect(full.tensors[i], "master_params", weight, 1e-5, 1e-5);
+  }
+}
+
+void adam_into_codes(Run& run, int64_t cols) {
+  const AdamState state;
+  const int64_t rows = run.rows(cols, cols % 16 == 0 ? 16 : 1), place = rows * cols - 5;
+  const Shape shape = {rows, cols};
+  const Tensor g = run.input(shape, state.grad), p = run.input(shape, state.weight, DType::kF32),
+               m = run.input(shape, state.mean, DType::kF32),
+               v = run.input(shape, state.square, DType::kF32);
+  run.set(p, place, 24);
+  const Quantised codes(run, shape, {.columnwise = true});
+  const te_fl_tensor *grads[] = {g}, *params[] = {p}, *means[] = {m}, *squares[] = {v},
+                     *outs[] = {codes};
+  te_fl_multi_tensor_adam_args args{};
+  args.grads = grads, args.params = params, args.exp_avgs = means, args.exp_avg_sqs = squares;
+  args.fp8_params = outs, args.fp8_params_count = 1;
+  set_constants(args, 1);
+  run.call("multi_tensor_adam", &args);
+  const auto weight = [&](int64_t i) {
+    return Adam(state.grad.at(i), state.mean.at(i), state.square.at(i),
+                i == place ? 24 : state.weight.at(i))
+        .p;
+  };
+  run.expect(p, "params", weight, 1e-5, 1e-5);
+  codes.expect(run, weight, weight(place), false);
+}
+
+// Nesterov momentum, weight decay, and a BF16 copy.
+void sgd(Run& run) {
+  const Pattern grad(1), weight(2), moment(3);
+  const int64_t size = run.elements();
+  const List g(run, size, grad, DType::kBF16), p(run, size, weight, DType::kF32),
+      m(run, size, moment, DType::kF32);
+  const List copies(run.output({kSmall}), run.output({size}));
+  te_fl_multi_tensor_sgd_args args{};
+  args.grads = g.views, args.params = p.views, args.momentums = m.views,
+  args.param_copies = copies.views;
+  args.grads_count = args.params_count = args.momentums_count = args.param_copies_count = 2;
+  args.lr = 0.1f, args.weight_decay = 0.01f, args.momentum = 0.9f, args.dampening = 0.1f;
+  args.scale = 0.5f, args.nesterov = 1;
+  run.call("multi_tensor_sgd", &args);
+  const auto with_decay = [&](int64_t i) {
+    return 0.5 * grad.at(i) + double{0.01f} * weight.at(i);
+  };
+  const auto momentum = [&](int64_t i) {
+    return double{0.9f} * moment.at(i) + (1 - double{0.1f}) * with_decay(i);
+  };
+  const auto updated = [&](int64_t i) {
+    return weight.at(i) - double{0.1f} * (with_decay(i) + double{0.9f} * momentum(i));
+  };
+  for (int i = 0; i < 2; ++i) {
+    run.expect(m.tensors[i], "momentums", momentum, 1e-5, 1e-6);
+    run.expect(p.tensors[i], "params", updated, 1e-5, 1e-6);
+    run.expect(copies.tensors[i], "param_copies", updated);
+  }
+}
+
+}  // namespace
+
+void add_optimizers(Cases& cases) {
+  const Cases all = {
+      {"multi_tensor_scale", "", scale},
+      {"multi_tensor_l2norm", "", [](Run& r) { norm(r, false); }},
+      {"multi_tensor_unscale_l2norm", "", [](Run& r) { norm(r, true); }},
+      {"multi_tensor_adam", "", [](Run& r) { adam(r, false); }},
+      {"multi_tensor_adam", "master weights", [](Run& r) { adam(r, true); }},
+      {"multi_tensor_adam", "FP8 copies", [](Run& r) { adam_into_codes(r, kCols); }},
+      {"multi_tensor_adam", "FP8 copies, odd rows", [](Run& r) { adam_into_codes(r, kOddCols); }},
+      {"multi_tensor_sgd", "", sgd},
+  };
+  cases.insert(cases.end(), all.begin(), all.end());
+}
+
+}  // namespace te_fl::conformance::huge

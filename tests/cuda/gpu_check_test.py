@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""tools/gpu_check.sh on programs that only print: what makes its rows fail."""
+
+import os
+import stat
+import subprocess
+import tempfile
+import unittest
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+
+NUMBERS = "4  4  1.5  0.1  0.0"
+FAKES = {
+    "path/nvidia-smi": 'echo "A GPU, 1, 1 MHz, 1 W"',
+    "path/compute-sanitizer": """
+tool=; [ "$1" != --tool ] || tool=$2
+while [ "${1##*/}" != conformance ]; do shift; done
+"$@"; code=$?
+case "$tool $*" in *"$REPORT"*) [ -z "$REPORT" ] || { echo "========= ERROR SUMMARY: 8 errors"; exit 99; } ;; esac
+if [ "$tool" = racecheck ]; then echo "========= RACECHECK SUMMARY: 0 hazards displayed"; else echo "========= ERROR SUMMARY: 0 errors"; fi
+exit $code""",
+    "bin/conformance": 'echo "3 passed, 0 failed, 0 not supported"',
+    "bin/conformance_huge": """
+echo "relu   one row   vendor.cuda          passed   0.1 s  "
+echo "fused_attn_fwd   bshd   ${HUGE:-vendor.cuda.cudnn}   passed  12.1 s  "
+echo "2 passed, 0 failed, 0 ops without a case, tensors of 9 elements\"""",
+    "bin/train_gpt": f"""
+loss=5.5986; impl=vendor.cuda; rest=; staged=none
+[ -z "$TE_FL_PREFER$TE_FL_DENY_VENDORS" ] || {{ impl=reference.host; rest="{NUMBERS}"; staged="4 calls"; }}
+[ -z "$TE_FL_PREFER" ] || loss=${{LOSS:-5.5989}}
+echo "step     1  loss $loss nats/byte  1 tokens/s"
+echo "step     3  loss 4.8826 nats/byte  1 tokens/s"
+echo "validation loss 4.8949 nats/byte (7.062 bits/byte) on held-out text"
+echo "Who served what"
+echo "  add   $impl   4  $rest" | sed 's/ 4  4  4 / 4  4 /; s/ *$//'
+[ -z "$TE_FL_PER_OP" ] || {{ echo "  layernorm_fwd  reference.host  {NUMBERS}"; staged="4 calls"; }}
+echo "  staged to the host: $staged"
+echo "trained 3 steps in 0.1 s\"""",
+    "bin/nn_graphed_step_test": 'echo "[  PASSED  ] 3 tests."',
+    "bin/gpu_errors_test": 'echo "[  PASSED  ] 9 tests."',
+}
+
+
+class GpuCheck(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        for name, text in FAKES.items():
+            path = os.path.join(self.folder.name, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as file:
+                file.write(f"#!/bin/bash\n{text}\n")
+            os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR)
+        os.makedirs(os.path.join(self.folder.name, "plugins"))
+        open(os.path.join(self.folder.name, "plugins", "libte_fl_cuda.so"), "w").close()
+
+    def tearDown(self):
+        self.folder.cleanup()
+
+    def check(self, *options, **env):
+        """Exit code and {row: (result, detail)}."""
+        own = {**os.environ, "REPORT": "", **env, "PATH": os.path.join(self.folder.name, "path") + ":" + os.environ["PATH"]}
+        run = subprocess.run([os.path.join(ROOT, "tools", "gpu_check.sh"), "--build", self.folder.name, "--out",
+                              os.path.join(self.folder.name, "out"), *options], capture_output=True, text=True, env=own)
+        lines = [line for line in run.stdout.splitlines() if not line.startswith("device: ")]
+        return run.returncode, {line[:34].strip(): tuple((line[35:].split(" ", 1) + [""])[:2]) for line in lines}
+
+    def failed(self, rows):
+        return [name for name, (result, _) in rows.items() if result == "FAILED"]
+
+    def test_passes(self):
+        code, rows = self.check()
+        self.assertEqual(self.failed(rows), [])
+        self.assertEqual(code, 0)
+        for name in ("conformance gemm", "more than 2^31 elements", "TE_FL_PREFER=reference", "compute-sanitizer initcheck",
+                     "errors and bad input", "captured steps, bit by bit", "train_gpt block"):
+            self.assertEqual(rows[name][0], "passed", rows)
+        self.assertIn("losses within 0.00005", rows["TE_FL_PREFER=reference"][1])
+
+    def test_every_huge_case_is_the_plugins(self):
+        code, rows = self.check(HUGE="default.cpu")
+        self.assertEqual((code, self.failed(rows)), (1, ["more than 2^31 elements"]))
+        self.assertIn("1 of 2 failed or elsewhere", rows["more than 2^31 elements"][1])
+
+    def test_losses_of_staged_runs(self):
+        for loss in ("5.65", "nan"):
+            code, rows = self.check("--staged", LOSS=loss)
+            self.assertEqual((code, self.failed(rows)), (1, ["TE_FL_PREFER=reference"]), loss)
+
+    def test_reports_of_a_sanitizer(self):
+        code, rows = self.check(REPORT="generic_gemm/f32*f32")
+        self.assertEqual((code, self.failed(rows)), (1, ["compute-sanitizer initcheck"]))
+        self.assertEqual("gemm-f32", rows["compute-sanitizer initcheck"][1].strip())
+
+    def test_missing_programs(self):
+        for program, row in (("conformance_huge", "more than 2^31 elements"), ("gpu_errors_test", "errors and bad input"),
+                             ("nn_graphed_step_test", "captured steps, bit by bit")):
+            os.remove(os.path.join(self.folder.name, "bin", program))
+            code, rows = self.check()
+            self.assertEqual(code, 1)
+            self.assertEqual(rows[row][0], "FAILED")
+            self.assertIn(f"bin/{program} is missing; build the target {program}", rows[row][1])
+
+
+if __name__ == "__main__":
+    unittest.main()
