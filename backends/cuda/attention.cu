@@ -2,14 +2,11 @@
 // kernels.
 #include <algorithm>
 
-#include "attention.cuh"
+#include "attention_fp8.cuh"
 #include "families.hpp"
 #include "overlap.hpp"
 
 namespace te_fl::cuda {
-namespace {
-
-using backend::AttentionProblem;
 
 HeadData head_data(const te_fl_tensor& t, int32_t layout) {
   const backend::HeadsView v = backend::heads_view("tensor", t, layout);
@@ -21,6 +18,23 @@ HeadData head_data(const te_fl_tensor& t, int32_t layout) {
   d.head = v.stride_head;
   d.element = v.stride_dim;
   d.dim = static_cast<int>(v.dim);
+  return d;
+}
+
+namespace {
+
+using backend::AttentionProblem;
+
+// Of an input: with the factor of its codes.
+HeadData read_heads(const te_fl_tensor& t, const char* name, int32_t layout) {
+  HeadData d = head_data(t, layout);
+  if (backend::scaling(t) == TE_FL_SCALING_NONE) return d;
+  const te_fl_quant& quant = *t.quant;  // one scale_inv for both copies
+  d.factor = static_cast<const float*>(quant.scale_inv != nullptr ? quant.scale_inv
+                                                                  : quant.columnwise_scale_inv);
+  if (d.factor == nullptr && backend::numel(t) > 0) {
+    backend::invalid(std::string(name) + " has row-wise data without scale_inv");
+  }
   return d;
 }
 
@@ -52,9 +66,9 @@ Lengths lengths(const te_fl_tensor* cu, const te_fl_tensor* padded) {
 template <class Args>
 Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionProblem& p) {
   Attention r{};
-  r.q = head_data(*a.q, a.layout);
-  r.k = head_data(*a.k, a.layout);
-  r.v = head_data(*a.v, a.layout);
+  r.q = read_heads(*a.q, "q", a.layout);
+  r.k = read_heads(*a.k, "k", a.layout);
+  r.v = read_heads(*a.v, "v", a.layout);
   r.batch = p.batch;
   r.heads = p.heads;
   r.kv_heads = p.kv_heads;
@@ -93,7 +107,6 @@ template <class Args>
 Refusal refuse_heads(const Args& a) {
   const te_fl_tensor* const operands[] = {a.q, a.k, a.v};
   for (const te_fl_tensor* t : operands) {
-    if (t->quant != nullptr) return "FP8 attention: the plain kernels take F32, F16 and BF16";
     if (t->dl.ndim < 3) return nullptr;  // the shape's error is the answer
     if (t->dl.shape[t->dl.ndim - 1] > kMaxHeadDim) {
       return "a head has more than 256 elements";
@@ -114,8 +127,15 @@ Refusal refuse_batch(const Args& a) {
   if (!dense(a.softmax_lse)) return "softmax_lse is not contiguous";
   return nullptr;
 }
+// FP8 that lies in its column-wise copy alone.
+Refusal refuse_columns(std::initializer_list<const te_fl_tensor*> inputs) {
+  for (const te_fl_tensor* t : inputs) {
+    if (t->dl.data == nullptr && backend::numel(*t) > 0) return "reads row-wise data only";
+  }
+  return nullptr;
+}
 Refusal refuse_forward(const te_fl_fused_attn_fwd_args& a) {
-  if (a.o->quant != nullptr) return "FP8 attention: the plain kernels write F32, F16 and BF16";
+  if (Refusal why = refuse_columns({a.q, a.k, a.v})) return why;
   for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
     if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;
   }
@@ -125,33 +145,49 @@ Refusal refuse_backward(const te_fl_fused_attn_bwd_args& a) {
   if (a.saved != nullptr && a.saved->opaque != 0) {
     return "saved is an opaque record, which only the implementation that made it can read";
   }
-  for (const te_fl_tensor* t : {a.d_o, a.o, a.dq, a.dk, a.dv}) {
-    if (t->quant != nullptr) return "FP8 attention: the plain kernels take F32, F16 and BF16";
-  }
+  if (Refusal why = refuse_columns({a.d_o, a.q, a.k, a.v, a.o})) return why;
   return refuse_batch(a);
+}
+
+size_t forward_workspace(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
+  return CodesOutputs::bytes(*a.o);
 }
 
 void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
   const AttentionProblem problem = backend::attention_problem(a);
   const Attention p = attention_of(ctx, a, problem);
+  CodesOutputs outputs(ctx, ctx.workspace);
+  const HeadData o = outputs.heads(*a.o, "o", a.layout);
+  const Rounding rounding = outputs.rounding(a.s_quant, true);
   float* lse = a.softmax_lse != nullptr ? backend::data<float>(*a.softmax_lse) : nullptr;
-  attention_forward(ctx, p, head_data(*a.o, a.layout), lse);
+  outputs.prepare();
+  attention_forward(ctx, p, o, lse, rounding);
+  outputs.finish();
   if (a.saved != nullptr) a.saved->opaque = 0;
 }
 
+// Row sums, before the scratch of the gradients.
+size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
+  const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(sizeof(float));
+  return static_cast<size_t>(round_up(bytes, 256));
+}
 size_t backward_workspace(const te_fl_context&, const te_fl_fused_attn_bwd_args& a) {
-  return static_cast<size_t>(backend::numel(*a.softmax_lse)) * sizeof(float);
+  return row_sum_bytes(a) + CodesOutputs::bytes(*a.dq) + CodesOutputs::bytes(*a.dk) +
+         CodesOutputs::bytes(*a.dv);
 }
 
 void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
   const AttentionProblem problem = backend::attention_problem(a);
   const Attention p = attention_of(ctx, a, problem);
   AttentionGradients g{};
-  g.o = head_data(*a.o, a.layout);
-  g.d_o = head_data(*a.d_o, a.layout);
-  g.dq = head_data(*a.dq, a.layout);
-  g.dk = head_data(*a.dk, a.layout);
-  g.dv = head_data(*a.dv, a.layout);
+  g.o = read_heads(*a.o, "o", a.layout);
+  g.d_o = read_heads(*a.d_o, "d_o", a.layout);
+  CodesOutputs outputs(ctx, static_cast<char*>(ctx.workspace) + row_sum_bytes(a));
+  g.dq = outputs.heads(*a.dq, "dq", a.layout);
+  g.dk = outputs.heads(*a.dk, "dk", a.layout);
+  g.dv = outputs.heads(*a.dv, "dv", a.layout);
+  g.p_codes = outputs.rounding(a.s_quant, false);
+  g.ds_codes = outputs.rounding(a.dp_quant, true);
   g.dbias = score_data(a.dbias);
   if (a.dbias != nullptr) {
     g.dbias_batches = a.dbias->dl.shape[0];
@@ -163,17 +199,19 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   }
   g.lse = backend::data<const float>(*a.softmax_lse);
   g.delta = static_cast<float*>(ctx.workspace);
+  outputs.prepare();
   attention_backward(ctx, p, g);
+  outputs.finish();
 }
 
 void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_backend_args& a) {
   const AttentionProblem p = backend::attention_problem(a);
   const bool possible = !(p.thd && p.mask.arbitrary) && refuse_heads(a) == nullptr;
-  *backend::data<int32_t>(*a.backend) = possible ? 1 : -1;
+  *backend::data<int32_t>(*a.backend) = !possible ? -1 : p.fp8 ? 2 : 1;
 }
 
-constexpr uint32_t kDtypes =
-    TE_FL_MASK_HIGH | TE_FL_BIT(TE_FL_I32) | TE_FL_BIT(TE_FL_U8) | TE_FL_BIT(TE_FL_BOOL);
+constexpr uint32_t kDtypes = TE_FL_MASK_HIGH | TE_FL_MASK_FP8 | TE_FL_BIT(TE_FL_I32) |
+                             TE_FL_BIT(TE_FL_U8) | TE_FL_BIT(TE_FL_BOOL);
 
 }  // namespace
 
@@ -181,6 +219,7 @@ void append_attention(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(
       descriptor<te_fl_fused_attn_fwd_args, fused_attn_fwd, refuse_forward>("fused_attn_fwd"));
   ops.back().dtypes = kDtypes;
+  ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_fwd_args, forward_workspace>;
   ops.push_back(
       descriptor<te_fl_fused_attn_bwd_args, fused_attn_bwd, refuse_backward>("fused_attn_bwd"));
   ops.back().dtypes = kDtypes;

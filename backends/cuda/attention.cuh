@@ -18,17 +18,24 @@ struct HeadData {
   int dtype = TE_FL_F32;
   int64_t batch = 0, seq = 0, head = 0, element = 0;  // strides
   int dim = 0;
+  const float* factor = nullptr;  // FP8: of codes that are read scale_inv, of written ones scale
+  float* amax = nullptr;          // an output's: maximised by what is written, if not NULL
 
   __device__ int64_t offset(int64_t b, int64_t s, int64_t h) const {
     return b * batch + s * seq + h * head;
   }
-  __device__ float at(int64_t i) const { return element_at(data, dtype, i); }
+  __device__ float read_factor() const { return factor != nullptr ? *factor : 1.0f; }
+  __device__ float at(int64_t i) const { return element_at(data, dtype, i) * read_factor(); }
   __device__ static float element_at(const void* data, int dtype, int64_t i) {
     switch (dtype) {
       case TE_FL_F32:
         return static_cast<const float*>(data)[i];
       case TE_FL_BF16:
         return to_f32(static_cast<const bf16*>(data)[i]);
+      case TE_FL_F8E4M3:
+        return to_f32(static_cast<const e4m3*>(data)[i]);
+      case TE_FL_F8E5M2:
+        return to_f32(static_cast<const e5m2*>(data)[i]);
       default:
         return to_f32(static_cast<const fp16*>(data)[i]);
     }
@@ -41,11 +48,48 @@ struct HeadData {
       case TE_FL_BF16:
         static_cast<bf16*>(data)[i] = from_f32<bf16>(x);
         return;
+      case TE_FL_F8E4M3:
+        static_cast<e4m3*>(data)[i] = from_f32<e4m3>(x * *factor);
+        return;
+      case TE_FL_F8E5M2:
+        static_cast<e5m2*>(data)[i] = from_f32<e5m2>(x * *factor);
+        return;
       default:
         static_cast<fp16*>(data)[i] = from_f32<fp16>(x);
     }
   }
 };
+
+// What quantises P or dS between two products: codes under a given scale.
+struct Rounding {
+  const float* scale = nullptr;  // NULL: values stay as they are
+  float* amax = nullptr;         // maximised by the values, if not NULL
+  bool is_e5m2 = false;
+};
+// The same in registers.
+struct RoundingScale {
+  float scale = 1.0f, inverse = 1.0f;
+  bool used = false, is_e5m2 = false;
+
+  __device__ explicit RoundingScale(const Rounding& r)
+      : used(r.scale != nullptr), is_e5m2(r.is_e5m2) {
+    if (!used) return;
+    scale = *r.scale;
+    inverse = 1.0f / scale;
+  }
+  __device__ float operator()(float x) const {
+    if (!used) return x;
+    const float scaled = x * scale;
+    const float code = is_e5m2 ? to_f32(from_f32<e5m2>(scaled)) : to_f32(from_f32<e4m3>(scaled));
+    return code * inverse;
+  }
+};
+// By all threads of a block.
+__device__ inline void join_amax(float* amax, float most) {
+  if (amax == nullptr) return;
+  most = warp_max(most);
+  if (threadIdx.x % 32 == 0) atomic_amax(amax, most);
+}
 
 // [1|B, 1|H, Sq, Sk]; stride 0 where the extent is 1.
 struct ScoreData {
@@ -154,14 +198,34 @@ struct Attention {
   }
 };
 
-// Rows [begin, begin + kTileRows) of a head as FP32 in shared memory, zeros from `end` on.
-__device__ inline void load_tile(const HeadData& t, int64_t b, int64_t h, int64_t origin,
-                                 int64_t begin, int64_t end, float* tile) {
+template <class T>
+__device__ inline void load_tile_as(const HeadData& t, int64_t b, int64_t h, int64_t origin,
+                                    int64_t begin, int64_t end, float* tile) {
   const int pitch = t.dim + 1;
+  const float factor = t.read_factor();
+  const T* const data = static_cast<const T*>(t.data);
   for (int i = static_cast<int>(threadIdx.x); i < kTileRows * t.dim; i += kThreads) {
     const int row = i / t.dim, d = i - row * t.dim;
     const int64_t at = begin + row;
-    tile[row * pitch + d] = at < end ? t.at(t.offset(b, origin + at, h) + d * t.element) : 0.0f;
+    float value = 0.0f;
+    if (at < end) value = to_f32(data[t.offset(b, origin + at, h) + d * t.element]) * factor;
+    tile[row * pitch + d] = value;
+  }
+}
+// Rows [begin, begin + kTileRows) of a head as FP32 in shared memory, zeros from `end` on.
+__device__ inline void load_tile(const HeadData& t, int64_t b, int64_t h, int64_t origin,
+                                 int64_t begin, int64_t end, float* tile) {
+  switch (t.dtype) {
+    case TE_FL_F32:
+      return load_tile_as<float>(t, b, h, origin, begin, end, tile);
+    case TE_FL_BF16:
+      return load_tile_as<bf16>(t, b, h, origin, begin, end, tile);
+    case TE_FL_F8E4M3:
+      return load_tile_as<e4m3>(t, b, h, origin, begin, end, tile);
+    case TE_FL_F8E5M2:
+      return load_tile_as<e5m2>(t, b, h, origin, begin, end, tile);
+    default:
+      return load_tile_as<fp16>(t, b, h, origin, begin, end, tile);
   }
 }
 __device__ inline float dot(const float* a, const float* b, int n) {
@@ -183,13 +247,82 @@ __device__ inline float row_sum(float v) {
   return v;
 }
 
+__device__ inline int row_of_thread() { return static_cast<int>(threadIdx.x) / kLanes; }
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+// The keys that queries [begin, begin + kTileRows) of a sequence may see.
+__device__ inline backend::KeyRange keys_of_tile(const Attention& p, const Span& s, int64_t begin) {
+  const int64_t last = (begin + kTileRows < s.q_len ? begin + kTileRows : s.q_len) - 1;
+  if (last < begin) return {};
+  return {p.mask.keys(begin, s.q_len, s.kv_len).begin, p.mask.keys(last, s.q_len, s.kv_len).end};
+}
+
+// Scores of query i and the keys of a tile that this thread has: k0 + lane + c kLanes.
+struct TileScores {
+  static constexpr int kCount = kTileRows / kLanes;
+  float score[kCount], most = -INFINITY;  // hidden keys: -inf
+  bool hidden[kCount];
+
+  __device__ TileScores(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
+                        int64_t k0, const float* q_tile, const float* k_tile) {
+    const int r = row_of_thread(), pitch = p.q.dim + 1;
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) {
+      const int key = lane_of_thread() + c * kLanes;
+      hidden[c] = i >= s.q_len || p.masked(s, b, h, i, k0 + key);
+      score[c] = -INFINITY;
+      if (hidden[c]) continue;
+      score[c] =
+          p.score(s, b, h, i, k0 + key, dot(q_tile + r * pitch, k_tile + key * pitch, p.q.dim));
+      most = fmaxf(most, score[c]);
+    }
+  }
+};
+
+// The softmax of a row, known to all its threads.
+struct RowSoftmax {
+  float top = -INFINITY, sum = 0.0f;
+
+  // exp(score - top) of an unmasked key. Only NaN and -inf leave the maximum at -inf.
+  static __device__ float exponential(float score, float top) {
+    return top == -INFINITY ? (isnan(score) ? score : 0.0f) : expf(score - top);
+  }
+  // Raises the maximum; returns the factor of what was summed so far.
+  __device__ float raise(float new_top) {
+    const float shrink = new_top == -INFINITY ? 1.0f : expf(top - new_top);
+    top = new_top;
+    return shrink;
+  }
+  __device__ bool empty() const { return top == -INFINITY && !isnan(sum); }
+};
+// The same with the sink.
+struct RowTotal {
+  float top, factor, total;  // factor: of sums of exp(score - the row's own maximum)
+
+  __device__ RowTotal(const RowSoftmax& row, float sink) : top(fmaxf(row.top, sink)) {
+    factor = top == -INFINITY ? 1.0f : expf(row.top - top);
+    total = row.sum * factor + (top == -INFINITY ? 0.0f : expf(sink - top));
+  }
+  __device__ float lse() const { return top + logf(total); }
+};
+
+inline size_t score_bytes() { return size_t{kTileRows} * (kTileRows + 1) * 4; }
+inline dim3 tiles(int64_t rows, int64_t heads, int64_t batch) {
+  return dim3(static_cast<unsigned>(ceil_div(rows, kTileRows)), static_cast<unsigned>(heads),
+              static_cast<unsigned>(batch));
+}
 inline size_t tile_bytes(int64_t dim) { return static_cast<size_t>(kTileRows * (dim + 1)) * 4; }
 
 // Fills [tokens, heads, dim] of every sequence with zeros, and lse, if any, with -inf.
 void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t seqlen,
                  int64_t heads, float* lse);
 
-void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse);
+// `rounding` of P; the sums of P V are FP32 either way.
+void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
+                       const Rounding& rounding);
+// Its part that quantises P, which has to know a row's sum first and so goes over the keys twice.
+void quantised_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
+                       const Rounding& rounding);
 
 struct AttentionGradients {
   HeadData o, d_o, dq, dk, dv;
@@ -198,7 +331,8 @@ struct AttentionGradients {
   float* dsink;
   int64_t dsink_stride;
   const float* lse;
-  float* delta;  // scratch, one per row of lse
+  float* delta;                // scratch, one per row of lse
+  Rounding p_codes, ds_codes;  // dbias and dsink come from the values before
 };
 void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g);
 

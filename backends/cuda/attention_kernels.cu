@@ -1,20 +1,11 @@
-// Attention in plain CUDA, FP32 throughout: tiles of 32 x 32 scores, eight threads a row, softmax
-// online. Any layout, mask, bias, dropout and softmax type; every sum has a fixed order.
+// Attention in plain CUDA, FP32 throughout but for P and dS where FP8 quantises them: tiles of 32 x
+// 32 scores, eight threads a row, softmax online. Any layout, mask, bias, dropout and softmax type;
+// every sum has a fixed order.
 #include "attention.cuh"
 #include "shared_memory.hpp"
 
 namespace te_fl::cuda {
 namespace {
-
-__device__ inline int row_of_thread() { return static_cast<int>(threadIdx.x) / kLanes; }
-__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % kLanes; }
-
-// The keys that queries [begin, begin + kTileRows) of a sequence may see.
-__device__ inline backend::KeyRange keys_of_tile(const Attention& p, const Span& s, int64_t begin) {
-  const int64_t last = (begin + kTileRows < s.q_len ? begin + kTileRows : s.q_len) - 1;
-  if (last < begin) return {};
-  return {p.mask.keys(begin, s.q_len, s.kv_len).begin, p.mask.keys(last, s.q_len, s.kv_len).end};
-}
 
 template <int kPerLane>  // elements of a head that a thread holds
 __global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData o, float* lse) {
@@ -33,43 +24,29 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData
   p.logical(logical_rows, logical_cols);
   const int64_t dropout_row = (b * p.heads + h) * logical_rows + i;
   load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
-  float top = -INFINITY, sum = 0.0f, out[kPerLane] = {};
+  RowSoftmax row;
+  float out[kPerLane] = {};
   const backend::KeyRange keys = keys_of_tile(p, s, begin);
   for (int64_t k0 = keys.begin; k0 < keys.end; k0 += kTileRows) {
     __syncthreads();
     load_tile(p.k, b, kv_head, s.kv_begin, k0, s.kv_len, k_tile);
     load_tile(p.v, b, kv_head, s.kv_begin, k0, s.kv_len, v_tile);
     __syncthreads();
-    float score[kTileRows / kLanes], most = -INFINITY;
-    bool hidden[kTileRows / kLanes];
-#pragma unroll
-    for (int c = 0; c < kTileRows / kLanes; ++c) {
-      const int key = lane + c * kLanes;
-      hidden[c] = i >= s.q_len || p.masked(s, b, h, i, k0 + key);
-      score[c] = -INFINITY;
-      if (hidden[c]) continue;
-      score[c] = p.score(s, b, h, i, k0 + key,
-                         dot(q_tile + r * (p.q.dim + 1), k_tile + key * (p.k.dim + 1), p.q.dim));
-      most = fmaxf(most, score[c]);
-    }
-    const float new_top = fmaxf(top, row_max(most));
+    const TileScores scores(p, s, b, h, i, k0, q_tile, k_tile);
+    const float shrink = row.raise(fmaxf(row.top, row_max(scores.most)));
     float part = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kTileRows / kLanes; ++c) {
+    for (int c = 0; c < TileScores::kCount; ++c) {
       const int key = lane + c * kLanes;
       float value = 0.0f;
-      if (!hidden[c]) {
-        // Only NaN and -inf leave the maximum at -inf.
-        value =
-            new_top == -INFINITY ? (isnan(score[c]) ? score[c] : 0.0f) : expf(score[c] - new_top);
+      if (!scores.hidden[c]) {
+        value = RowSoftmax::exponential(scores.score[c], row.top);
         part += value;
         if (value != 0.0f) value *= p.dropout(dropout_row, logical_cols, k0 + key);
       }
       probabilities[r * (kTileRows + 1) + key] = value;
     }
-    const float shrink = new_top == -INFINITY ? 1.0f : expf(top - new_top);
-    sum = sum * shrink + row_sum(part);
-    top = new_top;
+    row.sum = row.sum * shrink + row_sum(part);
     __syncwarp();
 #pragma unroll
     for (int d = 0; d < kPerLane; ++d) out[d] *= shrink;
@@ -83,22 +60,24 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData
       }
     }
   }
-  if (i >= rows) return;
-  const bool empty = top == -INFINITY && !isnan(sum);
-  const float sink = p.sink_logit(h), with_sink = fmaxf(top, sink);
-  const float factor = with_sink == -INFINITY ? 1.0f : expf(top - with_sink);
-  const float total = sum * factor + (with_sink == -INFINITY ? 0.0f : expf(sink - with_sink));
-  const int64_t at = o.offset(b, s.q_begin + i, h);
+  float most = 0.0f;
+  if (i < rows) {
+    const bool empty = row.empty();
+    const RowTotal total(row, p.sink_logit(h));
+    const int64_t at = o.offset(b, s.q_begin + i, h);
 #pragma unroll
-  for (int d = 0; d < kPerLane; ++d) {
-    const int element = lane + d * kLanes;
-    if (element < o.dim) {
-      o.put(at + element * o.element, empty ? 0.0f : out[d] * factor / total);
+    for (int d = 0; d < kPerLane; ++d) {
+      const int element = lane + d * kLanes;
+      if (element >= o.dim) continue;
+      const float value = empty ? 0.0f : out[d] * total.factor / total.total;
+      o.put(at + element * o.element, value);
+      most = amax_of(most, value);
+    }
+    if (lane == 0 && lse != nullptr) {
+      lse[p.lse_index(s, b, h, i)] = empty ? -INFINITY : total.lse();
     }
   }
-  if (lane == 0 && lse != nullptr) {
-    lse[p.lse_index(s, b, h, i)] = empty ? -INFINITY : with_sink + logf(total);
-  }
+  join_amax(o.amax, most);
 }
 
 // delta = rowsum(dO O); 0 in rows without keys.
@@ -129,8 +108,13 @@ __device__ inline Pair pair_of(const Attention& p, const Span& s, int64_t b, int
   return {probability * factor, probability * (factor * dp - delta)};
 }
 
+// Blocks of a multiprocessor, as many as shared memory allows for heads of up to 128.
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads) dq_kernel(Attention p, AttentionGradients g) {
+constexpr int kBlocks = kPerLane <= 16 ? 3 : 1;
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
+    dq_kernel(Attention p, AttentionGradients g) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, h = blockIdx.y, begin = int64_t{blockIdx.x} * kTileRows;
   const Span s = p.span(b);
@@ -151,7 +135,8 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(Attention p, AttentionGrad
   const bool exists = i < s.q_len;
   const float lse = exists ? g.lse[p.lse_index(s, b, h, i)] : -INFINITY;
   const float delta = exists ? g.delta[p.lse_index(s, b, h, i)] : 0.0f;
-  float dq[kPerLane] = {};
+  const RoundingScale ds_codes(g.ds_codes);
+  float dq[kPerLane] = {}, most_ds = 0.0f;
   const backend::KeyRange keys = keys_of_tile(p, s, begin);
   for (int64_t k0 = keys.begin; k0 < keys.end; k0 += kTileRows) {
     __syncthreads();
@@ -164,6 +149,8 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(Attention p, AttentionGrad
         const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
         const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
         ds = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols).ds;
+        most_ds = amax_of(most_ds, ds);
+        ds = ds_codes(ds);
       }
       ds_tile[r * (kTileRows + 1) + c] = ds;
     }
@@ -178,17 +165,24 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(Attention p, AttentionGrad
       }
     }
   }
-  if (i >= rows) return;
-  const int64_t at = g.dq.offset(b, s.q_begin + i, h);
+  join_amax(g.ds_codes.amax, most_ds);
+  float most = 0.0f;
+  if (i < rows) {
+    const int64_t at = g.dq.offset(b, s.q_begin + i, h);
 #pragma unroll
-  for (int d = 0; d < kPerLane; ++d) {
-    const int element = lane + d * kLanes;
-    if (element < p.q.dim) g.dq.put(at + element * g.dq.element, p.scale * dq[d]);
+    for (int d = 0; d < kPerLane; ++d) {
+      const int element = lane + d * kLanes;
+      if (element >= p.q.dim) continue;
+      g.dq.put(at + element * g.dq.element, p.scale * dq[d]);
+      most = amax_of(most, p.scale * dq[d]);
+    }
   }
+  join_amax(g.dq.amax, most);
 }
 
 template <int kPerLane>
-__global__ void __launch_bounds__(kThreads) dkv_kernel(Attention p, AttentionGradients g) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
+    dkv_kernel(Attention p, AttentionGradients g) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, kv_head = blockIdx.y, k0 = int64_t{blockIdx.x} * kTileRows;
   const Span s = p.span(b);
@@ -206,6 +200,7 @@ __global__ void __launch_bounds__(kThreads) dkv_kernel(Attention p, AttentionGra
   p.logical(logical_rows, logical_cols);
   load_tile(p.k, b, kv_head, s.kv_begin, k0, s.kv_len, k_tile);
   load_tile(p.v, b, kv_head, s.kv_begin, k0, s.kv_len, v_tile);
+  const RoundingScale p_codes(g.p_codes), ds_codes(g.ds_codes);
   float dk[kPerLane] = {}, dv[kPerLane] = {};
   const int64_t group = p.heads / p.kv_heads;
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
@@ -226,6 +221,7 @@ __global__ void __launch_bounds__(kThreads) dkv_kernel(Attention p, AttentionGra
           const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
           const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
           pair = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols);
+          pair = {p_codes(pair.p), ds_codes(pair.ds)};
         }
         p_tile[r * (kTileRows + 1) + c] = pair.p;
         ds_tile[r * (kTileRows + 1) + c] = pair.ds;
@@ -245,15 +241,25 @@ __global__ void __launch_bounds__(kThreads) dkv_kernel(Attention p, AttentionGra
       }
     }
   }
-  if (k0 + r >= rows) return;
-  const int64_t dk_at = g.dk.offset(b, s.kv_begin + k0 + r, kv_head);
-  const int64_t dv_at = g.dv.offset(b, s.kv_begin + k0 + r, kv_head);
+  float most_k = 0.0f, most_v = 0.0f;
+  if (k0 + r < rows) {
+    const int64_t dk_at = g.dk.offset(b, s.kv_begin + k0 + r, kv_head);
+    const int64_t dv_at = g.dv.offset(b, s.kv_begin + k0 + r, kv_head);
 #pragma unroll
-  for (int d = 0; d < kPerLane; ++d) {
-    const int element = lane + d * kLanes;
-    if (element < p.q.dim) g.dk.put(dk_at + element * g.dk.element, p.scale * dk[d]);
-    if (element < p.v.dim) g.dv.put(dv_at + element * g.dv.element, dv[d]);
+    for (int d = 0; d < kPerLane; ++d) {
+      const int element = lane + d * kLanes;
+      if (element < p.q.dim) {
+        g.dk.put(dk_at + element * g.dk.element, p.scale * dk[d]);
+        most_k = amax_of(most_k, p.scale * dk[d]);
+      }
+      if (element < p.v.dim) {
+        g.dv.put(dv_at + element * g.dv.element, dv[d]);
+        most_v = amax_of(most_v, dv[d]);
+      }
+    }
   }
+  join_amax(g.dk.amax, most_k);
+  join_amax(g.dv.amax, most_v);
 }
 
 __device__ inline float global_dot(const HeadData& x, int64_t at, const HeadData& y,
@@ -330,13 +336,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-dim3 tiles(int64_t rows, int64_t heads, int64_t batch) {
-  return dim3(static_cast<unsigned>(ceil_div(rows, kTileRows)), static_cast<unsigned>(heads),
-              static_cast<unsigned>(batch));
-}
-
-size_t score_bytes() { return size_t{kTileRows} * (kTileRows + 1) * 4; }
-
 template <int kPerLane>
 void forward_of(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse) {
   const size_t bytes = 2 * tile_bytes(p.q.dim) + tile_bytes(p.v.dim) + score_bytes();
@@ -389,13 +388,14 @@ void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t 
   check_launch("clear_kernel_heads");
 }
 
-void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o,
-                       float* lse) {
+void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
+                       const Rounding& rounding) {
   if (p.seqlen_q == 0) return;
   if (p.batch == 0) {
     if (p.thd) clear_heads(stream_of(ctx), o, 1, p.seqlen_q, p.heads, lse);
     return;
   }
+  if (rounding.scale != nullptr) return quantised_forward(ctx, p, o, lse, rounding);
   if (p.v.dim <= 64) return forward_of<8>(ctx, p, o, lse);
   if (p.v.dim <= 128) return forward_of<16>(ctx, p, o, lse);
   forward_of<32>(ctx, p, o, lse);

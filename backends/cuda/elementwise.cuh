@@ -135,7 +135,7 @@ void launch_measure(const te_fl_context& ctx, const TileSources<Math::kSources>&
 
 template <class Math, int kBytes, bool kSums>
 void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quantised q,
-                     bool compute_scale, float* partials) {
+                     bool compute_scale, bool measured, float* partials) {
   const cudaStream_t stream = stream_of(ctx);
   const auto in = tile_sources(op);
   const int64_t cols = q.k / Math::kOutputs;
@@ -151,7 +151,7 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
   TileGrid g = tile_grid(q.m, cols, kTileCols, kSums);
   if (compute_scale) {
     auto* const found = static_cast<float*>(ctx.workspace);
-    launch_measure<Math, kBytes>(ctx, in, q, op.math, found);
+    if (!measured) launch_measure<Math, kBytes>(ctx, in, q, op.math, found);
     q.found = found;
     g.backwards = true;
   } else {
@@ -186,11 +186,13 @@ bool tiles(const Elementwise<Math>& op, const te_fl_tensor& out, const Quantised
 
 // `out` passed refuse_output(); ctx.workspace holds kStoreWorkspace bytes for it. With kSums, bias
 // = the sums of the result's columns, and the workspace holds column_sums_bytes() more; the output
-// may then have the memory of an input.
+// may then have the memory of an input. `measured`: the workspace begins with the results' amax,
+// for an output that finds its own scale.
 template <bool kSums, class Math>
 void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
                        const Elementwise<Math>& op, const te_fl_tensor* bias = nullptr,
-                       const float* noop = nullptr, float inf_scale = FLT_MAX) {
+                       const float* noop = nullptr, float inf_scale = FLT_MAX,
+                       bool measured = false) {
   const backend::Matrix m = backend::as_matrix(out);
   const bool plain = backend::scaling(out) == TE_FL_SCALING_NONE;
   const bool is_f32 = op.in[0].source.dtype == TE_FL_F32;
@@ -209,8 +211,8 @@ void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
            : launch_plain<Math, 2, kSums>(ctx, op, out, partials);
   } else {
     const bool compute_scale = (out.quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
-    is_f32 ? launch_quantise<Math, 4, kSums>(ctx, op, q, compute_scale, partials)
-           : launch_quantise<Math, 2, kSums>(ctx, op, q, compute_scale, partials);
+    is_f32 ? launch_quantise<Math, 4, kSums>(ctx, op, q, compute_scale, measured, partials)
+           : launch_quantise<Math, 2, kSums>(ctx, op, q, compute_scale, measured, partials);
   }
   if constexpr (kSums) {
     const int64_t tile_cols = plain || q.scaling == TE_FL_SCALING_TENSOR ? kTileCols : kBlockTile;

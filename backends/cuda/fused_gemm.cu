@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "activation.hpp"
 #include "device.hpp"
 #include "driver.hpp"
 #include "fused_gemm.hpp"
@@ -61,8 +62,8 @@ bool FusedProduct::takes_result() const {
   if (problem_.fp8) {
     if (d.quant == nullptr || d.quant->scaling != TE_FL_SCALING_TENSOR) return false;
     const te_fl_quant& quant = *d.quant;
-    return dtype_of(d) == TE_FL_F8E4M3 && (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0 &&
-           aligned16(backend::data<const void>(d)) && aligned16(quant.columnwise_data);
+    return dtype_of(d) == TE_FL_F8E4M3 && aligned16(backend::data<const void>(d)) &&
+           aligned16(quant.columnwise_data);
   }
   return plain_bf16(d, 16);
 }
@@ -87,10 +88,16 @@ FusedProduct::Form FusedProduct::form_of(const te_fl_context& ctx) const {
       problem_.m / kExtent * (problem_.n / kExtent) < sms / 4)
     return Form::kNone;
   if (backward) return Form::kBackward;
-  return problem_.fp8 ? Form::kForwardCodes : Form::kForward;
+  if (!problem_.fp8) return Form::kForward;
+  return finds_scale() ? Form::kForwardMeasured : Form::kForwardCodes;
+}
+
+bool FusedProduct::finds_scale() const {
+  return call_.d->quant != nullptr && (call_.d->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
 }
 
 size_t FusedProduct::scratch_bytes() const {
+  if (form_ == Form::kForwardMeasured) return gelu_measured_workspace();
   if (call_.d_sum == nullptr) return 0;
   return static_cast<size_t>(problem_.m / fused::kUnitRows * problem_.n) * sizeof(float);
 }
@@ -126,6 +133,19 @@ void FusedProduct::run(const te_fl_context& ctx, void* scratch) const {
       across ? boxes(b, false, p.k, p.n, 64) : boxes(b, p.fp8, p.n, p.k, fused::kCols / 2),
       boxes(backend::data<const void>(pre), false, p.m, p.n, fused::kUnitRows)};
   switch (form_) {
+    case Form::kForwardMeasured: {
+      g.amax = static_cast<float*>(scratch);
+      check(cudaMemsetAsync(g.amax, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
+      launch<hopper::E4m3, false, fused::Measured>(ctx, maps, g);
+      te_fl_context own = ctx;
+      own.workspace = scratch;
+      own.workspace_bytes = scratch_bytes();
+      te_fl_activation_act_fwd_args args{};
+      args.input = call_.pre_gelu_out;
+      args.output = call_.d;
+      gelu_measured(own, args);
+      break;
+    }
     case Form::kForwardCodes:
       launch<hopper::E4m3, false, e4m3>(ctx, maps, g);
       break;

@@ -152,9 +152,13 @@ __device__ inline void turned_store(uint32_t turned, uint8_t* out, int64_t pitch
   }
 }
 
+// In place of the results' type: nothing is kept of them but their amax.
+struct Measured {};
+
 template <bool kBackward, class Out>
 struct Finish {
   static constexpr bool kCodes = std::is_same_v<Out, e4m3>;
+  static constexpr bool kMeasured = std::is_same_v<Out, Measured>;
   static constexpr int kPieces = kUnitRows / 4;  // of 8 elements that a thread has of a unit
   const FusedGemm& g;
   const Layout& at;
@@ -183,11 +187,11 @@ struct Finish {
         v.x = Gelu::value(v.x);
         v.y = Gelu::value(v.y);
       }
+      if constexpr (kCodes || kMeasured) most = fmaxf(fmaxf(most, fabsf(v.x)), fabsf(v.y));
       if constexpr (kCodes) {
-        most = fmaxf(fmaxf(most, fabsf(v.x)), fabsf(v.y));
         out[i] = __nv_cvt_float2_to_fp8x2(make_float2(v.x * scale, v.y * scale), __NV_SATFINITE,
                                           __NV_E4M3);
-      } else {
+      } else if constexpr (!kMeasured) {
         out[i] = pack(v.x, v.y);
       }
     }
@@ -201,7 +205,7 @@ struct Finish {
         asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(turned), "r"(codes.x), "r"(codes.y)
                      : "memory");
       }
-    } else {
+    } else if constexpr (!kMeasured) {
       store_whole(reinterpret_cast<uint4*>(static_cast<bf16*>(g.out) + index),
                   make_uint4(out[0], out[1], out[2], out[3]));
     }
@@ -253,11 +257,13 @@ struct Finish {
   }
 
   __device__ void end() {
-    if constexpr (kCodes) {
+    if constexpr (kCodes || kMeasured) {
       if (g.amax != nullptr) {
         most = warp_max(most);
         if (lane == 0) atomic_amax(g.amax, most);
       }
+    }
+    if constexpr (kCodes) {
       if (blockIdx.x == 0 && threadIdx.x == 32) {
         if (g.scale_inv != nullptr) *g.scale_inv = 1.0f / scale;
         if (g.scale_inv_t != nullptr) *g.scale_inv_t = 1.0f / scale;

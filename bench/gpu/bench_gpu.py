@@ -129,12 +129,12 @@ def run_gemm(library, args):
 
 def run_joined(library, args):
     """Products with GELU or its gradient: what nn takes under TE_FL_OP_CHEAP_EPILOGUES, which must not cost more."""
-    for is_fp8 in (False, True):
+    for recipe in ("bf16", "fp8", "fp8 current"):
         for kind in ("forward", "backward"):
-            title = f"{'fp8' if is_fp8 else 'bf16'} {'fc1 and gelu' if kind == 'forward' else 'fc2 dgrad, dgelu and bias gradient'}"
+            title = f"{recipe} {'fc1 and gelu' if kind == 'forward' else 'fc2 dgrad, dgelu and bias gradient'}"
             if args.match and args.match not in title:
                 continue
-            one, both = layer_cases.joined(library, kind, is_fp8)
+            one, both = layer_cases.joined(library, kind, recipe)
             times = measure.alternate({"joined": measure.Graph([one]), "separate": measure.Graph([lambda: [c() for c in both]])},
                                       args.rounds)
             share, spread = measure.ratio(times["joined"], times["separate"])

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cublaslt_candidates import BLOCK128, VEC128
-from te_fl_bench import BLOCK_1X128, BLOCK_128X128, Call, Layer, fp8, numbers, plain, quantised, rescale
+from te_fl_bench import BLOCK_1X128, BLOCK_128X128, COMPUTE_SCALE, Call, Layer, fp8, numbers, plain, quantised, rescale
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -174,15 +174,16 @@ def product(library, name, kind, dtype, sets, more=""):
     return pairs, 2.0 * m * n * k
 
 
-def joined(library, kind, is_fp8):
-    """The MLP's products beside its GELU: te-fl's call that does both, and its calls that do them one after the other."""
+def joined(library, kind, recipe):
+    """The MLP's products beside its GELU: te-fl's call that does both, and its calls that do them one after the other.
+    recipe: "bf16", "fp8" (given scales) or "fp8 current" (the output finds its own)."""
     m, n, k = TOKENS, PRODUCTS["fc1"][0], PRODUCTS["fc1"][1]
     forward = kind == "forward"
-    dtype = torch.float8_e4m3fn if forward else torch.float8_e5m2
+    is_fp8, dtype = recipe != "bf16", E4M3 if forward else E5M2
     a = fp8(m, k, dtype=dtype) if is_fp8 else plain(m, k)
     rows_b = (n, k) if forward else (k, n)
     b = fp8(*rows_b) if is_fp8 else plain(*rows_b, std=0.02)
-    out = fp8(m, n, dtype=dtype) if is_fp8 else plain(m, n)
+    out = fp8(m, n, dtype=dtype, flags=COMPUTE_SCALE if recipe == "fp8 current" else 0) if is_fp8 else plain(m, n)
     before, bias = plain(m, n), plain(n)
     def product(**more):
         return Call(library, "generic_gemm", a=a, b=b, trans_b=forward, use_split_accumulator=not forward, **more)

@@ -37,6 +37,9 @@ std::string variant_name(const Variant& v) {
   if (v.max_given) name += "/max_seqlen";
   if (v.no_lse) name += "/no_lse";
   if (v.saved) name += "/saved";
+  if (v.unrounded) name += "/unrounded";
+  if (v.current) name += "/current";
+  if (v.columns) name += "/columns";
   const auto number = [&](const char* what, double x) {
     char text[32];
     std::snprintf(text, sizeof text, "/%s=%g", what, x);
@@ -227,7 +230,7 @@ Forward attend(const Variant& v, const Inputs& in) {
                    step = 0;
             r.p_max = std::max(r.p_max, p);
             const double value = a.v[a.at(n, j, a.kv_head(head), a.g, a.dv, false) + e];
-            if (is_fp8(v.dtype)) {
+            if (v.rounds()) {
               const double other = unnormalised_step(p, v.scale_p);
               p = through_fp8(kE4, p, v.scale_p, &step);
               variance += (step * step + other * other) / 12 * value * value;
@@ -256,7 +259,8 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
   const AttentionRow row = attention_row(a, n, head, i);
   if (lse == -infinity()) return;
   const double error = score_error(v.dtype, a, row) + 0x1p-22 * std::fabs(lse), low = unit(v.dtype),
-               sums = product_slack(v.dtype, static_cast<double>(std::max(a.sq, a.sk)), 1);
+               sums = product_slack(v.dtype, static_cast<double>(std::max(a.sq, a.sk)), 1),
+               codes = is_fp8(v.dtype) ? sums : 0;
   if (!a.sink.empty() && !r.dsink.empty()) {
     const double p = std::exp(a.sink[head] - lse);
     r.dsink[head] -= p * delta;
@@ -271,7 +275,7 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     const double p = std::exp(a.score(n, head, i, j, &size) - lse);
     const double keep = a.kept(n, head, i, j) ? 1 / (1 - static_cast<double>(a.dropout)) : 0;
     double dropped = p * keep;
-    if (is_fp8(v.dtype)) {
+    if (v.rounds()) {
       flip_p = code_slack(kE4, dropped, 2 * error * dropped, v.scale_p);
       dropped = through_fp8(kE4, dropped, v.scale_p, &step);
     }
@@ -280,7 +284,7 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
       r.dv[va + e] += dropped * x.d_o[oa + e];
       r.dv_slack[va + e] +=
           std::fabs(x.d_o[oa + e]) *
-          (flip_p + dropped * (is_fp8(v.dtype) ? sums : 2 * error + 2 * low + 1e-6));
+          (flip_p + dropped * (v.rounds() ? sums : 2 * error + 2 * low + 1e-6 + codes));
     }
     const double real = p * (dp * keep - delta);
     double ds = real;
@@ -290,7 +294,7 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
         p * ((is_fp8(v.dtype) ? std::fabs(dp * keep - delta) : magnitude) * 2 * error +
              1e-6 * magnitude + product_slack(v.dtype, static_cast<double>(a.dv), magnitude));
     r.ds_max = std::max(r.ds_max, std::fabs(ds));
-    if (is_fp8(v.dtype)) {
+    if (v.rounds()) {
       flip_s = code_slack(kE5, ds, ds_slack, kScaleDs);
       ds = through_fp8(kE5, ds, kScaleDs, &step);
     }
@@ -300,9 +304,9 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
       r.dbias[at] += real, r.dbias_slack[at] += ds_slack + low * std::fabs(real);
     }
     for (int64_t e = 0; e < a.d; ++e) {
-      const double factor = a.scale, slack = is_fp8(v.dtype)
-                                                 ? flip_s + sums * std::fabs(ds)
-                                                 : ds_slack + (2 * low + 1e-6) * std::fabs(ds);
+      const double factor = a.scale,
+                   slack = v.rounds() ? flip_s + sums * std::fabs(ds)
+                                      : ds_slack + (2 * low + 1e-6 + codes) * std::fabs(ds);
       r.dq[qa + e] += factor * ds * a.k[ka + e],
           r.dq_slack[qa + e] += std::fabs(factor * a.k[ka + e]) * slack;
       r.dk[ka + e] += factor * ds * a.q[qa + e],

@@ -44,6 +44,10 @@ struct Variant {
   bool packed = false, max_given = false, no_lse = false, saved = false, large = false;
   double scale = 0.25;
   float scale_p = kScaleP;
+  // FP8: P and dS stay FP32; o and the gradients under computed scales, with column-wise copies.
+  bool unrounded = false, current = false, columns = false;
+
+  bool rounds() const { return is_fp8(dtype) && !unrounded; }
 };
 
 std::string variant_name(const Variant& v);

@@ -10,7 +10,7 @@ using namespace attention;  // NOLINT: this file is that namespace's cases
 Spec output_spec(const Variant& v, int fp8) {
   if (!is_fp8(v.dtype)) return Spec(v.out >= 0 ? v.out : v.dtype);
   if (v.out >= 0) return Spec(v.out);
-  Spec s(fp8, TE_FL_SCALING_TENSOR, true, false);
+  Spec s(fp8, TE_FL_SCALING_TENSOR, true, v.columns, v.current ? TE_FL_QUANT_COMPUTE_SCALE : 0);
   s.scale = fp8 == kE4 ? 64.0f : 512.0f;
   return s;
 }
@@ -29,8 +29,9 @@ Tensor* quant_only(Problem& p, const char* name, int dtype, float scale, Role ro
 
 void expect_output(Problem& p, Tensor* t, std::vector<double> want, std::vector<double> slack,
                    std::vector<uint8_t> skip) {
-  Expectation& e = t->spec.quantised() ? p.expect_dequantised(t, std::move(want), std::move(slack))
-                                       : p.expect(t, std::move(want), std::move(slack));
+  const bool given = t->spec.quantised() && !t->spec.current() && !t->spec.col;
+  Expectation& e = given ? p.expect_dequantised(t, std::move(want), std::move(slack))
+                         : p.expect(t, std::move(want), std::move(slack));
   e.skip = std::move(skip);
 }
 
@@ -40,7 +41,7 @@ void attention::forward(Problem& p, const Variant& v) {
   const Inputs in = make_inputs(p, v);
   Tensor* o = p.out("o", output_spec(v, kE4), in.o_shape);
   Tensor* lse = v.no_lse ? nullptr : p.out("softmax_lse", TE_FL_F32, in.lse_shape);
-  Tensor* s = is_fp8(v.dtype) ? quant_only(p, "s_quant", kE4, v.scale_p, Role::kInOut) : nullptr;
+  Tensor* s = v.rounds() ? quant_only(p, "s_quant", kE4, v.scale_p, Role::kInOut) : nullptr;
   if (v.saved) p.saved_storage = 0;
   p.oracle([&p, v, in, o, lse, s] {
     Forward r = attend(v, in);
@@ -75,9 +76,9 @@ void attention::backward(Problem& p, const Variant& v) {
   }
   Tensor* dbias = in.bias == nullptr ? nullptr : p.out("dbias", v.bias, in.bias->shape);
   Tensor* dsink = in.sink == nullptr ? nullptr : p.out("dsink", TE_FL_F32, {v.h});
-  if (fp8) quant_only(p, "s_quant", kE4, v.scale_p, Role::kIn);
+  if (v.rounds()) quant_only(p, "s_quant", kE4, v.scale_p, Role::kIn);
   if (v.saved) p.saved_storage = 0;
-  Tensor* dp = fp8 ? quant_only(p, "dp_quant", kE5, kScaleDs, Role::kInOut) : nullptr;
+  Tensor* dp = v.rounds() ? quant_only(p, "dp_quant", kE5, kScaleDs, Role::kInOut) : nullptr;
   p.oracle([&p, v, in, d_o, o, lse, dq = grads[0], dk = grads[1], dv = grads[2], dbias, dsink, dp] {
     Gradients r = differentiate(v, in, {dequantised(*d_o), dequantised(*o), lse->values()});
     expect_output(p, dq, r.dq, r.dq_slack, r.skip_q);
@@ -412,6 +413,125 @@ void add_fp8(std::vector<Variant>& all) {
                    .scale = 0.125});
 }
 
+// What is left of FP8 to kernels that take anything: lengths and gaps of sequences, windows, odd
+// head sizes, empty extents, computed scales and column-wise copies.
+void add_fp8_shapes(std::vector<Variant>& all) {
+  for (int layout : {kS, kB}) {
+    for (int mask : {TE_FL_MASK_TYPE_PADDING, TE_FL_MASK_TYPE_PADDING_CAUSAL,
+                     TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT})
+      all.push_back({.dtype = kE4,
+                     .layout = layout,
+                     .mask = mask,
+                     .b = 4,
+                     .sq = 40,
+                     .sk = 72,
+                     .g = 2,
+                     .d = 64,
+                     .dv = 64,
+                     .len_q = {40, 17, 0, 5},
+                     .len_k = {20, 72, 9, 0},
+                     .scale = 0.125});
+    for (const auto& [sq, sk] : std::vector<std::pair<int64_t, int64_t>>{{33, 70}, {13, 5}})
+      all.push_back({.dtype = kE4,
+                     .layout = layout,
+                     .mask = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT,
+                     .sq = sq,
+                     .sk = sk,
+                     .g = 2,
+                     .d = 32,
+                     .dv = 32});
+    all.push_back({.dtype = kE4,
+                   .layout = layout,
+                   .mask = TE_FL_MASK_TYPE_CAUSAL,
+                   .sq = 40,
+                   .sk = 40,
+                   .g = 2,
+                   .d = 24,
+                   .dv = 40});
+    for (int mask : {TE_FL_MASK_TYPE_NONE, TE_FL_MASK_TYPE_CAUSAL})
+      all.push_back({.dtype = kE4,
+                     .layout = layout,
+                     .mask = mask,
+                     .sq = 70,
+                     .sk = 70,
+                     .g = 2,
+                     .left = 9,
+                     .right = 5});
+    all.push_back({.dtype = kE4, .layout = layout, .unrounded = true, .columns = true});
+    all.push_back({.dtype = kE4, .layout = layout, .g = 1, .unrounded = true, .current = true});
+    all.push_back(
+        {.dtype = kE4, .layout = layout, .unrounded = true, .current = true, .columns = true});
+  }
+  for (int mask = TE_FL_MASK_TYPE_NONE; mask <= TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+       ++mask) {
+    all.push_back({.dtype = kE4,
+                   .layout = kT,
+                   .mask = mask,
+                   .b = 4,
+                   .sq = 70,
+                   .sk = 80,
+                   .g = 2,
+                   .d = 32,
+                   .dv = 32,
+                   .len_q = {70, 1, 33, 0},
+                   .len_k = {80, 33, 20, 6},
+                   .max_given = true});
+    all.push_back({.dtype = kE4,
+                   .layout = kT,
+                   .mask = mask,
+                   .b = 3,
+                   .sq = 40,
+                   .sk = 40,
+                   .len_q = {40, 7, 0},
+                   .len_k = {40, 21, 9},
+                   .gap_q = {2, 3, 1},
+                   .gap_k = {1, 0, 4}});
+  }
+  all.push_back({.dtype = kE4,
+                 .layout = kT,
+                 .mask = TE_FL_MASK_TYPE_PADDING_CAUSAL,
+                 .b = 2,
+                 .sq = 40,
+                 .sk = 40,
+                 .left = 6,
+                 .right = 0,
+                 .len_q = {40, 23},
+                 .len_k = {40, 23},
+                 .packed = true});
+  for (const auto& [d, dv] : std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {18, 10}, {136, 200}})
+    all.push_back({.dtype = kE4, .g = 2, .d = d, .dv = dv, .scale = 0.125});
+  all.push_back({.dtype = kE4, .b = 0});
+  all.push_back({.dtype = kE4, .sq = 0});
+  all.push_back({.dtype = kE4, .sk = 0});
+  all.push_back({.dtype = kE4, .sk = 0, .unrounded = true, .current = true});
+  all.push_back({.dtype = kE4, .unrounded = true});
+  all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL, .g = 2, .unrounded = true});
+}
+
+// The terms of a score and what becomes of probabilities, in FP8.
+void add_fp8_terms(std::vector<Variant>& all) {
+  all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_ARBITRARY, .mask_bh = {2, 4}});
+  all.push_back({.dtype = kE4, .layout = kS, .mask = TE_FL_MASK_TYPE_ARBITRARY, .g = 2});
+  all.push_back({.dtype = kE4, .bias = TE_FL_F32, .bias_bh = {1, 4}});
+  all.push_back({.dtype = kE4, .g = 2, .bias = TE_FL_BF16, .bias_bh = {2, 4}});
+  all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL, .alibi = 1});
+  all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT, .sk = 12, .alibi = 2});
+  for (int softmax : {TE_FL_SOFTMAX_TYPE_OFF_BY_ONE, TE_FL_SOFTMAX_TYPE_LEARNABLE}) {
+    all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL, .softmax = softmax, .g = 2});
+    all.push_back({.dtype = kE4,
+                   .layout = kT,
+                   .mask = TE_FL_MASK_TYPE_PADDING,
+                   .softmax = softmax,
+                   .b = 2,
+                   .len_q = {7, 3},
+                   .len_k = {9, 2}});
+  }
+  all.push_back({.dtype = kE4, .dropout = 0.25f});
+  all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL, .g = 2, .dropout = 0.1f});
+  all.push_back({.dtype = kE4, .scale = -0.5});
+  all.push_back({.dtype = kE4, .saved = true});
+}
+
 void add_terms(std::vector<Variant>& all) {
   for (const Dims& bh : {Dims{1, 1}, {2, 1}, {1, 4}, {2, 4}})
     all.push_back({.bias = TE_FL_F32, .bias_bh = bh});
@@ -458,6 +578,8 @@ void add_terms(std::vector<Variant>& all) {
     all.push_back({.dtype = kE4, .out = TE_FL_BF16, .layout = layout, .sq = 16, .sk = 32, .g = 2});
   }
   add_fp8(all);
+  add_fp8_shapes(all);
+  add_fp8_terms(all);
   all.push_back({.dtype = kE4,
                  .layout = kT,
                  .mask = TE_FL_MASK_TYPE_PADDING_CAUSAL,

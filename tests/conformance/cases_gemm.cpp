@@ -273,6 +273,9 @@ void add_activations(std::vector<Variant>& all) {
         forward.d = codes(kE4, true, false);
         all.push_back(forward);
         forward.d = codes(kE4, false, true), backward.d = codes(kE5, true, false);
+        Variant scaled = forward;  // finds its own scale
+        scaled.d = codes(kE4, true, true, TE_FL_QUANT_COMPUTE_SCALE), scaled.bias = TE_FL_BF16;
+        all.push_back(scaled);
       }
       all.push_back(forward);
       all.push_back(backward);

@@ -252,6 +252,54 @@ TEST(CudaEntry, LongBackwardsOfAttentionAreNotForCudnn) {
       << "its scratch has the longest length for each sequence";
 }
 
+// Packed sequences in FP8, which no library serves. Metadata only, too.
+TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
+  Plugin plugin;
+  const auto codes = [](te_fl_dtype dtype) {
+    Fake t({40, 4, 24}, dtype, TE_FL_SCALING_TENSOR);
+    t.quant.scale = t.quant.amax = static_cast<float*>(Fake::memory());
+    return t;
+  };
+  Fake q = codes(kE4M3), k = codes(kE4M3), v = codes(kE4M3), o = codes(kE4M3);
+  Fake lse({40, 4}, kF32), lengths({3}, {TE_FL_CODE_INT, 32, 1});
+  for (Fake* t : {&q, &k, &v, &o})
+    t->tensor.quant = &t->quant, t->tensor.dl.shape = t->shape.data();
+  te_fl_context ctx{};
+  Text errors;
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  te_fl_fused_attn_fwd_args fwd;
+  te_fl_fused_attn_bwd_args bwd;
+  fwd.q = bwd.q = &q.tensor, fwd.k = bwd.k = &k.tensor, fwd.v = bwd.v = &v.tensor;
+  fwd.o = bwd.o = bwd.d_o = &o.tensor, fwd.softmax_lse = bwd.softmax_lse = &lse.tensor;
+  bwd.dq = bwd.dk = bwd.dv = &o.tensor;
+  fwd.layout = bwd.layout = TE_FL_LAYOUT_THD;
+  fwd.cu_seqlens_q = fwd.cu_seqlens_kv = &lengths.tensor;
+  bwd.cu_seqlens_q = bwd.cu_seqlens_kv = &lengths.tensor;
+  const te_fl_op_desc &forward = plugin.op("fused_attn_fwd"),
+                      &backward = plugin.op("fused_attn_bwd");
+  EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_OK) << errors.text;
+  EXPECT_EQ(backward.supports(backward.self, &ctx, &bwd), TE_FL_OK) << errors.text;
+  const auto bytes = [&](const te_fl_op_desc& op, const void* args) {
+    size_t wanted = 0;
+    EXPECT_EQ(op.workspace(op.self, &ctx, args, &wanted), TE_FL_OK) << errors.text;
+    return wanted;
+  };
+  const size_t rows = (40 * 4 * 4 + 255) / 256 * 256, values = 40 * 4 * 24 * 4;
+  EXPECT_EQ(bytes(forward, &fwd), 0u) << "codes under a given scale are written as they come";
+  EXPECT_EQ(bytes(backward, &bwd), rows);
+  o.quant.flags = TE_FL_QUANT_COMPUTE_SCALE;
+  EXPECT_EQ(bytes(forward, &fwd), 256 + values) << "the amax, and the values before their codes";
+  EXPECT_EQ(bytes(backward, &bwd), rows + 3 * (256 + values));
+  o.quant.flags = 0;
+  o.quant.columnwise_data = Fake::memory();
+  EXPECT_EQ(bytes(forward, &fwd), 256 + values);
+  q.tensor.dl.data = nullptr;
+  EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_UNSUPPORTED);
+  EXPECT_TRUE(contains(errors.text, "reads row-wise data only")) << errors.text;
+}
+
 TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
   Plugin plugin;
   std::vector<std::string> texts;

@@ -544,6 +544,8 @@ class GraphedStepsOnADevice : public ::testing::Test {
 TEST_F(GraphedStepsOnADevice, GiveTheBitsOfEagerSteps) {
   for (const std::optional<Recipe>& recipe :
        {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
+        // With dropout and heads of 16: FP8 attention that no library computes.
+        std::optional<Recipe>(DelayedScaling{.amax_history_len = 4, .fp8_dpa = true}),
         std::optional<Recipe>(Float8CurrentScaling{}),
         std::optional<Recipe>(Float8BlockScaling{})}) {
     for (bool sgd : {false, true}) {
