@@ -21,6 +21,16 @@ struct Problem {
 constexpr int64_t kShift = 24;  // how the lengths of sequences alternate, with thd and padding
 constexpr te_fl_rng kRandom = {17, 1000, nullptr};
 
+// plain: by the implementation that was asked for, not one beside it.
+void call_attention(Run& run, const char* op, const void* args, bool plain) {
+  PolicySettings settings;
+  if (plain && !run.impl().empty()) {
+    settings.per_op[op] = {{PolicyToken::Type::kImpl, Kind::kDefault, run.impl()}};
+  }
+  const PolicyScope scope(std::move(settings));
+  run.call(op, args, kRandom);
+}
+
 class Attention {
  public:
   Attention(Run& run, const Problem& p) : p_(p), scale_(1 / std::sqrt(static_cast<float>(p.dim))) {
@@ -254,12 +264,7 @@ class Attention {
     if (p_.thd()) args.max_seqlen_q = args.max_seqlen_kv = p_.length + kShift;
   }
   void call(Run& run, const char* op, const void* args) const {
-    PolicySettings settings;
-    if (p_.plain && !run.impl().empty()) {
-      settings.per_op[op] = {{PolicyToken::Type::kImpl, Kind::kDefault, run.impl()}};
-    }
-    const PolicyScope scope(std::move(settings));
-    run.call(op, args, kRandom);
+    call_attention(run, op, args, p_.plain);
   }
 
   Problem p_;
@@ -272,7 +277,7 @@ class Attention {
 
 // FP8, bshd. The probabilities are quantised too, to a sixteenth of each; scores differ enough for
 // few of them to make a result.
-void forward_of_codes(Run& run) {
+void forward_of_codes(Run& run, bool plain) {
   constexpr int64_t kHeads = 16, kDim = 128, kLength = 128;
   constexpr double kScale = 2, kOut = 16;
   const int64_t batch = run.rows(kHeads * kDim * kLength, 1);
@@ -289,7 +294,7 @@ void forward_of_codes(Run& run) {
   te_fl_fused_attn_fwd_args args{};
   args.q = in[0], args.k = in[1], args.v = in[2], args.o = o, args.softmax_lse = lse;
   args.s_quant = s, args.layout = TE_FL_LAYOUT_BSHD, args.scale = kScale;
-  run.call("fused_attn_fwd", &args);
+  call_attention(run, "fused_attn_fwd", &args, plain);
   int64_t row = -1;
   std::vector<double> p;
   run.expect_near(o.tensor(), "o", [&](int64_t i) {
@@ -354,7 +359,9 @@ void add_attention(Cases& cases) {
                              .length = 512,
                              .plain = true});
   add("bias, dropout", {.layout = TE_FL_LAYOUT_SBHD, .dim = 32, .bias = true, .dropout = 0.25f});
-  cases.push_back({"fused_attn_fwd", "FP8", forward_of_codes});
+  cases.push_back({"fused_attn_fwd", "FP8", [](Run& r) { forward_of_codes(r, false); }});
+  cases.push_back(
+      {"fused_attn_fwd", "FP8, plain kernels", [](Run& r) { forward_of_codes(r, true); }});
   cases.push_back({"get_fused_attn_backend", "", enquiry});
 }
 
