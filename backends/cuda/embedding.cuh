@@ -123,7 +123,7 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
   return count;
 }
 
-constexpr int kTableRows = kThreads / 32;  // of a block: a warp finds the positions of each
+constexpr int kTableRows = 4;  // of a block: of its first warps each finds the positions of one
 
 // Blocks of `parts` neighbours take kThreads * kGroup columns each of kTableRows rows of the table,
 // from row `first` on.
@@ -135,7 +135,7 @@ static __global__ void __launch_bounds__(kThreads)
   __shared__ int32_t found[4 * kThreads], warp_counts[kThreads / 32];
   const int64_t first_row = first + blockIdx.x / parts * int64_t{kTableRows};
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (first_row + warp < rows) {
+  if (warp < kTableRows && first_row + warp < rows) {
     const int count = s.heads == nullptr
                           ? kListed + 1
                           : sorted_list(s, first_row + warp, unsorted[warp], lists[warp]);
