@@ -8,6 +8,7 @@ Exits 1 if the mean of an FP8 recipe is more than --tolerance (2 %) above that w
 """
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -19,8 +20,10 @@ CUDA = "vendor.cuda"
 
 def run(program, recipe, seed, arguments):
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        subprocess.run([program, "--recipe", recipe, "--seed", str(seed), "--sample-bytes", "0", "--json", out.name, *arguments],
-                       check=True, stdout=subprocess.DEVNULL)
+        code = subprocess.run([program, "--recipe", recipe, "--seed", str(seed), "--sample-bytes", "0", "--json", out.name, *arguments],
+                              stdout=subprocess.DEVNULL).returncode
+        if code != 0:
+            sys.exit(f"recipes.py: {program} ended with {code} for recipe {recipe}, seed {seed}; what it printed says why")
         return json.load(open(out.name))
 
 
@@ -62,6 +65,13 @@ def main():
     parser.add_argument("--curve", type=int, default=0, help="also print the training loss, averaged over this many steps at a time")
     parser.add_argument("--json", help="write every run's results here")
     options = parser.parse_args(own)
+    if not os.access(options.train_gpt, os.X_OK) or os.path.isdir(options.train_gpt):
+        sys.exit(f"recipes.py: {options.train_gpt} is not there or no program; build the target train_gpt, or name it with --train-gpt")
+    if options.json:
+        try:  # before the minutes that the runs take
+            open(options.json, "a").close()
+        except OSError as error:
+            sys.exit(f"recipes.py: --json {options.json} cannot be written ({error.strerror}); name a file in a folder that can")
     results = {r: [run(options.train_gpt, r, s + 1, rest) for s in range(options.seeds)] for r in RECIPES}
     mean = {r: sum(x["validation_loss"] for x in v) / len(v) for r, v in results.items()}
     steps = results["none"][0]["steps"]

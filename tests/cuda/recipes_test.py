@@ -52,6 +52,17 @@ class Recipes(unittest.TestCase):
             with open(results) as file:
                 return run, json.load(file)
 
+    def refused(self, *arguments):
+        run = subprocess.run([sys.executable, os.path.join(BENCH, "recipes.py"), *arguments], capture_output=True, text=True)
+        self.assertEqual(run.returncode, 1)
+        self.assertNotIn("Traceback", run.stderr)
+        return run.stderr
+
+    def test_says_what_is_wrong_before_it_runs(self):
+        self.assertIn("/nonexistent/train_gpt is not there", self.refused("--train-gpt", "/nonexistent/train_gpt"))
+        self.assertIn("cannot be written", self.refused("--train-gpt", sys.executable, "--json", "/nonexistent/results.json"))
+        self.assertIn("ended with", self.refused("--train-gpt", "/bin/false"))
+
     def test_passes_and_keeps_the_usage(self):
         run, results = self.run_on(OWN, "cuda:0")
         self.assertEqual(run.returncode, 0, run.stderr)
