@@ -156,6 +156,7 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
     TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight));
     flagged_.version = weight_->version;
   }
+  keep_for_graph(flagged_.weight);
   return flagged_.weight;
 }
 

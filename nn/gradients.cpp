@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kForeign = UINT64_MAX;  // a capture that nn did not begin
 
 std::atomic<uint64_t> g_captures{0};
-thread_local GradientCapture* t_capture = nullptr;
+thread_local StepCapture* t_capture = nullptr;
 
 // The capture that work on the parameter's device would now go into; 0: none.
 Result<uint64_t> capture_of(const Device& device) {
@@ -38,10 +38,14 @@ void wrote(Parameter& parameter) {
   parameter.grad_written = true;
 }
 
-GradientCapture::GradientCapture() : id_(++g_captures), outer_(std::exchange(t_capture, this)) {}
-GradientCapture::~GradientCapture() { (void)take(); }
+void keep_for_graph(const Tensor& tensor) {
+  if (t_capture != nullptr) t_capture->keep(tensor);
+}
 
-std::vector<GradientCapture::Touched> GradientCapture::take() {
+StepCapture::StepCapture() : id_(++g_captures), outer_(std::exchange(t_capture, this)) {}
+StepCapture::~StepCapture() { (void)take(); }
+
+std::vector<StepCapture::Touched> StepCapture::take() {
   if (t_capture == this) t_capture = outer_;
   for (Touched& t : touched_) {
     t.after = t.parameter->grad_written;
@@ -50,14 +54,14 @@ std::vector<GradientCapture::Touched> GradientCapture::take() {
   return std::exchange(touched_, {});
 }
 
-void GradientCapture::touch(Parameter& parameter) {
+void StepCapture::touch(Parameter& parameter) {
   const auto same = [&](const Touched& t) { return t.parameter == &parameter; };
   if (std::any_of(touched_.begin(), touched_.end(), same)) return;
   touched_.push_back({&parameter, parameter.grad_written, false});
 }
 
-void launched(const std::vector<GradientCapture::Touched>& touched) {
-  for (const GradientCapture::Touched& t : touched) {
+void launched(const std::vector<StepCapture::Touched>& touched) {
+  for (const StepCapture::Touched& t : touched) {
     t.parameter->grad_written = t.after;
     t.parameter->grad_cleared_in = 0;
   }

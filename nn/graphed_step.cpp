@@ -37,7 +37,8 @@ struct GraphedStep::Impl {
   uint64_t random_count = 0;  // counters that one step takes
   Graph graph;
   Tensors outputs;
-  std::vector<detail::GradientCapture::Touched> gradients;
+  std::vector<detail::StepCapture::Touched> gradients;
+  Tensors kept;  // what the graph uses besides and its owners may let go
 };
 
 Status GraphedStep::Impl::check_inputs(std::span<const Tensor> inputs) const {
@@ -107,9 +108,9 @@ Status GraphedStep::Impl::capture() {
     state.captured_at = start.offset;
   }
   Graph captured;
-  detail::GradientCapture writes;
+  detail::StepCapture writes;
   Result<Tensors> result = record(captured);
-  std::vector<detail::GradientCapture::Touched> touched = writes.take();
+  std::vector<detail::StepCapture::Touched> touched = writes.take();
   bool updates_left = false;
   uint64_t count = 0;
   {
@@ -130,6 +131,7 @@ Status GraphedStep::Impl::capture() {
   random_count = count;
   outputs = *std::move(result);
   gradients = std::move(touched);
+  kept = writes.take_kept();
   graph = std::move(captured);
   return {};
 }

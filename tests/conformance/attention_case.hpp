@@ -84,6 +84,8 @@ struct BackwardInputs {
 };
 Gradients differentiate(const Variant& v, const Inputs& in, const BackwardInputs& x);
 
+// The sizes and options of the cases in FP8.
+void add_fp8_variants(std::vector<Variant>& all);
 // One call each, with its expectations.
 void forward(Problem& p, const Variant& v);
 void backward(Problem& p, const Variant& v);

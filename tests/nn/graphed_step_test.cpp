@@ -366,6 +366,12 @@ TEST_F(GraphedSteps, WeightsAreReusedByAValueOnTheDevice) {
   EXPECT_NE(third, second);
   learn();
   EXPECT_EQ(run(yes), third);
+  // Another recipe has memory of its own, and the graph's stays.
+  {
+    autocast fp8(true, Float8BlockScaling{});
+    ASSERT_OK(small.linear->forward(small.x, nullptr, {.reuse_weights = reuse}).status());
+  }
+  EXPECT_EQ(run(yes), third);
 }
 
 TEST_F(GraphedSteps, MistakesWithReusedWeightsAreTold) {
