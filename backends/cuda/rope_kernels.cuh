@@ -163,7 +163,7 @@ __device__ inline void angle_of(const Rotation& r, int64_t position, int d, floa
 
 // Decoded position of an item.
 template <class T>
-struct Place {
+struct ItemPlace {
   Head<T> head;
   int item = 0;
   uint32_t token = 0;  // of the block's
@@ -197,7 +197,7 @@ struct PackItem {
   int first = 0, second = 0, table = -1;
   uint32_t token = 0;
 
-  __device__ void load(const Place<T>& place, const RopePlan& plan) {
+  __device__ void load(const ItemPlace<T>& place, const RopePlan& plan) {
     const Head<T>& h = place.head;
     const int columns = plan.columns_of(h.table);
     const int pairs = columns / (2 * kGroup);
@@ -288,7 +288,7 @@ struct PairItem {
   int first = -1, second = -1, table = -1;
   uint32_t token = 0;
 
-  __device__ void load(const Place<T>& place, const RopePlan& plan) {
+  __device__ void load(const ItemPlace<T>& place, const RopePlan& plan) {
     const Head<T>& h = place.head;
     const int columns = plan.columns_of(h.table);
     const int pairs = columns / 2;
