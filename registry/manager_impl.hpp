@@ -137,6 +137,9 @@ bool read_stream(Call& call);
   context.struct_size = sizeof context;
   context.flags = (deterministic ? uint32_t{TE_FL_CALL_DETERMINISTIC} : 0u) |
                   (call.capturing ? uint32_t{TE_FL_CALL_CAPTURING} : 0u);
+  if (core::g_validate.load(std::memory_order_relaxed) && !call.capturing) {
+    context.flags |= TE_FL_CALL_VALIDATE;
+  }
   context.device = call.signature.device.to_c();
   context.provider = call.signature.device.provider;
   context.stream = call.options.stream;

@@ -107,8 +107,10 @@ void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
 void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context) {
   count_ = sum_ = 0;
   many_.clear();
-  // A call that is captured gets the plan that was made before capture, when all is allowed.
-  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING}, context.provider));
+  // A call that is captured gets the plan that was made before capture, when all is allowed; and
+  // what is looked at besides changes no plan.
+  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE},
+              context.provider));
   add(pair_of(static_cast<uint32_t>(context.device.type),
               static_cast<uint32_t>(context.device.index)));
   uint32_t size;

@@ -47,6 +47,10 @@
  *      modes, shapes, devices, scalar ranges. An implementation checks only what its schema
  *      cannot say, and answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and
  *      rule.
+ *      Values in a device's memory (indices, positions) need not be waited for: an op that meets
+ *      one which may not be writes NaN where it counts, stays inside its memory, and the device's
+ *      next synchronize() of that stream or synchronize_event() answers TE_FL_INVALID_ARGUMENT,
+ *      once, naming the op too. A call with TE_FL_CALL_VALIDATE looks at them before it writes.
  *  R13 Functions are called from any thread. run() of one implementation may be entered by
  *      several threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises
  *      it.
@@ -307,7 +311,9 @@ typedef struct te_fl_rng {
 
 enum {                                     /* te_fl_context.flags */
        TE_FL_CALL_DETERMINISTIC = 1u << 0, /* same inputs, same bits, or refuse */
-       TE_FL_CALL_CAPTURING = 1u << 1      /* the stream is being captured into a graph */
+       TE_FL_CALL_CAPTURING = 1u << 1,     /* the stream is being captured into a graph */
+       /* TE_FL_VALIDATE=1, outside of captures: check what costs a wait, too (R12). */
+       TE_FL_CALL_VALIDATE = 1u << 2
 };
 
 typedef struct te_fl_context {
@@ -462,9 +468,9 @@ typedef struct te_fl_op_desc {
       TE_FL_INIT(NULL);
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
      scaling modes, the parts present, all scalars, device and context flags; TE_FL_CALL_CAPTURING
-     aside, so that a captured call finds the plan of the call that went before. Every call that has
-     it gets the plan in ctx->plan, several at once, in workspace() and run(). The host keeps a
-     bounded number of plans. */
+     and _VALIDATE aside, so that a captured call finds the plan of the call that went before. Every
+     call that has it gets the plan in ctx->plan, several at once, in workspace() and run(). The host
+     keeps a bounded number of plans. */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
@@ -510,7 +516,9 @@ typedef struct te_fl_device_api {
                        const te_fl_error_sink*); /* required */
   te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*);
   te_fl_status (*destroy_stream)(void* self, void* stream, const te_fl_error_sink*);
-  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*); /* required */
+  /* Waits for the stream. An error may be that of any op enqueued before; INVALID_ARGUMENT is a
+     mistake in the values of one (R12), after which the device goes on. Required. */
+  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*);
   te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*);
   te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*);
   te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*);
