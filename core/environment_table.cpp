@@ -62,8 +62,9 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_NUM_THREADS", "", kInt, "0", "0 4096",
      "Threads of the host backends' pool, the caller included; 0: as many as cores are available."},
     {"TE_FL_VALIDATE", "", kBool, "0", "",
-     "1: arguments are also checked for overlapping memory, memory that is not the device's and "
-     "streams of other devices, which costs more than the usual checks."},
+     "1: arguments are also checked for overlapping memory, memory that is not the device's, "
+     "streams of other devices, and values in a device's memory such as indices, for which the "
+     "stream is waited for; that costs more than the usual checks."},
     {"TE_FL_NVTX", "", kBool, "0", "",
      "1: the CUDA plugin marks each op with an NVTX range of the op's and the implementation's "
      "name. Read when the plugin is loaded."},

@@ -26,7 +26,8 @@ class ChoiceBook {
   std::string error() const;
   bool tunes() const noexcept { return tune_.load(std::memory_order_relaxed); }
 
-  // Whether nothing can be found. Throws FAILED_PRECONDITION, as find() does, with what error() says.
+  // Whether nothing can be found. Throws FAILED_PRECONDITION, as find() does, with what error()
+  // says.
   bool empty() const;
   // The choice for the device, library, power limit and problem of `key` (find_choice()).
   std::optional<GemmChoice> find(const GemmChoice& key) const;
@@ -37,8 +38,7 @@ class ChoiceBook {
   // measured meanwhile, here or by another process. Nothing if `measure` returns nothing. Throws
   // FAILED_PRECONDITION if the file cannot be read or written, and what `measure` throws.
   std::optional<GemmChoice> find_or_measure(
-      int device, const GemmChoice& key,
-      const std::function<std::optional<GemmChoice>()>& measure);
+      int device, const GemmChoice& key, const std::function<std::optional<GemmChoice>()>& measure);
 
  private:
   void take_up(std::vector<GemmChoice> there);

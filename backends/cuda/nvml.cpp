@@ -42,8 +42,8 @@ int ask(int device) {
   }
   void* found = nullptr;
   unsigned milliwatts = 0;
-  const bool told = nvml.device_by_bus(bus, &found) == 0 &&
-                    nvml.enforced_limit(found, &milliwatts) == 0;
+  const bool told =
+      nvml.device_by_bus(bus, &found) == 0 && nvml.enforced_limit(found, &milliwatts) == 0;
   return told ? static_cast<int>((milliwatts + 500) / 1000) : 0;
 }
 

@@ -54,8 +54,8 @@ void check_positions(const te_fl_context& ctx, const char* op, const Positions& 
     invalid("start_positions has shape " + shape_text(*start_positions) + ", expected [" +
             std::to_string(p.batch) + "]: one for each sequence");
   }
-  PositionRules rules{nullptr, p.cu, p.batch, p.sbhd ? p.extent0 : p.extent1, tokens,
-                      p.cp_size, p.cp_rank};
+  PositionRules rules{nullptr, p.cu,      p.batch,  p.sbhd ? p.extent0 : p.extent1,
+                      tokens,  p.cp_size, p.cp_rank};
   for (int i = 0; i < 2; ++i) {
     const NamedTable& table = i == 0 ? first : second;
     rules.tables[i] = table.name;

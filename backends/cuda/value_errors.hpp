@@ -13,10 +13,10 @@
 namespace te_fl::cuda {
 
 enum class ValueRule : int32_t {
-  kIndex,         // indices[at] is `value`, which is not in [0, bound)
-  kTarget,        // targets[at] likewise, and is not ignore_index
-  kStart,         // start_positions[at] is `value`, less than 0
-  kSpan,          // sequence `at` of cu_seqlens goes from `value` to `more`: down, or out of [0, bound]
+  kIndex,   // indices[at] is `value`, which is not in [0, bound)
+  kTarget,  // targets[at] likewise, and is not ignore_index
+  kStart,   // start_positions[at] is `value`, less than 0
+  kSpan,    // sequence `at` of cu_seqlens goes from `value` to `more`: down, or out of [0, bound]
   kSpanMultiple,  // one of these is no multiple of cp_size, `bound`
   kOddLength,     // sequence `at` has `value` tokens on this rank, two equal chunks
   kPosition       // `argument` has `bound` positions, sequence `at` needs position `value`

@@ -469,8 +469,8 @@ typedef struct te_fl_op_desc {
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
      scaling modes, the parts present, all scalars, device and context flags; TE_FL_CALL_CAPTURING
      and _VALIDATE aside, so that a captured call finds the plan of the call that went before. Every
-     call that has it gets the plan in ctx->plan, several at once, in workspace() and run(). The host
-     keeps a bounded number of plans. */
+     call that has it gets the plan in ctx->plan, several at once, in workspace() and run(). The
+     host keeps a bounded number of plans. */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)

@@ -16,16 +16,16 @@ const Device kCuda{TE_FL_DEVICE_CUDA, 0, 0};
 bool says(const Status& status, const std::string& part) {
   return status.to_string().find(part) != std::string::npos;
 }
-#define EXPECT_REFUSED(expr, part)                                            \
-  do {                                                                        \
-    const Status s_ = (expr);                                                 \
-    EXPECT_EQ(s_.code(), StatusCode::kInvalidArgument) << s_.to_string();     \
-    EXPECT_TRUE(says(s_, part)) << s_.to_string();                            \
+#define EXPECT_REFUSED(expr, part)                                        \
+  do {                                                                    \
+    const Status s_ = (expr);                                             \
+    EXPECT_EQ(s_.code(), StatusCode::kInvalidArgument) << s_.to_string(); \
+    EXPECT_TRUE(says(s_, part)) << s_.to_string();                        \
   } while (false)
-#define EXPECT_FINE(expr)                     \
-  do {                                        \
-    const Status s_ = (expr);                 \
-    EXPECT_TRUE(s_.ok()) << s_.to_string();   \
+#define EXPECT_FINE(expr)                   \
+  do {                                      \
+    const Status s_ = (expr);               \
+    EXPECT_TRUE(s_.ok()) << s_.to_string(); \
   } while (false)
 
 constexpr int64_t kRows = 11, kWidth = 64, kBad = 99;
@@ -87,14 +87,16 @@ TEST_F(GpuValues, TheWaitForTheStreamTells) {
   const std::vector<float> y = numbers(rows);
   EXPECT_EQ(y[0], 0);
   EXPECT_EQ(y[3 * kWidth - 1], 0);
-  for (int64_t i = 3 * kWidth; i < 4 * kWidth; ++i) EXPECT_TRUE(std::isnan(y[static_cast<size_t>(i)]));
+  for (int64_t i = 3 * kWidth; i < 4 * kWidth; ++i)
+    EXPECT_TRUE(std::isnan(y[static_cast<size_t>(i)]));
   EXPECT_FINE(look_up(good, stream));
   EXPECT_FINE(stream.synchronize());
 }
 
 TEST_F(GpuValues, ValidateRefusesBeforeAnythingIsWritten) {
   EXPECT_FINE(environment::set("TE_FL_VALIDATE", "1"));
-  EXPECT_REFUSED(look_up(bad, stream), "indices[3] is 99; it must lie in [0, 11), the rows of weight");
+  EXPECT_REFUSED(look_up(bad, stream),
+                 "indices[3] is 99; it must lie in [0, 11), the rows of weight");
   EXPECT_FINE(stream.synchronize());
   for (const float y : numbers(rows)) EXPECT_EQ(y, 7);
   EXPECT_FINE(look_up(good, stream));

@@ -375,7 +375,8 @@ TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
     if (!contains(texts[i], "choices of products | ")) continue;
     found = true;
     EXPECT_EQ(findings[i].level, uint32_t{TE_FL_FINDING_PROBLEM});
-    EXPECT_TRUE(contains(texts[i], "/nonexistent/choices.json cannot be read | products"))
+    EXPECT_TRUE(contains(
+        texts[i], "/nonexistent/choices.json cannot be read: No such file or directory | products"))
         << texts[i];
     EXPECT_TRUE(contains(texts[i], "| name a file that TE_FL_CUDA_GEMM_TUNE=1 has written"))
         << texts[i];

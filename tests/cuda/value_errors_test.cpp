@@ -43,7 +43,8 @@ TEST(CudaValueErrors, AreToldOnceToWhoWaitsForTheirStream) {
   ASSERT_TRUE(told);
   EXPECT_EQ(told->at, 3);
   EXPECT_FALSE(board.take(stream(1)));
-  ASSERT_TRUE(note(board.slot_of(stream(1)), index_error(5))) << "and the next call's are seen again";
+  ASSERT_TRUE(note(board.slot_of(stream(1)), index_error(5)))
+      << "and the next call's are seen again";
   EXPECT_EQ(board.take(stream(1))->at, 5);
 }
 
@@ -89,7 +90,8 @@ TEST(CudaValueErrors, ManyThreadsAreToldEachErrorOnce) {
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
-      const void* const mine = stream(static_cast<uintptr_t>(t % 2 + 1));  // two threads to a stream
+      const void* const mine =
+          stream(static_cast<uintptr_t>(t % 2 + 1));  // two threads to a stream
       for (int i = 0; i < kErrors; ++i) {
         const ValueError error{"op", nullptr, ValueRule::kIndex, i, i, i, i};
         if (note(board.slot_of(mine), error)) ++noted;
@@ -134,11 +136,13 @@ TEST(CudaRopePositions, StartsAndTables) {
   PositionRules rules;
   rules.starts = starts, rules.batch = 4, rules.length = 4;
   rules.tables[0] = "freqs", rules.rows[0] = 10;
-  EXPECT_EQ(broken(rules), (Texts{"", "", "freqs has 10 positions, but position 10 is needed (sequence 2)",
-                                  "start_positions[3] is -1, expected 0 or more"}));
+  EXPECT_EQ(broken(rules),
+            (Texts{"", "", "freqs has 10 positions, but position 10 is needed (sequence 2)",
+                   "start_positions[3] is -1, expected 0 or more"}));
   rules.tables[0] = "q_freqs", rules.rows[0] = 100, rules.tables[1] = "k_freqs", rules.rows[1] = 9;
   rules.batch = 2;
-  EXPECT_EQ(broken(rules), (Texts{"", "k_freqs has 9 positions, but position 9 is needed (sequence 1)"}));
+  EXPECT_EQ(broken(rules),
+            (Texts{"", "k_freqs has 9 positions, but position 9 is needed (sequence 1)"}));
   rules.length = 0;
   EXPECT_EQ(broken(rules), (Texts{"", ""})) << "no token, no position";
 }
@@ -150,8 +154,9 @@ TEST(CudaRopePositions, RaggedSequences) {
   rules.tables[0] = "freqs", rules.rows[0] = 4;
   const Texts got = broken(rules);
   EXPECT_EQ(got[0], "");
-  EXPECT_EQ(got[1], "sequence 1 of cu_seqlens spans tokens 4 to 2, expected non-decreasing values from "
-                    "0 to 12 (the input's tokens times cp_size)");
+  EXPECT_EQ(got[1],
+            "sequence 1 of cu_seqlens spans tokens 4 to 2, expected non-decreasing values from "
+            "0 to 12 (the input's tokens times cp_size)");
   EXPECT_NE(got[2].find("spans tokens 2 to 13"), std::string::npos);
   EXPECT_NE(got[3].find("spans tokens 13 to -4"), std::string::npos);
   EXPECT_NE(got[4].find("spans tokens -4 to -4"), std::string::npos);
@@ -164,11 +169,13 @@ TEST(CudaRopePositions, SharedAmongRanks) {
   rules.tables[0] = "freqs", rules.rows[0] = 8;
   const Texts got = broken(rules);
   EXPECT_EQ(got[0], "");
-  EXPECT_NE(got[1].find("spans tokens 8 to 11, expected multiples of cp_size, 2"), std::string::npos);
+  EXPECT_NE(got[1].find("spans tokens 8 to 11, expected multiples of cp_size, 2"),
+            std::string::npos);
   EXPECT_NE(got[2].find("spans tokens 11 to 12, expected multiples"), std::string::npos);
   EXPECT_EQ(got[3], "");
-  EXPECT_NE(got[4].find("sequence 4 of cu_seqlens has 3 tokens on this rank, expected an even number"),
-            std::string::npos);
+  EXPECT_NE(
+      got[4].find("sequence 4 of cu_seqlens has 3 tokens on this rank, expected an even number"),
+      std::string::npos);
   // Of 8 tokens in four chunks rank 0 holds 0, 1 and 6, 7; rank 1 holds 2 to 5.
   EXPECT_EQ(last_position(4, 2, 0), 7);
   EXPECT_EQ(last_position(4, 2, 1), 5);
