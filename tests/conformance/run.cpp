@@ -5,6 +5,7 @@
 #include <cstring>
 #include <set>
 #include <stdexcept>
+#include <utility>
 
 #include "conformance/compare.hpp"
 #include "conformance/device_mirror.hpp"
