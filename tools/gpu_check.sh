@@ -82,7 +82,7 @@ find_cudnns
 # with_cudnn I COMMAND..: the command with the I-th cuDNN before all others, and its name in the log.
 with_cudnn() {
   local folder=${cudnn_folders[$1]}
-  env TEFL_LOG_LEVEL=INFO LD_LIBRARY_PATH="${folder:+$folder:}$LD_LIBRARY_PATH" "${@:2}"
+  env TEFL_LOG_LEVEL=INFO LD_LIBRARY_PATH="$build/lib${folder:+:$folder}:$LD_LIBRARY_PATH" "${@:2}"
 }
 # "cuDNN 9.14.0", as the plugin said when it opened it; or where it lies, of one that served nothing.
 cudnn_name() { # LOG I
@@ -170,7 +170,7 @@ check_graphs() { # ROW NAME I
   with_cudnn "$3" env GRAPHED_STEP_DEVICE=cuda:0 TE_FL_PLUGIN_MODULES="$plugin" "$build/bin/nn_graphed_step_test" \
     --gtest_filter='GraphedStepsOnADevice*' >"$out/$2.log" 2>&1
   echo $? >"$out/$2.code"
-  row "$1" "$(result_of "$2")" "$(tail -n 1 "$out/$2.log")"
+  row "$1" "$(result_of "$2")" "$(tail -n 1 "$out/$2.log"); $(cudnn_name "$out/$2.log" "$3")"
 }
 
 cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention --reduced) has_cudnn=1
