@@ -95,7 +95,7 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
 
 Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
                                   const Tensor* residual) const {
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, empty_like(dz, options_.activation_dtype));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, empty_like(dz, saved.x.dtype()));
   TE_FL_ASSIGN_OR_RETURN(GradTarget dgamma, GradTarget::open(weight_.get()));
   TE_FL_ASSIGN_OR_RETURN(GradTarget dbeta, GradTarget::open(bias_.get()));
   TE_FL_RETURN_IF_ERROR(run_backward(dz, saved, residual, dx, dgamma.tensor(), dbeta.tensor()));
@@ -128,11 +128,11 @@ Status Norm::init(Normalization kind, const NormOptions& options) {
 Result<Tensor> Norm::forward(const Tensor& x, Ctx* ctx) {
   const NormOptions& options = core_->options();
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, options.hidden_size, "Norm: x"));
-  auto record = std::make_unique<NormRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<NormRecord>(ctx, "Norm"));
   TE_FL_ASSIGN_OR_RETURN(Tensor z, detail::empty_like(flat, options.activation_dtype));
   TE_FL_RETURN_IF_ERROR(core_->forward(flat, z, record->saved));
   record->shape.assign(x.shape().begin(), x.shape().end());
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return z.view(x.shape());
 }
 

@@ -20,7 +20,7 @@ class NormCore {
 
   // z = norm(x); z may be quantised. Fills `saved`.
   Status forward(const Tensor& x, const Tensor& z, Saved& saved) const;
-  // dz [rows, hidden] -> dx in the activation dtype, plus residual (same shape) if not null.
+  // dz [rows, hidden] -> dx in x's dtype, plus residual (same shape) if not null.
   Result<Tensor> backward(const Tensor& dz, const Saved& saved, const Tensor* residual) const;
 
  private:

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <utility>
 
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
@@ -94,6 +95,29 @@ Pointers grads_of(const std::vector<NamedParameter>& parameters) {
   return grads;
 }
 
+// FAILED_PRECONDITION naming the first parameter whose gradient is an older step's.
+Status check_fresh(const char* who, const std::vector<NamedParameter>& parameters) {
+  for (const NamedParameter& p : parameters) {
+    if (!p.parameter->grad_stale) continue;
+    return failed_precondition(
+        std::string(who) + ": the gradient of " + p.name +
+        " was cleared by clear_grad() and not written since, so it holds an earlier step's values; "
+        "run a backward first, use zero_grad() where it is to count as zero, or set "
+        "Parameter::grad_stale = false if you wrote it yourself");
+  }
+  return {};
+}
+
+// Ends the backwards that wrote the gradients, if nobody has: their scales' updates are still to be
+// made.
+Status end_backwards(const std::vector<NamedParameter>& parameters) {
+  for (const NamedParameter& p : parameters) {
+    const auto updates = std::exchange(p.parameter->gradient_updates, nullptr);
+    if (updates != nullptr) TE_FL_RETURN_IF_ERROR(updates->end());
+  }
+  return {};
+}
+
 Status grad_norm_into(const Pointers& grads, const Tensor& norm) {
   te_fl_multi_tensor_l2norm_args args{};
   args.inputs = grads.data();
@@ -126,6 +150,7 @@ Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, floa
                             "; it must be greater than 0");
   }
   if (parameters.empty()) return 0.0f;
+  TE_FL_RETURN_IF_ERROR(check_fresh("clip_grad_norm", parameters));
   const Pointers grads = grads_of(parameters);
   const Device device = parameters.front().grad().device();
   TE_FL_ASSIGN_OR_RETURN(Tensor norm, Tensor::empty({1}, DType::kF32, device));
@@ -220,6 +245,8 @@ Status Optimizer::step() {
         "step's count and learning rate for ever; create the optimizer with capturable = true");
   }
   if (capturing && uncapturable_ != nullptr) return failed_precondition(uncapturable_);
+  TE_FL_RETURN_IF_ERROR(check_fresh("Optimizer::step", parameters_));
+  TE_FL_RETURN_IF_ERROR(end_backwards(parameters_));
   if (device_ == nullptr && max_grad_norm_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
     if (!std::isfinite(last_grad_norm_)) {

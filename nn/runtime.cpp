@@ -12,6 +12,11 @@ namespace {
 
 thread_local std::shared_ptr<AutocastFrame> tls_frame;
 
+std::shared_ptr<GradientUpdates>& thread_updates() {
+  thread_local auto updates = std::make_shared<GradientUpdates>();
+  return updates;
+}
+
 bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
   return a.dtype == b.dtype && a.recipe.margin == b.recipe.margin &&
          a.recipe.amax_compute_algo == b.recipe.amax_compute_algo;
@@ -23,6 +28,7 @@ Status update_group(const std::vector<const PendingUpdate*>& group) {
   for (const PendingUpdate* update : group) {
     histories.push_back(update->state->history());
     scales.push_back(update->state->scale());
+    TE_FL_RETURN_IF_ERROR(update->state->use());
     update->state->scales_changed();
   }
   const PendingUpdate& first = *group.front();
@@ -50,7 +56,44 @@ void PendingUpdates::add(PendingUpdate update) {
   }
 }
 
-std::vector<PendingUpdate> PendingUpdates::take() { return std::exchange(updates_, {}); }
+void GradientUpdates::add(PendingUpdate update) {
+  std::lock_guard lock(mutex_);
+  update.state->set_pending(true);
+  pending_.add(std::move(update));
+}
+
+void GradientUpdates::defer(Status status) {
+  std::lock_guard lock(mutex_);
+  deferred_ = std::move(status);
+}
+
+std::vector<PendingUpdate> GradientUpdates::take() {
+  std::lock_guard lock(mutex_);
+  std::vector<PendingUpdate> updates = pending_.take();
+  for (const PendingUpdate& update : updates) update.state->set_pending(false);
+  return updates;
+}
+
+void GradientUpdates::put_back(std::vector<PendingUpdate> updates) {
+  for (PendingUpdate& update : updates) add(std::move(update));
+}
+
+Status GradientUpdates::end() {
+  Status deferred;
+  {
+    std::lock_guard lock(mutex_);
+    deferred = std::exchange(deferred_, Status());
+  }
+  Status status = update_scales(take());
+  return deferred.ok() ? status : deferred;
+}
+
+const std::shared_ptr<GradientUpdates>& current_gradient_updates() { return thread_updates(); }
+
+std::shared_ptr<GradientUpdates> exchange_gradient_updates(
+    std::shared_ptr<GradientUpdates> updates) {
+  return std::exchange(thread_updates(), std::move(updates));
+}
 
 Status update_scales(const std::vector<PendingUpdate>& updates) {
   std::vector<bool> done(updates.size(), false);
@@ -109,7 +152,36 @@ Result<Fp8Mode> current_mode() {
   mode.calibrating = frame->options.calibrating && !frame->options.enabled;
   mode.recipe = frame->recipe;
   mode.session = frame->session;
+  mode.gradients = current_gradient_updates();
   return mode;
+}
+
+Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
+                     const std::shared_ptr<Fp8State>& backward, const Device& device) {
+  const DelayedScaling& recipe = *mode.delayed();
+  if (!training && !mode.calibrating) {
+    if (forward->defined() && forward->calibrated()) return forward->use();
+    return failed_precondition(
+        "delayed scaling: an inference (ctx null) has no scales to read, since no amax was ever "
+        "collected for this module, and scale 1 would saturate what exceeds 448. Train a step, "
+        "calibrate (AutocastOptions::calibrating; not for FP8 attention) or load FP8 state before, "
+        "or use Float8CurrentScaling");
+  }
+  TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len, device));
+  TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len, device));
+  TE_FL_RETURN_IF_ERROR(forward->use());
+  TE_FL_RETURN_IF_ERROR(backward->use());
+  std::lock_guard lock(mode.session->mutex);
+  mode.session->forward.add({forward, recipe, fp8_dtype(*mode.recipe, Role::kInput)});
+  return {};
+}
+
+Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward) {
+  const DType dtype = fp8_dtype(*mode.recipe, Role::kGradient);
+  TE_FL_RETURN_IF_ERROR(backward->retype(dtype));
+  TE_FL_RETURN_IF_ERROR(backward->use());
+  mode.gradients->add({backward, *mode.delayed(), dtype});
+  return {};
 }
 
 }  // namespace detail
@@ -142,9 +214,7 @@ autocast::~autocast() {
   Status status = exit();
   if (status.ok()) return;
   log::error("autocast: " + status.to_string());
-  Context context = Context::current();
-  std::lock_guard lock(context.state().mutex);
-  context.state().deferred = status;
+  detail::current_gradient_updates()->defer(status);
 }
 
 Status autocast::exit() {
@@ -168,17 +238,6 @@ std::optional<Recipe> current_recipe() {
   return *frame->recipe;
 }
 
-Status backward_end() {
-  Context context = Context::current();
-  std::vector<detail::PendingUpdate> updates;
-  Status deferred;
-  {
-    std::lock_guard lock(context.state().mutex);
-    updates = context.state().backward.take();
-    deferred = std::exchange(context.state().deferred, Status());
-  }
-  Status status = detail::update_scales(updates);
-  return deferred.ok() ? status : deferred;
-}
+Status backward_end() { return detail::current_gradient_updates()->end(); }
 
 }  // namespace te_fl::nn

@@ -18,10 +18,10 @@ CallOptions random_options(int64_t count) {
   CallOptions options;
   options.stream = context.stream();
   std::lock_guard lock(context.state().mutex);
-  RandomPosition& random = context.state().random;
+  RandomPosition& random = context.state().position;
   options.rng.seed = random.seed;
   options.rng.offset = random.offset;
-  if (const Tensor& state = context.state().captured_random; state.defined()) {
+  if (const Tensor& state = context.state().captured; state.defined()) {
     options.rng.state = state.data<uint64_t>();
     options.rng.offset -= context.state().captured_at;
   }

@@ -1,6 +1,7 @@
 #include "te_fl/nn/transformer.hpp"
 
 #include "nn/make_gemm.hpp"
+#include "nn/tensor_ops.hpp"
 #include "te_fl/nn/embedding.hpp"
 #include "te_fl/nn/init.hpp"
 
@@ -92,7 +93,7 @@ Result<std::unique_ptr<TransformerLayer>> TransformerLayer::create(
 Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
                                          const ForwardOptions& options) {
   Impl& impl = *impl_;
-  auto record = std::make_unique<LayerRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LayerRecord>(ctx, "TransformerLayer"));
   auto keep = [&](Ctx& part) { return ctx == nullptr ? nullptr : &part; };
   const bool joins = record->joined = impl.joins(x);
   TE_FL_ASSIGN_OR_RETURN(Tensor h, impl.attention->forward(x, keep(record->attention), inputs,
@@ -106,7 +107,7 @@ Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const Attent
   if (!joins) {
     TE_FL_ASSIGN_OR_RETURN(y, impl.mlp_add.forward(h, y, keep(record->mlp_add)));
   }
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 

@@ -48,9 +48,12 @@ TE_FL_API bool fp8_calibrating();
 // The innermost scope's recipe, whether enabled or not; nullopt outside.
 TE_FL_API std::optional<Recipe> current_recipe();
 
-// Updates the scales of the gradients that backwards on this context quantised since the last call
-// (delayed scaling; otherwise there is nothing to do). Call it when a step's backward is complete:
-// once per microbatch or once per optimizer step.
+// Updates the scales of the gradients that the backwards of this thread's forwards quantised since
+// the last call (delayed scaling; otherwise there is nothing to do), on whatever thread and under
+// whatever Context they ran. Call it when a step's backward is complete: once per microbatch or
+// once per optimizer step. A step whose backward nobody ended is ended by Optimizer::step(), or
+// else, with another optimizer, by the first backward after its gradients were cleared. Returns an
+// error that an autocast's end could not return, if there is one.
 TE_FL_API Status backward_end();
 
 }  // namespace te_fl::nn

@@ -11,7 +11,8 @@
 namespace te_fl::nn {
 
 // Scales the gradients so that their global norm is at most max_norm, and returns the norm before.
-// Reads the norm on the host: a synchronisation point.
+// Reads the norm on the host: a synchronisation point. FAILED_PRECONDITION if one was cleared by
+// clear_grad() and not written since.
 TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters,
                                        float max_norm);
 
@@ -26,11 +27,13 @@ class TE_FL_API Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // One update. With max_grad_norm set, clips first: a synchronisation point, unless capturable.
-  // Gradients whose norm is not finite leave everything as it is, with FAILED_PRECONDITION; if
-  // capturable, on the device and without an error, and the step is counted all the same.
-  // While the stream is captured into a graph (capturable only, else FAILED_PRECONDITION) it counts
-  // nothing: advance() does, before each launch.
+  // One update. First makes the scale updates of the FP8 backwards that wrote the gradients, unless
+  // backward_end() has. FAILED_PRECONDITION, and nothing changes, if a gradient was cleared by
+  // clear_grad() and not written since. With max_grad_norm set, clips first: a synchronisation
+  // point, unless capturable. Gradients whose norm is not finite leave everything as it is, with
+  // FAILED_PRECONDITION; if capturable, on the device and without an error, and the step is counted
+  // all the same. While the stream is captured into a graph (capturable only, else
+  // FAILED_PRECONDITION) it counts nothing: advance() does, before each launch.
   Status step();
   // Counts a step that a graph is about to make, and writes step count and learning rate where the
   // graph reads them, on the thread's current stream. GraphedStep calls it. FAILED_PRECONDITION
