@@ -15,13 +15,18 @@ struct IndicesRecord : Ctx::Record {
 // A dropout mask; undefined where nothing was dropped.
 struct MaskRecord : Ctx::Record {
   Tensor mask;
+  Shape shape;  // of the result
 };
 
 Result<Tensor> new_mask(const Tensor& like) {
   return Tensor::empty({(like.numel() + 7) / 8}, DType::kU8, like.device());
 }
 
-Result<Tensor> dropout_backward(const Tensor& dy, const Tensor& mask, float p) {
+Result<Tensor> dropout_backward(const Tensor& dy, const MaskRecord& record, float p,
+                                std::string_view module) {
+  const Tensor& mask = record.mask;
+  const int64_t last = record.shape.empty() ? 0 : record.shape.back();
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, last, module));
   if (!mask.defined()) return dy;
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, detail::empty_like(dy, dy.dtype()));
   te_fl_dropout_bwd_args args{};
@@ -95,13 +100,14 @@ Result<Tensor> Residual::forward(const Tensor& a, const Tensor& b, Ctx* ctx) {
     options = detail::random_options(b.numel());
   }
   TE_FL_RETURN_IF_ERROR(ops::add(args, options));
+  record->shape.assign(y.shape().begin(), y.shape().end());
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
 Result<Tensor> Residual::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Residual"));
-  return dropout_backward(dy, static_cast<MaskRecord&>(*taken).mask, p_);
+  return dropout_backward(dy, static_cast<MaskRecord&>(*taken), p_, "Residual");
 }
 
 Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
@@ -109,6 +115,7 @@ Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
   if (!x.defined()) return invalid_argument("Dropout: x is undefined");
   if (ctx == nullptr) return x;
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MaskRecord>(ctx, "Dropout"));
+  record->shape.assign(x.shape().begin(), x.shape().end());
   Tensor y = x;
   if (p_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(y, detail::empty_like(x, x.dtype()));
@@ -126,7 +133,7 @@ Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
 
 Result<Tensor> Dropout::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Dropout"));
-  return dropout_backward(dy, static_cast<MaskRecord&>(*taken).mask, p_);
+  return dropout_backward(dy, static_cast<MaskRecord&>(*taken), p_, "Dropout");
 }
 
 }  // namespace te_fl::nn

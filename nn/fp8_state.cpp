@@ -121,11 +121,9 @@ Status Fp8State::reset() {
   return fill(scale(), 1);
 }
 
-Status Fp8State::use() {
+void Fp8State::use(bool foreign) {
   keep_for_graph(tensors_);
-  if (foreign_graph_) return {};
-  TE_FL_ASSIGN_OR_RETURN(foreign_graph_, in_foreign_capture(history().device()));
-  return {};
+  foreign_graph_ = foreign_graph_ || foreign;
 }
 
 DType fp8_dtype(const Recipe& recipe, Role role) {

@@ -51,8 +51,8 @@ class Fp8State {
   // Scale 1, history 0, as after the first ensure(). Does nothing if undefined.
   Status reset();
   // The work enqueued now uses the state. If a graph captures it, the memory lives as long as that
-  // graph and stays the state's. Needs defined().
-  Status use();
+  // graph and stays the state's. `foreign`: in_foreign_capture() of its device. Needs defined().
+  void use(bool foreign);
   // F32 [1] views: the slot's scale and its entry in history row 0.
   const Tensor& scale_slot(int64_t slot) const { return tensors_->scale_slots[slot]; }
   const Tensor& amax_slot(int64_t slot) const { return tensors_->amax_slots[slot]; }

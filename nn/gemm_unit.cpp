@@ -31,6 +31,7 @@ GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
 Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   Use use;
   use.training = training;
+  use.version = weight_->version;
   use.dx_dtype = spec_.activation_dtype;
   if (spec_.high_precision) return use;
   TE_FL_ASSIGN_OR_RETURN(use.mode, current_mode());
@@ -119,10 +120,17 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     return flagged_weight(use, options.reuse_weights);
   }
   if (!first.has_value()) return make_weight(use, use.training);
-  if (*first || !cached_.fits(use) || cached_.version != weight_->version) {
-    TE_FL_ASSIGN_OR_RETURN(cached_.weight, make_weight(use, use.training));
-    cached_.version = weight_->version;
-    cached_.recipe = use.mode.recipe;
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
+  const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
+  if (!*first && capture != 0 && !stale && cached_.capture != capture) {
+    return failed_precondition(
+        "a forward with is_first_microbatch = false is captured, and the weights that it reuses "
+        "were computed outside; every launch would read those of today. With is_first_microbatch a "
+        "graph holds all the microbatches of a step; for a graph of one use reuse_weights");
+  }
+  if (*first || stale) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, use.training));
+    cached_ = {std::move(weight), weight_->version, use.mode.recipe, capture};
   }
   return cached_.weight;
 }
@@ -145,7 +153,7 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
           "it once before the capture");
     }
     TE_FL_ASSIGN_OR_RETURN(Tensor weight, quantised_weight(use, use.training));
-    flagged_ = {std::move(weight), weight_->version, use.mode.recipe};
+    flagged_ = {std::move(weight), weight_->version, use.mode.recipe, 0};
   } else if (capturing || flagged_.version == weight_->version) {
     TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight, flag));
   } else {
@@ -237,6 +245,11 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
     use.weight = weight;
   }
   return pre;
+}
+
+Status GemmUnit::check_unchanged(const Use& use) const {
+  const bool own = !use.weight.quantized() && use.weight.raw_data() == weight_->value.raw_data();
+  return own ? nn::detail::check_unchanged(*weight_, use.version) : Status();
 }
 
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
@@ -354,6 +367,7 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
 }
 
 Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
+  TE_FL_RETURN_IF_ERROR(check_unchanged(use));
   TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor, into));
   TE_FL_RETURN_IF_ERROR(wgrad(use, grad));

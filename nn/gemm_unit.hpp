@@ -29,6 +29,7 @@ class GemmUnit {
     bool training = false;
     Tensor input;                  // quantised or of the activation dtype
     Tensor weight;                 // likewise
+    uint64_t version = 0;          // of the parameter at the forward
     DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
   };
 
@@ -59,6 +60,9 @@ class GemmUnit {
   Result<Tensor> forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
                               const Tensor& activated);
 
+  // FAILED_PRECONDITION if the backward would read the weight in the parameter itself and that has
+  // changed since the forward. First in a backward, before anything is written.
+  Status check_unchanged(const Use& use) const;
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows);
   struct Gradient {
@@ -103,6 +107,7 @@ class GemmUnit {
     Tensor weight;
     uint64_t version = 0;  // of the parameter
     std::shared_ptr<const Recipe> recipe;
+    uint64_t capture = 0;  // that made it; 0: none
     bool fits(const Use& use) const;
   };
   Kept cached_;   // by is_first_microbatch = true

@@ -17,7 +17,8 @@ constexpr uint64_t kForeign = UINT64_MAX;  // a capture that nn did not begin
 std::atomic<uint64_t> g_captures{0};
 thread_local StepCapture* t_capture = nullptr;
 
-// The capture that work on the parameter's device would now go into; 0: none.
+}  // namespace
+
 Result<uint64_t> capture_of(const Device& device) {
   if (t_capture != nullptr) return t_capture->id();
   if (device.is_host()) return uint64_t{0};
@@ -25,8 +26,6 @@ Result<uint64_t> capture_of(const Device& device) {
                          devices::is_capturing(device, devices::current_stream()));
   return capturing ? kForeign : uint64_t{0};
 }
-
-}  // namespace
 
 Result<bool> adds(Parameter& parameter) {
   if (parameter.grad_written) return true;
@@ -72,6 +71,14 @@ void StepCapture::touch(Parameter& parameter, bool adds) {
   const auto same = [&](const Touched& t) { return t.parameter == &parameter; };
   if (std::any_of(touched_.begin(), touched_.end(), same)) return;
   touched_.push_back({&parameter, {parameter.grad_written, parameter.grad_stale}, {}, adds});
+}
+
+Status check_unchanged(const Parameter& parameter, uint64_t version) {
+  if (parameter.version == version) return {};
+  return failed_precondition(
+      "backward: the parameter " + parameter.value.describe() +
+      " has changed since the forward (an optimizer's step or load_state()), and the gradient of "
+      "the input would be that of other weights; run each backward before the step");
 }
 
 Status prepare_launch(const std::vector<StepCapture::Touched>& touched) {

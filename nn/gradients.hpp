@@ -16,7 +16,9 @@ namespace te_fl::nn::detail {
 // told apart and are taken for one.
 Result<bool> adds(Parameter& parameter);
 void wrote(Parameter& parameter);
-// Whether work on `device` would now go into a capture, and into one that nn did not begin.
+// The capture that work on `device` would now go into, 0: none; whether there is one, and whether
+// it is one that nn did not begin.
+Result<uint64_t> capture_of(const Device& device);
 Result<bool> capturing(const Device& device);
 Result<bool> in_foreign_capture(const Device& device);
 // Memory that the work uses and its owner may replace: it lives as long as the graph of a step that
@@ -57,6 +59,9 @@ class StepCapture {
   std::vector<std::shared_ptr<const void>> kept_;
 };
 
+// FAILED_PRECONDITION if the value is not the parameter's version `version` any more, which a
+// forward read and its backward is to read again.
+Status check_unchanged(const Parameter& parameter, uint64_t version);
 // What a launch reads is there: gradients that were cleared and not written are filled with zeros,
 // on the current stream.
 Status prepare_launch(const std::vector<StepCapture::Touched>& touched);

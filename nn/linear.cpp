@@ -85,6 +85,7 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
 Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Linear"));
   auto& record = static_cast<LinearRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, gemm_->spec().out, "Linear"));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
@@ -147,6 +148,9 @@ Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const Forward
 Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
   auto& record = static_cast<LayerNormLinearRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, gemm_->spec().out, "LayerNormLinear"));
+  TE_FL_RETURN_IF_ERROR(norm_->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
                          detail::as_operand(dy, gemm_->spec().out, "LayerNormLinear: dy"));
   Tensor residual;

@@ -276,6 +276,10 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormMLP"));
   auto& record = static_cast<MlpRecord&>(*taken);
   const int64_t hidden = impl.options.hidden_size;
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, hidden, "LayerNormMLP"));
+  TE_FL_RETURN_IF_ERROR(impl.fc2->check_unchanged(record.fc2));
+  TE_FL_RETURN_IF_ERROR(impl.fc1->check_unchanged(record.fc1));
+  TE_FL_RETURN_IF_ERROR(impl.norm->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, hidden, "LayerNormMLP: dy"));
   Tensor residual;
   if (residual_grad != nullptr) {

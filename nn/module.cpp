@@ -180,7 +180,8 @@ class StateChecker {
                const std::function<bool(std::string_view)>& skip)
       : source_(source) {
     for (const NamedTensor& t : tensors) {
-      if (skip == nullptr || !skip(t.name)) by_name_.emplace(t.name, &t.tensor);
+      if (skip != nullptr && skip(t.name)) continue;
+      if (!by_name_.emplace(t.name, &t.tensor).second && twice_.empty()) twice_ = t.name;
     }
   }
 
@@ -228,7 +229,8 @@ class StateChecker {
     return {};
   }
 
-  Status check_unknown() const {
+  Status check_names() const {
+    if (!twice_.empty()) return error(twice_, "is given twice", StatusCode::kInvalidArgument);
     for (const auto& [name, tensor] : by_name_) {
       if (std::find(wanted_.begin(), wanted_.end(), name) != wanted_.end()) continue;
       std::string near = environment::nearest(name, wanted_);
@@ -252,6 +254,7 @@ class StateChecker {
   std::string_view source_;
   std::map<std::string, const Tensor*, std::less<>> by_name_;
   std::vector<std::string> wanted_;
+  std::string twice_;
 };
 
 // Whether an update has set the scales [slots]: one is not the initial 1, or the history [length,
@@ -294,7 +297,7 @@ Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_
                                         : checker.check_fp8(path, *entry.fp8);
   });
   TE_FL_RETURN_IF_ERROR(status);
-  return checker.check_unknown();
+  return checker.check_names();
 }
 
 Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,

@@ -306,6 +306,8 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "MultiheadAttention"));
   auto& record = static_cast<MhaRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, impl.options.hidden_size, "MultiheadAttention"));
   Tensor d_codes;
   if (record.fp8.fp8) {
     TE_FL_ASSIGN_OR_RETURN(

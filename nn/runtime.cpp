@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "nn/fp8_state.hpp"
+#include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/log.hpp"
 
@@ -23,12 +24,14 @@ bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
 }
 
 Status update_group(const std::vector<const PendingUpdate*>& group) {
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign,
+                         in_foreign_capture(group.front()->state->scale().device()));
   std::vector<const te_fl_tensor*> histories;
   std::vector<const te_fl_tensor*> scales;
   for (const PendingUpdate* update : group) {
     histories.push_back(update->state->history());
     scales.push_back(update->state->scale());
-    TE_FL_RETURN_IF_ERROR(update->state->use());
+    update->state->use(foreign);
     update->state->scales_changed();
   }
   const PendingUpdate& first = *group.front();
@@ -112,10 +115,16 @@ Status update_scales(const std::vector<PendingUpdate>& updates) {
   return {};
 }
 
-std::shared_ptr<AutocastFrame> current_frame() { return tls_frame; }
+std::shared_ptr<AutocastFrame> current_frame() {
+  // Scopes that another thread ended are left behind here.
+  while (tls_frame != nullptr && tls_frame->ended.load(std::memory_order_acquire)) {
+    tls_frame = std::shared_ptr<AutocastFrame>(std::move(tls_frame->previous));
+  }
+  return tls_frame;
+}
 
 void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
-  frame->previous = tls_frame;
+  frame->previous = current_frame();
   {
     std::lock_guard lock(frame->session->mutex);
     ++frame->session->scopes;
@@ -124,16 +133,10 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
 }
 
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
-  // Scopes end in reverse order; one that does not is taken out of the middle, so that the rest
-  // stays sound.
-  for (std::shared_ptr<AutocastFrame>* link = &tls_frame; *link != nullptr;
-       link = &(*link)->previous) {
-    if (*link == frame) {
-      *link = std::shared_ptr<AutocastFrame>(frame->previous);
-      break;
-    }
-  }
-  frame->previous.reset();
+  // The thread whose list has it, which need not be this one, drops it when it looks next; so
+  // scopes may also end in another order than the reverse.
+  frame->ended.store(true, std::memory_order_release);
+  (void)current_frame();
   std::vector<PendingUpdate> updates;
   {
     std::lock_guard lock(frame->session->mutex);
@@ -144,7 +147,7 @@ Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
 }
 
 Result<Fp8Mode> current_mode() {
-  const AutocastFrame* frame = tls_frame.get();
+  const std::shared_ptr<AutocastFrame> frame = current_frame();
   Fp8Mode mode;
   if (frame == nullptr) return mode;
   TE_FL_RETURN_IF_ERROR(frame->invalid);
@@ -159,8 +162,12 @@ Result<Fp8Mode> current_mode() {
 Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
                      const std::shared_ptr<Fp8State>& backward, const Device& device) {
   const DelayedScaling& recipe = *mode.delayed();
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(device));
   if (!training && !mode.calibrating) {
-    if (forward->defined() && forward->calibrated()) return forward->use();
+    if (forward->defined() && forward->calibrated()) {
+      forward->use(foreign);
+      return {};
+    }
     return failed_precondition(
         "delayed scaling: an inference (ctx null) has no scales to read, since no amax was ever "
         "collected for this module, and scale 1 would saturate what exceeds 448. Train a step, "
@@ -169,8 +176,8 @@ Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<F
   }
   TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len, device));
   TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len, device));
-  TE_FL_RETURN_IF_ERROR(forward->use());
-  TE_FL_RETURN_IF_ERROR(backward->use());
+  forward->use(foreign);
+  backward->use(foreign);
   std::lock_guard lock(mode.session->mutex);
   mode.session->forward.add({forward, recipe, fp8_dtype(*mode.recipe, Role::kInput)});
   return {};
@@ -179,7 +186,8 @@ Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<F
 Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward) {
   const DType dtype = fp8_dtype(*mode.recipe, Role::kGradient);
   TE_FL_RETURN_IF_ERROR(backward->retype(dtype));
-  TE_FL_RETURN_IF_ERROR(backward->use());
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(backward->scale().device()));
+  backward->use(foreign);
   mode.gradients->add({backward, *mode.delayed(), dtype});
   return {};
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -82,11 +83,12 @@ struct AutocastFrame {
   Status invalid;  // why the recipe cannot be used
   std::shared_ptr<Session> session;
   std::shared_ptr<AutocastFrame> previous;
+  std::atomic<bool> ended = false;
 };
 
 // Makes `frame` the thread's innermost and counts it in its session.
 void push_frame(const std::shared_ptr<AutocastFrame>& frame);
-// Removes it again; updates the forward scales if it was its session's last.
+// Ends it, on whatever thread; updates the forward scales if it was its session's last.
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame);
 std::shared_ptr<AutocastFrame> current_frame();
 // Runs the delayed-scaling update of all of them: one op call per FP8 type, margin and algorithm.

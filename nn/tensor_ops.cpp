@@ -1,6 +1,8 @@
 #include "nn/tensor_ops.hpp"
 
+#include <algorithm>
 #include <mutex>
+#include <string>
 
 #include "nn/gradients.hpp"
 #include "nn/runtime.hpp"
@@ -128,8 +130,19 @@ Result<Tensor> as_operand(const Tensor& x, int64_t last, std::string_view what) 
 
 Shape with_last(std::span<const int64_t> like, int64_t last) {
   Shape shape(like.begin(), like.end());
-  shape.back() = last;
+  if (!shape.empty()) shape.back() = last;
   return shape;
+}
+
+Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
+                      std::string_view module) {
+  const Shape want = with_last(x_shape, last);
+  if (dy.defined() && std::ranges::equal(dy.shape(), want)) return {};
+  std::string shape;
+  for (const int64_t n : want) shape += (shape.empty() ? "[" : ",") + std::to_string(n);
+  return invalid_argument(std::string(module) + ": dy is " +
+                          (dy.defined() ? dy.describe() : std::string("undefined")) +
+                          "; it must have the shape of the forward's result, " + shape + "]");
 }
 
 Result<GradTarget> GradTarget::open(Parameter* parameter) {

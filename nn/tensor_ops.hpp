@@ -47,6 +47,11 @@ Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view modu
   return std::make_unique<Record>();
 }
 
+// INVALID_ARGUMENT naming the module unless dy has x's shape with `last` as its last dimension, as
+// the forward's result had.
+Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
+                      std::string_view module);
+
 // Where a gradient that an op can only set, not add, is to be written: the parameter's own tensor,
 // or scratch that commit() adds to it.
 class GradTarget {

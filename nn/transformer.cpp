@@ -10,6 +10,7 @@ namespace {
 
 struct LayerRecord : Ctx::Record {
   Ctx attention, attention_add, mlp, mlp_add;
+  Shape shape;          // of x
   bool joined = false;  // no separate adds
 };
 
@@ -107,6 +108,7 @@ Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const Attent
   if (!joins) {
     TE_FL_ASSIGN_OR_RETURN(y, impl.mlp_add.forward(h, y, keep(record->mlp_add)));
   }
+  record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
@@ -115,6 +117,8 @@ Result<Tensor> TransformerLayer::backward(const Tensor& dy, Ctx& ctx, Tensor* db
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "TransformerLayer"));
   auto& record = static_cast<LayerRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, impl.options.hidden_size, "TransformerLayer"));
   Tensor d_transformed = dy;
   if (!record.joined) {
     TE_FL_ASSIGN_OR_RETURN(d_transformed, impl.mlp_add.backward(dy, record.mlp_add));

@@ -17,10 +17,10 @@ struct AutocastOptions {
   bool calibrating = false;
 };
 
-// Module forwards on this thread use FP8 by `recipe` until the scope ends. Scopes nest, the
-// innermost counts; destroy in reverse order. When the outermost ends, the scales of the forward
-// tensors used inside it are updated (delayed scaling). Backward calls need no scope: they follow
-// their forward.
+// Module forwards on this thread use FP8 by `recipe` until the scope ends, on whatever thread that
+// is. Scopes nest, the innermost that has not ended counts. When the outermost ends, the scales of
+// the forward tensors used inside it are updated (delayed scaling). Backward calls need no scope:
+// they follow their forward.
 //   { nn::autocast fp8(true, nn::DelayedScaling{}); y = layer->forward(x, &ctx); }
 //   layer->backward(dy, ctx);  nn::backward_end();
 // An invalid recipe makes every forward inside the scope fail with its message.

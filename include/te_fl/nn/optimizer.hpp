@@ -20,7 +20,9 @@ TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parame
 using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
 
 // Updates parameters from their F32 gradients through the multi_tensor ops. Parameters in BF16 or
-// F16 get F32 master weights. All state (F32) is allocated by create().
+// F16 get F32 master weights; where the parameter's version shows that somebody else wrote the
+// value (load_state()), the next step begins with the master copied from it. All state (F32) is
+// allocated by create(), to which no parameter may be given twice.
 class TE_FL_API Optimizer {
  public:
   virtual ~Optimizer();
@@ -51,8 +53,9 @@ class TE_FL_API Optimizer {
 
   // Tensors of the state by name ("optimizer.exp_avg.NAME", ...), sharing storage.
   virtual std::vector<NamedTensor> state() const = 0;
-  // For loading; `steps` goes with the state.
-  void set_steps(int64_t steps) noexcept { steps_ = steps; }
+  // For loading, after the state's tensors, and the parameters, were written: `steps` goes with
+  // them, and the master weights are taken for those of the present values.
+  void set_steps(int64_t steps) noexcept;
 
  protected:
   // What step() reads on the device instead of the host.
@@ -65,6 +68,8 @@ class TE_FL_API Optimizer {
 
   Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm);
   Status make_capturable();
+  // Copies the value of parameters_[index] to its master weight, if it has one.
+  virtual Status refresh_master(size_t index) = 0;
   const OnDevice* on_device() const noexcept { return device_.get(); }
   virtual Status update() = 0;
 
@@ -78,9 +83,11 @@ class TE_FL_API Optimizer {
  private:
   Status clip_on_device();
   Status write_state();
+  Status refresh_masters();
   Device home() const;
 
   std::unique_ptr<OnDevice> device_;
+  std::vector<uint64_t> versions_;  // of the parameters, that the master weights belong to
 };
 
 struct AdamOptions {
@@ -120,6 +127,7 @@ class TE_FL_API Adam : public Optimizer {
   struct Impl;
   Adam(std::vector<NamedParameter> parameters, const AdamOptions& options);
   Status update() override;
+  Status refresh_master(size_t index) override;
   Status update_some(bool decays, bool mastered, bool copied);
   std::unique_ptr<Impl> impl_;
 };
@@ -148,6 +156,7 @@ class TE_FL_API SGD : public Optimizer {
   struct Impl;
   SGD(std::vector<NamedParameter> parameters, const SGDOptions& options);
   Status update() override;
+  Status refresh_master(size_t index) override;
   std::unique_ptr<Impl> impl_;
 };
 
