@@ -20,7 +20,8 @@ std::shared_ptr<GradientUpdates>& thread_updates() {
 
 bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
   return a.dtype == b.dtype && a.recipe.margin == b.recipe.margin &&
-         a.recipe.amax_compute_algo == b.recipe.amax_compute_algo;
+         a.recipe.amax_compute_algo == b.recipe.amax_compute_algo &&
+         a.state->scale().device() == b.state->scale().device();
 }
 
 Status update_group(const std::vector<const PendingUpdate*>& group) {

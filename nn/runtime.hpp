@@ -91,7 +91,8 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame);
 // Ends it, on whatever thread; updates the forward scales if it was its session's last.
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame);
 std::shared_ptr<AutocastFrame> current_frame();
-// Runs the delayed-scaling update of all of them: one op call per FP8 type, margin and algorithm.
+// Runs the delayed-scaling update of all of them: one op call per device, FP8 type, margin and
+// algorithm.
 Status update_scales(const std::vector<PendingUpdate>& updates);
 
 // How a forward is to compute.

@@ -233,6 +233,21 @@ TEST_F(GraphedState, AGraphOfSomeoneElseHoldsItToo) {
   EXPECT_SAYS(message(trainer.forward({.amax_history_len = 9}, &ctx)), "a captured graph uses");
 }
 
+TEST_F(GraphedState, ModulesOfTwoDevicesShareAStep) {
+  Trainer trainer(recorder.device());
+  auto host = take(Linear::create({.in_features = kSize, .out_features = kSize}));
+  Ctx on_host, on_device;
+  autocast fp8(true, kRecipe);
+  const Tensor y =
+      take(host->forward(tensor({kRows, kSize}, random_values(kRows * kSize, 1)), &on_host));
+  const Tensor z = take(trainer.module->forward(trainer.x, &on_device));
+  ASSERT_OK(fp8.exit());
+  (void)take(host->backward(y, on_host));
+  (void)take(trainer.module->backward(z, on_device));
+  ASSERT_OK(backward_end());
+  EXPECT_NE(find_state(*host, "fp8.bwd.scale").data<float>()[0], 1);
+}
+
 TEST_F(GraphedState, AGradientClearedOutsideIsOverwrittenByTheNextLaunch) {
   const auto gradients = [&](bool graphed, bool clears) {
     Trainer t(recorder.device());

@@ -120,7 +120,7 @@ TEST(OptimizerParameters, AreNotSteppedTwice) {
   }
 }
 
-TEST(LoadState, RefusesANameThatIsGivenTwice) {
+TEST(LoadStateNames, RefusesANameThatIsGivenTwice) {
   auto linear = make_linear(1), other = make_linear(2);
   std::vector<NamedTensor> tensors = other->state();
   tensors.push_back({"bias", tensors[0].tensor});
