@@ -1,8 +1,10 @@
-// fused_attn_fwd, fused_attn_bwd and the enquiry about them: calls decoded for the plain CUDA
+// fused_attn_fwd, fused_attn_bwd and the enquiry about them: calls decoded for the plugin's own
 // kernels.
 #include <algorithm>
 
+#include "attention_choice.hpp"
 #include "attention_fp8.cuh"
+#include "device.hpp"
 #include "families.hpp"
 #include "overlap.hpp"
 
@@ -161,7 +163,8 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
   const Rounding rounding = outputs.rounding(a.s_quant, true);
   float* lse = a.softmax_lse != nullptr ? backend::data<float>(*a.softmax_lse) : nullptr;
   outputs.prepare();
-  attention_forward(ctx, p, o, lse, rounding);
+  attention_forward(ctx, p, o, lse, rounding,
+                    choose_attention(architecture(ctx.device.index), a).tensor_cores());
   outputs.finish();
   if (a.saved != nullptr) a.saved->opaque = 0;
 }
@@ -200,7 +203,8 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   g.lse = backend::data<const float>(*a.softmax_lse);
   g.delta = static_cast<float*>(ctx.workspace);
   outputs.prepare();
-  attention_backward(ctx, p, g);
+  attention_backward(ctx, p, g,
+                     choose_attention(architecture(ctx.device.index), a).tensor_cores());
   outputs.finish();
 }
 

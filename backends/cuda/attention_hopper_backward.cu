@@ -1,0 +1,557 @@
+// The backward of attention on Hopper's tensor cores, in kernels that each sum in a fixed order: one
+// has 128 queries and sums dq over the keys that pass; one has 128 keys and sums dk and dv over the
+// queries; one has a tile of dbias. Each forms P and dS anew, from the forward's log-sum-exp.
+#include "attention_hopper.cuh"
+#include "attention_launch.hpp"
+#include "shared_memory.hpp"
+
+namespace te_fl::cuda {
+namespace flash {
+namespace {
+
+// ---- delta = rowsum(dO O), 16 threads a row
+
+constexpr int kDeltaLanes = 16, kDeltaRows = kThreads / kDeltaLanes;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    attention_delta_kernel(const __grid_constant__ Attention p,
+                           const __grid_constant__ AttentionGradients g) {
+  const int64_t b = blockIdx.z, h = blockIdx.y;
+  const Span s = p.span(b);
+  const int64_t i = int64_t{blockIdx.x} * kDeltaRows + threadIdx.x / kDeltaLanes;
+  const int d = static_cast<int>(threadIdx.x) % kDeltaLanes * kGroup;
+  float sum = 0.0f;
+  if (i < s.q_len && d < g.o.dim) {
+    float o[kGroup], d_o[kGroup];
+    load_group(static_cast<const T*>(g.o.data) + g.o.offset(b, s.q_begin + i, h) + d, kGroup, o);
+    load_group(static_cast<const T*>(g.d_o.data) + g.d_o.offset(b, s.q_begin + i, h) + d, kGroup,
+               d_o);
+#pragma unroll
+    for (int n = 0; n < kGroup; ++n) sum = fmaf(o[n], d_o[n], sum);
+  }
+#pragma unroll
+  for (int step = kDeltaLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (i < s.q_len && d == 0) g.delta[p.lse_index(s, b, h, i)] = sum;
+}
+
+// What the backward knows of a query: log-sum-exp times log2(e), infinite where P is 0, and delta.
+struct QuerySums {
+  float lse = INFINITY, delta = 0.0f;
+  __device__ QuerySums(const Attention& p, const AttentionGradients& g, const Span& s, int64_t b,
+                       int64_t h, int64_t i) {
+    if (i >= s.q_len) return;
+    const int64_t at = p.lse_index(s, b, h, i);
+    const float value = g.lse[at];
+    if (value == -INFINITY) return;
+    lse = value * kLog2e;
+    delta = g.delta[at];
+  }
+};
+
+// ---- dq
+
+constexpr int kStages = 3;
+constexpr int kQueryFillRegisters = 104, kQueryProductRegisters = 200;
+
+template <int kDim>
+struct QueryShared {
+  using Part = Stage<kDim, true>;
+  static constexpr int kStagesAt = matrix_bytes<kDim>(kFixed);  // after dO
+  static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
+  static constexpr int kBytes = kBarriers + kStages * 2 * 8;
+};
+
+template <class T, int kDim>
+__device__ inline void query_fill(const Attention& p, const AttentionGradients& g, const Span& s,
+                                  int64_t b, int64_t h, int i0, const Tiles& tiles, uint32_t shared,
+                                  Ring<kStages>& ring) {
+  using Shared = QueryShared<kDim>;
+  using Part = typename Shared::Part;
+  const TermFiller<T, kDim, true> terms(p);
+  const Dropping dropping(p);
+  const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
+  const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
+  const int keys = static_cast<int>(s.kv_len);
+  fill_ring<kStages, Part::kBytes>(
+      ring, shared + Shared::kStagesAt, tiles.count, terms.forms(),
+      [&](int n, uint32_t at) {
+        if (n == 0) {
+          copy_rows<T, kFixed, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
+                                     static_cast<int>(s.q_len), shared);
+        }
+        const int j0 = tiles.begin + n * kPassing;
+        copy_rows<T, kPassing, kDim>(p.k, k, j0, keys, at);
+        copy_rows<T, kPassing, kDim>(p.v, v, j0, keys, at + Part::kSecond);
+        terms.copy(b, h, i0, j0, at);
+      },
+      [&](int n, uint32_t at) { terms.form(dropping, b, h, i0, tiles.begin + n * kPassing, at); });
+}
+
+// Scores and dP become dS. sums[i]: of the thread's two queries.
+__device__ inline void query_gradients(const Attention& p, const QuerySums (&sums)[2],
+                                       uint32_t keep_at, const float (&scores)[kPairs],
+                                       float (&dp)[kPairs]) {
+  if (p.threshold != 0) {
+    const RowBits keep(keep_at);
+    each_score([&](int n, int i, int c) { dp[n] = keep.at(i, c) ? dp[n] * p.kept : 0.0f; });
+  }
+  each_score([&](int n, int i, int) {
+    dp[n] = exp2_of(scores[n] - sums[i].lse) * (dp[n] - sums[i].delta);
+  });
+}
+
+template <class T, int kDim>
+__device__ inline void query_multiply(const Attention& p, const AttentionGradients& g,
+                                      const Span& s, int64_t b, int64_t h, int i0,
+                                      const Tiles& tiles, uint32_t shared, Ring<kStages>& ring) {
+  using Shared = QueryShared<kDim>;
+  using Part = typename Shared::Part;
+  const int row = i0 + Place::row();
+  const int64_t rows = p.thd ? s.q_len : p.seqlen_q;
+  const bool there[2] = {row < s.q_len, row + 8 < s.q_len};
+  const T* const q = head_of<T>(p.q, b, s.q_begin, h);
+  const HeldRows<T, kDim> held({q + row * p.q.seq, q + (row + 8) * p.q.seq}, there, p.q.dim);
+  const QuerySums sums[2] = {{p, g, s, b, h, row}, {p, g, s, b, h, row + 8}};
+  Terms<T, kDim, true> terms(p, s);
+  terms.head(b, h);
+  terms.seen[0] = keys_of(p, s, row);
+  terms.seen[1] = keys_of(p, s, row + 8);
+  float dq[kDim / 2] = {};
+  for (int n = 0; n < tiles.count; ++n, ring.next()) {
+    const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
+    ring.wait_full();
+    float scores[kPairs], dp[kPairs];
+    __syncwarp();
+    hopper::begin_products();
+    start_held<T, kDim>(held, at, scores);
+    hopper::end_products();
+    start_shared<T, kDim>(shared, at + Part::kSecond, dp);
+    hopper::end_products();
+    hopper::wait_for_sums<1>(scores);
+    terms.apply(at + Part::kBias, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
+    hopper::wait_for_sums(dp);
+    query_gradients(p, sums, at + Part::kKeep, scores, dp);
+    uint32_t packed[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pack_step<T>(dp, k, packed[k]);
+    __syncwarp();
+    hopper::begin_products();
+    start_across<T>(packed, at, dq);
+    hopper::end_products();
+    hopper::wait_for_sums(dq);
+    ring.release();
+  }
+  T* const to = const_cast<T*>(head_of<T>(g.dq, b, s.q_begin, h));
+  const bool written[2] = {row < rows, row + 8 < rows};
+  store_rows<T, kDim>(g.dq, {to + row * g.dq.seq, to + (row + 8) * g.dq.seq}, written, dq,
+                      {p.scale, p.scale});
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    attention_hopper_dq_kernel(const __grid_constant__ Attention p,
+                               const __grid_constant__ AttentionGradients g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const int64_t b = blockIdx.z, h = blockIdx.y;
+  const Span s = p.span(b);
+  const int64_t i0 = int64_t{gridDim.x - 1 - blockIdx.x} * kFixed;  // as in the forward
+  if (i0 >= (p.thd ? s.q_len : p.seqlen_q)) return;
+  const uint32_t shared = hopper::shared_address(memory);
+  Ring<kStages> ring(shared + QueryShared<kDim>::kBarriers);
+  if (threadIdx.x == 0) ring.init();
+  __syncthreads();
+  const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
+  if (threadIdx.x < kGroupThreads) {
+    hopper::give_registers_back<kQueryFillRegisters>();
+    query_fill<T, kDim>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
+  } else {
+    hopper::take_registers<kQueryProductRegisters>();
+    query_multiply<T, kDim>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
+  }
+#endif
+}
+
+// ---- dk and dv
+
+// Of a thread; the block has 504 for one of each warp group. Two pairs of sums fill those of wide heads.
+template <int kDim>
+constexpr int kKeyProductRegisters = kDim > 64 ? 216 : 200;
+template <int kDim>
+constexpr int kKeyFillRegisters = 504 - 2 * kKeyProductRegisters<kDim>;
+
+template <int kDim>
+struct KeyShared {
+  using Part = Stage<kDim, false>;
+  static constexpr int kV = matrix_bytes<kDim>(kFixed);  // after K
+  static constexpr int kStagesAt = 2 * kV;
+  static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
+  static constexpr int kBytes = kBarriers + kStages * 2 * 8;
+};
+
+// The stages of a block: every head that shares the keys, and of each the queries that see them.
+struct KeyWork {
+  Tiles tiles;
+  int64_t first_head;
+  int count;
+  __device__ KeyWork(const Attention& p, const Span& s, int64_t kv_head, int64_t j0)
+      : tiles(seen_by(j0, s.kv_len, [&](int64_t j) { return queries_of(p, s, j); })),
+        first_head(kv_head * (p.heads / p.kv_heads)),
+        count(static_cast<int>(p.heads / p.kv_heads) * tiles.count) {}
+  __device__ int64_t head(int n) const { return first_head + n / tiles.count; }
+  __device__ int query(int n) const { return tiles.begin + n % tiles.count * kPassing; }
+};
+
+template <class T, int kDim>
+__device__ inline void key_fill(const Attention& p, const AttentionGradients& g, const Span& s,
+                                int64_t b, int64_t kv_head, int j0, const KeyWork& work,
+                                uint32_t shared, Ring<kStages>& ring) {
+  using Shared = KeyShared<kDim>;
+  using Part = typename Shared::Part;
+  const TermFiller<T, kDim, false> terms(p);
+  const Dropping dropping(p);
+  const int queries = static_cast<int>(s.q_len), keys = static_cast<int>(s.kv_len);
+  fill_ring<kStages, Part::kBytes>(
+      ring, shared + Shared::kStagesAt, work.count, terms.forms(),
+      [&](int n, uint32_t at) {
+        if (n == 0) {
+          copy_rows<T, kFixed, kDim>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), j0, keys,
+                                     shared);
+          copy_rows<T, kFixed, kDim>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), j0, keys,
+                                     shared + Shared::kV);
+        }
+        const int64_t h = work.head(n);
+        const int i0 = work.query(n);
+        copy_rows<T, kPassing, kDim>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries, at);
+        copy_rows<T, kPassing, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0, queries,
+                                     at + Part::kSecond);
+        terms.copy(b, h, i0, j0, at);
+      },
+      [&](int n, uint32_t at) {
+        const int64_t h = work.head(n);
+        const int i0 = work.query(n);
+        if (filler() < kPassing) {
+          const QuerySums sums(p, g, s, b, h, i0 + filler());
+          const uint32_t to = at + Part::kSums + filler() * 4;
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(sums.lse) : "memory");
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + kPassing * 4), "f"(sums.delta)
+                       : "memory");
+        }
+        terms.form(dropping, b, h, i0, j0, at);
+      });
+}
+
+// Scores become P after dropout but for its factor, and dP becomes dS.
+template <class Part>
+__device__ inline void key_gradients(const Attention& p, uint32_t stage, float (&scores)[kPairs],
+                                     float (&dp)[kPairs]) {
+  const bool drops = p.threshold != 0;
+  const float kept = drops ? p.kept : 1.0f;
+  uint64_t bits[2] = {};
+  if (drops) {
+    const RowBits keep(stage + Part::kKeep);
+    bits[0] = keep.rows[0], bits[1] = keep.rows[1];
+  }
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    const uint32_t at = stage + Part::kSums + (8 * t + Place::col()) * 4;
+    const float2 lse = shared_pair(at), delta = shared_pair(at + kPassing * 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& p0 = scores[4 * t + 2 * i];
+      float& p1 = scores[4 * t + 2 * i + 1];
+      float& d0 = dp[4 * t + 2 * i];
+      float& d1 = dp[4 * t + 2 * i + 1];
+      p0 = exp2_of(p0 - lse.x);
+      p1 = exp2_of(p1 - lse.y);
+      const auto half = static_cast<uint32_t>(t < 4 ? bits[i] : bits[i] >> 32) >> (8 * t % 32);
+      const bool keep0 = !drops || (half & 1) != 0, keep1 = !drops || (half & 2) != 0;
+      d0 = p0 * ((keep0 ? d0 * kept : 0.0f) - delta.x);
+      d1 = p1 * ((keep1 ? d1 * kept : 0.0f) - delta.y);
+      if (!keep0) p0 = 0.0f;
+      if (!keep1) p1 = 0.0f;
+    }
+  }
+}
+
+template <class T, int kDim>
+__device__ inline void key_multiply(const Attention& p, const AttentionGradients& g, const Span& s,
+                                    int64_t b, int64_t kv_head, int j0, const KeyWork& work,
+                                    uint32_t shared, Ring<kStages>& ring) {
+  using Shared = KeyShared<kDim>;
+  using Part = typename Shared::Part;
+  const int row = j0 + Place::row();
+  const int64_t rows = p.thd ? s.kv_len : p.seqlen_kv;
+  Terms<T, kDim, false> terms(p, s);
+  terms.seen[0] = queries_of(p, s, row);
+  terms.seen[1] = queries_of(p, s, row + 8);
+  float dk[kDim / 2] = {}, dv[kDim / 2] = {};
+  for (int n = 0; n < work.count; ++n, ring.next()) {
+    const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
+    terms.head(b, work.head(n));
+    ring.wait_full();
+    float scores[kPairs], dp[kPairs];
+    __syncwarp();
+    hopper::begin_products();
+    start_shared<T, kDim>(shared, at, scores);
+    hopper::end_products();
+    start_shared<T, kDim>(shared + Shared::kV, at + Part::kSecond, dp);
+    hopper::end_products();
+    hopper::wait_for_sums<1>(scores);
+    terms.apply(at + Part::kBias, at + Part::kHide, row, work.query(n), scores);
+    hopper::wait_for_sums(dp);
+    key_gradients<Part>(p, at, scores, dp);
+    uint32_t packed_p[4][4], packed_ds[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      pack_step<T>(scores, k, packed_p[k]);
+      pack_step<T>(dp, k, packed_ds[k]);
+    }
+    __syncwarp();
+    hopper::begin_products();
+    start_across<T>(packed_p, at + Part::kSecond, dv);
+    start_across<T>(packed_ds, at, dk);
+    hopper::end_products();
+    hopper::wait_for_sums(dv);
+    hopper::wait_for_sums(dk);
+    ring.release();
+  }
+  const bool written[2] = {row < rows, row + 8 < rows};
+  const float kept = p.threshold != 0 ? p.kept : 1.0f;
+  T* const to_k = const_cast<T*>(head_of<T>(g.dk, b, s.kv_begin, kv_head));
+  T* const to_v = const_cast<T*>(head_of<T>(g.dv, b, s.kv_begin, kv_head));
+  store_rows<T, kDim>(g.dk, {to_k + row * g.dk.seq, to_k + (row + 8) * g.dk.seq}, written, dk,
+                      {p.scale, p.scale});
+  store_rows<T, kDim>(g.dv, {to_v + row * g.dv.seq, to_v + (row + 8) * g.dv.seq}, written, dv,
+                      {kept, kept});
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    attention_hopper_dkv_kernel(const __grid_constant__ Attention p,
+                                const __grid_constant__ AttentionGradients g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const int64_t b = blockIdx.z, kv_head = blockIdx.y, j0 = int64_t{blockIdx.x} * kFixed;
+  const Span s = p.span(b);
+  if (j0 >= (p.thd ? s.kv_len : p.seqlen_kv)) return;
+  const uint32_t shared = hopper::shared_address(memory);
+  Ring<kStages> ring(shared + KeyShared<kDim>::kBarriers);
+  if (threadIdx.x == 0) ring.init();
+  __syncthreads();
+  const KeyWork work(p, s, kv_head, j0);
+  if (threadIdx.x < kGroupThreads) {
+    hopper::give_registers_back<kKeyFillRegisters<kDim>>();
+    key_fill<T, kDim>(p, g, s, b, kv_head, static_cast<int>(j0), work, shared, ring);
+  } else {
+    hopper::take_registers<kKeyProductRegisters<kDim>>();
+    key_multiply<T, kDim>(p, g, s, b, kv_head, static_cast<int>(j0), work, shared, ring);
+  }
+#endif
+}
+
+// ---- dbias: 128 queries by 64 keys of one matrix of it, over the heads and sequences that share it
+
+constexpr int kBiasStages = 2;
+
+template <int kDim>
+struct BiasShared {
+  using Part = Stage<kDim, true>;
+  static constexpr int kTile = Part::kRows * bias_pitch(Part::kCols);  // the bias's own
+  static constexpr int kMatrix = matrix_bytes<kDim>(kFixed), kSecond = matrix_bytes<kDim>(kPassing);
+  // Of a stage: q, dO, k, v, and bits.
+  static constexpr int kDO = kMatrix, kK = 2 * kMatrix, kV = kK + kSecond, kKeep = kV + kSecond,
+                       kHide = kKeep + kBitsBytes, kStageBytes = kHide + kBitsBytes;
+  static constexpr int kStagesAt = (kTile + 1023) / 1024 * 1024;
+  static constexpr int kBarriers = kStagesAt + kBiasStages * kStageBytes;
+  static constexpr int kBytes = kBarriers + kBiasStages * 2 * 8;
+  static_assert(kStageBytes % 1024 == 0);
+};
+
+// One tile of dbias, and what is summed into it.
+struct BiasWork {
+  int i0, j0;
+  int64_t matrix_b, matrix_h, first_b, last_b, first_h, heads;
+
+  __device__ BiasWork(const Attention& p, const AttentionGradients& g) {
+    const int across = static_cast<int>(ceil_div(p.seqlen_kv, kPassing));
+    i0 = static_cast<int>(blockIdx.x) / across * kFixed;
+    j0 = static_cast<int>(blockIdx.x) % across * kPassing;
+    matrix_b = blockIdx.z, matrix_h = blockIdx.y;
+    first_b = g.dbias_batches == 1 ? 0 : matrix_b;
+    last_b = g.dbias_batches == 1 ? p.batch : matrix_b + 1;
+    first_h = g.dbias_heads == 1 ? 0 : matrix_h;
+    heads = g.dbias_heads == 1 ? p.heads : 1;
+  }
+  // Whether a query of the tile sees a key of it in a sequence.
+  __device__ bool seen(const Attention& p, const Span& s) const {
+    const Range r = seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); });
+    return r.begin < j0 + kPassing && r.end > j0;
+  }
+};
+
+template <class T, int kDim>
+__device__ inline void bias_fill(const Attention& p, const AttentionGradients& g,
+                                 const BiasWork& work, uint32_t shared, Ring<kBiasStages>& ring) {
+  using Shared = BiasShared<kDim>;
+  const TermFiller<T, kDim, true> terms(p);
+  const Dropping dropping(p);
+  bool first = true;
+  for (int64_t b = work.first_b; b < work.last_b; ++b) {
+    const Span s = p.span(b);
+    if (!work.seen(p, s)) continue;
+    const int queries = static_cast<int>(s.q_len), keys = static_cast<int>(s.kv_len);
+    fill_ring<kBiasStages, Shared::kStageBytes>(
+        ring, shared + Shared::kStagesAt, static_cast<int>(work.heads), terms.forms(),
+        [&](int n, uint32_t at) {
+          const int64_t h = work.first_h + n, kv_head = p.kv_head(h);
+          if (first) {
+            terms.copy_to(work.matrix_b, work.matrix_h, work.i0, work.j0, shared);
+            first = false;
+          }
+          copy_rows<T, kFixed, kDim>(p.q, head_of<T>(p.q, b, s.q_begin, h), work.i0, queries, at);
+          copy_rows<T, kFixed, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), work.i0, queries,
+                                     at + Shared::kDO);
+          copy_rows<T, kPassing, kDim>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), work.j0, keys,
+                                       at + Shared::kK);
+          copy_rows<T, kPassing, kDim>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), work.j0, keys,
+                                       at + Shared::kV);
+        },
+        [&](int n, uint32_t at) {
+          terms.form_to(dropping, b, work.first_h + n, work.i0, work.j0, at + Shared::kKeep,
+                        at + Shared::kHide);
+        });
+  }
+}
+
+template <class T>
+__device__ inline void store_bias(const Attention& p, const AttentionGradients& g,
+                                  const BiasWork& work, const float (&sum)[kPairs]) {
+  HeadData out;
+  out.data = g.dbias.data;
+  out.dtype = g.dbias.dtype;
+  const int row = work.i0 + Place::row(), column = work.j0 + Place::col();
+  const int64_t first = g.dbias.offset(work.matrix_b, work.matrix_h, 0, 0);
+  const bool pairs = g.dbias.col == 1 && out.dtype == p.q.dtype &&
+                     (g.dbias.row % 2 | g.dbias.head % 2 | g.dbias.batch % 2) == 0 &&
+                     reinterpret_cast<uintptr_t>(out.data) % 4 == 0;
+#pragma unroll
+  for (int n = 0; n < kPairs; n += 2) {
+    const int i = row + n / 2 % 2 * 8, j = column + n / 4 * 8;
+    if (i >= p.seqlen_q || j >= p.seqlen_kv) continue;
+    const int64_t at = first + i * g.dbias.row + j * g.dbias.col;
+    if (pairs && j + 1 < p.seqlen_kv) {
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(out.data) + at) =
+          hopper::pack<T>(sum[n], sum[n + 1]);
+      continue;
+    }
+    out.put(at, sum[n]);
+    if (j + 1 < p.seqlen_kv) out.put(at + g.dbias.col, sum[n + 1]);
+  }
+}
+
+template <class T, int kDim>
+__device__ inline void bias_multiply(const Attention& p, const AttentionGradients& g,
+                                     const BiasWork& work, uint32_t shared,
+                                     Ring<kBiasStages>& ring) {
+  using Shared = BiasShared<kDim>;
+  const int row = work.i0 + Place::row();
+  float sum[kPairs] = {};
+  for (int64_t b = work.first_b; b < work.last_b; ++b) {
+    const Span s = p.span(b);
+    if (!work.seen(p, s)) continue;
+    Terms<T, kDim, true> terms(p, s);
+    terms.seen[0] = keys_of(p, s, row);
+    terms.seen[1] = keys_of(p, s, row + 8);
+    for (int64_t h = work.first_h; h < work.first_h + work.heads; ++h, ring.next()) {
+      const uint32_t at = shared + Shared::kStagesAt + ring.stage * Shared::kStageBytes;
+      terms.head(b, h);
+      const QuerySums sums[2] = {{p, g, s, b, h, row}, {p, g, s, b, h, row + 8}};
+      ring.wait_full();
+      float scores[kPairs], dp[kPairs];
+      __syncwarp();
+      hopper::begin_products();
+      start_shared<T, kDim>(at, at + Shared::kK, scores);
+      hopper::end_products();
+      start_shared<T, kDim>(at + Shared::kDO, at + Shared::kV, dp);
+      hopper::end_products();
+      hopper::wait_for_sums<1>(scores);
+      terms.apply(shared, at + Shared::kHide, row, work.j0, scores);
+      hopper::wait_for_sums(dp);
+      query_gradients(p, sums, at + Shared::kKeep, scores, dp);
+      ring.release();
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) sum[n] += dp[n];
+    }
+  }
+  store_bias<T>(p, g, work, sum);
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    attention_hopper_dbias_kernel(const __grid_constant__ Attention p,
+                                  const __grid_constant__ AttentionGradients g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const uint32_t shared = hopper::shared_address(memory);
+  Ring<kBiasStages> ring(shared + BiasShared<kDim>::kBarriers);
+  if (threadIdx.x == 0) ring.init();
+  __syncthreads();
+  const BiasWork work(p, g);
+  if (threadIdx.x < kGroupThreads) {
+    hopper::give_registers_back<kQueryFillRegisters>();
+    bias_fill<T, kDim>(p, g, work, shared, ring);
+  } else {
+    hopper::take_registers<kQueryProductRegisters>();
+    bias_multiply<T, kDim>(p, g, work, shared, ring);
+  }
+#endif
+}
+
+// ---- launches
+
+template <auto kKernel, size_t kBytes>
+void launch(const te_fl_context& ctx, const char* name, const dim3& grid, const Attention& p,
+            const AttentionGradients& g) {
+  static SharedMemory memory;
+  memory.require(ctx.device.index, kKernel, kBytes);
+  kKernel<<<grid, kBlockThreads, kBytes, stream_of(ctx)>>>(p, g);
+  check_launch(name);
+}
+
+template <class T, int kDim>
+void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
+  const cudaStream_t stream = stream_of(ctx);
+  if (p.seqlen_q > 0) {
+    const dim3 rows(static_cast<unsigned>(ceil_div(p.seqlen_q, kDeltaRows)),
+                    static_cast<unsigned>(p.heads), static_cast<unsigned>(p.batch));
+    attention_delta_kernel<T><<<rows, kThreads, 0, stream>>>(p, g);
+    check_launch("attention_delta_kernel");
+    launch<attention_hopper_dq_kernel<T, kDim>, QueryShared<kDim>::kBytes>(
+        ctx, "attention_hopper_dq_kernel", fixed_grid(p.seqlen_q, p.heads, p.batch), p, g);
+  }
+  if (p.seqlen_kv == 0) return;
+  launch<attention_hopper_dkv_kernel<T, kDim>, KeyShared<kDim>::kBytes>(
+      ctx, "attention_hopper_dkv_kernel", fixed_grid(p.seqlen_kv, p.kv_heads, p.batch), p, g);
+  if (g.dbias.data == nullptr || p.seqlen_q == 0) return;
+  const dim3 tiles(static_cast<unsigned>(ceil_div(p.seqlen_q, kFixed) *
+                                         ceil_div(p.seqlen_kv, kPassing)),
+                   static_cast<unsigned>(g.dbias_heads), static_cast<unsigned>(g.dbias_batches));
+  launch<attention_hopper_dbias_kernel<T, kDim>, BiasShared<kDim>::kBytes>(
+      ctx, "attention_hopper_dbias_kernel", tiles, p, g);
+}
+
+}  // namespace
+}  // namespace flash
+
+void hopper_attention_backward(const te_fl_context& ctx, const Attention& p,
+                               const AttentionGradients& g) {
+  const bool wide = std::max(p.q.dim, p.v.dim) > 64, half = p.q.dtype == TE_FL_F16;
+  const auto run = half ? wide ? flash::backward<fp16, 128> : flash::backward<fp16, 64>
+                   : wide ? flash::backward<bf16, 128>
+                          : flash::backward<bf16, 64>;
+  run(ctx, p, g);
+}
+
+}  // namespace te_fl::cuda
