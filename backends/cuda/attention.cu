@@ -169,9 +169,9 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
   if (a.saved != nullptr) a.saved->opaque = 0;
 }
 
-// Row sums, before the scratch of the gradients.
+// Two sums of each row, before the scratch of the gradients.
 size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
-  const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(2 * sizeof(float));
   return static_cast<size_t>(round_up(bytes, 256));
 }
 size_t backward_workspace(const te_fl_context&, const te_fl_fused_attn_bwd_args& a) {
@@ -202,6 +202,7 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   }
   g.lse = backend::data<const float>(*a.softmax_lse);
   g.delta = static_cast<float*>(ctx.workspace);
+  g.log2_sum = g.delta + backend::numel(*a.softmax_lse);
   outputs.prepare();
   attention_backward(ctx, p, g,
                      choose_attention(architecture(ctx.device.index), a).tensor_cores());

@@ -333,6 +333,7 @@ struct AttentionGradients {
   int64_t dsink_stride;
   const float* lse;
   float* delta;                // scratch, one per row of lse
+  float* log2_sum;             // likewise: lse times log2(e); of the tensor-core kernels alone
   Rounding p_codes, ds_codes;  // dbias and dsink come from the values before
 };
 void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,

@@ -38,7 +38,7 @@ struct Stage {
   static constexpr int kBias = 2 * kSecond;
   static constexpr int kKeep = kBias + kRows * bias_pitch(kCols);
   static constexpr int kHide = kKeep + kBitsBytes;
-  static constexpr int kSums = kHide + kBitsBytes;  // log-sum-exp and delta of 64 queries
+  static constexpr int kSums = kHide + kBitsBytes;  // QuerySums of 64 queries
   static constexpr int kEnd = kSums + (kKeysPass ? 0 : kPassing * 8);
   static constexpr int kBytes = (kEnd + 1023) / 1024 * 1024;
 };
@@ -115,16 +115,18 @@ struct Tiles {
 __device__ inline int filler() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
 
 // Rows [begin, begin + kRows) of one head, zeros from `end` on and in columns past the head's size.
+// A thread has the same 16 bytes of rows that lie kStep apart, a multiple of the swizzle's 8.
 template <class T, int kRows, int kDim>
 __device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end, uint32_t to) {
-  constexpr int kUnits = kDim / 8;  // of 16 bytes in a row
+  constexpr int kUnits = kDim / 8, kStep = kGroupThreads / kUnits;
+  const int row = filler() / kUnits, unit = filler() % kUnits;
+  const int rows = unit * 8 < t.dim ? end - begin - row : 0;  // that exist from this one on
+  const T* from = head + (begin + row) * t.seq + unit * 8;
+  const int64_t step = kStep * t.seq;
+  to += (unit / 8) * (kRows * 128) + row * 128 + ((unit % 8) ^ (row & 7)) * 16;
 #pragma unroll 4
-  for (int n = 0; n < kRows * kUnits / kGroupThreads; ++n) {
-    const int index = filler() + n * kGroupThreads, row = index / kUnits, unit = index % kUnits;
-    const bool there = begin + row < end && unit * 8 < t.dim;
-    const T* from = there ? head + (begin + row) * t.seq + unit * 8 : static_cast<T*>(t.data);
-    const uint32_t at = (unit / 8) * (kRows * 128) + row * 128 + ((unit % 8) ^ (row & 7)) * 16;
-    hopper::copy_async(to + at, from, there ? 16 : 0);
+  for (int n = 0; n < kRows / kStep; ++n, from += step) {
+    hopper::copy_async(to + n * kStep * 128, from, n * kStep < rows ? 16 : 0);
   }
 }
 
@@ -141,14 +143,15 @@ __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole
   const ScoreData& d = p.bias;
   const int rows = static_cast<int>(p.seqlen_q), cols = static_cast<int>(p.seqlen_kv);
   if (whole) {  // 16 bytes at a time
-    constexpr int kUnits = kCols / 8;
+    constexpr int kUnits = kCols / 8, kStep = kGroupThreads / kUnits;
+    const int row = filler() / kUnits, unit = filler() % kUnits, i = i0 + row, j = j0 + unit * 8;
+    const auto bytes = static_cast<uint32_t>(min(max(cols - j, 0), 8)) * 2;
+    const T* from = matrix + i * d.row + j;
+    const int64_t step = kStep * d.row;
+    to += row * kPitch + unit * 16;
 #pragma unroll 4
-    for (int n = 0; n < kRows * kUnits / kGroupThreads; ++n) {
-      const int index = filler() + n * kGroupThreads, row = index / kUnits, unit = index % kUnits;
-      const int i = i0 + row, j = j0 + unit * 8;
-      const int left = i < rows ? min(max(cols - j, 0), 8) : 0;
-      const T* from = left > 0 ? matrix + i * d.row + j : static_cast<const T*>(d.data);
-      hopper::copy_async(to + row * kPitch + unit * 16, from, static_cast<uint32_t>(left) * 2);
+    for (int n = 0; n < kRows / kStep; ++n, from += step) {
+      hopper::copy_async(to + n * kStep * kPitch, from, i + n * kStep < rows ? bytes : 0);
     }
     return;
   }
@@ -185,25 +188,42 @@ struct Dropping {
         threshold(static_cast<uint32_t>(p.threshold)) {
     p.logical(rows, cols);
   }
-  __device__ uint32_t four(uint64_t counter) const {
-    const auto words = numeric::philox4x32(key, counter);
+  // Bits of the words of kBlocks counters. A group has one warp on each scheduler, so rounds of
+  // several counters are interleaved: each waits for its own products only.
+  template <int kBlocks>
+  __device__ uint32_t blocks(uint64_t counter) const {
+    std::array<uint32_t, 4> words[kBlocks];
+    auto round_key = numeric::philox_key(key);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) words[n] = numeric::philox_counter(counter + n);
+#pragma unroll
+    for (int round = 0; round < numeric::kPhiloxRounds; ++round) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) words[n] = numeric::philox_round(words[n], round_key);
+      round_key = numeric::philox_next(round_key);
+    }
     uint32_t bits = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) bits |= (words[w] >= threshold ? 1u : 0u) << w;
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) bits |= words[n][w] >= threshold ? 1u << (4 * n + w) : 0u;
+    }
     return bits;
   }
-  // Of kCount keys from j0 on, a multiple of 4. `row`: (b H + h) rows + i.
-  template <class Bits, int kCount>
+  // Of kCount keys from j0 on, 32 or 64. `row`: (b H + h) rows + i. kBlocks: counters at once.
+  template <class Bits, int kCount, int kBlocks>
   __device__ Bits keep(int64_t row, int64_t j0) const {
     const uint64_t first = static_cast<uint64_t>(row * cols + j0), counter = base + first / 4;
     const int skipped = static_cast<int>(first % 4);
+    constexpr int kStep = 4 * kBlocks;
     Bits bits = 0;
-#pragma unroll 4
-    for (int n = 0; n < kCount / 4; ++n) {
-      bits = bits >> 4 | static_cast<Bits>(four(counter + n)) << (kCount - 4);
+#pragma unroll 1
+    for (int n = 0; n < kCount; n += kStep) {
+      bits = bits >> kStep | static_cast<Bits>(blocks<kBlocks>(counter + n / 4))
+                                 << (kCount - kStep);
     }
     if (skipped == 0) return bits;
-    return bits >> skipped | static_cast<Bits>(four(counter + kCount / 4)) << (kCount - skipped);
+    return bits >> skipped | static_cast<Bits>(blocks<1>(counter + kCount / 4)) << (kCount - skipped);
   }
 };
 
@@ -223,95 +243,129 @@ __device__ inline uint32_t transposed(uint32_t x) {
 // Bits of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query.
 __device__ inline void keep_by_query(const Dropping& d, int64_t first_row, int i0, int j0,
                                      uint32_t to) {
-  put_bits(to + filler() * 8, d.keep<uint64_t, 64>(first_row + i0 + filler(), j0));
+  put_bits(to + filler() * 8, d.keep<uint64_t, 64, 4>(first_row + i0 + filler(), j0));
 }
 // Of the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
 __device__ inline void keep_by_key(const Dropping& d, int64_t first_row, int i0, int j0,
                                    uint32_t to) {
   const int warp = filler() / 32, lane = filler() % 32, j = j0 + warp * 32;
   const int64_t row = first_row + i0 + lane;
-  const uint64_t low = transposed(d.keep<uint32_t, 32>(row, j));
-  const uint64_t high = transposed(d.keep<uint32_t, 32>(row + 32, j));
+  const uint64_t low = transposed(d.keep<uint32_t, 32, 2>(row, j));
+  const uint64_t high = transposed(d.keep<uint32_t, 32, 2>(row + 32, j));
   put_bits(to + filler() * 8, low | high << 32);
 }
 
-// The mask tensor's bits, set where a pair is hidden; the same two ways.
-__device__ inline bool hidden_at(const Attention& p, const uint8_t* matrix, int i, int j) {
-  return i < p.seqlen_q && j < p.seqlen_kv && matrix[i * p.attn_mask.row + j * p.attn_mask.col] != 0;
-}
-__device__ inline void hide_by_query(const Attention& p, const uint8_t* matrix, int i0, int j0,
-                                     uint32_t to) {
-  const int warp = filler() / 32, lane = filler() % 32;
-  uint32_t low = 0, high = 0;
-#pragma unroll 8
-  for (int row = 0; row < 32; ++row) {
-    const int i = i0 + warp * 32 + row;
-    const uint32_t first = __ballot_sync(~0u, hidden_at(p, matrix, i, j0 + lane));
-    const uint32_t second = __ballot_sync(~0u, hidden_at(p, matrix, i, j0 + 32 + lane));
-    if (lane == row) low = first, high = second;
-  }
-  put_bits(to + filler() * 8, low | uint64_t{high} << 32);
-}
-__device__ inline void hide_by_key(const Attention& p, const uint8_t* matrix, int i0, int j0,
-                                   uint32_t to) {
-  uint64_t bits = 0;
-#pragma unroll 8
-  for (int row = 0; row < 64; ++row) {
-    bits |= static_cast<uint64_t>(hidden_at(p, matrix, i0 + row, j0 + filler())) << row;
-  }
-  put_bits(to + filler() * 8, bits);
+// Which bytes are not 0: a bit for each, the first lowest.
+__device__ inline uint32_t bits_of(uint32_t bytes) {
+  const uint32_t high = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) & 0x80808080u;
+  return (high >> 7) * 0x10204080u >> 28;  // the bits meet in the highest four
 }
 
-// What a filler does for one stage besides the operands.
+// The 64 pairs of a stage whose mask a thread turns into bits: as many keys of one query where keys
+// pass, else 32 keys of each of two queries.
+template <bool kKeysPass>
+struct MaskFetch {
+  static constexpr int kRows = kKeysPass ? 1 : 2, kKeys = 64 / kRows;
+  const Attention& p;
+  const uint8_t* matrix = nullptr;
+  bool whole;  // every row can be read 16 bytes at a time
+  uint4 held[4];
+
+  __device__ explicit MaskFetch(const Attention& problem) : p(problem) {
+    const ScoreData& d = problem.attn_mask;
+    whole = d.col == 1 && (d.row % 16 | d.head % 16 | d.batch % 16) == 0 &&
+            reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
+  }
+  __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
+    const ScoreData& d = p.attn_mask;
+    matrix = static_cast<const uint8_t*>(d.data) + b * d.batch + h * d.head;
+    const int lane = filler() % 32, cols = static_cast<int>(p.seqlen_kv);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int i = kKeysPass ? i0 + filler() : i0 + n / 2 * 32 + lane;
+      const int j = kKeysPass ? j0 + n * 16 : j0 + filler() / 32 * 32 + n % 2 * 16;
+      held[n] = make_uint4(0, 0, 0, 0);
+      if (i >= p.seqlen_q || j >= cols) continue;
+      const uint8_t* from = matrix + i * d.row + j * d.col;
+      if (whole && j + 16 <= cols) {
+        held[n] = *reinterpret_cast<const uint4*>(from);
+      } else {
+        held[n] = gather(from, min(16, cols - j));
+      }
+    }
+  }
+  __device__ uint4 gather(const uint8_t* from, int count) const {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      if (n < count && from[n * p.attn_mask.col] != 0) words[n / 4] |= 1u << (n % 4 * 8);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  __device__ uint32_t bits(int n) const {  // of held[n]
+    return bits_of(held[n].x) | bits_of(held[n].y) << 4 | bits_of(held[n].z) << 8 |
+           bits_of(held[n].w) << 12;
+  }
+  // Writes what was fetched last.
+  __device__ void put(uint32_t to) const {
+    uint32_t low = bits(0) | bits(1) << 16, high = bits(2) | bits(3) << 16;
+    if constexpr (!kKeysPass) {
+      low = transposed(low);
+      high = transposed(high);
+    }
+    put_bits(to + filler() * 8, low | uint64_t{high} << 32);
+  }
+};
+
+// What a filler does for the stages besides the operands.
 template <class T, int kDim, bool kKeysPass>
 struct TermFiller {
   using Part = Stage<kDim, kKeysPass>;
   const Attention& p;
   bool bias_whole, drops;
+  Dropping dropping;
+  MaskFetch<kKeysPass> mask;
 
   __device__ explicit TermFiller(const Attention& problem)
       : p(problem),
         bias_whole(problem.bias.data != nullptr && bias_is_whole(problem.bias)),
-        drops(problem.threshold != 0) {}
+        drops(problem.threshold != 0),
+        dropping(problem),
+        mask(problem) {}
   // Asynchronous ones, before the stage's copies are committed. (i0, j0): the stage's first pair.
-  __device__ void copy(int64_t b, int64_t h, int i0, int j0, uint32_t stage) const {
-    if (p.bias.data != nullptr) copy_to(b, h, i0, j0, stage + Part::kBias);
-  }
-  __device__ void copy_to(int64_t b, int64_t h, int i0, int j0, uint32_t to) const {
+  __device__ void copy(int64_t b, int64_t h, int i0, int j0, uint32_t to) const {
+    if (p.bias.data == nullptr) return;
     const T* matrix = static_cast<const T*>(p.bias.data) + b * p.bias.batch + h * p.bias.head;
     copy_bias<T, Part::kRows, Part::kCols>(p, matrix, bias_whole, i0, j0, to);
   }
-  // Whether form() takes so long that the copies have arrived after it.
-  __device__ bool forms() const { return drops || p.mask.arbitrary; }
-  __device__ void form(const Dropping& d, int64_t b, int64_t h, int i0, int j0,
-                       uint32_t stage) const {
-    form_to(d, b, h, i0, j0, stage + Part::kKeep, stage + Part::kHide);
+  // Where keys pass, of the stage that form() writes next; where queries pass, the groups that sum dk
+  // and dv leave no registers to hold it.
+  __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
+    if (kKeysPass && p.mask.arbitrary) mask.fetch(b, h, i0, j0);
   }
-  __device__ void form_to(const Dropping& d, int64_t b, int64_t h, int i0, int j0, uint32_t keep,
-                          uint32_t hide) const {
-    if (drops) {
-      const int64_t first_row = (b * p.heads + h) * d.rows;
-      if constexpr (kKeysPass) {
-        keep_by_query(d, first_row, i0, j0, keep);
-      } else {
-        keep_by_key(d, first_row, i0, j0, keep);
-      }
+  // `next()` is called when what was fetched is written.
+  template <class Next>
+  __device__ void form(int64_t b, int64_t h, int i0, int j0, uint32_t keep, uint32_t hide,
+                       const Next& next) {
+    if (p.mask.arbitrary) {
+      if (!kKeysPass) mask.fetch(b, h, i0, j0);
+      mask.put(hide);
+      next();
     }
-    if (!p.mask.arbitrary) return;
-    const uint8_t* matrix = static_cast<const uint8_t*>(p.attn_mask.data) + b * p.attn_mask.batch +
-                            h * p.attn_mask.head;
+    if (!drops) return;
+    const int64_t first_row = (b * p.heads + h) * dropping.rows;
     if constexpr (kKeysPass) {
-      hide_by_query(p, matrix, i0, j0, hide);
+      keep_by_query(dropping, first_row, i0, j0, keep);
     } else {
-      hide_by_key(p, matrix, i0, j0, hide);
+      keep_by_key(dropping, first_row, i0, j0, keep);
     }
   }
 };
 
 // Stages one after the other. issue(n, stage address) starts the copies of tile n; form(n, stage
-// address) writes what is computed; `forms`: whether the latter has anything to do.
+// address) writes what is computed; `slow`: it takes so long that the copies have arrived after it.
 template <int kStages, int kBytes, class Issue, class Form>
-__device__ inline void fill_ring(Ring<kStages>& ring, uint32_t stages, int count, bool forms,
+__device__ inline void fill_ring(Ring<kStages>& ring, uint32_t stages, int count, bool slow,
                                  const Issue& issue, const Form& form) {
   int pending = -1;
   for (int n = 0; n < count; ++n, ring.next()) {
@@ -325,7 +379,7 @@ __device__ inline void fill_ring(Ring<kStages>& ring, uint32_t stages, int count
     }
     pending = ring.stage;
     form(n, at);
-    if (!forms) continue;
+    if (!slow) continue;
     hopper::wait_copies<0>();
     ring.signal_full(pending);
     pending = -1;

@@ -9,7 +9,7 @@ namespace te_fl::cuda {
 namespace flash {
 namespace {
 
-// ---- delta = rowsum(dO O), 16 threads a row
+// ---- delta = rowsum(dO O) and the log-sum-exp for powers of 2, 16 threads a row
 
 constexpr int kDeltaLanes = 16, kDeltaRows = kThreads / kDeltaLanes;
 
@@ -32,7 +32,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int step = kDeltaLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (i < s.q_len && d == 0) g.delta[p.lse_index(s, b, h, i)] = sum;
+  if (i >= s.q_len || d != 0) return;
+  const int64_t at = p.lse_index(s, b, h, i);
+  const bool empty = g.lse[at] == -INFINITY;  // then P is 0
+  g.delta[at] = empty ? 0.0f : sum;
+  g.log2_sum[at] = empty ? INFINITY : g.lse[at] * kLog2e;
 }
 
 // What the backward knows of a query: log-sum-exp times log2(e), infinite where P is 0, and delta.
@@ -42,12 +46,20 @@ struct QuerySums {
                        int64_t h, int64_t i) {
     if (i >= s.q_len) return;
     const int64_t at = p.lse_index(s, b, h, i);
-    const float value = g.lse[at];
-    if (value == -INFINITY) return;
-    lse = value * kLog2e;
+    lse = g.log2_sum[at];
     delta = g.delta[at];
   }
 };
+// Of 64 queries from i0 to shared memory: log-sum-exps and then deltas; zeros past the sequence,
+// whose scores are hidden.
+__device__ inline void copy_sums(const Attention& p, const AttentionGradients& g, const Span& s,
+                                 int64_t b, int64_t h, int i0, uint32_t to) {
+  const int query = filler() % kPassing;
+  const float* const from = filler() < kPassing ? g.log2_sum : g.delta;
+  const bool there = i0 + query < s.q_len;
+  hopper::copy_word_async(to + filler() * 4,
+                          from + (there ? p.lse_index(s, b, h, i0 + query) : 0), there);
+}
 
 // ---- dq
 
@@ -68,13 +80,16 @@ __device__ inline void query_fill(const Attention& p, const AttentionGradients& 
                                   Ring<kStages>& ring) {
   using Shared = QueryShared<kDim>;
   using Part = typename Shared::Part;
-  const TermFiller<T, kDim, true> terms(p);
-  const Dropping dropping(p);
+  TermFiller<T, kDim, true> terms(p);
   const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
   const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
+  const auto fetch = [&](int n) {
+    if (n < tiles.count) terms.fetch(b, h, i0, tiles.begin + n * kPassing);
+  };
+  fetch(0);
   fill_ring<kStages, Part::kBytes>(
-      ring, shared + Shared::kStagesAt, tiles.count, terms.forms(),
+      ring, shared + Shared::kStagesAt, tiles.count, terms.drops,
       [&](int n, uint32_t at) {
         if (n == 0) {
           copy_rows<T, kFixed, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
@@ -83,9 +98,12 @@ __device__ inline void query_fill(const Attention& p, const AttentionGradients& 
         const int j0 = tiles.begin + n * kPassing;
         copy_rows<T, kPassing, kDim>(p.k, k, j0, keys, at);
         copy_rows<T, kPassing, kDim>(p.v, v, j0, keys, at + Part::kSecond);
-        terms.copy(b, h, i0, j0, at);
+        terms.copy(b, h, i0, j0, at + Part::kBias);
       },
-      [&](int n, uint32_t at) { terms.form(dropping, b, h, i0, tiles.begin + n * kPassing, at); });
+      [&](int n, uint32_t at) {
+        terms.form(b, h, i0, tiles.begin + n * kPassing, at + Part::kKeep, at + Part::kHide,
+                   [&] { fetch(n + 1); });
+      });
 }
 
 // Scores and dP become dS. sums[i]: of the thread's two queries.
@@ -177,7 +195,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 // Of a thread; the block has 504 for one of each warp group. Two pairs of sums fill those of wide heads.
 template <int kDim>
-constexpr int kKeyProductRegisters = kDim > 64 ? 216 : 200;
+constexpr int kKeyProductRegisters = kDim > 64 ? 224 : 176;
 template <int kDim>
 constexpr int kKeyFillRegisters = 504 - 2 * kKeyProductRegisters<kDim>;
 
@@ -209,11 +227,10 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
                                 uint32_t shared, Ring<kStages>& ring) {
   using Shared = KeyShared<kDim>;
   using Part = typename Shared::Part;
-  const TermFiller<T, kDim, false> terms(p);
-  const Dropping dropping(p);
+  TermFiller<T, kDim, false> terms(p);
   const int queries = static_cast<int>(s.q_len), keys = static_cast<int>(s.kv_len);
   fill_ring<kStages, Part::kBytes>(
-      ring, shared + Shared::kStagesAt, work.count, terms.forms(),
+      ring, shared + Shared::kStagesAt, work.count, terms.drops,
       [&](int n, uint32_t at) {
         if (n == 0) {
           copy_rows<T, kFixed, kDim>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), j0, keys,
@@ -226,29 +243,22 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
         copy_rows<T, kPassing, kDim>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries, at);
         copy_rows<T, kPassing, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0, queries,
                                      at + Part::kSecond);
-        terms.copy(b, h, i0, j0, at);
+        copy_sums(p, g, s, b, h, i0, at + Part::kSums);
+        terms.copy(b, h, i0, j0, at + Part::kBias);
       },
       [&](int n, uint32_t at) {
-        const int64_t h = work.head(n);
-        const int i0 = work.query(n);
-        if (filler() < kPassing) {
-          const QuerySums sums(p, g, s, b, h, i0 + filler());
-          const uint32_t to = at + Part::kSums + filler() * 4;
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(sums.lse) : "memory");
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + kPassing * 4), "f"(sums.delta)
-                       : "memory");
-        }
-        terms.form(dropping, b, h, i0, j0, at);
+        terms.form(b, work.head(n), work.query(n), j0, at + Part::kKeep, at + Part::kHide, [] {});
       });
 }
 
-// Scores become P after dropout but for its factor, and dP becomes dS.
-template <class Part>
+// From scores and dP, as A of the next products: P after dropout but for its factor, and dS.
+template <class T, class Part>
 __device__ inline void key_gradients(const Attention& p, uint32_t stage, float (&scores)[kPairs],
-                                     float (&dp)[kPairs]) {
+                                     float (&dp)[kPairs], uint32_t (&packed_p)[4][4],
+                                     uint32_t (&packed_ds)[4][4]) {
   const bool drops = p.threshold != 0;
   const float kept = drops ? p.kept : 1.0f;
-  uint64_t bits[2] = {};
+  uint64_t bits[2] = {~uint64_t{0}, ~uint64_t{0}};
   if (drops) {
     const RowBits keep(stage + Part::kKeep);
     bits[0] = keep.rows[0], bits[1] = keep.rows[1];
@@ -259,18 +269,14 @@ __device__ inline void key_gradients(const Attention& p, uint32_t stage, float (
     const float2 lse = shared_pair(at), delta = shared_pair(at + kPassing * 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float& p0 = scores[4 * t + 2 * i];
-      float& p1 = scores[4 * t + 2 * i + 1];
-      float& d0 = dp[4 * t + 2 * i];
-      float& d1 = dp[4 * t + 2 * i + 1];
-      p0 = exp2_of(p0 - lse.x);
-      p1 = exp2_of(p1 - lse.y);
-      const auto half = static_cast<uint32_t>(t < 4 ? bits[i] : bits[i] >> 32) >> (8 * t % 32);
-      const bool keep0 = !drops || (half & 1) != 0, keep1 = !drops || (half & 2) != 0;
-      d0 = p0 * ((keep0 ? d0 * kept : 0.0f) - delta.x);
-      d1 = p1 * ((keep1 ? d1 * kept : 0.0f) - delta.y);
-      if (!keep0) p0 = 0.0f;
-      if (!keep1) p1 = 0.0f;
+      const int n = 4 * t + 2 * i;
+      const float p0 = exp2_of(scores[n] - lse.x), p1 = exp2_of(scores[n + 1] - lse.y);
+      const auto keep = static_cast<uint32_t>(t < 4 ? bits[i] : bits[i] >> 32) >> (8 * t % 32);
+      const bool keep0 = (keep & 1) != 0, keep1 = (keep & 2) != 0;
+      const float d0 = p0 * ((keep0 ? dp[n] * kept : 0.0f) - delta.x);
+      const float d1 = p1 * ((keep1 ? dp[n + 1] * kept : 0.0f) - delta.y);
+      packed_p[t / 2][t % 2 * 2 + i] = hopper::pack<T>(keep0 ? p0 : 0.0f, keep1 ? p1 : 0.0f);
+      packed_ds[t / 2][t % 2 * 2 + i] = hopper::pack<T>(d0, d1);
     }
   }
 }
@@ -301,13 +307,8 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
     hopper::wait_for_sums<1>(scores);
     terms.apply(at + Part::kBias, at + Part::kHide, row, work.query(n), scores);
     hopper::wait_for_sums(dp);
-    key_gradients<Part>(p, at, scores, dp);
     uint32_t packed_p[4][4], packed_ds[4][4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      pack_step<T>(scores, k, packed_p[k]);
-      pack_step<T>(dp, k, packed_ds[k]);
-    }
+    key_gradients<T, Part>(p, at, scores, dp, packed_p, packed_ds);
     __syncwarp();
     hopper::begin_products();
     start_across<T>(packed_p, at + Part::kSecond, dv);
@@ -395,19 +396,22 @@ template <class T, int kDim>
 __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g,
                                  const BiasWork& work, uint32_t shared, Ring<kBiasStages>& ring) {
   using Shared = BiasShared<kDim>;
-  const TermFiller<T, kDim, true> terms(p);
-  const Dropping dropping(p);
+  TermFiller<T, kDim, true> terms(p);
   bool first = true;
   for (int64_t b = work.first_b; b < work.last_b; ++b) {
     const Span s = p.span(b);
     if (!work.seen(p, s)) continue;
     const int queries = static_cast<int>(s.q_len), keys = static_cast<int>(s.kv_len);
+    const auto fetch = [&](int n) {
+      if (n < work.heads) terms.fetch(b, work.first_h + n, work.i0, work.j0);
+    };
+    fetch(0);
     fill_ring<kBiasStages, Shared::kStageBytes>(
-        ring, shared + Shared::kStagesAt, static_cast<int>(work.heads), terms.forms(),
+        ring, shared + Shared::kStagesAt, static_cast<int>(work.heads), terms.drops,
         [&](int n, uint32_t at) {
           const int64_t h = work.first_h + n, kv_head = p.kv_head(h);
           if (first) {
-            terms.copy_to(work.matrix_b, work.matrix_h, work.i0, work.j0, shared);
+            terms.copy(work.matrix_b, work.matrix_h, work.i0, work.j0, shared);
             first = false;
           }
           copy_rows<T, kFixed, kDim>(p.q, head_of<T>(p.q, b, s.q_begin, h), work.i0, queries, at);
@@ -419,8 +423,8 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
                                        at + Shared::kV);
         },
         [&](int n, uint32_t at) {
-          terms.form_to(dropping, b, work.first_h + n, work.i0, work.j0, at + Shared::kKeep,
-                        at + Shared::kHide);
+          terms.form(b, work.first_h + n, work.i0, work.j0, at + Shared::kKeep, at + Shared::kHide,
+                     [&] { fetch(n + 1); });
         });
   }
 }

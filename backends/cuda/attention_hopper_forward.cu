@@ -56,20 +56,26 @@ template <class T, int kDim>
 __device__ inline void forward_fill(const Attention& p, const Span& s, int64_t b, int64_t h, int i0,
                                     const Tiles& tiles, uint32_t shared, Ring<kStages>& ring) {
   using Part = Stage<kDim, true>;
-  const TermFiller<T, kDim, true> terms(p);
-  const Dropping dropping(p);
+  TermFiller<T, kDim, true> terms(p);
   const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
   const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
+  const auto fetch = [&](int n) {
+    if (n < tiles.count) terms.fetch(b, h, i0, tiles.begin + n * kPassing);
+  };
+  fetch(0);
   fill_ring<kStages, Part::kBytes>(
-      ring, shared, tiles.count, terms.forms(),
+      ring, shared, tiles.count, terms.drops,
       [&](int n, uint32_t at) {
         const int j0 = tiles.begin + n * kPassing;
         copy_rows<T, kPassing, kDim>(p.k, k, j0, keys, at);
         copy_rows<T, kPassing, kDim>(p.v, v, j0, keys, at + Part::kSecond);
-        terms.copy(b, h, i0, j0, at);
+        terms.copy(b, h, i0, j0, at + Part::kBias);
       },
-      [&](int n, uint32_t at) { terms.form(dropping, b, h, i0, tiles.begin + n * kPassing, at); });
+      [&](int n, uint32_t at) {
+        terms.form(b, h, i0, tiles.begin + n * kPassing, at + Part::kKeep, at + Part::kHide,
+                   [&] { fetch(n + 1); });
+      });
 }
 
 template <class T, int kDim>

@@ -95,6 +95,12 @@ __device__ inline void copy_async(uint32_t to, const void* from, uint32_t bytes)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
+// One value of 4 bytes, or a zero.
+__device__ inline void copy_word_async(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "r"(there ? 4 : 0)
+               : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft>
 __device__ inline void wait_copies() {

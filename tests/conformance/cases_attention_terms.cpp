@@ -7,7 +7,7 @@ namespace te_fl::conformance::attention {
 namespace {
 
 constexpr int kBF = TE_FL_BF16, kHalf = TE_FL_F16;
-constexpr int kCausal = TE_FL_MASK_TYPE_CAUSAL, kCorner = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT,
+constexpr int kNone = TE_FL_MASK_TYPE_NONE, kCausal = TE_FL_MASK_TYPE_CAUSAL, kCorner = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT,
               kPadded = TE_FL_MASK_TYPE_PADDING, kPaddedCausal = TE_FL_MASK_TYPE_PADDING_CAUSAL,
               kGiven = TE_FL_MASK_TYPE_ARBITRARY;
 constexpr int kSink = TE_FL_SOFTMAX_TYPE_LEARNABLE, kOne = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE;
@@ -31,7 +31,7 @@ void add_bias(std::vector<Variant>& all) {
   Variant v = crossing(200);
   v.bias = kBF, v.bias_bh = {1, 2}, v.mask = kCausal;
   all.push_back(v);
-  v.layout = kS, v.mask = TE_FL_MASK_TYPE_NONE, v.left = 30, v.right = 17;
+  v.layout = kS, v.mask = kNone, v.left = 30, v.right = 17;
   all.push_back(v);
   v = of_two(136);
   v.bias = kBF, v.mask = kPaddedCausal, v.len_q = {131, 70}, v.len_k = {65, 136};
@@ -42,7 +42,7 @@ void add_bias(std::vector<Variant>& all) {
 }
 
 void add_alibi(std::vector<Variant>& all) {
-  for (int mask : {TE_FL_MASK_TYPE_NONE, kCausal, kCorner}) {
+  for (int mask : {kNone, kCausal, kCorner}) {
     Variant v = of_two(mask == kCorner ? 140 : 70);
     v.mask = mask, v.alibi = mask == kCausal ? 2 : 1;
     all.push_back(v);
@@ -98,7 +98,7 @@ void add_mask_tensors(std::vector<Variant>& all) {
 void add_dropout(std::vector<Variant>& all) {
   for (int64_t sk : {72, 133, 134, 135}) {  // rows begin at each word of a counter
     Variant v = crossing(sk);
-    v.dropout = 0.25f, v.g = 1, v.mask = sk == 134 ? kCausal : TE_FL_MASK_TYPE_NONE;
+    v.dropout = 0.25f, v.g = 1, v.mask = sk == 134 ? kCausal : kNone;
     all.push_back(v);
   }
   Variant v = of_two(70);
