@@ -333,7 +333,10 @@ struct AttentionGradients {
   int64_t dsink_stride;
   const float* lse;
   float* delta;                // scratch, one per row of lse
-  float* log2_sum;             // likewise: lse times log2(e); of the tensor-core kernels alone
+  // Of the tensor-core kernels alone:
+  float* log2_sum;      // scratch likewise: lse times log2(e)
+  uint64_t* kept_bits;  // scratch for dropout's decisions (kept_bit_bytes()), or NULL: drawn twice
+  size_t kept_bytes;
   Rounding p_codes, ds_codes;  // dbias and dsink come from the values before
 };
 void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,

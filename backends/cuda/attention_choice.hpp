@@ -94,4 +94,17 @@ inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn
                                   {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv});
 }
 
+// Scratch in which a backward keeps dropout's decisions for its second kernel, a bit for each pair of
+// [batch x heads, rows, cols] in whole tiles; 0 where it draws them again: without dropout, where the
+// longest sequences are not known (0), and beyond kMostKeptBits.
+constexpr size_t kMostKeptBits = size_t{1} << 30;  // bytes
+constexpr size_t kept_bit_bytes(float dropout_p, int64_t matrices, int64_t rows, int64_t cols) {
+  if (!(dropout_p > 0) || matrices <= 0 || rows <= 0 || cols <= 0) return 0;
+  const int64_t words_of_row = (cols + 63) / 64, whole_rows = (rows + 127) / 128 * 128;
+  // In FP64: the product of such extents may not fit 64 bits.
+  const double bytes = 8.0 * static_cast<double>(matrices) * static_cast<double>(words_of_row) *
+                       static_cast<double>(whole_rows);
+  return bytes <= static_cast<double>(kMostKeptBits) ? static_cast<size_t>(bytes) : 0;
+}
+
 }  // namespace te_fl::cuda

@@ -1,10 +1,10 @@
 // What the kernels of attention on Hopper's tensor cores share: how a block divides its work, the
 // ring of stages through which tiles come, and the terms of a score.
 //
-// A block has three warp groups and a fixed tile of 128 queries, or of 128 keys: two groups multiply
-// 64 rows of it each with the tiles of 64 keys, or queries, that pass. The third fills the stages: it
-// copies the tiles, zeros where a sequence ends, and forms one bit for each pair from dropout's
-// random words and from the mask tensor, so that those cost nothing beside the products.
+// A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it each
+// with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy the
+// tiles, zeros where a sequence ends, and form one bit for each pair from dropout's random words and
+// from the mask tensor, beside the products.
 #pragma once
 
 #include "attention.cuh"
@@ -15,7 +15,13 @@ namespace te_fl::cuda::flash {
 constexpr int kFixed = 128;   // queries, or keys, of a block
 constexpr int kPassing = 64;  // keys, or queries, of a stage
 constexpr int kGroupThreads = 128;
-constexpr int kBlockThreads = 3 * kGroupThreads;
+constexpr int kProducts = 2 * kGroupThreads;  // the block's first threads
+// Where keys pass, two groups fill: the products leave registers for them, and each scheduler needs
+// two warps to draw random words while products wait for none. Where queries pass, one fills.
+template <bool kKeysPass>
+constexpr int kFillers = kKeysPass ? 2 * kGroupThreads : kGroupThreads;
+template <bool kKeysPass>
+constexpr int kBlockThreads = kProducts + kFillers<kKeysPass>;
 constexpr int kPairs = 32;  // scores of a thread: 64 x 64 of a warp group
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
@@ -44,7 +50,7 @@ struct Stage {
 };
 
 // The barriers of a ring, and where a thread is in it.
-template <int kStages>
+template <int kStages, int kFilling>
 struct Ring {
   uint32_t full, empty;
   int stage = 0;
@@ -54,8 +60,8 @@ struct Ring {
   __device__ explicit Ring(uint32_t barriers) : full(barriers), empty(barriers + kStages * 8) {}
   __device__ void init() const {  // by one thread
     for (int s = 0; s < kStages; ++s) {
-      hopper::init_barrier(full + s * 8, kGroupThreads);
-      hopper::init_barrier(empty + s * 8, 2 * kGroupThreads / 32);
+      hopper::init_barrier(full + s * 8, 2 * kFilling);  // by its copies and by itself
+      hopper::init_barrier(empty + s * 8, kProducts / 32);
     }
     hopper::fence_barrier_init();
   }
@@ -66,11 +72,9 @@ struct Ring {
     }
   }
   __device__ void wait_empty() const { hopper::wait_for(empty + stage * 8, parity ^ 1); }
-  __device__ void wait_full() const { hopper::wait_for(full + stage * 8, parity); }
-  // By every thread of the group that fills, when its copies have arrived.
-  __device__ void signal_full(int s) const {
+  __device__ void wait_full() const {
+    hopper::wait_for(full + stage * 8, parity);
     hopper::fence_for_copies();
-    hopper::arrive(full + s * 8);
   }
   // By every warp that has read a stage.
   __device__ void release() const {
@@ -112,13 +116,13 @@ struct Tiles {
 
 // ---- filling
 
-__device__ inline int filler() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
+__device__ inline int filler() { return static_cast<int>(threadIdx.x) - kProducts; }
 
 // Rows [begin, begin + kRows) of one head, zeros from `end` on and in columns past the head's size.
 // A thread has the same 16 bytes of rows that lie kStep apart, a multiple of the swizzle's 8.
-template <class T, int kRows, int kDim>
+template <class T, int kRows, int kDim, int kFilling>
 __device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end, uint32_t to) {
-  constexpr int kUnits = kDim / 8, kStep = kGroupThreads / kUnits;
+  constexpr int kUnits = kDim / 8, kStep = kFilling / kUnits;
   const int row = filler() / kUnits, unit = filler() % kUnits;
   const int rows = unit * 8 < t.dim ? end - begin - row : 0;  // that exist from this one on
   const T* from = head + (begin + row) * t.seq + unit * 8;
@@ -136,14 +140,14 @@ __device__ inline const T* head_of(const HeadData& t, int64_t b, int64_t origin,
 }
 
 // A tile [kRows queries, kCols keys] of the bias from (i0, j0); zeros past the matrix.
-template <class T, int kRows, int kCols>
+template <class T, int kRows, int kCols, int kFilling>
 __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole, int i0, int j0,
                                  uint32_t to) {
   constexpr int kPitch = bias_pitch(kCols);
   const ScoreData& d = p.bias;
   const int rows = static_cast<int>(p.seqlen_q), cols = static_cast<int>(p.seqlen_kv);
   if (whole) {  // 16 bytes at a time
-    constexpr int kUnits = kCols / 8, kStep = kGroupThreads / kUnits;
+    constexpr int kUnits = kCols / 8, kStep = kFilling / kUnits;
     const int row = filler() / kUnits, unit = filler() % kUnits, i = i0 + row, j = j0 + unit * 8;
     const auto bytes = static_cast<uint32_t>(min(max(cols - j, 0), 8)) * 2;
     const T* from = matrix + i * d.row + j;
@@ -156,8 +160,8 @@ __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole
     return;
   }
 #pragma unroll 8
-  for (int n = 0; n < kRows * kCols / kGroupThreads; ++n) {
-    const int index = filler() + n * kGroupThreads, row = index / kCols, col = index % kCols;
+  for (int n = 0; n < kRows * kCols / kFilling; ++n) {
+    const int index = filler() + n * kFilling, row = index / kCols, col = index % kCols;
     const int i = i0 + row, j = j0 + col;
     unsigned short value = 0;
     if (i < rows && j < cols) {
@@ -175,6 +179,9 @@ __device__ inline bool bias_is_whole(const ScoreData& d) {
 __device__ inline void put_bits(uint32_t to, uint64_t bits) {
   asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(bits) : "memory");
 }
+__device__ inline void put_bits(uint32_t to, uint32_t bits) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
+}
 
 // Dropout's random words (te_fl/numeric/philox.hpp), as bits of pairs that are kept.
 struct Dropping {
@@ -188,42 +195,39 @@ struct Dropping {
         threshold(static_cast<uint32_t>(p.threshold)) {
     p.logical(rows, cols);
   }
-  // Bits of the words of kBlocks counters. A group has one warp on each scheduler, so rounds of
-  // several counters are interleaved: each waits for its own products only.
-  template <int kBlocks>
-  __device__ uint32_t blocks(uint64_t counter) const {
-    std::array<uint32_t, 4> words[kBlocks];
-    auto round_key = numeric::philox_key(key);
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) words[n] = numeric::philox_counter(counter + n);
-#pragma unroll
-    for (int round = 0; round < numeric::kPhiloxRounds; ++round) {
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) words[n] = numeric::philox_round(words[n], round_key);
-      round_key = numeric::philox_next(round_key);
-    }
+  __device__ uint32_t four(uint64_t counter) const {
+    const auto words = numeric::philox4x32(key, counter);
     uint32_t bits = 0;
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) bits |= words[n][w] >= threshold ? 1u << (4 * n + w) : 0u;
-    }
+    for (int w = 0; w < 4; ++w) bits |= words[w] >= threshold ? 1u << w : 0u;
     return bits;
   }
-  // Of kCount keys from j0 on, 32 or 64. `row`: (b H + h) rows + i. kBlocks: counters at once.
-  template <class Bits, int kCount, int kBlocks>
-  __device__ Bits keep(int64_t row, int64_t j0) const {
+  // Of 32 keys from j0 on. `row`: (b H + h) rows + i.
+  __device__ uint32_t keep(int64_t row, int64_t j0) const {
     const uint64_t first = static_cast<uint64_t>(row * cols + j0), counter = base + first / 4;
     const int skipped = static_cast<int>(first % 4);
-    constexpr int kStep = 4 * kBlocks;
-    Bits bits = 0;
-#pragma unroll 1
-    for (int n = 0; n < kCount; n += kStep) {
-      bits = bits >> kStep | static_cast<Bits>(blocks<kBlocks>(counter + n / 4))
-                                 << (kCount - kStep);
-    }
-    if (skipped == 0) return bits;
-    return bits >> skipped | static_cast<Bits>(blocks<1>(counter + kCount / 4)) << (kCount - skipped);
+    uint32_t bits = 0;
+#pragma unroll 4
+    for (int n = 0; n < 8; ++n) bits = bits >> 4 | four(counter + n) << 28;
+    return skipped == 0 ? bits : bits >> skipped | four(counter + 8) << (32 - skipped);
+  }
+};
+
+// The bits of a whole call, kept between the kernels of a backward: 64 keys of a query in a word,
+// [batch x heads, tiles of 64 keys, queries in whole tiles].
+struct KeptBits {
+  uint64_t* words;  // NULL: not kept
+  int64_t tiles, rows, cols;
+
+  __device__ KeptBits(uint64_t* to, const Dropping& d)
+      : words(to),
+        tiles((d.cols + kPassing - 1) / kPassing),
+        rows((d.rows + kFixed - 1) / kFixed * kFixed),
+        cols(d.cols) {}
+  // The 32 of them from key j on, a multiple of 32.
+  __device__ uint32_t* at(int64_t matrix, int64_t i, int64_t j) const {
+    auto* const tile = reinterpret_cast<uint32_t*>(words + (matrix * tiles + j / kPassing) * rows);
+    return tile + 2 * i + j / 32 % 2;
   }
 };
 
@@ -240,19 +244,30 @@ __device__ inline uint32_t transposed(uint32_t x) {
   return x;
 }
 
-// Bits of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query.
-__device__ inline void keep_by_query(const Dropping& d, int64_t first_row, int i0, int j0,
-                                     uint32_t to) {
-  put_bits(to + filler() * 8, d.keep<uint64_t, 64, 4>(first_row + i0 + filler(), j0));
+// Bits of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
+__device__ inline void keep_by_query(const Dropping& d, const KeptBits& kept, int64_t matrix, int i0,
+                                     int j0, uint32_t to) {
+  const int row = filler() % kFixed, half = filler() / kFixed;
+  const uint32_t bits = d.keep(matrix * d.rows + i0 + row, j0 + half * 32);
+  put_bits(to + row * 8 + half * 4, bits);
+  if (kept.words != nullptr) *kept.at(matrix, i0 + row, j0 + half * 32) = bits;
 }
 // Of the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
-__device__ inline void keep_by_key(const Dropping& d, int64_t first_row, int i0, int j0,
-                                   uint32_t to) {
-  const int warp = filler() / 32, lane = filler() % 32, j = j0 + warp * 32;
-  const int64_t row = first_row + i0 + lane;
-  const uint64_t low = transposed(d.keep<uint32_t, 32, 2>(row, j));
-  const uint64_t high = transposed(d.keep<uint32_t, 32, 2>(row + 32, j));
-  put_bits(to + filler() * 8, low | high << 32);
+__device__ inline void keep_by_key(const Dropping& d, const KeptBits& kept, int64_t matrix, int i0,
+                                   int j0, uint32_t to) {
+  const int lane = filler() % 32, j = j0 + filler() / 32 * 32;
+  uint32_t bits[2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const int i = i0 + n * 32 + lane;
+    if (kept.words == nullptr) {
+      bits[n] = d.keep(matrix * d.rows + i, j);
+    } else {
+      bits[n] = j < kept.cols ? *kept.at(matrix, i, j) : 0;
+    }
+  }
+  const uint64_t high = transposed(bits[1]);
+  put_bits(to + filler() * 8, transposed(bits[0]) | high << 32);
 }
 
 // Which bytes are not 0: a bit for each, the first lowest.
@@ -261,15 +276,14 @@ __device__ inline uint32_t bits_of(uint32_t bytes) {
   return (high >> 7) * 0x10204080u >> 28;  // the bits meet in the highest four
 }
 
-// The 64 pairs of a stage whose mask a thread turns into bits: as many keys of one query where keys
-// pass, else 32 keys of each of two queries.
+// The pairs of a stage whose mask a thread turns into bits: 32 keys of one query where keys pass, else
+// of each of two.
 template <bool kKeysPass>
 struct MaskFetch {
-  static constexpr int kRows = kKeysPass ? 1 : 2, kKeys = 64 / kRows;
+  static constexpr int kWords = kKeysPass ? 1 : 2;
   const Attention& p;
-  const uint8_t* matrix = nullptr;
   bool whole;  // every row can be read 16 bytes at a time
-  uint4 held[4];
+  uint4 held[2 * kWords];
 
   __device__ explicit MaskFetch(const Attention& problem) : p(problem) {
     const ScoreData& d = problem.attn_mask;
@@ -278,12 +292,12 @@ struct MaskFetch {
   }
   __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
     const ScoreData& d = p.attn_mask;
-    matrix = static_cast<const uint8_t*>(d.data) + b * d.batch + h * d.head;
-    const int lane = filler() % 32, cols = static_cast<int>(p.seqlen_kv);
+    const uint8_t* matrix = static_cast<const uint8_t*>(d.data) + b * d.batch + h * d.head;
+    const int cols = static_cast<int>(p.seqlen_kv);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int i = kKeysPass ? i0 + filler() : i0 + n / 2 * 32 + lane;
-      const int j = kKeysPass ? j0 + n * 16 : j0 + filler() / 32 * 32 + n % 2 * 16;
+    for (int n = 0; n < 2 * kWords; ++n) {
+      const int i = i0 + (kKeysPass ? filler() % kFixed : n / 2 * 32 + filler() % 32);
+      const int j = j0 + (kKeysPass ? filler() / kFixed : filler() / 32) * 32 + n % 2 * 16;
       held[n] = make_uint4(0, 0, 0, 0);
       if (i >= p.seqlen_q || j >= cols) continue;
       const uint8_t* from = matrix + i * d.row + j * d.col;
@@ -296,24 +310,32 @@ struct MaskFetch {
   }
   __device__ uint4 gather(const uint8_t* from, int count) const {
     uint32_t words[4] = {};
+#pragma unroll 4
+    for (int n = 0; n < count; ++n) {
+      const uint32_t bit = from[n * p.attn_mask.col] != 0 ? 1u << (n % 4 * 8) : 0;
 #pragma unroll
-    for (int n = 0; n < 16; ++n) {
-      if (n < count && from[n * p.attn_mask.col] != 0) words[n / 4] |= 1u << (n % 4 * 8);
+      for (int w = 0; w < 4; ++w) words[w] |= n / 4 == w ? bit : 0;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
-  __device__ uint32_t bits(int n) const {  // of held[n]
-    return bits_of(held[n].x) | bits_of(held[n].y) << 4 | bits_of(held[n].z) << 8 |
-           bits_of(held[n].w) << 12;
+  __device__ uint32_t bits(int n) const {  // of word n
+    uint32_t all = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4& v = held[2 * n + half];
+      all |= (bits_of(v.x) | bits_of(v.y) << 4 | bits_of(v.z) << 8 | bits_of(v.w) << 12)
+             << (16 * half);
+    }
+    return all;
   }
   // Writes what was fetched last.
   __device__ void put(uint32_t to) const {
-    uint32_t low = bits(0) | bits(1) << 16, high = bits(2) | bits(3) << 16;
-    if constexpr (!kKeysPass) {
-      low = transposed(low);
-      high = transposed(high);
+    if constexpr (kKeysPass) {
+      put_bits(to + filler() % kFixed * 8 + filler() / kFixed * 4, bits(0));
+    } else {
+      const uint64_t high = transposed(bits(1));
+      put_bits(to + filler() * 8, transposed(bits(0)) | high << 32);
     }
-    put_bits(to + filler() * 8, low | uint64_t{high} << 32);
   }
 };
 
@@ -322,21 +344,22 @@ template <class T, int kDim, bool kKeysPass>
 struct TermFiller {
   using Part = Stage<kDim, kKeysPass>;
   const Attention& p;
-  bool bias_whole, drops;
+  bool bias_whole;
   Dropping dropping;
+  KeptBits kept;
   MaskFetch<kKeysPass> mask;
 
-  __device__ explicit TermFiller(const Attention& problem)
+  __device__ TermFiller(const Attention& problem, uint64_t* kept_bits)
       : p(problem),
         bias_whole(problem.bias.data != nullptr && bias_is_whole(problem.bias)),
-        drops(problem.threshold != 0),
         dropping(problem),
+        kept(kept_bits, dropping),
         mask(problem) {}
   // Asynchronous ones, before the stage's copies are committed. (i0, j0): the stage's first pair.
   __device__ void copy(int64_t b, int64_t h, int i0, int j0, uint32_t to) const {
     if (p.bias.data == nullptr) return;
     const T* matrix = static_cast<const T*>(p.bias.data) + b * p.bias.batch + h * p.bias.head;
-    copy_bias<T, Part::kRows, Part::kCols>(p, matrix, bias_whole, i0, j0, to);
+    copy_bias<T, Part::kRows, Part::kCols, kFillers<kKeysPass>>(p, matrix, bias_whole, i0, j0, to);
   }
   // Where keys pass, of the stage that form() writes next; where queries pass, the groups that sum dk
   // and dv leave no registers to hold it.
@@ -352,41 +375,29 @@ struct TermFiller {
       mask.put(hide);
       next();
     }
-    if (!drops) return;
-    const int64_t first_row = (b * p.heads + h) * dropping.rows;
+    if (p.threshold == 0) return;
     if constexpr (kKeysPass) {
-      keep_by_query(dropping, first_row, i0, j0, keep);
+      keep_by_query(dropping, kept, b * p.heads + h, i0, j0, keep);
     } else {
-      keep_by_key(dropping, first_row, i0, j0, keep);
+      keep_by_key(dropping, kept, b * p.heads + h, i0, j0, keep);
     }
   }
 };
 
 // Stages one after the other. issue(n, stage address) starts the copies of tile n; form(n, stage
-// address) writes what is computed; `slow`: it takes so long that the copies have arrived after it.
-template <int kStages, int kBytes, class Issue, class Form>
-__device__ inline void fill_ring(Ring<kStages>& ring, uint32_t stages, int count, bool slow,
+// address) writes what is computed.
+template <int kBytes, int kStages, int kFilling, class Issue, class Form>
+__device__ inline void fill_ring(Ring<kStages, kFilling>& ring, uint32_t stages, int count,
                                  const Issue& issue, const Form& form) {
-  int pending = -1;
   for (int n = 0; n < count; ++n, ring.next()) {
-    const uint32_t at = stages + ring.stage * kBytes;
+    const uint32_t at = stages + ring.stage * kBytes, full = ring.full + ring.stage * 8;
     ring.wait_empty();
     issue(n, at);
-    hopper::commit_copies();
-    if (pending >= 0) {
-      hopper::wait_copies<1>();
-      ring.signal_full(pending);
-    }
-    pending = ring.stage;
+    hopper::arrive_after_copies(full);
     form(n, at);
-    if (!slow) continue;
-    hopper::wait_copies<0>();
-    ring.signal_full(pending);
-    pending = -1;
+    hopper::arrive(full);
   }
-  if (pending < 0) return;
-  hopper::wait_copies<0>();
-  ring.signal_full(pending);
+  hopper::wait_copies();
 }
 
 // ---- computing
@@ -416,10 +427,8 @@ __device__ inline float2 shared_pair(uint32_t at) {
 // columns 8 t + col() + {0, 1} of the passing 64.
 struct Place {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads - 1; }
-  __device__ static int warp_row() {
-    return (static_cast<int>(threadIdx.x) - kGroupThreads) / 32 * 16;
-  }
+  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
+  __device__ static int warp_row() { return static_cast<int>(threadIdx.x) / 32 * 16; }
   __device__ static int row() { return warp_row() + lane() / 4; }
   __device__ static int col() { return lane() % 4 * 2; }
 };

@@ -64,12 +64,15 @@ __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g
 // ---- dq
 
 constexpr int kStages = 3;
-constexpr int kQueryFillRegisters = 104, kQueryProductRegisters = 200;
+// Of a thread; a block of the query side has 512 for one of each warp group.
+constexpr int kQueryProductRegisters = 176, kQueryFillRegisters = 256 - kQueryProductRegisters;
+using QueryRing = Ring<kStages, kFillers<true>>;
 
 template <int kDim>
 struct QueryShared {
   using Part = Stage<kDim, true>;
-  static constexpr int kStagesAt = matrix_bytes<kDim>(kFixed);  // after dO
+  static constexpr int kDO = matrix_bytes<kDim>(kFixed);  // after Q
+  static constexpr int kStagesAt = 2 * kDO;
   static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
   static constexpr int kBytes = kBarriers + kStages * 2 * 8;
 };
@@ -77,10 +80,11 @@ struct QueryShared {
 template <class T, int kDim>
 __device__ inline void query_fill(const Attention& p, const AttentionGradients& g, const Span& s,
                                   int64_t b, int64_t h, int i0, const Tiles& tiles, uint32_t shared,
-                                  Ring<kStages>& ring) {
+                                  QueryRing& ring) {
   using Shared = QueryShared<kDim>;
   using Part = typename Shared::Part;
-  TermFiller<T, kDim, true> terms(p);
+  constexpr int kFilling = kFillers<true>;
+  TermFiller<T, kDim, true> terms(p, g.kept_bits);
   const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
   const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
@@ -88,16 +92,19 @@ __device__ inline void query_fill(const Attention& p, const AttentionGradients& 
     if (n < tiles.count) terms.fetch(b, h, i0, tiles.begin + n * kPassing);
   };
   fetch(0);
-  fill_ring<kStages, Part::kBytes>(
-      ring, shared + Shared::kStagesAt, tiles.count, terms.drops,
+  fill_ring<Part::kBytes>(
+      ring, shared + Shared::kStagesAt, tiles.count,
       [&](int n, uint32_t at) {
         if (n == 0) {
-          copy_rows<T, kFixed, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
-                                     static_cast<int>(s.q_len), shared);
+          const int queries = static_cast<int>(s.q_len);
+          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries,
+                                               shared);
+          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
+                                               queries, shared + Shared::kDO);
         }
         const int j0 = tiles.begin + n * kPassing;
-        copy_rows<T, kPassing, kDim>(p.k, k, j0, keys, at);
-        copy_rows<T, kPassing, kDim>(p.v, v, j0, keys, at + Part::kSecond);
+        copy_rows<T, kPassing, kDim, kFilling>(p.k, k, j0, keys, at);
+        copy_rows<T, kPassing, kDim, kFilling>(p.v, v, j0, keys, at + Part::kSecond);
         terms.copy(b, h, i0, j0, at + Part::kBias);
       },
       [&](int n, uint32_t at) {
@@ -122,14 +129,11 @@ __device__ inline void query_gradients(const Attention& p, const QuerySums (&sum
 template <class T, int kDim>
 __device__ inline void query_multiply(const Attention& p, const AttentionGradients& g,
                                       const Span& s, int64_t b, int64_t h, int i0,
-                                      const Tiles& tiles, uint32_t shared, Ring<kStages>& ring) {
+                                      const Tiles& tiles, uint32_t shared, QueryRing& ring) {
   using Shared = QueryShared<kDim>;
   using Part = typename Shared::Part;
   const int row = i0 + Place::row();
   const int64_t rows = p.thd ? s.q_len : p.seqlen_q;
-  const bool there[2] = {row < s.q_len, row + 8 < s.q_len};
-  const T* const q = head_of<T>(p.q, b, s.q_begin, h);
-  const HeldRows<T, kDim> held({q + row * p.q.seq, q + (row + 8) * p.q.seq}, there, p.q.dim);
   const QuerySums sums[2] = {{p, g, s, b, h, row}, {p, g, s, b, h, row + 8}};
   Terms<T, kDim, true> terms(p, s);
   terms.head(b, h);
@@ -142,9 +146,9 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
     float scores[kPairs], dp[kPairs];
     __syncwarp();
     hopper::begin_products();
-    start_held<T, kDim>(held, at, scores);
+    start_shared<T, kDim>(shared, at, scores);
     hopper::end_products();
-    start_shared<T, kDim>(shared, at + Part::kSecond, dp);
+    start_shared<T, kDim>(shared + Shared::kDO, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
     terms.apply(at + Part::kBias, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
@@ -167,7 +171,7 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
 }
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kBlockThreads<true>, 1)
     attention_hopper_dq_kernel(const __grid_constant__ Attention p,
                                const __grid_constant__ AttentionGradients g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -177,11 +181,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int64_t i0 = int64_t{gridDim.x - 1 - blockIdx.x} * kFixed;  // as in the forward
   if (i0 >= (p.thd ? s.q_len : p.seqlen_q)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  Ring<kStages> ring(shared + QueryShared<kDim>::kBarriers);
+  QueryRing ring(shared + QueryShared<kDim>::kBarriers);
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
-  if (threadIdx.x < kGroupThreads) {
+  if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kQueryFillRegisters>();
     query_fill<T, kDim>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
   } else {
@@ -193,7 +197,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 // ---- dk and dv
 
-// Of a thread; the block has 504 for one of each warp group. Two pairs of sums fill those of wide heads.
+using KeyRing = Ring<kStages, kFillers<false>>;
+// Of a thread; the block has 504 for one of each warp group. Sums of two products fill those of wide
+// heads.
 template <int kDim>
 constexpr int kKeyProductRegisters = kDim > 64 ? 224 : 176;
 template <int kDim>
@@ -224,24 +230,25 @@ struct KeyWork {
 template <class T, int kDim>
 __device__ inline void key_fill(const Attention& p, const AttentionGradients& g, const Span& s,
                                 int64_t b, int64_t kv_head, int j0, const KeyWork& work,
-                                uint32_t shared, Ring<kStages>& ring) {
+                                uint32_t shared, KeyRing& ring) {
   using Shared = KeyShared<kDim>;
   using Part = typename Shared::Part;
-  TermFiller<T, kDim, false> terms(p);
+  constexpr int kFilling = kFillers<false>;
+  TermFiller<T, kDim, false> terms(p, g.kept_bits);
   const int queries = static_cast<int>(s.q_len), keys = static_cast<int>(s.kv_len);
-  fill_ring<kStages, Part::kBytes>(
-      ring, shared + Shared::kStagesAt, work.count, terms.drops,
+  fill_ring<Part::kBytes>(
+      ring, shared + Shared::kStagesAt, work.count,
       [&](int n, uint32_t at) {
         if (n == 0) {
-          copy_rows<T, kFixed, kDim>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), j0, keys,
+          copy_rows<T, kFixed, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), j0, keys,
                                      shared);
-          copy_rows<T, kFixed, kDim>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), j0, keys,
+          copy_rows<T, kFixed, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), j0, keys,
                                      shared + Shared::kV);
         }
         const int64_t h = work.head(n);
         const int i0 = work.query(n);
-        copy_rows<T, kPassing, kDim>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries, at);
-        copy_rows<T, kPassing, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0, queries,
+        copy_rows<T, kPassing, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries, at);
+        copy_rows<T, kPassing, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0, queries,
                                      at + Part::kSecond);
         copy_sums(p, g, s, b, h, i0, at + Part::kSums);
         terms.copy(b, h, i0, j0, at + Part::kBias);
@@ -284,7 +291,7 @@ __device__ inline void key_gradients(const Attention& p, uint32_t stage, float (
 template <class T, int kDim>
 __device__ inline void key_multiply(const Attention& p, const AttentionGradients& g, const Span& s,
                                     int64_t b, int64_t kv_head, int j0, const KeyWork& work,
-                                    uint32_t shared, Ring<kStages>& ring) {
+                                    uint32_t shared, KeyRing& ring) {
   using Shared = KeyShared<kDim>;
   using Part = typename Shared::Part;
   const int row = j0 + Place::row();
@@ -329,7 +336,7 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
 }
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kBlockThreads<false>, 1)
     attention_hopper_dkv_kernel(const __grid_constant__ Attention p,
                                 const __grid_constant__ AttentionGradients g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -338,11 +345,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const Span s = p.span(b);
   if (j0 >= (p.thd ? s.kv_len : p.seqlen_kv)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  Ring<kStages> ring(shared + KeyShared<kDim>::kBarriers);
+  KeyRing ring(shared + KeyShared<kDim>::kBarriers);
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const KeyWork work(p, s, kv_head, j0);
-  if (threadIdx.x < kGroupThreads) {
+  if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kKeyFillRegisters<kDim>>();
     key_fill<T, kDim>(p, g, s, b, kv_head, static_cast<int>(j0), work, shared, ring);
   } else {
@@ -355,6 +362,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 // ---- dbias: 128 queries by 64 keys of one matrix of it, over the heads and sequences that share it
 
 constexpr int kBiasStages = 2;
+constexpr int kBiasProductRegisters = 152, kBiasFillRegisters = 256 - kBiasProductRegisters;
+using BiasRing = Ring<kBiasStages, kFillers<true>>;
 
 template <int kDim>
 struct BiasShared {
@@ -394,9 +403,10 @@ struct BiasWork {
 
 template <class T, int kDim>
 __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g,
-                                 const BiasWork& work, uint32_t shared, Ring<kBiasStages>& ring) {
+                                 const BiasWork& work, uint32_t shared, BiasRing& ring) {
   using Shared = BiasShared<kDim>;
-  TermFiller<T, kDim, true> terms(p);
+  constexpr int kFilling = kFillers<true>;
+  TermFiller<T, kDim, true> terms(p, nullptr);
   bool first = true;
   for (int64_t b = work.first_b; b < work.last_b; ++b) {
     const Span s = p.span(b);
@@ -406,20 +416,20 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
       if (n < work.heads) terms.fetch(b, work.first_h + n, work.i0, work.j0);
     };
     fetch(0);
-    fill_ring<kBiasStages, Shared::kStageBytes>(
-        ring, shared + Shared::kStagesAt, static_cast<int>(work.heads), terms.drops,
+    fill_ring<Shared::kStageBytes>(
+        ring, shared + Shared::kStagesAt, static_cast<int>(work.heads),
         [&](int n, uint32_t at) {
           const int64_t h = work.first_h + n, kv_head = p.kv_head(h);
           if (first) {
             terms.copy(work.matrix_b, work.matrix_h, work.i0, work.j0, shared);
             first = false;
           }
-          copy_rows<T, kFixed, kDim>(p.q, head_of<T>(p.q, b, s.q_begin, h), work.i0, queries, at);
-          copy_rows<T, kFixed, kDim>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), work.i0, queries,
+          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), work.i0, queries, at);
+          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), work.i0, queries,
                                      at + Shared::kDO);
-          copy_rows<T, kPassing, kDim>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), work.j0, keys,
+          copy_rows<T, kPassing, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), work.j0, keys,
                                        at + Shared::kK);
-          copy_rows<T, kPassing, kDim>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), work.j0, keys,
+          copy_rows<T, kPassing, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), work.j0, keys,
                                        at + Shared::kV);
         },
         [&](int n, uint32_t at) {
@@ -458,7 +468,7 @@ __device__ inline void store_bias(const Attention& p, const AttentionGradients& 
 template <class T, int kDim>
 __device__ inline void bias_multiply(const Attention& p, const AttentionGradients& g,
                                      const BiasWork& work, uint32_t shared,
-                                     Ring<kBiasStages>& ring) {
+                                     BiasRing& ring) {
   using Shared = BiasShared<kDim>;
   const int row = work.i0 + Place::row();
   float sum[kPairs] = {};
@@ -493,21 +503,21 @@ __device__ inline void bias_multiply(const Attention& p, const AttentionGradient
 }
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kBlockThreads<true>, 1)
     attention_hopper_dbias_kernel(const __grid_constant__ Attention p,
                                   const __grid_constant__ AttentionGradients g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = hopper::shared_address(memory);
-  Ring<kBiasStages> ring(shared + BiasShared<kDim>::kBarriers);
+  BiasRing ring(shared + BiasShared<kDim>::kBarriers);
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const BiasWork work(p, g);
-  if (threadIdx.x < kGroupThreads) {
-    hopper::give_registers_back<kQueryFillRegisters>();
+  if (threadIdx.x >= kProducts) {
+    hopper::give_registers_back<kBiasFillRegisters>();
     bias_fill<T, kDim>(p, g, work, shared, ring);
   } else {
-    hopper::take_registers<kQueryProductRegisters>();
+    hopper::take_registers<kBiasProductRegisters>();
     bias_multiply<T, kDim>(p, g, work, shared, ring);
   }
 #endif
@@ -515,34 +525,37 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 // ---- launches
 
-template <auto kKernel, size_t kBytes>
+template <auto kKernel, size_t kBytes, bool kKeysPass>
 void launch(const te_fl_context& ctx, const char* name, const dim3& grid, const Attention& p,
             const AttentionGradients& g) {
   static SharedMemory memory;
   memory.require(ctx.device.index, kKernel, kBytes);
-  kKernel<<<grid, kBlockThreads, kBytes, stream_of(ctx)>>>(p, g);
+  kKernel<<<grid, kBlockThreads<kKeysPass>, kBytes, stream_of(ctx)>>>(p, g);
   check_launch(name);
 }
 
 template <class T, int kDim>
 void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
   const cudaStream_t stream = stream_of(ctx);
+  if (g.kept_bits != nullptr) {  // pairs that no query sees stay unwritten, but may be read
+    check(cudaMemsetAsync(g.kept_bits, 0, g.kept_bytes, stream), "cudaMemsetAsync");
+  }
   if (p.seqlen_q > 0) {
     const dim3 rows(static_cast<unsigned>(ceil_div(p.seqlen_q, kDeltaRows)),
                     static_cast<unsigned>(p.heads), static_cast<unsigned>(p.batch));
     attention_delta_kernel<T><<<rows, kThreads, 0, stream>>>(p, g);
     check_launch("attention_delta_kernel");
-    launch<attention_hopper_dq_kernel<T, kDim>, QueryShared<kDim>::kBytes>(
+    launch<attention_hopper_dq_kernel<T, kDim>, QueryShared<kDim>::kBytes, true>(
         ctx, "attention_hopper_dq_kernel", fixed_grid(p.seqlen_q, p.heads, p.batch), p, g);
   }
   if (p.seqlen_kv == 0) return;
-  launch<attention_hopper_dkv_kernel<T, kDim>, KeyShared<kDim>::kBytes>(
+  launch<attention_hopper_dkv_kernel<T, kDim>, KeyShared<kDim>::kBytes, false>(
       ctx, "attention_hopper_dkv_kernel", fixed_grid(p.seqlen_kv, p.kv_heads, p.batch), p, g);
   if (g.dbias.data == nullptr || p.seqlen_q == 0) return;
   const dim3 tiles(static_cast<unsigned>(ceil_div(p.seqlen_q, kFixed) *
                                          ceil_div(p.seqlen_kv, kPassing)),
                    static_cast<unsigned>(g.dbias_heads), static_cast<unsigned>(g.dbias_batches));
-  launch<attention_hopper_dbias_kernel<T, kDim>, BiasShared<kDim>::kBytes>(
+  launch<attention_hopper_dbias_kernel<T, kDim>, BiasShared<kDim>::kBytes, true>(
       ctx, "attention_hopper_dbias_kernel", tiles, p, g);
 }
 

@@ -9,7 +9,9 @@ namespace flash {
 namespace {
 
 constexpr int kStages = 3;
-constexpr int kFillRegisters = 104, kProductRegisters = 200;
+// Of a thread; the block has 512 for one of each warp group.
+constexpr int kProductRegisters = 184, kFillRegisters = 256 - kProductRegisters;
+using ForwardRing = Ring<kStages, kFillers<true>>;
 
 template <int kDim>
 struct ForwardShared {
@@ -54,9 +56,10 @@ struct RowsSoftmax {
 
 template <class T, int kDim>
 __device__ inline void forward_fill(const Attention& p, const Span& s, int64_t b, int64_t h, int i0,
-                                    const Tiles& tiles, uint32_t shared, Ring<kStages>& ring) {
+                                    const Tiles& tiles, uint32_t shared, ForwardRing& ring) {
   using Part = Stage<kDim, true>;
-  TermFiller<T, kDim, true> terms(p);
+  constexpr int kFilling = kFillers<true>;
+  TermFiller<T, kDim, true> terms(p, nullptr);
   const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
   const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
@@ -64,12 +67,12 @@ __device__ inline void forward_fill(const Attention& p, const Span& s, int64_t b
     if (n < tiles.count) terms.fetch(b, h, i0, tiles.begin + n * kPassing);
   };
   fetch(0);
-  fill_ring<kStages, Part::kBytes>(
-      ring, shared, tiles.count, terms.drops,
+  fill_ring<Part::kBytes>(
+      ring, shared, tiles.count,
       [&](int n, uint32_t at) {
         const int j0 = tiles.begin + n * kPassing;
-        copy_rows<T, kPassing, kDim>(p.k, k, j0, keys, at);
-        copy_rows<T, kPassing, kDim>(p.v, v, j0, keys, at + Part::kSecond);
+        copy_rows<T, kPassing, kDim, kFilling>(p.k, k, j0, keys, at);
+        copy_rows<T, kPassing, kDim, kFilling>(p.v, v, j0, keys, at + Part::kSecond);
         terms.copy(b, h, i0, j0, at + Part::kBias);
       },
       [&](int n, uint32_t at) {
@@ -81,7 +84,7 @@ __device__ inline void forward_fill(const Attention& p, const Span& s, int64_t b
 template <class T, int kDim>
 __device__ inline void forward_multiply(const Attention& p, const HeadData& o, float* lse,
                                         const Span& s, int64_t b, int64_t h, int i0,
-                                        const Tiles& tiles, uint32_t shared, Ring<kStages>& ring) {
+                                        const Tiles& tiles, uint32_t shared, ForwardRing& ring) {
   using Part = Stage<kDim, true>;
   const int row = i0 + Place::row();
   const int64_t rows = p.thd ? s.q_len : p.seqlen_q;  // those beyond q_len get zeros
@@ -147,7 +150,7 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
 }
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kBlockThreads<true>, 1)
     attention_hopper_forward_kernel(const __grid_constant__ Attention p,
                                     const __grid_constant__ HeadData o, float* lse) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -158,11 +161,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int64_t i0 = int64_t{gridDim.x - 1 - blockIdx.x} * kFixed;
   if (i0 >= (p.thd ? s.q_len : p.seqlen_q)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  Ring<kStages> ring(shared + ForwardShared<kDim>::kBarriers);
+  ForwardRing ring(shared + ForwardShared<kDim>::kBarriers);
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
-  if (threadIdx.x < kGroupThreads) {
+  if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kFillRegisters>();
     forward_fill<T, kDim>(p, s, b, h, static_cast<int>(i0), tiles, shared, ring);
   } else {
@@ -178,7 +181,7 @@ void launch_forward(const te_fl_context& ctx, const Attention& p, const HeadData
   constexpr size_t kBytes = ForwardShared<kDim>::kBytes;
   static SharedMemory memory;
   memory.require(ctx.device.index, kKernel, kBytes);
-  kKernel<<<fixed_grid(p.seqlen_q, p.heads, p.batch), kBlockThreads, kBytes, stream_of(ctx)>>>(p, o,
+  kKernel<<<fixed_grid(p.seqlen_q, p.heads, p.batch), kBlockThreads<true>, kBytes, stream_of(ctx)>>>(p, o,
                                                                                               lse);
   check_launch("attention_hopper_forward_kernel");
 }

@@ -101,10 +101,11 @@ __device__ inline void copy_word_async(uint32_t to, const void* from, bool there
                "r"(there ? 4 : 0)
                : "memory");
 }
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ inline void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+// Arrives at a barrier when this thread's copies so far are done. They are seen by products after a
+// fence_for_copies() of those who waited there.
+__device__ inline void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+__device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace te_fl::cuda::hopper
