@@ -56,12 +56,15 @@ struct Ring {
   int stage = 0;
   uint32_t parity = 0;
 
+  bool forms;  // a stage has words that fillers store, besides what they copy
+
   // `barriers`: room for 2 kStages of 8 bytes.
-  __device__ explicit Ring(uint32_t barriers) : full(barriers), empty(barriers + kStages * 8) {}
+  __device__ Ring(uint32_t barriers, bool stores)
+      : full(barriers), empty(barriers + kStages * 8), forms(stores) {}
   __device__ void init() const {  // by one thread
     for (int s = 0; s < kStages; ++s) {
-      hopper::init_barrier(full + s * 8, 2 * kFilling);  // by its copies and by itself
-      hopper::init_barrier(empty + s * 8, kProducts / 32);
+      hopper::init_barrier(full + s * 8, forms ? 2 * kFilling : kFilling);
+      hopper::init_barrier(empty + s * 8, kProducts);
     }
     hopper::fence_barrier_init();
   }
@@ -76,10 +79,33 @@ struct Ring {
     hopper::wait_for(full + stage * 8, parity);
     hopper::fence_for_copies();
   }
-  // By every warp that has read a stage.
-  __device__ void release() const {
+  // By every thread that has read a stage. (Of one thread for its warp, after __syncwarp(), racecheck
+  // does not see that it speaks for the others.)
+  __device__ void release() const { hopper::arrive(empty + stage * 8); }
+};
+
+// The two groups that multiply take turns at their first products: while one has those, the other
+// works on its scores. Without that they would do the same at the same time.
+struct Turns {
+  int left;  // of this group
+
+  __device__ explicit Turns(int count) : left(count) {
+    if (count > 0 && group() == 1) pass_on();
+  }
+  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
+  __device__ void take() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) hopper::arrive(empty + stage * 8);
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + group()) : "memory");
+  }
+  __device__ void pass() {
+    --left;
+    if (left > 0 || group() == 0) pass_on();
+  }
+
+ private:
+  __device__ static void pass_on() {
+    __syncwarp();
+    asm volatile("bar.arrive %0, 256;" ::"r"(2 - group()) : "memory");
   }
 };
 
@@ -176,6 +202,11 @@ __device__ inline bool bias_is_whole(const ScoreData& d) {
          reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
 }
 
+// Whether a filler stores words of its own in a stage: bits, or a bias that it has to gather.
+__device__ inline bool forms_words(const Attention& p) {
+  return p.threshold != 0 || p.mask.arbitrary || (p.bias.data != nullptr && !bias_is_whole(p.bias));
+}
+
 __device__ inline void put_bits(uint32_t to, uint64_t bits) {
   asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(bits) : "memory");
 }
@@ -195,11 +226,16 @@ struct Dropping {
         threshold(static_cast<uint32_t>(p.threshold)) {
     p.logical(rows, cols);
   }
-  __device__ uint32_t four(uint64_t counter) const {
+  // Four bits more at the low end of `bits`: of a counter's words, the last word first. In PTX: that
+  // a word is not below the threshold is the carry of a sum, two instructions a word.
+  __device__ uint32_t append(uint32_t bits, uint64_t counter) const {
     const auto words = numeric::philox4x32(key, counter);
-    uint32_t bits = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) bits |= words[w] >= threshold ? 1u << w : 0u;
+    for (int w = 3; w >= 0; --w) {
+      asm("{\n.reg .u32 rest;\nadd.cc.u32 rest, %1, %2;\naddc.u32 %0, %0, %0;\n}"
+          : "+r"(bits)
+          : "r"(words[w]), "r"(0u - threshold));
+    }
     return bits;
   }
   // Of 32 keys from j0 on. `row`: (b H + h) rows + i.
@@ -208,8 +244,8 @@ struct Dropping {
     const int skipped = static_cast<int>(first % 4);
     uint32_t bits = 0;
 #pragma unroll 4
-    for (int n = 0; n < 8; ++n) bits = bits >> 4 | four(counter + n) << 28;
-    return skipped == 0 ? bits : bits >> skipped | four(counter + 8) << (32 - skipped);
+    for (int n = 7; n >= 0; --n) bits = append(bits, counter + n);
+    return skipped == 0 ? bits : bits >> skipped | append(0, counter + 8) << (32 - skipped);
   }
 };
 
@@ -385,7 +421,7 @@ struct TermFiller {
 };
 
 // Stages one after the other. issue(n, stage address) starts the copies of tile n; form(n, stage
-// address) writes what is computed.
+// address) writes what is computed. wait_copies() before the block ends.
 template <int kBytes, int kStages, int kFilling, class Issue, class Form>
 __device__ inline void fill_ring(Ring<kStages, kFilling>& ring, uint32_t stages, int count,
                                  const Issue& issue, const Form& form) {
@@ -395,9 +431,8 @@ __device__ inline void fill_ring(Ring<kStages, kFilling>& ring, uint32_t stages,
     issue(n, at);
     hopper::arrive_after_copies(full);
     form(n, at);
-    hopper::arrive(full);
+    if (ring.forms) hopper::arrive(full);
   }
-  hopper::wait_copies();
 }
 
 // ---- computing
@@ -475,6 +510,7 @@ struct Terms {
     if (p.alibi != nullptr) slope = p.alibi[b * p.alibi_batch + h * p.alibi_head] * kLog2e;
   }
 
+  // The tile at `bias`, in shared memory.
   __device__ void add_bias(uint32_t bias, float (&s)[kPairs]) const {
     constexpr int kPitch = bias_pitch(Part::kCols);
     if constexpr (kKeysPass) {
@@ -508,13 +544,14 @@ struct Terms {
       }
     }
   }
-  // `fixed`: position of the first of the two rows; `passing`: of the first column. `bias`, `hide`:
-  // where the tile's are in shared memory.
-  __device__ void apply(uint32_t bias, uint32_t hide, int fixed, int passing,
+  // `fixed`: position of the first of the two rows; `passing`: of the first column; `hide`: where the
+  // tile's bits are in shared memory. `add_bias` is called for the scores if there is a bias.
+  template <class AddBias>
+  __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
                         float (&s)[kPairs]) const {
 #pragma unroll
     for (float& x : s) x *= scale;
-    if (p.bias.data != nullptr) add_bias(bias, s);
+    if (p.bias.data != nullptr) add_bias();
     const int column = passing + Place::col();
     if (p.alibi != nullptr) {
       const float first =

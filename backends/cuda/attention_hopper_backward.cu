@@ -139,19 +139,21 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
   terms.head(b, h);
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
+  Turns turns(tiles.count);
   float dq[kDim / 2] = {};
   for (int n = 0; n < tiles.count; ++n, ring.next()) {
     const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
     ring.wait_full();
     float scores[kPairs], dp[kPairs];
-    __syncwarp();
+    turns.take();
     hopper::begin_products();
     start_shared<T, kDim>(shared, at, scores);
     hopper::end_products();
     start_shared<T, kDim>(shared + Shared::kDO, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
-    terms.apply(at + Part::kBias, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
+    turns.pass();
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
     hopper::wait_for_sums(dp);
     query_gradients(p, sums, at + Part::kKeep, scores, dp);
     uint32_t packed[4][4];
@@ -181,13 +183,14 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
   const int64_t i0 = int64_t{gridDim.x - 1 - blockIdx.x} * kFixed;  // as in the forward
   if (i0 >= (p.thd ? s.q_len : p.seqlen_q)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  QueryRing ring(shared + QueryShared<kDim>::kBarriers);
+  QueryRing ring(shared + QueryShared<kDim>::kBarriers, forms_words(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kQueryFillRegisters>();
     query_fill<T, kDim>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
+    hopper::wait_copies();
   } else {
     hopper::take_registers<kQueryProductRegisters>();
     query_multiply<T, kDim>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
@@ -299,20 +302,22 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
   Terms<T, kDim, false> terms(p, s);
   terms.seen[0] = queries_of(p, s, row);
   terms.seen[1] = queries_of(p, s, row + 8);
+  Turns turns(work.count);
   float dk[kDim / 2] = {}, dv[kDim / 2] = {};
   for (int n = 0; n < work.count; ++n, ring.next()) {
     const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
     terms.head(b, work.head(n));
     ring.wait_full();
     float scores[kPairs], dp[kPairs];
-    __syncwarp();
+    turns.take();
     hopper::begin_products();
     start_shared<T, kDim>(shared, at, scores);
     hopper::end_products();
     start_shared<T, kDim>(shared + Shared::kV, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
-    terms.apply(at + Part::kBias, at + Part::kHide, row, work.query(n), scores);
+    turns.pass();
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row, work.query(n), scores);
     hopper::wait_for_sums(dp);
     uint32_t packed_p[4][4], packed_ds[4][4];
     key_gradients<T, Part>(p, at, scores, dp, packed_p, packed_ds);
@@ -345,13 +350,14 @@ __global__ void __launch_bounds__(kBlockThreads<false>, 1)
   const Span s = p.span(b);
   if (j0 >= (p.thd ? s.kv_len : p.seqlen_kv)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  KeyRing ring(shared + KeyShared<kDim>::kBarriers);
+  KeyRing ring(shared + KeyShared<kDim>::kBarriers, forms_words(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const KeyWork work(p, s, kv_head, j0);
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kKeyFillRegisters<kDim>>();
     key_fill<T, kDim>(p, g, s, b, kv_head, static_cast<int>(j0), work, shared, ring);
+    hopper::wait_copies();
   } else {
     hopper::take_registers<kKeyProductRegisters<kDim>>();
     key_multiply<T, kDim>(p, g, s, b, kv_head, static_cast<int>(j0), work, shared, ring);
@@ -359,41 +365,44 @@ __global__ void __launch_bounds__(kBlockThreads<false>, 1)
 #endif
 }
 
-// ---- dbias: 128 queries by 64 keys of one matrix of it, over the heads and sequences that share it
+// ---- dbias: tiles of 128 queries by 64 keys of one matrix of it, over the heads and sequences that
+// share it. A block has several tiles of the same queries, so that its stages are seldom empty.
 
-constexpr int kBiasStages = 2;
+constexpr int kBiasStages = 2, kBiasTiles = 8;  // of a block
 constexpr int kBiasProductRegisters = 152, kBiasFillRegisters = 256 - kBiasProductRegisters;
 using BiasRing = Ring<kBiasStages, kFillers<true>>;
 
 template <int kDim>
 struct BiasShared {
   using Part = Stage<kDim, true>;
-  static constexpr int kTile = Part::kRows * bias_pitch(Part::kCols);  // the bias's own
   static constexpr int kMatrix = matrix_bytes<kDim>(kFixed), kSecond = matrix_bytes<kDim>(kPassing);
   // Of a stage: q, dO, k, v, and bits.
   static constexpr int kDO = kMatrix, kK = 2 * kMatrix, kV = kK + kSecond, kKeep = kV + kSecond,
                        kHide = kKeep + kBitsBytes, kStageBytes = kHide + kBitsBytes;
-  static constexpr int kStagesAt = (kTile + 1023) / 1024 * 1024;
-  static constexpr int kBarriers = kStagesAt + kBiasStages * kStageBytes;
+  static constexpr int kBarriers = kBiasStages * kStageBytes;
   static constexpr int kBytes = kBarriers + kBiasStages * 2 * 8;
   static_assert(kStageBytes % 1024 == 0);
 };
 
-// One tile of dbias, and what is summed into it.
+// A block's tiles of dbias, and what is summed into them.
 struct BiasWork {
-  int i0, j0;
+  int i0, j0, end;  // j0: the current tile's; end: past the last one's
   int64_t matrix_b, matrix_h, first_b, last_b, first_h, heads;
 
   __device__ BiasWork(const Attention& p, const AttentionGradients& g) {
-    const int across = static_cast<int>(ceil_div(p.seqlen_kv, kPassing));
+    constexpr int kRun = kBiasTiles * kPassing;
+    const int across = static_cast<int>(ceil_div(p.seqlen_kv, kRun));
     i0 = static_cast<int>(blockIdx.x) / across * kFixed;
-    j0 = static_cast<int>(blockIdx.x) % across * kPassing;
+    j0 = static_cast<int>(blockIdx.x) % across * kRun;
+    end = min(j0 + kRun, static_cast<int>(p.seqlen_kv));
     matrix_b = blockIdx.z, matrix_h = blockIdx.y;
     first_b = g.dbias_batches == 1 ? 0 : matrix_b;
     last_b = g.dbias_batches == 1 ? p.batch : matrix_b + 1;
     first_h = g.dbias_heads == 1 ? 0 : matrix_h;
     heads = g.dbias_heads == 1 ? p.heads : 1;
   }
+  __device__ bool more() const { return j0 < end; }
+  __device__ void next() { j0 += kPassing; }
   // Whether a query of the tile sees a key of it in a sequence.
   __device__ bool seen(const Attention& p, const Span& s) const {
     const Range r = seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); });
@@ -401,13 +410,13 @@ struct BiasWork {
   }
 };
 
+// Of the current tile.
 template <class T, int kDim>
 __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g,
-                                 const BiasWork& work, uint32_t shared, BiasRing& ring) {
+                                 const BiasWork& work, TermFiller<T, kDim, true>& terms,
+                                 uint32_t shared, BiasRing& ring) {
   using Shared = BiasShared<kDim>;
   constexpr int kFilling = kFillers<true>;
-  TermFiller<T, kDim, true> terms(p, nullptr);
-  bool first = true;
   for (int64_t b = work.first_b; b < work.last_b; ++b) {
     const Span s = p.span(b);
     if (!work.seen(p, s)) continue;
@@ -417,20 +426,17 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
     };
     fetch(0);
     fill_ring<Shared::kStageBytes>(
-        ring, shared + Shared::kStagesAt, static_cast<int>(work.heads),
+        ring, shared, static_cast<int>(work.heads),
         [&](int n, uint32_t at) {
           const int64_t h = work.first_h + n, kv_head = p.kv_head(h);
-          if (first) {
-            terms.copy(work.matrix_b, work.matrix_h, work.i0, work.j0, shared);
-            first = false;
-          }
-          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), work.i0, queries, at);
-          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), work.i0, queries,
-                                     at + Shared::kDO);
-          copy_rows<T, kPassing, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), work.j0, keys,
-                                       at + Shared::kK);
-          copy_rows<T, kPassing, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), work.j0, keys,
-                                       at + Shared::kV);
+          copy_rows<T, kFixed, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), work.i0,
+                                               queries, at);
+          copy_rows<T, kPassing, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head),
+                                                 work.j0, keys, at + Shared::kK);
+          copy_rows<T, kFixed, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), work.i0,
+                                               queries, at + Shared::kDO);
+          copy_rows<T, kPassing, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head),
+                                                 work.j0, keys, at + Shared::kV);
         },
         [&](int n, uint32_t at) {
           terms.form(b, work.first_h + n, work.i0, work.j0, at + Shared::kKeep, at + Shared::kHide,
@@ -438,6 +444,34 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
         });
   }
 }
+
+// A thread's pairs of the current tile of the bias, zeros past the matrix.
+template <class T>
+struct HeldBias {
+  uint32_t pairs[kPairs / 2];
+  __device__ HeldBias(const Attention& p, const BiasWork& work) {
+    const ScoreData& d = p.bias;
+    const auto* const matrix =
+        static_cast<const uint16_t*>(d.data) + work.matrix_b * d.batch + work.matrix_h * d.head;
+#pragma unroll
+    for (int n = 0; n < kPairs / 2; ++n) {
+      const int i = work.i0 + Place::row() + n % 2 * 8, j = work.j0 + Place::col() + n / 2 * 8;
+      const uint16_t* const from = matrix + i * d.row + j * d.col;
+      const bool there = i < p.seqlen_q;
+      const uint32_t low = there && j < p.seqlen_kv ? from[0] : 0;
+      const uint32_t high = there && j + 1 < p.seqlen_kv ? from[d.col] : 0;
+      pairs[n] = low | high << 16;
+    }
+  }
+  __device__ void add(float (&s)[kPairs]) const {
+#pragma unroll
+    for (int n = 0; n < kPairs / 2; ++n) {
+      const float2 v = hopper::unpack<T>(pairs[n]);
+      s[2 * n] = fmaf(v.x, kLog2e, s[2 * n]);
+      s[2 * n + 1] = fmaf(v.y, kLog2e, s[2 * n + 1]);
+    }
+  }
+};
 
 template <class T>
 __device__ inline void store_bias(const Attention& p, const AttentionGradients& g,
@@ -471,6 +505,7 @@ __device__ inline void bias_multiply(const Attention& p, const AttentionGradient
                                      BiasRing& ring) {
   using Shared = BiasShared<kDim>;
   const int row = work.i0 + Place::row();
+  const HeldBias<T> bias(p, work);
   float sum[kPairs] = {};
   for (int64_t b = work.first_b; b < work.last_b; ++b) {
     const Span s = p.span(b);
@@ -479,7 +514,7 @@ __device__ inline void bias_multiply(const Attention& p, const AttentionGradient
     terms.seen[0] = keys_of(p, s, row);
     terms.seen[1] = keys_of(p, s, row + 8);
     for (int64_t h = work.first_h; h < work.first_h + work.heads; ++h, ring.next()) {
-      const uint32_t at = shared + Shared::kStagesAt + ring.stage * Shared::kStageBytes;
+      const uint32_t at = shared + ring.stage * Shared::kStageBytes;
       terms.head(b, h);
       const QuerySums sums[2] = {{p, g, s, b, h, row}, {p, g, s, b, h, row + 8}};
       ring.wait_full();
@@ -491,7 +526,7 @@ __device__ inline void bias_multiply(const Attention& p, const AttentionGradient
       start_shared<T, kDim>(at + Shared::kDO, at + Shared::kV, dp);
       hopper::end_products();
       hopper::wait_for_sums<1>(scores);
-      terms.apply(shared, at + Shared::kHide, row, work.j0, scores);
+      terms.apply([&] { bias.add(scores); }, at + Shared::kHide, row, work.j0, scores);
       hopper::wait_for_sums(dp);
       query_gradients(p, sums, at + Shared::kKeep, scores, dp);
       ring.release();
@@ -509,16 +544,22 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = hopper::shared_address(memory);
-  BiasRing ring(shared + BiasShared<kDim>::kBarriers);
+  BiasRing ring(shared + BiasShared<kDim>::kBarriers, forms_words(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  const BiasWork work(p, g);
+  BiasWork work(p, g);
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kBiasFillRegisters>();
-    bias_fill<T, kDim>(p, g, work, shared, ring);
+    TermFiller<T, kDim, true> terms(p, nullptr);
+    for (; work.more(); work.next()) {
+      bias_fill<T, kDim>(p, g, work, terms, shared, ring);
+    }
+    hopper::wait_copies();
   } else {
     hopper::take_registers<kBiasProductRegisters>();
-    bias_multiply<T, kDim>(p, g, work, shared, ring);
+    for (; work.more(); work.next()) {
+      bias_multiply<T, kDim>(p, g, work, shared, ring);
+    }
   }
 #endif
 }
@@ -553,7 +594,7 @@ void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradi
       ctx, "attention_hopper_dkv_kernel", fixed_grid(p.seqlen_kv, p.kv_heads, p.batch), p, g);
   if (g.dbias.data == nullptr || p.seqlen_q == 0) return;
   const dim3 tiles(static_cast<unsigned>(ceil_div(p.seqlen_q, kFixed) *
-                                         ceil_div(p.seqlen_kv, kPassing)),
+                                         ceil_div(p.seqlen_kv, kBiasTiles * kPassing)),
                    static_cast<unsigned>(g.dbias_heads), static_cast<unsigned>(g.dbias_batches));
   launch<attention_hopper_dbias_kernel<T, kDim>, BiasShared<kDim>::kBytes, true>(
       ctx, "attention_hopper_dbias_kernel", tiles, p, g);

@@ -96,17 +96,19 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
   RowsSoftmax softmax;
+  Turns turns(tiles.count);
   float out[kDim / 2] = {};
   for (int n = 0; n < tiles.count; ++n, ring.next()) {
     const uint32_t at = shared + ring.stage * Part::kBytes;
     ring.wait_full();
     float scores[kPairs];
-    __syncwarp();
+    turns.take();
     hopper::begin_products();
     start_held<T, kDim>(held, at, scores);
     hopper::end_products();
     hopper::wait_for_sums(scores);
-    terms.apply(at + Part::kBias, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
+    turns.pass();
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
     float shrink[2];
     softmax.add(scores, shrink);
     if (p.threshold != 0) {
@@ -161,13 +163,14 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
   const int64_t i0 = int64_t{gridDim.x - 1 - blockIdx.x} * kFixed;
   if (i0 >= (p.thd ? s.q_len : p.seqlen_q)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  ForwardRing ring(shared + ForwardShared<kDim>::kBarriers);
+  ForwardRing ring(shared + ForwardShared<kDim>::kBarriers, forms_words(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kFillRegisters>();
     forward_fill<T, kDim>(p, s, b, h, static_cast<int>(i0), tiles, shared, ring);
+    hopper::wait_copies();
   } else {
     hopper::take_registers<kProductRegisters>();
     forward_multiply<T, kDim>(p, o, lse, s, b, h, static_cast<int>(i0), tiles, shared, ring);
