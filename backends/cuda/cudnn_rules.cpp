@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention_choice.hpp"
 #include "cudnn.hpp"
 #include "cudnn_limits.hpp"
 #include "device.hpp"
@@ -24,24 +25,6 @@ bool half(const te_fl_tensor& t) {
   return dtype == TE_FL_F16 || dtype == TE_FL_BF16;
 }
 bool fp8(const te_fl_tensor& t) { return t.quant != nullptr; }
-
-// Vector loads of 16 bytes.
-Refusal refuse_layout(const te_fl_tensor& t) {
-  const int last = t.dl.ndim - 1;
-  if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
-    return "the elements of a head are not contiguous";
-  }
-  for (int i = 0; i < last; ++i) {
-    const int64_t stride = backend::stride(t, i);
-    if (t.dl.shape[i] > 1 && (stride <= 0 || stride * t.dl.dtype.bits % 128 != 0)) {
-      return "a stride is not a positive multiple of 16 bytes";
-    }
-  }
-  if (reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 != 0) {
-    return "a tensor is not aligned to 16 bytes";
-  }
-  return nullptr;
-}
 
 bool causal(int32_t mask_type) { return backend::mask_rule(mask_type, -1, -1).causal; }
 
@@ -124,7 +107,7 @@ Refusal refuse_problem(const Args& a) {
   }
   for (const te_fl_tensor* t : operands) {
     if (backend::numel(*t) == 0) return "an empty tensor";
-    if (const Refusal why = refuse_layout(*t)) return why;
+    if (const Refusal why = refuse_rows(*t)) return why;
   }
   if (a.layout != TE_FL_LAYOUT_THD) {
     const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
@@ -201,7 +184,7 @@ Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> ot
   }
   for (const te_fl_tensor* t : others) {
     if (!fp8(*a.q) && dtype_of(*t) != dtype_of(*a.q)) return "tensors of another dtype than q";
-    if (const Refusal why = refuse_layout(*t)) return why;
+    if (const Refusal why = refuse_rows(*t)) return why;
   }
   return refuse_problem(a);
 }
