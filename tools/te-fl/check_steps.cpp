@@ -87,6 +87,16 @@ Finding result_of(const Subject& subject, const conformance::Case& c,
   return finding("result", c, prepared, prepared.run(subject.impl));
 }
 
+Finding guard_of(const Subject& subject, const conformance::Case& c,
+                 conformance::Prepared& prepared) {
+  conformance::Result result = prepared.run(subject.impl, {.guard_alignment = 1});
+  if (result.outcome == conformance::Outcome::kUnsupported)
+    result = prepared.run(subject.impl, {.guard_alignment = 256});
+  if (result.outcome == conformance::Outcome::kFail)
+    result.message = "with tensors that are aligned to their elements only: " + result.message;
+  return finding("guard", c, prepared, result);
+}
+
 Finding determinism_of(const Subject& subject, const conformance::Case& c,
                        conformance::Prepared& prepared) {
   const conformance::How how{.deterministic = true};
