@@ -1,5 +1,6 @@
-// A plugin as the author of a device writes it: what the ABI requires and no more, every struct by designated
-// initialisers. It must compile without a warning (check_author_warnings), and te-fl check certifies its device.
+// A plugin as the author of a device writes it: what the ABI requires and no more, every struct by
+// designated initialisers. It must compile without a warning (check_author_warnings), and te-fl
+// check certifies its device.
 #include <cstdlib>
 #include <cstring>
 

@@ -1,5 +1,5 @@
-// A device with streams and events, many times: right as ext:wrong_device:0, and then wrong in the ways that the
-// device section of te-fl check exists for, one in each. For tests; never installed.
+// A device with streams and events, many times: right as ext:wrong_device:0, and then wrong in the
+// ways that the device section of te-fl check exists for, one in each. For tests; never installed.
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -106,8 +106,7 @@ class Device : public FarDevice {
     api.wait_event = [](void* self, void* event, void*, const te_fl_error_sink* e) -> te_fl_status {
       return of(self).is(Fault::kEventStream) ? TE_FL_OK : of(self).wait_for(event, e);
     };
-    api.synchronize_event = [](void* self, void* event,
-                               const te_fl_error_sink* e) -> te_fl_status {
+    api.synchronize_event = [](void* self, void* event, const te_fl_error_sink* e) -> te_fl_status {
       return of(self).is(Fault::kEventHost) ? TE_FL_OK : of(self).wait_for(event, e);
     };
   }
@@ -130,8 +129,9 @@ class Device : public FarDevice {
     return own_.free(desc.self, data, stream, e);
   }
 
-  te_fl_status copy(void* to, const void* from, size_t bytes, uint32_t host, void* stream,
-                    const te_fl_error_sink* e) {
+  // Not inlined: te-fl check is to name it.
+  [[gnu::noinline]] te_fl_status copy(void* to, const void* from, size_t bytes, uint32_t host,
+                                      void* stream, const te_fl_error_sink* e) {
     if (is(Fault::kCopyCrashes) && host == 0)  // the host reads memory of the device
       return *static_cast<volatile const char*>(from) == 1 ? TE_FL_INTERNAL : TE_FL_OK;
     if (is(Fault::kOffsets) && host == 0)

@@ -97,15 +97,14 @@ std::string compare_bytes(const std::string& part, const Dims& shape, const uint
       std::string hex;
       for (int64_t b = 0; b < bytes; ++b) {
         const uint8_t byte = data[bit / 8 + b];
-        hex = width < 8 ? text("%x", byte >> bit % 8 & ((1 << width) - 1))
-                        : text("%02x", byte) + hex;
+        hex =
+            width < 8 ? text("%x", byte >> bit % 8 & ((1 << width) - 1)) : text("%02x", byte) + hex;
       }
       return hex;
     };
-    const bool same = width < 8
-                          ? ((got[bit / 8] ^ want[static_cast<size_t>(bit / 8)]) >> bit % 8 &
-                             ((1 << width) - 1)) == 0
-                          : std::equal(got + bit / 8, got + bit / 8 + bytes, &want[bit / 8]);
+    const bool same = width < 8 ? ((got[bit / 8] ^ want[static_cast<size_t>(bit / 8)]) >> bit % 8 &
+                                   ((1 << width) - 1)) == 0
+                                : std::equal(got + bit / 8, got + bit / 8 + bytes, &want[bit / 8]);
     if (same) continue;
     wrong.add([&] {
       return text("%s: got 0x%s, expected 0x%s (exact)", (part + place(shape, i)).c_str(),
@@ -154,8 +153,7 @@ std::string compare_exact(const Expectation& e) {
   if (wrong.empty() && t.scale != nullptr)
     wrong = exact_float(t.name + ".scale", f32(t.scale), want.scale);
   check("scale_inv", {row.scale_rows, row.scale_cols}, t.scale_inv,
-        t.spec.row || !tensor_mode ? want.scale_inv : want.col_scale_inv,
-        scale_width);
+        t.spec.row || !tensor_mode ? want.scale_inv : want.col_scale_inv, scale_width);
   check("columnwise_scale_inv", {col.scale_rows, col.scale_cols}, t.col_scale_inv,
         want.col_scale_inv, scale_width);
   if (t.spec.row) check("data", t.shape, t.data, want.data, width_of(t.spec.dtype));
@@ -397,9 +395,8 @@ std::string compare_dequantised(const Expectation& e) {
                        code_step(f, want * static_cast<double>(scale)) / static_cast<double>(scale);
     if (std::fabs(got - want) <= tol) continue;
     differ.add([&] {
-      return text(
-          "%s: got %.9g, expected %.9g after dequantisation (off by %.3g, tolerance %.3g)",
-          (t.name + place(t.shape, i)).c_str(), got, want, std::fabs(got - want), tol);
+      return text("%s: got %.9g, expected %.9g after dequantisation (off by %.3g, tolerance %.3g)",
+                  (t.name + place(t.shape, i)).c_str(), got, want, std::fabs(got - want), tol);
     });
   }
   return differ.text(t.numel());

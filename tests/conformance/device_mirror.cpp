@@ -49,8 +49,8 @@ DeviceMirror::~DeviceMirror() {
 te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
   const auto before = static_cast<size_t>(buffer->data() - buffer->whole());
   const size_t bytes = before + buffer->size();
-  TE_FL_ASSIGN_OR_RETURN(GuardedMemory memory,
-                         GuardedMemory::make(bytes, guard_alignment_, name.c_str(), buffer->size()));
+  TE_FL_ASSIGN_OR_RETURN(GuardedMemory memory, GuardedMemory::make(bytes, guard_alignment_,
+                                                                   name.c_str(), buffer->size()));
   std::memcpy(memory.data(), buffer->whole(), bytes);
   guarded_.push_back(std::move(memory));
   return buffers_[buffer] = guarded_.back().data();

@@ -12,8 +12,8 @@ namespace te_fl::conformance {
 // The sizes and types that a sweep fixes; everything else of a case is drawn.
 struct Swept {
   int64_t rows = 0, columns = 0;
-  int dtype = TE_FL_F32;          // of everything that is not quantised
-  const Spec* output = nullptr;   // of outputs that may be quantised; null: plain ones
+  int dtype = TE_FL_F32;         // of everything that is not quantised
+  const Spec* output = nullptr;  // of outputs that may be quantised; null: plain ones
 };
 
 // Random numbers for one case, and what the sweep fixes of it, if there is one.

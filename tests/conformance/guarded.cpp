@@ -33,15 +33,17 @@ te_fl::Result<GuardedMemory> GuardedMemory::make(size_t bytes, size_t alignment,
                                                  size_t tensor_bytes) {
   const size_t page = page_size();
   const size_t wanted = (bytes + alignment + page - 1) / page * page;
-  void* const mapping = mmap(nullptr, wanted + page, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const mapping =
+      mmap(nullptr, wanted + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED)
-    return Status(StatusCode::kOutOfMemory, std::string("mmap of guarded memory: ") + strerror(errno));
+    return Status(StatusCode::kOutOfMemory,
+                  std::string("mmap of guarded memory: ") + strerror(errno));
   GuardedMemory made;
   made.mapping_ = static_cast<uint8_t*>(mapping), made.mapped_ = wanted + page;
   uint8_t* const guard = made.mapping_ + wanted;
   if (mprotect(guard, page, PROT_NONE) != 0)
-    return Status(StatusCode::kInternal, std::string("mprotect of a guard page: ") + strerror(errno));
+    return Status(StatusCode::kInternal,
+                  std::string("mprotect of a guard page: ") + strerror(errno));
   const auto begin = reinterpret_cast<uintptr_t>(guard - bytes);
   made.data_ = guard - bytes - begin % alignment;
   for (Guard& g : g_guards) {

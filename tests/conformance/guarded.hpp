@@ -12,8 +12,8 @@ namespace te_fl::conformance {
 class GuardedMemory {
  public:
   // The last byte of `bytes` lies just before the guard page if `alignment` is 1; else the first
-  // one lies at that alignment, and less than it is left between. `name` and the last `tensor_bytes` of
-  // the memory are what explain_fault() speaks of.
+  // one lies at that alignment, and less than it is left between. `name` and the last
+  // `tensor_bytes` of the memory are what explain_fault() speaks of.
   static te_fl::Result<GuardedMemory> make(size_t bytes, size_t alignment, const char* name,
                                            size_t tensor_bytes);
   GuardedMemory(GuardedMemory&& other) noexcept;
@@ -28,8 +28,8 @@ class GuardedMemory {
   uint8_t* data_ = nullptr;
 };
 
-// If a guard page has this address: "4 bytes behind the end of input, which has 68 bytes", written into
-// `text`. Async-signal-safe.
+// If a guard page has this address: "4 bytes behind the end of input, which has 68 bytes", written
+// into `text`. Async-signal-safe.
 bool explain_fault(const void* address, char* text, size_t capacity) noexcept;
 
 }  // namespace te_fl::conformance

@@ -34,7 +34,8 @@ constexpr char kHelp[] =
     "  --skip-large     leaves out the large cases\n"
     "  --fuzz SEED      also 20 cases of drawn shapes and types for every op whose cases come in "
     "any shape\n"
-    "  --sweep          instead of the table: every row length from 1 to 300 and powers of two, for\n"
+    "  --sweep          instead of the table: every row length from 1 to 300 and powers of two, "
+    "for\n"
     "                   every op whose cases have rows\n"
     "  --list           print the cases, run nothing\n"
     "  --plugin P       load this plugin first (path, or a name from the manifests)\n"
@@ -71,8 +72,9 @@ std::string parse(int argc, char** argv, Options& o) {
       {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
       {"--device", &o.device},  {"--fuzz", &o.fuzz}};
   const std::map<std::string, bool*> flags = {
-      {"--reduced", &o.reduced}, {"--skip-large", &o.skip_large}, {"--sweep", &o.sweep},
-      {"--list", &o.list},       {"--report", &o.report},         {"--self-check", &o.self_check},
+      {"--reduced", &o.reduced},   {"--skip-large", &o.skip_large},
+      {"--sweep", &o.sweep},       {"--list", &o.list},
+      {"--report", &o.report},     {"--self-check", &o.self_check},
       {"--coverage", &o.coverage}, {"--help", &o.help}};
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -197,9 +199,10 @@ void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
   if (result.outcome != Outcome::kFail) return;
   std::printf("FAIL  %s  %s\n      %s\n      conformance --impl %s --op %s --case '%s'%s\n",
               impl.c_str(), c.name.c_str(), result.message.c_str(), impl.c_str(), c.op.c_str(),
-              c.name.c_str(), (options_.sweep ? std::string(" --sweep")
-               : drawn(c)       ? " --fuzz " + options_.fuzz
-                                : std::string())
+              c.name.c_str(),
+              (options_.sweep ? std::string(" --sweep")
+               : drawn(c)     ? " --fuzz " + options_.fuzz
+                              : std::string())
                   .c_str());
 }
 

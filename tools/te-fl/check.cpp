@@ -129,7 +129,8 @@ class Run {
     if (!f.op.empty()) text += " --op " + f.op;
     if (!f.impl.empty()) text += " --impl " + f.impl;
     if (!f.device.empty() && f.device != "cpu") text += " --device " + f.device;
-    if (!f.name.empty() && (!f.op.empty() || f.check == "device")) text += " --case " + quoted(f.name);
+    if (!f.name.empty() && (!f.op.empty() || f.check == "device"))
+      text += " --case " + quoted(f.name);
     if (f.name.find("/fuzz/") != std::string::npos)
       text += " --seed " + std::to_string(options_.seed);
     return text;

@@ -16,8 +16,8 @@ const char* to_string(Outcome outcome);
 
 // One line of the result: what was checked, of which case, with which outcome.
 struct Finding {
-  std::string check = {};  // binary, load, structs, device, environment, result, guard, determinism,
-                           // stream, strided, concurrent, leak, sweep, lifecycle
+  std::string check = {};  // binary, load, structs, device, environment, result, guard,
+                           // determinism, stream, strided, concurrent, leak, sweep, lifecycle
   std::string op = {}, impl = {}, device = {}, dtype = {},
               name = {};  // of the case, if there is one
   Outcome outcome = Outcome::kPass;
@@ -53,8 +53,8 @@ struct Report {
   std::vector<DeviceFacts> devices;
   std::string date, host, te_fl, options;  // when, where, by which te-fl, and with which options
   std::vector<Target> targets;
-  // Why a run without a failure would be no certificate: options that choose a part, ops for which no
-  // device is here, no op case that ran.
+  // Why a run without a failure would be no certificate: options that choose a part, ops for which
+  // no device is here, no op case that ran.
   std::vector<std::string> left_out;
   std::vector<Finding> findings;
   std::vector<Speed> speeds;
@@ -68,8 +68,8 @@ struct Report {
 // "2026-11-22T10:00:00Z", the machine and its processor, te-fl's version and ABI.
 void describe_run(const CheckOptions& options, Report& report);
 
-// Where in a library the code at an offset from its base is: "relu(float const*, long)+0x1c (libacme.so)", or
-// "libacme.so+0x11c0" if it has no name for it.
+// Where in a library the code at an offset from its base is: "relu(float const*, long)+0x1c
+// (libacme.so)", or "libacme.so+0x11c0" if it has no name for it.
 std::string code_at(const std::string& library, uint64_t offset);
 
 // The file, without opening it. `stop` is set if nothing that could be opened is there.

@@ -54,7 +54,8 @@ std::string wrong_op(const CheckOptions& o, const Table& table, const std::vecto
 }
 
 // A case is chosen by any part of its name, so what was meant may be near to any part as well.
-std::string wrong_case(const CheckOptions& o, const Table& table, const std::set<std::string>& ops) {
+std::string wrong_case(const CheckOptions& o, const Table& table,
+                       const std::set<std::string>& ops) {
   CheckOptions every = o;
   every.name.clear(), every.quick = false;
   std::set<std::string> names;
@@ -132,7 +133,8 @@ std::string choose(const CheckOptions& options, const std::vector<Target>& all, 
   if (!options.impl.empty() && impls.count(options.impl) == 0)
     return mistake("--impl", options.impl, "the plugin has no such implementation", impls);
   if (!options.device.empty() && devices.count(options.device) == 0)
-    return mistake("--device", options.device, "nothing of the plugin is on such a device", devices);
+    return mistake("--device", options.device, "nothing of the plugin is on such a device",
+                   devices);
 
   report.targets = all;
   keep(report.targets, &Target::op, options.op);
@@ -159,10 +161,10 @@ std::string choose(const CheckOptions& options, const std::vector<Target>& all, 
     if (!chosen_cases(options, table, op).empty()) with_cases.insert(op);
   std::erase_if(report.targets, [&](const Target& t) { return with_cases.count(t.op) == 0; });
   const auto& steps = device_steps();
-  const bool device = !report.devices.empty() &&
-                      std::any_of(steps.begin(), steps.end(), [&](const DeviceStep& s) {
-                        return is_chosen_device_step(options, s.name);
-                      });
+  const bool device =
+      !report.devices.empty() && std::any_of(steps.begin(), steps.end(), [&](const DeviceStep& s) {
+        return is_chosen_device_step(options, s.name);
+      });
   return with_cases.empty() && !device ? wrong_case(options, table, ops) : std::string();
 }
 

@@ -72,8 +72,9 @@ std::string difference(const uint8_t* got, const Bytes& want) {
   }
   if (count == 0) return {};
   char text[120];
-  std::snprintf(text, sizeof text, "byte %zu is 0x%02x, expected 0x%02x; %zu of %zu bytes are wrong",
-                first, got[first], want[first], count, want.size());
+  std::snprintf(text, sizeof text,
+                "byte %zu is 0x%02x, expected 0x%02x; %zu of %zu bytes are wrong", first,
+                got[first], want[first], count, want.size());
   return text;
 }
 
@@ -99,8 +100,8 @@ te_fl::Result<te_fl::Stream> some_stream(const Device& d) {
 
 // Blocks of all sizes, all alive at once: aligned, and none in another.
 Status blocks_on(const Device& d, void* stream) {
-  const size_t sizes[] = {1,    2,     255,   256,   257, 1000,
-                          4095, 4096,  65537, 100,   31,  size_t{1} << 20,
+  const size_t sizes[] = {1,    2,     255,   256,           257, 1000,
+                          4095, 4096,  65537, 100,           31,  size_t{1} << 20,
                           33,   12345, 1,     kLarge / 4 + 5};
   std::vector<std::pair<Memory, size_t>> blocks;
   for (const size_t bytes : sizes) {
@@ -108,22 +109,25 @@ Status blocks_on(const Device& d, void* stream) {
     const auto below = reinterpret_cast<uintptr_t>(block.data()) % kAlignment;
     if (below != 0) {
       return wrong("allocate() of " + std::to_string(bytes) + " bytes gave an address that is " +
-                   std::to_string(below) + " bytes behind a multiple of 256; kernels and te-fl rely on "
+                   std::to_string(below) +
+                   " bytes behind a multiple of 256; kernels and te-fl rely on "
                    "256-byte alignment");
     }
     beat();
     blocks.emplace_back(std::move(block), bytes);
   }
   for (size_t i = 0; i < blocks.size(); ++i)
-    TE_FL_RETURN_IF_ERROR(up(d, blocks[i].first.data(),
-                             pattern(blocks[i].second, static_cast<unsigned>(i)), stream));
+    TE_FL_RETURN_IF_ERROR(
+        up(d, blocks[i].first.data(), pattern(blocks[i].second, static_cast<unsigned>(i)), stream));
   for (size_t i = 0; i < blocks.size(); ++i) {
     TE_FL_ASSIGN_OR_RETURN(const Bytes got,
                            down(d, blocks[i].first.data(), blocks[i].second, stream));
-    const std::string differs = difference(got.data(), pattern(got.size(), static_cast<unsigned>(i)));
+    const std::string differs =
+        difference(got.data(), pattern(got.size(), static_cast<unsigned>(i)));
     if (!differs.empty())
-      return wrong("a block of " + std::to_string(got.size()) +
-                   " bytes does not keep what was copied there while others are written: " + differs);
+      return wrong(
+          "a block of " + std::to_string(got.size()) +
+          " bytes does not keep what was copied there while others are written: " + differs);
     beat();
   }
   return {};
@@ -142,7 +146,7 @@ Status allocation(const Device& d) {
 struct Part {
   size_t at, n;
 };
-constexpr Part kParts[] = {{0, 1},   {1, 1},     {0, 4096},   {3, 1021}, {255, 2},
+constexpr Part kParts[] = {{0, 1},     {1, 1},     {0, 4096},    {3, 1021},    {255, 2},
                            {256, 256}, {257, 511}, {4095, 4097}, {1, 100'000}, {0, (1 << 20) + 7}};
 constexpr size_t kWhole = (1 << 20) + 512;
 
@@ -324,8 +328,9 @@ Status in_order(const Device& d, void* stream) {
   TE_FL_RETURN_IF_ERROR(expect_all(at.data(), 11,
                                    "fill, copy, fill on one stream: the copy's result, after "
                                    "synchronize(), is not that of the first fill"));
-  return expect_all(at.data() + kSmall, 22,
-                    "fill, copy, fill on one stream: after synchronize() the second fill is missing");
+  return expect_all(
+      at.data() + kSmall, 22,
+      "fill, copy, fill on one stream: after synchronize() the second fill is missing");
 }
 
 // Memory that is freed on a stream serves the work that was enqueued there before.
@@ -341,9 +346,10 @@ Status freed_in_order(const Device& d, void* stream) {
   TE_FL_RETURN_IF_ERROR(devices::fill(d, next.data(), 44, kSmall, stream));
   TE_FL_RETURN_IF_ERROR(devices::synchronize(d, stream));
   beat();
-  return expect_all(at.data(), 33,
-                    "memory that was freed on its stream was taken from a copy that was enqueued there "
-                    "before");
+  return expect_all(
+      at.data(), 33,
+      "memory that was freed on its stream was taken from a copy that was enqueued there "
+      "before");
 }
 
 // A pageable source has been read when copy() returns.
@@ -397,9 +403,10 @@ Status stream_waits(const Device& d) {
     TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at.data(), d, x.data(), kSmall, b.get()));
     TE_FL_RETURN_IF_ERROR(b.synchronize());
     beat();
-    TE_FL_RETURN_IF_ERROR(expect_all(at.data(), value,
-                                     "wait_event() did not make the stream wait: it copied before what "
-                                     "another stream had enqueued before the event"));
+    TE_FL_RETURN_IF_ERROR(
+        expect_all(at.data(), value,
+                   "wait_event() did not make the stream wait: it copied before what "
+                   "another stream had enqueued before the event"));
     TE_FL_RETURN_IF_ERROR(a.synchronize());
   }
   return {};
@@ -417,9 +424,10 @@ Status host_waits(const Device& d) {
     TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at.data(), d, x.data(), kSmall, a.get()));
     TE_FL_RETURN_IF_ERROR(event.record(a.get()));
     TE_FL_RETURN_IF_ERROR(event.synchronize());
-    TE_FL_RETURN_IF_ERROR(expect_all(at.data(), value,
-                                     "synchronize_event() returned before the work that the event marks "
-                                     "was done"));
+    TE_FL_RETURN_IF_ERROR(
+        expect_all(at.data(), value,
+                   "synchronize_event() returned before the work that the event marks "
+                   "was done"));
     beat();
     TE_FL_RETURN_IF_ERROR(a.synchronize());
   }
@@ -454,7 +462,8 @@ Status questions(const Device& d) {
   }
   if (has(*desc->api, &te_fl_device_api::check_pointer)) {
     for (const Part& part : {Part{0, 1000}, Part{0, 1}, Part{999, 1}, Part{3, 500}})
-      if (desc->api->check_pointer(desc->self, memory.data() + part.at, part.n, nullptr) != TE_FL_OK)
+      if (desc->api->check_pointer(desc->self, memory.data() + part.at, part.n, nullptr) !=
+          TE_FL_OK)
         return wrong("check_pointer() refuses " + text_of(part) +
                      " of memory that allocate() gave");
   }
@@ -471,10 +480,10 @@ const std::vector<DeviceStep>& device_steps() {
       {"device/copy to the host", [](const Device& d) { return with_pageable(d, copies_down); }},
       {"device/copy within", copies_within},
       {"device/pinned memory", pinned},
-      {"device/default stream", default_stream},
-      {"device/streams", streams},
-      {"device/a stream waits for an event", stream_waits},
-      {"device/the host waits for an event", host_waits},
+      {"device/default stream", default_stream, true},
+      {"device/streams", streams, true},
+      {"device/a stream waits for an event", stream_waits, true},
+      {"device/the host waits for an event", host_waits, true},
       {"device/questions", questions},
   };
   return steps;

@@ -140,16 +140,11 @@ const char* to_string(Outcome outcome) {
 }
 
 void to_json(json& out, const Finding& f) {
-  out = {{"check", f.check},
-         {"op", f.op},
-         {"impl", f.impl},
-         {"device", f.device},
-         {"dtype", f.dtype},
-         {"case", f.name},
-         {"message", f.message},
-         {"result", to_string(f.outcome)},
-         {"cases", f.cases},
-         {"milliseconds", f.milliseconds}};
+  out = {{"check", f.check},     {"op", f.op},
+         {"impl", f.impl},       {"device", f.device},
+         {"dtype", f.dtype},     {"case", f.name},
+         {"message", f.message}, {"result", to_string(f.outcome)},
+         {"cases", f.cases},     {"milliseconds", f.milliseconds}};
   if (!f.reproduce.empty()) out["reproduce"] = f.reproduce;
 }
 
@@ -187,8 +182,8 @@ void print_refusals(const Report& r) {
   const std::vector<Refusal> all = refusals_of(r);
   if (!all.empty()) std::printf("\nnot supported:\n");
   for (size_t i = 0; i < std::min(all.size(), kMost); ++i)
-    std::printf("  %5d  %s%s%s: %s\n", all[i].cases, all[i].op.c_str(), all[i].op.empty() ? "" : " ",
-                all[i].impl.c_str(), all[i].reason.c_str());
+    std::printf("  %5d  %s%s%s: %s\n", all[i].cases, all[i].op.c_str(),
+                all[i].op.empty() ? "" : " ", all[i].impl.c_str(), all[i].reason.c_str());
   if (all.size() > kMost)
     std::printf("  and %zu more reasons, which --html and --json have\n", all.size() - kMost);
 }
@@ -197,9 +192,13 @@ void print_refusals(const Report& r) {
 
 void print(const Report& r) {
   std::printf("%s\n\n", paint(Color::kBold, title_of(r)).c_str());
+  size_t width = 18;
+  for (const Finding& f : r.findings)
+    if (f.op.empty()) width = std::max(width, f.name.size());
   for (const Finding& f : r.findings)
     if (f.op.empty() && f.outcome != Outcome::kFail)
-      std::printf("  %-10s %-18s %s\n", f.check.c_str(), f.name.c_str(), f.message.c_str());
+      std::printf("  %-10s %-*s %s\n", f.check.c_str(), static_cast<int>(width), f.name.c_str(),
+                  f.message.empty() ? to_string(f.outcome) : f.message.c_str());
   const Matrix matrix(r);
   if (!matrix.totals.empty()) {
     std::printf("\n");
@@ -220,9 +219,9 @@ void print(const Report& r) {
   }
   for (const auto& [key, n] : shown)
     if (n > 5) std::printf("\n%d more failures of %s\n", n - 5, key.c_str());
-  const Color color = r.certified()                    ? Color::kGreen
+  const Color color = r.certified()                  ? Color::kGreen
                       : r.count(Outcome::kFail) == 0 ? Color::kYellow
-                                                       : Color::kRed;
+                                                     : Color::kRed;
   std::printf("\n%s: %s, %s s\n", paint(color, verdict_of(r)).c_str(), counts_of(r).c_str(),
               fixed(r.seconds, 1).c_str());
   if (const std::string shortfall = shortfall_of(r); !shortfall.empty())
@@ -278,8 +277,8 @@ std::string junit_text(const Report& r) {
       return std::to_string(std::count_if(all.begin(), all.end(), alike));
     };
     out += " <testsuite name=\"" + escaped(name) + "\" tests=\"" + std::to_string(findings.size()) +
-           "\" timestamp=\"" + r.date + "\" failures=\"" + count(Outcome::kFail) +
-           "\" skipped=\"" + count(Outcome::kUnsupported) + "\">\n";
+           "\" timestamp=\"" + r.date + "\" failures=\"" + count(Outcome::kFail) + "\" skipped=\"" +
+           count(Outcome::kUnsupported) + "\">\n";
     for (const Finding* f : findings) {
       out += "  <testcase classname=\"" + escaped(f->impl.empty() ? f->check : f->impl) +
              "\" name=\"" + escaped(label_of(*f)) + "\" time=\"" +

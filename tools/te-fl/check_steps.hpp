@@ -63,6 +63,7 @@ void beat();
 struct DeviceStep {
   std::string name;
   te_fl::Status (*run)(const te_fl::Device&);
+  bool order = false;  // of streams and events, which it sees by fills and copies that are right
 };
 const std::vector<DeviceStep>& device_steps();
 

@@ -259,55 +259,36 @@ class Worker {
     subject.device = te_fl::parse_device(subject.device_name).value();
     const int from = order.at("from");
     int step = -1;
+    std::string failed;  // a step of the memory
     for (const DeviceStep& s : device_steps()) {
       if (++step < from || !is_chosen_device_step(options_, s.name)) continue;
       begin(step, step + 1, subject, "device", s.name);
-      const auto start = std::chrono::steady_clock::now();
-      const Status status = s.run(subject.device);
-      Finding f;
-      f.check = "device", f.name = s.name;
-      f.outcome = status.ok()                                                ? Outcome::kPass
-                  : status.code() == te_fl::StatusCode::kUnsupported ? Outcome::kUnsupported
-                                                                             : Outcome::kFail;
-      f.message = status.ok() ? "" : status.message();
-      const std::chrono::duration<double, std::milli> took =
-          std::chrono::steady_clock::now() - start;
-      f.milliseconds = took.count();
+      Finding f =
+          s.order && !failed.empty() ? not_tried(s, failed) : device_step(s, subject.device);
+      if (!s.order && f.outcome == Outcome::kFail) failed = s.name;
       report(subject, std::move(f));
     }
   }
 
-  void one_case(const Subject& subject, const conformance::Case& c, int step, int from) {
-    if (from > step + 3) return;
-    if (from <= step) begin(step, step + kStepsOfCase, subject, "result", c.name);
-    std::optional<conformance::Prepared> prepared;
+  static Finding not_tried(const DeviceStep& step, const std::string& failed) {
     Finding f;
-    try {
-      prepared.emplace(c, subject.device);
-    } catch (const std::exception& e) {
-      f.check = "result", f.name = c.name, f.outcome = Outcome::kFail;
-      f.message = std::string("the case cannot be built: ") + e.what();
-      return report(subject, std::move(f));
+    f.check = "device", f.name = step.name, f.outcome = Outcome::kUnsupported;
+    f.message = "not tried: " + failed + " failed, without which nothing can be seen";
+    return f;
+  }
+
+  static Finding device_step(const DeviceStep& step, const Device& device) {
+    const auto start = std::chrono::steady_clock::now();
+    const Status status = step.run(device);
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    Finding f;
+    f.check = "device", f.name = step.name, f.milliseconds = took.count();
+    if (!status.ok()) {
+      const bool lacks = status.code() == te_fl::StatusCode::kUnsupported;
+      f.outcome = lacks ? Outcome::kUnsupported : Outcome::kFail;
+      f.message = status.message();
     }
-    if (from <= step) {
-      f = result_of(subject, c, *prepared);
-      const bool passed = f.outcome == Outcome::kPass;
-      report(subject, f);
-      if (!passed) return;
-    }
-    if (from <= step + 1 && subject.device.is_host() && !c.large &&
-        prepared->problem().want_code == 0) {
-      begin(step + 1, step + 2, subject, "guard", c.name);
-      report(subject, guard_of(subject, c, *prepared));
-    }
-    if (from <= step + 2 && (subject.flags & TE_FL_OP_DETERMINISTIC) != 0) {
-      begin(step + 2, step + 3, subject, "determinism", c.name);
-      report(subject, determinism_of(subject, c, *prepared));
-    }
-    if (from <= step + 3 && !subject.device.is_host()) {
-      begin(step + 3, step + 4, subject, "stream", c.name);
-      if (auto found = stream_of(subject, c, *prepared)) report(subject, std::move(*found));
-    }
+    return f;
   }
 
   void begin(int step, int resume, const Subject& subject, const std::string& check,

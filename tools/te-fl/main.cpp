@@ -140,7 +140,8 @@ int main(int argc, char** argv) {
 
   CheckOptions check_options;
   auto* check_command = app.add_subcommand(
-      "check", "Certifies a plugin: its file, its devices, every op that it registers, and how it ends");
+      "check",
+      "Certifies a plugin: its file, its devices, every op that it registers, and how it ends");
   check_command->add_option("plugin", check_options.plugin, "path, or a name from the manifests");
   check_command->add_option("--builtin", check_options.builtin,
                             "a backend that is part of te-fl instead: cpu or reference");
