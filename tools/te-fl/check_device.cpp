@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <utility>
 
@@ -252,15 +253,18 @@ Status pinned(const Device& d) {
 
 // ---- order
 
-// Work that takes a device some milliseconds, so that whoever does not wait for it is seen not to.
+// Work that keeps a device busy for some milliseconds, so that whoever does not wait for it is seen
+// not to. A device that works late is caught without; so everything is tried without load first.
 class Load {
  public:
+  Load() = default;  // none
   static te_fl::Result<Load> make(const Device& d, void* stream) {
     TE_FL_ASSIGN_OR_RETURN(Memory memory, Memory::make(d, kLarge, stream));
-    Load load(d, std::move(memory));
-    for (load.fills_ = 8; load.fills_ < 4096; load.fills_ *= 2) {
+    Load load;
+    load.memory_ = std::make_unique<Memory>(std::move(memory));
+    for (load.fills_ = 8; load.fills_ < 512; load.fills_ *= 2) {
       const auto start = std::chrono::steady_clock::now();
-      TE_FL_RETURN_IF_ERROR(load.enqueue(stream));
+      TE_FL_RETURN_IF_ERROR(load.enqueue(d, stream));
       TE_FL_RETURN_IF_ERROR(devices::synchronize(d, stream));
       beat();
       const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
@@ -268,41 +272,31 @@ class Load {
     }
     return load;
   }
-  Status enqueue(void* stream) const {
+  Status enqueue(const Device& d, void* stream) const {
     for (int i = 0; i < fills_; ++i)
       TE_FL_RETURN_IF_ERROR(
-          devices::fill(device_, memory_.data(), static_cast<uint8_t>(i), kLarge, stream));
+          devices::fill(d, memory_->data(), static_cast<uint8_t>(i), kLarge, stream));
     return {};
   }
 
  private:
-  Load(const Device& d, Memory memory) : device_(d), memory_(std::move(memory)) {}
-  Device device_;
-  Memory memory_;
+  std::unique_ptr<Memory> memory_;
   int fills_ = 0;
 };
 
-// Host memory that a copy on a stream may reach late: pinned if the device has it.
-class Landing {
- public:
-  static te_fl::Result<Landing> make(const Device& d, size_t bytes) {
-    auto memory = Memory::pinned(d, bytes);
-    if (!memory.ok() && memory.status().code() != te_fl::StatusCode::kUnsupported)
-      return memory.status();
-    Landing made;
-    if (memory.ok())
-      made.pinned_ = std::make_unique<Memory>(std::move(*memory));
-    else
-      made.plain_.resize(bytes);
-    std::memset(made.data(), 0, bytes);
-    return made;
-  }
-  uint8_t* data() { return pinned_ != nullptr ? pinned_->data() : plain_.data(); }
-
- private:
-  std::unique_ptr<Memory> pinned_;
-  Bytes plain_;
-};
+// Host memory that a copy on a stream may reach late: pinned if the device has it. It is kept while
+// the child lives, as work that should have ended may still write there.
+te_fl::Result<uint8_t*> landing(const Device& d, size_t bytes) {
+  static auto* const pinned_ones = new std::deque<Memory>;
+  static auto* const plain_ones = new std::deque<Bytes>;
+  auto memory = Memory::pinned(d, bytes);
+  if (!memory.ok() && memory.status().code() != te_fl::StatusCode::kUnsupported)
+    return memory.status();
+  uint8_t* const data = memory.ok() ? pinned_ones->emplace_back(std::move(*memory)).data()
+                                    : plain_ones->emplace_back(bytes).data();
+  std::memset(data, 0, bytes);
+  return data;
+}
 
 constexpr size_t kSmall = 4096;
 
@@ -312,52 +306,50 @@ Status expect_all(const uint8_t* got, uint8_t value, const std::string& otherwis
 }
 
 // Work of one stream happens in its order, and synchronize() waits for it.
-Status in_order(const Device& d, void* stream) {
-  TE_FL_ASSIGN_OR_RETURN(const Load load, Load::make(d, stream));
+Status in_order(const Device& d, void* stream, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, stream));
   TE_FL_ASSIGN_OR_RETURN(const Memory y, Memory::make(d, kSmall, stream));
-  TE_FL_ASSIGN_OR_RETURN(Landing at, Landing::make(d, 2 * kSmall));
-  TE_FL_RETURN_IF_ERROR(load.enqueue(stream));
+  TE_FL_ASSIGN_OR_RETURN(uint8_t* const at, landing(d, 2 * kSmall));
+  TE_FL_RETURN_IF_ERROR(load.enqueue(d, stream));
   TE_FL_RETURN_IF_ERROR(devices::fill(d, x.data(), 11, kSmall, stream));
   TE_FL_RETURN_IF_ERROR(devices::copy(d, y.data(), d, x.data(), kSmall, stream));
   TE_FL_RETURN_IF_ERROR(devices::fill(d, x.data(), 22, kSmall, stream));
-  TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at.data(), d, y.data(), kSmall, stream));
-  TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at.data() + kSmall, d, x.data(), kSmall, stream));
+  TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at, d, y.data(), kSmall, stream));
+  TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at + kSmall, d, x.data(), kSmall, stream));
   TE_FL_RETURN_IF_ERROR(devices::synchronize(d, stream));
   beat();
-  TE_FL_RETURN_IF_ERROR(expect_all(at.data(), 11,
+  TE_FL_RETURN_IF_ERROR(expect_all(at, 11,
                                    "fill, copy, fill on one stream: the copy's result, after "
                                    "synchronize(), is not that of the first fill"));
   return expect_all(
-      at.data() + kSmall, 22,
+      at + kSmall, 22,
       "fill, copy, fill on one stream: after synchronize() the second fill is missing");
 }
 
 // Memory that is freed on a stream serves the work that was enqueued there before.
-Status freed_in_order(const Device& d, void* stream) {
-  TE_FL_ASSIGN_OR_RETURN(const Load load, Load::make(d, stream));
-  TE_FL_ASSIGN_OR_RETURN(Landing at, Landing::make(d, kSmall));
+Status freed_in_order(const Device& d, void* stream, const Load& load) {
+  TE_FL_ASSIGN_OR_RETURN(uint8_t* const at, landing(d, kSmall));
   TE_FL_ASSIGN_OR_RETURN(Memory old, Memory::make(d, kSmall, stream));
   TE_FL_RETURN_IF_ERROR(devices::fill(d, old.data(), 33, kSmall, stream));
-  TE_FL_RETURN_IF_ERROR(load.enqueue(stream));
-  TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at.data(), d, old.data(), kSmall, stream));
+  TE_FL_RETURN_IF_ERROR(devices::synchronize(d, stream));
+  TE_FL_RETURN_IF_ERROR(load.enqueue(d, stream));
+  TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at, d, old.data(), kSmall, stream));
   old.release();
   TE_FL_ASSIGN_OR_RETURN(const Memory next, Memory::make(d, kSmall, stream));
   TE_FL_RETURN_IF_ERROR(devices::fill(d, next.data(), 44, kSmall, stream));
   TE_FL_RETURN_IF_ERROR(devices::synchronize(d, stream));
   beat();
-  return expect_all(
-      at.data(), 33,
-      "memory that was freed on its stream was taken from a copy that was enqueued there "
-      "before");
+  return expect_all(at, 33,
+                    "memory that was freed on its stream was taken from a copy that was enqueued "
+                    "there before");
 }
 
 // A pageable source has been read when copy() returns.
-Status source_is_free(const Device& d, void* stream) {
-  TE_FL_ASSIGN_OR_RETURN(const Load load, Load::make(d, stream));
+Status source_is_free(const Device& d, void* stream, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, stream));
-  Bytes source(kSmall, 55);
-  TE_FL_RETURN_IF_ERROR(load.enqueue(stream));
+  static auto* const sources = new std::deque<Bytes>;  // kept, like landing()
+  Bytes& source = sources->emplace_back(kSmall, uint8_t{55});
+  TE_FL_RETURN_IF_ERROR(load.enqueue(d, stream));
   TE_FL_RETURN_IF_ERROR(devices::copy(d, x.data(), Device(), source.data(), kSmall, stream));
   std::fill(source.begin(), source.end(), uint8_t{66});
   TE_FL_ASSIGN_OR_RETURN(const Bytes got, down(d, x.data(), kSmall, stream));
@@ -366,72 +358,82 @@ Status source_is_free(const Device& d, void* stream) {
                     "a copy read its source in pageable host memory after copy() had returned");
 }
 
-Status default_stream(const Device& d) {
-  TE_FL_RETURN_IF_ERROR(in_order(d, nullptr));
-  TE_FL_RETURN_IF_ERROR(freed_in_order(d, nullptr));
-  return source_is_free(d, nullptr);
+Status order_on(const Device& d, void* stream) {
+  Load load;
+  for (const bool loaded : {false, true}) {
+    if (loaded) {
+      TE_FL_ASSIGN_OR_RETURN(load, Load::make(d, stream));
+    }
+    TE_FL_RETURN_IF_ERROR(in_order(d, stream, load));
+    TE_FL_RETURN_IF_ERROR(freed_in_order(d, stream, load));
+    TE_FL_RETURN_IF_ERROR(source_is_free(d, stream, load));
+  }
+  return {};
 }
+
+Status default_stream(const Device& d) { return order_on(d, nullptr); }
 
 Status streams(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream b, te_fl::Stream::create(d));
   if (a.get() == b.get()) return wrong("create_stream() gave the same stream twice");
-  for (const te_fl::Stream* s : {&a, &b}) {
-    TE_FL_RETURN_IF_ERROR(in_order(d, s->get()));
-    TE_FL_RETURN_IF_ERROR(freed_in_order(d, s->get()));
-    TE_FL_RETURN_IF_ERROR(source_is_free(d, s->get()));
-  }
-  return {};
+  TE_FL_RETURN_IF_ERROR(order_on(d, a.get()));
+  return order_on(d, b.get());
 }
 
 // ---- events
 
 // What b copies after it waited for a's event has what a wrote before the event, and nothing else
 // was waited for. The second time the event marks another place.
-Status stream_waits(const Device& d) {
-  TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
+Status stream_waits_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream b, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
-  TE_FL_ASSIGN_OR_RETURN(const Load load, Load::make(d, a.get()));
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, a.get()));
-  TE_FL_ASSIGN_OR_RETURN(Landing at, Landing::make(d, kSmall));
+  TE_FL_ASSIGN_OR_RETURN(uint8_t* const at, landing(d, kSmall));
   for (const uint8_t value : {uint8_t{77}, uint8_t{88}}) {
-    TE_FL_RETURN_IF_ERROR(load.enqueue(a.get()));
+    TE_FL_RETURN_IF_ERROR(load.enqueue(d, a.get()));
     TE_FL_RETURN_IF_ERROR(devices::fill(d, x.data(), value, kSmall, a.get()));
     TE_FL_RETURN_IF_ERROR(event.record(a.get()));
     TE_FL_RETURN_IF_ERROR(b.wait(event));
-    TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at.data(), d, x.data(), kSmall, b.get()));
+    TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at, d, x.data(), kSmall, b.get()));
     TE_FL_RETURN_IF_ERROR(b.synchronize());
     beat();
-    TE_FL_RETURN_IF_ERROR(
-        expect_all(at.data(), value,
-                   "wait_event() did not make the stream wait: it copied before what "
-                   "another stream had enqueued before the event"));
+    const Status waited =
+        expect_all(at, value,
+                   "wait_event() did not make the stream wait: it copied before what another "
+                   "stream had enqueued before the event");
     TE_FL_RETURN_IF_ERROR(a.synchronize());
+    TE_FL_RETURN_IF_ERROR(waited);
   }
   return {};
 }
 
-Status host_waits(const Device& d) {
-  TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
+Status host_waits_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
-  TE_FL_ASSIGN_OR_RETURN(const Load load, Load::make(d, a.get()));
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, a.get()));
-  TE_FL_ASSIGN_OR_RETURN(Landing at, Landing::make(d, kSmall));
+  TE_FL_ASSIGN_OR_RETURN(uint8_t* const at, landing(d, kSmall));
   for (const uint8_t value : {uint8_t{91}, uint8_t{92}}) {
-    TE_FL_RETURN_IF_ERROR(load.enqueue(a.get()));
+    TE_FL_RETURN_IF_ERROR(load.enqueue(d, a.get()));
     TE_FL_RETURN_IF_ERROR(devices::fill(d, x.data(), value, kSmall, a.get()));
-    TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at.data(), d, x.data(), kSmall, a.get()));
+    TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at, d, x.data(), kSmall, a.get()));
     TE_FL_RETURN_IF_ERROR(event.record(a.get()));
     TE_FL_RETURN_IF_ERROR(event.synchronize());
-    TE_FL_RETURN_IF_ERROR(
-        expect_all(at.data(), value,
-                   "synchronize_event() returned before the work that the event marks "
-                   "was done"));
     beat();
+    const Status waited = expect_all(at, value,
+                                     "synchronize_event() returned before the work that the event "
+                                     "marks was done");
     TE_FL_RETURN_IF_ERROR(a.synchronize());
+    TE_FL_RETURN_IF_ERROR(waited);
   }
   return {};
+}
+
+template <Status (*waits)(const Device&, const te_fl::Stream&, const Load&)>
+Status unloaded_and_loaded(const Device& d) {
+  TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
+  TE_FL_RETURN_IF_ERROR(waits(d, a, Load()));
+  TE_FL_ASSIGN_OR_RETURN(const Load load, Load::make(d, a.get()));
+  return waits(d, a, load);
 }
 
 // ---- questions
@@ -474,6 +476,7 @@ Status questions(const Device& d) {
 
 const std::vector<DeviceStep>& device_steps() {
   static const std::vector<DeviceStep> steps = {
+      {"device/questions", questions},
       {"device/allocation", allocation},
       {"device/fill", fill},
       {"device/copy from the host", [](const Device& d) { return with_pageable(d, copies_up); }},
@@ -482,9 +485,8 @@ const std::vector<DeviceStep>& device_steps() {
       {"device/pinned memory", pinned},
       {"device/default stream", default_stream, true},
       {"device/streams", streams, true},
-      {"device/a stream waits for an event", stream_waits, true},
-      {"device/the host waits for an event", host_waits, true},
-      {"device/questions", questions},
+      {"device/a stream waits for an event", unloaded_and_loaded<stream_waits_under>, true},
+      {"device/the host waits for an event", unloaded_and_loaded<host_waits_under>, true},
   };
   return steps;
 }
