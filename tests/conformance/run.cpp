@@ -209,7 +209,8 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
   Result result;
   const auto id = OpRegistry::instance().find(problem_.op_name);
   if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
-  DeviceMirror mirror(device_, how.stream), saved_mirror(device_, how.stream);
+  DeviceMirror mirror(device_, how.stream, how.guard_alignment);
+  DeviceMirror saved_mirror(device_, how.stream, how.guard_alignment);
   CallOptions options;
   options.stream = how.stream;
   options.rng = problem_.rng;

@@ -68,18 +68,22 @@ rm "$lib/te_fl/plugins.d/acme_c.json"
 # A project made by te-fl new-backend builds against the prefix and is certified as it is.
 cd "$work"
 "$te_fl" new-backend acme acme >/dev/null
-expect "new-backend: the project is certified" '^certified' "$(TE_FL_PREFIX=$prefix acme/ci.sh --quick)"
+expect "new-backend: the project is certified" '^certified: [1-9][0-9]* passed, 0 failed' "$(TE_FL_PREFIX=$prefix acme/ci.sh)"
 for file in check.json check.xml check.html; do [ -s "acme/build/$file" ] || fail "ci.sh left no build/$file"; done
 cmake --build acme/build --target test >/dev/null || fail "ctest of the project"
 echo "ok: new-backend: ctest of the project"
 cmake --install acme/build >/dev/null
 expect "new-backend: the installed plugin is found" 'acme .*active' "$("$te_fl" info)"
-expect "new-backend: the built one is checked beside it" '^certified' "$(TE_FL_PREFIX=$prefix acme/ci.sh --quick)"
-expect "new-backend: the installed one is checked by name" '^certified' "$("$te_fl" check acme --quick)"
+code=0 && quick=$(TE_FL_PREFIX=$prefix acme/ci.sh --quick) || code=$?
+[ "$code" = 4 ] || fail "ci.sh --quick: exit code $code, expected 4"
+expect "new-backend: the built one is checked beside it" '^no certificate: [1-9][0-9]* passed, 0 failed' "$quick"
+expect "new-backend: a quick check is no certificate" 'not everything was checked: --quick' "$quick"
+expect "new-backend: the installed one is checked by name" '^no certificate: [1-9][0-9]* passed, 0 failed' "$("$te_fl" check acme --quick)"
 rm "$lib/te_fl/plugins.d/acme.json"
 sed -i 's/value < 0 ? 0 : value/value < 0.25f ? 0 : value/' acme/src/relu.cpp
 if broken=$(TE_FL_PREFIX=$prefix acme/ci.sh --quick); then fail "a broken kernel was certified: $broken"; fi
 expect "new-backend: a broken line is found" 'tolerance' "$broken"
+expect "new-backend: a broken line is not certified" '^not certified' "$broken"
 command=$(sed -n 's/^ *te-fl \(check .*--case .*\)$/\1/p' <<<"$broken" | head -n1)
 if again=$(cd / && eval "\"$te_fl\" $command"); then fail "te-fl $command: passes"; fi
 expect "new-backend: the command reproduces it" 'tolerance' "$again"

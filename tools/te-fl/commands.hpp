@@ -12,6 +12,7 @@ enum ExitCode {
   kProblem = 1,      // the command ran and found a problem: doctor's findings, an invalid policy
   kUsage = 2,        // misspelt command, option or value
   kNoCandidate = 3,  // explain, bench: no implementation would serve the call
+  kIncomplete = 4,   // check: nothing failed, but not everything was checked: no certificate
 };
 
 struct ExplainOptions {

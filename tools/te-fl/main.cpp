@@ -33,7 +33,7 @@ const char* const kFooter =
     "  source <(te-fl completion bash)              completion of this shell\n"
     "\n"
     "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
-    "the call.";
+    "the call,\n4 check: nothing failed, but not everything was checked, which is no certificate.";
 
 // A misspelt subcommand: CLI11 only says that it was not expected.
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
@@ -140,7 +140,8 @@ int main(int argc, char** argv) {
 
   CheckOptions check_options;
   auto* check_command = app.add_subcommand(
-      "check", "Certifies a plugin: its file, every op that it registers, and how it ends");
+      "check",
+      "Certifies a plugin: its file, its devices, every op that it registers, and how it ends");
   check_command->add_option("plugin", check_options.plugin, "path, or a name from the manifests");
   check_command->add_option("--builtin", check_options.builtin,
                             "a backend that is part of te-fl instead: cpu or reference");
@@ -153,7 +154,8 @@ int main(int argc, char** argv) {
   check_command->add_option("--case", check_options.name, "only cases whose name contains this");
   check_command->add_option("--seed", check_options.seed, "of the cases with drawn shapes")
       ->capture_default_str();
-  check_command->add_flag("--quick", check_options.quick, "a quarter of the table, and no speed");
+  check_command->add_flag("--quick", check_options.quick,
+                          "a quarter of the table, and no speed; no certificate");
   check_command
       ->add_option("--time-limit", check_options.time_limit, "seconds that one call may take")
       ->check(CLI::Range(0.1, 3600.0))
