@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "core/device_list.hpp"
+#include "plugins/discovery.hpp"
 #include "policy/current.hpp"
+#include "policy/text.hpp"
 #include "registry/manager_impl.hpp"
 #include "registry/quarantine.hpp"
 
@@ -55,8 +57,10 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   }
   Choice choice;
   choice.settings = &policy::settings_of(policy);
+  if (choice.settings->strict) TE_FL_RETURN_IF_ERROR(plugins::named_plugins_status());
   if (Status error = policy::settings_error(*choice.settings); !error.ok()) {
-    return error.wrap("op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
+    return policy::cause_first(
+        error, "op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
   }
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
