@@ -21,6 +21,7 @@
 #include "core/text.hpp"
 #include "plugins/byte_source.hpp"
 #include "plugins/file_trust.hpp"
+#include "registry/replay_command.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
@@ -144,8 +145,9 @@ Status cannot_write(const std::string& path, const std::string& why) {
                              "): later runs will not know what this one found");
 }
 
-// Adds entries to the file, whatever other processes add meanwhile.
-Status add_to_file(const std::string& path, const List& added) {
+// Changes the file's entries by `change(list)`, whatever other processes do meanwhile.
+template <class F>
+Status change_file(const std::string& path, F&& change) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code code;
   if (!folder.empty()) std::filesystem::create_directories(folder, code);
@@ -155,14 +157,20 @@ Status add_to_file(const std::string& path, const List& added) {
                                                                 [](const int* fd) { close(*fd); });
   if (flock(lock, LOCK_EX) != 0) return cannot_write(path, std::strerror(errno));
   TE_FL_ASSIGN_OR_RETURN(List list, read_file(path));
-  for (const Quarantine& q : added) {
-    if (!contains(list, q)) list.push_back(q);
-  }
+  change(list);
   json out = {{"te_fl_quarantine", 1}, {"entries", json::array()}};
   for (const Quarantine& q : list) out["entries"].push_back(to_json(q));
   const std::string text = out.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
   if (!plugins::replace_file(path, text)) return cannot_write(path, std::strerror(errno));
   return {};
+}
+
+Status add_to_file(const std::string& path, const List& added) {
+  return change_file(path, [&](List& list) {
+    for (const Quarantine& q : added) {
+      if (!contains(list, q)) list.push_back(q);
+    }
+  });
 }
 
 // The list in force.
@@ -229,7 +237,7 @@ const std::string& own_build_id() {
 
 std::string reason_of(const Quarantine& q) {
   return "quarantined for this op and signature" + (q.chip.empty() ? "" : " on " + q.chip) + ": " +
-         q.reason + (q.case_file.empty() ? "" : " (te-fl replay " + q.case_file + ")");
+         q.reason + (q.case_file.empty() ? "" : " (" + replay_command(q.owner, q.case_file) + ")");
 }
 
 }  // namespace
@@ -323,6 +331,28 @@ Status step_boundary() {
   choose_again();
   const std::string path = file_name();
   return path.empty() ? Status() : add_to_file(path, held);
+}
+
+std::string quarantine_file() { return registry::file_name(); }
+
+Result<int> clear_quarantines(const std::string& op, const std::string& impl_id) {
+  using namespace registry;
+  const auto meant = [&](const Quarantine& q) {
+    return (op.empty() || q.op == op) && (impl_id.empty() || q.impl_id == impl_id);
+  };
+  TE_FL_ASSIGN_OR_RETURN(const auto before, entries());
+  List left = *before;
+  const auto cleared = static_cast<int>(std::erase_if(left, meant));
+  if (cleared == 0) return 0;
+  if (const std::string path = file_name(); !path.empty()) {
+    TE_FL_RETURN_IF_ERROR(change_file(path, [&](List& list) { std::erase_if(list, meant); }));
+  }
+  {
+    const std::lock_guard lock(mutex);
+    state().list = std::make_shared<const List>(std::move(left));
+  }
+  choose_again();
+  return cleared;
 }
 
 Result<std::vector<Quarantine>> quarantines() {

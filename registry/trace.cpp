@@ -1,5 +1,7 @@
 #include "registry/trace.hpp"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -50,6 +52,7 @@ struct Event {
 
 struct State {
   std::string path;
+  Status error;  // why it cannot be written
   pid_t process = 0;
   size_t limit = 0;
   uint64_t dropped = 0;
@@ -62,6 +65,8 @@ struct State {
 constinit core::ForkMutex mutex(79);
 const core::ForkMutex::Registration registration(mutex);
 const Clock::time_point g_began = Clock::now();
+// The settings' generation at which the trace began; UINT64_MAX: it is to begin at the next call.
+std::atomic<uint64_t> g_started{UINT64_MAX};
 
 State& state() {
   static State* const instance = new State;
@@ -81,13 +86,38 @@ void write_at_exit() {
   if (const Status s = write_trace(); !s.ok()) log::warning(s.message());
 }
 
-// The trace that the environment asks for. A "%p" in its name is the process. Requires no lock.
-void start() {
+// The file that the environment asks for; empty: none. A "%p" in its name is the process.
+std::string file_asked_for() {
   const Result<std::string> setting = environment::get("TE_FL_TRACE");
-  const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
   std::string path = setting.ok() ? *setting : std::string();
   if (const size_t at = path.find("%p"); at != std::string::npos)
     path.replace(at, 2, std::to_string(getpid()));
+  return path;
+}
+
+Status cannot_write(const std::string& path, int reason) {
+  return failed_precondition("the trace " + path +
+                             " cannot be written (TE_FL_TRACE): " + std::strerror(reason));
+}
+
+// Whether a file can be put there when the process ends.
+Status check_writable(const std::string& path) {
+  if (path.empty()) return {};
+  struct stat there {};
+  if (stat(path.c_str(), &there) == 0 && S_ISDIR(there.st_mode)) return cannot_write(path, EISDIR);
+  const std::string probe = path + "." + std::to_string(getpid()) + ".probe";
+  const int file = open(probe.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+  if (file < 0) return cannot_write(path, errno);
+  close(file);
+  unlink(probe.c_str());
+  return {};
+}
+
+// Requires no lock.
+void start() {
+  const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
+  std::string path = file_asked_for();
+  Status error = check_writable(path);
   const std::lock_guard lock(mutex);
   State& s = state();
   static bool registered = false;
@@ -98,7 +128,8 @@ void start() {
     s.dropped = 0;
     s.process = getpid();
   }
-  s.path = std::move(path);
+  s.path = error.ok() ? std::move(path) : std::string();
+  s.error = std::move(error);
   s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
 }
 
@@ -240,13 +271,19 @@ void write_events(std::ostream& out, const State& s) {
 
 }  // namespace
 
-TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
-  static std::atomic<uint64_t> generation{UINT64_MAX};
+Status begin_trace() {
   const uint64_t current = environment::generation();
-  if (generation.load(std::memory_order_acquire) != current) {
+  if (g_started.load(std::memory_order_acquire) != current) {
     start();
-    generation.store(current, std::memory_order_release);
+    g_started.store(current, std::memory_order_release);
   }
+  const std::lock_guard lock(mutex);
+  return state().error;
+}
+
+Status trace_status() { return check_writable(file_asked_for()); }
+
+TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
   description_ = description_of(call);
   start_ = now();
 }
@@ -294,8 +331,7 @@ Status write_trace() {
       << json(s.descriptions).dump(-1, ' ', false, json::error_handler_t::replace) << "}\n";
   out.close();
   if (out.good() && std::rename(temporary.c_str(), s.path.c_str()) == 0) return {};
-  return failed_precondition("the trace " + s.path +
-                             " cannot be written (TE_FL_TRACE): " + std::strerror(errno));
+  return cannot_write(s.path, errno);
 }
 
 }  // namespace te_fl
