@@ -1,12 +1,11 @@
 // TE_FL_POLICY_FILE: all that the variables can say, and lists for single signatures.
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "core/file.hpp"
 #include "core/op_table.hpp"
+#include "core/text.hpp"
 #include "policy/text.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/policy.hpp"
@@ -16,6 +15,8 @@ namespace {
 
 using nlohmann::json;
 using policy::did_you_mean;
+
+constexpr uint64_t kMaxBytes = uint64_t{64} << 20;
 
 std::vector<std::string> op_names() {
   std::vector<std::string> names;
@@ -170,11 +171,12 @@ Result<PolicySettings> settings_of(const json& file) {
 
 Result<PolicySettings> load_policy_file(const std::string& path) {
   const std::string what = "the policy file " + path;
-  std::ifstream in(path);
-  if (!in) return not_found(what + " cannot be read: " + std::strerror(errno));
+  const Result<std::string> text = core::read_file(path, kMaxBytes);
+  if (!text.ok()) return Status(text.status().code(), what + " " + text.status().message());
+  if (core::trim(*text).empty()) return invalid_argument(what + " is empty");
   json file;
   try {
-    file = json::parse(in);
+    file = json::parse(*text);
   } catch (const json::parse_error& e) {
     return invalid_argument(what + " is not JSON: " + e.what());
   }

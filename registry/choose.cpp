@@ -68,7 +68,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   choice.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                  arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
                  signature.version,           capturing};
-  TE_FL_ASSIGN_OR_RETURN(choice.barred, barred(row, signature));
+  choice.barred = barred(row, signature);
   choice.call.barred = choice.barred;
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);
   if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);

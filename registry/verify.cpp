@@ -331,17 +331,11 @@ std::string Verification::save(const Served& served, const std::string& what) co
   const std::string name = file_word(impl.op) + "-" + file_word(impl.impl_id) + "-" +
                            std::to_string(getpid()) + "-" + std::to_string(++g_files) + ".call";
   const std::string path = std::filesystem::absolute(folder / name, code).string();
-  const std::string temporary = path + ".part";
-  Status written = write_call_file(temporary, d, rep_->copy.read(), rep_->copy.written());
-  if (written.ok()) {
-    std::filesystem::rename(temporary, path, code);
-    if (code) written = failed_precondition("cannot name " + path + ": " + code.message());
-  }
+  const Status written = write_call_file(path, d, rep_->copy.read(), rep_->copy.written());
   if (written.ok()) {
     ++g_counts.saved;
     return path;
   }
-  std::filesystem::remove(temporary, code);
   log::once(log::Level::kWarning, "verify saving", "a call cannot be saved: " + written.message());
   return {};
 }

@@ -47,7 +47,8 @@ struct Quarantine {
   std::string reason;     // what differed
   std::string case_file;  // the saved call; empty if none was saved
 };
-// Those in force: of the quarantine file, and of this run. Errors: the file cannot be read.
+// Those in force: of the quarantine file, and of this run. Never fails for the file's sake: what
+// cannot be read of it is passed over with a warning, as it is by calls.
 TE_FL_API Result<std::vector<Quarantine>> quarantines();
 // The quarantine file (TE_FL_QUARANTINE_FILE); empty: none is kept.
 TE_FL_API std::string quarantine_file();
