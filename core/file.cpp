@@ -74,8 +74,7 @@ FileReplacement::FileReplacement(const std::string& path) : path_(path) {
     return;
   }
   static std::atomic<unsigned> number{0};
-  temporary_ =
-      path_ + "." + std::to_string(::getpid()) + "." + std::to_string(number++) + ".part";
+  temporary_ = path_ + "." + std::to_string(::getpid()) + "." + std::to_string(number++) + ".part";
   ::unlink(temporary_.c_str());  // of a process that had the number before
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0) fail(std::strerror(errno));

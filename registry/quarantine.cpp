@@ -240,8 +240,6 @@ Result<int> clear_quarantines(const std::string& op, const std::string& impl_id)
   return cleared;
 }
 
-Result<std::vector<Quarantine>> quarantines() {
-  return *registry::entries();
-}
+Result<std::vector<Quarantine>> quarantines() { return *registry::entries(); }
 
 }  // namespace te_fl

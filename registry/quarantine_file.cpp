@@ -71,7 +71,7 @@ Result<Quarantine> from_json(const json& j) try {
 // A file as JSON with a list of entries, and why it is none.
 struct Parsed {
   json object = {{kVersionKey, 1}, {"entries", json::array()}};
-  std::string problem;     // behind "the quarantine file PATH "; empty: it is one, or is not there
+  std::string problem;      // behind "the quarantine file PATH "; empty: it is one, or is not there
   bool replaceable = true;  // whether nothing is lost by writing another in its place
 };
 
@@ -91,8 +91,7 @@ Parsed parse(const std::string& path) {
   const json object = json::parse(*text, nullptr, false);
   if (object.is_discarded()) {
     out.problem = "is not JSON; it may be half-written";
-  } else if (!object.is_object() || !object.contains(kVersionKey) ||
-             object.at(kVersionKey) != 1) {
+  } else if (!object.is_object() || !object.contains(kVersionKey) || object.at(kVersionKey) != 1) {
     out.problem = std::string("does not say \"") + kVersionKey + "\": 1";
   } else if (!object.contains("entries") || !object.at("entries").is_array()) {
     out.problem = "has no list \"entries\"";

@@ -379,7 +379,7 @@ int bench(const BenchOptions& options) {
   if (!cases.ok()) return usage_problem(cases.status());
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) return usage_problem(device.status());
-  (void)te_fl::devices::find(*device);  // loads its plugin, whose implementations are looked for next
+  (void)te_fl::devices::find(*device);  // loads its plugin, which the next line asks about
   const auto impls = implementations_of(options, *device);
   if (!impls.ok()) return usage_problem(impls.status());
   std::vector<std::pair<const CaseSpec*, Shape>> work;
