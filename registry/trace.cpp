@@ -112,18 +112,24 @@ Status check_writable(const std::string& path) {
 void start() {
   const Result<std::string> setting = environment::get("TE_FL_TRACE");
   const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   State& s = state();
   static bool registered = false;
   if (!registered) std::atexit(&write_at_exit);
   registered = true;
-  if (s.process != getpid()) {  // a forked child begins anew
+  const bool child = s.child || (s.process != 0 && s.process != getpid());
+  std::string path = file_asked_for(setting, child);
+  // A forked child begins anew, and so does another file; what belongs to the former file is
+  // written to it first.
+  if (s.process != getpid() || s.path != path) {
+    lock.unlock();
+    if (const Status written = write_trace(); !written.ok()) log::warning(written.message());
+    lock.lock();
     s.events.clear();
     s.dropped = 0;
-    s.child = s.process != 0;
+    s.child = child;
     s.process = getpid();
   }
-  std::string path = file_asked_for(setting, s.child);
   s.error = check_writable(path);
   s.path = s.error.ok() ? std::move(path) : std::string();
   s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
