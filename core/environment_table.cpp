@@ -89,7 +89,8 @@ constexpr VariableSpec kSpecs[] = {
      "Most calls that TE_FL_VERIFY_DIR is to hold."},
     {"TE_FL_TRACE", "", kString, "", "",
      "File into which calls, implementations, staging and fallbacks are written at the end, per "
-     "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number.",
+     "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number, "
+     "without which a forked child adds its number at the end.",
      true},
     {"TE_FL_TRACE_EVENTS", "", kInt, "200000", "1 100000000",
      "Most calls that TE_FL_TRACE keeps in memory; later ones are counted."},

@@ -207,9 +207,9 @@ std::string milliseconds(double ms) {
 void log_outcome(const PluginInfo& info) {
   const std::string who = "plugin " + info.name;
   if (info.state == State::kActive) {
-    log::info(who + " " + info.version + " (vendor " + info.vendor + ") loaded from " + info.path +
-              " in " + milliseconds(info.load_ms) + ": " + std::to_string(info.ops.size()) +
-              " implementations, " + std::to_string(info.devices.size()) + " devices");
+    log::debug(who + " " + info.version + " (vendor " + info.vendor + ") loaded from " + info.path +
+               " in " + milliseconds(info.load_ms) + ": " + std::to_string(info.ops.size()) +
+               " implementations, " + std::to_string(info.devices.size()) + " devices");
   } else if (info.state == State::kSkipped) {
     log::debug(who + " (" + info.path + ") left out: " + info.reason);
   } else {
@@ -250,6 +250,9 @@ std::string reason_of(const Status& status) {
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry) {
   TE_FL_RETURN_IF_ERROR(check_caller("loaded"));
   const LoadTurn turn;
+  if (request.still_wanted && !request.still_wanted()) {
+    return failed_precondition("plugin " + request.path + " is loaded already");
+  }
   const Clock::time_point began = Clock::now();
   Attempt attempt{request, registry, {}, {}, false, {}, {}};
   PluginInfo& info = attempt.info;

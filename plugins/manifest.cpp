@@ -19,8 +19,9 @@ using Json = nlohmann::json;
 constexpr std::string_view kFormatVersion = "1.0";
 constexpr std::size_t kMaxNameLength = 64;
 constexpr std::size_t kMaxShown = 80;
-constexpr auto kKeys = std::to_array<std::string_view>(
-    {"file_format_version", "name", "vendor", "library_path", "arch", "abi", "probe", "sha256"});
+constexpr auto kKeys =
+    std::to_array<std::string_view>({"file_format_version", "name", "vendor", "library_path",
+                                     "arch", "abi", "probe", "load_for", "sha256"});
 constexpr std::size_t kRequiredKeys = 6;  // the first six
 constexpr auto kProbeKeys =
     std::to_array<std::string_view>({"pci_vendor", "device_node", "always"});
@@ -208,6 +209,29 @@ Probe parse_probe(const Json& value) {
   return out;
 }
 
+std::vector<Device> load_for(const Json& value) {
+  const std::string rule =
+      "a list of types of devices without their numbers, such as [\"opencl\"] or [\"ext:acme\"]";
+  if (!value.is_array() || value.empty()) {
+    throw Refusal{"\"load_for\" is " + value_text(value) + " and must be " + rule};
+  }
+  std::vector<Device> out;
+  for (const Json& item : value) {
+    if (!item.is_string())
+      throw Refusal{"\"load_for\" has " + value_text(item) + " and must be " + rule};
+    const auto& text = item.get_ref<const std::string&>();
+    const Result<Device> device = parse_device(text);
+    const bool numbered =
+        std::count(text.begin(), text.end(), ':') != (text.starts_with("ext:") ? 1 : 0);
+    if (!device.ok() || numbered || device->is_host()) {
+      throw Refusal{"\"load_for\" has " + in_quotes(text) + " and must be " + rule +
+                    (device.ok() ? "" : ": " + device.status().message())};
+    }
+    out.push_back(*device);
+  }
+  return out;
+}
+
 std::string sha256_value(const Json& object) {
   const std::string rule = "a string of 64 hex digits, as sha256sum prints it";
   std::string text = string_value(object, "sha256", rule);
@@ -247,6 +271,7 @@ Manifest from_json(const Json& object, const std::string& path) {
   out.arch = architecture(object);
   abi_version(object, out);
   if (object.contains("probe")) out.probe = parse_probe(object.at("probe"));
+  if (object.contains("load_for")) out.load_for = load_for(object.at("load_for"));
   if (object.contains("sha256")) out.sha256 = sha256_value(object);
   return out;
 }

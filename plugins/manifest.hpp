@@ -8,6 +8,8 @@
 //     "arch": "x86_64",                      as `uname -m` prints it
 //     "abi": "0.1",                          ABI of plugin.h that it was built against
 //     "probe": {"pci_vendor": "0x1234"},     optional; the plugin is left out when nothing matches
+//     "load_for": ["ext:acme"],              optional; types of devices: the plugin is loaded when
+//                                            one of them is asked for, not when the process starts
 //     "sha256": "9f86d0..."                  optional; hash of the library, 64 hex digits
 //   }
 //
@@ -21,6 +23,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "te_fl/device.hpp"
 
 namespace te_fl::plugins {
 
@@ -43,7 +47,8 @@ struct Manifest {
   int abi_major = 0;
   int abi_minor = 0;
   Probe probe;
-  std::string sha256;  // lower case; empty when absent
+  std::vector<Device> load_for;  // types and providers, index 0; empty: loaded at once
+  std::string sha256;            // lower case; empty when absent
 };
 
 struct ManifestResult {

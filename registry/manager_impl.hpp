@@ -211,6 +211,9 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept;
 
 Status bad_arguments(const OpRow& row, const void* args);
 Status no_such_op(const Table& table, OpId op);
+// A described call that no arguments could make: a dtype or scaling mode that no tensor of the op
+// has, or FP8 codes without a scaling mode.
+Status check_profile(const OpRow& row, const CallProfile& profile);
 Status invalid_policy(const OpRow& row);
 // Wraps an implementation's own words.
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,

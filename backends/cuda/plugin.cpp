@@ -64,7 +64,8 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
         std::make_unique<Instance>(host, ranges != nullptr && std::string(ranges) == "1");
     enumerate(cache_bytes(*host), instance->devices, instance->why_no_device);
     if (instance->devices.empty() && host->log != nullptr) {
-      host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + instance->why_no_device).c_str());
+      host->log(host->host, TE_FL_LOG_DEBUG,
+                ("no CUDA device: " + instance->why_no_device).c_str());
     }
     for (const Device& d : instance->devices) instance->device_list.push_back(&d.desc);
     for (AppendOps append : kFamilies) append(instance->ops);

@@ -49,7 +49,7 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
       return host->setting != nullptr ? host->setting(host->host, name) : nullptr;
     };
     const auto say = [&](const std::string& text) {
-      if (host->log != nullptr) host->log(host->host, TE_FL_LOG_INFO, text.c_str());
+      if (host->log != nullptr) host->log(host->host, TE_FL_LOG_DEBUG, text.c_str());
     };
     const char* cache = setting("TE_FL_DEVICE_CACHE_MB");  // which the host has checked
     const size_t cache_mb = cache != nullptr ? std::strtoull(cache, nullptr, 10) : 512;

@@ -31,10 +31,10 @@ struct Device {
 TE_FL_API std::string to_string(const Device& device);
 TE_FL_API Result<Device> parse_device(std::string_view text);
 
-// The devices that are there: the host and those that plugins provide. Thread-safe.
+// The devices that are there. The first look at one that is not loads plugins. Thread-safe.
 namespace devices {
 
-// All devices, the host first.
+// All devices, the host first. Loads the plugins that wait for a look at their devices.
 TE_FL_API std::vector<Device> list();
 // The functions of a device; NOT_FOUND names the devices that exist. The pointer stays valid as
 // long as the device is registered or any memory of it is alive.

@@ -39,6 +39,7 @@ std::string error_of(const json& manifest) {
 TEST(ManifestTest, ReadsEveryKey) {
   json text = with("probe", {{"pci_vendor", "0x10DE"}, {"device_node", "/dev/nvidia0"}});
   text["sha256"] = std::string(62, '0') + "Af";
+  text["load_for"] = {"opencl", "ext:acme"};
   const ManifestResult result = parse_manifest(text.dump(2), "/opt/te_fl/plugins.d/acme.json");
   ASSERT_TRUE(result.ok()) << result.error;
   const Manifest& m = result.manifest;
@@ -51,6 +52,9 @@ TEST(ManifestTest, ReadsEveryKey) {
   EXPECT_EQ(m.abi_minor, 0);
   EXPECT_EQ(m.probe.pci_vendor, 0x10de);
   EXPECT_EQ(m.probe.device_node, "/dev/nvidia0");
+  ASSERT_EQ(m.load_for.size(), 2u);
+  EXPECT_EQ(to_string(m.load_for[0]), "opencl:0");
+  EXPECT_EQ(to_string(m.load_for[1]), "ext:acme:0");
   EXPECT_EQ(m.sha256, std::string(62, '0') + "af");
   EXPECT_EQ(
       parse_manifest(with("library_path", "/x/y.so").dump(), "/p/a.json").manifest.library_path,
@@ -108,6 +112,12 @@ TEST(ManifestTest, WrongTypesAndValuesNameKeyValueAndRule) {
       {"probe", {{"device_node", "nvidia0"}}, "absolute path of a node below /dev"},
       {"probe", {{"device_node", "/dev/../etc"}}, "without \"..\""},
       {"probe", {{"always", false}}, "\"always\" is false and must be true"},
+      {"load_for", "opencl", "must be a list of types of devices"},
+      {"load_for", json::array(), "must be a list of types of devices"},
+      {"load_for", json::array({"opencl:0"}), "types of devices without their numbers"},
+      {"load_for", json::array({"ext:acme:0"}), "types of devices without their numbers"},
+      {"load_for", json::array({"opncl"}), "did you mean 'opencl'"},
+      {"load_for", json::array({"cpu"}), "types of devices without their numbers"},
       {"sha256", "abc", "64 hex digits"},
       {"sha256", std::string(64, 'g'), "64 hex digits"},
       {"sha256", 0, "\"sha256\" is the number 0"},
