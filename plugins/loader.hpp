@@ -16,7 +16,7 @@ struct LoadRequest {
   std::string leave_out;               // a plugin of this name is skipped, not loaded
 };
 
-// Trust, manifest, pre-flight, dlopen, query, create, devices, ops: all of it, or nothing remains.
+// Trust, manifest, dlopen, query, settings, create, devices, ops: all of it, or nothing remains.
 // Leaves a record and a log line in every case. Waits for its turn.
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry);
 
