@@ -90,21 +90,26 @@ void start() {
   const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
   std::string path = setting.ok() ? *setting : std::string();
   const std::string process = std::to_string(getpid());
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   State& s = state();
   static bool registered = false;
   if (!registered) std::atexit(&write_at_exit);
   registered = true;
-  if (s.process != getpid()) {  // a forked child begins anew
-    s.events.clear();
-    s.dropped = 0;
-    s.child = s.process != 0;
-    s.process = getpid();
-  }
+  if (s.process != 0 && s.process != getpid()) s.child = true;
   if (const size_t at = path.find("%p"); at != std::string::npos) {
     path.replace(at, 2, process);
   } else if (s.child && !path.empty()) {
     path += "." + process;  // the name alone is its parent's
+  }
+  // A forked child begins anew, and so does another file; what belongs to the former file is
+  // written to it first.
+  if (s.process != getpid() || s.path != path) {
+    lock.unlock();
+    if (const Status written = write_trace(); !written.ok()) log::warning(written.message());
+    lock.lock();
+    s.events.clear();
+    s.dropped = 0;
+    s.process = getpid();
   }
   s.path = std::move(path);
   s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;

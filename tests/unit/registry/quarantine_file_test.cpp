@@ -13,9 +13,9 @@
 
 #include "dispatch_fixture.hpp"
 #include "registry/quarantine.hpp"
-#include "sanitizers.hpp"
 #include "te_fl/te_fl.hpp"
-#include "temp_folder.hpp"
+#include "unit/sanitizers.hpp"
+#include "unit/temp_folder.hpp"
 
 namespace te_fl {
 namespace {

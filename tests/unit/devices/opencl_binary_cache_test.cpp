@@ -11,7 +11,7 @@
 
 // A part of the plugin, which no test program links.
 #include "backends/opencl/binary_cache.cpp"
-#include "temp_folder.hpp"
+#include "unit/temp_folder.hpp"
 
 namespace te_fl::opencl {
 namespace {

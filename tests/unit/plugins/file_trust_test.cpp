@@ -8,8 +8,8 @@
 
 #include <filesystem>
 
-#include "library_fixture.hpp"
 #include "plugins/load_trust.hpp"
+#include "unit/library_fixture.hpp"
 
 namespace te_fl::plugins {
 namespace {

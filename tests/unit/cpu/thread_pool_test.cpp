@@ -1,4 +1,4 @@
-#include "../../backends/cpu/thread_pool.hpp"
+#include "backends/cpu/thread_pool.hpp"
 
 #include <gtest/gtest.h>
 #include <sched.h>
@@ -20,8 +20,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../backends/cpu/cpu_count.hpp"
-#include "sanitizers.hpp"
+#include "backends/cpu/cpu_count.hpp"
+#include "unit/sanitizers.hpp"
 
 #if !TE_FL_TSAN && !TE_FL_ASAN
 #define TE_FL_COUNTS_ALLOCATIONS 1
