@@ -24,6 +24,7 @@ class SettingsTest : public FaultTest {
   ProbeRun probe(std::map<std::string, std::string> environment) {
     environment.try_emplace("TE_FL_PLUGIN_PATH", folder_ / "path");
     environment.try_emplace("XDG_DATA_HOME", folder_ / "xdg");
+    environment["FAULT_EVENTS"] = "";  // this process's
     return run_probe(environment);
   }
 #if defined(__x86_64__)
