@@ -7,6 +7,7 @@
 #include <iterator>
 #include <set>
 
+#include "core/plugin_settings.hpp"
 #include "core/text.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/nearest.hpp"
@@ -94,6 +95,11 @@ class Discovery {
       info.reason = error;
       log::warning("plugin manifest refused: " + error);
       records::put({std::move(info), nullptr, {}, {}, {}});
+    }
+    // Before anything is loaded, so that the settings of what is left out are known as well.
+    for (const Manifest& manifest : scan_.manifests) {
+      const Status declared = core::declare_settings(manifest.name, manifest.settings, false);
+      if (!declared.ok()) log::warning(manifest.path + ": " + declared.message());
     }
   }
 

@@ -19,7 +19,7 @@ struct LoadRequest {
   std::function<bool()> still_wanted = nullptr;
 };
 
-// Trust, manifest, pre-flight, dlopen, query, create, devices, ops: all of it, or nothing remains.
+// Trust, manifest, dlopen, query, settings, create, devices, ops: all of it, or nothing remains.
 // Leaves a record and a log line in every case. Waits for its turn.
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry);
 

@@ -11,7 +11,9 @@
 #include "registry/builtins.hpp"
 #include "registry/epoch.hpp"
 #include "registry/fork_child.hpp"
+#include "registry/remarks.hpp"
 #include "registry/summary.hpp"
+#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/op_manager.hpp"
 
@@ -38,6 +40,7 @@ void start() {
     plugins::load_builtin(builtin.name, builtin.query, registry);
   }
   plugins::discover(registry);
+  registry::log_remarks();
   te_fl::registry::summarise_at_exit();
   t_starting = false;
   g_start.store(kReady, std::memory_order_release);
@@ -64,6 +67,12 @@ void bring_devices(const Device* device) noexcept {
 }  // namespace
 
 namespace registry {
+
+void log_remarks() {
+  for (const std::string& remark : environment::remarks()) {
+    log::once(log::Level::kWarning, remark, remark);
+  }
+}
 
 void instance_after_fork_in_child() {
   // Another thread was loading plugins when the process forked; it is not here to go on.

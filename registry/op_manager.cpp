@@ -15,6 +15,7 @@
 #include "registry/fork_child.hpp"
 #include "registry/manager_impl.hpp"
 #include "registry/quarantine.hpp"
+#include "registry/remarks.hpp"
 
 namespace te_fl {
 namespace {
@@ -390,6 +391,7 @@ void OpManager::reset_usage() {
 
 Status OpManager::reload() {
   TE_FL_RETURN_IF_ERROR(environment::reload());
+  registry::log_remarks();
   registry::forget_quarantine_file();
   registry::choose_again();
   return current_policy().status();

@@ -28,7 +28,7 @@ struct Recorded {
   uint64_t count = 1;
 };
 
-Result<std::vector<Recorded>> read_calls(const std::string& path) {
+Result<std::vector<Recorded>> read_calls(const std::string& path) try {
   std::vector<Recorded> out;
   std::ifstream in(path, std::ios::binary);
   if (in.peek() != '{') {
@@ -58,6 +58,8 @@ Result<std::vector<Recorded>> read_calls(const std::string& path) {
     out.push_back({std::move(call), count});
   }
   return out;
+} catch (const json::exception& e) {  // JSON of another shape
+  return invalid_argument(path + " is no trace of TE_FL_TRACE: " + e.what());
 }
 
 // Seconds of one call: the median over samples between two synchronisations.

@@ -223,7 +223,7 @@ else
   fi
   # Every check on: pointers and streams before each op, a wait after it, a range around it.
   for family in activation attention gemm quantize softmax norm tensor rope optimizer dropout; do
-    start "validate-$family" env TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_NVTX=1 "${conformance[@]}" --reduced --family $family
+    start "validate-$family" env TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_CUDA_NVTX=1 "${conformance[@]}" --reduced --family $family
   done
 fi
 

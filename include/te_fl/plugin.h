@@ -79,6 +79,10 @@
  *      abilities), takes a status code that it does not know for TE_FL_INTERNAL, and leaves out,
  *      saying so, the catalogue's ops that it does not know of a plugin whose minor is newer than
  *      its own.
+ *  R21 A plugin's settings are named TE_FL_<PLUGIN>_..., PLUGIN being its name in capitals, and are
+ *      declared in its header (and, if its manifest has "settings", alike there). The host checks
+ *      values against the declaration before create(); te_fl_host_api.setting hands them out. The
+ *      plugin reads no TE_FL_ variable from the environment itself.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -584,7 +588,9 @@ typedef struct te_fl_host_api {
   uint32_t reserved;
   void* host;
   void (*log)(void* host, int32_t level, const char* text);
-  /* Value of a TE_FL_* setting by name, or NULL if it is unset; valid until destroy(). */
+  /* Value of a TE_FL_* setting by name, set by the environment or by the program and checked
+     against its type (a bool is "0" or "1"); of one that the plugin declared (R21) its default if
+     it is unset. NULL: unset, without a default. Valid until destroy(). */
   const char* (*setting)(void* host, const char* name);
 } te_fl_host_api;
 
@@ -630,6 +636,28 @@ typedef struct te_fl_plugin_api {
                            const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
+/* What a setting may be (R21). */
+typedef enum te_fl_setting_type {
+  TE_FL_SETTING_STRING = 0,
+  TE_FL_SETTING_BOOL = 1, /* handed out as "0" or "1" */
+  TE_FL_SETTING_INT = 2,
+  TE_FL_SETTING_ENUM = 3,
+  TE_FL_SETTING_LIST = 4, /* comma separated */
+  /* Path of a file that decides what the plugin runs: part of the fingerprint by its contents, and
+     ignored when the process runs with elevated privileges. */
+  TE_FL_SETTING_FILE = 5
+} te_fl_setting_type;
+
+typedef struct te_fl_setting_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_setting_desc));
+  uint32_t type TE_FL_INIT(0);                /* te_fl_setting_type */
+  const char* name TE_FL_INIT(NULL);          /* "TE_FL_ACME_DEBUG" */
+  const char* default_value TE_FL_INIT(NULL); /* as setting() hands it out; NULL: none */
+  const char* choices TE_FL_INIT(NULL); /* ENUM: words with blanks between them; INT: "MIN MAX",
+                                           or NULL: any; else NULL */
+  const char* doc TE_FL_INIT(NULL);     /* a sentence for `te-fl env`; required */
+} te_fl_setting_desc;
+
 /* The first four members stay where they are in every major, so that versions can be told. */
 typedef struct te_fl_plugin_header {
   uint32_t magic; /* TE_FL_PLUGIN_MAGIC */
@@ -644,6 +672,9 @@ typedef struct te_fl_plugin_header {
   const char* build_id; /* changes with every build; NULL: the ELF build id is used */
   const te_fl_plugin_api* api;
   const void* reserved[4];
+  const te_fl_setting_desc* const* settings TE_FL_INIT(NULL); /* R21; NULL: none */
+  uint32_t setting_count TE_FL_INIT(0);
+  uint32_t reserved2 TE_FL_INIT(0);
 } te_fl_plugin_header;
 
 /* The one exported symbol (R1). Returns NULL only if it cannot serve this host at all. */

@@ -415,7 +415,7 @@ TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
     EXPECT_NE(call.run(off.op("generic_gemm")), TE_FL_OK);
     EXPECT_STREQ(text(), "");
   }
-  Plugin on(Plugin::Settings{{"TE_FL_NVTX", "1"}});
+  Plugin on(Plugin::Settings{{"TE_FL_CUDA_NVTX", "1"}});
   Product call;
   EXPECT_NE(call.run(on.op("generic_gemm")), TE_FL_OK);
   EXPECT_STREQ(text(), "[te-fl:generic_gemm vendor.cuda]");

@@ -4,8 +4,8 @@
 
 #include "dispatch_fixture.hpp"
 #include "registry/quarantine.hpp"
-#include "sanitizers.hpp"
 #include "te_fl/te_fl.hpp"
+#include "unit/sanitizers.hpp"
 
 namespace te_fl {
 namespace {

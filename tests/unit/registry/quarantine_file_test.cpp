@@ -13,9 +13,9 @@
 
 #include "dispatch_fixture.hpp"
 #include "registry/quarantine.hpp"
-#include "sanitizers.hpp"
 #include "te_fl/te_fl.hpp"
-#include "temp_folder.hpp"
+#include "unit/sanitizers.hpp"
+#include "unit/temp_folder.hpp"
 
 namespace te_fl {
 namespace {
@@ -102,12 +102,14 @@ TEST_F(QuarantineFileTest, AnEmptyOneStopsNoOpAndIsWrittenOver) {
 
 TEST_F(QuarantineFileTest, AForeignOrHalfWrittenOneStopsNoOpAndIsLeftAlone) {
   const std::string whole = file_of(kOne);
-  for (const std::string& text :
-       {whole.substr(0, whole.size() / 2), std::string("{"), std::string("\x7f" "ELF\0\1", 6),
-        std::string("[1, 2]"), std::string("{\"te_fl_policy\": 1}"),
-        std::string("{\"te_fl_quarantine\": 2, \"entries\": [7]}"),
-        std::string("{\"te_fl_quarantine\": \"1\", \"entries\": []}"),
-        std::string("{\"te_fl_quarantine\": 1, \"entries\": {}}")}) {
+  for (const std::string& text : {whole.substr(0, whole.size() / 2), std::string("{"),
+                                  std::string("\x7f"
+                                              "ELF\0\1",
+                                              6),
+                                  std::string("[1, 2]"), std::string("{\"te_fl_policy\": 1}"),
+                                  std::string("{\"te_fl_quarantine\": 2, \"entries\": [7]}"),
+                                  std::string("{\"te_fl_quarantine\": \"1\", \"entries\": []}"),
+                                  std::string("{\"te_fl_quarantine\": 1, \"entries\": {}}")}) {
     folder.write("quarantine.json", text);
     expect_call_works("passed over");
     registry::hold(entry("found"));

@@ -10,7 +10,7 @@
 
 #include "dispatch_fixture.hpp"
 #include "te_fl/te_fl.hpp"
-#include "temp_folder.hpp"
+#include "unit/temp_folder.hpp"
 
 namespace te_fl {
 namespace {
@@ -95,6 +95,32 @@ TEST_F(TraceFile, AFullDiskLeavesTheOldOneAndSaysSo) {
     return status.message().find("File too large") != std::string::npos ? 0 : 3;
   });
   EXPECT_EQ(test::read_file(path), "old");
+}
+
+TEST_F(TraceFile, OneThatIsNoTraceIsAnErrorThatNamesIt) {
+  trace_to(folder / "trace.json");
+  ASSERT_TRUE(call());
+  ASSERT_TRUE(write_trace().ok());
+  const std::string whole = test::read_file(folder / "trace.json");
+  std::vector<std::string> texts = {
+      "",
+      "{}",
+      "[]",
+      "\x7f"
+      "ELF",
+      R"({"te_fl_calls": [], "traceEvents": [{"ph": 7}]})",
+      R"({"te_fl_calls": [], "traceEvents": [{"ph": "X", "pid": "a"}]})",
+      R"({"te_fl_calls": [7], "traceEvents":
+                                        [{"ph": "X", "pid": 1, "args": {"call": 0}}]})"};
+  for (size_t bytes = 1; bytes < whole.size(); bytes += 97) texts.push_back(whole.substr(0, bytes));
+  for (const std::string& text : texts) {
+    const auto tuned = tune({folder.write("bad.json", text)}, 0.001);
+    const bool nothing = tuned.ok() && tuned->empty();  // an empty trace is one
+    EXPECT_TRUE(nothing || tuned.status().message().find("bad.json") != std::string::npos)
+        << text.substr(0, 60) << ": " << tuned.status().to_string();
+  }
+  EXPECT_NE(tune({folder.path()}, 0.001).status().message().find(folder.path()), std::string::npos);
+  EXPECT_NE(tune({folder / "none"}, 0.001).status().message().find("No such"), std::string::npos);
 }
 
 TEST_F(TraceFile, WhatIsNoRegularFileIsRefusedAndStays) {

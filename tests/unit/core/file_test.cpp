@@ -11,8 +11,8 @@
 #include <csignal>
 #include <filesystem>
 
-#include "sanitizers.hpp"
-#include "temp_folder.hpp"
+#include "unit/sanitizers.hpp"
+#include "unit/temp_folder.hpp"
 
 namespace {
 int g_syncs = 0;
