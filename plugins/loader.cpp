@@ -4,10 +4,10 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "core/inside.hpp"
 #include "core/text.hpp"
 #include "plugins/activate.hpp"
 #include "plugins/file_trust.hpp"
-#include "plugins/hooks.hpp"
 #include "plugins/library.hpp"
 #include "plugins/preflight.hpp"
 #include "plugins/records.hpp"
@@ -217,12 +217,13 @@ void log_outcome(const PluginInfo& info) {
   }
 }
 
-// A thread inside an op would wait for itself: a deactivation waits until every thread is outside.
+// A thread inside an op or a device would wait for itself: a deactivation waits until every thread is
+// outside.
 Status check_caller(const char* what) {
-  auto* inside_op = g_hooks.inside_op.load(std::memory_order_acquire);
-  if (inside_op != nullptr && inside_op()) {
+  if (core::is_inside()) {
     return Status(StatusCode::kBusy, std::string("a plugin cannot be ") + what +
-                                         " from inside an op; do it after the call returned");
+                                         " from inside an op or a function of a device; do it after "
+                                         "the call returned");
   }
   if (!LoadTurn::mine()) return {};
   return failed_precondition(std::string("a plugin cannot be ") + what +

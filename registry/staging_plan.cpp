@@ -199,6 +199,15 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   add(q.scale, sizeof *q.scale, true, out && per_tensor && computes, &q.scale);
 }
 
+// The record as the implementation is to find it: of one that the op fills in, what stands there is
+// left over from an earlier call.
+void StagingPlan::copy_record(uint8_t role) {
+  record_ = core::copy_struct<te_fl_saved>(caller_record_);
+  if (role == TE_FL_IN) return;
+  record_.opaque = 0;
+  record_.producer = nullptr;
+}
+
 // The record is the caller's; its storage is the op's device's.
 void StagingPlan::stage_record(uint32_t index) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
@@ -206,13 +215,13 @@ void StagingPlan::stage_record(uint32_t index) {
   if (caller_record_ == nullptr) return;
   if (caller_record_->storage == nullptr) {
     if (scope_ == Scope::kDevice) return;
-    record_ = core::copy_struct<te_fl_saved>(caller_record_);
+    copy_record(arg.role);
     put(arg.offset, &record_);
     return;
   }
   const te_fl_tensor& t = *caller_record_->storage;
   if (stays(t, false)) return;
-  record_ = core::copy_struct<te_fl_saved>(caller_record_);
+  copy_record(arg.role);
   Shadow& shadow = tensors_.emplace_back();
   shadow.tensor = core::copy_struct<te_fl_tensor>(&t);
   shadow.tensor.dl.device = Device{}.to_c();

@@ -95,6 +95,7 @@ class StagingPlan {
   const te_fl_tensor* stage(uint32_t index, const te_fl_tensor& t);
   void stage_data(const te_fl_tensor& t, Shadow& shadow, bool in, bool out);
   void stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in);
+  void copy_record(uint8_t role);
   void stage_record(uint32_t index);
   void add(const void* memory, size_t bytes, bool in, bool out, void* slot, ptrdiff_t delta = 0);
   bool stays(const te_fl_tensor& t, bool host_only);
