@@ -319,7 +319,7 @@ Status nobody(Call& call, const Served& served) {
     // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
     const bool last_word =
         order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
-    if (last_word || !may_follow(failure.status)) {  // a lost device among them
+    if (last_word || !may_follow(failure.status)) {
       return after_failure(call, impl, failure.status, failure.text);
     }
     served.failures.push_back(std::move(failure));

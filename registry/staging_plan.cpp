@@ -199,29 +199,21 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   add(q.scale, sizeof *q.scale, true, out && per_tensor && computes, &q.scale);
 }
 
-// The record as the implementation is to find it: of one that the op fills in, what stands there is
-// left over from an earlier call.
-void StagingPlan::copy_record(uint8_t role) {
-  record_ = core::copy_struct<te_fl_saved>(caller_record_);
-  if (role == TE_FL_IN) return;
-  record_.opaque = 0;
-  record_.producer = nullptr;
-}
-
 // The record is the caller's; its storage is the op's device's.
 void StagingPlan::stage_record(uint32_t index) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
   caller_record_ = op_->saved(caller_);
   if (caller_record_ == nullptr) return;
+  reads_record_ = arg.role == TE_FL_IN;
   if (caller_record_->storage == nullptr) {
     if (scope_ == Scope::kDevice) return;
-    copy_record(arg.role);
+    record_ = core::copy_struct<te_fl_saved>(caller_record_);
     put(arg.offset, &record_);
     return;
   }
   const te_fl_tensor& t = *caller_record_->storage;
   if (stays(t, false)) return;
-  copy_record(arg.role);
+  record_ = core::copy_struct<te_fl_saved>(caller_record_);
   Shadow& shadow = tensors_.emplace_back();
   shadow.tensor = core::copy_struct<te_fl_tensor>(&t);
   shadow.tensor.dl.device = Device{}.to_c();
@@ -320,8 +312,9 @@ void StagingPlan::bind(void* base) noexcept {
   }
   for (void* slot : empty_) set_pointer(slot, base);
   if (caller_record_ != nullptr) {
-    record_.opaque = caller_record_->opaque;
-    record_.producer = caller_record_->producer;
+    // In one that the op fills in, these are left over from an earlier call.
+    record_.opaque = reads_record_ ? caller_record_->opaque : 0;
+    record_.producer = reads_record_ ? caller_record_->producer : nullptr;
   }
 }
 

@@ -95,7 +95,6 @@ class StagingPlan {
   const te_fl_tensor* stage(uint32_t index, const te_fl_tensor& t);
   void stage_data(const te_fl_tensor& t, Shadow& shadow, bool in, bool out);
   void stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in);
-  void copy_record(uint8_t role);
   void stage_record(uint32_t index);
   void add(const void* memory, size_t bytes, bool in, bool out, void* slot, ptrdiff_t delta = 0);
   bool stays(const te_fl_tensor& t, bool host_only);
@@ -115,6 +114,7 @@ class StagingPlan {
   std::deque<std::vector<const te_fl_tensor*>> lists_;
   te_fl_saved record_{};
   te_fl_saved* caller_record_ = nullptr;
+  bool reads_record_ = false;  // it is the op's input
   te_fl_rng rng_{};
   std::vector<Part> parts_;
   std::vector<void*> empty_;  // slots of parts without bytes, which must not become null

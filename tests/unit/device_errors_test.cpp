@@ -8,6 +8,7 @@
 #include <map>
 #include <thread>
 
+#include "core/device_list.hpp"
 #include "core/recent_ops.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 
+#include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"

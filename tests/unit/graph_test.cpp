@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "core/device_list.hpp"
 #include "plugins/hooks.hpp"
 #include "support/recording_device.hpp"
 

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "support/far_device.hpp"
