@@ -5,11 +5,11 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "core/inside.hpp"
 #include "core/plugin_settings.hpp"
 #include "core/text.hpp"
 #include "plugins/activate.hpp"
 #include "plugins/file_trust.hpp"
-#include "plugins/hooks.hpp"
 #include "plugins/library.hpp"
 #include "plugins/load_trust.hpp"
 #include "plugins/preflight.hpp"
@@ -243,12 +243,14 @@ void log_outcome(const PluginInfo& info) {
   }
 }
 
-// A thread inside an op would wait for itself: a deactivation waits until every thread is outside.
+// A thread inside an op or a device would wait for itself: a deactivation waits until every thread
+// is outside.
 Status check_caller(const char* what) {
-  auto* inside_op = g_hooks.inside_op.load(std::memory_order_acquire);
-  if (inside_op != nullptr && inside_op()) {
-    return Status(StatusCode::kBusy, std::string("a plugin cannot be ") + what +
-                                         " from inside an op; do it after the call returned");
+  if (core::is_inside()) {
+    return Status(StatusCode::kBusy,
+                  std::string("a plugin cannot be ") + what +
+                      " from inside an op or a function of a device; do it after "
+                      "the call returned");
   }
   if (!LoadTurn::mine()) return {};
   return failed_precondition(std::string("a plugin cannot be ") + what +

@@ -35,12 +35,6 @@ class CallNames final : public policy::ArgumentNames {
 
 std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }
 
-std::string failure_text(const Failure& f) {
-  if (!f.text.empty()) return f.text;
-  return "it answered " + std::string(to_string(Status::from_c(f.status, "").code())) +
-         " without a reason";
-}
-
 std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choice& choice,
                           bool chosen) {
   const Implementation& impl = *row.impls[v.option];
@@ -85,6 +79,12 @@ std::string way_out(const OpRow& row, const Choice& choice, const std::vector<Fa
 }
 
 }  // namespace
+
+std::string failure_text(const Failure& f) {
+  if (!f.text.empty()) return f.text;
+  return "it answered " + std::string(to_string(Status::from_c(f.status, "").code())) +
+         " without a reason";
+}
 
 Status bad_arguments(const OpRow& row, const void* args) {
   const std::string op = row.compiled->schema().name;

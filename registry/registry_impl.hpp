@@ -30,14 +30,17 @@ struct OpRegistry::Impl {
   Result<OpId> declare(const te_fl_op_schema& schema);
   // NOT_FOUND if there is no such implementation.
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
-  // Removes what `match` picks and waits until no thread is inside; returns how many. BUSY from
-  // inside an op.
+  // Removes what `match` picks and waits until every thread that was inside has left, also if that is
+  // nothing; returns how many. BUSY from inside.
   Result<size_t> remove(const Match& match);
-  // Takes a device out of service: calls on it fail with `reason` until restore().
-  void mark_lost(const Device& device, const std::string& reason);
-  // The device is (again) there, perhaps another one: forgets that it was lost, and its
+  // Takes a device out of service: from the next one on, calls on it are answered `why` until
+  // restore(). One that is barred already stays so for its first reason.
+  void bar(const Device& device, const Status& why);
+  // The device is (again) there, perhaps another one: forgets that it was barred, and its
   // architecture.
   void restore(const Device& device);
+  // Destroys the plans for a device that is barred. Waits for the threads that are inside.
+  void drop_plans(const Device& device);
   // Architecture of a device, asked once.
   Result<uint32_t> arch(const Device& device);
   // Publishes the same table anew, so that all choices are made again. Takes no lock: its caller

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 
+#include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"
@@ -148,7 +149,7 @@ TEST_F(OnDevice, OlderArchitecturesAreRefused) {
   EXPECT_FAILS(call(), kUnsupported, "it needs architecture 90 or newer, cuda:0 is 80");
   // The device was replaced by a newer one: the provider says so, and the next call knows.
   fake.arch = 90;
-  plugins::g_hooks.device_added.load()(device);
+  core::g_device_hooks.added.load()(device);
   ASSERT_OK(call());
 }
 
@@ -379,7 +380,7 @@ TEST_F(OnDevice, ALostDeviceIsRetired) {
   add(host);
   FiveCall on_host;
   ASSERT_OK(manager.call(op, &on_host.args));  // other devices go on
-  plugins::g_hooks.device_added.load()(device);
+  core::g_device_hooks.added.load()(device);
   ASSERT_OK(call());
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "core/device_list.hpp"
 #include "plugins/hooks.hpp"
 #include "support/recording_device.hpp"
 
@@ -203,7 +204,7 @@ TEST_F(Graphs, ALaunchThatMeetsAStickyErrorRetiresTheDevice) {
   };
   EXPECT_FAILS(graph.launch(), kDeviceLost, "illegal address; enqueued last, newest first: 'fill'");
   EXPECT_FAILS(fill(x, 3, stream.get()), kDeviceLost, "is lost since launch of a graph");
-  plugins::g_hooks.device_added.load()(device);  // as if the process had been restarted
+  core::g_device_hooks.added.load()(device);  // as if the process had been restarted
 }
 
 TEST_F(Graphs, ACaptureThatIsLeftEndsAndIsForgotten) {
