@@ -10,9 +10,10 @@
 // Streams by device and handle: handles of two devices may be equal and mean two streams.
 namespace te_fl::core {
 
-// A stream of one device that something holds: tensors, whose memory is freed on it, scopes, graphs.
-// Of a stream that devices::create_stream made, the last holder destroys it, after destroy_stream.
-// One that somebody else made has a record from its first use on while anything holds it.
+// A stream of one device that something holds: tensors, whose memory is freed on it, scopes,
+// graphs. Of a stream that devices::create_stream made, the last holder destroys it, after
+// destroy_stream. One that somebody else made has a record from its first use on while anything
+// holds it.
 struct StreamRecord {
   StreamRecord(const Device& d, void* h, bool m) noexcept : device(d), handle(h), made(m) {}
   StreamRecord(const StreamRecord&) = delete;
@@ -51,8 +52,8 @@ std::vector<OpenStream> open_streams();
 // The last of them; none where no scope is open.
 std::optional<OpenStream> innermost_stream();
 
-// Called just before a stream that create_stream made is destroyed, and when another one is retired:
-// memory that is kept for it can still be freed on it.
+// Called just before a stream that create_stream made is destroyed, and when another one is
+// retired: memory that is kept for it can still be freed on it.
 extern std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes;
 
 }  // namespace te_fl::core

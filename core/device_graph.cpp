@@ -81,8 +81,9 @@ Graph::~Graph() {
 
 Status Graph::launch() const {
   if (handle_ != nullptr && stream_owner_->get() == nullptr) {
-    return failed_precondition("the stream that this Graph was captured on has been retired; give "
-                               "launch() another one");
+    return failed_precondition(
+        "the stream that this Graph was captured on has been retired; give "
+        "launch() another one");
   }
   return launch(stream_);
 }

@@ -40,7 +40,8 @@ Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t byte
       "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
 }
 
-// Between two devices that know nothing of each other: by way of the host, waiting for both streams.
+// Between two devices that know nothing of each other: by way of the host, waiting for both
+// streams.
 Status copy_by_host(const DeviceEntry& to, void* dst, void* dst_stream, const DeviceEntry& from,
                     const void* src, void* src_stream, size_t bytes) {
   TE_FL_ASSIGN_OR_RETURN(void* bounce, allocate(Device{}, bytes));
@@ -69,7 +70,8 @@ Status check_captured_copy(const Device& to, const Device& from, size_t bytes, v
       "tensor of the device, or after the launch");
 }
 
-Status check_copy_between(const Device& to, void* to_stream, const Device& from, void* from_stream) {
+Status check_copy_between(const Device& to, void* to_stream, const Device& from,
+                          void* from_stream) {
   TE_FL_RETURN_IF_ERROR(core::check_side(to, to_stream, from));
   if (!captures(to, to_stream) && !captures(from, from_stream)) return {};
   return failed_precondition("a copy from " + te_fl::to_string(from) + " to " +

@@ -38,9 +38,8 @@ void destroy_on_device(const Device& device, void* handle) {
   if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
   const te_fl_device_desc& d = *entry->desc;
   ErrorText errors;
-  report_release(
-      errors.call([&] { return d.api->destroy_stream(d.self, handle, errors.sink()); }), errors,
-      device);
+  report_release(errors.call([&] { return d.api->destroy_stream(d.self, handle, errors.sink()); }),
+                 errors, device);
   entry->release();
 }
 

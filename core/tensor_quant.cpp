@@ -133,8 +133,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   if (spec.rowwise) {
     TE_FL_ASSIGN_OR_RETURN(codes, core::shared_memory(device, bytes.codes));
   }
-  const std::shared_ptr<core::QuantStorage> parts(new core::QuantStorage,
-                                                  core::FreeQuantStorage());
+  const std::shared_ptr<core::QuantStorage> parts(new core::QuantStorage, core::FreeQuantStorage());
   TE_FL_ASSIGN_OR_RETURN(parts->block, core::shared_memory(device, l.total));
   char* const base = static_cast<char*>(parts->block.get());
   void* stream = devices::current_stream(device);

@@ -129,8 +129,8 @@ CapturedContext::Scope CapturedContext::enter() const {
     frame->recipe = std::make_shared<const Recipe>(DelayedScaling{});
     frame->session = std::make_shared<detail::Session>();
   }
-  return Scope(std::make_unique<Scope::Impl>(policy_.enter(), streams_->open, context_,
-                                              std::move(frame)));
+  return Scope(
+      std::make_unique<Scope::Impl>(policy_.enter(), streams_->open, context_, std::move(frame)));
 }
 
 }  // namespace te_fl::nn

@@ -41,8 +41,8 @@ struct DeviceArena {
   size_t bytes = 0;
 };
 
-// Scratch for one op, from before run() until the op has been enqueued. That of a captured op is the
-// graph's: it is freed in the capture, which keeps it for the graph's launches (R19).
+// Scratch for one op, from before run() until the op has been enqueued. That of a captured op is
+// the graph's: it is freed in the capture, which keeps it for the graph's launches (R19).
 class DeviceScratch {
  public:
   DeviceScratch() = default;

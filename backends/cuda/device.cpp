@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 
 #include "bandwidth.hpp"
 #include "cuda_check.hpp"
@@ -239,7 +240,9 @@ std::string not_ours(int device, const void* data) {
 // An event for one order between two streams; it may go while they still wait.
 class PassingEvent {
  public:
-  PassingEvent() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
+  PassingEvent() {
+    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
   ~PassingEvent() { cudaEventDestroy(event_); }
   PassingEvent(const PassingEvent&) = delete;
   PassingEvent& operator=(const PassingEvent&) = delete;

@@ -85,12 +85,13 @@ TE_FL_API Result<void*> create_stream(const Device& device);
 TE_FL_API void destroy_stream(const Device& device, void* stream) noexcept;
 // For a stream that te-fl did not make (a framework's, given to ops or to a StreamScope): to be
 // called before its owner destroys it, while no other thread uses it. What te-fl and the device's
-// plugin keep for it goes, in the order of its work: scratch memory of ops, freed memory. The stream
-// may be busy. Only if tensors, graphs or scopes still hold it, its work is waited for; such tensors
-// are then freed on the default stream, for whose order with other streams that used them the caller
-// provides. Without this a stream that comes later with the same handle gets memory that work of the
-// destroyed one may still be using. OK for a stream that te-fl never saw; INVALID_ARGUMENT for the
-// default stream and for one that create_stream made; FAILED_PRECONDITION while it is captured.
+// plugin keep for it goes, in the order of its work: scratch memory of ops, freed memory. The
+// stream may be busy. Only if tensors, graphs or scopes still hold it, its work is waited for; such
+// tensors are then freed on the default stream, for whose order with other streams that used them
+// the caller provides. Without this a stream that comes later with the same handle gets memory that
+// work of the destroyed one may still be using. OK for a stream that te-fl never saw;
+// INVALID_ARGUMENT for the default stream and for one that create_stream made; FAILED_PRECONDITION
+// while it is captured.
 TE_FL_API Status retire_stream(const Device& device, void* stream);
 TE_FL_API Result<void*> create_event(const Device& device);
 TE_FL_API void destroy_event(const Device& device, void* event) noexcept;
@@ -159,12 +160,12 @@ class Event {
 };
 
 // Makes `stream` the calling thread's current stream of `device` until destroyed; its streams of
-// other devices stay. A stream that te-fl did not make is borrowed: it must outlive the tensors made
-// in the scope, or be retired (devices::retire_stream). Scopes nest; destroy in reverse order.
-// Memory of tensors made inside (Tensor::empty, zeros, to, ...) is allocated and later freed on that
-// stream, so tensors used on it alone need no further order. A tensor that other streams use too is
-// the user's to order: before its last copy goes, its own stream must wait for their work (Event,
-// Stream::wait).
+// other devices stay. A stream that te-fl did not make is borrowed: it must outlive the tensors
+// made in the scope, or be retired (devices::retire_stream). Scopes nest; destroy in reverse order.
+// Memory of tensors made inside (Tensor::empty, zeros, to, ...) is allocated and later freed on
+// that stream, so tensors used on it alone need no further order. A tensor that other streams use
+// too is the user's to order: before its last copy goes, its own stream must wait for their work
+// (Event, Stream::wait).
 class [[nodiscard]] StreamScope {
  public:
   TE_FL_API StreamScope(const Device& device, void* stream);
@@ -200,9 +201,9 @@ class Graph {
   // The stream it was captured on.
   void* stream() const noexcept { return stream_; }
   // Enqueues the work once, on `stream`, or on the stream it was captured on. Its scratch memory is
-  // its own, so other graphs and other work may run beside it; its own launches are to come one after
-  // the other. FAILED_PRECONDITION for an empty Graph, or without an argument if the stream has been
-  // retired.
+  // its own, so other graphs and other work may run beside it; its own launches are to come one
+  // after the other. FAILED_PRECONDITION for an empty Graph, or without an argument if the stream
+  // has been retired.
   TE_FL_API Status launch() const;
   TE_FL_API Status launch(void* stream) const;
 

@@ -554,8 +554,7 @@ typedef struct te_fl_device_api {
                                const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* A stream that create_stream did not make is about to be destroyed by its owner (R21): what is
      kept for it, such as freed memory for its next allocation, goes. Work may be running on it. */
-  te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*)
-      TE_FL_INIT(NULL);
+  te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
 
 typedef struct te_fl_device_desc {

@@ -128,9 +128,9 @@ class TE_FL_API Tensor {
   // The copy has what the producer's stream writes, that being the stream that this tensor's memory
   // was allocated on, or, between two devices, also the calling thread's current stream of the
   // source's device: the copy comes after what is enqueued there, and what is enqueued there later,
-  // freeing the source among it, comes after the copy. If another stream writes the tensor, or if it
-  // wraps memory that te-fl did not allocate, `stream` (between two devices the current stream of
-  // the source's device) must wait for the writer first: Stream::wait. In a capture nothing is
+  // freeing the source among it, comes after the copy. If another stream writes the tensor, or if
+  // it wraps memory that te-fl did not allocate, `stream` (between two devices the current stream
+  // of the source's device) must wait for the writer first: Stream::wait. In a capture nothing is
   // ordered with streams outside it, and copies between two devices are FAILED_PRECONDITION.
   // INVALID_ARGUMENT for a stream of the source's device where the destination's is wanted.
   Result<Tensor> to(Device device, void* stream = nullptr) const;

@@ -16,11 +16,11 @@
 #include "support/device_queues.hpp"
 #include "te_fl/plugin.h"
 
-// A device whose memory is really elsewhere, with the late streams of DeviceQueues. Its addresses lie
-// in a reserved range that no program may read or write, so that host code which touches a tensor of
-// it ends at once; the bytes are kept in a second mapping, which only its own functions know. Freed
-// memory is overwritten when its stream comes to the free. Devices of other indices copy to and from
-// each other.
+// A device whose memory is really elsewhere, with the late streams of DeviceQueues. Its addresses
+// lie in a reserved range that no program may read or write, so that host code which touches a
+// tensor of it ends at once; the bytes are kept in a second mapping, which only its own functions
+// know. Freed memory is overwritten when its stream comes to the free. Devices of other indices
+// copy to and from each other.
 namespace te_fl::testing {
 
 class FarDevice {
@@ -137,7 +137,7 @@ class FarDevice {
   std::atomic<te_fl_status> next_copy_between{TE_FL_OK};  // what copies from another device answer
   std::atomic<int64_t> copies_between{0};                 // those that went
   std::atomic<void*> retired{nullptr};                    // the stream that was retired last
-  std::atomic<int64_t> pinned{0};  // buffers alive
+  std::atomic<int64_t> pinned{0};                         // buffers alive
   // Copies since forget(): from the device, and to it.
   std::vector<Range> reads() const {
     const std::lock_guard lock(mutex_);

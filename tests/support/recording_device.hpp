@@ -180,7 +180,8 @@ class RecordingDevice {
 
   static te_fl_status run(void* self, const te_fl_context* ctx, const void* args) {
     const Op& op = *static_cast<Op*>(self);
-    if ((op.schema->flags & TE_FL_SCHEMA_ENQUIRY) != 0) return op.inner.run(op.inner.self, ctx, args);
+    if ((op.schema->flags & TE_FL_SCHEMA_ENQUIRY) != 0)
+      return op.inner.run(op.inner.self, ctx, args);
     RecordingDevice& device = *op.device;
     if (device.queues.capturing(ctx->stream)) {
       if ((ctx->flags & TE_FL_CALL_CAPTURING) == 0) return TE_FL_INTERNAL;

@@ -183,10 +183,11 @@ TEST_P(CopiesBetween, NeedAStreamOfTheDestination) {
   STREAMS_FAILS(x.to(b, second.get()).status(), kInvalidArgument,
                 "takes a stream of ext:far:1; the one that was given is of ext:far:0");
   const Tensor y = Tensor::zeros({4}, DType::kF32, b).value();
-  STREAMS_FAILS(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, second.get()),
-                kInvalidArgument, "takes a stream of ext:far:1");
-  STREAMS_FAILS(devices::copy_between(b, y.raw_data(), nullptr, Device(), x.raw_data(), nullptr, 16),
-                kInvalidArgument, "use devices::copy");
+  STREAMS_FAILS(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, second.get()), kInvalidArgument,
+                "takes a stream of ext:far:1");
+  STREAMS_FAILS(
+      devices::copy_between(b, y.raw_data(), nullptr, Device(), x.raw_data(), nullptr, 16),
+      kInvalidArgument, "use devices::copy");
 }
 
 TEST_P(CopiesBetween, CannotBeCaptured) {
