@@ -3,6 +3,8 @@
 // ops are the reference backend's; what they report shows when their stream is waited for.
 #pragma once
 
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -10,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "registry/arguments.hpp"
@@ -99,6 +102,8 @@ class RecordingDevice {
   }
   ~RecordingDevice() {
     queues.finish();
+    check_gone();
+    for (const auto& [data, bytes] : gone_) std::free(data);
     const Status gone = OpRegistry::instance().unregister_owner("recorder");
     if (!gone.ok()) std::abort();
   }
@@ -130,9 +135,19 @@ class RecordingDevice {
 
   static RecordingDevice& of(void* self) { return *static_cast<RecordingDevice*>(self); }
   void give_back(void* data) {
-    std::memset(data, 0xDB, blocks_.at(data));  // what is read from now on shows
-    blocks_.erase(data);
-    std::free(data);
+    const auto block = blocks_.find(data);
+    std::memset(data, kGone, block->second);  // what is read from now on shows
+    gone_.push_back(*block);
+    blocks_.erase(block);
+  }
+  // So does what is written.
+  void check_gone() const {
+    for (const auto& [data, bytes] : gone_) {
+      const auto* at = static_cast<const unsigned char*>(data);
+      if (std::all_of(at, at + bytes, [](unsigned char c) { return c == kGone; })) continue;
+      std::fprintf(stderr, "recording device: memory was written after it had been freed\n");
+      std::abort();
+    }
   }
   void fill_api() {
     api_.struct_size = sizeof api_;
@@ -243,7 +258,9 @@ class RecordingDevice {
   te_fl_device_desc desc_{};
   Device device_;
   std::deque<Op> ops_;
+  static constexpr unsigned char kGone = 0xDB;
   std::map<void*, size_t> blocks_;
+  std::vector<std::pair<void*, size_t>> gone_;  // blocks that were given back
   int64_t ops_run_ = 0, ops_recorded_ = 0;
 };
 

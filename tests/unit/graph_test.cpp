@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include "plugins/hooks.hpp"
 #include "support/recording_device.hpp"
@@ -30,12 +31,19 @@ using testing::RecordingDevice;
 class Graphs : public ::testing::Test {
  protected:
   void TearDown() override {
+    recorder.queues.finish();
+    kept.clear();
     plugins::g_hooks.release_device.load()(device);
     EXPECT_EQ(recorder.blocks(), 0u);
     EXPECT_EQ(devices::live_objects(device), 0);
     ASSERT_OK(devices::remove(device));
   }
   Tensor zeros(int64_t n) { return Tensor::zeros({n}, DType::kF32, device).value(); }
+  // For use on any stream: it is freed when all work is done.
+  Tensor lasting(int64_t n) {
+    kept.push_back(zeros(n));
+    return kept.back();
+  }
   // The one element, when all work is done.
   float now(const Tensor& t) {
     recorder.queues.finish();
@@ -57,6 +65,7 @@ class Graphs : public ::testing::Test {
 
   RecordingDevice recorder;
   Device device = recorder.device();
+  std::vector<Tensor> kept;
 };
 
 TEST_F(Graphs, ScopesSayWhichStreamAThreadIsOn) {
@@ -126,7 +135,7 @@ TEST_F(Graphs, MemoryIsAllocatedAndFreedOnTheCurrentStream) {
 
 TEST_F(Graphs, ALaunchRunsWhatWasCaptured) {
   const Stream stream = Stream::create(device).value();
-  const Tensor total = zeros(1), one = zeros(1);
+  const Tensor total = lasting(1), one = lasting(1);
   ASSERT_OK(fill(one, 1, stream.get()));
   ASSERT_OK(add(total, one, total, stream.get()));  // makes the scratch
   Graph graph;
@@ -157,7 +166,7 @@ TEST_F(Graphs, ALaunchRunsWhatWasCaptured) {
 }
 
 TEST_F(Graphs, ScratchOfAStreamGoesWithItAndTheGraphsCapturedOnIt) {
-  const Tensor x = zeros(1);
+  const Tensor x = lasting(1);
   const size_t before = recorder.blocks();
   Graph graph;
   {
@@ -176,7 +185,7 @@ TEST_F(Graphs, ScratchOfAStreamGoesWithItAndTheGraphsCapturedOnIt) {
 
 // A capture that a framework began: the graph holds the scratch, but not the stream.
 TEST_F(Graphs, ScratchOfAGraphOutlivesItsStream) {
-  const Tensor x = zeros(1);
+  const Tensor x = lasting(1);
   const size_t before = recorder.blocks();
   void* graph = nullptr;
   {
@@ -195,7 +204,7 @@ TEST_F(Graphs, ScratchOfAGraphOutlivesItsStream) {
 
 TEST_F(Graphs, ALaunchThatMeetsAStickyErrorRetiresTheDevice) {
   const Stream stream = Stream::create(device).value();
-  const Tensor x = zeros(1);
+  const Tensor x = lasting(1);
   ASSERT_OK(fill(x, 1, stream.get()));
   Capture capture = Capture::begin(device, stream.get()).value();
   ASSERT_OK(fill(x, 2, stream.get()));
@@ -211,7 +220,7 @@ TEST_F(Graphs, ALaunchThatMeetsAStickyErrorRetiresTheDevice) {
 
 TEST_F(Graphs, ACaptureThatIsLeftEndsAndIsForgotten) {
   const Stream stream = Stream::create(device).value();
-  const Tensor x = zeros(1);
+  const Tensor x = lasting(1);
   ASSERT_OK(fill(x, 1, stream.get()));
   {
     const Capture capture = Capture::begin(device, stream.get()).value();
@@ -225,7 +234,7 @@ TEST_F(Graphs, ACaptureThatIsLeftEndsAndIsForgotten) {
 
 TEST_F(Graphs, WaitingAndTransfersAreRefusedInACapture) {
   const Stream stream = Stream::create(device).value();
-  const Tensor x = zeros(2), y = zeros(2);
+  const Tensor x = lasting(2), y = lasting(2);
   Tensor host = Tensor::zeros({2}, DType::kF32).value();
   const Capture capture = Capture::begin(device, stream.get()).value();
   EXPECT_FAILS(stream.synchronize(), kFailedPrecondition, "its work has not run");

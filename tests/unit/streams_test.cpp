@@ -104,6 +104,7 @@ TEST_P(CopiesBetween, HaveWhatTheStreamOfTheMemoryWrites) {
 TEST_P(CopiesBetween, HaveWhatTheCurrentStreamWrites) {
   const Stream stream = Stream::create(a).value();
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
+  STREAMS_OK(devices::synchronize(a));
   const StreamScope scope(stream);
   write_later(x, 7, stream.get());
   EXPECT_EQ(read(x.to(b).value()), 7);
@@ -284,6 +285,7 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
     STREAMS_OK(Tensor::empty({4}, DType::kF32).status());
   }
   static void* of_framework;
+  (void)far_a.queues.make_stream();  // its handle is that of `second`
   of_framework = far_a.queues.make_stream();
   for (FarDevice* far : {&far_a, &far_b}) {
     far->api.check_stream = [](void* self, void* stream, const te_fl_error_sink*) {
