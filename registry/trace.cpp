@@ -88,12 +88,17 @@ void start() {
   std::string path = setting.ok() ? *setting : std::string();
   if (const size_t at = path.find("%p"); at != std::string::npos)
     path.replace(at, 2, std::to_string(getpid()));
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   State& s = state();
   static bool registered = false;
   if (!registered) std::atexit(&write_at_exit);
   registered = true;
-  if (s.process != getpid()) {  // a forked child begins anew
+  // A forked child begins anew, and so does another file; what belongs to the former file is
+  // written to it first.
+  if (s.process != getpid() || s.path != path) {
+    lock.unlock();
+    if (const Status written = write_trace(); !written.ok()) log::warning(written.message());
+    lock.lock();
     s.events.clear();
     s.dropped = 0;
     s.process = getpid();

@@ -289,8 +289,8 @@ std::string compare_quantised(const Expectation& e) {
 
 // Largest gap between neighbouring codes around a scaled value.
 double code_step(const Format& f, double x) {
-  const double a = std::clamp(std::fabs(x), std::ldexp(1.0, 1 - f.bias), f.max);
-  return std::ldexp(1.0, std::ilogb(a) - f.mantissa_bits);
+  const double a = std::clamp(std::fabs(x), power_of_two(1 - f.bias), f.max);
+  return power_of_two(exponent_of(a) - f.mantissa_bits);
 }
 
 std::string compare_dequantised(const Expectation& e) {

@@ -31,6 +31,7 @@ constexpr char kHelp[] =
     "  --case SUBSTR    only cases whose name contains this\n"
     "  --device DEVICE  in whose memory the tensors are (default cpu), e.g. cuda:0\n"
     "  --reduced        a quarter of the table, without the large cases (for sanitizer builds)\n"
+    "  --skip-large     leaves out the large cases\n"
     "  --fuzz SEED      also 20 cases of drawn shapes and types for every op whose cases come in "
     "any shape\n"
     "  --list           print the cases, run nothing\n"
@@ -50,13 +51,14 @@ struct Options {
       device = "cpu", expected, exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
-  bool reduced = false, list = false, report = false, self_check = false, coverage = false,
-       help = false;
+  bool reduced = false, skip_large = false, list = false, report = false, self_check = false,
+       coverage = false, help = false;
   std::string expected_file() const {
     return expected.empty() ? TE_FL_CONFORMANCE_DIR "/expected_unsupported.txt" : expected;
   }
   bool filtered() const {
-    return !impl.empty() || !op.empty() || !family.empty() || !substring.empty() || reduced;
+    return !impl.empty() || !op.empty() || !family.empty() || !substring.empty() || reduced ||
+           skip_large;
   }
 };
 
@@ -67,8 +69,9 @@ std::string parse(int argc, char** argv, Options& o) {
       {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
       {"--device", &o.device},  {"--fuzz", &o.fuzz}};
   const std::map<std::string, bool*> flags = {
-      {"--reduced", &o.reduced},       {"--list", &o.list},         {"--report", &o.report},
-      {"--self-check", &o.self_check}, {"--coverage", &o.coverage}, {"--help", &o.help}};
+      {"--reduced", &o.reduced}, {"--skip-large", &o.skip_large}, {"--list", &o.list},
+      {"--report", &o.report},   {"--self-check", &o.self_check}, {"--coverage", &o.coverage},
+      {"--help", &o.help}};
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (const auto flag = flags.find(word); flag != flags.end()) {
@@ -284,7 +287,7 @@ Table selected(const Options& o) {
     if (!o.family.empty() && c.family != o.family) continue;
     if (c.name.find(o.substring) == std::string::npos) continue;
     const bool keep = !c.large && (per_op[c.op] < 3 || (c.seed >> 32) % 4 == 0);
-    if (o.reduced && !keep) continue;
+    if ((o.reduced && !keep) || (o.skip_large && c.large)) continue;
     ++per_op[c.op];
     chosen.push_back(std::move(c));
   }

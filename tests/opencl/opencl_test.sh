@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The OpenCL plugin as a whole. usage: opencl_test.sh BIN PLUGIN device|train, or
-# opencl_test.sh BIN PLUGIN conformance FAMILY EXPECTED, or opencl_test.sh BIN PLUGIN gemm KERNEL EXPECTED
+# opencl_test.sh BIN PLUGIN conformance FAMILY EXPECTED [--reduced], or opencl_test.sh BIN PLUGIN gemm KERNEL EXPECTED
 set -uo pipefail
 bin=$1 plugin=$2 part=$3
 work=$(mktemp -d)
@@ -20,7 +20,7 @@ fi
 case $part in
 conformance)
   unset TE_FL_PLUGIN_MODULES
-  exec "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --family "$4" --expected "$5"
+  exec "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --family "$4" --expected "$5" ${6:+"$6"}
   ;;
 gemm)
   # Each case compiles, which takes seconds: one of each kind.

@@ -1,4 +1,4 @@
-#include "../../backends/cpu/thread_pool.hpp"
+#include "backends/cpu/thread_pool.hpp"
 
 #include <gtest/gtest.h>
 #include <sched.h>
@@ -20,8 +20,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../backends/cpu/cpu_count.hpp"
-#include "sanitizers.hpp"
+#include "backends/cpu/cpu_count.hpp"
+#include "unit/sanitizers.hpp"
 
 #if !TE_FL_TSAN && !TE_FL_ASAN
 #define TE_FL_COUNTS_ALLOCATIONS 1
@@ -333,6 +333,8 @@ struct UsesThePoolAtExit {
 
 TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
   TE_FL_SKIP_FORK_THEN_THREADS();
+  // In processes of its own: a forked one would have what other tests left in threads that it does not have.
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
   // A static object made before the pool outlives it and still gets its work done.
   EXPECT_EXIT(
       {

@@ -1,4 +1,4 @@
-#include "../../backends/cpu/sgemm.hpp"
+#include "backends/cpu/sgemm.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -18,9 +18,9 @@
 #include <thread>
 #include <vector>
 
-#include "../../backends/cpu/gemm_partition.hpp"
-#include "../../backends/cpu/thread_pool.hpp"
-#include "sanitizers.hpp"
+#include "backends/cpu/gemm_partition.hpp"
+#include "backends/cpu/thread_pool.hpp"
+#include "unit/sanitizers.hpp"
 
 namespace te_fl::cpu {
 namespace {

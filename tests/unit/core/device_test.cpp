@@ -11,7 +11,6 @@
 
 #include "core/host_device.hpp"
 #include "te_fl/tensor.hpp"
-#include "unit/huge_allocations.hpp"
 #include "unit/sanitizers.hpp"
 
 namespace te_fl {

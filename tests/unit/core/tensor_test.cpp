@@ -6,7 +6,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "unit/huge_allocations.hpp"
 
 namespace te_fl {
 namespace {

@@ -1,7 +1,6 @@
-// For tests that ask for more memory than there is: the sanitizers' allocators shall return null,
-// as the C library's does, instead of ending the program. Include it in one file of a program.
-#pragma once
-
+// Part of every test program of a sanitizer build: tests ask for more memory than there is, and the
+// sanitizers' allocators shall return null then, as the C library's does, instead of ending the
+// program.
 #include "unit/sanitizers.hpp"
 
 #if TE_FL_ASAN

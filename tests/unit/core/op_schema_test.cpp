@@ -247,7 +247,7 @@ TEST(Schema, BadShapeRulesNameTheTerm) {
       {"a b c d e f g h i", "at most 8 dimensions"},
       {"x ? N", "'x' is not a bool argument"},
   };
-  for (const auto& [rule, part] : cases) refused([&](B& b) { b.descs[1].shape = rule; }, part);
+  for (const auto& c : cases) refused([&](B& b) { b.descs[1].shape = c.first; }, c.second);
 }
 
 TEST(Schema, TooManyNames) {

@@ -4,7 +4,7 @@
 #include "dispatch_fixture.hpp"
 #include "registry/quarantine.hpp"
 #include "te_fl/te_fl.hpp"
-#include "temp_folder.hpp"
+#include "unit/temp_folder.hpp"
 
 namespace te_fl {
 namespace {

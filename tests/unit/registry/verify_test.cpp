@@ -11,7 +11,7 @@
 #include "registry/quarantine.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
-#include "temp_folder.hpp"
+#include "unit/temp_folder.hpp"
 
 namespace te_fl {
 namespace {
