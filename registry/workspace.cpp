@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "core/allocations.hpp"
+#include "core/device_list.hpp"
 #include "core/fork.hpp"
 
 namespace te_fl::registry {
