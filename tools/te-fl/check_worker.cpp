@@ -291,6 +291,39 @@ class Worker {
     return f;
   }
 
+  void one_case(const Subject& subject, const conformance::Case& c, int step, int from) {
+    if (from > step + 3) return;
+    if (from <= step) begin(step, step + kStepsOfCase, subject, "result", c.name);
+    std::optional<conformance::Prepared> prepared;
+    Finding f;
+    try {
+      prepared.emplace(c, subject.device);
+    } catch (const std::exception& e) {
+      f.check = "result", f.name = c.name, f.outcome = Outcome::kFail;
+      f.message = std::string("the case cannot be built: ") + e.what();
+      return report(subject, std::move(f));
+    }
+    if (from <= step) {
+      f = result_of(subject, c, *prepared);
+      const bool passed = f.outcome == Outcome::kPass;
+      report(subject, f);
+      if (!passed) return;
+    }
+    if (from <= step + 1 && subject.device.is_host() && !c.large &&
+        prepared->problem().want_code == 0) {
+      begin(step + 1, step + 2, subject, "guard", c.name);
+      report(subject, guard_of(subject, c, *prepared));
+    }
+    if (from <= step + 2 && (subject.flags & TE_FL_OP_DETERMINISTIC) != 0) {
+      begin(step + 2, step + 3, subject, "determinism", c.name);
+      report(subject, determinism_of(subject, c, *prepared));
+    }
+    if (from <= step + 3 && !subject.device.is_host()) {
+      begin(step + 3, step + 4, subject, "stream", c.name);
+      if (auto found = stream_of(subject, c, *prepared)) report(subject, std::move(*found));
+    }
+  }
+
   void begin(int step, int resume, const Subject& subject, const std::string& check,
              const std::string& name) {
     say({{"begin", step},
