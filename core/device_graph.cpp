@@ -47,6 +47,7 @@ const char* missing_function(const Api& api) {
 }
 
 void destroy_graph(const Device& device, void* graph) noexcept {
+  const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: a living graph keeps its device in the list
   const te_fl_device_desc& d = *entry->desc;
@@ -60,6 +61,7 @@ void destroy_graph(const Device& device, void* graph) noexcept {
 // Ends the capture on `stream`; the device is counted in since it began. The graph keeps the count.
 Result<void*> end_capture(const Device& device, void* stream) {
   forget_capture(device, stream);
+  const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return internal_error("a device went while a stream of it was captured");
   const te_fl_device_desc& d = *entry->desc;
@@ -128,6 +130,7 @@ Status Graph::launch() const {
     return failed_precondition("an empty Graph cannot be launched; Capture::end makes one");
   }
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device_));
+  if (use->closed()) return core::withdrawn_device(device_);
   const te_fl_device_desc& d = *use->desc;
   ErrorText errors;
   const te_fl_status code =
@@ -143,6 +146,7 @@ Result<Capture> Capture::begin(const Device& device, void* stream) {
     return invalid_argument("the default stream of " + to_string(device) +
                             " cannot be captured; make one with Stream::create");
   }
+  const core::Inside inside(device);
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   const te_fl_device_desc& d = *entry->desc;
   ErrorText errors;

@@ -85,13 +85,17 @@ Result<te_fl_device_props> properties(const Device& device) {
   ErrorText errors;
   const te_fl_status code = errors.call(
       [&] { return entry->desc->api->properties(entry->desc->self, &props, errors.sink()); });
-  TE_FL_RETURN_IF_ERROR(errors.status(code, "properties of " + te_fl::to_string(device)));
+  if (code != TE_FL_OK) {
+    return core::device_status(device, nullptr, errors, code,
+                               "properties of " + te_fl::to_string(device));
+  }
   props.name[sizeof props.name - 1] = '\0';
   props.driver[sizeof props.driver - 1] = '\0';
   return props;
 }
 
 Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
+  const core::Inside inside(device);
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
@@ -110,6 +114,7 @@ Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
 
 void free(const Device& device, void* data, void* stream) noexcept {
   if (data == nullptr) return;
+  const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
   if (!device.is_host()) core::forget_allocation(device, data);
@@ -122,6 +127,7 @@ void free(const Device& device, void* data, void* stream) noexcept {
 }
 
 Result<void*> allocate_pinned(const Device& device, size_t bytes) {
+  const core::Inside inside(device);
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
@@ -135,6 +141,7 @@ Result<void*> allocate_pinned(const Device& device, size_t bytes) {
 
 void free_pinned(const Device& device, void* data) noexcept {
   if (data == nullptr) return;
+  const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
   ErrorText errors;

@@ -27,6 +27,7 @@ struct OwnedStream {
   OwnedStream& operator=(const OwnedStream&) = delete;
   ~OwnedStream() {
     if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
+    const Inside inside(device);
     DeviceEntry* entry = find_device(device);
     if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
     const te_fl_device_desc& d = *entry->desc;
@@ -137,6 +138,7 @@ Result<void*> create_event(const Device& device) {
 
 void destroy_event(const Device& device, void* event) noexcept {
   if (event == nullptr) return;
+  const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->destroy_event == nullptr) return;
   ErrorText errors;
@@ -194,9 +196,9 @@ Result<bool> is_capturing(const Device& device, void* stream) {
   int32_t capturing = 0;
   const te_fl_status code =
       errors.call([&] { return d.api->is_capturing(d.self, stream, &capturing, errors.sink()); });
-  TE_FL_RETURN_IF_ERROR(
-      errors.status(code, "asking " + te_fl::to_string(device) + " whether it captures"));
-  return capturing != 0;
+  if (code == TE_FL_OK) return capturing != 0;
+  return core::device_status(device, stream, errors, code,
+                             "asking " + te_fl::to_string(device) + " whether it captures");
 }
 
 }  // namespace devices

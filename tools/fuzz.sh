@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds the libFuzzer targets with clang and runs each for a while, starting from its committed corpus.
+# Builds the libFuzzer targets in build/asan and runs each for a while, starting from its committed corpus.
 # usage: tools/fuzz.sh [--seconds N] [TARGET...]      (default: 60 s each, all targets)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . tools/lib/packages.sh
+. tools/lib/build.sh
 seconds=60 targets=()
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -15,10 +16,7 @@ while [ $# -gt 0 ]; do
 done
 te_fl_need_packages "${te_fl_build_packages[@]}" clang lld "libclang-rt-dev|libclang-rt-14-dev|libclang-rt-18-dev" || exit 1
 [ "${#targets[@]}" -gt 0 ] || for f in tests/fuzz/fuzz_*.cpp; do targets+=("$(basename "$f" .cpp)"); done
-cmake -S . -B build/fuzz -G Ninja -DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DTE_FL_SANITIZE=fuzzer-no-link,address,undefined -DTE_FL_BUILD_FUZZ=ON \
-  -DTE_FL_BUILD_EXAMPLES=OFF -DTE_FL_BUILD_BENCH=OFF --log-level=WARNING &&
-  cmake --build build/fuzz -j "${TE_FL_BUILD_JOBS:-$(nproc)}" --target "${targets[@]}" || exit 1
+te_fl_configure_asan && cmake --build build/asan -j "$te_fl_jobs" --target "${targets[@]}" || exit 1
 
 # All targets side by side: a core each as far as they go.
 failed=0 pids=() names=()
@@ -36,7 +34,7 @@ mkdir -p build/fuzz/found
 for t in "${targets[@]}"; do
   [ "${#pids[@]}" -lt "$(nproc)" ] || finish
   mkdir -p "build/fuzz/work/$t" "tests/fuzz/corpus/${t#fuzz_}"
-  TEFL_LOG_LEVEL=OFF build/fuzz/bin/"$t" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+  TEFL_LOG_LEVEL=OFF build/asan/bin/"$t" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
     -artifact_prefix="build/fuzz/found/$t-" "build/fuzz/work/$t" "tests/fuzz/corpus/${t#fuzz_}" >"build/fuzz/$t.log" 2>&1 &
   pids+=($!) names+=("$t")
 done

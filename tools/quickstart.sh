@@ -1,26 +1,35 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds build/release and trains the example GPT in FP8.
-# usage: tools/quickstart.sh [-- ARGUMENTS OF train_gpt]
+# usage: tools/quickstart.sh [--cuda] [-- ARGUMENTS OF train_gpt]
+#   --cuda  builds the CUDA plugin as well where no GPU is (nvcc needed); where one is, it is built if nvcc is found
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/lib/packages.sh
+. tools/lib/build.sh
 
+cuda=OFF
+[ ! -e /dev/nvidiactl ] || cuda=AUTO
+if [ "${1:-}" = --cuda ]; then
+  cuda=ON
+  shift
+fi
 case "${1:-}" in
   -h | --help)
-    sed -n '2,3s/^# //p' "$0"
+    sed -n '2,4s/^# //p' "$0"
     exit 0
     ;;
   "" | --) ;;
   *)
-    echo "quickstart.sh: unknown argument '$1'; arguments of train_gpt follow '--', as in: tools/quickstart.sh -- --steps 50" >&2
+    echo "quickstart.sh: unknown argument '$1'; known: --cuda, --help; arguments of train_gpt follow '--', as in: tools/quickstart.sh -- --steps 50" >&2
     exit 2
     ;;
 esac
 [ "${1:-}" = -- ] && shift
 
 te_fl_need_packages "${te_fl_build_packages[@]}" "${te_fl_example_packages[@]}"
-jobs=${TE_FL_BUILD_JOBS:-$(nproc)}
-cmake -S . -B build/release -G Ninja -DCMAKE_BUILD_TYPE=Release --log-level=WARNING
-cmake --build build/release -j "$jobs" --target train_gpt te-fl
+targets=(train_gpt te-fl)
+te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=$cuda --log-level=WARNING
+if grep -q '^build te_fl_cuda:' build/release/build.ninja; then targets+=(te_fl_cuda); fi
+cmake --build build/release -j "$te_fl_jobs" --target "${targets[@]}"
 tools/fetch_text.sh
 exec build/release/bin/train_gpt "$@"

@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
 # Everything that checks the project: format, layering, generated files, the address+undefined and the thread
 # sanitizer builds, the fuzzers, the installed prefix, and last ctest on the release build.
-# usage: tools/test.sh [--quick]     (--quick: release build and static checks only)
+# usage: tools/test.sh [--quick | --long]
+#   --quick  static checks and the release build only
+#   --long   also what the default leaves out for its time, see CONTRIBUTING.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . tools/lib/packages.sh
-quick=0
+. tools/lib/build.sh
+mode=default
 case "${1:-}" in
   "") ;;
-  --quick) quick=1 ;;
-  -h | --help) sed -n '2,4s/^# //p' "$0"; exit 0 ;;
-  *) echo "test.sh: unknown argument '$1'; known: --quick, --help" >&2; exit 2 ;;
+  --quick | --long) mode=${1#--} ;;
+  -h | --help) sed -n '2,6s/^# //p' "$0"; exit 0 ;;
+  *) echo "test.sh: unknown argument '$1'; known: --quick, --long, --help" >&2; exit 2 ;;
 esac
 
+begun=$SECONDS
 te_fl_need_packages "${te_fl_build_packages[@]}" "${te_fl_example_packages[@]}" "${te_fl_test_packages[@]}" || exit 1
-jobs=${TE_FL_BUILD_JOBS:-$(nproc)}
 mkdir -p build/logs
 stages=() failures=0
 
@@ -31,35 +34,45 @@ stage() {
   stages+=("$(printf '%-22s %-7s %5ds  build/logs/%s.log' "$name" "$result" $((SECONDS - start)) "$name")")
 }
 
-configure_and_build() { # BUILD_DIR CMAKE_ARGUMENTS...
-  local dir=$1
-  shift
-  cmake -S . -B "$dir" -G Ninja -DTE_FL_BUILD_TESTS=ON "$@" && cmake --build "$dir" -j "$jobs"
+sanitizer_build() { # NAME
+  local targets=(te_fl_"$1"_programs)
+  [ "$1" = tsan ] || for source in tests/fuzz/fuzz_*.cpp; do targets+=("$(basename "$source" .cpp)"); done
+  te_fl_configure_"$1" && cmake --build build/"$1" -j "$te_fl_jobs" --target "${targets[@]}"
 }
-
-sanitizer() { # NAME SANITIZERS LABEL
-  configure_and_build "build/$1" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
-    -DTE_FL_SANITIZE="$2" -DTE_FL_BUILD_EXAMPLES=OFF -DTE_FL_BUILD_BENCH=OFF &&
-    ASAN_OPTIONS=detect_leaks=1:detect_odr_violation=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 \
+sanitizer_tests() { # NAME
+  ASAN_OPTIONS=detect_leaks=1:detect_odr_violation=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 \
     TSAN_OPTIONS="suppressions=$PWD/tests/tsan.supp halt_on_error=0 second_deadlock_stack=1" \
-    ctest --test-dir "build/$1" -L "$3" -j "$jobs" --output-on-failure
+    ctest --test-dir build/"$1" -L "^$1\$" -j "$te_fl_jobs" --output-on-failure
+}
+release_build() {
+  te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_BUILD_TESTS=ON -DTE_FL_BUILD_EXAMPLES=ON -DTE_FL_BUILD_BENCH=ON \
+    -DTE_FL_CUDA=AUTO -DTE_FL_LONG_TESTS="$([ "$mode" = long ] && echo ON || echo OFF)" && cmake --build build/release -j "$te_fl_jobs"
 }
 
 stage format tools/check_format.sh
 stage layering python3 tools/check_layering.py
 stage generated python3 tools/opgen.py --check
-if [ "$quick" = 0 ]; then
-  stage asan-ubsan sanitizer asan address,undefined '^asan$'
-  stage tsan sanitizer tsan thread '^tsan$'
-  [ -x tools/fuzz.sh ] && stage fuzz tools/fuzz.sh --seconds 60
+if [ "$mode" != quick ]; then
+  stage asan-build sanitizer_build asan
+  stage asan-tests sanitizer_tests asan
+  stage fuzz tools/fuzz.sh --seconds "$([ "$mode" = long ] && echo 300 || echo 20)"
+  stage tsan-build sanitizer_build tsan
+  stage tsan-tests sanitizer_tests tsan
 fi
-stage build configure_and_build build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_BUILD_EXAMPLES=ON -DTE_FL_BUILD_BENCH=ON
+stage release-build release_build
+
+start=$SECONDS
+echo "== ctest"
+ctest --test-dir build/release -j "$te_fl_jobs" --output-on-failure 2>&1 | tee build/logs/ctest.log
+tests=${PIPESTATUS[0]}
+stages+=("$(printf '%-22s %-7s %5ds  build/logs/%s.log' ctest "$([ "$tests" = 0 ] && echo passed || echo FAILED)" $((SECONDS - start)) ctest)")
 
 echo
 printf '%s\n' "${stages[@]}"
+printf '%-22s %-7s %5ds\n' total "" $((SECONDS - begun))
+[ ! -x tools/last_gpu_check.sh ] || tools/last_gpu_check.sh
 echo
-ctest --test-dir build/release -j "$jobs" --output-on-failure
-tests=$?
+sed -n '/tests passed,/,$p' build/logs/ctest.log
 if [ "$failures" != 0 ]; then
   echo "$failures stage(s) failed before ctest; see the table above" >&2
   exit 1

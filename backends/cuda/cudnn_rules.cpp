@@ -5,6 +5,7 @@
 
 #include "attention_choice.hpp"
 #include "cudnn.hpp"
+#include "cudnn_limits.hpp"
 #include "device.hpp"
 #include "overlap.hpp"
 #include "te_fl/attention/mask.hpp"
@@ -134,6 +135,11 @@ int64_t extent(const te_fl_tensor& t) {
   for (int i = 0; i < t.dl.ndim; ++i) last += (t.dl.shape[i] - 1) * backend::stride(t, i);
   return last + 1;
 }
+int64_t longest_of(std::initializer_list<const te_fl_tensor*> all) {
+  int64_t longest = 0;
+  for (const te_fl_tensor* t : all) longest = std::max(longest, extent(*t));
+  return longest;
+}
 // cuDNN 9.19 gives wrong gradients of Q beyond 2^31 elements (of 128 by 16 by 128 in each of 8194
 // sequences the last ones), and says nothing. It sums them in FP32 scratch of whole tiles of
 // queries, thd: of the longest sequence's length for each, and those of K and V by the heads of Q,
@@ -144,9 +150,7 @@ Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_te
       "a backward of 2^31 elements or more, where cuDNN's gradients are "
       "wrong";
   constexpr int64_t kTile = 128;
-  for (const te_fl_tensor* t : all) {
-    if (extent(*t) > INT32_MAX) return kLong;
-  }
+  if (longest_of(all) > INT32_MAX) return kLong;
   int64_t batch = 0, queries = 0, keys = 0;
   if (a.layout == TE_FL_LAYOUT_THD) {
     if constexpr (requires { a.cu_seqlens_q; }) {
@@ -227,6 +231,8 @@ Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fw
   }
   if (const Refusal why = refuse_call(a, {a.o})) return why;
   if (fp8(*a.q)) {
+    const int64_t longest = longest_of({a.q, a.k, a.v, a.o});
+    if (const Refusal why = refuse_long_fp8_forward(cudnn()->number, longest)) return why;
     const Refusal why = refuse_fp8_device(ctx);
     return why != nullptr ? why : refuse_fp8_forward(a);
   }
@@ -259,6 +265,10 @@ Refusal refuse_cudnn_enquiry(const te_fl_context& ctx, const te_fl_get_fused_att
     if (const Refusal why = refuse_long_backward(a, {a.q, a.k, a.v})) return why;
   }
   if (!fp8(*a.q)) return nullptr;
+  // The output has the queries' shape with heads of the values' size.
+  const int64_t out = backend::numel(*a.q) / a.q->dl.shape[3] * a.v->dl.shape[3];
+  const int64_t longest = std::max(out, longest_of({a.q, a.k, a.v}));
+  if (const Refusal why = refuse_long_fp8_forward(cudnn()->number, longest)) return why;
   if (const Refusal why = refuse_fp8_device(ctx)) return why;
   return a.is_training ? refuse_fp8_training(a) : nullptr;
 }

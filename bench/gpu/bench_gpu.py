@@ -99,7 +99,7 @@ def algorithm_from(product, kind, dtype):
     scaling = "" if dtype != "block" else "2,2" if kind == "wgrad" else "2,3"
     found = choices.find(torch.cuda.get_device_name(), product.version(), *d.shape, a.numel() // d.shape[0],
                          ["bias"] if bias is not None else [], scaling, a=NAMES[a.dtype], b=NAMES[b.dtype], d=NAMES[d.dtype],
-                         trans_a=int(kind == "wgrad"), trans_b=int(kind == "forward"))
+                         power_limit=measure.power_limit(), trans_a=int(kind == "wgrad"), trans_b=int(kind == "forward"))
     return "heuristic" if found is None else f"file: {found.get('config') or 'chosen'}"
 
 

@@ -119,7 +119,6 @@ class Doctor(unittest.TestCase):
         self.assertRegex(text, r"ok +plugin newer_minor: active, 1 ops, ABI 1\.2")
         self.assertRegex(text, r"note +plugin newer_minor: left out, .*relu_of_a_later_te_fl")
 
-    @unittest.skipIf(os.environ.get("ABI_TEST_SANITIZED"), "te-fl check is not part of a sanitized build's tests")
     def test_check_names_it_too(self):
         code, text = te_fl("check", str(MORE_OPS), "--quick", "--jobs", "1")
         self.assertIn("left out, being unknown to this te-fl", text)

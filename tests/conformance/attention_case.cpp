@@ -184,8 +184,8 @@ double score_error(int dtype, const Attention& a, const AttentionRow& row) {
 double through_fp8(int dtype, double x, float scale, double* step) {
   const Format& f = format_of(dtype);
   const double scaled = static_cast<double>(static_cast<float>(x) * scale);
-  const double magnitude = std::clamp(std::fabs(scaled), std::ldexp(1.0, 1 - f.bias), f.max);
-  *step = std::ldexp(1.0, std::ilogb(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
+  const double magnitude = std::clamp(std::fabs(scaled), power_of_two(1 - f.bias), f.max);
+  *step = power_of_two(exponent_of(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
   return decode_bits(f, encode_bits(f, scaled)) / static_cast<double>(scale);
 }
 // How far the result of a value that is off by up to `error` may be from that of x.

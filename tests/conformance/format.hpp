@@ -3,6 +3,7 @@
 // Element formats by their definitions, apart from the library's own conversions: what a code means
 // and which code is nearest to a value. Doubles hold every value of every format here exactly.
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -44,6 +45,16 @@ inline const Format& format_of(int dtype) {
   }
 }
 
+// 2^exponent and the exponent of |x|, for numbers that double holds without gradual underflow, as
+// all values of the formats here and their steps are. The C library's functions take most of the
+// table's time.
+inline double power_of_two(int exponent) {
+  return std::bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
+}
+inline int exponent_of(double x) {
+  return static_cast<int>(std::bit_cast<uint64_t>(x) >> 52 & 0x7ff) - 1023;
+}
+
 inline double nan_value() { return std::numeric_limits<double>::quiet_NaN(); }
 inline double infinity() { return std::numeric_limits<double>::infinity(); }
 
@@ -56,9 +67,9 @@ inline double decode_bits(const Format& f, uint32_t bits) {
   if (exponent == top && f.has_infinity) return mantissa == 0 ? sign * infinity() : nan_value();
   if (exponent == top && f.exponent_bits == 4 && mantissa == 7)
     return nan_value();  // E4M3's one NaN
-  if (exponent == 0) return sign * std::ldexp(mantissa, 1 - f.bias - f.mantissa_bits);
-  return sign * std::ldexp(mantissa + (1u << f.mantissa_bits),
-                           static_cast<int>(exponent) - f.bias - f.mantissa_bits);
+  if (exponent == 0) return sign * mantissa * power_of_two(1 - f.bias - f.mantissa_bits);
+  return sign * (mantissa + (1u << f.mantissa_bits)) *
+         power_of_two(static_cast<int>(exponent) - f.bias - f.mantissa_bits);
 }
 
 // Code of the nearest value, ties to even. NaN: 0x7F for FP8 whatever the sign.
@@ -69,18 +80,18 @@ inline uint32_t encode_bits(const Format& f, double x) {
   if (std::isnan(x)) return width == 8 ? 0x7f : infinity_code | (1u << (f.mantissa_bits - 1));
   const double a = std::fabs(x);
   int exponent = 1 - f.bias;
-  if (a >= std::ldexp(1.0, exponent) && !std::isinf(a)) exponent = std::ilogb(a);
-  const double quantum = std::ldexp(1.0, exponent - f.mantissa_bits);
+  if (a >= power_of_two(exponent) && !std::isinf(a)) exponent = exponent_of(a);
+  const double quantum = power_of_two(exponent - f.mantissa_bits);
   double rounded = std::isinf(a) ? a : std::nearbyint(a / quantum) * quantum;
   if (rounded > f.max) {
     if (!f.saturates) return sign | infinity_code;
     rounded = f.max;
   }
   if (rounded == 0) return sign;
-  exponent = std::ilogb(rounded);
+  exponent = exponent_of(rounded);
   if (exponent < 1 - f.bias)
-    return sign | static_cast<uint32_t>(std::ldexp(rounded, f.bias - 1 + f.mantissa_bits));
-  const auto mantissa = static_cast<uint32_t>(std::ldexp(rounded, f.mantissa_bits - exponent)) -
+    return sign | static_cast<uint32_t>(rounded * power_of_two(f.bias - 1 + f.mantissa_bits));
+  const auto mantissa = static_cast<uint32_t>(rounded * power_of_two(f.mantissa_bits - exponent)) -
                         (1u << f.mantissa_bits);
   return sign | (static_cast<uint32_t>(exponent + f.bias) << f.mantissa_bits) | mantissa;
 }

@@ -47,22 +47,25 @@ Matrices multiply(const GemmCase& v, const std::vector<double>& a, const std::ve
   Matrices r;
   r.product.assign(static_cast<size_t>(v.m * v.n), 0), r.size = r.product;
   r.row_sum.assign(static_cast<size_t>(v.m), 0), r.row_size = r.row_sum;
-  std::vector<double> bt(b);  // [N, K]
-  for (int64_t j = 0; j < v.n && !v.trans_b; ++j)
-    for (int64_t l = 0; l < v.k; ++l) bt[j * v.k + l] = b[l * v.n + j];
-  std::vector<double> row(static_cast<size_t>(v.k));
+  std::vector<double> bt(
+      b);  // [K, N], so that the innermost loop is over columns, whose sums are independent
+  for (int64_t l = 0; l < v.k && v.trans_b; ++l)
+    for (int64_t j = 0; j < v.n; ++j) bt[l * v.n + j] = b[j * v.k + l];
   for (int64_t i = 0; i < v.m; ++i) {
+    double* const sum = r.product.data() + i * v.n;
+    double* const size = r.size.data() + i * v.n;
     for (int64_t l = 0; l < v.k; ++l) {
-      row[l] = v.trans_a ? a[l * v.m + i] : a[i * v.k + l];
-      r.row_sum[i] += row[l], r.row_size[i] += std::fabs(row[l]);
+      const double factor = v.trans_a ? a[l * v.m + i] : a[i * v.k + l];
+      r.row_sum[i] += factor, r.row_size[i] += std::fabs(factor);
+      const double* const line = bt.data() + l * v.n;
+      for (int64_t j = 0; j < v.n; ++j) {
+        const double term = factor * line[j];
+        sum[j] += term, size[j] += std::fabs(term);
+      }
     }
     for (int64_t j = 0; j < v.n; ++j) {
-      double sum = 0, size = 0;
-      for (int64_t l = 0; l < v.k; ++l)
-        sum += row[l] * bt[j * v.k + l], size += std::fabs(row[l] * bt[j * v.k + l]);
       const double add = bias == nullptr ? 0 : bias->get(j);
-      r.product[i * v.n + j] = alpha * sum + add;
-      r.size[i * v.n + j] = std::fabs(alpha) * size + std::fabs(add);
+      sum[j] = alpha * sum[j] + add, size[j] = std::fabs(alpha) * size[j] + std::fabs(add);
     }
   }
   return r;

@@ -1,9 +1,11 @@
-// One plugin with one mistake. Compiled once per fault: FAULT_NAME is the fault and the plugin's
-// name. Without a mistake ("good") it serves relu for F32 on the host as vendor.fault.
+// One plugin with one mistake. Compiled once and linked once per fault: fault_name, from
+// fault_name.c, is the fault and the plugin's name. Without a mistake ("good") it serves relu for
+// F32 on the host as vendor.fault.
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "fault_ops.hpp"
@@ -14,10 +16,11 @@
 extern "C" int FAULT_CALLS();  // in no library, or in one that is gone
 #endif
 
+extern "C" const char fault_name[];
+
 namespace {
 
-constexpr std::string_view kFault = FAULT_NAME;
-constexpr bool is(std::string_view name) { return kFault == name; }
+bool is(std::string_view name) { return name == fault_name; }
 
 // Tells the test what was entered: FAULT_EVENTS holds the address of its function.
 void event(const char* text) {
@@ -33,7 +36,8 @@ void say(const te_fl_error_sink* sink, const char* text) {
 
 // Throws a class of its own, whose code is unmapped when the plugin is closed.
 struct Mistake : std::exception {
-  const char* what() const noexcept override { return "thrown by " FAULT_NAME; }
+  std::string text = std::string("thrown by ") + fault_name;
+  const char* what() const noexcept override { return text.c_str(); }
 };
 
 struct Flat {
@@ -112,9 +116,10 @@ te_fl_status backward(void*, const te_fl_context*, const void* raw) {
 
 // ---- a device whose memory is the host's
 
-constexpr bool kHasDevice = is("device") || is("second_device_bad") ||
-                            is("ops_fail_after_devices") || is("throw_device") ||
-                            is("quiesce_fails");
+bool has_device() {
+  return is("device") || is("second_device_bad") || is("ops_fail_after_devices") ||
+         is("throw_device") || is("quiesce_fails");
+}
 
 te_fl_status dev_allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink*) {
   if (is("throw_device")) throw Mistake();
@@ -183,7 +188,7 @@ te_fl_op_desc describe(const char* name,
   d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT;
   d.dtypes = TE_FL_BIT(TE_FL_F32);
   d.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
-  d.device_types = uint64_t{1} << (kHasDevice ? TE_FL_DEVICE_EXT : TE_FL_DEVICE_CPU);
+  d.device_types = uint64_t{1} << (has_device() ? TE_FL_DEVICE_EXT : TE_FL_DEVICE_CPU);
   d.run = run;
   d.schema = schema;
   return d;
@@ -260,6 +265,15 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     say(errors, "late text");
     event("create ends");
   }
+  if (is("settings")) {
+    for (const char* name : {"TE_FL_SETTINGS_DEBUG", "TE_FL_SETTINGS_LEVEL", "TE_FL_SETTINGS_MODE",
+                             "TE_FL_SETTINGS_TABLE"}) {
+      const char* value = host->setting(host->host, name);
+      const std::string text = std::string(name) + "=" + (value == nullptr ? "(null)" : value);
+      host->log(host->host, TE_FL_LOG_WARNING, text.c_str());
+      event(text.c_str());
+    }
+  }
   auto* self = new Instance;
   // Nobody destroys what an abandoned plugin makes at last; it is no leak while this points to it.
   [[maybe_unused]] static Instance* volatile late = nullptr;
@@ -284,7 +298,7 @@ te_fl_status devices(void* raw, uint32_t* count, const te_fl_device_desc* const*
     self->device[i].provider = "fault";
     self->device[i].api = &self->device_api;
   }
-  *count = kHasDevice ? 1 : 0;
+  *count = has_device() ? 1 : 0;
   *list = self->devices;
   if (is("second_device_bad")) {
     *count = 2;
@@ -354,7 +368,7 @@ Longer<te_fl_plugin_api> g_api{};
 Longer<te_fl_plugin_header> g_header{};
 
 void fill_header() {
-  constexpr bool larger = is("larger_structs");
+  const bool larger = is("larger_structs");
   te_fl_plugin_api& api = g_api.now;
   std::memset(g_api.later, 0x5a, sizeof g_api.later);
   api.struct_size = larger ? sizeof g_api : sizeof api;
@@ -378,11 +392,40 @@ void fill_header() {
                      : is("needs_its_own")  ? TE_FL_ABI_MINOR
                                             : 0;
   h.features = is("unknown_feature") ? 4 : 0;
-  h.name = is("bad_name") ? "Bad Name!" : is("null_name") ? nullptr : FAULT_NAME;
+  h.name = is("bad_name") ? "Bad Name!" : is("null_name") ? nullptr : fault_name;
   h.vendor = is("null_vendor") ? nullptr : "fault";
   h.version = "1.2.3";
   h.build_id = nullptr;
   h.api = is("null_api") ? nullptr : &api;
+
+  static te_fl_setting_desc settings[4];
+  static const te_fl_setting_desc* list[4];
+  for (int i = 0; i < 4; ++i) list[i] = &settings[i];
+  const auto declare = [&](te_fl_setting_type type, const char* name, const char* value,
+                           const char* choices) {
+    te_fl_setting_desc& s = settings[h.setting_count++];
+    s.type = type, s.name = name, s.default_value = value, s.choices = choices,
+    s.doc = "A setting.";
+    h.settings = list;
+  };
+  if (h.setting_count != 0) return;  // asked again
+  if (is("settings")) {
+    declare(TE_FL_SETTING_BOOL, "TE_FL_SETTINGS_DEBUG", "0", nullptr);
+    declare(TE_FL_SETTING_INT, "TE_FL_SETTINGS_LEVEL", "3", "1 9");
+    declare(TE_FL_SETTING_ENUM, "TE_FL_SETTINGS_MODE", nullptr, "fast exact");
+    declare(TE_FL_SETTING_FILE, "TE_FL_SETTINGS_TABLE", nullptr, nullptr);
+  }
+  if (is("settings_foreign")) declare(TE_FL_SETTING_BOOL, "TE_FL_OTHER_DEBUG", "0", nullptr);
+  if (is("settings_default")) declare(TE_FL_SETTING_INT, "TE_FL_SETTINGS_DEFAULT_A", "10", "1 9");
+  if (is("settings_type")) {
+    declare(TE_FL_SETTING_BOOL, "TE_FL_SETTINGS_TYPE_A", "0", nullptr);
+    settings[0].type = 77;
+  }
+  if (is("settings_null")) {
+    declare(TE_FL_SETTING_BOOL, "TE_FL_SETTINGS_NULL_A", "0", nullptr);
+    list[0] = nullptr;
+  }
+  if (is("verify")) declare(TE_FL_SETTING_STRING, "TE_FL_VERIFY_DIR", nullptr, nullptr);
 }
 
 }  // namespace

@@ -1,0 +1,3 @@
+// The name of one fault plugin, apart from its code, which is compiled once for all of them.
+extern const char fault_name[];
+const char fault_name[] = FAULT_NAME;

@@ -1,0 +1,27 @@
+# Sourced by the scripts in tools/: how a build folder is configured and built.
+te_fl_jobs=${TE_FL_BUILD_JOBS:-$(nproc)}
+te_fl_launchers=()
+if command -v ccache >/dev/null; then
+  # Paths relative to the tree, so that another clone finds the same entries; what a precompiled header is made of counts,
+  # not when it was made.
+  export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$PWD} CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+  te_fl_launchers=(-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+fi
+
+te_fl_configure() { # FOLDER CMAKE_ARGUMENTS...
+  local folder=$1
+  shift
+  cmake -S . -B "$folder" -G Ninja "${te_fl_launchers[@]}" "$@"
+}
+
+# Address and undefined behaviour together with what the fuzzers need: one build for the tests and for them.
+te_fl_configure_sanitized() { # FOLDER SANITIZERS CMAKE_ARGUMENTS...
+  local folder=$1 sanitizers=$2
+  shift 2
+  te_fl_configure "$folder" -DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DTE_FL_SANITIZE="$sanitizers" -DTE_FL_BUILD_TESTS=ON -DTE_FL_BUILD_TOOLS=OFF \
+    -DTE_FL_BUILD_EXAMPLES=OFF -DTE_FL_BUILD_BENCH=OFF -DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=lld -DCMAKE_SHARED_LINKER_FLAGS=-fuse-ld=lld \
+    -DCMAKE_MODULE_LINKER_FLAGS=-fuse-ld=lld --log-level=WARNING "$@"
+}
+te_fl_configure_asan() { te_fl_configure_sanitized build/asan address,undefined,fuzzer-no-link -DTE_FL_BUILD_FUZZ=ON; }
+te_fl_configure_tsan() { te_fl_configure_sanitized build/tsan thread; }
