@@ -84,31 +84,6 @@ struct Ring {
   __device__ void release() const { hopper::arrive(empty + stage * 8); }
 };
 
-// The two groups that multiply take turns at their first products: while one has those, the other
-// works on its scores. Without that they would do the same at the same time.
-struct Turns {
-  int left;  // of this group
-
-  __device__ explicit Turns(int count) : left(count) {
-    if (count > 0 && group() == 1) pass_on();
-  }
-  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
-  __device__ void take() {
-    __syncwarp();
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + group()) : "memory");
-  }
-  __device__ void pass() {
-    --left;
-    if (left > 0 || group() == 0) pass_on();
-  }
-
- private:
-  __device__ static void pass_on() {
-    __syncwarp();
-    asm volatile("bar.arrive %0, 256;" ::"r"(2 - group()) : "memory");
-  }
-};
-
 // Half-open range of positions in a sequence.
 struct Range {
   int begin = 0, end = 0;

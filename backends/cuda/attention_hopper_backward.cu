@@ -139,20 +139,18 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
   terms.head(b, h);
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
-  Turns turns(tiles.count);
   float dq[kDim / 2] = {};
   for (int n = 0; n < tiles.count; ++n, ring.next()) {
     const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
     ring.wait_full();
     float scores[kPairs], dp[kPairs];
-    turns.take();
+    __syncwarp();
     hopper::begin_products();
     start_shared<T, kDim>(shared, at, scores);
     hopper::end_products();
     start_shared<T, kDim>(shared + Shared::kDO, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
-    turns.pass();
     terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
                 tiles.begin + n * kPassing, scores);
     hopper::wait_for_sums(dp);
@@ -304,21 +302,19 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
   Terms<T, kDim, false> terms(p, s);
   terms.seen[0] = queries_of(p, s, row);
   terms.seen[1] = queries_of(p, s, row + 8);
-  Turns turns(work.count);
   float dk[kDim / 2] = {}, dv[kDim / 2] = {};
   for (int n = 0; n < work.count; ++n, ring.next()) {
     const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
     terms.head(b, work.head(n));
     ring.wait_full();
     float scores[kPairs], dp[kPairs];
-    turns.take();
+    __syncwarp();
     hopper::begin_products();
     start_shared<T, kDim>(shared, at, scores);
     hopper::end_products();
     start_shared<T, kDim>(shared + Shared::kV, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
-    turns.pass();
     terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
                 work.query(n), scores);
     hopper::wait_for_sums(dp);

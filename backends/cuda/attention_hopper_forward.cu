@@ -96,18 +96,16 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
   RowsSoftmax softmax;
-  Turns turns(tiles.count);
   float out[kDim / 2] = {};
   for (int n = 0; n < tiles.count; ++n, ring.next()) {
     const uint32_t at = shared + ring.stage * Part::kBytes;
     ring.wait_full();
     float scores[kPairs];
-    turns.take();
+    __syncwarp();
     hopper::begin_products();
     start_held<T, kDim>(held, at, scores);
     hopper::end_products();
     hopper::wait_for_sums(scores);
-    turns.pass();
     terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
                 tiles.begin + n * kPassing, scores);
     float shrink[2];
