@@ -176,14 +176,13 @@ size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
 }
 // After them; a multiple of 256.
 size_t bits_to_keep(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
-                      const AttentionProblem& p) {
+                    const AttentionProblem& p) {
   if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return 0;
   return kept_bit_bytes(p.dropout_p, p.batch * p.heads, p.seqlen_q, p.seqlen_kv);
 }
 size_t backward_workspace(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
   return row_sum_bytes(a) + bits_to_keep(ctx, a, backend::attention_problem(a)) +
-         CodesOutputs::bytes(*a.dq) + CodesOutputs::bytes(*a.dk) +
-         CodesOutputs::bytes(*a.dv);
+         CodesOutputs::bytes(*a.dq) + CodesOutputs::bytes(*a.dk) + CodesOutputs::bytes(*a.dv);
 }
 
 void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
@@ -216,8 +215,7 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
     g.kept_bits = reinterpret_cast<uint64_t*>(static_cast<char*>(ctx.workspace) + sum_bytes);
   }
   outputs.prepare();
-  attention_backward(ctx, p, g,
-                     choose_attention(architecture(ctx.device.index), a).tensor_cores());
+  attention_backward(ctx, p, g, choose_attention(architecture(ctx.device.index), a).tensor_cores());
   outputs.finish();
 }
 

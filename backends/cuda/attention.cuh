@@ -332,7 +332,7 @@ struct AttentionGradients {
   float* dsink;
   int64_t dsink_stride;
   const float* lse;
-  float* delta;                // scratch, one per row of lse
+  float* delta;  // scratch, one per row of lse
   // Of the tensor-core kernels alone:
   float* log2_sum;      // scratch likewise: lse times log2(e)
   uint64_t* kept_bits;  // scratch for dropout's decisions (kept_bit_bytes()), or NULL: drawn twice

@@ -1,10 +1,10 @@
 // What the kernels of attention on Hopper's tensor cores share: how a block divides its work, the
 // ring of stages through which tiles come, and the terms of a score.
 //
-// A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it each
-// with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy the
-// tiles, zeros where a sequence ends, and form one bit for each pair from dropout's random words and
-// from the mask tensor, beside the products.
+// A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it
+// each with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy
+// the tiles, zeros where a sequence ends, and form one bit for each pair from dropout's random
+// words and from the mask tensor, beside the products.
 #pragma once
 
 #include "attention.cuh"
@@ -79,34 +79,9 @@ struct Ring {
     hopper::wait_for(full + stage * 8, parity);
     hopper::fence_for_copies();
   }
-  // By every thread that has read a stage. (Of one thread for its warp, after __syncwarp(), racecheck
-  // does not see that it speaks for the others.)
+  // By every thread that has read a stage. (Of one thread for its warp, after __syncwarp(),
+  // racecheck does not see that it speaks for the others.)
   __device__ void release() const { hopper::arrive(empty + stage * 8); }
-};
-
-// The two groups that multiply take turns at their first products: while one has those, the other
-// works on its scores. Without that they would do the same at the same time.
-struct Turns {
-  int left;  // of this group
-
-  __device__ explicit Turns(int count) : left(count) {
-    if (count > 0 && group() == 1) pass_on();
-  }
-  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
-  __device__ void take() {
-    __syncwarp();
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + group()) : "memory");
-  }
-  __device__ void pass() {
-    --left;
-    if (left > 0 || group() == 0) pass_on();
-  }
-
- private:
-  __device__ static void pass_on() {
-    __syncwarp();
-    asm volatile("bar.arrive %0, 256;" ::"r"(2 - group()) : "memory");
-  }
 };
 
 // Half-open range of positions in a sequence.
@@ -147,7 +122,8 @@ __device__ inline int filler() { return static_cast<int>(threadIdx.x) - kProduct
 // Rows [begin, begin + kRows) of one head, zeros from `end` on and in columns past the head's size.
 // A thread has the same 16 bytes of rows that lie kStep apart, a multiple of the swizzle's 8.
 template <class T, int kRows, int kDim, int kFilling>
-__device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end, uint32_t to) {
+__device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end,
+                                 uint32_t to) {
   constexpr int kUnits = kDim / 8, kStep = kFilling / kUnits;
   const int row = filler() / kUnits, unit = filler() % kUnits;
   const int rows = unit * 8 < t.dim ? end - begin - row : 0;  // that exist from this one on
@@ -193,7 +169,8 @@ __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole
     if (i < rows && j < cols) {
       value = *reinterpret_cast<const unsigned short*>(matrix + i * d.row + j * d.col);
     }
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + row * kPitch + col * 2), "h"(value) : "memory");
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + row * kPitch + col * 2), "h"(value)
+                 : "memory");
   }
 }
 // Whether every row of the bias can be read 16 bytes at a time.
@@ -226,8 +203,8 @@ struct Dropping {
         threshold(static_cast<uint32_t>(p.threshold)) {
     p.logical(rows, cols);
   }
-  // Four bits more at the low end of `bits`: of a counter's words, the last word first. In PTX: that
-  // a word is not below the threshold is the carry of a sum, two instructions a word.
+  // Four bits more at the low end of `bits`: of a counter's words, the last word first. In PTX:
+  // that a word is not below the threshold is the carry of a sum, two instructions a word.
   __device__ uint32_t append(uint32_t bits, uint64_t counter) const {
     const auto words = numeric::philox4x32(key, counter);
 #pragma unroll
@@ -281,8 +258,8 @@ __device__ inline uint32_t transposed(uint32_t x) {
 }
 
 // Bits of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
-__device__ inline void keep_by_query(const Dropping& d, const KeptBits& kept, int64_t matrix, int i0,
-                                     int j0, uint32_t to) {
+__device__ inline void keep_by_query(const Dropping& d, const KeptBits& kept, int64_t matrix,
+                                     int i0, int j0, uint32_t to) {
   const int row = filler() % kFixed, half = filler() / kFixed;
   const uint32_t bits = d.keep(matrix * d.rows + i0 + row, j0 + half * 32);
   put_bits(to + row * 8 + half * 4, bits);
@@ -312,8 +289,8 @@ __device__ inline uint32_t bits_of(uint32_t bytes) {
   return (high >> 7) * 0x10204080u >> 28;  // the bits meet in the highest four
 }
 
-// The pairs of a stage whose mask a thread turns into bits: 32 keys of one query where keys pass, else
-// of each of two.
+// The pairs of a stage whose mask a thread turns into bits: 32 keys of one query where keys pass,
+// else of each of two.
 template <bool kKeysPass>
 struct MaskFetch {
   static constexpr int kWords = kKeysPass ? 1 : 2;
@@ -397,8 +374,8 @@ struct TermFiller {
     const T* matrix = static_cast<const T*>(p.bias.data) + b * p.bias.batch + h * p.bias.head;
     copy_bias<T, Part::kRows, Part::kCols, kFillers<kKeysPass>>(p, matrix, bias_whole, i0, j0, to);
   }
-  // Where keys pass, of the stage that form() writes next; where queries pass, the groups that sum dk
-  // and dv leave no registers to hold it.
+  // Where keys pass, of the stage that form() writes next; where queries pass, the groups that sum
+  // dk and dv leave no registers to hold it.
   __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
     if (kKeysPass && p.mask.arbitrary) mask.fetch(b, h, i0, j0);
   }
@@ -503,9 +480,7 @@ struct Terms {
   Range seen[2] = {};  // by each of the two fixed rows
 
   __device__ Terms(const Attention& problem, const Span& s)
-      : p(problem),
-        scale(problem.scale * kLog2e),
-        shift(static_cast<int>(s.kv_len - s.q_len)) {}
+      : p(problem), scale(problem.scale * kLog2e), shift(static_cast<int>(s.kv_len - s.q_len)) {}
   __device__ void head(int64_t b, int64_t h) {
     if (p.alibi != nullptr) slope = p.alibi[b * p.alibi_batch + h * p.alibi_head] * kLog2e;
   }
@@ -544,8 +519,8 @@ struct Terms {
       }
     }
   }
-  // `fixed`: position of the first of the two rows; `passing`: of the first column; `hide`: where the
-  // tile's bits are in shared memory. `add_bias` is called for the scores if there is a bias.
+  // `fixed`: position of the first of the two rows; `passing`: of the first column; `hide`: where
+  // the tile's bits are in shared memory. `add_bias` is called for the scores if there is a bias.
   template <class AddBias>
   __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
                         float (&s)[kPairs]) const {
@@ -557,8 +532,8 @@ struct Terms {
       const float first =
           static_cast<float>(kKeysPass ? column - fixed - shift : fixed - column - shift);
       each_score([&](int n, int i, int c) {
-        const float distance =
-            kKeysPass ? first + static_cast<float>(c - 8 * i) : first + static_cast<float>(8 * i - c);
+        const float distance = kKeysPass ? first + static_cast<float>(c - 8 * i)
+                                         : first + static_cast<float>(8 * i - c);
         s[n] = fmaf(slope, distance, s[n]);
       });
     }
@@ -596,9 +571,8 @@ struct HeldRows {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int at = 16 * k + 8 * (n / 2) + Place::col();
-        pairs[k][n] = there[n % 2] && at < dim
-                          ? *reinterpret_cast<const uint32_t*>(rows[n % 2] + at)
-                          : 0;
+        pairs[k][n] =
+            there[n % 2] && at < dim ? *reinterpret_cast<const uint32_t*>(rows[n % 2] + at) : 0;
       }
     }
   }

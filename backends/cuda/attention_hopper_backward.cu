@@ -1,6 +1,6 @@
-// The backward of attention on Hopper's tensor cores, in kernels that each sum in a fixed order: one
-// has 128 queries and sums dq over the keys that pass; one has 128 keys and sums dk and dv over the
-// queries; one has a tile of dbias. Each forms P and dS anew, from the forward's log-sum-exp.
+// The backward of attention on Hopper's tensor cores, in kernels that each sum in a fixed order:
+// one has 128 queries and sums dq over the keys that pass; one has 128 keys and sums dk and dv over
+// the queries; one has a tile of dbias. Each forms P and dS anew, from the forward's log-sum-exp.
 #include "attention_hopper.cuh"
 #include "attention_launch.hpp"
 #include "shared_memory.hpp"
@@ -57,8 +57,8 @@ __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g
   const int query = filler() % kPassing;
   const float* const from = filler() < kPassing ? g.log2_sum : g.delta;
   const bool there = i0 + query < s.q_len;
-  hopper::copy_word_async(to + filler() * 4,
-                          from + (there ? p.lse_index(s, b, h, i0 + query) : 0), there);
+  hopper::copy_word_async(to + filler() * 4, from + (there ? p.lse_index(s, b, h, i0 + query) : 0),
+                          there);
 }
 
 // ---- dq
@@ -139,21 +139,20 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
   terms.head(b, h);
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
-  Turns turns(tiles.count);
   float dq[kDim / 2] = {};
   for (int n = 0; n < tiles.count; ++n, ring.next()) {
     const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
     ring.wait_full();
     float scores[kPairs], dp[kPairs];
-    turns.take();
+    __syncwarp();
     hopper::begin_products();
     start_shared<T, kDim>(shared, at, scores);
     hopper::end_products();
     start_shared<T, kDim>(shared + Shared::kDO, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
-    turns.pass();
-    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
+                tiles.begin + n * kPassing, scores);
     hopper::wait_for_sums(dp);
     query_gradients(p, sums, at + Part::kKeep, scores, dp);
     uint32_t packed[4][4];
@@ -201,8 +200,8 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 // ---- dk and dv
 
 using KeyRing = Ring<kStages, kFillers<false>>;
-// Of a thread; the block has 504 for one of each warp group. Sums of two products fill those of wide
-// heads.
+// Of a thread; the block has 504 for one of each warp group. Sums of two products fill those of
+// wide heads.
 template <int kDim>
 constexpr int kKeyProductRegisters = kDim > 64 ? 224 : 176;
 template <int kDim>
@@ -243,16 +242,17 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
       ring, shared + Shared::kStagesAt, work.count,
       [&](int n, uint32_t at) {
         if (n == 0) {
-          copy_rows<T, kFixed, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), j0, keys,
-                                     shared);
-          copy_rows<T, kFixed, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), j0, keys,
-                                     shared + Shared::kV);
+          copy_rows<T, kFixed, kDim, kFilling>(p.k, head_of<T>(p.k, b, s.kv_begin, kv_head), j0,
+                                               keys, shared);
+          copy_rows<T, kFixed, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head), j0,
+                                               keys, shared + Shared::kV);
         }
         const int64_t h = work.head(n);
         const int i0 = work.query(n);
-        copy_rows<T, kPassing, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries, at);
-        copy_rows<T, kPassing, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0, queries,
-                                     at + Part::kSecond);
+        copy_rows<T, kPassing, kDim, kFilling>(p.q, head_of<T>(p.q, b, s.q_begin, h), i0, queries,
+                                               at);
+        copy_rows<T, kPassing, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
+                                               queries, at + Part::kSecond);
         copy_sums(p, g, s, b, h, i0, at + Part::kSums);
         terms.copy(b, h, i0, j0, at + Part::kBias);
       },
@@ -302,22 +302,21 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
   Terms<T, kDim, false> terms(p, s);
   terms.seen[0] = queries_of(p, s, row);
   terms.seen[1] = queries_of(p, s, row + 8);
-  Turns turns(work.count);
   float dk[kDim / 2] = {}, dv[kDim / 2] = {};
   for (int n = 0; n < work.count; ++n, ring.next()) {
     const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
     terms.head(b, work.head(n));
     ring.wait_full();
     float scores[kPairs], dp[kPairs];
-    turns.take();
+    __syncwarp();
     hopper::begin_products();
     start_shared<T, kDim>(shared, at, scores);
     hopper::end_products();
     start_shared<T, kDim>(shared + Shared::kV, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
-    turns.pass();
-    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row, work.query(n), scores);
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
+                work.query(n), scores);
     hopper::wait_for_sums(dp);
     uint32_t packed_p[4][4], packed_ds[4][4];
     key_gradients<T, Part>(p, at, scores, dp, packed_p, packed_ds);
@@ -365,8 +364,9 @@ __global__ void __launch_bounds__(kBlockThreads<false>, 1)
 #endif
 }
 
-// ---- dbias: tiles of 128 queries by 64 keys of one matrix of it, over the heads and sequences that
-// share it. A block has several tiles of the same queries, so that its stages are seldom empty.
+// ---- dbias: tiles of 128 queries by 64 keys of one matrix of it, over the heads and sequences
+// that share it. A block has several tiles of the same queries, so that its stages are seldom
+// empty.
 
 constexpr int kBiasStages = 2, kBiasTiles = 8;  // of a block
 constexpr int kBiasProductRegisters = 152, kBiasFillRegisters = 256 - kBiasProductRegisters;
@@ -501,8 +501,7 @@ __device__ inline void store_bias(const Attention& p, const AttentionGradients& 
 
 template <class T, int kDim>
 __device__ inline void bias_multiply(const Attention& p, const AttentionGradients& g,
-                                     const BiasWork& work, uint32_t shared,
-                                     BiasRing& ring) {
+                                     const BiasWork& work, uint32_t shared, BiasRing& ring) {
   using Shared = BiasShared<kDim>;
   const int row = work.i0 + Place::row();
   const HeldBias<T> bias(p, work);
@@ -606,8 +605,8 @@ void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradi
 void hopper_attention_backward(const te_fl_context& ctx, const Attention& p,
                                const AttentionGradients& g) {
   const bool wide = std::max(p.q.dim, p.v.dim) > 64, half = p.q.dtype == TE_FL_F16;
-  const auto run = half ? wide ? flash::backward<fp16, 128> : flash::backward<fp16, 64>
-                   : wide ? flash::backward<bf16, 128>
+  const auto run = half   ? wide ? flash::backward<fp16, 128> : flash::backward<fp16, 64>
+                     : wide ? flash::backward<bf16, 128>
                           : flash::backward<bf16, 64>;
   run(ctx, p, g);
 }

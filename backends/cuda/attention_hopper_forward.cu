@@ -24,8 +24,8 @@ struct ForwardShared {
 struct RowsSoftmax {
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: this thread's share
 
-  // Takes in a tile of scores, which become exp(score - top); returns the factors of what was summed
-  // before.
+  // Takes in a tile of scores, which become exp(score - top); returns the factors of what was
+  // summed before.
   __device__ void add(float (&s)[kPairs], float (&shrink)[2]) {
     float most[2] = {top[0], top[1]}, base[2];
     each_score([&](int n, int i, int) { most[i] = fmaxf(most[i], s[n]); });
@@ -96,19 +96,18 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
   RowsSoftmax softmax;
-  Turns turns(tiles.count);
   float out[kDim / 2] = {};
   for (int n = 0; n < tiles.count; ++n, ring.next()) {
     const uint32_t at = shared + ring.stage * Part::kBytes;
     ring.wait_full();
     float scores[kPairs];
-    turns.take();
+    __syncwarp();
     hopper::begin_products();
     start_held<T, kDim>(held, at, scores);
     hopper::end_products();
     hopper::wait_for_sums(scores);
-    turns.pass();
-    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row, tiles.begin + n * kPassing, scores);
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
+                tiles.begin + n * kPassing, scores);
     float shrink[2];
     softmax.add(scores, shrink);
     if (p.threshold != 0) {
@@ -184,8 +183,8 @@ void launch_forward(const te_fl_context& ctx, const Attention& p, const HeadData
   constexpr size_t kBytes = ForwardShared<kDim>::kBytes;
   static SharedMemory memory;
   memory.require(ctx.device.index, kKernel, kBytes);
-  kKernel<<<fixed_grid(p.seqlen_q, p.heads, p.batch), kBlockThreads<true>, kBytes, stream_of(ctx)>>>(p, o,
-                                                                                              lse);
+  kKernel<<<fixed_grid(p.seqlen_q, p.heads, p.batch), kBlockThreads<true>, kBytes,
+            stream_of(ctx)>>>(p, o, lse);
   check_launch("attention_hopper_forward_kernel");
 }
 
@@ -196,9 +195,10 @@ void hopper_attention_forward(const te_fl_context& ctx, const Attention& p, cons
                               float* lse) {
   if (p.thd) clear_heads(stream_of(ctx), o, 1, p.seqlen_q, p.heads, lse);
   const bool wide = std::max(p.q.dim, p.v.dim) > 64, half = p.q.dtype == TE_FL_F16;
-  const auto launch = half ? wide ? flash::launch_forward<fp16, 128> : flash::launch_forward<fp16, 64>
-                      : wide ? flash::launch_forward<bf16, 128>
-                             : flash::launch_forward<bf16, 64>;
+  const auto launch =
+      half   ? wide ? flash::launch_forward<fp16, 128> : flash::launch_forward<fp16, 64>
+        : wide ? flash::launch_forward<bf16, 128>
+             : flash::launch_forward<bf16, 64>;
   launch(ctx, p, o, lse);
 }
 

@@ -14,48 +14,51 @@ namespace te_fl::cuda::hopper {
 
 #define TE_FL_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TE_FL_SUMS16(i) TE_FL_SUMS4(i), TE_FL_SUMS4(i + 4), TE_FL_SUMS4(i + 8), TE_FL_SUMS4(i + 12)
-#define TE_FL_NAMES32                                             \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "       \
-  "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "       \
+#define TE_FL_NAMES32                                       \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, " \
+  "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
-#define TE_FL_NAMES64                                             \
-  TE_FL_NAMES32                                                   \
+#define TE_FL_NAMES64                                              \
+  TE_FL_NAMES32                                                    \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
-  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "  \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "   \
   "%56, %57, %58, %59, %60, %61, %62, %63"
 
 // multiply_shared: d (+)= A B^T, both in shared memory, along K. multiply_held: A in registers.
 // add_across: d += A B, A in registers, B in shared memory with rows along K.
-#define TE_FL_PRODUCTS(Type, kTypes)                                                             \
+#define TE_FL_PRODUCTS(Type, kTypes)                                                              \
   __device__ inline void multiply_shared(Type, float(&d)[32], uint64_t a, uint64_t b, bool add) { \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                    \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." kTypes " {" TE_FL_NAMES32         \
-                 "}, %32, %33, p, 1, 1, 0, 0;\n}\n"                                              \
-                 : TE_FL_SUMS16(0), TE_FL_SUMS16(16)                                             \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                  \
-  }                                                                                              \
-  __device__ inline void multiply_held(Type, float(&d)[32], const uint32_t(&a)[4], uint64_t b,   \
-                                       bool add) {                                               \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                    \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." kTypes " {" TE_FL_NAMES32         \
-                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"                                \
-                 : TE_FL_SUMS16(0), TE_FL_SUMS16(16)                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
-                   "r"(static_cast<int>(add)));                                                  \
-  }                                                                                              \
-  __device__ inline void add_across(Type, float(&d)[32], const uint32_t(&a)[4], uint64_t b) {    \
-    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                     \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." kTypes " {" TE_FL_NAMES32         \
-                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"                                \
-                 : TE_FL_SUMS16(0), TE_FL_SUMS16(16)                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
-  }                                                                                              \
-  __device__ inline void add_across(Type, float(&d)[64], const uint32_t(&a)[4], uint64_t b) {    \
-    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                     \
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." kTypes " {" TE_FL_NAMES64        \
-                 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"                                \
-                 : TE_FL_SUMS16(0), TE_FL_SUMS16(16), TE_FL_SUMS16(32), TE_FL_SUMS16(48)         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                              \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." kTypes " {" TE_FL_NAMES32                   \
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"                                                        \
+        : TE_FL_SUMS16(0), TE_FL_SUMS16(16)                                                       \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                            \
+  }                                                                                               \
+  __device__ inline void multiply_held(Type, float(&d)[32], const uint32_t(&a)[4], uint64_t b,    \
+                                       bool add) {                                                \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                              \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." kTypes " {" TE_FL_NAMES32                   \
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"                                          \
+        : TE_FL_SUMS16(0), TE_FL_SUMS16(16)                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));        \
+  }                                                                                               \
+  __device__ inline void add_across(Type, float(&d)[32], const uint32_t(&a)[4], uint64_t b) {     \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." kTypes " {" TE_FL_NAMES32                   \
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"                                          \
+        : TE_FL_SUMS16(0), TE_FL_SUMS16(16)                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+  }                                                                                               \
+  __device__ inline void add_across(Type, float(&d)[64], const uint32_t(&a)[4], uint64_t b) {     \
+    asm volatile(                                                                                 \
+        "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                                \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." kTypes " {" TE_FL_NAMES64                  \
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"                                          \
+        : TE_FL_SUMS16(0), TE_FL_SUMS16(16), TE_FL_SUMS16(32), TE_FL_SUMS16(48)                   \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
   }
 TE_FL_PRODUCTS(bf16, "bf16.bf16")
 TE_FL_PRODUCTS(fp16, "f16.f16")

@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <array>
 #include <string>
 #include <vector>
 
@@ -128,6 +127,21 @@ TEST(CudaAttentionChoice, LooksAtEveryTensorOfTheBackward) {
   ChoiceTensor single(TE_FL_F32, {2, 7, 4, 128});
   wider.backward.dq = &single.t;
   EXPECT_EQ(choose_attention(90, wider.backward).text(), "scalar: tensors of another dtype than q");
+}
+
+TEST(CudaAttentionKeptBits, AreOneBitForEachPairOfWholeTiles) {
+  EXPECT_EQ(kept_bit_bytes(0.1f, 1, 128, 64), 128u * 8);
+  EXPECT_EQ(kept_bit_bytes(0.1f, 3, 129, 65), 3u * 256 * 2 * 8);
+  EXPECT_EQ(kept_bit_bytes(0.1f, 128, 2048, 2048), 128u * 2048 * 2048 / 8);
+}
+
+TEST(CudaAttentionKeptBits, AreNoneWhereTheyAreDrawnAgain) {
+  EXPECT_EQ(kept_bit_bytes(0.0f, 8, 128, 128), 0u);
+  EXPECT_EQ(kept_bit_bytes(0.1f, 8, 0, 128), 0u);  // longest sequences not known
+  EXPECT_EQ(kept_bit_bytes(0.1f, 8, 128, 0), 0u);
+  EXPECT_EQ(kept_bit_bytes(0.1f, 1, int64_t{1} << 17, int64_t{1} << 16), kMostKeptBits);
+  EXPECT_EQ(kept_bit_bytes(0.1f, 1, (int64_t{1} << 17) + 1, int64_t{1} << 16), 0u);
+  EXPECT_EQ(kept_bit_bytes(0.1f, int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40), 0u);
 }
 
 }  // namespace
