@@ -1,5 +1,5 @@
-// Two far devices as a plugin, with one op of their own: what else is called on their tensors has to
-// be served elsewhere.
+// Two far devices as a plugin, with one op of their own: what else is called on their tensors has
+// to be served elsewhere.
 #include <memory>
 
 #include "support/far_device.hpp"
