@@ -13,12 +13,12 @@ TE_FL, ONE_CALL, FAR = (sys.argv.pop(1) for _ in range(3))
 
 
 def run(*arguments, **env):
-    return subprocess.run([TE_FL, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+    return subprocess.run([TE_FL, *arguments], capture_output=True, text=True, timeout=200, env={**os.environ, **env})
 
 
 def program(*arguments, **env):
     """A user's program (one_call.cpp)."""
-    return subprocess.run([ONE_CALL, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+    return subprocess.run([ONE_CALL, *arguments], capture_output=True, text=True, timeout=200, env={**os.environ, **env})
 
 
 def terminal(*arguments, **env):
