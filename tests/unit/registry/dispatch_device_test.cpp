@@ -195,37 +195,6 @@ TEST_F(OnDevice, ScratchIsOnePerStream) {
   EXPECT_FALSE(fake.blocks.contains(blocks[0]) && blocks[3] != blocks[0]);
 }
 
-TEST_F(OnDevice, ACapturedGraphKeepsItsScratch) {
-  static size_t wanted;
-  wanted = 1000;
-  native.desc.workspace = [](void*, const te_fl_context*, const void*,
-                             size_t* bytes) -> te_fl_status {
-    *bytes = wanted;
-    return TE_FL_OK;
-  };
-  void* last = nullptr;
-  uint32_t flags = 0;
-  native.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
-    last = ctx.workspace;
-    flags = ctx.flags;
-    return TE_FL_OK;
-  };
-  add(native);
-  fake.capturing = true;
-  EXPECT_FAILS(call(), kFailedPrecondition, "run the op once before capturing");
-  fake.capturing = false;
-  ASSERT_OK(call());
-  fake.capturing = true;
-  ASSERT_OK(call());
-  EXPECT_EQ(flags, uint32_t{TE_FL_CALL_CAPTURING});
-  void* const captured = last;
-  fake.capturing = false;
-  wanted = 9000;
-  ASSERT_OK(call());
-  EXPECT_NE(last, captured);
-  EXPECT_TRUE(fake.blocks.contains(captured));
-}
-
 TEST_F(OnDevice, ValuesAreToBeLookedAtUnderValidate) {
   static int made;
   made = 0;
