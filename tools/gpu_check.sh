@@ -3,7 +3,7 @@
 # 2^31 elements (40 GiB of it), bad input and broken devices, the compute-sanitizer tools on a reduced table, the example with every
 # recipe and on copies in host memory, and the benchmarks of bench/gpu where a Python with PyTorch is found; prints a table last.
 # What cuDNN serves runs with every cuDNN 9 of the machine: the one that the loader finds, and that of Python's packages if it is another.
-# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--quick | --staged]
+# usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--no-bench | --quick | --staged]
 #   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
@@ -11,11 +11,12 @@
 #   --text FILE  what the example learns (default build/data/text.txt, from tools/fetch_text.sh)
 #   --python PATH  a Python with PyTorch and CUDA, for the benchmarks (default: python3, if it has them)
 #   --gemm-choices FILE  measured choices of GEMM algorithms (bench/gpu/tune_gemm.py) that the benchmarks take; nothing else does
+#   --no-bench   everything but the benchmarks
 #   --quick      conformance, and errors and bad input, only
 #   --staged     only what is served on copies in host memory
 set -uo pipefail
 cd "$(dirname "$0")/.."
-build=build/release out=build/gpu_check text_file=build/data/text.txt python= choices= quick=0 staged_only=0
+build=build/release out=build/gpu_check text_file=build/data/text.txt python= choices= quick=0 staged_only=0 bench=1
 while [ $# -gt 0 ]; do
   case "$1" in
     --build | --out | --text | --python | --gemm-choices)
@@ -23,9 +24,10 @@ while [ $# -gt 0 ]; do
       case "$1" in --build) build=$2 ;; --out) out=$2 ;; --python) python=$2 ;; --gemm-choices) choices=$2 ;; *) text_file=$2 ;; esac
       shift 2 ;;
     --quick) quick=1; shift ;;
+    --no-bench) bench=0; shift ;;
     --staged) staged_only=1; shift ;;
-    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --python, --gemm-choices, --quick, --staged, --help" >&2; exit 2 ;;
+    -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --python, --gemm-choices, --no-bench, --quick, --staged, --help" >&2; exit 2 ;;
   esac
 done
 if [ -n "$choices" ]; then
@@ -306,7 +308,7 @@ if [ $quick = 0 ]; then
 fi
 
 # Figures below their targets are shown and do not fail the check: they move with the machine.
-if [ $quick = 0 ]; then
+if [ $quick = 0 ] && [ $bench = 1 ]; then
   has_torch() { "$1" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; }
   if [ -n "$python" ]; then
     has_torch "$python" || { row "benchmarks" FAILED "--python: $python finds no PyTorch with CUDA"; python=none; }
