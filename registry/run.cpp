@@ -92,7 +92,6 @@ struct Attempt {
     } else {
       const Status held = call.manager.arenas.acquire(call.signature.device, call.options.stream,
                                                       depth, bytes, call.capturing, scratch);
-      if (!held.ok() && call.capturing) return missing_in_capture(held, errors);
       if (!held.ok()) return own_failure(held, errors);
       context.workspace = scratch.data();
     }
