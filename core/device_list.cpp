@@ -10,6 +10,7 @@
 #include "core/abi_struct.hpp"
 #include "core/fork.hpp"
 #include "core/host_device.hpp"
+#include "core/inside.hpp"
 #include "core/text.hpp"
 
 namespace te_fl::core {
@@ -78,14 +79,36 @@ Status check_desc(const te_fl_device_desc* desc) {
 
 }  // namespace
 
-DeviceEntry* find_device(const Device& device) noexcept {
-  const List& list = devices_now();
+namespace {
+
+DeviceEntry* entry_of(const List& list, const Device& device) noexcept {
   for (DeviceEntry* entry : list) {
     if (entry->device == device) return entry;
   }
+  return nullptr;
+}
+
+void bring_devices(const Device* device) noexcept {
+  if (auto* bring = g_bring_devices.load(std::memory_order_acquire)) bring(device);
+}
+
+}  // namespace
+
+DeviceEntry* find_device(const Device& device) noexcept {
+  const List& list = devices_now();
+  if (DeviceEntry* entry = entry_of(list, device)) return entry;
+  if (!device.is_host()) {
+    bring_devices(&device);
+    return entry_of(devices_now(), device);
+  }
   // Pinned memory of a chip whose plugin is not there is still host memory.
-  return device.is_host() && (device.type != TE_FL_DEVICE_CPU || device.index == 0) ? list.front()
-                                                                                    : nullptr;
+  return device.type != TE_FL_DEVICE_CPU || device.index == 0 ? list.front() : nullptr;
+}
+
+std::vector<Device> present_devices() {
+  std::vector<Device> result;
+  for (const DeviceEntry* entry : devices_now()) result.push_back(entry->device);
+  return result;
 }
 
 namespace {
@@ -130,7 +153,7 @@ void lose_device(const Device& device, const std::string& reason) {
   DeviceEntry* entry = find_device(device);
   if (entry == nullptr || device.is_host()) return;
   if (!entry->lose(reason)) return;
-  if (auto* tell = g_device_lost.load(std::memory_order_acquire)) tell(device, reason);
+  if (auto* tell = g_device_hooks.lost.load(std::memory_order_acquire)) tell(device, reason);
 }
 
 void find_device_again(const Device& device) noexcept {
@@ -141,6 +164,24 @@ Status lost_device(const Device& device, const std::string& reason) {
   return Status(StatusCode::kDeviceLost,
                 "device " + to_string(device) + " is lost since " + reason +
                     "; no op runs on it any more: restart the process, or use another device");
+}
+
+Status withdrawn_device(const Device& device) {
+  return Status(StatusCode::kUnsupported,
+                "device " + to_string(device) +
+                    " was withdrawn: no op runs on it any more; load its plugin again, or copy the "
+                    "tensors that are left to another device (Tensor::to)");
+}
+
+void bar_device(const Device& device) {
+  DeviceEntry* entry = find_device(device);
+  if (entry == nullptr || device.is_host()) return;
+  entry->bar();
+  if (auto* tell = g_device_hooks.barred.load(std::memory_order_acquire)) tell(device);
+}
+
+void leave_device(const Device& device) {
+  if (auto* tell = g_device_hooks.left.load(std::memory_order_acquire)) tell(device);
 }
 
 Status retire_device(const Device& device, std::function<void()> gone) {
@@ -154,6 +195,7 @@ Status retire_device(const Device& device, std::function<void()> gone) {
     if (at == now.begin()) return failed_precondition("the host cannot be removed");
     entry = *at;
   }
+  leave_device(device);
   entry->retire(std::move(gone));
   return {};
 }
@@ -165,9 +207,8 @@ namespace te_fl::devices {
 using core::DeviceEntry;
 
 std::vector<Device> list() {
-  std::vector<Device> result;
-  for (const DeviceEntry* entry : core::devices_now()) result.push_back(entry->device);
-  return result;
+  core::bring_devices(nullptr);
+  return core::present_devices();
 }
 
 Result<const te_fl_device_desc*> find(const Device& device) {
@@ -178,7 +219,10 @@ Result<const te_fl_device_desc*> find(const Device& device) {
                    "; present: " + core::join(names) + "; `te-fl doctor` says what is missing");
 }
 
-Result<Device> add(const te_fl_device_desc* desc) {
+namespace {
+
+// add(), without telling anybody.
+Result<Device> enlist(const te_fl_device_desc* desc) {
   TE_FL_RETURN_IF_ERROR(core::check_desc(desc));
   Device device{desc->device.type, desc->device.index, 0};
   std::string provider = desc->provider != nullptr ? desc->provider : "";
@@ -204,21 +248,43 @@ Result<Device> add(const te_fl_device_desc* desc) {
   return device;
 }
 
+}  // namespace
+
+Result<Device> add(const te_fl_device_desc* desc) {
+  TE_FL_ASSIGN_OR_RETURN(const Device device, enlist(desc));
+  // Outside the lock: the room above has its own.
+  if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire)) tell(device);
+  return device;
+}
+
 Status remove(const Device& device) {
-  const std::lock_guard lock(core::list_mutex);
-  const core::List& now = core::devices_now();
-  const auto at = std::find_if(now.begin(), now.end(),
-                               [&](const DeviceEntry* e) { return e->device == device; });
-  if (at == now.end()) return not_found("there is no device " + te_fl::to_string(device));
-  if (at == now.begin()) return failed_precondition("the host cannot be removed");
-  // Closed first, so that no allocation slips in between the count and the new list.
-  DeviceEntry& entry = **at;
-  if (!entry.close()) {
-    return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
-                                         std::to_string(entry.live()) +
-                                         " live allocations, streams or events; free them first");
+  if (core::is_inside()) {
+    return Status(StatusCode::kBusy,
+                  "device " + te_fl::to_string(device) +
+                      " cannot be removed from inside an op or a function of a device: this thread "
+                      "would wait for itself; remove it after the call returned");
   }
-  core::unlist(&entry);
+  DeviceEntry* entry = nullptr;
+  {
+    const std::lock_guard lock(core::list_mutex);
+    const core::List& now = core::devices_now();
+    const auto at = std::find_if(now.begin(), now.end(),
+                                 [&](const DeviceEntry* e) { return e->device == device; });
+    if (at == now.end()) return not_found("there is no device " + te_fl::to_string(device));
+    if (at == now.begin()) return failed_precondition("the host cannot be removed");
+    entry = *at;
+    // Closed first, so that no allocation slips in between the count and the new list.
+    if (!entry->close()) {
+      return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
+                                           std::to_string(entry->live()) +
+                                           " live allocations, streams or events; free them first");
+    }
+  }
+  core::bar_device(device);
+  core::wait_outside();  // ops on somebody else's memory hold no object of the device
+  core::leave_device(device);
+  const std::lock_guard lock(core::list_mutex);
+  core::unlist(entry);
   return {};
 }
 

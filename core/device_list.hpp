@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "te_fl/device.hpp"
 
@@ -32,10 +33,18 @@ struct DeviceEntry {
   bool lose(const std::string& reason);
   void found_again() noexcept { lost_.store(nullptr, std::memory_order_release); }
 
-  // Gone or going: no new objects, and no new work but to save what there is.
-  bool closed() const noexcept { return count_.load(std::memory_order_relaxed) < 0; }
-  // Counts an object in. False if the device is being removed.
+  // Withdrawn, gone or going: no new objects, and no new work but to save what there is.
+  bool closed() const noexcept {
+    return barred_.load(std::memory_order_relaxed) || count_.load(std::memory_order_relaxed) < 0;
+  }
+  // Ops may enter its functions. A thread that is inside (core/inside.hpp) and finds it so is
+  // waited for before the device is released.
+  bool in_service() const noexcept { return !closed() && lost() == nullptr; }
+  // Closed from now on, while threads may still be inside. For the list's functions below.
+  void bar() noexcept { barred_.store(true, std::memory_order_seq_cst); }
+  // Counts an object in. False if the device is closed.
   bool acquire() noexcept {
+    if (barred_.load(std::memory_order_acquire)) return false;
     int64_t count = count_.load(std::memory_order_relaxed);
     do {
       if (count < 0) return false;
@@ -73,13 +82,20 @@ struct DeviceEntry {
   void last_gone() noexcept;
 
   std::atomic<int64_t> count_{0};
+  std::atomic<bool> barred_{false};
   std::atomic<const std::string*> lost_{nullptr};
   std::function<void()>
       on_gone_;  // written before the count is closed, read after the last object went
 };
 
-// Lock-free. Null if there is no such device.
+// Lock-free where the device is there. Otherwise plugins that may bring it are loaded first, if
+// that has not been done. Null if there is no such device.
 DeviceEntry* find_device(const Device& device) noexcept;
+// Those that are there now; loads nothing.
+std::vector<Device> present_devices();
+// Set by the registry: loads the plugins that may bring this device, or any if it is null. Does
+// nothing on a thread that is inside an op or is loading a plugin.
+inline constinit std::atomic<void (*)(const Device*) noexcept> g_bring_devices{nullptr};
 
 // A sticky error: nothing works on the device any more. Every later use of it fails at once with
 // `reason`, through dispatch too. The host cannot be lost.
@@ -88,11 +104,27 @@ void lose_device(const Device& device, const std::string& reason);
 void find_device_again(const Device& device) noexcept;
 // What every later use says.
 Status lost_device(const Device& device, const std::string& reason);
-// Set by the registry: a device was lost.
-inline constinit std::atomic<void (*)(const Device&, const std::string& reason)> g_device_lost{
-    nullptr};
+Status withdrawn_device(const Device& device);
 
-// Takes a device out of service: no new objects. It leaves the list when its last object goes, on
+// What the room above does about devices; set by the registry.
+struct DeviceHooks {
+  // It came, perhaps again and as another one.
+  std::atomic<void (*)(const Device&)> added{nullptr};
+  std::atomic<void (*)(const Device&, const std::string& reason)> lost{nullptr};
+  // It is barred: no op is to run on it from the next call on.
+  std::atomic<void (*)(const Device&)> barred{nullptr};
+  // Nobody is inside any more: what was made for it, as plans are, is to go. Its functions work
+  // yet.
+  std::atomic<void (*)(const Device&)> left{nullptr};
+};
+inline constinit DeviceHooks g_device_hooks;
+
+// The steps of a device's withdrawal. First no op and no new object reaches it, while threads may
+// still be inside; wait_outside() (core/inside.hpp) then waits for them. Frees nothing.
+void bar_device(const Device& device);
+// Then what was made for it goes,
+void leave_device(const Device& device);
+// and, that included, it is taken out of service: it leaves the list when its last object goes, on
 // the thread that frees it, and then `gone` is called; at once if there is none. Calls on its
 // living objects go on working until then.
 Status retire_device(const Device& device, std::function<void()> gone);

@@ -6,6 +6,7 @@
 #include "core/device_list.hpp"
 #include "core/error_text.hpp"
 #include "core/host_device.hpp"
+#include "core/inside.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/log.hpp"
 
@@ -20,25 +21,29 @@ inline Result<DeviceEntry*> device_entry(const Device& device) {
   return entry;
 }
 
-// Counts an object in, or says that the device is going.
+// Counts an object in, or says that the device is going. To be called inside.
 inline Result<DeviceEntry*> acquire_device(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, device_entry(device));
-  if (!entry->acquire()) return not_found("device " + to_string(device) + " is being removed");
+  if (!entry->acquire()) return not_found(withdrawn_device(device).message());
   return entry;
 }
 
-// A device in use for the length of a call: it does not go meanwhile. The host never goes, so it is
-// not counted.
+// A device in use for the length of a call: it does not go meanwhile, and a withdrawal waits for
+// the call. The host never goes, so it is not counted.
 class DeviceUse {
  public:
   static Result<DeviceUse> of(const Device& device) {
     TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, device_entry(device));
     if (entry->desc == host_device()) return DeviceUse(entry, false);
-    if (!entry->pin()) return not_found("device " + to_string(device) + " is gone");
-    return DeviceUse(entry, true);
+    DeviceUse use(entry, false);  // inside, before it is looked whether the device is there
+    if (!entry->pin()) return not_found(withdrawn_device(device).message());
+    use.counted_ = true;
+    return use;
   }
   DeviceUse(DeviceUse&& other) noexcept
-      : entry_(other.entry_), counted_(std::exchange(other.counted_, false)) {}
+      : inside_(std::move(other.inside_)),
+        entry_(other.entry_),
+        counted_(std::exchange(other.counted_, false)) {}
   DeviceUse& operator=(DeviceUse&&) = delete;
   ~DeviceUse() {
     if (counted_) entry_->release();
@@ -47,7 +52,9 @@ class DeviceUse {
   const DeviceEntry& operator*() const noexcept { return *entry_; }
 
  private:
-  DeviceUse(DeviceEntry* entry, bool counted) noexcept : entry_(entry), counted_(counted) {}
+  DeviceUse(DeviceEntry* entry, bool counted)
+      : inside_(entry->device), entry_(entry), counted_(counted) {}
+  Inside inside_;
   DeviceEntry* entry_;
   bool counted_;
 };
@@ -74,14 +81,15 @@ inline Result<void*> made_object(DeviceEntry* entry, const ErrorText& errors, te
   return device_status(device, nullptr, errors, code, what + to_string(device));
 }
 
-// A release that failed can only be reported: the object is gone for its owner.
+// A release that failed can only be reported: the object is gone for its owner. A device that is
+// lost is retired all the same.
 inline void report_release(te_fl_status code, const ErrorText& errors,
                            const Device& device) noexcept {
   if (code == TE_FL_OK) return;
   try {
     const std::string name = to_string(device);
-    log::once(log::Level::kError, "free " + name,
-              errors.status(code, "free on " + name).to_string());
+    const Status failed = device_status(device, nullptr, errors, code, "free on " + name);
+    log::once(log::Level::kError, "free " + name, failed.to_string());
   } catch (...) {  // no memory for the message
   }
 }

@@ -1,5 +1,6 @@
 // Whether tensors are where they say they are; asked of the device under TE_FL_VALIDATE only.
 #include <cstdio>
+#include <exception>
 
 #include "core/device_use.hpp"
 #include "core/op_finder.hpp"
@@ -38,6 +39,22 @@ int parts_of(const te_fl_tensor& t, Part (&parts)[6]) {
   return n;
 }
 
+using CheckPointer = decltype(te_fl_device_api::check_pointer);
+
+bool belongs(CheckPointer check, void* self, const void* data, size_t bytes,
+             const te_fl_error_sink& sink) noexcept {
+  try {
+    return check(self, data, bytes, &sink) == TE_FL_OK;
+  } catch (const std::exception& e) {  // R5 forbids it
+    char text[160];
+    std::snprintf(text, sizeof text, "check_pointer threw an exception (rule R5): %s", e.what());
+    sink.write(sink.host, text);
+  } catch (...) {
+    sink.write(sink.host, "check_pointer threw an exception (rule R5)");
+  }
+  return false;
+}
+
 }  // namespace
 
 void Finder::keep_detail(void* finder, const char* text) noexcept {
@@ -49,7 +66,7 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   if (t == nullptr || !op_.args[static_cast<size_t>(i)].places() || numel_of(*t) == 0) return true;
   if (Device{t->dl.device.type, 0, 0}.is_host()) return true;  // pinned memory beside a device's
   const DeviceEntry* entry = find_device(device_);
-  if (entry == nullptr) return true;  // which dispatch says
+  if (entry == nullptr || !entry->in_service()) return true;  // which dispatch says
   const auto check = slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return true;
   const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};
@@ -57,7 +74,7 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   const int count = parts_of(*t, parts);
   for (int k = 0; k < count; ++k) {
     const auto bytes = static_cast<size_t>(parts[k].bytes);
-    if (check(entry->desc->self, parts[k].data, bytes, &sink) == TE_FL_OK) continue;
+    if (belongs(check, entry->desc->self, parts[k].data, bytes, sink)) continue;
     part_ = parts[k].name;
     return fail(Problem::kNotItsMemory, i, index);
   }

@@ -9,8 +9,8 @@
 #include "core/device_list.hpp"
 #include "core/error_text.hpp"
 #include "core/fork.hpp"
+#include "core/inside.hpp"
 #include "plugins/hooks.hpp"
-#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
 
@@ -82,7 +82,7 @@ struct Instance::Host {
   static const char* setting(void* host, const char* name) noexcept {
     try {
       if (name == nullptr) return nullptr;
-      const std::optional<std::string> value = environment::get_if_set(name);
+      const std::optional<std::string> value = core::setting_for_plugin(name);
       if (!value) return nullptr;
       auto* self = static_cast<Host*>(host);
       std::lock_guard lock(mutex);
@@ -186,9 +186,12 @@ Status Instance::add_devices() {
     Result<Device> device = te_fl::devices::add(list[i]);
     if (!device.ok()) return device.status().wrap("device " + std::to_string(i));
     devices_.push_back(*device);
-    if (auto* added = g_hooks.device_added.load(std::memory_order_acquire)) added(*device);
   }
   return {};
+}
+
+void Instance::bar_devices() {
+  for (const Device& device : devices_) core::bar_device(device);
 }
 
 void Instance::retire_devices(const std::shared_ptr<Instance>& self) {
@@ -288,6 +291,8 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
   if (status.ok()) return made;
   if (made->created_) {
     // Another thread may have used a device already.
+    made->bar_devices();
+    if (!core::is_inside()) core::wait_outside();  // else this thread's first use loads the plugins
     const Status quiet = made->quiesce();
     if (!quiet.ok()) log::warning(quiet.to_string());
     made->retire_devices(made);
@@ -296,6 +301,13 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
 }
 
 Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry) {
+  if (core::is_inside()) {
+    return Status(StatusCode::kBusy,
+                  "plugin '" + instance->header_.name +
+                      "' cannot be withdrawn from inside an op or a function of a device");
+  }
+  instance->bar_devices();
+  // Waits until nobody is inside its ops, or inside anybody's on its devices.
   TE_FL_RETURN_IF_ERROR(registry.unregister_owner(instance->header_.name));
   instance->withdrawn_ = true;
   TE_FL_RETURN_IF_ERROR(instance->quiesce());

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/plugin_settings.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/plugin.h"
@@ -27,9 +28,10 @@ struct Header {
   std::string version;
   std::string build_id;  // empty if the plugin gave none
   te_fl_plugin_api api{};
+  std::vector<core::PluginSetting> settings;  // declared (R21)
 };
 
-// Calls the query and checks its answer (R1 to R4). Touches no device.
+// Calls the query and checks its answer (R1 to R4, R21). Touches no device.
 Result<Header> read_header(te_fl_plugin_query_fn query);
 
 // Runs create() and returns its status. The loader's runs it on a helper thread and returns TIMEOUT
@@ -76,6 +78,7 @@ class Instance {
   std::deque<te_fl_op_desc> completed(std::span<const te_fl_op_desc* const> list,
                                       const OpRegistry& registry,
                                       std::vector<const te_fl_op_desc*>& kept);
+  void bar_devices();
   Status quiesce();
   void retire_devices(const std::shared_ptr<Instance>& self);
 
@@ -96,10 +99,11 @@ class Instance {
 Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegistry& registry,
                                            ActivateOptions options = {});
 
-// Takes ops and devices out: no new call enters, running calls end, quiesce(). Then the owner drops
-// the instance; while objects of its devices are alive, these devices hold it, and it is destroyed
-// when the last one goes. BUSY from inside an op: nothing was changed. After any other error (of
-// quiesce) its ops are gone and its devices stay; it must not be destroyed.
+// Takes ops and devices out: no new call enters its ops, nor anybody's on its devices; who is
+// inside leaves; quiesce(). Then the owner drops the instance; while objects of its devices are
+// alive, these devices hold it, and it is destroyed when the last one goes. BUSY from inside an op
+// or a function of a device: nothing was changed. After any other error (of quiesce) its ops are
+// gone and its devices stay, closed; it must not be destroyed.
 Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry);
 
 }  // namespace te_fl::plugins

@@ -8,12 +8,8 @@
 namespace te_fl::plugins {
 
 struct Hooks {
-  // Set by the registry. A device came (or came back): forget that it was lost and its properties.
-  std::atomic<void (*)(const Device&)> device_added{nullptr};
   // Set by the registry. Frees what dispatch itself holds on a device, before its removal.
   std::atomic<void (*)(const Device&)> release_device{nullptr};
-  // Set by the registry. Whether the calling thread is inside an op.
-  std::atomic<bool (*)()> inside_op{nullptr};
 };
 
 inline constinit Hooks g_hooks;

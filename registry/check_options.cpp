@@ -11,10 +11,12 @@ std::string of_op(const Call& call) {
   return "op '" + std::string(call.row.compiled->schema().name) + "': ";
 }
 
-// The device's entry if its tensors are not in host memory; null also if it has gone, which
-// dispatch says.
+// The device's entry if its tensors are not in host memory; null also if it is not to be entered
+// any more, which dispatch says.
 const core::DeviceEntry* entry_of(const Call& call) {
-  return call.signature.device.is_host() ? nullptr : core::find_device(call.signature.device);
+  if (call.signature.device.is_host()) return nullptr;
+  const core::DeviceEntry* entry = core::find_device(call.signature.device);
+  return entry != nullptr && entry->in_service() ? entry : nullptr;
 }
 
 }  // namespace

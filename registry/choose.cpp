@@ -3,7 +3,10 @@
 #include <algorithm>
 
 #include "core/device_list.hpp"
+#include "core/device_use.hpp"
+#include "plugins/discovery.hpp"
 #include "policy/current.hpp"
+#include "policy/text.hpp"
 #include "registry/manager_impl.hpp"
 #include "registry/quarantine.hpp"
 
@@ -21,42 +24,81 @@ bool is_present(const Device& device) {
   return entry != nullptr && !entry->closed();
 }
 
+// The device whose stream is to be asked about. Null if it cannot tell, or is not to be entered any
+// more: choosing says why.
+const core::DeviceEntry* entry_to_ask(const Call& call) noexcept {
+  const core::DeviceEntry* entry = core::find_device(call.signature.device);
+  const bool asks =
+      entry != nullptr && entry->in_service() && entry->desc->api->is_capturing != nullptr;
+  return asks ? entry : nullptr;
+}
+
 }  // namespace
 
-bool read_stream(Call& call) {
-  const core::DeviceEntry* entry = core::find_device(call.signature.device);
+bool read_stream(Call& call) noexcept {
   call.capturing = false;
-  if (entry == nullptr || entry->desc->api->is_capturing == nullptr) return true;
+  const core::DeviceEntry* entry = entry_to_ask(call);
+  if (entry == nullptr) return true;
   int32_t capturing = 0;
-  const te_fl_status code =
-      entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing, nullptr);
-  call.capturing = code == TE_FL_OK && capturing != 0;
-  if (TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT) [[likely]]
-    return true;
-  return check_stream(call).ok();
+  try {
+    const te_fl_status code =
+        entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing, nullptr);
+    call.capturing = capturing != 0;
+    return code == TE_FL_OK;
+  } catch (...) {  // R5 forbids it; ask_stream() has the words
+    return false;
+  }
+}
+
+Status ask_stream(Call& call) {
+  call.capturing = false;
+  const core::DeviceEntry* entry = entry_to_ask(call);
+  if (entry == nullptr) return {};
+  core::ErrorText errors;
+  int32_t capturing = 0;
+  const te_fl_status code = errors.call([&] {
+    return entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing,
+                                          errors.sink());
+  });
+  if (code == TE_FL_OK) {
+    call.capturing = capturing != 0;
+    return {};
+  }
+  if (TE_FL_STATUS_CODE(code) == TE_FL_INVALID_ARGUMENT) return check_stream(call);
+  if (TE_FL_STATUS_CODE(code) == TE_FL_UNSUPPORTED) return {};  // it has no captures
+  // Nobody knows whether work on the stream would run or be recorded.
+  return core::device_status(call.signature.device, call.options.stream, errors, code,
+                             "op '" + std::string(call.row.compiled->schema().name) +
+                                 "': " + to_string(call.signature.device) +
+                                 " cannot say whether the stream is being captured");
 }
 
 Status prepare_call(Call& call) {
-  if (prepare_warm(call)) return {};
-  if (call.policy == policy::kInvalidPolicy) return invalid_policy(call.row);
   if (call.args == nullptr ||
       !call.row.compiled->check(call.args, call.signature, call.thread.memo)) {
     return bad_arguments(call.row, call.args);
   }
-  return check_stream(call);
+  call.policy = policy::current_id();
+  if (call.policy == policy::kInvalidPolicy) return invalid_policy(call.row);
+  return call.signature.device.is_host() ? Status() : ask_stream(call);
 }
 
 Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
                       const core::Signature& signature, uint32_t policy, bool capturing) {
-  if (!table.lost.empty()) {
-    if (const LostDevice* lost = table.lost_device(signature.device)) {
-      return core::lost_device(lost->device, lost->reason);
-    }
+  if (!table.barred.empty()) {
+    if (const BarredDevice* barred = table.barred_device(signature.device)) return barred->why;
+  }
+  // A table that was made after the device was withdrawn does not say so.
+  if (const core::DeviceEntry* entry = core::find_device(signature.device);
+      entry != nullptr && entry->closed()) {
+    return core::withdrawn_device(signature.device);
   }
   Choice choice;
   choice.settings = &policy::settings_of(policy);
+  if (choice.settings->strict) TE_FL_RETURN_IF_ERROR(plugins::named_plugins_status());
   if (Status error = policy::settings_error(*choice.settings); !error.ok()) {
-    return error.wrap("op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
+    return policy::cause_first(
+        error, "op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
   }
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
@@ -64,7 +106,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   choice.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                  arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
                  signature.version,           capturing};
-  TE_FL_ASSIGN_OR_RETURN(choice.barred, barred(row, signature));
+  choice.barred = barred(row, signature);
   choice.call.barred = choice.barred;
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);
   if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);

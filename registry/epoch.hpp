@@ -25,22 +25,26 @@ struct alignas(64) EpochSlot {
   uint32_t depth = 0;  // nested ops; the thread's own
 };
 
-// Marks the thread as inside an op. Entering again only counts.
+// Marks the thread as inside an op or a function of a device (core/inside.hpp). Entering again only
+// counts.
+[[gnu::always_inline]] inline void enter(EpochSlot& slot) noexcept {
+  if (slot.depth++ != 0) return;
+  const uint64_t now = g_epoch.value.load(std::memory_order_acquire);
+  if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {
+    slot.epoch.store(now, std::memory_order_relaxed);
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // the writer's membarrier does the rest
+  } else {
+    slot.epoch.exchange(now, std::memory_order_seq_cst);
+  }
+}
+[[gnu::always_inline]] inline void leave(EpochSlot& slot) noexcept {
+  if (--slot.depth == 0) slot.epoch.store(0, std::memory_order_release);
+}
+
 class EpochGuard {
  public:
-  explicit EpochGuard(EpochSlot& slot) noexcept : slot_(slot) {
-    if (slot_.depth++ != 0) return;
-    const uint64_t now = g_epoch.value.load(std::memory_order_acquire);
-    if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {
-      slot_.epoch.store(now, std::memory_order_relaxed);
-      std::atomic_signal_fence(std::memory_order_seq_cst);  // the writer's membarrier does the rest
-    } else {
-      slot_.epoch.exchange(now, std::memory_order_seq_cst);
-    }
-  }
-  ~EpochGuard() {
-    if (--slot_.depth == 0) slot_.epoch.store(0, std::memory_order_release);
-  }
+  explicit EpochGuard(EpochSlot& slot) noexcept : slot_(slot) { enter(slot_); }
+  ~EpochGuard() { leave(slot_); }
   EpochGuard(const EpochGuard&) = delete;
   EpochGuard& operator=(const EpochGuard&) = delete;
 
@@ -48,7 +52,7 @@ class EpochGuard {
   EpochSlot& slot_;
 };
 
-// True if the calling thread is inside an op.
+// True if the calling thread is inside.
 bool inside_op() noexcept;
 // Call after unpublishing something; returns the epoch at which it was retired.
 uint64_t retire();

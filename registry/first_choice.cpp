@@ -24,7 +24,9 @@ Result<FirstChoice> OpManager::first_choice(OpId op, const void* args, const Cal
   if (impl.checks_support) {
     core::ErrorText errors;
     const te_fl_context context = registry::context_of(call, route.deterministic, errors.sink());
-    if (registry::ask_support(impl, context, call.args, errors) != TE_FL_OK) return FirstChoice{};
+    const te_fl_status code = registry::ask_support(impl, context, call.args, errors);
+    if (code != TE_FL_OK && registry::may_follow(code)) return FirstChoice{};
+    if (code != TE_FL_OK) return registry::after_failure(call, impl, code, errors.text());
   }
   return FirstChoice{impl.interned_id, impl.desc.flags};
 }

@@ -79,6 +79,8 @@ struct Implementation {
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present
   mutable StagedFigures staged;
+  // Whether its first refusal, and its first clean failure, has been looked at by the log.
+  mutable std::atomic<bool> refusal_said{false}, failure_said{false};
 };
 
 // A string with the same text and an address that lasts as long as the process.

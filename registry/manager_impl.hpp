@@ -99,6 +99,15 @@ struct Failure {
   std::string text;
 };
 
+// May the next implementation try? Falling back is for "cannot", not for "went wrong", unless the
+// implementation itself said that nothing came of it. A mistake of the caller's is a mistake
+// whoever runs, and on a lost device nobody does.
+inline bool may_follow(te_fl_status code) noexcept {
+  const te_fl_status reason = TE_FL_STATUS_CODE(code);
+  return TE_FL_STATUS_IS_CLEAN(code) && reason != TE_FL_INVALID_ARGUMENT &&
+         reason != TE_FL_DEVICE_LOST;
+}
+
 // Who served a call, and who was tried before.
 struct Served {
   const Implementation* impl = nullptr;
@@ -126,9 +135,11 @@ te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_c
 // state lie in its memory?
 Status check_stream(const Call& call);
 Status check_random_state(const Call& call);
-// Sets call.capturing. False: the device says that the stream is not one of it; check_stream() has
-// the words.
-bool read_stream(Call& call);
+// Sets call.capturing. False: the device did not answer; ask_stream() says why, if that is a reason
+// to refuse the call.
+bool read_stream(Call& call) noexcept;
+// The complete way.
+Status ask_stream(Call& call);
 
 // Fills the context of a call but for scratch and plan.
 [[gnu::always_inline]] inline te_fl_context context_of(const Call& call, bool deterministic,
@@ -137,6 +148,9 @@ bool read_stream(Call& call);
   context.struct_size = sizeof context;
   context.flags = (deterministic ? uint32_t{TE_FL_CALL_DETERMINISTIC} : 0u) |
                   (call.capturing ? uint32_t{TE_FL_CALL_CAPTURING} : 0u);
+  if (core::g_validate.load(std::memory_order_relaxed) && !call.capturing) {
+    context.flags |= TE_FL_CALL_VALIDATE;
+  }
   context.device = call.signature.device.to_c();
   context.provider = call.signature.device.provider;
   context.stream = call.options.stream;
@@ -183,15 +197,16 @@ template <class F>
   core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
-// What the choice depends on besides the signature. False: the policy is invalid, or the stream
-// another device's.
+// What the choice depends on besides the signature. False: the policy is invalid, or the device did
+// not answer for the stream.
 [[gnu::always_inline]] inline bool read_state(Call& call) {
   call.policy = policy::current_id();
   if (!call.signature.device.is_host() && !read_stream(call)) [[unlikely]]
     return false;
   return call.policy != policy::kInvalidPolicy;
 }
-// Checks the arguments and reads the state. False: prepare_call() says why.
+// Checks the arguments and reads the state. False: prepare_call() says why, or that all is in order
+// after all.
 [[gnu::always_inline]] inline bool prepare_warm(Call& call) {
   if (call.args == nullptr ||
       !call.row.compiled->check(call.args, call.signature, call.thread.memo)) [[unlikely]] {
@@ -208,10 +223,18 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept;
 
 Status bad_arguments(const OpRow& row, const void* args);
 Status no_such_op(const Table& table, OpId op);
+// A described call that no arguments could make: a dtype or scaling mode that no tensor of the op
+// has, or FP8 codes without a scaling mode.
+Status check_profile(const OpRow& row, const CallProfile& profile);
 Status invalid_policy(const OpRow& row);
 // Wraps an implementation's own words.
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
                             const std::string& text);
+// The same, of a call that ends with it: retires the device if it is lost.
+Status after_failure(const Call& call, const Implementation& impl, te_fl_status code,
+                     std::string text);
+// What an implementation that was moved on from said.
+std::string failure_text(const Failure& failure);
 // Every implementation with the reason why it does not serve the call, and a way out.
 Status no_candidate(const Call& call, const Choice& choice, const std::vector<Failure>& failures);
 std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, const void* args,

@@ -10,10 +10,12 @@
 #include "core/text.hpp"
 #include "plugins/hooks.hpp"
 #include "policy/current.hpp"
+#include "policy/select.hpp"
 #include "registry/arguments.hpp"
 #include "registry/fork_child.hpp"
 #include "registry/manager_impl.hpp"
 #include "registry/quarantine.hpp"
+#include "registry/remarks.hpp"
 
 namespace te_fl {
 namespace {
@@ -53,7 +55,17 @@ void device_added(const Device& device) {
 }
 
 void device_lost(const Device& device, const std::string& reason) {
-  for (OpManager::Impl* m : managers_now()) m->table_owner.mark_lost(device, reason);
+  const Status why = core::lost_device(device, reason);
+  for (OpManager::Impl* m : managers_now()) m->table_owner.bar(device, why);
+}
+
+void device_barred(const Device& device) {
+  const Status why = core::withdrawn_device(device);
+  for (OpManager::Impl* m : managers_now()) m->table_owner.bar(device, why);
+}
+
+void device_left(const Device& device) {
+  for (OpManager::Impl* m : managers_now()) m->table_owner.drop_plans(device);
 }
 
 void release_device(const Device& device) {
@@ -79,10 +91,7 @@ inline Status run(Call& call, const Implementation* fast, std::atomic<uint64_t>*
   core::ErrorText errors;
   const te_fl_context context = registry::context_of(call, false, errors.sink());
   te_fl_status code = TE_FL_OK;
-  if (fast->checks_support) {
-    code = registry::ask_support(*fast, context, call.args, errors);
-    if (code != TE_FL_OK) code |= TE_FL_CLEAN;
-  }
+  if (fast->checks_support) code = registry::ask_support(*fast, context, call.args, errors);
   if (code == TE_FL_OK) code = registry::guarded_run(*fast, context, call.args, errors);
   if (code == TE_FL_OK) [[likely]] {
     count(*counter);
@@ -106,7 +115,7 @@ Resolution resolution_of(const OpRow& row, const Choice& choice, const void* arg
                          const std::vector<registry::Failure>& failures) {
   Resolution r;
   r.op = row.compiled->schema().name;
-  r.policy = SelectionPolicy::intern(*choice.settings).describe();
+  r.policy = policy::describe_for(*choice.settings, r.op);
   r.candidates = registry::candidates_of(row, choice, args, failures);
   for (const Candidate& c : r.candidates) {
     if (c.chosen) r.impl_id = c.impl_id;
@@ -115,9 +124,11 @@ Resolution resolution_of(const OpRow& row, const Choice& choice, const void* arg
 }
 
 // Asks those that answer per call; the ones that refuse. Stops at the first that does not, if
-// `first_only`.
-std::vector<registry::Failure> refusals(const Call& call, const Choice& choice, bool first_only) {
+// `first_only`. An answer that would end the call is an error.
+Result<std::vector<registry::Failure>> refusals(const Call& call, const Choice& choice,
+                                                bool first_only) {
   std::vector<registry::Failure> list;
+  bool served = false;
   for (size_t i = 0; i < choice.decision.order.size(); ++i) {
     const policy::Verdict& v = choice.decision.order[i];
     if (v.refusal != policy::Refusal::kNone || !choice.permits(i)) continue;
@@ -132,9 +143,14 @@ std::vector<registry::Failure> refusals(const Call& call, const Choice& choice, 
       code = registry::ask_support(impl, context, call.args, errors);
     }
     if (code != TE_FL_OK) {
+      const bool lost = TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST;
+      if (lost || (!served && !registry::may_follow(code)))
+        return registry::after_failure(call, impl, code, errors.text());
       list.push_back({&impl, code, errors.text()});
     } else if (first_only) {
       break;
+    } else {
+      served = true;
     }
   }
   return list;
@@ -196,11 +212,12 @@ void managers_after_fork_in_child() {
 OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   std::lock_guard lock(mutex);
   managers().push_back(this);
-  plugins::g_hooks.device_added.store(&device_added, std::memory_order_release);
-  core::g_device_lost.store(&device_lost, std::memory_order_release);
+  core::g_device_hooks.added.store(&device_added, std::memory_order_release);
+  core::g_device_hooks.lost.store(&device_lost, std::memory_order_release);
+  core::g_device_hooks.barred.store(&device_barred, std::memory_order_release);
+  core::g_device_hooks.left.store(&device_left, std::memory_order_release);
   plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
   core::g_stream_goes.store(&stream_goes, std::memory_order_release);
-  plugins::g_hooks.inside_op.store([] { return registry::inside_op(); }, std::memory_order_release);
 }
 
 OpManager::Impl::~Impl() {
@@ -235,7 +252,7 @@ OpRegistry& OpManager::registry() noexcept { return impl_->registry; }
 Status OpManager::call(OpId op, const void* args, const CallOptions& options) {
   return with_call<Status>(*impl_, op, args, options, [](Call& call) -> Status {
     if (!registry::prepare_warm(call)) [[unlikely]]
-      return registry::prepare_call(call);
+      TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
     const RouteKey key(call.op, call.signature, call.policy, call.capturing);
     const RouteEntry* entry = call.thread.routes.find(call.table.id, key);
     if (entry == nullptr) [[unlikely]] {
@@ -255,7 +272,7 @@ Result<PreparedOp> OpManager::prepare(OpId op, const void* args, const CallOptio
       *impl_, op, args, options, [&](Call& call) -> Result<PreparedOp> {
         TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
         TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
-        const auto failures = refusals(call, choice, true);
+        TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, choice, true));
         if (chosen(call.row, choice, failures).impl == nullptr)
           return registry::no_candidate(call, choice, failures);
         PreparedOp handle;
@@ -274,10 +291,10 @@ Status PreparedOp::call(const void* args, const CallOptions& options) const {
     if (known.handle == rep.number && known.last.is(args)) [[likely]] {
       call.signature = rep.signature;
       if (!registry::read_state(call)) [[unlikely]]
-        return registry::prepare_call(call);
+        TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
     } else {
       if (!registry::prepare_warm(call)) [[unlikely]]
-        return registry::prepare_call(call);
+        TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
       if (!(call.signature == rep.signature)) [[unlikely]]
         return wrong_signature(call);
       if (known.handle != rep.number) known.take(rep.number);
@@ -301,17 +318,20 @@ Result<Resolution> OpManager::resolve(OpId op, const void* args, const CallOptio
       *impl_, op, args, options, [](Call& call) -> Result<Resolution> {
         TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
         TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
-        return resolution_of(call.row, choice, call.args, refusals(call, choice, false));
+        TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, choice, false));
+        return resolution_of(call.row, choice, call.args, failures);
       });
 }
 
 Result<Resolution> OpManager::explain(OpId op, const CallProfile& profile) {
+  (void)core::find_device(profile.device);  // loads its plugin, which no thread does inside an op
   const CallOptions options;
   return with_call<Result<Resolution>>(
       *impl_, op, nullptr, options, [&](Call& call) -> Result<Resolution> {
         TE_FL_ASSIGN_OR_RETURN(const SelectionPolicy policy, current_policy());
         call.policy = policy.id();
         call.signature.device = profile.device;
+        TE_FL_RETURN_IF_ERROR(registry::check_profile(call.row, profile));
         for (const DType t : profile.dtypes)
           call.signature.dtypes |= TE_FL_BIT(static_cast<uint32_t>(t));
         for (const Scaling s : profile.scalings)
@@ -326,7 +346,7 @@ Result<size_t> OpManager::saved_bytes(OpId op, const void* args, const CallOptio
   return with_call<Result<size_t>>(*impl_, op, args, options, [](Call& call) -> Result<size_t> {
     TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
     TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
-    const auto failures = refusals(call, choice, true);
+    TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, choice, true));
     const Step step = chosen(call.row, choice, failures);
     const Implementation* impl = step.impl;
     if (impl == nullptr) return registry::no_candidate(call, choice, failures);
@@ -341,7 +361,7 @@ Result<size_t> OpManager::saved_bytes(OpId op, const void* args, const CallOptio
       const te_fl_context context = registry::context_of(call, deterministic, errors.sink());
       code = registry::ask_saved_bytes(*impl, context, call.args, bytes, errors);
     }
-    if (code != TE_FL_OK) return registry::implementation_error(call, *impl, code, errors.text());
+    if (code != TE_FL_OK) return registry::after_failure(call, *impl, code, errors.text());
     return bytes;
   });
 }
@@ -387,6 +407,7 @@ void OpManager::reset_usage() {
 
 Status OpManager::reload() {
   TE_FL_RETURN_IF_ERROR(environment::reload());
+  registry::log_remarks();
   registry::forget_quarantine_file();
   registry::choose_again();
   return current_policy().status();

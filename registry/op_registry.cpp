@@ -33,10 +33,10 @@ std::vector<OpRegistry::Impl*>& registries() {
 std::atomic<uint64_t> g_table_ids{1};
 
 Status busy() {
-  return Status(
-      StatusCode::kBusy,
-      "an implementation cannot be removed from inside an op: this thread would wait for itself; "
-      "remove it after the call returned");
+  return Status(StatusCode::kBusy,
+                "an implementation cannot be removed from inside an op or a function of a device: "
+                "this thread "
+                "would wait for itself; remove it after the call returned");
 }
 
 }  // namespace
@@ -49,8 +49,9 @@ void registries_after_fork_in_child() {
 }
 
 void choose_again() {
+  std::vector<std::unique_ptr<const Table>> dead;  // freed after the lock, like reclaim()'s
   std::lock_guard lock(mutex);
-  for (OpRegistry::Impl* impl : registries()) impl->publish_again();
+  for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
 }
 
 }  // namespace registry
@@ -86,17 +87,24 @@ void OpRegistry::Impl::publish(std::unique_ptr<Table> next) {
   retired_.push_back({std::unique_ptr<const Table>(old), registry::retire()});
 }
 
-void OpRegistry::Impl::publish_again() { publish(copy_table()); }
+void OpRegistry::Impl::publish_again(std::vector<std::unique_ptr<const Table>>& dead) {
+  publish(copy_table());
+  take_dead(registry::oldest_inside(), dead);
+}
+
+void OpRegistry::Impl::take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead) {
+  while (!retired_.empty() && retired_.front().epoch < oldest) {
+    dead.push_back(std::move(retired_.front().table));
+    retired_.pop_front();
+  }
+}
 
 void OpRegistry::Impl::reclaim() {
   const uint64_t oldest = registry::oldest_inside();
   std::vector<std::unique_ptr<const Table>>
       dead;  // their implementations may enter a plugin as they go
   std::lock_guard lock(mutex);
-  while (!retired_.empty() && retired_.front().epoch < oldest) {
-    dead.push_back(std::move(retired_.front().table));
-    retired_.pop_front();
-  }
+  take_dead(oldest, dead);
 }
 
 Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const std::string& owner,
@@ -150,16 +158,14 @@ Status OpRegistry::Impl::set_priority(std::string_view op, std::string_view impl
 Result<size_t> OpRegistry::Impl::remove(const Match& match) {
   if (registry::inside_op()) return busy();
   std::vector<std::shared_ptr<Implementation>> removed;
-  uint64_t epoch = 0;
   {
     std::lock_guard lock(mutex);
     std::unique_ptr<Table> next = copy_table();
     removed = registry::remove_implementations(*next, match);
-    if (removed.empty()) return size_t{0};
-    publish(std::move(next));
-    epoch = retired_.back().epoch;
+    if (!removed.empty()) publish(std::move(next));
   }
-  registry::wait_quiescent(epoch);
+  // Whoever has nothing here may have a device that others' ops are running on.
+  registry::wait_quiescent(registry::retire());
   // Usually once. A thread that was about to publish an epoch it had read before ours holds the
   // tables back until it leaves, although it sees the new one; or another thread's reclaim() has
   // them in its hands at this moment. No new reference can appear.
@@ -173,15 +179,33 @@ Result<size_t> OpRegistry::Impl::remove(const Match& match) {
   return removed.size();
 }
 
-void OpRegistry::Impl::mark_lost(const Device& device, const std::string& reason) {
+void OpRegistry::Impl::bar(const Device& device, const Status& why) {
   {
     std::lock_guard lock(mutex);
     std::unique_ptr<Table> next = copy_table();
-    if (next->lost_device(device) != nullptr) return;
-    next->lost.push_back({device, reason});
+    if (next->barred_device(device) != nullptr) return;
+    next->barred.push_back({device, why});
     publish(std::move(next));
   }
   reclaim();
+}
+
+void OpRegistry::Impl::drop_plans(const Device& device) {
+  std::vector<std::shared_ptr<Implementation>> owners;  // outlive their plans
+  std::vector<std::unique_ptr<registry::Plan>> plans;
+  {
+    const registry::EpochGuard guard(registry::this_thread().slot);
+    for (const auto& row : table().ops) {
+      for (const auto& impl : row->impls) {
+        if (impl->plans == nullptr) continue;
+        auto taken = impl->plans->take(device);
+        if (!taken.empty()) owners.push_back(impl);
+        std::move(taken.begin(), taken.end(), std::back_inserter(plans));
+      }
+    }
+  }
+  // Another thread may be comparing its call with one of them.
+  if (!plans.empty()) registry::wait_quiescent(registry::retire());
 }
 
 void OpRegistry::Impl::restore(const Device& device) {
@@ -189,8 +213,8 @@ void OpRegistry::Impl::restore(const Device& device) {
     std::lock_guard lock(mutex);
     std::erase_if(archs_, [&](const auto& entry) { return entry.first == device; });
     std::unique_ptr<Table> next = copy_table();
-    std::erase_if(next->lost, [&](const auto& l) { return l.device == device; });
-    publish(std::move(next));  // also when nothing was lost: routes depend on the architecture
+    std::erase_if(next->barred, [&](const auto& b) { return b.device == device; });
+    publish(std::move(next));  // also when it was not barred: routes depend on the architecture
   }
   reclaim();
 }

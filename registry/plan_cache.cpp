@@ -65,9 +65,12 @@ void PlanKey::add_tensor(const te_fl_tensor* t) {
   if (t == nullptr) return add(0);
   const te_fl_dltensor& dl = t->dl;
   const te_fl_quant* quant = t->quant;
+  // Sizes of structs are below 2^16: a caller of later headers may have members that only its
+  // implementation knows.
   add(1 | (dl.strides != nullptr ? 2 : 0) | (quant != nullptr ? 4 : 0) |
       alignment_of(first_byte(t)) << 8 | uint64_t{dl.dtype.code} << 16 |
-      uint64_t{dl.dtype.bits} << 24 | uint64_t{dl.dtype.lanes} << 32);
+      uint64_t{dl.dtype.bits} << 24 | uint64_t{dl.dtype.lanes} << 32 |
+      uint64_t{t->struct_size} << 48);
   add(pair_of(t->provider, static_cast<uint32_t>(dl.ndim)));
   add(pair_of(static_cast<uint32_t>(dl.device.type), static_cast<uint32_t>(dl.device.index)));
   for (int i = 0; i < dl.ndim; ++i) add(static_cast<uint64_t>(dl.shape[i]));
@@ -77,8 +80,46 @@ void PlanKey::add_tensor(const te_fl_tensor* t) {
   if (quant == nullptr) return;
   add(alignment_of(quant->columnwise_data) | alignment_of(quant->scale_inv) << 4 |
       alignment_of(quant->columnwise_scale_inv) << 8 | alignment_of(quant->amax) << 12 |
-      alignment_of(quant->scale) << 16 | uint64_t{quant->scaling} << 32);
+      alignment_of(quant->scale) << 16 | uint64_t{quant->scaling & 0xffff} << 32 |
+      uint64_t{quant->struct_size} << 48);
   add(pair_of(quant->flags, std::bit_cast<uint32_t>(quant->amax_epsilon)));
+}
+
+// What prepare() may read of a record: of one that the op is to fill in, the storage alone; what
+// else stands there is left over from an earlier call.
+void PlanKey::add_record(const te_fl_arg_desc& arg, const te_fl_saved* record) {
+  if (record == nullptr) return add(0);
+  const bool read = arg.role == TE_FL_IN;
+  const char* producer = read ? record->producer : nullptr;
+  add(1 | (read && record->opaque != 0 ? 2 : 0) | (producer != nullptr ? 4 : 0) |
+      uint64_t{record->struct_size} << 32);
+  add_tensor(record->storage);
+  if (producer != nullptr) add_text(producer);
+}
+
+void PlanKey::add_text(std::string_view text) {
+  add(text.size());
+  for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
+    add(word);
+  }
+}
+
+// For each element of an output list the first other list, from 1, that has its memory at the same
+// place; 0 if there is none.
+void PlanKey::add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out) {
+  const TensorList mine = list_argument(*schema.args[out], args);
+  for (int64_t k = 0; k < mine.count; ++k) {
+    const char* memory = first_byte(mine.data[k]);
+    uint64_t shared = 0;
+    for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
+      if (j == out || schema.args[j]->type != TE_FL_ARG_TENSOR_LIST) continue;
+      const TensorList other = list_argument(*schema.args[j], args);
+      if (k < other.count && first_byte(other.data[k]) == memory) shared = j + 1;
+    }
+    add(shared);
+  }
 }
 
 // For each output the first other argument whose memory it has, from 1; 0 if there is none.
@@ -94,7 +135,9 @@ void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
   const auto begin_of = [&](uint32_t i) { return i < kKept ? kept[i] : find(i); };
   for (uint32_t i = 0; i < count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_IN) continue;
+    if (arg.role == TE_FL_IN) continue;
+    if (arg.type == TE_FL_ARG_TENSOR_LIST) add_list_sharing(schema, args, i);
+    if (arg.type != TE_FL_ARG_TENSOR) continue;
     const char* memory = begin_of(i);
     uint64_t shared = 0;
     for (uint32_t j = 0; memory != nullptr && shared == 0 && j < count; ++j) {
@@ -104,16 +147,33 @@ void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
   }
 }
 
+// The first words of every key.
+void PlanKey::add_device(const te_fl_context& context) {
+  add(pair_of(static_cast<uint32_t>(context.device.type),
+              static_cast<uint32_t>(context.device.index)));
+  add(context.provider);
+}
+
+bool PlanKey::is_of(std::string_view key, const Device& device) {
+  te_fl_context context{};
+  context.device = device.to_c();
+  context.provider = device.provider;
+  PlanKey begin;
+  begin.add_device(context);
+  return key.starts_with(begin.text());
+}
+
 void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context) {
   count_ = sum_ = 0;
   many_.clear();
-  // A call that is captured gets the plan that was made before capture, when all is allowed.
-  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING}, context.provider));
-  add(pair_of(static_cast<uint32_t>(context.device.type),
-              static_cast<uint32_t>(context.device.index)));
+  add_device(context);
+  // A call that is captured gets the plan that was made before capture, when all is allowed; and
+  // what is looked at besides changes no plan.
+  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE},
+              context.rng.state != nullptr));
   uint32_t size;
   std::memcpy(&size, args, sizeof size);
-  add(std::min(size, schema.args_size));
+  add(size);
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type == TE_FL_ARG_TENSOR) {
@@ -122,7 +182,9 @@ void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_c
       const TensorList list = list_argument(arg, args);
       add(static_cast<uint64_t>(list.count));
       for (int64_t k = 0; k < list.count; ++k) add_tensor(list.data[k]);
-    } else if (arg.type != TE_FL_ARG_SAVED) {
+    } else if (arg.type == TE_FL_ARG_SAVED) {
+      add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
+    } else {
       add(scalar(arg, args));
     }
   }
@@ -139,12 +201,38 @@ Plan::~Plan() {
   }
 }
 
-const Plan* PlanCache::find(std::string_view key) {
+const Plan* PlanCache::find(std::string_view key, bool capturing) {
   std::lock_guard lock(mutex);
   const auto at = plans_.find(key);
   if (at == plans_.end()) return nullptr;
   at->second->last_used.store(g_tick, std::memory_order_relaxed);
+  at->second->captured |= capturing;
   return at->second.get();
+}
+
+std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
+  std::vector<std::unique_ptr<Plan>> taken;
+  std::lock_guard lock(mutex);
+  const auto is_of = [&](const Plan& plan) { return PlanKey::is_of(plan.key, device); };
+  for (auto at = plans_.begin(); at != plans_.end();) {
+    auto next = std::next(at);
+    if (is_of(*at->second)) {
+      taken.push_back(std::move(at->second));  // whose key the entry's is
+      plans_.erase(at);
+    }
+    at = next;
+  }
+  std::deque<Retired> others;
+  for (Retired& retired : retired_) {
+    if (is_of(*retired.plan)) {
+      taken.push_back(std::move(retired.plan));
+    } else {
+      others.push_back(std::move(retired));
+    }
+  }
+  retired_ = std::move(others);
+  if (!taken.empty()) g_plan_generation.fetch_add(1, std::memory_order_release);
+  return taken;
 }
 
 const Plan* PlanCache::insert(std::string key, void* made) {
@@ -171,7 +259,7 @@ const Plan* PlanCache::insert(std::string key, void* made) {
 void PlanCache::drop_oldest() {
   auto oldest = plans_.end();
   for (auto at = plans_.begin(); at != plans_.end(); ++at) {
-    if (at->second->captured.load(std::memory_order_relaxed)) continue;
+    if (at->second->captured) continue;
     if (oldest == plans_.end() || at->second->last_used.load(std::memory_order_relaxed) <
                                       oldest->second->last_used.load(std::memory_order_relaxed)) {
       oldest = at;

@@ -10,13 +10,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "te_fl/device.hpp"
 #include "te_fl/plugin.h"
 
 namespace te_fl::registry {
 
 struct Implementation;
 
-// A plan that prepare() made for one full signature. Never changes; destroys its plan.
+// A plan that prepare() made for one full signature. Destroys its plan.
 struct Plan {
   Plan(const Implementation& owner, std::string signature, void* made)
       : impl(&owner), key(std::move(signature)), plan(made) {}
@@ -28,7 +29,8 @@ struct Plan {
   std::string key;
   void* plan;
   mutable std::atomic<uint64_t> last_used{0};
-  mutable std::atomic<bool> captured{false};  // a graph may hold what it owns: never dropped
+  bool captured =
+      false;  // a graph may hold what it owns: never dropped; PlanCache's lock guards it
 };
 
 // Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans,
@@ -39,10 +41,14 @@ class PlanCache {
   static constexpr size_t kMaxPlans = 256;
   explicit PlanCache(const Implementation& impl) : impl_(impl) {}
 
-  // The plan for `key`, null if there is none yet.
-  const Plan* find(std::string_view key);
+  // The plan for `key`, null if there is none (any more). One that is found while `capturing` is
+  // kept from then on.
+  const Plan* find(std::string_view key, bool capturing);
   // Adds a plan, or returns the one that another thread added first (and destroys this one).
   const Plan* insert(std::string key, void* plan);
+  // Takes out the plans for a device that goes. They may be destroyed when no thread is inside an
+  // op that entered before; their implementation is to be kept until then.
+  std::vector<std::unique_ptr<Plan>> take(const Device& device);
   size_t size() const;
 
  private:
@@ -62,8 +68,9 @@ extern std::atomic<uint64_t> g_plan_generation;
 
 // Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
 // bytes), scaling modes, which parts are present, which outputs begin where another argument does,
-// scalars and context flags. It is made before every warm call: of whole words, whose hash is
-// taken as they come.
+// scalars, the saved record, device, context flags, and whether the random state is the device's.
+// tests/unit/plan_key_test.cpp lists every member, and why the others are left out. It is made
+// before every warm call: of whole words, whose hash is taken as they come.
 class PlanKey {
  public:
   void set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context);
@@ -72,12 +79,18 @@ class PlanKey {
     return {static_cast<const char*>(words), count_ * sizeof(uint64_t)};
   }
   uint64_t hash() const noexcept { return sum_ ^ sum_ >> 32; }
+  // Whether `key` is that of a call on `device`.
+  static bool is_of(std::string_view key, const Device& device);
 
  private:
+  void add_device(const te_fl_context& context);
   void add(uint64_t word);
   void add_beyond(uint64_t word);
   void add_tensor(const te_fl_tensor* t);
+  void add_record(const te_fl_arg_desc& arg, const te_fl_saved* record);
+  void add_text(std::string_view text);
   void add_sharing(const te_fl_op_schema& schema, const void* args);
+  void add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out);
 
   uint64_t sum_ = 0;
   size_t count_ = 0;

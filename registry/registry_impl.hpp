@@ -30,19 +30,22 @@ struct OpRegistry::Impl {
   Result<OpId> declare(const te_fl_op_schema& schema);
   // NOT_FOUND if there is no such implementation.
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
-  // Removes what `match` picks and waits until no thread is inside; returns how many. BUSY from
-  // inside an op.
+  // Removes what `match` picks and waits until every thread that was inside has left, also if that
+  // is nothing; returns how many. BUSY from inside.
   Result<size_t> remove(const Match& match);
-  // Takes a device out of service: calls on it fail with `reason` until restore().
-  void mark_lost(const Device& device, const std::string& reason);
-  // The device is (again) there, perhaps another one: forgets that it was lost, and its
+  // Takes a device out of service: from the next one on, calls on it are answered `why` until
+  // restore(). One that is barred already stays so for its first reason.
+  void bar(const Device& device, const Status& why);
+  // The device is (again) there, perhaps another one: forgets that it was barred, and its
   // architecture.
   void restore(const Device& device);
+  // Destroys the plans for a device that is barred. Waits for the threads that are inside.
+  void drop_plans(const Device& device);
   // Architecture of a device, asked once.
   Result<uint32_t> arch(const Device& device);
-  // Publishes the same table anew, so that all choices are made again. Holds no lock: its caller
-  // does.
-  void publish_again();
+  // Publishes the same table anew, so that all choices are made again. Takes no lock: its caller
+  // holds it, and frees `dead` without it: tables that nobody can see any more.
+  void publish_again(std::vector<std::unique_ptr<const Table>>& dead);
   // The surviving thread's view: locks of implementations that others held are free again.
   void after_fork_in_child() noexcept;
 
@@ -54,6 +57,7 @@ struct OpRegistry::Impl {
   // These hold the lock.
   std::unique_ptr<Table> copy_table() const;
   void publish(std::unique_ptr<Table> next);
+  void take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead);
   // Takes the lock; frees tables that nobody can see any more, outside it.
   void reclaim();
 

@@ -8,6 +8,7 @@
 #include "registry/in_place.hpp"
 #include "registry/manager_impl.hpp"
 #include "registry/staging.hpp"
+#include "te_fl/log.hpp"
 
 namespace te_fl::registry {
 namespace {
@@ -38,9 +39,12 @@ te_fl_status missing_in_capture(const Status& status, core::ErrorText& errors) {
   return TE_FL_FAILED_PRECONDITION;
 }
 
-te_fl_status clean_failure(te_fl_status code, const Status& status, core::ErrorText& errors) {
+// A failure of the host's, which is never a reason to try the next implementation: memory that is
+// free here may not be on another rank, and then the two would compute other bits.
+te_fl_status own_failure(const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.to_string().c_str());
-  return code | TE_FL_CLEAN;
+  const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
+  return code == TE_FL_UNSUPPORTED ? te_fl_status{TE_FL_INTERNAL} : code;
 }
 
 // Holds what one run() needs besides its context. `args` and the context's device are what the
@@ -52,7 +56,7 @@ struct Attempt {
   const void* args;
   bool on_host;
   core::ErrorText& errors;
-  std::unique_lock<std::mutex> arena;
+  DeviceScratch scratch{};
   bool serial = false;
 
   ~Attempt() {
@@ -63,8 +67,7 @@ struct Attempt {
     if ((impl.desc.flags & TE_FL_OP_THREAD_SAFE) != 0) return TE_FL_OK;
     serial = impl.serial.lock(&call.thread);
     if (serial) return TE_FL_OK;
-    return clean_failure(
-        TE_FL_BUSY,
+    return own_failure(
         Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
         errors);
   }
@@ -75,25 +78,22 @@ struct Attempt {
     const te_fl_status code = entered("workspace() threw an exception (rule R5)", errors, [&] {
       return impl.desc.workspace(impl.desc.self, &context, args, &bytes);
     });
-    if (code != TE_FL_OK) return code | TE_FL_CLEAN;  // it reads metadata only (R10)
+    if (code != TE_FL_OK) return code;
     if (bytes == 0) return TE_FL_OK;
     const uint32_t depth = call.thread.slot.depth - 1;
     if (on_host) {
       context.workspace = call.thread.arenas.get(depth, bytes);
       if (context.workspace == nullptr) {
-        return clean_failure(
-            TE_FL_OUT_OF_MEMORY,
+        return own_failure(
             Status(StatusCode::kOutOfMemory,
                    "a workspace of " + std::to_string(bytes) + " bytes cannot be allocated"),
             errors);
       }
     } else {
-      auto held = call.manager.arenas.acquire(call.signature.device, call.options.stream, depth,
-                                              bytes, call.capturing, &context.workspace);
-      if (!held.ok() && call.capturing) return missing_in_capture(held.status(), errors);
-      if (!held.ok())
-        return clean_failure(TE_FL_STATUS_CODE(held.status().to_c()), held.status(), errors);
-      arena = std::move(held).value();
+      const Status held = call.manager.arenas.acquire(call.signature.device, call.options.stream,
+                                                      depth, bytes, call.capturing, scratch);
+      if (!held.ok()) return own_failure(held, errors);
+      context.workspace = scratch.data();
     }
     context.workspace_bytes = bytes;
     return TE_FL_OK;
@@ -105,9 +105,11 @@ struct Attempt {
     made_key.set(call.row.compiled->schema(), args, context);
     const std::string_view key = made_key.text();
     const uint64_t hash = made_key.hash() ^ impl.number;
-    const Plan* plan = call.thread.plans.find(impl.number, hash, key);
+    // What a graph is to hold is looked up where plans are dropped, so that it is not dropped
+    // after.
+    const Plan* plan = call.capturing ? nullptr : call.thread.plans.find(impl.number, hash, key);
     if (plan == nullptr) {
-      plan = impl.plans->find(key);
+      plan = impl.plans->find(key, call.capturing);
       if (plan == nullptr) {
         if (call.capturing) {
           return missing_in_capture(
@@ -121,12 +123,11 @@ struct Attempt {
         const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
           return impl.desc.prepare(impl.desc.self, &context, args, &made);
         });
-        if (code != TE_FL_OK) return code | TE_FL_CLEAN;  // no output was touched
+        if (code != TE_FL_OK) return code;
         plan = impl.plans->insert(std::move(own_key), made);
       }
       call.thread.plans.insert(impl.number, hash, plan);
     }
-    if (call.capturing) plan->captured.store(true, std::memory_order_relaxed);
     context.plan = plan->plan;
     return TE_FL_OK;
   }
@@ -143,8 +144,7 @@ te_fl_status get_ready(Attempt& a) {
     }
   }
   if (a.impl.checks_support) {
-    if (const te_fl_status code = ask_support(a.impl, a.context, a.args, a.errors))
-      return code | TE_FL_CLEAN;
+    if (const te_fl_status code = ask_support(a.impl, a.context, a.args, a.errors)) return code;
   }
   te_fl_status code = a.lock();
   if (code == TE_FL_OK) code = a.plan();
@@ -168,7 +168,7 @@ te_fl_saved* fresh_record(const Call& call) {
 te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
                      core::ErrorText& errors) {
   te_fl_context context = context_of(call, deterministic, errors.sink());
-  Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors, {}, false};
+  Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors};
   if (const te_fl_status code = get_ready(a)) return code;
   te_fl_saved* record = fresh_record(call);
   const te_fl_status code = guarded_run(impl, context, call.args, errors);
@@ -184,7 +184,7 @@ te_fl_status attempt_staged(Call& call, const Implementation& impl, bool determi
   if (code == TE_FL_OK) code = staged.acquire();
   if (code != TE_FL_OK) return code;
   te_fl_context context = staged.context(deterministic);
-  Attempt a{call, impl, context, staged.args(), true, errors, {}, false};
+  Attempt a{call, impl, context, staged.args(), true, errors};
   code = get_ready(a);
   if (code == TE_FL_OK) code = staged.copy_in();
   if (code != TE_FL_OK) return code;
@@ -218,7 +218,10 @@ Status after_success(Call& call, const Implementation& impl) {
                      "' failed after it was enqueued (TE_FL_SYNC)");
 }
 
-Status after_failure(Call& call, const Implementation& impl, te_fl_status code, std::string text) {
+}  // namespace
+
+Status after_failure(const Call& call, const Implementation& impl, te_fl_status code,
+                     std::string text) {
   const Device& device = call.signature.device;
   if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !device.is_host()) {
     // What broke the device was enqueued before.
@@ -230,10 +233,23 @@ Status after_failure(Call& call, const Implementation& impl, te_fl_status code, 
   return implementation_error(call, impl, code, text);
 }
 
-// May the next implementation try? Falling back is for "cannot", not for "went wrong"; and a
-// mistake of the caller's is a mistake whoever runs.
-bool may_follow(te_fl_status code) {
-  return TE_FL_STATUS_IS_CLEAN(code) && TE_FL_STATUS_CODE(code) != TE_FL_INVALID_ARGUMENT;
+namespace {
+
+// The first fallback of each op is logged; one that follows a failure louder.
+void say_fallback(const Call& call, const Failure& failed, const Step& next) {
+  const Implementation& impl = *failed.impl;
+  const bool refused = TE_FL_STATUS_CODE(failed.status) == TE_FL_UNSUPPORTED;
+  std::atomic<bool>& said = refused ? impl.refusal_said : impl.failure_said;
+  if (said.load(std::memory_order_relaxed) || said.exchange(true, std::memory_order_relaxed))
+    return;
+  log::once(refused ? log::Level::kInfo : log::Level::kWarning,
+            (refused ? "refusal " : "failure ") + impl.op,
+            "op '" + impl.op + "' fell back from '" + impl.impl_id + "' to '" + next.impl->impl_id +
+                "'" + (next.staged ? " on copies in host memory" : "") + ": " +
+                failure_text(failed) + "; with " +
+                describe_arguments(call.row.compiled->schema(), call.args) +
+                " (TE_FL_STRICT=1 makes it an error, `te-fl explain " + impl.op +
+                "` lists who serves it; later ones of this op are not logged)");
 }
 
 // A backward whose forward left an opaque record goes to the forward's implementation whatever the
@@ -292,6 +308,7 @@ Status nobody(Call& call, const Served& served) {
       core::ErrorText errors;
       failure.status = attempt(call, order[i], deterministic, errors);
       if (failure.status == TE_FL_OK) {
+        for (const Failure& f : served.failures) say_fallback(call, f, order[i]);
         served.impl = &impl;
         served.staged = order[i].staged;
         return after_success(call, impl);
@@ -361,7 +378,7 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
 
 te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
                            const void* args, core::ErrorText& errors) {
-  Attempt a{call, impl, context, args, true, errors, {}, false};
+  Attempt a{call, impl, context, args, true, errors};
   if (const te_fl_status code = get_ready(a)) return code;
   return guarded_run(impl, context, args, errors);
 }

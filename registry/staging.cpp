@@ -28,22 +28,24 @@ StagedCall::~StagedCall() {
   if (copying_) (void)devices::synchronize(call_.signature.device, call_.options.stream);
 }
 
-// A device that refuses to copy leaves the results half written: nobody may follow.
-te_fl_status StagedCall::half_written(const Status& status) {
-  const te_fl_status code =
-      TE_FL_STATUS_CODE(failed(status, "the results could not be copied from the host"));
-  return code == TE_FL_UNSUPPORTED ? static_cast<te_fl_status>(TE_FL_INTERNAL) : code;
+te_fl_status StagedCall::refused(const Status& status) {
+  errors_.sink()->write(errors_.sink()->host,
+                        status.wrap("it would serve copies on the host").to_string().c_str());
+  return status.to_c();
 }
 
+// Neither memory nor copies that fail are a reason to try the next implementation, whatever the
+// device answers: results may be half written, and another rank may have had the memory.
 te_fl_status StagedCall::failed(const Status& status, const char* doing) {
   errors_.sink()->write(errors_.sink()->host, status.wrap(doing).to_string().c_str());
-  return status.to_c();
+  const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
+  return code == TE_FL_UNSUPPORTED ? static_cast<te_fl_status>(TE_FL_INTERNAL) : code;
 }
 
 te_fl_status StagedCall::plan() {
   const Status planned =
       plan_.make(*call_.row.compiled, call_.args, call_.signature.device, call_.options.rng);
-  if (!planned.ok()) return failed(planned, "it would serve copies on the host");
+  if (!planned.ok()) return refused(planned);
   const auto& cap = policy::settings_of(call_.policy).max_staged_bytes;
   if (!cap || plan_.bytes() <= *cap) return TE_FL_OK;
   const Status over(StatusCode::kUnsupported,
@@ -52,7 +54,7 @@ te_fl_status StagedCall::plan() {
                         " of TE_FL_MAX_STAGED_BYTES; raise that, or load a plugin that serves the "
                         "op on " +
                         to_string(call_.signature.device));
-  return failed(over, "it would serve copies on the host");
+  return refused(over);
 }
 
 te_fl_status StagedCall::acquire() {
@@ -108,10 +110,10 @@ te_fl_status StagedCall::copy_out() {
   for (const StagedCopy& c : plan_.out()) {
     const Status copied =
         devices::copy(device, c.device, Device{}, base + c.offset, c.bytes, call_.options.stream);
-    if (!copied.ok()) return half_written(copied);
+    if (!copied.ok()) return failed(copied, "the results could not be copied from the host");
   }
   const Status done = devices::synchronize(device, call_.options.stream);
-  if (!done.ok()) return half_written(done);
+  if (!done.ok()) return failed(done, "the results could not be copied from the host");
   copying_ = false;
   plan_.finish();
   copies_ += nanoseconds_since(start);

@@ -33,8 +33,8 @@ class StagedCall {
   void count(const Implementation& impl) const;
 
  private:
+  te_fl_status refused(const Status& status);
   te_fl_status failed(const Status& status, const char* doing);
-  te_fl_status half_written(const Status& status);
 
   const Call& call_;
   core::ErrorText& errors_;

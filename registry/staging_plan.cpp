@@ -204,6 +204,7 @@ void StagingPlan::stage_record(uint32_t index) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
   caller_record_ = op_->saved(caller_);
   if (caller_record_ == nullptr) return;
+  reads_record_ = arg.role == TE_FL_IN;
   if (caller_record_->storage == nullptr) {
     if (scope_ == Scope::kDevice) return;
     record_ = core::copy_struct<te_fl_saved>(caller_record_);
@@ -311,8 +312,9 @@ void StagingPlan::bind(void* base) noexcept {
   }
   for (void* slot : empty_) set_pointer(slot, base);
   if (caller_record_ != nullptr) {
-    record_.opaque = caller_record_->opaque;
-    record_.producer = caller_record_->producer;
+    // In one that the op fills in, these are left over from an earlier call.
+    record_.opaque = reads_record_ ? caller_record_->opaque : 0;
+    record_.producer = reads_record_ ? caller_record_->producer : nullptr;
   }
 }
 

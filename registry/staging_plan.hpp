@@ -114,6 +114,7 @@ class StagingPlan {
   std::deque<std::vector<const te_fl_tensor*>> lists_;
   te_fl_saved record_{};
   te_fl_saved* caller_record_ = nullptr;
+  bool reads_record_ = false;  // it is the op's input
   te_fl_rng rng_{};
   std::vector<Part> parts_;
   std::vector<void*> empty_;  // slots of parts without bytes, which must not become null

@@ -10,6 +10,7 @@
 #include "core/op_table.hpp"
 #include "policy/select.hpp"
 #include "registry/implementation.hpp"
+#include "te_fl/status.hpp"
 
 namespace te_fl::registry {
 
@@ -21,9 +22,10 @@ struct OpRow {
   std::vector<policy::Option> options;  // of impls, as deciding sees them
 };
 
-struct LostDevice {
+// A device that no op runs on: lost, or withdrawn with its plugin.
+struct BarredDevice {
   Device device;
-  std::string reason;
+  Status why;  // what calls on it are answered
 };
 
 using NameMap = std::map<std::string, uint32_t, std::less<>>;
@@ -34,11 +36,11 @@ struct Table {
   uint64_t id = 0;  // unique in the process; changes with every registration
   std::vector<std::shared_ptr<const OpRow>> ops;
   std::shared_ptr<const NameMap> names;
-  std::vector<LostDevice> lost;
+  std::vector<BarredDevice> barred;
 
-  const LostDevice* lost_device(const Device& device) const {
-    for (const LostDevice& l : lost) {
-      if (l.device == device) return &l;
+  const BarredDevice* barred_device(const Device& device) const {
+    for (const BarredDevice& b : barred) {
+      if (b.device == device) return &b;
     }
     return nullptr;
   }

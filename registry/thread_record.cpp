@@ -11,6 +11,7 @@
 #include <new>
 
 #include "core/fork.hpp"
+#include "core/inside.hpp"
 
 namespace te_fl::registry {
 
@@ -126,6 +127,20 @@ void wait_quiescent(uint64_t epoch) {
     }
   }
 }
+
+namespace {
+
+// For the functions of devices, which the room below enters.
+const core::InsideHooks inside_hooks{
+    [] { enter(this_thread().slot); },
+    []() noexcept { leave(t_record->slot); },
+    []() noexcept { return inside_op(); },
+    [] { wait_quiescent(retire()); },
+};
+[[maybe_unused]] const bool inside_hooked =
+    (core::g_inside.store(&inside_hooks, std::memory_order_release), true);
+
+}  // namespace
 
 CallCounters::~CallCounters() {
   for (auto& chunk : chunks_) delete chunk.load(std::memory_order_relaxed);

@@ -47,6 +47,10 @@
  *      modes, shapes, devices, scalar ranges. An implementation checks only what its schema
  *      cannot say, and answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and
  *      rule.
+ *      Values in a device's memory (indices, positions) need not be waited for: an op that meets
+ *      one which may not be writes NaN where it counts, stays inside its memory, and the device's
+ *      next synchronize() of that stream or synchronize_event() answers TE_FL_INVALID_ARGUMENT,
+ *      once, naming the op too. A call with TE_FL_CALL_VALIDATE looks at them before it writes.
  *  R13 Functions are called from any thread. run() of one implementation may be entered by
  *      several threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises
  *      it.
@@ -66,7 +70,7 @@
  *  R19 While a stream is captured, allocate() and free() on it work: memory that is allocated in a
  *      capture belongs to the graph and is given to nobody else while the graph exists or the
  *      memory has not been freed; memory that is freed in a capture stays valid for the graph's
- *      launches. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
+ *      launches. The host takes the scratch of a captured op so, for every graph anew. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
  *      the host and takes the arguments it was given for those of every launch. prepare() is not
  *      called in a capture; a plan used in one is kept until its implementation goes.
  *  R20 What a minor adds reaches nobody who would misread it. A host gives a plugin no flag,
@@ -75,6 +79,14 @@
  *      abilities), takes a status code that it does not know for TE_FL_INTERNAL, and leaves out,
  *      saying so, the catalogue's ops that it does not know of a plugin whose minor is newer than
  *      its own.
+ *  R21 A plugin's settings are named TE_FL_<PLUGIN>_..., PLUGIN being its name in capitals, and are
+ *      declared in its header (and, if its manifest has "settings", alike there). The host checks
+ *      values against the declaration before create(); te_fl_host_api.setting hands them out. The
+ *      plugin reads no TE_FL_ variable from the environment itself.
+ *  R22 A stream belongs to one device. Handles of two devices may be equal; the host never takes
+ *      one device's stream for another's. A stream that the plugin did not make may be used from
+ *      any call on, without notice, until retire_stream() names it; its handle may then come again
+ *      for another stream, which has nothing to do with it.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -307,7 +319,9 @@ typedef struct te_fl_rng {
 
 enum {                                     /* te_fl_context.flags */
        TE_FL_CALL_DETERMINISTIC = 1u << 0, /* same inputs, same bits, or refuse */
-       TE_FL_CALL_CAPTURING = 1u << 1      /* the stream is being captured into a graph */
+       TE_FL_CALL_CAPTURING = 1u << 1,     /* the stream is being captured into a graph */
+       /* TE_FL_VALIDATE=1, outside of captures: check what costs a wait, too (R12). */
+       TE_FL_CALL_VALIDATE = 1u << 2
 };
 
 typedef struct te_fl_context {
@@ -462,9 +476,9 @@ typedef struct te_fl_op_desc {
       TE_FL_INIT(NULL);
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
      scaling modes, the parts present, all scalars, device and context flags; TE_FL_CALL_CAPTURING
-     aside, so that a captured call finds the plan of the call that went before. Every call that has
-     it gets the plan in ctx->plan, several at once, in workspace() and run(). The host keeps a
-     bounded number of plans. */
+     and _VALIDATE aside, so that a captured call finds the plan of the call that went before. Every
+     call that has it gets the plan in ctx->plan, several at once, in workspace() and run(). The
+     host keeps a bounded number of plans. */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
@@ -510,7 +524,9 @@ typedef struct te_fl_device_api {
                        const te_fl_error_sink*); /* required */
   te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*);
   te_fl_status (*destroy_stream)(void* self, void* stream, const te_fl_error_sink*);
-  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*); /* required */
+  /* Waits for the stream. An error may be that of any op enqueued before; INVALID_ARGUMENT is a
+     mistake in the values of one (R12), after which the device goes on. Required. */
+  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*);
   te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*);
   te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*);
   te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*);
@@ -540,6 +556,17 @@ typedef struct te_fl_device_api {
   te_fl_status (*check_pointer)(void* self, const void* data, size_t bytes, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
   te_fl_status (*check_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Copies bytes of another device, `src`, whose te_fl_device_desc.self is `src_self`, to this one.
+     Called only where both devices' tables have this very function. Ordered on both streams: it
+     comes after what was enqueued on either before and before what is enqueued on either later.
+     UNSUPPORTED: it cannot for these two, and the host goes by its own memory, as it does where
+     this is NULL. Neither stream is being captured. */
+  te_fl_status (*copy_between)(void* self, void* dst, void* dst_stream, void* src_self,
+                               const void* src, void* src_stream, size_t bytes,
+                               const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* A stream that create_stream did not make is about to be destroyed by its owner (R22): what is
+     kept for it, such as freed memory for its next allocation, goes. Work may be running on it. */
+  te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
 
 typedef struct te_fl_device_desc {
@@ -576,7 +603,9 @@ typedef struct te_fl_host_api {
   uint32_t reserved;
   void* host;
   void (*log)(void* host, int32_t level, const char* text);
-  /* Value of a TE_FL_* setting by name, or NULL if it is unset; valid until destroy(). */
+  /* Value of a TE_FL_* setting by name, set by the environment or by the program and checked
+     against its type (a bool is "0" or "1"); of one that the plugin declared (R21) its default if
+     it is unset. NULL: unset, without a default. Valid until destroy(). */
   const char* (*setting)(void* host, const char* name);
 } te_fl_host_api;
 
@@ -622,6 +651,28 @@ typedef struct te_fl_plugin_api {
                            const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
+/* What a setting may be (R21). */
+typedef enum te_fl_setting_type {
+  TE_FL_SETTING_STRING = 0,
+  TE_FL_SETTING_BOOL = 1, /* handed out as "0" or "1" */
+  TE_FL_SETTING_INT = 2,
+  TE_FL_SETTING_ENUM = 3,
+  TE_FL_SETTING_LIST = 4, /* comma separated */
+  /* Path of a file that decides what the plugin runs: part of the fingerprint by its contents, and
+     ignored when the process runs with elevated privileges. */
+  TE_FL_SETTING_FILE = 5
+} te_fl_setting_type;
+
+typedef struct te_fl_setting_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_setting_desc));
+  uint32_t type TE_FL_INIT(0);                /* te_fl_setting_type */
+  const char* name TE_FL_INIT(NULL);          /* "TE_FL_ACME_DEBUG" */
+  const char* default_value TE_FL_INIT(NULL); /* as setting() hands it out; NULL: none */
+  const char* choices TE_FL_INIT(NULL); /* ENUM: words with blanks between them; INT: "MIN MAX",
+                                           or NULL: any; else NULL */
+  const char* doc TE_FL_INIT(NULL);     /* a sentence for `te-fl env`; required */
+} te_fl_setting_desc;
+
 /* The first four members stay where they are in every major, so that versions can be told. */
 typedef struct te_fl_plugin_header {
   uint32_t magic; /* TE_FL_PLUGIN_MAGIC */
@@ -636,6 +687,9 @@ typedef struct te_fl_plugin_header {
   const char* build_id; /* changes with every build; NULL: the ELF build id is used */
   const te_fl_plugin_api* api;
   const void* reserved[4];
+  const te_fl_setting_desc* const* settings TE_FL_INIT(NULL); /* R21; NULL: none */
+  uint32_t setting_count TE_FL_INIT(0);
+  uint32_t reserved2 TE_FL_INIT(0);
 } te_fl_plugin_header;
 
 /* The one exported symbol (R1). Returns NULL only if it cannot serve this host at all. */

@@ -195,8 +195,10 @@ class Problem {
   std::vector<Expectation> expectations;
   te_fl_rng rng{0, 0, nullptr};
   std::vector<uint64_t> rng_state;
-  int want_code = 0;       // expected status code; then every output stays untouched
-  std::string want_text;   // must be part of the error's text
+  int want_code = 0;      // expected status code; then every output stays untouched
+  std::string want_text;  // must be part of the error's text
+  bool late_error =
+      false;  // the mistake is in values, which a device may tell when it is waited for
   std::string may_refuse;  // not empty: UNSUPPORTED/INVALID_ARGUMENT whose text has it is right too
   int64_t saved_storage = -1;
 };

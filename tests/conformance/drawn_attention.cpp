@@ -22,6 +22,10 @@ void draw_sizes(Draw& r, Variant& v) {
   v.d = Drawn::extent(r, 136), v.dv = Drawn::chance(r, 3) ? Drawn::extent(r, 136) : v.d;
   v.sq = Drawn::extent(r, 300), v.sk = Drawn::chance(r, 3) ? v.sq : Drawn::extent(r, 300);
   const auto work = [&] { return v.b * v.h * v.sq * v.sk * (v.d + v.dv); };
+  const bool whole = Drawn::chance(r, 2);  // vectors of 16 bytes, which matrix units want
+  const auto widen = [whole](int64_t& extent) {
+    if (whole) extent = (extent + 7) / 8 * 8;
+  };
   while (work() > kLargestWork) {
     const bool same = v.sq == v.sk;
     int64_t& longer = v.sq >= v.sk ? v.sq : v.sk;
@@ -30,6 +34,7 @@ void draw_sizes(Draw& r, Variant& v) {
     largest = (largest + 1) / 2;
     if (same) v.sq = v.sk = std::min(v.sq, v.sk);
   }
+  widen(v.d), widen(v.dv);
 }
 
 // True lengths of at most `longest`, one of which has it.

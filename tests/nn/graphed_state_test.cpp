@@ -231,6 +231,7 @@ TEST_F(GraphedState, AGraphOfSomeoneElseHoldsItToo) {
   const Graph graph = take(capture.end());
   ctx.reset();
   EXPECT_SAYS(message(trainer.forward({.amax_history_len = 9}, &ctx)), "a captured graph uses");
+  ASSERT_OK(stream.synchronize());  // the module's memory is freed on another stream
 }
 
 TEST_F(GraphedState, ModulesOfTwoDevicesShareAStep) {

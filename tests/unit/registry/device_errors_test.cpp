@@ -8,6 +8,7 @@
 #include <map>
 #include <thread>
 
+#include "core/device_list.hpp"
 #include "core/recent_ops.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
@@ -138,7 +139,7 @@ class DeviceErrors : public ::testing::Test {
   void TearDown() override {
     for (const char* name : {"TE_FL_VALIDATE", "TE_FL_SYNC"}) ASSERT_OK(environment::unset(name));
     for (Tensor& t : tensors) t = Tensor();
-    plugins::g_hooks.device_added.load()(device);
+    core::g_device_hooks.added.load()(device);
     plugins::g_hooks.release_device.load()(device);
     ASSERT_OK(devices::remove(device));
     EXPECT_TRUE(chip.blocks.empty());

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 
+#include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"
@@ -148,7 +149,7 @@ TEST_F(OnDevice, OlderArchitecturesAreRefused) {
   EXPECT_FAILS(call(), kUnsupported, "it needs architecture 90 or newer, cuda:0 is 80");
   // The device was replaced by a newer one: the provider says so, and the next call knows.
   fake.arch = 90;
-  plugins::g_hooks.device_added.load()(device);
+  core::g_device_hooks.added.load()(device);
   ASSERT_OK(call());
 }
 
@@ -194,35 +195,51 @@ TEST_F(OnDevice, ScratchIsOnePerStream) {
   EXPECT_FALSE(fake.blocks.contains(blocks[0]) && blocks[3] != blocks[0]);
 }
 
-TEST_F(OnDevice, ACapturedGraphKeepsItsScratch) {
-  static size_t wanted;
-  wanted = 1000;
-  native.desc.workspace = [](void*, const te_fl_context*, const void*,
-                             size_t* bytes) -> te_fl_status {
-    *bytes = wanted;
+TEST_F(OnDevice, ValuesAreToBeLookedAtUnderValidate) {
+  static int made;
+  made = 0;
+  native.desc.prepare = [](void*, const te_fl_context*, const void*, void** plan) -> te_fl_status {
+    *plan = &++made;
     return TE_FL_OK;
   };
-  void* last = nullptr;
+  native.desc.destroy_plan = [](void*, void*) {};
   uint32_t flags = 0;
   native.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
-    last = ctx.workspace;
     flags = ctx.flags;
     return TE_FL_OK;
   };
   add(native);
+  ASSERT_OK(call());
+  EXPECT_EQ(flags, 0u);
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  ASSERT_OK(call());
+  EXPECT_EQ(flags, uint32_t{TE_FL_CALL_VALIDATE});
   fake.capturing = true;
-  EXPECT_FAILS(call(), kFailedPrecondition, "run the op once before capturing");
+  ASSERT_OK(call());
+  EXPECT_EQ(flags, uint32_t{TE_FL_CALL_CAPTURING}) << "nothing can be waited for in a capture";
   fake.capturing = false;
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
   ASSERT_OK(call());
-  fake.capturing = true;
+  EXPECT_EQ(flags, 0u);
+  EXPECT_EQ(made, 1) << "one plan serves with and without";
+}
+
+// Rule R12: a mistake in values shows when somebody waits, and the device goes on.
+TEST_F(OnDevice, AMistakeInValuesIsToldByTheWait) {
+  add(native);
   ASSERT_OK(call());
-  EXPECT_EQ(flags, uint32_t{TE_FL_CALL_CAPTURING});
-  void* const captured = last;
-  fake.capturing = false;
-  wanted = 9000;
+  fake.sync_status = TE_FL_INVALID_ARGUMENT;
+  const Status told = devices::synchronize(device);
+  EXPECT_EQ(told.code(), StatusCode::kInvalidArgument);
+  EXPECT_TRUE(contains(told.to_string(), "synchronisation of cuda:0")) << told.to_string();
+  EXPECT_FALSE(contains(told.to_string(), "enqueued last")) << "the device names the op itself";
+  ASSERT_OK(environment::set("TE_FL_SYNC", "1"));
+  EXPECT_FAILS(call(), kInvalidArgument,
+               "op 'test::five' in 'vendor.native' failed after it was enqueued");
+  ASSERT_OK(environment::unset("TE_FL_SYNC"));
+  fake.sync_status = TE_FL_OK;
   ASSERT_OK(call());
-  EXPECT_NE(last, captured);
-  EXPECT_TRUE(fake.blocks.contains(captured));
+  ASSERT_OK(devices::synchronize(device));
 }
 
 TEST_F(OnDevice, ACapturedCallFindsThePlanOfTheCallBefore) {
@@ -332,7 +349,7 @@ TEST_F(OnDevice, ALostDeviceIsRetired) {
   add(host);
   FiveCall on_host;
   ASSERT_OK(manager.call(op, &on_host.args));  // other devices go on
-  plugins::g_hooks.device_added.load()(device);
+  core::g_device_hooks.added.load()(device);
   ASSERT_OK(call());
 }
 

@@ -610,8 +610,8 @@ TEST_F(Dispatch, WorkspaceIsAlignedAndNested) {
   ASSERT_OK(call());
   EXPECT_EQ(blocks[2], blocks[0]);  // kept, not made again
   wanted = SIZE_MAX - 10;
-  ASSERT_OK(call());  // there is no memory for that: cleanly, so the next one serves
-  EXPECT_EQ(vendor.runs.load(), 1);
+  EXPECT_FAILS(call(), kOutOfMemory, "a workspace of");  // and nobody else serves instead
+  EXPECT_EQ(vendor.runs.load(), 0);
 }
 
 // A pair of ops whose forward saves a record.

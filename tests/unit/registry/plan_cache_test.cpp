@@ -159,12 +159,12 @@ TEST(Plans, WorkspaceSeesThePlan) {
   EXPECT_EQ(given, 7000u);
 }
 
-TEST(Plans, AFailedPrepareIsClean) {
+TEST(Plans, ARefusedPrepareMovesOn) {
   OpRegistry registry;
   OpManager manager(registry);
   Planner planner;
   planner.fake.desc.prepare = [](void*, const te_fl_context*, const void*, void**) -> te_fl_status {
-    return TE_FL_OUT_OF_MEMORY;
+    return TE_FL_UNSUPPORTED;
   };
   Fake other("reference.other");
   ASSERT_OK(registry.register_op(planner.fake.desc));

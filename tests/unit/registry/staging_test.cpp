@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "support/far_device.hpp"
@@ -475,7 +476,7 @@ TEST_F(Staging, FailedCopiesAreReported) {
   EXPECT_EQ(call(args).code(), StatusCode::kDeviceLost);
   far.next_copy = TE_FL_OK;
   EXPECT_FAILS(call(args), kDeviceLost, "is lost since");
-  plugins::g_hooks.device_added.load()(device);
+  core::g_device_hooks.added.load()(device);
   host.run_body = sum;
   ASSERT_OK(call(args));
 }
@@ -619,6 +620,26 @@ TEST_F(Staging, AnOpaqueRecordsStorageMovesAndItsBackwardGoesToItsProducer) {
   EXPECT_EQ(stranger.runs.load(), 0);
 }
 
+TEST_F(Staging, ARecordThatIsFilledInAnewBindsNobody) {
+  Fake forward("default.host", testing::save_schema(true));
+  forward.run_body = [](const te_fl_context&, const void* raw) -> te_fl_status {
+    const te_fl_saved* saved = static_cast<const SaveArgs*>(raw)->saved;
+    return saved->opaque == 0 && saved->producer == nullptr ? TE_FL_OK : TE_FL_INTERNAL;
+  };
+  add(forward);
+  const Tensor x = on_device(4, 0), y = on_device(4, 0);
+  const Tensor storage = Tensor::zeros({4}, DType::kU8, device).value();
+  te_fl_saved record;
+  record.opaque = 1;  // left over from an earlier use
+  record.producer = "vendor.other";
+  record.storage = storage.c();
+  SaveArgs args;
+  args.x = x.c(), args.y = y.c(), args.saved = &record;
+  ASSERT_OK(manager.call(op, &args));
+  EXPECT_EQ(record.opaque, 0u);
+  EXPECT_STREQ(record.producer, "default.host");
+}
+
 // ---- the catalogue's ops, by the built-in backends
 
 class StagedCatalogue : public Staging {
@@ -644,6 +665,7 @@ class StagedCatalogue : public Staging {
 TEST_F(StagedCatalogue, AQuantisedTensorMovesWithItsParts) {
   const Tensor x = on_device(16, -8).view({4, 4}).value();
   const Tensor q = quantised(false, true);
+  ASSERT_OK(devices::synchronize(device));  // or what it begins with would come later
   const float amax = 50, scale = 2;
   std::memcpy(far.real(q.amax().raw_data()), &amax, 4);
   std::memcpy(far.real(q.scale().raw_data()), &scale, 4);

@@ -1,0 +1,306 @@
+// A plan serves every call whose key is that of the call it was made for. So whatever prepare() may
+// read of a call either is in the key, or stands in the list of exemptions below with the reason.
+// Every op of the catalogue is looked at, member by member.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/op_table.hpp"
+#include "registry/arguments.hpp"
+#include "registry/plan_cache.hpp"
+
+namespace te_fl::registry {
+namespace {
+
+// A member that is added to one of these goes into PlanKey and into the lists below.
+static_assert(sizeof(te_fl_tensor) == 64);
+static_assert(sizeof(te_fl_quant) == 56);
+static_assert(sizeof(te_fl_saved) == 24);
+static_assert(sizeof(te_fl_context) == 96);
+
+// A call of any op with every argument given: metadata only, since nothing is run.
+class AnyCall {
+ public:
+  struct Whole {
+    int64_t shape[2] = {4, 6};
+    int64_t strides[2] = {6, 1};
+    te_fl_quant quant;
+    te_fl_tensor tensor;
+  };
+
+  explicit AnyCall(const te_fl_op_schema& op) : schema(op), args_(op.args_size / 8 + 1) {
+    put(0, schema.args_size);
+    for (uint32_t i = 0; i < schema.arg_count; ++i) {
+      const te_fl_arg_desc& arg = *schema.args[i];
+      if (arg.type == TE_FL_ARG_TENSOR) {
+        put(arg.offset, &tensor(std::string(arg.name)));
+      } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
+        auto& list = lists_.emplace_back();
+        for (int k = 0; k < 2; ++k) list.push_back(&tensor(arg.name + ("#" + std::to_string(k))));
+        put(arg.offset, list.data());
+        put(arg.count_offset, int64_t{2});
+      } else if (arg.type == TE_FL_ARG_SAVED) {
+        record.storage = &tensor(arg.name);
+        record.producer = "vendor.a";
+        put(arg.offset, &record);
+      }
+    }
+    context.struct_size = sizeof context;
+    context.device = {TE_FL_DEVICE_CUDA, 0};
+  }
+
+  template <class T>
+  void put(uint32_t offset, T value) {
+    std::memcpy(reinterpret_cast<char*>(args_.data()) + offset, &value, sizeof value);
+  }
+  std::string key() const {
+    PlanKey made;
+    made.set(schema, args_.data(), context);
+    return std::string(made.text());
+  }
+
+  const te_fl_op_schema& schema;
+  te_fl_context context{};
+  te_fl_saved record;
+  std::map<std::string, Whole> tensors;  // whose addresses last
+
+ private:
+  te_fl_tensor& tensor(const std::string& name) {
+    Whole& w = tensors[name];
+    // Apart, and aligned as well as a key can tell.
+    const auto base = (uintptr_t{1} << 30) * (tensors.size() + 1);
+    const auto at = [&](uintptr_t offset) { return reinterpret_cast<void*>(base + offset); };
+    w.quant.scaling = TE_FL_SCALING_TENSOR;
+    w.quant.columnwise_data = at(1 << 20);
+    w.quant.scale_inv = at(2 << 20);
+    w.quant.columnwise_scale_inv = at(3 << 20);
+    w.quant.amax = static_cast<float*>(at(4 << 20));
+    w.quant.scale = static_cast<float*>(at(5 << 20));
+    w.tensor.dl.data = at(0);
+    w.tensor.dl.device = {TE_FL_DEVICE_CUDA, 0};
+    w.tensor.dl.ndim = 2;
+    w.tensor.dl.dtype = {TE_FL_CODE_FLOAT, 32, 1};
+    w.tensor.dl.shape = w.shape;
+    w.tensor.dl.strides = w.strides;
+    w.tensor.quant = &w.quant;
+    return w.tensor;
+  }
+  std::vector<uint64_t> args_;
+  std::deque<std::vector<const te_fl_tensor*>> lists_;
+};
+
+using Change = std::function<void(AnyCall&)>;
+using Changes = std::vector<std::pair<std::string, Change>>;
+
+template <class T>
+T* moved(T* pointer, ptrdiff_t bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes));
+}
+
+// Every member of a tensor.
+Changes changes_of(const std::string& name) {
+  using W = AnyCall::Whole;
+  const std::vector<std::pair<std::string, std::function<void(W&)>>> members = {
+      {"struct_size", [](W& w) { w.tensor.struct_size += 8; }},
+      {"provider", [](W& w) { w.tensor.provider = 3; }},
+      {"data: alignment", [](W& w) { w.tensor.dl.data = moved(w.tensor.dl.data, 16); }},
+      {"data: absence", [](W& w) { w.tensor.dl.data = nullptr; }},
+      {"byte_offset: alignment", [](W& w) { w.tensor.dl.byte_offset = 32; }},
+      {"device type", [](W& w) { w.tensor.dl.device.type = TE_FL_DEVICE_CUDA_HOST; }},
+      {"device index", [](W& w) { w.tensor.dl.device.index = 1; }},
+      {"ndim", [](W& w) { w.tensor.dl.ndim = 1; }},
+      {"dtype code", [](W& w) { w.tensor.dl.dtype.code = TE_FL_CODE_BFLOAT; }},
+      {"dtype bits", [](W& w) { w.tensor.dl.dtype.bits = 16; }},
+      {"dtype lanes", [](W& w) { w.tensor.dl.dtype.lanes = 2; }},
+      {"shape[0]", [](W& w) { w.shape[0] = 5; }},
+      {"shape[1]", [](W& w) { w.shape[1] = 7; }},
+      {"strides[0]", [](W& w) { w.strides[0] = 8; }},
+      {"strides[1]", [](W& w) { w.strides[1] = 2; }},
+      {"strides: absence", [](W& w) { w.tensor.dl.strides = nullptr; }},
+      {"quant: absence", [](W& w) { w.tensor.quant = nullptr; }},
+      {"quant struct_size", [](W& w) { w.quant.struct_size += 8; }},
+      {"quant scaling", [](W& w) { w.quant.scaling = TE_FL_SCALING_MXFP8; }},
+      {"quant flags", [](W& w) { w.quant.flags = 1; }},
+      {"quant amax_epsilon", [](W& w) { w.quant.amax_epsilon = 0.5f; }},
+      {"columnwise_data: alignment",
+       [](W& w) { w.quant.columnwise_data = moved(w.quant.columnwise_data, 16); }},
+      {"columnwise_data: absence", [](W& w) { w.quant.columnwise_data = nullptr; }},
+      {"scale_inv: alignment", [](W& w) { w.quant.scale_inv = moved(w.quant.scale_inv, 16); }},
+      {"scale_inv: absence", [](W& w) { w.quant.scale_inv = nullptr; }},
+      {"columnwise_scale_inv: alignment",
+       [](W& w) { w.quant.columnwise_scale_inv = moved(w.quant.columnwise_scale_inv, 16); }},
+      {"columnwise_scale_inv: absence", [](W& w) { w.quant.columnwise_scale_inv = nullptr; }},
+      {"amax: alignment", [](W& w) { w.quant.amax = moved(w.quant.amax, 16); }},
+      {"amax: absence", [](W& w) { w.quant.amax = nullptr; }},
+      {"scale: alignment", [](W& w) { w.quant.scale = moved(w.quant.scale, 16); }},
+      {"scale: absence", [](W& w) { w.quant.scale = nullptr; }},
+  };
+  Changes all;
+  for (const auto& [what, change] : members) {
+    all.emplace_back(name + " " + what, [name, change](AnyCall& c) { change(c.tensors.at(name)); });
+  }
+  return all;
+}
+
+Changes changes_of(const te_fl_arg_desc& arg) {
+  const std::string name = arg.name;
+  const uint32_t at = arg.offset;
+  switch (arg.type) {
+    case TE_FL_ARG_TENSOR: {
+      Changes all = changes_of(name);
+      all.emplace_back(name + ": absence",
+                       [at](AnyCall& c) { c.put(at, static_cast<te_fl_tensor*>(nullptr)); });
+      return all;
+    }
+    case TE_FL_ARG_TENSOR_LIST: {
+      Changes all = changes_of(name + "#0");
+      const Changes second = changes_of(name + "#1");
+      all.insert(all.end(), second.begin(), second.end());
+      const uint32_t count = arg.count_offset;
+      all.emplace_back(name + ": count", [count](AnyCall& c) { c.put(count, int64_t{1}); });
+      return all;
+    }
+    case TE_FL_ARG_SAVED: {
+      Changes all = changes_of(name);  // the storage
+      all.emplace_back(name + ": storage's absence",
+                       [](AnyCall& c) { c.record.storage = nullptr; });
+      all.emplace_back(name + ": absence",
+                       [at](AnyCall& c) { c.put(at, static_cast<te_fl_saved*>(nullptr)); });
+      all.emplace_back(name + ": struct_size", [](AnyCall& c) { c.record.struct_size += 8; });
+      if (arg.role == TE_FL_IN) {
+        all.emplace_back(name + ": opaque", [](AnyCall& c) { c.record.opaque = 1; });
+        all.emplace_back(name + ": producer", [](AnyCall& c) { c.record.producer = "vendor.b"; });
+        all.emplace_back(name + ": a longer producer",
+                         [](AnyCall& c) { c.record.producer = "vendor.a_of_another_name"; });
+        all.emplace_back(name + ": producer's absence",
+                         [](AnyCall& c) { c.record.producer = nullptr; });
+      }
+      return all;
+    }
+    case TE_FL_ARG_I64:
+      return {{name, [at](AnyCall& c) { c.put(at, int64_t{1} << 40); }}};
+    case TE_FL_ARG_F64:
+      return {{name, [at](AnyCall& c) { c.put(at, 0x1p-1060); }}};
+    case TE_FL_ARG_F32:
+      return {{name, [at](AnyCall& c) { c.put(at, -0.0f); }}};
+    default:
+      return {{name, [at](AnyCall& c) { c.put(at, int32_t{1}); }}};
+  }
+}
+
+// The output `arg` begins where another argument does. The first argument of the op with memory.
+Changes sharing_of(const te_fl_op_schema& schema, const te_fl_arg_desc& out) {
+  Changes all;
+  const auto begins_at = [&](const std::string& to, const std::string& from) {
+    all.emplace_back(to + " begins where " + from + " does", [to, from](AnyCall& c) {
+      c.tensors.at(to).tensor.dl.data = c.tensors.at(from).tensor.dl.data;
+    });
+  };
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& other = *schema.args[i];
+    if (&other == &out || other.type != out.type || out.role == TE_FL_IN) continue;
+    if (out.type == TE_FL_ARG_TENSOR) begins_at(out.name, other.name);
+    if (out.type == TE_FL_ARG_TENSOR_LIST) {
+      for (const char* k : {"#0", "#1"})
+        begins_at(out.name + std::string(k), other.name + std::string(k));
+    }
+  }
+  return all;
+}
+
+Changes changes_of_context() {
+  return {
+      {"context: deterministic", [](AnyCall& c) { c.context.flags |= TE_FL_CALL_DETERMINISTIC; }},
+      {"context: device type", [](AnyCall& c) { c.context.device.type = TE_FL_DEVICE_CPU; }},
+      {"context: device index", [](AnyCall& c) { c.context.device.index = 1; }},
+      {"context: provider", [](AnyCall& c) { c.context.provider = 2; }},
+      {"context: random state on the device",
+       [](AnyCall& c) { c.context.rng.state = reinterpret_cast<const uint64_t*>(4096); }},
+  };
+}
+
+// What differs between calls that share a plan, so that prepare() must not depend on it.
+Changes exempt(const te_fl_op_schema& schema) {
+  Changes all = {
+      // A captured call gets the plan of the call before it, when all was allowed.
+      {"context: capturing", [](AnyCall& c) { c.context.flags |= TE_FL_CALL_CAPTURING; }},
+      // One plan serves all streams of a device, and calls have new random numbers each time.
+      {"context: stream", [](AnyCall& c) { c.context.stream = &c; }},
+      {"context: seed", [](AnyCall& c) { c.context.rng.seed = 7; }},
+      {"context: offset", [](AnyCall& c) { c.context.rng.offset = 8; }},
+      // The host's own, for this call.
+      {"context: error sink",
+       [](AnyCall& c) { c.context.errors = reinterpret_cast<const te_fl_error_sink*>(4096); }},
+  };
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    const std::string name = arg.name;
+    if (arg.type == TE_FL_ARG_TENSOR) {
+      // Addresses as such: what is at them is data.
+      all.emplace_back(name + " data", [name](AnyCall& c) {
+        te_fl_tensor& t = c.tensors.at(name).tensor;
+        t.dl.data = moved(t.dl.data, 1 << 26);
+      });
+      all.emplace_back(name + " scale_inv", [name](AnyCall& c) {
+        te_fl_quant& q = c.tensors.at(name).quant;
+        q.scale_inv = moved(q.scale_inv, 1 << 26);
+      });
+    } else if (arg.type == TE_FL_ARG_SAVED && arg.role != TE_FL_IN) {
+      // What a forward finds in the record that it is to fill in is left over from earlier.
+      all.emplace_back(name + ": opaque", [](AnyCall& c) { c.record.opaque = 1; });
+      all.emplace_back(name + ": producer", [](AnyCall& c) { c.record.producer = "vendor.b"; });
+    }
+  }
+  return all;
+}
+
+class PlanKeyOf : public ::testing::TestWithParam<const te_fl_op_schema*> {};
+
+TEST_P(PlanKeyOf, HasAllThatPrepareMayReadAndNothingElse) {
+  const te_fl_op_schema& schema = *GetParam();
+  const std::string plain = AnyCall(schema).key();
+  ASSERT_EQ(AnyCall(schema).key(), plain);
+  Changes all = changes_of_context();
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    for (const auto& make : {changes_of(*schema.args[i]), sharing_of(schema, *schema.args[i])}) {
+      all.insert(all.end(), make.begin(), make.end());
+    }
+  }
+  std::map<std::string, std::string> seen{{plain, "the call itself"}};
+  for (const auto& [what, change] : all) {
+    AnyCall call(schema);
+    change(call);
+    const auto [at, added] = seen.emplace(call.key(), what);
+    EXPECT_TRUE(added || at->second != "the call itself") << schema.name << ": " << what;
+  }
+  for (const auto& [what, change] : exempt(schema)) {
+    AnyCall call(schema);
+    change(call);
+    EXPECT_EQ(call.key(), plain) << schema.name << ": " << what;
+  }
+}
+
+std::vector<const te_fl_op_schema*> all_ops() {
+  const auto catalogue = core::catalogue();
+  return {catalogue.begin(), catalogue.end()};
+}
+
+INSTANTIATE_TEST_SUITE_P(Catalogue, PlanKeyOf, ::testing::ValuesIn(all_ops()),
+                         [](const auto& info) { return std::string(info.param->name); });
+
+TEST(PlanKeyArguments, ALongerStructHasAKeyOfItsOwn) {
+  // Its later members may matter to an implementation that is newer than the host.
+  const te_fl_op_schema& schema = *core::catalogue()[0];
+  AnyCall call(schema);
+  const std::string plain = call.key();
+  call.put(0, schema.args_size + 8);
+  EXPECT_NE(call.key(), plain);
+}
+
+}  // namespace
+}  // namespace te_fl::registry
