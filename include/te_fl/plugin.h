@@ -40,9 +40,10 @@
  *      allocate, never block. An implementation whose supports() answer depends on static
  *      constraints alone sets TE_FL_OP_STATIC_SUPPORT, and then supports() is not called per
  *      call. supports() has 20 ns.
- *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing. It writes
- *      only into the outputs it was given, allocates no memory that outlives the call, and uses
- *      ctx->workspace (256-byte aligned) for scratch.
+ *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing. It reads
+ *      nothing but its arguments, writes only into the outputs it was given, allocates no memory
+ *      that outlives the call, and uses ctx->workspace (256-byte aligned) for scratch. Tensors
+ *      are aligned to their elements, and what lies behind them is not the call's.
  *  R12 The host checks arguments against the op's schema before run(): roles, dtypes, scaling
  *      modes, shapes, devices, scalar ranges. An implementation checks only what its schema
  *      cannot say, and answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and
@@ -384,26 +385,28 @@ enum {                                 /* te_fl_arg_desc.flags */
  * (tensors: NULL).
  */
 typedef struct te_fl_arg_desc {
-  uint32_t struct_size;
-  uint8_t type;   /* te_fl_arg_type */
-  uint8_t role;   /* te_fl_arg_role; scalars are IN */
-  uint16_t since; /* param version that introduced it, from 1 */
-  uint32_t flags;
-  uint32_t offset;       /* of the member in the argument struct */
-  uint32_t count_offset; /* TENSOR_LIST: of the int64_t count */
-  uint32_t dtypes;       /* mask of te_fl_dtype_index */
-  uint32_t scalings;     /* mask of te_fl_scaling; bit 0: unquantised allowed */
-  const char* name;
-  const char* shape;
-  const char* inout_if;   /* INOUT: read only if this bool argument is 1 or this F32 is not 0; NULL:
-                             always. OUT: the op may leave it as it was if this optional tensor (a
-                             no-op flag) is given */
-  const char* aliases;    /* names of inputs this output may share memory with, space separated */
-  const char* same_as;    /* with SAME_DTYPE */
-  const char* enum_names; /* space separated, values from 0 */
-  double neutral;
-  double min;
-  double max;
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_arg_desc));
+  uint8_t type TE_FL_INIT(0);   /* te_fl_arg_type */
+  uint8_t role TE_FL_INIT(0);   /* te_fl_arg_role; scalars are IN */
+  uint16_t since TE_FL_INIT(1); /* param version that introduced it, from 1 */
+  uint32_t flags TE_FL_INIT(0);
+  uint32_t offset TE_FL_INIT(0);       /* of the member in the argument struct */
+  uint32_t count_offset TE_FL_INIT(0); /* TENSOR_LIST: of the int64_t count */
+  uint32_t dtypes TE_FL_INIT(0);       /* mask of te_fl_dtype_index */
+  uint32_t scalings TE_FL_INIT(
+      TE_FL_BIT(TE_FL_SCALING_NONE)); /* mask of te_fl_scaling; bit 0: unquantised allowed */
+  const char* name TE_FL_INIT(NULL);
+  const char* shape TE_FL_INIT(NULL);
+  const char* inout_if TE_FL_INIT(NULL); /* INOUT: read only if this bool argument is 1 or this F32
+                           is not 0; NULL: always. OUT: the op may leave it as it was if this
+                           optional tensor (a no-op flag) is given */
+  const char* aliases
+      TE_FL_INIT(NULL); /* names of inputs this output may share memory with, space separated */
+  const char* same_as TE_FL_INIT(NULL);    /* with SAME_DTYPE */
+  const char* enum_names TE_FL_INIT(NULL); /* space separated, values from 0 */
+  double neutral TE_FL_INIT(0);
+  double min TE_FL_INIT(0);
+  double max TE_FL_INIT(0);
 } te_fl_arg_desc;
 
 enum { /* te_fl_op_schema.flags */
@@ -413,17 +416,17 @@ enum { /* te_fl_op_schema.flags */
 };
 
 typedef struct te_fl_op_schema {
-  uint32_t struct_size;
-  uint32_t version; /* newest param version, from 1 */
-  uint32_t flags;
-  uint32_t args_size;    /* sizeof the argument struct at `version` */
-  uint32_t args_size_v1; /* smallest struct_size accepted */
-  uint32_t arg_count;
-  const te_fl_arg_desc* const* args;
-  const char* name;
-  const char* summary;
-  const char* formula;
-  const char* source;
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_op_schema));
+  uint32_t version TE_FL_INIT(1); /* newest param version, from 1 */
+  uint32_t flags TE_FL_INIT(0);
+  uint32_t args_size TE_FL_INIT(0);    /* sizeof the argument struct at `version` */
+  uint32_t args_size_v1 TE_FL_INIT(0); /* smallest struct_size accepted */
+  uint32_t arg_count TE_FL_INIT(0);
+  const te_fl_arg_desc* const* args TE_FL_INIT(NULL);
+  const char* name TE_FL_INIT(NULL);
+  const char* summary TE_FL_INIT(NULL);
+  const char* formula TE_FL_INIT(NULL);
+  const char* source TE_FL_INIT(NULL);
 } te_fl_op_schema;
 
 /* ---- op implementations ---- */
@@ -507,48 +510,57 @@ typedef struct te_fl_device_props {
    default stream. All may be called from any thread. Memory is stream-ordered: allocate() gives it
    for use on `stream`, and work that was enqueued there before free() may still use it. */
 typedef struct te_fl_device_api {
-  uint32_t struct_size;
-  uint32_t reserved;
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_device_api));
+  uint32_t reserved TE_FL_INIT(0);
   te_fl_status (*allocate)(void* self, size_t bytes, void* stream, void** out,
-                           const te_fl_error_sink*); /* required; 256-byte aligned */
-  te_fl_status (*free)(void* self, void* data, void* stream,
-                       const te_fl_error_sink*); /* required */
-  te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*);
-  te_fl_status (*free_pinned)(void* self, void* data, const te_fl_error_sink*);
+                           const te_fl_error_sink*)
+      TE_FL_INIT(NULL); /* required; 256-byte aligned */
+  te_fl_status (*free)(void* self, void* data, void* stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL); /* required */
+  te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  te_fl_status (*free_pinned)(void* self, void* data, const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* Copies between host and this device or within it; the direction follows from the flags: bit 0:
      dst is host memory, bit 1: src is host memory. Ordered on the stream. A source in host memory
      that is not pinned has been read when the function returns. */
   te_fl_status (*copy)(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
-                       void* stream, const te_fl_error_sink*); /* required */
+                       void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL); /* required */
   te_fl_status (*fill)(void* self, void* dst, uint8_t value, size_t bytes, void* stream,
-                       const te_fl_error_sink*); /* required */
-  te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*);
-  te_fl_status (*destroy_stream)(void* self, void* stream, const te_fl_error_sink*);
+                       const te_fl_error_sink*) TE_FL_INIT(NULL); /* required */
+  te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  te_fl_status (*destroy_stream)(void* self, void* stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
   /* Waits for the stream. An error may be that of any op enqueued before; INVALID_ARGUMENT is a
      mistake in the values of one (R12), after which the device goes on. Required. */
-  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*);
-  te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*);
-  te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*);
-  te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*);
-  te_fl_status (*wait_event)(void* self, void* event, void* stream,
-                             const te_fl_error_sink*); /* the stream waits, not the host */
-  te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*);
+  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  te_fl_status (*wait_event)(void* self, void* event, void* stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL); /* the stream waits, not the host */
+  te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
   /* Asked before every op. INVALID_ARGUMENT from both this and check_stream: the stream is not one
      of the device, and the op is refused before anything is allocated or enqueued on it. */
   te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing,
-                               const te_fl_error_sink*);
+                               const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* `props->struct_size` is the host's: nothing is written behind it (R3). Required. */
-  te_fl_status (*properties)(void* self, te_fl_device_props* props, const te_fl_error_sink*);
+  te_fl_status (*properties)(void* self, te_fl_device_props* props, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
   /* Graphs (R19). All five, is_capturing included, or the device cannot capture. Between
      begin_capture and end_capture, work that is enqueued on `stream` is recorded and not run; the
      calls come from one thread, and other threads' work on other streams goes on. The default
      stream (NULL) is not captured. end_capture ends the capture whatever its status. A graph is
      launched any number of times, each after the one before it has been enqueued. destroy_graph may
      be called while a launch is still running; the device then finishes it first. */
-  te_fl_status (*begin_capture)(void* self, void* stream, const te_fl_error_sink*);
-  te_fl_status (*end_capture)(void* self, void* stream, void** graph, const te_fl_error_sink*);
-  te_fl_status (*launch_graph)(void* self, void* graph, void* stream, const te_fl_error_sink*);
-  te_fl_status (*destroy_graph)(void* self, void* graph, const te_fl_error_sink*);
+  te_fl_status (*begin_capture)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  te_fl_status (*end_capture)(void* self, void* stream, void** graph, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  te_fl_status (*launch_graph)(void* self, void* graph, void* stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  te_fl_status (*destroy_graph)(void* self, void* graph, const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* Asked under TE_FL_VALIDATE=1, check_stream also if is_capturing refuses the stream. Each
      answers OK, or INVALID_ARGUMENT with a text that says what the argument is instead ("it is
      pageable host memory"). check_pointer: may kernels of this device read and write these bytes?
@@ -570,12 +582,12 @@ typedef struct te_fl_device_api {
 } te_fl_device_api;
 
 typedef struct te_fl_device_desc {
-  uint32_t struct_size;
-  uint32_t reserved;
-  te_fl_device device;  /* DLPack type and index */
-  const char* provider; /* e.g. "cuda"; required for kDLExtDev */
-  void* self;
-  const te_fl_device_api* api;
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_device_desc));
+  uint32_t reserved TE_FL_INIT(0);
+  te_fl_device device TE_FL_INIT({});    /* DLPack type and index */
+  const char* provider TE_FL_INIT(NULL); /* e.g. "cuda"; required for kDLExtDev */
+  void* self TE_FL_INIT(NULL);
+  const te_fl_device_api* api TE_FL_INIT(NULL);
 } te_fl_device_desc;
 
 /* ---- host and plugin ---- */
@@ -633,18 +645,18 @@ typedef struct te_fl_finding_sink {
 } te_fl_finding_sink;
 
 typedef struct te_fl_plugin_api {
-  uint32_t struct_size;
-  uint32_t reserved;
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_plugin_api));
+  uint32_t reserved TE_FL_INIT(0);
   /* Makes the instance. A failure leaves nothing behind: no thread, no device memory. Required. */
   te_fl_status (*create)(const te_fl_host_api* host, void** instance,
-                         const te_fl_error_sink* errors);
+                         const te_fl_error_sink* errors) TE_FL_INIT(NULL);
   /* Arrays of pointers to descriptors, valid until destroy() (R7). NULL slot: none. */
   te_fl_status (*devices)(void* instance, uint32_t* count, const te_fl_device_desc* const** list,
-                          const te_fl_error_sink* errors);
+                          const te_fl_error_sink* errors) TE_FL_INIT(NULL);
   te_fl_status (*ops)(void* instance, uint32_t* count, const te_fl_op_desc* const** list,
-                      const te_fl_error_sink* errors);
-  te_fl_status (*quiesce)(void* instance, const te_fl_error_sink* errors);
-  void (*destroy)(void* instance); /* required */
+                      const te_fl_error_sink* errors) TE_FL_INIT(NULL);
+  te_fl_status (*quiesce)(void* instance, const te_fl_error_sink* errors) TE_FL_INIT(NULL);
+  void (*destroy)(void* instance) TE_FL_INIT(NULL); /* required */
   /* Says what it found and what it misses, one finding each, for `te-fl info` and `te-fl doctor`.
      May open libraries and ask drivers; never called on the way of an op. */
   te_fl_status (*diagnose)(void* instance, const te_fl_finding_sink* findings,
@@ -675,18 +687,20 @@ typedef struct te_fl_setting_desc {
 
 /* The first four members stay where they are in every major, so that versions can be told. */
 typedef struct te_fl_plugin_header {
-  uint32_t magic; /* TE_FL_PLUGIN_MAGIC */
-  uint32_t struct_size;
-  uint32_t abi_major;
-  uint32_t abi_minor;
-  uint32_t min_host_minor; /* the oldest host minor that the plugin can do with (R2) */
-  uint32_t features;       /* what a host must know or refuse (R2); none defined yet: 0 */
-  const char* name;        /* lower case, [a-z0-9_]+ */
-  const char* vendor;      /* e.g. "nvidia"; "te-fl" for portable ones */
-  const char* version;
-  const char* build_id; /* changes with every build; NULL: the ELF build id is used */
-  const te_fl_plugin_api* api;
-  const void* reserved[4];
+  uint32_t magic TE_FL_INIT(TE_FL_PLUGIN_MAGIC); /* TE_FL_PLUGIN_MAGIC */
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_plugin_header));
+  uint32_t abi_major TE_FL_INIT(TE_FL_ABI_MAJOR);
+  uint32_t abi_minor TE_FL_INIT(TE_FL_ABI_MINOR);
+  uint32_t min_host_minor
+      TE_FL_INIT(0);                 /* the oldest host minor that the plugin can do with (R2) */
+  uint32_t features TE_FL_INIT(0);   /* what a host must know or refuse (R2); none defined yet: 0 */
+  const char* name TE_FL_INIT(NULL); /* lower case, [a-z0-9_]+ */
+  const char* vendor TE_FL_INIT(NULL); /* e.g. "nvidia"; "te-fl" for portable ones */
+  const char* version TE_FL_INIT(NULL);
+  const char* build_id
+      TE_FL_INIT(NULL); /* changes with every build; NULL: the ELF build id is used */
+  const te_fl_plugin_api* api TE_FL_INIT(NULL);
+  const void* reserved[4] TE_FL_INIT({});
   const te_fl_setting_desc* const* settings TE_FL_INIT(NULL); /* R21; NULL: none */
   uint32_t setting_count TE_FL_INIT(0);
   uint32_t reserved2 TE_FL_INIT(0);

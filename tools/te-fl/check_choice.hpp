@@ -9,8 +9,8 @@
 
 namespace te_fl_tool::check {
 
-// The cases of an op that the options choose, drawn ones among them. Under --case also those of the
-// sweep, which are left to chosen_sweep() otherwise.
+// The cases of an op that the options choose, drawn ones among them, and those of the sweep if
+// --case names any ("relu/sweep/5x128"); else these are left to chosen_sweep().
 te_fl::conformance::Table chosen_cases(const CheckOptions& options,
                                        const te_fl::conformance::Table& all, const std::string& op);
 te_fl::conformance::Table chosen_sweep(const CheckOptions& options, const std::string& op);

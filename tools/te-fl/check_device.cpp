@@ -246,9 +246,13 @@ Status with_pageable(const Device& d, Status (*copies)(const Device&, uint8_t*))
 }
 
 Status pinned(const Device& d) {
-  TE_FL_ASSIGN_OR_RETURN(const Memory host, Memory::pinned(d, kWhole));
-  TE_FL_RETURN_IF_ERROR(copies_up(d, host.data()));
-  return copies_down(d, host.data());
+  const auto host = Memory::pinned(d, kWhole);
+  if (!host.ok() && host.status().code() == te_fl::StatusCode::kUnsupported)
+    return Status(te_fl::StatusCode::kUnsupported,
+                  "the device gives no pinned memory (allocate_pinned)");
+  TE_FL_RETURN_IF_ERROR(host.status());
+  TE_FL_RETURN_IF_ERROR(copies_up(d, host->data()));
+  return copies_down(d, host->data());
 }
 
 // ---- order

@@ -107,8 +107,9 @@ std::vector<Refusal> refusals_of(const Report& r) {
   std::map<std::array<std::string, 3>, Refusal> all;
   for (const Finding& f : r.findings) {
     if (f.outcome != Outcome::kUnsupported) continue;
-    Refusal& refusal = all[{f.op, f.impl, f.message}];
-    refusal.op = f.op, refusal.impl = f.impl, refusal.reason = f.message;
+    const std::string& what = f.op.empty() ? f.check : f.op;
+    Refusal& refusal = all[{what, f.impl, f.message}];
+    refusal.op = what, refusal.impl = f.impl, refusal.reason = f.message;
     if (refusal.example.empty()) refusal.example = f.name;
     refusal.cases += f.cases;
   }
@@ -182,8 +183,8 @@ void print_refusals(const Report& r) {
   const std::vector<Refusal> all = refusals_of(r);
   if (!all.empty()) std::printf("\nnot supported:\n");
   for (size_t i = 0; i < std::min(all.size(), kMost); ++i)
-    std::printf("  %5d  %s%s%s: %s\n", all[i].cases, all[i].op.c_str(),
-                all[i].op.empty() ? "" : " ", all[i].impl.c_str(), all[i].reason.c_str());
+    std::printf("  %5d  %s %s: %s\n", all[i].cases, all[i].op.c_str(), all[i].impl.c_str(),
+                all[i].reason.c_str());
   if (all.size() > kMost)
     std::printf("  and %zu more reasons, which --html and --json have\n", all.size() - kMost);
 }

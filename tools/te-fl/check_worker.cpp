@@ -3,6 +3,7 @@
 #include <execinfo.h>
 #include <fcntl.h>
 #include <link.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -44,23 +45,38 @@ void say(const json& message) {
 // Where the plugin's code lies, for last_words(): [begin, end), and what its file counts from.
 std::atomic<uintptr_t> g_code_begin{0}, g_code_end{0}, g_code_base{0};
 
+// The instruction that the signal came at; 0 where that is not known.
+uintptr_t instruction_of([[maybe_unused]] const void* context) {
+#if defined(__x86_64__)
+  return static_cast<uintptr_t>(
+      static_cast<const ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
+#elif defined(__aarch64__)
+  return static_cast<const ucontext_t*>(context)->uc_mcontext.pc;
+#else
+  return 0;
+#endif
+}
+
 // Says in which place of the plugin the signal came, or which of its calls led there.
-void say_where() {
+void say_where(const void* context) {
+  const uintptr_t instruction = instruction_of(context);
   void* frames[64];
   const int count = backtrace(frames, 64);
   for (int i = 0; i < count; ++i) {
     const auto at = reinterpret_cast<uintptr_t>(frames[i]);
     if (at < g_code_begin || at >= g_code_end) continue;
     char text[80];
-    const int n = std::snprintf(text, sizeof text, "{\"crash_offset\": %zu}\n",
-                                static_cast<size_t>(at - g_code_base));
+    const int n =
+        std::snprintf(text, sizeof text, "{\"crash_offset\": %zu}\n",
+                      // A call's return address may be in the next function.
+                      static_cast<size_t>(at - g_code_base - (at == instruction ? 0 : 1)));
     if (write(kAnswers, text, static_cast<size_t>(n)) < 0) _exit(1);
     return;
   }
 }
 
 // Says which signal ended the process and what it had touched, then lets it end.
-void last_words(int signal, siginfo_t* info, void*) {
+void last_words(int signal, siginfo_t* info, void* context) {
   char text[400], guard[160] = "";
   const bool fault = signal == SIGSEGV || signal == SIGBUS;
   const bool device = fault && conformance::is_mirrored(info->si_addr);
@@ -76,7 +92,7 @@ void last_words(int signal, siginfo_t* info, void*) {
   if (write(kAnswers, text, static_cast<size_t>(n)) < 0) _exit(1);
   std::signal(signal, SIG_DFL);
   alarm(5);  // unwinding a broken stack may not end
-  say_where();
+  say_where(context);
   raise(signal);
 }
 
