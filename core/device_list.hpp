@@ -36,8 +36,8 @@ struct DeviceEntry {
   bool closed() const noexcept {
     return barred_.load(std::memory_order_relaxed) || count_.load(std::memory_order_relaxed) < 0;
   }
-  // Ops may enter its functions. A thread that is inside (core/inside.hpp) and finds it so is waited
-  // for before the device is released.
+  // Ops may enter its functions. A thread that is inside (core/inside.hpp) and finds it so is
+  // waited for before the device is released.
   bool in_service() const noexcept { return !closed() && lost() == nullptr; }
   // Closed from now on, while threads may still be inside. For the list's functions below.
   void bar() noexcept { barred_.store(true, std::memory_order_seq_cst); }
@@ -106,7 +106,8 @@ struct DeviceHooks {
   std::atomic<void (*)(const Device&, const std::string& reason)> lost{nullptr};
   // It is barred: no op is to run on it from the next call on.
   std::atomic<void (*)(const Device&)> barred{nullptr};
-  // Nobody is inside any more: what was made for it, as plans are, is to go. Its functions work yet.
+  // Nobody is inside any more: what was made for it, as plans are, is to go. Its functions work
+  // yet.
   std::atomic<void (*)(const Device&)> left{nullptr};
 };
 inline constinit DeviceHooks g_device_hooks;
@@ -117,8 +118,8 @@ void bar_device(const Device& device);
 // Then what was made for it goes,
 void leave_device(const Device& device);
 // and, that included, it is taken out of service: it leaves the list when its last object goes, on
-// the thread that frees it, and then `gone` is called; at once if there is none. Calls on its living
-// objects go on working until then.
+// the thread that frees it, and then `gone` is called; at once if there is none. Calls on its
+// living objects go on working until then.
 Status retire_device(const Device& device, std::function<void()> gone);
 
 }  // namespace te_fl::core

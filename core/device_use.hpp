@@ -28,8 +28,8 @@ inline Result<DeviceEntry*> acquire_device(const Device& device) {
   return entry;
 }
 
-// A device in use for the length of a call: it does not go meanwhile, and a withdrawal waits for the
-// call. The host never goes, so it is not counted.
+// A device in use for the length of a call: it does not go meanwhile, and a withdrawal waits for
+// the call. The host never goes, so it is not counted.
 class DeviceUse {
  public:
   static Result<DeviceUse> of(const Device& device) {
@@ -52,7 +52,8 @@ class DeviceUse {
   const DeviceEntry& operator*() const noexcept { return *entry_; }
 
  private:
-  DeviceUse(DeviceEntry* entry, bool counted) : inside_(entry->device), entry_(entry), counted_(counted) {}
+  DeviceUse(DeviceEntry* entry, bool counted)
+      : inside_(entry->device), entry_(entry), counted_(counted) {}
   Inside inside_;
   DeviceEntry* entry_;
   bool counted_;

@@ -97,11 +97,11 @@ class Instance {
 Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegistry& registry,
                                            ActivateOptions options = {});
 
-// Takes ops and devices out: no new call enters its ops, nor anybody's on its devices; who is inside
-// leaves; quiesce(). Then the owner drops the instance; while objects of its devices are alive, these
-// devices hold it, and it is destroyed when the last one goes. BUSY from inside an op or a function of
-// a device: nothing was changed. After any other error (of quiesce) its ops are gone and its devices
-// stay, closed; it must not be destroyed.
+// Takes ops and devices out: no new call enters its ops, nor anybody's on its devices; who is
+// inside leaves; quiesce(). Then the owner drops the instance; while objects of its devices are
+// alive, these devices hold it, and it is destroyed when the last one goes. BUSY from inside an op
+// or a function of a device: nothing was changed. After any other error (of quiesce) its ops are
+// gone and its devices stay, closed; it must not be destroyed.
 Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry);
 
 }  // namespace te_fl::plugins

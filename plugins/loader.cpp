@@ -217,13 +217,14 @@ void log_outcome(const PluginInfo& info) {
   }
 }
 
-// A thread inside an op or a device would wait for itself: a deactivation waits until every thread is
-// outside.
+// A thread inside an op or a device would wait for itself: a deactivation waits until every thread
+// is outside.
 Status check_caller(const char* what) {
   if (core::is_inside()) {
-    return Status(StatusCode::kBusy, std::string("a plugin cannot be ") + what +
-                                         " from inside an op or a function of a device; do it after "
-                                         "the call returned");
+    return Status(StatusCode::kBusy,
+                  std::string("a plugin cannot be ") + what +
+                      " from inside an op or a function of a device; do it after "
+                      "the call returned");
   }
   if (!LoadTurn::mine()) return {};
   return failed_precondition(std::string("a plugin cannot be ") + what +

@@ -11,8 +11,8 @@ std::string of_op(const Call& call) {
   return "op '" + std::string(call.row.compiled->schema().name) + "': ";
 }
 
-// The device's entry if its tensors are not in host memory; null also if it is not to be entered any
-// more, which dispatch says.
+// The device's entry if its tensors are not in host memory; null also if it is not to be entered
+// any more, which dispatch says.
 const core::DeviceEntry* entry_of(const Call& call) {
   if (call.signature.device.is_host()) return nullptr;
   const core::DeviceEntry* entry = core::find_device(call.signature.device);

@@ -25,8 +25,8 @@ bool is_present(const Device& device) {
 // more: choosing says why.
 const core::DeviceEntry* entry_to_ask(const Call& call) noexcept {
   const core::DeviceEntry* entry = core::find_device(call.signature.device);
-  const bool asks = entry != nullptr && entry->in_service() &&
-                    entry->desc->api->is_capturing != nullptr;
+  const bool asks =
+      entry != nullptr && entry->in_service() && entry->desc->api->is_capturing != nullptr;
   return asks ? entry : nullptr;
 }
 
@@ -65,8 +65,8 @@ Status ask_stream(Call& call) {
   if (TE_FL_STATUS_CODE(code) == TE_FL_UNSUPPORTED) return {};  // it has no captures
   // Nobody knows whether work on the stream would run or be recorded.
   return core::device_status(call.signature.device, call.options.stream, errors, code,
-                             "op '" + std::string(call.row.compiled->schema().name) + "': " +
-                                 to_string(call.signature.device) +
+                             "op '" + std::string(call.row.compiled->schema().name) +
+                                 "': " + to_string(call.signature.device) +
                                  " cannot say whether the stream is being captured");
 }
 

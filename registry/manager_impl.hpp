@@ -100,8 +100,8 @@ struct Failure {
 };
 
 // May the next implementation try? Falling back is for "cannot", not for "went wrong", unless the
-// implementation itself said that nothing came of it. A mistake of the caller's is a mistake whoever
-// runs, and on a lost device nobody does.
+// implementation itself said that nothing came of it. A mistake of the caller's is a mistake
+// whoever runs, and on a lost device nobody does.
 inline bool may_follow(te_fl_status code) noexcept {
   const te_fl_status reason = TE_FL_STATUS_CODE(code);
   return TE_FL_STATUS_IS_CLEAN(code) && reason != TE_FL_INVALID_ARGUMENT &&

@@ -33,10 +33,10 @@ std::vector<OpRegistry::Impl*>& registries() {
 std::atomic<uint64_t> g_table_ids{1};
 
 Status busy() {
-  return Status(
-      StatusCode::kBusy,
-      "an implementation cannot be removed from inside an op or a function of a device: this thread "
-      "would wait for itself; remove it after the call returned");
+  return Status(StatusCode::kBusy,
+                "an implementation cannot be removed from inside an op or a function of a device: "
+                "this thread "
+                "would wait for itself; remove it after the call returned");
 }
 
 }  // namespace

@@ -29,7 +29,8 @@ struct Plan {
   std::string key;
   void* plan;
   mutable std::atomic<uint64_t> last_used{0};
-  bool captured = false;  // a graph may hold what it owns: never dropped; PlanCache's lock guards it
+  bool captured =
+      false;  // a graph may hold what it owns: never dropped; PlanCache's lock guards it
 };
 
 // Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans,
@@ -45,8 +46,8 @@ class PlanCache {
   const Plan* find(std::string_view key, bool capturing);
   // Adds a plan, or returns the one that another thread added first (and destroys this one).
   const Plan* insert(std::string key, void* plan);
-  // Takes out the plans for a device that goes. They may be destroyed when no thread is inside an op
-  // that entered before; their implementation is to be kept until then.
+  // Takes out the plans for a device that goes. They may be destroyed when no thread is inside an
+  // op that entered before; their implementation is to be kept until then.
   std::vector<std::unique_ptr<Plan>> take(const Device& device);
   size_t size() const;
 

@@ -30,8 +30,8 @@ struct OpRegistry::Impl {
   Result<OpId> declare(const te_fl_op_schema& schema);
   // NOT_FOUND if there is no such implementation.
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
-  // Removes what `match` picks and waits until every thread that was inside has left, also if that is
-  // nothing; returns how many. BUSY from inside.
+  // Removes what `match` picks and waits until every thread that was inside has left, also if that
+  // is nothing; returns how many. BUSY from inside.
   Result<size_t> remove(const Match& match);
   // Takes a device out of service: from the next one on, calls on it are answered `why` until
   // restore(). One that is barred already stays so for its first reason.

@@ -106,9 +106,9 @@ struct Attempt {
     made_key.set(call.row.compiled->schema(), args, context);
     const std::string_view key = made_key.text();
     const uint64_t hash = made_key.hash() ^ impl.number;
-    // What a graph is to hold is looked up where plans are dropped, so that it is not dropped after.
-    const Plan* plan =
-        call.capturing ? nullptr : call.thread.plans.find(impl.number, hash, key);
+    // What a graph is to hold is looked up where plans are dropped, so that it is not dropped
+    // after.
+    const Plan* plan = call.capturing ? nullptr : call.thread.plans.find(impl.number, hash, key);
     if (plan == nullptr) {
       plan = impl.plans->find(key, call.capturing);
       if (plan == nullptr) {

@@ -29,9 +29,8 @@ StagedCall::~StagedCall() {
 }
 
 te_fl_status StagedCall::refused(const Status& status) {
-  errors_.sink()->write(
-      errors_.sink()->host,
-      status.wrap("it would serve copies on the host").to_string().c_str());
+  errors_.sink()->write(errors_.sink()->host,
+                        status.wrap("it would serve copies on the host").to_string().c_str());
   return status.to_c();
 }
 

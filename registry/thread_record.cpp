@@ -137,7 +137,8 @@ const core::InsideHooks inside_hooks{
     []() noexcept { return inside_op(); },
     [] { wait_quiescent(retire()); },
 };
-[[maybe_unused]] const bool inside_hooked = (core::g_inside.store(&inside_hooks, std::memory_order_release), true);
+[[maybe_unused]] const bool inside_hooked =
+    (core::g_inside.store(&inside_hooks, std::memory_order_release), true);
 
 }  // namespace
 

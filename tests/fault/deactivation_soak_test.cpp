@@ -1,6 +1,6 @@
-// Plugins come and go while other threads call their ops: no call gives a wrong result, fails without
-// a reason or leaks. DEACTIVATION_CALLS=N makes it that many calls in each test: ten million for the
-// long form.
+// Plugins come and go while other threads call their ops: no call gives a wrong result, fails
+// without a reason or leaks. DEACTIVATION_CALLS=N makes it that many calls in each test: ten
+// million for the long form.
 #include <unistd.h>
 
 #include <atomic>
@@ -388,11 +388,12 @@ TEST_F(DeactivationSoak, OfADeviceAndOfAPluginThatOnlyAddsOpsToIt) {
   if (!TE_FL_ASAN && !TE_FL_TSAN) {
     EXPECT_LT(grown, int64_t{4} << 20) << "a life leaves memory behind";
   }
-  std::printf("%llu calls (%llu served, %llu of them by the guest) in %llu lives; memory grew by "
-              "%lld KiB\n",
-              static_cast<unsigned long long>(calls), static_cast<unsigned long long>(served),
-              static_cast<unsigned long long>(g_guest_served),
-              static_cast<unsigned long long>(lives), static_cast<long long>(grown >> 10));
+  std::printf(
+      "%llu calls (%llu served, %llu of them by the guest) in %llu lives; memory grew by "
+      "%lld KiB\n",
+      static_cast<unsigned long long>(calls), static_cast<unsigned long long>(served),
+      static_cast<unsigned long long>(g_guest_served), static_cast<unsigned long long>(lives),
+      static_cast<long long>(grown >> 10));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // A plugin that provides no device and only adds ops to another's, ext:owner:0 (owner_plugin.cpp):
-// relu as vendor.guest, which plans and computes in scratch memory, and as vendor.guest_plain, which
-// needs neither. What it is entered for it says to the test, which may block there.
+// relu as vendor.guest, which plans and computes in scratch memory, and as vendor.guest_plain,
+// which needs neither. What it is entered for it says to the test, which may block there.
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -70,15 +70,14 @@ const te_fl_op_desc* const g_list[] = {&g_ops[0], &g_ops[1]};
 
 te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_sink*) {
   const char* address = std::getenv("FAULT_EVENTS");
-  g_listener = address == nullptr
-                   ? nullptr
-                   : reinterpret_cast<Listener>(std::strtoull(address, nullptr, 16));
+  g_listener = address == nullptr ? nullptr
+                                  : reinterpret_cast<Listener>(std::strtoull(address, nullptr, 16));
   for (te_fl_op_desc& op : g_ops) {
     op = te_fl_op_desc{};
     op.op_name = "relu";
     op.kind = TE_FL_KIND_VENDOR;
-    op.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT | TE_FL_OP_IN_PLACE_OK |
-               TE_FL_OP_GRAPH_SAFE;
+    op.flags =
+        TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT | TE_FL_OP_IN_PLACE_OK | TE_FL_OP_GRAPH_SAFE;
     op.dtypes = TE_FL_BIT(TE_FL_F32);
     op.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
     op.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;

@@ -1,6 +1,7 @@
-// A plugin that provides a device, ext:owner:0, and no op. Its memory is the host's, so that another
-// plugin's ops (guest_plugin.cpp) can work on it. Every function first says its name to the test
-// (FAULT_EVENTS holds the address of the function that hears it), which may block there or throw.
+// A plugin that provides a device, ext:owner:0, and no op. Its memory is the host's, so that
+// another plugin's ops (guest_plugin.cpp) can work on it. Every function first says its name to the
+// test (FAULT_EVENTS holds the address of the function that hears it), which may block there or
+// throw.
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -152,9 +153,8 @@ void fill_api(te_fl_device_api& api) {
 
 te_fl_status create(const te_fl_host_api*, void** instance, Errors) {
   const char* address = std::getenv("FAULT_EVENTS");
-  g_listener = address == nullptr
-                   ? nullptr
-                   : reinterpret_cast<Listener>(std::strtoull(address, nullptr, 16));
+  g_listener = address == nullptr ? nullptr
+                                  : reinterpret_cast<Listener>(std::strtoull(address, nullptr, 16));
   auto* self = new Owner;
   fill_api(self->api);
   self->desc.struct_size = sizeof self->desc;

@@ -138,8 +138,8 @@ class Withdrawal : public FaultTest {
     EXPECT_TRUE(contains(status.to_string(), "device ext:owner:0 was withdrawn"))
         << status.to_string();
   }
-  // While a thread is inside `event`, which `enter` brings it to, the owner is withdrawn. It goes no
-  // further than to bar its device until the thread has left.
+  // While a thread is inside `event`, which `enter` brings it to, the owner is withdrawn. It goes
+  // no further than to bar its device until the thread has left.
   void expect_withdrawal_waits(const std::string& event, const std::function<void()>& enter) {
     SCOPED_TRACE(event);
     stage.stop_at(event);
@@ -151,8 +151,8 @@ class Withdrawal : public FaultTest {
       status = plugins::deactivate("owner");
       withdrawn = true;
     });
-    // Barred: calls are refused from now on, without entering the device. Asked of the implementation
-    // without scratch, whose lock the thread may be holding.
+    // Barred: calls are refused from now on, without entering the device. Asked of the
+    // implementation without scratch, whose lock the thread may be holding.
     const PolicyScope scope(only("relu", "vendor.guest_plain"));
     Status refused;
     do {
@@ -174,7 +174,8 @@ class Withdrawal : public FaultTest {
   }
 
   static constexpr int kElements = 16;
-  alignas(256) float in_memory[kElements] = {0, 1, -2, 3, -4, 5, -6, 7, -8, 9, -10, 11, -12, 13, -14, 15};
+  alignas(256) float in_memory[kElements] = {0,  1, -2,  3,  -4,  5,  -6,  7,
+                                             -8, 9, -10, 11, -12, 13, -14, 15};
   alignas(256) float out_memory[kElements] = {};
   Stage& stage = Stage::now();
   Device device;
@@ -193,7 +194,8 @@ TEST_F(Withdrawal, WaitsForAnotherPluginsOp) {
   ASSERT_TRUE(call().ok());  // scratch and plan are there
   Status status;
   expect_withdrawal_waits("guest runs", [&] { status = call(); });
-  EXPECT_TRUE(status.ok()) << "a call that had begun ends as if nothing were: " << status.to_string();
+  EXPECT_TRUE(status.ok()) << "a call that had begun ends as if nothing were: "
+                           << status.to_string();
   expect_right();
   // The scratch was freed after the op, not under it.
   EXPECT_LT(stage.place("let go"), stage.place("free")) << stage.all();
@@ -416,8 +418,8 @@ TEST_F(Withdrawal, ExceptionsOfEveryOtherFunctionAreErrors) {
   Graph graph = Capture::begin(device, &stream)->end().value();
   fails("launch_graph", [&] { return graph.launch(); });
   // Those that give something back have nobody to tell: the log hears it.
-  for (const char* function : {"free", "free_pinned", "destroy_stream", "destroy_event",
-                               "destroy_graph"}) {
+  for (const char* function :
+       {"free", "free_pinned", "destroy_stream", "destroy_event", "destroy_graph"}) {
     void* const memory = devices::allocate(device, 64).value();
     void* const pinned = devices::allocate_pinned(device, 64).value();
     void* const made_stream = devices::create_stream(device).value();

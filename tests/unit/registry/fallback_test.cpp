@@ -21,12 +21,12 @@ namespace {
 using testing::Fake;
 using testing::FiveCall;
 
-#define EXPECT_FAILS(expr, expected_code, part)                         \
-  do {                                                                  \
-    const Status s_ = (expr);                                           \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string();  \
-    EXPECT_NE(s_.to_string().find(part), std::string::npos)             \
-        << part << " is not in: " << s_.to_string();                    \
+#define EXPECT_FAILS(expr, expected_code, part)                        \
+  do {                                                                 \
+    const Status s_ = (expr);                                          \
+    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
+    EXPECT_NE(s_.to_string().find(part), std::string::npos)            \
+        << part << " is not in: " << s_.to_string();                   \
   } while (false)
 #define ASSERT_OK(expr)                     \
   do {                                      \
@@ -231,7 +231,7 @@ TEST_F(Fallback, AFailureThatWasMarkedCleanIsAWarning) {
 struct Failing {
   te_fl_status allocate = TE_FL_OK, free = TE_FL_OK, capturing = TE_FL_OK, properties = TE_FL_OK,
                destroy = TE_FL_OK, copy = TE_FL_OK;
-  int failing_copies = 0;  // the next ones, which answer `copy`
+  int failing_copies = 0;   // the next ones, which answer `copy`
   int refused_streams = 0;  // the next ones asked about
   te_fl_status capturing_once = TE_FL_OK;
   te_fl_device_api api{};
@@ -344,15 +344,15 @@ class FallbackOnDevice : public ::testing::Test {
 
 TEST_F(FallbackOnDevice, ALostDeviceIsRetiredWhateverAnImplementationWasAsked) {
   for (const Point& point : kPoints) {
-    for (const te_fl_status code : {te_fl_status{TE_FL_DEVICE_LOST},
-                                    te_fl_status{TE_FL_DEVICE_LOST | TE_FL_CLEAN}}) {
+    for (const te_fl_status code :
+         {te_fl_status{TE_FL_DEVICE_LOST}, te_fl_status{TE_FL_DEVICE_LOST | TE_FL_CLEAN}}) {
       SCOPED_TRACE(point.name);
       ASSERT_OK(call());
       g_answers.*point.answer = code;
       if (point.answer == &Answers::prepare) {  // the plan that there is needs none
         for (Tensor& t : tensors) t = Tensor::zeros({3, code}, DType::kF32, device).value();
-        args = {.a = tensors[0], .b = tensors[1], .c = tensors[2], .d = tensors[3],
-                .out = tensors[4]};
+        args = {
+            .a = tensors[0], .b = tensors[1], .c = tensors[2], .d = tensors[3], .out = tensors[4]};
       }
       EXPECT_FAILS(call(), kDeviceLost, point.text);
       g_answers = {};
@@ -440,14 +440,13 @@ TEST_F(FallbackOnDevice, ACallThatIsInOrderAtTheSecondLookRuns) {
 
 TEST_F(FallbackOnDevice, ScratchThatTheDeviceDoesNotHaveIsAnError) {
   g_answers.scratch = 4096;
-  for (const te_fl_status code : {te_fl_status{TE_FL_OUT_OF_MEMORY},
-                                  te_fl_status{TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN},
-                                  te_fl_status{TE_FL_UNSUPPORTED}}) {
+  for (const te_fl_status code :
+       {te_fl_status{TE_FL_OUT_OF_MEMORY}, te_fl_status{TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN},
+        te_fl_status{TE_FL_UNSUPPORTED}}) {
     chip.allocate = code;
     const Status failed = call();
     EXPECT_FALSE(failed.ok());
-    EXPECT_NE(failed.to_string().find("the chip says so"), std::string::npos)
-        << failed.to_string();
+    EXPECT_NE(failed.to_string().find("the chip says so"), std::string::npos) << failed.to_string();
     EXPECT_NE(failed.to_string().find("'vendor.native'"), std::string::npos) << failed.to_string();
   }
   EXPECT_EQ(native.runs + other.runs + host.runs, 0)
@@ -465,15 +464,14 @@ TEST_F(FallbackOnDevice, CopiesThatFailAreNoReasonToCopyForAnother) {
   const PolicyScope scope(staged);
   ASSERT_OK(call());
   EXPECT_EQ(host.runs.load(), 1);
-  for (const te_fl_status code : {te_fl_status{TE_FL_INTERNAL | TE_FL_CLEAN},
-                                  te_fl_status{TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN},
-                                  te_fl_status{TE_FL_UNSUPPORTED}}) {
+  for (const te_fl_status code :
+       {te_fl_status{TE_FL_INTERNAL | TE_FL_CLEAN}, te_fl_status{TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN},
+        te_fl_status{TE_FL_UNSUPPORTED}}) {
     chip.copy = code;
     chip.failing_copies = 1;
     const Status failed = call();
     EXPECT_FALSE(failed.ok());
-    EXPECT_NE(failed.to_string().find("the chip says so"), std::string::npos)
-        << failed.to_string();
+    EXPECT_NE(failed.to_string().find("the chip says so"), std::string::npos) << failed.to_string();
   }
   EXPECT_EQ(second.runs.load(), 0);
 }

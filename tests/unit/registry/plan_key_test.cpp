@@ -167,7 +167,8 @@ Changes changes_of(const te_fl_arg_desc& arg) {
     }
     case TE_FL_ARG_SAVED: {
       Changes all = changes_of(name);  // the storage
-      all.emplace_back(name + ": storage's absence", [](AnyCall& c) { c.record.storage = nullptr; });
+      all.emplace_back(name + ": storage's absence",
+                       [](AnyCall& c) { c.record.storage = nullptr; });
       all.emplace_back(name + ": absence",
                        [at](AnyCall& c) { c.put(at, static_cast<te_fl_saved*>(nullptr)); });
       all.emplace_back(name + ": struct_size", [](AnyCall& c) { c.record.struct_size += 8; });
@@ -205,7 +206,8 @@ Changes sharing_of(const te_fl_op_schema& schema, const te_fl_arg_desc& out) {
     if (&other == &out || other.type != out.type || out.role == TE_FL_IN) continue;
     if (out.type == TE_FL_ARG_TENSOR) begins_at(out.name, other.name);
     if (out.type == TE_FL_ARG_TENSOR_LIST) {
-      for (const char* k : {"#0", "#1"}) begins_at(out.name + std::string(k), other.name + std::string(k));
+      for (const char* k : {"#0", "#1"})
+        begins_at(out.name + std::string(k), other.name + std::string(k));
     }
   }
   return all;
