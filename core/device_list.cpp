@@ -79,14 +79,36 @@ Status check_desc(const te_fl_device_desc* desc) {
 
 }  // namespace
 
-DeviceEntry* find_device(const Device& device) noexcept {
-  const List& list = devices_now();
+namespace {
+
+DeviceEntry* entry_of(const List& list, const Device& device) noexcept {
   for (DeviceEntry* entry : list) {
     if (entry->device == device) return entry;
   }
+  return nullptr;
+}
+
+void bring_devices(const Device* device) noexcept {
+  if (auto* bring = g_bring_devices.load(std::memory_order_acquire)) bring(device);
+}
+
+}  // namespace
+
+DeviceEntry* find_device(const Device& device) noexcept {
+  const List& list = devices_now();
+  if (DeviceEntry* entry = entry_of(list, device)) return entry;
+  if (!device.is_host()) {
+    bring_devices(&device);
+    return entry_of(devices_now(), device);
+  }
   // Pinned memory of a chip whose plugin is not there is still host memory.
-  return device.is_host() && (device.type != TE_FL_DEVICE_CPU || device.index == 0) ? list.front()
-                                                                                    : nullptr;
+  return device.type != TE_FL_DEVICE_CPU || device.index == 0 ? list.front() : nullptr;
+}
+
+std::vector<Device> present_devices() {
+  std::vector<Device> result;
+  for (const DeviceEntry* entry : devices_now()) result.push_back(entry->device);
+  return result;
 }
 
 namespace {
@@ -185,9 +207,8 @@ namespace te_fl::devices {
 using core::DeviceEntry;
 
 std::vector<Device> list() {
-  std::vector<Device> result;
-  for (const DeviceEntry* entry : core::devices_now()) result.push_back(entry->device);
-  return result;
+  core::bring_devices(nullptr);
+  return core::present_devices();
 }
 
 Result<const te_fl_device_desc*> find(const Device& device) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "te_fl/device.hpp"
 
@@ -87,8 +88,14 @@ struct DeviceEntry {
       on_gone_;  // written before the count is closed, read after the last object went
 };
 
-// Lock-free. Null if there is no such device.
+// Lock-free where the device is there. Otherwise plugins that may bring it are loaded first, if
+// that has not been done. Null if there is no such device.
 DeviceEntry* find_device(const Device& device) noexcept;
+// Those that are there now; loads nothing.
+std::vector<Device> present_devices();
+// Set by the registry: loads the plugins that may bring this device, or any if it is null. Does
+// nothing on a thread that is inside an op or is loading a plugin.
+inline constinit std::atomic<void (*)(const Device*) noexcept> g_bring_devices{nullptr};
 
 // A sticky error: nothing works on the device any more. Every later use of it fails at once with
 // `reason`, through dispatch too. The host cannot be lost.

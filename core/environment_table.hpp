@@ -11,14 +11,14 @@
 // values.
 namespace te_fl::core {
 
-enum class VariableType { kBool, kInt, kEnum, kList, kPathList, kString, kPolicy };
+enum class VariableType { kBool, kInt, kEnum, kList, kPathList, kString, kPolicy, kFile };
 
 struct VariableSpec {
   std::string_view name;
   std::string_view alias;  // empty if none
   VariableType type;
   std::string_view default_value;
-  std::string_view choices;  // kEnum: space separated; kInt: "min max"
+  std::string_view choices;  // kEnum: space separated; kInt: "min max", or empty: any
   std::string_view doc;
   bool privileged = false;  // ignored when the process runs with elevated privileges
 };

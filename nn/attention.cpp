@@ -1,7 +1,7 @@
 #include "te_fl/nn/attention.hpp"
 
 #include <cmath>
-#include <mutex>
+#include <utility>
 
 #include "nn/fp8_state.hpp"
 #include "nn/make_gemm.hpp"
@@ -18,8 +18,9 @@ constexpr int64_t kDoSlot = 0, kDpSlot = 1, kDqkvSlot = 2;
 
 struct AttentionRecord : Ctx::Record {
   detail::Fp8Mode mode;
-  Tensor q, k, v, o;  // quantised if mode.fp8
-  Tensor s_quant;     // FP8 only
+  Tensor q, k, v, o;                // quantised if mode.fp8
+  DType q_dtype, k_dtype, v_dtype;  // of their gradients
+  Tensor s_quant;                   // FP8 only
   Tensor lse;
   AttentionInputs inputs;
   te_fl_rng rng{0, 0, nullptr};
@@ -66,7 +67,7 @@ struct DotProductAttention::Impl {
                               bool columns, bool record) const;
   Result<Tensor> quantize(const detail::Fp8Mode& mode, const Tensor& x, detail::Role role,
                           int64_t slot, bool record) const;
-  Result<Tensor> dequantize(const Tensor& x) const;
+  Result<Tensor> dequantize(const Tensor& x, DType dtype) const;
   // The output, FP8: merged_codes().
   Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training,
                              bool columns);
@@ -140,13 +141,8 @@ Result<detail::Fp8Mode> DotProductAttention::Impl::begin(bool training) {
   TE_FL_ASSIGN_OR_RETURN(detail::Fp8Mode mode, detail::current_mode());
   const DelayedScaling* delayed = mode.delayed();
   if (!mode.fp8 || delayed == nullptr || !delayed->fp8_dpa) return detail::Fp8Mode{};
-  TE_FL_RETURN_IF_ERROR(forward_state->ensure(delayed->amax_history_len, options.device));
-  if (training) {
-    TE_FL_RETURN_IF_ERROR(backward_state->ensure(delayed->amax_history_len, options.device));
-    std::lock_guard lock(mode.session->mutex);
-    mode.session->forward.add(
-        {forward_state, *delayed, detail::fp8_dtype(*mode.recipe, detail::Role::kInput)});
-  }
+  TE_FL_RETURN_IF_ERROR(
+      detail::begin_delayed(mode, training, forward_state, backward_state, options.device));
   return mode;
 }
 
@@ -177,8 +173,8 @@ Result<Tensor> DotProductAttention::Impl::quantize(const detail::Fp8Mode& mode, 
   return q;
 }
 
-Result<Tensor> DotProductAttention::Impl::dequantize(const Tensor& x) const {
-  TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(x, options.activation_dtype));
+Result<Tensor> DotProductAttention::Impl::dequantize(const Tensor& x, DType dtype) const {
+  TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(x, dtype));
   te_fl_dequantize_args args{};
   args.input = x;
   args.output = high;
@@ -238,19 +234,14 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   Gradients grads;
   Tensor grad_out = d_o;
   Tensor dp_quant;
-  auto gradient_like = [&](const Tensor& x, Tensor Gradients::*given) -> Result<Tensor> {
+  auto gradient_like = [&](const Tensor& x, DType dtype,
+                           Tensor Gradients::*given) -> Result<Tensor> {
     if (into != nullptr && (into->*given).quantized() == fp8) return into->*given;
-    if (!fp8) return detail::empty_like(x, options.activation_dtype);
+    if (!fp8) return detail::empty_like(x, dtype);
     return quantized(record.mode, detail::Role::kGradient, x.shape(), kDqkvSlot, true);
   };
   if (fp8) {
-    {
-      Context context = Context::current();
-      std::lock_guard lock(context.state().mutex);
-      context.state().backward.add(
-          {backward_state, *record.mode.delayed(),
-           detail::fp8_dtype(*record.mode.recipe, detail::Role::kGradient)});
-    }
+    TE_FL_RETURN_IF_ERROR(detail::begin_delayed_backward(record.mode, backward_state));
     if (!d_o.quantized()) {
       TE_FL_ASSIGN_OR_RETURN(grad_out,
                              quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot, true));
@@ -259,9 +250,9 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
     TE_FL_ASSIGN_OR_RETURN(dp_quant,
                            quantized(record.mode, detail::Role::kGradient, one, kDpSlot, true));
   }
-  TE_FL_ASSIGN_OR_RETURN(grads.dq, gradient_like(record.q, &Gradients::dq));
-  TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k, &Gradients::dk));
-  TE_FL_ASSIGN_OR_RETURN(grads.dv, gradient_like(record.v, &Gradients::dv));
+  TE_FL_ASSIGN_OR_RETURN(grads.dq, gradient_like(record.q, record.q_dtype, &Gradients::dq));
+  TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k, record.k_dtype, &Gradients::dk));
+  TE_FL_ASSIGN_OR_RETURN(grads.dv, gradient_like(record.v, record.v_dtype, &Gradients::dv));
   for (const Tensor* grad : {&grads.dq, &grads.dk, &grads.dv}) {
     TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, *grad));
   }
@@ -286,9 +277,12 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   TE_FL_RETURN_IF_ERROR(ops::fused_attn_bwd(args, call));
   TE_FL_RETURN_IF_ERROR(dsink.commit());
   if (fp8) {
-    for (Tensor Gradients::*grad : {&Gradients::dq, &Gradients::dk, &Gradients::dv}) {
+    const std::pair<Tensor Gradients::*, DType> each[] = {{&Gradients::dq, record.q_dtype},
+                                                          {&Gradients::dk, record.k_dtype},
+                                                          {&Gradients::dv, record.v_dtype}};
+    for (const auto& [grad, dtype] : each) {
       if (into != nullptr && (into->*grad).quantized()) continue;
-      TE_FL_ASSIGN_OR_RETURN(Tensor high, dequantize(grads.*grad));
+      TE_FL_ASSIGN_OR_RETURN(Tensor high, dequantize(grads.*grad, dtype));
       if (into != nullptr) TE_FL_RETURN_IF_ERROR(detail::copy(high, into->*grad));
       grads.*grad = into != nullptr ? into->*grad : std::move(high);
     }
@@ -352,14 +346,15 @@ Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, co
   TE_FL_ASSIGN_OR_RETURN(Tensor o, forward_codes(q, k, v, ctx, inputs, false));
   if (!o.quantized()) return o;
   TE_FL_ASSIGN_OR_RETURN(Tensor heads, o.view(q.shape()));
-  return impl_->dequantize(heads);
+  return impl_->dequantize(heads, impl_->options.activation_dtype);
 }
 
 Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor& k, const Tensor& v,
                                                   Ctx* ctx, const AttentionInputs& inputs,
                                                   bool columns) {
   const bool training = ctx != nullptr;
-  auto record = std::make_unique<AttentionRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record,
+                         detail::new_record<AttentionRecord>(ctx, "DotProductAttention"));
   record->inputs = inputs;
   if (!record->inputs.cu_seqlens_kv.defined()) {
     record->inputs.cu_seqlens_kv = inputs.cu_seqlens_q;
@@ -372,6 +367,12 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
   }
   TE_FL_ASSIGN_OR_RETURN(Extents extents, impl_->check(q, k, v, record->inputs));
   TE_FL_ASSIGN_OR_RETURN(record->mode, impl_->begin(training));
+  const auto gradient_dtype = [&](const Tensor& x) {
+    return x.quantized() ? impl_->options.activation_dtype : x.dtype();
+  };
+  record->q_dtype = gradient_dtype(q);
+  record->k_dtype = gradient_dtype(k);
+  record->v_dtype = gradient_dtype(v);
   if (record->mode.fp8) {
     const auto input = [&](const Tensor& x) -> Result<Tensor> {
       if (x.quantized()) return x;
@@ -386,7 +387,7 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
     record->v = v;
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor o, impl_->run_forward(*record, extents, training, columns));
-  if (training) ctx->store(this, std::move(record));
+  if (training) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return o;
 }
 

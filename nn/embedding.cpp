@@ -15,13 +15,18 @@ struct IndicesRecord : Ctx::Record {
 // A dropout mask; undefined where nothing was dropped.
 struct MaskRecord : Ctx::Record {
   Tensor mask;
+  Shape shape;  // of the result
 };
 
 Result<Tensor> new_mask(const Tensor& like) {
   return Tensor::empty({(like.numel() + 7) / 8}, DType::kU8, like.device());
 }
 
-Result<Tensor> dropout_backward(const Tensor& dy, const Tensor& mask, float p) {
+Result<Tensor> dropout_backward(const Tensor& dy, const MaskRecord& record, float p,
+                                std::string_view module) {
+  const Tensor& mask = record.mask;
+  const int64_t last = record.shape.empty() ? 0 : record.shape.back();
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, last, module));
   if (!mask.defined()) return dy;
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, detail::empty_like(dy, dy.dtype()));
   te_fl_dropout_bwd_args args{};
@@ -51,6 +56,7 @@ Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& opt
 
 Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
   if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<IndicesRecord>(ctx, "Embedding"));
   Shape shape(indices.shape().begin(), indices.shape().end());
   shape.push_back(options_.hidden_size);
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
@@ -60,11 +66,8 @@ Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
   args.weight = weight_->value;
   args.output = y;
   TE_FL_RETURN_IF_ERROR(ops::embedding_fwd(args, detail::call_options()));
-  if (ctx != nullptr) {
-    auto record = std::make_unique<IndicesRecord>();
-    record->indices = indices;
-    ctx->store(this, std::move(record));
-  }
+  record->indices = indices;
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
@@ -83,7 +86,7 @@ Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
 Result<Tensor> Residual::forward(const Tensor& a, const Tensor& b, Ctx* ctx) {
   TE_FL_RETURN_IF_ERROR(detail::check_dropout("Residual", "dropout", p_));
   if (!a.defined() || !b.defined()) return invalid_argument("Residual: a or b is undefined");
-  auto record = std::make_unique<MaskRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MaskRecord>(ctx, "Residual"));
   TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::empty_like(a, a.dtype()));
   te_fl_add_args args{};
   args.a = a;
@@ -97,20 +100,22 @@ Result<Tensor> Residual::forward(const Tensor& a, const Tensor& b, Ctx* ctx) {
     options = detail::random_options(b.numel());
   }
   TE_FL_RETURN_IF_ERROR(ops::add(args, options));
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  record->shape.assign(y.shape().begin(), y.shape().end());
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
 Result<Tensor> Residual::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Residual"));
-  return dropout_backward(dy, static_cast<MaskRecord&>(*taken).mask, p_);
+  return dropout_backward(dy, static_cast<MaskRecord&>(*taken), p_, "Residual");
 }
 
 Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
   TE_FL_RETURN_IF_ERROR(detail::check_dropout("Dropout", "p", p_));
   if (!x.defined()) return invalid_argument("Dropout: x is undefined");
   if (ctx == nullptr) return x;
-  auto record = std::make_unique<MaskRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MaskRecord>(ctx, "Dropout"));
+  record->shape.assign(x.shape().begin(), x.shape().end());
   Tensor y = x;
   if (p_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(y, detail::empty_like(x, x.dtype()));
@@ -122,13 +127,13 @@ Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
     args.p = p_;
     TE_FL_RETURN_IF_ERROR(ops::dropout_fwd(args, detail::random_options(x.numel())));
   }
-  ctx->store(this, std::move(record));
+  TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
 Result<Tensor> Dropout::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Dropout"));
-  return dropout_backward(dy, static_cast<MaskRecord&>(*taken).mask, p_);
+  return dropout_backward(dy, static_cast<MaskRecord&>(*taken), p_, "Dropout");
 }
 
 }  // namespace te_fl::nn

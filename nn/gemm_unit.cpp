@@ -1,7 +1,6 @@
 #include "nn/gemm_unit.hpp"
 
 #include <array>
-#include <mutex>
 
 #include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
@@ -32,6 +31,8 @@ GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
 Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   Use use;
   use.training = training;
+  use.version = weight_->version;
+  use.dx_dtype = spec_.activation_dtype;
   if (spec_.high_precision) return use;
   TE_FL_ASSIGN_OR_RETURN(use.mode, current_mode());
   const DelayedScaling* delayed = use.mode.delayed();
@@ -39,12 +40,7 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
     copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
   }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
-  TE_FL_RETURN_IF_ERROR(forward_->ensure(delayed->amax_history_len, spec_.device));
-  if (training || use.mode.calibrating) {
-    TE_FL_RETURN_IF_ERROR(backward_->ensure(delayed->amax_history_len, spec_.device));
-    std::lock_guard lock(use.mode.session->mutex);
-    use.mode.session->forward.add({forward_, *delayed, fp8_dtype(*use.mode.recipe, Role::kInput)});
-  }
+  TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_, spec_.device));
   return use;
 }
 
@@ -69,7 +65,8 @@ Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
 
 }  // namespace
 
-Result<Tensor> GemmUnit::prepare_input(const Use& use, const Tensor& x) {
+Result<Tensor> GemmUnit::prepare_input(Use& use, const Tensor& x) {
+  if (!x.quantized()) use.dx_dtype = x.dtype();
   if (x.quantized()) {
     TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.training));
     if (use.training) TE_FL_RETURN_IF_ERROR(fill_columns(x));
@@ -123,10 +120,17 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     return flagged_weight(use, options.reuse_weights);
   }
   if (!first.has_value()) return make_weight(use, use.training);
-  if (*first || !cached_.fits(use) || cached_.version != weight_->version) {
-    TE_FL_ASSIGN_OR_RETURN(cached_.weight, make_weight(use, use.training));
-    cached_.version = weight_->version;
-    cached_.recipe = use.mode.recipe;
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
+  const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
+  if (!*first && capture != 0 && !stale && cached_.capture != capture) {
+    return failed_precondition(
+        "a forward with is_first_microbatch = false is captured, and the weights that it reuses "
+        "were computed outside; every launch would read those of today. With is_first_microbatch a "
+        "graph holds all the microbatches of a step; for a graph of one use reuse_weights");
+  }
+  if (*first || stale) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, use.training));
+    cached_ = {std::move(weight), weight_->version, use.mode.recipe, capture};
   }
   return cached_.weight;
 }
@@ -149,14 +153,14 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
           "it once before the capture");
     }
     TE_FL_ASSIGN_OR_RETURN(Tensor weight, quantised_weight(use, use.training));
-    flagged_ = {std::move(weight), weight_->version, use.mode.recipe};
+    flagged_ = {std::move(weight), weight_->version, use.mode.recipe, 0};
   } else if (capturing || flagged_.version == weight_->version) {
     TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight, flag));
   } else {
     TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight));
     flagged_.version = weight_->version;
   }
-  keep_for_graph(flagged_.weight);
+  keep_for_graph(std::make_shared<Tensor>(flagged_.weight));
   return flagged_.weight;
 }
 
@@ -243,12 +247,21 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
   return pre;
 }
 
+Status GemmUnit::check_unchanged(const Use& use) const {
+  const bool own = !use.weight.quantized() && use.weight.raw_data() == weight_->value.raw_data();
+  return own ? nn::detail::check_unchanged(*weight_, use.version) : Status();
+}
+
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
-  if (const DelayedScaling* delayed = use.mode.delayed()) {
-    Context context = Context::current();
-    std::lock_guard lock(context.state().mutex);
-    context.state().backward.add(
-        {backward_, *delayed, fp8_dtype(*use.mode.recipe, Role::kGradient)});
+  if (use.mode.delayed() != nullptr) {
+    // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
+    // ended that one's backward.
+    const std::shared_ptr<GradientUpdates> earlier = weight_->gradient_updates;
+    if (backward_->pending() && !weight_->grad_written && earlier != nullptr) {
+      TE_FL_RETURN_IF_ERROR(earlier->end());
+    }
+    TE_FL_RETURN_IF_ERROR(begin_delayed_backward(use.mode, backward_));
+    weight_->gradient_updates = use.mode.gradients;
   }
   const std::array<int64_t, 2> shape = {rows, spec_.out};
   return empty_quantized(*use.mode.recipe, Role::kGradient, shape,
@@ -292,8 +305,7 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor*
   if (into != nullptr) {
     dx = *into;
   } else {
-    TE_FL_ASSIGN_OR_RETURN(
-        dx, Tensor::empty({grad.size(0), spec_.in}, spec_.activation_dtype, spec_.device));
+    TE_FL_ASSIGN_OR_RETURN(dx, Tensor::empty({grad.size(0), spec_.in}, use.dx_dtype, spec_.device));
   }
   te_fl_generic_gemm_args args{};
   args.a = grad;
@@ -355,6 +367,7 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
 }
 
 Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
+  TE_FL_RETURN_IF_ERROR(check_unchanged(use));
   TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor, into));
   TE_FL_RETURN_IF_ERROR(wgrad(use, grad));

@@ -27,8 +27,10 @@ class GemmUnit {
   struct Use {
     Fp8Mode mode;
     bool training = false;
-    Tensor input;   // quantised or of the activation dtype
-    Tensor weight;  // likewise
+    Tensor input;                  // quantised or of the activation dtype
+    Tensor weight;                 // likewise
+    uint64_t version = 0;          // of the parameter at the forward
+    DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
   };
 
   GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight, std::shared_ptr<Parameter> bias);
@@ -44,9 +46,10 @@ class GemmUnit {
   // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
   // high precision.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
-  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype. Row-wise
-  // codes are taken as they are; for training they bring room for the column-wise copy.
-  Result<Tensor> prepare_input(const Use& use, const Tensor& x);
+  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype; its gradient
+  // will have x's dtype. Row-wise codes are taken as they are; for training they bring room for the
+  // column-wise copy.
+  Result<Tensor> prepare_input(Use& use, const Tensor& x);
   // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype, or in `into`.
   // `input` came from input_buffer() or prepare_input().
   Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
@@ -57,6 +60,9 @@ class GemmUnit {
   Result<Tensor> forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
                               const Tensor& activated);
 
+  // FAILED_PRECONDITION if the backward would read the weight in the parameter itself and that has
+  // changed since the forward. First in a backward, before anything is written.
+  Status check_unchanged(const Use& use) const;
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows);
   struct Gradient {
@@ -66,7 +72,7 @@ class GemmUnit {
   // dy [rows, out] as the backward GEMMs want it. Row-wise codes are taken as they are and
   // bring room for the column-wise copy.
   Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
-  // dy W, [rows, in] in the activation dtype, or in `into`.
+  // dy W, [rows, in] in Use::dx_dtype, or in `into`.
   Result<Tensor> dgrad(const Use& use, const Tensor& grad, const Tensor* into = nullptr);
   // The gradient behind GELU, gelu'(pre) * (dy W), of the map whose output `pre` [rows, in] was:
   // into `into`, quantised or not, and the sums of its columns into `sums` [in] unless undefined.
@@ -101,6 +107,7 @@ class GemmUnit {
     Tensor weight;
     uint64_t version = 0;  // of the parameter
     std::shared_ptr<const Recipe> recipe;
+    uint64_t capture = 0;  // that made it; 0: none
     bool fits(const Use& use) const;
   };
   Kept cached_;   // by is_first_microbatch = true

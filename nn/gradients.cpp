@@ -4,6 +4,7 @@
 #include <atomic>
 #include <utility>
 
+#include "nn/tensor_ops.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/nn/context.hpp"
 
@@ -16,7 +17,8 @@ constexpr uint64_t kForeign = UINT64_MAX;  // a capture that nn did not begin
 std::atomic<uint64_t> g_captures{0};
 thread_local StepCapture* t_capture = nullptr;
 
-// The capture that work on the parameter's device would now go into; 0: none.
+}  // namespace
+
 Result<uint64_t> capture_of(const Device& device) {
   if (t_capture != nullptr) return t_capture->id();
   if (device.is_host()) return uint64_t{0};
@@ -25,8 +27,6 @@ Result<uint64_t> capture_of(const Device& device) {
   return capturing ? kForeign : uint64_t{0};
 }
 
-}  // namespace
-
 Result<bool> adds(Parameter& parameter) {
   if (parameter.grad_written) return true;
   TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(parameter.grad.device()));
@@ -34,12 +34,24 @@ Result<bool> adds(Parameter& parameter) {
 }
 
 void wrote(Parameter& parameter) {
-  if (t_capture != nullptr) t_capture->touch(parameter);
+  if (t_capture != nullptr) t_capture->touch(parameter, true);
   parameter.grad_written = true;
+  parameter.grad_stale = false;
 }
 
-void keep_for_graph(const Tensor& tensor) {
-  if (t_capture != nullptr) t_capture->keep(tensor);
+Result<bool> capturing(const Device& device) {
+  if (device.is_host()) return false;
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(device));
+  return now != 0;
+}
+
+Result<bool> in_foreign_capture(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(device));
+  return now == kForeign;
+}
+
+void keep_for_graph(std::shared_ptr<const void> memory) {
+  if (t_capture != nullptr) t_capture->keep(std::move(memory));
 }
 
 StepCapture::StepCapture() : id_(++g_captures), outer_(std::exchange(t_capture, this)) {}
@@ -48,21 +60,40 @@ StepCapture::~StepCapture() { (void)take(); }
 std::vector<StepCapture::Touched> StepCapture::take() {
   if (t_capture == this) t_capture = outer_;
   for (Touched& t : touched_) {
-    t.after = t.parameter->grad_written;
-    t.parameter->grad_written = t.before;
+    t.after = {t.parameter->grad_written, t.parameter->grad_stale};
+    t.parameter->grad_written = t.before.written;
+    t.parameter->grad_stale = t.before.stale;
   }
   return std::exchange(touched_, {});
 }
 
-void StepCapture::touch(Parameter& parameter) {
+void StepCapture::touch(Parameter& parameter, bool adds) {
   const auto same = [&](const Touched& t) { return t.parameter == &parameter; };
   if (std::any_of(touched_.begin(), touched_.end(), same)) return;
-  touched_.push_back({&parameter, parameter.grad_written, false});
+  touched_.push_back({&parameter, {parameter.grad_written, parameter.grad_stale}, {}, adds});
+}
+
+Status check_unchanged(const Parameter& parameter, uint64_t version) {
+  if (parameter.version == version) return {};
+  return failed_precondition(
+      "backward: the parameter " + parameter.value.describe() +
+      " has changed since the forward (an optimizer's step or load_state()), and the gradient of "
+      "the input would be that of other weights; run each backward before the step");
+}
+
+Status prepare_launch(const std::vector<StepCapture::Touched>& touched) {
+  for (const StepCapture::Touched& t : touched) {
+    if (!t.adds || !t.parameter->grad_stale) continue;
+    TE_FL_RETURN_IF_ERROR(fill(t.parameter->grad, 0));
+    t.parameter->grad_stale = false;
+  }
+  return {};
 }
 
 void launched(const std::vector<StepCapture::Touched>& touched) {
   for (const StepCapture::Touched& t : touched) {
-    t.parameter->grad_written = t.after;
+    t.parameter->grad_written = t.after.written;
+    t.parameter->grad_stale = t.after.stale;
     t.parameter->grad_cleared_in = 0;
   }
 }
@@ -71,8 +102,9 @@ void launched(const std::vector<StepCapture::Touched>& touched) {
 
 Status Parameter::clear_grad() {
   TE_FL_ASSIGN_OR_RETURN(grad_cleared_in, detail::capture_of(grad.device()));
-  if (detail::t_capture != nullptr) detail::t_capture->touch(*this);
+  if (detail::t_capture != nullptr) detail::t_capture->touch(*this, false);
   grad_written = false;
+  grad_stale = true;
   return {};
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -15,9 +16,14 @@ namespace te_fl::nn::detail {
 // told apart and are taken for one.
 Result<bool> adds(Parameter& parameter);
 void wrote(Parameter& parameter);
+// The capture that work on `device` would now go into, 0: none; whether there is one, and whether
+// it is one that nn did not begin.
+Result<uint64_t> capture_of(const Device& device);
+Result<bool> capturing(const Device& device);
+Result<bool> in_foreign_capture(const Device& device);
 // Memory that the work uses and its owner may replace: it lives as long as the graph of a step that
 // is being captured. Outside of that, nothing.
-void keep_for_graph(const Tensor& tensor);
+void keep_for_graph(std::shared_ptr<const void> memory);
 
 // From its construction on, what a capture on this thread touches: a capture writes nothing, its
 // launches do.
@@ -28,26 +34,37 @@ class StepCapture {
   StepCapture(const StepCapture&) = delete;
   StepCapture& operator=(const StepCapture&) = delete;
 
-  // A parameter and whether its gradient is written once the graph has run.
+  // The host's knowledge of a gradient, before the capture and once the graph has run.
+  struct Gradient {
+    bool written, stale;
+  };
   struct Touched {
     Parameter* parameter;
-    bool before, after;
+    Gradient before, after;
+    bool adds;  // to what the gradient holds when the graph is launched
   };
   // Ends it, with the parameters as they were before.
   std::vector<Touched> take();
-  std::vector<Tensor> take_kept() { return std::move(kept_); }
+  std::vector<std::shared_ptr<const void>> take_kept() { return std::move(kept_); }
 
-  void touch(Parameter& parameter);
-  void keep(const Tensor& tensor) { kept_.push_back(tensor); }
+  // Before a change of what the host knows; `adds`: the work now captured reads the gradient.
+  void touch(Parameter& parameter, bool adds);
+  void keep(std::shared_ptr<const void> memory) { kept_.push_back(std::move(memory)); }
   uint64_t id() const noexcept { return id_; }
 
  private:
   uint64_t id_;
   StepCapture* outer_;
   std::vector<Touched> touched_;
-  std::vector<Tensor> kept_;
+  std::vector<std::shared_ptr<const void>> kept_;
 };
 
+// FAILED_PRECONDITION if the value is not the parameter's version `version` any more, which a
+// forward read and its backward is to read again.
+Status check_unchanged(const Parameter& parameter, uint64_t version);
+// What a launch reads is there: gradients that were cleared and not written are filled with zeros,
+// on the current stream.
+Status prepare_launch(const std::vector<StepCapture::Touched>& touched);
 // The parameters as a launch leaves them.
 void launched(const std::vector<StepCapture::Touched>& touched);
 

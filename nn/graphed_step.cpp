@@ -38,7 +38,7 @@ struct GraphedStep::Impl {
   Graph graph;
   Tensors outputs;
   std::vector<detail::StepCapture::Touched> gradients;
-  Tensors kept;  // what the graph uses besides and its owners may let go
+  std::vector<std::shared_ptr<const void>> kept;  // the graph uses it, its owners may let it go
 };
 
 Status GraphedStep::Impl::check_inputs(std::span<const Tensor> inputs) const {
@@ -93,40 +93,40 @@ Status GraphedStep::Impl::capture() {
         "GraphedStep: run() was called inside an autocast, whose scale update no graph would "
         "repeat; open the autocast inside the step");
   }
-  detail::StepState& state = context.state();
+  detail::RandomState& state = context.state();
   if (!random.defined()) {
     TE_FL_ASSIGN_OR_RETURN(random, Tensor::empty({2}, DType::kU64, device));
   }
   TE_FL_RETURN_IF_ERROR(devices::synchronize(device, context.stream()));
-  detail::PendingUpdates pending;
+  // The graph updates what the step itself leaves, and nothing older.
+  const std::shared_ptr<detail::GradientUpdates> updates = detail::current_gradient_updates();
+  std::vector<detail::PendingUpdate> pending = updates->take();
   RandomPosition start;
   {
     std::lock_guard lock(state.mutex);
-    pending = state.backward;
-    start = state.random;
-    state.captured_random = random;
+    start = state.position;
+    state.captured = random;
     state.captured_at = start.offset;
   }
   Graph captured;
   detail::StepCapture writes;
   Result<Tensors> result = record(captured);
   std::vector<detail::StepCapture::Touched> touched = writes.take();
-  bool updates_left = false;
+  // Nothing has run yet: the launch counts.
+  const bool updates_left = !updates->take().empty();
+  updates->put_back(std::move(pending));
   uint64_t count = 0;
   {
     std::lock_guard lock(state.mutex);
-    updates_left = !state.backward.empty();
-    count = state.random.offset - start.offset;
-    // Nothing has run yet: the launch counts.
-    state.random = start;
-    state.backward = pending;
-    state.captured_random = Tensor();
+    count = state.position.offset - start.offset;
+    state.position = start;
+    state.captured = Tensor();
   }
   if (!result.ok()) return result.status().wrap("GraphedStep: the step cannot be captured");
   if (updates_left) {
     return failed_precondition(
         "GraphedStep: the step leaves gradient scales without their update, which no graph would "
-        "repeat; call backward_end() inside the step");
+        "repeat; call backward_end() inside the step, or the optimizer's step(), which does it");
   }
   random_count = count;
   outputs = *std::move(result);
@@ -138,12 +138,13 @@ Status GraphedStep::Impl::capture() {
 
 Result<Tensors> GraphedStep::Impl::launch() {
   if (random_count > 0) TE_FL_RETURN_IF_ERROR(write_random(context.random()));
+  TE_FL_RETURN_IF_ERROR(detail::prepare_launch(gradients));
   if (options.optimizer != nullptr) TE_FL_RETURN_IF_ERROR(options.optimizer->advance());
   TE_FL_RETURN_IF_ERROR(graph.launch());
   detail::launched(gradients);
   {
     std::lock_guard lock(context.state().mutex);
-    context.state().random.offset += random_count;
+    context.state().position.offset += random_count;
   }
   return outputs;
 }

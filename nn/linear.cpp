@@ -65,7 +65,7 @@ const Tensor* given(const Tensor& t) { return t.defined() ? &t : nullptr; }
 Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
                                const Tensor* residual, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
-  auto record = std::make_unique<LinearRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LinearRecord>(ctx, "Linear"));
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
   Tensor added;
@@ -78,13 +78,14 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
                          gemm_->forward(record->use, input, options, given(added), given(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
 }
 
 Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Linear"));
   auto& record = static_cast<LinearRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, gemm_->spec().out, "Linear"));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
@@ -130,7 +131,8 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
 Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
                                         const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
-  auto record = std::make_unique<LayerNormLinearRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record,
+                         detail::new_record<LayerNormLinearRecord>(ctx, "LayerNormLinear"));
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->input_buffer(record->use, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(norm_->forward(flat, input, record->norm));
@@ -139,13 +141,16 @@ Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const Forward
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
                          gemm_->forward(record->use, input, options, nullptr, given(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
 }
 
 Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
   auto& record = static_cast<LayerNormLinearRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, gemm_->spec().out, "LayerNormLinear"));
+  TE_FL_RETURN_IF_ERROR(norm_->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
                          detail::as_operand(dy, gemm_->spec().out, "LayerNormLinear: dy"));
   Tensor residual;

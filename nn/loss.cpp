@@ -39,7 +39,7 @@ Result<Tensor> CrossEntropyLoss::forward(const Tensor& logits, const Tensor& tar
     return invalid_argument("CrossEntropyLoss: divisor is " + std::to_string(divisor) +
                             "; it must be greater than 0, or 0 for the number of rows");
   }
-  auto record = std::make_unique<LossRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LossRecord>(ctx, "CrossEntropyLoss"));
   record->logits = logits;
   record->targets = targets;
   record->divisor =
@@ -55,7 +55,7 @@ Result<Tensor> CrossEntropyLoss::forward(const Tensor& logits, const Tensor& tar
   args.ignore_index = options_.ignore_index;
   TE_FL_RETURN_IF_ERROR(ops::cross_entropy_fwd(args, detail::call_options()));
   TE_FL_ASSIGN_OR_RETURN(Tensor loss, scaled_sum(losses, 1 / record->divisor));
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return loss;
 }
 

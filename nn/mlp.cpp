@@ -252,7 +252,7 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
                          detail::as_matrix(x, impl.options.hidden_size, "LayerNormMLP: x"));
-  auto record = std::make_unique<MlpRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MlpRecord>(ctx, "LayerNormMLP"));
   TE_FL_ASSIGN_OR_RETURN(record->fc1, impl.fc1->begin(training));
   TE_FL_ASSIGN_OR_RETURN(record->fc2, impl.fc2->begin(training));
   TE_FL_ASSIGN_OR_RETURN(Tensor normed, impl.fc1->input_buffer(record->fc1, flat.size(0)));
@@ -267,7 +267,7 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.fc2->forward(record->fc2, activated, options,
                                                      residual == nullptr ? nullptr : &added));
   record->shape.assign(x.shape().begin(), x.shape().end());
-  if (training) ctx->store(this, std::move(record));
+  if (training) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y.view(x.shape());
 }
 
@@ -276,6 +276,10 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormMLP"));
   auto& record = static_cast<MlpRecord&>(*taken);
   const int64_t hidden = impl.options.hidden_size;
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, hidden, "LayerNormMLP"));
+  TE_FL_RETURN_IF_ERROR(impl.fc2->check_unchanged(record.fc2));
+  TE_FL_RETURN_IF_ERROR(impl.fc1->check_unchanged(record.fc1));
+  TE_FL_RETURN_IF_ERROR(impl.norm->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, hidden, "LayerNormMLP: dy"));
   Tensor residual;
   if (residual_grad != nullptr) {

@@ -23,9 +23,19 @@ void Ctx::reset() noexcept {
   owner_ = nullptr;
 }
 
-void Ctx::store(const void* owner, std::unique_ptr<Record> record) {
+Status Ctx::check_empty(std::string_view module) const {
+  if (record_ == nullptr) return {};
+  return failed_precondition(
+      std::string(module) +
+      ": forward got a ctx that still holds another forward, whose backward has not run; give each "
+      "microbatch its own, or drop that one with reset()");
+}
+
+Status Ctx::store(const void* owner, std::unique_ptr<Record> record) {
+  TE_FL_RETURN_IF_ERROR(check_empty("Ctx::store"));
   record_ = std::move(record);
   owner_ = owner;
+  return {};
 }
 
 Result<std::unique_ptr<Ctx::Record>> Ctx::take(const void* owner, std::string_view module) {
@@ -115,6 +125,7 @@ Status Module::zero_grad() {
   for (const NamedParameter& p : parameters()) {
     TE_FL_RETURN_IF_ERROR(detail::fill(p.grad(), 0));
     TE_FL_RETURN_IF_ERROR(p.parameter->clear_grad());
+    p.parameter->grad_stale = false;
   }
   return {};
 }
@@ -134,6 +145,7 @@ Status Module::set_grad_dtype(DType dtype) {
   for (size_t i = 0; i < all.size(); ++i) {
     all[i].parameter->grad = std::move(grads[i]);
     TE_FL_RETURN_IF_ERROR(all[i].parameter->clear_grad());
+    all[i].parameter->grad_stale = false;
   }
   return {};
 }
@@ -168,7 +180,8 @@ class StateChecker {
                const std::function<bool(std::string_view)>& skip)
       : source_(source) {
     for (const NamedTensor& t : tensors) {
-      if (skip == nullptr || !skip(t.name)) by_name_.emplace(t.name, &t.tensor);
+      if (skip != nullptr && skip(t.name)) continue;
+      if (!by_name_.emplace(t.name, &t.tensor).second && twice_.empty()) twice_ = t.name;
     }
   }
 
@@ -192,7 +205,8 @@ class StateChecker {
     return {};
   }
 
-  Status check_fp8(const std::string& path, int64_t slots) {
+  Status check_fp8(const std::string& path, const detail::Fp8State& state) {
+    const int64_t slots = state.slots();
     const Tensor* scale = find(path + ".scale");
     const Tensor* history = find(path + ".amax_history");
     if (scale == nullptr && history == nullptr) return {};
@@ -209,10 +223,14 @@ class StateChecker {
         history->size(1) != slots) {
       return mismatch(path + ".amax_history", *history, "f32[length >= 1," + n + "]");
     }
+    if (Status status = state.check_length(history->size(0)); !status) {
+      return status.wrap(std::string(source_) + ": tensor " + path + ".amax_history");
+    }
     return {};
   }
 
-  Status check_unknown() const {
+  Status check_names() const {
+    if (!twice_.empty()) return error(twice_, "is given twice", StatusCode::kInvalidArgument);
     for (const auto& [name, tensor] : by_name_) {
       if (std::find(wanted_.begin(), wanted_.end(), name) != wanted_.end()) continue;
       std::string near = environment::nearest(name, wanted_);
@@ -236,12 +254,35 @@ class StateChecker {
   std::string_view source_;
   std::map<std::string, const Tensor*, std::less<>> by_name_;
   std::vector<std::string> wanted_;
+  std::string twice_;
 };
 
-// A copy of `tensor` on `device`, so that later failures cannot leave half a load behind.
-Result<Tensor> staged(const Tensor& tensor, const Device& device) {
-  if (tensor.device() == device && tensor.contiguous()) return tensor;
-  return tensor.to(device);
+// Whether an update has set the scales [slots]: one is not the initial 1, or the history [length,
+// slots] has an amax behind its running row. Waits for the device.
+Result<bool> calibrated(const Tensor& history, const Tensor& scale) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor scales, scale.to(Device()));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, history.to(Device()));
+  const float *s = scales.data<float>(), *h = rows.data<float>();
+  return std::any_of(s, s + scales.numel(), [](float v) { return v != 1; }) ||
+         std::any_of(h + rows.size(1), h + rows.numel(), [](float v) { return v != 0; });
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.raw_data()); };
+  const auto end = [&](const Tensor& t) {
+    return begin(t) + static_cast<uintptr_t>(bytes_for(t.dtype(), t.numel()));
+  };
+  return begin(a) < end(b) && begin(b) < end(a);
+}
+
+// A copy of `tensor` on `device`, so that later failures cannot leave half a load behind; the
+// tensor itself if it can be read there and is none of the module's `own`, which are written.
+Result<Tensor> staged(const Tensor& tensor, const Device& device,
+                      const std::vector<NamedTensor>& own) {
+  const bool usable = tensor.device() == device && tensor.contiguous() &&
+                      std::none_of(own.begin(), own.end(),
+                                   [&](const NamedTensor& o) { return overlap(o.tensor, tensor); });
+  return usable ? Result<Tensor>(tensor) : tensor.to(device);
 }
 
 }  // namespace
@@ -253,10 +294,10 @@ Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (!status.ok()) return;
     status = entry.parameter != nullptr ? checker.check_parameter(path, entry.parameter->value)
-                                        : checker.check_fp8(path, entry.fp8->slots());
+                                        : checker.check_fp8(path, *entry.fp8);
   });
   TE_FL_RETURN_IF_ERROR(status);
-  return checker.check_unknown();
+  return checker.check_names();
 }
 
 Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
@@ -264,10 +305,12 @@ Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_v
   TE_FL_RETURN_IF_ERROR(check_state(tensors, source, skip));
   const std::vector<NamedParameter> params = parameters();
   const Device device = params.empty() ? Device() : params.front().value().device();
-  std::unordered_map<std::string, Tensor> ready;
+  const std::vector<NamedTensor> own = state();
+  std::unordered_map<std::string, Tensor> given, ready;
   for (const NamedTensor& t : tensors) {
     if (skip != nullptr && skip(t.name)) continue;
-    TE_FL_ASSIGN_OR_RETURN(Tensor tensor, staged(t.tensor, device));
+    TE_FL_ASSIGN_OR_RETURN(Tensor tensor, staged(t.tensor, device, own));
+    given.emplace(t.name, t.tensor);
     ready.emplace(t.name, std::move(tensor));
   }
   Status status;
@@ -280,15 +323,12 @@ Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_v
     }
     auto scale = ready.find(path + ".scale");
     if (scale == ready.end()) {
-      status = entry.fp8->assign(Tensor(), Tensor());
+      status = entry.fp8->reset();
       return;
     }
-    // Own storage: the given tensors stay the caller's.
-    Result<Tensor> own_scale = scale->second.clone();
-    Result<Tensor> own_history = ready.at(path + ".amax_history").clone();
-    status = !own_scale.ok()     ? own_scale.status()
-             : !own_history.ok() ? own_history.status()
-                                 : entry.fp8->assign(*own_history, *own_scale);
+    const std::string history = path + ".amax_history";
+    const Result<bool> set = calibrated(given.at(history), given.at(path + ".scale"));
+    status = set.ok() ? entry.fp8->load(ready.at(history), scale->second, *set) : set.status();
   });
   return status;
 }

@@ -269,7 +269,7 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
                             "; it must have rank " + std::to_string(rank) + " and last dimension " +
                             std::to_string(impl.options.hidden_size));
   }
-  auto record = std::make_unique<MhaRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MhaRecord>(ctx, "MultiheadAttention"));
   record->inputs = inputs;
   record->shape.assign(x.shape().begin(), x.shape().end());
   TE_FL_ASSIGN_OR_RETURN(record->angles, impl.angles(inputs, x));
@@ -297,7 +297,7 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
   TE_FL_ASSIGN_OR_RETURN(
       Tensor y,
       impl.proj->forward(merged, ctx == nullptr ? nullptr : &record->proj, options, residual));
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
@@ -306,6 +306,8 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "MultiheadAttention"));
   auto& record = static_cast<MhaRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, impl.options.hidden_size, "MultiheadAttention"));
   Tensor d_codes;
   if (record.fp8.fp8) {
     TE_FL_ASSIGN_OR_RETURN(

@@ -1,5 +1,6 @@
 #include "nn/norm_core.hpp"
 
+#include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/init.hpp"
 
@@ -30,6 +31,7 @@ Result<std::unique_ptr<NormCore>> NormCore::create(Normalization kind, const Nor
 Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
   const int64_t rows = x.size(0);
   saved.x = x;
+  saved.version = weight_->version;
   TE_FL_ASSIGN_OR_RETURN(saved.rsigma, Tensor::empty({rows}, DType::kF32, options_.device));
   if (kind_ == Normalization::kRMSNorm) {
     te_fl_rmsnorm_fwd_args args{};
@@ -52,6 +54,10 @@ Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
   args.epsilon = options_.epsilon;
   args.zero_centered_gamma = options_.zero_centered_gamma;
   return ops::layernorm_fwd(args, call_options());
+}
+
+Status NormCore::check_unchanged(const Saved& saved) const {
+  return detail::check_unchanged(*weight_, saved.version);
 }
 
 Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor* residual,
@@ -95,7 +101,8 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
 
 Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
                                   const Tensor* residual) const {
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, empty_like(dz, options_.activation_dtype));
+  TE_FL_RETURN_IF_ERROR(check_unchanged(saved));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, empty_like(dz, saved.x.dtype()));
   TE_FL_ASSIGN_OR_RETURN(GradTarget dgamma, GradTarget::open(weight_.get()));
   TE_FL_ASSIGN_OR_RETURN(GradTarget dbeta, GradTarget::open(bias_.get()));
   TE_FL_RETURN_IF_ERROR(run_backward(dz, saved, residual, dx, dgamma.tensor(), dbeta.tensor()));
@@ -128,11 +135,11 @@ Status Norm::init(Normalization kind, const NormOptions& options) {
 Result<Tensor> Norm::forward(const Tensor& x, Ctx* ctx) {
   const NormOptions& options = core_->options();
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, options.hidden_size, "Norm: x"));
-  auto record = std::make_unique<NormRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<NormRecord>(ctx, "Norm"));
   TE_FL_ASSIGN_OR_RETURN(Tensor z, detail::empty_like(flat, options.activation_dtype));
   TE_FL_RETURN_IF_ERROR(core_->forward(flat, z, record->saved));
   record->shape.assign(x.shape().begin(), x.shape().end());
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return z.view(x.shape());
 }
 
@@ -140,6 +147,7 @@ Result<Tensor> Norm::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Norm"));
   auto& record = static_cast<NormRecord&>(*taken);
   const int64_t hidden = core_->options().hidden_size;
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, hidden, "Norm"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dz, detail::as_matrix(dy, hidden, "Norm: dy"));
   Tensor residual;
   if (residual_grad != nullptr) {

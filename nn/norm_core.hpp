@@ -11,6 +11,7 @@ class NormCore {
  public:
   struct Saved {
     Tensor x, mu, rsigma;
+    uint64_t version = 0;  // of the weight
   };
 
   static Result<std::unique_ptr<NormCore>> create(Normalization kind, const NormOptions& options);
@@ -20,7 +21,9 @@ class NormCore {
 
   // z = norm(x); z may be quantised. Fills `saved`.
   Status forward(const Tensor& x, const Tensor& z, Saved& saved) const;
-  // dz [rows, hidden] -> dx in the activation dtype, plus residual (same shape) if not null.
+  // FAILED_PRECONDITION if the weight has changed since that forward.
+  Status check_unchanged(const Saved& saved) const;
+  // dz [rows, hidden] -> dx in x's dtype, plus residual (same shape) if not null.
   Result<Tensor> backward(const Tensor& dz, const Saved& saved, const Tensor* residual) const;
 
  private:

@@ -2,6 +2,8 @@
 
 #include <array>
 #include <cmath>
+#include <map>
+#include <utility>
 
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
@@ -76,6 +78,22 @@ void set_list(Args& args, Member member, Count count, const Pointers& list) {
   args.*count = static_cast<int64_t>(list.size());
 }
 
+Status copy_to_master(const Slot& slot) {
+  return slot.master.defined() ? detail::copy(slot.parameter.value(), slot.master) : Status();
+}
+
+Status check_once(const char* optimizer, const std::vector<NamedParameter>& parameters) {
+  std::map<const Parameter*, const std::string*> seen;
+  for (const NamedParameter& p : parameters) {
+    const auto [first, fresh] = seen.emplace(p.parameter.get(), &p.name);
+    if (fresh) continue;
+    return invalid_argument(std::string(optimizer) + ": the parameter " + *first->second +
+                            " is given again as " + p.name +
+                            ", and would be updated twice in a step; give shared ones once");
+  }
+  return {};
+}
+
 Status check_non_negative(const char* optimizer, const char* field, float value) {
   if (std::isfinite(value) && value >= 0) return {};
   return invalid_argument(std::string(optimizer) + ": " + field + " is " + std::to_string(value) +
@@ -92,6 +110,29 @@ Pointers grads_of(const std::vector<NamedParameter>& parameters) {
   Pointers grads;
   for (const NamedParameter& p : parameters) grads.push_back(p.grad());
   return grads;
+}
+
+// FAILED_PRECONDITION naming the first parameter whose gradient is an older step's.
+Status check_fresh(const char* who, const std::vector<NamedParameter>& parameters) {
+  for (const NamedParameter& p : parameters) {
+    if (!p.parameter->grad_stale) continue;
+    return failed_precondition(
+        std::string(who) + ": the gradient of " + p.name +
+        " was cleared by clear_grad() and not written since, so it holds an earlier step's values; "
+        "run a backward first, use zero_grad() where it is to count as zero, or set "
+        "Parameter::grad_stale = false if you wrote it yourself");
+  }
+  return {};
+}
+
+// Ends the backwards that wrote the gradients, if nobody has: their scales' updates are still to be
+// made.
+Status end_backwards(const std::vector<NamedParameter>& parameters) {
+  for (const NamedParameter& p : parameters) {
+    const auto updates = std::exchange(p.parameter->gradient_updates, nullptr);
+    if (updates != nullptr) TE_FL_RETURN_IF_ERROR(updates->end());
+  }
+  return {};
 }
 
 Status grad_norm_into(const Pointers& grads, const Tensor& norm) {
@@ -126,6 +167,7 @@ Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, floa
                             "; it must be greater than 0");
   }
   if (parameters.empty()) return 0.0f;
+  TE_FL_RETURN_IF_ERROR(check_fresh("clip_grad_norm", parameters));
   const Pointers grads = grads_of(parameters);
   const Device device = parameters.front().grad().device();
   TE_FL_ASSIGN_OR_RETURN(Tensor norm, Tensor::empty({1}, DType::kF32, device));
@@ -143,8 +185,26 @@ Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, floa
 }
 
 Optimizer::Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm)
-    : parameters_(std::move(parameters)), lr_(lr), max_grad_norm_(max_grad_norm) {}
+    : parameters_(std::move(parameters)), lr_(lr), max_grad_norm_(max_grad_norm) {
+  set_steps(0);
+}
 Optimizer::~Optimizer() = default;
+
+void Optimizer::set_steps(int64_t steps) noexcept {
+  steps_ = steps;
+  versions_.resize(parameters_.size());
+  for (size_t i = 0; i < versions_.size(); ++i) versions_[i] = parameters_[i].parameter->version;
+}
+
+Status Optimizer::refresh_masters() {
+  for (size_t i = 0; i < versions_.size(); ++i) {
+    const uint64_t version = parameters_[i].parameter->version;
+    if (versions_[i] == version) continue;
+    TE_FL_RETURN_IF_ERROR(refresh_master(i));
+    versions_[i] = version;
+  }
+  return {};
+}
 
 Device Optimizer::home() const {
   return parameters_.empty() ? Device() : parameters_.front().value().device();
@@ -187,12 +247,14 @@ Status Optimizer::advance() {
         "Optimizer::advance: the optimizer was created without capturable = true, so no graph can "
         "have captured its step");
   }
+  TE_FL_RETURN_IF_ERROR(refresh_masters());
   ++steps_;
   if (Status status = write_state(); !status) {
     --steps_;
     return status;
   }
   for (const NamedParameter& p : parameters_) ++p.parameter->version;
+  set_steps(steps_);
   return {};
 }
 
@@ -220,6 +282,8 @@ Status Optimizer::step() {
         "step's count and learning rate for ever; create the optimizer with capturable = true");
   }
   if (capturing && uncapturable_ != nullptr) return failed_precondition(uncapturable_);
+  TE_FL_RETURN_IF_ERROR(check_fresh("Optimizer::step", parameters_));
+  TE_FL_RETURN_IF_ERROR(end_backwards(parameters_));
   if (device_ == nullptr && max_grad_norm_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
     if (!std::isfinite(last_grad_norm_)) {
@@ -233,6 +297,7 @@ Status Optimizer::step() {
     if (clips) TE_FL_RETURN_IF_ERROR(clip_on_device());
     return update();
   }
+  TE_FL_RETURN_IF_ERROR(refresh_masters());
   ++steps_;
   Status status;
   if (device_ != nullptr) status = write_state();
@@ -243,6 +308,7 @@ Status Optimizer::step() {
     return status;
   }
   for (const NamedParameter& p : parameters_) ++p.parameter->version;
+  set_steps(steps_);
   // What was found wrong goes out of service between two steps, whether or not it can be noted.
   if (const Status noted = step_boundary(); !noted.ok()) {
     log::once(log::Level::kWarning, "step boundary", noted.to_string());
@@ -270,6 +336,7 @@ Result<std::unique_ptr<Adam>> Adam::create(std::vector<NamedParameter> parameter
   TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "epsilon", options.epsilon));
   TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "weight_decay", options.weight_decay));
   TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "max_grad_norm", options.max_grad_norm));
+  TE_FL_RETURN_IF_ERROR(check_once("Adam", parameters));
   std::unique_ptr<Adam> adam(new Adam(std::move(parameters), options));
   TE_FL_ASSIGN_OR_RETURN(adam->impl_->slots, make_slots(adam->parameters_, options.decay, true));
   if (options.capturable) TE_FL_RETURN_IF_ERROR(adam->make_capturable());
@@ -337,6 +404,8 @@ Status Adam::update() {
   return status;
 }
 
+Status Adam::refresh_master(size_t index) { return copy_to_master(impl_->slots[index]); }
+
 std::vector<NamedTensor> Adam::state() const {
   std::vector<NamedTensor> result;
   append_state(result, impl_->slots, "exp_avg", &Slot::first);
@@ -367,6 +436,7 @@ Result<std::unique_ptr<SGD>> SGD::create(std::vector<NamedParameter> parameters,
   if (options.nesterov && (options.momentum == 0 || options.dampening != 0)) {
     return invalid_argument("SGD: nesterov needs momentum greater than 0 and dampening 0");
   }
+  TE_FL_RETURN_IF_ERROR(check_once("SGD", parameters));
   std::unique_ptr<SGD> sgd(new SGD(std::move(parameters), options));
   TE_FL_ASSIGN_OR_RETURN(sgd->impl_->slots, make_slots(sgd->parameters_, options.decay, false));
   if (options.capturable) TE_FL_RETURN_IF_ERROR(sgd->make_capturable());
@@ -402,6 +472,8 @@ Status SGD::update() {
   }
   return {};
 }
+
+Status SGD::refresh_master(size_t index) { return copy_to_master(impl_->slots[index]); }
 
 std::vector<NamedTensor> SGD::state() const {
   std::vector<NamedTensor> result;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "nn/fp8_state.hpp"
+#include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/log.hpp"
 
@@ -12,17 +13,26 @@ namespace {
 
 thread_local std::shared_ptr<AutocastFrame> tls_frame;
 
+std::shared_ptr<GradientUpdates>& thread_updates() {
+  thread_local auto updates = std::make_shared<GradientUpdates>();
+  return updates;
+}
+
 bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
   return a.dtype == b.dtype && a.recipe.margin == b.recipe.margin &&
-         a.recipe.amax_compute_algo == b.recipe.amax_compute_algo;
+         a.recipe.amax_compute_algo == b.recipe.amax_compute_algo &&
+         a.state->scale().device() == b.state->scale().device();
 }
 
 Status update_group(const std::vector<const PendingUpdate*>& group) {
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign,
+                         in_foreign_capture(group.front()->state->scale().device()));
   std::vector<const te_fl_tensor*> histories;
   std::vector<const te_fl_tensor*> scales;
   for (const PendingUpdate* update : group) {
     histories.push_back(update->state->history());
     scales.push_back(update->state->scale());
+    update->state->use(foreign);
     update->state->scales_changed();
   }
   const PendingUpdate& first = *group.front();
@@ -50,7 +60,44 @@ void PendingUpdates::add(PendingUpdate update) {
   }
 }
 
-std::vector<PendingUpdate> PendingUpdates::take() { return std::exchange(updates_, {}); }
+void GradientUpdates::add(PendingUpdate update) {
+  std::lock_guard lock(mutex_);
+  update.state->set_pending(true);
+  pending_.add(std::move(update));
+}
+
+void GradientUpdates::defer(Status status) {
+  std::lock_guard lock(mutex_);
+  deferred_ = std::move(status);
+}
+
+std::vector<PendingUpdate> GradientUpdates::take() {
+  std::lock_guard lock(mutex_);
+  std::vector<PendingUpdate> updates = pending_.take();
+  for (const PendingUpdate& update : updates) update.state->set_pending(false);
+  return updates;
+}
+
+void GradientUpdates::put_back(std::vector<PendingUpdate> updates) {
+  for (PendingUpdate& update : updates) add(std::move(update));
+}
+
+Status GradientUpdates::end() {
+  Status deferred;
+  {
+    std::lock_guard lock(mutex_);
+    deferred = std::exchange(deferred_, Status());
+  }
+  Status status = update_scales(take());
+  return deferred.ok() ? status : deferred;
+}
+
+const std::shared_ptr<GradientUpdates>& current_gradient_updates() { return thread_updates(); }
+
+std::shared_ptr<GradientUpdates> exchange_gradient_updates(
+    std::shared_ptr<GradientUpdates> updates) {
+  return std::exchange(thread_updates(), std::move(updates));
+}
 
 Status update_scales(const std::vector<PendingUpdate>& updates) {
   std::vector<bool> done(updates.size(), false);
@@ -69,10 +116,16 @@ Status update_scales(const std::vector<PendingUpdate>& updates) {
   return {};
 }
 
-std::shared_ptr<AutocastFrame> current_frame() { return tls_frame; }
+std::shared_ptr<AutocastFrame> current_frame() {
+  // Scopes that another thread ended are left behind here.
+  while (tls_frame != nullptr && tls_frame->ended.load(std::memory_order_acquire)) {
+    tls_frame = std::shared_ptr<AutocastFrame>(std::move(tls_frame->previous));
+  }
+  return tls_frame;
+}
 
 void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
-  frame->previous = tls_frame;
+  frame->previous = current_frame();
   {
     std::lock_guard lock(frame->session->mutex);
     ++frame->session->scopes;
@@ -81,16 +134,10 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
 }
 
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
-  // Scopes end in reverse order; one that does not is taken out of the middle, so that the rest
-  // stays sound.
-  for (std::shared_ptr<AutocastFrame>* link = &tls_frame; *link != nullptr;
-       link = &(*link)->previous) {
-    if (*link == frame) {
-      *link = std::shared_ptr<AutocastFrame>(frame->previous);
-      break;
-    }
-  }
-  frame->previous.reset();
+  // The thread whose list has it, which need not be this one, drops it when it looks next; so
+  // scopes may also end in another order than the reverse.
+  frame->ended.store(true, std::memory_order_release);
+  (void)current_frame();
   std::vector<PendingUpdate> updates;
   {
     std::lock_guard lock(frame->session->mutex);
@@ -101,7 +148,7 @@ Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
 }
 
 Result<Fp8Mode> current_mode() {
-  const AutocastFrame* frame = tls_frame.get();
+  const std::shared_ptr<AutocastFrame> frame = current_frame();
   Fp8Mode mode;
   if (frame == nullptr) return mode;
   TE_FL_RETURN_IF_ERROR(frame->invalid);
@@ -109,7 +156,41 @@ Result<Fp8Mode> current_mode() {
   mode.calibrating = frame->options.calibrating && !frame->options.enabled;
   mode.recipe = frame->recipe;
   mode.session = frame->session;
+  mode.gradients = current_gradient_updates();
   return mode;
+}
+
+Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
+                     const std::shared_ptr<Fp8State>& backward, const Device& device) {
+  const DelayedScaling& recipe = *mode.delayed();
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(device));
+  if (!training && !mode.calibrating) {
+    if (forward->defined() && forward->calibrated()) {
+      forward->use(foreign);
+      return {};
+    }
+    return failed_precondition(
+        "delayed scaling: an inference (ctx null) has no scales to read, since no amax was ever "
+        "collected for this module, and scale 1 would saturate what exceeds 448. Train a step, "
+        "calibrate (AutocastOptions::calibrating; not for FP8 attention) or load FP8 state before, "
+        "or use Float8CurrentScaling");
+  }
+  TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len, device));
+  TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len, device));
+  forward->use(foreign);
+  backward->use(foreign);
+  std::lock_guard lock(mode.session->mutex);
+  mode.session->forward.add({forward, recipe, fp8_dtype(*mode.recipe, Role::kInput)});
+  return {};
+}
+
+Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward) {
+  const DType dtype = fp8_dtype(*mode.recipe, Role::kGradient);
+  TE_FL_RETURN_IF_ERROR(backward->retype(dtype));
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(backward->scale().device()));
+  backward->use(foreign);
+  mode.gradients->add({backward, *mode.delayed(), dtype});
+  return {};
 }
 
 }  // namespace detail
@@ -142,9 +223,7 @@ autocast::~autocast() {
   Status status = exit();
   if (status.ok()) return;
   log::error("autocast: " + status.to_string());
-  Context context = Context::current();
-  std::lock_guard lock(context.state().mutex);
-  context.state().deferred = status;
+  detail::current_gradient_updates()->defer(status);
 }
 
 Status autocast::exit() {
@@ -168,17 +247,6 @@ std::optional<Recipe> current_recipe() {
   return *frame->recipe;
 }
 
-Status backward_end() {
-  Context context = Context::current();
-  std::vector<detail::PendingUpdate> updates;
-  Status deferred;
-  {
-    std::lock_guard lock(context.state().mutex);
-    updates = context.state().backward.take();
-    deferred = std::exchange(context.state().deferred, Status());
-  }
-  Status status = detail::update_scales(updates);
-  return deferred.ok() ? status : deferred;
-}
+Status backward_end() { return detail::current_gradient_updates()->end(); }
 
 }  // namespace te_fl::nn

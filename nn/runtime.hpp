@@ -1,7 +1,9 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "te_fl/nn/autocast.hpp"
@@ -26,23 +28,46 @@ struct PendingUpdate {
 class PendingUpdates {
  public:
   void add(PendingUpdate update);
-  std::vector<PendingUpdate> take();
-  bool empty() const noexcept { return updates_.empty(); }
+  std::vector<PendingUpdate> take() { return std::exchange(updates_, {}); }
 
  private:
   std::vector<PendingUpdate> updates_;
 };
 
+// The gradient scales that wait for the end of a step's backward. Each thread has one, which
+// CapturedContext hands on. A forward notes the one of its thread, and its backward uses that,
+// wherever it runs; the parameters whose gradients it writes know it, too, so that the optimizer
+// ends a backward that nobody ended. Thread-safe.
+class GradientUpdates {
+ public:
+  void add(PendingUpdate update);
+  // For an error met where none can be returned: end() returns it.
+  void defer(Status status);
+  // Runs the updates. What had been deferred is the outcome, or else their error.
+  Status end();
+  // The pending updates, which are the caller's then; and puts them back.
+  std::vector<PendingUpdate> take();
+  void put_back(std::vector<PendingUpdate> updates);
+
+ private:
+  std::mutex mutex_;
+  PendingUpdates pending_;
+  Status deferred_;
+};
+// The calling thread's.
+const std::shared_ptr<GradientUpdates>& current_gradient_updates();
+// Makes `updates` the calling thread's; returns what was.
+std::shared_ptr<GradientUpdates> exchange_gradient_updates(
+    std::shared_ptr<GradientUpdates> updates);
+
 // Shared by the copies of one Context.
-struct StepState {
+struct RandomState {
   std::mutex mutex;
-  RandomPosition random;
+  RandomPosition position;
   // While a graph is captured: U64 [2] {seed, offset} on its device, which stands for `captured_at`
   // at every launch.
-  Tensor captured_random;
+  Tensor captured;
   uint64_t captured_at = 0;
-  PendingUpdates backward;
-  Status deferred;  // an error met where none can be returned; backward_end() returns it
 };
 
 // One outermost autocast with the scopes nested in it or entered from a capture of it.
@@ -58,14 +83,16 @@ struct AutocastFrame {
   Status invalid;  // why the recipe cannot be used
   std::shared_ptr<Session> session;
   std::shared_ptr<AutocastFrame> previous;
+  std::atomic<bool> ended = false;
 };
 
 // Makes `frame` the thread's innermost and counts it in its session.
 void push_frame(const std::shared_ptr<AutocastFrame>& frame);
-// Removes it again; updates the forward scales if it was its session's last.
+// Ends it, on whatever thread; updates the forward scales if it was its session's last.
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame);
 std::shared_ptr<AutocastFrame> current_frame();
-// Runs the delayed-scaling update of all of them: one op call per FP8 type, margin and algorithm.
+// Runs the delayed-scaling update of all of them: one op call per device, FP8 type, margin and
+// algorithm.
 Status update_scales(const std::vector<PendingUpdate>& updates);
 
 // How a forward is to compute.
@@ -74,6 +101,7 @@ struct Fp8Mode {
   bool calibrating = false;
   std::shared_ptr<const Recipe> recipe;
   std::shared_ptr<Session> session;
+  std::shared_ptr<GradientUpdates> gradients;
 
   // The delayed-scaling recipe, or null.
   const DelayedScaling* delayed() const {
@@ -82,5 +110,13 @@ struct Fp8Mode {
 };
 // Of the calling thread now; the innermost autocast's error if its recipe is invalid.
 Result<Fp8Mode> current_mode();
+
+// Prepares the delayed-scaling states of a site for a forward in `mode`, which uses them. One that
+// is trained or calibrates makes them if need be, and the session updates the forward scales; any
+// other only reads those, and is FAILED_PRECONDITION if no amax has set them yet.
+Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
+                     const std::shared_ptr<Fp8State>& backward, const Device& device);
+// A backward of that forward is about to use the gradients' state.
+Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward);
 
 }  // namespace te_fl::nn::detail

@@ -1,6 +1,8 @@
 #include "nn/tensor_ops.hpp"
 
+#include <algorithm>
 #include <mutex>
+#include <string>
 
 #include "nn/gradients.hpp"
 #include "nn/runtime.hpp"
@@ -18,10 +20,10 @@ CallOptions random_options(int64_t count) {
   CallOptions options;
   options.stream = context.stream();
   std::lock_guard lock(context.state().mutex);
-  RandomPosition& random = context.state().random;
+  RandomPosition& random = context.state().position;
   options.rng.seed = random.seed;
   options.rng.offset = random.offset;
-  if (const Tensor& state = context.state().captured_random; state.defined()) {
+  if (const Tensor& state = context.state().captured; state.defined()) {
     options.rng.state = state.data<uint64_t>();
     options.rng.offset -= context.state().captured_at;
   }
@@ -128,8 +130,19 @@ Result<Tensor> as_operand(const Tensor& x, int64_t last, std::string_view what) 
 
 Shape with_last(std::span<const int64_t> like, int64_t last) {
   Shape shape(like.begin(), like.end());
-  shape.back() = last;
+  if (!shape.empty()) shape.back() = last;
   return shape;
+}
+
+Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
+                      std::string_view module) {
+  const Shape want = with_last(x_shape, last);
+  if (dy.defined() && std::ranges::equal(dy.shape(), want)) return {};
+  std::string shape;
+  for (const int64_t n : want) shape += (shape.empty() ? "[" : ",") + std::to_string(n);
+  return invalid_argument(std::string(module) + ": dy is " +
+                          (dy.defined() ? dy.describe() : std::string("undefined")) +
+                          "; it must have the shape of the forward's result, " + shape + "]");
 }
 
 Result<GradTarget> GradTarget::open(Parameter* parameter) {

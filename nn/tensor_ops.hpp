@@ -39,6 +39,19 @@ Result<Tensor> as_operand(const Tensor& x, int64_t last, std::string_view what);
 // `like`'s shape with another last dimension.
 Shape with_last(std::span<const int64_t> like, int64_t last);
 
+// What a forward that is given `ctx` fills for its backward; FAILED_PRECONDITION, naming the
+// module, if ctx still holds another forward.
+template <class Record>
+Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view module) {
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->check_empty(module));
+  return std::make_unique<Record>();
+}
+
+// INVALID_ARGUMENT naming the module unless dy has x's shape with `last` as its last dimension, as
+// the forward's result had.
+Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
+                      std::string_view module);
+
 // Where a gradient that an op can only set, not add, is to be written: the parameter's own tensor,
 // or scratch that commit() adds to it.
 class GradTarget {

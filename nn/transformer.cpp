@@ -1,6 +1,7 @@
 #include "te_fl/nn/transformer.hpp"
 
 #include "nn/make_gemm.hpp"
+#include "nn/tensor_ops.hpp"
 #include "te_fl/nn/embedding.hpp"
 #include "te_fl/nn/init.hpp"
 
@@ -9,6 +10,7 @@ namespace {
 
 struct LayerRecord : Ctx::Record {
   Ctx attention, attention_add, mlp, mlp_add;
+  Shape shape;          // of x
   bool joined = false;  // no separate adds
 };
 
@@ -92,7 +94,7 @@ Result<std::unique_ptr<TransformerLayer>> TransformerLayer::create(
 Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
                                          const ForwardOptions& options) {
   Impl& impl = *impl_;
-  auto record = std::make_unique<LayerRecord>();
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LayerRecord>(ctx, "TransformerLayer"));
   auto keep = [&](Ctx& part) { return ctx == nullptr ? nullptr : &part; };
   const bool joins = record->joined = impl.joins(x);
   TE_FL_ASSIGN_OR_RETURN(Tensor h, impl.attention->forward(x, keep(record->attention), inputs,
@@ -106,7 +108,8 @@ Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const Attent
   if (!joins) {
     TE_FL_ASSIGN_OR_RETURN(y, impl.mlp_add.forward(h, y, keep(record->mlp_add)));
   }
-  if (ctx != nullptr) ctx->store(this, std::move(record));
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
@@ -114,6 +117,8 @@ Result<Tensor> TransformerLayer::backward(const Tensor& dy, Ctx& ctx, Tensor* db
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "TransformerLayer"));
   auto& record = static_cast<LayerRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, impl.options.hidden_size, "TransformerLayer"));
   Tensor d_transformed = dy;
   if (!record.joined) {
     TE_FL_ASSIGN_OR_RETURN(d_transformed, impl.mlp_add.backward(dy, record.mlp_add));

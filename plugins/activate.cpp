@@ -11,7 +11,6 @@
 #include "core/fork.hpp"
 #include "core/inside.hpp"
 #include "plugins/hooks.hpp"
-#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
 
@@ -83,7 +82,7 @@ struct Instance::Host {
   static const char* setting(void* host, const char* name) noexcept {
     try {
       if (name == nullptr) return nullptr;
-      const std::optional<std::string> value = environment::get_if_set(name);
+      const std::optional<std::string> value = core::setting_for_plugin(name);
       if (!value) return nullptr;
       auto* self = static_cast<Host*>(host);
       std::lock_guard lock(mutex);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/plugin_settings.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/plugin.h"
@@ -27,9 +28,10 @@ struct Header {
   std::string version;
   std::string build_id;  // empty if the plugin gave none
   te_fl_plugin_api api{};
+  std::vector<core::PluginSetting> settings;  // declared (R21)
 };
 
-// Calls the query and checks its answer (R1 to R4). Touches no device.
+// Calls the query and checks its answer (R1 to R4, R21). Touches no device.
 Result<Header> read_header(te_fl_plugin_query_fn query);
 
 // Runs create() and returns its status. The loader's runs it on a helper thread and returns TIMEOUT

@@ -7,9 +7,11 @@
 #include <iterator>
 #include <set>
 
+#include "core/plugin_settings.hpp"
 #include "core/text.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/nearest.hpp"
+#include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
@@ -94,6 +96,11 @@ class Discovery {
       log::warning("plugin manifest refused: " + error);
       records::put({std::move(info), nullptr, {}, {}, {}});
     }
+    // Before anything is loaded, so that the settings of what is left out are known as well.
+    for (const Manifest& manifest : scan_.manifests) {
+      const Status declared = core::declare_settings(manifest.name, manifest.settings, false);
+      if (!declared.ok()) log::warning(manifest.path + ": " + declared.message());
+    }
   }
 
   void load_module(const std::string& entry) {
@@ -104,7 +111,7 @@ class Discovery {
       static_cast<void>(load_library(request, registry_));  // recorded and logged there
       return;
     }
-    unresolved(entry,
+    unresolved(entry, State::kFailed,
                "is a relative path, and plugins are never looked for relative to the working "
                "directory; write the absolute path");
   }
@@ -117,25 +124,27 @@ class Discovery {
     }
     const std::string near = nearest_name(name, names);
     if (!near.empty()) {
-      unresolved(name, "is the name of no manifest; did you mean " + near + "?");
+      unresolved(name, State::kFailed, "is the name of no manifest; did you mean " + near + "?");
     } else if (is_dotted_name(name)) {
-      unresolved(name,
+      unresolved(name, State::kSkipped,
                  "looks like a Python module, and this process loads only te-fl plugins: name a "
                  "library by its absolute path, or a manifest");
     } else {
-      unresolved(name, "is the name of no manifest (known: " +
-                           (names.empty() ? "none" : core::join(names)) +
-                           "); the manifests' folders are TE_FL_PLUGIN_PATH and those that `te-fl "
-                           "doctor` lists");
+      // Perhaps a module that a Python program imports: no error, whatever the policy.
+      unresolved(
+          name, State::kSkipped,
+          "is the name of no manifest (known: " + (names.empty() ? "none" : core::join(names)) +
+              "); the manifests' folders are TE_FL_PLUGIN_PATH and those that `te-fl "
+              "doctor` lists");
     }
   }
 
-  void unresolved(const std::string& entry, const std::string& why) {
+  void unresolved(const std::string& entry, State state, const std::string& why) {
     PluginInfo info;
     info.name = entry;
     info.origin = kModules;
     log::warning(std::string(kModules) + ": \"" + entry + "\" " + why);
-    leave_out(info, State::kSkipped, why);
+    leave_out(info, state, why);
   }
 
   void load_manifest(const Manifest& manifest, const std::string& origin, bool asked_for) {
@@ -152,6 +161,7 @@ class Discovery {
       return leave_out(info, State::kSkipped,
                        "its hardware is not here: " + describe(manifest.probe));
     }
+    if (!asked_for && !manifest.load_for.empty()) return on_demand::wait(manifest);
     const LoadRequest request{manifest.library_path, origin, &manifest, ""};
     static_cast<void>(load_library(request, registry_));  // recorded and logged there
   }
@@ -192,6 +202,14 @@ SearchPath manifest_folders() {
   std::move(rest.folders.begin(), rest.folders.end(), std::back_inserter(path.folders));
   std::move(rest.problems.begin(), rest.problems.end(), std::back_inserter(path.problems));
   return path;
+}
+
+Status named_plugins_status() {
+  const std::vector<std::string> failures = records::failures_from(kModules);
+  if (failures.empty()) return {};
+  return failed_precondition(core::join(failures, "; ") + " (named in " + kModules +
+                             ", and TE_FL_STRICT is set: correct the name or the plugin, leave it "
+                             "out, or unset TE_FL_STRICT)");
 }
 
 void discover(OpRegistry& registry) {

@@ -14,6 +14,10 @@ namespace te_fl::plugins {
 // recorded and logged; nothing here makes the host fail.
 void discover(OpRegistry& registry);
 
+// FAILED_PRECONDITION, with the reason, if a plugin that TE_FL_PLUGIN_MODULES names was not loaded.
+// Under TE_FL_STRICT no op runs then: what the user asked for is not there.
+Status named_plugins_status();
+
 // The installation prefix that holds libte_fl (or the program that it is linked into), from where
 // it was loaded; TE_FL_INSTALL_PREFIX when it does not lie in a lib or bin folder.
 std::string installation_prefix();

@@ -98,6 +98,8 @@ class DynamicReader {
       if (entry.d_tag == DT_NULL) return true;
       if (entry.d_tag == DT_NEEDED) {
         needed_.push_back(entry.d_un.d_val);
+      } else if (entry.d_tag == DT_AUXILIARY || entry.d_tag == DT_FILTER) {
+        filters_.push_back(entry.d_un.d_val);
       } else {
         values_[entry.d_tag] = entry.d_un.d_val;
       }
@@ -158,6 +160,11 @@ class DynamicReader {
       const auto name = string_at(offset);
       if (!name || name->empty()) return corrupt("the name of a needed library is unreadable");
       info_.needed.emplace_back(*name);
+    }
+    for (const std::uint64_t offset : filters_) {
+      const auto name = string_at(offset);
+      if (!name || name->empty()) return corrupt("the name of a filter is unreadable");
+      info_.filters.emplace_back(*name);
     }
     const auto text = [this](std::int64_t tag, auto&& use) {
       const auto offset = value(tag);
@@ -345,7 +352,7 @@ class DynamicReader {
   const std::vector<Elf64_Phdr>& segments_;
   ElfInfo& info_;
   std::map<std::int64_t, std::uint64_t> values_;
-  std::vector<std::uint64_t> needed_;
+  std::vector<std::uint64_t> needed_, filters_;
   std::vector<std::uint8_t> strings_;
   std::uint64_t name_budget_ = 0;
   std::map<std::uint16_t, Version> versions_;

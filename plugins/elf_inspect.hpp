@@ -67,6 +67,7 @@ struct ElfInfo {
   // From here on filled only for libraries of this host's word size and byte order.
   std::string soname;
   std::vector<std::string> needed;   // DT_NEEDED in file order
+  std::vector<std::string> filters;  // DT_AUXILIARY and DT_FILTER, which are loaded as well
   std::vector<std::string> rpath;    // DT_RPATH split at ':', $ORIGIN not expanded
   std::vector<std::string> runpath;  // DT_RUNPATH; when present the loader ignores DT_RPATH
   std::vector<ElfVersionNeed> version_needs;

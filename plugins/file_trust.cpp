@@ -1,18 +1,21 @@
 #include "plugins/file_trust.hpp"
 
+#include <grp.h>
 #include <pwd.h>
 #include <sys/auxv.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
+#include <deque>
 #include <filesystem>
-#include <set>
-#include <vector>
+#include <optional>
+#include <string_view>
 
 namespace te_fl::plugins {
 namespace {
 
-namespace fs = std::filesystem;
+constexpr int kMaxLinks = 40;  // the kernel's own limit
 
 // `text` as one shell word.
 std::string shell_word(const std::string& text) {
@@ -24,73 +27,170 @@ std::string shell_word(const std::string& text) {
   return out + "'";
 }
 
-std::string user_name(uid_t id) {
+struct User {
+  std::string name;
+  std::optional<gid_t> group;  // primary; nullopt: an unknown user
+};
+
+User user_of(uid_t id) {
   char buffer[4096];
   passwd entry{};
   passwd* found = nullptr;
-  if (getpwuid_r(id, &entry, buffer, sizeof(buffer), &found) == 0 && found) return entry.pw_name;
-  return std::to_string(id);
-}
-
-// The path as given and the path with symbolic links resolved, when that is another.
-std::vector<fs::path> both_forms(const std::string& path) {
-  std::error_code error;
-  std::vector<fs::path> out{fs::absolute(path, error)};
-  const fs::path real = fs::canonical(path, error);
-  if (!error && real != out[0]) out.push_back(real);
-  return out;
-}
-
-std::string folder_problem(const fs::path& folder) {
-  struct stat st {};
-  if (::stat(folder.c_str(), &st) != 0 || !(st.st_mode & S_IWOTH) || (st.st_mode & S_ISVTX)) {
-    return {};
+  if (getpwuid_r(id, &entry, buffer, sizeof(buffer), &found) == 0 && found != nullptr) {
+    return {entry.pw_name, entry.pw_gid};
   }
-  return "its folder " + folder.string() +
-         " can be written by everybody, who could replace the file; run: chmod o-w " +
-         shell_word(folder.string());
+  return {std::to_string(id), std::nullopt};
 }
 
-std::string owner_of(const fs::path& path, const std::string& what) {
-  struct stat st {};
-  if (::stat(path.c_str(), &st) != 0 || st.st_uid == 0 || st.st_uid == ::geteuid()) return {};
-  return what + path.string() + " belongs to " + user_name(st.st_uid) +
-         ", and must belong to root or to " + user_name(::geteuid()) + "; run: chown " +
-         user_name(::geteuid()) + " " + shell_word(path.string());
+std::string group_name(gid_t id) {
+  char buffer[16384];
+  group entry{};
+  group* found = nullptr;
+  const bool known =
+      getgrgid_r(id, &entry, buffer, sizeof(buffer), &found) == 0 && found != nullptr;
+  return known ? entry.gr_name : std::to_string(id);
 }
+
+// The user's primary group, of the user's name, with no other member: as many systems give every
+// user one, and make files writable by it.
+bool private_group(gid_t id) {
+  const User user = user_of(::geteuid());
+  if (user.group != id) return false;
+  char buffer[16384];
+  group entry{};
+  group* found = nullptr;
+  if (getgrgid_r(id, &entry, buffer, sizeof(buffer), &found) != 0 || found == nullptr) return false;
+  if (user.name != entry.gr_name) return false;
+  for (char** member = entry.gr_mem; *member != nullptr; ++member) {
+    if (user.name != *member) return false;
+  }
+  return true;
+}
+
+// With an access control list the group's bits are the list's mask, and say nothing of the group.
+bool has_access_list(const std::string& path) {
+  return ::lgetxattr(path.c_str(), "system.posix_acl_access", nullptr, 0) > 0;
+}
+
+// Who but root and this user may write, in words, and the option of chmod that takes it away.
+struct Writers {
+  std::string who, chmod;
+};
+std::optional<Writers> other_writers(const std::string& path, const struct stat& st) {
+  if ((st.st_mode & S_IWOTH) != 0) return Writers{"everybody", "o-w"};
+  if ((st.st_mode & S_IWGRP) == 0) return std::nullopt;
+  if (has_access_list(path)) return Writers{"those that its access control list names", "g-w"};
+  if (private_group(st.st_gid)) return std::nullopt;
+  return Writers{"the group " + group_name(st.st_gid), "g-w"};
+}
+
+std::string owner_problem(const std::string& what, const std::string& path, const struct stat& st) {
+  if (st.st_uid == 0 || st.st_uid == ::geteuid()) return {};
+  const std::string me = user_of(::geteuid()).name;
+  return "the " + what + " " + path + " belongs to " + user_of(st.st_uid).name +
+         ", and must belong to root or to " + me + "; run: chown " +
+         (S_ISLNK(st.st_mode) ? "-h " : "") + me + " " + shell_word(path);
+}
+
+// Follows one path and stops at the first thing that others can change.
+class Walk {
+ public:
+  explicit Walk(bool folder) : folder_(folder) {}
+
+  std::string problem_of(const std::string& path) {
+    std::error_code error;
+    const std::filesystem::path absolute = std::filesystem::absolute(path, error);
+    if (error) return "the working directory of the relative path " + path + " is gone";
+    enqueue(absolute.string());
+    if (std::string problem = enter("/"); !problem.empty()) return problem;
+    while (!rest_.empty()) {
+      const std::string name = rest_.front();
+      rest_.pop_front();
+      if (std::string problem = step(name); !problem.empty()) return problem;
+      if (ended_) return {};
+    }
+    return folder_ ? sticky_problem("others could add a library to it") : std::string();
+  }
+
+ private:
+  // Puts the parts of a path, or of a link's target, before what is left to follow.
+  void enqueue(std::string_view path) {
+    std::deque<std::string> parts;
+    while (!path.empty()) {
+      const size_t end = std::min(path.find('/'), path.size());
+      if (end > 0) parts.emplace_back(path.substr(0, end));
+      path.remove_prefix(std::min(end + 1, path.size()));
+    }
+    rest_.insert(rest_.begin(), parts.begin(), parts.end());
+  }
+
+  std::string step(const std::string& name) {
+    if (name == ".") return {};
+    if (name == "..") return enter(at_.substr(0, std::max<size_t>(at_.rfind('/'), 1)));
+    const std::string next = (at_ == "/" ? "" : at_) + "/" + name;
+    struct stat st {};
+    if (::lstat(next.c_str(), &st) != 0) {
+      ended_ = true;
+      return folder_ ? sticky_problem("others could create " + next + " in it") : std::string();
+    }
+    if (S_ISDIR(st.st_mode)) return enter(next);
+    if (S_ISLNK(st.st_mode)) return follow(next, st);
+    ended_ = true;
+    if (!rest_.empty()) return {};  // no folder: what is behind it does not exist
+    if (const auto writers = other_writers(next, st)) {
+      return "it can be written by " + writers->who + "; run: chmod " + writers->chmod + " " +
+             shell_word(next);
+    }
+    return owner_problem("file", next, st);
+  }
+
+  std::string follow(const std::string& link, const struct stat& st) {
+    if (std::string problem = owner_problem("link", link, st); !problem.empty()) return problem;
+    if (++links_ > kMaxLinks)
+      return "its path has more than 40 symbolic links, or a circle of them";
+    std::error_code error;
+    const std::string target = std::filesystem::read_symlink(link, error).string();
+    if (error) return "the link " + link + " cannot be read: " + error.message();
+    enqueue(target);
+    return target.starts_with('/') ? enter("/") : std::string();
+  }
+
+  std::string enter(const std::string& folder) {
+    struct stat st {};
+    at_ = folder.empty() ? "/" : folder;
+    sticky_.reset();
+    if (::lstat(at_.c_str(), &st) != 0) return {};  // it went meanwhile; opening it will say so
+    if (const auto writers = other_writers(at_, st)) {
+      if ((st.st_mode & S_ISVTX) == 0) return writable_problem(*writers, "replace the file");
+      sticky_ = writers;
+    }
+    return owner_problem("folder", at_, st);
+  }
+
+  std::string writable_problem(const Writers& writers, const std::string& consequence) const {
+    return "its folder " + at_ + " can be written by " + writers.who + ", who could " +
+           consequence + "; run: chmod " + writers.chmod + " " + shell_word(at_);
+  }
+
+  std::string sticky_problem(const std::string& consequence) const {
+    if (!sticky_) return {};
+    return "the folder " + at_ + " can be written by " + sticky_->who + ", so that " + consequence;
+  }
+
+  const bool folder_;
+  std::deque<std::string> rest_;
+  std::string at_;                 // the folder reached, free of links
+  std::optional<Writers> sticky_;  // of that folder: others who may add names, but not replace them
+  int links_ = 0;
+  bool ended_ = false;  // at a file, or where nothing is
+};
 
 }  // namespace
 
 bool privileges_elevated() { return getauxval(AT_SECURE) != 0; }
 
-std::string world_writable_problem(const std::string& path) {
-  struct stat st {};
-  if (::stat(path.c_str(), &st) == 0 && (st.st_mode & S_IWOTH) && !S_ISLNK(st.st_mode)) {
-    return "it can be written by everybody; run: chmod o-w " + shell_word(path);
-  }
-  std::set<fs::path> seen;
-  for (const fs::path& form : both_forms(path)) {
-    for (fs::path folder = form.parent_path(); seen.insert(folder).second;
-         folder = folder.parent_path()) {
-      if (std::string problem = folder_problem(folder); !problem.empty()) return problem;
-    }
-  }
-  return {};
-}
+std::string file_trust_problem(const std::string& path) { return Walk(false).problem_of(path); }
 
-std::string owner_problem(const std::string& path) {
-  for (const fs::path& form : both_forms(path)) {
-    if (std::string problem = owner_of(form, "the file "); !problem.empty()) return problem;
-    if (std::string problem = owner_of(form.parent_path(), "the folder "); !problem.empty()) {
-      return problem;
-    }
-  }
-  return {};
-}
-
-std::string file_trust_problem(const std::string& path) {
-  std::string problem = world_writable_problem(path);
-  return problem.empty() ? owner_problem(path) : problem;
-}
+std::string folder_trust_problem(const std::string& path) { return Walk(true).problem_of(path); }
 
 }  // namespace te_fl::plugins

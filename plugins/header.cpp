@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "core/abi_struct.hpp"
 #include "plugins/activate.hpp"
@@ -77,6 +78,43 @@ Status check_table(const te_fl_plugin_header& h) {
   return {};
 }
 
+Result<std::vector<core::PluginSetting>> settings_of(const te_fl_plugin_header& h) {
+  std::vector<core::PluginSetting> out;
+  constexpr uint32_t kMost = 1024;
+  if (h.setting_count > kMost || (h.setting_count != 0 && h.settings == nullptr)) {
+    return incompatible("it declares " + std::to_string(h.setting_count) + " settings" +
+                        (h.settings == nullptr ? " and no list" : "") + " (rule R21, at most " +
+                        std::to_string(kMost) + ")");
+  }
+  const auto text = [](const char* s) { return std::string(s == nullptr ? "" : s); };
+  for (uint32_t i = 0; i < h.setting_count; ++i) {
+    const te_fl_setting_desc* raw = h.settings[i];
+    if (raw == nullptr || !plausible_size(raw->struct_size, core::kLeastSetting)) {
+      return incompatible(
+          "its setting " + std::to_string(i) + " is " +
+          (raw == nullptr ? "NULL" : "of struct_size " + std::to_string(raw->struct_size)) +
+          " (rules R3 and R21)");
+    }
+    const auto desc = copy_struct<te_fl_setting_desc>(raw);
+    constexpr core::VariableType kTypes[] = {
+        core::VariableType::kString, core::VariableType::kBool, core::VariableType::kInt,
+        core::VariableType::kEnum,   core::VariableType::kList, core::VariableType::kFile};
+    if (desc.type >= std::size(kTypes)) {
+      return incompatible("its setting " + text(desc.name) + " has the type " +
+                          std::to_string(desc.type) +
+                          ", which this te-fl " TE_FL_VERSION " does not know (rule R21)");
+    }
+    out.push_back({text(desc.name), kTypes[desc.type], text(desc.default_value), text(desc.choices),
+                   text(desc.doc)});
+    TE_FL_RETURN_IF_ERROR(core::check_declaration(h.name, out.back()));
+    for (size_t k = 0; k + 1 < out.size(); ++k) {
+      if (out[k].name == out.back().name)
+        return incompatible("it declares setting " + out[k].name + " twice (rule R21)");
+    }
+  }
+  return out;
+}
+
 Result<const te_fl_plugin_header*> ask(te_fl_plugin_query_fn query) {
   te_fl_host_info info{};
   info.struct_size = sizeof info;
@@ -130,6 +168,9 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
   out.version = h.version == nullptr ? "" : h.version;
   out.build_id = h.build_id == nullptr ? "" : h.build_id;
   out.api = copy_struct<te_fl_plugin_api>(h.api);
+  Result<std::vector<core::PluginSetting>> settings = settings_of(h);
+  if (!settings.ok()) return settings.status().wrap("plugin '" + out.name + "'");
+  out.settings = std::move(*settings);
   return out;
 }
 

@@ -105,6 +105,8 @@ std::string join(const std::string& folder, const std::string& name) {
 bool try_file(const std::string& path, FoundLibrary& found) {
   ElfInfo elf = inspect_elf(path, ElfDepth::kHeaders);
   if (elf.kind == ElfKind::kMissing) return false;
+  found.met.push_back(path);
+  if (!found.path.empty()) return true;  // a faster twin is there
   if (!elf.sound()) {
     if (!found.rejected.empty()) found.rejected += "; ";
     found.rejected += path + " " + elf.problem;
@@ -118,8 +120,12 @@ bool try_file(const std::string& path, FoundLibrary& found) {
 bool try_folders(const std::vector<std::string>& folders, const std::string& owner,
                  const std::string& name, FoundLibrary& found) {
   return std::any_of(folders.begin(), folders.end(), [&](const std::string& folder) {
-    const std::string expanded = owner.empty() ? folder : expand_tokens(folder, owner);
-    return try_file(join(expanded.empty() ? "." : expanded, name), found);
+    std::string expanded = owner.empty() ? folder : expand_tokens(folder, owner);
+    if (expanded.empty()) expanded = ".";
+    if (!owner.empty()) found.run_path_folders.push_back(expanded);
+    for (const std::string& twin : hwcaps_folders(expanded)) try_file(join(twin, name), found);
+    try_file(join(expanded, name), found);
+    return !found.path.empty();
   });
 }
 
@@ -137,6 +143,17 @@ bool find_loaded(const std::string& name, const SearchRules& rules, FoundLibrary
 }
 
 }  // namespace
+
+std::vector<std::string> hwcaps_folders(const std::string& folder) {
+  std::vector<std::string> out;
+  std::error_code error;
+  for (fs::directory_iterator it(folder + "/glibc-hwcaps", error), end; !error && it != end;
+       it.increment(error)) {
+    out.push_back(it->path().string());
+  }
+  std::sort(out.rbegin(), out.rend());
+  return out;
+}
 
 std::vector<LoadedLibrary> loaded_libraries() {
   std::vector<LoadedLibrary> out;

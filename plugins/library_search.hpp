@@ -48,6 +48,9 @@ struct SearchRules {
 // Expands $ORIGIN, $LIB and $PLATFORM (also in braces) in an RPATH, RUNPATH or DT_NEEDED entry.
 std::string expand_tokens(std::string_view entry, const std::string& library_path);
 
+// The sub-folders of a folder's glibc-hwcaps, the most demanding first.
+std::vector<std::string> hwcaps_folders(const std::string& folder);
+
 // An object whose RPATH or RUNPATH takes part in a search.
 struct Requester {
   std::string path;
@@ -60,13 +63,19 @@ struct FoundLibrary {
   bool loaded = false;   // mapped in the process already
   ElfInfo elf;           // headers only; empty for a loaded library without a file
   std::string rejected;  // files that had the name but cannot serve, each with the reason
+  // For judging who could decide what is found. Run path folders that were searched, $ORIGIN
+  // expanded, down to the one with the file; and every file of the name that was met there or
+  // elsewhere, those that cannot serve included.
+  std::vector<std::string> run_path_folders;
+  std::vector<std::string> met;
 };
 
 // Looks `name` up for `chain`: the object that needs it first, then who loaded that object, and so
 // on. Order: already loaded; RPATHs of the chain unless the first has a RUNPATH; the program's
 // RPATH; LD_LIBRARY_PATH; the first one's RUNPATH; the cache; the default folders. A file for
-// another architecture is passed over, as the loader does. (glibc-hwcaps sub-folders are left out:
-// they hold only faster twins of what is beside them.)
+// another architecture is passed over, as the loader does. A folder's sub-folders of glibc-hwcaps
+// come before the folder itself, whatever this processor can do: which of them the loader takes is
+// for it to decide.
 FoundLibrary find_library(const std::string& name, std::span<const Requester> chain,
                           const SearchRules& rules);
 

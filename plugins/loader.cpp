@@ -1,17 +1,19 @@
 #include "plugins/loader.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
 
 #include "core/inside.hpp"
+#include "core/plugin_settings.hpp"
 #include "core/text.hpp"
 #include "plugins/activate.hpp"
 #include "plugins/file_trust.hpp"
 #include "plugins/library.hpp"
+#include "plugins/load_trust.hpp"
 #include "plugins/preflight.hpp"
 #include "plugins/records.hpp"
-#include "plugins/sha256.hpp"
 #include "plugins/time_limit.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
@@ -35,29 +37,12 @@ struct Attempt {
   std::shared_ptr<Instance> instance;
 };
 
-FileHashCache& hash_cache() {  // never freed, like the records
-  static auto* const cache = new FileHashCache(default_hash_cache_file());
-  return *cache;
-}
-
-Status check_hash(const Manifest& manifest, const std::string& path) {
-  if (manifest.sha256.empty()) return {};
-  const FileHash hash = hash_cache().hash(path);
-  hash_cache().save();
-  if (hash.hex == manifest.sha256) return {};
-  if (hash.hex.empty()) return incompatible("its hash cannot be checked: " + hash.error);
-  return Status(StatusCode::kFailedPrecondition,
-                "its sha256 is " + hash.hex + ", and the manifest " + manifest.path + " says " +
-                    manifest.sha256 +
-                    ": the file is damaged or was replaced; install the plugin again");
-}
-
 std::string version_text(unsigned major, unsigned minor) {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
 // What a manifest says before the library is touched.
-Status check_manifest(const Manifest& manifest, const std::string& path) {
+Status check_manifest(const Manifest& manifest) {
   const std::string host = host_architecture();
   if (!manifest.arch.empty() && manifest.arch != host) {
     return incompatible("its manifest says it is for " + manifest.arch + ", and this process is " +
@@ -72,10 +57,17 @@ Status check_manifest(const Manifest& manifest, const std::string& path) {
                         "; the major numbers must be equal (rule R2): install a build of the "
                         "plugin for this te-fl, or a te-fl for this plugin");
   }
-  return check_hash(manifest, path);
+  return {};
 }
 
-// Everything that can be said without running any of its code.
+// The dynamic loader maps a file that ends too early, or whose tables lead astray, and the process
+// dies of reading it.
+bool would_crash_the_loader(const ElfInfo& elf) {
+  return elf.kind == ElfKind::kTruncated || elf.kind == ElfKind::kCorrupt;
+}
+
+// Everything that must be known before any of its code runs: that nobody else can decide what is
+// loaded. Whether it can be loaded is for the dynamic loader to say.
 Status check_file(Attempt& attempt) {
   const std::string& path = attempt.request.path;
   if (records::is_abandoned(path)) {
@@ -84,21 +76,27 @@ Status check_file(Attempt& attempt) {
         "it "
         "may be tried again in a new process");
   }
-  if (const std::string problem = file_trust_problem(path); !problem.empty()) {
-    return failed_precondition("it is not trusted: " + problem);
-  }
-  const Manifest* manifest = attempt.request.manifest;
-  std::error_code error;
-  if (manifest != nullptr && std::filesystem::exists(path, error)) {
-    TE_FL_RETURN_IF_ERROR(check_manifest(*manifest, path));
-  }
-  const PreflightReport report = preflight(path, TE_FL_PLUGIN_QUERY_SYMBOL);
-  attempt.elf = report.elf;
+  attempt.elf = inspect_elf(path, ElfDepth::kHeaders);
   attempt.info.build_id = attempt.elf.build_id;
-  if (report.ok()) return {};
-  return Status(
-      attempt.elf.kind == ElfKind::kMissing ? StatusCode::kNotFound : StatusCode::kIncompatible,
-      report.to_string());
+  if (attempt.elf.kind == ElfKind::kMissing) return not_found(path + " " + attempt.elf.problem);
+  const auto not_trusted = [](const std::string& problem) {
+    return failed_precondition("it is not trusted: " + problem);
+  };
+  std::string problem = file_trust_problem(path);
+  if (!problem.empty()) return not_trusted(problem);
+  const Manifest* manifest = attempt.request.manifest;
+  if (manifest != nullptr) TE_FL_RETURN_IF_ERROR(check_manifest(*manifest));
+  if (would_crash_the_loader(attempt.elf)) return incompatible(path + " " + attempt.elf.problem);
+  problem = load_trust_problem(path, SearchRules::of_process());
+  return problem.empty() ? Status() : not_trusted(problem);
+}
+
+// The dynamic loader stops at its first error and names only that; reading the files finds them
+// all, with who needs what and what to install.
+Status explain(const std::string& path, const std::string& loader_text) {
+  const PreflightReport report = preflight(path, TE_FL_PLUGIN_QUERY_SYMBOL);
+  if (report.ok()) return incompatible(loader_text);
+  return incompatible(report.to_string() + "\n  the dynamic loader: " + loader_text);
 }
 
 Status check_names(const Attempt& attempt, const Header& header) {
@@ -125,6 +123,29 @@ Status check_names(const Attempt& attempt, const Header& header) {
   return {};
 }
 
+// A manifest need not name settings; one that does names those of the header.
+Status check_settings(const Attempt& attempt, const Header& header) {
+  const Manifest* manifest = attempt.request.manifest;
+  if (manifest == nullptr || manifest->settings.empty() || manifest->settings == header.settings) {
+    return {};
+  }
+  const auto lacks = [](const std::vector<core::PluginSetting>& list,
+                        const core::PluginSetting& setting) {
+    return std::find(list.begin(), list.end(), setting) == list.end();
+  };
+  std::vector<std::string> names;
+  for (const core::PluginSetting& s : manifest->settings) {
+    if (lacks(header.settings, s)) names.push_back(s.name);
+  }
+  for (const core::PluginSetting& s : header.settings) {
+    const bool known = std::find(names.begin(), names.end(), s.name) != names.end();
+    if (!known && lacks(manifest->settings, s)) names.push_back(s.name);
+  }
+  if (names.empty()) return {};  // in another order
+  return incompatible("its manifest and the library declare its settings differently (rule R21): " +
+                      core::join(names) + "; correct " + manifest->path);
+}
+
 void describe(const Header& header, PluginInfo& info) {
   info.name = header.name;
   info.vendor = header.vendor;
@@ -142,11 +163,14 @@ std::chrono::milliseconds time_limit() {
 // Opened here, and closed again on return unless the instance, or a create() that hangs, keeps it.
 Status open_and_activate(Attempt& attempt) {
   attempt.was_mapped = is_mapped(attempt.request.path);
-  TE_FL_ASSIGN_OR_RETURN(std::shared_ptr<Library> library, Library::open(attempt.request.path));
+  Result<std::shared_ptr<Library>> opened = Library::open(attempt.request.path);
+  if (!opened.ok()) return explain(attempt.request.path, opened.status().message());
+  const std::shared_ptr<Library> library = std::move(*opened);
   const auto query =
       reinterpret_cast<te_fl_plugin_query_fn>(library->symbol(TE_FL_PLUGIN_QUERY_SYMBOL));
   if (query == nullptr) {
-    return incompatible("it does not define " TE_FL_PLUGIN_QUERY_SYMBOL " (rule R1)");
+    return explain(attempt.request.path,
+                   "it does not define " TE_FL_PLUGIN_QUERY_SYMBOL " (rule R1)");
   }
   TE_FL_ASSIGN_OR_RETURN(const Header header, read_header(query));
   describe(header, attempt.info);
@@ -155,6 +179,8 @@ Status open_and_activate(Attempt& attempt) {
     return failed_precondition("the settings leave it out");
   }
   TE_FL_RETURN_IF_ERROR(check_names(attempt, header));
+  TE_FL_RETURN_IF_ERROR(check_settings(attempt, header));
+  TE_FL_RETURN_IF_ERROR(core::declare_settings(header.name, header.settings, true));
   ActivateOptions options;
   options.library = library;
   const auto limit = time_limit();
@@ -186,12 +212,12 @@ Status open_and_activate(Attempt& attempt) {
 // dlclose() may leave a library in place; then the user should know, and why.
 std::string left_mapped(const Attempt& attempt) {
   if (attempt.was_mapped || !is_mapped(attempt.request.path)) return {};
+  const std::vector<std::string> unique = inspect_elf(attempt.request.path).unique;
   return std::string("; its library stays mapped: ") +
-         (attempt.elf.unique.empty()
-              ? "it was linked with -z nodelete, or a thread-local object or a device's memory "
-                "still needs it"
-              : "it defines unique symbols such as " + attempt.elf.unique.front() +
-                    " (build it with -fno-gnu-unique)");
+         (unique.empty() ? "it was linked with -z nodelete, or a thread-local object or a device's "
+                           "memory still needs it"
+                         : "it defines unique symbols such as " + unique.front() +
+                               " (build it with -fno-gnu-unique)");
 }
 
 double milliseconds_since(Clock::time_point began) {
@@ -207,9 +233,9 @@ std::string milliseconds(double ms) {
 void log_outcome(const PluginInfo& info) {
   const std::string who = "plugin " + info.name;
   if (info.state == State::kActive) {
-    log::info(who + " " + info.version + " (vendor " + info.vendor + ") loaded from " + info.path +
-              " in " + milliseconds(info.load_ms) + ": " + std::to_string(info.ops.size()) +
-              " implementations, " + std::to_string(info.devices.size()) + " devices");
+    log::debug(who + " " + info.version + " (vendor " + info.vendor + ") loaded from " + info.path +
+               " in " + milliseconds(info.load_ms) + ": " + std::to_string(info.ops.size()) +
+               " implementations, " + std::to_string(info.devices.size()) + " devices");
   } else if (info.state == State::kSkipped) {
     log::debug(who + " (" + info.path + ") left out: " + info.reason);
   } else {
@@ -252,6 +278,9 @@ std::string reason_of(const Status& status) {
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry) {
   TE_FL_RETURN_IF_ERROR(check_caller("loaded"));
   const LoadTurn turn;
+  if (request.still_wanted && !request.still_wanted()) {
+    return failed_precondition("plugin " + request.path + " is loaded already");
+  }
   const Clock::time_point began = Clock::now();
   Attempt attempt{request, registry, {}, {}, false, {}, {}};
   PluginInfo& info = attempt.info;
@@ -270,6 +299,7 @@ Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry
   } else {
     info.reason = reason_of(status);
     if (info.state == State::kFailed) info.reason += left_mapped(attempt);
+    if (records::active(info.name).instance == nullptr) core::leave_out_settings(info.name);
   }
   records::put({info, attempt.instance, {}, attempt.library, {}});
   log_outcome(info);
@@ -315,6 +345,7 @@ Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& regist
   }
   const Status status = withdraw(record.instance, registry);
   if (!record.instance->withdrawn()) return status;  // nothing was changed
+  core::leave_out_settings(name);
   records::deactivated(name, status.ok() ? "" : reason_of(status),
                        unmap ? nullptr : record.library.lock());
   log::info("plugin " + name + " deactivated" + (status.ok() ? "" : ", but: " + reason_of(status)));

@@ -1,6 +1,7 @@
 // From a file to an active plugin, and back.
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "plugins/manifest.hpp"
@@ -14,9 +15,11 @@ struct LoadRequest {
   std::string origin;                  // PluginInfo::origin
   const Manifest* manifest = nullptr;  // what it promises is checked; may be null
   std::string leave_out;               // a plugin of this name is skipped, not loaded
+  // Asked when the turn to load has come: if it says no, nothing is done and nothing recorded.
+  std::function<bool()> still_wanted = nullptr;
 };
 
-// Trust, manifest, pre-flight, dlopen, query, create, devices, ops: all of it, or nothing remains.
+// Trust, manifest, dlopen, query, settings, create, devices, ops: all of it, or nothing remains.
 // Leaves a record and a log line in every case. Waits for its turn.
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry);
 

@@ -19,9 +19,12 @@ using Json = nlohmann::json;
 constexpr std::string_view kFormatVersion = "1.0";
 constexpr std::size_t kMaxNameLength = 64;
 constexpr std::size_t kMaxShown = 80;
-constexpr auto kKeys = std::to_array<std::string_view>(
-    {"file_format_version", "name", "vendor", "library_path", "arch", "abi", "probe", "sha256"});
+constexpr auto kKeys =
+    std::to_array<std::string_view>({"file_format_version", "name", "vendor", "library_path",
+                                     "arch", "abi", "probe", "load_for", "settings"});
 constexpr std::size_t kRequiredKeys = 6;  // the first six
+constexpr auto kSettingKeys =
+    std::to_array<std::string_view>({"name", "type", "default", "choices", "doc"});
 constexpr auto kProbeKeys =
     std::to_array<std::string_view>({"pci_vendor", "device_node", "always"});
 constexpr auto kArchitectures = std::to_array<std::string_view>(
@@ -208,14 +211,74 @@ Probe parse_probe(const Json& value) {
   return out;
 }
 
-std::string sha256_value(const Json& object) {
-  const std::string rule = "a string of 64 hex digits, as sha256sum prints it";
-  std::string text = string_value(object, "sha256", rule);
-  for (char& c : text) c = c >= 'A' && c <= 'F' ? static_cast<char>(c + 32) : c;
-  if (text.size() != 64 || text.find_first_not_of("0123456789abcdef") != text.npos) {
-    refuse_value("sha256", text, rule);
+std::vector<Device> load_for(const Json& value) {
+  const std::string rule =
+      "a list of types of devices without their numbers, such as [\"opencl\"] or [\"ext:acme\"]";
+  if (!value.is_array() || value.empty()) {
+    throw Refusal{"\"load_for\" is " + value_text(value) + " and must be " + rule};
   }
-  return text;
+  std::vector<Device> out;
+  for (const Json& item : value) {
+    if (!item.is_string())
+      throw Refusal{"\"load_for\" has " + value_text(item) + " and must be " + rule};
+    const auto& text = item.get_ref<const std::string&>();
+    const Result<Device> device = parse_device(text);
+    const bool numbered =
+        std::count(text.begin(), text.end(), ':') != (text.starts_with("ext:") ? 1 : 0);
+    if (!device.ok() || numbered || device->is_host()) {
+      throw Refusal{"\"load_for\" has " + in_quotes(text) + " and must be " + rule +
+                    (device.ok() ? "" : ": " + device.status().message())};
+    }
+    out.push_back(*device);
+  }
+  return out;
+}
+
+core::PluginSetting parse_setting(const Json& value, const std::string& plugin) {
+  if (!value.is_object()) {
+    throw Refusal{"a setting is " + value_text(value) + " and must be an object {...}"};
+  }
+  for (const auto& item : value.items()) {
+    if (std::find(kSettingKeys.begin(), kSettingKeys.end(), item.key()) == kSettingKeys.end()) {
+      refuse_key(item.key(), kSettingKeys, " in \"settings\"");
+    }
+  }
+  const auto text = [&](std::string_view key, bool required) {
+    const std::string name(key);
+    if (!value.contains(name) && required) {
+      throw Refusal{"key \"" + name + "\" is missing in \"settings\""};
+    }
+    if (!value.contains(name) || value.at(name) == "") return std::string();
+    return string_value(value, key, "a string");
+  };
+  core::PluginSetting out;
+  out.name = text("name", true);
+  const std::string rule = "one of string bool int enum list file";
+  const std::string type = text("type", true);
+  const std::optional<core::VariableType> known = core::plugin_setting_type(type);
+  if (!known) refuse_value("type", type, rule);
+  out.type = *known;
+  out.default_value = text("default", false);
+  out.choices = text("choices", false);
+  out.doc = text("doc", true);
+  const Status status = core::check_declaration(plugin, out);
+  if (!status.ok()) throw Refusal{status.message()};
+  return out;
+}
+
+std::vector<core::PluginSetting> parse_settings(const Json& value, const std::string& plugin) {
+  if (!value.is_array()) {
+    throw Refusal{"\"settings\" is " + value_text(value) + " and must be a list [...]"};
+  }
+  std::vector<core::PluginSetting> out;
+  for (const Json& item : value) {
+    core::PluginSetting setting = parse_setting(item, plugin);
+    for (const core::PluginSetting& other : out) {
+      if (other.name == setting.name) throw Refusal{"setting " + other.name + " appears twice"};
+    }
+    out.push_back(std::move(setting));
+  }
+  return out;
 }
 
 Manifest from_json(const Json& object, const std::string& path) {
@@ -228,6 +291,12 @@ Manifest from_json(const Json& object, const std::string& path) {
     const std::string rule = "the string \"" + std::string(kFormatVersion) + "\"";
     const std::string& version = string_value(object, version_key, rule);
     if (version != kFormatVersion) refuse_value(version_key, version, rule);
+  }
+  if (object.contains("sha256")) {
+    throw Refusal{
+        "key \"sha256\" is not part of the format any more: leave it out; a library that others "
+        "may "
+        "write to is refused instead"};
   }
   for (const auto& item : object.items()) {
     if (std::find(kKeys.begin(), kKeys.end(), item.key()) == kKeys.end()) {
@@ -247,7 +316,8 @@ Manifest from_json(const Json& object, const std::string& path) {
   out.arch = architecture(object);
   abi_version(object, out);
   if (object.contains("probe")) out.probe = parse_probe(object.at("probe"));
-  if (object.contains("sha256")) out.sha256 = sha256_value(object);
+  if (object.contains("load_for")) out.load_for = load_for(object.at("load_for"));
+  if (object.contains("settings")) out.settings = parse_settings(object.at("settings"), out.name);
   return out;
 }
 
@@ -290,11 +360,12 @@ ManifestResult parse_manifest(std::string_view text, const std::string& path) {
 }
 
 ManifestResult read_manifest(const std::string& path) {
-  const ByteSource file(path);
-  if (file.state() != FileState::kRegular) return refused(path + ": " + file.error());
+  // Before it is opened: once nobody else can exchange it, what is opened is what was judged.
   if (std::string problem = file_trust_problem(path); !problem.empty()) {
     return refused(path + ": refused: " + problem);
   }
+  const ByteSource file(path);
+  if (file.state() != FileState::kRegular) return refused(path + ": " + file.error());
   if (file.size() > kMaxManifestBytes) return refused(too_large(path, file.size()));
   std::vector<std::uint8_t> raw;
   if (!file.read(0, file.size(), raw)) return refused(path + ": it cannot be read to its end");

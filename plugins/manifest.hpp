@@ -8,7 +8,15 @@
 //     "arch": "x86_64",                      as `uname -m` prints it
 //     "abi": "0.1",                          ABI of plugin.h that it was built against
 //     "probe": {"pci_vendor": "0x1234"},     optional; the plugin is left out when nothing matches
-//     "sha256": "9f86d0..."                  optional; hash of the library, 64 hex digits
+//     "load_for": ["ext:acme"],              optional; types of devices: the plugin is loaded when
+//                                            one of them is asked for, not when the process starts
+//     "settings": [{                         optional; what its header declares too (rule R21), so
+//       "name": "TE_FL_ACME_DEBUG",          that they are known while the plugin is left out
+//       "type": "bool",                      string, bool, int, enum, list or file
+//       "default": "0",                      optional
+//       "choices": "",                       enum: words; int: "MIN MAX"; optional otherwise
+//       "doc": "1: says what it does."
+//     }]
 //   }
 //
 // Parsing is strict: an unknown or repeated key is an error that names the nearest right one. No
@@ -21,6 +29,9 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "core/plugin_settings.hpp"
+#include "te_fl/device.hpp"
 
 namespace te_fl::plugins {
 
@@ -43,7 +54,8 @@ struct Manifest {
   int abi_major = 0;
   int abi_minor = 0;
   Probe probe;
-  std::string sha256;  // lower case; empty when absent
+  std::vector<Device> load_for;  // types and providers, index 0; empty: loaded at once
+  std::vector<core::PluginSetting> settings;
 };
 
 struct ManifestResult {

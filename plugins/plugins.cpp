@@ -8,6 +8,7 @@
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/manifest.hpp"
+#include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
 #include "te_fl/op_manager.hpp"
 
@@ -25,6 +26,7 @@ Result<PluginInfo> load_by_name(const std::string& name, OpRegistry& registry) {
   std::vector<std::string> names;
   for (const Manifest& manifest : scan.manifests) {
     if (manifest.name == name) {
+      on_demand::forget(name);
       return load_library({manifest.library_path, "load()", &manifest, ""}, registry);
     }
     names.push_back(manifest.name);
@@ -66,7 +68,7 @@ std::string_view to_string(State state) {
 }
 
 std::vector<PluginInfo> list() {
-  started();
+  on_demand::load(nullptr, started());
   return records::list();
 }
 

@@ -1,4 +1,5 @@
-// Says, before a plugin is opened, whether the dynamic loader would accept it, and if not, why.
+// Says why the dynamic loader refused a library, or would refuse it. It decides nothing: what the
+// loader takes is loaded.
 //
 // The dynamic loader stops at its first error and names only that. This walks the whole closure of
 // needed libraries and reports everything at once, with who needs what and what to install.

@@ -111,6 +111,17 @@ Record active(const std::string& name) {
   return {};
 }
 
+std::vector<std::string> failures_from(std::string_view origin) {
+  const std::lock_guard lock(mutex);
+  std::vector<std::string> out;
+  for (const Record& r : all()) {
+    if (r.info.origin != origin) continue;
+    if (r.info.state != State::kFailed && r.info.state != State::kAbandoned) continue;
+    out.push_back((r.info.path.empty() ? r.info.name : r.info.path) + ": " + r.info.reason);
+  }
+  return out;
+}
+
 int64_t retired_objects(const std::string& name) {
   std::shared_ptr<Instance> retired;
   {

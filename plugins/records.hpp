@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "plugins/activate.hpp"
@@ -31,6 +32,8 @@ std::vector<PluginInfo> list();
 Record active(const std::string& name);
 // Live objects of the retired plugin of a name that is not destroyed yet; -1 if there is none.
 int64_t retired_objects(const std::string& name);
+// "NAME: why" of the plugins of this origin that failed or were abandoned; empty if there is none.
+std::vector<std::string> failures_from(std::string_view origin);
 // Whether the file at `path` is an abandoned plugin's, which must not be entered again.
 bool is_abandoned(const std::string& path);
 // Marks the active plugin of a name as deactivated. `reason` not empty: it stays, for that reason.

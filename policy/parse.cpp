@@ -92,7 +92,8 @@ template <class F>
 auto parse_variable(const char* name, F&& parse) -> decltype(parse(std::string_view())) {
   const std::optional<std::string> value = environment::get_if_set(name);
   auto parsed = parse(value ? std::string_view(*value) : std::string_view());
-  if (!parsed.ok()) return parsed.status().wrap(std::string(name) + "=" + value.value_or(""));
+  if (!parsed.ok())
+    return policy::in_setting(std::string(name) + "=" + value.value_or(""), parsed.status());
   return parsed;
 }
 
@@ -100,7 +101,7 @@ Result<std::optional<Kind>> preferred_kind() {
   const std::optional<std::string> prefer = environment::get_if_set("TE_FL_PREFER");
   if (prefer && !trim(*prefer).empty()) {
     const Result<Kind> kind = parse_kind(*prefer);
-    if (!kind.ok()) return kind.status().wrap("TE_FL_PREFER=" + *prefer);
+    if (!kind.ok()) return policy::in_setting("TE_FL_PREFER=" + *prefer, kind.status());
     return std::optional<Kind>(*kind);
   }
   TE_FL_ASSIGN_OR_RETURN(const std::optional<bool> older, bool_variable("TE_FL_PREFER_VENDOR"));

@@ -175,6 +175,18 @@ std::string SelectionPolicy::describe() const {
   return text.empty() ? "pure priority" : text;
 }
 
+std::string policy::describe_for(const PolicySettings& settings, std::string_view op) {
+  PolicySettings s = settings;
+  const size_t lists = s.per_op.size() + s.per_signature.size();
+  std::erase_if(s.per_op, [&](const auto& list) { return list.first != op; });
+  std::erase_if(s.per_signature, [&](const SignatureList& list) { return list.op != op; });
+  const size_t others = lists - s.per_op.size() - s.per_signature.size();
+  const std::string text = text_of(s);
+  if (others == 0) return text.empty() ? "pure priority" : text;
+  return (text.empty() ? "pure priority for this op" : text) + " (and " + std::to_string(others) +
+         (others == 1 ? " list" : " lists") + " of other ops)";
+}
+
 void set_global_policy(SelectionPolicy policy) {
   policy::g_global.store(policy.id() + 1, std::memory_order_release);
 }
@@ -188,7 +200,8 @@ Result<SelectionPolicy> current_policy() {
     policy::Interned& table = policy::interned();
     std::lock_guard lock(policy::mutex);
     if (table.environment_error.ok()) continue;  // repaired between the two looks
-    return table.environment_error.wrap("the selection policy of the environment is invalid");
+    return policy::cause_first(table.environment_error,
+                               "the selection policy of the environment is invalid");
   }
 }
 

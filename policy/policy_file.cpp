@@ -1,12 +1,11 @@
 // TE_FL_POLICY_FILE: all that the variables can say, and lists for single signatures.
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "core/file.hpp"
 #include "core/op_table.hpp"
+#include "core/text.hpp"
 #include "policy/text.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/policy.hpp"
@@ -16,6 +15,8 @@ namespace {
 
 using nlohmann::json;
 using policy::did_you_mean;
+
+constexpr uint64_t kMaxBytes = uint64_t{64} << 20;
 
 std::vector<std::string> op_names() {
   std::vector<std::string> names;
@@ -59,7 +60,7 @@ Result<std::vector<PolicyToken>> tokens(const std::string& op, const json& value
   }
   const Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> parsed =
       parse_per_op(op + "=" + list, op_names());
-  if (!parsed.ok()) return parsed.status().wrap(where);
+  if (!parsed.ok()) return policy::in_setting(where, parsed.status());
   if (parsed->size() != 1)
     return invalid_argument(where + ": " + policy::quoted(op) + " is not an op");
   return parsed->begin()->second;
@@ -80,20 +81,21 @@ Result<SignatureList> signature_list(const json& item, const std::string& where)
   const auto name = device.get<std::string>();
   // A device type: "cpu", "cuda", "ext:acme".
   if (Result<Device> parsed = parse_device(name == "cpu" ? name : name + ":0"); !parsed.ok()) {
-    return parsed.status().wrap(where + ".device (a type of device, without its number)");
+    return policy::in_setting(where + ".device (a type of device, without its number)",
+                              parsed.status());
   }
   out.device = name;
   TE_FL_ASSIGN_OR_RETURN(const auto dtypes, strings(item.at("dtypes"), where + ".dtypes"));
   for (const std::string& word : dtypes) {
     const Result<DType> dtype = parse_dtype(word);
-    if (!dtype.ok()) return dtype.status().wrap(where);
+    if (!dtype.ok()) return policy::in_setting(where, dtype.status());
     out.dtypes |= TE_FL_BIT(static_cast<uint32_t>(*dtype));
   }
   TE_FL_ASSIGN_OR_RETURN(const auto scalings,
                          strings(item.value("scalings", json{"none"}), where + ".scalings"));
   for (const std::string& word : scalings) {
     const Result<Scaling> scaling = parse_scaling(word);
-    if (!scaling.ok()) return scaling.status().wrap(where);
+    if (!scaling.ok()) return policy::in_setting(where, scaling.status());
     out.scalings |= TE_FL_BIT(static_cast<uint32_t>(*scaling));
   }
   TE_FL_ASSIGN_OR_RETURN(out.use, tokens(out.op, item.at("use"), where));
@@ -169,16 +171,17 @@ Result<PolicySettings> settings_of(const json& file) {
 
 Result<PolicySettings> load_policy_file(const std::string& path) {
   const std::string what = "the policy file " + path;
-  std::ifstream in(path);
-  if (!in) return not_found(what + " cannot be read: " + std::strerror(errno));
+  const Result<std::string> text = core::read_file(path, kMaxBytes);
+  if (!text.ok()) return Status(text.status().code(), what + " " + text.status().message());
+  if (core::trim(*text).empty()) return invalid_argument(what + " is empty");
   json file;
   try {
-    file = json::parse(in);
+    file = json::parse(*text);
   } catch (const json::parse_error& e) {
     return invalid_argument(what + " is not JSON: " + e.what());
   }
   Result<PolicySettings> settings = settings_of(file);
-  if (!settings.ok()) return settings.status().wrap(what);
+  if (!settings.ok()) return policy::in_setting(what, settings.status());
   return settings;
 }
 

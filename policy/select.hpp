@@ -112,6 +112,9 @@ class ArgumentNames {
 // kNone.
 std::string refusal_text(Refusal refusal, const Option& option, const Call& call,
                          const PolicySettings& settings, const ArgumentNames* names);
+// SelectionPolicy::describe without the lists of other ops, which are only counted: a tuned policy
+// has hundreds.
+std::string describe_for(const PolicySettings& settings, std::string_view op);
 // What STRICT missed if Decision::first is -1, e.g. "no vendor implementation is registered for
 // cpu".
 std::string missing_first_text(const Call& call, const PolicySettings& settings);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/text.hpp"
+#include "te_fl/status.hpp"
 
 namespace te_fl::policy {
 
@@ -21,6 +22,16 @@ inline std::vector<std::string_view> split(std::string_view s, char separator) {
     if (end == std::string_view::npos) return parts;
     s.remove_prefix(end + 1);
   }
+}
+
+// A mistake in a setting, on one line: what is wrong, then what that leads to. The reader of a
+// setting's error wants the mistake, and many programs show the first line only.
+inline Status cause_first(const Status& cause, const std::string& effect) {
+  return Status(cause.code(), cause.message() + "; " + effect, cause.cause());
+}
+// The same with the setting in front: "TE_FL_PER_OP=x: ..."
+inline Status in_setting(const std::string& setting, const Status& cause) {
+  return Status(cause.code(), setting + ": " + cause.message(), cause.cause());
 }
 
 inline std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "core/file.hpp"
 #include "core/op_finder.hpp"
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
@@ -116,17 +117,17 @@ json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const ch
 
 Status write_call_file(const std::string& path, const json& description, const CopyBuffer& before,
                        const CopyBuffer& after) {
-  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  core::FileReplacement out(path);
   const std::string text = description.dump(-1, ' ', false, json::error_handler_t::replace);
   const uint64_t length = text.size();
-  out << kMagic;
-  out.write(reinterpret_cast<const char*>(&length), sizeof length);
-  out << text;
-  out.write(before.data(), static_cast<std::streamsize>(before.size()));
-  out.write(after.data(), static_cast<std::streamsize>(after.size()));
-  out.close();
-  if (out.good()) return {};
-  return Status(StatusCode::kInternal, "cannot write " + path + ": " + std::strerror(errno));
+  out.write(kMagic);
+  out.write({reinterpret_cast<const char*>(&length), sizeof length});
+  out.write(text);
+  out.write({before.data(), before.size()});
+  out.write({after.data(), after.size()});
+  const Status written = out.commit();
+  if (written.ok()) return {};
+  return failed_precondition("cannot write " + path + ": " + written.message());
 }
 
 Result<std::unique_ptr<FiledCall>> FiledCall::read(const std::string& path) {

@@ -33,7 +33,7 @@ struct CallOrigin {
 nlohmann::json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const char* base,
                              const Device& device, bool deterministic);
 
-// Bytes of a file. Errors: those of the system.
+// Writes a file whole, or leaves none. Error: FAILED_PRECONDITION, with the reason of the system.
 Status write_call_file(const std::string& path, const nlohmann::json& description,
                        const CopyBuffer& before, const CopyBuffer& after);
 

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "core/device_use.hpp"
+#include "plugins/discovery.hpp"
 #include "policy/current.hpp"
+#include "policy/text.hpp"
 #include "registry/manager_impl.hpp"
 #include "registry/quarantine.hpp"
 
@@ -92,8 +94,10 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   }
   Choice choice;
   choice.settings = &policy::settings_of(policy);
+  if (choice.settings->strict) TE_FL_RETURN_IF_ERROR(plugins::named_plugins_status());
   if (Status error = policy::settings_error(*choice.settings); !error.ok()) {
-    return error.wrap("op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
+    return policy::cause_first(
+        error, "op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
   }
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
@@ -101,7 +105,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
   choice.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                  arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
                  signature.version,           capturing};
-  TE_FL_ASSIGN_OR_RETURN(choice.barred, barred(row, signature));
+  choice.barred = barred(row, signature);
   choice.call.barred = choice.barred;
   choice.decision = policy::decide(*choice.settings, choice.call, row.options);
   if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <map>
 
+#include "core/file.hpp"
 #include "core/text.hpp"
-#include "plugins/sha256.hpp"
 #include "policy/select.hpp"
 #include "registry/quarantine.hpp"
 #include "te_fl/environment.hpp"
@@ -16,10 +16,20 @@
 namespace te_fl {
 namespace {
 
-// Settings that name a file whose contents decide what an implementation runs.
-constexpr const char* kTuningFiles[] = {"TE_FL_CUDA_GEMM_FILE"};
-
 using Lines = std::map<std::string, std::string>;
+
+// FNV-1a of 128 bits in hex digits: ranks compare what they have, and nobody forges anything.
+std::string hash_of(const std::string& text) {
+  using Wide = unsigned __int128;
+  Wide hash = Wide{0x6c62272e07bb0142} << 64 | 0x62b821756295c58d;
+  constexpr Wide kPrime = Wide{1} << 88 | 0x13b;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * kPrime;
+  std::string out;
+  for (int shift = 124; shift >= 0; shift -= 4) {
+    out += "0123456789abcdef"[static_cast<unsigned>(hash >> shift) & 15];
+  }
+  return out;
+}
 
 void add_devices(Lines& lines) {
   // By type and not by index: ranks use different devices of one kind.
@@ -62,6 +72,20 @@ void add_quarantines(Lines& lines) {
   }
 }
 
+// Settings of active plugins that are set; of a file its contents, wherever a rank has it.
+void add_settings(Lines& lines) {
+  constexpr uint64_t kMost = uint64_t{1} << 30;
+  for (const environment::Variable& v : environment::table()) {
+    if (v.plugin.empty() || !v.active || v.value == v.default_value) continue;
+    std::string text = v.value;
+    if (v.type == "file") {
+      const Result<std::string> contents = core::read_file(v.value, kMost);
+      text = contents.ok() ? hash_of(*contents) : "unreadable";
+    }
+    lines["setting " + v.name] = text;
+  }
+}
+
 Lines resolved() {
   OpManager::instance();  // what is built in, and plugins
   Lines lines;
@@ -69,12 +93,7 @@ Lines resolved() {
   lines["abi"] = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   const Result<SelectionPolicy> policy = current_policy();
   lines["policy"] = policy.ok() ? policy->describe() : "invalid: " + policy.status().message();
-  for (const char* name : kTuningFiles) {
-    const std::optional<std::string> path = environment::get_if_set(name);
-    if (!path || path->empty()) continue;
-    const plugins::FileHash hash = plugins::sha256_of_file(*path);
-    lines[std::string("tuning ") + name] = hash.hex.empty() ? "unreadable" : hash.hex;
-  }
+  add_settings(lines);
   add_devices(lines);
   add_implementations(lines);
   add_quarantines(lines);
@@ -90,12 +109,6 @@ std::string text_of(const Lines& lines) {
   std::string out;
   for (const auto& [key, value] : lines) out += key + " = " + one_line(value) + "\n";
   return out;
-}
-
-std::string hash_of(const std::string& table) {
-  plugins::Sha256 hash;
-  hash.update(table);
-  return hash.hex_digest().substr(0, 32);
 }
 
 // Lines of the form "key = value"; others are skipped.

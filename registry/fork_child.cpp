@@ -11,6 +11,7 @@ void child() {
   forget_other_threads();
   registries_after_fork_in_child();
   managers_after_fork_in_child();
+  trace_after_fork_in_child();
 }
 
 }  // namespace

@@ -11,5 +11,6 @@ void install_fork_child();
 void registries_after_fork_in_child();
 void managers_after_fork_in_child();
 void instance_after_fork_in_child();
+void trace_after_fork_in_child() noexcept;
 
 }  // namespace te_fl::registry

@@ -3,11 +3,17 @@
 #include <atomic>
 #include <thread>
 
+#include "core/device_list.hpp"
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
+#include "plugins/on_demand.hpp"
+#include "plugins/records.hpp"
 #include "registry/builtins.hpp"
+#include "registry/epoch.hpp"
 #include "registry/fork_child.hpp"
+#include "registry/remarks.hpp"
 #include "registry/summary.hpp"
+#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/op_manager.hpp"
 
@@ -34,15 +40,39 @@ void start() {
     plugins::load_builtin(builtin.name, builtin.query, registry);
   }
   plugins::discover(registry);
+  registry::log_remarks();
   te_fl::registry::summarise_at_exit();
   t_starting = false;
   g_start.store(kReady, std::memory_order_release);
   g_start.notify_all();
 }
 
+// Somebody looks for a device that is not there, or for all: the first such look starts the
+// manager, as an op would.
+void bring_devices(const Device* device) noexcept {
+  if (g_start.load(std::memory_order_acquire) == kReady && !plugins::on_demand::any()) return;
+  if (t_starting || plugins::LoadTurn::mine() || registry::inside_op()) return;
+  try {
+    plugins::on_demand::load(device, OpManager::instance().registry());
+  } catch (const std::exception& e) {
+    log::error(std::string("loading a device's plugin was cut short: ") + e.what());
+  }
+}
+
+[[maybe_unused]] const bool hooked = [] {
+  core::g_bring_devices.store(&bring_devices, std::memory_order_release);
+  return true;
+}();
+
 }  // namespace
 
 namespace registry {
+
+void log_remarks() {
+  for (const std::string& remark : environment::remarks()) {
+    log::once(log::Level::kWarning, remark, remark);
+  }
+}
 
 void instance_after_fork_in_child() {
   // Another thread was loading plugins when the process forked; it is not here to go on.

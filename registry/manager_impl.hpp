@@ -148,6 +148,9 @@ Status ask_stream(Call& call);
   context.struct_size = sizeof context;
   context.flags = (deterministic ? uint32_t{TE_FL_CALL_DETERMINISTIC} : 0u) |
                   (call.capturing ? uint32_t{TE_FL_CALL_CAPTURING} : 0u);
+  if (core::g_validate.load(std::memory_order_relaxed) && !call.capturing) {
+    context.flags |= TE_FL_CALL_VALIDATE;
+  }
   context.device = call.signature.device.to_c();
   context.provider = call.signature.device.provider;
   context.stream = call.options.stream;
@@ -220,6 +223,9 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept;
 
 Status bad_arguments(const OpRow& row, const void* args);
 Status no_such_op(const Table& table, OpId op);
+// A described call that no arguments could make: a dtype or scaling mode that no tensor of the op
+// has, or FP8 codes without a scaling mode.
+Status check_profile(const OpRow& row, const CallProfile& profile);
 Status invalid_policy(const OpRow& row);
 // Wraps an implementation's own words.
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,

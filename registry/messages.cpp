@@ -2,10 +2,14 @@
 
 #include <algorithm>
 
+#include "core/compiled_op.hpp"
 #include "core/text.hpp"
 #include "policy/current.hpp"
+#include "policy/select.hpp"
+#include "policy/text.hpp"
 #include "registry/arguments.hpp"
 #include "registry/manager_impl.hpp"
+#include "te_fl/dtype.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl::registry {
@@ -34,7 +38,11 @@ std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }
 std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choice& choice,
                           bool chosen) {
   const Implementation& impl = *row.impls[v.option];
-  std::string text = chosen ? "taken: " : "next if that one cannot: ";
+  const bool absent = !choice.call.present && !choice.call.device.is_host();
+  std::string text =
+      absent   ? "it would be asked if there were a " + to_string(choice.call.device) + " here: "
+      : chosen ? "taken: "
+               : "next if that one cannot: ";
   if (v.staged) {
     text += "staged (copies of the tensors of " + to_string(choice.call.device) + " on the host), ";
   }
@@ -87,16 +95,48 @@ Status bad_arguments(const OpRow& row, const void* args) {
   return status.wrap("op " + quoted(op) + " was called with wrong arguments");
 }
 
+Status check_profile(const OpRow& row, const CallProfile& profile) {
+  const te_fl_op_schema& schema = row.compiled->schema();
+  uint32_t dtypes = 0, scalings = 0, raw = 0;  // raw: taken as numbers, without a scale
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    if (arg.type != TE_FL_ARG_TENSOR && arg.type != TE_FL_ARG_TENSOR_LIST) continue;
+    dtypes |= arg.dtypes;
+    scalings |= arg.scalings;
+    const bool takes_codes = (arg.flags & TE_FL_ARG_RAW_FP8) != 0;
+    raw |= takes_codes ? arg.dtypes : arg.dtypes & ~core::kScaledDTypes;
+  }
+  const bool scaled = std::any_of(profile.scalings.begin(), profile.scalings.end(),
+                                  [](Scaling s) { return s != Scaling::kNone; });
+  const std::string op = "op " + quoted(schema.name) + " takes no tensor ";
+  for (const DType t : profile.dtypes) {
+    if ((dtypes >> static_cast<uint32_t>(t) & 1) != 0) {
+      if (scaled || (raw >> static_cast<uint32_t>(t) & 1) != 0) continue;
+      return invalid_argument(op + "of dtype " + std::string(name(t)) +
+                              " without a scaling mode (--scaling); its tensors' are " +
+                              policy::scaling_mask_text(scalings));
+    }
+    return invalid_argument(op + "of dtype " + std::string(name(t)) + "; its tensors are " +
+                            policy::dtype_mask_text(dtypes));
+  }
+  for (const Scaling s : profile.scalings) {
+    if ((scalings >> static_cast<uint32_t>(s) & 1) != 0) continue;
+    return invalid_argument(op + "with scaling " + std::string(name(s)) + "; its tensors' are " +
+                            policy::scaling_mask_text(scalings));
+  }
+  return {};
+}
+
 Status no_such_op(const Table& table, OpId op) {
   return not_found("there is no op number " + std::to_string(op.index) + "; this registry has " +
                    std::to_string(table.ops.size()) + " ops, from 0");
 }
 
 Status invalid_policy(const OpRow& row) {
-  Status status = current_policy().status();
-  if (status.ok())
-    status = failed_precondition("the policy changed while the call was made; call again");
-  return status.wrap("op " + quoted(row.compiled->schema().name) + " cannot be routed");
+  const std::string op = "op " + quoted(row.compiled->schema().name) + " cannot be routed";
+  const Status status = current_policy().status();
+  if (!status.ok()) return policy::cause_first(status, op);
+  return failed_precondition("the policy changed while the call was made; call again").wrap(op);
 }
 
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
@@ -132,9 +172,10 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, con
     } else if (failed != failures.end()) {
       c.reason = failure_text(*failed);
     } else {
-      c.accepted = true;
-      c.chosen = !taken;
-      taken = true;
+      // Of a call that is only described: on a device that is not here nothing can be called.
+      c.accepted = args != nullptr || choice.call.present || choice.call.device.is_host();
+      c.chosen = c.accepted && !taken;
+      taken = taken || c.accepted;
       c.reason = accepted_text(row, v, choice, c.chosen);
       if (args == nullptr && impl.checks_support) c.reason += "; it is asked again at each call";
     }
@@ -147,7 +188,7 @@ Status no_candidate(const Call& call, const Choice& choice, const std::vector<Fa
   const PolicySettings& settings = *choice.settings;
   std::string text = "no implementation can serve op " + quoted(choice.call.op) + " with " +
                      describe_arguments(call.row.compiled->schema(), call.args) +
-                     " (policy: " + SelectionPolicy::intern(settings).describe() + ")";
+                     " (policy: " + policy::describe_for(settings, choice.call.op) + ")";
   if (settings.strict) {
     text += choice.decision.first < 0
                 ? "\n  strict: " + policy::missing_first_text(choice.call, settings)

@@ -10,10 +10,12 @@
 #include "core/text.hpp"
 #include "plugins/hooks.hpp"
 #include "policy/current.hpp"
+#include "policy/select.hpp"
 #include "registry/arguments.hpp"
 #include "registry/fork_child.hpp"
 #include "registry/manager_impl.hpp"
 #include "registry/quarantine.hpp"
+#include "registry/remarks.hpp"
 
 namespace te_fl {
 namespace {
@@ -113,7 +115,7 @@ Resolution resolution_of(const OpRow& row, const Choice& choice, const void* arg
                          const std::vector<registry::Failure>& failures) {
   Resolution r;
   r.op = row.compiled->schema().name;
-  r.policy = SelectionPolicy::intern(*choice.settings).describe();
+  r.policy = policy::describe_for(*choice.settings, r.op);
   r.candidates = registry::candidates_of(row, choice, args, failures);
   for (const Candidate& c : r.candidates) {
     if (c.chosen) r.impl_id = c.impl_id;
@@ -322,12 +324,14 @@ Result<Resolution> OpManager::resolve(OpId op, const void* args, const CallOptio
 }
 
 Result<Resolution> OpManager::explain(OpId op, const CallProfile& profile) {
+  (void)core::find_device(profile.device);  // loads its plugin, which no thread does inside an op
   const CallOptions options;
   return with_call<Result<Resolution>>(
       *impl_, op, nullptr, options, [&](Call& call) -> Result<Resolution> {
         TE_FL_ASSIGN_OR_RETURN(const SelectionPolicy policy, current_policy());
         call.policy = policy.id();
         call.signature.device = profile.device;
+        TE_FL_RETURN_IF_ERROR(registry::check_profile(call.row, profile));
         for (const DType t : profile.dtypes)
           call.signature.dtypes |= TE_FL_BIT(static_cast<uint32_t>(t));
         for (const Scaling s : profile.scalings)
@@ -403,6 +407,7 @@ void OpManager::reset_usage() {
 
 Status OpManager::reload() {
   TE_FL_RETURN_IF_ERROR(environment::reload());
+  registry::log_remarks();
   registry::forget_quarantine_file();
   registry::choose_again();
   return current_policy().status();

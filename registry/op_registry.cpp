@@ -49,8 +49,9 @@ void registries_after_fork_in_child() {
 }
 
 void choose_again() {
+  std::vector<std::unique_ptr<const Table>> dead;  // freed after the lock, like reclaim()'s
   std::lock_guard lock(mutex);
-  for (OpRegistry::Impl* impl : registries()) impl->publish_again();
+  for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
 }
 
 }  // namespace registry
@@ -86,17 +87,24 @@ void OpRegistry::Impl::publish(std::unique_ptr<Table> next) {
   retired_.push_back({std::unique_ptr<const Table>(old), registry::retire()});
 }
 
-void OpRegistry::Impl::publish_again() { publish(copy_table()); }
+void OpRegistry::Impl::publish_again(std::vector<std::unique_ptr<const Table>>& dead) {
+  publish(copy_table());
+  take_dead(registry::oldest_inside(), dead);
+}
+
+void OpRegistry::Impl::take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead) {
+  while (!retired_.empty() && retired_.front().epoch < oldest) {
+    dead.push_back(std::move(retired_.front().table));
+    retired_.pop_front();
+  }
+}
 
 void OpRegistry::Impl::reclaim() {
   const uint64_t oldest = registry::oldest_inside();
   std::vector<std::unique_ptr<const Table>>
       dead;  // their implementations may enter a plugin as they go
   std::lock_guard lock(mutex);
-  while (!retired_.empty() && retired_.front().epoch < oldest) {
-    dead.push_back(std::move(retired_.front().table));
-    retired_.pop_front();
-  }
+  take_dead(oldest, dead);
 }
 
 Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const std::string& owner,

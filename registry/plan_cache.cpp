@@ -167,8 +167,10 @@ void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_c
   count_ = sum_ = 0;
   many_.clear();
   add_device(context);
-  // A call that is captured gets the plan that was made before capture, when all is allowed.
-  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING}, context.rng.state != nullptr));
+  // A call that is captured gets the plan that was made before capture, when all is allowed; and
+  // what is looked at besides changes no plan.
+  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE},
+              context.rng.state != nullptr));
   uint32_t size;
   std::memcpy(&size, args, sizeof size);
   add(size);

@@ -1,27 +1,19 @@
 #include "registry/quarantine.hpp"
 
 #include <elf.h>
-#include <fcntl.h>
 #include <link.h>
-#include <sys/file.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <memory>
 #include <mutex>
-#include <nlohmann/json.hpp>
-#include <tuple>
 
 #include "core/fork.hpp"
-#include "core/text.hpp"
-#include "plugins/byte_source.hpp"
 #include "plugins/file_trust.hpp"
-#include "te_fl/dtype.hpp"
+#include "registry/quarantine_file.hpp"
+#include "registry/replay_command.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/plugins.hpp"
@@ -31,12 +23,10 @@ namespace te_fl {
 namespace registry {
 namespace {
 
-using nlohmann::json;
 using List = std::vector<Quarantine>;
 
 struct State {
   std::shared_ptr<const List> list;  // null: the file has not been read
-  Status error;                      // of reading it
   List held;                         // until the next step boundary
 };
 
@@ -50,15 +40,6 @@ State& state() {
   return *instance;
 }
 
-auto key_of(const Quarantine& q) {
-  return std::tie(q.op, q.impl_id, q.owner, q.build_id, q.chip, q.driver, q.dtypes, q.scalings);
-}
-bool same(const Quarantine& a, const Quarantine& b) { return key_of(a) == key_of(b); }
-
-bool contains(const List& list, const Quarantine& q) {
-  return std::any_of(list.begin(), list.end(), [&](const auto& e) { return same(e, q); });
-}
-
 // Empty: none is kept.
 std::string file_name() {
   if (const auto set = environment::get_if_set("TE_FL_QUARANTINE_FILE")) return *set;
@@ -70,116 +51,30 @@ std::string file_name() {
   return absolute(home) ? std::string(home) + "/.local/state/te_fl/quarantine.json" : std::string();
 }
 
-template <class Name>
-json names_of(uint32_t mask, int count, Name&& name) {
-  json out = json::array();
-  for (int i = 0; i < count; ++i) {
-    if ((mask >> i & 1) != 0) out.push_back(name(i));
-  }
-  return out;
-}
-
-json to_json(const Quarantine& q) {
-  return {{"op", q.op},
-          {"impl", q.impl_id},
-          {"owner", q.owner},
-          {"build", q.build_id},
-          {"chip", q.chip},
-          {"driver", q.driver},
-          {"dtypes", names_of(q.dtypes, TE_FL_DTYPE_COUNT,
-                              [](int i) { return std::string(name(static_cast<DType>(i))); })},
-          {"scalings", names_of(q.scalings, TE_FL_SCALING_COUNT,
-                                [](int i) { return std::string(name(static_cast<Scaling>(i))); })},
-          {"reason", q.reason},
-          {"case", q.case_file}};
-}
-
-Result<Quarantine> from_json(const json& j) {
-  Quarantine q;
-  q.op = j.at("op"), q.impl_id = j.at("impl"), q.owner = j.at("owner"), q.build_id = j.at("build");
-  q.chip = j.at("chip"), q.driver = j.at("driver");
-  q.reason = j.value("reason", ""), q.case_file = j.value("case", "");
-  for (const json& item : j.at("dtypes")) {
-    TE_FL_ASSIGN_OR_RETURN(const DType dtype, parse_dtype(item.get<std::string>()));
-    q.dtypes |= TE_FL_BIT(static_cast<uint32_t>(dtype));
-  }
-  for (const json& item : j.at("scalings")) {
-    TE_FL_ASSIGN_OR_RETURN(const Scaling scaling, parse_scaling(item.get<std::string>()));
-    q.scalings |= TE_FL_BIT(static_cast<uint32_t>(scaling));
-  }
-  return q;
-}
-
-Result<List> read_file(const std::string& path) {
-  List list;
-  std::ifstream in(path);
-  // One that could not be opened and is there now was made in between, by another thread or
-  // process.
-  for (int again = 0; !in && again < 100; ++again) {
-    std::error_code code;
-    if (!std::filesystem::exists(path, code)) return list;
-    in.open(path);
-  }
-  const json text = json::parse(in, nullptr, false);
-  std::string why = "it is not JSON with \"te_fl_quarantine\": 1";
-  try {
-    if (text.is_object() && text.value("te_fl_quarantine", 0) == 1) {
-      for (const json& item : text.at("entries")) {
-        Result<Quarantine> q = from_json(item);
-        if (!q.ok()) return q.status().wrap("the quarantine file " + path);
-        list.push_back(std::move(q).value());
-      }
-      return list;
-    }
-  } catch (const json::exception& e) {
-    why = e.what();
-  }
-  return Status(StatusCode::kDataLoss,
-                "the quarantine file " + path + " cannot be read: " + why +
-                    "; correct it, move it away, or name another (TE_FL_QUARANTINE_FILE)");
-}
-
-Status cannot_write(const std::string& path, const std::string& why) {
-  return failed_precondition("the quarantine file " + path + " cannot be written (" + why +
-                             "): later runs will not know what this one found");
-}
-
-// Adds entries to the file, whatever other processes add meanwhile.
-Status add_to_file(const std::string& path, const List& added) {
-  const std::filesystem::path folder = std::filesystem::path(path).parent_path();
-  std::error_code code;
-  if (!folder.empty()) std::filesystem::create_directories(folder, code);
-  const int lock = open((path + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-  if (lock < 0) return cannot_write(path, std::strerror(errno));
-  const std::unique_ptr<const int, void (*)(const int*)> closes(&lock,
-                                                                [](const int* fd) { close(*fd); });
-  if (flock(lock, LOCK_EX) != 0) return cannot_write(path, std::strerror(errno));
-  TE_FL_ASSIGN_OR_RETURN(List list, read_file(path));
-  for (const Quarantine& q : added) {
-    if (!contains(list, q)) list.push_back(q);
-  }
-  json out = {{"te_fl_quarantine", 1}, {"entries", json::array()}};
-  for (const Quarantine& q : list) out["entries"].push_back(to_json(q));
-  const std::string text = out.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
-  if (!plugins::replace_file(path, text)) return cannot_write(path, std::strerror(errno));
-  return {};
-}
-
 // The list in force.
-Result<std::shared_ptr<const List>> entries() {
+std::shared_ptr<const List> entries() {
   {
     const std::lock_guard lock(mutex);
-    State& s = state();
-    if (!s.error.ok()) return s.error;
-    if (s.list != nullptr) return s.list;
+    if (state().list != nullptr) return state().list;
   }
   const std::string path = file_name();  // not under the lock: the environment has its own
-  Result<List> list = path.empty() ? Result<List>(List{}) : read_file(path);
+  const QuarantineFile file = path.empty() ? QuarantineFile{} : read_quarantine_file(path);
   const std::lock_guard lock(mutex);
   State& s = state();
-  if (!list.ok()) return s.error = list.status();
-  if (s.list == nullptr) s.list = std::make_shared<const List>(std::move(list).value());
+  if (s.list == nullptr) {
+    for (const std::string& text : file.passed_over) log::warning(text);
+    s.list = std::make_shared<const List>(file.entries);
+  }
   return s.list;
+}
+
+// The lock, with the list read.
+std::unique_lock<core::ForkMutex> lock_with_list() {
+  while (true) {
+    (void)entries();
+    std::unique_lock lock(mutex);
+    if (state().list != nullptr) return lock;  // else it was forgotten in between
+  }
 }
 
 // The build id in the notes of the module that holds this function.
@@ -229,7 +124,7 @@ const std::string& own_build_id() {
 
 std::string reason_of(const Quarantine& q) {
   return "quarantined for this op and signature" + (q.chip.empty() ? "" : " on " + q.chip) + ": " +
-         q.reason + (q.case_file.empty() ? "" : " (te-fl replay " + q.case_file + ")");
+         q.reason + (q.case_file.empty() ? "" : " (" + replay_command(q.owner, q.case_file) + ")");
 }
 
 }  // namespace
@@ -249,10 +144,10 @@ Chip chip_of(const Device& device) {
   return props.ok() ? Chip{props->name, props->driver} : Chip{};
 }
 
-Result<std::vector<policy::Barred>> barred(const OpRow& row, const core::Signature& signature) {
+std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& signature) {
   std::vector<policy::Barred> out;
   if (t_unwatched != 0) return out;
-  TE_FL_ASSIGN_OR_RETURN(const std::shared_ptr<const List> list, entries());
+  const std::shared_ptr<const List> list = entries();
   if (list->empty()) return out;
   std::optional<Chip> chip;  // asked only if an entry may fit
   for (const auto& impl : row.impls) {
@@ -279,7 +174,6 @@ void hold(Quarantine entry) {
 void forget_quarantine_file() {
   const std::lock_guard lock(mutex);
   state().list = nullptr;
-  state().error = Status();
 }
 
 // Choices are kept per policy, not per scope of this kind, so they are made anew on both sides.
@@ -299,35 +193,53 @@ Status step_boundary() {
   using namespace registry;
   if (!g_held.load(std::memory_order_acquire)) [[likely]]
     return {};
-  List held;
+  List added;
   {
-    const std::lock_guard lock(mutex);
-    held.swap(state().held);
+    // What is held becomes what is in force in one step, so that two threads lose nothing.
+    const std::unique_lock lock = lock_with_list();
+    State& s = state();
+    List all = *s.list;
+    for (Quarantine& q : s.held) {
+      if (contains(all, q)) continue;
+      all.push_back(q);
+      added.push_back(std::move(q));
+    }
+    s.held.clear();
     g_held.store(false, std::memory_order_release);
+    if (!added.empty()) s.list = std::make_shared<const List>(std::move(all));
   }
-  const Result<std::shared_ptr<const List>> before = entries();
-  List all = before.ok() ? **before : List{};
-  std::erase_if(held, [&](const Quarantine& q) { return contains(all, q); });
-  if (held.empty()) return {};
-  for (const Quarantine& q : held) {
+  if (added.empty()) return {};
+  for (const Quarantine& q : added) {
     log::warning("'" + q.impl_id + "' does not serve op '" + q.op + "' with " +
                  policy::dtype_mask_text(q.dtypes) + " (scaling " +
                  policy::scaling_mask_text(q.scalings) + ") any more: " + q.reason);
-    all.push_back(q);
-  }
-  {
-    const std::lock_guard lock(mutex);
-    state().list = std::make_shared<const List>(std::move(all));
-    state().error = Status();
   }
   choose_again();
   const std::string path = file_name();
-  return path.empty() ? Status() : add_to_file(path, held);
+  return path.empty() ? Status() : add_to_quarantine_file(path, added);
 }
 
-Result<std::vector<Quarantine>> quarantines() {
-  TE_FL_ASSIGN_OR_RETURN(const auto list, registry::entries());
-  return *list;
+std::string quarantine_file() { return registry::file_name(); }
+
+Result<int> clear_quarantines(const std::string& op, const std::string& impl_id) {
+  using namespace registry;
+  const auto meant = [&](const Quarantine& q) {
+    return (op.empty() || q.op == op) && (impl_id.empty() || q.impl_id == impl_id);
+  };
+  List left = *entries();
+  const auto cleared = static_cast<int>(std::erase_if(left, meant));
+  if (cleared == 0) return 0;
+  if (const std::string path = file_name(); !path.empty()) {
+    TE_FL_RETURN_IF_ERROR(remove_from_quarantine_file(path, meant));
+  }
+  {
+    const std::lock_guard lock(mutex);
+    state().list = std::make_shared<const List>(std::move(left));
+  }
+  choose_again();
+  return cleared;
 }
+
+Result<std::vector<Quarantine>> quarantines() { return *registry::entries(); }
 
 }  // namespace te_fl

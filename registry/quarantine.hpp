@@ -22,9 +22,8 @@ struct Chip {
 };
 Chip chip_of(const Device& device);
 
-// Those of the op's implementations that do not serve such a call. Errors: the quarantine file
-// cannot be read.
-Result<std::vector<policy::Barred>> barred(const OpRow& row, const core::Signature& signature);
+// Those of the op's implementations that do not serve such a call.
+std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& signature);
 // Holds an entry until the next step boundary. One entry per implementation, signature and device.
 void hold(Quarantine entry);
 // Reads the quarantine file again at the next choice.

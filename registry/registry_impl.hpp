@@ -43,9 +43,9 @@ struct OpRegistry::Impl {
   void drop_plans(const Device& device);
   // Architecture of a device, asked once.
   Result<uint32_t> arch(const Device& device);
-  // Publishes the same table anew, so that all choices are made again. Holds no lock: its caller
-  // does.
-  void publish_again();
+  // Publishes the same table anew, so that all choices are made again. Takes no lock: its caller
+  // holds it, and frees `dead` without it: tables that nobody can see any more.
+  void publish_again(std::vector<std::unique_ptr<const Table>>& dead);
   // The surviving thread's view: locks of implementations that others held are free again.
   void after_fork_in_child() noexcept;
 
@@ -57,6 +57,7 @@ struct OpRegistry::Impl {
   // These hold the lock.
   std::unique_ptr<Table> copy_table() const;
   void publish(std::unique_ptr<Table> next);
+  void take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead);
   // Takes the lock; frees tables that nobody can see any more, outside it.
   void reclaim();
 

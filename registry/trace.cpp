@@ -4,22 +4,22 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <unordered_map>
 
+#include "core/file.hpp"
 #include "core/fork.hpp"
 #include "core/text.hpp"
 #include "registry/arguments.hpp"
 #include "registry/call_file.hpp"
+#include "registry/fork_child.hpp"
 #include "registry/plan_cache.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
@@ -50,7 +50,9 @@ struct Event {
 
 struct State {
   std::string path;
+  Status error;  // why it cannot be written
   pid_t process = 0;
+  bool child = false;  // forked from one that traced
   size_t limit = 0;
   uint64_t dropped = 0;
   std::vector<Event> events;
@@ -62,6 +64,8 @@ struct State {
 constinit core::ForkMutex mutex(79);
 const core::ForkMutex::Registration registration(mutex);
 const Clock::time_point g_began = Clock::now();
+// The settings' generation at which the trace began; UINT64_MAX: it is to begin at the next call.
+std::atomic<uint64_t> g_started{UINT64_MAX};
 
 State& state() {
   static State* const instance = new State;
@@ -81,18 +85,40 @@ void write_at_exit() {
   if (const Status s = write_trace(); !s.ok()) log::warning(s.message());
 }
 
-// The trace that the environment asks for. A "%p" in its name is the process. Requires no lock.
+// The file that the environment asks for; empty: none. A "%p" in its name is the process.
+std::string file_asked_for(const Result<std::string>& setting, bool child) {
+  std::string path = setting.ok() ? *setting : std::string();
+  if (const size_t at = path.find("%p"); at != std::string::npos) {
+    path.replace(at, 2, std::to_string(getpid()));
+  } else if (child && !path.empty()) {
+    path += "." + std::to_string(getpid());  // the name alone is its parent's
+  }
+  return path;
+}
+
+Status cannot_write(const std::string& path, const Status& why) {
+  return failed_precondition("the trace " + path +
+                             " cannot be written (TE_FL_TRACE): " + why.message());
+}
+
+// Whether a file can be put there when the process ends.
+Status check_writable(const std::string& path) {
+  if (path.empty()) return {};
+  const Status good = core::FileReplacement(path).status();
+  return good.ok() ? good : cannot_write(path, good);
+}
+
+// Requires no lock.
 void start() {
   const Result<std::string> setting = environment::get("TE_FL_TRACE");
   const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
-  std::string path = setting.ok() ? *setting : std::string();
-  if (const size_t at = path.find("%p"); at != std::string::npos)
-    path.replace(at, 2, std::to_string(getpid()));
   std::unique_lock lock(mutex);
   State& s = state();
   static bool registered = false;
   if (!registered) std::atexit(&write_at_exit);
   registered = true;
+  const bool child = s.child || (s.process != 0 && s.process != getpid());
+  std::string path = file_asked_for(setting, child);
   // A forked child begins anew, and so does another file; what belongs to the former file is
   // written to it first.
   if (s.process != getpid() || s.path != path) {
@@ -101,9 +127,11 @@ void start() {
     lock.lock();
     s.events.clear();
     s.dropped = 0;
+    s.child = child;
     s.process = getpid();
   }
-  s.path = std::move(path);
+  s.error = check_writable(path);
+  s.path = s.error.ok() ? std::move(path) : std::string();
   s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
 }
 
@@ -188,28 +216,33 @@ std::string hex(const void* p) {
 }
 
 // A track of Perfetto, named once.
-void name_track(std::ostream& out, int group, int64_t track, const std::string& name) {
-  out << json{{"ph", "M"},
-              {"name", "thread_name"},
-              {"pid", group},
-              {"tid", track},
-              {"args", {{"name", name}}}}
-             .dump()
-      << ",\n";
+void name_track(core::FileReplacement& out, int group, int64_t track, const std::string& name) {
+  out.write(json{{"ph", "M"},
+                 {"name", "thread_name"},
+                 {"pid", group},
+                 {"tid", track},
+                 {"args", {{"name", name}}}}
+                .dump() +
+            ",\n");
 }
 
-void write_events(std::ostream& out, const State& s) {
+// Bytes that are no UTF-8 (of a name or a message) are replaced.
+std::string text_of(const json& value) {
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+void write_events(core::FileReplacement& out, const State& s) {
   std::map<std::pair<std::string, void*>, int64_t> streams;
   std::set<int64_t> threads;
   std::vector<const std::string*> texts(s.texts.size());
   for (const auto& [text, number] : s.texts) texts[number] = &text;
   for (const int group : {1, 2}) {
-    out << json{{"ph", "M"},
-                {"name", "process_name"},
-                {"pid", group},
-                {"args", {{"name", group == 1 ? "calls by thread" : "enqueued by stream"}}}}
-               .dump()
-        << ",\n";
+    out.write(json{{"ph", "M"},
+                   {"name", "process_name"},
+                   {"pid", group},
+                   {"args", {{"name", group == 1 ? "calls by thread" : "enqueued by stream"}}}}
+                  .dump() +
+              ",\n");
   }
   for (const Event& e : s.events) {
     json args = {{"impl", e.impl == nullptr ? "none" : e.impl}, {"device", to_string(e.device)}};
@@ -232,26 +265,36 @@ void write_events(std::ostream& out, const State& s) {
                   {"args", args}};
     if (threads.insert(e.thread).second)
       name_track(out, 1, e.thread, "thread " + std::to_string(e.thread));
-    out << event.dump(-1, ' ', false, json::error_handler_t::replace) << ",\n";
+    out.write(text_of(event) + ",\n");
     if (e.device.is_host()) continue;
     const auto key = std::pair(to_string(e.device), e.stream);
     const auto [at, added] = streams.emplace(key, static_cast<int64_t>(streams.size()) + 1);
     if (added) name_track(out, 2, at->second, key.first + " stream " + hex(e.stream));
     event["pid"] = 2;
     event["tid"] = at->second;
-    out << event.dump(-1, ' ', false, json::error_handler_t::replace) << ",\n";
+    out.write(text_of(event) + ",\n");
   }
 }
 
 }  // namespace
 
-TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
-  static std::atomic<uint64_t> generation{UINT64_MAX};
+void trace_after_fork_in_child() noexcept { g_started.store(UINT64_MAX); }
+
+Status begin_trace() {
   const uint64_t current = environment::generation();
-  if (generation.load(std::memory_order_acquire) != current) {
+  if (g_started.load(std::memory_order_acquire) != current) {
     start();
-    generation.store(current, std::memory_order_release);
+    g_started.store(current, std::memory_order_release);
   }
+  const std::lock_guard lock(mutex);
+  return state().error;
+}
+
+Status trace_status() {
+  return check_writable(file_asked_for(environment::get("TE_FL_TRACE"), false));
+}
+
+TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
   description_ = description_of(call);
   start_ = now();
 }
@@ -285,22 +328,17 @@ Status write_trace() {
   const std::lock_guard lock(mutex);
   const State& s = state();
   if (s.path.empty() || s.process != getpid()) return {};
-  const std::string temporary = s.path + ".part";
-  std::ofstream out(temporary, std::ios::trunc);
-  out << "{\"traceEvents\": [\n";
+  core::FileReplacement out(s.path);
+  out.write("{\"traceEvents\": [\n");
   write_events(out, s);
-  out << json{{"ph", "M"},
-              {"name", "process_sort_index"},
-              {"pid", 1},
-              {"args", {{"sort_index", 0}}}}
-      << "],\n\"otherData\": "
-      << json{{"te_fl", TE_FL_VERSION}, {"events_dropped", s.dropped}, {"process", s.process}}
-      << ",\n\"te_fl_calls\": "
-      << json(s.descriptions).dump(-1, ' ', false, json::error_handler_t::replace) << "}\n";
-  out.close();
-  if (out.good() && std::rename(temporary.c_str(), s.path.c_str()) == 0) return {};
-  return failed_precondition("the trace " + s.path +
-                             " cannot be written (TE_FL_TRACE): " + std::strerror(errno));
+  const json last = {
+      {"ph", "M"}, {"name", "process_sort_index"}, {"pid", 1}, {"args", {{"sort_index", 0}}}};
+  const json other = {
+      {"te_fl", TE_FL_VERSION}, {"events_dropped", s.dropped}, {"process", s.process}};
+  out.write(text_of(last) + "],\n\"otherData\": " + text_of(other) +
+            ",\n\"te_fl_calls\": " + text_of(s.descriptions) + "}\n");
+  const Status written = out.commit();
+  return written.ok() ? written : cannot_write(s.path, written);
 }
 
 }  // namespace te_fl

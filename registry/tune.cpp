@@ -1,11 +1,12 @@
 // Times the implementations that could serve the calls of a recorded run.
+#include "registry/tune.hpp"
 
 #include <algorithm>
 #include <chrono>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <set>
+#include <optional>
 
 #include "policy/select.hpp"
 #include "registry/call_file.hpp"
@@ -27,7 +28,7 @@ struct Recorded {
   uint64_t count = 1;
 };
 
-Result<std::vector<Recorded>> read_calls(const std::string& path) {
+Result<std::vector<Recorded>> read_calls(const std::string& path) try {
   std::vector<Recorded> out;
   std::ifstream in(path, std::ios::binary);
   if (in.peek() != '{') {
@@ -57,6 +58,8 @@ Result<std::vector<Recorded>> read_calls(const std::string& path) {
     out.push_back({std::move(call), count});
   }
   return out;
+} catch (const json::exception& e) {  // JSON of another shape
+  return invalid_argument(path + " is no trace of TE_FL_TRACE: " + e.what());
 }
 
 // Seconds of one call: the median over samples between two synchronisations.
@@ -138,6 +141,7 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
     TE_FL_ASSIGN_OR_RETURN(const Resolution r, manager.resolve(op, args, options));
     candidates = r.candidates;
   }
+  std::optional<double> usual;  // of the one that dispatch takes by itself
   for (const Candidate& c : candidates) {
     if (!c.accepted || c.staged) continue;
     const PolicyScope scope(only(call.op(), c.impl_id, call.deterministic()));
@@ -146,13 +150,26 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
     auto timed = std::find_if(row->times.begin(), row->times.end(),
                               [&](const auto& t) { return t.impl_id == c.impl_id; });
     if (timed == row->times.end()) timed = row->times.insert(timed, TunedTime{c.impl_id, 0, 0});
-    timed->seconds += *each * static_cast<double>(recorded.count);
+    const double all = *each * static_cast<double>(recorded.count);
+    timed->seconds += all;
     ++timed->calls;
+    if (c.chosen) usual = all;
   }
+  // All of the signature's calls, or nothing.
+  const bool first = row->calls == 1, known = usual && (first || row->usual_seconds > 0);
+  row->usual_seconds = known ? row->usual_seconds + *usual : 0;
   return {};
 }
 
 }  // namespace
+
+bool worth_pinning(const TunedSignature& row) {
+  constexpr double kNoise = 0.05;
+  if (row.times.empty()) return false;
+  if (row.usual_seconds <= 0) return true;
+  return row.times[0].calls == row.calls && row.times[0].seconds < (1 - kNoise) * row.usual_seconds;
+}
+
 }  // namespace registry
 
 Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, double seconds,
@@ -174,6 +191,7 @@ Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, 
       if (a.seconds != b.seconds) return a.seconds < b.seconds;
       return a.impl_id < b.impl_id;
     });
+    if (!worth_pinning(row)) continue;
     for (const TunedTime& t : row.times)
       row.list.use.push_back({PolicyToken::Type::kImpl, Kind::kDefault, t.impl_id});
     for (const Kind kind : {Kind::kDefault, Kind::kVendor, Kind::kReference})

@@ -19,6 +19,7 @@
 #include "registry/call_file.hpp"
 #include "registry/compare_outputs.hpp"
 #include "registry/quarantine.hpp"
+#include "registry/replay_command.hpp"
 #include "registry/trace.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/watch.hpp"
@@ -297,7 +298,7 @@ void Verification::differs(const Served& served, const Implementation& reference
                  std::to_string(nth) + " of such calls): " + what + "; with " +
                  describe_arguments(call.row.compiled->schema(), call.args) +
                  (file.empty() ? std::string("; the call was not saved (TE_FL_VERIFY_DIR)")
-                               : "; `te-fl replay " + file + "` runs it again"));
+                               : "; `" + replay_command(impl.owner, file) + "` runs it again"));
   }
   if (!rep_->config->quarantine) return;
   const Chip chip = chip_of(call.signature.device);
@@ -330,17 +331,11 @@ std::string Verification::save(const Served& served, const std::string& what) co
   const std::string name = file_word(impl.op) + "-" + file_word(impl.impl_id) + "-" +
                            std::to_string(getpid()) + "-" + std::to_string(++g_files) + ".call";
   const std::string path = std::filesystem::absolute(folder / name, code).string();
-  const std::string temporary = path + ".part";
-  Status written = write_call_file(temporary, d, rep_->copy.read(), rep_->copy.written());
-  if (written.ok()) {
-    std::filesystem::rename(temporary, path, code);
-    if (code) written = failed_precondition("cannot name " + path + ": " + code.message());
-  }
+  const Status written = write_call_file(path, d, rep_->copy.read(), rep_->copy.written());
   if (written.ok()) {
     ++g_counts.saved;
     return path;
   }
-  std::filesystem::remove(temporary, code);
   log::once(log::Level::kWarning, "verify saving", "a call cannot be saved: " + written.message());
   return {};
 }
@@ -352,7 +347,10 @@ Status run_watched(Call& call, const Failure* first, uint64_t care) {
   }
   Served served;
   std::optional<TracedCall> traced;
-  if ((care & OpManager::Impl::kTrace) != 0) traced.emplace(call);
+  if ((care & OpManager::Impl::kTrace) != 0) {
+    TE_FL_RETURN_IF_ERROR(begin_trace());
+    traced.emplace(call);
+  }
   const Status status = run_order(call, first, served);
   if (traced) traced->finish(status, served);
   if (check != nullptr) check->finish(status, served);
@@ -362,6 +360,14 @@ Status run_watched(Call& call, const Failure* first, uint64_t care) {
 }  // namespace te_fl::registry
 
 namespace te_fl {
+
+Status watch_status() {
+  const std::string verify = registry::text_setting("TE_FL_VERIFY");
+  uint64_t threshold = 0;
+  std::set<std::string, std::less<>> ops;
+  if (!verify.empty()) TE_FL_RETURN_IF_ERROR(registry::parse(verify, threshold, ops));
+  return registry::trace_status();
+}
 
 VerifyCounts verify_counts() {
   const auto& c = registry::g_counts;

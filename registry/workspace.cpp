@@ -6,6 +6,7 @@
 
 #include "core/allocations.hpp"
 #include "core/current_stream.hpp"
+#include "core/device_list.hpp"
 #include "core/fork.hpp"
 
 namespace te_fl::registry {
@@ -44,7 +45,7 @@ void* HostArenas::get(uint32_t depth, size_t bytes) noexcept {
 
 DeviceArenas::~DeviceArenas() {
   g_generation.fetch_add(1, std::memory_order_release);
-  for (const Device& device : devices::list()) release(device);
+  for (const Device& device : core::present_devices()) release(device);
 }
 
 // A thread asks for one arena again and again; the last one is found without the lock.

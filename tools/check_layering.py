@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks who includes whom, and that no op is known by name below nn. Prints every violation; exits 1 on any."""
+"""Checks who includes whom, and that no op and no plugin's setting is known by name below nn. Prints every violation; exits 1 on any."""
 import pathlib
 import re
 import subprocess
@@ -45,6 +45,8 @@ def main():
     problems = []
     names = "|".join(map(re.escape, op_names()))
     by_name = re.compile(rf'"(?:{names})"|\bops?::(?:{names})\b|\bte_fl_(?:{names})_args\b')
+    plugins = "|".join(sorted(p.name.split(".")[0].upper() for p in ROOT.glob("backends/*/*.json.in")))
+    of_plugins = re.compile(rf"\bTE_FL_(?:{plugins})_\w+")
     files = tracked()
     for path in files:
         text = (ROOT / path).read_text(errors="replace")
@@ -60,6 +62,8 @@ def main():
         if path.parts[0] in NEUTRAL and "generated" not in path.parts:
             for match in by_name.finditer(text):
                 problems.append(f"{path}: knows an op by name: {match.group(0)}")
+            for match in of_plugins.finditer(text):
+                problems.append(f"{path}: knows a plugin's setting by name: {match.group(0)}")
     print("\n".join(problems) or f"layering: {len(files)} files clean")
     return 1 if problems else 0
 

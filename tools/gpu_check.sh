@@ -2,6 +2,7 @@
 # Checks the CUDA plugin on a machine with a GPU; needs no network. Runs the whole conformance table on the GPU, tensors of more than
 # 2^31 elements (40 GiB of it), bad input and broken devices, the compute-sanitizer tools on a reduced table, the example with every
 # recipe and on copies in host memory, and the benchmarks of bench/gpu where a Python with PyTorch is found; prints a table last.
+# What cuDNN serves runs with every cuDNN 9 of the machine: the one that the loader finds, and that of Python's packages if it is another.
 # usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--quick | --staged]
 #   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
@@ -23,7 +24,7 @@ while [ $# -gt 0 ]; do
       shift 2 ;;
     --quick) quick=1; shift ;;
     --staged) staged_only=1; shift ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "gpu_check.sh: unknown argument '$1'; known: --build, --out, --text, --python, --gemm-choices, --quick, --staged, --help" >&2; exit 2 ;;
   esac
 done
@@ -54,6 +55,40 @@ rows=() failures=0
 row() { # NAME RESULT DETAIL
   rows+=("$(printf '%-34s %-7s %s' "$1" "$2" "$3")")
   case "$2" in passed | absent | below) ;; *) failures=$((failures + 1)) ;; esac
+}
+# The folders of this machine's cuDNNs, each file once: first the one that the loader takes as things are, which may be none (empty).
+cudnn_folders=("")
+find_cudnns() {
+  local found folder file seen=" "
+  found=$(ldconfig -p 2>/dev/null | awk '$1 == "libcudnn.so.9" { print $NF; exit }')
+  local in_order=()
+  IFS=: read -ra in_order <<<"${LD_LIBRARY_PATH:-}"
+  in_order+=("$([ -z "$found" ] || dirname "$found")" /usr/local/cuda/lib64)
+  for folder in "${in_order[@]}"; do
+    [ -n "$folder" ] && [ -e "$folder/libcudnn.so.9" ] || continue
+    cudnn_folders=("$folder")
+    seen=" $(realpath "$folder/libcudnn.so.9") "
+    break
+  done
+  for folder in $("${python:-python3}" -c 'import nvidia.cudnn as found; print(*(path + "/lib" for path in found.__path__))' 2>/dev/null); do
+    [ -e "$folder/libcudnn.so.9" ] || continue
+    file=$(realpath "$folder/libcudnn.so.9")
+    [[ "$seen" != *" $file "* ]] || continue
+    seen="$seen$file "
+    cudnn_folders+=("$folder")
+  done
+}
+find_cudnns
+# with_cudnn I COMMAND..: the command with the I-th cuDNN before all others, and its name in the log.
+with_cudnn() {
+  local folder=${cudnn_folders[$1]}
+  env TEFL_LOG_LEVEL=INFO LD_LIBRARY_PATH="$build/lib${folder:+:$folder}:$LD_LIBRARY_PATH" "${@:2}"
+}
+# "cuDNN 9.14.0", as the plugin said when it opened it; or where it lies, of one that served nothing.
+cudnn_name() { # LOG I
+  local said
+  said=$(grep -Eo 'cuDNN [0-9]+\.[0-9]+\.[0-9]+ \(' "$1" | head -n 1)
+  echo "${said:-cuDNN of ${cudnn_folders[$2]:-no folder} (}" | sed 's/ ($//'
 }
 conformance=("$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl vendor.cuda
   --expected tests/conformance/expected_unsupported.txt)
@@ -121,13 +156,21 @@ check_staging() {
   staged TE_FL_PER_OP=layernorm_fwd=reference "layernorm_fwd +reference\.host +$number" 'vendor\.cuda[.a-z]* +[0-9]+$'
 }
 # Tensors of more than 2^31 elements: every case passed, and every one on this plugin.
-check_huge() {
-  has "more than 2^31 elements" conformance_huge || return
+check_huge() { # ROW NAME I
+  has "$1" conformance_huge || return
   local lines others
-  lines=$(grep -Ec ' (passed|FAILED) +[0-9.]+ s ' "$out/huge.log")
-  others=$(grep -E ' (passed|FAILED) +[0-9.]+ s ' "$out/huge.log" | grep -Evc ' vendor\.cuda[.a-z+]* +passed ')
-  row "more than 2^31 elements" "$([ "$(code_of huge)" = 0 ] && [ "$lines" -gt 0 ] && [ "$others" = 0 ] && echo passed || echo FAILED)" \
-    "$(tail -n 1 "$out/huge.log"); $others of $lines failed or elsewhere"
+  lines=$(grep -Ec ' (passed|FAILED) +[0-9.]+ s ' "$out/$2.log")
+  others=$(grep -E ' (passed|FAILED) +[0-9.]+ s ' "$out/$2.log" | grep -Evc ' vendor\.cuda[.a-z+]* +passed ')
+  row "$1" "$([ "$(code_of "$2")" = 0 ] && [ "$lines" -gt 0 ] && [ "$others" = 0 ] && echo passed || echo FAILED)" \
+    "$(tail -n 1 "$out/$2.log"); $others of $lines failed or elsewhere; $(cudnn_name "$out/$2.log" "$3")"
+}
+# What captured steps a device gives, beside eager ones.
+check_graphs() { # ROW NAME I
+  has "$1" nn_graphed_step_test || return
+  with_cudnn "$3" env GRAPHED_STEP_DEVICE=cuda:0 TE_FL_PLUGIN_MODULES="$plugin" "$build/bin/nn_graphed_step_test" \
+    --gtest_filter='GraphedStepsOnADevice*' >"$out/$2.log" 2>&1
+  echo $? >"$out/$2.code"
+  row "$1" "$(result_of "$2")" "$(tail -n 1 "$out/$2.log"); $(cudnn_name "$out/$2.log" "$3")"
 }
 
 cudnn=("${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention --reduced) has_cudnn=1
@@ -140,8 +183,11 @@ if [ $staged_only = 1 ]; then
 else
   # What takes longest first.
   [ $quick = 1 ] || [ ! -x "$build/bin/conformance_huge" ] ||
-    start huge "$build/bin/conformance_huge" --device cuda:0 --plugin "$plugin" --impl vendor.cuda
-  start conformance-cudnn "${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention --json "$out/conformance-cudnn.json"
+    start huge with_cudnn 0 "$build/bin/conformance_huge" --device cuda:0 --plugin "$plugin" --impl vendor.cuda
+  for i in "${!cudnn_folders[@]}"; do
+    start "conformance-cudnn$i" with_cudnn "$i" "${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention \
+      --json "$out/conformance-cudnn$i.json"
+  done
   for family in gemm activation attention quantize softmax norm tensor rope optimizer dropout; do
     start "conformance-$family" "${conformance[@]}" --family $family --json "$out/conformance-$family.json"
   done
@@ -149,13 +195,25 @@ else
   for family in $all_families; do
     row "conformance $family" "$(result_of "conformance-$family")" "$(tail -n 1 "$out/conformance-$family.log")"
   done
-  if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/conformance-cudnn.log"; then
-    row "conformance attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
-    has_cudnn=0
-  else
-    row "conformance attention on cuDNN" "$(result_of conformance-cudnn)" "$(tail -n 1 "$out/conformance-cudnn.log")"
+  for i in "${!cudnn_folders[@]}"; do
+    name=conformance-cudnn$i
+    if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/$name.log"; then
+      row "attention on cuDNN" absent "cuDNN was not found; attention runs in the plain kernels"
+      [ "$i" != 0 ] || has_cudnn=0
+    else
+      row "attention on $(cudnn_name "$out/$name.log" "$i")" "$(result_of "$name")" "$(tail -n 1 "$out/$name.log")"
+    fi
+  done
+  if [ $quick = 0 ]; then
+    check_huge "more than 2^31 elements" huge 0
+    # Two at a time would not fit into the memory of some GPUs.
+    for i in "${!cudnn_folders[@]}"; do
+      [ "$i" != 0 ] && [ -x "$build/bin/conformance_huge" ] || continue
+      start "huge-cudnn$i" with_cudnn "$i" "$build/bin/conformance_huge" --device cuda:0 --plugin "$plugin" --impl vendor.cuda --op fused_attn_fwd
+      wait
+      check_huge "attention, 2^31, $(cudnn_name "$out/conformance-cudnn$i.log" "$i")" "huge-cudnn$i" "$i"
+    done
   fi
-  [ $quick = 1 ] || check_huge
 
   # Bad input, out of memory, and devices that break; needs a GPU, so ctest does not run it.
   if has "errors and bad input" gpu_errors_test; then
@@ -165,7 +223,7 @@ else
   fi
   # Every check on: pointers and streams before each op, a wait after it, a range around it.
   for family in activation attention gemm quantize softmax norm tensor rope optimizer dropout; do
-    start "validate-$family" env TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_NVTX=1 "${conformance[@]}" --reduced --family $family
+    start "validate-$family" env TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_CUDA_NVTX=1 "${conformance[@]}" --reduced --family $family
   done
 fi
 
@@ -229,12 +287,10 @@ if [ $quick = 0 ]; then
     row "compute-sanitizer $tool" "$([ -z "$failed" ] && echo passed || echo FAILED)" "${failed:-reduced table, $said}"
   done
   check_staging
-  if has "captured steps, bit by bit" nn_graphed_step_test; then
-    GRAPHED_STEP_DEVICE=cuda:0 TE_FL_PLUGIN_MODULES=$plugin "$build/bin/nn_graphed_step_test" \
-      --gtest_filter='GraphedStepsOnADevice*' >"$out/graphs.log" 2>&1
-    echo $? >"$out/graphs.code"
-    row "captured steps, bit by bit" "$(result_of graphs)" "$(tail -n 1 "$out/graphs.log")"
-  fi
+  check_graphs "captured steps, bit by bit" graphs 0
+  for i in "${!cudnn_folders[@]}"; do
+    [ "$i" = 0 ] || check_graphs "captured steps, $(cudnn_name "$out/conformance-cudnn$i.log" "$i")" "graphs-cudnn$i" "$i"
+  done
   for recipe in none delayed current block; do
     has "train_gpt $recipe" train_gpt || continue
     if TE_FL_PLUGIN_MODULES=$plugin "$build/bin/train_gpt" --device cuda:0 --recipe $recipe --sample-bytes 0 \
@@ -287,7 +343,7 @@ if [ $quick = 0 ]; then
 fi
 
 {
-  printf '{"device": "%s", "date": "%s", "rows": [\n' "$device" "$(date -u +%F)"
+  printf '{"device": "%s", "date": "%s", "commit": "%s", "rows": [\n' "$device" "$(date -u +%F)" "$(git rev-parse --short HEAD 2>/dev/null)"
   for i in "${!rows[@]}"; do
     printf '  "%s"%s\n' "$(printf '%s' "${rows[$i]}" | tr -s ' ' | tr -d '"\\')" "$([ "$i" = $((${#rows[@]} - 1)) ] || echo ,)"
   done

@@ -71,8 +71,8 @@ struct ClampedGate {
 };
 
 int64_t cols_of(const te_fl_tensor& t) { return backend::as_matrix(t).cols; }
-Operand whole(const te_fl_tensor& t) { return {Source(t), 0, cols_of(t)}; }
-Operand half(const te_fl_tensor& t, int which) {
+MatrixSource whole(const te_fl_tensor& t) { return {Source(t), 0, cols_of(t)}; }
+MatrixSource half(const te_fl_tensor& t, int which) {
   return {Source(t), which * (cols_of(t) / 2), cols_of(t)};
 }
 

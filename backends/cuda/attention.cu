@@ -1,8 +1,10 @@
-// fused_attn_fwd, fused_attn_bwd and the enquiry about them: calls decoded for the plain CUDA
+// fused_attn_fwd, fused_attn_bwd and the enquiry about them: calls decoded for the plugin's own
 // kernels.
 #include <algorithm>
 
+#include "attention_choice.hpp"
 #include "attention_fp8.cuh"
+#include "device.hpp"
 #include "families.hpp"
 #include "overlap.hpp"
 
@@ -161,18 +163,26 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
   const Rounding rounding = outputs.rounding(a.s_quant, true);
   float* lse = a.softmax_lse != nullptr ? backend::data<float>(*a.softmax_lse) : nullptr;
   outputs.prepare();
-  attention_forward(ctx, p, o, lse, rounding);
+  attention_forward(ctx, p, o, lse, rounding,
+                    choose_attention(architecture(ctx.device.index), a).tensor_cores());
   outputs.finish();
   if (a.saved != nullptr) a.saved->opaque = 0;
 }
 
-// Row sums, before the scratch of the gradients.
+// Two sums of each row, before the scratch of the gradients.
 size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
-  const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(2 * sizeof(float));
   return static_cast<size_t>(round_up(bytes, 256));
 }
-size_t backward_workspace(const te_fl_context&, const te_fl_fused_attn_bwd_args& a) {
-  return row_sum_bytes(a) + CodesOutputs::bytes(*a.dq) + CodesOutputs::bytes(*a.dk) +
+// After them; a multiple of 256.
+size_t bits_to_keep(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
+                      const AttentionProblem& p) {
+  if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return 0;
+  return kept_bit_bytes(p.dropout_p, p.batch * p.heads, p.seqlen_q, p.seqlen_kv);
+}
+size_t backward_workspace(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
+  return row_sum_bytes(a) + bits_to_keep(ctx, a, backend::attention_problem(a)) +
+         CodesOutputs::bytes(*a.dq) + CodesOutputs::bytes(*a.dk) +
          CodesOutputs::bytes(*a.dv);
 }
 
@@ -182,7 +192,9 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   AttentionGradients g{};
   g.o = read_heads(*a.o, "o", a.layout);
   g.d_o = read_heads(*a.d_o, "d_o", a.layout);
-  CodesOutputs outputs(ctx, static_cast<char*>(ctx.workspace) + row_sum_bytes(a));
+  const size_t sum_bytes = row_sum_bytes(a);
+  g.kept_bytes = bits_to_keep(ctx, a, problem);
+  CodesOutputs outputs(ctx, static_cast<char*>(ctx.workspace) + sum_bytes + g.kept_bytes);
   g.dq = outputs.heads(*a.dq, "dq", a.layout);
   g.dk = outputs.heads(*a.dk, "dk", a.layout);
   g.dv = outputs.heads(*a.dv, "dv", a.layout);
@@ -199,8 +211,13 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   }
   g.lse = backend::data<const float>(*a.softmax_lse);
   g.delta = static_cast<float*>(ctx.workspace);
+  g.log2_sum = g.delta + backend::numel(*a.softmax_lse);
+  if (g.kept_bytes > 0) {
+    g.kept_bits = reinterpret_cast<uint64_t*>(static_cast<char*>(ctx.workspace) + sum_bytes);
+  }
   outputs.prepare();
-  attention_backward(ctx, p, g);
+  attention_backward(ctx, p, g,
+                     choose_attention(architecture(ctx.device.index), a).tensor_cores());
   outputs.finish();
 }
 

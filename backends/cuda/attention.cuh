@@ -317,9 +317,10 @@ inline size_t tile_bytes(int64_t dim) { return static_cast<size_t>(kTileRows * (
 void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t seqlen,
                  int64_t heads, float* lse);
 
-// `rounding` of P; the sums of P V are FP32 either way.
+// `rounding` of P; the sums of P V are FP32 either way. `tensor_cores`: whether choose_attention()
+// says so.
 void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
-                       const Rounding& rounding);
+                       const Rounding& rounding, bool tensor_cores);
 // Its part that quantises P, which has to know a row's sum first and so goes over the keys twice.
 void quantised_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding);
@@ -332,8 +333,13 @@ struct AttentionGradients {
   int64_t dsink_stride;
   const float* lse;
   float* delta;                // scratch, one per row of lse
+  // Of the tensor-core kernels alone:
+  float* log2_sum;      // scratch likewise: lse times log2(e)
+  uint64_t* kept_bits;  // scratch for dropout's decisions (kept_bit_bytes()), or NULL: drawn twice
+  size_t kept_bytes;
   Rounding p_codes, ds_codes;  // dbias and dsink come from the values before
 };
-void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g);
+void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,
+                        bool tensor_cores);
 
 }  // namespace te_fl::cuda

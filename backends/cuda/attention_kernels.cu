@@ -2,6 +2,7 @@
 // 32 scores, eight threads a row, softmax online. Any layout, mask, bias, dropout and softmax type;
 // every sum has a fixed order.
 #include "attention.cuh"
+#include "attention_launch.hpp"
 #include "shared_memory.hpp"
 
 namespace te_fl::cuda {
@@ -389,23 +390,28 @@ void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t 
 }
 
 void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
-                       const Rounding& rounding) {
+                       const Rounding& rounding, bool tensor_cores) {
   if (p.seqlen_q == 0) return;
   if (p.batch == 0) {
     if (p.thd) clear_heads(stream_of(ctx), o, 1, p.seqlen_q, p.heads, lse);
     return;
   }
+  if (tensor_cores) return hopper_attention_forward(ctx, p, o, lse);
   if (rounding.scale != nullptr) return quantised_forward(ctx, p, o, lse, rounding);
   if (p.v.dim <= 64) return forward_of<8>(ctx, p, o, lse);
   if (p.v.dim <= 128) return forward_of<16>(ctx, p, o, lse);
   forward_of<32>(ctx, p, o, lse);
 }
 
-void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
+void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,
+                        bool tensor_cores) {
   const cudaStream_t stream = stream_of(ctx);
   const int dim = std::max(p.q.dim, p.v.dim);
   if (p.batch == 0) {
     clear_gradients(stream, p, g);
+  } else if (tensor_cores) {
+    clear_gradients(stream, p, g);
+    hopper_attention_backward(ctx, p, g);
   } else if (dim <= 64) {
     backward_of<8>(ctx, p, g);
   } else if (dim <= 128) {
@@ -413,7 +419,7 @@ void attention_backward(const te_fl_context& ctx, const Attention& p, const Atte
   } else {
     backward_of<32>(ctx, p, g);
   }
-  if (g.dbias.data != nullptr) {
+  if (g.dbias.data != nullptr && (p.batch == 0 || !tensor_cores)) {
     const int64_t n = g.dbias_batches * g.dbias_heads * p.seqlen_q * p.seqlen_kv;
     if (n > 0) {
       dbias_kernel<<<blocks_for(n), kThreads, 0, stream>>>(p, g);

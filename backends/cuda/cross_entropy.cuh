@@ -4,6 +4,7 @@
 
 #include "integers.cuh"
 #include "running_sum.cuh"
+#include "value_errors.cuh"
 
 namespace te_fl::cuda {
 
@@ -11,7 +12,8 @@ namespace te_fl::cuda {
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse,
-                         int64_t classes, float smoothing, int64_t ignored, int64_t first_row) {
+                         int64_t classes, float smoothing, int64_t ignored, int64_t first_row,
+                         ValueErrorSink errors) {
   constexpr int kSize = Pack<T>::kSize, kAtOnce = 4;
   __shared__ float parts[3][kThreads / 32];
   const int64_t row = first_row + blockIdx.x;
@@ -60,6 +62,7 @@ __global__ void __launch_bounds__(kThreads)
   if (target != ignored) {
     if (target < 0 || target >= classes) {
       value = NAN;
+      note(errors, ValueRule::kTarget, row, target, classes);
     } else {
       value = row_lse;
       if (smoothing != 1.0f) value -= (1.0f - smoothing) * to_f32(x[target]);
@@ -76,6 +79,7 @@ struct LossGradient {
   int64_t classes;
   float smoothing;
   int64_t ignored;
+  ValueErrorSink errors;
 };
 
 // blockIdx.x: the row, from `first_row` on; blockIdx.y: `each` packs of it, at most kPacks *
@@ -104,6 +108,9 @@ __global__ void __launch_bounds__(kThreads)
   const float grad = g.grad[row], lse = g.lse[row];
   const float less = g.smoothing / static_cast<float>(classes);
   const bool outside = target != g.ignored && (target < 0 || target >= classes);
+  if (outside && part == 0 && threadIdx.x == 0) {
+    note(g.errors, ValueRule::kTarget, row, target, classes);
+  }
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int64_t col = first + p * kThreads * kSize;

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention_choice.hpp"
 #include "cudnn.hpp"
+#include "cudnn_limits.hpp"
 #include "device.hpp"
 #include "overlap.hpp"
 #include "te_fl/attention/mask.hpp"
@@ -23,24 +25,6 @@ bool half(const te_fl_tensor& t) {
   return dtype == TE_FL_F16 || dtype == TE_FL_BF16;
 }
 bool fp8(const te_fl_tensor& t) { return t.quant != nullptr; }
-
-// Vector loads of 16 bytes.
-Refusal refuse_layout(const te_fl_tensor& t) {
-  const int last = t.dl.ndim - 1;
-  if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
-    return "the elements of a head are not contiguous";
-  }
-  for (int i = 0; i < last; ++i) {
-    const int64_t stride = backend::stride(t, i);
-    if (t.dl.shape[i] > 1 && (stride <= 0 || stride * t.dl.dtype.bits % 128 != 0)) {
-      return "a stride is not a positive multiple of 16 bytes";
-    }
-  }
-  if (reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 != 0) {
-    return "a tensor is not aligned to 16 bytes";
-  }
-  return nullptr;
-}
 
 bool causal(int32_t mask_type) { return backend::mask_rule(mask_type, -1, -1).causal; }
 
@@ -123,7 +107,7 @@ Refusal refuse_problem(const Args& a) {
   }
   for (const te_fl_tensor* t : operands) {
     if (backend::numel(*t) == 0) return "an empty tensor";
-    if (const Refusal why = refuse_layout(*t)) return why;
+    if (const Refusal why = refuse_rows(*t)) return why;
   }
   if (a.layout != TE_FL_LAYOUT_THD) {
     const int seq = a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1;
@@ -151,6 +135,11 @@ int64_t extent(const te_fl_tensor& t) {
   for (int i = 0; i < t.dl.ndim; ++i) last += (t.dl.shape[i] - 1) * backend::stride(t, i);
   return last + 1;
 }
+int64_t longest_of(std::initializer_list<const te_fl_tensor*> all) {
+  int64_t longest = 0;
+  for (const te_fl_tensor* t : all) longest = std::max(longest, extent(*t));
+  return longest;
+}
 // cuDNN 9.19 gives wrong gradients of Q beyond 2^31 elements (of 128 by 16 by 128 in each of 8194
 // sequences the last ones), and says nothing. It sums them in FP32 scratch of whole tiles of
 // queries, thd: of the longest sequence's length for each, and those of K and V by the heads of Q,
@@ -161,9 +150,7 @@ Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_te
       "a backward of 2^31 elements or more, where cuDNN's gradients are "
       "wrong";
   constexpr int64_t kTile = 128;
-  for (const te_fl_tensor* t : all) {
-    if (extent(*t) > INT32_MAX) return kLong;
-  }
+  if (longest_of(all) > INT32_MAX) return kLong;
   int64_t batch = 0, queries = 0, keys = 0;
   if (a.layout == TE_FL_LAYOUT_THD) {
     if constexpr (requires { a.cu_seqlens_q; }) {
@@ -197,7 +184,7 @@ Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> ot
   }
   for (const te_fl_tensor* t : others) {
     if (!fp8(*a.q) && dtype_of(*t) != dtype_of(*a.q)) return "tensors of another dtype than q";
-    if (const Refusal why = refuse_layout(*t)) return why;
+    if (const Refusal why = refuse_rows(*t)) return why;
   }
   return refuse_problem(a);
 }
@@ -244,6 +231,8 @@ Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fw
   }
   if (const Refusal why = refuse_call(a, {a.o})) return why;
   if (fp8(*a.q)) {
+    const int64_t longest = longest_of({a.q, a.k, a.v, a.o});
+    if (const Refusal why = refuse_long_fp8_forward(cudnn()->number, longest)) return why;
     const Refusal why = refuse_fp8_device(ctx);
     return why != nullptr ? why : refuse_fp8_forward(a);
   }
@@ -276,6 +265,10 @@ Refusal refuse_cudnn_enquiry(const te_fl_context& ctx, const te_fl_get_fused_att
     if (const Refusal why = refuse_long_backward(a, {a.q, a.k, a.v})) return why;
   }
   if (!fp8(*a.q)) return nullptr;
+  // The output has the queries' shape with heads of the values' size.
+  const int64_t out = backend::numel(*a.q) / a.q->dl.shape[3] * a.v->dl.shape[3];
+  const int64_t longest = std::max(out, longest_of({a.q, a.k, a.v}));
+  if (const Refusal why = refuse_long_fp8_forward(cudnn()->number, longest)) return why;
   if (const Refusal why = refuse_fp8_device(ctx)) return why;
   return a.is_training ? refuse_fp8_training(a) : nullptr;
 }

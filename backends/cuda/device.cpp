@@ -9,6 +9,7 @@
 #include "bandwidth.hpp"
 #include "cuda_check.hpp"
 #include "driver.hpp"
+#include "value_checks.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -89,6 +90,7 @@ te_fl_status destroy_stream(void* self, void* stream, const te_fl_error_sink* er
 te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     check(cudaStreamSynchronize(stream_of(stream)), "cudaStreamSynchronize");
+    tell_value_errors(index_of(self), stream_of(stream));
   });
 }
 
@@ -118,6 +120,7 @@ te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error
 te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
+    tell_value_errors(index_of(self));
   });
 }
 

@@ -114,7 +114,7 @@ void report_libraries(const Report& report, bool devices) {
     report.add(TE_FL_FINDING_OK, "cuDNN", library_version(dnn->number, dnn->path));
   } else {
     report_missing(report, TE_FL_FINDING_NOTE, "cuDNN", cudnn_missing(),
-                   "only the fast path of attention; plain kernels serve it, many times slower");
+                   "only the fast path of attention; the plugin's own kernels serve it, slower");
   }
   if (const Nccl* n = nccl(); n != nullptr) {
     report.add(TE_FL_FINDING_OK, "NCCL", library_version(static_cast<size_t>(n->number), n->path));

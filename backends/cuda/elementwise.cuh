@@ -4,19 +4,20 @@
 #pragma once
 
 #include "block_tile.cuh"
+#include "dtype_bytes.hpp"
 #include "measure.cuh"
 #include "store.cuh"
 
 namespace te_fl::cuda {
 
 // A source as a matrix: element (row, col) at row * stride + first + col.
-struct Operand {
+struct MatrixSource {
   Source source;
   int64_t first = 0, stride = 0;
 };
 template <class Math>
 struct Elementwise {
-  Operand in[Math::kSources];
+  MatrixSource in[Math::kSources];
   Math math;
 };
 
@@ -57,7 +58,6 @@ struct Anywhere {
 inline bool aligned(const void* p, int64_t bytes) noexcept {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }
-inline int64_t bytes_of(int dtype) noexcept { return dtype == TE_FL_F32 ? 4 : 2; }
 
 constexpr int64_t kFewCols = 16384;
 
@@ -68,7 +68,7 @@ bool aligned_sources(const Elementwise<Math>& op, int64_t cols) {
   if (dtype != TE_FL_F32 && dtype != TE_FL_BF16 && dtype != TE_FL_F16) return false;
   const int64_t bytes = bytes_of(dtype);
   if (cols * bytes % 16 != 0) return false;
-  for (const Operand& in : op.in) {
+  for (const MatrixSource& in : op.in) {
     const bool fits = in.source.dtype == dtype && in.stride * bytes % 16 == 0 &&
                       aligned(static_cast<const char*>(in.source.data) + in.first * bytes, 16);
     if (!fits) return false;

@@ -8,14 +8,15 @@
 
 #include "integers.cuh"
 #include "pack.cuh"
+#include "value_errors.cuh"
 
 namespace te_fl::cuda {
 
 // Words of a table's rows, `words` for each; an index outside the table gives NaN in each float
-// type.
+// type, and is noted.
 static __global__ void __launch_bounds__(kThreads)
     embedding_kernel(const uint4* table, Integers indices, uint4* out, int64_t rows, FastDiv words,
-                     int64_t size) {
+                     int64_t size, ValueErrorSink errors) {
   constexpr int kAtOnce = 4;
   const int64_t first = blockIdx.x * int64_t{kThreads * kAtOnce} + threadIdx.x;
   uint4 held[kAtOnce];
@@ -24,9 +25,14 @@ static __global__ void __launch_bounds__(kThreads)
     const int64_t i = first + u * kThreads;
     if (i >= size) continue;
     uint32_t word = 0;
-    const int64_t index = indices[words(static_cast<uint32_t>(i), word)];
+    const uint32_t position = words(static_cast<uint32_t>(i), word);
+    const int64_t index = indices[position];
     held[u] = uint4{0x7FFFFFFFu, 0x7FFFFFFFu, 0x7FFFFFFFu, 0x7FFFFFFFu};
-    if (index >= 0 && index < rows) held[u] = table[index * words.divisor + word];
+    if (index >= 0 && index < rows) {
+      held[u] = table[index * words.divisor + word];
+    } else if (word == 0) {
+      note(errors, ValueRule::kIndex, position, index, rows);
+    }
   }
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
@@ -36,11 +42,12 @@ static __global__ void __launch_bounds__(kThreads)
 
 // heads[row] begins as -1; next[i] is the position linked before position i.
 static __global__ void __launch_bounds__(kThreads)
-    link_kernel(Integers indices, int64_t positions, int64_t rows, int32_t* heads, int32_t* next) {
+    link_kernel(Integers indices, int64_t positions, int64_t rows, int32_t* heads, int32_t* next,
+                ValueErrorSink errors) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= positions) return;
   const int64_t row = indices[i];
-  if (row < 0 || row >= rows) return;
+  if (row < 0 || row >= rows) return note(errors, ValueRule::kIndex, i, row, rows);
   next[i] = atomicExch(heads + row, static_cast<int32_t>(i));
 }
 

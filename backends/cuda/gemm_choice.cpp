@@ -1,37 +1,30 @@
 #include "gemm_choice.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdio>
+#include <array>
+#include <atomic>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
-#include <set>
+#include <utility>
 
 #include "cublaslt.hpp"
 #include "cuda_check.hpp"
-#include "gemm_choice_file.hpp"
+#include "gemm_choice_book.hpp"
 #include "gemm_selection.hpp"
 #include "gemm_space.hpp"
+#include "nvml.hpp"
 
 namespace te_fl::cuda {
 namespace {
 
 static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof GemmChoice{}.algorithm);
 
-struct Choices {
-  std::mutex mutex;
-  std::string file, error;
-  bool tune = false;
-  const te_fl_host_api* host = nullptr;
-  std::vector<GemmChoice> all;
-};
-Choices& choices() {
-  static Choices instance;
+ChoiceBook& book() {
+  static ChoiceBook instance;
   return instance;
 }
+constinit std::atomic<const te_fl_host_api*> g_host{nullptr};
 
 const std::string& device_name(int device) {
   static std::mutex mutex;
@@ -46,21 +39,20 @@ const std::string& device_name(int device) {
   return name;
 }
 
-// The caller holds the lock.
-void save(const Choices& all) {
-  const std::string text = gemm_choices_text(all.all);
-  // Of this process: ranks that share the file write one after the other, and the last one's stays.
-  const std::string made = all.file + "." + std::to_string(getpid()) + ".new";
-  std::ofstream out(made, std::ios::trunc);
-  out << text;
-  out.close();
-  if (!out || std::rename(made.c_str(), all.file.c_str()) != 0) {
-    const std::string why = std::strerror(errno);
-    std::remove(made.c_str());
-    throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN,
-                         "TE_FL_CUDA_GEMM_FILE: " + all.file + " cannot be written: " + why +
-                             "; name a file in a folder that can be");
-  }
+// All that a choice is kept under.
+GemmChoice key_of(int device, const std::string& problem) {
+  GemmChoice key;
+  key.device = device_name(device);
+  key.problem = problem;
+  key.library = cublaslt()->version();
+  key.power_limit = power_limit(device);
+  return key;
+}
+
+cublasLtMatmulAlgo_t algorithm_of(const GemmChoice& choice) {
+  cublasLtMatmulAlgo_t algo;
+  std::memcpy(&algo, choice.algorithm.data(), sizeof algo);
+  return algo;
 }
 
 class Timer {
@@ -98,8 +90,8 @@ constexpr double kHeatUs = 500000;  // before anything of a device is measured
 
 // The first measurement on a device finds it cold.
 void heat(int device, Timer& timer, const std::function<bool()>& run) {
-  static std::set<int> hot;
-  if (!hot.insert(device).second) return;
+  static std::array<std::atomic<bool>, ChoiceBook::kDevices> hot{};
+  if (hot.at(static_cast<size_t>(device)).exchange(true)) return;
   timer.time(1, run);  // loads the kernel
   if (const double us = timer.time(1, run); us > 0) {
     timer.time(std::clamp(static_cast<int>(kHeatUs / us), 1, 50000), run);
@@ -109,97 +101,54 @@ void heat(int device, Timer& timer, const std::function<bool()>& run) {
 }  // namespace
 
 void configure_gemm_choices(const char* file, bool tune, const te_fl_host_api* host) {
-  Choices& all = choices();
-  const std::lock_guard lock(all.mutex);
-  all.file = file != nullptr ? file : "";
-  all.tune = tune;
-  all.host = host;
-  all.all.clear();
-  all.error.clear();
-  if (all.file.empty()) {
-    if (tune) {
-      all.error =
-          "TE_FL_CUDA_GEMM_TUNE is 1 and TE_FL_CUDA_GEMM_FILE is unset; name the file that "
-          "the choices go to, or leave the measuring out";
-    }
-    return;
-  }
-  std::ifstream in(all.file);
-  if (!in) {
-    if (!tune) {
-      all.error =
-          "TE_FL_CUDA_GEMM_FILE: " + all.file +
-          " cannot be read; name a file that TE_FL_CUDA_GEMM_TUNE=1 has written, or unset it";
-    }
-    return;
-  }
-  try {
-    all.all = parse_gemm_choices(in);
-  } catch (const std::exception& e) {
-    all.error = "TE_FL_CUDA_GEMM_FILE: " + all.file + " is not a file of choices: " + e.what() +
-                "; remove it and measure again with TE_FL_CUDA_GEMM_TUNE=1";
-  }
+  g_host = host;
+  book().configure(file != nullptr ? file : "", tune);
 }
 
-std::string gemm_choices_error() {
-  Choices& all = choices();
-  const std::lock_guard lock(all.mutex);
-  return all.error;
-}
+std::string gemm_choices_error() { return book().error(); }
 
-bool tunes_gemm() noexcept { return choices().tune; }
+bool tunes_gemm() noexcept { return book().tunes(); }
 
 bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo) {
-  Choices& all = choices();
-  const std::lock_guard lock(all.mutex);
-  if (!all.error.empty()) {
-    throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN, all.error);
-  }
-  if (all.all.empty()) return false;
-  const std::string& name = device_name(device);
-  const size_t library = cublaslt()->version();
-  for (const GemmChoice& c : all.all) {
-    if (c.problem != problem || c.library != library || c.device != name) continue;
-    std::memcpy(&algo, c.algorithm.data(), sizeof algo);
-    return true;
-  }
-  return false;
+  if (book().empty()) return false;
+  const std::optional<GemmChoice> found = book().find(key_of(device, problem));
+  if (found) algo = algorithm_of(*found);
+  return found.has_value();
 }
 
-size_t measure_gemm_choice(int device, const std::string& problem,
-                           const std::vector<cublasLtMatmulAlgo_t>& candidates,
-                           const GemmTrial& trial, cudaStream_t stream) {
-  Choices& all = choices();
-  const std::lock_guard lock(all.mutex);
+std::optional<GemmChoice> time_candidates(int device, const std::string& problem,
+                                          const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                                          const GemmTrial& trial, cudaStream_t stream) {
   Timer timer(stream);
   heat(device, timer, [&] { return trial.run(candidates[0]); });
   const auto time = [&](size_t i, int runs) {
     return timer.time(runs, [&] { return trial.run(candidates[i]); });
   };
   const Winner winner = select_fastest(candidates.size(), {time, trial.agrees});
-  if (winner.timed == 0) return 0;
-  GemmChoice choice{device_name(device),
-                    problem,
-                    cublaslt()->version(),
-                    {},
-                    text_of(candidates[winner.index]),
-                    winner.us,
-                    winner.first_us,
-                    winner.timed,
-                    winner.different};
+  if (winner.timed == 0) return std::nullopt;
+  GemmChoice choice = key_of(device, problem);
+  choice.config = text_of(candidates[winner.index]);
+  choice.us = winner.us;
+  choice.first_us = winner.first_us;
+  choice.candidates = winner.timed;
+  choice.different = winner.different;
   std::memcpy(choice.algorithm.data(), &candidates[winner.index], sizeof choice.algorithm);
-  all.all.push_back(std::move(choice));
-  save(all);
-  return winner.index;
+  return choice;
+}
+
+cublasLtMatmulAlgo_t measured_gemm_choice(
+    int device, const std::string& problem, const cublasLtMatmulAlgo_t& otherwise,
+    const std::function<std::optional<GemmChoice>()>& measure) {
+  const auto choice = book().find_or_measure(device, key_of(device, problem), measure);
+  return choice ? algorithm_of(*choice) : otherwise;
 }
 
 void warn_not_measured(const std::string& problem, const char* why) {
-  Choices& all = choices();
-  const std::lock_guard lock(all.mutex);
-  if (all.host == nullptr || all.host->log == nullptr) return;
+  const te_fl_host_api* host = g_host;
+  if (host == nullptr || host->log == nullptr) return;
   const std::string text = problem + " takes the algorithm of cuBLASLt's heuristic, as measuring " +
                            "others failed: " + why;
-  all.host->log(all.host->host, TE_FL_LOG_WARNING, text.c_str());
+  host->log(host->host, TE_FL_LOG_WARNING, text.c_str());
 }
 
 }  // namespace te_fl::cuda

@@ -6,9 +6,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "gemm_choice_file.hpp"
 #include "te_fl/plugin.h"
 
 namespace te_fl::cuda {
@@ -22,8 +24,8 @@ void configure_gemm_choices(const char* file, bool tune, const te_fl_host_api* h
 // it.
 std::string gemm_choices_error();
 
-// Throws if the file cannot be used; finds the choice for `problem` on this device and library, if
-// there is one.
+// Throws if the file cannot be used; finds the choice for `problem` on this device, its power limit
+// and this library, if there is one. Never waits for a measurement.
 bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo);
 
 // Whether products without a choice are to be measured.
@@ -38,12 +40,18 @@ struct GemmTrial {
 };
 
 // Times the candidates on `stream`, of which the heuristic's first is the first: a look at each,
-// and rounds among the fastest on a chip that is under load (gemm_selection.hpp); some 4 s. Returns
-// the index of the fastest and writes it to the file (by atomic rename). Throws if the file cannot
-// be written. Thread-safe; one measurement at a time.
-size_t measure_gemm_choice(int device, const std::string& problem,
-                           const std::vector<cublasLtMatmulAlgo_t>& candidates,
-                           const GemmTrial& trial, cudaStream_t stream);
+// and rounds among the fastest on a chip that is under load (gemm_selection.hpp); some 4 s. Nothing
+// if none runs. For use by measured_gemm_choice().
+std::optional<GemmChoice> time_candidates(int device, const std::string& problem,
+                                          const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                                          const GemmTrial& trial, cudaStream_t stream);
+
+// The choice for a problem that find_gemm_choice() did not find: what `measure` returns, kept in
+// the file, or what another thread or process has measured meanwhile (ChoiceBook::find_or_measure);
+// `otherwise` if nothing runs.
+cublasLtMatmulAlgo_t measured_gemm_choice(
+    int device, const std::string& problem, const cublasLtMatmulAlgo_t& otherwise,
+    const std::function<std::optional<GemmChoice>()>& measure);
 
 // Logs that a product was not measured.
 void warn_not_measured(const std::string& problem, const char* why);

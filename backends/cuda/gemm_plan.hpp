@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "dtype_bytes.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/ops/gemm.h"
 
@@ -13,12 +14,10 @@ namespace te_fl::cuda {
 
 constexpr size_t kLibraryWorkspace = 32u << 20;
 
-inline bool is_fp8(int dtype) { return dtype == TE_FL_F8E4M3 || dtype == TE_FL_F8E5M2; }
 inline bool is_block(const te_fl_tensor& t) {
   const uint32_t scaling = backend::scaling(t);
   return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
 }
-inline int64_t bytes_of(int dtype) { return dtype == TE_FL_F32 ? 4 : is_fp8(dtype) ? 1 : 2; }
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // One operand. `stored` is what lies in memory, row-major [rows, cols]; along says that the

@@ -118,9 +118,10 @@ bool varies(const Args& args, const Problem& p, uint32_t alignment) {
          bytes_of(p.a.dtype) <= 2;
 }
 
-cublasLtMatmulAlgo_t measured(const te_fl_context& ctx, const Args& args, const Problem& p,
-                              Matmul& matmul, const std::string& key,
-                              std::vector<cublasLtMatmulAlgo_t> candidates, uint32_t alignment) {
+std::optional<GemmChoice> measured(const te_fl_context& ctx, const Args& args, const Problem& p,
+                                   Matmul& matmul, const std::string& key,
+                                   std::vector<cublasLtMatmulAlgo_t> candidates,
+                                   uint32_t alignment) {
   const size_t named = candidates.size();
   if (varies(args, p, alignment)) {
     add_variations({cublaslt_handle(ctx.device.index), &matmul.desc, &matmul.left, &matmul.right,
@@ -132,8 +133,8 @@ cublasLtMatmulAlgo_t measured(const te_fl_context& ctx, const Args& args, const 
   const auto agrees = [&](size_t i) {
     return i < named || trial.agree(candidates[0], candidates[i]);
   };
-  return candidates[measure_gemm_choice(ctx.device.index, key, candidates, {run, agrees},
-                                        static_cast<cudaStream_t>(ctx.stream))];
+  return time_candidates(ctx.device.index, key, candidates, {run, agrees},
+                         static_cast<cudaStream_t>(ctx.stream));
 }
 
 }  // namespace
@@ -143,7 +144,9 @@ cublasLtMatmulAlgo_t tune_gemm(const te_fl_context& ctx, const Args& args, const
                                std::vector<cublasLtMatmulAlgo_t> heuristic, uint32_t alignment) {
   const cublasLtMatmulAlgo_t first = heuristic.front();
   try {
-    return measured(ctx, args, p, matmul, key, std::move(heuristic), alignment);
+    return measured_gemm_choice(ctx.device.index, key, first, [&] {
+      return measured(ctx, args, p, matmul, key, std::move(heuristic), alignment);
+    });
   } catch (const backend::Error& e) {
     const te_fl_status code = TE_FL_STATUS_CODE(e.status());
     if (code == TE_FL_DEVICE_LOST || code == TE_FL_FAILED_PRECONDITION) throw;

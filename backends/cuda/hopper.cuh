@@ -140,10 +140,10 @@ template <int kLeft>
 __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
-// All of them; their sums are read after this.
-template <int kCount>
+// All of them, or all but the last kLeft groups; their sums are read after this.
+template <int kLeft = 0, int kCount>
 __device__ inline void wait_for_sums(float (&sums)[kCount]) {
-  wait_products<0>();
+  wait_products<kLeft>();
 #pragma unroll
   for (float& s : sums) asm volatile("" : "+f"(s)::"memory");
 }

@@ -1,5 +1,6 @@
 // NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt, cuDNN.
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,12 +60,13 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
     const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
     configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
                            tune != nullptr && std::string(tune) == "1", host);
-    const char* ranges = setting("TE_FL_NVTX");
+    const char* ranges = setting("TE_FL_CUDA_NVTX");
     auto instance =
         std::make_unique<Instance>(host, ranges != nullptr && std::string(ranges) == "1");
     enumerate(cache_bytes(*host), instance->devices, instance->why_no_device);
     if (instance->devices.empty() && host->log != nullptr) {
-      host->log(host->host, TE_FL_LOG_INFO, ("no CUDA device: " + instance->why_no_device).c_str());
+      host->log(host->host, TE_FL_LOG_DEBUG,
+                ("no CUDA device: " + instance->why_no_device).c_str());
     }
     for (const Device& d : instance->devices) instance->device_list.push_back(&d.desc);
     for (AppendOps append : kFamilies) append(instance->ops);
@@ -124,6 +126,28 @@ constexpr te_fl_plugin_api kApi = {
     .diagnose = diagnose,
 };
 
+// cuda.json.in says the same of them.
+constexpr te_fl_setting_desc kGemmFile = {
+    .type = TE_FL_SETTING_FILE,
+    .name = "TE_FL_CUDA_GEMM_FILE",
+    .doc = "File of measured cuBLASLt algorithms that products take.",
+};
+constexpr te_fl_setting_desc kGemmTune = {
+    .type = TE_FL_SETTING_BOOL,
+    .name = "TE_FL_CUDA_GEMM_TUNE",
+    .default_value = "0",
+    .doc =
+        "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates "
+        "of the library and what varies them, some 4 s each, and added to it.",
+};
+constexpr te_fl_setting_desc kNvtx = {
+    .type = TE_FL_SETTING_BOOL,
+    .name = "TE_FL_CUDA_NVTX",
+    .default_value = "0",
+    .doc = "1: each op is marked with an NVTX range of the op's and the implementation's name.",
+};
+constexpr const te_fl_setting_desc* kSettings[] = {&kGemmFile, &kGemmTune, &kNvtx};
+
 constexpr te_fl_plugin_header kHeader = {
     .magic = TE_FL_PLUGIN_MAGIC,
     .struct_size = sizeof(te_fl_plugin_header),
@@ -137,6 +161,8 @@ constexpr te_fl_plugin_header kHeader = {
     .build_id = nullptr,
     .api = &kApi,
     .reserved = {},
+    .settings = kSettings,
+    .setting_count = std::size(kSettings),
 };
 
 }  // namespace

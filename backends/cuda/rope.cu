@@ -9,6 +9,7 @@
 #include "families.hpp"
 #include "overlap.hpp"
 #include "rope_kernels.cuh"
+#include "value_checks.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -18,17 +19,6 @@ using backend::shape_text;
 
 // ---- arguments
 
-// Values of a small integer tensor on the host; the stream is waited for.
-std::vector<int32_t> on_host(const te_fl_context& ctx, const te_fl_tensor& t) {
-  std::vector<int32_t> values(static_cast<size_t>(backend::numel(t)));
-  if (values.empty()) return values;
-  check(cudaMemcpyAsync(values.data(), backend::data<const int32_t>(t),
-                        values.size() * sizeof(int32_t), cudaMemcpyDeviceToHost, stream_of(ctx)),
-        "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(stream_of(ctx)), "cudaStreamSynchronize");
-  return values;
-}
-
 void check_even_length(int64_t length, int64_t cp_size, const std::string& what) {
   if (cp_size > 1 && length % 2 != 0) {
     invalid(what + " has " + std::to_string(length) +
@@ -37,74 +27,55 @@ void check_even_length(int64_t length, int64_t cp_size, const std::string& what)
   }
 }
 
-int64_t last_position(const Positions& p, int64_t length) {
-  if (length == 0) return -1;
-  if (p.cp_size == 1) return length - 1;
-  const int64_t chunk = length / 2;
-  return std::max(p.cp_rank * chunk + chunk - 1,
-                  (2 * p.cp_size - 1 - p.cp_rank) * chunk + chunk - 1);
+struct NamedTable {
+  const char* name;
+  const te_fl_tensor* freqs;
+};
+
+Rotation rotation_of(const NamedTable& table, bool interleaved, bool backward, int64_t dim) {
+  const te_fl_tensor& freqs = *table.freqs;
+  const Rotation r{backend::data<const float>(freqs), freqs.dl.shape[3], freqs.dl.shape[0],
+                   interleaved, backward};
+  if (r.columns % 2 != 0 || r.columns > dim) {
+    invalid(std::string(table.name) + " has " + std::to_string(r.columns) +
+            " columns, expected an even number up to the head size, " + std::to_string(dim));
+  }
+  return r;
 }
 
-// Checks what is on the device before anything is written, and finds the largest position. While
-// the stream is captured the values cannot be seen: positions beyond the angles then give NaN.
-int64_t check_positions(const te_fl_context& ctx, const Positions& p, int64_t tokens,
-                        const te_fl_tensor* start_positions, const te_fl_tensor* cu_seqlens) {
+// Refuses what is known without the device: shapes, and positions that even sequences from 0 on
+// need. The integers on the device are looked at by a kernel, which notes what is wrong
+// (value_errors.hpp); positions beyond the angles give NaN.
+void check_positions(const te_fl_context& ctx, const char* op, const Positions& p, int64_t tokens,
+                     const te_fl_tensor* start_positions, const NamedTable& first,
+                     const NamedTable& second = {}) {
   if (start_positions != nullptr &&
       (start_positions->dl.ndim != 1 || start_positions->dl.shape[0] != p.batch)) {
     invalid("start_positions has shape " + shape_text(*start_positions) + ", expected [" +
             std::to_string(p.batch) + "]: one for each sequence");
   }
-  const int64_t dense_length = p.sbhd ? p.extent0 : p.extent1;
-  if (cu_seqlens == nullptr) check_even_length(dense_length, p.cp_size, "each sequence");
-  if ((ctx.flags & TE_FL_CALL_CAPTURING) != 0) return -1;
-  std::vector<int32_t> starts(static_cast<size_t>(p.batch), 0);
-  if (start_positions != nullptr) starts = on_host(ctx, *start_positions);
-  for (size_t b = 0; b < starts.size(); ++b) {
-    if (starts[b] < 0) {
-      invalid("start_positions[" + std::to_string(b) + "] is " + std::to_string(starts[b]) +
-              ", expected 0 or more");
+  PositionRules rules{nullptr, p.cu,      p.batch,  p.sbhd ? p.extent0 : p.extent1,
+                      tokens,  p.cp_size, p.cp_rank};
+  for (int i = 0; i < 2; ++i) {
+    const NamedTable& table = i == 0 ? first : second;
+    rules.tables[i] = table.name;
+    rules.rows[i] = table.freqs != nullptr ? table.freqs->dl.shape[0] : 0;
+  }
+  if (p.cu == nullptr) {
+    check_even_length(rules.length, p.cp_size, "each sequence");
+    ValueError error;
+    if (p.batch > 0 && find_position_error(rules, 0, error)) {
+      invalid(std::string(error.argument) + " has " + std::to_string(error.bound) +
+              " positions, but position " + std::to_string(error.value) + " is needed");
     }
+    if (p.starts == nullptr) return;
   }
-  int64_t largest = -1;
-  const auto reach = [&](size_t b, int64_t length) {
-    if (length > 0) largest = std::max(largest, starts[b] + last_position(p, length));
-  };
-  if (cu_seqlens == nullptr) {
-    for (size_t b = 0; b < starts.size(); ++b) reach(b, dense_length);
-    return largest;
-  }
-  const std::vector<int32_t> cu = on_host(ctx, *cu_seqlens);
-  for (size_t b = 0; b + 1 < cu.size(); ++b) {
-    const std::string name = "sequence " + std::to_string(b) + " of cu_seqlens";
-    const std::string spans =
-        name + " spans tokens " + std::to_string(cu[b]) + " to " + std::to_string(cu[b + 1]);
-    if (cu[b] < 0 || cu[b + 1] < cu[b] || cu[b + 1] > tokens * p.cp_size) {
-      invalid(spans + ", expected non-decreasing values from 0 to " +
-              std::to_string(tokens * p.cp_size) + " (the input's tokens times cp_size)");
-    }
-    if (cu[b] % p.cp_size != 0 || cu[b + 1] % p.cp_size != 0) {
-      invalid(spans + ", expected multiples of cp_size, " + std::to_string(p.cp_size));
-    }
-    const int64_t length = (cu[b + 1] - cu[b]) / p.cp_size;
-    check_even_length(length, p.cp_size, name);
-    reach(b, length);
-  }
-  return largest;
-}
-
-Rotation rotation_of(const char* name, const te_fl_tensor& freqs, bool interleaved, bool backward,
-                     int64_t dim, int64_t largest) {
-  const Rotation r{backend::data<const float>(freqs), freqs.dl.shape[3], freqs.dl.shape[0],
-                   interleaved, backward};
-  if (r.columns % 2 != 0 || r.columns > dim) {
-    invalid(std::string(name) + " has " + std::to_string(r.columns) +
-            " columns, expected an even number up to the head size, " + std::to_string(dim));
-  }
-  if (largest >= r.rows) {
-    invalid(std::string(name) + " has " + std::to_string(r.rows) + " positions, but position " +
-            std::to_string(largest) + " is needed");
-  }
-  return r;
+  if (p.batch == 0) return;
+  rules.starts = p.starts;
+  const ValueErrorSink errors = value_errors_of(ctx, op);
+  position_check_kernel<<<blocks_for(p.batch), kThreads, 0, stream_of(ctx)>>>(rules, errors);
+  check_launch("position_check_kernel");
+  if (validates(ctx)) refuse_noted(ctx);
 }
 
 template <class Args>
@@ -223,10 +194,11 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
     p.batch = p.sbhd ? p.extent1 : p.extent0;
     tokens *= x.dl.shape[1];
   }
-  const int64_t largest = check_positions(ctx, p, tokens, a.start_positions, a.cu_seqlens);
+  const NamedTable freqs{"freqs", a.freqs};
   const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
-  const Rotation rotation =
-      rotation_of("freqs", *a.freqs, a.interleaved != 0, kBackward, dim, largest);
+  const Rotation rotation = rotation_of(freqs, a.interleaved != 0, kBackward, dim);
+  check_positions(ctx, kBackward ? "fused_rope_backward" : "fused_rope_forward", p, tokens,
+                  a.start_positions, freqs);
   if (backend::numel(x) == 0) return;
   with_type(dtype_of(x), [&]<class T>(T) {
     const Separate<T> all{backend::data<const T>(x), backend::data<T>(*a.output), heads,
@@ -263,12 +235,13 @@ Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
 }
 
 template <class Args>
-Positions packed_positions(const te_fl_context& ctx, const Args& a, const te_fl_tensor& qkv,
-                           int64_t& largest) {
+Positions packed_positions(const te_fl_context& ctx, const char* op, const Args& a,
+                           const te_fl_tensor& qkv) {
   Positions p = positions_of(a);
   p.extent0 = qkv.dl.shape[0], p.extent1 = qkv.dl.shape[1];
   p.batch = p.sbhd ? p.extent1 : p.extent0;
-  largest = check_positions(ctx, p, p.extent0 * p.extent1, a.start_positions, nullptr);
+  check_positions(ctx, op, p, p.extent0 * p.extent1, a.start_positions, {"q_freqs", a.q_freqs},
+                  {"k_freqs", a.k_freqs});
   return p;
 }
 
@@ -294,12 +267,9 @@ void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_ar
   expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
   expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
   expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
-  int64_t largest = -1;
-  const Positions positions = packed_positions(ctx, a, *a.qkv_input, largest);
-  const Rotation q =
-      rotation_of("q_freqs", *a.q_freqs, a.interleaved != 0, false, p.k_dim, largest);
-  const Rotation k =
-      rotation_of("k_freqs", *a.k_freqs, a.interleaved != 0, false, p.k_dim, largest);
+  const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, false, p.k_dim);
+  const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, false, p.k_dim);
+  const Positions positions = packed_positions(ctx, "fused_qkv_rope_forward", a, *a.qkv_input);
   if (backend::numel(*a.qkv_input) == 0) return;
   with_type(dtype_of(*a.qkv_input), [&]<class T>(T) {
     launch_packed<T>(
@@ -314,10 +284,9 @@ void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_
   expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
   expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
   expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
-  int64_t largest = -1;
-  const Positions positions = packed_positions(ctx, a, *a.qkv_grad, largest);
-  const Rotation q = rotation_of("q_freqs", *a.q_freqs, a.interleaved != 0, true, p.k_dim, largest);
-  const Rotation k = rotation_of("k_freqs", *a.k_freqs, a.interleaved != 0, true, p.k_dim, largest);
+  const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, true, p.k_dim);
+  const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, true, p.k_dim);
+  const Positions positions = packed_positions(ctx, "fused_qkv_rope_backward", a, *a.qkv_grad);
   if (backend::numel(*a.qkv_grad) == 0) return;
   with_type(dtype_of(*a.qkv_grad), [&]<class T>(T) {
     launch_packed<T>(

@@ -6,6 +6,8 @@
 #pragma once
 
 #include "pack.cuh"
+#include "rope_positions.hpp"
+#include "value_errors.cuh"
 
 namespace te_fl::cuda {
 
@@ -23,12 +25,16 @@ struct Positions {
     const int64_t chunk = length / 2;
     return s < chunk ? cp_rank * chunk + s : (2 * cp_size - 1 - cp_rank) * chunk + s - chunk;
   }
+  // A start that may not be, or lengths that may not, lead beyond every table, where NaN is.
+  __device__ static int64_t checked(int64_t position) {
+    return position < 0 ? INT64_MAX : position;
+  }
   // -1: a thd token outside every sequence.
   __device__ int64_t of(int64_t token) const {
     if (cu == nullptr) {
       const int64_t s = sbhd ? token / extent1 : token % extent1;
       const int64_t b = sbhd ? token % extent1 : token / extent1;
-      return (starts != nullptr ? starts[b] : 0) + local(s, sbhd ? extent0 : extent1);
+      return checked((starts != nullptr ? starts[b] : 0) + local(s, sbhd ? extent0 : extent1));
     }
     int64_t low = 0, high = batch;  // the last sequence that begins at or before the token
     while (low < high) {
@@ -41,10 +47,22 @@ struct Positions {
     }
     if (low == batch || token < cu[low] / cp_size) return -1;
     const int64_t begin = cu[low] / cp_size;
-    return (starts != nullptr ? starts[low] : 0) +
-           local(token - begin, cu[low + 1] / cp_size - begin);
+    return checked((starts != nullptr ? starts[low] : 0) +
+                   local(token - begin, cu[low + 1] / cp_size - begin));
   }
 };
+
+// Notes what the integers of a call break, a sequence to each thread.
+static __global__ void __launch_bounds__(kThreads)
+    position_check_kernel(PositionRules rules, ValueErrorSink sink) {
+  for (int64_t b = blockIdx.x * int64_t{kThreads} + threadIdx.x; b < rules.batch;
+       b += int64_t{gridDim.x} * kThreads) {
+    ValueError e;
+    if (find_position_error(rules, b, e)) {
+      note(sink, e.rule, e.at, e.value, e.bound, e.more, e.argument);
+    }
+  }
+}
 
 struct Rotation {
   const float* angles = nullptr;
@@ -163,7 +181,7 @@ __device__ inline void angle_of(const Rotation& r, int64_t position, int d, floa
 
 // Decoded position of an item.
 template <class T>
-struct Place {
+struct ItemPlace {
   Head<T> head;
   int item = 0;
   uint32_t token = 0;  // of the block's
@@ -197,7 +215,7 @@ struct PackItem {
   int first = 0, second = 0, table = -1;
   uint32_t token = 0;
 
-  __device__ void load(const Place<T>& place, const RopePlan& plan) {
+  __device__ void load(const ItemPlace<T>& place, const RopePlan& plan) {
     const Head<T>& h = place.head;
     const int columns = plan.columns_of(h.table);
     const int pairs = columns / (2 * kGroup);
@@ -288,7 +306,7 @@ struct PairItem {
   int first = -1, second = -1, table = -1;
   uint32_t token = 0;
 
-  __device__ void load(const Place<T>& place, const RopePlan& plan) {
+  __device__ void load(const ItemPlace<T>& place, const RopePlan& plan) {
     const Head<T>& h = place.head;
     const int columns = plan.columns_of(h.table);
     const int pairs = columns / 2;

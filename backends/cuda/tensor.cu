@@ -8,6 +8,7 @@
 #include "families.hpp"
 #include "overlap.hpp"
 #include "store.cuh"
+#include "value_checks.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -28,63 +29,54 @@ void in_launches(int64_t size, int64_t most, F&& f) {
 
 // ---- embedding, cross-entropy
 
-// bad[0]: the first position whose value lies outside, INT64_MAX if there is none; bad[1]: its
-// value.
+// Notes values outside [0, extent).
 __global__ void range_kernel(Integers values, int64_t size, int64_t extent, bool has_ignored,
-                             int64_t ignored, unsigned long long* bad) {
+                             int64_t ignored, ValueErrorSink errors) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
        i += int64_t{gridDim.x} * kThreads) {
     const int64_t v = values[i];
     if ((v >= 0 && v < extent) || (has_ignored && v == ignored)) continue;
-    atomicMin(bad, static_cast<unsigned long long>(i));
+    note(errors, has_ignored ? ValueRule::kTarget : ValueRule::kIndex, i, v, extent);
   }
 }
 
-// Refuses values outside [0, extent) before anything is written. That needs the values on the host,
-// so the stream is waited for; while it is captured that cannot be done, and rows of values outside
-// become NaN.
-void check_range(const te_fl_context& ctx, const te_fl_tensor& values, int64_t extent,
-                 const int64_t* ignored, const char* name, const char* more) {
+void launch_range(const te_fl_context& ctx, const te_fl_tensor& values, int64_t extent,
+                  const int64_t* ignored, const ValueErrorSink& errors) {
   const int64_t size = backend::numel(values);
-  if (size == 0 || (ctx.flags & TE_FL_CALL_CAPTURING) != 0) return;
-  const cudaStream_t stream = stream_of(ctx);
-  auto* bad = static_cast<unsigned long long*>(ctx.workspace);
-  check(cudaMemsetAsync(bad, 0xFF, sizeof *bad, stream), "cudaMemsetAsync");
-  range_kernel<<<blocks_for(size), kThreads, 0, stream>>>(
-      Integers(values), size, extent, ignored != nullptr, ignored != nullptr ? *ignored : 0, bad);
+  if (size == 0) return;
+  range_kernel<<<blocks_for(size), kThreads, 0, stream_of(ctx)>>>(
+      Integers(values), size, extent, ignored != nullptr, ignored != nullptr ? *ignored : 0,
+      errors);
   check_launch("range_kernel");
-  unsigned long long position = 0;
-  check(cudaMemcpyAsync(&position, bad, sizeof position, cudaMemcpyDeviceToHost, stream),
-        "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  if (position == ~0ull) return;
-  int64_t wide = 0;
-  int32_t narrow = 0;
-  const bool is_wide = dtype_of(values) == TE_FL_I64;
-  const char* at = backend::data<const char>(values) + position * (is_wide ? 8 : 4);
-  check(cudaMemcpyAsync(is_wide ? static_cast<void*>(&wide) : &narrow, at, is_wide ? 8 : 4,
-                        cudaMemcpyDeviceToHost, stream),
-        "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  invalid(std::string(name) + "[" + std::to_string(position) + "] is " +
-          std::to_string(is_wide ? wide : narrow) + "; it must lie in [0, " +
-          std::to_string(extent) + ")" + more);
+}
+
+// Where an op's kernels note the values that lie outside [0, extent), with which they go on. Under
+// TE_FL_VALIDATE such values are refused here, before anything is written.
+ValueErrorSink errors_of(const te_fl_context& ctx, const char* op, const te_fl_tensor& values,
+                         int64_t extent, const int64_t* ignored = nullptr) {
+  const ValueErrorSink errors = value_errors_of(ctx, op);
+  if (!validates(ctx)) return errors;
+  launch_range(ctx, values, extent, ignored, errors);
+  refuse_noted(ctx);
+  return errors;
 }
 
 struct Lookup {
   Source weight;
   Integers indices;
   int64_t rows, cols;
+  ValueErrorSink errors;
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     const int64_t index = indices[row];
     if (index >= 0 && index < rows) return weight.load(index * cols + col, n, v);
+    if (col == 0) note(errors, ValueRule::kIndex, row, index, rows);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = NAN;
   }
 };
 void embedding_fwd(const te_fl_context& ctx, const te_fl_embedding_fwd_args& args) {
   const backend::Matrix table = backend::as_matrix(*args.weight);
-  check_range(ctx, *args.indices, table.rows, nullptr, "indices", ", the rows of weight");
+  const ValueErrorSink errors = errors_of(ctx, "embedding_fwd", *args.indices, table.rows);
   const auto* weight = backend::data<const uint4>(*args.weight);
   auto* output = backend::data<uint4>(*args.output);
   const int64_t row_bytes = table.cols * args.weight->dl.dtype.bits / 8;
@@ -95,11 +87,11 @@ void embedding_fwd(const te_fl_context& ctx, const te_fl_embedding_fwd_args& arg
       words >= kFastDivLimit || addresses % 16 != 0) {
     return store_output(
         ctx, *args.output,
-        Lookup{Source(*args.weight), Integers(*args.indices), table.rows, table.cols});
+        Lookup{Source(*args.weight), Integers(*args.indices), table.rows, table.cols, errors});
   }
   embedding_kernel<<<static_cast<unsigned>(ceil_div(words, 4 * kThreads)), kThreads, 0,
                      stream_of(ctx)>>>(weight, Integers(*args.indices), output, table.rows,
-                                       FastDiv(row_bytes / 16), words);
+                                       FastDiv(row_bytes / 16), words, errors);
   check_launch("embedding_fwd");
 }
 Refusal refuse_embedding_fwd(const te_fl_embedding_fwd_args& args) {
@@ -112,13 +104,13 @@ bool has_lists(const te_fl_embedding_bwd_args& args) {
   return backend::numel(*args.indices) < kFastDivLimit;
 }
 size_t embedding_bwd_workspace(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
-  if (!has_lists(args)) return kStoreWorkspace;
+  if (!has_lists(args)) return 0;
   const int64_t words = backend::as_matrix(*args.grad_weight).rows + backend::numel(*args.indices);
-  return kStoreWorkspace + static_cast<size_t>(words) * sizeof(int32_t);
+  return static_cast<size_t>(words) * sizeof(int32_t);
 }
 void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& args) {
   const backend::Matrix table = backend::as_matrix(*args.grad_weight);
-  check_range(ctx, *args.indices, table.rows, nullptr, "indices", ", the rows of weight");
+  const ValueErrorSink errors = errors_of(ctx, "embedding_bwd", *args.indices, table.rows);
   if (table.rows == 0 || table.cols == 0) return;
   const cudaStream_t stream = stream_of(ctx);
   const int64_t positions = backend::numel(*args.indices);
@@ -132,16 +124,18 @@ void embedding_bwd(const te_fl_context& ctx, const te_fl_embedding_bwd_args& arg
                table.cols,
                args.accumulate != 0};
   if (has_lists(args)) {
-    auto* heads = reinterpret_cast<int32_t*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
+    auto* heads = static_cast<int32_t*>(ctx.workspace);
     int32_t* next = heads + table.rows;
     check(cudaMemsetAsync(heads, 0xFF, static_cast<size_t>(table.rows) * sizeof *heads, stream),
           "cudaMemsetAsync");
     if (positions > 0) {
       link_kernel<<<static_cast<unsigned>(ceil_div(positions, kThreads)), kThreads, 0, stream>>>(
-          sums.indices, positions, table.rows, heads, next);
+          sums.indices, positions, table.rows, heads, next, errors);
       check_launch("embedding_bwd");
     }
     sums.heads = heads, sums.next = next;
+  } else {
+    launch_range(ctx, *args.indices, table.rows, nullptr, errors);
   }
   const int64_t parts = ceil_div(table.cols, kThreads * kGroup);
   const auto across = static_cast<unsigned>(parts);
@@ -159,15 +153,15 @@ Refusal refuse_embedding_bwd(const te_fl_embedding_bwd_args& args) {
 
 void cross_entropy_fwd(const te_fl_context& ctx, const te_fl_cross_entropy_fwd_args& args) {
   const backend::Matrix matrix = backend::as_matrix(*args.logits);
-  check_range(ctx, *args.targets, matrix.cols, &args.ignore_index, "targets",
-              ", the classes, or be ignore_index");
+  const ValueErrorSink errors =
+      errors_of(ctx, "cross_entropy_fwd", *args.targets, matrix.cols, &args.ignore_index);
   if (matrix.rows == 0) return;
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
     in_launches(matrix.rows, kMostRows, [&](int64_t first, unsigned rows) {
       cross_entropy_kernel<T><<<rows, kThreads, 0, stream_of(ctx)>>>(
           backend::data<const T>(*args.logits), Integers(*args.targets),
           backend::data<float>(*args.loss), backend::data<float>(*args.lse), matrix.cols,
-          args.label_smoothing, args.ignore_index, first);
+          args.label_smoothing, args.ignore_index, first, errors);
     });
   });
   check_launch("cross_entropy_fwd");
@@ -178,15 +172,16 @@ Refusal refuse_cross_entropy_fwd(const te_fl_cross_entropy_fwd_args& args) {
 
 void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_args& args) {
   const backend::Matrix matrix = backend::as_matrix(*args.logits);
-  check_range(ctx, *args.targets, matrix.cols, &args.ignore_index, "targets",
-              ", the classes, or be ignore_index");
+  const ValueErrorSink errors =
+      errors_of(ctx, "cross_entropy_bwd", *args.targets, matrix.cols, &args.ignore_index);
   if (matrix.rows == 0 || matrix.cols == 0) return;
   const LossGradient gradient{Integers(*args.targets),
                               backend::data<const float>(*args.grad_loss),
                               backend::data<const float>(*args.lse),
                               matrix.cols,
                               args.label_smoothing,
-                              args.ignore_index};
+                              args.ignore_index,
+                              errors};
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
     const T* x = backend::data<const T>(*args.logits);
     T* dx = backend::data<T>(*args.grad_logits);
@@ -214,30 +209,27 @@ Refusal refuse_cross_entropy_bwd(const te_fl_cross_entropy_bwd_args& args) {
   return overlaps_askew(*args.grad_logits, *args.logits) ? kOverlaps : nullptr;
 }
 
-using Ops = std::vector<te_fl_op_desc>;
-template <class Args, auto F, auto Refuses>
-void append(Ops& ops, const char* name) {
-  ops.push_back(descriptor<Args, F, Refuses>(name));
+}  // namespace
+
+void append_tensor(std::vector<te_fl_op_desc>& ops) {
+  append_copies(ops);
+  append_fills(ops);
+  ops.push_back(
+      descriptor<te_fl_embedding_fwd_args, embedding_fwd, refuse_embedding_fwd>("embedding_fwd"));
   ops.back().workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
     *bytes = kStoreWorkspace;
     return te_fl_status{TE_FL_OK};
   };
-}
-
-}  // namespace
-
-void append_tensor(Ops& ops) {
-  append_copies(ops);
-  append_fills(ops);
-  append<te_fl_embedding_fwd_args, embedding_fwd, refuse_embedding_fwd>(ops, "embedding_fwd");
   ops.push_back(
       descriptor<te_fl_embedding_bwd_args, embedding_bwd, refuse_embedding_bwd>("embedding_bwd"));
   ops.back().workspace =
       backend::workspace_thunk<te_fl_embedding_bwd_args, embedding_bwd_workspace>;
-  append<te_fl_cross_entropy_fwd_args, cross_entropy_fwd, refuse_cross_entropy_fwd>(
-      ops, "cross_entropy_fwd");
-  append<te_fl_cross_entropy_bwd_args, cross_entropy_bwd, refuse_cross_entropy_bwd>(
-      ops, "cross_entropy_bwd");
+  ops.push_back(
+      descriptor<te_fl_cross_entropy_fwd_args, cross_entropy_fwd, refuse_cross_entropy_fwd>(
+          "cross_entropy_fwd"));
+  ops.push_back(
+      descriptor<te_fl_cross_entropy_bwd_args, cross_entropy_bwd, refuse_cross_entropy_bwd>(
+          "cross_entropy_bwd"));
 }
 
 }  // namespace te_fl::cuda

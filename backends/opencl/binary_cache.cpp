@@ -62,8 +62,11 @@ Header header_of(const std::string& key, const std::vector<unsigned char>& binar
 
 std::vector<unsigned char> read_binary(const std::string& key) {
   const fs::path path = file_of(key);
+  std::error_code error;
+  // Reading a folder would throw, and a pipe would wait.
+  if (path.empty() || !fs::is_regular_file(path, error)) return {};
   std::ifstream file(path, std::ios::binary);
-  if (path.empty() || !file) return {};
+  if (!file) return {};
   const std::string all{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (all.size() <= sizeof(Header) + key.size()) return {};
   const char* text = all.data() + sizeof(Header);

@@ -1,5 +1,6 @@
 // The OpenCL plugin: the devices of OpenCL drivers and portable kernels for them.
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -49,7 +50,7 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
       return host->setting != nullptr ? host->setting(host->host, name) : nullptr;
     };
     const auto say = [&](const std::string& text) {
-      if (host->log != nullptr) host->log(host->host, TE_FL_LOG_INFO, text.c_str());
+      if (host->log != nullptr) host->log(host->host, TE_FL_LOG_DEBUG, text.c_str());
     };
     const char* cache = setting("TE_FL_DEVICE_CACHE_MB");  // which the host has checked
     const size_t cache_mb = cache != nullptr ? std::strtoull(cache, nullptr, 10) : 512;
@@ -166,6 +167,25 @@ constexpr te_fl_plugin_api kApi = {
     .diagnose = diagnose,
 };
 
+// opencl.json.in says the same of them.
+constexpr te_fl_setting_desc kDevice = {
+    .type = TE_FL_SETTING_LIST,
+    .name = "TE_FL_OPENCL_DEVICE",
+    .doc =
+        "OpenCL devices that are provided, comma separated: numbers in the order of the drivers, "
+        "or parts of device or platform names, any case; empty: all.",
+};
+constexpr te_fl_setting_desc kGemm = {
+    .type = TE_FL_SETTING_ENUM,
+    .name = "TE_FL_OPENCL_GEMM",
+    .default_value = "auto",
+    .choices = "auto rows tiles64 tiles128 clblast",
+    .doc =
+        "What products are made with: the plugin's own kernels for CPUs (rows) or for GPUs "
+        "(tiles64, tiles128), or CLBlast where it can; auto: by device and sizes.",
+};
+constexpr const te_fl_setting_desc* kSettings[] = {&kDevice, &kGemm};
+
 constexpr te_fl_plugin_header kHeader = {
     .magic = TE_FL_PLUGIN_MAGIC,
     .struct_size = sizeof(te_fl_plugin_header),
@@ -179,6 +199,8 @@ constexpr te_fl_plugin_header kHeader = {
     .build_id = nullptr,
     .api = &kApi,
     .reserved = {},
+    .settings = kSettings,
+    .setting_count = std::size(kSettings),
 };
 
 }  // namespace

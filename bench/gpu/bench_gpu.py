@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """te-fl's CUDA plugin against PyTorch, cuBLASLt, cuDNN and the memory's own speed, in one process. See bench/README.md.
 
-usage: bench_gpu.py --build DIR [--only ops,gemm,joined,attention,layers,host] [--match TEXT] [--json FILE] [--seconds S]
+usage: bench_gpu.py --build DIR [--only ops,gemm,joined,attention,terms,layers,host] [--match TEXT] [--json FILE] [--seconds S]
   --build DIR    folder with lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so (default build/release)
   --only LIST    parts to run (default all)
   --match TEXT   only rows whose name contains TEXT
@@ -20,6 +20,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"bench_gpu.py: {missing}; install PyTorch with CUDA (pip install torch), or run it with a Python that has it")
 
+import attention_terms
 import host_cost
 import layer_cases
 import layer_floor
@@ -98,7 +99,7 @@ def algorithm_from(product, kind, dtype):
     scaling = "" if dtype != "block" else "2,2" if kind == "wgrad" else "2,3"
     found = choices.find(torch.cuda.get_device_name(), product.version(), *d.shape, a.numel() // d.shape[0],
                          ["bias"] if bias is not None else [], scaling, a=NAMES[a.dtype], b=NAMES[b.dtype], d=NAMES[d.dtype],
-                         trans_a=int(kind == "wgrad"), trans_b=int(kind == "forward"))
+                         power_limit=measure.power_limit(), trans_a=int(kind == "wgrad"), trans_b=int(kind == "forward"))
     return "heuristic" if found is None else f"file: {found.get('config') or 'chosen'}"
 
 
@@ -181,6 +182,24 @@ def run_attention(library, args):
                         show_attention(library, title, pair, factor, flops, args, target)
             except RuntimeError as error:
                 refused("attention", f"{'fp8' if is_fp8 else 'bf16'} {shape.name}", error)
+
+
+def run_attention_terms(library, args):
+    """What is not cuDNN's: a bias, ALiBi, sinks, a mask tensor, dropout, against cuDNN's attention without them."""
+    for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
+        try:
+            cases, flops = attention_terms.terms(library, shape)
+            for kind, (call, bare, error, forward) in cases.items():
+                title = f"bf16 {kind} {'causal' if shape.causal else 'full'}"
+                if args.match and args.match not in title:
+                    continue
+                forward()  # the backward reads its results
+                show_attention(library, title, (call, bare), ATTENTION_FACTOR[kind.split()[0]], flops, args, 0.5, error=error)
+        except RuntimeError as error:
+            refused("attention", f"terms {shape.name}", error)
+        cases = None
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def check_layer(ours, eager):
@@ -298,7 +317,7 @@ def run_host(library, args):
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--build", default="build/release")
-    parser.add_argument("--only", default="ops,gemm,joined,attention,layers,host")
+    parser.add_argument("--only", default="ops,gemm,joined,attention,terms,layers,host")
     parser.add_argument("--match", default="")
     parser.add_argument("--json")
     parser.add_argument("--seconds", type=float, default=2.0)
@@ -307,7 +326,7 @@ def main():
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_gpu.py: PyTorch finds no CUDA device; run it where there is one")
-    parts = {"ops": run_ops, "gemm": run_gemm, "joined": run_joined, "attention": run_attention, "layers": run_layers, "host": run_host}
+    parts = {"ops": run_ops, "gemm": run_gemm, "joined": run_joined, "attention": run_attention, "terms": run_attention_terms, "layers": run_layers, "host": run_host}
     unknown = [p for p in args.only.split(",") if p not in parts]
     if unknown:
         sys.exit(f"bench_gpu.py: no part is named {unknown[0]}; known: {', '.join(parts)}")

@@ -27,9 +27,11 @@ class Choices:
         path = os.environ.get("TE_FL_CUDA_GEMM_FILE")
         return Choices(path) if path else None
 
-    def find(self, device, library, m, n, k, flags=(), scaling="", **fields):
+    def find(self, device, library, m, n, k, flags=(), scaling="", power_limit=0, **fields):
         """The choice for a product on a device with a version of cuBLASLt, or None. scaling: of A and B by blocks,
-        "2,2" or "2,3" (te_fl_scaling)."""
+        "2,2" or "2,3" (te_fl_scaling). power_limit: W that the device may draw, 0 if that is not known; a choice of the same
+        limit comes before one of an unknown one, as in the plugin (find_choice)."""
+        other = None
         for choice in self.all:
             if choice["device"] != device or choice["cublaslt"] != library:
                 continue
@@ -39,8 +41,12 @@ class Choices:
             if blocks != ([scaling] if scaling else []):
                 continue
             if wanted <= set(words) and {w for w in words if w in FLAGS} == set(flags):
-                return choice
-        return None
+                limit = choice.get("power_limit_w", 0)
+                if limit == power_limit:
+                    return choice
+                if other is None and 0 in (limit, power_limit):
+                    other = choice
+        return other
 
 
 def product_of(problem):

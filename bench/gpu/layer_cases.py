@@ -197,6 +197,19 @@ def joined(library, kind, recipe):
 
 # ---- attention alone
 
+def cudnn_attention(q, k, v, d_o, causal, scale):
+    """cuDNN's forward and backward through PyTorch, of [batch, heads, sequence, dim]."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    saved = op(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    def forward():
+        op(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    def backward():
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            d_o, q, k, v, saved[0], saved[1], saved[6], saved[7], None, saved[2], saved[3], saved[4], saved[5], 0.0, causal,
+            scale=scale)
+    return {"forward": forward, "backward": backward, "o": saved[0]}
+
+
 def attention(library, shape):
     """te-fl's forward and backward, and cuDNN's through PyTorch, on the same tensors; operations of the forward."""
     s, b, h = shape.sequence, shape.batch, shape.heads
@@ -207,14 +220,7 @@ def attention(library, shape):
     forward = Call(library, "fused_attn_fwd", **common)
     backward = Call(library, "fused_attn_bwd", d_o=do, dq=dq, dk=dk, dv=dv, **common)
     tq, tk, tv, tdo = (t.torch.permute(1, 2, 0, 3) for t in (q, k, v, do))
-    op = torch.ops.aten._scaled_dot_product_cudnn_attention
-    saved = op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
-    def torch_forward():
-        op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
-    def torch_backward():
-        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            tdo, tq, tk, tv, saved[0], saved[1], saved[6], saved[7], None, saved[2], saved[3], saved[4], saved[5], 0.0,
-            shape.causal, scale=d ** -0.5)
+    bare = cudnn_attention(tq, tk, tv, tdo, shape.causal, d ** -0.5)
     def deterministic_backward():
         library.deterministic(True)
         try:
@@ -229,8 +235,8 @@ def attention(library, shape):
     if not all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, bits())):
         raise RuntimeError("the deterministic backward gave other bits when it ran again")
     flops = 4.0 * b * h * s * s * d / (2 if shape.causal else 1)
-    return {"forward": (forward, torch_forward), "backward": (backward, torch_backward),
-            "backward deterministic": (deterministic_backward, torch_backward)}, flops
+    return {"forward": (forward, bare["forward"]), "backward": (backward, bare["backward"]),
+            "backward deterministic": (deterministic_backward, bare["backward"])}, flops
 
 
 def attention_fp8(library, shape):
@@ -257,18 +263,12 @@ def attention_fp8(library, shape):
                 rescale(t)
         call()
     tq, tk, tv, tdo = (t.permute(1, 2, 0, 3) for t in (raw[0], raw[1], raw[2], raw[3] * 0.1))
-    op = torch.ops.aten._scaled_dot_product_cudnn_attention
-    saved = op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
-    def torch_forward():
-        op(tq, tk, tv, None, True, 0.0, shape.causal, False, scale=d ** -0.5)
-    def torch_backward():
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            tdo, tq, tk, tv, saved[0], saved[1], saved[6], saved[7], None, saved[2], saved[3], saved[4], saved[5], 0.0,
-            shape.causal, scale=d ** -0.5)
+    bare = cudnn_attention(tq, tk, tv, tdo, shape.causal, d ** -0.5)
+    torch_forward, torch_backward = bare["forward"], bare["backward"]
     def error(ours, theirs):
         theirs = theirs.permute(2, 0, 1, 3).float()
         return ((numbers(ours) - theirs).norm() / theirs.norm()).item()
-    errors = {"forward": error(o, saved[0]),
+    errors = {"forward": error(o, bare["o"]),
               "backward": max(error(*pair) for pair in zip((dq, dk, dv), torch_backward()))}
     errors["both"] = max(errors.values())
     def both(first, second):

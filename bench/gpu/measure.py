@@ -91,6 +91,16 @@ def ratio(of, over):
     return statistics.median(pairs), (quartiles[2] - quartiles[0]) / 2
 
 
+def power_limit():
+    """W that the first GPU may draw, 0 if nvidia-smi does not say."""
+    try:
+        told = subprocess.run(["nvidia-smi", "--query-gpu=enforced.power.limit", "--format=csv,noheader,nounits"], capture_output=True,
+                              text=True, check=True).stdout.split()
+        return round(float(told[0]))
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return 0
+
+
 def machine(library=None):
     """Device, versions, clocks, watts and throttle reasons, for the record. Versions are PyTorch's; `plugin` has those of the
     libraries that te-fl's plugin uses in this process, with their files."""

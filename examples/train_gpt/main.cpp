@@ -4,6 +4,9 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <optional>
 
 #include "model.hpp"
@@ -42,7 +45,6 @@ class Trainer {
   static Result<std::unique_ptr<Trainer>> create(const Options& options) {
     std::unique_ptr<Trainer> trainer(new Trainer(options));
     Trainer& t = *trainer;
-    te_fl::OpManager::instance();  // plugins bring devices
     TE_FL_ASSIGN_OR_RETURN(t.device_, te_fl::parse_device(options.device));
     if (options.recipe != "none") {
       TE_FL_ASSIGN_OR_RETURN(t.recipe_, nn::parse_recipe(options.recipe));
@@ -226,7 +228,23 @@ class Trainer {
   std::unique_ptr<nn::GraphedStep> graphed_;
 };
 
+// Found before the training, not after it. What is there already stays as it is: a checkpoint is
+// written beside it and renamed, so that is what is tried.
+Status check_writable(const char* option, const std::string& path) {
+  if (path.empty()) return {};
+  std::error_code error;
+  const std::string probe = path + ".probe." + std::to_string(getpid());
+  const bool folder = std::filesystem::is_directory(path, error);
+  const bool good = !folder && std::ofstream(probe).good();
+  const int reason = folder ? EISDIR : errno;
+  std::filesystem::remove(probe, error);
+  if (good) return {};
+  return te_fl::invalid_argument(std::string(option) + " " + path +
+                                 " cannot be written: " + std::strerror(reason));
+}
+
 Status run(const Options& options) {
+  TE_FL_RETURN_IF_ERROR(check_writable("--save", options.save));
   TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> made, Trainer::create(options));
   Trainer& trainer = *made;
   Results results;

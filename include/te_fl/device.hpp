@@ -31,10 +31,10 @@ struct Device {
 TE_FL_API std::string to_string(const Device& device);
 TE_FL_API Result<Device> parse_device(std::string_view text);
 
-// The devices that are there: the host and those that plugins provide. Thread-safe.
+// The devices that are there. The first look at one that is not loads plugins. Thread-safe.
 namespace devices {
 
-// All devices, the host first.
+// All devices, the host first. Loads the plugins that wait for a look at their devices.
 TE_FL_API std::vector<Device> list();
 // The functions of a device; NOT_FOUND names the devices that exist. The pointer stays valid as
 // long as the device is registered or any memory of it is alive.
@@ -64,7 +64,10 @@ TE_FL_API Status copy(const Device& dst_device, void* dst, const Device& src_dev
                       const void* src, size_t bytes, void* stream = nullptr);
 TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t bytes,
                       void* stream = nullptr);
-// Waits for the stream's work. FAILED_PRECONDITION while the stream is captured: nothing runs.
+// Waits for the stream's work. FAILED_PRECONDITION while the stream is captured: nothing runs. An
+// error may be that of any op enqueued before: DEVICE_LOST, or INVALID_ARGUMENT for values in the
+// device's memory (an index out of range) that an op met; that is told once, to who waits first,
+// and the device goes on.
 TE_FL_API Status synchronize(const Device& device, void* stream = nullptr);
 
 // Streams and events. UNSUPPORTED, naming the missing function, where the device's table has none
@@ -79,7 +82,7 @@ TE_FL_API void destroy_event(const Device& device, void* event) noexcept;
 TE_FL_API Status record_event(const Device& device, void* event, void* stream = nullptr);
 // `stream` goes on only after the mark; the calling thread does not wait.
 TE_FL_API Status wait_event(const Device& device, void* event, void* stream = nullptr);
-// The calling thread waits for the mark.
+// The calling thread waits for the mark. Errors as of synchronize(), of ops on any stream.
 TE_FL_API Status synchronize_event(const Device& device, void* event);
 // Whether `stream` is being captured into a graph. False for a device that cannot capture.
 TE_FL_API Result<bool> is_capturing(const Device& device, void* stream = nullptr);

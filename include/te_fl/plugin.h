@@ -50,6 +50,10 @@
  *      modes, shapes, devices, scalar ranges. An implementation checks only what its schema
  *      cannot say, and answers TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, naming argument, value and
  *      rule.
+ *      Values in a device's memory (indices, positions) need not be waited for: an op that meets
+ *      one which may not be writes NaN where it counts, stays inside its memory, and the device's
+ *      next synchronize() of that stream or synchronize_event() answers TE_FL_INVALID_ARGUMENT,
+ *      once, naming the op too. A call with TE_FL_CALL_VALIDATE looks at them before it writes.
  *  R13 Functions are called from any thread. run() of one implementation may be entered by
  *      several threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises
  *      it.
@@ -81,6 +85,10 @@
  *      abilities), takes a status code that it does not know for TE_FL_INTERNAL, and leaves out,
  *      saying so, the catalogue's ops that it does not know of a plugin whose minor is newer than
  *      its own.
+ *  R21 A plugin's settings are named TE_FL_<PLUGIN>_..., PLUGIN being its name in capitals, and are
+ *      declared in its header (and, if its manifest has "settings", alike there). The host checks
+ *      values against the declaration before create(); te_fl_host_api.setting hands them out. The
+ *      plugin reads no TE_FL_ variable from the environment itself.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -313,7 +321,9 @@ typedef struct te_fl_rng {
 
 enum {                                     /* te_fl_context.flags */
        TE_FL_CALL_DETERMINISTIC = 1u << 0, /* same inputs, same bits, or refuse */
-       TE_FL_CALL_CAPTURING = 1u << 1      /* the stream is being captured into a graph */
+       TE_FL_CALL_CAPTURING = 1u << 1,     /* the stream is being captured into a graph */
+       /* TE_FL_VALIDATE=1, outside of captures: check what costs a wait, too (R12). */
+       TE_FL_CALL_VALIDATE = 1u << 2
 };
 
 typedef struct te_fl_context {
@@ -469,11 +479,11 @@ typedef struct te_fl_op_desc {
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
      scaling modes, the parts present, which outputs begin where another argument does, all scalars,
      a saved record (of one that the op fills in the storage alone), device and context flags, and
-     whether rng.state is given; TE_FL_CALL_CAPTURING aside, so that a captured call finds the plan
-     of the call that went before. Every call that has it gets the plan in ctx->plan, several at
-     once, in workspace() and run(); so nothing else of the call may go into the plan: no address,
-     stream, seed or offset. The host keeps a bounded number of plans. Those for a device that is
-     withdrawn are destroyed after its plugin's quiesce() and before its destroy(). */
+     whether rng.state is given; TE_FL_CALL_CAPTURING and _VALIDATE aside, so that a captured call
+     finds the plan of the call that went before. Every call that has it gets the plan in ctx->plan,
+     several at once, in workspace() and run(); so nothing else of the call may go into the plan: no
+     address, stream, seed or offset. The host keeps a bounded number of plans. Those for a device
+     that is withdrawn are destroyed after its plugin's quiesce() and before its destroy(). */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
@@ -519,7 +529,9 @@ typedef struct te_fl_device_api {
                        const te_fl_error_sink*); /* required */
   te_fl_status (*create_stream)(void* self, void** stream, const te_fl_error_sink*);
   te_fl_status (*destroy_stream)(void* self, void* stream, const te_fl_error_sink*);
-  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*); /* required */
+  /* Waits for the stream. An error may be that of any op enqueued before; INVALID_ARGUMENT is a
+     mistake in the values of one (R12), after which the device goes on. Required. */
+  te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*);
   te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*);
   te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*);
   te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*);
@@ -586,7 +598,9 @@ typedef struct te_fl_host_api {
   uint32_t reserved;
   void* host;
   void (*log)(void* host, int32_t level, const char* text);
-  /* Value of a TE_FL_* setting by name, or NULL if it is unset; valid until destroy(). */
+  /* Value of a TE_FL_* setting by name, set by the environment or by the program and checked
+     against its type (a bool is "0" or "1"); of one that the plugin declared (R21) its default if
+     it is unset. NULL: unset, without a default. Valid until destroy(). */
   const char* (*setting)(void* host, const char* name);
 } te_fl_host_api;
 
@@ -632,6 +646,28 @@ typedef struct te_fl_plugin_api {
                            const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
+/* What a setting may be (R21). */
+typedef enum te_fl_setting_type {
+  TE_FL_SETTING_STRING = 0,
+  TE_FL_SETTING_BOOL = 1, /* handed out as "0" or "1" */
+  TE_FL_SETTING_INT = 2,
+  TE_FL_SETTING_ENUM = 3,
+  TE_FL_SETTING_LIST = 4, /* comma separated */
+  /* Path of a file that decides what the plugin runs: part of the fingerprint by its contents, and
+     ignored when the process runs with elevated privileges. */
+  TE_FL_SETTING_FILE = 5
+} te_fl_setting_type;
+
+typedef struct te_fl_setting_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_setting_desc));
+  uint32_t type TE_FL_INIT(0);                /* te_fl_setting_type */
+  const char* name TE_FL_INIT(NULL);          /* "TE_FL_ACME_DEBUG" */
+  const char* default_value TE_FL_INIT(NULL); /* as setting() hands it out; NULL: none */
+  const char* choices TE_FL_INIT(NULL); /* ENUM: words with blanks between them; INT: "MIN MAX",
+                                           or NULL: any; else NULL */
+  const char* doc TE_FL_INIT(NULL);     /* a sentence for `te-fl env`; required */
+} te_fl_setting_desc;
+
 /* The first four members stay where they are in every major, so that versions can be told. */
 typedef struct te_fl_plugin_header {
   uint32_t magic; /* TE_FL_PLUGIN_MAGIC */
@@ -646,6 +682,9 @@ typedef struct te_fl_plugin_header {
   const char* build_id; /* changes with every build; NULL: the ELF build id is used */
   const te_fl_plugin_api* api;
   const void* reserved[4];
+  const te_fl_setting_desc* const* settings TE_FL_INIT(NULL); /* R21; NULL: none */
+  uint32_t setting_count TE_FL_INIT(0);
+  uint32_t reserved2 TE_FL_INIT(0);
 } te_fl_plugin_header;
 
 /* The one exported symbol (R1). Returns NULL only if it cannot serve this host at all. */

@@ -42,7 +42,7 @@ struct Finding {
 // Every plugin met so far, built-ins first.
 TE_FL_API std::vector<PluginInfo> list();
 // Loads a library and activates it. `path_or_name` with a '/' is a path; otherwise it is a name
-// looked up in the manifests, whose architecture, ABI and hash are checked (but not the probe: it
+// looked up in the manifests, whose architecture and ABI are checked (but not the probe: it
 // was asked for). After an error nothing of the plugin remains loaded, except that one whose
 // create() exceeded TE_FL_PLUGIN_TIMEOUT_MS is abandoned: it stays mapped and is never called
 // again. Errors: NOT_FOUND (no such file or name), FAILED_PRECONDITION (not to be trusted: others

@@ -26,6 +26,10 @@ struct VerifyCounts {
 };
 TE_FL_API VerifyCounts verify_counts();
 
+// What is wrong with TE_FL_VERIFY or TE_FL_TRACE, the file that cannot be written included: every
+// call fails with it. OK if nothing is.
+TE_FL_API Status watch_status();
+
 // Declares that a training step ended. What TE_FL_VERIFY_ACTION=quarantine holds against
 // implementations takes effect here and not in the middle of a step: they stop serving that op and
 // signature, from the next call on, and the quarantine file says so to later runs. nn's
@@ -43,8 +47,15 @@ struct Quarantine {
   std::string reason;     // what differed
   std::string case_file;  // the saved call; empty if none was saved
 };
-// Those in force: of the quarantine file, and of this run. Errors: the file cannot be read.
+// Those in force: of the quarantine file, and of this run. Never fails for the file's sake: what
+// cannot be read of it is passed over with a warning, as it is by calls.
 TE_FL_API Result<std::vector<Quarantine>> quarantines();
+// The quarantine file (TE_FL_QUARANTINE_FILE); empty: none is kept.
+TE_FL_API std::string quarantine_file();
+// Ends those of `op` and `impl_id`, of which an empty one stands for any: in the file and in this
+// process, from the next call on. How many. Error: FAILED_PRECONDITION, the file cannot be written,
+// and nothing was ended.
+TE_FL_API Result<int> clear_quarantines(const std::string& op, const std::string& impl_id);
 
 // One call of a saved case on one implementation, against the case's own results and against the
 // reference's.
@@ -73,10 +84,13 @@ struct TunedTime {
   int calls = 0;       // different ones that it served
 };
 struct TunedSignature {
-  SignatureList list;            // its `use` names the fastest first, then all kinds
+  // Its `use` names the fastest first, then all kinds; empty: nothing is gained over what dispatch
+  // takes by itself, or less than 5 %, which is noise.
+  SignatureList list;
   uint64_t count = 0;            // calls that the run made
   int calls = 0;                 // different ones
   std::vector<TunedTime> times;  // fastest first, after that those that do not serve every call
+  double usual_seconds = 0;      // with what dispatch takes by itself; 0: that was not timed
 };
 // Times the implementations that accept the calls in these files: traces of TE_FL_TRACE, or calls
 // that TE_FL_VERIFY saved. `seconds`: about, for one call on one implementation. Calls that cannot

@@ -204,6 +204,13 @@ std::string describe_layout() {
   MEMBER(te_fl_plugin_api, quiesce);
   MEMBER(te_fl_plugin_api, destroy);
   MEMBER(te_fl_plugin_api, diagnose);
+  LAYOUT(te_fl_setting_desc);
+  MEMBER(te_fl_setting_desc, struct_size);
+  MEMBER(te_fl_setting_desc, type);
+  MEMBER(te_fl_setting_desc, name);
+  MEMBER(te_fl_setting_desc, default_value);
+  MEMBER(te_fl_setting_desc, choices);
+  MEMBER(te_fl_setting_desc, doc);
   LAYOUT(te_fl_plugin_header);
   MEMBER(te_fl_plugin_header, magic);
   MEMBER(te_fl_plugin_header, struct_size);
@@ -217,6 +224,9 @@ std::string describe_layout() {
   MEMBER(te_fl_plugin_header, build_id);
   MEMBER(te_fl_plugin_header, api);
   MEMBER(te_fl_plugin_header, reserved);
+  MEMBER(te_fl_plugin_header, settings);
+  MEMBER(te_fl_plugin_header, setting_count);
+  MEMBER(te_fl_plugin_header, reserved2);
   for (const te_fl_op_schema* op : te_fl::core::catalogue()) {
     out << "op " << op->name << " v" << op->version << " size " << op->args_size << " v1 "
         << op->args_size_v1 << "\n";
@@ -293,6 +303,7 @@ std::string describe_values() {
   VALUE(TE_FL_QUANT_POW2_SCALE);
   VALUE(TE_FL_CALL_DETERMINISTIC);
   VALUE(TE_FL_CALL_CAPTURING);
+  VALUE(TE_FL_CALL_VALIDATE);
   VALUE(TE_FL_ARG_TENSOR);
   VALUE(TE_FL_ARG_TENSOR_LIST);
   VALUE(TE_FL_ARG_BOOL);
@@ -333,6 +344,12 @@ std::string describe_values() {
   VALUE(TE_FL_FINDING_OK);
   VALUE(TE_FL_FINDING_NOTE);
   VALUE(TE_FL_FINDING_PROBLEM);
+  VALUE(TE_FL_SETTING_STRING);
+  VALUE(TE_FL_SETTING_BOOL);
+  VALUE(TE_FL_SETTING_INT);
+  VALUE(TE_FL_SETTING_ENUM);
+  VALUE(TE_FL_SETTING_LIST);
+  VALUE(TE_FL_SETTING_FILE);
   VALUE(TE_FL_ABI_MAJOR);
   VALUE(TE_FL_ABI_MINOR);
   VALUE(TE_FL_PLUGIN_MAGIC);

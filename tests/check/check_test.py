@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Which check of te-fl check finds which mistake. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so NULL.so"""
+"""Which check of te-fl check finds which mistake. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so WRONG_DEVICE.so AUTHOR.so NULL.so"""
 import concurrent.futures
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 import unittest
 import xml.etree.ElementTree as ET
 
-TE_FL, WRONG, WRONG_FILE, NULL = sys.argv[1:5]
+TE_FL, WRONG, WRONG_FILE, WRONG_DEVICE, AUTHOR, NULL = sys.argv[1:7]
 del sys.argv[1:]
 
 # vendor.wrong.NAME: (the check, words of its message). Every implementation of wrong_plugin.cpp is here or in RIGHT.
@@ -23,6 +24,8 @@ CAUGHT = {
     "throws": ("result", "exception"),
     "hangs": ("result", "did not return within 1 s"),
     "crashes": ("result", "the process died: SIGABRT"),
+    "hangs_at_128": ("sweep", "did not return within 1 s"),
+    "reads_past": ("guard", "bytes behind the end of input"),
     "leaks": ("leak", "the heap"),
     "overruns": ("result", "bytes outside its memory were written"),
     "writes_input": ("result", "is an input and was written"),
@@ -37,6 +40,21 @@ CAUGHT = {
     "far_other_stream": ("stream", "ctx->stream"),
     "far_leak": ("leak", "the device's used memory"),
     "far_late_failure": ("result", "a kernel that ran before has failed"),
+}
+# Of wrong_device.cpp, by the device's index: the step of the device section, words of its message.
+DEVICES = {
+    1: ("device/fill", "left other memory"),
+    2: ("device/allocation", "64 bytes behind a multiple of 256"),
+    3: ("device/copy within", "bytes are wrong"),
+    4: ("device/default stream", "after copy() had returned"),
+    5: ("device/streams", "after synchronize()"),
+    6: ("device/streams", "memory that was freed on its stream"),
+    7: ("device/the host waits for an event", "synchronize_event() returned before the work"),
+    8: ("device/a stream waits for an event", "wait_event() did not make the stream wait"),
+    9: ("device/a stream waits for an event", "wait_event() did not make the stream wait"),
+    10: ("device/fill", "did not return within 2 s"),
+    11: ("device/copy within", "Device::copy("),
+    12: ("device/questions", "is_capturing() says that a stream is captured"),
 }
 RIGHT = ("right", "far_right", "attention")
 
@@ -53,8 +71,13 @@ def check(plugin, *options):
 
 
 def of(name):
-    options = ["--impl", "vendor.wrong." + name, "--time-limit", "1" if name == "hangs" else "30"]
+    options = ["--impl", "vendor.wrong." + name, "--time-limit", "1" if name.startswith("hangs") else "30"]
     return check(WRONG, *options, *(["--quick"] if name in RIGHT else []))
+
+
+def of_device(index):
+    device = f"ext:wrong_device:{index}"
+    return check(WRONG_DEVICE, "--device", device, "--case", "device/", "--time-limit", "2" if index == 10 else "30")
 
 
 class Catches(unittest.TestCase):
@@ -63,6 +86,7 @@ class Catches(unittest.TestCase):
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             names = [*CAUGHT, *RIGHT]
             cls.runs = dict(zip(names, pool.map(of, names)))
+            cls.device_runs = dict(enumerate(pool.map(of_device, range(len(DEVICES) + 1))))
 
     def failures(self, name):
         code, text, files = self.runs[name]
@@ -77,12 +101,81 @@ class Catches(unittest.TestCase):
                 found = [f["check"] + ": " + f["message"] for f in self.failures(name)]
                 self.assertTrue(any(f.startswith(kind + ":") and words in f for f in found), found)
 
-    def test_right_ones_are_certified(self):
+    def test_right_ones_pass(self):
         for name in RIGHT:
             with self.subTest(name):
-                code, text, _ = self.runs[name]
-                self.assertEqual(code, 0, text)
-                self.assertIn("certified:", text)
+                code, text, files = self.runs[name]
+                self.assertEqual(code, 4, text)
+                self.assertRegex(text, "no certificate: [1-9][0-9]* passed, 0 failed")
+                self.assertIn("not everything was checked: --quick, --impl vendor.wrong." + name, text)
+                data = json.loads(files["json"])
+                self.assertEqual((data["certified"], data["verdict"]), (False, "no certificate"))
+                self.assertIn("no certificate", files["html"])
+
+    def test_only_a_whole_run_is_a_certificate(self):
+        code, text, files = check(NULL)
+        self.assertEqual(code, 0, text)
+        self.assertIn("\ncertified: ", text)
+        data = json.loads(files["json"])
+        self.assertEqual((data["certified"], data["verdict"], data["left_out"]), (True, "certified", []))
+        self.assertIn("<strong>certified", files["html"])
+        self.assertTrue([r for r in data["results"] if r["check"] == "sweep" and r["cases"] > 300])
+        code, text, files = check(AUTHOR)
+        self.assertEqual(code, 0, text)
+        steps = {r["case"]: r["result"] for r in json.loads(files["json"])["results"] if r["check"] == "device"}
+        self.assertEqual(steps["device/fill"], "pass")
+        self.assertEqual(steps["device/streams"], "not supported")  # it makes none
+        for options in (["--op", "relu"], ["--case", "relu/f32/7x33"], ["--device", "cpu", "--quick"]):
+            with self.subTest(options):
+                code, text, files = check(NULL, *options)
+                self.assertEqual(code, 4, text)
+                self.assertNotRegex(text, "(?m)^certified")
+                self.assertIn(options[0] + " " + options[1], text)
+                self.assertFalse(json.loads(files["json"])["certified"])
+
+    def test_every_fault_of_a_device_is_found(self):
+        for index, (step, words) in DEVICES.items():
+            with self.subTest(step, index=index):
+                code, text, files = self.device_runs[index]
+                self.assertEqual(code, 1, text)
+                failed = [f for f in json.loads(files["json"])["results"] if f["result"] == "fail"]
+                self.assertTrue(all(f["check"] == "device" for f in failed), failed)
+                self.assertTrue(any(f["case"] == step and words in f["message"] for f in failed), failed)
+                if index not in (4, 5, 6, 9, 11, 12):  # most faults are one step's
+                    self.assertEqual([f["case"] for f in failed], [step])
+        # The one step alone finds it again.
+        failed = [f for f in json.loads(self.device_runs[1][2]["json"])["results"] if f["case"] == "device/fill"]
+        command = failed[0]["reproduce"].replace("te-fl", TE_FL, 1)
+        again = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+        self.assertEqual(again.returncode, 1, command + again.stdout)
+        self.assertIn("left other memory", again.stdout)
+
+    def test_a_right_device_passes_and_is_no_certificate_without_ops(self):
+        code, text, files = self.device_runs[0]
+        self.assertEqual(code, 4, text)
+        self.assertIn("no op case ran", text)
+        data = json.loads(files["json"])
+        steps = {r["case"]: r["result"] for r in data["results"] if r["check"] == "device"}
+        self.assertEqual(set(steps.values()), {"pass"}, steps)
+        self.assertTrue({step for step, _ in DEVICES.values()} <= set(steps), steps)
+        self.assertEqual(data["devices"], [{"name": "ext:wrong_device:0", "chip": "far", "driver": ""}])
+
+    def test_mistyped_choices_name_the_nearest(self):
+        case = "relu/f32/7x33/out=f32"
+        for options, words in (
+                (["--op", "rleu"], "did you mean 'relu'?"),
+                (["--op", "gelu"], "the plugin does not implement it; it implements relu"),
+                (["--case", case.replace("33", "34")], f"did you mean '{case}'?"),
+                (["--op", "relu", "--case", "nothing like it"], "no case of relu has this in its name; one of them is"),
+                (["--impl", "vendor.nul"], "did you mean 'vendor.null'?"),
+                (["--family", "activatoin"], "did you mean 'activation'?"),
+                (["--device", "cpuu"], "did you mean 'cpu'?")):
+            with self.subTest(options):
+                code, text, files = check(NULL, *options)
+                self.assertEqual(code, 2, text)
+                self.assertIn(options[-2] + " " + options[-1] + ": ", text)
+                self.assertIn(words, text)
+                self.assertEqual(files, {})
 
     def test_a_crash_or_hang_loses_its_case_only(self):
         for name in ("crashes", "hangs", "far_host_access"):
@@ -92,6 +185,18 @@ class Catches(unittest.TestCase):
                 self.assertGreater(len(passed), 5)
                 lost = [r for r in results if r["result"] == "fail" and r["check"] == "result"]
                 self.assertTrue(all("/17/" in r["case"] for r in lost), lost)
+
+    def test_a_crash_says_where(self):
+        crashed = [f for f in self.failures("crashes") if "/17/" in f["case"]]
+        self.assertRegex(crashed[0]["message"], r"died: SIGABRT in .*crashes\(.*\+0x[0-9a-f]+ \(wrong\.so\)")
+        read = [f for f in self.failures("reads_past") if f["check"] == "guard"]
+        self.assertRegex(read[0]["message"], r"SIGSEGV at address 0x[0-9a-f]+, [0-9]+ bytes behind the end of input, "
+                                             r"which has [0-9]+ bytes: .* in .*sum_of\(")
+
+    def test_a_difference_has_its_place_and_number(self):
+        matrix = [f for f in self.failures("one_element") if re.search(r"/130x257/", f["case"])]
+        self.assertRegex(matrix[0]["message"], r"output\[129,254\]: got .*; 1 of 33410 elements is wrong")
+        self.assertRegex(self.failures("a_little")[0]["message"], r"; [1-9][0-9]+ of [0-9]+ elements are wrong")
 
     def test_the_command_reproduces(self):
         found = self.failures("one_element")[0]
@@ -126,6 +231,18 @@ class Catches(unittest.TestCase):
         self.assertEqual(len(list(suites.iter("testcase"))), len(data["results"]))
         self.assertIn("not certified", files["html"])
         self.assertNotIn("http", files["html"])  # nothing from elsewhere
+        self.assertRegex(data["date"], r"^20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
+        self.assertIn("plugin ABI", data["te_fl"])
+        self.assertIn(os.uname().nodename, data["host"])
+        self.assertEqual(data["options"], "--impl vendor.wrong.one_element --seed 1 --time-limit 30 --jobs 1")
+        for fact in ("date", "te_fl", "host", "options"):
+            self.assertIn(data[fact], files["html"])
+        refused = [r["message"] for r in data["results"] if r["result"] == "not supported"]
+        self.assertTrue(refused and all(refused))
+        self.assertIn("<h2>Not supported</h2>", files["html"])
+        for reason in set(refused):
+            self.assertIn(reason.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;"),
+                          files["html"])
         for failure in self.failures("one_element"):
             self.assertIn(failure["case"].replace(">", "&gt;"), files["html"])
 
@@ -159,7 +276,7 @@ class Catches(unittest.TestCase):
         drawn = []
         for seed in ("7", "7", "8"):
             code, text, files = check(NULL, "--seed", seed, "--quick", "--case", "fuzz")
-            self.assertEqual(code, 0, text)
+            self.assertEqual(code, 4, text)
             drawn.append(sorted(r["case"] for r in json.loads(files["json"])["results"] if "/fuzz/" in r["case"]))
         self.assertTrue(drawn[0])
         self.assertEqual(drawn[0], drawn[1])

@@ -25,7 +25,7 @@ struct Call {
   const te_fl_context& ctx;
   const float* x;
   float* y;
-  int64_t n;
+  int64_t n, rows, columns;
 };
 
 void relu(const float* x, float* y, int64_t n) {
@@ -56,8 +56,23 @@ void hangs(const Call& c) {
   while (c.n == 17) std::this_thread::sleep_for(std::chrono::seconds(1));
   relu(c.x, c.y, c.n);
 }
-void crashes(const Call& c) {
+[[gnu::noinline]] void crashes(const Call& c) {
   if (c.n == 17) std::abort();
+  relu(c.x, c.y, c.n);
+}
+// As code for many rows of whole vectors might.
+void hangs_at_128(const Call& c) {
+  while (c.rows > 3 && c.columns == 128) std::this_thread::sleep_for(std::chrono::seconds(1));
+  relu(c.x, c.y, c.n);
+}
+[[gnu::noinline]] float sum_of(const float* x, int64_t n) {
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  return sum;
+}
+// Whole vectors of four, the last one too.
+void reads_past(const Call& c) {
+  [[maybe_unused]] volatile float sum = sum_of(c.x, (c.n + 3) / 4 * 4);
   relu(c.x, c.y, c.n);
 }
 void leaks(const Call& c) {
@@ -112,7 +127,9 @@ using Host = void (*)(const Call&);
 
 template <Host F>
 void host_run(const te_fl_context& ctx, const te_fl_relu_args& args) {
-  F({ctx, b::data<float>(*args.input), b::data<float>(*args.output), b::numel(*args.input)});
+  const b::Matrix shape = b::as_matrix(*args.input);
+  F({ctx, b::data<float>(*args.input), b::data<float>(*args.output), b::numel(*args.input),
+     shape.rows, shape.cols});
 }
 template <Host F>
 te_fl_status bare_run(void*, const te_fl_context* ctx, const void* raw) {  // without a guard
@@ -253,6 +270,8 @@ te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_si
     made->add("vendor.wrong.throws", bare_run<throws>);
     made->host<hangs>("vendor.wrong.hangs");
     made->host<crashes>("vendor.wrong.crashes");
+    made->host<hangs_at_128>("vendor.wrong.hangs_at_128");
+    made->host<reads_past>("vendor.wrong.reads_past");
     made->host<leaks>("vendor.wrong.leaks");
     made->host<overruns>("vendor.wrong.overruns");
     made->host<writes_input>("vendor.wrong.writes_input");

@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
-"""The te-fl command as its user types it. usage: cli_test.py PATH_OF_TE_FL"""
+"""The te-fl command as its user types it. usage: cli_test.py TE_FL ONE_CALL FAR_PLUGIN"""
 import json
 import os
+import platform
 import pty
 import subprocess
 import sys
 import tempfile
 import unittest
 
-TE_FL = sys.argv.pop(1)
+TE_FL, ONE_CALL, FAR = (sys.argv.pop(1) for _ in range(3))
 
 
 def run(*arguments, **env):
     return subprocess.run([TE_FL, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+
+
+def program(*arguments, **env):
+    """A user's program (one_call.cpp)."""
+    return subprocess.run([ONE_CALL, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
 
 
 def terminal(*arguments, **env):
@@ -177,28 +183,210 @@ class Commands(unittest.TestCase):
     def test_trace_tune_policy_and_summary(self):
         with tempfile.TemporaryDirectory() as folder:
             trace, policy = os.path.join(folder, "run.json"), os.path.join(folder, "policy.json")
-            bench = ("bench", "gelu", "--dtype", "bf16", "--shape", "16x64", "--seconds", "0.01")
-            result = run(*bench, TE_FL_TRACE=trace, TEFL_LOG_LEVEL="DEBUG", TE_FL_VERIFY="1", TE_FL_VERIFY_DIR="")
+            result = program("gelu", TE_FL_TRACE=trace, TEFL_LOG_LEVEL="DEBUG", TE_FL_VERIFY="1", TE_FL_VERIFY_DIR="")
             self.assertEqual(result.returncode, 0, result.stderr)
             self.assertIn("gelu by default.cpu:", result.stderr)
             self.assertIn("0 differed", result.stderr)
             with open(trace) as text:
                 self.assertTrue(any(e.get("name") == "gelu" for e in json.load(text)["traceEvents"]))
             self.assertIn("TE_FL_POLICY_FILE", self.ok("tune", trace, "--out", policy, "--seconds", "0.01"))
-            text = self.ok("explain", "gelu", "--dtype", "bf16", TE_FL_POLICY_FILE=policy)
-            self.assertIn("place 1 of the policy's list", text)
+            with open(policy) as text:
+                self.assertEqual(json.load(text)["te_fl_policy"], 1)
             self.fails(2, "neither a trace", "tune", policy)
 
-    def test_replay_of_another_file(self):
-        self.fails(1, "is not a saved call", "replay", TE_FL)
+    def test_the_header_of_explain_is_about_its_op(self):
+        with tempfile.TemporaryDirectory() as folder:
+            policy = os.path.join(folder, "policy.json")
+            lists = [{"op": op, "dtypes": ["bf16"], "use": ["impl:default.cpu", "default", "vendor", "reference"]}
+                     for op in self.ok("ops", "--names").split()]
+            with open(policy, "w") as out:
+                json.dump({"te_fl_policy": 1, "per_signature": lists}, out)
+            text = self.ok("explain", "gelu", "--dtype", "bf16", TE_FL_POLICY_FILE=policy)
+            self.assertIn("place 1 of the policy's list", text)
+            header = text.splitlines()[0]
+            self.assertLess(len(header), 200, header)
+            self.assertIn("per_signature=gelu@cpu:bf16:none=impl:default.cpu", header)
+            self.assertIn(f"and {len(lists) - 1} lists of other ops", header)
+
+    def test_commands_leave_watching_to_programs(self):
+        """Reading a trace must not replace it, and what is timed must not be checked."""
+        with tempfile.TemporaryDirectory() as folder:
+            trace = os.path.join(folder, "run.json")
+            self.assertEqual(program("gelu", TE_FL_TRACE=trace).returncode, 0)
+            with open(trace) as text:
+                before = text.read()
+            watched = {"TE_FL_TRACE": trace, "TE_FL_VERIFY": "1", "TE_FL_VERIFY_DIR": os.path.join(folder, "cases")}
+            for command in (("doctor",), ("tune", trace, "--seconds", "0.01"), ("bench", "add", "--shape", "8x8", "--seconds", "0.01"),
+                            ("explain", "gelu"), ("info",)):
+                result = run(*command, **watched)
+                self.assertEqual(result.returncode, 0, result.stderr)
+                with open(trace) as text:
+                    self.assertEqual(text.read(), before, command)
+                self.assertNotIn("TE_FL_VERIFY checked", result.stderr)
+            shown = {v["name"]: v for v in json.loads(self.ok("env", "--json", **watched))}["TE_FL_TRACE"]
+            self.assertEqual([shown["value"], shown["origin"]], [trace, "environment (TE_FL_TRACE)"])
+            # What a program would trip over, the doctor still finds.
+            self.fails(1, "is not a share of calls", "doctor", TE_FL_VERIFY="much")
+            self.fails(1, os.path.join(folder, "none", "run.json"), "doctor", TE_FL_TRACE=os.path.join(folder, "none", "run.json"))
+
+    def test_a_trace_that_cannot_be_written_is_found_at_the_first_call(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for path in (os.path.join(folder, "none", "run.json"), folder):
+                result = program("gelu", TE_FL_TRACE=path)
+                self.assertEqual(result.returncode, 1, result.stderr)
+                self.assertIn(f"the trace {path} cannot be written (TE_FL_TRACE)", result.stderr)
+            self.assertEqual(os.listdir(folder), [])
+
+    def test_a_device_is_known_without_an_op(self):
+        result = program("to", "ext:far:0", TE_FL_PLUGIN_MODULES=FAR)
+        self.assertEqual(result.stdout, "3 on ext:far:0\n", result.stderr)
+        self.assertIn("present: cpu", program("to", "ext:far:0").stderr)
+
+    def test_plugins_wait_until_their_device_is_asked_for(self):
+        with tempfile.TemporaryDirectory() as folder:
+            def manifest(**more):
+                with open(os.path.join(folder, "far.json"), "w") as out:
+                    json.dump({"file_format_version": "1.0", "name": "far", "vendor": "far", "library_path": FAR,
+                               "arch": platform.machine(), "abi": json.loads(self.ok("info", "--json"))["abi"], **more}, out)
+            manifest()
+            self.assertIn("far.so", program("host", TE_FL_PLUGIN_PATH=folder).stdout)
+            manifest(load_for=["ext:far"])
+            self.assertNotIn("far.so", program("host", TE_FL_PLUGIN_PATH=folder).stdout)
+            self.assertIn("far.so", program("host", TE_FL_PLUGIN_PATH=folder, TE_FL_PLUGIN_MODULES="far").stdout)
+            self.assertEqual(program("to", "ext:far:0", TE_FL_PLUGIN_PATH=folder).stdout, "3 on ext:far:0\n")
+            self.assertIn("no device ext:other:0", program("to", "ext:other:0", TE_FL_PLUGIN_PATH=folder).stderr)
+            self.assertRegex(self.ok("info", TE_FL_PLUGIN_PATH=folder), "far .*active")
+            self.assertIn("vendor.far", self.ok("explain", "add", "--device", "ext:far:0", TE_FL_PLUGIN_PATH=folder))
+            self.assertIn("op add vendor.far", self.ok("info", "--fingerprint", TE_FL_PLUGIN_PATH=folder))
+            manifest(load_for=["ext:far:0"])
+            self.assertIn("types of devices without their numbers", self.ok("info", TE_FL_PLUGIN_PATH=folder))
+
+    def test_loading_is_quiet(self):
+        for command in ("info", "ops"):
+            result = run(command, TE_FL_PLUGIN_MODULES=FAR)
+            self.assertEqual([result.returncode, result.stderr], [0, ""])
+        self.assertIn("plugin far 1.0.0", run("info", TE_FL_PLUGIN_MODULES=FAR, TEFL_LOG_LEVEL="DEBUG").stderr)
+
+    def test_a_plugin_that_was_asked_for_and_is_not_there(self):
+        for modules, why in (("/absent/libacme.so", "/absent/libacme.so"), ("./libacme.so", "is a relative path")):
+            self.assertEqual(program("gelu", TE_FL_PLUGIN_MODULES=modules).returncode, 0)
+            strict = program("gelu", TE_FL_PLUGIN_MODULES=modules, TE_FL_STRICT="1")
+            self.assertEqual(strict.returncode, 1)
+            self.assertIn("named in TE_FL_PLUGIN_MODULES, and TE_FL_STRICT is set", strict.stderr)
+            self.assertIn(why, strict.stderr)
+            self.fails(1, "problem  plugin", "doctor", TE_FL_PLUGIN_MODULES=modules)
+        self.fails(1, "is the name of no manifest", "doctor", TE_FL_PLUGIN_MODULES="acme")
+        # What looks like a Python module is a Python program's business.
+        self.ok("doctor", TE_FL_PLUGIN_MODULES="acme.te_fl")
+        for modules in ("acme.te_fl", "acme", FAR):
+            result = program("gelu", TE_FL_PLUGIN_MODULES=modules, TE_FL_STRICT="1")
+            self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_explain_refuses_what_no_call_could_be(self):
+        self.fails(1, "op 'gelu' takes no tensor of dtype i32; its tensors are f32|f16|bf16", "explain", "gelu", "--dtype", "i32")
+        self.fails(1, "takes no tensor of dtype f8e4m3 without a scaling mode", "explain", "gelu", "--dtype", "f8e4m3")
+        self.ok("explain", "gelu", "--dtype", "bf16,f8e4m3", "--scaling", "tensor")
+        self.ok("explain", "embedding_fwd", "--dtype", "i32,f32")
+        text = self.fails(3, "it would be asked if there were a ext:far:1 here", "explain", "add", "--dtype", "f32", "--device", "ext:far:1",
+                          TE_FL_PLUGIN_MODULES=FAR)
+        self.assertNotIn("taken", text)
+        self.assertIn("taken", self.ok("explain", "add", "--dtype", "f32", "--device", "ext:far:0", TE_FL_PLUGIN_MODULES=FAR))
+        entry = json.loads(run("explain", "add", "--dtype", "f32", "--device", "ext:far:1", "--json", TE_FL_PLUGIN_MODULES=FAR).stdout)
+        self.assertEqual([entry["impl_id"], [c for c in entry["candidates"] if c["accepted"]]], ["", []])
+
+    def test_errors_of_settings_begin_with_the_mistake(self):
+        for env, first in (({"TE_FL_PER_OP": "gelo=reference"}, "TE_FL_PER_OP=gelo=reference: there is no op 'gelo'; did you mean 'gelu'?"),
+                           ({"TE_FL_PREFER": "vedor"}, "TE_FL_PREFER=vedor is not accepted"),
+                           ({"TE_FL_PERFER": "vendor"}, "environment variable TE_FL_PERFER is unknown"),
+                           ({"TE_FL_POLICY_FILE": "/absent/policy"}, "the policy file /absent/policy cannot be read")):
+            for result in (run("explain", "gelu", **env), program("gelu", **env)):
+                self.assertEqual(result.returncode, 1)
+                self.assertIn(first, result.stderr.splitlines()[0])
+
+    def test_quarantine(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "quarantine.json")
+            entry = {"op": "gelu", "impl": "vendor.acme", "owner": "acme", "build": "1", "chip": "", "driver": "", "dtypes": ["f32"],
+                     "scalings": ["none"], "reason": "it is wrong", "case": ""}
+            self.assertIn("nothing is quarantined", self.ok("quarantine", "list", TE_FL_QUARANTINE_FILE=file))
+            with open(file, "w") as out:
+                json.dump({"te_fl_quarantine": 1, "entries": [entry, {**entry, "op": "relu"}, {**entry, "impl": "vendor.other"}]}, out)
+            env = {"TE_FL_QUARANTINE_FILE": file}
+            self.assertRegex(self.ok("quarantine", "list", **env), "gelu +vendor.acme +acme +f32 +none .*it is wrong")
+            listed = lambda: [(e["op"], e["impl_id"]) for e in json.loads(self.ok("quarantine", "list", "--json", **env))["entries"]]
+            self.assertEqual(len(listed()), 3)
+            self.fails(2, "needs an op", "quarantine", "clear", **env)
+            self.fails(2, "no entry is about tanh", "quarantine", "clear", "tanh", **env)
+            self.assertIn("1 entry", self.ok("quarantine", "clear", "gelu", "--impl", "vendor.acme", **env))
+            self.assertEqual(listed(), [("relu", "vendor.acme"), ("gelu", "vendor.other")])
+            self.assertEqual(json.loads(self.ok("quarantine", "clear", "--all", "--json", **env)), {"cleared": 2})
+            self.assertEqual(listed(), [])
+
+    def test_json_of_lists_failures_and_differences(self):
+        cases = json.loads(self.ok("bench", "--list", "--json"))
+        self.assertEqual({c["op"] for c in cases}, set(self.ok("ops", "--names").split()))
+        gelu = next(c for c in cases if c["op"] == "gelu")
+        self.assertEqual([gelu["axes"], len(gelu["extents_on_host"])], ["rows, cols", 2])
+        failed = run("replay", "/absent/x.call", "--json")
+        self.assertEqual([failed.returncode, json.loads(failed.stdout)["error"]["code"]], [2, "NOT_FOUND"])
+        with tempfile.TemporaryDirectory() as folder:
+            files = [os.path.join(folder, name) for name in ("a", "b")]
+            for file, env in zip(files, ({}, {"TE_FL_STRICT": "1"})):
+                with open(file, "w") as out:
+                    out.write(self.ok("info", "--fingerprint", **env))
+            differs = run("fingerprint", "diff", *files, "--json")
+            self.assertEqual([differs.returncode, json.loads(differs.stdout)["same"]], [1, False])
+            self.assertIn("strict=1", " ".join(json.loads(differs.stdout)["differences"]))
+            self.assertEqual(json.loads(self.ok("fingerprint", "diff", files[0], files[0], "--json")), {"same": True, "differences": []})
+
+    def test_a_file_that_is_not_there_is_a_usage_error(self):
+        self.fails(2, "/absent/x", "replay", "/absent/x")
+        self.fails(2, "/absent/x", "tune", "/absent/x")
+        self.fails(2, "/absent/x", "fingerprint", "diff", "/absent/x", "/absent/x")
+        self.fails(2, "is not a saved call", "replay", TE_FL)
+        # Found before anything is timed.
+        self.fails(2, "cannot write /absent/policy.json (--out)", "tune", TE_FL, "--out", "/absent/policy.json")
+
+    def test_every_command_has_help_of_its_own(self):
+        for command in ("info", "fingerprint", "ops", "explain", "env", "doctor", "bench", "check", "new-backend", "replay", "tune",
+                        "quarantine", "completion"):
+            text = self.ok(command, "--help")
+            examples = text[text.index("Examples:"):text.index("Exit codes:")].splitlines()[1:]
+            for line in filter(None, examples):
+                self.assertIn(f"te-fl {command}", line)
+
+    def complete(self, *words, **env):
+        kind, *found = self.ok("__complete", *words, **env).splitlines()
+        return kind, found
+
+    def test_completion_knows_what_te_fl_knows(self):
+        self.assertIn("quarantine", self.complete("")[1])
+        self.assertEqual(self.complete("explain", "gel"), ("words", ["gelu"]))
+        self.assertEqual(self.complete("bench", "gelu", "--impl", "")[1], ["default.cpu", "reference.host", "all"])
+        self.assertEqual(self.complete("explain", "add", "--device", "", TE_FL_PLUGIN_MODULES=FAR)[1], ["cpu", "ext:far:0"])
+        self.assertEqual(self.complete("explain", "gelu", "--dtype", "bf16,f3")[1], ["bf16,f32"])
+        self.assertEqual(self.complete("explain", "gelu", "--scaling", "mx")[1], ["mxfp8"])
+        self.assertEqual(self.complete("explain", "gelu", "--set", "TE_FL_PREFER_")[1], ["TE_FL_PREFER_VENDOR="])
+        self.assertEqual(self.complete("check", "--op", "rel")[1], ["relu"])
+        self.assertIn("--quick", self.complete("check", "--")[1])
+        self.assertNotIn("--worker", self.complete("check", "--")[1])
+        self.assertEqual(self.complete("quarantine", "c")[1], ["clear"])
+        self.assertEqual(self.complete("quarantine", "clear", "gel")[1], ["gelu"])
+        self.assertEqual(self.complete("replay", "")[0], "files")
+        self.assertEqual(self.complete("tune", "run.json", "--out", "")[0], "files")
+        self.assertEqual(self.complete("new-backend", "acme", "")[0], "folders")
+        self.assertEqual(self.complete("nonsense", "x"), ("words", []))
 
     def test_completion(self):
         for shell in ("bash", "zsh", "fish"):
-            self.assertIn("te-fl", self.ok("completion", shell))
-        script = (f'PATH="{os.path.dirname(TE_FL)}:$PATH"; source <(te-fl completion bash); '
-                  'COMP_WORDS=(te-fl explain gel); COMP_CWORD=2; _te_fl; echo "${COMPREPLY[@]}"')
-        out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
-        self.assertEqual(out.stdout.strip(), "gelu", out.stderr)
+            self.assertIn("te-fl __complete", self.ok("completion", shell))
+        for line, expected in (("te-fl explain gel", "gelu"), ("te-fl explain add --device ext:far:", "0"),
+                               ("te-fl explain gelu --set TE_FL_STRI", "TE_FL_STRICT=")):
+            script = (f'PATH="{os.path.dirname(TE_FL)}:$PATH"; source <(te-fl completion bash); '
+                      f'COMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}; _te_fl; echo "${{COMPREPLY[@]}}"')
+            out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60,
+                                 env={**os.environ, "TE_FL_PLUGIN_MODULES": FAR})
+            self.assertEqual(out.stdout.strip(), expected, out.stderr)
 
 
 if __name__ == "__main__":

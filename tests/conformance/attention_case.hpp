@@ -86,6 +86,8 @@ Gradients differentiate(const Variant& v, const Inputs& in, const BackwardInputs
 
 // The sizes and options of the cases in FP8.
 void add_fp8_variants(std::vector<Variant>& all);
+// Bias, ALiBi, sinks, mask tensors and dropout in half precision, beside the tiles of kernels.
+void add_term_variants(std::vector<Variant>& all);
 // One call each, with its expectations.
 void forward(Problem& p, const Variant& v);
 void backward(Problem& p, const Variant& v);

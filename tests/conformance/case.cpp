@@ -336,9 +336,8 @@ Table all_cases() {
   return table;
 }
 
-Table fuzz_cases(uint64_t seed, int per_op) {
-  Table table;
-  Drawn drawn(table, seed, per_op);
+namespace {
+void fuzz_all(Drawn& drawn) {
   fuzz_activation(drawn);
   fuzz_attention(drawn);
   fuzz_dropout(drawn);
@@ -348,6 +347,21 @@ Table fuzz_cases(uint64_t seed, int per_op) {
   fuzz_quantize(drawn);
   fuzz_rope(drawn);
   fuzz_softmax(drawn);
+  fuzz_tensor(drawn);
+}
+}  // namespace
+
+Table fuzz_cases(uint64_t seed, int per_op) {
+  Table table;
+  Drawn drawn(table, seed, per_op);
+  fuzz_all(drawn);
+  return table;
+}
+
+Table sweep_cases(const std::string& op) {
+  Table table;
+  Drawn drawn(table, op);
+  fuzz_all(drawn);
   return table;
 }
 

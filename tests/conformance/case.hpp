@@ -195,8 +195,10 @@ class Problem {
   std::vector<Expectation> expectations;
   te_fl_rng rng{0, 0, nullptr};
   std::vector<uint64_t> rng_state;
-  int want_code = 0;       // expected status code; then every output stays untouched
-  std::string want_text;   // must be part of the error's text
+  int want_code = 0;      // expected status code; then every output stays untouched
+  std::string want_text;  // must be part of the error's text
+  bool late_error =
+      false;  // the mistake is in values, which a device may tell when it is waited for
   std::string may_refuse;  // not empty: UNSUPPORTED/INVALID_ARGUMENT whose text has it is right too
   int64_t saved_storage = -1;
 };
@@ -225,10 +227,14 @@ void add_tensor_cases(Table&);
 // All cases; names are unique.
 Table all_cases();
 
-// Cases of shapes and types drawn by `seed`, `per_op` for each op whose cases come in any shape:
-// activations, norms, softmax, quantisation, products, add and dropout, attention, rotary embedding
-// and the ops on lists of tensors. Names begin with OP/fuzz/.
+// Cases of shapes and types drawn by `seed`, `per_op` for each op whose cases come in any shape.
+// Names begin with OP/fuzz/.
 Table fuzz_cases(uint64_t seed, int per_op);
+// The sweep of one op: every row length from 1 to 300 and powers of two up to 16384, with one to
+// eight rows, in F32, BF16, F16 and, where the op's output may be quantised, one quantised form
+// after the other. About a thousand small cases, always the same; none for an op whose cases have
+// no rows (get_fused_attn_backend). Names begin with OP/sweep/.
+Table sweep_cases(const std::string& op);
 class Drawn;  // what a family draws its variants with
 void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
@@ -239,6 +245,7 @@ void fuzz_optimizer(Drawn&);
 void fuzz_quantize(Drawn&);
 void fuzz_rope(Drawn&);
 void fuzz_softmax(Drawn&);
+void fuzz_tensor(Drawn&);
 
 uint64_t hash_of(const std::string& text);  // the same everywhere
 std::string dims_name(const Dims& dims);    // "7x33", "scalar"

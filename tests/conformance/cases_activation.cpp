@@ -251,7 +251,7 @@ void add_activation_cases(Table& table) {
 
 void fuzz_activation(Drawn& drawn) {
   for (const Op& op : kOps)
-    drawn.cases("activation", op.name, [&](Random& r) -> DrawnCase {
+    drawn.cases("activation", op.name, [&](Draw& r) -> DrawnCase {
       Variant v{.in = Drawn::high(r), .grad = Drawn::high(r), .shape = Drawn::shape(r)};
       Dims out = v.shape;
       if (op.form == Form::kGatedBackward || op.form == Form::kClampedBackward) out.back() *= 2;

@@ -458,6 +458,7 @@ void add_attention_cases(Table& table) {
   add_half(all);
   add_masks(all);
   add_terms(all);
+  add_term_variants(all);
   for (const Variant& v : all) {
     add(
         table, "attention", "fused_attn_fwd", variant_name(v), [v](Problem& p) { forward(p, v); },

@@ -176,11 +176,15 @@ void add_dropout_cases(Table& table) {
 }
 
 void fuzz_dropout(Drawn& drawn) {
-  drawn.cases("dropout", "dropout_fwd", [](Random& r) -> DrawnCase {
+  drawn.cases("dropout", "dropout_fwd", [](Draw& r) -> DrawnCase {
     const Variant v{.dtype = Drawn::high(r), .shape = Drawn::shape(r)};
     return {variant_name(v), [v](Problem& p) { forward(p, v); }};
   });
-  drawn.cases("tensor", "add", [](Random& r) -> DrawnCase {
+  drawn.cases("dropout", "dropout_bwd", [](Draw& r) -> DrawnCase {
+    const Variant v{.dtype = Drawn::high(r), .shape = Drawn::shape(r)};
+    return {variant_name(v), [v](Problem& p) { backward(p, v); }};
+  });
+  drawn.cases("tensor", "add", [](Draw& r) -> DrawnCase {
     const int a = Drawn::high(r), b = Drawn::high(r), out = Drawn::high(r);
     const AddVariant v{a, b, out, Drawn::shape(r), r.below(2) == 0 ? 0.0f : 0.25f, ""};
     return {std::string(name_of(a)) + "+" + name_of(b) + "/" + dims_name(v.shape) +

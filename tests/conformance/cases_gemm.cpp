@@ -507,11 +507,15 @@ void add_gemm_cases(Table& table) {
 }
 
 void fuzz_gemm(Drawn& drawn) {
-  drawn.cases("gemm", "generic_gemm", [](Random& r) -> DrawnCase {
+  drawn.cases("gemm", "generic_gemm", [](Draw& r) -> DrawnCase {
     const int dtype = Drawn::high(r);
     Variant v{.a = dtype, .b = dtype, .d = dtype};
     v.trans_a = r.below(2) == 1, v.trans_b = r.below(2) == 1;
     v.m = Drawn::extent(r, 130), v.n = Drawn::extent(r, 130), v.k = Drawn::extent(r, 260);
+    if (r.swept != nullptr) {  // A's rows are k long, B's and D's n
+      v.m = r.swept->rows, v.n = v.k = r.swept->columns;
+      if (r.swept->columns > 300) (r.below(2) == 0 ? v.n : v.k) = 24;
+    }
     if (r.below(2) == 1) v.bias = dtype;
     return {name_of_case(v), [v](Problem& p) { set_up(p, v); }};
   });

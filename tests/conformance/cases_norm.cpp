@@ -362,21 +362,21 @@ void add_norm_cases(Table& table) {
 }
 
 void fuzz_norm(Drawn& drawn) {
-  const auto draw = [](Random& r) {
+  const auto draw = [](Draw& r) {
     Variant v{.x = Drawn::high(r), .gamma = Drawn::high(r), .dz = Drawn::high(r)};
     v.grad = Drawn::high(r), v.shape = Drawn::shape(r, 2), v.zero_centered = r.below(2) == 1;
     return v;
   };
   for (const char* op : {"layernorm_fwd", "rmsnorm_fwd"}) {
     const bool layer = op[0] == 'l';
-    drawn.cases("norm", op, [&](Random& r) -> DrawnCase {
+    drawn.cases("norm", op, [&](Draw& r) -> DrawnCase {
       Variant v = draw(r);
       v.out = Drawn::output(r, v.shape);
       return {variant_name(v, false), [layer, v](Problem& p) { forward(p, layer, v); }};
     });
   }
   for (const std::string op : {"layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add"})
-    drawn.cases("norm", op, [&](Random& r) -> DrawnCase {
+    drawn.cases("norm", op, [&](Draw& r) -> DrawnCase {
       Variant v = draw(r);
       v.out = Drawn::high(r);
       return {variant_name(v, true), [op, v](Problem& p) { backward(p, op, v); }};

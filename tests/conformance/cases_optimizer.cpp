@@ -539,7 +539,8 @@ void add_scale(Table& table) {
 // ---- drawn
 
 // Lists of any length, of tensors that are often empty or have one element.
-Shapes draw_shapes(Random& r) {
+Shapes draw_shapes(Draw& r) {
+  if (r.swept != nullptr) return {{r.swept->columns}, {r.swept->rows, r.swept->columns}};
   Shapes shapes(static_cast<size_t>(Drawn::chance(r, 6) ? 100 + r.below(100) : r.below(24)));
   int64_t left = 40000;
   for (Dims& dims : shapes) {
@@ -553,9 +554,9 @@ Shapes draw_shapes(Random& r) {
   return shapes;
 }
 
-int64_t draw_shift(Random& r) { return Drawn::chance(r, 3) ? 0 : 1 + r.below(15); }
+int64_t draw_shift(Draw& r) { return Drawn::chance(r, 3) ? 0 : 1 + r.below(15); }
 
-AdamVariant draw_adam(Random& r) {
+AdamVariant draw_adam(Draw& r) {
   AdamVariant v{.grad = Drawn::high(r), .param = Drawn::high(r), .shapes = draw_shapes(r)};
   v.master = Drawn::chance(r, 2), v.noop = Drawn::chance(r, 4) ? static_cast<int>(r.below(2)) : -1;
   v.weight_decay = Drawn::chance(r, 2) ? 0.1 : 0, v.step = 1 + r.below(1000);
@@ -565,7 +566,7 @@ AdamVariant draw_adam(Random& r) {
   return v;
 }
 
-SgdVariant draw_sgd(Random& r) {
+SgdVariant draw_sgd(Draw& r) {
   SgdVariant v{.grad = Drawn::high(r), .param = Drawn::high(r), .shapes = draw_shapes(r)};
   v.copy = Drawn::chance(r, 2) ? Drawn::high(r) : -1;
   v.weight_decay = Drawn::chance(r, 2) ? 0.1 : 0, v.momentum = Drawn::chance(r, 3) ? 0 : 0.9;
@@ -578,7 +579,7 @@ SgdVariant draw_sgd(Random& r) {
   return v;
 }
 
-ScaleVariant draw_scale(Random& r) {
+ScaleVariant draw_scale(Draw& r) {
   ScaleVariant v{Drawn::high(r), Drawn::high(r), draw_shapes(r), 0.37, 0, 0};
   v.in_place = Drawn::chance(r, 3), v.flag_before = static_cast<int>(r.below(2));
   if (v.in_place) v.out = v.in;
@@ -591,21 +592,21 @@ ScaleVariant draw_scale(Random& r) {
 }  // namespace
 
 void fuzz_optimizer(Drawn& drawn) {
-  drawn.cases("optimizer", "multi_tensor_adam", [](Random& r) -> DrawnCase {
+  drawn.cases("optimizer", "multi_tensor_adam", [](Draw& r) -> DrawnCase {
     const AdamVariant v = draw_adam(r);
     return {adam_name(v), [v](Problem& p) { adam(p, v); }};
   });
-  drawn.cases("optimizer", "multi_tensor_sgd", [](Random& r) -> DrawnCase {
+  drawn.cases("optimizer", "multi_tensor_sgd", [](Draw& r) -> DrawnCase {
     const SgdVariant v = draw_sgd(r);
     return {sgd_name(v), [v](Problem& p) { sgd(p, v); }};
   });
-  drawn.cases("optimizer", "multi_tensor_scale", [](Random& r) -> DrawnCase {
+  drawn.cases("optimizer", "multi_tensor_scale", [](Draw& r) -> DrawnCase {
     const ScaleVariant v = draw_scale(r);
     return {scale_name(v), [v](Problem& p) { scale(p, v); }};
   });
   for (const bool unscale : {false, true}) {
     const char* op = unscale ? "multi_tensor_unscale_l2norm" : "multi_tensor_l2norm";
-    drawn.cases("optimizer", op, [unscale](Random& r) -> DrawnCase {
+    drawn.cases("optimizer", op, [unscale](Draw& r) -> DrawnCase {
       const int dtype = Drawn::high(r);
       const Shapes shapes = draw_shapes(r);
       const bool each = Drawn::chance(r, 2);

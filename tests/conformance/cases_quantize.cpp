@@ -278,6 +278,16 @@ void transpose_and_sum(Problem& p, int dtype, int out, int64_t m, int64_t k, boo
   });
 }
 
+void amax(Problem& p, int in, const Dims& shape, Data data) {
+  Tensor* x = p.in("input", in, shape, data_fill(data));
+  Tensor* y = p.out("amax", TE_FL_F32, {1});
+  p.oracle([&p, x, y] {
+    float top = 0;
+    for (double v : x->values()) top = amax_with(top, v);
+    p.expect_exact(y, {static_cast<double>(top)}, TE_FL_F32);
+  });
+}
+
 void add_small_ops(Table& table) {
   for (int count : {0, 1, 3, 100})
     for (size_t s : {3u, 7u, 12u, 17u, 21u, 24u}) {
@@ -369,23 +379,15 @@ void add_small_ops(Table& table) {
       if (t->role != Role::kIn) p.expect_unchanged(t.get());
   });
 
-  auto amax = [&](int in, const Dims& shape, Data data) {
+  const auto one_amax = [&](int in, const Dims& shape, Data data) {
     add(table, "quantize", "compute_amax",
         std::string(name_of(in)) + "/" + dims_name(shape) + kDataNames[static_cast<int>(data)],
-        [=](Problem& p) {
-          Tensor* x = p.in("input", in, shape, data_fill(data));
-          Tensor* y = p.out("amax", TE_FL_F32, {1});
-          p.oracle([&p, x, y] {
-            float top = 0;
-            for (double v : x->values()) top = amax_with(top, v);
-            p.expect_exact(y, {static_cast<double>(top)}, TE_FL_F32);
-          });
-        });
+        [=](Problem& p) { amax(p, in, shape, data); });
   };
   for (int in : kHigh)
     for (const Dims& shape : {Dims{}, Dims{7, 33}, {0, 4}, {1}, {130, 257}, {2, 3, 4, 5}})
-      amax(in, shape, Data::kGaussian);
-  for (Data d : {Data::kSpecial, Data::kTiny, Data::kZeros}) amax(TE_FL_F32, {90, 100}, d);
+      one_amax(in, shape, Data::kGaussian);
+  for (Data d : {Data::kSpecial, Data::kTiny, Data::kZeros}) one_amax(TE_FL_F32, {90, 100}, d);
 }
 
 }  // namespace
@@ -399,19 +401,46 @@ void add_quantize_cases(Table& table) {
 }
 
 void fuzz_quantize(Drawn& drawn) {
-  drawn.cases("quantize", "quantize", [](Random& r) -> DrawnCase {
+  drawn.cases("quantize", "quantize", [](Draw& r) -> DrawnCase {
     const int in = Drawn::high(r);
     const Dims shape = Drawn::shape(r);
     const Spec spec = Drawn::quantised(r, shape);
     return {spec_case(in, shape, spec),
             [=](Problem& p) { quantize(p, in, spec, shape, Data::kGaussian, -1); }};
   });
-  drawn.cases("quantize", "dequantize", [](Random& r) -> DrawnCase {
+  drawn.cases("quantize", "dequantize", [](Draw& r) -> DrawnCase {
     const int out = Drawn::high(r);
     const Dims shape = Drawn::shape(r);
     const Spec spec = Drawn::quantised(r, shape);
     return {"in=" + spec.name() + "/" + dims_name(shape) + "/" + name_of(out),
             [=](Problem& p) { dequantize(p, spec, out, shape); }};
+  });
+  drawn.cases("quantize", "bgrad_quantize", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r), bias = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    const Spec spec = Drawn::quantised(r, shape);
+    return {spec_case(in, shape, spec) + "/bias=" + name_of(bias),
+            [=](Problem& p) { bgrad(p, in, spec, bias, shape); }};
+  });
+  drawn.cases("quantize", "cast_to_fp8", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r), out = Drawn::chance(r, 2) ? TE_FL_F8E4M3 : TE_FL_F8E5M2;
+    const Dims shape = Drawn::shape(r);
+    return {std::string(name_of(in)) + "->" + name_of(out) + "/" + dims_name(shape),
+            [=](Problem& p) { cast(p, in, out, shape, true, true, Data::kGaussian); }};
+  });
+  drawn.cases("quantize", "compute_amax", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    return {std::string(name_of(in)) + "/" + dims_name(shape),
+            [=](Problem& p) { amax(p, in, shape, Data::kGaussian); }};
+  });
+  drawn.cases("quantize", "fp8_transpose", [](Draw& r) -> DrawnCase {
+    static const int dtypes[] = {TE_FL_F8E4M3, TE_FL_F8E5M2, TE_FL_U8};
+    const int dtype = dtypes[r.below(3)];
+    const Dims shape = Drawn::shape(r, 2);
+    const int64_t k = shape.back(), m = std::min<int64_t>(shape[0], 60000 / k + 1);
+    return {std::string(name_of(dtype)) + "/" + dims_name({m, k}),
+            [=](Problem& p) { transpose(p, dtype, m, k); }};
   });
 }
 

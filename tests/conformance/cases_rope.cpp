@@ -284,22 +284,23 @@ void add_mistakes(Table& table) {
 }
 
 // An even number of rotated columns, at most `width`, which is 2 or more: often all of them.
-int64_t draw_rotated(Random& r, int64_t width) {
+int64_t draw_rotated(Draw& r, int64_t width) {
   return Drawn::chance(r, 2) ? width / 2 * 2 : 2 + r.below(width / 2) * 2;
 }
 
 // A rank of a group that shares sequences: its `s` tokens are two chunks of one length.
-void draw_share(Random& r, int64_t& s, int& size, int& rank) {
+void draw_share(Draw& r, int64_t& s, int& size, int& rank) {
   if (!Drawn::chance(r, 4)) return;
   size = 2 + static_cast<int>(r.below(3)), rank = static_cast<int>(r.below(size));
   s = std::max<int64_t>(2, s / 2 * 2);
 }
 
-Variant draw_variant(Random& r) {
+Variant draw_variant(Draw& r) {
   Variant v{.dtype = Drawn::high(r), .layout = static_cast<int>(r.below(3))};
   v.b = 1 + r.below(4), v.h = 1 + r.below(9), v.d = std::max<int64_t>(2, Drawn::extent(r, 300));
-  v.r = draw_rotated(r, v.d),
-  v.s = Drawn::extent(r, std::max<int64_t>(1, 30000 / (v.b * v.h * v.d)));
+  v.r = draw_rotated(r, v.d);
+  v.s = r.swept != nullptr ? r.swept->rows
+                           : Drawn::extent(r, std::max<int64_t>(1, 30000 / (v.b * v.h * v.d)));
   v.interleaved = Drawn::chance(r, 2), v.start = Drawn::chance(r, 4);
   v.in_place = Drawn::chance(r, 4);
   if (v.layout != TE_FL_LAYOUT_THD) {
@@ -313,13 +314,15 @@ Variant draw_variant(Random& r) {
   return v;
 }
 
-QkvVariant draw_qkv(Random& r) {
+QkvVariant draw_qkv(Draw& r) {
   QkvVariant v{.dtype = Drawn::high(r)};
   v.layout = Drawn::chance(r, 2) ? TE_FL_LAYOUT_SBHD : TE_FL_LAYOUT_BSHD;
   v.b = 1 + r.below(3), v.g = 1 + r.below(4), v.k = std::max<int64_t>(2, Drawn::extent(r, 160));
   v.q = v.k * (1 + r.below(4)), v.v = Drawn::chance(r, 2) ? v.k : Drawn::extent(r, 160);
   v.r = draw_rotated(r, v.k);
-  v.s = Drawn::extent(r, std::max<int64_t>(1, 30000 / (v.b * v.g * (v.q + v.k + v.v))));
+  v.s = r.swept != nullptr
+            ? r.swept->rows
+            : Drawn::extent(r, std::max<int64_t>(1, 30000 / (v.b * v.g * (v.q + v.k + v.v))));
   v.interleaved = Drawn::chance(r, 2), v.start = Drawn::chance(r, 4);
   draw_share(r, v.s, v.cp_size, v.cp_rank);
   return v;
@@ -330,14 +333,14 @@ QkvVariant draw_qkv(Random& r) {
 void fuzz_rope(Drawn& drawn) {
   for (const double sign : {1.0, -1.0}) {
     const char* op = sign > 0 ? "fused_rope_forward" : "fused_rope_backward";
-    drawn.cases("rope", op, [sign](Random& r) -> DrawnCase {
+    drawn.cases("rope", op, [sign](Draw& r) -> DrawnCase {
       const Variant v = draw_variant(r);
       return {variant_name(v), [v, sign](Problem& p) { rope(p, v, sign); }};
     });
   }
   for (const bool back : {false, true}) {
     const char* op = back ? "fused_qkv_rope_backward" : "fused_qkv_rope_forward";
-    drawn.cases("rope", op, [back](Random& r) -> DrawnCase {
+    drawn.cases("rope", op, [back](Draw& r) -> DrawnCase {
       const QkvVariant v = draw_qkv(r);
       return {qkv_name(v), [v, back](Problem& p) { qkv_rope(p, v, back); }};
     });

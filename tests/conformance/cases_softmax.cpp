@@ -201,23 +201,23 @@ void add_softmax_cases(Table& table) {
 }
 
 void fuzz_softmax(Drawn& drawn) {
-  const auto draw = [](const Op& op, Random& r) {
+  const auto draw = [](const Op& op, Draw& r) {
     Variant v{.dtype = Drawn::high(r), .scale = r.below(2) == 0 ? 1 : 0.125};
-    const int64_t b = 1 + r.below(3), h = 1 + r.below(3), q = 1 + r.below(30),
-                  k = Drawn::extent(r, 1025);
-    v.shape = op.mask == Mask::kCausal
-                  ? Dims{b, std::min<int64_t>(k, 130), std::min<int64_t>(k, 130)}
-                  : Dims{b, h, q, k};
+    int64_t b = 1 + r.below(3), h = 1 + r.below(3), q = 1 + r.below(30);
+    const int64_t k = Drawn::extent(r, r.swept != nullptr ? 1 << 14 : 1025);
+    if (r.swept != nullptr) b = h = 1, q = r.swept->rows;
+    const int64_t square = std::min<int64_t>(k, r.swept != nullptr ? 300 : 130);
+    v.shape = op.mask == Mask::kCausal ? Dims{b, square, square} : Dims{b, h, q, k};
     if (op.mask == Mask::kGiven) v.mask_shape = {r.below(2) == 0 ? b : 1, 1, q, k};
     return v;
   };
   for (const Op& op : kOps) {
     const bool masked = op.mask == Mask::kGiven;
-    drawn.cases("softmax", std::string(op.stem) + "_forward", [&](Random& r) -> DrawnCase {
+    drawn.cases("softmax", std::string(op.stem) + "_forward", [&](Draw& r) -> DrawnCase {
       const Variant v = draw(op, r);
       return {variant_name(v, masked), [op, v](Problem& p) { forward(p, op, v); }};
     });
-    drawn.cases("softmax", std::string(op.stem) + "_backward", [&](Random& r) -> DrawnCase {
+    drawn.cases("softmax", std::string(op.stem) + "_backward", [&](Draw& r) -> DrawnCase {
       const Variant v = draw(op, r);
       return {variant_name(v, false), [op, v](Problem& p) { backward(p, op, v); }};
     });

@@ -19,6 +19,35 @@ namespace {
   return buffer;
 }
 
+// "[2,5]": where logical element i of a shape is; nothing for a scalar.
+std::string place(const Dims& shape, int64_t i) {
+  std::string at;
+  for (size_t d = shape.size(); d-- > 0; i /= shape[d])
+    at = std::to_string(i % shape[d]) + (at.empty() ? "" : ",") + at;
+  return shape.empty() ? std::string() : "[" + at + "]";
+}
+
+// What is wrong with an output: the first difference, and how many there are.
+class Differences {
+ public:
+  // `describe` says what is wrong with an element; it is called for the first one.
+  template <class F>
+  void add(F&& describe) {
+    if (wrong_++ == 0) first_ = describe();
+  }
+  // Empty if nothing is wrong.
+  std::string text(int64_t elements, const char* of = "elements") const {
+    if (wrong_ == 0 || elements < 2) return first_;
+    return first_ + "; " + std::to_string(wrong_) + " of " + std::to_string(elements) + " " + of +
+           (wrong_ == 1 ? " is" : " are") + " wrong";
+  }
+  bool any() const { return wrong_ != 0; }
+
+ private:
+  std::string first_;
+  int64_t wrong_ = 0;
+};
+
 double fp32_tolerance(double v) { return 1e-6 + 5e-6 * std::fabs(v); }
 
 bool poisoned(const Tensor& t, int64_t i) {
@@ -39,33 +68,61 @@ bool close(double got, double want, double tol, int dtype) {
 
 std::string compare_values(const Expectation& e) {
   const Tensor& t = *e.tensor;
+  Differences wrong;
   for (int64_t i = 0; i < t.numel(); ++i) {
     if (!e.skip.empty() && e.skip[i]) continue;
     const double got = t.get(i), tol = tolerance(e, t.spec.dtype, i);
     const double want = tol == 0 ? rounded(t.spec.dtype, e.want[i]) : e.want[i];
-    if (poisoned(t, i))
-      return text("%s[%lld] was not written, expected %.9g", t.name.c_str(), (long long)i, want);
-    if (close(got, want, tol, t.spec.dtype)) continue;
-    return text("%s[%lld]: got %.9g, expected %.9g (off by %.3g, tolerance %.3g)", t.name.c_str(),
-                (long long)i, got, want, std::fabs(got - want), tol);
+    const bool unwritten = poisoned(t, i);
+    if (!unwritten && close(got, want, tol, t.spec.dtype)) continue;
+    wrong.add([&] {
+      const std::string at = t.name + place(t.shape, i);
+      if (unwritten) return text("%s was not written, expected %.9g", at.c_str(), want);
+      return text("%s: got %.9g, expected %.9g (off by %.3g, tolerance %.3g)", at.c_str(), got,
+                  want, std::fabs(got - want), tol);
+    });
   }
-  return {};
+  return wrong.text(t.numel());
 }
 
-std::string compare_bytes(const std::string& part, const uint8_t* got,
+// `shape` is that of the part's storage.
+std::string compare_bytes(const std::string& part, const Dims& shape, const uint8_t* got,
                           const std::vector<uint8_t>& want, int width) {
-  for (size_t i = 0; i < want.size(); ++i) {
-    if (got[i] == want[i]) continue;
-    const size_t element = i / std::max(width / 8, 1);
-    std::string g, w;
-    for (size_t b = element * std::max(width / 8, 1), n = 0;
-         n < static_cast<size_t>(std::max(width / 8, 1)); ++n) {
-      g = text("%02x", got[b + n]) + g, w = text("%02x", want[b + n]) + w;
-    }
-    return text("%s[%zu]: got 0x%s, expected 0x%s (exact)", part.c_str(), element, g.c_str(),
-                w.c_str());
+  int64_t elements = 1;
+  for (const int64_t n : shape) elements *= n;
+  Differences wrong;
+  for (int64_t i = 0; i < elements; ++i) {
+    const int64_t bit = i * width, bytes = std::max(width / 8, 1);
+    const auto element = [&](const uint8_t* data) {
+      std::string hex;
+      for (int64_t b = 0; b < bytes; ++b) {
+        const uint8_t byte = data[bit / 8 + b];
+        hex =
+            width < 8 ? text("%x", byte >> bit % 8 & ((1 << width) - 1)) : text("%02x", byte) + hex;
+      }
+      return hex;
+    };
+    const bool same = width < 8 ? ((got[bit / 8] ^ want[static_cast<size_t>(bit / 8)]) >> bit % 8 &
+                                   ((1 << width) - 1)) == 0
+                                : std::equal(got + bit / 8, got + bit / 8 + bytes, &want[bit / 8]);
+    if (same) continue;
+    wrong.add([&] {
+      return text("%s: got 0x%s, expected 0x%s (exact)", (part + place(shape, i)).c_str(),
+                  element(got).c_str(), element(want.data()).c_str());
+    });
   }
-  return {};
+  return wrong.text(elements);
+}
+
+// Bytes of a part whose shape says nothing: mask bits, storage with gaps.
+std::string compare_storage(const Expectation& e) {
+  const Tensor& t = *e.tensor;
+  const int width = width_of(t.spec.dtype);
+  const auto size = static_cast<int64_t>(e.bytes.size());
+  const bool compact = t.strides.empty() && t.offset == 0 &&
+                       static_cast<int64_t>(bytes_for(t.spec.dtype, t.numel())) == size;
+  if (compact) return compare_bytes(t.name, t.shape, t.data->data(), e.bytes, width);
+  return compare_bytes(t.name + " (bytes)", {size}, t.data->data(), e.bytes, 8);
 }
 
 float f32(const std::shared_ptr<Buffer>& b) {
@@ -84,19 +141,24 @@ std::string compare_exact(const Expectation& e) {
   const bool tensor_mode = t.spec.scaling == TE_FL_SCALING_TENSOR;
   const int scale_width = width_of(CopyLayout(t.spec.scaling, false, 1, 1).scale_dtype);
   std::string wrong;
-  auto check = [&](const char* part, const std::shared_ptr<Buffer>& got,
-                   const std::vector<uint8_t>& bytes, int width) {
+  const auto check = [&](const char* part, const Dims& shape, const std::shared_ptr<Buffer>& got,
+                         const std::vector<uint8_t>& bytes, int width) {
     if (wrong.empty() && got != nullptr)
-      wrong = compare_bytes(t.name + "." + part, got->data(), bytes, width);
+      wrong = compare_bytes(t.name + "." + part, shape, got->data(), bytes, width);
   };
+  const CopyLayout row(t.spec.scaling, false, t.rows(), t.cols()),
+      col(t.spec.scaling, true, t.rows(), t.cols());
+  const bool turned = t.spec.scaling != TE_FL_SCALING_MXFP8;
   if (t.amax != nullptr) wrong = exact_float(t.name + ".amax", f32(t.amax), want.amax);
   if (wrong.empty() && t.scale != nullptr)
     wrong = exact_float(t.name + ".scale", f32(t.scale), want.scale);
-  check("scale_inv", t.scale_inv, t.spec.row || !tensor_mode ? want.scale_inv : want.col_scale_inv,
-        scale_width);
-  check("columnwise_scale_inv", t.col_scale_inv, want.col_scale_inv, scale_width);
-  if (t.spec.row) check("data", t.data, want.data, width_of(t.spec.dtype));
-  check("columnwise_data", t.col_data, want.col_data, width_of(t.spec.dtype));
+  check("scale_inv", {row.scale_rows, row.scale_cols}, t.scale_inv,
+        t.spec.row || !tensor_mode ? want.scale_inv : want.col_scale_inv, scale_width);
+  check("columnwise_scale_inv", {col.scale_rows, col.scale_cols}, t.col_scale_inv,
+        want.col_scale_inv, scale_width);
+  if (t.spec.row) check("data", t.shape, t.data, want.data, width_of(t.spec.dtype));
+  check("columnwise_data", turned ? Dims{t.cols(), t.rows()} : Dims{t.rows(), t.cols()}, t.col_data,
+        want.col_data, width_of(t.spec.dtype));
   return wrong;
 }
 
@@ -130,8 +192,8 @@ void widen_amax(Interval& amax, const Interval& v) {
 }
 
 // Codes of one block against the interval of values times the interval of factors.
-std::string compare_codes(const Expectation& e, const CopyLayout& at, const Buffer& data,
-                          int64_t bm, int64_t bk, Interval factor) {
+void compare_codes(const Expectation& e, const CopyLayout& at, const Buffer& data, int64_t bm,
+                   int64_t bk, Interval factor, Differences& wrong) {
   const Tensor& t = *e.tensor;
   const Format& f = format_of(t.spec.dtype);
   const int64_t i1 = std::min(at.m, (bm + 1) * at.block_m),
@@ -150,21 +212,22 @@ std::string compare_codes(const Expectation& e, const CopyLayout& at, const Buff
                              ? std::isnan(got) && data.data()[at.data_index(i, j)] == 0x7f
                              : got >= low && got <= high;
       if (right) continue;
-      return text(
-          "%s.%s[%lld,%lld]: got code value %.9g, expected between %.9g and %.9g (%.9g before "
-          "quantisation, factor %.9g)",
-          t.name.c_str(), at.columnwise ? "columnwise_data" : "data", (long long)i, (long long)j,
-          got, low, high, e.want[n], static_cast<double>(factor.low));
+      wrong.add([&] {
+        return text(
+            "%s.%s[%lld,%lld]: got code value %.9g, expected between %.9g and %.9g (%.9g before "
+            "quantisation, factor %.9g)",
+            t.name.c_str(), at.columnwise ? "columnwise_data" : "data", (long long)i, (long long)j,
+            got, low, high, e.want[n], static_cast<double>(factor.low));
+      });
     }
   }
-  return {};
 }
 
 std::string scale_out_of_range(const Tensor& t, const CopyLayout& at, int64_t where, double got,
                                double low, double high) {
-  return text("%s.%s[%lld]: got %.9g, expected between %.9g and %.9g", t.name.c_str(),
-              at.columnwise ? "columnwise_scale_inv" : "scale_inv", (long long)where, got, low,
-              high);
+  return text("%s.%s%s: got %.9g, expected between %.9g and %.9g", t.name.c_str(),
+              at.columnwise ? "columnwise_scale_inv" : "scale_inv",
+              place({at.scale_rows, at.scale_cols}, where).c_str(), got, low, high);
 }
 
 // Checks a block's scale; on success `factor` is the interval of factors that codes were made with.
@@ -216,16 +279,19 @@ std::string check_padding(const Tensor& t, const CopyLayout& at, const Buffer& s
   for (int64_t bm = 0; bm < at.blocks_m(); ++bm)
     for (int64_t bk = 0; bk < at.blocks_k(); ++bk) used[at.scale_index(bm, bk)] = 1;
   const int width = width_of(at.scale_dtype) / 8;
+  Differences wrong;
   for (int64_t i = 0; i < at.scales(); ++i) {
     if (used[i]) continue;
-    for (int b = 0; b < width; ++b) {
-      if (scales.data()[i * width + b] != 0)
-        return text("%s.%s[%lld] is padding and must be zero, got 0x%02x in a byte", t.name.c_str(),
-                    at.columnwise ? "columnwise_scale_inv" : "scale_inv", (long long)i,
-                    scales.data()[i * width + b]);
-    }
+    const uint8_t* bytes = scales.data() + i * width;
+    const uint8_t* other = std::find_if(bytes, bytes + width, [](uint8_t b) { return b != 0; });
+    if (other == bytes + width) continue;
+    wrong.add([&] {
+      return text("%s.%s%s is padding and must be zero, got 0x%02x in a byte", t.name.c_str(),
+                  at.columnwise ? "columnwise_scale_inv" : "scale_inv",
+                  place({at.scale_rows, at.scale_cols}, i).c_str(), *other);
+    });
   }
-  return {};
+  return wrong.text(at.scales(), "scales");
 }
 
 std::string compare_copy(const Expectation& e, bool columnwise, Interval given) {
@@ -234,6 +300,7 @@ std::string compare_copy(const Expectation& e, bool columnwise, Interval given) 
   const Buffer& data = columnwise ? *t.col_data : *t.data;
   const bool tensor_mode = at.scaling == TE_FL_SCALING_TENSOR;
   const Buffer& scales = columnwise && !tensor_mode ? *t.col_scale_inv : *t.scale_inv;
+  Differences wrong_scales, wrong_codes;
   for (int64_t bm = 0; bm < at.blocks_m(); ++bm) {
     for (int64_t bk = 0; bk < at.blocks_k(); ++bk) {
       Interval factor = given;
@@ -244,13 +311,18 @@ std::string compare_copy(const Expectation& e, bool columnwise, Interval given) 
         for (int64_t i = bm * at.block_m; i < i1; ++i)
           for (int64_t j = bk * at.block_k; j < j1; ++j)
             widen_amax(amax, value_interval(e, i * at.k + j));
-        std::string wrong = check_block_scale(e, at, scales, at.scale_index(bm, bk), amax, factor);
-        if (!wrong.empty()) return wrong;
+        const std::string wrong =
+            check_block_scale(e, at, scales, at.scale_index(bm, bk), amax, factor);
+        if (!wrong.empty()) {
+          wrong_scales.add([&] { return wrong; });
+          continue;
+        }
       }
-      std::string wrong = compare_codes(e, at, data, bm, bk, factor);
-      if (!wrong.empty()) return wrong;
+      compare_codes(e, at, data, bm, bk, factor, wrong_codes);
     }
   }
+  if (wrong_scales.any()) return wrong_scales.text(at.blocks_m() * at.blocks_k(), "scales");
+  if (wrong_codes.any()) return wrong_codes.text(t.numel());
   return tensor_mode ? std::string() : check_padding(t, at, scales);
 }
 
@@ -314,18 +386,20 @@ std::string compare_dequantised(const Expectation& e) {
   }
   const Format& f = format_of(t.spec.dtype);
   const double limit = f.max / static_cast<double>(scale);
+  Differences differ;
   for (int64_t i = 0; i < static_cast<int64_t>(e.want.size()) && t.data != nullptr; ++i) {
     if (!e.skip.empty() && e.skip[i]) continue;
     const double want = std::clamp(e.want[i], -limit, limit),
                  got = t.get(i) / static_cast<double>(scale);
     const double tol = (e.extra.empty() ? 0 : e.extra[i]) + 1e-2 + 1e-2 * std::fabs(want) +
                        code_step(f, want * static_cast<double>(scale)) / static_cast<double>(scale);
-    if (!(std::fabs(got - want) <= tol))
-      return text(
-          "%s[%lld]: got %.9g, expected %.9g after dequantisation (off by %.3g, tolerance %.3g)",
-          t.name.c_str(), (long long)i, got, want, std::fabs(got - want), tol);
+    if (std::fabs(got - want) <= tol) continue;
+    differ.add([&] {
+      return text("%s: got %.9g, expected %.9g after dequantisation (off by %.3g, tolerance %.3g)",
+                  (t.name + place(t.shape, i)).c_str(), got, want, std::fabs(got - want), tol);
+    });
   }
-  return {};
+  return differ.text(t.numel());
 }
 
 }  // namespace
@@ -352,8 +426,7 @@ std::string compare(const Expectation& e) {
     case Expectation::Kind::kDequantised:
       return compare_dequantised(e);
     case Expectation::Kind::kBytes:
-      return compare_bytes(e.tensor->name, e.tensor->data->data(), e.bytes,
-                           width_of(e.tensor->spec.dtype));
+      return compare_storage(e);
     case Expectation::Kind::kUnchanged:
       for (const Buffer* b : e.tensor->buffers())
         if (!b->unchanged()) return e.tensor->name + " must stay untouched, but was written";

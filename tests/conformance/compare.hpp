@@ -25,7 +25,9 @@ double sum_slack(double n, double magnitude);
 // Absolute tolerance of element i of an output of this dtype.
 double tolerance(const Expectation& expectation, int dtype, size_t i);
 
-// Empty if the output is right, else the first difference: part, index, got, expected, tolerance.
+// Empty if the output is right, else the first difference (part, index, got, expected, tolerance)
+// and how many elements differ: "x[2,5]: got 1, expected 2 (off by 1, tolerance 1e-05); 3 of 231
+// elements are wrong".
 std::string compare(const Expectation& expectation);
 
 // Makes the expectation wrong in one place (for the self-check); false if it has nothing to be

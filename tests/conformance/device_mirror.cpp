@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstring>
 
 namespace te_fl::conformance {
 namespace {
@@ -37,15 +38,28 @@ bool is_mirrored(const void* address) noexcept {
 
 DeviceMirror::~DeviceMirror() {
   for (const auto& [buffer, data] : buffers_) {
+    if (device_.is_host()) break;  // guarded_ owns them
     forget(data);
     devices::free(device_, data, stream_);
   }
   for (void* data : words_) devices::free(device_, data, stream_);
 }
 
-te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer) {
+// Without the guard bytes behind the data, where the page is.
+te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
+  const auto before = static_cast<size_t>(buffer->data() - buffer->whole());
+  const size_t bytes = before + buffer->size();
+  TE_FL_ASSIGN_OR_RETURN(GuardedMemory memory, GuardedMemory::make(bytes, guard_alignment_,
+                                                                   name.c_str(), buffer->size()));
+  std::memcpy(memory.data(), buffer->whole(), bytes);
+  guarded_.push_back(std::move(memory));
+  return buffers_[buffer] = guarded_.back().data();
+}
+
+te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer, const std::string& name) {
   if (buffer == nullptr) return nullptr;
   if (const auto known = buffers_.find(buffer); known != buffers_.end()) return known->second;
+  if (device_.is_host()) return guarded_copy_of(buffer, name);
   TE_FL_ASSIGN_OR_RETURN(void* const data,
                          devices::allocate(device_, buffer->whole_size(), stream_));
   remember(data, buffer->whole_size());
@@ -57,15 +71,16 @@ te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer) {
 
 Status DeviceMirror::upload(const std::vector<std::unique_ptr<Tensor>>& tensors,
                             const std::set<const Tensor*>& on_host) {
-  if (device_.is_host()) return {};
+  if (in_place()) return {};
   for (const auto& t : tensors) {
     if (on_host.count(t.get()) != 0) continue;
     auto made = std::make_unique<OnDevice>();
     made->tensor = t->c;
     made->tensor.dl.device = device_.to_c();
     made->tensor.provider = device_.provider;
-    const auto place = [&](const std::shared_ptr<Buffer>& buffer, auto*& pointer) -> Status {
-      TE_FL_ASSIGN_OR_RETURN(uint8_t* const copy, copy_of(buffer.get()));
+    const auto place = [&](const std::shared_ptr<Buffer>& buffer, auto*& pointer,
+                           const char* part = "") -> Status {
+      TE_FL_ASSIGN_OR_RETURN(uint8_t* const copy, copy_of(buffer.get(), t->name + part));
       pointer = copy == nullptr ? nullptr
                                 : reinterpret_cast<std::decay_t<decltype(pointer)>>(
                                       copy + (buffer->data() - buffer->whole()));
@@ -74,16 +89,17 @@ Status DeviceMirror::upload(const std::vector<std::unique_ptr<Tensor>>& tensors,
     TE_FL_RETURN_IF_ERROR(place(t->data, made->tensor.dl.data));
     if (t->c.quant != nullptr) {
       made->quant = *t->c.quant;
-      TE_FL_RETURN_IF_ERROR(place(t->col_data, made->quant.columnwise_data));
-      TE_FL_RETURN_IF_ERROR(place(t->scale_inv, made->quant.scale_inv));
-      TE_FL_RETURN_IF_ERROR(place(t->col_scale_inv, made->quant.columnwise_scale_inv));
-      TE_FL_RETURN_IF_ERROR(place(t->amax, made->quant.amax));
-      TE_FL_RETURN_IF_ERROR(place(t->scale, made->quant.scale));
+      TE_FL_RETURN_IF_ERROR(place(t->col_data, made->quant.columnwise_data, ".columnwise_data"));
+      TE_FL_RETURN_IF_ERROR(place(t->scale_inv, made->quant.scale_inv, ".scale_inv"));
+      TE_FL_RETURN_IF_ERROR(
+          place(t->col_scale_inv, made->quant.columnwise_scale_inv, ".columnwise_scale_inv"));
+      TE_FL_RETURN_IF_ERROR(place(t->amax, made->quant.amax, ".amax"));
+      TE_FL_RETURN_IF_ERROR(place(t->scale, made->quant.scale, ".scale"));
       made->tensor.quant = &made->quant;
     }
     tensors_[t.get()] = std::move(made);
   }
-  return devices::synchronize(device_, stream_);
+  return device_.is_host() ? Status() : devices::synchronize(device_, stream_);
 }
 
 Status DeviceMirror::upload_words(const uint64_t*& words, size_t count) {
@@ -98,6 +114,11 @@ Status DeviceMirror::upload_words(const uint64_t*& words, size_t count) {
 }
 
 Status DeviceMirror::download() {
+  for (const auto& [buffer, data] : buffers_) {
+    if (!device_.is_host()) break;
+    std::memcpy(buffer->whole(), data,
+                static_cast<size_t>(buffer->data() - buffer->whole()) + buffer->size());
+  }
   if (device_.is_host()) return {};
   TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream_));
   for (const auto& [buffer, data] : buffers_) {

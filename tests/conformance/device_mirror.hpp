@@ -3,20 +3,24 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "conformance/case.hpp"
+#include "conformance/guarded.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/status.hpp"
 
 namespace te_fl::conformance {
 
 // The buffers of a problem, guards included, in a device's memory, and its tensors on them. On the
-// host it is the problem's own memory.
+// host it is the problem's own memory, or copies that a page ends behind which nobody may touch.
 class DeviceMirror {
  public:
-  // Copies are enqueued on `stream` and waited for there.
-  explicit DeviceMirror(Device device, void* stream = nullptr) : device_(device), stream_(stream) {}
+  // Copies are enqueued on `stream` and waited for there. On the host, `guard_alignment` other than
+  // 0 puts every buffer before a guard page (GuardedMemory).
+  explicit DeviceMirror(Device device, void* stream = nullptr, size_t guard_alignment = 0)
+      : device_(device), stream_(stream), guard_alignment_(guard_alignment) {}
   ~DeviceMirror();
   DeviceMirror(const DeviceMirror&) = delete;
   DeviceMirror& operator=(const DeviceMirror&) = delete;
@@ -36,10 +40,15 @@ class DeviceMirror {
     te_fl_quant quant{};
     te_fl_tensor tensor{};
   };
-  te_fl::Result<uint8_t*> copy_of(Buffer* buffer);
+  // `name` is that of the tensor or of its part.
+  te_fl::Result<uint8_t*> copy_of(Buffer* buffer, const std::string& name);
+  te_fl::Result<uint8_t*> guarded_copy_of(Buffer* buffer, const std::string& name);
+  bool in_place() const { return device_.is_host() && guard_alignment_ == 0; }
 
   Device device_;
   void* stream_;
+  size_t guard_alignment_;
+  std::vector<GuardedMemory> guarded_;
   std::map<Buffer*, uint8_t*> buffers_;  // to the copy of whole()
   std::map<const Tensor*, std::unique_ptr<OnDevice>> tensors_;
   std::vector<void*> words_;

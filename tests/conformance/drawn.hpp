@@ -9,33 +9,51 @@
 
 namespace te_fl::conformance {
 
+// The sizes and types that a sweep fixes; everything else of a case is drawn.
+struct Swept {
+  int64_t rows = 0, columns = 0;
+  int dtype = TE_FL_F32;         // of everything that is not quantised
+  const Spec* output = nullptr;  // of outputs that may be quantised; null: plain ones
+};
+
+// Random numbers for one case, and what the sweep fixes of it, if there is one.
+class Draw : public Random {
+ public:
+  explicit Draw(uint64_t seed, const Swept* s = nullptr) : Random(seed), swept(s) {}
+  const Swept* const swept;
+  bool quantises = false;  // a quantised tensor was asked for
+};
+
 // Draws variants of cases. Every op has a sequence of its own, so that asking for one op alone
 // gives the same cases.
 class Drawn {
  public:
+  // `per_op` variants of every op, drawn by `seed`.
   Drawn(Table& table, uint64_t seed, int per_op) : table_(table), seed_(seed), per_op_(per_op) {}
+  // The sweep of one op.
+  Drawn(Table& table, std::string op) : table_(table), seed_(1), sweep_of_(std::move(op)) {}
 
-  // Calls `one(random)` per_op times; it returns the rest of the case's name and the builder.
+  // Calls `one(draw)` for each case; it returns the rest of the case's name and the builder.
   template <class F>
   void cases(const std::string& family, const std::string& op, F&& one) {
-    Random random(seed_ ^ hash_of(op));
-    for (int i = 0; i < per_op_; ++i) {
-      auto [rest, build] = one(random);
-      const std::string name = "fuzz/" + rest;
-      if (!names_.insert(op + "/" + name).second) continue;  // drawn before
-      add(table_, family, op, name, std::move(build));
-      table_.back().seed ^= seed_ * 0x9e3779b97f4a7c15u;
+    if (!sweep_of_.empty()) {
+      if (op == sweep_of_) sweep(family, op, std::forward<F>(one));
+      return;
     }
+    Draw draw(seed_ ^ hash_of(op));
+    for (int i = 0; i < per_op_; ++i) put(family, op, "fuzz/", one(draw));
   }
 
-  // An extent: small, or beside a power of two, up to `largest`.
-  static int64_t extent(Random& r, int64_t largest) {
+  // An extent: small, or beside a power of two, up to `largest`. In a sweep the row's length.
+  static int64_t extent(Draw& r, int64_t largest) {
     int64_t n = 1 + r.below(9);
     if (r.below(3) != 0) n = (int64_t{1} << r.below(11)) + r.below(3) - 1;
+    if (r.swept != nullptr) n = r.swept->columns;
     return std::max<int64_t>(1, std::min(n, largest));
   }
-  // Up to four dimensions and 60000 elements.
-  static Dims shape(Random& r, int min_rank = 1) {
+  // Up to four dimensions and 60000 elements. In a sweep rows and columns.
+  static Dims shape(Draw& r, int min_rank = 1) {
+    if (r.swept != nullptr) return {r.swept->rows, r.swept->columns};
     Dims dims(static_cast<size_t>(min_rank + r.below(5 - min_rank)));
     int64_t left = 60000;
     for (size_t d = dims.size(); d-- > 0;) {
@@ -45,29 +63,70 @@ class Drawn {
     return dims;
   }
   static bool chance(Random& r, int one_in) { return r.below(one_in) == 0; }
-  static int high(Random& r) {
+  static int high(Draw& r) {
     static const int dtypes[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
-    return dtypes[r.below(3)];
+    const int drawn = dtypes[r.below(3)];
+    return r.swept != nullptr ? r.swept->dtype : drawn;
   }
   // A quantised form that `shape` can have: packed pairs want even extents.
-  static Spec quantised(Random& r, const Dims& shape) {
+  static Spec quantised(Draw& r, const Dims& shape) {
+    r.quantises = true;
     int64_t rows = 1;
     for (size_t d = 0; d + 1 < shape.size(); ++d) rows *= shape[d];
     const bool even = rows % 2 == 0 && shape.back() % 2 == 0;
     const auto& all = quantised_specs();
+    if (r.swept != nullptr && r.swept->output != nullptr)
+      return even || r.swept->output->dtype != TE_FL_F4E2M1 ? *r.swept->output : all[3];
     for (;;) {
       const Spec& spec = all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
       if (even || spec.dtype != TE_FL_F4E2M1) return spec;
     }
   }
-  static Spec output(Random& r, const Dims& shape) {
-    return r.below(2) == 0 ? Spec(high(r)) : quantised(r, shape);
+  static Spec output(Draw& r, const Dims& shape) {
+    if (r.swept != nullptr && r.swept->output == nullptr) return Spec(r.swept->dtype);
+    return r.swept == nullptr && r.below(2) == 0 ? Spec(high(r)) : quantised(r, shape);
   }
 
  private:
+  using Made = std::pair<std::string, std::function<void(Problem&)>>;
+
+  void put(const std::string& family, const std::string& op, const std::string& kind, Made made) {
+    const std::string name = kind + made.first;
+    if (!names_.insert(op + "/" + name).second) return;  // drawn before
+    add(table_, family, op, name, std::move(made.second));
+    table_.back().seed ^= seed_ * 0x9e3779b97f4a7c15u;
+  }
+
+  // Kernels choose by the row's length, by its divisors, and by how many rows there are, and take
+  // the rest of a row or a last row by other code: every length that is shorter than some vectors,
+  // and powers of two, where the widest code runs.
+  template <class F>
+  void sweep(const std::string& family, const std::string& op, F&& one) {
+    const auto length = [&](int dtype, const Spec* output, int64_t columns, int64_t rows) {
+      const Swept swept{rows, columns, dtype, output};
+      Draw draw(seed_ ^ hash_of(op) ^ static_cast<uint64_t>(columns * 64 + rows), &swept);
+      put(family, op, "sweep/" + dims_name({rows, columns}) + "/", one(draw));
+      return draw.quantises;
+    };
+    const auto pass = [&](int dtype, bool quantised) {
+      const auto output = [&](int64_t n) {
+        const auto& all = quantised_specs();
+        return quantised ? &all[static_cast<size_t>(n) % all.size()] : nullptr;
+      };
+      if (quantised && !length(dtype, output(1), 1, 5)) return;
+      for (int64_t n = 1; n <= 300; ++n) length(dtype, output(n), n, quantised ? 4 + n % 2 : 5);
+      for (int p = 0; p <= 14; ++p)
+        for (const int64_t rows : {1, 2, 3, 4, 8})
+          if (p <= 12 || rows == 4) length(dtype, output(p + rows), int64_t{1} << p, rows);
+    };
+    pass(TE_FL_F32, false), pass(TE_FL_BF16, false), pass(TE_FL_F16, false);
+    pass(TE_FL_BF16, true);
+  }
+
   Table& table_;
   uint64_t seed_;
-  int per_op_;
+  int per_op_ = 0;
+  std::string sweep_of_;
   std::set<std::string> names_;
 };
 

@@ -12,11 +12,20 @@ using namespace attention;  // NOLINT: this file draws that namespace's cases
 // What the oracle, which goes pair by pair, does in some ten milliseconds.
 constexpr int64_t kLargestWork = 4'000'000;
 
-void draw_sizes(Random& r, Variant& v) {
+void draw_sizes(Draw& r, Variant& v) {
+  if (r.swept != nullptr) {  // heads and rows of scores of that length
+    v.b = v.g = 1, v.h = 2, v.d = v.dv = std::min<int64_t>(r.swept->columns, 256);
+    v.sq = r.swept->rows, v.sk = std::min<int64_t>(r.swept->columns, 2048);
+    return;
+  }
   v.b = 1 + r.below(3), v.g = 1 + r.below(3), v.h = v.g * (1 + r.below(3));
   v.d = Drawn::extent(r, 136), v.dv = Drawn::chance(r, 3) ? Drawn::extent(r, 136) : v.d;
   v.sq = Drawn::extent(r, 300), v.sk = Drawn::chance(r, 3) ? v.sq : Drawn::extent(r, 300);
   const auto work = [&] { return v.b * v.h * v.sq * v.sk * (v.d + v.dv); };
+  const bool whole = Drawn::chance(r, 2);  // vectors of 16 bytes, which matrix units want
+  const auto widen = [whole](int64_t& extent) {
+    if (whole) extent = (extent + 7) / 8 * 8;
+  };
   while (work() > kLargestWork) {
     const bool same = v.sq == v.sk;
     int64_t& longer = v.sq >= v.sk ? v.sq : v.sk;
@@ -25,17 +34,18 @@ void draw_sizes(Random& r, Variant& v) {
     largest = (largest + 1) / 2;
     if (same) v.sq = v.sk = std::min(v.sq, v.sk);
   }
+  widen(v.d), widen(v.dv);
 }
 
 // True lengths of at most `longest`, one of which has it.
-std::vector<int64_t> draw_lengths(Random& r, int64_t b, int64_t longest) {
+std::vector<int64_t> draw_lengths(Draw& r, int64_t b, int64_t longest) {
   std::vector<int64_t> lengths(static_cast<size_t>(b));
   for (int64_t& n : lengths) n = Drawn::chance(r, 6) ? 0 : r.below(longest + 1);
   lengths[static_cast<size_t>(r.below(b))] = longest;
   return lengths;
 }
 
-void draw_sequences(Random& r, Variant& v) {
+void draw_sequences(Draw& r, Variant& v) {
   const bool padding = v.mask == TE_FL_MASK_TYPE_PADDING ||
                        v.mask == TE_FL_MASK_TYPE_PADDING_CAUSAL ||
                        v.mask == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
@@ -48,7 +58,7 @@ void draw_sequences(Random& r, Variant& v) {
   for (int64_t n = 0; n < v.b; ++n) v.gap_q.push_back(r.below(4)), v.gap_k.push_back(r.below(4));
 }
 
-void draw_terms(Random& r, Variant& v) {
+void draw_terms(Draw& r, Variant& v) {
   const Dims some = {Drawn::chance(r, 2) ? 1 : v.b, Drawn::chance(r, 2) ? 1 : v.h};
   v.mask_bh = some, v.mask_dtype = Drawn::chance(r, 2) ? TE_FL_U8 : TE_FL_BOOL;
   if (Drawn::chance(r, 4)) v.left = r.below(v.sk + 1);
@@ -64,9 +74,15 @@ void draw_terms(Random& r, Variant& v) {
   v.packed = v.h == v.g && v.d == v.dv && v.sq == v.sk && v.gap_q.empty() && Drawn::chance(r, 2);
 }
 
-Variant draw(Random& r) {
+Variant draw(Draw& r) {
   Variant v;
   v.dtype = Drawn::high(r), v.layout = static_cast<int>(r.below(3));
+  if (r.swept != nullptr) {
+    v.layout = static_cast<int>(r.below(2));
+    v.mask = r.below(2) == 0 ? TE_FL_MASK_TYPE_NONE : TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT;
+    draw_sizes(r, v);
+    return v;
+  }
   do {
     v.mask = static_cast<int>(r.below(TE_FL_MASK_TYPE_ARBITRARY + 1));
   } while (v.layout == kT && v.mask == TE_FL_MASK_TYPE_ARBITRARY);
@@ -77,11 +93,11 @@ Variant draw(Random& r) {
 }  // namespace
 
 void fuzz_attention(Drawn& drawn) {
-  drawn.cases("attention", "fused_attn_fwd", [](Random& r) -> DrawnCase {
+  drawn.cases("attention", "fused_attn_fwd", [](Draw& r) -> DrawnCase {
     const Variant v = draw(r);
     return {variant_name(v), [v](Problem& p) { forward(p, v); }};
   });
-  drawn.cases("attention", "fused_attn_bwd", [](Random& r) -> DrawnCase {
+  drawn.cases("attention", "fused_attn_bwd", [](Draw& r) -> DrawnCase {
     const Variant v = draw(r);
     return {variant_name(v), [v](Problem& p) { backward(p, v); }};
   });

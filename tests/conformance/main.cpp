@@ -34,6 +34,9 @@ constexpr char kHelp[] =
     "  --skip-large     leaves out the large cases\n"
     "  --fuzz SEED      also 20 cases of drawn shapes and types for every op whose cases come in "
     "any shape\n"
+    "  --sweep          instead of the table: every row length from 1 to 300 and powers of two, "
+    "for\n"
+    "                   every op whose cases have rows\n"
     "  --list           print the cases, run nothing\n"
     "  --plugin P       load this plugin first (path, or a name from the manifests)\n"
     "  --expected FILE  cases that an implementation is known not to support; with it, also those\n"
@@ -51,14 +54,14 @@ struct Options {
       device = "cpu", expected, exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
-  bool reduced = false, skip_large = false, list = false, report = false, self_check = false,
-       coverage = false, help = false;
+  bool reduced = false, skip_large = false, sweep = false, list = false, report = false,
+       self_check = false, coverage = false, help = false;
   std::string expected_file() const {
     return expected.empty() ? TE_FL_CONFORMANCE_DIR "/expected_unsupported.txt" : expected;
   }
   bool filtered() const {
     return !impl.empty() || !op.empty() || !family.empty() || !substring.empty() || reduced ||
-           skip_large;
+           skip_large || sweep;
   }
 };
 
@@ -69,9 +72,10 @@ std::string parse(int argc, char** argv, Options& o) {
       {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
       {"--device", &o.device},  {"--fuzz", &o.fuzz}};
   const std::map<std::string, bool*> flags = {
-      {"--reduced", &o.reduced}, {"--skip-large", &o.skip_large}, {"--list", &o.list},
-      {"--report", &o.report},   {"--self-check", &o.self_check}, {"--coverage", &o.coverage},
-      {"--help", &o.help}};
+      {"--reduced", &o.reduced},   {"--skip-large", &o.skip_large},
+      {"--sweep", &o.sweep},       {"--list", &o.list},
+      {"--report", &o.report},     {"--self-check", &o.self_check},
+      {"--coverage", &o.coverage}, {"--help", &o.help}};
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (const auto flag = flags.find(word); flag != flags.end()) {
@@ -146,7 +150,9 @@ class Runner {
   nlohmann::json results_ = nlohmann::json::array();
 };
 
-bool drawn(const Case& c) { return c.name.find("/fuzz/") != std::string::npos; }
+bool drawn(const Case& c) {
+  return c.name.find("/fuzz/") != std::string::npos || c.name.find("/sweep/") != std::string::npos;
+}
 
 // Compares the outcome with what is declared. What a drawn case may be refused for cannot be.
 void Runner::settle(const Case& c, const std::string& impl, Result& result) {
@@ -193,7 +199,11 @@ void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
   if (result.outcome != Outcome::kFail) return;
   std::printf("FAIL  %s  %s\n      %s\n      conformance --impl %s --op %s --case '%s'%s\n",
               impl.c_str(), c.name.c_str(), result.message.c_str(), impl.c_str(), c.op.c_str(),
-              c.name.c_str(), drawn(c) ? (" --fuzz " + options_.fuzz).c_str() : "");
+              c.name.c_str(),
+              (options_.sweep ? std::string(" --sweep")
+               : drawn(c)     ? " --fuzz " + options_.fuzz
+                              : std::string())
+                  .c_str());
 }
 
 int Runner::run(const Table& table) {
@@ -279,7 +289,13 @@ int Runner::finish() {
 Table selected(const Options& o) {
   Table chosen;
   std::map<std::string, int> per_op;
-  Table all = all_cases();
+  Table all;
+  if (o.sweep) {
+    for (const std::string& op : OpManager::instance().registry().op_names())
+      for (Case& c : sweep_cases(op)) all.push_back(std::move(c));
+  } else {
+    all = all_cases();
+  }
   if (!o.fuzz.empty())
     for (Case& c : fuzz_cases(std::stoull(o.fuzz), 20)) all.push_back(std::move(c));
   for (Case& c : all) {

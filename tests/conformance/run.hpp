@@ -21,6 +21,9 @@ struct How {
   void* stream = nullptr;      // of the device; copies and the call go there, and nobody waits for
                                // any other stream
   bool deterministic = false;  // asks for the same bits every time
+  // Not 0, on the host: tensors lie before pages that nobody may touch, at this alignment. With 1
+  // they are aligned to their elements only, and a byte past the end is found.
+  size_t guard_alignment = 0;
 };
 
 // A case built once, its expectations evaluated, to be run on one implementation after another.

@@ -51,6 +51,15 @@ class Files(unittest.TestCase):
             self.assertEqual(Choices(self.path).find("GPU", 130100, 8192, 16384, 4096, ["bias"], scaling, **FIELDS)["config"], config)
         self.assertIsNone(Choices(self.path).find("GPU", 130100, 8192, 16384, 4096, ["bias"], "2,2", **FIELDS))
 
+    def test_goes_by_the_power_limit(self):
+        self.write([choice(FORWARD, config="700", power_limit_w=700), choice(FORWARD, config="350", power_limit_w=350)])
+        for limit, config in ((700, "700"), (350, "350"), (0, "700")):
+            self.assertEqual(Choices(self.path).find("GPU", 130100, 8192, 16384, 4096, ["bias"], power_limit=limit, **FIELDS)["config"], config)
+        self.assertIsNone(Choices(self.path).find("GPU", 130100, 8192, 16384, 4096, ["bias"], power_limit=500, **FIELDS))
+        self.write([choice(FORWARD, config="unknown"), choice(FORWARD, config="350", power_limit_w=350)])
+        for limit, config in ((350, "350"), (500, "unknown")):
+            self.assertEqual(Choices(self.path).find("GPU", 130100, 8192, 16384, 4096, ["bias"], power_limit=limit, **FIELDS)["config"], config)
+
     def test_a_file_that_is_not_there_holds_nothing(self):
         self.assertEqual(Choices(self.path + ".none").all, [])
 

@@ -10,6 +10,11 @@ import unittest
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 
 NUMBERS = "4  4  1.5  0.1  0.0"
+# Prints what the plugin logs when it opens cuDNN.
+WHICH_CUDNN = """
+for folder in ${LD_LIBRARY_PATH//:/ }; do [ ! -e $folder/libcudnn.so.9 ] || break; done
+[ ! -e $folder/libcudnn.so.9 ] || { cudnn=$(cat $folder/libcudnn.so.9); echo "INFO cuDNN $cudnn ($folder/libcudnn.so.9)"; }
+"""
 FAKES = {
     "path/nvidia-smi": 'echo "A GPU, 1, 1 MHz, 1 W"',
     "path/compute-sanitizer": """
@@ -19,9 +24,14 @@ while [ "${1##*/}" != conformance ]; do shift; done
 case "$tool $*" in *"$REPORT"*) [ -z "$REPORT" ] || { echo "========= ERROR SUMMARY: 8 errors"; exit 99; } ;; esac
 if [ "$tool" = racecheck ]; then echo "========= RACECHECK SUMMARY: 0 hazards displayed"; else echo "========= ERROR SUMMARY: 0 errors"; fi
 exit $code""",
-    "bin/conformance": 'echo "3 passed, 0 failed, 0 not supported"',
-    "bin/conformance_huge": """
-echo "relu   one row   vendor.cuda          passed   0.1 s  "
+    # Two cuDNNs: one that the loader finds, one of Python's packages.
+    "path/ldconfig": 'echo "	libcudnn.so.9 (libc6,x86-64) => ${0%/path/*}/system/libcudnn.so.9"',
+    "path/python3": 'case "$*" in *nvidia.cudnn*) echo "${0%/path/*}/pip/lib" ;; *) exit 1 ;; esac',
+    "bin/conformance": WHICH_CUDNN + """
+case "$*" in *vendor.cuda.cudnn*) [ "$cudnn" != "$WRONG" ] || { echo "2 passed, 1 failed, 0 not supported"; exit 1; } ;; esac
+echo "3 passed, 0 failed, 0 not supported\"""",
+    "bin/conformance_huge": WHICH_CUDNN + """
+case "$*" in *"--op fused_attn_fwd"*) ;; *) echo "relu   one row   vendor.cuda          passed   0.1 s  " ;; esac
 echo "fused_attn_fwd   bshd   ${HUGE:-vendor.cuda.cudnn}   passed  12.1 s  "
 echo "2 passed, 0 failed, 0 ops without a case, tensors of 9 elements\"""",
     "bin/train_gpt": f"""
@@ -36,7 +46,7 @@ echo "  add   $impl   4  $rest" | sed 's/ 4  4  4 / 4  4 /; s/ *$//'
 [ -z "$TE_FL_PER_OP" ] || {{ echo "  layernorm_fwd  reference.host  {NUMBERS}"; staged="4 calls"; }}
 echo "  staged to the host: $staged"
 echo "trained 3 steps in 0.1 s\"""",
-    "bin/nn_graphed_step_test": 'echo "[  PASSED  ] 3 tests."',
+    "bin/nn_graphed_step_test": WHICH_CUDNN + 'echo "[  PASSED  ] 3 tests."',
     "bin/gpu_errors_test": 'echo "[  PASSED  ] 9 tests."',
 }
 
@@ -50,6 +60,10 @@ class GpuCheck(unittest.TestCase):
             with open(path, "w") as file:
                 file.write(f"#!/bin/bash\n{text}\n")
             os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR)
+        for folder, version in (("system", "9.14.0"), ("pip/lib", "9.19.0")):
+            os.makedirs(os.path.join(self.folder.name, folder))
+            with open(os.path.join(self.folder.name, folder, "libcudnn.so.9"), "w") as file:
+                file.write(version)
         os.makedirs(os.path.join(self.folder.name, "plugins"))
         open(os.path.join(self.folder.name, "plugins", "libte_fl_cuda.so"), "w").close()
 
@@ -58,7 +72,7 @@ class GpuCheck(unittest.TestCase):
 
     def check(self, *options, **env):
         """Exit code and {row: (result, detail)}."""
-        own = {**os.environ, "REPORT": "", **env, "PATH": os.path.join(self.folder.name, "path") + ":" + os.environ["PATH"]}
+        own = {**os.environ, "REPORT": "", "WRONG": "none", "LD_LIBRARY_PATH": "", **env, "PATH": os.path.join(self.folder.name, "path") + ":" + os.environ["PATH"]}
         run = subprocess.run([os.path.join(ROOT, "tools", "gpu_check.sh"), "--build", self.folder.name, "--out",
                               os.path.join(self.folder.name, "out"), *options], capture_output=True, text=True, env=own)
         lines = [line for line in run.stdout.splitlines() if not line.startswith("device: ")]
@@ -78,8 +92,36 @@ class GpuCheck(unittest.TestCase):
 
     def test_every_huge_case_is_the_plugins(self):
         code, rows = self.check(HUGE="default.cpu")
-        self.assertEqual((code, self.failed(rows)), (1, ["more than 2^31 elements"]))
+        self.assertEqual((code, self.failed(rows)), (1, ["more than 2^31 elements", "attention, 2^31, cuDNN 9.19.0"]))
         self.assertIn("1 of 2 failed or elsewhere", rows["more than 2^31 elements"][1])
+
+    def test_every_cudnn_of_the_machine(self):
+        code, rows = self.check()
+        self.assertEqual(code, 0, rows)
+        for name in ("attention on cuDNN 9.14.0", "attention on cuDNN 9.19.0", "attention, 2^31, cuDNN 9.19.0", "captured steps, cuDNN 9.19.0"):
+            self.assertEqual(rows[name][0], "passed", rows)
+        self.assertNotIn("attention, 2^31, cuDNN 9.14.0", rows)  # it is among the whole table's cases
+        for name in ("more than 2^31 elements", "captured steps, bit by bit"):
+            self.assertIn("cuDNN 9.14.0", rows[name][1])
+        self.assertIn("0 of 1 failed or elsewhere; cuDNN 9.19.0", rows["attention, 2^31, cuDNN 9.19.0"][1])
+
+    def test_either_cudnn_fails_the_check(self):
+        for version in ("9.14.0", "9.19.0"):
+            code, rows = self.check("--quick", WRONG=version)
+            self.assertEqual((code, self.failed(rows)), (1, [f"attention on cuDNN {version}"]))
+
+    def test_one_cudnn_runs_once(self):
+        # Both names lead to one file.
+        os.remove(os.path.join(self.folder.name, "pip/lib/libcudnn.so.9"))
+        os.symlink("../../system/libcudnn.so.9", os.path.join(self.folder.name, "pip/lib/libcudnn.so.9"))
+        _, rows = self.check("--quick")
+        self.assertEqual([name for name in rows if "cuDNN" in name], ["attention on cuDNN 9.14.0"])
+        # The loader's own way begins with LD_LIBRARY_PATH.
+        os.makedirs(os.path.join(self.folder.name, "mine"))
+        with open(os.path.join(self.folder.name, "mine/libcudnn.so.9"), "w") as file:
+            file.write("9.16.0")
+        _, rows = self.check("--quick", LD_LIBRARY_PATH=os.path.join(self.folder.name, "mine"))
+        self.assertEqual([name for name in rows if "cuDNN" in name], ["attention on cuDNN 9.16.0", "attention on cuDNN 9.14.0"])
 
     def test_losses_of_staged_runs(self):
         for loss in ("5.65", "nan"):

@@ -300,6 +300,54 @@ TEST(CudaEntry, LongBackwardsOfAttentionAreNotForCudnn) {
       << "its scratch has the longest length for each sequence";
 }
 
+// Why cuDNN does not serve an FP8 forward of `batch` sequences of 128 queries, 16 heads of 128, and
+// what the enquiry says of the same.
+std::string refusal_of_fp8_forward(int64_t batch, bool enquiry) {
+  Plugin plugin;
+  Fake heads({batch, 128, 16, 128}, kE4M3, TE_FL_SCALING_TENSOR),
+      inner({1}, kE4M3, TE_FL_SCALING_TENSOR), answer({1}, {TE_FL_CODE_INT, 32, 1});
+  heads.quant.scale = inner.quant.scale = static_cast<float*>(Fake::memory());
+  te_fl_fused_attn_fwd_args args{};
+  args.q = args.k = args.v = &heads.tensor, args.s_quant = &inner.tensor;
+  args.layout = TE_FL_LAYOUT_BSHD;
+  Fake out({batch, 128, 16, 128}, kE4M3, TE_FL_SCALING_TENSOR);
+  out.tensor.dl.data = static_cast<char*>(Fake::memory()) + (int64_t{1} << 40);
+  args.o = &out.tensor;
+  te_fl_get_fused_attn_backend_args asked{};
+  asked.q = asked.k = asked.v = &heads.tensor, asked.backend = &answer.tensor;
+  asked.layout = TE_FL_LAYOUT_BSHD;
+  Text errors;
+  te_fl_context ctx{};
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  const te_fl_op_desc& op =
+      plugin.op(enquiry ? "get_fused_attn_backend" : "fused_attn_fwd", "vendor.cuda.cudnn");
+  op.supports(op.self, &ctx,
+              enquiry ? static_cast<const void*>(&asked) : static_cast<const void*>(&args));
+  return errors.text;
+}
+
+// Run once for each stand-in (tests/cuda/CMakeLists.txt): a process opens one cuDNN.
+TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
+  const char* version = std::getenv("TE_FL_TEST_CUDNN");
+  if (version == nullptr) GTEST_SKIP() << "run by ctest as cuda_cudnn_914 and cuda_cudnn_919";
+  constexpr int64_t kFits = 8191, kLong = 8192;  // of 2^18 elements each
+  const std::string too_long = "FP8 of 2^31 elements or more";
+  for (const bool enquiry : {false, true}) {
+    EXPECT_FALSE(contains(refusal_of_fp8_forward(kFits, enquiry), too_long));
+    EXPECT_EQ(contains(refusal_of_fp8_forward(kLong, enquiry), too_long),
+              std::string(version) == "91400")
+        << refusal_of_fp8_forward(kLong, enquiry);
+  }
+  std::vector<std::string> texts;
+  Plugin().findings(texts);
+  std::string all;
+  for (const std::string& t : texts) all += t + "\n";
+  EXPECT_TRUE(contains(all, std::string(version) == "91400" ? "cuDNN | 9.14.0" : "cuDNN | 9.19.0"))
+      << all;
+}
+
 TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
   Plugin plugin;
   std::vector<std::string> texts;
@@ -327,7 +375,8 @@ TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
     if (!contains(texts[i], "choices of products | ")) continue;
     found = true;
     EXPECT_EQ(findings[i].level, uint32_t{TE_FL_FINDING_PROBLEM});
-    EXPECT_TRUE(contains(texts[i], "/nonexistent/choices.json cannot be read | products"))
+    EXPECT_TRUE(contains(
+        texts[i], "/nonexistent/choices.json cannot be read: No such file or directory | products"))
         << texts[i];
     EXPECT_TRUE(contains(texts[i], "| name a file that TE_FL_CUDA_GEMM_TUNE=1 has written"))
         << texts[i];
@@ -366,7 +415,7 @@ TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
     EXPECT_NE(call.run(off.op("generic_gemm")), TE_FL_OK);
     EXPECT_STREQ(text(), "");
   }
-  Plugin on(Plugin::Settings{{"TE_FL_NVTX", "1"}});
+  Plugin on(Plugin::Settings{{"TE_FL_CUDA_NVTX", "1"}});
   Product call;
   EXPECT_NE(call.run(on.op("generic_gemm")), TE_FL_OK);
   EXPECT_STREQ(text(), "[te-fl:generic_gemm vendor.cuda]");

@@ -73,6 +73,9 @@ expect_error() { # WHAT PATTERN ARGUMENTS...
 }
 : >"$work/empty"
 printf 'too short' >"$work/tiny"
+expect_error "a checkpoint that cannot be written" "--save $work/absent/model cannot be written: No such file" "${small[@]}" --steps 1 --save "$work/absent/model"
+grep -q '^step' "$work/out" && fail "--save was tried after the training only"
+expect_error "a checkpoint that is a folder" "Is a directory" "${small[@]}" --steps 1 --save "$work"
 expect_error "a missing text" "cannot read the text $work/absent" --data "$work/absent"
 expect_error "an empty text" "has 0 bytes" --data "$work/empty"
 expect_error "a text smaller than a context" "has 9 bytes" --data "$work/tiny"

@@ -60,6 +60,12 @@ cases=("$work"/cases/gelu-*.call)
 "$te_fl" replay "${cases[0]}" --impl default.cpu >"$work/replay" 2>&1 && grep -q 'against the reference: agrees' "$work/replay" &&
   ok "default.cpu does that call right" || fail "te-fl replay --impl default.cpu: $(cat "$work/replay")"
 
+grep -q "TE_FL_PLUGIN_MODULES=$plugin te-fl replay $work/log_cases/" "$work/logged.out" && ok "the logged command names the plugin" ||
+  fail "the logged command: $(grep 'te-fl replay' "$work/logged.out")"
+command=$(sed -n "s|.*\`\(TE_FL_PLUGIN_MODULES=.* te-fl replay [^\`]*\)\`.*|\1|p" "$work/logged.out" | head -n1)
+(unset TE_FL_PLUGIN_MODULES; PATH="$(dirname "$te_fl"):$PATH" eval "$command" >"$work/replay" 2>&1)
+grep -q 'against the reference: differs' "$work/replay" && ok "and runs as it stands" || fail "$command: $(cat "$work/replay")"
+
 run later
 that later "not calls and loss == clean" && ok "a later run: bit for bit that without the plugin" || fail "later: $(tail -n 30 "$work/later.out")"
 TE_FL_PER_OP="gelu=vendor:fault|default" run named
@@ -69,9 +75,10 @@ that named "not calls and loss == clean" && ok "also if a list names it" || fail
 "$te_fl" info --fingerprint >"$work/after" 2>&1
 if "$te_fl" fingerprint diff "$work/before" "$work/after" >"$work/diff" 2>&1; then fail "the fingerprint is the same"; fi
 grep -q "quarantine gelu $wrong" "$work/diff" && ok "another fingerprint" || fail "te-fl fingerprint diff: $(cat "$work/diff")"
-rm "$TE_FL_QUARANTINE_FILE"
+"$te_fl" quarantine list >"$work/list" 2>&1 && grep -Eq "gelu +$wrong .*f32 +none" "$work/list" && ok "te-fl quarantine list" || fail "te-fl quarantine list: $(cat "$work/list")"
+"$te_fl" quarantine clear gelu --impl $wrong >"$work/list" 2>&1 && ok "te-fl quarantine clear: $(cat "$work/list")" || fail "te-fl quarantine clear: $(cat "$work/list")"
 run again
-that again "list(calls) == ['$wrong']" && ok "without the file it serves again" || fail "again: $(tail -n 30 "$work/again.out")"
+that again "list(calls) == ['$wrong']" && ok "once it is cleared it serves again" || fail "again: $(tail -n 30 "$work/again.out")"
 
 [ "$failures" = 0 ] && echo passed
 exit $((failures > 0))

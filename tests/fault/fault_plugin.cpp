@@ -265,6 +265,15 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     say(errors, "late text");
     event("create ends");
   }
+  if (is("settings")) {
+    for (const char* name : {"TE_FL_SETTINGS_DEBUG", "TE_FL_SETTINGS_LEVEL", "TE_FL_SETTINGS_MODE",
+                             "TE_FL_SETTINGS_TABLE"}) {
+      const char* value = host->setting(host->host, name);
+      const std::string text = std::string(name) + "=" + (value == nullptr ? "(null)" : value);
+      host->log(host->host, TE_FL_LOG_WARNING, text.c_str());
+      event(text.c_str());
+    }
+  }
   auto* self = new Instance;
   // Nobody destroys what an abandoned plugin makes at last; it is no leak while this points to it.
   [[maybe_unused]] static Instance* volatile late = nullptr;
@@ -388,6 +397,35 @@ void fill_header() {
   h.version = "1.2.3";
   h.build_id = nullptr;
   h.api = is("null_api") ? nullptr : &api;
+
+  static te_fl_setting_desc settings[4];
+  static const te_fl_setting_desc* list[4];
+  for (int i = 0; i < 4; ++i) list[i] = &settings[i];
+  const auto declare = [&](te_fl_setting_type type, const char* name, const char* value,
+                           const char* choices) {
+    te_fl_setting_desc& s = settings[h.setting_count++];
+    s.type = type, s.name = name, s.default_value = value, s.choices = choices,
+    s.doc = "A setting.";
+    h.settings = list;
+  };
+  if (h.setting_count != 0) return;  // asked again
+  if (is("settings")) {
+    declare(TE_FL_SETTING_BOOL, "TE_FL_SETTINGS_DEBUG", "0", nullptr);
+    declare(TE_FL_SETTING_INT, "TE_FL_SETTINGS_LEVEL", "3", "1 9");
+    declare(TE_FL_SETTING_ENUM, "TE_FL_SETTINGS_MODE", nullptr, "fast exact");
+    declare(TE_FL_SETTING_FILE, "TE_FL_SETTINGS_TABLE", nullptr, nullptr);
+  }
+  if (is("settings_foreign")) declare(TE_FL_SETTING_BOOL, "TE_FL_OTHER_DEBUG", "0", nullptr);
+  if (is("settings_default")) declare(TE_FL_SETTING_INT, "TE_FL_SETTINGS_DEFAULT_A", "10", "1 9");
+  if (is("settings_type")) {
+    declare(TE_FL_SETTING_BOOL, "TE_FL_SETTINGS_TYPE_A", "0", nullptr);
+    settings[0].type = 77;
+  }
+  if (is("settings_null")) {
+    declare(TE_FL_SETTING_BOOL, "TE_FL_SETTINGS_NULL_A", "0", nullptr);
+    list[0] = nullptr;
+  }
+  if (is("verify")) declare(TE_FL_SETTING_STRING, "TE_FL_VERIFY_DIR", nullptr, nullptr);
 }
 
 }  // namespace

@@ -30,6 +30,11 @@ const Case kCases[] = {
     {"missing_dependency", StatusCode::kIncompatible, {"libfault_gone.so.7", "way out"}, {}},
     {"throw_query", StatusCode::kIncompatible, {"te_fl_plugin_query", "R5"}, {}},
     {"null_header", StatusCode::kIncompatible, {"NULL"}, {}},
+    {"settings_foreign", StatusCode::kIncompatible, {"TE_FL_SETTINGS_FOREIGN_", "R21"}, {}},
+    {"settings_default", StatusCode::kIncompatible, {"=10 is not accepted", "1 to 9", "R21"}, {}},
+    {"settings_type", StatusCode::kIncompatible, {"TE_FL_SETTINGS_TYPE_A", "77", "R21"}, {}},
+    {"settings_null", StatusCode::kIncompatible, {"setting 0 is NULL", "R21"}, {}},
+    {"verify", StatusCode::kAlreadyExists, {"TE_FL_VERIFY_DIR is te-fl's own", "R21"}, {}},
     {"bad_magic", StatusCode::kIncompatible, {"MAGIC"}, {}},
     {"garbage_header_size", StatusCode::kIncompatible, {"struct_size 3", "R3"}, {}},
     {"garbage_api_size", StatusCode::kIncompatible, {"3735928559", "R3"}, {}},
@@ -182,6 +187,44 @@ TEST_F(LoadFailure, AFileThatEverybodyCanWrite) {
   ASSERT_EQ(chmod(path.c_str(), 0644), 0);
   EXPECT_TRUE(plugins::load(path).ok());
 }
+
+// Copies the plugin and the library that it needs, with $ORIGIN/v1 as its RUNPATH.
+std::string copy_with_dependency(const TempFolder& folder) {
+  std::filesystem::create_directories(folder / "v1");
+  std::filesystem::copy(fault_path("versioned1"), folder / "versioned1.so");
+  std::filesystem::copy(std::string(FAULT_FOLDER) + "/v1/libfault_shared.so.1",
+                        folder / "v1/libfault_shared.so.1");
+  return folder / "versioned1.so";
+}
+
+TEST_F(LoadFailure, ANeededLibraryThatOthersCouldExchange) {
+  const TempFolder folder;
+  const std::string path = copy_with_dependency(folder);
+  ASSERT_EQ(chmod((folder / "v1").c_str(), 0777), 0);
+  const Status status = fail(path);
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
+  EXPECT_TRUE(contains(status.message(), "it needs libfault_shared.so.1") &&
+              contains(status.message(), "run: chmod o-w " + folder / "v1"))
+      << status.to_string();
+  EXPECT_FALSE(in_maps("libfault_shared.so.1")) << "nothing of it ran";
+  ASSERT_EQ(chmod((folder / "v1").c_str(), 0755), 0);
+  const auto loaded = plugins::load(path);
+  EXPECT_TRUE(loaded.ok()) << loaded.status().to_string();
+}
+
+#if defined(__x86_64__)
+// The dynamic loader decides what can be loaded, and it looks there.
+TEST_F(LoadFailure, ALibraryInGlibcHwcapsLoads) {
+  if (!__builtin_cpu_supports("sse4.2")) GTEST_SKIP() << "the processor is below x86-64-v2";
+  const TempFolder folder;
+  const std::string path = copy_with_dependency(folder);
+  std::filesystem::create_directories(folder / "v1/glibc-hwcaps/x86-64-v2");
+  std::filesystem::rename(folder / "v1/libfault_shared.so.1",
+                          folder / "v1/glibc-hwcaps/x86-64-v2/libfault_shared.so.1");
+  const auto loaded = plugins::load(path);
+  EXPECT_TRUE(loaded.ok()) << loaded.status().to_string();
+}
+#endif
 
 TEST_F(LoadFailure, AnImplementationThatIsTakenIsNotTakenOver) {
   load("good");

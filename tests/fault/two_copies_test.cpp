@@ -1,10 +1,13 @@
 // Two copies of te-fl in one process, as two frameworks bring them, each with the same plugin.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <thread>
 
 namespace {
 
@@ -56,6 +59,30 @@ TEST(TwoCopies, AGlobalOneDoesNotMixWithTheOther) {
   char self[4096] = {};
   ASSERT_NE(realpath("/proc/self/exe", self), nullptr);
   EXPECT_EQ(std::system((self + command.substr(std::string("/proc/self/exe").size())).c_str()), 0);
+}
+
+// Opens te-fl, uses it on another thread, and closes it again before that thread ends. (A thread
+// with a thread-local object of the library would hold it by itself; this one has none.)
+[[noreturn]] void close_before_a_thread_ends() {
+  void* handle = dlopen(FAULT_DRIVER_SHARED, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) _exit(2);
+  const auto ask = reinterpret_cast<int (*)()>(dlsym(handle, "fault_ask"));
+  std::atomic<int> stage{0};
+  int result = -1;
+  std::thread thread([&] {
+    result = ask();
+    stage = 1;
+    while (stage != 2) std::this_thread::yield();
+  });
+  while (stage != 1) std::this_thread::yield();
+  dlclose(handle);
+  stage = 2;
+  thread.join();
+  _exit(result == 0 ? 0 : 3);
+}
+
+TEST(OneCopyDeathTest, AThreadMayEndAfterTheLibraryWasClosed) {
+  EXPECT_EXIT(close_before_a_thread_ends(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

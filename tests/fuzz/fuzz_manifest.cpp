@@ -16,7 +16,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (m.name.empty() || m.vendor.empty() || m.arch.empty()) std::abort();
     if (!m.library_path.starts_with('/') || m.library_path.find('\0') != std::string::npos)
       std::abort();
-    if (!m.sha256.empty() && m.sha256.size() != 64) std::abort();
+    for (const te_fl::core::PluginSetting& setting : m.settings) {
+      if (!te_fl::core::check_declaration(m.name, setting).ok()) std::abort();
+    }
   } else if (!std::string_view(result.error).starts_with("/fuzz/manifest.json:")) {
     std::abort();
   }

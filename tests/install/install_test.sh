@@ -29,6 +29,13 @@ cmake -S "$source_dir/tests/install" -B "$work/consumer" -DCMAKE_PREFIX_PATH="$p
 cmake --build "$work/consumer" >/dev/null
 expect "consumer built with find_package" '^silu default.cpu$' "$("$work/consumer/consumer")"
 
+# A process that uses no device of a plugin does not open its drivers, and loading says nothing.
+text=$(TEFL_LOG_LEVEL=DEBUG "$work/consumer/consumer" 2>&1)
+if grep -q 'plugin opencl' <<<"$text"; then fail "an op on the host loads the OpenCL plugin: $text"; fi
+echo "ok: an op on the host loads no plugin that waits for its devices"
+[ -z "$("$prefix/bin/te-fl" ops 2>&1 >/dev/null)" ] || fail "te-fl ops writes to standard error"
+echo "ok: te-fl is quiet"
+
 export PKG_CONFIG_PATH=$lib/pkgconfig
 # shellcheck disable=SC2046
 c++ "$source_dir/tests/install/consumer.cpp" -o "$work/pc_consumer" $(pkg-config --cflags --libs te_fl) -Wl,-rpath,"$lib"
@@ -59,8 +66,7 @@ unset TE_FL_PLUGIN_MODULES
 cp "$work/plugins/libacme_c.so" "$lib/te_fl/"
 cat >"$lib/te_fl/plugins.d/acme_c.json" <<JSON
 {"file_format_version": "1.0", "name": "acme_c", "vendor": "acme", "library_path": "../libacme_c.so",
- "arch": "$(uname -m)", "abi": "1.0", "probe": {"always": true},
- "sha256": "$(sha256sum "$lib/te_fl/libacme_c.so" | cut -d' ' -f1)"}
+ "arch": "$(uname -m)", "abi": "1.0", "probe": {"always": true}}
 JSON
 expect "manifest in the prefix" 'acme_c.*active' "$("$te_fl" info)"
 rm "$lib/te_fl/plugins.d/acme_c.json"
@@ -68,21 +74,44 @@ rm "$lib/te_fl/plugins.d/acme_c.json"
 # A project made by te-fl new-backend builds against the prefix and is certified as it is.
 cd "$work"
 "$te_fl" new-backend acme acme >/dev/null
-expect "new-backend: the project is certified" '^certified' "$(TE_FL_PREFIX=$prefix acme/ci.sh --quick)"
+expect "new-backend: the project is certified" '^certified: [1-9][0-9]* passed, 0 failed' "$(TE_FL_PREFIX=$prefix acme/ci.sh)"
 for file in check.json check.xml check.html; do [ -s "acme/build/$file" ] || fail "ci.sh left no build/$file"; done
 cmake --build acme/build --target test >/dev/null || fail "ctest of the project"
 echo "ok: new-backend: ctest of the project"
+subfolder=${lib#"$prefix"/}/te_fl/plugins.d
+cmake --install acme/build --prefix "$work/elsewhere" >/dev/null
+[ -s "$work/elsewhere/$subfolder/acme.json" ] && [ ! -e "$prefix/$subfolder/acme.json" ] || fail "cmake --install --prefix of the project"
+expect "new-backend: installed below another prefix" 'acme .*active.*elsewhere' "$(TE_FL_PLUGIN_PATH=$work/elsewhere/$subfolder "$te_fl" info)"
 cmake --install acme/build >/dev/null
 expect "new-backend: the installed plugin is found" 'acme .*active' "$("$te_fl" info)"
-expect "new-backend: the built one is checked beside it" '^certified' "$(TE_FL_PREFIX=$prefix acme/ci.sh --quick)"
-expect "new-backend: the installed one is checked by name" '^certified' "$("$te_fl" check acme --quick)"
+code=0 && quick=$(TE_FL_PREFIX=$prefix acme/ci.sh --quick) || code=$?
+[ "$code" = 4 ] || fail "ci.sh --quick: exit code $code, expected 4"
+expect "new-backend: the built one is checked beside it" '^no certificate: [1-9][0-9]* passed, 0 failed' "$quick"
+expect "new-backend: a quick check is no certificate" 'not everything was checked: --quick' "$quick"
+expect "new-backend: the installed one is checked by name" '^no certificate: [1-9][0-9]* passed, 0 failed' "$("$te_fl" check acme --quick)"
 rm "$lib/te_fl/plugins.d/acme.json"
 sed -i 's/value < 0 ? 0 : value/value < 0.25f ? 0 : value/' acme/src/relu.cpp
 if broken=$(TE_FL_PREFIX=$prefix acme/ci.sh --quick); then fail "a broken kernel was certified: $broken"; fi
 expect "new-backend: a broken line is found" 'tolerance' "$broken"
+expect "new-backend: a broken line is not certified" '^not certified' "$broken"
 command=$(sed -n 's/^ *te-fl \(check .*--case .*\)$/\1/p' <<<"$broken" | head -n1)
 if again=$(cd / && eval "\"$te_fl\" $command"); then fail "te-fl $command: passes"; fi
 expect "new-backend: the command reproduces it" 'tolerance' "$again"
+# The same with a device of its own.
+"$te_fl" new-backend chip chip --device >/dev/null
+expect "new-backend --device: the project is certified" "^certified" "$(TE_FL_PREFIX=$prefix chip/ci.sh)"
+export TE_FL_PLUGIN_MODULES=$work/chip/build/libte_fl_chip.so
+expect "new-backend --device: the device is there" 'ext:chip:0 *chip' "$("$te_fl" info)"
+expect "new-backend --device: its op is native" '-> *vendor.chip' "$("$te_fl" explain relu --dtype f32 --device ext:chip:0)"
+expect "new-backend --device: others are served by the host" 'taken: staged' "$("$te_fl" explain gelu --dtype f32 --device ext:chip:0)"
+unset TE_FL_PLUGIN_MODULES
+cmake --install chip/build --prefix "$work/elsewhere" >/dev/null
+export TE_FL_PLUGIN_PATH=$work/elsewhere/$subfolder
+text=$(TEFL_LOG_LEVEL=DEBUG "$work/consumer/consumer" 2>&1)
+if grep -q 'plugin chip' <<<"$text"; then fail "the installed device's plugin does not wait: $text"; fi
+expect "new-backend --device: the installed device is found" '-> *vendor.chip' "$("$te_fl" explain relu --dtype f32 --device ext:chip:0)"
+export TE_FL_PLUGIN_PATH=
+
 refused() { # PATTERN ARGUMENTS...
   local pattern=$1 text; shift
   if text=$("$te_fl" new-backend "$@" 2>&1); then fail "new-backend $*: accepted"; fi

@@ -391,6 +391,113 @@ TEST(DelayedScalingOrder, InferenceReadsScalesAndChangesNothing) {
   EXPECT_EQ(values_of(find_state(*module, "fp8.fwd.amax_history")), history);
 }
 
+TEST(DelayedScalingOrder, AnInferenceKeepsTheHistoryWhateverLengthItsRecipeHas) {
+  auto module = make_linear();
+  const DelayedScaling recipe{.amax_history_len = 4};
+  const auto step = [&](double range) {
+    Ctx ctx;
+    autocast fp8(true, recipe);
+    (void)take(module->forward(input(range), &ctx));
+  };
+  step(100);
+  step(1);
+  {
+    autocast fp8(true, DelayedScaling{.amax_history_len = 1});
+    (void)take(module->forward(input(), nullptr));
+  }
+  EXPECT_EQ(find_state(*module, "fp8.fwd.amax_history").size(0), 4);
+  step(1);
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(input(100)));
+}
+
+TEST(DelayedScalingOrder, AnInferenceWithoutScalesIsRefused) {
+  const Tensor x = input(1e6);
+  const DelayedScaling recipe{.amax_history_len = 4};
+  auto module = make_linear();
+  const auto infer = [&](Linear& linear) {
+    autocast fp8(true, recipe);
+    return linear.forward(x, nullptr).status();
+  };
+  const auto expect_refused = [&](Linear& linear) {
+    const Status status = infer(linear);
+    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
+    EXPECT_NE(status.to_string().find("no scales to read"), std::string::npos)
+        << status.to_string();
+  };
+  expect_refused(*module);
+  EXPECT_EQ(module->state().size(), 2u) << "an inference makes no FP8 state";
+  {
+    Ctx ctx;
+    autocast fp8(true, recipe);
+    (void)take(module->forward(x, &ctx));
+    expect_refused(*module);  // the scope, whose end updates, is still open
+  }
+  ASSERT_OK(infer(*module));
+  // Calibration and loaded state count, state that was saved before any update does not.
+  auto calibrated = make_linear();
+  {
+    autocast scope({.enabled = false, .calibrating = true}, recipe);
+    (void)take(calibrated->forward(x, nullptr));
+  }
+  ASSERT_OK(infer(*calibrated));
+  auto loaded = make_linear();
+  ASSERT_OK(loaded->load_state(module->state(), "memory"));
+  ASSERT_OK(infer(*loaded));
+  auto early = make_linear();
+  Ctx ctx;
+  autocast fp8(true, recipe);
+  (void)take(early->forward(x, &ctx));
+  ASSERT_OK(loaded->load_state(early->state(), "memory"));
+  expect_refused(*loaded);
+  auto attention = take(DotProductAttention::create({.num_attention_heads = 2, .head_dim = 16}));
+  autocast dpa(true, DelayedScaling{.fp8_dpa = true});
+  const Tensor q = tensor({4, 1, 2, 16}, random_values(128, 1));
+  EXPECT_EQ(attention->forward(q, q, q, nullptr).status().code(), StatusCode::kFailedPrecondition);
+}
+
+TEST(DelayedScalingOrder, ABackwardAfterLoadingReadsTheLoadedScales) {
+  auto module = make_linear();
+  const auto begun = [&](Ctx& ctx) {
+    autocast fp8(true);
+    (void)take(module->forward(input(), &ctx));
+  };
+  Ctx first, second;
+  begun(first);
+  begun(second);
+  std::vector<NamedTensor> parameters;
+  for (const NamedParameter& p : module->parameters()) parameters.push_back({p.name, p.value()});
+  ASSERT_OK(module->load_state(parameters, "memory"));  // no FP8 state: it is reset
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 1);
+  (void)take(module->backward(gradient(1e-3), first));
+  ASSERT_OK(backward_end());
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(gradient(1e-3)));
+  (void)take(module->backward(gradient(), second));
+}
+
+TEST(DelayedScalingOrder, AnotherFp8TypeOfGradientsTakesItsScalesAlong) {
+  auto module = make_linear();
+  const Tensor x = input(), dy = gradient(1e-3);
+  const auto step = [&](Fp8Format format) {
+    Ctx ctx;
+    {
+      autocast fp8(true, DelayedScaling{.format = format, .amax_history_len = 4});
+      (void)take(module->forward(x, &ctx));
+    }
+    const Values result = values_of(take(module->backward(dy, ctx)));
+    check(backward_end());
+    return result;
+  };
+  Ctx ctx;
+  (void)take(module->forward(x, &ctx));
+  const Values exact = values_of(take(module->backward(dy, ctx)));
+  step(Fp8Format::kHybrid);
+  for (Fp8Format format : {Fp8Format::kHybrid, Fp8Format::kE4M3, Fp8Format::kE4M3,
+                           Fp8Format::kHybrid, Fp8Format::kHybrid}) {
+    EXPECT_LT(relative_l2(step(format), exact), 0.08) << static_cast<int>(format);
+  }
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(dy));
+}
+
 TEST(DelayedScalingOrder, AnotherHistoryLengthKeepsTheNewestAmaxes) {
   auto module = make_linear();
   std::vector<float> amaxes;
@@ -610,7 +717,8 @@ TEST(Scopes, AnInvalidRecipeFailsTheForwardWithItsMessage) {
   auto module = make_linear();
   auto message = [&](AutocastOptions options, const Recipe& recipe) {
     autocast fp8(options, recipe);
-    const auto result = module->forward(input(), nullptr);
+    Ctx ctx;
+    const auto result = module->forward(input(), &ctx);
     return result.ok() ? std::string("ok") : result.status().to_string();
   };
   EXPECT_NE(message({}, DelayedScaling{.amax_history_len = 0}).find("amax_history_len is 0"),

@@ -23,7 +23,7 @@ struct Plan {
   DelayedScaling recipe = {.amax_history_len = 3};
   int64_t microbatches = 1;
   bool tells_first = true;   // is_first_microbatch is set
-  bool evaluates = false;    // an inference before each step's forward
+  bool evaluates = false;    // an inference before each later step's forward
   bool step_inside = false;  // the step is made before the autocast ends
   bool capturable = false;
   int64_t spoilt = -1;      // the step whose gradient is not finite
@@ -67,7 +67,7 @@ Outcome train(const Plan& plan, int64_t steps = 7) {
       return tensor({2, kRows / 2, kHidden},
                     random_values(kRows * kHidden, static_cast<uint64_t>(100 * i + k)), plan.dtype);
     };
-    if (plan.evaluates) {
+    if (plan.evaluates && i > 0) {  // before, there are no scales
       autocast fp8(fp8_on, plan.recipe);
       run.outputs.push_back(values_of(take(layer->forward(input(50), nullptr))));
     }

@@ -355,6 +355,22 @@ TEST(LoadState, ErrorsNameTheTensorAndChangeNothing) {
   for (size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(same_bits(now[i].tensor, good[i].tensor));
 }
 
+TEST(LoadState, TakesTheModulesOwnTensorsEvenExchanged) {
+  auto layer = take(TransformerLayer::create(layer_options()));
+  randomize(*layer, 5);
+  std::vector<NamedTensor> own = layer->state();
+  ASSERT_OK(layer->load_state(own, "itself"));
+  const std::string a = "self_attention.proj.bias", b = "layernorm_mlp.fc2_bias";
+  const Values old_a = values_of(find_state(*layer, a)), old_b = values_of(find_state(*layer, b));
+  ASSERT_NE(old_a, old_b);
+  for (NamedTensor& t : own) {
+    if (t.name == a || t.name == b) t.name = t.name == a ? b : a;
+  }
+  ASSERT_OK(layer->load_state(own, "itself"));
+  EXPECT_EQ(values_of(find_state(*layer, a)), old_b);
+  EXPECT_EQ(values_of(find_state(*layer, b)), old_a);
+}
+
 TEST(Checkpoint, TruncatedAnywhereLoadsNothing) {
   TempFile file("checkpoint");
   auto module = take(Linear::create({.in_features = 2, .out_features = 2}));

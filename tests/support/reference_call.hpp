@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "support/outcome.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/numeric.hpp"
 
@@ -179,11 +180,6 @@ class HostTensor {
   std::shared_ptr<std::vector<uint8_t>> bytes_;
   te_fl_quant quant_{};
   te_fl_tensor c_{};
-};
-
-struct Outcome {
-  te_fl_status status;
-  std::string text;
 };
 
 // Runs an op of the reference backend through its plugin functions.

@@ -12,17 +12,13 @@
 
 #include <gtest/gtest.h>
 
+#include "support/outcome.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/plugin.h"
 
 extern "C" const te_fl_plugin_header* te_fl_reference_query(const te_fl_host_info*);
 
 namespace te_fl::testing {
-
-struct Outcome {
-  te_fl_status status = TE_FL_OK;
-  std::string text;
-};
 
 inline const te_fl_op_desc& reference_op(const std::string& name) {
   static const std::map<std::string, const te_fl_op_desc*> ops = [] {

@@ -337,7 +337,20 @@ void print(const std::vector<Row>& rows, const Bench& bench) {
   }
 }
 
-int list_cases() {
+int list_cases(bool as_json) {
+  if (as_json) {
+    json out = json::array();
+    for (const CaseSpec& spec : te_fl::bench::all_cases()) {
+      json entry = {{"op", spec.op}, {"case", spec.variant}, {"axes", spec.axes}};
+      if (!spec.axes.empty()) {
+        entry["extents_on_host"] = spec.extents;
+        entry["extents_on_accelerator"] = spec.large;
+      }
+      out.push_back(std::move(entry));
+    }
+    std::printf("%s\n", out.dump(2).c_str());
+    return kSuccess;
+  }
   Table table({"op", "case", "extents", "on the host", "on an accelerator"});
   for (const CaseSpec& spec : te_fl::bench::all_cases()) {
     const bool sized = !spec.axes.empty();
@@ -356,7 +369,7 @@ int usage_problem(const Status& status) {
 }  // namespace
 
 int bench(const BenchOptions& options) {
-  if (options.list) return list_cases();
+  if (options.list) return list_cases(options.json);
   if (options.op.empty()) {
     return usage_problem(
         te_fl::invalid_argument("bench needs the name of an op; --list shows all"));
@@ -366,6 +379,7 @@ int bench(const BenchOptions& options) {
   if (!cases.ok()) return usage_problem(cases.status());
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) return usage_problem(device.status());
+  (void)te_fl::devices::find(*device);  // loads its plugin, which the next line asks about
   const auto impls = implementations_of(options, *device);
   if (!impls.ok()) return usage_problem(impls.status());
   std::vector<std::pair<const CaseSpec*, Shape>> work;

@@ -3,17 +3,20 @@
 #include "check.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
 
 #include "check_child.hpp"
+#include "check_choice.hpp"
 #include "output.hpp"
 #include "te_fl/environment.hpp"
 
@@ -49,10 +52,18 @@ class Run {
     Child child(options_);
     return open(child, true);
   }
+  const std::vector<Target>& all() const { return all_; }
+
+  void devices() {
+    if (!options_.op.empty() || !options_.family.empty() || !options_.impl.empty()) return;
+    Child child(options_);
+    for (const DeviceFacts& d : report_.devices)
+      work(child, {{"device_section", d.name}}, {.op = "", .impl = "", .device = d.name});
+  }
 
   void targets() {
     for (const Target& t : report_.targets)
-      if (!t.in_table)
+      if (t.family.empty())
         add({.check = "result",
              .op = t.op,
              .impl = t.impl,
@@ -69,7 +80,8 @@ class Run {
       threads.emplace_back([this] {
         Child child(options_);
         for (size_t at; (at = next_++) < report_.targets.size();)
-          if (report_.targets[at].in_table) target(child, report_.targets[at]);
+          if (const Target& t = report_.targets[at]; !t.family.empty())
+            work(child, {{"op", t.op}, {"impl", t.impl}, {"device", t.device}}, t);
       });
     for (auto& thread : threads) thread.join();
   }
@@ -79,7 +91,7 @@ class Run {
     if (!open(child, false)) return;
     json work = json::array();
     for (const Target& t : report_.targets)
-      if (t.in_table) work.push_back({{"op", t.op}, {"impl", t.impl}, {"device", t.device}});
+      if (!t.family.empty()) work.push_back({{"op", t.op}, {"impl", t.impl}, {"device", t.device}});
     child.send({{"lifecycle", work}});
     json last;
     follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
@@ -88,10 +100,25 @@ class Run {
   void add(Finding f) {
     const std::lock_guard lock(mutex_);
     if (f.outcome == Outcome::kFail && f.reproduce.empty()) f.reproduce = command(f);
+    if (joined(f)) return;
     report_.findings.push_back(std::move(f));
   }
 
  private:
+  // Of a sweep and of guarded runs, what is no failure is one finding for all cases of a dtype
+  // that went alike.
+  bool joined(const Finding& f) {
+    if (f.outcome == Outcome::kFail || (f.check != "sweep" && f.check != "guard")) return false;
+    const auto [at, is_new] = joined_.try_emplace(
+        {f.check, f.op, f.impl, f.device, f.dtype, to_string(f.outcome), f.message},
+        report_.findings.size());
+    if (is_new) return false;
+    Finding& first = report_.findings[at->second];
+    ++first.cases;
+    first.milliseconds += f.milliseconds;
+    return true;
+  }
+
   std::string command(const Finding& f) const {
     std::string text = "te-fl check ";
     const auto word = [&](const std::string& w) { text += plain(w) ? w : quoted(w); };
@@ -102,7 +129,8 @@ class Run {
     if (!f.op.empty()) text += " --op " + f.op;
     if (!f.impl.empty()) text += " --impl " + f.impl;
     if (!f.device.empty() && f.device != "cpu") text += " --device " + f.device;
-    if (!f.name.empty() && !f.op.empty()) text += " --case " + quoted(f.name);
+    if (!f.name.empty() && (!f.op.empty() || f.check == "device"))
+      text += " --case " + quoted(f.name);
     if (f.name.find("/fuzz/") != std::string::npos)
       text += " --seed " + std::to_string(options_.seed);
     return text;
@@ -121,6 +149,8 @@ class Run {
       const Child::Got got = child.receive(load_limit, message);
       if (got == Child::Got::kMessage && message.contains("crash")) {
         crash = message["crash"];
+      } else if (got == Child::Got::kMessage && message.contains("crash_offset")) {
+        crash += " in " + code_at(code_, message["crash_offset"]);
       } else if (got == Child::Got::kMessage && message.contains("failed")) {
         return failed(message["failed"]);
       } else if (got == Child::Got::kMessage && message.contains("hello")) {
@@ -151,12 +181,18 @@ class Run {
     report_.name = hello["name"], report_.vendor = hello["vendor"];
     report_.version = hello["version"], report_.build_id = hello["build_id"];
     report_.path = hello["path"];
-    report_.devices = hello["devices"].get<std::vector<std::string>>();
-    for (const json& t : hello["targets"])
-      report_.targets.push_back({t["op"], t["impl"], t["device"], t["in_table"]});
+    code_ = hello["code"];
+    if (!std::filesystem::is_regular_file(code_)) code_ = report_.path;
+    for (const json& d : hello["devices"])
+      report_.devices.push_back({d["name"], d["chip"], d["driver"]});
+    std::set<std::string> served;
+    for (const json& t : hello["targets"]) {
+      all_.push_back({t["op"], t["impl"], t["device"], t["family"], t["first"]});
+      served.insert(all_.back().op + " " + all_.back().impl);
+    }
     add({.check = "load",
-         .message =
-             "loads; implementations of ops to check: " + std::to_string(report_.targets.size())});
+         .message = "loads; implementations of ops: " + std::to_string(served.size()) +
+                    ", devices: " + std::to_string(report_.devices.size())});
     const std::string changed = hello["changed"];
     if (!changed.empty())
       add({.check = "environment",
@@ -175,6 +211,8 @@ class Run {
         if (message.contains("done")) return true;
         if (message.contains("begin")) last = message;
         if (message.contains("crash")) crash = message["crash"];
+        if (message.contains("crash_offset"))
+          crash += " in " + code_at(code_, message["crash_offset"]);
         if (message.contains("result")) add(message["result"].get<Finding>());
         continue;
       }
@@ -192,15 +230,17 @@ class Run {
     }
   }
 
-  void target(Child& child, const Target& t) {
+  // Gives a child an order, and what it has left of it to another after a crash or a hang.
+  void work(Child& child, json order, const Target& t) {
     int from = 0;
     for (int lost = 0; lost < kPatience;) {
       if (!child.running() && !open(child, false)) return;
-      child.send({{"op", t.op}, {"impl", t.impl}, {"device", t.device}, {"from", from}});
+      order["from"] = from;
+      child.send(order);
       json last = {{"resume", -1}};
       if (follow(child, t, options_.time_limit, last)) return;
       if (++lost == kPatience)
-        add({.check = "result",
+        add({.check = t.op.empty() ? "device" : "result",
              .op = t.op,
              .impl = t.impl,
              .device = t.device,
@@ -217,6 +257,9 @@ class Run {
   Report& report_;
   std::mutex mutex_;
   std::atomic<size_t> next_{0};
+  std::vector<Target> all_;
+  std::string code_;  // the file that the plugin's code is in
+  std::map<std::array<std::string, 7>, size_t> joined_;
 };
 
 double since(std::chrono::steady_clock::time_point start) {
@@ -252,14 +295,20 @@ int check_plugin(const CheckOptions& given) {
   Report report;
   report.plugin = options.builtin.empty() ? options.plugin : "built-in " + options.builtin;
   report.seed = options.seed;
+  describe_run(options, report);
   Run run(options, report);
   bool stop = false;
   if (options.plugin.find('/') != std::string::npos)
     for (Finding& f : lint(options.plugin, stop)) run.add(std::move(f));
   if (!stop && run.load()) {
+    if (const std::string mistake = choose(options, run.all(), report); !mistake.empty()) {
+      complain(mistake);
+      return kUsage;
+    }
     if (options.builtin.empty() && report.path != options.plugin &&
         options.plugin.find('/') == std::string::npos)
       for (Finding& f : lint(report.path, stop)) run.add(std::move(f));
+    run.devices();
     run.targets();
     if (options.builtin.empty() && options.name.empty()) run.lifecycle();
     const auto before_speed = std::chrono::steady_clock::now();
@@ -268,14 +317,18 @@ int check_plugin(const CheckOptions& given) {
   }
   std::stable_sort(report.findings.begin(), report.findings.end(),
                    [](const Finding& a, const Finding& b) { return a.op < b.op; });
+  const auto ran = [](const Finding& f) {
+    return f.check == "result" && f.outcome == Outcome::kPass;
+  };
+  if (std::none_of(report.findings.begin(), report.findings.end(), ran))
+    report.left_out.push_back("no op case ran");
   report.seconds = since(start);
   print(report);
   bool written = write_file(options.json, json_text(report));
   written = write_file(options.junit, junit_text(report)) && written;
   written = write_file(options.html, html_text(report)) && written;
-  const bool nothing = report.targets.empty() && report.count(Outcome::kFail) == 0;
-  if (nothing) complain("nothing to check: no op of " + report.plugin + " matches");
-  return report.count(Outcome::kFail) == 0 && written && !nothing ? kSuccess : kProblem;
+  if (report.count(Outcome::kFail) > 0 || !written) return kProblem;
+  return report.certified() ? kSuccess : kIncomplete;
 }
 
 }  // namespace te_fl_tool

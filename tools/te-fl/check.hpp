@@ -16,14 +16,15 @@ const char* to_string(Outcome outcome);
 
 // One line of the result: what was checked, of which case, with which outcome.
 struct Finding {
-  std::string check = {};  // binary, load, environment, result, determinism, stream, strided,
-                           // concurrent, leak, lifecycle
+  std::string check = {};  // binary, load, structs, device, environment, result, guard,
+                           // determinism, stream, strided, concurrent, leak, sweep, lifecycle
   std::string op = {}, impl = {}, device = {}, dtype = {},
               name = {};  // of the case, if there is one
   Outcome outcome = Outcome::kPass;
   std::string message = {};  // the first difference, the reason of a refusal, or what was found
   std::string reproduce = {};
   double milliseconds = 0;
+  int cases = 1;  // more than one: what was found alike of so many cases
 };
 void to_json(nlohmann::json& out, const Finding& f);
 void from_json(const nlohmann::json& in, Finding& f);
@@ -37,21 +38,39 @@ void to_json(nlohmann::json& out, const Speed& s);
 
 // An op that an implementation of the plugin serves on a device: the unit of work of a child.
 struct Target {
-  std::string op, impl, device;
-  bool in_table = true;  // the conformance table has cases of it
+  std::string op, impl, device = {};  // no device: none that it serves is here
+  std::string family = {};            // of the conformance table; empty: it has no cases of the op
+  bool first = true;                  // the device is the first of its type that it serves
+};
+
+// A device that the plugin brings, as it describes itself.
+struct DeviceFacts {
+  std::string name, chip, driver;
 };
 
 struct Report {
   std::string plugin, name, vendor, version, build_id, path;  // path: empty for a built-in
-  std::vector<std::string> devices;
+  std::vector<DeviceFacts> devices;
+  std::string date, host, te_fl, options;  // when, where, by which te-fl, and with which options
   std::vector<Target> targets;
+  // Why a run without a failure would be no certificate: options that choose a part, ops for which
+  // no device is here, no op case that ran.
+  std::vector<std::string> left_out;
   std::vector<Finding> findings;
   std::vector<Speed> speeds;
   double seconds = 0, speed_seconds = 0;  // the latter of the former
   uint64_t seed = 0;
 
   int count(Outcome outcome) const;
+  bool certified() const { return count(Outcome::kFail) == 0 && left_out.empty(); }
 };
+
+// "2026-11-22T10:00:00Z", the machine and its processor, te-fl's version and ABI.
+void describe_run(const CheckOptions& options, Report& report);
+
+// Where in a library the code at an offset from its base is: "relu(float const*, long)+0x1c
+// (libacme.so)", or "libacme.so+0x11c0" if it has no name for it.
+std::string code_at(const std::string& library, uint64_t offset);
 
 // The file, without opening it. `stop` is set if nothing that could be opened is there.
 std::vector<Finding> lint(const std::string& path, bool& stop);

@@ -21,7 +21,7 @@ std::vector<std::string> words_of(const CheckOptions& o) {
     if (!value.empty()) words.insert(words.end(), {option, value});
   };
   add("--builtin", o.builtin), add("--op", o.op), add("--family", o.family);
-  add("--impl", o.impl), add("--device", o.device), add("--case", o.name);
+  add("--impl", o.impl), add("--case", o.name);
   if (o.quick) words.push_back("--quick");
   if (!o.plugin.empty()) words.insert(words.end(), {"--", o.plugin});
   return words;

@@ -99,6 +99,7 @@ std::vector<Finding> lifecycle_of(const te_fl::plugins::PluginInfo& plugin,
       found.push_back(made(Outcome::kFail, "load again", again.status().to_string()));
       return found;
     }
+    note_code_of(plugin);
     const std::vector<Ran> ran = run_all(work);
     if (const te_fl::Status status = end(plugin); !status.ok()) {
       found.push_back(made(Outcome::kFail, when, status.to_string()));

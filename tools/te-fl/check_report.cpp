@@ -1,4 +1,6 @@
 // te-fl check: what it found, for a person, for a machine, and for a continuous-integration server.
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <map>
 #include <set>
@@ -14,7 +16,9 @@ using nlohmann::json;
 struct Tally {
   int passed = 0, failed = 0, unsupported = 0;
   void count(const Finding& f) {
-    ++(f.outcome == Outcome::kPass ? passed : f.outcome == Outcome::kFail ? failed : unsupported);
+    (f.outcome == Outcome::kPass   ? passed
+     : f.outcome == Outcome::kFail ? failed
+                                   : unsupported) += f.cases;
   }
 };
 
@@ -75,7 +79,47 @@ std::string title_of(const Report& r) {
   return text;
 }
 
-std::string verdict_of(const Report& r) {
+const char* verdict_of(const Report& r) {
+  if (r.count(Outcome::kFail) > 0) return "not certified";
+  return r.left_out.empty() ? "certified" : "no certificate";
+}
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+// Why nothing failed and there is no certificate all the same; else empty.
+std::string shortfall_of(const Report& r) {
+  if (r.count(Outcome::kFail) > 0 || r.left_out.empty()) return {};
+  return "nothing failed, but not everything was checked: " + joined(r.left_out);
+}
+
+// Why cases are not supported: the reason, of which op, and how often.
+struct Refusal {
+  std::string op, impl, reason, example;
+  int cases = 0;
+};
+
+// The most frequent first.
+std::vector<Refusal> refusals_of(const Report& r) {
+  std::map<std::array<std::string, 3>, Refusal> all;
+  for (const Finding& f : r.findings) {
+    if (f.outcome != Outcome::kUnsupported) continue;
+    Refusal& refusal = all[{f.op, f.impl, f.message}];
+    refusal.op = f.op, refusal.impl = f.impl, refusal.reason = f.message;
+    if (refusal.example.empty()) refusal.example = f.name;
+    refusal.cases += f.cases;
+  }
+  std::vector<Refusal> sorted;
+  for (auto& [key, refusal] : all) sorted.push_back(std::move(refusal));
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const Refusal& a, const Refusal& b) { return a.cases > b.cases; });
+  return sorted;
+}
+
+std::string counts_of(const Report& r) {
   return std::to_string(r.count(Outcome::kPass)) + " passed, " +
          std::to_string(r.count(Outcome::kFail)) + " failed, " +
          std::to_string(r.count(Outcome::kUnsupported)) + " not supported";
@@ -96,15 +140,11 @@ const char* to_string(Outcome outcome) {
 }
 
 void to_json(json& out, const Finding& f) {
-  out = {{"check", f.check},
-         {"op", f.op},
-         {"impl", f.impl},
-         {"device", f.device},
-         {"dtype", f.dtype},
-         {"case", f.name},
-         {"message", f.message},
-         {"result", to_string(f.outcome)},
-         {"milliseconds", f.milliseconds}};
+  out = {{"check", f.check},     {"op", f.op},
+         {"impl", f.impl},       {"device", f.device},
+         {"dtype", f.dtype},     {"case", f.name},
+         {"message", f.message}, {"result", to_string(f.outcome)},
+         {"cases", f.cases},     {"milliseconds", f.milliseconds}};
   if (!f.reproduce.empty()) out["reproduce"] = f.reproduce;
 }
 
@@ -130,15 +170,35 @@ void to_json(json& out, const Speed& s) {
 
 int Report::count(Outcome outcome) const {
   int n = 0;
-  for (const Finding& f : findings) n += f.outcome == outcome;
+  for (const Finding& f : findings)
+    if (f.outcome == outcome) n += f.cases;
   return n;
 }
 
+namespace {
+
+void print_refusals(const Report& r) {
+  constexpr size_t kMost = 8;
+  const std::vector<Refusal> all = refusals_of(r);
+  if (!all.empty()) std::printf("\nnot supported:\n");
+  for (size_t i = 0; i < std::min(all.size(), kMost); ++i)
+    std::printf("  %5d  %s%s%s: %s\n", all[i].cases, all[i].op.c_str(),
+                all[i].op.empty() ? "" : " ", all[i].impl.c_str(), all[i].reason.c_str());
+  if (all.size() > kMost)
+    std::printf("  and %zu more reasons, which --html and --json have\n", all.size() - kMost);
+}
+
+}  // namespace
+
 void print(const Report& r) {
   std::printf("%s\n\n", paint(Color::kBold, title_of(r)).c_str());
+  size_t width = 18;
+  for (const Finding& f : r.findings)
+    if (f.op.empty()) width = std::max(width, f.name.size());
   for (const Finding& f : r.findings)
     if (f.op.empty() && f.outcome != Outcome::kFail)
-      std::printf("  %-10s %-18s %s\n", f.check.c_str(), f.name.c_str(), f.message.c_str());
+      std::printf("  %-10s %-*s %s\n", f.check.c_str(), static_cast<int>(width), f.name.c_str(),
+                  f.message.empty() ? to_string(f.outcome) : f.message.c_str());
   const Matrix matrix(r);
   if (!matrix.totals.empty()) {
     std::printf("\n");
@@ -149,6 +209,7 @@ void print(const Report& r) {
                  std::to_string(t.unsupported)});
     table.print();
   }
+  print_refusals(r);
   std::map<std::string, int> shown;
   for (const Finding& f : r.findings) {
     if (f.outcome != Outcome::kFail || ++shown[f.op.empty() ? f.check : f.op + ", " + f.check] > 5)
@@ -158,12 +219,23 @@ void print(const Report& r) {
   }
   for (const auto& [key, n] : shown)
     if (n > 5) std::printf("\n%d more failures of %s\n", n - 5, key.c_str());
-  const bool good = r.count(Outcome::kFail) == 0;
-  std::printf(
-      "\n%s: %s, %s s\n",
-      paint(good ? Color::kGreen : Color::kRed, good ? "certified" : "not certified").c_str(),
-      verdict_of(r).c_str(), fixed(r.seconds, 1).c_str());
+  const Color color = r.certified()                  ? Color::kGreen
+                      : r.count(Outcome::kFail) == 0 ? Color::kYellow
+                                                     : Color::kRed;
+  std::printf("\n%s: %s, %s s\n", paint(color, verdict_of(r)).c_str(), counts_of(r).c_str(),
+              fixed(r.seconds, 1).c_str());
+  if (const std::string shortfall = shortfall_of(r); !shortfall.empty())
+    std::printf("  %s\n", shortfall.c_str());
 }
+
+namespace {
+json devices_json(const Report& r) {
+  json all = json::array();
+  for (const DeviceFacts& d : r.devices)
+    all.push_back({{"name", d.name}, {"chip", d.chip}, {"driver", d.driver}});
+  return all;
+}
+}  // namespace
 
 std::string json_text(const Report& r) {
   json out = {{"plugin", r.plugin},
@@ -172,11 +244,17 @@ std::string json_text(const Report& r) {
               {"version", r.version},
               {"build_id", r.build_id},
               {"path", r.path},
-              {"devices", r.devices},
+              {"devices", devices_json(r)},
+              {"date", r.date},
+              {"host", r.host},
+              {"te_fl", r.te_fl},
+              {"options", r.options},
               {"seed", r.seed},
               {"seconds", r.seconds},
               {"speed_seconds", r.speed_seconds},
-              {"certified", r.count(Outcome::kFail) == 0},
+              {"certified", r.certified()},
+              {"verdict", verdict_of(r)},
+              {"left_out", r.left_out},
               {"passed", r.count(Outcome::kPass)},
               {"failed", r.count(Outcome::kFail)},
               {"not_supported", r.count(Outcome::kUnsupported)},
@@ -194,11 +272,13 @@ std::string junit_text(const Report& r) {
                     "\" failures=\"" + std::to_string(r.count(Outcome::kFail)) + "\" time=\"" +
                     fixed(r.seconds, 3) + "\">\n";
   for (const auto& [name, findings] : suites) {
-    Tally t;
-    for (const Finding* f : findings) t.count(*f);
+    const auto count = [&all = findings](Outcome outcome) {
+      const auto alike = [&](const Finding* f) { return f->outcome == outcome; };
+      return std::to_string(std::count_if(all.begin(), all.end(), alike));
+    };
     out += " <testsuite name=\"" + escaped(name) + "\" tests=\"" + std::to_string(findings.size()) +
-           "\" failures=\"" + std::to_string(t.failed) + "\" skipped=\"" +
-           std::to_string(t.unsupported) + "\">\n";
+           "\" timestamp=\"" + r.date + "\" failures=\"" + count(Outcome::kFail) + "\" skipped=\"" +
+           count(Outcome::kUnsupported) + "\">\n";
     for (const Finding* f : findings) {
       out += "  <testcase classname=\"" + escaped(f->impl.empty() ? f->check : f->impl) +
              "\" name=\"" + escaped(label_of(*f)) + "\" time=\"" +
@@ -282,20 +362,51 @@ std::string speed_html(const Report& r) {
 
 }  // namespace
 
+namespace {
+
+std::string refusals_html(const Report& r) {
+  const std::vector<Refusal> all = refusals_of(r);
+  if (all.empty()) return {};
+  std::string out =
+      "<h2>Not supported</h2>\n<table><tr><th>op</th><th>implementation</th><th>cases</th>"
+      "<th>reason</th><th>for example</th></tr>\n";
+  for (const Refusal& f : all)
+    out += "<tr><td>" + escaped(f.op) + "</td><td>" + escaped(f.impl) + "</td><td>" +
+           std::to_string(f.cases) + "</td><td>" + escaped(f.reason) + "</td><td>" +
+           escaped(f.example) + "</td></tr>\n";
+  return out + "</table>\n";
+}
+
+std::string run_html(const Report& r) {
+  std::string out = "<h2>Run</h2>\n<table>\n";
+  const auto row = [&](const char* name, const std::string& value) {
+    if (!value.empty())
+      out += std::string("<tr><th>") + name + "</th><td>" + escaped(value) + "</td></tr>\n";
+  };
+  row("plugin", r.plugin), row("version", r.version), row("build", r.build_id);
+  row("date", r.date), row("te-fl", r.te_fl), row("host", r.host), row("options", r.options);
+  for (const DeviceFacts& d : r.devices)
+    row("device", d.name + ": " + d.chip + (d.driver.empty() ? "" : ", " + d.driver));
+  row("took", fixed(r.seconds, 1) + " s");
+  return out + "</table>\n";
+}
+
+}  // namespace
+
 std::string html_text(const Report& r) {
-  const bool good = r.count(Outcome::kFail) == 0;
   std::string out = kHead;
-  out += "<h1>" + escaped(title_of(r)) + "</h1>\n<p class=\"" + (good ? "pass" : "fail") +
-         "\"><strong>" + (good ? "certified" : "not certified") + "</strong>: " + verdict_of(r) +
-         "</p>\n<p><code>" + escaped(r.plugin) + "</code>, build " + escaped(r.build_id) +
-         ", seed " + std::to_string(r.seed) + ", " + fixed(r.seconds, 1) + " s</p>\n";
+  const char* kind = r.certified() ? "pass" : r.count(Outcome::kFail) > 0 ? "fail" : "none";
+  const std::string shortfall = shortfall_of(r);
+  out += "<h1>" + escaped(title_of(r)) + "</h1>\n<p class=\"" + kind + "\"><strong>" +
+         verdict_of(r) + "</strong>: " + counts_of(r) +
+         (shortfall.empty() ? "" : "<br>" + escaped(shortfall)) + "</p>\n" + run_html(r);
   out += "<h2>Plugin</h2>\n<table>\n";
   for (const Finding& f : r.findings)
     if (f.op.empty())
       out += "<tr><td>" + escaped(f.check) + "</td><td>" + escaped(f.name) + "</td><td class=\"" +
-             (f.outcome == Outcome::kFail ? "fail" : "pass") + "\">" + escaped(f.message) +
-             "</td></tr>\n";
-  out += "</table>\n" + failures_html(r) + matrix_html(r) + speed_html(r);
+             (f.outcome == Outcome::kFail ? "fail" : "pass") + "\">" +
+             escaped(f.message.empty() ? to_string(f.outcome) : f.message) + "</td></tr>\n";
+  out += "</table>\n" + failures_html(r) + matrix_html(r) + refusals_html(r) + speed_html(r);
   return out + "</body></html>\n";
 }
 

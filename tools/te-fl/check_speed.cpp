@@ -63,7 +63,7 @@ void measure_speed(const CheckOptions& options, Report& report) {
     if (f.outcome == Outcome::kFail) wrong.insert(f.op + " " + f.impl);
   for (const Target& t : report.targets) {
     // The speed of wrong results means nothing.
-    if (!t.in_table || wrong.count(t.op + " " + t.impl) != 0) continue;
+    if (t.family.empty() || wrong.count(t.op + " " + t.impl) != 0) continue;
     // BF16 is what such ops run in; an implementation without it shows what it has.
     json rows = rows_of(t, options.builtin.empty() ? report.path : "", "bf16");
     if (rows.empty()) rows = rows_of(t, options.builtin.empty() ? report.path : "", "");

@@ -16,11 +16,20 @@ Outcome from(conformance::Outcome outcome) {
                                                   : Outcome::kUnsupported;
 }
 
-Finding finding(const char* check, const conformance::Case& c, conformance::Prepared& prepared,
-                const conformance::Result& result) {
+// Of dispatch's lines, which name every candidate, what it says of this one.
+std::string reason_of(const std::string& message, const std::string& impl) {
+  const size_t line = message.find("\n  " + impl + " (");
+  if (line == std::string::npos) return message.substr(0, message.find('\n'));
+  const size_t end = message.find('\n', line + 1), begin = message.find("): ", line);
+  return begin < end ? message.substr(begin + 3, end - begin - 3) : message;
+}
+
+Finding finding(const char* check, const Subject& subject, const conformance::Case& c,
+                conformance::Prepared& prepared, const conformance::Result& result) {
   Finding f;
   f.check = check, f.name = c.name, f.dtype = dtype_of(prepared.problem());
   f.outcome = from(result.outcome), f.message = result.message;
+  if (f.outcome == Outcome::kUnsupported) f.message = reason_of(result.message, subject.impl);
   f.milliseconds = result.milliseconds;
   return f;
 }
@@ -84,7 +93,17 @@ std::string dtype_of(const conformance::Problem& problem) {
 
 Finding result_of(const Subject& subject, const conformance::Case& c,
                   conformance::Prepared& prepared) {
-  return finding("result", c, prepared, prepared.run(subject.impl));
+  return finding("result", subject, c, prepared, prepared.run(subject.impl));
+}
+
+Finding guard_of(const Subject& subject, const conformance::Case& c,
+                 conformance::Prepared& prepared) {
+  conformance::Result result = prepared.run(subject.impl, {.guard_alignment = 1});
+  if (result.outcome == conformance::Outcome::kUnsupported)
+    result = prepared.run(subject.impl, {.guard_alignment = 256});
+  if (result.outcome == conformance::Outcome::kFail)
+    result.message = "with tensors that are aligned to their elements only: " + result.message;
+  return finding("guard", subject, c, prepared, result);
 }
 
 Finding determinism_of(const Subject& subject, const conformance::Case& c,
@@ -95,7 +114,7 @@ Finding determinism_of(const Subject& subject, const conformance::Case& c,
     result.message = "it says TE_FL_OP_DETERMINISTIC, and a call with TE_FL_CALL_DETERMINISTIC: " +
                      result.message;
     result.outcome = conformance::Outcome::kFail;
-    return finding("determinism", c, prepared, result);
+    return finding("determinism", subject, c, prepared, result);
   }
   const std::vector<uint8_t> first = prepared.bytes();
   result = prepared.run(subject.impl, how);
@@ -107,7 +126,7 @@ Finding determinism_of(const Subject& subject, const conformance::Case& c,
                      std::to_string(differ - first.begin()) +
                      " of its tensors' memory; it says TE_FL_OP_DETERMINISTIC";
   }
-  return finding("determinism", c, prepared, result);
+  return finding("determinism", subject, c, prepared, result);
 }
 
 std::optional<Finding> stream_of(const Subject& subject, const conformance::Case& c,
@@ -115,7 +134,7 @@ std::optional<Finding> stream_of(const Subject& subject, const conformance::Case
   auto stream = te_fl::Stream::create(subject.device);
   if (!stream.ok()) {
     if (stream.status().code() == te_fl::StatusCode::kUnsupported) return std::nullopt;
-    return finding("stream", c, prepared,
+    return finding("stream", subject, c, prepared,
                    {conformance::Outcome::kFail, stream.status().to_string(), 0});
   }
   conformance::Result result = prepared.run(subject.impl, {.stream = stream->get()});
@@ -124,7 +143,7 @@ std::optional<Finding> stream_of(const Subject& subject, const conformance::Case
                      " (rule R11: all of the work goes to ctx->stream)";
     result.outcome = conformance::Outcome::kFail;
   }
-  return finding("stream", c, prepared, result);
+  return finding("stream", subject, c, prepared, result);
 }
 
 }  // namespace te_fl_tool::check

@@ -46,6 +46,10 @@ Finding result_of(const Subject& subject, const te_fl::conformance::Case& c,
 // Two calls that ask for determinism leave the same bits.
 Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
+// The same with tensors that end before pages which nobody may touch, aligned to their elements, or
+// to 256 bytes if that is refused. On the host only.
+Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
+                 te_fl::conformance::Prepared& prepared);
 // On a stream of its own, which alone is waited for. None if the device makes no streams.
 std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformance::Case& c,
                                  te_fl::conformance::Prepared& prepared);
@@ -53,6 +57,15 @@ std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformanc
 // Says that a call has returned, at most once a second: --time-limit is for one call, however many
 // a step makes and however loaded the machine is. Any thread; allocates nothing.
 void beat();
+
+// Steps that are made once for a device. The name begins "device/"; UNSUPPORTED if the device lacks
+// what would be tried, any other error is what is wrong.
+struct DeviceStep {
+  std::string name;
+  te_fl::Status (*run)(const te_fl::Device&);
+  bool order = false;  // of streams and events, which it sees by fills and copies that are right
+};
+const std::vector<DeviceStep>& device_steps();
 
 // Steps that are made once for an op.
 struct ExtraStep {
@@ -63,6 +76,10 @@ const std::vector<ExtraStep>& extra_steps();
 
 // What rule R3 asks of the plugin's structs; it is active.
 std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin);
+
+// Remembers where the plugin's code lies, so that a crash can be placed in it. Returns the file
+// that the code is in.
+std::string note_code_of(const te_fl::plugins::PluginInfo& plugin);
 
 // Deactivates the plugin after its ops have run, loads it again, and watches what it leaves behind.
 std::vector<Finding> lifecycle_of(

@@ -1,5 +1,8 @@
 // The child of te-fl check: opens the plugin and runs its ops, saying every step before it is made.
+#include <dlfcn.h>
+#include <execinfo.h>
 #include <fcntl.h>
+#include <link.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,11 +12,14 @@
 #include <cstdio>
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <optional>
 #include <string_view>
 
+#include "check_choice.hpp"
 #include "check_steps.hpp"
 #include "conformance/device_mirror.hpp"
+#include "conformance/guarded.hpp"
 
 namespace te_fl_tool::check {
 namespace {
@@ -24,6 +30,7 @@ using te_fl::Device;
 using te_fl::Status;
 
 constexpr int kOrders = 3, kAnswers = 4;  // the parent's ends are pipes
+constexpr int kStepsOfCase = 4;           // result, guard, determinism, stream
 
 void say(const json& message) {
   const std::string line = message.dump() + "\n";
@@ -34,24 +41,48 @@ void say(const json& message) {
   }
 }
 
+// Where the plugin's code lies, for last_words(): [begin, end), and what its file counts from.
+std::atomic<uintptr_t> g_code_begin{0}, g_code_end{0}, g_code_base{0};
+
+// Says in which place of the plugin the signal came, or which of its calls led there.
+void say_where() {
+  void* frames[64];
+  const int count = backtrace(frames, 64);
+  for (int i = 0; i < count; ++i) {
+    const auto at = reinterpret_cast<uintptr_t>(frames[i]);
+    if (at < g_code_begin || at >= g_code_end) continue;
+    char text[80];
+    const int n = std::snprintf(text, sizeof text, "{\"crash_offset\": %zu}\n",
+                                static_cast<size_t>(at - g_code_base));
+    if (write(kAnswers, text, static_cast<size_t>(n)) < 0) _exit(1);
+    return;
+  }
+}
+
 // Says which signal ended the process and what it had touched, then lets it end.
 void last_words(int signal, siginfo_t* info, void*) {
-  char text[256];
+  char text[400], guard[160] = "";
   const bool fault = signal == SIGSEGV || signal == SIGBUS;
   const bool device = fault && conformance::is_mirrored(info->si_addr);
+  const bool behind = fault && conformance::explain_fault(info->si_addr, guard, sizeof guard);
   const int n =
-      fault ? std::snprintf(text, sizeof text, "{\"crash\": \"SIG%s at address %p%s\"}\n",
-                            sigabbrev_np(signal), info->si_addr,
-                            device ? ", which is memory of the device: the host may not "
-                                     "read or write it (rule R11)"
-                                   : "")
+      fault ? std::snprintf(text, sizeof text, "{\"crash\": \"SIG%s at address %p%s%s%s\"}\n",
+                            sigabbrev_np(signal), info->si_addr, behind ? ", " : "", guard,
+                            behind   ? ": an op reads and writes its arguments only (rule R11)"
+                            : device ? ", which is memory of the device: the host may not "
+                                       "read or write it (rule R11)"
+                                     : "")
             : std::snprintf(text, sizeof text, "{\"crash\": \"SIG%s\"}\n", sigabbrev_np(signal));
   if (write(kAnswers, text, static_cast<size_t>(n)) < 0) _exit(1);
   std::signal(signal, SIG_DFL);
+  alarm(5);  // unwinding a broken stack may not end
+  say_where();
   raise(signal);
 }
 
 void catch_signals() {
+  void* frame;
+  backtrace(&frame, 1);  // loads what it needs before it is needed
   static char stack[64 << 10];
   const stack_t alternate{stack, 0, sizeof stack};
   sigaltstack(&alternate, nullptr);
@@ -62,34 +93,40 @@ void catch_signals() {
     sigaction(signal, &action, nullptr);
 }
 
-// The implementations of one plugin, on the devices that they serve.
+// The implementations of one plugin, on every device that they serve.
 std::vector<Target> targets_of(const te_fl::plugins::PluginInfo& plugin,
-                               const CheckOptions& options, const conformance::Table& table) {
-  std::set<std::string> in_table, in_family;
-  for (const auto& c : table) {
-    in_table.insert(c.op);
-    if (c.family == options.family) in_family.insert(c.op);
-  }
+                               const conformance::Table& table) {
+  std::map<std::string, std::string> family;
+  for (const auto& c : table) family[c.op] = c.family;
   std::vector<Target> targets;
   for (const auto& impl : te_fl::OpRegistry::instance().snapshot()) {
     const std::string entry = impl.op + ": " + impl.impl_id;
     if (std::find(plugin.ops.begin(), plugin.ops.end(), entry) == plugin.ops.end()) continue;
-    if (!options.op.empty() && impl.op != options.op) continue;
-    if (!options.impl.empty() && impl.impl_id != options.impl) continue;
-    if (!options.family.empty() && in_family.count(impl.op) == 0) continue;
+    Target target{.op = impl.op, .impl = impl.impl_id};
+    if (const auto found = family.find(impl.op); found != family.end())
+      target.family = found->second;
     std::set<int32_t> types;
     for (const Device& device : te_fl::devices::list()) {
       if ((impl.desc.device_types >> device.type & 1) == 0) continue;
       const bool ours = device.type != TE_FL_DEVICE_EXT || impl.desc.provider == nullptr ||
                         te_fl::devices::intern_provider(impl.desc.provider) == device.provider;
       if (!ours) continue;
-      const std::string name = te_fl::to_string(device);
-      if (options.device.empty() ? !types.insert(device.type).second : name != options.device)
-        continue;
-      targets.push_back({impl.op, impl.impl_id, name, in_table.count(impl.op) != 0});
+      target.device = te_fl::to_string(device);
+      target.first = types.insert(device.type).second;
+      targets.push_back(target);
     }
+    if (types.empty()) targets.push_back(target);
   }
   return targets;
+}
+
+json facts_of(const std::string& device) {
+  json facts = {{"name", device}, {"chip", ""}, {"driver", ""}};
+  const auto parsed = te_fl::parse_device(device);
+  if (!parsed.ok()) return facts;
+  if (const auto props = te_fl::devices::properties(*parsed); props.ok())
+    facts["chip"] = props->name, facts["driver"] = props->driver;
+  return facts;
 }
 
 // `state` becomes what was before anything of the plugin ran, so that what it changes shows.
@@ -131,16 +168,22 @@ class Worker {
     }
     plugin_ = *plugin;
     json targets = json::array();
-    for (const Target& t : targets_of(plugin_, options_, table_))
-      targets.push_back(
-          {{"op", t.op}, {"impl", t.impl}, {"device", t.device}, {"in_table", t.in_table}});
+    for (const Target& t : targets_of(plugin_, table_))
+      targets.push_back({{"op", t.op},
+                         {"impl", t.impl},
+                         {"device", t.device},
+                         {"family", t.family},
+                         {"first", t.first}});
+    json devices = json::array();
+    for (const std::string& device : plugin_.devices) devices.push_back(facts_of(device));
     say({{"hello",
           {{"name", plugin_.name},
            {"vendor", plugin_.vendor},
            {"version", plugin_.version},
            {"build_id", plugin_.build_id},
            {"path", plugin_.path},
-           {"devices", plugin_.devices},
+           {"devices", devices},
+           {"code", note_code_of(plugin_)},
            {"targets", targets},
            {"changed", environment_.changed()}}}});
     std::string line;
@@ -148,6 +191,8 @@ class Worker {
       const json order = json::parse(line);
       if (order.contains("lifecycle"))
         lifecycle(order);
+      else if (order.contains("device_section"))
+        device(order);
       else
         target(order);
       say({{"done", true}});
@@ -165,21 +210,8 @@ class Worker {
     return false;
   }
 
-  conformance::Table cases_of(const std::string& op) const {
-    conformance::Table chosen;
-    const auto take = [&](conformance::Table all) {
-      for (auto& c : all) {
-        if (c.op != op || c.name.find(options_.name) == std::string::npos) continue;
-        const bool keep = !c.large && (chosen.size() < 3 || (c.seed >> 32) % 4 == 0);
-        if (!options_.quick || keep || !options_.name.empty()) chosen.push_back(std::move(c));
-      }
-    };
-    take(table_);
-    take(conformance::fuzz_cases(options_.seed, options_.quick ? 3 : 12));
-    return chosen;
-  }
-
-  // Steps are numbered, four for each case; those before order["from"] have been made.
+  // Steps are numbered: kStepsOfCase for each case, then the extra ones, then one for each case of
+  // the sweep. Those before order["from"] have been made.
   void target(const json& order) {
     Subject subject;
     subject.op = order.at("op"), subject.impl = order.at("impl");
@@ -188,11 +220,11 @@ class Worker {
     for (const auto& impl : te_fl::OpRegistry::instance().snapshot())
       if (impl.op == subject.op && impl.impl_id == subject.impl) subject.flags = impl.desc.flags;
     const int from = order.at("from");
-    const conformance::Table cases = cases_of(subject.op);
+    const conformance::Table cases = chosen_cases(options_, table_, subject.op);
     int step = 0;
     for (const auto& c : cases) {
       one_case(subject, c, step, from);
-      step += 4;
+      step += kStepsOfCase;
     }
     for (const ExtraStep& extra : extra_steps()) {
       if (step >= from) {
@@ -201,34 +233,62 @@ class Worker {
       }
       ++step;
     }
+    for (const auto& c : chosen_sweep(options_, subject.op)) {
+      if (step >= from) {
+        begin(step, step + 1, subject, "sweep", c.name);
+        swept(subject, c);
+      }
+      ++step;
+    }
   }
 
-  void one_case(const Subject& subject, const conformance::Case& c, int step, int from) {
-    if (from > step + 2) return;
-    if (from <= step) begin(step, step + 4, subject, "result", c.name);
-    std::optional<conformance::Prepared> prepared;
+  void swept(const Subject& subject, const conformance::Case& c) {
+    conformance::Prepared prepared(c, subject.device);
+    Finding f = result_of(subject, c, prepared);
+    if (f.outcome == Outcome::kPass && subject.device.is_host()) {
+      const Finding guarded = guard_of(subject, c, prepared);
+      if (guarded.outcome == Outcome::kFail) f = guarded;
+    }
+    f.check = "sweep";
+    report(subject, std::move(f));
+  }
+
+  void device(const json& order) {
+    Subject subject;
+    subject.device_name = order.at("device_section");
+    subject.device = te_fl::parse_device(subject.device_name).value();
+    const int from = order.at("from");
+    int step = -1;
+    std::string failed;  // a step of the memory
+    for (const DeviceStep& s : device_steps()) {
+      if (++step < from || !is_chosen_device_step(options_, s.name)) continue;
+      begin(step, step + 1, subject, "device", s.name);
+      Finding f =
+          s.order && !failed.empty() ? not_tried(s, failed) : device_step(s, subject.device);
+      if (!s.order && f.outcome == Outcome::kFail) failed = s.name;
+      report(subject, std::move(f));
+    }
+  }
+
+  static Finding not_tried(const DeviceStep& step, const std::string& failed) {
     Finding f;
-    try {
-      prepared.emplace(c, subject.device);
-    } catch (const std::exception& e) {
-      f.check = "result", f.name = c.name, f.outcome = Outcome::kFail;
-      f.message = std::string("the case cannot be built: ") + e.what();
-      return report(subject, std::move(f));
+    f.check = "device", f.name = step.name, f.outcome = Outcome::kUnsupported;
+    f.message = "not tried: " + failed + " failed, without which nothing can be seen";
+    return f;
+  }
+
+  static Finding device_step(const DeviceStep& step, const Device& device) {
+    const auto start = std::chrono::steady_clock::now();
+    const Status status = step.run(device);
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    Finding f;
+    f.check = "device", f.name = step.name, f.milliseconds = took.count();
+    if (!status.ok()) {
+      const bool lacks = status.code() == te_fl::StatusCode::kUnsupported;
+      f.outcome = lacks ? Outcome::kUnsupported : Outcome::kFail;
+      f.message = status.message();
     }
-    if (from <= step) {
-      f = result_of(subject, c, *prepared);
-      const bool passed = f.outcome == Outcome::kPass;
-      report(subject, f);
-      if (!passed) return;
-    }
-    if (from <= step + 1 && (subject.flags & TE_FL_OP_DETERMINISTIC) != 0) {
-      begin(step + 1, step + 2, subject, "determinism", c.name);
-      report(subject, determinism_of(subject, c, *prepared));
-    }
-    if (from <= step + 2 && !subject.device.is_host()) {
-      begin(step + 2, step + 3, subject, "stream", c.name);
-      if (auto found = stream_of(subject, c, *prepared)) report(subject, std::move(*found));
-    }
+    return f;
   }
 
   void begin(int step, int resume, const Subject& subject, const std::string& check,
@@ -256,7 +316,7 @@ class Worker {
     for (const json& t : order.at("lifecycle")) {
       Subject subject;
       subject.op = t.at("op"), subject.impl = t.at("impl"), subject.device_name = t.at("device");
-      work.emplace_back(subject, cases_of(subject.op));
+      work.emplace_back(subject, chosen_cases(options_, table_, subject.op));
     }
     say({{"begin", 0}, {"resume", -1}, {"check", "lifecycle"}, {"op", ""}, {"case", ""}});
     for (const Finding& f : structs_of(plugin_)) say({{"result", f}});
@@ -270,6 +330,38 @@ class Worker {
 };
 
 }  // namespace
+
+std::string note_code_of(const te_fl::plugins::PluginInfo& plugin) {
+  const void* code = nullptr;
+  for (const auto& impl : te_fl::OpRegistry::instance().snapshot()) {
+    const std::string entry = impl.op + ": " + impl.impl_id;
+    if (std::find(plugin.ops.begin(), plugin.ops.end(), entry) != plugin.ops.end())
+      code = reinterpret_cast<const void*>(impl.desc.run);
+  }
+  for (const std::string& name : plugin.devices) {
+    const auto device = te_fl::parse_device(name);
+    const auto desc = device.ok() ? te_fl::devices::find(*device) : device.status();
+    if (code == nullptr && desc.ok()) code = reinterpret_cast<const void*>((*desc)->api->allocate);
+  }
+  g_code_end = 0;
+  Dl_info info{};
+  if (code == nullptr || dladdr(code, &info) == 0) return {};
+  const auto note = [](dl_phdr_info* library, size_t, void* address) {
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    uintptr_t begin = UINTPTR_MAX, end = 0;
+    for (int i = 0; i < library->dlpi_phnum; ++i) {
+      const auto& header = library->dlpi_phdr[i];
+      if (header.p_type != PT_LOAD) continue;
+      begin = std::min<uintptr_t>(begin, library->dlpi_addr + header.p_vaddr);
+      end = std::max<uintptr_t>(end, library->dlpi_addr + header.p_vaddr + header.p_memsz);
+    }
+    if (at < begin || at >= end) return 0;
+    g_code_base = library->dlpi_addr, g_code_begin = begin, g_code_end = end;
+    return 1;
+  };
+  dl_iterate_phdr(note, const_cast<void*>(code));
+  return info.dli_fname;
+}
 
 void beat() {
   static std::atomic<int64_t> last{0};

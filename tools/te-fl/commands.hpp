@@ -4,14 +4,19 @@
 #include <string>
 #include <vector>
 
+namespace CLI {
+class App;
+}
+
 namespace te_fl_tool {
 
 // What scripts can rely on; listed in --help.
 enum ExitCode {
   kSuccess = 0,
   kProblem = 1,      // the command ran and found a problem: doctor's findings, an invalid policy
-  kUsage = 2,        // misspelt command, option or value
+  kUsage = 2,        // misspelt command, option or value; a file that is named and cannot be read
   kNoCandidate = 3,  // explain, bench: no implementation would serve the call
+  kIncomplete = 4,   // check: nothing failed, but not everything was checked: no certificate
 };
 
 struct ExplainOptions {
@@ -63,6 +68,7 @@ struct CheckOptions {
 struct NewBackendOptions {
   std::string name;
   std::string folder;
+  bool device = false;  // a device with memory of its own
 };
 
 int check_plugin(const CheckOptions& options);
@@ -81,9 +87,16 @@ struct TuneOptions {
   double seconds = 0.1;            // per call and implementation
 };
 
+struct QuarantineOptions {
+  bool clear = false;    // else: list
+  std::string op, impl;  // clear: only these; empty: any
+  bool all = false;      // clear: without op and impl
+  bool json = false;
+};
+
 int info(bool json);
 int fingerprint(bool json);
-int fingerprint_diff(const std::string& a, const std::string& b);
+int fingerprint_diff(const std::string& a, const std::string& b, bool json);
 int ops(const OpsOptions& options);
 int explain(const ExplainOptions& options);
 int env(const EnvOptions& options);
@@ -92,5 +105,13 @@ int bench(const BenchOptions& options);
 int replay(const ReplayOptions& options);
 int tune(const TuneOptions& options);
 int completion(const std::string& shell);
+// What the last of the words after "te-fl" may become, for the shells' scripts.
+int complete(CLI::App& app, std::vector<std::string> words);
+int quarantine(const QuarantineOptions& options);
+
+// TE_FL_TRACE and TE_FL_VERIFY are meant for the user's program, which they watch: a command that
+// obeyed them would replace the trace that it is to read, and check the calls that it times. Called
+// before a command runs its first op.
+void leave_watching_to_programs();
 
 }  // namespace te_fl_tool

@@ -73,6 +73,10 @@ void check_environment(Report& report) {
                "every call fails with this message", "correct the variable it names");
     return;
   }
+  if (const te_fl::Status watching = te_fl::watch_status(); !watching.ok()) {
+    report.add(Level::kProblem, "watching: " + watching.to_string(),
+               "every call fails with this message", "correct the variable it names, or unset it");
+  }
   int set = 0;
   for (const auto& v : te_fl::environment::table()) set += v.origin != "default";
   report.add(Level::kGood, "environment: " + std::to_string(set) +
@@ -95,6 +99,14 @@ void check_surroundings(Report& report, const std::string& plugin) {
   }
 }
 
+// Asked for by a name that nothing has. A name with dots is one that a Python program imports, and
+// TE_FL_SKIP_CUDA leaves a plugin out on purpose.
+bool is_missed(const te_fl::plugins::PluginInfo& p) {
+  return p.origin == "TE_FL_PLUGIN_MODULES" && p.path.empty() &&
+         p.name.find('.') == std::string::npos &&
+         p.reason.find("TE_FL_SKIP_CUDA") == std::string::npos;
+}
+
 void check_plugins(Report& report) {
   for (const auto& p : te_fl::plugins::list()) {
     const std::string name = "plugin " + (p.name.empty() ? p.path : p.name);
@@ -109,7 +121,7 @@ void check_plugins(Report& report) {
     } else {
       const bool failed =
           p.state == te_fl::plugins::State::kFailed || p.state == te_fl::plugins::State::kAbandoned;
-      report.add(failed ? Level::kProblem : Level::kNote,
+      report.add(failed || is_missed(p) ? Level::kProblem : Level::kNote,
                  name + ": " + state + " (" + p.origin + "): " + p.reason,
                  failed ? "its ops and devices; other implementations serve" : "");
     }
@@ -230,6 +242,7 @@ int doctor(bool as_json) {
   te_fl::OpManager::instance();
   Report report;
   check_environment(report);
+  leave_watching_to_programs();
   check_plugins(report);
   check_search_path(report);
   check_hardware(report);

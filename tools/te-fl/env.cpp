@@ -14,6 +14,7 @@ int env(const EnvOptions& options) {
     std::printf("%s", te_fl::environment::markdown().c_str());
     return kSuccess;
   }
+  te_fl::OpManager::instance();  // plugins declare their settings
   const te_fl::Status status = te_fl::environment::status();
   const auto table = te_fl::environment::table();
   if (options.json) {
@@ -25,6 +26,8 @@ int env(const EnvOptions& options) {
                      {"default", v.default_value},
                      {"value", v.value},
                      {"origin", v.origin},
+                     {"plugin", v.plugin},
+                     {"active", v.active},
                      {"effect", v.doc}});
     }
     std::printf("%s\n", out.dump(2).c_str());
@@ -33,7 +36,8 @@ int env(const EnvOptions& options) {
     for (const auto& v : table) {
       const bool set = v.origin != "default";
       const std::string value = v.value.empty() ? "(unset)" : v.value;
-      out.add({v.name, set ? paint(Color::kGreen, value) : value, v.origin, v.doc});
+      const std::string of = v.active ? "" : "plugin " + v.plugin + " is not active: ";
+      out.add({v.name, set ? paint(Color::kGreen, value) : value, v.origin, of + v.doc});
     }
     out.print();
   }
@@ -43,7 +47,6 @@ int env(const EnvOptions& options) {
   }
   // The variables may be well-formed one by one and the policy they make still be wrong (an op that
   // does not exist).
-  te_fl::OpManager::instance();
   if (const auto policy = te_fl::current_policy(); !policy.ok()) {
     complain(policy.status().to_string());
     return kProblem;

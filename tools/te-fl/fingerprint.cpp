@@ -41,7 +41,7 @@ int fingerprint(bool as_json) {
   return kSuccess;
 }
 
-int fingerprint_diff(const std::string& a, const std::string& b) {
+int fingerprint_diff(const std::string& a, const std::string& b, bool as_json) {
   const auto first = read(a), second = read(b);
   for (const auto* r : {&first, &second}) {
     if (r->ok()) continue;
@@ -49,6 +49,11 @@ int fingerprint_diff(const std::string& a, const std::string& b) {
     return kUsage;
   }
   const auto differences = te_fl::fingerprint_difference(*first, *second);
+  if (as_json) {
+    const nlohmann::json out = {{"same", differences.empty()}, {"differences", differences}};
+    std::printf("%s\n", out.dump(2).c_str());
+    return differences.empty() ? kSuccess : kProblem;
+  }
   for (const std::string& d : differences) std::printf("%s\n", d.c_str());
   if (differences.empty()) std::printf("the two are the same\n");
   return differences.empty() ? kSuccess : kProblem;

@@ -10,30 +10,73 @@ namespace {
 
 using namespace te_fl_tool;
 
-const char* const kFooter =
-    "Examples:\n"
-    "  te-fl info                                   devices and plugins\n"
-    "  te-fl explain gelu --dtype bf16              who would serve gelu on BF16, and why not the "
-    "others\n"
-    "  te-fl explain generic_gemm --dtype f8e4m3,f32 --scaling tensor --set "
-    "TE_FL_PREFER=reference\n"
-    "  te-fl ops norm --json                        the implementations of ops with 'norm' in "
-    "their name\n"
-    "  te-fl env                                    every TE_FL_* variable, its value and where it "
-    "came from\n"
-    "  te-fl doctor                                 what is missing and what to install\n"
-    "  te-fl bench gelu --dtype bf16 --impl all      how long it takes, and how far from the "
-    "floor\n"
-    "  te-fl check ./libacme.so --html acme.html     certifies a plugin\n"
-    "  te-fl new-backend acme ./acme                a plugin project to start from\n"
-    "  te-fl replay te_fl_cases/NAME.call --impl reference.ref    a call that TE_FL_VERIFY saved, "
-    "on "
-    "another implementation\n"
-    "  te-fl tune run.json --out policy.json        the fastest for each call of a TE_FL_TRACE\n"
-    "  source <(te-fl completion bash)              completion of this shell\n"
-    "\n"
-    "Exit codes: 0 success, 1 a problem was found, 2 usage error, 3 no implementation would serve "
-    "the call.";
+const char* const kExitCodes =
+    "Exit codes: 0 success, 1 a problem was found, 2 usage error (also a file that cannot be "
+    "read), "
+    "3 no implementation would serve the call,\n4 check: nothing failed, but not everything was "
+    "checked, which is no certificate.";
+
+// What --help of a command shows below its options.
+struct Examples {
+  const char* command;
+  std::vector<std::pair<const char*, const char*>> lines;
+};
+const std::vector<Examples>& examples() {
+  static const std::vector<Examples> all = {
+      {"info",
+       {{"te-fl info", "devices and plugins"},
+        {"te-fl info --fingerprint > rank0", "what must be alike on every rank"}}},
+      {"fingerprint", {{"te-fl fingerprint diff rank0 rank1", "what two ranks differ in"}}},
+      {"ops",
+       {{"te-fl ops norm", "who implements the ops with 'norm' in their name"},
+        {"te-fl ops --json", "all, for a program"}}},
+      {"explain",
+       {{"te-fl explain gelu --dtype bf16", "who would serve gelu on BF16, and why not the others"},
+        {"te-fl explain generic_gemm --dtype f8e4m3,f32 --scaling tensor", "an FP8 product"},
+        {"te-fl explain gelu --set TE_FL_PREFER=reference", "under another policy"}}},
+      {"env", {{"te-fl env", "every TE_FL_* variable, its value and where it came from"}}},
+      {"doctor", {{"te-fl doctor", "what is missing and what to install"}}},
+      {"bench",
+       {{"te-fl bench gelu --dtype bf16 --impl all", "how long, and how far from the floor"},
+        {"te-fl bench --list", "the cases and their extents"}}},
+      {"check", {{"te-fl check ./libacme.so --html acme.html", "certifies a plugin"}}},
+      {"new-backend",
+       {{"te-fl new-backend acme ./acme", "a plugin project to start from"},
+        {"te-fl new-backend acme ./acme --device", "one with a device of its own"}}},
+      {"replay",
+       {{"te-fl replay te_fl_cases/NAME.call", "a call that TE_FL_VERIFY saved"},
+        {"te-fl replay te_fl_cases/NAME.call --impl reference.host", "on another implementation"}}},
+      {"tune",
+       {{"te-fl tune run.json --out policy.json", "the fastest for each call of a TE_FL_TRACE"}}},
+      {"quarantine",
+       {{"te-fl quarantine list", "what TE_FL_VERIFY_ACTION=quarantine found"},
+        {"te-fl quarantine clear gelu --impl vendor.acme", "lets it serve again"}}},
+      {"completion", {{"source <(te-fl completion bash)", "completion of this shell"}}},
+  };
+  return all;
+}
+
+std::string footer(const std::vector<std::pair<const char*, const char*>>& lines) {
+  std::string text = "Examples:\n";
+  for (const auto& [line, what] : lines) {
+    std::string shown = std::string("  ") + line;
+    shown.resize(std::max<size_t>(shown.size() + 2, 56), ' ');
+    text += shown + what + "\n";
+  }
+  return text + "\n" + kExitCodes;
+}
+
+// One example of each command for te-fl itself, all of a command's own for the command.
+void add_examples(CLI::App& app) {
+  std::vector<std::pair<const char*, const char*>> first;
+  for (const Examples& e : examples()) {
+    first.push_back(e.lines.front());
+    CLI::App* command = app.get_subcommand(e.command);
+    command->footer(footer(e.lines));
+    for (CLI::App* sub : command->get_subcommands({})) sub->footer(footer(e.lines));
+  }
+  app.footer(footer(first) + "\n`te-fl COMMAND --help` has the options and examples of a command.");
+}
 
 // A misspelt subcommand: CLI11 only says that it was not expected.
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
@@ -52,10 +95,19 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, cha
 
 }  // namespace
 
+namespace te_fl_tool {
+
+void leave_watching_to_programs() {
+  // The empty value is valid for both.
+  static_cast<void>(te_fl::environment::set("TE_FL_TRACE", ""));
+  static_cast<void>(te_fl::environment::set("TE_FL_VERIFY", ""));
+}
+
+}  // namespace te_fl_tool
+
 int main(int argc, char** argv) {
   CLI::App app{"Looks into the te-fl runtime: what is there, what would run, and why.", "te-fl"};
   app.set_version_flag("--version", std::string("te-fl ") + TE_FL_VERSION);
-  app.footer(kFooter);
   app.require_subcommand(1);
   int exit_code = kSuccess;
   bool json = false;
@@ -74,7 +126,8 @@ int main(int argc, char** argv) {
   auto* diff_command = fingerprint_command->add_subcommand("diff", "What two tables differ in");
   diff_command->add_option("a", first_table, "file of the first rank")->required();
   diff_command->add_option("b", second_table, "file of the second rank")->required();
-  diff_command->callback([&] { exit_code = fingerprint_diff(first_table, second_table); });
+  diff_command->add_flag("--json", json, "machine-readable");
+  diff_command->callback([&] { exit_code = fingerprint_diff(first_table, second_table, json); });
 
   OpsOptions ops_options;
   auto* ops_command = app.add_subcommand("ops", "The matrix of ops and their implementations");
@@ -140,7 +193,8 @@ int main(int argc, char** argv) {
 
   CheckOptions check_options;
   auto* check_command = app.add_subcommand(
-      "check", "Certifies a plugin: its file, every op that it registers, and how it ends");
+      "check",
+      "Certifies a plugin: its file, its devices, every op that it registers, and how it ends");
   check_command->add_option("plugin", check_options.plugin, "path, or a name from the manifests");
   check_command->add_option("--builtin", check_options.builtin,
                             "a backend that is part of te-fl instead: cpu or reference");
@@ -153,7 +207,8 @@ int main(int argc, char** argv) {
   check_command->add_option("--case", check_options.name, "only cases whose name contains this");
   check_command->add_option("--seed", check_options.seed, "of the cases with drawn shapes")
       ->capture_default_str();
-  check_command->add_flag("--quick", check_options.quick, "a quarter of the table, and no speed");
+  check_command->add_flag("--quick", check_options.quick,
+                          "a quarter of the table, and no speed; no certificate");
   check_command
       ->add_option("--time-limit", check_options.time_limit, "seconds that one call may take")
       ->check(CLI::Range(0.1, 3600.0))
@@ -173,6 +228,8 @@ int main(int argc, char** argv) {
   new_command->add_option("name", new_options.name, "lower case: a letter, then letters, digits, _")
       ->required();
   new_command->add_option("folder", new_options.folder, "to be made")->required();
+  new_command->add_flag("--device", new_options.device,
+                        "with a device that has its own memory, instead of kernels for the host's");
   new_command->callback([&] { exit_code = new_backend(new_options); });
 
   ReplayOptions replay_options;
@@ -198,6 +255,22 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   tune_command->callback([&] { exit_code = tune(tune_options); });
 
+  QuarantineOptions quarantine_options;
+  auto* quarantine_command = app.add_subcommand(
+      "quarantine", "Implementations that TE_FL_VERIFY caught and that no longer serve a call");
+  quarantine_command->require_subcommand(1);
+  auto* list_command = quarantine_command->add_subcommand("list", "Those in force, and why");
+  list_command->add_flag("--json", quarantine_options.json, "machine-readable");
+  auto* clear_command = quarantine_command->add_subcommand("clear", "Lets them serve again");
+  clear_command->add_option("op", quarantine_options.op, "only those of this op");
+  clear_command->add_option("--impl", quarantine_options.impl, "only those of this implementation");
+  clear_command->add_flag("--all", quarantine_options.all, "every entry");
+  clear_command->add_flag("--json", quarantine_options.json, "machine-readable");
+  quarantine_command->callback([&] {
+    quarantine_options.clear = clear_command->parsed();
+    exit_code = quarantine(quarantine_options);
+  });
+
   std::string shell;
   auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");
   completion_command->add_option("shell", shell, "bash, zsh or fish")
@@ -205,6 +278,15 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"bash", "zsh", "fish"}));
   completion_command->callback([&] { exit_code = completion(shell); });
 
+  add_examples(app);
+
+  if (argc > 1 && argv[1] == std::string("__complete")) {
+    leave_watching_to_programs();
+    return complete(app, {argv + 2, argv + argc});
+  }
+  // Those that show the settings show them as they are; doctor looks at them first.
+  const std::string command = argc > 1 ? argv[1] : "";
+  if (command != "env" && command != "doctor") leave_watching_to_programs();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

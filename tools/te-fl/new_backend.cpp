@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <vector>
 
 #include "commands.hpp"
 #include "output.hpp"
@@ -32,23 +33,32 @@ std::string problem_of(const std::string& name) {
   return {};
 }
 
-std::string filled(std::string text, const std::string& name) {
+std::string filled(std::string text, const NewBackendOptions& options) {
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
-  const std::pair<const char*, std::string> values[] = {
-      {"@NAME@", name}, {"@ABI@", abi}, {"@VERSION@", TE_FL_VERSION}};
+  std::vector<std::pair<std::string, std::string>> values;
+  for (const Mark& m : project_marks(options.device)) values.emplace_back(m.mark, m.text);
+  values.insert(values.end(),
+                {{"@NAME@", options.name}, {"@ABI@", abi}, {"@VERSION@", TE_FL_VERSION}});
   for (const auto& [mark, value] : values)
     for (size_t at; (at = text.find(mark)) != std::string::npos;)
-      text.replace(at, std::string(mark).size(), value);
+      text.replace(at, mark.size(), value);
   return text;
 }
 
+std::vector<ProjectFile> files_of(const NewBackendOptions& options) {
+  std::vector<ProjectFile> files;
+  for (const ProjectFile& file : project_files())
+    if (options.device || !file.device_only) files.push_back(file);
+  return files;
+}
+
 // Throws fs::filesystem_error.
-void write_project(const fs::path& folder, const std::string& name) {
-  for (const ProjectFile& file : project_files()) {
-    const fs::path path = folder / filled(file.path, name);
+void write_project(const fs::path& folder, const NewBackendOptions& options) {
+  for (const ProjectFile& file : files_of(options)) {
+    const fs::path path = folder / filled(file.path, options);
     fs::create_directories(path.parent_path());
     std::ofstream out(path);
-    out << filled(file.text, name);
+    out << filled(file.text, options);
     out.close();
     if (!out)
       throw fs::filesystem_error("cannot write", path,
@@ -75,15 +85,15 @@ int new_backend(const NewBackendOptions& options) {
     return kUsage;
   }
   try {
-    write_project(folder, options.name);
+    write_project(folder, options);
   } catch (const fs::filesystem_error& e) {
     fs::remove_all(folder, ignored);
     complain("the project was not written: " + std::string(e.what()));
     return kProblem;
   }
   std::printf("wrote the backend '%s' to %s\n\n", options.name.c_str(), options.folder.c_str());
-  for (const ProjectFile& file : project_files())
-    std::printf("  %s\n", filled(file.path, options.name).c_str());
+  for (const ProjectFile& file : files_of(options))
+    std::printf("  %s\n", filled(file.path, options).c_str());
   std::printf("\nBuild and certify it:\n  cd %s && ./ci.sh\n", options.folder.c_str());
   return kSuccess;
 }

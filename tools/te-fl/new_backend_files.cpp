@@ -11,19 +11,21 @@ project(te_fl_@NAME@ VERSION 0.1.0 LANGUAGES CXX)
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
-set(CMAKE_CXX_STANDARD 20)
-set(CMAKE_CXX_STANDARD_REQUIRED ON)
 find_package(te_fl REQUIRED)
+# Unless another prefix is asked for, the plugin is installed beside te-fl, which finds it there by itself.
+if(CMAKE_INSTALL_PREFIX_INITIALIZED_TO_DEFAULT)
+  set(CMAKE_INSTALL_PREFIX ${te_fl_PREFIX} CACHE PATH "Where to install" FORCE)
+endif()
 
 # Hidden symbols, te_fl_plugin_query exported, a build id: what te-fl check asks of the file.
-te_fl_add_plugin(te_fl_@NAME@ src/plugin.cpp src/relu.cpp)
+te_fl_add_plugin(te_fl_@NAME@ @SOURCES@)
 target_compile_options(te_fl_@NAME@ PRIVATE -Wall -Wextra)
 target_compile_definitions(te_fl_@NAME@ PRIVATE BACKEND_VERSION="${PROJECT_VERSION}")
 configure_file(@NAME@.json.in @NAME@.json @ONLY)
 
-# An installed plugin is found by itself: its manifest lies where te-fl looks.
-install(TARGETS te_fl_@NAME@ LIBRARY DESTINATION ${te_fl_PLUGIN_DIR}/..)
-install(FILES ${CMAKE_CURRENT_BINARY_DIR}/@NAME@.json DESTINATION ${te_fl_PLUGIN_DIR})
+# Below another prefix than te-fl's, TE_FL_PLUGIN_PATH names the manifest's folder.
+install(TARGETS te_fl_@NAME@ LIBRARY DESTINATION ${te_fl_PLUGIN_SUBDIR}/..)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/@NAME@.json DESTINATION ${te_fl_PLUGIN_SUBDIR})
 
 enable_testing()
 find_program(TE_FL te-fl HINTS ${te_fl_DIR}/../../../bin ${te_fl_DIR}/../../../../bin REQUIRED)
@@ -37,7 +39,7 @@ constexpr const char* kManifest = R"raw({
   "library_path": "../libte_fl_@NAME@.so",
   "arch": "@CMAKE_SYSTEM_PROCESSOR@",
   "abi": "@ABI@",
-  "probe": {"always": true}
+  "probe": {"always": true}@LOAD_FOR@
 }
 )raw";
 
@@ -53,7 +55,7 @@ extern const te_fl_op_desc kRelu;
 }  // namespace @NAME@_backend
 )raw";
 
-constexpr const char* kRelu = R"raw(// relu: y = max(x, 0), on host memory.
+constexpr const char* kRelu = R"raw(// relu: y = max(x, 0), on @MEMORY@.
 #include "ops.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/numeric.hpp"
@@ -101,7 +103,7 @@ const te_fl_op_desc kRelu = {
     .flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK,
     .dtypes = TE_FL_BIT(TE_FL_F32) | TE_FL_BIT(TE_FL_BF16),
     .scalings = TE_FL_BIT(TE_FL_SCALING_NONE),
-    .device_types = uint64_t{1} << TE_FL_DEVICE_CPU,
+    .device_types = uint64_t{1} << @DEVICE_TYPE@,
     .run = b::run_thunk<te_fl_relu_args, run>,
     .supports = b::supports_thunk<te_fl_relu_args, check>,
 };
@@ -112,7 +114,7 @@ const te_fl_op_desc kRelu = {
 constexpr const char* kPlugin = R"raw(// What te-fl asks the plugin for. The rules (R1 ...) are at the top of te_fl/plugin.h.
 #include <memory>
 
-#include "ops.hpp"
+@INCLUDE_DEVICE@#include "ops.hpp"
 #include "te_fl/backend.hpp"
 
 namespace {
@@ -131,7 +133,7 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
                   [&] { *instance = std::make_unique<Instance>(Instance{host}).release(); });
 }
 
-te_fl_status ops(void*, uint32_t* count, const te_fl_op_desc* const** list,
+@DEVICES_FUNCTION@te_fl_status ops(void*, uint32_t* count, const te_fl_op_desc* const** list,
                  const te_fl_error_sink*) {
   *count = sizeof kOps / sizeof kOps[0];
   *list = kOps;
@@ -147,7 +149,7 @@ constexpr te_fl_plugin_api kApi = {
     .struct_size = sizeof(te_fl_plugin_api),
     .reserved = 0,
     .create = create,
-    .devices = nullptr,  // a chip with memory of its own: docs/adding-a-backend.md of te-fl
+    .devices = @DEVICES@
     .ops = ops,
     .quiesce = quiesce,
     .destroy = destroy,
@@ -177,7 +179,8 @@ extern "C" TE_FL_PLUGIN_EXPORT const te_fl_plugin_header* te_fl_plugin_query(
 
 constexpr const char* kCi = R"raw(#!/usr/bin/env bash
 # Builds the backend and certifies it. TE_FL_PREFIX: where te-fl is installed, if CMake does not find it by itself.
-# Leaves build/check.json, check.xml (JUnit) and check.html. Arguments go to te-fl check, such as --quick or --op relu.
+# Leaves build/check.json, check.xml (JUnit) and check.html. Arguments go to te-fl check, such as --quick or --op relu: with
+# them a part is checked, and the exit code is 4 if nothing failed, because that is no certificate.
 set -euo pipefail
 cd "$(dirname "$0")"
 cmake -S . -B build ${TE_FL_PREFIX:+-DCMAKE_PREFIX_PATH="$TE_FL_PREFIX"}
@@ -188,17 +191,17 @@ te_fl=$(sed -n 's/^TE_FL:FILEPATH=//p' build/CMakeCache.txt)
 
 constexpr const char* kReadme = R"raw(# The @NAME@ backend of te-fl
 
-A plugin for te-fl (plugin ABI @ABI@). It implements relu in F32 and BF16 on host memory, as a start.
+A plugin for te-fl (plugin ABI @ABI@). @WHAT@
 
     TE_FL_PREFIX=/where/te-fl/is ./ci.sh
 
 builds it and runs `te-fl check` on it: the file, every case of te-fl's conformance table for every op that it registers, drawn
-shapes, many threads, leaks, determinism, and the end of the plugin. build/check.html is the page to show. A failure is printed
-with the command that reproduces it.
+shapes, every row length, many threads, leaks, determinism, and the end of the plugin. build/check.html is the page to show. A
+failure is printed with the command that reproduces it. `./ci.sh --quick` takes a few seconds and is no certificate (exit code 4).
 
 | file | what |
 |---|---|
-| src/relu.cpp | a kernel and its descriptor; copy it for the next op |
+@DEVICE_ROW@| src/relu.cpp | a kernel and its descriptor; copy it for the next op |
 | src/ops.hpp | the list of descriptors |
 | src/plugin.cpp | what te-fl asks the plugin for |
 | @NAME@.json.in | the manifest by which an installed plugin is found |
@@ -208,20 +211,134 @@ The next op: copy src/relu.cpp, take the op's name, arguments and formula from t
 `te_fl/ops/*.h`), add the descriptor to src/ops.hpp and src/plugin.cpp and the file to CMakeLists.txt, and run ci.sh. What you do not
 support yet, refuse in check() with TE_FL_UNSUPPORTED: te-fl then takes another implementation.
 
-    TE_FL_PLUGIN_MODULES=$PWD/build/libte_fl_@NAME@.so te-fl explain relu --dtype bf16 --set TE_FL_PREFER=vendor
+    TE_FL_PLUGIN_MODULES=$PWD/build/libte_fl_@NAME@.so te-fl explain relu --dtype bf16 @EXPLAIN@
 
-`cmake --install build` puts the plugin where te-fl finds it by itself.
+`cmake --install build` puts the plugin beside te-fl, which finds it there by itself; with `--prefix P` it goes below P, and
+TE_FL_PLUGIN_PATH names the folder of its manifest (P/lib/te_fl/plugins.d).
+)raw";
+constexpr const char* kDeviceHeader = R"raw(// The device of this backend.
+#pragma once
+
+#include "te_fl/plugin.h"
+
+namespace @NAME@_backend {
+
+extern const te_fl_device_desc kDevice;
+
+}  // namespace @NAME@_backend
+)raw";
+
+constexpr const char* kDevice = R"raw(// The device: where its memory comes from and how bytes get there. This one's memory is the host's and its work
+// is done at once, so that the project runs anywhere; put your driver's calls in the place of each body.
+#include "device.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace @NAME@_backend {
+namespace {
+
+te_fl_status allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink* errors) {
+  *out = std::aligned_alloc(256, (std::max<size_t>(bytes, 1) + 255) / 256 * 256);
+  if (*out != nullptr) return TE_FL_OK;
+  errors->write(errors->host, "no memory");
+  return TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN;
+}
+te_fl_status release(void*, void* data, void*, const te_fl_error_sink*) {
+  std::free(data);
+  return TE_FL_OK;
+}
+// Ordered on the stream; the flags say which side is host memory (bit 0: dst, bit 1: src).
+te_fl_status copy(void*, void* dst, const void* src, size_t bytes, uint32_t, void*, const te_fl_error_sink*) {
+  std::memmove(dst, src, bytes);
+  return TE_FL_OK;
+}
+te_fl_status fill(void*, void* dst, uint8_t value, size_t bytes, void*, const te_fl_error_sink*) {
+  std::memset(dst, value, bytes);
+  return TE_FL_OK;
+}
+te_fl_status synchronize(void*, void*, const te_fl_error_sink*) { return TE_FL_OK; }
+te_fl_status properties(void*, te_fl_device_props* props, const te_fl_error_sink*) {
+  props->arch = 1;  // what you call the chip's generations, for min_arch of ops
+  props->compute_units = 1;
+  std::strcpy(props->name, "@NAME@");
+  return TE_FL_OK;
+}
+
+// What is NULL is absent (R4): streams, events, pinned memory and graphs come later, each by itself.
+constexpr te_fl_device_api kDeviceApi = {.struct_size = sizeof(te_fl_device_api), .allocate = allocate, .free = release,
+    .copy = copy, .fill = fill, .synchronize = synchronize, .properties = properties};
+
+}  // namespace
+
+// A chip that DLPack has no number for is kDLExtDev of its provider: "ext:@NAME@:0" (R18).
+const te_fl_device_desc kDevice = {.struct_size = sizeof(te_fl_device_desc), .device = {TE_FL_DEVICE_EXT, 0},
+    .provider = "@NAME@", .self = nullptr, .api = &kDeviceApi};
+
+}  // namespace @NAME@_backend
+)raw";
+
+constexpr const char* kDevicesFunction = R"raw(constexpr const te_fl_device_desc* kDevices[] = {&@NAME@_backend::kDevice};
+
+// What is here now: ask your driver, and list none if there is none.
+te_fl_status devices(void*, uint32_t* count, const te_fl_device_desc* const** list,
+                     const te_fl_error_sink*) {
+  *count = sizeof kDevices / sizeof kDevices[0];
+  *list = kDevices;
+  return TE_FL_OK;
+}
+
 )raw";
 // clang-format on
 
 constexpr ProjectFile kFiles[] = {
-    {"CMakeLists.txt", kCMake}, {"@NAME@.json.in", kManifest}, {"README.md", kReadme},
-    {"ci.sh", kCi, true},       {"src/ops.hpp", kOps},         {"src/plugin.cpp", kPlugin},
-    {"src/relu.cpp", kRelu},    {".gitignore", "build/\n"},
+    {"CMakeLists.txt", kCMake},
+    {"@NAME@.json.in", kManifest},
+    {"README.md", kReadme},
+    {"ci.sh", kCi, true},
+    {"src/ops.hpp", kOps},
+    {"src/plugin.cpp", kPlugin},
+    {"src/relu.cpp", kRelu},
+    {".gitignore", "build/\n"},
+    {"src/device.hpp", kDeviceHeader, false, true},
+    {"src/device.cpp", kDevice, false, true},
+};
+
+constexpr Mark kHostMarks[] = {
+    {"@SOURCES@", "src/plugin.cpp src/relu.cpp"},
+    {"@LOAD_FOR@", ""},
+    {"@MEMORY@", "host memory"},
+    {"@DEVICE_TYPE@", "TE_FL_DEVICE_CPU"},
+    {"@INCLUDE_DEVICE@", ""},
+    {"@DEVICES_FUNCTION@", ""},
+    {"@DEVICES@", "nullptr,  // te-fl new-backend --device writes a project that has one"},
+    {"@WHAT@", "It implements relu in F32 and BF16 on host memory, as a start."},
+    {"@DEVICE_ROW@", ""},
+    {"@EXPLAIN@", "--set TE_FL_PREFER=vendor"},
+};
+constexpr Mark kDeviceMarks[] = {
+    {"@SOURCES@", "src/plugin.cpp src/relu.cpp src/device.cpp"},
+    {"@LOAD_FOR@", ",\n  \"load_for\": [\"ext:@NAME@\"]"},
+    {"@MEMORY@", "the device's memory"},
+    {"@DEVICE_TYPE@", "TE_FL_DEVICE_EXT"},
+    {"@INCLUDE_DEVICE@", "#include \"device.hpp\"\n"},
+    {"@DEVICES_FUNCTION@", kDevicesFunction},
+    {"@DEVICES@", "devices,"},
+    {"@WHAT@",
+     "It provides the device ext:@NAME@:0 and implements relu there in F32 and BF16, as a start; "
+     "what "
+     "else is called on its\ntensors is served by the host on copies."},
+    {"@DEVICE_ROW@", "| src/device.cpp | the device: memory, copies, properties |\n"},
+    {"@EXPLAIN@", "--device ext:@NAME@:0"},
 };
 
 }  // namespace
 
 std::span<const ProjectFile> project_files() { return kFiles; }
+std::span<const Mark> project_marks(bool device) {
+  if (device) return kDeviceMarks;
+  return kHostMarks;
+}
 
 }  // namespace te_fl_tool

@@ -18,14 +18,28 @@ void print(const char* against, const std::vector<std::string>& differences, int
   for (const std::string& d : differences) std::printf("  %s\n", d.c_str());
 }
 
+// A file that is no saved call and a misspelt --impl or --device are the user's to correct; else
+// the call itself failed.
+int failed(const ReplayOptions& options, const te_fl::Status& status) {
+  using te_fl::StatusCode;
+  complain(status.to_string());
+  if (options.json) {
+    const nlohmann::json out = {
+        {"file", options.file},
+        {"error", {{"code", te_fl::to_string(status.code())}, {"message", status.to_string()}}}};
+    std::printf("%s\n", out.dump(2).c_str());
+  }
+  const bool usage = status.code() == StatusCode::kNotFound ||
+                     status.code() == StatusCode::kDataLoss ||
+                     status.code() == StatusCode::kInvalidArgument;
+  return usage ? kUsage : kProblem;
+}
+
 }  // namespace
 
 int replay(const ReplayOptions& options) {
   const auto r = te_fl::replay(options.file, options.impl, options.device);
-  if (!r.ok()) {
-    complain(r.status().to_string());
-    return kProblem;
-  }
+  if (!r.ok()) return failed(options, r.status());
   if (options.json) {
     const nlohmann::json out = {{"op", r->op},
                                 {"impl_id", r->impl_id},

@@ -7,7 +7,7 @@
 
 namespace te_fl::backend {
 
-// Half-open range of keys.
+// Half-open range of keys, or of queries.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end = 0;
@@ -36,6 +36,18 @@ struct MaskRule {
     if (window_right >= 0 && centre + window_right + 1 < r.end) r.end = centre + window_right + 1;
     if (causal && centre + 1 < r.end) r.end = centre + 1;
     if (r.end < r.begin) r.end = r.begin;
+    return r;
+  }
+  // Queries that see key j, the same rule from the other side; empty for j >= kv_len.
+  constexpr KeyRange queries(int64_t j, int64_t q_len, int64_t kv_len) const noexcept {
+    if (j >= kv_len) return {};
+    const int64_t centre = j - diagonal(q_len, kv_len);
+    KeyRange r{0, q_len};
+    if (causal && centre > r.begin) r.begin = centre;
+    if (window_right >= 0 && centre - window_right > r.begin) r.begin = centre - window_right;
+    if (window_left >= 0 && centre + window_left + 1 < r.end) r.end = centre + window_left + 1;
+    if (r.end < 0) r.end = 0;
+    if (r.end < r.begin) r.begin = r.end;
     return r;
   }
   constexpr bool masked(int64_t i, int64_t j, int64_t q_len, int64_t kv_len) const noexcept {

@@ -82,12 +82,12 @@ class TE_FL_API DotProductAttention : public Module {
   static Result<std::unique_ptr<DotProductAttention>> create(
       const DotProductAttentionOptions& options);
   ~DotProductAttention() override;
-  // ctx null: inference, no dropout.
+  // ctx null: inference, no dropout; FP8 needs scales as in Linear.
   Result<Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, Ctx* ctx,
                          const AttentionInputs& inputs = {});
-  // `into`: where to write dq, dk and dv instead of new tensors; strided views of q's, k's and v's
-  // shape in the activation dtype. FP8 attention also writes to quantised views
-  // and takes a quantised d_o.
+  // Each gradient has its input's dtype. `into`: where to write dq, dk and dv instead of new
+  // tensors; strided views of q's, k's and v's shape, in any high-precision dtype. FP8 attention
+  // also writes to quantised views and takes a quantised d_o.
   Result<Gradients> backward(const Tensor& d_o, Ctx& ctx, const Gradients* into = nullptr);
 
  private:

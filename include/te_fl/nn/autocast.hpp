@@ -17,10 +17,10 @@ struct AutocastOptions {
   bool calibrating = false;
 };
 
-// Module forwards on this thread use FP8 by `recipe` until the scope ends. Scopes nest, the
-// innermost counts; destroy in reverse order. When the outermost ends, the scales of the forward
-// tensors used inside it are updated (delayed scaling). Backward calls need no scope: they follow
-// their forward.
+// Module forwards on this thread use FP8 by `recipe` until the scope ends, on whatever thread that
+// is. Scopes nest, the innermost that has not ended counts. When the outermost ends, the scales of
+// the forward tensors used inside it are updated (delayed scaling). Backward calls need no scope:
+// they follow their forward.
 //   { nn::autocast fp8(true, nn::DelayedScaling{}); y = layer->forward(x, &ctx); }
 //   layer->backward(dy, ctx);  nn::backward_end();
 // An invalid recipe makes every forward inside the scope fail with its message.
@@ -48,9 +48,12 @@ TE_FL_API bool fp8_calibrating();
 // The innermost scope's recipe, whether enabled or not; nullopt outside.
 TE_FL_API std::optional<Recipe> current_recipe();
 
-// Updates the scales of the gradients that backwards on this context quantised since the last call
-// (delayed scaling; otherwise there is nothing to do). Call it when a step's backward is complete:
-// once per microbatch or once per optimizer step.
+// Updates the scales of the gradients that the backwards of this thread's forwards quantised since
+// the last call (delayed scaling; otherwise there is nothing to do), on whatever thread and under
+// whatever Context they ran. Call it when a step's backward is complete: once per microbatch or
+// once per optimizer step. A step whose backward nobody ended is ended by Optimizer::step(), or
+// else, with another optimizer, by the first backward after its gradients were cleared. Returns an
+// error that an autocast's end could not return, if there is one.
 TE_FL_API Status backward_end();
 
 }  // namespace te_fl::nn

@@ -11,7 +11,8 @@
 namespace te_fl::nn {
 
 namespace detail {
-struct StepState;
+class GradientUpdates;
+struct RandomState;
 struct AutocastFrame;
 }  // namespace detail
 
@@ -25,10 +26,10 @@ struct RandomPosition {
   friend bool operator==(const RandomPosition&, const RandomPosition&) = default;
 };
 
-// What module calls on a thread run with: the stream for their ops, the random stream, and the FP8
-// bookkeeping of the step in progress (which scales wait for their update). A handle: copies share
-// the state. Every thread starts with a context of its own (default stream, seed 0); ContextScope
-// replaces it for a while.
+// What module calls on a thread run with: the stream for their ops and the random stream. A handle:
+// copies share the random state. Every thread starts with a context of its own (default stream,
+// seed 0); ContextScope replaces it for a while. FP8 bookkeeping is no part of it: a module may run
+// its dropout in a Context of its own, and backward_end() still finds every gradient scale.
 class TE_FL_API Context {
  public:
   explicit Context(uint64_t seed = 0, void* stream = nullptr);
@@ -36,15 +37,15 @@ class TE_FL_API Context {
   static Context current();
 
   void* stream() const noexcept { return stream_; }
-  // A context on another stream that shares the random and FP8 state.
+  // A context on another stream that shares the random state.
   Context with_stream(void* stream) const;
   RandomPosition random() const;
   void set_random(RandomPosition position);
-  detail::StepState& state() const noexcept { return *state_; }
+  detail::RandomState& state() const noexcept { return *state_; }
 
  private:
   void* stream_ = nullptr;
-  std::shared_ptr<detail::StepState> state_;
+  std::shared_ptr<detail::RandomState> state_;
 };
 
 // Makes `context` the calling thread's until destroyed, and its stream the thread's current one:
@@ -63,7 +64,8 @@ class TE_FL_API ContextScope {
 };
 
 // Everything scoped that a thread's module calls depend on: the policy scope, the context (stream,
-// random state, pending FP8 updates) and the autocast scope. Captured on one thread, entered on
+// random state), the autocast scope and the thread's FP8 bookkeeping (which gradient scales wait
+// for their update). Captured on one thread, entered on
 // another, e.g. by a framework's backward threads:
 //   auto captured = nn::CapturedContext::capture();
 //   std::thread([captured] { auto scope = captured.enter(); layer.backward(...); });
@@ -94,6 +96,7 @@ class TE_FL_API CapturedContext {
   CapturedPolicy policy_;
   Context context_;
   std::shared_ptr<detail::AutocastFrame> autocast_;
+  std::shared_ptr<detail::GradientUpdates> updates_;
 };
 
 }  // namespace te_fl::nn

@@ -17,7 +17,8 @@ struct EmbeddingOptions {
 };
 
 // y[i] = weight[indices[i]]. indices I32 or I64 [...] -> [..., hidden]. Parameter: weight [V,
-// hidden].
+// hidden]. Indices outside [0, V) are INVALID_ARGUMENT: at once on the host and under
+// TE_FL_VALIDATE, on a device of the next wait for the stream.
 class TE_FL_API Embedding : public Module {
  public:
   static Result<std::unique_ptr<Embedding>> create(const EmbeddingOptions& options);

@@ -43,7 +43,7 @@ class TE_FL_API GraphedStep {
   // Returns the tensors that run() is to return, e.g. losses.
   using Step = std::function<Result<std::vector<Tensor>>()>;
 
-  // Random numbers and FP8 bookkeeping are those of the calling thread's context. Errors: a device
+  // Random numbers are those of the calling thread's context. Errors: a device
   // that cannot capture, inputs elsewhere, an optimizer that is not capturable, fewer than 2
   // warm-up runs.
   static Result<std::unique_ptr<GraphedStep>> create(const Device& device, Step step,

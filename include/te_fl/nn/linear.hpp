@@ -16,7 +16,7 @@ struct LinearOptions {
   int64_t out_features = 0;
   bool bias = true;
   DType param_dtype = DType::kF32;
-  DType activation_dtype = DType::kF32;  // of the output and of the input's gradient
+  DType activation_dtype = DType::kF32;  // of the output
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;  // weight ~ N(0, init_std^2), bias 0
@@ -33,14 +33,16 @@ class TE_FL_API Linear : public Module {
   static Result<std::unique_ptr<Linear>> create(const LinearOptions& options);
   ~Linear() override;
   // ctx null: nothing is kept, no backward follows, and delayed-scaling state is read but not
-  // updated.
+  // changed, whatever the recipe's history length; FAILED_PRECONDITION if there is none yet, or its
+  // scales are still the initial 1 (no autocast has ended since amaxes were first collected).
   // residual (the output's shape): added to the output; its gradient is dy itself.
   // Under delayed scaling x and dy may be row-wise codes scaled by tensor; training fills their
   // column-wise copy, for which they bring the room. `into`: a compact tensor of the result's shape
   // to write to, which may be codes.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
-  // dy [..., out] -> dx [..., in]; adds to the parameters' gradients.
+  // dy [..., out] -> dx [..., in] in x's dtype (the activation dtype if x was codes); adds to the
+  // parameters' gradients.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* into = nullptr);
 
  private:
@@ -69,7 +71,7 @@ class TE_FL_API LayerNormLinear : public Module {
  public:
   static Result<std::unique_ptr<LayerNormLinear>> create(const LayerNormLinearOptions& options);
   ~LayerNormLinear() override;
-  // dy may be codes, `into` is as in Linear.
+  // dy may be codes, `into` is as in Linear, and so is what ctx null means.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
                          const Tensor* into = nullptr);
   // residual_grad (x's shape): the gradient that reaches x past this module; added to dx.

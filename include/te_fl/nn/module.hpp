@@ -18,6 +18,7 @@ namespace te_fl::nn {
 
 namespace detail {
 class Fp8State;
+class GradientUpdates;
 class WeightCopy;
 }  // namespace detail
 
@@ -27,10 +28,14 @@ struct TE_FL_API Parameter {
   Tensor grad;   // same shape, F32 (or see Module::set_grad_dtype); zero until a backward writes it
   // False after zero_grad() or clear_grad(): the next backward overwrites grad instead of adding to
   // it. But a backward in a captured graph always adds unless the same capture cleared: the graph
-  // may be launched for any microbatch. For reading.
+  // may be launched for any microbatch (a gradient cleared outside is filled with zeros before
+  // GraphedStep launches it).
   bool grad_written = false;
-  // The next backward overwrites grad, whatever it holds. In a capture: that of every launch.
+  // The next backward overwrites grad, whatever it holds. In a capture: that of every launch. Until
+  // then an optimizer refuses the gradient as stale; zero_grad() makes it zero instead.
   Status clear_grad();
+  // True between clear_grad() and what writes grad. Who writes it without a backward sets false.
+  bool grad_stale = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
   // version are not reused.
@@ -38,6 +43,9 @@ struct TE_FL_API Parameter {
   // The module's FP8 copy of value, for an optimizer that writes it
   // (AdamOptions::write_fp8_weights)
   std::weak_ptr<detail::WeightCopy> fp8_copy;
+  // Where the last FP8 backward that wrote grad noted the scales that wait for their update, for
+  // the optimizer, which makes the updates that nobody made.
+  std::shared_ptr<detail::GradientUpdates> gradient_updates;
 };
 
 struct NamedParameter {
@@ -53,8 +61,9 @@ struct NamedTensor {
 };
 
 // What a forward keeps for its backward. Give each forward its own, as many at once as microbatches
-// are in flight. A backward consumes it; it may be reused for another forward then. Movable. Holds
-// activations alive.
+// are in flight. A backward consumes it, or reset() drops it; it may be reused for another forward
+// then. A forward given one that is not empty is FAILED_PRECONDITION: that microbatch's gradients
+// would be lost. Movable. Holds activations alive.
 class TE_FL_API Ctx {
  public:
   struct TE_FL_API Record {
@@ -67,9 +76,12 @@ class TE_FL_API Ctx {
   bool empty() const noexcept { return record_ == nullptr; }
   void reset() noexcept;
 
-  // For modules. take() returns the record that `owner` stored; FAILED_PRECONDITION if there is
-  // none: the forward was not given this ctx, it was already consumed, or another module filled it.
-  void store(const void* owner, std::unique_ptr<Record> record);
+  // For modules. check_empty() comes first in a forward, before it computes; store() last, and
+  // is FAILED_PRECONDITION as well unless empty. take() returns the record that `owner` stored;
+  // FAILED_PRECONDITION if there is none: the forward was not given this ctx, it was already
+  // consumed, or another module filled it.
+  Status check_empty(std::string_view module) const;
+  Status store(const void* owner, std::unique_ptr<Record> record);
   Result<std::unique_ptr<Record>> take(const void* owner, std::string_view module);
 
  private:
@@ -118,8 +130,10 @@ class TE_FL_API Module {
   // Copies tensors into parameters and FP8 state. First everything is checked, so an error changes
   // nothing: a missing parameter, a name that the module does not have, a wrong dtype or shape;
   // each error names `source`, the tensor, what it was and what it must be. FP8 state that
-  // `tensors` lacks is reset. Names in `tensors` for which `skip` answers true are left to the
-  // caller.
+  // `tensors` lacks is reset. Everything is copied into the memory that is there, so captured
+  // graphs go on with what was loaded; only an amax history of another length takes new memory,
+  // which is FAILED_PRECONDITION while a graph uses the old. Names in `tensors` for which `skip`
+  // answers true are left to the caller.
   Status load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                     const std::function<bool(std::string_view)>& skip = nullptr);
   // The checks of load_state() alone.

@@ -13,7 +13,7 @@ struct NormOptions {
   float epsilon = 1e-5f;
   bool zero_centered_gamma = false;  // the weight is stored minus 1 (and starts at 0)
   DType param_dtype = DType::kF32;
-  DType activation_dtype = DType::kF32;  // of the output and of the input's gradient
+  DType activation_dtype = DType::kF32;  // of the output
   Device device = {};
 };
 
@@ -28,8 +28,8 @@ class TE_FL_API Norm : public Module {
   ~Norm() override;
   // ctx null: nothing is kept, no backward follows.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx);
-  // dy [..., hidden] -> dx; adds to the parameters' gradients. residual_grad (dx's shape) is added
-  // to dx.
+  // dy [..., hidden] -> dx in x's dtype; adds to the parameters' gradients. residual_grad (dx's
+  // shape) is added to dx.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr);
 
  protected:

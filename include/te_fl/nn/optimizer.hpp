@@ -11,7 +11,8 @@
 namespace te_fl::nn {
 
 // Scales the gradients so that their global norm is at most max_norm, and returns the norm before.
-// Reads the norm on the host: a synchronisation point.
+// Reads the norm on the host: a synchronisation point. FAILED_PRECONDITION if one was cleared by
+// clear_grad() and not written since.
 TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters,
                                        float max_norm);
 
@@ -19,18 +20,22 @@ TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parame
 using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
 
 // Updates parameters from their F32 gradients through the multi_tensor ops. Parameters in BF16 or
-// F16 get F32 master weights. All state (F32) is allocated by create().
+// F16 get F32 master weights; where the parameter's version shows that somebody else wrote the
+// value (load_state()), the next step begins with the master copied from it. All state (F32) is
+// allocated by create(), to which no parameter may be given twice.
 class TE_FL_API Optimizer {
  public:
   virtual ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // One update. With max_grad_norm set, clips first: a synchronisation point, unless capturable.
-  // Gradients whose norm is not finite leave everything as it is, with FAILED_PRECONDITION; if
-  // capturable, on the device and without an error, and the step is counted all the same.
-  // While the stream is captured into a graph (capturable only, else FAILED_PRECONDITION) it counts
-  // nothing: advance() does, before each launch.
+  // One update. First makes the scale updates of the FP8 backwards that wrote the gradients, unless
+  // backward_end() has. FAILED_PRECONDITION, and nothing changes, if a gradient was cleared by
+  // clear_grad() and not written since. With max_grad_norm set, clips first: a synchronisation
+  // point, unless capturable. Gradients whose norm is not finite leave everything as it is, with
+  // FAILED_PRECONDITION; if capturable, on the device and without an error, and the step is counted
+  // all the same. While the stream is captured into a graph (capturable only, else
+  // FAILED_PRECONDITION) it counts nothing: advance() does, before each launch.
   Status step();
   // Counts a step that a graph is about to make, and writes step count and learning rate where the
   // graph reads them, on the thread's current stream. GraphedStep calls it. FAILED_PRECONDITION
@@ -48,8 +53,9 @@ class TE_FL_API Optimizer {
 
   // Tensors of the state by name ("optimizer.exp_avg.NAME", ...), sharing storage.
   virtual std::vector<NamedTensor> state() const = 0;
-  // For loading; `steps` goes with the state.
-  void set_steps(int64_t steps) noexcept { steps_ = steps; }
+  // For loading, after the state's tensors, and the parameters, were written: `steps` goes with
+  // them, and the master weights are taken for those of the present values.
+  void set_steps(int64_t steps) noexcept;
 
  protected:
   // What step() reads on the device instead of the host.
@@ -62,6 +68,8 @@ class TE_FL_API Optimizer {
 
   Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm);
   Status make_capturable();
+  // Copies the value of parameters_[index] to its master weight, if it has one.
+  virtual Status refresh_master(size_t index) = 0;
   const OnDevice* on_device() const noexcept { return device_.get(); }
   virtual Status update() = 0;
 
@@ -75,9 +83,11 @@ class TE_FL_API Optimizer {
  private:
   Status clip_on_device();
   Status write_state();
+  Status refresh_masters();
   Device home() const;
 
   std::unique_ptr<OnDevice> device_;
+  std::vector<uint64_t> versions_;  // of the parameters, that the master weights belong to
 };
 
 struct AdamOptions {
@@ -117,6 +127,7 @@ class TE_FL_API Adam : public Optimizer {
   struct Impl;
   Adam(std::vector<NamedParameter> parameters, const AdamOptions& options);
   Status update() override;
+  Status refresh_master(size_t index) override;
   Status update_some(bool decays, bool mastered, bool copied);
   std::unique_ptr<Impl> impl_;
 };
@@ -145,6 +156,7 @@ class TE_FL_API SGD : public Optimizer {
   struct Impl;
   SGD(std::vector<NamedParameter> parameters, const SGDOptions& options);
   Status update() override;
+  Status refresh_master(size_t index) override;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -8,29 +8,45 @@
 
 namespace te_fl::numeric {
 
+inline constexpr int kPhiloxRounds = 10;
+using PhiloxKey = std::array<std::uint32_t, 2>;
+using PhiloxWords = std::array<std::uint32_t, 4>;
+
+// One round; those that follow each other take keys that philox_next() leads to.
+constexpr PhiloxWords philox_round(const PhiloxWords& words, const PhiloxKey& key) {
+  const std::uint64_t product0 = std::uint64_t{0xD2511F53u} * words[0];
+  const std::uint64_t product1 = std::uint64_t{0xCD9E8D57u} * words[2];
+  return {static_cast<std::uint32_t>(product1 >> 32) ^ words[1] ^ key[0],
+          static_cast<std::uint32_t>(product1),
+          static_cast<std::uint32_t>(product0 >> 32) ^ words[3] ^ key[1],
+          static_cast<std::uint32_t>(product0)};
+}
+constexpr PhiloxKey philox_next(const PhiloxKey& key) {
+  return {key[0] + 0x9E3779B9u, key[1] + 0xBB67AE85u};
+}
+
 // One Philox 4x32-10 block: four 32-bit words for a 128-bit counter under a 64-bit key, least
 // significant word first.
-constexpr std::array<std::uint32_t, 4> philox4x32_10(std::array<std::uint32_t, 4> counter,
-                                                     std::array<std::uint32_t, 2> key) {
-  for (int round = 0; round < 10; ++round) {
-    const std::uint64_t product0 = std::uint64_t{0xD2511F53u} * counter[0];
-    const std::uint64_t product1 = std::uint64_t{0xCD9E8D57u} * counter[2];
-    counter = {static_cast<std::uint32_t>(product1 >> 32) ^ counter[1] ^ key[0],
-               static_cast<std::uint32_t>(product1),
-               static_cast<std::uint32_t>(product0 >> 32) ^ counter[3] ^ key[1],
-               static_cast<std::uint32_t>(product0)};
-    key[0] += 0x9E3779B9u;
-    key[1] += 0xBB67AE85u;
+constexpr PhiloxWords philox4x32_10(PhiloxWords counter, PhiloxKey key) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    counter = philox_round(counter, key);
+    key = philox_next(key);
   }
   return counter;
 }
 
-// The block at `counter` (= offset + i / 4 for element i, modulo 2^64): the key is the low and high
-// half of `seed`, the counter's low words hold `counter` and its high words 0.
-constexpr std::array<std::uint32_t, 4> philox4x32(std::uint64_t seed, std::uint64_t counter) {
-  return philox4x32_10(
-      {static_cast<std::uint32_t>(counter), static_cast<std::uint32_t>(counter >> 32), 0u, 0u},
-      {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)});
+// The key is the low and high half of a seed.
+constexpr PhiloxKey philox_key(std::uint64_t seed) {
+  return {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)};
+}
+// The low words hold `counter` and the high words 0.
+constexpr PhiloxWords philox_counter(std::uint64_t counter) {
+  return {static_cast<std::uint32_t>(counter), static_cast<std::uint32_t>(counter >> 32), 0u, 0u};
+}
+
+// The block at `counter` (= offset + i / 4 for element i, modulo 2^64) under `seed`.
+constexpr PhiloxWords philox4x32(std::uint64_t seed, std::uint64_t counter) {
+  return philox4x32_10(philox_counter(counter), philox_key(seed));
 }
 
 // The word of element i (row-major, logical index) of a tensor: word i mod 4 of block offset + i/4.

@@ -26,9 +26,12 @@ typedef struct te_fl_rope_rope_args {
   const te_fl_tensor* freqs TE_FL_INIT(NULL);
   /* input's shape. out; F32|F16|BF16; any shape; may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* [B], position of each sequence's first token. in, optional; I32; any shape */
+  /* [B], position of each sequence's first token, 0 or more; positions past the angles are an
+  error: at once on the host and under TE_FL_VALIDATE, else at the next wait for the stream, such
+  tokens being NaN. in, optional; I32; any shape */
   const te_fl_tensor* start_positions TE_FL_INIT(NULL);
-  /* [B+1], thd. in, optional; I32; any shape */
+  /* [B+1], thd; never decreasing, within the tokens, else an error as for start_positions. in,
+  optional; I32; any shape */
   const te_fl_tensor* cu_seqlens TE_FL_INIT(NULL);
   /* of input and output: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);

@@ -68,8 +68,8 @@ typedef struct te_fl_fill_args {
  */
 typedef struct te_fl_embedding_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_embedding_fwd_args));
-  /* row numbers; one outside [0, V) is an error and nothing is written. in; I32|I64; shape [...]
-  */
+  /* row numbers; one outside [0, V) is an error: at once on the host and under TE_FL_VALIDATE,
+  else at the next wait for the stream, its row being NaN. in; I32|I64; shape [...] */
   const te_fl_tensor* indices TE_FL_INIT(NULL);
   /* table. in; F32|F16|BF16; shape [V H] */
   const te_fl_tensor* weight TE_FL_INIT(NULL);
@@ -86,7 +86,8 @@ typedef struct te_fl_embedding_fwd_args {
  */
 typedef struct te_fl_embedding_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_embedding_bwd_args));
-  /* row numbers. in; I32|I64; shape [...] */
+  /* row numbers; one outside [0, V) is an error as in embedding_fwd, and is left out of the sums.
+  in; I32|I64; shape [...] */
   const te_fl_tensor* indices TE_FL_INIT(NULL);
   /* gradient of the rows. in; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* grad_output TE_FL_INIT(NULL);
@@ -108,7 +109,9 @@ typedef struct te_fl_cross_entropy_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_cross_entropy_fwd_args));
   /* x. in; F32|F16|BF16; shape [... V] */
   const te_fl_tensor* logits TE_FL_INIT(NULL);
-  /* t. in; I32|I64; shape [...] */
+  /* t; one outside [0, V) that is not ignore_index is an error: at once on the host and under
+  TE_FL_VALIDATE, else at the next wait for the stream, its loss being NaN. in; I32|I64; shape
+  [...] */
   const te_fl_tensor* targets TE_FL_INIT(NULL);
   /* per row. out; F32; shape [...] */
   const te_fl_tensor* loss TE_FL_INIT(NULL);
@@ -133,7 +136,7 @@ typedef struct te_fl_cross_entropy_bwd_args {
   const te_fl_tensor* grad_loss TE_FL_INIT(NULL);
   /* x. in; F32|F16|BF16; shape [... V] */
   const te_fl_tensor* logits TE_FL_INIT(NULL);
-  /* t. in; I32|I64; shape [...] */
+  /* t; wrong ones as in cross_entropy_fwd, their rows being NaN. in; I32|I64; shape [...] */
   const te_fl_tensor* targets TE_FL_INIT(NULL);
   /* the forward's log-sum-exp. in; F32; shape [...] */
   const te_fl_tensor* lse TE_FL_INIT(NULL);

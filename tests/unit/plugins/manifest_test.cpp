@@ -36,9 +36,20 @@ std::string error_of(const json& manifest) {
   return parse_manifest(manifest.dump(), "/p/acme.json").error;
 }
 
+json setting(const std::string& name, const std::string& type, const std::string& value = "",
+             const std::string& choices = "") {
+  return {{"name", name}, {"type", type}, {"default", value}, {"choices", choices}, {"doc", "A."}};
+}
+
 TEST(ManifestTest, ReadsEveryKey) {
   json text = with("probe", {{"pci_vendor", "0x10DE"}, {"device_node", "/dev/nvidia0"}});
-  text["sha256"] = std::string(62, '0') + "Af";
+  text["load_for"] = {"opencl", "ext:acme"};
+  text["settings"] = {{{"name", "TE_FL_ACME_DEBUG"}, {"type", "bool"}, {"doc", "Says more."}},
+                      {{"name", "TE_FL_ACME_TILES"},
+                       {"type", "int"},
+                       {"default", "4"},
+                       {"choices", "1 64"},
+                       {"doc", "Tiles."}}};
   const ManifestResult result = parse_manifest(text.dump(2), "/opt/te_fl/plugins.d/acme.json");
   ASSERT_TRUE(result.ok()) << result.error;
   const Manifest& m = result.manifest;
@@ -51,7 +62,13 @@ TEST(ManifestTest, ReadsEveryKey) {
   EXPECT_EQ(m.abi_minor, 0);
   EXPECT_EQ(m.probe.pci_vendor, 0x10de);
   EXPECT_EQ(m.probe.device_node, "/dev/nvidia0");
-  EXPECT_EQ(m.sha256, std::string(62, '0') + "af");
+  ASSERT_EQ(m.load_for.size(), 2u);
+  EXPECT_EQ(to_string(m.load_for[0]), "opencl:0");
+  EXPECT_EQ(to_string(m.load_for[1]), "ext:acme:0");
+  using enum core::VariableType;
+  EXPECT_EQ(m.settings,
+            (std::vector<core::PluginSetting>{{"TE_FL_ACME_DEBUG", kBool, "", "", "Says more."},
+                                              {"TE_FL_ACME_TILES", kInt, "4", "1 64", "Tiles."}}));
   EXPECT_EQ(
       parse_manifest(with("library_path", "/x/y.so").dump(), "/p/a.json").manifest.library_path,
       "/x/y.so");
@@ -108,9 +125,26 @@ TEST(ManifestTest, WrongTypesAndValuesNameKeyValueAndRule) {
       {"probe", {{"device_node", "nvidia0"}}, "absolute path of a node below /dev"},
       {"probe", {{"device_node", "/dev/../etc"}}, "without \"..\""},
       {"probe", {{"always", false}}, "\"always\" is false and must be true"},
-      {"sha256", "abc", "64 hex digits"},
-      {"sha256", std::string(64, 'g'), "64 hex digits"},
-      {"sha256", 0, "\"sha256\" is the number 0"},
+      {"load_for", "opencl", "must be a list of types of devices"},
+      {"load_for", json::array(), "must be a list of types of devices"},
+      {"load_for", json::array({"opencl:0"}), "types of devices without their numbers"},
+      {"load_for", json::array({"ext:acme:0"}), "types of devices without their numbers"},
+      {"load_for", json::array({"opncl"}), "did you mean 'opencl'"},
+      {"load_for", json::array({"cpu"}), "types of devices without their numbers"},
+      {"sha256", std::string(64, 'a'), "\"sha256\" is not part of the format any more"},
+      {"settings", "x", "\"settings\" is \"x\" and must be a list"},
+      {"settings", {1}, "a setting is 1 and must be an object"},
+      {"settings", {{{"name", "TE_FL_ACME_A"}}}, "key \"type\" is missing in \"settings\""},
+      {"settings", {{{"nam", "x"}}}, "unknown key \"nam\" in \"settings\"; did you mean \"name\"?"},
+      {"settings", {setting("TE_FL_ACME_A", "boolean")}, "one of string bool int enum list file"},
+      {"settings", {setting("TE_FL_OTHER_A", "bool")}, "must begin with TE_FL_ACME_"},
+      {"settings", {setting("TE_FL_ACME_", "bool")}, "must begin with TE_FL_ACME_"},
+      {"settings", {setting("TE_FL_ACME_a", "bool")}, "capital letters"},
+      {"settings", {setting("TE_FL_ACME_A", "bool", "maybe")}, "wrong default"},
+      {"settings", {setting("TE_FL_ACME_A", "bool", "yes")}, "is written '1'"},
+      {"settings", {setting("TE_FL_ACME_A", "enum")}, "an enum without choices"},
+      {"settings", {setting("TE_FL_ACME_A", "int", "", "9 1")}, "\"MIN MAX\""},
+      {"settings", {setting("TE_FL_ACME_A", "bool"), setting("TE_FL_ACME_A", "bool")}, "twice"},
   };
   for (const Case& c : cases) {
     const std::string error = error_of(with(c.key, c.value));
@@ -277,8 +311,8 @@ TEST_F(DiscoveryTest, AnotherOwnerIsRefused) {
   EXPECT_TRUE(contains(read_manifest(file).error, "run: chown root " + file));
   ASSERT_EQ(chown(file.c_str(), 0, 0), 0);
   ASSERT_EQ(chown((folder_ / "plugins").c_str(), 12345, 12345), 0);
-  EXPECT_TRUE(contains(owner_problem(file), "the folder " + folder_ / "plugins"))
-      << owner_problem(file);
+  EXPECT_TRUE(contains(file_trust_problem(file), "the folder " + folder_ / "plugins"))
+      << file_trust_problem(file);
 }
 
 TEST_F(DiscoveryTest, FilesThatAreNoManifests) {

@@ -4,6 +4,7 @@
 
 #include <thread>
 
+#include "policy/select.hpp"
 #include "te_fl/environment.hpp"
 
 namespace te_fl {
@@ -107,6 +108,15 @@ TEST(Policy, DescribesItself) {
   EXPECT_EQ(SelectionPolicy::intern(s).describe(),
             "prefer=flagos strict=1 allow_vendors=acme per_op=gelu=vendor:acme|reference");
   EXPECT_EQ(SelectionPolicy().describe(), "pure priority");
+  // To one op's reader the others' lists are a number.
+  s.per_op["relu"] = s.per_op["silu"] = s.per_op["gelu"];
+  EXPECT_EQ(policy::describe_for(s, "gelu"),
+            "prefer=flagos strict=1 allow_vendors=acme per_op=gelu=vendor:acme|reference (and 2 "
+            "lists of other ops)");
+  PolicySettings others;
+  others.per_op["relu"] = s.per_op["gelu"];
+  EXPECT_EQ(policy::describe_for(others, "gelu"),
+            "pure priority for this op (and 1 list of other ops)");
 }
 
 TEST(FromEnvironment, ReadsEveryVariable) {

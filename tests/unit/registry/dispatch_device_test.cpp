@@ -226,6 +226,53 @@ TEST_F(OnDevice, ACapturedGraphKeepsItsScratch) {
   EXPECT_TRUE(fake.blocks.contains(captured));
 }
 
+TEST_F(OnDevice, ValuesAreToBeLookedAtUnderValidate) {
+  static int made;
+  made = 0;
+  native.desc.prepare = [](void*, const te_fl_context*, const void*, void** plan) -> te_fl_status {
+    *plan = &++made;
+    return TE_FL_OK;
+  };
+  native.desc.destroy_plan = [](void*, void*) {};
+  uint32_t flags = 0;
+  native.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
+    flags = ctx.flags;
+    return TE_FL_OK;
+  };
+  add(native);
+  ASSERT_OK(call());
+  EXPECT_EQ(flags, 0u);
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  ASSERT_OK(call());
+  EXPECT_EQ(flags, uint32_t{TE_FL_CALL_VALIDATE});
+  fake.capturing = true;
+  ASSERT_OK(call());
+  EXPECT_EQ(flags, uint32_t{TE_FL_CALL_CAPTURING}) << "nothing can be waited for in a capture";
+  fake.capturing = false;
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+  ASSERT_OK(call());
+  EXPECT_EQ(flags, 0u);
+  EXPECT_EQ(made, 1) << "one plan serves with and without";
+}
+
+// Rule R12: a mistake in values shows when somebody waits, and the device goes on.
+TEST_F(OnDevice, AMistakeInValuesIsToldByTheWait) {
+  add(native);
+  ASSERT_OK(call());
+  fake.sync_status = TE_FL_INVALID_ARGUMENT;
+  const Status told = devices::synchronize(device);
+  EXPECT_EQ(told.code(), StatusCode::kInvalidArgument);
+  EXPECT_TRUE(contains(told.to_string(), "synchronisation of cuda:0")) << told.to_string();
+  EXPECT_FALSE(contains(told.to_string(), "enqueued last")) << "the device names the op itself";
+  ASSERT_OK(environment::set("TE_FL_SYNC", "1"));
+  EXPECT_FAILS(call(), kInvalidArgument,
+               "op 'test::five' in 'vendor.native' failed after it was enqueued");
+  ASSERT_OK(environment::unset("TE_FL_SYNC"));
+  fake.sync_status = TE_FL_OK;
+  ASSERT_OK(call());
+  ASSERT_OK(devices::synchronize(device));
+}
+
 TEST_F(OnDevice, ACapturedCallFindsThePlanOfTheCallBefore) {
   static int made;
   made = 0;

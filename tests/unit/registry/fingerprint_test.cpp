@@ -1,6 +1,7 @@
 // What ranks compare before the first step.
 #include <gtest/gtest.h>
 
+#include "core/plugin_settings.hpp"
 #include "dispatch_fixture.hpp"
 #include "registry/quarantine.hpp"
 #include "te_fl/te_fl.hpp"
@@ -45,7 +46,7 @@ TEST(Fingerprint, IsTheSameUntilSomethingThatDecidesChanges) {
   EXPECT_EQ(fingerprint(), before);
 }
 
-TEST(Fingerprint, KnowsQuarantinesAndTuningFiles) {
+TEST(Fingerprint, KnowsQuarantines) {
   test::TempFolder folder;
   const std::string table = fingerprint_table();
   folder.write("q.json",
@@ -59,12 +60,35 @@ TEST(Fingerprint, KnowsQuarantinesAndTuningFiles) {
   EXPECT_EQ(d[0], "only in the second: quarantine gelu default.cpu f32 none b = c");
   ASSERT_TRUE(environment::unset("TE_FL_QUARANTINE_FILE").ok());
   registry::forget_quarantine_file();
+}
 
-  ASSERT_TRUE(environment::set("TE_FL_CUDA_GEMM_FILE", folder.write("tune", "1")).ok());
-  const std::string tuned = fingerprint();
-  folder.write("tune", "2");
-  EXPECT_NE(fingerprint(), tuned);
-  ASSERT_TRUE(environment::unset("TE_FL_CUDA_GEMM_FILE").ok());
+TEST(Fingerprint, KnowsSettingsOfActivePlugins) {
+  test::TempFolder folder;
+  using enum core::VariableType;
+  ASSERT_TRUE(core::declare_settings("acme",
+                                     {{"TE_FL_ACME_TABLE", kFile, "", "", "A file."},
+                                      {"TE_FL_ACME_TILES", kInt, "4", "", "A number."}},
+                                     true)
+                  .ok());
+  const std::string table = fingerprint_table();
+  ASSERT_TRUE(environment::set("TE_FL_ACME_TILES", "8").ok());
+  auto d = fingerprint_difference(table, fingerprint_table());
+  ASSERT_EQ(d.size(), 1u);
+  EXPECT_EQ(d[0], "only in the second: setting TE_FL_ACME_TILES = 8");
+  ASSERT_TRUE(environment::unset("TE_FL_ACME_TILES").ok());
+  // A file by its contents, wherever a rank has it.
+  ASSERT_TRUE(environment::set("TE_FL_ACME_TABLE", folder.write("a", "1")).ok());
+  const std::string one = fingerprint();
+  ASSERT_TRUE(environment::set("TE_FL_ACME_TABLE", folder.write("b", "1")).ok());
+  EXPECT_EQ(fingerprint(), one);
+  folder.write("b", "2");
+  EXPECT_NE(fingerprint(), one);
+  ASSERT_TRUE(environment::set("TE_FL_ACME_TABLE", folder.path()).ok());
+  EXPECT_TRUE(contains(fingerprint_table(), "setting TE_FL_ACME_TABLE = unreadable"));
+  core::leave_out_settings("acme");
+  EXPECT_EQ(fingerprint_table(), table);
+  ASSERT_TRUE(environment::unset("TE_FL_ACME_TABLE").ok());
+  ASSERT_TRUE(core::declare_settings("acme", {}, false).ok());
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // TE_FL_POLICY_FILE, and the one that tuning makes.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <nlohmann/json.hpp>
 
@@ -122,9 +123,44 @@ TEST_F(PolicyFile, TuningPinsTheFastestOfATracedRun) {
   ASSERT_EQ(row.times.size(), 2u);
   EXPECT_EQ(row.times[0].impl_id, "default.cpu") << "plain loops are slower";
   EXPECT_LT(row.times[0].seconds, row.times[1].seconds);
-  ASSERT_EQ(row.list.use.size(), 5u);
-  EXPECT_EQ(row.list.use[0].name, "default.cpu");
+  EXPECT_TRUE(row.list.use.empty()) << "that is what dispatch takes by itself";
+  ASSERT_TRUE(manager.registry().set_priority("generic_gemm", "default.cpu", 1).ok());
+  const auto again = tune({folder / "run.json"}, 0.01, &left_out);
+  ASSERT_TRUE(manager.registry().set_priority("generic_gemm", "default.cpu", 150).ok());
+  ASSERT_TRUE(again.ok()) << again.status().to_string();
+  ASSERT_EQ(again->front().list.use.size(), 5u);
+  EXPECT_EQ(again->front().list.use[0].name, "default.cpu");
   EXPECT_FALSE(tune({folder.write("other.json", "{}")}, 0.01).ok());
+}
+
+// The user named it, so calls fail until it is mended; the message names the file and what it is.
+TEST_F(PolicyFile, OneThatIsNoWholeFileIsAnErrorThatNamesIt) {
+  EXPECT_TRUE(contains(error_of(""), "wrong.json is empty"));
+  EXPECT_TRUE(contains(error_of(" \n"), "wrong.json is empty"));
+  const std::string whole = R"({"te_fl_policy": 1, "per_op": {"gelu": ["reference"]}})";
+  EXPECT_EQ(error_of(whole), "");
+  for (size_t bytes = 1; bytes < whole.size(); ++bytes) {
+    EXPECT_TRUE(contains(error_of(whole.substr(0, bytes)), "wrong.json is not JSON")) << bytes;
+  }
+  EXPECT_TRUE(contains(error_of(std::string("\x7f" "ELF\0", 5)), "is not JSON"));
+  EXPECT_TRUE(contains(error_of(R"({"te_fl_quarantine": 1})"), "te_fl_quarantine"));
+  const auto problem = [](const std::string& path) {
+    return load_policy_file(path).status().to_string();
+  };
+  EXPECT_TRUE(contains(problem(folder.path()), "is a folder"));
+  const std::string pipe = folder / "pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_TRUE(contains(problem(pipe), "is a device, a pipe or a socket")) << "not waited for";
+  EXPECT_TRUE(contains(problem(folder / "none"), "No such file"));
+  // As an operator sees it.
+  ASSERT_TRUE(environment::set("TE_FL_POLICY_FILE", folder.write("empty.json", "")).ok());
+  OpRegistry registry;
+  OpManager manager(registry);
+  testing::Fake fake("default.x");
+  ASSERT_TRUE(registry.register_op(fake.desc, "test").ok());
+  testing::FiveCall call;
+  EXPECT_TRUE(contains(manager.call("test::five", &call.args).to_string(), "empty.json is empty"));
+  EXPECT_EQ(fake.runs, 0);
 }
 
 }  // namespace

@@ -220,14 +220,6 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
   EXPECT_EQ(manager.resolve(op, &call.args)->impl_id, "default.fast");
 }
 
-TEST_F(Verify, ADamagedQuarantineFileIsAnErrorThatNamesIt) {
-  folder.write("quarantine.json", "{");
-  FiveCall call;
-  const Status s = manager.call(op, &call.args);
-  EXPECT_EQ(s.code(), StatusCode::kDataLoss);
-  EXPECT_TRUE(contains(s.to_string(), "quarantine.json cannot be read")) << s.to_string();
-}
-
 TEST_F(Verify, AQuarantineFileThatComesAndGoesIsNoError) {
   std::atomic<bool> done{false};
   std::thread other([&] {

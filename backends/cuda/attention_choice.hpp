@@ -1,0 +1,110 @@
+// Which of the plugin's own kernels an attention call takes: those on Hopper's tensor cores or the
+// scalar ones, which take everything. A pure function of metadata, so that it can be tested where
+// there is no GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/dtype.hpp"
+#include "te_fl/ops/attention.h"
+
+namespace te_fl::cuda {
+
+// Why copies and stores of 16 bytes cannot reach the rows of `t`, heads as in te_fl/ops/attention.h;
+// nullptr if they can. Reads metadata only.
+inline const char* refuse_rows(const te_fl_tensor& t) {
+  const int last = t.dl.ndim - 1;
+  if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
+    return "the elements of a head are not contiguous";
+  }
+  for (int i = 0; i < last; ++i) {
+    const int64_t stride = backend::stride(t, i);
+    if (t.dl.shape[i] > 1 && (stride <= 0 || stride * t.dl.dtype.bits % 128 != 0)) {
+      return "a stride is not a positive multiple of 16 bytes";
+    }
+  }
+  if (reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 != 0) {
+    return "a tensor is not aligned to 16 bytes";
+  }
+  return nullptr;
+}
+
+struct AttentionChoice {
+  int head = 0;                  // width of the tensor-core kernel's heads, 64 or 128; 0: scalar
+  const char* reason = nullptr;  // scalar: why; static text
+
+  bool tensor_cores() const noexcept { return head != 0; }
+  std::string text() const {
+    if (tensor_cores()) return "hopper, heads of " + std::to_string(head);
+    return std::string("scalar: ") + reason;
+  }
+};
+
+namespace attention_choice {
+
+constexpr int kArchitecture = 90;  // 10 * major + minor
+constexpr int64_t kMostHead = 128;
+constexpr int64_t kMostTokens = int64_t{1} << 30;
+
+// `all`: every tensor of heads.
+template <class Args>
+const char* refuse(int architecture, const Args& a,
+                   std::initializer_list<const te_fl_tensor*> all) {
+  if (architecture != kArchitecture) {
+    return "the tensor-core kernels are for GPUs of compute capability 9.0 (Hopper)";
+  }
+  const int dtype = dtype_index(a.q->dl.dtype);
+  if (dtype != TE_FL_BF16 && dtype != TE_FL_F16) return "the tensor-core kernels take BF16 and F16";
+  for (const te_fl_tensor* t : all) {
+    if (dtype_index(t->dl.dtype) != dtype) return "tensors of another dtype than q";
+    const int last = t->dl.ndim - 1;
+    if (t->dl.shape[last] > kMostHead) return "a head has more than 128 elements";
+    if (t->dl.shape[last] % 8 != 0) return "a head's size is not a multiple of 8";
+    for (int i = 0; i < last; ++i) {
+      if (t->dl.shape[i] > kMostTokens) return "more than 2^30 tokens";
+    }
+    if (const char* why = refuse_rows(*t)) return why;
+  }
+  if (a.bias != nullptr && dtype_index(a.bias->dl.dtype) != dtype) {
+    return "a bias of another dtype than q";
+  }
+  return nullptr;
+}
+
+template <class Args>
+AttentionChoice choose(int architecture, const Args& a,
+                       std::initializer_list<const te_fl_tensor*> all) {
+  if (const char* why = refuse(architecture, a, all)) return {0, why};
+  const int64_t widest = std::max(a.q->dl.shape[a.q->dl.ndim - 1], a.v->dl.shape[a.v->dl.ndim - 1]);
+  return {widest > 64 ? 128 : 64, nullptr};
+}
+
+}  // namespace attention_choice
+
+// `architecture`: 10 * major + minor of the GPU. The call has passed attention_problem()'s checks.
+inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn_fwd_args& a) {
+  return attention_choice::choose(architecture, a, {a.q, a.k, a.v, a.o});
+}
+inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn_bwd_args& a) {
+  return attention_choice::choose(architecture, a,
+                                  {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv});
+}
+
+// Scratch in which a backward keeps dropout's decisions for its second kernel, a bit for each pair of
+// [batch x heads, rows, cols] in whole tiles; 0 where it draws them again: without dropout, where the
+// longest sequences are not known (0), and beyond kMostKeptBits.
+constexpr size_t kMostKeptBits = size_t{1} << 30;  // bytes
+constexpr size_t kept_bit_bytes(float dropout_p, int64_t matrices, int64_t rows, int64_t cols) {
+  if (!(dropout_p > 0) || matrices <= 0 || rows <= 0 || cols <= 0) return 0;
+  const int64_t words_of_row = (cols + 63) / 64, whole_rows = (rows + 127) / 128 * 128;
+  // In FP64: the product of such extents may not fit 64 bits.
+  const double bytes = 8.0 * static_cast<double>(matrices) * static_cast<double>(words_of_row) *
+                       static_cast<double>(whole_rows);
+  return bytes <= static_cast<double>(kMostKeptBits) ? static_cast<size_t>(bytes) : 0;
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,652 @@
+// What the kernels of attention on Hopper's tensor cores share: how a block divides its work, the
+// ring of stages through which tiles come, and the terms of a score.
+//
+// A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it each
+// with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy the
+// tiles, zeros where a sequence ends, and form one bit for each pair from dropout's random words and
+// from the mask tensor, beside the products.
+#pragma once
+
+#include "attention.cuh"
+#include "attention_products.cuh"
+
+namespace te_fl::cuda::flash {
+
+constexpr int kFixed = 128;   // queries, or keys, of a block
+constexpr int kPassing = 64;  // keys, or queries, of a stage
+constexpr int kGroupThreads = 128;
+constexpr int kProducts = 2 * kGroupThreads;  // the block's first threads
+// Where keys pass, two groups fill: the products leave registers for them, and each scheduler needs
+// two warps to draw random words while products wait for none. Where queries pass, one fills.
+template <bool kKeysPass>
+constexpr int kFillers = kKeysPass ? 2 * kGroupThreads : kGroupThreads;
+template <bool kKeysPass>
+constexpr int kBlockThreads = kProducts + kFillers<kKeysPass>;
+constexpr int kPairs = 32;  // scores of a thread: 64 x 64 of a warp group
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// Rows of 16-bit elements, in columns of 128 bytes, in the 128-byte swizzle.
+template <int kDim>
+constexpr int matrix_bytes(int rows) {
+  return rows * kDim * 2;
+}
+constexpr int kBitsBytes = kFixed * 8;  // 64 bits for each of the fixed rows
+// A tile of the bias as it lies in memory; rows are 16 bytes longer, which spreads them over the
+// banks.
+constexpr int bias_pitch(int cols) { return cols * 2 + 16; }
+
+// Addresses of one stage, relative to it. `kKeysPass`: 64 keys pass 128 queries, else the reverse.
+template <int kDim, bool kKeysPass>
+struct Stage {
+  static constexpr int kRows = kKeysPass ? kFixed : kPassing;  // queries of a stage's scores
+  static constexpr int kCols = kKeysPass ? kPassing : kFixed;
+  static constexpr int kSecond = matrix_bytes<kDim>(kPassing);  // V or dO after K or Q
+  static constexpr int kBias = 2 * kSecond;
+  static constexpr int kKeep = kBias + kRows * bias_pitch(kCols);
+  static constexpr int kHide = kKeep + kBitsBytes;
+  static constexpr int kSums = kHide + kBitsBytes;  // QuerySums of 64 queries
+  static constexpr int kEnd = kSums + (kKeysPass ? 0 : kPassing * 8);
+  static constexpr int kBytes = (kEnd + 1023) / 1024 * 1024;
+};
+
+// The barriers of a ring, and where a thread is in it.
+template <int kStages, int kFilling>
+struct Ring {
+  uint32_t full, empty;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  bool forms;  // a stage has words that fillers store, besides what they copy
+
+  // `barriers`: room for 2 kStages of 8 bytes.
+  __device__ Ring(uint32_t barriers, bool stores)
+      : full(barriers), empty(barriers + kStages * 8), forms(stores) {}
+  __device__ void init() const {  // by one thread
+    for (int s = 0; s < kStages; ++s) {
+      hopper::init_barrier(full + s * 8, forms ? 2 * kFilling : kFilling);
+      hopper::init_barrier(empty + s * 8, kProducts);
+    }
+    hopper::fence_barrier_init();
+  }
+  __device__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ void wait_empty() const { hopper::wait_for(empty + stage * 8, parity ^ 1); }
+  __device__ void wait_full() const {
+    hopper::wait_for(full + stage * 8, parity);
+    hopper::fence_for_copies();
+  }
+  // By every thread that has read a stage. (Of one thread for its warp, after __syncwarp(), racecheck
+  // does not see that it speaks for the others.)
+  __device__ void release() const { hopper::arrive(empty + stage * 8); }
+};
+
+// The two groups that multiply take turns at their first products: while one has those, the other
+// works on its scores. Without that they would do the same at the same time.
+struct Turns {
+  int left;  // of this group
+
+  __device__ explicit Turns(int count) : left(count) {
+    if (count > 0 && group() == 1) pass_on();
+  }
+  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
+  __device__ void take() {
+    __syncwarp();
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + group()) : "memory");
+  }
+  __device__ void pass() {
+    --left;
+    if (left > 0 || group() == 0) pass_on();
+  }
+
+ private:
+  __device__ static void pass_on() {
+    __syncwarp();
+    asm volatile("bar.arrive %0, 256;" ::"r"(2 - group()) : "memory");
+  }
+};
+
+// Half-open range of positions in a sequence.
+struct Range {
+  int begin = 0, end = 0;
+  __device__ bool has(int i) const { return i >= begin && i < end; }
+};
+__device__ inline Range narrow(const backend::KeyRange& r, int64_t limit) {
+  const int64_t begin = r.begin < limit ? r.begin : limit;
+  return {static_cast<int>(begin), static_cast<int>(r.end < limit ? r.end : limit)};
+}
+__device__ inline Range keys_of(const Attention& p, const Span& s, int64_t query) {
+  return narrow(p.mask.keys(query, s.q_len, s.kv_len), s.kv_len);
+}
+__device__ inline Range queries_of(const Attention& p, const Span& s, int64_t key) {
+  return narrow(p.mask.queries(key, s.q_len, s.kv_len), s.q_len);
+}
+// Of rows [first, first + kFixed) of `len`: what any of them sees. Ranges of rows that follow each
+// other never move back.
+template <class RangeOf>
+__device__ inline Range seen_by(int64_t first, int64_t len, const RangeOf& range_of) {
+  const int64_t last = (first + kFixed < len ? first + kFixed : len) - 1;
+  if (last < first) return {};
+  return {range_of(first).begin, range_of(last).end};
+}
+// The tiles of kPassing that cover a range.
+struct Tiles {
+  int begin, count;
+  __device__ explicit Tiles(const Range& r)
+      : begin(r.begin / kPassing * kPassing),
+        count(r.end > r.begin ? (r.end - begin + kPassing - 1) / kPassing : 0) {}
+};
+
+// ---- filling
+
+__device__ inline int filler() { return static_cast<int>(threadIdx.x) - kProducts; }
+
+// Rows [begin, begin + kRows) of one head, zeros from `end` on and in columns past the head's size.
+// A thread has the same 16 bytes of rows that lie kStep apart, a multiple of the swizzle's 8.
+template <class T, int kRows, int kDim, int kFilling>
+__device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end, uint32_t to) {
+  constexpr int kUnits = kDim / 8, kStep = kFilling / kUnits;
+  const int row = filler() / kUnits, unit = filler() % kUnits;
+  const int rows = unit * 8 < t.dim ? end - begin - row : 0;  // that exist from this one on
+  const T* from = head + (begin + row) * t.seq + unit * 8;
+  const int64_t step = kStep * t.seq;
+  to += (unit / 8) * (kRows * 128) + row * 128 + ((unit % 8) ^ (row & 7)) * 16;
+#pragma unroll 4
+  for (int n = 0; n < kRows / kStep; ++n, from += step) {
+    hopper::copy_async(to + n * kStep * 128, from, n * kStep < rows ? 16 : 0);
+  }
+}
+
+template <class T>
+__device__ inline const T* head_of(const HeadData& t, int64_t b, int64_t origin, int64_t h) {
+  return static_cast<const T*>(t.data) + t.offset(b, origin, h);
+}
+
+// A tile [kRows queries, kCols keys] of the bias from (i0, j0); zeros past the matrix.
+template <class T, int kRows, int kCols, int kFilling>
+__device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole, int i0, int j0,
+                                 uint32_t to) {
+  constexpr int kPitch = bias_pitch(kCols);
+  const ScoreData& d = p.bias;
+  const int rows = static_cast<int>(p.seqlen_q), cols = static_cast<int>(p.seqlen_kv);
+  if (whole) {  // 16 bytes at a time
+    constexpr int kUnits = kCols / 8, kStep = kFilling / kUnits;
+    const int row = filler() / kUnits, unit = filler() % kUnits, i = i0 + row, j = j0 + unit * 8;
+    const auto bytes = static_cast<uint32_t>(min(max(cols - j, 0), 8)) * 2;
+    const T* from = matrix + i * d.row + j;
+    const int64_t step = kStep * d.row;
+    to += row * kPitch + unit * 16;
+#pragma unroll 4
+    for (int n = 0; n < kRows / kStep; ++n, from += step) {
+      hopper::copy_async(to + n * kStep * kPitch, from, i + n * kStep < rows ? bytes : 0);
+    }
+    return;
+  }
+#pragma unroll 8
+  for (int n = 0; n < kRows * kCols / kFilling; ++n) {
+    const int index = filler() + n * kFilling, row = index / kCols, col = index % kCols;
+    const int i = i0 + row, j = j0 + col;
+    unsigned short value = 0;
+    if (i < rows && j < cols) {
+      value = *reinterpret_cast<const unsigned short*>(matrix + i * d.row + j * d.col);
+    }
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + row * kPitch + col * 2), "h"(value) : "memory");
+  }
+}
+// Whether every row of the bias can be read 16 bytes at a time.
+__device__ inline bool bias_is_whole(const ScoreData& d) {
+  return d.col == 1 && (d.row % 8 | d.head % 8 | d.batch % 8) == 0 &&
+         reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
+}
+
+// Whether a filler stores words of its own in a stage: bits, or a bias that it has to gather.
+__device__ inline bool forms_words(const Attention& p) {
+  return p.threshold != 0 || p.mask.arbitrary || (p.bias.data != nullptr && !bias_is_whole(p.bias));
+}
+
+__device__ inline void put_bits(uint32_t to, uint64_t bits) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(bits) : "memory");
+}
+__device__ inline void put_bits(uint32_t to, uint32_t bits) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
+}
+
+// Dropout's random words (te_fl/numeric/philox.hpp), as bits of pairs that are kept.
+struct Dropping {
+  uint64_t key, base;
+  int64_t rows, cols;  // of the logical matrix
+  uint32_t threshold;
+
+  __device__ explicit Dropping(const Attention& p)
+      : key(p.rng_state != nullptr ? p.rng_state[0] : p.seed),
+        base(p.rng_offset + (p.rng_state != nullptr ? p.rng_state[1] : 0)),
+        threshold(static_cast<uint32_t>(p.threshold)) {
+    p.logical(rows, cols);
+  }
+  // Four bits more at the low end of `bits`: of a counter's words, the last word first. In PTX: that
+  // a word is not below the threshold is the carry of a sum, two instructions a word.
+  __device__ uint32_t append(uint32_t bits, uint64_t counter) const {
+    const auto words = numeric::philox4x32(key, counter);
+#pragma unroll
+    for (int w = 3; w >= 0; --w) {
+      asm("{\n.reg .u32 rest;\nadd.cc.u32 rest, %1, %2;\naddc.u32 %0, %0, %0;\n}"
+          : "+r"(bits)
+          : "r"(words[w]), "r"(0u - threshold));
+    }
+    return bits;
+  }
+  // Of 32 keys from j0 on. `row`: (b H + h) rows + i.
+  __device__ uint32_t keep(int64_t row, int64_t j0) const {
+    const uint64_t first = static_cast<uint64_t>(row * cols + j0), counter = base + first / 4;
+    const int skipped = static_cast<int>(first % 4);
+    uint32_t bits = 0;
+#pragma unroll 4
+    for (int n = 7; n >= 0; --n) bits = append(bits, counter + n);
+    return skipped == 0 ? bits : bits >> skipped | append(0, counter + 8) << (32 - skipped);
+  }
+};
+
+// The bits of a whole call, kept between the kernels of a backward: 64 keys of a query in a word,
+// [batch x heads, tiles of 64 keys, queries in whole tiles].
+struct KeptBits {
+  uint64_t* words;  // NULL: not kept
+  int64_t tiles, rows, cols;
+
+  __device__ KeptBits(uint64_t* to, const Dropping& d)
+      : words(to),
+        tiles((d.cols + kPassing - 1) / kPassing),
+        rows((d.rows + kFixed - 1) / kFixed * kFixed),
+        cols(d.cols) {}
+  // The 32 of them from key j on, a multiple of 32.
+  __device__ uint32_t* at(int64_t matrix, int64_t i, int64_t j) const {
+    auto* const tile = reinterpret_cast<uint32_t*>(words + (matrix * tiles + j / kPassing) * rows);
+    return tile + 2 * i + j / 32 % 2;
+  }
+};
+
+// Lane i's bit j becomes lane j's bit i.
+__device__ inline uint32_t transposed(uint32_t x) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  constexpr uint32_t kMasks[5] = {0x0000FFFFu, 0x00FF00FFu, 0x0F0F0F0Fu, 0x33333333u, 0x55555555u};
+#pragma unroll
+  for (int n = 0; n < 5; ++n) {
+    const int step = 16 >> n;
+    const uint32_t y = __shfl_xor_sync(~0u, x, step), mask = kMasks[n];
+    x = (lane & step) == 0 ? (x & mask) | (y & mask) << step : (y >> step & mask) | (x & ~mask);
+  }
+  return x;
+}
+
+// Bits of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
+__device__ inline void keep_by_query(const Dropping& d, const KeptBits& kept, int64_t matrix, int i0,
+                                     int j0, uint32_t to) {
+  const int row = filler() % kFixed, half = filler() / kFixed;
+  const uint32_t bits = d.keep(matrix * d.rows + i0 + row, j0 + half * 32);
+  put_bits(to + row * 8 + half * 4, bits);
+  if (kept.words != nullptr) *kept.at(matrix, i0 + row, j0 + half * 32) = bits;
+}
+// Of the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
+__device__ inline void keep_by_key(const Dropping& d, const KeptBits& kept, int64_t matrix, int i0,
+                                   int j0, uint32_t to) {
+  const int lane = filler() % 32, j = j0 + filler() / 32 * 32;
+  uint32_t bits[2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const int i = i0 + n * 32 + lane;
+    if (kept.words == nullptr) {
+      bits[n] = d.keep(matrix * d.rows + i, j);
+    } else {
+      bits[n] = j < kept.cols ? *kept.at(matrix, i, j) : 0;
+    }
+  }
+  const uint64_t high = transposed(bits[1]);
+  put_bits(to + filler() * 8, transposed(bits[0]) | high << 32);
+}
+
+// Which bytes are not 0: a bit for each, the first lowest.
+__device__ inline uint32_t bits_of(uint32_t bytes) {
+  const uint32_t high = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) & 0x80808080u;
+  return (high >> 7) * 0x10204080u >> 28;  // the bits meet in the highest four
+}
+
+// The pairs of a stage whose mask a thread turns into bits: 32 keys of one query where keys pass, else
+// of each of two.
+template <bool kKeysPass>
+struct MaskFetch {
+  static constexpr int kWords = kKeysPass ? 1 : 2;
+  const Attention& p;
+  bool whole;  // every row can be read 16 bytes at a time
+  uint4 held[2 * kWords];
+
+  __device__ explicit MaskFetch(const Attention& problem) : p(problem) {
+    const ScoreData& d = problem.attn_mask;
+    whole = d.col == 1 && (d.row % 16 | d.head % 16 | d.batch % 16) == 0 &&
+            reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
+  }
+  __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
+    const ScoreData& d = p.attn_mask;
+    const uint8_t* matrix = static_cast<const uint8_t*>(d.data) + b * d.batch + h * d.head;
+    const int cols = static_cast<int>(p.seqlen_kv);
+#pragma unroll
+    for (int n = 0; n < 2 * kWords; ++n) {
+      const int i = i0 + (kKeysPass ? filler() % kFixed : n / 2 * 32 + filler() % 32);
+      const int j = j0 + (kKeysPass ? filler() / kFixed : filler() / 32) * 32 + n % 2 * 16;
+      held[n] = make_uint4(0, 0, 0, 0);
+      if (i >= p.seqlen_q || j >= cols) continue;
+      const uint8_t* from = matrix + i * d.row + j * d.col;
+      if (whole && j + 16 <= cols) {
+        held[n] = *reinterpret_cast<const uint4*>(from);
+      } else {
+        held[n] = gather(from, min(16, cols - j));
+      }
+    }
+  }
+  __device__ uint4 gather(const uint8_t* from, int count) const {
+    uint32_t words[4] = {};
+#pragma unroll 4
+    for (int n = 0; n < count; ++n) {
+      const uint32_t bit = from[n * p.attn_mask.col] != 0 ? 1u << (n % 4 * 8) : 0;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] |= n / 4 == w ? bit : 0;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  __device__ uint32_t bits(int n) const {  // of word n
+    uint32_t all = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4& v = held[2 * n + half];
+      all |= (bits_of(v.x) | bits_of(v.y) << 4 | bits_of(v.z) << 8 | bits_of(v.w) << 12)
+             << (16 * half);
+    }
+    return all;
+  }
+  // Writes what was fetched last.
+  __device__ void put(uint32_t to) const {
+    if constexpr (kKeysPass) {
+      put_bits(to + filler() % kFixed * 8 + filler() / kFixed * 4, bits(0));
+    } else {
+      const uint64_t high = transposed(bits(1));
+      put_bits(to + filler() * 8, transposed(bits(0)) | high << 32);
+    }
+  }
+};
+
+// What a filler does for the stages besides the operands.
+template <class T, int kDim, bool kKeysPass>
+struct TermFiller {
+  using Part = Stage<kDim, kKeysPass>;
+  const Attention& p;
+  bool bias_whole;
+  Dropping dropping;
+  KeptBits kept;
+  MaskFetch<kKeysPass> mask;
+
+  __device__ TermFiller(const Attention& problem, uint64_t* kept_bits)
+      : p(problem),
+        bias_whole(problem.bias.data != nullptr && bias_is_whole(problem.bias)),
+        dropping(problem),
+        kept(kept_bits, dropping),
+        mask(problem) {}
+  // Asynchronous ones, before the stage's copies are committed. (i0, j0): the stage's first pair.
+  __device__ void copy(int64_t b, int64_t h, int i0, int j0, uint32_t to) const {
+    if (p.bias.data == nullptr) return;
+    const T* matrix = static_cast<const T*>(p.bias.data) + b * p.bias.batch + h * p.bias.head;
+    copy_bias<T, Part::kRows, Part::kCols, kFillers<kKeysPass>>(p, matrix, bias_whole, i0, j0, to);
+  }
+  // Where keys pass, of the stage that form() writes next; where queries pass, the groups that sum dk
+  // and dv leave no registers to hold it.
+  __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
+    if (kKeysPass && p.mask.arbitrary) mask.fetch(b, h, i0, j0);
+  }
+  // `next()` is called when what was fetched is written.
+  template <class Next>
+  __device__ void form(int64_t b, int64_t h, int i0, int j0, uint32_t keep, uint32_t hide,
+                       const Next& next) {
+    if (p.mask.arbitrary) {
+      if (!kKeysPass) mask.fetch(b, h, i0, j0);
+      mask.put(hide);
+      next();
+    }
+    if (p.threshold == 0) return;
+    if constexpr (kKeysPass) {
+      keep_by_query(dropping, kept, b * p.heads + h, i0, j0, keep);
+    } else {
+      keep_by_key(dropping, kept, b * p.heads + h, i0, j0, keep);
+    }
+  }
+};
+
+// Stages one after the other. issue(n, stage address) starts the copies of tile n; form(n, stage
+// address) writes what is computed. wait_copies() before the block ends.
+template <int kBytes, int kStages, int kFilling, class Issue, class Form>
+__device__ inline void fill_ring(Ring<kStages, kFilling>& ring, uint32_t stages, int count,
+                                 const Issue& issue, const Form& form) {
+  for (int n = 0; n < count; ++n, ring.next()) {
+    const uint32_t at = stages + ring.stage * kBytes, full = ring.full + ring.stage * 8;
+    ring.wait_empty();
+    issue(n, at);
+    hopper::arrive_after_copies(full);
+    form(n, at);
+    if (ring.forms) hopper::arrive(full);
+  }
+}
+
+// ---- computing
+
+__device__ inline float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline uint32_t shared_word(uint32_t at) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+  return word;
+}
+__device__ inline uint64_t shared_bits(uint32_t at) {
+  uint64_t bits;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(bits) : "r"(at) : "memory");
+  return bits;
+}
+__device__ inline float2 shared_pair(uint32_t at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+  return v;
+}
+
+// Where a thread of a warp group that multiplies is: row() and row() + 8 of the fixed 128, and
+// columns 8 t + col() + {0, 1} of the passing 64.
+struct Place {
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
+  __device__ static int warp_row() { return static_cast<int>(threadIdx.x) / 32 * 16; }
+  __device__ static int row() { return warp_row() + lane() / 4; }
+  __device__ static int col() { return lane() % 4 * 2; }
+};
+// f(index of a thread's score, which of its two rows, column less Place::col())
+template <class F>
+__device__ inline void each_score(const F& f) {
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) f(4 * t + 2 * i + e, i, 8 * t + e);
+    }
+  }
+}
+
+// The bits of a thread's two rows.
+struct RowBits {
+  uint64_t rows[2];
+  __device__ explicit RowBits(uint32_t at) {
+    rows[0] = shared_bits(at + Place::row() * 8) >> Place::col();
+    rows[1] = shared_bits(at + (Place::row() + 8) * 8) >> Place::col();
+  }
+  __device__ bool at(int i, int column) const {
+    const auto half = static_cast<uint32_t>(column < 32 ? rows[i] : rows[i] >> 32);
+    return (half >> (column % 32) & 1) != 0;
+  }
+};
+
+// A thread's part of one head's scores: products become scores times log2(e), -inf where hidden.
+template <class T, int kDim, bool kKeysPass>
+struct Terms {
+  using Part = Stage<kDim, kKeysPass>;
+  const Attention& p;
+  float scale, slope = 0.0f;
+  int shift;           // alibi_distance(i, j) = j - i - shift
+  Range seen[2] = {};  // by each of the two fixed rows
+
+  __device__ Terms(const Attention& problem, const Span& s)
+      : p(problem),
+        scale(problem.scale * kLog2e),
+        shift(static_cast<int>(s.kv_len - s.q_len)) {}
+  __device__ void head(int64_t b, int64_t h) {
+    if (p.alibi != nullptr) slope = p.alibi[b * p.alibi_batch + h * p.alibi_head] * kLog2e;
+  }
+
+  // The tile at `bias`, in shared memory.
+  __device__ void add_bias(uint32_t bias, float (&s)[kPairs]) const {
+    constexpr int kPitch = bias_pitch(Part::kCols);
+    if constexpr (kKeysPass) {
+#pragma unroll
+      for (int t = 0; t < 8; ++t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t at = bias + (Place::row() + 8 * i) * kPitch + (8 * t + Place::col()) * 2;
+          const float2 v = hopper::unpack<T>(shared_word(at));
+          s[4 * t + 2 * i] = fmaf(v.x, kLog2e, s[4 * t + 2 * i]);
+          s[4 * t + 2 * i + 1] = fmaf(v.y, kLog2e, s[4 * t + 2 * i + 1]);
+        }
+      }
+    } else {
+      const int lane = Place::lane(), query = lane / 16 * 8 + lane % 8,
+                key = Place::warp_row() + lane / 8 % 2 * 8;
+#pragma unroll
+      for (int t = 0; t < 8; t += 2) {
+        uint32_t w[4];  // queries 8 t, keys 0 and 8 on; queries 8 (t + 1), likewise
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(bias + (8 * t + query) * kPitch + key * 2)
+                     : "memory");
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float2 v = hopper::unpack<T>(w[n]);
+          float* const to = s + 4 * t + 2 * n;
+          to[0] = fmaf(v.x, kLog2e, to[0]);
+          to[1] = fmaf(v.y, kLog2e, to[1]);
+        }
+      }
+    }
+  }
+  // `fixed`: position of the first of the two rows; `passing`: of the first column; `hide`: where the
+  // tile's bits are in shared memory. `add_bias` is called for the scores if there is a bias.
+  template <class AddBias>
+  __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
+                        float (&s)[kPairs]) const {
+#pragma unroll
+    for (float& x : s) x *= scale;
+    if (p.bias.data != nullptr) add_bias();
+    const int column = passing + Place::col();
+    if (p.alibi != nullptr) {
+      const float first =
+          static_cast<float>(kKeysPass ? column - fixed - shift : fixed - column - shift);
+      each_score([&](int n, int i, int c) {
+        const float distance =
+            kKeysPass ? first + static_cast<float>(c - 8 * i) : first + static_cast<float>(8 * i - c);
+        s[n] = fmaf(slope, distance, s[n]);
+      });
+    }
+    const int begin = max(seen[0].begin, seen[1].begin), end = min(seen[0].end, seen[1].end);
+    if (passing < begin || passing + kPassing > end) {
+      each_score([&](int n, int i, int c) {
+        if (!seen[i].has(column + c)) s[n] = -INFINITY;
+      });
+    }
+    if (p.mask.arbitrary) {
+      const RowBits bits(hide);
+      each_score([&](int n, int i, int c) {
+        if (bits.at(i, c)) s[n] = -INFINITY;
+      });
+    }
+    __syncwarp();
+  }
+};
+
+// A's pairs of step k of 4 from a thread's 64 x 64 values.
+template <class T>
+__device__ inline void pack_step(const float (&x)[kPairs], int k, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) a[n] = hopper::pack<T>(x[8 * k + 2 * n], x[8 * k + 2 * n + 1]);
+}
+
+// A thread's pairs of two rows of a head, for all its steps of 16 columns; zeros past the head.
+template <class T, int kDim>
+struct HeldRows {
+  uint32_t pairs[kDim / 16][4];
+  // `there[i]`: whether row i of the two exists; `rows[i]` then points to its first element.
+  __device__ HeldRows(const T* const (&rows)[2], const bool (&there)[2], int dim) {
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int at = 16 * k + 8 * (n / 2) + Place::col();
+        pairs[k][n] = there[n % 2] && at < dim
+                          ? *reinterpret_cast<const uint32_t*>(rows[n % 2] + at)
+                          : 0;
+      }
+    }
+  }
+};
+
+// s = A B^T over a head, A held, B the kPassing rows at `b`.
+template <class T, int kDim>
+__device__ inline void start_held(const HeldRows<T, kDim>& a, uint32_t b, float (&s)[kPairs]) {
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    const uint32_t at = b + k / 4 * (kPassing * 128) + k % 4 * 32;
+    hopper::multiply_held(T(), s, a.pairs[k], hopper::along_k(at), k != 0);
+  }
+}
+// The same of this warp group's 64 of the kFixed rows at `a`.
+template <class T, int kDim>
+__device__ inline void start_shared(uint32_t a, uint32_t b, float (&s)[kPairs]) {
+  a += Place::group() * 64 * 128;
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    hopper::multiply_shared(T(), s, hopper::along_k(a + k / 4 * (kFixed * 128) + k % 4 * 32),
+                            hopper::along_k(b + k / 4 * (kPassing * 128) + k % 4 * 32), k != 0);
+  }
+}
+// sums += A B, A packed, B the kPassing rows at `b`.
+template <class T, int kSums>
+__device__ inline void start_across(const uint32_t (&a)[4][4], uint32_t b, float (&sums)[kSums]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    hopper::add_across(T(), sums, a[k], hopper::across_k(b + k * 2048, kPassing * 128));
+  }
+}
+
+// Two rows of `t` from a thread's sums times a factor each.
+template <class T, int kDim>
+__device__ inline void store_rows(const HeadData& t, T* const (&rows)[2], const bool (&there)[2],
+                                  const float (&sums)[kDim / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kDim / 8; ++n) {
+    const int at = 8 * n + Place::col();
+    if (at >= t.dim) continue;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!there[i]) continue;
+      *reinterpret_cast<uint32_t*>(rows[i] + at) =
+          hopper::pack<T>(sums[4 * n + 2 * i] * factor[i], sums[4 * n + 2 * i + 1] * factor[i]);
+    }
+  }
+}
+
+}  // namespace te_fl::cuda::flash

@@ -1,0 +1,82 @@
+#include "plugins/on_demand.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+
+#include "core/fork.hpp"
+#include "plugins/loader.hpp"
+#include "plugins/records.hpp"
+
+namespace te_fl::plugins::on_demand {
+namespace {
+
+struct Waiting {
+  Manifest manifest;
+  // Set by the thread that has the turn to load it. The entry stays until that is done, so that
+  // others wait for the same turn.
+  bool taken = false;
+};
+
+constinit core::ForkMutex mutex(74);
+const core::ForkMutex::Registration registration(mutex);
+std::atomic<bool> g_any{false};
+
+std::vector<Waiting>& all() {  // never freed, like the records
+  static auto* const list = new std::vector<Waiting>;
+  return *list;
+}
+
+bool serves(const Manifest& manifest, const Device& device) {
+  return std::any_of(manifest.load_for.begin(), manifest.load_for.end(), [&](const Device& d) {
+    return d.type == device.type && d.provider == device.provider;
+  });
+}
+
+std::vector<Manifest> those_for(const Device* device) {
+  const std::lock_guard lock(mutex);
+  std::vector<Manifest> list;
+  for (const Waiting& w : all()) {
+    if (device == nullptr || serves(w.manifest, *device)) list.push_back(w.manifest);
+  }
+  return list;
+}
+
+bool take(const std::string& name) {
+  const std::lock_guard lock(mutex);
+  for (Waiting& w : all()) {
+    if (w.manifest.name == name && !w.taken) return w.taken = true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void wait(const Manifest& manifest) {
+  const std::lock_guard lock(mutex);
+  all().push_back({manifest});
+  g_any.store(true, std::memory_order_release);
+}
+
+void forget(const std::string& name) {
+  const std::lock_guard lock(mutex);
+  std::erase_if(all(), [&](const Waiting& w) { return w.manifest.name == name; });
+  g_any.store(!all().empty(), std::memory_order_release);
+}
+
+bool any() noexcept { return g_any.load(std::memory_order_acquire); }
+
+void load(const Device* device, OpRegistry& registry) {
+  if (!any()) return;
+  for (const Manifest& manifest : those_for(device)) {
+    bool mine = false;
+    const LoadRequest request{manifest.library_path, manifest.path, &manifest, "", [&] {
+                                mine = take(manifest.name);
+                                return mine && records::active(manifest.name).instance == nullptr;
+                              }};
+    static_cast<void>(load_library(request, registry));  // recorded and logged there
+    if (mine) forget(manifest.name);
+  }
+}
+
+}  // namespace te_fl::plugins::on_demand

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""tools/check_odr.py: which names defined twice are a clash, and which are not."""
+
+import os
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+from check_odr import clashes  # noqa: E402
+
+
+class OneDefinition(unittest.TestCase):
+    def found(self, one, other, paths=("backends/cuda/one.hpp", "backends/cuda/other.cuh")):
+        """The clashes of two files, "kind name" of each."""
+        with tempfile.TemporaryDirectory() as folder:
+            for path, text in zip(paths, (one, other)):
+                os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
+                with open(os.path.join(folder, path), "w") as file:
+                    file.write(text)
+            return [line.split(" is defined in ")[0] for line in clashes(folder)[0]]
+
+    def in_namespace(self, one, other, **more):
+        return self.found(f"namespace te_fl::cuda {{\n{one}\n}}\n", f"namespace te_fl {{ namespace cuda {{\n{other}\n}} }}\n", **more)
+
+    def test_the_two_that_this_repository_had(self):
+        self.assertEqual(
+            self.in_namespace("struct Operand { const te_fl_tensor* tensor = nullptr; };\n"
+                              "inline int64_t bytes_of(int dtype) { return dtype == TE_FL_F32 ? 4 : is_fp8(dtype) ? 1 : 2; }",
+                              "// A source.\nstruct Operand {\n  Source source;\n  int64_t first = 0, stride = 0;\n};\n"
+                              "inline int64_t bytes_of(int dtype) noexcept { return dtype == TE_FL_F32 ? 4 : 2; }"),
+            ["function te_fl::cuda::bytes_of(int)", "type te_fl::cuda::Operand"])
+
+    def test_templates_enumerations_and_variables(self):
+        for one, other, name in (
+                ("template <int kBytes>\nstruct Place { int c; };", "template <class T>\nstruct Place { T t; };", "type te_fl::cuda::Place"),
+                ("enum class Kind : int { kA };", "enum class Kind { kB };", "type te_fl::cuda::Kind"),
+                ("class alignas(16) Piece final : public Base { };", "union Piece { int i; };", "type te_fl::cuda::Piece"),
+                ("inline int g_count = 0;", "inline int g_count{1};", "variable te_fl::cuda::g_count"),
+                ("template <class T>\n__device__ T sum(T a, const T (&b)[8]) { return a; }",
+                 "template <class U> __device__ inline T sum(T x, const T (&y)[8]) { return x; }",
+                 "function te_fl::cuda::sum(T, const T (&)[8]) (template 1)"),
+                ("constexpr int twice(int a, std::vector<int> b = {1, 2}) { return 2 * a; }",
+                 "int twice(int, std::vector<int>) { return 3; }", "function te_fl::cuda::twice(int, std::vector<int>)"),
+                ("inline bool operator==(const A& a, const A& b) { return true; }",
+                 "inline bool operator==(const A& l, const A& r) { return false; }", "function te_fl::cuda::operator==(const A&, const A&)")):
+            self.assertEqual(self.in_namespace(one, other), [name], one)
+
+    def test_what_is_no_clash(self):
+        for one, other in (
+                ("struct A;\nint f(int);", "struct A { int i; };\nint f(int i) { return i; }"),  # declarations
+                ("int f(int i) { return i; }", "int f(long i) { return 1; }"),                  # overloads
+                ("namespace { struct A { }; int f() { return 1; } }", "struct A { int i; };\nint f() { return 2; }"),
+                ("static int f() { return 1; }\nconstexpr int kMost[] = {1};", "static int f() { return 2; }\nconstexpr int kMost[] = {2};"),
+                ("namespace inner { struct A { }; }", "struct A { int i; };"),
+                ("struct A { struct Inner { }; int f() { return 1; } };", "struct B { struct Inner { int i; }; int f() { return 2; } };"),
+                ("template <> struct A<int> { };", "template <> struct A<long> { };"),
+                ("const char* text = \"struct B { };\";", "struct B { };"),
+                ("// struct B { }\n#define B struct B { }", "struct B { };"),
+                ("int f() { struct Local { }; return 1; }", "int g() { struct Local { int i; }; return 1; }"),
+                ("Shape::Shape(Shape&& o) noexcept : a_(std::exchange(o.a_, Device{})), b_(1) { }",
+                 "Place::Place(Place&& o) noexcept : a_(std::exchange(o.a_, Device{})), b_(1) { }")):
+            self.assertEqual(self.in_namespace(one, other), [], one)
+
+    def test_files_that_are_never_linked_with_each_other(self):
+        text = "struct A { };"
+        self.assertEqual(self.in_namespace(text, text, paths=("backends/cuda/a.hpp", "backends/opencl/a.hpp")), [])
+        self.assertEqual(self.in_namespace(text, text, paths=("backends/cuda/a.hpp", "include/te_fl/a.hpp")), ["type te_fl::cuda::A"])
+
+    def test_this_repository(self):
+        found, count = clashes(ROOT)
+        self.assertEqual(found, [])
+        self.assertGreater(count, 2000)
+
+
+if __name__ == "__main__":
+    unittest.main()

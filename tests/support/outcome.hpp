@@ -1,0 +1,15 @@
+#pragma once
+
+#include <string>
+
+#include "te_fl/plugin.h"
+
+namespace te_fl::testing {
+
+// What an op answered, and in which words.
+struct Outcome {
+  te_fl_status status = TE_FL_OK;
+  std::string text;
+};
+
+}  // namespace te_fl::testing

@@ -1,0 +1,134 @@
+// Which of the CUDA plugin's own attention kernels a call takes, and why not the tensor cores; needs
+// no GPU.
+#include "backends/cuda/attention_choice.hpp"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+namespace te_fl::cuda {
+namespace {
+
+alignas(16) char attention_memory[64];
+
+// Metadata of a compact tensor; nothing reads its elements.
+struct ChoiceTensor {
+  std::vector<int64_t> shape, strides;
+  te_fl_tensor t{};
+
+  ChoiceTensor(int dtype, std::vector<int64_t> extents) : shape(std::move(extents)) {
+    strides.resize(shape.size(), 1);
+    for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+    t.struct_size = sizeof t;
+    t.dl.data = attention_memory;
+    t.dl.ndim = static_cast<int32_t>(shape.size());
+    t.dl.dtype = to_c(static_cast<DType>(dtype));
+    t.dl.shape = shape.data();
+    t.dl.strides = strides.data();
+  }
+  ChoiceTensor(const ChoiceTensor&) = delete;
+};
+
+// A backward of heads of `dim` and `dim_v`, [B, S, H, D].
+struct ChoiceCall {
+  ChoiceTensor q, k, v, o, d_o, dq, dk, dv, bias;
+  te_fl_fused_attn_bwd_args backward{};
+  te_fl_fused_attn_fwd_args forward{};
+
+  explicit ChoiceCall(int dtype, int64_t dim = 128, int64_t dim_v = 128, int bias_dtype = TE_FL_BF16)
+      : q(dtype, {2, 7, 4, dim}),
+        k(dtype, {2, 9, 2, dim}),
+        v(dtype, {2, 9, 2, dim_v}),
+        o(dtype, {2, 7, 4, dim_v}),
+        d_o(dtype, {2, 7, 4, dim_v}),
+        dq(dtype, {2, 7, 4, dim}),
+        dk(dtype, {2, 9, 2, dim}),
+        dv(dtype, {2, 9, 2, dim_v}),
+        bias(bias_dtype, {1, 4, 7, 9}) {
+    backward.d_o = &d_o.t, backward.dq = &dq.t, backward.dk = &dk.t, backward.dv = &dv.t;
+    backward.q = forward.q = &q.t, backward.k = forward.k = &k.t;
+    backward.v = forward.v = &v.t, backward.o = forward.o = &o.t;
+    backward.layout = forward.layout = TE_FL_LAYOUT_BSHD;
+  }
+  void add_bias() { backward.bias = forward.bias = &bias.t; }
+};
+
+std::string both(const ChoiceCall& call, int architecture = 90) {
+  const std::string forward = choose_attention(architecture, call.forward).text();
+  EXPECT_EQ(choose_attention(architecture, call.backward).text(), forward);
+  return forward;
+}
+
+TEST(CudaAttentionChoice, HalfPrecisionOnHopperTakesTensorCores) {
+  for (const int dtype : {TE_FL_BF16, TE_FL_F16}) {
+    EXPECT_EQ(both(ChoiceCall(dtype, 128, 128)), "hopper, heads of 128");
+    EXPECT_EQ(both(ChoiceCall(dtype, 64, 64)), "hopper, heads of 64");
+    EXPECT_EQ(both(ChoiceCall(dtype, 40, 96)), "hopper, heads of 128");
+    EXPECT_EQ(both(ChoiceCall(dtype, 8, 8)), "hopper, heads of 64");
+  }
+}
+
+TEST(CudaAttentionChoice, TermsOfAScoreChangeNothing) {
+  ChoiceCall call(TE_FL_BF16);
+  call.add_bias();
+  call.forward.dropout_p = call.backward.dropout_p = 0.1f;
+  call.forward.mask_type = call.backward.mask_type = TE_FL_MASK_TYPE_ARBITRARY;
+  call.forward.softmax_type = call.backward.softmax_type = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE;
+  EXPECT_EQ(both(call), "hopper, heads of 128");
+}
+
+TEST(CudaAttentionChoice, SaysWhyACallIsScalar) {
+  const std::string elsewhere =
+      "scalar: the tensor-core kernels are for GPUs of compute capability 9.0 (Hopper)";
+  for (const int architecture : {80, 89, 100, 120}) {
+    EXPECT_EQ(both(ChoiceCall(TE_FL_BF16), architecture), elsewhere);
+  }
+  EXPECT_EQ(both(ChoiceCall(TE_FL_F32)), "scalar: the tensor-core kernels take BF16 and F16");
+  EXPECT_EQ(both(ChoiceCall(TE_FL_F8E4M3)), "scalar: the tensor-core kernels take BF16 and F16");
+  EXPECT_EQ(both(ChoiceCall(TE_FL_BF16, 136, 128)), "scalar: a head has more than 128 elements");
+  EXPECT_EQ(both(ChoiceCall(TE_FL_BF16, 128, 256)), "scalar: a head has more than 128 elements");
+  EXPECT_EQ(both(ChoiceCall(TE_FL_BF16, 20, 16)), "scalar: a head's size is not a multiple of 8");
+  ChoiceCall other_bias(TE_FL_BF16, 64, 64, TE_FL_F32);
+  other_bias.add_bias();
+  EXPECT_EQ(both(other_bias), "scalar: a bias of another dtype than q");
+}
+
+TEST(CudaAttentionChoice, RowsMustBeReachableSixteenBytesAtATime) {
+  ChoiceCall strided(TE_FL_BF16);
+  strided.k.strides[1] += 4;
+  EXPECT_EQ(both(strided), "scalar: a stride is not a positive multiple of 16 bytes");
+  ChoiceCall expanded(TE_FL_BF16);
+  expanded.v.strides[2] = 0;
+  EXPECT_EQ(both(expanded), "scalar: a stride is not a positive multiple of 16 bytes");
+  ChoiceCall transposed(TE_FL_BF16);
+  transposed.q.strides[3] = 2;
+  EXPECT_EQ(both(transposed), "scalar: the elements of a head are not contiguous");
+  ChoiceCall askew(TE_FL_BF16);
+  askew.o.t.dl.byte_offset = 8;
+  EXPECT_EQ(both(askew), "scalar: a tensor is not aligned to 16 bytes");
+  ChoiceCall packed(TE_FL_BF16);  // slices of one tensor of q, k and v
+  packed.k.strides[1] = packed.v.strides[1] = 3 * 4 * 128;
+  EXPECT_EQ(both(packed), "hopper, heads of 128");
+}
+
+TEST(CudaAttentionChoice, LooksAtEveryTensorOfTheBackward) {
+  ChoiceCall call(TE_FL_BF16);
+  ChoiceTensor* const own[] = {&call.d_o, &call.dq, &call.dk, &call.dv};
+  for (ChoiceTensor* t : own) {
+    t->t.dl.byte_offset = 8;
+    EXPECT_EQ(choose_attention(90, call.backward).text(),
+              "scalar: a tensor is not aligned to 16 bytes");
+    EXPECT_TRUE(choose_attention(90, call.forward).tensor_cores());
+    t->t.dl.byte_offset = 0;
+  }
+  ChoiceCall wider(TE_FL_BF16);
+  ChoiceTensor single(TE_FL_F32, {2, 7, 4, 128});
+  wider.backward.dq = &single.t;
+  EXPECT_EQ(choose_attention(90, wider.backward).text(),
+            "scalar: tensors of another dtype than q");
+}
+
+}  // namespace
+}  // namespace te_fl::cuda

@@ -1,0 +1,144 @@
+// The file of TE_FL_TRACE: of a forked child, and where it cannot be written.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <nlohmann/json.hpp>
+
+#include "dispatch_fixture.hpp"
+#include "te_fl/te_fl.hpp"
+#include "unit/temp_folder.hpp"
+
+namespace te_fl {
+namespace {
+
+using nlohmann::json;
+using testing::Fake;
+using testing::FiveCall;
+
+class TraceFile : public ::testing::Test {
+ protected:
+  void SetUp() override { ASSERT_TRUE(registry.register_op(fake.desc, "test").ok()); }
+  void TearDown() override { ASSERT_TRUE(environment::unset("TE_FL_TRACE").ok()); }
+  void trace_to(const std::string& path) {
+    ASSERT_TRUE(environment::set("TE_FL_TRACE", path).ok());
+  }
+  bool call() { return manager.call("test::five", &five.args).ok(); }
+  // Calls in a trace; -1 if it is none.
+  static int calls_in(const std::string& path) {
+    const json trace = json::parse(test::read_file(path), nullptr, false);
+    if (!trace.is_object()) return -1;
+    int calls = 0;
+    for (const json& e : trace.at("traceEvents")) calls += e.at("ph") == "X" ? 1 : 0;
+    return calls;
+  }
+  // The number of a child that ran `body`, which returns 0 if all is well.
+  template <class F>
+  static pid_t in_child(F&& body) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);
+      _exit(body());
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    return child;
+  }
+
+  test::TempFolder folder;
+  OpRegistry registry;
+  OpManager manager{registry};
+  Fake fake{"default.x"};
+  FiveCall five;
+};
+
+TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
+  for (const char* name : {"trace-%p.json", "trace.json"}) {
+    trace_to(folder / name);
+    ASSERT_TRUE(call());
+    ASSERT_TRUE(write_trace().ok());
+    const bool named = std::string(name).find("%p") != std::string::npos;
+    const auto file_of = [&](pid_t process) {
+      const std::string number = std::to_string(process);
+      if (named) return folder / ("trace-" + number + ".json");
+      return folder / (process == getpid() ? "trace.json" : "trace.json." + number);
+    };
+    const int before = calls_in(file_of(getpid()));  // this process's of earlier tests, too
+    const pid_t child = in_child([&] {
+      if (!call()) return 1;
+      // As a program does that sets something else: the name stays its own.
+      if (!environment::set("TE_FL_SYNC", "0").ok() || !call() || !call()) return 2;
+      return write_trace().ok() ? 0 : 3;
+    });
+    ASSERT_TRUE(write_trace().ok());
+    EXPECT_EQ(calls_in(file_of(getpid())), before);
+    EXPECT_EQ(calls_in(file_of(child)), 3);
+    in_child([&] { return write_trace().ok() ? 0 : 1; });  // one that made no call
+    EXPECT_EQ(calls_in(file_of(getpid())), before) << "the child left it alone";
+  }
+}
+
+TEST_F(TraceFile, AFullDiskLeavesTheOldOneAndSaysSo) {
+  const std::string path = folder.write("trace.json", "old");
+  trace_to(path);
+  ASSERT_TRUE(call());
+  in_child([&] {
+    std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{64, 64};
+    if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return 1;
+    if (!environment::set("TE_FL_TRACE", folder / "child.json").ok() || !call()) return 2;
+    const Status status = write_trace();
+    return status.message().find("File too large") != std::string::npos ? 0 : 3;
+  });
+  EXPECT_EQ(test::read_file(path), "old");
+}
+
+TEST_F(TraceFile, OneThatIsNoTraceIsAnErrorThatNamesIt) {
+  trace_to(folder / "trace.json");
+  ASSERT_TRUE(call());
+  ASSERT_TRUE(write_trace().ok());
+  const std::string whole = test::read_file(folder / "trace.json");
+  std::vector<std::string> texts = {
+      "",
+      "{}",
+      "[]",
+      "\x7f"
+      "ELF",
+      R"({"te_fl_calls": [], "traceEvents": [{"ph": 7}]})",
+      R"({"te_fl_calls": [], "traceEvents": [{"ph": "X", "pid": "a"}]})",
+      R"({"te_fl_calls": [7], "traceEvents":
+                                        [{"ph": "X", "pid": 1, "args": {"call": 0}}]})"};
+  for (size_t bytes = 1; bytes < whole.size(); bytes += 97) texts.push_back(whole.substr(0, bytes));
+  for (const std::string& text : texts) {
+    const auto tuned = tune({folder.write("bad.json", text)}, 0.001);
+    const bool nothing = tuned.ok() && tuned->empty();  // an empty trace is one
+    EXPECT_TRUE(nothing || tuned.status().message().find("bad.json") != std::string::npos)
+        << text.substr(0, 60) << ": " << tuned.status().to_string();
+  }
+  EXPECT_NE(tune({folder.path()}, 0.001).status().message().find(folder.path()), std::string::npos);
+  EXPECT_NE(tune({folder / "none"}, 0.001).status().message().find("No such"), std::string::npos);
+}
+
+TEST_F(TraceFile, WhatIsNoRegularFileIsRefusedAndStays) {
+  const std::string pipe = folder / "pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  for (const std::string& path : {pipe, folder.path()}) {
+    trace_to(path);
+    ASSERT_TRUE(call());
+    const Status status = write_trace();
+    EXPECT_NE(status.message().find("is a "), std::string::npos) << status.to_string();
+  }
+  struct stat st {};
+  ASSERT_EQ(stat(pipe.c_str(), &st), 0);
+  EXPECT_TRUE(S_ISFIFO(st.st_mode)) << "a name such as /dev/stdout must not become a file";
+  trace_to(folder / "no/folder/trace.json");
+  ASSERT_TRUE(call());
+  EXPECT_NE(write_trace().message().find("No such file"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace te_fl

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Finds names that two files define for one program: types, functions and inline variables of the same namespace, that
+is undefined behaviour where the linker keeps one of them. Prints every clash; exits 1 on any.
+usage: tools/check_odr.py [ROOT]     (default: this repository; only tracked files where ROOT is a git tree)
+
+It reads sources, as compiling all of a plugin a second time with -flto -Wodr takes as long as the first. What counts as
+one program stands in PROGRAMS. Definitions in unnamed namespaces, static functions and constants, which every file has
+for itself, are passed over, and so is whatever only macros define."""
+import pathlib
+import re
+import subprocess
+import sys
+
+SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh")
+# Folders whose files are linked with each other; include/ and the helpers of tests are part of each that can see them.
+PROGRAMS = {
+    "libte_fl": ["include", "core", "policy", "plugins", "registry", "dispatch", "comm", "nn", "backends/reference", "backends/cpu"],
+    "the CUDA plugin": ["include", "backends/cuda"],
+    "the OpenCL plugin": ["include", "backends/opencl"],
+    "the tool te-fl": ["include", "tools"],
+    "the conformance suite": ["include", "tests/conformance"],
+    "the unit tests": ["include", "tests/unit", "tests/support"],
+    "the tests of nn": ["include", "tests/nn", "tests/support"],
+}
+TOKEN = re.compile(r"""
+    (?P<raw>R"(?P<delim>[^()\\\s]{0,16})\(.*?\)(?P=delim)")
+  | (?P<string>"(?:\\.|[^"\\\n])*")
+  | (?P<char>(?<![0-9a-fA-F])'(?:\\.|[^'\\\n])*')
+  | (?P<comment>//[^\n]*|/\*.*?\*/)
+  | (?P<directive>^[ \t]*\#(?:\\\n|[^\n])*)
+""", re.X | re.S | re.M)
+TYPE = re.compile(r"\b(?:struct|class|union|enum(?:\s+(?:class|struct))?)\s+((?:alignas\s*\([^)]*\)\s*|\[\[.*?\]\]\s*|[A-Z_]+\s+(?=\w))*)"
+                  r"(\w+(?:\s*::\s*\w+)*(?:\s*<.*>)?)\s*(?:final\s*)?(?::(?!:).*)?$", re.S)
+
+
+def without_text(source):
+    """The source with comments, directives and what stands in quotes taken out, lines kept."""
+    def blank(match):
+        kept = '""' if match.group("string") or match.group("raw") else "' '" if match.group("char") else ""
+        return kept + "\n" * match.group(0).count("\n")
+    return TOKEN.sub(blank, source)
+
+
+def closing(text, at, pair):
+    """Where the bracket opened at `at` closes."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] == pair[0]) - (text[i] == pair[1])
+        if depth == 0:
+            return i
+    return len(text) - 1
+
+
+def strip_templates(head):
+    """A declaration without its leading template<..> and requires clauses, and how many of those it has."""
+    count = 0
+    head = head.strip()
+    while head.startswith("template"):
+        begin = head.find("<")
+        if begin < 0:
+            break
+        head = head[closing(head, begin, "<>") + 1:].strip()
+        head = re.sub(r"^requires\s+(?:\([^)]*\)|[\w:]+(?:<[^>]*>)?)(?:\s*(?:&&|\|\|)\s*(?:\([^)]*\)|[\w:]+(?:<[^>]*>)?))*", "", head).strip()
+        count += 1
+    return head, count
+
+
+def split_arguments(text):
+    """The pieces of a parameter list."""
+    parts, depth, piece = [], 0, ""
+    for c in text:
+        depth += (c in "(<[{") - (c in ")>]}")
+        if c == "," and depth == 0:
+            parts.append(piece)
+            piece = ""
+        else:
+            piece += c
+    return [p for p in (*parts, piece) if p.strip()]
+
+
+def parameter_type(text):
+    """A parameter's type: without its default, its name and its own const."""
+    text = re.sub(r"\s*=.*$", "", text, flags=re.S).strip()
+    text = re.sub(r"\(\s*([&*]+)\s*\w+\s*\)", r"(\1)", re.sub(r"\s+", " ", text))  # const T (&x)[8]
+    text = re.sub(r"(?<=[\s*&>])(?!(?:const|int|long|short|char|float|double|bool|unsigned|signed|auto|void)\b)\w+(\s*\[[^\]]*\])?$",
+                  lambda m: m.group(1) or "", text) if " " in text or text[-1:] not in "*&" else text
+    return re.sub(r"\s*([*&<>,:])\s*", r"\1", text.strip())
+
+
+def first_parenthesis(head):
+    """Where the first "(" stands that is not among template arguments; -1: there is none."""
+    depth = 0
+    for i, c in enumerate(head):
+        if re.search(r"operator\s*$", head[:i]) and c in "<>(":
+            return head.find("(", i)
+        depth += (c == "<") - (c == ">" and head[i - 1] != "-")
+        if c == "(" and depth <= 0:
+            return i
+    return -1
+
+
+def function_key(head):
+    """"name(types)" of a function's definition; None if the text is none."""
+    begin = first_parenthesis(head)
+    while begin > 0 and re.search(r"(?:\b(?:alignas|decltype|noexcept|explicit|__attribute__|__launch_bounds__|__align__)\s*)$", head[:begin]):
+        begin = head.find("(", closing(head, begin, "()") + 1)
+    name = re.search(r"((?:~?\w+(?:\s*<[^()]*>)?\s*::\s*)*(?:~?\w+(?:\s*<[^()]*>)?|operator\s*[^\s\w(]+|operator\s*\(\s*\)|operator\s+[\w:&*<> ]+))\s*$", head[:begin])
+    if begin <= 0 or name is None:
+        return None
+    if re.search(r"operator\s*$", head[:begin]):  # operator()(..)
+        begin = head.find("(", begin + 1)
+    types = [parameter_type(p) for p in split_arguments(head[begin + 1:closing(head, begin, "()")])]
+    return re.sub(r"\s+", "", name.group(1)) + "(" + ", ".join(t for t in types if t != "void") + ")"
+
+
+def definition(head):
+    """(kind, name) that a declaration followed by "{" defines; None: nothing that other files could see."""
+    head, templates = strip_templates(re.sub(r"\[\[.*?\]\]", "", head, flags=re.S))
+    if not head:
+        return None
+    mark = f" (template {templates})" if templates else ""
+    paren = first_parenthesis(head)
+    words = set(re.findall(r"\w+", head[:paren] if paren >= 0 else head))
+    found = TYPE.search(head)
+    if found and words & {"struct", "class", "union", "enum"} and (paren < 0 or "alignas" in words or head[:paren].find(":") >= 0) \
+            and "operator" not in words:
+        return "type", re.sub(r"\s+", "", found.group(2))
+    assigned = re.search(r"(?<![=!<>+\-*/|&^])=(?!=)", head)
+    if assigned and (paren < 0 or assigned.start() < paren) and "operator" not in words:
+        return variable(head)
+    if paren < 0:
+        return variable(head)
+    if words & {"static", "using", "typedef", "concept", "friend"}:
+        return None
+    key = function_key(head)
+    return ("function", key + mark) if key and not key.startswith("main(") else None
+
+
+def variable(head):
+    """An inline variable; those without the word belong to their file, or clash when they are linked."""
+    head = re.split(r"(?<![=!<>+\-*/|&^])=(?!=)", head, maxsplit=1)[0].strip()
+    words = re.findall(r"\w+", head)
+    if "inline" not in words or "static" in words or "(" in head:
+        return None
+    return "variable", words[-1]
+
+
+def definitions(source):
+    """(namespace, kind, name, line) of a file's definitions that other files could see."""
+    text = without_text(source)
+    scopes, head, head_line, line = [], "", 1, 1
+    found = []
+    i = 0
+
+    def add(entry):
+        if entry is not None and None not in scopes:
+            found.append(("::".join(s for s in scopes if s), *entry, head_line))
+
+    while i < len(text):
+        c = text[i]
+        if c == "{":
+            space = re.search(r"\bnamespace\b\s*((?:inline\s+)?[\w:]*)\s*$", head)
+            if head.count("(") > head.count(")"):  # a value among parameters or initialisers
+                end = closing(text, i, "{}")
+                line += text.count("\n", i, end)
+                i = end
+            elif space:
+                scopes.append(space.group(1) or None)
+                head = ""
+            elif re.search(r'extern\s*""\s*$', head):
+                scopes.append("")
+                head = ""
+            else:
+                add(definition(head))
+                end = closing(text, i, "{}")
+                line += text.count("\n", i, end)
+                i = end
+                # What follows a body up to ";" belongs to it, unless it was a function's: that ends here.
+                rest = re.match(r"\s*(?=[;,({.=]|\w+\s*(?:\[[^\]]*\]\s*)?[;=])", text[end + 1:])
+                kind = TYPE.search(strip_templates(head)[0])
+                head = "\0" if kind or (rest and "=" in head) else ""
+        elif c == "}":
+            if scopes:
+                scopes.pop()
+            head = ""
+        elif c == ";":
+            if head and not head.startswith("\0") and re.search(r"\binline\b", head.split("(")[0]):
+                add(variable(strip_templates(head)[0]))
+            head = ""
+        else:
+            if not head.strip():
+                head_line = line
+            if not head.startswith("\0"):
+                head += c
+        if text[i] == "\n":
+            line += 1
+        i += 1
+    return found
+
+
+def sources(root):
+    listed = subprocess.run(["git", "ls-files", *("*" + s for s in SUFFIXES)], cwd=root, capture_output=True, text=True)
+    if listed.returncode == 0 and listed.stdout:
+        return [pathlib.PurePosixPath(p) for p in listed.stdout.split("\n") if p]
+    return sorted(pathlib.PurePosixPath(p.relative_to(root).as_posix()) for p in pathlib.Path(root).rglob("*") if p.suffix in SUFFIXES)
+
+
+def clashes(root):
+    files = {p: definitions((pathlib.Path(root) / p).read_text(errors="replace")) for p in sources(root) if (pathlib.Path(root) / p).exists()}
+    result, count = [], 0
+    for program, folders in PROGRAMS.items():
+        places = {}
+        for path, found in files.items():
+            if not any(pathlib.PurePosixPath(f) in path.parents for f in folders):
+                continue
+            for space, kind, name, line in found:
+                count += 1
+                places.setdefault((space, kind, name), {}).setdefault(path, line)
+        for (space, kind, name), where in sorted(places.items()):
+            if len(where) > 1:
+                whole = f"{space}::{name}" if space else name
+                at = " and ".join(f"{p}:{n}" for p, n in sorted(where.items()))
+                result.append(f"{kind} {whole} is defined in {at}, both of {program}: rename one, give them one header, or use an "
+                              "unnamed namespace (in .cpp and .cu only)")
+    return result, count
+
+
+def main():
+    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).resolve().parent.parent)
+    found, count = clashes(root)
+    print("\n".join(found) or f"one definition: {count} names, none twice")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

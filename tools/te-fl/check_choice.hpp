@@ -1,0 +1,23 @@
+// te-fl check: which part of a plugin, and which cases, the options choose.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "conformance/case.hpp"
+
+namespace te_fl_tool::check {
+
+// The cases of an op that the options choose, drawn ones among them. Under --case also those of the
+// sweep, which are left to chosen_sweep() otherwise.
+te_fl::conformance::Table chosen_cases(const CheckOptions& options,
+                                       const te_fl::conformance::Table& all, const std::string& op);
+te_fl::conformance::Table chosen_sweep(const CheckOptions& options, const std::string& op);
+bool is_chosen_device_step(const CheckOptions& options, const std::string& name);
+
+// Puts those of `all` that the options choose into the report's targets and devices, and what is
+// not looked at into its left_out. Empty, or the option's mistake with the nearest right name.
+std::string choose(const CheckOptions& options, const std::vector<Target>& all, Report& report);
+
+}  // namespace te_fl_tool::check

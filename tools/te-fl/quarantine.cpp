@@ -1,0 +1,112 @@
+// te-fl quarantine: what TE_FL_VERIFY_ACTION=quarantine holds against implementations, and its end.
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "commands.hpp"
+#include "output.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl_tool {
+namespace {
+
+using nlohmann::json;
+
+template <class T>
+std::vector<std::string> names_of(uint32_t mask, int count) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) {
+    if ((mask >> i & 1) != 0) names.emplace_back(te_fl::name(static_cast<T>(i)));
+  }
+  return names;
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& w : words) text += (text.empty() ? "" : "|") + w;
+  return text;
+}
+
+std::vector<std::string> dtypes_of(const te_fl::Quarantine& q) {
+  return names_of<te_fl::DType>(q.dtypes, TE_FL_DTYPE_COUNT);
+}
+std::vector<std::string> scalings_of(const te_fl::Quarantine& q) {
+  return names_of<te_fl::Scaling>(q.scalings, TE_FL_SCALING_COUNT);
+}
+
+json entry_of(const te_fl::Quarantine& q) {
+  return {{"op", q.op},
+          {"impl_id", q.impl_id},
+          {"owner", q.owner},
+          {"build_id", q.build_id},
+          {"chip", q.chip},
+          {"driver", q.driver},
+          {"dtypes", dtypes_of(q)},
+          {"scalings", scalings_of(q)},
+          {"reason", q.reason},
+          {"case", q.case_file}};
+}
+
+int list(bool as_json) {
+  const auto entries = te_fl::quarantines();
+  if (!entries.ok()) {
+    complain(entries.status().to_string());
+    return kProblem;
+  }
+  const std::string file = te_fl::quarantine_file();
+  if (as_json) {
+    json out = {{"file", file}, {"entries", json::array()}};
+    for (const te_fl::Quarantine& q : *entries) out["entries"].push_back(entry_of(q));
+    std::printf("%s\n", out.dump(2, ' ', false, json::error_handler_t::replace).c_str());
+    return kSuccess;
+  }
+  if (entries->empty()) {
+    std::printf("nothing is quarantined (%s)\n",
+                file.empty() ? "no file is kept: TE_FL_QUARANTINE_FILE is empty" : file.c_str());
+    return kSuccess;
+  }
+  Table table({"op", "implementation", "from", "dtypes", "scaling", "on", "why"});
+  for (const te_fl::Quarantine& q : *entries) {
+    table.add({q.op, q.impl_id, q.owner, joined(dtypes_of(q)), joined(scalings_of(q)),
+               q.chip + (q.driver.empty() ? "" : ", " + q.driver),
+               q.reason + (q.case_file.empty() ? "" : " (te-fl replay " + q.case_file + ")")});
+  }
+  table.print();
+  std::printf(
+      "\n%zu of %s; an entry holds for the build, chip and driver that it was found with.\n"
+      "`te-fl quarantine clear OP --impl ID` ends it, `te-fl quarantine clear --all` all.\n",
+      entries->size(), file.c_str());
+  return kSuccess;
+}
+
+}  // namespace
+
+int quarantine(const QuarantineOptions& options) {
+  if (!options.clear) return list(options.json);
+  if (options.op.empty() && options.impl.empty() && !options.all) {
+    complain("quarantine clear needs an op, --impl ID, or --all");
+    return kUsage;
+  }
+  if (options.all && !(options.op.empty() && options.impl.empty())) {
+    complain("quarantine clear takes --all, or an op and --impl, not both");
+    return kUsage;
+  }
+  const auto cleared = te_fl::clear_quarantines(options.op, options.impl);
+  if (!cleared.ok()) {
+    complain(cleared.status().to_string());
+    return kProblem;
+  }
+  if (*cleared == 0 && !options.all) {
+    complain("no entry is about " + (options.op.empty() ? options.impl : options.op) +
+             (options.op.empty() || options.impl.empty() ? "" : " and " + options.impl) +
+             "; `te-fl quarantine list` shows them");
+    return kUsage;
+  }
+  if (options.json) {
+    std::printf("%s\n", json{{"cleared", *cleared}}.dump(2).c_str());
+  } else {
+    std::printf("%d %s cleared\n", *cleared, *cleared == 1 ? "entry" : "entries");
+  }
+  return kSuccess;
+}
+
+}  // namespace te_fl_tool
