@@ -2,27 +2,58 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "te_fl/device.hpp"
 
+// Streams by device and handle: handles of two devices may be equal and mean two streams.
 namespace te_fl::core {
 
-// The calling thread's current stream, and what keeps it alive if te-fl made it (null: borrowed).
-struct CurrentStream {
-  void* handle = nullptr;
-  std::shared_ptr<void> owner;
+// A stream of one device that something holds: tensors, whose memory is freed on it, scopes,
+// graphs. Of a stream that devices::create_stream made, the last holder destroys it, after
+// destroy_stream. One that somebody else made has a record from its first use on while anything
+// holds it.
+struct StreamRecord {
+  StreamRecord(const Device& d, void* h, bool m) noexcept : device(d), handle(h), made(m) {}
+  StreamRecord(const StreamRecord&) = delete;
+  StreamRecord& operator=(const StreamRecord&) = delete;
+  ~StreamRecord();
+
+  // The stream, or null, the default one, if it has been retired.
+  void* get() const noexcept { return retired.load(std::memory_order_acquire) ? nullptr : handle; }
+
+  const Device device;
+  void* const handle;
+  const bool made;                   // by devices::create_stream
+  std::atomic<bool> retired{false};  // its owner destroys it: nothing is enqueued on it any more
 };
-const CurrentStream& current_stream() noexcept;
+using StreamRef = std::shared_ptr<StreamRecord>;
 
-// What keeps a stream alive that devices::create_stream made: the stream is destroyed when
-// destroy_stream has been called and no owner is left. Null for others.
-std::shared_ptr<void> stream_owner(void* handle);
+// The record of a device's stream, made if there is none. Null for the default stream.
+StreamRef stream_record(const Device& device, void* handle);
+// Whether devices::create_stream made this stream on this device, and it is still there.
+bool is_own_stream(const Device& device, void* handle);
+// INVALID_ARGUMENT if te-fl made `stream`, which is to be of `device`, on `other` instead.
+Status check_side(const Device& device, void* stream, const Device& other);
 
-// Whether a te_fl::Capture has begun on this very stream and not ended: its graph then keeps the
-// stream. Not so for a stream that joined a capture, or whose capture somebody else began.
-bool begun_by_capture(const Device& device, void* stream);
+// The stream that the calling thread allocates on: of its innermost StreamScope for `device`, else
+// the default stream, whose record is null. FAILED_PRECONDITION where it has been retired, or where
+// the scope does not say whose it is and more than one device may have it.
+Result<StreamRef> current_stream(const Device& device);
+// The calling thread's streams that are in force, the outermost scope first; those of a scope that
+// names no device have none. To be opened again on another thread.
+struct OpenStream {
+  Device device;
+  bool has_device;
+  void* handle;
+};
+std::vector<OpenStream> open_streams();
+// The last of them; none where no scope is open.
+std::optional<OpenStream> innermost_stream();
 
-// Called just before such a stream is destroyed, so that memory kept for it can be freed on it.
+// Called just before a stream that create_stream made is destroyed, and when another one is
+// retired: memory that is kept for it can still be freed on it.
 extern std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes;
 
 }  // namespace te_fl::core

@@ -1,12 +1,8 @@
-#include <algorithm>
-#include <mutex>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "core/current_stream.hpp"
 #include "core/device_use.hpp"
-#include "core/fork.hpp"
 
 namespace te_fl {
 namespace {
@@ -16,26 +12,6 @@ using core::DeviceUse;
 using core::ErrorText;
 using core::slot;
 using Api = te_fl_device_api;
-
-thread_local core::CurrentStream t_stream;
-
-constinit core::ForkMutex captures_mutex(26);
-const core::ForkMutex::Registration captures_registration(captures_mutex);
-
-// The streams on which a Capture has begun and not ended.
-using Captured = std::pair<Device, void*>;
-std::vector<Captured>& captures() {
-  static auto* const all = new std::vector<Captured>;
-  return *all;
-}
-void note_capture(const Device& device, void* stream) {
-  const std::lock_guard lock(captures_mutex);
-  captures().emplace_back(device, stream);
-}
-void forget_capture(const Device& device, void* stream) {
-  const std::lock_guard lock(captures_mutex);
-  std::erase(captures(), Captured{device, stream});
-}
 
 const char* missing_function(const Api& api) {
   if (slot(api, &Api::is_capturing) == nullptr) return "is_capturing";
@@ -60,7 +36,6 @@ void destroy_graph(const Device& device, void* graph) noexcept {
 
 // Ends the capture on `stream`; the device is counted in since it began. The graph keeps the count.
 Result<void*> end_capture(const Device& device, void* stream) {
-  forget_capture(device, stream);
   const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return internal_error("a device went while a stream of it was captured");
@@ -74,16 +49,7 @@ Result<void*> end_capture(const Device& device, void* stream) {
 
 }  // namespace
 
-const core::CurrentStream& core::current_stream() noexcept { return t_stream; }
-
-bool core::begun_by_capture(const Device& device, void* stream) {
-  const std::lock_guard lock(captures_mutex);
-  return std::ranges::find(captures(), Captured{device, stream}) != captures().end();
-}
-
 namespace devices {
-
-void* current_stream() noexcept { return t_stream.handle; }
 
 Status check_capture(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
@@ -95,16 +61,6 @@ Status check_capture(const Device& device) {
 }
 
 }  // namespace devices
-
-struct StreamScope::Previous {
-  core::CurrentStream stream;
-};
-
-StreamScope::StreamScope(void* stream) : previous_(std::make_unique<Previous>()) {
-  previous_->stream =
-      std::exchange(t_stream, core::CurrentStream{stream, core::stream_owner(stream)});
-}
-StreamScope::~StreamScope() { t_stream = std::move(previous_->stream); }
 
 Graph::Graph(Graph&& other) noexcept
     : device_(std::exchange(other.device_, Device{})),
@@ -126,6 +82,15 @@ Graph::~Graph() {
 }
 
 Status Graph::launch() const {
+  if (handle_ != nullptr && stream_owner_->get() == nullptr) {
+    return failed_precondition(
+        "the stream that this Graph was captured on has been retired; give "
+        "launch() another one");
+  }
+  return launch(stream_);
+}
+
+Status Graph::launch(void* stream) const {
   if (handle_ == nullptr) {
     return failed_precondition("an empty Graph cannot be launched; Capture::end makes one");
   }
@@ -134,9 +99,9 @@ Status Graph::launch() const {
   const te_fl_device_desc& d = *use->desc;
   ErrorText errors;
   const te_fl_status code =
-      errors.call([&] { return d.api->launch_graph(d.self, handle_, stream_, errors.sink()); });
+      errors.call([&] { return d.api->launch_graph(d.self, handle_, stream, errors.sink()); });
   if (code == TE_FL_OK) return {};
-  return core::device_status(device_, stream_, errors, code,
+  return core::device_status(device_, stream, errors, code,
                              "launch of a graph on " + to_string(device_));
 }
 
@@ -157,11 +122,10 @@ Result<Capture> Capture::begin(const Device& device, void* stream) {
     return core::device_status(device, stream, errors, code,
                                "the beginning of a capture on " + to_string(device));
   }
-  note_capture(device, stream);
   Capture capture;
   capture.device_ = device;
   capture.stream_ = stream;
-  capture.stream_owner_ = core::stream_owner(stream);
+  capture.stream_owner_ = core::stream_record(device, stream);
   return capture;
 }
 

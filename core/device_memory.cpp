@@ -1,6 +1,7 @@
 #include <memory>
 
 #include "core/allocations.hpp"
+#include "core/current_stream.hpp"
 #include "core/device_use.hpp"
 #include "core/recent_ops.hpp"
 
@@ -39,15 +40,16 @@ Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t byte
       "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
 }
 
-// Between two devices that know nothing of each other: by way of the host, synchronously.
-Status copy_across(const DeviceEntry& to, void* dst, const DeviceEntry& from, const void* src,
-                   size_t bytes, void* stream) {
+// Between two devices that know nothing of each other: by way of the host, waiting for both
+// streams.
+Status copy_by_host(const DeviceEntry& to, void* dst, void* dst_stream, const DeviceEntry& from,
+                    const void* src, void* src_stream, size_t bytes) {
   TE_FL_ASSIGN_OR_RETURN(void* bounce, allocate(Device{}, bytes));
   const std::unique_ptr<void, void (*)(void*)> owner(bounce, [](void* p) { free(Device{}, p); });
-  TE_FL_RETURN_IF_ERROR(copy_by(from, bounce, src, bytes, 1, nullptr));
-  TE_FL_RETURN_IF_ERROR(synchronize(from.device));
-  TE_FL_RETURN_IF_ERROR(copy_by(to, dst, bounce, bytes, 2, stream));
-  return synchronize(to.device, stream);
+  TE_FL_RETURN_IF_ERROR(copy_by(from, bounce, src, bytes, 1, src_stream));
+  TE_FL_RETURN_IF_ERROR(synchronize(from.device, src_stream));
+  TE_FL_RETURN_IF_ERROR(copy_by(to, dst, bounce, bytes, 2, dst_stream));
+  return synchronize(to.device, dst_stream);
 }
 
 bool captures(const Device& device, void* stream) {
@@ -66,6 +68,16 @@ Status check_captured_copy(const Device& to, const Device& from, size_t bytes, v
       " host memory cannot be captured on " + te_fl::to_string(device) +
       ": every launch of the graph would use that memory again; copy before the capture into a "
       "tensor of the device, or after the launch");
+}
+
+Status check_copy_between(const Device& to, void* to_stream, const Device& from,
+                          void* from_stream) {
+  TE_FL_RETURN_IF_ERROR(core::check_side(to, to_stream, from));
+  if (!captures(to, to_stream) && !captures(from, from_stream)) return {};
+  return failed_precondition("a copy from " + te_fl::to_string(from) + " to " +
+                             te_fl::to_string(to) +
+                             " cannot be captured into a graph, which has one device; copy before "
+                             "the capture, or after the launch");
 }
 
 // Who has the memory that was not there.
@@ -165,7 +177,36 @@ Status copy(const Device& dst_device, void* dst, const Device& src_device, const
     return copy_by(*core::find_device(Device{}), dst, src, bytes, 3, nullptr);
   if (to_host) return copy_by(*from, dst, src, bytes, host_flags, stream);
   if (from_host) return copy_by(*to, dst, src, bytes, host_flags, stream);
-  return copy_across(*to, dst, *from, src, bytes, stream);
+  return copy_between(dst_device, dst, stream, src_device, src, current_stream(src_device), bytes);
+}
+
+Status copy_between(const Device& dst_device, void* dst, void* dst_stream, const Device& src_device,
+                    const void* src, void* src_stream, size_t bytes) {
+  TE_FL_ASSIGN_OR_RETURN(const Use to, Use::of(dst_device));
+  TE_FL_ASSIGN_OR_RETURN(const Use from, Use::of(src_device));
+  if (dst_device.is_host() || src_device.is_host() || &*to == &*from) {
+    return invalid_argument("copy_between copies between two devices, not from " +
+                            te_fl::to_string(src_device) + " to " + te_fl::to_string(dst_device) +
+                            "; use devices::copy");
+  }
+  if (bytes == 0) return {};
+  TE_FL_RETURN_IF_ERROR(check_copy_between(dst_device, dst_stream, src_device, src_stream));
+  const te_fl_device_desc &t = *to->desc, &f = *from->desc;
+  const auto direct = core::slot(*t.api, &te_fl_device_api::copy_between);
+  if (direct != nullptr && direct == core::slot(*f.api, &te_fl_device_api::copy_between)) {
+    ErrorText errors;
+    const te_fl_status code = errors.call([&] {
+      return direct(t.self, dst, dst_stream, f.self, src, src_stream, bytes, errors.sink());
+    });
+    if (code == TE_FL_OK) return {};
+    if (TE_FL_STATUS_CODE(code) != TE_FL_UNSUPPORTED) {
+      return core::device_status(dst_device, dst_stream, errors, code,
+                                 "copy of " + std::to_string(bytes) + " bytes from " +
+                                     te_fl::to_string(src_device) + " to " +
+                                     te_fl::to_string(dst_device));
+    }
+  }
+  return copy_by_host(*to, dst, dst_stream, *from, src, src_stream, bytes);
 }
 
 Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* stream) {

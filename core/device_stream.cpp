@@ -2,6 +2,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "core/current_stream.hpp"
@@ -18,52 +19,80 @@ namespace {
 constinit ForkMutex streams_mutex(25);
 const ForkMutex::Registration streams_registration(streams_mutex);
 
-// A stream that create_stream made. Tensors on it hold it, since their memory is freed on it.
-struct OwnedStream {
-  Device device;
-  void* handle;
-  OwnedStream(const Device& d, void* h) : device(d), handle(h) {}
-  OwnedStream(const OwnedStream&) = delete;
-  OwnedStream& operator=(const OwnedStream&) = delete;
-  ~OwnedStream() {
-    if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
-    const Inside inside(device);
-    DeviceEntry* entry = find_device(device);
-    if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
-    const te_fl_device_desc& d = *entry->desc;
-    ErrorText errors;
-    report_release(
-        errors.call([&] { return d.api->destroy_stream(d.self, handle, errors.sink()); }), errors,
-        device);
-    entry->release();
-  }
+struct Known {
+  StreamRef own;  // until destroy_stream; null for streams that others made
+  std::weak_ptr<StreamRecord> record;
 };
+using Key = std::tuple<int32_t, int32_t, uint32_t, void*>;  // a device and a handle
+Key key_of(const Device& device, void* handle) {
+  return {device.type, device.index, device.provider, handle};
+}
 
-std::multimap<void*, std::shared_ptr<OwnedStream>>& owned_streams() {
-  static auto* const all = new std::multimap<void*, std::shared_ptr<OwnedStream>>;
+std::map<Key, Known>& known_streams() {
+  static auto* const all = new std::map<Key, Known>;
   return *all;
 }
 
-std::shared_ptr<OwnedStream> take_owned(const Device& device, void* handle) {
+void destroy_on_device(const Device& device, void* handle) {
+  const Inside inside(device);
+  DeviceEntry* entry = find_device(device);
+  if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
+  const te_fl_device_desc& d = *entry->desc;
+  ErrorText errors;
+  report_release(errors.call([&] { return d.api->destroy_stream(d.self, handle, errors.sink()); }),
+                 errors, device);
+  entry->release();
+}
+
+// The record of a stream that is known, or null.
+StreamRef find_record(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
-  auto& all = owned_streams();
-  const auto [begin, end] = all.equal_range(handle);
-  for (auto at = begin; at != end; ++at) {
-    if (at->second->device != device) continue;
-    std::shared_ptr<OwnedStream> owned = std::move(at->second);
-    all.erase(at);
-    return owned;
-  }
-  return nullptr;
+  const auto at = known_streams().find(key_of(device, handle));
+  return at != known_streams().end() ? at->second.record.lock() : nullptr;
+}
+
+// Takes a stream out that create_stream made; null if it is none.
+StreamRef take_own(const Device& device, void* handle) {
+  const std::lock_guard lock(streams_mutex);
+  const auto at = known_streams().find(key_of(device, handle));
+  return at != known_streams().end() ? std::move(at->second.own) : nullptr;
 }
 
 }  // namespace
 
-std::shared_ptr<void> stream_owner(void* handle) {
+StreamRecord::~StreamRecord() {
+  if (made) {
+    if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
+    destroy_on_device(device, handle);
+  }
+  const std::lock_guard lock(streams_mutex);
+  const auto at = known_streams().find(key_of(device, handle));
+  // The handle may have come again meanwhile.
+  if (at != known_streams().end() && at->second.record.expired()) known_streams().erase(at);
+}
+
+StreamRef stream_record(const Device& device, void* handle) {
   if (handle == nullptr) return nullptr;
   const std::lock_guard lock(streams_mutex);
-  const auto at = owned_streams().find(handle);
-  return at != owned_streams().end() ? std::shared_ptr<void>(at->second) : nullptr;
+  Known& known = known_streams()[key_of(device, handle)];
+  if (StreamRef record = known.record.lock()) return record;
+  auto record = std::make_shared<StreamRecord>(device, handle, false);
+  known.record = record;
+  return record;
+}
+
+bool is_own_stream(const Device& device, void* handle) {
+  const StreamRef record = find_record(device, handle);
+  return record != nullptr && record->made;
+}
+
+Status check_side(const Device& device, void* stream, const Device& other) {
+  if (stream == nullptr || !is_own_stream(other, stream) || is_own_stream(device, stream)) {
+    return {};
+  }
+  return invalid_argument("a copy from " + to_string(other) + " to " + to_string(device) +
+                          " takes a stream of " + to_string(device) +
+                          "; the one that was given is of " + to_string(other));
 }
 
 }  // namespace core
@@ -107,20 +136,57 @@ Result<void*> create_stream(const Device& device) {
       errors.call([&] { return d.api->create_stream(d.self, &stream, errors.sink()); });
   TE_FL_ASSIGN_OR_RETURN(
       stream, core::made_object(entry, errors, code, stream, "creation of a stream on "));
-  auto owned = std::make_shared<core::OwnedStream>(device, stream);
+  auto own = std::make_shared<core::StreamRecord>(device, stream, true);
   const std::lock_guard lock(core::streams_mutex);
-  core::owned_streams().emplace(stream, std::move(owned));
+  core::known_streams().insert_or_assign(core::key_of(device, stream), core::Known{own, own});
   return stream;
 }
 
 void destroy_stream(const Device& device, void* stream) noexcept {
   if (stream == nullptr) return;
-  if (core::take_owned(device, stream) != nullptr) return;  // it goes with its last owner
+  if (core::take_own(device, stream) != nullptr) return;  // it goes with its last owner
   try {
     log::error("destroy_stream on " + te_fl::to_string(device) +
                ": this is no stream that create_stream made; it is left alone");
   } catch (...) {  // no memory for the message
   }
+}
+
+Status retire_stream(const Device& device, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const auto refuse = [&](const std::string& why) {
+    return invalid_argument("retire_stream on " + te_fl::to_string(device) + ": " + why);
+  };
+  if (stream == nullptr) return refuse("the default stream stays as long as the device");
+  const core::StreamRef record = core::find_record(device, stream);
+  if (record != nullptr && record->made) {
+    return refuse("te-fl made this stream; destroy_stream ends it");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const bool capturing, is_capturing(device, stream));
+  if (capturing) {
+    return failed_precondition("retire_stream on " + te_fl::to_string(device) +
+                               ": the stream is being captured into a graph; end the capture "
+                               "first");
+  }
+  Status waited;
+  if (record != nullptr) {  // what it owns goes on elsewhere, after the work that is here
+    waited = synchronize(device, stream);
+    record->retired.store(true, std::memory_order_release);
+    const std::lock_guard lock(core::streams_mutex);
+    const auto at = core::known_streams().find(core::key_of(device, stream));
+    if (at != core::known_streams().end() && at->second.record.lock() == record) {
+      core::known_streams().erase(at);
+    }
+  }
+  if (const auto hook = core::g_stream_goes.load(std::memory_order_acquire)) hook(device, stream);
+  const te_fl_device_desc& d = *use->desc;
+  const auto retire = core::slot(*d.api, &te_fl_device_api::retire_stream);
+  if (retire == nullptr) return waited;
+  ErrorText errors;
+  const te_fl_status code = errors.call([&] { return retire(d.self, stream, errors.sink()); });
+  if (!waited.ok() || code == TE_FL_OK) return waited;
+  return core::device_status(device, stream, errors, code,
+                             "retiring a stream of " + te_fl::to_string(device));
 }
 
 Result<void*> create_event(const Device& device) {

@@ -6,7 +6,7 @@
 
 #include "core/abi_struct.hpp"
 #include "core/allocations.hpp"
-#include "core/current_stream.hpp"
+#include "core/memory_streams.hpp"
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
 
@@ -85,15 +85,10 @@ Status check_view(const void* data, std::span<const int64_t> shape,
 }
 
 Result<std::shared_ptr<void>> shared_memory(Device device, int64_t bytes) {
-  if (device.is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(void* data, devices::allocate(device, static_cast<size_t>(bytes)));
-    return std::shared_ptr<void>(data, [device](void* p) { devices::free(device, p); });
-  }
-  const CurrentStream& stream = current_stream();
-  TE_FL_ASSIGN_OR_RETURN(void* data,
-                         devices::allocate(device, static_cast<size_t>(bytes), stream.handle));
-  return std::shared_ptr<void>(
-      data, [device, stream](void* p) { devices::free(device, p, stream.handle); });
+  TE_FL_ASSIGN_OR_RETURN(StreamRef stream, current_stream(device));
+  void* const handle = stream != nullptr ? stream->handle : nullptr;
+  TE_FL_ASSIGN_OR_RETURN(void* data, devices::allocate(device, static_cast<size_t>(bytes), handle));
+  return std::shared_ptr<void>(data, FreeOnStream{device, std::move(stream)});
 }
 
 }  // namespace core
@@ -247,7 +242,8 @@ Result<Tensor> Tensor::empty(std::span<const int64_t> shape, DType dtype, Device
 Result<Tensor> Tensor::zeros(std::span<const int64_t> shape, DType dtype, Device device) {
   TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape, dtype, device));
   const auto bytes = static_cast<size_t>(bytes_for(dtype, t.numel()));
-  TE_FL_RETURN_IF_ERROR(devices::fill(device, t.raw_data(), 0, bytes, devices::current_stream()));
+  TE_FL_RETURN_IF_ERROR(
+      devices::fill(device, t.raw_data(), 0, bytes, devices::current_stream(device)));
   return t;
 }
 

@@ -3,7 +3,9 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <vector>
 
+#include "core/memory_streams.hpp"
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
 #include "te_fl/numeric.hpp"
@@ -42,7 +44,14 @@ Extent extent_of(const Tensor& t) {
   return e;
 }
 
-Status copy_strided(const Tensor& from, const Tensor& to, void* stream) {
+// The streams of a copy: that of the source's device and that of the destination's. One, if one
+// device copies.
+struct CopyStreams {
+  void* from;
+  void* to;
+};
+
+Status copy_strided(const Tensor& from, const Tensor& to, CopyStreams streams) {
   const auto width = static_cast<int64_t>(bits(from.dtype()) / 8);
   const Extent e = extent_of(from);
   const char* first = static_cast<const char*>(from.raw_data());
@@ -51,8 +60,9 @@ Status copy_strided(const Tensor& from, const Tensor& to, void* stream) {
     const int64_t bytes = (e.high - e.low + 1) * width;
     TE_FL_ASSIGN_OR_RETURN(host_source, Tensor::empty({bytes}, DType::kU8));
     TE_FL_RETURN_IF_ERROR(devices::copy(Device{}, host_source.raw_data(), from.device(),
-                                        first + e.low * width, static_cast<size_t>(bytes), stream));
-    TE_FL_RETURN_IF_ERROR(devices::synchronize(from.device(), stream));
+                                        first + e.low * width, static_cast<size_t>(bytes),
+                                        streams.from));
+    TE_FL_RETURN_IF_ERROR(devices::synchronize(from.device(), streams.from));
     first = host_source.data<char>() - e.low * width;
   }
   if (to.device().is_host()) {
@@ -63,14 +73,33 @@ Status copy_strided(const Tensor& from, const Tensor& to, void* stream) {
   gather(from, first, compact.data<char>());
   const auto bytes = static_cast<size_t>(from.numel() * width);
   TE_FL_RETURN_IF_ERROR(
-      devices::copy(to.device(), to.raw_data(), Device{}, compact.raw_data(), bytes, stream));
-  return devices::synchronize(to.device(), stream);
+      devices::copy(to.device(), to.raw_data(), Device{}, compact.raw_data(), bytes, streams.to));
+  return devices::synchronize(to.device(), streams.to);
 }
 
-Status copy_part(const Tensor& from, const Tensor& to, void* stream) {
+Status copy_part(const Tensor& from, const Tensor& to, CopyStreams streams) {
   if (!from.defined() || !to.defined()) return {};
   const auto bytes = static_cast<size_t>(bytes_for(from.dtype(), from.numel()));
-  return devices::copy(to.device(), to.raw_data(), from.device(), from.raw_data(), bytes, stream);
+  const bool one = from.device().is_host() || to.device().is_host() || from.device() == to.device();
+  if (one) {
+    return devices::copy(to.device(), to.raw_data(), from.device(), from.raw_data(), bytes,
+                         streams.to);
+  }
+  return devices::copy_between(to.device(), to.raw_data(), streams.to, from.device(),
+                               from.raw_data(), streams.from, bytes);
+}
+
+Status copy_parts(const Tensor& from, const Tensor& to, CopyStreams streams) {
+  if (from.numel() == 0 && !from.quantized()) return {};
+  const Tensor source = from.quantized() ? from.rowwise_codes() : from;
+  const Tensor target = from.quantized() ? to.rowwise_codes() : to;
+  TE_FL_RETURN_IF_ERROR(from.contiguous() ? copy_part(source, target, streams)
+                                          : copy_strided(source, target, streams));
+  TE_FL_RETURN_IF_ERROR(copy_part(from.columnwise_codes(), to.columnwise_codes(), streams));
+  TE_FL_RETURN_IF_ERROR(copy_part(from.scale_inv(), to.scale_inv(), streams));
+  TE_FL_RETURN_IF_ERROR(copy_part(from.columnwise_scale_inv(), to.columnwise_scale_inv(), streams));
+  TE_FL_RETURN_IF_ERROR(copy_part(from.amax(), to.amax(), streams));
+  return copy_part(from.scale(), to.scale(), streams);
 }
 
 // New storage with the same parts as `t`.
@@ -197,30 +226,35 @@ Result<Tensor> Tensor::from_values(std::initializer_list<int64_t> shape,
 
 Result<Tensor> Tensor::to(Device device, void* stream) const {
   if (!defined()) return invalid_argument("an undefined tensor cannot be copied");
-  if (stream == nullptr) stream = devices::current_stream();
-  std::optional<StreamScope> scope;  // the copy's memory belongs to the stream that writes it
-  if (stream != devices::current_stream()) scope.emplace(stream);
-  const bool down = device.is_host() && !device_.is_host();
-  const auto finish = [&](Tensor t) -> Result<Tensor> {
-    if (down) TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream));
-    return t;
-  };
-  if (!quantized()) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor t, empty(shape(), dtype_, device));
-    if (numel() == 0) return t;
-    TE_FL_RETURN_IF_ERROR(contiguous() ? copy_part(*this, t, stream)
-                                       : copy_strided(*this, t, stream));
-    return finish(std::move(t));
+  const Device copying = device.is_host() ? device_ : device;
+  if (stream == nullptr) stream = devices::current_stream(copying);
+  CopyStreams streams{stream, stream};
+  if (!device_.is_host() && device_ != copying) {
+    TE_FL_RETURN_IF_ERROR(core::check_side(device, stream, device_));
+    TE_FL_ASSIGN_OR_RETURN(const core::StreamRef current, core::current_stream(device_));
+    streams.from = current != nullptr ? current->handle : nullptr;
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor t, empty_quantized_like(*this, device));
-  TE_FL_RETURN_IF_ERROR(contiguous() ? copy_part(rowwise_codes(), t.rowwise_codes(), stream)
-                                     : copy_strided(rowwise_codes(), t.rowwise_codes(), stream));
-  TE_FL_RETURN_IF_ERROR(copy_part(columnwise_codes(), t.columnwise_codes(), stream));
-  TE_FL_RETURN_IF_ERROR(copy_part(scale_inv(), t.scale_inv(), stream));
-  TE_FL_RETURN_IF_ERROR(copy_part(columnwise_scale_inv(), t.columnwise_scale_inv(), stream));
-  TE_FL_RETURN_IF_ERROR(copy_part(amax(), t.amax(), stream));
-  TE_FL_RETURN_IF_ERROR(copy_part(scale(), t.scale(), stream));
-  return finish(std::move(t));
+  std::optional<StreamScope> scope;  // the copy's memory belongs to the stream that writes it
+  if (!copying.is_host() && stream != devices::current_stream(copying)) {
+    scope.emplace(copying, stream);
+  }
+  // What the tensor's own streams still write is waited for, and they do not free it too early.
+  const std::vector<void*> own = core::memory_streams(*this);
+  for (void* first : own) {
+    TE_FL_RETURN_IF_ERROR(core::order_streams(device_, first, streams.from));
+  }
+  Result<Tensor> t =
+      quantized() ? empty_quantized_like(*this, device) : empty(shape(), dtype_, device);
+  TE_FL_RETURN_IF_ERROR(t.status());
+  TE_FL_RETURN_IF_ERROR(copy_parts(*this, *t, streams));
+  if (device.is_host() && !device_.is_host()) {
+    if (numel() > 0 || quantized()) TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream));
+    return t;
+  }
+  for (void* later : own) {
+    TE_FL_RETURN_IF_ERROR(core::order_streams(device_, streams.from, later));
+  }
+  return t;
 }
 
 }  // namespace te_fl

@@ -1,6 +1,7 @@
 #include <array>
 
 #include "core/allocations.hpp"
+#include "core/memory_streams.hpp"
 #include "core/tensor_access.hpp"
 #include "core/text.hpp"
 
@@ -80,13 +81,6 @@ Layout plan(const QuantSpec& spec, const core::QuantBytes& bytes, bool own_scale
   return l;
 }
 
-// Keeps the block and the tensors whose memory is used in its place.
-struct QuantStorage {
-  std::shared_ptr<void> block;
-  Tensor scale;
-  Tensor amax;
-};
-
 }  // namespace
 
 std::array<int64_t, 2> scale_inv_shape(Scaling scaling, bool columnwise, int64_t m, int64_t k) {
@@ -139,10 +133,10 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   if (spec.rowwise) {
     TE_FL_ASSIGN_OR_RETURN(codes, core::shared_memory(device, bytes.codes));
   }
-  auto parts = std::make_shared<QuantStorage>();
+  const std::shared_ptr<core::QuantStorage> parts(new core::QuantStorage, core::FreeQuantStorage());
   TE_FL_ASSIGN_OR_RETURN(parts->block, core::shared_memory(device, l.total));
   char* const base = static_cast<char*>(parts->block.get());
-  void* stream = devices::current_stream();
+  void* stream = devices::current_stream(device);
   const bool sets_amax = tensor_mode && spec.compute_scale;
   const int64_t zeroed_from = spec.clear_scales ? l.zeroed_from : sets_amax ? -1 : l.amax;
   if (zeroed_from >= 0) {
@@ -168,7 +162,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   if (amax != nullptr) q.amax = (parts->amax = *amax).data<float>();
   void* data = codes.get();
   Tensor t = Access::make({data, shape, {}, spec.dtype, device, std::move(codes)});
-  Access::set_quant(t, q, std::move(parts));
+  Access::set_quant(t, q, parts);
   return t;
 }
 

@@ -1,7 +1,9 @@
 #include "te_fl/nn/context.hpp"
 
 #include <utility>
+#include <vector>
 
+#include "core/current_stream.hpp"
 #include "nn/runtime.hpp"
 #include "te_fl/log.hpp"
 
@@ -20,11 +22,23 @@ Context::Context(uint64_t seed, void* stream)
   state_->position.seed = seed;
 }
 
-Context Context::current() { return thread_context().with_stream(devices::current_stream()); }
+Context Context::current() {
+  const std::optional<core::OpenStream> open = core::innermost_stream();
+  if (!open.has_value()) return thread_context().with_stream(nullptr);
+  return open->has_device ? thread_context().with_stream(open->device, open->handle)
+                          : thread_context().with_stream(open->handle);
+}
 
 Context Context::with_stream(void* stream) const {
   Context other = *this;
   other.stream_ = stream;
+  other.device_.reset();
+  return other;
+}
+
+Context Context::with_stream(const Device& device, void* stream) const {
+  Context other = with_stream(stream);
+  other.device_ = device;
   return other;
 }
 
@@ -39,15 +53,45 @@ void Context::set_random(RandomPosition position) {
 }
 
 ContextScope::ContextScope(Context context)
-    : stream_(context.stream()), previous_(std::exchange(thread_context(), std::move(context))) {}
+    : stream_(context.device_.has_value() ? StreamScope(*context.device_, context.stream())
+                                          : StreamScope(context.stream())),
+      previous_(std::exchange(thread_context(), std::move(context))) {}
 
 ContextScope::~ContextScope() { thread_context() = std::move(previous_); }
 
+struct CapturedContext::Streams {
+  std::vector<core::OpenStream> open = core::open_streams();
+};
+
+namespace {
+
+// The scopes of another thread, opened on this one.
+class StreamScopes {
+ public:
+  explicit StreamScopes(const std::vector<core::OpenStream>& streams) {
+    for (const core::OpenStream& s : streams) {
+      scopes_.push_back(s.has_device ? std::make_unique<StreamScope>(s.device, s.handle)
+                                     : std::make_unique<StreamScope>(s.handle));
+    }
+  }
+  StreamScopes(const StreamScopes&) = delete;
+  StreamScopes& operator=(const StreamScopes&) = delete;
+  ~StreamScopes() {
+    while (!scopes_.empty()) scopes_.pop_back();  // in reverse order
+  }
+
+ private:
+  std::vector<std::unique_ptr<StreamScope>> scopes_;
+};
+
+}  // namespace
+
 struct CapturedContext::Scope::Impl {
-  Impl(std::unique_ptr<PolicyScope> policy_scope, Context context,
-       std::shared_ptr<detail::AutocastFrame> autocast_frame,
+  Impl(std::unique_ptr<PolicyScope> policy_scope, const std::vector<core::OpenStream>& open,
+       Context context, std::shared_ptr<detail::AutocastFrame> autocast_frame,
        std::shared_ptr<detail::GradientUpdates> updates)
       : policy(std::move(policy_scope)),
+        streams(open),
         context_scope(std::move(context)),
         frame(std::move(autocast_frame)),
         previous(detail::exchange_gradient_updates(std::move(updates))) {
@@ -61,6 +105,7 @@ struct CapturedContext::Scope::Impl {
     detail::exchange_gradient_updates(std::move(previous));
   }
   std::unique_ptr<PolicyScope> policy;
+  StreamScopes streams;
   ContextScope context_scope;
   std::shared_ptr<detail::AutocastFrame> frame;
   std::shared_ptr<detail::GradientUpdates> previous;
@@ -72,6 +117,7 @@ CapturedContext::Scope::~Scope() = default;
 
 CapturedContext::CapturedContext()
     : policy_(CapturedPolicy::capture()),
+      streams_(std::make_shared<const Streams>()),
       context_(Context::current()),
       autocast_(detail::current_frame()),
       updates_(detail::current_gradient_updates()) {}
@@ -90,8 +136,8 @@ CapturedContext::Scope CapturedContext::enter() const {
     frame->recipe = std::make_shared<const Recipe>(DelayedScaling{});
     frame->session = std::make_shared<detail::Session>();
   }
-  return Scope(
-      std::make_unique<Scope::Impl>(policy_.enter(), context_, std::move(frame), updates_));
+  return Scope(std::make_unique<Scope::Impl>(policy_.enter(), streams_->open, context_,
+                                             std::move(frame), updates_));
 }
 
 }  // namespace te_fl::nn

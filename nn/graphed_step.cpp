@@ -190,9 +190,10 @@ Result<std::unique_ptr<GraphedStep>> GraphedStep::create(const Device& device, S
   }
   auto impl =
       std::make_unique<Impl>(device, std::move(step), std::move(options), Context::current());
+  impl->context = impl->context.with_stream(device, devices::current_stream(device));
   if (impl->context.stream() == nullptr) {
     TE_FL_ASSIGN_OR_RETURN(impl->own_stream, Stream::create(device));
-    impl->context = impl->context.with_stream(impl->own_stream.get());
+    impl->context = impl->context.with_stream(device, impl->own_stream.get());
   }
   TE_FL_ASSIGN_OR_RETURN(impl->before, Event::create(device));
   TE_FL_ASSIGN_OR_RETURN(impl->after, Event::create(device));
@@ -202,7 +203,7 @@ Result<std::unique_ptr<GraphedStep>> GraphedStep::create(const Device& device, S
 Result<Tensors> GraphedStep::run(std::span<const Tensor> inputs) {
   Impl& impl = *impl_;
   TE_FL_RETURN_IF_ERROR(impl.check_inputs(inputs));
-  void *caller = devices::current_stream(), *stream = impl.context.stream();
+  void *caller = devices::current_stream(impl.device), *stream = impl.context.stream();
   if (caller == stream) return impl.run_on_stream(inputs);
   TE_FL_RETURN_IF_ERROR(impl.before.record(caller));
   TE_FL_RETURN_IF_ERROR(devices::wait_event(impl.device, impl.before.get(), stream));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/device_list.hpp"
 #include "core/device_use.hpp"
 #include "plugins/discovery.hpp"
 #include "policy/current.hpp"

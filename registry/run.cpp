@@ -56,7 +56,7 @@ struct Attempt {
   const void* args;
   bool on_host;
   core::ErrorText& errors;
-  std::unique_lock<std::mutex> arena;
+  DeviceScratch scratch{};
   bool serial = false;
 
   ~Attempt() {
@@ -90,11 +90,11 @@ struct Attempt {
             errors);
       }
     } else {
-      auto held = call.manager.arenas.acquire(call.signature.device, call.options.stream, depth,
-                                              bytes, call.capturing, &context.workspace);
-      if (!held.ok() && call.capturing) return missing_in_capture(held.status(), errors);
-      if (!held.ok()) return own_failure(held.status(), errors);
-      arena = std::move(held).value();
+      const Status held = call.manager.arenas.acquire(call.signature.device, call.options.stream,
+                                                      depth, bytes, call.capturing, scratch);
+      if (!held.ok() && call.capturing) return missing_in_capture(held, errors);
+      if (!held.ok()) return own_failure(held, errors);
+      context.workspace = scratch.data();
     }
     context.workspace_bytes = bytes;
     return TE_FL_OK;
@@ -169,7 +169,7 @@ te_fl_saved* fresh_record(const Call& call) {
 te_fl_status attempt(Call& call, const Implementation& impl, bool deterministic,
                      core::ErrorText& errors) {
   te_fl_context context = context_of(call, deterministic, errors.sink());
-  Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors, {}, false};
+  Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors};
   if (const te_fl_status code = get_ready(a)) return code;
   te_fl_saved* record = fresh_record(call);
   const te_fl_status code = guarded_run(impl, context, call.args, errors);
@@ -185,7 +185,7 @@ te_fl_status attempt_staged(Call& call, const Implementation& impl, bool determi
   if (code == TE_FL_OK) code = staged.acquire();
   if (code != TE_FL_OK) return code;
   te_fl_context context = staged.context(deterministic);
-  Attempt a{call, impl, context, staged.args(), true, errors, {}, false};
+  Attempt a{call, impl, context, staged.args(), true, errors};
   code = get_ready(a);
   if (code == TE_FL_OK) code = staged.copy_in();
   if (code != TE_FL_OK) return code;
@@ -379,7 +379,7 @@ te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
 
 te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
                            const void* args, core::ErrorText& errors) {
-  Attempt a{call, impl, context, args, true, errors, {}, false};
+  Attempt a{call, impl, context, args, true, errors};
   if (const te_fl_status code = get_ready(a)) return code;
   return guarded_run(impl, context, args, errors);
 }

@@ -5,7 +5,6 @@
 #include <cstdlib>
 
 #include "core/allocations.hpp"
-#include "core/current_stream.hpp"
 #include "core/device_list.hpp"
 #include "core/fork.hpp"
 
@@ -67,65 +66,59 @@ DeviceArena* DeviceArenas::arena_of(const Key& key) {
   return slot.get();
 }
 
-Result<std::unique_lock<std::mutex>> DeviceArenas::acquire(const Device& device, void* stream,
-                                                           uint32_t depth, size_t bytes,
-                                                           bool capturing, void** data) {
+Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth, size_t bytes,
+                             bool capturing, DeviceScratch& out) {
+  const core::AllocationUse use("workspace");
+  const auto allocate = [&](void*& data) -> Status {
+    Result<void*> made = devices::allocate(device, round_up(bytes), stream);
+    if (!made.ok()) {
+      return std::move(
+          made.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
+    }
+    data = *made;
+    return {};
+  };
+  if (capturing) {
+    out.device_ = device;
+    out.stream_ = stream;
+    TE_FL_RETURN_IF_ERROR(allocate(out.captured_));
+    out.data_ = out.captured_;
+    return {};
+  }
   DeviceArena* arena = arena_of(Key(device.type, device.index, device.provider, stream, depth));
   std::unique_lock<std::mutex> held(arena->mutex);
   if (arena->bytes < bytes) {
-    if (capturing) {
-      return std::move(
-          failed_precondition("the workspace of " + to_string(device) + " would have to grow to " +
-                              std::to_string(bytes) +
-                              " bytes while its stream is being captured; run the op once before "
-                              "capturing")
-              .set_clean());
-    }
-    const core::AllocationUse use("workspace");
-    Result<void*> grown = devices::allocate(device, round_up(bytes), stream);
-    if (!grown.ok())
-      return std::move(
-          grown.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
-    if (arena->captured) {
-      std::lock_guard lock(mutex);
-      captured_.push_back({device, arena->outlives ? nullptr : stream, arena->data});
-    } else {
-      devices::free(device, arena->data, stream);  // after the stream's work so far
-    }
-    arena->data = *grown;
+    void* grown = nullptr;
+    TE_FL_RETURN_IF_ERROR(allocate(grown));
+    devices::free(device, arena->data, stream);  // after the stream's work so far
+    arena->data = grown;
     arena->bytes = round_up(bytes);
-    arena->captured = arena->outlives = false;
   }
-  arena->captured |= capturing;
-  if (capturing && !arena->outlives) arena->outlives = !core::begun_by_capture(device, stream);
-  *data = arena->data;
-  return held;
+  out.data_ = arena->data;
+  out.arena_ = std::move(held);
+  return {};
 }
 
 template <class Matches>
 void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
-  std::vector<Outgrown> blocks;
+  struct Block {
+    Device device;
+    void* stream;
+    void* data;
+  };
+  std::vector<Block> blocks;
   {
     std::lock_guard lock(mutex);
-    std::erase_if(captured_, [&](const Outgrown& block) {
-      if (!matches(block.device, block.stream)) return false;
-      blocks.push_back(block);
-      return true;
-    });
     g_generation.fetch_add(1, std::memory_order_release);
     std::erase_if(arenas_, [&](const auto& entry) {
       const auto& [type, index, provider, stream, depth] = entry.first;
       const Device device{type, index, provider};
       if (!matches(device, stream)) return false;
-      if (entry.second->outlives && !on_default_stream) {
-        captured_.push_back({device, nullptr, entry.second->data});
-      } else {
-        blocks.push_back({device, stream, entry.second->data});
-      }
+      blocks.push_back({device, stream, entry.second->data});
       return true;
     });
   }
-  for (const Outgrown& block : blocks) {
+  for (const Block& block : blocks) {
     devices::free(block.device, block.data, on_default_stream ? nullptr : block.stream);
   }
 }
@@ -143,7 +136,6 @@ void DeviceArenas::forget_after_fork() {
   for (auto& [key, arena] : arenas_) arena.release();  // NOLINT: its mutex may be held by nobody
   g_generation.fetch_add(1, std::memory_order_release);
   arenas_.clear();
-  captured_.clear();
 }
 
 }  // namespace te_fl::registry

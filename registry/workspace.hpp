@@ -39,35 +39,46 @@ struct DeviceArena {
   std::mutex mutex;
   void* data = nullptr;
   size_t bytes = 0;
-  bool captured = false;  // a captured graph holds its address: never freed while the stream lives
-  bool outlives = false;  // that graph does not keep the stream: freed when the device goes
+};
+
+// Scratch for one op, from before run() until the op has been enqueued. That of a captured op is
+// the graph's: it is freed in the capture, which keeps it for the graph's launches (R19).
+class DeviceScratch {
+ public:
+  DeviceScratch() = default;
+  DeviceScratch(const DeviceScratch&) = delete;
+  DeviceScratch& operator=(const DeviceScratch&) = delete;
+  ~DeviceScratch() {
+    if (captured_ != nullptr) devices::free(device_, captured_, stream_);
+  }
+  void* data() const noexcept { return data_; }
+
+ private:
+  friend class DeviceArenas;
+  void* data_ = nullptr;
+  std::unique_lock<std::mutex> arena_;  // if it is of an arena
+  Device device_;
+  void* stream_ = nullptr;
+  void* captured_ = nullptr;
 };
 
 class DeviceArenas {
  public:
   DeviceArenas() = default;
   ~DeviceArenas();
-  // Locks the arena of (device, stream, depth), at least `bytes` large. Growing is refused while
-  // the stream is being captured: the op has to run once before.
-  Result<std::unique_lock<std::mutex>> acquire(const Device& device, void* stream, uint32_t depth,
-                                               size_t bytes, bool capturing, void** data);
+  // At least `bytes` of scratch for (device, stream, depth) in `out`, which is empty: of the
+  // stream's arena, which is locked, or memory of the graph that the stream is being captured into.
+  Status acquire(const Device& device, void* stream, uint32_t depth, size_t bytes, bool capturing,
+                 DeviceScratch& out);
   // Frees what is held on a device, before it is removed. Nothing may be running on it.
   void release(const Device& device);
-  // Frees what is held for a stream that is about to be destroyed. A graph that was captured on it
-  // keeps it alive, so none refers to the memory any more. Graphs whose captures the stream only
-  // joined, or that somebody else captured, do not: what they hold stays until the device goes.
+  // Frees what is held for a stream that is about to go, in the order of its work.
   void release(const Device& device, void* stream);
   // In a forked child the memory of devices is out of reach: forget it.
   void forget_after_fork();
 
  private:
   using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t>;
-  // Held by a captured graph, and no arena any more: outgrown, or its stream has gone (then NULL).
-  struct Outgrown {
-    Device device;
-    void* stream;
-    void* data;
-  };
   // The arena of a key, made if there is none. `mutex` in workspace.cpp guards it.
   DeviceArena* arena_of(const Key& key);
   // On the default stream where the blocks' own may be gone.
@@ -75,7 +86,6 @@ class DeviceArenas {
   void release_if(Matches&& matches, bool on_default_stream);
 
   std::map<Key, std::unique_ptr<DeviceArena>> arenas_;
-  std::vector<Outgrown> captured_;
 };
 
 }  // namespace te_fl::registry

@@ -51,6 +51,7 @@ release_build() {
 
 stage format tools/check_format.sh
 stage layering python3 tools/check_layering.py
+stage one-definition python3 tools/check_odr.py
 stage generated python3 tools/opgen.py --check
 if [ "$mode" != quick ]; then
   stage asan-build sanitizer_build asan
@@ -70,7 +71,7 @@ stages+=("$(printf '%-22s %-7s %5ds  build/logs/%s.log' ctest "$([ "$tests" = 0 
 echo
 printf '%s\n' "${stages[@]}"
 printf '%-22s %-7s %5ds\n' total "" $((SECONDS - begun))
-[ ! -x tools/last_gpu_check.sh ] || tools/last_gpu_check.sh
+python3 tools/last_gpu_check.py
 echo
 sed -n '/tests passed,/,$p' build/logs/ctest.log
 if [ "$failures" != 0 ]; then

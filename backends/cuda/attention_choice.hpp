@@ -14,8 +14,8 @@
 
 namespace te_fl::cuda {
 
-// Why copies and stores of 16 bytes cannot reach the rows of `t`, heads as in te_fl/ops/attention.h;
-// nullptr if they can. Reads metadata only.
+// Why copies and stores of 16 bytes cannot reach the rows of `t`, heads as in
+// te_fl/ops/attention.h; nullptr if they can. Reads metadata only.
 inline const char* refuse_rows(const te_fl_tensor& t) {
   const int last = t.dl.ndim - 1;
   if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
@@ -90,13 +90,12 @@ inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn
   return attention_choice::choose(architecture, a, {a.q, a.k, a.v, a.o});
 }
 inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn_bwd_args& a) {
-  return attention_choice::choose(architecture, a,
-                                  {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv});
+  return attention_choice::choose(architecture, a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv});
 }
 
-// Scratch in which a backward keeps dropout's decisions for its second kernel, a bit for each pair of
-// [batch x heads, rows, cols] in whole tiles; 0 where it draws them again: without dropout, where the
-// longest sequences are not known (0), and beyond kMostKeptBits.
+// Scratch in which a backward keeps dropout's decisions for its second kernel, a bit for each pair
+// of [batch x heads, rows, cols] in whole tiles; 0 where it draws them again: without dropout,
+// where the longest sequences are not known (0), and beyond kMostKeptBits.
 constexpr size_t kMostKeptBits = size_t{1} << 30;  // bytes
 constexpr size_t kept_bit_bytes(float dropout_p, int64_t matrices, int64_t rows, int64_t cols) {
   if (!(dropout_p > 0) || matrices <= 0 || rows <= 0 || cols <= 0) return 0;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 
 #include "bandwidth.hpp"
 #include "cuda_check.hpp"
@@ -239,6 +240,53 @@ std::string not_ours(int device, const void* data) {
   }
 }
 
+// An event for one order between two streams; it may go while they still wait.
+class PassingEvent {
+ public:
+  PassingEvent() {
+    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  ~PassingEvent() { cudaEventDestroy(event_); }
+  PassingEvent(const PassingEvent&) = delete;
+  PassingEvent& operator=(const PassingEvent&) = delete;
+  void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
+  void hold(cudaStream_t stream) {
+    check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// The destination's stream copies; the driver takes the way that the two GPUs have.
+te_fl_status copy_between(void* self, void* dst, void* dst_stream, void* src_self, const void* src,
+                          void* src_stream, size_t bytes, const te_fl_error_sink* errors) {
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    if (bytes == 0) return;
+    const int to = index_of(self), from = index_of(src_self);
+    const DeviceGuard source(from);
+    refuse_foreign(from, stream_of(src_stream));
+    PassingEvent written;
+    written.record(stream_of(src_stream));
+    std::optional<PassingEvent> read;
+    {
+      const DeviceGuard destination(to);
+      refuse_foreign(to, stream_of(dst_stream));
+      written.hold(stream_of(dst_stream));
+      check(cudaMemcpyPeerAsync(dst, to, src, from, bytes, stream_of(dst_stream)),
+            "cudaMemcpyPeerAsync");
+      read.emplace();
+      read->record(stream_of(dst_stream));
+    }
+    read->hold(stream_of(src_stream));
+  });
+}
+
+te_fl_status retire_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] { memory_of(self).forget(stream_of(stream)); });
+}
+
 te_fl_status check_pointer(void* self, const void* data, size_t bytes,
                            const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
@@ -299,6 +347,8 @@ constexpr te_fl_device_api kApi = {
     .destroy_graph = destroy_graph,
     .check_pointer = check_pointer,
     .check_stream = check_stream,
+    .copy_between = copy_between,
+    .retire_stream = retire_stream,
 };
 
 std::array<std::atomic<int>, 64> g_architectures;

@@ -277,6 +277,11 @@ bool Memory::trim() {
 
 void Memory::forget(cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
+  for (const auto& graph : graphs_) {  // a capture that somebody else began on it has ended
+    if (graph->stream != stream) continue;
+    graph->open = false;
+    graph->idle.clear();
+  }
   std::erase_if(cache_, [&](const auto& entry) {
     if (entry.first.first != stream) return false;
     for (void* data : entry.second) check(cudaFreeAsync(data, stream), "cudaFreeAsync");

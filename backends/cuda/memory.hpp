@@ -33,7 +33,7 @@ class Memory {
   // 256-byte aligned, at least one byte. Throws backend::Error, also for another device's stream.
   void* allocate(size_t bytes, cudaStream_t stream);
   void free(void* data, cudaStream_t stream);
-  // Before a stream is destroyed: gives back what is cached for it.
+  // Before a stream is destroyed, whoever made it: gives back what is cached for it, in its order.
   void forget(cudaStream_t stream);
   // Around a capture that this plugin begins and ends on a stream: meanwhile nothing waits for the
   // device, and afterwards the graph takes no more blocks.

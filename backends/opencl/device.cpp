@@ -197,6 +197,13 @@ te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* erro
   });
 }
 
+te_fl_status retire_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device& d) {
+    check(clFinish(d.queue_of(stream)), "clFinish");
+    d.memory->forget(d.queue_of(stream));
+  });
+}
+
 }  // namespace
 
 constexpr te_fl_device_api kDeviceApi = {
@@ -224,6 +231,8 @@ constexpr te_fl_device_api kDeviceApi = {
     .destroy_graph = nullptr,
     .check_pointer = check_pointer,
     .check_stream = check_stream,
+    .copy_between = nullptr,  // each device has its own context, and shared memory does not cross
+    .retire_stream = retire_stream,
 };
 
 te_fl_status synchronize_device(Device& device, const te_fl_error_sink* errors) noexcept {

@@ -12,6 +12,9 @@
 #include "te_fl/status.hpp"
 
 namespace te_fl {
+namespace core {
+struct StreamRecord;
+}
 
 // {DLPack device type, provider, index}. A plain value; Device() is the host.
 struct Device {
@@ -59,9 +62,18 @@ TE_FL_API void free_pinned(const Device& device, void* data) noexcept;
 // Host to device, device to host, within a device, host to host. Ordered on `stream`. A source in
 // host memory that is not pinned has been read on return. FAILED_PRECONDITION between device and
 // unpinned host memory while the stream is captured: each launch of the graph would use that memory
-// again.
+// again. Between two devices as copy_between(), `stream` being the destination's and the source's
+// stream the calling thread's current one of the source's device.
 TE_FL_API Status copy(const Device& dst_device, void* dst, const Device& src_device,
                       const void* src, size_t bytes, void* stream = nullptr);
+// Between two devices, neither of them the host. Ordered on both streams: the copy comes after what
+// was enqueued on either before, and before what is enqueued on either later. Where their plugin
+// does not copy between the two, the calling thread waits for both streams and the bytes go by the
+// host's memory. INVALID_ARGUMENT if dst_stream is one that te-fl made on the source's device;
+// FAILED_PRECONDITION while either stream is captured.
+TE_FL_API Status copy_between(const Device& dst_device, void* dst, void* dst_stream,
+                              const Device& src_device, const void* src, void* src_stream,
+                              size_t bytes);
 TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t bytes,
                       void* stream = nullptr);
 // Waits for the stream's work. FAILED_PRECONDITION while the stream is captured: nothing runs. An
@@ -76,6 +88,16 @@ TE_FL_API Result<void*> create_stream(const Device& device);
 // Work that is on the stream already is the device's to finish. The stream goes when the last
 // tensor whose memory was allocated on it has gone. Null is the default stream: nothing happens.
 TE_FL_API void destroy_stream(const Device& device, void* stream) noexcept;
+// For a stream that te-fl did not make (a framework's, given to ops or to a StreamScope): to be
+// called before its owner destroys it, while no other thread uses it. What te-fl and the device's
+// plugin keep for it goes, in the order of its work: scratch memory of ops, freed memory. The
+// stream may be busy. Only if tensors, graphs or scopes still hold it, its work is waited for; such
+// tensors are then freed on the default stream, for whose order with other streams that used them
+// the caller provides. Without this a stream that comes later with the same handle gets memory that
+// work of the destroyed one may still be using. OK for a stream that te-fl never saw;
+// INVALID_ARGUMENT for the default stream and for one that create_stream made; FAILED_PRECONDITION
+// while it is captured.
+TE_FL_API Status retire_stream(const Device& device, void* stream);
 TE_FL_API Result<void*> create_event(const Device& device);
 TE_FL_API void destroy_event(const Device& device, void* event) noexcept;
 // The event marks what is on `stream` now. Recording again moves the mark.
@@ -88,7 +110,10 @@ TE_FL_API Status synchronize_event(const Device& device, void* event);
 TE_FL_API Result<bool> is_capturing(const Device& device, void* stream = nullptr);
 // OK, or UNSUPPORTED naming the function that the device's table lacks.
 TE_FL_API Status check_capture(const Device& device);
-// The calling thread's stream: that of its innermost StreamScope, else null, the default stream.
+// The calling thread's stream of a device: that of its innermost StreamScope for the device, else
+// null, the default stream.
+TE_FL_API void* current_stream(const Device& device) noexcept;
+// That of its innermost StreamScope, whatever its device; else null.
 TE_FL_API void* current_stream() noexcept;
 
 }  // namespace devices
@@ -139,23 +164,30 @@ class Event {
   void* handle_ = nullptr;
 };
 
-// Makes `stream` the calling thread's current stream until destroyed. A stream that te-fl did not
-// make is borrowed: it must outlive the tensors made in the scope. Scopes nest; destroy in
-// reverse order. A stream belongs to one device: a thread that works on several opens a scope for
-// each. Memory of tensors made inside (Tensor::empty, zeros, to, ...) is allocated and later freed
-// on that stream, so tensors used on it alone need no further order. A tensor that other streams
-// use too is the user's to order: before its last copy goes, its own stream must wait for their
-// work (Event, Stream::wait).
+// Makes `stream` the calling thread's current stream of `device` until destroyed; its streams of
+// other devices stay. A stream that te-fl did not make is borrowed: it must outlive the tensors
+// made in the scope, or be retired (devices::retire_stream). Scopes nest; destroy in reverse order.
+// Memory of tensors made inside (Tensor::empty, zeros, to, ...) is allocated and later freed on
+// that stream, so tensors used on it alone need no further order. A tensor that other streams use
+// too is the user's to order: before its last copy goes, its own stream must wait for their work
+// (Event, Stream::wait).
 class [[nodiscard]] StreamScope {
  public:
+  TE_FL_API StreamScope(const Device& device, void* stream);
+  TE_FL_API explicit StreamScope(const Stream& stream)
+      : StreamScope(stream.device(), stream.get()) {}
+  // The same without the device: that on which te-fl made the stream, or the one whose plugin does
+  // not deny it, or the only one that is there. If that leaves several, memory cannot be allocated
+  // in the scope (FAILED_PRECONDITION). Null: the default stream of every device.
   TE_FL_API explicit StreamScope(void* stream);
   TE_FL_API ~StreamScope();
   StreamScope(const StreamScope&) = delete;
   StreamScope& operator=(const StreamScope&) = delete;
 
+  struct Frame;  // the library's own
+
  private:
-  struct Previous;
-  std::unique_ptr<Previous> previous_;
+  std::unique_ptr<Frame> frame_;
 };
 
 // Owns a captured graph: work that is enqueued again as a whole by every launch. Movable, not
@@ -173,22 +205,24 @@ class Graph {
   const Device& device() const noexcept { return device_; }
   // The stream it was captured on.
   void* stream() const noexcept { return stream_; }
-  // Enqueues the work once. On the stream it was captured on, with whose later work it shares
-  // scratch memory; so it does with other streams that joined the capture, which are therefore to
-  // have no other work while a launch runs. FAILED_PRECONDITION for an empty Graph.
+  // Enqueues the work once, on `stream`, or on the stream it was captured on. Its scratch memory is
+  // its own, so other graphs and other work may run beside it; its own launches are to come one
+  // after the other. FAILED_PRECONDITION for an empty Graph, or without an argument if the stream
+  // has been retired.
   TE_FL_API Status launch() const;
+  TE_FL_API Status launch(void* stream) const;
 
  private:
   friend class Capture;
   Device device_;
   void* handle_ = nullptr;
   void* stream_ = nullptr;
-  std::shared_ptr<void> stream_owner_;
+  std::shared_ptr<core::StreamRecord> stream_owner_;
 };
 
 // Records what is enqueued on a stream instead of running it, from begin() to end(), which are
 // called on one thread. Ops that cannot be captured are refused meanwhile with the reason. Run the
-// same work once before, so that plans and scratch memory exist.
+// same work once before, so that plans exist.
 class Capture {
  public:
   // INVALID_ARGUMENT for the default stream; UNSUPPORTED if the device cannot capture.
@@ -204,7 +238,7 @@ class Capture {
   Capture() = default;
   Device device_;
   void* stream_ = nullptr;  // null: ended
-  std::shared_ptr<void> stream_owner_;
+  std::shared_ptr<core::StreamRecord> stream_owner_;
 };
 
 }  // namespace te_fl

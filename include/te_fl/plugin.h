@@ -76,7 +76,7 @@
  *  R19 While a stream is captured, allocate() and free() on it work: memory that is allocated in a
  *      capture belongs to the graph and is given to nobody else while the graph exists or the
  *      memory has not been freed; memory that is freed in a capture stays valid for the graph's
- *      launches. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
+ *      launches. The host takes the scratch of a captured op so, for every graph anew. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
  *      the host and takes the arguments it was given for those of every launch. prepare() is not
  *      called in a capture; a plan used in one is kept until its implementation goes.
  *  R20 What a minor adds reaches nobody who would misread it. A host gives a plugin no flag,
@@ -89,6 +89,10 @@
  *      declared in its header (and, if its manifest has "settings", alike there). The host checks
  *      values against the declaration before create(); te_fl_host_api.setting hands them out. The
  *      plugin reads no TE_FL_ variable from the environment itself.
+ *  R22 A stream belongs to one device. Handles of two devices may be equal; the host never takes
+ *      one device's stream for another's. A stream that the plugin did not make may be used from
+ *      any call on, without notice, until retire_stream() names it; its handle may then come again
+ *      for another stream, which has nothing to do with it.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -562,6 +566,17 @@ typedef struct te_fl_device_api {
   te_fl_status (*check_pointer)(void* self, const void* data, size_t bytes, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
   te_fl_status (*check_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Copies bytes of another device, `src`, whose te_fl_device_desc.self is `src_self`, to this one.
+     Called only where both devices' tables have this very function. Ordered on both streams: it
+     comes after what was enqueued on either before and before what is enqueued on either later.
+     UNSUPPORTED: it cannot for these two, and the host goes by its own memory, as it does where
+     this is NULL. Neither stream is being captured. */
+  te_fl_status (*copy_between)(void* self, void* dst, void* dst_stream, void* src_self,
+                               const void* src, void* src_stream, size_t bytes,
+                               const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* A stream that create_stream did not make is about to be destroyed by its owner (R22): what is
+     kept for it, such as freed memory for its next allocation, goes. Work may be running on it. */
+  te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
 
 typedef struct te_fl_device_desc {

@@ -50,8 +50,8 @@ class TE_FL_API Tensor {
   ~Tensor();
 
   // New storage, 256-byte aligned, uninitialised; allocated on the calling thread's current stream
-  // (StreamScope) and freed on it when the last copy goes. Errors: negative extents, rank >
-  // kMaxRank, a size that does not fit 63 bits, no such device, out of memory.
+  // of the device (StreamScope) and freed on it when the last copy goes. Errors: negative extents,
+  // rank > kMaxRank, a size that does not fit 63 bits, no such device, out of memory.
   static Result<Tensor> empty(std::span<const int64_t> shape, DType dtype, Device device = {});
   static Result<Tensor> empty(std::initializer_list<int64_t> shape, DType dtype,
                               Device device = {});
@@ -122,8 +122,17 @@ class TE_FL_API Tensor {
   Tensor scale() const;  // F32 [1]
 
   // New storage on `device`, same strides normalised to compact; copies all quantised parts.
-  // Ordered on `stream` (null: the calling thread's current stream), which the new storage belongs
-  // to; waits for it when copying to the host.
+  // Ordered on `stream`, which the new storage belongs to: a stream of `device`, or of the source's
+  // device if `device` is the host; null: the calling thread's current stream there. Waits for it
+  // when copying to the host.
+  // The copy has what the producer's stream writes, that being the stream that this tensor's memory
+  // was allocated on, or, between two devices, also the calling thread's current stream of the
+  // source's device: the copy comes after what is enqueued there, and what is enqueued there later,
+  // freeing the source among it, comes after the copy. If another stream writes the tensor, or if
+  // it wraps memory that te-fl did not allocate, `stream` (between two devices the current stream
+  // of the source's device) must wait for the writer first: Stream::wait. In a capture nothing is
+  // ordered with streams outside it, and copies between two devices are FAILED_PRECONDITION.
+  // INVALID_ARGUMENT for a stream of the source's device where the destination's is wanted.
   Result<Tensor> to(Device device, void* stream = nullptr) const;
   Result<Tensor> clone() const { return to(device_); }
 

@@ -164,6 +164,8 @@ std::string describe_layout() {
   MEMBER(te_fl_device_api, destroy_graph);
   MEMBER(te_fl_device_api, check_pointer);
   MEMBER(te_fl_device_api, check_stream);
+  MEMBER(te_fl_device_api, copy_between);
+  MEMBER(te_fl_device_api, retire_stream);
   LAYOUT(te_fl_device_desc);
   MEMBER(te_fl_device_desc, struct_size);
   MEMBER(te_fl_device_desc, reserved);

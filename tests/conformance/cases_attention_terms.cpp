@@ -7,9 +7,9 @@ namespace te_fl::conformance::attention {
 namespace {
 
 constexpr int kBF = TE_FL_BF16, kHalf = TE_FL_F16;
-constexpr int kNone = TE_FL_MASK_TYPE_NONE, kCausal = TE_FL_MASK_TYPE_CAUSAL, kCorner = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT,
-              kPadded = TE_FL_MASK_TYPE_PADDING, kPaddedCausal = TE_FL_MASK_TYPE_PADDING_CAUSAL,
-              kGiven = TE_FL_MASK_TYPE_ARBITRARY;
+constexpr int kNone = TE_FL_MASK_TYPE_NONE, kCausal = TE_FL_MASK_TYPE_CAUSAL,
+              kCorner = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT, kPadded = TE_FL_MASK_TYPE_PADDING,
+              kPaddedCausal = TE_FL_MASK_TYPE_PADDING_CAUSAL, kGiven = TE_FL_MASK_TYPE_ARBITRARY;
 constexpr int kSink = TE_FL_SOFTMAX_TYPE_LEARNABLE, kOne = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE;
 
 // More than one tile of queries and of keys, in heads of 64.
@@ -132,7 +132,8 @@ void add_together(std::vector<Variant>& all) {
   v.bias = kBF, v.bias_bh = {1, 2}, v.alibi = 2, v.softmax = kSink, v.dropout = 0.25f;
   v.mask = kGiven, v.mask_bh = {2, 1}, v.left = 50, v.right = 60;
   all.push_back(v);
-  for (const auto& [d, dv] : std::vector<std::pair<int64_t, int64_t>>{{8, 8}, {40, 24}, {72, 120}}) {
+  for (const auto& [d, dv] :
+       std::vector<std::pair<int64_t, int64_t>>{{8, 8}, {40, 24}, {72, 120}}) {
     v = crossing(72);
     v.d = d, v.dv = dv, v.alibi = 1, v.softmax = kOne, v.dropout = 0.25f, v.mask = kCorner;
     all.push_back(v);

@@ -6,21 +6,21 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <string>
+#include <utility>
 #include <vector>
 
+#include "support/device_queues.hpp"
 #include "te_fl/plugin.h"
 
-// A device whose memory is really elsewhere. Its addresses lie in a reserved range that no program
-// may read or write, so that host code which touches a tensor of it ends at once; the bytes are
-// kept in a second mapping, which only its own functions know. It works as late as it may: what is
-// enqueued on a stream, copies from and to pinned memory among it, happens when somebody waits for
-// that stream. What a device does with a copy of pageable memory, CUDA's for one, it does too: it
-// waits.
+// A device whose memory is really elsewhere, with the late streams of DeviceQueues. Its addresses
+// lie in a reserved range that no program may read or write, so that host code which touches a
+// tensor of it ends at once; the bytes are kept in a second mapping, which only its own functions
+// know. Freed memory is overwritten when its stream comes to the free. Devices of other indices
+// copy to and from each other.
 namespace te_fl::testing {
 
 class FarDevice {
@@ -38,8 +38,10 @@ class FarDevice {
     if (shown_ == MAP_FAILED || real_ == MAP_FAILED) std::abort();
     free_[0] = capacity;
     api.struct_size = sizeof api;
-    api.allocate = [](void* self, size_t bytes, void*, void** out, const te_fl_error_sink* e) {
-      return of(self).allocate(bytes, out, e);
+    queues.install<FarDevice>(api);
+    api.allocate = [](void* self, size_t bytes, void* stream, void** out,
+                      const te_fl_error_sink* e) {
+      return of(self).allocate(bytes, stream, out, e);
     };
     api.free = [](void* self, void* data, void* stream, const te_fl_error_sink*) {
       return of(self).release(data, stream);
@@ -60,13 +62,31 @@ class FarDevice {
       d.enqueue(stream, [to = d.real(dst), value, bytes] { std::memset(to, value, bytes); });
       return TE_FL_OK;
     };
-    api.synchronize = [](void* self, void* stream, const te_fl_error_sink* e) {
-      return of(self).synchronize(stream, e);
-    };
-    api.is_capturing = [](void* self, void*, int32_t* capturing,
-                          const te_fl_error_sink*) -> te_fl_status {
-      *capturing = of(self).capturing.load() ? 1 : 0;
+    api.copy_between = [](void* self, void* dst, void* dst_stream, void* src_self, const void* src,
+                          void* src_stream, size_t bytes,
+                          const te_fl_error_sink* e) -> te_fl_status {
+      FarDevice &to = of(self), &from = of(src_self);
+      if (const te_fl_status status = to.next_copy_between.load()) {
+        return say(e, status, "there is no way between the two");
+      }
+      ++to.copies_between;
+      auto work = [t = to.real(dst), f = from.real(src), bytes]() -> te_fl_status {
+        std::memcpy(t, f, bytes);
+        return TE_FL_OK;
+      };
+      DeviceQueues::enqueue_between(to.queues, dst_stream, from.queues, src_stream, work);
       return TE_FL_OK;
+    };
+    api.retire_stream = [](void* self, void* stream, const te_fl_error_sink*) -> te_fl_status {
+      of(self).retired = stream;
+      return TE_FL_OK;
+    };
+    is_captured_ = api.is_capturing;
+    api.is_capturing = [](void* self, void* stream, int32_t* capturing,
+                          const te_fl_error_sink* e) -> te_fl_status {
+      const te_fl_status status = of(self).is_captured_(self, stream, capturing, e);
+      if (of(self).capturing.load()) *capturing = 1;
+      return status;
     };
     api.properties = [](void*, te_fl_device_props* props, const te_fl_error_sink*) -> te_fl_status {
       props->arch = 7;
@@ -81,6 +101,7 @@ class FarDevice {
     desc.api = &api;
   }
   ~FarDevice() {
+    queues.finish();
     munmap(shown_, capacity_);
     munmap(real_, capacity_);
   }
@@ -101,16 +122,22 @@ class FarDevice {
            static_cast<const char*>(p) < shown_ + capacity_;
   }
   void enqueue(void* stream, std::function<void()> work) {
-    const std::lock_guard lock(mutex_);
-    queues_[stream].push_back(std::move(work));
+    queues.enqueue(stream, [work = std::move(work)]() -> te_fl_status {
+      work();
+      return TE_FL_OK;
+    });
   }
 
+  DeviceQueues queues;
   te_fl_device_api api{};
   te_fl_device_desc desc{};
-  std::atomic<bool> capturing{false};
+  std::atomic<bool> capturing{false};             // as if every stream were being captured
   std::atomic<te_fl_status> next_copy{TE_FL_OK};  // what copies answer
   std::atomic<te_fl_status> next_pinned{TE_FL_OK};
-  std::atomic<int64_t> pinned{0};  // buffers alive
+  std::atomic<te_fl_status> next_copy_between{TE_FL_OK};  // what copies from another device answer
+  std::atomic<int64_t> copies_between{0};                 // those that went
+  std::atomic<void*> retired{nullptr};                    // the stream that was retired last
+  std::atomic<int64_t> pinned{0};                         // buffers alive
   // Copies since forget(): from the device, and to it.
   std::vector<Range> reads() const {
     const std::lock_guard lock(mutex_);
@@ -135,8 +162,19 @@ class FarDevice {
     return status;
   }
 
-  te_fl_status allocate(size_t bytes, void** out, const te_fl_error_sink* e) {
+  te_fl_status allocate(size_t bytes, void* stream, void** out, const te_fl_error_sink* e) {
     const size_t wanted = (bytes + 2 * kAlignment) / kAlignment * kAlignment;  // and a gap
+    if (!take(wanted, out)) {  // what is freed is waited for before there is no memory
+      queues.finish();
+      if (!take(wanted, out)) {
+        return say(e, TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN, "the far device is full");
+      }
+    }
+    queues.allocated(stream, *out);
+    return TE_FL_OK;
+  }
+
+  bool take(size_t wanted, void** out) {
     const std::lock_guard lock(mutex_);
     for (auto at = free_.begin(); at != free_.end(); ++at) {
       if (at->second < wanted) continue;
@@ -145,16 +183,24 @@ class FarDevice {
       if (size > wanted) free_[offset + wanted] = size - wanted;
       used_[offset] = wanted;
       *out = shown_ + offset;
-      return TE_FL_OK;
+      return true;
     }
-    return say(e, TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN, "the far device is full");
+    return false;
   }
 
   te_fl_status release(void* data, void* stream) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (used_.count(static_cast<size_t>(static_cast<char*>(data) - shown_)) == 0) std::abort();
+    }
+    queues.freed(stream, data, [this, data] { give_back(data); });
+    return TE_FL_OK;
+  }
+
+  void give_back(void* data) {
     const std::lock_guard lock(mutex_);
-    flush(stream);
     const auto at = used_.find(static_cast<size_t>(static_cast<char*>(data) - shown_));
-    if (at == used_.end()) std::abort();
+    if (at == used_.end()) std::abort();  // freed twice
     auto [offset, size] = *at;
     used_.erase(at);
     std::memset(real_ + offset, 0xdd, size < 4096 ? size : 4096);
@@ -167,11 +213,10 @@ class FarDevice {
       auto before = std::prev(next);
       if (before->first + before->second == offset) {
         before->second += size;
-        return TE_FL_OK;
+        return;
       }
     }
     free_[offset] = size;
-    return TE_FL_OK;
   }
 
   te_fl_status allocate_pinned(size_t bytes, void** out, const te_fl_error_sink* e) {
@@ -206,27 +251,23 @@ class FarDevice {
     const bool to_host = (host & 1) != 0, from_host = (host & 2) != 0;
     char* to = to_host ? static_cast<char*>(dst) : real(dst);
     const char* from = from_host ? static_cast<const char*>(src) : real(src);
-    const std::lock_guard lock(mutex_);
-    if (keep_ranges && to_host) reads_.push_back({reinterpret_cast<uintptr_t>(src), bytes, stream});
-    if (keep_ranges && from_host)
-      writes_.push_back({reinterpret_cast<uintptr_t>(dst), bytes, stream});
-    queues_[stream].push_back([to, from, bytes] { std::memmove(to, from, bytes); });
-    const bool pageable = (to_host && !is_pinned(dst)) || (from_host && !is_pinned(src));
-    if (pageable) flush(stream);
+    bool pinned_source = false;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto note = [&](std::vector<Range>& list, const void* at) {
+        if (keep_ranges) list.push_back({reinterpret_cast<uintptr_t>(at), bytes, stream});
+      };
+      if (to_host) note(reads_, src);
+      if (from_host) note(writes_, dst);
+      pinned_source = from_host && is_pinned(src);
+    }
+    if (from_host && !pinned_source) {  // it has been read on return
+      auto read = std::make_shared<std::vector<char>>(from, from + bytes);
+      enqueue(stream, [to, read] { std::memcpy(to, read->data(), read->size()); });
+    } else {
+      enqueue(stream, [to, from, bytes] { std::memmove(to, from, bytes); });
+    }
     return TE_FL_OK;
-  }
-
-  te_fl_status synchronize(void* stream, const te_fl_error_sink*) {
-    const std::lock_guard lock(mutex_);
-    flush(stream);
-    return TE_FL_OK;
-  }
-
-  // The lock is held.
-  void flush(void* stream) {
-    std::deque<std::function<void()>> work;
-    work.swap(queues_[stream]);
-    for (const auto& f : work) f();
   }
 
   static constexpr size_t kAlignment = 256;
@@ -236,7 +277,7 @@ class FarDevice {
   mutable std::mutex mutex_;
   std::map<size_t, size_t> free_, used_;  // offset, bytes
   std::map<char*, size_t> pinned_;
-  std::map<void*, std::deque<std::function<void()>>> queues_;
+  te_fl_status (*is_captured_)(void*, void*, int32_t*, const te_fl_error_sink*) = nullptr;
   std::vector<Range> reads_, writes_;
 };
 

@@ -1,5 +1,5 @@
-// The far device as a plugin, with one op of its own: what else is called on its tensors has to be
-// served elsewhere.
+// Two far devices as a plugin, with one op of their own: what else is called on their tensors has
+// to be served elsewhere.
 #include <memory>
 
 #include "support/far_device.hpp"
@@ -12,8 +12,8 @@ namespace b = te_fl::backend;
 using te_fl::testing::FarDevice;
 
 struct Instance {
-  FarDevice device;
-  const te_fl_device_desc* devices[1];
+  FarDevice first{0}, second{1};
+  const te_fl_device_desc* devices[2];
   te_fl_op_desc add;
   const te_fl_op_desc* ops[1];
 };
@@ -31,7 +31,8 @@ te_fl_status add_supports(void*, const te_fl_context* ctx, const void* raw) {
 te_fl_status add_run(void* self, const te_fl_context* ctx, const void* raw) {
   return b::guard(ctx->errors, [&] {
     const b::Widened<te_fl_add_args> args(raw);
-    FarDevice& device = static_cast<Instance*>(self)->device;
+    auto& instance = *static_cast<Instance*>(self);
+    FarDevice& device = ctx->device.index == 0 ? instance.first : instance.second;
     const int64_t n = b::numel(*(*args).output);
     if (n == 0) return;
     const auto at = [&](const te_fl_tensor& t) {
@@ -47,7 +48,8 @@ te_fl_status add_run(void* self, const te_fl_context* ctx, const void* raw) {
 te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_sink* errors) {
   return b::guard(errors, [&] {
     auto made = std::make_unique<Instance>();
-    made->devices[0] = &made->device.desc;
+    made->devices[0] = &made->first.desc;
+    made->devices[1] = &made->second.desc;
     made->add.op_name = "add";
     made->add.impl_id = "vendor.far";
     made->add.kind = TE_FL_KIND_VENDOR;
@@ -65,7 +67,7 @@ te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_si
 
 te_fl_status devices(void* instance, uint32_t* count, const te_fl_device_desc* const** list,
                      const te_fl_error_sink*) {
-  *count = 1;
+  *count = 2;
   *list = static_cast<Instance*>(instance)->devices;
   return TE_FL_OK;
 }

@@ -1,19 +1,22 @@
-// A device for tests without a GPU: host memory under another name, with streams, events and graphs
-// that record what is enqueued as closures over deep copies of the arguments, as a device does that
-// captures. Its ops are the reference backend's.
+// A device for tests without a GPU: host memory under another name, with the late streams, events
+// and graphs of DeviceQueues. What is enqueued is a closure over a deep copy of the arguments. Its
+// ops are the reference backend's; what they report shows when their stream is waited for.
 #pragma once
 
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "registry/arguments.hpp"
+#include "support/device_queues.hpp"
 #include "te_fl/te_fl.hpp"
 
 extern "C" const te_fl_plugin_header* te_fl_reference_query(const te_fl_host_info*);
@@ -98,29 +101,31 @@ class RecordingDevice {
     register_ops();
   }
   ~RecordingDevice() {
+    queues.finish();
+    check_gone();
+    for (const auto& [data, bytes] : gone_) std::free(data);
     const Status gone = OpRegistry::instance().unregister_owner("recorder");
     if (!gone.ok()) std::abort();
   }
 
   const Device& device() const { return device_; }
   te_fl_device_api& api() { return api_; }
-  int64_t ops_run() const { return ops_run_; }
+  // Ops that have been run, launches' among them, when all work is done.
+  int64_t ops_run() {
+    queues.finish();
+    return ops_run_;
+  }
   int64_t ops_recorded() const { return ops_recorded_; }
-  int64_t launches() const { return launches_; }
-  // Blocks of memory that have been allocated and not been given back.
-  size_t blocks() const { return blocks_.size(); }
+  int64_t launches() const { return queues.launches(); }
+  // Blocks of memory that have been allocated and not been given back, when all work is done.
+  size_t blocks() {
+    queues.finish();
+    return blocks_.size();
+  }
+
+  DeviceQueues queues;
 
  private:
-  struct Graph {
-    std::vector<std::function<te_fl_status()>> work;
-    std::vector<void*> kept;   // freed while it was captured
-    std::set<void*> borrowed;  // allocated then, and still in use
-    std::vector<void*> after;  // the same, freed later
-    int64_t ops = 0;
-  };
-  struct Stream {
-    std::unique_ptr<Graph> capture;
-  };
   struct Op {
     RecordingDevice* device;
     te_fl_op_desc inner;
@@ -129,41 +134,21 @@ class RecordingDevice {
   };
 
   static RecordingDevice& of(void* self) { return *static_cast<RecordingDevice*>(self); }
-  static Graph* capture_of(void* stream) {
-    return stream != nullptr ? static_cast<Stream*>(stream)->capture.get() : nullptr;
-  }
-  // Runs `work` now, or records it.
-  template <class F>
-  static te_fl_status enqueue(void* stream, F work) {
-    Graph* graph = capture_of(stream);
-    if (graph == nullptr) return work();
-    graph->work.push_back(std::move(work));
-    return TE_FL_OK;
-  }
   void give_back(void* data) {
-    std::memset(data, 0xDB, blocks_.at(data));  // what is read from now on shows
-    blocks_.erase(data);
-    std::free(data);
+    const auto block = blocks_.find(data);
+    std::memset(data, kGone, block->second);  // what is read from now on shows
+    gone_.push_back(*block);
+    blocks_.erase(block);
   }
-  void destroy(Graph* graph) {
-    for (void* data : graph->kept) give_back(data);
-    for (void* data : graph->after) give_back(data);
-    for (void* data : graph->borrowed) owners_.erase(data);
-    delete graph;
-  }
-  void release(void* data, void* stream) {
-    if (Graph* graph = capture_of(stream)) {
-      graph->kept.push_back(data);
-      if (graph->borrowed.erase(data) > 0) owners_.erase(data);
-      return;
+  // So does what is written.
+  void check_gone() const {
+    for (const auto& [data, bytes] : gone_) {
+      const auto* at = static_cast<const unsigned char*>(data);
+      if (std::all_of(at, at + bytes, [](unsigned char c) { return c == kGone; })) continue;
+      std::fprintf(stderr, "recording device: memory was written after it had been freed\n");
+      std::abort();
     }
-    const auto owner = owners_.find(data);
-    if (owner == owners_.end()) return give_back(data);
-    owner->second->borrowed.erase(data);
-    owner->second->after.push_back(data);
-    owners_.erase(owner);
   }
-
   void fill_api() {
     api_.struct_size = sizeof api_;
     api_.allocate = [](void* self, size_t bytes, void* stream, void** out,
@@ -172,103 +157,59 @@ class RecordingDevice {
       *out = std::aligned_alloc(256, size);
       std::memset(*out, 0xCD, size);
       of(self).blocks_[*out] = size;
-      if (Graph* graph = capture_of(stream)) {
-        graph->borrowed.insert(*out);
-        of(self).owners_[*out] = graph;
-      }
+      of(self).queues.allocated(stream, *out);
       return TE_FL_OK;
     };
     api_.free = [](void* self, void* data, void* stream, const te_fl_error_sink*) -> te_fl_status {
-      of(self).release(data, stream);
+      RecordingDevice& device = of(self);
+      device.queues.freed(stream, data, [&device, data] { device.give_back(data); });
       return TE_FL_OK;
     };
-    api_.copy = [](void*, void* dst, const void* src, size_t bytes, uint32_t, void* stream,
-                   const te_fl_error_sink*) -> te_fl_status {
-      return enqueue(stream, [=]() -> te_fl_status {
-        std::memmove(dst, src, bytes);
+    api_.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
+                   void* stream, const te_fl_error_sink*) -> te_fl_status {
+      std::shared_ptr<std::vector<char>> read;  // a source in host memory, now
+      const bool captured = of(self).queues.capturing(stream);
+      if ((host_flags & 2) != 0 && !captured) {
+        const auto* from = static_cast<const char*>(src);
+        read = std::make_shared<std::vector<char>>(from, from + bytes);
+      }
+      of(self).queues.enqueue(stream, [=]() -> te_fl_status {
+        std::memmove(dst, read != nullptr ? read->data() : src, bytes);
         return TE_FL_OK;
       });
+      return TE_FL_OK;
     };
-    api_.fill = [](void*, void* dst, uint8_t value, size_t bytes, void* stream,
+    api_.fill = [](void* self, void* dst, uint8_t value, size_t bytes, void* stream,
                    const te_fl_error_sink*) -> te_fl_status {
-      return enqueue(stream, [=]() -> te_fl_status {
+      of(self).queues.enqueue(stream, [=]() -> te_fl_status {
         std::memset(dst, value, bytes);
         return TE_FL_OK;
       });
-    };
-    api_.synchronize = [](void*, void* stream, const te_fl_error_sink*) -> te_fl_status {
-      return capture_of(stream) == nullptr ? TE_FL_OK : TE_FL_INTERNAL;
+      return TE_FL_OK;
     };
     api_.properties = [](void*, te_fl_device_props*, const te_fl_error_sink*) -> te_fl_status {
       return TE_FL_OK;
     };
-    api_.create_stream = [](void*, void** out, const te_fl_error_sink*) -> te_fl_status {
-      *out = new Stream;
-      return TE_FL_OK;
-    };
-    api_.destroy_stream = [](void*, void* stream, const te_fl_error_sink*) -> te_fl_status {
-      delete static_cast<Stream*>(stream);
-      return TE_FL_OK;
-    };
-    api_.create_event = [](void*, void** out, const te_fl_error_sink*) -> te_fl_status {
-      *out = new char;
-      return TE_FL_OK;
-    };
-    api_.destroy_event = [](void*, void* event, const te_fl_error_sink*) -> te_fl_status {
-      delete static_cast<char*>(event);
-      return TE_FL_OK;
-    };
-    api_.record_event = api_.wait_event =
-        [](void*, void*, void*, const te_fl_error_sink*) -> te_fl_status { return TE_FL_OK; };
-    api_.is_capturing = [](void*, void* stream, int32_t* capturing,
-                           const te_fl_error_sink*) -> te_fl_status {
-      *capturing = capture_of(stream) != nullptr ? 1 : 0;
-      return TE_FL_OK;
-    };
-    api_.begin_capture = [](void*, void* stream, const te_fl_error_sink* errors) -> te_fl_status {
-      if (capture_of(stream) != nullptr) {
-        errors->write(errors->host, "the stream is being captured already");
-        return TE_FL_FAILED_PRECONDITION;
-      }
-      static_cast<Stream*>(stream)->capture = std::make_unique<Graph>();
-      return TE_FL_OK;
-    };
-    api_.end_capture = [](void*, void* stream, void** out,
-                          const te_fl_error_sink*) -> te_fl_status {
-      *out = static_cast<Stream*>(stream)->capture.release();
-      return TE_FL_OK;
-    };
-    api_.launch_graph = [](void* self, void* graph, void*,
-                           const te_fl_error_sink*) -> te_fl_status {
-      ++of(self).launches_;
-      of(self).ops_run_ += static_cast<Graph*>(graph)->ops;
-      for (const auto& work : static_cast<Graph*>(graph)->work) {
-        if (const te_fl_status status = work()) return status;
-      }
-      return TE_FL_OK;
-    };
-    api_.destroy_graph = [](void* self, void* graph, const te_fl_error_sink*) -> te_fl_status {
-      of(self).destroy(static_cast<Graph*>(graph));
-      return TE_FL_OK;
-    };
+    queues.install<RecordingDevice>(api_);
   }
 
   static te_fl_status run(void* self, const te_fl_context* ctx, const void* args) {
     const Op& op = *static_cast<Op*>(self);
-    Graph* graph = capture_of(ctx->stream);
-    if (graph == nullptr) {
-      ++op.device->ops_run_;
+    if ((op.schema->flags & TE_FL_SCHEMA_ENQUIRY) != 0)
       return op.inner.run(op.inner.self, ctx, args);
+    RecordingDevice& device = *op.device;
+    if (device.queues.capturing(ctx->stream)) {
+      if ((ctx->flags & TE_FL_CALL_CAPTURING) == 0) return TE_FL_INTERNAL;
+      ++device.ops_recorded_;
     }
-    if ((ctx->flags & TE_FL_CALL_CAPTURING) == 0) return TE_FL_INTERNAL;
-    ++op.device->ops_recorded_;
-    ++graph->ops;
     te_fl_context later = *ctx;
     later.errors = nullptr;
     later.extensions = nullptr;
     auto copied = std::make_shared<CopiedArgs>(*op.schema, args);
-    graph->work.emplace_back(
-        [&op, later, copied] { return op.inner.run(op.inner.self, &later, copied->get()); });
+    device.queues.enqueue(ctx->stream, [&op, later, copied] {
+      ++op.device->ops_run_;
+      return op.inner.run(op.inner.self, &later, copied->get());
+    });
     return TE_FL_OK;
   }
   static te_fl_status supports(void* self, const te_fl_context* ctx, const void* args) {
@@ -317,9 +258,10 @@ class RecordingDevice {
   te_fl_device_desc desc_{};
   Device device_;
   std::deque<Op> ops_;
+  static constexpr unsigned char kGone = 0xDB;
   std::map<void*, size_t> blocks_;
-  std::map<void*, Graph*> owners_;  // memory that a living graph lends
-  int64_t ops_run_ = 0, ops_recorded_ = 0, launches_ = 0;
+  std::vector<std::pair<void*, size_t>> gone_;  // blocks that were given back
+  int64_t ops_run_ = 0, ops_recorded_ = 0;
 };
 
 }  // namespace te_fl::testing

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "te_fl/device.hpp"
 #include "te_fl/export.hpp"
@@ -33,18 +34,22 @@ struct RandomPosition {
 class TE_FL_API Context {
  public:
   explicit Context(uint64_t seed = 0, void* stream = nullptr);
-  // The calling thread's context, on its current stream (StreamScope).
+  // The calling thread's context, on the stream of its innermost StreamScope.
   static Context current();
 
   void* stream() const noexcept { return stream_; }
-  // A context on another stream that shares the random state.
+  // A context on another stream that shares the random state. A stream belongs to one device; where
+  // it is not said, it is found as StreamScope(stream) does.
   Context with_stream(void* stream) const;
+  Context with_stream(const Device& device, void* stream) const;
   RandomPosition random() const;
   void set_random(RandomPosition position);
   detail::RandomState& state() const noexcept { return *state_; }
 
  private:
+  friend class ContextScope;
   void* stream_ = nullptr;
+  std::optional<Device> device_;  // whose the stream is, if that has been said
   std::shared_ptr<detail::RandomState> state_;
 };
 
@@ -92,8 +97,10 @@ class TE_FL_API CapturedContext {
   [[nodiscard]] Scope enter() const;
 
  private:
+  struct Streams;
   CapturedContext();
   CapturedPolicy policy_;
+  std::shared_ptr<const Streams> streams_;  // of all devices; the context has the innermost
   Context context_;
   std::shared_ptr<detail::AutocastFrame> autocast_;
   std::shared_ptr<detail::GradientUpdates> updates_;

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <numeric>
 
-
 namespace te_fl {
 namespace {
 

@@ -333,7 +333,8 @@ struct UsesThePoolAtExit {
 
 TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
   TE_FL_SKIP_FORK_THEN_THREADS();
-  // In processes of its own: a forked one would have what other tests left in threads that it does not have.
+  // In processes of its own: a forked one would have what other tests left in threads that it does
+  // not have.
   testing::GTEST_FLAG(death_test_style) = "threadsafe";
   // A static object made before the pool outlives it and still gets its work done.
   EXPECT_EXIT(

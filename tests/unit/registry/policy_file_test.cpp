@@ -142,7 +142,10 @@ TEST_F(PolicyFile, OneThatIsNoWholeFileIsAnErrorThatNamesIt) {
   for (size_t bytes = 1; bytes < whole.size(); ++bytes) {
     EXPECT_TRUE(contains(error_of(whole.substr(0, bytes)), "wrong.json is not JSON")) << bytes;
   }
-  EXPECT_TRUE(contains(error_of(std::string("\x7f" "ELF\0", 5)), "is not JSON"));
+  EXPECT_TRUE(contains(error_of(std::string("\x7f"
+                                            "ELF\0",
+                                            5)),
+                       "is not JSON"));
   EXPECT_TRUE(contains(error_of(R"({"te_fl_quarantine": 1})"), "te_fl_quarantine"));
   const auto problem = [](const std::string& path) {
     return load_policy_file(path).status().to_string();

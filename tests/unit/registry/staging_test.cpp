@@ -665,6 +665,7 @@ class StagedCatalogue : public Staging {
 TEST_F(StagedCatalogue, AQuantisedTensorMovesWithItsParts) {
   const Tensor x = on_device(16, -8).view({4, 4}).value();
   const Tensor q = quantised(false, true);
+  ASSERT_OK(devices::synchronize(device));  // or what it begins with would come later
   const float amax = 50, scale = 2;
   std::memcpy(far.real(q.amax().raw_data()), &amax, 4);
   std::memcpy(far.real(q.scale().raw_data()), &scale, 4);

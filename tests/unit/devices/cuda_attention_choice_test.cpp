@@ -1,5 +1,5 @@
-// Which of the CUDA plugin's own attention kernels a call takes, and why not the tensor cores; needs
-// no GPU.
+// Which of the CUDA plugin's own attention kernels a call takes, and why not the tensor cores;
+// needs no GPU.
 #include "backends/cuda/attention_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -37,7 +37,8 @@ struct ChoiceCall {
   te_fl_fused_attn_bwd_args backward{};
   te_fl_fused_attn_fwd_args forward{};
 
-  explicit ChoiceCall(int dtype, int64_t dim = 128, int64_t dim_v = 128, int bias_dtype = TE_FL_BF16)
+  explicit ChoiceCall(int dtype, int64_t dim = 128, int64_t dim_v = 128,
+                      int bias_dtype = TE_FL_BF16)
       : q(dtype, {2, 7, 4, dim}),
         k(dtype, {2, 9, 2, dim}),
         v(dtype, {2, 9, 2, dim_v}),
@@ -126,8 +127,7 @@ TEST(CudaAttentionChoice, LooksAtEveryTensorOfTheBackward) {
   ChoiceCall wider(TE_FL_BF16);
   ChoiceTensor single(TE_FL_F32, {2, 7, 4, 128});
   wider.backward.dq = &single.t;
-  EXPECT_EQ(choose_attention(90, wider.backward).text(),
-            "scalar: tensors of another dtype than q");
+  EXPECT_EQ(choose_attention(90, wider.backward).text(), "scalar: tensors of another dtype than q");
 }
 
 }  // namespace

@@ -1,0 +1,335 @@
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "te_fl/plugin.h"
+
+// The streams, events and graphs of a fake device, as late as the plugin ABI allows: what is
+// enqueued on a stream runs when somebody waits for that stream, for an event behind it, or for the
+// device, and not before. So work that was not waited for is seen by whoever reads too early.
+//
+// Streams that create_stream makes have the smallest handle that is free, so two devices have equal
+// handles for different streams, and a handle that was destroyed comes again. Any other handle is
+// taken for a stream that a framework made. The default stream waits for no other.
+namespace te_fl::testing {
+
+class DeviceQueues {
+ public:
+  using Work = std::function<te_fl_status()>;
+
+  DeviceQueues() = default;
+  ~DeviceQueues() { finish(); }
+  DeviceQueues(const DeviceQueues&) = delete;
+  DeviceQueues& operator=(const DeviceQueues&) = delete;
+
+  // Runs `work` in its turn on the stream, or records it if the stream is being captured.
+  void enqueue(void* stream, Work work) {
+    const Lock lock(all());
+    add(stream, std::move(work));
+  }
+  // Runs the first `count` pieces of what is on the stream; fewer if there are not so many.
+  void run_some(void* stream, size_t count) {
+    const Lock lock(all());
+    const auto queue = of(stream);
+    while (count-- > 0 && !queue->work.empty()) run_one(*queue);
+  }
+  size_t pending(void* stream) const {
+    const Lock lock(all());
+    const auto at = queues_.find(stream);
+    return at != queues_.end() ? at->second->work.size() : 0;
+  }
+  // Waits for the device: all of its streams, those among them that have been destroyed.
+  void finish() {
+    const Lock lock(all());
+    for (const auto& [handle, queue] : queues_) drain(*queue);
+    for (const auto& queue : destroyed_) drain(*queue);
+    destroyed_.clear();
+  }
+  te_fl_status synchronize(void* stream, const te_fl_error_sink* errors) {
+    const Lock lock(all());
+    const auto queue = of(stream);
+    if (queue->capture != nullptr) {
+      return say(errors, TE_FL_INTERNAL, "the stream is being captured");
+    }
+    drain(*queue);
+    const te_fl_status failed = std::exchange(queue->failed, te_fl_status{TE_FL_OK});
+    return failed == TE_FL_OK ? failed : say(errors, failed, "work on the stream has failed");
+  }
+
+  // A copy between two devices, ordered on both streams.
+  static void enqueue_between(DeviceQueues& to, void* to_stream, DeviceQueues& from,
+                              void* from_stream, Work work) {
+    const Lock lock(all());
+    to.wait(to_stream, from.mark(from_stream));
+    to.add(to_stream, std::move(work));
+    from.wait(from_stream, to.mark(to_stream));
+  }
+
+  // Memory goes by its stream and its graph (R19). `give_back` is called when the block may be used
+  // by others.
+  void allocated(void* stream, void* data) {
+    const Lock lock(all());
+    if (const auto graph = of(stream)->capture) owners_[data] = graph;
+  }
+  void freed(void* stream, void* data, std::function<void()> give_back) {
+    const Lock lock(all());
+    const auto owner = owners_.find(data);
+    auto lends = owner != owners_.end() ? owner->second.lock() : nullptr;
+    if (owner != owners_.end()) owners_.erase(owner);
+    if (const auto graph = of(stream)->capture) lends = graph;
+    if (lends != nullptr) {
+      lends->kept.push_back(std::move(give_back));
+      return;
+    }
+    of(stream)->work.push_back([give_back = std::move(give_back)]() -> te_fl_status {
+      give_back();
+      return TE_FL_OK;
+    });
+  }
+
+  // A stream as a framework makes it, which te-fl has not made.
+  void* make_stream() {
+    const Lock lock(all());
+    uintptr_t handle = kFirst;
+    while (made_.count(handle) != 0) handle += kFirst;
+    made_.insert(handle);
+    return reinterpret_cast<void*>(handle);
+  }
+  // The work on it is still done, some time.
+  void destroy(void* stream) {
+    const Lock lock(all());
+    made_.erase(reinterpret_cast<uintptr_t>(stream));
+    const auto at = queues_.find(stream);
+    if (at == queues_.end()) return;
+    destroyed_.push_back(at->second);
+    queues_.erase(at);
+  }
+  bool exists(void* stream) const {
+    const Lock lock(all());
+    return made_.count(reinterpret_cast<uintptr_t>(stream)) != 0;
+  }
+  bool capturing(void* stream) {
+    const Lock lock(all());
+    return of(stream)->capture != nullptr;
+  }
+  int64_t launches() const { return launches_; }
+
+  // Fills the slots for streams, events and graphs. `D` is the device's class, which `self` points
+  // to; it has a member `queues`.
+  template <class D>
+  static void install(te_fl_device_api& api) {
+    install_streams<D>(api);
+    install_events<D>(api);
+    install_graphs<D>(api);
+  }
+
+ private:
+  using Lock = std::lock_guard<std::recursive_mutex>;
+  struct Graph {
+    std::vector<Work> work;
+    std::vector<std::function<void()>> kept;  // memory that goes with it
+    ~Graph() {
+      for (const auto& give_back : kept) give_back();
+    }
+  };
+  struct Queue {
+    std::deque<Work> work;
+    std::shared_ptr<Graph> capture;
+    te_fl_status failed = TE_FL_OK;
+  };
+  // A place on a stream. `graph`: in a capture.
+  struct Mark {
+    bool passed = false;
+    std::shared_ptr<Queue> queue;
+    std::shared_ptr<Graph> graph;
+  };
+  struct Event {
+    std::shared_ptr<Mark> last;
+  };
+
+  // One for all devices: events are waited for across them.
+  static std::recursive_mutex& all() {
+    static auto* const mutex = new std::recursive_mutex;
+    return *mutex;
+  }
+  static te_fl_status say(const te_fl_error_sink* errors, te_fl_status status, const char* text) {
+    if (errors != nullptr && errors->write != nullptr) errors->write(errors->host, text);
+    return status;
+  }
+
+  std::shared_ptr<Queue> of(void* stream) {
+    auto& queue = queues_[stream];
+    if (queue == nullptr) queue = std::make_shared<Queue>();
+    return queue;
+  }
+  void add(void* stream, Work work) {
+    const auto queue = of(stream);
+    if (queue->capture != nullptr) {
+      queue->capture->work.push_back(std::move(work));
+    } else {
+      queue->work.push_back(std::move(work));
+    }
+  }
+  static void run_one(Queue& queue) {
+    const Work work = std::move(queue.work.front());
+    queue.work.pop_front();
+    const te_fl_status status = work();
+    if (queue.failed == TE_FL_OK) queue.failed = status;
+  }
+  static void drain(Queue& queue) {
+    while (!queue.work.empty()) run_one(queue);
+  }
+  // A mark was recorded before anybody could wait for it, so no two wait for each other.
+  static void pass(Mark& mark) {
+    while (!mark.passed && !mark.queue->work.empty()) run_one(*mark.queue);
+    if (!mark.passed) std::abort();  // it was recorded in a capture that did not run
+  }
+
+  std::shared_ptr<Mark> mark(void* stream) {
+    const auto queue = of(stream);
+    auto mark = std::make_shared<Mark>();
+    mark->graph = queue->capture;
+    mark->queue = queue;
+    if (mark->graph != nullptr) return mark;
+    queue->work.push_back([mark]() -> te_fl_status {
+      mark->passed = true;
+      return TE_FL_OK;
+    });
+    return mark;
+  }
+  // A stream that waits for a place in a capture joins it; what is recorded has one order.
+  te_fl_status wait(void* stream, const std::shared_ptr<Mark>& mark) {
+    const auto queue = of(stream);
+    if (mark->graph != nullptr) {
+      if (queue->capture == nullptr) queue->capture = mark->graph;
+      return TE_FL_OK;
+    }
+    if (queue->capture != nullptr) return TE_FL_INTERNAL;  // work outside the capture
+    queue->work.push_back([mark]() -> te_fl_status {
+      pass(*mark);
+      return TE_FL_OK;
+    });
+    return TE_FL_OK;
+  }
+
+  template <class D>
+  static DeviceQueues& queues_of(void* self) {
+    return static_cast<D*>(self)->queues;
+  }
+
+  template <class D>
+  static void install_streams(te_fl_device_api& api) {
+    api.create_stream = [](void* self, void** out, const te_fl_error_sink*) -> te_fl_status {
+      *out = queues_of<D>(self).make_stream();
+      return TE_FL_OK;
+    };
+    api.destroy_stream = [](void* self, void* stream,
+                            const te_fl_error_sink* errors) -> te_fl_status {
+      if (!queues_of<D>(self).exists(stream)) {
+        return say(errors, TE_FL_INVALID_ARGUMENT, "this is no stream of the device");
+      }
+      queues_of<D>(self).destroy(stream);
+      return TE_FL_OK;
+    };
+    api.synchronize = [](void* self, void* stream, const te_fl_error_sink* errors) {
+      return queues_of<D>(self).synchronize(stream, errors);
+    };
+  }
+
+  template <class D>
+  static void install_events(te_fl_device_api& api) {
+    api.create_event = [](void*, void** out, const te_fl_error_sink*) -> te_fl_status {
+      *out = new Event;
+      return TE_FL_OK;
+    };
+    api.destroy_event = [](void*, void* event, const te_fl_error_sink*) -> te_fl_status {
+      delete static_cast<Event*>(event);
+      return TE_FL_OK;
+    };
+    api.record_event = [](void* self, void* event, void* stream,
+                          const te_fl_error_sink*) -> te_fl_status {
+      const Lock lock(all());
+      static_cast<Event*>(event)->last = queues_of<D>(self).mark(stream);
+      return TE_FL_OK;
+    };
+    api.wait_event = [](void* self, void* event, void* stream,
+                        const te_fl_error_sink* errors) -> te_fl_status {
+      const Lock lock(all());
+      const auto mark = static_cast<Event*>(event)->last;
+      if (mark == nullptr) return TE_FL_OK;
+      const te_fl_status status = queues_of<D>(self).wait(stream, mark);
+      return status == TE_FL_OK ? status : say(errors, status, "a capture waits for other work");
+    };
+    api.synchronize_event = [](void*, void* event, const te_fl_error_sink*) -> te_fl_status {
+      const Lock lock(all());
+      const auto mark = static_cast<Event*>(event)->last;
+      if (mark != nullptr) pass(*mark);
+      return TE_FL_OK;
+    };
+  }
+
+  template <class D>
+  static void install_graphs(te_fl_device_api& api) {
+    api.is_capturing = [](void* self, void* stream, int32_t* capturing,
+                          const te_fl_error_sink*) -> te_fl_status {
+      *capturing = queues_of<D>(self).capturing(stream) ? 1 : 0;
+      return TE_FL_OK;
+    };
+    api.begin_capture = [](void* self, void* stream, const te_fl_error_sink* errors) {
+      const Lock lock(all());
+      const auto queue = queues_of<D>(self).of(stream);
+      if (queue->capture != nullptr) {
+        return say(errors, TE_FL_FAILED_PRECONDITION, "the stream is being captured already");
+      }
+      queue->capture = std::make_shared<Graph>();
+      return te_fl_status{TE_FL_OK};
+    };
+    api.end_capture = [](void* self, void* stream, void** out,
+                         const te_fl_error_sink*) -> te_fl_status {
+      const Lock lock(all());
+      const std::shared_ptr<Graph> graph = queues_of<D>(self).of(stream)->capture;
+      for (auto& [handle, queue] : queues_of<D>(self).queues_) {
+        if (queue->capture == graph) queue->capture.reset();
+      }
+      *out = new std::shared_ptr<Graph>(graph);
+      return TE_FL_OK;
+    };
+    // Each piece of a graph's work is one of the stream's, so that launches on two streams can be
+    // made to interleave.
+    api.launch_graph = [](void* self, void* graph, void* stream,
+                          const te_fl_error_sink*) -> te_fl_status {
+      const Lock lock(all());
+      const auto launched = *static_cast<std::shared_ptr<Graph>*>(graph);
+      ++queues_of<D>(self).launches_;
+      for (const Work& work : launched->work) {
+        queues_of<D>(self).add(stream, [launched, &work] { return work(); });
+      }
+      return TE_FL_OK;
+    };
+    api.destroy_graph = [](void*, void* graph, const te_fl_error_sink*) -> te_fl_status {
+      const Lock lock(all());
+      delete static_cast<std::shared_ptr<Graph>*>(graph);
+      return TE_FL_OK;
+    };
+  }
+
+  static constexpr uintptr_t kFirst = 16;
+  std::map<void*, std::shared_ptr<Queue>> queues_;
+  std::vector<std::shared_ptr<Queue>> destroyed_;
+  std::set<uintptr_t> made_;
+  std::map<void*, std::weak_ptr<Graph>> owners_;  // memory that was allocated in a capture
+  int64_t launches_ = 0;
+};
+
+}  // namespace te_fl::testing
