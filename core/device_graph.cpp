@@ -111,7 +111,7 @@ Result<Capture> Capture::begin(const Device& device, void* stream) {
     return invalid_argument("the default stream of " + to_string(device) +
                             " cannot be captured; make one with Stream::create");
   }
-  const core::Inside inside(device);
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   const te_fl_device_desc& d = *entry->desc;
   ErrorText errors;

@@ -107,7 +107,7 @@ Result<te_fl_device_props> properties(const Device& device) {
 }
 
 Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
-  const core::Inside inside = core::enter(device);
+  TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
@@ -139,7 +139,7 @@ void free(const Device& device, void* data, void* stream) noexcept {
 }
 
 Result<void*> allocate_pinned(const Device& device, size_t bytes) {
-  const core::Inside inside = core::enter(device);
+  TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;

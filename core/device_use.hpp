@@ -21,14 +21,7 @@ inline Result<DeviceEntry*> device_entry(const Device& device) {
   return entry;
 }
 
-// Inside the device from now on. A plugin that may bring the device is loaded before, since nothing
-// is loaded from inside.
-inline Inside enter(const Device& device) {
-  (void)find_device(device);
-  return Inside(device);
-}
-
-// Counts an object in, or says that the device is going. To be called inside.
+// Counts an object in, or says that the device is going. To be called while it is in use (below).
 inline Result<DeviceEntry*> acquire_device(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, device_entry(device));
   if (!entry->acquire()) return not_found(withdrawn_device(device).message());

@@ -19,7 +19,8 @@ struct InsideHooks {
 inline constinit std::atomic<const InsideHooks*> g_inside{nullptr};
 
 // The calling thread is inside a function of the device as long as this lives. To be made before it
-// is looked whether the device is there. The host never goes, so nothing is done for it.
+// is looked whether the device is still open, and after what may load its plugin, which is not done
+// inside. The host never goes, so nothing is done for it.
 class Inside {
  public:
   explicit Inside(const Device& device)

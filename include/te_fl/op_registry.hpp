@@ -53,8 +53,8 @@ class TE_FL_API OpRegistry {
   // Several, all or nothing.
   Status register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner,
                       std::string vendor, std::shared_ptr<void> keep_alive = nullptr);
-  // Removes; returns when no thread is inside the implementation. BUSY when called from inside an
-  // op.
+  // Removes; returns when every thread that was inside an op or a function of a device has left.
+  // BUSY when called from inside one.
   Status unregister_op(std::string_view op, std::string_view impl_id);
   // Removes everything an owner registered, likewise; OK if that is nothing. Plans are destroyed
   // and keep_alive is released when it returns.

@@ -26,9 +26,10 @@
  *  R5  Nothing throws across the boundary; every function returns te_fl_status. Text goes to
  *      the error sink that the call was given; a NULL sink means that no text is wanted.
  *  R6  A status may carry TE_FL_CLEAN: nothing was written and nothing was enqueued, so the
- *      host may try the next implementation. TE_FL_UNSUPPORTED is always clean.
- *      TE_FL_INVALID_ARGUMENT goes back to the caller all the same, being the caller's mistake;
- *      so does any other status without the mark.
+ *      host may try the next implementation. TE_FL_UNSUPPORTED is always clean. Any other status
+ *      without the mark goes back to the caller, from supports(), prepare() and workspace() as
+ *      from run(). So do TE_FL_INVALID_ARGUMENT all the same, being the caller's mistake, and
+ *      TE_FL_DEVICE_LOST, from whichever function, after which no op runs on the device.
  *  R7  The plugin owns what it returns (headers, tables, descriptors, strings) and keeps it
  *      valid and unchanged from the call that returned it until destroy() returns (for the
  *      query's header: until the library is closed). The host owns what it passes and keeps it
@@ -39,7 +40,9 @@
  *  R10 supports() and workspace() read metadata only: they never touch tensor data, never
  *      allocate, never block. An implementation whose supports() answer depends on static
  *      constraints alone sets TE_FL_OP_STATIC_SUPPORT, and then supports() is not called per
- *      call. supports() has 20 ns.
+ *      call. supports() has 20 ns. What these and prepare() refuse follows from the call's
+ *      metadata, the device's kind and the settings alone, never from what may differ between the
+ *      ranks of a job, as free memory does: ranks choose the same implementation.
  *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing. It reads
  *      nothing but its arguments, writes only into the outputs it was given, allocates no memory
  *      that outlives the call, and uses ctx->workspace (256-byte aligned) for scratch. Tensors
@@ -57,8 +60,11 @@
  *      it.
  *  R14 create() has a time limit (TE_FL_PLUGIN_TIMEOUT_MS). A plugin that exceeds it is
  *      abandoned: it is reported, stays mapped and is never called again.
- *  R15 After quiesce() returns, no work of the plugin is running or enqueued. destroy() follows
- *      when nothing that the plugin made is referenced any more.
+ *  R15 After quiesce() returns, no work of the plugin is running or enqueued. The host calls it
+ *      when no thread is inside the plugin, nor inside another one's op on a device of it, and
+ *      enqueues nothing more; until destroy(), threads that have objects of a device may still
+ *      copy from them, wait and free. destroy() follows when nothing that the plugin made is
+ *      referenced any more.
  *  R16 impl_id is "<kind>.<name>", kind being default, vendor or reference, lower case, dots
  *      and underscores allowed, unique per op; it is stable between releases: users write it
  *      into policies.
@@ -478,10 +484,13 @@ typedef struct te_fl_op_desc {
   te_fl_status (*saved_bytes)(void* self, const te_fl_context* ctx, const void* args, size_t* bytes)
       TE_FL_INIT(NULL);
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
-     scaling modes, the parts present, all scalars, device and context flags; TE_FL_CALL_CAPTURING
-     and _VALIDATE aside, so that a captured call finds the plan of the call that went before. Every
-     call that has it gets the plan in ctx->plan, several at once, in workspace() and run(). The
-     host keeps a bounded number of plans. */
+     scaling modes, the parts present, which outputs begin where another argument does, all scalars,
+     a saved record (of one that the op fills in the storage alone), device and context flags, and
+     whether rng.state is given; TE_FL_CALL_CAPTURING and _VALIDATE aside, so that a captured call
+     finds the plan of the call that went before. Every call that has it gets the plan in ctx->plan,
+     several at once, in workspace() and run(); so nothing else of the call may go into the plan: no
+     address, stream, seed or offset. The host keeps a bounded number of plans. Those for a device
+     that is withdrawn are destroyed after its plugin's quiesce() and before its destroy(). */
   te_fl_status (*prepare)(void* self, const te_fl_context* ctx, const void* args, void** plan)
       TE_FL_INIT(NULL);
   void (*destroy_plan)(void* self, void* plan)
@@ -543,7 +552,8 @@ typedef struct te_fl_device_api {
   te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
   /* Asked before every op. INVALID_ARGUMENT from both this and check_stream: the stream is not one
-     of the device, and the op is refused before anything is allocated or enqueued on it. */
+     of the device, and the op is refused before anything is allocated or enqueued on it.
+     UNSUPPORTED: the device has no captures. Any other failure is the op's, which is not run. */
   te_fl_status (*is_capturing)(void* self, void* stream, int32_t* capturing,
                                const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* `props->struct_size` is the host's: nothing is written behind it (R3). Required. */

@@ -50,11 +50,13 @@ TE_FL_API std::vector<PluginInfo> list();
 // quotes), ALREADY_EXISTS (its name is taken by an active plugin), BUSY (its name is taken by one
 // that is still referenced), TIMEOUT (abandoned), or the plugin's own.
 TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
-// Deactivates: no new call enters it, running calls end, then it is quiesced and destroyed; if
-// tensors, streams or plans still refer to it, it becomes kRetired and is destroyed when the last
-// goes, on the thread that lets it go. The library stays mapped unless `unmap` is true: then it is
-// closed when the plugin is destroyed (no thread may keep anything of its code, such as a
-// thread-local object). A deactivated plugin can be loaded again. BUSY from inside an op, and
+// Deactivates: no new call enters it, nor any plugin's op on its devices; whoever is inside leaves;
+// then it is quiesced and destroyed. If tensors or streams still refer to it, it becomes kRetired
+// and is destroyed when the last goes, on the thread that lets it go; until then they can be copied
+// from, and nothing else. Calls on its devices, by whatever route, handle or graph, are UNSUPPORTED
+// and name the device. The library stays mapped unless `unmap` is true: then it is closed when the
+// plugin is destroyed (no thread may keep anything of its code, such as a thread-local object). A
+// deactivated plugin can be loaded again. BUSY from inside an op or a function of a device, and
 // nothing was changed; NOT_FOUND names the active plugins; FAILED_PRECONDITION for a built-in one.
 TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
 // Asks an active plugin for its findings; none if it has nothing to say. May take long: the plugin
