@@ -246,7 +246,7 @@ TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
     EXPECT_EQ(op.workspace(op.self, &ctx, args, &wanted), TE_FL_OK) << errors.text;
     return wanted;
   };
-  const size_t rows = (40 * 4 * 4 + 255) / 256 * 256, values = 40 * 4 * 24 * 4;
+  const size_t rows = (40 * 4 * 8 + 255) / 256 * 256, values = 40 * 4 * 24 * 4;
   EXPECT_EQ(bytes(forward, &fwd), 0u) << "codes under a given scale are written as they come";
   EXPECT_EQ(bytes(backward, &bwd), rows);
   o.quant.flags = TE_FL_QUANT_COMPUTE_SCALE;
