@@ -56,7 +56,8 @@ std::vector<Finding> strided(const Subject& subject, const Table& cases) {
     const bool refused =
         r.outcome != conformance::Outcome::kPass && r.message.find("must be") != std::string::npos;
     if (r.outcome == conformance::Outcome::kUnsupported)
-      found.push_back(made("strided", Outcome::kUnsupported, r.message, c, dtype));
+      found.push_back(
+          made("strided", Outcome::kUnsupported, reason_of(r.message, subject.impl), c, dtype));
     else if (r.outcome == conformance::Outcome::kPass || refused)
       found.push_back(made("strided", Outcome::kPass, "", c, dtype));
     else

@@ -16,14 +16,6 @@ Outcome from(conformance::Outcome outcome) {
                                                   : Outcome::kUnsupported;
 }
 
-// Of dispatch's lines, which name every candidate, what it says of this one.
-std::string reason_of(const std::string& message, const std::string& impl) {
-  const size_t line = message.find("\n  " + impl + " (");
-  if (line == std::string::npos) return message.substr(0, message.find('\n'));
-  const size_t end = message.find('\n', line + 1), begin = message.find("): ", line);
-  return begin < end ? message.substr(begin + 3, end - begin - 3) : message;
-}
-
 Finding finding(const char* check, const Subject& subject, const conformance::Case& c,
                 conformance::Prepared& prepared, const conformance::Result& result) {
   Finding f;
@@ -41,6 +33,13 @@ bool denormals_count() {
 }
 
 }  // namespace
+
+std::string reason_of(const std::string& message, const std::string& impl) {
+  const size_t line = message.find("\n  " + impl + " (");
+  if (line == std::string::npos) return message.substr(0, message.find('\n'));
+  const size_t end = message.find('\n', line + 1), begin = message.find("): ", line);
+  return begin < end ? message.substr(begin + 3, end - begin - 3) : message;
+}
 
 ProcessState ProcessState::now() {
   ProcessState state;

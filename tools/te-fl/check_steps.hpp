@@ -40,6 +40,10 @@ class ProcessState {
 // "bf16", "f8e4m3 tensor": what a case is about, for the matrix.
 std::string dtype_of(const te_fl::conformance::Problem& problem);
 
+// Of dispatch's lines about a call that was refused, which name every candidate, what it says of
+// this one.
+std::string reason_of(const std::string& message, const std::string& impl);
+
 // The outcome against the table's expectation, memory included.
 Finding result_of(const Subject& subject, const te_fl::conformance::Case& c,
                   te_fl::conformance::Prepared& prepared);
