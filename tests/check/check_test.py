@@ -140,7 +140,9 @@ class Catches(unittest.TestCase):
                 self.assertEqual(code, 1, text)
                 failed = [f for f in json.loads(files["json"])["results"] if f["result"] == "fail"]
                 self.assertTrue(all(f["check"] == "device" for f in failed), failed)
-                self.assertTrue(any(f["case"] == step and words in f["message"] for f in failed), failed)
+                # Where nothing is waited for, a busy machine shows it in the first step that reads back; the others are then not tried.
+                at_once = index == 5 and failed and failed[0]["case"] == "device/allocation"
+                self.assertTrue(at_once or any(f["case"] == step and words in f["message"] for f in failed), failed)
                 if index not in (4, 5, 6, 9, 11, 12):  # most faults are one step's
                     self.assertEqual([f["case"] for f in failed], [step])
         # The one step alone finds it again.

@@ -287,11 +287,11 @@ class Commands(unittest.TestCase):
         self.fails(1, "takes no tensor of dtype f8e4m3 without a scaling mode", "explain", "gelu", "--dtype", "f8e4m3")
         self.ok("explain", "gelu", "--dtype", "bf16,f8e4m3", "--scaling", "tensor")
         self.ok("explain", "embedding_fwd", "--dtype", "i32,f32")
-        text = self.fails(3, "it would be asked if there were a ext:far:1 here", "explain", "add", "--dtype", "f32", "--device", "ext:far:1",
+        text = self.fails(3, "it would be asked if there were a ext:far:7 here", "explain", "add", "--dtype", "f32", "--device", "ext:far:7",
                           TE_FL_PLUGIN_MODULES=FAR)
         self.assertNotIn("taken", text)
         self.assertIn("taken", self.ok("explain", "add", "--dtype", "f32", "--device", "ext:far:0", TE_FL_PLUGIN_MODULES=FAR))
-        entry = json.loads(run("explain", "add", "--dtype", "f32", "--device", "ext:far:1", "--json", TE_FL_PLUGIN_MODULES=FAR).stdout)
+        entry = json.loads(run("explain", "add", "--dtype", "f32", "--device", "ext:far:7", "--json", TE_FL_PLUGIN_MODULES=FAR).stdout)
         self.assertEqual([entry["impl_id"], [c for c in entry["candidates"] if c["accepted"]]], ["", []])
 
     def test_errors_of_settings_begin_with_the_mistake(self):
@@ -363,7 +363,7 @@ class Commands(unittest.TestCase):
         self.assertIn("quarantine", self.complete("")[1])
         self.assertEqual(self.complete("explain", "gel"), ("words", ["gelu"]))
         self.assertEqual(self.complete("bench", "gelu", "--impl", "")[1], ["default.cpu", "reference.host", "all"])
-        self.assertEqual(self.complete("explain", "add", "--device", "", TE_FL_PLUGIN_MODULES=FAR)[1], ["cpu", "ext:far:0"])
+        self.assertEqual(self.complete("explain", "add", "--device", "", TE_FL_PLUGIN_MODULES=FAR)[1], ["cpu", "ext:far:0", "ext:far:1"])
         self.assertEqual(self.complete("explain", "gelu", "--dtype", "bf16,f3")[1], ["bf16,f32"])
         self.assertEqual(self.complete("explain", "gelu", "--scaling", "mx")[1], ["mxfp8"])
         self.assertEqual(self.complete("explain", "gelu", "--set", "TE_FL_PREFER_")[1], ["TE_FL_PREFER_VENDOR="])
@@ -380,7 +380,7 @@ class Commands(unittest.TestCase):
     def test_completion(self):
         for shell in ("bash", "zsh", "fish"):
             self.assertIn("te-fl __complete", self.ok("completion", shell))
-        for line, expected in (("te-fl explain gel", "gelu"), ("te-fl explain add --device ext:far:", "0"),
+        for line, expected in (("te-fl explain gel", "gelu"), ("te-fl explain add --device ext:far:", "0 1"),
                                ("te-fl explain gelu --set TE_FL_STRI", "TE_FL_STRICT=")):
             script = (f'PATH="{os.path.dirname(TE_FL)}:$PATH"; source <(te-fl completion bash); '
                       f'COMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}; _te_fl; echo "${{COMPREPLY[@]}}"')
