@@ -141,7 +141,9 @@ Changes changes_of(const std::string& name) {
       {"scale: absence", [](W& w) { w.quant.scale = nullptr; }},
   };
   Changes all;
-  for (const auto& [what, change] : members) {
+  for (const auto& member : members) {
+    const auto& change = member.second;
+    const std::string what = member.first;
     all.emplace_back(name + " " + what, [name, change](AnyCall& c) { change(c.tensors.at(name)); });
   }
   return all;
