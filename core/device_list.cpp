@@ -35,6 +35,10 @@ const List& devices_now() {
   return *current.load(std::memory_order_acquire);
 }
 
+// Made while the library is loaded: a child that is forked while another thread makes it would wait
+// for that thread.
+[[maybe_unused]] const List& first_list = devices_now();
+
 // Makes `next` the list; the lock is held. Earlier lists stay, with the entries that only they
 // have.
 void publish(std::unique_ptr<const List> next) {

@@ -159,7 +159,7 @@ class Withdrawal : public FaultTest {
       refused = call();
       std::this_thread::yield();
     } while (refused.ok() && !withdrawn);
-    for (int i = 0; i < 1000 && !withdrawn; ++i) {
+    for (int i = 0; i < 20 && !withdrawn; ++i) {
       refused = call();
       std::this_thread::yield();
     }
