@@ -377,7 +377,10 @@ uint64_t generation() noexcept { return core::g_generation.load(std::memory_orde
 
 namespace te_fl::core {
 
-void ensure_environment() { const auto lock = environment::lock_loaded(); }
+void ensure_environment() {
+  if (g_generation.load(std::memory_order_acquire) != 0) return;  // published at least once
+  const auto lock = environment::lock_loaded();
+}
 
 Status declare_settings(const std::string& plugin, const std::vector<PluginSetting>& settings,
                         bool active) {

@@ -199,7 +199,7 @@ T with_call(OpManager::Impl& manager, OpId op, const void* args, const CallOptio
 namespace registry {
 
 void managers_after_fork_in_child() {
-  std::lock_guard lock(mutex);
+  // Without the lock: it comes after those of the arenas, and the child has one thread.
   for (OpManager::Impl* m : managers()) {
     m->arenas.forget_after_fork();
     m->staging.forget_after_fork();

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "core/fork.hpp"
+#include "core/settings.hpp"
 #include "registry/fork_child.hpp"
 #include "registry/quarantine.hpp"
 #include "registry/registration.hpp"
@@ -116,7 +117,8 @@ Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const 
     made.push_back(std::move(impl));
   }
   std::unique_ptr<Table>
-      next;  // if it is dropped, that is after the lock: plugins are entered then
+      next;                    // if it is dropped, that is after the lock: plugins are entered then
+  core::ensure_environment();  // which has a lock of its own, to be taken before this one
   {
     std::lock_guard lock(mutex);
     next = copy_table();
