@@ -18,7 +18,7 @@ namespace {
 
 constinit ForkMutex list_mutex(20);
 const ForkMutex::Registration list_registration(list_mutex);
-constinit ForkMutex name_mutex(30);
+constinit ForkMutex name_mutex(85);
 const ForkMutex::Registration name_registration(name_mutex);
 
 using List = std::vector<DeviceEntry*>;

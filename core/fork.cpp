@@ -2,10 +2,9 @@
 
 #include <pthread.h>
 
-// Levels: 10 environment, 20 device list, 25 streams, 27 allocations, 30 provider
-// names, 35 policies, 40 registry, 50 dispatch threads, 60 plans, 65 interned strings, 70
-// workspaces, 72 staging buffers, 74 waiting plugins, 75 managers, 77 quarantine, 78 checks of
-// calls, 79 trace, 90 log.
+// Levels: 10 environment, 20 device list, 25 streams, 27 allocations, 35 policies, 40 registry, 50
+// dispatch threads, 60 plans, 65 interned strings, 70 workspaces, 72 staging buffers, 74 waiting
+// plugins, 75 managers, 77 quarantine, 78 checks of calls, 79 trace, 85 provider names, 90 log.
 namespace te_fl::core {
 namespace {
 
