@@ -264,7 +264,8 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
   // scale_inv.
   if (amax.low == 0 && t.spec.epsilon == 0)
     in = got == 1 || (got > 0 && got <= static_cast<double>(high));
-  const bool power = !t.spec.pow2() || (bits_of(static_cast<float>(got)) & 0x7fffff) == 0;
+  int exponent = 0;  // of a subnormal number too: 2^-127 is the inverse of the largest power
+  const bool power = !t.spec.pow2() || std::frexp(got, &exponent) == 0.5;
   if (!in || !power)
     return scale_out_of_range(t, at, where, got, static_cast<double>(low),
                               static_cast<double>(high));
