@@ -5,6 +5,7 @@ list(FILTER conformance_sources EXCLUDE REGEX "main\\.cpp$")
 add_library(te_fl_conformance STATIC ${conformance_sources})
 target_include_directories(te_fl_conformance PUBLIC ${CMAKE_SOURCE_DIR}/tests PRIVATE ${CMAKE_SOURCE_DIR}/include)
 target_link_libraries(te_fl_conformance PRIVATE te_fl_options)
+te_fl_precompile(te_fl_conformance)
 if(TE_FL_SANITIZE) # the oracles; what they hand to the code under test is allocated under the sanitizer all the same
   target_compile_options(te_fl_conformance PRIVATE -fno-sanitize=all)
 endif()
