@@ -177,6 +177,13 @@ Status withdrawn_device(const Device& device) {
                     "tensors that are left to another device (Tensor::to)");
 }
 
+Status absent_device(const Device& device) {
+  std::vector<std::string> names;
+  for (const Device& d : devices::list()) names.push_back(to_string(d));
+  return not_found("there is no device " + to_string(device) + "; present: " + join(names) +
+                   "; `te-fl doctor` says what is missing");
+}
+
 void bar_device(const Device& device) {
   DeviceEntry* entry = find_device(device);
   if (entry == nullptr || device.is_host()) return;
@@ -217,10 +224,7 @@ std::vector<Device> list() {
 
 Result<const te_fl_device_desc*> find(const Device& device) {
   if (const DeviceEntry* entry = core::find_device(device)) return entry->desc;
-  std::vector<std::string> names;
-  for (const Device& d : list()) names.push_back(te_fl::to_string(d));
-  return not_found("there is no device " + te_fl::to_string(device) +
-                   "; present: " + core::join(names) + "; `te-fl doctor` says what is missing");
+  return core::absent_device(device);
 }
 
 namespace {

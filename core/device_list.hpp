@@ -105,6 +105,8 @@ void find_device_again(const Device& device) noexcept;
 // What every later use says.
 Status lost_device(const Device& device, const std::string& reason);
 Status withdrawn_device(const Device& device);
+// NOT_FOUND, for a caller that found no such device: it may be there by now.
+Status absent_device(const Device& device);
 
 // What the room above does about devices; set by the registry.
 struct DeviceHooks {

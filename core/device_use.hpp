@@ -16,7 +16,7 @@ namespace te_fl::core {
 // NOT_FOUND names the devices that exist, DEVICE_LOST says since when.
 inline Result<DeviceEntry*> device_entry(const Device& device) {
   DeviceEntry* entry = find_device(device);
-  if (entry == nullptr) return devices::find(device).status();
+  if (entry == nullptr) return absent_device(device);
   if (const std::string* reason = entry->lost()) return lost_device(device, *reason);
   return entry;
 }

@@ -2,6 +2,9 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <string>
+
+#include "core/fork.hpp"
 
 namespace te_fl {
 
@@ -56,8 +59,8 @@ Status::Status(StatusCode code, std::string message, Status cause) {
 StatusCode Status::code() const noexcept { return rep_ ? rep_->code : StatusCode::kOk; }
 
 const std::string& Status::message() const noexcept {
-  static const std::string empty;
-  return rep_ ? rep_->message : empty;
+  static constinit std::atomic<const std::string*> empty{nullptr};
+  return rep_ ? rep_->message : core::made_once(empty, [] { return new std::string; });
 }
 
 Status Status::cause() const { return rep_ ? rep_->cause : Status(); }

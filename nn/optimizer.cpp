@@ -1,10 +1,12 @@
 #include "te_fl/nn/optimizer.hpp"
 
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <map>
 #include <utility>
 
+#include "core/fork.hpp"
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
 #include "nn/weight_copy.hpp"
@@ -211,8 +213,8 @@ Device Optimizer::home() const {
 }
 
 const Tensor& Optimizer::grad_norm() const noexcept {
-  static const Tensor none;
-  return device_ != nullptr ? device_->grad_norm : none;
+  static constinit std::atomic<const Tensor*> none{nullptr};
+  return device_ != nullptr ? device_->grad_norm : core::made_once(none, [] { return new Tensor; });
 }
 
 Status Optimizer::make_capturable() {

@@ -63,6 +63,7 @@ constinit thread_local bool t_turn = false;
 void turn_in_child() {
   if (!t_turn) g_turn.store(0, std::memory_order_relaxed);
 }
+[[maybe_unused]] const int turn_watched = pthread_atfork(nullptr, nullptr, &turn_in_child);
 
 }  // namespace
 
@@ -162,8 +163,6 @@ void deactivated(const std::string& name, const std::string& reason,
 }  // namespace records
 
 LoadTurn::LoadTurn() {
-  static const int once = pthread_atfork(nullptr, nullptr, &turn_in_child);
-  static_cast<void>(once);
   int free = 0;
   while (!g_turn.compare_exchange_weak(free, 1, std::memory_order_acquire)) {
     if (free != 0) g_turn.wait(1, std::memory_order_relaxed);

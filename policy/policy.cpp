@@ -84,6 +84,7 @@ struct Interned {
   Status environment_error;  // of the word in g_environment
 };
 
+// Requires the lock.
 Interned& interned() {
   static Interned* const table = [] {
     auto* made = new Interned;  // never freed: policies may be used until the last thread ends
@@ -111,9 +112,8 @@ std::vector<std::string> catalogue_names() {
 }  // namespace
 
 const PolicySettings& settings_of(uint32_t id) {
-  Interned& table = interned();
   std::lock_guard lock(mutex);
-  return table.by_id[id];
+  return interned().by_id[id];
 }
 
 Status settings_error(const PolicySettings& settings) {
@@ -139,9 +139,8 @@ uint32_t refresh_environment() {
   // Custom ops need not be known here: a "vendor::op" name always passes.
   const Result<SelectionPolicy> policy = SelectionPolicy::from_environment(catalogue_names());
   const uint32_t id = policy.ok() ? policy->id() : kInvalidPolicy;
-  Interned& table = interned();
   std::lock_guard lock(mutex);
-  table.environment_error = policy.status();
+  interned().environment_error = policy.status();
   g_environment.store(static_cast<uint64_t>(static_cast<uint32_t>(generation)) << 32 | id,
                       std::memory_order_release);
   return id;
@@ -161,8 +160,8 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
             });
   std::string key = policy::text_of(settings);
   SelectionPolicy made;
-  policy::Interned& table = policy::interned();
   std::lock_guard lock(policy::mutex);
+  policy::Interned& table = policy::interned();
   const auto [at, added] = table.ids.emplace(std::move(key), table.by_id.size());
   if (added) table.by_id.push_back(std::move(settings));
   made.id_ = at->second;
@@ -197,11 +196,10 @@ Result<SelectionPolicy> current_policy() {
   while (true) {
     const uint32_t id = policy::current_id();
     if (id != policy::kInvalidPolicy) return SelectionPolicy::intern(policy::settings_of(id));
-    policy::Interned& table = policy::interned();
     std::lock_guard lock(policy::mutex);
-    if (table.environment_error.ok()) continue;  // repaired between the two looks
-    return policy::cause_first(table.environment_error,
-                               "the selection policy of the environment is invalid");
+    const Status& error = policy::interned().environment_error;
+    if (error.ok()) continue;  // repaired between the two looks
+    return policy::cause_first(error, "the selection policy of the environment is invalid");
   }
 }
 

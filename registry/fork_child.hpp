@@ -2,10 +2,9 @@
 
 namespace te_fl::registry {
 
-// Makes a forked child's dispatch whole again; installed once, with the first registry. Locks of
-// the process are core::ForkMutex's, which fork() takes; this handles what belonged to threads that
-// are gone.
-void install_fork_child();
+// Makes a forked child's dispatch whole again (core::g_forked_child). Locks of the process are
+// core::ForkMutex's, which fork() takes; this handles what belonged to threads that are gone.
+void after_fork_in_child();
 
 // The parts, one per file that owns the state.
 void registries_after_fork_in_child();

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "core/device_list.hpp"
+#include "core/fork.hpp"
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/on_demand.hpp"
@@ -84,8 +85,8 @@ void instance_after_fork_in_child() {
 }  // namespace registry
 
 OpManager& OpManager::instance() {
-  static OpManager* const manager =
-      new OpManager(OpRegistry::instance());  // never freed, like the registry
+  static constinit std::atomic<OpManager*> made{nullptr};  // never freed, like the registry
+  OpManager& manager = core::made_once(made, [] { return new OpManager(OpRegistry::instance()); });
   if (g_start.load(std::memory_order_acquire) != kReady) [[unlikely]]
     start();
   if (g_cut_short.load(std::memory_order_relaxed)) [[unlikely]] {
@@ -95,7 +96,7 @@ OpManager& OpManager::instance() {
           "missing");
     }
   }
-  return *manager;
+  return manager;
 }
 
 }  // namespace te_fl

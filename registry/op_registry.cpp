@@ -33,6 +33,32 @@ std::vector<OpRegistry::Impl*>& registries() {
 
 std::atomic<uint64_t> g_table_ids{1};
 
+// How many threads hold tables or implementations that they took out under the lock, to be rid of
+// them without it; the calling thread's share; and, in a child, whether threads that are not here
+// held some, whose references are never given up. The lock guards the first and the last.
+int g_holders = 0;
+constinit thread_local int t_holding = 0;
+bool g_holders_gone = false;
+
+// Made before what it counts, so that it ends after.
+class Holding {
+ public:
+  Holding() { count(1); }
+  ~Holding() { count(-1); }
+  Holding(const Holding&) = delete;
+  Holding& operator=(const Holding&) = delete;
+
+ private:
+  static void count(int change) {
+    std::lock_guard lock(mutex);
+    g_holders += change;
+    t_holding += change;
+  }
+};
+
+[[maybe_unused]] const bool fork_watched =
+    (core::g_forked_child.store(&registry::after_fork_in_child, std::memory_order_release), true);
+
 Status busy() {
   return Status(StatusCode::kBusy,
                 "an implementation cannot be removed from inside an op or a function of a device: "
@@ -46,10 +72,13 @@ namespace registry {
 
 void registries_after_fork_in_child() {
   std::lock_guard lock(mutex);
+  g_holders_gone = g_holders_gone || g_holders != t_holding;
+  g_holders = t_holding;
   for (OpRegistry::Impl* impl : registries()) impl->after_fork_in_child();
 }
 
 void choose_again() {
+  const Holding holding;
   std::vector<std::unique_ptr<const Table>> dead;  // freed after the lock, like reclaim()'s
   std::lock_guard lock(mutex);
   for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
@@ -58,7 +87,6 @@ void choose_again() {
 }  // namespace registry
 
 OpRegistry::Impl::Impl() {
-  registry::install_fork_child();
   auto first = std::make_unique<Table>();
   registry::add_catalogue(*first);
   std::lock_guard lock(mutex);
@@ -102,6 +130,7 @@ void OpRegistry::Impl::take_dead(uint64_t oldest, std::vector<std::unique_ptr<co
 
 void OpRegistry::Impl::reclaim() {
   const uint64_t oldest = registry::oldest_inside();
+  const Holding holding;
   std::vector<std::unique_ptr<const Table>>
       dead;  // their implementations may enter a plugin as they go
   std::lock_guard lock(mutex);
@@ -110,6 +139,7 @@ void OpRegistry::Impl::reclaim() {
 
 Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const std::string& owner,
                              const std::string& vendor, const std::shared_ptr<void>& keep_alive) {
+  const Holding holding;
   std::vector<std::shared_ptr<Implementation>> made;
   for (const te_fl_op_desc* desc : descs) {
     TE_FL_ASSIGN_OR_RETURN(auto impl,
@@ -157,6 +187,14 @@ Status OpRegistry::Impl::set_priority(std::string_view op, std::string_view impl
   return {};
 }
 
+bool OpRegistry::Impl::held_by_none_here(const Implementation& impl) const {
+  std::lock_guard lock(mutex);
+  if (!g_holders_gone || g_holders != t_holding) return false;
+  return std::none_of(retired_.begin(), retired_.end(), [&](const Retired& retired) {
+    return registry::lists(*retired.table, impl);
+  });
+}
+
 Result<size_t> OpRegistry::Impl::remove(const Match& match) {
   if (registry::inside_op()) return busy();
   std::vector<std::shared_ptr<Implementation>> removed;
@@ -173,7 +211,7 @@ Result<size_t> OpRegistry::Impl::remove(const Match& match) {
   // them in its hands at this moment. No new reference can appear.
   reclaim();
   for (const auto& impl : removed) {
-    while (impl.use_count() != 1) {
+    while (impl.use_count() != 1 && !held_by_none_here(*impl)) {
       std::this_thread::yield();
       reclaim();
     }
@@ -193,6 +231,7 @@ void OpRegistry::Impl::bar(const Device& device, const Status& why) {
 }
 
 void OpRegistry::Impl::drop_plans(const Device& device) {
+  const Holding holding;
   std::vector<std::shared_ptr<Implementation>> owners;  // outlive their plans
   std::vector<std::unique_ptr<registry::Plan>> plans;
   {
@@ -251,9 +290,9 @@ OpRegistry::OpRegistry() : impl_(std::make_unique<Impl>()) {}
 OpRegistry::~OpRegistry() = default;
 
 OpRegistry& OpRegistry::instance() {
-  static OpRegistry* const instance =
-      new OpRegistry;  // never freed: threads may outlive static destruction
-  return *instance;
+  // Never freed: threads may outlive static destruction.
+  static constinit std::atomic<OpRegistry*> instance{nullptr};
+  return core::made_once(instance, [] { return new OpRegistry; });
 }
 
 Status OpRegistry::register_op(const te_fl_op_desc& desc, std::string owner, std::string vendor,

@@ -113,13 +113,13 @@ int note_of_module(dl_phdr_info* module, size_t, void* out) {
 }
 
 const std::string& own_build_id() {
-  static const std::string* const id = [] {
+  static constinit std::atomic<const std::string*> id{nullptr};
+  return core::made_once(id, [] {
     auto* made = new std::string;
     dl_iterate_phdr(&note_of_module, made);
     if (made->empty()) *made = "te-fl " TE_FL_VERSION;
     return made;
-  }();
-  return *id;
+  });
 }
 
 std::string reason_of(const Quarantine& q) {

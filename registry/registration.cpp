@@ -22,7 +22,8 @@ using CompiledPtr = std::shared_ptr<const core::CompiledOp>;
 
 // The catalogue's ops, compiled once for all registries.
 const std::vector<CompiledPtr>& compiled_catalogue() {
-  static const auto* const all = [] {
+  static constinit std::atomic<const std::vector<CompiledPtr>*> all{nullptr};
+  return core::made_once(all, [] {
     auto* made = new std::vector<CompiledPtr>;
     for (const te_fl_op_schema* schema : core::catalogue()) {
       auto compiled = core::CompiledOp::compile(*schema);
@@ -31,8 +32,7 @@ const std::vector<CompiledPtr>& compiled_catalogue() {
       made->push_back(std::move(compiled).value());
     }
     return made;
-  }();
-  return *all;
+  });
 }
 
 std::shared_ptr<OpRow> make_row(CompiledPtr compiled) {
@@ -152,8 +152,8 @@ Result<uint32_t> row_for(Table& table, const Implementation& impl) {
 }  // namespace
 
 const char* intern_string(std::string_view text) {
-  static auto* const strings = new std::unordered_set<std::string>;  // never freed
   std::lock_guard lock(mutex);
+  static auto* const strings = new std::unordered_set<std::string>;  // never freed
   return strings->emplace(text).first->c_str();
 }
 
@@ -286,6 +286,13 @@ std::vector<std::shared_ptr<Implementation>> remove_implementations(
     shared_row = std::move(row);
   }
   return removed;
+}
+
+bool lists(const Table& table, const Implementation& impl) {
+  return std::any_of(table.ops.begin(), table.ops.end(), [&](const auto& row) {
+    return std::any_of(row->impls.begin(), row->impls.end(),
+                       [&](const auto& listed) { return listed.get() == &impl; });
+  });
 }
 
 std::vector<std::string> op_names(const Table& table) {

@@ -27,6 +27,7 @@ Status change_priority(Table& table, std::string_view op, std::string_view impl_
 std::vector<std::shared_ptr<Implementation>> remove_implementations(
     Table& table, const std::function<bool(const Implementation&)>& match);
 
+bool lists(const Table& table, const Implementation& impl);
 std::vector<std::string> op_names(const Table& table);
 // A misspelt name is an error that names the nearest.
 Result<uint32_t> find_op(const Table& table, std::string_view op);

@@ -60,6 +60,9 @@ struct OpRegistry::Impl {
   void take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead);
   // Takes the lock; frees tables that nobody can see any more, outside it.
   void reclaim();
+  // Takes the lock. In a child of a fork that found another thread holding implementations: nobody
+  // who is here holds this one, which is in no published table.
+  bool held_by_none_here(const registry::Implementation& impl) const;
 
   std::atomic<const Table*> current_{nullptr};
   std::deque<Retired> retired_;

@@ -60,6 +60,9 @@ Threads& threads() {
   }();
   return *all;
 }
+// Made while the library is loaded: a child that is forked while another thread makes them would
+// wait for that thread.
+[[maybe_unused]] const Threads& made_at_load = threads();
 
 // Adds a record's counts to `ended`. The lock is held.
 void keep_counts(Threads& all, const ThreadRecord& record) {

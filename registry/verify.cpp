@@ -195,16 +195,17 @@ uint64_t Verification::count(State& state, Seen& seen, std::string_view op) {
 
 Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
   if (Unwatched::now()) return std::unique_ptr<Verification>();
-  static State* const state = new State;
+  static constinit std::atomic<State*> made{nullptr};
+  State& state = core::made_once(made, [] { return new State; });
   thread_local Seen seen;
   if (seen.config == nullptr || seen.config->generation != environment::generation()) {
-    seen.config = read(*state);
+    seen.config = read(state);
   }
   const std::shared_ptr<const Config>& config = seen.config;
   if (!config->error.ok()) return config->error;
   const std::string_view op = call.row.compiled->schema().name;
   if (!config->ops.empty() && !config->ops.contains(op)) return std::unique_ptr<Verification>();
-  const uint64_t number = count(*state, seen, op);
+  const uint64_t number = count(state, seen, op);
   if (mixed(config->seed ^ hash_of(op) ^ mixed(number)) > config->threshold)
     return std::unique_ptr<Verification>();
   if (call.capturing) {
@@ -283,10 +284,10 @@ void Verification::differs(const Served& served, const Implementation& reference
                            std::string what) {
   const Call& call = rep_->call;
   const Implementation& impl = *served.impl;
-  static std::map<std::string, uint64_t>* const counts = new std::map<std::string, uint64_t>;
   uint64_t nth = 0;
   {
     const std::lock_guard lock(mutex);
+    static auto* const counts = new std::map<std::string, uint64_t>;
     nth = ++(*counts)[impl.op + ' ' + impl.impl_id + ' ' + std::to_string(call.signature.dtypes) +
                       ' ' + std::to_string(call.signature.scalings)];
   }

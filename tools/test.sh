@@ -19,6 +19,7 @@ esac
 begun=$SECONDS
 te_fl_need_packages "${te_fl_build_packages[@]}" "${te_fl_example_packages[@]}" "${te_fl_test_packages[@]}" || exit 1
 mkdir -p build/logs
+long_tests=-DTE_FL_LONG_TESTS=$([ "$mode" = long ] && echo ON || echo OFF)
 stages=() failures=0
 
 # stage NAME COMMAND...: runs it with its output in build/logs/NAME.log; shows the end of the log on failure.
@@ -37,7 +38,7 @@ stage() {
 sanitizer_build() { # NAME
   local targets=(te_fl_"$1"_programs)
   [ "$1" = tsan ] || for source in tests/fuzz/fuzz_*.cpp; do targets+=("$(basename "$source" .cpp)"); done
-  te_fl_configure_"$1" && cmake --build build/"$1" -j "$te_fl_jobs" --target "${targets[@]}"
+  te_fl_configure_"$1" "$long_tests" && cmake --build build/"$1" -j "$te_fl_jobs" --target "${targets[@]}"
 }
 sanitizer_tests() { # NAME
   ASAN_OPTIONS=detect_leaks=1:detect_odr_violation=0:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -46,7 +47,7 @@ sanitizer_tests() { # NAME
 }
 release_build() {
   te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_BUILD_TESTS=ON -DTE_FL_BUILD_EXAMPLES=ON -DTE_FL_BUILD_BENCH=ON \
-    -DTE_FL_CUDA=AUTO -DTE_FL_LONG_TESTS="$([ "$mode" = long ] && echo ON || echo OFF)" && cmake --build build/release -j "$te_fl_jobs"
+    -DTE_FL_CUDA=AUTO "$long_tests" && cmake --build build/release -j "$te_fl_jobs"
 }
 
 stage format tools/check_format.sh

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/device_list.hpp"
 #include "core/host_device.hpp"
 #include "te_fl/tensor.hpp"
 #include "unit/sanitizers.hpp"
@@ -166,6 +167,27 @@ TEST(DeviceList, AMissingDeviceNamesThoseThatExist) {
   EXPECT_EQ(s.message(),
             "there is no device cuda:0; present: cpu; `te-fl doctor` says what is missing");
   EXPECT_FALSE(devices::allocate({TE_FL_DEVICE_CUDA, 0, 0}, 1).ok());
+}
+
+TEST(DeviceList, ADeviceThatComesWhileItIsLookedForIsThereOrIsNot) {
+  static FakeDevice late("late");
+  static int looks;
+  looks = 0;
+  // As if another thread loaded its plugin between two looks.
+  const auto before = core::g_bring_devices.exchange([](const Device*) noexcept {
+    if (++looks != 2) return;
+    EXPECT_TRUE(devices::add(&late.desc).ok());
+  });
+  const Device device = parse_device("ext:late:0").value();
+  const Result<void*> memory = devices::allocate(device, 4);
+  core::g_bring_devices = before;
+  if (memory.ok()) {
+    devices::free(device, *memory);
+  } else {
+    EXPECT_EQ(memory.status().code(), StatusCode::kNotFound) << memory.status().to_string();
+  }
+  EXPECT_GE(looks, 2);
+  EXPECT_TRUE(devices::remove(device).ok());
 }
 
 TEST(DeviceList, PinnedMemoryOfAnAbsentChipIsHostMemory) {

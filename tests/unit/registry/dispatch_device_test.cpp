@@ -1,16 +1,35 @@
 // Dispatch on a device: architecture, scratch, capture, synchronisation, loss. The device is host
 // memory under another name.
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <thread>
+#include <utility>
 
 #include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"
+
+namespace {
+
+// Called once, when the thread has given back the next lock.
+thread_local std::function<void()> t_after_unlock;
+
+}  // namespace
+
+// What pthread_mutex_unlock is for this program (the linker's --wrap).
+extern "C" int __real_pthread_mutex_unlock(pthread_mutex_t* mutex);
+extern "C" int __wrap_pthread_mutex_unlock(pthread_mutex_t* mutex) {
+  const int result = __real_pthread_mutex_unlock(mutex);
+  if (t_after_unlock) std::exchange(t_after_unlock, nullptr)();
+  return result;
+}
 
 namespace te_fl {
 namespace {
@@ -284,37 +303,78 @@ TEST_F(OnDevice, WhatIsMissingInACaptureIsNotReplacedByAnotherImplementation) {
   EXPECT_EQ(native.runs.load(), 2);
 }
 
-TEST_F(OnDevice, PlansOfGraphsAreKept) {
-  static std::vector<int64_t> destroyed;  // by the first extent they were made for
-  destroyed.clear();
-  native.desc.prepare = [](void*, const te_fl_context*, const void* args,
-                           void** plan) -> te_fl_status {
-    *plan = new int64_t(static_cast<const testing::FiveArgs*>(args)->a->dl.shape[0]);
-    return TE_FL_OK;
-  };
-  native.desc.destroy_plan = [](void*, void* plan) {
-    destroyed.push_back(*static_cast<int64_t*>(plan));
-    delete static_cast<int64_t*>(plan);
-  };
-  add(native);
-  const auto call_with = [&](int64_t rows) {
+// Plans by the number of rows they were made for.
+class PlansOnDevice : public OnDevice {
+ protected:
+  void SetUp() override {
+    OnDevice::SetUp();
+    destroyed.clear();
+    native.desc.prepare = [](void*, const te_fl_context*, const void* args,
+                             void** plan) -> te_fl_status {
+      *plan = new int64_t(static_cast<const testing::FiveArgs*>(args)->a->dl.shape[0]);
+      return TE_FL_OK;
+    };
+    native.desc.destroy_plan = [](void*, void* plan) {
+      destroyed.push_back(*static_cast<int64_t*>(plan));
+      delete static_cast<int64_t*>(plan);
+    };
+  }
+  Status call_with(int64_t rows) {
     Tensor in = Tensor::empty({rows, 3}, DType::kF32, device).value();
     Tensor out = Tensor::empty({rows, 3}, DType::kF32, device).value();
     testing::FiveArgs other;
     other.a = other.b = other.c = other.d = in;
     other.out = out;
     return manager.call(op, &other);
-  };
+  }
+  // More than are kept, none of them called before.
+  void make_others() {
+    for (int64_t rows = 3; rows < 600; ++rows) ASSERT_OK(call_with(rows));
+  }
+  static bool is_destroyed(int64_t rows) {
+    return std::find(destroyed.begin(), destroyed.end(), rows) != destroyed.end();
+  }
+
+  inline static std::vector<int64_t> destroyed;
+};
+
+TEST_F(PlansOnDevice, OfGraphsAreKept) {
+  add(native);
   ASSERT_OK(call_with(1));
   ASSERT_OK(call_with(2));
   fake.capturing = true;
   ASSERT_OK(call_with(1));
   fake.capturing = false;
-  for (int64_t rows = 3; rows < 600; ++rows) ASSERT_OK(call_with(rows));
-  EXPECT_NE(std::find(destroyed.begin(), destroyed.end(), 2), destroyed.end());
-  EXPECT_EQ(std::find(destroyed.begin(), destroyed.end(), 1), destroyed.end());
+  make_others();
+  EXPECT_TRUE(is_destroyed(2));
+  EXPECT_FALSE(is_destroyed(1));
   ASSERT_OK(registry.unregister_op("test::five", "vendor.native"));
-  EXPECT_NE(std::find(destroyed.begin(), destroyed.end(), 1), destroyed.end());
+  EXPECT_TRUE(is_destroyed(1));
+}
+
+TEST_F(PlansOnDevice, OfGraphsAreKeptFromTheMomentThatTheyAreFound) {
+  bool armed = false, between = false;
+  const auto drop_plans = [&] {
+    fake.capturing = false;
+    std::thread([&] { make_others(); }).join();
+    fake.capturing = true;
+    between = true;
+  };
+  // Asked after the route is known; the lock that is taken next is that of the plans.
+  native.with_supports().supports_body = [&](const te_fl_context&, const void*) -> te_fl_status {
+    if (std::exchange(armed, false)) t_after_unlock = drop_plans;
+    return TE_FL_OK;
+  };
+  add(native);
+  ASSERT_OK(call_with(1));
+  fake.capturing = true;
+  armed = true;
+  ASSERT_OK(call_with(1));
+  fake.capturing = false;
+  ASSERT_TRUE(between);
+  ASSERT_OK(call_with(600));  // destroys what was dropped while the capture was inside
+  EXPECT_TRUE(is_destroyed(3));
+  EXPECT_FALSE(is_destroyed(1)) << "the graph holds it";
 }
 
 TEST_F(OnDevice, CapturingNeedsAGraphSafeImplementation) {

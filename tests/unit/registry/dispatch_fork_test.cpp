@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "dispatch_fixture.hpp"
+#include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"
 #include "te_fl/log.hpp"
 #include "unit/sanitizers.hpp"
@@ -26,12 +27,13 @@ using testing::FiveCall;
     ASSERT_TRUE(s_.ok()) << s_.to_string(); \
   } while (false)
 
-// Runs `body` in a child, which exits with its result; -1 if it does not within a second.
+// Runs `body` in a child, which exits with its result; -1 if it hangs: a minute is
+// much more than a busy machine takes.
 template <class F>
 int in_child(F&& body) {
   const pid_t child = fork();
   if (child == 0) _exit(body());
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   int status = 0;
   while (waitpid(child, &status, WNOHANG) == 0) {
     if (std::chrono::steady_clock::now() > limit) {
@@ -135,6 +137,30 @@ TEST_F(Fork, WhileAnotherThreadIsInsideASerialisedOp) {
   });
   while (!inside) std::this_thread::yield();
   EXPECT_EQ(in_child([&] { return exercise(); }), 0);
+  release = true;
+  thread.join();
+}
+
+TEST_F(Fork, WhileAnotherThreadHoldsAnImplementation) {
+  static std::atomic<bool> inside, release;
+  static pid_t parent;
+  inside = release = false;
+  parent = getpid();
+  Fake planned("default.planned");
+  planned.desc.priority = 3000;
+  planned.desc.prepare = serial.desc.prepare;
+  planned.desc.destroy_plan = [](void*, void*) {
+    if (getpid() != parent) return;
+    inside = true;
+    while (!release) std::this_thread::yield();
+  };
+  ASSERT_OK(registry.register_op(planned.desc, "planned"));
+  FiveCall five;
+  ASSERT_OK(manager.call(op, &five.args));
+  std::thread thread([&] { registry.impl().drop_plans(Device{}); });
+  while (!inside) std::this_thread::yield();
+  EXPECT_EQ(in_child([&] { return registry.unregister_owner("planned").ok() ? exercise() : 20; }),
+            0);
   release = true;
   thread.join();
 }
