@@ -47,6 +47,11 @@ Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view modu
   return std::make_unique<Record>();
 }
 
+// A residual branch as as_matrix() gives it; undefined without one. INVALID_ARGUMENT unless it has
+// the shape of x with `last` as its last dimension.
+Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> x_shape,
+                               int64_t last, std::string_view what);
+
 // INVALID_ARGUMENT naming the module unless dy has x's shape with `last` as its last dimension, as
 // the forward's result had.
 Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
