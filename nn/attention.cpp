@@ -214,7 +214,9 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     args.dropout_p = options.attention_dropout;
     int64_t batch = extents.batch;
     if (options.layout == Layout::kTHD) batch = record.inputs.cu_seqlens_q.numel() - 1;
-    call = detail::random_options(batch * heads * extents.length_q * extents.length_kv);
+    TE_FL_ASSIGN_OR_RETURN(
+        call, detail::random_options(batch * heads * extents.length_q * extents.length_kv,
+                                     options.device));
   }
   record.rng = call.rng;
   if (training) {

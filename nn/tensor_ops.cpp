@@ -15,10 +15,11 @@ CallOptions call_options() {
   return options;
 }
 
-CallOptions random_options(int64_t count) {
+Result<CallOptions> random_options(int64_t count, const Device& device) {
   Context context = Context::current();
   CallOptions options;
   options.stream = context.stream();
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
   std::lock_guard lock(context.state().mutex);
   RandomPosition& random = context.state().position;
   options.rng.seed = random.seed;
@@ -26,6 +27,11 @@ CallOptions random_options(int64_t count) {
   if (const Tensor& state = context.state().captured; state.defined()) {
     options.rng.state = state.data<uint64_t>();
     options.rng.offset -= context.state().captured_at;
+  } else if (captured) {
+    return failed_precondition(
+        "dropout: the stream is being captured into a graph, and every launch would take the same "
+        "random numbers; draw from the context that the GraphedStep was made in, whose position "
+        "its launches advance");
   }
   random.offset += (static_cast<uint64_t>(count) + 3) / 4;
   return options;

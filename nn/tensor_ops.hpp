@@ -13,8 +13,9 @@ namespace te_fl::nn::detail {
 
 // The current context's stream, no random state.
 CallOptions call_options();
-// The same with the next `count` random numbers of the context.
-CallOptions random_options(int64_t count);
+// The same with the next `count` random numbers of the context, for an op on `device`.
+// FAILED_PRECONDITION if it is captured into a graph whose launches do not advance the context.
+Result<CallOptions> random_options(int64_t count, const Device& device);
 
 Result<Tensor> empty_like(const Tensor& tensor, DType dtype);
 Status fill(const Tensor& tensor, double value);
