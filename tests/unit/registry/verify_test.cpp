@@ -266,6 +266,7 @@ TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
   const Device device = devices::add(&far.desc).value();
   Fake native{"vendor.far"};
   native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  native.desc.provider = "far";
   native.desc.vendor = "acme";
   native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
   native.desc.priority = 500;
