@@ -55,7 +55,9 @@ TE_FL_API Status save_safetensors(const std::string& path, const std::vector<Nam
 
 // A module with its FP8 state, optionally an optimizer's state, and the current context's random
 // position, so that training continues bit for bit. `metadata` is the caller's own; keys beginning
-// with "te_fl." are te-fl's.
+// with "te_fl." are te-fl's. Reads what the current context's stream has written, as
+// load_checkpoint() writes in its order: call them in the training's ContextScope, or after its
+// stream was waited for (Stream::synchronize).
 TE_FL_API Status save_checkpoint(const std::string& path, const Module& module,
                                  const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});
