@@ -142,29 +142,29 @@ Shape with_last(std::span<const int64_t> like, int64_t last) {
 
 namespace {
 
-// INVALID_ARGUMENT: "`what` is f32[3,2] cpu; it must have `rule`, [2,3]".
+// INVALID_ARGUMENT: "WHAT f32[3,2] cpu RULE [2,3]".
 Status check_shape(const Tensor& t, std::span<const int64_t> want, const std::string& what,
                    const char* rule) {
   if (t.defined() && std::ranges::equal(t.shape(), want)) return {};
   std::string shape;
   for (const int64_t n : want) shape += (shape.empty() ? "[" : ",") + std::to_string(n);
-  return invalid_argument(what + " is " + (t.defined() ? t.describe() : std::string("undefined")) +
-                          "; it must have " + rule + ", " + shape + "]");
+  return invalid_argument(what + (t.defined() ? t.describe() : std::string("undefined")) + rule +
+                          shape + "]");
 }
 
 }  // namespace
 
 Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
                       std::string_view module) {
-  return check_shape(dy, with_last(x_shape, last), std::string(module) + ": dy",
-                     "the shape of the forward's result");
+  return check_shape(dy, with_last(x_shape, last), std::string(module) + ": dy is ",
+                     "; it must have the shape of the forward's result, ");
 }
 
 Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> x_shape,
                                int64_t last, std::string_view what) {
   if (residual == nullptr) return Tensor();
-  TE_FL_RETURN_IF_ERROR(check_shape(*residual, with_last(x_shape, last), std::string(what),
-                                    "the shape of what it is added to"));
+  TE_FL_RETURN_IF_ERROR(check_shape(*residual, with_last(x_shape, last), std::string(what) + " is ",
+                                    "; it must have the shape of what it is added to, "));
   return as_matrix(*residual, last, what);
 }
 
