@@ -190,6 +190,7 @@ else
     start "conformance-cudnn$i" with_cudnn "$i" "${conformance[@]/%vendor.cuda/vendor.cuda.cudnn}" --family attention \
       --json "$out/conformance-cudnn$i.json"
   done
+  start conformance-no-scratch env TE_FL_CUDA_ATTENTION_SCRATCH_MB=0 "${conformance[@]}" --op fused_attn_bwd
   for family in gemm activation attention quantize softmax norm tensor rope optimizer dropout; do
     start "conformance-$family" "${conformance[@]}" --family $family --json "$out/conformance-$family.json"
   done
@@ -197,6 +198,7 @@ else
   for family in $all_families; do
     row "conformance $family" "$(result_of "conformance-$family")" "$(tail -n 1 "$out/conformance-$family.log")"
   done
+  row "attention without scratch" "$(result_of conformance-no-scratch)" "$(tail -n 1 "$out/conformance-no-scratch.log")"
   for i in "${!cudnn_folders[@]}"; do
     name=conformance-cudnn$i
     if grep -q "vendor.cuda.cudnn .*: cuDNN was not found" "$out/$name.log"; then
@@ -246,6 +248,7 @@ if [ $quick = 0 ]; then
         start_sanitizer $tool $family "${conformance[@]}" --reduced --family $family
       done
     done
+    start_sanitizer racecheck attention-no-scratch env TE_FL_CUDA_ATTENTION_SCRATCH_MB=0 "${conformance[@]}" --reduced --op fused_attn_bwd
     start_sanitizer racecheck gemm "${conformance[@]}" --reduced --family gemm
     start_sanitizer memcheck gemm "${conformance[@]}" --reduced --family gemm
     start_sanitizer memcheck joined-gemm "${joined[@]}"
@@ -280,6 +283,7 @@ if [ $quick = 0 ]; then
     parts=$all_families said="every family"
     [ $tool != initcheck ] || parts="${parts/gemm/gemm-f32}" said="every family, of gemm products of F32"
     [ $tool = initcheck ] || parts="$parts joined-gemm"
+    [ $tool != racecheck ] || parts="$parts attention-no-scratch"
     [ $has_cudnn = 0 ] || parts="$parts cudnn" said="$said, and around cuDNN"
     failed=
     for part in $parts; do  # no report, no case that failed, and some that ran

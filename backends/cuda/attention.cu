@@ -27,6 +27,9 @@ namespace {
 
 using backend::AttentionProblem;
 
+// TE_FL_CUDA_ATTENTION_SCRATCH_MB in bytes. Set before the first call.
+size_t most_attention_scratch = 0;
+
 // Of an input: with the factor of its codes.
 HeadData read_heads(const te_fl_tensor& t, const char* name, int32_t layout) {
   HeadData d = head_data(t, layout);
@@ -151,14 +154,46 @@ Refusal refuse_backward(const te_fl_fused_attn_bwd_args& a) {
   return refuse_batch(a);
 }
 
-size_t forward_workspace(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
-  return CodesOutputs::bytes(*a.o);
+// Where a call's scratch begins, as the kernels have it; nothing where they do without.
+void place_scratch(const AttentionProblem& problem, const AttentionScratch& s, char* at,
+                   Attention& p, bool backward) {
+  const auto place = [&](PairBits& bits, size_t bytes, int64_t batches, int64_t heads) {
+    if (bytes == 0) return;
+    bits.matrices = batches * heads;
+    bits.queries = problem.seqlen_q;
+    bits.keys = problem.seqlen_kv;
+    bits.batch = batches == 1 ? 0 : heads;
+    bits.head = heads == 1 ? 0 : 1;
+    bits.by_query = reinterpret_cast<uint64_t*>(at);
+    if (backward) {
+      const size_t first = pair_bits_bytes(bits.matrices, bits.queries, bits.keys);
+      bits.by_key = reinterpret_cast<uint64_t*>(at + first);
+    }
+    at += bytes;
+  };
+  if (problem.attn_mask != nullptr) {
+    const int64_t* shape = problem.attn_mask->dl.shape;
+    place(p.hide, s.hide, shape[0], shape[1]);
+  }
+  place(p.keep, s.keep, problem.batch, problem.heads);
+}
+
+AttentionScratch scratch_of(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a,
+                            const AttentionProblem& p) {
+  if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return {};
+  return forward_scratch(p);
+}
+size_t forward_workspace(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
+  return scratch_of(ctx, a, backend::attention_problem(a)).bytes() + CodesOutputs::bytes(*a.o);
 }
 
 void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
   const AttentionProblem problem = backend::attention_problem(a);
-  const Attention p = attention_of(ctx, a, problem);
-  CodesOutputs outputs(ctx, ctx.workspace);
+  Attention p = attention_of(ctx, a, problem);
+  const AttentionScratch scratch = scratch_of(ctx, a, problem);
+  auto* const memory = static_cast<char*>(ctx.workspace);
+  place_scratch(problem, scratch, memory, p, false);
+  CodesOutputs outputs(ctx, memory + scratch.bytes());
   const HeadData o = outputs.heads(*a.o, "o", a.layout);
   const Rounding rounding = outputs.rounding(a.s_quant, true);
   float* lse = a.softmax_lse != nullptr ? backend::data<float>(*a.softmax_lse) : nullptr;
@@ -174,26 +209,30 @@ size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
   const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(2 * sizeof(float));
   return static_cast<size_t>(round_up(bytes, 256));
 }
-// After them; a multiple of 256.
-size_t bits_to_keep(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
-                    const AttentionProblem& p) {
-  if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return 0;
-  return kept_bit_bytes(p.dropout_p, p.batch * p.heads, p.seqlen_q, p.seqlen_kv);
+// After them.
+AttentionScratch scratch_of(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
+                            const AttentionProblem& p) {
+  if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return {};
+  return backward_scratch(p, a.dbias != nullptr, most_attention_scratch);
 }
 size_t backward_workspace(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
-  return row_sum_bytes(a) + bits_to_keep(ctx, a, backend::attention_problem(a)) +
+  return row_sum_bytes(a) + scratch_of(ctx, a, backend::attention_problem(a)).bytes() +
          CodesOutputs::bytes(*a.dq) + CodesOutputs::bytes(*a.dk) + CodesOutputs::bytes(*a.dv);
 }
 
 void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
   const AttentionProblem problem = backend::attention_problem(a);
-  const Attention p = attention_of(ctx, a, problem);
+  Attention p = attention_of(ctx, a, problem);
   AttentionGradients g{};
   g.o = read_heads(*a.o, "o", a.layout);
   g.d_o = read_heads(*a.d_o, "d_o", a.layout);
-  const size_t sum_bytes = row_sum_bytes(a);
-  g.kept_bytes = bits_to_keep(ctx, a, problem);
-  CodesOutputs outputs(ctx, static_cast<char*>(ctx.workspace) + sum_bytes + g.kept_bytes);
+  const AttentionScratch scratch = scratch_of(ctx, a, problem);
+  char* const memory = static_cast<char*>(ctx.workspace) + row_sum_bytes(a);
+  place_scratch(problem, scratch, memory, p, true);
+  if (scratch.score_gradients > 0) {
+    g.score_gradients = reinterpret_cast<uint4*>(memory + scratch.hide + scratch.keep);
+  }
+  CodesOutputs outputs(ctx, memory + scratch.bytes());
   g.dq = outputs.heads(*a.dq, "dq", a.layout);
   g.dk = outputs.heads(*a.dk, "dk", a.layout);
   g.dv = outputs.heads(*a.dv, "dv", a.layout);
@@ -211,9 +250,6 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   g.lse = backend::data<const float>(*a.softmax_lse);
   g.delta = static_cast<float*>(ctx.workspace);
   g.log2_sum = g.delta + backend::numel(*a.softmax_lse);
-  if (g.kept_bytes > 0) {
-    g.kept_bits = reinterpret_cast<uint64_t*>(static_cast<char*>(ctx.workspace) + sum_bytes);
-  }
   outputs.prepare();
   attention_backward(ctx, p, g, choose_attention(architecture(ctx.device.index), a).tensor_cores());
   outputs.finish();
@@ -229,6 +265,8 @@ constexpr uint32_t kDtypes = TE_FL_MASK_HIGH | TE_FL_MASK_FP8 | TE_FL_BIT(TE_FL_
                              TE_FL_BIT(TE_FL_U8) | TE_FL_BIT(TE_FL_BOOL);
 
 }  // namespace
+
+void configure_attention(size_t most_scratch) { most_attention_scratch = most_scratch; }
 
 void append_attention(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(

@@ -1,6 +1,7 @@
 // One attention call as the kernels see it, in FP32, and what forward and backward share.
 #pragma once
 
+#include "attention_choice.hpp"
 #include "element.cuh"
 #include "te_fl/attention/problem.hpp"
 #include "te_fl/numeric/philox.hpp"
@@ -111,6 +112,30 @@ struct Span {
   int64_t q_begin, q_len, kv_begin, kv_len;
 };
 
+// One bit for each pair of query and key, in scratch. A word is 64 keys of a query, bit n the
+// tile's key n, in [matrices, tiles of 64 keys, queries in whole tiles of 128]; by key the same
+// with queries and keys exchanged. Pair (b, h) is in matrix b batch + h head.
+struct PairBits {
+  uint64_t* by_query = nullptr;  // NULL: there are none
+  uint64_t* by_key = nullptr;    // NULL where only the others are read
+  int64_t matrices = 0, queries = 0, keys = 0, batch = 0, head = 0;
+
+  __device__ uint64_t* words_by_query(int64_t matrix, int64_t i, int64_t j) const {
+    const int64_t tiles = ceil_div(keys, flash::kPassing);
+    return by_query + (matrix * tiles + j / flash::kPassing) * round_up(queries, flash::kFixed) + i;
+  }
+  __device__ uint64_t* words_by_key(int64_t matrix, int64_t i, int64_t j) const {
+    const int64_t tiles = ceil_div(queries, flash::kPassing);
+    return by_key + (matrix * tiles + i / flash::kPassing) * round_up(keys, flash::kFixed) + j;
+  }
+  // Of 128 queries from i0 for the tile of j0, or of 128 keys from j0 for the tile of i0.
+  template <bool kKeysPass>
+  __device__ const uint64_t* tile(int64_t b, int64_t h, int64_t i0, int64_t j0) const {
+    const int64_t matrix = b * batch + h * head;
+    return kKeysPass ? words_by_query(matrix, i0, j0) : words_by_key(matrix, i0, j0);
+  }
+};
+
 struct Attention {
   HeadData q, k, v;
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_kv;  // thd: tokens in all
@@ -129,6 +154,8 @@ struct Attention {
   const float* sink;
   int64_t sink_stride;
   Lengths q_lengths, kv_lengths;
+  // Of the tensor-core kernels alone: what the mask tensor hides, and what dropout keeps.
+  PairBits hide, keep;
 
   __device__ void side(const Lengths& l, int64_t b, int64_t limit, int64_t& begin,
                        int64_t& len) const {
@@ -334,9 +361,10 @@ struct AttentionGradients {
   const float* lse;
   float* delta;  // scratch, one per row of lse
   // Of the tensor-core kernels alone:
-  float* log2_sum;      // scratch likewise: lse times log2(e)
-  uint64_t* kept_bits;  // scratch for dropout's decisions (kept_bit_bytes()), or NULL: drawn twice
-  size_t kept_bytes;
+  float* log2_sum;  // scratch likewise: lse times log2(e)
+  // Scratch for the gradients of the scores, of which dbias is the sum, in q's dtype: tiles of 128
+  // queries by 64 keys, [batch, heads, tiles of queries, tiles of keys]; NULL: computed again.
+  uint4* score_gradients;
   Rounding p_codes, ds_codes;  // dbias and dsink come from the values before
 };
 void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,

@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "te_fl/attention/problem.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/ops/attention.h"
@@ -93,17 +94,72 @@ inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn
   return attention_choice::choose(architecture, a, {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv});
 }
 
-// Scratch in which a backward keeps dropout's decisions for its second kernel, a bit for each pair
-// of [batch x heads, rows, cols] in whole tiles; 0 where it draws them again: without dropout,
-// where the longest sequences are not known (0), and beyond kMostKeptBits.
-constexpr size_t kMostKeptBits = size_t{1} << 30;  // bytes
-constexpr size_t kept_bit_bytes(float dropout_p, int64_t matrices, int64_t rows, int64_t cols) {
-  if (!(dropout_p > 0) || matrices <= 0 || rows <= 0 || cols <= 0) return 0;
-  const int64_t words_of_row = (cols + 63) / 64, whole_rows = (rows + 127) / 128 * 128;
-  // In FP64: the product of such extents may not fit 64 bits.
-  const double bytes = 8.0 * static_cast<double>(matrices) * static_cast<double>(words_of_row) *
-                       static_cast<double>(whole_rows);
-  return bytes <= static_cast<double>(kMostKeptBits) ? static_cast<size_t>(bytes) : 0;
+// ---- scratch of the tensor-core kernels
+
+namespace flash {
+constexpr int kFixed = 128;   // queries, or keys, of a block
+constexpr int kPassing = 64;  // keys, or queries, of a stage
+}  // namespace flash
+
+// In bytes, each a multiple of 256.
+struct AttentionScratch {
+  size_t hide = 0;  // the mask tensor as bits: by query, and in a backward as many by key
+  size_t keep = 0;  // dropout's decisions likewise; 0: drawn where they are needed
+  size_t score_gradients = 0;  // 0: dbias, if asked for, computes them again
+
+  size_t bytes() const noexcept { return hide + keep + score_gradients; }
+};
+
+namespace attention_choice {
+
+constexpr size_t kBeyond = size_t{1} << 62;  // more than any device has
+// In FP64, for the product of such extents may not fit 64 bits.
+inline size_t whole_bytes(double bytes) {
+  return bytes < static_cast<double>(kBeyond) ? static_cast<size_t>(bytes) : kBeyond;
+}
+inline double tiles(int64_t n, int rows) {
+  return static_cast<double>(n / rows + (n % rows != 0 ? 1 : 0));
+}
+
+}  // namespace attention_choice
+
+// Of one direction: a word for each of the `fixed` rows and 64 of the `passing` ones.
+inline size_t pair_bits_bytes(int64_t matrices, int64_t fixed, int64_t passing) {
+  using attention_choice::tiles;
+  return attention_choice::whole_bytes(8.0 * flash::kFixed * static_cast<double>(matrices) *
+                                       tiles(fixed, flash::kFixed) *
+                                       tiles(passing, flash::kPassing));
+}
+
+// `most`: bytes that may be taken for what could be computed twice instead. Of a forward only the
+// mask's; of a backward also dropout's where the longest sequences are known.
+inline AttentionScratch forward_scratch(const backend::AttentionProblem& p) {
+  AttentionScratch s;
+  if (p.attn_mask == nullptr) return s;
+  const int64_t matrices = p.attn_mask->dl.shape[0] * p.attn_mask->dl.shape[1];
+  s.hide = pair_bits_bytes(matrices, p.seqlen_q, p.seqlen_kv);
+  return s;
+}
+inline AttentionScratch backward_scratch(const backend::AttentionProblem& p, bool dbias,
+                                         size_t most) {
+  using attention_choice::tiles;
+  AttentionScratch s = forward_scratch(p);
+  const int64_t q = p.seqlen_q, kv = p.seqlen_kv, matrices = p.batch * p.heads;
+  if (p.attn_mask != nullptr) {
+    s.hide += pair_bits_bytes(p.attn_mask->dl.shape[0] * p.attn_mask->dl.shape[1], kv, q);
+  }
+  if (p.dropout_p > 0) {
+    const size_t bytes = pair_bits_bytes(matrices, q, kv) + pair_bits_bytes(matrices, kv, q);
+    if (bytes <= most) s.keep = bytes;
+  }
+  if (dbias) {
+    const double tile = 2.0 * flash::kFixed * flash::kPassing;
+    const size_t bytes =
+        attention_choice::whole_bytes(tile * static_cast<double>(matrices) *
+                                      tiles(q, flash::kFixed) * tiles(kv, flash::kPassing));
+    if (bytes <= most - s.keep) s.score_gradients = bytes;
+  }
+  return s;
 }
 
 }  // namespace te_fl::cuda

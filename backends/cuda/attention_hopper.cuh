@@ -3,17 +3,17 @@
 //
 // A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it
 // each with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy
-// the tiles, zeros where a sequence ends, and form one bit for each pair from dropout's random
-// words and from the mask tensor, beside the products.
+// the tiles, zeros where a sequence ends, and the bits of pairs that the mask tensor hides or dropout
+// keeps (attention_bits.cu), or draw the latter in place, beside the products.
 #pragma once
 
-#include "attention.cuh"
+#include <type_traits>
+
+#include "attention_bits.cuh"
 #include "attention_products.cuh"
 
 namespace te_fl::cuda::flash {
 
-constexpr int kFixed = 128;   // queries, or keys, of a block
-constexpr int kPassing = 64;  // keys, or queries, of a stage
 constexpr int kGroupThreads = 128;
 constexpr int kProducts = 2 * kGroupThreads;  // the block's first threads
 // Where keys pass, two groups fill: the products leave registers for them, and each scheduler needs
@@ -82,6 +82,15 @@ struct Ring {
   // By every thread that has read a stage. (Of one thread for its warp, after __syncwarp(),
   // racecheck does not see that it speaks for the others.)
   __device__ void release() const { hopper::arrive(empty + stage * 8); }
+};
+
+// What a block has: the sequences vary first, since they may share a bias, whose tiles then come
+// from memory once; and the last rows come first, which have the most to see under a causal mask.
+struct BlockWork {
+  int64_t b, tile;
+  __device__ explicit BlockWork(const Attention& p)
+      : b(blockIdx.x % static_cast<unsigned>(p.batch)),
+        tile((gridDim.x - 1 - blockIdx.x) / static_cast<unsigned>(p.batch)) {}
 };
 
 // Half-open range of positions in a sequence.
@@ -179,9 +188,12 @@ __device__ inline bool bias_is_whole(const ScoreData& d) {
          reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
 }
 
+// Whether dropout's decisions are drawn beside the products, not read.
+inline bool draws(const Attention& p) { return p.threshold != 0 && p.keep.by_query == nullptr; }
 // Whether a filler stores words of its own in a stage: bits, or a bias that it has to gather.
+template <bool kDraws>
 __device__ inline bool forms_words(const Attention& p) {
-  return p.threshold != 0 || p.mask.arbitrary || (p.bias.data != nullptr && !bias_is_whole(p.bias));
+  return kDraws || (p.bias.data != nullptr && !bias_is_whole(p.bias));
 }
 
 __device__ inline void put_bits(uint32_t to, uint64_t bits) {
@@ -191,208 +203,60 @@ __device__ inline void put_bits(uint32_t to, uint32_t bits) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
 }
 
-// Dropout's random words (te_fl/numeric/philox.hpp), as bits of pairs that are kept.
-struct Dropping {
-  uint64_t key, base;
-  int64_t rows, cols;  // of the logical matrix
-  uint32_t threshold;
-
-  __device__ explicit Dropping(const Attention& p)
-      : key(p.rng_state != nullptr ? p.rng_state[0] : p.seed),
-        base(p.rng_offset + (p.rng_state != nullptr ? p.rng_state[1] : 0)),
-        threshold(static_cast<uint32_t>(p.threshold)) {
-    p.logical(rows, cols);
-  }
-  // Four bits more at the low end of `bits`: of a counter's words, the last word first. In PTX:
-  // that a word is not below the threshold is the carry of a sum, two instructions a word.
-  __device__ uint32_t append(uint32_t bits, uint64_t counter) const {
-    const auto words = numeric::philox4x32(key, counter);
-#pragma unroll
-    for (int w = 3; w >= 0; --w) {
-      asm("{\n.reg .u32 rest;\nadd.cc.u32 rest, %1, %2;\naddc.u32 %0, %0, %0;\n}"
-          : "+r"(bits)
-          : "r"(words[w]), "r"(0u - threshold));
-    }
-    return bits;
-  }
-  // Of 32 keys from j0 on. `row`: (b H + h) rows + i.
-  __device__ uint32_t keep(int64_t row, int64_t j0) const {
-    const uint64_t first = static_cast<uint64_t>(row * cols + j0), counter = base + first / 4;
-    const int skipped = static_cast<int>(first % 4);
-    uint32_t bits = 0;
-#pragma unroll 4
-    for (int n = 7; n >= 0; --n) bits = append(bits, counter + n);
-    return skipped == 0 ? bits : bits >> skipped | append(0, counter + 8) << (32 - skipped);
-  }
-};
-
-// The bits of a whole call, kept between the kernels of a backward: 64 keys of a query in a word,
-// [batch x heads, tiles of 64 keys, queries in whole tiles].
-struct KeptBits {
-  uint64_t* words;  // NULL: not kept
-  int64_t tiles, rows, cols;
-
-  __device__ KeptBits(uint64_t* to, const Dropping& d)
-      : words(to),
-        tiles((d.cols + kPassing - 1) / kPassing),
-        rows((d.rows + kFixed - 1) / kFixed * kFixed),
-        cols(d.cols) {}
-  // The 32 of them from key j on, a multiple of 32.
-  __device__ uint32_t* at(int64_t matrix, int64_t i, int64_t j) const {
-    auto* const tile = reinterpret_cast<uint32_t*>(words + (matrix * tiles + j / kPassing) * rows);
-    return tile + 2 * i + j / 32 % 2;
-  }
-};
-
-// Lane i's bit j becomes lane j's bit i.
-__device__ inline uint32_t transposed(uint32_t x) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  constexpr uint32_t kMasks[5] = {0x0000FFFFu, 0x00FF00FFu, 0x0F0F0F0Fu, 0x33333333u, 0x55555555u};
-#pragma unroll
-  for (int n = 0; n < 5; ++n) {
-    const int step = 16 >> n;
-    const uint32_t y = __shfl_xor_sync(~0u, x, step), mask = kMasks[n];
-    x = (lane & step) == 0 ? (x & mask) | (y & mask) << step : (y >> step & mask) | (x & ~mask);
-  }
-  return x;
-}
-
-// Bits of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
-__device__ inline void keep_by_query(const Dropping& d, const KeptBits& kept, int64_t matrix,
-                                     int i0, int j0, uint32_t to) {
+// Of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
+__device__ inline void draw_by_query(const Dropping& d, int64_t matrix, int i0, int j0,
+                                     uint32_t to) {
   const int row = filler() % kFixed, half = filler() / kFixed;
-  const uint32_t bits = d.keep(matrix * d.rows + i0 + row, j0 + half * 32);
-  put_bits(to + row * 8 + half * 4, bits);
-  if (kept.words != nullptr) *kept.at(matrix, i0 + row, j0 + half * 32) = bits;
+  put_bits(to + row * 8 + half * 4, d.keep(matrix * d.rows + i0 + row, j0 + half * 32));
 }
 // Of the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
-__device__ inline void keep_by_key(const Dropping& d, const KeptBits& kept, int64_t matrix, int i0,
-                                   int j0, uint32_t to) {
+__device__ inline void draw_by_key(const Dropping& d, int64_t matrix, int i0, int j0, uint32_t to) {
   const int lane = filler() % 32, j = j0 + filler() / 32 * 32;
-  uint32_t bits[2];
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const int i = i0 + n * 32 + lane;
-    if (kept.words == nullptr) {
-      bits[n] = d.keep(matrix * d.rows + i, j);
-    } else {
-      bits[n] = j < kept.cols ? *kept.at(matrix, i, j) : 0;
-    }
-  }
-  const uint64_t high = transposed(bits[1]);
-  put_bits(to + filler() * 8, transposed(bits[0]) | high << 32);
+  const int64_t row = matrix * d.rows + i0 + lane;
+  const uint64_t high = transposed(d.keep(row + 32, j));
+  put_bits(to + filler() * 8, transposed(d.keep(row, j)) | high << 32);
 }
 
-// Which bytes are not 0: a bit for each, the first lowest.
-__device__ inline uint32_t bits_of(uint32_t bytes) {
-  const uint32_t high = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) & 0x80808080u;
-  return (high >> 7) * 0x10204080u >> 28;  // the bits meet in the highest four
+// The words of a stage's 128 fixed rows.
+__device__ inline void copy_bits(const uint64_t* words, uint32_t to) {
+  if (filler() < kFixed / 2) hopper::copy_async(to + filler() * 16, words + filler() * 2, 16);
 }
 
-// The pairs of a stage whose mask a thread turns into bits: 32 keys of one query where keys pass,
-// else of each of two.
-template <bool kKeysPass>
-struct MaskFetch {
-  static constexpr int kWords = kKeysPass ? 1 : 2;
-  const Attention& p;
-  bool whole;  // every row can be read 16 bytes at a time
-  uint4 held[2 * kWords];
-
-  __device__ explicit MaskFetch(const Attention& problem) : p(problem) {
-    const ScoreData& d = problem.attn_mask;
-    whole = d.col == 1 && (d.row % 16 | d.head % 16 | d.batch % 16) == 0 &&
-            reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
-  }
-  __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
-    const ScoreData& d = p.attn_mask;
-    const uint8_t* matrix = static_cast<const uint8_t*>(d.data) + b * d.batch + h * d.head;
-    const int cols = static_cast<int>(p.seqlen_kv);
-#pragma unroll
-    for (int n = 0; n < 2 * kWords; ++n) {
-      const int i = i0 + (kKeysPass ? filler() % kFixed : n / 2 * 32 + filler() % 32);
-      const int j = j0 + (kKeysPass ? filler() / kFixed : filler() / 32) * 32 + n % 2 * 16;
-      held[n] = make_uint4(0, 0, 0, 0);
-      if (i >= p.seqlen_q || j >= cols) continue;
-      const uint8_t* from = matrix + i * d.row + j * d.col;
-      if (whole && j + 16 <= cols) {
-        held[n] = *reinterpret_cast<const uint4*>(from);
-      } else {
-        held[n] = gather(from, min(16, cols - j));
-      }
-    }
-  }
-  __device__ uint4 gather(const uint8_t* from, int count) const {
-    uint32_t words[4] = {};
-#pragma unroll 4
-    for (int n = 0; n < count; ++n) {
-      const uint32_t bit = from[n * p.attn_mask.col] != 0 ? 1u << (n % 4 * 8) : 0;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) words[w] |= n / 4 == w ? bit : 0;
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  __device__ uint32_t bits(int n) const {  // of word n
-    uint32_t all = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4& v = held[2 * n + half];
-      all |= (bits_of(v.x) | bits_of(v.y) << 4 | bits_of(v.z) << 8 | bits_of(v.w) << 12)
-             << (16 * half);
-    }
-    return all;
-  }
-  // Writes what was fetched last.
-  __device__ void put(uint32_t to) const {
-    if constexpr (kKeysPass) {
-      put_bits(to + filler() % kFixed * 8 + filler() / kFixed * 4, bits(0));
-    } else {
-      const uint64_t high = transposed(bits(1));
-      put_bits(to + filler() * 8, transposed(bits(0)) | high << 32);
-    }
-  }
-};
-
-// What a filler does for the stages besides the operands.
-template <class T, int kDim, bool kKeysPass>
+// What a filler does for the stages besides the operands. kDraws, draws() where a kernel is chosen:
+// others have no code for it, which would take registers from the copies.
+template <class T, int kDim, bool kKeysPass, bool kDraws>
 struct TermFiller {
   using Part = Stage<kDim, kKeysPass>;
+  struct Nothing {
+    __device__ explicit Nothing(const Attention&) {}
+  };
   const Attention& p;
   bool bias_whole;
-  Dropping dropping;
-  KeptBits kept;
-  MaskFetch<kKeysPass> mask;
+  std::conditional_t<kDraws, Dropping, Nothing> dropping;
 
-  __device__ TermFiller(const Attention& problem, uint64_t* kept_bits)
+  __device__ explicit TermFiller(const Attention& problem)
       : p(problem),
         bias_whole(problem.bias.data != nullptr && bias_is_whole(problem.bias)),
-        dropping(problem),
-        kept(kept_bits, dropping),
-        mask(problem) {}
-  // Asynchronous ones, before the stage's copies are committed. (i0, j0): the stage's first pair.
+        dropping(problem) {}
+  // Starts copies into the stage at `to`, but for the bias. (i0, j0): the stage's first pair.
+  __device__ void copy_pair_bits(int64_t b, int64_t h, int i0, int j0, uint32_t keep,
+                                 uint32_t hide) const {
+    if (p.mask.arbitrary) copy_bits(p.hide.tile<kKeysPass>(b, h, i0, j0), hide);
+    if (!kDraws && p.threshold != 0) copy_bits(p.keep.tile<kKeysPass>(b, h, i0, j0), keep);
+  }
   __device__ void copy(int64_t b, int64_t h, int i0, int j0, uint32_t to) const {
+    copy_pair_bits(b, h, i0, j0, to + Part::kKeep, to + Part::kHide);
     if (p.bias.data == nullptr) return;
     const T* matrix = static_cast<const T*>(p.bias.data) + b * p.bias.batch + h * p.bias.head;
-    copy_bias<T, Part::kRows, Part::kCols, kFillers<kKeysPass>>(p, matrix, bias_whole, i0, j0, to);
+    copy_bias<T, Part::kRows, Part::kCols, kFillers<kKeysPass>>(p, matrix, bias_whole, i0, j0,
+                                                                to + Part::kBias);
   }
-  // Where keys pass, of the stage that form() writes next; where queries pass, the groups that sum
-  // dk and dv leave no registers to hold it.
-  __device__ void fetch(int64_t b, int64_t h, int i0, int j0) {
-    if (kKeysPass && p.mask.arbitrary) mask.fetch(b, h, i0, j0);
-  }
-  // `next()` is called when what was fetched is written.
-  template <class Next>
-  __device__ void form(int64_t b, int64_t h, int i0, int j0, uint32_t keep, uint32_t hide,
-                       const Next& next) {
-    if (p.mask.arbitrary) {
-      if (!kKeysPass) mask.fetch(b, h, i0, j0);
-      mask.put(hide);
-      next();
-    }
-    if (p.threshold == 0) return;
-    if constexpr (kKeysPass) {
-      keep_by_query(dropping, kept, b * p.heads + h, i0, j0, keep);
-    } else {
-      keep_by_key(dropping, kept, b * p.heads + h, i0, j0, keep);
+  // Writes what is drawn in place.
+  __device__ void form(int64_t b, int64_t h, int i0, int j0, uint32_t keep) const {
+    if constexpr (kDraws && kKeysPass) {
+      draw_by_query(dropping, b * p.heads + h, i0, j0, keep);
+    } else if constexpr (kDraws) {
+      draw_by_key(dropping, b * p.heads + h, i0, j0, keep);
     }
   }
 };

@@ -77,21 +77,17 @@ struct QueryShared {
   static constexpr int kBytes = kBarriers + kStages * 2 * 8;
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDraws>
 __device__ inline void query_fill(const Attention& p, const AttentionGradients& g, const Span& s,
                                   int64_t b, int64_t h, int i0, const Tiles& tiles, uint32_t shared,
                                   QueryRing& ring) {
   using Shared = QueryShared<kDim>;
   using Part = typename Shared::Part;
   constexpr int kFilling = kFillers<true>;
-  TermFiller<T, kDim, true> terms(p, g.kept_bits);
+  const TermFiller<T, kDim, true, kDraws> terms(p);
   const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
   const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
-  const auto fetch = [&](int n) {
-    if (n < tiles.count) terms.fetch(b, h, i0, tiles.begin + n * kPassing);
-  };
-  fetch(0);
   fill_ring<Part::kBytes>(
       ring, shared + Shared::kStagesAt, tiles.count,
       [&](int n, uint32_t at) {
@@ -105,12 +101,20 @@ __device__ inline void query_fill(const Attention& p, const AttentionGradients& 
         const int j0 = tiles.begin + n * kPassing;
         copy_rows<T, kPassing, kDim, kFilling>(p.k, k, j0, keys, at);
         copy_rows<T, kPassing, kDim, kFilling>(p.v, v, j0, keys, at + Part::kSecond);
-        terms.copy(b, h, i0, j0, at + Part::kBias);
+        terms.copy(b, h, i0, j0, at);
       },
       [&](int n, uint32_t at) {
-        terms.form(b, h, i0, tiles.begin + n * kPassing, at + Part::kKeep, at + Part::kHide,
-                   [&] { fetch(n + 1); });
+        terms.form(b, h, i0, tiles.begin + n * kPassing, at + Part::kKeep);
       });
+}
+
+// This thread's first part of a tile of the gradients of the scores; the others follow kProducts
+// apart. A tile is a part for each step of the product with k, of the threads that hold it.
+__device__ inline uint4* score_gradients(const Attention& p, const AttentionGradients& g, int64_t b,
+                                         int64_t h, int i0, int j0) {
+  const int64_t rows = ceil_div(p.seqlen_q, kFixed), tiles = ceil_div(p.seqlen_kv, kPassing);
+  const int64_t tile = ((b * p.heads + h) * rows + i0 / kFixed) * tiles + j0 / kPassing;
+  return g.score_gradients + tile * (4 * kProducts) + threadIdx.x;
 }
 
 // Scores and dP become dS. sums[i]: of the thread's two queries.
@@ -139,11 +143,29 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
   terms.head(b, h);
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
-  float dq[kDim / 2] = {};
-  for (int n = 0; n < tiles.count; ++n, ring.next()) {
-    const uint32_t at = shared + Shared::kStagesAt + ring.stage * Part::kBytes;
+  float dq[kDim / 2] = {}, scores[kPairs], dp[kPairs];
+  uint32_t packed[4][4];
+  const uint32_t stages = shared + Shared::kStagesAt;
+  const auto apply = [&](int n, uint32_t at) {
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
+                tiles.begin + n * kPassing, scores);
+  };
+  // dP becomes dS, which is packed.
+  const auto pack = [&](int n, uint32_t at) {
+    query_gradients(p, sums, at + Part::kKeep, scores, dp);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pack_step<T>(dp, k, packed[k]);
+    if (g.score_gradients != nullptr) {
+      uint4* const tile = score_gradients(p, g, b, h, i0, tiles.begin + n * kPassing);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        tile[k * kProducts] = make_uint4(packed[k][0], packed[k][1], packed[k][2], packed[k][3]);
+      }
+    }
+  };
+  if (tiles.count > 0) {
+    const uint32_t at = stages + ring.stage * Part::kBytes;
     ring.wait_full();
-    float scores[kPairs], dp[kPairs];
     __syncwarp();
     hopper::begin_products();
     start_shared<T, kDim>(shared, at, scores);
@@ -151,16 +173,35 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
     start_shared<T, kDim>(shared + Shared::kDO, at + Part::kSecond, dp);
     hopper::end_products();
     hopper::wait_for_sums<1>(scores);
-    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
-                tiles.begin + n * kPassing, scores);
+    apply(0, at);
     hopper::wait_for_sums(dp);
-    query_gradients(p, sums, at + Part::kKeep, scores, dp);
-    uint32_t packed[4][4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) pack_step<T>(dp, k, packed[k]);
+    pack(0, at);
+  }
+  // While the tensor cores sum a tile's part of dq, the next one's scores are formed.
+  for (int n = 1; n < tiles.count; ++n) {
+    const QueryRing last = ring;
+    ring.next();
+    const uint32_t at = stages + ring.stage * Part::kBytes;
+    ring.wait_full();
     __syncwarp();
     hopper::begin_products();
-    start_across<T>(packed, at, dq);
+    start_shared<T, kDim>(shared, at, scores);
+    hopper::end_products();
+    start_across<T>(packed, stages + last.stage * Part::kBytes, dq);
+    hopper::end_products();
+    start_shared<T, kDim>(shared + Shared::kDO, at + Part::kSecond, dp);
+    hopper::end_products();
+    hopper::wait_for_sums<2>(scores);
+    apply(n, at);
+    hopper::wait_for_sums<1>(dq);
+    last.release();
+    hopper::wait_for_sums(dp);
+    pack(n, at);
+  }
+  if (tiles.count > 0) {
+    __syncwarp();
+    hopper::begin_products();
+    start_across<T>(packed, stages + ring.stage * Part::kBytes, dq);
     hopper::end_products();
     hopper::wait_for_sums(dq);
     ring.release();
@@ -171,24 +212,24 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
                       {p.scale, p.scale});
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDraws>
 __global__ void __launch_bounds__(kBlockThreads<true>, 1)
     attention_hopper_dq_kernel(const __grid_constant__ Attention p,
                                const __grid_constant__ AttentionGradients g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
-  const int64_t b = blockIdx.z, h = blockIdx.y;
+  const BlockWork work(p);
+  const int64_t b = work.b, h = blockIdx.y, i0 = work.tile * kFixed;
   const Span s = p.span(b);
-  const int64_t i0 = int64_t{gridDim.x - 1 - blockIdx.x} * kFixed;  // as in the forward
   if (i0 >= (p.thd ? s.q_len : p.seqlen_q)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  QueryRing ring(shared + QueryShared<kDim>::kBarriers, forms_words(p));
+  QueryRing ring(shared + QueryShared<kDim>::kBarriers, forms_words<kDraws>(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kQueryFillRegisters>();
-    query_fill<T, kDim>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
+    query_fill<T, kDim, kDraws>(p, g, s, b, h, static_cast<int>(i0), tiles, shared, ring);
     hopper::wait_copies();
   } else {
     hopper::take_registers<kQueryProductRegisters>();
@@ -229,14 +270,14 @@ struct KeyWork {
   __device__ int query(int n) const { return tiles.begin + n % tiles.count * kPassing; }
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDraws>
 __device__ inline void key_fill(const Attention& p, const AttentionGradients& g, const Span& s,
                                 int64_t b, int64_t kv_head, int j0, const KeyWork& work,
                                 uint32_t shared, KeyRing& ring) {
   using Shared = KeyShared<kDim>;
   using Part = typename Shared::Part;
   constexpr int kFilling = kFillers<false>;
-  TermFiller<T, kDim, false> terms(p, g.kept_bits);
+  const TermFiller<T, kDim, false, kDraws> terms(p);
   const int queries = static_cast<int>(s.q_len), keys = static_cast<int>(s.kv_len);
   fill_ring<Part::kBytes>(
       ring, shared + Shared::kStagesAt, work.count,
@@ -254,10 +295,10 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
         copy_rows<T, kPassing, kDim, kFilling>(g.d_o, head_of<T>(g.d_o, b, s.q_begin, h), i0,
                                                queries, at + Part::kSecond);
         copy_sums(p, g, s, b, h, i0, at + Part::kSums);
-        terms.copy(b, h, i0, j0, at + Part::kBias);
+        terms.copy(b, h, i0, j0, at);
       },
       [&](int n, uint32_t at) {
-        terms.form(b, work.head(n), work.query(n), j0, at + Part::kKeep, at + Part::kHide, [] {});
+        terms.form(b, work.head(n), work.query(n), j0, at + Part::kKeep);
       });
 }
 
@@ -339,23 +380,26 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
                       {kept, kept});
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDraws>
 __global__ void __launch_bounds__(kBlockThreads<false>, 1)
     attention_hopper_dkv_kernel(const __grid_constant__ Attention p,
                                 const __grid_constant__ AttentionGradients g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
-  const int64_t b = blockIdx.z, kv_head = blockIdx.y, j0 = int64_t{blockIdx.x} * kFixed;
+  const BlockWork place(p);
+  // The first keys are those that most queries see.
+  const int64_t b = place.b, kv_head = blockIdx.y,
+                j0 = (gridDim.x / p.batch - 1 - place.tile) * kFixed;
   const Span s = p.span(b);
   if (j0 >= (p.thd ? s.kv_len : p.seqlen_kv)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  KeyRing ring(shared + KeyShared<kDim>::kBarriers, forms_words(p));
+  KeyRing ring(shared + KeyShared<kDim>::kBarriers, forms_words<kDraws>(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const KeyWork work(p, s, kv_head, j0);
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kKeyFillRegisters<kDim>>();
-    key_fill<T, kDim>(p, g, s, b, kv_head, static_cast<int>(j0), work, shared, ring);
+    key_fill<T, kDim, kDraws>(p, g, s, b, kv_head, static_cast<int>(j0), work, shared, ring);
     hopper::wait_copies();
   } else {
     hopper::take_registers<kKeyProductRegisters<kDim>>();
@@ -389,12 +433,12 @@ struct BiasWork {
   int i0, j0, end;  // j0: the current tile's; end: past the last one's
   int64_t matrix_b, matrix_h, first_b, last_b, first_h, heads;
 
-  __device__ BiasWork(const Attention& p, const AttentionGradients& g) {
-    constexpr int kRun = kBiasTiles * kPassing;
-    const int across = static_cast<int>(ceil_div(p.seqlen_kv, kRun));
+  // `count`: tiles of a block.
+  __device__ BiasWork(const Attention& p, const AttentionGradients& g, int count) {
+    const int run = count * kPassing, across = static_cast<int>(ceil_div(p.seqlen_kv, run));
     i0 = static_cast<int>(blockIdx.x) / across * kFixed;
-    j0 = static_cast<int>(blockIdx.x) % across * kRun;
-    end = min(j0 + kRun, static_cast<int>(p.seqlen_kv));
+    j0 = static_cast<int>(blockIdx.x) % across * run;
+    end = min(j0 + run, static_cast<int>(p.seqlen_kv));
     matrix_b = blockIdx.z, matrix_h = blockIdx.y;
     first_b = g.dbias_batches == 1 ? 0 : matrix_b;
     last_b = g.dbias_batches == 1 ? p.batch : matrix_b + 1;
@@ -411,20 +455,17 @@ struct BiasWork {
 };
 
 // Of the current tile.
-template <class T, int kDim>
+template <class T, int kDim, bool kDraws>
 __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g,
-                                 const BiasWork& work, TermFiller<T, kDim, true>& terms,
-                                 uint32_t shared, BiasRing& ring) {
+                                 const BiasWork& work,
+                                 const TermFiller<T, kDim, true, kDraws>& terms, uint32_t shared,
+                                 BiasRing& ring) {
   using Shared = BiasShared<kDim>;
   constexpr int kFilling = kFillers<true>;
   for (int64_t b = work.first_b; b < work.last_b; ++b) {
     const Span s = p.span(b);
     if (!work.seen(p, s)) continue;
     const int queries = static_cast<int>(s.q_len), keys = static_cast<int>(s.kv_len);
-    const auto fetch = [&](int n) {
-      if (n < work.heads) terms.fetch(b, work.first_h + n, work.i0, work.j0);
-    };
-    fetch(0);
     fill_ring<Shared::kStageBytes>(
         ring, shared, static_cast<int>(work.heads),
         [&](int n, uint32_t at) {
@@ -437,10 +478,10 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
                                                queries, at + Shared::kDO);
           copy_rows<T, kPassing, kDim, kFilling>(p.v, head_of<T>(p.v, b, s.kv_begin, kv_head),
                                                  work.j0, keys, at + Shared::kV);
+          terms.copy_pair_bits(b, h, work.i0, work.j0, at + Shared::kKeep, at + Shared::kHide);
         },
         [&](int n, uint32_t at) {
-          terms.form(b, work.first_h + n, work.i0, work.j0, at + Shared::kKeep, at + Shared::kHide,
-                     [&] { fetch(n + 1); });
+          terms.form(b, work.first_h + n, work.i0, work.j0, at + Shared::kKeep);
         });
   }
 }
@@ -536,22 +577,51 @@ __device__ inline void bias_multiply(const Attention& p, const AttentionGradient
   store_bias<T>(p, g, work, sum);
 }
 
-template <class T, int kDim>
+// The same from the gradients of the scores that the kernel of dq has kept, a block a tile.
+template <class T>
+__global__ void __launch_bounds__(kProducts)
+    attention_hopper_dbias_sum_kernel(const __grid_constant__ Attention p,
+                                      const __grid_constant__ AttentionGradients g) {
+  const BiasWork work(p, g, 1);
+  float sum[kPairs] = {};
+  for (int64_t b = work.first_b; b < work.last_b; ++b) {
+    if (!work.seen(p, p.span(b))) continue;
+    for (int64_t h = work.first_h; h < work.first_h + work.heads; ++h) {
+      const uint4* const tile = score_gradients(p, g, b, h, work.i0, work.j0);
+      uint4 parts[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) parts[k] = __ldcs(tile + k * kProducts);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t pairs[4] = {parts[k].x, parts[k].y, parts[k].z, parts[k].w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float2 v = hopper::unpack<T>(pairs[n]);
+          sum[8 * k + 2 * n] += v.x;
+          sum[8 * k + 2 * n + 1] += v.y;
+        }
+      }
+    }
+  }
+  store_bias<T>(p, g, work, sum);
+}
+
+template <class T, int kDim, bool kDraws>
 __global__ void __launch_bounds__(kBlockThreads<true>, 1)
     attention_hopper_dbias_kernel(const __grid_constant__ Attention p,
                                   const __grid_constant__ AttentionGradients g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = hopper::shared_address(memory);
-  BiasRing ring(shared + BiasShared<kDim>::kBarriers, forms_words(p));
+  BiasRing ring(shared + BiasShared<kDim>::kBarriers, forms_words<kDraws>(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  BiasWork work(p, g);
+  BiasWork work(p, g, kBiasTiles);
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kBiasFillRegisters>();
-    TermFiller<T, kDim, true> terms(p, nullptr);
+    const TermFiller<T, kDim, true, kDraws> terms(p);
     for (; work.more(); work.next()) {
-      bias_fill<T, kDim>(p, g, work, terms, shared, ring);
+      bias_fill<T, kDim, kDraws>(p, g, work, terms, shared, ring);
     }
     hopper::wait_copies();
   } else {
@@ -565,38 +635,48 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 
 // ---- launches
 
-template <auto kKernel, size_t kBytes, bool kKeysPass>
+template <auto kKernel, auto kDrawing, size_t kBytes, bool kKeysPass>
 void launch(const te_fl_context& ctx, const char* name, const dim3& grid, const Attention& p,
             const AttentionGradients& g) {
-  static SharedMemory memory;
-  memory.require(ctx.device.index, kKernel, kBytes);
-  kKernel<<<grid, kBlockThreads<kKeysPass>, kBytes, stream_of(ctx)>>>(p, g);
+  static SharedMemory drawing, plain;
+  const bool drawn = draws(p);
+  const auto kernel = drawn ? kDrawing : kKernel;
+  (drawn ? drawing : plain).require(ctx.device.index, kernel, kBytes);
+  kernel<<<grid, kBlockThreads<kKeysPass>, kBytes, stream_of(ctx)>>>(p, g);
   check_launch(name);
 }
 
 template <class T, int kDim>
 void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g) {
   const cudaStream_t stream = stream_of(ctx);
-  if (g.kept_bits != nullptr) {  // pairs that no query sees stay unwritten, but may be read
-    check(cudaMemsetAsync(g.kept_bits, 0, g.kept_bytes, stream), "cudaMemsetAsync");
-  }
+  pack_pair_bits(stream, p);
   if (p.seqlen_q > 0) {
     const dim3 rows(static_cast<unsigned>(ceil_div(p.seqlen_q, kDeltaRows)),
                     static_cast<unsigned>(p.heads), static_cast<unsigned>(p.batch));
     attention_delta_kernel<T><<<rows, kThreads, 0, stream>>>(p, g);
     check_launch("attention_delta_kernel");
-    launch<attention_hopper_dq_kernel<T, kDim>, QueryShared<kDim>::kBytes, true>(
-        ctx, "attention_hopper_dq_kernel", fixed_grid(p.seqlen_q, p.heads, p.batch), p, g);
+    launch<attention_hopper_dq_kernel<T, kDim, false>, attention_hopper_dq_kernel<T, kDim, true>,
+           QueryShared<kDim>::kBytes, true>(ctx, "attention_hopper_dq_kernel",
+                                            fixed_grid(p.seqlen_q, p.heads, p.batch), p, g);
   }
   if (p.seqlen_kv == 0) return;
-  launch<attention_hopper_dkv_kernel<T, kDim>, KeyShared<kDim>::kBytes, false>(
-      ctx, "attention_hopper_dkv_kernel", fixed_grid(p.seqlen_kv, p.kv_heads, p.batch), p, g);
+  launch<attention_hopper_dkv_kernel<T, kDim, false>, attention_hopper_dkv_kernel<T, kDim, true>,
+         KeyShared<kDim>::kBytes, false>(ctx, "attention_hopper_dkv_kernel",
+                                         fixed_grid(p.seqlen_kv, p.kv_heads, p.batch), p, g);
   if (g.dbias.data == nullptr || p.seqlen_q == 0) return;
-  const dim3 tiles(static_cast<unsigned>(ceil_div(p.seqlen_q, kFixed) *
-                                         ceil_div(p.seqlen_kv, kBiasTiles * kPassing)),
-                   static_cast<unsigned>(g.dbias_heads), static_cast<unsigned>(g.dbias_batches));
-  launch<attention_hopper_dbias_kernel<T, kDim>, BiasShared<kDim>::kBytes, true>(
-      ctx, "attention_hopper_dbias_kernel", tiles, p, g);
+  const auto tiles = [&](int count) {  // of a block
+    return dim3(static_cast<unsigned>(ceil_div(p.seqlen_q, kFixed) *
+                                      ceil_div(p.seqlen_kv, count * kPassing)),
+                static_cast<unsigned>(g.dbias_heads), static_cast<unsigned>(g.dbias_batches));
+  };
+  if (g.score_gradients == nullptr) {
+    launch<attention_hopper_dbias_kernel<T, kDim, false>,
+           attention_hopper_dbias_kernel<T, kDim, true>, BiasShared<kDim>::kBytes, true>(
+        ctx, "attention_hopper_dbias_kernel", tiles(kBiasTiles), p, g);
+    return;
+  }
+  attention_hopper_dbias_sum_kernel<T><<<tiles(1), kProducts, 0, stream>>>(p, g);
+  check_launch("attention_hopper_dbias_sum_kernel");
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace te_fl::cuda {
 namespace flash {
 namespace {
 
-constexpr int kStages = 3;
+constexpr int kStages = 4;
 // Of a thread; the block has 512 for one of each warp group.
 constexpr int kProductRegisters = 184, kFillRegisters = 256 - kProductRegisters;
 using ForwardRing = Ring<kStages, kFillers<true>>;
@@ -54,30 +54,25 @@ struct RowsSoftmax {
   }
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDraws>
 __device__ inline void forward_fill(const Attention& p, const Span& s, int64_t b, int64_t h, int i0,
                                     const Tiles& tiles, uint32_t shared, ForwardRing& ring) {
   using Part = Stage<kDim, true>;
   constexpr int kFilling = kFillers<true>;
-  TermFiller<T, kDim, true> terms(p, nullptr);
+  const TermFiller<T, kDim, true, kDraws> terms(p);
   const T* const k = head_of<T>(p.k, b, s.kv_begin, p.kv_head(h));
   const T* const v = head_of<T>(p.v, b, s.kv_begin, p.kv_head(h));
   const int keys = static_cast<int>(s.kv_len);
-  const auto fetch = [&](int n) {
-    if (n < tiles.count) terms.fetch(b, h, i0, tiles.begin + n * kPassing);
-  };
-  fetch(0);
   fill_ring<Part::kBytes>(
       ring, shared, tiles.count,
       [&](int n, uint32_t at) {
         const int j0 = tiles.begin + n * kPassing;
         copy_rows<T, kPassing, kDim, kFilling>(p.k, k, j0, keys, at);
         copy_rows<T, kPassing, kDim, kFilling>(p.v, v, j0, keys, at + Part::kSecond);
-        terms.copy(b, h, i0, j0, at + Part::kBias);
+        terms.copy(b, h, i0, j0, at);
       },
       [&](int n, uint32_t at) {
-        terms.form(b, h, i0, tiles.begin + n * kPassing, at + Part::kKeep, at + Part::kHide,
-                   [&] { fetch(n + 1); });
+        terms.form(b, h, i0, tiles.begin + n * kPassing, at + Part::kKeep);
       });
 }
 
@@ -96,36 +91,60 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   terms.seen[0] = keys_of(p, s, row);
   terms.seen[1] = keys_of(p, s, row + 8);
   RowsSoftmax softmax;
-  float out[kDim / 2] = {};
-  for (int n = 0; n < tiles.count; ++n, ring.next()) {
+  float out[kDim / 2] = {}, scores[kPairs], shrink[2];
+  uint32_t packed[4][4];
+  // Scores of tile n, in the stage at `at`, become probabilities but for what all of a row share.
+  const auto weigh = [&](int n, uint32_t at) {
+    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
+                tiles.begin + n * kPassing, scores);
+    softmax.add(scores, shrink);
+    if (p.threshold == 0) return;
+    const RowBits keep(at + Part::kKeep);
+    each_score([&](int m, int i, int c) {
+      if (!keep.at(i, c)) scores[m] = 0.0f;
+    });
+  };
+  const auto pack = [&] {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pack_step<T>(scores, k, packed[k]);
+  };
+  if (tiles.count > 0) {
     const uint32_t at = shared + ring.stage * Part::kBytes;
     ring.wait_full();
-    float scores[kPairs];
     __syncwarp();
     hopper::begin_products();
     start_held<T, kDim>(held, at, scores);
     hopper::end_products();
     hopper::wait_for_sums(scores);
-    terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
-                tiles.begin + n * kPassing, scores);
-    float shrink[2];
-    softmax.add(scores, shrink);
-    if (p.threshold != 0) {
-      const RowBits keep(at + Part::kKeep);
-      each_score([&](int m, int i, int c) {
-        if (!keep.at(i, c)) scores[m] = 0.0f;
-      });
-    }
+    weigh(0, at);
+    pack();
+  }
+  // While the tensor cores sum a tile, the softmax of the next one is taken.
+  for (int n = 1; n < tiles.count; ++n) {
+    const ForwardRing last = ring;
+    ring.next();
+    const uint32_t at = shared + ring.stage * Part::kBytes;
+    ring.wait_full();
+    __syncwarp();
+    hopper::begin_products();
+    start_held<T, kDim>(held, at, scores);
+    hopper::end_products();
+    start_across<T>(packed, shared + last.stage * Part::kBytes + Part::kSecond, out);
+    hopper::end_products();
+    hopper::wait_for_sums<1>(scores);
+    weigh(n, at);
+    hopper::wait_for_sums(out);
+    last.release();
     if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
       for (int m = 0; m < kDim / 2; ++m) out[m] *= shrink[m / 2 % 2];
     }
-    uint32_t packed[4][4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) pack_step<T>(scores, k, packed[k]);
+    pack();
+  }
+  if (tiles.count > 0) {
     __syncwarp();
     hopper::begin_products();
-    start_across<T>(packed, at + Part::kSecond, out);
+    start_across<T>(packed, shared + ring.stage * Part::kBytes + Part::kSecond, out);
     hopper::end_products();
     hopper::wait_for_sums(out);
     ring.release();
@@ -150,25 +169,24 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   store_rows<T, kDim>(o, {to + row * o.seq, to + (row + 8) * o.seq}, written, out, factor);
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kDraws>
 __global__ void __launch_bounds__(kBlockThreads<true>, 1)
     attention_hopper_forward_kernel(const __grid_constant__ Attention p,
                                     const __grid_constant__ HeadData o, float* lse) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
-  const int64_t b = blockIdx.z, h = blockIdx.y;
+  const BlockWork work(p);
+  const int64_t b = work.b, h = blockIdx.y, i0 = work.tile * kFixed;
   const Span s = p.span(b);
-  // Under a causal mask the last queries have the most keys: they begin first.
-  const int64_t i0 = int64_t{gridDim.x - 1 - blockIdx.x} * kFixed;
   if (i0 >= (p.thd ? s.q_len : p.seqlen_q)) return;
   const uint32_t shared = hopper::shared_address(memory);
-  ForwardRing ring(shared + ForwardShared<kDim>::kBarriers, forms_words(p));
+  ForwardRing ring(shared + ForwardShared<kDim>::kBarriers, forms_words<kDraws>(p));
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
   const Tiles tiles(seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); }));
   if (threadIdx.x >= kProducts) {
     hopper::give_registers_back<kFillRegisters>();
-    forward_fill<T, kDim>(p, s, b, h, static_cast<int>(i0), tiles, shared, ring);
+    forward_fill<T, kDim, kDraws>(p, s, b, h, static_cast<int>(i0), tiles, shared, ring);
     hopper::wait_copies();
   } else {
     hopper::take_registers<kProductRegisters>();
@@ -179,12 +197,14 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 
 template <class T, int kDim>
 void launch_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse) {
-  constexpr auto kKernel = attention_hopper_forward_kernel<T, kDim>;
   constexpr size_t kBytes = ForwardShared<kDim>::kBytes;
-  static SharedMemory memory;
-  memory.require(ctx.device.index, kKernel, kBytes);
-  kKernel<<<fixed_grid(p.seqlen_q, p.heads, p.batch), kBlockThreads<true>, kBytes,
-            stream_of(ctx)>>>(p, o, lse);
+  static SharedMemory drawing, plain;
+  const bool drawn = draws(p);
+  const auto kernel = drawn ? attention_hopper_forward_kernel<T, kDim, true>
+                            : attention_hopper_forward_kernel<T, kDim, false>;
+  (drawn ? drawing : plain).require(ctx.device.index, kernel, kBytes);
+  kernel<<<fixed_grid(p.seqlen_q, p.heads, p.batch), kBlockThreads<true>, kBytes, stream_of(ctx)>>>(
+      p, o, lse);
   check_launch("attention_hopper_forward_kernel");
 }
 
@@ -194,6 +214,7 @@ void launch_forward(const te_fl_context& ctx, const Attention& p, const HeadData
 void hopper_attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o,
                               float* lse) {
   if (p.thd) clear_heads(stream_of(ctx), o, 1, p.seqlen_q, p.heads, lse);
+  pack_pair_bits(stream_of(ctx), p);
   const bool wide = std::max(p.q.dim, p.v.dim) > 64, half = p.q.dtype == TE_FL_F16;
   const auto launch =
       half   ? wide ? flash::launch_forward<fp16, 128> : flash::launch_forward<fp16, 64>

@@ -6,6 +6,9 @@
 
 namespace te_fl::cuda {
 
+// Fills the scratch of p.hide and p.keep, where there is one.
+void pack_pair_bits(cudaStream_t stream, const Attention& p);
+
 void hopper_attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o,
                               float* lse);
 // dq, dk, dv and, where asked for, dbias; g.delta is written first. dsink is left to the caller.
@@ -13,10 +16,9 @@ void hopper_attention_backward(const te_fl_context& ctx, const Attention& p,
                                const AttentionGradients& g);
 
 namespace flash {
-// One block for 128 rows of a head.
+// One block for 128 rows of a head: x counts those of all sequences, y the heads.
 inline dim3 fixed_grid(int64_t rows, int64_t heads, int64_t batch) {
-  return dim3(static_cast<unsigned>(ceil_div(rows, 128)), static_cast<unsigned>(heads),
-              static_cast<unsigned>(batch));
+  return dim3(static_cast<unsigned>(ceil_div(rows, kFixed) * batch), static_cast<unsigned>(heads));
 }
 }  // namespace flash
 

@@ -75,6 +75,9 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
+// `most_scratch`: bytes that a backward of attention may take to keep what it computes twice
+// otherwise. Before the first call.
+void configure_attention(size_t most_scratch);
 void append_attention(std::vector<te_fl_op_desc>& ops);
 void append_rope(std::vector<te_fl_op_desc>& ops);
 

@@ -44,11 +44,9 @@ struct Instance {
   std::vector<const te_fl_op_desc*> op_list;
 };
 
-// TE_FL_DEVICE_CACHE_MB, which the host has checked.
-size_t cache_bytes(const te_fl_host_api& host) {
-  const char* text =
-      host.setting != nullptr ? host.setting(host.host, "TE_FL_DEVICE_CACHE_MB") : nullptr;
-  return (text != nullptr ? std::strtoull(text, nullptr, 10) : 512) << 20;
+// A setting in MiB, which the host has checked, in bytes.
+size_t mebibytes(const char* text, size_t otherwise) {
+  return (text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise) << 20;
 }
 
 te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
@@ -60,10 +58,12 @@ te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_si
     const char* tune = setting("TE_FL_CUDA_GEMM_TUNE");
     configure_gemm_choices(setting("TE_FL_CUDA_GEMM_FILE"),
                            tune != nullptr && std::string(tune) == "1", host);
+    configure_attention(mebibytes(setting("TE_FL_CUDA_ATTENTION_SCRATCH_MB"), 2048));
     const char* ranges = setting("TE_FL_CUDA_NVTX");
     auto instance =
         std::make_unique<Instance>(host, ranges != nullptr && std::string(ranges) == "1");
-    enumerate(cache_bytes(*host), instance->devices, instance->why_no_device);
+    enumerate(mebibytes(setting("TE_FL_DEVICE_CACHE_MB"), 512), instance->devices,
+              instance->why_no_device);
     if (instance->devices.empty() && host->log != nullptr) {
       host->log(host->host, TE_FL_LOG_DEBUG,
                 ("no CUDA device: " + instance->why_no_device).c_str());
@@ -127,6 +127,15 @@ constexpr te_fl_plugin_api kApi = {
 };
 
 // cuda.json.in says the same of them.
+constexpr te_fl_setting_desc kAttentionScratch = {
+    .type = TE_FL_SETTING_INT,
+    .name = "TE_FL_CUDA_ATTENTION_SCRATCH_MB",
+    .default_value = "2048",
+    .choices = "0 1048576",
+    .doc =
+        "MiB of scratch that a backward of attention may take to keep what it computes twice "
+        "otherwise: dropout's decisions, and with dbias the gradients of the scores.",
+};
 constexpr te_fl_setting_desc kGemmFile = {
     .type = TE_FL_SETTING_FILE,
     .name = "TE_FL_CUDA_GEMM_FILE",
@@ -146,7 +155,8 @@ constexpr te_fl_setting_desc kNvtx = {
     .default_value = "0",
     .doc = "1: each op is marked with an NVTX range of the op's and the implementation's name.",
 };
-constexpr const te_fl_setting_desc* kSettings[] = {&kGemmFile, &kGemmTune, &kNvtx};
+constexpr const te_fl_setting_desc* kSettings[] = {&kAttentionScratch, &kGemmFile, &kGemmTune,
+                                                   &kNvtx};
 
 constexpr te_fl_plugin_header kHeader = {
     .magic = TE_FL_PLUGIN_MAGIC,

@@ -54,8 +54,22 @@ def expected(shape, term, common, q, k, v, d_o, scale):
     return o.detach(), q.grad, k.grad, v.grad
 
 
+def same_of_cudnn(term, common, operands, shape, scale):
+    """cuDNN's own attention with this term, where PyTorch asks it for that: dropout, and a bias, which a mask can be."""
+    if term == "dropout":
+        return layer_cases.cudnn_attention(*operands, shape.causal, scale, dropout=common["dropout_p"])
+    if term == "bias":
+        return layer_cases.cudnn_attention(*operands, shape.causal, scale, bias=common["bias"].torch)
+    if term == "mask":
+        hidden = torch.zeros(common["attn_mask"].torch.shape, device="cuda", dtype=BF16)
+        hidden.masked_fill_(common["attn_mask"].torch != 0, float("-inf"))
+        return layer_cases.cudnn_attention(*operands, shape.causal, scale, bias=hidden)
+    return {}
+
+
 def terms(library, shape):
-    """{"forward dropout": (te-fl's call, cuDNN's plain one, relative error or None)} and so on; operations of the forward."""
+    """{"forward dropout": (te-fl's call, cuDNN's plain one, cuDNN's with the same term or None, relative error or None, the forward)} and
+    so on; operations of the forward."""
     s, b, h = shape.sequence, shape.batch, shape.heads
     d = shape.hidden // h
     q, k, v, o, d_o, dq, dk, dv = (plain(s, b, h, d) for _ in range(8))
@@ -70,6 +84,7 @@ def terms(library, shape):
         both = dict(q=q, k=k, v=v, o=o, softmax_lse=lse, layout=0, mask_type=1 if shape.causal else 0, scale=d ** -0.5) | common
         calls = {"forward": Call(library, "fused_attn_fwd", **both),
                  "backward": Call(library, "fused_attn_bwd", d_o=d_o, dq=dq, dk=dk, dv=dv, **both, **more)}
+        same = same_of_cudnn(term, common, (tq, tk, tv, tdo), shape, d ** -0.5)
         error = None
         if term != "dropout":
             calls["forward"]()
@@ -78,5 +93,5 @@ def terms(library, shape):
             error = max(((a.torch[:, 0, 0].float() - e).norm() / e.norm()).item() for a, e in pairs)
         for kind, call in calls.items():
             if kind == "backward" or "gradient" not in term:
-                cases[f"{kind} {term}"] = (call, bare[kind], error, calls["forward"])
+                cases[f"{kind} {term}"] = (call, bare[kind], same.get(kind), error, calls["forward"])
     return cases, 4.0 * b * h * s * s * d / (2 if shape.causal else 1)

@@ -150,10 +150,15 @@ ATTENTION_FACTOR = {"forward": 1, "backward": 2.5, "both": 3.5}  # of the forwar
 FP8_ATTENTION_TARGET = {"forward": 1.3, "both": 1.1}
 
 
-def show_attention(library, title, pair, factor, flops, args, target, **more):
+def show_attention(library, title, pair, factor, flops, args, target, same=None, **more):
+    """`same`: what cuDNN does with the terms that te-fl's call has and pair[1] has not."""
     library.usage()
     graphs = {"te-fl": measure.Graph([pair[0]]), "cudnn": measure.Graph([pair[1]])}
+    if same is not None:
+        graphs["same"] = measure.Graph([same])
     times = measure.alternate(graphs, args.rounds)
+    if same is not None:
+        more |= dict(cudnn_own=measure.ratio(times["cudnn"], times["same"])[0])
     share, spread = measure.ratio(times["cudnn"], times["te-fl"])
     us = statistics.median(times["te-fl"])
     served = ",".join(sorted({u["impl"] for u in library.usage()}))
@@ -189,12 +194,12 @@ def run_attention_terms(library, args):
     for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
         try:
             cases, flops = attention_terms.terms(library, shape)
-            for kind, (call, bare, error, forward) in cases.items():
+            for kind, (call, bare, same, error, forward) in cases.items():
                 title = f"bf16 {kind} {'causal' if shape.causal else 'full'}"
                 if args.match and args.match not in title:
                     continue
                 forward()  # the backward reads its results
-                show_attention(library, title, (call, bare), ATTENTION_FACTOR[kind.split()[0]], flops, args, 0.5, error=error)
+                show_attention(library, title, (call, bare), ATTENTION_FACTOR[kind.split()[0]], flops, args, 0.5, same, error=error)
         except RuntimeError as error:
             refused("attention", f"terms {shape.name}", error)
         cases = None

@@ -197,15 +197,15 @@ def joined(library, kind, recipe):
 
 # ---- attention alone
 
-def cudnn_attention(q, k, v, d_o, causal, scale):
-    """cuDNN's forward and backward through PyTorch, of [batch, heads, sequence, dim]."""
+def cudnn_attention(q, k, v, d_o, causal, scale, bias=None, dropout=0.0):
+    """cuDNN's forward and backward through PyTorch, of [batch, heads, sequence, dim]; without a gradient of the bias."""
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
-    saved = op(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    saved = op(q, k, v, bias, True, dropout, causal, False, scale=scale)
     def forward():
-        op(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        op(q, k, v, bias, True, dropout, causal, False, scale=scale)
     def backward():
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            d_o, q, k, v, saved[0], saved[1], saved[6], saved[7], None, saved[2], saved[3], saved[4], saved[5], 0.0, causal,
+            d_o, q, k, v, saved[0], saved[1], saved[6], saved[7], bias, saved[2], saved[3], saved[4], saved[5], dropout, causal,
             scale=scale)
     return {"forward": forward, "backward": backward, "o": saved[0]}
 

@@ -31,6 +31,7 @@ std::string variant_name(const Variant& v) {
   if (v.softmax != TE_FL_SOFTMAX_TYPE_VANILLA)
     name += v.softmax == TE_FL_SOFTMAX_TYPE_OFF_BY_ONE ? "/off_by_one" : "/learnable";
   if (v.dropout > 0) name += "/dropout";
+  if (v.rng_offset > 1000) name += "/offset";
   if (v.bias >= 0) name += std::string("/bias=") + name_of(v.bias) + "." + dims_name(v.bias_bh);
   if (v.alibi > 0) name += v.alibi == 1 ? "/alibi" : "/alibi.batch";
   if (v.packed) name += "/packed";
@@ -112,7 +113,7 @@ Inputs make_inputs(Problem& p, const Variant& v) {
   a.h = v.h, a.g = v.g;
   a.d = v.d, a.dv = v.dv, a.scale = static_cast<double>(static_cast<float>(v.scale)),
   a.dropout = v.dropout, a.left = v.left, a.right = v.right;
-  p.rng = {0xfeedu, 3, nullptr};
+  p.rng = {0xfeedu, v.rng_offset, nullptr};
   a.rng = p.rng;
   lengths(p, v, a);
   in.q_shape = shape_of(v, a, true, v.h, v.d), in.k_shape = shape_of(v, a, false, v.g, v.d);

@@ -34,6 +34,7 @@ struct Variant {
   int64_t b = 2, sq = 7, sk = 9, h = 4, g = 4, d = 16, dv = 16;
   int64_t left = -1, right = -1;
   float dropout = 0;
+  uint64_t rng_offset = 3;
   int bias = -1;  // dtype
   Dims bias_bh = {1, 1};
   int alibi = 0;  // 1: [H], 2: [B, H]

@@ -104,6 +104,11 @@ void add_dropout(std::vector<Variant>& all) {
   Variant v = of_two(70);
   v.dropout = 0.1f, v.layout = kS, v.d = v.dv = 128, v.mask = kGiven, v.mask_bh = {2, 2};
   all.push_back(v);
+  for (int64_t sk : {72, 135}) {  // the counter carries into its second word within a row
+    v = crossing(sk);
+    v.dropout = 0.25f, v.g = 1, v.rng_offset = 0xffffff00u;
+    all.push_back(v);
+  }
   v = crossing(75);
   v.dtype = v.bias = kHalf, v.dropout = 0.25f, v.bias_bh = {1, 2};
   all.push_back(v);

@@ -129,19 +129,55 @@ TEST(CudaAttentionChoice, LooksAtEveryTensorOfTheBackward) {
   EXPECT_EQ(choose_attention(90, wider.backward).text(), "scalar: tensors of another dtype than q");
 }
 
-TEST(CudaAttentionKeptBits, AreOneBitForEachPairOfWholeTiles) {
-  EXPECT_EQ(kept_bit_bytes(0.1f, 1, 128, 64), 128u * 8);
-  EXPECT_EQ(kept_bit_bytes(0.1f, 3, 129, 65), 3u * 256 * 2 * 8);
-  EXPECT_EQ(kept_bit_bytes(0.1f, 128, 2048, 2048), 128u * 2048 * 2048 / 8);
+backend::AttentionProblem scratch_problem(int64_t batch, int64_t heads, int64_t q, int64_t kv) {
+  backend::AttentionProblem p;
+  p.batch = batch;
+  p.heads = heads;
+  p.seqlen_q = q;
+  p.seqlen_kv = kv;
+  return p;
+}
+constexpr size_t kGiB = size_t{1} << 30;
+
+TEST(CudaAttentionScratch, HasOneBitForEachPairOfWholeTiles) {
+  EXPECT_EQ(pair_bits_bytes(1, 128, 64), 128u * 8);
+  EXPECT_EQ(pair_bits_bytes(3, 129, 65), 3u * 256 * 2 * 8);
+  EXPECT_EQ(pair_bits_bytes(128, 2048, 2048), 128u * 2048 * 2048 / 8);
+  EXPECT_EQ(pair_bits_bytes(8, 0, 64), 0u);
+  // More than 64 bits count is more than any device has, and no small number.
+  EXPECT_GE(pair_bits_bytes(int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40), kGiB << 20);
 }
 
-TEST(CudaAttentionKeptBits, AreNoneWhereTheyAreDrawnAgain) {
-  EXPECT_EQ(kept_bit_bytes(0.0f, 8, 128, 128), 0u);
-  EXPECT_EQ(kept_bit_bytes(0.1f, 8, 0, 128), 0u);  // longest sequences not known
-  EXPECT_EQ(kept_bit_bytes(0.1f, 8, 128, 0), 0u);
-  EXPECT_EQ(kept_bit_bytes(0.1f, 1, int64_t{1} << 17, int64_t{1} << 16), kMostKeptBits);
-  EXPECT_EQ(kept_bit_bytes(0.1f, 1, (int64_t{1} << 17) + 1, int64_t{1} << 16), 0u);
-  EXPECT_EQ(kept_bit_bytes(0.1f, int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40), 0u);
+TEST(CudaAttentionScratch, HoldsTheMaskOnceForEachOfItsMatrices) {
+  ChoiceTensor mask(TE_FL_BOOL, {2, 1, 200, 70});
+  backend::AttentionProblem p = scratch_problem(2, 16, 200, 70);
+  EXPECT_EQ(forward_scratch(p).bytes(), 0u);
+  p.attn_mask = &mask.t;
+  EXPECT_EQ(forward_scratch(p).hide, 2u * 256 * 2 * 8);
+  EXPECT_EQ(forward_scratch(p).bytes(), forward_scratch(p).hide);
+  // By key as well, whatever else may be taken.
+  EXPECT_EQ(backward_scratch(p, false, 0).hide, 2u * (256 * 2 + 128 * 4) * 8);
+}
+
+TEST(CudaAttentionScratch, KeepsWhatIsComputedTwiceWhereItFits) {
+  backend::AttentionProblem p = scratch_problem(4, 32, 2048, 2048);
+  EXPECT_EQ(backward_scratch(p, false, 2 * kGiB).bytes(), 0u);
+  p.dropout_p = 0.1f;
+  const size_t keep = 2 * size_t{128} * 2048 * 2048 / 8, gradients = size_t{128} * 2048 * 2048 * 2;
+  EXPECT_EQ(forward_scratch(p).bytes(), 0u);  // drawn beside the products
+  EXPECT_EQ(backward_scratch(p, false, keep).keep, keep);
+  EXPECT_EQ(backward_scratch(p, false, keep - 1).keep, 0u);
+  EXPECT_EQ(backward_scratch(p, true, keep + gradients).score_gradients, gradients);
+  EXPECT_EQ(backward_scratch(p, true, keep + gradients - 1).score_gradients, 0u);
+  EXPECT_EQ(backward_scratch(p, true, keep + gradients - 1).keep, keep);
+  EXPECT_EQ(backward_scratch(p, true, 0).bytes(), 0u);
+}
+
+TEST(CudaAttentionScratch, IsNoneForSequencesOfUnknownLength) {
+  backend::AttentionProblem p = scratch_problem(4, 32, 0, 2048);
+  p.dropout_p = 0.1f;
+  EXPECT_EQ(backward_scratch(p, false, kGiB).bytes(), 0u);
+  EXPECT_EQ(backward_scratch(scratch_problem(4, 32, 2048, 0), true, kGiB).bytes(), 0u);
 }
 
 }  // namespace
