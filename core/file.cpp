@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 
 namespace te_fl::core {
@@ -33,6 +34,14 @@ class Descriptor {
  private:
   int fd_;
 };
+
+// Makes a rename durable. Some file systems cannot sync a folder; the file is whole either way.
+void sync_folder_of(const std::string& path) {
+  const std::string folder = std::filesystem::path(path).parent_path().string();
+  const Descriptor file(
+      ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (file.get() >= 0) (void)::fsync(file.get());
+}
 
 }  // namespace
 
@@ -126,6 +135,7 @@ Status FileReplacement::commit() {
   if (!error_.empty()) return status();
   ::close(fd_);
   fd_ = -1;
+  sync_folder_of(path_);
   return {};
 }
 

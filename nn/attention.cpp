@@ -49,12 +49,16 @@ Status shape_error(const char* name, const Tensor& tensor, const std::string& wa
 }  // namespace
 
 struct DotProductAttention::Impl {
+  explicit Impl(const DotProductAttentionOptions& o)
+      : options(o),
+        forward_state(std::make_shared<detail::Fp8State>(3, o.device)),
+        backward_state(std::make_shared<detail::Fp8State>(3, o.device)) {}
+
   DotProductAttentionOptions options;
   int64_t groups = 0;
   float scale = 1;
   std::shared_ptr<Parameter> sink;
-  std::shared_ptr<detail::Fp8State> forward_state = std::make_shared<detail::Fp8State>(3);
-  std::shared_ptr<detail::Fp8State> backward_state = std::make_shared<detail::Fp8State>(3);
+  std::shared_ptr<detail::Fp8State> forward_state, backward_state;
 
   Result<Extents> check(const Tensor& q, const Tensor& k, const Tensor& v,
                         const AttentionInputs& inputs) const;
@@ -141,8 +145,7 @@ Result<detail::Fp8Mode> DotProductAttention::Impl::begin(bool training) {
   TE_FL_ASSIGN_OR_RETURN(detail::Fp8Mode mode, detail::current_mode());
   const DelayedScaling* delayed = mode.delayed();
   if (!mode.fp8 || delayed == nullptr || !delayed->fp8_dpa) return detail::Fp8Mode{};
-  TE_FL_RETURN_IF_ERROR(
-      detail::begin_delayed(mode, training, forward_state, backward_state, options.device));
+  TE_FL_RETURN_IF_ERROR(detail::begin_delayed(mode, training, forward_state, backward_state));
   return mode;
 }
 
@@ -211,7 +214,9 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     args.dropout_p = options.attention_dropout;
     int64_t batch = extents.batch;
     if (options.layout == Layout::kTHD) batch = record.inputs.cu_seqlens_q.numel() - 1;
-    call = detail::random_options(batch * heads * extents.length_q * extents.length_kv);
+    TE_FL_ASSIGN_OR_RETURN(
+        call, detail::random_options(batch * heads * extents.length_q * extents.length_kv,
+                                     options.device));
   }
   record.rng = call.rng;
   if (training) {
@@ -291,9 +296,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
 }
 
 DotProductAttention::DotProductAttention(const DotProductAttentionOptions& options)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->options = options;
-}
+    : impl_(std::make_unique<Impl>(options)) {}
 DotProductAttention::~DotProductAttention() = default;
 
 Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(

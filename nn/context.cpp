@@ -5,6 +5,7 @@
 
 #include "core/current_stream.hpp"
 #include "nn/runtime.hpp"
+#include "policy/current.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl::nn {
@@ -86,11 +87,27 @@ class StreamScopes {
 
 }  // namespace
 
+namespace {
+
+// No policy scope of the calling thread, until destroyed.
+class WithoutPolicyScope {
+ public:
+  WithoutPolicyScope() : previous_(std::exchange(policy::t_scope, 0)) {}
+  ~WithoutPolicyScope() { policy::t_scope = previous_; }
+  WithoutPolicyScope(const WithoutPolicyScope&) = delete;
+  WithoutPolicyScope& operator=(const WithoutPolicyScope&) = delete;
+
+ private:
+  uint32_t previous_;
+};
+
+}  // namespace
+
 struct CapturedContext::Scope::Impl {
-  Impl(std::unique_ptr<PolicyScope> policy_scope, const std::vector<core::OpenStream>& open,
+  Impl(const CapturedPolicy& captured_policy, const std::vector<core::OpenStream>& open,
        Context context, std::shared_ptr<detail::AutocastFrame> autocast_frame,
        std::shared_ptr<detail::GradientUpdates> updates)
-      : policy(std::move(policy_scope)),
+      : policy(captured_policy.enter()),
         streams(open),
         context_scope(std::move(context)),
         frame(std::move(autocast_frame)),
@@ -104,6 +121,8 @@ struct CapturedContext::Scope::Impl {
     }
     detail::exchange_gradient_updates(std::move(previous));
   }
+  // If none was captured there is none here, whatever this thread has open.
+  WithoutPolicyScope no_policy;
   std::unique_ptr<PolicyScope> policy;
   StreamScopes streams;
   ContextScope context_scope;
@@ -136,8 +155,8 @@ CapturedContext::Scope CapturedContext::enter() const {
     frame->recipe = std::make_shared<const Recipe>(DelayedScaling{});
     frame->session = std::make_shared<detail::Session>();
   }
-  return Scope(std::make_unique<Scope::Impl>(policy_.enter(), streams_->open, context_,
-                                             std::move(frame), updates_));
+  return Scope(
+      std::make_unique<Scope::Impl>(policy_, streams_->open, context_, std::move(frame), updates_));
 }
 
 }  // namespace te_fl::nn

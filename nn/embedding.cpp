@@ -97,7 +97,7 @@ Result<Tensor> Residual::forward(const Tensor& a, const Tensor& b, Ctx* ctx) {
     TE_FL_ASSIGN_OR_RETURN(record->mask, new_mask(b));
     args.mask = record->mask;
     args.p = p_;
-    options = detail::random_options(b.numel());
+    TE_FL_ASSIGN_OR_RETURN(options, detail::random_options(b.numel(), b.device()));
   }
   TE_FL_RETURN_IF_ERROR(ops::add(args, options));
   record->shape.assign(y.shape().begin(), y.shape().end());
@@ -125,7 +125,9 @@ Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
     args.output = y;
     args.mask = record->mask;
     args.p = p_;
-    TE_FL_RETURN_IF_ERROR(ops::dropout_fwd(args, detail::random_options(x.numel())));
+    TE_FL_ASSIGN_OR_RETURN(const CallOptions options,
+                           detail::random_options(x.numel(), x.device()));
+    TE_FL_RETURN_IF_ERROR(ops::dropout_fwd(args, options));
   }
   TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;

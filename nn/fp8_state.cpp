@@ -44,20 +44,20 @@ Status Fp8State::check_length(int64_t history_len) const {
                      std::to_string(history().size(0)));
 }
 
-Status Fp8State::ensure(int64_t history_len, const Device& device) {
+Status Fp8State::ensure(int64_t history_len) {
   if (defined() && history().size(0) == history_len) return {};
   TE_FL_RETURN_IF_ERROR(check_length(history_len));
-  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device_));
   if (captured) {
     return failed_precondition(
         "delayed scaling: a graph is being captured, and the FP8 state is not there yet or has "
         "another history length; every launch would make it anew. Run the step once before the "
         "capture");
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor longer, Tensor::empty({history_len, slots_}, DType::kF32, device));
+  TE_FL_ASSIGN_OR_RETURN(Tensor longer, Tensor::empty({history_len, slots_}, DType::kF32, device_));
   TE_FL_RETURN_IF_ERROR(fill(longer, 0));
   if (!defined()) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor ones, Tensor::empty({slots_}, DType::kF32, device));
+    TE_FL_ASSIGN_OR_RETURN(Tensor ones, Tensor::empty({slots_}, DType::kF32, device_));
     TE_FL_RETURN_IF_ERROR(fill(ones, 1));
     return adopt(std::move(longer), std::move(ones));
   }
@@ -85,7 +85,7 @@ Status Fp8State::retype(DType dtype) {
                        std::string(name(before)));
   }
   ++generation_;
-  TE_FL_ASSIGN_OR_RETURN(Tensor noop, Tensor::zeros({1}, DType::kI32, scale().device()));
+  TE_FL_ASSIGN_OR_RETURN(Tensor noop, Tensor::zeros({1}, DType::kI32, device_));
   const te_fl_tensor* scales[] = {scale()};
   te_fl_multi_tensor_scale_args args{};
   args.inputs = args.outputs = scales;

@@ -17,8 +17,9 @@ enum class Role : uint8_t { kInput, kWeight, kGradient };
 // Loading and resetting write into the same memory, which captured graphs may use. Not thread-safe.
 class Fp8State {
  public:
-  explicit Fp8State(int64_t slots) : slots_(slots) {}
+  Fp8State(int64_t slots, const Device& device) : slots_(slots), device_(device) {}
   int64_t slots() const noexcept { return slots_; }
+  const Device& device() const noexcept { return device_; }
   bool defined() const noexcept { return tensors_ != nullptr; }
   // These need defined().
   const Tensor& history() const noexcept { return tensors_->history; }
@@ -40,7 +41,7 @@ class Fp8State {
   // Allocates (scale 1, history 0) or, if the history has another length, keeps its newest rows.
   // FAILED_PRECONDITION while a graph is captured, which would repeat that, and for another length
   // while a graph uses the state.
-  Status ensure(int64_t history_len, const Device& device);
+  Status ensure(int64_t history_len);
   // The scales are for values of `dtype` from now on: those made for another FP8 type are
   // multiplied by the quotient of the largest values. FAILED_PRECONDITION as for ensure().
   Status retype(DType dtype);
@@ -68,6 +69,7 @@ class Fp8State {
   bool held() const noexcept { return foreign_graph_ || tensors_.use_count() > 1; }
 
   int64_t slots_;
+  Device device_;
   uint64_t generation_ = 0;
   bool calibrated_ = false;
   bool pending_ = false;

@@ -21,7 +21,11 @@ bool split_accumulator(const Fp8Mode& mode, bool gradient) {
 
 GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
                    std::shared_ptr<Parameter> bias)
-    : spec_(spec), weight_(std::move(weight)), bias_(std::move(bias)) {
+    : spec_(spec),
+      weight_(std::move(weight)),
+      bias_(std::move(bias)),
+      forward_(std::make_shared<Fp8State>(2, spec.device)),
+      backward_(std::make_shared<Fp8State>(1, spec.device)) {
   if (spec_.high_precision) return;
   copy_ = std::make_shared<WeightCopy>(forward_, kWeightSlot);
   // Of modules that share a weight the first gets its copy; the others quantise.
@@ -40,7 +44,7 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
     copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
   }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
-  TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_, spec_.device));
+  TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
   return use;
 }
 

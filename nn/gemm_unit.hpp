@@ -100,9 +100,9 @@ class GemmUnit {
   Spec spec_;
   std::shared_ptr<Parameter> weight_;
   std::shared_ptr<Parameter> bias_;
-  std::shared_ptr<Fp8State> forward_ = std::make_shared<Fp8State>(2);   // slots: input, weight
-  std::shared_ptr<Fp8State> backward_ = std::make_shared<Fp8State>(1);  // slot: output gradient
-  std::shared_ptr<WeightCopy> copy_;  // what an optimizer may write; null in high precision
+  std::shared_ptr<Fp8State> forward_;   // slots: input, weight
+  std::shared_ptr<Fp8State> backward_;  // slot: output gradient
+  std::shared_ptr<WeightCopy> copy_;    // what an optimizer may write; null in high precision
   struct Kept {
     Tensor weight;
     uint64_t version = 0;  // of the parameter

@@ -54,7 +54,12 @@ void keep_for_graph(std::shared_ptr<const void> memory) {
   if (t_capture != nullptr) t_capture->keep(std::move(memory));
 }
 
-StepCapture::StepCapture() : id_(++g_captures), outer_(std::exchange(t_capture, this)) {}
+bool counted_in_capture(const Optimizer* optimizer) noexcept {
+  return t_capture == nullptr || t_capture->optimizer() == optimizer;
+}
+
+StepCapture::StepCapture(const Optimizer* optimizer)
+    : id_(++g_captures), optimizer_(optimizer), outer_(std::exchange(t_capture, this)) {}
 StepCapture::~StepCapture() { (void)take(); }
 
 std::vector<StepCapture::Touched> StepCapture::take() {

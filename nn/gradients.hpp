@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "te_fl/nn/module.hpp"
+#include "te_fl/nn/optimizer.hpp"
 
 // What the host knows of a step while it is captured. Whether a backward adds to a parameter's
 // gradient or overwrites it is the host's to know, and a captured graph repeats what was decided
@@ -25,11 +26,16 @@ Result<bool> in_foreign_capture(const Device& device);
 // is being captured. Outside of that, nothing.
 void keep_for_graph(std::shared_ptr<const void> memory);
 
+// Whether the launches of what is captured now count the optimizer's steps: unless a StepCapture of
+// another one, or of none, is open, that is its user's to see to.
+bool counted_in_capture(const Optimizer* optimizer) noexcept;
+
 // From its construction on, what a capture on this thread touches: a capture writes nothing, its
 // launches do.
 class StepCapture {
  public:
-  StepCapture();
+  // `optimizer`: that whose steps the launches count; may be null.
+  explicit StepCapture(const Optimizer* optimizer);
   ~StepCapture();
   StepCapture(const StepCapture&) = delete;
   StepCapture& operator=(const StepCapture&) = delete;
@@ -51,9 +57,11 @@ class StepCapture {
   void touch(Parameter& parameter, bool adds);
   void keep(std::shared_ptr<const void> memory) { kept_.push_back(std::move(memory)); }
   uint64_t id() const noexcept { return id_; }
+  const Optimizer* optimizer() const noexcept { return optimizer_; }
 
  private:
   uint64_t id_;
+  const Optimizer* optimizer_;
   StepCapture* outer_;
   std::vector<Touched> touched_;
   std::vector<std::shared_ptr<const void>> kept_;

@@ -109,7 +109,7 @@ Status GraphedStep::Impl::capture() {
     state.captured_at = start.offset;
   }
   Graph captured;
-  detail::StepCapture writes;
+  detail::StepCapture writes(options.optimizer);
   Result<Tensors> result = record(captured);
   std::vector<detail::StepCapture::Touched> touched = writes.take();
   // Nothing has run yet: the launch counts.

@@ -1,9 +1,9 @@
 #include "te_fl/nn/init.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <numbers>
 #include <string>
-#include <vector>
 
 namespace te_fl::nn::init {
 namespace {
@@ -20,15 +20,32 @@ double uniform(uint64_t& state) {
   return (static_cast<double>(splitmix(state) >> 11) + 1) * 0x1p-53;
 }
 
-Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, std::span<float> values,
-                                        DType dtype, Device device) {
+// F32 [elements of `shape`] on the host, to be filled.
+Result<Tensor> host_values(std::span<const int64_t> shape) {
+  int64_t total = 1;
+  for (int64_t extent : shape) {
+    if (extent < 1) {
+      return invalid_argument("a parameter's extent is " + std::to_string(extent) +
+                              "; it must be at least 1");
+    }
+    if (__builtin_mul_overflow(total, extent, &total)) {
+      return invalid_argument("a parameter's number of elements does not fit 63 bits");
+    }
+  }
+  return Tensor::empty({total}, DType::kF32);
+}
+
+Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, Tensor values, DType dtype,
+                                        Device device) {
   if (!is_high(dtype)) {
     return invalid_argument("a parameter's dtype is " + std::string(name(dtype)) +
                             "; it must be f32, bf16 or f16");
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat,
-                         Tensor::from_values({static_cast<int64_t>(values.size())}, values, dtype));
-  TE_FL_ASSIGN_OR_RETURN(Tensor shaped, flat.view(shape));
+  if (dtype != DType::kF32) {
+    const std::span<const float> floats(values.data<float>(), static_cast<size_t>(values.numel()));
+    TE_FL_ASSIGN_OR_RETURN(values, Tensor::from_values({values.numel()}, floats, dtype));
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor shaped, values.view(shape));
   auto parameter = std::make_shared<Parameter>();
   if (device.is_host()) {
     parameter->value = std::move(shaped);
@@ -37,21 +54,6 @@ Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, std::spa
   }
   TE_FL_ASSIGN_OR_RETURN(parameter->grad, Tensor::zeros(shape, DType::kF32, device));
   return parameter;
-}
-
-Result<size_t> count(std::span<const int64_t> shape) {
-  size_t total = 1;
-  for (int64_t extent : shape) {
-    if (extent < 1) {
-      return invalid_argument("a parameter's extent is " + std::to_string(extent) +
-                              "; it must be at least 1");
-    }
-    if (__builtin_mul_overflow(total, static_cast<size_t>(extent), &total) ||
-        total > (size_t{1} << 62)) {
-      return invalid_argument("a parameter's number of elements does not fit 62 bits");
-    }
-  }
-  return total;
 }
 
 }  // namespace
@@ -67,23 +69,24 @@ Result<std::shared_ptr<Parameter>> normal(std::span<const int64_t> shape, float 
     return invalid_argument("a parameter's initial standard deviation is " + std::to_string(std) +
                             "; it must be finite and at least 0");
   }
-  TE_FL_ASSIGN_OR_RETURN(size_t total, count(shape));
-  std::vector<float> values(total);
+  TE_FL_ASSIGN_OR_RETURN(Tensor made, host_values(shape));
+  const int64_t total = made.numel();
+  auto* values = made.data<float>();
   uint64_t state = seed;
-  for (size_t i = 0; i < total; i += 2) {
+  for (int64_t i = 0; i < total; i += 2) {
     const double radius = std * std::sqrt(-2 * std::log(uniform(state)));
     const double angle = 2 * std::numbers::pi * uniform(state);
     values[i] = static_cast<float>(radius * std::cos(angle));
     if (i + 1 < total) values[i + 1] = static_cast<float>(radius * std::sin(angle));
   }
-  return make(shape, values, dtype, device);
+  return make(shape, std::move(made), dtype, device);
 }
 
 Result<std::shared_ptr<Parameter>> constant(std::span<const int64_t> shape, float value,
                                             DType dtype, Device device) {
-  TE_FL_ASSIGN_OR_RETURN(size_t total, count(shape));
-  std::vector<float> values(total, value);
-  return make(shape, values, dtype, device);
+  TE_FL_ASSIGN_OR_RETURN(Tensor made, host_values(shape));
+  std::fill_n(made.data<float>(), made.numel(), value);
+  return make(shape, std::move(made), dtype, device);
 }
 
 Result<Tensor> rotary_angles(const RotaryOptions& options) {
@@ -97,9 +100,10 @@ Result<Tensor> rotary_angles(const RotaryOptions& options) {
                             "; they must be at least 1 and greater than 0");
   }
   const int64_t half = options.dim / 2;
-  std::vector<float> angles(static_cast<size_t>(options.max_seqlen * options.dim));
+  TE_FL_ASSIGN_OR_RETURN(Tensor host,
+                         Tensor::empty({options.max_seqlen, 1, 1, options.dim}, DType::kF32));
   for (int64_t position = 0; position < options.max_seqlen; ++position) {
-    float* row = angles.data() + position * options.dim;
+    float* row = host.data<float>() + position * options.dim;
     for (int64_t pair = 0; pair < half; ++pair) {
       const double frequency = std::pow(
           options.base, -2.0 * static_cast<double>(pair) / static_cast<double>(options.dim));
@@ -108,8 +112,6 @@ Result<Tensor> rotary_angles(const RotaryOptions& options) {
       row[options.interleaved ? 2 * pair + 1 : pair + half] = angle;
     }
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor host,
-                         Tensor::from_values({options.max_seqlen, 1, 1, options.dim}, angles));
   if (options.device.is_host()) return host;
   return host.to(options.device);
 }

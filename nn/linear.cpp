@@ -68,11 +68,9 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LinearRecord>(ctx, "Linear"));
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
-  Tensor added;
-  if (residual != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(added,
-                           detail::as_matrix(*residual, gemm_->spec().out, "Linear: residual"));
-  }
+  TE_FL_ASSIGN_OR_RETURN(
+      const Tensor added,
+      detail::residual_matrix(residual, x.shape(), gemm_->spec().out, "Linear: residual"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, x.shape(), gemm_->spec().out, "Linear: into"));
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
@@ -153,14 +151,11 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
   TE_FL_RETURN_IF_ERROR(norm_->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
                          detail::as_operand(dy, gemm_->spec().out, "LayerNormLinear: dy"));
-  Tensor residual;
-  if (residual_grad != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(residual, detail::as_matrix(*residual_grad, gemm_->spec().in,
-                                                       "LayerNormLinear: residual_grad"));
-  }
+  TE_FL_ASSIGN_OR_RETURN(const Tensor residual,
+                         detail::residual_matrix(residual_grad, record.shape, gemm_->spec().in,
+                                                 "LayerNormLinear: residual_grad"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dz, gemm_->backward(record.use, flat));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor dx, norm_->backward(dz, record.norm, residual_grad == nullptr ? nullptr : &residual));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, norm_->backward(dz, record.norm, given(residual)));
   return dx.view(record.shape);
 }
 

@@ -252,6 +252,9 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
                          detail::as_matrix(x, impl.options.hidden_size, "LayerNormMLP: x"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor added,
+                         detail::residual_matrix(residual, x.shape(), impl.options.hidden_size,
+                                                 "LayerNormMLP: residual"));
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MlpRecord>(ctx, "LayerNormMLP"));
   TE_FL_ASSIGN_OR_RETURN(record->fc1, impl.fc1->begin(training));
   TE_FL_ASSIGN_OR_RETURN(record->fc2, impl.fc2->begin(training));
@@ -259,13 +262,8 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_RETURN_IF_ERROR(impl.norm->forward(flat, normed, record->norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
-  Tensor added;
-  if (residual != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(
-        added, detail::as_matrix(*residual, impl.options.hidden_size, "LayerNormMLP: residual"));
-  }
   TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.fc2->forward(record->fc2, activated, options,
-                                                     residual == nullptr ? nullptr : &added));
+                                                     added.defined() ? &added : nullptr));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (training) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y.view(x.shape());
@@ -281,11 +279,9 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_RETURN_IF_ERROR(impl.fc1->check_unchanged(record.fc1));
   TE_FL_RETURN_IF_ERROR(impl.norm->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, hidden, "LayerNormMLP: dy"));
-  Tensor residual;
-  if (residual_grad != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(
-        residual, detail::as_matrix(*residual_grad, hidden, "LayerNormMLP: residual_grad"));
-  }
+  TE_FL_ASSIGN_OR_RETURN(
+      const Tensor residual,
+      detail::residual_matrix(residual_grad, record.shape, hidden, "LayerNormMLP: residual_grad"));
   TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat));
   TE_FL_RETURN_IF_ERROR(impl.fc2->wgrad(record.fc2, d_out));
   record.fc2.input = Tensor();
@@ -295,9 +291,8 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   record.pre = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
   TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor dx,
-      impl.norm->backward(d_normed, record.norm, residual_grad == nullptr ? nullptr : &residual));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.norm->backward(d_normed, record.norm,
+                                                        residual.defined() ? &residual : nullptr));
   return dx.view(record.shape);
 }
 

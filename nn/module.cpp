@@ -303,13 +303,20 @@ Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_
 Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                           const std::function<bool(std::string_view)>& skip) {
   TE_FL_RETURN_IF_ERROR(check_state(tensors, source, skip));
-  const std::vector<NamedParameter> params = parameters();
-  const Device device = params.empty() ? Device() : params.front().value().device();
   const std::vector<NamedTensor> own = state();
+  std::unordered_map<std::string, Device> devices;  // where each of them goes
+  tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
+    if (entry.parameter != nullptr) {
+      devices.emplace(path, entry.parameter->value.device());
+    } else {
+      devices.emplace(path + ".scale", entry.fp8->device());
+      devices.emplace(path + ".amax_history", entry.fp8->device());
+    }
+  });
   std::unordered_map<std::string, Tensor> given, ready;
   for (const NamedTensor& t : tensors) {
     if (skip != nullptr && skip(t.name)) continue;
-    TE_FL_ASSIGN_OR_RETURN(Tensor tensor, staged(t.tensor, device, own));
+    TE_FL_ASSIGN_OR_RETURN(Tensor tensor, staged(t.tensor, devices.at(t.name), own));
     given.emplace(t.name, t.tensor);
     ready.emplace(t.name, std::move(tensor));
   }

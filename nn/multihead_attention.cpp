@@ -58,7 +58,12 @@ struct MultiheadAttention::Impl {
 Result<Tensor> MultiheadAttention::Impl::angles(const AttentionInputs& inputs,
                                                 const Tensor& x) const {
   const Tensor& table = inputs.rotary_angles;
-  if (!table.defined()) return Tensor();
+  if (!table.defined()) {
+    if (!inputs.rotary_start_positions.defined()) return Tensor();
+    return invalid_argument(
+        "MultiheadAttention: rotary_start_positions is given without rotary_angles, so nothing is "
+        "rotated; give both, or neither");
+  }
   const int64_t length =
       thd() ? inputs.max_seqlen_q : x.size(options.layout == Layout::kSBHD ? 0 : 1);
   const bool fits = table.rank() == 4 && table.size(0) >= length && table.size(1) == 1 &&
@@ -308,6 +313,12 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   auto& record = static_cast<MhaRecord&>(*taken);
   TE_FL_RETURN_IF_ERROR(
       detail::check_gradient(dy, record.shape, impl.options.hidden_size, "MultiheadAttention"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor residual, detail::residual_matrix(
+                                              residual_grad, record.shape, impl.options.hidden_size,
+                                              "MultiheadAttention: residual_grad"));
+  if (residual.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(residual, residual.view(record.shape));
+  }
   Tensor d_codes;
   if (record.fp8.fp8) {
     TE_FL_ASSIGN_OR_RETURN(
@@ -347,10 +358,11 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   TE_FL_ASSIGN_OR_RETURN(Tensor d_mixed,
                          packed.view(Impl::lead(record.shape, {impl.groups * impl.group_width()})));
   if (impl.layernorm_qkv != nullptr) {
-    return impl.layernorm_qkv->backward(d_mixed, record.qkv, residual_grad);
+    return impl.layernorm_qkv->backward(d_mixed, record.qkv,
+                                        residual.defined() ? &residual : nullptr);
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.qkv->backward(d_mixed, record.qkv));
-  if (residual_grad != nullptr) TE_FL_RETURN_IF_ERROR(detail::add(dx, *residual_grad, dx));
+  if (residual.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dx, residual, dx));
   return dx;
 }
 

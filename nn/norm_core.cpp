@@ -149,13 +149,11 @@ Result<Tensor> Norm::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual
   const int64_t hidden = core_->options().hidden_size;
   TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, hidden, "Norm"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dz, detail::as_matrix(dy, hidden, "Norm: dy"));
-  Tensor residual;
-  if (residual_grad != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(residual,
-                           detail::as_matrix(*residual_grad, hidden, "Norm: residual_grad"));
-  }
   TE_FL_ASSIGN_OR_RETURN(
-      Tensor dx, core_->backward(dz, record.saved, residual_grad == nullptr ? nullptr : &residual));
+      const Tensor residual,
+      detail::residual_matrix(residual_grad, record.shape, hidden, "Norm: residual_grad"));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor dx, core_->backward(dz, record.saved, residual.defined() ? &residual : nullptr));
   return dx.view(record.shape);
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/fork.hpp"
+#include "nn/gradients.hpp"
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
 #include "nn/weight_copy.hpp"
@@ -273,17 +274,33 @@ Status Optimizer::clip_on_device() {
   return ops::multi_tensor_scale(args, detail::call_options());
 }
 
+// Whether the step that is being captured can be every launch's.
+Status Optimizer::check_capture() const {
+  if (device_ == nullptr) {
+    return failed_precondition(
+        "Optimizer::step: the stream is being captured into a graph, which would repeat this "
+        "step's count and learning rate for ever; create the optimizer with capturable = true");
+  }
+  if (uncapturable_ != nullptr) return failed_precondition(uncapturable_);
+  if (first_differs_ && steps_ == 0) {
+    return failed_precondition(
+        "Optimizer::step: the stream is being captured into a graph before the first step, which "
+        "alone takes the gradient into the momentum without dampening; run a step before the "
+        "capture");
+  }
+  if (detail::counted_in_capture(this)) return {};
+  return failed_precondition(
+      "Optimizer::step: the step that a GraphedStep captures has an optimizer that it does not "
+      "count the steps of, nor give the learning rate to; name it in "
+      "GraphedStepOptions::optimizer, and call any other one's step() outside");
+}
+
 Status Optimizer::step() {
   bool capturing = false;
   if (!home().is_host()) {
     TE_FL_ASSIGN_OR_RETURN(capturing, devices::is_capturing(home(), devices::current_stream()));
   }
-  if (capturing && device_ == nullptr) {
-    return failed_precondition(
-        "Optimizer::step: the stream is being captured into a graph, which would repeat this "
-        "step's count and learning rate for ever; create the optimizer with capturable = true");
-  }
-  if (capturing && uncapturable_ != nullptr) return failed_precondition(uncapturable_);
+  if (capturing) TE_FL_RETURN_IF_ERROR(check_capture());
   TE_FL_RETURN_IF_ERROR(check_fresh("Optimizer::step", parameters_));
   TE_FL_RETURN_IF_ERROR(end_backwards(parameters_));
   if (device_ == nullptr && max_grad_norm_ > 0) {
@@ -297,14 +314,14 @@ Status Optimizer::step() {
   const bool clips = device_ != nullptr && max_grad_norm_ > 0 && !parameters_.empty();
   if (capturing) {
     if (clips) TE_FL_RETURN_IF_ERROR(clip_on_device());
-    return update();
+    return update(false);
   }
   TE_FL_RETURN_IF_ERROR(refresh_masters());
   ++steps_;
   Status status;
   if (device_ != nullptr) status = write_state();
   if (status && clips) status = clip_on_device();
-  if (status) status = update();
+  if (status) status = update(steps_ == 1);
   if (!status) {
     --steps_;
     return status;
@@ -380,7 +397,7 @@ Status Adam::update_some(bool decays, bool mastered, bool copied) {
   return ops::multi_tensor_adam(args, detail::call_options());
 }
 
-Status Adam::update() {
+Status Adam::update(bool) {
   std::vector<std::pair<Slot*, std::shared_ptr<detail::WeightCopy>>> copies;
   for (Slot& slot : impl_->slots) slot.fp8 = Tensor();
   if (impl_->options.write_fp8_weights && detail::current_frame() == nullptr) {
@@ -440,12 +457,13 @@ Result<std::unique_ptr<SGD>> SGD::create(std::vector<NamedParameter> parameters,
   }
   TE_FL_RETURN_IF_ERROR(check_once("SGD", parameters));
   std::unique_ptr<SGD> sgd(new SGD(std::move(parameters), options));
+  sgd->first_differs_ = options.momentum != 0 && options.dampening != 0;
   TE_FL_ASSIGN_OR_RETURN(sgd->impl_->slots, make_slots(sgd->parameters_, options.decay, false));
   if (options.capturable) TE_FL_RETURN_IF_ERROR(sgd->make_capturable());
   return sgd;
 }
 
-Status SGD::update() {
+Status SGD::update(bool first) {
   using Args = te_fl_multi_tensor_sgd_args;
   const SGDOptions& options = impl_->options;
   for (bool decays : {true, false}) {
@@ -464,7 +482,7 @@ Status SGD::update() {
       args.momentum = options.momentum;
       args.dampening = options.dampening;
       args.nesterov = options.nesterov;
-      args.first_run = steps_ == 1;
+      args.first_run = first;
       if (const OnDevice* state = on_device()) {
         args.lr_tensor = state->lr;
         args.noop_flag = state->noop;

@@ -21,12 +21,11 @@ std::shared_ptr<GradientUpdates>& thread_updates() {
 bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
   return a.dtype == b.dtype && a.recipe.margin == b.recipe.margin &&
          a.recipe.amax_compute_algo == b.recipe.amax_compute_algo &&
-         a.state->scale().device() == b.state->scale().device();
+         a.state->device() == b.state->device();
 }
 
 Status update_group(const std::vector<const PendingUpdate*>& group) {
-  TE_FL_ASSIGN_OR_RETURN(const bool foreign,
-                         in_foreign_capture(group.front()->state->scale().device()));
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(group.front()->state->device()));
   std::vector<const te_fl_tensor*> histories;
   std::vector<const te_fl_tensor*> scales;
   for (const PendingUpdate* update : group) {
@@ -161,9 +160,9 @@ Result<Fp8Mode> current_mode() {
 }
 
 Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
-                     const std::shared_ptr<Fp8State>& backward, const Device& device) {
+                     const std::shared_ptr<Fp8State>& backward) {
   const DelayedScaling& recipe = *mode.delayed();
-  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(device));
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(forward->device()));
   if (!training && !mode.calibrating) {
     if (forward->defined() && forward->calibrated()) {
       forward->use(foreign);
@@ -175,8 +174,8 @@ Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<F
         "calibrate (AutocastOptions::calibrating; not for FP8 attention) or load FP8 state before, "
         "or use Float8CurrentScaling");
   }
-  TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len, device));
-  TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len, device));
+  TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len));
+  TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len));
   forward->use(foreign);
   backward->use(foreign);
   std::lock_guard lock(mode.session->mutex);
@@ -187,7 +186,7 @@ Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<F
 Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward) {
   const DType dtype = fp8_dtype(*mode.recipe, Role::kGradient);
   TE_FL_RETURN_IF_ERROR(backward->retype(dtype));
-  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(backward->scale().device()));
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(backward->device()));
   backward->use(foreign);
   mode.gradients->add({backward, *mode.delayed(), dtype});
   return {};

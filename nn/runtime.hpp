@@ -115,7 +115,7 @@ Result<Fp8Mode> current_mode();
 // is trained or calibrates makes them if need be, and the session updates the forward scales; any
 // other only reads those, and is FAILED_PRECONDITION if no amax has set them yet.
 Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
-                     const std::shared_ptr<Fp8State>& backward, const Device& device);
+                     const std::shared_ptr<Fp8State>& backward);
 // A backward of that forward is about to use the gradients' state.
 Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward);
 

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "core/file.hpp"
 #include "nn/safetensors_format.hpp"
 
 namespace te_fl::nn {
@@ -26,7 +26,6 @@ class File {
   File(const File&) = delete;
   File& operator=(const File&) = delete;
   int fd() const { return fd_; }
-  int close() { return ::close(std::exchange(fd_, -1)); }
 
  private:
   int fd_;
@@ -55,18 +54,6 @@ Status read_exactly(int fd, void* out, uint64_t bytes, uint64_t offset, const st
   return {};
 }
 
-Status write_exactly(int fd, const void* data, uint64_t bytes, const std::string& path) {
-  const auto* from = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t put = ::write(fd, from, std::min<uint64_t>(bytes, 1u << 30));
-    if (put < 0 && errno == EINTR) continue;
-    if (put < 0) return io_error(path, "cannot write");
-    from += put;
-    bytes -= static_cast<uint64_t>(put);
-  }
-  return {};
-}
-
 Result<Tensor> read_tensor(int fd, const SafetensorsEntry& entry, uint64_t data_offset,
                            const std::string& path) {
   Result<Tensor> tensor = Tensor::empty(entry.shape, entry.dtype);
@@ -86,9 +73,24 @@ uint64_t tensor_bytes(const Tensor& tensor) {
   return static_cast<uint64_t>(bytes_for(tensor.dtype(), tensor.numel()));
 }
 
+// JSON is UTF-8, and other bytes would come back as other names.
+bool is_text(const std::string& text) {
+  try {
+    (void)nlohmann::json(text).dump();
+    return true;
+  } catch (const nlohmann::json::type_error&) {
+    return false;
+  }
+}
+
 // The JSON header, padded with spaces so that the data starts 8-byte aligned.
 Result<std::string> make_header(const std::vector<NamedTensor>& tensors, const Metadata& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  for (const auto& [key, value] : metadata) {
+    if (is_text(key) && is_text(value)) continue;
+    return invalid_argument("save_safetensors: metadata \"" + key +
+                            "\" or its value is not UTF-8, which the format cannot hold");
+  }
   if (!metadata.empty()) header["__metadata__"] = metadata;
   std::set<std::string> names;
   uint64_t offset = 0;
@@ -105,6 +107,7 @@ Result<std::string> make_header(const std::vector<NamedTensor>& tensors, const M
     if (t.name.empty() || t.name == "__metadata__" || !names.insert(t.name).second) {
       return complain("has a name that is empty, reserved or used twice");
     }
+    if (!is_text(t.name)) return complain("has a name that is not UTF-8");
     const uint64_t bytes = tensor_bytes(t.tensor);
     header[t.name] = {
         {"dtype", dtype},
@@ -112,7 +115,7 @@ Result<std::string> make_header(const std::vector<NamedTensor>& tensors, const M
         {"data_offsets", {offset, offset + bytes}}};
     offset += bytes;
   }
-  std::string text = header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');
   if (text.size() > detail::kMaxHeaderBytes) {
     return invalid_argument("save_safetensors: the header would have " +
@@ -122,31 +125,18 @@ Result<std::string> make_header(const std::vector<NamedTensor>& tensors, const M
   return text;
 }
 
-Status write_all(int fd, const std::string& header, const std::vector<NamedTensor>& tensors,
-                 const std::string& path) {
-  const uint64_t length = header.size();
-  TE_FL_RETURN_IF_ERROR(write_exactly(fd, &length, sizeof length, path));
-  TE_FL_RETURN_IF_ERROR(write_exactly(fd, header.data(), header.size(), path));
+Status write_tensors(core::FileReplacement& file, const std::vector<NamedTensor>& tensors) {
   for (const NamedTensor& t : tensors) {
     TE_FL_ASSIGN_OR_RETURN(Tensor host, on_host(t.tensor));
-    TE_FL_RETURN_IF_ERROR(write_exactly(fd, host.raw_data(), tensor_bytes(host), path));
+    file.write({host.data<char>(), static_cast<size_t>(tensor_bytes(host))});
   }
-  if (::fsync(fd) != 0) return io_error(path, "cannot sync");
   return {};
-}
-
-// Makes the rename itself durable. Some file systems cannot sync a directory; the file is whole
-// either way.
-void sync_directory(const std::string& path) {
-  std::string folder = std::filesystem::path(path).parent_path().string();
-  File dir(::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (dir.fd() >= 0) (void)::fsync(dir.fd());
 }
 
 }  // namespace
 
 Result<SafetensorsFile> load_safetensors(const std::string& path) {
-  File file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  File file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   if (file.fd() < 0) return io_error(path, "cannot open");
   struct stat info {};
   if (::fstat(file.fd(), &info) != 0) return io_error(path, "cannot stat");
@@ -170,20 +160,13 @@ Result<SafetensorsFile> load_safetensors(const std::string& path) {
 Status save_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors,
                         const Metadata& metadata) {
   TE_FL_ASSIGN_OR_RETURN(std::string header, make_header(tensors, metadata));
-  const std::string temporary = path + ".tmp." + std::to_string(::getpid());
-  File file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-  if (file.fd() < 0) return io_error(temporary, "cannot create");
-  Status status = write_all(file.fd(), header, tensors, temporary);
-  if (status.ok() && file.close() != 0) status = io_error(temporary, "cannot close");
-  if (status.ok() && ::rename(temporary.c_str(), path.c_str()) != 0) {
-    status = io_error(path, "cannot rename " + temporary + " to it");
-  }
-  if (!status.ok()) {
-    ::unlink(temporary.c_str());
-    return status;
-  }
-  sync_directory(path);
-  return {};
+  core::FileReplacement file(path);
+  TE_FL_RETURN_IF_ERROR(file.status().wrap(path + " cannot be written"));
+  const uint64_t length = header.size();
+  file.write({reinterpret_cast<const char*>(&length), sizeof length});
+  file.write(header);
+  TE_FL_RETURN_IF_ERROR(write_tensors(file, tensors));
+  return file.commit().wrap(path + " cannot be written");
 }
 
 }  // namespace te_fl::nn

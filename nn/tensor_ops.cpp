@@ -15,10 +15,11 @@ CallOptions call_options() {
   return options;
 }
 
-CallOptions random_options(int64_t count) {
+Result<CallOptions> random_options(int64_t count, const Device& device) {
   Context context = Context::current();
   CallOptions options;
   options.stream = context.stream();
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
   std::lock_guard lock(context.state().mutex);
   RandomPosition& random = context.state().position;
   options.rng.seed = random.seed;
@@ -26,6 +27,11 @@ CallOptions random_options(int64_t count) {
   if (const Tensor& state = context.state().captured; state.defined()) {
     options.rng.state = state.data<uint64_t>();
     options.rng.offset -= context.state().captured_at;
+  } else if (captured) {
+    return failed_precondition(
+        "dropout: the stream is being captured into a graph, and every launch would take the same "
+        "random numbers; draw from the context that the GraphedStep was made in, whose position "
+        "its launches advance");
   }
   random.offset += (static_cast<uint64_t>(count) + 3) / 4;
   return options;
@@ -134,15 +140,32 @@ Shape with_last(std::span<const int64_t> like, int64_t last) {
   return shape;
 }
 
-Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
-                      std::string_view module) {
-  const Shape want = with_last(x_shape, last);
-  if (dy.defined() && std::ranges::equal(dy.shape(), want)) return {};
+namespace {
+
+// INVALID_ARGUMENT: "WHAT f32[3,2] cpu RULE [2,3]".
+Status check_shape(const Tensor& t, std::span<const int64_t> want, const std::string& what,
+                   const char* rule) {
+  if (t.defined() && std::ranges::equal(t.shape(), want)) return {};
   std::string shape;
   for (const int64_t n : want) shape += (shape.empty() ? "[" : ",") + std::to_string(n);
-  return invalid_argument(std::string(module) + ": dy is " +
-                          (dy.defined() ? dy.describe() : std::string("undefined")) +
-                          "; it must have the shape of the forward's result, " + shape + "]");
+  return invalid_argument(what + (t.defined() ? t.describe() : std::string("undefined")) + rule +
+                          shape + "]");
+}
+
+}  // namespace
+
+Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
+                      std::string_view module) {
+  return check_shape(dy, with_last(x_shape, last), std::string(module) + ": dy is ",
+                     "; it must have the shape of the forward's result, ");
+}
+
+Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> x_shape,
+                               int64_t last, std::string_view what) {
+  if (residual == nullptr) return Tensor();
+  TE_FL_RETURN_IF_ERROR(check_shape(*residual, with_last(x_shape, last), std::string(what) + " is ",
+                                    "; it must have the shape of what it is added to, "));
+  return as_matrix(*residual, last, what);
 }
 
 Result<GradTarget> GradTarget::open(Parameter* parameter) {

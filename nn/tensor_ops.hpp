@@ -13,8 +13,9 @@ namespace te_fl::nn::detail {
 
 // The current context's stream, no random state.
 CallOptions call_options();
-// The same with the next `count` random numbers of the context.
-CallOptions random_options(int64_t count);
+// The same with the next `count` random numbers of the context, for an op on `device`.
+// FAILED_PRECONDITION if it is captured into a graph whose launches do not advance the context.
+Result<CallOptions> random_options(int64_t count, const Device& device);
 
 Result<Tensor> empty_like(const Tensor& tensor, DType dtype);
 Status fill(const Tensor& tensor, double value);
@@ -46,6 +47,11 @@ Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view modu
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->check_empty(module));
   return std::make_unique<Record>();
 }
+
+// A residual branch as as_matrix() gives it; undefined without one. INVALID_ARGUMENT unless it has
+// the shape of x with `last` as its last dimension.
+Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> x_shape,
+                               int64_t last, std::string_view what);
 
 // INVALID_ARGUMENT naming the module unless dy has x's shape with `last` as its last dimension, as
 // the forward's result had.

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -146,6 +147,10 @@ Result<std::unique_ptr<FiledCall>> FiledCall::read(const std::string& path) {
   if (!in) return broken("its description is cut off").wrap(path);
   const json description = json::parse(text, nullptr, false);
   TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<FiledCall> call, make(description, path));
+  // Of what has a size (a pipe has none) no memory is asked for that it cannot fill.
+  std::error_code unknown;
+  const uintmax_t whole = std::filesystem::file_size(path, unknown);
+  if (!unknown && call->bytes_ > whole / 2) return broken("its data is cut off").wrap(path);
   for (CopyBuffer* buffer : {&call->before_, &call->after_}) {
     *buffer = CopyBuffer(call->bytes_);
     if (buffer->data() == nullptr)

@@ -110,6 +110,12 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
     return bad(
         "device_types is 0, so that no device matches; set the bit of each DLPack device type");
   }
+  if ((desc.device_types >> TE_FL_DEVICE_EXT & 1) != 0 &&
+      (desc.provider == nullptr || *desc.provider == '\0')) {
+    return bad(
+        "it serves kDLExtDev devices and names no provider, and one provider's memory is nothing "
+        "that another's kernels could read; name it in te_fl_op_desc.provider (rule R18)");
+  }
   if (kind == Kind::kVendor && vendor.empty())
     return bad("a vendor implementation must name its vendor");
   return {};

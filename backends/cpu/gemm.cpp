@@ -65,6 +65,7 @@ Refusal refuse(const Args& args) {
       (args.pre_gelu_in->dl.data == nullptr || refuse_operand(*args.pre_gelu_in) != nullptr)) {
     return "pre_gelu_in must be contiguous and have row-wise data";
   }
+  if (args.residual != nullptr && overlaps_askew(*args.d, *args.residual)) return kOverlaps;
   return all_dense(args.bias, args.bias_grad, args.residual, args.d_sum) ? nullptr : kNotContiguous;
 }
 

@@ -47,7 +47,7 @@ class TE_FL_API OpRegistry {
   // Registers an implementation. The descriptor is copied; what it points to (functions, self,
   // schema) must outlive the registration and `keep_alive` is held until no call can use it.
   // Errors: unknown op (names the nearest), impl_id malformed (R16) or taken, missing run, a schema
-  // that differs from the one known (R17).
+  // that differs from the one known (R17), kDLExtDev without a provider (R18; no plugin tells it).
   Status register_op(const te_fl_op_desc& desc, std::string owner = "built-in",
                      std::string vendor = "te-fl", std::shared_ptr<void> keep_alive = nullptr);
   // Several, all or nothing.

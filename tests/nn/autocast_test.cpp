@@ -768,6 +768,26 @@ TEST(Capture, WithoutAutocastTurnsTheOtherThreadsOff) {
   EXPECT_TRUE(fp8_enabled());
 }
 
+TEST(Capture, WithoutAPolicyScopeLeavesTheOtherThreadsAside) {
+  const CapturedContext captured = CapturedContext::capture();
+  const SelectionPolicy usual = take(current_policy());
+  std::thread([&] {
+    PolicySettings other, strict;
+    other.prefer = Kind::kReference;
+    strict.strict = true;
+    const PolicyScope own(other);
+    const SelectionPolicy before = take(current_policy());
+    EXPECT_NE(before, usual);
+    {
+      const auto scope = captured.enter();
+      EXPECT_EQ(take(current_policy()), usual);
+      const PolicyScope inner(strict);
+      EXPECT_TRUE(take(current_policy()).settings().strict);
+    }
+    EXPECT_EQ(take(current_policy()), before);
+  }).join();
+}
+
 TEST(Capture, TheLastScopeOfASessionUpdates) {
   auto module = make_linear();
   Ctx ctx;

@@ -241,6 +241,7 @@ class RecordingDevice {
       op.outer.impl_id = "default.recorder";
       op.outer.kind = TE_FL_KIND_DEFAULT;
       op.outer.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+      op.outer.provider = "recorder";
       op.outer.self = &op;
       op.outer.run = run;
       op.outer.flags |= TE_FL_OP_GRAPH_SAFE;

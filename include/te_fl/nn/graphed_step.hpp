@@ -16,7 +16,8 @@ struct GraphedStepOptions {
   int64_t warmup = 3;
   // Tensors on the device that the step reads and run() copies new values into.
   std::vector<Tensor> inputs = {};
-  // The optimizer whose step() the step calls, created with capturable = true; null: none.
+  // The optimizer whose step() the step calls, created with capturable = true; null: none. A step
+  // that calls another one's cannot be captured.
   Optimizer* optimizer = nullptr;
 };
 
@@ -30,14 +31,15 @@ struct GraphedStepOptions {
 //   for (...) { adam->set_lr(...); losses = graphed->run({{next_tokens, next_targets}}); }
 // The step is called as it is captured and not again: whatever it decides on the host is fixed from
 // then on. What changes lives on the device: inputs, FP8 scales, random numbers (the Context's
-// Philox position advances at each launch as it does eagerly), step count and learning rate (a
-// capturable optimizer), and whether FP8 weights are quantised (ForwardOptions::reuse_weights, one
-// of the inputs: then a graph of one microbatch serves them all). is_first_microbatch is decided on
-// the host: a graph with it holds all the microbatches of a step. The step must not read tensors on
-// the host (item()), copy from or to host memory, or leave an autocast or a backward_end() to its
-// caller. Everything runs on a stream of its own, or the current context's if it has one; the
-// caller's stream is ordered before and after. Modules, optimizer and every tensor that the step
-// used must outlive it. One run() at a time.
+// Philox position advances at each launch as it does eagerly; drawing from another context in the
+// step is refused when it is captured), step count and learning rate (a capturable optimizer), and
+// whether FP8 weights are quantised (ForwardOptions::reuse_weights, one of the inputs: then a graph
+// of one microbatch serves them all). is_first_microbatch is decided on the host: a graph with it
+// holds all the microbatches of a step. The step must not read tensors on the host (item()), copy
+// from or to host memory, or leave an autocast or a backward_end() to its caller. Everything runs
+// on a stream of its own, or the current context's if it has one; the caller's stream is ordered
+// before and after. Modules, optimizer and every tensor that the step used must outlive it. One
+// run() at a time.
 class TE_FL_API GraphedStep {
  public:
   // Returns the tensors that run() is to return, e.g. losses.

@@ -35,7 +35,9 @@ class TE_FL_API Optimizer {
   // point, unless capturable. Gradients whose norm is not finite leave everything as it is, with
   // FAILED_PRECONDITION; if capturable, on the device and without an error, and the step is counted
   // all the same. While the stream is captured into a graph (capturable only, else
-  // FAILED_PRECONDITION) it counts nothing: advance() does, before each launch.
+  // FAILED_PRECONDITION) it counts nothing: advance() does, before each launch. FAILED_PRECONDITION
+  // too if a GraphedStep captures it whose options do not name this optimizer, and for the first
+  // step of an SGD with dampening, which differs from the others.
   Status step();
   // Counts a step that a graph is about to make, and writes step count and learning rate where the
   // graph reads them, on the thread's current stream. GraphedStep calls it. FAILED_PRECONDITION
@@ -71,7 +73,8 @@ class TE_FL_API Optimizer {
   // Copies the value of parameters_[index] to its master weight, if it has one.
   virtual Status refresh_master(size_t index) = 0;
   const OnDevice* on_device() const noexcept { return device_.get(); }
-  virtual Status update() = 0;
+  // `first`: nothing is there yet of what a step leaves to the next.
+  virtual Status update(bool first) = 0;
 
   std::vector<NamedParameter> parameters_;
   float lr_ = 0;
@@ -79,8 +82,10 @@ class TE_FL_API Optimizer {
   float last_grad_norm_ = 0;
   int64_t steps_ = 0;
   const char* uncapturable_ = nullptr;  // not null: why no graph can hold the step
+  bool first_differs_ = false;          // no later step repeats the first
 
  private:
+  Status check_capture() const;
   Status clip_on_device();
   Status write_state();
   Status refresh_masters();
@@ -126,7 +131,7 @@ class TE_FL_API Adam : public Optimizer {
  private:
   struct Impl;
   Adam(std::vector<NamedParameter> parameters, const AdamOptions& options);
-  Status update() override;
+  Status update(bool first) override;
   Status refresh_master(size_t index) override;
   Status update_some(bool decays, bool mastered, bool copied);
   std::unique_ptr<Impl> impl_;
@@ -155,7 +160,7 @@ class TE_FL_API SGD : public Optimizer {
  private:
   struct Impl;
   SGD(std::vector<NamedParameter> parameters, const SGDOptions& options);
-  Status update() override;
+  Status update(bool first) override;
   Status refresh_master(size_t index) override;
   std::unique_ptr<Impl> impl_;
 };

@@ -46,14 +46,18 @@ struct SafetensorsFile {
 
 // Reads a whole file; everything is checked before anything is returned.
 TE_FL_API Result<SafetensorsFile> load_safetensors(const std::string& path);
-// Writes path.tmp.PID, syncs it, and renames it over path. Tensors must be unquantised; any device,
-// any strides.
+// Writes a file beside `path`, syncs it, and renames it over path (over what it links to, if it is
+// a link). Tensors must be unquantised; any device, any strides. INVALID_ARGUMENT for a name that
+// is empty, given twice or not UTF-8; FAILED_PRECONDITION if the file cannot be written, or path is
+// a folder, a device or a pipe. After an error the old file is as it was.
 TE_FL_API Status save_safetensors(const std::string& path, const std::vector<NamedTensor>& tensors,
                                   const Metadata& metadata = {});
 
 // A module with its FP8 state, optionally an optimizer's state, and the current context's random
 // position, so that training continues bit for bit. `metadata` is the caller's own; keys beginning
-// with "te_fl." are te-fl's.
+// with "te_fl." are te-fl's. Reads what the current context's stream has written, as
+// load_checkpoint() writes in its order: call them in the training's ContextScope, or after its
+// stream was waited for (Stream::synchronize).
 TE_FL_API Status save_checkpoint(const std::string& path, const Module& module,
                                  const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});

@@ -10,16 +10,18 @@
 
 #include <csignal>
 #include <filesystem>
+#include <string>
 
 #include "unit/sanitizers.hpp"
 #include "unit/temp_folder.hpp"
 
 namespace {
-int g_syncs = 0;
+std::string g_synced;  // a letter for each file and folder, in order
 }
-// Stands before the C library's, to see that it is asked.
+// Stands before the C library's, to see what it is asked for.
 extern "C" int fsync(int fd) {
-  ++g_syncs;
+  struct stat st {};
+  g_synced += fstat(fd, &st) == 0 && S_ISDIR(st.st_mode) ? 'd' : 'f';
   return static_cast<int>(syscall(SYS_fsync, fd));
 }
 
@@ -33,7 +35,7 @@ bool contains(const std::string& text, const std::string& part) {
 TEST(WholeFile, IsReplacedAndOnTheDiskBeforeItHasItsName) {
   const test::TempFolder folder;
   const std::string path = folder.write("a", "old");
-  const int before = g_syncs;
+  g_synced.clear();
   const std::string large(3 << 20, 'x');
   FileReplacement file(path);
   file.write("new ");
@@ -42,7 +44,7 @@ TEST(WholeFile, IsReplacedAndOnTheDiskBeforeItHasItsName) {
   EXPECT_EQ(test::read_file(path), "old") << "until it is complete";
   ASSERT_TRUE(file.commit().ok());
   EXPECT_EQ(test::read_file(path), "new " + large + " end");
-  EXPECT_EQ(g_syncs, before + 1);
+  EXPECT_EQ(g_synced, "fd") << "the contents, then the folder that has the name";
   EXPECT_EQ(read_file(path, 4 << 20).value(), "new " + large + " end");
 }
 

@@ -100,6 +100,8 @@ TEST(Registry, RefusesMalformedDescriptors) {
                kInvalidArgument, "destroy_plan");
   EXPECT_FAILS(add([](auto& d) { d.param_version = 0; }), kInvalidArgument, "param_version");
   EXPECT_FAILS(add([](auto& d) { d.device_types = 0; }), kInvalidArgument, "device_types");
+  EXPECT_FAILS(add([](auto& d) { d.device_types = uint64_t{1} << TE_FL_DEVICE_EXT; }),
+               kInvalidArgument, "R18");
   EXPECT_FAILS(add([](auto& d) { d.schema = nullptr; }), kInvalidArgument, "R17");
   EXPECT_FAILS(add([](auto& d) { d.op_name = "test::six"; }), kInvalidArgument, "R17");
   EXPECT_FAILS(add([](auto& d) { d.op_name = "gelo", d.schema = nullptr; }), kNotFound, "'gelu'");

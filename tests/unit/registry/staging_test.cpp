@@ -51,6 +51,7 @@ class Staging : public ::testing::Test {
     far.keep_ranges = true;
     device = devices::add(&far.desc).value();
     native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+    native.desc.provider = "far";
     native.desc.vendor = "acme";
     native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
     host.desc.flags |= TE_FL_OP_GRAPH_SAFE;
@@ -580,6 +581,7 @@ TEST_F(Staging, AnOpaqueRecordsStorageMovesAndItsBackwardGoesToItsProducer) {
       backward("default.host", testing::save_schema(false)),
       stranger("vendor.native", testing::save_schema(false));
   stranger.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  stranger.desc.provider = "far";
   stranger.desc.vendor = "acme";
   forward.desc.saved_bytes = [](void*, const te_fl_context* ctx, const void* raw,
                                 size_t* bytes) -> te_fl_status {

@@ -306,6 +306,7 @@ class Scratch : public TwoDevices {
   void SetUp() override {
     TwoDevices::SetUp();
     native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+    native.desc.provider = "far";
     native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
     native.desc.workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
       *bytes = sizeof(float);
@@ -490,6 +491,7 @@ TEST_F(Scratch, WantOfItInACaptureIsTheCallers) {
   make(1);
   Fake second{"vendor.other"};
   second.desc.device_types = native.desc.device_types;
+  second.desc.provider = native.desc.provider;
   second.desc.flags = native.desc.flags;
   second.desc.priority = 1;
   STREAMS_OK(registry.register_op(second.desc, "test", "far"));

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstring>
 #include <filesystem>
 #include <thread>
 
@@ -265,6 +266,7 @@ TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
   const Device device = devices::add(&far.desc).value();
   Fake native{"vendor.far"};
   native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  native.desc.provider = "far";
   native.desc.vendor = "acme";
   native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
   native.desc.priority = 500;
@@ -358,6 +360,17 @@ TEST(Replay, ASavedCaseRunsOnAnyImplementation) {
   std::string far_off = text;
   far_off.replace(far_off.find("\"data\":"), 8, "\"data\":9");
   EXPECT_FALSE(replay(folder.write("far.call", far_off)).ok());
+  // No memory is asked for that the file cannot fill.
+  constexpr size_t kHead = sizeof("te-fl call 1\n") - 1 + sizeof(uint64_t);
+  uint64_t length = 0;
+  std::memcpy(&length, text.data() + kHead - sizeof length, sizeof length);
+  std::string vast = text.substr(kHead, length);
+  const size_t claim = vast.find("\"bytes\":");
+  vast.replace(claim, vast.find(',', claim) - claim, "\"bytes\":4398046511104");
+  length = vast.size();
+  vast = text.substr(0, kHead - sizeof length) +
+         std::string(reinterpret_cast<const char*>(&length), sizeof length) + vast;
+  EXPECT_EQ(replay(folder.write("vast.call", vast)).status().code(), StatusCode::kDataLoss);
   ASSERT_OK(manager.registry().unregister_op("gelu", "vendor.wrong"));
   for (const char* name : {"TE_FL_VERIFY", "TE_FL_VERIFY_DIR", "TE_FL_QUARANTINE_FILE"})
     ASSERT_OK(environment::unset(name));

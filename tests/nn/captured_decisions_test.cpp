@@ -1,0 +1,139 @@
+// What a captured step would decide on the host for all its launches: it is done right on the
+// device, or refused.
+#include "nn_test_util.hpp"
+#include "plugins/hooks.hpp"
+#include "support/recording_device.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+using te_fl::testing::RecordingDevice;
+
+class CapturedDecisions : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    plugins::g_hooks.release_device.load()(recorder.device());
+    ASSERT_OK(devices::remove(recorder.device()));
+  }
+  const Device& device() const { return recorder.device(); }
+  RecordingDevice recorder;
+};
+
+// A parameter whose gradient is always the same.
+struct Constant {
+  std::unique_ptr<Linear> linear;
+  std::shared_ptr<Parameter> weight;
+  explicit Constant(const Device& device) {
+    linear = take(Linear::create(
+        {.in_features = 2, .out_features = 2, .bias = false, .device = device, .seed = 3}));
+    weight = linear->parameters()[0].parameter;
+    weight->grad = take(tensor({2, 2}, {1, -2, 3, 4}).to(device));
+  }
+  Values values() const { return values_of(take(weight->value.to(Device()))); }
+};
+
+// What SGD makes of `eager` steps and then `launches` more, of a graph or not.
+Result<Values> sgd(const Device& device, bool graphed, float dampening, int eager, int launches) {
+  Constant c(device);
+  const auto sgd =
+      take(SGD::create(c.linear->parameters(),
+                       {.lr = 0.1f, .momentum = 0.9f, .dampening = dampening, .capturable = true}));
+  const Stream stream = take(Stream::create(device));
+  const StreamScope scope(stream);
+  check(devices::synchronize(device));
+  for (int i = 0; i < eager; ++i) check(sgd->step());
+  Graph graph;
+  if (graphed) {
+    Capture capture = take(Capture::begin(device, stream.get()));
+    const Status step = sgd->step();
+    graph = take(capture.end());
+    TE_FL_RETURN_IF_ERROR(step);
+  }
+  for (int i = 0; i < launches; ++i) {
+    check(graphed ? sgd->advance() : sgd->step());
+    if (graphed) check(graph.launch());
+  }
+  check(stream.synchronize());
+  return c.values();
+}
+
+// Its momentum starts with the first gradient; a graph of the second step is no first step.
+TEST_F(CapturedDecisions, AGraphAfterOneStepGoesOnWithTheMomentum) {
+  for (const float dampening : {0.0f, 0.5f}) {
+    EXPECT_EQ(take(sgd(device(), true, dampening, 1, 4)),
+              take(sgd(device(), false, dampening, 1, 4)));
+  }
+  EXPECT_EQ(take(sgd(device(), true, 0, 0, 4)), take(sgd(device(), false, 0, 0, 4)));
+}
+
+TEST_F(CapturedDecisions, AFirstStepThatDiffersFromTheOthersIsRefused) {
+  const Status status = sgd(device(), true, 0.5f, 0, 4).status();
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
+  EXPECT_NE(status.to_string().find("dampening"), std::string::npos) << status.to_string();
+}
+
+// Steps that run eagerly three times and are then captured; the outcome of the capture.
+Status capture_of(const Device& device, const GraphedStep::Step& step,
+                  GraphedStepOptions options = {}) {
+  const auto graphed = take(GraphedStep::create(device, step, std::move(options)));
+  for (int i = 0; i < 3; ++i) check(graphed->run().status());
+  EXPECT_FALSE(graphed->captured());
+  const Status status = graphed->run().status();
+  EXPECT_EQ(graphed->captured(), status.ok());
+  return status;
+}
+
+TEST_F(CapturedDecisions, AnOptimizerThatTheStepDoesNotNameIsRefused) {
+  Constant one(device()), two(device());
+  const auto first = take(Adam::create(one.linear->parameters(), {.capturable = true}));
+  const auto second = take(Adam::create(two.linear->parameters(), {.capturable = true}));
+  const auto step_first = [&]() -> Result<std::vector<Tensor>> {
+    TE_FL_RETURN_IF_ERROR(first->step());
+    return std::vector<Tensor>();
+  };
+  const auto step_both = [&]() -> Result<std::vector<Tensor>> {
+    TE_FL_RETURN_IF_ERROR(first->step());
+    TE_FL_RETURN_IF_ERROR(second->step());
+    return std::vector<Tensor>();
+  };
+  for (const Status& status : {capture_of(device(), step_first),
+                               capture_of(device(), step_both, {.optimizer = first.get()})}) {
+    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
+    EXPECT_NE(status.to_string().find("GraphedStepOptions::optimizer"), std::string::npos)
+        << status.to_string();
+  }
+  EXPECT_EQ(first->steps(), 6);
+  ASSERT_OK(capture_of(device(), step_first, {.optimizer = first.get()}));
+  EXPECT_EQ(first->steps(), 10);
+}
+
+// Only the random numbers of the step's own context advance with the launches.
+TEST_F(CapturedDecisions, RandomNumbersOfAnotherContextAreRefused) {
+  const Context own(7);
+  Dropout dropout(0.5f);
+  const Tensor x = take(tensor({1, 32}, Values(32, 1.0)).to(device()));
+  const auto drop = [&]() -> Result<std::vector<Tensor>> {
+    Ctx ctx;
+    TE_FL_ASSIGN_OR_RETURN(const Tensor y, dropout.forward(x, &ctx));
+    return std::vector<Tensor>{y};
+  };
+  const Status status = capture_of(device(), [&] {
+    const ContextScope scope(own.with_stream(device(), devices::current_stream(device())));
+    return drop();
+  });
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
+  EXPECT_NE(status.to_string().find("the same random numbers"), std::string::npos)
+      << status.to_string();
+  EXPECT_EQ(own.random().offset, 3 * 8u) << "what is refused draws none";
+  ASSERT_OK(capture_of(device(), drop));
+
+  const Stream stream = take(Stream::create(device()));
+  const StreamScope scope(stream);
+  ASSERT_OK(drop().status());
+  Capture capture = take(Capture::begin(device(), stream.get()));
+  EXPECT_EQ(drop().status().code(), StatusCode::kFailedPrecondition);
+  ASSERT_OK(capture.end().status());
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing

@@ -1,0 +1,57 @@
+// Checkpoints where the path is no file, and names that the format cannot hold.
+#include <sys/stat.h>
+
+#include "nn_test_util.hpp"
+#include "unit/temp_folder.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+mode_t kind_of(const std::string& path) {
+  struct stat info {};
+  return ::lstat(path.c_str(), &info) == 0 ? info.st_mode & S_IFMT : 0;
+}
+
+TEST(CheckpointFiles, APipeIsNeitherReplacedNorWaitedFor) {
+  const test::TempFolder folder;
+  const std::string pipe = folder / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const auto linear = take(Linear::create({.in_features = 2, .out_features = 2}));
+  const Status saved = save_checkpoint(pipe, *linear);
+  EXPECT_FALSE(saved.ok());
+  EXPECT_NE(saved.to_string().find("is a device, a pipe or a socket"), std::string::npos)
+      << saved.to_string();
+  EXPECT_EQ(kind_of(pipe), mode_t{S_IFIFO});
+  // Nobody writes into it: who opens it to read waits for ever.
+  EXPECT_EQ(load_checkpoint(pipe, *linear).status().code(), StatusCode::kInvalidArgument);
+}
+
+TEST(CheckpointFiles, ALinkStaysAndItsFileIsWritten) {
+  const test::TempFolder folder;
+  const std::string file = folder.write("file", "old"), link = folder / "link";
+  ASSERT_EQ(::symlink(file.c_str(), link.c_str()), 0);
+  const auto linear = take(Linear::create({.in_features = 2, .out_features = 2}));
+  ASSERT_OK(save_checkpoint(link, *linear));
+  EXPECT_EQ(kind_of(link), mode_t{S_IFLNK});
+  ASSERT_OK(load_checkpoint(file, *linear).status());
+}
+
+// JSON is UTF-8: another name would be saved than the one that is loaded by.
+TEST(CheckpointFiles, NamesThatAreNoTextAreRefusedBeforeAnythingIsWritten) {
+  const test::TempFolder folder;
+  const std::string path = folder.write("file", "old");
+  const Tensor t = tensor({1}, {1});
+  const Status names = save_safetensors(path, {{"a\xff", t}, {"a\xfe", t}});
+  EXPECT_EQ(names.code(), StatusCode::kInvalidArgument) << names.to_string();
+  EXPECT_NE(names.to_string().find("UTF-8"), std::string::npos) << names.to_string();
+  for (const Metadata& metadata :
+       {Metadata{{"key\xff", "value"}}, Metadata{{"key", "value\xff"}}}) {
+    const Status status = save_safetensors(path, {{"a", t}}, metadata);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
+    EXPECT_NE(status.to_string().find("key"), std::string::npos) << status.to_string();
+  }
+  EXPECT_EQ(test::read_file(path), "old");
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing
