@@ -115,6 +115,12 @@ std::vector<Device> present_devices() {
   return result;
 }
 
+std::vector<Device> ready_devices() {
+  const Device host{};
+  bring_devices(&host);
+  return present_devices();
+}
+
 namespace {
 
 // Publishes a list without `entry`. The lock is held.

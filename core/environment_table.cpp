@@ -39,7 +39,9 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
      true},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",
-     "Folders in which plugin manifests are looked for first, colon separated.", true},
+     "Folders in which plugin manifests are looked for before te-fl's own, colon separated; empty: "
+     "none are looked for.",
+     true},
     {"TE_FL_PLUGIN_TIMEOUT_MS", "", kInt, "10000", "1 3600000",
      "How long a plugin may take to start, in milliseconds; after that it is abandoned."},
     {"TE_FL_SKIP_CUDA", "", kBool, "0", "", "1: the CUDA plugin is left out."},

@@ -1,5 +1,6 @@
 // The calling thread's streams: scopes, each for one device.
 #include <algorithm>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,15 +48,27 @@ bool may_have(const Device& device, void* stream) {
   return errors.call([&] { return check(d.self, stream, errors.sink()); }) == TE_FL_OK;
 }
 
+// Whether one plugin provides them all.
+bool one_provider(const std::vector<Device>& all) {
+  std::set<std::string> providers;
+  for (const Device& d : all) {
+    if (const core::DeviceEntry* entry = core::find_device(d)) providers.insert(entry->provider);
+  }
+  return providers.size() == 1;
+}
+
 // The devices that a stream may belong to: those on which te-fl made it, or else all that do not
-// deny it.
+// deny it. Only its own provider is asked about a handle: another would take it for a pointer to
+// something of its own library, and follow it.
 std::vector<Device> devices_of(void* stream) {
-  std::vector<Device> all = devices::list(), made;
+  std::vector<Device> all = core::ready_devices(), made;
   std::erase_if(all, [](const Device& d) { return d.is_host(); });
   std::ranges::copy_if(all, std::back_inserter(made),
                        [&](const Device& d) { return core::is_own_stream(d, stream); });
   if (!made.empty() || all.size() < 2) return made.empty() ? all : made;
-  std::erase_if(all, [&](const Device& d) { return !may_have(d, stream); });
+  if (one_provider(all)) {
+    std::erase_if(all, [&](const Device& d) { return !may_have(d, stream); });
+  }
   return all;
 }
 

@@ -9,6 +9,7 @@
 
 #include "core/plugin_settings.hpp"
 #include "core/text.hpp"
+#include "plugins/file_trust.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/nearest.hpp"
 #include "plugins/on_demand.hpp"
@@ -197,6 +198,7 @@ std::string installation_prefix() {
 
 SearchPath manifest_folders() {
   const std::optional<std::string> value = environment::get_if_set("TE_FL_PLUGIN_PATH");
+  if (value == "" && !privileges_elevated()) return {};  // none
   SearchPath path = split_plugin_path(value.value_or(""), "TE_FL_PLUGIN_PATH");
   SearchPath rest = default_search_path(installation_prefix());
   std::move(rest.folders.begin(), rest.folders.end(), std::back_inserter(path.folders));

@@ -24,7 +24,7 @@ std::string installation_prefix();
 // The prefix of a library or program at `path`, empty when its folder is not a lib or bin folder.
 std::string prefix_of(const std::string& path);
 
-// Folders of TE_FL_PLUGIN_PATH, then the default ones.
+// Folders of TE_FL_PLUGIN_PATH, then the default ones; none if the variable is set and empty.
 SearchPath manifest_folders();
 
 }  // namespace te_fl::plugins

@@ -33,7 +33,9 @@ Result<PluginInfo> load_by_name(const std::string& name, OpRegistry& registry) {
   }
   std::string text = "no manifest has the name '" + name + "'" + core::did_you_mean(name, names) +
                      " (known: " + (names.empty() ? "none" : core::join(names)) + "; looked in " +
-                     core::join(path.folders) + ")";
+                     (path.folders.empty() ? "no folder, since TE_FL_PLUGIN_PATH is set and empty"
+                                           : core::join(path.folders)) +
+                     ")";
   if (name.ends_with(".so")) text += "; a file needs a '/' in its name: ./" + name;
   for (const std::string& error : scan.errors) text += "; refused: " + error;
   return not_found(text);

@@ -176,9 +176,12 @@ class [[nodiscard]] StreamScope {
   TE_FL_API StreamScope(const Device& device, void* stream);
   TE_FL_API explicit StreamScope(const Stream& stream)
       : StreamScope(stream.device(), stream.get()) {}
-  // The same without the device: that on which te-fl made the stream, or the one whose plugin does
-  // not deny it, or the only one that is there. If that leaves several, memory cannot be allocated
-  // in the scope (FAILED_PRECONDITION). Null: the default stream of every device.
+  // The same without the device: that on which te-fl made the stream, or the only one that is
+  // there, or, of devices of one plugin, the one that the plugin does not deny it. If that leaves
+  // several, as it does where two plugins have devices and te-fl did not make the stream, memory
+  // cannot be allocated in the scope (FAILED_PRECONDITION). A plugin that waits for a device of its
+  // kind to be named (a manifest's "load_for") goes on waiting. Null: the default stream of every
+  // device.
   TE_FL_API explicit StreamScope(void* stream);
   TE_FL_API ~StreamScope();
   StreamScope(const StreamScope&) = delete;

@@ -3,9 +3,11 @@
 usage: bench_findings_test.py BENCH_LIBRARY PLUGIN NCCL"""
 import ctypes
 import json
+import os
 import sys
 
 library, plugin, nccl = sys.argv[1:]
+os.environ["TE_FL_PLUGIN_PATH"] = ""  # the plugin is loaded below
 ctypes.CDLL(nccl)
 bench = ctypes.CDLL(library)
 bench.tb_findings.restype = bench.tb_error.restype = ctypes.c_char_p

@@ -125,7 +125,7 @@ TEST_F(DiscoveryTest, ModulesThatDoNotResolveAreWarnings) {
   EXPECT_TRUE(contains(run.log, "\"godo\" is the name of no manifest; did you mean good?"))
       << run.log;
   EXPECT_TRUE(contains(run.log, "\"./good.so\" is a relative path")) << run.log;
-  EXPECT_TRUE(contains(run.log, "\"xyzzy\" is the name of no manifest (known: good)")) << run.log;
+  EXPECT_TRUE(contains(run.log, "\"xyzzy\" is the name of no manifest (known: good")) << run.log;
   // A misspelt name and a path are meant for te-fl; a word that nothing has may be Python's.
   EXPECT_TRUE(contains(run.line("godo"), "|failed|TE_FL_PLUGIN_MODULES|")) << run.output;
   EXPECT_TRUE(contains(run.line("xyzzy"), "|skipped|TE_FL_PLUGIN_MODULES|")) << run.output;
@@ -167,6 +167,14 @@ TEST_F(DiscoveryTest, TheWorkingDirectoryNeverCounts) {
   EXPECT_TRUE(contains(run.log, "relative")) << run.log;
 }
 
+TEST_F(DiscoveryTest, AnEmptyPathLooksNowhere) {
+  manifest("xdg/te_fl/plugins.d", "good", fault_path("good"));
+  ProbeRun run = probe({{"XDG_DATA_HOME", folder_ / "xdg"}});
+  EXPECT_TRUE(contains(run.line("good"), "|active|")) << run.output;
+  run = probe({{"XDG_DATA_HOME", folder_ / "xdg"}, {"TE_FL_PLUGIN_PATH", kSetAndEmpty}});
+  EXPECT_EQ(run.line("good"), "") << run.output;
+}
+
 // A prefix is relocatable: it is found from where libte_fl.so lies, wherever that is.
 TEST_F(DiscoveryTest, ThePrefixIsWhereTheLibraryIs) {
   for (const char* lib : {"lib", "lib/x86_64-linux-gnu"}) {
@@ -184,7 +192,7 @@ TEST_F(DiscoveryTest, ThePrefixIsWhereTheLibraryIs) {
     const std::string json = manifest("away", "good", "../good.so");
     fs::copy(json, prefix / "lib/te_fl/plugins.d/good.json");
     const ProbeRun run = run_probe({{"LD_LIBRARY_PATH", prefix / lib},
-                                    {"TE_FL_PLUGIN_PATH", ""},
+                                    {"TE_FL_PLUGIN_PATH", folder_ / "nothing"},
                                     {"XDG_DATA_HOME", folder_ / "xdg"}},
                                    prefix / "bin/probe");
     EXPECT_EQ(run.line("good"), "good|active|" + (prefix / "lib/te_fl/plugins.d/good.json") + "|")

@@ -302,9 +302,16 @@ TEST_F(LoadFailure, LoadingFromInsideAnOpIsRefused) {
 }
 
 TEST_F(LoadFailure, ANameWithoutAManifestNamesTheFolders) {
-  const Status status = plugins::load("nobody").status();
+  Status status = plugins::load("nobody").status();
   EXPECT_EQ(status.code(), StatusCode::kNotFound);
-  EXPECT_TRUE(contains(status.message(), "/etc/te_fl/plugins.d")) << status.to_string();
+  EXPECT_TRUE(contains(status.message(), "looked in no folder, since TE_FL_PLUGIN_PATH"))
+      << status.to_string();
+  EXPECT_TRUE(environment::set("TE_FL_PLUGIN_PATH", "/nothing").ok());
+  status = plugins::load("nobody").status();
+  EXPECT_TRUE(contains(status.message(), "/nothing, ") &&
+              contains(status.message(), "/etc/te_fl/plugins.d"))
+      << status.to_string();
+  EXPECT_TRUE(environment::unset("TE_FL_PLUGIN_PATH").ok());
   EXPECT_TRUE(contains(plugins::load("good.so").status().message(), "./good.so"));
 }
 

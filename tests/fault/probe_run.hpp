@@ -31,7 +31,8 @@ struct ProbeRun {
   }
 };
 
-// `environment` is added to this process's; an empty value unsets.
+// `environment` is added to this process's; an empty value unsets, kSetAndEmpty sets an empty one.
+constexpr const char* kSetAndEmpty = "(set and empty)";
 inline ProbeRun run_probe(const std::map<std::string, std::string>& environment,
                           const std::string& program = FAULT_PROBE,
                           const std::string& argument = "") {
@@ -40,7 +41,11 @@ inline ProbeRun run_probe(const std::map<std::string, std::string>& environment,
   const pid_t child = fork();
   if (child == 0) {
     for (const auto& [name, value] : environment) {
-      value.empty() ? unsetenv(name.c_str()) : setenv(name.c_str(), value.c_str(), 1);
+      if (value.empty()) {
+        unsetenv(name.c_str());
+      } else {
+        setenv(name.c_str(), value == kSetAndEmpty ? "" : value.c_str(), 1);
+      }
     }
     setenv("TEFL_LOG_LEVEL", "WARNING", 1);
     if (freopen(out.c_str(), "w", stdout) == nullptr ||

@@ -6,7 +6,7 @@ set -euo pipefail
 source_dir=$1 build_dir=$2
 work=$build_dir/install_test
 rm -rf "$work" && mkdir -p "$work"
-export TE_FL_PLUGIN_PATH=
+unset TE_FL_PLUGIN_PATH
 cmake --install "$build_dir" --prefix "$work/first" >/dev/null
 mv "$work/first" "$work/moved"
 prefix=$work/moved
@@ -110,7 +110,7 @@ export TE_FL_PLUGIN_PATH=$work/elsewhere/$subfolder
 text=$(TEFL_LOG_LEVEL=DEBUG "$work/consumer/consumer" 2>&1)
 if grep -q 'plugin chip' <<<"$text"; then fail "the installed device's plugin does not wait: $text"; fi
 expect "new-backend --device: the installed device is found" '-> *vendor.chip' "$("$te_fl" explain relu --dtype f32 --device ext:chip:0)"
-export TE_FL_PLUGIN_PATH=
+unset TE_FL_PLUGIN_PATH
 
 refused() { # PATTERN ARGUMENTS...
   local pattern=$1 text; shift

@@ -298,6 +298,33 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
   EXPECT_EQ(devices::current_stream(b), nullptr);
 }
 
+// To another plugin a handle may be a pointer into its own library, which it follows.
+TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
+  static int asked;
+  asked = 0;
+  FarDevice other;
+  other.desc.provider = "other";
+  other.api.check_stream = [](void*, void*, const te_fl_error_sink*) {
+    ++asked;
+    return te_fl_status{TE_FL_INVALID_ARGUMENT};
+  };
+  const Device of_other = devices::add(&other.desc).value();
+  const Stream stream = Stream::create(b).value();
+  int framework_stream = 0;
+  {
+    const StreamScope known(stream.get());  // equal handles are of b alone
+    EXPECT_EQ(devices::current_stream(b), stream.get());
+    const StreamScope unknown(&framework_stream);
+    for (const Device& device : {a, of_other}) {
+      STREAMS_FAILS(Tensor::empty({4}, DType::kF32, device).status(), kFailedPrecondition,
+                    "say whose it is: StreamScope(device, stream)");
+    }
+  }
+  EXPECT_EQ(asked, 0);
+  plugins::g_hooks.release_device.load()(of_other);
+  STREAMS_OK(devices::remove(of_other));
+}
+
 // ---- scratch of graphs, and of streams that come and go
 
 // out = a, by way of scratch, in two pieces of work.
