@@ -497,8 +497,8 @@ typedef struct te_fl_op_desc {
       TE_FL_INIT(NULL);                           /* required if prepare is present */
   const te_fl_op_schema* schema TE_FL_INIT(NULL); /* custom ops (R17); NULL for the catalogue's */
   const char* vendor TE_FL_INIT(NULL);            /* NULL: the plugin's vendor */
-  /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates, which must be of
-     one provider; the plugin is refused if they are of two. */
+  /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates, which must be
+     of one provider; the plugin is refused if they are of two. */
   const char* provider TE_FL_INIT(NULL);
 } te_fl_op_desc;
 

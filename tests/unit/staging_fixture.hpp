@@ -15,11 +15,11 @@
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_TRUE(contains(s_.to_string(), part)) << s_.to_string();     \
+#define EXPECT_FAILS(expr, expected_code, part)                             \
+  do {                                                                      \
+    const Status s_ = (expr);                                               \
+    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string();      \
+    EXPECT_TRUE(testing::contains(s_.to_string(), part)) << s_.to_string(); \
   } while (false)
 
 #define ASSERT_OK(expr)                     \
