@@ -3,8 +3,8 @@
 //
 // A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it
 // each with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy
-// the tiles, zeros where a sequence ends, and the bits of pairs that the mask tensor hides or dropout
-// keeps (attention_bits.cu), or draw the latter in place, beside the products.
+// the tiles, zeros where a sequence ends, and the bits of pairs that the mask tensor hides or
+// dropout keeps (attention_bits.cu), or draw the latter in place, beside the products.
 #pragma once
 
 #include <type_traits>
