@@ -244,10 +244,14 @@ std::deque<te_fl_op_desc> Instance::completed(std::span<const te_fl_op_desc* con
                                               const OpRegistry& registry,
                                               std::vector<const te_fl_op_desc*>& kept) {
   const char* provider = header_.name.c_str();  // it may find none of its devices here
+  const Device* first = nullptr;
   for (const Device& device : devices_) {
     if (device.type != TE_FL_DEVICE_EXT) continue;
-    provider = (*te_fl::devices::find(device))->provider;
-    break;
+    // Of two providers it could mean either: it stays without, which the registry refuses.
+    const bool another = first != nullptr && first->provider != device.provider;
+    provider = another ? nullptr : (*te_fl::devices::find(device))->provider;
+    if (another) break;
+    first = &device;
   }
   std::deque<te_fl_op_desc> copies;
   std::string left_out;

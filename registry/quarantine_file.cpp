@@ -68,6 +68,17 @@ Result<Quarantine> from_json(const json& j) try {
   return invalid_argument(e.what());
 }
 
+// A file's text. Bytes of a reason that are not UTF-8 are replaced.
+std::string text_of(const json& value) {
+  return value.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
+}
+
+// Whether what is read is what was written: an entry of another name would bar nobody.
+bool comes_back(const Quarantine& q) {
+  const Result<Quarantine> again = from_json(json::parse(text_of(to_json(q))));
+  return again.ok() && same(*again, q);
+}
+
 // A file as JSON with a list of entries, and why it is none.
 struct Parsed {
   json object = {{kVersionKey, 1}, {"entries", json::array()}};
@@ -143,8 +154,7 @@ Status change_file(const std::string& path, const std::function<void(json&)>& ch
   Parsed file = parse(path);
   if (!file.replaceable) return cannot_write(path, "it " + file.problem + kWayOut);
   change(file.object.at("entries"));
-  const Status written = core::replace_file(
-      path, file.object.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
+  const Status written = core::replace_file(path, text_of(file.object));
   return written.ok() ? written : cannot_write(path, written.message());
 }
 
@@ -179,17 +189,27 @@ QuarantineFile read_quarantine_file(const std::string& path) {
 }
 
 Status add_to_quarantine_file(const std::string& path, const std::vector<Quarantine>& added) {
-  return change_file(path, [&](json& entries) {
+  std::string lost;
+  TE_FL_RETURN_IF_ERROR(change_file(path, [&](json& entries) {
     std::vector<Quarantine> known;
     for (const json& item : entries) {
       if (Result<Quarantine> q = from_json(item); q.ok()) known.push_back(std::move(q).value());
     }
     for (const Quarantine& q : added) {
       if (contains(known, q)) continue;
+      if (!comes_back(q)) {
+        lost += (lost.empty() ? "'" : ", '") + q.impl_id + "' of op '" + q.op + "'";
+        continue;
+      }
       known.push_back(q);
       entries.push_back(to_json(q));
     }
-  });
+  }));
+  if (lost.empty()) return {};
+  return failed_precondition("the quarantine file " + path + " cannot hold " + lost +
+                             ": the name of its plugin, build, device or driver is not UTF-8; "
+                             "later runs will not know. TE_FL_DENY_VENDORS or TE_FL_PER_OP leave "
+                             "it out");
 }
 
 Status remove_from_quarantine_file(const std::string& path,

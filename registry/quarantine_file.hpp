@@ -23,7 +23,8 @@ bool contains(const std::vector<Quarantine>& list, const Quarantine& q);
 
 // Adds entries to the file, whatever other threads and processes add meanwhile; entries that this
 // te-fl does not understand stay. FAILED_PRECONDITION: it cannot be written, or holds something
-// that is no quarantine file and that is left alone.
+// that is no quarantine file and that is left alone, or an entry is left out because it would come
+// back as another: what it names is not UTF-8.
 Status add_to_quarantine_file(const std::string& path, const std::vector<Quarantine>& added);
 
 // Takes out the entries that are meant; the rest is as in add_to_quarantine_file.

@@ -215,20 +215,19 @@ std::string hex(const void* p) {
   return p == nullptr ? "default" : text;
 }
 
-// A track of Perfetto, named once.
-void name_track(core::FileReplacement& out, int group, int64_t track, const std::string& name) {
-  out.write(json{{"ph", "M"},
-                 {"name", "thread_name"},
-                 {"pid", group},
-                 {"tid", track},
-                 {"args", {{"name", name}}}}
-                .dump() +
-            ",\n");
-}
-
 // Bytes that are no UTF-8 (of a name or a message) are replaced.
 std::string text_of(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+// A track of Perfetto, named once.
+void name_track(core::FileReplacement& out, int group, int64_t track, const std::string& name) {
+  out.write(text_of({{"ph", "M"},
+                     {"name", "thread_name"},
+                     {"pid", group},
+                     {"tid", track},
+                     {"args", {{"name", name}}}}) +
+            ",\n");
 }
 
 void write_events(core::FileReplacement& out, const State& s) {

@@ -73,7 +73,7 @@
  *  R18 One provider per DLPack device type and index space. A chip without a DLPack code uses
  *      kDLExtDev (12) with its provider name. Plugins that only add ops enumerate no device. An
  *      implementation for kDLExtDev is given the memory of one provider only: the one that its
- *      descriptor names, or else its plugin's own.
+ *      descriptor names, or else its plugin's own, which then must be one.
  *  R19 While a stream is captured, allocate() and free() on it work: memory that is allocated in a
  *      capture belongs to the graph and is given to nobody else while the graph exists or the
  *      memory has not been freed; memory that is freed in a capture stays valid for the graph's
@@ -497,7 +497,8 @@ typedef struct te_fl_op_desc {
       TE_FL_INIT(NULL);                           /* required if prepare is present */
   const te_fl_op_schema* schema TE_FL_INIT(NULL); /* custom ops (R17); NULL for the catalogue's */
   const char* vendor TE_FL_INIT(NULL);            /* NULL: the plugin's vendor */
-  /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates. */
+  /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates, which must be
+     of one provider; the plugin is refused if they are of two. */
   const char* provider TE_FL_INIT(NULL);
 } te_fl_op_desc;
 

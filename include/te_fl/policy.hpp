@@ -69,7 +69,8 @@ TE_FL_API Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> p
 TE_FL_API Result<std::vector<std::string>> parse_vendor_list(std::string_view text);
 
 // Reads and checks a policy file (TE_FL_POLICY_FILE; docs/policy-file.md). A misspelt key, op,
-// token, dtype or kind is an error that names the nearest. NOT_FOUND: it cannot be read.
+// token, dtype or kind is an error that names the nearest. NOT_FOUND: there is no such file.
+// FAILED_PRECONDITION: it is a folder or a device, may not be read, or is too large.
 TE_FL_API Result<PolicySettings> load_policy_file(const std::string& path);
 
 // An immutable, interned policy; equal settings give the same object and id, so entering and

@@ -14,7 +14,7 @@ os.environ["TE_FL_PLUGIN_PATH"] = ""  # without the plugins that lie beside libt
 
 
 def run(*arguments, **env):
-    return subprocess.run([TE_FL, *arguments], capture_output=True, text=True, timeout=200, env={**os.environ, **env})
+    return subprocess.run([TE_FL, *arguments], capture_output=True, text=True, errors="replace", timeout=200, env={**os.environ, **env})
 
 
 def program(*arguments, **env):
@@ -165,6 +165,21 @@ class Commands(unittest.TestCase):
         self.assertIn(b"\033[", terminal("info"))
         self.assertNotIn(b"\033[", terminal("info", NO_COLOR="1"))
 
+    def test_json_is_utf8_whatever_it_is_about(self):
+        """Variables and paths are bytes; those that no text has become U+FFFD."""
+        path = b"/absent/\xff/x"
+        for command, env in ((("env", "--json"), {"TE_FL_TRACE": path}), (("doctor", "--json"), {"TE_FL_TRACE": path}),
+                             (("info", "--fingerprint", "--json"), {"TE_FL_POLICY_FILE": path}),
+                             (("explain", "gelu", "--json"), {"TE_FL_PLUGIN_PATH": path}),
+                             (("info", "--json"), {"TE_FL_PLUGIN_MODULES": path})):
+            result = run(*command, **env)
+            self.assertIn(result.returncode, (0, 1), result.stderr)
+            json.loads(result.stdout)
+            if command[0] != "explain":
+                self.assertIn("/absent/\ufffd/x", result.stdout)
+        failed = run("replay", path, "--json")
+        self.assertEqual([failed.returncode, json.loads(failed.stdout)["file"]], [2, "/absent/\ufffd/x"])
+
     def test_help_and_version(self):
         self.assertIn("Examples", self.ok("--help"))
         self.assertIn("Exit codes", self.ok("--help"))
@@ -179,6 +194,13 @@ class Commands(unittest.TestCase):
             self.assertIn("the same", self.ok("fingerprint", "diff", files[0], files[1]))
             self.fails(1, "policy: pure priority in the first, strict=1 in the second", "fingerprint", "diff", files[0], files[2])
             self.fails(2, "cannot read", "fingerprint", "diff", files[0], os.path.join(folder, "none"))
+            text = self.fails(2, f"cannot read {folder}: Is a directory", "fingerprint", "diff", folder, files[0])
+            self.assertIn("two files are compared that `te-fl info --fingerprint` printed", text)
+            self.fails(2, "is not what", "fingerprint", "diff", "/dev/zero", files[0])
+            with open(files[0]) as piped:
+                result = subprocess.run([TE_FL, "fingerprint", "diff", files[1], "/dev/stdin"], stdin=piped,
+                                        capture_output=True, text=True, timeout=60)
+            self.assertEqual(result.returncode, 0, result.stderr)
             self.assertIn("fingerprint", json.loads(self.ok("info", "--fingerprint", "--json")))
 
     def test_trace_tune_policy_and_summary(self):
@@ -344,6 +366,10 @@ class Commands(unittest.TestCase):
         self.fails(2, "/absent/x", "replay", "/absent/x")
         self.fails(2, "/absent/x", "tune", "/absent/x")
         self.fails(2, "/absent/x", "fingerprint", "diff", "/absent/x", "/absent/x")
+        text = self.fails(2, "te-fl: /absent/x.so does not exist", "check", "/absent/x.so")
+        self.assertIn("the library that the plugin was built to", text)
+        self.fails(2, "te-fl: /tmp is a folder", "check", "/tmp")
+        self.fails(1, "is a text file", "check", __file__)  # it is read, and is no plugin
         self.fails(2, "is not a saved call", "replay", TE_FL)
         # Found before anything is timed.
         self.fails(2, "cannot write /absent/policy.json (--out)", "tune", TE_FL, "--out", "/absent/policy.json")

@@ -116,9 +116,10 @@ te_fl_status backward(void*, const te_fl_context*, const void* raw) {
 
 // ---- a device whose memory is the host's
 
+bool two_providers() { return is("two_providers") || is("two_providers_named"); }
 bool has_device() {
-  return is("device") || is("second_device_bad") || is("ops_fail_after_devices") ||
-         is("throw_device") || is("quiesce_fails");
+  return two_providers() || is("device") || is("second_device_bad") ||
+         is("ops_fail_after_devices") || is("throw_device") || is("quiesce_fails");
 }
 
 te_fl_status dev_allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink*) {
@@ -238,6 +239,13 @@ void fill_ops(Instance& self) {
     op.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
     op.provider = "stranger";
   }
+  if (is("two_providers_named")) {
+    op.provider = "fault";
+    self.op[1] = describe("relu", relu, nullptr);
+    self.op[1].impl_id = "vendor.fault_second";
+    self.op[1].provider = "second";
+    self.op_count = 2;
+  }
   if (is("smaller_structs")) op.struct_size = offsetof(te_fl_op_desc, supports);
   if (is("larger_structs")) {
     std::memcpy(self.longer, &op, sizeof op);
@@ -300,6 +308,11 @@ te_fl_status devices(void* raw, uint32_t* count, const te_fl_device_desc* const*
   }
   *count = has_device() ? 1 : 0;
   *list = self->devices;
+  if (two_providers()) {
+    *count = 2;
+    self->device[1].device = {TE_FL_DEVICE_EXT, 0};
+    self->device[1].provider = "second";
+  }
   if (is("second_device_bad")) {
     *count = 2;
     self->device[1].provider = nullptr;

@@ -74,6 +74,7 @@ const Case kCases[] = {
     {"zero_op_size", StatusCode::kInvalidArgument, {"struct_size 0", "R3"}, kWithOps},
     {"no_destroy_plan", StatusCode::kInvalidArgument, {"destroy_plan", "R4"}, kWithOps},
     {"second_op_bad", StatusCode::kInvalidArgument, {"gelu", "run", "R4"}, kWithOps},
+    {"two_providers", StatusCode::kInvalidArgument, {"names no provider", "R18"}, kWithOps},
     {"duplicate", StatusCode::kAlreadyExists, {"vendor.fault", "relu", "R16"}, kWithOps},
     {"newer_misspelt", StatusCode::kInvalidArgument, {"later::relu", "R17"}, kWithOps},
     {"no_schema", StatusCode::kInvalidArgument, {"fault::unknown", "R17"}, kWithOps},

@@ -118,6 +118,21 @@ TEST_F(PluginCall, AnImplementationIsGivenOneProvidersMemory) {
   EXPECT_TRUE(devices::remove(theirs).ok());
 }
 
+TEST_F(PluginCall, APluginOfTwoProvidersSaysWhoseMemoryEachImplementationIsGiven) {
+  // Without a name it could mean either: load_failure_test has two_providers.
+  load("two_providers_named");
+  for (const auto& [name, impl] : {std::pair("ext:fault:0", "vendor.fault"),
+                                   std::pair("ext:second:0", "vendor.fault_second")}) {
+    const PolicyScope scope(only("relu", impl));
+    const Device where = parse_device(name).value();
+    const Tensor out = floats({9, 9}, where);
+    const Status status = call_relu(floats({-1, 2}, where), out);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    EXPECT_EQ(values_of(out), (std::vector<float>{0, 2})) << name;
+  }
+  EXPECT_TRUE(plugins::deactivate("two_providers_named", true).ok());
+}
+
 TEST_F(PluginCall, ExceptionsOfEveryEntryAreErrors) {
   for (const char* name : {"throw_run", "throw_supports", "throw_workspace", "throw_prepare"}) {
     load(name);

@@ -348,7 +348,7 @@ int list_cases(bool as_json) {
       }
       out.push_back(std::move(entry));
     }
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
     return kSuccess;
   }
   Table table({"op", "case", "extents", "on the host", "on an accelerator"});
@@ -404,7 +404,7 @@ int bench(const BenchOptions& options) {
   if (options.json) {
     json out = json::array();
     for (const Row& row : rows) out.push_back(json_of(row, bench));
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
   } else {
     print(rows, bench);
   }

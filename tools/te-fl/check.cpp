@@ -290,6 +290,12 @@ int check_plugin(const CheckOptions& given) {
     complain("check wants a plugin (a path, or a name from the manifests), or --builtin NAME");
     return kUsage;
   }
+  if (const bool is_path = options.plugin.find('/') != std::string::npos; is_path) {
+    if (const std::string why = why_unreadable(options.plugin); !why.empty()) {
+      complain(why + "; check wants the library that the plugin was built to");
+      return kUsage;
+    }
+  }
   std::signal(SIGPIPE, SIG_IGN);
   const auto start = std::chrono::steady_clock::now();
   Report report;
@@ -324,7 +330,7 @@ int check_plugin(const CheckOptions& given) {
     report.left_out.push_back("no op case ran");
   report.seconds = since(start);
   print(report);
-  bool written = write_file(options.json, json_text(report));
+  bool written = write_file(options.json, json_report(report));
   written = write_file(options.junit, junit_text(report)) && written;
   written = write_file(options.html, html_text(report)) && written;
   if (report.count(Outcome::kFail) > 0 || !written) return kProblem;

@@ -72,6 +72,10 @@ void describe_run(const CheckOptions& options, Report& report);
 // (libacme.so)", or "libacme.so+0x11c0" if it has no name for it.
 std::string code_at(const std::string& library, uint64_t offset);
 
+// Why no bytes of a file can be had, by its path: it is not there, is a folder or a device, or may
+// not be read. Empty: they can.
+std::string why_unreadable(const std::string& path);
+
 // The file, without opening it. `stop` is set if nothing that could be opened is there.
 std::vector<Finding> lint(const std::string& path, bool& stop);
 
@@ -82,7 +86,7 @@ int serve(const CheckOptions& options);
 void measure_speed(const CheckOptions& options, Report& report);
 
 void print(const Report& report);
-std::string json_text(const Report& report);
+std::string json_report(const Report& report);
 std::string junit_text(const Report& report);
 std::string html_text(const Report& report);
 

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <vector>
 
+#include "output.hpp"
+
 namespace te_fl_tool::check {
 namespace {
 
@@ -85,7 +87,7 @@ bool Child::start() {
 }
 
 void Child::send(const nlohmann::json& order) {
-  const std::string line = order.dump() + "\n";
+  const std::string line = json_text(order, -1) + "\n";
   for (size_t at = 0; at < line.size();) {
     const ssize_t n = write(orders_, line.data() + at, line.size() - at);
     if (n <= 0) return;  // it has gone; receive() says so

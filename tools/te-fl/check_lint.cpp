@@ -72,6 +72,15 @@ std::string joined(const std::vector<std::string>& lines) {
 
 }  // namespace
 
+std::string why_unreadable(const std::string& path) {
+  using te_fl::plugins::ElfKind;
+  const ElfInfo elf = te_fl::plugins::inspect_elf(path, te_fl::plugins::ElfDepth::kHeaders);
+  for (const ElfKind kind :
+       {ElfKind::kMissing, ElfKind::kUnreadable, ElfKind::kFolder, ElfKind::kSpecial})
+    if (elf.kind == kind) return path + " " + elf.problem;
+  return {};
+}
+
 std::vector<Finding> lint(const std::string& path, bool& stop) {
   const PreflightReport report =
       te_fl::plugins::preflight(path, std::string(TE_FL_PLUGIN_QUERY_SYMBOL));

@@ -238,7 +238,7 @@ json devices_json(const Report& r) {
 }
 }  // namespace
 
-std::string json_text(const Report& r) {
+std::string json_report(const Report& r) {
   json out = {{"plugin", r.plugin},
               {"name", r.name},
               {"vendor", r.vendor},
@@ -261,8 +261,7 @@ std::string json_text(const Report& r) {
               {"not_supported", r.count(Outcome::kUnsupported)},
               {"results", r.findings},
               {"speed", r.speeds}};
-  // A plugin's words may be in any encoding.
-  return out.dump(1, ' ', false, json::error_handler_t::replace) + "\n";
+  return json_text(out, 1) + "\n";
 }
 
 std::string junit_text(const Report& r) {

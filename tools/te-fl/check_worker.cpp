@@ -21,6 +21,7 @@
 #include "check_steps.hpp"
 #include "conformance/device_mirror.hpp"
 #include "conformance/guarded.hpp"
+#include "output.hpp"
 
 namespace te_fl_tool::check {
 namespace {
@@ -34,7 +35,7 @@ constexpr int kOrders = 3, kAnswers = 4;  // the parent's ends are pipes
 constexpr int kStepsOfCase = 4;           // result, guard, determinism, stream
 
 void say(const json& message) {
-  const std::string line = message.dump() + "\n";
+  const std::string line = json_text(message, -1) + "\n";
   for (size_t at = 0; at < line.size();) {
     const ssize_t n = write(kAnswers, line.data() + at, line.size() - at);
     if (n <= 0) _exit(1);  // the parent has gone

@@ -249,7 +249,7 @@ int doctor(bool as_json) {
   check_gemm(report);
   check_attention(report);
   if (as_json) {
-    std::printf("%s\n", report.to_json().dump(2).c_str());
+    std::printf("%s\n", json_text(report.to_json()).c_str());
   } else {
     report.print();
     std::printf("\n%s\n", report.problems() ? "There are problems; see above." : "No problems.");

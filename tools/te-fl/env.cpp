@@ -30,7 +30,7 @@ int env(const EnvOptions& options) {
                      {"active", v.active},
                      {"effect", v.doc}});
     }
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
   } else {
     Table out({"variable", "value", "origin", "effect"});
     for (const auto& v : table) {

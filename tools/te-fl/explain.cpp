@@ -55,7 +55,7 @@ void print_json(const te_fl::Resolution& r, const te_fl::Device& device) {
                                  {"staged", c.staged},
                                  {"reason", c.reason}});
   }
-  std::printf("%s\n", out.dump(2).c_str());
+  std::printf("%s\n", json_text(out).c_str());
 }
 
 void print_table(const te_fl::Resolution& r, const te_fl::Device& device) {

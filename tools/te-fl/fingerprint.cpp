@@ -2,7 +2,6 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "commands.hpp"
@@ -12,12 +11,23 @@
 namespace te_fl_tool {
 namespace {
 
+constexpr size_t kMaxBytes = size_t{16} << 20;
+constexpr const char* kWayOut = "; two files are compared that `te-fl info --fingerprint` printed";
+
+// A pipe will do as well: `te-fl fingerprint diff rank0 <(te-fl info --fingerprint)`.
 te_fl::Result<std::string> read(const std::string& path) {
+  errno = 0;
   std::ifstream in(path);
-  if (!in) return te_fl::not_found("cannot read " + path + ": " + std::strerror(errno));
-  std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  if (!text.starts_with("fingerprint = ")) {
-    return te_fl::invalid_argument(path + " is not what `te-fl info --fingerprint` prints");
+  std::string text(kMaxBytes, '\0');
+  // Of a folder, which can be opened, the first read fails.
+  if (in) in.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (!in.is_open() || in.bad()) {
+    return te_fl::not_found("cannot read " + path + ": " + std::strerror(errno) + kWayOut);
+  }
+  text.resize(static_cast<size_t>(in.gcount()));
+  if (!text.starts_with("fingerprint = ") || text.size() == kMaxBytes) {
+    return te_fl::invalid_argument(path + " is not what `te-fl info --fingerprint` prints" +
+                                   kWayOut);
   }
   return text;
 }
@@ -37,7 +47,7 @@ int fingerprint(bool as_json) {
     out[table.substr(at, equals - at)] = table.substr(equals + 3, end - equals - 3);
     at = end + 1;
   }
-  std::printf("%s\n", out.dump(2).c_str());
+  std::printf("%s\n", json_text(out).c_str());
   return kSuccess;
 }
 
@@ -51,7 +61,7 @@ int fingerprint_diff(const std::string& a, const std::string& b, bool as_json) {
   const auto differences = te_fl::fingerprint_difference(*first, *second);
   if (as_json) {
     const nlohmann::json out = {{"same", differences.empty()}, {"differences", differences}};
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
     return differences.empty() ? kSuccess : kProblem;
   }
   for (const std::string& d : differences) std::printf("%s\n", d.c_str());

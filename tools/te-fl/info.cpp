@@ -122,7 +122,7 @@ int info(bool as_json) {
     for (size_t i = 0; i < plugins.size(); ++i)
       out["plugins"].push_back(plugin_json(plugins[i], findings[i]));
     if (policy.ok()) out["staging"] = staging_json(policy->settings());
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
     return kSuccess;
   }
   std::printf("te-fl %s, plugin ABI %s\n\nDevices\n", TE_FL_VERSION, abi.c_str());

@@ -53,7 +53,7 @@ int ops(const OpsOptions& options) {
       }
       out.push_back(entry);
     }
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
     return kSuccess;
   }
   std::vector<std::string> header = {"op"};

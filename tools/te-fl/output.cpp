@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <nlohmann/json.hpp>
 
 namespace te_fl_tool {
 namespace {
@@ -50,6 +51,10 @@ void Table::print() const {
     line.erase(line.find_last_not_of(' ') + 1);
     std::printf("%s\n", line.c_str());
   }
+}
+
+std::string json_text(const nlohmann::json& value, int indent) {
+  return value.dump(indent, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 void complain(const std::string& text) { std::fprintf(stderr, "te-fl: %s\n", text.c_str()); }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,11 @@ class Table {
  private:
   std::vector<std::vector<std::string>> rows_;
 };
+
+// What te-fl prints as JSON, and what a parent and a child of check tell each other; `indent` -1:
+// in one line. Paths, variables and a plugin's words may be any bytes: those that are not UTF-8,
+// which JSON has to be, become U+FFFD. Not for files that are read back under the names in them.
+std::string json_text(const nlohmann::json& value, int indent = 2);
 
 // "te-fl: text" to standard error.
 void complain(const std::string& text);

@@ -56,7 +56,7 @@ int list(bool as_json) {
   if (as_json) {
     json out = {{"file", file}, {"entries", json::array()}};
     for (const te_fl::Quarantine& q : *entries) out["entries"].push_back(entry_of(q));
-    std::printf("%s\n", out.dump(2, ' ', false, json::error_handler_t::replace).c_str());
+    std::printf("%s\n", json_text(out).c_str());
     return kSuccess;
   }
   if (entries->empty()) {
@@ -102,7 +102,7 @@ int quarantine(const QuarantineOptions& options) {
     return kUsage;
   }
   if (options.json) {
-    std::printf("%s\n", json{{"cleared", *cleared}}.dump(2).c_str());
+    std::printf("%s\n", json_text({{"cleared", *cleared}}).c_str());
   } else {
     std::printf("%d %s cleared\n", *cleared, *cleared == 1 ? "entry" : "entries");
   }

@@ -27,7 +27,7 @@ int failed(const ReplayOptions& options, const te_fl::Status& status) {
     const nlohmann::json out = {
         {"file", options.file},
         {"error", {{"code", te_fl::to_string(status.code())}, {"message", status.to_string()}}}};
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
   }
   const bool usage = status.code() == StatusCode::kNotFound ||
                      status.code() == StatusCode::kDataLoss ||
@@ -49,7 +49,7 @@ int replay(const ReplayOptions& options) {
                                 {"compared", r->compared},
                                 {"from_saved", r->from_saved},
                                 {"from_reference", r->from_reference}};
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s\n", json_text(out).c_str());
   } else {
     std::printf("%s on %s, %s\n", paint(Color::kBold, r->op).c_str(), r->impl_id.c_str(),
                 r->device.c_str());

@@ -84,13 +84,16 @@ int tune(const TuneOptions& options) {
                row.times[0].impl_id, us(row, 0), two ? row.times[1].impl_id : "",
                two ? us(row, 1) : ""});
   }
+  // A policy is read back: nothing in it is replaced. It is UTF-8, as are the traces, the saved
+  // calls and the ids of implementations that it is made of.
+  const std::string text = out.dump(2) + "\n";
   if (options.out.empty()) {
-    std::printf("%s\n", out.dump(2).c_str());
+    std::printf("%s", text.c_str());
     return kSuccess;
   }
   const std::string temporary = options.out + ".part";
   std::ofstream file(temporary, std::ios::trunc);
-  file << out.dump(2) << "\n";
+  file << text;
   file.close();
   if (!file.good() || std::rename(temporary.c_str(), options.out.c_str()) != 0) {
     complain("cannot write " + options.out + ": " + std::strerror(errno));

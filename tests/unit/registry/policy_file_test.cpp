@@ -96,7 +96,16 @@ TEST_F(PolicyFile, MistakesAreErrorsThatNameTheNearest) {
       with(R"("per_signature": [{"op": "gelu", "dtypes": ["bf61"], "use": ["vendor"]}])"), "bf16"));
   use(R"({"te_fl_policy": 1, "per_op": {"gelo": ["vendor"]}})");
   EXPECT_TRUE(contains(current_policy().status().to_string(), "did you mean 'gelu'"));
+}
+
+TEST_F(PolicyFile, OneThatIsNotThereIsToldFromOneThatCannotBeRead) {
   EXPECT_EQ(load_policy_file(folder / "none.json").status().code(), StatusCode::kNotFound);
+  EXPECT_EQ(load_policy_file(folder / "none/none.json").status().code(), StatusCode::kNotFound);
+  for (const std::string& path : {folder / "", std::string("/dev/null")}) {
+    const Status status = load_policy_file(path).status();
+    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
+    EXPECT_TRUE(contains(status.to_string(), "the policy file " + path)) << status.to_string();
+  }
 }
 
 TEST_F(PolicyFile, TuningPinsTheFastestOfATracedRun) {

@@ -138,6 +138,23 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
   EXPECT_NE(test::read_file(path).find("f2e7m9"), std::string::npos) << "the newer one needs it";
 }
 
+// Written as something else it would be of no chip that there is, and later runs would not know.
+TEST_F(QuarantineFileTest, AnEntryThatWouldComeBackAsAnotherIsRefusedAndTheOthersAreWritten) {
+  Quarantine odd = entry("odd");
+  odd.chip = "cut off \xe2\x82";
+  Quarantine said = entry("said");
+  said.reason = "of any bytes: \xff";  // nothing is found by it
+  for (const Quarantine& q : {odd, said}) registry::hold(q);
+  const Status status = step_boundary();
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
+  EXPECT_NE(status.message().find("'default.x' of op 'odd'"), std::string::npos)
+      << status.message();
+  EXPECT_NE(status.message().find("UTF-8"), std::string::npos) << status.message();
+  EXPECT_EQ(in_force(), (std::vector<std::string>{"odd", "said"})) << "in this run all the same";
+  read_again();
+  EXPECT_EQ(in_force(), std::vector<std::string>{"said"});
+}
+
 TEST_F(QuarantineFileTest, OneThatCannotBeReadStopsNoOp) {
   std::filesystem::create_directory(path);
   expect_call_works("is a folder");

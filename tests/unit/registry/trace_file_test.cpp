@@ -9,6 +9,8 @@
 #include <nlohmann/json.hpp>
 
 #include "dispatch_fixture.hpp"
+#include "plugins/hooks.hpp"
+#include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
 
@@ -55,6 +57,33 @@ class TraceFile : public ::testing::Test {
   Fake fake{"default.x"};
   FiveCall five;
 };
+
+TEST_F(TraceFile, ADeviceOfAnyNameHasATrack) {
+  testing::FarDevice far;
+  far.desc.provider = "odd\xff";
+  const Device device = devices::add(&far.desc).value();
+  Fake native("vendor.native");
+  native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  native.desc.provider = far.desc.provider;
+  native.desc.vendor = "acme";
+  ASSERT_TRUE(registry.register_op(native.desc, "test", "acme").ok());
+  const std::string path = folder / "trace.json";
+  trace_to(path);
+  {
+    const Tensor x = Tensor::zeros({4}, DType::kF32, device).value();
+    const Tensor y = Tensor::zeros({4}, DType::kF32, device).value();
+    testing::FiveArgs args;
+    args.a = args.b = args.c = args.d = x.c();
+    args.out = y.c();
+    const Status status = manager.call("test::five", &args);
+    EXPECT_TRUE(status.ok()) << status.to_string();
+  }
+  EXPECT_TRUE(write_trace().ok());
+  EXPECT_GE(calls_in(path), 1);  // this process's of earlier tests, too
+  EXPECT_NE(test::read_file(path).find("odd\xef\xbf\xbd:0 stream"), std::string::npos);
+  plugins::g_hooks.release_device.load()(device);
+  EXPECT_TRUE(devices::remove(device).ok());
+}
 
 TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
   for (const char* name : {"trace-%p.json", "trace.json"}) {

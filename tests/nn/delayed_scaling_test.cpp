@@ -1,0 +1,358 @@
+// Delayed scaling: the order of scale updates against hand-computed scales, weight caching, and
+// calibration.
+#include "autocast_fixture.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+uint64_t calls(const std::string& op) {
+  uint64_t total = 0;
+  for (const OpUsage& u : OpManager::instance().usage()) total += u.op == op ? u.calls : 0;
+  return total;
+}
+
+// ---- delayed scaling, by hand
+
+TEST(DelayedScalingOrder, ForwardAtAutocastExitBackwardAtBackwardEnd) {
+  auto module = make_linear();
+  const float amax_w = amax_of(module->parameters()[0].value());
+  const DelayedScaling recipe{.margin = 1, .amax_history_len = 3};
+  // Input amaxes by step. History 3, row 0 of which collects: the largest of the last two and the
+  // new one counts.
+  const std::vector<double> ranges = {8, 2, 1, 0.5, 4};
+  std::vector<float> amax_x, amax_dy;
+  for (size_t step = 0; step < ranges.size(); ++step) {
+    const Tensor x = input(ranges[step], 10 + step);
+    const Tensor dy = gradient(ranges[step] * 1e-3, 20 + step);
+    const bool first = step == 0;
+    const float scale_before = first ? 1 : at(*module, "fp8.fwd.scale", 0);
+    Ctx ctx;
+    {
+      autocast fp8(true, recipe);
+      (void)take(module->forward(x, &ctx));
+      EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), scale_before) << "updated before the scope ended";
+      EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 0), amax_of(x));
+      EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 1), amax_w);
+    }
+    amax_x.push_back(amax_of(x));
+    // Roll: rows move up, the newest goes last, row 0 is cleared for the next step; max over the
+    // rows as they were with the new amax.
+    float largest = 0;
+    for (size_t back = 0; back < 3 && back < amax_x.size(); ++back) {
+      largest = std::max(largest, amax_x[amax_x.size() - 1 - back]);
+    }
+    SCOPED_TRACE(::testing::Message() << "step " << step);
+    EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 0), 0);
+    EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 2 * 2), amax_x.back());
+    EXPECT_EQ(at(*module, "fp8.fwd.scale", 1), 448 / amax_w / 2);
+    EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / largest / 2);
+    const float bwd_before = first ? 1 : at(*module, "fp8.bwd.scale", 0);
+    (void)take(module->backward(dy, ctx));
+    EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), bwd_before) << "updated before backward_end";
+    EXPECT_EQ(at(*module, "fp8.bwd.amax_history", 0), amax_of(dy));
+    ASSERT_OK(backward_end());
+    amax_dy.push_back(amax_of(dy));
+    float largest_dy = 0;
+    for (size_t back = 0; back < 3 && back < amax_dy.size(); ++back) {
+      largest_dy = std::max(largest_dy, amax_dy[amax_dy.size() - 1 - back]);
+    }
+    EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / largest_dy / 2);
+    ASSERT_OK(backward_end());  // nothing pending: no second roll
+    EXPECT_EQ(at(*module, "fp8.bwd.amax_history", 2), amax_dy.back());
+  }
+}
+
+TEST(DelayedScalingOrder, TheFirstForwardUsesScaleOneAndLaterUpdatesDoNotReachBack) {
+  // With scale 1 the codes of values on E4M3's grid are exact, so the product is too.
+  auto module = take(Linear::create({.in_features = 16, .out_features = 16, .bias = false}));
+  Values w(256, 0.0), x(16 * 16);
+  for (int i = 0; i < 16; ++i) w[i * 17] = 1;
+  for (int i = 0; i < 256; ++i) x[i] = (i % 15 - 7) * 0.25;
+  set_values(module->parameters()[0].value(), w);
+  Ctx ctx;
+  {
+    autocast fp8(true, DelayedScaling{});
+    EXPECT_EQ(values_of(take(module->forward(tensor({16, 16}, x), &ctx))), x);
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 256);
+  // The backward still reads the forward's codes with the forward's scale_inv: dW = dy^T x, dy =
+  // identity.
+  (void)take(module->backward(tensor({16, 16}, w), ctx));
+  EXPECT_EQ(values_of(module->parameters()[0].grad()), x);
+}
+
+TEST(DelayedScalingOrder, OneOpCallUpdatesAllModules) {
+  auto layer = take(TransformerLayer::create(
+      {.hidden_size = 32, .ffn_hidden_size = 64, .num_attention_heads = 2}));
+  const Tensor x = tensor({4, 2, 32}, random_values(256, 1));
+  const std::string op = "fused_amax_and_scale_update_after_reduction";
+  Ctx ctx;
+  const uint64_t before = calls(op);
+  Tensor y;
+  {
+    autocast fp8(true);
+    y = take(layer->forward(x, &ctx));
+    EXPECT_EQ(calls(op), before);
+  }
+  EXPECT_EQ(calls(op), before + 1);
+  (void)take(layer->backward(y, ctx));
+  ASSERT_OK(backward_end());
+  EXPECT_EQ(calls(op), before + 2);
+}
+
+TEST(DelayedScalingOrder, AMicrobatchLoopInOneScopeTakesTheLargestAmax) {
+  auto module = make_linear();
+  const Tensor a = input(3, 1), b = input(1, 2);
+  Ctx c1, c2;
+  {
+    autocast fp8(true, DelayedScaling{.amax_history_len = 2});
+    (void)take(module->forward(a, &c1));
+    (void)take(module->forward(b, &c2));
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(a));
+}
+
+TEST(DelayedScalingOrder, InferenceReadsScalesAndChangesNothing) {
+  auto module = make_linear();
+  Ctx ctx;
+  {
+    autocast fp8(true);
+    (void)take(module->forward(input(), &ctx));
+  }
+  const Values scale = values_of(find_state(*module, "fp8.fwd.scale"));
+  const Values history = values_of(find_state(*module, "fp8.fwd.amax_history"));
+  {
+    autocast fp8(true);
+    (void)take(module->forward(input(50, 5), nullptr));
+  }
+  EXPECT_EQ(values_of(find_state(*module, "fp8.fwd.scale")), scale);
+  EXPECT_EQ(values_of(find_state(*module, "fp8.fwd.amax_history")), history);
+}
+
+TEST(DelayedScalingOrder, AnInferenceKeepsTheHistoryWhateverLengthItsRecipeHas) {
+  auto module = make_linear();
+  const DelayedScaling recipe{.amax_history_len = 4};
+  const auto step = [&](double range) {
+    Ctx ctx;
+    autocast fp8(true, recipe);
+    (void)take(module->forward(input(range), &ctx));
+  };
+  step(100);
+  step(1);
+  {
+    autocast fp8(true, DelayedScaling{.amax_history_len = 1});
+    (void)take(module->forward(input(), nullptr));
+  }
+  EXPECT_EQ(find_state(*module, "fp8.fwd.amax_history").size(0), 4);
+  step(1);
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(input(100)));
+}
+
+TEST(DelayedScalingOrder, AnInferenceWithoutScalesIsRefused) {
+  const Tensor x = input(1e6);
+  const DelayedScaling recipe{.amax_history_len = 4};
+  auto module = make_linear();
+  const auto infer = [&](Linear& linear) {
+    autocast fp8(true, recipe);
+    return linear.forward(x, nullptr).status();
+  };
+  const auto expect_refused = [&](Linear& linear) {
+    const Status status = infer(linear);
+    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
+    EXPECT_NE(status.to_string().find("no scales to read"), std::string::npos)
+        << status.to_string();
+  };
+  expect_refused(*module);
+  EXPECT_EQ(module->state().size(), 2u) << "an inference makes no FP8 state";
+  {
+    Ctx ctx;
+    autocast fp8(true, recipe);
+    (void)take(module->forward(x, &ctx));
+    expect_refused(*module);  // the scope, whose end updates, is still open
+  }
+  ASSERT_OK(infer(*module));
+  // Calibration and loaded state count, state that was saved before any update does not.
+  auto calibrated = make_linear();
+  {
+    autocast scope({.enabled = false, .calibrating = true}, recipe);
+    (void)take(calibrated->forward(x, nullptr));
+  }
+  ASSERT_OK(infer(*calibrated));
+  auto loaded = make_linear();
+  ASSERT_OK(loaded->load_state(module->state(), "memory"));
+  ASSERT_OK(infer(*loaded));
+  auto early = make_linear();
+  Ctx ctx;
+  autocast fp8(true, recipe);
+  (void)take(early->forward(x, &ctx));
+  ASSERT_OK(loaded->load_state(early->state(), "memory"));
+  expect_refused(*loaded);
+  auto attention = take(DotProductAttention::create({.num_attention_heads = 2, .head_dim = 16}));
+  autocast dpa(true, DelayedScaling{.fp8_dpa = true});
+  const Tensor q = tensor({4, 1, 2, 16}, random_values(128, 1));
+  EXPECT_EQ(attention->forward(q, q, q, nullptr).status().code(), StatusCode::kFailedPrecondition);
+}
+
+TEST(DelayedScalingOrder, ABackwardAfterLoadingReadsTheLoadedScales) {
+  auto module = make_linear();
+  const auto begun = [&](Ctx& ctx) {
+    autocast fp8(true);
+    (void)take(module->forward(input(), &ctx));
+  };
+  Ctx first, second;
+  begun(first);
+  begun(second);
+  std::vector<NamedTensor> parameters;
+  for (const NamedParameter& p : module->parameters()) parameters.push_back({p.name, p.value()});
+  ASSERT_OK(module->load_state(parameters, "memory"));  // no FP8 state: it is reset
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 1);
+  (void)take(module->backward(gradient(1e-3), first));
+  ASSERT_OK(backward_end());
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(gradient(1e-3)));
+  (void)take(module->backward(gradient(), second));
+}
+
+TEST(DelayedScalingOrder, AnotherFp8TypeOfGradientsTakesItsScalesAlong) {
+  auto module = make_linear();
+  const Tensor x = input(), dy = gradient(1e-3);
+  const auto step = [&](Fp8Format format) {
+    Ctx ctx;
+    {
+      autocast fp8(true, DelayedScaling{.format = format, .amax_history_len = 4});
+      (void)take(module->forward(x, &ctx));
+    }
+    const Values result = values_of(take(module->backward(dy, ctx)));
+    check(backward_end());
+    return result;
+  };
+  Ctx ctx;
+  (void)take(module->forward(x, &ctx));
+  const Values exact = values_of(take(module->backward(dy, ctx)));
+  step(Fp8Format::kHybrid);
+  for (Fp8Format format : {Fp8Format::kHybrid, Fp8Format::kE4M3, Fp8Format::kE4M3,
+                           Fp8Format::kHybrid, Fp8Format::kHybrid}) {
+    EXPECT_LT(relative_l2(step(format), exact), 0.08) << static_cast<int>(format);
+  }
+  EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(dy));
+}
+
+TEST(DelayedScalingOrder, AnotherHistoryLengthKeepsTheNewestAmaxes) {
+  auto module = make_linear();
+  std::vector<float> amaxes;
+  auto step = [&](double range, int64_t length) {
+    const Tensor x = input(range, 40 + amaxes.size());
+    amaxes.push_back(amax_of(x));
+    Ctx ctx;
+    autocast fp8(true, DelayedScaling{.amax_history_len = length});
+    (void)take(module->forward(x, &ctx));
+  };
+  for (double range : {9.0, 5.0, 3.0}) step(range, 4);  // history [0, 9, 5, 3]
+  step(1, 2);                                           // cut to [0, 3], then [0, 1]
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[2]);
+  step(0.5, 5);  // grown to [0, 0, 0, 0, 1], then [0, 0, 0, 1, 0.5]
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amaxes[3]);
+  EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 4 * 2), amaxes[4]);
+}
+
+// ---- weight caching
+
+TEST(WeightCache, IsFilledByTheFirstMicrobatchAndUsedByTheOthers) {
+  for (const Recipe& recipe :
+       {Recipe(DelayedScaling{}), Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
+    SCOPED_TRACE(describe(recipe));
+    auto module = make_linear();
+    auto plain = make_linear();
+    const uint64_t start = calls("quantize");
+    auto forward = [&](Linear& m, const Tensor& x, std::optional<bool> first) {
+      autocast fp8(true, recipe);
+      Ctx ctx;
+      return take(m.forward(x, &ctx, {.is_first_microbatch = first}));
+    };
+    const Tensor y0 = forward(*module, input(1, 1), true);
+    EXPECT_EQ(calls("quantize") - start, 2u);
+    const Tensor y1 = forward(*module, input(1, 2), false);
+    EXPECT_EQ(calls("quantize") - start, 3u) << "the weight was quantised again";
+    (void)forward(*module, input(1, 2), std::nullopt);
+    EXPECT_EQ(calls("quantize") - start, 5u);
+    const Tensor p0 = forward(*plain, input(1, 1), std::nullopt);
+    EXPECT_TRUE(same_bits(y0, p0));
+    if (!std::holds_alternative<DelayedScaling>(recipe)) {  // there the weight's scale has moved on
+      EXPECT_TRUE(same_bits(y1, forward(*plain, input(1, 2), std::nullopt)));
+    }
+  }
+}
+
+TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
+  auto module = make_linear();
+  const Tensor x = input();
+  auto forward = [&](const Recipe& recipe, bool training) {
+    autocast fp8(true, recipe);
+    Ctx ctx;
+    return take(module->forward(x, training ? &ctx : nullptr, {.is_first_microbatch = false}));
+  };
+  const uint64_t start = calls("quantize");
+  (void)forward(Float8CurrentScaling{}, false);  // nothing cached: quantises, row-wise only
+  (void)forward(Float8CurrentScaling{}, false);
+  EXPECT_EQ(calls("quantize") - start, 3u);
+  (void)forward(Float8CurrentScaling{}, true);  // needs the column-wise copy too
+  EXPECT_EQ(calls("quantize") - start, 5u);
+  (void)forward(Float8BlockScaling{}, true);
+  EXPECT_EQ(calls("quantize") - start, 7u);
+  auto sgd = take(SGD::create(module->parameters(), {.lr = 1}));
+  set_values(module->parameters()[0].grad(), Values(kIn * kOut, 0.25));
+  const Tensor before = forward(Float8BlockScaling{}, true);
+  ASSERT_OK(sgd->step());
+  EXPECT_FALSE(same_bits(forward(Float8BlockScaling{}, true), before));
+}
+
+// ---- calibrating
+
+TEST(Calibrating, ComputesInHighPrecisionAndCollectsAmaxes) {
+  auto module = make_linear();
+  const Tensor a = input(3, 1), b = input(1, 2);
+  const Tensor exact = take(module->forward(a, nullptr));
+  EXPECT_THROW((void)find_state(*module, "fp8.fwd.scale"), std::runtime_error);
+  {
+    autocast scope({.enabled = false, .calibrating = true}, DelayedScaling{.amax_history_len = 4});
+    EXPECT_TRUE(fp8_calibrating());
+    EXPECT_FALSE(fp8_enabled());
+    EXPECT_TRUE(same_bits(take(module->forward(a, nullptr)), exact));
+    (void)take(module->forward(b, nullptr));
+    EXPECT_EQ(at(*module, "fp8.fwd.amax_history", 0), amax_of(a)) << "a running maximum";
+  }
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 0), 448 / amax_of(a));
+  EXPECT_EQ(at(*module, "fp8.fwd.scale", 1), 448 / amax_of(module->parameters()[0].value()));
+  // FP8 now starts with good scales: x beyond 448 would have saturated with scale 1.
+  const Tensor big = input(2000, 3);
+  {
+    autocast scope({.enabled = false, .calibrating = true}, DelayedScaling{.amax_history_len = 4});
+    (void)take(module->forward(big, nullptr));
+  }
+  autocast fp8(true, DelayedScaling{.amax_history_len = 4});
+  const Values y = values_of(take(module->forward(big, nullptr)));
+  EXPECT_LT(relative_l2(y, values_of([&] {
+                          autocast off(false);
+                          return take(module->forward(big, nullptr));
+                        }())),
+            0.05);
+}
+
+TEST(Calibrating, CoversTheFusedModules) {
+  auto layer = take(TransformerLayer::create(
+      {.hidden_size = 32, .ffn_hidden_size = 64, .num_attention_heads = 2}));
+  const Tensor x = tensor({4, 2, 32}, random_values(256, 1));
+  {
+    autocast scope({.enabled = false, .calibrating = true});
+    (void)take(layer->forward(x, nullptr));
+  }
+  int sites = 0;
+  for (const NamedTensor& t : layer->state()) {
+    if (!t.name.ends_with("fwd.scale")) continue;
+    ++sites;
+    for (double s : values_of(t.tensor)) EXPECT_GT(s, 1) << t.name;
+  }
+  EXPECT_EQ(sites, 4);
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing
