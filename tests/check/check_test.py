@@ -263,7 +263,7 @@ class Catches(unittest.TestCase):
 
     def test_no_plugin_at_all(self):
         code, text, _ = check("/nowhere/libacme.so")
-        self.assertEqual(code, 1, text)
+        self.assertEqual(code, 2, text)
         self.assertIn("no such file", text.lower())
         code, text, _ = check(__file__)
         self.assertEqual(code, 1, text)
