@@ -1,6 +1,5 @@
 // The calling thread's streams: scopes, each for one device.
 #include <algorithm>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -50,11 +49,14 @@ bool may_have(const Device& device, void* stream) {
 
 // Whether one plugin provides them all.
 bool one_provider(const std::vector<Device>& all) {
-  std::set<std::string> providers;
+  const core::DeviceEntry* first = nullptr;
   for (const Device& d : all) {
-    if (const core::DeviceEntry* entry = core::find_device(d)) providers.insert(entry->provider);
+    const core::DeviceEntry* entry = core::find_device(d);
+    if (entry == nullptr) return false;  // it has just gone
+    if (first == nullptr) first = entry;
+    if (entry->provider != first->provider) return false;
   }
-  return providers.size() == 1;
+  return true;
 }
 
 // The devices that a stream may belong to: those on which te-fl made it, or else all that do not

@@ -33,9 +33,10 @@ std::vector<OpRegistry::Impl*>& registries() {
 
 std::atomic<uint64_t> g_table_ids{1};
 
-// How many threads hold tables or implementations that they took out under the lock, to be rid of
-// them without it; the calling thread's share; and, in a child, whether threads that are not here
-// held some, whose references are never given up. The lock guards the first and the last.
+// Threads take tables and implementations out under the lock, to be rid of them without it. These
+// count those threads; say what the calling thread's share is; and say whether, in a child, threads
+// that are not here held some, whose references are never given up. The lock guards the first and
+// the last.
 int g_holders = 0;
 constinit thread_local int t_holding = 0;
 bool g_holders_gone = false;
