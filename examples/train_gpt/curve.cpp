@@ -62,6 +62,41 @@ std::string line_at(const char* kind, double x1, double y1, double x2, double y2
          format("%.1f", y1) + "L" + format("%.1f", x2) + " " + format("%.1f", y2) + "\"/>\n";
 }
 
+constexpr const char* kStyle =
+    "<style>\n"
+    "svg { background: #ffffff; font: 14px \"DejaVu Sans\", sans-serif }\n"
+    "text { fill: #1f2328 }\n"
+    "path { fill: none }\n"
+    ".grid { stroke: #d0d7de }\n"
+    ".training { stroke: #0969da; stroke-width: 2 }\n"
+    ".held-out { stroke: #bc4c00; stroke-width: 2; stroke-dasharray: 6 4 }\n"
+    "@media (prefers-color-scheme: dark) {\n"
+    "svg { background: #0d1117 } text { fill: #e6edf3 } .grid { stroke: #30363d }\n"
+    ".training { stroke: #58a6ff } .held-out { stroke: #f0883e }\n"
+    "}\n"
+    "</style>\n";
+
+double y_of(const Range& range, double loss) {
+  return kBottom - (loss - range.low) / (range.high - range.low) * (kBottom - kTop);
+}
+
+// Grid lines with the losses beside them, and the steps below.
+std::string axes(const Range& range, double steps) {
+  std::string out;
+  const double step = grid_step(range.high - range.low);
+  for (double at = std::ceil(range.low / step) * step; at <= range.high + 1e-9; at += step) {
+    out += line_at("grid", kLeft, y_of(range, at), kRight, y_of(range, at));
+    out += text_at(kLeft - 6, y_of(range, at) + 5, "end", format(step < 0.1 ? "%.3f" : "%.1f", at));
+  }
+  for (int quarter = 0; quarter <= 4; ++quarter) {
+    const double x = kLeft + (kRight - kLeft) * quarter / 4;
+    out += text_at(x, kBottom + 20, quarter == 4 ? "end" : "middle",
+                   format("%.0f", steps * quarter / 4));
+  }
+  out += text_at((kLeft + kRight) / 2, kBottom + 42, "middle", "steps");
+  return out;
+}
+
 }  // namespace
 
 std::vector<double> averaged(const std::vector<double>& values, size_t count) {
@@ -101,47 +136,22 @@ std::string svg(const Curve& curve) {
   const std::vector<double> means = averaged(curve.training, 320);
   const std::vector<double> shown = means.empty() ? std::vector<double>{curve.held_out} : means;
   const Range range = range_of(shown, curve.held_out);
-  const auto y_of = [&](double loss) {
-    return kBottom - (loss - range.low) / (range.high - range.low) * (kBottom - kTop);
-  };
   const double steps = static_cast<double>(std::max<size_t>(curve.training.size(), 1));
   std::string out =
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" role=\"img\">\n"
       "<title>" +
-      escaped(curve.title) +
-      "</title>\n"
-      "<style>\n"
-      "svg { background: #ffffff; font: 14px sans-serif }\n"
-      "text { fill: #1f2328 }\n"
-      "path { fill: none }\n"
-      ".grid { stroke: #d0d7de }\n"
-      ".training { stroke: #0969da; stroke-width: 2 }\n"
-      ".held-out { stroke: #bc4c00; stroke-width: 2; stroke-dasharray: 6 4 }\n"
-      "@media (prefers-color-scheme: dark) {\n"
-      "svg { background: #0d1117 } text { fill: #e6edf3 } .grid { stroke: #30363d }\n"
-      ".training { stroke: #58a6ff } .held-out { stroke: #f0883e }\n"
-      "}\n"
-      "</style>\n";
+      escaped(curve.title) + "</title>\n" + std::string(kStyle);
   out += text_at(kLeft, 24, "start", curve.title);
-  const double step = grid_step(range.high - range.low);
-  for (double at = std::ceil(range.low / step) * step; at <= range.high + 1e-9; at += step) {
-    out += line_at("grid", kLeft, y_of(at), kRight, y_of(at));
-    out += text_at(kLeft - 6, y_of(at) + 5, "end", format(step < 0.1 ? "%.3f" : "%.1f", at));
-  }
-  for (int quarter = 0; quarter <= 4; ++quarter) {
-    const double x = kLeft + (kRight - kLeft) * quarter / 4;
-    out += text_at(x, kBottom + 20, quarter == 4 ? "end" : "middle",
-                   format("%.0f", steps * quarter / 4));
-  }
-  out += text_at((kLeft + kRight) / 2, kBottom + 42, "middle", "steps");
+  out += axes(range, steps);
   std::string path;
   for (size_t i = 0; i < means.size(); ++i) {
     const double x = kLeft + (kRight - kLeft) * (static_cast<double>(i) + 0.5) /
                                  static_cast<double>(means.size());
-    path += (i == 0 ? "M" : "L") + format("%.1f", x) + " " + format("%.1f", y_of(means[i]));
+    path += (i == 0 ? "M" : "L") + format("%.1f", x) + " " + format("%.1f", y_of(range, means[i]));
   }
   if (!path.empty()) out += "<path class=\"training\" d=\"" + path + "\"/>\n";
-  out += line_at("held-out", kLeft, y_of(curve.held_out), kRight, y_of(curve.held_out));
+  out +=
+      line_at("held-out", kLeft, y_of(range, curve.held_out), kRight, y_of(range, curve.held_out));
   out += text_at(
       kRight, kTop - 6, "end",
       "training (line), held out at the end (dashes): " + format("%.3f nats/byte", curve.held_out));

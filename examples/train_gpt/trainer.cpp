@@ -113,6 +113,9 @@ Result<double> Trainer::validate() {
     TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(loss));
     total += value;
   }
+  if (!std::isfinite(total)) {
+    return te_fl::internal_error("the loss on the held-out text is not finite; lower --lr");
+  }
   return total / static_cast<double>(options_.eval_batches);
 }
 
