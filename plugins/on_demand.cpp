@@ -4,7 +4,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/records.hpp"
 

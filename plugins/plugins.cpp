@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "core/text.hpp"
+#include "core/base/text.hpp"
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/manifest.hpp"

@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <mutex>
 
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
 
 namespace te_fl::plugins {
 namespace {

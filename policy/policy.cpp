@@ -9,8 +9,8 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "core/fork.hpp"
-#include "core/op_table.hpp"
+#include "core/base/fork.hpp"
+#include "core/op/op_table.hpp"
 #include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "policy/text.hpp"

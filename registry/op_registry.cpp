@@ -6,10 +6,10 @@
 #include <mutex>
 #include <thread>
 
-#include "core/fork.hpp"
-#include "core/settings.hpp"
+#include "core/base/fork.hpp"
+#include "core/base/settings.hpp"
+#include "dispatch/watch/quarantine.hpp"
 #include "registry/fork_child.hpp"
-#include "registry/quarantine.hpp"
 #include "registry/registration.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <mutex>
 
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
 #include "registry/arguments.hpp"
 #include "registry/epoch.hpp"
 #include "registry/implementation.hpp"

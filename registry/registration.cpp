@@ -4,9 +4,9 @@
 #include <mutex>
 #include <unordered_set>
 
-#include "core/abi_struct.hpp"
-#include "core/fork.hpp"
-#include "core/text.hpp"
+#include "core/base/abi_struct.hpp"
+#include "core/base/fork.hpp"
+#include "core/base/text.hpp"
 #include "registry/in_place.hpp"
 #include "registry/thread_record.hpp"
 

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "policy/select.hpp"
 #include "registry/implementation.hpp"
 #include "te_fl/status.hpp"

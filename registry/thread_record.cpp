@@ -10,8 +10,8 @@
 #include <mutex>
 #include <new>
 
-#include "core/fork.hpp"
-#include "core/inside.hpp"
+#include "core/base/fork.hpp"
+#include "core/device/inside.hpp"
 
 namespace te_fl::registry {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/op_memo.hpp"
+#include "core/op/op_memo.hpp"
 #include "registry/epoch.hpp"
 #include "registry/plan_cache.hpp"
 #include "registry/route_cache.hpp"

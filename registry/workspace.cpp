@@ -4,9 +4,9 @@
 #include <atomic>
 #include <cstdlib>
 
-#include "core/allocations.hpp"
-#include "core/device_list.hpp"
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
+#include "core/device/allocations.hpp"
+#include "core/device/device_list.hpp"
 
 namespace te_fl::registry {
 namespace {

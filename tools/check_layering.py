@@ -19,7 +19,7 @@ def tracked():
 
 
 def op_names():
-    text = (ROOT / "core/generated/op_table.cpp").read_text()
+    text = (ROOT / "core/op/generated/op_table.cpp").read_text()
     return re.findall(r"^const te_fl_op_schema k_(\w+) =", text, re.M)
 
 

@@ -1,9 +1,9 @@
 // What ranks compare before the first step.
 #include <gtest/gtest.h>
 
-#include "core/plugin_settings.hpp"
+#include "core/base/plugin_settings.hpp"
+#include "dispatch/watch/quarantine.hpp"
 #include "dispatch_fixture.hpp"
-#include "registry/quarantine.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
 

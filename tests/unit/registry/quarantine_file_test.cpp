@@ -11,8 +11,8 @@
 #include <filesystem>
 #include <thread>
 
+#include "dispatch/watch/quarantine.hpp"
 #include "dispatch_fixture.hpp"
-#include "registry/quarantine.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/sanitizers.hpp"
 #include "unit/temp_folder.hpp"

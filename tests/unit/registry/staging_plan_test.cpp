@@ -1,6 +1,6 @@
 // What is copied for a host implementation, worked out from a call's description alone: the
 // addresses here have no memory behind them.
-#include "registry/staging_plan.hpp"
+#include "dispatch/staging/staging_plan.hpp"
 
 #include <gtest/gtest.h>
 

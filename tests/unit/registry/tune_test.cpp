@@ -1,5 +1,5 @@
 // What te-fl tune pins: gains above the noise of timing only.
-#include "registry/tune.hpp"
+#include "dispatch/watch/tune.hpp"
 
 #include <gtest/gtest.h>
 

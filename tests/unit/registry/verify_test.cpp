@@ -6,10 +6,10 @@
 #include <filesystem>
 #include <thread>
 
+#include "dispatch/watch/compare_outputs.hpp"
+#include "dispatch/watch/quarantine.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
-#include "registry/compare_outputs.hpp"
-#include "registry/quarantine.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
