@@ -4,7 +4,7 @@
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 std::string of_op(const Call& call) {
@@ -52,4 +52,4 @@ Status check_random_state(const Call& call) {
                           "seed and offset beside it");
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -5,12 +5,12 @@
 #include "core/device/device_list.hpp"
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"
-#include "dispatch/watch/quarantine.hpp"
+#include "dispatch/watch/watch.hpp"
 #include "plugins/discovery.hpp"
 #include "policy/current.hpp"
 #include "policy/text.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 bool mentions_names(const PolicySettings& s) {
@@ -86,7 +86,8 @@ Status prepare_call(Call& call) {
 Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
                       const core::Signature& signature, uint32_t policy, bool capturing) {
   if (!table.barred.empty()) {
-    if (const BarredDevice* barred = table.barred_device(signature.device)) return barred->why;
+    if (const registry::BarredDevice* barred = table.barred_device(signature.device))
+      return barred->why;
   }
   // A table that was made after the device was withdrawn does not say so.
   if (const core::DeviceEntry* entry = core::find_device(signature.device);
@@ -143,4 +144,4 @@ Result<const RouteEntry*> route_of(Call& call) {
   return &entry;
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -9,11 +9,11 @@ Result<FirstChoice> OpManager::first_choice(OpId op, const void* args, const Cal
   const registry::EpochGuard guard(thread.slot);
   const registry::Table& table = impl_->table_owner.table();
   if (op.index >= table.ops.size()) [[unlikely]]
-    return registry::no_such_op(table, op);
-  registry::Call call{*impl_, thread, table, *table.ops[op.index], op.index, args, options};
-  if (!registry::prepare_warm(call)) [[unlikely]]
-    TE_FL_RETURN_IF_ERROR(registry::prepare_call(call));
-  TE_FL_ASSIGN_OR_RETURN(const registry::RouteEntry* entry, registry::route_of(call));
+    return dispatch::no_such_op(table, op);
+  dispatch::Call call{*impl_, thread, table, *table.ops[op.index], op.index, args, options};
+  if (!dispatch::prepare_warm(call)) [[unlikely]]
+    TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
+  TE_FL_ASSIGN_OR_RETURN(const registry::RouteEntry* entry, dispatch::route_of(call));
   const registry::Route& route = *entry->route;
   if (route.order.empty() || route.order[0].staged) return FirstChoice{};
   const registry::Implementation& impl = *route.order[0].impl;
@@ -23,10 +23,10 @@ Result<FirstChoice> OpManager::first_choice(OpId op, const void* args, const Cal
   }
   if (impl.checks_support) {
     core::ErrorText errors;
-    const te_fl_context context = registry::context_of(call, route.deterministic, errors.sink());
-    const te_fl_status code = registry::ask_support(impl, context, call.args, errors);
-    if (code != TE_FL_OK && registry::may_follow(code)) return FirstChoice{};
-    if (code != TE_FL_OK) return registry::after_failure(call, impl, code, errors.text());
+    const te_fl_context context = dispatch::context_of(call, route.deterministic, errors.sink());
+    const te_fl_status code = dispatch::ask_support(impl, context, call.args, errors);
+    if (code != TE_FL_OK && dispatch::may_follow(code)) return FirstChoice{};
+    if (code != TE_FL_OK) return dispatch::after_failure(call, impl, code, errors.text());
   }
   return FirstChoice{impl.interned_id, impl.desc.flags};
 }

@@ -12,7 +12,7 @@
 #include "te_fl/dtype.hpp"
 #include "te_fl/log.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 using policy::Refusal;
@@ -144,7 +144,7 @@ Status implementation_error(const Call& call, const Implementation& impl, te_fl_
   const Status own = Status::from_c(code, text.empty() ? "it gave no reason" : text);
   return own.wrap("op " + quoted(impl.op) + " failed in " + quoted(impl.impl_id) + " (" +
                   impl.owner + ") with " +
-                  describe_arguments(call.row.compiled->schema(), call.args));
+                  registry::describe_arguments(call.row.compiled->schema(), call.args));
 }
 
 std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, const void* args,
@@ -187,7 +187,7 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, con
 Status no_candidate(const Call& call, const Choice& choice, const std::vector<Failure>& failures) {
   const PolicySettings& settings = *choice.settings;
   std::string text = "no implementation can serve op " + quoted(choice.call.op) + " with " +
-                     describe_arguments(call.row.compiled->schema(), call.args) +
+                     registry::describe_arguments(call.row.compiled->schema(), call.args) +
                      " (policy: " + policy::describe_for(settings, choice.call.op) + ")";
   if (settings.strict) {
     text += choice.decision.first < 0
@@ -235,4 +235,4 @@ void warn_absent(const Table& table, const OpRow& row, const PolicySettings& set
   }
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

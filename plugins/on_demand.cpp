@@ -18,7 +18,7 @@ struct Waiting {
   bool taken = false;
 };
 
-constinit core::ForkMutex mutex(74);
+constinit core::ForkMutex mutex(core::LockLevel::kWaitingPlugins);
 const core::ForkMutex::Registration registration(mutex);
 std::atomic<bool> g_any{false};
 

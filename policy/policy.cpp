@@ -75,7 +75,7 @@ std::string text_of(const PolicySettings& s) {
 }
 
 // Nothing else is called while it is held.
-constinit core::ForkMutex mutex(35);
+constinit core::ForkMutex mutex(core::LockLevel::kPolicies);
 const core::ForkMutex::Registration registration(mutex);
 
 struct Interned {

@@ -13,7 +13,7 @@
 namespace te_fl::registry {
 namespace {
 
-constinit core::ForkMutex mutex(65);
+constinit core::ForkMutex mutex(core::LockLevel::kInternedStrings);
 const core::ForkMutex::Registration registration(mutex);
 
 std::atomic<uint64_t> g_numbers{1};

@@ -62,7 +62,4 @@ uint64_t read_counter(uint32_t index);
 // Thread records alive; for tests.
 size_t thread_record_count();
 
-// In a forked child: forgets the other threads, which do not exist there.
-void forget_other_threads();
-
 }  // namespace te_fl::registry

@@ -52,7 +52,7 @@ struct State {
   bool loaded = false;
 };
 
-constinit core::ForkMutex mutex(10);
+constinit core::ForkMutex mutex(core::LockLevel::kEnvironment);
 const core::ForkMutex::Registration registration(mutex);
 
 State& state() {  // never destroyed: destructors of static objects may still ask

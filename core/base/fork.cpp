@@ -2,26 +2,35 @@
 
 #include <pthread.h>
 
-// Levels: 10 environment, 20 device list, 25 streams, 27 allocations, 35 policies, 40 registry, 50
-// dispatch threads, 60 plans, 65 interned strings, 70 workspaces, 72 staging buffers, 74 waiting
-// plugins, 75 managers, 77 quarantine, 78 checks of calls, 79 trace, 85 provider names, 90 log.
 namespace te_fl::core {
-
-constinit std::atomic<void (*)()> g_forked_child{nullptr};
-
 namespace {
 
 // Sorted by level. Filled while the library's static objects are made, by one thread.
 constinit ForkMutex* first = nullptr;
+constinit ForkedChild* first_repair = nullptr;
 
 }  // namespace
 
+void ForkMutex::watch_forks() {
+  if (first == nullptr && first_repair == nullptr)
+    pthread_atfork(&before_fork, &after_fork, &after_fork_in_child);
+}
+
 ForkMutex::Registration::Registration(ForkMutex& mutex) {
-  if (first == nullptr) pthread_atfork(&before_fork, &after_fork, &after_fork_in_child);
+  watch_forks();
   ForkMutex** link = &first;
-  while (*link != nullptr && (*link)->level_ <= mutex.level_) link = &(*link)->next_;
+  while (*link != nullptr && (*link)->mutex_.rank() < mutex.mutex_.rank()) link = &(*link)->next_;
   mutex.next_ = *link;
   *link = &mutex;
+}
+
+ForkedChild::ForkedChild(LockLevel level, void (*repair)()) noexcept
+    : level_(level), repair_(repair) {
+  ForkMutex::watch_forks();
+  ForkedChild** link = &first_repair;
+  while (*link != nullptr && (*link)->level_ <= level_) link = &(*link)->next_;
+  next_ = *link;
+  *link = this;
 }
 
 void ForkMutex::before_fork() {
@@ -34,7 +43,7 @@ void ForkMutex::after_fork() {
 
 void ForkMutex::after_fork_in_child() {
   after_fork();
-  if (auto* then = g_forked_child.load(std::memory_order_acquire)) then();
+  for (const ForkedChild* c = first_repair; c != nullptr; c = c->next_) c->repair_();
 }
 
 }  // namespace te_fl::core

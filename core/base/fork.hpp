@@ -2,21 +2,22 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
+
+#include "core/base/lock_level.hpp"
 
 namespace te_fl::core {
 
 // A mutex that fork() takes and releases, so that a child never inherits it locked by a thread that
 // is not there. Define it constinit at namespace scope with a registration beside it:
-//   constinit ForkMutex mutex(10);
+//   constinit ForkMutex mutex(LockLevel::kPlans);
 //   const ForkMutex::Registration registration(mutex);
-// At fork, mutexes are taken in ascending order of level; code that nests them does the same.
-// Levels in use are listed in core/fork.cpp. The registration never goes: the mutex must be in
-// static storage. What is made at first use is made under such a mutex or by made_once(): the guard
-// of a function's static object would stay taken in a child of a fork that interrupts its making.
+// At fork, mutexes are taken in the order of their levels. The registration never goes: the mutex
+// must be in static storage. What is made at first use is made under such a mutex or by
+// made_once(): the guard of a function's static object would stay taken in a child of a fork that
+// interrupts its making.
 class ForkMutex {
  public:
-  constexpr explicit ForkMutex(int level) : level_(level) {}
+  constexpr explicit ForkMutex(LockLevel level) : mutex_(level) {}
   ForkMutex(const ForkMutex&) = delete;
   ForkMutex& operator=(const ForkMutex&) = delete;
   void lock() { mutex_.lock(); }
@@ -28,17 +29,31 @@ class ForkMutex {
   };
 
  private:
+  friend class ForkedChild;
+  static void watch_forks();
   static void before_fork();
   static void after_fork();
   static void after_fork_in_child();
 
-  std::mutex mutex_;
+  Mutex mutex_;
   ForkMutex* next_ = nullptr;
-  int level_;
 };
 
-// Called in a forked child as soon as the mutexes are free again. Set while the library is loaded.
-extern std::atomic<void (*)()> g_forked_child;
+// Makes state whole again that threads of the parent had a part in: `repair` is called in a forked
+// child as soon as the mutexes are free again, in the order of the levels. Define it at namespace
+// scope beside the state.
+class ForkedChild {
+ public:
+  ForkedChild(LockLevel level, void (*repair)()) noexcept;
+  ForkedChild(const ForkedChild&) = delete;
+  ForkedChild& operator=(const ForkedChild&) = delete;
+
+ private:
+  friend class ForkMutex;
+  LockLevel level_;
+  void (*repair_)();
+  ForkedChild* next_ = nullptr;
+};
 
 // What `at` points to, made by `make()` at first use and never freed. No caller waits for another,
 // so that a child does not wait for a thread of its parent: of two that are made at once, the

@@ -29,7 +29,7 @@ namespace {
 
 constexpr std::string_view kNames[] = {"TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "OFF"};
 
-constinit core::ForkMutex mutex(90);
+constinit core::ForkMutex mutex(core::LockLevel::kLog);
 const core::ForkMutex::Registration registration(mutex);
 
 constexpr int kUnread = -1;  // the environment has not been looked at yet

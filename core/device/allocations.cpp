@@ -12,12 +12,11 @@
 #include "core/base/text.hpp"
 #include "core/device/device_use.hpp"
 #include "te_fl/memory.hpp"
-#include "te_fl/tensor.hpp"
 
 namespace te_fl::core {
 namespace {
 
-constinit ForkMutex mutex(27);
+constinit ForkMutex mutex(LockLevel::kAllocations);
 const ForkMutex::Registration registration(mutex);
 
 struct Record {
@@ -26,7 +25,7 @@ struct Record {
   DType dtype = DType::kU8;
   uint8_t rank = 0;
   bool known = false;
-  std::array<int64_t, kMaxRank> shape{};
+  std::array<int64_t, AllocationUse::kMaxRank> shape{};
 
   std::string use() const {
     if (!known) return "memory";
@@ -96,7 +95,8 @@ void note_allocation(const Device& device, void* data, size_t bytes) noexcept {
     record.known = true;
     record.name = use->name_;
     record.dtype = use->dtype_;
-    record.rank = static_cast<uint8_t>(std::min<size_t>(use->shape_.size(), kMaxRank));
+    record.rank =
+        static_cast<uint8_t>(std::min<size_t>(use->shape_.size(), AllocationUse::kMaxRank));
     std::copy_n(use->shape_.begin(), record.rank, record.shape.begin());
   }
   try {

@@ -15,6 +15,7 @@ namespace te_fl::core {
 // What the calling thread's allocations are for, until it ends: a tensor, or something with a name.
 class AllocationUse {
  public:
+  static constexpr size_t kMaxRank = 8;  // extents of a shape beyond it are left out
   explicit AllocationUse(const char* name) noexcept : AllocationUse(name, DType::kU8, {}) {}
   AllocationUse(DType dtype, std::span<const int64_t> shape) noexcept
       : AllocationUse(nullptr, dtype, shape) {}

@@ -16,9 +16,9 @@
 namespace te_fl::core {
 namespace {
 
-constinit ForkMutex list_mutex(20);
+constinit ForkMutex list_mutex(LockLevel::kDeviceList);
 const ForkMutex::Registration list_registration(list_mutex);
-constinit ForkMutex name_mutex(85);
+constinit ForkMutex name_mutex(LockLevel::kProviderNames);
 const ForkMutex::Registration name_registration(name_mutex);
 
 using List = std::vector<DeviceEntry*>;

@@ -16,7 +16,7 @@ constinit std::atomic<void (*)(const Device& device, void* stream)> g_stream_goe
 
 namespace {
 
-constinit ForkMutex streams_mutex(25);
+constinit ForkMutex streams_mutex(LockLevel::kStreams);
 const ForkMutex::Registration streams_registration(streams_mutex);
 
 struct Known {

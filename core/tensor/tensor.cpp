@@ -14,6 +14,8 @@ namespace te_fl {
 namespace core {
 namespace {
 
+static_assert(core::AllocationUse::kMaxRank >= kMaxRank);
+
 Status bad_shape(std::span<const int64_t> shape, DType dtype, const std::string& why) {
   const bool long_list = shape.size() > 32;  // a garbage rank shall not become a long message
   return invalid_argument("a tensor " + std::string(name(dtype)) +

@@ -3,9 +3,10 @@
 #include <chrono>
 #include <string>
 
+#include "dispatch/manager_impl.hpp"
 #include "te_fl/log.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -136,4 +137,4 @@ void StagedCall::count(const Implementation& impl) const {
                 "names it");
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -2,11 +2,11 @@
 
 #include <cstdint>
 
-#include "dispatch/manager_impl.hpp"
+#include "dispatch/call.hpp"
 #include "dispatch/staging/staging_plan.hpp"
 #include "dispatch/staging/staging_pool.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // A call on a device's tensors that a host implementation serves on copies of them. In order:
 // plan(), acquire() or bind_nowhere(), copy_in(), the implementation's run() on args(), copy_out(),
@@ -44,4 +44,4 @@ class StagedCall {
   int64_t copies_ = 0, waiting_ = 0;  // ns: for the copies; for the stream's work before them
 };
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

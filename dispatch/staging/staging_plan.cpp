@@ -12,7 +12,7 @@
 #include "core/tensor/tensor_access.hpp"
 #include "registry/arguments.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 constexpr size_t kAlignment = 256;
@@ -66,9 +66,10 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type == TE_FL_ARG_TENSOR) {
-      if (const te_fl_tensor* t = tensor_argument(arg, args)) put(arg.offset, stage(i, *t));
+      if (const te_fl_tensor* t = registry::tensor_argument(arg, args))
+        put(arg.offset, stage(i, *t));
     } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
-      const TensorList list = list_argument(arg, args);
+      const registry::TensorList list = registry::list_argument(arg, args);
       if (list.count == 0) continue;
       auto& staged = lists_.emplace_back();
       for (int64_t k = 0; k < list.count; ++k) staged.push_back(stage(i, *list.data[k]));
@@ -324,4 +325,4 @@ void StagingPlan::finish() noexcept {
   }
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

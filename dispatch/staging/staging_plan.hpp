@@ -13,7 +13,7 @@
 
 // Which memory a host implementation needs of a call whose tensors are on another device. Read from
 // the op's description: arguments, their roles, the roles of a quantised tensor's parts.
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // One copy between the device and the buffer.
 struct StagedCopy {
@@ -126,4 +126,4 @@ class StagingPlan {
   std::string problem_;
 };
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -7,11 +7,11 @@
 
 #include "core/base/fork.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 // Guards every pool's list. Devices are not entered while it is held.
-constinit core::ForkMutex mutex(72);
+constinit core::ForkMutex mutex(core::LockLevel::kStagingPool);
 const core::ForkMutex::Registration registration(mutex);
 
 // Calls of similar sizes share a buffer.
@@ -128,4 +128,4 @@ void StagingPool::forget_after_fork() {
   idle_.clear();
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

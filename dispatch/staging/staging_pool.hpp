@@ -7,7 +7,7 @@
 #include "te_fl/device.hpp"
 #include "te_fl/status.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // Host buffers for the copies of staged calls: pinned memory of the device, or plain host memory
 // where it has none. A few per device are kept for the next call. Thread-safe.
@@ -60,4 +60,4 @@ class StagingPool {
   std::vector<Memory> idle_;
 };
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 constexpr size_t kAlignment = 256;
@@ -77,4 +77,4 @@ Status CallCopy::rerun() {
   return {};
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

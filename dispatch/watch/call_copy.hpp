@@ -3,10 +3,10 @@
 #include <cstddef>
 #include <memory>
 
-#include "dispatch/manager_impl.hpp"
+#include "dispatch/call.hpp"
 #include "dispatch/staging/staging_plan.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // Host memory of whole bytes, aligned as calls want it.
 class CopyBuffer {
@@ -54,4 +54,4 @@ class CallCopy {
   CopyBuffer before_, after_, again_;
 };
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -19,7 +19,7 @@
 #include "te_fl/tensor.hpp"
 #include "te_fl/version.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 using nlohmann::json;
@@ -57,16 +57,16 @@ json describe_tensor(const te_fl_tensor& t, const char* base, bool host_only) {
 
 // A scalar; floats as their bits too, since JSON has no infinities.
 json describe_scalar(const te_fl_arg_desc& arg, const void* args) {
-  if (arg.type == TE_FL_ARG_I64) return member_or<int64_t>(arg.offset, args, 0);
+  if (arg.type == TE_FL_ARG_I64) return registry::member_or<int64_t>(arg.offset, args, 0);
   if (arg.type == TE_FL_ARG_F32) {
-    const auto value = member_or<float>(arg.offset, args, 0);
+    const auto value = registry::member_or<float>(arg.offset, args, 0);
     return {{"value", value}, {"bits", std::bit_cast<uint32_t>(value)}};
   }
   if (arg.type == TE_FL_ARG_F64) {
-    const auto value = member_or<double>(arg.offset, args, 0);
+    const auto value = registry::member_or<double>(arg.offset, args, 0);
     return {{"value", value}, {"bits", std::bit_cast<uint64_t>(value)}};
   }
-  return member_or<int32_t>(arg.offset, args, 0);
+  return registry::member_or<int32_t>(arg.offset, args, 0);
 }
 
 Status broken(const std::string& what) {
@@ -86,21 +86,21 @@ json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const ch
     const te_fl_arg_desc& arg = *schema.args[i];
     const bool host = (arg.flags & TE_FL_ARG_HOST) != 0;
     if (arg.type == TE_FL_ARG_TENSOR) {
-      if (const te_fl_tensor* t = tensor_argument(arg, args))
+      if (const te_fl_tensor* t = registry::tensor_argument(arg, args))
         list[arg.name] = describe_tensor(*t, base, host);
     } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
-      const TensorList tensors = list_argument(arg, args);
+      const registry::TensorList tensors = registry::list_argument(arg, args);
       json items = json::array();
       for (int64_t k = 0; k < tensors.count; ++k)
         items.push_back(describe_tensor(*tensors.data[k], base, host));
       list[arg.name] = items;
     } else if (arg.type == TE_FL_ARG_SAVED) {
-      const auto* record = member_or<const te_fl_saved*>(arg.offset, args, nullptr);
+      const auto* record = registry::member_or<const te_fl_saved*>(arg.offset, args, nullptr);
       if (record == nullptr) continue;
       list[arg.name] = json::object();
       if (record->storage != nullptr)
         list[arg.name]["storage"] = describe_tensor(*record->storage, base, false);
-    } else if (member(arg.offset, scalar_bytes(arg), args) != nullptr) {
+    } else if (registry::member(arg.offset, registry::scalar_bytes(arg), args) != nullptr) {
       list[arg.name] = describe_scalar(arg, args);
     }
   }
@@ -398,4 +398,4 @@ const void* FiledCall::bind(char* base, const Device& device, char* host_base) n
   return args_.data();
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -21,7 +21,7 @@
 //   the bytes before the call, the bytes after it; each as long as the description says.
 //
 // Pointers are offsets into those bytes, so overlapping arguments overlap again.
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // Who made a saved case.
 struct CallOrigin {
@@ -97,4 +97,4 @@ class FiledCall {
   CopyBuffer before_, after_;
 };
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

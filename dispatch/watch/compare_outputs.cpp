@@ -17,7 +17,7 @@
 #include "te_fl/numeric.hpp"
 #include "te_fl/tensor.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 template <class T>
@@ -119,9 +119,10 @@ void for_each_tensor(const core::CompiledOp& op, const void* args, F&& f) {
   for (uint32_t a = 0; a < schema.arg_count; ++a) {
     const te_fl_arg_desc& arg = *schema.args[a];
     if (arg.type == TE_FL_ARG_TENSOR) {
-      if (const te_fl_tensor* t = tensor_argument(arg, args)) f(arg, std::string(arg.name), *t);
+      if (const te_fl_tensor* t = registry::tensor_argument(arg, args))
+        f(arg, std::string(arg.name), *t);
     } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
-      const TensorList list = list_argument(arg, args);
+      const registry::TensorList list = registry::list_argument(arg, args);
       for (int64_t i = 0; i < list.count; ++i) {
         f(arg, std::string(arg.name) + "[" + std::to_string(i) + "]", *list.data[i]);
       }
@@ -457,4 +458,4 @@ std::vector<OutputDifference> compare_outputs(const core::CompiledOp& op, const 
   return out;
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -8,7 +8,7 @@
 #include "core/op/op_table.hpp"
 
 // What two implementations made of one call, element by element. docs/numerics.md states the rule.
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // One output, or one part of a quantised output, in which elements are further apart than the rule
 // allows.
@@ -38,4 +38,4 @@ struct Tolerance {
 std::vector<OutputDifference> compare_outputs(const core::CompiledOp& op, const void* args,
                                               ptrdiff_t distance, int& compared);
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

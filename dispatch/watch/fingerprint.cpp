@@ -50,7 +50,7 @@ void add_implementations(Lines& lines) {
   std::map<std::string, std::string> builds;
   for (const OpImplInfo& i : OpRegistry::instance().snapshot()) {
     auto at = builds.find(i.owner);
-    if (at == builds.end()) at = builds.emplace(i.owner, registry::build_id_of(i.owner)).first;
+    if (at == builds.end()) at = builds.emplace(i.owner, dispatch::build_id_of(i.owner)).first;
     lines["op " + i.op + " " + i.impl_id] = "priority " + std::to_string(i.priority) +
                                             ", version " + std::to_string(i.desc.param_version) +
                                             ", flags " + std::to_string(i.desc.flags) + ", " +

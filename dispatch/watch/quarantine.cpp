@@ -13,6 +13,7 @@
 #include "core/base/fork.hpp"
 #include "dispatch/watch/quarantine_file.hpp"
 #include "dispatch/watch/replay_command.hpp"
+#include "dispatch/watch/watch.hpp"
 #include "plugins/file_trust.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
@@ -20,7 +21,7 @@
 #include "te_fl/version.hpp"
 
 namespace te_fl {
-namespace registry {
+namespace dispatch {
 namespace {
 
 using List = std::vector<Quarantine>;
@@ -30,7 +31,7 @@ struct State {
   List held;                         // until the next step boundary
 };
 
-constinit core::ForkMutex mutex(77);
+constinit core::ForkMutex mutex(core::LockLevel::kQuarantine);
 const core::ForkMutex::Registration registration(mutex);
 std::atomic<bool> g_held{false};
 constinit thread_local int t_unwatched = 0;
@@ -179,18 +180,18 @@ void forget_quarantine_file() {
 // Choices are kept per policy, not per scope of this kind, so they are made anew on both sides.
 Unwatched::Unwatched() {
   ++t_unwatched;
-  choose_again();
+  registry::choose_again();
 }
 Unwatched::~Unwatched() {
   --t_unwatched;
-  choose_again();
+  registry::choose_again();
 }
 bool Unwatched::now() noexcept { return t_unwatched != 0; }
 
-}  // namespace registry
+}  // namespace dispatch
 
 Status step_boundary() {
-  using namespace registry;
+  using namespace dispatch;
   if (!g_held.load(std::memory_order_acquire)) [[likely]]
     return {};
   List added;
@@ -214,15 +215,15 @@ Status step_boundary() {
                  policy::dtype_mask_text(q.dtypes) + " (scaling " +
                  policy::scaling_mask_text(q.scalings) + ") any more: " + q.reason);
   }
-  choose_again();
+  registry::choose_again();
   const std::string path = file_name();
   return path.empty() ? Status() : add_to_quarantine_file(path, added);
 }
 
-std::string quarantine_file() { return registry::file_name(); }
+std::string quarantine_file() { return dispatch::file_name(); }
 
 Result<int> clear_quarantines(const std::string& op, const std::string& impl_id) {
-  using namespace registry;
+  using namespace dispatch;
   const auto meant = [&](const Quarantine& q) {
     return (op.empty() || q.op == op) && (impl_id.empty() || q.impl_id == impl_id);
   };
@@ -236,10 +237,10 @@ Result<int> clear_quarantines(const std::string& op, const std::string& impl_id)
     const std::lock_guard lock(mutex);
     state().list = std::make_shared<const List>(std::move(left));
   }
-  choose_again();
+  registry::choose_again();
   return cleared;
 }
 
-Result<std::vector<Quarantine>> quarantines() { return *registry::entries(); }
+Result<std::vector<Quarantine>> quarantines() { return *dispatch::entries(); }
 
 }  // namespace te_fl

@@ -1,18 +1,12 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
-#include "core/op/op_table.hpp"
-#include "policy/select.hpp"
-#include "registry/table.hpp"
+#include "te_fl/device.hpp"
 #include "te_fl/watch.hpp"
 
 // Implementations that were caught with wrong results, and do not serve what they got wrong.
-namespace te_fl::registry {
-
-// Makes all registries' choices be made again.
-void choose_again();
+namespace te_fl::dispatch {
 
 // Build id of who registered an implementation: the plugin's; te-fl's own for built-in backends.
 std::string build_id_of(const std::string& owner);
@@ -22,12 +16,8 @@ struct Chip {
 };
 Chip chip_of(const Device& device);
 
-// Those of the op's implementations that do not serve such a call.
-std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& signature);
 // Holds an entry until the next step boundary. One entry per implementation, signature and device.
 void hold(Quarantine entry);
-// Reads the quarantine file again at the next choice.
-void forget_quarantine_file();
 // While one exists, the thread's choices know no quarantine, and its calls are not checked.
 class Unwatched {
  public:
@@ -38,4 +28,4 @@ class Unwatched {
   static bool now() noexcept;
 };
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -14,7 +14,7 @@
 #include "core/base/file.hpp"
 #include "te_fl/dtype.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 using nlohmann::json;
@@ -224,4 +224,4 @@ Status remove_from_quarantine_file(const std::string& path,
   });
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

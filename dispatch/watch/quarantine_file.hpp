@@ -7,7 +7,7 @@
 #include "te_fl/watch.hpp"
 
 // The file in which quarantines outlive a run.
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // What a quarantine file says. Nothing about the file is an error: an absent one has no entries,
 // and what cannot be understood (the file as a whole, or an entry of a newer te-fl) is passed over.
@@ -31,4 +31,4 @@ Status add_to_quarantine_file(const std::string& path, const std::vector<Quarant
 Status remove_from_quarantine_file(const std::string& path,
                                    const std::function<bool(const Quarantine&)>& meant);
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

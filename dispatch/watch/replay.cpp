@@ -11,7 +11,7 @@
 #include "te_fl/watch.hpp"
 
 namespace te_fl {
-namespace registry {
+namespace dispatch {
 namespace {
 
 // The call's memory on the device that it is to run on.
@@ -95,11 +95,11 @@ std::vector<std::string> differences(const core::CompiledOp& op, FiledCall& call
 }
 
 }  // namespace
-}  // namespace registry
+}  // namespace dispatch
 
 Result<Replay> replay(const std::string& file, const std::string& impl_id,
                       const std::string& device) {
-  using namespace registry;
+  using namespace dispatch;
   OpManager::instance();  // what is built in, and plugins
   TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<FiledCall> call, FiledCall::read(file));
   Replay out;

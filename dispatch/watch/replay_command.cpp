@@ -4,7 +4,7 @@
 
 #include "plugins/records.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 // As a shell takes it.
@@ -31,4 +31,4 @@ std::string replay_command(const std::string& owner, const std::string& file) {
   return command;
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -1,15 +1,14 @@
 // What the run did, said at its end under TEFL_LOG_LEVEL=DEBUG.
 
-#include "dispatch/watch/summary.hpp"
-
 #include <cstdlib>
 #include <string>
 
+#include "dispatch/watch/watch.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/watch.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 void say() {
@@ -37,4 +36,4 @@ void say() {
 
 void summarise_at_exit() { std::atexit(&say); }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

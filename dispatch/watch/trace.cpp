@@ -19,14 +19,14 @@
 #include "core/base/text.hpp"
 #include "dispatch/watch/call_file.hpp"
 #include "registry/arguments.hpp"
-#include "registry/fork_child.hpp"
 #include "registry/plan_cache.hpp"
+#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
 #include "te_fl/watch.hpp"
 
 namespace te_fl {
-namespace registry {
+namespace dispatch {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -61,11 +61,12 @@ struct State {
   std::map<std::string, uint32_t> texts;
 };
 
-constinit core::ForkMutex mutex(79);
+constinit core::ForkMutex mutex(core::LockLevel::kTrace);
 const core::ForkMutex::Registration registration(mutex);
 const Clock::time_point g_began = Clock::now();
 // The settings' generation at which the trace began; UINT64_MAX: it is to begin at the next call.
 std::atomic<uint64_t> g_started{UINT64_MAX};
+const core::ForkedChild forked_child(core::LockLevel::kTrace, [] { g_started.store(UINT64_MAX); });
 
 State& state() {
   static State* const instance = new State;
@@ -141,7 +142,7 @@ void add_values(const Call& call, json& description) {
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_OUT) continue;
-    const te_fl_tensor* t = tensor_argument(arg, call.args);
+    const te_fl_tensor* t = registry::tensor_argument(arg, call.args);
     if (t == nullptr || t->dl.strides != nullptr || t->dl.data == nullptr) continue;
     const int dtype = dtype_index(t->dl.dtype);
     const bool host = Device{t->dl.device.type, t->dl.device.index, 0}.is_host();
@@ -168,7 +169,7 @@ void add_values(const Call& call, json& description) {
 uint32_t description_of(const Call& call) {
   te_fl_context context = context_of(call, false, nullptr);
   context.rng = {};
-  PlanKey metadata;
+  registry::PlanKey metadata;
   metadata.set(call.row.compiled->schema(), call.args, context);
   const std::string key = (std::to_string(call.op) + ' ').append(metadata.text());
   {
@@ -187,7 +188,7 @@ uint32_t description_of(const Call& call) {
   plan.bind(nowhere);
   const bool deterministic = policy::settings_of(call.policy).deterministic;
   json d = describe_call(*call.row.compiled, plan, nowhere, call.signature.device, deterministic);
-  d["text"] = describe_arguments(call.row.compiled->schema(), call.args);
+  d["text"] = registry::describe_arguments(call.row.compiled->schema(), call.args);
   if ((call.row.compiled->schema().flags & TE_FL_SCHEMA_ENQUIRY) != 0) {
     d.erase("args");  // nothing of it was placed
   } else {
@@ -277,8 +278,6 @@ void write_events(core::FileReplacement& out, const State& s) {
 
 }  // namespace
 
-void trace_after_fork_in_child() noexcept { g_started.store(UINT64_MAX); }
-
 Status begin_trace() {
   const uint64_t current = environment::generation();
   if (g_started.load(std::memory_order_acquire) != current) {
@@ -301,7 +300,7 @@ TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(
 void TracedCall::finish(const Status& status, const Served& served) {
   const int64_t end = now();
   std::string text = reason_text(status, served);
-  const char* const op = intern_string(call_.row.compiled->schema().name);
+  const char* const op = registry::intern_string(call_.row.compiled->schema().name);
   const std::lock_guard lock(mutex);
   State& s = state();
   if (s.process != getpid()) return;
@@ -320,10 +319,10 @@ void TracedCall::finish(const Status& status, const Served& served) {
                       number, served.staged, !status.ok()});
 }
 
-}  // namespace registry
+}  // namespace dispatch
 
 Status write_trace() {
-  using namespace registry;
+  using namespace dispatch;
   const std::lock_guard lock(mutex);
   const State& s = state();
   if (s.path.empty() || s.process != getpid()) return {};

@@ -2,10 +2,10 @@
 
 #include <cstdint>
 
-#include "dispatch/manager_impl.hpp"
+#include "dispatch/call.hpp"
 
 // TE_FL_TRACE: what was called, who served it and how long the caller waited, for Perfetto.
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // Begins the trace that the settings ask for, if that has not been done. FAILED_PRECONDITION: its
 // file cannot be written, which the first call says, not the end of the run.
@@ -25,4 +25,4 @@ class TracedCall {
   uint32_t description_;
 };
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

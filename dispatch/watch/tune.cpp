@@ -16,7 +16,7 @@
 #include "te_fl/watch.hpp"
 
 namespace te_fl {
-namespace registry {
+namespace dispatch {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -170,11 +170,11 @@ bool worth_pinning(const TunedSignature& row) {
   return row.times[0].calls == row.calls && row.times[0].seconds < (1 - kNoise) * row.usual_seconds;
 }
 
-}  // namespace registry
+}  // namespace dispatch
 
 Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, double seconds,
                                          std::vector<std::string>* left_out) {
-  using namespace registry;
+  using namespace dispatch;
   OpManager::instance();  // what is built in, and plugins
   std::vector<TunedSignature> rows;
   for (const std::string& file : files) {

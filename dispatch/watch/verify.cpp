@@ -9,7 +9,6 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 
 #include "core/base/fork.hpp"
@@ -19,12 +18,12 @@
 #include "dispatch/watch/compare_outputs.hpp"
 #include "dispatch/watch/quarantine.hpp"
 #include "dispatch/watch/replay_command.hpp"
-#include "dispatch/watch/trace.hpp"
 #include "registry/arguments.hpp"
+#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/watch.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 struct Verification::Config {
   uint64_t generation = 0;
@@ -59,7 +58,7 @@ struct Verification::Rep {
 
 namespace {
 
-constinit core::ForkMutex mutex(78);
+constinit core::ForkMutex mutex(core::LockLevel::kVerification);
 const core::ForkMutex::Registration registration(mutex);
 
 struct Counters {
@@ -297,7 +296,7 @@ void Verification::differs(const Served& served, const Implementation& reference
     log::warning("op '" + impl.op + "': '" + impl.impl_id + "' (" + impl.owner +
                  ") does not agree with '" + reference.impl_id + "' (difference number " +
                  std::to_string(nth) + " of such calls): " + what + "; with " +
-                 describe_arguments(call.row.compiled->schema(), call.args) +
+                 registry::describe_arguments(call.row.compiled->schema(), call.args) +
                  (file.empty() ? std::string("; the call was not saved (TE_FL_VERIFY_DIR)")
                                : "; `" + replay_command(impl.owner, file) + "` runs it again"));
   }
@@ -341,37 +340,19 @@ std::string Verification::save(const Served& served, const std::string& what) co
   return {};
 }
 
-Status run_watched(Call& call, const Failure* first, uint64_t care) {
-  std::unique_ptr<Verification> check;
-  if ((care & OpManager::Impl::kVerify) != 0) {
-    TE_FL_ASSIGN_OR_RETURN(check, Verification::begin(call));
-  }
-  Served served;
-  std::optional<TracedCall> traced;
-  if ((care & OpManager::Impl::kTrace) != 0) {
-    TE_FL_RETURN_IF_ERROR(begin_trace());
-    traced.emplace(call);
-  }
-  const Status status = run_order(call, first, served);
-  if (traced) traced->finish(status, served);
-  if (check != nullptr) check->finish(status, served);
-  return status;
+Status verify_status() {
+  const std::string setting = text_setting("TE_FL_VERIFY");
+  uint64_t threshold = 0;
+  std::set<std::string, std::less<>> ops;
+  return setting.empty() ? Status() : parse(setting, threshold, ops);
 }
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch
 
 namespace te_fl {
 
-Status watch_status() {
-  const std::string verify = registry::text_setting("TE_FL_VERIFY");
-  uint64_t threshold = 0;
-  std::set<std::string, std::less<>> ops;
-  if (!verify.empty()) TE_FL_RETURN_IF_ERROR(registry::parse(verify, threshold, ops));
-  return registry::trace_status();
-}
-
 VerifyCounts verify_counts() {
-  const auto& c = registry::g_counts;
+  const auto& c = dispatch::g_counts;
   return {c.agreed, c.differed, c.saved, c.captured, c.skipped, c.failed};
 }
 

@@ -4,10 +4,10 @@
 #include <memory>
 #include <string_view>
 
-#include "dispatch/manager_impl.hpp"
+#include "dispatch/call.hpp"
 
 // TE_FL_VERIFY: the reference implementation beside the one that served a call.
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 
 // One call that is checked.
 class Verification {
@@ -36,8 +36,11 @@ class Verification {
   std::unique_ptr<Rep> rep_;
 };
 
+// What is wrong with TE_FL_VERIFY. OK: nothing, or it is not set.
+Status verify_status();
+
 // The reference implementation that serves such a call on the host; null if there is none.
 const Implementation* reference_for(const OpRow& row, const core::Signature& signature,
                                     bool deterministic);
 
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -8,7 +8,7 @@
 
 #include "dispatch_fixture.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 using te_fl::testing::tensor_arg;
@@ -217,4 +217,4 @@ TEST_F(Plan, ManyPiecesAreRefusedInWords) {
 }
 
 }  // namespace
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch
