@@ -41,16 +41,15 @@ struct Call {
   bool capturing = false;
 };
 
-// The decision for a call, with all it was made from.
-struct Choice {
+// The decision for a call, with all that it was made from.
+struct Decision : policy::Decision {
   const PolicySettings* settings = nullptr;
   std::vector<policy::Barred> barred;  // call.barred
   policy::Call call;
-  policy::Decision decision;
 
   // STRICT: nothing but the first choice may run.
   bool permits(size_t place) const {
-    return !settings->strict || static_cast<int32_t>(place) == decision.first;
+    return !settings->strict || static_cast<int32_t>(place) == first;
   }
 };
 
@@ -78,8 +77,8 @@ struct Served {
 };
 
 // Decides. Errors: the device is lost, or its properties cannot be read.
-Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
-                      const core::Signature& signature, uint32_t policy, bool capturing);
+Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
+                        const core::Signature& signature, uint32_t policy, bool capturing);
 // The cached choice of a warm call, made if need be.
 Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route; the slow, complete way. `first`: the route's first implementation
@@ -196,8 +195,9 @@ Status after_failure(const Call& call, const Implementation& impl, te_fl_status 
 // What an implementation that was moved on from said.
 std::string failure_text(const Failure& failure);
 // Every implementation with the reason why it does not serve the call, and a way out.
-Status no_candidate(const Call& call, const Choice& choice, const std::vector<Failure>& failures);
-std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, const void* args,
+Status no_candidate(const Call& call, const Decision& decision,
+                    const std::vector<Failure>& failures);
+std::vector<Candidate> candidates_of(const OpRow& row, const Decision& decision, const void* args,
                                      const std::vector<Failure>& failures);
 // Warns once of vendors and implementations that a policy names and that are not there.
 void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings);

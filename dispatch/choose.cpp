@@ -83,8 +83,8 @@ Status prepare_call(Call& call) {
   return call.signature.device.is_host() ? Status() : ask_stream(call);
 }
 
-Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
-                      const core::Signature& signature, uint32_t policy, bool capturing) {
+Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
+                        const core::Signature& signature, uint32_t policy, bool capturing) {
   if (!table.barred.empty()) {
     if (const registry::BarredDevice* barred = table.barred_device(signature.device))
       return barred->why;
@@ -94,38 +94,40 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
       entry != nullptr && entry->closed()) {
     return core::withdrawn_device(signature.device);
   }
-  Choice choice;
-  choice.settings = &policy::settings_of(policy);
-  if (choice.settings->strict) TE_FL_RETURN_IF_ERROR(plugins::named_plugins_status());
-  if (Status error = policy::settings_error(*choice.settings); !error.ok()) {
+  Decision decision;
+  decision.settings = &policy::settings_of(policy);
+  if (decision.settings->strict) TE_FL_RETURN_IF_ERROR(plugins::named_plugins_status());
+  if (Status error = policy::settings_error(*decision.settings); !error.ok()) {
     return policy::cause_first(
         error, "op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
   }
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
-  choice.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
-                 arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
-                 signature.version,           capturing};
-  choice.barred = barred(row, signature);
-  choice.call.barred = choice.barred;
-  choice.decision = policy::decide(*choice.settings, choice.call, row.options);
-  if (mentions_names(*choice.settings)) warn_absent(table, row, *choice.settings);
-  return choice;
+  decision.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
+                   arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
+                   signature.version,           capturing};
+  decision.barred = barred(row, signature);
+  decision.call.barred = decision.barred;
+  static_cast<policy::Decision&>(decision) =
+      policy::decide(*decision.settings, decision.call, row.views);
+  if (mentions_names(*decision.settings)) warn_absent(table, row, *decision.settings);
+  return decision;
 }
 
 Result<const RouteEntry*> route_of(Call& call) {
   const RouteKey key(call.op, call.signature, call.policy, call.capturing);
   if (const RouteEntry* known = call.thread.routes.find(call.table.id, key)) return known;
-  TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
-                                                     call.signature, call.policy, call.capturing));
+  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+                         choose(call.manager.table_owner, call.table, call.row, call.signature,
+                                call.policy, call.capturing));
   auto route = std::make_unique<Route>();
-  route->deterministic = choice.settings->deterministic;
-  route->strict = choice.settings->strict;
-  for (size_t i = 0; i < choice.decision.order.size(); ++i) {
-    const policy::Verdict& v = choice.decision.order[i];
-    if (v.refusal == policy::Refusal::kNone && choice.permits(i)) {
-      route->order.push_back({call.row.impls[v.option].get(), v.staged});
+  route->deterministic = decision.settings->deterministic;
+  route->strict = decision.settings->strict;
+  for (size_t i = 0; i < decision.order.size(); ++i) {
+    const policy::Candidate& v = decision.order[i];
+    if (v.refusal == policy::Refusal::kNone && decision.permits(i)) {
+      route->order.push_back({call.row.impls[v.impl].get(), v.staged});
     }
   }
   RouteEntry& entry = call.thread.routes.victim(call.table.id, key);

@@ -11,7 +11,6 @@ namespace te_fl {
 namespace {
 
 using dispatch::Call;
-using dispatch::Choice;
 using dispatch::Implementation;
 using dispatch::OpRow;
 using dispatch::Step;
@@ -19,12 +18,12 @@ using dispatch::with_call;
 
 std::atomic<uint64_t> g_handles{1};
 
-Resolution resolution_of(const OpRow& row, const Choice& choice, const void* args,
+Decision public_decision(const OpRow& row, const dispatch::Decision& decision, const void* args,
                          const std::vector<dispatch::Failure>& failures) {
-  Resolution r;
+  Decision r;
   r.op = row.compiled->schema().name;
-  r.policy = policy::describe_for(*choice.settings, r.op);
-  r.candidates = dispatch::candidates_of(row, choice, args, failures);
+  r.policy = policy::describe_for(*decision.settings, r.op);
+  r.candidates = dispatch::candidates_of(row, decision, args, failures);
   for (const Candidate& c : r.candidates) {
     if (c.chosen) r.impl_id = c.impl_id;
   }
@@ -33,21 +32,22 @@ Resolution resolution_of(const OpRow& row, const Choice& choice, const void* arg
 
 // Asks those that answer per call; the ones that refuse. Stops at the first that does not, if
 // `first_only`. An answer that would end the call is an error.
-Result<std::vector<dispatch::Failure>> refusals(const Call& call, const Choice& choice,
+Result<std::vector<dispatch::Failure>> refusals(const Call& call,
+                                                const dispatch::Decision& decision,
                                                 bool first_only) {
   std::vector<dispatch::Failure> list;
   bool served = false;
-  for (size_t i = 0; i < choice.decision.order.size(); ++i) {
-    const policy::Verdict& v = choice.decision.order[i];
-    if (v.refusal != policy::Refusal::kNone || !choice.permits(i)) continue;
-    const Implementation& impl = *call.row.impls[v.option];
+  for (size_t i = 0; i < decision.order.size(); ++i) {
+    const policy::Candidate& v = decision.order[i];
+    if (v.refusal != policy::Refusal::kNone || !decision.permits(i)) continue;
+    const Implementation& impl = *call.row.impls[v.impl];
     core::ErrorText errors;
     te_fl_status code = TE_FL_OK;
     if (v.staged) {
-      code = dispatch::ask_staged(call, impl, choice.settings->deterministic, errors);
+      code = dispatch::ask_staged(call, impl, decision.settings->deterministic, errors);
     } else if (impl.checks_support) {
       const te_fl_context context =
-          dispatch::context_of(call, choice.settings->deterministic, errors.sink());
+          dispatch::context_of(call, decision.settings->deterministic, errors.sink());
       code = dispatch::ask_support(impl, context, call.args, errors);
     }
     if (code != TE_FL_OK) {
@@ -64,19 +64,19 @@ Result<std::vector<dispatch::Failure>> refusals(const Call& call, const Choice& 
   return list;
 }
 
-Result<Choice> choose(Call& call) {
+Result<dispatch::Decision> choose(Call& call) {
   return dispatch::choose(call.manager.table_owner, call.table, call.row, call.signature,
                           call.policy, call.capturing);
 }
 
-Step chosen(const OpRow& row, const Choice& choice,
+Step chosen(const OpRow& row, const dispatch::Decision& decision,
             const std::vector<dispatch::Failure>& failures) {
-  for (size_t i = 0; i < choice.decision.order.size(); ++i) {
-    const policy::Verdict& v = choice.decision.order[i];
-    const Implementation* impl = row.impls[v.option].get();
+  for (size_t i = 0; i < decision.order.size(); ++i) {
+    const policy::Candidate& v = decision.order[i];
+    const Implementation* impl = row.impls[v.impl].get();
     const bool failed = std::any_of(failures.begin(), failures.end(),
                                     [&](const auto& f) { return f.impl == impl; });
-    if (v.refusal == policy::Refusal::kNone && choice.permits(i) && !failed)
+    if (v.refusal == policy::Refusal::kNone && decision.permits(i) && !failed)
       return {impl, v.staged};
   }
   return {};
@@ -88,10 +88,10 @@ Result<PreparedOp> OpManager::prepare(OpId op, const void* args, const CallOptio
   return with_call<Result<PreparedOp>>(
       *impl_, op, args, options, [&](Call& call) -> Result<PreparedOp> {
         TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-        TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
-        TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, choice, true));
-        if (chosen(call.row, choice, failures).impl == nullptr)
-          return dispatch::no_candidate(call, choice, failures);
+        TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+        TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, true));
+        if (chosen(call.row, decision, failures).impl == nullptr)
+          return dispatch::no_candidate(call, decision, failures);
         PreparedOp handle;
         handle.rep_ = std::make_shared<PreparedOp::Rep>(
             PreparedOp::Rep{impl_.get(), op, call.signature, g_handles.fetch_add(1)});
@@ -99,21 +99,20 @@ Result<PreparedOp> OpManager::prepare(OpId op, const void* args, const CallOptio
       });
 }
 
-Result<Resolution> OpManager::resolve(OpId op, const void* args, const CallOptions& options) {
-  return with_call<Result<Resolution>>(
-      *impl_, op, args, options, [](Call& call) -> Result<Resolution> {
-        TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-        TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
-        TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, choice, false));
-        return resolution_of(call.row, choice, call.args, failures);
-      });
+Result<Decision> OpManager::resolve(OpId op, const void* args, const CallOptions& options) {
+  return with_call<Result<Decision>>(*impl_, op, args, options, [](Call& call) -> Result<Decision> {
+    TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
+    TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+    TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, false));
+    return public_decision(call.row, decision, call.args, failures);
+  });
 }
 
-Result<Resolution> OpManager::explain(OpId op, const CallProfile& profile) {
+Result<Decision> OpManager::explain(OpId op, const CallProfile& profile) {
   (void)core::find_device(profile.device);  // loads its plugin, which no thread does inside an op
   const CallOptions options;
-  return with_call<Result<Resolution>>(
-      *impl_, op, nullptr, options, [&](Call& call) -> Result<Resolution> {
+  return with_call<Result<Decision>>(
+      *impl_, op, nullptr, options, [&](Call& call) -> Result<Decision> {
         TE_FL_ASSIGN_OR_RETURN(const SelectionPolicy policy, current_policy());
         call.policy = policy.id();
         call.signature.device = profile.device;
@@ -123,22 +122,22 @@ Result<Resolution> OpManager::explain(OpId op, const CallProfile& profile) {
         for (const Scaling s : profile.scalings)
           call.signature.scalings |= TE_FL_BIT(static_cast<uint32_t>(s));
         if (profile.scalings.empty()) call.signature.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
-        TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
-        return resolution_of(call.row, choice, nullptr, {});
+        TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+        return public_decision(call.row, decision, nullptr, {});
       });
 }
 
 Result<size_t> OpManager::saved_bytes(OpId op, const void* args, const CallOptions& options) {
   return with_call<Result<size_t>>(*impl_, op, args, options, [](Call& call) -> Result<size_t> {
     TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-    TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call));
-    TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, choice, true));
-    const Step step = chosen(call.row, choice, failures);
+    TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+    TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, true));
+    const Step step = chosen(call.row, decision, failures);
     const Implementation* impl = step.impl;
-    if (impl == nullptr) return dispatch::no_candidate(call, choice, failures);
+    if (impl == nullptr) return dispatch::no_candidate(call, decision, failures);
     if (impl->desc.saved_bytes == nullptr) return size_t{0};
     core::ErrorText errors;
-    const bool deterministic = choice.settings->deterministic;
+    const bool deterministic = decision.settings->deterministic;
     size_t bytes = 0;
     te_fl_status code = TE_FL_OK;
     if (step.staged) {

@@ -35,43 +35,45 @@ class CallNames final : public policy::ArgumentNames {
 
 std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }
 
-std::string accepted_text(const OpRow& row, const policy::Verdict& v, const Choice& choice,
+std::string accepted_text(const OpRow& row, const policy::Candidate& v, const Decision& decision,
                           bool chosen) {
-  const Implementation& impl = *row.impls[v.option];
-  const bool absent = !choice.call.present && !choice.call.device.is_host();
+  const Implementation& impl = *row.impls[v.impl];
+  const bool absent = !decision.call.present && !decision.call.device.is_host();
   std::string text =
-      absent   ? "it would be asked if there were a " + to_string(choice.call.device) + " here: "
+      absent   ? "it would be asked if there were a " + to_string(decision.call.device) + " here: "
       : chosen ? "taken: "
                : "next if that one cannot: ";
   if (v.staged) {
-    text += "staged (copies of the tensors of " + to_string(choice.call.device) + " on the host), ";
+    text +=
+        "staged (copies of the tensors of " + to_string(decision.call.device) + " on the host), ";
   }
-  if (policy::list_for(*choice.settings, choice.call) != nullptr) {
+  if (policy::list_for(*decision.settings, decision.call) != nullptr) {
     text += "place " + std::to_string(v.group + 1) + " of the policy's list, ";
-  } else if (choice.settings->prefer == impl.kind) {
+  } else if (decision.settings->prefer == impl.kind) {
     text += "preferred kind, ";
   }
-  text += "priority " + std::to_string(row.options[v.option].priority);
+  text += "priority " + std::to_string(row.views[v.impl].priority);
   return text;
 }
 
 // The way out of "nobody can serve this".
-std::string way_out(const OpRow& row, const Choice& choice, const std::vector<Failure>& failures) {
-  const std::string op(choice.call.op);
+std::string way_out(const OpRow& row, const Decision& decision,
+                    const std::vector<Failure>& failures) {
+  const std::string op(decision.call.op);
   if (row.impls.empty()) {
     return "no loaded backend implements it; load a plugin that does (TE_FL_PLUGIN_MODULES), "
            "`te-fl doctor` says "
            "what is missing";
   }
-  const policy::Decision free = policy::decide(PolicySettings{}, choice.call, row.options);
-  for (const policy::Verdict& v : free.order) {
-    const Implementation& impl = *row.impls[v.option];
+  const policy::Decision free = policy::decide(PolicySettings{}, decision.call, row.views);
+  for (const policy::Candidate& v : free.order) {
+    const Implementation& impl = *row.impls[v.impl];
     const bool failed = std::any_of(failures.begin(), failures.end(),
                                     [&](const Failure& f) { return f.impl == &impl; });
     if (v.refusal != Refusal::kNone || failed) continue;
     return quoted(impl.impl_id) + " could serve it if the policy let it: change " +
-           (choice.settings->strict ? "TE_FL_STRICT, " : "") +
-           (choice.settings->max_staged_bytes ? "TE_FL_MAX_STAGED_BYTES, " : "") +
+           (decision.settings->strict ? "TE_FL_STRICT, " : "") +
+           (decision.settings->max_staged_bytes ? "TE_FL_MAX_STAGED_BYTES, " : "") +
            "TE_FL_PREFER, TE_FL_PER_OP or the vendor lists, or the scope set in code";
   }
   return "use a dtype, scaling mode or device that one of them serves (`te-fl explain " + op +
@@ -147,36 +149,36 @@ Status implementation_error(const Call& call, const Implementation& impl, te_fl_
                   registry::describe_arguments(call.row.compiled->schema(), call.args));
 }
 
-std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, const void* args,
+std::vector<Candidate> candidates_of(const OpRow& row, const Decision& decision, const void* args,
                                      const std::vector<Failure>& failures) {
   std::vector<Candidate> list;
   const CallNames names(*row.compiled, args);
   bool taken = false;
-  for (size_t i = 0; i < choice.decision.order.size(); ++i) {
-    const policy::Verdict& v = choice.decision.order[i];
-    const Implementation& impl = *row.impls[v.option];
+  for (size_t i = 0; i < decision.order.size(); ++i) {
+    const policy::Candidate& v = decision.order[i];
+    const Implementation& impl = *row.impls[v.impl];
     Candidate c;
     c.impl_id = impl.impl_id;
     c.kind = impl.kind;
     c.vendor = impl.vendor;
     c.owner = impl.owner;
-    c.priority = row.options[v.option].priority;
+    c.priority = row.views[v.impl].priority;
     c.staged = v.staged;
     const auto failed = std::find_if(failures.begin(), failures.end(),
                                      [&](const Failure& f) { return f.impl == &impl; });
     if (v.refusal != Refusal::kNone) {
-      c.reason = policy::refusal_text(v.refusal, row.options[v.option], choice.call,
-                                      *choice.settings, args == nullptr ? nullptr : &names);
-    } else if (!choice.permits(i)) {
+      c.reason = policy::refusal_text(v.refusal, row.views[v.impl], decision.call,
+                                      *decision.settings, args == nullptr ? nullptr : &names);
+    } else if (!decision.permits(i)) {
       c.reason = "it is not the first choice and the policy is strict (TE_FL_STRICT)";
     } else if (failed != failures.end()) {
       c.reason = failure_text(*failed);
     } else {
       // Of a call that is only described: on a device that is not here nothing can be called.
-      c.accepted = args != nullptr || choice.call.present || choice.call.device.is_host();
+      c.accepted = args != nullptr || decision.call.present || decision.call.device.is_host();
       c.chosen = c.accepted && !taken;
       taken = taken || c.accepted;
-      c.reason = accepted_text(row, v, choice, c.chosen);
+      c.reason = accepted_text(row, v, decision, c.chosen);
       if (args == nullptr && impl.checks_support) c.reason += "; it is asked again at each call";
     }
     list.push_back(std::move(c));
@@ -184,34 +186,34 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& choice, con
   return list;
 }
 
-Status no_candidate(const Call& call, const Choice& choice, const std::vector<Failure>& failures) {
-  const PolicySettings& settings = *choice.settings;
-  std::string text = "no implementation can serve op " + quoted(choice.call.op) + " with " +
+Status no_candidate(const Call& call, const Decision& decision,
+                    const std::vector<Failure>& failures) {
+  const PolicySettings& settings = *decision.settings;
+  std::string text = "no implementation can serve op " + quoted(decision.call.op) + " with " +
                      registry::describe_arguments(call.row.compiled->schema(), call.args) +
-                     " (policy: " + policy::describe_for(settings, choice.call.op) + ")";
+                     " (policy: " + policy::describe_for(settings, decision.call.op) + ")";
   if (settings.strict) {
-    text += choice.decision.first < 0
-                ? "\n  strict: " + policy::missing_first_text(choice.call, settings)
+    text += decision.first < 0
+                ? "\n  strict: " + policy::missing_first_text(decision.call, settings)
                 : "\n  strict: the first choice " +
-                      quoted(call.row.impls[choice.decision.order[choice.decision.first].option]
-                                 ->impl_id) +
+                      quoted(call.row.impls[decision.order[decision.first].impl]->impl_id) +
                       " cannot, and nothing else may";
   }
-  for (const Candidate& c : candidates_of(call.row, choice, call.args, failures)) {
+  for (const Candidate& c : candidates_of(call.row, decision, call.args, failures)) {
     text += "\n  " + c.impl_id + " (" + c.owner + ", priority " + std::to_string(c.priority) +
             "): " + c.reason;
   }
   if (call.row.impls.empty()) text += "\n  none is registered";
-  text += "\n  way out: " + way_out(call.row, choice, failures);
+  text += "\n  way out: " + way_out(call.row, decision, failures);
   return Status(StatusCode::kUnsupported, std::move(text));
 }
 
 void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings) {
   std::vector<std::string> vendors;
   for (const auto& r : table.ops) {
-    for (const policy::Option& option : r->options) {
-      if (std::find(vendors.begin(), vendors.end(), option.vendor) == vendors.end()) {
-        vendors.emplace_back(option.vendor);
+    for (const policy::Implementation& view : r->views) {
+      if (std::find(vendors.begin(), vendors.end(), view.vendor) == vendors.end()) {
+        vendors.emplace_back(view.vendor);
       }
     }
   }
@@ -223,7 +225,7 @@ void warn_absent(const Table& table, const OpRow& row, const PolicySettings& set
   const auto list = settings.per_op.find(row.compiled->schema().name);
   if (list == settings.per_op.end()) return;
   std::vector<std::string> ids;
-  for (const policy::Option& option : row.options) ids.emplace_back(option.impl_id);
+  for (const policy::Implementation& view : row.views) ids.emplace_back(view.impl_id);
   for (const PolicyToken& token : list->second) {
     if (token.type != PolicyToken::Type::kImpl ||
         std::find(ids.begin(), ids.end(), token.name) != ids.end())

@@ -93,19 +93,19 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
     return invalid_argument("op '" + op + "': '" + row.saved->name +
                             "' is opaque but names no producer; give it as the forward op left it");
   }
-  TE_FL_ASSIGN_OR_RETURN(const Choice choice,
+  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
                          choose(call.manager.table_owner, call.table, row, call.signature,
                                 SelectionPolicy().id(), call.capturing));
-  for (const policy::Verdict& v : choice.decision.order) {
-    const Implementation& impl = *row.impls[v.option];
+  for (const policy::Candidate& v : decision.order) {
+    const Implementation& impl = *row.impls[v.impl];
     if (impl.interned_id != record.producer && impl.impl_id != record.producer) continue;
     const bool deterministic = policy::settings_of(call.policy).deterministic;
     core::ErrorText errors;
     if (v.refusal != policy::Refusal::kNone) {
       return after_failure(call, impl, TE_FL_UNSUPPORTED,
                            "the forward ran here and left an opaque record, but " +
-                               policy::refusal_text(v.refusal, row.options[v.option], choice.call,
-                                                    *choice.settings, nullptr));
+                               policy::refusal_text(v.refusal, row.views[v.impl], decision.call,
+                                                    *decision.settings, nullptr));
     }
     const te_fl_status code = attempt(call, Step{&impl, v.staged}, deterministic, errors);
     served.impl = &impl;
@@ -120,9 +120,10 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
 }
 
 Status nobody(Call& call, const Served& served) {
-  TE_FL_ASSIGN_OR_RETURN(const Choice choice, choose(call.manager.table_owner, call.table, call.row,
-                                                     call.signature, call.policy, call.capturing));
-  return no_candidate(call, choice, served.failures);
+  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+                         choose(call.manager.table_owner, call.table, call.row, call.signature,
+                                call.policy, call.capturing));
+  return no_candidate(call, decision, served.failures);
 }
 
 // The route's first implementation has run and failed so: may another, and which does? A call keeps

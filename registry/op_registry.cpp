@@ -368,7 +368,7 @@ std::vector<OpImplInfo> OpRegistry::snapshot() const {
     for (const auto& row : table.ops) {
       for (size_t i = 0; i < row->impls.size(); ++i) {
         const Implementation& impl = *row->impls[i];
-        OpImplInfo info{impl.op,    impl.impl_id, impl.kind, impl.vendor, row->options[i].priority,
+        OpImplInfo info{impl.op,    impl.impl_id, impl.kind, impl.vendor, row->views[i].priority,
                         impl.owner, impl.desc};
         info.desc.priority = info.priority;
         list.push_back(std::move(info));

@@ -138,7 +138,7 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
   std::vector<Candidate> candidates;
   {
     const PolicyScope scope(any);
-    TE_FL_ASSIGN_OR_RETURN(const Resolution r, manager.resolve(op, args, options));
+    TE_FL_ASSIGN_OR_RETURN(const te_fl::Decision r, manager.resolve(op, args, options));
     candidates = r.candidates;
   }
   std::optional<double> usual;  // of the one that dispatch takes by itself

@@ -153,8 +153,8 @@ const Implementation* reference_for(const OpRow& row, const core::Signature& sig
   settings.deterministic = deterministic;
   policy::Call call{row.compiled->schema().name, Device{},          true, 0, signature.dtypes,
                     signature.scalings,          signature.version, false};
-  for (const policy::Verdict& v : policy::decide(settings, call, row.options).order) {
-    const Implementation* impl = row.impls[v.option].get();
+  for (const policy::Candidate& v : policy::decide(settings, call, row.views).order) {
+    const Implementation* impl = row.impls[v.impl].get();
     if (v.refusal == policy::Refusal::kNone && impl->kind == Kind::kReference) return impl;
   }
   return nullptr;

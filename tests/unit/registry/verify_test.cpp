@@ -198,7 +198,7 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
   ASSERT_OK(manager.call(op, &other.args));
   EXPECT_EQ(fast.runs, 3) << "other signatures are served";
   const auto reason_shown = [&] {
-    const Resolution r = manager.resolve(op, &call.args).value();
+    const Decision r = manager.resolve(op, &call.args).value();
     EXPECT_EQ(r.impl_id, "reference.slow");
     for (const Candidate& c : r.candidates) {
       if (c.impl_id == "default.fast") return contains(c.reason, "quarantined for this op");
