@@ -21,7 +21,7 @@ using core::copy_struct;
 using core::kMaxStructSize;
 using core::plausible_size;
 
-constinit core::ForkMutex mutex(core::LockLevel::kInstances);
+constinit core::ForkMutex mutex(core::LockLevel::kPluginSettings);
 const core::ForkMutex::Registration registration(mutex);
 
 constexpr uint32_t kMaxListed = 1u << 16;

@@ -52,8 +52,8 @@ const char* name(LockLevel level) noexcept {
       return "scratch";
     case LockLevel::kStagingPool:
       return "staging pool";
-    case LockLevel::kInstances:
-      return "plugin instances";
+    case LockLevel::kPluginSettings:
+      return "plugin settings";
     case LockLevel::kPluginRecords:
       return "plugin records";
     case LockLevel::kWaitingPlugins:

@@ -26,7 +26,7 @@ enum class LockLevel : int {
   kInternedStrings,  // the strings that outlive their implementations
   kScratch,          // the map of every DeviceArenas
   kStagingPool,      // the idle staging buffers
-  kInstances,        // the active plugins
+  kPluginSettings,   // the values of settings that plugins were given
   kPluginRecords,    // what became of each plugin
   kWaitingPlugins,   // the plugins that are loaded on demand
   kTimeLimit,        // one call into a plugin that has a time limit
