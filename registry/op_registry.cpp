@@ -176,7 +176,7 @@ Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const 
   }
   std::unique_ptr<Table>
       next;                    // if it is dropped, that is after the lock: plugins are entered then
-  core::ensure_environment();  // which has a lock of its own, to be taken before this one
+  core::ensure_environment();  // kEnvironment comes before kRegistry
   {
     std::lock_guard lock(mutex);
     next = copy_table();

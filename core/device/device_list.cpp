@@ -266,7 +266,7 @@ Result<Device> enlist(const te_fl_device_desc* desc) {
 
 Result<Device> add(const te_fl_device_desc* desc) {
   TE_FL_ASSIGN_OR_RETURN(const Device device, enlist(desc));
-  // Outside the lock: the room above has its own.
+  // Outside the lock, since the hook looks the device up.
   if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire)) tell(device);
   return device;
 }

@@ -96,7 +96,7 @@ std::vector<Device> present_devices();
 // The same once plugins have been looked for; one that waits until a device of its kind is named
 // (a manifest's "load_for") goes on waiting.
 std::vector<Device> ready_devices();
-// Set by the registry: loads the plugins that may bring this device, or any if it is null. Does
+// Set by the room plugins: loads the plugins that may bring this device, or any if it is null. Does
 // nothing on a thread that is inside an op or is loading a plugin.
 inline constinit std::atomic<void (*)(const Device*) noexcept> g_bring_devices{nullptr};
 

@@ -58,7 +58,7 @@ std::shared_ptr<const List> entries() {
     const std::lock_guard lock(mutex);
     if (state().list != nullptr) return state().list;
   }
-  const std::string path = file_name();  // not under the lock: the environment has its own
+  const std::string path = file_name();  // before the lock: kEnvironment comes first
   const QuarantineFile file = path.empty() ? QuarantineFile{} : read_quarantine_file(path);
   const std::lock_guard lock(mutex);
   State& s = state();

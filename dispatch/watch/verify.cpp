@@ -170,7 +170,7 @@ std::shared_ptr<const Verification::Config> Verification::read(State& state) {
       return state.config;
     }
   }
-  // The environment has a lock of its own, so it is asked outside ours.
+  // Before the lock: kEnvironment comes first.
   auto made = std::make_shared<Config>();
   made->generation = environment::generation();
   made->error = parse(text_setting("TE_FL_VERIFY"), made->threshold, made->ops);
