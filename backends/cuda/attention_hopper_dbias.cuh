@@ -96,7 +96,7 @@ __device__ inline void store_bias(const Attention& p, const AttentionGradients& 
 // memory idle, which a few multiprocessors keep busy with bulk copies. (A kernel of its own takes a
 // fifth of the whole.)
 template <int kDim>
-constexpr unsigned kSumBlocks = kDim > 64 ? 24 : 32;
+constexpr unsigned kSumBlocks = kDim > 64 ? 28 : 36;
 
 template <class T>
 class KeptSum {
