@@ -4,8 +4,8 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "core/op_finder.hpp"
-#include "core/op_table.hpp"
+#include "core/op/op_finder.hpp"
+#include "core/op/op_table.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"

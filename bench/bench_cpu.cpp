@@ -15,7 +15,7 @@
 
 #include "backends/cpu/cache_size.hpp"
 #include "bench/cases/case.hpp"
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif

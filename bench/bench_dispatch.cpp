@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "dispatch_fixture.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"

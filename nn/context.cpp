@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/current_stream.hpp"
+#include "core/device/current_stream.hpp"
 #include "nn/runtime.hpp"
 #include "policy/current.hpp"
 #include "te_fl/log.hpp"

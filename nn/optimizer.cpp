@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
 #include "nn/gradients.hpp"
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/base/lock_level.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/recipe.hpp"
@@ -50,7 +51,7 @@ class GradientUpdates {
   void put_back(std::vector<PendingUpdate> updates);
 
  private:
-  std::mutex mutex_;
+  core::Mutex mutex_{core::LockLevel::kGradientUpdates};
   PendingUpdates pending_;
   Status deferred_;
 };
@@ -62,7 +63,7 @@ std::shared_ptr<GradientUpdates> exchange_gradient_updates(
 
 // Shared by the copies of one Context.
 struct RandomState {
-  std::mutex mutex;
+  core::Mutex mutex{core::LockLevel::kRandomPosition};
   RandomPosition position;
   // While a graph is captured: U64 [2] {seed, offset} on its device, which stands for `captured_at`
   // at every launch.
@@ -72,7 +73,7 @@ struct RandomState {
 
 // One outermost autocast with the scopes nested in it or entered from a capture of it.
 struct Session {
-  std::mutex mutex;
+  core::Mutex mutex{core::LockLevel::kFp8Session};
   int scopes = 0;
   PendingUpdates forward;
 };

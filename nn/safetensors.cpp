@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "core/file.hpp"
+#include "core/base/file.hpp"
 #include "nn/safetensors_format.hpp"
 
 namespace te_fl::nn {

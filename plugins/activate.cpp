@@ -5,11 +5,11 @@
 #include <mutex>
 #include <span>
 
-#include "core/abi_struct.hpp"
-#include "core/device_list.hpp"
-#include "core/error_text.hpp"
-#include "core/fork.hpp"
-#include "core/inside.hpp"
+#include "core/base/abi_struct.hpp"
+#include "core/base/error_text.hpp"
+#include "core/base/fork.hpp"
+#include "core/device/device_list.hpp"
+#include "core/device/inside.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
@@ -21,7 +21,7 @@ using core::copy_struct;
 using core::kMaxStructSize;
 using core::plausible_size;
 
-constinit core::ForkMutex mutex(72);
+constinit core::ForkMutex mutex(core::LockLevel::kPluginSettings);
 const core::ForkMutex::Registration registration(mutex);
 
 constexpr uint32_t kMaxListed = 1u << 16;

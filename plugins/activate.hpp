@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/plugin_settings.hpp"
+#include "core/base/plugin_settings.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/plugin.h"

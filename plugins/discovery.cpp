@@ -7,8 +7,8 @@
 #include <iterator>
 #include <set>
 
-#include "core/plugin_settings.hpp"
-#include "core/text.hpp"
+#include "core/base/plugin_settings.hpp"
+#include "core/base/text.hpp"
 #include "plugins/file_trust.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/nearest.hpp"

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <iterator>
 
-#include "core/abi_struct.hpp"
+#include "core/base/abi_struct.hpp"
 #include "plugins/activate.hpp"
 #include "te_fl/version.hpp"
 

@@ -8,7 +8,7 @@
 namespace te_fl::plugins {
 
 struct Hooks {
-  // Set by the registry. Frees what dispatch itself holds on a device, before its removal.
+  // Set by dispatch. Frees what dispatch itself holds on a device, before its removal.
   std::atomic<void (*)(const Device&)> release_device{nullptr};
 };
 

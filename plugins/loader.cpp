@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <filesystem>
 
-#include "core/inside.hpp"
-#include "core/plugin_settings.hpp"
-#include "core/text.hpp"
+#include "core/base/plugin_settings.hpp"
+#include "core/base/text.hpp"
+#include "core/device/inside.hpp"
 #include "plugins/activate.hpp"
 #include "plugins/file_trust.hpp"
 #include "plugins/library.hpp"

@@ -30,7 +30,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/plugin_settings.hpp"
+#include "core/base/plugin_settings.hpp"
 #include "te_fl/device.hpp"
 
 namespace te_fl::plugins {

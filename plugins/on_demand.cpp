@@ -4,7 +4,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/records.hpp"
 
@@ -18,7 +18,7 @@ struct Waiting {
   bool taken = false;
 };
 
-constinit core::ForkMutex mutex(74);
+constinit core::ForkMutex mutex(core::LockLevel::kWaitingPlugins);
 const core::ForkMutex::Registration registration(mutex);
 std::atomic<bool> g_any{false};
 

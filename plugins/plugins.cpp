@@ -4,20 +4,22 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "core/text.hpp"
+#include "core/base/text.hpp"
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/manifest.hpp"
 #include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
-#include "te_fl/op_manager.hpp"
+#include "plugins/start.hpp"
+#include "te_fl/op_registry.hpp"
 
 namespace te_fl::plugins {
 namespace {
 
-// Starts the process's manager, and with it discovery, unless a plugin asks that is being loaded.
-OpRegistry& started() {
-  return LoadTurn::mine() ? OpRegistry::instance() : OpManager::instance().registry();
+// The process's registry, once discovery has been made, unless a plugin asks that is being loaded.
+OpRegistry& filled_registry() {
+  if (!LoadTurn::mine()) start();
+  return OpRegistry::instance();
 }
 
 Result<PluginInfo> load_by_name(const std::string& name, OpRegistry& registry) {
@@ -70,12 +72,12 @@ std::string_view to_string(State state) {
 }
 
 std::vector<PluginInfo> list() {
-  on_demand::load(nullptr, started());
+  on_demand::load(nullptr, filled_registry());
   return records::list();
 }
 
 Result<PluginInfo> load(const std::string& path_or_name) {
-  OpRegistry& registry = started();
+  OpRegistry& registry = filled_registry();
   if (path_or_name.find('/') == path_or_name.npos) return load_by_name(path_or_name, registry);
   std::error_code error;
   const std::filesystem::path path = std::filesystem::absolute(path_or_name, error);
@@ -84,11 +86,11 @@ Result<PluginInfo> load(const std::string& path_or_name) {
 }
 
 Status deactivate(const std::string& name, bool unmap) {
-  return deactivate_plugin(name, unmap, started());
+  return deactivate_plugin(name, unmap, filled_registry());
 }
 
 Result<std::vector<Finding>> diagnose(const std::string& name) {
-  started();
+  filled_registry();
   const Record record = records::active(name);
   if (record.instance == nullptr) return not_found("no active plugin has the name '" + name + "'");
   return record.instance->diagnose();

@@ -1,19 +1,17 @@
 #include "plugins/records.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <filesystem>
 #include <mutex>
 
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
 
 namespace te_fl::plugins {
 namespace {
 
 // Plugins are never entered while it is held, and nothing that it guards is destroyed under it.
-constinit core::ForkMutex mutex(35);
+constinit core::ForkMutex mutex(core::LockLevel::kPluginRecords);
 const core::ForkMutex::Registration registration(mutex);
 
 std::vector<Record>& all() {  // never freed: plugins serve until the last thread ends
@@ -63,7 +61,7 @@ constinit thread_local bool t_turn = false;
 void turn_in_child() {
   if (!t_turn) g_turn.store(0, std::memory_order_relaxed);
 }
-[[maybe_unused]] const int turn_watched = pthread_atfork(nullptr, nullptr, &turn_in_child);
+const core::ForkedChild turn_watched(core::LockLevel::kPluginRecords, &turn_in_child);
 
 }  // namespace
 

@@ -6,13 +6,15 @@
 #include <system_error>
 #include <thread>
 
+#include "core/base/lock_level.hpp"
+
 namespace te_fl::plugins {
 namespace {
 
 struct Shared {
   std::function<te_fl_status()> call;
-  std::mutex mutex;
-  std::condition_variable ended;
+  core::Mutex mutex{core::LockLevel::kTimeLimit};
+  std::condition_variable_any ended;
   bool done = false;
   te_fl_status status = TE_FL_OK;
 };

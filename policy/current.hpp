@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "core/settings.hpp"
+#include "core/base/settings.hpp"
 #include "te_fl/policy.hpp"
 
 // Which policy is in force, as the hot path asks it: an id, no lock, no string.

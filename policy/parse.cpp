@@ -4,7 +4,7 @@
 #include <array>
 #include <cctype>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "policy/text.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/policy.hpp"

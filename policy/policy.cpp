@@ -9,8 +9,8 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "core/fork.hpp"
-#include "core/op_table.hpp"
+#include "core/base/fork.hpp"
+#include "core/op/op_table.hpp"
 #include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "policy/text.hpp"
@@ -75,7 +75,7 @@ std::string text_of(const PolicySettings& s) {
 }
 
 // Nothing else is called while it is held.
-constinit core::ForkMutex mutex(35);
+constinit core::ForkMutex mutex(core::LockLevel::kPolicies);
 const core::ForkMutex::Registration registration(mutex);
 
 struct Interned {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "core/file.hpp"
-#include "core/op_table.hpp"
-#include "core/text.hpp"
+#include "core/base/file.hpp"
+#include "core/base/text.hpp"
+#include "core/op/op_table.hpp"
 #include "policy/text.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/policy.hpp"

@@ -17,104 +17,104 @@ bool contains_vendor(const std::vector<std::string>& list, std::string_view vend
                      [&](const std::string& name) { return same_vendor(name, vendor); });
 }
 
-bool matches(const PolicyToken& token, const Option& option) {
+bool matches(const PolicyToken& token, const Implementation& impl) {
   switch (token.type) {
     case PolicyToken::Type::kKind:
-      return option.kind == token.kind;
+      return impl.kind == token.kind;
     case PolicyToken::Type::kVendorName:
-      return option.kind == Kind::kVendor && same_vendor(token.name, option.vendor);
+      return impl.kind == Kind::kVendor && same_vendor(token.name, impl.vendor);
     case PolicyToken::Type::kImpl:
-      return option.impl_id == token.name;
+      return impl.impl_id == token.name;
   }
   return false;
 }
 
-uint32_t group_of(const PolicySettings& settings, const Tokens* tokens, const Option& option) {
+uint32_t group_of(const PolicySettings& settings, const Tokens* tokens,
+                  const Implementation& impl) {
   if (tokens != nullptr) {
     for (uint32_t i = 0; i < tokens->size(); ++i) {
-      if (matches((*tokens)[i], option)) return i;
+      if (matches((*tokens)[i], impl)) return i;
     }
     return kUnlisted;
   }
-  return settings.prefer && option.kind != *settings.prefer ? 1 : 0;
+  return settings.prefer && impl.kind != *settings.prefer ? 1 : 0;
 }
 
 // Only VENDOR implementations are filtered; deny wins.
-Refusal vendor_refusal(const PolicySettings& settings, const Option& option) {
-  if (option.kind != Kind::kVendor) return Refusal::kNone;
-  if (contains_vendor(settings.deny_vendors, option.vendor)) return Refusal::kDenied;
-  if (!settings.allow_vendors.empty() && !contains_vendor(settings.allow_vendors, option.vendor)) {
+Refusal vendor_refusal(const PolicySettings& settings, const Implementation& impl) {
+  if (impl.kind != Kind::kVendor) return Refusal::kNone;
+  if (contains_vendor(settings.deny_vendors, impl.vendor)) return Refusal::kDenied;
+  if (!settings.allow_vendors.empty() && !contains_vendor(settings.allow_vendors, impl.vendor)) {
     return Refusal::kNotAllowed;
   }
   return Refusal::kNone;
 }
 
-bool serves(const Option& option, int32_t type) {
-  return type >= 0 && type < 64 && (option.device_types >> type & 1) != 0;
+bool serves(const Implementation& impl, int32_t type) {
+  return type >= 0 && type < 64 && (impl.device_types >> type & 1) != 0;
 }
 
-bool on_device(const Option& option, const Device& device) {
+bool on_device(const Implementation& impl, const Device& device) {
   // One provider's memory is nothing that another's kernels could read (R18).
-  if (device.type == TE_FL_DEVICE_EXT && option.provider != 0 &&
-      option.provider != device.provider) {
+  if (device.type == TE_FL_DEVICE_EXT && impl.provider != 0 && impl.provider != device.provider) {
     return false;
   }
   // Pinned memory counts as host memory.
-  return serves(option, device.type) || (device.is_host() && serves(option, TE_FL_DEVICE_CPU));
+  return serves(impl, device.type) || (device.is_host() && serves(impl, TE_FL_DEVICE_CPU));
 }
 
-// Whether the option could serve the call on copies in host memory, and not where the tensors are.
-bool on_copies(const Option& option, const Call& call) {
-  return call.present && !call.device.is_host() && !on_device(option, call.device) &&
-         serves(option, TE_FL_DEVICE_CPU);
+// Whether the impl could serve the call on copies in host memory, and not where the tensors are.
+bool on_copies(const Implementation& impl, const Call& call) {
+  return call.present && !call.device.is_host() && !on_device(impl, call.device) &&
+         serves(impl, TE_FL_DEVICE_CPU);
 }
 
-const std::string* barred_reason(const Call& call, const Option& option) {
+const std::string* barred_reason(const Call& call, const Implementation& impl) {
   for (const Barred& b : call.barred) {
-    if (b.impl_id == option.impl_id) return &b.reason;
+    if (b.impl_id == impl.impl_id) return &b.reason;
   }
   return nullptr;
 }
 
-Refusal staging_refusal(const PolicySettings& settings, const Call& call, const Verdict& v) {
+Refusal staging_refusal(const PolicySettings& settings, const Call& call, const Candidate& v) {
   if (settings.strict && !v.named) return Refusal::kStagingStrict;
   if (settings.max_staged_bytes == 0u) return Refusal::kStagingForbidden;
   return call.capturing ? Refusal::kStagingCaptured : Refusal::kNone;
 }
 
-Refusal capability_refusal(const PolicySettings& settings, const Call& call, const Option& option,
-                           bool staged) {
-  if (!staged && !on_device(option, call.device)) return Refusal::kDevice;
-  if (option.min_arch > (staged ? 0 : call.arch)) return Refusal::kArch;
-  if ((call.dtypes & ~option.dtypes) != 0) return Refusal::kDtype;
-  if ((call.scalings & ~option.scalings) != 0) return Refusal::kScaling;
-  if (option.param_version < call.version) return Refusal::kVersion;
-  if (settings.deterministic && (option.flags & TE_FL_OP_DETERMINISTIC) == 0) {
+Refusal capability_refusal(const PolicySettings& settings, const Call& call,
+                           const Implementation& impl, bool staged) {
+  if (!staged && !on_device(impl, call.device)) return Refusal::kDevice;
+  if (impl.min_arch > (staged ? 0 : call.arch)) return Refusal::kArch;
+  if ((call.dtypes & ~impl.dtypes) != 0) return Refusal::kDtype;
+  if ((call.scalings & ~impl.scalings) != 0) return Refusal::kScaling;
+  if (impl.param_version < call.version) return Refusal::kVersion;
+  if (settings.deterministic && (impl.flags & TE_FL_OP_DETERMINISTIC) == 0) {
     return Refusal::kNondeterministic;
   }
-  if (call.capturing && (option.flags & TE_FL_OP_GRAPH_SAFE) == 0) return Refusal::kNotGraphSafe;
+  if (call.capturing && (impl.flags & TE_FL_OP_GRAPH_SAFE) == 0) return Refusal::kNotGraphSafe;
   return Refusal::kNone;
 }
 
-Verdict verdict_on(const PolicySettings& settings, const Tokens* tokens, const Call& call,
-                   std::span<const Option> options, uint32_t index) {
-  const Option& option = options[index];
-  Verdict v;
-  v.option = index;
-  v.group = group_of(settings, tokens, option);
-  v.staged = on_copies(option, call);
+Candidate candidate_of(const PolicySettings& settings, const Tokens* tokens, const Call& call,
+                       std::span<const Implementation> impls, uint32_t index) {
+  const Implementation& impl = impls[index];
+  Candidate v;
+  v.impl = index;
+  v.group = group_of(settings, tokens, impl);
+  v.staged = on_copies(impl, call);
   const bool prefers_reference = tokens == nullptr && settings.prefer == Kind::kReference;
-  v.named = tokens != nullptr ? v.group != kUnlisted
-                              : prefers_reference && option.kind == Kind::kReference;
+  v.named =
+      tokens != nullptr ? v.group != kUnlisted : prefers_reference && impl.kind == Kind::kReference;
   if (v.staged && !v.named && v.group != kUnlisted) v.group += 2;
   if (v.group == kUnlisted) v.refusal = Refusal::kNotListed;
-  if (v.refusal == Refusal::kNone) v.refusal = vendor_refusal(settings, option);
-  if (v.refusal == Refusal::kNone && barred_reason(call, option) != nullptr) {
+  if (v.refusal == Refusal::kNone) v.refusal = vendor_refusal(settings, impl);
+  if (v.refusal == Refusal::kNone && barred_reason(call, impl) != nullptr) {
     v.refusal = Refusal::kQuarantined;
   }
   if (v.refusal == Refusal::kNone && v.staged) v.refusal = staging_refusal(settings, call, v);
   if (v.refusal == Refusal::kNone) {
-    v.refusal = capability_refusal(settings, call, option, v.staged);
+    v.refusal = capability_refusal(settings, call, impl, v.staged);
   }
   return v;
 }
@@ -146,11 +146,11 @@ std::string device_type_text(uint64_t mask) {
 }
 
 // "cpu|cuda", "ext of acme"
-std::string served_text(const Option& option) {
-  const std::string types = device_type_text(option.device_types);
-  return option.provider == 0 || !serves(option, TE_FL_DEVICE_EXT)
+std::string served_text(const Implementation& impl) {
+  const std::string types = device_type_text(impl.device_types);
+  return impl.provider == 0 || !serves(impl, TE_FL_DEVICE_EXT)
              ? types
-             : types + " of " + devices::provider_name(option.provider);
+             : types + " of " + devices::provider_name(impl.provider);
 }
 
 }  // namespace
@@ -186,23 +186,25 @@ bool same_vendor(std::string_view a, std::string_view b) {
   return equal(canonical(lower(a)), canonical(lower(b)));
 }
 
-Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options) {
+Decision decide(const PolicySettings& settings, const Call& call,
+                std::span<const Implementation> impls) {
   const Tokens* tokens = list_for(settings, call);
   Decision decision;
-  decision.order.reserve(options.size());
-  for (uint32_t i = 0; i < options.size(); ++i) {
-    decision.order.push_back(verdict_on(settings, tokens, call, options, i));
+  decision.order.reserve(impls.size());
+  for (uint32_t i = 0; i < impls.size(); ++i) {
+    decision.order.push_back(candidate_of(settings, tokens, call, impls, i));
   }
-  std::sort(decision.order.begin(), decision.order.end(), [&](const Verdict& a, const Verdict& b) {
-    if (a.group != b.group) return a.group < b.group;
-    if (a.staged != b.staged) return b.staged;
-    const Option& x = options[a.option];
-    const Option& y = options[b.option];
-    if (x.priority != y.priority) return x.priority > y.priority;
-    return x.impl_id < y.impl_id;
-  });
+  std::sort(decision.order.begin(), decision.order.end(),
+            [&](const Candidate& a, const Candidate& b) {
+              if (a.group != b.group) return a.group < b.group;
+              if (a.staged != b.staged) return b.staged;
+              const Implementation& x = impls[a.impl];
+              const Implementation& y = impls[b.impl];
+              if (x.priority != y.priority) return x.priority > y.priority;
+              return x.impl_id < y.impl_id;
+            });
   for (size_t i = 0; i < decision.order.size(); ++i) {
-    const Verdict& v = decision.order[i];
+    const Candidate& v = decision.order[i];
     if (v.group != 0) break;
     if (v.refusal == Refusal::kDenied || v.refusal == Refusal::kNotAllowed ||
         v.refusal == Refusal::kDevice) {
@@ -222,7 +224,7 @@ std::string scaling_mask_text(uint32_t mask) {
   return mask_text(mask, TE_FL_SCALING_COUNT, [](int i) { return name(static_cast<Scaling>(i)); });
 }
 
-std::string refusal_text(Refusal refusal, const Option& option, const Call& call,
+std::string refusal_text(Refusal refusal, const Implementation& impl, const Call& call,
                          const PolicySettings& settings, const ArgumentNames* names) {
   const auto of = [](const std::string& argument) {
     return argument.empty() ? "" : " of " + argument;
@@ -233,40 +235,40 @@ std::string refusal_text(Refusal refusal, const Option& option, const Call& call
     case Refusal::kNotListed:
       return "the policy's list for this op does not name it";
     case Refusal::kDenied:
-      return "vendor " + std::string(option.vendor) + " is denied (TE_FL_DENY_VENDORS " +
+      return "vendor " + std::string(impl.vendor) + " is denied (TE_FL_DENY_VENDORS " +
              joined(settings.deny_vendors) + ")";
     case Refusal::kNotAllowed:
-      return "vendor " + std::string(option.vendor) +
+      return "vendor " + std::string(impl.vendor) +
              " is not among the allowed (TE_FL_ALLOW_VENDORS " + joined(settings.allow_vendors) +
              ")";
     case Refusal::kQuarantined: {
-      const std::string* reason = barred_reason(call, option);
+      const std::string* reason = barred_reason(call, impl);
       return reason == nullptr ? "quarantined" : *reason;
     }
     case Refusal::kDevice:
-      return "the tensors are on " + to_string(call.device) + ", it serves " + served_text(option);
+      return "the tensors are on " + to_string(call.device) + ", it serves " + served_text(impl);
     case Refusal::kArch:
-      if (!on_device(option, call.device)) {
-        return "it needs architecture " + std::to_string(option.min_arch) +
+      if (!on_device(impl, call.device)) {
+        return "it needs architecture " + std::to_string(impl.min_arch) +
                " or newer, and would be run on the host, which has none";
       }
       if (!call.present && call.arch == 0) {
-        return "it needs architecture " + std::to_string(option.min_arch) +
+        return "it needs architecture " + std::to_string(impl.min_arch) +
                " or newer, and there is no " + to_string(call.device) + " here to ask for its own";
       }
-      return "it needs architecture " + std::to_string(option.min_arch) + " or newer, " +
+      return "it needs architecture " + std::to_string(impl.min_arch) + " or newer, " +
              to_string(call.device) + " is " + std::to_string(call.arch);
     case Refusal::kDtype:
-      return "dtype " + dtype_mask_text(call.dtypes & ~option.dtypes) +
-             of(names == nullptr ? "" : names->dtype_outside(option.dtypes)) +
-             " is not served (it serves " + dtype_mask_text(option.dtypes) + ")";
+      return "dtype " + dtype_mask_text(call.dtypes & ~impl.dtypes) +
+             of(names == nullptr ? "" : names->dtype_outside(impl.dtypes)) +
+             " is not served (it serves " + dtype_mask_text(impl.dtypes) + ")";
     case Refusal::kScaling:
-      return "scaling " + scaling_mask_text(call.scalings & ~option.scalings) +
-             of(names == nullptr ? "" : names->scaling_outside(option.scalings)) +
-             " is not served (it serves " + scaling_mask_text(option.scalings) + ")";
+      return "scaling " + scaling_mask_text(call.scalings & ~impl.scalings) +
+             of(names == nullptr ? "" : names->scaling_outside(impl.scalings)) +
+             " is not served (it serves " + scaling_mask_text(impl.scalings) + ")";
     case Refusal::kVersion: {
-      const std::string newer = names == nullptr ? "" : names->newer_than(option.param_version);
-      return "it implements version " + std::to_string(option.param_version) +
+      const std::string newer = names == nullptr ? "" : names->newer_than(impl.param_version);
+      return "it implements version " + std::to_string(impl.param_version) +
              " of the op, the call uses " + (newer.empty() ? "arguments" : newer) + " of version " +
              std::to_string(call.version);
     }

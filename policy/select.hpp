@@ -15,7 +15,7 @@
 namespace te_fl::policy {
 
 // An implementation as deciding sees it.
-struct Option {
+struct Implementation {
   std::string_view impl_id;
   std::string_view vendor;  // lower case
   Kind kind = Kind::kDefault;
@@ -73,8 +73,9 @@ constexpr bool is_policy_refusal(Refusal r) {
          r == Refusal::kStagingForbidden;
 }
 
-struct Verdict {
-  uint32_t option = 0;  // index into the options given
+// An implementation with its standing for a call.
+struct Candidate {
+  uint32_t impl = 0;  // index into the implementations given
   // Token of the per-op list (UINT32_MAX: not listed). Without a list 0 preferred / 1 other; staged
   // ones that the policy does not name 2 / 3.
   uint32_t group = 0;
@@ -86,8 +87,9 @@ struct Verdict {
   bool named = false;
 };
 
+// Where all implementations stand for a call.
 struct Decision {
-  std::vector<Verdict> order;  // as they would be tried; refused ones where they stand
+  std::vector<Candidate> order;  // as they would be tried; refused ones where they stand
   // For STRICT: index into `order` of the top-ranked implementation on the call's device, or staged
   // and named, after vendor filters within the first token (the preferred kind), whether or not it
   // can serve the call; -1: there is none.
@@ -97,7 +99,8 @@ struct Decision {
 // The exclusive list that such a call is under; null: none.
 const std::vector<PolicyToken>* list_for(const PolicySettings& settings, const Call& call);
 
-Decision decide(const PolicySettings& settings, const Call& call, std::span<const Option> options);
+Decision decide(const PolicySettings& settings, const Call& call,
+                std::span<const Implementation> impls);
 
 // Names of the arguments that a refusal is about, where the call's arguments are at hand.
 class ArgumentNames {
@@ -108,9 +111,9 @@ class ArgumentNames {
   virtual std::string newer_than(uint32_t version) const = 0;
 };
 
-// Why `option` was refused, e.g. "dtype f64 of input is not served (it serves f32|f16)". Empty for
+// Why `impl` was refused, e.g. "dtype f64 of input is not served (it serves f32|f16)". Empty for
 // kNone.
-std::string refusal_text(Refusal refusal, const Option& option, const Call& call,
+std::string refusal_text(Refusal refusal, const Implementation& impl, const Call& call,
                          const PolicySettings& settings, const ArgumentNames* names);
 // SelectionPolicy::describe without the lists of other ops, which are only counted: a tuned policy
 // has hundreds.

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/text.hpp"
+#include "core/base/text.hpp"
 #include "te_fl/status.hpp"
 
 namespace te_fl::policy {

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/base/lock_level.hpp"
 #include "registry/plan_cache.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/plugin.h"
@@ -21,14 +22,19 @@ struct ThreadRecord;
 // recursion is an error rather than a deadlock, and so that a forked child can tell a dead owner.
 class SerialLock {
  public:
-  // False if the calling thread holds it already.
-  bool lock(const ThreadRecord* self) {
+  // False if the calling thread holds it already. `depth`: of the op, among those that the thread
+  // is inside.
+  bool lock(const ThreadRecord* self, uint32_t depth) {
     if (owner_.load(std::memory_order_relaxed) == self) return false;
+    const core::LockRank rank{core::LockLevel::kServing, static_cast<int>(2 * depth)};
+    core::check_lock(rank);
     mutex_.lock();
+    rank_ = rank;
     owner_.store(self, std::memory_order_relaxed);
     return true;
   }
   void unlock() {
+    core::check_unlock(rank_);
     owner_.store(nullptr, std::memory_order_relaxed);
     mutex_.unlock();
   }
@@ -41,6 +47,7 @@ class SerialLock {
 
  private:
   std::mutex mutex_;
+  core::LockRank rank_{core::LockLevel::kServing};  // of the owner's taking
   std::atomic<const ThreadRecord*> owner_{nullptr};
 };
 

@@ -6,10 +6,9 @@
 #include <mutex>
 #include <thread>
 
-#include "core/fork.hpp"
-#include "core/settings.hpp"
-#include "registry/fork_child.hpp"
-#include "registry/quarantine.hpp"
+#include "core/base/fork.hpp"
+#include "core/base/settings.hpp"
+#include "core/device/device_list.hpp"
 #include "registry/registration.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"
@@ -23,7 +22,7 @@ using registry::Table;
 
 // Guards all registries' tables and the list of registries. Neither plugins nor devices are entered
 // while it is held, so it is never held for long.
-constinit core::ForkMutex mutex(40);
+constinit core::ForkMutex mutex(core::LockLevel::kRegistry);
 const core::ForkMutex::Registration registration(mutex);
 
 std::vector<OpRegistry::Impl*>& registries() {
@@ -57,9 +56,6 @@ class Holding {
   }
 };
 
-[[maybe_unused]] const bool fork_watched =
-    (core::g_forked_child.store(&registry::after_fork_in_child, std::memory_order_release), true);
-
 Status busy() {
   return Status(StatusCode::kBusy,
                 "an implementation cannot be removed from inside an op or a function of a device: "
@@ -67,16 +63,43 @@ Status busy() {
                 "would wait for itself; remove it after the call returned");
 }
 
-}  // namespace
-
-namespace registry {
-
-void registries_after_fork_in_child() {
+void after_fork_in_child() {
   std::lock_guard lock(mutex);
   g_holders_gone = g_holders_gone || g_holders != t_holding;
   g_holders = t_holding;
   for (OpRegistry::Impl* impl : registries()) impl->after_fork_in_child();
 }
+const core::ForkedChild forked_child(core::LockLevel::kRegistry, &after_fork_in_child);
+
+std::vector<OpRegistry::Impl*> registries_now() {
+  std::lock_guard lock(mutex);
+  return registries();
+}
+
+// ---- what becomes of a device (core::g_device_hooks)
+
+void device_added(const Device& device) {
+  core::find_device_again(device);
+  for (OpRegistry::Impl* r : registries_now()) r->restore(device);
+}
+
+void device_lost(const Device& device, const std::string& reason) {
+  const Status why = core::lost_device(device, reason);
+  for (OpRegistry::Impl* r : registries_now()) r->bar(device, why);
+}
+
+void device_barred(const Device& device) {
+  const Status why = core::withdrawn_device(device);
+  for (OpRegistry::Impl* r : registries_now()) r->bar(device, why);
+}
+
+void device_left(const Device& device) {
+  for (OpRegistry::Impl* r : registries_now()) r->drop_plans(device);
+}
+
+}  // namespace
+
+namespace registry {
 
 void choose_again() {
   const Holding holding;
@@ -94,6 +117,10 @@ OpRegistry::Impl::Impl() {
   registries().push_back(this);
   first->id = g_table_ids.fetch_add(1);
   current_.store(first.release(), std::memory_order_release);
+  core::g_device_hooks.added.store(&device_added, std::memory_order_release);
+  core::g_device_hooks.lost.store(&device_lost, std::memory_order_release);
+  core::g_device_hooks.barred.store(&device_barred, std::memory_order_release);
+  core::g_device_hooks.left.store(&device_left, std::memory_order_release);
 }
 
 OpRegistry::Impl::~Impl() {
@@ -149,7 +176,7 @@ Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const 
   }
   std::unique_ptr<Table>
       next;                    // if it is dropped, that is after the lock: plugins are entered then
-  core::ensure_environment();  // which has a lock of its own, to be taken before this one
+  core::ensure_environment();  // kEnvironment comes before kRegistry
   {
     std::lock_guard lock(mutex);
     next = copy_table();
@@ -341,7 +368,7 @@ std::vector<OpImplInfo> OpRegistry::snapshot() const {
     for (const auto& row : table.ops) {
       for (size_t i = 0; i < row->impls.size(); ++i) {
         const Implementation& impl = *row->impls[i];
-        OpImplInfo info{impl.op,    impl.impl_id, impl.kind, impl.vendor, row->options[i].priority,
+        OpImplInfo info{impl.op,    impl.impl_id, impl.kind, impl.vendor, row->views[i].priority,
                         impl.owner, impl.desc};
         info.desc.priority = info.priority;
         list.push_back(std::move(info));

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <mutex>
 
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
 #include "registry/arguments.hpp"
 #include "registry/epoch.hpp"
 #include "registry/implementation.hpp"
@@ -19,7 +19,7 @@ std::atomic<uint64_t> g_plan_generation{1};
 namespace {
 
 // Guards every PlanCache. Plugins are never entered while it is held.
-constinit core::ForkMutex mutex(60);
+constinit core::ForkMutex mutex(core::LockLevel::kPlans);
 const core::ForkMutex::Registration registration(mutex);
 
 uint64_t g_tick = 0;  // advances with every insertion; guarded by the mutex

@@ -4,16 +4,16 @@
 #include <mutex>
 #include <unordered_set>
 
-#include "core/abi_struct.hpp"
-#include "core/fork.hpp"
-#include "core/text.hpp"
+#include "core/base/abi_struct.hpp"
+#include "core/base/fork.hpp"
+#include "core/base/text.hpp"
 #include "registry/in_place.hpp"
 #include "registry/thread_record.hpp"
 
 namespace te_fl::registry {
 namespace {
 
-constinit core::ForkMutex mutex(65);
+constinit core::ForkMutex mutex(core::LockLevel::kInternedStrings);
 const core::ForkMutex::Registration registration(mutex);
 
 std::atomic<uint64_t> g_numbers{1};
@@ -121,8 +121,8 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   return {};
 }
 
-policy::Option option_of(const Implementation& impl, int32_t priority) {
-  policy::Option o;
+policy::Implementation view_of(const Implementation& impl, int32_t priority) {
+  policy::Implementation o;
   o.impl_id = impl.impl_id;
   o.vendor = impl.vendor;
   o.kind = impl.kind;
@@ -249,7 +249,7 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
   impl->not_in_place =
       (impl->desc.flags & TE_FL_OP_IN_PLACE_OK) == 0 && allows_in_place(*impl->desc.schema);
   if (impl->not_in_place) impl->direct = false;
-  row->options.push_back(option_of(*impl, impl->desc.priority));
+  row->views.push_back(view_of(*impl, impl->desc.priority));
   row->impls.push_back(std::move(impl));
   table.ops[index] = std::move(row);
   return {};
@@ -260,10 +260,10 @@ Status change_priority(Table& table, std::string_view op, std::string_view impl_
   TE_FL_ASSIGN_OR_RETURN(const uint32_t index, find_op(table, op));
   auto row = std::make_shared<OpRow>(*table.ops[index]);
   std::vector<std::string> ids;
-  for (policy::Option& option : row->options) {
-    ids.emplace_back(option.impl_id);
-    if (option.impl_id != impl_id) continue;
-    option.priority = priority;
+  for (policy::Implementation& view : row->views) {
+    ids.emplace_back(view.impl_id);
+    if (view.impl_id != impl_id) continue;
+    view.priority = priority;
     table.ops[index] = std::move(row);
     return {};
   }
@@ -286,7 +286,7 @@ std::vector<std::shared_ptr<Implementation>> remove_implementations(
         removed.push_back(shared_row->impls[i]);
       } else {
         row->impls.push_back(shared_row->impls[i]);
-        row->options.push_back(shared_row->options[i]);
+        row->views.push_back(shared_row->views[i]);
       }
     }
     shared_row = std::move(row);

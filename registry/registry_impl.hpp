@@ -69,4 +69,10 @@ struct OpRegistry::Impl {
   std::vector<std::pair<Device, uint32_t>> archs_;
 };
 
+namespace registry {
+
+// Makes the choices of all registries be made again.
+void choose_again();
+
+}  // namespace registry
 }  // namespace te_fl

@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/op_memo.hpp"
-#include "core/op_table.hpp"
+#include "core/op/op_memo.hpp"
+#include "core/op/op_table.hpp"
 
 namespace te_fl::registry {
 

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "policy/select.hpp"
 #include "registry/implementation.hpp"
 #include "te_fl/status.hpp"
@@ -19,7 +19,7 @@ struct OpRow {
   std::shared_ptr<const core::CompiledOp> compiled;
   const te_fl_arg_desc* saved = nullptr;  // its te_fl_saved argument, if any
   std::vector<std::shared_ptr<Implementation>> impls;
-  std::vector<policy::Option> options;  // of impls, as deciding sees them
+  std::vector<policy::Implementation> views;  // of impls, as deciding sees them
 };
 
 // A device that no op runs on: lost, or withdrawn with its plugin.

@@ -10,8 +10,8 @@
 #include <mutex>
 #include <new>
 
-#include "core/fork.hpp"
-#include "core/inside.hpp"
+#include "core/base/fork.hpp"
+#include "core/device/inside.hpp"
 
 namespace te_fl::registry {
 
@@ -21,7 +21,7 @@ EpochCounter g_epoch;
 namespace {
 
 // Plugins are never entered while it is held.
-constinit core::ForkMutex mutex(50);
+constinit core::ForkMutex mutex(core::LockLevel::kThreadRecords);
 const core::ForkMutex::Registration registration(mutex);
 
 // All living records and what ended threads counted. Never freed: threads may outlive static
@@ -203,6 +203,9 @@ size_t thread_record_count() {
   return all.records.size();
 }
 
+namespace {
+
+// The other threads do not exist in a forked child.
 void forget_other_threads() {
   Threads& all = threads();
   std::lock_guard lock(mutex);
@@ -215,5 +218,7 @@ void forget_other_threads() {
   if (t_record != nullptr) all.records.push_back(t_record);
   g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
 }
+const core::ForkedChild forked_child(core::LockLevel::kThreadRecords, &forget_other_threads);
 
+}  // namespace
 }  // namespace te_fl::registry

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/op_memo.hpp"
+#include "core/op/op_memo.hpp"
 #include "registry/epoch.hpp"
 #include "registry/plan_cache.hpp"
 #include "registry/route_cache.hpp"
@@ -61,8 +61,5 @@ uint64_t read_counter(uint32_t index);
 
 // Thread records alive; for tests.
 size_t thread_record_count();
-
-// In a forked child: forgets the other threads, which do not exist there.
-void forget_other_threads();
 
 }  // namespace te_fl::registry

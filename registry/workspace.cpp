@@ -4,15 +4,15 @@
 #include <atomic>
 #include <cstdlib>
 
-#include "core/allocations.hpp"
-#include "core/device_list.hpp"
-#include "core/fork.hpp"
+#include "core/base/fork.hpp"
+#include "core/device/allocations.hpp"
+#include "core/device/device_list.hpp"
 
 namespace te_fl::registry {
 namespace {
 
 // Guards every DeviceArenas' map. Devices are not entered while it is held.
-constinit core::ForkMutex mutex(70);
+constinit core::ForkMutex mutex(core::LockLevel::kScratch);
 const core::ForkMutex::Registration registration(mutex);
 
 // Advances when any arena goes: pointers that threads keep are then stale.
@@ -60,7 +60,7 @@ DeviceArena* DeviceArenas::arena_of(const Key& key) {
   if (last.owner == this && last.generation == generation && last.key == key) return last.arena;
   std::lock_guard lock(mutex);
   auto& slot = arenas_[key];
-  if (slot == nullptr) slot = std::make_unique<DeviceArena>();
+  if (slot == nullptr) slot = std::make_unique<DeviceArena>(std::get<4>(key));
   // Of before the lock: an arena that goes meanwhile is not taken for one that stays.
   last = {this, generation, key, slot.get()};
   return slot.get();
@@ -86,7 +86,7 @@ Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth,
     return {};
   }
   DeviceArena* arena = arena_of(Key(device.type, device.index, device.provider, stream, depth));
-  std::unique_lock<std::mutex> held(arena->mutex);
+  std::unique_lock<core::Mutex> held(arena->mutex);
   if (arena->bytes < bytes) {
     void* grown = nullptr;
     TE_FL_RETURN_IF_ERROR(allocate(grown));

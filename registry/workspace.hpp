@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/base/lock_level.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/status.hpp"
 
@@ -36,7 +37,10 @@ class HostArenas {
 // Scratch of one device, stream and nesting depth. Locked while an op enqueues with it: two ops on
 // one stream may use one scratch only if their work does not interleave.
 struct DeviceArena {
-  std::mutex mutex;
+  // After the SerialLock of the same op.
+  explicit DeviceArena(uint32_t depth)
+      : mutex(core::LockLevel::kServing, static_cast<int>(2 * depth + 1)) {}
+  core::Mutex mutex;
   void* data = nullptr;
   size_t bytes = 0;
 };
@@ -56,7 +60,7 @@ class DeviceScratch {
  private:
   friend class DeviceArenas;
   void* data_ = nullptr;
-  std::unique_lock<std::mutex> arena_;  // if it is of an arena
+  std::unique_lock<core::Mutex> arena_;  // if it is of an arena
   Device device_;
   void* stream_ = nullptr;
   void* captured_ = nullptr;

@@ -259,7 +259,7 @@ class Checker:
             files = [f for f in listed.stdout.decode().split("\0") if f]
         else:  # an unpacked archive
             files = [str(p.relative_to(self.source)) for top in ("CMakeLists.txt", "README.md", "backends", "bench", "cmake",
-                     "core", "docs", "examples", "include", "nn", "ops", "plugins", "policy", "python", "registry", "tests",
+                     "core", "dispatch", "docs", "examples", "include", "nn", "ops", "plugins", "policy", "python", "registry", "tests",
                      "tools") for p in [self.source / top, *(self.source / top).rglob("*")] if p.is_file()]
         for name in files:
             if (self.source / name).is_file():

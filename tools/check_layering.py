@@ -1,13 +1,33 @@
 #!/usr/bin/env python3
-"""Checks who includes whom, and that no op and no plugin's setting is known by name below nn. Prints every violation; exits 1 on any."""
+"""Checks who includes whom, and that no op and no plugin's setting or file is known by name below nn. Prints every violation; exits
+1 on any. docs/architecture.md has the rooms and what they hold."""
 import pathlib
 import re
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ROOMS = ["core", "policy", "plugins", "registry", "nn"]  # each may include those before it
-NEUTRAL = {"core", "policy", "plugins", "registry"}      # rooms that may not know an op by name
+# The rooms of libte_fl from the lowest up; each may include those before it. "abi" is the C face, which everybody sees.
+ROOMS = ["abi", "core/base", "core/device", "core/tensor", "core/op", "policy", "registry", "plugins",
+         "dispatch", "dispatch/staging", "dispatch/watch", "comm", "nn"]
+# What a room below may include of a room above it: the few points at which dispatch reaches its interceptors.
+DOORS = {("dispatch", "dispatch/staging"): {"staged_call.hpp", "staging_pool.hpp"},
+         ("dispatch", "dispatch/watch"): {"watch.hpp"}}
+# The room of each public header; a folder stands for all that it holds. "backends": what only they use; "all": for programs.
+PUBLIC = {
+    "plugin.h": "abi", "export.hpp": "abi", "version.hpp": "abi", "ops/": "abi",
+    "status.hpp": "core/base", "dtype.hpp": "core/base", "environment.hpp": "core/base", "log.hpp": "core/base",
+    "numeric.hpp": "core/base", "numeric/": "core/base",
+    "device.hpp": "core/device", "memory.hpp": "core/device", "tensor.hpp": "core/tensor",
+    "policy.hpp": "policy", "op_registry.hpp": "registry", "plugins.hpp": "plugins",
+    "op_manager.hpp": "dispatch", "ops.hpp": "dispatch", "watch.hpp": "dispatch/watch",
+    "nn.hpp": "nn", "nn/": "nn",
+    "backend.hpp": "backends", "attention.hpp": "backends", "attention/": "backends", "norm.hpp": "backends",
+    "te_fl.hpp": "all",
+}
+BACKENDS_SEE = {"abi", "core/base", "backends"}  # of the public headers
+OTHERS = {"backends", "frontends", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
+NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not know an op or a plugin by name
 DEVICE_HEADERS = {"cuda": re.compile(r"^(cuda|cublas|cudnn|nccl|nvToolsExt|nvtx)"), "opencl": re.compile(r"^(CL/|clblast)")}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
@@ -19,51 +39,83 @@ def tracked():
 
 
 def op_names():
-    text = (ROOT / "core/generated/op_table.cpp").read_text()
+    text = (ROOT / "core/op/generated/op_table.cpp").read_text()
     return re.findall(r"^const te_fl_op_schema k_(\w+) =", text, re.M)
 
 
+def plugin_names():
+    return sorted(p.name.split(".")[0] for p in ROOT.glob("backends/*/*.json.in"))
+
+
+def room_of(path):
+    """The room of a file or of an include from the root; None if it is in no room. A public header that nobody has given a room: ""."""
+    path = path.removeprefix("include/")
+    if path.startswith("te_fl/"):
+        name = path.removeprefix("te_fl/")
+        return PUBLIC.get(name) or PUBLIC.get(name.split("/")[0] + "/", "")
+    rooms = [room for room in ROOMS if path.startswith(room + "/")]
+    return max(rooms, key=len, default=None)
+
+
 def include_problem(path, target):
-    room = path.parts[0]
-    head = target.split("/")[0]
-    if room == "include":
-        return None if head == "te_fl" else "a public header may include public headers only"
-    if room in ROOMS:
-        allowed = ROOMS[: ROOMS.index(room) + 1] + ["te_fl"]
-        if head in ROOMS + ["backends", "examples", "tools", "bench", "tests"] and head not in allowed:
-            return f"{room} may include only {', '.join(allowed)}"
-        return None
-    if room == "backends":
-        own = ROOT / "backends" / path.parts[1]
-        if head == "te_fl" or (own / target).exists() or (ROOT / path).parent.joinpath(target).exists():
+    """Why the file at `path` may not include `target`; None if it may."""
+    room, other = room_of(path), room_of(target)
+    if "" in (room, other):
+        return "a public header belongs to one room: give it one in PUBLIC (tools/check_layering.py)"
+    if path.startswith("include/") and not target.startswith("te_fl/"):
+        return "a public header may include public headers only"
+    if path.startswith("backends/"):
+        own = ROOT / "backends" / path.split("/")[1]
+        seen = target.startswith("te_fl/") and other in BACKENDS_SEE
+        if seen or (own / target).exists() or (ROOT / path).parent.joinpath(target).exists():
             return None
-        return "a backend may include only te_fl/ and its own folder"
-    return None
+        return "a backend may include only its own folder and the public headers of " + ", ".join(sorted(BACKENDS_SEE))
+    if room in (None, "all"):
+        return None
+    if other is None:
+        return f"{room} may include only rooms" if target.split("/")[0] in OTHERS | NEUTRAL | {"nn"} else None
+    if room == "backends":
+        return None if other in BACKENDS_SEE else "a header for backends may include only those of " + ", ".join(sorted(BACKENDS_SEE))
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    if other in allowed or target.removeprefix(other + "/") in DOORS.get((room, other), ()):
+        return None
+    return f"{room} may include only {', '.join(allowed)}"
+
+
+def names_known(text, ops, plugins):
+    """What a neutral room's file knows of ops and plugins by name."""
+    words = "|".join(map(re.escape, ops))
+    for match in re.finditer(rf'"(?:{words})"|\bops?::(?:{words})\b|\bte_fl_(?:{words})_args\b', text):
+        yield f"knows an op by name: {match.group(0)}"
+    words = "|".join(map(re.escape, plugins))
+    for match in re.finditer(rf"\bTE_FL_(?:{words.upper()})_\w+", text):
+        yield f"knows a plugin's setting by name: {match.group(0)}"
+    for match in re.finditer(rf"\blibte_fl_(?:{words})\b|\bbackends/(?:{words})\b|(?<![\w.])(?:{words})\.json\b", text):
+        yield f"knows a plugin's file by name: {match.group(0)}"
+
+
+def problems_of(path, text, ops, plugins):
+    folders = path.split("/")
+    backend = folders[1] if folders[0] == "backends" else ""
+    for kind, target in INCLUDE.findall(text):
+        for owner, pattern in DEVICE_HEADERS.items():
+            if pattern.match(target) and backend != owner and folders[0] != "bench" and folders[:2] != ["tests", owner]:
+                yield f"{path}: includes {target}, which belongs to backends/{owner}"
+        if kind == '"' or target.startswith("te_fl/"):
+            why = include_problem(path, target)
+            if why:
+                yield f"{path}: includes {target}: {why}"
+    if folders[0] in NEUTRAL and "generated" not in folders:
+        for what in names_known(text, ops, plugins):
+            yield f"{path}: {what}"
 
 
 def main():
-    problems = []
-    names = "|".join(map(re.escape, op_names()))
-    by_name = re.compile(rf'"(?:{names})"|\bops?::(?:{names})\b|\bte_fl_(?:{names})_args\b')
-    plugins = "|".join(sorted(p.name.split(".")[0].upper() for p in ROOT.glob("backends/*/*.json.in")))
-    of_plugins = re.compile(rf"\bTE_FL_(?:{plugins})_\w+")
+    ops, plugins = op_names(), plugin_names()
     files = tracked()
+    problems = []
     for path in files:
-        text = (ROOT / path).read_text(errors="replace")
-        backend = path.parts[1] if path.parts[0] == "backends" else ""
-        for kind, target in INCLUDE.findall(text):
-            for owner, pattern in DEVICE_HEADERS.items():
-                if pattern.match(target) and backend != owner and path.parts[0] != "bench" and path.parts[:2] != ("tests", owner):
-                    problems.append(f"{path}: includes {target}, which belongs to backends/{owner}")
-            if kind == '"' or target.startswith("te_fl/"):
-                why = include_problem(path, target)
-                if why:
-                    problems.append(f"{path}: includes {target}: {why}")
-        if path.parts[0] in NEUTRAL and "generated" not in path.parts:
-            for match in by_name.finditer(text):
-                problems.append(f"{path}: knows an op by name: {match.group(0)}")
-            for match in of_plugins.finditer(text):
-                problems.append(f"{path}: knows a plugin's setting by name: {match.group(0)}")
+        problems += problems_of(str(path), (ROOT / path).read_text(errors="replace"), ops, plugins)
     print("\n".join(problems) or f"layering: {len(files)} files clean")
     return 1 if problems else 0
 

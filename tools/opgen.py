@@ -231,7 +231,7 @@ def cstr(s):
 
 
 def gen_table(families):
-    out = [f"// {NOTE}", '#include "core/op_table.hpp"', ""]
+    out = [f"// {NOTE}", '#include "core/op/op_table.hpp"', ""]
     out += [f'#include "te_fl/ops/{f}.h"' for f, _, _ in families]
     out += ["", "namespace te_fl::core {", "namespace {", ""]
     done = set()
@@ -338,7 +338,7 @@ def outputs():
     result = {"include/te_fl/ops/enums.h": gen_enums(enums)}
     for family, summary, ops in families:
         result[f"include/te_fl/ops/{family}.h"] = gen_header(family, summary, ops)
-    result["core/generated/op_table.cpp"] = gen_table(families)
+    result["core/op/generated/op_table.cpp"] = gen_table(families)
     result["include/te_fl/ops.hpp"] = gen_cpp(families)
     result["python/te_fl/ops.pyi"] = gen_python(families)
     result["docs/ops.md"] = gen_docs(families)

@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "te_fl/memory.hpp"
 #include "te_fl/nn.hpp"
 #include "te_fl/te_fl.hpp"

@@ -19,10 +19,9 @@ Result<std::string> left_to_host(const Device& device) {
   te_fl::OpManager& manager = te_fl::OpManager::instance();
   for (const char* name : kOps) {
     TE_FL_ASSIGN_OR_RETURN(const te_fl::OpId op, manager.registry().find(name));
-    TE_FL_ASSIGN_OR_RETURN(const te_fl::Resolution resolution,
-                           manager.explain(op, {device, {}, {}}));
+    TE_FL_ASSIGN_OR_RETURN(const te_fl::Decision decision, manager.explain(op, {device, {}, {}}));
     bool native = false;
-    for (const te_fl::Candidate& c : resolution.candidates) native |= c.chosen && !c.staged;
+    for (const te_fl::Candidate& c : decision.candidates) native |= c.chosen && !c.staged;
     if (!native) return std::string(name);
   }
   return std::string();

@@ -35,7 +35,7 @@ struct Candidate {
 };
 
 // How a call would be routed.
-struct Resolution {
+struct Decision {
   std::string op;
   std::string impl_id;  // empty if no candidate remains
   std::vector<Candidate>
@@ -111,12 +111,12 @@ class TE_FL_API OpManager {
   // Any argument struct of known type.
   Result<PreparedOp> prepare(OpId op, const void* args, const CallOptions& options = {});
   // The choice that call() would make, with the reasons; runs nothing.
-  Result<Resolution> resolve(OpId op, const void* args, const CallOptions& options = {});
+  Result<Decision> resolve(OpId op, const void* args, const CallOptions& options = {});
   // The same in short, at about what dispatch costs: for a caller that has another way to the same
   // result. Errors: as of call(), before anything runs.
   Result<FirstChoice> first_choice(OpId op, const void* args, const CallOptions& options = {});
   // resolve() of a call that is only described.
-  Result<Resolution> explain(OpId op, const CallProfile& profile);
+  Result<Decision> explain(OpId op, const CallProfile& profile);
   // Bytes of te_fl_saved storage that the chosen implementation of a forward op wants; usually 0.
   Result<size_t> saved_bytes(OpId op, const void* args, const CallOptions& options = {});
 

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <sstream>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "te_fl/ops/enums.h"
 #include "te_fl/plugin.h"
 

@@ -10,7 +10,7 @@
 #include <optional>
 #include <thread>
 
-#include "core/dlpack.hpp"
+#include "core/tensor/dlpack.hpp"
 #include "fault_fixture.hpp"
 #include "tests/unit/sanitizers.hpp"
 

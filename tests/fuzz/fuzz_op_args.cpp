@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 
 // The argument check reads nothing outside the struct it is given, whatever struct_size, counts,
 // shapes and enums say. The input picks an op, then fills its struct and the tensors it points to.

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "te_fl/tensor.hpp"
 
 namespace te_fl::core {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/device_list.hpp"
+#include "core/device/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "support/far_device.hpp"

@@ -37,7 +37,7 @@ te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options) {
   return profile;
 }
 
-void print_json(const te_fl::Resolution& r, const te_fl::Device& device) {
+void print_json(const te_fl::Decision& r, const te_fl::Device& device) {
   json out = {{"op", r.op},
               {"impl_id", r.impl_id},
               {"policy", r.policy},
@@ -58,7 +58,7 @@ void print_json(const te_fl::Resolution& r, const te_fl::Device& device) {
   std::printf("%s\n", json_text(out).c_str());
 }
 
-void print_table(const te_fl::Resolution& r, const te_fl::Device& device) {
+void print_table(const te_fl::Decision& r, const te_fl::Device& device) {
   std::printf("%s under policy: %s\n\n", paint(Color::kBold, r.op).c_str(), r.policy.c_str());
   Table table({"", "implementation", "kind", "priority", "from", "reason"});
   for (const auto& c : r.candidates) {

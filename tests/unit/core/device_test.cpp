@@ -9,8 +9,8 @@
 #include <mutex>
 #include <thread>
 
-#include "core/device_list.hpp"
-#include "core/host_device.hpp"
+#include "core/device/device_list.hpp"
+#include "core/device/host_device.hpp"
 #include "te_fl/tensor.hpp"
 #include "unit/sanitizers.hpp"
 

@@ -1,4 +1,4 @@
-#include "core/dlpack.hpp"
+#include "core/tensor/dlpack.hpp"
 
 #include <gtest/gtest.h>
 

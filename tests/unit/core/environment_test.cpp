@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <thread>
 
-#include "core/settings.hpp"
+#include "core/base/settings.hpp"
 #include "te_fl/log.hpp"
 #include "unit/sanitizers.hpp"
 

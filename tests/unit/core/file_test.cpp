@@ -1,5 +1,5 @@
 // Files are read and replaced whole, or refused.
-#include "core/file.hpp"
+#include "core/base/file.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

@@ -1,6 +1,6 @@
 // The fast check against the exact one: it may leave a call open, but never accept what the exact
 // one refuses, and both fill the same signature. Calls are made from good ones by random spoiling.
-#include "core/op_fast.hpp"
+#include "core/op/op_fast.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <random>
 
-#include "core/op_finder.hpp"
+#include "core/op/op_finder.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"

@@ -1,6 +1,6 @@
 // The memos against the check itself: a call that a memo recognises is one that the check finds in
 // order, with the same signature. Calls are changed in one place at a time, as bytes and as fields.
-#include "core/op_memo.hpp"
+#include "core/op/op_memo.hpp"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <functional>
 #include <random>
 
-#include "core/settings.hpp"
+#include "core/base/settings.hpp"
 
 namespace te_fl::core {
 namespace {

@@ -6,7 +6,7 @@
 #include <limits>
 #include <random>
 
-#include "core/shape_rule.hpp"
+#include "core/op/shape_rule.hpp"
 #include "unit/op_fixture.hpp"
 
 namespace te_fl::core {

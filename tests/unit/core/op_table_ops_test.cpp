@@ -1,6 +1,6 @@
 // CompiledOp on calls: the rules that an op sets for its own arguments, with their messages; lists,
 // and arguments that came later.
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // CompiledOp on calls: the rules of the check that every tensor of a call is under, with their
 // messages.
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 
 #include <gtest/gtest.h>
 

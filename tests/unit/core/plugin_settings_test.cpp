@@ -1,5 +1,5 @@
 // Settings that plugins declare: part of the environment as soon as they are known.
-#include "core/plugin_settings.hpp"
+#include "core/base/plugin_settings.hpp"
 
 #include <gtest/gtest.h>
 

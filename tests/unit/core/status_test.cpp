@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "core/error_text.hpp"
+#include "core/base/error_text.hpp"
 
 namespace te_fl {
 namespace {

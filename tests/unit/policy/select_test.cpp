@@ -8,9 +8,9 @@ namespace {
 constexpr uint64_t kCpu = uint64_t{1} << TE_FL_DEVICE_CPU;
 constexpr uint64_t kCuda = uint64_t{1} << TE_FL_DEVICE_CUDA;
 
-Option option(std::string_view id, Kind kind, std::string_view vendor = "te-fl",
-              uint64_t devices = kCpu) {
-  Option o;
+Implementation impl(std::string_view id, Kind kind, std::string_view vendor = "te-fl",
+                    uint64_t devices = kCpu) {
+  Implementation o;
   o.impl_id = id;
   o.vendor = vendor;
   o.kind = kind;
@@ -30,27 +30,29 @@ Call call() {
   return c;
 }
 
-const std::vector<Option> kThree = {option("reference.any", Kind::kReference),
-                                    option("vendor.acme", Kind::kVendor, "acme"),
-                                    option("default.cpu", Kind::kDefault)};
+const std::vector<Implementation> kThree = {impl("reference.any", Kind::kReference),
+                                            impl("vendor.acme", Kind::kVendor, "acme"),
+                                            impl("default.cpu", Kind::kDefault)};
 
 // "default.cpu vendor.acme! ...", ! for a refused one.
-std::string order(const PolicySettings& s, const Call& c, const std::vector<Option>& options) {
+std::string order(const PolicySettings& s, const Call& c,
+                  const std::vector<Implementation>& impls) {
   std::string text;
-  for (const Verdict& v : decide(s, c, options).order) {
-    text += (text.empty() ? "" : " ") + std::string(options[v.option].impl_id) +
+  for (const Candidate& v : decide(s, c, impls).order) {
+    text += (text.empty() ? "" : " ") + std::string(impls[v.impl].impl_id) +
             (v.refusal == Refusal::kNone ? "" : "!");
   }
   return text;
 }
 
-std::string first(const PolicySettings& s, const Call& c, const std::vector<Option>& options) {
-  const Decision d = decide(s, c, options);
-  return d.first < 0 ? "none" : std::string(options[d.order[d.first].option].impl_id);
+std::string first(const PolicySettings& s, const Call& c,
+                  const std::vector<Implementation>& impls) {
+  const Decision d = decide(s, c, impls);
+  return d.first < 0 ? "none" : std::string(impls[d.order[d.first].impl].impl_id);
 }
 
-Refusal refusal_of(const PolicySettings& s, const Call& c, const Option& o) {
-  return decide(s, c, std::vector<Option>{o}).order[0].refusal;
+Refusal refusal_of(const PolicySettings& s, const Call& c, const Implementation& o) {
+  return decide(s, c, std::vector<Implementation>{o}).order[0].refusal;
 }
 
 PolicyToken kind_token(Kind k) { return {PolicyToken::Type::kKind, k, ""}; }
@@ -63,9 +65,9 @@ PolicyToken impl_token(std::string id) {
 
 TEST(Decide, OrdersByPriorityThenId) {
   EXPECT_EQ(order({}, call(), kThree), "default.cpu vendor.acme reference.any");
-  std::vector<Option> same = {option("default.b", Kind::kDefault),
-                              option("default.a", Kind::kDefault),
-                              option("default.c", Kind::kDefault)};
+  std::vector<Implementation> same = {impl("default.b", Kind::kDefault),
+                                      impl("default.a", Kind::kDefault),
+                                      impl("default.c", Kind::kDefault)};
   same[2].priority = 200;
   EXPECT_EQ(order({}, call(), same), "default.c default.a default.b");
   EXPECT_EQ(order({}, call(), {}), "");
@@ -101,11 +103,11 @@ TEST(Decide, FiltersVendorKindOnlyAndDenyWins) {
   EXPECT_EQ(order(s, call(), kThree), "default.cpu vendor.acme reference.any");
   s.allow_vendors = {"other"};
   EXPECT_EQ(refusal_of(s, call(), kThree[1]), Refusal::kNotAllowed);
-  EXPECT_EQ(refusal_of(s, call(), option("default.acme", Kind::kDefault, "acme")), Refusal::kNone);
+  EXPECT_EQ(refusal_of(s, call(), impl("default.acme", Kind::kDefault, "acme")), Refusal::kNone);
 }
 
 TEST(Decide, NvidiaAnswersToCuda) {
-  const Option nvidia = option("vendor.cuda", Kind::kVendor, "nvidia");
+  const Implementation nvidia = impl("vendor.cuda", Kind::kVendor, "nvidia");
   PolicySettings s;
   s.deny_vendors = {"cuda"};
   EXPECT_EQ(refusal_of(s, call(), nvidia), Refusal::kDenied);
@@ -118,9 +120,8 @@ TEST(Decide, NvidiaAnswersToCuda) {
 
 TEST(Decide, ChecksEveryConstraint) {
   Call c = call();
-  Option o = option("default.x", Kind::kDefault);
-  EXPECT_EQ(refusal_of({}, c, option("default.x", Kind::kDefault, "te-fl", kCuda)),
-            Refusal::kDevice);
+  Implementation o = impl("default.x", Kind::kDefault);
+  EXPECT_EQ(refusal_of({}, c, impl("default.x", Kind::kDefault, "te-fl", kCuda)), Refusal::kDevice);
   o.min_arch = 1;
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kArch);
   c.arch = 1;
@@ -150,9 +151,9 @@ TEST(Decide, PinnedMemoryIsHostMemory) {
 }
 
 // Tensors on cuda:0; one implementation there, the others on the host.
-const std::vector<Option> kMixed = {option("reference.any", Kind::kReference),
-                                    option("vendor.acme", Kind::kVendor, "acme", kCuda),
-                                    option("default.cpu", Kind::kDefault)};
+const std::vector<Implementation> kMixed = {impl("reference.any", Kind::kReference),
+                                            impl("vendor.acme", Kind::kVendor, "acme", kCuda),
+                                            impl("default.cpu", Kind::kDefault)};
 
 Call on_cuda() {
   Call c = call();
@@ -170,15 +171,15 @@ TEST(Staged, HostImplementationsFollowAllNativeOnes) {
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme default.cpu reference.any");
   s.deny_vendors = {"acme"};
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme! default.cpu reference.any");
-  for (const Verdict& v : decide({}, call(), kThree).order) EXPECT_FALSE(v.staged);
+  for (const Candidate& v : decide({}, call(), kThree).order) EXPECT_FALSE(v.staged);
 }
 
 TEST(Staged, AmongThemThePreferredKindComesFirst) {
   PolicySettings s;
   s.prefer = Kind::kVendor;
-  std::vector<Option> options = {option("default.cpu", Kind::kDefault),
-                                 option("vendor.host", Kind::kVendor, "acme")};
-  EXPECT_EQ(order(s, on_cuda(), options), "vendor.host default.cpu");
+  std::vector<Implementation> impls = {impl("default.cpu", Kind::kDefault),
+                                       impl("vendor.host", Kind::kVendor, "acme")};
+  EXPECT_EQ(order(s, on_cuda(), impls), "vendor.host default.cpu");
 }
 
 TEST(Staged, ReferenceAndListsNameThem) {
@@ -192,8 +193,8 @@ TEST(Staged, ReferenceAndListsNameThem) {
   s.per_op["gelu"] = {impl_token("default.cpu"), vendor_token("acme")};
   EXPECT_EQ(order(s, on_cuda(), kMixed), "default.cpu vendor.acme reference.any!");
   // A token that both match: native first.
-  std::vector<Option> both = kMixed;
-  both.push_back(option("default.chip", Kind::kDefault, "te-fl", kCuda));
+  std::vector<Implementation> both = kMixed;
+  both.push_back(impl("default.chip", Kind::kDefault, "te-fl", kCuda));
   s.per_op["gelu"] = {kind_token(Kind::kDefault)};
   EXPECT_EQ(order(s, on_cuda(), both), "default.chip default.cpu vendor.acme! reference.any!");
   EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[0]), Refusal::kNotListed);
@@ -223,14 +224,14 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   c = on_cuda();
   c.present = false;
   EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kDevice);
-  Option needs_arch = kMixed[2];
+  Implementation needs_arch = kMixed[2];
   needs_arch.min_arch = 80;
   c = on_cuda();
   c.arch = 90;
   EXPECT_EQ(refusal_of({}, c, needs_arch), Refusal::kArch);
   EXPECT_EQ(refusal_text(Refusal::kArch, needs_arch, c, {}, nullptr),
             "it needs architecture 80 or newer, and would be run on the host, which has none");
-  Option native = kMixed[2];
+  Implementation native = kMixed[2];
   native.min_arch = 80;
   native.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
   EXPECT_EQ(refusal_text(Refusal::kArch, native, c, {}, nullptr),
@@ -242,12 +243,12 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
 }
 
 TEST(First, IsTheTopRankedWhateverItCanDo) {
-  std::vector<Option> options = kThree;
-  options[2].dtypes =
+  std::vector<Implementation> impls = kThree;
+  impls[2].dtypes =
       TE_FL_BIT(TE_FL_F16);  // default.cpu cannot serve the call, but stays the first choice
-  EXPECT_EQ(first({}, call(), options), "default.cpu");
-  options[2].device_types = kCuda;  // now it is not registered for the call's device
-  EXPECT_EQ(first({}, call(), options), "vendor.acme");
+  EXPECT_EQ(first({}, call(), impls), "default.cpu");
+  impls[2].device_types = kCuda;  // now it is not registered for the call's device
+  EXPECT_EQ(first({}, call(), impls), "vendor.acme");
 }
 
 TEST(First, StaysWithinTheFirstToken) {
@@ -275,13 +276,13 @@ TEST(Text, SaysWhatWasAndWhatIsServed) {
   Call c = call();
   c.dtypes = TE_FL_BIT(TE_FL_F64) | TE_FL_BIT(TE_FL_F32);
   c.version = 3;
-  Option o = option("default.x", Kind::kDefault);
+  Implementation o = impl("default.x", Kind::kDefault);
   o.dtypes = TE_FL_MASK_HIGH;
   EXPECT_EQ(refusal_text(Refusal::kDtype, o, c, {}, &names),
             "dtype f64 of input is not served (it serves f32|f16|bf16)");
   EXPECT_EQ(refusal_text(Refusal::kVersion, o, c, {}, &names),
             "it implements version 1 of the op, the call uses gain of version 3");
-  EXPECT_EQ(refusal_text(Refusal::kDevice, option("v", Kind::kVendor, "a", kCuda), c, {}, nullptr),
+  EXPECT_EQ(refusal_text(Refusal::kDevice, impl("v", Kind::kVendor, "a", kCuda), c, {}, nullptr),
             "the tensors are on cpu, it serves cuda");
   for (int r = 1; r <= static_cast<int>(Refusal::kStagingCaptured); ++r) {
     EXPECT_FALSE(refusal_text(static_cast<Refusal>(r), o, c, {}, &names).empty()) << r;

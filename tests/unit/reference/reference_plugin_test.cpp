@@ -1,7 +1,7 @@
 #include <map>
 #include <set>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "support/reference_ops.hpp"
 
 namespace te_fl::testing {

@@ -8,8 +8,8 @@
 #include <map>
 #include <thread>
 
-#include "core/device_list.hpp"
-#include "core/recent_ops.hpp"
+#include "core/device/device_list.hpp"
+#include "core/device/recent_ops.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"

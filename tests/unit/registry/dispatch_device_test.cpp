@@ -11,7 +11,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/device_list.hpp"
+#include "core/device/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/device_list.hpp"
+#include "core/device/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
 #include "te_fl/environment.hpp"

@@ -1,9 +1,9 @@
 // What ranks compare before the first step.
 #include <gtest/gtest.h>
 
-#include "core/plugin_settings.hpp"
+#include "core/base/plugin_settings.hpp"
+#include "dispatch/watch/watch.hpp"
 #include "dispatch_fixture.hpp"
-#include "registry/quarantine.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
 
@@ -54,12 +54,12 @@ TEST(Fingerprint, KnowsQuarantines) {
                    "owner": "cpu", "build": "b", "chip": "c", "driver": "", "dtypes": ["f32"],
                    "scalings": ["none"]}]})");
   ASSERT_TRUE(environment::set("TE_FL_QUARANTINE_FILE", folder / "q.json").ok());
-  registry::forget_quarantine_file();
+  dispatch::forget_quarantine_file();
   auto d = fingerprint_difference(table, fingerprint_table());
   ASSERT_EQ(d.size(), 1u);
   EXPECT_EQ(d[0], "only in the second: quarantine gelu default.cpu f32 none b = c");
   ASSERT_TRUE(environment::unset("TE_FL_QUARANTINE_FILE").ok());
-  registry::forget_quarantine_file();
+  dispatch::forget_quarantine_file();
 }
 
 TEST(Fingerprint, KnowsSettingsOfActivePlugins) {

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/device_list.hpp"
+#include "core/device/device_list.hpp"
 #include "plugins/hooks.hpp"
 #include "support/recording_device.hpp"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/op_table.hpp"
+#include "core/op/op_table.hpp"
 #include "registry/arguments.hpp"
 #include "registry/plan_cache.hpp"
 

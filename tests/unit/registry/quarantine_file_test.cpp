@@ -11,8 +11,10 @@
 #include <filesystem>
 #include <thread>
 
+#include "dispatch/watch/quarantine.hpp"
+#include "dispatch/watch/watch.hpp"
 #include "dispatch_fixture.hpp"
-#include "registry/quarantine.hpp"
+#include "registry/registry_impl.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/sanitizers.hpp"
 #include "unit/temp_folder.hpp"
@@ -58,7 +60,7 @@ class QuarantineFileTest : public ::testing::Test {
     read_again();
   }
   static void read_again() {
-    registry::forget_quarantine_file();
+    dispatch::forget_quarantine_file();
     registry::choose_again();
   }
   // An op runs, and the file that stood in its way is named once in a warning.
@@ -93,7 +95,7 @@ TEST_F(QuarantineFileTest, AnEmptyOneStopsNoOpAndIsWrittenOver) {
     folder.write("quarantine.json", text);
     expect_call_works("is empty");
   }
-  registry::hold(entry("found"));
+  dispatch::hold(entry("found"));
   const Status status = step_boundary();
   EXPECT_TRUE(status.ok()) << status.to_string();
   read_again();
@@ -112,7 +114,7 @@ TEST_F(QuarantineFileTest, AForeignOrHalfWrittenOneStopsNoOpAndIsLeftAlone) {
                                   std::string("{\"te_fl_quarantine\": 1, \"entries\": {}}")}) {
     folder.write("quarantine.json", text);
     expect_call_works("passed over");
-    registry::hold(entry("found"));
+    dispatch::hold(entry("found"));
     const Status status = step_boundary();
     EXPECT_FALSE(status.ok()) << "it cannot be added to " << text;
     EXPECT_EQ(in_force(), std::vector<std::string>{"found"}) << "in force all the same";
@@ -125,7 +127,7 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
     folder.write("quarantine.json", file_of(odd + ", " + kOne));
     expect_call_works("number 0");
     EXPECT_EQ(in_force(), std::vector<std::string>{"known"});
-    registry::hold(entry("found"));
+    dispatch::hold(entry("found"));
     const Status status = step_boundary();
     ASSERT_TRUE(status.ok()) << status.to_string();
     read_again();
@@ -133,7 +135,7 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
   }
   folder.write("quarantine.json", file_of(kNewer));
   read_again();
-  registry::hold(entry("found"));
+  dispatch::hold(entry("found"));
   ASSERT_TRUE(step_boundary().ok());
   EXPECT_NE(test::read_file(path).find("f2e7m9"), std::string::npos) << "the newer one needs it";
 }
@@ -144,7 +146,7 @@ TEST_F(QuarantineFileTest, AnEntryThatWouldComeBackAsAnotherIsRefusedAndTheOther
   odd.chip = "cut off \xe2\x82";
   Quarantine said = entry("said");
   said.reason = "of any bytes: \xff";  // nothing is found by it
-  for (const Quarantine& q : {odd, said}) registry::hold(q);
+  for (const Quarantine& q : {odd, said}) dispatch::hold(q);
   const Status status = step_boundary();
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
   EXPECT_NE(status.message().find("'default.x' of op 'odd'"), std::string::npos)
@@ -161,7 +163,7 @@ TEST_F(QuarantineFileTest, OneThatCannotBeReadStopsNoOp) {
   std::filesystem::remove(path);
   ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
   expect_call_works("is a device, a pipe or a socket");
-  registry::hold(entry("found"));
+  dispatch::hold(entry("found"));
   EXPECT_FALSE(step_boundary().ok());
   struct stat st {};
   ASSERT_EQ(stat(path.c_str(), &st), 0);
@@ -202,7 +204,7 @@ TEST_F(QuarantineFileTest, AFullDiskLeavesTheFileAsItWasAndTheQuarantineInForce)
               const rlimit none{64, 64};
               if (setrlimit(RLIMIT_FSIZE, &none) != 0) return 2;
               read_again();
-              registry::hold(entry("found"));
+              dispatch::hold(entry("found"));
               const Status status = step_boundary();
               if (status.ok()) return 3;
               if (status.message().find("cannot be written") == std::string::npos) return 4;
@@ -224,7 +226,7 @@ TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([t] {
       for (int i = 0; i < kEach; ++i) {
-        registry::hold(entry("op" + std::to_string(t), "default.x" + std::to_string(i)));
+        dispatch::hold(entry("op" + std::to_string(t), "default.x" + std::to_string(i)));
         EXPECT_TRUE(step_boundary().ok());
       }
     });
@@ -247,7 +249,7 @@ TEST_F(QuarantineFileTest, ProcessesAndThreadsThatWriteAtOnceLoseNothing) {
     for (int t = 0; t < kThreads; ++t) {
       threads.emplace_back([&, t] {
         for (int i = 0; i < kEach; ++i) {
-          registry::hold(entry("p" + std::to_string(p) + "t" + std::to_string(t),
+          dispatch::hold(entry("p" + std::to_string(p) + "t" + std::to_string(t),
                                "default.x" + std::to_string(i)));
           if (!step_boundary().ok()) ++failed;
         }

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 #include <malloc.h>
 
+#include "dispatch/watch/quarantine.hpp"
 #include "dispatch_fixture.hpp"
-#include "registry/quarantine.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/sanitizers.hpp"
 

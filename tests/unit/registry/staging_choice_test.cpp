@@ -63,7 +63,7 @@ TEST_F(StagingChoice, ReferenceImplIdAndListsNameIt) {
       const PolicyScope scope(s);
       ASSERT_OK(call(args));
       EXPECT_EQ(reference.runs.load(), ++runs);
-      const Resolution r = manager.resolve(op, &args).value();
+      const Decision r = manager.resolve(op, &args).value();
       EXPECT_EQ(r.impl_id, "reference.host");
       EXPECT_TRUE(r.candidates[0].staged);
       EXPECT_TRUE(contains(r.candidates[0].reason, "taken: staged")) << r.candidates[0].reason;
@@ -113,7 +113,7 @@ TEST_F(StagingChoice, TheCapCountsBothWays) {
     const PolicyScope scope(s);
     EXPECT_FAILS(call(args), kUnsupported, "moves 80 bytes, more than the 79 of");
     EXPECT_FAILS(call(args), kUnsupported, "raise that, or load a plugin that serves the op");
-    const Resolution r = manager.resolve(op, &args).value();
+    const Decision r = manager.resolve(op, &args).value();
     EXPECT_EQ(r.impl_id, "");
     EXPECT_TRUE(contains(r.candidates[0].reason, "moves 80 bytes")) << r.candidates[0].reason;
     EXPECT_EQ(host.runs.load(), 1);
@@ -159,7 +159,7 @@ TEST_F(StagingChoice, ADescribedCallOnAnAbsentDeviceHasNoCandidate) {
   profile.device = Device{TE_FL_DEVICE_CUDA, 3, 0};
   EXPECT_EQ(manager.explain(op, profile).value().impl_id, "");
   profile.device = device;
-  const Resolution r = manager.explain(op, profile).value();
+  const Decision r = manager.explain(op, profile).value();
   EXPECT_EQ(r.impl_id, "default.host");
   EXPECT_TRUE(r.candidates[0].staged);
 }

@@ -1,6 +1,6 @@
 // What is copied for a host implementation, worked out from a call's description alone: the
 // addresses here have no memory behind them.
-#include "registry/staging_plan.hpp"
+#include "dispatch/staging/staging_plan.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 
 #include "dispatch_fixture.hpp"
 
-namespace te_fl::registry {
+namespace te_fl::dispatch {
 namespace {
 
 using te_fl::testing::tensor_arg;
@@ -217,4 +217,4 @@ TEST_F(Plan, ManyPiecesAreRefusedInWords) {
 }
 
 }  // namespace
-}  // namespace te_fl::registry
+}  // namespace te_fl::dispatch

@@ -6,10 +6,12 @@
 #include <filesystem>
 #include <thread>
 
+#include "dispatch/watch/compare_outputs.hpp"
+#include "dispatch/watch/quarantine.hpp"
+#include "dispatch/watch/watch.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
-#include "registry/compare_outputs.hpp"
-#include "registry/quarantine.hpp"
+#include "registry/registry_impl.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
@@ -50,7 +52,7 @@ class Verify : public ::testing::Test {
   void SetUp() override {
     set("TE_FL_VERIFY_DIR", folder / "cases");
     set("TE_FL_QUARANTINE_FILE", folder / "quarantine.json");
-    registry::forget_quarantine_file();
+    dispatch::forget_quarantine_file();
     fast.run_body = [this](const te_fl_context&, const void* raw) {
       return sum(*static_cast<const FiveArgs*>(raw), off);
     };
@@ -64,7 +66,7 @@ class Verify : public ::testing::Test {
   void TearDown() override {
     (void)step_boundary();  // nothing held is left to the next test
     for (const std::string& name : names) ASSERT_OK(environment::unset(name));
-    registry::forget_quarantine_file();
+    dispatch::forget_quarantine_file();
   }
   void set(const std::string& name, const std::string& value) {
     ASSERT_OK(environment::set(name, value));
@@ -196,7 +198,7 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
   ASSERT_OK(manager.call(op, &other.args));
   EXPECT_EQ(fast.runs, 3) << "other signatures are served";
   const auto reason_shown = [&] {
-    const Resolution r = manager.resolve(op, &call.args).value();
+    const Decision r = manager.resolve(op, &call.args).value();
     EXPECT_EQ(r.impl_id, "reference.slow");
     for (const Candidate& c : r.candidates) {
       if (c.impl_id == "default.fast") return contains(c.reason, "quarantined for this op");
@@ -205,18 +207,18 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
   };
   EXPECT_TRUE(reason_shown());
   // A later run: the file alone knows.
-  registry::forget_quarantine_file();
+  dispatch::forget_quarantine_file();
   registry::choose_again();
   EXPECT_TRUE(reason_shown());
   ASSERT_EQ(quarantines()->size(), 1u);
   EXPECT_EQ(quarantines()->front().dtypes, TE_FL_BIT(TE_FL_F32));
   // Another build of it is another thing.
   std::string text = test::read_file(folder / "quarantine.json");
-  const std::string build = registry::build_id_of("test");
+  const std::string build = dispatch::build_id_of("test");
   ASSERT_TRUE(contains(text, build));
   text.replace(text.find(build), build.size(), "other");
   folder.write("quarantine.json", text);
-  registry::forget_quarantine_file();
+  dispatch::forget_quarantine_file();
   registry::choose_again();
   EXPECT_EQ(manager.resolve(op, &call.args)->impl_id, "default.fast");
 }
@@ -233,7 +235,7 @@ TEST_F(Verify, AQuarantineFileThatComesAndGoesIsNoError) {
   FiveCall call;
   Status status;
   for (int i = 0; i < 3000 && status.ok(); ++i) {
-    registry::forget_quarantine_file();
+    dispatch::forget_quarantine_file();
     registry::choose_again();
     status = manager.call(op, &call.args);
   }

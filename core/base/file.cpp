@@ -1,0 +1,148 @@
+#include "core/base/file.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+
+namespace te_fl::core {
+namespace {
+
+constexpr size_t kBuffered = size_t{1} << 20;
+
+// What a path is, for those that are no regular file.
+const char* kind_of(mode_t mode) {
+  return S_ISDIR(mode) ? "is a folder" : "is a device, a pipe or a socket";
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// Makes a rename durable. Some file systems cannot sync a folder; the file is whole either way.
+void sync_folder_of(const std::string& path) {
+  const std::string folder = std::filesystem::path(path).parent_path().string();
+  const Descriptor file(
+      ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (file.get() >= 0) (void)::fsync(file.get());
+}
+
+}  // namespace
+
+Result<std::string> read_file(const std::string& path, uint64_t most) {
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  struct stat st {};
+  if (file.get() < 0 || ::fstat(file.get(), &st) != 0) {
+    const bool absent = errno == ENOENT || errno == ENOTDIR;
+    const std::string why = "cannot be read: " + std::string(std::strerror(errno));
+    return absent ? not_found(why) : failed_precondition(why);
+  }
+  if (!S_ISREG(st.st_mode)) return failed_precondition(kind_of(st.st_mode));
+  if (static_cast<uint64_t>(st.st_size) > most) {
+    return failed_precondition("has " + std::to_string(st.st_size) + " bytes, and may have " +
+                               std::to_string(most));
+  }
+  std::string text(static_cast<size_t>(st.st_size), '\0');
+  size_t have = 0;
+  while (have < text.size()) {
+    const ssize_t got = ::read(file.get(), text.data() + have, text.size() - have);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) {
+      return failed_precondition("cannot be read: " + std::string(std::strerror(errno)));
+    }
+    if (got == 0) break;  // it shrank meanwhile
+    have += static_cast<size_t>(got);
+  }
+  text.resize(have);
+  return text;
+}
+
+FileReplacement::FileReplacement(const std::string& path) : path_(path) {
+  const std::unique_ptr<char, decltype(&std::free)> real(::realpath(path.c_str(), nullptr),
+                                                         &std::free);
+  if (real != nullptr) path_ = real.get();
+  struct stat st {};
+  if (::stat(path_.c_str(), &st) == 0 && !S_ISREG(st.st_mode)) {
+    fail(kind_of(st.st_mode));
+    return;
+  }
+  static std::atomic<unsigned> number{0};
+  temporary_ = path_ + "." + std::to_string(::getpid()) + "." + std::to_string(number++) + ".part";
+  ::unlink(temporary_.c_str());  // of a process that had the number before
+  fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (fd_ < 0) fail(std::strerror(errno));
+}
+
+FileReplacement::~FileReplacement() {
+  if (fd_ < 0) return;
+  ::close(fd_);
+  ::unlink(temporary_.c_str());
+}
+
+void FileReplacement::fail(const std::string& reason) {
+  if (error_.empty()) error_ = reason;
+}
+
+Status FileReplacement::status() const {
+  return error_.empty() ? Status() : failed_precondition(error_);
+}
+
+void FileReplacement::write(std::string_view text) {
+  if (buffer_.size() + text.size() > kBuffered) flush();
+  if (text.size() > kBuffered) return put(text);  // without a copy of it
+  if (error_.empty()) buffer_ += text;
+}
+
+void FileReplacement::flush() {
+  put(buffer_);
+  buffer_.clear();
+}
+
+void FileReplacement::put(std::string_view text) {
+  while (!text.empty() && error_.empty()) {
+    const ssize_t done = ::write(fd_, text.data(), text.size());
+    if (done > 0) {
+      text.remove_prefix(static_cast<size_t>(done));
+    } else if (done == 0 || errno != EINTR) {
+      fail(done == 0 ? "nothing more can be written" : std::strerror(errno));
+    }
+  }
+}
+
+Status FileReplacement::commit() {
+  flush();
+  // Without it a crash of the machine may leave the new name on no contents.
+  if (error_.empty() && ::fsync(fd_) != 0) fail(std::strerror(errno));
+  if (error_.empty() && ::rename(temporary_.c_str(), path_.c_str()) != 0) {
+    fail(std::strerror(errno));
+  }
+  if (!error_.empty()) return status();
+  ::close(fd_);
+  fd_ = -1;
+  sync_folder_of(path_);
+  return {};
+}
+
+Status replace_file(const std::string& path, std::string_view text) {
+  FileReplacement file(path);
+  file.write(text);
+  return file.commit();
+}
+
+}  // namespace te_fl::core

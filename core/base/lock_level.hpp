@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstddef>
+#include <mutex>
+
+// The order in which a thread takes the mutexes of the library. A thread that holds a mutex takes
+// only mutexes of a later level, so no two threads wait for each other. Builds without NDEBUG and
+// builds with a sanitizer check it: a thread that breaks it prints both names and aborts. Other
+// builds contain nothing of the check.
+namespace te_fl::core {
+
+// Earliest first. A new mutex gets a level of its own here.
+enum class LockLevel : int {
+  kFp8Session,       // nn: the pending updates of an autocast session
+  kGradientUpdates,  // nn: the gradient scales that wait for the end of a backward
+  kRandomPosition,   // nn: the random position of a Context
+  kServing,          // held while an implementation runs: see LockRank
+  kEnvironment,      // the settings
+  kDeviceList,       // the devices
+  kStreams,          // the records of streams
+  kAllocations,      // what te-fl holds of each device's memory
+  kPolicies,         // the interned policies
+  kRegistry,         // the tables of implementations, and the list of registries
+  kThreadRecords,    // what dispatch keeps per thread
+  kPlans,            // every PlanCache
+  kInternedStrings,  // the strings that outlive their implementations
+  kScratch,          // the map of every DeviceArenas
+  kStagingPool,      // the idle staging buffers
+  kPluginSettings,   // the values of settings that plugins were given
+  kPluginRecords,    // what became of each plugin
+  kWaitingPlugins,   // the plugins that are loaded on demand
+  kTimeLimit,        // one call into a plugin that has a time limit
+  kManagers,         // the list of managers and their usage bases
+  kQuarantine,       // the quarantines
+  kVerification,     // the settings and counts of TE_FL_VERIFY
+  kTrace,            // the recorded calls
+  kProviderNames,    // the interned names of providers
+  kLog,              // the log's sink
+};
+const char* name(LockLevel level) noexcept;
+
+// Where a mutex stands. Mutexes of kServing are held while plugin code runs, which may call further
+// ops, so several of them nest: `order` sorts them, by the nesting depth of the op.
+struct LockRank {
+  LockLevel level;
+  int order = 0;
+  friend constexpr bool operator<(LockRank a, LockRank b) noexcept {
+    return a.level != b.level ? a.level < b.level : a.order < b.order;
+  }
+  friend constexpr bool operator==(LockRank a, LockRank b) noexcept {
+    return a.level == b.level && a.order == b.order;
+  }
+};
+
+#if !defined(NDEBUG) || defined(TE_FL_CHECK_LOCKS)
+inline constexpr bool kLocksChecked = true;
+#else
+inline constexpr bool kLocksChecked = false;
+#endif
+
+// The mutexes that one thread holds. Not thread-safe.
+class HeldLocks {
+ public:
+  // Aborts, naming both, unless `rank` comes after all that are held.
+  void take(LockRank rank) noexcept;
+  // Aborts unless it is held.
+  void give_up(LockRank rank) noexcept;
+
+ private:
+  static constexpr size_t kMost = 32;
+  LockRank held_[kMost]{};
+  size_t count_ = 0;
+};
+
+// Of the calling thread; nothing where locks are not checked.
+void check_taken(LockRank rank) noexcept;
+void check_given_up(LockRank rank) noexcept;
+inline void check_lock([[maybe_unused]] LockRank rank) noexcept {
+  if constexpr (kLocksChecked) check_taken(rank);
+}
+inline void check_unlock([[maybe_unused]] LockRank rank) noexcept {
+  if constexpr (kLocksChecked) check_given_up(rank);
+}
+
+// A std::mutex with its place in the order.
+class Mutex {
+ public:
+  constexpr explicit Mutex(LockLevel level, int order = 0) noexcept : rank_{level, order} {}
+  Mutex(const Mutex&) = delete;
+  Mutex& operator=(const Mutex&) = delete;
+  void lock() {
+    check_lock(rank_);
+    mutex_.lock();
+  }
+  void unlock() {
+    check_unlock(rank_);
+    mutex_.unlock();
+  }
+  LockRank rank() const noexcept { return rank_; }
+
+ private:
+  std::mutex mutex_;
+  LockRank rank_;
+};
+
+}  // namespace te_fl::core

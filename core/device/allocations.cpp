@@ -1,0 +1,181 @@
+#include "core/device/allocations.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <map>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "core/base/fork.hpp"
+#include "core/base/text.hpp"
+#include "core/device/device_use.hpp"
+#include "te_fl/memory.hpp"
+
+namespace te_fl::core {
+namespace {
+
+constinit ForkMutex mutex(LockLevel::kAllocations);
+const ForkMutex::Registration registration(mutex);
+
+struct Record {
+  size_t bytes = 0;
+  const char* name = nullptr;
+  DType dtype = DType::kU8;
+  uint8_t rank = 0;
+  bool known = false;
+  std::array<int64_t, AllocationUse::kMaxRank> shape{};
+
+  std::string use() const {
+    if (!known) return "memory";
+    if (name != nullptr) return name;
+    return std::string(te_fl::name(dtype)) + shape_text({shape.data(), rank});
+  }
+};
+
+struct Hash {
+  size_t operator()(const Device& d) const noexcept {
+    return static_cast<size_t>(d.type) * 31 + static_cast<size_t>(d.index) +
+           (static_cast<size_t>(d.provider) << 16);
+  }
+};
+struct Account {
+  std::unordered_map<void*, Record> records;
+  size_t bytes = 0, peak = 0, record_at = SIZE_MAX;
+  std::vector<devices::MemoryHolder> recorded;
+
+  void add(void* data, const Record& record) {
+    remove(data);
+    records[data] = record;
+    bytes += record.bytes;
+    peak = std::max(peak, bytes);
+    if (bytes < record_at) return;
+    record_at = SIZE_MAX;
+    recorded = holders();
+  }
+  void remove(void* data) {
+    const auto record = records.find(data);
+    if (record == records.end()) return;
+    bytes -= record->second.bytes;
+    records.erase(record);
+  }
+  // The largest first.
+  std::vector<devices::MemoryHolder> holders() const {
+    std::map<std::pair<size_t, std::string>, size_t> uses;  // {bytes of one, use}: how many
+    for (const auto& [data, record] : records) ++uses[{record.bytes, record.use()}];
+    std::vector<devices::MemoryHolder> out;
+    for (const auto& [use, count] : uses) out.push_back({use.second, count, use.first * count});
+    std::sort(out.begin(), out.end(), [](const auto& a, const auto& b) {
+      return std::tie(b.bytes, b.count, b.use) < std::tie(a.bytes, a.count, a.use);
+    });
+    return out;
+  }
+};
+
+std::unordered_map<Device, Account, Hash>& all() {  // never freed: memory may be freed at exit
+  static auto* const map = new std::unordered_map<Device, Account, Hash>;
+  return *map;
+}
+
+constinit thread_local const AllocationUse* t_use = nullptr;
+
+}  // namespace
+
+AllocationUse::AllocationUse(const char* name, DType dtype, std::span<const int64_t> shape) noexcept
+    : name_(name), dtype_(dtype), shape_(shape), outer_(t_use) {
+  t_use = this;
+}
+AllocationUse::~AllocationUse() { t_use = outer_; }
+
+void note_allocation(const Device& device, void* data, size_t bytes) noexcept {
+  Record record;
+  record.bytes = bytes;
+  if (const AllocationUse* use = t_use; use != nullptr) {
+    record.known = true;
+    record.name = use->name_;
+    record.dtype = use->dtype_;
+    record.rank =
+        static_cast<uint8_t>(std::min<size_t>(use->shape_.size(), AllocationUse::kMaxRank));
+    std::copy_n(use->shape_.begin(), record.rank, record.shape.begin());
+  }
+  try {
+    const std::lock_guard lock(mutex);
+    all()[device].add(data, record);
+  } catch (...) {  // no host memory: the account is then short of this one
+  }
+}
+
+void forget_allocation(const Device& device, void* data) noexcept {
+  const std::lock_guard lock(mutex);
+  const auto account = all().find(device);
+  if (account != all().end()) account->second.remove(data);
+}
+
+std::string bytes_text(size_t bytes) {
+  if (bytes < 1024) return std::to_string(bytes) + " bytes";
+  static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes) / 1024;
+  int unit = 0;
+  for (; value >= 1024 && unit < 3; ++unit) value /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof text, value < 10 ? "%.1f %s" : "%.0f %s", value, kUnits[unit]);
+  return text;
+}
+
+std::string largest_allocations(const Device& device, int count) {
+  size_t number = 0, total = 0;
+  std::vector<devices::MemoryHolder> holders;
+  {
+    const std::lock_guard lock(mutex);
+    const auto account = all().find(device);
+    if (account == all().end() || account->second.records.empty()) return {};
+    number = account->second.records.size();
+    total = account->second.bytes;
+    holders = account->second.holders();
+  }
+  std::string out = "te-fl holds " + std::to_string(number) + " allocations of " +
+                    bytes_text(total) + " on " + to_string(device) + ", the largest: ";
+  for (size_t i = 0; i < holders.size() && i < static_cast<size_t>(count); ++i) {
+    const devices::MemoryHolder& h = holders[i];
+    out += (i == 0 ? "" : ", ") + (h.count > 1 ? std::to_string(h.count) + " x " : "") +
+           bytes_text(h.bytes / h.count) + " for " + h.use;
+  }
+  return out;
+}
+
+}  // namespace te_fl::core
+
+namespace te_fl::devices {
+namespace {
+
+Status check_counted(const Device& device) {
+  TE_FL_RETURN_IF_ERROR(core::DeviceUse::of(device).status());
+  if (!device.is_host()) return {};
+  return Status(StatusCode::kUnsupported,
+                "memory of " + to_string(device) +
+                    " is not counted; ask for a device that a plugin provides, or the operating "
+                    "system for the process's memory")
+      .set_clean();
+}
+
+}  // namespace
+
+Result<MemoryAccount> memory_account(const Device& device) {
+  TE_FL_RETURN_IF_ERROR(check_counted(device));
+  const std::lock_guard lock(core::mutex);
+  const core::Account& account = core::all()[device];
+  return MemoryAccount{account.bytes, account.peak, account.holders(), account.recorded};
+}
+
+Status watch_memory(const Device& device, size_t record_at) {
+  TE_FL_RETURN_IF_ERROR(check_counted(device));
+  const std::lock_guard lock(core::mutex);
+  core::Account& account = core::all()[device];
+  account.peak = account.bytes;
+  account.record_at = record_at;
+  account.recorded.clear();
+  return {};
+}
+
+}  // namespace te_fl::devices

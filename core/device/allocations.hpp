@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "te_fl/device.hpp"
+#include "te_fl/dtype.hpp"
+
+// What te-fl holds of each device's memory (not of the host's), so that an allocation that fails
+// can say who has it.
+namespace te_fl::core {
+
+// What the calling thread's allocations are for, until it ends: a tensor, or something with a name.
+class AllocationUse {
+ public:
+  static constexpr size_t kMaxRank = 8;  // extents of a shape beyond it are left out
+  explicit AllocationUse(const char* name) noexcept : AllocationUse(name, DType::kU8, {}) {}
+  AllocationUse(DType dtype, std::span<const int64_t> shape) noexcept
+      : AllocationUse(nullptr, dtype, shape) {}
+  ~AllocationUse();
+  AllocationUse(const AllocationUse&) = delete;
+  AllocationUse& operator=(const AllocationUse&) = delete;
+
+ private:
+  friend void note_allocation(const Device&, void*, size_t) noexcept;
+  AllocationUse(const char* name, DType dtype, std::span<const int64_t> shape) noexcept;
+  const char* name_;  // null: a tensor
+  DType dtype_;
+  std::span<const int64_t> shape_;
+  const AllocationUse* outer_;
+};
+
+void note_allocation(const Device& device, void* data, size_t bytes) noexcept;
+void forget_allocation(const Device& device, void* data) noexcept;
+
+// "te-fl holds 12 allocations of 3.2 GiB on cuda:0, the largest: 4 x 512 MiB for bf16[8192,32768],
+// ..."; empty if it holds none.
+std::string largest_allocations(const Device& device, int count = 5);
+
+// "512 bytes", "1.5 MiB", "3.2 GiB"
+std::string bytes_text(size_t bytes);
+
+}  // namespace te_fl::core

@@ -1,0 +1,328 @@
+// The list of devices and the names of providers. Readers take no lock and follow one atomic
+// pointer, so that a forked child can go on whatever another thread was doing.
+#include "core/device/device_list.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+
+#include "core/base/abi_struct.hpp"
+#include "core/base/fork.hpp"
+#include "core/base/text.hpp"
+#include "core/device/host_device.hpp"
+#include "core/device/inside.hpp"
+
+namespace te_fl::core {
+namespace {
+
+constinit ForkMutex list_mutex(LockLevel::kDeviceList);
+const ForkMutex::Registration list_registration(list_mutex);
+constinit ForkMutex name_mutex(LockLevel::kProviderNames);
+const ForkMutex::Registration name_registration(name_mutex);
+
+using List = std::vector<DeviceEntry*>;
+
+// Lists and entries are never freed: readers hold plain pointers, and devices come and go rarely.
+std::atomic<const List*> current{nullptr};
+
+const List& devices_now() {
+  const List* list = current.load(std::memory_order_acquire);
+  if (list != nullptr) return *list;
+  static const List* const first = new List{new DeviceEntry{Device{}, host_device(), "host"}};
+  const List* expected = nullptr;
+  current.compare_exchange_strong(expected, first, std::memory_order_acq_rel);
+  return *current.load(std::memory_order_acquire);
+}
+
+// Made while the library is loaded: a child that is forked while another thread makes it would wait
+// for that thread.
+[[maybe_unused]] const List& first_list = devices_now();
+
+// Makes `next` the list; the lock is held. Earlier lists stay, with the entries that only they
+// have.
+void publish(std::unique_ptr<const List> next) {
+  static auto* const lists = new std::vector<std::unique_ptr<const List>>;
+  lists->push_back(std::move(next));
+  current.store(lists->back().get(), std::memory_order_release);
+}
+
+std::vector<std::string>& provider_names() {  // by id - 1
+  static auto* const names = new std::vector<std::string>;
+  return *names;
+}
+
+Status check_desc(const te_fl_device_desc* desc) {
+  if (desc == nullptr) return invalid_argument("a device descriptor is null");
+  if (desc->struct_size < kLeastDeviceDesc) {
+    return invalid_argument("a device descriptor's struct_size is " +
+                            std::to_string(desc->struct_size) + ", must be at least " +
+                            std::to_string(kLeastDeviceDesc) + " (rule R3)");
+  }
+  if (desc->device.index < 0) {
+    return invalid_argument("a device descriptor's index is " + std::to_string(desc->device.index) +
+                            ", must not be negative");
+  }
+  if (desc->device.type == TE_FL_DEVICE_EXT &&
+      (desc->provider == nullptr || desc->provider[0] == '\0')) {
+    return invalid_argument("a kDLExtDev device must name its provider (rule R18)");
+  }
+  if (desc->api == nullptr || desc->api->struct_size < kLeastDeviceApi) {
+    return invalid_argument("a device's function table is missing or smaller than " +
+                            std::to_string(kLeastDeviceApi) + " bytes (rule R3)");
+  }
+  const te_fl_device_api& api = *desc->api;
+  if (!api.allocate || !api.free || !api.copy || !api.fill || !api.synchronize || !api.properties) {
+    return invalid_argument(
+        "a device's function table lacks a required function: allocate, free, copy, fill, "
+        "synchronize and "
+        "properties may not be NULL (rule R4)");
+  }
+  return {};
+}
+
+}  // namespace
+
+namespace {
+
+DeviceEntry* entry_of(const List& list, const Device& device) noexcept {
+  for (DeviceEntry* entry : list) {
+    if (entry->device == device) return entry;
+  }
+  return nullptr;
+}
+
+void bring_devices(const Device* device) noexcept {
+  if (auto* bring = g_bring_devices.load(std::memory_order_acquire)) bring(device);
+}
+
+}  // namespace
+
+DeviceEntry* find_device(const Device& device) noexcept {
+  const List& list = devices_now();
+  if (DeviceEntry* entry = entry_of(list, device)) return entry;
+  if (!device.is_host()) {
+    bring_devices(&device);
+    return entry_of(devices_now(), device);
+  }
+  // Pinned memory of a chip whose plugin is not there is still host memory.
+  return device.type != TE_FL_DEVICE_CPU || device.index == 0 ? list.front() : nullptr;
+}
+
+std::vector<Device> present_devices() {
+  std::vector<Device> result;
+  for (const DeviceEntry* entry : devices_now()) result.push_back(entry->device);
+  return result;
+}
+
+std::vector<Device> ready_devices() {
+  const Device host{};
+  bring_devices(&host);
+  return present_devices();
+}
+
+namespace {
+
+// Publishes a list without `entry`. The lock is held.
+void unlist(const DeviceEntry* entry) {
+  auto next = std::make_unique<List>(devices_now());
+  std::erase(*next, entry);
+  publish(std::move(next));
+}
+
+// Why devices were lost: few, and read without a lock, so they stay, in a chain that keeps them in
+// sight.
+struct KeptReason {
+  std::string text;
+  KeptReason* next;
+};
+std::atomic<KeptReason*> g_reasons{nullptr};
+
+}  // namespace
+
+bool DeviceEntry::lose(const std::string& reason) {
+  if (lost() != nullptr) return false;
+  auto* kept = new KeptReason{reason, g_reasons.load(std::memory_order_relaxed)};
+  while (!g_reasons.compare_exchange_weak(kept->next, kept, std::memory_order_acq_rel)) {
+  }
+  const std::string* none = nullptr;
+  return lost_.compare_exchange_strong(none, &kept->text, std::memory_order_acq_rel);
+}
+
+void DeviceEntry::last_gone() noexcept {
+  {
+    const std::lock_guard lock(list_mutex);
+    unlist(this);
+  }
+  // Moved out, so that what it holds goes with it: the entry itself stays for ever.
+  const std::function<void()> gone = std::exchange(on_gone_, nullptr);
+  if (gone) gone();
+}
+
+void lose_device(const Device& device, const std::string& reason) {
+  DeviceEntry* entry = find_device(device);
+  if (entry == nullptr || device.is_host()) return;
+  if (!entry->lose(reason)) return;
+  if (auto* tell = g_device_hooks.lost.load(std::memory_order_acquire)) tell(device, reason);
+}
+
+void find_device_again(const Device& device) noexcept {
+  if (DeviceEntry* entry = find_device(device)) entry->found_again();
+}
+
+Status lost_device(const Device& device, const std::string& reason) {
+  return Status(StatusCode::kDeviceLost,
+                "device " + to_string(device) + " is lost since " + reason +
+                    "; no op runs on it any more: restart the process, or use another device");
+}
+
+Status withdrawn_device(const Device& device) {
+  return Status(StatusCode::kUnsupported,
+                "device " + to_string(device) +
+                    " was withdrawn: no op runs on it any more; load its plugin again, or copy the "
+                    "tensors that are left to another device (Tensor::to)");
+}
+
+Status absent_device(const Device& device) {
+  std::vector<std::string> names;
+  for (const Device& d : devices::list()) names.push_back(to_string(d));
+  return not_found("there is no device " + to_string(device) + "; present: " + join(names) +
+                   "; `te-fl doctor` says what is missing");
+}
+
+void bar_device(const Device& device) {
+  DeviceEntry* entry = find_device(device);
+  if (entry == nullptr || device.is_host()) return;
+  entry->bar();
+  if (auto* tell = g_device_hooks.barred.load(std::memory_order_acquire)) tell(device);
+}
+
+void leave_device(const Device& device) {
+  if (auto* tell = g_device_hooks.left.load(std::memory_order_acquire)) tell(device);
+}
+
+Status retire_device(const Device& device, std::function<void()> gone) {
+  DeviceEntry* entry = nullptr;
+  {
+    const std::lock_guard lock(list_mutex);
+    const List& now = devices_now();
+    const auto at = std::find_if(now.begin(), now.end(),
+                                 [&](const DeviceEntry* e) { return e->device == device; });
+    if (at == now.end()) return not_found("there is no device " + to_string(device));
+    if (at == now.begin()) return failed_precondition("the host cannot be removed");
+    entry = *at;
+  }
+  leave_device(device);
+  entry->retire(std::move(gone));
+  return {};
+}
+
+}  // namespace te_fl::core
+
+namespace te_fl::devices {
+
+using core::DeviceEntry;
+
+std::vector<Device> list() {
+  core::bring_devices(nullptr);
+  return core::present_devices();
+}
+
+Result<const te_fl_device_desc*> find(const Device& device) {
+  if (const DeviceEntry* entry = core::find_device(device)) return entry->desc;
+  return core::absent_device(device);
+}
+
+namespace {
+
+// add(), without telling anybody.
+Result<Device> enlist(const te_fl_device_desc* desc) {
+  TE_FL_RETURN_IF_ERROR(core::check_desc(desc));
+  Device device{desc->device.type, desc->device.index, 0};
+  std::string provider = desc->provider != nullptr ? desc->provider : "";
+  if (device.type == TE_FL_DEVICE_EXT) device.provider = intern_provider(provider);
+  if (provider.empty()) provider = te_fl::to_string({device.type, 0, 0});
+
+  const std::lock_guard lock(core::list_mutex);
+  const core::List& now = core::devices_now();
+  for (const DeviceEntry* entry : now) {
+    const bool taken = entry->device == device;
+    const bool foreign = device.type != TE_FL_DEVICE_EXT && entry->device.type == device.type &&
+                         entry->provider != provider;
+    if (!taken && !foreign) continue;
+    return Status(StatusCode::kAlreadyExists,
+                  "device " + te_fl::to_string(device) + " of provider '" + provider +
+                      "' cannot be added: provider '" + entry->provider + "' already has " +
+                      te_fl::to_string(entry->device) +
+                      (taken ? "" : ", and a DLPack device type has one provider (rule R18)"));
+  }
+  auto next = std::make_unique<core::List>(now);
+  next->push_back(new DeviceEntry{device, desc, std::move(provider)});
+  core::publish(std::move(next));
+  return device;
+}
+
+}  // namespace
+
+Result<Device> add(const te_fl_device_desc* desc) {
+  TE_FL_ASSIGN_OR_RETURN(const Device device, enlist(desc));
+  // Outside the lock, since the hook looks the device up.
+  if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire)) tell(device);
+  return device;
+}
+
+Status remove(const Device& device) {
+  if (core::is_inside()) {
+    return Status(StatusCode::kBusy,
+                  "device " + te_fl::to_string(device) +
+                      " cannot be removed from inside an op or a function of a device: this thread "
+                      "would wait for itself; remove it after the call returned");
+  }
+  DeviceEntry* entry = nullptr;
+  {
+    const std::lock_guard lock(core::list_mutex);
+    const core::List& now = core::devices_now();
+    const auto at = std::find_if(now.begin(), now.end(),
+                                 [&](const DeviceEntry* e) { return e->device == device; });
+    if (at == now.end()) return not_found("there is no device " + te_fl::to_string(device));
+    if (at == now.begin()) return failed_precondition("the host cannot be removed");
+    entry = *at;
+    // Closed first, so that no allocation slips in between the count and the new list.
+    if (!entry->close()) {
+      return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
+                                           std::to_string(entry->live()) +
+                                           " live allocations, streams or events; free them first");
+    }
+  }
+  core::bar_device(device);
+  core::wait_outside();  // ops on somebody else's memory hold no object of the device
+  core::leave_device(device);
+  const std::lock_guard lock(core::list_mutex);
+  core::unlist(entry);
+  return {};
+}
+
+int64_t live_objects(const Device& device) {
+  const DeviceEntry* entry = core::find_device(device);
+  return entry != nullptr ? entry->live() : 0;
+}
+
+uint32_t intern_provider(std::string_view name) {
+  if (name.empty()) return 0;
+  const std::string word = core::lower(name);
+  const std::lock_guard lock(core::name_mutex);
+  auto& names = core::provider_names();
+  const auto at = std::find(names.begin(), names.end(), word);
+  if (at != names.end()) return static_cast<uint32_t>(at - names.begin()) + 1;
+  names.push_back(word);
+  return static_cast<uint32_t>(names.size());
+}
+
+std::string provider_name(uint32_t id) {
+  if (id == 0) return "";
+  const std::lock_guard lock(core::name_mutex);
+  const auto& names = core::provider_names();
+  return id <= names.size() ? names[id - 1] : "provider" + std::to_string(id);
+}
+
+}  // namespace te_fl::devices

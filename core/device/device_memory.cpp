@@ -1,0 +1,243 @@
+#include <memory>
+
+#include "core/device/allocations.hpp"
+#include "core/device/current_stream.hpp"
+#include "core/device/device_use.hpp"
+#include "core/device/recent_ops.hpp"
+
+namespace te_fl {
+
+Status core::device_status(const Device& device, void* stream, const ErrorText& errors,
+                           te_fl_status code, const std::string& what) {
+  Status status = errors.status(code, what);
+  const bool lost = status.code() == StatusCode::kDeviceLost;
+  if (device.is_host() || (!lost && status.code() != StatusCode::kInternal)) return status;
+  const std::string suspects = recent_ops(device, stream);
+  if (!suspects.empty()) {
+    status = Status(status.code(), status.message() + "; enqueued last, newest first: " + suspects +
+                                       " (TE_FL_SYNC=1 finds the one that failed)");
+  }
+  if (lost) lose_device(device, status.message());
+  return status;
+}
+
+namespace devices {
+namespace {
+
+using core::DeviceEntry;
+using core::ErrorText;
+using Use = core::DeviceUse;
+
+Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t bytes,
+               uint32_t host_flags, void* stream) {
+  ErrorText errors;
+  const te_fl_device_desc& d = *entry.desc;
+  const te_fl_status code = errors.call(
+      [&] { return d.api->copy(d.self, dst, src, bytes, host_flags, stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return core::device_status(
+      entry.device, stream, errors, code,
+      "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
+}
+
+// Between two devices that know nothing of each other: by way of the host, waiting for both
+// streams.
+Status copy_by_host(const DeviceEntry& to, void* dst, void* dst_stream, const DeviceEntry& from,
+                    const void* src, void* src_stream, size_t bytes) {
+  TE_FL_ASSIGN_OR_RETURN(void* bounce, allocate(Device{}, bytes));
+  const std::unique_ptr<void, void (*)(void*)> owner(bounce, [](void* p) { free(Device{}, p); });
+  TE_FL_RETURN_IF_ERROR(copy_by(from, bounce, src, bytes, 1, src_stream));
+  TE_FL_RETURN_IF_ERROR(synchronize(from.device, src_stream));
+  TE_FL_RETURN_IF_ERROR(copy_by(to, dst, bounce, bytes, 2, dst_stream));
+  return synchronize(to.device, dst_stream);
+}
+
+bool captures(const Device& device, void* stream) {
+  if (stream == nullptr || device.is_host()) return false;
+  const Result<bool> capturing = is_capturing(device, stream);
+  return capturing.ok() && *capturing;
+}
+
+// A graph would read or write the host memory again at every launch.
+Status check_captured_copy(const Device& to, const Device& from, size_t bytes, void* stream) {
+  const bool down = to.type == TE_FL_DEVICE_CPU, up = from.type == TE_FL_DEVICE_CPU;
+  const Device& device = to.is_host() ? from : to;
+  if ((!down && !up) || !captures(device, stream)) return {};
+  return failed_precondition(
+      "a copy of " + std::to_string(bytes) + " bytes " + (up ? "from" : "to") +
+      " host memory cannot be captured on " + te_fl::to_string(device) +
+      ": every launch of the graph would use that memory again; copy before the capture into a "
+      "tensor of the device, or after the launch");
+}
+
+Status check_copy_between(const Device& to, void* to_stream, const Device& from,
+                          void* from_stream) {
+  TE_FL_RETURN_IF_ERROR(core::check_side(to, to_stream, from));
+  if (!captures(to, to_stream) && !captures(from, from_stream)) return {};
+  return failed_precondition("a copy from " + te_fl::to_string(from) + " to " +
+                             te_fl::to_string(to) +
+                             " cannot be captured into a graph, which has one device; copy before "
+                             "the capture, or after the launch");
+}
+
+// Who has the memory that was not there.
+Status out_of_memory(const Device& device, const Status& status) {
+  const std::string holders = core::largest_allocations(device);
+  if (holders.empty()) return status;
+  Status told(StatusCode::kOutOfMemory, status.message() + "; " + holders);
+  return status.clean() ? std::move(told.set_clean()) : told;
+}
+
+}  // namespace
+
+Result<te_fl_device_props> properties(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(const Use entry, Use::of(device));
+  te_fl_device_props props{};
+  props.struct_size = sizeof props;
+  ErrorText errors;
+  const te_fl_status code = errors.call(
+      [&] { return entry->desc->api->properties(entry->desc->self, &props, errors.sink()); });
+  if (code != TE_FL_OK) {
+    return core::device_status(device, nullptr, errors, code,
+                               "properties of " + te_fl::to_string(device));
+  }
+  props.name[sizeof props.name - 1] = '\0';
+  props.driver[sizeof props.driver - 1] = '\0';
+  return props;
+}
+
+Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
+  ErrorText errors;
+  void* data = nullptr;
+  const te_fl_device_desc& d = *entry->desc;
+  const te_fl_status code =
+      errors.call([&] { return d.api->allocate(d.self, bytes, stream, &data, errors.sink()); });
+  if (code == TE_FL_OK && data != nullptr) {
+    if (!device.is_host()) core::note_allocation(device, data, bytes);
+    return data;
+  }
+  Result<void*> failed = core::made_object(
+      entry, errors, code, data, ("allocation of " + core::bytes_text(bytes) + " on ").c_str());
+  return failed.status().code() == StatusCode::kOutOfMemory ? out_of_memory(device, failed.status())
+                                                            : failed;
+}
+
+void free(const Device& device, void* data, void* stream) noexcept {
+  if (data == nullptr) return;
+  const core::Inside inside(device);
+  DeviceEntry* entry = core::find_device(device);
+  if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
+  if (!device.is_host()) core::forget_allocation(device, data);
+  ErrorText errors;
+  core::report_release(errors.call([&] {
+    return entry->desc->api->free(entry->desc->self, data, stream, errors.sink());
+  }),
+                       errors, device);
+  entry->release();
+}
+
+Result<void*> allocate_pinned(const Device& device, size_t bytes) {
+  TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
+  ErrorText errors;
+  void* data = nullptr;
+  const te_fl_device_desc& d = *entry->desc;
+  te_fl_status code = TE_FL_UNSUPPORTED;
+  if (d.api->allocate_pinned != nullptr && d.api->free_pinned != nullptr) {
+    code = errors.call([&] { return d.api->allocate_pinned(d.self, bytes, &data, errors.sink()); });
+  }
+  return core::made_object(entry, errors, code, data, "allocation of pinned memory by ");
+}
+
+void free_pinned(const Device& device, void* data) noexcept {
+  if (data == nullptr) return;
+  const core::Inside inside(device);
+  DeviceEntry* entry = core::find_device(device);
+  if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
+  ErrorText errors;
+  core::report_release(errors.call([&] {
+    return entry->desc->api->free_pinned(entry->desc->self, data, errors.sink());
+  }),
+                       errors, device);
+  entry->release();
+}
+
+Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src,
+            size_t bytes, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const Use to, Use::of(dst_device));
+  TE_FL_ASSIGN_OR_RETURN(const Use from, Use::of(src_device));
+  if (bytes == 0) return {};
+  TE_FL_RETURN_IF_ERROR(check_captured_copy(dst_device, src_device, bytes, stream));
+  const bool to_host = dst_device.is_host(), from_host = src_device.is_host();
+  const uint32_t host_flags = (to_host ? 1u : 0u) | (from_host ? 2u : 0u);
+  if (&*to == &*from) return copy_by(*to, dst, src, bytes, host_flags, stream);
+  if (to_host && from_host)
+    return copy_by(*core::find_device(Device{}), dst, src, bytes, 3, nullptr);
+  if (to_host) return copy_by(*from, dst, src, bytes, host_flags, stream);
+  if (from_host) return copy_by(*to, dst, src, bytes, host_flags, stream);
+  return copy_between(dst_device, dst, stream, src_device, src, current_stream(src_device), bytes);
+}
+
+Status copy_between(const Device& dst_device, void* dst, void* dst_stream, const Device& src_device,
+                    const void* src, void* src_stream, size_t bytes) {
+  TE_FL_ASSIGN_OR_RETURN(const Use to, Use::of(dst_device));
+  TE_FL_ASSIGN_OR_RETURN(const Use from, Use::of(src_device));
+  if (dst_device.is_host() || src_device.is_host() || &*to == &*from) {
+    return invalid_argument("copy_between copies between two devices, not from " +
+                            te_fl::to_string(src_device) + " to " + te_fl::to_string(dst_device) +
+                            "; use devices::copy");
+  }
+  if (bytes == 0) return {};
+  TE_FL_RETURN_IF_ERROR(check_copy_between(dst_device, dst_stream, src_device, src_stream));
+  const te_fl_device_desc &t = *to->desc, &f = *from->desc;
+  const auto direct = core::slot(*t.api, &te_fl_device_api::copy_between);
+  if (direct != nullptr && direct == core::slot(*f.api, &te_fl_device_api::copy_between)) {
+    ErrorText errors;
+    const te_fl_status code = errors.call([&] {
+      return direct(t.self, dst, dst_stream, f.self, src, src_stream, bytes, errors.sink());
+    });
+    if (code == TE_FL_OK) return {};
+    if (TE_FL_STATUS_CODE(code) != TE_FL_UNSUPPORTED) {
+      return core::device_status(dst_device, dst_stream, errors, code,
+                                 "copy of " + std::to_string(bytes) + " bytes from " +
+                                     te_fl::to_string(src_device) + " to " +
+                                     te_fl::to_string(dst_device));
+    }
+  }
+  return copy_by_host(*to, dst, dst_stream, *from, src, src_stream, bytes);
+}
+
+Status fill(const Device& device, void* dst, uint8_t value, size_t bytes, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const Use entry, Use::of(device));
+  if (bytes == 0) return {};
+  ErrorText errors;
+  const te_fl_device_desc& d = *entry->desc;
+  const te_fl_status code =
+      errors.call([&] { return d.api->fill(d.self, dst, value, bytes, stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return core::device_status(
+      device, stream, errors, code,
+      "fill of " + std::to_string(bytes) + " bytes on " + te_fl::to_string(device));
+}
+
+Status synchronize(const Device& device, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const Use entry, Use::of(device));
+  if (captures(device, stream)) {
+    return failed_precondition(
+        "a stream of " + te_fl::to_string(device) +
+        " is being captured into a graph: its work has not run and cannot be waited for; read "
+        "results after launching the graph");
+  }
+  ErrorText errors;
+  const te_fl_device_desc& d = *entry->desc;
+  const te_fl_status code =
+      errors.call([&] { return d.api->synchronize(d.self, stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, stream, errors, code,
+                             "synchronisation of " + te_fl::to_string(device));
+}
+
+}  // namespace devices
+}  // namespace te_fl

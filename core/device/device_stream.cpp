@@ -1,0 +1,322 @@
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "core/base/fork.hpp"
+#include "core/device/current_stream.hpp"
+#include "core/device/device_use.hpp"
+
+namespace te_fl {
+namespace core {
+
+constinit std::atomic<void (*)(const Device& device, void* stream)> g_stream_goes{nullptr};
+
+namespace {
+
+constinit ForkMutex streams_mutex(LockLevel::kStreams);
+const ForkMutex::Registration streams_registration(streams_mutex);
+
+struct Known {
+  StreamRef own;  // until destroy_stream; null for streams that others made
+  std::weak_ptr<StreamRecord> record;
+};
+using Key = std::tuple<int32_t, int32_t, uint32_t, void*>;  // a device and a handle
+Key key_of(const Device& device, void* handle) {
+  return {device.type, device.index, device.provider, handle};
+}
+
+std::map<Key, Known>& known_streams() {
+  static auto* const all = new std::map<Key, Known>;
+  return *all;
+}
+
+void destroy_on_device(const Device& device, void* handle) {
+  const Inside inside(device);
+  DeviceEntry* entry = find_device(device);
+  if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
+  const te_fl_device_desc& d = *entry->desc;
+  ErrorText errors;
+  report_release(errors.call([&] { return d.api->destroy_stream(d.self, handle, errors.sink()); }),
+                 errors, device);
+  entry->release();
+}
+
+// The record of a stream that is known, or null.
+StreamRef find_record(const Device& device, void* handle) {
+  const std::lock_guard lock(streams_mutex);
+  const auto at = known_streams().find(key_of(device, handle));
+  return at != known_streams().end() ? at->second.record.lock() : nullptr;
+}
+
+// Takes a stream out that create_stream made; null if it is none.
+StreamRef take_own(const Device& device, void* handle) {
+  const std::lock_guard lock(streams_mutex);
+  const auto at = known_streams().find(key_of(device, handle));
+  return at != known_streams().end() ? std::move(at->second.own) : nullptr;
+}
+
+}  // namespace
+
+StreamRecord::~StreamRecord() {
+  if (made) {
+    if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
+    destroy_on_device(device, handle);
+  }
+  const std::lock_guard lock(streams_mutex);
+  const auto at = known_streams().find(key_of(device, handle));
+  // The handle may have come again meanwhile.
+  if (at != known_streams().end() && at->second.record.expired()) known_streams().erase(at);
+}
+
+StreamRef stream_record(const Device& device, void* handle) {
+  if (handle == nullptr) return nullptr;
+  const std::lock_guard lock(streams_mutex);
+  Known& known = known_streams()[key_of(device, handle)];
+  if (StreamRef record = known.record.lock()) return record;
+  auto record = std::make_shared<StreamRecord>(device, handle, false);
+  known.record = record;
+  return record;
+}
+
+bool is_own_stream(const Device& device, void* handle) {
+  const StreamRef record = find_record(device, handle);
+  return record != nullptr && record->made;
+}
+
+Status check_side(const Device& device, void* stream, const Device& other) {
+  if (stream == nullptr || !is_own_stream(other, stream) || is_own_stream(device, stream)) {
+    return {};
+  }
+  return invalid_argument("a copy from " + to_string(other) + " to " + to_string(device) +
+                          " takes a stream of " + to_string(device) +
+                          "; the one that was given is of " + to_string(other));
+}
+
+}  // namespace core
+
+namespace devices {
+namespace {
+
+using core::DeviceEntry;
+using core::DeviceUse;
+using core::ErrorText;
+
+Status missing(const Device& device, const char* what, const char* function, const char* way_out) {
+  return Status(StatusCode::kUnsupported, te_fl::to_string(device) + " has no " + what + " (its " +
+                                              function + " is NULL); " + way_out);
+}
+
+Status no_streams(const Device& device, const char* function) {
+  return missing(device, "streams", function, "use its default stream, nullptr");
+}
+
+Status no_events(const Device& device, const char* function) {
+  return missing(device, "events", function, "synchronize the stream instead");
+}
+
+Status null_event(const Device& device) {
+  return invalid_argument("the event of " + te_fl::to_string(device) +
+                          " is null; make it with devices::create_event");
+}
+
+}  // namespace
+
+Result<void*> create_stream(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (d.api->create_stream == nullptr) return no_streams(device, "create_stream");
+  if (d.api->destroy_stream == nullptr) return no_streams(device, "destroy_stream");
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
+  ErrorText errors;
+  void* stream = nullptr;
+  const te_fl_status code =
+      errors.call([&] { return d.api->create_stream(d.self, &stream, errors.sink()); });
+  TE_FL_ASSIGN_OR_RETURN(
+      stream, core::made_object(entry, errors, code, stream, "creation of a stream on "));
+  auto own = std::make_shared<core::StreamRecord>(device, stream, true);
+  const std::lock_guard lock(core::streams_mutex);
+  core::known_streams().insert_or_assign(core::key_of(device, stream), core::Known{own, own});
+  return stream;
+}
+
+void destroy_stream(const Device& device, void* stream) noexcept {
+  if (stream == nullptr) return;
+  if (core::take_own(device, stream) != nullptr) return;  // it goes with its last owner
+  try {
+    log::error("destroy_stream on " + te_fl::to_string(device) +
+               ": this is no stream that create_stream made; it is left alone");
+  } catch (...) {  // no memory for the message
+  }
+}
+
+Status retire_stream(const Device& device, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const auto refuse = [&](const std::string& why) {
+    return invalid_argument("retire_stream on " + te_fl::to_string(device) + ": " + why);
+  };
+  if (stream == nullptr) return refuse("the default stream stays as long as the device");
+  const core::StreamRef record = core::find_record(device, stream);
+  if (record != nullptr && record->made) {
+    return refuse("te-fl made this stream; destroy_stream ends it");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const bool capturing, is_capturing(device, stream));
+  if (capturing) {
+    return failed_precondition("retire_stream on " + te_fl::to_string(device) +
+                               ": the stream is being captured into a graph; end the capture "
+                               "first");
+  }
+  Status waited;
+  if (record != nullptr) {  // what it owns goes on elsewhere, after the work that is here
+    waited = synchronize(device, stream);
+    record->retired.store(true, std::memory_order_release);
+    const std::lock_guard lock(core::streams_mutex);
+    const auto at = core::known_streams().find(core::key_of(device, stream));
+    if (at != core::known_streams().end() && at->second.record.lock() == record) {
+      core::known_streams().erase(at);
+    }
+  }
+  if (const auto hook = core::g_stream_goes.load(std::memory_order_acquire)) hook(device, stream);
+  const te_fl_device_desc& d = *use->desc;
+  const auto retire = core::slot(*d.api, &te_fl_device_api::retire_stream);
+  if (retire == nullptr) return waited;
+  ErrorText errors;
+  const te_fl_status code = errors.call([&] { return retire(d.self, stream, errors.sink()); });
+  if (!waited.ok() || code == TE_FL_OK) return waited;
+  return core::device_status(device, stream, errors, code,
+                             "retiring a stream of " + te_fl::to_string(device));
+}
+
+Result<void*> create_event(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (d.api->create_event == nullptr) return no_events(device, "create_event");
+  if (d.api->destroy_event == nullptr) return no_events(device, "destroy_event");
+  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
+  ErrorText errors;
+  void* event = nullptr;
+  const te_fl_status code =
+      errors.call([&] { return d.api->create_event(d.self, &event, errors.sink()); });
+  return core::made_object(entry, errors, code, event, "creation of an event on ");
+}
+
+void destroy_event(const Device& device, void* event) noexcept {
+  if (event == nullptr) return;
+  const core::Inside inside(device);
+  DeviceEntry* entry = core::find_device(device);
+  if (entry == nullptr || entry->desc->api->destroy_event == nullptr) return;
+  ErrorText errors;
+  const te_fl_device_desc& d = *entry->desc;
+  core::report_release(
+      errors.call([&] { return d.api->destroy_event(d.self, event, errors.sink()); }), errors,
+      device);
+  entry->release();
+}
+
+Status record_event(const Device& device, void* event, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (event == nullptr) return null_event(device);
+  if (d.api->record_event == nullptr) return no_events(device, "record_event");
+  ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return d.api->record_event(d.self, event, stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, stream, errors, code,
+                             "recording an event on " + te_fl::to_string(device));
+}
+
+Status wait_event(const Device& device, void* event, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (event == nullptr) return null_event(device);
+  if (d.api->wait_event == nullptr) return no_events(device, "wait_event");
+  ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return d.api->wait_event(d.self, event, stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, stream, errors, code,
+                             "a stream's wait for an event on " + te_fl::to_string(device));
+}
+
+Status synchronize_event(const Device& device, void* event) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (event == nullptr) return null_event(device);
+  if (d.api->synchronize_event == nullptr) return no_events(device, "synchronize_event");
+  ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return d.api->synchronize_event(d.self, event, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return core::device_status(device, nullptr, errors, code,
+                             "waiting for an event of " + te_fl::to_string(device));
+}
+
+Result<bool> is_capturing(const Device& device, void* stream) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (d.api->is_capturing == nullptr) return false;
+  ErrorText errors;
+  int32_t capturing = 0;
+  const te_fl_status code =
+      errors.call([&] { return d.api->is_capturing(d.self, stream, &capturing, errors.sink()); });
+  if (code == TE_FL_OK) return capturing != 0;
+  return core::device_status(device, stream, errors, code,
+                             "asking " + te_fl::to_string(device) + " whether it captures");
+}
+
+}  // namespace devices
+
+Result<Stream> Stream::create(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(void* handle, devices::create_stream(device));
+  return Stream(device, handle);
+}
+
+Stream::Stream(Stream&& other) noexcept
+    : device_(std::exchange(other.device_, Device{})),
+      handle_(std::exchange(other.handle_, nullptr)) {}
+
+Stream& Stream::operator=(Stream&& other) noexcept {
+  Stream old(std::move(other));
+  std::swap(device_, old.device_);
+  std::swap(handle_, old.handle_);
+  return *this;
+}
+
+Stream::~Stream() { devices::destroy_stream(device_, handle_); }
+
+Status Stream::synchronize() const { return devices::synchronize(device_, handle_); }
+
+Status Stream::wait(const Event& event) const {
+  if (event.device() != device_) {
+    return invalid_argument("a stream of " + to_string(device_) + " cannot wait for an event of " +
+                            to_string(event.device()) + "; both must be of one device");
+  }
+  return devices::wait_event(device_, event.get(), handle_);
+}
+
+Result<Event> Event::create(const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(void* handle, devices::create_event(device));
+  return Event(device, handle);
+}
+
+Event::Event(Event&& other) noexcept
+    : device_(std::exchange(other.device_, Device{})),
+      handle_(std::exchange(other.handle_, nullptr)) {}
+
+Event& Event::operator=(Event&& other) noexcept {
+  Event old(std::move(other));
+  std::swap(device_, old.device_);
+  std::swap(handle_, old.handle_);
+  return *this;
+}
+
+Event::~Event() { devices::destroy_event(device_, handle_); }
+
+Status Event::record(void* stream) { return devices::record_event(device_, handle_, stream); }
+
+Status Event::synchronize() const { return devices::synchronize_event(device_, handle_); }
+
+}  // namespace te_fl

@@ -1,0 +1,149 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "core/op/op_table.hpp"
+#include "core/op/shape_rule.hpp"
+
+// What CompiledOp holds. Private to the op table.
+namespace te_fl::core {
+
+inline constexpr uint32_t kMaxArgs = 64;
+inline constexpr uint32_t kMaxArgsSize = 1u << 15;
+inline constexpr uint32_t kMaxListCount = 1u << 24;
+
+// The dtypes that say nothing without a scale.
+inline constexpr uint32_t kScaledDTypes = TE_FL_MASK_FP8 | TE_FL_BIT(TE_FL_F4E2M1);
+
+struct Arg {
+  te_fl_arg_type type = TE_FL_ARG_TENSOR;
+  te_fl_arg_role role = TE_FL_IN;
+  uint16_t since = 1;
+  uint32_t flags = 0;
+  uint32_t offset = 0;
+  uint32_t count_offset = 0;
+  uint32_t end = 0;  // a caller's struct_size must reach here for the argument to be present
+  uint32_t dtypes = 0;
+  uint32_t scalings = 0;
+  int8_t inout_if = -1;
+  int8_t same_as = -1;
+  uint64_t may_alias = 0;  // arguments with which sharing memory is allowed, either way
+  ShapeRule shape;
+  // Scalars. Bounds are inclusive; infinite if there are none.
+  double low = 0, high = 0, neutral = 0;
+  int64_t int_low = 0, int_high = 0;
+
+  bool is(uint32_t flag) const noexcept { return (flags & flag) != 0; }
+  bool is_tensor() const noexcept { return type == TE_FL_ARG_TENSOR; }
+  bool is_list() const noexcept { return type == TE_FL_ARG_TENSOR_LIST; }
+  bool writes() const noexcept { return role != TE_FL_IN; }
+  // Whether its memory says where the op runs.
+  bool places() const noexcept { return !is(TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY); }
+};
+
+// A caller's argument struct, read within its struct_size.
+class ArgsView {
+ public:
+  explicit ArgsView(const void* args) noexcept : base_(static_cast<const std::byte*>(args)) {
+    std::memcpy(&size_, base_, sizeof size_);
+  }
+  uint32_t size() const noexcept { return size_; }
+  bool has(const Arg& arg) const noexcept { return arg.end <= size_; }
+  template <class T>
+  T read(uint32_t offset) const noexcept {
+    T value;
+    std::memcpy(&value, base_ + offset, sizeof value);
+    return value;
+  }
+  const te_fl_tensor* tensor(const Arg& arg) const noexcept {
+    return has(arg) ? read<const te_fl_tensor*>(arg.offset) : nullptr;
+  }
+  int64_t count(const Arg& arg) const noexcept {
+    return has(arg) ? read<int64_t>(arg.count_offset) : 0;
+  }
+  const te_fl_tensor* element(const Arg& arg, int64_t i) const noexcept {
+    return read<const te_fl_tensor* const*>(arg.offset)[i];
+  }
+  // A scalar as a double; its neutral value if the struct does not reach it. Integers beyond 2^53
+  // are compared as integers elsewhere.
+  double scalar(const Arg& arg) const noexcept {
+    if (!has(arg)) return arg.neutral;
+    switch (arg.type) {
+      case TE_FL_ARG_I64:
+        return static_cast<double>(read<int64_t>(arg.offset));
+      case TE_FL_ARG_F32:
+        return read<float>(arg.offset);
+      case TE_FL_ARG_F64:
+        return read<double>(arg.offset);
+      default:
+        return read<int32_t>(arg.offset);
+    }
+  }
+  bool flag(const Arg& arg) const noexcept { return scalar(arg) != 0; }
+  // Whether the argument is there and says something.
+  bool is_neutral(const Arg& arg) const noexcept;
+
+ private:
+  const std::byte* base_;
+  uint32_t size_ = 0;
+};
+
+struct FastOp;  // core/op_fast.cpp
+
+struct CompiledOp::Impl {
+  Impl();
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  te_fl_op_schema schema{};
+  // The deep copy that `schema` points into.
+  std::deque<std::string> strings;
+  std::deque<te_fl_arg_desc> descs;
+  std::vector<const te_fl_arg_desc*> desc_pointers;
+
+  std::vector<Arg> args;
+  std::vector<uint8_t> tensors;  // plain tensors, in the order in which their shapes are matched
+  std::vector<uint8_t> lists;
+  std::vector<uint8_t> scalars;
+  SymbolNames symbols;
+  int saved = -1;
+  bool enquiry = false;
+  bool has_newer = false;        // some argument's since is above 1
+  std::unique_ptr<FastOp> fast;  // null if the op has none
+
+  // Whether the op reads the argument's present contents.
+  bool reads(const Arg& arg, const ArgsView& view) const noexcept {
+    if (arg.role != TE_FL_INOUT) return arg.role == TE_FL_IN;
+    return arg.inout_if < 0 || view.flag(args[static_cast<size_t>(arg.inout_if)]);
+  }
+  // Whether what the argument holds before the call matters: it is read, or may be left as it was.
+  bool needs_contents(const Arg& arg, const ArgsView& view) const noexcept {
+    if (arg.role != TE_FL_OUT) return reads(arg, view);
+    return arg.inout_if >= 0 && view.tensor(args[static_cast<size_t>(arg.inout_if)]) != nullptr;
+  }
+  const char* name_of(int arg) const noexcept { return descs[static_cast<size_t>(arg)].name; }
+  Status compile(const te_fl_op_schema& from);
+  Status copy_schema(const te_fl_op_schema& from);
+  Status compile_arg(uint32_t index);
+  Status compile_scalar(const te_fl_arg_desc& desc, Arg& arg);
+  Status compile_references(uint32_t index);
+  Status check_layout() const;
+  void order_tensors();
+  int find_arg(std::string_view name) const;
+};
+
+// The device that two tensors of one call agree on; false if they do not. Pinned memory goes with
+// the host and with its own chip.
+bool merge_devices(Device& into, const Device& next) noexcept;
+
+// Whether the fast path finds the call in order; false means only that it is not sure.
+bool fast_check(const FastOp& fast, const void* args, Signature& out) noexcept;
+std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op);
+
+}  // namespace te_fl::core

@@ -1,0 +1,97 @@
+// Whether tensors are where they say they are; asked of the device under TE_FL_VALIDATE only.
+#include <cstdio>
+#include <exception>
+
+#include "core/base/settings.hpp"
+#include "core/device/device_use.hpp"
+#include "core/op/op_finder.hpp"
+
+namespace te_fl::core {
+namespace {
+
+int64_t bytes_of(const te_fl_tensor& t) {
+  return bytes_for(static_cast<DType>(dtype_index(t.dl.dtype)), numel_of(t));
+}
+
+struct Part {
+  const char* name;
+  const void* data;
+  int64_t bytes;
+};
+
+// The pieces of memory of a non-empty tensor. Scales of blocks are looked at by their first value.
+int parts_of(const te_fl_tensor& t, Part (&parts)[6]) {
+  int n = 0;
+  const auto add = [&](const char* name, const void* data, int64_t bytes) {
+    if (data != nullptr) parts[n++] = {name, data, bytes};
+  };
+  if (t.dl.data != nullptr) {
+    const ByteRange range = byte_range(t);
+    add("data", range.begin, range.end - range.begin);
+  }
+  const te_fl_quant* q = quant_of(t);
+  if (q == nullptr) return n;
+  add("column-wise data", q->columnwise_data, bytes_of(t));
+  add("scale_inv", q->scale_inv, 1);
+  add("column-wise scale_inv", q->columnwise_scale_inv, 1);
+  add("amax", q->amax, sizeof(float));
+  add("scale", q->scale, sizeof(float));
+  return n;
+}
+
+using CheckPointer = decltype(te_fl_device_api::check_pointer);
+
+bool belongs(CheckPointer check, void* self, const void* data, size_t bytes,
+             const te_fl_error_sink& sink) noexcept {
+  try {
+    return check(self, data, bytes, &sink) == TE_FL_OK;
+  } catch (const std::exception& e) {  // R5 forbids it
+    char text[160];
+    std::snprintf(text, sizeof text, "check_pointer threw an exception (rule R5): %s", e.what());
+    sink.write(sink.host, text);
+  } catch (...) {
+    sink.write(sink.host, "check_pointer threw an exception (rule R5)");
+  }
+  return false;
+}
+
+}  // namespace
+
+void Finder::keep_detail(void* finder, const char* text) noexcept {
+  auto* self = static_cast<Finder*>(finder);
+  if (text != nullptr) std::snprintf(self->detail_, sizeof self->detail_, "%s", text);
+}
+
+bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexcept {
+  if (t == nullptr || !op_.args[static_cast<size_t>(i)].places() || numel_of(*t) == 0) return true;
+  if (Device{t->dl.device.type, 0, 0}.is_host()) return true;  // pinned memory beside a device's
+  const DeviceEntry* entry = find_device(device_);
+  if (entry == nullptr || !entry->in_service()) return true;  // which dispatch says
+  const auto check = slot(*entry->desc->api, &te_fl_device_api::check_pointer);
+  if (check == nullptr) return true;
+  const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};
+  Part parts[6];
+  const int count = parts_of(*t, parts);
+  for (int k = 0; k < count; ++k) {
+    const auto bytes = static_cast<size_t>(parts[k].bytes);
+    if (belongs(check, entry->desc->self, parts[k].data, bytes, sink)) continue;
+    part_ = parts[k].name;
+    return fail(Problem::kNotItsMemory, i, index);
+  }
+  return true;
+}
+
+bool Finder::check_memory() noexcept {
+  if (device_.is_host() || !g_validate.load(std::memory_order_relaxed)) return true;
+  for (const uint8_t i : op_.tensors) {
+    if (!check_memory_of(i, -1, args_.tensor(op_.args[i]))) return false;
+  }
+  for (const uint8_t i : op_.lists) {
+    for (int64_t k = 0; k < args_.count(op_.args[i]); ++k) {
+      if (!check_memory_of(i, k, args_.element(op_.args[i], k))) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace te_fl::core

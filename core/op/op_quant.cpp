@@ -1,0 +1,63 @@
+// What a quantised argument must bring: a dtype that goes with its scaling mode, a copy of the
+// data, and the scales that the copies need.
+#include "core/op/op_finder.hpp"
+
+namespace te_fl::core {
+namespace {
+
+constexpr uint32_t kQuantFlags = TE_FL_QUANT_COMPUTE_SCALE | TE_FL_QUANT_POW2_SCALE;
+
+bool is_aligned(const void* p, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+// The scales that the copies need, by role.
+Problem inspect_parts(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
+                      const te_fl_tensor& t, const te_fl_quant& q) noexcept {
+  const bool row = t.dl.data != nullptr, column = q.columnwise_data != nullptr;
+  if (op.enquiry && !arg.writes()) return Problem::kNone;
+  if (q.scaling == TE_FL_SCALING_TENSOR) {
+    if (op.reads(arg, args) && q.scale_inv == nullptr) return Problem::kNoScaleInv;
+    if (!arg.writes()) return Problem::kNone;
+    if (q.scale == nullptr) return Problem::kNoScale;
+    if ((q.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return Problem::kNone;
+    if (q.scale_inv == nullptr) return Problem::kNoScaleInv;
+    return q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
+  }
+  if (row && q.scale_inv == nullptr) return Problem::kNoScaleInv;
+  if (column && q.columnwise_scale_inv == nullptr) return Problem::kNoColumnwiseScaleInv;
+  return q.scaling == TE_FL_SCALING_NVFP4 && q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
+}
+
+}  // namespace
+
+Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
+                      const te_fl_tensor& t) noexcept {
+  const te_fl_quant& q = *quant_of(t);
+  if (q.scaling >= TE_FL_SCALING_COUNT) return Problem::kUnknownScaling;
+  if ((q.flags & ~kQuantFlags) != 0) return Problem::kUnknownFlags;
+  if ((arg.scalings >> q.scaling & 1) == 0) return Problem::kScaling;
+  const int dtype = dtype_index(t.dl.dtype);
+  const bool four_bit = q.scaling == TE_FL_SCALING_NVFP4;
+  const uint32_t wanted = four_bit ? TE_FL_BIT(TE_FL_F4E2M1) : TE_FL_MASK_FP8;
+  if ((wanted >> dtype & 1) == 0) return Problem::kQuantDType;
+  if (arg.is(TE_FL_ARG_QUANT_ONLY)) {
+    if (q.scaling == TE_FL_SCALING_TENSOR && q.scale == nullptr) return Problem::kNoScale;
+  } else {
+    const bool empty = numel_of(t) == 0;
+    if (t.dl.data == nullptr && q.columnwise_data == nullptr && !empty &&
+        !(op.enquiry && !arg.writes())) {
+      return Problem::kNoCopy;
+    }
+    const Problem problem = inspect_parts(op, arg, args, t, q);
+    if (problem != Problem::kNone) return problem;
+  }
+  const bool wide = q.scaling <= TE_FL_SCALING_BLOCK_128X128;  // FP32 scales
+  const uintptr_t width = wide ? sizeof(float) : 1;
+  const bool aligned = is_aligned(q.scale_inv, width) &&
+                       is_aligned(q.columnwise_scale_inv, width) &&
+                       is_aligned(q.amax, sizeof(float)) && is_aligned(q.scale, sizeof(float));
+  return aligned ? Problem::kNone : Problem::kPartAlignment;
+}
+
+}  // namespace te_fl::core

@@ -1,0 +1,149 @@
+#include "core/op/shape_rule.hpp"
+
+#include <algorithm>
+#include <charconv>
+
+namespace te_fl::core {
+namespace {
+
+constexpr int64_t kMaxConstant = int64_t{1} << 31;
+
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+bool is_letter(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || c == '_'; }
+
+bool is_name(std::string_view text) {
+  if (text.empty() || text.size() > 32 || !is_letter(text[0]) || text == "_") return false;
+  return std::all_of(text.begin(), text.end(), [](char c) { return is_letter(c) || is_digit(c); });
+}
+
+Status bad_term(std::string_view term, const std::string& why) {
+  return invalid_argument("term '" + std::string(term) + "' of the shape rule: " + why);
+}
+
+Result<int64_t> parse_constant(std::string_view term, std::string_view digits) {
+  int64_t value = 0;
+  const char* end = digits.data() + digits.size();
+  const auto [stop, error] = std::from_chars(digits.data(), end, value);
+  if (error != std::errc() || stop != end || value < 0 || value > kMaxConstant) {
+    return bad_term(term, "'" + std::string(digits) + "' is not a number from 0 to " +
+                              std::to_string(kMaxConstant));
+  }
+  return value;
+}
+
+Result<uint8_t> symbol_of(std::string_view term, std::string_view name, SymbolNames& symbols) {
+  if (!is_name(name)) return bad_term(term, "'" + std::string(name) + "' is not a name");
+  const auto at = std::find(symbols.begin(), symbols.end(), name);
+  if (at != symbols.end()) return static_cast<uint8_t>(at - symbols.begin());
+  if (symbols.size() == kMaxSymbols) {
+    return bad_term(term, "an op has at most " + std::to_string(kMaxSymbols) + " names");
+  }
+  symbols.emplace_back(name);
+  return static_cast<uint8_t>(symbols.size() - 1);
+}
+
+Result<Term> parse_term(std::string_view text, SymbolNames& symbols) {
+  Term term;
+  if (text == "_") return term;
+  if (text == "@...") {
+    term.kind = Term::kProduct;
+    return term;
+  }
+  if (text == "...") return bad_term(text, "it may only stand first");
+  if (text[0] == '?') {
+    term.kind = Term::kOneOr;
+    TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text.substr(1), symbols));
+    return term;
+  }
+  const size_t star = text.find('*'), plus = text.find('+');
+  if (star != std::string_view::npos) {
+    term.kind = Term::kTimes;
+    TE_FL_ASSIGN_OR_RETURN(term.value, parse_constant(text, text.substr(0, star)));
+    if (term.value == 0) return bad_term(text, "the factor must not be 0");
+    TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text.substr(star + 1), symbols));
+    return term;
+  }
+  if (plus != std::string_view::npos) {
+    term.kind = Term::kPlus;
+    TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text.substr(0, plus), symbols));
+    TE_FL_ASSIGN_OR_RETURN(term.value, parse_constant(text, text.substr(plus + 1)));
+    return term;
+  }
+  if (is_digit(text[0])) {
+    term.kind = Term::kConst;
+    TE_FL_ASSIGN_OR_RETURN(term.value, parse_constant(text, text));
+    return term;
+  }
+  term.kind = Term::kName;
+  TE_FL_ASSIGN_OR_RETURN(term.symbol, symbol_of(text, text, symbols));
+  return term;
+}
+
+// Takes the next word off the front; empty at the end.
+std::string_view next_word(std::string_view& text) {
+  text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
+  const std::string_view word = text.substr(0, text.find(' '));
+  text.remove_prefix(word.size());
+  return word;
+}
+
+Result<Dims> parse_dims(std::string_view text, SymbolNames& symbols) {
+  Dims dims;
+  for (bool first = true;; first = false) {
+    const std::string_view word = next_word(text);
+    if (word.empty()) return dims;
+    if (first && word == "...") {
+      dims.leading = true;
+      continue;
+    }
+    if (dims.count == kMaxTerms) {
+      return bad_term(word, "a tensor has at most " + std::to_string(kMaxTerms) + " dimensions");
+    }
+    TE_FL_ASSIGN_OR_RETURN(dims.terms[dims.count], parse_term(word, symbols));
+    ++dims.count;
+  }
+}
+
+}  // namespace
+
+bool ShapeRule::uses_leading() const noexcept {
+  return !any && (dims[0].leading || (flag >= 0 && dims[1].leading));
+}
+
+bool ShapeRule::uses(Term::Kind kind) const noexcept {
+  for (int d = 0; !any && d < (flag >= 0 ? 2 : 1); ++d) {
+    for (int i = 0; i < dims[d].count; ++i) {
+      if (dims[d].terms[i].kind == kind) return true;
+    }
+  }
+  return false;
+}
+
+Result<ShapeRule> parse_shape_rule(std::string_view text, SymbolNames& symbols,
+                                   const std::function<int(std::string_view)>& find_flag) {
+  ShapeRule rule;
+  if (text == "any") return rule;
+  rule.any = false;
+  const size_t question = text.find(" ? ");
+  if (question == std::string_view::npos) {
+    TE_FL_ASSIGN_OR_RETURN(rule.dims[0], parse_dims(text, symbols));
+    return rule;
+  }
+  const std::string_view flag = text.substr(0, question);
+  const int index = find_flag(flag);
+  if (index < 0) {
+    return invalid_argument("the shape rule's '" + std::string(flag) +
+                            "' is not a bool argument of the op");
+  }
+  rule.flag = static_cast<int8_t>(index);
+  const std::string_view both = text.substr(question + 3);
+  const size_t colon = both.find(" : ");
+  if (colon == std::string_view::npos) {
+    return invalid_argument("the shape rule's '?' has no ' : '");
+  }
+  TE_FL_ASSIGN_OR_RETURN(rule.dims[0], parse_dims(both.substr(0, colon), symbols));
+  TE_FL_ASSIGN_OR_RETURN(rule.dims[1], parse_dims(both.substr(colon + 3), symbols));
+  return rule;
+}
+
+}  // namespace te_fl::core

@@ -1,0 +1,246 @@
+// One implementation's turn at a call: supports(), lock, plan, scratch, run().
+
+#include "dispatch/attempt.hpp"
+
+#include <exception>
+#include <mutex>
+#include <string>
+
+#include "dispatch/manager_impl.hpp"
+#include "dispatch/staging/staged_call.hpp"
+#include "registry/arguments.hpp"
+#include "registry/in_place.hpp"
+
+namespace te_fl::dispatch {
+namespace {
+
+// In a capture, what is missing is the caller's to make: another implementation would give other
+// bits than the run before.
+te_fl_status missing_in_capture(const Status& status, core::ErrorText& errors) {
+  errors.sink()->write(errors.sink()->host, status.message().c_str());
+  return TE_FL_FAILED_PRECONDITION;
+}
+
+// A failure of the host's, which is never a reason to try the next implementation: memory that is
+// free here may not be on another rank, and then the two would compute other bits.
+te_fl_status own_failure(const Status& status, core::ErrorText& errors) {
+  errors.sink()->write(errors.sink()->host, status.to_string().c_str());
+  const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
+  return code == TE_FL_UNSUPPORTED ? te_fl_status{TE_FL_INTERNAL} : code;
+}
+
+// Holds what one run() needs besides its context. `args` and the context's device are what the
+// implementation is to see: the call's, or copies of it on the host.
+struct Attempt {
+  const Call& call;
+  const Implementation& impl;
+  te_fl_context& context;
+  const void* args;
+  bool on_host;
+  core::ErrorText& errors;
+  registry::DeviceScratch scratch{};
+  bool serial = false;
+
+  ~Attempt() {
+    if (serial) impl.serial.unlock();
+  }
+
+  te_fl_status lock() {
+    if ((impl.desc.flags & TE_FL_OP_THREAD_SAFE) != 0) return TE_FL_OK;
+    serial = impl.serial.lock(&call.thread, call.thread.slot.depth - 1);
+    if (serial) return TE_FL_OK;
+    return own_failure(
+        Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
+        errors);
+  }
+
+  te_fl_status workspace() {
+    if (impl.desc.workspace == nullptr) return TE_FL_OK;
+    size_t bytes = 0;
+    const te_fl_status code = entered("workspace() threw an exception (rule R5)", errors, [&] {
+      return impl.desc.workspace(impl.desc.self, &context, args, &bytes);
+    });
+    if (code != TE_FL_OK) return code;
+    if (bytes == 0) return TE_FL_OK;
+    const uint32_t depth = call.thread.slot.depth - 1;
+    if (on_host) {
+      context.workspace = call.thread.arenas.get(depth, bytes);
+      if (context.workspace == nullptr) {
+        return own_failure(
+            Status(StatusCode::kOutOfMemory,
+                   "a workspace of " + std::to_string(bytes) + " bytes cannot be allocated"),
+            errors);
+      }
+    } else {
+      const Status held = call.manager.arenas.acquire(call.signature.device, call.options.stream,
+                                                      depth, bytes, call.capturing, scratch);
+      if (!held.ok()) return own_failure(held, errors);
+      context.workspace = scratch.data();
+    }
+    context.workspace_bytes = bytes;
+    return TE_FL_OK;
+  }
+
+  te_fl_status plan() {
+    if (impl.plans == nullptr) return TE_FL_OK;
+    registry::PlanKey& made_key = call.thread.plans.scratch();
+    made_key.set(call.row.compiled->schema(), args, context);
+    const std::string_view key = made_key.text();
+    const uint64_t hash = made_key.hash() ^ impl.number;
+    // What a graph is to hold is looked up where plans are dropped, so that it is not dropped
+    // after.
+    const registry::Plan* plan =
+        call.capturing ? nullptr : call.thread.plans.find(impl.number, hash, key);
+    if (plan == nullptr) {
+      plan = impl.plans->find(key, call.capturing);
+      if (plan == nullptr) {
+        if (call.capturing) {
+          return missing_in_capture(
+              failed_precondition(
+                  "its plan for these shapes would have to be made while the stream is being "
+                  "captured; run the op once with the same shapes before capturing"),
+              errors);
+        }
+        std::string own_key(key);  // prepare() may run ops, which use the scratch
+        void* made = nullptr;
+        const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
+          return impl.desc.prepare(impl.desc.self, &context, args, &made);
+        });
+        if (code != TE_FL_OK) return code;
+        plan = impl.plans->insert(std::move(own_key), made);
+      }
+      call.thread.plans.insert(impl.number, hash, plan);
+    }
+    context.plan = plan->plan;
+    return TE_FL_OK;
+  }
+};
+
+// Asks, and gets ready: everything before run().
+te_fl_status get_ready(Attempt& a) {
+  if (a.impl.not_in_place) {
+    if (const std::string pair = registry::shared_in_place(a.call.row.compiled->schema(), a.args);
+        !pair.empty()) {
+      const std::string why = "it does not work in place (TE_FL_OP_IN_PLACE_OK), and " + pair;
+      a.errors.sink()->write(a.errors.sink()->host, why.c_str());
+      return TE_FL_UNSUPPORTED;
+    }
+  }
+  if (a.impl.checks_support) {
+    if (const te_fl_status code = ask_support(a.impl, a.context, a.args, a.errors)) return code;
+  }
+  te_fl_status code = a.lock();
+  if (code == TE_FL_OK) code = a.plan();
+  if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
+  return code;
+}
+
+// The record that the op writes, made plain: what it was is of no use any more.
+te_fl_saved* fresh_record(const Call& call) {
+  const OpRow& row = call.row;
+  if (row.saved == nullptr || row.saved->role == TE_FL_IN) return nullptr;
+  te_fl_saved* record = saved_record(row, call.args);
+  if (record != nullptr) {
+    record->opaque = 0;
+    record->producer = nullptr;
+  }
+  return record;
+}
+
+// One implementation, from supports() to run().
+te_fl_status attempt_native(const Call& call, const Implementation& impl, bool deterministic,
+                            core::ErrorText& errors) {
+  te_fl_context context = context_of(call, deterministic, errors.sink());
+  Attempt a{call, impl, context, call.args, call.signature.device.is_host(), errors};
+  if (const te_fl_status code = get_ready(a)) return code;
+  te_fl_saved* record = fresh_record(call);
+  const te_fl_status code = guarded_run(impl, context, call.args, errors);
+  if (code == TE_FL_OK && record != nullptr) record->producer = impl.interned_id;
+  return code;
+}
+
+// The same on copies in host memory. Nothing of the device's is written unless run() succeeds.
+te_fl_status attempt_staged(const Call& call, const Implementation& impl, bool deterministic,
+                            core::ErrorText& errors) {
+  StagedCall staged(call, errors);
+  te_fl_status code = staged.plan();
+  if (code == TE_FL_OK) code = staged.acquire();
+  if (code != TE_FL_OK) return code;
+  te_fl_context context = staged.context(deterministic);
+  Attempt a{call, impl, context, staged.args(), true, errors};
+  code = get_ready(a);
+  if (code == TE_FL_OK) code = staged.copy_in();
+  if (code != TE_FL_OK) return code;
+  te_fl_saved* record = fresh_record(call);
+  code = guarded_run(impl, context, staged.args(), errors);
+  if (code == TE_FL_OK) code = staged.copy_out();
+  if (code != TE_FL_OK) return code;
+  if (record != nullptr) record->producer = impl.interned_id;
+  staged.count(impl);
+  return TE_FL_OK;
+}
+
+}  // namespace
+
+te_fl_status attempt(const Call& call, const Step& step, bool deterministic,
+                     core::ErrorText& errors) {
+  return step.staged ? attempt_staged(call, *step.impl, deterministic, errors)
+                     : attempt_native(call, *step.impl, deterministic, errors);
+}
+
+te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept {
+  try {
+    throw;
+  } catch (const std::exception& e) {
+    errors.sink()->write(errors.sink()->host, entry);
+    errors.sink()->write(errors.sink()->host, e.what());
+  } catch (...) {
+    errors.sink()->write(errors.sink()->host, entry);
+  }
+  return TE_FL_INTERNAL;
+}
+
+te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
+                         core::ErrorText& errors) {
+  return entered("supports() threw an exception (rule R5)", errors,
+                 [&] { return impl.desc.supports(impl.desc.self, &context, args); });
+}
+
+te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
+                             const void* args, size_t& bytes, core::ErrorText& errors) {
+  return entered("saved_bytes() threw an exception (rule R5)", errors,
+                 [&] { return impl.desc.saved_bytes(impl.desc.self, &context, args, &bytes); });
+}
+
+te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept {
+  if (row.saved == nullptr) return nullptr;
+  auto* record = registry::member_or<te_fl_saved*>(row.saved->offset, args, nullptr);
+  const size_t least = offsetof(te_fl_saved, producer) + sizeof(record->producer);
+  return record != nullptr && record->struct_size >= least ? record : nullptr;
+}
+
+te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deterministic,
+                        core::ErrorText& errors) {
+  StagedCall staged(call, errors);
+  const te_fl_status code = staged.plan();
+  if (code != TE_FL_OK || !impl.checks_support) return code;
+  staged.bind_nowhere();
+  return ask_support(impl, staged.context(deterministic), staged.args(), errors);
+}
+
+te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
+                                    bool deterministic, size_t& bytes, core::ErrorText& errors) {
+  StagedCall staged(call, errors);
+  if (const te_fl_status code = staged.plan()) return code;
+  staged.bind_nowhere();
+  return ask_saved_bytes(impl, staged.context(deterministic), staged.args(), bytes, errors);
+}
+
+te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
+                           const void* args, core::ErrorText& errors) {
+  Attempt a{call, impl, context, args, true, errors};
+  if (const te_fl_status code = get_ready(a)) return code;
+  return guarded_run(impl, context, args, errors);
+}
+
+}  // namespace te_fl::dispatch

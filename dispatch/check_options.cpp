@@ -1,0 +1,55 @@
+// Whether what comes beside a call's arguments is the device's: asked of the device under
+// TE_FL_VALIDATE. The arguments themselves: core/op_memory.cpp.
+
+#include "core/device/device_use.hpp"
+#include "dispatch/manager_impl.hpp"
+
+namespace te_fl::dispatch {
+namespace {
+
+std::string of_op(const Call& call) {
+  return "op '" + std::string(call.row.compiled->schema().name) + "': ";
+}
+
+// The device's entry if its tensors are not in host memory; null also if it is not to be entered
+// any more, which dispatch says.
+const core::DeviceEntry* entry_of(const Call& call) {
+  if (call.signature.device.is_host()) return nullptr;
+  const core::DeviceEntry* entry = core::find_device(call.signature.device);
+  return entry != nullptr && entry->in_service() ? entry : nullptr;
+}
+
+}  // namespace
+
+Status check_stream(const Call& call) {
+  const core::DeviceEntry* entry = entry_of(call);
+  if (entry == nullptr || call.options.stream == nullptr) return {};
+  const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_stream);
+  if (check == nullptr) return {};
+  core::ErrorText errors;
+  const te_fl_status code =
+      errors.call([&] { return check(entry->desc->self, call.options.stream, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return invalid_argument(of_op(call) + "the stream given for " + to_string(call.signature.device) +
+                          " is not one of it: " + errors.text() +
+                          "; give a stream of that device, or NULL for its default stream");
+}
+
+Status check_random_state(const Call& call) {
+  const uint64_t* state = call.options.rng.state;
+  const core::DeviceEntry* entry = entry_of(call);
+  if (entry == nullptr || state == nullptr) return {};
+  const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_pointer);
+  if (check == nullptr) return {};
+  core::ErrorText errors;
+  const te_fl_status code = errors.call(
+      [&] { return check(entry->desc->self, state, 2 * sizeof *state, errors.sink()); });
+  if (code == TE_FL_OK) return {};
+  return invalid_argument(of_op(call) +
+                          "the random state (CallOptions::rng.state) is not memory of " +
+                          to_string(call.signature.device) + ": " + errors.text() +
+                          "; give it 16 bytes of that device, {seed, offset}, or NULL to use the "
+                          "seed and offset beside it");
+}
+
+}  // namespace te_fl::dispatch

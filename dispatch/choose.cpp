@@ -1,0 +1,149 @@
+// From a call to the implementations that may serve it.
+
+#include <algorithm>
+
+#include "core/device/device_list.hpp"
+#include "core/device/device_use.hpp"
+#include "dispatch/manager_impl.hpp"
+#include "dispatch/watch/watch.hpp"
+#include "plugins/discovery.hpp"
+#include "policy/current.hpp"
+#include "policy/text.hpp"
+
+namespace te_fl::dispatch {
+namespace {
+
+bool mentions_names(const PolicySettings& s) {
+  return !s.per_op.empty() || !s.per_signature.empty() || !s.allow_vendors.empty() ||
+         !s.deny_vendors.empty();
+}
+
+// Whether copies to and from the device are possible, and to be made: not on one that is going.
+bool is_present(const Device& device) {
+  const core::DeviceEntry* entry = core::find_device(device);
+  return entry != nullptr && !entry->closed();
+}
+
+// The device whose stream is to be asked about. Null if it cannot tell, or is not to be entered any
+// more: choosing says why.
+const core::DeviceEntry* entry_to_ask(const Call& call) noexcept {
+  const core::DeviceEntry* entry = core::find_device(call.signature.device);
+  const bool asks =
+      entry != nullptr && entry->in_service() && entry->desc->api->is_capturing != nullptr;
+  return asks ? entry : nullptr;
+}
+
+}  // namespace
+
+bool read_stream(Call& call) noexcept {
+  call.capturing = false;
+  const core::DeviceEntry* entry = entry_to_ask(call);
+  if (entry == nullptr) return true;
+  int32_t capturing = 0;
+  try {
+    const te_fl_status code =
+        entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing, nullptr);
+    call.capturing = capturing != 0;
+    return code == TE_FL_OK;
+  } catch (...) {  // R5 forbids it; ask_stream() has the words
+    return false;
+  }
+}
+
+Status ask_stream(Call& call) {
+  call.capturing = false;
+  const core::DeviceEntry* entry = entry_to_ask(call);
+  if (entry == nullptr) return {};
+  core::ErrorText errors;
+  int32_t capturing = 0;
+  const te_fl_status code = errors.call([&] {
+    return entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing,
+                                          errors.sink());
+  });
+  if (code == TE_FL_OK) {
+    call.capturing = capturing != 0;
+    return {};
+  }
+  if (TE_FL_STATUS_CODE(code) == TE_FL_INVALID_ARGUMENT) return check_stream(call);
+  if (TE_FL_STATUS_CODE(code) == TE_FL_UNSUPPORTED) return {};  // it has no captures
+  // Nobody knows whether work on the stream would run or be recorded.
+  return core::device_status(call.signature.device, call.options.stream, errors, code,
+                             "op '" + std::string(call.row.compiled->schema().name) +
+                                 "': " + to_string(call.signature.device) +
+                                 " cannot say whether the stream is being captured");
+}
+
+Status prepare_call(Call& call) {
+  if (call.args == nullptr ||
+      !call.row.compiled->check(call.args, call.signature, call.thread.memo)) {
+    return bad_arguments(call.row, call.args);
+  }
+  call.policy = policy::current_id();
+  if (call.policy == policy::kInvalidPolicy) return invalid_policy(call.row);
+  return call.signature.device.is_host() ? Status() : ask_stream(call);
+}
+
+Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
+                        const core::Signature& signature, uint32_t policy, bool capturing) {
+  if (!table.barred.empty()) {
+    if (const registry::BarredDevice* barred = table.barred_device(signature.device))
+      return barred->why;
+  }
+  // A table that was made after the device was withdrawn does not say so.
+  if (const core::DeviceEntry* entry = core::find_device(signature.device);
+      entry != nullptr && entry->closed()) {
+    return core::withdrawn_device(signature.device);
+  }
+  Decision decision;
+  decision.settings = &policy::settings_of(policy);
+  if (decision.settings->strict) TE_FL_RETURN_IF_ERROR(plugins::named_plugins_status());
+  if (Status error = policy::settings_error(*decision.settings); !error.ok()) {
+    return policy::cause_first(
+        error, "op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
+  }
+  const Result<uint32_t> arch = owner.arch(signature.device);
+  // A device that is not there serves nothing; the candidates' reasons say so better.
+  if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
+  decision.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
+                   arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
+                   signature.version,           capturing};
+  decision.barred = barred(row, signature);
+  decision.call.barred = decision.barred;
+  static_cast<policy::Decision&>(decision) =
+      policy::decide(*decision.settings, decision.call, row.views);
+  if (mentions_names(*decision.settings)) warn_absent(table, row, *decision.settings);
+  return decision;
+}
+
+Result<const RouteEntry*> route_of(Call& call) {
+  const RouteKey key(call.op, call.signature, call.policy, call.capturing);
+  if (const RouteEntry* known = call.thread.routes.find(call.table.id, key)) return known;
+  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+                         choose(call.manager.table_owner, call.table, call.row, call.signature,
+                                call.policy, call.capturing));
+  auto route = std::make_unique<Route>();
+  route->deterministic = decision.settings->deterministic;
+  route->strict = decision.settings->strict;
+  for (size_t i = 0; i < decision.order.size(); ++i) {
+    const policy::Candidate& v = decision.order[i];
+    if (v.refusal == policy::Refusal::kNone && decision.permits(i)) {
+      route->order.push_back({call.row.impls[v.impl].get(), v.staged});
+    }
+  }
+  RouteEntry& entry = call.thread.routes.victim(call.table.id, key);
+  entry.table = call.table.id;
+  entry.key = key;
+  entry.fast = nullptr;
+  entry.counter = nullptr;
+  if (!route->order.empty()) {
+    const Implementation& first = *route->order.front().impl;
+    entry.counter = call.thread.counters.at(first.counter);
+    const bool plain = first.direct && !route->order.front().staged && call.row.saved == nullptr &&
+                       !route->deterministic && !call.capturing && entry.counter != nullptr;
+    entry.fast = plain ? &first : nullptr;
+  }
+  entry.route = std::move(route);
+  return &entry;
+}
+
+}  // namespace te_fl::dispatch

@@ -1,0 +1,138 @@
+// The managers of the process: what they hold of devices, and what their calls were served by.
+
+#include "dispatch/manager_impl.hpp"
+
+#include <algorithm>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "core/base/fork.hpp"
+#include "core/base/text.hpp"
+#include "core/device/current_stream.hpp"
+#include "plugins/hooks.hpp"
+#include "te_fl/environment.hpp"
+
+namespace te_fl {
+namespace {
+
+using dispatch::EpochGuard;
+using dispatch::Implementation;
+using dispatch::UsageCounts;
+using registry::this_thread;
+
+// Guards the list of managers and their usage bases.
+constinit core::ForkMutex mutex(core::LockLevel::kManagers);
+const core::ForkMutex::Registration registration(mutex);
+
+std::vector<OpManager::Impl*>& managers() {
+  static auto* const all = new std::vector<OpManager::Impl*>;
+  return *all;
+}
+
+std::vector<OpManager::Impl*> managers_now() {
+  std::lock_guard lock(mutex);
+  return managers();
+}
+
+void release_device(const Device& device) {
+  for (OpManager::Impl* m : managers_now()) {
+    m->arenas.release(device);
+    m->staging.release(device);
+  }
+}
+
+void stream_goes(const Device& device, void* stream) {
+  for (OpManager::Impl* m : managers_now()) m->arenas.release(device, stream);
+}
+
+UsageCounts counts_of(const Implementation& impl) {
+  return {registry::read_counter(impl.counter), impl.staged.calls.load(std::memory_order_relaxed),
+          impl.staged.bytes.load(std::memory_order_relaxed),
+          impl.staged.copying.load(std::memory_order_relaxed),
+          impl.staged.waiting.load(std::memory_order_relaxed)};
+}
+
+void after_fork_in_child() {
+  // Without the lock, which comes after those of the arenas; the child has one thread.
+  for (OpManager::Impl* m : managers()) {
+    m->arenas.forget_after_fork();
+    m->staging.forget_after_fork();
+  }
+}
+const core::ForkedChild forked_child(core::LockLevel::kManagers, &after_fork_in_child);
+
+}  // namespace
+
+OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
+  std::lock_guard lock(mutex);
+  managers().push_back(this);
+  plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
+  core::g_stream_goes.store(&stream_goes, std::memory_order_release);
+}
+
+OpManager::Impl::~Impl() {
+  std::lock_guard lock(mutex);
+  std::erase(managers(), this);
+}
+
+uint64_t OpManager::Impl::read_care() {
+  const auto on = [](const char* name) {
+    const Result<bool> value = environment::get_bool(name);
+    return value.ok() && *value;
+  };
+  const auto given = [](const char* name) {
+    const Result<std::string> value = environment::get(name);
+    return value.ok() && !core::trim(*value).empty();
+  };
+  (void)on("TE_FL_SYNC");  // reads the environment, if nothing has yet
+  // The generation comes first: what changes meanwhile is then read again by the next call.
+  const uint64_t generation = environment::generation();
+  const uint64_t care = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
+                        (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |
+                        (given("TE_FL_VERIFY") ? uint64_t{kVerify} : 0) |
+                        (given("TE_FL_TRACE") ? uint64_t{kTrace} : 0);
+  care_word.store(generation << kCareBits | care, std::memory_order_relaxed);
+  return care;
+}
+
+std::vector<OpUsage> OpManager::usage() const {
+  std::map<uint64_t, UsageCounts> base;
+  {
+    std::lock_guard lock(mutex);
+    base = impl_->usage_base;
+  }
+  std::vector<OpUsage> list;
+  const EpochGuard guard(this_thread().slot);
+  for (const auto& row : impl_->table_owner.table().ops) {
+    for (const auto& impl : row->impls) {
+      const UsageCounts before = base[impl->number], now = counts_of(*impl);
+      if (now.calls == before.calls) continue;
+      OpUsage& use = list.emplace_back(OpUsage{impl->op, impl->impl_id});
+      use.calls = now.calls - before.calls;
+      use.staged_calls = now.staged_calls - before.staged_calls;
+      use.staged_bytes = now.staged_bytes - before.staged_bytes;
+      use.staged_microseconds = (now.copying_nanoseconds - before.copying_nanoseconds) / 1000;
+      use.staged_wait_microseconds = (now.waiting_nanoseconds - before.waiting_nanoseconds) / 1000;
+    }
+  }
+  std::sort(list.begin(), list.end(), [](const OpUsage& a, const OpUsage& b) {
+    if (a.calls != b.calls) return a.calls > b.calls;
+    return std::tie(a.op, a.impl_id) < std::tie(b.op, b.impl_id);
+  });
+  return list;
+}
+
+void OpManager::reset_usage() {
+  std::map<uint64_t, UsageCounts> base;
+  {
+    const EpochGuard guard(this_thread().slot);
+    for (const auto& row : impl_->table_owner.table().ops) {
+      for (const auto& impl : row->impls) base[impl->number] = counts_of(*impl);
+    }
+  }
+  std::lock_guard lock(mutex);
+  impl_->usage_base = std::move(base);
+}
+
+}  // namespace te_fl

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+
+#include "core/base/settings.hpp"
+#include "dispatch/call.hpp"
+#include "dispatch/staging/staging_pool.hpp"
+#include "registry/registry_impl.hpp"
+#include "registry/workspace.hpp"
+#include "te_fl/op_manager.hpp"
+
+namespace te_fl {
+namespace dispatch {
+
+// What an implementation has served.
+struct UsageCounts {
+  uint64_t calls = 0;
+  uint64_t staged_calls = 0;
+  uint64_t staged_bytes = 0;
+  uint64_t copying_nanoseconds = 0;
+  uint64_t waiting_nanoseconds = 0;
+};
+
+}  // namespace dispatch
+
+struct OpManager::Impl {
+  explicit Impl(OpRegistry& r);
+  ~Impl();
+
+  enum Care : uint64_t { kSync = 1, kValidate = 2, kVerify = 4, kTrace = 8 };
+  static constexpr int kCareBits = 4;
+  // TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE, as of the environment's current
+  // generation.
+  uint64_t care() {
+    const uint64_t word = care_word.load(std::memory_order_relaxed);
+    if (word >> kCareBits == core::g_generation.load(std::memory_order_acquire))
+      return word & ((1u << kCareBits) - 1);
+    return read_care();
+  }
+  uint64_t read_care();
+
+  OpRegistry& registry;
+  OpRegistry::Impl& table_owner;
+  registry::DeviceArenas arenas;
+  dispatch::StagingPool staging;
+  std::atomic<uint64_t> care_word{~uint64_t{0}};         // generation << kCareBits | Care
+  std::map<uint64_t, dispatch::UsageCounts> usage_base;  // by implementation number, at the reset
+};
+
+// A handle's fixed part; the choice itself is cached per thread.
+struct PreparedOp::Rep {
+  OpManager::Impl* manager;
+  OpId op;
+  core::Signature signature;
+  uint64_t number;  // unique in the process
+};
+
+namespace dispatch {
+
+// Enters and finds the op's row, then does `f(call)`. T is Status or a Result.
+template <class T, class F>
+T with_call(OpManager::Impl& manager, OpId op, const void* args, const CallOptions& options,
+            F&& f) {
+  ThreadRecord& thread = registry::this_thread();
+  const EpochGuard guard(thread.slot);
+  const Table& table = manager.table_owner.table();
+  if (op.index >= table.ops.size()) [[unlikely]]
+    return no_such_op(table, op);
+  Call call{manager, thread, table, *table.ops[op.index], op.index, args, options};
+  return f(call);
+}
+
+}  // namespace dispatch
+}  // namespace te_fl

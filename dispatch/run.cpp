@@ -1,0 +1,200 @@
+// Runs a call along its route, falling back from one implementation to the next.
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "core/device/device_use.hpp"
+#include "dispatch/attempt.hpp"
+#include "dispatch/manager_impl.hpp"
+#include "dispatch/watch/watch.hpp"
+#include "policy/current.hpp"
+#include "registry/arguments.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::dispatch {
+namespace {
+
+// The implementations to try. Copied, since a nested call of this thread may replace the route.
+class Order {
+ public:
+  explicit Order(const std::vector<Step>& order) : size_(order.size()) {
+    if (size_ <= inline_.size()) {
+      std::copy(order.begin(), order.end(), inline_.begin());
+    } else {
+      many_ = order;
+    }
+  }
+  size_t size() const { return size_; }
+  const Step& operator[](size_t i) const { return size_ <= inline_.size() ? inline_[i] : many_[i]; }
+
+ private:
+  size_t size_;
+  std::array<Step, 12> inline_;
+  std::vector<Step> many_;
+};
+
+Status after_success(Call& call, const Implementation& impl) {
+  if (std::atomic<uint64_t>* counter = call.thread.counters.at(impl.counter)) {
+    counter->store(counter->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+  note_enqueued(call, impl);
+  // Work that is being captured has not begun; waiting for it would end the capture.
+  if ((call.manager.care() & OpManager::Impl::kSync) == 0 || call.capturing) return {};
+  const Status synced = devices::synchronize(call.signature.device, call.options.stream);
+  if (synced.code() == StatusCode::kDeviceLost) {
+    core::lose_device(call.signature.device, "implementation '" + impl.impl_id + "' of op '" +
+                                                 impl.op + "' ran: " + synced.to_string());
+  }
+  return synced.wrap("op '" + impl.op + "' in '" + impl.impl_id +
+                     "' failed after it was enqueued (TE_FL_SYNC)");
+}
+
+}  // namespace
+
+Status after_failure(const Call& call, const Implementation& impl, te_fl_status code,
+                     std::string text) {
+  const Device& device = call.signature.device;
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !device.is_host()) {
+    // What broke the device was enqueued before.
+    const std::string before = core::recent_ops(device, call.options.stream);
+    if (!before.empty()) text += "; enqueued before it, newest first: " + before;
+    core::lose_device(
+        device, "implementation '" + impl.impl_id + "' of op '" + impl.op + "' reported: " + text);
+  }
+  return implementation_error(call, impl, code, text);
+}
+
+namespace {
+
+// The first fallback of each op is logged; one that follows a failure louder.
+void say_fallback(const Call& call, const Failure& failed, const Step& next) {
+  const Implementation& impl = *failed.impl;
+  const bool refused = TE_FL_STATUS_CODE(failed.status) == TE_FL_UNSUPPORTED;
+  std::atomic<bool>& said = refused ? impl.refusal_said : impl.failure_said;
+  if (said.load(std::memory_order_relaxed) || said.exchange(true, std::memory_order_relaxed))
+    return;
+  log::once(refused ? log::Level::kInfo : log::Level::kWarning,
+            (refused ? "refusal " : "failure ") + impl.op,
+            "op '" + impl.op + "' fell back from '" + impl.impl_id + "' to '" + next.impl->impl_id +
+                "'" + (next.staged ? " on copies in host memory" : "") + ": " +
+                failure_text(failed) + "; with " +
+                registry::describe_arguments(call.row.compiled->schema(), call.args) +
+                " (TE_FL_STRICT=1 makes it an error, `te-fl explain " + impl.op +
+                "` lists who serves it; later ones of this op are not logged)");
+}
+
+// A backward whose forward left an opaque record goes to the forward's implementation whatever the
+// policy.
+Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
+  const OpRow& row = call.row;
+  const std::string op = row.compiled->schema().name;
+  if (record.producer == nullptr) {
+    return invalid_argument("op '" + op + "': '" + row.saved->name +
+                            "' is opaque but names no producer; give it as the forward op left it");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+                         choose(call.manager.table_owner, call.table, row, call.signature,
+                                SelectionPolicy().id(), call.capturing));
+  for (const policy::Candidate& v : decision.order) {
+    const Implementation& impl = *row.impls[v.impl];
+    if (impl.interned_id != record.producer && impl.impl_id != record.producer) continue;
+    const bool deterministic = policy::settings_of(call.policy).deterministic;
+    core::ErrorText errors;
+    if (v.refusal != policy::Refusal::kNone) {
+      return after_failure(call, impl, TE_FL_UNSUPPORTED,
+                           "the forward ran here and left an opaque record, but " +
+                               policy::refusal_text(v.refusal, row.views[v.impl], decision.call,
+                                                    *decision.settings, nullptr));
+    }
+    const te_fl_status code = attempt(call, Step{&impl, v.staged}, deterministic, errors);
+    served.impl = &impl;
+    served.staged = v.staged;
+    return code == TE_FL_OK ? after_success(call, impl)
+                            : after_failure(call, impl, code, errors.text());
+  }
+  return failed_precondition(
+      "op '" + op + "': '" + row.saved->name + "' is an opaque record of '" + record.producer +
+      "', which alone can read it and which is not registered for this op (any more); run "
+      "the forward again, or load the plugin that has it");
+}
+
+Status nobody(Call& call, const Served& served) {
+  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+                         choose(call.manager.table_owner, call.table, call.row, call.signature,
+                                call.policy, call.capturing));
+  return no_candidate(call, decision, served.failures);
+}
+
+// The route's first implementation has run and failed so: may another, and which does? A call keeps
+// its table and policy, so this is the route that it came from.
+[[gnu::cold]] Status run_others(Call& call, const Failure& first, Served& served) {
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
+  const Order order(entry->route->order);
+  const bool deterministic = entry->route->deterministic;
+  for (size_t i = 0; i < order.size(); ++i) {
+    const Implementation& impl = *order[i].impl;
+    Failure failure{&impl, TE_FL_OK, {}};
+    if (i == 0) {
+      failure = first;
+    } else {
+      core::ErrorText errors;
+      failure.status = attempt(call, order[i], deterministic, errors);
+      if (failure.status == TE_FL_OK) {
+        for (const Failure& f : served.failures) say_fallback(call, f, order[i]);
+        served.impl = &impl;
+        served.staged = order[i].staged;
+        return after_success(call, impl);
+      }
+      failure.text = errors.text();
+    }
+    // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
+    const bool last_word =
+        order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
+    if (last_word || !may_follow(failure.status)) {
+      return after_failure(call, impl, failure.status, failure.text);
+    }
+    served.failures.push_back(std::move(failure));
+  }
+  return nobody(call, served);
+}
+
+}  // namespace
+
+Status run_route(Call& call, const Failure* first) {
+  const uint64_t care = call.manager.care();
+  if ((care & OpManager::Impl::kValidate) != 0) {
+    TE_FL_RETURN_IF_ERROR(check_stream(call));
+    TE_FL_RETURN_IF_ERROR(check_random_state(call));
+  }
+  if ((care & (OpManager::Impl::kVerify | OpManager::Impl::kTrace)) != 0) {
+    return run_watched(call, first, care);
+  }
+  Served served;
+  return run_order(call, first, served);
+}
+
+Status run_order(Call& call, const Failure* first, Served& served) {
+  if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
+    const te_fl_saved* record = saved_record(call.row, call.args);
+    if (record != nullptr && record->opaque != 0) return run_producer(call, *record, served);
+  }
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
+  if (first == nullptr && !entry->route->order.empty()) {
+    // Nearly always it serves; the others are looked at only if it does not.
+    const Step step = entry->route->order.front();
+    core::ErrorText errors;
+    const te_fl_status status = attempt(call, step, entry->route->deterministic, errors);
+    if (status == TE_FL_OK) [[likely]] {
+      served.impl = step.impl;
+      served.staged = step.staged;
+      return after_success(call, *step.impl);
+    }
+    const Failure failure{step.impl, status, errors.text()};
+    return run_others(call, failure, served);
+  }
+  if (first != nullptr) return run_others(call, *first, served);
+  return nobody(call, served);
+}
+
+}  // namespace te_fl::dispatch

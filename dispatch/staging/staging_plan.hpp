@@ -1,0 +1,129 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "core/op/op_table.hpp"
+#include "te_fl/device.hpp"
+#include "te_fl/plugin.h"
+#include "te_fl/status.hpp"
+
+// Which memory a host implementation needs of a call whose tensors are on another device. Read from
+// the op's description: arguments, their roles, the roles of a quantised tensor's parts.
+namespace te_fl::dispatch {
+
+// One copy between the device and the buffer.
+struct StagedCopy {
+  char* device = nullptr;
+  size_t offset = 0;  // in the buffer
+  size_t bytes = 0;
+  bool on_host = false;  // kAll: `device` is host memory
+};
+
+// The copies of one call, and the call's arguments as the host implementation sees them. Parts that
+// overlap in the device's memory overlap in the same way in the buffer, so that aliasing survives.
+// Copied in: what the op reads. Copied out: the elements that outputs address, never what lies
+// between them. Host memory and host-only arguments are the caller's own, unless all is to be
+// copied.
+class StagingPlan {
+ public:
+  // kAll: host memory and the saved record too, so that a run on the copies touches nothing of the
+  // caller's. For checking one implementation against another, and for saving a call.
+  enum class Scope { kDevice, kAll };
+  // Most separate pieces of memory that one call writes back.
+  static constexpr int64_t kMaxPieces = int64_t{1} << 20;
+
+  StagingPlan() = default;
+  StagingPlan(const StagingPlan&) = delete;
+  StagingPlan& operator=(const StagingPlan&) = delete;
+
+  // For arguments that have passed the op's check; touches no memory but theirs. They, and the
+  // tensors that they point to, must outlive the plan. UNSUPPORTED: the call cannot be staged, and
+  // why.
+  Status make(const core::CompiledOp& op, const void* args, const Device& device,
+              const te_fl_rng& rng, Scope scope = Scope::kDevice);
+  size_t buffer_bytes() const noexcept { return buffer_bytes_; }
+  const std::vector<StagedCopy>& in() const noexcept { return in_; }
+  const std::vector<StagedCopy>& out() const noexcept { return out_; }
+  // What the copies move, both ways.
+  uint64_t bytes() const noexcept { return bytes_; }
+  // Points args() into a buffer of buffer_bytes(), aligned to 256 bytes. May be called again.
+  void bind(void* base) noexcept;
+  const void* args() const noexcept { return args_.data(); }
+  const te_fl_rng& rng() const noexcept { return rng_; }
+  // kAll: the copy of the saved record; null if the call has none.
+  const te_fl_saved* record() const noexcept {
+    return caller_record_ == nullptr ? nullptr : &record_;
+  }
+  // Hands what the implementation wrote into the saved record to the caller's.
+  void finish() noexcept;
+
+ private:
+  // Memory that the implementation is to see at another address, which `slot` holds.
+  struct Part {
+    uintptr_t begin = 0;
+    size_t bytes = 0;
+    bool in = false;
+    bool out = false;
+    bool on_host = false;
+    void* slot = nullptr;  // of a pointer member of args() or of a tensor below
+    ptrdiff_t delta = 0;   // of the pointer from `begin`
+    size_t extent = 0;
+    std::vector<int64_t> steps, counts;  // pieces of an output with gaps: bytes apart, how many
+    size_t piece = 0;                    // bytes of one; 0: no gaps
+  };
+  // Parts that overlap, one after the other.
+  struct Extent {
+    uintptr_t begin = 0;
+    uintptr_t end = 0;
+    size_t offset = 0;
+    bool on_host = false;
+  };
+  struct Piece {
+    uintptr_t begin;
+    size_t bytes;
+    size_t extent;
+  };
+  struct Shadow {
+    te_fl_tensor tensor;
+    te_fl_quant quant;
+  };
+
+  const te_fl_tensor* stage(uint32_t index, const te_fl_tensor& t);
+  void stage_data(const te_fl_tensor& t, Shadow& shadow, bool in, bool out);
+  void stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in);
+  void stage_record(uint32_t index);
+  void add(const void* memory, size_t bytes, bool in, bool out, void* slot, ptrdiff_t delta = 0);
+  bool stays(const te_fl_tensor& t, bool host_only);
+  void split(Part& part, const te_fl_tensor& t, int64_t width);
+  void merge();
+  void order_copies();
+  std::vector<StagedCopy> joined(std::vector<Piece> pieces) const;
+  void put(uint32_t offset, const void* pointer) noexcept;
+
+  const core::CompiledOp* op_ = nullptr;
+  const void* caller_ = nullptr;  // the caller's arguments
+  Device device_;
+  Scope scope_ = Scope::kDevice;
+  bool on_host_ = false;  // what is being added
+  std::vector<uint64_t> args_;
+  std::deque<Shadow> tensors_;
+  std::deque<std::vector<const te_fl_tensor*>> lists_;
+  te_fl_saved record_{};
+  te_fl_saved* caller_record_ = nullptr;
+  bool reads_record_ = false;  // it is the op's input
+  te_fl_rng rng_{};
+  std::vector<Part> parts_;
+  std::vector<void*> empty_;  // slots of parts without bytes, which must not become null
+  std::vector<Extent> extents_;
+  std::vector<StagedCopy> in_, out_;
+  size_t buffer_bytes_ = 0;
+  uint64_t bytes_ = 0;
+  int64_t pieces_ = 0;
+  std::string problem_;
+};
+
+}  // namespace te_fl::dispatch

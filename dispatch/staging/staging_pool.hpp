@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "te_fl/device.hpp"
+#include "te_fl/status.hpp"
+
+namespace te_fl::dispatch {
+
+// Host buffers for the copies of staged calls: pinned memory of the device, or plain host memory
+// where it has none. A few per device are kept for the next call. Thread-safe.
+class StagingPool {
+ public:
+  static constexpr size_t kAlignment = 256;
+  static constexpr size_t kKept = 8;  // idle buffers per device
+
+  // A buffer for one call at a time. Goes back to the pool.
+  class Block {
+   public:
+    Block() = default;
+    Block(Block&& other) noexcept { *this = std::move(other); }
+    Block& operator=(Block&& other) noexcept {
+      std::swap(pool_, other.pool_);
+      std::swap(memory_, other.memory_);
+      return *this;
+    }
+    ~Block();
+    void* data() const noexcept;  // aligned to kAlignment
+
+   private:
+    friend class StagingPool;
+    struct Memory {
+      Device device;
+      void* data = nullptr;
+      size_t bytes = 0;
+      bool pinned = false;
+    };
+    StagingPool* pool_ = nullptr;
+    Memory memory_;
+  };
+
+  StagingPool() = default;
+  StagingPool(const StagingPool&) = delete;
+  StagingPool& operator=(const StagingPool&) = delete;
+  ~StagingPool();
+  // Errors: out of memory (clean).
+  Result<Block> acquire(const Device& device, size_t bytes);
+  // Frees the idle buffers of a device, before it is removed.
+  void release(const Device& device);
+  // In a forked child pinned memory is out of reach: forget it.
+  void forget_after_fork();
+
+ private:
+  using Memory = Block::Memory;
+  static void free(const Memory& memory) noexcept;
+  void give_back(const Memory& memory) noexcept;
+
+  std::vector<Memory> idle_;
+};
+
+}  // namespace te_fl::dispatch

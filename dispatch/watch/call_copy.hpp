@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "dispatch/call.hpp"
+#include "dispatch/staging/staging_plan.hpp"
+
+namespace te_fl::dispatch {
+
+// Host memory of whole bytes, aligned as calls want it.
+class CopyBuffer {
+ public:
+  CopyBuffer() = default;
+  // Zeros. Null data() if there is no memory.
+  explicit CopyBuffer(size_t bytes);
+  CopyBuffer(const CopyBuffer& other);
+  CopyBuffer(CopyBuffer&&) noexcept = default;
+  CopyBuffer& operator=(CopyBuffer&&) noexcept = default;
+  char* data() const noexcept { return data_.get(); }
+  size_t size() const noexcept { return size_; }
+
+ private:
+  struct Free {
+    void operator()(char* data) const noexcept;
+  };
+  std::unique_ptr<char, Free> data_;
+  size_t size_ = 0;
+};
+
+// All that a call reads and writes, copied to the host, wherever it lies: before the call what it
+// reads, after the call what it wrote. One layout serves all copies.
+class CallCopy {
+ public:
+  explicit CallCopy(const Call& call) : call_(call) {}
+
+  // Copies what the call reads. Waits for the stream. UNSUPPORTED: the call cannot be copied.
+  Status before();
+  // Copies what the call has written, over a copy of before(). Waits for the stream.
+  Status after();
+  // A copy of what the call read, to run another implementation on; args() then points into it.
+  Status rerun();
+
+  StagingPlan& plan() noexcept { return plan_; }
+  const CopyBuffer& read() const noexcept { return before_; }
+  const CopyBuffer& written() const noexcept { return after_; }
+  const CopyBuffer& again() const noexcept { return again_; }
+
+ private:
+  Status move(const std::vector<StagedCopy>& copies, char* to) const;
+
+  const Call& call_;
+  StagingPlan plan_;
+  CopyBuffer before_, after_, again_;
+};
+
+}  // namespace te_fl::dispatch

@@ -1,0 +1,246 @@
+#include "dispatch/watch/quarantine.hpp"
+
+#include <elf.h>
+#include <link.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "core/base/fork.hpp"
+#include "dispatch/watch/quarantine_file.hpp"
+#include "dispatch/watch/replay_command.hpp"
+#include "dispatch/watch/watch.hpp"
+#include "plugins/file_trust.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
+#include "te_fl/plugins.hpp"
+#include "te_fl/version.hpp"
+
+namespace te_fl {
+namespace dispatch {
+namespace {
+
+using List = std::vector<Quarantine>;
+
+struct State {
+  std::shared_ptr<const List> list;  // null: the file has not been read
+  List held;                         // until the next step boundary
+};
+
+constinit core::ForkMutex mutex(core::LockLevel::kQuarantine);
+const core::ForkMutex::Registration registration(mutex);
+std::atomic<bool> g_held{false};
+constinit thread_local int t_unwatched = 0;
+
+State& state() {
+  static State* const instance = new State;  // threads may outlive static destruction
+  return *instance;
+}
+
+// Empty: none is kept.
+std::string file_name() {
+  if (const auto set = environment::get_if_set("TE_FL_QUARANTINE_FILE")) return *set;
+  if (plugins::privileges_elevated()) return {};
+  const auto absolute = [](const char* value) { return value != nullptr && value[0] == '/'; };
+  if (const char* folder = std::getenv("XDG_STATE_HOME"); absolute(folder))
+    return std::string(folder) + "/te_fl/quarantine.json";
+  const char* home = std::getenv("HOME");
+  return absolute(home) ? std::string(home) + "/.local/state/te_fl/quarantine.json" : std::string();
+}
+
+// The list in force.
+std::shared_ptr<const List> entries() {
+  {
+    const std::lock_guard lock(mutex);
+    if (state().list != nullptr) return state().list;
+  }
+  const std::string path = file_name();  // before the lock: kEnvironment comes first
+  const QuarantineFile file = path.empty() ? QuarantineFile{} : read_quarantine_file(path);
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  if (s.list == nullptr) {
+    for (const std::string& text : file.passed_over) log::warning(text);
+    s.list = std::make_shared<const List>(file.entries);
+  }
+  return s.list;
+}
+
+// The lock, with the list read.
+std::unique_lock<core::ForkMutex> lock_with_list() {
+  while (true) {
+    (void)entries();
+    std::unique_lock lock(mutex);
+    if (state().list != nullptr) return lock;  // else it was forgotten in between
+  }
+}
+
+// The build id in the notes of the module that holds this function.
+int note_of_module(dl_phdr_info* module, size_t, void* out) {
+  const auto here = reinterpret_cast<uintptr_t>(&note_of_module);
+  bool mine = false;
+  for (int i = 0; i < module->dlpi_phnum; ++i) {
+    const ElfW(Phdr)& p = module->dlpi_phdr[i];
+    const uintptr_t begin = module->dlpi_addr + p.p_vaddr;
+    mine = mine || (p.p_type == PT_LOAD && here >= begin && here < begin + p.p_memsz);
+  }
+  if (!mine) return 0;
+  for (int i = 0; i < module->dlpi_phnum; ++i) {
+    const ElfW(Phdr)& p = module->dlpi_phdr[i];
+    if (p.p_type != PT_NOTE) continue;
+    const char* at = reinterpret_cast<const char*>(module->dlpi_addr + p.p_vaddr);
+    const char* const end = at + p.p_memsz;
+    while (at + sizeof(ElfW(Nhdr)) <= end) {
+      ElfW(Nhdr) note;
+      std::memcpy(&note, at, sizeof note);
+      const char* name = at + sizeof note;
+      const char* data = name + (note.n_namesz + 3) / 4 * 4;
+      if (note.n_type == NT_GNU_BUILD_ID && note.n_namesz == 4 &&
+          std::memcmp(name, "GNU", 4) == 0) {
+        constexpr char kHex[] = "0123456789abcdef";
+        for (uint32_t k = 0; k < note.n_descsz; ++k) {
+          const auto byte = static_cast<unsigned char>(data[k]);
+          *static_cast<std::string*>(out) += {kHex[byte >> 4], kHex[byte & 15]};
+        }
+        return 1;
+      }
+      at = data + (note.n_descsz + 3) / 4 * 4;
+    }
+  }
+  return 1;
+}
+
+const std::string& own_build_id() {
+  static constinit std::atomic<const std::string*> id{nullptr};
+  return core::made_once(id, [] {
+    auto* made = new std::string;
+    dl_iterate_phdr(&note_of_module, made);
+    if (made->empty()) *made = "te-fl " TE_FL_VERSION;
+    return made;
+  });
+}
+
+std::string reason_of(const Quarantine& q) {
+  return "quarantined for this op and signature" + (q.chip.empty() ? "" : " on " + q.chip) + ": " +
+         q.reason + (q.case_file.empty() ? "" : " (" + replay_command(q.owner, q.case_file) + ")");
+}
+
+}  // namespace
+
+std::string build_id_of(const std::string& owner) {
+  for (const plugins::PluginInfo& info : plugins::list()) {
+    if (info.name != owner) continue;
+    if (!info.build_id.empty()) return info.build_id;
+    if (info.origin == "built-in") return own_build_id();
+    return info.version;
+  }
+  return own_build_id();  // registered by the program itself
+}
+
+Chip chip_of(const Device& device) {
+  const Result<te_fl_device_props> props = devices::properties(device);
+  return props.ok() ? Chip{props->name, props->driver} : Chip{};
+}
+
+std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& signature) {
+  std::vector<policy::Barred> out;
+  if (t_unwatched != 0) return out;
+  const std::shared_ptr<const List> list = entries();
+  if (list->empty()) return out;
+  std::optional<Chip> chip;  // asked only if an entry may fit
+  for (const auto& impl : row.impls) {
+    for (const Quarantine& q : *list) {
+      if (q.op != impl->op || q.impl_id != impl->impl_id || q.owner != impl->owner) continue;
+      if (q.dtypes != signature.dtypes || q.scalings != signature.scalings) continue;
+      if (!chip) chip = chip_of(signature.device);
+      if (q.chip != chip->name || q.driver != chip->driver) continue;
+      if (q.build_id != build_id_of(impl->owner)) continue;
+      out.push_back({impl->impl_id, reason_of(q)});
+      break;
+    }
+  }
+  return out;
+}
+
+void hold(Quarantine entry) {
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  if (!contains(s.held, entry)) s.held.push_back(std::move(entry));
+  g_held.store(true, std::memory_order_release);
+}
+
+void forget_quarantine_file() {
+  const std::lock_guard lock(mutex);
+  state().list = nullptr;
+}
+
+// Choices are kept per policy, not per scope of this kind, so they are made anew on both sides.
+Unwatched::Unwatched() {
+  ++t_unwatched;
+  registry::choose_again();
+}
+Unwatched::~Unwatched() {
+  --t_unwatched;
+  registry::choose_again();
+}
+bool Unwatched::now() noexcept { return t_unwatched != 0; }
+
+}  // namespace dispatch
+
+Status step_boundary() {
+  using namespace dispatch;
+  if (!g_held.load(std::memory_order_acquire)) [[likely]]
+    return {};
+  List added;
+  {
+    // What is held becomes what is in force in one step, so that two threads lose nothing.
+    const std::unique_lock lock = lock_with_list();
+    State& s = state();
+    List all = *s.list;
+    for (Quarantine& q : s.held) {
+      if (contains(all, q)) continue;
+      all.push_back(q);
+      added.push_back(std::move(q));
+    }
+    s.held.clear();
+    g_held.store(false, std::memory_order_release);
+    if (!added.empty()) s.list = std::make_shared<const List>(std::move(all));
+  }
+  if (added.empty()) return {};
+  for (const Quarantine& q : added) {
+    log::warning("'" + q.impl_id + "' does not serve op '" + q.op + "' with " +
+                 policy::dtype_mask_text(q.dtypes) + " (scaling " +
+                 policy::scaling_mask_text(q.scalings) + ") any more: " + q.reason);
+  }
+  registry::choose_again();
+  const std::string path = file_name();
+  return path.empty() ? Status() : add_to_quarantine_file(path, added);
+}
+
+std::string quarantine_file() { return dispatch::file_name(); }
+
+Result<int> clear_quarantines(const std::string& op, const std::string& impl_id) {
+  using namespace dispatch;
+  const auto meant = [&](const Quarantine& q) {
+    return (op.empty() || q.op == op) && (impl_id.empty() || q.impl_id == impl_id);
+  };
+  List left = *entries();
+  const auto cleared = static_cast<int>(std::erase_if(left, meant));
+  if (cleared == 0) return 0;
+  if (const std::string path = file_name(); !path.empty()) {
+    TE_FL_RETURN_IF_ERROR(remove_from_quarantine_file(path, meant));
+  }
+  {
+    const std::lock_guard lock(mutex);
+    state().list = std::make_shared<const List>(std::move(left));
+  }
+  registry::choose_again();
+  return cleared;
+}
+
+Result<std::vector<Quarantine>> quarantines() { return *dispatch::entries(); }
+
+}  // namespace te_fl

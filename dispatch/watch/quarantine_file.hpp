@@ -1,0 +1,34 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "te_fl/watch.hpp"
+
+// The file in which quarantines outlive a run.
+namespace te_fl::dispatch {
+
+// What a quarantine file says. Nothing about the file is an error: an absent one has no entries,
+// and what cannot be understood (the file as a whole, or an entry of a newer te-fl) is passed over.
+struct QuarantineFile {
+  std::vector<Quarantine> entries;
+  std::vector<std::string> passed_over;  // a sentence each, with the way out
+};
+QuarantineFile read_quarantine_file(const std::string& path);
+
+// Whether two entries are about the same implementation, signature and device.
+bool same(const Quarantine& a, const Quarantine& b);
+bool contains(const std::vector<Quarantine>& list, const Quarantine& q);
+
+// Adds entries to the file, whatever other threads and processes add meanwhile; entries that this
+// te-fl does not understand stay. FAILED_PRECONDITION: it cannot be written, or holds something
+// that is no quarantine file and that is left alone, or an entry is left out because it would come
+// back as another: what it names is not UTF-8.
+Status add_to_quarantine_file(const std::string& path, const std::vector<Quarantine>& added);
+
+// Takes out the entries that are meant; the rest is as in add_to_quarantine_file.
+Status remove_from_quarantine_file(const std::string& path,
+                                   const std::function<bool(const Quarantine&)>& meant);
+
+}  // namespace te_fl::dispatch

@@ -1,0 +1,34 @@
+#include "dispatch/watch/replay_command.hpp"
+
+#include <algorithm>
+
+#include "plugins/records.hpp"
+
+namespace te_fl::dispatch {
+namespace {
+
+// As a shell takes it.
+std::string word(const std::string& text) {
+  const bool plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
+    return std::isalnum(c) != 0 || std::string_view("/._-+=:@%").find(c) != std::string_view::npos;
+  });
+  if (plain) return text;
+  std::string quoted = "'";
+  for (const char c : text) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
+}  // namespace
+
+std::string replay_command(const std::string& owner, const std::string& file) {
+  std::string command = "te-fl replay " + word(file);
+  for (const plugins::PluginInfo& info : plugins::records::list()) {
+    if (info.name != owner || info.state != plugins::State::kActive) continue;
+    // A plugin with a manifest is found as it was found here.
+    const bool found_by_itself = info.path.empty() || info.origin.ends_with(".json");
+    return found_by_itself ? command : "TE_FL_PLUGIN_MODULES=" + word(info.path) + " " + command;
+  }
+  return command;
+}
+
+}  // namespace te_fl::dispatch

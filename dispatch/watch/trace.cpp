@@ -1,0 +1,342 @@
+#include "dispatch/watch/trace.hpp"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <unordered_map>
+
+#include "core/base/file.hpp"
+#include "core/base/fork.hpp"
+#include "core/base/text.hpp"
+#include "dispatch/watch/call_file.hpp"
+#include "registry/arguments.hpp"
+#include "registry/plan_cache.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
+#include "te_fl/version.hpp"
+#include "te_fl/watch.hpp"
+
+namespace te_fl {
+namespace dispatch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nlohmann::json;
+
+constexpr size_t kMaxDescriptions = 4096;
+constexpr uint32_t kNone = UINT32_MAX;
+constexpr int64_t kMaxValues = 4096;  // of an integer tensor that is kept whole
+
+struct Event {
+  const char* op;
+  const char* impl;  // null: nobody served it
+  int64_t start, nanoseconds;
+  int64_t thread;
+  void* stream;
+  Device device;
+  uint32_t description;
+  uint32_t text;  // of those who were tried before, or of the error; kNone: none
+  bool staged, failed;
+};
+
+struct State {
+  std::string path;
+  Status error;  // why it cannot be written
+  pid_t process = 0;
+  bool child = false;  // forked from one that traced
+  size_t limit = 0;
+  uint64_t dropped = 0;
+  std::vector<Event> events;
+  std::unordered_map<std::string, uint32_t> known;  // descriptions by the call's signature
+  std::vector<json> descriptions;
+  std::map<std::string, uint32_t> texts;
+};
+
+constinit core::ForkMutex mutex(core::LockLevel::kTrace);
+const core::ForkMutex::Registration registration(mutex);
+const Clock::time_point g_began = Clock::now();
+// The settings' generation at which the trace began; UINT64_MAX: it is to begin at the next call.
+std::atomic<uint64_t> g_started{UINT64_MAX};
+const core::ForkedChild forked_child(core::LockLevel::kTrace, [] { g_started.store(UINT64_MAX); });
+
+State& state() {
+  static State* const instance = new State;
+  return *instance;
+}
+
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - g_began).count();
+}
+
+int64_t thread_number() {
+  static thread_local const int64_t number = syscall(SYS_gettid);
+  return number;
+}
+
+void write_at_exit() {
+  if (const Status s = write_trace(); !s.ok()) log::warning(s.message());
+}
+
+// The file that the environment asks for; empty: none. A "%p" in its name is the process.
+std::string file_asked_for(const Result<std::string>& setting, bool child) {
+  std::string path = setting.ok() ? *setting : std::string();
+  if (const size_t at = path.find("%p"); at != std::string::npos) {
+    path.replace(at, 2, std::to_string(getpid()));
+  } else if (child && !path.empty()) {
+    path += "." + std::to_string(getpid());  // the name alone is its parent's
+  }
+  return path;
+}
+
+Status cannot_write(const std::string& path, const Status& why) {
+  return failed_precondition("the trace " + path +
+                             " cannot be written (TE_FL_TRACE): " + why.message());
+}
+
+// Whether a file can be put there when the process ends.
+Status check_writable(const std::string& path) {
+  if (path.empty()) return {};
+  const Status good = core::FileReplacement(path).status();
+  return good.ok() ? good : cannot_write(path, good);
+}
+
+// Requires no lock.
+void start() {
+  const Result<std::string> setting = environment::get("TE_FL_TRACE");
+  const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
+  std::unique_lock lock(mutex);
+  State& s = state();
+  static bool registered = false;
+  if (!registered) std::atexit(&write_at_exit);
+  registered = true;
+  const bool child = s.child || (s.process != 0 && s.process != getpid());
+  std::string path = file_asked_for(setting, child);
+  // A forked child begins anew, and so does another file; what belongs to the former file is
+  // written to it first.
+  if (s.process != getpid() || s.path != path) {
+    lock.unlock();
+    if (const Status written = write_trace(); !written.ok()) log::warning(written.message());
+    lock.lock();
+    s.events.clear();
+    s.dropped = 0;
+    s.child = child;
+    s.process = getpid();
+  }
+  s.error = check_writable(path);
+  s.path = s.error.ok() ? std::move(path) : std::string();
+  s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
+}
+
+// Integer tensors in host memory decide what many ops do (lengths, indices): short ones are kept.
+void add_values(const Call& call, json& description) {
+  const te_fl_op_schema& schema = call.row.compiled->schema();
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    if (arg.type != TE_FL_ARG_TENSOR || arg.role == TE_FL_OUT) continue;
+    const te_fl_tensor* t = registry::tensor_argument(arg, call.args);
+    if (t == nullptr || t->dl.strides != nullptr || t->dl.data == nullptr) continue;
+    const int dtype = dtype_index(t->dl.dtype);
+    const bool host = Device{t->dl.device.type, t->dl.device.index, 0}.is_host();
+    if (!host || (dtype != TE_FL_I32 && dtype != TE_FL_I64)) continue;
+    int64_t count = 1;
+    for (int d = 0; d < t->dl.ndim; ++d) count *= t->dl.shape[d];
+    if (count > kMaxValues) continue;
+    const char* at = static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
+    std::vector<int64_t> values(static_cast<size_t>(count));
+    for (size_t k = 0; k < values.size(); ++k) {
+      int32_t narrow = 0;
+      if (dtype == TE_FL_I64) {
+        std::memcpy(&values[k], at + 8 * k, 8);
+      } else {
+        std::memcpy(&narrow, at + 4 * k, 4);
+        values[k] = narrow;
+      }
+    }
+    description["args"][arg.name]["values"] = values;
+  }
+}
+
+// The call's number among those that differ in more than data; kNone if there are too many.
+uint32_t description_of(const Call& call) {
+  te_fl_context context = context_of(call, false, nullptr);
+  context.rng = {};
+  registry::PlanKey metadata;
+  metadata.set(call.row.compiled->schema(), call.args, context);
+  const std::string key = (std::to_string(call.op) + ' ').append(metadata.text());
+  {
+    const std::lock_guard lock(mutex);
+    const auto at = state().known.find(key);
+    if (at != state().known.end()) return at->second;
+    if (state().descriptions.size() >= kMaxDescriptions) return kNone;
+  }
+  StagingPlan plan;
+  if (!plan.make(*call.row.compiled, call.args, call.signature.device, call.options.rng,
+                 StagingPlan::Scope::kAll)
+           .ok()) {
+    return kNone;
+  }
+  char* const nowhere = reinterpret_cast<char*>(uintptr_t{1} << 20);
+  plan.bind(nowhere);
+  const bool deterministic = policy::settings_of(call.policy).deterministic;
+  json d = describe_call(*call.row.compiled, plan, nowhere, call.signature.device, deterministic);
+  d["text"] = registry::describe_arguments(call.row.compiled->schema(), call.args);
+  if ((call.row.compiled->schema().flags & TE_FL_SCHEMA_ENQUIRY) != 0) {
+    d.erase("args");  // nothing of it was placed
+  } else {
+    add_values(call, d);
+  }
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  const auto [at, added] = s.known.emplace(key, static_cast<uint32_t>(s.descriptions.size()));
+  if (added) s.descriptions.push_back(std::move(d));
+  return at->second;
+}
+
+std::string reason_text(const Status& status, const Served& served) {
+  std::string text;
+  for (const Failure& f : served.failures) {
+    text += (text.empty() ? "" : "; ") + f.impl->impl_id + ": " + f.text.substr(0, 300);
+  }
+  if (!status.ok()) text = status.message().substr(0, 600);
+  return text;
+}
+
+std::string hex(const void* p) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%p", p);
+  return p == nullptr ? "default" : text;
+}
+
+// Bytes that are no UTF-8 (of a name or a message) are replaced.
+std::string text_of(const json& value) {
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+// A track of Perfetto, named once.
+void name_track(core::FileReplacement& out, int group, int64_t track, const std::string& name) {
+  out.write(text_of({{"ph", "M"},
+                     {"name", "thread_name"},
+                     {"pid", group},
+                     {"tid", track},
+                     {"args", {{"name", name}}}}) +
+            ",\n");
+}
+
+void write_events(core::FileReplacement& out, const State& s) {
+  std::map<std::pair<std::string, void*>, int64_t> streams;
+  std::set<int64_t> threads;
+  std::vector<const std::string*> texts(s.texts.size());
+  for (const auto& [text, number] : s.texts) texts[number] = &text;
+  for (const int group : {1, 2}) {
+    out.write(json{{"ph", "M"},
+                   {"name", "process_name"},
+                   {"pid", group},
+                   {"args", {{"name", group == 1 ? "calls by thread" : "enqueued by stream"}}}}
+                  .dump() +
+              ",\n");
+  }
+  for (const Event& e : s.events) {
+    json args = {{"impl", e.impl == nullptr ? "none" : e.impl}, {"device", to_string(e.device)}};
+    if (e.description != kNone) {
+      args["call"] = e.description;
+      args["arguments"] = s.descriptions[e.description].value("text", "");
+    }
+    if (e.staged) args["staged"] = true;
+    if (e.text != kNone) args[e.failed ? "error" : "fallback"] = *texts[e.text];
+    json event = {{"ph", "X"},
+                  {"name", e.op},
+                  {"cat", e.failed          ? "failed"
+                          : e.staged        ? "staged"
+                          : e.text != kNone ? "fallback"
+                                            : "call"},
+                  {"pid", 1},
+                  {"tid", e.thread},
+                  {"ts", static_cast<double>(e.start) / 1000},
+                  {"dur", static_cast<double>(e.nanoseconds) / 1000},
+                  {"args", args}};
+    if (threads.insert(e.thread).second)
+      name_track(out, 1, e.thread, "thread " + std::to_string(e.thread));
+    out.write(text_of(event) + ",\n");
+    if (e.device.is_host()) continue;
+    const auto key = std::pair(to_string(e.device), e.stream);
+    const auto [at, added] = streams.emplace(key, static_cast<int64_t>(streams.size()) + 1);
+    if (added) name_track(out, 2, at->second, key.first + " stream " + hex(e.stream));
+    event["pid"] = 2;
+    event["tid"] = at->second;
+    out.write(text_of(event) + ",\n");
+  }
+}
+
+}  // namespace
+
+Status begin_trace() {
+  const uint64_t current = environment::generation();
+  if (g_started.load(std::memory_order_acquire) != current) {
+    start();
+    g_started.store(current, std::memory_order_release);
+  }
+  const std::lock_guard lock(mutex);
+  return state().error;
+}
+
+Status trace_status() {
+  return check_writable(file_asked_for(environment::get("TE_FL_TRACE"), false));
+}
+
+TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
+  description_ = description_of(call);
+  start_ = now();
+}
+
+void TracedCall::finish(const Status& status, const Served& served) {
+  const int64_t end = now();
+  std::string text = reason_text(status, served);
+  const char* const op = registry::intern_string(call_.row.compiled->schema().name);
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  if (s.process != getpid()) return;
+  if (s.events.size() >= s.limit) {
+    ++s.dropped;
+    return;
+  }
+  uint32_t number = kNone;
+  if (!text.empty()) {
+    if (s.texts.size() >= kMaxDescriptions) text = "(too many different ones were kept already)";
+    number = s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
+  }
+  const Implementation* impl = status.ok() ? served.impl : nullptr;
+  s.events.push_back({op, impl == nullptr ? nullptr : impl->interned_id, start_, end - start_,
+                      thread_number(), call_.options.stream, call_.signature.device, description_,
+                      number, served.staged, !status.ok()});
+}
+
+}  // namespace dispatch
+
+Status write_trace() {
+  using namespace dispatch;
+  const std::lock_guard lock(mutex);
+  const State& s = state();
+  if (s.path.empty() || s.process != getpid()) return {};
+  core::FileReplacement out(s.path);
+  out.write("{\"traceEvents\": [\n");
+  write_events(out, s);
+  const json last = {
+      {"ph", "M"}, {"name", "process_sort_index"}, {"pid", 1}, {"args", {{"sort_index", 0}}}};
+  const json other = {
+      {"te_fl", TE_FL_VERSION}, {"events_dropped", s.dropped}, {"process", s.process}};
+  out.write(text_of(last) + "],\n\"otherData\": " + text_of(other) +
+            ",\n\"te_fl_calls\": " + text_of(s.descriptions) + "}\n");
+  const Status written = out.commit();
+  return written.ok() ? written : cannot_write(s.path, written);
+}
+
+}  // namespace te_fl

@@ -1,0 +1,38 @@
+#include "dispatch/watch/watch.hpp"
+
+#include <memory>
+#include <optional>
+
+#include "dispatch/manager_impl.hpp"
+#include "dispatch/watch/trace.hpp"
+#include "dispatch/watch/verify.hpp"
+#include "te_fl/watch.hpp"
+
+namespace te_fl {
+namespace dispatch {
+
+Status run_watched(Call& call, const Failure* first, uint64_t care) {
+  std::unique_ptr<Verification> check;
+  if ((care & OpManager::Impl::kVerify) != 0) {
+    TE_FL_ASSIGN_OR_RETURN(check, Verification::begin(call));
+  }
+  Served served;
+  std::optional<TracedCall> traced;
+  if ((care & OpManager::Impl::kTrace) != 0) {
+    TE_FL_RETURN_IF_ERROR(begin_trace());
+    traced.emplace(call);
+  }
+  const Status status = run_order(call, first, served);
+  if (traced) traced->finish(status, served);
+  if (check != nullptr) check->finish(status, served);
+  return status;
+}
+
+}  // namespace dispatch
+
+Status watch_status() {
+  TE_FL_RETURN_IF_ERROR(dispatch::verify_status());
+  return dispatch::trace_status();
+}
+
+}  // namespace te_fl

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <span>
+
+#include "te_fl/plugin.h"
+
+namespace te_fl::plugins {
+
+// A backend that is part of libte_fl.
+struct Builtin {
+  const char* name;
+  te_fl_plugin_query_fn query;
+};
+
+// Those compiled in, in the order in which they are activated.
+std::span<const Builtin> builtins();
+
+}  // namespace te_fl::plugins

@@ -1,0 +1,89 @@
+// What the first op, or the first look for a device that is not there, starts.
+
+#include "plugins/start.hpp"
+
+#include <atomic>
+#include <exception>
+#include <string>
+
+#include "core/base/fork.hpp"
+#include "core/device/device_list.hpp"
+#include "plugins/builtins.hpp"
+#include "plugins/discovery.hpp"
+#include "plugins/loader.hpp"
+#include "plugins/on_demand.hpp"
+#include "plugins/records.hpp"
+#include "registry/epoch.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
+#include "te_fl/op_registry.hpp"
+
+namespace te_fl::plugins {
+
+namespace {
+
+enum StartState : int { kNotStarted, kStarting, kCutShort, kStarted };
+constinit std::atomic<int> g_start{kNotStarted};
+// Set by the thread that starts.
+constinit thread_local bool t_starting = false;
+
+// Another thread was loading plugins when the process forked; it is not here to go on.
+void forked_child() {
+  if (g_start.load(std::memory_order_relaxed) == kStarting && !t_starting)
+    g_start.store(kCutShort, std::memory_order_relaxed);
+}
+const core::ForkedChild repair(core::LockLevel::kWaitingPlugins, &forked_child);
+
+// Somebody looks for a device that is not there, or for all: the first such look starts, as an op
+// would.
+void bring_devices(const Device* device) noexcept {
+  if (started() && !on_demand::any()) return;
+  if (t_starting || LoadTurn::mine() || registry::inside_op()) return;
+  try {
+    start();
+    on_demand::load(device, OpRegistry::instance());
+  } catch (const std::exception& e) {
+    log::error(std::string("loading a device's plugin was cut short: ") + e.what());
+  }
+}
+
+[[maybe_unused]] const bool hooked = [] {
+  core::g_bring_devices.store(&bring_devices, std::memory_order_release);
+  return true;
+}();
+
+}  // namespace
+
+bool started() noexcept { return g_start.load(std::memory_order_acquire) == kStarted; }
+
+void log_remarks() {
+  for (const std::string& remark : environment::remarks()) {
+    log::once(log::Level::kWarning, remark, remark);
+  }
+}
+
+void start() {
+  if (started() || t_starting) return;
+  int expected = kCutShort;
+  if (g_start.compare_exchange_strong(expected, kStarted, std::memory_order_acq_rel)) {
+    log::warning(
+        "this process was forked while its parent was loading plugins; those not loaded yet are "
+        "missing");
+    return;
+  }
+  expected = kNotStarted;
+  if (!g_start.compare_exchange_strong(expected, kStarting, std::memory_order_acq_rel)) {
+    g_start.wait(kStarting, std::memory_order_acquire);
+    return;
+  }
+  t_starting = true;
+  OpRegistry& registry = OpRegistry::instance();
+  for (const Builtin& builtin : builtins()) load_builtin(builtin.name, builtin.query, registry);
+  discover(registry);
+  log_remarks();
+  t_starting = false;
+  g_start.store(kStarted, std::memory_order_release);
+  g_start.notify_all();
+}
+
+}  // namespace te_fl::plugins
