@@ -2,6 +2,8 @@
 
 #include <cstdio>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "attention/cudnn.hpp"
 #include "device/architectures.hpp"
@@ -11,50 +13,33 @@
 #include "gemm/gemm_algorithm.hpp"
 #include "gemm/gemm_limits.hpp"
 #include "plugin/nccl.hpp"
+#include "te_fl/backend/plugin.hpp"
 
 namespace te_fl::cuda {
 namespace {
-
-class Report {
- public:
-  explicit Report(const te_fl_finding_sink& sink) : sink_(sink) {}
-  void add(te_fl_finding_level level, const std::string& subject, const std::string& state,
-           const std::string& disables = "", const std::string& remedy = "") const {
-    const auto or_null = [](const std::string& s) { return s.empty() ? nullptr : s.c_str(); };
-    te_fl_finding f;
-    f.level = level;
-    f.subject = subject.c_str();
-    f.state = state.c_str();
-    f.disables = or_null(disables);
-    f.remedy = or_null(remedy);
-    sink_.write(sink_.host, &f);
-  }
-
- private:
-  const te_fl_finding_sink& sink_;
-};
 
 // CUDA's own numbering: 13000 is 13.0.
 std::string cuda_version(int number) {
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
 }
 
-void report_driver(const Report& report, bool devices, const std::string& why) {
+void report_driver(const te_fl_finding_sink& findings, bool devices, const std::string& why) {
   int driver = 0, runtime = 0;
   const bool known = cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0;
   (void)cudaRuntimeGetVersion(&runtime);
   (void)cudaGetLastError();
   const std::string versions = (known ? "for CUDA " + cuda_version(driver) : std::string("none")) +
                                "; the plugin's runtime is " + cuda_version(runtime);
-  if (devices) return report.add(TE_FL_FINDING_OK, "NVIDIA driver", versions);
-  report.add(TE_FL_FINDING_NOTE, "no CUDA device", why + " (driver: " + versions + ")",
-             "everything on NVIDIA GPUs; the host backends serve all calls",
-             "nothing on a machine without an NVIDIA GPU; else install NVIDIA's driver (Debian: "
-             "nvidia-driver; Ubuntu: ubuntu-drivers install), and in a container pass the GPU "
-             "through (--gpus all)");
+  if (devices) return backend::write_finding(findings, TE_FL_FINDING_OK, "NVIDIA driver", versions);
+  backend::write_finding(
+      findings, TE_FL_FINDING_NOTE, "no CUDA device", why + " (driver: " + versions + ")",
+      "everything on NVIDIA GPUs; the host backends serve all calls",
+      "nothing on a machine without an NVIDIA GPU; else install NVIDIA's driver (Debian: "
+      "nvidia-driver; Ubuntu: ubuntu-drivers install), and in a container pass the GPU "
+      "through (--gpus all)");
 }
 
-void report_device(const Report& report, int index) {
+void report_device(const te_fl_finding_sink& findings, int index) {
   cudaDeviceProp p{};
   check(cudaGetDeviceProperties(&p, index), "cudaGetDeviceProperties");
   char text[512];
@@ -69,25 +54,25 @@ void report_device(const Report& report, int index) {
   }
   const std::string subject = "cuda:" + std::to_string(index);
   const bool served = built_for(TE_FL_CUDA_ARCHITECTURES, 10 * p.major + p.minor);
-  if (served) return report.add(TE_FL_FINDING_OK, subject, text);
+  if (served) return backend::write_finding(findings, TE_FL_FINDING_OK, subject, text);
   const std::string_view wanted = architecture_for(10 * p.major + p.minor);
-  report.add(TE_FL_FINDING_PROBLEM, subject,
-             std::string(text) + ": this build has kernels for " TE_FL_CUDA_ARCHITECTURES " only",
-             "every op of vendor.cuda on it",
-             wanted.empty()
-                 ? "use another device; kernels can be built for " +
-                       std::string(kKnownArchitectures) + " only"
-                 : "configure te-fl with -DTE_FL_CUDA_ARCHITECTURES=" + std::string(wanted));
+  backend::write_finding(
+      findings, TE_FL_FINDING_PROBLEM, subject,
+      std::string(text) + ": this build has kernels for " TE_FL_CUDA_ARCHITECTURES " only",
+      "every op of vendor.cuda on it",
+      wanted.empty() ? "use another device; kernels can be built for " +
+                           std::string(kKnownArchitectures) + " only"
+                     : "configure te-fl with -DTE_FL_CUDA_ARCHITECTURES=" + std::string(wanted));
 }
 
 // "what is wrong: install ..." in its two halves, or what else stands between them.
-void report_missing(const Report& report, te_fl_finding_level level, const char* subject,
-                    const std::string& text, const char* disables,
+void report_missing(const te_fl_finding_sink& findings, te_fl_finding_level level,
+                    const char* subject, const std::string& text, const char* disables,
                     const char* between = ": install ") {
   const size_t at = text.find(between);
   const bool split = at != std::string::npos;
-  report.add(level, subject, split ? text.substr(0, at) : text, disables,
-             split ? text.substr(at + 2) : "");
+  backend::write_finding(findings, level, subject, split ? text.substr(0, at) : text, disables,
+                         split ? text.substr(at + 2) : "");
 }
 
 std::string library_version(size_t number, const std::string& path) {
@@ -95,31 +80,35 @@ std::string library_version(size_t number, const std::string& path) {
          std::to_string(number % 100) + ", " + path;
 }
 
-void report_libraries(const Report& report, bool devices) {
+void report_libraries(const te_fl_finding_sink& findings, bool devices) {
   const CublasLt* lt = cublaslt();
   if (lt == nullptr) {
-    report_missing(report, devices ? TE_FL_FINDING_PROBLEM : TE_FL_FINDING_NOTE, "cuBLASLt",
+    report_missing(findings, devices ? TE_FL_FINDING_PROBLEM : TE_FL_FINDING_NOTE, "cuBLASLt",
                    cublaslt_missing(), "products on NVIDIA GPUs (generic_gemm), so every layer");
   } else if (lt->number < kBlockLibraryVersion) {
-    report.add(TE_FL_FINDING_NOTE, "cuBLASLt", library_version(lt->number, lt->path),
-               "FP8 products with block scaling", "install libcublas of CUDA 12.9 or newer");
+    backend::write_finding(findings, TE_FL_FINDING_NOTE, "cuBLASLt",
+                           library_version(lt->number, lt->path), "FP8 products with block scaling",
+                           "install libcublas of CUDA 12.9 or newer");
   } else {
-    report.add(TE_FL_FINDING_OK, "cuBLASLt", library_version(lt->number, lt->path));
+    backend::write_finding(findings, TE_FL_FINDING_OK, "cuBLASLt",
+                           library_version(lt->number, lt->path));
   }
   if (const std::string wrong = gemm_choices_error(); !wrong.empty()) {
-    report_missing(report, TE_FL_FINDING_PROBLEM, "choices of products", wrong,
+    report_missing(findings, TE_FL_FINDING_PROBLEM, "choices of products", wrong,
                    "products on NVIDIA GPUs (generic_gemm), so every layer", "; ");
   }
   if (const Cudnn* dnn = cudnn(); dnn != nullptr) {
-    report.add(TE_FL_FINDING_OK, "cuDNN", library_version(dnn->number, dnn->path));
+    backend::write_finding(findings, TE_FL_FINDING_OK, "cuDNN",
+                           library_version(dnn->number, dnn->path));
   } else {
-    report_missing(report, TE_FL_FINDING_NOTE, "cuDNN", cudnn_missing(),
+    report_missing(findings, TE_FL_FINDING_NOTE, "cuDNN", cudnn_missing(),
                    "only the fast path of attention; the plugin's own kernels serve it, slower");
   }
   if (const Nccl* n = nccl(); n != nullptr) {
-    report.add(TE_FL_FINDING_OK, "NCCL", library_version(static_cast<size_t>(n->number), n->path));
+    backend::write_finding(findings, TE_FL_FINDING_OK, "NCCL",
+                           library_version(static_cast<size_t>(n->number), n->path));
   } else {
-    report_missing(report, TE_FL_FINDING_NOTE, "NCCL", nccl_missing(),
+    report_missing(findings, TE_FL_FINDING_NOTE, "NCCL", nccl_missing(),
                    "only communication between GPUs, which no op of te-fl does yet");
   }
 }
@@ -128,10 +117,9 @@ void report_libraries(const Report& report, bool devices) {
 
 void report_surroundings(const std::vector<Device>& devices, const std::string& why_no_device,
                          const te_fl_finding_sink& findings) {
-  const Report report(findings);
-  report_driver(report, !devices.empty(), why_no_device);
-  for (const Device& d : devices) report_device(report, d.index);
-  report_libraries(report, !devices.empty());
+  report_driver(findings, !devices.empty(), why_no_device);
+  for (const Device& d : devices) report_device(findings, d.index);
+  report_libraries(findings, !devices.empty());
 }
 
 }  // namespace te_fl::cuda
