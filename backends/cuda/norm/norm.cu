@@ -1,9 +1,10 @@
-// Layer and RMS normalisation: the ops, and which kernels serve a call: the fused ones of norm.cuh
-// if they can, else the general ones.
+// Layer and RMS normalisation: the ops. Which kernels serve a call is choose_norm()'s to say
+// (norm_choice.hpp).
 #include "te_fl/ops/norm.h"
 
 #include "common/overlap.hpp"
 #include "norm/norm.cuh"
+#include "norm/norm_choice.hpp"
 #include "norm/norm_general.cuh"
 #include "plugin/families.hpp"
 #include "te_fl/norm.hpp"
@@ -22,20 +23,15 @@ void check_epsilon(float epsilon) {
   }
 }
 
-// x + residual is in sum: what is left to do.
-NormForward summed(NormForward f) {
-  if (f.sum != nullptr) f.x = f.sum;
-  f.residual = f.sum = nullptr;
-  return f;
+NormDevice device_of(const te_fl_context& ctx) {
+  const int device = ctx.device.index;
+  return {device, compute_capability(device),
+          attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device), grants_tiles};
 }
 
-// One pass for plain outputs of any types; false if it does not serve the call.
-bool forward_general_rows(const te_fl_context& ctx, const NormForward& f) {
+// One pass for plain outputs of any types.
+void forward_general_rows(const te_fl_context& ctx, const NormForward& f) {
   const backend::Matrix m = backend::as_matrix(*f.x);
-  if (backend::scaling(*f.z) != TE_FL_SCALING_NONE || m.rows == 0 || m.rows > INT32_MAX ||
-      m.cols == 0 || m.cols > kRegisterCols) {
-    return false;
-  }
   const auto kernel = m.cols <= kRegisterCols / 4   ? normalise_rows_kernel<1>
                       : m.cols <= kRegisterCols / 2 ? normalise_rows_kernel<2>
                                                     : normalise_rows_kernel<4>;
@@ -44,7 +40,6 @@ bool forward_general_rows(const te_fl_context& ctx, const NormForward& f) {
       m.cols, f.epsilon, f.zero_centered ? 1.0f : 0.0f,
       f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, backend::data<float>(*f.rsigma));
   check_launch("normalise_rows_kernel");
-  return true;
 }
 
 float* rest_of(const te_fl_context& ctx) {
@@ -52,8 +47,10 @@ float* rest_of(const te_fl_context& ctx) {
 }
 
 // Writes statistics, and sum if there is a residual.
-void forward_statistics(const te_fl_context& ctx, NormForward f) {
-  if (forward_rows(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr)) return;
+void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kernel) {
+  if (kernel == NormKernel::kRowwise) {
+    return forward_rows(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr);
+  }
   const backend::Matrix m = backend::as_matrix(*f.x);
   if (f.sum != nullptr) {
     store_output(ctx, *f.sum, AddPair{Source(*f.x), Source(*f.residual), m.cols});
@@ -67,54 +64,58 @@ void forward_statistics(const te_fl_context& ctx, NormForward f) {
   check_launch("statistics_kernel");
 }
 
-// Codes with a scale per tensor: x is read once if the scale is given, else twice. Not served:
-// false, and `known` says whether statistics and sum are written.
-bool forward_scaled(const te_fl_context& ctx, const NormForward& f, bool& known) {
-  const backend::Matrix m = backend::as_matrix(*f.x);
-  if (m.rows == 0 || m.cols == 0) return false;
-  Quantised q = quantised(*f.z, nullptr, FLT_MAX);
-  const auto store = [&](const NormForward& call) {
-    return q.columns != nullptr ? forward_tiles(ctx, call, q)
-                                : forward_rows(ctx, call, RowTask::kStore, nullptr, nullptr, &q);
-  };
-  if ((f.z->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return store(f);
+// The same, and the amax of the result.
+float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel kernel) {
   auto* found = static_cast<float*>(ctx.workspace);
   check(cudaMemsetAsync(found, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
-  q.found = found;
-  if (q.columns != nullptr && slabs_serve(f, q) &&
-      forward_lines(ctx, f, reinterpret_cast<float4*>(rest_of(ctx)), found)) {
-    forward_slabs(ctx, f, q, rest_of(ctx));
-    return true;
+  if (kernel == NormKernel::kPlain16) {
+    forward_lines(ctx, f, reinterpret_cast<float4*>(rest_of(ctx)), found);
+  } else {
+    forward_rows(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
   }
-  known = forward_rows(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
-  return known && store(summed(f));
+  return found;
+}
+
+// Of statistics that are known.
+void forward_general(const te_fl_context& ctx, const NormForward& f) {
+  store_output(ctx, *f.z,
+               Normalise{Source(*f.x), Source(*f.gamma),
+                         f.beta != nullptr ? Source(*f.beta) : Source(),
+                         f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
+                         backend::data<float>(*f.rsigma), backend::as_matrix(*f.x).cols,
+                         f.zero_centered ? 1.0f : 0.0f});
 }
 
 void run_forward(const te_fl_context& ctx, const NormForward& f) {
   check_epsilon(f.epsilon);
   norm::check_residual(f.residual, f.sum);
   check_output(*f.z, "z");
-  bool known = false;
-  const uint32_t scaling = backend::scaling(*f.z);
-  if (scaling == TE_FL_SCALING_TENSOR && forward_scaled(ctx, f, known)) return;
-  if (scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128) {
-    const Quantised q = quantised(*f.z, nullptr, FLT_MAX);
-    if (slabs_serve(f, q)) return forward_slabs(ctx, f, q, rest_of(ctx));
+  const NormChoice choice = choose_norm(f, device_of(ctx));
+  const bool codes = backend::scaling(*f.z) != TE_FL_SCALING_NONE;
+  Quantised q = codes ? quantised(*f.z, nullptr, FLT_MAX) : Quantised();
+  NormForward left = f;
+  if (choice.first != NormKernel::kNone) {
+    if (choice.amax) {
+      q.found = forward_amax(ctx, f, choice.first);
+    } else {
+      forward_statistics(ctx, f, choice.first);
+    }
+    left = summed(f);
   }
-  if (scaling == TE_FL_SCALING_NONE && dtype_of(*f.z) == dtype_of(*f.x) &&
-      (forward_lines(ctx, f, nullptr, nullptr) ||
-       forward_rows(ctx, f, RowTask::kStore, nullptr, nullptr, nullptr))) {
-    return;
+  switch (choice.result) {
+    case NormKernel::kPlain16:
+      return forward_lines(ctx, left, nullptr, nullptr);
+    case NormKernel::kRowwise:
+      return forward_rows(ctx, left, RowTask::kStore, nullptr, nullptr, codes ? &q : nullptr);
+    case NormKernel::kCluster:
+      return forward_tiles(ctx, left, q);
+    case NormKernel::kBlock128:
+      return forward_slabs(ctx, left, q, rest_of(ctx));
+    case NormKernel::kGeneralRows:
+      return forward_general_rows(ctx, left);
+    default:
+      return forward_general(ctx, left);
   }
-  if (f.sum == nullptr && forward_general_rows(ctx, f)) return;
-  if (!known) forward_statistics(ctx, f);
-  const NormForward left = summed(f);
-  store_output(ctx, *f.z,
-               Normalise{Source(*left.x), Source(*left.gamma),
-                         left.beta != nullptr ? Source(*left.beta) : Source(),
-                         left.mu != nullptr ? backend::data<float>(*left.mu) : nullptr,
-                         rest_of(ctx), backend::data<float>(*left.rsigma),
-                         backend::as_matrix(*left.x).cols, left.zero_centered ? 1.0f : 0.0f});
 }
 
 template <class Args>
@@ -167,7 +168,9 @@ size_t backward_workspace(const te_fl_context&, const Args& a) {
 void run_backward(const te_fl_context& ctx, const NormBackward& b) {
   const backend::Matrix m = backend::as_matrix(*b.x);
   char* scratch = static_cast<char*>(ctx.workspace) + kStoreWorkspace;
-  if (backward_rows(ctx, b, reinterpret_cast<float*>(scratch))) return;
+  if (choose_norm(b, device_of(ctx)).result == NormKernel::kGrad) {
+    return backward_rows(ctx, b, reinterpret_cast<float*>(scratch));
+  }
   const Gradient args{Source(*b.dz),
                       Source(*b.x),
                       Source(*b.gamma),

@@ -1,60 +1,47 @@
 // What the norm kernels share: rows as packed groups of eight elements, statistics that merge
-// without cancellation, and the calls that the fused kernels serve.
+// without cancellation, and how the fused kernels are launched.
 #pragma once
 
 #include "common/store.cuh"
 #include "device/device_attributes.hpp"
+#include "device/shared_memory.hpp"
+#include "norm/norm_choice.hpp"
 
 namespace te_fl::cuda {
-
-// One call of layernorm_fwd or rmsnorm_fwd; without mu: RMS normalisation.
-struct NormForward {
-  const te_fl_tensor *x, *gamma, *beta, *z, *mu, *rsigma;
-  const te_fl_tensor *residual, *sum;  // both or neither
-  float epsilon;
-  bool zero_centered;
-};
-// One call of a backward; absent tensors are NULL, without mu there is no centring.
-struct NormBackward {
-  const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
-  bool zero_centered;
-};
 
 // What a fused forward kernel does beside the statistics. `out` is read if z is given.
 enum class RowTask { kStatistics, kAmax, kStore };
 
-// Each returns false, with nothing launched, if it does not serve the call: the general kernels of
-// norm.cu do. All need x, residual and sum of one dtype, rows of a multiple of 8 elements, at most
-// kFusedCols of them, and aligned memory.
-inline constexpr int64_t kFusedCols = 16384, kFusedRows = int64_t{1} << 30;
+// Each serves what choose_norm() gives it (norm_choice.hpp), on the stream of `ctx`.
 // Whole rows in registers: statistics (rest: what mu, rounded to FP32, leaves out; may be NULL),
 // the amax of the result, or the result, plain or as row-wise codes with a scale per tensor.
-bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
+void forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
                   float* amax, const Quantised* out);
 // The same for x of 16 bits with weights of its dtype, without a residual: statistics and the amax,
 // or the plain result. tiles: what forward_slabs() needs of every row; may be NULL.
-bool forward_lines(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
+void forward_lines(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
 // Codes in tiles of 128 x 128, in both directions. In blocks: x is read once. With a scale per
 // tensor (current scaling: out.found): statistics are known, and the scratch memory begins with
 // those of forward_lines(). `scratch` has slabs_bytes().
-bool slabs_serve(const NormForward& f, const Quantised& out);
 void forward_slabs(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
                    void* scratch);
 size_t slabs_bytes(int64_t rows);
 // Codes with a scale per tensor, column-wise too: a cluster of blocks holds some rows.
-bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
+void forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
+bool grants_tiles(int device, const NormCluster& cluster);  // NormDevice::grants
 // dx, dgamma and dbeta in two launches. `partials` has backward_bytes().
-bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials);
+void backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials);
 size_t backward_bytes(int64_t rows, int64_t cols);
 
-inline bool aligned(const void* p, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
-}
-// Every tensor given has this dtype and memory for 16-byte accesses.
-template <class... Tensor>
-bool vectors_of(int dtype, const Tensor*... t) {
-  return ((t == nullptr || (dtype_of(*t) == dtype && aligned(backend::data<const void>(*t), 16))) &&
-          ...);
+static_assert(norm_choice::kGroupSize == kGroup);
+
+// Lets a kernel have `wanted` bytes of dynamic shared memory, which choose_norm() found there.
+template <class Kernel>
+void take_shared(SharedMemory& granted, int device, Kernel* kernel, int64_t wanted, int64_t most) {
+  if (granted.allow(device, kernel, static_cast<size_t>(wanted), static_cast<size_t>(most))) return;
+  throw backend::Error(TE_FL_INTERNAL, "a norm kernel wants " + std::to_string(wanted) +
+                                           " bytes of shared memory, more than choose_norm() knew "
+                                           "of; report this with the GPU's name");
 }
 
 // Eight elements as they lie in memory.

@@ -251,19 +251,10 @@ size_t slabs_bytes(int64_t rows) {
          static_cast<size_t>(slabs_of(rows) + 1) * sizeof(unsigned);
 }
 
-bool slabs_serve(const NormForward& f, const Quantised& out) {
-  HeldShape shape;
-  const int dtype = dtype_of(*f.x);
-  return out.m >= 16 && out.m <= kFusedRows && dtype != TE_FL_F32 &&
-         held_shape(out.k, f.epsilon, f.mu != nullptr, shape) &&
-         vectors_of(dtype, f.x, f.residual, f.sum) && aligned(out.rows, 8) &&
-         (out.columns == nullptr || (aligned(out.columns, 16) && out.m % 16 == 0));
-}
-
 void forward_slabs(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
                    void* scratch) {
   SlabArgs a{};
-  held_shape(out.k, f.epsilon, f.mu != nullptr, a.shape);
+  a.shape = held_shape(out.k, f.epsilon, f.mu != nullptr);
   a.x = backend::data<const void>(*f.x);
   if (f.sum != nullptr) {
     a.residual = backend::data<const void>(*f.residual);

@@ -5,6 +5,7 @@
 #include <math_constants.h>
 
 #include <array>
+#include <bit>
 
 #include "norm/norm.cuh"
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
 constexpr int kWarpRows = 4, kTileRows = kTileWarps * kWarpRows;
-constexpr int kMostBlocks = 16;                // of a cluster
+using norm_choice::kMostBlocks;
 constexpr int kColumnPieces = kTileRows / 16;  // 16 codes that a column gets at once
 
 struct TilesArgs {
@@ -263,72 +264,71 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #endif
 }
 
+// The kernel of one kind of elements, and how the clusters of `blocks` blocks are launched.
 template <class T, int kGroups, bool kResidual>
-bool launch(const te_fl_context& ctx, TilesArgs a) {
+struct TilesLaunch {
   using Memory = TileMemory<T, kGroups, kResidual>;
-  const auto kernel = norm_tiles_kernel<T, kGroups, kResidual>;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(a.blocks);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(a.blocks);
-  config.blockDim = kTileThreads;
-  config.dynamicSmemBytes = Memory::bytes(a.blocks);
-  config.stream = stream_of(ctx);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  static SharedMemory shared;
-  const size_t most = Memory::bytes(kMostBlocks);
-  if (!shared.allow(ctx.device.index, kernel, most, most)) return false;
-  // Clusters that the device holds at once, by the logarithm of their size; 0: such are refused.
-  static std::array<PerDevice, 5> clusters;
-  int size = 0;
-  while (1 << size < a.blocks) ++size;
-  const int held = clusters[static_cast<size_t>(size)].get(ctx.device.index, [&] {
-    int found = 0;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (cudaOccupancyMaxActiveClusters(&found, kernel, &config) != cudaSuccess) found = 0;
-    (void)cudaGetLastError();  // larger clusters than the device grants are no error here
-    return found;
-  });
-  if (held == 0) return false;
-  const auto count = static_cast<int>(std::min<int64_t>(ceil_div(a.q.m, kTileRows), held));
-  config.gridDim.x = static_cast<unsigned>(a.blocks * count);
-  a.step = count * kTileRows;
-  check(cudaLaunchKernelEx(&config, kernel, a), "norm_tiles_kernel");
-  return true;
-}
-template <class T, bool kResidual>
-bool launch_for(const te_fl_context& ctx, const TilesArgs& a) {
-  const int64_t groups = ceil_div(a.width, 32 * kGroup);
-  if (groups <= 2) return launch<T, 2, kResidual>(ctx, a);
-  return groups == 3 ? launch<T, 3, kResidual>(ctx, a) : launch<T, 4, kResidual>(ctx, a);
-}
-template <class T>
-bool launch_type(const te_fl_context& ctx, const TilesArgs& a) {
-  return a.residual != nullptr ? launch_for<T, true>(ctx, a) : launch_for<T, false>(ctx, a);
-}
+  static constexpr auto kKernel = norm_tiles_kernel<T, kGroups, kResidual>;
 
-// How many blocks share a row: up to 512 columns each if that takes eight, else up to 1024.
-int blocks_of(int64_t cols) {
-  constexpr int64_t kFew = 2 * 32 * kGroup;
-  for (int blocks = 1; blocks <= 8; blocks *= 2) {
-    if (cols <= blocks * kFew) return blocks;
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config{};
+
+  explicit TilesLaunch(int blocks) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(blocks);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = static_cast<unsigned>(blocks);
+    config.blockDim = kTileThreads;
+    config.dynamicSmemBytes = Memory::bytes(blocks);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
   }
-  return cols <= 8 * 2 * kFew ? 8 : kMostBlocks;
+  TilesLaunch(const TilesLaunch&) = delete;
+
+  // Clusters that the device, which is current, holds at once; 0: it refuses such.
+  int held(int device) const {
+    static SharedMemory shared;
+    const size_t most = Memory::bytes(kMostBlocks);
+    if (!shared.allow(device, kKernel, most, most)) return 0;
+    static std::array<PerDevice, 5> clusters;  // by the logarithm of their size
+    const auto size = static_cast<size_t>(std::bit_width(attribute.val.clusterDim.x) - 1);
+    return clusters[size].get(device, [&] {
+      int found = 0;
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      if (cudaOccupancyMaxActiveClusters(&found, kKernel, &config) != cudaSuccess) found = 0;
+      (void)cudaGetLastError();  // larger clusters than the device grants are no error here
+      return found;
+    });
+  }
+};
+
+// f(TilesLaunch) of the kernel for these elements.
+template <class T, bool kResidual, class F>
+void with_width(int64_t width, int blocks, F&& f) {
+  const int64_t groups = ceil_div(width, 32 * kGroup);
+  if (groups <= 2) return f(TilesLaunch<T, 2, kResidual>(blocks));
+  groups == 3 ? f(TilesLaunch<T, 3, kResidual>(blocks)) : f(TilesLaunch<T, 4, kResidual>(blocks));
+}
+template <class T, class F>
+void with_residual(const NormCluster& c, F&& f) {
+  c.residual ? with_width<T, true>(c.width, c.blocks, f)
+             : with_width<T, false>(c.width, c.blocks, f);
+}
+template <class F>
+void with_launch(const NormCluster& c, F&& f) {
+  c.dtype == TE_FL_BF16 ? with_residual<bf16>(c, f) : with_residual<fp16>(c, f);
 }
 
 }  // namespace
 
-bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out) {
+bool grants_tiles(int device, const NormCluster& cluster) {
+  int held = 0;
+  with_launch(cluster, [&](const auto& launch) { held = launch.held(device); });
+  return held > 0;
+}
+
+void forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out) {
   const int dtype = dtype_of(*f.x);
-  if (out.m == 0 || out.k == 0 || out.k % kGroup != 0 || out.k > kFusedCols || dtype == TE_FL_F32 ||
-      out.columns == nullptr || out.m % 16 != 0 || !aligned(out.columns, 16) ||
-      !aligned(out.rows, 8) || !vectors_of(dtype, f.x, f.residual, f.sum) || out.m > kFusedRows ||
-      compute_capability(ctx.device.index) < 90) {
-    return false;
-  }
   TilesArgs a{};
   a.x = backend::data<const void>(*f.x);
   if (f.sum != nullptr) {
@@ -342,12 +342,19 @@ bool forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantis
   a.q = out;
   a.cols = static_cast<int>(out.k);
   a.inverse_cols = 1.0f / static_cast<float>(out.k);
-  a.blocks = blocks_of(out.k);
-  a.width = static_cast<int>(round_up(ceil_div(out.k, a.blocks), kGroup));
+  a.blocks = norm_choice::cluster_blocks(out.k);
+  a.width = static_cast<int>(norm_choice::cluster_width(out.k));
   a.epsilon = f.epsilon;
   a.offset = f.zero_centered ? 1.0f : 0.0f;
   a.centred = f.mu != nullptr;
-  return dtype == TE_FL_BF16 ? launch_type<bf16>(ctx, a) : launch_type<fp16>(ctx, a);
+  with_launch({dtype, a.blocks, a.width, f.sum != nullptr}, [&](auto&& launch) {
+    const auto count = static_cast<int>(
+        std::min<int64_t>(ceil_div(a.q.m, kTileRows), launch.held(ctx.device.index)));
+    launch.config.gridDim.x = static_cast<unsigned>(a.blocks * count);
+    launch.config.stream = stream_of(ctx);
+    a.step = count * kTileRows;
+    check(cudaLaunchKernelEx(&launch.config, launch.kKernel, a), "norm_tiles_kernel");
+  });
 }
 
 }  // namespace te_fl::cuda

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/store.cuh"
+#include "norm/norm_choice.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -143,6 +144,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 constexpr int64_t kRegisterCols = int64_t{kThreads} * kGroup * 4;
+static_assert(kRegisterCols == norm_choice::kRegisterCols);
 
 // h = x + residual
 struct AddPair {

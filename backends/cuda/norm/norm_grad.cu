@@ -5,8 +5,6 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int64_t kGradCols = 512 * kGroup;  // of a thread's group each
-constexpr size_t kMostShared = 200 << 10;    // dynamic, of a block
 // One for each multiprocessor, and not more than this, by which the scratch is sized: that question
 // is answered without asking the driver (rule R10).
 constexpr int kMostGradBlocks = 256;
@@ -209,14 +207,13 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   }
 }
 
-// The number of blocks, each of which leaves its sums; 0, with nothing launched, if a row does not
-// fit the shared memory of this GPU.
+// The number of blocks, each of which leaves its sums.
 template <class T, int kGroups, bool kLayer>
 int launch(const te_fl_context& ctx, GradArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, of x in a thread
   constexpr bool kKept = kGroups <= 2;
-  constexpr int kStages = kWords <= 6 ? 2 : 1;
-  constexpr int kThreads = kWords <= 2 ? 1024 : 512, kWarps = kThreads / 32;
+  constexpr int kStages = norm_choice::grad_stages(kGroups, sizeof(T));
+  constexpr int kThreads = norm_choice::grad_threads(kGroups, sizeof(T)), kWarps = kThreads / 32;
   const auto kernel = norm_grad_kernel<T, kGroups, kLayer, kKept, kStages, kThreads>;
   const int needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
@@ -228,17 +225,18 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   // gamma, and then rows on their way, whose place the sums of several slots take at the end
   a.staged = a.cols;
   static_assert(kGroups > 1 || kStages == 2, "the sums of two rows in FP32 fit where two rows were");
-  const size_t shared = sizeof(float) * a.staged +
-                        size_t{kThreads} * 8 * kWords * kStages * (a.add != nullptr ? 3 : 2);
+  const int64_t shared =
+      norm_choice::grad_shared(a.cols, kGroups, sizeof(T), a.add != nullptr);
   static SharedMemory granted;
-  if (!granted.allow(ctx.device.index, kernel, shared, kMostShared)) return 0;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream_of(ctx)>>>(a);
+  take_shared(granted, ctx.device.index, kernel, shared, norm_choice::kMostShared);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(shared),
+           stream_of(ctx)>>>(a);
   check_launch("norm_grad_kernel");
   return blocks;
 }
 template <class T, bool kLayer>
 int launch_for(const te_fl_context& ctx, const GradArgs& a) {
-  const int64_t groups = ceil_div(a.cols, kGradCols);
+  const int groups = norm_choice::grad_groups(a.cols, sizeof(T));
   if (groups == 1) return launch<T, 1, kLayer>(ctx, a);
   if constexpr (sizeof(T) == 2) {
     if (groups == 3) return launch<T, 3, kLayer>(ctx, a);
@@ -257,14 +255,9 @@ size_t backward_bytes(int64_t rows, int64_t cols) {
   return sizeof(float) * 2 * static_cast<size_t>(cols * std::min<int64_t>(rows, kMostGradBlocks));
 }
 
-bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
+void backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
   const backend::Matrix m = backend::as_matrix(*b.x);
   const int dtype = dtype_of(*b.x);
-  const int64_t most = dtype == TE_FL_F32 ? 2 * kGradCols : kFusedCols;
-  if (m.rows == 0 || m.rows > kFusedRows || m.cols == 0 || m.cols % kGroup != 0 || m.cols > most ||
-      !vectors_of(dtype, b.x, b.dz, b.add, b.dx)) {
-    return false;
-  }
   GradArgs a{};
   a.dz = backend::data<const void>(*b.dz);
   a.x = backend::data<const void>(*b.x);
@@ -281,13 +274,11 @@ bool backward_rows(const te_fl_context& ctx, const NormBackward& b, float* parti
   const int parts = dtype == TE_FL_BF16  ? launch_type<bf16>(ctx, a)
                     : dtype == TE_FL_F16 ? launch_type<fp16>(ctx, a)
                                          : launch_type<float>(ctx, a);
-  if (parts == 0) return false;
   const dim3 grid(static_cast<unsigned>(ceil_div(m.cols, kSumCols)), b.dbeta != nullptr ? 2 : 1);
   norm_grad_sums_kernel<<<grid, dim3(kSumCols, kSumRows), 0, stream_of(ctx)>>>(
       partials, parts, m.cols * (b.mu != nullptr ? 2 : 1), a.cols, Target(*b.dgamma),
       b.dbeta != nullptr ? Target(*b.dbeta) : Target());
   check_launch("norm_grad_sums_kernel");
-  return true;
 }
 
 }  // namespace te_fl::cuda

@@ -14,20 +14,20 @@ struct HeldShape {
   float inverse_cols, epsilon;
   bool centred, full;  // full: every thread has all of its groups
 };
-// False if no block of 16 warps holds a row.
-inline bool held_shape(int64_t cols, float epsilon, bool centred, HeldShape& shape) {
+// Of rows that a block of 16 warps holds (choose_norm() knows).
+inline HeldShape held_shape(int64_t cols, float epsilon, bool centred) {
   constexpr int64_t kEach = 32 * kHeldGroups * kGroup;
-  if (cols == 0 || cols % kGroup != 0 || cols > 16 * kEach) return false;
-  shape = {static_cast<int>(cols),
-           static_cast<int>(cols / kGroup),
-           1,
-           1.0f / static_cast<float>(cols),
-           epsilon,
-           centred,
-           false};
+  static_assert(norm_choice::kHeldCols == 16 * kEach);
+  HeldShape shape{static_cast<int>(cols),
+                  static_cast<int>(cols / kGroup),
+                  1,
+                  1.0f / static_cast<float>(cols),
+                  epsilon,
+                  centred,
+                  false};
   while (shape.warps * kEach < cols) shape.warps *= 2;
   shape.full = shape.warps * kEach == cols;
-  return true;
+  return shape;
 }
 
 // The place of a thread: which of the block's rows, and which part of it. kFull: every thread has

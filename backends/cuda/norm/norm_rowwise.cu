@@ -4,8 +4,8 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kRowThreads = 512, kRowWarps = kRowThreads / 32;
-constexpr size_t kMostShared = 200 << 10;  // dynamic, of a block
+using norm_choice::kRowThreads;
+constexpr int kRowWarps = kRowThreads / 32;
 
 struct RowsArgs {
   const void *x, *residual;
@@ -176,36 +176,34 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
   }
 }
 
-// False, as those below, if a row does not fit the shared memory of this GPU.
 template <class T, bool kCodes, int kGroups, bool kResidual>
-bool launch(const te_fl_context& ctx, RowsArgs a) {
+void launch(const te_fl_context& ctx, RowsArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, that a thread has
-  constexpr int kStages = kWords <= 4 ? 2 : 1;
+  constexpr int kStages = norm_choice::row_stages(kGroups, sizeof(T));
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;
   const auto kernel = norm_rows_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;
   const int warps_needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
   while (a.warps < warps_needed) a.warps *= 2;
-  const size_t shared = (a.weighs ? 2 * sizeof(float) * a.cols : 0) +
-                        size_t{kRowThreads} * 8 * kWords * kStages * (kResidual ? 2 : 1);
+  const int64_t shared =
+      norm_choice::row_shared(a.cols, kGroups, sizeof(T), a.weighs, kResidual);
   static SharedMemory granted;
-  if (!granted.allow(ctx.device.index, kernel, shared, kMostShared)) return false;
+  take_shared(granted, ctx.device.index, kernel, shared, norm_choice::kMostShared);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(
       ceil_div(a.rows, kRowWarps / a.warps), int64_t{kBlocks} * multiprocessors(ctx.device.index)));
-  kernel<<<blocks, kRowThreads, shared, stream_of(ctx)>>>(a);
+  kernel<<<blocks, kRowThreads, static_cast<size_t>(shared), stream_of(ctx)>>>(a);
   check_launch("norm_rows_kernel");
-  return true;
 }
 template <class T, bool kCodes, bool kResidual>
-bool launch_for(const te_fl_context& ctx, const RowsArgs& a) {
-  constexpr int kFew = sizeof(T) == 2 ? 2 : 1;
-  const int64_t groups = ceil_div(a.cols, kRowThreads * kGroup);
-  if (groups <= kFew) return launch<T, kCodes, kFew, kResidual>(ctx, a);
-  if (groups <= 3) return launch<T, kCodes, 3, kResidual>(ctx, a);
+void launch_for(const te_fl_context& ctx, const RowsArgs& a) {
+  constexpr int kFew = norm_choice::row_groups(1, sizeof(T));
+  const int groups = norm_choice::row_groups(a.cols, sizeof(T));
+  if (groups == kFew) return launch<T, kCodes, kFew, kResidual>(ctx, a);
+  if (groups == 3) return launch<T, kCodes, 3, kResidual>(ctx, a);
   return launch<T, kCodes, 4, kResidual>(ctx, a);
 }
 template <class T>
-bool launch_codes(const te_fl_context& ctx, const RowsArgs& a, bool codes) {
+void launch_codes(const te_fl_context& ctx, const RowsArgs& a, bool codes) {
   if (a.residual != nullptr) {
     return codes ? launch_for<T, true, true>(ctx, a) : launch_for<T, false, true>(ctx, a);
   }
@@ -214,16 +212,10 @@ bool launch_codes(const te_fl_context& ctx, const RowsArgs& a, bool codes) {
 
 }  // namespace
 
-bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
+void forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
                   float* amax, const Quantised* out) {
   const backend::Matrix m = backend::as_matrix(*f.x);
   const int dtype = dtype_of(*f.x);
-  const te_fl_tensor* plain = task == RowTask::kStore && out == nullptr ? f.z : nullptr;
-  const int64_t most = f.sum != nullptr && dtype == TE_FL_F32 ? 3 * kFusedCols / 4 : kFusedCols;
-  if (m.rows == 0 || m.rows > kFusedRows || m.cols == 0 || m.cols % kGroup != 0 || m.cols > most ||
-      !vectors_of(dtype, f.x, f.residual, f.sum, plain)) {
-    return false;
-  }
   RowsArgs a{};
   a.x = backend::data<const void>(*f.x);
   if (f.sum != nullptr) {
@@ -244,7 +236,6 @@ bool forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, 
   a.amax = amax;
   const bool codes = task == RowTask::kStore && out != nullptr;
   if (codes) {
-    if (out->columns != nullptr || !aligned(out->rows, 8)) return false;
     a.q = *out;
     a.z = out->rows;
     a.amax = out->found == nullptr ? out->amax : nullptr;
