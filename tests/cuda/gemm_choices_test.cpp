@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "backends/cuda/gemm_choice_book.hpp"
+#include "support/expect.hpp"
 #include "te_fl/backend.hpp"
 
 namespace te_fl::cuda {
@@ -125,17 +126,14 @@ TEST_F(CudaGemmChoices, WhatTheFileHasStays) {
 
 TEST_F(CudaGemmChoices, AForeignFileIsLeftAsItIs) {
   std::ofstream(file) << "half a {";
-  EXPECT_NE(error_of([&] { add_choices(file, {choice("a")}); }).find("is not a file of choices"),
-            std::string::npos);
+  EXPECT_HAS(error_of([&] { add_choices(file, {choice("a")}); }), "is not a file of choices");
   std::stringstream text;
   text << std::ifstream(file).rdbuf();
   EXPECT_EQ(text.str(), "half a {");
   const std::string nowhere = folder + "/none/choices.json";
-  EXPECT_NE(error_of([&] { add_choices(nowhere, {choice("a")}); }).find("No such file"),
-            std::string::npos);
+  EXPECT_HAS(error_of([&] { add_choices(nowhere, {choice("a")}); }), "No such file");
   EXPECT_EQ(error_of([&] { read_choices(nowhere, true); }), "");
-  EXPECT_NE(error_of([&] { read_choices(nowhere, false); }).find("cannot be read: No such file"),
-            std::string::npos);
+  EXPECT_HAS(error_of([&] { read_choices(nowhere, false); }), "cannot be read: No such file");
 }
 
 TEST_F(CudaGemmChoices, NobodyWaitsForAMeasurementWhoHasAChoice) {
@@ -230,16 +228,15 @@ TEST_F(CudaGemmChoices, AMeasurementThatFailsGivesTheTurnBack) {
 TEST_F(CudaGemmChoices, SettingsThatCannotBeAreErrorsOfEachLookUp) {
   ChoiceBook book;
   book.configure("", true);
-  EXPECT_NE(book.error().find("TE_FL_CUDA_GEMM_FILE is unset; name the file"), std::string::npos);
+  EXPECT_HAS(book.error(), "TE_FL_CUDA_GEMM_FILE is unset; name the file");
   EXPECT_THROW((void)book.find(choice("a")), backend::Error);
   book.configure(file, false);
-  EXPECT_NE(book.error().find("cannot be read: No such file or directory; name a file that "
-                              "TE_FL_CUDA_GEMM_TUNE=1 has written"),
-            std::string::npos)
-      << book.error();
+  EXPECT_HAS(book.error(),
+             "cannot be read: No such file or directory; name a file that "
+             "TE_FL_CUDA_GEMM_TUNE=1 has written");
   std::ofstream(file) << "{}";
   book.configure(file, true);
-  EXPECT_NE(book.error().find("is not a file of choices"), std::string::npos) << book.error();
+  EXPECT_HAS(book.error(), "is not a file of choices");
   book.configure("", false);
   EXPECT_EQ(book.error(), "");
   EXPECT_TRUE(book.empty());

@@ -5,25 +5,11 @@
 #include <cstdlib>
 #include <limits>
 
+#include "support/expect.hpp"
 #include "te_fl/te_fl.hpp"
 
 namespace te_fl {
 namespace {
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_TRUE(contains(s_.to_string(), part)) << s_.to_string();     \
-  } while (false)
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 const Device kGpu{TE_FL_DEVICE_CUDA, 0, 0};
 constexpr int64_t kShape[] = {64, 64};
@@ -150,14 +136,14 @@ TEST_F(GpuErrors, TheSpeedOfCopiesIsMeasuredWhenAskedFor) {
   ASSERT_OK(gelu(x, stream.get()));
   {  // a capture of the same thread goes on
     Capture capture = std::move(Capture::begin(kGpu, stream.get())).value();
-    ASSERT_TRUE(plugins::diagnose("cuda").ok());
+    ASSERT_OK(plugins::diagnose("cuda"));
     ASSERT_OK(gelu(x, stream.get()));
-    ASSERT_TRUE(capture.end().ok());
+    ASSERT_OK(capture.end());
   }
   const double measured = rate();
   EXPECT_GT(measured, 5e10);
   EXPECT_LT(measured, 5e13);
-  ASSERT_TRUE(plugins::diagnose("cuda").ok());
+  ASSERT_OK(plugins::diagnose("cuda"));
   EXPECT_EQ(rate(), measured);
   EXPECT_GT(free_memory() + (uint64_t{64} << 20), free_before);
 }
@@ -186,7 +172,7 @@ class GpuErrorsDeathTest : public GpuErrors {};
 }
 
 TEST_F(GpuErrorsDeathTest, AnIllegalAddressNamesSuspectsAndRetiresTheDevice) {
-  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(
       {
         void* nowhere = reinterpret_cast<void*>(uintptr_t{1} << 45);
@@ -194,25 +180,26 @@ TEST_F(GpuErrorsDeathTest, AnIllegalAddressNamesSuspectsAndRetiresTheDevice) {
         const Status found = devices::synchronize(kGpu);
         const Status later = gelu(x);
         const Status memory = devices::allocate(kGpu, 16).status();
-        const bool good = enqueued.ok() && found.code() == StatusCode::kDeviceLost &&
-                          contains(found.message(), "newest first: 'gelu' by vendor.cuda") &&
-                          later.code() == StatusCode::kDeviceLost &&
-                          contains(later.message(), "device cuda:0 is lost since") &&
-                          memory.code() == StatusCode::kDeviceLost;
+        const bool good =
+            enqueued.ok() && found.code() == StatusCode::kDeviceLost &&
+            testing::contains(found.message(), "newest first: 'gelu' by vendor.cuda") &&
+            later.code() == StatusCode::kDeviceLost &&
+            testing::contains(later.message(), "device cuda:0 is lost since") &&
+            memory.code() == StatusCode::kDeviceLost;
         leave(good, found.to_string() + "\n" + later.to_string());
       },
-      testing::ExitedWithCode(0), "illegal memory access");
+      ::testing::ExitedWithCode(0), "illegal memory access");
 }
 
 TEST_F(GpuErrorsDeathTest, SyncNamesTheOp) {
-  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(
       {
         (void)environment::set("TE_FL_SYNC", "1");
         const Status status = gelu(at(reinterpret_cast<void*>(uintptr_t{1} << 45)));
         leave(status.code() == StatusCode::kDeviceLost, status.to_string());
       },
-      testing::ExitedWithCode(0), "op 'gelu' in 'vendor.cuda' failed after it was enqueued");
+      ::testing::ExitedWithCode(0), "op 'gelu' in 'vendor.cuda' failed after it was enqueued");
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // whichever name comes first: PyTorch's own NCCL beside the system's, say. Run by ctest, which puts
 // the other one on the search path.
 #include "../../backends/cuda/open_library.hpp"
+#include "support/expect.hpp"
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -16,7 +17,7 @@ std::string file_of(void* handle) { return path_of(dlsym(handle, "ncclGetVersion
 TEST(OpenLibrary, WhatTheProcessHoldsComesFirst) {
   std::string reason;
   ASSERT_EQ(open_library({"libnccl_of_nobody.so.2"}, reason), nullptr);
-  EXPECT_NE(reason.find("libnccl_of_nobody.so.2"), std::string::npos) << reason;
+  EXPECT_HAS(reason, "libnccl_of_nobody.so.2");
   ASSERT_EQ(dlopen("libnccl.so.2", RTLD_NOLOAD | RTLD_NOW), nullptr);
 
   ASSERT_NE(dlopen(kHeld, RTLD_NOW | RTLD_LOCAL), nullptr) << dlerror();

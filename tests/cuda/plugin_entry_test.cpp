@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "te_fl/ops/attention.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"
@@ -21,10 +22,6 @@ struct Text {
   te_fl_error_sink sink{sizeof(te_fl_error_sink), 0, this,
                         [](void* host, const char* t) { static_cast<Text*>(host)->text += t; }};
 };
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 // A created plugin.
 class Plugin {
@@ -142,10 +139,9 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   ASSERT_EQ(op.workspace(op.self, &call.ctx, &call.args, &wanted), TE_FL_OK);
   ASSERT_GT(wanted, 0u);
   EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
-  EXPECT_TRUE(contains(call.errors.text, "generic_gemm: ctx.workspace has 0 bytes, must have " +
-                                             std::to_string(wanted)))
-      << call.errors.text;
-  EXPECT_TRUE(contains(call.errors.text, "pass as much as workspace() asks for"));
+  EXPECT_HAS(call.errors.text,
+             "generic_gemm: ctx.workspace has 0 bytes, must have " + std::to_string(wanted));
+  EXPECT_HAS(call.errors.text, "pass as much as workspace() asks for");
   call.errors.text.clear();
   call.ctx.workspace = Fake::memory();
   call.ctx.workspace_bytes = wanted - 1;
@@ -154,7 +150,7 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   call.ctx.workspace = static_cast<char*>(Fake::memory()) + 16;
   call.ctx.workspace_bytes = wanted;
   EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
-  EXPECT_TRUE(contains(call.errors.text, "not aligned to 256 bytes")) << call.errors.text;
+  EXPECT_HAS(call.errors.text, "not aligned to 256 bytes");
 }
 
 TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
@@ -165,9 +161,8 @@ TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
   call.ctx.workspace = Fake::memory();
   call.ctx.stream = reinterpret_cast<void*>(uintptr_t{2});  // cudaStreamPerThread
   EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
-  EXPECT_TRUE(contains(call.errors.text, "generic_gemm: ctx.stream is cudaStreamPerThread"))
-      << call.errors.text;
-  EXPECT_TRUE(contains(call.errors.text, "give a stream made by")) << call.errors.text;
+  EXPECT_HAS(call.errors.text, "generic_gemm: ctx.stream is cudaStreamPerThread");
+  EXPECT_HAS(call.errors.text, "give a stream made by");
 }
 
 // Metadata only (rules R8, R10): the question is asked where there is no GPU, too.
@@ -207,8 +202,8 @@ TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
   const te_fl_op_desc& op = plugin.op("generic_gemm");
   EXPECT_EQ(op.supports(op.self, &call.ctx, &call.args), TE_FL_UNSUPPORTED);
   // Without a device, or without the library, whichever is missed first.
-  EXPECT_TRUE(contains(call.errors.text, "compute capability 8.9") ||
-              contains(call.errors.text, "cuBLASLt was not found"))
+  EXPECT_TRUE(testing::contains(call.errors.text, "compute capability 8.9") ||
+              testing::contains(call.errors.text, "cuBLASLt was not found"))
       << call.errors.text;
 }
 
@@ -257,7 +252,7 @@ TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
   EXPECT_EQ(bytes(forward, &fwd), 256 + values);
   q.tensor.dl.data = nullptr;
   EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_UNSUPPORTED);
-  EXPECT_TRUE(contains(errors.text, "reads row-wise data only")) << errors.text;
+  EXPECT_HAS(errors.text, "reads row-wise data only");
 }
 
 // Whether cuDNN's backward of attention is refused for its length, which is asked before the
@@ -287,7 +282,7 @@ bool too_long_for_cudnn(int64_t batch, int64_t length, int64_t heads, int64_t to
   ctx.errors = &errors.sink;
   const te_fl_op_desc& op = plugin.op("fused_attn_bwd", "vendor.cuda.cudnn");
   return op.supports(op.self, &ctx, &args) == TE_FL_UNSUPPORTED &&
-         contains(errors.text, "2^31 elements");
+         testing::contains(errors.text, "2^31 elements");
 }
 
 TEST(CudaEntry, LongBackwardsOfAttentionAreNotForCudnn) {
@@ -335,8 +330,8 @@ TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
   constexpr int64_t kFits = 8191, kLong = 8192;  // of 2^18 elements each
   const std::string too_long = "FP8 of 2^31 elements or more";
   for (const bool enquiry : {false, true}) {
-    EXPECT_FALSE(contains(refusal_of_fp8_forward(kFits, enquiry), too_long));
-    EXPECT_EQ(contains(refusal_of_fp8_forward(kLong, enquiry), too_long),
+    EXPECT_LACKS(refusal_of_fp8_forward(kFits, enquiry), too_long);
+    EXPECT_EQ(testing::contains(refusal_of_fp8_forward(kLong, enquiry), too_long),
               std::string(version) == "91400")
         << refusal_of_fp8_forward(kLong, enquiry);
   }
@@ -344,8 +339,7 @@ TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
   Plugin().findings(texts);
   std::string all;
   for (const std::string& t : texts) all += t + "\n";
-  EXPECT_TRUE(contains(all, std::string(version) == "91400" ? "cuDNN | 9.14.0" : "cuDNN | 9.19.0"))
-      << all;
+  EXPECT_HAS(all, std::string(version) == "91400" ? "cuDNN | 9.14.0" : "cuDNN | 9.19.0");
 }
 
 TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
@@ -355,10 +349,9 @@ TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
   ASSERT_EQ(findings.size(), texts.size());
   std::string all;
   for (const std::string& t : texts) all += t + "\n";
-  EXPECT_TRUE(contains(all, plugin.has_device() ? "NVIDIA driver | for CUDA" : "no CUDA device"))
-      << all;
-  EXPECT_TRUE(contains(all, "cuBLASLt | ")) << all;
-  EXPECT_TRUE(contains(all, "cuDNN | ")) << all;
+  EXPECT_HAS(all, plugin.has_device() ? "NVIDIA driver | for CUDA" : "no CUDA device");
+  EXPECT_HAS(all, "cuBLASLt | ");
+  EXPECT_HAS(all, "cuDNN | ");
   for (size_t i = 0; i < findings.size(); ++i) {
     const bool good = findings[i].level == TE_FL_FINDING_OK;
     EXPECT_EQ(findings[i].disables == nullptr, good) << texts[i];
@@ -372,21 +365,18 @@ TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
   const auto findings = plugin.findings(texts);
   bool found = false;
   for (size_t i = 0; i < texts.size(); ++i) {
-    if (!contains(texts[i], "choices of products | ")) continue;
+    if (!testing::contains(texts[i], "choices of products | ")) continue;
     found = true;
     EXPECT_EQ(findings[i].level, uint32_t{TE_FL_FINDING_PROBLEM});
-    EXPECT_TRUE(contains(
-        texts[i], "/nonexistent/choices.json cannot be read: No such file or directory | products"))
-        << texts[i];
-    EXPECT_TRUE(contains(texts[i], "| name a file that TE_FL_CUDA_GEMM_TUNE=1 has written"))
-        << texts[i];
+    EXPECT_HAS(texts[i],
+               "/nonexistent/choices.json cannot be read: No such file or directory | products");
+    EXPECT_HAS(texts[i], "| name a file that TE_FL_CUDA_GEMM_TUNE=1 has written");
   }
   EXPECT_TRUE(found);
   std::vector<std::string> others;
   Plugin sound;
   sound.findings(others);
-  for (const std::string& text : others)
-    EXPECT_FALSE(contains(text, "choices of products")) << text;
+  for (const std::string& text : others) EXPECT_LACKS(text, "choices of products");
 }
 
 // Runs in a process of its own: the search path has another NCCL, which is too old.
@@ -399,7 +389,7 @@ TEST(CudaLibraries, TheOneThatTheProcessHoldsIsReported) {
   plugin.findings(texts);
   std::string all;
   for (const std::string& t : texts) all += t + "\n";
-  EXPECT_TRUE(contains(all, "NCCL | 2.27.3, " + std::string(held) + " |")) << all;
+  EXPECT_HAS(all, "NCCL | 2.27.3, " + std::string(held) + " |");
 }
 
 // Runs in a process of its own (tests/cuda/CMakeLists.txt): NVTX looks for its tool once.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backends/cuda/rope_positions.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -114,7 +115,7 @@ TEST(CudaValueErrors, SayValueRuleAndWayOut) {
   const std::string late = late_text_of(index_error(3));
   for (const char* part : {"embedding_fwd by vendor.cuda: indices[3] is 99", "NaN",
                            "TE_FL_VALIDATE=1 refuses", "TE_FL_SYNC=1 finds it"}) {
-    EXPECT_NE(late.find(part), std::string::npos) << late;
+    EXPECT_HAS(late, part);
   }
   EXPECT_EQ(text_of({"", nullptr, ValueRule::kTarget, 0, -1, 0, 7}),
             "targets[0] is -1; it must lie in [0, 7), the classes, or be ignore_index");
@@ -157,9 +158,9 @@ TEST(CudaRopePositions, RaggedSequences) {
   EXPECT_EQ(got[1],
             "sequence 1 of cu_seqlens spans tokens 4 to 2, expected non-decreasing values from "
             "0 to 12 (the input's tokens times cp_size)");
-  EXPECT_NE(got[2].find("spans tokens 2 to 13"), std::string::npos);
-  EXPECT_NE(got[3].find("spans tokens 13 to -4"), std::string::npos);
-  EXPECT_NE(got[4].find("spans tokens -4 to -4"), std::string::npos);
+  EXPECT_HAS(got[2], "spans tokens 2 to 13");
+  EXPECT_HAS(got[3], "spans tokens 13 to -4");
+  EXPECT_HAS(got[4], "spans tokens -4 to -4");
 }
 
 TEST(CudaRopePositions, SharedAmongRanks) {
@@ -169,13 +170,10 @@ TEST(CudaRopePositions, SharedAmongRanks) {
   rules.tables[0] = "freqs", rules.rows[0] = 8;
   const Texts got = broken(rules);
   EXPECT_EQ(got[0], "");
-  EXPECT_NE(got[1].find("spans tokens 8 to 11, expected multiples of cp_size, 2"),
-            std::string::npos);
-  EXPECT_NE(got[2].find("spans tokens 11 to 12, expected multiples"), std::string::npos);
+  EXPECT_HAS(got[1], "spans tokens 8 to 11, expected multiples of cp_size, 2");
+  EXPECT_HAS(got[2], "spans tokens 11 to 12, expected multiples");
   EXPECT_EQ(got[3], "");
-  EXPECT_NE(
-      got[4].find("sequence 4 of cu_seqlens has 3 tokens on this rank, expected an even number"),
-      std::string::npos);
+  EXPECT_HAS(got[4], "sequence 4 of cu_seqlens has 3 tokens on this rank, expected an even number");
   // Of 8 tokens in four chunks rank 0 holds 0, 1 and 6, 7; rank 1 holds 2 to 5.
   EXPECT_EQ(last_position(4, 2, 0), 7);
   EXPECT_EQ(last_position(4, 2, 1), 5);

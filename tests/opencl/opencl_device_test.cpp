@@ -7,16 +7,11 @@
 #include <thread>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "te_fl/te_fl.hpp"
 
 namespace te_fl {
 namespace {
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 const Device kDevice{TE_FL_DEVICE_OPENCL, 0, 0};
 constexpr size_t kBytes = size_t{1} << 20;
@@ -93,7 +88,7 @@ TEST_F(OpenclDevice, TooMuchMemoryIsRefusedAndTheNextCallServed) {
   ASSERT_FALSE(huge.ok());
   EXPECT_EQ(huge.status().code(), StatusCode::kOutOfMemory) << huge.status().to_string();
   const auto small = devices::allocate(kDevice, 64);
-  ASSERT_TRUE(small.ok()) << small.status().to_string();
+  ASSERT_OK(small);
   devices::free(kDevice, *small);
 }
 
@@ -105,8 +100,7 @@ TEST_F(OpenclDevice, HostPointersAreFound) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   const Status status = ops::relu({.input = x, .output = y});
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
-  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  EXPECT_NE(status.to_string().find("host memory"), std::string::npos) << status.to_string();
+  EXPECT_FAILS(status, kInvalidArgument, "host memory");
 }
 
 // Kernel objects hold their arguments: threads that launch the same one must not mix them.

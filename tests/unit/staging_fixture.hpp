@@ -12,27 +12,11 @@
 #include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 
-#define EXPECT_FAILS(expr, expected_code, part)                             \
-  do {                                                                      \
-    const Status s_ = (expr);                                               \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string();      \
-    EXPECT_TRUE(testing::contains(s_.to_string(), part)) << s_.to_string(); \
-  } while (false)
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
-
 namespace te_fl::testing {
-
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 class Staging : public ::testing::Test {
  protected:

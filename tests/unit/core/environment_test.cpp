@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/settings.hpp"
+#include "support/expect.hpp"
 #include "te_fl/log.hpp"
 #include "unit/sanitizers.hpp"
 
@@ -18,7 +19,7 @@ namespace te_fl::environment {
 namespace {
 
 // Each test starts from an environment without our variables and leaves none behind.
-class Environment : public testing::Test {
+class Environment : public ::testing::Test {
  protected:
   void SetUp() override { clear(); }
   void TearDown() override { clear(); }
@@ -29,8 +30,8 @@ class Environment : public testing::Test {
       if (entry.rfind("TE", 0) == 0) ours.push_back(entry.substr(0, entry.find('=')));
     }
     for (const std::string& name : ours) unsetenv(name.c_str());
-    for (const Variable& v : table()) ASSERT_TRUE(unset(v.name).ok());
-    ASSERT_TRUE(reload().ok());
+    for (const Variable& v : table()) ASSERT_OK(unset(v.name));
+    ASSERT_OK(reload());
   }
   static Status load(const char* name, const char* value) {
     setenv(name, value, 1);
@@ -59,7 +60,7 @@ TEST_F(Environment, ValuesAreReadOnReloadInCanonicalForm) {
   setenv("TE_FL_PREFER", "VENDOR", 1);
   EXPECT_EQ(get("TE_FL_STRICT").value(), "0") << "must not be read before reload()";
   const uint64_t before = generation();
-  ASSERT_TRUE(reload().ok());
+  ASSERT_OK(reload());
   EXPECT_NE(generation(), before);
   EXPECT_EQ(get("TE_FL_STRICT").value(), "1");
   EXPECT_TRUE(get_bool("TE_FL_STRICT").value());
@@ -69,37 +70,32 @@ TEST_F(Environment, ValuesAreReadOnReloadInCanonicalForm) {
 
 TEST_F(Environment, EveryBoolSpelling) {
   for (const char* yes : {"1", "true", "TRUE", "on", "Yes"}) {
-    ASSERT_TRUE(load("TE_FL_SYNC", yes).ok()) << yes;
+    ASSERT_OK(load("TE_FL_SYNC", yes)) << yes;
     EXPECT_TRUE(get_bool("TE_FL_SYNC").value()) << yes;
   }
   for (const char* no : {"0", "false", "Off", "no", ""}) {
-    ASSERT_TRUE(load("TE_FL_SYNC", no).ok()) << no;
+    ASSERT_OK(load("TE_FL_SYNC", no)) << no;
     EXPECT_FALSE(get_bool("TE_FL_SYNC").value()) << no;
   }
 }
 
 TEST_F(Environment, AMisspeltVariableNamesTheNearest) {
   const Status s = load("TE_FL_PERFER", "vendor");
-  EXPECT_EQ(s.code(), StatusCode::kInvalidArgument);
-  EXPECT_NE(s.message().find("TE_FL_PERFER is unknown; did you mean TE_FL_PREFER?"),
-            std::string::npos)
-      << s.message();
+  EXPECT_FAILS(s, kInvalidArgument, "TE_FL_PERFER is unknown; did you mean TE_FL_PREFER?");
   EXPECT_EQ(status().message(), s.message()) << "the same until the next reload";
   unsetenv("TE_FL_PERFER");
-  EXPECT_TRUE(reload().ok());
-  EXPECT_TRUE(status().ok());
+  EXPECT_OK(reload());
+  EXPECT_OK(status());
 }
 
 // It may be of a plugin that is not here.
 TEST_F(Environment, AnUnknownVariableFarFromAllIsARemarkThatPointsToTheList) {
   for (const char* name : {"TEFL_XYZZY", "TE_FL_ACME_DEBUG", "TE_FL_ACME_SYNC"}) {
     const Status s = load(name, "1");
-    EXPECT_TRUE(s.ok()) << s.message();
+    EXPECT_OK(s);
     ASSERT_EQ(remarks().size(), 1u) << name;
-    EXPECT_NE(remarks()[0].find(std::string(name) + " is unknown; it may be of a plugin"),
-              std::string::npos)
-        << remarks()[0];
-    EXPECT_NE(remarks()[0].find("`te-fl env` lists"), std::string::npos);
+    EXPECT_HAS(remarks()[0], std::string(name) + " is unknown; it may be of a plugin");
+    EXPECT_HAS(remarks()[0], "`te-fl env` lists");
     unsetenv(name);
   }
 }
@@ -114,15 +110,14 @@ TEST_F(Environment, AWrongValueNamesVariableValueAndNearest) {
 }
 
 TEST_F(Environment, WrongEnumsAndIntsAreRefused) {
-  EXPECT_NE(load("TE_FL_PREFER", "vender").message().find("did you mean 'vendor'?"),
-            std::string::npos);
+  EXPECT_HAS(load("TE_FL_PREFER", "vender").message(), "did you mean 'vendor'?");
   unsetenv("TE_FL_PREFER");
   for (const char* bad : {"-1", "4097", "four", "8x", "99999999999999999999", "1.5"}) {
     const Status s = load("TE_FL_NUM_THREADS", bad);
     EXPECT_EQ(s.message(), std::string("TE_FL_NUM_THREADS=") + bad +
                                " is not accepted: it must be a whole number from 0 to 4096");
   }
-  EXPECT_TRUE(load("TE_FL_NUM_THREADS", "0004").ok());
+  EXPECT_OK(load("TE_FL_NUM_THREADS", "0004"));
   EXPECT_EQ(get("TE_FL_NUM_THREADS").value(), "4");
 }
 
@@ -131,33 +126,33 @@ TEST_F(Environment, GoodVariablesTakeEffectBesideBadOnes) {
   setenv("TE_FL_DETERMINSTIC", "1", 1);
   setenv("TE_FL_SKIP_CUDA", "1", 1);
   const Status s = reload();
-  EXPECT_NE(s.message().find("TE_FL_STRICT=maybe"), std::string::npos);
-  EXPECT_NE(s.message().find("did you mean TE_FL_DETERMINISTIC?"), std::string::npos);
+  EXPECT_HAS(s.message(), "TE_FL_STRICT=maybe");
+  EXPECT_HAS(s.message(), "did you mean TE_FL_DETERMINISTIC?");
   EXPECT_EQ(get("TE_FL_SKIP_CUDA").value(), "1");
 }
 
 TEST_F(Environment, TheNameWinsOverTheAlias) {
-  ASSERT_TRUE(load("TE_FL_LOG_LEVEL", "error").ok());
+  ASSERT_OK(load("TE_FL_LOG_LEVEL", "error"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "ERROR");
   EXPECT_EQ(get("TE_FL_LOG_LEVEL").value(), "ERROR");
   EXPECT_EQ(row("TEFL_LOG_LEVEL").origin, "environment (alias TE_FL_LOG_LEVEL)");
-  ASSERT_TRUE(load("TEFL_LOG_LEVEL", "debug").ok());
+  ASSERT_OK(load("TEFL_LOG_LEVEL", "debug"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");
   // The other order in environ.
   unsetenv("TE_FL_LOG_LEVEL");
-  ASSERT_TRUE(load("TE_FL_LOG_LEVEL", "trace").ok());
+  ASSERT_OK(load("TE_FL_LOG_LEVEL", "trace"));
   EXPECT_EQ(get("TEFL_LOG_LEVEL").value(), "DEBUG");
   EXPECT_EQ(row("TEFL_LOG_LEVEL").origin, "environment (TEFL_LOG_LEVEL)");
 }
 
 TEST_F(Environment, CodeWinsOverTheEnvironmentUntilUnset) {
-  ASSERT_TRUE(load("TE_FL_STRICT", "1").ok());
-  ASSERT_TRUE(set("TE_FL_STRICT", "off").ok());
+  ASSERT_OK(load("TE_FL_STRICT", "1"));
+  ASSERT_OK(set("TE_FL_STRICT", "off"));
   EXPECT_EQ(get("TE_FL_STRICT").value(), "0");
   EXPECT_EQ(row("TE_FL_STRICT").origin, "code");
-  ASSERT_TRUE(reload().ok());
+  ASSERT_OK(reload());
   EXPECT_EQ(get("TE_FL_STRICT").value(), "0") << "reload must not undo code";
-  ASSERT_TRUE(unset("TE_FL_STRICT").ok());
+  ASSERT_OK(unset("TE_FL_STRICT"));
   EXPECT_EQ(get("TE_FL_STRICT").value(), "1");
   EXPECT_FALSE(set("TE_FL_STRICT", "2").ok());
 }
@@ -174,13 +169,13 @@ TEST_F(Environment, UnknownNamesInCallsNameTheNearest) {
 TEST_F(Environment, AnEmptyListIsSetAnEmptyEnumIsNot) {
   setenv("TE_FL_PLUGIN_PATH", "", 1);
   setenv("TE_FL_PREFER", "", 1);
-  ASSERT_TRUE(reload().ok());
+  ASSERT_OK(reload());
   EXPECT_EQ(get_if_set("TE_FL_PLUGIN_PATH"), std::optional<std::string>(""));
   EXPECT_FALSE(get_if_set("TE_FL_PREFER").has_value());
 }
 
 TEST_F(Environment, ValuesMayContainAnEqualsSign) {
-  ASSERT_TRUE(load("TE_FL_PER_OP", "gelu=vendor;rmsnorm_fwd=reference").ok());
+  ASSERT_OK(load("TE_FL_PER_OP", "gelu=vendor;rmsnorm_fwd=reference"));
   EXPECT_EQ(get("TE_FL_PER_OP").value(), "gelu=vendor;rmsnorm_fwd=reference");
 }
 
@@ -188,16 +183,16 @@ TEST_F(Environment, VariablesOfOthersAreLeftAlone) {
   setenv("TEST_SOMETHING", "x", 1);
   setenv("TE_F", "x", 1);
   setenv("TERM", "dumb", 1);
-  EXPECT_TRUE(reload().ok());
+  EXPECT_OK(reload());
 }
 
 TEST_F(Environment, SettingsFollow) {
   EXPECT_FALSE(core::g_validate.load());
-  ASSERT_TRUE(set("TE_FL_VALIDATE", "1").ok());
+  ASSERT_OK(set("TE_FL_VALIDATE", "1"));
   EXPECT_TRUE(core::g_validate.load());
-  ASSERT_TRUE(unset("TE_FL_VALIDATE").ok());
+  ASSERT_OK(unset("TE_FL_VALIDATE"));
   EXPECT_FALSE(core::g_validate.load());
-  ASSERT_TRUE(set("TEFL_LOG_LEVEL", "ERROR").ok());
+  ASSERT_OK(set("TEFL_LOG_LEVEL", "ERROR"));
   EXPECT_EQ(log::level(), log::Level::kError);
 }
 
@@ -213,20 +208,19 @@ TEST_F(Environment, Nearest) {
 
 TEST_F(Environment, MarkdownHasEveryVariableAndEscapesBars) {
   const std::string text = markdown();
-  for (const Variable& v : table()) EXPECT_NE(text.find("| `" + v.name + "`"), std::string::npos);
-  EXPECT_NE(text.find("op=token\\|token"), std::string::npos);
+  for (const Variable& v : table()) EXPECT_HAS(text, "| `" + v.name + "`");
+  EXPECT_HAS(text, "op=token\\|token");
 }
 
 TEST_F(Environment, ReadersAndWritersMayMeet) {
   std::atomic<bool> stop{false};
   std::thread reader([&] {
     while (!stop) {
-      EXPECT_TRUE(get("TE_FL_PER_OP").ok());
+      EXPECT_OK(get("TE_FL_PER_OP"));
       EXPECT_FALSE(table().empty());
     }
   });
-  for (int i = 0; i < 200; ++i)
-    EXPECT_TRUE(set("TE_FL_PER_OP", "gelu=vendor" + std::to_string(i)).ok());
+  for (int i = 0; i < 200; ++i) EXPECT_OK(set("TE_FL_PER_OP", "gelu=vendor" + std::to_string(i)));
   stop = true;
   reader.join();
 }

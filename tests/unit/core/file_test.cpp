@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <string>
 
+#include "support/expect.hpp"
 #include "unit/sanitizers.hpp"
 #include "unit/temp_folder.hpp"
 
@@ -28,10 +29,6 @@ extern "C" int fsync(int fd) {
 namespace te_fl::core {
 namespace {
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 TEST(WholeFile, IsReplacedAndOnTheDiskBeforeItHasItsName) {
   const test::TempFolder folder;
   const std::string path = folder.write("a", "old");
@@ -42,7 +39,7 @@ TEST(WholeFile, IsReplacedAndOnTheDiskBeforeItHasItsName) {
   file.write(large);
   file.write(" end");
   EXPECT_EQ(test::read_file(path), "old") << "until it is complete";
-  ASSERT_TRUE(file.commit().ok());
+  ASSERT_OK(file.commit());
   EXPECT_EQ(test::read_file(path), "new " + large + " end");
   EXPECT_EQ(g_synced, "fd") << "the contents, then the folder that has the name";
   EXPECT_EQ(read_file(path, 4 << 20).value(), "new " + large + " end");
@@ -60,7 +57,7 @@ TEST(WholeFile, ALinkStaysAndWhatItLeadsToIsReplaced) {
   const test::TempFolder folder;
   const std::string target = folder.write("there/a", "old"), link = folder / "link";
   std::filesystem::create_symlink(target, link);
-  ASSERT_TRUE(replace_file(link, "new").ok());
+  ASSERT_OK(replace_file(link, "new"));
   EXPECT_TRUE(std::filesystem::is_symlink(link));
   EXPECT_EQ(test::read_file(target), "new");
 }
@@ -70,16 +67,16 @@ TEST(WholeFile, OnlyRegularFilesAreReadOrReplaced) {
   const std::string pipe = folder / "pipe";
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   for (const std::string& path : {folder.path(), pipe}) {
-    EXPECT_TRUE(contains(replace_file(path, "x").message(), "is a ")) << path;
-    EXPECT_TRUE(contains(read_file(path, 10).status().message(), "is a ")) << path;
+    EXPECT_HAS(replace_file(path, "x").message(), "is a ") << path;
+    EXPECT_HAS(read_file(path, 10).status().message(), "is a ") << path;
   }
   struct stat st {};
   ASSERT_EQ(stat(pipe.c_str(), &st), 0);
   EXPECT_TRUE(S_ISFIFO(st.st_mode));
   EXPECT_EQ(read_file(folder / "none", 10).status().code(), StatusCode::kNotFound);
-  EXPECT_TRUE(contains(read_file(folder.write("long", "12345"), 4).status().message(),
-                       "has 5 bytes, and may have 4"));
-  EXPECT_TRUE(contains(replace_file(folder / "no/folder/a", "x").message(), "No such file"));
+  EXPECT_HAS(read_file(folder.write("long", "12345"), 4).status().message(),
+             "has 5 bytes, and may have 4");
+  EXPECT_HAS(replace_file(folder / "no/folder/a", "x").message(), "No such file");
 }
 
 TEST(WholeFile, AFullDiskLeavesItAsItWas) {
@@ -92,7 +89,7 @@ TEST(WholeFile, AFullDiskLeavesItAsItWas) {
     const rlimit limit{4096, 4096};
     if (setrlimit(RLIMIT_FSIZE, &limit) != 0) _exit(2);
     const Status status = replace_file(path, std::string(1 << 16, 'x'));
-    _exit(contains(status.message(), "File too large") ? 0 : 1);
+    _exit(testing::contains(status.message(), "File too large") ? 0 : 1);
   }
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);

@@ -7,30 +7,31 @@
 #include <atomic>
 #include <thread>
 
+#include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 #include "unit/sanitizers.hpp"
 
 namespace te_fl::log {
 namespace {
 
-class Log : public testing::Test {
+class Log : public ::testing::Test {
  protected:
   void SetUp() override { set_level(Level::kInfo); }
 };
 
 std::string captured(const std::function<void()>& f) {
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   f();
-  return testing::internal::GetCapturedStderr();
+  return ::testing::internal::GetCapturedStderr();
 }
 
 TEST_F(Log, WritesLevelNameAndTextToStderr) {
   const std::string text = captured([] { warning("plugin acme is absent"); });
-  EXPECT_NE(text.find("te-fl warning: plugin acme is absent\n"), std::string::npos) << text;
+  EXPECT_HAS(text, "te-fl warning: plugin acme is absent\n");
 }
 
 TEST_F(Log, BracesAreText) {
-  EXPECT_NE(captured([] { info("{} {0} %s"); }).find(": {} {0} %s\n"), std::string::npos);
+  EXPECT_HAS(captured([] { info("{} {0} %s"); }), ": {} {0} %s\n");
 }
 
 TEST_F(Log, LevelsFilter) {
@@ -52,20 +53,20 @@ TEST_F(Log, OnceIsOncePerKey) {
     once(Level::kWarning, "log_test.other", "another");
   });
   EXPECT_EQ(text.find("only once"), text.rfind("only once"));
-  EXPECT_NE(text.find("another"), std::string::npos);
+  EXPECT_HAS(text, "another");
 }
 
 TEST_F(Log, CodeWinsOverAReload) {
   set_level(Level::kError);
   setenv("TEFL_LOG_LEVEL", "TRACE", 1);
-  ASSERT_TRUE(environment::reload().ok());
+  ASSERT_OK(environment::reload());
   EXPECT_EQ(level(), Level::kError);
-  ASSERT_TRUE(environment::set("TEFL_LOG_LEVEL", "debug").ok());
+  ASSERT_OK(environment::set("TEFL_LOG_LEVEL", "debug"));
   EXPECT_EQ(level(), Level::kDebug);
-  ASSERT_TRUE(environment::unset("TEFL_LOG_LEVEL").ok());
+  ASSERT_OK(environment::unset("TEFL_LOG_LEVEL"));
   EXPECT_EQ(level(), Level::kTrace) << "back to the environment";
   unsetenv("TEFL_LOG_LEVEL");
-  ASSERT_TRUE(environment::reload().ok());
+  ASSERT_OK(environment::reload());
   EXPECT_EQ(level(), Level::kInfo);
 }
 
@@ -92,7 +93,7 @@ TEST_F(Log, ThreadsDoNotMixLines) {
 
 TEST_F(Log, AForkedChildCanWrite) {
   TE_FL_SKIP_FORK_WHILE_ALLOCATING();
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   std::atomic<bool> stop{false};
   std::thread writer([&] {
     while (!stop) info("busy");
@@ -111,7 +112,7 @@ TEST_F(Log, AForkedChildCanWrite) {
   }
   stop = true;
   writer.join();
-  EXPECT_NE(testing::internal::GetCapturedStderr().find("info: child"), std::string::npos);
+  EXPECT_HAS(::testing::internal::GetCapturedStderr(), "info: child");
 }
 
 }  // namespace

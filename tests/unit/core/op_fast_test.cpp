@@ -9,6 +9,7 @@
 #include <random>
 
 #include "core/op_finder.hpp"
+#include "support/expect.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"
@@ -20,7 +21,7 @@ namespace {
 // A compiled op with its insides in view.
 struct Insides {
   CompiledOp::Impl impl;
-  explicit Insides(const te_fl_op_schema& schema) { EXPECT_TRUE(impl.compile(schema).ok()); }
+  explicit Insides(const te_fl_op_schema& schema) { EXPECT_OK(impl.compile(schema)); }
 };
 
 class Spoiler {

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/attention.h"
@@ -20,11 +21,7 @@
 namespace te_fl::core {
 namespace {
 
-#define EXPECT_HAS(text, part)                                                                     \
-  EXPECT_PRED2([](const std::string& a, const char* b) { return a.find(b) != std::string::npos; }, \
-               text, part)
-
-class Gemm : public testing::Test {
+class Gemm : public ::testing::Test {
  protected:
   std::unique_ptr<const CompiledOp> op = compile("generic_gemm");
   Tensor a = f32({4, 8}), b = f32({8, 3}), d = f32({4, 3});
@@ -223,7 +220,7 @@ TEST(Enquiry, MetadataNeedsNoDataAndTheAnswerIsOnTheHost) {
   EXPECT_HAS(check(*op, &args), "argument 'dropout_p' is 1, must be from 0 to 0.999999");
 }
 
-class Attention : public testing::Test {
+class Attention : public ::testing::Test {
  protected:
   std::unique_ptr<const CompiledOp> op = compile("fused_attn_fwd");
   Tensor q = f32({4, 1, 2, 8}), k = f32({4, 1, 2, 8}), v = f32({4, 1, 2, 8}), o = f32({4, 1, 2, 8});
@@ -296,7 +293,7 @@ TEST(Broadcast, IsAllowedWhereTheSchemaSaysSo) {
   EXPECT_HAS(check(*op, &args), "4-bit elements are packed and must be contiguous");
 }
 
-class Lists : public testing::Test {
+class Lists : public ::testing::Test {
  protected:
   std::unique_ptr<const CompiledOp> op = compile("multi_tensor_adam");
   std::vector<Tensor> tensors;
@@ -360,9 +357,9 @@ TEST_F(Lists, Aliasing) {
   v[0] = c;
   EXPECT_EQ(check(*op, &args), "");
   p[0] = p[1];
-  ASSERT_TRUE(environment::set("TE_FL_VALIDATE", "1").ok());
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   EXPECT_HAS(check(*op, &args), "argument 'params'[0] overlaps the memory of 'params'");
-  ASSERT_TRUE(environment::unset("TE_FL_VALIDATE").ok());
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
 TEST_F(Lists, PlainTensorsBindForAllIndices) {
@@ -403,7 +400,7 @@ TEST(Refusals, NameTheArgument) {
 }
 
 // An op of version 3 with a scalar and a tensor that came later.
-struct Versioned : testing::Test {
+struct Versioned : ::testing::Test {
   SchemaBuilder b;
   std::unique_ptr<const CompiledOp> op;
   struct Args {
@@ -429,7 +426,7 @@ struct Versioned : testing::Test {
     b.schema.args_size = sizeof(Args);
     b.schema.args_size_v1 = offsetof(Args, factor);
     auto result = b.compile();
-    ASSERT_TRUE(result.ok()) << result.status().to_string();
+    ASSERT_OK(result);
     op = std::move(*result);
     args.x = x, args.y = y;
   }

@@ -6,6 +6,7 @@
 
 #include <cstring>
 
+#include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/ops/activation.h"
 #include "unit/op_fixture.hpp"
@@ -13,15 +14,11 @@
 namespace te_fl::core {
 namespace {
 
-#define EXPECT_HAS(text, part)                                                                     \
-  EXPECT_PRED2([](const std::string& a, const char* b) { return a.find(b) != std::string::npos; }, \
-               text, part)
-
 TEST(Catalogue, EverySchemaCompiles) {
   ASSERT_EQ(catalogue().size(), catalogue_families().size());
   for (const te_fl_op_schema* schema : catalogue()) {
     const auto op = CompiledOp::compile(*schema);
-    ASSERT_TRUE(op.ok()) << op.status().to_string();
+    ASSERT_OK(op);
     EXPECT_STREQ((*op)->schema().name, schema->name);
     EXPECT_NE((*op)->schema().args, schema->args) << "a deep copy";
     EXPECT_TRUE((*op)->same_as(*schema)) << schema->name;
@@ -44,7 +41,7 @@ TEST(Catalogue, NullAndShortStructsAreRefusedByEveryOp) {
   }
 }
 
-class Gelu : public testing::Test {
+class Gelu : public ::testing::Test {
  protected:
   std::unique_ptr<const CompiledOp> op = compile("gelu");
   Tensor x = f32({4, 8}), y = f32({4, 8});
@@ -189,7 +186,7 @@ TEST_F(Gelu, OverlapsThatNeedTheExactTest) {
   Raw o(y);
   o.strided().strides[0] = 4;  // rows of 8 begin every 4 elements
   EXPECT_EQ(with_output(&o.t), "");
-  ASSERT_TRUE(environment::set("TE_FL_VALIDATE", "1").ok());
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   EXPECT_HAS(with_output(&o.t), "whose elements overlap in memory");
   o.strides[0] = 1, o.strides[1] = 4;
   EXPECT_EQ(with_output(&o.t), "") << "transposed, not overlapping";
@@ -201,20 +198,20 @@ TEST_F(Gelu, OverlapsThatNeedTheExactTest) {
              "overlaps the memory of 'input' without beginning where it begins");
   args.input = x;
   EXPECT_EQ(with_output(x), "") << "in place is allowed";
-  ASSERT_TRUE(environment::unset("TE_FL_VALIDATE").ok());
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
   args.input = first;
   EXPECT_EQ(with_output(second), "") << "not looked for without TE_FL_VALIDATE";
 }
 
 TEST_F(Gelu, InterleavedViewsDoNotOverlap) {
-  ASSERT_TRUE(environment::set("TE_FL_VALIDATE", "1").ok());
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   const Tensor packed = f32({4, 16});
   const Tensor even = packed.slice(1, 0, 8).value(), odd = packed.slice(1, 8, 16).value();
   args.input = even;
   EXPECT_EQ(with_output(odd), "");
   const Tensor shifted = packed.slice(1, 4, 12).value();
   EXPECT_HAS(with_output(shifted), "overlaps the memory of 'input'");
-  ASSERT_TRUE(environment::unset("TE_FL_VALIDATE").ok());
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
 TEST_F(Gelu, Devices) {

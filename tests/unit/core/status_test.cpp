@@ -77,7 +77,7 @@ TEST(Result, HoldsAValueOrAStatus) {
 }
 
 TEST(ResultDeathTest, ValueOfAnErrorAbortsWithTheStatus) {
-  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   const Result<int> bad = not_found("nothing here");
   EXPECT_DEATH((void)bad.value(), "NOT_FOUND: nothing here");
 }

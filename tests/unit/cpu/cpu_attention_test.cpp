@@ -2,6 +2,7 @@
 // on shapes that cross the tiles of 64 queries and 128 keys.
 #include "support/attention_problem.hpp"
 #include "support/cpu_call.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::testing {
 namespace {
@@ -30,20 +31,20 @@ TEST_P(CpuAttention, ForwardIsTheFormulaAndBackwardAsTheReference) {
   Call call(c), oracle(c);
   spoil_padding(call);
   spoil_padding(oracle);
-  EXPECT_CPU_RUNS("fused_attn_fwd", call.fwd, call.p.rng);
+  ASSERT_OK(run_cpu("fused_attn_fwd", call.fwd, call.p.rng));
   std::vector<double> o, lse;
   call.p.forward(o, lse);
   expect_near(call.gather(call.o, true), o, 2e-6, 1e-5, "o");
   expect_near(call.lse.values(), lse_in_layout(call, lse), 2e-6, 5e-6, "lse");
 
-  EXPECT_RUNS("fused_attn_fwd", oracle.fwd, call.p.rng);
-  EXPECT_RUNS("fused_attn_bwd", oracle.bwd, call.p.rng);
+  ASSERT_OK(run_reference("fused_attn_fwd", oracle.fwd, call.p.rng));
+  ASSERT_OK(run_reference("fused_attn_bwd", oracle.bwd, call.p.rng));
   if (broadcast_dbias(c)) {
-    EXPECT_CPU_REFUSES("fused_attn_bwd", call.bwd, TE_FL_UNSUPPORTED, "dbias");
+    EXPECT_FAILS(run_cpu("fused_attn_bwd", call.bwd), kUnsupported, "dbias");
     EXPECT_TRUE(call.dq.untouched());
     call.bwd.dbias = nullptr;
   }
-  EXPECT_CPU_RUNS("fused_attn_bwd", call.bwd, call.p.rng);
+  ASSERT_OK(run_cpu("fused_attn_bwd", call.bwd, call.p.rng));
   expect_near(call.dq.values(), oracle.dq.values(), 5e-6, 2e-5, "dq");
   expect_near(call.dk.values(), oracle.dk.values(), 5e-6, 2e-5, "dk");
   expect_near(call.dv.values(), oracle.dv.values(), 5e-6, 2e-5, "dv");
@@ -54,7 +55,7 @@ TEST_P(CpuAttention, ForwardIsTheFormulaAndBackwardAsTheReference) {
     expect_near(call.dsink.values(), oracle.dsink.values(), 2e-5, 2e-5, "dsink");
   }
   const auto dq = call.dq.bytes(), dk = call.dk.bytes();
-  EXPECT_CPU_RUNS("fused_attn_bwd", call.bwd, call.p.rng);
+  ASSERT_OK(run_cpu("fused_attn_bwd", call.bwd, call.p.rng));
   EXPECT_EQ(call.dq.bytes(), dq) << "equal calls, equal bits";
   EXPECT_EQ(call.dk.bytes(), dk) << "equal calls, equal bits";
 }
@@ -160,9 +161,9 @@ TEST(CpuAttentionTest, LowPrecisionStridedQkv) {
     te_fl_fused_attn_fwd_args a;
     a.q = q, a.k = k, a.v = v, a.o = o, a.softmax_lse = lse;
     a.mask_type = TE_FL_MASK_TYPE_CAUSAL, a.scale = 0.2f;
-    EXPECT_CPU_RUNS("fused_attn_fwd", a);
+    ASSERT_OK(run_cpu("fused_attn_fwd", a));
     a.o = want, a.softmax_lse = want_lse;
-    EXPECT_RUNS("fused_attn_fwd", a);
+    ASSERT_OK(run_reference("fused_attn_fwd", a));
     const double rtol = dtype == TE_FL_F16 ? 1e-3 : 1e-2;
     expect_near(o.values(), want.values(), 1e-5, rtol, "o");
     expect_near(lse.values(), want_lse.values(), 1e-6, 5e-6, "lse");
@@ -172,9 +173,9 @@ TEST(CpuAttentionTest, LowPrecisionStridedQkv) {
     g.d_o = d_o, g.q = q, g.k = k, g.v = v, g.o = want, g.softmax_lse = want_lse;
     g.dq = dq, g.dk = dk, g.dv = dv;
     g.mask_type = TE_FL_MASK_TYPE_CAUSAL, g.scale = 0.2f;
-    EXPECT_CPU_RUNS("fused_attn_bwd", g);
+    ASSERT_OK(run_cpu("fused_attn_bwd", g));
     g.dq = wq, g.dk = wk, g.dv = wv;
-    EXPECT_RUNS("fused_attn_bwd", g);
+    ASSERT_OK(run_reference("fused_attn_bwd", g));
     expect_near(dq.values(), wq.values(), 1e-4, rtol, "dq");
     expect_near(dk.values(), wk.values(), 1e-4, rtol, "dk");
     expect_near(dv.values(), wv.values(), 1e-4, rtol, "dv");
@@ -188,7 +189,7 @@ TEST(CpuAttentionTest, NanScoresReachTheirRowsOnly) {
   te_fl_fused_attn_fwd_args a;
   a.q = q, a.k = k, a.v = v, a.o = o;
   a.layout = TE_FL_LAYOUT_BSHD, a.mask_type = TE_FL_MASK_TYPE_CAUSAL;
-  EXPECT_CPU_RUNS("fused_attn_fwd", a);
+  ASSERT_OK(run_cpu("fused_attn_fwd", a));
   EXPECT_EQ(o.values()[0], 3);
   EXPECT_TRUE(std::isnan(o.values()[1]));
 }
@@ -198,24 +199,24 @@ TEST(CpuAttentionTest, RefusalsAndErrors) {
   HostTensor o({1, 1, 1, 2}, TE_FL_F32), backend({1}, TE_FL_I32);
   te_fl_fused_attn_fwd_args a;
   a.q = a.k = a.v = q8, a.o = o;
-  EXPECT_CPU_REFUSES("fused_attn_fwd", a, TE_FL_UNSUPPORTED, "FP8");
+  EXPECT_FAILS(run_cpu("fused_attn_fwd", a), kUnsupported, "FP8");
   EXPECT_EQ(cpu_op("fused_attn_fwd")->dtypes & TE_FL_MASK_FP8, 0u) << "refused statically too";
   a.q = a.k = a.v = q;
   a.mask_type = TE_FL_MASK_TYPE_PADDING;
-  EXPECT_CPU_REFUSES("fused_attn_fwd", a, TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, "cu_seqlens_q");
+  EXPECT_REFUSED(run_cpu("fused_attn_fwd", a), "cu_seqlens_q");
   EXPECT_TRUE(o.untouched());
   HostTensor square({2, 2}, TE_FL_F32, {1, 2, 3, 4});
   HostTensor turned(square, {1, 1, 2, 2}, {4, 4, 1, 2}, 0), o2({1, 1, 2, 2}, TE_FL_F32);
   a.q = turned, a.k = a.v = turned, a.o = o2, a.mask_type = 0;
-  EXPECT_CPU_REFUSES("fused_attn_fwd", a, TE_FL_UNSUPPORTED, "strided_copy");
+  EXPECT_FAILS(run_cpu("fused_attn_fwd", a), kUnsupported, "strided_copy");
   te_fl_get_fused_attn_backend_args e;
   e.q = e.k = e.v = q, e.backend = backend;
-  EXPECT_CPU_RUNS("get_fused_attn_backend", e);
+  ASSERT_OK(run_cpu("get_fused_attn_backend", e));
   EXPECT_EQ(backend.values()[0], 1);
   e.mask_type = TE_FL_MASK_TYPE_ARBITRARY, e.layout = TE_FL_LAYOUT_THD;
   HostTensor t({1, 1, 2}, TE_FL_F32, {1, 0});
   e.q = e.k = e.v = t;
-  EXPECT_CPU_RUNS("get_fused_attn_backend", e);
+  ASSERT_OK(run_cpu("get_fused_attn_backend", e));
   EXPECT_EQ(backend.values()[0], -1);
 }
 

@@ -17,7 +17,7 @@ namespace te_fl::cpu {
 namespace {
 
 // Every test runs for each SIMD target that the backend is compiled for and this machine has.
-class CpuConvert : public testing::TestWithParam<int64_t> {
+class CpuConvert : public ::testing::TestWithParam<int64_t> {
  protected:
   void SetUp() override {
     if (GetParam() != 0 && (hwy::SupportedTargets() & GetParam()) == 0) GTEST_SKIP();
@@ -30,9 +30,9 @@ class CpuConvert : public testing::TestWithParam<int64_t> {
   }
 };
 #if HWY_ARCH_X86
-INSTANTIATE_TEST_SUITE_P(Target, CpuConvert, testing::Values(HWY_AVX3, HWY_AVX2, 0));
+INSTANTIATE_TEST_SUITE_P(Target, CpuConvert, ::testing::Values(HWY_AVX3, HWY_AVX2, 0));
 #else
-INSTANTIATE_TEST_SUITE_P(Target, CpuConvert, testing::Values(0));
+INSTANTIATE_TEST_SUITE_P(Target, CpuConvert, ::testing::Values(0));
 #endif
 
 uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }

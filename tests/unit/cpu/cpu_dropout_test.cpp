@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "support/cpu_call.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::testing {
 namespace {
@@ -19,19 +20,19 @@ TEST(CpuDropout, MaskIsTheStreamAndValuesFollow) {
           HostTensor mask({(n + 7) / 8}, TE_FL_U8), want_mask({(n + 7) / 8}, TE_FL_U8);
           te_fl_dropout_fwd_args a;
           a.input = x, a.output = y, a.mask = mask, a.p = p;
-          EXPECT_CPU_RUNS("dropout_fwd", a, rng);
+          ASSERT_OK(run_cpu("dropout_fwd", a, rng));
           a.output = want, a.mask = want_mask;
-          EXPECT_RUNS("dropout_fwd", a, rng);
+          ASSERT_OK(run_reference("dropout_fwd", a, rng));
           ASSERT_EQ(mask.bytes(), want_mask.bytes()) << n << " " << p << " " << offset;
           const double rtol = dtype == TE_FL_F32 ? 2e-7 : dtype == TE_FL_F16 ? 1e-3 : 1e-2;
           expect_near(y.values(), want.values(), 0, rtol, "y");
           te_fl_dropout_bwd_args g;
           HostTensor dx({n}, dtype);
           g.grad_output = x, g.grad_input = dx, g.mask = mask, g.p = p;
-          EXPECT_CPU_RUNS("dropout_bwd", g);
+          ASSERT_OK(run_cpu("dropout_bwd", g));
           EXPECT_EQ(dx.bytes(), y.bytes()) << "the same map";
           a.output = x, a.mask = mask;
-          EXPECT_CPU_RUNS("dropout_fwd", a, rng);
+          ASSERT_OK(run_cpu("dropout_fwd", a, rng));
           EXPECT_EQ(x.bytes(), y.bytes()) << "in place";
         }
       }
@@ -45,15 +46,15 @@ TEST(CpuDropout, StateInMemoryCountsAndMaskIsChecked) {
   HostTensor mask({13}, TE_FL_U8), same({13}, TE_FL_U8), shorter({12}, TE_FL_U8);
   te_fl_dropout_fwd_args a;
   a.input = x, a.output = y, a.mask = mask, a.p = 0.5f;
-  EXPECT_CPU_RUNS("dropout_fwd", a, te_fl_rng{3, 5, nullptr});
+  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{3, 5, nullptr}));
   a.mask = same;
-  EXPECT_CPU_RUNS("dropout_fwd", a, te_fl_rng{1, 1, state});
+  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{1, 1, state}));
   EXPECT_EQ(mask.bytes(), same.bytes());
   a.mask = shorter;
-  EXPECT_CPU_REFUSES("dropout_fwd", a, TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN, "expected shape [13]");
+  EXPECT_REFUSED(run_cpu("dropout_fwd", a), "expected shape [13]");
   x.fill(std::vector<double>(100, NAN));
   a.mask = mask;
-  EXPECT_CPU_RUNS("dropout_fwd", a, te_fl_rng{3, 5, nullptr});
+  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{3, 5, nullptr}));
   int zeros = 0;
   for (double v : y.values()) zeros += v == 0;
   EXPECT_GT(zeros, 20) << "a dropped NaN leaves zero";

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/te_fl.hpp"
 
@@ -39,7 +40,7 @@ TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
     args.trans_b = 1;
     args.residual = residual;
     args.d = wanted;
-    ASSERT_TRUE(ops::generic_gemm(args).ok());
+    ASSERT_OK(ops::generic_gemm(args));
 
     const Tensor memory = Tensor::empty({4 * kRows * kCols}, DType::kU8).value();
     const int64_t shape[] = {kRows, kCols};
@@ -51,7 +52,7 @@ TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
     std::memcpy(shared.raw_data(), values.data(), values.size());
     args.residual = shared;
     args.d = result;
-    ASSERT_TRUE(ops::generic_gemm(args).ok());
+    ASSERT_OK(ops::generic_gemm(args));
     for (int64_t i = 0; i < wanted.numel(); ++i) {
       const auto at = [&](const Tensor& t) {
         return to == DType::kF32 ? t.data<float>()[i]

@@ -14,7 +14,7 @@
 namespace te_fl::cpu {
 namespace {
 
-class CpuLoss : public testing::TestWithParam<int64_t> {
+class CpuLoss : public ::testing::TestWithParam<int64_t> {
  protected:
   void SetUp() override {
     if (GetParam() != 0 && (hwy::SupportedTargets() & GetParam()) == 0) GTEST_SKIP();
@@ -27,9 +27,9 @@ class CpuLoss : public testing::TestWithParam<int64_t> {
   }
 };
 #if HWY_ARCH_X86
-INSTANTIATE_TEST_SUITE_P(Target, CpuLoss, testing::Values(HWY_AVX3, HWY_AVX2, 0));
+INSTANTIATE_TEST_SUITE_P(Target, CpuLoss, ::testing::Values(HWY_AVX3, HWY_AVX2, 0));
 #else
-INSTANTIATE_TEST_SUITE_P(Target, CpuLoss, testing::Values(0));
+INSTANTIATE_TEST_SUITE_P(Target, CpuLoss, ::testing::Values(0));
 #endif
 
 constexpr float kInf = std::numeric_limits<float>::infinity();

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/norm.h"
@@ -41,7 +42,7 @@ struct View {
   te_fl_tensor tensor;
 };
 
-class CpuOps : public testing::Test {
+class CpuOps : public ::testing::Test {
  protected:
   ~CpuOps() override {
     if (instance_ != nullptr) api().destroy(instance_);
@@ -276,8 +277,7 @@ TEST_F(CpuOps, ThreadCountMustBeANumberInRange) {
   for (const char* wrong : {"four", "4x", "-1", "1025", "99999999999999"}) {
     error_.clear();
     EXPECT_EQ(create(wrong), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN) << wrong;
-    EXPECT_NE(error_.find(std::string("TE_FL_NUM_THREADS is \"") + wrong), std::string::npos)
-        << error_;
+    EXPECT_HAS(error_, std::string("TE_FL_NUM_THREADS is \"") + wrong);
     EXPECT_EQ(instance_, nullptr);
   }
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "support/cpu_call.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::testing {
 namespace {
@@ -24,12 +25,12 @@ void check(te_fl_rope_rope_args a, const Shape& shape, int dtype) {
   for (const char* op : {"fused_rope_forward", "fused_rope_backward"}) {
     HostTensor x(shape, dtype, random_values(count(shape), 1)), y(shape, dtype), want(shape, dtype);
     a.input = x, a.output = y;
-    EXPECT_CPU_RUNS(op, a);
+    ASSERT_OK(run_cpu(op, a));
     a.output = want;
-    EXPECT_RUNS(op, a);
+    ASSERT_OK(run_reference(op, a));
     expect_near(y.values(), want.values(), 1e-6, relative(dtype), op);
     a.output = x;  // in place, the same bits
-    EXPECT_CPU_RUNS(op, a);
+    ASSERT_OK(run_cpu(op, a));
     EXPECT_EQ(x.bytes(), y.bytes());
   }
 }
@@ -67,16 +68,16 @@ TEST(CpuRope, ManyTokensAndStridedViews) {
   HostTensor k(packed, {s, b, h, d}, {b * h * 3 * d, h * 3 * d, 3 * d, 1}, d);
   HostTensor y({s, b, h, d}, TE_FL_F32), want({s, b, h, d}, TE_FL_F32);
   a.input = k, a.output = y;
-  EXPECT_CPU_RUNS("fused_rope_forward", a);
+  ASSERT_OK(run_cpu("fused_rope_forward", a));
   a.output = want;
-  EXPECT_RUNS("fused_rope_forward", a);
+  ASSERT_OK(run_reference("fused_rope_forward", a));
   expect_near(y.values(), want.values(), 1e-6, 5e-6, "strided");
   a.output = k;
-  EXPECT_CPU_RUNS("fused_rope_forward", a);
+  ASSERT_OK(run_cpu("fused_rope_forward", a));
   EXPECT_EQ(k.values(), y.values());
   HostTensor askew(packed, {s, b, h, d}, {b * h * 3 * d, h * 3 * d, 3 * d, 1}, d + 1);
   a.output = askew;
-  EXPECT_CPU_REFUSES("fused_rope_forward", a, TE_FL_UNSUPPORTED, "shares memory");
+  EXPECT_FAILS(run_cpu("fused_rope_forward", a), kUnsupported, "shares memory");
 }
 
 TEST(CpuRope, PackedQkvThereAndBack) {
@@ -92,9 +93,9 @@ TEST(CpuRope, PackedQkvThereAndBack) {
       f.qkv_input = x, f.q_freqs = q_freqs, f.k_freqs = k_freqs;
       f.q_out = qo, f.k_out = ko, f.v_out = vo;
       f.q_dim = 72, f.k_dim = 24, f.v_dim = 10, f.interleaved = interleaved;
-      EXPECT_CPU_RUNS("fused_qkv_rope_forward", f);
+      ASSERT_OK(run_cpu("fused_qkv_rope_forward", f));
       f.q_out = wq, f.k_out = wk, f.v_out = wv;
-      EXPECT_RUNS("fused_qkv_rope_forward", f);
+      ASSERT_OK(run_reference("fused_qkv_rope_forward", f));
       expect_near(qo.values(), wq.values(), 1e-6, relative(dtype), "q");
       expect_near(ko.values(), wk.values(), 1e-6, relative(dtype), "k");
       EXPECT_EQ(vo.bytes(), wv.bytes());
@@ -102,9 +103,9 @@ TEST(CpuRope, PackedQkvThereAndBack) {
       te_fl_fused_qkv_rope_backward_args b;
       b.q_grad = wq, b.k_grad = wk, b.v_grad = wv, b.q_freqs = q_freqs, b.k_freqs = k_freqs;
       b.qkv_grad = g, b.q_dim = 72, b.k_dim = 24, b.v_dim = 10, b.interleaved = interleaved;
-      EXPECT_CPU_RUNS("fused_qkv_rope_backward", b);
+      ASSERT_OK(run_cpu("fused_qkv_rope_backward", b));
       b.qkv_grad = want;
-      EXPECT_RUNS("fused_qkv_rope_backward", b);
+      ASSERT_OK(run_reference("fused_qkv_rope_backward", b));
       expect_near(g.values(), want.values(), 1e-6, relative(dtype), "qkv");
     }
   }
@@ -115,12 +116,11 @@ TEST(CpuRope, ErrorsNameTheArgument) {
   HostTensor freqs({3, 1, 1, 8}, TE_FL_F32, random_values(24, 2));
   te_fl_rope_rope_args a;
   a.input = x, a.output = y, a.freqs = freqs;
-  const te_fl_status invalid = TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN;
-  EXPECT_CPU_REFUSES("fused_rope_forward", a, invalid, "position 3 is needed");
+  EXPECT_REFUSED(run_cpu("fused_rope_forward", a), "position 3 is needed");
   a.cp_rank = 1;
-  EXPECT_CPU_REFUSES("fused_rope_forward", a, invalid, "cp_rank is 1");
+  EXPECT_REFUSED(run_cpu("fused_rope_forward", a), "cp_rank is 1");
   a.cp_rank = 0, a.layout = TE_FL_LAYOUT_THD;
-  EXPECT_CPU_REFUSES("fused_rope_forward", a, invalid, "expected rank 3");
+  EXPECT_REFUSED(run_cpu("fused_rope_forward", a), "expected rank 3");
   EXPECT_TRUE(y.untouched());
 }
 

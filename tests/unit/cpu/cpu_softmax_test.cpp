@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "support/cpu_call.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::testing {
 namespace {
@@ -24,22 +25,22 @@ void check(const char* fwd_op, const char* bwd_op, const Shape& shape, int dtype
   Fwd f;
   f.input = x, f.output = y, f.scale = 0.7f;
   if constexpr (std::is_same_v<Fwd, te_fl_softmax_masked_args>) f.mask = mask;
-  EXPECT_CPU_RUNS(fwd_op, f);
+  ASSERT_OK(run_cpu(fwd_op, f));
   f.output = want;
-  EXPECT_RUNS(fwd_op, f);
+  ASSERT_OK(run_reference(fwd_op, f));
   expect_near(y.values(), want.values(), 1e-6, relative(dtype), fwd_op);
   HostTensor dy(shape, dtype, random_values(count(shape), 2)), dx(shape, dtype),
       want_dx(shape, dtype);
   Bwd g;
   g.output_grad = dy, g.softmax_results = want, g.input_grad = dx, g.scale = 0.7f;
-  EXPECT_CPU_RUNS(bwd_op, g);
+  ASSERT_OK(run_cpu(bwd_op, g));
   g.input_grad = want_dx;
-  EXPECT_RUNS(bwd_op, g);
+  ASSERT_OK(run_reference(bwd_op, g));
   expect_near(dx.values(), want_dx.values(), 1e-6, relative(dtype), bwd_op);
   // In place, the same bits.
   f.output = x, g.input_grad = dy;
-  EXPECT_CPU_RUNS(fwd_op, f);
-  EXPECT_CPU_RUNS(bwd_op, g);
+  ASSERT_OK(run_cpu(fwd_op, f));
+  ASSERT_OK(run_cpu(bwd_op, g));
   EXPECT_EQ(x.bytes(), y.bytes());
   EXPECT_EQ(dy.bytes(), dx.bytes());
 }
@@ -73,7 +74,7 @@ TEST(CpuSoftmax, MaskedRowsNanAndInfinity) {
       y({1, 1, 4, 3}, TE_FL_F32);
   te_fl_softmax_masked_args a;
   a.input = x, a.mask = mask, a.output = y;
-  EXPECT_CPU_RUNS("scaled_masked_softmax_forward", a);
+  ASSERT_OK(run_cpu("scaled_masked_softmax_forward", a));
   const auto v = y.values();
   EXPECT_EQ(v[0], 0) << "a masked NaN is not seen";
   EXPECT_EQ(v[1], 0.5);
@@ -84,10 +85,10 @@ TEST(CpuSoftmax, MaskedRowsNanAndInfinity) {
   HostTensor shifted(x, {1, 1, 3, 3}, {}, 1), front(x, {1, 1, 3, 3}, {}, 0);
   te_fl_softmax_fwd4_args f;
   f.input = shifted, f.output = front;
-  EXPECT_CPU_REFUSES("scaled_softmax_forward", f, TE_FL_UNSUPPORTED, "shares memory");
+  EXPECT_FAILS(run_cpu("scaled_softmax_forward", f), kUnsupported, "shares memory");
   HostTensor turned(x, {1, 1, 3, 4}, {12, 12, 1, 3}, 0), out({1, 1, 3, 4}, TE_FL_F32);
   f.input = turned, f.output = out;
-  EXPECT_CPU_REFUSES("scaled_softmax_forward", f, TE_FL_UNSUPPORTED, "strided_copy");
+  EXPECT_FAILS(run_cpu("scaled_softmax_forward", f), kUnsupported, "strided_copy");
 }
 
 }  // namespace

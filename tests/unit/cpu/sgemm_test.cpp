@@ -117,7 +117,7 @@ std::vector<float> run_bf16(const Case& t, const Operands& x) {
   return c;
 }
 
-class Gemm : public testing::Test {
+class Gemm : public ::testing::Test {
  protected:
   void SetUp() override {
     std::string reason;

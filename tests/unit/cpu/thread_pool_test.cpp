@@ -335,7 +335,7 @@ TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
   TE_FL_SKIP_FORK_THEN_THREADS();
   // In processes of its own: a forked one would have what other tests left in threads that it does
   // not have.
-  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   // A static object made before the pool outlives it and still gets its work done.
   EXPECT_EXIT(
       {
@@ -344,17 +344,17 @@ TEST(ThreadPoolExit, TheProcessPoolIsJoinedAtExitAndRunsInlineAfterwards) {
         uses_the_pool_at_exit = true;
         std::exit(7);
       },
-      testing::ExitedWithCode(7), "sum at exit 499500");
+      ::testing::ExitedWithCode(7), "sum at exit 499500");
   EXPECT_EXIT(ThreadPool::instance().parallel_tasks(4,
                                                     [](int64_t i) {
                                                       if (i == 0) std::exit(8);
                                                     });
-              , testing::ExitedWithCode(8), "");
+              , ::testing::ExitedWithCode(8), "");
 }
 
 // --- how many CPUs ---
 
-class CgroupTree : public testing::Test {
+class CgroupTree : public ::testing::Test {
  protected:
   void SetUp() override {
     root_ = std::filesystem::temp_directory_path() / ("te_fl_cgroup_" + std::to_string(getpid()));

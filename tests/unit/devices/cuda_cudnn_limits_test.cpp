@@ -1,5 +1,6 @@
 // Which calls the CUDA plugin keeps from a cuDNN that computes them wrongly; needs no GPU.
 #include "backends/cuda/cudnn_limits.hpp"
+#include "support/expect.hpp"
 
 #include <gtest/gtest.h>
 
@@ -14,7 +15,7 @@ TEST(CudaCudnnLimits, LongFp8ForwardsAreKeptFromOldVersions) {
     EXPECT_EQ(refuse_long_fp8_forward(version, kEdge), nullptr) << version;
     const char* why = refuse_long_fp8_forward(version, kEdge + 1);
     ASSERT_NE(why, nullptr) << version;
-    EXPECT_NE(std::string(why).find("install 9.19.0 or newer"), std::string::npos) << why;
+    EXPECT_HAS(std::string(why), "install 9.19.0 or newer") << why;
     EXPECT_NE(refuse_long_fp8_forward(version, int64_t{1} << 33), nullptr);
   }
   for (const size_t version : {91900, 91901, 92300, 100000}) {

@@ -4,6 +4,7 @@
 #include "backends/cuda/architectures.hpp"
 #include "backends/cuda/overlap.hpp"
 #include "backends/cuda/per_device.hpp"
+#include "support/expect.hpp"
 
 #include <gtest/gtest.h>
 
@@ -29,9 +30,9 @@ TEST(CudaGemmLimits, PlainProductsRunEverywhere) {
 TEST(CudaGemmLimits, Fp8NeedsAda) {
   for (const int architecture : {70, 75, 80, 86, 87}) {
     const std::string why = limit(architecture, 130000, true, false);
-    EXPECT_NE(why.find("a or b is FP8"), std::string::npos) << architecture;
-    EXPECT_NE(why.find("8.9"), std::string::npos);
-    EXPECT_NE(why.find("use BF16"), std::string::npos);
+    EXPECT_HAS(why, "a or b is FP8") << architecture;
+    EXPECT_HAS(why, "8.9");
+    EXPECT_HAS(why, "use BF16");
     EXPECT_EQ(limit(architecture, 130000, true, true), why);
   }
   for (const int architecture : {89, 90, 100, 120})
@@ -41,12 +42,11 @@ TEST(CudaGemmLimits, Fp8NeedsAda) {
 TEST(CudaGemmLimits, BlocksNeedHopperAndCuda129) {
   EXPECT_EQ(limit(90, 120900, true, true), "");
   EXPECT_EQ(limit(90, 130001, true, true), "");
-  EXPECT_NE(limit(90, 120804, true, true).find("install libcublas of CUDA 12.9"),
-            std::string::npos);
+  EXPECT_HAS(limit(90, 120804, true, true), "install libcublas of CUDA 12.9");
   for (const int architecture : {89, 100, 120}) {
     const std::string why = limit(architecture, 130000, true, true);
-    EXPECT_NE(why.find("compute capability 9.0 only"), std::string::npos) << architecture;
-    EXPECT_NE(why.find("delayed or current scaling"), std::string::npos);
+    EXPECT_HAS(why, "compute capability 9.0 only") << architecture;
+    EXPECT_HAS(why, "delayed or current scaling");
   }
 }
 

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "plugins/preflight.hpp"
+#include "support/expect.hpp"
 #include "tests/unit/library_fixture.hpp"
 
 namespace te_fl::plugins {
@@ -108,7 +109,7 @@ TEST_F(ElfInspect, NotesDangerousProperties) {
                                    "template <class T> int Box<T>::value = 3;\n"
                                    "int* use() { return &Box<int>::value; }\n");
   EXPECT_EQ(inspect_elf(unique).unique, std::vector<std::string>{"_ZN3BoxIiE5valueE"});
-  EXPECT_NE(preflight(unique, "").to_string().find("Box<int>::value"), std::string::npos);
+  EXPECT_HAS(preflight(unique, "").to_string(), "Box<int>::value");
   const std::string closed = build("closed.so", kPlugin, "-Wl,-z,nodlopen");
   EXPECT_TRUE(inspect_elf(closed).no_dlopen);
   EXPECT_FALSE(preflight(closed, "").ok());
@@ -128,9 +129,9 @@ TEST_F(ElfInspect, NamesWhatIsNotALibrary) {
   EXPECT_EQ(kind(""), ElfKind::kEmpty);
   EXPECT_EQ(kind("hello\n"), ElfKind::kText);
   EXPECT_EQ(kind("/* GNU ld script */\nINPUT(libx.so.1)\n"), ElfKind::kText);
-  EXPECT_NE(inspect_elf(folder_ / "file").problem.find("linker script"), std::string::npos);
+  EXPECT_HAS(inspect_elf(folder_ / "file").problem, "linker script");
   EXPECT_EQ(kind("version https://git-lfs.github.com/spec/v1\n"), ElfKind::kText);
-  EXPECT_NE(inspect_elf(folder_ / "file").problem.find("git lfs pull"), std::string::npos);
+  EXPECT_HAS(inspect_elf(folder_ / "file").problem, "git lfs pull");
   EXPECT_EQ(kind("!<arch>\nabc"), ElfKind::kArchive);
   EXPECT_EQ(kind("PK\x03\x04 ...."), ElfKind::kArchive);
   EXPECT_EQ(kind(std::string("MZ\x90\x00\x03\x00", 6)), ElfKind::kForeign);

@@ -9,6 +9,7 @@
 #include <filesystem>
 
 #include "plugins/load_trust.hpp"
+#include "support/expect.hpp"
 #include "unit/library_fixture.hpp"
 
 namespace te_fl::plugins {
@@ -17,10 +18,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr gid_t kOthers = 12345;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 void mode(const std::string& path, mode_t bits) { ASSERT_EQ(chmod(path.c_str(), bits), 0) << path; }
 
@@ -41,17 +38,17 @@ TEST_F(FileTrust, NobodyElseMayWriteTheFileOrAFolderOnTheWay) {
     ASSERT_EQ(stat(path.c_str(), &before), 0);
     const mode_t bits = before.st_mode & 0777;
     mode(path, bits | S_IWOTH);
-    EXPECT_TRUE(contains(file_trust_problem(file_), "by everybody")) << path;
-    EXPECT_TRUE(contains(file_trust_problem(file_), "run: chmod o-w " + path));
+    EXPECT_HAS(file_trust_problem(file_), "by everybody") << path;
+    EXPECT_HAS(file_trust_problem(file_), "run: chmod o-w " + path);
     ASSERT_EQ(chown(path.c_str(), 0, kOthers), 0);
     mode(path, bits | S_IWGRP);
-    EXPECT_TRUE(contains(file_trust_problem(file_), "by the group 12345")) << path;
-    EXPECT_TRUE(contains(file_trust_problem(file_), "run: chmod g-w " + path));
+    EXPECT_HAS(file_trust_problem(file_), "by the group 12345") << path;
+    EXPECT_HAS(file_trust_problem(file_), "run: chmod g-w " + path);
     mode(path, bits);
     EXPECT_EQ(file_trust_problem(file_), "");
     ASSERT_EQ(chown(path.c_str(), 12345, 0), 0);
-    EXPECT_TRUE(contains(file_trust_problem(file_), path + " belongs to 12345")) << path;
-    EXPECT_TRUE(contains(file_trust_problem(file_), "run: chown root " + path));
+    EXPECT_HAS(file_trust_problem(file_), path + " belongs to 12345") << path;
+    EXPECT_HAS(file_trust_problem(file_), "run: chown root " + path);
     ASSERT_EQ(chown(path.c_str(), 0, 0), 0);
   }
 }
@@ -74,22 +71,22 @@ TEST_F(FileTrust, EveryFolderAndLinkOfAChainOfLinksCounts) {
   const std::string path = folder_ / "in/first";
   EXPECT_EQ(file_trust_problem(path), "");
   mode(folder_ / "open", 0777);
-  EXPECT_TRUE(contains(file_trust_problem(path), "run: chmod o-w " + folder_ / "open"));
+  EXPECT_HAS(file_trust_problem(path), "run: chmod o-w " + folder_ / "open");
   mode(folder_ / "open", 01777);  // others may add links, not replace this one
   EXPECT_EQ(file_trust_problem(path), "");
   ASSERT_EQ(lchown((folder_ / "open/second").c_str(), 12345, 0), 0);
-  EXPECT_TRUE(contains(file_trust_problem(path), "the link " + folder_ / "open/second belongs to"));
+  EXPECT_HAS(file_trust_problem(path), "the link " + folder_ / "open/second belongs to");
   // A link to a folder amid the path.
   fs::create_directory_symlink("../a", folder_ / "in/folder");
   EXPECT_EQ(file_trust_problem(folder_ / "in/folder/b/file"), "");
   mode(folder_ / "a", 0777);
-  EXPECT_TRUE(contains(file_trust_problem(folder_ / "in/folder/b/file"), folder_ / "a"));
+  EXPECT_HAS(file_trust_problem(folder_ / "in/folder/b/file"), folder_ / "a");
   // ".." behind a link is the parent of what the link leads to.
   mode(folder_ / "a", 0755);
   mode(folder_ / "in", 0755);
   EXPECT_EQ(file_trust_problem(folder_ / "in/folder/../a/b/file"), "");
   fs::create_symlink("circle", folder_ / "in/circle");
-  EXPECT_TRUE(contains(file_trust_problem(folder_ / "in/circle"), "circle"));
+  EXPECT_HAS(file_trust_problem(folder_ / "in/circle"), "circle");
   EXPECT_EQ(file_trust_problem(folder_ / "in/none/at/all"), "");
 }
 
@@ -97,8 +94,8 @@ TEST_F(FileTrust, OfAFolderInWhichNamesAreLookedForTheStickyBitIsNoHelp) {
   EXPECT_EQ(folder_trust_problem(folder_ / "a"), "");
   EXPECT_EQ(folder_trust_problem(folder_ / "a/none"), "");
   mode(folder_ / "a", 01777);
-  EXPECT_TRUE(contains(folder_trust_problem(folder_ / "a"), "could add a library"));
-  EXPECT_TRUE(contains(folder_trust_problem(folder_ / "a/none/deeper"), "could create"));
+  EXPECT_HAS(folder_trust_problem(folder_ / "a"), "could add a library");
+  EXPECT_HAS(folder_trust_problem(folder_ / "a/none/deeper"), "could create");
   EXPECT_EQ(folder_trust_problem(folder_ / "a/b"), "") << "nobody else can replace it";
 }
 
@@ -123,11 +120,11 @@ TEST_F(LoadTrust, ALibraryInAFolderThatOthersWriteIsRefused) {
   const std::string path = plugin("$ORIGIN/dep");
   EXPECT_EQ(problem(path), "");
   mode(folder_ / "dep", 0777);
-  EXPECT_TRUE(contains(problem(path), "it needs libdep.so")) << problem(path);
-  EXPECT_TRUE(contains(problem(path), "run: chmod o-w " + folder_ / "dep")) << problem(path);
+  EXPECT_HAS(problem(path), "it needs libdep.so");
+  EXPECT_HAS(problem(path), "run: chmod o-w " + folder_ / "dep");
   mode(folder_ / "dep", 0755);
   mode(folder_ / "dep/libdep.so", 0666);
-  EXPECT_TRUE(contains(problem(path), "run: chmod o-w " + folder_ / "dep/libdep.so"));
+  EXPECT_HAS(problem(path), "run: chmod o-w " + folder_ / "dep/libdep.so");
 }
 
 TEST_F(LoadTrust, AFolderThatIsSearchedBeforeCountsThoughItIsEmptyOrAbsent) {
@@ -135,12 +132,12 @@ TEST_F(LoadTrust, AFolderThatIsSearchedBeforeCountsThoughItIsEmptyOrAbsent) {
   const std::string path = plugin("$ORIGIN/open:$ORIGIN/dep");
   EXPECT_EQ(problem(path), "");
   mode(folder_ / "open", 0777);
-  EXPECT_TRUE(contains(problem(path), folder_ / "open")) << problem(path);
+  EXPECT_HAS(problem(path), folder_ / "open");
   mode(folder_ / "open", 01777);
-  EXPECT_TRUE(contains(problem(path), "could add a library")) << problem(path);
-  EXPECT_TRUE(contains(problem(plugin("$ORIGIN/open/later:$ORIGIN/dep")), "could create"));
+  EXPECT_HAS(problem(path), "could add a library");
+  EXPECT_HAS(problem(plugin("$ORIGIN/open/later:$ORIGIN/dep")), "could create");
   EXPECT_EQ(problem(plugin("$ORIGIN/dep:$ORIGIN/open")), "") << "it is found before";
-  EXPECT_TRUE(contains(problem(plugin("dep")), "a relative folder"));
+  EXPECT_HAS(problem(plugin("dep")), "a relative folder");
 }
 
 TEST_F(LoadTrust, TwinsOfGlibcHwcapsCount) {
@@ -149,15 +146,15 @@ TEST_F(LoadTrust, TwinsOfGlibcHwcapsCount) {
   const std::string path = plugin("$ORIGIN/dep");
   EXPECT_EQ(problem(path), "");
   mode(level, 0777);
-  EXPECT_TRUE(contains(problem(path), level)) << problem(path);
+  EXPECT_HAS(problem(path), level);
   mode(level, 0755);
   mode(folder_ / "dep/glibc-hwcaps", 0777);
-  EXPECT_TRUE(contains(problem(path), "glibc-hwcaps")) << problem(path);
+  EXPECT_HAS(problem(path), "glibc-hwcaps");
   mode(folder_ / "dep/glibc-hwcaps", 0755);
   fs::copy(folder_ / "dep/libdep.so", level + "/libdep.so");
   EXPECT_EQ(problem(path), "");
   mode(level + "/libdep.so", 0666);
-  EXPECT_TRUE(contains(problem(path), level + "/libdep.so")) << problem(path);
+  EXPECT_HAS(problem(path), level + "/libdep.so");
 }
 
 TEST_F(LoadTrust, WhatALibraryNeedsInItsTurnCounts) {
@@ -168,7 +165,7 @@ TEST_F(LoadTrust, WhatALibraryNeedsInItsTurnCounts) {
   const std::string path = plugin("$ORIGIN/dep");
   EXPECT_EQ(problem(path), "");
   mode(folder_ / "far", 0777);
-  EXPECT_TRUE(contains(problem(path), "it needs libfar.so")) << problem(path);
+  EXPECT_HAS(problem(path), "it needs libfar.so");
 }
 
 TEST_F(LoadTrust, WhatTheLoaderWouldNotSearchAndWhatItCannotFindAreLeftToIt) {
@@ -184,7 +181,7 @@ TEST_F(LoadTrust, ALibraryOfLdLibraryPathIsJudgedByItself) {
   rules_.library_path = {folder_ / "dep"};
   EXPECT_EQ(problem(path), "");
   mode(folder_ / "dep/libdep.so", 0666);
-  EXPECT_TRUE(contains(problem(path), folder_ / "dep/libdep.so")) << problem(path);
+  EXPECT_HAS(problem(path), folder_ / "dep/libdep.so");
 }
 
 }  // namespace

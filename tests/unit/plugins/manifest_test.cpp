@@ -10,16 +10,13 @@
 
 #include "plugins/file_trust.hpp"
 #include "plugins/nearest.hpp"
+#include "support/expect.hpp"
 #include "tests/unit/temp_folder.hpp"
 
 namespace te_fl::plugins {
 namespace {
 
 using nlohmann::json;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 json good() {
   return {{"file_format_version", "1.0"},          {"name", "acme"},   {"vendor", "acme"},
@@ -51,7 +48,7 @@ TEST(ManifestTest, ReadsEveryKey) {
                        {"choices", "1 64"},
                        {"doc", "Tiles."}}};
   const ManifestResult result = parse_manifest(text.dump(2), "/opt/te_fl/plugins.d/acme.json");
-  ASSERT_TRUE(result.ok()) << result.error;
+  ASSERT_OK(result);
   const Manifest& m = result.manifest;
   EXPECT_EQ(m.path, "/opt/te_fl/plugins.d/acme.json");
   EXPECT_EQ(m.name, "acme");
@@ -75,11 +72,11 @@ TEST(ManifestTest, ReadsEveryKey) {
 }
 
 TEST(ManifestTest, NamesTheNearestKey) {
-  EXPECT_TRUE(contains(error_of(with("libary_path", "x")),
-                       "unknown key \"libary_path\"; did you mean \"library_path\"?"));
-  EXPECT_TRUE(contains(error_of(with("colour", 1)), "the keys are file_format_version, name"));
-  EXPECT_TRUE(contains(error_of(with("probe", {{"pci_vender", "0x10de"}})),
-                       "unknown key \"pci_vender\" in \"probe\"; did you mean \"pci_vendor\"?"));
+  EXPECT_HAS(error_of(with("libary_path", "x")),
+             "unknown key \"libary_path\"; did you mean \"library_path\"?");
+  EXPECT_HAS(error_of(with("colour", 1)), "the keys are file_format_version, name");
+  EXPECT_HAS(error_of(with("probe", {{"pci_vender", "0x10de"}})),
+             "unknown key \"pci_vender\" in \"probe\"; did you mean \"pci_vendor\"?");
   const json complete = good();
   for (const auto& item : complete.items()) {
     json lacking = good();
@@ -152,7 +149,7 @@ TEST(ManifestTest, WrongTypesAndValuesNameKeyValueAndRule) {
   };
   for (const Case& c : cases) {
     const std::string error = error_of(with(c.key, c.value));
-    EXPECT_TRUE(contains(error, c.expected)) << c.key << " = " << c.value << ": " << error;
+    EXPECT_HAS(error, c.expected) << c.key << " = " << c.value << ": " << error;
     EXPECT_TRUE(error.starts_with("/p/acme.json: ")) << error;
   }
 }
@@ -165,21 +162,21 @@ TEST(ManifestTest, BrokenJsonNamesThePosition) {
   EXPECT_EQ(error(" \n"), "/p/a.json: it is empty");
   EXPECT_TRUE(error("{\n  \"name\" \"x\"\n}").starts_with("/p/a.json:2:12: not valid JSON"))
       << error("{\n  \"name\" \"x\"\n}");
-  EXPECT_TRUE(contains(error("{\"name\": \"a\","), "may be truncated"));
-  EXPECT_TRUE(contains(error("[1]"), "must be an object"));
-  EXPECT_TRUE(contains(error("{\"name\":\"a\",\"name\":\"b\"}"), "\"name\" appears twice"));
-  EXPECT_TRUE(contains(error("{\"name\":\"\xff\"}"), "not valid JSON"));
-  EXPECT_TRUE(contains(error("{\"name\":1e999}"), "not usable as JSON"));
-  EXPECT_TRUE(contains(error(std::string(60000, '[')), "nested deeper than 8"));
+  EXPECT_HAS(error("{\"name\": \"a\","), "may be truncated");
+  EXPECT_HAS(error("[1]"), "must be an object");
+  EXPECT_HAS(error("{\"name\":\"a\",\"name\":\"b\"}"), "\"name\" appears twice");
+  EXPECT_HAS(error("{\"name\":\"\xff\"}"), "not valid JSON");
+  EXPECT_HAS(error("{\"name\":1e999}"), "not usable as JSON");
+  EXPECT_HAS(error(std::string(60000, '[')), "nested deeper than 8");
   std::string deep;
   for (int i = 0; i < 9; ++i) deep += "{\"probe\":";
-  EXPECT_TRUE(contains(error(deep), "nested deeper than 8"));
-  EXPECT_TRUE(contains(error(std::string(kMaxManifestBytes + 1, ' ')), "at most 65536"));
+  EXPECT_HAS(error(deep), "nested deeper than 8");
+  EXPECT_HAS(error(std::string(kMaxManifestBytes + 1, ' ')), "at most 65536");
 }
 
 TEST(ManifestTest, EveryTruncationIsAnError) {
   const std::string whole = with("probe", {{"always", true}}).dump(2);
-  ASSERT_TRUE(parse_manifest(whole, "/p/a.json").ok());
+  ASSERT_OK(parse_manifest(whole, "/p/a.json"));
   for (std::size_t size = 0; size < whole.size(); ++size) {
     const std::string error = parse_manifest(whole.substr(0, size), "/p/a.json").error;
     EXPECT_TRUE(error.starts_with("/p/a.json:")) << size << ": " << error;
@@ -264,7 +261,7 @@ TEST_F(DiscoveryTest, FoldersInOrderFilesSortedFirstNameWins) {
   EXPECT_EQ(scan.absent, std::vector<std::string>{folder_ / "none"});
   const auto errors = [&](const std::string& part) {
     return std::count_if(scan.errors.begin(), scan.errors.end(),
-                         [&](const std::string& e) { return contains(e, part); });
+                         [&](const std::string& e) { return testing::contains(e, part); });
   };
   EXPECT_EQ(errors("one/broken.json:1:2: the JSON text ends too early"), 2);  // listed twice
   EXPECT_EQ(errors("relative/folder: a plugin folder must be an absolute path"), 1);
@@ -284,19 +281,18 @@ TEST_F(DiscoveryTest, ARefusedManifestDoesNotTakeItsName) {
 
 TEST_F(DiscoveryTest, WritableByEverybodyIsRefusedWithTheWayOut) {
   const std::string file = add("plugins/a.json", "a");
-  EXPECT_TRUE(read_manifest(file).ok()) << read_manifest(file).error;
+  EXPECT_OK(read_manifest(file));
   ASSERT_EQ(chmod(file.c_str(), 0646), 0);
-  EXPECT_TRUE(contains(read_manifest(file).error, "run: chmod o-w " + file))
-      << read_manifest(file).error;
+  EXPECT_HAS(read_manifest(file).error, "run: chmod o-w " + file);
   ASSERT_EQ(chmod(file.c_str(), 0644), 0);
   const std::string folder = folder_ / "plugins";
   ASSERT_EQ(chmod(folder.c_str(), 0777), 0);
-  EXPECT_TRUE(contains(read_manifest(file).error, "run: chmod o-w " + folder));
+  EXPECT_HAS(read_manifest(file).error, "run: chmod o-w " + folder);
   ASSERT_EQ(chmod(folder.c_str(), 01777), 0);  // sticky: nobody else can replace the file
-  EXPECT_TRUE(read_manifest(file).ok()) << read_manifest(file).error;
+  EXPECT_OK(read_manifest(file));
   ASSERT_EQ(chmod(folder.c_str(), 0755), 0);
   ASSERT_EQ(chmod(folder_.path().c_str(), 0777), 0);  // a folder further up counts as well
-  EXPECT_TRUE(contains(read_manifest(file).error, "run: chmod o-w " + folder_.path()));
+  EXPECT_HAS(read_manifest(file).error, "run: chmod o-w " + folder_.path());
 }
 
 TEST_F(DiscoveryTest, ASymbolicLinkDoesNotHideAWritableFolder) {
@@ -304,35 +300,34 @@ TEST_F(DiscoveryTest, ASymbolicLinkDoesNotHideAWritableFolder) {
   ASSERT_EQ(chmod((folder_ / "open").c_str(), 0777), 0);
   std::filesystem::create_directory(folder_ / "closed");
   std::filesystem::create_symlink(file, folder_ / "closed/a.json");
-  EXPECT_TRUE(contains(read_manifest(folder_ / "closed/a.json").error, folder_ / "open"));
+  EXPECT_HAS(read_manifest(folder_ / "closed/a.json").error, folder_ / "open");
 }
 
 TEST_F(DiscoveryTest, AnotherOwnerIsRefused) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can give files away";
   const std::string file = add("plugins/a.json", "a");
   ASSERT_EQ(chown(file.c_str(), 12345, 12345), 0);
-  EXPECT_TRUE(contains(read_manifest(file).error, "belongs to 12345")) << read_manifest(file).error;
-  EXPECT_TRUE(contains(read_manifest(file).error, "run: chown root " + file));
+  EXPECT_HAS(read_manifest(file).error, "belongs to 12345");
+  EXPECT_HAS(read_manifest(file).error, "run: chown root " + file);
   ASSERT_EQ(chown(file.c_str(), 0, 0), 0);
   ASSERT_EQ(chown((folder_ / "plugins").c_str(), 12345, 12345), 0);
-  EXPECT_TRUE(contains(file_trust_problem(file), "the folder " + folder_ / "plugins"))
-      << file_trust_problem(file);
+  EXPECT_HAS(file_trust_problem(file), "the folder " + folder_ / "plugins");
 }
 
 TEST_F(DiscoveryTest, FilesThatAreNoManifests) {
   ASSERT_EQ(mkfifo((folder_ / "fifo.json").c_str(), 0600), 0);
-  EXPECT_TRUE(contains(read_manifest(folder_ / "fifo.json").error, "pipe"));  // and does not hang
-  EXPECT_TRUE(contains(read_manifest(folder_ / "absent.json").error, "No such file"));
+  EXPECT_HAS(read_manifest(folder_ / "fifo.json").error, "pipe");  // and does not hang
+  EXPECT_HAS(read_manifest(folder_ / "absent.json").error, "No such file");
   folder_.write("large.json", std::string(kMaxManifestBytes + 1, ' '));
-  EXPECT_TRUE(contains(read_manifest(folder_ / "large.json").error, "65537 bytes"));
+  EXPECT_HAS(read_manifest(folder_ / "large.json").error, "65537 bytes");
 }
 
 TEST(SearchPathTest, RelativeEntriesAreRefused) {
   const SearchPath path = split_plugin_path("/a::b/c:/d", "TE_FL_PLUGIN_PATH");
   EXPECT_EQ(path.folders, (std::vector<std::string>{"/a", "/d"}));
   ASSERT_EQ(path.problems.size(), 2u);
-  EXPECT_TRUE(contains(path.problems[0], "TE_FL_PLUGIN_PATH: entry \"\" is empty"));
-  EXPECT_TRUE(contains(path.problems[1], "entry \"b/c\" is relative"));
+  EXPECT_HAS(path.problems[0], "TE_FL_PLUGIN_PATH: entry \"\" is empty");
+  EXPECT_HAS(path.problems[1], "entry \"b/c\" is relative");
   EXPECT_TRUE(split_plugin_path("", "X").folders.empty());
   EXPECT_TRUE(split_plugin_path("", "X").problems.empty());
   EXPECT_EQ(split_plugin_path(".", "X").problems.size(), 1u);
@@ -369,8 +364,8 @@ TEST_F(EnvironmentTest, DefaultFolders) {
   EXPECT_EQ(path.folders,
             (Folders{"/home/u/.local/share/te_fl/plugins.d", "/etc/te_fl/plugins.d"}));
   ASSERT_EQ(path.problems.size(), 2u);
-  EXPECT_TRUE(contains(path.problems[0], "XDG_DATA_HOME is \"data\""));
-  EXPECT_TRUE(contains(path.problems[1], "\"usr\" is not an absolute path"));
+  EXPECT_HAS(path.problems[0], "XDG_DATA_HOME is \"data\"");
+  EXPECT_HAS(path.problems[1], "\"usr\" is not an absolute path");
   unsetenv("HOME");
   unsetenv("XDG_DATA_HOME");
   EXPECT_EQ(default_manifest_folders(""), Folders{"/etc/te_fl/plugins.d"});

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "plugins/activate.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::plugins {
 namespace {
@@ -63,7 +64,7 @@ TEST(PluginFindings, AreCopied) {
     return TE_FL_OK;
   };
   const auto found = findings();
-  ASSERT_TRUE(found.ok()) << found.status().to_string();
+  ASSERT_OK(found);
   ASSERT_EQ(found->size(), 3u);
   EXPECT_EQ((*found)[0].level, Finding::Level::kOk);
   EXPECT_EQ((*found)[0].subject, "libacme");
@@ -79,7 +80,7 @@ TEST(PluginFindings, AreCopied) {
 
 TEST(PluginFindings, APluginWithoutTheEntryHasNone) {
   g_diagnose = nullptr;
-  EXPECT_TRUE(findings().ok());
+  EXPECT_OK(findings());
   EXPECT_TRUE(findings()->empty());
   // A table that ends before the entry, whatever lies behind it.
   g_diagnose = [](void*, const te_fl_finding_sink*, const te_fl_error_sink*) -> te_fl_status {

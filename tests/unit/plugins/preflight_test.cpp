@@ -9,6 +9,7 @@
 
 #include "plugins/byte_source.hpp"
 #include "plugins/soname_hints.hpp"
+#include "support/expect.hpp"
 #include "tests/unit/library_fixture.hpp"
 
 namespace te_fl::plugins {
@@ -28,18 +29,14 @@ class PreflightTest : public test::LibraryFixture {
   }
 };
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 TEST_F(PreflightTest, ASoundPluginPasses) {
   const std::string path = build("good.so", kPlugin, "-Wl,--no-as-needed -lm");
   const PreflightReport report = preflight(path, kEntry);
-  EXPECT_TRUE(report.ok()) << report.to_string();
+  EXPECT_OK(report);
   EXPECT_TRUE(report.symbols_checked);
-  EXPECT_TRUE(contains(report.to_string(), "can be loaded")) << report.to_string();
+  EXPECT_HAS(report.to_string(), "can be loaded");
   EXPECT_FALSE(report.libraries.empty());
   EXPECT_EQ(loader_says(path), "");
 }
@@ -50,7 +47,7 @@ TEST_F(PreflightTest, AMissingEntryNamesTheMangledOne) {
   const PreflightReport report = preflight(mangled, kEntry);
   EXPECT_TRUE(report.lacks_required_symbol);
   EXPECT_EQ(report.similar_symbol, "_Z18te_fl_plugin_queryPKv");
-  EXPECT_TRUE(contains(report.to_string(), "extern \"C\"")) << report.to_string();
+  EXPECT_HAS(report.to_string(), "extern \"C\"");
   const std::string misspelt =
       build("misspelt.so", "extern \"C\" int te_fl_plugin_qeury() { return 1; }");
   EXPECT_EQ(preflight(misspelt, kEntry).similar_symbol, "te_fl_plugin_qeury");
@@ -77,11 +74,11 @@ TEST_F(PreflightTest, AMissingLibraryIsNamedWithWhoNeedsIt) {
             (std::vector<std::string>{path, folder_ / "libmid.so.1"}));
   EXPECT_EQ(report.missing_libraries[1].chain,
             "libcudnn.so.99, needed by libmid.so.1, needed by plugin.so");
-  EXPECT_TRUE(contains(first_line(text), "libgone.so.7")) << text;
-  EXPECT_TRUE(contains(text, "apt-file search libgone.so.7")) << text;
-  EXPECT_TRUE(contains(text, "libcudnn")) << text;
+  EXPECT_HAS(first_line(text), "libgone.so.7") << text;
+  EXPECT_HAS(text, "apt-file search libgone.so.7");
+  EXPECT_HAS(text, "libcudnn");
   EXPECT_FALSE(report.symbols_checked);
-  EXPECT_TRUE(contains(loader_says(path), "libgone.so.7"));
+  EXPECT_HAS(loader_says(path), "libgone.so.7");
 }
 
 TEST_F(PreflightTest, SearchFollowsTheLoadersOrder) {
@@ -134,9 +131,9 @@ TEST_F(PreflightTest, ALibraryPathSetTooLateIsExplained) {
   const PreflightReport report = preflight(path, kEntry);
   const std::string loader = loader_says(path);
   before ? setenv("LD_LIBRARY_PATH", saved.c_str(), 1) : unsetenv("LD_LIBRARY_PATH");
-  EXPECT_TRUE(contains(loader, "libdep.so.1"));
+  EXPECT_HAS(loader, "libdep.so.1");
   ASSERT_EQ(report.missing_libraries.size(), 1u) << report.to_string();
-  EXPECT_TRUE(contains(report.missing_libraries[0].hint, "after the program had started"));
+  EXPECT_HAS(report.missing_libraries[0].hint, "after the program had started");
 }
 
 TEST_F(PreflightTest, AFileForAnotherMachineIsPassedOver) {
@@ -145,12 +142,12 @@ TEST_F(PreflightTest, AFileForAnotherMachineIsPassedOver) {
   const std::string path =
       build("plugin.so", std::string(kPlugin) + "int dep(); int u() { return dep(); }",
             "-L. -l:libdep.so.1 -Wl,-rpath,'$ORIGIN'");
-  EXPECT_TRUE(preflight(path, kEntry).ok());
+  EXPECT_OK(preflight(path, kEntry));
   bytes[18] = bytes[18] == 8 ? 62 : 8;  // EM_MIPS
   folder_.write("libdep.so.1", bytes);
   const PreflightReport report = preflight(path, kEntry);
   ASSERT_EQ(report.missing_libraries.size(), 1u);
-  EXPECT_TRUE(contains(report.missing_libraries[0].rejected, "libdep.so.1 is a mips64 library"))
+  EXPECT_HAS(report.missing_libraries[0].rejected, "libdep.so.1 is a mips64 library")
       << report.to_string();
 }
 
@@ -165,7 +162,7 @@ TEST_F(PreflightTest, AVersionThatTheLibraryLacks) {
                                      "extern \"C\" int first(); extern \"C\" int second();"
                                      "int use() { return first() + second(); }",
                                  "-L. -l:libdep.so.1 -Wl,-rpath,'$ORIGIN'");
-  EXPECT_TRUE(preflight(path, kEntry).ok()) << preflight(path, kEntry).to_string();
+  EXPECT_OK(preflight(path, kEntry));
   build("libdep.so.1", dep, "-Wl,-soname,libdep.so.1 -Wl,--version-script=one.map");
   const PreflightReport report = preflight(path, kEntry);
   ASSERT_EQ(report.missing_versions.size(), 1u) << report.to_string();
@@ -176,7 +173,7 @@ TEST_F(PreflightTest, AVersionThatTheLibraryLacks) {
   EXPECT_EQ(v.library_path, folder_ / "libdep.so.1");
   EXPECT_EQ(v.symbols, std::vector<std::string>{"second"});
   EXPECT_EQ(report.missing_symbol_count, 0u);  // one cause, one report
-  EXPECT_TRUE(contains(loader_says(path), "DEP_1.10"));
+  EXPECT_HAS(loader_says(path), "DEP_1.10");
 }
 
 TEST_F(PreflightTest, ANewerGlibc) {
@@ -194,8 +191,8 @@ TEST_F(PreflightTest, ANewerGlibc) {
   EXPECT_EQ(report.missing_versions[0].version, "GLIBC_2.99");
   EXPECT_TRUE(report.missing_versions[0].present.starts_with("GLIBC_2."));
   EXPECT_EQ(report.missing_versions[0].symbols, std::vector<std::string>{"pthread_create"});
-  EXPECT_TRUE(contains(first_line(report.to_string()), "GLIBC_2.99")) << report.to_string();
-  EXPECT_TRUE(contains(report.to_string(), "rebuild it")) << report.to_string();
+  EXPECT_HAS(first_line(report.to_string()), "GLIBC_2.99") << report.to_string();
+  EXPECT_HAS(report.to_string(), "rebuild it");
 }
 
 TEST_F(PreflightTest, UndefinedSymbolsAreNamedDemangledAndCounted) {
@@ -215,8 +212,8 @@ TEST_F(PreflightTest, UndefinedSymbolsAreNamedDemangledAndCounted) {
     EXPECT_TRUE(s.demangled.starts_with("acme::absent_")) << s.demangled;
     EXPECT_TRUE(s.demangled.ends_with("(int, char const*)")) << s.demangled;
   }
-  EXPECT_TRUE(contains(report.to_string(), "and 2 more undefined symbols")) << report.to_string();
-  EXPECT_TRUE(contains(loader_says(path), "undefined symbol"));
+  EXPECT_HAS(report.to_string(), "and 2 more undefined symbols");
+  EXPECT_HAS(loader_says(path), "undefined symbol");
 }
 
 TEST_F(PreflightTest, TheProcessGlobalScopeProvides) {
@@ -226,7 +223,7 @@ TEST_F(PreflightTest, TheProcessGlobalScopeProvides) {
       std::string(kPlugin) + "extern \"C\" int puts(const char*); int u() { return puts(\"\"); }",
       "-nostdlib");
   EXPECT_TRUE(inspect_elf(path).needed.empty());
-  EXPECT_TRUE(preflight(path, kEntry).ok()) << preflight(path, kEntry).to_string();
+  EXPECT_OK(preflight(path, kEntry));
   EXPECT_EQ(loader_says(path), "");
   SearchRules rules = SearchRules::of_process();
   rules.use_global_scope = false;
@@ -309,16 +306,16 @@ TEST(Tokens, Expand) {
 }
 
 TEST(Hints, KnowTheUsualLibraries) {
-  EXPECT_TRUE(contains(soname_hint("libcudart.so.12"), "nvidia-cuda-runtime-cu12"));
-  EXPECT_TRUE(contains(soname_hint("libcublasLt.so.13"), "libcublas-13-0"));
-  EXPECT_TRUE(contains(soname_hint("libcublasLt.so.11"), "same major version"));
-  EXPECT_TRUE(contains(soname_hint("libOpenCL.so.1"), "ocl-icd-libopencl1"));
-  EXPECT_TRUE(contains(soname_hint("libamdhip64.so.6"), "ROCm"));
-  EXPECT_TRUE(contains(soname_hint("libascendcl.so"), "CANN"));
-  EXPECT_TRUE(contains(soname_hint("libcuda.so.1"), "driver"));
-  EXPECT_TRUE(contains(soname_hint("libunheard.so.4"), "apt-file search libunheard.so.4"));
-  EXPECT_TRUE(contains(soname_hint("libcudartx.so.12"), "apt-file search"));
-  EXPECT_TRUE(contains(symbol_hint("__asan_init"), "libasan"));
+  EXPECT_HAS(soname_hint("libcudart.so.12"), "nvidia-cuda-runtime-cu12");
+  EXPECT_HAS(soname_hint("libcublasLt.so.13"), "libcublas-13-0");
+  EXPECT_HAS(soname_hint("libcublasLt.so.11"), "same major version");
+  EXPECT_HAS(soname_hint("libOpenCL.so.1"), "ocl-icd-libopencl1");
+  EXPECT_HAS(soname_hint("libamdhip64.so.6"), "ROCm");
+  EXPECT_HAS(soname_hint("libascendcl.so"), "CANN");
+  EXPECT_HAS(soname_hint("libcuda.so.1"), "driver");
+  EXPECT_HAS(soname_hint("libunheard.so.4"), "apt-file search libunheard.so.4");
+  EXPECT_HAS(soname_hint("libcudartx.so.12"), "apt-file search");
+  EXPECT_HAS(symbol_hint("__asan_init"), "libasan");
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // FP8 attention of the reference backend, and the enquiry that tells it from the others.
 #include <cmath>
 
+#include "support/expect.hpp"
 #include "support/reference_call.hpp"
 #include "te_fl/ops/attention.h"
 
@@ -63,7 +64,7 @@ double e5m2(double x, float scale) {
 TEST(ReferenceAttention, Fp8RoundsProbabilitiesAndOutput) {
   Fp8Case c;
   c.o.amax = 1000;  // a running maximum stays
-  EXPECT_RUNS("fused_attn_fwd", c.fwd);
+  ASSERT_OK(run_reference("fused_attn_fwd", c.fwd));
   const std::vector<double> v = c.v.values(), o = c.o.values();
   double amax = 0;
   int differ_from_exact = 0;
@@ -86,17 +87,17 @@ TEST(ReferenceAttention, Fp8RoundsProbabilitiesAndOutput) {
   EXPECT_EQ(c.o.amax, 1000);
   c.o.amax = 0;
   c.fwd.s_quant = nullptr;
-  EXPECT_RUNS("fused_attn_fwd", c.fwd);
+  ASSERT_OK(run_reference("fused_attn_fwd", c.fwd));
   EXPECT_GT(c.o.amax, 0);
   EXPECT_LT(c.o.amax, 1000);
 }
 
 TEST(ReferenceAttention, Fp8BackwardRoundsPAndDs) {
   Fp8Case c;
-  EXPECT_RUNS("fused_attn_fwd", c.fwd);
+  ASSERT_OK(run_reference("fused_attn_fwd", c.fwd));
   c.s_quant.amax = c.dp_quant.amax = 0;
   c.dp_quant.scale_inv = 0;
-  EXPECT_RUNS("fused_attn_bwd", c.bwd);
+  ASSERT_OK(run_reference("fused_attn_bwd", c.bwd));
   const std::vector<double> q = c.q.values(), k = c.k.values(), v = c.v.values(), o = c.o.values();
   const std::vector<double> d_o = c.d_o.values();
   std::vector<double> dq(q.size(), 0), dk(q.size(), 0), dv(q.size(), 0);
@@ -140,15 +141,15 @@ TEST(ReferenceAttention, EnquiryAnswers) {
   te_fl_get_fused_attn_backend_args a;
   a.layout = TE_FL_LAYOUT_BSHD, a.backend = answer;
   a.q = a.k = a.v = dense;
-  EXPECT_RUNS("get_fused_attn_backend", a);
+  ASSERT_OK(run_reference("get_fused_attn_backend", a));
   EXPECT_EQ(answer.values()[0], 1);
   a.q = fp8.q, a.k = fp8.k, a.v = fp8.v;
-  EXPECT_RUNS("get_fused_attn_backend", a);
+  ASSERT_OK(run_reference("get_fused_attn_backend", a));
   EXPECT_EQ(answer.values()[0], 2);
   HostTensor tokens({3, 1, 2}, TE_FL_F32);
   a.q = a.k = a.v = tokens;
   a.layout = TE_FL_LAYOUT_THD, a.mask_type = TE_FL_MASK_TYPE_ARBITRARY;
-  EXPECT_RUNS("get_fused_attn_backend", a);
+  ASSERT_OK(run_reference("get_fused_attn_backend", a));
   EXPECT_EQ(answer.values()[0], -1);
 }
 

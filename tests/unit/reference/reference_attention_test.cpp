@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "support/attention_problem.hpp"
+#include "support/expect.hpp"
 #include "te_fl/attention.hpp"
 
 namespace te_fl::testing {
@@ -25,13 +26,13 @@ TEST_P(AttentionCase, ForwardIsTheFormulaAndBackwardItsDerivative) {
     call.scatter(p.k, call.k, false);
     call.scatter(p.v, call.v, false);
   }
-  EXPECT_RUNS("fused_attn_fwd", call.fwd, p.rng);
+  ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, p.rng));
   std::vector<double> o, lse;
   p.forward(o, lse);
   expect_near(call.gather(call.o, true), o, 1e-6, 5e-6, "o");
   expect_near(call.lse.values(), lse_in_layout(call, lse), 1e-6, 5e-6, "lse");
 
-  EXPECT_RUNS("fused_attn_bwd", call.bwd, p.rng);
+  ASSERT_OK(run_reference("fused_attn_bwd", call.bwd, p.rng));
   for (double& w : p.weight) w = std::isnan(w) ? 0 : w;  // o is zero there
   expect_near(call.gather(call.dq, true), p.gradient(&Problem::q), 2e-6, 1e-5, "dq");
   expect_near(call.gather(call.dk, false), p.gradient(&Problem::k), 2e-6, 1e-5, "dk");
@@ -144,17 +145,17 @@ TEST(ReferenceAttention, HandDerived) {
   te_fl_fused_attn_fwd_args a;
   a.q = q, a.k = k, a.v = v, a.o = o, a.softmax_lse = lse, a.saved = &saved;
   a.layout = TE_FL_LAYOUT_BSHD;
-  EXPECT_RUNS("fused_attn_fwd", a);
+  ASSERT_OK(run_reference("fused_attn_fwd", a));
   EXPECT_EQ(o.values()[0], 18);
   EXPECT_NEAR(lse.values()[0], std::log(2.0), 1e-7);
   EXPECT_EQ(saved.opaque, 0u);
   a.softmax_type = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE;
-  EXPECT_RUNS("fused_attn_fwd", a);
+  ASSERT_OK(run_reference("fused_attn_fwd", a));
   EXPECT_NEAR(o.values()[0], 12, 1e-6);
   EXPECT_NEAR(lse.values()[0], std::log(3.0), 1e-7);
   a.softmax_type = TE_FL_SOFTMAX_TYPE_LEARNABLE;
   a.softmax_sink = sink;
-  EXPECT_RUNS("fused_attn_fwd", a);
+  ASSERT_OK(run_reference("fused_attn_fwd", a));
   EXPECT_NEAR(o.values()[0], 9, 1e-6);
   EXPECT_NEAR(lse.values()[0], std::log(4.0), 1e-7);
 }
@@ -166,9 +167,10 @@ TEST(ReferenceAttention, InfiniteBiasMasksAndNanShows) {
   HostTensor bias({1, 1, 2, 2}, TE_FL_F32, {-kInf, -kInf, NAN, -kInf});
   te_fl_fused_attn_fwd_args a;
   a.q = q, a.k = k, a.v = v, a.o = o, a.softmax_lse = lse, a.bias = bias;
-  EXPECT_REFUSED("fused_attn_fwd", a, "bias has shape [1,1,2,2], expected [1 or 2, 1 or 1, 1, 1]");
+  EXPECT_REFUSED(run_reference("fused_attn_fwd", a),
+                 "bias has shape [1,1,2,2], expected [1 or 2, 1 or 1, 1, 1]");
   a.layout = TE_FL_LAYOUT_BSHD;
-  EXPECT_RUNS("fused_attn_fwd", a);
+  ASSERT_OK(run_reference("fused_attn_fwd", a));
   EXPECT_EQ(o.values()[0], 0);
   EXPECT_EQ(lse.values()[0], -kInf);
   EXPECT_TRUE(std::isnan(o.values()[1]));
@@ -191,16 +193,16 @@ TEST(ReferenceAttention, PackedQkvThroughStrides) {
   te_fl_fused_attn_fwd_args f;
   f.layout = TE_FL_LAYOUT_BSHD, f.softmax_lse = lse;
   f.q = q, f.k = k, f.v = v, f.o = o;
-  EXPECT_RUNS("fused_attn_fwd", f);
+  ASSERT_OK(run_reference("fused_attn_fwd", f));
   f.q = q2, f.k = k2, f.v = v2, f.o = o2;
-  EXPECT_RUNS("fused_attn_fwd", f);
+  ASSERT_OK(run_reference("fused_attn_fwd", f));
   EXPECT_EQ(o.values(), o2.values());
   te_fl_fused_attn_bwd_args g;
   g.layout = TE_FL_LAYOUT_BSHD, g.softmax_lse = lse, g.d_o = d_o, g.o = o;
   g.q = q, g.k = k, g.v = v, g.dq = dq, g.dk = dk, g.dv = dv;
-  EXPECT_RUNS("fused_attn_bwd", g);
+  ASSERT_OK(run_reference("fused_attn_bwd", g));
   g.q = q2, g.k = k2, g.v = v2, g.dq = dq2, g.dk = dk2, g.dv = dv2;
-  EXPECT_RUNS("fused_attn_bwd", g);
+  ASSERT_OK(run_reference("fused_attn_bwd", g));
   EXPECT_EQ(dq.values(), dq2.values());
   EXPECT_EQ(dk.values(), dk2.values());
   EXPECT_EQ(dv.values(), dv2.values());
@@ -208,12 +210,12 @@ TEST(ReferenceAttention, PackedQkvThroughStrides) {
 
 TEST(ReferenceAttention, RandomStateInMemoryCounts) {
   Call call({.name = "", .dropout = 0.5f});
-  EXPECT_RUNS("fused_attn_fwd", call.fwd, call.p.rng);
+  ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, call.p.rng));
   const std::vector<double> want = call.o.values();
   const uint64_t state[2] = {call.p.rng.seed, call.p.rng.offset - 2};  // the offsets add
-  EXPECT_RUNS("fused_attn_fwd", call.fwd, te_fl_rng{1, 2, state});
+  ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, te_fl_rng{1, 2, state}));
   EXPECT_EQ(call.o.values(), want);
-  EXPECT_RUNS("fused_attn_fwd", call.fwd, te_fl_rng{1, 2, nullptr});
+  ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, te_fl_rng{1, 2, nullptr}));
   EXPECT_NE(call.o.values(), want);
 }
 
@@ -223,7 +225,7 @@ TEST(ReferenceAttention, RefusesBeforeWriting) {
                           const char* part) {
     Call call(c);
     break_it(call);
-    EXPECT_REFUSED("fused_attn_fwd", call.fwd, part);
+    EXPECT_REFUSED(run_reference("fused_attn_fwd", call.fwd), part);
     EXPECT_TRUE(call.o.untouched() && call.lse.untouched()) << part;
   };
   HostTensor wrong({2, 5, 3, 3}, TE_FL_F32), wrong_dim({2, 5, 2, 9}, TE_FL_F32),
@@ -310,7 +312,7 @@ TEST(ReferenceAttention, BackwardRefusesBeforeWriting) {
   const auto refuse = [&](const std::function<void(Call&)>& break_it, const char* part) {
     Call call({.name = ""});
     break_it(call);
-    EXPECT_REFUSED("fused_attn_bwd", call.bwd, part);
+    EXPECT_REFUSED(run_reference("fused_attn_bwd", call.bwd), part);
     EXPECT_TRUE(call.dq.untouched() && call.dk.untouched() && call.dv.untouched()) << part;
   };
   HostTensor flat({5}, TE_FL_F32), bias({1, 1, 4, 5}, TE_FL_F32), dbias({1, 4, 4, 5}, TE_FL_F32);
@@ -326,7 +328,7 @@ TEST(ReferenceAttention, BackwardRefusesBeforeWriting) {
   call.bwd.saved = &saved;
   const Outcome outcome = run_reference("fused_attn_bwd", call.bwd);
   EXPECT_EQ(outcome.status, TE_FL_UNSUPPORTED);
-  EXPECT_NE(outcome.text.find("vendor.cudnn"), std::string::npos);
+  EXPECT_HAS(outcome.text, "vendor.cudnn");
   EXPECT_TRUE(call.dq.untouched());
 }
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 
+#include "support/expect.hpp"
 #include "support/reference_call.hpp"
 
 namespace te_fl::testing {
@@ -63,14 +64,14 @@ void check_transpose(te_fl_fused_rope_forward_args f, const Shape& shape) {
       dx(shape, TE_FL_F32);
   te_fl_fused_rope_backward_args b = f;
   b.input = grad, b.output = dx;
-  EXPECT_RUNS("fused_rope_backward", b);
+  ASSERT_OK(run_reference("fused_rope_backward", b));
   f.input = x, f.output = y;
   std::vector<double> want;
   for (int64_t i = 0; i < n; ++i) {
     std::vector<double> unit(static_cast<size_t>(n), 0);
     unit[static_cast<size_t>(i)] = 1;
     x.fill(unit);
-    EXPECT_RUNS("fused_rope_forward", f);
+    ASSERT_OK(run_reference("fused_rope_forward", f));
     want.push_back(dot(w, y.values()));
   }
   expect_near(dx.values(), want, 1e-6, 5e-6, "dx");
@@ -82,14 +83,14 @@ void check_rope(te_fl_fused_rope_forward_args a, const Shape& shape,
   const std::vector<double> x = random_values(count(shape), 4);
   HostTensor input(shape, TE_FL_F32, x), output(shape, TE_FL_F32);
   a.input = input, a.output = output, a.freqs = freqs;
-  EXPECT_RUNS("fused_rope_forward", a);
+  ASSERT_OK(run_reference("fused_rope_forward", a));
   const int64_t heads = shape[shape.size() - 2];
   const std::vector<double> want =
       rotate_all(x, heads, shape.back(), positions, freqs, a.interleaved != 0);
   expect_near(output.values(), want, 1e-6, 5e-6, "y");
   check_transpose(a, shape);
   a.output = input;
-  EXPECT_RUNS("fused_rope_forward", a);
+  ASSERT_OK(run_reference("fused_rope_forward", a));
   EXPECT_EQ(input.values(), output.values()) << "in place";
 }
 
@@ -144,7 +145,7 @@ TEST(ReferenceRope, HandDerivedWithStrides) {
   HostTensor z({1, 1, 2, 2}, TE_FL_F32);
   te_fl_fused_rope_forward_args a;
   a.input = x, a.output = z, a.freqs = freqs;
-  EXPECT_RUNS("fused_rope_forward", a);
+  ASSERT_OK(run_reference("fused_rope_forward", a));
   expect_near(z.values(), {-2, 1, -4, 3}, 1e-6, 0, "y");
 }
 
@@ -174,7 +175,7 @@ TEST(ReferenceRope, PackedQkv) {
     P::set(f, qf, kf);
     f.qkv_input = qkv, f.q_out = q, f.k_out = k, f.v_out = v;
     f.layout = layout, f.interleaved = 1, f.start_positions = starts, f.cp_size = 2, f.cp_rank = 1;
-    EXPECT_RUNS("fused_qkv_rope_forward", f);
+    ASSERT_OK(run_reference("fused_qkv_rope_forward", f));
 
     // Split, then rotate each: 4 local positions of rank 1 of 2 are 2, 3, 4, 5.
     std::vector<double> q_in, k_in, v_in;
@@ -202,13 +203,13 @@ TEST(ReferenceRope, PackedQkv) {
     P::set(g, qf, kf);
     g.q_grad = dq, g.k_grad = dk, g.v_grad = dv, g.qkv_grad = dqkv;
     g.layout = layout, g.interleaved = 1, g.start_positions = starts, g.cp_size = 2, g.cp_rank = 1;
-    EXPECT_RUNS("fused_qkv_rope_backward", g);
+    ASSERT_OK(run_reference("fused_qkv_rope_backward", g));
     std::vector<double> want;
     for (int64_t i = 0; i < qkv.size(); ++i) {
       std::vector<double> unit(static_cast<size_t>(qkv.size()), 0);
       unit[static_cast<size_t>(i)] = 1;
       qkv.fill(unit);
-      EXPECT_RUNS("fused_qkv_rope_forward", f);
+      ASSERT_OK(run_reference("fused_qkv_rope_forward", f));
       want.push_back(dot(dq.values(), q.values()) + dot(dk.values(), k.values()) +
                      dot(dv.values(), v.values()));
     }
@@ -228,7 +229,7 @@ TEST(ReferenceRope, RefusesBeforeWriting) {
     Args a;
     a.input = x, a.output = y, a.freqs = freqs;
     break_it(a);
-    EXPECT_REFUSED("fused_rope_forward", a, part);
+    EXPECT_REFUSED(run_reference("fused_rope_forward", a), part);
     EXPECT_TRUE(y.untouched() && tokens_out.untouched()) << part;
   };
   const auto thd = [&](Args& a, const te_fl_tensor* seqlens) {
@@ -261,13 +262,16 @@ TEST(ReferenceRope, PackedRefusesBeforeWriting) {
   a.qkv_input = qkv, a.q_out = q, a.k_out = k, a.v_out = v;
   auto bad = a;
   bad.q_out = k;
-  EXPECT_REFUSED("fused_qkv_rope_forward", bad, "q_out has shape [4,1,2,4], expected [.., 4, 4]");
+  EXPECT_REFUSED(run_reference("fused_qkv_rope_forward", bad),
+                 "q_out has shape [4,1,2,4], expected [.., 4, 4]");
   bad = a, bad.q_dim = 7;
-  EXPECT_REFUSED("fused_qkv_rope_forward", bad, "q_dim is 7, expected a multiple of k_dim, 4");
+  EXPECT_REFUSED(run_reference("fused_qkv_rope_forward", bad),
+                 "q_dim is 7, expected a multiple of k_dim, 4");
   bad = a, bad.v_dim = 4;
-  EXPECT_REFUSED("fused_qkv_rope_forward", bad, "expected 16 in the last dimension");
+  EXPECT_REFUSED(run_reference("fused_qkv_rope_forward", bad), "expected 16 in the last dimension");
   bad = a, bad.layout = TE_FL_LAYOUT_THD;
-  EXPECT_REFUSED("fused_qkv_rope_forward", bad, "layout is thd, expected sbhd or bshd");
+  EXPECT_REFUSED(run_reference("fused_qkv_rope_forward", bad),
+                 "layout is thd, expected sbhd or bshd");
   EXPECT_TRUE(q.untouched() && k.untouched() && v.untouched());
 }
 

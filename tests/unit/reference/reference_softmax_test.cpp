@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 
+#include "support/expect.hpp"
 #include "support/reference_call.hpp"
 
 namespace te_fl::testing {
@@ -56,22 +57,22 @@ void check(const std::string& name, const Shape& shape, const Visible& visible, 
   const std::vector<double> x = random_values(count(shape), 1, -4, 4);
   HostTensor input(shape, TE_FL_F32, x), output(shape, TE_FL_F32);
   f.input = input, f.output = output, f.scale = scale;
-  EXPECT_RUNS((name + "_forward").c_str(), f);
+  ASSERT_OK(run_reference((name + "_forward").c_str(), f));
   expect_near(output.values(), softmax(x, keys, scale, visible), 1e-6, 5e-6, "y");
 
   HostTensor grad(shape, TE_FL_F32, random_values(count(shape), 2)), result(shape, TE_FL_F32);
   b.output_grad = grad, b.softmax_results = output, b.input_grad = result, b.scale = scale;
-  EXPECT_RUNS((name + "_backward").c_str(), b);
+  ASSERT_OK(run_reference((name + "_backward").c_str(), b));
   expect_near(result.values(), derivative(x, keys, scale, visible, grad.values()), 2e-6, 1e-5,
               "dx");
 
   // In place.
   const std::vector<double> y = output.values(), dx = result.values();
   f.output = input;
-  EXPECT_RUNS((name + "_forward").c_str(), f);
+  ASSERT_OK(run_reference((name + "_forward").c_str(), f));
   EXPECT_EQ(input.values(), y);
   b.input_grad = grad;
-  EXPECT_RUNS((name + "_backward").c_str(), b);
+  ASSERT_OK(run_reference((name + "_backward").c_str(), b));
   EXPECT_EQ(grad.values(), dx);
 }
 
@@ -129,7 +130,7 @@ TEST(ReferenceSoftmax, HandDerivedAndExtreme) {
   HostTensor y({1, 1, 4, 2}, TE_FL_F32);
   Fwd4 a;
   a.input = x, a.output = y, a.scale = 2;
-  EXPECT_RUNS("scaled_softmax_forward", a);
+  ASSERT_OK(run_reference("scaled_softmax_forward", a));
   const std::vector<double> got = y.values();
   EXPECT_NEAR(got[0], 0.25, 1e-7);
   EXPECT_NEAR(got[1], 0.75, 1e-7);
@@ -146,7 +147,7 @@ TEST(ReferenceSoftmax, HalfPrecisionAndStrides) {
   HostTensor y({2, 1, 4, 5}, TE_FL_BF16);
   Fwd4 a;
   a.input = x, a.output = y;
-  EXPECT_RUNS("scaled_softmax_forward", a);
+  ASSERT_OK(run_reference("scaled_softmax_forward", a));
   std::vector<double> want = softmax(x.values(), 5, 1, [](int64_t, int64_t) { return true; });
   HostTensor rounded({2, 1, 4, 5}, TE_FL_BF16, want);
   expect_near(y.values(), rounded.values(), 0, 0.004, "bf16 y");

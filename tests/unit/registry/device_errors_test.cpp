@@ -12,6 +12,7 @@
 #include "core/recent_ops.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/memory.hpp"
 
@@ -19,21 +20,6 @@ namespace te_fl {
 namespace {
 
 using testing::Fake;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_TRUE(contains(s_.to_string(), part)) << s_.to_string();     \
-  } while (false)
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 // Knows its memory and its one stream, has `limit` bytes, and fails when told to.
 struct Chip {
@@ -123,7 +109,7 @@ class DeviceErrors : public ::testing::Test {
  protected:
   void SetUp() override {
     const auto added = devices::add(&chip.desc);
-    ASSERT_TRUE(added.ok()) << added.status().to_string();
+    ASSERT_OK(added);
     device = *added;
     native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
     native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
@@ -235,7 +221,7 @@ TEST_F(DeviceErrors, AStreamOfAnotherDeviceIsFound) {
   ASSERT_OK(call(&chip.stream));
   ASSERT_OK(call(nullptr));
   auto handle = manager.prepare(op, &args);
-  ASSERT_TRUE(handle.ok());
+  ASSERT_OK(handle);
   CallOptions options;
   options.stream = &other;
   EXPECT_FAILS(handle->call(&args, options), kInvalidArgument, "give a stream of that device");
@@ -260,7 +246,7 @@ TEST_F(DeviceErrors, AStreamThatTheDeviceRefusesIsRefusedWithoutAsking) {
   ASSERT_OK(call(&chip.stream));
   EXPECT_GT(chip.held, held);
   auto handle = manager.prepare(op, &args);
-  ASSERT_TRUE(handle.ok());
+  ASSERT_OK(handle);
   CallOptions options;
   ASSERT_OK(handle->call(&args, options));
   options.stream = &other;
@@ -312,7 +298,7 @@ TEST_F(DeviceErrors, ProvidersWithoutTheseFunctionsAreNotAsked) {
 TEST_F(DeviceErrors, TensorsOfTwoDevicesAreRefused) {
   Chip second(1);
   const auto added = devices::add(&second.desc);
-  ASSERT_TRUE(added.ok()) << added.status().to_string();
+  ASSERT_OK(added);
   {
     const Tensor there = Tensor::empty({2, 3}, DType::kF32, *added).value();
     args.c = there;
@@ -368,7 +354,7 @@ TEST_F(DeviceErrors, AStickyErrorThatAnEventMeetsRetiresTheDeviceToo) {
   chip.next_error = TE_FL_DEVICE_LOST;
   const Status lost = devices::record_event(device, &event, &chip.stream);
   EXPECT_FAILS(lost, kDeviceLost, "recording an event on cuda:0");
-  EXPECT_NE(lost.to_string().find("the queue is dead"), std::string::npos) << lost.to_string();
+  EXPECT_HAS(lost.to_string(), "the queue is dead");
   chip.next_error = TE_FL_OK;
   EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since recording an event on cuda:0");
 }

@@ -14,6 +14,7 @@
 #include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 
 namespace {
@@ -36,23 +37,6 @@ namespace {
 
 using testing::Fake;
 using testing::FiveCall;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_TRUE(contains(s_.to_string(), part)) << s_.to_string();     \
-  } while (false)
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 struct FakeDevice {
   uint32_t arch = 80;
@@ -114,7 +98,7 @@ class OnDevice : public ::testing::Test {
  protected:
   void SetUp() override {
     const auto added = devices::add(&fake.desc);
-    ASSERT_TRUE(added.ok()) << added.status().to_string();
+    ASSERT_OK(added);
     device = *added;
     for (Fake* f : {&native, &host}) f->desc.priority = 100;
     native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
@@ -249,9 +233,8 @@ TEST_F(OnDevice, AMistakeInValuesIsToldByTheWait) {
   ASSERT_OK(call());
   fake.sync_status = TE_FL_INVALID_ARGUMENT;
   const Status told = devices::synchronize(device);
-  EXPECT_EQ(told.code(), StatusCode::kInvalidArgument);
-  EXPECT_TRUE(contains(told.to_string(), "synchronisation of cuda:0")) << told.to_string();
-  EXPECT_FALSE(contains(told.to_string(), "enqueued last")) << "the device names the op itself";
+  EXPECT_FAILS(told, kInvalidArgument, "synchronisation of cuda:0");
+  EXPECT_LACKS(told.to_string(), "enqueued last") << "the device names the op itself";
   ASSERT_OK(environment::set("TE_FL_SYNC", "1"));
   EXPECT_FAILS(call(), kInvalidArgument,
                "op 'test::five' in 'vendor.native' failed after it was enqueued");
@@ -293,7 +276,7 @@ TEST_F(OnDevice, WhatIsMissingInACaptureIsNotReplacedByAnotherImplementation) {
   EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition);
   for (const char* part : {"test::five", "vendor.native", "its plan for these shapes",
                            "run the op once with the same shapes before capturing"}) {
-    EXPECT_TRUE(contains(refused.to_string(), part)) << part << ": " << refused.to_string();
+    EXPECT_HAS(refused.to_string(), part);
   }
   EXPECT_EQ(second.runs.load(), 0);
   fake.capturing = false;
@@ -386,7 +369,7 @@ TEST_F(OnDevice, CapturingNeedsAGraphSafeImplementation) {
   const auto handle = [&] {
     fake.capturing = false;
     auto h = manager.prepare(op, &args);
-    EXPECT_TRUE(h.ok());
+    EXPECT_OK(h);
     return *h;
   }();
   ASSERT_OK(handle.call(&args));

@@ -10,6 +10,7 @@
 #include "dispatch_fixture.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"
+#include "support/expect.hpp"
 #include "te_fl/log.hpp"
 #include "unit/sanitizers.hpp"
 
@@ -20,12 +21,6 @@ namespace {
 
 using testing::Fake;
 using testing::FiveCall;
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 // Runs `body` in a child, which exits with its result; -1 if it hangs: a minute is
 // much more than a busy machine takes.
@@ -107,13 +102,13 @@ TEST_F(Fork, WhileOtherThreadsDispatch) {
         PolicySettings s;
         s.deny_vendors = {"d" + std::to_string(i % 100)};
         const PolicyScope scope(s);
-        EXPECT_TRUE(manager.call(op, &five.args).ok());
+        EXPECT_OK(manager.call(op, &five.args));
       }
     });
   }
   threads.emplace_back([&] {
     for (int32_t i = 0; !stop; ++i) {
-      EXPECT_TRUE(registry.set_priority("test::five", "default.portable", 1 + i % 10).ok());
+      EXPECT_OK(registry.set_priority("test::five", "default.portable", 1 + i % 10));
     }
   });
   for (int round = 0; round < 50; ++round)
@@ -133,7 +128,7 @@ TEST_F(Fork, WhileAnotherThreadIsInsideASerialisedOp) {
   };
   std::thread thread([&] {
     FiveCall five;
-    EXPECT_TRUE(manager.call(op, &five.args).ok());
+    EXPECT_OK(manager.call(op, &five.args));
   });
   while (!inside) std::this_thread::yield();
   EXPECT_EQ(in_child([&] { return exercise(); }), 0);

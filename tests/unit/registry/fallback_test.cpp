@@ -12,6 +12,7 @@
 #include "core/device_list.hpp"
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 
@@ -20,19 +21,6 @@ namespace {
 
 using testing::Fake;
 using testing::FiveCall;
-
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_NE(s_.to_string().find(part), std::string::npos)            \
-        << part << " is not in: " << s_.to_string();                   \
-  } while (false)
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 // What the functions of `first` answer.
 struct Answers {
@@ -104,9 +92,8 @@ TEST_F(Fallback, OnlyUnsupportedMovesOn) {
       g_answers.*point.answer = code;
       const Status failed = call();
       EXPECT_EQ(failed.code(), static_cast<StatusCode>(code)) << failed.to_string();
-      EXPECT_NE(failed.to_string().find(point.text), std::string::npos) << failed.to_string();
-      EXPECT_NE(failed.to_string().find("'default.first'"), std::string::npos)
-          << failed.to_string();
+      EXPECT_HAS(failed.to_string(), point.text);
+      EXPECT_HAS(failed.to_string(), "'default.first'");
     }
     EXPECT_EQ(second.runs.load(), moved);
     EXPECT_EQ(first.runs.load(), 0);
@@ -168,9 +155,9 @@ TEST_F(Fallback, QuestionsAboutACallEndLikeTheCall) {
   EXPECT_FAILS(manager.saved_bytes(op, &five.args).status(), kInternal, "asking went wrong");
   EXPECT_FAILS(manager.first_choice(op, &five.args).status(), kInternal, "asking went wrong");
   g_answers.supports = TE_FL_UNSUPPORTED;
-  EXPECT_TRUE(manager.prepare(op, &five.args).ok());
+  EXPECT_OK(manager.prepare(op, &five.args));
   EXPECT_EQ(manager.resolve(op, &five.args)->impl_id, "reference.second");
-  EXPECT_TRUE(manager.saved_bytes(op, &five.args).ok());
+  EXPECT_OK(manager.saved_bytes(op, &five.args));
   EXPECT_EQ(manager.first_choice(op, &five.args)->impl_id, nullptr);
 }
 
@@ -205,7 +192,7 @@ TEST_F(Fallback, TheFirstOneOfEachOpIsLogged) {
   });
   const std::string line =
       "op 'test::falls_back' fell back from 'default.a' to 'reference.b': odd sizes are not served";
-  EXPECT_NE(text.find(line), std::string::npos) << text;
+  EXPECT_HAS(text, line);
   EXPECT_EQ(text.find(line), text.rfind(line)) << text;
   EXPECT_EQ(b.runs.load(), 2);
 }
@@ -219,10 +206,9 @@ TEST_F(Fallback, AFailureThatWasMarkedCleanIsAWarning) {
   ASSERT_OK(registry.register_op(b.desc, "tests", "acme"));
   const std::string text =
       logged_by([&] { ASSERT_OK(manager.call("test::falls_back_broken", &five.args)); });
-  EXPECT_NE(text.find("warning: op 'test::falls_back_broken' fell back from 'default.a' to "
-                      "'reference.b': the kernel was not there"),
-            std::string::npos)
-      << text;
+  EXPECT_HAS(text,
+             "warning: op 'test::falls_back_broken' fell back from 'default.a' to "
+             "'reference.b': the kernel was not there");
 }
 
 // ---- on a device
@@ -446,8 +432,8 @@ TEST_F(FallbackOnDevice, ScratchThatTheDeviceDoesNotHaveIsAnError) {
     chip.allocate = code;
     const Status failed = call();
     EXPECT_FALSE(failed.ok());
-    EXPECT_NE(failed.to_string().find("the chip says so"), std::string::npos) << failed.to_string();
-    EXPECT_NE(failed.to_string().find("'vendor.native'"), std::string::npos) << failed.to_string();
+    EXPECT_HAS(failed.to_string(), "the chip says so");
+    EXPECT_HAS(failed.to_string(), "'vendor.native'");
   }
   EXPECT_EQ(native.runs + other.runs + host.runs, 0)
       << "a rank with more memory would compute other bits";
@@ -471,7 +457,7 @@ TEST_F(FallbackOnDevice, CopiesThatFailAreNoReasonToCopyForAnother) {
     chip.failing_copies = 1;
     const Status failed = call();
     EXPECT_FALSE(failed.ok());
-    EXPECT_NE(failed.to_string().find("the chip says so"), std::string::npos) << failed.to_string();
+    EXPECT_HAS(failed.to_string(), "the chip says so");
   }
   EXPECT_EQ(second.runs.load(), 0);
 }

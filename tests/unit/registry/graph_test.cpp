@@ -8,26 +8,13 @@
 
 #include "core/device_list.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
 namespace te_fl {
 namespace {
 
 using testing::RecordingDevice;
-
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_NE(s_.to_string().find(part), std::string::npos)            \
-        << part << " is not in: " << s_.to_string();                   \
-  } while (false)
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 class Graphs : public ::testing::Test {
  protected:

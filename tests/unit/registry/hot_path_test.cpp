@@ -9,6 +9,7 @@
 #include <cstdlib>
 
 #include "dispatch_fixture.hpp"
+#include "support/expect.hpp"
 #include "unit/sanitizers.hpp"
 
 // A sanitizer has these functions for itself.
@@ -97,7 +98,7 @@ class HotPath : public ::testing::Test {
     if (TE_FL_SANITIZED) GTEST_SKIP() << "allocations and locks cannot be counted";
     for (Fake* f : {&portable, &vendor}) {
       f->desc.run = &nothing;
-      ASSERT_TRUE(registry.register_op(f->desc, "tests", "acme").ok());
+      ASSERT_OK(registry.register_op(f->desc, "tests", "acme"));
     }
     op = *registry.find("test::five");
   }
@@ -143,7 +144,7 @@ TEST_F(HotPath, Call) {
 
 TEST_F(HotPath, PreparedHandle) {
   const auto handle = manager.prepare(op, &five.args);
-  ASSERT_TRUE(handle.ok());
+  ASSERT_OK(handle);
   expect_clean([&] { return handle->call(&five.args); });
 }
 
@@ -187,8 +188,8 @@ TEST_F(HotPath, SupportsWorkspaceAndPlans) {
     return TE_FL_OK;
   };
   portable.desc.destroy_plan = [](void*, void*) {};
-  ASSERT_TRUE(registry.unregister_op("test::five", "default.p").ok());
-  ASSERT_TRUE(registry.register_op(portable.desc).ok());
+  ASSERT_OK(registry.unregister_op("test::five", "default.p"));
+  ASSERT_OK(registry.register_op(portable.desc));
   expect_clean([&] { return manager.call(op, &five.args); });
 }
 
@@ -196,7 +197,7 @@ TEST_F(HotPath, ManyShapes) {
   std::vector<std::unique_ptr<FiveCall>> calls;
   for (int64_t n = 1; n < 50; ++n)
     calls.push_back(std::make_unique<FiveCall>(DType::kF32, std::vector<int64_t>{n, 3}));
-  ASSERT_TRUE(manager.call(op, &calls[0]->args).ok());
+  ASSERT_OK(manager.call(op, &calls[0]->args));
   size_t next = 0;
   expect_clean([&] { return manager.call(op, &calls[next++ % calls.size()]->args); });
 }

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "dispatch_fixture.hpp"
+#include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 
 namespace te_fl {
@@ -16,23 +17,6 @@ using testing::FiveArgs;
 using testing::FiveCall;
 using testing::save_schema;
 using testing::SaveArgs;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_TRUE(contains(s_.to_string(), part)) << s_.to_string();     \
-  } while (false)
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 PolicySettings prefer(Kind kind) {
   PolicySettings s;
@@ -109,7 +93,7 @@ TEST_F(Dispatch, ACleanFailureMovesOn) {
 
 TEST_F(Dispatch, ACallGoesOnAlongTheRouteThatItBeganWith) {
   portable.run_body = [this](const te_fl_context&, const void*) {
-    EXPECT_TRUE(registry.set_priority("test::five", "reference.r", 500).ok());
+    EXPECT_OK(registry.set_priority("test::five", "reference.r", 500));
     return te_fl_status{TE_FL_UNSUPPORTED};
   };
   ASSERT_OK(call());
@@ -405,7 +389,7 @@ TEST_F(Dispatch, FirstChoiceIsTheImplementationThatCallTriesFirst) {
   reregister(portable);
   for (int i = 0; i < 2; ++i) {  // the second one finds the route
     const auto first = manager.first_choice(op, &five.args);
-    ASSERT_TRUE(first.ok()) << first.status().to_string();
+    ASSERT_OK(first);
     EXPECT_STREQ(first->impl_id, "default.p");
     EXPECT_EQ(first->flags, portable.desc.flags);
   }
@@ -426,7 +410,7 @@ TEST_F(Dispatch, FirstChoiceIsNoneIfThatRefuses) {
   portable.supports_status = TE_FL_UNSUPPORTED;
   portable.supports_text = "too small";
   const auto first = manager.first_choice(op, &five.args);
-  ASSERT_TRUE(first.ok()) << first.status().to_string();
+  ASSERT_OK(first);
   EXPECT_EQ(first->impl_id, nullptr);
   EXPECT_EQ(first->flags, 0u);
   EXPECT_EQ(ran(), "");
@@ -442,7 +426,7 @@ TEST_F(Dispatch, ResolveSaysWhatCallDoes) {
   vendor.supports_text = "too small";
   const PolicyScope scope(prefer(Kind::kVendor));
   const auto r = manager.resolve(op, &five.args);
-  ASSERT_TRUE(r.ok()) << r.status().to_string();
+  ASSERT_OK(r);
   EXPECT_EQ(r->op, "test::five");
   EXPECT_EQ(r->impl_id, "default.p");
   EXPECT_EQ(r->policy, "prefer=vendor");
@@ -464,20 +448,19 @@ TEST_F(Dispatch, ExplainNeedsNoArguments) {
   CallProfile profile;
   profile.dtypes = {DType::kF32};
   auto r = manager.explain(op, profile);
-  ASSERT_TRUE(r.ok());
+  ASSERT_OK(r);
   EXPECT_EQ(r->impl_id, "default.p");
-  EXPECT_TRUE(contains(r->candidates[1].reason, "scaling none is not served"))
-      << r->candidates[1].reason;
+  EXPECT_HAS(r->candidates[1].reason, "scaling none is not served");
   profile.device = {TE_FL_DEVICE_CUDA, 0, 0};
   r = manager.explain(op, profile);
-  ASSERT_TRUE(r.ok());
+  ASSERT_OK(r);
   EXPECT_EQ(r->impl_id, "");
-  for (const Candidate& c : r->candidates) EXPECT_TRUE(contains(c.reason, "cuda:0")) << c.reason;
+  for (const Candidate& c : r->candidates) EXPECT_HAS(c.reason, "cuda:0");
 }
 
 TEST_F(Dispatch, AHandleFollowsPolicyAndRegistrations) {
   const auto handle = manager.prepare(op, &five.args);
-  ASSERT_TRUE(handle.ok()) << handle.status().to_string();
+  ASSERT_OK(handle);
   ASSERT_OK(handle->call(&five.args));
   ASSERT_OK(handle->call(&five.args));
   EXPECT_EQ(ran(), "default.p default.p");
@@ -560,7 +543,7 @@ TEST_F(Dispatch, NotThreadSafeImplementationsAreSerialised) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&] {
       FiveCall own;
-      for (int i = 0; i < 500; ++i) EXPECT_TRUE(manager.call(op, &own.args).ok());
+      for (int i = 0; i < 500; ++i) EXPECT_OK(manager.call(op, &own.args));
     });
   }
   for (std::thread& t : threads) t.join();
@@ -678,7 +661,7 @@ TEST_F(Saved, AProducerThatCannotIsAnError) {
 }
 
 TEST_F(Saved, SavedBytesAsksTheChosenOne) {
-  ASSERT_TRUE(manager.saved_bytes(*registry.find("test::save_fwd"), &args).ok());
+  ASSERT_OK(manager.saved_bytes(*registry.find("test::save_fwd"), &args));
   EXPECT_EQ(*manager.saved_bytes(*registry.find("test::save_fwd"), &args), 0u);
   fwd_b.desc.saved_bytes = [](void*, const te_fl_context*, const void*,
                               size_t* bytes) -> te_fl_status {

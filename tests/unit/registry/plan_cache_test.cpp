@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "dispatch_fixture.hpp"
+#include "support/expect.hpp"
 #include "unit/sanitizers.hpp"
 
 namespace te_fl {
@@ -17,12 +18,6 @@ using testing::Fake;
 using testing::five_schema;
 using testing::FiveArgs;
 using testing::FiveCall;
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 std::atomic<int> g_made{0};
 std::atomic<int> g_destroyed{0};
@@ -208,7 +203,7 @@ TEST(Plans, ManyThreadsShareAndDropThem) {
       for (int i = 0; i < 2000; ++i) {
         Cheap call(1 + (i * 7 + t) % 400);  // more than are kept
         const Status s = manager.call(op, &call.args);
-        ASSERT_TRUE(s.ok()) << s.to_string();
+        ASSERT_OK(s);
       }
     });
   }

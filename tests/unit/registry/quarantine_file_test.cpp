@@ -13,6 +13,7 @@
 
 #include "dispatch_fixture.hpp"
 #include "registry/quarantine.hpp"
+#include "support/expect.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/sanitizers.hpp"
 #include "unit/temp_folder.hpp"
@@ -44,17 +45,17 @@ class QuarantineFileTest : public ::testing::Test {
  protected:
   void SetUp() override {
     // Another test's entries that are held must not turn up here.
-    ASSERT_TRUE(environment::set("TE_FL_QUARANTINE_FILE", "").ok());
-    ASSERT_TRUE(step_boundary().ok());
-    ASSERT_TRUE(environment::set("TE_FL_QUARANTINE_FILE", path).ok());
+    ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", ""));
+    ASSERT_OK(step_boundary());
+    ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", path));
     log::set_level(log::Level::kWarning);
     read_again();
   }
   void TearDown() override {
     log::set_level(level);
-    ASSERT_TRUE(environment::set("TE_FL_QUARANTINE_FILE", "").ok());
+    ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", ""));
     (void)step_boundary();
-    ASSERT_TRUE(environment::unset("TE_FL_QUARANTINE_FILE").ok());
+    ASSERT_OK(environment::unset("TE_FL_QUARANTINE_FILE"));
     read_again();
   }
   static void read_again() {
@@ -66,15 +67,15 @@ class QuarantineFileTest : public ::testing::Test {
     OpRegistry registry;
     OpManager manager(registry);
     Fake fake("default.x");
-    ASSERT_TRUE(registry.register_op(fake.desc, "test").ok());
+    ASSERT_OK(registry.register_op(fake.desc, "test"));
     read_again();
     FiveCall call;
     ::testing::internal::CaptureStderr();
     const Status status = manager.call("test::five", &call.args);
     const std::string warnings = ::testing::internal::GetCapturedStderr();
-    EXPECT_TRUE(status.ok()) << status.to_string();
-    EXPECT_NE(warnings.find(path), std::string::npos) << warnings;
-    EXPECT_NE(warnings.find(complaint), std::string::npos) << warnings;
+    EXPECT_OK(status);
+    EXPECT_HAS(warnings, path);
+    EXPECT_HAS(warnings, complaint);
   }
   static std::vector<std::string> in_force() {
     std::vector<std::string> ops;
@@ -95,7 +96,7 @@ TEST_F(QuarantineFileTest, AnEmptyOneStopsNoOpAndIsWrittenOver) {
   }
   registry::hold(entry("found"));
   const Status status = step_boundary();
-  EXPECT_TRUE(status.ok()) << status.to_string();
+  EXPECT_OK(status);
   read_again();
   EXPECT_EQ(in_force(), std::vector<std::string>{"found"});
 }
@@ -127,15 +128,15 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
     EXPECT_EQ(in_force(), std::vector<std::string>{"known"});
     registry::hold(entry("found"));
     const Status status = step_boundary();
-    ASSERT_TRUE(status.ok()) << status.to_string();
+    ASSERT_OK(status);
     read_again();
     EXPECT_EQ(in_force(), (std::vector<std::string>{"known", "found"}));
   }
   folder.write("quarantine.json", file_of(kNewer));
   read_again();
   registry::hold(entry("found"));
-  ASSERT_TRUE(step_boundary().ok());
-  EXPECT_NE(test::read_file(path).find("f2e7m9"), std::string::npos) << "the newer one needs it";
+  ASSERT_OK(step_boundary());
+  EXPECT_HAS(test::read_file(path), "f2e7m9") << "the newer one needs it";
 }
 
 // Written as something else it would be of no chip that there is, and later runs would not know.
@@ -146,10 +147,8 @@ TEST_F(QuarantineFileTest, AnEntryThatWouldComeBackAsAnotherIsRefusedAndTheOther
   said.reason = "of any bytes: \xff";  // nothing is found by it
   for (const Quarantine& q : {odd, said}) registry::hold(q);
   const Status status = step_boundary();
-  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
-  EXPECT_NE(status.message().find("'default.x' of op 'odd'"), std::string::npos)
-      << status.message();
-  EXPECT_NE(status.message().find("UTF-8"), std::string::npos) << status.message();
+  EXPECT_FAILS(status, kFailedPrecondition, "'default.x' of op 'odd'");
+  EXPECT_HAS(status.message(), "UTF-8");
   EXPECT_EQ(in_force(), (std::vector<std::string>{"odd", "said"})) << "in this run all the same";
   read_again();
   EXPECT_EQ(in_force(), std::vector<std::string>{"said"});
@@ -216,7 +215,7 @@ TEST_F(QuarantineFileTest, AFullDiskLeavesTheFileAsItWasAndTheQuarantineInForce)
 }
 
 TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
-  ASSERT_TRUE(environment::set("TE_FL_QUARANTINE_FILE", "").ok());
+  ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", ""));
   log::set_level(log::Level::kOff);
   read_again();
   constexpr int kThreads = 6, kEach = TE_FL_ASAN || TE_FL_TSAN ? 100 : 500;  // compared with all
@@ -225,7 +224,7 @@ TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
     threads.emplace_back([t] {
       for (int i = 0; i < kEach; ++i) {
         registry::hold(entry("op" + std::to_string(t), "default.x" + std::to_string(i)));
-        EXPECT_TRUE(step_boundary().ok());
+        EXPECT_OK(step_boundary());
       }
     });
   }

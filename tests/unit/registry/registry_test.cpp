@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "dispatch_fixture.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl {
 namespace {
@@ -17,29 +18,12 @@ using testing::five_schema;
 using testing::FiveArgs;
 using testing::FiveCall;
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-#define EXPECT_FAILS(expr, expected_code, part)                        \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_TRUE(contains(s_.to_string(), part)) << s_.to_string();     \
-  } while (false)
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
-
 TEST(Registry, StartsWithTheCatalogue) {
   OpRegistry registry;
   EXPECT_GE(registry.op_names().size(), 70u);
   EXPECT_TRUE(registry.snapshot().empty());
   const auto gelu = registry.find("gelu");
-  ASSERT_TRUE(gelu.ok());
+  ASSERT_OK(gelu);
   EXPECT_STREQ(registry.schema(*gelu)->name, "gelu");
   EXPECT_EQ(registry.schema(OpId{100000}), nullptr);
   EXPECT_FAILS(registry.find("gelo").status(), kNotFound, "'gelu'");
@@ -71,7 +55,7 @@ TEST(Registry, KeepsWhatItIsGiven) {
   ASSERT_OK(registry.unregister_op("test::five", "vendor.acme"));
   EXPECT_TRUE(registry.snapshot().empty());
   EXPECT_FAILS(registry.unregister_op("test::five", "vendor.acme"), kNotFound, "vendor.acme");
-  EXPECT_TRUE(registry.find("test::five").ok());  // declared ops stay
+  EXPECT_OK(registry.find("test::five"));  // declared ops stay
 }
 
 TEST(Registry, RefusesMalformedDescriptors) {
@@ -155,7 +139,7 @@ TEST(Registry, SeveralAreAllOrNothing) {
 
 TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
   OpRegistry registry;
-  ASSERT_TRUE(registry.declare_op(five_schema()).ok());
+  ASSERT_OK(registry.declare_op(five_schema()));
   EXPECT_EQ(*registry.declare_op(five_schema()), *registry.find("test::five"));
   te_fl_op_schema other = five_schema();
   te_fl_arg_desc a = *other.args[0];

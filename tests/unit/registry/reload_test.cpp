@@ -4,6 +4,7 @@
 
 #include "dispatch_fixture.hpp"
 #include "registry/quarantine.hpp"
+#include "support/expect.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/sanitizers.hpp"
 
@@ -18,12 +19,12 @@ TEST(Reload, KeepsNoMemory) {
   OpRegistry registry;
   OpManager manager(registry);
   Fake fake("default.x");
-  ASSERT_TRUE(registry.register_op(fake.desc, "test").ok());
+  ASSERT_OK(registry.register_op(fake.desc, "test"));
   FiveCall call;
   const auto reload = [&](int times) {
     for (int i = 0; i < times; ++i) {
-      ASSERT_TRUE(manager.reload().ok());
-      ASSERT_TRUE(manager.call("test::five", &call.args).ok());
+      ASSERT_OK(manager.reload());
+      ASSERT_OK(manager.call("test::five", &call.args));
     }
   };
   reload(100);

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <thread>
 
+#include "support/expect.hpp"
 #include "unit/staging_fixture.hpp"
 
 namespace te_fl {
@@ -66,9 +67,9 @@ TEST_F(StagingChoice, ReferenceImplIdAndListsNameIt) {
       const Resolution r = manager.resolve(op, &args).value();
       EXPECT_EQ(r.impl_id, "reference.host");
       EXPECT_TRUE(r.candidates[0].staged);
-      EXPECT_TRUE(contains(r.candidates[0].reason, "taken: staged")) << r.candidates[0].reason;
+      EXPECT_HAS(r.candidates[0].reason, "taken: staged");
       const auto first = manager.first_choice(op, &args);
-      ASSERT_TRUE(first.ok()) << first.status().to_string();
+      ASSERT_OK(first);
       EXPECT_EQ(first->impl_id, nullptr);
     }
   }
@@ -92,7 +93,7 @@ TEST_F(StagingChoice, AGraphCannotHoldIt) {
   ASSERT_OK(call(args));
   far.capturing = true;
   EXPECT_FAILS(call(args), kUnsupported, "into which copies to the host cannot go");
-  EXPECT_TRUE(contains(manager.resolve(op, &args).value().candidates[0].reason, "captured"));
+  EXPECT_HAS(manager.resolve(op, &args).value().candidates[0].reason, "captured");
   const PolicyScope scope(listed("test::five", PolicyToken::Type::kKind, Kind::kDefault));
   EXPECT_FAILS(call(args), kUnsupported, "into which copies to the host cannot go");
   far.capturing = false;
@@ -115,7 +116,7 @@ TEST_F(StagingChoice, TheCapCountsBothWays) {
     EXPECT_FAILS(call(args), kUnsupported, "raise that, or load a plugin that serves the op");
     const Resolution r = manager.resolve(op, &args).value();
     EXPECT_EQ(r.impl_id, "");
-    EXPECT_TRUE(contains(r.candidates[0].reason, "moves 80 bytes")) << r.candidates[0].reason;
+    EXPECT_HAS(r.candidates[0].reason, "moves 80 bytes");
     EXPECT_EQ(host.runs.load(), 1);
   }
   s.max_staged_bytes = 0;
@@ -178,7 +179,7 @@ TEST_F(StagingChoice, IsCountedAndSaidOncePerOp) {
   // Another test of this process may have said it already, for the op and not for the manager.
   if (first != std::string::npos) {
     EXPECT_EQ(said.find(line, first + 1), std::string::npos);
-    EXPECT_TRUE(contains(said, "this call 80 bytes (4 copies in, 1 out)")) << said;
+    EXPECT_HAS(said, "this call 80 bytes (4 copies in, 1 out)");
   }
   OpUsage use = use_of("default.host");
   EXPECT_EQ(use.calls, 2u);

@@ -8,6 +8,7 @@
 
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 
@@ -17,20 +18,6 @@ namespace {
 using testing::Fake;
 using testing::FarDevice;
 using testing::FiveArgs;
-
-#define STREAMS_FAILS(expr, expected_code, part)                       \
-  do {                                                                 \
-    const Status s_ = (expr);                                          \
-    EXPECT_EQ(s_.code(), StatusCode::expected_code) << s_.to_string(); \
-    EXPECT_NE(s_.to_string().find(part), std::string::npos)            \
-        << part << " is not in: " << s_.to_string();                   \
-  } while (false)
-
-#define STREAMS_OK(expr)                    \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 // Two devices of one provider.
 class TwoDevices : public ::testing::Test {
@@ -44,7 +31,7 @@ class TwoDevices : public ::testing::Test {
     for (const Device& device : {a, b}) {
       plugins::g_hooks.release_device.load()(device);
       EXPECT_EQ(devices::live_objects(device), 0) << to_string(device);
-      STREAMS_OK(devices::remove(device));
+      ASSERT_OK(devices::remove(device));
     }
   }
   FarDevice& far(const Device& device) { return device == a ? far_a : far_b; }
@@ -104,7 +91,7 @@ TEST_P(CopiesBetween, HaveWhatTheStreamOfTheMemoryWrites) {
 TEST_P(CopiesBetween, HaveWhatTheCurrentStreamWrites) {
   const Stream stream = Stream::create(a).value();
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
-  STREAMS_OK(devices::synchronize(a));
+  ASSERT_OK(devices::synchronize(a));
   const StreamScope scope(stream);
   write_later(x, 7, stream.get());
   EXPECT_EQ(read(x.to(b).value()), 7);
@@ -114,17 +101,17 @@ TEST_P(CopiesBetween, OfMemoryFollowTheCurrentStreamOfTheSource) {
   const Stream stream = Stream::create(a).value(), there = Stream::create(b).value();
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
   const Tensor y = Tensor::zeros({4}, DType::kF32, b).value();
-  STREAMS_OK(devices::synchronize(a));
-  STREAMS_OK(devices::synchronize(b));
+  ASSERT_OK(devices::synchronize(a));
+  ASSERT_OK(devices::synchronize(b));
   write_later(x, 7, stream.get());
   write_later(y, 3, there.get());  // comes before the copy
   {
     const StreamScope scope(stream);
-    STREAMS_OK(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, there.get()));
+    ASSERT_OK(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, there.get()));
   }
   write_later(x, 5, stream.get());  // comes after it
-  STREAMS_OK(stream.synchronize());
-  STREAMS_OK(there.synchronize());
+  ASSERT_OK(stream.synchronize());
+  ASSERT_OK(there.synchronize());
   EXPECT_EQ(now(x), 5);
   EXPECT_EQ(now(y), 7);
 }
@@ -172,7 +159,7 @@ TEST_P(CopiesBetween, OutliveTheirSource) {
     const StreamScope scope(current);
     y = x.to(b).value();
   }
-  STREAMS_OK(stream.synchronize());
+  ASSERT_OK(stream.synchronize());
   EXPECT_EQ(read(y), 7);
 }
 
@@ -181,14 +168,13 @@ TEST_P(CopiesBetween, NeedAStreamOfTheDestination) {
   const Stream first = Stream::create(b).value(), of_source = Stream::create(a).value();
   const Stream second = Stream::create(a).value();
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
-  STREAMS_FAILS(x.to(b, second.get()).status(), kInvalidArgument,
-                "takes a stream of ext:far:1; the one that was given is of ext:far:0");
+  EXPECT_FAILS(x.to(b, second.get()).status(), kInvalidArgument,
+               "takes a stream of ext:far:1; the one that was given is of ext:far:0");
   const Tensor y = Tensor::zeros({4}, DType::kF32, b).value();
-  STREAMS_FAILS(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, second.get()), kInvalidArgument,
-                "takes a stream of ext:far:1");
-  STREAMS_FAILS(
-      devices::copy_between(b, y.raw_data(), nullptr, Device(), x.raw_data(), nullptr, 16),
-      kInvalidArgument, "use devices::copy");
+  EXPECT_FAILS(devices::copy(b, y.raw_data(), a, x.raw_data(), 16, second.get()), kInvalidArgument,
+               "takes a stream of ext:far:1");
+  EXPECT_FAILS(devices::copy_between(b, y.raw_data(), nullptr, Device(), x.raw_data(), nullptr, 16),
+               kInvalidArgument, "use devices::copy");
 }
 
 TEST_P(CopiesBetween, CannotBeCaptured) {
@@ -197,8 +183,8 @@ TEST_P(CopiesBetween, CannotBeCaptured) {
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
   const Capture capture = Capture::begin(a, stream.get()).value();
   const StreamScope scope(stream);
-  STREAMS_FAILS(x.to(b).status(), kFailedPrecondition,
-                "a copy from ext:far:0 to ext:far:1 cannot be captured into a graph");
+  EXPECT_FAILS(x.to(b).status(), kFailedPrecondition,
+               "a copy from ext:far:0 to ext:far:1 cannot be captured into a graph");
 }
 
 TEST_F(TwoDevices, ACopyOnAnotherStreamWaitsForTheStreamOfTheMemory) {
@@ -221,8 +207,8 @@ TEST_F(TwoDevices, ACopyOnAnotherStreamWaitsForTheStreamOfTheMemory) {
 TEST_F(TwoDevices, AFailedCopyBetweenSaysWhichDevices) {
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
   far_b.next_copy_between = TE_FL_INTERNAL;
-  STREAMS_FAILS(x.to(b).status(), kInternal,
-                "copy of 16 bytes from ext:far:0 to ext:far:1: there is no way between the two");
+  EXPECT_FAILS(x.to(b).status(), kInternal,
+               "copy of 16 bytes from ext:far:0 to ext:far:1: there is no way between the two");
 }
 
 // ---- equal handles of two devices
@@ -280,9 +266,9 @@ TEST_F(TwoDevices, AScopeWithoutADeviceFindsItOrSaysThatItCannot) {
   }
   {
     const StreamScope scope(of_a.get());  // both devices have it
-    STREAMS_FAILS(Tensor::empty({4}, DType::kF32, b).status(), kFailedPrecondition,
-                  "say whose it is: StreamScope(device, stream)");
-    STREAMS_OK(Tensor::empty({4}, DType::kF32).status());
+    EXPECT_FAILS(Tensor::empty({4}, DType::kF32, b).status(), kFailedPrecondition,
+                 "say whose it is: StreamScope(device, stream)");
+    ASSERT_OK(Tensor::empty({4}, DType::kF32).status());
   }
   static void* of_framework;
   (void)far_a.queues.make_stream();  // its handle is that of `second`
@@ -316,13 +302,13 @@ TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
     EXPECT_EQ(devices::current_stream(b), stream.get());
     const StreamScope unknown(&framework_stream);
     for (const Device& device : {a, of_other}) {
-      STREAMS_FAILS(Tensor::empty({4}, DType::kF32, device).status(), kFailedPrecondition,
-                    "say whose it is: StreamScope(device, stream)");
+      EXPECT_FAILS(Tensor::empty({4}, DType::kF32, device).status(), kFailedPrecondition,
+                   "say whose it is: StreamScope(device, stream)");
     }
   }
   EXPECT_EQ(asked, 0);
   plugins::g_hooks.release_device.load()(of_other);
-  STREAMS_OK(devices::remove(of_other));
+  ASSERT_OK(devices::remove(of_other));
 }
 
 // ---- scratch of graphs, and of streams that come and go
@@ -348,7 +334,7 @@ class Scratch : public TwoDevices {
       device.enqueue(ctx.stream, [=] { *out = *between; });
       return TE_FL_OK;
     };
-    STREAMS_OK(registry.register_op(native.desc, "test", "far"));
+    ASSERT_OK(registry.register_op(native.desc, "test", "far"));
     op = *registry.find(native.desc.op_name);
   }
   void TearDown() override {
@@ -371,14 +357,14 @@ class Scratch : public TwoDevices {
       write_later(in.back(), static_cast<float>(i + 1), nullptr);
       write_later(out.back(), -1, nullptr);
     }
-    STREAMS_OK(devices::synchronize(a));
+    ASSERT_OK(devices::synchronize(a));
   }
   // A graph of copy(from, to), captured on `stream` by somebody else than te-fl.
   void* capture(const Tensor& from, const Tensor& to, void* stream) {
     void* graph = nullptr;
     EXPECT_EQ(far_a.api.begin_capture(&far_a, stream, nullptr), TE_FL_OK);
     const Status called = copy(from, to, stream);
-    EXPECT_TRUE(called.ok()) << called.to_string();
+    EXPECT_OK(called);
     EXPECT_EQ(far_a.api.end_capture(&far_a, stream, &graph, nullptr), TE_FL_OK);
     return graph;
   }
@@ -394,17 +380,17 @@ TEST_F(Scratch, TwoGraphsOfOneStreamReplayedAtOnce) {
   make(2);
   void* const stream = far_a.queues.make_stream();
   void *const first = far_a.queues.make_stream(), *const second = far_a.queues.make_stream();
-  STREAMS_OK(copy(in[0], out[0], stream));  // makes the scratch of eager calls
-  STREAMS_OK(devices::synchronize(a, stream));
+  ASSERT_OK(copy(in[0], out[0], stream));  // makes the scratch of eager calls
+  ASSERT_OK(devices::synchronize(a, stream));
   write_later(out[0], -1, nullptr);
-  STREAMS_OK(devices::synchronize(a));
+  ASSERT_OK(devices::synchronize(a));
   void *one = capture(in[0], out[0], stream), *two = capture(in[1], out[1], stream);
   ASSERT_EQ(far_a.api.launch_graph(&far_a, one, first, nullptr), TE_FL_OK);
   ASSERT_EQ(far_a.api.launch_graph(&far_a, two, second, nullptr), TE_FL_OK);
   far_a.queues.run_some(first, 1);
   far_a.queues.run_some(second, 1);
-  STREAMS_OK(devices::synchronize(a, first));
-  STREAMS_OK(devices::synchronize(a, second));
+  ASSERT_OK(devices::synchronize(a, first));
+  ASSERT_OK(devices::synchronize(a, second));
   EXPECT_EQ(now(out[0]), 1);
   EXPECT_EQ(now(out[1]), 2);
   for (void* graph : {one, two}) far_a.api.destroy_graph(&far_a, graph, nullptr);
@@ -413,14 +399,14 @@ TEST_F(Scratch, TwoGraphsOfOneStreamReplayedAtOnce) {
 TEST_F(Scratch, AGraphReplayedBesideItsStreamsWork) {
   make(2);
   void *const stream = far_a.queues.make_stream(), *const other = far_a.queues.make_stream();
-  STREAMS_OK(copy(in[0], out[0], stream));
-  STREAMS_OK(devices::synchronize(a, stream));
+  ASSERT_OK(copy(in[0], out[0], stream));
+  ASSERT_OK(devices::synchronize(a, stream));
   void* graph = capture(in[0], out[0], stream);
   ASSERT_EQ(far_a.api.launch_graph(&far_a, graph, other, nullptr), TE_FL_OK);
   far_a.queues.run_some(other, 1);
-  STREAMS_OK(copy(in[1], out[1], stream));
-  STREAMS_OK(devices::synchronize(a, stream));
-  STREAMS_OK(devices::synchronize(a, other));
+  ASSERT_OK(copy(in[1], out[1], stream));
+  ASSERT_OK(devices::synchronize(a, stream));
+  ASSERT_OK(devices::synchronize(a, other));
   EXPECT_EQ(now(out[0]), 1);
   EXPECT_EQ(now(out[1]), 2);
   far_a.api.destroy_graph(&far_a, graph, nullptr);
@@ -430,14 +416,14 @@ TEST_F(Scratch, AGraphReplayedBesideItsStreamsWork) {
 TEST_F(Scratch, AFrameworksStreamDestroyedWhileBusy) {
   make(2);
   void* const stream = far_a.queues.make_stream();
-  STREAMS_OK(copy(in[0], out[0], stream));
+  ASSERT_OK(copy(in[0], out[0], stream));
   far_a.queues.run_some(stream, 1);
-  STREAMS_OK(devices::retire_stream(a, stream));
+  ASSERT_OK(devices::retire_stream(a, stream));
   EXPECT_EQ(far_a.retired.load(), stream) << "the plugin is told";
   EXPECT_GT(far_a.queues.pending(stream), 0u) << "and nothing was waited for";
   far_a.queues.destroy(stream);
   ASSERT_EQ(far_a.queues.make_stream(), stream) << "the handle comes again";
-  STREAMS_OK(copy(in[1], out[1], stream));
+  ASSERT_OK(copy(in[1], out[1], stream));
   far_a.queues.run_some(stream, 1);
   far_a.queues.finish();
   EXPECT_EQ(now(out[0]), 1);
@@ -451,11 +437,11 @@ TEST_F(Scratch, TensorsOutliveTheirRetiredStream) {
   {
     const StreamScope scope(a, stream);
     kept = Tensor::zeros({1}, DType::kF32, a).value();
-    STREAMS_OK(copy(in[0], kept, stream));
-    STREAMS_OK(devices::retire_stream(a, stream));
+    ASSERT_OK(copy(in[0], kept, stream));
+    ASSERT_OK(devices::retire_stream(a, stream));
     EXPECT_EQ(now(kept), 1) << "its work has been waited for";
-    STREAMS_FAILS(Tensor::empty({1}, DType::kF32, a).status(), kFailedPrecondition,
-                  "has been retired; close its StreamScope");
+    EXPECT_FAILS(Tensor::empty({1}, DType::kF32, a).status(), kFailedPrecondition,
+                 "has been retired; close its StreamScope");
     far_a.queues.destroy(stream);
   }
   ASSERT_EQ(far_a.queues.make_stream(), stream) << "the handle comes again";
@@ -467,7 +453,7 @@ TEST_F(Scratch, TensorsOutliveTheirRetiredStream) {
   EXPECT_EQ(far_a.queues.pending(stream), 1u);
   {
     const StreamScope scope(a, stream);  // another stream now
-    STREAMS_OK(Tensor::zeros({1}, DType::kF32, a).status());
+    ASSERT_OK(Tensor::zeros({1}, DType::kF32, a).status());
   }
 }
 
@@ -475,26 +461,26 @@ TEST_F(Scratch, GraphsOutliveTheirRetiredStream) {
   make(1);
   void *const stream = far_a.queues.make_stream(), *const other = far_a.queues.make_stream();
   Capture capture = Capture::begin(a, stream).value();
-  STREAMS_FAILS(devices::retire_stream(a, stream), kFailedPrecondition, "end the capture first");
-  STREAMS_OK(copy(in[0], out[0], stream));
+  EXPECT_FAILS(devices::retire_stream(a, stream), kFailedPrecondition, "end the capture first");
+  ASSERT_OK(copy(in[0], out[0], stream));
   const Graph graph = capture.end().value();
-  STREAMS_OK(devices::retire_stream(a, stream));
+  ASSERT_OK(devices::retire_stream(a, stream));
   far_a.queues.destroy(stream);
-  STREAMS_FAILS(graph.launch(), kFailedPrecondition, "has been retired; give launch() another");
-  STREAMS_OK(graph.launch(other));
-  STREAMS_OK(devices::synchronize(a, other));
+  EXPECT_FAILS(graph.launch(), kFailedPrecondition, "has been retired; give launch() another");
+  ASSERT_OK(graph.launch(other));
+  ASSERT_OK(devices::synchronize(a, other));
   EXPECT_EQ(now(out[0]), 1);
 }
 
 TEST_F(Scratch, OnlyStreamsOfOthersAreRetired) {
   const Stream own = Stream::create(a).value();
-  STREAMS_FAILS(devices::retire_stream(a, own.get()), kInvalidArgument, "te-fl made this stream");
-  STREAMS_FAILS(devices::retire_stream(a, nullptr), kInvalidArgument, "the default stream stays");
-  STREAMS_OK(devices::retire_stream(a, far_a.queues.make_stream()));  // te-fl never saw it
+  EXPECT_FAILS(devices::retire_stream(a, own.get()), kInvalidArgument, "te-fl made this stream");
+  EXPECT_FAILS(devices::retire_stream(a, nullptr), kInvalidArgument, "the default stream stays");
+  ASSERT_OK(devices::retire_stream(a, far_a.queues.make_stream()));  // te-fl never saw it
   // A table that ends before the function.
   far_a.api.struct_size = offsetof(te_fl_device_api, retire_stream);
   far_a.retired = nullptr;
-  STREAMS_OK(devices::retire_stream(a, far_a.queues.make_stream()));
+  ASSERT_OK(devices::retire_stream(a, far_a.queues.make_stream()));
   EXPECT_EQ(far_a.retired.load(), nullptr);
 }
 
@@ -504,9 +490,9 @@ TEST_F(Scratch, NothingIsKeptOfStreamsThatCameAndWent) {
   const int64_t before = devices::live_objects(a);
   for (int i = 0; i < 50; ++i) {
     void* const stream = far_a.queues.make_stream();
-    STREAMS_OK(copy(in[0], out[0], stream));
+    ASSERT_OK(copy(in[0], out[0], stream));
     void* graph = capture(in[0], out[0], stream);
-    STREAMS_OK(devices::retire_stream(a, stream));
+    ASSERT_OK(devices::retire_stream(a, stream));
     far_a.queues.destroy(stream);
     EXPECT_EQ(far_a.api.destroy_graph(&far_a, graph, nullptr), TE_FL_OK);
   }
@@ -521,14 +507,14 @@ TEST_F(Scratch, WantOfItInACaptureIsTheCallers) {
   second.desc.provider = native.desc.provider;
   second.desc.flags = native.desc.flags;
   second.desc.priority = 1;
-  STREAMS_OK(registry.register_op(second.desc, "test", "far"));
+  ASSERT_OK(registry.register_op(second.desc, "test", "far"));
   const Stream stream = Stream::create(a).value();
   Capture capture = Capture::begin(a, stream.get()).value();
   const auto allocate = far_a.api.allocate;
   far_a.api.allocate = [](void*, size_t, void*, void**, const te_fl_error_sink*) {
     return te_fl_status{TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN};
   };
-  STREAMS_FAILS(copy(in[0], out[0], stream.get()), kOutOfMemory, "workspace of 4 bytes");
+  EXPECT_FAILS(copy(in[0], out[0], stream.get()), kOutOfMemory, "workspace of 4 bytes");
   far_a.api.allocate = allocate;
   EXPECT_EQ(second.runs.load(), 0);
 }

@@ -10,6 +10,7 @@
 
 #include "dispatch_fixture.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
@@ -23,11 +24,9 @@ using testing::FiveCall;
 
 class TraceFile : public ::testing::Test {
  protected:
-  void SetUp() override { ASSERT_TRUE(registry.register_op(fake.desc, "test").ok()); }
-  void TearDown() override { ASSERT_TRUE(environment::unset("TE_FL_TRACE").ok()); }
-  void trace_to(const std::string& path) {
-    ASSERT_TRUE(environment::set("TE_FL_TRACE", path).ok());
-  }
+  void SetUp() override { ASSERT_OK(registry.register_op(fake.desc, "test")); }
+  void TearDown() override { ASSERT_OK(environment::unset("TE_FL_TRACE")); }
+  void trace_to(const std::string& path) { ASSERT_OK(environment::set("TE_FL_TRACE", path)); }
   bool call() { return manager.call("test::five", &five.args).ok(); }
   // Calls in a trace; -1 if it is none.
   static int calls_in(const std::string& path) {
@@ -66,7 +65,7 @@ TEST_F(TraceFile, ADeviceOfAnyNameHasATrack) {
   native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
   native.desc.provider = far.desc.provider;
   native.desc.vendor = "acme";
-  ASSERT_TRUE(registry.register_op(native.desc, "test", "acme").ok());
+  ASSERT_OK(registry.register_op(native.desc, "test", "acme"));
   const std::string path = folder / "trace.json";
   trace_to(path);
   {
@@ -76,20 +75,20 @@ TEST_F(TraceFile, ADeviceOfAnyNameHasATrack) {
     args.a = args.b = args.c = args.d = x.c();
     args.out = y.c();
     const Status status = manager.call("test::five", &args);
-    EXPECT_TRUE(status.ok()) << status.to_string();
+    EXPECT_OK(status);
   }
-  EXPECT_TRUE(write_trace().ok());
+  EXPECT_OK(write_trace());
   EXPECT_GE(calls_in(path), 1);  // this process's of earlier tests, too
-  EXPECT_NE(test::read_file(path).find("odd\xef\xbf\xbd:0 stream"), std::string::npos);
+  EXPECT_HAS(test::read_file(path), "odd\xef\xbf\xbd:0 stream");
   plugins::g_hooks.release_device.load()(device);
-  EXPECT_TRUE(devices::remove(device).ok());
+  EXPECT_OK(devices::remove(device));
 }
 
 TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
   for (const char* name : {"trace-%p.json", "trace.json"}) {
     trace_to(folder / name);
     ASSERT_TRUE(call());
-    ASSERT_TRUE(write_trace().ok());
+    ASSERT_OK(write_trace());
     const bool named = std::string(name).find("%p") != std::string::npos;
     const auto file_of = [&](pid_t process) {
       const std::string number = std::to_string(process);
@@ -103,7 +102,7 @@ TEST_F(TraceFile, AForkedChildTracesItsOwnCallsIntoItsOwnFile) {
       if (!environment::set("TE_FL_SYNC", "0").ok() || !call() || !call()) return 2;
       return write_trace().ok() ? 0 : 3;
     });
-    ASSERT_TRUE(write_trace().ok());
+    ASSERT_OK(write_trace());
     EXPECT_EQ(calls_in(file_of(getpid())), before);
     EXPECT_EQ(calls_in(file_of(child)), 3);
     in_child([&] { return write_trace().ok() ? 0 : 1; });  // one that made no call
@@ -129,7 +128,7 @@ TEST_F(TraceFile, AFullDiskLeavesTheOldOneAndSaysSo) {
 TEST_F(TraceFile, OneThatIsNoTraceIsAnErrorThatNamesIt) {
   trace_to(folder / "trace.json");
   ASSERT_TRUE(call());
-  ASSERT_TRUE(write_trace().ok());
+  ASSERT_OK(write_trace());
   const std::string whole = test::read_file(folder / "trace.json");
   std::vector<std::string> texts = {
       "",
@@ -148,8 +147,8 @@ TEST_F(TraceFile, OneThatIsNoTraceIsAnErrorThatNamesIt) {
     EXPECT_TRUE(nothing || tuned.status().message().find("bad.json") != std::string::npos)
         << text.substr(0, 60) << ": " << tuned.status().to_string();
   }
-  EXPECT_NE(tune({folder.path()}, 0.001).status().message().find(folder.path()), std::string::npos);
-  EXPECT_NE(tune({folder / "none"}, 0.001).status().message().find("No such"), std::string::npos);
+  EXPECT_HAS(tune({folder.path()}, 0.001).status().message(), folder.path());
+  EXPECT_HAS(tune({folder / "none"}, 0.001).status().message(), "No such");
 }
 
 TEST_F(TraceFile, WhatIsNoRegularFileIsRefusedAndStays) {
@@ -158,14 +157,13 @@ TEST_F(TraceFile, WhatIsNoRegularFileIsRefusedAndStays) {
   for (const std::string& path : {pipe, folder.path()}) {
     trace_to(path);
     const Status status = manager.call("test::five", &five.args);  // not at the end of a long run
-    EXPECT_NE(status.message().find("is a "), std::string::npos) << status.to_string();
+    EXPECT_HAS(status.message(), "is a ") << status.to_string();
   }
   struct stat st {};
   ASSERT_EQ(stat(pipe.c_str(), &st), 0);
   EXPECT_TRUE(S_ISFIFO(st.st_mode)) << "a name such as /dev/stdout must not become a file";
   trace_to(folder / "no/folder/trace.json");
-  EXPECT_NE(manager.call("test::five", &five.args).message().find("No such file"),
-            std::string::npos);
+  EXPECT_HAS(manager.call("test::five", &five.args).message(), "No such file");
 }
 
 }  // namespace

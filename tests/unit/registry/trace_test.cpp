@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "dispatch_fixture.hpp"
+#include "support/expect.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
 
@@ -17,26 +18,26 @@ using testing::FiveCall;
 
 TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   test::TempFolder folder;
-  ASSERT_TRUE(environment::set("TE_FL_TRACE", folder / "trace-%p.json").ok());
-  ASSERT_TRUE(environment::set("TE_FL_TRACE_EVENTS", "6").ok());
+  ASSERT_OK(environment::set("TE_FL_TRACE", folder / "trace-%p.json"));
+  ASSERT_OK(environment::set("TE_FL_TRACE_EVENTS", "6"));
   OpRegistry registry;
   OpManager manager(registry);
   Fake first{"default.first"}, second{"reference.second"};
-  ASSERT_TRUE(registry.register_op(first.desc, "test", "acme").ok());
-  ASSERT_TRUE(registry.register_op(second.desc, "test", "acme").ok());
+  ASSERT_OK(registry.register_op(first.desc, "test", "acme"));
+  ASSERT_OK(registry.register_op(second.desc, "test", "acme"));
   const OpId op = *registry.find("test::five");
   FiveCall call, other(DType::kF32, {5});
-  ASSERT_TRUE(manager.call(op, &call.args).ok());
-  ASSERT_TRUE(manager.call(op, &call.args).ok());
-  std::thread([&] { EXPECT_TRUE(manager.call(op, &other.args).ok()); }).join();
+  ASSERT_OK(manager.call(op, &call.args));
+  ASSERT_OK(manager.call(op, &call.args));
+  std::thread([&] { EXPECT_OK(manager.call(op, &other.args)); }).join();
   first.run_status = TE_FL_UNSUPPORTED;
   first.run_text = "not \"today\"\n";
-  ASSERT_TRUE(manager.call(op, &call.args).ok());
+  ASSERT_OK(manager.call(op, &call.args));
   first.run_status = TE_FL_INTERNAL;
   EXPECT_FALSE(manager.call(op, &call.args).ok());
   first.run_status = TE_FL_OK;
-  for (int i = 0; i < 3; ++i) ASSERT_TRUE(manager.call(op, &call.args).ok());
-  ASSERT_TRUE(write_trace().ok());
+  for (int i = 0; i < 3; ++i) ASSERT_OK(manager.call(op, &call.args));
+  ASSERT_OK(write_trace());
 
   const std::string path = folder / ("trace-" + std::to_string(getpid()) + ".json");
   const json trace = json::parse(test::read_file(path));
@@ -55,8 +56,7 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
             calls[1].at("ts").get<double>());
   EXPECT_EQ(calls[3].at("cat"), "fallback");
   EXPECT_EQ(calls[3].at("args").at("impl"), "reference.second");
-  EXPECT_NE(calls[3].at("args").at("fallback").get<std::string>().find("not \"today\""),
-            std::string::npos);
+  EXPECT_HAS(calls[3].at("args").at("fallback").get<std::string>(), "not \"today\"");
   EXPECT_EQ(calls[4].at("cat"), "failed");
   const auto shape =
       [&](const json& c) {  // of the argument `a`, by the description that a call names
@@ -65,8 +65,8 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
       };
   EXPECT_EQ(shape(calls[0]), json({2, 3}));
   EXPECT_EQ(shape(calls[2]), json({5}));
-  ASSERT_TRUE(environment::unset("TE_FL_TRACE").ok());
-  ASSERT_TRUE(environment::unset("TE_FL_TRACE_EVENTS").ok());
+  ASSERT_OK(environment::unset("TE_FL_TRACE"));
+  ASSERT_OK(environment::unset("TE_FL_TRACE_EVENTS"));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "plugins/hooks.hpp"
 #include "registry/compare_outputs.hpp"
 #include "registry/quarantine.hpp"
+#include "support/expect.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 #include "unit/temp_folder.hpp"
@@ -22,16 +23,6 @@ using testing::FarDevice;
 using testing::FiveArgs;
 using testing::FiveCall;
 using testing::SaveArgs;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-#define ASSERT_OK(expr)                     \
-  do {                                      \
-    const Status s_ = (expr);               \
-    ASSERT_TRUE(s_.ok()) << s_.to_string(); \
-  } while (false)
 
 // out = a + b + c + d, F32, compact, with an error in element 1 if `off` says so.
 te_fl_status sum(const FiveArgs& args, float off) {
@@ -151,7 +142,7 @@ TEST_F(Verify, PicksTheSameCallsInEveryRunAndOthersWithAnotherSeed) {
     std::vector<int> which;
     for (int i = 0; i < 400; ++i) {
       const int seen = reference.runs;
-      EXPECT_TRUE(manager.call(op, &call.args).ok());
+      EXPECT_OK(manager.call(op, &call.args));
       if (reference.runs != seen) which.push_back(i);
     }
     return which;
@@ -169,10 +160,10 @@ TEST_F(Verify, AWrongSettingMakesCallsFailAndNamesTheNearestOp) {
   for (const char* value : {"2", "0", "x", "nan", "-1", ":gelu"}) {
     set("TE_FL_VERIFY", value);
     const Status s = manager.call(op, &call.args);
-    EXPECT_TRUE(contains(s.to_string(), "is not a share of calls above 0 and up to 1")) << value;
+    EXPECT_HAS(s.to_string(), "is not a share of calls above 0 and up to 1") << value;
   }
   set("TE_FL_VERIFY", "0.5:gelo");
-  EXPECT_TRUE(contains(manager.call(op, &call.args).to_string(), "did you mean 'gelu'"));
+  EXPECT_HAS(manager.call(op, &call.args).to_string(), "did you mean 'gelu'");
   set("TE_FL_VERIFY", "");
   ASSERT_OK(manager.call(op, &call.args));
 }
@@ -199,7 +190,8 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
     const Resolution r = manager.resolve(op, &call.args).value();
     EXPECT_EQ(r.impl_id, "reference.slow");
     for (const Candidate& c : r.candidates) {
-      if (c.impl_id == "default.fast") return contains(c.reason, "quarantined for this op");
+      if (c.impl_id == "default.fast")
+        return testing::contains(c.reason, "quarantined for this op");
     }
     return false;
   };
@@ -213,7 +205,7 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
   // Another build of it is another thing.
   std::string text = test::read_file(folder / "quarantine.json");
   const std::string build = registry::build_id_of("test");
-  ASSERT_TRUE(contains(text, build));
+  ASSERT_TRUE(testing::contains(text, build));
   text.replace(text.find(build), build.size(), "other");
   folder.write("quarantine.json", text);
   registry::forget_quarantine_file();
@@ -239,7 +231,7 @@ TEST_F(Verify, AQuarantineFileThatComesAndGoesIsNoError) {
   }
   done = true;
   other.join();
-  EXPECT_TRUE(status.ok()) << status.to_string();
+  EXPECT_OK(status);
 }
 
 TEST_F(Verify, ManyThreadsAreCheckedAtOnce) {
@@ -251,7 +243,7 @@ TEST_F(Verify, ManyThreadsAreCheckedAtOnce) {
     threads.emplace_back([&] {
       FiveCall call;
       for (int i = 0; i < 50; ++i) {
-        EXPECT_TRUE(manager.call(op, &call.args).ok());
+        EXPECT_OK(manager.call(op, &call.args));
         EXPECT_TRUE(i % 10 != 9 || step_boundary().ok());
       }
     });
@@ -345,13 +337,12 @@ TEST(Replay, ASavedCaseRunsOnAnyImplementation) {
   EXPECT_EQ(again.impl_id, "vendor.wrong");
   EXPECT_TRUE(again.from_saved.empty());
   ASSERT_EQ(again.from_reference.size(), 1u);
-  EXPECT_TRUE(contains(again.from_reference[0], "'output': 3 of 3 elements differ"))
-      << again.from_reference[0];
+  EXPECT_HAS(again.from_reference[0], "'output': 3 of 3 elements differ");
   const Replay right = replay(file, "reference.host").value();
   EXPECT_TRUE(right.from_reference.empty());
   EXPECT_EQ(right.from_saved.size(), 1u);
   EXPECT_EQ(right.compared, 1);
-  EXPECT_TRUE(contains(replay(file, "default.none").status().to_string(), "cannot be run on"));
+  EXPECT_HAS(replay(file, "default.none").status().to_string(), "cannot be run on");
   // Damage of every length is found, and read no further.
   const std::string text = test::read_file(file);
   for (size_t cut = 0; cut < text.size(); cut += 37) {
