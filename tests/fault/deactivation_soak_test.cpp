@@ -13,7 +13,7 @@
 #include "core/dlpack.hpp"
 #include "fault_fixture.hpp"
 #include "support/expect.hpp"
-#include "tests/unit/sanitizers.hpp"
+#include "support/sanitizers.hpp"
 
 namespace te_fl::test {
 namespace {

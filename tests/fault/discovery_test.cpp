@@ -6,7 +6,7 @@
 #include "fault_fixture.hpp"
 #include "probe_run.hpp"
 #include "support/expect.hpp"
-#include "tests/unit/sanitizers.hpp"
+#include "support/sanitizers.hpp"
 
 namespace te_fl::test {
 namespace {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "support/expect.hpp"
+#include "support/temp_folder.hpp"
 #include "te_fl/te_fl.hpp"
-#include "tests/unit/temp_folder.hpp"
 
 namespace te_fl::test {
 

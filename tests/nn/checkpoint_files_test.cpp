@@ -3,7 +3,7 @@
 
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
-#include "unit/temp_folder.hpp"
+#include "support/temp_folder.hpp"
 
 namespace te_fl::nn::testing {
 namespace {
