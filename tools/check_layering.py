@@ -53,7 +53,7 @@ def main():
         backend = path.parts[1] if path.parts[0] == "backends" else ""
         for kind, target in INCLUDE.findall(text):
             for owner, pattern in DEVICE_HEADERS.items():
-                if pattern.match(target) and backend != owner and path.parts[0] != "bench" and path.parts[:2] != ("tests", owner):
+                if pattern.match(target) and backend != owner and path.parts[0] != "bench" and path.parts[:3] != ("tests", "backends", owner):
                     problems.append(f"{path}: includes {target}, which belongs to backends/{owner}")
             if kind == '"' or target.startswith("te_fl/"):
                 why = include_problem(path, target)

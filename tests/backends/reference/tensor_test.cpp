@@ -1,6 +1,6 @@
+#include "te_fl/ops/tensor.h"
 #include "support/expect.hpp"
 #include "support/reference_ops.hpp"
-#include "te_fl/ops/tensor.h"
 
 namespace te_fl::testing {
 namespace {

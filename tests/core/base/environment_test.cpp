@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <map>
+#include <string>
 #include <thread>
 
 #include "core/settings.hpp"
@@ -18,20 +20,26 @@ extern char** environ;
 namespace te_fl::environment {
 namespace {
 
-// Each test starts from an environment without our variables and leaves none behind.
+// Each test starts from an environment without our variables, and puts back those that were there.
 class Environment : public ::testing::Test {
  protected:
-  void SetUp() override { clear(); }
-  void TearDown() override { clear(); }
-  static void clear() {
-    std::vector<std::string> ours;
+  void SetUp() override { found_ = clear(); }
+  void TearDown() override {
+    clear();
+    for (const auto& [name, value] : found_) setenv(name.c_str(), value.c_str(), 1);
+    EXPECT_OK(reload());
+  }
+  static std::map<std::string, std::string> clear() {
+    std::map<std::string, std::string> ours;
     for (char** e = environ; *e != nullptr; ++e) {
       const std::string entry = *e;
-      if (entry.rfind("TE", 0) == 0) ours.push_back(entry.substr(0, entry.find('=')));
+      const size_t equals = entry.find('=');
+      if (entry.rfind("TE", 0) == 0) ours[entry.substr(0, equals)] = entry.substr(equals + 1);
     }
-    for (const std::string& name : ours) unsetenv(name.c_str());
-    for (const Variable& v : table()) ASSERT_OK(unset(v.name));
-    ASSERT_OK(reload());
+    for (const auto& [name, value] : ours) unsetenv(name.c_str());
+    for (const Variable& v : table()) EXPECT_OK(unset(v.name));
+    EXPECT_OK(reload());
+    return ours;
   }
   static Status load(const char* name, const char* value) {
     setenv(name, value, 1);
@@ -44,6 +52,9 @@ class Environment : public ::testing::Test {
     ADD_FAILURE() << name;
     return {};
   }
+
+ private:
+  std::map<std::string, std::string> found_;
 };
 
 TEST_F(Environment, DefaultsAreShown) {
