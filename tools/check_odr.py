@@ -18,7 +18,7 @@ PROGRAMS = {
     "the CUDA plugin": ["include", "backends/cuda"],
     "the OpenCL plugin": ["include", "backends/opencl"],
     "the tool te-fl": ["include", "tools"],
-    "the conformance suite": ["include", "tests/conformance"],
+    "the conformance suite": ["include", "bench/cases", "tests/conformance"],
     "the tests of core": ["include", "tests/core", "tests/support"],
     "the tests of policy, registry, plugins and dispatch": ["include", "tests/policy", "tests/registry", "tests/plugins", "tests/dispatch",
                                                             "tests/support"],

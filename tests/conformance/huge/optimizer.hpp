@@ -1,81 +1,14 @@
-// Optimisers and norms over lists of a small tensor and one of more than 2^31 elements.
-#include "cases.hpp"
-#include "quantised.hpp"
+// Optimisers over lists of a small tensor and one of more than 2^31 elements.
+#pragma once
 
-namespace te_fl::conformance::huge {
-namespace {
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/multi_tensor.hpp"
+#include "conformance/huge/quantised.hpp"
 
-constexpr int64_t kSmall = 1000;
+namespace te_fl::huge::optimizer_calls {
 
-// Two tensors of one role, with one pattern each.
-struct List {
-  Tensor tensors[2];
-  const te_fl_tensor* views[2];
-
-  List(Tensor small, Tensor large)
-      : tensors{std::move(small), std::move(large)}, views{tensors[0], tensors[1]} {}
-  List(Run& run, int64_t size, const Pattern& pattern, DType dtype)
-      : List(run.input({kSmall}, pattern, dtype), run.input({size}, pattern, dtype)) {}
-  List(const List&) = delete;
-  List& operator=(const List&) = delete;
-};
-
-void scale(Run& run) {
-  const Pattern pattern(1);
-  const int64_t size = run.elements();
-  const List in(run, size, pattern, DType::kBF16);
-  const List out(run.output({kSmall}, DType::kF32), run.output({size}, DType::kF32));
-  const Tensor flag = run.integers({0});
-  te_fl_multi_tensor_scale_args args{};
-  args.inputs = in.views, args.outputs = out.views, args.inputs_count = args.outputs_count = 2;
-  args.noop_flag = flag, args.scale = 0.75f;
-  run.call("multi_tensor_scale", &args);
-  for (const Tensor& t : out.tensors) {
-    run.expect(
-        t, "output", [&](int64_t i) { return 0.75 * pattern.at(i); }, 1e-6, 0);
-  }
-  run.expect(
-      flag, "noop_flag", [](int64_t) { return 0; }, 0, 0);
-  // An element that is not finite shows wherever it is.
-  run.set(in.tensors[1], size - 2, INFINITY);
-  run.call("multi_tensor_scale", &args);
-  const std::vector<float> raised = run.read(flag, 0, 1);
-  if (!run.failed() && raised[0] == 0) run.fail("noop_flag is 0 although an input is infinite");
-}
-
-double sum_of_squares(const Pattern& pattern, int64_t size) {
-  double period = 0, rest = 0;
-  for (float v : pattern.values()) period += double{v} * v;
-  for (int64_t i = 0; i < size % Pattern::kPeriod; ++i)
-    rest += double{pattern.at(i)} * pattern.at(i);
-  return static_cast<double>(size / Pattern::kPeriod) * period + rest;
-}
-
-void norm(Run& run, bool unscale) {
-  const Pattern pattern(1);
-  const List in(run, run.elements(), pattern, DType::kBF16);
-  const Tensor out = run.output({1}, DType::kF32), each = run.output({2}, DType::kF32);
-  const Tensor inverse = run.output({1}, DType::kF32);
-  run.set(inverse, 0, 0.125f);
-  const double factor = unscale ? 0.125 : 1;
-  if (unscale) {
-    te_fl_multi_tensor_unscale_l2norm_args args{};
-    args.inputs = in.views, args.inputs_count = 2, args.norm = out, args.per_tensor_norms = each;
-    args.inv_scale = inverse;
-    run.call("multi_tensor_unscale_l2norm", &args);
-  } else {
-    te_fl_multi_tensor_l2norm_args args{};
-    args.inputs = in.views, args.inputs_count = 2, args.norm = out, args.per_tensor_norms = each;
-    run.call("multi_tensor_l2norm", &args);
-  }
-  const double small = sum_of_squares(pattern, kSmall),
-               large = sum_of_squares(pattern, run.elements());
-  run.expect(
-      out, "norm", [&](int64_t) { return factor * std::sqrt(small + large); }, 1e-5, 0);
-  run.expect(
-      each, "per_tensor_norms",
-      [&](int64_t i) { return factor * std::sqrt(i == 0 ? small : large); }, 1e-5, 0);
-}
+using multi_tensor_calls::kSmall;
+using multi_tensor_calls::List;
 
 // AdamW's third step.
 struct Adam {
@@ -94,13 +27,13 @@ struct AdamState {
   Adam at(int64_t i) const { return {grad.at(i), mean.at(i), square.at(i), weight.at(i)}; }
 };
 
-void set_constants(te_fl_multi_tensor_adam_args& args, int64_t count) {
+inline void set_constants(te_fl_multi_tensor_adam_args& args, int64_t count) {
   args.grads_count = args.params_count = args.exp_avgs_count = args.exp_avg_sqs_count = count;
   args.lr = 0.01f, args.weight_decay = 0.1f, args.step = 3, args.mode = TE_FL_ADAM_MODE_ADAMW;
 }
 
 // master: FP32 weights beside BF16 ones.
-void adam(Run& run, bool master) {
+inline void adam(Run& run, bool master) {
   const AdamState state;
   const int64_t size = run.elements();
   const DType weights = master ? DType::kBF16 : DType::kF32;
@@ -124,7 +57,7 @@ void adam(Run& run, bool master) {
   }
 }
 
-void adam_into_codes(Run& run, int64_t cols) {
+inline void adam_into_codes(Run& run, int64_t cols) {
   const AdamState state;
   const int64_t rows = run.rows(cols, cols % 16 == 0 ? 16 : 1), place = rows * cols - 5;
   const Shape shape = {rows, cols};
@@ -150,7 +83,7 @@ void adam_into_codes(Run& run, int64_t cols) {
 }
 
 // Nesterov momentum, weight decay, and a BF16 copy.
-void sgd(Run& run) {
+inline void sgd(Run& run) {
   const Pattern grad(1), weight(2), moment(3);
   const int64_t size = run.elements();
   const List g(run, size, grad, DType::kBF16), p(run, size, weight, DType::kF32),
@@ -179,20 +112,4 @@ void sgd(Run& run) {
   }
 }
 
-}  // namespace
-
-void add_optimizers(Cases& cases) {
-  const Cases all = {
-      {"multi_tensor_scale", "", scale},
-      {"multi_tensor_l2norm", "", [](Run& r) { norm(r, false); }},
-      {"multi_tensor_unscale_l2norm", "", [](Run& r) { norm(r, true); }},
-      {"multi_tensor_adam", "", [](Run& r) { adam(r, false); }},
-      {"multi_tensor_adam", "master weights", [](Run& r) { adam(r, true); }},
-      {"multi_tensor_adam", "FP8 copies", [](Run& r) { adam_into_codes(r, kCols); }},
-      {"multi_tensor_adam", "FP8 copies, odd rows", [](Run& r) { adam_into_codes(r, kOddCols); }},
-      {"multi_tensor_sgd", "", sgd},
-  };
-  cases.insert(cases.end(), all.begin(), all.end());
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::optimizer_calls

@@ -1,11 +1,21 @@
 // Activations, gradients, and gradients with a bias gradient: each op once in BF16, and the ways of
 // writing codes and of odd extents with one op each.
-#include "cases.hpp"
-#include "conformance/oracle_activation.hpp"
-#include "quantised.hpp"
+#pragma once
 
-namespace te_fl::conformance::huge {
-namespace {
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/quantised.hpp"
+#include "conformance/oracle_activation.hpp"
+
+namespace te_fl::huge::activation_calls {
+
+using conformance::Activation;
+using conformance::kGelu;
+using conformance::kQgelu;
+using conformance::kRelu;
+using conformance::kSigmoid;
+using conformance::kSilu;
+using conformance::kSrelu;
+using conformance::sigmoid;
 
 constexpr const Activation* kPlain[] = {&kGelu, &kQgelu, &kRelu, &kSrelu, &kSilu};
 
@@ -25,13 +35,13 @@ struct Marked {
   int64_t place = -1;
   double operator()(int64_t i) const { return i == place ? kOutlier : double{pattern.at(i)}; }
 };
-Tensor marked_input(Run& run, const Shape& shape, const Marked& x) {
+inline Tensor marked_input(Run& run, const Shape& shape, const Marked& x) {
   const Tensor t = run.input(shape, x.pattern);
   run.set(t, x.place, kOutlier);
   return t;
 }
 
-void forward(Run& run, const Activation& act, int64_t cols) {
+inline void forward(Run& run, const Activation& act, int64_t cols) {
   const Pattern pattern(1);
   const Shape shape = {run.rows(cols, 1), cols};
   const Tensor x = run.input(shape, pattern), y = run.output(shape);
@@ -43,7 +53,7 @@ void forward(Run& run, const Activation& act, int64_t cols) {
 }
 
 // One row, whose length is a multiple of nothing.
-void forward_of_one_row(Run& run) {
+inline void forward_of_one_row(Run& run) {
   const Pattern pattern(1);
   const Tensor x = run.input({run.elements()}, pattern), y = run.output({run.elements()});
   te_fl_relu_args args{};
@@ -52,8 +62,8 @@ void forward_of_one_row(Run& run) {
   run.expect(y, "output", [&](int64_t i) { return std::max(pattern.at(i), 0.0f); });
 }
 
-void forward_into_codes(Run& run, const char* op, double (*f)(double), int64_t cols,
-                        const QuantSpec& spec) {
+inline void forward_into_codes(Run& run, const char* op, double (*f)(double), int64_t cols,
+                               const QuantSpec& spec) {
   const Shape shape = {run.rows(cols, cols == kCols ? 16 : 1), cols};
   Marked x;
   x.place = shape[0] * cols - 3;
@@ -66,7 +76,7 @@ void forward_into_codes(Run& run, const char* op, double (*f)(double), int64_t c
       run, [&](int64_t i) { return f(x(i)); }, f(kOutlier), false);
 }
 
-void backward(Run& run, const Activation& act, int64_t cols, bool in_place) {
+inline void backward(Run& run, const Activation& act, int64_t cols, bool in_place) {
   const Pattern grad(2), input(1);
   const Shape shape = {run.rows(cols, 1), cols};
   const Tensor dy = run.input(shape, grad), x = run.input(shape, input);
@@ -78,7 +88,8 @@ void backward(Run& run, const Activation& act, int64_t cols, bool in_place) {
       dx, "output", [&](int64_t i) { return grad.at(i) * act.df(input.at(i)); }, 0x1p-8, 1e-4);
 }
 
-void backward_with_bias(Run& run, const Activation& act, int64_t cols, const QuantSpec* spec) {
+inline void backward_with_bias(Run& run, const Activation& act, int64_t cols,
+                               const QuantSpec* spec) {
   const Pattern grad(2);
   Marked input;
   const int64_t rows = run.rows(cols, cols == kCols ? 16 : 1);
@@ -108,13 +119,13 @@ void backward_with_bias(Run& run, const Activation& act, int64_t cols, const Qua
 }
 
 // act(a) b or clamped_swiglu's; element i of a [rows, half] matrix.
-double gated_value(const Activation* act, double a, double b) {
+inline double gated_value(const Activation* act, double a, double b) {
   if (act != nullptr) return act->f(a) * b;
   const double x = std::min(a, 7.0), y = std::clamp(b, -7.0, 7.0);
   return x * sigmoid(1.702 * x) * (y + 1);
 }
 
-void gated(Run& run, const std::string& op, const Activation* act, int64_t half) {
+inline void gated(Run& run, const std::string& op, const Activation* act, int64_t half) {
   const Pattern pattern(1);
   const int64_t rows = run.rows(2 * half, 1);
   const Tensor x = run.input({rows, 2 * half}, pattern), y = run.output({rows, half});
@@ -131,7 +142,7 @@ void gated(Run& run, const std::string& op, const Activation* act, int64_t half)
       0x1p-8, 1e-4);
 }
 
-void gated_into_codes(Run& run, const QuantSpec& spec) {
+inline void gated_into_codes(Run& run, const QuantSpec& spec) {
   const Pattern pattern(1);
   const int64_t half = kCols, rows = run.rows(half);  // the codes alone are more than 2^31
   const Tensor x = run.input({rows, 2 * half}, pattern);
@@ -150,8 +161,8 @@ void gated_into_codes(Run& run, const QuantSpec& spec) {
 }
 
 // Element i of the gradient [rows, 2 half].
-double gated_slope(const Activation* act, const Pattern& grad, const Pattern& x, int64_t half,
-                   int64_t i) {
+inline double gated_slope(const Activation* act, const Pattern& grad, const Pattern& x,
+                          int64_t half, int64_t i) {
   const int64_t row = i / (2 * half), col = i % (2 * half);
   const double dy = grad.at(row * half + col % half), a = x.at(row * 2 * half + col % half),
                b = x.at(row * 2 * half + col % half + half);
@@ -162,8 +173,8 @@ double gated_slope(const Activation* act, const Pattern& grad, const Pattern& x,
   return a > 7 ? 0 : dy * (s + u * 1.702 * s * (1 - s)) * (std::clamp(b, -7.0, 7.0) + 1);
 }
 
-void gated_backward(Run& run, const std::string& op, const Activation* act, int64_t half,
-                    const QuantSpec* spec) {
+inline void gated_backward(Run& run, const std::string& op, const Activation* act, int64_t half,
+                           const QuantSpec* spec) {
   const Pattern grad(2), pattern(1);
   const int64_t rows = run.rows(2 * half, half == kCols / 2 ? 16 : 1);
   const Tensor dy = run.input({rows, half}, grad), x = run.input({rows, 2 * half}, pattern);
@@ -191,57 +202,4 @@ constexpr QuantSpec kCurrent{.columnwise = true, .compute_scale = true};
 constexpr QuantSpec kLines{.scaling = Scaling::kBlock1x128, .columnwise = true};
 constexpr QuantSpec kSquares{.scaling = Scaling::kBlock128x128, .columnwise = true};
 
-}  // namespace
-
-void add_activations(Cases& cases) {
-  for (const Activation* act : kPlain) {
-    const std::string name = act->name;
-    cases.push_back({name, "", [act](Run& r) { forward(r, *act, kCols); }});
-    cases.push_back({"d" + name, "", [act](Run& r) { backward(r, *act, kCols, false); }});
-    cases.push_back(
-        {"dbias_d" + name, "", [act](Run& r) { backward_with_bias(r, *act, kCols, nullptr); }});
-  }
-  for (const Gate& gate : kGates) {
-    const std::string name = gate.name;
-    const Activation* act = gate.act;
-    cases.push_back({name, "", [=](Run& r) { gated(r, name, act, kCols / 2); }});
-    cases.push_back(
-        {"d" + name, "", [=](Run& r) { gated_backward(r, "d" + name, act, kCols / 2, nullptr); }});
-  }
-  const Cases more = {
-      {"clamped_swiglu", "", [](Run& r) { gated(r, "clamped_swiglu", nullptr, kCols / 2); }},
-      {"clamped_dswiglu", "",
-       [](Run& r) { gated_backward(r, "clamped_dswiglu", nullptr, kCols / 2, nullptr); }},
-      {"relu", "one row", forward_of_one_row},
-      {"silu", "odd rows", [](Run& r) { forward(r, kSilu, kOddCols); }},
-      {"dgelu", "odd rows, in place", [](Run& r) { backward(r, kGelu, kOddCols, true); }},
-      {"dbias_dgelu", "odd rows", [](Run& r) { backward_with_bias(r, kGelu, kOddCols, nullptr); }},
-      {"swiglu", "odd rows", [](Run& r) { gated(r, "swiglu", &kSilu, kOddCols); }},
-      {"dswiglu", "odd rows",
-       [](Run& r) { gated_backward(r, "dswiglu", &kSilu, kOddCols, nullptr); }},
-      {"gelu", "codes", [](Run& r) { forward_into_codes(r, "gelu", kGelu.f, kCols, kTensor); }},
-      {"gelu", "codes, odd rows",
-       [](Run& r) { forward_into_codes(r, "gelu", kGelu.f, kOddCols, kTensor); }},
-      {"srelu", "codes, current scaling",
-       [](Run& r) { forward_into_codes(r, "srelu", kSrelu.f, kCols, kCurrent); }},
-      {"silu", "codes, current scaling",
-       [](Run& r) { forward_into_codes(r, "silu", kSilu.f, kCols, kCurrent); }},
-      {"gelu", "codes in 1x128",
-       [](Run& r) { forward_into_codes(r, "gelu", kGelu.f, kCols, kLines); }},
-      {"relu", "codes in 128x128",
-       [](Run& r) { forward_into_codes(r, "relu", kRelu.f, kCols, kSquares); }},
-      {"dbias_dgelu", "codes", [](Run& r) { backward_with_bias(r, kGelu, kCols, &kGradient); }},
-      {"dbias_dsilu", "codes, current scaling",
-       [](Run& r) { backward_with_bias(r, kSilu, kCols, &kCurrent); }},
-      {"dbias_dgelu", "codes in 1x128",
-       [](Run& r) { backward_with_bias(r, kGelu, kCols, &kLines); }},
-      {"swiglu", "codes", [](Run& r) { gated_into_codes(r, kTensor); }},
-      {"swiglu", "codes, current scaling", [](Run& r) { gated_into_codes(r, kCurrent); }},
-      {"swiglu", "codes in 1x128", [](Run& r) { gated_into_codes(r, kLines); }},
-      {"dswiglu", "codes in 1x128",
-       [](Run& r) { gated_backward(r, "dswiglu", &kSilu, kCols / 2, &kLines); }},
-  };
-  cases.insert(cases.end(), more.begin(), more.end());
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::activation_calls

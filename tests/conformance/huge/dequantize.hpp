@@ -1,11 +1,13 @@
 // Codes back to numbers, from either copy in every scaling mode; transposition of codes.
-#include "cases.hpp"
-#include "quantised.hpp"
+#pragma once
 
-namespace te_fl::conformance::huge {
-namespace {
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/quantised.hpp"
 
-void dequantize(Run& run, int64_t cols, Scaling scaling, bool columnwise, DType to = DType::kBF16) {
+namespace te_fl::huge::dequantize_calls {
+
+inline void dequantize(Run& run, int64_t cols, Scaling scaling, bool columnwise,
+                       DType to = DType::kBF16) {
   const Codes codes(1);
   const Pattern scales(2, true);
   const int64_t rows = run.rows(cols, cols % 16 == 0 ? 16 : 1);
@@ -30,7 +32,7 @@ void dequantize(Run& run, int64_t cols, Scaling scaling, bool columnwise, DType 
       to == DType::kF32 ? 1e-6 : 0x1p-8, 0);
 }
 
-void transpose(Run& run, int64_t cols, DType dtype, bool sums) {
+inline void transpose(Run& run, int64_t cols, DType dtype, bool sums) {
   const Codes codes(1, 448, dtype);
   const int64_t rows = run.rows(cols, cols % 16 == 0 ? 16 : 1);
   const Tensor x = run.output({rows, cols}, DType::kU8), y = run.output({cols, rows}, DType::kU8);
@@ -54,29 +56,4 @@ void transpose(Run& run, int64_t cols, DType dtype, bool sums) {
   }
 }
 
-}  // namespace
-
-void add_dequantize(Cases& cases) {
-  constexpr Scaling kTensor = Scaling::kTensor, kLines = Scaling::kBlock1x128,
-                    kSquares = Scaling::kBlock128x128;
-  const Cases all = {
-      {"dequantize", "", [](Run& r) { dequantize(r, kCols, kTensor, false); }},
-      {"dequantize", "odd rows, to F32",
-       [](Run& r) { dequantize(r, kOddCols, kTensor, false, DType::kF32); }},
-      {"dequantize", "column-wise", [](Run& r) { dequantize(r, kCols, kTensor, true); }},
-      {"dequantize", "1x128", [](Run& r) { dequantize(r, kCols, kLines, false); }},
-      {"dequantize", "1x128, column-wise, odd rows",
-       [](Run& r) { dequantize(r, kOddCols, kLines, true); }},
-      {"dequantize", "128x128", [](Run& r) { dequantize(r, kCols, kSquares, false); }},
-      {"dequantize", "128x128, column-wise", [](Run& r) { dequantize(r, kCols, kSquares, true); }},
-      {"fp8_transpose", "", [](Run& r) { transpose(r, kCols, DType::kF8E4M3, false); }},
-      {"fp8_transpose", "short rows", [](Run& r) { transpose(r, 16, DType::kF8E4M3, false); }},
-      {"fp8_transpose", "short odd rows", [](Run& r) { transpose(r, 7, DType::kF8E4M3, false); }},
-      {"fp8_transpose", "sums", [](Run& r) { transpose(r, kCols, DType::kF8E5M2, true); }},
-      {"fp8_transpose", "sums, odd rows",
-       [](Run& r) { transpose(r, kOddCols, DType::kF8E4M3, true); }},
-  };
-  cases.insert(cases.end(), all.begin(), all.end());
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::dequantize_calls

@@ -1,14 +1,17 @@
 // Attention, forward and backward, on whatever serves it and on the plain kernels of a backend that
 // has a library beside them. Log-sum-exps and outputs that the backward reads are any numbers: its
 // formula does not depend on where they come from.
+#pragma once
+
 #include <algorithm>
 
-#include "cases.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/quantised.hpp"
 #include "conformance/oracle_philox.hpp"
-#include "quantised.hpp"
 
-namespace te_fl::conformance::huge {
-namespace {
+namespace te_fl::huge::attention_calls {
+
+using conformance::keeps;
 
 struct Problem {
   int layout = TE_FL_LAYOUT_BSHD, mask = TE_FL_MASK_TYPE_NONE;
@@ -22,7 +25,7 @@ constexpr int64_t kShift = 24;  // how the lengths of sequences alternate, with 
 constexpr te_fl_rng kRandom = {17, 1000, nullptr};
 
 // plain: by the implementation that was asked for, not one beside it.
-void call_attention(Run& run, const char* op, const void* args, bool plain) {
+inline void call_attention(Run& run, const char* op, const void* args, bool plain) {
   PolicySettings settings;
   if (plain && !run.impl().empty()) {
     settings.per_op[op] = {{PolicyToken::Type::kImpl, Kind::kDefault, run.impl()}};
@@ -277,7 +280,7 @@ class Attention {
 
 // FP8, bshd. The probabilities are quantised too, to a sixteenth of each; scores differ enough for
 // few of them to make a result.
-void forward_of_codes(Run& run, bool plain) {
+inline void forward_of_codes(Run& run, bool plain) {
   constexpr int64_t kHeads = 16, kDim = 128, kLength = 128;
   constexpr double kScale = 2, kOut = 16;
   const int64_t batch = run.rows(kHeads * kDim * kLength, 1);
@@ -326,7 +329,7 @@ void forward_of_codes(Run& run, bool plain) {
   });
 }
 
-void enquiry(Run& run) {
+inline void enquiry(Run& run) {
   const int64_t batch = run.rows(128 * 2048, 1);
   const Pattern pattern(1);
   const Tensor q = run.input({batch, 128, 16, 128}, pattern);
@@ -340,29 +343,4 @@ void enquiry(Run& run) {
   run.expect(answer.value(), "backend", fitting, 0, 0);
 }
 
-}  // namespace
-
-void add_attention(Cases& cases) {
-  const auto add = [&](const char* what, const Problem& p) {
-    cases.push_back({"fused_attn_fwd", what, [=](Run& r) { Attention(r, p).forward(r); }});
-    cases.push_back({"fused_attn_bwd", what, [=](Run& r) { Attention(r, p).backward(r); }});
-  };
-  add("bshd, causal", {.mask = TE_FL_MASK_TYPE_CAUSAL});
-  add("sbhd, padding", {.layout = TE_FL_LAYOUT_SBHD, .mask = TE_FL_MASK_TYPE_PADDING});
-  const Problem thd{.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING};
-  cases.push_back({"fused_attn_fwd", "thd", [=](Run& r) { Attention(r, thd).forward(r); }});
-  add("grouped, plain kernels", {.mask = TE_FL_MASK_TYPE_CAUSAL, .groups = 4, .plain = true});
-  // Few sequences: the plain kernels' blocks grow with tokens times sequences.
-  add("thd, plain kernels", {.layout = TE_FL_LAYOUT_THD,
-                             .mask = TE_FL_MASK_TYPE_PADDING,
-                             .dim = 256,
-                             .length = 512,
-                             .plain = true});
-  add("bias, dropout", {.layout = TE_FL_LAYOUT_SBHD, .dim = 32, .bias = true, .dropout = 0.25f});
-  cases.push_back({"fused_attn_fwd", "FP8", [](Run& r) { forward_of_codes(r, false); }});
-  cases.push_back(
-      {"fused_attn_fwd", "FP8, plain kernels", [](Run& r) { forward_of_codes(r, true); }});
-  cases.push_back({"get_fused_attn_backend", "", enquiry});
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::attention_calls

@@ -1,11 +1,14 @@
 // Products with an operand or a result of more than 2^31 elements: what the library computes alone,
 // and what the epilogues and conversions around it do.
-#include "cases.hpp"
-#include "conformance/oracle_activation.hpp"
-#include "quantised.hpp"
+#pragma once
 
-namespace te_fl::conformance::huge {
-namespace {
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/quantised.hpp"
+#include "conformance/oracle_activation.hpp"
+
+namespace te_fl::huge::gemm_calls {
+
+using conformance::kGelu;
 
 // D [m, n] = A [m, k] B^T, B [n, k]; across: A B, B [k, n].
 struct Sizes {
@@ -35,7 +38,7 @@ struct Epilogue {
   DType b = DType::kBF16, d = DType::kBF16;
 };
 
-void product(Run& run, const Sizes& s, const Epilogue& e) {
+inline void product(Run& run, const Sizes& s, const Epilogue& e) {
   const Inputs in;
   const Pattern bias_values(3), other(4);
   const Tensor a = run.input({s.m, s.k}, in.a),
@@ -80,7 +83,7 @@ void product(Run& run, const Sizes& s, const Epilogue& e) {
 }
 
 // A weight gradient: D [m, n] = A^T B over k rows, of which A has more than 2^31 elements.
-void long_contraction(Run& run) {
+inline void long_contraction(Run& run) {
   const int64_t m = 4096, n = 16, k = run.rows(m);
   const Pattern a(1), b(2);
   const Tensor ta = run.input({k, m}, a), tb = run.input({k, n}, b),
@@ -106,7 +109,7 @@ void long_contraction(Run& run) {
 // FP8 operands with random codes and scales.
 enum class Into { kNumbers, kCodes, kGeluCodes };
 
-void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
+inline void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
   const Codes a_codes(1, 4), b_codes(2, 4);
   const Pattern a_scales(3, true), b_scales(4, true);
   const Scaling b_scaling = scaling == Scaling::kTensor ? scaling : Scaling::kBlock128x128;
@@ -161,43 +164,4 @@ void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
       run, [&](int64_t i) { return kGelu.f(linear(i).value); }, NAN, false, 0.25);
 }
 
-}  // namespace
-
-void add_gemm(Cases& cases) {
-  const auto add = [&](const char* what, int64_t n, int64_t k, const Epilogue& e) {
-    cases.push_back(
-        {"generic_gemm", what, [=](Run& r) { product(r, wide_result(r, n, k, e.tiles), e); }});
-  };
-  add("", 32768, 32, {});
-  add("bias, residual", 32768, 32, {.bias = true, .residual = true});
-  add("bias, GELU", 32768, 128, {.bias = true, .gelu = true});
-  add("GELU's gradient, sums", 32768, 128, {.pre_gelu_in = true, .d_sum = true});
-  add("bias, GELU, whole tiles", 32768, 128, {.bias = true, .gelu = true, .tiles = true});
-  add("GELU's gradient, sums, whole tiles", 32768, 128,
-      {.pre_gelu_in = true, .d_sum = true, .across = true, .tiles = true});
-  add("accumulated", 32768, 32, {.accumulate = true});
-  add("odd extents", 32771, 33, {.bias = true, .residual = true});
-  add("mixed dtypes", 32768, 32, {.bias = true, .b = DType::kF32});
-  const Cases more = {
-      {"generic_gemm", "a long contraction", long_contraction},
-      {"generic_gemm", "FP8",
-       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, Into::kNumbers); }},
-      {"generic_gemm", "FP8, odd extents",
-       [](Run& r) { codes(r, wide_result(r, 32771, 33), Scaling::kTensor, Into::kNumbers); }},
-      {"generic_gemm", "FP8, a long operand",
-       [](Run& r) {
-         codes(r, {r.rows(256), 64, 256}, Scaling::kTensor, Into::kNumbers);
-       }},
-      {"generic_gemm", "FP8 into codes",
-       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, Into::kCodes); }},
-      {"generic_gemm", "FP8 with GELU into codes, whole tiles",
-       [](Run& r) {
-         codes(r, wide_result(r, 32768, 128, true), Scaling::kTensor, Into::kGeluCodes);
-       }},
-      {"generic_gemm", "FP8 in blocks",
-       [](Run& r) { codes(r, wide_result(r, 32768, 256), Scaling::kBlock1x128, Into::kNumbers); }},
-  };
-  cases.insert(cases.end(), more.begin(), more.end());
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::gemm_calls

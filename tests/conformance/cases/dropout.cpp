@@ -1,3 +1,5 @@
+#include "te_fl/ops/dropout.h"
+#include "bench/cases/case.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
 #include "conformance/oracle_philox.hpp"
@@ -194,3 +196,20 @@ void fuzz_dropout(Drawn& drawn) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::bench {
+
+void add_dropout(Cases& cases) {
+  both_dtypes(cases, "dropout_fwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_dropout_fwd_args>();
+    a.input = c.in({rows, c.cols()}, dtype), a.output = c.out({rows, c.cols()}, dtype);
+    a.mask = c.out({(rows * c.cols() + 7) / 8}, TE_FL_U8), a.p = 0.1f;
+  });
+  both_dtypes(cases, "dropout_bwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_dropout_bwd_args>();
+    a.grad_output = c.in({rows, c.cols()}, dtype), a.grad_input = c.out({rows, c.cols()}, dtype);
+    a.mask = c.in({(rows * c.cols() + 7) / 8}, TE_FL_U8), a.p = 0.1f;
+  });
+}
+
+}  // namespace te_fl::bench

@@ -1,5 +1,9 @@
+#include "conformance/huge/softmax.hpp"
+#include "bench/cases/case.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/cases.hpp"
+#include "te_fl/ops/softmax.h"
 
 namespace te_fl::conformance {
 namespace {
@@ -225,3 +229,102 @@ void fuzz_softmax(Drawn& drawn) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_softmax(Cases& cases) {
+  using namespace softmax_calls;
+  const auto plain = [&](const char* what, int64_t queries, int64_t keys) {
+    cases.push_back({"scaled_softmax_forward", what, [=](Run& r) {
+                       forward(r, "scaled_softmax_forward", Mask::kNone, {r, queries, keys});
+                     }});
+    cases.push_back({"scaled_softmax_backward", what, [=](Run& r) {
+                       backward(r, "scaled_softmax_backward", false, {r, queries, keys});
+                     }});
+  };
+  plain("rows of 2048", 2048, 2048);
+  plain("rows of 37", 64, 37);
+  plain("rows of 1000", 64, 1000);
+  plain("rows of 20001", 16, 20001);
+  plain("rows of 32768", 16, 32768);
+  plain("rows of 100003", 5, 100003);
+  const char* const triangle = "scaled_upper_triang_masked_softmax_";
+  const char* const aligned = "scaled_aligned_causal_masked_softmax_";
+  const std::string names[] = {
+      "scaled_masked_softmax_forward",   "scaled_masked_softmax_backward",
+      std::string(triangle) + "forward", std::string(triangle) + "backward",
+      std::string(aligned) + "forward",  std::string(aligned) + "backward",
+  };
+  const auto causal = [&](int which, const char* what, int64_t queries, int64_t keys) {
+    const std::string fwd = names[which], bwd = names[which + 1];
+    cases.push_back({fwd, what, [=](Run& r) {
+                       forward(r, fwd.c_str(), Mask::kCausal, {r, queries, keys});
+                     }});
+    cases.push_back({bwd, what, [=](Run& r) {
+                       backward(r, bwd.c_str(), true, {r, queries, keys});
+                     }});
+  };
+  const std::string masked = names[0];
+  const auto given = [&](const char* what, int64_t queries, int64_t keys, bool broadcast) {
+    cases.push_back({masked, what, [=](Run& r) {
+                       forward(r, masked.c_str(), Mask::kGiven, {r, queries, keys}, broadcast);
+                     }});
+  };
+  given("rows of 1024", 1024, 1024, false);
+  given("rows of 1021, a mask for all heads", 64, 1021, true);
+  given("rows of 20001", 16, 20001, false);
+  const std::string masked_backward = names[1];
+  cases.push_back({masked_backward, "rows of 1024", [=](Run& r) {
+                     backward(r, masked_backward.c_str(), false, {r, 1024, 1024});
+                   }});
+  causal(2, "rows of 1024", 1024, 1024);
+  causal(2, "rows of 1021", 1021, 1021);
+  causal(4, "rows of 1024", 512, 1024);
+  causal(4, "rows of 20001", 16, 20001);
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_softmax(Cases& cases) {
+  const size_t first = cases.size();
+  const auto square = [](Case& c, int64_t rows) {
+    return Shape{(rows + c.cols() - 1) / c.cols(), c.cols(), c.cols()};
+  };
+  const auto scores = [square](Case& c, int64_t rows) {
+    Shape shape = square(c, rows);
+    shape.insert(shape.begin(), 1);
+    return shape;
+  };
+  const auto forward = [](auto& a, Case& c, const Shape& shape, int dtype) {
+    a.input = c.in(shape, dtype), a.output = c.out(shape, dtype), a.scale = 0.125f;
+  };
+  const auto backward = [](auto& a, Case& c, const Shape& shape, int dtype) {
+    a.output_grad = c.in(shape, dtype), a.softmax_results = c.in(shape, dtype);
+    a.input_grad = c.out(shape, dtype), a.scale = 0.125f;
+  };
+  for (const char* op :
+       {"scaled_softmax", "scaled_masked_softmax", "scaled_aligned_causal_masked_softmax"}) {
+    const bool masked = std::string(op) == "scaled_masked_softmax";
+    both_dtypes(cases, std::string(op) + "_forward", [=](Case& c, int64_t rows, int dtype) {
+      if (!masked) return forward(c.args<te_fl_softmax_fwd4_args>(), c, scores(c, rows), dtype);
+      auto& a = c.args<te_fl_softmax_masked_args>();
+      forward(a, c, scores(c, rows), dtype);
+      a.mask = c.in({1, 1, c.cols(), c.cols()}, TE_FL_U8);
+    });
+    both_dtypes(cases, std::string(op) + "_backward", [=](Case& c, int64_t rows, int dtype) {
+      backward(c.args<te_fl_softmax_bwd4_args>(), c, scores(c, rows), dtype);
+    });
+  }
+  const std::string triangular = "scaled_upper_triang_masked_softmax_";
+  both_dtypes(cases, triangular + "forward", [=](Case& c, int64_t rows, int dtype) {
+    forward(c.args<te_fl_softmax_fwd3_args>(), c, square(c, rows), dtype);
+  });
+  both_dtypes(cases, triangular + "backward", [=](Case& c, int64_t rows, int dtype) {
+    backward(c.args<te_fl_softmax_bwd3_args>(), c, square(c, rows), dtype);
+  });
+  describe(cases, first, "rows of all matrices, cols", {4096, 512}, {131072, 2048});
+}
+
+}  // namespace te_fl::bench

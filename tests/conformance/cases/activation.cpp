@@ -1,8 +1,12 @@
 #include <algorithm>
 
+#include "bench/cases/case.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/activation.hpp"
+#include "conformance/huge/cases.hpp"
 #include "conformance/oracle_activation.hpp"
+#include "te_fl/ops/activation.h"
 
 namespace te_fl::conformance {
 namespace {
@@ -261,3 +265,109 @@ void fuzz_activation(Drawn& drawn) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_activations(Cases& cases) {
+  using namespace activation_calls;
+  for (const Activation* act : kPlain) {
+    const std::string name = act->name;
+    cases.push_back({name, "", [act](Run& r) { forward(r, *act, kCols); }});
+    cases.push_back({"d" + name, "", [act](Run& r) { backward(r, *act, kCols, false); }});
+    cases.push_back(
+        {"dbias_d" + name, "", [act](Run& r) { backward_with_bias(r, *act, kCols, nullptr); }});
+  }
+  for (const Gate& gate : kGates) {
+    const std::string name = gate.name;
+    const Activation* act = gate.act;
+    cases.push_back({name, "", [=](Run& r) { gated(r, name, act, kCols / 2); }});
+    cases.push_back(
+        {"d" + name, "", [=](Run& r) { gated_backward(r, "d" + name, act, kCols / 2, nullptr); }});
+  }
+  const Cases more = {
+      {"clamped_swiglu", "", [](Run& r) { gated(r, "clamped_swiglu", nullptr, kCols / 2); }},
+      {"clamped_dswiglu", "",
+       [](Run& r) { gated_backward(r, "clamped_dswiglu", nullptr, kCols / 2, nullptr); }},
+      {"relu", "one row", forward_of_one_row},
+      {"silu", "odd rows", [](Run& r) { forward(r, kSilu, kOddCols); }},
+      {"dgelu", "odd rows, in place", [](Run& r) { backward(r, kGelu, kOddCols, true); }},
+      {"dbias_dgelu", "odd rows", [](Run& r) { backward_with_bias(r, kGelu, kOddCols, nullptr); }},
+      {"swiglu", "odd rows", [](Run& r) { gated(r, "swiglu", &kSilu, kOddCols); }},
+      {"dswiglu", "odd rows",
+       [](Run& r) { gated_backward(r, "dswiglu", &kSilu, kOddCols, nullptr); }},
+      {"gelu", "codes", [](Run& r) { forward_into_codes(r, "gelu", kGelu.f, kCols, kTensor); }},
+      {"gelu", "codes, odd rows",
+       [](Run& r) { forward_into_codes(r, "gelu", kGelu.f, kOddCols, kTensor); }},
+      {"srelu", "codes, current scaling",
+       [](Run& r) { forward_into_codes(r, "srelu", kSrelu.f, kCols, kCurrent); }},
+      {"silu", "codes, current scaling",
+       [](Run& r) { forward_into_codes(r, "silu", kSilu.f, kCols, kCurrent); }},
+      {"gelu", "codes in 1x128",
+       [](Run& r) { forward_into_codes(r, "gelu", kGelu.f, kCols, kLines); }},
+      {"relu", "codes in 128x128",
+       [](Run& r) { forward_into_codes(r, "relu", kRelu.f, kCols, kSquares); }},
+      {"dbias_dgelu", "codes", [](Run& r) { backward_with_bias(r, kGelu, kCols, &kGradient); }},
+      {"dbias_dsilu", "codes, current scaling",
+       [](Run& r) { backward_with_bias(r, kSilu, kCols, &kCurrent); }},
+      {"dbias_dgelu", "codes in 1x128",
+       [](Run& r) { backward_with_bias(r, kGelu, kCols, &kLines); }},
+      {"swiglu", "codes", [](Run& r) { gated_into_codes(r, kTensor); }},
+      {"swiglu", "codes, current scaling", [](Run& r) { gated_into_codes(r, kCurrent); }},
+      {"swiglu", "codes in 1x128", [](Run& r) { gated_into_codes(r, kLines); }},
+      {"dswiglu", "codes in 1x128",
+       [](Run& r) { gated_backward(r, "dswiglu", &kSilu, kCols / 2, &kLines); }},
+  };
+  cases.insert(cases.end(), more.begin(), more.end());
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_activation(Cases& cases) {
+  for (const char* op : {"gelu", "qgelu", "relu", "srelu", "silu"}) {
+    both_dtypes(cases, op, [](Case& c, int64_t rows, int dtype) {
+      auto& a = c.args<te_fl_activation_act_fwd_args>();
+      a.input = c.in({rows, c.cols()}, dtype), a.output = c.out({rows, c.cols()}, dtype);
+    });
+  }
+  for (const char* op : {"geglu", "qgeglu", "reglu", "sreglu", "swiglu", "glu"}) {
+    both_dtypes(cases, op, [](Case& c, int64_t rows, int dtype) {
+      auto& a = c.args<te_fl_activation_glu_fwd_args>();
+      a.input = c.in({rows, 2 * c.cols()}, dtype), a.output = c.out({rows, c.cols()}, dtype);
+    });
+  }
+  both_dtypes(cases, "clamped_swiglu", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_activation_clamped_fwd_args>();
+    a.input = c.in({rows, 2 * c.cols()}, dtype), a.output = c.out({rows, c.cols()}, dtype);
+  });
+  for (const char* op : {"dgelu", "dqgelu", "drelu", "dsrelu", "dsilu"}) {
+    both_dtypes(cases, op, [](Case& c, int64_t rows, int dtype) {
+      auto& a = c.args<te_fl_activation_act_bwd_args>();
+      a.grad = c.in({rows, c.cols()}, dtype), a.input = c.in({rows, c.cols()}, dtype);
+      a.output = c.out({rows, c.cols()}, dtype);
+    });
+  }
+  const auto gated = [](auto& a, Case& c, int64_t rows, int dtype) {
+    a.grad = c.in({rows, c.cols()}, dtype), a.input = c.in({rows, 2 * c.cols()}, dtype);
+    a.output = c.out({rows, 2 * c.cols()}, dtype);
+  };
+  for (const char* op : {"dgeglu", "dqgeglu", "dreglu", "dsreglu", "dswiglu", "dglu"}) {
+    both_dtypes(cases, op, [gated](Case& c, int64_t rows, int dtype) {
+      gated(c.args<te_fl_activation_glu_bwd_args>(), c, rows, dtype);
+    });
+  }
+  both_dtypes(cases, "clamped_dswiglu", [gated](Case& c, int64_t rows, int dtype) {
+    gated(c.args<te_fl_activation_clamped_bwd_args>(), c, rows, dtype);
+  });
+  for (const char* op :
+       {"dbias_dgelu", "dbias_dsilu", "dbias_drelu", "dbias_dqgelu", "dbias_dsrelu"}) {
+    both_dtypes(cases, op, [](Case& c, int64_t rows, int dtype) {
+      auto& a = c.args<te_fl_activation_dbias_act_args>();
+      a.grad = c.in({rows, c.cols()}, dtype), a.input = c.in({rows, c.cols()}, dtype);
+      a.output = c.out({rows, c.cols()}, dtype), a.dbias = c.out({c.cols()}, dtype);
+    });
+  }
+}
+
+}  // namespace te_fl::bench

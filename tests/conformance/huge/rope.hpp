@@ -1,10 +1,11 @@
 // Rotary embedding, on separate and packed Q, K, V, in every layout.
+#pragma once
+
 #include <cstring>
 
-#include "cases.hpp"
+#include "conformance/huge/cases.hpp"
 
-namespace te_fl::conformance::huge {
-namespace {
+namespace te_fl::huge::rope_calls {
 
 constexpr int64_t kLength = 256, kShift = 100;  // of a sequence; how thd's lengths alternate
 
@@ -68,7 +69,7 @@ struct Layout {
   }
 };
 
-void rope(Run& run, int layout_kind, const Heads& h, bool backward, bool interleaved) {
+inline void rope(Run& run, int layout_kind, const Heads& h, bool backward, bool interleaved) {
   const Pattern pattern(1);
   const Layout layout(run, layout_kind, h.heads * h.dim);
   const Shape shape = layout.shape(h.heads, h.dim);
@@ -97,7 +98,7 @@ struct Groups {
 };
 constexpr Groups kAlignedGroups{8, 4, 64, 64, 64}, kOddGroups{3, 2, 22, 13, 10};
 
-void qkv_forward(Run& run, int layout_kind, const Groups& g) {
+inline void qkv_forward(Run& run, int layout_kind, const Groups& g) {
   const Pattern pattern(1);
   const Layout layout(run, layout_kind, g.groups * g.width());
   const Tensor qkv = run.input(layout.shape(g.groups, g.width()), pattern);
@@ -130,7 +131,7 @@ void qkv_forward(Run& run, int layout_kind, const Groups& g) {
   part(v, "v_out", 1, g.v_dim, (g.heads + 1) * g.dim, nullptr);
 }
 
-void qkv_backward(Run& run, int layout_kind, const Groups& g) {
+inline void qkv_backward(Run& run, int layout_kind, const Groups& g) {
   const Pattern dq(1), dk(2), dv(3);
   const Layout layout(run, layout_kind, g.groups * g.width());
   const Tensor q = run.input(layout.shape(g.groups * g.heads, g.dim), dq),
@@ -162,24 +163,4 @@ void qkv_backward(Run& run, int layout_kind, const Groups& g) {
       0x1p-8, 1e-4);
 }
 
-}  // namespace
-
-void add_rope(Cases& cases) {
-  constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;
-  const Cases all = {
-      {"fused_rope_forward", "sbhd", [](Run& r) { rope(r, kS, kAligned, false, false); }},
-      {"fused_rope_forward", "thd", [](Run& r) { rope(r, kT, kAligned, false, false); }},
-      {"fused_rope_forward", "odd heads", [](Run& r) { rope(r, kB, kOdd, false, false); }},
-      {"fused_rope_backward", "bshd, interleaved",
-       [](Run& r) { rope(r, kB, kAligned, true, true); }},
-      {"fused_rope_backward", "thd, odd heads", [](Run& r) { rope(r, kT, kOdd, true, false); }},
-      {"fused_qkv_rope_forward", "sbhd", [](Run& r) { qkv_forward(r, kS, kAlignedGroups); }},
-      {"fused_qkv_rope_forward", "bshd, odd heads", [](Run& r) { qkv_forward(r, kB, kOddGroups); }},
-      {"fused_qkv_rope_backward", "bshd", [](Run& r) { qkv_backward(r, kB, kAlignedGroups); }},
-      {"fused_qkv_rope_backward", "sbhd, odd heads",
-       [](Run& r) { qkv_backward(r, kS, kOddGroups); }},
-  };
-  cases.insert(cases.end(), all.begin(), all.end());
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::rope_calls

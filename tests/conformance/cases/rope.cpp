@@ -1,7 +1,11 @@
 #include <array>
 
+#include "bench/cases/case.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/rope.hpp"
+#include "te_fl/ops/rope.h"
 
 // Rotary embedding. The angles of a pair's two columns are equal, as every caller has them.
 namespace te_fl::conformance {
@@ -381,3 +385,67 @@ void add_rope_cases(Table& table) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_rope(Cases& cases) {
+  using namespace rope_calls;
+  constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;
+  const Cases all = {
+      {"fused_rope_forward", "sbhd", [](Run& r) { rope(r, kS, kAligned, false, false); }},
+      {"fused_rope_forward", "thd", [](Run& r) { rope(r, kT, kAligned, false, false); }},
+      {"fused_rope_forward", "odd heads", [](Run& r) { rope(r, kB, kOdd, false, false); }},
+      {"fused_rope_backward", "bshd, interleaved",
+       [](Run& r) { rope(r, kB, kAligned, true, true); }},
+      {"fused_rope_backward", "thd, odd heads", [](Run& r) { rope(r, kT, kOdd, true, false); }},
+      {"fused_qkv_rope_forward", "sbhd", [](Run& r) { qkv_forward(r, kS, kAlignedGroups); }},
+      {"fused_qkv_rope_forward", "bshd, odd heads", [](Run& r) { qkv_forward(r, kB, kOddGroups); }},
+      {"fused_qkv_rope_backward", "bshd", [](Run& r) { qkv_backward(r, kB, kAlignedGroups); }},
+      {"fused_qkv_rope_backward", "sbhd, odd heads",
+       [](Run& r) { qkv_backward(r, kS, kOddGroups); }},
+  };
+  cases.insert(cases.end(), all.begin(), all.end());
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_rope(Cases& cases) {
+  const size_t first = cases.size();
+  const auto freqs = [](Case& c, int64_t positions) -> const te_fl_tensor* {
+    return c.in({positions, 1, 1, c.extent(3)}, TE_FL_F32);
+  };
+  const auto sbhd = [](Case& c, int64_t rows) {
+    return Shape{rows, c.extent(1), c.extent(2), c.extent(3)};
+  };
+  for (const char* op : {"fused_rope_forward", "fused_rope_backward"}) {
+    both_dtypes(cases, op, [=](Case& c, int64_t rows, int dtype) {
+      auto& a = c.args<te_fl_rope_rope_args>();
+      const Shape shape = sbhd(c, rows);
+      a.input = c.in(shape, dtype), a.output = c.out(shape, dtype);
+      a.freqs = freqs(c, shape[0]);
+    });
+  }
+  const auto packed = [freqs](auto& a, Case& c, int64_t rows) {
+    a.q_freqs = a.k_freqs = freqs(c, rows);
+    a.q_dim = a.k_dim = a.v_dim = c.extent(3);
+  };
+  both_dtypes(cases, "fused_qkv_rope_forward", [=](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_fused_qkv_rope_forward_args>();
+    packed(a, c, rows);
+    const Shape shape = sbhd(c, rows);
+    a.qkv_input = c.in({rows, c.extent(1), c.extent(2), 3 * c.extent(3)}, dtype);
+    a.q_out = c.out(shape, dtype), a.k_out = c.out(shape, dtype), a.v_out = c.out(shape, dtype);
+  });
+  both_dtypes(cases, "fused_qkv_rope_backward", [=](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_fused_qkv_rope_backward_args>();
+    packed(a, c, rows);
+    const Shape shape = sbhd(c, rows);
+    a.q_grad = c.in(shape, dtype), a.k_grad = c.in(shape, dtype), a.v_grad = c.in(shape, dtype);
+    a.qkv_grad = c.out({rows, c.extent(1), c.extent(2), 3 * c.extent(3)}, dtype);
+  });
+  describe(cases, first, "positions, batch, heads, dim", {1024, 2, 16, 64}, {2048, 4, 32, 128});
+}
+
+}  // namespace te_fl::bench

@@ -1,9 +1,10 @@
 // Gradients of layer and RMS norms. Means and reciprocal deviations are any numbers: the gradient's
 // formula does not depend on where they come from.
-#include "cases.hpp"
+#pragma once
 
-namespace te_fl::conformance::huge {
-namespace {
+#include "conformance/huge/cases.hpp"
+
+namespace te_fl::huge::norm_gradient_calls {
 
 constexpr int64_t kLong = 40000;  // a row that no kernel keeps in registers
 
@@ -26,7 +27,7 @@ struct Inputs {
   double weighted(int64_t i) const { return double{dz.at(i)} * gamma.at(i % b.cols); }
 };
 
-void backward(Run& run, const Backward& b) {
+inline void backward(Run& run, const Backward& b) {
   Inputs in;
   in.b = b;
   const int64_t rows = run.rows(b.cols, b.cols % 16 == 0 ? 16 : 1);
@@ -75,23 +76,4 @@ void backward(Run& run, const Backward& b) {
       b.dtype == DType::kF32 ? 1e-4 : 0x1p-8, 1e-3);
 }
 
-}  // namespace
-
-void add_norm_gradients(Cases& cases) {
-  const auto add = [&](const char* what, const Backward& b) {
-    const char* op = b.layer ? "layernorm_bwd" : b.add ? "rmsnorm_bwd_add" : "rmsnorm_bwd";
-    cases.push_back({op, what, [=](Run& r) { backward(r, b); }});
-  };
-  add("", {});
-  add("residual", {.add = true});
-  add("F32", {.dtype = DType::kF32});
-  add("odd rows", {.add = true, .cols = kOddCols});
-  add("long rows", {.cols = kLong});
-  add("", {.layer = false});
-  add("odd rows", {.layer = false, .cols = kOddCols});
-  add("long rows", {.layer = false, .cols = kLong});
-  add("", {.layer = false, .add = true});
-  add("odd rows", {.layer = false, .add = true, .cols = kOddCols});
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::norm_gradient_calls

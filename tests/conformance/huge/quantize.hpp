@@ -1,12 +1,16 @@
 // Quantisation in every scaling mode, of one tensor and of lists; amaxes and scale updates.
+#pragma once
+
 #include <algorithm>
 
-#include "cases.hpp"
 #include "conformance/format.hpp"
-#include "quantised.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/quantised.hpp"
 
-namespace te_fl::conformance::huge {
-namespace {
+namespace te_fl::huge::quantize_calls {
+
+using conformance::encode_bits;
+using conformance::format_of;
 
 constexpr float kLargest = -24;
 
@@ -24,7 +28,7 @@ struct Input {
   double operator()(int64_t i) const { return i == place ? kLargest : double{pattern.at(i)}; }
 };
 
-void quantize(Run& run, int64_t cols, const QuantSpec& spec, DType dtype = DType::kBF16) {
+inline void quantize(Run& run, int64_t cols, const QuantSpec& spec, DType dtype = DType::kBF16) {
   const Input x(run, run.rows(cols, cols % 16 == 0 ? 16 : 1), cols, dtype);
   const Quantised out(run, {x.rows, cols}, spec);
   te_fl_quantize_args args{};
@@ -33,7 +37,7 @@ void quantize(Run& run, int64_t cols, const QuantSpec& spec, DType dtype = DType
   out.expect(run, x, -kLargest);
 }
 
-void bgrad_quantize(Run& run, int64_t cols, const QuantSpec& spec) {
+inline void bgrad_quantize(Run& run, int64_t cols, const QuantSpec& spec) {
   const Input x(run, run.rows(cols, cols % 16 == 0 ? 16 : 1), cols);
   const Tensor sums = run.output({cols}, DType::kF32);
   const Quantised out(run, {x.rows, cols}, spec);
@@ -45,7 +49,7 @@ void bgrad_quantize(Run& run, int64_t cols, const QuantSpec& spec) {
 }
 
 // Bare codes, as one row.
-void cast_to_fp8(Run& run) {
+inline void cast_to_fp8(Run& run) {
   const Input x(run, 1, run.elements());
   const Tensor codes = run.output({1, x.cols}, DType::kU8);
   const Tensor scale = run.output({1}, DType::kF32), amax = run.output({1}, DType::kF32),
@@ -69,7 +73,7 @@ void cast_to_fp8(Run& run) {
 }
 
 // A small tensor, a large one, and a part of one after it.
-void quantize_list(Run& run, const QuantSpec& spec) {
+inline void quantize_list(Run& run, const QuantSpec& spec) {
   const Input small(run, 32, 256), large(run, run.rows(kCols), kCols), last(run, 48, 1024);
   const Quantised outs[] = {
       {run, {32, 256}, spec}, {run, {large.rows, kCols}, spec}, {run, {48, 1024}, spec}};
@@ -84,7 +88,7 @@ void quantize_list(Run& run, const QuantSpec& spec) {
 }
 
 // The second part begins beyond 2^31 elements.
-void split_quantize(Run& run, const QuantSpec& spec) {
+inline void split_quantize(Run& run, const QuantSpec& spec) {
   const int64_t first = run.rows(kCols), second = 256;
   const Input x(run, first + second, kCols);
   const Quantised outs[] = {{run, {first, kCols}, spec}, {run, {second, kCols}, spec}};
@@ -99,7 +103,7 @@ void split_quantize(Run& run, const QuantSpec& spec) {
       run, [&](int64_t i) { return x(first * kCols + i); }, -kLargest);
 }
 
-void compute_amax(Run& run, int64_t size) {
+inline void compute_amax(Run& run, int64_t size) {
   const Input x(run, 1, size);
   const Tensor out = run.output({1}, DType::kF32);
   te_fl_compute_amax_args args{};
@@ -110,7 +114,7 @@ void compute_amax(Run& run, int64_t size) {
 }
 
 // Histories of 4 steps of many tensors: more than 2^31 amaxes.
-void scale_update(Run& run) {
+inline void scale_update(Run& run) {
   constexpr int64_t kLength = 4;
   const Pattern amaxes(1, true), before(2, true);
   const int64_t tensors = run.elements() / kLength + 1;
@@ -150,40 +154,4 @@ constexpr QuantSpec kPow2Lines{
     .scaling = Scaling::kBlock1x128, .columnwise = true, .pow2_scale = true};
 constexpr QuantSpec kSquares{.scaling = Scaling::kBlock128x128, .columnwise = true};
 
-}  // namespace
-
-void add_quantize(Cases& cases) {
-  const Cases all = {
-      {"quantize", "", [](Run& r) { quantize(r, kCols, kTensor); }},
-      {"quantize", "row-wise, from F32", [](Run& r) { quantize(r, kCols, kRows, DType::kF32); }},
-      {"quantize", "odd rows", [](Run& r) { quantize(r, kOddCols, kTensor); }},
-      {"quantize", "short rows", [](Run& r) { quantize(r, 16, kTensor); }},
-      {"quantize", "1x128, short odd rows", [](Run& r) { quantize(r, 7, kLines); }},
-      {"quantize", "E5M2, one row", [](Run& r) { quantize(r, r.elements(), kGradient); }},
-      {"quantize", "current scaling", [](Run& r) { quantize(r, kCols, kCurrent); }},
-      {"quantize", "current scaling, from F32",
-       [](Run& r) { quantize(r, kCols, kCurrent, DType::kF32); }},
-      {"quantize", "1x128, from F32", [](Run& r) { quantize(r, kCols, kLines, DType::kF32); }},
-      {"quantize", "current scaling, odd rows", [](Run& r) { quantize(r, kOddCols, kCurrent); }},
-      {"quantize", "1x128", [](Run& r) { quantize(r, kCols, kLines); }},
-      {"quantize", "1x128, powers of two", [](Run& r) { quantize(r, kCols, kPow2Lines); }},
-      {"quantize", "1x128, odd rows", [](Run& r) { quantize(r, kOddCols, kLines); }},
-      {"quantize", "128x128", [](Run& r) { quantize(r, kCols, kSquares); }},
-      {"quantize", "128x128, odd rows", [](Run& r) { quantize(r, kOddCols, kSquares); }},
-      {"bgrad_quantize", "", [](Run& r) { bgrad_quantize(r, kCols, kTensor); }},
-      {"bgrad_quantize", "odd rows", [](Run& r) { bgrad_quantize(r, kOddCols, kTensor); }},
-      {"bgrad_quantize", "1x128", [](Run& r) { bgrad_quantize(r, kCols, kLines); }},
-      {"cast_to_fp8", "one row", cast_to_fp8},
-      {"multi_tensor_quantize", "", [](Run& r) { quantize_list(r, kTensor); }},
-      {"multi_tensor_quantize", "current scaling", [](Run& r) { quantize_list(r, kCurrent); }},
-      {"multi_tensor_quantize", "1x128", [](Run& r) { quantize_list(r, kLines); }},
-      {"split_quantize", "", [](Run& r) { split_quantize(r, kTensor); }},
-      {"split_quantize", "128x128", [](Run& r) { split_quantize(r, kSquares); }},
-      {"compute_amax", "", [](Run& r) { compute_amax(r, r.rows(16) * 16); }},
-      {"compute_amax", "odd", [](Run& r) { compute_amax(r, r.elements()); }},
-      {"fused_amax_and_scale_update_after_reduction", "", scale_update},
-  };
-  cases.insert(cases.end(), all.begin(), all.end());
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::quantize_calls

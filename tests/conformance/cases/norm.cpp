@@ -1,5 +1,10 @@
+#include "conformance/huge/norm.hpp"
+#include "bench/cases/case.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/norm_gradient.hpp"
+#include "te_fl/ops/norm.h"
 
 // Norms. Statistics: 5e-5 relative. A result is x - mu times factors, and FP32 rounds x - mu at the
 // size of x: the slack of a result is a few roundings of (|x| + |mu|) rsigma |g|.
@@ -384,3 +389,95 @@ void fuzz_norm(Drawn& drawn) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_norms(Cases& cases) {
+  using namespace norm_calls;
+  const auto add = [&](const char* what, const Forward& f, const QuantSpec* spec) {
+    const std::string op = f.layer ? "layernorm_fwd" : "rmsnorm_fwd";
+    if (spec == nullptr) {
+      cases.push_back({op, what, [=](Run& r) { plain(r, f); }});
+    } else {
+      cases.push_back({op, what, [=, s = *spec](Run& r) { codes(r, f, s); }});
+    }
+  };
+  add("in place", {.in_place = true}, nullptr);
+  add("", {.layer = false}, nullptr);
+  add("residual", {.residual = true}, nullptr);
+  add("residual, zero-centred", {.layer = false, .residual = true, .zero_centred = true}, nullptr);
+  add("from F32", {.layer = false, .dtype = DType::kF32}, nullptr);
+  add("odd rows", {.cols = kOddCols}, nullptr);
+  add("odd rows, residual", {.layer = false, .cols = kOddCols, .residual = true}, nullptr);
+  add("long rows", {.cols = kLong}, nullptr);
+  add("short rows", {.cols = 8}, nullptr);
+  add("short odd rows", {.layer = false, .cols = 7}, nullptr);
+  add("codes row-wise", {.layer = false}, &kRows);
+  add("codes", {}, &kBoth);
+  add("codes, residual", {.layer = false, .residual = true}, &kBoth);
+  add("codes, current scaling, row-wise", {}, &kCurrentRows);
+  add("codes, current scaling", {}, &kCurrent);
+  add("codes, current scaling, residual", {.layer = false, .residual = true}, &kCurrent);
+  add("codes, odd rows", {.cols = kOddCols}, &kBoth);
+  add("codes, long rows", {.layer = false, .cols = kLong}, &kBoth);
+  add("codes in 1x128", {}, &kLines);
+  add("codes in 1x128, residual", {.layer = false, .residual = true}, &kLines);
+  add("codes in 128x128", {.layer = false}, &kSquares);
+  add("codes in 1x128, odd rows", {.layer = false, .cols = kOddCols}, &kLines);
+}
+
+void add_norm_gradients(Cases& cases) {
+  using namespace norm_gradient_calls;
+  const auto add = [&](const char* what, const Backward& b) {
+    const char* op = b.layer ? "layernorm_bwd" : b.add ? "rmsnorm_bwd_add" : "rmsnorm_bwd";
+    cases.push_back({op, what, [=](Run& r) { backward(r, b); }});
+  };
+  add("", {});
+  add("residual", {.add = true});
+  add("F32", {.dtype = DType::kF32});
+  add("odd rows", {.add = true, .cols = kOddCols});
+  add("long rows", {.cols = kLong});
+  add("", {.layer = false});
+  add("odd rows", {.layer = false, .cols = kOddCols});
+  add("long rows", {.layer = false, .cols = kLong});
+  add("", {.layer = false, .add = true});
+  add("odd rows", {.layer = false, .add = true, .cols = kOddCols});
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_norm(Cases& cases) {
+  both_dtypes(cases, "layernorm_fwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_layernorm_fwd_args>();
+    a.x = c.in({rows, c.cols()}, dtype), a.gamma = c.in({c.cols()}, dtype);
+    a.beta = c.in({c.cols()}, dtype), a.z = c.out({rows, c.cols()}, dtype);
+    a.mu = c.out({rows}, TE_FL_F32), a.rsigma = c.out({rows}, TE_FL_F32);
+  });
+  const auto backward = [](auto& a, Case& c, int64_t rows, int dtype) {
+    a.dz = c.in({rows, c.cols()}, dtype), a.x = c.in({rows, c.cols()}, dtype);
+    a.rsigma = c.in({rows}, TE_FL_F32), a.gamma = c.in({c.cols()}, dtype);
+    a.dx = c.out({rows, c.cols()}, dtype), a.dgamma = c.out({c.cols()}, dtype);
+  };
+  both_dtypes(cases, "layernorm_bwd", [backward](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_layernorm_bwd_args>();
+    backward(a, c, rows, dtype);
+    a.mu = c.in({rows}, TE_FL_F32), a.dbeta = c.out({c.cols()}, dtype);
+  });
+  both_dtypes(cases, "rmsnorm_fwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_rmsnorm_fwd_args>();
+    a.x = c.in({rows, c.cols()}, dtype), a.gamma = c.in({c.cols()}, dtype);
+    a.z = c.out({rows, c.cols()}, dtype), a.rsigma = c.out({rows}, TE_FL_F32);
+  });
+  both_dtypes(cases, "rmsnorm_bwd", [backward](Case& c, int64_t rows, int dtype) {
+    backward(c.args<te_fl_rmsnorm_bwd_args>(), c, rows, dtype);
+  });
+  both_dtypes(cases, "rmsnorm_bwd_add", [backward](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_rmsnorm_bwd_add_args>();
+    backward(a, c, rows, dtype);
+    a.add = c.in({rows, c.cols()}, dtype);
+  });
+}
+
+}  // namespace te_fl::bench

@@ -1,6 +1,11 @@
+#include "conformance/huge/quantize.hpp"
+#include "bench/cases/case.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/dequantize.hpp"
 #include "conformance/oracle_quantize.hpp"
+#include "te_fl/ops/quantize.h"
 
 // The plain quantisation ops are exact: codes, scales, amax and padding, bit for bit. NVFP4 alone
 // is compared by intervals, as docs/numerics.md does not fix the order of its two scales'
@@ -445,3 +450,161 @@ void fuzz_quantize(Drawn& drawn) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_quantize(Cases& cases) {
+  using namespace quantize_calls;
+  const Cases all = {
+      {"quantize", "", [](Run& r) { quantize(r, kCols, kTensor); }},
+      {"quantize", "row-wise, from F32", [](Run& r) { quantize(r, kCols, kRows, DType::kF32); }},
+      {"quantize", "odd rows", [](Run& r) { quantize(r, kOddCols, kTensor); }},
+      {"quantize", "short rows", [](Run& r) { quantize(r, 16, kTensor); }},
+      {"quantize", "1x128, short odd rows", [](Run& r) { quantize(r, 7, kLines); }},
+      {"quantize", "E5M2, one row", [](Run& r) { quantize(r, r.elements(), kGradient); }},
+      {"quantize", "current scaling", [](Run& r) { quantize(r, kCols, kCurrent); }},
+      {"quantize", "current scaling, from F32",
+       [](Run& r) { quantize(r, kCols, kCurrent, DType::kF32); }},
+      {"quantize", "1x128, from F32", [](Run& r) { quantize(r, kCols, kLines, DType::kF32); }},
+      {"quantize", "current scaling, odd rows", [](Run& r) { quantize(r, kOddCols, kCurrent); }},
+      {"quantize", "1x128", [](Run& r) { quantize(r, kCols, kLines); }},
+      {"quantize", "1x128, powers of two", [](Run& r) { quantize(r, kCols, kPow2Lines); }},
+      {"quantize", "1x128, odd rows", [](Run& r) { quantize(r, kOddCols, kLines); }},
+      {"quantize", "128x128", [](Run& r) { quantize(r, kCols, kSquares); }},
+      {"quantize", "128x128, odd rows", [](Run& r) { quantize(r, kOddCols, kSquares); }},
+      {"bgrad_quantize", "", [](Run& r) { bgrad_quantize(r, kCols, kTensor); }},
+      {"bgrad_quantize", "odd rows", [](Run& r) { bgrad_quantize(r, kOddCols, kTensor); }},
+      {"bgrad_quantize", "1x128", [](Run& r) { bgrad_quantize(r, kCols, kLines); }},
+      {"cast_to_fp8", "one row", cast_to_fp8},
+      {"multi_tensor_quantize", "", [](Run& r) { quantize_list(r, kTensor); }},
+      {"multi_tensor_quantize", "current scaling", [](Run& r) { quantize_list(r, kCurrent); }},
+      {"multi_tensor_quantize", "1x128", [](Run& r) { quantize_list(r, kLines); }},
+      {"split_quantize", "", [](Run& r) { split_quantize(r, kTensor); }},
+      {"split_quantize", "128x128", [](Run& r) { split_quantize(r, kSquares); }},
+      {"compute_amax", "", [](Run& r) { compute_amax(r, r.rows(16) * 16); }},
+      {"compute_amax", "odd", [](Run& r) { compute_amax(r, r.elements()); }},
+      {"fused_amax_and_scale_update_after_reduction", "", scale_update},
+  };
+  cases.insert(cases.end(), all.begin(), all.end());
+}
+
+void add_dequantize(Cases& cases) {
+  using namespace dequantize_calls;
+  constexpr Scaling kTensor = Scaling::kTensor, kLines = Scaling::kBlock1x128,
+                    kSquares = Scaling::kBlock128x128;
+  const Cases all = {
+      {"dequantize", "", [](Run& r) { dequantize(r, kCols, kTensor, false); }},
+      {"dequantize", "odd rows, to F32",
+       [](Run& r) { dequantize(r, kOddCols, kTensor, false, DType::kF32); }},
+      {"dequantize", "column-wise", [](Run& r) { dequantize(r, kCols, kTensor, true); }},
+      {"dequantize", "1x128", [](Run& r) { dequantize(r, kCols, kLines, false); }},
+      {"dequantize", "1x128, column-wise, odd rows",
+       [](Run& r) { dequantize(r, kOddCols, kLines, true); }},
+      {"dequantize", "128x128", [](Run& r) { dequantize(r, kCols, kSquares, false); }},
+      {"dequantize", "128x128, column-wise", [](Run& r) { dequantize(r, kCols, kSquares, true); }},
+      {"fp8_transpose", "", [](Run& r) { transpose(r, kCols, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "short rows", [](Run& r) { transpose(r, 16, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "short odd rows", [](Run& r) { transpose(r, 7, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "sums", [](Run& r) { transpose(r, kCols, DType::kF8E5M2, true); }},
+      {"fp8_transpose", "sums, odd rows",
+       [](Run& r) { transpose(r, kOddCols, DType::kF8E4M3, true); }},
+  };
+  cases.insert(cases.end(), all.begin(), all.end());
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_quantize(Cases& cases) {
+  struct Mode {
+    const char* name;
+    te_fl_scaling scaling;
+    bool columnwise;
+    uint32_t flags;
+  };
+  const Mode modes[] = {
+      {"bf16 delayed", TE_FL_SCALING_TENSOR, false, 0},
+      {"bf16 delayed, both copies", TE_FL_SCALING_TENSOR, true, 0},
+      {"bf16 current", TE_FL_SCALING_TENSOR, false, TE_FL_QUANT_COMPUTE_SCALE},
+      {"bf16 1x128", TE_FL_SCALING_BLOCK_1X128, false, TE_FL_QUANT_POW2_SCALE},
+      {"bf16 128x128", TE_FL_SCALING_BLOCK_128X128, false, TE_FL_QUANT_POW2_SCALE},
+      {"bf16 mxfp8", TE_FL_SCALING_MXFP8, false, 0},
+  };
+  for (const Mode& mode : modes) {
+    cases.push_back({"quantize", mode.name, [mode](Case& c, int64_t rows) {
+                       auto& a = c.args<te_fl_quantize_args>();
+                       a.input = c.in({rows, c.cols()}, TE_FL_BF16);
+                       // A scale from the data itself takes a second pass over it.
+                       if (mode.flags == TE_FL_QUANT_COMPUTE_SCALE) c.bytes *= 2;
+                       a.output = c.fp8({rows, c.cols()}, TE_FL_F8E4M3, mode.scaling,
+                                        mode.columnwise, mode.flags);
+                     }});
+  }
+  cases.push_back({"dequantize", "bf16", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_dequantize_args>();
+                     a.input = c.fp8({rows, c.cols()}, TE_FL_F8E4M3);
+                     a.output = c.out({rows, c.cols()}, TE_FL_BF16);
+                   }});
+  cases.push_back({"bgrad_quantize", "bf16", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_bgrad_quantize_args>();
+                     a.input = c.in({rows, c.cols()}, TE_FL_BF16);
+                     a.output = c.fp8({rows, c.cols()}, TE_FL_F8E5M2);
+                     a.bias_grad = c.out({c.cols()}, TE_FL_BF16);
+                   }});
+  cases.push_back({"multi_tensor_quantize", "bf16, 8 tensors", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_multi_tensor_quantize_args>();
+                     std::vector<const te_fl_tensor*> in, out;
+                     for (int i = 0; i < 8; ++i) {
+                       in.push_back(c.in({(rows + 7) / 8, c.cols()}, TE_FL_BF16));
+                       out.push_back(c.fp8({(rows + 7) / 8, c.cols()}, TE_FL_F8E4M3));
+                     }
+                     a.inputs = c.list(in), a.inputs_count = 8;
+                     a.outputs = c.list(out), a.outputs_count = 8;
+                   }});
+  cases.push_back({"split_quantize", "bf16, 4 parts", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_split_quantize_args>();
+                     const int64_t part = (rows + 3) / 4;
+                     a.input = c.in({4 * part, c.cols()}, TE_FL_BF16);
+                     std::vector<const te_fl_tensor*> out;
+                     for (int i = 0; i < 4; ++i)
+                       out.push_back(c.fp8({part, c.cols()}, TE_FL_F8E4M3));
+                     a.outputs = c.list(out), a.outputs_count = 4;
+                   }});
+  cases.push_back({"cast_to_fp8", "bf16", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_cast_to_fp8_args>();
+                     a.input = c.in({rows, c.cols()}, TE_FL_BF16);
+                     a.output = c.out({rows, c.cols()}, TE_FL_F8E4M3);
+                     a.scale = c.in({1}, TE_FL_F32), a.amax = c.inout({1}, TE_FL_F32);
+                     a.scale_inv = c.out({1}, TE_FL_F32);
+                   }});
+  cases.push_back({"fp8_transpose", "e4m3", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_fp8_transpose_args>();
+                     a.input = c.in({rows, c.cols()}, TE_FL_F8E4M3);
+                     a.output = c.out({c.cols(), rows}, TE_FL_F8E4M3);
+                   }});
+  both_dtypes(cases, "compute_amax", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_compute_amax_args>();
+    a.input = c.in({rows, c.cols()}, dtype), a.amax = c.out({1}, TE_FL_F32);
+  });
+  cases.push_back({"fused_amax_and_scale_update_after_reduction",
+                   "64 histories of 1024",
+                   [](Case& c, int64_t) {
+                     auto& a = c.args<te_fl_fused_amax_and_scale_update_after_reduction_args>();
+                     a.amax_reduction_buffer = c.in({256}, TE_FL_F32);
+                     std::vector<const te_fl_tensor*> histories, scales;
+                     for (int i = 0; i < 64; ++i) {
+                       histories.push_back(c.inout({1024, 4}, TE_FL_F32));
+                       scales.push_back(c.inout({4}, TE_FL_F32));
+                     }
+                     a.amax_histories = c.list(histories), a.amax_histories_count = 64;
+                     a.scales = c.list(scales), a.scales_count = 64;
+                   },
+                   false,
+                   1,
+                   "",
+                   {1},
+                   {1}});
+}
+
+}  // namespace te_fl::bench

@@ -1,5 +1,9 @@
+#include "conformance/huge/tensor.hpp"
+#include "bench/cases/case.hpp"
 #include "conformance/compare.hpp"
 #include "conformance/drawn.hpp"
+#include "conformance/huge/cases.hpp"
+#include "te_fl/ops/tensor.h"
 
 namespace te_fl::conformance {
 namespace {
@@ -444,3 +448,91 @@ void fuzz_tensor(Drawn& drawn) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_tensor(Cases& cases) {
+  using namespace tensor_calls;
+  const Cases all = {
+      {"add", "", [](Run& r) { add(r, kCols, false); }},
+      {"add", "odd rows", [](Run& r) { add(r, kOddCols, false); }},
+      {"add", "dropout", [](Run& r) { add(r, kCols, true); }},
+      {"add", "dropout, odd rows", [](Run& r) { add(r, kOddCols, true); }},
+      {"add", "mixed dtypes", add_mixed},
+      {"dropout_fwd", "", [](Run& r) { dropout(r, r.rows(16) * 16, false); }},
+      {"dropout_fwd", "odd, in place", [](Run& r) { dropout(r, r.elements(), true); }},
+      {"dropout_bwd", "", [](Run& r) { dropout_gradient(r, r.rows(16) * 16); }},
+      {"dropout_bwd", "odd", [](Run& r) { dropout_gradient(r, r.elements()); }},
+      {"strided_copy", "dense", dense_copy},
+      {"strided_copy", "transposed", [](Run& r) { transposed_copy(r, kCols, DType::kBF16); }},
+      {"strided_copy", "transposed, odd",
+       [](Run& r) { transposed_copy(r, kOddCols, DType::kBF16); }},
+      {"strided_copy", "transposed, short rows",
+       [](Run& r) { transposed_copy(r, 16, DType::kBF16); }},
+      {"strided_copy", "transposed, short odd rows",
+       [](Run& r) { transposed_copy(r, 7, DType::kBF16); }},
+      {"strided_copy", "transposed to F32", [](Run& r) { transposed_copy(r, kCols, DType::kF32); }},
+      {"strided_copy", "permuted", [](Run& r) { permuted_copy(r, kCols, DType::kBF16); }},
+      {"strided_copy", "permuted, odd", [](Run& r) { permuted_copy(r, 37, DType::kBF16); }},
+      {"strided_copy", "permuted to F32", [](Run& r) { permuted_copy(r, 37, DType::kF32); }},
+      {"strided_copy", "part of rows", [](Run& r) { part_of_rows(r, DType::kBF16); }},
+      {"strided_copy", "part of rows from F32", [](Run& r) { part_of_rows(r, DType::kF32); }},
+      {"fill", "dense", [](Run& r) { fill(r, false); }},
+      {"fill", "part of rows", [](Run& r) { fill(r, true); }},
+      {"embedding_fwd", "", [](Run& r) { embedding(r, kCols); }},
+      {"embedding_fwd", "odd rows", [](Run& r) { embedding(r, kOddCols); }},
+      {"embedding_bwd", "", [](Run& r) { embedding_gradient(r, kCols, false); }},
+      {"embedding_bwd", "odd rows, accumulated",
+       [](Run& r) { embedding_gradient(r, kOddCols, true); }},
+      {"cross_entropy_fwd", "", [](Run& r) { cross_entropy(r, 32768); }},
+      {"cross_entropy_fwd", "odd rows", [](Run& r) { cross_entropy(r, 50257); }},
+      {"cross_entropy_bwd", "", [](Run& r) { cross_entropy_gradient(r, 32768); }},
+      {"cross_entropy_bwd", "odd rows", [](Run& r) { cross_entropy_gradient(r, 50257); }},
+  };
+  cases.insert(cases.end(), all.begin(), all.end());
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_tensor(Cases& cases) {
+  both_dtypes(cases, "add", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_add_args>();
+    a.a = c.in({rows, c.cols()}, dtype), a.b = c.in({rows, c.cols()}, dtype);
+    a.output = c.out({rows, c.cols()}, dtype);
+  });
+  both_dtypes(cases, "strided_copy", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_strided_copy_args>();
+    BenchTensor& in = c.in({64, (rows + 63) / 64, c.cols()}, dtype);
+    in.set_strides({c.cols(), 64 * c.cols(), 1});  // two leading dimensions exchanged
+    a.input = in, a.output = c.out({64, (rows + 63) / 64, c.cols()}, dtype);
+  });
+  both_dtypes(cases, "fill", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_fill_args>();
+    a.output = c.out({rows, c.cols()}, dtype), a.value = 1;
+  });
+  both_dtypes(cases, "embedding_fwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_embedding_fwd_args>();
+    a.indices = c.in({rows}, TE_FL_I64), a.weight = c.in({256, c.cols()}, dtype);
+    a.output = c.out({rows, c.cols()}, dtype);  // the table stays in the cache
+  });
+  both_dtypes(cases, "embedding_bwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_embedding_bwd_args>();
+    a.indices = c.in({rows}, TE_FL_I64), a.grad_output = c.in({rows, c.cols()}, dtype);
+    a.grad_weight = c.out({256, c.cols()}, TE_FL_F32);
+  });
+  both_dtypes(cases, "cross_entropy_fwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_cross_entropy_fwd_args>();
+    a.logits = c.in({rows, c.cols()}, dtype), a.targets = c.in({rows}, TE_FL_I64);
+    a.loss = c.out({rows}, TE_FL_F32), a.lse = c.out({rows}, TE_FL_F32);
+  });
+  both_dtypes(cases, "cross_entropy_bwd", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_cross_entropy_bwd_args>();
+    a.grad_loss = c.in({rows}, TE_FL_F32), a.logits = c.in({rows, c.cols()}, dtype);
+    a.targets = c.in({rows}, TE_FL_I64), a.lse = c.in({rows}, TE_FL_F32);
+    a.grad_logits = c.out({rows, c.cols()}, dtype);
+  });
+}
+
+}  // namespace te_fl::bench

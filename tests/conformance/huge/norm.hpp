@@ -1,12 +1,16 @@
 // Layer and RMS norms into every kind of output, by the length of a row and what goes with it.
+#pragma once
+
 #include <unordered_map>
 
-#include "cases.hpp"
 #include "conformance/format.hpp"
-#include "quantised.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/quantised.hpp"
 
-namespace te_fl::conformance::huge {
-namespace {
+namespace te_fl::huge::norm_calls {
+
+using conformance::bits_of;
+using conformance::float_of;
 
 constexpr double kEpsilon = double{1e-5f};
 constexpr int64_t kLong = 40000;  // a row that no kernel keeps in registers
@@ -22,7 +26,7 @@ struct Forward {
 };
 
 // To FP32, and from there to BF16, to nearest even.
-double rounded(double x) {
+inline double rounded(double x) {
   const uint32_t bits = bits_of(static_cast<float>(x));
   return double{float_of((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u)};
 }
@@ -103,7 +107,7 @@ class Norm {
   std::unordered_map<int64_t, Row> known_;
 };
 
-void plain(Run& run, const Forward& f) {
+inline void plain(Run& run, const Forward& f) {
   Norm norm(run, f);
   const Tensor z = f.in_place ? norm.x() : run.output(norm.shape());
   norm.call(run, z);
@@ -112,7 +116,7 @@ void plain(Run& run, const Forward& f) {
   norm.expect_rest(run);
 }
 
-void codes(Run& run, const Forward& f, const QuantSpec& spec) {
+inline void codes(Run& run, const Forward& f, const QuantSpec& spec) {
   Norm norm(run, f);
   const Quantised z(run, norm.shape(), spec, 4);
   norm.call(run, z);
@@ -127,39 +131,4 @@ constexpr QuantSpec kCurrent{.columnwise = true, .compute_scale = true};
 constexpr QuantSpec kLines{.scaling = Scaling::kBlock1x128, .columnwise = true};
 constexpr QuantSpec kSquares{.scaling = Scaling::kBlock128x128, .columnwise = true};
 
-}  // namespace
-
-void add_norms(Cases& cases) {
-  const auto add = [&](const char* what, const Forward& f, const QuantSpec* spec) {
-    const std::string op = f.layer ? "layernorm_fwd" : "rmsnorm_fwd";
-    if (spec == nullptr) {
-      cases.push_back({op, what, [=](Run& r) { plain(r, f); }});
-    } else {
-      cases.push_back({op, what, [=, s = *spec](Run& r) { codes(r, f, s); }});
-    }
-  };
-  add("in place", {.in_place = true}, nullptr);
-  add("", {.layer = false}, nullptr);
-  add("residual", {.residual = true}, nullptr);
-  add("residual, zero-centred", {.layer = false, .residual = true, .zero_centred = true}, nullptr);
-  add("from F32", {.layer = false, .dtype = DType::kF32}, nullptr);
-  add("odd rows", {.cols = kOddCols}, nullptr);
-  add("odd rows, residual", {.layer = false, .cols = kOddCols, .residual = true}, nullptr);
-  add("long rows", {.cols = kLong}, nullptr);
-  add("short rows", {.cols = 8}, nullptr);
-  add("short odd rows", {.layer = false, .cols = 7}, nullptr);
-  add("codes row-wise", {.layer = false}, &kRows);
-  add("codes", {}, &kBoth);
-  add("codes, residual", {.layer = false, .residual = true}, &kBoth);
-  add("codes, current scaling, row-wise", {}, &kCurrentRows);
-  add("codes, current scaling", {}, &kCurrent);
-  add("codes, current scaling, residual", {.layer = false, .residual = true}, &kCurrent);
-  add("codes, odd rows", {.cols = kOddCols}, &kBoth);
-  add("codes, long rows", {.layer = false, .cols = kLong}, &kBoth);
-  add("codes in 1x128", {}, &kLines);
-  add("codes in 1x128, residual", {.layer = false, .residual = true}, &kLines);
-  add("codes in 128x128", {.layer = false}, &kSquares);
-  add("codes in 1x128, odd rows", {.layer = false, .cols = kOddCols}, &kLines);
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::norm_calls

@@ -1,8 +1,12 @@
 #include <array>
 
+#include "bench/cases/case.hpp"
 #include "conformance/drawn.hpp"
 #include "conformance/gemm_case.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/gemm.hpp"
 #include "conformance/oracle_quantize.hpp"
+#include "te_fl/ops/gemm.h"
 
 namespace te_fl::conformance {
 namespace {
@@ -522,3 +526,77 @@ void fuzz_gemm(Drawn& drawn) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_gemm(Cases& cases) {
+  using namespace gemm_calls;
+  const auto add = [&](const char* what, int64_t n, int64_t k, const Epilogue& e) {
+    cases.push_back(
+        {"generic_gemm", what, [=](Run& r) { product(r, wide_result(r, n, k, e.tiles), e); }});
+  };
+  add("", 32768, 32, {});
+  add("bias, residual", 32768, 32, {.bias = true, .residual = true});
+  add("bias, GELU", 32768, 128, {.bias = true, .gelu = true});
+  add("GELU's gradient, sums", 32768, 128, {.pre_gelu_in = true, .d_sum = true});
+  add("bias, GELU, whole tiles", 32768, 128, {.bias = true, .gelu = true, .tiles = true});
+  add("GELU's gradient, sums, whole tiles", 32768, 128,
+      {.pre_gelu_in = true, .d_sum = true, .across = true, .tiles = true});
+  add("accumulated", 32768, 32, {.accumulate = true});
+  add("odd extents", 32771, 33, {.bias = true, .residual = true});
+  add("mixed dtypes", 32768, 32, {.bias = true, .b = DType::kF32});
+  const Cases more = {
+      {"generic_gemm", "a long contraction", long_contraction},
+      {"generic_gemm", "FP8",
+       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, Into::kNumbers); }},
+      {"generic_gemm", "FP8, odd extents",
+       [](Run& r) { codes(r, wide_result(r, 32771, 33), Scaling::kTensor, Into::kNumbers); }},
+      {"generic_gemm", "FP8, a long operand",
+       [](Run& r) {
+         codes(r, {r.rows(256), 64, 256}, Scaling::kTensor, Into::kNumbers);
+       }},
+      {"generic_gemm", "FP8 into codes",
+       [](Run& r) { codes(r, wide_result(r, 32768, 64), Scaling::kTensor, Into::kCodes); }},
+      {"generic_gemm", "FP8 with GELU into codes, whole tiles",
+       [](Run& r) {
+         codes(r, wide_result(r, 32768, 128, true), Scaling::kTensor, Into::kGeluCodes);
+       }},
+      {"generic_gemm", "FP8 in blocks",
+       [](Run& r) { codes(r, wide_result(r, 32768, 256), Scaling::kBlock1x128, Into::kNumbers); }},
+  };
+  cases.insert(cases.end(), more.begin(), more.end());
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+// y[m, n] = x[m, k] W[n, k]^T, the forward of a linear layer.
+void add_gemm(Cases& cases) {
+  const size_t first = cases.size();
+  const auto linear = [](Case& c, int64_t m, bool bf16) {
+    const int64_t n = c.extent(1), k = c.extent(2);
+    c.flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+    c.product = {m, n, k, true, bf16};
+  };
+  both_dtypes(cases, "generic_gemm", [linear](Case& c, int64_t m, int dtype) {
+    auto& a = c.args<te_fl_generic_gemm_args>();
+    const int64_t n = c.extent(1), k = c.extent(2);
+    a.a = c.in({m, k}, dtype), a.b = c.in({n, k}, dtype), a.d = c.out({m, n}, dtype);
+    a.trans_b = 1;
+    linear(c, m, dtype == TE_FL_BF16);
+  });
+  cases.push_back({"generic_gemm", "fp8, bf16 out", [linear](Case& c, int64_t m) {
+                     auto& a = c.args<te_fl_generic_gemm_args>();
+                     const int64_t n = c.extent(1), k = c.extent(2);
+                     a.a = c.fp8({m, k}, TE_FL_F8E4M3), a.b = c.fp8({n, k}, TE_FL_F8E4M3);
+                     a.d = c.out({m, n}, TE_FL_BF16), a.trans_b = 1;
+                     linear(c, m, true);
+                   }});
+  for (size_t i = first; i < cases.size(); ++i) {
+    cases[i].memory_bound = false, cases[i].fixed_rows = 2048;
+  }
+  describe(cases, first, "m, n, k", {2048, 4096, 1024}, {8192, 4096, 4096});
+}
+
+}  // namespace te_fl::bench

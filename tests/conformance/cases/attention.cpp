@@ -1,6 +1,10 @@
+#include "conformance/huge/attention.hpp"
+#include "bench/cases/case.hpp"
 #include "conformance/attention_case.hpp"
 #include "conformance/compare.hpp"
+#include "conformance/huge/cases.hpp"
 #include "conformance/oracle_quantize.hpp"
+#include "te_fl/ops/attention.h"
 
 namespace te_fl::conformance {
 namespace {
@@ -508,3 +512,81 @@ void add_attention_cases(Table& table) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_attention(Cases& cases) {
+  using namespace attention_calls;
+  const auto add = [&](const char* what, const Problem& p) {
+    cases.push_back({"fused_attn_fwd", what, [=](Run& r) { Attention(r, p).forward(r); }});
+    cases.push_back({"fused_attn_bwd", what, [=](Run& r) { Attention(r, p).backward(r); }});
+  };
+  add("bshd, causal", {.mask = TE_FL_MASK_TYPE_CAUSAL});
+  add("sbhd, padding", {.layout = TE_FL_LAYOUT_SBHD, .mask = TE_FL_MASK_TYPE_PADDING});
+  const Problem thd{.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING};
+  cases.push_back({"fused_attn_fwd", "thd", [=](Run& r) { Attention(r, thd).forward(r); }});
+  add("grouped, plain kernels", {.mask = TE_FL_MASK_TYPE_CAUSAL, .groups = 4, .plain = true});
+  // Few sequences: the plain kernels' blocks grow with tokens times sequences.
+  add("thd, plain kernels", {.layout = TE_FL_LAYOUT_THD,
+                             .mask = TE_FL_MASK_TYPE_PADDING,
+                             .dim = 256,
+                             .length = 512,
+                             .plain = true});
+  add("bias, dropout", {.layout = TE_FL_LAYOUT_SBHD, .dim = 32, .bias = true, .dropout = 0.25f});
+  cases.push_back({"fused_attn_fwd", "FP8", [](Run& r) { forward_of_codes(r, false); }});
+  cases.push_back(
+      {"fused_attn_fwd", "FP8, plain kernels", [](Run& r) { forward_of_codes(r, true); }});
+  cases.push_back({"get_fused_attn_backend", "", enquiry});
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_attention(Cases& cases) {
+  const size_t first = cases.size();
+  const auto sbhd = [](Case& c, int64_t s) {
+    return Shape{s, c.extent(1), c.extent(2), c.extent(3)};
+  };
+  const auto lse = [](Case& c, int64_t s) { return Shape{c.extent(1), c.extent(2), s}; };
+  // Multiplications and additions of both products; a causal mask leaves half of them.
+  const auto flops = [](Case& c, int64_t s) {
+    return 2.0 * 2.0 * static_cast<double>(c.extent(1) * c.extent(2) * s * s * c.extent(3)) / 2;
+  };
+  const auto common = [=](auto& a, Case& c, int64_t s, int dtype) {
+    const Shape shape = sbhd(c, s);
+    a.q = c.in(shape, dtype), a.k = c.in(shape, dtype), a.v = c.in(shape, dtype);
+    a.o = c.in(shape, dtype), a.softmax_lse = c.in(lse(c, s), TE_FL_F32);
+    a.mask_type = TE_FL_MASK_TYPE_CAUSAL, a.scale = 0.125f;
+  };
+  both_dtypes(cases, "fused_attn_fwd", [=](Case& c, int64_t s, int dtype) {
+    common(c.args<te_fl_fused_attn_fwd_args>(), c, s, dtype);
+    c.flops = flops(c, s);
+  });
+  both_dtypes(cases, "fused_attn_bwd", [=](Case& c, int64_t s, int dtype) {
+    auto& a = c.args<te_fl_fused_attn_bwd_args>();
+    common(a, c, s, dtype);
+    const Shape shape = sbhd(c, s);
+    a.d_o = c.in(shape, dtype), a.dq = c.out(shape, dtype);
+    a.dk = c.out(shape, dtype), a.dv = c.out(shape, dtype);
+    float* sums = static_cast<float*>(a.softmax_lse->dl.data);
+    for (int64_t i = 0; i < c.extent(1) * c.extent(2) * s; ++i) sums[i] = 8.0f;
+    c.flops = 2.5 * flops(c, s);
+  });
+  cases.push_back({"get_fused_attn_backend", "bf16",
+                   [=](Case& c, int64_t s) {
+                     auto& a = c.args<te_fl_get_fused_attn_backend_args>();
+                     const Shape shape = sbhd(c, s);
+                     a.q = c.in(shape, TE_FL_BF16), a.k = c.in(shape, TE_FL_BF16);
+                     a.v = c.in(shape, TE_FL_BF16), a.backend = c.out({1}, TE_FL_I32);
+                   },
+                   false, 16});
+  for (CaseSpec& spec : cases) {
+    if (spec.op == "fused_attn_fwd" || spec.op == "fused_attn_bwd") {
+      spec.memory_bound = false, spec.fixed_rows = 1024;
+    }
+  }
+  describe(cases, first, "sequence, batch, heads, dim", {1024, 2, 8, 64}, {2048, 4, 32, 128});
+}
+
+}  // namespace te_fl::bench

@@ -1,10 +1,11 @@
 // Scaled softmax with every mask, and its gradients, by the length of a row: what stays in a few
 // lanes, in a block, in a cluster of blocks, in shared memory, or is read twice.
-#include "cases.hpp"
+#pragma once
+
+#include "conformance/huge/cases.hpp"
 #include "te_fl/numeric.hpp"
 
-namespace te_fl::conformance::huge {
-namespace {
+namespace te_fl::huge::softmax_calls {
 
 constexpr float kScale = 0.5f;
 constexpr int64_t kHeads = 4;
@@ -43,7 +44,8 @@ struct Seen {
   }
 };
 
-void forward(Run& run, const char* op, Mask mask, const Scores& scores, bool broadcast = false) {
+inline void forward(Run& run, const char* op, Mask mask, const Scores& scores,
+                    bool broadcast = false) {
   const Pattern pattern(1);
   const Seen seen(mask, scores, broadcast);
   const bool flat = std::string(op) == "scaled_upper_triang_masked_softmax_forward";
@@ -84,7 +86,7 @@ void forward(Run& run, const char* op, Mask mask, const Scores& scores, bool bro
 
 // From any numbers in the place of probabilities. Causal: those that are hidden are zeros, as the
 // forward leaves them, so what the gradient gives there is 0 whether it looks at them or not.
-void backward(Run& run, const char* op, bool causal, const Scores& scores) {
+inline void backward(Run& run, const char* op, bool causal, const Scores& scores) {
   const Pattern grad(1);
   const bool flat = std::string(op) == "scaled_upper_triang_masked_softmax_backward";
   const Shape shape = flat ? scores.flat() : scores.shape();
@@ -130,56 +132,4 @@ void backward(Run& run, const char* op, bool causal, const Scores& scores) {
   });
 }
 
-}  // namespace
-
-void add_softmax(Cases& cases) {
-  const auto plain = [&](const char* what, int64_t queries, int64_t keys) {
-    cases.push_back({"scaled_softmax_forward", what, [=](Run& r) {
-                       forward(r, "scaled_softmax_forward", Mask::kNone, {r, queries, keys});
-                     }});
-    cases.push_back({"scaled_softmax_backward", what, [=](Run& r) {
-                       backward(r, "scaled_softmax_backward", false, {r, queries, keys});
-                     }});
-  };
-  plain("rows of 2048", 2048, 2048);
-  plain("rows of 37", 64, 37);
-  plain("rows of 1000", 64, 1000);
-  plain("rows of 20001", 16, 20001);
-  plain("rows of 32768", 16, 32768);
-  plain("rows of 100003", 5, 100003);
-  const char* const triangle = "scaled_upper_triang_masked_softmax_";
-  const char* const aligned = "scaled_aligned_causal_masked_softmax_";
-  const std::string names[] = {
-      "scaled_masked_softmax_forward",   "scaled_masked_softmax_backward",
-      std::string(triangle) + "forward", std::string(triangle) + "backward",
-      std::string(aligned) + "forward",  std::string(aligned) + "backward",
-  };
-  const auto causal = [&](int which, const char* what, int64_t queries, int64_t keys) {
-    const std::string fwd = names[which], bwd = names[which + 1];
-    cases.push_back({fwd, what, [=](Run& r) {
-                       forward(r, fwd.c_str(), Mask::kCausal, {r, queries, keys});
-                     }});
-    cases.push_back({bwd, what, [=](Run& r) {
-                       backward(r, bwd.c_str(), true, {r, queries, keys});
-                     }});
-  };
-  const std::string masked = names[0];
-  const auto given = [&](const char* what, int64_t queries, int64_t keys, bool broadcast) {
-    cases.push_back({masked, what, [=](Run& r) {
-                       forward(r, masked.c_str(), Mask::kGiven, {r, queries, keys}, broadcast);
-                     }});
-  };
-  given("rows of 1024", 1024, 1024, false);
-  given("rows of 1021, a mask for all heads", 64, 1021, true);
-  given("rows of 20001", 16, 20001, false);
-  const std::string masked_backward = names[1];
-  cases.push_back({masked_backward, "rows of 1024", [=](Run& r) {
-                     backward(r, masked_backward.c_str(), false, {r, 1024, 1024});
-                   }});
-  causal(2, "rows of 1024", 1024, 1024);
-  causal(2, "rows of 1021", 1021, 1021);
-  causal(4, "rows of 1024", 512, 1024);
-  causal(4, "rows of 20001", 16, 20001);
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::softmax_calls

@@ -1,14 +1,17 @@
 // Additions and dropout, copies, fills, embedding and cross-entropy.
-#include "cases.hpp"
+#pragma once
+
+#include "conformance/huge/cases.hpp"
 #include "conformance/oracle_philox.hpp"
 
-namespace te_fl::conformance::huge {
-namespace {
+namespace te_fl::huge::tensor_calls {
+
+using conformance::keeps;
 
 constexpr te_fl_rng kRandom = {17, 1000, nullptr};
 constexpr float kDropped = 0.25f;
 
-void add(Run& run, int64_t cols, bool drop) {
+inline void add(Run& run, int64_t cols, bool drop) {
   const Pattern a(1), b(2);
   const Shape shape = {run.rows(cols, 1), cols};
   const Tensor ta = run.input(shape, a), tb = run.input(shape, b);
@@ -35,7 +38,7 @@ void add(Run& run, int64_t cols, bool drop) {
 }
 
 // FP32 and BF16 into BF16.
-void add_mixed(Run& run) {
+inline void add_mixed(Run& run) {
   const Pattern a(1), b(2);
   const Shape shape = {run.elements()};
   const Tensor ta = run.input(shape, a, DType::kF32), tb = run.input(shape, b),
@@ -47,7 +50,7 @@ void add_mixed(Run& run) {
       sum, "output", [&](int64_t i) { return double{a.at(i)} + double{b.at(i)}; }, 0x1p-8, 1e-5);
 }
 
-void dropout(Run& run, int64_t size, bool in_place) {
+inline void dropout(Run& run, int64_t size, bool in_place) {
   const Pattern pattern(1);
   const Shape shape = {size};
   const Tensor x = run.input(shape, pattern), y = in_place ? x : run.output(shape);
@@ -69,7 +72,7 @@ void dropout(Run& run, int64_t size, bool in_place) {
       0, 0);
 }
 
-void dropout_gradient(Run& run, int64_t size) {
+inline void dropout_gradient(Run& run, int64_t size) {
   const Pattern pattern(1);
   const Tensor dy = run.input({size}, pattern), dx = run.output({size});
   const Tensor mask = run.output({(size + 7) / 8}, DType::kU8);
@@ -88,13 +91,13 @@ void dropout_gradient(Run& run, int64_t size) {
 
 // ---- copies and fills
 
-void copy(Run& run, const Tensor& from, const Tensor& to) {
+inline void copy(Run& run, const Tensor& from, const Tensor& to) {
   te_fl_strided_copy_args args{};
   args.input = from, args.output = to;
   run.call("strided_copy", &args);
 }
 
-void dense_copy(Run& run) {
+inline void dense_copy(Run& run) {
   const Pattern pattern(1);
   const Tensor x = run.input({run.elements()}, pattern), y = run.output({run.elements()});
   copy(run, x, y);
@@ -102,7 +105,7 @@ void dense_copy(Run& run) {
       y, "output", [&](int64_t i) { return pattern.at(i); }, 0, 0);
 }
 
-void transposed_copy(Run& run, int64_t cols, DType to) {
+inline void transposed_copy(Run& run, int64_t cols, DType to) {
   const Pattern pattern(1);
   const int64_t rows = run.rows(cols, cols % 16 == 0 ? 16 : 1);
   const Tensor x = run.input({rows, cols}, pattern), y = run.output({cols, rows}, to);
@@ -113,7 +116,7 @@ void transposed_copy(Run& run, int64_t cols, DType to) {
 }
 
 // [s, b, h] to [b, s, h], or the part without a row's last columns.
-void permuted_copy(Run& run, int64_t width, DType to) {
+inline void permuted_copy(Run& run, int64_t width, DType to) {
   constexpr int64_t kS = 256;
   const Pattern pattern(1);
   const int64_t b = (run.rows(width, 1) + kS - 1) / kS;
@@ -130,7 +133,7 @@ void permuted_copy(Run& run, int64_t width, DType to) {
 }
 
 // Some columns of rows into some columns of longer ones: what lies between is left alone.
-void part_of_rows(Run& run, DType from) {
+inline void part_of_rows(Run& run, DType from) {
   constexpr int64_t kWidth = 4000, kOut = 4096;
   const Pattern pattern(1);
   const int64_t rows = run.rows(kWidth, 1);
@@ -150,7 +153,7 @@ void part_of_rows(Run& run, DType from) {
       0, 0);
 }
 
-void fill(Run& run, bool part) {
+inline void fill(Run& run, bool part) {
   const int64_t cols = kOddCols, rows = run.rows(cols - 9, 1);
   const Tensor y = run.output({rows, cols});
   te_fl_fill_args args{};
@@ -173,7 +176,7 @@ void fill(Run& run, bool part) {
 // ---- embedding and cross-entropy
 
 // Positions that look up most rows of a table once or twice, and row 0 again and again.
-std::vector<int32_t> lookups(int64_t positions, int64_t rows) {
+inline std::vector<int32_t> lookups(int64_t positions, int64_t rows) {
   std::vector<int32_t> indices;
   for (int64_t i = 0; i < positions; ++i) {
     indices.push_back(static_cast<int32_t>(i % 4096 == 7 ? 0 : (i / 2 * 7919 + i % 2 * 3) % rows));
@@ -181,7 +184,7 @@ std::vector<int32_t> lookups(int64_t positions, int64_t rows) {
   return indices;
 }
 
-void embedding(Run& run, int64_t width) {
+inline void embedding(Run& run, int64_t width) {
   const Pattern pattern(1);
   const int64_t rows = run.rows(width, 1), positions = rows + 10;
   const std::vector<int32_t> rows_of = lookups(positions, rows);
@@ -198,7 +201,7 @@ void embedding(Run& run, int64_t width) {
       0, 0);
 }
 
-void embedding_gradient(Run& run, int64_t width, bool accumulate) {
+inline void embedding_gradient(Run& run, int64_t width, bool accumulate) {
   const Pattern grad(1), before(2);
   const int64_t rows = run.rows(width, 1), positions = rows + 10;
   const std::vector<int32_t> rows_of = lookups(positions, rows);
@@ -227,7 +230,7 @@ void embedding_gradient(Run& run, int64_t width, bool accumulate) {
       1e-5, 1e-4);
 }
 
-void cross_entropy(Run& run, int64_t classes) {
+inline void cross_entropy(Run& run, int64_t classes) {
   const Pattern pattern(1);
   const int64_t rows = run.rows(classes, 1);
   std::vector<int32_t> at;
@@ -259,7 +262,7 @@ void cross_entropy(Run& run, int64_t classes) {
 }
 
 // With any numbers in the place of the log-sum-exps, and rows that do not count.
-void cross_entropy_gradient(Run& run, int64_t classes) {
+inline void cross_entropy_gradient(Run& run, int64_t classes) {
   const Pattern pattern(1), grad(2), sums(3, true);
   const int64_t rows = run.rows(classes, 1);
   std::vector<int32_t> at;
@@ -284,46 +287,4 @@ void cross_entropy_gradient(Run& run, int64_t classes) {
       0x1p-8, 1e-5);
 }
 
-}  // namespace
-
-void add_tensor(Cases& cases) {
-  const Cases all = {
-      {"add", "", [](Run& r) { add(r, kCols, false); }},
-      {"add", "odd rows", [](Run& r) { add(r, kOddCols, false); }},
-      {"add", "dropout", [](Run& r) { add(r, kCols, true); }},
-      {"add", "dropout, odd rows", [](Run& r) { add(r, kOddCols, true); }},
-      {"add", "mixed dtypes", add_mixed},
-      {"dropout_fwd", "", [](Run& r) { dropout(r, r.rows(16) * 16, false); }},
-      {"dropout_fwd", "odd, in place", [](Run& r) { dropout(r, r.elements(), true); }},
-      {"dropout_bwd", "", [](Run& r) { dropout_gradient(r, r.rows(16) * 16); }},
-      {"dropout_bwd", "odd", [](Run& r) { dropout_gradient(r, r.elements()); }},
-      {"strided_copy", "dense", dense_copy},
-      {"strided_copy", "transposed", [](Run& r) { transposed_copy(r, kCols, DType::kBF16); }},
-      {"strided_copy", "transposed, odd",
-       [](Run& r) { transposed_copy(r, kOddCols, DType::kBF16); }},
-      {"strided_copy", "transposed, short rows",
-       [](Run& r) { transposed_copy(r, 16, DType::kBF16); }},
-      {"strided_copy", "transposed, short odd rows",
-       [](Run& r) { transposed_copy(r, 7, DType::kBF16); }},
-      {"strided_copy", "transposed to F32", [](Run& r) { transposed_copy(r, kCols, DType::kF32); }},
-      {"strided_copy", "permuted", [](Run& r) { permuted_copy(r, kCols, DType::kBF16); }},
-      {"strided_copy", "permuted, odd", [](Run& r) { permuted_copy(r, 37, DType::kBF16); }},
-      {"strided_copy", "permuted to F32", [](Run& r) { permuted_copy(r, 37, DType::kF32); }},
-      {"strided_copy", "part of rows", [](Run& r) { part_of_rows(r, DType::kBF16); }},
-      {"strided_copy", "part of rows from F32", [](Run& r) { part_of_rows(r, DType::kF32); }},
-      {"fill", "dense", [](Run& r) { fill(r, false); }},
-      {"fill", "part of rows", [](Run& r) { fill(r, true); }},
-      {"embedding_fwd", "", [](Run& r) { embedding(r, kCols); }},
-      {"embedding_fwd", "odd rows", [](Run& r) { embedding(r, kOddCols); }},
-      {"embedding_bwd", "", [](Run& r) { embedding_gradient(r, kCols, false); }},
-      {"embedding_bwd", "odd rows, accumulated",
-       [](Run& r) { embedding_gradient(r, kOddCols, true); }},
-      {"cross_entropy_fwd", "", [](Run& r) { cross_entropy(r, 32768); }},
-      {"cross_entropy_fwd", "odd rows", [](Run& r) { cross_entropy(r, 50257); }},
-      {"cross_entropy_bwd", "", [](Run& r) { cross_entropy_gradient(r, 32768); }},
-      {"cross_entropy_bwd", "odd rows", [](Run& r) { cross_entropy_gradient(r, 50257); }},
-  };
-  cases.insert(cases.end(), all.begin(), all.end());
-}
-
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge::tensor_calls
