@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import tempfile
 
+# 3.3 million parameters, whatever the example's own defaults are.
+MODEL = "--device cpu --style gpt --dtype f32 --hidden 256 --layers 4 --heads 8 --seq-len 128 --batch 8 --lr 0.0015".split()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--train-gpt", default=str(ROOT / "build/release/bin/train_gpt"))
@@ -27,7 +29,7 @@ def seconds(rate, folder):
     if rate:
         environment["TE_FL_VERIFY"] = rate
     result = os.path.join(folder, "run.json")
-    run = subprocess.run([options.train_gpt, "--data", options.data, "--steps", str(options.steps), "--eval-batches", "1",
+    run = subprocess.run([options.train_gpt, *MODEL, "--data", options.data, "--steps", str(options.steps), "--eval-batches", "1",
                           "--sample-bytes", "1", "--report-every", "100000", "--json", result],
                          env=environment, capture_output=True, text=True, check=True)
     if "does not agree" in run.stderr:

@@ -10,6 +10,7 @@ if(TARGET te_fl_tool)
 endif()
 # Manifests of plugins go to plugins.d, where te-fl looks for them; libraries beside it.
 install(DIRECTORY DESTINATION ${CMAKE_INSTALL_LIBDIR}/te_fl/plugins.d)
+install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(FILES cmake/plugin.map DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/te_fl)
 install(EXPORT te_fl_targets NAMESPACE te_fl:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/te_fl)
 configure_package_config_file(cmake/te_flConfig.cmake.in ${CMAKE_BINARY_DIR}/te_flConfig.cmake

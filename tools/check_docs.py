@@ -21,7 +21,8 @@ Comments on the line before a block change what happens:
   <!-- output-of: COMMAND --> (text) the block is that command's output.
   <!-- tested-by: NAME -->   the block is not run here, since the ctest test NAME does it.
 
-Any other language is an error, and so is code that hides in an indented block.
+Any other language is an error, and so is code that hides in an indented block. A link, in CONTRIBUTING.md and bench too, must lead to a file of the tree, and
+docs/README.md, where there is one, to every page of docs.
 
 usage: check_docs.py --source DIR --build DIR --cxx C++ --cc CC [--only FILE[:LINE]]... [--keep]
 """
@@ -55,6 +56,7 @@ C_INCLUDES = """#include <stddef.h>
 """
 DIRECTIVE = re.compile(r"^\s*<!--\s*(file|output-of|tested-by):\s*(.*?)\s*-->\s*$")
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([A-Za-z0-9_+-]*)\s*$")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)|!\[[^\]]*\]\(([^)\s]*)\)")
 # What an indented block (for formulas and diagrams) must not begin with.
 HIDDEN_CODE = re.compile(r"^ {4,}(\$ |#include|(cmake|ctest|g\+\+|gcc|clang|python3|apt-get|sudo|te-fl|tools/|build/|export|git) )")
 TIMEOUT_S = 120
@@ -128,6 +130,14 @@ def matches(expected, actual):
     return re.fullmatch(pattern, actual.strip("\n") + "\n") is not None
 
 
+def links_of(text):
+    """The files that a document links to or shows, other sites and the document itself aside."""
+    prose = re.sub(r"^\s*(```|~~~).*?^\s*\1\s*$", "", text, flags=re.M | re.S)
+    prose = re.sub(r"`[^`\n]*`", "", prose)
+    found = [target or image for target, _, image in LINK.findall(prose)] + re.findall(r'(?:src|srcset)="([^"]+)"', prose)
+    return [target for target in found if target and "://" not in target]
+
+
 class Checker:
     def __init__(self, options):
         self.source, self.build = pathlib.Path(options.source).resolve(), pathlib.Path(options.build).resolve()
@@ -139,13 +149,25 @@ class Checker:
     def selected(self, block):
         return not self.only or any(block.where == o or block.document == o for o in self.only)
 
+    def links(self, document, text):
+        """Links that lead nowhere, and pages of docs that its index does not name."""
+        folder = (self.source / document).parent
+        targets = links_of(text)
+        errors = [f"{document}: the link {target} leads to no file" for target in targets if not (folder / target).exists()]
+        if document == "docs/README.md":
+            named = {(folder / target).resolve() for target in targets}
+            errors += [f"{document}: {page.name} is not in this index" for page in sorted(folder.glob("*.md"))
+                       if page.name != "README.md" and page.resolve() not in named]
+        return errors
+
     def check(self):
         documents = [p for p in ("README.md", "CHANGELOG.md") if (self.source / p).exists()]
         documents += sorted(f"docs/{p.name}" for p in (self.source / "docs").glob("*.md"))
         errors, counts, compiled, sequences = [], {}, [], []
         for document in documents:
-            blocks, wrong = blocks_of(document, (self.source / document).read_text())
-            errors += wrong
+            text = (self.source / document).read_text()
+            blocks, wrong = blocks_of(document, text)
+            errors += wrong + self.links(document, text)
             for i, block in enumerate(blocks):
                 errors += self.form(block, blocks[i + 1:])
                 counts[block.language] = counts.get(block.language, 0) + 1
@@ -153,6 +175,9 @@ class Checker:
                     compiled.append(block)
             if any(self.selected(b) for b in blocks):
                 sequences.append((document, blocks))
+        for page in ("CONTRIBUTING.md", "bench/README.md", *(f"bench/results/{p.name}" for p in (self.source / "bench/results").glob("*.md"))):
+            if (self.source / page).exists():
+                errors += self.links(page, (self.source / page).read_text())
         if not errors:
             jobs = max(1, min(4, os.cpu_count() or 1))
             with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

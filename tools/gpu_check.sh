@@ -114,7 +114,7 @@ has() { # ROW PROGRAM: whether it is there; if not, the row says what to build
 }
 
 small_training() { # LOG [SETTING]: three steps of a small model
-  env ${2:+"$2"} TE_FL_PLUGIN_MODULES="$plugin" "$build/bin/train_gpt" --device cuda:0 --hidden 128 --layers 2 --steps 3 --batch 4 --seq-len 64 \
+  env ${2:+"$2"} TE_FL_PLUGIN_MODULES="$plugin" "$build/bin/train_gpt" --device cuda:0 --style gpt --dtype f32 --hidden 128 --layers 2 --heads 8 --lr 0.0015 --steps 3 --batch 4 --seq-len 64 \
     --eval-batches 1 --sample-bytes 0 --data "$text_file" >"$1" 2>&1
 }
 losses() { awk '/^step / { for (i = 1; i < NF; ++i) if ($i == "loss") print $(i + 1) } /^validation loss / { print $3 }' "$1"; }

@@ -27,9 +27,13 @@ esac
 [ "${1:-}" = -- ] && shift
 
 te_fl_need_packages "${te_fl_build_packages[@]}" "${te_fl_example_packages[@]}"
-targets=(train_gpt te-fl)
+targets=(train_gpt te-fl te_fl_null)
 te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=$cuda --log-level=WARNING
-if grep -q '^build te_fl_cuda:' build/release/build.ninja; then targets+=(te_fl_cuda); fi
+if grep -q '^build te_fl_cuda:' build/release/build.ninja; then
+  targets+=(te_fl_cuda)
+elif [ $cuda != OFF ]; then
+  echo "quickstart.sh: a GPU is here but nvcc was not found, so the CUDA plugin is not built and the example trains on the cores; install the CUDA Toolkit, or put nvcc on PATH" >&2
+fi
 cmake --build build/release -j "$te_fl_jobs" --target "${targets[@]}"
 tools/fetch_text.sh
 exec build/release/bin/train_gpt "$@"

@@ -154,7 +154,8 @@ Refusal refuse_backward(const te_fl_fused_attn_bwd_args& a) {
   return refuse_batch(a);
 }
 
-// Where a call's scratch begins, as the kernels have it; nothing where they do without.
+// Tells the kernels where the parts of a call's scratch begin; those that they do without stay
+// NULL.
 void place_scratch(const AttentionProblem& problem, const AttentionScratch& s, char* at,
                    Attention& p, bool backward) {
   const auto place = [&](PairBits& bits, size_t bytes, int64_t batches, int64_t heads) {

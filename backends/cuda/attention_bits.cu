@@ -10,7 +10,7 @@ namespace {
 constexpr int kBlock = kFixed;    // threads: 32 queries by 128 keys at a time
 constexpr int kRun = 8 * kBlock;  // keys of a block
 
-// Which bytes are not 0: a bit for each, the first lowest.
+// Returns a bit for each byte, the first lowest, which is set unless the byte is 0.
 __device__ inline uint32_t bits_of(uint32_t bytes) {
   const uint32_t high = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) & 0x80808080u;
   return (high >> 7) * 0x10204080u >> 28;  // the bits meet in the highest four

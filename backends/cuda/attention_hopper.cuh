@@ -84,8 +84,9 @@ struct Ring {
   __device__ void release() const { hopper::arrive(empty + stage * 8); }
 };
 
-// What a block has: the sequences vary first, since they may share a bias, whose tiles then come
-// from memory once; and the last rows come first, which have the most to see under a causal mask.
+// A block's sequence and tile. The sequences vary first, since they may share a bias, whose tiles
+// then come from memory once; the last rows come first, which have the most to see under a causal
+// mask.
 struct BlockWork {
   int64_t b, tile;
   __device__ explicit BlockWork(const Attention& p)
@@ -222,8 +223,8 @@ __device__ inline void copy_bits(const uint64_t* words, uint32_t to) {
   if (filler() < kFixed / 2) hopper::copy_async(to + filler() * 16, words + filler() * 2, 16);
 }
 
-// What a filler does for the stages besides the operands. kDraws, draws() where a kernel is chosen:
-// others have no code for it, which would take registers from the copies.
+// The contents of the stages besides the operands, which fillers copy or write. kDraws, draws()
+// where a kernel is chosen: others have no code for it, which would take registers from the copies.
 template <class T, int kDim, bool kKeysPass, bool kDraws>
 struct TermFiller {
   using Part = Stage<kDim, kKeysPass>;
@@ -282,11 +283,6 @@ __device__ inline float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-__device__ inline uint32_t shared_word(uint32_t at) {
-  uint32_t word;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
-  return word;
 }
 __device__ inline uint64_t shared_bits(uint32_t at) {
   uint64_t bits;
@@ -352,34 +348,33 @@ struct Terms {
   // The tile at `bias`, in shared memory.
   __device__ void add_bias(uint32_t bias, float (&s)[kPairs]) const {
     constexpr int kPitch = bias_pitch(Part::kCols);
-    if constexpr (kKeysPass) {
+    const int lane = Place::lane();
+    // Where this lane's row of 8 pairs is: of one of four 8 x 8 blocks, which are the thread's two
+    // rows of 8 passing columns and of the 8 after them.
+    const uint32_t row = kKeysPass
+                             ? bias + (Place::warp_row() + lane % 16) * kPitch + lane / 16 * 16
+                             : bias + (lane / 16 * 8 + lane % 8) * kPitch +
+                                   (Place::warp_row() + lane / 8 % 2 * 8) * 2;
 #pragma unroll
-      for (int t = 0; t < 8; ++t) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t at = bias + (Place::row() + 8 * i) * kPitch + (8 * t + Place::col()) * 2;
-          const float2 v = hopper::unpack<T>(shared_word(at));
-          s[4 * t + 2 * i] = fmaf(v.x, kLog2e, s[4 * t + 2 * i]);
-          s[4 * t + 2 * i + 1] = fmaf(v.y, kLog2e, s[4 * t + 2 * i + 1]);
-        }
-      }
-    } else {
-      const int lane = Place::lane(), query = lane / 16 * 8 + lane % 8,
-                key = Place::warp_row() + lane / 8 % 2 * 8;
-#pragma unroll
-      for (int t = 0; t < 8; t += 2) {
-        uint32_t w[4];  // queries 8 t, keys 0 and 8 on; queries 8 (t + 1), likewise
+    for (int t = 0; t < 8; t += 2) {
+      uint32_t w[4];
+      if constexpr (kKeysPass) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(row + 8 * t * 2)
+                     : "memory");
+      } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                     : "r"(bias + (8 * t + query) * kPitch + key * 2)
+                     : "r"(row + 8 * t * kPitch)
                      : "memory");
+      }
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float2 v = hopper::unpack<T>(w[n]);
-          float* const to = s + 4 * t + 2 * n;
-          to[0] = fmaf(v.x, kLog2e, to[0]);
-          to[1] = fmaf(v.y, kLog2e, to[1]);
-        }
+      for (int n = 0; n < 4; ++n) {
+        const float2 v = hopper::unpack<T>(w[n]);
+        float* const to = s + 4 * t + 2 * n;
+        to[0] = fmaf(v.x, kLog2e, to[0]);
+        to[1] = fmaf(v.y, kLog2e, to[1]);
       }
     }
   }

@@ -123,7 +123,7 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
 #pragma unroll
     for (int k = 0; k < 4; ++k) pack_step<T>(dp, k, packed[k]);
     if (g.score_gradients != nullptr) {
-      uint4* const tile = score_gradients(p, g, b, h, i0, tiles.begin + n * kPassing);
+      uint4* const tile = score_gradients(p, g, b, h, i0, tiles.begin + n * kPassing) + threadIdx.x;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         tile[k * kProducts] = make_uint4(packed[k][0], packed[k][1], packed[k][2], packed[k][3]);
@@ -223,6 +223,10 @@ struct KeyShared {
   static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
   static constexpr int kBytes = kBarriers + kStages * 2 * 8;
 };
+template <class T, int kDim, bool kSums>
+constexpr size_t kKeyBytes =
+    kSums&& KeptSum<T>::kBytes > KeyShared<kDim>::kBytes ? KeptSum<T>::kBytes
+                                                         : KeyShared<kDim>::kBytes;
 
 // The stages of a block: every head that shares the keys, and of each the queries that see them.
 struct KeyWork {
@@ -347,15 +351,23 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
                       {kept, kept});
 }
 
-template <class T, int kDim, bool kDraws>
+// kSums: dq has kept the gradients of the scores, of which the first row of blocks sums dbias.
+template <class T, int kDim, bool kDraws, bool kSums>
 __global__ void __launch_bounds__(kBlockThreads<false>, 1)
     attention_hopper_dkv_kernel(const __grid_constant__ Attention p,
                                 const __grid_constant__ AttentionGradients g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
+  if (kSums && blockIdx.y == 0) {
+    const unsigned blocks = min(kSumBlocks<kDim>, gridDim.x);
+    if (blockIdx.x < blocks) {
+      KeptSum<T>(p, g, hopper::shared_address(memory)).run(blockIdx.x, blocks);
+    }
+    return;
+  }
   const BlockWork place(p);
   // The first keys are those that most queries see.
-  const int64_t b = place.b, kv_head = blockIdx.y,
+  const int64_t b = place.b, kv_head = blockIdx.y - (kSums ? 1 : 0),
                 j0 = (gridDim.x / p.batch - 1 - place.tile) * kFixed;
   const Span s = p.span(b);
   if (j0 >= (p.thd ? s.kv_len : p.seqlen_kv)) return;
@@ -402,23 +414,25 @@ void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradi
                                             fixed_grid(p.seqlen_q, p.heads, p.batch), p, g);
   }
   if (p.seqlen_kv == 0) return;
-  launch<attention_hopper_dkv_kernel<T, kDim, false>, attention_hopper_dkv_kernel<T, kDim, true>,
-         KeyShared<kDim>::kBytes, false>(ctx, "attention_hopper_dkv_kernel",
-                                         fixed_grid(p.seqlen_kv, p.kv_heads, p.batch), p, g);
-  if (g.dbias.data == nullptr || p.seqlen_q == 0) return;
-  const auto tiles = [&](int count) {  // of a block
-    return dim3(static_cast<unsigned>(ceil_div(p.seqlen_q, kFixed) *
-                                      ceil_div(p.seqlen_kv, count * kPassing)),
-                static_cast<unsigned>(g.dbias_heads), static_cast<unsigned>(g.dbias_batches));
-  };
-  if (g.score_gradients == nullptr) {
-    launch<attention_hopper_dbias_kernel<T, kDim, false>,
-           attention_hopper_dbias_kernel<T, kDim, true>, BiasShared<kDim>::kBytes, true>(
-        ctx, "attention_hopper_dbias_kernel", tiles(kBiasTiles), p, g);
+  dim3 keys = fixed_grid(p.seqlen_kv, p.kv_heads, p.batch);
+  // Draws take less scratch: they are kept wherever these gradients are.
+  if (g.score_gradients != nullptr && !draws(p) && p.seqlen_q > 0) {
+    constexpr auto kKernel = attention_hopper_dkv_kernel<T, kDim, false, true>;
+    ++keys.y;
+    launch<kKernel, kKernel, kKeyBytes<T, kDim, true>, false>(ctx, "attention_hopper_dkv_kernel",
+                                                              keys, p, g);
     return;
   }
-  attention_hopper_dbias_sum_kernel<T><<<tiles(1), kProducts, 0, stream>>>(p, g);
-  check_launch("attention_hopper_dbias_sum_kernel");
+  launch<attention_hopper_dkv_kernel<T, kDim, false, false>,
+         attention_hopper_dkv_kernel<T, kDim, true, false>, kKeyBytes<T, kDim, false>, false>(
+      ctx, "attention_hopper_dkv_kernel", keys, p, g);
+  if (g.dbias.data == nullptr || p.seqlen_q == 0) return;
+  const dim3 tiles(static_cast<unsigned>(ceil_div(p.seqlen_q, kFixed) *
+                                         ceil_div(p.seqlen_kv, kBiasTiles * kPassing)),
+                   static_cast<unsigned>(g.dbias_heads), static_cast<unsigned>(g.dbias_batches));
+  launch<attention_hopper_dbias_kernel<T, kDim, false>,
+         attention_hopper_dbias_kernel<T, kDim, true>, BiasShared<kDim>::kBytes, true>(
+      ctx, "attention_hopper_dbias_kernel", tiles, p, g);
 }
 
 }  // namespace

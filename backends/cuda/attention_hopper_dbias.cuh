@@ -7,7 +7,7 @@
 
 namespace te_fl::cuda::flash {
 
-// What the backward knows of a query: log-sum-exp times log2(e), infinite where P is 0, and delta.
+// The backward's two sums of a query: log-sum-exp times log2(e), infinite where P is 0, and delta.
 struct QuerySums {
   float lse = INFINITY, delta = 0.0f;
   __device__ QuerySums(const Attention& p, const AttentionGradients& g, const Span& s, int64_t b,
@@ -18,13 +18,13 @@ struct QuerySums {
     delta = g.delta[at];
   }
 };
-// This thread's first part of a tile of the gradients of the scores; the others follow kProducts
-// apart. A tile is a part for each step of the product with k, of the threads that hold it.
+// A tile of the gradients of the scores: for each of the four steps of the product with k, 16 bytes
+// of every product thread.
 __device__ inline uint4* score_gradients(const Attention& p, const AttentionGradients& g, int64_t b,
                                          int64_t h, int i0, int j0) {
   const int64_t rows = ceil_div(p.seqlen_q, kFixed), tiles = ceil_div(p.seqlen_kv, kPassing);
   const int64_t tile = ((b * p.heads + h) * rows + i0 / kFixed) * tiles + j0 / kPassing;
-  return g.score_gradients + tile * (4 * kProducts) + threadIdx.x;
+  return g.score_gradients + tile * (4 * kProducts);
 }
 
 // Scores and dP become dS. sums[i]: of the thread's two queries.
@@ -40,25 +40,18 @@ __device__ inline void query_gradients(const Attention& p, const QuerySums (&sum
   });
 }
 
-// A block's tiles of dbias, and what is summed into them.
-struct BiasWork {
-  int i0, j0, end;  // j0: the current tile's; end: past the last one's
+// A tile of dbias, 128 queries by 64 keys of one of its matrices, and what is summed into it.
+struct BiasTile {
+  int i0, j0;
   int64_t matrix_b, matrix_h, first_b, last_b, first_h, heads;
 
-  // `count`: tiles of a block.
-  __device__ BiasWork(const Attention& p, const AttentionGradients& g, int count) {
-    const int run = count * kPassing, across = static_cast<int>(ceil_div(p.seqlen_kv, run));
-    i0 = static_cast<int>(blockIdx.x) / across * kFixed;
-    j0 = static_cast<int>(blockIdx.x) % across * run;
-    end = min(j0 + run, static_cast<int>(p.seqlen_kv));
-    matrix_b = blockIdx.z, matrix_h = blockIdx.y;
+  __device__ BiasTile(const Attention& p, const AttentionGradients& g, int64_t b, int64_t h)
+      : i0(0), j0(0), matrix_b(b), matrix_h(h) {
     first_b = g.dbias_batches == 1 ? 0 : matrix_b;
     last_b = g.dbias_batches == 1 ? p.batch : matrix_b + 1;
     first_h = g.dbias_heads == 1 ? 0 : matrix_h;
     heads = g.dbias_heads == 1 ? p.heads : 1;
   }
-  __device__ bool more() const { return j0 < end; }
-  __device__ void next() { j0 += kPassing; }
   // Whether a query of the tile sees a key of it in a sequence.
   __device__ bool seen(const Attention& p, const Span& s) const {
     const Range r = seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); });
@@ -66,63 +59,132 @@ struct BiasWork {
   }
 };
 
+// Writes a product thread's sums of a tile.
 template <class T>
 __device__ inline void store_bias(const Attention& p, const AttentionGradients& g,
-                                  const BiasWork& work, const float (&sum)[kPairs]) {
+                                  const BiasTile& work, const float (&sum)[kPairs]) {
+  const int row = work.i0 + Place::row(), column = work.j0 + Place::col();
+  const int64_t first =
+      g.dbias.offset(work.matrix_b, work.matrix_h, 0, 0) + row * g.dbias.row + column * g.dbias.col;
+  const bool pairs = g.dbias.col == 1 && g.dbias.dtype == p.q.dtype &&
+                     (g.dbias.row % 2 | g.dbias.head % 2 | g.dbias.batch % 2) == 0 &&
+                     reinterpret_cast<uintptr_t>(g.dbias.data) % 4 == 0;
+  if (pairs && work.i0 + kFixed <= p.seqlen_q && work.j0 + kPassing <= p.seqlen_kv) {
+    T* const rows[2] = {static_cast<T*>(g.dbias.data) + first,
+                        static_cast<T*>(g.dbias.data) + first + 8 * g.dbias.row};
+#pragma unroll
+    for (int n = 0; n < kPairs; n += 2) {
+      *reinterpret_cast<uint32_t*>(rows[n / 2 % 2] + n / 4 * 8) =
+          hopper::pack<T>(sum[n], sum[n + 1]);
+    }
+    return;
+  }
   HeadData out;
   out.data = g.dbias.data;
   out.dtype = g.dbias.dtype;
-  const int row = work.i0 + Place::row(), column = work.j0 + Place::col();
-  const int64_t first = g.dbias.offset(work.matrix_b, work.matrix_h, 0, 0);
-  const bool pairs = g.dbias.col == 1 && out.dtype == p.q.dtype &&
-                     (g.dbias.row % 2 | g.dbias.head % 2 | g.dbias.batch % 2) == 0 &&
-                     reinterpret_cast<uintptr_t>(out.data) % 4 == 0;
 #pragma unroll
-  for (int n = 0; n < kPairs; n += 2) {
-    const int i = row + n / 2 % 2 * 8, j = column + n / 4 * 8;
-    if (i >= p.seqlen_q || j >= p.seqlen_kv) continue;
-    const int64_t at = first + i * g.dbias.row + j * g.dbias.col;
-    if (pairs && j + 1 < p.seqlen_kv) {
-      *reinterpret_cast<uint32_t*>(static_cast<T*>(out.data) + at) =
-          hopper::pack<T>(sum[n], sum[n + 1]);
-      continue;
-    }
-    out.put(at, sum[n]);
-    if (j + 1 < p.seqlen_kv) out.put(at + g.dbias.col, sum[n + 1]);
+  for (int n = 0; n < kPairs; ++n) {
+    const int i = n / 2 % 2 * 8, j = n / 4 * 8 + n % 2;
+    if (row + i >= p.seqlen_q || column + j >= p.seqlen_kv) continue;
+    out.put(first + i * g.dbias.row + j * g.dbias.col, sum[n]);
   }
 }
 
 // ---- dbias from the gradients of the scores that the kernel of dq has kept
 
-// A block has a tile. (Summed instead by the last block of dq that shares it, while the parts are
-// in the L2 cache, it keeps that block from its products: the whole took a tenth longer.)
+// Some blocks of the kernel of dk and dv sum: the others wait for their products and leave the
+// memory idle, which a few multiprocessors keep busy with bulk copies. (A kernel of its own takes a
+// fifth of the whole.)
+template <int kDim>
+constexpr unsigned kSumBlocks = kDim > 64 ? 28 : 36;
+
 template <class T>
-__global__ void __launch_bounds__(kProducts)
-    attention_hopper_dbias_sum_kernel(const __grid_constant__ Attention p,
-                                      const __grid_constant__ AttentionGradients g) {
-  const BiasWork work(p, g, 1);
-  constexpr int kAtOnce = 4;  // matrices whose parts are on their way at a time
-  float sum[kPairs] = {};
-  const int64_t first = work.first_b * work.heads, last = work.last_b * work.heads;
-  for (int64_t m = first; m < last; m += kAtOnce) {
-    uint4 parts[kAtOnce][4];
-#pragma unroll
-    for (int a = 0; a < kAtOnce; ++a) {
-      const int64_t b = (m + a) / work.heads, h = work.first_h + (m + a) % work.heads;
-      const bool there = m + a < last && work.seen(p, p.span(b));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        parts[a][k] = make_uint4(0, 0, 0, 0);
-        if (there) {
-          parts[a][k] = __ldcs(score_gradients(p, g, b, h, work.i0, work.j0) + k * kProducts);
-        }
+class KeptSum {
+ public:
+  static constexpr int kStages = 3, kAtOnce = 4;  // tiles of as many matrices in a stage
+  static constexpr int kTileBytes = 4 * kProducts * 16, kStageBytes = kAtOnce * kTileBytes;
+  static constexpr int kBytes = kStages * kStageBytes + kStages * 2 * 8;
+
+  __device__ KeptSum(const Attention& p, const AttentionGradients& g, uint32_t shared)
+      : p_(p),
+        g_(g),
+        shared_(shared),
+        full_(shared + kStages * kStageBytes),
+        empty_(full_ + kStages * 8),
+        varies_(p.q_lengths.cu != nullptr || p.kv_lengths.cu != nullptr) {}
+  // By the whole block: every tile whose index is `block` modulo `blocks`.
+  __device__ void run(unsigned block, unsigned blocks) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < kStages; ++s) {
+        hopper::init_barrier(full_ + s * 8, 1);
+        hopper::init_barrier(empty_ + s * 8, kProducts);
       }
+      hopper::fence_barrier_init();
     }
-#pragma unroll
-    for (int a = 0; a < kAtOnce; ++a) {
+    __syncthreads();
+    if (threadIdx.x > kProducts) return;
+    const auto tiles = static_cast<unsigned>(ceil_div(p_.seqlen_kv, kPassing));
+    const auto rows = static_cast<unsigned>(ceil_div(p_.seqlen_q, kFixed));
+    const auto heads = static_cast<unsigned>(g_.dbias_heads);
+    const unsigned all = static_cast<unsigned>(g_.dbias_batches) * heads * rows * tiles;
+    for (unsigned n = block; n < all; n += blocks) {
+      const unsigned row = n / tiles, matrix = row / rows;
+      BiasTile tile(p_, g_, matrix / heads, matrix % heads);
+      tile.i0 = static_cast<int>(row % rows) * kFixed;
+      tile.j0 = static_cast<int>(n % tiles) * kPassing;
+      if (threadIdx.x == kProducts) {
+        each_stage(tile, [&](int first, unsigned kept) { copy(tile, first, kept); });
+        continue;
+      }
+      float sum[kPairs] = {};
+      each_stage(tile, [&](int, unsigned kept) { add(kept, sum); });
+      store_bias<T>(p_, g_, tile, sum);
+    }
+  }
+
+ private:
+  // f(first matrix, bits of the matrices from there on whose gradients are kept)
+  template <class F>
+  __device__ void each_stage(const BiasTile& tile, const F& f) {
+    const int heads = static_cast<int>(tile.heads);
+    const int count = static_cast<int>(tile.last_b - tile.first_b) * heads;
+    const bool seen = !varies_ && tile.seen(p_, p_.span(tile.first_b));
+    for (int first = 0; first < count; first += kAtOnce) {
+      unsigned kept = 0;
+      for (int m = 0; m < min(kAtOnce, count - first); ++m) {
+        const bool there =
+            varies_ ? tile.seen(p_, p_.span(tile.first_b + (first + m) / heads)) : seen;
+        kept |= (there ? 1u : 0u) << m;
+      }
+      if (kept == 0) continue;
+      f(first, kept);
+      if (++stage_ == kStages) stage_ = 0, parity_ ^= 1;
+    }
+  }
+  __device__ void copy(const BiasTile& tile, int first, unsigned kept) const {
+    const int heads = static_cast<int>(tile.heads);
+    hopper::wait_for(empty_ + stage_ * 8, parity_ ^ 1);
+    hopper::expect_bytes(full_ + stage_ * 8, __popc(kept) * kTileBytes);
+    for (int m = 0; m < kAtOnce; ++m) {
+      if ((kept >> m & 1) == 0) continue;
+      hopper::load_bytes(score_gradients(p_, g_, tile.first_b + (first + m) / heads,
+                                         tile.first_h + (first + m) % heads, tile.i0, tile.j0),
+                         shared_ + stage_ * kStageBytes + m * kTileBytes, full_ + stage_ * 8,
+                         kTileBytes);
+    }
+  }
+  __device__ void add(unsigned kept, float (&sum)[kPairs]) const {
+    hopper::wait_for(full_ + stage_ * 8, parity_);
+    for (int m = 0; m < kAtOnce; ++m) {
+      if ((kept >> m & 1) == 0) continue;
+      const uint32_t part = shared_ + stage_ * kStageBytes + m * kTileBytes + threadIdx.x * 16;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint32_t pairs[4] = {parts[a][k].x, parts[a][k].y, parts[a][k].z, parts[a][k].w};
+        uint32_t pairs[4];
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                     : "r"(part + k * kProducts * 16)
+                     : "memory");
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float2 v = hopper::unpack<T>(pairs[n]);
@@ -131,13 +193,34 @@ __global__ void __launch_bounds__(kProducts)
         }
       }
     }
+    hopper::arrive(empty_ + stage_ * 8);
   }
-  store_bias<T>(p, g, work, sum);
-}
 
-// ---- dbias computed again: tiles of 128 queries by 64 keys of one matrix of it, over the heads
-// and sequences that share it. A block has several tiles of the same queries, so that its stages
-// are seldom empty.
+  const Attention& p_;
+  const AttentionGradients& g_;
+  uint32_t shared_, full_, empty_;
+  bool varies_;  // sequences are of different lengths
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+// ---- dbias computed again, over the heads and sequences that share it
+
+// A block's tiles: several of the same queries, so that its stages are seldom empty.
+struct BiasWork : BiasTile {
+  int end;  // past the last tile's keys; j0: the current one's
+
+  // `count`: tiles of a block.
+  __device__ BiasWork(const Attention& p, const AttentionGradients& g, int count)
+      : BiasTile(p, g, blockIdx.z, blockIdx.y) {
+    const int run = count * kPassing, across = static_cast<int>(ceil_div(p.seqlen_kv, run));
+    i0 = static_cast<int>(blockIdx.x) / across * kFixed;
+    j0 = static_cast<int>(blockIdx.x) % across * run;
+    end = min(j0 + run, static_cast<int>(p.seqlen_kv));
+  }
+  __device__ bool more() const { return j0 < end; }
+  __device__ void next() { j0 += kPassing; }
+};
 
 constexpr int kBiasStages = 2, kBiasTiles = 8;  // of a block
 constexpr int kBiasProductRegisters = 152, kBiasFillRegisters = 256 - kBiasProductRegisters;

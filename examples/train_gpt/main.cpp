@@ -1,307 +1,129 @@
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 
-#include "model.hpp"
+#include "curve.hpp"
+#include "device.hpp"
 #include "options.hpp"
+#include "progress.hpp"
 #include "report.hpp"
-#include "text.hpp"
+#include "trainer.hpp"
 
 namespace train_gpt {
 namespace {
 
-namespace nn = te_fl::nn;
 using te_fl::Result;
 using te_fl::Status;
-using te_fl::Tensor;
 
-// build/release/bin/train_gpt -> build/data/text.txt, where tools/fetch_text.sh puts it.
-std::string default_text() {
-  char path[4096];
-  const ssize_t n = readlink("/proc/self/exe", path, sizeof path);
-  std::string exe(path, n > 0 ? static_cast<size_t>(n) : 0);
-  for (int up = 0; up < 3 && !exe.empty(); ++up) exe.erase(std::min(exe.size(), exe.rfind('/')));
-  return exe + "/data/text.txt";
-}
-
-// Warm-up over a tenth of the steps (at most 100), then a cosine to a tenth of the peak.
-float learning_rate(const Options& o, int64_t step) {
-  const double warmup = std::clamp<double>(static_cast<double>(o.steps) / 10, 1, 100);
-  const double s = static_cast<double>(step) + 1;
-  if (s < warmup) return static_cast<float>(o.lr * s / warmup);
-  const double t = (s - warmup) / std::max(1.0, static_cast<double>(o.steps) - warmup);
-  return static_cast<float>(o.lr * (0.55 + 0.45 * std::cos(M_PI * std::min(t, 1.0))));
-}
-
-class Trainer {
- public:
-  static Result<std::unique_ptr<Trainer>> create(const Options& options) {
-    std::unique_ptr<Trainer> trainer(new Trainer(options));
-    Trainer& t = *trainer;
-    TE_FL_ASSIGN_OR_RETURN(t.device_, te_fl::parse_device(options.device));
-    if (options.recipe != "none") {
-      TE_FL_ASSIGN_OR_RETURN(t.recipe_, nn::parse_recipe(options.recipe));
-    }
-    if (options.fp8_attention) std::get<nn::DelayedScaling>(*t.recipe_).fp8_dpa = true;
-    TE_FL_ASSIGN_OR_RETURN(
-        t.text_, Text::load(options.data.empty() ? default_text() : options.data, options.seq_len));
-    TE_FL_ASSIGN_OR_RETURN(t.model_, Gpt::create(options, t.device_));
-    nn::AdamOptions adam{
-        .lr = static_cast<float>(options.lr),
-        .beta2 = 0.95f,
-        .weight_decay = 0.1f,
-        .max_grad_norm = 1.0f,
-        .decay = [](std::string_view, const Tensor& value) { return value.rank() > 1; },
-        .capturable = !t.device_.is_host(),  // spares a wait for the device at each step
-        .write_fp8_weights = options.fp8_weights};
-    TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
-    if (!options.load.empty()) {
-      TE_FL_ASSIGN_OR_RETURN(const nn::Metadata metadata,
-                             nn::load_checkpoint(options.load, *t.model_, t.adam_.get()));
-      std::printf("loaded %s at step %lld\n", options.load.c_str(),
-                  static_cast<long long>(t.adam_->steps()));
-    }
-    if (options.graph) {
-      if (Status status = t.use_graph(); !status) return status.wrap("--graph");
-    }
-    return trainer;
-  }
-
-  te_fl::Device device() const { return device_; }
-  int64_t parameters() const { return model_->parameter_count(); }
-  const Text& text() const { return *text_; }
-
-  // One optimizer step; the mean loss of its batch, nats per byte.
-  Result<double> step(int64_t index) {
-    std::vector<Tensor> batches;
-    for (int64_t i = 0; i < options_.microbatches; ++i) {
-      TE_FL_ASSIGN_OR_RETURN(Batch batch,
-                             text_->training(options_.seed, index * options_.microbatches + i,
-                                             options_.batch, graphed_ ? te_fl::Device{} : device_));
-      batches.push_back(std::move(batch.inputs));
-      batches.push_back(std::move(batch.targets));
-    }
-    adam_->set_lr(learning_rate(options_, index));
-    std::vector<Tensor> losses;
-    if (graphed_) {
-      TE_FL_ASSIGN_OR_RETURN(losses, graphed_->run(batches));
-    } else {
-      batches_ = std::move(batches);
-      TE_FL_ASSIGN_OR_RETURN(losses, compute());
-    }
-    double loss = 0;
-    for (const Tensor& part : losses) {
-      TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(part));
-      loss += value;
-    }
-    if (!std::isfinite(loss)) {
-      return te_fl::internal_error("the loss of step " + std::to_string(index + 1) +
-                                   " is not finite; lower --lr");
-    }
-    return loss;
-  }
-
-  // Mean loss over windows spread evenly over the held-out text, nats per byte.
-  Result<double> validate() {
-    double total = 0;
-    for (int64_t i = 0; i < options_.eval_batches; ++i) {
-      TE_FL_ASSIGN_OR_RETURN(const Batch batch,
-                             text_->held_out(i, options_.eval_batches, options_.batch, device_));
-      nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
-      TE_FL_ASSIGN_OR_RETURN(const Tensor logits, model_->forward(batch.inputs, nullptr));
-      TE_FL_ASSIGN_OR_RETURN(const Tensor loss,
-                             model_->loss().forward(logits, batch.targets, nullptr));
-      TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(loss));
-      total += value;
-    }
-    return total / static_cast<double>(options_.eval_batches);
-  }
-
-  // Continues the prompt, byte by byte.
-  Result<std::string> sample() {
-    std::string text = options_.prompt.empty() ? "\n" : options_.prompt;
-    for (int64_t i = 0; i < options_.sample_bytes; ++i) {
-      const int64_t length = std::min<int64_t>(static_cast<int64_t>(text.size()), options_.seq_len);
-      TE_FL_ASSIGN_OR_RETURN(Tensor inputs, Tensor::empty({1, length}, te_fl::DType::kI32));
-      for (int64_t s = 0; s < length; ++s) {
-        inputs.data<int32_t>()[s] =
-            static_cast<unsigned char>(text[text.size() - static_cast<size_t>(length - s)]);
-      }
-      TE_FL_ASSIGN_OR_RETURN(inputs, inputs.to(device_));
-      nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
-      TE_FL_ASSIGN_OR_RETURN(const Tensor logits, model_->forward(inputs, nullptr));
-      TE_FL_ASSIGN_OR_RETURN(const Tensor last, logits.slice(1, length - 1, length));
-      TE_FL_ASSIGN_OR_RETURN(const Tensor row, to_host_f32(last));
-      text += pick(row.data<float>(), static_cast<uint64_t>(i));
-    }
-    return text;
-  }
-
-  Status save() const {
-    return nn::save_checkpoint(options_.save, *model_, adam_.get(),
-                               {{"recipe", options_.recipe}, {"style", options_.style}});
-  }
-
- private:
-  // The step on batches_, all on the device: what a graph can repeat. One loss per microbatch.
-  Result<std::vector<Tensor>> compute() {
-    TE_FL_RETURN_IF_ERROR(model_->zero_grad());
-    const int64_t m = options_.microbatches;
-    const double divisor = static_cast<double>(options_.batch * options_.seq_len * m);
-    std::vector<Tensor> losses;
-    for (int64_t i = 0; i < m; ++i) {
-      const Tensor& inputs = batches_[static_cast<size_t>(2 * i)];
-      const Tensor& targets = batches_[static_cast<size_t>(2 * i + 1)];
-      Gpt::Contexts contexts;
-      {
-        nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
-        TE_FL_ASSIGN_OR_RETURN(const Tensor logits,
-                               model_->forward(inputs, &contexts, {.is_first_microbatch = i == 0}));
-        TE_FL_ASSIGN_OR_RETURN(Tensor loss,
-                               model_->loss().forward(logits, targets, &contexts.loss, divisor));
-        losses.push_back(std::move(loss));
-        TE_FL_RETURN_IF_ERROR(fp8.exit());
-      }
-      TE_FL_ASSIGN_OR_RETURN(const Tensor dlogits, model_->loss().backward(contexts.loss));
-      TE_FL_RETURN_IF_ERROR(model_->backward(dlogits, contexts));
-    }
-    TE_FL_RETURN_IF_ERROR(nn::backward_end());
-    TE_FL_RETURN_IF_ERROR(adam_->step());
-    return losses;
-  }
-
-  // Captures the step into a graph after a few eager ones.
-  Status use_graph() {
-    for (int64_t i = 0; i < 2 * options_.microbatches; ++i) {
-      TE_FL_ASSIGN_OR_RETURN(Tensor batch, Tensor::zeros({options_.batch, options_.seq_len},
-                                                         te_fl::DType::kI32, device_));
-      batches_.push_back(std::move(batch));
-    }
-    TE_FL_ASSIGN_OR_RETURN(graphed_,
-                           nn::GraphedStep::create(device_, [this] { return compute(); },
-                                                   {.inputs = batches_, .optimizer = adam_.get()}));
-    return {};
-  }
-
-  explicit Trainer(const Options& options)
-      : options_(options),
-        random_(options.seed),
-        scope_(std::make_unique<nn::ContextScope>(random_)) {}
-
-  static Result<Tensor> to_host_f32(const Tensor& row) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor out,
-                           Tensor::empty(row.shape(), te_fl::DType::kF32, row.device()));
-    TE_FL_RETURN_IF_ERROR(te_fl::ops::strided_copy({.input = row, .output = out}));
-    return row.device().is_host() ? Result<Tensor>(std::move(out)) : out.to(te_fl::Device{});
-  }
-
-  // Draws a byte from softmax(logits / temperature) by inverting the cumulative sum.
-  char pick(const float* logits, uint64_t counter) const {
-    const float top = *std::max_element(logits, logits + kVocabulary);
-    double cumulative[kVocabulary], sum = 0;
-    for (int64_t v = 0; v < kVocabulary; ++v) {
-      sum += std::exp((logits[v] - top) / options_.temperature);
-      cumulative[v] = sum;
-    }
-    const double at =
-        static_cast<double>(mix(options_.seed ^ 0x5a5a, counter) >> 11) * 0x1p-53 * sum;
-    const auto* found = std::upper_bound(cumulative, cumulative + kVocabulary, at);
-    return static_cast<char>(std::min<int64_t>(found - cumulative, kVocabulary - 1));
-  }
-
-  Options options_;
-  te_fl::Device device_;
-  std::optional<nn::Recipe> recipe_;
-  std::optional<Text> text_;
-  nn::Context random_;
-  std::unique_ptr<nn::ContextScope> scope_;
-  std::unique_ptr<Gpt> model_;
-  std::unique_ptr<nn::Adam> adam_;
-  std::vector<Tensor> batches_;  // inputs and targets of each microbatch
-  std::unique_ptr<nn::GraphedStep> graphed_;
-};
-
-// Found before the training, not after it. What is there already stays as it is: a checkpoint is
-// written beside it and renamed, so that is what is tried.
-Status check_writable(const char* option, const std::string& path) {
+// Whether a file can be written, found before the training and not after it. What is there already
+// stays as it is. A checkpoint is written beside its path and renamed (`beside`), so that is what
+// is tried; other files are written in place.
+Status check_writable(const char* option, const std::string& path, bool beside) {
   if (path.empty()) return {};
   std::error_code error;
-  const std::string probe = path + ".probe." + std::to_string(getpid());
+  const std::string probe = beside ? path + ".probe." + std::to_string(getpid()) : path;
   const bool folder = std::filesystem::is_directory(path, error);
-  const bool good = !folder && std::ofstream(probe).good();
+  const bool there = std::filesystem::exists(probe, error);
+  const bool good = !folder && std::ofstream(probe, std::ios::app).good();
   const int reason = folder ? EISDIR : errno;
-  std::filesystem::remove(probe, error);
+  if (good && !there) std::filesystem::remove(probe, error);
   if (good) return {};
   return te_fl::invalid_argument(std::string(option) + " " + path +
-                                 " cannot be written: " + std::strerror(reason));
+                                 " cannot be written: " + std::strerror(reason) +
+                                 "; name a file in a folder that you may write to");
 }
 
-Status run(const Options& options) {
-  TE_FL_RETURN_IF_ERROR(check_writable("--save", options.save));
-  TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> made, Trainer::create(options));
-  Trainer& trainer = *made;
-  Results results;
-  results.parameters = trainer.parameters();
+Status write_file(const char* option, const std::string& path, const std::string& content) {
+  std::ofstream file(path);
+  file << content;
+  if (file.flush()) return {};
+  return te_fl::internal_error(std::string(option) + " " + path +
+                               " could not be written: " + std::strerror(errno));
+}
+
+void print_heading(const Options& options, const DeviceChoice& choice, const Trainer& trainer) {
+  const auto properties = te_fl::devices::properties(choice.device);
+  std::printf("device %s", choice.name.c_str());
+  if (properties.ok() && properties->name[0] != 0) std::printf(" (%s)", properties->name);
+  std::printf(": %s\n", choice.reason.c_str());
   std::printf("%s-style GPT, %.2f M parameters, %lld layers of %lld, context %lld bytes\n",
-              options.style.c_str(), static_cast<double>(results.parameters) / 1e6,
+              options.style.c_str(), static_cast<double>(trainer.parameters()) / 1e6,
               static_cast<long long>(options.layers), static_cast<long long>(options.hidden),
               static_cast<long long>(options.seq_len));
-  std::printf("recipe %s%s, %s, device %s; %zu training and %zu held-out bytes\n",
+  std::printf("recipe %s%s, %s; %lld steps of %lld bytes; %zu training and %zu held-out bytes\n",
               options.recipe.c_str(), options.fp8_attention ? " with FP8 attention" : "",
-              options.dtype.c_str(), options.device.c_str(), trainer.text().training_bytes(),
-              trainer.text().held_out_bytes());
-  const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
+              options.dtype.c_str(), static_cast<long long>(options.steps),
+              static_cast<long long>(options.batch * options.seq_len * options.microbatches),
+              trainer.text().training_bytes(), trainer.text().held_out_bytes());
+  std::fflush(stdout);
+}
+
+Status train(const Options& options, Trainer& trainer, Results& results) {
   const double tokens_per_step =
       static_cast<double>(options.batch * options.seq_len * options.microbatches);
+  Progress progress(options.steps, tokens_per_step, options.report_every);
   for (int64_t i = 0; i < options.steps; ++i) {
     TE_FL_ASSIGN_OR_RETURN(const double loss, trainer.step(i));
     results.training_loss.push_back(loss);
-    if (i == 0 || (i + 1) % options.report_every == 0 || i + 1 == options.steps) {
-      std::printf("step %5lld  loss %.4f nats/byte  %8.0f tokens/s  %6.1f s\n",
-                  static_cast<long long>(i + 1), loss,
-                  tokens_per_step * static_cast<double>(i + 1) / elapsed(), elapsed());
-      std::fflush(stdout);
-    }
+    progress.step(i + 1, loss);
   }
-  results.seconds = elapsed();
+  results.seconds = progress.seconds();
   results.tokens_per_s =
-      results.seconds > 0 ? tokens_per_step * static_cast<double>(options.steps) / results.seconds
-                          : 0;
-  TE_FL_ASSIGN_OR_RETURN(results.validation_loss, trainer.validate());
+      options.steps > 0 ? tokens_per_step * static_cast<double>(options.steps) / results.seconds
+                        : 0;
+  return {};
+}
+
+// The loss curve, in the terminal and as --plot's file.
+Status draw(const Options& options, const DeviceChoice& choice, const Results& results) {
+  const Curve curve{results.training_loss, results.validation_loss,
+                    options.style + "-style GPT, recipe " + options.recipe + ", on " + choice.name};
+  if (options.chart || on_terminal()) std::printf("\n%s", chart(curve).c_str());
+  if (options.plot.empty()) return {};
+  TE_FL_RETURN_IF_ERROR(write_file("--plot", options.plot, svg(curve)));
+  std::printf("drew the loss curve: %s\n", options.plot.c_str());
+  return {};
+}
+
+Status run(const Options& options, const DeviceChoice& choice) {
+  TE_FL_RETURN_IF_ERROR(check_writable("--save", options.save, true));
+  TE_FL_RETURN_IF_ERROR(check_writable("--plot", options.plot, false));
+  TE_FL_RETURN_IF_ERROR(check_writable("--json", options.json, false));
+  TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> trainer,
+                         Trainer::create(options, choice.device));
+  Results results;
+  results.parameters = trainer->parameters();
+  print_heading(options, choice, *trainer);
+  TE_FL_RETURN_IF_ERROR(train(options, *trainer, results));
+  TE_FL_ASSIGN_OR_RETURN(results.validation_loss, trainer->validate());
   std::printf("validation loss %.4f nats/byte (%.3f bits/byte) on held-out text\n",
               results.validation_loss, results.validation_loss / std::log(2.0));
+  TE_FL_RETURN_IF_ERROR(draw(options, choice, results));
   if (!options.save.empty()) {
-    TE_FL_RETURN_IF_ERROR(trainer.save());
+    TE_FL_RETURN_IF_ERROR(trainer->save());
     std::printf("saved %s\n", options.save.c_str());
   }
   if (options.sample_bytes > 0) {
-    TE_FL_ASSIGN_OR_RETURN(results.sample, trainer.sample());
+    TE_FL_ASSIGN_OR_RETURN(results.sample, trainer->sample());
     std::printf("\nA sample\n--------\n%s\n--------\n", printable(results.sample).c_str());
   }
   print_usage_table();
   results.peak_mib = peak_memory_mib();
   std::printf("\ntrained %lld steps in %.1f s, peak memory %.0f MiB",
               static_cast<long long>(options.steps), results.seconds, results.peak_mib);
-  if (const te_fl::Device device = trainer.device(); !device.is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(const auto account, te_fl::devices::memory_account(device));
+  if (!choice.device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(const auto account, te_fl::devices::memory_account(choice.device));
     results.device_peak_mib = static_cast<double>(account.peak_bytes) / (1 << 20);
-    std::printf(", on %s %.0f MiB", options.device.c_str(), results.device_peak_mib);
+    std::printf(", on %s %.0f MiB", choice.name.c_str(), results.device_peak_mib);
   }
   std::printf("\n");
-  if (!options.json.empty() && !write_json(options, results)) {
-    return Status(te_fl::StatusCode::kInternal, "cannot write " + options.json);
-  }
-  return {};
+  if (options.json.empty()) return {};
+  return write_file("--json", options.json, json_text(options, choice.name, results));
 }
 
 }  // namespace
@@ -311,8 +133,14 @@ int main(int argc, char** argv) {
   train_gpt::Options options;
   int exit_code = 0;
   if (!train_gpt::parse_options(argc, argv, options, &exit_code)) return exit_code;
-  const te_fl::Status status = train_gpt::run(options);
-  if (status.ok()) return 0;
-  std::fprintf(stderr, "train_gpt: %s\n", status.to_string().c_str());
-  return 1;
+  const auto failed = [](const te_fl::Status& status, int code) {
+    std::fprintf(stderr, "train_gpt: %s\n", status.to_string().c_str());
+    return code;
+  };
+  const auto choice = train_gpt::choose_device(options.device);
+  if (!choice.ok()) return failed(choice.status(), 1);
+  train_gpt::fill_defaults(options, choice->native);
+  if (const auto status = train_gpt::check(options); !status.ok()) return failed(status, 2);
+  const te_fl::Status status = train_gpt::run(options, *choice);
+  return status.ok() ? 0 : failed(status, 1);
 }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "te_fl/te_fl.hpp"
@@ -116,7 +115,7 @@ std::string printable(const std::string& text) {
   return out;
 }
 
-bool write_json(const Options& o, const Results& r) {
+std::string json_text(const Options& o, const std::string& device, const Results& r) {
   nlohmann::json usage = nlohmann::json::array();
   for (const auto& u : te_fl::OpManager::instance().usage()) {
     usage.push_back({{"op", u.op},
@@ -131,7 +130,7 @@ bool write_json(const Options& o, const Results& r) {
                               {"fp8_attention", o.fp8_attention},
                               {"style", o.style},
                               {"dtype", o.dtype},
-                              {"device", o.device},
+                              {"device", device},
                               {"graph", o.graph},
                               {"fp8_weights", o.fp8_weights},
                               {"steps", o.steps},
@@ -151,9 +150,7 @@ bool write_json(const Options& o, const Results& r) {
                               {"device_peak_mib", r.device_peak_mib},
                               {"version", TE_FL_VERSION},
                               {"usage", usage}};
-  std::ofstream file(o.json);
-  file << out.dump(1, ' ', true, nlohmann::json::error_handler_t::replace) << "\n";
-  return static_cast<bool>(file.flush());
+  return out.dump(1, ' ', true, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
 }  // namespace train_gpt

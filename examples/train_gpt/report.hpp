@@ -25,6 +25,7 @@ double peak_memory_mib();
 void print_usage_table();
 // Escapes what a terminal would not show.
 std::string printable(const std::string& text);
-bool write_json(const Options& options, const Results& results);
+// What --json writes. `device` is the name of the one that was used.
+std::string json_text(const Options& options, const std::string& device, const Results& results);
 
 }  // namespace train_gpt

@@ -15,7 +15,7 @@ python3 -c "
 import random
 random.seed(7)
 print(' '.join(random.choice('one two three four five six seven'.split()) for _ in range(20000)))" >"$work/text"
-small=(--data "$work/text" --hidden 64 --layers 1 --heads 4 --batch 4 --seq-len 32 --eval-batches 2 --sample-bytes 8 --report-every 1000 --lr 0.01)
+small=(--data "$work/text" --hidden 64 --layers 1 --heads 4 --batch 4 --seq-len 32 --eval-batches 2 --sample-bytes 8 --report-every 1000 --lr 0.01 --style gpt --dtype f32)
 
 same() { # A B: the losses of two runs, bit by bit
   python3 - "$1" "$2" <<'PY'
@@ -45,6 +45,10 @@ who "$work/ext:far:0.json" "staged_calls == (0 if impl == 'vendor.far' else call
   grep -q 'generic_gemm *default.cpu' "$work/ext:far:0.out" && grep -Eq 'staged to the host: [1-9]' "$work/ext:far:0.out" &&
   ok "$(grep 'staged to the host' "$work/ext:far:0.out")" || fail "counting: $(cat "$work/ext:far:0.out")"
 [ "$(grep -c "op 'generic_gemm' on ext:far:0 is served by 'default.cpu'" "$work/ext:far:0.out")" = 1 ] && ok "one line about an op" || fail "lines: $(cat "$work/ext:far:0.out")"
+
+# Where the host would serve most ops on copies, --device auto takes the host, and says so.
+"$train" "${small[@]}" --steps 1 --json "$work/auto.json" >"$work/out" 2>&1 && who "$work/auto.json" "staged_calls == 0" &&
+  grep -q '^device cpu.*passed over ext:far:0 (it leaves .* to the host)' "$work/out" && ok "$(grep '^device' "$work/out")" || fail "--device auto: $(cat "$work/out")"
 
 run() { "$train" "${small[@]}" --device ext:far:0 --steps 2 --json "$work/run.json" >"$work/out" 2>&1; }
 TE_FL_PREFER=reference run && who "$work/run.json" "impl == 'reference.host' and staged_calls == calls" && ok "TE_FL_PREFER=reference" || fail "TE_FL_PREFER=reference: $(cat "$work/out")"

@@ -65,10 +65,53 @@ grep -q 'generic_gemm *reference.host' "$work/out" && ! grep -q 'default.cpu' "$
 "$train" "${small[@]}" --steps 1 >"$work/out" 2>&1
 grep -q 'generic_gemm *default.cpu' "$work/out" && ok "the default is the CPU backend" || fail "default implementations: $(tail -n 30 "$work/out")"
 
+# The curve: of this run's losses, in the file and, when asked or on a terminal, as text.
+"$train" "${small[@]/#1000/20}" --steps 60 --plot "$work/loss.svg" >"$work/out" 2>&1 || fail "--plot: $(cat "$work/out")"
+python3 - "$work/loss.svg" "$work/out" <<'PY' && ok "--plot draws as many points as steps, falling, and the held-out loss" || fail "--plot: $(head -c 2000 "$work/loss.svg")"
+import re, sys, xml.etree.ElementTree as xml
+root, out = xml.parse(sys.argv[1]).getroot(), open(sys.argv[2]).read()
+paths = {p.get("class"): [float(y) for y in re.findall(r"[ML][0-9.]+ ([0-9.]+)", p.get("d"))] for p in root.iter("{http://www.w3.org/2000/svg}path")}
+texts = " ".join(t.text for t in root.iter("{http://www.w3.org/2000/svg}text"))
+held_out = float(re.search(r"^validation loss ([0-9.]+)", out, re.M)[1])
+drawn = float(re.search(r"([0-9.]+) nats/byte", texts)[1])
+sys.exit(not (len(paths["training"]) == 60 and paths["training"][-1] > paths["training"][0] + 100 and len(paths["held-out"]) == 2 and abs(drawn - held_out) < 0.001))
+PY
+grep -q '^Loss, nats/byte' "$work/out" && fail "the chart is printed where nobody asked" || ok "no chart on a pipe"
+grep -q $'\r' "$work/out" && fail "a line is rewritten on a pipe" || ok "no rewritten line on a pipe"
+[ "$(grep -c '^step ' "$work/out")" = 4 ] && ok "a line every 20 steps" || fail "--report-every: $(cat "$work/out")"
+"$train" "${small[@]}" --steps 60 --chart >"$work/out" 2>&1
+[ "$(sed -n '/^Loss, nats/,/steps$/p' "$work/out" | tr -cd '*' | wc -c)" = 61 ] && ok "--chart" || fail "--chart: $(cat "$work/out")"
+TERM=xterm python3 - "$train" "${small[@]}" --steps 60 >"$work/out" 2>&1 <<'PY' || fail "on a terminal: $(cat "$work/out")"
+import os, pty, sys
+child, terminal = pty.fork()
+if child == 0:
+    os.execv(sys.argv[1], sys.argv[1:])
+seen = b""
+try:
+    while data := os.read(terminal, 65536):
+        seen += data
+except OSError:
+    pass  # the program has closed its end
+sys.stdout.buffer.write(seen)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+PY
+grep -q $'\r\x1b\[Kstep [0-9]* of 60  loss .* to go' "$work/out" && grep -q '^Loss, nats/byte' "$work/out" && ok "a terminal gets a rewritten line and the chart" || fail "on a terminal: $(cat -v "$work/out")"
+
+# What the run takes where nothing is said: the device, and the model for it.
+"$train" --data "$work/text" --steps 1 --eval-batches 1 --sample-bytes 0 --json "$work/auto.json" >"$work/out" 2>&1 || fail "the defaults: $(cat "$work/out")"
+grep -q '^device cpu.*--device auto found no other device' "$work/out" && ok "$(grep '^device' "$work/out")" || fail "--device auto: $(cat "$work/out")"
+[ "$(json "$work/auto.json" '["device"]') $(json "$work/auto.json" '["hidden"]') $(json "$work/auto.json" '["seq_len"]') $(json "$work/auto.json" '["dtype"]')" = "cpu 128 64 f32" ] &&
+  ok "the host's default model" || fail "the host's default model: $(head -c 600 "$work/auto.json")"
+"$train" --data "$work/text" --steps 1 --eval-batches 1 --sample-bytes 0 --device cpu --hidden 64 --json "$work/auto.json" >"$work/out" 2>&1
+[ "$(json "$work/auto.json" '["hidden"]') $(json "$work/auto.json" '["layers"]')" = "64 2" ] && grep -q '^device cpu.*--device names it' "$work/out" && ok "what is said wins" || fail "--hidden 64: $(cat "$work/out")"
+
+code=
 expect_error() { # WHAT PATTERN ARGUMENTS...
   local what=$1 pattern=$2
   shift 2
-  if "$train" "$@" >"$work/out" 2>&1; then fail "$what was accepted"; return; fi
+  "$train" "$@" >"$work/out" 2>&1
+  code=$?
+  if [ $code = 0 ]; then fail "$what was accepted"; return; fi
   grep -q -- "$pattern" "$work/out" && ok "$what: $(grep -m1 -- "$pattern" "$work/out")" || fail "$what: expected '$pattern' in: $(cat "$work/out")"
 }
 : >"$work/empty"
@@ -76,10 +119,17 @@ printf 'too short' >"$work/tiny"
 expect_error "a checkpoint that cannot be written" "--save $work/absent/model cannot be written: No such file" "${small[@]}" --steps 1 --save "$work/absent/model"
 grep -q '^step' "$work/out" && fail "--save was tried after the training only"
 expect_error "a checkpoint that is a folder" "Is a directory" "${small[@]}" --steps 1 --save "$work"
+expect_error "a plot that cannot be written" "--plot $work/absent/loss.svg cannot be written: No such file" "${small[@]}" --steps 1 --plot "$work/absent/loss.svg"
+grep -q '^step' "$work/out" && fail "--plot was tried after the training only"
+expect_error "results that cannot be written" "--json $work cannot be written: Is a directory" "${small[@]}" --steps 1 --json "$work"
 expect_error "a missing text" "cannot read the text $work/absent" --data "$work/absent"
 expect_error "an empty text" "has 0 bytes" --data "$work/empty"
 expect_error "a text smaller than a context" "has 9 bytes" --data "$work/tiny"
-expect_error "a misspelt recipe" "delayde" --recipe delayde
+expect_error "a misspelt recipe" "did you mean 'delayed'" --recipe delayde
+expect_error "a misspelt option" "unknown argument '--stpes'; did you mean '--steps'" --stpes 5
+[ "$code" = 2 ] || fail "a misspelt option exits with $code"
+expect_error "an option without its dashes" "unknown argument 'steps'; did you mean '--steps'" steps 5
+expect_error "a misspelt device" "did you mean 'auto'" --device atuo
 expect_error "heads that do not divide" "must be a multiple of --heads" --hidden 100 --heads 3
 expect_error "a graph on the host" "cpu cannot capture graphs" "${small[@]}" --graph
 expect_error "FP8 weights without their scales" "goes with --recipe delayed, not with --recipe current" "${small[@]}" --recipe current --fp8-weights

@@ -16,7 +16,7 @@ import random
 random.seed(7)
 print(' '.join(random.choice('one two three four five six seven'.split()) for _ in range(20000)))" >"$work/text"
 run() { # NAME: a training run, its results in NAME.json and NAME.out
-  "$train" --data "$work/text" --recipe none --hidden 64 --layers 2 --heads 4 --batch 4 --seq-len 32 --steps 40 --eval-batches 4 \
+  "$train" --data "$work/text" --recipe none --style gpt --hidden 64 --layers 2 --heads 4 --batch 4 --seq-len 32 --steps 40 --eval-batches 4 \
     --sample-bytes 8 --report-every 1000 --json "$work/$1.json" >"$work/$1.out" 2>&1 || fail "the run '$1': $(cat "$work/$1.out")"
 }
 # default.cpu computes GELU inside of the MLP's products, so calls of gelu are the plugin's.

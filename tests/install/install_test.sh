@@ -25,6 +25,10 @@ fi
 echo "ok: libte_fl.so exports namespace te_fl only"
 if nm -D "$lib/libte_fl.so" | grep ' u '; then fail "libte_fl.so has GNU_UNIQUE symbols"; fi
 
+license=$(find "$prefix/share/doc" -name LICENSE)
+cmp "$license" "$source_dir/LICENSE" || fail "the licence is not installed"
+echo "ok: the licence is installed"
+
 cmake -S "$source_dir/tests/install" -B "$work/consumer" -DCMAKE_PREFIX_PATH="$prefix" -G Ninja >/dev/null
 cmake --build "$work/consumer" >/dev/null
 expect "consumer built with find_package" '^silu default.cpu$' "$("$work/consumer/consumer")"

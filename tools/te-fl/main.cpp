@@ -1,5 +1,8 @@
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <string>
+#include <vector>
 
 #include "commands.hpp"
 #include "output.hpp"
@@ -78,17 +81,47 @@ void add_examples(CLI::App& app) {
   app.footer(footer(first) + "\n`te-fl COMMAND --help` has the options and examples of a command.");
 }
 
-// A misspelt subcommand: CLI11 only says that it was not expected.
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
+  const std::string near = te_fl::environment::nearest(word, names);
+  return near.empty() ? "" : "; did you mean '" + near + "'?";
+}
+
+// Tells of an argument that the given command does not know, an option or a subcommand; CLI11 only
+// says that it was not expected, or what else is missing.
+void complain_of_argument(const CLI::App& app) {
+  const CLI::App* command = &app;
+  std::string path = "te-fl";
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands().front();
+    path += " " + command->get_name();
+  }
+  const std::vector<std::string> extras = app.remaining(true);
+  const auto dashed = std::find_if(extras.begin(), extras.end(),
+                                   [](const std::string& word) { return word.rfind('-', 0) == 0; });
+  const std::string word = dashed == extras.end() ? extras.front() : *dashed;
+  std::vector<std::string> names;
+  for (const CLI::Option* option : command->get_options()) names.push_back(option->get_name());
+  for (const CLI::App* sub : command->get_subcommands({})) names.push_back(sub->get_name());
+  complain("unknown argument '" + word + "'" + did_you_mean(word.substr(0, word.find('=')), names) +
+           " (" + path + " --help lists all)");
+}
+
+// A misspelt subcommand or option, with the nearest; other mistakes in CLI11's words.
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
   if (argc > 1 && argv[1][0] != '-') {
     std::vector<std::string> names;
     for (const auto* sub : app.get_subcommands({})) names.push_back(sub->get_name());
     if (std::find(names.begin(), names.end(), argv[1]) == names.end()) {
-      const std::string near = te_fl::environment::nearest(argv[1], names);
-      complain(std::string("unknown command '") + argv[1] + "'" +
-               (near.empty() ? "" : "; did you mean '" + near + "'?") + " te-fl --help lists all.");
+      complain(std::string("unknown command '") + argv[1] + "'" + did_you_mean(argv[1], names) +
+               " te-fl --help lists all.");
       return kUsage;
     }
+  }
+  const bool incomplete = dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr ||
+                          dynamic_cast<const CLI::RequiredError*>(&error) != nullptr;
+  if (incomplete && !app.remaining(true).empty()) {
+    complain_of_argument(app);
+    return kUsage;
   }
   return app.exit(error) == 0 ? kSuccess : kUsage;
 }

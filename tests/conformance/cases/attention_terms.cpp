@@ -39,6 +39,17 @@ void add_bias(std::vector<Variant>& all) {
   v = crossing(69);
   v.dtype = v.bias = kHalf, v.d = v.dv = 128, v.h = v.g = 1;
   all.push_back(v);
+  // Sequences that share a bias, in groups of two and of four, with keys that no query sees.
+  for (int64_t b : {2, 4, 6, 8}) {
+    v = crossing(b == 4 ? 450 : 140);
+    v.bias = kBF, v.bias_bh = {1, 2}, v.b = b, v.g = 1, v.mask = b == 8 ? kCausal : kNone;
+    if (b == 4) v.left = 90, v.right = 20;
+    all.push_back(v);
+  }
+  v = crossing(70);
+  v.bias = kBF, v.bias_bh = {1, 2}, v.b = 4, v.mask = kCorner, v.sq = 260, v.d = v.dv = 128;
+  v.dropout = 0.25f;
+  all.push_back(v);
 }
 
 void add_alibi(std::vector<Variant>& all) {

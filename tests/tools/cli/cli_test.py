@@ -150,6 +150,13 @@ class Commands(unittest.TestCase):
         self.fails(2, "", "completion", "tcsh")
         self.fails(2, "", )
 
+    def test_misspelt_arguments_name_the_nearest(self):
+        for words, nearest in ((("explain", "gelu", "--dtpye", "f32"), "'--dtpye'; did you mean '--dtype'?"),
+                               (("env", "--jsn"), "'--jsn'; did you mean '--json'?"),
+                               (("quarantine", "lst"), "'lst'; did you mean 'list'?"),
+                               (("info", "everything"), "'everything' (te-fl info --help lists all)")):
+            self.fails(2, f"unknown argument {nearest}", *words)
+
     def test_invalid_variables_never_abort(self):
         self.fails(1, "TE_FL_PREFER", "env", TE_FL_PERFER="vendor")
         self.fails(1, "vendor", "env", TE_FL_PREFER="vedor")

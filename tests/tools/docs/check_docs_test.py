@@ -44,12 +44,32 @@ CASES = [
     ("hidden code", "Text:\n\n    $ rm -rf x\n", "indented block"),
     ("open fence", f"{F}sh\ntrue\n", "not closed"),
     ("odd fence", f"{F}sh title=x\ntrue\n{F}", "not understood"),
+    ("link", "[this](README.md), [its part](#part), [a site](https://example.org/x), `[code](nowhere.md)`", None),
+    ("link that leads nowhere", "[that](docs/nowhere.md#part)", "docs/nowhere.md leads to no file"),
+    ("picture that is not there", "![a picture](docs/nowhere.svg)", "docs/nowhere.svg leads to no file"),
     ("comment without a block", "<!-- tested-by: docs_code_blocks -->\n\ntext\n", "no block follows"),
 ]
 
 
+def index_of(pages):
+    """What check_docs.py says of an index that names a.md alone, in a folder with these pages."""
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "docs").mkdir()
+        pathlib.Path(folder, "docs/README.md").write_text("[a](a.md)\n")
+        for page in pages:
+            pathlib.Path(folder, "docs", page).write_text("text\n")
+        return subprocess.run([sys.executable, CHECK, "--source", folder, "--build", BUILD, "--cxx", CXX, "--cc", CC],
+                              capture_output=True, text=True, check=False).stdout
+
+
 def main():
     failed = 0
+    for pages, complaint in (["a.md"], " 0 errors"), (["a.md", "b.md"], "b.md is not in this index"):
+        said = index_of(pages)
+        print(f"{'ok    ' if complaint in said else 'FAILED'} an index of {pages}")
+        if complaint not in said:
+            failed += 1
+            print(said)
     for name, document, complaint in CASES:
         with tempfile.TemporaryDirectory() as folder:
             pathlib.Path(folder, "README.md").write_text(document + "\n")

@@ -1,0 +1,205 @@
+#include "trainer.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace train_gpt {
+
+namespace nn = te_fl::nn;
+using te_fl::Result;
+using te_fl::Status;
+using te_fl::Tensor;
+
+namespace {
+
+// build/release/bin/train_gpt -> build/data/text.txt, where tools/fetch_text.sh puts it.
+std::string default_text() {
+  char path[4096];
+  const ssize_t n = readlink("/proc/self/exe", path, sizeof path);
+  std::string exe(path, n > 0 ? static_cast<size_t>(n) : 0);
+  for (int up = 0; up < 3 && !exe.empty(); ++up) exe.erase(std::min(exe.size(), exe.rfind('/')));
+  return exe + "/data/text.txt";
+}
+
+// Warm-up over a tenth of the steps (at most 100), then a cosine to a tenth of the peak.
+float learning_rate(const Options& o, int64_t step) {
+  const double warmup = std::clamp<double>(static_cast<double>(o.steps) / 10, 1, 100);
+  const double s = static_cast<double>(step) + 1;
+  if (s < warmup) return static_cast<float>(o.lr * s / warmup);
+  const double t = (s - warmup) / std::max(1.0, static_cast<double>(o.steps) - warmup);
+  return static_cast<float>(o.lr * (0.55 + 0.45 * std::cos(M_PI * std::min(t, 1.0))));
+}
+
+}  // namespace
+
+Trainer::Trainer(const Options& options, te_fl::Device device)
+    : options_(options),
+      device_(device),
+      random_(options.seed),
+      scope_(std::make_unique<nn::ContextScope>(random_)) {}
+
+Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::Device device) {
+  std::unique_ptr<Trainer> trainer(new Trainer(options, device));
+  Trainer& t = *trainer;
+  if (options.recipe != "none") {
+    TE_FL_ASSIGN_OR_RETURN(t.recipe_, nn::parse_recipe(options.recipe));
+  }
+  if (options.fp8_attention) std::get<nn::DelayedScaling>(*t.recipe_).fp8_dpa = true;
+  TE_FL_ASSIGN_OR_RETURN(
+      t.text_, Text::load(options.data.empty() ? default_text() : options.data, options.seq_len));
+  TE_FL_ASSIGN_OR_RETURN(t.model_, Gpt::create(options, t.device_));
+  nn::AdamOptions adam{
+      .lr = static_cast<float>(options.lr),
+      .beta2 = 0.95f,
+      .weight_decay = 0.1f,
+      .max_grad_norm = 1.0f,
+      .decay = [](std::string_view, const Tensor& value) { return value.rank() > 1; },
+      .capturable = !t.device_.is_host(),  // spares a wait for the device at each step
+      .write_fp8_weights = options.fp8_weights};
+  TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
+  if (!options.load.empty()) {
+    TE_FL_ASSIGN_OR_RETURN(const nn::Metadata metadata,
+                           nn::load_checkpoint(options.load, *t.model_, t.adam_.get()));
+    std::printf("loaded %s at step %lld\n", options.load.c_str(),
+                static_cast<long long>(t.adam_->steps()));
+  }
+  if (options.graph) {
+    if (Status status = t.use_graph(); !status) return status.wrap("--graph");
+  }
+  return trainer;
+}
+
+Result<double> Trainer::step(int64_t index) {
+  std::vector<Tensor> batches;
+  for (int64_t i = 0; i < options_.microbatches; ++i) {
+    TE_FL_ASSIGN_OR_RETURN(Batch batch,
+                           text_->training(options_.seed, index * options_.microbatches + i,
+                                           options_.batch, graphed_ ? te_fl::Device{} : device_));
+    batches.push_back(std::move(batch.inputs));
+    batches.push_back(std::move(batch.targets));
+  }
+  adam_->set_lr(learning_rate(options_, index));
+  std::vector<Tensor> losses;
+  if (graphed_) {
+    TE_FL_ASSIGN_OR_RETURN(losses, graphed_->run(batches));
+  } else {
+    batches_ = std::move(batches);
+    TE_FL_ASSIGN_OR_RETURN(losses, compute());
+  }
+  double loss = 0;
+  for (const Tensor& part : losses) {
+    TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(part));
+    loss += value;
+  }
+  if (!std::isfinite(loss)) {
+    return te_fl::internal_error("the loss of step " + std::to_string(index + 1) +
+                                 " is not finite; lower --lr");
+  }
+  return loss;
+}
+
+Result<double> Trainer::validate() {
+  double total = 0;
+  for (int64_t i = 0; i < options_.eval_batches; ++i) {
+    TE_FL_ASSIGN_OR_RETURN(const Batch batch,
+                           text_->held_out(i, options_.eval_batches, options_.batch, device_));
+    nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor logits, model_->forward(batch.inputs, nullptr));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor loss,
+                           model_->loss().forward(logits, batch.targets, nullptr));
+    TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(loss));
+    total += value;
+  }
+  if (!std::isfinite(total)) {
+    return te_fl::internal_error("the loss on the held-out text is not finite; lower --lr");
+  }
+  return total / static_cast<double>(options_.eval_batches);
+}
+
+Result<std::string> Trainer::sample() {
+  std::string text = options_.prompt.empty() ? "\n" : options_.prompt;
+  for (int64_t i = 0; i < options_.sample_bytes; ++i) {
+    const int64_t length = std::min<int64_t>(static_cast<int64_t>(text.size()), options_.seq_len);
+    TE_FL_ASSIGN_OR_RETURN(Tensor inputs, Tensor::empty({1, length}, te_fl::DType::kI32));
+    for (int64_t s = 0; s < length; ++s) {
+      inputs.data<int32_t>()[s] =
+          static_cast<unsigned char>(text[text.size() - static_cast<size_t>(length - s)]);
+    }
+    TE_FL_ASSIGN_OR_RETURN(inputs, inputs.to(device_));
+    nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor logits, model_->forward(inputs, nullptr));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor last, logits.slice(1, length - 1, length));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor row, to_host_f32(last));
+    text += pick(row.data<float>(), static_cast<uint64_t>(i));
+  }
+  return text;
+}
+
+Status Trainer::save() const {
+  return nn::save_checkpoint(options_.save, *model_, adam_.get(),
+                             {{"recipe", options_.recipe}, {"style", options_.style}});
+}
+
+// The step on batches_, all on the device: what a graph can repeat. One loss per microbatch.
+Result<std::vector<Tensor>> Trainer::compute() {
+  TE_FL_RETURN_IF_ERROR(model_->zero_grad());
+  const int64_t m = options_.microbatches;
+  const double divisor = static_cast<double>(options_.batch * options_.seq_len * m);
+  std::vector<Tensor> losses;
+  for (int64_t i = 0; i < m; ++i) {
+    const Tensor& inputs = batches_[static_cast<size_t>(2 * i)];
+    const Tensor& targets = batches_[static_cast<size_t>(2 * i + 1)];
+    Gpt::Contexts contexts;
+    {
+      nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
+      TE_FL_ASSIGN_OR_RETURN(const Tensor logits,
+                             model_->forward(inputs, &contexts, {.is_first_microbatch = i == 0}));
+      TE_FL_ASSIGN_OR_RETURN(Tensor loss,
+                             model_->loss().forward(logits, targets, &contexts.loss, divisor));
+      losses.push_back(std::move(loss));
+      TE_FL_RETURN_IF_ERROR(fp8.exit());
+    }
+    TE_FL_ASSIGN_OR_RETURN(const Tensor dlogits, model_->loss().backward(contexts.loss));
+    TE_FL_RETURN_IF_ERROR(model_->backward(dlogits, contexts));
+  }
+  TE_FL_RETURN_IF_ERROR(nn::backward_end());
+  TE_FL_RETURN_IF_ERROR(adam_->step());
+  return losses;
+}
+
+// Captures the step into a graph after a few eager ones.
+Status Trainer::use_graph() {
+  for (int64_t i = 0; i < 2 * options_.microbatches; ++i) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor batch, Tensor::zeros({options_.batch, options_.seq_len},
+                                                       te_fl::DType::kI32, device_));
+    batches_.push_back(std::move(batch));
+  }
+  TE_FL_ASSIGN_OR_RETURN(graphed_,
+                         nn::GraphedStep::create(device_, [this] { return compute(); },
+                                                 {.inputs = batches_, .optimizer = adam_.get()}));
+  return {};
+}
+
+Result<Tensor> Trainer::to_host_f32(const Tensor& row) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor out, Tensor::empty(row.shape(), te_fl::DType::kF32, row.device()));
+  TE_FL_RETURN_IF_ERROR(te_fl::ops::strided_copy({.input = row, .output = out}));
+  return row.device().is_host() ? Result<Tensor>(std::move(out)) : out.to(te_fl::Device{});
+}
+
+// Draws a byte from softmax(logits / temperature) by inverting the cumulative sum.
+char Trainer::pick(const float* logits, uint64_t counter) const {
+  const float top = *std::max_element(logits, logits + kVocabulary);
+  double cumulative[kVocabulary], sum = 0;
+  for (int64_t v = 0; v < kVocabulary; ++v) {
+    sum += std::exp((logits[v] - top) / options_.temperature);
+    cumulative[v] = sum;
+  }
+  const double at = static_cast<double>(mix(options_.seed ^ 0x5a5a, counter) >> 11) * 0x1p-53 * sum;
+  const auto* found = std::upper_bound(cumulative, cumulative + kVocabulary, at);
+  return static_cast<char>(std::min<int64_t>(found - cumulative, kVocabulary - 1));
+}
+
+}  // namespace train_gpt
