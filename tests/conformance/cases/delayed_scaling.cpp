@@ -1,6 +1,8 @@
 #include <limits>
 
+#include "bench/cases/case.hpp"
 #include "conformance/case.hpp"
+#include "te_fl/ops/quantize.h"
 
 // fused_amax_and_scale_update_after_reduction: exact.
 namespace te_fl::conformance {
@@ -126,3 +128,28 @@ void add_delayed_scaling_cases(Table& table) {
 }
 
 }  // namespace te_fl::conformance
+
+namespace te_fl::bench {
+
+void add_delayed_scaling(Cases& cases) {
+  cases.push_back({"fused_amax_and_scale_update_after_reduction",
+                   "64 histories of 1024",
+                   [](Case& c, int64_t) {
+                     auto& a = c.args<te_fl_fused_amax_and_scale_update_after_reduction_args>();
+                     a.amax_reduction_buffer = c.in({256}, TE_FL_F32);
+                     std::vector<const te_fl_tensor*> histories, scales;
+                     for (int i = 0; i < 64; ++i) {
+                       histories.push_back(c.inout({1024, 4}, TE_FL_F32));
+                       scales.push_back(c.inout({4}, TE_FL_F32));
+                     }
+                     a.amax_histories = c.list(histories), a.amax_histories_count = 64;
+                     a.scales = c.list(scales), a.scales_count = 64;
+                   },
+                   false,
+                   1,
+                   "",
+                   {1},
+                   {1}});
+}
+
+}  // namespace te_fl::bench

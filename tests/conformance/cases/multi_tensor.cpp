@@ -10,7 +10,6 @@ namespace te_fl::conformance {
 namespace {
 
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
-constexpr double kEps = 0x1p-24;
 
 struct ScaleVariant {
   int in, out;

@@ -587,24 +587,6 @@ void add_quantize(Cases& cases) {
     auto& a = c.args<te_fl_compute_amax_args>();
     a.input = c.in({rows, c.cols()}, dtype), a.amax = c.out({1}, TE_FL_F32);
   });
-  cases.push_back({"fused_amax_and_scale_update_after_reduction",
-                   "64 histories of 1024",
-                   [](Case& c, int64_t) {
-                     auto& a = c.args<te_fl_fused_amax_and_scale_update_after_reduction_args>();
-                     a.amax_reduction_buffer = c.in({256}, TE_FL_F32);
-                     std::vector<const te_fl_tensor*> histories, scales;
-                     for (int i = 0; i < 64; ++i) {
-                       histories.push_back(c.inout({1024, 4}, TE_FL_F32));
-                       scales.push_back(c.inout({4}, TE_FL_F32));
-                     }
-                     a.amax_histories = c.list(histories), a.amax_histories_count = 64;
-                     a.scales = c.list(scales), a.scales_count = 64;
-                   },
-                   false,
-                   1,
-                   "",
-                   {1},
-                   {1}});
 }
 
 }  // namespace te_fl::bench
