@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 
-CUDA = ("backends/cuda/", "tests/cuda/", "tools/gpu_check.sh")
+CUDA = ("backends/cuda/", "tests/backends/cuda/", "tools/gpu_check.sh")
 C_LIKE = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh")
 NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)  # text in quotes is matched so that it is not searched
 
