@@ -21,6 +21,8 @@
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/op_registry.hpp"
+#include "te_fl/ops/gemm.h"
+#include "te_fl/ops/optimizer.h"
 
 namespace {
 
@@ -228,6 +230,138 @@ void check(benchmark::State& state) {
   }
 }
 
+// ---- what users call: products in FP8 and without, shapes in turn, lists; of implementations that
+// return at once. Each stands beside `gemm`, the same product of BF16 tensors.
+
+te_fl_status one_kilobyte(void*, const te_fl_context*, const void*, size_t* bytes) {
+  *bytes = 1024;
+  return TE_FL_OK;
+}
+te_fl_status make_plan(void*, const te_fl_context*, const void*, void** plan) {
+  static char made;
+  *plan = &made;
+  return TE_FL_OK;
+}
+void drop_plan(void*, void*) {}
+
+// One implementation of an op of the catalogue; with `plans`, one that has plans and a workspace.
+struct One {
+  One(const char* name, bool plans) : manager(registry) {
+    te_fl_op_desc d = descriptor("vendor.x", TE_FL_KIND_VENDOR);
+    d.op_name = name;
+    d.schema = nullptr;
+    d.dtypes = TE_FL_MASK_ANY_DTYPE;
+    d.scalings = 0x3f;
+    if (plans) {
+      d.workspace = &one_kilobyte;
+      d.prepare = &make_plan;
+      d.destroy_plan = &drop_plan;
+    }
+    if (Status s = registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
+    op = registry.find(name).value();
+  }
+  OpRegistry registry;
+  OpManager manager;
+  OpId op;
+};
+One& gemm_impl(bool plans) {
+  static One* const direct = new One("generic_gemm", false);
+  static One* const planned = new One("generic_gemm", true);
+  return plans ? *planned : *direct;
+}
+
+enum Operands { kPlain, kScaled };
+enum Needs { kNothing, kPlans };
+
+te_fl::Tensor operand(Operands operands, std::vector<int64_t> shape) {
+  if (operands == kPlain) return te_fl::Tensor::zeros(shape, te_fl::DType::kBF16).value();
+  te_fl::QuantSpec spec;
+  spec.dtype = te_fl::DType::kF8E4M3;
+  spec.scaling = te_fl::Scaling::kTensor;
+  spec.columnwise = true;
+  return te_fl::Tensor::empty_quantized(shape, spec).value();
+}
+
+struct Product {
+  explicit Product(Operands operands, int64_t rows = 32)
+      : a(operand(operands, {rows, 64})),
+        b(operand(operands, {48, 64})),
+        d(operand(kPlain, {rows, 48})),
+        bias(operand(kPlain, {48})) {
+    args.a = a;
+    args.b = b;
+    args.d = d;
+    args.bias = bias;
+    args.trans_b = 1;
+  }
+  Product(const Product&) = delete;
+  Product& operator=(const Product&) = delete;
+  te_fl::Tensor a, b, d, bias;
+  te_fl_generic_gemm_args args;
+};
+
+void gemm(benchmark::State& state, Operands operands, Needs needs) {
+  One& one = gemm_impl(needs == kPlans);
+  Product product(operands);
+  for (auto _ : state) {
+    if (!one.manager.call(one.op, &product.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+// Every call on memory of its own, as a framework's allocator gives it out.
+void gemm_moves(benchmark::State& state, Operands operands, Needs needs) {
+  One& one = gemm_impl(needs == kPlans);
+  Product first(operands), second(operands);
+  bool turn = false;
+  for (auto _ : state) {
+    turn = !turn;
+    if (!one.manager.call(one.op, turn ? &first.args : &second.args).ok()) {
+      state.SkipWithError("call failed");
+    }
+  }
+}
+
+void gemm_handle(benchmark::State& state, Operands operands, Needs needs) {
+  One& one = gemm_impl(needs == kPlans);
+  Product product(operands);
+  const auto prepared = one.manager.prepare(one.op, &product.args).value();
+  for (auto _ : state) {
+    if (!prepared.call(&product.args).ok()) state.SkipWithError("call failed");
+  }
+}
+
+void gemm_shapes(benchmark::State& state, Operands operands, Needs needs) {
+  One& one = gemm_impl(needs == kPlans);
+  std::vector<std::unique_ptr<Product>> products;
+  for (int64_t i = 1; i <= 64; ++i) products.push_back(std::make_unique<Product>(operands, 8 * i));
+  size_t i = 0;
+  for (auto _ : state) {
+    if (!one.manager.call(one.op, &products[i++ % 64]->args).ok()) {
+      state.SkipWithError("call failed");
+    }
+  }
+}
+
+// 64 tensors into 64 others.
+void lists(benchmark::State& state) {
+  static One* const one = new One("multi_tensor_scale", false);
+  constexpr int kTensors = 64;
+  std::vector<te_fl::Tensor> tensors;
+  for (int i = 0; i < 2 * kTensors; ++i) tensors.push_back(operand(kPlain, {4, 8}));
+  std::vector<const te_fl_tensor*> pointers;
+  for (const te_fl::Tensor& t : tensors) pointers.push_back(t);
+  const te_fl::Tensor flag = te_fl::Tensor::zeros({1}, te_fl::DType::kI32).value();
+  te_fl_multi_tensor_scale_args args;
+  args.inputs = pointers.data();
+  args.inputs_count = kTensors;
+  args.outputs = pointers.data() + kTensors;
+  args.outputs_count = kTensors;
+  args.noop_flag = flag;
+  for (auto _ : state) {
+    if (!one->manager.call(one->op, &args).ok()) state.SkipWithError("call failed");
+  }
+}
+
 // As one would first write it: a map of names behind a shared mutex, a function object, nothing
 // checked.
 class PlainRegistry {
@@ -298,6 +432,18 @@ BENCHMARK(handle)->Apply(threads);
 BENCHMARK(handle_in_scope)->Apply(threads);
 BENCHMARK(cold_resolve)->UseManualTime();
 BENCHMARK(check)->Apply(threads);
+BENCHMARK_CAPTURE(gemm, plain, kPlain, kNothing);
+BENCHMARK_CAPTURE(gemm, fp8, kScaled, kNothing);
+BENCHMARK_CAPTURE(gemm, plain_plan, kPlain, kPlans);
+BENCHMARK_CAPTURE(gemm, fp8_plan, kScaled, kPlans);
+BENCHMARK_CAPTURE(gemm_moves, plain, kPlain, kNothing);
+BENCHMARK_CAPTURE(gemm_moves, fp8_plan, kScaled, kPlans);
+BENCHMARK_CAPTURE(gemm_handle, plain, kPlain, kNothing);
+BENCHMARK_CAPTURE(gemm_handle, fp8, kScaled, kNothing);
+BENCHMARK_CAPTURE(gemm_handle, fp8_plan, kScaled, kPlans);
+BENCHMARK_CAPTURE(gemm_shapes, plain, kPlain, kNothing);
+BENCHMARK_CAPTURE(gemm_shapes, fp8_plan, kScaled, kPlans);
+BENCHMARK(lists);
 BENCHMARK(peer_shared_mutex)->Apply(threads);
 
 }  // namespace

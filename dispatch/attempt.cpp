@@ -83,33 +83,43 @@ struct Attempt {
 
   te_fl_status plan() {
     if (impl.plans == nullptr) return TE_FL_OK;
-    registry::PlanKey& made_key = call.thread.plans.scratch();
-    made_key.set(call.row.compiled->schema(), args, context);
-    const std::string_view key = made_key.text();
-    const uint64_t hash = made_key.hash() ^ impl.number;
+    // The call's own arguments may be known, those of copies on the host are not.
+    const bool own = args == call.args;
+    const uint64_t generation = registry::g_plan_generation.load(std::memory_order_acquire);
+    const uint64_t said = registry::PlanKey::context_word(context);
+    registry::KnownCall* known = own ? call.still_known() : nullptr;
     // What a graph is to hold is looked up where plans are dropped, so that it is not dropped
     // after.
-    const registry::Plan* plan =
-        call.capturing ? nullptr : call.thread.plans.find(impl.number, hash, key);
+    if (known != nullptr && known->plan != nullptr && known->plan_of == impl.number &&
+        known->plan_generation == generation && known->plan_context == said && !call.capturing) {
+      context.plan = known->plan->plan;
+      return TE_FL_OK;
+    }
+    registry::PlanKey& key = call.thread.plan_key;
+    key.set(*call.row.compiled, args, context);
+    const registry::Plan* plan = impl.plans->find(key.text(), call.capturing);
     if (plan == nullptr) {
-      plan = impl.plans->find(key, call.capturing);
-      if (plan == nullptr) {
-        if (call.capturing) {
-          return missing_in_capture(
-              failed_precondition(
-                  "its plan for these shapes would have to be made while the stream is being "
-                  "captured; run the op once with the same shapes before capturing"),
-              errors);
-        }
-        std::string own_key(key);  // prepare() may run ops, which use the scratch
-        void* made = nullptr;
-        const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
-          return impl.desc.prepare(impl.desc.self, &context, args, &made);
-        });
-        if (code != TE_FL_OK) return code;
-        plan = impl.plans->insert(std::move(own_key), made);
+      if (call.capturing) {
+        return missing_in_capture(
+            failed_precondition(
+                "its plan for these shapes would have to be made while the stream is being "
+                "captured; run the op once with the same shapes before capturing"),
+            errors);
       }
-      call.thread.plans.insert(impl.number, hash, plan);
+      std::string own_key(key.text());  // prepare() may run ops, which use the thread's
+      void* made = nullptr;
+      const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
+        return impl.desc.prepare(impl.desc.self, &context, args, &made);
+      });
+      if (code != TE_FL_OK) return code;
+      plan = impl.plans->insert(std::move(own_key), made);
+      known = own ? call.still_known() : nullptr;
+    }
+    if (known != nullptr) {
+      known->plan = plan;
+      known->plan_of = impl.number;
+      known->plan_generation = generation;  // of before it was looked up
+      known->plan_context = said;
     }
     context.plan = plan->plan;
     return TE_FL_OK;

@@ -39,6 +39,15 @@ struct Call {
   core::Signature signature{};
   uint32_t policy = 0;
   bool capturing = false;
+  // What the thread knows of the call; null where it remembers none like it. An op that runs inside
+  // this one may make it that of another call, which its number tells.
+  registry::KnownCall* known = nullptr;
+  uint64_t known_number = 0;
+
+  // Null if what was known is another call's by now.
+  registry::KnownCall* still_known() const noexcept {
+    return known != nullptr && known->filled == known_number ? known : nullptr;
+  }
 };
 
 // The decision for a call, with all that it was made from.
@@ -164,13 +173,14 @@ template <class F>
     return false;
   return call.policy != policy::kInvalidPolicy;
 }
+// Checks the arguments, which are there, and fills the signature, by what the thread knows if it
+// knows such a call. False: they are out of order.
+bool recognise(Call& call) noexcept;
 // Checks the arguments and reads the state. False: prepare_call() says why, or that all is in order
 // after all.
 [[gnu::always_inline]] inline bool prepare_warm(Call& call) {
-  if (call.args == nullptr ||
-      !call.row.compiled->check(call.args, call.signature, call.thread.memo)) [[unlikely]] {
+  if (call.args == nullptr || !recognise(call)) [[unlikely]]
     return false;
-  }
   return read_state(call);
 }
 Status prepare_call(Call& call);

@@ -74,10 +74,7 @@ Status ask_stream(Call& call) {
 }
 
 Status prepare_call(Call& call) {
-  if (call.args == nullptr ||
-      !call.row.compiled->check(call.args, call.signature, call.thread.memo)) {
-    return bad_arguments(call.row, call.args);
-  }
+  if (call.args == nullptr || !recognise(call)) return bad_arguments(call.row, call.args);
   call.policy = policy::current_id();
   if (call.policy == policy::kInvalidPolicy) return invalid_policy(call.row);
   return call.signature.device.is_host() ? Status() : ask_stream(call);
@@ -133,14 +130,14 @@ Result<const RouteEntry*> route_of(Call& call) {
   RouteEntry& entry = call.thread.routes.victim(call.table.id, key);
   entry.table = call.table.id;
   entry.key = key;
-  entry.fast = nullptr;
+  entry.first = nullptr;
   entry.counter = nullptr;
   if (!route->order.empty()) {
     const Implementation& first = *route->order.front().impl;
     entry.counter = call.thread.counters.at(first.counter);
-    const bool plain = first.direct && !route->order.front().staged && call.row.saved == nullptr &&
-                       !route->deterministic && !call.capturing && entry.counter != nullptr;
-    entry.fast = plain ? &first : nullptr;
+    const bool plain =
+        !route->order.front().staged && call.row.saved == nullptr && entry.counter != nullptr;
+    entry.first = plain ? &first : nullptr;
   }
   entry.route = std::move(route);
   return &entry;

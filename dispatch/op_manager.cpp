@@ -1,9 +1,10 @@
-// A call's way: with_call() finds the op's row, prepare_warm() checks the arguments, the thread's
-// cache has the route, run() takes the warm way or run_route() (run.cpp) the complete one.
+// A call's way: with_call() finds the op's row, prepare_warm() recognises the arguments or
+// checks them, what is known of the call has its route, run() takes the warm way or run_route()
+// (run.cpp) the complete one.
 
 #include "te_fl/op_manager.hpp"
 
-#include "core/op/op_fast.hpp"
+#include "dispatch/attempt.hpp"
 #include "dispatch/manager_impl.hpp"
 #include "dispatch/watch/watch.hpp"
 #include "plugins/start.hpp"
@@ -16,30 +17,63 @@ namespace {
 using dispatch::Call;
 using dispatch::Implementation;
 using dispatch::RouteEntry;
-using dispatch::RouteKey;
 using dispatch::with_call;
+using registry::KnownCall;
 
 void count(std::atomic<uint64_t>& counter) noexcept {
   // One writer: no read-modify-write instruction is needed.
   counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// The warm way: supports() if there is one, and run(), with a context on the stack. Otherwise the
-// complete one.
-inline Status run(Call& call, const Implementation* fast, std::atomic<uint64_t>* counter) {
-  if (fast == nullptr || call.manager.care() != 0) return dispatch::run_route(call, nullptr);
+// The warm way: the route's first implementation alone, and of one that needs neither scratch nor
+// plan only run(). Otherwise the complete one.
+[[gnu::always_inline]] inline Status run(Call& call, const KnownCall& route) {
+  if (route.first == nullptr || call.manager.care() != 0) return dispatch::run_route(call, nullptr);
+  const Implementation& impl = *route.first;
+  std::atomic<uint64_t>& counter = *route.counter;
   core::ErrorText errors;
-  const te_fl_context context = dispatch::context_of(call, false, errors.sink());
   te_fl_status code = TE_FL_OK;
-  if (fast->checks_support) code = dispatch::ask_support(*fast, context, call.args, errors);
-  if (code == TE_FL_OK) code = dispatch::guarded_run(*fast, context, call.args, errors);
+  if (impl.direct && !route.deterministic) [[likely]] {
+    const te_fl_context context = dispatch::context_of(call, false, errors.sink());
+    if (impl.checks_support) code = dispatch::ask_support(impl, context, call.args, errors);
+    if (code == TE_FL_OK) code = dispatch::guarded_run(impl, context, call.args, errors);
+  } else {
+    code = dispatch::attempt(call, {&impl, false}, route.deterministic, errors);
+  }
   if (code == TE_FL_OK) [[likely]] {
-    count(*counter);
-    dispatch::note_enqueued(call, *fast);
+    count(counter);
+    dispatch::note_enqueued(call, impl);
     return {};
   }
-  const dispatch::Failure failure{fast, code, errors.text()};
+  const dispatch::Failure failure{&impl, code, errors.text()};
   return dispatch::run_route(call, &failure);
+}
+
+// Asks for the route, and leaves it in `known`.
+[[gnu::noinline]] Status run_first(Call& call, KnownCall& known) {
+  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, dispatch::route_of(call));
+  known.table = call.table.id;
+  known.policy = call.policy;
+  known.capturing = call.capturing;
+  known.deterministic = entry->route->deterministic;
+  known.first = entry->first;
+  known.counter = entry->counter;
+  return run(call, known);
+}
+
+[[gnu::noinline]] Status run_unknown(Call& call) {
+  KnownCall known;
+  return run_first(call, known);
+}
+
+// Runs a call that is in order along its route, which is known if such a call was made before.
+inline Status run_known(Call& call) {
+  if (call.known == nullptr) [[unlikely]]
+    return run_unknown(call);
+  KnownCall& known = *call.known;
+  const bool current = known.table == call.table.id && known.policy == call.policy &&
+                       known.capturing == call.capturing;
+  return current ? run(call, known) : run_first(call, known);
 }
 
 [[gnu::cold, gnu::noinline]] Status wrong_signature(const Call& call) {
@@ -61,12 +95,7 @@ Status OpManager::call(OpId op, const void* args, const CallOptions& options) {
   return with_call<Status>(*impl_, op, args, options, [](Call& call) -> Status {
     if (!dispatch::prepare_warm(call)) [[unlikely]]
       TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-    const RouteKey key(call.op, call.signature, call.policy, call.capturing);
-    const RouteEntry* entry = call.thread.routes.find(call.table.id, key);
-    if (entry == nullptr) [[unlikely]] {
-      TE_FL_ASSIGN_OR_RETURN(entry, dispatch::route_of(call));
-    }
-    return run(call, entry->fast, entry->counter);
+    return run_known(call);
   });
 }
 
@@ -80,29 +109,26 @@ Status PreparedOp::call(const void* args, const CallOptions& options) const {
     return failed_precondition("an empty PreparedOp was called; OpManager::prepare makes one");
   const Rep& rep = *rep_;
   return with_call<Status>(*rep.manager, rep.op, args, options, [&](Call& call) -> Status {
-    registry::HandleEntry& known = call.thread.handles.at(rep.number);
-    if (known.handle == rep.number && known.last.is(args)) [[likely]] {
+    registry::HandleEntry& entry = call.thread.handles.at(rep.number);
+    if (entry.handle == rep.number && entry.last.is(args)) [[likely]] {
       call.signature = rep.signature;
       if (!dispatch::read_state(call)) [[unlikely]]
         TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
+      call.known = &entry.known;
+      call.known_number = entry.known.filled;
     } else {
       if (!dispatch::prepare_warm(call)) [[unlikely]]
         TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
       if (!(call.signature == rep.signature)) [[unlikely]]
         return wrong_signature(call);
-      if (known.handle != rep.number) known.take(rep.number);
-      if (known.worth_remembering()) core::remember_exactly(*call.row.compiled, args, known.last);
+      if (entry.handle != rep.number) entry.take(rep.number);
+      if (entry.worth_remembering()) {
+        entry.last.take(*call.row.compiled, args);
+        entry.known = {};
+        entry.known.filled = call.thread.calls.new_number();
+      }
     }
-    if (known.table != call.table.id || known.policy != call.policy ||
-        known.capturing != call.capturing) [[unlikely]] {
-      TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, dispatch::route_of(call));
-      known.table = call.table.id;
-      known.policy = call.policy;
-      known.capturing = call.capturing;
-      known.fast = entry->fast;
-      known.counter = entry->counter;
-    }
-    return run(call, known.fast, known.counter);
+    return run_known(call);
   });
 }
 

@@ -6,7 +6,9 @@
 #include <cstring>
 #include <mutex>
 
+#include "core/base/abi_struct.hpp"
 #include "core/base/fork.hpp"
+#include "core/op/call_words.hpp"
 #include "registry/arguments.hpp"
 #include "registry/epoch.hpp"
 #include "registry/implementation.hpp"
@@ -24,9 +26,8 @@ const core::ForkMutex::Registration registration(mutex);
 
 uint64_t g_tick = 0;  // advances with every insertion; guarded by the mutex
 
-// log2 of the alignment, at most 8.
-uint64_t alignment_of(const void* data) noexcept {
-  const auto address = reinterpret_cast<uintptr_t>(data);
+// log2 of the alignment, at most 8; 9 for none.
+uint64_t alignment_of(uint64_t address) noexcept {
   return address == 0 ? 9 : static_cast<uint64_t>(std::min(__builtin_ctzll(address), 8));
 }
 
@@ -37,53 +38,19 @@ const char* first_byte(const te_fl_tensor* t) noexcept {
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
 
-// 0 beyond a shorter struct, whose size is in the key.
-uint64_t scalar(const te_fl_arg_desc& arg, const void* args) noexcept {
-  return scalar_bytes(arg) == sizeof(uint64_t) ? member_or<uint64_t>(arg.offset, args, 0)
-                                               : member_or<uint32_t>(arg.offset, args, 0);
-}
+// Of addresses a key has the alignment, and whether there is one.
+struct KeySink {
+  std::vector<uint64_t>& words;
+  bool structure(uint64_t word) {
+    words.push_back(word);
+    return true;
+  }
+  void same(uint64_t word) { words.push_back(word); }
+  void number(uint64_t word) { words.push_back(word); }
+  void address(uint64_t word) { words.push_back(alignment_of(word)); }
+};
 
 }  // namespace
-
-[[gnu::always_inline]] inline void PlanKey::add(uint64_t word) {
-  if (count_ < few_.size()) [[likely]] {
-    few_[count_] = word;
-  } else {
-    add_beyond(word);
-  }
-  // Each word by a factor of its own, so that no multiplication waits for the one before.
-  sum_ += word * (2 * count_ + 1) * 0x9e3779b97f4a7c15u;
-  ++count_;
-}
-
-void PlanKey::add_beyond(uint64_t word) {
-  if (many_.empty()) many_.assign(few_.begin(), few_.end());
-  many_.push_back(word);
-}
-
-void PlanKey::add_tensor(const te_fl_tensor* t) {
-  if (t == nullptr) return add(0);
-  const te_fl_dltensor& dl = t->dl;
-  const te_fl_quant* quant = t->quant;
-  // Sizes of structs are below 2^16: a caller of later headers may have members that only its
-  // implementation knows.
-  add(1 | (dl.strides != nullptr ? 2 : 0) | (quant != nullptr ? 4 : 0) |
-      alignment_of(first_byte(t)) << 8 | uint64_t{dl.dtype.code} << 16 |
-      uint64_t{dl.dtype.bits} << 24 | uint64_t{dl.dtype.lanes} << 32 |
-      uint64_t{t->struct_size} << 48);
-  add(pair_of(t->provider, static_cast<uint32_t>(dl.ndim)));
-  add(pair_of(static_cast<uint32_t>(dl.device.type), static_cast<uint32_t>(dl.device.index)));
-  for (int i = 0; i < dl.ndim; ++i) add(static_cast<uint64_t>(dl.shape[i]));
-  for (int i = 0; dl.strides != nullptr && i < dl.ndim; ++i) {
-    add(static_cast<uint64_t>(dl.strides[i]));
-  }
-  if (quant == nullptr) return;
-  add(alignment_of(quant->columnwise_data) | alignment_of(quant->scale_inv) << 4 |
-      alignment_of(quant->columnwise_scale_inv) << 8 | alignment_of(quant->amax) << 12 |
-      alignment_of(quant->scale) << 16 | uint64_t{quant->scaling & 0xffff} << 32 |
-      uint64_t{quant->struct_size} << 48);
-  add(pair_of(quant->flags, std::bit_cast<uint32_t>(quant->amax_epsilon)));
-}
 
 // What prepare() may read of a record: of one that the op is to fill in, the storage alone; what
 // else stands there is left over from an earlier call.
@@ -93,7 +60,8 @@ void PlanKey::add_record(const te_fl_arg_desc& arg, const te_fl_saved* record) {
   const char* producer = read ? record->producer : nullptr;
   add(1 | (read && record->opaque != 0 ? 2 : 0) | (producer != nullptr ? 4 : 0) |
       uint64_t{record->struct_size} << 32);
-  add_tensor(record->storage);
+  KeySink sink{words_};
+  core::walk_tensor(record->storage, sink);
   if (producer != nullptr) add_text(producer);
 }
 
@@ -163,30 +131,25 @@ bool PlanKey::is_of(std::string_view key, const Device& device) {
   return key.starts_with(begin.text());
 }
 
-void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context) {
-  count_ = sum_ = 0;
-  many_.clear();
+void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_context& context) {
+  const te_fl_op_schema& schema = op.schema();
+  words_.clear();
   add_device(context);
-  // A call that is captured gets the plan that was made before capture, when all is allowed; and
-  // what is looked at besides changes no plan.
-  add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE},
-              context.rng.state != nullptr));
-  uint32_t size;
-  std::memcpy(&size, args, sizeof size);
-  add(size);
+  add(context_word(context));
+  const uint32_t size = core::struct_size_of(args);
+  const auto* all = static_cast<const std::byte*>(args);
+  std::vector<std::byte> padded;  // 0 beyond a shorter struct, whose size is in the key
+  if (size < schema.args_size) {
+    padded.resize(schema.args_size);
+    std::copy(all, all + size, padded.begin());
+    all = padded.data();
+  }
+  KeySink sink{words_};
+  core::walk_call(op.layout(), all, sink);
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    if (arg.type == TE_FL_ARG_TENSOR) {
-      add_tensor(tensor_argument(arg, args));
-    } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
-      const TensorList list = list_argument(arg, args);
-      add(static_cast<uint64_t>(list.count));
-      for (int64_t k = 0; k < list.count; ++k) add_tensor(list.data[k]);
-    } else if (arg.type == TE_FL_ARG_SAVED) {
-      add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
-    } else {
-      add(scalar(arg, args));
-    }
+    if (arg.type != TE_FL_ARG_SAVED) continue;
+    add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
   }
   add_sharing(schema, args);
 }
@@ -275,17 +238,6 @@ void PlanCache::drop_oldest() {
 size_t PlanCache::size() const {
   std::lock_guard lock(mutex);
   return plans_.size() + retired_.size();
-}
-
-const Plan* PlanCacheFront::find(uint64_t impl, uint64_t hash, std::string_view key) noexcept {
-  const uint64_t now = g_plan_generation.load(std::memory_order_acquire);
-  if (now != generation_) {
-    entries_.fill({});
-    generation_ = now;
-    return nullptr;
-  }
-  const Entry& entry = entries_[hash % kEntries];
-  return entry.impl == impl && entry.hash == hash && entry.plan->key == key ? entry.plan : nullptr;
 }
 
 }  // namespace te_fl::registry

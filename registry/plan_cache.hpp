@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -10,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/op/op_table.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/plugin.h"
 
@@ -69,58 +69,31 @@ extern std::atomic<uint64_t> g_plan_generation;
 // Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
 // bytes), scaling modes, which parts are present, which outputs begin where another argument does,
 // scalars, the saved record, device, context flags, and whether the random state is the device's.
-// tests/registry/plan_key_test.cpp lists every member, and why the others are left out. It is made
-// before every warm call: of whole words, whose hash is taken as they come.
+// tests/registry/plan_key_test.cpp lists every member, and why the others are left out.
 class PlanKey {
  public:
-  void set(const te_fl_op_schema& schema, const void* args, const te_fl_context& context);
-  std::string_view text() const noexcept {
-    const void* words = many_.empty() ? few_.data() : many_.data();
-    return {static_cast<const char*>(words), count_ * sizeof(uint64_t)};
+  void set(const core::CompiledOp& op, const void* args, const te_fl_context& context);
+  // What the key says of a context besides the device. A call that is captured gets the plan that
+  // was made before capture, when all is allowed; and what is looked at besides changes no plan.
+  static uint64_t context_word(const te_fl_context& context) noexcept {
+    return (context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE}) |
+           uint64_t{context.rng.state != nullptr} << 32;
   }
-  uint64_t hash() const noexcept { return sum_ ^ sum_ >> 32; }
+  std::string_view text() const noexcept {
+    return {reinterpret_cast<const char*>(words_.data()), words_.size() * sizeof(uint64_t)};
+  }
   // Whether `key` is that of a call on `device`.
   static bool is_of(std::string_view key, const Device& device);
 
  private:
   void add_device(const te_fl_context& context);
-  void add(uint64_t word);
-  void add_beyond(uint64_t word);
-  void add_tensor(const te_fl_tensor* t);
+  void add(uint64_t word) { words_.push_back(word); }
   void add_record(const te_fl_arg_desc& arg, const te_fl_saved* record);
   void add_text(std::string_view text);
   void add_sharing(const te_fl_op_schema& schema, const void* args);
   void add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out);
 
-  uint64_t sum_ = 0;
-  size_t count_ = 0;
-  std::array<uint64_t, 128> few_;
-  std::vector<uint64_t> many_;  // all of them, if `few_` is too small
-};
-
-// A thread's recent plans, so that a warm call takes no lock. An entry is dereferenced only for a
-// live implementation (by its number, which is never given again) and while no plan has been
-// dropped.
-class PlanCacheFront {
- public:
-  static constexpr uint32_t kEntries = 64;
-  const Plan* find(uint64_t impl, uint64_t hash, std::string_view key) noexcept;
-  void insert(uint64_t impl, uint64_t hash, const Plan* plan) noexcept {
-    entries_[hash % kEntries] = {impl, hash, plan};
-  }
-  // For the key of the call that is being made ready. Kept here, since a warm call has no room to
-  // set up.
-  PlanKey& scratch() noexcept { return scratch_; }
-
- private:
-  struct Entry {
-    uint64_t impl = 0;
-    uint64_t hash = 0;
-    const Plan* plan = nullptr;
-  };
-  uint64_t generation_ = 0;
-  std::array<Entry, kEntries> entries_{};
-  PlanKey scratch_;
+  std::vector<uint64_t> words_;
 };
 
 }  // namespace te_fl::registry

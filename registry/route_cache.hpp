@@ -6,8 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "core/op/op_memo.hpp"
+#include "core/op/call_memo.hpp"
 #include "core/op/op_table.hpp"
+#include "registry/known_call.hpp"
 
 namespace te_fl::registry {
 
@@ -48,13 +49,13 @@ struct Route {
   bool deterministic = false;
 };
 
-// One cached choice. `fast` is set if the first implementation serves such a call by run() alone,
-// or after supports() where it has one.
+// One cached choice.
 struct alignas(64) RouteEntry {
   uint64_t table = 0;  // Table::id; a table's pointers are used only with that table
   RouteKey key;
-  const Implementation* fast = nullptr;
-  std::atomic<uint64_t>* counter = nullptr;  // of the first implementation
+  // The first implementation, if it may serve such a call on the caller's own arguments; else null.
+  const Implementation* first = nullptr;
+  std::atomic<uint64_t>* counter = nullptr;  // of `first`
   std::unique_ptr<const Route> route;
 };
 static_assert(sizeof(RouteEntry) == 64);
@@ -92,17 +93,12 @@ class RouteCache {
 // A thread's choices of prepared handles, by the handle's number.
 struct alignas(64) HandleEntry {
   uint64_t handle = 0;
-  uint64_t table = 0;
-  uint32_t policy = 0;
-  bool capturing = false;
-  const Implementation* fast = nullptr;
-  std::atomic<uint64_t>* counter = nullptr;
+  KnownCall known;       // of `last`
   core::ExactMemo last;  // a call of the handle that was in order
   uint32_t misses = 0;   // calls since that were not the same
 
   void take(uint64_t number) noexcept {
     handle = number;
-    table = 0;
     misses = 0;
     last.forget();
   }

@@ -7,8 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "core/op/op_memo.hpp"
+#include "core/op/call_memo.hpp"
 #include "registry/epoch.hpp"
+#include "registry/known_call.hpp"
 #include "registry/plan_cache.hpp"
 #include "registry/route_cache.hpp"
 #include "registry/workspace.hpp"
@@ -39,10 +40,10 @@ class CallCounters {
 // What dispatch keeps per thread. Made by the thread's first call, reclaimed when the thread ends.
 struct ThreadRecord {
   EpochSlot slot;
-  core::CheckMemo memo;
+  core::CallMemo<KnownCall> calls;
   RouteCache routes;
   HandleCache handles;
-  PlanCacheFront plans;
+  PlanKey plan_key;  // of the call that is being made ready
   CallCounters counters;
   HostArenas arenas;
 };

@@ -93,7 +93,7 @@ class ArgsView {
   uint32_t size_ = 0;
 };
 
-struct FastOp;  // core/op_fast.cpp
+struct CallLayout;  // core/op/call_words.hpp
 
 struct CompiledOp::Impl {
   Impl();
@@ -114,8 +114,7 @@ struct CompiledOp::Impl {
   SymbolNames symbols;
   int saved = -1;
   bool enquiry = false;
-  bool has_newer = false;        // some argument's since is above 1
-  std::unique_ptr<FastOp> fast;  // null if the op has none
+  std::unique_ptr<const CallLayout> layout;
 
   // Whether the op reads the argument's present contents.
   bool reads(const Arg& arg, const ArgsView& view) const noexcept {
@@ -141,9 +140,5 @@ struct CompiledOp::Impl {
 // The device that two tensors of one call agree on; false if they do not. Pinned memory goes with
 // the host and with its own chip.
 bool merge_devices(Device& into, const Device& next) noexcept;
-
-// Whether the fast path finds the call in order; false means only that it is not sure.
-bool fast_check(const FastOp& fast, const void* args, Signature& out) noexcept;
-std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op);
 
 }  // namespace te_fl::core

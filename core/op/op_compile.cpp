@@ -7,7 +7,7 @@
 #include "core/base/abi_struct.hpp"
 #include "core/base/text.hpp"
 #include "core/op/compiled_op.hpp"
-#include "core/op/op_fast.hpp"
+#include "core/op/call_words.hpp"
 
 namespace te_fl::core {
 namespace {
@@ -215,7 +215,6 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
     TE_FL_RETURN_IF_ERROR(compile_scalar(desc, arg));
     scalars.push_back(static_cast<uint8_t>(index));
   }
-  has_newer |= arg.since > 1;
   args.push_back(arg);
   return {};
 }
@@ -331,7 +330,7 @@ Status CompiledOp::Impl::compile(const te_fl_op_schema& from) {
   for (uint32_t i = 0; i < schema.arg_count; ++i) TE_FL_RETURN_IF_ERROR(compile_references(i));
   enquiry = (schema.flags & TE_FL_SCHEMA_ENQUIRY) != 0;
   order_tensors();
-  fast = make_fast(*this);
+  layout = make_layout(*this);
   return {};
 }
 

@@ -117,6 +117,12 @@ bool Finder::run(Signature& out) noexcept {
   return good;
 }
 
+bool Finder::numbers(Signature& out) noexcept {
+  if (!check_struct() || !check_scalars()) return false;
+  out.version = signature_.version;
+  return true;
+}
+
 bool Finder::check_struct() noexcept {
   if (raw_ == nullptr) return fail(Problem::kNullArgs, -1);
   if (args_.size() < op_.schema.args_size_v1) return fail(Problem::kArgsSize, -1);

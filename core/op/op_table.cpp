@@ -7,7 +7,7 @@
 #include "core/base/text.hpp"
 #include "core/op/compiled_op.hpp"
 #include "core/op/op_finder.hpp"
-#include "core/op/op_memo.hpp"
+#include "core/op/call_words.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::core {
@@ -47,7 +47,8 @@ void for_each_tensor(const CompiledOp::Impl& op, const void* raw, F&& f) {
 
 }  // namespace
 
-CompiledOp::CompiledOp(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+CompiledOp::CompiledOp(std::unique_ptr<Impl> impl)
+    : impl_(std::move(impl)), layout_(impl_->layout.get()) {}
 CompiledOp::~CompiledOp() = default;
 
 Result<std::unique_ptr<const CompiledOp>> CompiledOp::compile(const te_fl_op_schema& schema) {
@@ -60,52 +61,7 @@ Result<std::unique_ptr<const CompiledOp>> CompiledOp::compile(const te_fl_op_sch
 const te_fl_op_schema& CompiledOp::schema() const noexcept { return impl_->schema; }
 
 bool CompiledOp::check(const void* args, Signature& out) const noexcept {
-  if (impl_->fast != nullptr && fast_check(*impl_->fast, args, out)) return true;
   return Finder(*impl_, args).run(out);
-}
-
-bool CompiledOp::check(const void* args, Signature& out, CheckMemo& memo) const noexcept {
-  CheckMemo::Slot* slot = nullptr;
-  if (impl_->fast != nullptr) {
-    if (check_known(*impl_->fast, args, memo, out, slot)) return true;
-    if (fast_check(*impl_->fast, args, out)) {
-      if (slot != nullptr) remember(*impl_->fast, args, out, *slot);
-      return true;
-    }
-  }
-  return Finder(*impl_, args).run(out);
-}
-
-void remember_exactly(const CompiledOp& op, const void* args, ExactMemo& memo) noexcept {
-  memo.forget();
-  const te_fl_op_schema& schema = op.schema();
-  const ArgsView view(args);
-  const uint32_t size = view.size();
-  // Padding may hold anything; such structs are merely recognised less often.
-  if (size > ExactMemo::kMaxArgs || size % 8 != 0) return;
-  uint32_t count = 0;
-  for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    const te_fl_arg_desc& arg = *schema.args[i];
-    // What lies behind other pointers is not compared.
-    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_SAVED) return;
-    if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;
-    const auto* t = view.read<const te_fl_tensor*>(arg.offset);
-    if (t == nullptr) continue;
-    if (t->struct_size < sizeof(te_fl_tensor) || count == ExactMemo::kMaxTensors) return;
-    const te_fl_dltensor& dl = t->dl;
-    const bool plain = t->quant == nullptr && dl.strides == nullptr &&
-                       dl.ndim <= static_cast<int32_t>(ExactMemo::kMaxRank);
-    if (!plain) return;
-    ExactMemo::One& one = memo.tensors_[count++];
-    std::memcpy(one.bytes, t, sizeof(te_fl_tensor));
-    one.tensor = t;
-    one.shape = dl.shape;
-    one.rank = static_cast<uint32_t>(dl.ndim);
-    for (int32_t d = 0; d < dl.ndim; ++d) one.extents[d] = dl.shape[d];
-  }
-  std::memcpy(memo.args_, args, size);
-  memo.count_ = count;
-  memo.size_ = size;
 }
 
 bool CompiledOp::signature(const void* args, Signature& out) const noexcept {

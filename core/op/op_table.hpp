@@ -25,7 +25,7 @@ struct Signature {
   friend bool operator==(const Signature&, const Signature&) = default;
 };
 
-class CheckMemo;  // core/op_memo.hpp
+struct CallLayout;  // core/op/call_words.hpp
 
 // A schema with its shape rules compiled, checked for consistency. Immutable, thread-safe.
 class CompiledOp {
@@ -37,10 +37,11 @@ class CompiledOp {
   const te_fl_op_schema& schema() const noexcept;
   // Checks every argument and fills the signature: struct_size, pointers present, dtypes, scaling
   // modes and their required parts, shapes, devices, alignment, scalar ranges, enums, aliasing.
-  // Metadata only, no allocation, a few nanoseconds per tensor. false: check_status() says why.
+  // Metadata only, no allocation. false: check_status() says why. Calls like earlier ones are known
+  // to a CallMemo without it.
   bool check(const void* args, Signature& out) const noexcept;
-  // The same, faster for calls like those that `memo` has seen in order. A memo is one thread's.
-  bool check(const void* args, Signature& out, CheckMemo& memo) const noexcept;
+  // Where the argument struct has what.
+  const CallLayout& layout() const noexcept { return *layout_; }
   // The signature alone (no shape or scalar checks), for routing decisions.
   bool signature(const void* args, Signature& out) const noexcept;
   // The slow path: the first mistake in words, naming argument, what it was and what it must be.
@@ -64,6 +65,7 @@ class CompiledOp {
  private:
   explicit CompiledOp(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
+  const CallLayout* layout_;  // of impl_
 };
 
 }  // namespace te_fl::core

@@ -170,7 +170,7 @@ uint32_t description_of(const Call& call) {
   te_fl_context context = context_of(call, false, nullptr);
   context.rng = {};
   registry::PlanKey metadata;
-  metadata.set(call.row.compiled->schema(), call.args, context);
+  metadata.set(*call.row.compiled, call.args, context);
   const std::string key = (std::to_string(call.op) + ' ').append(metadata.text());
   {
     const std::lock_guard lock(mutex);

@@ -1,0 +1,170 @@
+#include "core/op/call_memo.hpp"
+
+#include <algorithm>
+
+#include "core/op/op_finder.hpp"
+
+namespace te_fl::core {
+namespace {
+
+constexpr uint64_t kPlanAlignment = 256;  // as far as a plan's key tells alignments apart
+constexpr uint64_t kMostAlignment = 8;    // of an element of any dtype
+
+uint64_t lowest_bit(uint64_t word) noexcept { return word & (~word + 1); }
+
+// Puts a call's addresses and numbers in the place of a record's, and looks at what they are.
+struct TakeOverSink {
+  uint64_t* at;
+  uint64_t begin = 0;  // where the tensor's memory begins
+  bool bad = false;    // less aligned, or absent where it was present
+  bool other = false;  // aligned otherwise
+  bool structure(uint64_t) noexcept {
+    ++at;
+    return true;
+  }
+  void same(uint64_t) noexcept { ++at; }
+  void number(uint64_t word) noexcept { *at++ = word; }
+  void address(uint64_t now) noexcept {
+    const uint64_t old = *at;
+    *at++ = now;
+    const uint64_t alignment = lowest_bit(old | kPlanAlignment);
+    bad |= (old == 0) != (now == 0) || (now & (std::min(alignment, kMostAlignment) - 1)) != 0;
+    other |= alignment != lowest_bit(now | kPlanAlignment);
+    if (begin == 0) begin = now;
+  }
+};
+
+typedef uint32_t Lanes __attribute__((vector_size(4 * CallLayout::kLanes)));
+
+bool any(const Lanes& lanes) noexcept {
+  uint64_t words[2];
+  std::memcpy(words, &lanes, sizeof words);
+  return (words[0] | words[1]) != 0;
+}
+
+struct Sharing {
+  bool forbidden = false;
+  bool allowed = false;
+};
+
+// Whether an output begins where another tensor begins. `begins` are hashes of the addresses: two
+// tensors that agree in them by chance are left to the Finder.
+Sharing find_sharing(const CallLayout& layout, const uint32_t* begins) noexcept {
+  Lanes forbidden{}, allowed{};
+  for (const CallLayout::Output& output : layout.outputs) {
+    const uint32_t begin = begins[output.tensor];
+    for (size_t i = 0; i < layout.lanes; i += CallLayout::kLanes) {
+      const auto hits = static_cast<Lanes>(load_as<Lanes>(begins + i) == begin);
+      forbidden |= hits & load_as<Lanes>(output.forbidden + i);
+      allowed |= hits & load_as<Lanes>(output.allowed + i);
+    }
+  }
+  return {any(forbidden), any(allowed)};
+}
+
+void note_begin(uint32_t* begins, size_t i, uint64_t begin) noexcept {
+  // No tensor, and most likely no tensor's hash.
+  begins[i] = begin == 0 ? static_cast<uint32_t>(i)
+                         : static_cast<uint32_t>((begin * 0x9e3779b97f4a7c15u) >> 32);
+}
+
+bool store(const CallLayout& layout, const void* args, std::vector<uint64_t>& words) noexcept {
+  try {
+    words.clear();
+    StoreSink sink{words};
+    walk_call(layout, static_cast<const std::byte*>(args), sink);
+    return true;
+  } catch (...) {  // out of memory
+    words.clear();
+    return false;
+  }
+}
+
+// Takes the call's addresses and numbers over. False: the Finder is to look at them.
+bool replace(const CallLayout& layout, const void* raw, CallRecord& record, bool& other) noexcept {
+  const auto* args = static_cast<const std::byte*>(raw);
+  alignas(16) uint32_t begins[CallLayout::kMaxTensors] = {};
+  TakeOverSink sink{record.words.data() + 1};  // behind the struct's size
+  size_t i = 0;
+  for (const uint32_t offset : layout.tensors) {
+    sink.begin = 0;
+    walk_tensor(load_as<const te_fl_tensor*>(args + offset), sink);
+    note_begin(begins, i++, sink.begin);
+  }
+  walk_rest(layout, args, sink);
+  const Sharing sharing = find_sharing(layout, begins);
+  record.shares = sharing.allowed;
+  other = sink.other;
+  return !sink.bad && !sharing.forbidden;
+}
+
+}  // namespace
+
+Changes take_over(const CallLayout& layout, const void* args, bool moved, bool renumbered,
+                  CallRecord& record) noexcept {
+  if (renumbered) {
+    Signature now;
+    if (!Finder(*layout.op, args).numbers(now) || now.version != record.signature.version) {
+      return Changes::kUnclear;
+    }
+  }
+  // Lists would have to be compared with each other.
+  if (layout.lanes == 0 || (moved && !layout.lists.empty())) return Changes::kUnclear;
+  const bool shared = record.shares;
+  bool other = false;
+  if (!replace(layout, args, record, other)) {
+    record.op = 0;
+    return Changes::kUnclear;
+  }
+  return renumbered || other || (moved && (shared || record.shares)) ? Changes::kPlan
+                                                                     : Changes::kNone;
+}
+
+bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
+                 const Signature& signature, CallRecord& record) noexcept {
+  record.op = 0;
+  if (!store(layout, args, record.words)) return false;
+  record.hash = hash;
+  record.signature = signature;
+  record.shares = true;  // where nobody looks
+  bool other = false;
+  if (layout.lanes != 0) replace(layout, args, record, other);
+  record.op = layout.number;
+  return true;
+}
+
+void ExactMemo::take(const CompiledOp& op, const void* args) noexcept {
+  forget();
+  const te_fl_op_schema& schema = op.schema();
+  const ArgsView view(args);
+  const uint32_t size = view.size();
+  // Padding may hold anything; such structs are merely recognised less often.
+  if (size > kMaxArgs || size % 8 != 0) return;
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    // What lies behind other pointers is not compared.
+    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_SAVED) return;
+    if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;
+    const auto* t = view.read<const te_fl_tensor*>(arg.offset);
+    if (t == nullptr) continue;
+    if (t->struct_size < sizeof(te_fl_tensor) || count == kMaxTensors) return;
+    const te_fl_dltensor& dl = t->dl;
+    const te_fl_quant* quant = t->quant;
+    if (dl.strides != nullptr || dl.ndim > static_cast<int32_t>(kMaxRank)) return;
+    if (quant != nullptr && quant->struct_size < sizeof *quant) return;
+    One& one = tensors_[count++];
+    std::memcpy(one.bytes, t, sizeof *t);
+    one.tensor = t;
+    one.shape = dl.shape;
+    one.rank = static_cast<uint32_t>(dl.ndim);
+    for (int32_t d = 0; d < dl.ndim; ++d) one.extents[d] = dl.shape[d];
+    one.quant = quant;
+    if (quant != nullptr) std::memcpy(one.parts, quant, sizeof *quant);
+  }
+  std::memcpy(args_, args, size);
+  count_ = count;
+  size_ = size;
+}
+
+}  // namespace te_fl::core

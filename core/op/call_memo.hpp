@@ -1,0 +1,305 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/base/abi_struct.hpp"
+#include "core/base/settings.hpp"
+#include "core/op/call_words.hpp"
+#include "core/op/op_table.hpp"
+#include "te_fl/tensor.hpp"
+
+// What a thread remembers of calls that were in order, so that a call like an earlier one is
+// recognised by comparing its words instead of checking every rule again. Exact: all that the rules
+// read is compared. A call on other memory or with other numbers is recognised too, once what the
+// rules say of those has been looked at again.
+namespace te_fl::core {
+
+struct CallRecord {
+  uint64_t op = 0;  // CallLayout::number; 0: empty
+  uint64_t hash = 0;
+  Signature signature;
+  bool shares = false;  // an output begins where another argument does
+  std::vector<uint64_t> words;
+};
+
+// Where to look for a call. False: it cannot be remembered, or is out of order.
+inline bool hash_call(const CallLayout& layout, const std::byte* args, uint64_t& hash) noexcept;
+
+// How a call differs from a record of the same words but for these.
+enum class Changes : uint8_t {
+  kNone,    // nothing that could matter to a plan
+  kPlan,    // it is in order, and a plan for the record may not serve it
+  kUnclear  // only the whole check can tell
+};
+
+// Looks at the addresses and numbers of a call that the record does not have, and takes them over
+// if they are in order.
+Changes take_over(const CallLayout& layout, const void* args, bool moved, bool renumbered,
+                  CallRecord& record) noexcept;
+// Fills the record with a call that the check found in order; false, and empty, if there is no
+// memory or the call is too long.
+bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
+                 const Signature& signature, CallRecord& record) noexcept;
+
+// The records of one thread, four ways. `Known` is what dispatch found out about the remembered
+// call: a default-made one knows nothing, `filled` says which call it is of, and forget_plan() is
+// called where a plan may not serve any more.
+template <class Known>
+class CallMemo {
+ public:
+  static constexpr uint32_t kSets = 64;
+  static constexpr uint32_t kWays = 4;
+  static constexpr size_t kMaxWords = 1 << 17;  // of all records
+
+  struct Slot : CallRecord {
+    Known known;
+    Slot* next = nullptr;  // which followed it when it was last made; never null in use
+  };
+
+  CallMemo() {
+    none_.next = &none_;
+    for (uint32_t s = 0; s < kSets; ++s) {
+      for (Slot& slot : sets_[s].slots) slot.next = &none_;
+    }
+  }
+  CallMemo(const CallMemo&) = delete;
+  CallMemo& operator=(const CallMemo&) = delete;
+
+  // The slot of the call, whose signature it has; null if it is not known. Then `hash` is where
+  // put() will put it, 0 if it cannot be remembered.
+  TE_FL_INLINE Slot* find(const CallLayout& layout, const void* raw, uint64_t& hash) noexcept {
+    hash = 0;
+    const auto* args = static_cast<const std::byte*>(raw);
+    if (load_as<uint32_t>(args) < layout.args_size) return nullptr;
+    if (g_validate.load(std::memory_order_relaxed)) return nullptr;
+    if (layout.saved_offset != 0 && load_as<const void*>(args + layout.saved_offset) != nullptr)
+      return nullptr;
+    // Programs make the same calls in the same order again and again, so the one that followed the
+    // last one is most likely this one, and its words can be compared at once.
+    Slot* const last = last_;
+    Slot* const next = last->next;
+    if (next->op == layout.number) [[likely]] {
+      CompareSink sink{next->words.data()};
+      if (walk_call(layout, args, sink) && sink.differs == 0) [[likely]] {
+        if ((sink.moved | sink.renumbered) == 0 || takes_over(layout, raw, sink, *next)) {
+          last_ = next;
+          return next;
+        }
+      }
+    }
+    Slot* const found = search(layout, raw, hash);
+    if (found != nullptr) last_ = last->next = found;
+    return found;
+  }
+
+  // Remembers a call that find() did not know and the check found in order. Null if it cannot be.
+  Slot* put(const CallLayout& layout, const void* args, uint64_t hash,
+            const Signature& signature) noexcept {
+    if (hash == 0) return nullptr;
+    Set& set = sets_[hash % kSets];
+    const uint32_t way = set.next;
+    Slot& slot = set.slots[way];
+    set.next = (way + 1) % kWays;
+    words_ -= slot.words.capacity();
+    const bool filled = fill_record(layout, args, hash, signature, slot);
+    words_ += slot.words.capacity();
+    set.hashes[way] = filled ? hash : 0;
+    slot.known = {};
+    slot.known.filled = new_number();
+    if (words_ > kMaxWords) forget_others(slot);
+    if (!filled) return nullptr;
+    last_ = last_->next = &slot;
+    return &slot;
+  }
+
+  // For Known::filled: never given again.
+  uint64_t new_number() noexcept { return ++fills_; }
+
+ private:
+  struct Set {
+    std::array<uint64_t, kWays> hashes{};
+    uint32_t next = 0;
+    std::array<Slot, kWays> slots;
+  };
+
+  // Whether a call of the slot's words but for addresses and numbers is in order; then it is the
+  // slot's.
+  static bool takes_over(const CallLayout& layout, const void* raw, const CompareSink& sink,
+                         Slot& slot) noexcept {
+    const Changes changes = take_over(layout, raw, sink.moved != 0, sink.renumbered != 0, slot);
+    if (changes != Changes::kNone) slot.known.forget_plan();
+    return changes != Changes::kUnclear;
+  }
+
+  // The slot of the call by its hash, which is found on the way.
+  [[gnu::noinline]] Slot* search(const CallLayout& layout, const void* raw,
+                                 uint64_t& hash) noexcept {
+    const auto* args = static_cast<const std::byte*>(raw);
+    if (!hash_call(layout, args, hash)) {
+      hash = 0;
+      return nullptr;
+    }
+    Set& set = sets_[hash % kSets];
+    for (uint32_t way = 0; way < kWays; ++way) {
+      if (set.hashes[way] != hash) continue;
+      Slot& slot = set.slots[way];
+      if (slot.op != layout.number) continue;
+      CompareSink sink{slot.words.data()};
+      if (!walk_call(layout, args, sink) || sink.differs != 0) continue;
+      if ((sink.moved | sink.renumbered) == 0 || takes_over(layout, raw, sink, slot)) return &slot;
+      set.next = way;  // the same call otherwise: put() replaces it
+      return nullptr;
+    }
+    return nullptr;
+  }
+
+  // Long lists take much room; then what else is remembered goes.
+  void forget_others(const Slot& kept) noexcept {
+    words_ = 0;
+    for (uint32_t s = 0; s < kSets; ++s) {
+      for (uint32_t way = 0; way < kWays; ++way) {
+        Slot& slot = sets_[s].slots[way];
+        if (&slot == &kept) continue;
+        slot.op = 0;
+        slot.known = {};
+        sets_[s].hashes[way] = 0;
+        std::vector<uint64_t>().swap(slot.words);
+      }
+    }
+    words_ = kept.words.capacity();
+  }
+
+  std::unique_ptr<Set[]> sets_ = std::make_unique<Set[]>(kSets);
+  Slot none_;            // never a call's
+  Slot* last_ = &none_;  // of the last call
+  size_t words_ = 0;
+  uint64_t fills_ = 0;
+};
+
+// One call, byte for byte: its argument struct, the structs that it points to and their extents.
+// For callers that make the same call with the same tensor objects again and again, as those of a
+// prepared handle do. It knows no member but the pointers, which it follows in the order in which
+// they are found equal.
+class ExactMemo {
+ public:
+  static constexpr uint32_t kMaxArgs = 256;  // bytes of the argument struct
+  static constexpr uint32_t kMaxTensors = 12;
+  static constexpr uint32_t kMaxRank = 4;
+
+  // Whether this is the call. Nothing else needs to be checked then.
+  bool is(const void* raw) const noexcept {
+    if (size_ == 0 || raw == nullptr || g_validate.load(std::memory_order_relaxed)) return false;
+    const auto* args = static_cast<const char*>(raw);
+    if (load_as<uint32_t>(args) != size_) return false;
+    uint64_t other = 0;
+    const uint64_t* expected = args_;
+    for (const char *at = args, *end = args + size_; at != end; at += 8) {
+      other |= load_as<uint64_t>(at) ^ *expected++;
+    }
+    if (other != 0) return false;  // the pointers below are the caller's own
+    Words differs{};
+    for (const One* one = tensors_; one != tensors_ + count_; ++one) {
+      const auto* t = reinterpret_cast<const char*>(one->tensor);
+      // The struct is as long, and what it points to is where it was.
+      if (load_as<uint64_t>(t) != one->bytes[0]) return false;
+      if (load_as<const int64_t*>(t + kShapeOffset) != one->shape) return false;
+      for (uint32_t at = 0; at < sizeof(te_fl_tensor); at += 16) {
+        differs |= load_as<Words>(t + at) ^ load_as<Words>(one->bytes + at / 8);
+      }
+      if (one->rank == 2) {
+        differs |= load_as<Words>(one->shape) ^ load_as<Words>(one->extents);
+      } else {
+        for (uint32_t d = 0; d < one->rank; ++d) {
+          differs[0] |= static_cast<uint64_t>(one->shape[d] ^ one->extents[d]);
+        }
+      }
+      if (one->quant == nullptr) [[likely]]
+        continue;
+      if (load_as<const void*>(t + offsetof(te_fl_tensor, quant)) != one->quant) return false;
+      if (load_as<uint64_t>(one->quant) != one->parts[0]) return false;
+      const auto* q = reinterpret_cast<const char*>(one->quant);
+      for (uint32_t at = 8; at < sizeof(te_fl_quant); at += 8) {
+        differs[1] |= load_as<uint64_t>(q + at) ^ one->parts[at / 8];
+      }
+    }
+    return (differs[0] | differs[1]) == 0;
+  }
+  void forget() noexcept { size_ = 0; }
+  // Takes a call that check() found in order, or becomes empty if it is not of the kind.
+  void take(const CompiledOp& op, const void* args) noexcept;
+
+ private:
+  typedef uint64_t Words __attribute__((vector_size(16)));
+  static constexpr size_t kShapeOffset =
+      offsetof(te_fl_tensor, dl) + offsetof(te_fl_dltensor, shape);
+  struct alignas(16) One {
+    uint64_t bytes[sizeof(te_fl_tensor) / 8];
+    int64_t extents[kMaxRank];
+    uint64_t parts[sizeof(te_fl_quant) / 8];
+    const te_fl_tensor* tensor;
+    const int64_t* shape;
+    const te_fl_quant* quant;
+    uint32_t rank;
+  };
+  static_assert(sizeof(te_fl_tensor) % 16 == 0 && sizeof(te_fl_quant) % 8 == 0);
+
+  uint32_t size_ = 0;  // of the argument struct; 0: empty
+  uint32_t count_ = 0;
+  uint64_t args_[kMaxArgs / 8];
+  One tensors_[kMaxTensors];
+};
+
+// Odd factors, one for each extent that a hash takes in, so that no multiplication waits for
+// another.
+inline constexpr auto kHashFactors = [] {
+  std::array<uint64_t, CallLayout::kMaxHashed * kMaxRank + 1> factors{};
+  uint64_t state = 0;
+  for (uint64_t& factor : factors) {
+    state += 0x9e3779b97f4a7c15u;
+    uint64_t z = (state ^ state >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    factor = (z ^ z >> 31) | 1;
+  }
+  return factors;
+}();
+
+TE_FL_INLINE bool hash_call(const CallLayout& layout, const std::byte* args,
+                            uint64_t& hash) noexcept {
+  uint64_t sum = layout.number * 0x9e3779b97f4a7c15u;
+  const uint64_t* factor = kHashFactors.data();
+  const auto add = [&](const te_fl_tensor* t) __attribute__((always_inline)) {
+    if (t == nullptr || load_as<uint32_t>(t) < kLeastTensor) return false;
+    const te_fl_dltensor& dl = t->dl;
+    const auto rank = static_cast<uint32_t>(dl.ndim);
+    const int64_t* const shape = dl.shape;
+    if (rank > kMaxRank || shape == nullptr) return rank == 0;
+    if (rank == 2) [[likely]] {
+      sum +=
+          static_cast<uint64_t>(shape[0]) * factor[0] + static_cast<uint64_t>(shape[1]) * factor[1];
+    } else {
+      for (uint32_t d = 0; d < rank; ++d) sum += static_cast<uint64_t>(shape[d]) * factor[d];
+    }
+    factor += kMaxRank;
+    return true;
+  };
+  for (const uint32_t offset : layout.hashed) {
+    if (!add(load_as<const te_fl_tensor*>(args + offset))) return false;
+  }
+  if (layout.hashed.empty() && !layout.lists.empty()) {
+    const CallLayout::List& list = layout.lists.front();
+    const auto* items = load_as<const te_fl_tensor* const*>(args + list.offset);
+    const auto count = load_as<int64_t>(args + list.count_offset);
+    sum += static_cast<uint64_t>(count) * *factor++;
+    if (items != nullptr && count > 0 && !add(items[0])) return false;
+  }
+  hash = sum ^ sum >> 29 ^ sum >> 47;
+  if (hash == 0) hash = 1;
+  return true;
+}
+
+}  // namespace te_fl::core

@@ -1,0 +1,78 @@
+#include "core/op/call_words.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+namespace te_fl::core {
+namespace {
+
+std::atomic<uint64_t> g_numbers{1};
+
+bool is_wide(const Arg& arg) { return arg.type == TE_FL_ARG_I64 || arg.type == TE_FL_ARG_F64; }
+bool decides(const Arg& arg) { return arg.type == TE_FL_ARG_BOOL || arg.type == TE_FL_ARG_ENUM; }
+
+// Neighbours of 4 bytes and one kind are read together.
+void add_scalar(CallLayout& layout, const Arg& arg) {
+  const CallLayout::Scalar scalar{arg.offset, is_wide(arg), decides(arg)};
+  if (!layout.scalars.empty()) {
+    CallLayout::Scalar& last = layout.scalars.back();
+    const bool joins = !last.wide && !scalar.wide && last.structure == scalar.structure;
+    if (joins && last.offset + sizeof(uint32_t) == scalar.offset) {
+      last.wide = true;
+      return;
+    }
+  }
+  layout.scalars.push_back(scalar);
+}
+
+CallLayout::Output make_output(const CompiledOp::Impl& op, const std::vector<uint8_t>& tensors,
+                               uint32_t number) {
+  CallLayout::Output output{};
+  output.tensor = number;
+  const Arg& arg = op.args[tensors[number]];
+  for (uint32_t j = 0; j < tensors.size(); ++j) {
+    if (j == number) continue;
+    const bool allowed = (arg.may_alias >> tensors[j] & 1) != 0;
+    (allowed ? output.allowed : output.forbidden)[j] = ~0u;
+  }
+  return output;
+}
+
+}  // namespace
+
+CompiledOp::Impl::Impl() = default;
+CompiledOp::Impl::~Impl() = default;
+
+std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op) {
+  auto layout = std::make_unique<CallLayout>();
+  layout->op = &op;
+  layout->number = g_numbers.fetch_add(1, std::memory_order_relaxed);
+  layout->args_size = op.schema.args_size;
+  std::vector<uint8_t> tensors;  // arguments, as numbered in layout->tensors
+  for (size_t i = 0; i < op.args.size(); ++i) {
+    const Arg& arg = op.args[i];
+    if (arg.is_tensor()) {
+      layout->tensors.push_back(arg.offset);
+      tensors.push_back(static_cast<uint8_t>(i));
+      const bool told = !arg.is(TE_FL_ARG_OPTIONAL) && !arg.writes();
+      if (told && layout->hashed.size() < CallLayout::kMaxHashed) {
+        layout->hashed.push_back(arg.offset);
+      }
+    } else if (arg.is_list()) {
+      layout->lists.push_back({arg.offset, arg.count_offset});
+    } else if (arg.type == TE_FL_ARG_SAVED) {
+      layout->saved_offset = arg.offset;
+    } else {
+      add_scalar(*layout, arg);
+    }
+  }
+  if (tensors.size() > CallLayout::kMaxTensors) return layout;
+  layout->lanes =
+      (tensors.size() + CallLayout::kLanes - 1) / CallLayout::kLanes * CallLayout::kLanes;
+  for (uint32_t i = 0; i < tensors.size(); ++i) {
+    if (op.args[tensors[i]].writes()) layout->outputs.push_back(make_output(op, tensors, i));
+  }
+  return layout;
+}
+
+}  // namespace te_fl::core

@@ -1,0 +1,160 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "core/op/compiled_op.hpp"
+
+// A call's metadata as a sequence of words: the one place that lists what a caller's structs say.
+// Recognising a call, remembering one and the key of its plan are all made from it, so a member
+// that is added to a tensor is added here once.
+namespace te_fl::core {
+
+// The code below stands on the way of every call.
+#define TE_FL_INLINE [[gnu::always_inline]] inline
+
+template <class T>
+TE_FL_INLINE T load_as(const void* p) noexcept {
+  T value;
+  std::memcpy(&value, p, sizeof value);
+  return value;
+}
+
+// Where an op's argument struct has what; compiled once.
+struct CallLayout {
+  struct List {
+    uint32_t offset, count_offset;
+  };
+  // Scalars, 4 or 8 bytes at a time. What decides which rules hold (bools, enums) is structure: a
+  // call with another value is another call. A number may change from call to call.
+  struct Scalar {
+    uint32_t offset;
+    bool wide;
+    bool structure;
+  };
+  // An output, and with which tensors it may not share memory, and with which it may.
+  static constexpr size_t kMaxTensors = 32;
+  static constexpr size_t kLanes = 4;
+  struct Output {
+    alignas(16) uint32_t forbidden[kMaxTensors];
+    alignas(16) uint32_t allowed[kMaxTensors];
+    uint32_t tensor;  // number in `tensors`
+  };
+
+  static constexpr size_t kMaxHashed = 2;
+
+  const CompiledOp::Impl* op = nullptr;
+  uint64_t number = 0;  // unique in the process, never given again
+  uint32_t args_size = 0;
+  uint32_t saved_offset = 0;  // 0: the op has no saved record
+  std::vector<uint32_t> tensors;
+  std::vector<List> lists;
+  std::vector<Scalar> scalars;
+  std::vector<uint32_t> hashed;  // required inputs whose extents tell calls apart
+  std::vector<Output> outputs;
+  size_t lanes = 0;  // tensors, rounded up to kLanes; 0: too many to look at them together
+};
+
+std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op);
+
+// A sink takes the words in order. structure() says whether what follows may be read: it has the
+// same extent as what was remembered. same() takes what must be equal, address() where memory
+// begins (0: nowhere), number() a scalar that may change.
+template <class Sink>
+TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
+  if (t == nullptr) return sink.structure(0);
+  if (!sink.structure(load_as<uint64_t>(t))) return false;  // struct_size and provider
+  const te_fl_dltensor& dl = t->dl;
+  static_assert(offsetof(te_fl_dltensor, dtype) == offsetof(te_fl_dltensor, ndim) + 4);
+  if (!sink.structure(load_as<uint64_t>(&dl.ndim))) return false;  // rank and dtype
+  const int64_t* const shape = dl.shape;
+  const int64_t* const strides = dl.strides;
+  const te_fl_quant* const quant = t->quant;
+  const int present = (strides != nullptr) | (quant != nullptr) << 1;
+  if (!sink.structure(static_cast<uint64_t>(present))) return false;
+  sink.same(load_as<uint64_t>(&dl.device));
+  sink.address(dl.data == nullptr ? 0 : reinterpret_cast<uintptr_t>(dl.data) + dl.byte_offset);
+  const int32_t rank = dl.ndim;
+  if (shape == nullptr && rank != 0) [[unlikely]]
+    return false;
+  if (rank == 2) [[likely]] {
+    sink.same(static_cast<uint64_t>(shape[0]));
+    sink.same(static_cast<uint64_t>(shape[1]));
+  } else {
+    for (int32_t d = 0; d < rank; ++d) sink.same(static_cast<uint64_t>(shape[d]));
+  }
+  if (strides != nullptr) [[unlikely]] {
+    for (int32_t d = 0; d < rank; ++d) sink.same(static_cast<uint64_t>(strides[d]));
+  }
+  if (quant == nullptr) [[likely]]
+    return true;
+  static_assert(offsetof(te_fl_quant, scaling) == 4 && offsetof(te_fl_quant, amax_epsilon) == 12);
+  if (!sink.structure(load_as<uint64_t>(quant))) return false;  // struct_size and scaling
+  sink.same(load_as<uint64_t>(&quant->flags));                  // and amax_epsilon
+  sink.address(reinterpret_cast<uintptr_t>(quant->columnwise_data));
+  sink.address(reinterpret_cast<uintptr_t>(quant->scale_inv));
+  sink.address(reinterpret_cast<uintptr_t>(quant->columnwise_scale_inv));
+  sink.address(reinterpret_cast<uintptr_t>(quant->amax));
+  sink.address(reinterpret_cast<uintptr_t>(quant->scale));
+  return true;
+}
+
+// The arguments behind the tensors.
+template <class Sink>
+TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sink& sink) {
+  for (const CallLayout::Scalar& scalar : layout.scalars) {
+    const std::byte* at = args + scalar.offset;
+    const uint64_t word = scalar.wide ? load_as<uint64_t>(at) : load_as<uint32_t>(at);
+    if (scalar.structure) {
+      sink.same(word);
+    } else {
+      sink.number(word);
+    }
+  }
+  for (const CallLayout::List& list : layout.lists) {
+    const auto* items = load_as<const te_fl_tensor* const*>(args + list.offset);
+    const auto count = load_as<int64_t>(args + list.count_offset);
+    if (!sink.structure(items == nullptr ? 0 : static_cast<uint64_t>(count))) return false;
+    for (int64_t k = 0; items != nullptr && k < count; ++k) {
+      if (!walk_tensor(items[k], sink)) return false;
+    }
+  }
+  return true;
+}
+
+// Every argument but a saved record. The struct must be as long as the op's.
+template <class Sink>
+TE_FL_INLINE bool walk_call(const CallLayout& layout, const std::byte* args, Sink& sink) {
+  if (!sink.structure(load_as<uint32_t>(args))) return false;  // its size
+  for (const uint32_t offset : layout.tensors) {
+    if (!walk_tensor(load_as<const te_fl_tensor*>(args + offset), sink)) return false;
+  }
+  return walk_rest(layout, args, sink);
+}
+
+// Puts the words of a call that is in order one after the other.
+struct StoreSink {
+  std::vector<uint64_t>& words;
+  bool structure(uint64_t word) {
+    words.push_back(word);
+    return true;
+  }
+  void same(uint64_t word) { words.push_back(word); }
+  void address(uint64_t word) { words.push_back(word); }
+  void number(uint64_t word) { words.push_back(word); }
+};
+
+// Compares a call with the words of one that was in order.
+struct CompareSink {
+  const uint64_t* at;
+  uint64_t differs = 0, moved = 0, renumbered = 0;
+  TE_FL_INLINE bool structure(uint64_t word) noexcept { return *at++ == word; }
+  TE_FL_INLINE void same(uint64_t word) noexcept { differs |= *at++ ^ word; }
+  TE_FL_INLINE void address(uint64_t word) noexcept { moved |= *at++ ^ word; }
+  TE_FL_INLINE void number(uint64_t word) noexcept { renumbered |= *at++ ^ word; }
+};
+
+}  // namespace te_fl::core

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace te_fl::registry {
+
+struct Implementation;
+struct Plan;
+
+// What a thread knows of a call that it has made before: who serves it and by which plan. Its
+// pointers are used only for the table, and while no plan has been dropped, since they were found.
+struct KnownCall {
+  uint64_t filled = 0;  // which call this is; another number is another call
+  uint64_t table = 0;   // Table::id; 0: nothing is known of the route
+  uint32_t policy = 0;
+  bool capturing = false;
+  bool deterministic = false;
+  // The route's first implementation, if it may serve such calls on the caller's own arguments;
+  // else null.
+  const Implementation* first = nullptr;
+  std::atomic<uint64_t>* counter = nullptr;  // of `first`
+
+  const Plan* plan = nullptr;
+  uint64_t plan_of = 0;          // Implementation::number
+  uint64_t plan_generation = 0;  // g_plan_generation when it was found
+  uint64_t plan_context = 0;     // what the key says of the context besides the device
+
+  void forget_plan() noexcept { plan = nullptr; }
+};
+
+}  // namespace te_fl::registry
