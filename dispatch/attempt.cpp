@@ -92,6 +92,7 @@ struct Attempt {
     // after.
     if (known != nullptr && known->plan != nullptr && known->plan_of == impl.number &&
         known->plan_generation == generation && known->plan_context == said && !call.capturing) {
+      known->plan->use();
       context.plan = known->plan->plan;
       return TE_FL_OK;
     }

@@ -17,14 +17,13 @@
 namespace te_fl::registry {
 
 std::atomic<uint64_t> g_plan_generation{1};
+std::atomic<uint64_t> g_plan_tick{0};
 
 namespace {
 
 // Guards every PlanCache. Plugins are never entered while it is held.
 constinit core::ForkMutex mutex(core::LockLevel::kPlans);
 const core::ForkMutex::Registration registration(mutex);
-
-uint64_t g_tick = 0;  // advances with every insertion; guarded by the mutex
 
 // log2 of the alignment, at most 8; 9 for none.
 uint64_t alignment_of(uint64_t address) noexcept {
@@ -168,7 +167,7 @@ const Plan* PlanCache::find(std::string_view key, bool capturing) {
   std::lock_guard lock(mutex);
   const auto at = plans_.find(key);
   if (at == plans_.end()) return nullptr;
-  at->second->last_used.store(g_tick, std::memory_order_relaxed);
+  at->second->use();
   at->second->captured |= capturing;
   return at->second.get();
 }
@@ -207,7 +206,8 @@ const Plan* PlanCache::insert(std::string key, void* made) {
     dead.push_back(std::move(retired_.front().plan));
     retired_.pop_front();
   }
-  plan->last_used.store(++g_tick, std::memory_order_relaxed);
+  g_plan_tick.fetch_add(1, std::memory_order_relaxed);
+  plan->use();
   const auto [at, added] = plans_.try_emplace(plan->key, nullptr);
   if (!added) {
     dead.push_back(std::move(plan));

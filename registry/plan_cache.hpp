@@ -17,6 +17,9 @@ namespace te_fl::registry {
 
 struct Implementation;
 
+// Advances when a plan is made: what Plan::last_used counts in.
+extern std::atomic<uint64_t> g_plan_tick;
+
 // A plan that prepare() made for one full signature. Destroys its plan.
 struct Plan {
   Plan(const Implementation& owner, std::string signature, void* made)
@@ -24,6 +27,9 @@ struct Plan {
   ~Plan();
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
+
+  // It is in use now, so others are dropped before it.
+  void use() const noexcept;
 
   const Implementation* impl;
   std::string key;
@@ -62,6 +68,14 @@ class PlanCache {
   std::unordered_map<std::string_view, std::unique_ptr<Plan>> plans_;
   std::deque<Retired> retired_;
 };
+
+inline void Plan::use() const noexcept {
+  // Written only when it says something new: threads share it.
+  const uint64_t now = g_plan_tick.load(std::memory_order_relaxed);
+  if (last_used.load(std::memory_order_relaxed) != now) {
+    last_used.store(now, std::memory_order_relaxed);
+  }
+}
 
 // Changes when any plan is dropped: pointers that threads keep are then stale.
 extern std::atomic<uint64_t> g_plan_generation;

@@ -103,8 +103,9 @@ TEST(Plans, InPlaceAreNotThoseBeside) {
   const OpId op = *registry.find("test::five");
   te_fl_context context{};
   const auto key_of = [&](const FiveCall& call) {
+    const auto compiled = core::CompiledOp::compile(*registry.schema(op)).value();
     registry::PlanKey key;
-    key.set(*registry.schema(op), &call.args, context);
+    key.set(*compiled, &call.args, context);
     return std::string(key.text());
   };
   FiveCall beside, in_place, elsewhere;

@@ -1,6 +1,6 @@
 // The memos against the check itself: a call that a memo recognises is one that the check finds in
 // order, with the same signature. Calls are changed in one place at a time, as bytes and as fields.
-#include "core/op/op_memo.hpp"
+#include "core/op/call_memo.hpp"
 
 #include <gtest/gtest.h>
 
@@ -10,11 +10,12 @@
 #include <random>
 
 #include "core/base/settings.hpp"
+#include "memo_check.hpp"
 
 namespace te_fl::core {
 namespace {
 
-alignas(4096) char g_memory[4096 * 8];
+alignas(4096) char g_memory[4096 * 12];
 
 struct Item {
   te_fl_tensor t{};
@@ -37,20 +38,31 @@ class CallUnderTest {
         const auto value = static_cast<float>(arg.neutral);
         std::memcpy(bytes() + arg.offset, &value, sizeof value);
       }
+      if (arg.type == TE_FL_ARG_TENSOR_LIST && next < shapes.size()) {
+        add_list(arg, shapes[next++]);
+        continue;
+      }
       if (arg.type != TE_FL_ARG_TENSOR || next == shapes.size()) continue;
       const std::vector<int64_t>& shape = shapes[next++];
       if (shape.empty()) continue;  // left out
-      Item& item = items_.emplace_back();
-      std::copy(shape.begin(), shape.end(), item.shape);
-      item.t.dl.ndim = static_cast<int32_t>(shape.size());
-      item.t.dl.shape = item.shape;
-      item.t.dl.dtype = {TE_FL_CODE_FLOAT, 32, 1};
-      item.t.dl.device = {TE_FL_DEVICE_CPU, 0};
-      item.t.dl.data = g_memory + 4096 * (items_.size() % 8);
-      const te_fl_tensor* t = &item.t;
+      const te_fl_tensor* t = &add_item(shape).t;
       std::memcpy(bytes() + arg.offset, &t, sizeof t);
       offsets_.push_back(arg.offset);
     }
+  }
+  // Makes the first `count` tensors FP8.
+  CallUnderTest& quantise(size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      Item& item = items_[i];
+      auto* const parts = reinterpret_cast<float*>(g_memory + 4096 * (8 + i));
+      item.t.dl.dtype = {TE_FL_CODE_FLOAT8_E4M3FN, 8, 1};
+      item.quant.scaling = TE_FL_SCALING_TENSOR;
+      item.quant.scale_inv = parts;
+      item.quant.scale = parts + 1;
+      item.quant.amax = parts + 2;
+      item.t.quant = &item.quant;
+    }
+    return *this;
   }
   const CompiledOp& op() const { return *op_; }
   const void* args() const { return args_.data(); }
@@ -63,7 +75,7 @@ class CallUnderTest {
     Item& item = items_[random() % items_.size()];
     te_fl_dltensor& dl = item.t.dl;
     const size_t d = random() % 3;
-    switch (random() % 16) {
+    switch (random() % 22) {
       case 0: {
         auto undo = keep(item.shape[d]);
         item.shape[d] = static_cast<int64_t>(random() % 9) - 1;
@@ -136,7 +148,9 @@ class CallUnderTest {
         return undo;
       }
       case 12: {  // another tensor, or none
-        unsigned char* at = bytes() + offsets_[random() % offsets_.size()];
+        const uint32_t offset = offsets_[random() % offsets_.size()];
+        if (offset == 0) return [] {};
+        unsigned char* at = bytes() + offset;
         const te_fl_tensor* old;
         std::memcpy(&old, at, sizeof old);
         const te_fl_tensor* next =
@@ -151,6 +165,37 @@ class CallUnderTest {
         const auto next = static_cast<uint32_t>(random() % (old + 8));
         std::memcpy(at, &next, sizeof next);
         return [at, old] { std::memcpy(at, &old, sizeof old); };
+      }
+      case 16: {
+        auto undo = keep(item.quant.scaling);
+        item.quant.scaling = static_cast<uint32_t>(random() % 7);
+        return undo;
+      }
+      case 17: {
+        auto undo = keep(item.quant.flags);
+        item.quant.flags = static_cast<uint32_t>(random() % 5);
+        return undo;
+      }
+      case 18: {
+        auto undo = keep(item.quant.scale_inv);
+        item.quant.scale_inv =
+            random() % 3 == 0 ? nullptr : g_memory + 4096 * 11 + random() % 3 * 2;
+        return undo;
+      }
+      case 19: {
+        auto undo = keep(item.quant.scale);
+        item.quant.scale = random() % 3 == 0 ? nullptr : item.quant.amax;
+        return undo;
+      }
+      case 20: {
+        auto undo = keep(item.quant.columnwise_data);
+        item.quant.columnwise_data = g_memory + 4096 * (random() % 8);
+        return undo;
+      }
+      case 21: {
+        auto undo = keep(item.quant.struct_size);
+        item.quant.struct_size = static_cast<uint32_t>(random() % 70);
+        return undo;
       }
       default: {  // a byte of a scalar
         const uint32_t size = op_->schema().args_size;
@@ -171,10 +216,32 @@ class CallUnderTest {
   }
 
  private:
+  Item& add_item(const std::vector<int64_t>& shape) {
+    Item& item = items_.emplace_back();
+    std::copy(shape.begin(), shape.end(), item.shape);
+    item.t.dl.ndim = static_cast<int32_t>(shape.size());
+    item.t.dl.shape = item.shape;
+    item.t.dl.dtype = {TE_FL_CODE_FLOAT, 32, 1};
+    item.t.dl.device = {TE_FL_DEVICE_CPU, 0};
+    item.t.dl.data = g_memory + 4096 * (items_.size() % 8);
+    return item;
+  }
+  // Two tensors of the shape.
+  void add_list(const te_fl_arg_desc& arg, const std::vector<int64_t>& shape) {
+    auto& list = lists_.emplace_back();
+    for (int k = 0; k < 2; ++k) list.push_back(&add_item(shape).t);
+    const te_fl_tensor* const* first = list.data();
+    const int64_t count = 2;
+    std::memcpy(bytes() + arg.offset, &first, sizeof first);
+    std::memcpy(bytes() + arg.count_offset, &count, sizeof count);
+    offsets_.push_back(0);
+  }
+
   std::unique_ptr<const CompiledOp> op_;
   std::vector<uint64_t> args_;
   std::deque<Item> items_;
-  std::vector<uint32_t> offsets_;
+  std::deque<std::vector<const te_fl_tensor*>> lists_;
+  std::vector<uint32_t> offsets_;  // of plain tensors; 0 for a list
 };
 
 const te_fl_op_schema& schema_of(std::string_view name) {
@@ -192,6 +259,12 @@ std::deque<CallUnderTest> good_calls() {
                      std::vector<std::vector<int64_t>>{{6, 4}, {4}, {4}, {6, 4}, {6}, {6}});
   calls.emplace_back(schema_of("generic_gemm"),
                      std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {4, 4}});
+  calls
+      .emplace_back(schema_of("generic_gemm"),
+                    std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {4, 4}})
+      .quantise(2);
+  calls.emplace_back(schema_of("multi_tensor_unscale_l2norm"),
+                     std::vector<std::vector<int64_t>>{{4, 4}, {1}, {1}});
   return calls;
 }
 
@@ -199,7 +272,7 @@ TEST(Memo, RecognisesNothingThatTheCheckRefuses) {
   std::mt19937_64 random(3);
   for (CallUnderTest& call : good_calls()) {
     const std::string name = call.op().schema().name;
-    CheckMemo memo;
+    TestMemo memo;
     Signature plain, quick;
     ASSERT_TRUE(call.op().check(call.args(), plain))
         << name << ": " << call.op().check_status(call.args()).to_string();
@@ -208,7 +281,7 @@ TEST(Memo, RecognisesNothingThatTheCheckRefuses) {
       std::vector<std::function<void()>> undo;
       for (uint64_t n = random() % 3; n > 0; --n) undo.push_back(call.change(random));
       const bool expected = call.op().check(call.args(), plain);
-      const bool got = call.op().check(call.args(), quick, memo);
+      const bool got = check_by(memo, call.op(), call.args(), quick);
       ASSERT_EQ(got, expected) << name << " round " << i << ": "
                                << call.op().check_status(call.args()).to_string();
       if (got) {
@@ -234,9 +307,10 @@ TEST(ExactMemo, RecognisesOnlyTheCallItself) {
     EXPECT_FALSE(memo.is(call.args()));
     EXPECT_FALSE(memo.is(nullptr));
     ASSERT_TRUE(call.op().check(call.args(), signature));
-    remember_exactly(call.op(), call.args(), memo);
+    memo.take(call.op(), call.args());
     int same = 0, other = 0;
-    const bool expects_hits = call.op().schema().args_size <= ExactMemo::kMaxArgs &&
+    const bool expects_hits = call.op().layout().lists.empty() &&
+                              call.op().schema().args_size <= ExactMemo::kMaxArgs &&
                               call.op().schema().args_size % 8 == 0;
     for (int i = 0; i < 30000; ++i) {
       const auto undo = call.change(random);
@@ -259,7 +333,7 @@ TEST(ExactMemo, RecognisesOnlyTheCallItself) {
 TEST(ExactMemo, IsNotUsedWhileArgumentsAreValidated) {
   CallUnderTest call(schema_of("gelu"), {{2, 3}, {2, 3}});
   ExactMemo memo;
-  remember_exactly(call.op(), call.args(), memo);
+  memo.take(call.op(), call.args());
   EXPECT_TRUE(memo.is(call.args()));
   g_validate = true;
   EXPECT_FALSE(memo.is(call.args()));
@@ -272,21 +346,21 @@ TEST(ExactMemo, LeavesOutWhatItCannotCompare) {
   call.items()[0].strides[0] = 3;
   call.items()[0].strides[1] = 1;
   call.items()[0].t.dl.strides = call.items()[0].strides;
-  remember_exactly(call.op(), call.args(), memo);
+  memo.take(call.op(), call.args());
   EXPECT_FALSE(memo.is(call.args()));
 }
 
 TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
   // A custom op may be gone and another compiled at the same place; its number differs.
-  CheckMemo memo;
+  TestMemo memo;
   Signature s;
   for (int round = 0; round < 50; ++round) {
     CallUnderTest call(schema_of(round % 2 == 0 ? "gelu" : "geglu"),
                        round % 2 == 0 ? std::vector<std::vector<int64_t>>{{2, 8}, {2, 8}}
                                       : std::vector<std::vector<int64_t>>{{2, 8}, {2, 4}});
-    EXPECT_TRUE(call.op().check(call.args(), s, memo));
+    EXPECT_TRUE(check_by(memo, call.op(), call.args(), s));
     call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // what the other op would want
-    EXPECT_FALSE(call.op().check(call.args(), s, memo));
+    EXPECT_FALSE(check_by(memo, call.op(), call.args(), s));
   }
 }
 

@@ -1,6 +1,6 @@
-// The fast check against the exact one: it may leave a call open, but never accept what the exact
-// one refuses, and both fill the same signature. Calls are made from good ones by random spoiling.
-#include "core/op/op_fast.hpp"
+// A memo against the check itself over calls made at random, most of them in order: it never knows
+// one that the check refuses, and both fill the same signature.
+#include "core/op/call_memo.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,12 +8,15 @@
 #include <cstring>
 #include <random>
 
+#include "core/op/compiled_op.hpp"
 #include "core/op/op_finder.hpp"
+#include "memo_check.hpp"
 #include "op_fixture.hpp"
 #include "support/expect.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"
+#include "te_fl/ops/optimizer.h"
 
 namespace te_fl::core {
 namespace {
@@ -21,7 +24,10 @@ namespace {
 // A compiled op with its insides in view.
 struct Insides {
   CompiledOp::Impl impl;
-  explicit Insides(const te_fl_op_schema& schema) { EXPECT_OK(impl.compile(schema)); }
+  std::unique_ptr<const CompiledOp> compiled;
+  explicit Insides(const te_fl_op_schema& schema) : compiled(CompiledOp::compile(schema).value()) {
+    EXPECT_OK(impl.compile(schema));
+  }
 };
 
 class Spoiler {
@@ -47,7 +53,7 @@ class Spoiler {
     compare(op, args.data());
   }
 
-  int accepted = 0, fast = 0, refused = 0;
+  int accepted = 0, known = 0, refused = 0;
 
  private:
   bool one_in(uint64_t n) { return random_() % n == 0; }
@@ -196,44 +202,48 @@ class Spoiler {
     if (one_in(120)) t.provider = 2;
   }
 
+  // The second time the memo knows what was in order.
   void compare(const Insides& op, const void* args) {
     Signature exact, quick;
     const bool good = Finder(op.impl, args).run(exact);
-    const bool sure = op.impl.fast != nullptr && fast_check(*op.impl.fast, args, quick);
     ++(good ? accepted : refused);
-    fast += sure;
-    if (!sure) return;
-    Finder finder(op.impl, args);
-    ASSERT_TRUE(good) << op.impl.schema.name
-                      << ": the fast check accepts what the exact one refuses: "
-                      << (finder.run(exact), describe_finding(op.impl, finder));
-    EXPECT_EQ(exact, quick) << op.impl.schema.name;
+    for (int time = 0; time < 2; ++time) {
+      bool by_memo = false;
+      ASSERT_EQ(check_by(memo_, *op.compiled, args, quick, &by_memo), good)
+          << op.impl.schema.name << (by_memo ? ": known" : "") << ", time " << time << ": "
+          << op.compiled->check_status(args).to_string();
+      known += by_memo;
+      if (good) {
+        ASSERT_EQ(exact, quick) << op.impl.schema.name;
+      }
+    }
   }
 
   std::mt19937_64 random_;
+  TestMemo memo_;
   std::deque<Item> tensors_;
   std::vector<int64_t> extents_;
   alignas(4096) inline static char memory_[4096 * 42];
 };
 
-TEST(FastCheck, NeverAcceptsWhatTheExactCheckRefuses) {
+TEST(MemoOverRandomCalls, NeverKnowsWhatTheCheckRefuses) {
   Spoiler spoiler(7);
   for (const te_fl_op_schema* schema : catalogue()) {
     const Insides op(*schema);
-    if (op.impl.fast == nullptr) continue;
+    if (!op.impl.lists.empty()) continue;
     for (int i = 0; i < 4000; ++i) {
       spoiler.round(op);
       if (HasFatalFailure()) return;
     }
   }
-  // The comparison means something only if all three outcomes are frequent.
-  EXPECT_GT(spoiler.fast, 10000);
-  EXPECT_GT(spoiler.accepted, spoiler.fast);
+  // The comparison means something only if all outcomes are frequent.
+  EXPECT_GT(spoiler.known, 10000);
+  EXPECT_GT(spoiler.accepted, 10000);
   EXPECT_GT(spoiler.refused, 10000);
 }
 
 // Rules and types that the catalogue does not combine.
-TEST(FastCheck, OddSchemas) {
+TEST(MemoOverRandomCalls, OddSchemas) {
   const char* const rules[] = {
       "N",     "M",      "N M", "2*N",   "N+1", "?N", "... N", "...",   "@...",    "3*M _",
       "_ N+2", "@... N", "1",   "... 2", "any", "",   "M N M", "?M ?N", "... 2*M", "f ? N M : M N"};
@@ -261,45 +271,85 @@ TEST(FastCheck, OddSchemas) {
     b.schema.args_size = 64;
     b.schema.flags = random() % 4 == 0 ? TE_FL_SCHEMA_ENQUIRY : 0;
     const Insides op(b.build());
-    if (op.impl.fast == nullptr) continue;
     for (int i = 0; i < 500 && !HasFatalFailure(); ++i) spoiler.round(op);
   }
-  EXPECT_GT(spoiler.fast, 1000);
+  EXPECT_GT(spoiler.known, 1000);
 }
 
-// The calls that matter for speed take the fast path.
-TEST(FastCheck, RecognisesOrdinaryCalls) {
-  Signature s;
-  {
-    const Insides op(*catalogue_schema("layernorm_fwd"));
-    const Tensor x = f32({64, 256}), gamma = f32({256}), beta = f32({256}), z = f32({64, 256}),
-                 mu = f32({64}), rsigma = f32({64});
-    te_fl_layernorm_fwd_args args;
-    args.x = x, args.gamma = gamma, args.beta = beta, args.z = z, args.mu = mu,
-    args.rsigma = rsigma;
-    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
-    args.z = x;
-    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s)) << "in place";
-    args.beta = nullptr;
-    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+// The calls that matter for speed are known the second time, in place and on other memory too.
+class MemoOf : public ::testing::Test {
+ protected:
+  bool known(const CompiledOp& op, const void* args) {
+    Signature s;
+    bool by_memo = false;
+    EXPECT_TRUE(check_by(memo_, op, args, s, &by_memo)) << op.check_status(args).to_string();
+    return by_memo;
   }
-  {
-    const Insides op(*catalogue_schema("generic_gemm"));
-    const Tensor a = quantised({64, 128}), b = quantised({32, 128}), d = f32({64, 32});
-    te_fl_generic_gemm_args args;
-    args.a = a, args.b = b, args.d = d, args.trans_b = 1;
-    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
-    EXPECT_EQ(s.scalings, 3u);
-    Raw strided(d);
-    args.d = &strided.strided().t;
-    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+  TestMemo memo_;
+};
+
+TEST_F(MemoOf, NormsAreKnownOnOtherMemoryAndInPlace) {
+  const auto op = CompiledOp::compile(*catalogue_schema("layernorm_fwd")).value();
+  const Tensor x = f32({64, 256}), gamma = f32({256}), beta = f32({256}), z = f32({64, 256}),
+               other = f32({64, 256}), mu = f32({64}), rsigma = f32({64});
+  te_fl_layernorm_fwd_args args;
+  args.x = x, args.gamma = gamma, args.beta = beta, args.z = z, args.mu = mu, args.rsigma = rsigma;
+  EXPECT_FALSE(known(*op, &args));
+  EXPECT_TRUE(known(*op, &args));
+  args.z = other;
+  EXPECT_TRUE(known(*op, &args)) << "other memory";
+  args.z = x;
+  EXPECT_TRUE(known(*op, &args)) << "in place";
+  args.epsilon = 1e-3f;
+  EXPECT_TRUE(known(*op, &args)) << "another number";
+  args.beta = nullptr;
+  EXPECT_FALSE(known(*op, &args));
+  EXPECT_TRUE(known(*op, &args));
+}
+
+TEST_F(MemoOf, ProductsAreKnownInFp8AndWithStrides) {
+  const auto op = CompiledOp::compile(*catalogue_schema("generic_gemm")).value();
+  const Tensor a = quantised({64, 128}), b = quantised({32, 128}), d = f32({64, 32}),
+               c = quantised({64, 128});
+  te_fl_generic_gemm_args args;
+  args.a = a, args.b = b, args.d = d, args.trans_b = 1;
+  EXPECT_FALSE(known(*op, &args));
+  EXPECT_TRUE(known(*op, &args));
+  args.a = c;
+  EXPECT_TRUE(known(*op, &args)) << "other codes and scales";
+  Raw strided(d);
+  args.d = &strided.strided().t;
+  EXPECT_FALSE(known(*op, &args));
+  EXPECT_TRUE(known(*op, &args));
+}
+
+TEST_F(MemoOf, ShapesInTurnAreAllKnown) {
+  const auto op = CompiledOp::compile(*catalogue_schema("gelu")).value();
+  std::vector<std::pair<Tensor, Tensor>> tensors;
+  for (int64_t n = 1; n <= 128; ++n) tensors.emplace_back(f32({n, 8}), f32({n, 8}));
+  int hits = 0;
+  for (int round = 0; round < 2; ++round) {
+    for (const auto& [x, y] : tensors) {
+      te_fl_activation_act_fwd_args args;
+      args.input = x, args.output = y;
+      hits += known(*op, &args);
+    }
   }
-  {
-    const Insides op(*catalogue_schema("swiglu"));
-    const Tensor x = f32({2, 8, 64}), y = f32({2, 8, 32});
-    te_fl_activation_glu_fwd_args args;
-    args.input = x, args.output = y;
-    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+  EXPECT_GT(hits, 64) << "of 128 calls like an earlier one";
+}
+
+// Long lists make room by dropping what else is known; the calls stay right.
+TEST_F(MemoOf, LongListsAreKnownWithinABound) {
+  const auto op = CompiledOp::compile(*catalogue_schema("multi_tensor_l2norm")).value();
+  const Tensor x = f32({4}), norm = f32({1});
+  std::vector<const te_fl_tensor*> all(20000, x);
+  te_fl_multi_tensor_l2norm_args args;
+  args.inputs = all.data();
+  args.norm = norm;
+  for (int64_t count = 19990; count < 20000; ++count) {
+    args.inputs_count = count;
+    EXPECT_FALSE(known(*op, &args)) << count;
+    EXPECT_TRUE(known(*op, &args)) << count;
   }
 }
 
