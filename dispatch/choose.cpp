@@ -106,7 +106,7 @@ Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
   decision.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                    arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
-                   signature.version,           capturing};
+                   signature.later,             capturing};
   decision.barred = barred(row, signature);
   decision.call.barred = decision.barred;
   static_cast<policy::Decision&>(decision) =

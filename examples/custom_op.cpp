@@ -20,7 +20,6 @@ constexpr te_fl_arg_desc tensor_argument(const char* name, uint8_t role, uint32_
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_TENSOR;
   d.role = role;
-  d.since = 1;
   d.offset = offset;
   d.dtypes = TE_FL_BIT(TE_FL_F32);
   d.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
@@ -33,7 +32,6 @@ constexpr te_fl_arg_desc scalar_argument(const char* name, uint32_t offset, doub
   te_fl_arg_desc d{};
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_F32;
-  d.since = 1;
   d.offset = offset;
   d.name = name;
   d.neutral = neutral;

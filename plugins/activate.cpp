@@ -11,6 +11,7 @@
 #include "core/device/device_list.hpp"
 #include "core/device/inside.hpp"
 #include "plugins/hooks.hpp"
+#include "registry/implementation.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
 
@@ -56,6 +57,24 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
     return bad("its table of functions", desc.api->struct_size, core::kLeastDeviceApi);
   }
   return {};
+}
+
+// Of a newer plugin: those of its later arguments that this te-fl's op has. No call here sets any
+// other (R20, R23). The text lives as long as the process.
+const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& registry) {
+  if (desc.later_args == nullptr || desc.schema != nullptr || desc.op_name == nullptr) {
+    return desc.later_args;
+  }
+  const Result<OpId> op = registry.find(desc.op_name);
+  if (!op.ok()) return desc.later_args;
+  const te_fl_op_schema& schema = *registry.schema(*op);
+  const std::string given = " " + std::string(desc.later_args) + " ";
+  std::string known;
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const std::string name = schema.args[i]->name;
+    if (given.find(" " + name + " ") != std::string::npos) known += " " + name;
+  }
+  return registry::intern_string(known);
 }
 
 }  // namespace
@@ -269,6 +288,7 @@ std::deque<te_fl_op_desc> Instance::completed(std::span<const te_fl_op_desc* con
       left_out += (left_out.empty() ? "" : ", ") + std::string(desc.op_name);
       continue;
     }
+    if (header_.abi_minor > TE_FL_ABI_MINOR) desc.later_args = known_later_args(desc, registry);
     const bool ext = (desc.device_types >> TE_FL_DEVICE_EXT & 1) != 0;
     if (ext && desc.provider == nullptr) desc.provider = provider;
     kept.push_back(&copies.emplace_back(desc));

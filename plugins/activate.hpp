@@ -31,6 +31,10 @@ struct Header {
   std::vector<core::PluginSetting> settings;  // declared (R21)
 };
 
+// Why a plugin of this ABI version and this te-fl do not go together (R2), and what to do about it;
+// empty if they do.
+std::string version_problem(uint32_t major, uint32_t minor);
+
 // Calls the query and checks its answer (R1 to R4, R21). Touches no device.
 Result<Header> read_header(te_fl_plugin_query_fn query);
 

@@ -81,6 +81,7 @@ struct Implementation {
   uint64_t number = 0;          // unique in the process, never given again
   uint32_t counter = 0;         // index of its call counters
   bool direct = false;          // run() needs nothing but a context: no scratch, plan or lock
+  uint32_t later = 0;           // mask of the op's later arguments that it knows (R23)
   bool checks_support = false;  // supports() is to be called per call
   bool not_in_place = false;    // the op may be called in place, which this does not do
   mutable SerialLock serial;

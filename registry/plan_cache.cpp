@@ -170,7 +170,9 @@ void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_c
   // A call that is captured gets the plan that was made before capture, when all is allowed; and
   // what is looked at besides changes no plan.
   add(pair_of(context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE},
-              context.rng.state != nullptr));
+              context.rng == nullptr ? 0
+                                     : (context.rng->seed_address != nullptr ? 1u : 0u) |
+                                           (context.rng->offset_address != nullptr ? 2u : 0u)));
   uint32_t size;
   std::memcpy(&size, args, sizeof size);
   add(size);

@@ -105,7 +105,10 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   if (desc.prepare != nullptr && desc.destroy_plan == nullptr) {
     return bad("prepare is given without destroy_plan (rule R4)");
   }
-  if (desc.param_version == 0) return bad("param_version is 0; versions count from 1");
+  if (desc.max_arch != 0 && desc.max_arch < desc.min_arch) {
+    return bad("no architecture lies between min_arch " + std::to_string(desc.min_arch) +
+               " and max_arch " + std::to_string(desc.max_arch));
+  }
   if (desc.device_types == 0) {
     return bad(
         "device_types is 0, so that no device matches; set the bit of each DLPack device type");
@@ -127,9 +130,10 @@ policy::Implementation view_of(const Implementation& impl, int32_t priority) {
   o.vendor = impl.vendor;
   o.kind = impl.kind;
   o.priority = priority;
-  o.param_version = impl.desc.param_version;
+  o.later = impl.later;
   o.flags = impl.desc.flags;
   o.min_arch = impl.desc.min_arch;
+  o.max_arch = impl.desc.max_arch;
   o.dtypes = impl.desc.dtypes;
   o.scalings = impl.desc.scalings;
   o.device_types = impl.desc.device_types;
@@ -227,6 +231,7 @@ Result<std::shared_ptr<Implementation>> make_implementation(
   impl->desc.impl_id = impl->impl_id.c_str();
   impl->desc.vendor = impl->vendor.c_str();
   if (desc.provider != nullptr) impl->desc.provider = intern_string(desc.provider);
+  if (desc.later_args != nullptr) impl->desc.later_args = intern_string(desc.later_args);
   if (impl->desc.priority == 0) impl->desc.priority = default_priority(impl->kind);
   impl->checks_support = desc.supports != nullptr && (desc.flags & TE_FL_OP_STATIC_SUPPORT) == 0;
   impl->direct = desc.workspace == nullptr && desc.prepare == nullptr &&
@@ -244,6 +249,9 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
                                                   " is registered already, by " + present->owner +
                                                   " (rule R16: unique per op)");
   }
+  const Result<uint32_t> later = row->compiled->later_mask(impl->desc.later_args);
+  if (!later.ok()) return later.status().wrap(who(impl->desc, impl->owner));
+  impl->later = *later;
   // The descriptor's schema may go with its plugin; ours stays.
   impl->desc.schema = &row->compiled->schema();
   impl->not_in_place =

@@ -16,10 +16,10 @@ namespace {
 
 // A DLPack dtype as one word (code, bits, lanes in memory order), the bit of its index, and its
 // alignment less one.
-constexpr uint32_t kNoDType = 1u << 31;  // in no dtype mask
+constexpr uint64_t kNoDType = TE_FL_BIT(63);  // in no dtype mask
 struct DTypeRow {
   uint32_t word = 0;
-  uint32_t bit = kNoDType;  // of an empty row
+  uint64_t bit = kNoDType;  // of an empty row
   uintptr_t below_alignment = 0;
 };
 
@@ -41,7 +41,7 @@ struct DTypeTable {
         const uint32_t word = little ? code | bits << 8 | 1u << 16 : code << 24 | bits << 16 | 1u;
         DTypeRow& row = rows[word * factor >> (32 - kTableBits)];
         if (row.bit != kNoDType) return false;
-        row = {word, 1u << index, (bits - 1) / 8};
+        row = {word, TE_FL_BIT(index), (bits - 1) / 8};
       }
     }
     return true;
@@ -270,14 +270,15 @@ TE_FL_INLINE bool scalars_in_order(const FastOp& op, const std::byte* args) {
   return true;
 }
 
-// The newest argument that says something. Ops that never grew have none.
-[[gnu::noinline]] uint32_t newest_version(const FastOp& op, const void* raw) {
+// The later arguments that say something. They stand last.
+[[gnu::noinline]] uint32_t later_in_use(const FastOp& op, const void* raw) {
   const ArgsView view(raw);
-  uint32_t version = 1;
-  for (const Arg& arg : op.op->args) {
-    if (arg.since > version && !view.is_neutral(arg)) version = arg.since;
+  uint32_t later = 0;
+  const std::vector<Arg>& args = op.op->args;
+  for (auto arg = args.end() - op.op->later_count; arg != args.end(); ++arg) {
+    if (!view.is_neutral(*arg)) later |= arg->later;
   }
-  return version;
+  return later;
 }
 
 const DTypeRow& row_of(uint32_t word) {
@@ -350,9 +351,10 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
 
   State s;
   for (uint32_t i = 0; i < op.symbol_count; ++i) s.values[i] = -1;
-  uint32_t dtypes = 0, scalings = 0;
+  uint64_t dtypes = 0;
+  uint32_t scalings = 0;
   alignas(16) uint32_t begins[kMaxFastTensors];
-  uint32_t dtype[kMaxFastTensors];
+  uint64_t dtype[kMaxFastTensors];
   const Lanes nothing[2] = {};
   std::memcpy(begins, nothing, sizeof nothing);  // lanes without a tensor
   static constexpr DTypeRow kNone;               // of a dtype that no argument allows
@@ -404,11 +406,11 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
   if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
   out.dtypes = dtypes;
   out.scalings = scalings;
-  out.version = 1;
+  out.later = 0;
   out.device = {anchor->dl.device.type, anchor->dl.device.index, anchor->provider};
   if (out.device.is_host()) out.device = Device{};
-  if (op.op->has_newer) [[unlikely]] {
-    out.version = newest_version(op, raw);
+  if (op.op->later_count != 0) [[unlikely]] {
+    out.later = later_in_use(op, raw);
   }
   return true;
 }
@@ -470,8 +472,8 @@ bool check_known(const FastOp& op, const void* raw, CheckMemo& memo, Signature& 
   if (!scalars_in_order(op, args)) return false;
   if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
   out = slot.signature;
-  if (op.op->has_newer) [[unlikely]] {
-    out.version = newest_version(op, raw);
+  if (op.op->later_count != 0) [[unlikely]] {
+    out.later = later_in_use(op, raw);
   }
   return true;
 }
@@ -548,8 +550,8 @@ FastTensor make_tensor(FastOp& fast, const CompiledOp::Impl& op, uint8_t i) {
   f.offset = arg.offset;
   f.arg = i;
   const bool plain = (arg.scalings & TE_FL_BIT(TE_FL_SCALING_NONE)) != 0;
-  const uint32_t scaled = arg.is(TE_FL_ARG_RAW_FP8) ? 0u : kScaledDTypes;
-  f.refused_dtypes = plain ? ~(arg.dtypes & ~scaled) : ~0u;
+  const uint64_t scaled = arg.is(TE_FL_ARG_RAW_FP8) ? 0u : kScaledDTypes;
+  f.refused_dtypes = plain ? ~(arg.dtypes & ~scaled) : ~uint64_t{0};
   f.quant_dtypes = arg.dtypes;
   f.place_mask = arg.places() ? ~uint64_t{0} : 0;
   f.optional = arg.is(TE_FL_ARG_OPTIONAL);

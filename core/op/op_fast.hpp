@@ -38,8 +38,8 @@ struct FastDims {
 
 struct FastTensor {
   uint32_t offset;
-  uint32_t refused_dtypes;  // without quantisation data
-  uint32_t quant_dtypes;    // allowed with quantisation data
+  uint64_t refused_dtypes;  // without quantisation data
+  uint64_t quant_dtypes;    // allowed with quantisation data
   uint64_t place_mask;      // all ones if the device must be the common one, else 0
   FastShape shape;
   uint8_t symbol;  // kLeadingName, kName

@@ -35,7 +35,6 @@ constexpr te_fl_arg_desc argument(const char* name, uint8_t role, uint32_t offse
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_TENSOR;
   d.role = role;
-  d.since = 1;
   d.offset = offset;
   d.dtypes = TE_FL_BIT(TE_FL_F32);
   d.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);

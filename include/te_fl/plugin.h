@@ -9,18 +9,20 @@
  *
  *  R1  te_fl_plugin_query is the only exported symbol. It is pure and may be called again: it
  *      touches no device, starts no thread, reads no file.
- *  R2  The major numbers of host and plugin must be equal; the plugin's minor may be older or
- *      newer. A minor only adds: members and slots at the end of structs and tables, flags,
- *      enumerators, ops, arguments of ops. A plugin states in min_host_minor the oldest host
- *      that it can do with, which need not be as new as its headers, and in `features` what a
- *      host must know or refuse. What was added later is found by size (R3).
+ *  R2  The major numbers of host and plugin must be equal. Before 2.0 nothing is kept: the minor
+ *      numbers must be equal, too. From 2.0 on the plugin's minor may be older or newer, and a
+ *      minor only adds: members and slots at the end of structs and tables, flags, enumerators,
+ *      ops, arguments of ops. A plugin then states in min_host_minor the oldest host that it can
+ *      do with, which need not be as new as its headers, and in `features` what a host must know
+ *      or refuse. What was added later is found by size (R3). ABI 1.0 was withdrawn: a plugin of
+ *      it is refused and is to be rebuilt.
  *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof (a plugin's
  *      header has it second, behind the magic). A reader uses only members that lie inside
  *      struct_size; members beyond it have their neutral value (zero unless the member says
  *      otherwise). Who fills in a struct of the other side's (te_fl_device_props, te_fl_saved)
  *      writes only inside its struct_size. Structs grow at the end only; reserved members are
  *      zero. No size is compared by ==. Structs without struct_size (te_fl_dtype, te_fl_device,
- *      te_fl_dltensor, te_fl_rng) and the parameters of functions stay as they are in a major.
+ *      te_fl_dltensor) and the parameters of functions stay as they are in a major.
  *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be
  *      NULL.
  *  R5  Nothing throws across the boundary; every function returns te_fl_status. Text goes to
@@ -94,6 +96,10 @@
  *      one device's stream for another's. A stream that the plugin did not make may be used from
  *      any call on, without notice, until retire_stream() names it; its handle may then come again
  *      for another stream, which has nothing to do with it.
+ *  R23 An argument that an op gained after its first form is marked TE_FL_ARG_LATER and has a
+ *      neutral value. An implementation names those that it knows in te_fl_op_desc.later_args: a
+ *      set, since it may know a newer one and not an older one. A call that sets another one goes
+ *      past it, with a reason that names the argument.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -116,8 +122,8 @@ extern "C" {
 #endif
 
 /* For 64-bit little-endian machines. */
-#define TE_FL_ABI_MAJOR 1u
-#define TE_FL_ABI_MINOR 0u
+#define TE_FL_ABI_MAJOR 0u
+#define TE_FL_ABI_MINOR 9u
 #define TE_FL_PLUGIN_MAGIC 0x4c464554u /* "TEFL", little-endian */
 
 /* ---- status ---- */
@@ -177,7 +183,8 @@ enum { /* DLDataTypeCode */
        TE_FL_CODE_FLOAT4_E2M1FN = 17
 };
 
-/* te-fl's own numbering of the dtypes it knows; bit i of a dtype mask stands for index i. */
+/* te-fl's own numbering of the dtypes it knows; bit i of a dtype mask, which has 64 bits, stands
+   for index i. */
 typedef enum te_fl_dtype_index {
   TE_FL_F64 = 0,
   TE_FL_F32 = 1,
@@ -199,10 +206,10 @@ typedef enum te_fl_dtype_index {
   TE_FL_DTYPE_COUNT = 17
 } te_fl_dtype_index;
 
-#define TE_FL_BIT(index) (1u << (index))
+#define TE_FL_BIT(index) ((uint64_t)1 << (index))
 #define TE_FL_MASK_HIGH (TE_FL_BIT(TE_FL_F32) | TE_FL_BIT(TE_FL_F16) | TE_FL_BIT(TE_FL_BF16))
 #define TE_FL_MASK_FP8 (TE_FL_BIT(TE_FL_F8E4M3) | TE_FL_BIT(TE_FL_F8E5M2))
-#define TE_FL_MASK_ANY_DTYPE (TE_FL_BIT(TE_FL_DTYPE_COUNT) - 1u)
+#define TE_FL_MASK_ANY_DTYPE (TE_FL_BIT(TE_FL_DTYPE_COUNT) - 1)
 
 /* Layout and codes of DLPack's DLDevice. */
 typedef struct te_fl_device {
@@ -314,14 +321,17 @@ typedef struct te_fl_extension {
   const struct te_fl_extension* next;
 } te_fl_extension;
 
-/* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset},
-   two uint64 in the device's memory that are read when the op runs: its seed wins over the member,
-   its offset is added to the member. A captured graph so draws new numbers at every launch: the
-   members are fixed in it, the state is not. */
+/* Counter-based random state (Philox 4x32-10). An address, if it is not NULL, is one uint64 in the
+   device's memory that is read when the op runs: the seed there wins over the member, the offset
+   there is added to the member. The two are independent of each other. A captured graph so draws
+   new numbers at every launch: the members are fixed in it, what lies at the addresses is not. */
 typedef struct te_fl_rng {
-  uint64_t seed;
-  uint64_t offset; /* in Philox counters: four words each */
-  const uint64_t* state;
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_rng));
+  uint32_t reserved TE_FL_INIT(0);
+  uint64_t seed TE_FL_INIT(0);
+  uint64_t offset TE_FL_INIT(0); /* in Philox counters: four words each */
+  const uint64_t* seed_address TE_FL_INIT(NULL);
+  const uint64_t* offset_address TE_FL_INIT(NULL);
 } te_fl_rng;
 
 enum {                                     /* te_fl_context.flags */
@@ -341,7 +351,7 @@ typedef struct te_fl_context {
   void* workspace; /* workspace() bytes, 256-byte aligned; NULL if it asked for none */
   size_t workspace_bytes;
   void* plan; /* what prepare() returned for this signature, or NULL */
-  te_fl_rng rng;
+  const te_fl_rng* rng; /* of ops with TE_FL_SCHEMA_USES_RNG never NULL */
   const te_fl_error_sink* errors; /* NULL: no text wanted */
   const te_fl_extension* extensions;
 } te_fl_context;
@@ -372,8 +382,9 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_ALLOW_OVERLAP = 1u
                                  << 6, /* strides may make elements overlap (inputs: broadcast) */
        TE_FL_ARG_OPAQUE = 1u << 7,     /* not compared, not poisoned by checkers */
-       TE_FL_ARG_STRIDED_CODES = 1u
-                                 << 8 /* TENSOR scaling without column-wise copy may be strided */
+       /* TENSOR scaling without column-wise copy may be strided */
+       TE_FL_ARG_STRIDED_CODES = 1u << 8,
+       TE_FL_ARG_LATER = 1u << 9 /* added after the op's first form (R23); behind all others */
 };
 
 /*
@@ -387,20 +398,21 @@ enum {                                 /* te_fl_arg_desc.flags */
  * lists the rule applies element by element, with names bound afresh for each index; names that
  * plain tensors bind hold for every element.
  * min/max bound scalars inclusively (both zero: unbounded). `neutral` is the value at which the
- * argument has no effect; an implementation older than `since` serves calls that leave it there
- * (tensors: NULL).
+ * argument has no effect; an implementation that does not know a later argument (R23) serves calls
+ * that leave it there (tensors: NULL).
  */
 typedef struct te_fl_arg_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_arg_desc));
   uint8_t type TE_FL_INIT(0);   /* te_fl_arg_type */
   uint8_t role TE_FL_INIT(0);   /* te_fl_arg_role; scalars are IN */
-  uint16_t since TE_FL_INIT(1); /* param version that introduced it, from 1 */
+  uint16_t reserved TE_FL_INIT(0);
   uint32_t flags TE_FL_INIT(0);
   uint32_t offset TE_FL_INIT(0);       /* of the member in the argument struct */
   uint32_t count_offset TE_FL_INIT(0); /* TENSOR_LIST: of the int64_t count */
-  uint32_t dtypes TE_FL_INIT(0);       /* mask of te_fl_dtype_index */
+  uint64_t dtypes TE_FL_INIT(0);       /* mask of te_fl_dtype_index */
   uint32_t scalings TE_FL_INIT(
       TE_FL_BIT(TE_FL_SCALING_NONE)); /* mask of te_fl_scaling; bit 0: unquantised allowed */
+  uint32_t reserved2 TE_FL_INIT(0);
   const char* name TE_FL_INIT(NULL);
   const char* shape TE_FL_INIT(NULL);
   const char* inout_if TE_FL_INIT(NULL); /* INOUT: read only if this bool argument is 1 or this F32
@@ -423,11 +435,11 @@ enum { /* te_fl_op_schema.flags */
 
 typedef struct te_fl_op_schema {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_op_schema));
-  uint32_t version TE_FL_INIT(1); /* newest param version, from 1 */
   uint32_t flags TE_FL_INIT(0);
-  uint32_t args_size TE_FL_INIT(0);    /* sizeof the argument struct at `version` */
-  uint32_t args_size_v1 TE_FL_INIT(0); /* smallest struct_size accepted */
+  uint32_t args_size TE_FL_INIT(0);       /* sizeof the argument struct */
+  uint32_t least_args_size TE_FL_INIT(0); /* smallest struct_size accepted: the first form's */
   uint32_t arg_count TE_FL_INIT(0);
+  uint32_t reserved TE_FL_INIT(0);
   const te_fl_arg_desc* const* args TE_FL_INIT(NULL);
   const char* name TE_FL_INIT(NULL);
   const char* summary TE_FL_INIT(NULL);
@@ -464,17 +476,18 @@ enum { /* te_fl_op_desc.flags */
 
 typedef struct te_fl_op_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_op_desc));
-  uint32_t param_version TE_FL_INIT(1); /* newest version of the op's arguments it honours */
+  uint32_t reserved TE_FL_INIT(0);
   const char* op_name TE_FL_INIT(NULL);
   const char* impl_id TE_FL_INIT(NULL); /* R16 */
   uint32_t kind TE_FL_INIT(0);          /* te_fl_kind */
   int32_t priority TE_FL_INIT(0);       /* 0: the kind's default */
   uint32_t flags TE_FL_INIT(0);
-  uint32_t min_arch TE_FL_INIT(0); /* in the device's own numbering; 0: any */
-  uint32_t dtypes
-      TE_FL_INIT(TE_FL_MASK_ANY_DTYPE); /* every tensor argument's dtype must be in it */
-  uint32_t scalings TE_FL_INIT(0x3f);   /* likewise, mask of te_fl_scaling */
-  uint64_t device_types TE_FL_INIT(0);  /* bit i: DLPack device type i */
+  /* The architectures that it serves, in the device's own numbering, inclusively; 0: no bound. */
+  uint32_t min_arch TE_FL_INIT(0);
+  uint32_t max_arch TE_FL_INIT(0);
+  uint32_t scalings TE_FL_INIT(0x3f); /* every tensor argument's te_fl_scaling must be in it */
+  uint64_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE); /* likewise, mask of te_fl_dtype_index */
+  uint64_t device_types TE_FL_INIT(0);              /* bit i: DLPack device type i */
   void* self TE_FL_INIT(NULL);          /* passed to the functions below */
   te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args)
       TE_FL_INIT(NULL); /* required */
@@ -486,7 +499,7 @@ typedef struct te_fl_op_desc {
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
      scaling modes, the parts present, which outputs begin where another argument does, all scalars,
      a saved record (of one that the op fills in the storage alone), device and context flags, and
-     whether rng.state is given; TE_FL_CALL_CAPTURING and _VALIDATE aside, so that a captured call
+     which addresses rng has; TE_FL_CALL_CAPTURING and _VALIDATE aside, so that a captured call
      finds the plan of the call that went before. Every call that has it gets the plan in ctx->plan,
      several at once, in workspace() and run(); so nothing else of the call may go into the plan: no
      address, stream, seed or offset. The host keeps a bounded number of plans. Those for a device
@@ -500,6 +513,9 @@ typedef struct te_fl_op_desc {
   /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates, which must be
      of one provider; the plugin is refused if they are of two. */
   const char* provider TE_FL_INIT(NULL);
+  /* The later arguments of the op that it knows, by name, with blanks between them (R23). NULL:
+     none. A custom op's own schema is meant as well. */
+  const char* later_args TE_FL_INIT(NULL);
 } te_fl_op_desc;
 
 /* ---- devices ---- */

@@ -60,9 +60,12 @@ std::string describe_layout() {
   MEMBER(te_fl_extension, type);
   MEMBER(te_fl_extension, next);
   LAYOUT(te_fl_rng);
+  MEMBER(te_fl_rng, struct_size);
+  MEMBER(te_fl_rng, reserved);
   MEMBER(te_fl_rng, seed);
   MEMBER(te_fl_rng, offset);
-  MEMBER(te_fl_rng, state);
+  MEMBER(te_fl_rng, seed_address);
+  MEMBER(te_fl_rng, offset_address);
   LAYOUT(te_fl_context);
   MEMBER(te_fl_context, struct_size);
   MEMBER(te_fl_context, flags);
@@ -80,12 +83,13 @@ std::string describe_layout() {
   MEMBER(te_fl_arg_desc, struct_size);
   MEMBER(te_fl_arg_desc, type);
   MEMBER(te_fl_arg_desc, role);
-  MEMBER(te_fl_arg_desc, since);
+  MEMBER(te_fl_arg_desc, reserved);
   MEMBER(te_fl_arg_desc, flags);
   MEMBER(te_fl_arg_desc, offset);
   MEMBER(te_fl_arg_desc, count_offset);
   MEMBER(te_fl_arg_desc, dtypes);
   MEMBER(te_fl_arg_desc, scalings);
+  MEMBER(te_fl_arg_desc, reserved2);
   MEMBER(te_fl_arg_desc, name);
   MEMBER(te_fl_arg_desc, shape);
   MEMBER(te_fl_arg_desc, inout_if);
@@ -97,11 +101,11 @@ std::string describe_layout() {
   MEMBER(te_fl_arg_desc, max);
   LAYOUT(te_fl_op_schema);
   MEMBER(te_fl_op_schema, struct_size);
-  MEMBER(te_fl_op_schema, version);
   MEMBER(te_fl_op_schema, flags);
   MEMBER(te_fl_op_schema, args_size);
-  MEMBER(te_fl_op_schema, args_size_v1);
+  MEMBER(te_fl_op_schema, least_args_size);
   MEMBER(te_fl_op_schema, arg_count);
+  MEMBER(te_fl_op_schema, reserved);
   MEMBER(te_fl_op_schema, args);
   MEMBER(te_fl_op_schema, name);
   MEMBER(te_fl_op_schema, summary);
@@ -109,13 +113,14 @@ std::string describe_layout() {
   MEMBER(te_fl_op_schema, source);
   LAYOUT(te_fl_op_desc);
   MEMBER(te_fl_op_desc, struct_size);
-  MEMBER(te_fl_op_desc, param_version);
+  MEMBER(te_fl_op_desc, reserved);
   MEMBER(te_fl_op_desc, op_name);
   MEMBER(te_fl_op_desc, impl_id);
   MEMBER(te_fl_op_desc, kind);
   MEMBER(te_fl_op_desc, priority);
   MEMBER(te_fl_op_desc, flags);
   MEMBER(te_fl_op_desc, min_arch);
+  MEMBER(te_fl_op_desc, max_arch);
   MEMBER(te_fl_op_desc, dtypes);
   MEMBER(te_fl_op_desc, scalings);
   MEMBER(te_fl_op_desc, device_types);
@@ -129,6 +134,7 @@ std::string describe_layout() {
   MEMBER(te_fl_op_desc, schema);
   MEMBER(te_fl_op_desc, vendor);
   MEMBER(te_fl_op_desc, provider);
+  MEMBER(te_fl_op_desc, later_args);
   LAYOUT(te_fl_device_props);
   MEMBER(te_fl_device_props, struct_size);
   MEMBER(te_fl_device_props, arch);
@@ -230,11 +236,11 @@ std::string describe_layout() {
   MEMBER(te_fl_plugin_header, setting_count);
   MEMBER(te_fl_plugin_header, reserved2);
   for (const te_fl_op_schema* op : te_fl::core::catalogue()) {
-    out << "op " << op->name << " v" << op->version << " size " << op->args_size << " v1 "
-        << op->args_size_v1 << "\n";
+    out << "op " << op->name << " size " << op->args_size << " least "
+        << op->least_args_size << "\n";
     for (uint32_t i = 0; i < op->arg_count; ++i) {
       const te_fl_arg_desc& a = *op->args[i];
-      out << "  " << a.name << " @" << a.offset << " since " << a.since << "\n";
+      out << "  " << a.name << " @" << a.offset << ((a.flags & TE_FL_ARG_LATER) != 0 ? " later" : "") << "\n";
     }
   }
   return out.str();
@@ -327,6 +333,7 @@ std::string describe_values() {
   VALUE(TE_FL_ARG_ALLOW_OVERLAP);
   VALUE(TE_FL_ARG_OPAQUE);
   VALUE(TE_FL_ARG_STRIDED_CODES);
+  VALUE(TE_FL_ARG_LATER);
   VALUE(TE_FL_SCHEMA_USES_RNG);
   VALUE(TE_FL_SCHEMA_ENQUIRY);
   VALUE(TE_FL_KIND_DEFAULT);

@@ -30,7 +30,7 @@ TEST_F(PluginCall, AGoodPluginServes) {
   EXPECT_EQ(loaded.state, plugins::State::kActive);
   EXPECT_EQ(loaded.vendor, "fault");
   EXPECT_EQ(loaded.version, "1.2.3");
-  EXPECT_EQ(loaded.abi, "1.0");
+  EXPECT_EQ(loaded.abi, "0.9");
   EXPECT_FALSE(loaded.build_id.empty()) << "the ELF build id stands in for one that is not given";
   EXPECT_EQ(loaded.ops, (std::vector<std::string>{"relu: vendor.fault"}));
   EXPECT_GT(loaded.load_ms, 0);
@@ -211,7 +211,7 @@ TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
   EXPECT_EQ(call("fault::scale", &args).code(), StatusCode::kUnsupported)
       << "the op is known, without implementation";
 
-  load("old_parameters");  // knows version 1: no bias
+  load("old_parameters");  // does not know the bias
   const Status refused = call("fault::scale", &args);
   EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
   EXPECT_TRUE(contains(refused.to_string(), "bias")) << refused.to_string();
@@ -223,7 +223,7 @@ TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
 
 TEST_F(PluginCall, ACustomOpWithAnotherDescriptionIsRefused) {
   static te_fl_op_schema other = fault::kScale;
-  other.args_size_v1 = sizeof(fault::ScaleArgs);
+  other.least_args_size = sizeof(fault::ScaleArgs);
   load("custom_op");
   te_fl_op_desc desc;
   desc.op_name = "fault::scale";

@@ -206,9 +206,11 @@ class RecordingDevice {
     later.errors = nullptr;
     later.extensions = nullptr;
     auto copied = std::make_shared<CopiedArgs>(*op.schema, args);
-    device.queues.enqueue(ctx->stream, [&op, later, copied] {
+    device.queues.enqueue(ctx->stream, [&op, later, rng = *ctx->rng, copied] {
       ++op.device->ops_run_;
-      return op.inner.run(op.inner.self, &later, copied->get());
+      te_fl_context then = later;
+      then.rng = &rng;
+      return op.inner.run(op.inner.self, &then, copied->get());
     });
     return TE_FL_OK;
   }

@@ -5,7 +5,7 @@
 namespace te_fl::conformance::huge {
 namespace {
 
-constexpr te_fl_rng kRandom = {17, 1000, nullptr};
+constexpr te_fl_rng kRandom{.seed = 17, .offset = 1000};
 constexpr float kDropped = 0.25f;
 
 void add(Run& run, int64_t cols, bool drop) {

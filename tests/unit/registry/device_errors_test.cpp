@@ -281,21 +281,23 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
   const Tensor state = Tensor::empty({2}, DType::kI64, device).value();
   const auto run = [&](const void* at) {
     CallOptions options;
-    options.rng.state = static_cast<const uint64_t*>(at);
+    options.rng.seed_address = static_cast<const uint64_t*>(at);
     return manager.call(op, &args, options);
   };
   ASSERT_OK(run(host));  // not looked for without the setting
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   EXPECT_FAILS(run(host), kInvalidArgument,
-               "op 'test::five': the random state (CallOptions::rng.state) is not memory of "
+               "op 'test::five': the random state's seed (CallOptions::rng.seed_address) is not memory of "
                "cuda:0: it is pageable host memory");
-  EXPECT_FAILS(run(host), kInvalidArgument, "16 bytes of that device");
+  EXPECT_FAILS(run(host), kInvalidArgument, "8 bytes of that device");
   EXPECT_EQ(native.runs.load(), 1);
   ASSERT_OK(run(state.raw_data()));
   ASSERT_OK(run(nullptr));
-  // Both words have to be there.
-  EXPECT_FAILS(run(static_cast<const char*>(state.raw_data()) + 8), kInvalidArgument,
-               "the random state");
+  // The other address is looked at as well.
+  CallOptions options;
+  options.rng.offset_address = host;
+  EXPECT_FAILS(manager.call(op, &args, options), kInvalidArgument,
+               "the random state's offset (CallOptions::rng.offset_address)");
   chip.api.struct_size = offsetof(te_fl_device_api, check_pointer);
   ASSERT_OK(run(host));
 }

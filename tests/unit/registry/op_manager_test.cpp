@@ -280,7 +280,7 @@ TEST_F(Dispatch, SupportsIsAskedOnEveryCallUnlessStatic) {
 TEST_F(Dispatch, NoCandidateListsEveryReason) {
   portable.desc.dtypes = TE_FL_BIT(TE_FL_F16);
   vendor.desc.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
-  reference.desc.param_version = 1;
+  reference.desc.later_args = nullptr;
   for (Fake* f : {&portable, &vendor, &reference}) reregister(*f);
   five.args.gain = 2;
   const Status s = call();
@@ -289,7 +289,7 @@ TEST_F(Dispatch, NoCandidateListsEveryReason) {
   EXPECT_FAILS(s, kUnsupported,
                "vendor.v (tests, priority 100): the tensors are on cpu, it serves cuda");
   EXPECT_FAILS(s, kUnsupported,
-               "reference.r (tests, priority 50): it implements version 1 of the op");
+               "reference.r (tests, priority 50): the call sets gain, which the op gained later");
   EXPECT_FAILS(s, kUnsupported, "gain");
   EXPECT_FAILS(s, kUnsupported, "way out");
   five.args.gain = 1;
@@ -326,19 +326,20 @@ TEST_F(Dispatch, DeterminismIsAskedFor) {
 
 TEST_F(Dispatch, TheContextCarriesTheCall) {
   te_fl_context seen{};
+  te_fl_rng seen_rng;
   portable.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
-    seen = ctx;
+    seen = ctx, seen_rng = *ctx.rng;
     return TE_FL_OK;
   };
   int stream = 0;
   CallOptions options;
   options.stream = &stream;
-  options.rng = {5, 6, nullptr};
+  options.rng = {.seed = 5, .offset = 6};
   ASSERT_OK(manager.call(op, &five.args, options));
   EXPECT_EQ(seen.struct_size, sizeof(te_fl_context));
   EXPECT_EQ(seen.stream, &stream);
-  EXPECT_EQ(seen.rng.seed, 5u);
-  EXPECT_EQ(seen.rng.offset, 6u);
+  EXPECT_EQ(seen_rng.seed, 5u);
+  EXPECT_EQ(seen_rng.offset, 6u);
   EXPECT_EQ(seen.device.type, TE_FL_DEVICE_CPU);
   EXPECT_EQ(seen.workspace, nullptr);
   EXPECT_EQ(seen.plan, nullptr);
