@@ -1,4 +1,6 @@
+#include <bit>
 #include <memory>
+#include <string>
 
 #include "core/device/allocations.hpp"
 #include "core/device/current_stream.hpp"
@@ -88,6 +90,35 @@ Status out_of_memory(const Device& device, const Status& status) {
   return status.clean() ? std::move(told.set_clean()) : told;
 }
 
+const char* kind_name(uint32_t kind) {
+  static constexpr const char* kNames[] = {"", "pinned", "managed", "peer-visible"};
+  return kNames[kind];
+}
+
+// Whether it fills the device, so that who runs out of memory is told who has it.
+bool is_counted(const Device& device, uint32_t kind) {
+  return !device.is_host() && kind != TE_FL_MEMORY_PINNED;
+}
+
+Status check_memory(const Device& device, const te_fl_memory_desc& memory) {
+  const auto bad = [&](const std::string& why) {
+    return invalid_argument("memory of " + te_fl::to_string(device) + ": " + why);
+  };
+  if (memory.struct_size < sizeof memory) {
+    return bad("the descriptor's struct_size is " + std::to_string(memory.struct_size) +
+               ", must be at least " + std::to_string(sizeof memory) + " (rule R3)");
+  }
+  if (memory.kind >= TE_FL_MEMORY_KIND_COUNT) {
+    return bad("kind " + std::to_string(memory.kind) + " is no te_fl_memory_kind");
+  }
+  if (memory.flags != 0) {
+    return bad("flags is " + std::to_string(memory.flags) + "; none is defined yet, use 0");
+  }
+  if (memory.alignment >= 256 && std::has_single_bit(memory.alignment)) return {};
+  return bad("alignment is " + std::to_string(memory.alignment) +
+             ", must be a power of two and at least 256");
+}
+
 }  // namespace
 
 Result<te_fl_device_props> properties(const Device& device) {
@@ -107,61 +138,60 @@ Result<te_fl_device_props> properties(const Device& device) {
 }
 
 Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
+  te_fl_memory_desc memory;
+  memory.bytes = bytes;
+  memory.stream = stream;
+  return allocate(device, memory);
+}
+
+Result<void*> allocate(const Device& device, const te_fl_memory_desc& memory) {
+  TE_FL_RETURN_IF_ERROR(check_memory(device, memory));
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* data = nullptr;
   const te_fl_device_desc& d = *entry->desc;
   const te_fl_status code =
-      errors.call([&] { return d.api->allocate(d.self, bytes, stream, &data, errors.sink()); });
+      errors.call([&] { return d.api->allocate(d.self, &memory, &data, errors.sink()); });
   if (code == TE_FL_OK && data != nullptr) {
-    if (!device.is_host()) core::note_allocation(device, data, bytes);
+    if (is_counted(device, memory.kind)) core::note_allocation(device, data, memory.bytes);
     return data;
   }
-  Result<void*> failed = core::made_object(
-      entry, errors, code, data, ("allocation of " + core::bytes_text(bytes) + " on ").c_str());
+  const char* const kind = kind_name(memory.kind);
+  const std::string what = "allocation of " + core::bytes_text(memory.bytes) +
+                           (*kind == '\0' ? "" : std::string(" of ") + kind + " memory") + " on ";
+  Result<void*> failed = core::made_object(entry, errors, code, data, what.c_str());
   return failed.status().code() == StatusCode::kOutOfMemory ? out_of_memory(device, failed.status())
                                                             : failed;
 }
 
 void free(const Device& device, void* data, void* stream) noexcept {
+  free(device, data, TE_FL_MEMORY_DEVICE, stream);
+}
+
+void free(const Device& device, void* data, te_fl_memory_kind kind, void* stream) noexcept {
   if (data == nullptr) return;
   const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
-  if (!device.is_host()) core::forget_allocation(device, data);
+  if (is_counted(device, kind)) core::forget_allocation(device, data);
   ErrorText errors;
   core::report_release(errors.call([&] {
-    return entry->desc->api->free(entry->desc->self, data, stream, errors.sink());
+    return entry->desc->api->free(entry->desc->self, data, kind, stream, errors.sink());
   }),
                        errors, device);
   entry->release();
 }
 
 Result<void*> allocate_pinned(const Device& device, size_t bytes) {
-  TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
-  ErrorText errors;
-  void* data = nullptr;
-  const te_fl_device_desc& d = *entry->desc;
-  te_fl_status code = TE_FL_UNSUPPORTED;
-  if (d.api->allocate_pinned != nullptr && d.api->free_pinned != nullptr) {
-    code = errors.call([&] { return d.api->allocate_pinned(d.self, bytes, &data, errors.sink()); });
-  }
-  return core::made_object(entry, errors, code, data, "allocation of pinned memory by ");
+  te_fl_memory_desc memory;
+  memory.kind = TE_FL_MEMORY_PINNED;
+  memory.bytes = bytes;
+  return allocate(device, memory);
 }
 
 void free_pinned(const Device& device, void* data) noexcept {
-  if (data == nullptr) return;
-  const core::Inside inside(device);
-  DeviceEntry* entry = core::find_device(device);
-  if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
-  ErrorText errors;
-  core::report_release(errors.call([&] {
-    return entry->desc->api->free_pinned(entry->desc->self, data, errors.sink());
-  }),
-                       errors, device);
-  entry->release();
+  free(device, data, TE_FL_MEMORY_PINNED, nullptr);
 }
 
 Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src,

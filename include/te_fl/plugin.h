@@ -100,6 +100,8 @@
  *      neutral value. An implementation names those that it knows in te_fl_op_desc.later_args: a
  *      set, since it may know a newer one and not an older one. A call that sets another one goes
  *      past it, with a reason that names the argument.
+ *  R24 A stream may wait for an event of another device of the same provider: of one whose table
+ *      has the very same wait_event. The host hands over no event of another provider.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -532,20 +534,41 @@ typedef struct te_fl_device_props {
   char driver[64]; /* version of what runs the chip, "CUDA 13.0"; empty if there is none to name */
 } te_fl_device_props;
 
+/* What memory is asked for. Every device has DEVICE; one that lacks another kind, or cannot align as
+   asked, answers UNSUPPORTED and says which. */
+typedef enum te_fl_memory_kind {
+  TE_FL_MEMORY_DEVICE = 0,
+  TE_FL_MEMORY_PINNED = 1,  /* host memory that copies to and from the device need not wait for */
+  TE_FL_MEMORY_MANAGED = 2, /* one address for the host and the device */
+  TE_FL_MEMORY_PEER = 3,    /* the device's, and its provider's other devices may read and write it */
+  TE_FL_MEMORY_KIND_COUNT = 4
+} te_fl_memory_kind;
+
+typedef struct te_fl_memory_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_memory_desc));
+  uint32_t kind TE_FL_INIT(TE_FL_MEMORY_DEVICE); /* te_fl_memory_kind */
+  uint64_t bytes TE_FL_INIT(0);
+  uint64_t alignment TE_FL_INIT(256); /* a power of two, at least 256: the host sees to it */
+  uint32_t flags TE_FL_INIT(0);       /* none is defined yet: 0 */
+  uint32_t reserved TE_FL_INIT(0);
+  void* stream TE_FL_INIT(NULL); /* of DEVICE, MANAGED and PEER memory: it is for use there */
+} te_fl_memory_desc;
+
+enum {                               /* flags of create_event */
+       TE_FL_EVENT_TIMED = 1u << 0 /* elapsed_time() will be asked of it */
+};
+
 /* Functions of one device. `self` is te_fl_device_desc.self. Streams are opaque; NULL is the
    default stream. All may be called from any thread. Memory is stream-ordered: allocate() gives it
    for use on `stream`, and work that was enqueued there before free() may still use it. */
 typedef struct te_fl_device_api {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_device_api));
   uint32_t reserved TE_FL_INIT(0);
-  te_fl_status (*allocate)(void* self, size_t bytes, void* stream, void** out,
-                           const te_fl_error_sink*)
-      TE_FL_INIT(NULL); /* required; 256-byte aligned */
-  te_fl_status (*free)(void* self, void* data, void* stream, const te_fl_error_sink*)
-      TE_FL_INIT(NULL); /* required */
-  te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*)
+  te_fl_status (*allocate)(void* self, const te_fl_memory_desc* memory, void** out,
+                           const te_fl_error_sink*) TE_FL_INIT(NULL); /* required */
+  /* `kind` is that with which it was allocated, so that a device need not look for it. Required. */
+  te_fl_status (*free)(void* self, void* data, uint32_t kind, void* stream, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
-  te_fl_status (*free_pinned)(void* self, void* data, const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* Copies between host and this device or within it; the direction follows from the flags: bit 0:
      dst is host memory, bit 1: src is host memory. Ordered on the stream. A source in host memory
      that is not pinned has been read when the function returns. */
@@ -560,12 +583,15 @@ typedef struct te_fl_device_api {
   /* Waits for the stream. An error may be that of any op enqueued before; INVALID_ARGUMENT is a
      mistake in the values of one (R12), after which the device goes on. Required. */
   te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
-  te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  te_fl_status (*create_event)(void* self, uint32_t flags, void** event, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
   te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*) TE_FL_INIT(NULL);
   te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
+  /* The stream waits, not the host. The event may be one of another device whose table has this
+     very function (R24). */
   te_fl_status (*wait_event)(void* self, void* event, void* stream, const te_fl_error_sink*)
-      TE_FL_INIT(NULL); /* the stream waits, not the host */
+      TE_FL_INIT(NULL);
   te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
   /* Asked before every op. INVALID_ARGUMENT from both this and check_stream: the stream is not one
@@ -606,6 +632,13 @@ typedef struct te_fl_device_api {
   /* A stream that create_stream did not make is about to be destroyed by its owner (R22): what is
      kept for it, such as freed memory for its next allocation, goes. Work may be running on it. */
   te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Sets `done` to 1 if what the event marks is done, or if it marks nothing yet; never waits. */
+  te_fl_status (*query_event)(void* self, void* event, int32_t* done, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  /* Nanoseconds from one mark to the other, of two events that were created with
+     TE_FL_EVENT_TIMED and are done; the host sees to both. 0 if `end` came first. */
+  te_fl_status (*elapsed_time)(void* self, void* start, void* end, uint64_t* nanoseconds,
+                               const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
 
 typedef struct te_fl_device_desc {

@@ -60,11 +60,13 @@ struct Stranger {
   te_fl_device_desc desc{};
   Stranger() {
     api.struct_size = sizeof api;
-    api.allocate = [](void*, size_t bytes, void*, void** out, const te_fl_error_sink*) {
+    api.allocate = [](void*, const te_fl_memory_desc* memory, void** out, const te_fl_error_sink*) {
+    if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+    const size_t bytes = memory->bytes;
       *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.free = [](void*, void* data, void*, const te_fl_error_sink*) {
+    api.free = [](void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
       std::free(data);
       return static_cast<te_fl_status>(TE_FL_OK);
     };

@@ -27,7 +27,9 @@ struct FakeDevice {
 
   explicit FakeDevice(const char* provider, int32_t index = 0, int32_t type = TE_FL_DEVICE_EXT) {
     api.struct_size = sizeof api;
-    api.allocate = [](void* self, size_t bytes, void*, void** out, const te_fl_error_sink* sink) {
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out, const te_fl_error_sink* sink) {
+    if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+    const size_t bytes = memory->bytes;
       if (static_cast<FakeDevice*>(self)->fail) {
         sink->write(sink->host, "the card is full");
         return static_cast<te_fl_status>(TE_FL_OUT_OF_MEMORY);
@@ -35,7 +37,7 @@ struct FakeDevice {
       *out = std::aligned_alloc(256, (bytes + 256) / 256 * 256);
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) {
+    api.free = [](void* self, void* data, uint32_t, void*, const te_fl_error_sink*) {
       ++static_cast<FakeDevice*>(self)->frees;
       std::free(data);
       return static_cast<te_fl_status>(TE_FL_OK);
@@ -283,7 +285,7 @@ struct FakeStreams : FakeDevice {
     api.destroy_stream = [](void* self, void* s, const te_fl_error_sink*) {
       return note(self, "destroy", s);
     };
-    api.create_event = [](void* self, void** out, const te_fl_error_sink*) {
+    api.create_event = [](void* self, uint32_t, void** out, const te_fl_error_sink*) {
       auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
       *out = &fake->events[fake->made_events++];
       return static_cast<te_fl_status>(TE_FL_OK);

@@ -54,8 +54,10 @@ struct Chip {
   }
   explicit Chip(int32_t index = 0) {
     api.struct_size = sizeof api;
-    api.allocate = [](void* self, size_t bytes, void*, void** out,
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* errors) -> te_fl_status {
+    if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+    const size_t bytes = memory->bytes;
       Chip& c = of(self);
       if (const te_fl_status code = c.answer(errors)) return code;
       if (c.held + bytes > c.limit) {
@@ -67,7 +69,7 @@ struct Chip {
       c.held += bytes;
       return TE_FL_OK;
     };
-    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) -> te_fl_status {
+    api.free = [](void* self, void* data, uint32_t, void*, const te_fl_error_sink*) -> te_fl_status {
       const auto block = of(self).blocks.find(static_cast<char*>(data));
       of(self).held -= block->second;
       of(self).blocks.erase(block);

@@ -259,9 +259,9 @@ TEST_F(TwoDevices, MemoryOfOneDeviceIsNotFreedOnAStreamOfAnother) {
   static void* freed_on;
   static decltype(te_fl_device_api::free) free;
   free = far_b.api.free;
-  far_b.api.free = [](void* self, void* data, void* stream, const te_fl_error_sink* errors) {
+  far_b.api.free = [](void* self, void* data, uint32_t kind, void* stream, const te_fl_error_sink* errors) {
     freed_on = stream;
-    return free(self, data, stream, errors);
+    return free(self, data, kind, stream, errors);
   };
   freed_on = &far_b;
   const Stream stream = Stream::create(a).value();
@@ -525,7 +525,7 @@ TEST_F(Scratch, WantOfItInACaptureIsTheCallers) {
   const Stream stream = Stream::create(a).value();
   Capture capture = Capture::begin(a, stream.get()).value();
   const auto allocate = far_a.api.allocate;
-  far_a.api.allocate = [](void*, size_t, void*, void**, const te_fl_error_sink*) {
+  far_a.api.allocate = [](void*, const te_fl_memory_desc*, void**, const te_fl_error_sink*) {
     return te_fl_status{TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN};
   };
   STREAMS_FAILS(copy(in[0], out[0], stream.get()), kOutOfMemory, "workspace of 4 bytes");
