@@ -46,11 +46,10 @@ Status check_random_address(const Call& call, const uint64_t* address, const std
   const te_fl_status code = errors.call(
       [&] { return check(entry->desc->self, address, sizeof *address, errors.sink()); });
   if (code == TE_FL_OK) return {};
-  return invalid_argument(of_op(call) + "the random state's " + what + " (CallOptions::rng." +
-                          what + "_address) is not memory of " + to_string(call.signature.device) +
-                          ": " + errors.text() +
-                          "; give it 8 bytes of that device, or NULL to use the " + what +
-                          " beside it");
+  return invalid_argument(
+      of_op(call) + "the random state's " + what + " (CallOptions::rng." + what +
+      "_address) is not memory of " + to_string(call.signature.device) + ": " + errors.text() +
+      "; give it 8 bytes of that device, or NULL to use the " + what + " beside it");
 }
 
 }  // namespace

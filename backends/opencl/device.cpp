@@ -266,8 +266,9 @@ te_fl_status elapsed_time(void* self, void* start, void* end, uint64_t* nanoseco
   return on_device(self, errors, [&](Device&) {
     const auto from = event_of(start).moment(), to = event_of(end).moment();
     if (from == nullptr || to == nullptr) {
-      backend::invalid("an event without TE_FL_EVENT_TIMED, or one that was never recorded, has no "
-                       "time");
+      backend::invalid(
+          "an event without TE_FL_EVENT_TIMED, or one that was never recorded, has no "
+          "time");
     }
     const auto between = to->get() - from->get();
     const auto count = std::chrono::duration_cast<std::chrono::nanoseconds>(between).count();

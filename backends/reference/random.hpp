@@ -13,8 +13,7 @@ namespace te_fl::reference {
 class DropoutStream {
  public:
   DropoutStream(const te_fl_rng& rng, float p)
-      : random_(rng),
-        threshold_(numeric::dropout_threshold(p)) {}
+      : random_(rng), threshold_(numeric::dropout_threshold(p)) {}
 
   bool keep(uint64_t i) {
     if (threshold_ == 0) return true;

@@ -277,8 +277,7 @@ Result<bool> query_event(const Device& device, void* event) {
   if (query == nullptr) return missing(device, "event queries", "query_event", "synchronize it");
   ErrorText errors;
   int32_t done = 0;
-  const te_fl_status code =
-      errors.call([&] { return query(d.self, event, &done, errors.sink()); });
+  const te_fl_status code = errors.call([&] { return query(d.self, event, &done, errors.sink()); });
   if (code == TE_FL_OK) return done != 0;
   return core::device_status(device, nullptr, errors, code,
                              "asking whether an event of " + te_fl::to_string(device) + " is done");

@@ -38,8 +38,8 @@ te_fl_status allocate_pinned(size_t bytes, size_t alignment, void** out,
   const size_t body = round_up(bytes, page);
   *out = nullptr;
   if (alignment > page) {
-    report(sink, "pinned memory of the host is aligned to " + std::to_string(page) + " bytes, not " +
-                     std::to_string(alignment));
+    report(sink, "pinned memory of the host is aligned to " + std::to_string(page) +
+                     " bytes, not " + std::to_string(alignment));
     return TE_FL_UNSUPPORTED;
   }
   if (body == 0 || body > SIZE_MAX - page) return out_of_memory(bytes, sink);

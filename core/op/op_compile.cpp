@@ -205,8 +205,9 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
     if (!rule) return bad(rule.status().message());
     arg.shape = *rule;
     if (arg.later != 0 && !arg.is(TE_FL_ARG_OPTIONAL)) {
-      return bad("a tensor that came later must be optional, or older callers could not be served "
-                 "(rule R23)");
+      return bad(
+          "a tensor that came later must be optional, or older callers could not be served "
+          "(rule R23)");
     }
     (arg.is_tensor() ? tensors : lists).push_back(static_cast<uint8_t>(index));
   } else if (arg.type == TE_FL_ARG_SAVED) {

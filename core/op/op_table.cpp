@@ -18,10 +18,10 @@ bool same_text(const char* a, const char* b) {
 }
 
 bool same_arg(const te_fl_arg_desc& a, const te_fl_arg_desc& b) {
-  const bool numbers =
-      a.type == b.type && a.role == b.role && a.flags == b.flags &&
-      a.offset == b.offset && a.count_offset == b.count_offset && a.dtypes == b.dtypes &&
-      a.scalings == b.scalings && a.neutral == b.neutral && a.min == b.min && a.max == b.max;
+  const bool numbers = a.type == b.type && a.role == b.role && a.flags == b.flags &&
+                       a.offset == b.offset && a.count_offset == b.count_offset &&
+                       a.dtypes == b.dtypes && a.scalings == b.scalings && a.neutral == b.neutral &&
+                       a.min == b.min && a.max == b.max;
   return numbers && same_text(a.name, b.name) && same_text(a.shape, b.shape) &&
          same_text(a.inout_if, b.inout_if) && same_text(a.aliases, b.aliases) &&
          same_text(a.same_as, b.same_as) && same_text(a.enum_names, b.enum_names);
@@ -128,11 +128,11 @@ Result<uint32_t> CompiledOp::later_mask(const char* names) const {
       mask |= impl_->args[static_cast<size_t>(i)].later;
       continue;
     }
-    return invalid_argument(
-        "later_args names '" + name + "', which is " +
-        (i < 0 ? "no argument of op '" : "of the first form of op '") + impl_->schema.name +
-        "', not one of its later arguments (" +
-        (impl_->later_count == 0 ? "it has none" : later_names(~uint32_t{0})) + "; rule R23)");
+    return invalid_argument("later_args names '" + name + "', which is " +
+                            (i < 0 ? "no argument of op '" : "of the first form of op '") +
+                            impl_->schema.name + "', not one of its later arguments (" +
+                            (impl_->later_count == 0 ? "it has none" : later_names(~uint32_t{0})) +
+                            "; rule R23)");
   }
   return mask;
 }

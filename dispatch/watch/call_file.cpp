@@ -105,19 +105,18 @@ json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const ch
     }
   }
   const te_fl_rng& rng = plan.rng();
-  return {
-      {"te_fl", TE_FL_VERSION},
-      {"op", schema.name},
-      {"device", to_string(device)},
-      {"deterministic", deterministic},
-      {"args_size", size},
-      {"bytes", plan.buffer_bytes()},
-      {"rng",
-       {{"seed", rng.seed},
-        {"offset", rng.offset},
-        {"seed_address", offset_of(rng.seed_address, base)},
-        {"offset_address", offset_of(rng.offset_address, base)}}},
-      {"args", list}};
+  return {{"te_fl", TE_FL_VERSION},
+          {"op", schema.name},
+          {"device", to_string(device)},
+          {"deterministic", deterministic},
+          {"args_size", size},
+          {"bytes", plan.buffer_bytes()},
+          {"rng",
+           {{"seed", rng.seed},
+            {"offset", rng.offset},
+            {"seed_address", offset_of(rng.seed_address, base)},
+            {"offset_address", offset_of(rng.offset_address, base)}}},
+          {"args", list}};
 }
 
 Status write_call_file(const std::string& path, const json& description, const CopyBuffer& before,
@@ -277,8 +276,8 @@ Status FiledCall::fill(const json& d) {
   if (size < schema.least_args_size || size > schema.args_size) {
     return Status(StatusCode::kIncompatible,
                   "op '" + op_ + "' was saved with arguments of " + std::to_string(size) +
-                      " bytes, and here they have " + std::to_string(schema.least_args_size) + " to " +
-                      std::to_string(schema.args_size) +
+                      " bytes, and here they have " + std::to_string(schema.least_args_size) +
+                      " to " + std::to_string(schema.args_size) +
                       "; replay it with the te-fl that saved it (" +
                       d.value("te_fl", std::string("unknown")) + ")");
   }

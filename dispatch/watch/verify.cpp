@@ -151,8 +151,8 @@ const Implementation* reference_for(const OpRow& row, const core::Signature& sig
   PolicySettings settings;
   settings.prefer = Kind::kReference;
   settings.deterministic = deterministic;
-  policy::Call call{row.compiled->schema().name, Device{},          true, 0, signature.dtypes,
-                    signature.scalings,          signature.later,   false};
+  policy::Call call{row.compiled->schema().name, Device{},        true, 0, signature.dtypes,
+                    signature.scalings,          signature.later, false};
   for (const policy::Candidate& v : policy::decide(settings, call, row.views).order) {
     const Implementation* impl = row.impls[v.impl].get();
     if (v.refusal == policy::Refusal::kNone && impl->kind == Kind::kReference) return impl;

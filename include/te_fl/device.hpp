@@ -89,7 +89,8 @@ TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t byt
 TE_FL_API Status synchronize(const Device& device, void* stream = nullptr);
 
 // Streams and events. UNSUPPORTED, naming the missing function, where the device's table has none
-// (the host has events, which are done at once, and no streams). Each one made here counts as a live object until it is destroyed.
+// (the host has events, which are done at once, and no streams). Each one made here counts as a
+// live object until it is destroyed.
 TE_FL_API Result<void*> create_stream(const Device& device);
 // Work that is on the stream already is the device's to finish. The stream goes when the last
 // tensor whose memory was allocated on it has gone. Null is the default stream: nothing happens.

@@ -244,11 +244,12 @@ std::string describe_layout() {
   MEMBER(te_fl_plugin_header, setting_count);
   MEMBER(te_fl_plugin_header, reserved2);
   for (const te_fl_op_schema* op : te_fl::core::catalogue()) {
-    out << "op " << op->name << " size " << op->args_size << " least "
-        << op->least_args_size << "\n";
+    out << "op " << op->name << " size " << op->args_size << " least " << op->least_args_size
+        << "\n";
     for (uint32_t i = 0; i < op->arg_count; ++i) {
       const te_fl_arg_desc& a = *op->args[i];
-      out << "  " << a.name << " @" << a.offset << ((a.flags & TE_FL_ARG_LATER) != 0 ? " later" : "") << "\n";
+      out << "  " << a.name << " @" << a.offset
+          << ((a.flags & TE_FL_ARG_LATER) != 0 ? " later" : "") << "\n";
     }
   }
   return out.str();

@@ -122,9 +122,10 @@ bool has_device() {
          is("ops_fail_after_devices") || is("throw_device") || is("quiesce_fails");
 }
 
-te_fl_status dev_allocate(void*, const te_fl_memory_desc* memory, void** out, const te_fl_error_sink*) {
-    if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
-    const size_t bytes = memory->bytes;
+te_fl_status dev_allocate(void*, const te_fl_memory_desc* memory, void** out,
+                          const te_fl_error_sink*) {
+  if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+  const size_t bytes = memory->bytes;
   if (is("throw_device")) throw Mistake();
   *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return *out != nullptr ? TE_FL_OK : TE_FL_OUT_OF_MEMORY;
