@@ -240,7 +240,6 @@ Status wait_event(const Device& device, const Device& event_device, void* event,
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse of_event, DeviceUse::of(event_device));
   const te_fl_device_desc& d = *use->desc;
-  if (event == nullptr) return null_event(event_device);
   if (d.api->wait_event == nullptr) return no_events(device, "wait_event");
   if (of_event->desc->api->wait_event != d.api->wait_event) {
     return invalid_argument("a stream of " + te_fl::to_string(device) +
@@ -248,6 +247,7 @@ Status wait_event(const Device& device, const Device& event_device, void* event,
                             ", which another plugin provides (rule R24); wait for it on the host: "
                             "Event::synchronize, devices::synchronize_event");
   }
+  if (event == nullptr) return null_event(event_device);
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return d.api->wait_event(d.self, event, stream, errors.sink()); });

@@ -204,6 +204,40 @@ TEST_F(TwoDevices, ACopyOnAnotherStreamWaitsForTheStreamOfTheMemory) {
   EXPECT_EQ(read(x, other.get()), 9);
 }
 
+// Devices of one provider wait for each other's events without the host.
+TEST_F(TwoDevices, AStreamWaitsForAnEventOfTheOtherDevice) {
+  const Stream on_a = Stream::create(a).value(), on_b = Stream::create(b).value();
+  Event event = Event::create(a).value();
+  bool done = false, seen = false;
+  far_a.queues.enqueue(on_a.get(), [&done]() -> te_fl_status {
+    done = true;
+    return TE_FL_OK;
+  });
+  ASSERT_OK(event.record(on_a.get()));
+  EXPECT_FALSE(event.done().value());
+  ASSERT_OK(on_b.wait(event));
+  far_b.queues.enqueue(on_b.get(), [&done, &seen]() -> te_fl_status {
+    seen = done;
+    return TE_FL_OK;
+  });
+  ASSERT_OK(on_b.synchronize());
+  EXPECT_TRUE(seen);
+  EXPECT_TRUE(event.done().value());
+}
+
+TEST_F(TwoDevices, TimeBetweenEventsWantsBothDone) {
+  const Stream stream = Stream::create(a).value();
+  Event first = Event::create(a, true).value(), last = Event::create(a, true).value();
+  ASSERT_OK(first.record(stream.get()));
+  far_a.queues.enqueue(stream.get(), []() -> te_fl_status { return TE_FL_OK; });
+  ASSERT_OK(last.record(stream.get()));
+  EXPECT_FAILS(last.elapsed_since(first).status(), kFailedPrecondition, "is not done yet");
+  ASSERT_OK(last.synchronize());
+  EXPECT_EQ(last.elapsed_since(first).value(), 2000u) << "two pieces of work";
+  Event other = Event::create(b, true).value();
+  EXPECT_FAILS(other.elapsed_since(first).status(), kInvalidArgument, "no common clock");
+}
+
 TEST_F(TwoDevices, AFailedCopyBetweenSaysWhichDevices) {
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
   far_b.next_copy_between = TE_FL_INTERNAL;

@@ -29,7 +29,9 @@ enum class Fault {  // in the order of the devices' indices
   kFirstMark,    // an event that was waited for stays where it was
   kFillHangs,
   kCopyCrashes,
-  kCapturing,  // says that every stream is captured
+  kCapturing,    // says that every stream is captured
+  kPolledEarly,  // query_event() says "done" at once
+  kOtherUnit,    // elapsed_time() does not count nanoseconds
   kCount
 };
 constexpr int kFaults = static_cast<int>(Fault::kCount);
@@ -38,6 +40,7 @@ constexpr int kFaults = static_cast<int>(Fault::kCount);
 struct Event {
   std::atomic<void*> stream{nullptr};
   std::atomic<bool> waited{false};
+  std::atomic<int64_t> time{0};  // when it was recorded
 };
 
 class Device : public FarDevice {
@@ -98,14 +101,27 @@ class Device : public FarDevice {
       Event& event = *static_cast<Event*>(raw);
       if (of(self).is(Fault::kFirstMark) && event.waited) return TE_FL_OK;
       event.waited = false, event.stream = stream;
+      event.time = std::chrono::steady_clock::now().time_since_epoch().count();
       return TE_FL_OK;
     };
     // The work of the marked stream is done at once, which is earlier than it must be.
     api.wait_event = [](void* self, void* event, void*, const te_fl_error_sink* e) -> te_fl_status {
       return of(self).is(Fault::kEventStream) ? TE_FL_OK : of(self).wait_for(event, e);
     };
-    api.query_event = nullptr;  // of other events than these
-    api.elapsed_time = nullptr;
+    api.query_event = [](void* self, void* event, int32_t* done,
+                         const te_fl_error_sink* e) -> te_fl_status {
+      *done = 1;
+      Device& device = of(self);
+      return device.is(Fault::kPolledEarly) ? TE_FL_OK : device.wait_for(event, e);
+    };
+    api.elapsed_time = [](void* self, void* start, void* end, uint64_t* nanoseconds,
+                          const te_fl_error_sink*) -> te_fl_status {
+      const int64_t from = static_cast<Event*>(start)->time, to = static_cast<Event*>(end)->time;
+      const int64_t between = to > from ? to - from : 0;
+      *nanoseconds = static_cast<uint64_t>(between) *
+                     (of(self).is(Fault::kOtherUnit) ? 1'000'000u : 1u);  // "femtoseconds"
+      return TE_FL_OK;
+    };
     api.synchronize_event = [](void* self, void* event, const te_fl_error_sink* e) -> te_fl_status {
       return of(self).is(Fault::kEventHost) ? TE_FL_OK : of(self).wait_for(event, e);
     };
