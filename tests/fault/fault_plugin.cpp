@@ -402,8 +402,7 @@ void fill_header() {
   if (is("smaller_structs")) h.struct_size = offsetof(te_fl_plugin_header, reserved);
   if (is("garbage_header_size")) h.struct_size = 3;
   h.abi_major = is("newer_major") ? 3 : TE_FL_ABI_MAJOR;
-  const bool next_minor = is("newer_minor") || is("newer_misspelt");
-  h.abi_minor = TE_FL_ABI_MINOR + (next_minor ? 1 : 0);
+  h.abi_minor = TE_FL_ABI_MINOR + (is("newer_minor") ? 1 : 0);
   if (is("older_major")) h.abi_major = 0, h.abi_minor = 1;
   if (is("withdrawn")) h.abi_major = 1, h.abi_minor = 0;
   h.min_host_minor = is("needs_newer_host") ? TE_FL_ABI_MINOR + 3

@@ -127,7 +127,7 @@ TEST_F(Gemm, Aliasing) {
   EXPECT_EQ(text(), "") << "inputs may share memory";
 }
 
-// Implementations read every member that ABI 1.0 has, so a tensor without them goes no further.
+// Implementations read every member that ABI 0.9 has, so a tensor without them goes no further.
 TEST_F(Gemm, ATensorStructIsAtLeastThatOfAbi10) {
   Raw r(a);
   r.t.struct_size = offsetof(te_fl_tensor, quant);
