@@ -253,7 +253,7 @@ void Verification::finish(const Status& status, const Served& served) {
       context.device = Device{}.to_c();
       context.provider = 0;
       context.stream = nullptr;
-      context.rng = rep_->copy.plan().rng();
+      context.rng = &rep_->copy.plan().rng();
       code = run_on_copies(call, *reference, context, rep_->copy.plan().args(), errors);
       why = "'" + reference->impl_id + "' did not serve it: " + errors.text();
     }
