@@ -352,8 +352,8 @@ typedef struct te_fl_context {
   void* stream;    /* borrowed; NULL is the device's default stream */
   void* workspace; /* workspace() bytes, 256-byte aligned; NULL if it asked for none */
   size_t workspace_bytes;
-  void* plan; /* what prepare() returned for this signature, or NULL */
-  const te_fl_rng* rng; /* of ops with TE_FL_SCHEMA_USES_RNG never NULL */
+  void* plan;                     /* what prepare() returned for this signature, or NULL */
+  const te_fl_rng* rng;           /* of ops with TE_FL_SCHEMA_USES_RNG never NULL */
   const te_fl_error_sink* errors; /* NULL: no text wanted */
   const te_fl_extension* extensions;
 } te_fl_context;
@@ -405,8 +405,8 @@ enum {                                 /* te_fl_arg_desc.flags */
  */
 typedef struct te_fl_arg_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_arg_desc));
-  uint8_t type TE_FL_INIT(0);   /* te_fl_arg_type */
-  uint8_t role TE_FL_INIT(0);   /* te_fl_arg_role; scalars are IN */
+  uint8_t type TE_FL_INIT(0); /* te_fl_arg_type */
+  uint8_t role TE_FL_INIT(0); /* te_fl_arg_role; scalars are IN */
   uint16_t reserved TE_FL_INIT(0);
   uint32_t flags TE_FL_INIT(0);
   uint32_t offset TE_FL_INIT(0);       /* of the member in the argument struct */
@@ -484,13 +484,15 @@ typedef struct te_fl_op_desc {
   uint32_t kind TE_FL_INIT(0);          /* te_fl_kind */
   int32_t priority TE_FL_INIT(0);       /* 0: the kind's default */
   uint32_t flags TE_FL_INIT(0);
-  /* The architectures that it serves, in the device's own numbering, inclusively; 0: no bound. */
+  /* The architectures that it serves, from min_arch to max_arch, in the device's own numbering,
+   * inclusively; 0: no bound. */
   uint32_t min_arch TE_FL_INIT(0);
-  uint32_t max_arch TE_FL_INIT(0);
-  uint32_t scalings TE_FL_INIT(0x3f); /* every tensor argument's te_fl_scaling must be in it */
-  uint64_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE); /* likewise, mask of te_fl_dtype_index */
-  uint64_t device_types TE_FL_INIT(0);              /* bit i: DLPack device type i */
-  void* self TE_FL_INIT(NULL);          /* passed to the functions below */
+  /* Masks in which every tensor argument's te_fl_dtype_index and te_fl_scaling must be. */
+  uint64_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE);
+  uint32_t scalings TE_FL_INIT(0x3f);
+  uint32_t max_arch TE_FL_INIT(0);     /* see min_arch */
+  uint64_t device_types TE_FL_INIT(0); /* bit i: DLPack device type i */
+  void* self TE_FL_INIT(NULL);         /* passed to the functions below */
   te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args)
       TE_FL_INIT(NULL); /* required */
   te_fl_status (*supports)(void* self, const te_fl_context* ctx, const void* args) TE_FL_INIT(NULL);
@@ -534,13 +536,13 @@ typedef struct te_fl_device_props {
   char driver[64]; /* version of what runs the chip, "CUDA 13.0"; empty if there is none to name */
 } te_fl_device_props;
 
-/* What memory is asked for. Every device has DEVICE; one that lacks another kind, or cannot align as
-   asked, answers UNSUPPORTED and says which. */
+/* What memory is asked for. Every device has DEVICE; one that lacks another kind, or cannot align
+   as asked, answers UNSUPPORTED and says which. */
 typedef enum te_fl_memory_kind {
   TE_FL_MEMORY_DEVICE = 0,
   TE_FL_MEMORY_PINNED = 1,  /* host memory that copies to and from the device need not wait for */
   TE_FL_MEMORY_MANAGED = 2, /* one address for the host and the device */
-  TE_FL_MEMORY_PEER = 3,    /* the device's, and its provider's other devices may read and write it */
+  TE_FL_MEMORY_PEER = 3, /* the device's, and its provider's other devices may read and write it */
   TE_FL_MEMORY_KIND_COUNT = 4
 } te_fl_memory_kind;
 
@@ -554,7 +556,7 @@ typedef struct te_fl_memory_desc {
   void* stream TE_FL_INIT(NULL); /* of DEVICE, MANAGED and PEER memory: it is for use there */
 } te_fl_memory_desc;
 
-enum {                               /* flags of create_event */
+enum {                             /* flags of create_event */
        TE_FL_EVENT_TIMED = 1u << 0 /* elapsed_time() will be asked of it */
 };
 
