@@ -553,7 +553,7 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, adam_refusal>("multi_tensor_adam"));
   ops.back().later_args = "lr_tensor step_tensor fp8_params";
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, sgd_refusal>("multi_tensor_sgd"));
-  ops.back().later_args = "lr_tensor step_tensor";
+  ops.back().later_args = "lr_tensor";
 }
 
 }  // namespace te_fl::cpu

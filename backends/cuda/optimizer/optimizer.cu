@@ -475,7 +475,7 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, refuse_adam>("multi_tensor_adam"));
   ops.back().later_args = "lr_tensor step_tensor fp8_params";
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, refuse_sgd>("multi_tensor_sgd"));
-  ops.back().later_args = "lr_tensor step_tensor";
+  ops.back().later_args = "lr_tensor";
 }
 
 }  // namespace te_fl::cuda
