@@ -42,17 +42,16 @@ constexpr te_fl_arg_desc kX = tensor_argument("x", TE_FL_IN, offsetof(axpy_args,
 constexpr te_fl_arg_desc kY = tensor_argument("y", TE_FL_INOUT, offsetof(axpy_args, y));
 constexpr te_fl_arg_desc kA = scalar_argument("a", offsetof(axpy_args, a), 1);
 constexpr const te_fl_arg_desc* kArgs[] = {&kX, &kY, &kA};
-constexpr te_fl_op_schema kSchema = {sizeof(te_fl_op_schema),
-                                     1,
-                                     0,
-                                     sizeof(axpy_args),
-                                     offsetof(axpy_args, a) + sizeof(float),
-                                     3,
-                                     kArgs,
-                                     "acme::axpy",
-                                     "Adds a multiple of one tensor to another.",
-                                     "y = y + a x",
-                                     "BLAS"};
+constexpr te_fl_op_schema kSchema = {
+    .args_size = sizeof(axpy_args),
+    .least_args_size = offsetof(axpy_args, a) + sizeof(float),
+    .arg_count = 3,
+    .args = kArgs,
+    .name = "acme::axpy",
+    .summary = "Adds a multiple of one tensor to another.",
+    .formula = "y = y + a x",
+    .source = "BLAS",
+};
 
 void axpy(const te_fl_context&, const axpy_args& args) {
   namespace b = te_fl::backend;
