@@ -19,6 +19,7 @@ enum class LockLevel : int {
   kDeviceList,       // the devices
   kStreams,          // the records of streams
   kAllocations,      // what te-fl holds of each device's memory
+  kAllocators,       // the allocators that programs installed
   kPolicies,         // the interned policies
   kRegistry,         // the tables of implementations, and the list of registries
   kThreadRecords,    // what dispatch keeps per thread

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/device/allocations.hpp"
+#include "core/device/allocator.hpp"
 #include "core/device/current_stream.hpp"
 #include "core/device/device_use.hpp"
 #include "core/device/recent_ops.hpp"
@@ -119,6 +120,36 @@ Status check_memory(const Device& device, const te_fl_memory_desc& memory) {
              ", must be a power of two and at least 256");
 }
 
+Result<void*> by_device(const DeviceEntry& entry, const te_fl_memory_desc& memory) {
+  const Device& device = entry.device;
+  ErrorText errors;
+  void* data = nullptr;
+  const te_fl_device_desc& d = *entry.desc;
+  const te_fl_status code =
+      errors.call([&] { return d.api->allocate(d.self, &memory, &data, errors.sink()); });
+  if (code == TE_FL_OK && data != nullptr) {
+    if (is_counted(device, memory.kind)) core::note_allocation(device, data, memory.bytes);
+    return data;
+  }
+  if (code == TE_FL_OK)
+    return internal_error(te_fl::to_string(device) + " allocated a null pointer");
+  const char* const kind = kind_name(memory.kind);
+  return core::device_status(device, nullptr, errors, code,
+                             "allocation of " + core::bytes_text(memory.bytes) +
+                                 (*kind == '\0' ? "" : std::string(" of ") + kind + " memory") +
+                                 " on " + te_fl::to_string(device));
+}
+
+Result<void*> by_allocator(const core::AllocatorRef& allocator, const Device& device,
+                           const te_fl_memory_desc& memory) {
+  TE_FL_ASSIGN_OR_RETURN(void* data, allocator->allocate(memory));
+  const Status noted = core::note_given(device, data, memory.bytes, {allocator, memory.stream});
+  if (noted.ok()) return data;
+  // Memory that is in use already stays its owner's.
+  if (noted.code() == StatusCode::kOutOfMemory) allocator->free(data, nullptr, nullptr);
+  return noted;
+}
+
 }  // namespace
 
 Result<te_fl_device_props> properties(const Device& device) {
@@ -148,21 +179,21 @@ Result<void*> allocate(const Device& device, const te_fl_memory_desc& memory) {
   TE_FL_RETURN_IF_ERROR(check_memory(device, memory));
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
-  ErrorText errors;
-  void* data = nullptr;
-  const te_fl_device_desc& d = *entry->desc;
-  const te_fl_status code =
-      errors.call([&] { return d.api->allocate(d.self, &memory, &data, errors.sink()); });
-  if (code == TE_FL_OK && data != nullptr) {
-    if (is_counted(device, memory.kind)) core::note_allocation(device, data, memory.bytes);
-    return data;
+  const core::AllocatorRef allocator = core::allocator_of(device);
+  const auto ask = [&] {
+    return allocator != nullptr && memory.kind == TE_FL_MEMORY_DEVICE
+               ? by_allocator(allocator, device, memory)
+               : by_device(*entry, memory);
+  };
+  Result<void*> data = ask();
+  const auto is_full = [&] { return data.status().code() == StatusCode::kOutOfMemory; };
+  if (is_full() && allocator != nullptr && memory.kind != TE_FL_MEMORY_PINNED &&
+      allocator->trim(memory.bytes)) {
+    data = ask();
   }
-  const char* const kind = kind_name(memory.kind);
-  const std::string what = "allocation of " + core::bytes_text(memory.bytes) +
-                           (*kind == '\0' ? "" : std::string(" of ") + kind + " memory") + " on ";
-  Result<void*> failed = core::made_object(entry, errors, code, data, what.c_str());
-  return failed.status().code() == StatusCode::kOutOfMemory ? out_of_memory(device, failed.status())
-                                                            : failed;
+  if (data.ok()) return data;
+  entry->release();
+  return is_full() ? out_of_memory(device, data.status()) : data;
 }
 
 void free(const Device& device, void* data, void* stream) noexcept {
@@ -174,12 +205,17 @@ void free(const Device& device, void* data, te_fl_memory_kind kind, void* stream
   const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
-  if (is_counted(device, kind)) core::forget_allocation(device, data);
-  ErrorText errors;
-  core::report_release(errors.call([&] {
-    return entry->desc->api->free(entry->desc->self, data, kind, stream, errors.sink());
-  }),
-                       errors, device);
+  const core::Giver giver =
+      is_counted(device, kind) ? core::forget_allocation(device, data) : core::Giver{};
+  if (giver.allocator != nullptr) {
+    giver.allocator->free(data, giver.stream, stream);
+  } else {
+    ErrorText errors;
+    core::report_release(errors.call([&] {
+      return entry->desc->api->free(entry->desc->self, data, kind, stream, errors.sink());
+    }),
+                         errors, device);
+  }
   entry->release();
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/base/fork.hpp"
+#include "core/device/allocator.hpp"
 #include "core/device/current_stream.hpp"
 #include "core/device/device_use.hpp"
 
@@ -63,6 +64,7 @@ StreamRef take_own(const Device& device, void* handle) {
 StreamRecord::~StreamRecord() {
   if (made) {
     if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
+    if (const AllocatorRef allocator = allocator_of(device)) allocator->retire_stream(handle);
     destroy_on_device(device, handle);
   }
   const std::lock_guard lock(streams_mutex);
@@ -179,6 +181,9 @@ Status retire_stream(const Device& device, void* stream) {
     }
   }
   if (const auto hook = core::g_stream_goes.load(std::memory_order_acquire)) hook(device, stream);
+  if (const core::AllocatorRef allocator = core::allocator_of(device)) {
+    allocator->retire_stream(stream);
+  }
   const te_fl_device_desc& d = *use->desc;
   const auto retire = core::slot(*d.api, &te_fl_device_api::retire_stream);
   if (retire == nullptr) return waited;

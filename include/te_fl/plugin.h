@@ -79,9 +79,10 @@
  *  R19 While a stream is captured, allocate() and free() on it work: memory that is allocated in a
  *      capture belongs to the graph and is given to nobody else while the graph exists or the
  *      memory has not been freed; memory that is freed in a capture stays valid for the graph's
- *      launches. The host takes the scratch of a captured op so, for every graph anew. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
- *      the host and takes the arguments it was given for those of every launch. prepare() is not
- *      called in a capture; a plan used in one is kept until its implementation goes.
+ *      launches. The host takes the scratch of a captured op so, for every graph anew. run() with
+ *      TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from the host and takes the
+ *      arguments it was given for those of every launch. prepare() is not called in a capture; a
+ *      plan used in one is kept until its implementation goes.
  *  R20 What a minor adds reaches nobody who would misread it. A host gives a plugin no flag,
  *      enumerator, dtype or scaling mode that the plugin's minor lacks, unless ignoring it is
  *      right. A host ignores flags of an op descriptor that it does not know (they only ever add
@@ -102,6 +103,13 @@
  *      past it, with a reason that names the argument.
  *  R24 A stream may wait for an event of another device of the same provider: of one whose table
  *      has the very same wait_event. The host hands over no event of another provider.
+ *  R25 A program, a framework say, may install an allocator for a device (te_fl_allocator). All
+ *      memory of kind DEVICE that the host then allocates there, for tensors, scratch and plugins,
+ *      comes from it, and R19 and R22 bind it as they bind the device's own functions. It gives
+ *      memory that the device's kernels may read and write, aligned as asked, and in use nowhere
+ *      else; the host refuses other memory, naming the allocator. Its functions may be called by
+ *      several threads at once. It is asked to trim() before an allocation of the device's memory
+ *      fails, whoever made it.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -642,6 +650,34 @@ typedef struct te_fl_device_api {
   te_fl_status (*elapsed_time)(void* self, void* start, void* end, uint64_t* nanoseconds,
                                const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
+
+/* Where a program has a device's memory come from (R25); not a plugin's to provide. */
+typedef struct te_fl_allocator {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_allocator));
+  uint32_t reserved TE_FL_INIT(0);
+  const char* name TE_FL_INIT(NULL); /* for messages, "torch"; copied; required */
+  void* self TE_FL_INIT(NULL);       /* passed to the functions below */
+  /* Memory of kind DEVICE for use on memory->stream. OUT_OF_MEMORY: it has none and can get none;
+     the host then asks for trim() and once more. Required. */
+  te_fl_status (*allocate)(void* self, const te_fl_memory_desc* memory, void** out,
+                           const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Work that has been enqueued on the stream of the allocation, or on one that record_stream
+     named, may still use the memory. Required. */
+  te_fl_status (*free)(void* self, void* data, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Work on `stream` uses the memory, which was allocated for another stream, until free().
+     Required. */
+  te_fl_status (*record_stream)(void* self, void* data, void* stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  /* Gives back to the device what it keeps and nobody uses, `bytes` at least if it can, so that
+     somebody else may allocate them. NULL: it keeps nothing. */
+  te_fl_status (*trim)(void* self, uint64_t bytes, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* A stream of the device is about to go (R22), one that te-fl made as well as another: what is
+     kept for it goes. NULL: it keeps nothing by stream. */
+  te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Called once, when another allocator or none has taken its place, or the device has gone, and
+     the last of its memory has been freed. NULL: nothing is to be done. */
+  void (*destroy)(void* self) TE_FL_INIT(NULL);
+} te_fl_allocator;
 
 typedef struct te_fl_device_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_device_desc));

@@ -180,6 +180,17 @@ std::string describe_layout() {
   MEMBER(te_fl_device_api, retire_stream);
   MEMBER(te_fl_device_api, query_event);
   MEMBER(te_fl_device_api, elapsed_time);
+  LAYOUT(te_fl_allocator);
+  MEMBER(te_fl_allocator, struct_size);
+  MEMBER(te_fl_allocator, reserved);
+  MEMBER(te_fl_allocator, name);
+  MEMBER(te_fl_allocator, self);
+  MEMBER(te_fl_allocator, allocate);
+  MEMBER(te_fl_allocator, free);
+  MEMBER(te_fl_allocator, record_stream);
+  MEMBER(te_fl_allocator, trim);
+  MEMBER(te_fl_allocator, retire_stream);
+  MEMBER(te_fl_allocator, destroy);
   LAYOUT(te_fl_device_desc);
   MEMBER(te_fl_device_desc, struct_size);
   MEMBER(te_fl_device_desc, reserved);
