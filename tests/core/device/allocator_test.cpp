@@ -129,7 +129,7 @@ TEST_F(Allocators, MemoryComesFromTheOneThatIsInstalled) {
   {
     const Tensor t = Tensor::zeros({4, 8}, DType::kF32, device).value();
     EXPECT_EQ(framework.live.count(t.raw_data()), 1u);
-    EXPECT_EQ(devices::memory_account(device)->holders.at(0).use, "f32[4,8]");
+    EXPECT_EQ(devices::memory_account(device)->holders.at(0).use, "f32[4, 8]");
   }
   EXPECT_EQ(framework.live.size(), 0u);
   EXPECT_EQ(framework.kept.size(), 1u);
