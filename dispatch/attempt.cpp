@@ -38,7 +38,7 @@ struct Attempt {
   const void* args;
   bool on_host;
   core::ErrorText& errors;
-  registry::DeviceScratch scratch{};
+  registry::DeviceScratch state{}, scratch{};
   bool serial = false;
 
   ~Attempt() {
@@ -52,6 +52,18 @@ struct Attempt {
     return own_failure(
         Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
         errors);
+  }
+
+  // Before the workspace: what an op locks has an order.
+  te_fl_status stream_state() {
+    const uint64_t bytes = impl.desc.stream_state_bytes;
+    if (bytes == 0) return TE_FL_OK;
+    const Status held = call.manager.arenas.acquire_state(
+        call.signature.device, call.options.stream, call.thread.slot.depth - 1, impl.number, bytes,
+        call.capturing, state);
+    if (!held.ok()) return own_failure(held, errors);
+    context.stream_state = state.data();
+    return TE_FL_OK;
   }
 
   te_fl_status workspace() {
@@ -107,10 +119,12 @@ struct Attempt {
           return impl.desc.prepare(impl.desc.self, &context, args, &made);
         });
         if (code != TE_FL_OK) return code;
-        plan = impl.plans->insert(std::move(own_key), made);
+        plan = impl.plans->insert(std::move(own_key), on_host ? Device{} : call.signature.device,
+                                  made);
       }
       call.thread.plans.insert(impl.number, hash, plan);
     }
+    if (impl.plan_memory && !on_host) plan->used_on(call.options.stream);
     context.plan = plan->plan;
     return TE_FL_OK;
   }
@@ -131,6 +145,7 @@ te_fl_status get_ready(Attempt& a) {
   }
   te_fl_status code = a.lock();
   if (code == TE_FL_OK) code = a.plan();
+  if (code == TE_FL_OK) code = a.stream_state();
   if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
   return code;
 }

@@ -83,6 +83,7 @@ class Instance {
                                       const OpRegistry& registry,
                                       std::vector<const te_fl_op_desc*>& kept);
   void bar_devices();
+  void report_memory() const;
   Status quiesce();
   void retire_devices(const std::shared_ptr<Instance>& self);
 

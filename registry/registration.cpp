@@ -65,6 +65,10 @@ std::string who(const te_fl_op_desc& desc, const std::string& owner) {
          owner + ")";
 }
 
+constexpr uint64_t kHostTypes = uint64_t{1} << TE_FL_DEVICE_CPU |
+                                uint64_t{1} << TE_FL_DEVICE_CUDA_HOST |
+                                uint64_t{1} << TE_FL_DEVICE_ROCM_HOST;
+
 int32_t default_priority(Kind kind) {
   switch (kind) {
     case Kind::kVendor:
@@ -119,6 +123,11 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
         "it serves kDLExtDev devices and names no provider, and one provider's memory is nothing "
         "that another's kernels could read; name it in te_fl_op_desc.provider (rule R18)");
   }
+  if (desc.stream_state_bytes != 0 && (desc.device_types & kHostTypes) != 0) {
+    return bad(
+        "stream_state_bytes is set and device_types has the host, whose work has no stream (rule "
+        "R27); register the host's implementation for itself, without it");
+  }
   if (kind == Kind::kVendor && vendor.empty())
     return bad("a vendor implementation must name its vendor");
   return {};
@@ -167,8 +176,13 @@ const char* intern_string(std::string_view text) {
   return strings->emplace(text).first->c_str();
 }
 
+constinit std::atomic<void (*)(uint64_t number)> g_stream_state_goes{nullptr};
+
 Implementation::~Implementation() {
   plans.reset();
+  if (desc.stream_state_bytes != 0) {
+    if (const auto hook = g_stream_state_goes.load(std::memory_order_acquire)) hook(number);
+  }
   free_counter(counter);
 }
 
@@ -235,7 +249,8 @@ Result<std::shared_ptr<Implementation>> make_implementation(
   if (impl->desc.priority == 0) impl->desc.priority = default_priority(impl->kind);
   impl->checks_support = desc.supports != nullptr && (desc.flags & TE_FL_OP_STATIC_SUPPORT) == 0;
   impl->direct = desc.workspace == nullptr && desc.prepare == nullptr &&
-                 (desc.flags & TE_FL_OP_THREAD_SAFE) != 0;
+                 desc.stream_state_bytes == 0 && (desc.flags & TE_FL_OP_THREAD_SAFE) != 0;
+  impl->plan_memory = desc.prepare != nullptr && (desc.flags & TE_FL_OP_PLAN_MEMORY) != 0;
   if (desc.prepare != nullptr) impl->plans = std::make_unique<PlanCache>(*impl);
   return impl;
 }

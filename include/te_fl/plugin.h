@@ -110,6 +110,20 @@
  *      else; the host refuses other memory, naming the allocator. Its functions may be called by
  *      several threads at once. It is asked to trim() before an allocation of the device's memory
  *      fails, whoever made it.
+ *  R26 A plan may own device memory if its implementation sets TE_FL_OP_PLAN_MEMORY: destroy_plan()
+ *      is then called when the device has done the work of every call that had the plan. Any
+ *      stream may use a plan as soon as prepare() has returned, which therefore waits for what it
+ *      enqueued.
+ *  R27 An implementation that needs memory which is zero when its first op on a stream begins and
+ *      then keeps what its ops leave there says so in te_fl_op_desc.stream_state_bytes, and finds
+ *      it in ctx->stream_state. The memory belongs to one implementation, device and stream: its
+ *      ops run there one after the other. It goes with the stream, the implementation or the
+ *      device. A captured op has memory of its own, which is zero whenever the graph's launch
+ *      comes to the op. Work on the host has no stream: who serves the host has no such memory.
+ *  R28 Device memory that a plugin holds beyond a call comes from te_fl_host_api.allocate, so that
+ *      a program's allocator (R25) and the account of what is held know of it. It is given back by
+ *      the end of quiesce(), that of plans by destroy_plan(): memory of a device that is alive
+ *      keeps the device, and with it the plugin that provides it.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -364,6 +378,7 @@ typedef struct te_fl_context {
   const te_fl_rng* rng;           /* of ops with TE_FL_SCHEMA_USES_RNG never NULL */
   const te_fl_error_sink* errors; /* NULL: no text wanted */
   const te_fl_extension* extensions;
+  void* stream_state; /* stream_state_bytes, 256-byte aligned (R27); NULL if it asked for none */
 } te_fl_context;
 
 /* ---- op schemas ---- */
@@ -481,7 +496,8 @@ enum { /* te_fl_op_desc.flags */
        /* Of generic_gemm: GELU with pre_gelu_out, and pre_gelu_in with or without d_sum, cost no
           more than the ops that they stand for, so that callers may ask for them here; where D is
           quantised or of the pre-activation's dtype, that is plain, and nothing is added to D. */
-       TE_FL_OP_CHEAP_EPILOGUES = 1u << 5
+       TE_FL_OP_CHEAP_EPILOGUES = 1u << 5,
+       TE_FL_OP_PLAN_MEMORY = 1u << 6 /* its plans own device memory (R26) */
 };
 
 typedef struct te_fl_op_desc {
@@ -528,6 +544,7 @@ typedef struct te_fl_op_desc {
   /* The later arguments of the op that it knows, by name, with blanks between them (R23). NULL:
      none. A custom op's own schema is meant as well. */
   const char* later_args TE_FL_INIT(NULL);
+  uint64_t stream_state_bytes TE_FL_INIT(0); /* R27; 0: none */
 } te_fl_op_desc;
 
 /* ---- devices ---- */
@@ -717,6 +734,12 @@ typedef struct te_fl_host_api {
      against its type (a bool is "0" or "1"); of one that the plugin declared (R21) its default if
      it is unset. NULL: unset, without a default. Valid until destroy(). */
   const char* (*setting)(void* host, const char* name);
+  /* Memory of any device, the host included, as its te_fl_device_api.allocate describes it (R28).
+     `provider` is that of te_fl_context, 0 unless the device is kDLExtDev. */
+  te_fl_status (*allocate)(void* host, te_fl_device device, uint32_t provider,
+                           const te_fl_memory_desc* memory, void** out, const te_fl_error_sink*);
+  void (*free)(void* host, te_fl_device device, uint32_t provider, void* data, uint32_t kind,
+               void* stream);
 } te_fl_host_api;
 
 /* What a plugin has to say about its surroundings: a driver, a library that it opens, a chip. */

@@ -79,6 +79,7 @@ std::string describe_layout() {
   MEMBER(te_fl_context, rng);
   MEMBER(te_fl_context, errors);
   MEMBER(te_fl_context, extensions);
+  MEMBER(te_fl_context, stream_state);
   LAYOUT(te_fl_arg_desc);
   MEMBER(te_fl_arg_desc, struct_size);
   MEMBER(te_fl_arg_desc, type);
@@ -135,6 +136,7 @@ std::string describe_layout() {
   MEMBER(te_fl_op_desc, vendor);
   MEMBER(te_fl_op_desc, provider);
   MEMBER(te_fl_op_desc, later_args);
+  MEMBER(te_fl_op_desc, stream_state_bytes);
   LAYOUT(te_fl_device_props);
   MEMBER(te_fl_device_props, struct_size);
   MEMBER(te_fl_device_props, arch);
@@ -210,6 +212,8 @@ std::string describe_layout() {
   MEMBER(te_fl_host_api, host);
   MEMBER(te_fl_host_api, log);
   MEMBER(te_fl_host_api, setting);
+  MEMBER(te_fl_host_api, allocate);
+  MEMBER(te_fl_host_api, free);
   LAYOUT(te_fl_finding);
   MEMBER(te_fl_finding, struct_size);
   MEMBER(te_fl_finding, level);
@@ -371,6 +375,7 @@ std::string describe_values() {
   VALUE(TE_FL_OP_IN_PLACE_OK);
   VALUE(TE_FL_OP_STATIC_SUPPORT);
   VALUE(TE_FL_OP_CHEAP_EPILOGUES);
+  VALUE(TE_FL_OP_PLAN_MEMORY);
   VALUE(TE_FL_LOG_TRACE);
   VALUE(TE_FL_LOG_DEBUG);
   VALUE(TE_FL_LOG_INFO);
