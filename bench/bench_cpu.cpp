@@ -132,7 +132,7 @@ class Backend {
     ctx_ = te_fl_context{};
     ctx_.struct_size = sizeof ctx_;
     ctx_.device = {TE_FL_DEVICE_CPU, 0};
-    ctx_.rng = {17, 0, nullptr};
+    ctx_.rng = &rng_;
     ctx_.errors = &sink_;
     text_.clear();
     if (desc_->supports != nullptr && desc_->supports(desc_->self, &ctx_, args_) != TE_FL_OK) {
@@ -162,6 +162,7 @@ class Backend {
   std::map<std::string, const te_fl_op_desc*> ops_;
   const te_fl_op_desc* desc_ = nullptr;
   const void* args_ = nullptr;
+  te_fl_rng rng_{.seed = 17};
   te_fl_context ctx_{};
   std::unique_ptr<BenchTensor> workspace_;
   std::string text_;

@@ -38,9 +38,8 @@ using te_fl::testing::FiveCall;
 const te_fl_op_schema& schema() {
   static const te_fl_op_schema first = [] {
     te_fl_op_schema s = five_schema();
-    s.version = 1;
     s.arg_count = 5;
-    s.args_size = s.args_size_v1;
+    s.args_size = s.least_args_size;
     return s;
   }();
   return first;

@@ -38,7 +38,7 @@ struct Attempt {
   const void* args;
   bool on_host;
   core::ErrorText& errors;
-  registry::DeviceScratch scratch{};
+  registry::DeviceScratch state{}, scratch{};
   bool serial = false;
 
   ~Attempt() {
@@ -52,6 +52,18 @@ struct Attempt {
     return own_failure(
         Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
         errors);
+  }
+
+  // Before the workspace: what an op locks has an order.
+  te_fl_status stream_state() {
+    const uint64_t bytes = impl.desc.stream_state_bytes;
+    if (bytes == 0) return TE_FL_OK;
+    const Status held = call.manager.arenas.acquire_state(
+        call.signature.device, call.options.stream, call.thread.slot.depth - 1, impl.number, bytes,
+        call.capturing, state);
+    if (!held.ok()) return own_failure(held, errors);
+    context.stream_state = state.data();
+    return TE_FL_OK;
   }
 
   te_fl_status workspace() {
@@ -93,6 +105,7 @@ struct Attempt {
     if (known != nullptr && known->plan != nullptr && known->plan_of == impl.number &&
         known->plan_generation == generation && known->plan_context == said && !call.capturing) {
       known->plan->use();
+      if (impl.plan_memory && !on_host) known->plan->used_on(call.options.stream);
       context.plan = known->plan->plan;
       return TE_FL_OK;
     }
@@ -113,7 +126,8 @@ struct Attempt {
         return impl.desc.prepare(impl.desc.self, &context, args, &made);
       });
       if (code != TE_FL_OK) return code;
-      plan = impl.plans->insert(std::move(own_key), made);
+      plan =
+          impl.plans->insert(std::move(own_key), on_host ? Device{} : call.signature.device, made);
       known = own ? call.still_known() : nullptr;
     }
     if (known != nullptr) {
@@ -122,6 +136,7 @@ struct Attempt {
       known->plan_generation = generation;  // of before it was looked up
       known->plan_context = said;
     }
+    if (impl.plan_memory && !on_host) plan->used_on(call.options.stream);
     context.plan = plan->plan;
     return TE_FL_OK;
   }
@@ -142,6 +157,7 @@ te_fl_status get_ready(Attempt& a) {
   }
   te_fl_status code = a.lock();
   if (code == TE_FL_OK) code = a.plan();
+  if (code == TE_FL_OK) code = a.stream_state();
   if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
   return code;
 }

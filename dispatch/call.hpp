@@ -122,7 +122,7 @@ Status ask_stream(Call& call);
   context.device = call.signature.device.to_c();
   context.provider = call.signature.device.provider;
   context.stream = call.options.stream;
-  context.rng = call.options.rng;
+  context.rng = &call.options.rng;
   context.errors = errors;
   return context;
 }

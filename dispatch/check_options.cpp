@@ -35,21 +35,29 @@ Status check_stream(const Call& call) {
                           "; give a stream of that device, or NULL for its default stream");
 }
 
-Status check_random_state(const Call& call) {
-  const uint64_t* state = call.options.rng.state;
+namespace {
+
+Status check_random_address(const Call& call, const uint64_t* address, const std::string& what) {
   const core::DeviceEntry* entry = entry_of(call);
-  if (entry == nullptr || state == nullptr) return {};
+  if (entry == nullptr || address == nullptr) return {};
   const auto check = core::slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return {};
   core::ErrorText errors;
   const te_fl_status code = errors.call(
-      [&] { return check(entry->desc->self, state, 2 * sizeof *state, errors.sink()); });
+      [&] { return check(entry->desc->self, address, sizeof *address, errors.sink()); });
   if (code == TE_FL_OK) return {};
-  return invalid_argument(of_op(call) +
-                          "the random state (CallOptions::rng.state) is not memory of " +
-                          to_string(call.signature.device) + ": " + errors.text() +
-                          "; give it 16 bytes of that device, {seed, offset}, or NULL to use the "
-                          "seed and offset beside it");
+  return invalid_argument(
+      of_op(call) + "the random state's " + what + " (CallOptions::rng." + what +
+      "_address) is not memory of " + to_string(call.signature.device) + ": " + errors.text() +
+      "; give it 8 bytes of that device, or NULL to use the " + what + " beside it");
+}
+
+}  // namespace
+
+Status check_random_state(const Call& call) {
+  const te_fl_rng& rng = call.options.rng;
+  TE_FL_RETURN_IF_ERROR(check_random_address(call, rng.seed_address, "seed"));
+  return check_random_address(call, rng.offset_address, "offset");
 }
 
 }  // namespace te_fl::dispatch

@@ -101,9 +101,14 @@ Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow
   const Result<uint32_t> arch = owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
-  decision.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
-                   arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
-                   signature.version,           capturing};
+  decision.call = {row.compiled->schema().name,
+                   signature.device,
+                   is_present(signature.device),
+                   arch.ok() ? *arch : 0,
+                   signature.dtypes,
+                   signature.scalings,
+                   signature.later,
+                   capturing};
   decision.barred = barred(row, signature);
   decision.call.barred = decision.barred;
   static_cast<policy::Decision&>(decision) =

@@ -43,7 +43,12 @@ void release_device(const Device& device) {
 }
 
 void stream_goes(const Device& device, void* stream) {
+  registry::leave_stream(device, stream);
   for (OpManager::Impl* m : managers_now()) m->arenas.release(device, stream);
+}
+
+void stream_state_goes(uint64_t implementation) {
+  for (OpManager::Impl* m : managers_now()) m->arenas.release_state(implementation);
 }
 
 UsageCounts counts_of(const Implementation& impl) {
@@ -69,6 +74,7 @@ OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   managers().push_back(this);
   plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
   core::g_stream_goes.store(&stream_goes, std::memory_order_release);
+  registry::g_stream_state_goes.store(&stream_state_goes, std::memory_order_release);
 }
 
 OpManager::Impl::~Impl() {

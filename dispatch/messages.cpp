@@ -20,13 +20,11 @@ using policy::Refusal;
 class CallNames final : public policy::ArgumentNames {
  public:
   CallNames(const core::CompiledOp& op, const void* args) : op_(op), args_(args) {}
-  std::string dtype_outside(uint32_t mask) const override { return op_.dtype_outside(args_, mask); }
+  std::string dtype_outside(uint64_t mask) const override { return op_.dtype_outside(args_, mask); }
   std::string scaling_outside(uint32_t mask) const override {
     return op_.scaling_outside(args_, mask);
   }
-  std::string newer_than(uint32_t version) const override {
-    return op_.newer_arguments(args_, version);
-  }
+  std::string later_names(uint32_t mask) const override { return op_.later_names(mask); }
 
  private:
   const core::CompiledOp& op_;
@@ -99,7 +97,8 @@ Status bad_arguments(const OpRow& row, const void* args) {
 
 Status check_profile(const OpRow& row, const CallProfile& profile) {
   const te_fl_op_schema& schema = row.compiled->schema();
-  uint32_t dtypes = 0, scalings = 0, raw = 0;  // raw: taken as numbers, without a scale
+  uint64_t dtypes = 0, raw = 0;  // raw: taken as numbers, without a scale
+  uint32_t scalings = 0;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     if (arg.type != TE_FL_ARG_TENSOR && arg.type != TE_FL_ARG_TENSOR_LIST) continue;

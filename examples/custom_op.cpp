@@ -20,7 +20,6 @@ constexpr te_fl_arg_desc tensor_argument(const char* name, uint8_t role, uint32_
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_TENSOR;
   d.role = role;
-  d.since = 1;
   d.offset = offset;
   d.dtypes = TE_FL_BIT(TE_FL_F32);
   d.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
@@ -33,7 +32,6 @@ constexpr te_fl_arg_desc scalar_argument(const char* name, uint32_t offset, doub
   te_fl_arg_desc d{};
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_F32;
-  d.since = 1;
   d.offset = offset;
   d.name = name;
   d.neutral = neutral;
@@ -44,17 +42,16 @@ constexpr te_fl_arg_desc kX = tensor_argument("x", TE_FL_IN, offsetof(axpy_args,
 constexpr te_fl_arg_desc kY = tensor_argument("y", TE_FL_INOUT, offsetof(axpy_args, y));
 constexpr te_fl_arg_desc kA = scalar_argument("a", offsetof(axpy_args, a), 1);
 constexpr const te_fl_arg_desc* kArgs[] = {&kX, &kY, &kA};
-constexpr te_fl_op_schema kSchema = {sizeof(te_fl_op_schema),
-                                     1,
-                                     0,
-                                     sizeof(axpy_args),
-                                     offsetof(axpy_args, a) + sizeof(float),
-                                     3,
-                                     kArgs,
-                                     "acme::axpy",
-                                     "Adds a multiple of one tensor to another.",
-                                     "y = y + a x",
-                                     "BLAS"};
+constexpr te_fl_op_schema kSchema = {
+    .args_size = sizeof(axpy_args),
+    .least_args_size = offsetof(axpy_args, a) + sizeof(float),
+    .arg_count = 3,
+    .args = kArgs,
+    .name = "acme::axpy",
+    .summary = "Adds a multiple of one tensor to another.",
+    .formula = "y = y + a x",
+    .source = "BLAS",
+};
 
 void axpy(const te_fl_context&, const axpy_args& args) {
   namespace b = te_fl::backend;

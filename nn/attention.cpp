@@ -23,7 +23,7 @@ struct AttentionRecord : Ctx::Record {
   Tensor s_quant;                   // FP8 only
   Tensor lse;
   AttentionInputs inputs;
-  te_fl_rng rng{0, 0, nullptr};
+  te_fl_rng rng;
   te_fl_saved saved{};
   Tensor saved_storage;
 };

@@ -25,7 +25,8 @@ Result<CallOptions> random_options(int64_t count, const Device& device) {
   options.rng.seed = random.seed;
   options.rng.offset = random.offset;
   if (const Tensor& state = context.state().captured; state.defined()) {
-    options.rng.state = state.data<uint64_t>();
+    options.rng.seed_address = state.data<uint64_t>();
+    options.rng.offset_address = options.rng.seed_address + 1;
     options.rng.offset -= context.state().captured_at;
   } else if (captured) {
     return failed_precondition(

@@ -1,5 +1,6 @@
 #include "plugins/activate.hpp"
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -8,9 +9,11 @@
 #include "core/base/abi_struct.hpp"
 #include "core/base/error_text.hpp"
 #include "core/base/fork.hpp"
+#include "core/device/allocations.hpp"
 #include "core/device/device_list.hpp"
 #include "core/device/inside.hpp"
 #include "plugins/hooks.hpp"
+#include "registry/implementation.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
 
@@ -58,16 +61,37 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   return {};
 }
 
+// Of a newer plugin: those of its later arguments that this te-fl's op has. No call here sets any
+// other (R20, R23). The text lives as long as the process.
+const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& registry) {
+  if (desc.later_args == nullptr || desc.schema != nullptr || desc.op_name == nullptr) {
+    return desc.later_args;
+  }
+  const Result<OpId> op = registry.find(desc.op_name);
+  if (!op.ok()) return desc.later_args;
+  const te_fl_op_schema& schema = *registry.schema(*op);
+  const std::string given = " " + std::string(desc.later_args) + " ";
+  std::string known;
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const std::string name = schema.args[i]->name;
+    if (given.find(" " + name + " ") != std::string::npos) known += " " + name;
+  }
+  return registry::intern_string(known);
+}
+
 }  // namespace
 
 // What the plugin may call, and the error text of create(). Shared with a create() that may never
 // return.
 struct Instance::Host {
-  explicit Host(std::string plugin) : name(std::move(plugin)) {
+  explicit Host(std::string plugin)
+      : name(std::move(plugin)), use(registry::intern_string("plugin " + name)) {
     api.struct_size = sizeof api;
     api.host = this;
     api.log = &log;
     api.setting = &setting;
+    api.allocate = &allocate;
+    api.free = &free;
   }
   static void log(void* host, int32_t level, const char* text) noexcept {
     if (text == nullptr) return;
@@ -95,7 +119,39 @@ struct Instance::Host {
     }
   }
 
+  static te_fl_status allocate(void* host, te_fl_device device, uint32_t provider,
+                               const te_fl_memory_desc* memory, void** out,
+                               const te_fl_error_sink* sink) noexcept {
+    try {
+      auto* self = static_cast<Host*>(host);
+      if (memory == nullptr || out == nullptr) return TE_FL_INVALID_ARGUMENT;
+      const core::AllocationUse use(self->use);
+      Result<void*> made =
+          te_fl::devices::allocate(Device{device.type, device.index, provider}, *memory);
+      if (made.ok()) {
+        *out = *made;
+        self->live.fetch_add(1, std::memory_order_relaxed);
+        return TE_FL_OK;
+      }
+      if (sink != nullptr && sink->write != nullptr) {
+        sink->write(sink->host, made.status().message().c_str());
+      }
+      return made.status().to_c();
+    } catch (...) {
+      return TE_FL_OUT_OF_MEMORY;
+    }
+  }
+  static void free(void* host, te_fl_device device, uint32_t provider, void* data, uint32_t kind,
+                   void* stream) noexcept {
+    if (data == nullptr) return;
+    te_fl::devices::free(Device{device.type, device.index, provider}, data,
+                         static_cast<te_fl_memory_kind>(kind), stream);
+    static_cast<Host*>(host)->live.fetch_sub(1, std::memory_order_relaxed);
+  }
+
   std::string name;
+  const char* use;               // what its memory is for, in the account of memory
+  std::atomic<int64_t> live{0};  // blocks that it has of the host (R28)
   te_fl_host_api api{};
   std::deque<std::string> values;  // given out; kept until the plugin is destroyed
   core::ErrorText errors;
@@ -204,6 +260,15 @@ void Instance::retire_devices(const std::shared_ptr<Instance>& self) {
   }
 }
 
+void Instance::report_memory() const {
+  const int64_t live = host_->live.load(std::memory_order_relaxed);
+  if (live == 0) return;
+  log::warning("plugin " + header_.name + ": " + std::to_string(live) +
+               (live == 1 ? " block" : " blocks") +
+               " of memory that it had from the host and did not free by the end of quiesce() "
+               "(rule R28); memory of a device of its own keeps it loaded");
+}
+
 Status Instance::quiesce() {
   if (header_.api.quiesce == nullptr) return {};
   core::ErrorText errors;
@@ -269,6 +334,7 @@ std::deque<te_fl_op_desc> Instance::completed(std::span<const te_fl_op_desc* con
       left_out += (left_out.empty() ? "" : ", ") + std::string(desc.op_name);
       continue;
     }
+    if (header_.abi_minor > TE_FL_ABI_MINOR) desc.later_args = known_later_args(desc, registry);
     const bool ext = (desc.device_types >> TE_FL_DEVICE_EXT & 1) != 0;
     if (ext && desc.provider == nullptr) desc.provider = provider;
     kept.push_back(&copies.emplace_back(desc));
@@ -316,6 +382,7 @@ Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry)
   instance->withdrawn_ = true;
   TE_FL_RETURN_IF_ERROR(instance->quiesce());
   instance->retire_devices(instance);
+  instance->report_memory();
   return {};
 }
 

@@ -31,6 +31,10 @@ struct Header {
   std::vector<core::PluginSetting> settings;  // declared (R21)
 };
 
+// Why a plugin of this ABI version and this te-fl do not go together (R2), and what to do about it;
+// empty if they do.
+std::string version_problem(uint32_t major, uint32_t minor);
+
 // Calls the query and checks its answer (R1 to R4, R21). Touches no device.
 Result<Header> read_header(te_fl_plugin_query_fn query);
 
@@ -79,6 +83,7 @@ class Instance {
                                       const OpRegistry& registry,
                                       std::vector<const te_fl_op_desc*>& kept);
   void bar_devices();
+  void report_memory() const;
   Status quiesce();
   void retire_devices(const std::shared_ptr<Instance>& self);
 

@@ -31,20 +31,20 @@ std::string version_text(uint32_t major, uint32_t minor) {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
+bool is_withdrawn(uint32_t major, uint32_t minor) { return major == 1 && minor == 0; }
+
 std::string our_version() { return version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR); }
 
 // Reads what stands at the same place in every major, and nothing else.
-Status check_major(const te_fl_plugin_header& raw) {
-  if (raw.abi_major == TE_FL_ABI_MAJOR) return {};
+Status check_version(const te_fl_plugin_header& raw) {
+  const std::string why = version_problem(raw.abi_major, raw.abi_minor);
+  if (why.empty()) return {};
   return incompatible("the plugin speaks ABI " + version_text(raw.abi_major, raw.abi_minor) +
-                      ", this te-fl " TE_FL_VERSION " speaks " + our_version() +
-                      "; the major numbers must be equal (rule R2): " +
-                      (raw.abi_major > TE_FL_ABI_MAJOR
-                           ? "use a newer te-fl, or rebuild the plugin with this one's headers"
-                           : "rebuild the plugin with this te-fl's headers"));
+                      ", this te-fl " TE_FL_VERSION " speaks " + our_version() + "; " + why);
 }
 
-// The minor may differ in either direction (R2), unless the plugin says what it cannot do without.
+// From 2.0 on the minor may differ in either direction (R2), unless the plugin says what it cannot
+// do without.
 Status check_needs(const te_fl_plugin_header& h) {
   if (h.min_host_minor > TE_FL_ABI_MINOR) {
     return incompatible("the plugin needs a host of ABI " +
@@ -132,6 +132,22 @@ Result<const te_fl_plugin_header*> ask(te_fl_plugin_query_fn query) {
 
 }  // namespace
 
+std::string version_problem(uint32_t major, uint32_t minor) {
+  const bool kept = TE_FL_ABI_MAJOR >= 2;  // nothing is kept before 2.0
+  if (major == TE_FL_ABI_MAJOR && (kept || minor == TE_FL_ABI_MINOR)) return {};
+  if (is_withdrawn(major, minor)) {
+    return "1.0 was withdrawn and no te-fl loads it any more (rule R2): rebuild the plugin with "
+           "this te-fl's header, te_fl/plugin.h";
+  }
+  const bool newer =
+      major > TE_FL_ABI_MAJOR || (major == TE_FL_ABI_MAJOR && minor > TE_FL_ABI_MINOR);
+  return std::string(kept ? "the major numbers must be equal"
+                          : "before 2.0 both numbers must be equal") +
+         " (rule R2): " +
+         (newer ? "use a newer te-fl, or rebuild the plugin with this one's header"
+                : "rebuild the plugin with this te-fl's header");
+}
+
 Result<Header> read_header(te_fl_plugin_query_fn query) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl_plugin_header* raw, ask(query));
   if (raw == nullptr) {
@@ -143,7 +159,7 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
     return incompatible(
         "the plugin's header does not begin with TE_FL_PLUGIN_MAGIC; it is no te-fl plugin header");
   }
-  TE_FL_RETURN_IF_ERROR(check_major(*raw));
+  TE_FL_RETURN_IF_ERROR(check_version(*raw));
   const size_t least = core::kLeastHeader;
   if (!plausible_size(raw->struct_size, least)) {
     return incompatible("the plugin's header has struct_size " + std::to_string(raw->struct_size) +

@@ -50,12 +50,10 @@ Status check_manifest(const Manifest& manifest) {
   }
   const auto major = static_cast<unsigned>(manifest.abi_major);
   const auto minor = static_cast<unsigned>(manifest.abi_minor);
-  if (major != TE_FL_ABI_MAJOR) {
+  if (const std::string why = version_problem(major, minor); !why.empty()) {
     return incompatible("its manifest says plugin ABI " + version_text(major, minor) +
                         ", and this te-fl " TE_FL_VERSION " speaks " +
-                        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) +
-                        "; the major numbers must be equal (rule R2): install a build of the "
-                        "plugin for this te-fl, or a te-fl for this plugin");
+                        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) + "; " + why);
   }
   return {};
 }

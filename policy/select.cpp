@@ -85,10 +85,11 @@ Refusal staging_refusal(const PolicySettings& settings, const Call& call, const 
 Refusal capability_refusal(const PolicySettings& settings, const Call& call,
                            const Implementation& impl, bool staged) {
   if (!staged && !on_device(impl, call.device)) return Refusal::kDevice;
-  if (impl.min_arch > (staged ? 0 : call.arch)) return Refusal::kArch;
+  const uint32_t arch = staged ? 0 : call.arch;
+  if (impl.min_arch > arch || (impl.max_arch != 0 && impl.max_arch < arch)) return Refusal::kArch;
   if ((call.dtypes & ~impl.dtypes) != 0) return Refusal::kDtype;
   if ((call.scalings & ~impl.scalings) != 0) return Refusal::kScaling;
-  if (impl.param_version < call.version) return Refusal::kVersion;
+  if ((call.later & ~impl.later) != 0) return Refusal::kLaterArgument;
   if (settings.deterministic && (impl.flags & TE_FL_OP_DETERMINISTIC) == 0) {
     return Refusal::kNondeterministic;
   }
@@ -120,7 +121,7 @@ Candidate candidate_of(const PolicySettings& settings, const Tokens* tokens, con
 }
 
 template <class Name>
-std::string mask_text(uint32_t mask, int count, Name&& name) {
+std::string mask_text(uint64_t mask, int count, Name&& name) {
   std::string out;
   for (int i = 0; i < count; ++i) {
     if ((mask >> i & 1) != 0) out += (out.empty() ? "" : "|") + std::string(name(i));
@@ -143,6 +144,15 @@ std::string device_type_text(uint64_t mask) {
     out += (out.empty() ? "" : "|") + name;
   }
   return out.empty() ? "no device" : out;
+}
+
+// "architecture 80 or newer", "an architecture from 80 to 90"
+std::string arch_text(const Implementation& impl) {
+  const std::string low = std::to_string(impl.min_arch), high = std::to_string(impl.max_arch);
+  if (impl.max_arch == 0) return "architecture " + low + " or newer";
+  if (impl.min_arch == 0) return "architecture " + high + " or older";
+  return impl.min_arch == impl.max_arch ? "architecture " + low
+                                        : "an architecture from " + low + " to " + high;
 }
 
 // "cpu|cuda", "ext of acme"
@@ -216,7 +226,7 @@ Decision decide(const PolicySettings& settings, const Call& call,
   return decision;
 }
 
-std::string dtype_mask_text(uint32_t mask) {
+std::string dtype_mask_text(uint64_t mask) {
   return mask_text(mask, TE_FL_DTYPE_COUNT, [](int i) { return name(static_cast<DType>(i)); });
 }
 
@@ -249,15 +259,14 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
       return "the tensors are on " + to_string(call.device) + ", it serves " + served_text(impl);
     case Refusal::kArch:
       if (!on_device(impl, call.device)) {
-        return "it needs architecture " + std::to_string(impl.min_arch) +
-               " or newer, and would be run on the host, which has none";
+        return "it needs " + arch_text(impl) + ", and would be run on the host, which has none";
       }
       if (!call.present && call.arch == 0) {
-        return "it needs architecture " + std::to_string(impl.min_arch) +
-               " or newer, and there is no " + to_string(call.device) + " here to ask for its own";
+        return "it needs " + arch_text(impl) + ", and there is no " + to_string(call.device) +
+               " here to ask for its own";
       }
-      return "it needs architecture " + std::to_string(impl.min_arch) + " or newer, " +
-             to_string(call.device) + " is " + std::to_string(call.arch);
+      return "it needs " + arch_text(impl) + ", " + to_string(call.device) + " is " +
+             std::to_string(call.arch);
     case Refusal::kDtype:
       return "dtype " + dtype_mask_text(call.dtypes & ~impl.dtypes) +
              of(names == nullptr ? "" : names->dtype_outside(impl.dtypes)) +
@@ -266,11 +275,10 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
       return "scaling " + scaling_mask_text(call.scalings & ~impl.scalings) +
              of(names == nullptr ? "" : names->scaling_outside(impl.scalings)) +
              " is not served (it serves " + scaling_mask_text(impl.scalings) + ")";
-    case Refusal::kVersion: {
-      const std::string newer = names == nullptr ? "" : names->newer_than(impl.param_version);
-      return "it implements version " + std::to_string(impl.param_version) +
-             " of the op, the call uses " + (newer.empty() ? "arguments" : newer) + " of version " +
-             std::to_string(call.version);
+    case Refusal::kLaterArgument: {
+      const std::string set = names == nullptr ? "" : names->later_names(call.later & ~impl.later);
+      return "the call sets " + (set.empty() ? "an argument" : set) +
+             ", which the op gained later and it does not know (rule R23)";
     }
     case Refusal::kNondeterministic:
       return "it is not deterministic and the policy asks for that (TE_FL_DETERMINISTIC)";

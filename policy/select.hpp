@@ -20,10 +20,11 @@ struct Implementation {
   std::string_view vendor;  // lower case
   Kind kind = Kind::kDefault;
   int32_t priority = 0;
-  uint32_t param_version = 1;
+  uint32_t later = 0;  // mask of the op's later arguments that it knows (R23)
   uint32_t flags = 0;  // TE_FL_OP_*
   uint32_t min_arch = 0;
-  uint32_t dtypes = 0;
+  uint32_t max_arch = 0;  // 0: no bound
+  uint64_t dtypes = 0;
   uint32_t scalings = 0;
   uint64_t device_types = 0;
   uint32_t provider = 0;  // of the kDLExtDev devices it serves; 0: any
@@ -41,9 +42,9 @@ struct Call {
   Device device;
   bool present = true;  // the device is there: a copy to and from it is possible
   uint32_t arch = 0;    // of the device
-  uint32_t dtypes = 0;
+  uint64_t dtypes = 0;
   uint32_t scalings = 0;
-  uint32_t version = 1;  // newest parameter version whose arguments the call uses
+  uint32_t later = 0;  // mask of the later arguments that it sets
   bool capturing = false;
   std::span<const Barred> barred = {};  // quarantined implementations
 };
@@ -58,7 +59,7 @@ enum class Refusal : uint8_t {
   kArch,
   kDtype,
   kScaling,
-  kVersion,  // the call uses a newer argument
+  kLaterArgument,  // the call sets one that it does not know
   kNondeterministic,
   kNotGraphSafe,
   kStagingStrict,     // strict, and staging was not named
@@ -106,9 +107,9 @@ Decision decide(const PolicySettings& settings, const Call& call,
 class ArgumentNames {
  public:
   virtual ~ArgumentNames() = default;
-  virtual std::string dtype_outside(uint32_t mask) const = 0;
+  virtual std::string dtype_outside(uint64_t mask) const = 0;
   virtual std::string scaling_outside(uint32_t mask) const = 0;
-  virtual std::string newer_than(uint32_t version) const = 0;
+  virtual std::string later_names(uint32_t mask) const = 0;
 };
 
 // Why `impl` was refused, e.g. "dtype f64 of input is not served (it serves f32|f16)". Empty for
@@ -129,7 +130,7 @@ bool same_vendor(std::string_view a, std::string_view b);
 std::vector<std::string> unknown_vendors(const PolicySettings& settings,
                                          std::span<const std::string> known);
 // "f32|bf16", "none|tensor"
-std::string dtype_mask_text(uint32_t mask);
+std::string dtype_mask_text(uint64_t mask);
 std::string scaling_mask_text(uint32_t mask);
 
 }  // namespace te_fl::policy

@@ -26,7 +26,8 @@ class SerialLock {
   // is inside.
   bool lock(const ThreadRecord* self, uint32_t depth) {
     if (owner_.load(std::memory_order_relaxed) == self) return false;
-    const core::LockRank rank{core::LockLevel::kServing, static_cast<int>(2 * depth)};
+    const core::LockRank rank{core::LockLevel::kServing,
+                              core::serving_order(depth, core::Serving::kSerial)};
     core::check_lock(rank);
     mutex_.lock();
     rank_ = rank;
@@ -81,7 +82,9 @@ struct Implementation {
   uint64_t number = 0;          // unique in the process, never given again
   uint32_t counter = 0;         // index of its call counters
   bool direct = false;          // run() needs nothing but a context: no scratch, plan or lock
+  uint32_t later = 0;           // mask of the op's later arguments that it knows (R23)
   bool checks_support = false;  // supports() is to be called per call
+  bool plan_memory = false;     // its plans own device memory (R26)
   bool not_in_place = false;    // the op may be called in place, which this does not do
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present
@@ -89,6 +92,9 @@ struct Implementation {
   // Whether its first refusal, and its first clean failure, has been looked at by the log.
   mutable std::atomic<bool> refusal_said{false}, failure_said{false};
 };
+
+// Called as an implementation with stream state goes (R27), which is freed then. Set by dispatch.
+extern std::atomic<void (*)(uint64_t number)> g_stream_state_goes;
 
 // A string with the same text and an address that lasts as long as the process.
 const char* intern_string(std::string_view text);

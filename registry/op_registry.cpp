@@ -108,6 +108,10 @@ void choose_again() {
   for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
 }
 
+void leave_stream(const Device& device, void* stream) {
+  for (OpRegistry::Impl* impl : registries_now()) impl->leave_stream(device, stream);
+}
+
 }  // namespace registry
 
 OpRegistry::Impl::Impl() {
@@ -275,6 +279,15 @@ void OpRegistry::Impl::drop_plans(const Device& device) {
   }
   // Another thread may be comparing its call with one of them.
   if (!plans.empty()) registry::wait_quiescent(registry::retire());
+}
+
+void OpRegistry::Impl::leave_stream(const Device& device, void* stream) {
+  const registry::EpochGuard guard(registry::this_thread().slot);
+  for (const auto& row : table().ops) {
+    for (const auto& impl : row->impls) {
+      if (impl->plan_memory) impl->plans->leave_stream(device, stream);
+    }
+  }
 }
 
 void OpRegistry::Impl::restore(const Device& device) {

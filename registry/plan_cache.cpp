@@ -4,7 +4,9 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <mutex>
+#include <thread>
 
 #include "core/base/abi_struct.hpp"
 #include "core/base/fork.hpp"
@@ -153,7 +155,23 @@ void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_cont
   add_sharing(schema, args);
 }
 
+namespace {
+
+// An error is that of ops before, for which nobody else will wait on this stream perhaps. A device
+// that has gone does no work any more.
+void wait_for(const Device& device, void* stream) noexcept {
+  try {
+    const Status status = devices::synchronize(device, stream);
+    if (status.ok() || status.code() == StatusCode::kNotFound) return;
+    log::error("waiting for the work of a plan that goes: " + status.to_string());
+  } catch (...) {  // no memory for the message
+  }
+}
+
+}  // namespace
+
 Plan::~Plan() {
+  for (void* stream : streams) wait_for(device, stream);
   try {
     impl->desc.destroy_plan(impl->desc.self, plan);
   } catch (...) {  // R5 forbids it; a plan that is going has nobody to tell
@@ -184,33 +202,117 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
     }
     at = next;
   }
-  std::deque<Retired> others;
   for (Retired& retired : retired_) {
-    if (is_of(*retired.plan)) {
-      taken.push_back(std::move(retired.plan));
-    } else {
-      others.push_back(std::move(retired));
-    }
+    if (is_of(*retired.plan)) taken.push_back(std::move(retired.plan));
   }
-  retired_ = std::move(others);
+  std::erase_if(retired_, [](const Retired& retired) { return retired.plan == nullptr; });
   if (!taken.empty()) g_plan_generation.fetch_add(1, std::memory_order_release);
   return taken;
 }
 
-const Plan* PlanCache::insert(std::string key, void* made) {
-  auto plan = std::make_unique<Plan>(impl_, std::move(key), made);
-  const uint64_t oldest = oldest_inside();
-  std::vector<std::unique_ptr<Plan>> dead;  // destroyed outside the lock
+void Plan::note_stream(void* stream) const {
   std::lock_guard lock(mutex);
-  while (!retired_.empty() && retired_.front().epoch < oldest) {
-    dead.push_back(std::move(retired_.front().plan));
-    retired_.pop_front();
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
   }
+  recent[streams.size() % recent.size()].store(stream, std::memory_order_relaxed);
+}
+
+void PlanCache::leave_stream(const Device& device, void* stream) {
+  const auto has = [&](const Plan& plan) {
+    return plan.device == device &&
+           std::find(plan.streams.begin(), plan.streams.end(), stream) != plan.streams.end();
+  };
+  const auto each = [&](auto&& f) {
+    for (const auto& [key, plan] : plans_) f(*plan);
+    for (const Retired& retired : retired_) f(*retired.plan);
+  };
+  for (bool waited = false;;) {
+    bool busy = false, used = false;
+    {
+      std::lock_guard lock(mutex);
+      for (const Retired& r : retired_) busy |= r.busy && has(*r.plan);
+      each([&](const Plan& plan) { used |= has(plan); });
+      if (!used) return;
+      if (waited && !busy) {
+        each([&](const Plan& plan) {
+          if (!has(plan)) return;
+          std::erase(plan.streams, stream);
+          for (auto& known : plan.recent) {
+            if (known.load(std::memory_order_relaxed) == stream) known.store(&plan.recent);
+          }
+        });
+        return;
+      }
+    }
+    if (!waited) wait_for(device, stream);
+    waited = true;
+    if (busy) std::this_thread::yield();
+  }
+}
+
+bool PlanCache::is_done(Retired& retired) {
+  const Plan& plan = *retired.plan;
+  if (!retired.marked) {
+    for (void* stream : plan.streams) {
+      const Result<bool> capturing = devices::is_capturing(plan.device, stream);
+      if (capturing.ok() && *capturing) return false;  // an event would be the graph's
+    }
+    for (void* stream : plan.streams) {
+      Result<Event> event = Event::create(plan.device);
+      // Without events ~Plan() waits for the streams.
+      if (!event.ok() || !event->record(stream).ok()) return true;
+      retired.behind.push_back(std::move(event).value());
+    }
+    retired.marked = true;
+  }
+  const bool done = std::all_of(retired.behind.begin(), retired.behind.end(), [](const Event& e) {
+    const Result<bool> is = e.done();
+    return !is.ok() || *is;  // an error says that nothing will be done any more
+  });
+  if (done) plan.streams.clear();
+  return done;
+}
+
+void PlanCache::reap() {
+  const uint64_t oldest = oldest_inside();
+  std::vector<Retired*> idle;
+  {
+    std::lock_guard lock(mutex);
+    for (Retired& retired : retired_) {
+      if (retired.epoch >= oldest) break;
+      if (retired.busy) continue;
+      retired.busy = true;
+      idle.push_back(&retired);
+    }
+  }
+  if (idle.empty()) return;
+  std::vector<const Retired*> done;
+  for (Retired* retired : idle) {
+    if (is_done(*retired)) done.push_back(retired);
+  }
+  std::list<Retired> dead;  // destroyed outside the lock
+  std::lock_guard lock(mutex);
+  for (Retired* retired : idle) retired->busy = false;
+  for (auto at = retired_.begin(); at != retired_.end();) {
+    const auto next = std::next(at);
+    if (std::find(done.begin(), done.end(), &*at) != done.end()) {
+      dead.splice(dead.end(), retired_, at);
+    }
+    at = next;
+  }
+}
+
+const Plan* PlanCache::insert(std::string key, const Device& device, void* made) {
+  auto plan = std::make_unique<Plan>(impl_, std::move(key), device, made);
+  reap();
+  std::unique_ptr<Plan> dead;  // destroyed outside the lock
+  std::lock_guard lock(mutex);
   g_plan_tick.fetch_add(1, std::memory_order_relaxed);
   plan->use();
   const auto [at, added] = plans_.try_emplace(plan->key, nullptr);
   if (!added) {
-    dead.push_back(std::move(plan));
+    dead = std::move(plan);
     return at->second.get();
   }
   at->second = std::move(plan);
@@ -232,7 +334,7 @@ void PlanCache::drop_oldest() {
   std::unique_ptr<Plan> dropped = std::move(oldest->second);
   plans_.erase(oldest);
   g_plan_generation.fetch_add(1, std::memory_order_release);
-  retired_.push_back({std::move(dropped), retire()});
+  retired_.push_back(Retired{std::move(dropped), retire()});
 }
 
 size_t PlanCache::size() const {

@@ -2,7 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -20,10 +20,13 @@ struct Implementation;
 // Advances when a plan is made: what Plan::last_used counts in.
 extern std::atomic<uint64_t> g_plan_tick;
 
-// A plan that prepare() made for one full signature. Destroys its plan.
+// A plan that prepare() made for one full signature. Destroys its plan, when the work of every call
+// that had it is done if it owns device memory (R26).
 struct Plan {
-  Plan(const Implementation& owner, std::string signature, void* made)
-      : impl(&owner), key(std::move(signature)), plan(made) {}
+  Plan(const Implementation& owner, std::string signature, const Device& of, void* made)
+      : impl(&owner), key(std::move(signature)), device(of), plan(made) {
+    for (auto& stream : recent) stream.store(&recent, std::memory_order_relaxed);
+  }
   ~Plan();
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
@@ -33,7 +36,23 @@ struct Plan {
 
   const Implementation* impl;
   std::string key;
+  const Device device;
   void* plan;
+
+  // Of a plan that owns device memory: a call is about to enqueue work on `stream`.
+  void used_on(void* stream) const {
+    for (const auto& known : recent) {
+      if (known.load(std::memory_order_relaxed) == stream) [[likely]]
+        return;
+    }
+    note_stream(stream);
+  }
+  void note_stream(void* stream) const;
+
+  // Streams that have work of it. PlanCache's lock guards them. Some are in `recent`, too, for
+  // those who ask without it; a place there that is empty has the place's own address.
+  mutable std::vector<void*> streams;
+  mutable std::array<std::atomic<const void*>, 4> recent;
   mutable std::atomic<uint64_t> last_used{0};
   bool captured =
       false;  // a graph may hold what it owns: never dropped; PlanCache's lock guards it
@@ -41,7 +60,9 @@ struct Plan {
 
 // Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans,
 // save those that a graph was captured with.
-// A dropped plan is destroyed when no thread is inside an op that may use it.
+// A dropped plan is destroyed when no thread is inside an op that may use it, and, if it owns
+// device memory, when the events behind its work are done. These are looked at when a plan is
+// added.
 class PlanCache {
  public:
   static constexpr size_t kMaxPlans = 256;
@@ -51,22 +72,30 @@ class PlanCache {
   // kept from then on.
   const Plan* find(std::string_view key, bool capturing);
   // Adds a plan, or returns the one that another thread added first (and destroys this one).
-  const Plan* insert(std::string key, void* plan);
+  const Plan* insert(std::string key, const Device& device, void* plan);
   // Takes out the plans for a device that goes. They may be destroyed when no thread is inside an
   // op that entered before; their implementation is to be kept until then.
   std::vector<std::unique_ptr<Plan>> take(const Device& device);
+  // A stream is about to go: what it has of plans that own device memory is waited for.
+  void leave_stream(const Device& device, void* stream);
   size_t size() const;
 
  private:
   struct Retired {
     std::unique_ptr<Plan> plan;
     uint64_t epoch;
+    bool busy = false;            // a thread looks at its streams, without the lock
+    bool marked = false;          // the events are recorded
+    std::vector<Event> behind{};  // on each of its streams, once nobody can enqueue with it
   };
   void drop_oldest();
+  // Destroys what has been dropped and is used by nobody any more, here or on the device.
+  void reap();
+  static bool is_done(Retired& retired);
 
   const Implementation& impl_;
   std::unordered_map<std::string_view, std::unique_ptr<Plan>> plans_;
-  std::deque<Retired> retired_;
+  std::list<Retired> retired_;  // the oldest first; elements stay where they are
 };
 
 inline void Plan::use() const noexcept {
@@ -91,7 +120,10 @@ class PlanKey {
   // was made before capture, when all is allowed; and what is looked at besides changes no plan.
   static uint64_t context_word(const te_fl_context& context) noexcept {
     return (context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE}) |
-           uint64_t{context.rng.state != nullptr} << 32;
+           (context.rng != nullptr && context.rng->seed_address != nullptr ? uint64_t{1} << 32
+                                                                           : 0) |
+           (context.rng != nullptr && context.rng->offset_address != nullptr ? uint64_t{1} << 33
+                                                                             : 0);
   }
   std::string_view text() const noexcept {
     return {reinterpret_cast<const char*>(words_.data()), words_.size() * sizeof(uint64_t)};

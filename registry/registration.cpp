@@ -65,6 +65,10 @@ std::string who(const te_fl_op_desc& desc, const std::string& owner) {
          owner + ")";
 }
 
+constexpr uint64_t kHostTypes = uint64_t{1} << TE_FL_DEVICE_CPU |
+                                uint64_t{1} << TE_FL_DEVICE_CUDA_HOST |
+                                uint64_t{1} << TE_FL_DEVICE_ROCM_HOST;
+
 int32_t default_priority(Kind kind) {
   switch (kind) {
     case Kind::kVendor:
@@ -105,7 +109,10 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   if (desc.prepare != nullptr && desc.destroy_plan == nullptr) {
     return bad("prepare is given without destroy_plan (rule R4)");
   }
-  if (desc.param_version == 0) return bad("param_version is 0; versions count from 1");
+  if (desc.max_arch != 0 && desc.max_arch < desc.min_arch) {
+    return bad("no architecture lies between min_arch " + std::to_string(desc.min_arch) +
+               " and max_arch " + std::to_string(desc.max_arch));
+  }
   if (desc.device_types == 0) {
     return bad(
         "device_types is 0, so that no device matches; set the bit of each DLPack device type");
@@ -115,6 +122,11 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
     return bad(
         "it serves kDLExtDev devices and names no provider, and one provider's memory is nothing "
         "that another's kernels could read; name it in te_fl_op_desc.provider (rule R18)");
+  }
+  if (desc.stream_state_bytes != 0 && (desc.device_types & kHostTypes) != 0) {
+    return bad(
+        "stream_state_bytes is set and device_types has the host, whose work has no stream (rule "
+        "R27); register the host's implementation for itself, without it");
   }
   if (kind == Kind::kVendor && vendor.empty())
     return bad("a vendor implementation must name its vendor");
@@ -127,9 +139,10 @@ policy::Implementation view_of(const Implementation& impl, int32_t priority) {
   o.vendor = impl.vendor;
   o.kind = impl.kind;
   o.priority = priority;
-  o.param_version = impl.desc.param_version;
+  o.later = impl.later;
   o.flags = impl.desc.flags;
   o.min_arch = impl.desc.min_arch;
+  o.max_arch = impl.desc.max_arch;
   o.dtypes = impl.desc.dtypes;
   o.scalings = impl.desc.scalings;
   o.device_types = impl.desc.device_types;
@@ -163,8 +176,13 @@ const char* intern_string(std::string_view text) {
   return strings->emplace(text).first->c_str();
 }
 
+constinit std::atomic<void (*)(uint64_t number)> g_stream_state_goes{nullptr};
+
 Implementation::~Implementation() {
   plans.reset();
+  if (desc.stream_state_bytes != 0) {
+    if (const auto hook = g_stream_state_goes.load(std::memory_order_acquire)) hook(number);
+  }
   free_counter(counter);
 }
 
@@ -227,10 +245,12 @@ Result<std::shared_ptr<Implementation>> make_implementation(
   impl->desc.impl_id = impl->impl_id.c_str();
   impl->desc.vendor = impl->vendor.c_str();
   if (desc.provider != nullptr) impl->desc.provider = intern_string(desc.provider);
+  if (desc.later_args != nullptr) impl->desc.later_args = intern_string(desc.later_args);
   if (impl->desc.priority == 0) impl->desc.priority = default_priority(impl->kind);
   impl->checks_support = desc.supports != nullptr && (desc.flags & TE_FL_OP_STATIC_SUPPORT) == 0;
   impl->direct = desc.workspace == nullptr && desc.prepare == nullptr &&
-                 (desc.flags & TE_FL_OP_THREAD_SAFE) != 0;
+                 desc.stream_state_bytes == 0 && (desc.flags & TE_FL_OP_THREAD_SAFE) != 0;
+  impl->plan_memory = desc.prepare != nullptr && (desc.flags & TE_FL_OP_PLAN_MEMORY) != 0;
   if (desc.prepare != nullptr) impl->plans = std::make_unique<PlanCache>(*impl);
   return impl;
 }
@@ -244,6 +264,9 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
                                                   " is registered already, by " + present->owner +
                                                   " (rule R16: unique per op)");
   }
+  const Result<uint32_t> later = row->compiled->later_mask(impl->desc.later_args);
+  if (!later.ok()) return later.status().wrap(who(impl->desc, impl->owner));
+  impl->later = *later;
   // The descriptor's schema may go with its plugin; ours stays.
   impl->desc.schema = &row->compiled->schema();
   impl->not_in_place =

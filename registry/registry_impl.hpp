@@ -41,6 +41,8 @@ struct OpRegistry::Impl {
   void restore(const Device& device);
   // Destroys the plans for a device that is barred. Waits for the threads that are inside.
   void drop_plans(const Device& device);
+  // Waits for what plans that own device memory have on a stream that is about to go.
+  void leave_stream(const Device& device, void* stream);
   // Architecture of a device, asked once.
   Result<uint32_t> arch(const Device& device);
   // Publishes the same table anew, so that all choices are made again. Takes no lock: its caller
@@ -73,6 +75,8 @@ namespace registry {
 
 // Makes the choices of all registries be made again.
 void choose_again();
+// As Impl::leave_stream(), of all registries.
+void leave_stream(const Device& device, void* stream);
 
 }  // namespace registry
 }  // namespace te_fl

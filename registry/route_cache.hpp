@@ -19,12 +19,11 @@ struct RouteKey {
   uint64_t w[4] = {0, 0, 0, 0};
   RouteKey() = default;
   RouteKey(uint32_t op, const core::Signature& s, uint32_t policy, bool capturing) noexcept {
-    w[0] = uint64_t{op} | uint64_t{s.dtypes} << 32;
-    w[1] =
-        uint64_t{policy} | uint64_t{s.scalings & 0xffff} << 32 | uint64_t{s.version & 0xffff} << 48;
+    w[0] = s.dtypes;
+    w[1] = uint64_t{policy} | uint64_t{s.scalings & 0xffff} << 32 | uint64_t{s.later} << 48;
     w[2] = static_cast<uint32_t>(s.device.type) | uint64_t{static_cast<uint32_t>(s.device.index)}
                                                       << 32;
-    w[3] = uint64_t{s.device.provider} | uint64_t{capturing} << 32;
+    w[3] = uint64_t{s.device.provider} | uint64_t{capturing} << 32 | uint64_t{op} << 33;
   }
   uint64_t hash() const noexcept {
     uint64_t h = w[0] * 0x9e3779b97f4a7c15u ^ w[1] * 0xc2b2ae3d27d4eb4fu ^

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <string>
 
 #include "core/base/fork.hpp"
 #include "core/device/allocations.hpp"
@@ -55,45 +56,87 @@ DeviceArena* DeviceArenas::arena_of(const Key& key) {
     Key key;
     DeviceArena* arena = nullptr;
   };
-  constinit static thread_local Last last{};
+  constinit static thread_local Last lasts[2]{};  // of scratch, and of state
+  Last& last = lasts[std::get<5>(key) == 0 ? 0 : 1];
   const uint64_t generation = g_generation.load(std::memory_order_acquire);
   if (last.owner == this && last.generation == generation && last.key == key) return last.arena;
   std::lock_guard lock(mutex);
   auto& slot = arenas_[key];
-  if (slot == nullptr) slot = std::make_unique<DeviceArena>(std::get<4>(key));
+  if (slot == nullptr) {
+    const bool scratch = std::get<5>(key) == 0;
+    slot = std::make_unique<DeviceArena>(core::serving_order(
+        std::get<4>(key), scratch ? core::Serving::kScratch : core::Serving::kState));
+  }
   // Of before the lock: an arena that goes meanwhile is not taken for one that stays.
   last = {this, generation, key, slot.get()};
   return slot.get();
 }
 
+namespace {
+
+Status allocate_block(const Device& device, void* stream, size_t bytes, const char* use,
+                      void*& data) {
+  const core::AllocationUse in_use(use);
+  Result<void*> made = devices::allocate(device, round_up(bytes), stream);
+  if (!made.ok()) {
+    return std::move(made.status()
+                         .wrap(std::string(use) + " of " + std::to_string(bytes) + " bytes")
+                         .set_clean());
+  }
+  data = *made;
+  return {};
+}
+
+}  // namespace
+
 Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth, size_t bytes,
                              bool capturing, DeviceScratch& out) {
-  const core::AllocationUse use("workspace");
-  const auto allocate = [&](void*& data) -> Status {
-    Result<void*> made = devices::allocate(device, round_up(bytes), stream);
-    if (!made.ok()) {
-      return std::move(
-          made.status().wrap("workspace of " + std::to_string(bytes) + " bytes").set_clean());
-    }
-    data = *made;
-    return {};
-  };
   if (capturing) {
     out.device_ = device;
     out.stream_ = stream;
-    TE_FL_RETURN_IF_ERROR(allocate(out.captured_));
+    TE_FL_RETURN_IF_ERROR(allocate_block(device, stream, bytes, "workspace", out.captured_));
     out.data_ = out.captured_;
     return {};
   }
-  DeviceArena* arena = arena_of(Key(device.type, device.index, device.provider, stream, depth));
+  DeviceArena* arena = arena_of(Key(device.type, device.index, device.provider, stream, depth, 0));
   std::unique_lock<core::Mutex> held(arena->mutex);
   if (arena->bytes < bytes) {
     void* grown = nullptr;
-    TE_FL_RETURN_IF_ERROR(allocate(grown));
+    TE_FL_RETURN_IF_ERROR(allocate_block(device, stream, bytes, "workspace", grown));
     devices::free(device, arena->data, stream);  // after the stream's work so far
     arena->data = grown;
     arena->bytes = round_up(bytes);
   }
+  out.data_ = arena->data;
+  out.arena_ = std::move(held);
+  return {};
+}
+
+Status DeviceArenas::acquire_state(const Device& device, void* stream, uint32_t depth,
+                                   uint64_t implementation, size_t bytes, bool capturing,
+                                   DeviceScratch& out) {
+  const auto make = [&](void*& data) -> Status {
+    void* block = nullptr;
+    TE_FL_RETURN_IF_ERROR(allocate_block(device, stream, bytes, "stream state", block));
+    Status zeroed = devices::fill(device, block, 0, round_up(bytes), stream);
+    if (zeroed.ok()) {
+      data = block;
+    } else {
+      devices::free(device, block, stream);
+    }
+    return zeroed;
+  };
+  if (capturing) {
+    out.device_ = device;
+    out.stream_ = stream;
+    TE_FL_RETURN_IF_ERROR(make(out.captured_));
+    out.data_ = out.captured_;
+    return {};
+  }
+  DeviceArena* arena =
+      arena_of(Key(device.type, device.index, device.provider, stream, depth, implementation));
+  std::unique_lock<core::Mutex> held(arena->mutex);
+  if (arena->data == nullptr) TE_FL_RETURN_IF_ERROR(make(arena->data));
   out.data_ = arena->data;
   out.arena_ = std::move(held);
   return {};
@@ -111,9 +154,9 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
     std::lock_guard lock(mutex);
     g_generation.fetch_add(1, std::memory_order_release);
     std::erase_if(arenas_, [&](const auto& entry) {
-      const auto& [type, index, provider, stream, depth] = entry.first;
+      const auto& [type, index, provider, stream, depth, implementation] = entry.first;
       const Device device{type, index, provider};
-      if (!matches(device, stream)) return false;
+      if (!matches(device, stream, implementation)) return false;
       blocks.push_back({device, stream, entry.second->data});
       return true;
     });
@@ -124,11 +167,15 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
 }
 
 void DeviceArenas::release(const Device& device) {
-  release_if([&](const Device& d, void*) { return d == device; }, true);
+  release_if([&](const Device& d, void*, uint64_t) { return d == device; }, true);
 }
 
 void DeviceArenas::release(const Device& device, void* stream) {
-  release_if([&](const Device& d, void* s) { return d == device && s == stream; }, false);
+  release_if([&](const Device& d, void* s, uint64_t) { return d == device && s == stream; }, false);
+}
+
+void DeviceArenas::release_state(uint64_t implementation) {
+  release_if([&](const Device&, void*, uint64_t i) { return i == implementation; }, false);
 }
 
 void DeviceArenas::forget_after_fork() {

@@ -34,12 +34,11 @@ class HostArenas {
   std::vector<Block> blocks_;
 };
 
-// Scratch of one device, stream and nesting depth. Locked while an op enqueues with it: two ops on
-// one stream may use one scratch only if their work does not interleave.
+// Scratch of one device, stream and nesting depth, or an implementation's state there. Locked while
+// an op enqueues with it: two ops on one stream may use one scratch only if their work does not
+// interleave.
 struct DeviceArena {
-  // After the SerialLock of the same op.
-  explicit DeviceArena(uint32_t depth)
-      : mutex(core::LockLevel::kServing, static_cast<int>(2 * depth + 1)) {}
+  explicit DeviceArena(int order) : mutex(core::LockLevel::kServing, order) {}
   core::Mutex mutex;
   void* data = nullptr;
   size_t bytes = 0;
@@ -74,6 +73,12 @@ class DeviceArenas {
   // stream's arena, which is locked, or memory of the graph that the stream is being captured into.
   Status acquire(const Device& device, void* stream, uint32_t depth, size_t bytes, bool capturing,
                  DeviceScratch& out);
+  // The state of an implementation (R27) for (device, stream, depth), as its last op there left it,
+  // and zero before the first. Of a captured op: memory of the graph, zero at each launch.
+  Status acquire_state(const Device& device, void* stream, uint32_t depth, uint64_t implementation,
+                       size_t bytes, bool capturing, DeviceScratch& out);
+  // Frees the state of an implementation that goes.
+  void release_state(uint64_t implementation);
   // Frees what is held on a device, before it is removed. Nothing may be running on it.
   void release(const Device& device);
   // Frees what is held for a stream that is about to go, in the order of its work.
@@ -82,7 +87,8 @@ class DeviceArenas {
   void forget_after_fork();
 
  private:
-  using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t>;
+  // Device, stream, depth, and the number of the implementation whose state it is; 0: scratch.
+  using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t, uint64_t>;
   // The arena of a key, made if there is none. `mutex` in workspace.cpp guards it.
   DeviceArena* arena_of(const Key& key);
   // On the default stream where the blocks' own may be gone.

@@ -25,9 +25,10 @@ ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "
              "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED"}
 PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "int"}
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
-             "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES"}
+             "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES",
+             "later": "LATER"}
 ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "scalings", "shape", "same_as", "alias",
-            "default", "min", "max", "since", *FLAG_KEYS}
+            "default", "min", "max", *FLAG_KEYS}
 OP_KEYS = {"name", "summary", "formula", "source", "args", "template", "rng", "enquiry"}
 
 
@@ -77,7 +78,7 @@ class Arg:
         self.alias = spec.get("alias", [])
         self.default = spec.get("default", 0)
         self.min, self.max = spec.get("min", 0), spec.get("max", 0)
-        self.since = spec.get("since", 1)
+        self.later = bool(spec.get("later"))
         self.enum_names = enums[self.enum] if self.enum else []
         if self.enum:
             self.min, self.max = 0, len(self.enum_names) - 1
@@ -119,9 +120,8 @@ class Op:
         for a in self.args:
             for ref in [a.same_as, a.inout_if, a.kept_if, *a.alias]:
                 need(ref is None or ref in names, f"{where}.{a.name}", f"refers to {ref!r}, which is no argument")
-        since = [a.since for a in self.args]
-        need(since == sorted(since), where, "newer arguments must come last")
-        self.version = max(since, default=1)
+        later = [a.later for a in self.args]
+        need(later == sorted(later), where, "later arguments must come last")
 
 
 def load():
@@ -211,7 +211,7 @@ def gen_header(family, summary, ops):
             for a in op.args:
                 note = arg_note(a)
                 out.append(wrap("/* " + a.doc + (". " + note if note else "") + (
-                    f" (since version {a.since})" if a.since > 1 else "") + (
+                    " (a later argument)" if a.later else "") + (
                     ": " + ", ".join(f"{i} {n}" for i, n in enumerate(a.enum_names)) if a.enum else "") + " */", "  "))
                 for ctype, name, default in a.c_members():
                     out.append(f"  {ctype} {name} TE_FL_INIT({default});")
@@ -245,20 +245,20 @@ def gen_table(families):
             count = f"offsetof({op.struct}, {a.name}_count)" if a.type == "list" else "0"
             opt = lambda s: cstr(s) if s else "nullptr"
             out.append(f"const te_fl_arg_desc k_{op.struct}_{a.name} = {{sizeof(te_fl_arg_desc), "
-                       f"TE_FL_ARG_{ARG_TYPES[a.type]}, TE_FL_{a.role.upper()}, {a.since}, "
-                       f"{' | '.join(a.flags) or 0}, offsetof({op.struct}, {a.name}), {count}, 0x{dt:x}, 0x{a.scalings:x}, "
+                       f"TE_FL_ARG_{ARG_TYPES[a.type]}, TE_FL_{a.role.upper()}, 0, "
+                       f"{' | '.join(a.flags) or 0}, offsetof({op.struct}, {a.name}), {count}, 0x{dt:x}, 0x{a.scalings:x}, 0, "
                        f"{cstr(a.name)}, {opt(a.shape)}, {opt(a.inout_if or a.kept_if)}, {opt(' '.join(a.alias))}, {opt(a.same_as)}, "
                        f"{opt(' '.join(a.enum_names))}, {float(a.default)!r}, {float(a.min)!r}, {float(a.max)!r}}};")
         out.append(f"const te_fl_arg_desc* const k_{op.struct}[] = {{"
                    + ", ".join(f"&k_{op.struct}_{a.name}" for a in op.args) + "};")
-        v1 = [a for a in op.args if a.since == 1]
-        last = v1[-1].c_members()[-1][1]
-        out.append(f"constexpr uint32_t k_{op.struct}_v1 = offsetof({op.struct}, {last}) + sizeof({op.struct}::{last});")
+        first = [a for a in op.args if not a.later]
+        last = first[-1].c_members()[-1][1]
+        out.append(f"constexpr uint32_t k_{op.struct}_least = offsetof({op.struct}, {last}) + sizeof({op.struct}::{last});")
         out.append("")
     for op in ops:
         flags = " | ".join((["TE_FL_SCHEMA_USES_RNG"] if op.rng else []) + (["TE_FL_SCHEMA_ENQUIRY"] if op.enquiry else [])) or "0"
-        out.append(f"const te_fl_op_schema k_{op.name} = {{sizeof(te_fl_op_schema), {op.version}, {flags}, sizeof({op.struct}), "
-                   f"k_{op.struct}_v1, {len(op.args)}, k_{op.struct}, {cstr(op.name)}, {cstr(op.summary)}, {cstr(op.formula)}, {cstr(op.source)}}};")
+        out.append(f"const te_fl_op_schema k_{op.name} = {{sizeof(te_fl_op_schema), {flags}, sizeof({op.struct}), "
+                   f"k_{op.struct}_least, {len(op.args)}, 0, k_{op.struct}, {cstr(op.name)}, {cstr(op.summary)}, {cstr(op.formula)}, {cstr(op.source)}}};")
     out += ["", "const te_fl_op_schema* const kSchemas[] = {"]
     out += [f"    &k_{op.name}," for op in ops]
     out += ["};", "", "const char* const kFamilies[] = {"]

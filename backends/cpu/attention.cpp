@@ -93,9 +93,9 @@ AttentionCall::AttentionCall(const te_fl_context& ctx, AttentionProblem problem)
       extents(backend::logical_extents(p, spans)) {
   const uint64_t threshold = numeric::dropout_threshold(p.dropout_p);
   drops = threshold != 0;
-  const te_fl_rng& rng = ctx.rng;
-  dropout.seed = rng.state != nullptr ? rng.state[0] : rng.seed;
-  dropout.offset = rng.offset + (rng.state != nullptr ? rng.state[1] : 0);
+  const backend::RandomState random(*ctx.rng);
+  dropout.seed = random.seed;
+  dropout.offset = random.offset;
   dropout.threshold = static_cast<uint32_t>(threshold);
   dropout.kept = static_cast<float>(1.0 / (1.0 - double{p.dropout_p}));
 }

@@ -79,9 +79,8 @@ void drop(const te_fl_tensor& in, const te_fl_tensor& out, float p, Bits&& make_
 
 void dropout_fwd(const te_fl_context& ctx, const te_fl_dropout_fwd_args& a) {
   check_mask(*a.mask, backend::numel(*a.input));
-  const te_fl_rng& rng = ctx.rng;
-  const uint64_t seed = rng.state != nullptr ? rng.state[0] : rng.seed;
-  const uint64_t offset = rng.offset + (rng.state != nullptr ? rng.state[1] : 0);
+  const backend::RandomState random(*ctx.rng);
+  const uint64_t seed = random.seed, offset = random.offset;
   const uint64_t threshold = numeric::dropout_threshold(a.p);
   uint8_t* mask = backend::data<uint8_t>(*a.mask);
   drop(*a.input, *a.output, a.p, [&](int64_t first, int64_t n) {

@@ -272,7 +272,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   te_fl_op_desc desc = descriptor<Args, generic_gemm, refuse>("generic_gemm");
-  desc.param_version = 3;
+  desc.later_args = "residual d_sum";
   desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   ops.push_back(desc);

@@ -546,14 +546,14 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   using UnscaleL2norm = te_fl_multi_tensor_unscale_l2norm_args;
   ops.push_back(
       descriptor<te_fl_multi_tensor_scale_args, scale, scale_refusal>("multi_tensor_scale"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "norm max_norm";
   ops.push_back(descriptor<L2norm, l2norm, norm_refusal<L2norm>>("multi_tensor_l2norm"));
   ops.push_back(descriptor<UnscaleL2norm, unscale_l2norm, norm_refusal<UnscaleL2norm>>(
       "multi_tensor_unscale_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, adam_refusal>("multi_tensor_adam"));
-  ops.back().param_version = 3;
+  ops.back().later_args = "lr_tensor step_tensor fp8_params";
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, sgd_refusal>("multi_tensor_sgd"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "lr_tensor";
 }
 
 }  // namespace te_fl::cpu

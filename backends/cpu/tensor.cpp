@@ -34,8 +34,8 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   }
   const Loader a(*args.a), b(*args.b);
   auto* mask = args.mask != nullptr ? backend::data<uint8_t>(*args.mask) : nullptr;
-  const uint64_t seed = ctx.rng.state != nullptr ? ctx.rng.state[0] : ctx.rng.seed;
-  const uint64_t offset = ctx.rng.offset + (ctx.rng.state != nullptr ? ctx.rng.state[1] : 0);
+  const backend::RandomState random(*ctx.rng);
+  const uint64_t seed = random.seed, offset = random.offset;
   const uint64_t threshold = numeric::dropout_threshold(args.p);
   const auto factor = static_cast<float>(1.0 / (1.0 - static_cast<double>(args.p)));
   const auto values = [&](const Piece& piece, float* out) {

@@ -55,7 +55,6 @@ static te_fl_status relu_run(void* self, const te_fl_context* ctx, const void* r
 
 static const te_fl_op_desc k_relu = {
     .struct_size = sizeof(te_fl_op_desc),
-    .param_version = 1,
     .op_name = "relu",
     .impl_id = "vendor.null", /* R16 */
     .kind = TE_FL_KIND_VENDOR,

@@ -1,9 +1,16 @@
 #include "device.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
 
 #include "cl_check.hpp"
 #include "device_api.hpp"
@@ -22,27 +29,34 @@ te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexce
   });
 }
 
-te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
+te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* errors) {
+  *out = nullptr;
   return on_device(self, errors, [&](Device& d) {
-    *out = nullptr;
-    *out = d.memory->allocate(bytes, d.queue_of(stream));
+    if (memory->alignment > 256) {
+      backend::unsupported("memory of OpenCL devices is aligned to 256 bytes, not " +
+                           std::to_string(memory->alignment));
+    }
+    if (memory->kind == TE_FL_MEMORY_PINNED) {
+      *out = d.memory->allocate_pinned(memory->bytes);
+    } else if (memory->kind == TE_FL_MEMORY_DEVICE) {
+      *out = d.memory->allocate(memory->bytes, d.queue_of(memory->stream));
+    } else {
+      backend::unsupported("the OpenCL plugin has no memory of kind " +
+                           std::to_string(memory->kind));
+    }
   });
 }
 
-te_fl_status free_memory(void* self, void* data, void* stream, const te_fl_error_sink* errors) {
-  return on_device(self, errors, [&](Device& d) { d.memory->free(data, d.queue_of(stream)); });
-}
-
-te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
+te_fl_status free_memory(void* self, void* data, uint32_t kind, void* stream,
+                         const te_fl_error_sink* errors) {
   return on_device(self, errors, [&](Device& d) {
-    *out = nullptr;
-    *out = d.memory->allocate_pinned(bytes);
+    if (kind == TE_FL_MEMORY_PINNED) {
+      d.memory->free_pinned(data);
+    } else {
+      d.memory->free(data, d.queue_of(stream));
+    }
   });
-}
-
-te_fl_status free_pinned(void* self, void* data, const te_fl_error_sink* errors) {
-  return on_device(self, errors, [&](Device& d) { d.memory->free_pinned(data); });
 }
 
 // Pageable memory is waited for in either direction: the driver may not touch it later.
@@ -97,29 +111,65 @@ te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* error
                    [&](Device& d) { check(clFinish(d.queue_of(stream)), "clFinish"); });
 }
 
-// What was recorded last; empty until something was.
-class Event {
+// When work reached a mark: told by the driver's thread, and waited for, since it may come a little
+// after the mark counts as done.
+class Moment {
  public:
-  ~Event() { set(nullptr); }
-  void set(cl_event event) {
+  void set() {
     const std::lock_guard lock(mutex_);
-    if (event_ != nullptr) clReleaseEvent(event_);
-    event_ = event;
+    at_ = std::chrono::steady_clock::now();
+    told_.notify_all();
   }
-  // The caller's to release; null if nothing was recorded.
-  cl_event get() {
-    const std::lock_guard lock(mutex_);
-    if (event_ != nullptr) clRetainEvent(event_);
-    return event_;
+  std::chrono::steady_clock::time_point get() {
+    std::unique_lock lock(mutex_);
+    told_.wait(lock, [&] { return at_.has_value(); });
+    return *at_;
   }
 
  private:
   std::mutex mutex_;
-  cl_event event_ = nullptr;
+  std::condition_variable told_;
+  std::optional<std::chrono::steady_clock::time_point> at_;
 };
 
-te_fl_status create_event(void* self, void** event, const te_fl_error_sink* errors) {
-  return on_device(self, errors, [&](Device&) { *event = new Event; });
+// An owned cl_event; null if there is none.
+using OwnEvent = std::unique_ptr<std::remove_pointer_t<cl_event>, decltype(&clReleaseEvent)>;
+
+// What was recorded last; empty until something was.
+class Event {
+ public:
+  explicit Event(bool timed) : timed_(timed) {}
+  ~Event() { set(nullptr, nullptr); }
+  bool timed() const { return timed_; }
+  void set(cl_event event, std::shared_ptr<Moment> moment) {
+    const std::lock_guard lock(mutex_);
+    if (event_ != nullptr) clReleaseEvent(event_);
+    event_ = event;
+    moment_ = std::move(moment);
+  }
+  OwnEvent get() {
+    const std::lock_guard lock(mutex_);
+    if (event_ != nullptr) clRetainEvent(event_);
+    return {event_, &clReleaseEvent};
+  }
+  std::shared_ptr<Moment> moment() {
+    const std::lock_guard lock(mutex_);
+    return moment_;
+  }
+
+ private:
+  const bool timed_;
+  std::mutex mutex_;
+  cl_event event_ = nullptr;
+  std::shared_ptr<Moment> moment_;
+};
+
+Event& event_of(void* event) { return *static_cast<Event*>(event); }
+
+te_fl_status create_event(void* self, uint32_t flags, void** event,
+                          const te_fl_error_sink* errors) {
+  return on_device(self, errors,
+                   [&](Device&) { *event = new Event((flags & TE_FL_EVENT_TIMED) != 0); });
 }
 
 te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
@@ -127,33 +177,102 @@ te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
   return TE_FL_OK;
 }
 
+// Queues that measure by themselves cost every kernel something, so the driver's call is the clock.
+std::shared_ptr<Moment> moment_of(cl_event event) {
+  auto moment = std::make_shared<Moment>();
+  auto* const told = new std::shared_ptr<Moment>(moment);
+  const cl_int error = clSetEventCallback(
+      event, CL_COMPLETE,
+      [](cl_event, cl_int, void* data) {
+        const std::unique_ptr<std::shared_ptr<Moment>> mine(
+            static_cast<std::shared_ptr<Moment>*>(data));
+        (*mine)->set();
+      },
+      told);
+  if (error != CL_SUCCESS) delete told;
+  check(error, "clSetEventCallback");
+  return moment;
+}
+
 te_fl_status record_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&](Device& d) {
-    cl_event made = nullptr;
-    check(clEnqueueMarkerWithWaitList(d.queue_of(stream), 0, nullptr, &made),
+    cl_event raw = nullptr;
+    check(clEnqueueMarkerWithWaitList(d.queue_of(stream), 0, nullptr, &raw),
           "clEnqueueMarkerWithWaitList");
-    static_cast<Event*>(event)->set(made);
+    OwnEvent made(raw, &clReleaseEvent);
+    auto moment = event_of(event).timed() ? moment_of(raw) : nullptr;
+    event_of(event).set(made.release(), std::move(moment));
     check(clFlush(d.queue_of(stream)), "clFlush");  // or another queue could wait for ever
   });
 }
 
+// A context's queues wait for its own events only: another device's event sets one of ours.
+OwnEvent event_here(Device& d, OwnEvent recorded) {
+  cl_context context = nullptr;
+  check(clGetEventInfo(recorded.get(), CL_EVENT_CONTEXT, sizeof context, &context, nullptr),
+        "clGetEventInfo");
+  if (context == d.context) return recorded;
+  cl_int error = CL_SUCCESS;
+  OwnEvent own(clCreateUserEvent(d.context, &error), &clReleaseEvent);
+  check(error, "clCreateUserEvent");
+  clRetainEvent(own.get());  // the callback's
+  error = clSetEventCallback(
+      recorded.get(), CL_COMPLETE,
+      [](cl_event, cl_int status, void* ours) {
+        clSetUserEventStatus(static_cast<cl_event>(ours), status < 0 ? status : CL_COMPLETE);
+        clReleaseEvent(static_cast<cl_event>(ours));
+      },
+      own.get());
+  if (error != CL_SUCCESS) clReleaseEvent(own.get());
+  check(error, "clSetEventCallback");
+  return own;
+}
+
 te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&](Device& d) {
-    cl_event recorded = static_cast<Event*>(event)->get();
+    OwnEvent recorded = event_of(event).get();
     if (recorded == nullptr) return;
-    const cl_int error = clEnqueueBarrierWithWaitList(d.queue_of(stream), 1, &recorded, nullptr);
-    clReleaseEvent(recorded);
-    check(error, "clEnqueueBarrierWithWaitList");
+    const OwnEvent here = event_here(d, std::move(recorded));
+    const cl_event waited = here.get();
+    check(clEnqueueBarrierWithWaitList(d.queue_of(stream), 1, &waited, nullptr),
+          "clEnqueueBarrierWithWaitList");
   });
 }
 
 te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&](Device&) {
-    cl_event recorded = static_cast<Event*>(event)->get();
+    const OwnEvent recorded = event_of(event).get();
+    const cl_event waited = recorded.get();
+    if (waited != nullptr) check(clWaitForEvents(1, &waited), "clWaitForEvents");
+  });
+}
+
+te_fl_status query_event(void* self, void* event, int32_t* done, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device&) {
+    *done = 1;
+    const OwnEvent recorded = event_of(event).get();
     if (recorded == nullptr) return;
-    const cl_int error = clWaitForEvents(1, &recorded);
-    clReleaseEvent(recorded);
-    check(error, "clWaitForEvents");
+    cl_int status = CL_COMPLETE;
+    check(clGetEventInfo(recorded.get(), CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof status, &status,
+                         nullptr),
+          "clGetEventInfo");
+    if (status < 0) check(status, "the work before the event");
+    *done = status == CL_COMPLETE ? 1 : 0;
+  });
+}
+
+te_fl_status elapsed_time(void* self, void* start, void* end, uint64_t* nanoseconds,
+                          const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&](Device&) {
+    const auto from = event_of(start).moment(), to = event_of(end).moment();
+    if (from == nullptr || to == nullptr) {
+      backend::invalid(
+          "an event without TE_FL_EVENT_TIMED, or one that was never recorded, has no "
+          "time");
+    }
+    const auto between = to->get() - from->get();
+    const auto count = std::chrono::duration_cast<std::chrono::nanoseconds>(between).count();
+    *nanoseconds = count > 0 ? static_cast<uint64_t>(count) : 0;
   });
 }
 
@@ -211,8 +330,6 @@ constexpr te_fl_device_api kDeviceApi = {
     .reserved = 0,
     .allocate = allocate,
     .free = free_memory,
-    .allocate_pinned = allocate_pinned,
-    .free_pinned = free_pinned,
     .copy = copy,
     .fill = fill,
     .create_stream = create_stream,
@@ -233,6 +350,8 @@ constexpr te_fl_device_api kDeviceApi = {
     .check_stream = check_stream,
     .copy_between = nullptr,  // each device has its own context, and shared memory does not cross
     .retire_stream = retire_stream,
+    .query_event = query_event,
+    .elapsed_time = elapsed_time,
 };
 
 te_fl_status synchronize_device(Device& device, const te_fl_error_sink* errors) noexcept {

@@ -19,10 +19,9 @@ void check_mask(const te_fl_tensor& mask, int64_t elements) {
 void dropout_fwd(const Call& call, const te_fl_dropout_fwd_args& a) {
   const int64_t n = backend::numel(*a.input);
   check_mask(*a.mask, n);
-  const te_fl_rng& rng = call.context.rng;
   Launch launch(call.device, call.stream(), "dropout", define("TX", a.input), "dropout_forward");
   launch.data(a.input).data(a.output).data(a.mask).value(n).value(kept(a.p));
-  random(launch, rng, a.p).value<int32_t>(rng.state != nullptr ? 1 : 0).items((n + 7) / 8);
+  random(launch, *call.context.rng, a.p).items((n + 7) / 8);
 }
 
 void dropout_bwd(const Call& call, const te_fl_dropout_bwd_args& a) {

@@ -215,7 +215,7 @@ size_t gemm_workspace(const Args& args) {
 
 void append_gemm(Ops& ops) {
   ops.push_back(descriptor<Args, generic_gemm, refuse_gemm, gemm_workspace>("generic_gemm"));
-  ops.back().param_version = 2;  // residual
+  ops.back().later_args = "residual";
 }
 
 }  // namespace te_fl::opencl

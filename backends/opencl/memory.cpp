@@ -152,7 +152,7 @@ void Memory::free_pinned(void* data) {
     const auto at = pinned_.find(static_cast<char*>(data));
     if (at == pinned_.end()) {
       throw backend::Error(TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN,
-                           "this is no memory that allocate_pinned() returned");
+                           "this is no pinned memory that allocate() returned");
     }
     pinned = at->second;
     pinned_.erase(at);

@@ -145,7 +145,7 @@ template <class Args>
 void append_forward(Ops& ops, const char* name) {
   ops.push_back(
       descriptor<Args, forward<Args>, refuse_forward<Args>, forward_workspace<Args>>(name));
-  ops.back().param_version = 2;  // residual and sum
+  ops.back().later_args = "residual sum";
 }
 template <class Args>
 void append_backward(Ops& ops, const char* name) {
@@ -158,7 +158,7 @@ void append_norm(Ops& ops) {
   append_forward<te_fl_layernorm_fwd_args>(ops, "layernorm_fwd");
   append_forward<te_fl_rmsnorm_fwd_args>(ops, "rmsnorm_fwd");
   append_backward<te_fl_layernorm_bwd_args>(ops, "layernorm_bwd");
-  ops.back().param_version = 2;  // add
+  ops.back().later_args = "add";
   append_backward<te_fl_rmsnorm_bwd_args>(ops, "rmsnorm_bwd");
   append_backward<te_fl_rmsnorm_bwd_add_args>(ops, "rmsnorm_bwd_add");
 }

@@ -174,7 +174,7 @@ Refusal refuse_update(const Device& device, const UpdateArgs& a) {
 
 void append_optimizer(Ops& ops) {
   ops.push_back(descriptor<AdamArgs, adam, refuse_adam>("multi_tensor_adam"));
-  ops.back().param_version = 2;  // lr_tensor, step_tensor
+  ops.back().later_args = "lr_tensor step_tensor";
   ops.push_back(descriptor<UpdateArgs, update_scales, refuse_update>(
       "fused_amax_and_scale_update_after_reduction"));
 }

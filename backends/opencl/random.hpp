@@ -6,11 +6,18 @@
 
 namespace te_fl::opencl {
 
-// The arguments seed, offset, state, threshold of a kernel.
+// Whether a kernel's seed_at and offset_at are there: a null pointer does not say so on every
+// driver.
+enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // as in common.cl
+
+// The arguments seed, offset, seed_at, offset_at, at, threshold of a kernel.
 inline Launch& random(Launch& launch, const te_fl_rng& rng, float p) {
   return launch.value<uint64_t>(rng.seed)
       .value<uint64_t>(rng.offset)
-      .memory(rng.state)
+      .memory(rng.seed_address)
+      .memory(rng.offset_address)
+      .value<uint32_t>((rng.seed_address != nullptr ? kSeedAddress : 0) |
+                       (rng.offset_address != nullptr ? kOffsetAddress : 0))
       .value<uint64_t>(numeric::dropout_threshold(p));
 }
 

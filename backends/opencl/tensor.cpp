@@ -27,14 +27,12 @@ void add(const Call& call, const te_fl_add_args& args) {
             std::to_string(n) +
             " elements; it must have ceil(n/8) = " + std::to_string((n + 7) / 8));
   }
-  constexpr uint32_t kHasMask = 1, kHasState = 2;  // as in tensor.cl
-  const te_fl_rng& rng = call.context.rng;
-  const uint32_t flags =
-      (args.mask != nullptr ? kHasMask : 0) | (rng.state != nullptr ? kHasState : 0);
   Launch launch(call.device, call.stream(), "tensor",
                 define("TA", args.a) + define("TB", args.b) + define("TY", args.output), "add");
   launch.data(args.a).data(args.b).data(args.output).data(args.mask).value(n).value(kept(args.p));
-  random(launch, rng, args.p).value(flags).items((n + 7) / 8);
+  random(launch, *call.context.rng, args.p)
+      .value<int32_t>(args.mask != nullptr ? 1 : 0)
+      .items((n + 7) / 8);
 }
 
 Refusal refuse_add(const te_fl_add_args& args) {

@@ -83,7 +83,7 @@ class AttentionDropout {
  public:
   AttentionDropout(const te_fl_context& ctx, const backend::AttentionProblem& p,
                    backend::LogicalExtents extents)
-      : stream_(ctx.rng, p.dropout_p),
+      : stream_(*ctx.rng, p.dropout_p),
         heads_(p.heads),
         extents_(extents),
         kept_(1.0 / (1.0 - p.dropout_p)) {}

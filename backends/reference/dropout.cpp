@@ -25,7 +25,7 @@ void dropout_fwd(const te_fl_context& ctx, const te_fl_dropout_fwd_args& a) {
   std::vector<double> x = Reader(*a.input).all_double();
   std::vector<float> y(x.size());
   std::vector<uint8_t> bits(static_cast<size_t>((n + 7) / 8), 0);
-  DropoutStream stream(ctx.rng, a.p);
+  DropoutStream stream(*ctx.rng, a.p);
   for (int64_t i = 0; i < n; ++i) {
     const bool keep = stream.keep(static_cast<uint64_t>(i));
     y[i] = keep ? static_cast<float>(x[i] / (1.0 - a.p)) : 0.0f;

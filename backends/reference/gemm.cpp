@@ -151,7 +151,7 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_generic_gemm_args, generic_gemm>("generic_gemm"));
-  ops.back().param_version = 3;
+  ops.back().later_args = "residual d_sum";
 }
 
 }  // namespace te_fl::reference

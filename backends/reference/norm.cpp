@@ -197,13 +197,12 @@ void rmsnorm_bwd_add(const te_fl_context&, const te_fl_rmsnorm_bwd_add_args& arg
 }  // namespace
 
 void append_norm(std::vector<te_fl_op_desc>& ops) {
-  // Version 2: residual and sum of the forwards, add of layernorm_bwd.
   ops.push_back(descriptor<te_fl_layernorm_fwd_args, layernorm_fwd>("layernorm_fwd"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "residual sum";
   ops.push_back(descriptor<te_fl_layernorm_bwd_args, layernorm_bwd>("layernorm_bwd"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "add";
   ops.push_back(descriptor<te_fl_rmsnorm_fwd_args, rmsnorm_fwd>("rmsnorm_fwd"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "residual sum";
   ops.push_back(descriptor<te_fl_rmsnorm_bwd_args, rmsnorm_bwd>("rmsnorm_bwd"));
   ops.push_back(descriptor<te_fl_rmsnorm_bwd_add_args, rmsnorm_bwd_add>("rmsnorm_bwd_add"));
 }

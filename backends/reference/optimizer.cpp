@@ -215,14 +215,14 @@ void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
 
 void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_multi_tensor_scale_args, scale>("multi_tensor_scale"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "norm max_norm";
   ops.push_back(descriptor<te_fl_multi_tensor_l2norm_args, l2norm>("multi_tensor_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_unscale_l2norm_args, unscale_l2norm>(
       "multi_tensor_unscale_l2norm"));
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam>("multi_tensor_adam"));
-  ops.back().param_version = 3;
+  ops.back().later_args = "lr_tensor step_tensor fp8_params";
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd>("multi_tensor_sgd"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "lr_tensor";
 }
 
 }  // namespace te_fl::reference

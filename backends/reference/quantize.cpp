@@ -222,7 +222,7 @@ void append_quantize(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_split_quantize_args, split_quantize>("split_quantize"));
   ops.push_back(descriptor<te_fl_cast_to_fp8_args, cast_to_fp8>("cast_to_fp8"));
   ops.push_back(descriptor<te_fl_fp8_transpose_args, fp8_transpose>("fp8_transpose"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "scale_inv column_sums";
   ops.push_back(descriptor<te_fl_compute_amax_args, compute_amax>("compute_amax"));
   ops.push_back(
       descriptor<UpdateArgs, update_scales>("fused_amax_and_scale_update_after_reduction"));

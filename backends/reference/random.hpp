@@ -13,22 +13,19 @@ namespace te_fl::reference {
 class DropoutStream {
  public:
   DropoutStream(const te_fl_rng& rng, float p)
-      : seed_(rng.state != nullptr ? rng.state[0] : rng.seed),
-        offset_(rng.offset + (rng.state != nullptr ? rng.state[1] : 0)),
-        threshold_(numeric::dropout_threshold(p)) {}
+      : random_(rng), threshold_(numeric::dropout_threshold(p)) {}
 
   bool keep(uint64_t i) {
     if (threshold_ == 0) return true;
     if (i / 4 != block_index_) {
       block_index_ = i / 4;
-      block_ = numeric::philox4x32(seed_, offset_ + block_index_);
+      block_ = numeric::philox4x32(random_.seed, random_.offset + block_index_);
     }
     return block_[i % 4] >= threshold_;
   }
 
  private:
-  uint64_t seed_;
-  uint64_t offset_;
+  backend::RandomState random_;
   uint64_t threshold_;
   uint64_t block_index_ = ~uint64_t{0};  // none yet: i / 4 never reaches it
   std::array<uint32_t, 4> block_{};

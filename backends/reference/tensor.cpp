@@ -40,7 +40,7 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   }
   const Reader a(*args.a, "a"), b(*args.b, "b");
   const std::vector<uint8_t> keep =
-      args.mask != nullptr ? keep_bits(ctx.rng, args.p, size) : std::vector<uint8_t>();
+      args.mask != nullptr ? keep_bits(*ctx.rng, args.p, size) : std::vector<uint8_t>();
   const double kept = 1.0 - static_cast<double>(args.p);
   const int64_t cols = backend::as_matrix(*args.output).cols;
   store_output(*args.output, {args.a, args.b},

@@ -11,8 +11,9 @@
 
 namespace te_fl::core {
 
-// What a struct that comes from outside must at least hold (R3). These are sizes of ABI 1.0: they
-// stay when a struct grows, so that what was built with earlier headers is still read.
+// What a struct that comes from outside must at least hold (R3). These are sizes of ABI 0.9:
+// from 2.0 on they stay when a struct grows, so that what was built with earlier headers is still
+// read.
 inline constexpr uint32_t kLeastTensor = TE_FL_SIZE_THROUGH(te_fl_tensor, quant);
 inline constexpr uint32_t kLeastQuant = TE_FL_SIZE_THROUGH(te_fl_quant, scale);
 inline constexpr uint32_t kLeastSaved = TE_FL_SIZE_THROUGH(te_fl_saved, storage);
@@ -20,6 +21,7 @@ inline constexpr uint32_t kLeastArgDesc = TE_FL_SIZE_THROUGH(te_fl_arg_desc, max
 inline constexpr uint32_t kLeastSchema = TE_FL_SIZE_THROUGH(te_fl_op_schema, source);
 inline constexpr uint32_t kLeastOpDesc = TE_FL_SIZE_THROUGH(te_fl_op_desc, run);
 inline constexpr uint32_t kLeastDeviceApi = TE_FL_SIZE_THROUGH(te_fl_device_api, properties);
+inline constexpr uint32_t kLeastAllocator = TE_FL_SIZE_THROUGH(te_fl_allocator, record_stream);
 inline constexpr uint32_t kLeastDeviceDesc = TE_FL_SIZE_THROUGH(te_fl_device_desc, api);
 inline constexpr uint32_t kLeastPluginApi = TE_FL_SIZE_THROUGH(te_fl_plugin_api, destroy);
 inline constexpr uint32_t kLeastHeader = TE_FL_SIZE_THROUGH(te_fl_plugin_header, api);

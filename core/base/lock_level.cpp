@@ -38,6 +38,8 @@ const char* name(LockLevel level) noexcept {
       return "streams";
     case LockLevel::kAllocations:
       return "allocations";
+    case LockLevel::kAllocators:
+      return "allocators";
     case LockLevel::kPolicies:
       return "policies";
     case LockLevel::kRegistry:

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <mutex>
 
 // The order in which a thread takes the mutexes of the library. A thread that holds a mutex takes
@@ -19,6 +20,7 @@ enum class LockLevel : int {
   kDeviceList,       // the devices
   kStreams,          // the records of streams
   kAllocations,      // what te-fl holds of each device's memory
+  kAllocators,       // the allocators that programs installed
   kPolicies,         // the interned policies
   kRegistry,         // the tables of implementations, and the list of registries
   kThreadRecords,    // what dispatch keeps per thread
@@ -51,6 +53,12 @@ struct LockRank {
     return a.level == b.level && a.order == b.order;
   }
 };
+
+// The mutexes of one op, in the order in which it takes them; `depth`: how many ops it is inside.
+enum class Serving : int { kSerial, kState, kScratch, kCount };
+constexpr int serving_order(uint32_t depth, Serving what) noexcept {
+  return static_cast<int>(depth) * static_cast<int>(Serving::kCount) + static_cast<int>(what);
+}
 
 #if !defined(NDEBUG) || defined(TE_FL_CHECK_LOCKS)
 inline constexpr bool kLocksChecked = true;

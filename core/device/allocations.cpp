@@ -4,8 +4,10 @@
 #include <array>
 #include <cstdio>
 #include <map>
+#include <new>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/base/fork.hpp"
@@ -14,25 +16,31 @@
 #include "te_fl/memory.hpp"
 
 namespace te_fl::core {
-namespace {
 
-constinit ForkMutex mutex(LockLevel::kAllocations);
-const ForkMutex::Registration registration(mutex);
-
-struct Record {
+struct AllocationRecord {
   size_t bytes = 0;
   const char* name = nullptr;
   DType dtype = DType::kU8;
   uint8_t rank = 0;
   bool known = false;
   std::array<int64_t, AllocationUse::kMaxRank> shape{};
+  Giver giver{};
 
+  // For what the calling thread's innermost AllocationUse says.
+  explicit AllocationRecord(size_t bytes) noexcept;
   std::string use() const {
     if (!known) return "memory";
     if (name != nullptr) return name;
     return std::string(te_fl::name(dtype)) + shape_text({shape.data(), rank});
   }
 };
+
+namespace {
+
+using Record = AllocationRecord;
+
+constinit ForkMutex mutex(LockLevel::kAllocations);
+const ForkMutex::Registration registration(mutex);
 
 struct Hash {
   size_t operator()(const Device& d) const noexcept {
@@ -45,20 +53,22 @@ struct Account {
   size_t bytes = 0, peak = 0, record_at = SIZE_MAX;
   std::vector<devices::MemoryHolder> recorded;
 
-  void add(void* data, const Record& record) {
+  void add(void* data, Record record) {
     remove(data);
-    records[data] = record;
     bytes += record.bytes;
+    records.insert_or_assign(data, std::move(record));
     peak = std::max(peak, bytes);
     if (bytes < record_at) return;
     record_at = SIZE_MAX;
     recorded = holders();
   }
-  void remove(void* data) {
+  Giver remove(void* data) {
     const auto record = records.find(data);
-    if (record == records.end()) return;
+    if (record == records.end()) return {};
     bytes -= record->second.bytes;
+    Giver giver = std::move(record->second.giver);
     records.erase(record);
+    return giver;
   }
   // The largest first.
   std::vector<devices::MemoryHolder> holders() const {
@@ -88,28 +98,47 @@ AllocationUse::AllocationUse(const char* name, DType dtype, std::span<const int6
 }
 AllocationUse::~AllocationUse() { t_use = outer_; }
 
+AllocationRecord::AllocationRecord(size_t size) noexcept : bytes(size) {
+  const AllocationUse* use = t_use;
+  if (use == nullptr) return;
+  known = true;
+  name = use->name_;
+  dtype = use->dtype_;
+  rank = static_cast<uint8_t>(std::min<size_t>(use->shape_.size(), AllocationUse::kMaxRank));
+  std::copy_n(use->shape_.begin(), rank, shape.begin());
+}
+
 void note_allocation(const Device& device, void* data, size_t bytes) noexcept {
-  Record record;
-  record.bytes = bytes;
-  if (const AllocationUse* use = t_use; use != nullptr) {
-    record.known = true;
-    record.name = use->name_;
-    record.dtype = use->dtype_;
-    record.rank =
-        static_cast<uint8_t>(std::min<size_t>(use->shape_.size(), AllocationUse::kMaxRank));
-    std::copy_n(use->shape_.begin(), record.rank, record.shape.begin());
-  }
   try {
     const std::lock_guard lock(mutex);
-    all()[device].add(data, record);
+    all()[device].add(data, Record(bytes));
   } catch (...) {  // no host memory: the account is then short of this one
   }
 }
 
-void forget_allocation(const Device& device, void* data) noexcept {
+Status note_given(const Device& device, void* data, size_t bytes, Giver giver) {
+  const std::string who = giver.allocator->text();
+  try {
+    const std::lock_guard lock(mutex);
+    Account& account = all()[device];
+    if (account.records.count(data) == 0) {
+      Record record(bytes);
+      record.giver = std::move(giver);
+      account.add(data, std::move(record));
+      return {};
+    }
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "no host memory to note an allocation by " + who);
+  }
+  return internal_error(who + " was asked for " + bytes_text(bytes) +
+                        " and gave memory that is in use already (rule R25); the program that "
+                        "installed it has to correct it");
+}
+
+Giver forget_allocation(const Device& device, void* data) noexcept {
   const std::lock_guard lock(mutex);
   const auto account = all().find(device);
-  if (account != all().end()) account->second.remove(data);
+  return account != all().end() ? account->second.remove(data) : Giver{};
 }
 
 std::string bytes_text(size_t bytes) {

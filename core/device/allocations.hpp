@@ -5,12 +5,15 @@
 #include <span>
 #include <string>
 
+#include "core/device/allocator.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"
 
 // What te-fl holds of each device's memory (not of the host's), so that an allocation that fails
 // can say who has it.
 namespace te_fl::core {
+
+struct AllocationRecord;
 
 // What the calling thread's allocations are for, until it ends: a tensor, or something with a name.
 class AllocationUse {
@@ -24,7 +27,7 @@ class AllocationUse {
   AllocationUse& operator=(const AllocationUse&) = delete;
 
  private:
-  friend void note_allocation(const Device&, void*, size_t) noexcept;
+  friend struct AllocationRecord;
   AllocationUse(const char* name, DType dtype, std::span<const int64_t> shape) noexcept;
   const char* name_;  // null: a tensor
   DType dtype_;
@@ -32,8 +35,17 @@ class AllocationUse {
   const AllocationUse* outer_;
 };
 
+// Who gave a block of memory, and for which stream; null: the device itself.
+struct Giver {
+  AllocatorRef allocator;
+  void* stream = nullptr;
+};
+
 void note_allocation(const Device& device, void* data, size_t bytes) noexcept;
-void forget_allocation(const Device& device, void* data) noexcept;
+// The same for memory that is to go back to its allocator: an error, and nothing noted, if the
+// memory is in use already or the host has none left for the note.
+Status note_given(const Device& device, void* data, size_t bytes, Giver giver);
+Giver forget_allocation(const Device& device, void* data) noexcept;
 
 // "te-fl holds 12 allocations of 3.2 GiB on cuda:0, the largest: 4 x 512 MiB for bf16[8192,32768],
 // ..."; empty if it holds none.

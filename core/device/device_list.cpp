@@ -10,6 +10,7 @@
 #include "core/base/abi_struct.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/text.hpp"
+#include "core/device/allocator.hpp"
 #include "core/device/host_device.hpp"
 #include "core/device/inside.hpp"
 
@@ -154,6 +155,7 @@ void DeviceEntry::last_gone() noexcept {
     const std::lock_guard lock(list_mutex);
     unlist(this);
   }
+  drop_allocator(device);
   // Moved out, so that what it holds goes with it: the entry itself stays for ever.
   const std::function<void()> gone = std::exchange(on_gone_, nullptr);
   if (gone) gone();
@@ -297,8 +299,11 @@ Status remove(const Device& device) {
   core::bar_device(device);
   core::wait_outside();  // ops on somebody else's memory hold no object of the device
   core::leave_device(device);
-  const std::lock_guard lock(core::list_mutex);
-  core::unlist(entry);
+  {
+    const std::lock_guard lock(core::list_mutex);
+    core::unlist(entry);
+  }
+  core::drop_allocator(device);
   return {};
 }
 

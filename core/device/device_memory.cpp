@@ -1,6 +1,9 @@
+#include <bit>
 #include <memory>
+#include <string>
 
 #include "core/device/allocations.hpp"
+#include "core/device/allocator.hpp"
 #include "core/device/current_stream.hpp"
 #include "core/device/device_use.hpp"
 #include "core/device/recent_ops.hpp"
@@ -88,6 +91,65 @@ Status out_of_memory(const Device& device, const Status& status) {
   return status.clean() ? std::move(told.set_clean()) : told;
 }
 
+const char* kind_name(uint32_t kind) {
+  static constexpr const char* kNames[] = {"", "pinned", "managed", "peer-visible"};
+  return kNames[kind];
+}
+
+// Whether it fills the device, so that who runs out of memory is told who has it.
+bool is_counted(const Device& device, uint32_t kind) {
+  return !device.is_host() && kind != TE_FL_MEMORY_PINNED;
+}
+
+Status check_memory(const Device& device, const te_fl_memory_desc& memory) {
+  const auto bad = [&](const std::string& why) {
+    return invalid_argument("memory of " + te_fl::to_string(device) + ": " + why);
+  };
+  if (memory.struct_size < sizeof memory) {
+    return bad("the descriptor's struct_size is " + std::to_string(memory.struct_size) +
+               ", must be at least " + std::to_string(sizeof memory) + " (rule R3)");
+  }
+  if (memory.kind >= TE_FL_MEMORY_KIND_COUNT) {
+    return bad("kind " + std::to_string(memory.kind) + " is no te_fl_memory_kind");
+  }
+  if (memory.flags != 0) {
+    return bad("flags is " + std::to_string(memory.flags) + "; none is defined yet, use 0");
+  }
+  if (memory.alignment >= 256 && std::has_single_bit(memory.alignment)) return {};
+  return bad("alignment is " + std::to_string(memory.alignment) +
+             ", must be a power of two and at least 256");
+}
+
+Result<void*> by_device(const DeviceEntry& entry, const te_fl_memory_desc& memory) {
+  const Device& device = entry.device;
+  ErrorText errors;
+  void* data = nullptr;
+  const te_fl_device_desc& d = *entry.desc;
+  const te_fl_status code =
+      errors.call([&] { return d.api->allocate(d.self, &memory, &data, errors.sink()); });
+  if (code == TE_FL_OK && data != nullptr) {
+    if (is_counted(device, memory.kind)) core::note_allocation(device, data, memory.bytes);
+    return data;
+  }
+  if (code == TE_FL_OK)
+    return internal_error(te_fl::to_string(device) + " allocated a null pointer");
+  const char* const kind = kind_name(memory.kind);
+  return core::device_status(device, nullptr, errors, code,
+                             "allocation of " + core::bytes_text(memory.bytes) +
+                                 (*kind == '\0' ? "" : std::string(" of ") + kind + " memory") +
+                                 " on " + te_fl::to_string(device));
+}
+
+Result<void*> by_allocator(const core::AllocatorRef& allocator, const Device& device,
+                           const te_fl_memory_desc& memory) {
+  TE_FL_ASSIGN_OR_RETURN(void* data, allocator->allocate(memory));
+  const Status noted = core::note_given(device, data, memory.bytes, {allocator, memory.stream});
+  if (noted.ok()) return data;
+  // Memory that is in use already stays its owner's.
+  if (noted.code() == StatusCode::kOutOfMemory) allocator->free(data, nullptr, nullptr);
+  return noted;
+}
+
 }  // namespace
 
 Result<te_fl_device_props> properties(const Device& device) {
@@ -107,61 +169,65 @@ Result<te_fl_device_props> properties(const Device& device) {
 }
 
 Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
+  te_fl_memory_desc memory;
+  memory.bytes = bytes;
+  memory.stream = stream;
+  return allocate(device, memory);
+}
+
+Result<void*> allocate(const Device& device, const te_fl_memory_desc& memory) {
+  TE_FL_RETURN_IF_ERROR(check_memory(device, memory));
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
-  ErrorText errors;
-  void* data = nullptr;
-  const te_fl_device_desc& d = *entry->desc;
-  const te_fl_status code =
-      errors.call([&] { return d.api->allocate(d.self, bytes, stream, &data, errors.sink()); });
-  if (code == TE_FL_OK && data != nullptr) {
-    if (!device.is_host()) core::note_allocation(device, data, bytes);
-    return data;
+  const core::AllocatorRef allocator = core::allocator_of(device);
+  const auto ask = [&] {
+    return allocator != nullptr && memory.kind == TE_FL_MEMORY_DEVICE
+               ? by_allocator(allocator, device, memory)
+               : by_device(*entry, memory);
+  };
+  Result<void*> data = ask();
+  const auto is_full = [&] { return data.status().code() == StatusCode::kOutOfMemory; };
+  if (is_full() && allocator != nullptr && memory.kind != TE_FL_MEMORY_PINNED &&
+      allocator->trim(memory.bytes)) {
+    data = ask();
   }
-  Result<void*> failed = core::made_object(
-      entry, errors, code, data, ("allocation of " + core::bytes_text(bytes) + " on ").c_str());
-  return failed.status().code() == StatusCode::kOutOfMemory ? out_of_memory(device, failed.status())
-                                                            : failed;
+  if (data.ok()) return data;
+  entry->release();
+  return is_full() ? out_of_memory(device, data.status()) : data;
 }
 
 void free(const Device& device, void* data, void* stream) noexcept {
+  free(device, data, TE_FL_MEMORY_DEVICE, stream);
+}
+
+void free(const Device& device, void* data, te_fl_memory_kind kind, void* stream) noexcept {
   if (data == nullptr) return;
   const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
-  if (!device.is_host()) core::forget_allocation(device, data);
-  ErrorText errors;
-  core::report_release(errors.call([&] {
-    return entry->desc->api->free(entry->desc->self, data, stream, errors.sink());
-  }),
-                       errors, device);
+  const core::Giver giver =
+      is_counted(device, kind) ? core::forget_allocation(device, data) : core::Giver{};
+  if (giver.allocator != nullptr) {
+    giver.allocator->free(data, giver.stream, stream);
+  } else {
+    ErrorText errors;
+    core::report_release(errors.call([&] {
+      return entry->desc->api->free(entry->desc->self, data, kind, stream, errors.sink());
+    }),
+                         errors, device);
+  }
   entry->release();
 }
 
 Result<void*> allocate_pinned(const Device& device, size_t bytes) {
-  TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
-  TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
-  ErrorText errors;
-  void* data = nullptr;
-  const te_fl_device_desc& d = *entry->desc;
-  te_fl_status code = TE_FL_UNSUPPORTED;
-  if (d.api->allocate_pinned != nullptr && d.api->free_pinned != nullptr) {
-    code = errors.call([&] { return d.api->allocate_pinned(d.self, bytes, &data, errors.sink()); });
-  }
-  return core::made_object(entry, errors, code, data, "allocation of pinned memory by ");
+  te_fl_memory_desc memory;
+  memory.kind = TE_FL_MEMORY_PINNED;
+  memory.bytes = bytes;
+  return allocate(device, memory);
 }
 
 void free_pinned(const Device& device, void* data) noexcept {
-  if (data == nullptr) return;
-  const core::Inside inside(device);
-  DeviceEntry* entry = core::find_device(device);
-  if (entry == nullptr || entry->desc->api->free_pinned == nullptr) return;
-  ErrorText errors;
-  core::report_release(errors.call([&] {
-    return entry->desc->api->free_pinned(entry->desc->self, data, errors.sink());
-  }),
-                       errors, device);
-  entry->release();
+  free(device, data, TE_FL_MEMORY_PINNED, nullptr);
 }
 
 Status copy(const Device& dst_device, void* dst, const Device& src_device, const void* src,

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/base/fork.hpp"
+#include "core/device/allocator.hpp"
 #include "core/device/current_stream.hpp"
 #include "core/device/device_use.hpp"
 
@@ -63,6 +64,7 @@ StreamRef take_own(const Device& device, void* handle) {
 StreamRecord::~StreamRecord() {
   if (made) {
     if (const auto hook = g_stream_goes.load(std::memory_order_acquire)) hook(device, handle);
+    if (const AllocatorRef allocator = allocator_of(device)) allocator->retire_stream(handle);
     destroy_on_device(device, handle);
   }
   const std::lock_guard lock(streams_mutex);
@@ -179,6 +181,9 @@ Status retire_stream(const Device& device, void* stream) {
     }
   }
   if (const auto hook = core::g_stream_goes.load(std::memory_order_acquire)) hook(device, stream);
+  if (const core::AllocatorRef allocator = core::allocator_of(device)) {
+    allocator->retire_stream(stream);
+  }
   const te_fl_device_desc& d = *use->desc;
   const auto retire = core::slot(*d.api, &te_fl_device_api::retire_stream);
   if (retire == nullptr) return waited;
@@ -189,16 +194,20 @@ Status retire_stream(const Device& device, void* stream) {
                              "retiring a stream of " + te_fl::to_string(device));
 }
 
-Result<void*> create_event(const Device& device) {
+Result<void*> create_event(const Device& device, bool timed) {
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
   const te_fl_device_desc& d = *use->desc;
   if (d.api->create_event == nullptr) return no_events(device, "create_event");
   if (d.api->destroy_event == nullptr) return no_events(device, "destroy_event");
+  if (timed && core::slot(*d.api, &te_fl_device_api::elapsed_time) == nullptr) {
+    return missing(device, "timed events", "elapsed_time", "measure on the host");
+  }
+  const uint32_t flags = timed ? uint32_t{TE_FL_EVENT_TIMED} : 0u;
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   ErrorText errors;
   void* event = nullptr;
   const te_fl_status code =
-      errors.call([&] { return d.api->create_event(d.self, &event, errors.sink()); });
+      errors.call([&] { return d.api->create_event(d.self, flags, &event, errors.sink()); });
   return core::made_object(entry, errors, code, event, "creation of an event on ");
 }
 
@@ -229,10 +238,21 @@ Status record_event(const Device& device, void* event, void* stream) {
 }
 
 Status wait_event(const Device& device, void* event, void* stream) {
+  return wait_event(device, device, event, stream);
+}
+
+Status wait_event(const Device& device, const Device& event_device, void* event, void* stream) {
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse of_event, DeviceUse::of(event_device));
   const te_fl_device_desc& d = *use->desc;
-  if (event == nullptr) return null_event(device);
   if (d.api->wait_event == nullptr) return no_events(device, "wait_event");
+  if (of_event->desc->api->wait_event != d.api->wait_event) {
+    return invalid_argument("a stream of " + te_fl::to_string(device) +
+                            " cannot wait for an event of " + te_fl::to_string(event_device) +
+                            ", which another plugin provides (rule R24); wait for it on the host: "
+                            "Event::synchronize, devices::synchronize_event");
+  }
+  if (event == nullptr) return null_event(event_device);
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return d.api->wait_event(d.self, event, stream, errors.sink()); });
@@ -252,6 +272,44 @@ Status synchronize_event(const Device& device, void* event) {
   if (code == TE_FL_OK) return {};
   return core::device_status(device, nullptr, errors, code,
                              "waiting for an event of " + te_fl::to_string(device));
+}
+
+Result<bool> query_event(const Device& device, void* event) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  if (event == nullptr) return null_event(device);
+  const auto query = core::slot(*d.api, &te_fl_device_api::query_event);
+  if (query == nullptr) return missing(device, "event queries", "query_event", "synchronize it");
+  ErrorText errors;
+  int32_t done = 0;
+  const te_fl_status code = errors.call([&] { return query(d.self, event, &done, errors.sink()); });
+  if (code == TE_FL_OK) return done != 0;
+  return core::device_status(device, nullptr, errors, code,
+                             "asking whether an event of " + te_fl::to_string(device) + " is done");
+}
+
+Result<uint64_t> elapsed_time(const Device& device, void* start, void* end) {
+  TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device));
+  const te_fl_device_desc& d = *use->desc;
+  const auto elapsed = core::slot(*d.api, &te_fl_device_api::elapsed_time);
+  if (elapsed == nullptr) {
+    return missing(device, "timed events", "elapsed_time", "measure on the host");
+  }
+  for (void* event : {start, end}) {
+    TE_FL_ASSIGN_OR_RETURN(const bool done, query_event(device, event));
+    if (done) continue;
+    return failed_precondition(std::string("the ") + (event == start ? "first" : "second") +
+                               " event of " + te_fl::to_string(device) +
+                               " is not done yet, so there is no time between the two; "
+                               "synchronize it first");
+  }
+  ErrorText errors;
+  uint64_t nanoseconds = 0;
+  const te_fl_status code =
+      errors.call([&] { return elapsed(d.self, start, end, &nanoseconds, errors.sink()); });
+  if (code == TE_FL_OK) return nanoseconds;
+  return core::device_status(device, nullptr, errors, code,
+                             "the time between two events of " + te_fl::to_string(device));
 }
 
 Result<bool> is_capturing(const Device& device, void* stream) {
@@ -290,15 +348,11 @@ Stream::~Stream() { devices::destroy_stream(device_, handle_); }
 Status Stream::synchronize() const { return devices::synchronize(device_, handle_); }
 
 Status Stream::wait(const Event& event) const {
-  if (event.device() != device_) {
-    return invalid_argument("a stream of " + to_string(device_) + " cannot wait for an event of " +
-                            to_string(event.device()) + "; both must be of one device");
-  }
-  return devices::wait_event(device_, event.get(), handle_);
+  return devices::wait_event(device_, event.device(), event.get(), handle_);
 }
 
-Result<Event> Event::create(const Device& device) {
-  TE_FL_ASSIGN_OR_RETURN(void* handle, devices::create_event(device));
+Result<Event> Event::create(const Device& device, bool timed) {
+  TE_FL_ASSIGN_OR_RETURN(void* handle, devices::create_event(device, timed));
   return Event(device, handle);
 }
 
@@ -318,5 +372,13 @@ Event::~Event() { devices::destroy_event(device_, handle_); }
 Status Event::record(void* stream) { return devices::record_event(device_, handle_, stream); }
 
 Status Event::synchronize() const { return devices::synchronize_event(device_, handle_); }
+
+Result<bool> Event::done() const { return devices::query_event(device_, handle_); }
+
+Result<uint64_t> Event::elapsed_since(const Event& start) const {
+  if (start.device_ == device_) return devices::elapsed_time(device_, start.handle_, handle_);
+  return invalid_argument("there is no time between an event of " + to_string(start.device_) +
+                          " and one of " + to_string(device_) + ": they have no common clock");
+}
 
 }  // namespace te_fl

@@ -4,15 +4,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <string>
 
 namespace te_fl::core {
 namespace {
-
-constexpr size_t kAlignment = 256;
 
 void report(const te_fl_error_sink* sink, const std::string& text) {
   if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text.c_str());
@@ -29,23 +30,18 @@ te_fl_status out_of_memory(size_t bytes, const te_fl_error_sink* sink) {
   return TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN;
 }
 
-te_fl_status allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink* sink) {
-  const size_t rounded = round_up(bytes, kAlignment);
-  *out = rounded == 0 ? nullptr : std::aligned_alloc(kAlignment, rounded);
-  return *out != nullptr ? TE_FL_OK : out_of_memory(bytes, sink);
-}
-
-te_fl_status release(void*, void* data, void*, const te_fl_error_sink*) {
-  std::free(data);
-  return TE_FL_OK;
-}
-
 // Pinned memory: whole pages, locked if the limit (RLIMIT_MEMLOCK) allows it, with one page in
 // front that remembers the size.
-te_fl_status allocate_pinned(void*, size_t bytes, void** out, const te_fl_error_sink* sink) {
+te_fl_status allocate_pinned(size_t bytes, size_t alignment, void** out,
+                             const te_fl_error_sink* sink) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t body = round_up(bytes, page);
   *out = nullptr;
+  if (alignment > page) {
+    report(sink, "pinned memory of the host is aligned to " + std::to_string(page) +
+                     " bytes, not " + std::to_string(alignment));
+    return TE_FL_UNSUPPORTED;
+  }
   if (body == 0 || body > SIZE_MAX - page) return out_of_memory(bytes, sink);
   void* base =
       mmap(nullptr, page + body, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -56,10 +52,56 @@ te_fl_status allocate_pinned(void*, size_t bytes, void** out, const te_fl_error_
   return TE_FL_OK;
 }
 
-te_fl_status free_pinned(void*, void* data, const te_fl_error_sink*) {
-  if (data == nullptr) return TE_FL_OK;
+// The host's memory is managed and visible to its peers anyhow.
+te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out,
+                      const te_fl_error_sink* sink) {
+  if (memory->kind == TE_FL_MEMORY_PINNED) {
+    return allocate_pinned(memory->bytes, memory->alignment, out, sink);
+  }
+  const size_t rounded = round_up(memory->bytes, memory->alignment);
+  *out = rounded == 0 ? nullptr : std::aligned_alloc(memory->alignment, rounded);
+  return *out != nullptr ? TE_FL_OK : out_of_memory(memory->bytes, sink);
+}
+
+te_fl_status release(void*, void* data, uint32_t kind, void*, const te_fl_error_sink*) {
+  if (kind != TE_FL_MEMORY_PINNED) {
+    std::free(data);
+    return TE_FL_OK;
+  }
   void* base = static_cast<char*>(data) - sysconf(_SC_PAGESIZE);
   munmap(base, *static_cast<size_t*>(base));
+  return TE_FL_OK;
+}
+
+// The host's work is done when it is enqueued, so an event is a time.
+using Clock = std::chrono::steady_clock;
+using HostEvent = std::atomic<Clock::rep>;
+
+HostEvent& event_of(void* event) { return *static_cast<HostEvent*>(event); }
+
+te_fl_status create_event(void*, uint32_t, void** event, const te_fl_error_sink* sink) {
+  *event = new (std::nothrow) HostEvent(0);
+  return *event != nullptr ? TE_FL_OK : out_of_memory(sizeof(HostEvent), sink);
+}
+te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
+  delete &event_of(event);
+  return TE_FL_OK;
+}
+te_fl_status record_event(void*, void* event, void*, const te_fl_error_sink*) {
+  event_of(event) = Clock::now().time_since_epoch().count();
+  return TE_FL_OK;
+}
+te_fl_status wait_event(void*, void*, void*, const te_fl_error_sink*) { return TE_FL_OK; }
+te_fl_status synchronize_event(void*, void*, const te_fl_error_sink*) { return TE_FL_OK; }
+te_fl_status query_event(void*, void*, int32_t* done, const te_fl_error_sink*) {
+  *done = 1;
+  return TE_FL_OK;
+}
+te_fl_status elapsed_time(void*, void* start, void* end, uint64_t* nanoseconds,
+                          const te_fl_error_sink*) {
+  const Clock::duration between(event_of(end).load() - event_of(start).load());
+  const auto count = std::chrono::duration_cast<std::chrono::nanoseconds>(between).count();
+  *nanoseconds = count > 0 ? static_cast<uint64_t>(count) : 0;
   return TE_FL_OK;
 }
 
@@ -115,8 +157,13 @@ constexpr te_fl_device_api make_api() {
   api.struct_size = sizeof(te_fl_device_api);
   api.allocate = allocate;
   api.free = release;
-  api.allocate_pinned = allocate_pinned;
-  api.free_pinned = free_pinned;
+  api.create_event = create_event;
+  api.destroy_event = destroy_event;
+  api.record_event = record_event;
+  api.wait_event = wait_event;
+  api.synchronize_event = synchronize_event;
+  api.query_event = query_event;
+  api.elapsed_time = elapsed_time;
   api.copy = copy;
   api.fill = fill;
   api.synchronize = synchronize;

@@ -104,7 +104,7 @@ Changes take_over(const CallLayout& layout, const void* args, bool moved, bool r
                   CallRecord& record) noexcept {
   if (renumbered) {
     Signature now;
-    if (!Finder(*layout.op, args).numbers(now) || now.version != record.signature.version) {
+    if (!Finder(*layout.op, args).numbers(now) || now.later != record.signature.later) {
       return Changes::kUnclear;
     }
   }

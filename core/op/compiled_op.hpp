@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/op/op_table.hpp"
@@ -14,21 +15,22 @@
 namespace te_fl::core {
 
 inline constexpr uint32_t kMaxArgs = 64;
+inline constexpr uint32_t kMaxLaterArgs = 16;  // R23: Signature::later has a bit for each
 inline constexpr uint32_t kMaxArgsSize = 1u << 15;
 inline constexpr uint32_t kMaxListCount = 1u << 24;
 
 // The dtypes that say nothing without a scale.
-inline constexpr uint32_t kScaledDTypes = TE_FL_MASK_FP8 | TE_FL_BIT(TE_FL_F4E2M1);
+inline constexpr uint64_t kScaledDTypes = TE_FL_MASK_FP8 | TE_FL_BIT(TE_FL_F4E2M1);
 
 struct Arg {
   te_fl_arg_type type = TE_FL_ARG_TENSOR;
   te_fl_arg_role role = TE_FL_IN;
-  uint16_t since = 1;
+  uint16_t later = 0;  // the bit in Signature::later; 0: of the op's first form
   uint32_t flags = 0;
   uint32_t offset = 0;
   uint32_t count_offset = 0;
   uint32_t end = 0;  // a caller's struct_size must reach here for the argument to be present
-  uint32_t dtypes = 0;
+  uint64_t dtypes = 0;
   uint32_t scalings = 0;
   int8_t inout_if = -1;
   int8_t same_as = -1;
@@ -114,6 +116,7 @@ struct CompiledOp::Impl {
   SymbolNames symbols;
   int saved = -1;
   bool enquiry = false;
+  uint32_t later_count = 0;  // arguments that came after the op's first form
   std::unique_ptr<const CallLayout> layout;
 
   // Whether the op reads the argument's present contents.
@@ -136,6 +139,9 @@ struct CompiledOp::Impl {
   void order_tensors();
   int find_arg(std::string_view name) const;
 };
+
+// The words of a text that has blanks between them.
+std::vector<std::string> words(std::string_view text);
 
 // The device that two tensors of one call agree on; false if they do not. Pinned memory goes with
 // the host and with its own chip.

@@ -6,8 +6,8 @@
 
 #include "core/base/abi_struct.hpp"
 #include "core/base/text.hpp"
-#include "core/op/compiled_op.hpp"
 #include "core/op/call_words.hpp"
+#include "core/op/compiled_op.hpp"
 
 namespace te_fl::core {
 namespace {
@@ -17,7 +17,7 @@ constexpr size_t kMaxTextLength = 4096;
 constexpr uint32_t kKnownFlags = TE_FL_ARG_OPTIONAL | TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY |
                                  TE_FL_ARG_RAW_FP8 | TE_FL_ARG_QUANT_ONLY | TE_FL_ARG_SAME_DTYPE |
                                  TE_FL_ARG_ALLOW_OVERLAP | TE_FL_ARG_OPAQUE |
-                                 TE_FL_ARG_STRIDED_CODES;
+                                 TE_FL_ARG_STRIDED_CODES | TE_FL_ARG_LATER;
 
 bool is_identifier(std::string_view text) {
   if (text.empty() || text.size() > kMaxNameLength) return false;
@@ -32,17 +32,6 @@ bool is_op_name(std::string_view text) {
   const size_t colons = text.find("::");
   if (colons == std::string_view::npos) return is_identifier(text);
   return is_identifier(text.substr(0, colons)) && is_identifier(text.substr(colons + 2));
-}
-
-std::vector<std::string> words(std::string_view text) {
-  std::vector<std::string> result;
-  size_t at = 0;
-  while ((at = text.find_first_not_of(' ', at)) != std::string_view::npos) {
-    const size_t end = std::min(text.find(' ', at), text.size());
-    result.emplace_back(text.substr(at, end - at));
-    at = end;
-  }
-  return result;
 }
 
 struct Layout {
@@ -66,6 +55,17 @@ Status refuse(const std::string& where, const std::string& why) {
 }
 
 }  // namespace
+
+std::vector<std::string> words(std::string_view text) {
+  std::vector<std::string> result;
+  size_t at = 0;
+  while ((at = text.find_first_not_of(' ', at)) != std::string_view::npos) {
+    const size_t end = std::min(text.find(' ', at), text.size());
+    result.emplace_back(text.substr(at, end - at));
+    at = end;
+  }
+  return result;
+}
 
 int CompiledOp::Impl::find_arg(std::string_view name) const {
   for (size_t i = 0; i < descs.size(); ++i) {
@@ -95,8 +95,6 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
   schema.formula = keep(from.formula);
   schema.source = keep(from.source);
   const std::string op = schema.name;
-  if (from.version == 0 || from.version > UINT16_MAX)
-    return refuse(op, "version must be from 1 to 65535");
   if (from.arg_count > kMaxArgs) {
     return refuse(op, std::to_string(from.arg_count) + " arguments are more than " +
                           std::to_string(kMaxArgs));
@@ -171,14 +169,18 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   if (desc.role > TE_FL_INOUT) return bad("role " + std::to_string(desc.role) + " is unknown");
   if ((desc.flags & ~kKnownFlags) != 0)
     return bad("flags has bits that this version does not know");
-  if (desc.since == 0 || desc.since > schema.version) {
-    return bad("since is " + std::to_string(desc.since) + ", must be from 1 to the op's version " +
-               std::to_string(schema.version));
-  }
   Arg arg;
+  if ((desc.flags & TE_FL_ARG_LATER) != 0) {
+    if (later_count == kMaxLaterArgs) {
+      return bad("it is one more later argument than the " + std::to_string(kMaxLaterArgs) +
+                 " that an op may have (rule R23)");
+    }
+    arg.later = static_cast<uint16_t>(1u << later_count++);
+  } else if (later_count != 0) {
+    return bad("it is of the op's first form and stands behind a later argument (rule R23)");
+  }
   arg.type = static_cast<te_fl_arg_type>(desc.type);
   arg.role = static_cast<te_fl_arg_role>(desc.role);
-  arg.since = desc.since;
   arg.flags = desc.flags;
   arg.offset = desc.offset;
   arg.count_offset = desc.count_offset;
@@ -202,9 +204,10 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
         parse_shape_rule(desc.shape != nullptr ? desc.shape : "any", symbols, find_flag);
     if (!rule) return bad(rule.status().message());
     arg.shape = *rule;
-    if (arg.since > 1 && !arg.is(TE_FL_ARG_OPTIONAL)) {
-      return bad("a tensor that came with version " + std::to_string(arg.since) +
-                 " must be optional, or older callers could not be served");
+    if (arg.later != 0 && !arg.is(TE_FL_ARG_OPTIONAL)) {
+      return bad(
+          "a tensor that came later must be optional, or older callers could not be served "
+          "(rule R23)");
     }
     (arg.is_tensor() ? tensors : lists).push_back(static_cast<uint8_t>(index));
   } else if (arg.type == TE_FL_ARG_SAVED) {
@@ -269,8 +272,8 @@ Status CompiledOp::Impl::check_layout() const {
     return refuse(op, "args_size is " + std::to_string(schema.args_size) + ", must be from 4 to " +
                           std::to_string(kMaxArgsSize));
   }
-  if (schema.args_size_v1 < 4 || schema.args_size_v1 > schema.args_size) {
-    return refuse(op, "args_size_v1 is " + std::to_string(schema.args_size_v1) +
+  if (schema.least_args_size < 4 || schema.least_args_size > schema.args_size) {
+    return refuse(op, "least_args_size is " + std::to_string(schema.least_args_size) +
                           ", must be from 4 to args_size, " + std::to_string(schema.args_size));
   }
   struct Member {
@@ -293,10 +296,10 @@ Status CompiledOp::Impl::check_layout() const {
     };
     TE_FL_RETURN_IF_ERROR(add(desc.offset, layout_of(args[i].type)));
     if (args[i].is_list()) TE_FL_RETURN_IF_ERROR(add(desc.count_offset, {8, 8}));
-    if (desc.since == 1 && args[i].end > schema.args_size_v1) {
-      return refuse(
-          op + ", argument '" + desc.name + "'",
-          "it is of version 1 but lies beyond args_size_v1 " + std::to_string(schema.args_size_v1));
+    if (args[i].later == 0 && args[i].end > schema.least_args_size) {
+      return refuse(op + ", argument '" + desc.name + "'",
+                    "it is of the op's first form but lies beyond least_args_size " +
+                        std::to_string(schema.least_args_size));
     }
   }
   std::sort(members.begin(), members.end(),

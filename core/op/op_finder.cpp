@@ -119,15 +119,15 @@ bool Finder::run(Signature& out) noexcept {
 
 bool Finder::numbers(Signature& out) noexcept {
   if (!check_struct() || !check_scalars()) return false;
-  out.version = signature_.version;
+  out.later = signature_.later;
   return true;
 }
 
 bool Finder::check_struct() noexcept {
   if (raw_ == nullptr) return fail(Problem::kNullArgs, -1);
-  if (args_.size() < op_.schema.args_size_v1) return fail(Problem::kArgsSize, -1);
+  if (args_.size() < op_.schema.least_args_size) return fail(Problem::kArgsSize, -1);
   for (const Arg& arg : op_.args) {
-    if (arg.since > signature_.version && !args_.is_neutral(arg)) signature_.version = arg.since;
+    if (arg.later != 0 && !args_.is_neutral(arg)) signature_.later |= arg.later;
   }
   return true;
 }
@@ -218,7 +218,7 @@ Problem Finder::inspect_strides(const Arg& arg, const te_fl_tensor& t, int dtype
 }
 
 void Finder::note(const Arg&, const te_fl_tensor& t) noexcept {
-  signature_.dtypes |= 1u << dtype_index(t.dl.dtype);
+  signature_.dtypes |= uint64_t{1} << dtype_index(t.dl.dtype);
   const te_fl_quant* q = quant_of(t);
   signature_.scalings |=
       1u << (q == nullptr ? static_cast<uint32_t>(TE_FL_SCALING_NONE) : q->scaling);

@@ -89,8 +89,8 @@ class Finder {
   Finder(const CompiledOp::Impl& op, const void* args) noexcept;
   // True if the call is in order.
   bool run(Signature& out) noexcept;
-  // Of a call that was in order: whether it still is, now that some of its numbers are others. Fills
-  // the version alone.
+  // Of a call that was in order: whether it still is, now that some of its numbers are others.
+  // Fills the later arguments alone.
   bool numbers(Signature& out) noexcept;
   // The signature without shapes, scalars, storage or aliasing.
   bool signature(Signature& out) noexcept;

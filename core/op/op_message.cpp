@@ -16,7 +16,7 @@ std::string number(double value) {
   return text;
 }
 
-std::string dtype_list(uint32_t mask) {
+std::string dtype_list(uint64_t mask) {
   std::vector<std::string> names;
   for (int i = 0; i < TE_FL_DTYPE_COUNT; ++i) {
     if ((mask >> i & 1) != 0) names.emplace_back(name(static_cast<DType>(i)));
@@ -337,7 +337,7 @@ std::string Words::text() const {
       return "the argument struct is NULL";
     case Problem::kArgsSize:
       return "the argument struct has " +
-             size_rule("", finder_.args().size(), op_.schema.args_size_v1).substr(1);
+             size_rule("", finder_.args().size(), op_.schema.least_args_size).substr(1);
     case Problem::kSameDType:
     case Problem::kAlias:
     case Problem::kPartialOverlap:

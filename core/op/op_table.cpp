@@ -5,9 +5,9 @@
 #include "core/base/abi_struct.hpp"
 #include "core/base/settings.hpp"
 #include "core/base/text.hpp"
+#include "core/op/call_words.hpp"
 #include "core/op/compiled_op.hpp"
 #include "core/op/op_finder.hpp"
-#include "core/op/call_words.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::core {
@@ -18,10 +18,10 @@ bool same_text(const char* a, const char* b) {
 }
 
 bool same_arg(const te_fl_arg_desc& a, const te_fl_arg_desc& b) {
-  const bool numbers =
-      a.type == b.type && a.role == b.role && a.since == b.since && a.flags == b.flags &&
-      a.offset == b.offset && a.count_offset == b.count_offset && a.dtypes == b.dtypes &&
-      a.scalings == b.scalings && a.neutral == b.neutral && a.min == b.min && a.max == b.max;
+  const bool numbers = a.type == b.type && a.role == b.role && a.flags == b.flags &&
+                       a.offset == b.offset && a.count_offset == b.count_offset &&
+                       a.dtypes == b.dtypes && a.scalings == b.scalings && a.neutral == b.neutral &&
+                       a.min == b.min && a.max == b.max;
   return numbers && same_text(a.name, b.name) && same_text(a.shape, b.shape) &&
          same_text(a.inout_if, b.inout_if) && same_text(a.aliases, b.aliases) &&
          same_text(a.same_as, b.same_as) && same_text(a.enum_names, b.enum_names);
@@ -76,17 +76,32 @@ Status CompiledOp::check_status(const void* args) const {
                           describe_finding(*impl_, finder));
 }
 
-std::string CompiledOp::newer_arguments(const void* args, uint32_t version) const {
-  const ArgsView view(args);
+Result<uint32_t> CompiledOp::later_mask(const char* names) const {
+  uint32_t mask = 0;
+  for (const std::string& name : words(names != nullptr ? names : "")) {
+    const int i = impl_->find_arg(name);
+    if (i >= 0 && impl_->args[static_cast<size_t>(i)].later != 0) {
+      mask |= impl_->args[static_cast<size_t>(i)].later;
+      continue;
+    }
+    return invalid_argument("later_args names '" + name + "', which is " +
+                            (i < 0 ? "no argument of op '" : "of the first form of op '") +
+                            impl_->schema.name + "', not one of its later arguments (" +
+                            (impl_->later_count == 0 ? "it has none" : later_names(~uint32_t{0})) +
+                            "; rule R23)");
+  }
+  return mask;
+}
+
+std::string CompiledOp::later_names(uint32_t mask) const {
   std::vector<std::string> names;
   for (size_t i = 0; i < impl_->args.size(); ++i) {
-    const Arg& arg = impl_->args[i];
-    if (arg.since > version && !view.is_neutral(arg)) names.emplace_back(impl_->descs[i].name);
+    if ((impl_->args[i].later & mask) != 0) names.emplace_back(impl_->descs[i].name);
   }
   return join(names);
 }
 
-std::string CompiledOp::dtype_outside(const void* args, uint32_t mask) const {
+std::string CompiledOp::dtype_outside(const void* args, uint64_t mask) const {
   std::string found;
   for_each_tensor(*impl_, args, [&](int i, const te_fl_tensor& t) {
     const int dtype = dtype_index(t.dl.dtype);
@@ -122,9 +137,8 @@ te_fl_saved* CompiledOp::saved(const void* args) const noexcept {
 bool CompiledOp::same_as(const te_fl_op_schema& other) const {
   const te_fl_op_schema& mine = impl_->schema;
   if (other.struct_size < kLeastSchema || !same_text(mine.name, other.name) ||
-      mine.version != other.version || mine.flags != other.flags ||
-      mine.args_size != other.args_size || mine.args_size_v1 != other.args_size_v1 ||
-      mine.arg_count != other.arg_count) {
+      mine.flags != other.flags || mine.args_size != other.args_size ||
+      mine.least_args_size != other.least_args_size || mine.arg_count != other.arg_count) {
     return false;
   }
   if (mine.arg_count > 0 && other.args == nullptr) return false;

@@ -18,9 +18,9 @@ std::span<const char* const> catalogue_families();
 
 // What static constraints read of a call.
 struct Signature {
-  uint32_t dtypes = 0;    // mask of te_fl_dtype_index over all tensor arguments present
+  uint64_t dtypes = 0;    // mask of te_fl_dtype_index over all tensor arguments present
   uint32_t scalings = 0;  // mask of te_fl_scaling
-  uint32_t version = 1;   // newest `since` among arguments that are not at their neutral value
+  uint32_t later = 0;     // the later arguments (R23) that are not at their neutral value
   Device device;          // of the tensor arguments; the host if there are none
   friend bool operator==(const Signature&, const Signature&) = default;
 };
@@ -46,11 +46,14 @@ class CompiledOp {
   bool signature(const void* args, Signature& out) const noexcept;
   // The slow path: the first mistake in words, naming argument, what it was and what it must be.
   Status check_status(const void* args) const;
-  // Names of arguments newer than `version` that are not at their neutral value; for refusals.
-  std::string newer_arguments(const void* args, uint32_t version) const;
+  // The bits in Signature::later of the arguments named, with blanks between them; null: none.
+  // INVALID_ARGUMENT names one that is no later argument of the op.
+  Result<uint32_t> later_mask(const char* names) const;
+  // Names of the later arguments in the mask, in the op's order.
+  std::string later_names(uint32_t mask) const;
   // The name of the first tensor argument whose dtype (scaling) lies outside the mask; for
   // refusals.
-  std::string dtype_outside(const void* args, uint32_t mask) const;
+  std::string dtype_outside(const void* args, uint64_t mask) const;
   std::string scaling_outside(const void* args, uint32_t mask) const;
   // Whether what argument number `arg` holds before the call matters: the op reads it, or may leave
   // it as it was.

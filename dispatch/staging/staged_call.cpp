@@ -76,7 +76,7 @@ te_fl_context StagedCall::context(bool deterministic) const {
   context.device = Device{}.to_c();
   context.provider = 0;
   context.stream = nullptr;
-  context.rng = plan_.rng();
+  context.rng = &plan_.rng();
   return context;
 }
 

@@ -80,10 +80,11 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
   }
   rng_ = rng;
   if ((schema.flags & TE_FL_SCHEMA_USES_RNG) == 0) {
-    rng_.state = nullptr;
+    rng_.seed_address = rng_.offset_address = nullptr;
   } else {
     on_host_ = device_.is_host();
-    add(rng.state, 2 * sizeof *rng.state, true, false, &rng_.state);
+    add(rng.seed_address, sizeof *rng.seed_address, true, false, &rng_.seed_address);
+    add(rng.offset_address, sizeof *rng.offset_address, true, false, &rng_.offset_address);
   }
   if (!problem_.empty()) return Status(StatusCode::kUnsupported, problem_).set_clean();
   merge();

@@ -105,15 +105,18 @@ json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const ch
     }
   }
   const te_fl_rng& rng = plan.rng();
-  return {
-      {"te_fl", TE_FL_VERSION},
-      {"op", schema.name},
-      {"device", to_string(device)},
-      {"deterministic", deterministic},
-      {"args_size", size},
-      {"bytes", plan.buffer_bytes()},
-      {"rng", {{"seed", rng.seed}, {"offset", rng.offset}, {"state", offset_of(rng.state, base)}}},
-      {"args", list}};
+  return {{"te_fl", TE_FL_VERSION},
+          {"op", schema.name},
+          {"device", to_string(device)},
+          {"deterministic", deterministic},
+          {"args_size", size},
+          {"bytes", plan.buffer_bytes()},
+          {"rng",
+           {{"seed", rng.seed},
+            {"offset", rng.offset},
+            {"seed_address", offset_of(rng.seed_address, base)},
+            {"offset_address", offset_of(rng.offset_address, base)}}},
+          {"args", list}};
 }
 
 Status write_call_file(const std::string& path, const json& description, const CopyBuffer& before,
@@ -267,13 +270,14 @@ Status FiledCall::fill(const json& d) {
   const json& rng = d.at("rng");
   rng_.seed = rng.at("seed").get<uint64_t>();
   rng_.offset = rng.at("offset").get<uint64_t>();
-  slot(&rng_.state, rng.at("state"), 2 * sizeof(uint64_t), false);
+  slot(&rng_.seed_address, rng.at("seed_address"), sizeof(uint64_t), false);
+  slot(&rng_.offset_address, rng.at("offset_address"), sizeof(uint64_t), false);
   const auto size = d.at("args_size").get<uint32_t>();
-  if (size < schema.args_size_v1 || size > schema.args_size) {
+  if (size < schema.least_args_size || size > schema.args_size) {
     return Status(StatusCode::kIncompatible,
                   "op '" + op_ + "' was saved with arguments of " + std::to_string(size) +
-                      " bytes, and here they have " + std::to_string(schema.args_size_v1) + " to " +
-                      std::to_string(schema.args_size) +
+                      " bytes, and here they have " + std::to_string(schema.least_args_size) +
+                      " to " + std::to_string(schema.args_size) +
                       "; replay it with the te-fl that saved it (" +
                       d.value("te_fl", std::string("unknown")) + ")");
   }

@@ -51,10 +51,11 @@ void add_implementations(Lines& lines) {
   for (const OpImplInfo& i : OpRegistry::instance().snapshot()) {
     auto at = builds.find(i.owner);
     if (at == builds.end()) at = builds.emplace(i.owner, dispatch::build_id_of(i.owner)).first;
-    lines["op " + i.op + " " + i.impl_id] = "priority " + std::to_string(i.priority) +
-                                            ", version " + std::to_string(i.desc.param_version) +
-                                            ", flags " + std::to_string(i.desc.flags) + ", " +
-                                            i.owner;
+    lines["op " + i.op + " " + i.impl_id] =
+        "priority " + std::to_string(i.priority) +
+        (i.desc.later_args == nullptr ? std::string()
+                                      : ", later " + std::string(i.desc.later_args)) +
+        ", flags " + std::to_string(i.desc.flags) + ", " + i.owner;
   }
   for (const auto& [owner, build] : builds) lines["build " + owner] = build;
 }

@@ -27,7 +27,7 @@ auto key_of(const Quarantine& q) {
 }
 
 template <class Name>
-json names_of(uint32_t mask, int count, Name&& name) {
+json names_of(uint64_t mask, int count, Name&& name) {
   json out = json::array();
   for (int i = 0; i < count; ++i) {
     if ((mask >> i & 1) != 0) out.push_back(name(i));

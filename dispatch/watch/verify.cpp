@@ -151,8 +151,8 @@ const Implementation* reference_for(const OpRow& row, const core::Signature& sig
   PolicySettings settings;
   settings.prefer = Kind::kReference;
   settings.deterministic = deterministic;
-  policy::Call call{row.compiled->schema().name, Device{},          true, 0, signature.dtypes,
-                    signature.scalings,          signature.version, false};
+  policy::Call call{row.compiled->schema().name, Device{},        true, 0, signature.dtypes,
+                    signature.scalings,          signature.later, false};
   for (const policy::Candidate& v : policy::decide(settings, call, row.views).order) {
     const Implementation* impl = row.impls[v.impl].get();
     if (v.refusal == policy::Refusal::kNone && impl->kind == Kind::kReference) return impl;
@@ -253,7 +253,7 @@ void Verification::finish(const Status& status, const Served& served) {
       context.device = Device{}.to_c();
       context.provider = 0;
       context.stream = nullptr;
-      context.rng = rep_->copy.plan().rng();
+      context.rng = &rep_->copy.plan().rng();
       code = run_on_copies(call, *reference, context, rep_->copy.plan().args(), errors);
       why = "'" + reference->impl_id + "' did not serve it: " + errors.text();
     }

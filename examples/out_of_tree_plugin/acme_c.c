@@ -41,7 +41,6 @@ static te_fl_status silu_run(void* self, const te_fl_context* ctx, const void* r
 
 static const te_fl_op_desc k_silu = {
     .struct_size = sizeof(te_fl_op_desc),
-    .param_version = 1,
     .op_name = "silu",
     .impl_id = "vendor.acme_c",
     .kind = TE_FL_KIND_VENDOR,

@@ -35,7 +35,6 @@ constexpr te_fl_arg_desc argument(const char* name, uint8_t role, uint32_t offse
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_TENSOR;
   d.role = role;
-  d.since = 1;
   d.offset = offset;
   d.dtypes = TE_FL_BIT(TE_FL_F32);
   d.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
@@ -46,9 +45,16 @@ constexpr te_fl_arg_desc argument(const char* name, uint8_t role, uint32_t offse
 constexpr te_fl_arg_desc kX = argument("x", TE_FL_IN, offsetof(scale_args, x));
 constexpr te_fl_arg_desc kY = argument("y", TE_FL_OUT, offsetof(scale_args, y));
 constexpr const te_fl_arg_desc* kArgs[] = {&kX, &kY};
-constexpr te_fl_op_schema kSchema = {sizeof(te_fl_op_schema),  1,         0,     sizeof(scale_args),
-                                     sizeof(scale_args),       2,         kArgs, "acme::twice",
-                                     "Doubles every element.", "y = 2 x", "acme"};
+constexpr te_fl_op_schema kSchema = {
+    .args_size = sizeof(scale_args),
+    .least_args_size = sizeof(scale_args),
+    .arg_count = 2,
+    .args = kArgs,
+    .name = "acme::twice",
+    .summary = "Doubles every element.",
+    .formula = "y = 2 x",
+    .source = "acme",
+};
 
 void twice(const te_fl_context&, const scale_args& args) {
   if (!b::is_contiguous(*args.x) || !b::is_contiguous(*args.y))

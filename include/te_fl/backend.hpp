@@ -4,6 +4,7 @@
 // boundary, argument structs of older callers are widened, tensors get small accessors.
 // Header-only; depends on plugin.h alone, so that a plugin does not link with libte_fl.
 
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <initializer_list>
@@ -114,6 +115,15 @@ te_fl_status workspace_thunk(void*, const te_fl_context* ctx, const void* raw,
     *bytes = F(*ctx, *args);
   });
 }
+
+// Seed and offset of a call on the host, read from their addresses where it has some.
+struct RandomState {
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+  explicit RandomState(const te_fl_rng& rng) noexcept
+      : seed(rng.seed_address != nullptr ? *rng.seed_address : rng.seed),
+        offset(rng.offset + (rng.offset_address != nullptr ? *rng.offset_address : 0)) {}
+};
 
 // ---- tensors
 

@@ -57,6 +57,12 @@ TE_FL_API std::string provider_name(uint32_t id);
 
 TE_FL_API Result<void*> allocate(const Device& device, size_t bytes, void* stream = nullptr);
 TE_FL_API void free(const Device& device, void* data, void* stream = nullptr) noexcept;
+// Memory of any kind; to be freed by the function below, with the same kind. INVALID_ARGUMENT for a
+// kind, an alignment or flags that there are not; UNSUPPORTED if the device has no such memory.
+TE_FL_API Result<void*> allocate(const Device& device, const te_fl_memory_desc& memory);
+TE_FL_API void free(const Device& device, void* data, te_fl_memory_kind kind,
+                    void* stream = nullptr) noexcept;
+// The same for TE_FL_MEMORY_PINNED.
 TE_FL_API Result<void*> allocate_pinned(const Device& device, size_t bytes);
 TE_FL_API void free_pinned(const Device& device, void* data) noexcept;
 // Host to device, device to host, within a device, host to host. Ordered on `stream`. A source in
@@ -83,7 +89,8 @@ TE_FL_API Status fill(const Device& device, void* dst, uint8_t value, size_t byt
 TE_FL_API Status synchronize(const Device& device, void* stream = nullptr);
 
 // Streams and events. UNSUPPORTED, naming the missing function, where the device's table has none
-// (the host has neither). Each one made here counts as a live object until it is destroyed.
+// (the host has events, which are done at once, and no streams). Each one made here counts as a
+// live object until it is destroyed.
 TE_FL_API Result<void*> create_stream(const Device& device);
 // Work that is on the stream already is the device's to finish. The stream goes when the last
 // tensor whose memory was allocated on it has gone. Null is the default stream: nothing happens.
@@ -98,12 +105,22 @@ TE_FL_API void destroy_stream(const Device& device, void* stream) noexcept;
 // INVALID_ARGUMENT for the default stream and for one that create_stream made; FAILED_PRECONDITION
 // while it is captured.
 TE_FL_API Status retire_stream(const Device& device, void* stream);
-TE_FL_API Result<void*> create_event(const Device& device);
+// `timed`: elapsed_time() will be asked of it; recording then costs some devices more.
+TE_FL_API Result<void*> create_event(const Device& device, bool timed = false);
 TE_FL_API void destroy_event(const Device& device, void* event) noexcept;
 // The event marks what is on `stream` now. Recording again moves the mark.
 TE_FL_API Status record_event(const Device& device, void* event, void* stream = nullptr);
 // `stream` goes on only after the mark; the calling thread does not wait.
 TE_FL_API Status wait_event(const Device& device, void* event, void* stream = nullptr);
+// The same for an event of another device of the same provider; INVALID_ARGUMENT for one of another
+// provider's, whose marks mean nothing to this one's streams (rule R24).
+TE_FL_API Status wait_event(const Device& device, const Device& event_device, void* event,
+                            void* stream);
+// Whether the work before the mark is done; true for an event that marks nothing yet. Never waits.
+TE_FL_API Result<bool> query_event(const Device& device, void* event);
+// Nanoseconds between the marks of two events, both made with `timed`. FAILED_PRECONDITION unless
+// both are done.
+TE_FL_API Result<uint64_t> elapsed_time(const Device& device, void* start, void* end);
 // The calling thread waits for the mark. Errors as of synchronize(), of ops on any stream.
 TE_FL_API Status synchronize_event(const Device& device, void* event);
 // Whether `stream` is being captured into a graph. False for a device that cannot capture.
@@ -134,7 +151,8 @@ class Stream {
   void* get() const noexcept { return handle_; }
   const Device& device() const noexcept { return device_; }
   TE_FL_API Status synchronize() const;
-  // Goes on only after the event's mark. INVALID_ARGUMENT if the event is of another device.
+  // Goes on only after the event's mark, which may be on another device of the same provider.
+  // INVALID_ARGUMENT if it is of another provider's device.
   TE_FL_API Status wait(const Event& event) const;
 
  private:
@@ -147,7 +165,7 @@ class Stream {
 // and can be neither recorded nor waited for (INVALID_ARGUMENT).
 class Event {
  public:
-  TE_FL_API static Result<Event> create(const Device& device);
+  TE_FL_API static Result<Event> create(const Device& device, bool timed = false);
   Event() = default;
   TE_FL_API Event(Event&& other) noexcept;
   TE_FL_API Event& operator=(Event&& other) noexcept;
@@ -157,6 +175,11 @@ class Event {
   const Device& device() const noexcept { return device_; }
   TE_FL_API Status record(void* stream = nullptr);
   TE_FL_API Status synchronize() const;
+  // As devices::query_event().
+  TE_FL_API Result<bool> done() const;
+  // Nanoseconds from the other event's mark to this one's; as devices::elapsed_time(). Both must be
+  // of one device.
+  TE_FL_API Result<uint64_t> elapsed_since(const Event& start) const;
 
  private:
   Event(const Device& device, void* handle) noexcept : device_(device), handle_(handle) {}

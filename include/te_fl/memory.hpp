@@ -39,4 +39,12 @@ TE_FL_API Result<MemoryAccount> memory_account(const Device& device);
 // peak_bytes, and watch the next with record_at = peak_bytes. Errors as above.
 TE_FL_API Status watch_memory(const Device& device, size_t record_at = SIZE_MAX);
 
+// From now on te-fl's memory of the device, of tensors and scratch, comes from this allocator,
+// which is copied; null: from the device itself again. Memory that exists is freed by whoever gave
+// it. Rules for the allocator's functions stand at te_fl_allocator (plugin.h, rule R25).
+// Thread-safe; no lock is held while they run. INVALID_ARGUMENT names what the allocator lacks;
+// UNSUPPORTED on the host. An allocator that fails, or whose memory is refused, makes the
+// allocation an error that names it; nothing else is tried.
+TE_FL_API Status install_allocator(const Device& device, const te_fl_allocator* allocator);
+
 }  // namespace te_fl::devices

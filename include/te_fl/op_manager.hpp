@@ -17,8 +17,8 @@ namespace te_fl {
 
 // What a call needs besides its arguments.
 struct CallOptions {
-  void* stream = nullptr;        // of the op's device; null is its default stream
-  te_fl_rng rng{0, 0, nullptr};  // for ops with random numbers
+  void* stream = nullptr;  // of the op's device; null is its default stream
+  te_fl_rng rng;           // for ops with random numbers
 };
 
 // One implementation's standing for a call.

@@ -9,18 +9,20 @@
  *
  *  R1  te_fl_plugin_query is the only exported symbol. It is pure and may be called again: it
  *      touches no device, starts no thread, reads no file.
- *  R2  The major numbers of host and plugin must be equal; the plugin's minor may be older or
- *      newer. A minor only adds: members and slots at the end of structs and tables, flags,
- *      enumerators, ops, arguments of ops. A plugin states in min_host_minor the oldest host
- *      that it can do with, which need not be as new as its headers, and in `features` what a
- *      host must know or refuse. What was added later is found by size (R3).
+ *  R2  The major numbers of host and plugin must be equal. Before 2.0 nothing is kept: the minor
+ *      numbers must be equal, too. From 2.0 on the plugin's minor may be older or newer, and a
+ *      minor only adds: members and slots at the end of structs and tables, flags, enumerators,
+ *      ops, arguments of ops. A plugin then states in min_host_minor the oldest host that it can
+ *      do with, which need not be as new as its headers, and in `features` what a host must know
+ *      or refuse. What was added later is found by size (R3). ABI 1.0 was withdrawn: a plugin of
+ *      it is refused and is to be rebuilt.
  *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof (a plugin's
  *      header has it second, behind the magic). A reader uses only members that lie inside
  *      struct_size; members beyond it have their neutral value (zero unless the member says
  *      otherwise). Who fills in a struct of the other side's (te_fl_device_props, te_fl_saved)
  *      writes only inside its struct_size. Structs grow at the end only; reserved members are
  *      zero. No size is compared by ==. Structs without struct_size (te_fl_dtype, te_fl_device,
- *      te_fl_dltensor, te_fl_rng) and the parameters of functions stay as they are in a major.
+ *      te_fl_dltensor) and the parameters of functions stay as they are in a major.
  *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be
  *      NULL.
  *  R5  Nothing throws across the boundary; every function returns te_fl_status. Text goes to
@@ -77,9 +79,10 @@
  *  R19 While a stream is captured, allocate() and free() on it work: memory that is allocated in a
  *      capture belongs to the graph and is given to nobody else while the graph exists or the
  *      memory has not been freed; memory that is freed in a capture stays valid for the graph's
- *      launches. The host takes the scratch of a captured op so, for every graph anew. run() with TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from
- *      the host and takes the arguments it was given for those of every launch. prepare() is not
- *      called in a capture; a plan used in one is kept until its implementation goes.
+ *      launches. The host takes the scratch of a captured op so, for every graph anew. run() with
+ *      TE_FL_CALL_CAPTURING waits for nothing, reads no device memory from the host and takes the
+ *      arguments it was given for those of every launch. prepare() is not called in a capture; a
+ *      plan used in one is kept until its implementation goes.
  *  R20 What a minor adds reaches nobody who would misread it. A host gives a plugin no flag,
  *      enumerator, dtype or scaling mode that the plugin's minor lacks, unless ignoring it is
  *      right. A host ignores flags of an op descriptor that it does not know (they only ever add
@@ -94,6 +97,33 @@
  *      one device's stream for another's. A stream that the plugin did not make may be used from
  *      any call on, without notice, until retire_stream() names it; its handle may then come again
  *      for another stream, which has nothing to do with it.
+ *  R23 An argument that an op gained after its first form is marked TE_FL_ARG_LATER and has a
+ *      neutral value. An implementation names those that it knows in te_fl_op_desc.later_args: a
+ *      set, since it may know a newer one and not an older one. A call that sets another one goes
+ *      past it, with a reason that names the argument.
+ *  R24 A stream may wait for an event of another device of the same provider: of one whose table
+ *      has the very same wait_event. The host hands over no event of another provider.
+ *  R25 A program, a framework say, may install an allocator for a device (te_fl_allocator). All
+ *      memory of kind DEVICE that the host then allocates there, for tensors, scratch and plugins,
+ *      comes from it, and R19 and R22 bind it as they bind the device's own functions. It gives
+ *      memory that the device's kernels may read and write, aligned as asked, and in use nowhere
+ *      else; the host refuses other memory, naming the allocator. Its functions may be called by
+ *      several threads at once. It is asked to trim() before an allocation of the device's memory
+ *      fails, whoever made it.
+ *  R26 A plan may own device memory if its implementation sets TE_FL_OP_PLAN_MEMORY: destroy_plan()
+ *      is then called when the device has done the work of every call that had the plan. Any
+ *      stream may use a plan as soon as prepare() has returned, which therefore waits for what it
+ *      enqueued.
+ *  R27 An implementation that needs memory which is zero when its first op on a stream begins and
+ *      then keeps what its ops leave there says so in te_fl_op_desc.stream_state_bytes, and finds
+ *      it in ctx->stream_state. The memory belongs to one implementation, device and stream: its
+ *      ops run there one after the other. It goes with the stream, the implementation or the
+ *      device. A captured op has memory of its own, which is zero whenever the graph's launch
+ *      comes to the op. Work on the host has no stream: who serves the host has no such memory.
+ *  R28 Device memory that a plugin holds beyond a call comes from te_fl_host_api.allocate, so that
+ *      a program's allocator (R25) and the account of what is held know of it. It is given back by
+ *      the end of quiesce(), that of plans by destroy_plan(): memory of a device that is alive
+ *      keeps the device, and with it the plugin that provides it.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -116,8 +146,8 @@ extern "C" {
 #endif
 
 /* For 64-bit little-endian machines. */
-#define TE_FL_ABI_MAJOR 1u
-#define TE_FL_ABI_MINOR 0u
+#define TE_FL_ABI_MAJOR 0u
+#define TE_FL_ABI_MINOR 9u
 #define TE_FL_PLUGIN_MAGIC 0x4c464554u /* "TEFL", little-endian */
 
 /* ---- status ---- */
@@ -177,7 +207,8 @@ enum { /* DLDataTypeCode */
        TE_FL_CODE_FLOAT4_E2M1FN = 17
 };
 
-/* te-fl's own numbering of the dtypes it knows; bit i of a dtype mask stands for index i. */
+/* te-fl's own numbering of the dtypes it knows; bit i of a dtype mask, which has 64 bits, stands
+   for index i. */
 typedef enum te_fl_dtype_index {
   TE_FL_F64 = 0,
   TE_FL_F32 = 1,
@@ -199,10 +230,10 @@ typedef enum te_fl_dtype_index {
   TE_FL_DTYPE_COUNT = 17
 } te_fl_dtype_index;
 
-#define TE_FL_BIT(index) (1u << (index))
+#define TE_FL_BIT(index) ((uint64_t)1 << (index))
 #define TE_FL_MASK_HIGH (TE_FL_BIT(TE_FL_F32) | TE_FL_BIT(TE_FL_F16) | TE_FL_BIT(TE_FL_BF16))
 #define TE_FL_MASK_FP8 (TE_FL_BIT(TE_FL_F8E4M3) | TE_FL_BIT(TE_FL_F8E5M2))
-#define TE_FL_MASK_ANY_DTYPE (TE_FL_BIT(TE_FL_DTYPE_COUNT) - 1u)
+#define TE_FL_MASK_ANY_DTYPE (TE_FL_BIT(TE_FL_DTYPE_COUNT) - 1)
 
 /* Layout and codes of DLPack's DLDevice. */
 typedef struct te_fl_device {
@@ -314,14 +345,17 @@ typedef struct te_fl_extension {
   const struct te_fl_extension* next;
 } te_fl_extension;
 
-/* Counter-based random state (Philox 4x32-10). If state is not NULL, it points to {seed, offset},
-   two uint64 in the device's memory that are read when the op runs: its seed wins over the member,
-   its offset is added to the member. A captured graph so draws new numbers at every launch: the
-   members are fixed in it, the state is not. */
+/* Counter-based random state (Philox 4x32-10). An address, if it is not NULL, is one uint64 in the
+   device's memory that is read when the op runs: the seed there wins over the member, the offset
+   there is added to the member. The two are independent of each other. A captured graph so draws
+   new numbers at every launch: the members are fixed in it, what lies at the addresses is not. */
 typedef struct te_fl_rng {
-  uint64_t seed;
-  uint64_t offset; /* in Philox counters: four words each */
-  const uint64_t* state;
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_rng));
+  uint32_t reserved TE_FL_INIT(0);
+  uint64_t seed TE_FL_INIT(0);
+  uint64_t offset TE_FL_INIT(0); /* in Philox counters: four words each */
+  const uint64_t* seed_address TE_FL_INIT(NULL);
+  const uint64_t* offset_address TE_FL_INIT(NULL);
 } te_fl_rng;
 
 enum {                                     /* te_fl_context.flags */
@@ -340,10 +374,11 @@ typedef struct te_fl_context {
   void* stream;    /* borrowed; NULL is the device's default stream */
   void* workspace; /* workspace() bytes, 256-byte aligned; NULL if it asked for none */
   size_t workspace_bytes;
-  void* plan; /* what prepare() returned for this signature, or NULL */
-  te_fl_rng rng;
+  void* plan;                     /* what prepare() returned for this signature, or NULL */
+  const te_fl_rng* rng;           /* of ops with TE_FL_SCHEMA_USES_RNG never NULL */
   const te_fl_error_sink* errors; /* NULL: no text wanted */
   const te_fl_extension* extensions;
+  void* stream_state; /* stream_state_bytes, 256-byte aligned (R27); NULL if it asked for none */
 } te_fl_context;
 
 /* ---- op schemas ---- */
@@ -372,8 +407,9 @@ enum {                                 /* te_fl_arg_desc.flags */
        TE_FL_ARG_ALLOW_OVERLAP = 1u
                                  << 6, /* strides may make elements overlap (inputs: broadcast) */
        TE_FL_ARG_OPAQUE = 1u << 7,     /* not compared, not poisoned by checkers */
-       TE_FL_ARG_STRIDED_CODES = 1u
-                                 << 8 /* TENSOR scaling without column-wise copy may be strided */
+       /* TENSOR scaling without column-wise copy may be strided */
+       TE_FL_ARG_STRIDED_CODES = 1u << 8,
+       TE_FL_ARG_LATER = 1u << 9 /* added after the op's first form (R23); behind all others */
 };
 
 /*
@@ -387,20 +423,21 @@ enum {                                 /* te_fl_arg_desc.flags */
  * lists the rule applies element by element, with names bound afresh for each index; names that
  * plain tensors bind hold for every element.
  * min/max bound scalars inclusively (both zero: unbounded). `neutral` is the value at which the
- * argument has no effect; an implementation older than `since` serves calls that leave it there
- * (tensors: NULL).
+ * argument has no effect; an implementation that does not know a later argument (R23) serves calls
+ * that leave it there (tensors: NULL).
  */
 typedef struct te_fl_arg_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_arg_desc));
-  uint8_t type TE_FL_INIT(0);   /* te_fl_arg_type */
-  uint8_t role TE_FL_INIT(0);   /* te_fl_arg_role; scalars are IN */
-  uint16_t since TE_FL_INIT(1); /* param version that introduced it, from 1 */
+  uint8_t type TE_FL_INIT(0); /* te_fl_arg_type */
+  uint8_t role TE_FL_INIT(0); /* te_fl_arg_role; scalars are IN */
+  uint16_t reserved TE_FL_INIT(0);
   uint32_t flags TE_FL_INIT(0);
   uint32_t offset TE_FL_INIT(0);       /* of the member in the argument struct */
   uint32_t count_offset TE_FL_INIT(0); /* TENSOR_LIST: of the int64_t count */
-  uint32_t dtypes TE_FL_INIT(0);       /* mask of te_fl_dtype_index */
+  uint64_t dtypes TE_FL_INIT(0);       /* mask of te_fl_dtype_index */
   uint32_t scalings TE_FL_INIT(
       TE_FL_BIT(TE_FL_SCALING_NONE)); /* mask of te_fl_scaling; bit 0: unquantised allowed */
+  uint32_t reserved2 TE_FL_INIT(0);
   const char* name TE_FL_INIT(NULL);
   const char* shape TE_FL_INIT(NULL);
   const char* inout_if TE_FL_INIT(NULL); /* INOUT: read only if this bool argument is 1 or this F32
@@ -423,11 +460,11 @@ enum { /* te_fl_op_schema.flags */
 
 typedef struct te_fl_op_schema {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_op_schema));
-  uint32_t version TE_FL_INIT(1); /* newest param version, from 1 */
   uint32_t flags TE_FL_INIT(0);
-  uint32_t args_size TE_FL_INIT(0);    /* sizeof the argument struct at `version` */
-  uint32_t args_size_v1 TE_FL_INIT(0); /* smallest struct_size accepted */
+  uint32_t args_size TE_FL_INIT(0);       /* sizeof the argument struct */
+  uint32_t least_args_size TE_FL_INIT(0); /* smallest struct_size accepted: the first form's */
   uint32_t arg_count TE_FL_INIT(0);
+  uint32_t reserved TE_FL_INIT(0);
   const te_fl_arg_desc* const* args TE_FL_INIT(NULL);
   const char* name TE_FL_INIT(NULL);
   const char* summary TE_FL_INIT(NULL);
@@ -459,23 +496,27 @@ enum { /* te_fl_op_desc.flags */
        /* Of generic_gemm: GELU with pre_gelu_out, and pre_gelu_in with or without d_sum, cost no
           more than the ops that they stand for, so that callers may ask for them here; where D is
           quantised or of the pre-activation's dtype, that is plain, and nothing is added to D. */
-       TE_FL_OP_CHEAP_EPILOGUES = 1u << 5
+       TE_FL_OP_CHEAP_EPILOGUES = 1u << 5,
+       TE_FL_OP_PLAN_MEMORY = 1u << 6 /* its plans own device memory (R26) */
 };
 
 typedef struct te_fl_op_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_op_desc));
-  uint32_t param_version TE_FL_INIT(1); /* newest version of the op's arguments it honours */
+  uint32_t reserved TE_FL_INIT(0);
   const char* op_name TE_FL_INIT(NULL);
   const char* impl_id TE_FL_INIT(NULL); /* R16 */
   uint32_t kind TE_FL_INIT(0);          /* te_fl_kind */
   int32_t priority TE_FL_INIT(0);       /* 0: the kind's default */
   uint32_t flags TE_FL_INIT(0);
-  uint32_t min_arch TE_FL_INIT(0); /* in the device's own numbering; 0: any */
-  uint32_t dtypes
-      TE_FL_INIT(TE_FL_MASK_ANY_DTYPE); /* every tensor argument's dtype must be in it */
-  uint32_t scalings TE_FL_INIT(0x3f);   /* likewise, mask of te_fl_scaling */
-  uint64_t device_types TE_FL_INIT(0);  /* bit i: DLPack device type i */
-  void* self TE_FL_INIT(NULL);          /* passed to the functions below */
+  /* The architectures that it serves, from min_arch to max_arch, in the device's own numbering,
+   * inclusively; 0: no bound. */
+  uint32_t min_arch TE_FL_INIT(0);
+  /* Masks in which every tensor argument's te_fl_dtype_index and te_fl_scaling must be. */
+  uint64_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE);
+  uint32_t scalings TE_FL_INIT(0x3f);
+  uint32_t max_arch TE_FL_INIT(0);     /* see min_arch */
+  uint64_t device_types TE_FL_INIT(0); /* bit i: DLPack device type i */
+  void* self TE_FL_INIT(NULL);         /* passed to the functions below */
   te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args)
       TE_FL_INIT(NULL); /* required */
   te_fl_status (*supports)(void* self, const te_fl_context* ctx, const void* args) TE_FL_INIT(NULL);
@@ -486,7 +527,7 @@ typedef struct te_fl_op_desc {
   /* Makes a plan for one full signature: dtypes, shapes, strides, alignment (up to 256 bytes),
      scaling modes, the parts present, which outputs begin where another argument does, all scalars,
      a saved record (of one that the op fills in the storage alone), device and context flags, and
-     whether rng.state is given; TE_FL_CALL_CAPTURING and _VALIDATE aside, so that a captured call
+     which addresses rng has; TE_FL_CALL_CAPTURING and _VALIDATE aside, so that a captured call
      finds the plan of the call that went before. Every call that has it gets the plan in ctx->plan,
      several at once, in workspace() and run(); so nothing else of the call may go into the plan: no
      address, stream, seed or offset. The host keeps a bounded number of plans. Those for a device
@@ -500,6 +541,10 @@ typedef struct te_fl_op_desc {
   /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates, which must be
      of one provider; the plugin is refused if they are of two. */
   const char* provider TE_FL_INIT(NULL);
+  /* The later arguments of the op that it knows, by name, with blanks between them (R23). NULL:
+     none. A custom op's own schema is meant as well. */
+  const char* later_args TE_FL_INIT(NULL);
+  uint64_t stream_state_bytes TE_FL_INIT(0); /* R27; 0: none */
 } te_fl_op_desc;
 
 /* ---- devices ---- */
@@ -516,20 +561,41 @@ typedef struct te_fl_device_props {
   char driver[64]; /* version of what runs the chip, "CUDA 13.0"; empty if there is none to name */
 } te_fl_device_props;
 
+/* What memory is asked for. Every device has DEVICE; one that lacks another kind, or cannot align
+   as asked, answers UNSUPPORTED and says which. */
+typedef enum te_fl_memory_kind {
+  TE_FL_MEMORY_DEVICE = 0,
+  TE_FL_MEMORY_PINNED = 1,  /* host memory that copies to and from the device need not wait for */
+  TE_FL_MEMORY_MANAGED = 2, /* one address for the host and the device */
+  TE_FL_MEMORY_PEER = 3, /* the device's, and its provider's other devices may read and write it */
+  TE_FL_MEMORY_KIND_COUNT = 4
+} te_fl_memory_kind;
+
+typedef struct te_fl_memory_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_memory_desc));
+  uint32_t kind TE_FL_INIT(TE_FL_MEMORY_DEVICE); /* te_fl_memory_kind */
+  uint64_t bytes TE_FL_INIT(0);
+  uint64_t alignment TE_FL_INIT(256); /* a power of two, at least 256: the host sees to it */
+  uint32_t flags TE_FL_INIT(0);       /* none is defined yet: 0 */
+  uint32_t reserved TE_FL_INIT(0);
+  void* stream TE_FL_INIT(NULL); /* of DEVICE, MANAGED and PEER memory: it is for use there */
+} te_fl_memory_desc;
+
+enum {                             /* flags of create_event */
+       TE_FL_EVENT_TIMED = 1u << 0 /* elapsed_time() will be asked of it */
+};
+
 /* Functions of one device. `self` is te_fl_device_desc.self. Streams are opaque; NULL is the
    default stream. All may be called from any thread. Memory is stream-ordered: allocate() gives it
    for use on `stream`, and work that was enqueued there before free() may still use it. */
 typedef struct te_fl_device_api {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_device_api));
   uint32_t reserved TE_FL_INIT(0);
-  te_fl_status (*allocate)(void* self, size_t bytes, void* stream, void** out,
-                           const te_fl_error_sink*)
-      TE_FL_INIT(NULL); /* required; 256-byte aligned */
-  te_fl_status (*free)(void* self, void* data, void* stream, const te_fl_error_sink*)
-      TE_FL_INIT(NULL); /* required */
-  te_fl_status (*allocate_pinned)(void* self, size_t bytes, void** out, const te_fl_error_sink*)
+  te_fl_status (*allocate)(void* self, const te_fl_memory_desc* memory, void** out,
+                           const te_fl_error_sink*) TE_FL_INIT(NULL); /* required */
+  /* `kind` is that with which it was allocated, so that a device need not look for it. Required. */
+  te_fl_status (*free)(void* self, void* data, uint32_t kind, void* stream, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
-  te_fl_status (*free_pinned)(void* self, void* data, const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* Copies between host and this device or within it; the direction follows from the flags: bit 0:
      dst is host memory, bit 1: src is host memory. Ordered on the stream. A source in host memory
      that is not pinned has been read when the function returns. */
@@ -544,12 +610,15 @@ typedef struct te_fl_device_api {
   /* Waits for the stream. An error may be that of any op enqueued before; INVALID_ARGUMENT is a
      mistake in the values of one (R12), after which the device goes on. Required. */
   te_fl_status (*synchronize)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
-  te_fl_status (*create_event)(void* self, void** event, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  te_fl_status (*create_event)(void* self, uint32_t flags, void** event, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
   te_fl_status (*destroy_event)(void* self, void* event, const te_fl_error_sink*) TE_FL_INIT(NULL);
   te_fl_status (*record_event)(void* self, void* event, void* stream, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
+  /* The stream waits, not the host. The event may be one of another device whose table has this
+     very function (R24). */
   te_fl_status (*wait_event)(void* self, void* event, void* stream, const te_fl_error_sink*)
-      TE_FL_INIT(NULL); /* the stream waits, not the host */
+      TE_FL_INIT(NULL);
   te_fl_status (*synchronize_event)(void* self, void* event, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
   /* Asked before every op. INVALID_ARGUMENT from both this and check_stream: the stream is not one
@@ -590,7 +659,42 @@ typedef struct te_fl_device_api {
   /* A stream that create_stream did not make is about to be destroyed by its owner (R22): what is
      kept for it, such as freed memory for its next allocation, goes. Work may be running on it. */
   te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Sets `done` to 1 if what the event marks is done, or if it marks nothing yet; never waits. */
+  te_fl_status (*query_event)(void* self, void* event, int32_t* done, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  /* Nanoseconds from one mark to the other, of two events that were created with
+     TE_FL_EVENT_TIMED and are done; the host sees to both. 0 if `end` came first. */
+  te_fl_status (*elapsed_time)(void* self, void* start, void* end, uint64_t* nanoseconds,
+                               const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
+
+/* Where a program has a device's memory come from (R25); not a plugin's to provide. */
+typedef struct te_fl_allocator {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_allocator));
+  uint32_t reserved TE_FL_INIT(0);
+  const char* name TE_FL_INIT(NULL); /* for messages, "torch"; copied; required */
+  void* self TE_FL_INIT(NULL);       /* passed to the functions below */
+  /* Memory of kind DEVICE for use on memory->stream. OUT_OF_MEMORY: it has none and can get none;
+     the host then asks for trim() and once more. Required. */
+  te_fl_status (*allocate)(void* self, const te_fl_memory_desc* memory, void** out,
+                           const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Work that has been enqueued on the stream of the allocation, or on one that record_stream
+     named, may still use the memory. Required. */
+  te_fl_status (*free)(void* self, void* data, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Work on `stream` uses the memory, which was allocated for another stream, until free().
+     Required. */
+  te_fl_status (*record_stream)(void* self, void* data, void* stream, const te_fl_error_sink*)
+      TE_FL_INIT(NULL);
+  /* Gives back to the device what it keeps and nobody uses, `bytes` at least if it can, so that
+     somebody else may allocate them. NULL: it keeps nothing. */
+  te_fl_status (*trim)(void* self, uint64_t bytes, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* A stream of the device is about to go (R22), one that te-fl made as well as another: what is
+     kept for it goes. NULL: it keeps nothing by stream. */
+  te_fl_status (*retire_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Called once, when another allocator or none has taken its place, or the device has gone, and
+     the last of its memory has been freed. NULL: nothing is to be done. */
+  void (*destroy)(void* self) TE_FL_INIT(NULL);
+} te_fl_allocator;
 
 typedef struct te_fl_device_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_device_desc));
@@ -630,6 +734,12 @@ typedef struct te_fl_host_api {
      against its type (a bool is "0" or "1"); of one that the plugin declared (R21) its default if
      it is unset. NULL: unset, without a default. Valid until destroy(). */
   const char* (*setting)(void* host, const char* name);
+  /* Memory of any device, the host included, as its te_fl_device_api.allocate describes it (R28).
+     `provider` is that of te_fl_context, 0 unless the device is kDLExtDev. */
+  te_fl_status (*allocate)(void* host, te_fl_device device, uint32_t provider,
+                           const te_fl_memory_desc* memory, void** out, const te_fl_error_sink*);
+  void (*free)(void* host, te_fl_device device, uint32_t provider, void* data, uint32_t kind,
+               void* stream);
 } te_fl_host_api;
 
 /* What a plugin has to say about its surroundings: a driver, a library that it opens, a chip. */

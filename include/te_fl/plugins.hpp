@@ -21,7 +21,7 @@ struct PluginInfo {
   std::string build_id;
   std::string path;    // of the library; empty for built-ins
   std::string origin;  // "built-in", "TE_FL_PLUGIN_MODULES", the manifest's path, "load()"
-  std::string abi;     // "1.0"
+  std::string abi;     // "0.9"
   State state = State::kFailed;
   // Why it failed, was skipped, is still referenced; of an active one what was left out of it.
   std::string reason;

@@ -35,7 +35,7 @@ struct PolicyToken {
 struct SignatureList {
   std::string op;
   std::string device = "cpu";
-  uint32_t dtypes = 0;    // mask of te_fl_dtype_index
+  uint64_t dtypes = 0;    // mask of te_fl_dtype_index
   uint32_t scalings = 0;  // mask of te_fl_scaling
   std::vector<PolicyToken> use;
   bool same_signature(const SignatureList& other) const {

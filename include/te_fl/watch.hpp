@@ -42,7 +42,7 @@ struct Quarantine {
   std::string op, impl_id;
   std::string owner, build_id;  // of the plugin; of te-fl itself for built-in backends
   std::string chip, driver;     // te_fl_device_props; of the device on which it went wrong
-  uint32_t dtypes = 0;          // masks: the signature
+  uint64_t dtypes = 0;          // masks: the signature
   uint32_t scalings = 0;
   std::string reason;     // what differed
   std::string case_file;  // the saved call; empty if none was saved

@@ -60,9 +60,12 @@ std::string describe_layout() {
   MEMBER(te_fl_extension, type);
   MEMBER(te_fl_extension, next);
   LAYOUT(te_fl_rng);
+  MEMBER(te_fl_rng, struct_size);
+  MEMBER(te_fl_rng, reserved);
   MEMBER(te_fl_rng, seed);
   MEMBER(te_fl_rng, offset);
-  MEMBER(te_fl_rng, state);
+  MEMBER(te_fl_rng, seed_address);
+  MEMBER(te_fl_rng, offset_address);
   LAYOUT(te_fl_context);
   MEMBER(te_fl_context, struct_size);
   MEMBER(te_fl_context, flags);
@@ -76,16 +79,18 @@ std::string describe_layout() {
   MEMBER(te_fl_context, rng);
   MEMBER(te_fl_context, errors);
   MEMBER(te_fl_context, extensions);
+  MEMBER(te_fl_context, stream_state);
   LAYOUT(te_fl_arg_desc);
   MEMBER(te_fl_arg_desc, struct_size);
   MEMBER(te_fl_arg_desc, type);
   MEMBER(te_fl_arg_desc, role);
-  MEMBER(te_fl_arg_desc, since);
+  MEMBER(te_fl_arg_desc, reserved);
   MEMBER(te_fl_arg_desc, flags);
   MEMBER(te_fl_arg_desc, offset);
   MEMBER(te_fl_arg_desc, count_offset);
   MEMBER(te_fl_arg_desc, dtypes);
   MEMBER(te_fl_arg_desc, scalings);
+  MEMBER(te_fl_arg_desc, reserved2);
   MEMBER(te_fl_arg_desc, name);
   MEMBER(te_fl_arg_desc, shape);
   MEMBER(te_fl_arg_desc, inout_if);
@@ -97,11 +102,11 @@ std::string describe_layout() {
   MEMBER(te_fl_arg_desc, max);
   LAYOUT(te_fl_op_schema);
   MEMBER(te_fl_op_schema, struct_size);
-  MEMBER(te_fl_op_schema, version);
   MEMBER(te_fl_op_schema, flags);
   MEMBER(te_fl_op_schema, args_size);
-  MEMBER(te_fl_op_schema, args_size_v1);
+  MEMBER(te_fl_op_schema, least_args_size);
   MEMBER(te_fl_op_schema, arg_count);
+  MEMBER(te_fl_op_schema, reserved);
   MEMBER(te_fl_op_schema, args);
   MEMBER(te_fl_op_schema, name);
   MEMBER(te_fl_op_schema, summary);
@@ -109,13 +114,14 @@ std::string describe_layout() {
   MEMBER(te_fl_op_schema, source);
   LAYOUT(te_fl_op_desc);
   MEMBER(te_fl_op_desc, struct_size);
-  MEMBER(te_fl_op_desc, param_version);
+  MEMBER(te_fl_op_desc, reserved);
   MEMBER(te_fl_op_desc, op_name);
   MEMBER(te_fl_op_desc, impl_id);
   MEMBER(te_fl_op_desc, kind);
   MEMBER(te_fl_op_desc, priority);
   MEMBER(te_fl_op_desc, flags);
   MEMBER(te_fl_op_desc, min_arch);
+  MEMBER(te_fl_op_desc, max_arch);
   MEMBER(te_fl_op_desc, dtypes);
   MEMBER(te_fl_op_desc, scalings);
   MEMBER(te_fl_op_desc, device_types);
@@ -129,6 +135,8 @@ std::string describe_layout() {
   MEMBER(te_fl_op_desc, schema);
   MEMBER(te_fl_op_desc, vendor);
   MEMBER(te_fl_op_desc, provider);
+  MEMBER(te_fl_op_desc, later_args);
+  MEMBER(te_fl_op_desc, stream_state_bytes);
   LAYOUT(te_fl_device_props);
   MEMBER(te_fl_device_props, struct_size);
   MEMBER(te_fl_device_props, arch);
@@ -139,13 +147,19 @@ std::string describe_layout() {
   MEMBER(te_fl_device_props, copy_bandwidth);
   MEMBER(te_fl_device_props, name);
   MEMBER(te_fl_device_props, driver);
+  LAYOUT(te_fl_memory_desc);
+  MEMBER(te_fl_memory_desc, struct_size);
+  MEMBER(te_fl_memory_desc, kind);
+  MEMBER(te_fl_memory_desc, bytes);
+  MEMBER(te_fl_memory_desc, alignment);
+  MEMBER(te_fl_memory_desc, flags);
+  MEMBER(te_fl_memory_desc, reserved);
+  MEMBER(te_fl_memory_desc, stream);
   LAYOUT(te_fl_device_api);
   MEMBER(te_fl_device_api, struct_size);
   MEMBER(te_fl_device_api, reserved);
   MEMBER(te_fl_device_api, allocate);
   MEMBER(te_fl_device_api, free);
-  MEMBER(te_fl_device_api, allocate_pinned);
-  MEMBER(te_fl_device_api, free_pinned);
   MEMBER(te_fl_device_api, copy);
   MEMBER(te_fl_device_api, fill);
   MEMBER(te_fl_device_api, create_stream);
@@ -166,6 +180,19 @@ std::string describe_layout() {
   MEMBER(te_fl_device_api, check_stream);
   MEMBER(te_fl_device_api, copy_between);
   MEMBER(te_fl_device_api, retire_stream);
+  MEMBER(te_fl_device_api, query_event);
+  MEMBER(te_fl_device_api, elapsed_time);
+  LAYOUT(te_fl_allocator);
+  MEMBER(te_fl_allocator, struct_size);
+  MEMBER(te_fl_allocator, reserved);
+  MEMBER(te_fl_allocator, name);
+  MEMBER(te_fl_allocator, self);
+  MEMBER(te_fl_allocator, allocate);
+  MEMBER(te_fl_allocator, free);
+  MEMBER(te_fl_allocator, record_stream);
+  MEMBER(te_fl_allocator, trim);
+  MEMBER(te_fl_allocator, retire_stream);
+  MEMBER(te_fl_allocator, destroy);
   LAYOUT(te_fl_device_desc);
   MEMBER(te_fl_device_desc, struct_size);
   MEMBER(te_fl_device_desc, reserved);
@@ -185,6 +212,8 @@ std::string describe_layout() {
   MEMBER(te_fl_host_api, host);
   MEMBER(te_fl_host_api, log);
   MEMBER(te_fl_host_api, setting);
+  MEMBER(te_fl_host_api, allocate);
+  MEMBER(te_fl_host_api, free);
   LAYOUT(te_fl_finding);
   MEMBER(te_fl_finding, struct_size);
   MEMBER(te_fl_finding, level);
@@ -230,11 +259,12 @@ std::string describe_layout() {
   MEMBER(te_fl_plugin_header, setting_count);
   MEMBER(te_fl_plugin_header, reserved2);
   for (const te_fl_op_schema* op : te_fl::core::catalogue()) {
-    out << "op " << op->name << " v" << op->version << " size " << op->args_size << " v1 "
-        << op->args_size_v1 << "\n";
+    out << "op " << op->name << " size " << op->args_size << " least " << op->least_args_size
+        << "\n";
     for (uint32_t i = 0; i < op->arg_count; ++i) {
       const te_fl_arg_desc& a = *op->args[i];
-      out << "  " << a.name << " @" << a.offset << " since " << a.since << "\n";
+      out << "  " << a.name << " @" << a.offset
+          << ((a.flags & TE_FL_ARG_LATER) != 0 ? " later" : "") << "\n";
     }
   }
   return out.str();
@@ -327,8 +357,15 @@ std::string describe_values() {
   VALUE(TE_FL_ARG_ALLOW_OVERLAP);
   VALUE(TE_FL_ARG_OPAQUE);
   VALUE(TE_FL_ARG_STRIDED_CODES);
+  VALUE(TE_FL_ARG_LATER);
   VALUE(TE_FL_SCHEMA_USES_RNG);
   VALUE(TE_FL_SCHEMA_ENQUIRY);
+  VALUE(TE_FL_MEMORY_DEVICE);
+  VALUE(TE_FL_MEMORY_PINNED);
+  VALUE(TE_FL_MEMORY_MANAGED);
+  VALUE(TE_FL_MEMORY_PEER);
+  VALUE(TE_FL_MEMORY_KIND_COUNT);
+  VALUE(TE_FL_EVENT_TIMED);
   VALUE(TE_FL_KIND_DEFAULT);
   VALUE(TE_FL_KIND_VENDOR);
   VALUE(TE_FL_KIND_REFERENCE);
@@ -338,6 +375,7 @@ std::string describe_values() {
   VALUE(TE_FL_OP_IN_PLACE_OK);
   VALUE(TE_FL_OP_STATIC_SUPPORT);
   VALUE(TE_FL_OP_CHEAP_EPILOGUES);
+  VALUE(TE_FL_OP_PLAN_MEMORY);
   VALUE(TE_FL_LOG_TRACE);
   VALUE(TE_FL_LOG_DEBUG);
   VALUE(TE_FL_LOG_INFO);

@@ -9,7 +9,7 @@ KEPT_FOR = "x86_64"
 
 
 def kept(folder, name):
-    """A plugin of the 1.0 release; None on another processor."""
+    """A plugin of the 1.0 release, which was withdrawn; None on another processor."""
     return pathlib.Path(folder) / "1.0" / f"{name}.so" if platform.machine() == KEPT_FOR else None
 
 

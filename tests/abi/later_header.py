@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""plugin.h as a later version could be: another version number, and every struct that may grow has grown (rule R3).
+"""plugin.h as a later version could be: another version number, and every struct that may grow has grown (rule R3), MINOR times in 2.x and
+once in 3.0.
 
 usage: later_header.py PLUGIN_H OUT MAJOR MINOR
 """
@@ -12,12 +13,12 @@ STRUCT = re.compile(r"typedef struct (te_fl_\w+) \{\n(.*?)\n\} \1;", re.S)
 FIXED = ("te_fl_extension",)
 
 
-def grown(match):
+def grown(match, times):
     name, body = match.groups()
     if "uint32_t struct_size" not in body or name in FIXED:
         return match.group(0)
     # The host reads tensors in words of 16 bytes.
-    members = "\n".join(f"  uint64_t later{i} TE_FL_INIT(0);" for i in range(2 if name == "te_fl_tensor" else 1))
+    members = "\n".join(f"  uint64_t later{i} TE_FL_INIT(0);" for i in range(times * (2 if name == "te_fl_tensor" else 1)))
     return f"typedef struct {name} {{\n{body}\n{members}\n}} {name};"
 
 
@@ -27,7 +28,8 @@ def main():
     for name, value in (("MAJOR", major), ("MINOR", minor)):
         text, count = re.subn(rf"(#define TE_FL_ABI_{name}) \d+u", rf"\1 {value}u", text)
         assert count == 1, name
-    text, count = STRUCT.subn(grown, text)
+    times = int(minor) if int(major) == 2 else 1
+    text, count = STRUCT.subn(lambda match: grown(match, times), text)
     assert count > 20, count
     path = pathlib.Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
 // (later_header.py).
 //
 // usage: meet PLUGIN [IMPL_ID...]
-//   host|1.0
-//   plugin|null|active|1.0|reason
+//   host|0.9
+//   plugin|null|active|0.9|reason
 //   op|relu: vendor.null|cpu|OK
 //   end|deactivated|reason
 #include <algorithm>

@@ -113,7 +113,7 @@ Inputs make_inputs(Problem& p, const Variant& v) {
   a.h = v.h, a.g = v.g;
   a.d = v.d, a.dv = v.dv, a.scale = static_cast<double>(static_cast<float>(v.scale)),
   a.dropout = v.dropout, a.left = v.left, a.right = v.right;
-  p.rng = {0xfeedu, v.rng_offset, nullptr};
+  p.rng = {.seed = 0xfeedu, .offset = v.rng_offset};
   a.rng = p.rng;
   lengths(p, v, a);
   in.q_shape = shape_of(v, a, true, v.h, v.d), in.k_shape = shape_of(v, a, false, v.g, v.d);

@@ -193,7 +193,7 @@ class Problem {
   std::map<std::string, double> scalars;
   std::vector<std::function<void()>> oracles;
   std::vector<Expectation> expectations;
-  te_fl_rng rng{0, 0, nullptr};
+  te_fl_rng rng;
   std::vector<uint64_t> rng_state;
   int want_code = 0;      // expected status code; then every output stays untouched
   std::string want_text;  // must be part of the error's text

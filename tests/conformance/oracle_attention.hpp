@@ -26,7 +26,7 @@ struct Attention {
   std::vector<double> given_mask;
   int64_t mask_b = 1, mask_h = 1;
   std::vector<double> sink;  // [H]
-  te_fl_rng rng{0, 0, nullptr};
+  te_fl_rng rng;
 
   bool thd() const { return layout == TE_FL_LAYOUT_THD; }
   int64_t q_length(int64_t n) const { return len_q.empty() ? sq : len_q[n]; }

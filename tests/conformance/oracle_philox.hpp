@@ -27,8 +27,8 @@ inline PhiloxWords philox(uint64_t seed, uint64_t counter) {
 
 // Is element i kept at drop probability p?
 inline bool keeps(const te_fl_rng& rng, int64_t i, float p) {
-  const uint64_t seed = rng.state == nullptr ? rng.seed : rng.state[0];
-  const uint64_t offset = rng.offset + (rng.state == nullptr ? 0 : rng.state[1]);
+  const uint64_t seed = rng.seed_address == nullptr ? rng.seed : *rng.seed_address;
+  const uint64_t offset = rng.offset + (rng.offset_address == nullptr ? 0 : *rng.offset_address);
   const uint32_t word = philox(seed, offset + static_cast<uint64_t>(i) / 4).w[i % 4];
   return static_cast<double>(word) * 0x1p-32 >= static_cast<double>(p);
 }

@@ -216,7 +216,10 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
   options.rng = problem_.rng;
   const te_fl_op_schema& schema = *OpRegistry::instance().schema(*id);
   Status placed = mirror.upload(problem_.tensors, host_tensors(schema, problem_));
-  if (placed.ok()) placed = mirror.upload_words(options.rng.state, problem_.rng_state.size());
+  if (placed.ok() && !problem_.rng_state.empty()) {
+    placed = mirror.upload_words(options.rng.seed_address, problem_.rng_state.size());
+    options.rng.offset_address = options.rng.seed_address + problem_.rng_state.size() - 1;
+  }
   if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
   Arguments args(schema, problem_, mirror);
   const PolicyScope scope(pinned(problem_.op_name, impl_id, how.deterministic));

@@ -129,7 +129,7 @@ TEST_F(Dispatch, SupportsIsAskedOnEveryCallUnlessStatic) {
 TEST_F(Dispatch, NoCandidateListsEveryReason) {
   portable.desc.dtypes = TE_FL_BIT(TE_FL_F16);
   vendor.desc.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
-  reference.desc.param_version = 1;
+  reference.desc.later_args = nullptr;
   for (Fake* f : {&portable, &vendor, &reference}) reregister(*f);
   five.args.gain = 2;
   const Status s = call();
@@ -138,7 +138,7 @@ TEST_F(Dispatch, NoCandidateListsEveryReason) {
   EXPECT_FAILS(s, kUnsupported,
                "vendor.v (tests, priority 100): the tensors are on cpu, it serves cuda");
   EXPECT_FAILS(s, kUnsupported,
-               "reference.r (tests, priority 50): it implements version 1 of the op");
+               "reference.r (tests, priority 50): the call sets gain, which the op gained later");
   EXPECT_FAILS(s, kUnsupported, "gain");
   EXPECT_FAILS(s, kUnsupported, "way out");
   five.args.gain = 1;

@@ -40,8 +40,10 @@ struct Chip {
   }
   explicit Chip(int32_t index = 0) {
     api.struct_size = sizeof api;
-    api.allocate = [](void* self, size_t bytes, void*, void** out,
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* errors) -> te_fl_status {
+      if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+      const size_t bytes = memory->bytes;
       Chip& c = of(self);
       if (const te_fl_status code = c.answer(errors)) return code;
       if (c.held + bytes > c.limit) {
@@ -53,7 +55,8 @@ struct Chip {
       c.held += bytes;
       return TE_FL_OK;
     };
-    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) -> te_fl_status {
+    api.free = [](void* self, void* data, uint32_t, void*,
+                  const te_fl_error_sink*) -> te_fl_status {
       const auto block = of(self).blocks.find(static_cast<char*>(data));
       of(self).held -= block->second;
       of(self).blocks.erase(block);
@@ -267,21 +270,24 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
   const Tensor state = Tensor::empty({2}, DType::kI64, device).value();
   const auto run = [&](const void* at) {
     CallOptions options;
-    options.rng.state = static_cast<const uint64_t*>(at);
+    options.rng.seed_address = static_cast<const uint64_t*>(at);
     return manager.call(op, &args, options);
   };
   ASSERT_OK(run(host));  // not looked for without the setting
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
-  EXPECT_FAILS(run(host), kInvalidArgument,
-               "op 'test::five': the random state (CallOptions::rng.state) is not memory of "
-               "cuda:0: it is pageable host memory");
-  EXPECT_FAILS(run(host), kInvalidArgument, "16 bytes of that device");
+  EXPECT_FAILS(
+      run(host), kInvalidArgument,
+      "op 'test::five': the random state's seed (CallOptions::rng.seed_address) is not memory of "
+      "cuda:0: it is pageable host memory");
+  EXPECT_FAILS(run(host), kInvalidArgument, "8 bytes of that device");
   EXPECT_EQ(native.runs.load(), 1);
   ASSERT_OK(run(state.raw_data()));
   ASSERT_OK(run(nullptr));
-  // Both words have to be there.
-  EXPECT_FAILS(run(static_cast<const char*>(state.raw_data()) + 8), kInvalidArgument,
-               "the random state");
+  // The other address is looked at as well.
+  CallOptions options;
+  options.rng.offset_address = host;
+  EXPECT_FAILS(manager.call(op, &args, options), kInvalidArgument,
+               "the random state's offset (CallOptions::rng.offset_address)");
   chip.api.struct_size = offsetof(te_fl_device_api, check_pointer);
   ASSERT_OK(run(host));
 }

@@ -49,13 +49,16 @@ struct FakeDevice {
 
   FakeDevice() {
     api.struct_size = sizeof api;
-    api.allocate = [](void* self, size_t bytes, void*, void** out,
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink*) -> te_fl_status {
+      if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+      const size_t bytes = memory->bytes;
       *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
       static_cast<FakeDevice*>(self)->blocks[*out] = bytes;
       return TE_FL_OK;
     };
-    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) -> te_fl_status {
+    api.free = [](void* self, void* data, uint32_t, void*,
+                  const te_fl_error_sink*) -> te_fl_status {
       EXPECT_EQ(static_cast<FakeDevice*>(self)->blocks.erase(data), 1u);
       std::free(data);
       return TE_FL_OK;

@@ -230,12 +230,15 @@ struct Failing {
   }
   Failing() {
     api.struct_size = sizeof api;
-    api.allocate = [](void* self, size_t bytes, void*, void** out, const te_fl_error_sink* e) {
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
+                      const te_fl_error_sink* e) {
+      if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+      const size_t bytes = memory->bytes;
       if (of(self).allocate != TE_FL_OK) return tell(of(self).allocate, e);
       *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
       return te_fl_status{TE_FL_OK};
     };
-    api.free = [](void* self, void* data, void*, const te_fl_error_sink* e) {
+    api.free = [](void* self, void* data, uint32_t, void*, const te_fl_error_sink* e) {
       std::free(data);
       return tell(of(self).free, e);
     };
@@ -253,7 +256,7 @@ struct Failing {
       return te_fl_status{TE_FL_OK};
     };
     api.synchronize = [](void*, void*, const te_fl_error_sink*) { return te_fl_status{TE_FL_OK}; };
-    api.create_event = [](void*, void** event, const te_fl_error_sink*) {
+    api.create_event = [](void*, uint32_t, void** event, const te_fl_error_sink*) {
       *event = event;
       return te_fl_status{TE_FL_OK};
     };

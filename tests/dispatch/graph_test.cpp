@@ -98,14 +98,15 @@ TEST_F(Graphs, MemoryIsAllocatedAndFreedOnTheCurrentStream) {
   static decltype(te_fl_device_api::free) free;
   allocate = recorder.api().allocate;
   free = recorder.api().free;
-  recorder.api().allocate = [](void* self, size_t bytes, void* stream, void** out,
+  recorder.api().allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                                const te_fl_error_sink* errors) {
-    allocated_on = stream;
-    return allocate(self, bytes, stream, out, errors);
+    allocated_on = memory->stream;
+    return allocate(self, memory, out, errors);
   };
-  recorder.api().free = [](void* self, void* data, void* stream, const te_fl_error_sink* errors) {
+  recorder.api().free = [](void* self, void* data, uint32_t kind, void* stream,
+                           const te_fl_error_sink* errors) {
     freed_on = stream;
-    return free(self, data, stream, errors);
+    return free(self, data, kind, stream, errors);
   };
   const Stream stream = Stream::create(device).value();
   Tensor t;
@@ -270,7 +271,7 @@ TEST_F(Graphs, OlderAndShorterTablesAreTaken) {
   EXPECT_FAILS(devices::check_capture(older), kUnsupported, "begin_capture is NULL");
   ASSERT_OK(devices::remove(older));
   api.struct_size -= 8;  // without `properties`, which is required
-  EXPECT_FAILS(devices::add(&desc).status(), kInvalidArgument, "smaller than 136 bytes (rule R3)");
+  EXPECT_FAILS(devices::add(&desc).status(), kInvalidArgument, "smaller than 120 bytes (rule R3)");
 }
 
 }  // namespace

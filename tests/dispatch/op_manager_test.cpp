@@ -129,19 +129,20 @@ TEST_F(Dispatch, DeterminismIsAskedFor) {
 
 TEST_F(Dispatch, TheContextCarriesTheCall) {
   te_fl_context seen{};
+  te_fl_rng seen_rng;
   portable.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
-    seen = ctx;
+    seen = ctx, seen_rng = *ctx.rng;
     return TE_FL_OK;
   };
   int stream = 0;
   CallOptions options;
   options.stream = &stream;
-  options.rng = {5, 6, nullptr};
+  options.rng = {.seed = 5, .offset = 6};
   ASSERT_OK(manager.call(op, &five.args, options));
   EXPECT_EQ(seen.struct_size, sizeof(te_fl_context));
   EXPECT_EQ(seen.stream, &stream);
-  EXPECT_EQ(seen.rng.seed, 5u);
-  EXPECT_EQ(seen.rng.offset, 6u);
+  EXPECT_EQ(seen_rng.seed, 5u);
+  EXPECT_EQ(seen_rng.offset, 6u);
   EXPECT_EQ(seen.device.type, TE_FL_DEVICE_CPU);
   EXPECT_EQ(seen.workspace, nullptr);
   EXPECT_EQ(seen.plan, nullptr);

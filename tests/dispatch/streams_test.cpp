@@ -204,6 +204,40 @@ TEST_F(TwoDevices, ACopyOnAnotherStreamWaitsForTheStreamOfTheMemory) {
   EXPECT_EQ(read(x, other.get()), 9);
 }
 
+// Devices of one provider wait for each other's events without the host.
+TEST_F(TwoDevices, AStreamWaitsForAnEventOfTheOtherDevice) {
+  const Stream on_a = Stream::create(a).value(), on_b = Stream::create(b).value();
+  Event event = Event::create(a).value();
+  bool done = false, seen = false;
+  far_a.queues.enqueue(on_a.get(), [&done]() -> te_fl_status {
+    done = true;
+    return TE_FL_OK;
+  });
+  ASSERT_OK(event.record(on_a.get()));
+  EXPECT_FALSE(event.done().value());
+  ASSERT_OK(on_b.wait(event));
+  far_b.queues.enqueue(on_b.get(), [&done, &seen]() -> te_fl_status {
+    seen = done;
+    return TE_FL_OK;
+  });
+  ASSERT_OK(on_b.synchronize());
+  EXPECT_TRUE(seen);
+  EXPECT_TRUE(event.done().value());
+}
+
+TEST_F(TwoDevices, TimeBetweenEventsWantsBothDone) {
+  const Stream stream = Stream::create(a).value();
+  Event first = Event::create(a, true).value(), last = Event::create(a, true).value();
+  ASSERT_OK(first.record(stream.get()));
+  far_a.queues.enqueue(stream.get(), []() -> te_fl_status { return TE_FL_OK; });
+  ASSERT_OK(last.record(stream.get()));
+  EXPECT_FAILS(last.elapsed_since(first).status(), kFailedPrecondition, "is not done yet");
+  ASSERT_OK(last.synchronize());
+  EXPECT_EQ(last.elapsed_since(first).value(), 2000u) << "two pieces of work";
+  Event other = Event::create(b, true).value();
+  EXPECT_FAILS(other.elapsed_since(first).status(), kInvalidArgument, "no common clock");
+}
+
 TEST_F(TwoDevices, AFailedCopyBetweenSaysWhichDevices) {
   const Tensor x = Tensor::zeros({4}, DType::kF32, a).value();
   far_b.next_copy_between = TE_FL_INTERNAL;
@@ -245,9 +279,10 @@ TEST_F(TwoDevices, MemoryOfOneDeviceIsNotFreedOnAStreamOfAnother) {
   static void* freed_on;
   static decltype(te_fl_device_api::free) free;
   free = far_b.api.free;
-  far_b.api.free = [](void* self, void* data, void* stream, const te_fl_error_sink* errors) {
+  far_b.api.free = [](void* self, void* data, uint32_t kind, void* stream,
+                      const te_fl_error_sink* errors) {
     freed_on = stream;
-    return free(self, data, stream, errors);
+    return free(self, data, kind, stream, errors);
   };
   freed_on = &far_b;
   const Stream stream = Stream::create(a).value();
@@ -511,7 +546,7 @@ TEST_F(Scratch, WantOfItInACaptureIsTheCallers) {
   const Stream stream = Stream::create(a).value();
   Capture capture = Capture::begin(a, stream.get()).value();
   const auto allocate = far_a.api.allocate;
-  far_a.api.allocate = [](void*, size_t, void*, void**, const te_fl_error_sink*) {
+  far_a.api.allocate = [](void*, const te_fl_memory_desc*, void**, const te_fl_error_sink*) {
     return te_fl_status{TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN};
   };
   EXPECT_FAILS(copy(in[0], out[0], stream.get()), kOutOfMemory, "workspace of 4 bytes");

@@ -25,7 +25,7 @@ class DiscoveryTest : public ::testing::Test {
  protected:
   // A manifest of a fault plugin in the folder `into`; `more` is put into the object.
   std::string manifest(const std::string& into, const std::string& name, const std::string& library,
-                       const std::string& more = "", const std::string& abi = "1.0",
+                       const std::string& more = "", const std::string& abi = "0.9",
                        const std::string& arch = host_arch()) {
     return folder_.write(into + "/" + name + ".json",
                          "{\"file_format_version\": \"1.0\", \"name\": \"" + name +

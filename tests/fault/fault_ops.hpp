@@ -8,7 +8,7 @@
 
 namespace fault {
 
-// "fault::scale": output = input * factor + bias. `bias` came with version 2.
+// "fault::scale": output = input * factor + bias. `bias` is a later argument.
 struct ScaleArgs {
   uint32_t struct_size = sizeof(ScaleArgs);
   const te_fl_tensor* input = nullptr;
@@ -30,7 +30,6 @@ constexpr te_fl_arg_desc tensor(const char* name, te_fl_arg_role role, uint32_t 
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_TENSOR;
   d.role = static_cast<uint8_t>(role);
-  d.since = 1;
   d.offset = offset;
   d.dtypes = TE_FL_BIT(TE_FL_F32);
   d.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
@@ -39,11 +38,11 @@ constexpr te_fl_arg_desc tensor(const char* name, te_fl_arg_role role, uint32_t 
   return d;
 }
 
-constexpr te_fl_arg_desc number(const char* name, uint32_t offset, uint16_t since, double neutral) {
+constexpr te_fl_arg_desc number(const char* name, uint32_t offset, uint32_t flags, double neutral) {
   te_fl_arg_desc d{};
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_F32;
-  d.since = since;
+  d.flags = flags;
   d.offset = offset;
   d.name = name;
   d.neutral = neutral;
@@ -55,21 +54,18 @@ constexpr te_fl_arg_desc record(te_fl_arg_role role) {
   d.struct_size = sizeof d;
   d.type = TE_FL_ARG_SAVED;
   d.role = static_cast<uint8_t>(role);
-  d.since = 1;
   d.flags = TE_FL_ARG_OPTIONAL;
   d.offset = offsetof(RecordArgs, saved);
   d.name = "saved";
   return d;
 }
 
-constexpr te_fl_op_schema schema(const char* name, uint32_t version, uint32_t size,
-                                 uint32_t size_v1, uint32_t count,
-                                 const te_fl_arg_desc* const* args) {
+constexpr te_fl_op_schema schema(const char* name, uint32_t size, uint32_t least_size,
+                                 uint32_t count, const te_fl_arg_desc* const* args) {
   te_fl_op_schema s{};
   s.struct_size = sizeof s;
-  s.version = version;
   s.args_size = size;
-  s.args_size_v1 = size_v1;
+  s.least_args_size = least_size;
   s.arg_count = count;
   s.args = args;
   s.name = name;
@@ -82,12 +78,13 @@ constexpr te_fl_op_schema schema(const char* name, uint32_t version, uint32_t si
 inline constexpr te_fl_arg_desc kScaleIn = tensor("input", TE_FL_IN, offsetof(ScaleArgs, input));
 inline constexpr te_fl_arg_desc kScaleOut =
     tensor("output", TE_FL_OUT, offsetof(ScaleArgs, output));
-inline constexpr te_fl_arg_desc kScaleFactor = number("factor", offsetof(ScaleArgs, factor), 1, 1);
-inline constexpr te_fl_arg_desc kScaleBias = number("bias", offsetof(ScaleArgs, bias), 2, 0);
+inline constexpr te_fl_arg_desc kScaleFactor = number("factor", offsetof(ScaleArgs, factor), 0, 1);
+inline constexpr te_fl_arg_desc kScaleBias =
+    number("bias", offsetof(ScaleArgs, bias), TE_FL_ARG_LATER, 0);
 inline constexpr const te_fl_arg_desc* kScaleList[] = {&kScaleIn, &kScaleOut, &kScaleFactor,
                                                        &kScaleBias};
 inline constexpr te_fl_op_schema kScale =
-    schema("fault::scale", 2, sizeof(ScaleArgs), offsetof(ScaleArgs, bias), 4, kScaleList);
+    schema("fault::scale", sizeof(ScaleArgs), offsetof(ScaleArgs, bias), 4, kScaleList);
 
 inline constexpr te_fl_arg_desc kRecordIn = tensor("input", TE_FL_IN, offsetof(RecordArgs, input));
 inline constexpr te_fl_arg_desc kRecordOut =
@@ -97,8 +94,8 @@ inline constexpr te_fl_arg_desc kRecordRead = record(TE_FL_IN);
 inline constexpr const te_fl_arg_desc* kForwardList[] = {&kRecordIn, &kRecordOut, &kRecordWritten};
 inline constexpr const te_fl_arg_desc* kBackwardList[] = {&kRecordIn, &kRecordOut, &kRecordRead};
 inline constexpr te_fl_op_schema kForward =
-    schema("fault::forward", 1, sizeof(RecordArgs), sizeof(RecordArgs), 3, kForwardList);
+    schema("fault::forward", sizeof(RecordArgs), sizeof(RecordArgs), 3, kForwardList);
 inline constexpr te_fl_op_schema kBackward =
-    schema("fault::backward", 1, sizeof(RecordArgs), sizeof(RecordArgs), 3, kBackwardList);
+    schema("fault::backward", sizeof(RecordArgs), sizeof(RecordArgs), 3, kBackwardList);
 
 }  // namespace fault

@@ -92,7 +92,7 @@ te_fl_status scale(void*, const te_fl_context*, const void* raw) {
   uint32_t size;
   std::memcpy(&size, raw, sizeof size);
   const auto* args = static_cast<const fault::ScaleArgs*>(raw);
-  // An implementation of version 1 does not know the bias.
+  // One that does not name the bias ignores it.
   const bool biased = !is("old_parameters") && size >= sizeof(fault::ScaleArgs);
   const Flat f = flat(args->input, args->output);
   for (int64_t i = 0; i < f.n; ++i) f.out[i] = f.in[i] * args->factor + (biased ? args->bias : 0);
@@ -122,12 +122,15 @@ bool has_device() {
          is("ops_fail_after_devices") || is("throw_device") || is("quiesce_fails");
 }
 
-te_fl_status dev_allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink*) {
+te_fl_status dev_allocate(void*, const te_fl_memory_desc* memory, void** out,
+                          const te_fl_error_sink*) {
+  if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+  const size_t bytes = memory->bytes;
   if (is("throw_device")) throw Mistake();
   *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return *out != nullptr ? TE_FL_OK : TE_FL_OUT_OF_MEMORY;
 }
-te_fl_status dev_free(void*, void* data, void*, const te_fl_error_sink*) {
+te_fl_status dev_free(void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
   event("free");
   std::free(data);
   return TE_FL_OK;
@@ -222,7 +225,7 @@ void fill_ops(Instance& self) {
   }
   if (is("old_parameters") || is("custom_op") || is("other_schema")) {
     self.op[0] = describe("fault::scale", scale, &fault::kScale);
-    self.op[0].param_version = is("old_parameters") ? 1 : 2;
+    self.op[0].later_args = is("old_parameters") ? nullptr : "bias";
   }
   if (is("no_schema")) self.op[0] = describe("fault::unknown", scale, nullptr);
   if (is("opaque_record")) {
@@ -398,9 +401,10 @@ void fill_header() {
   h.struct_size = larger ? sizeof g_header : sizeof h;
   if (is("smaller_structs")) h.struct_size = offsetof(te_fl_plugin_header, reserved);
   if (is("garbage_header_size")) h.struct_size = 3;
-  h.abi_major = TE_FL_ABI_MAJOR + (is("newer_major") ? 1 : 0) - (is("older_major") ? 1 : 0);
-  const bool next_minor = is("newer_minor") || is("newer_misspelt") || is("older_major");
-  h.abi_minor = TE_FL_ABI_MINOR + (next_minor ? 1 : 0);
+  h.abi_major = is("newer_major") ? 3 : TE_FL_ABI_MAJOR;
+  h.abi_minor = TE_FL_ABI_MINOR + (is("newer_minor") ? 1 : 0);
+  if (is("older_major")) h.abi_major = 0, h.abi_minor = 1;
+  if (is("withdrawn")) h.abi_major = 1, h.abi_minor = 0;
   h.min_host_minor = is("needs_newer_host") ? TE_FL_ABI_MINOR + 3
                      : is("needs_its_own")  ? TE_FL_ABI_MINOR
                                             : 0;

@@ -51,22 +51,13 @@ using Errors = const te_fl_error_sink*;
 
 void fill_api(te_fl_device_api& api) {
   api.struct_size = sizeof api;
-  api.allocate = [](void* self, size_t bytes, void*, void** out, Errors) {
-    event("allocate");
-    return give_block(self, bytes, out);
+  api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out, Errors) {
+    event(memory->kind == TE_FL_MEMORY_PINNED ? "allocate_pinned" : "allocate");
+    return give_block(self, memory->bytes, out);
   };
-  api.free = [](void* self, void* data, void*, Errors) {
+  api.free = [](void* self, void* data, uint32_t kind, void*, Errors) {
     take_block(self, data);
-    event("free");
-    return te_fl_status{TE_FL_OK};
-  };
-  api.allocate_pinned = [](void* self, size_t bytes, void** out, Errors) {
-    event("allocate_pinned");
-    return give_block(self, bytes, out);
-  };
-  api.free_pinned = [](void* self, void* data, Errors) {
-    take_block(self, data);
-    event("free_pinned");
+    event(kind == TE_FL_MEMORY_PINNED ? "free_pinned" : "free");
     return te_fl_status{TE_FL_OK};
   };
   api.copy = [](void*, void* dst, const void* src, size_t bytes, uint32_t, void*, Errors) {
@@ -92,7 +83,7 @@ void fill_api(te_fl_device_api& api) {
     event("synchronize");
     return te_fl_status{TE_FL_OK};
   };
-  api.create_event = [](void* self, void** made, Errors) {
+  api.create_event = [](void* self, uint32_t, void** made, Errors) {
     event("create_event");
     return give_handle(self, made);
   };

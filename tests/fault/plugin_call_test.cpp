@@ -31,7 +31,7 @@ TEST_F(PluginCall, AGoodPluginServes) {
   EXPECT_EQ(loaded.state, plugins::State::kActive);
   EXPECT_EQ(loaded.vendor, "fault");
   EXPECT_EQ(loaded.version, "1.2.3");
-  EXPECT_EQ(loaded.abi, "1.0");
+  EXPECT_EQ(loaded.abi, "0.9");
   EXPECT_FALSE(loaded.build_id.empty()) << "the ELF build id stands in for one that is not given";
   EXPECT_EQ(loaded.ops, (std::vector<std::string>{"relu: vendor.fault"}));
   EXPECT_GT(loaded.load_ms, 0);
@@ -61,11 +61,13 @@ struct Stranger {
   te_fl_device_desc desc{};
   Stranger() {
     api.struct_size = sizeof api;
-    api.allocate = [](void*, size_t bytes, void*, void** out, const te_fl_error_sink*) {
+    api.allocate = [](void*, const te_fl_memory_desc* memory, void** out, const te_fl_error_sink*) {
+      if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+      const size_t bytes = memory->bytes;
       *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.free = [](void*, void* data, void*, const te_fl_error_sink*) {
+    api.free = [](void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
       std::free(data);
       return static_cast<te_fl_status>(TE_FL_OK);
     };
@@ -208,7 +210,7 @@ TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
   EXPECT_EQ(call("fault::scale", &args).code(), StatusCode::kUnsupported)
       << "the op is known, without implementation";
 
-  load("old_parameters");  // knows version 1: no bias
+  load("old_parameters");  // does not know the bias
   const Status refused = call("fault::scale", &args);
   EXPECT_FAILS(refused, kUnsupported, "bias");
   EXPECT_EQ(values_of(out), (std::vector<float>{13, 16})) << "nothing was written";
@@ -219,7 +221,7 @@ TEST_F(PluginCall, ACustomOpServesAndItsImplementationsAge) {
 
 TEST_F(PluginCall, ACustomOpWithAnotherDescriptionIsRefused) {
   static te_fl_op_schema other = fault::kScale;
-  other.args_size_v1 = sizeof(fault::ScaleArgs);
+  other.least_args_size = sizeof(fault::ScaleArgs);
   load("custom_op");
   te_fl_op_desc desc;
   desc.op_name = "fault::scale";

@@ -17,7 +17,7 @@ class SettingsTest : public FaultTest {
  protected:
   std::string manifest(const std::string& name, const std::string& more) {
     return folder_.write("path/" + name + ".json",
-                         R"({"file_format_version": "1.0", "vendor": "fault", "abi": "1.0",
+                         R"({"file_format_version": "1.0", "vendor": "fault", "abi": "0.9",
                              "name": ")" +
                              name + R"(", "library_path": ")" + fault_path(name) +
                              R"(", "arch": ")" + kArch + "\"" + more + "}");

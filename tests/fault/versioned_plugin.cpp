@@ -50,7 +50,7 @@ te_fl_status ops(void* self, uint32_t* count, const te_fl_op_desc* const** list,
   g_op.op_name = "fault::scale";
   g_op.impl_id = "vendor." FAULT_NAME;
   g_op.kind = TE_FL_KIND_VENDOR;
-  g_op.param_version = 2;
+  g_op.later_args = "bias";
   g_op.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
   g_op.self = self;
   g_op.run = scale;

@@ -70,7 +70,7 @@ unset TE_FL_PLUGIN_MODULES
 cp "$work/plugins/libacme_c.so" "$lib/te_fl/"
 cat >"$lib/te_fl/plugins.d/acme_c.json" <<JSON
 {"file_format_version": "1.0", "name": "acme_c", "vendor": "acme", "library_path": "../libacme_c.so",
- "arch": "$(uname -m)", "abi": "1.0", "probe": {"always": true}}
+ "arch": "$(uname -m)", "abi": "0.9", "probe": {"always": true}}
 JSON
 expect "manifest in the prefix" 'acme_c.*active' "$("$te_fl" info)"
 rm "$lib/te_fl/plugins.d/acme_c.json"

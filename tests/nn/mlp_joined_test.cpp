@@ -141,7 +141,7 @@ TEST(JoinedActivation, OnlyWhereTheProductAloneWouldGoThereToo) {
   desc.impl_id = "vendor.older";
   desc.kind = TE_FL_KIND_VENDOR;
   desc.priority = 500;
-  desc.param_version = 2;  // before d_sum
+  desc.later_args = "residual";  // not d_sum
   desc.flags = TE_FL_OP_THREAD_SAFE;
   desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
   desc.run = decline;

@@ -20,7 +20,7 @@ using nlohmann::json;
 
 json good() {
   return {{"file_format_version", "1.0"},          {"name", "acme"},   {"vendor", "acme"},
-          {"library_path", "../libte_fl_acme.so"}, {"arch", "x86_64"}, {"abi", "1.0"}};
+          {"library_path", "../libte_fl_acme.so"}, {"arch", "x86_64"}, {"abi", "0.9"}};
 }
 
 json with(const std::string& key, const json& value) {
@@ -55,8 +55,8 @@ TEST(ManifestTest, ReadsEveryKey) {
   EXPECT_EQ(m.vendor, "acme");
   EXPECT_EQ(m.library_path, "/opt/te_fl/plugins.d/../libte_fl_acme.so");
   EXPECT_EQ(m.arch, "x86_64");
-  EXPECT_EQ(m.abi_major, 1);
-  EXPECT_EQ(m.abi_minor, 0);
+  EXPECT_EQ(m.abi_major, 0);
+  EXPECT_EQ(m.abi_minor, 9);
   EXPECT_EQ(m.probe.pci_vendor, 0x10de);
   EXPECT_EQ(m.probe.device_node, "/dev/nvidia0");
   ASSERT_EQ(m.load_for.size(), 2u);

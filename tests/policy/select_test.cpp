@@ -133,9 +133,16 @@ TEST(Decide, ChecksEveryConstraint) {
   o.scalings = TE_FL_BIT(TE_FL_SCALING_TENSOR);
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kScaling);
   o.scalings = 0x3f;
-  c.version = 2;
-  EXPECT_EQ(refusal_of({}, c, o), Refusal::kVersion);
-  o.param_version = 2;
+  o.max_arch = 1;
+  c.arch = 2;
+  EXPECT_EQ(refusal_of({}, c, o), Refusal::kArch);
+  o.max_arch = 2;
+  EXPECT_EQ(refusal_of({}, c, o), Refusal::kNone);
+  // What it knows is a set: a newer argument does not stand for an older one.
+  c.later = 0b01;
+  o.later = 0b10;
+  EXPECT_EQ(refusal_of({}, c, o), Refusal::kLaterArgument);
+  o.later = 0b11;
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kNone);
   o.flags = 0;
   PolicySettings deterministic;
@@ -237,6 +244,13 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   native.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
   EXPECT_EQ(refusal_text(Refusal::kArch, native, c, {}, nullptr),
             "it needs architecture 80 or newer, cuda:0 is 90");
+  native.max_arch = 86;
+  EXPECT_EQ(refusal_text(Refusal::kArch, native, c, {}, nullptr),
+            "it needs an architecture from 80 to 86, cuda:0 is 90");
+  native.min_arch = 0;
+  EXPECT_EQ(refusal_text(Refusal::kArch, native, c, {}, nullptr),
+            "it needs architecture 86 or older, cuda:0 is 90");
+  native.min_arch = 80, native.max_arch = 0;
   c.present = false;
   c.arch = 0;
   EXPECT_EQ(refusal_text(Refusal::kArch, native, c, {}, nullptr),
@@ -267,22 +281,22 @@ TEST(First, StaysWithinTheFirstToken) {
 
 class Names final : public ArgumentNames {
  public:
-  std::string dtype_outside(uint32_t) const override { return "input"; }
+  std::string dtype_outside(uint64_t) const override { return "input"; }
   std::string scaling_outside(uint32_t) const override { return "output"; }
-  std::string newer_than(uint32_t) const override { return "gain"; }
+  std::string later_names(uint32_t) const override { return "gain"; }
 };
 
 TEST(Text, SaysWhatWasAndWhatIsServed) {
   const Names names;
   Call c = call();
   c.dtypes = TE_FL_BIT(TE_FL_F64) | TE_FL_BIT(TE_FL_F32);
-  c.version = 3;
+  c.later = 1;
   Implementation o = impl("default.x", Kind::kDefault);
   o.dtypes = TE_FL_MASK_HIGH;
   EXPECT_EQ(refusal_text(Refusal::kDtype, o, c, {}, &names),
             "dtype f64 of input is not served (it serves f32|f16|bf16)");
-  EXPECT_EQ(refusal_text(Refusal::kVersion, o, c, {}, &names),
-            "it implements version 1 of the op, the call uses gain of version 3");
+  EXPECT_EQ(refusal_text(Refusal::kLaterArgument, o, c, {}, &names),
+            "the call sets gain, which the op gained later and it does not know (rule R23)");
   EXPECT_EQ(refusal_text(Refusal::kDevice, impl("v", Kind::kVendor, "a", kCuda), c, {}, nullptr),
             "the tensors are on cpu, it serves cuda");
   for (int r = 1; r <= static_cast<int>(Refusal::kStagingCaptured); ++r) {

@@ -22,7 +22,7 @@ namespace {
 static_assert(sizeof(te_fl_tensor) == 64);
 static_assert(sizeof(te_fl_quant) == 56);
 static_assert(sizeof(te_fl_saved) == 24);
-static_assert(sizeof(te_fl_context) == 96);
+static_assert(sizeof(te_fl_context) == 80);
 
 // A call of any op with every argument given: metadata only, since nothing is run.
 class AnyCall {
@@ -77,7 +77,8 @@ class AnyCall {
   }
 
   const te_fl_op_schema& schema;
-  te_fl_context context{};
+  te_fl_rng rng;
+  te_fl_context context{.rng = &rng};
   te_fl_saved record;
   std::map<std::string, Whole> tensors;  // whose addresses last
 
@@ -234,8 +235,10 @@ Changes changes_of_context() {
       {"context: device type", [](AnyCall& c) { c.context.device.type = TE_FL_DEVICE_CPU; }},
       {"context: device index", [](AnyCall& c) { c.context.device.index = 1; }},
       {"context: provider", [](AnyCall& c) { c.context.provider = 2; }},
-      {"context: random state on the device",
-       [](AnyCall& c) { c.context.rng.state = reinterpret_cast<const uint64_t*>(4096); }},
+      {"context: seed on the device",
+       [](AnyCall& c) { c.rng.seed_address = reinterpret_cast<const uint64_t*>(4096); }},
+      {"context: offset on the device",
+       [](AnyCall& c) { c.rng.offset_address = reinterpret_cast<const uint64_t*>(4096); }},
   };
 }
 
@@ -246,8 +249,8 @@ Changes exempt(const te_fl_op_schema& schema) {
       {"context: capturing", [](AnyCall& c) { c.context.flags |= TE_FL_CALL_CAPTURING; }},
       // One plan serves all streams of a device, and calls have new random numbers each time.
       {"context: stream", [](AnyCall& c) { c.context.stream = &c; }},
-      {"context: seed", [](AnyCall& c) { c.context.rng.seed = 7; }},
-      {"context: offset", [](AnyCall& c) { c.context.rng.offset = 8; }},
+      {"context: seed", [](AnyCall& c) { c.rng.seed = 7; }},
+      {"context: offset", [](AnyCall& c) { c.rng.offset = 8; }},
       // The host's own, for this call.
       {"context: error sink",
        [](AnyCall& c) { c.context.errors = reinterpret_cast<const te_fl_error_sink*>(4096); }},

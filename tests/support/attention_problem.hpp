@@ -164,7 +164,7 @@ struct Problem {
 
   Case c;
   double scale = 0.625;
-  te_fl_rng rng{0x123456789abcdefu, 77, nullptr};
+  te_fl_rng rng{.seed = 0x123456789abcdefu, .offset = 77};
   std::vector<double> q, k, v, weight, bias, slopes, sink, mask;
 };
 

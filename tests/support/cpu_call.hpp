@@ -41,7 +41,7 @@ Outcome run_cpu(const char* op, const Args& args, te_fl_rng rng = {}) {
   te_fl_context ctx{};
   ctx.struct_size = sizeof ctx;
   ctx.device = {TE_FL_DEVICE_CPU, 0};
-  ctx.rng = rng;
+  ctx.rng = &rng;
   ctx.errors = &sink;
   const te_fl_op_desc* desc = cpu_op(op);
   if (desc == nullptr) return {TE_FL_NOT_FOUND, std::string("no ") + op};

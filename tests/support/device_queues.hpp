@@ -151,10 +151,12 @@ class DeviceQueues {
   // A place on a stream. `graph`: in a capture.
   struct Mark {
     bool passed = false;
+    uint64_t time = 0;  // on a clock that counts the pieces of work that ran, in microseconds
     std::shared_ptr<Queue> queue;
     std::shared_ptr<Graph> graph;
   };
   struct Event {
+    bool timed;
     std::shared_ptr<Mark> last;
   };
 
@@ -181,7 +183,12 @@ class DeviceQueues {
       queue->work.push_back(std::move(work));
     }
   }
+  static uint64_t& clock() {
+    static uint64_t now = 0;
+    return now;
+  }
   static void run_one(Queue& queue) {
+    ++clock();
     const Work work = std::move(queue.work.front());
     queue.work.pop_front();
     const te_fl_status status = work();
@@ -204,6 +211,7 @@ class DeviceQueues {
     if (mark->graph != nullptr) return mark;
     queue->work.push_back([mark]() -> te_fl_status {
       mark->passed = true;
+      mark->time = clock();
       return TE_FL_OK;
     });
     return mark;
@@ -249,8 +257,9 @@ class DeviceQueues {
 
   template <class D>
   static void install_events(te_fl_device_api& api) {
-    api.create_event = [](void*, void** out, const te_fl_error_sink*) -> te_fl_status {
-      *out = new Event;
+    api.create_event = [](void*, uint32_t flags, void** out,
+                          const te_fl_error_sink*) -> te_fl_status {
+      *out = new Event{(flags & TE_FL_EVENT_TIMED) != 0, nullptr};
       return TE_FL_OK;
     };
     api.destroy_event = [](void*, void* event, const te_fl_error_sink*) -> te_fl_status {
@@ -275,6 +284,26 @@ class DeviceQueues {
       const Lock lock(all());
       const auto mark = static_cast<Event*>(event)->last;
       if (mark != nullptr) pass(*mark);
+      return TE_FL_OK;
+    };
+    api.query_event = [](void*, void* event, int32_t* done,
+                         const te_fl_error_sink*) -> te_fl_status {
+      const Lock lock(all());
+      const auto mark = static_cast<Event*>(event)->last;
+      *done = mark == nullptr || mark->passed ? 1 : 0;
+      // Each question brings the work on by one piece, as time would.
+      if (*done == 0 && !mark->queue->work.empty()) run_one(*mark->queue);
+      return TE_FL_OK;
+    };
+    api.elapsed_time = [](void*, void* start, void* end, uint64_t* nanoseconds,
+                          const te_fl_error_sink* errors) -> te_fl_status {
+      const Lock lock(all());
+      const auto from = static_cast<Event*>(start)->last, to = static_cast<Event*>(end)->last;
+      if (from == nullptr || to == nullptr || !static_cast<Event*>(start)->timed ||
+          !static_cast<Event*>(end)->timed) {
+        return say(errors, TE_FL_INVALID_ARGUMENT, "an event that is not timed");
+      }
+      *nanoseconds = to->time > from->time ? (to->time - from->time) * 1000 : 0;
       return TE_FL_OK;
     };
   }

@@ -12,7 +12,7 @@
 // Custom ops and scripted implementations for tests of dispatch, through the public API alone.
 namespace te_fl::testing {
 
-// test::five: out = a + b + c + d, all of one shape; `gain` exists since version 2.
+// test::five: out = a + b + c + d, all of one shape; `gain` is a later argument.
 struct FiveArgs {
   uint32_t struct_size = sizeof(FiveArgs);
   const te_fl_tensor* a = nullptr;
@@ -36,7 +36,6 @@ inline te_fl_arg_desc tensor_arg(const char* name, te_fl_arg_role role, uint32_t
   a.struct_size = sizeof a;
   a.type = TE_FL_ARG_TENSOR;
   a.role = static_cast<uint8_t>(role);
-  a.since = 1;
   a.offset = offset;
   a.dtypes = TE_FL_MASK_ANY_DTYPE;
   a.scalings = 0x3f;
@@ -59,7 +58,7 @@ inline const te_fl_op_schema& five_schema() {
     te_fl_arg_desc g{};
     g.struct_size = sizeof g;
     g.type = TE_FL_ARG_F32;
-    g.since = 2;
+    g.flags = TE_FL_ARG_LATER;
     g.offset = offsetof(FiveArgs, gain);
     g.name = "gain";
     g.neutral = 1;
@@ -67,11 +66,11 @@ inline const te_fl_op_schema& five_schema() {
   }();
   static const te_fl_arg_desc* const args[] = {&a, &b, &c, &d, &out, &gain};
   static const te_fl_op_schema schema = {sizeof(te_fl_op_schema),
-                                         2,
                                          0,
                                          sizeof(FiveArgs),
                                          offsetof(FiveArgs, out) + sizeof(void*),
                                          6,
+                                         0,
                                          args,
                                          "test::five",
                                          "Sum of four.",
@@ -88,7 +87,6 @@ inline const te_fl_op_schema& save_schema(bool forward) {
     s.struct_size = sizeof s;
     s.type = TE_FL_ARG_SAVED;
     s.role = static_cast<uint8_t>(role);
-    s.since = 1;
     s.flags = TE_FL_ARG_OPTIONAL;
     s.offset = offsetof(SaveArgs, saved);
     s.name = "saved";
@@ -100,11 +98,11 @@ inline const te_fl_op_schema& save_schema(bool forward) {
   static const te_fl_arg_desc* const bwd[] = {&x, &y, &read};
   static const auto make = [](const char* name, const te_fl_arg_desc* const* args) {
     return te_fl_op_schema{sizeof(te_fl_op_schema),
-                           1,
                            0,
                            sizeof(SaveArgs),
                            sizeof(SaveArgs),
                            3,
+                           0,
                            args,
                            name,
                            "s.",
@@ -130,7 +128,7 @@ class Fake {
                                                 : TE_FL_KIND_DEFAULT;
     desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT | TE_FL_OP_DETERMINISTIC |
                  TE_FL_OP_IN_PLACE_OK;
-    desc.param_version = schema.version;
+    if (&schema == &five_schema()) desc.later_args = "gain";
     desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
     desc.self = this;
     desc.run = [](void* self, const te_fl_context* ctx, const void* args) {

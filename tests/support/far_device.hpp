@@ -39,18 +39,19 @@ class FarDevice {
     free_[0] = capacity;
     api.struct_size = sizeof api;
     queues.install<FarDevice>(api);
-    api.allocate = [](void* self, size_t bytes, void* stream, void** out,
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* e) {
-      return of(self).allocate(bytes, stream, out, e);
+      if (memory->kind == TE_FL_MEMORY_PINNED) {
+        return of(self).allocate_pinned(memory->bytes, out, e);
+      }
+      if (memory->kind == TE_FL_MEMORY_MANAGED || memory->alignment > 256) {
+        return say(e, TE_FL_UNSUPPORTED, "the far device has no such memory");
+      }
+      return of(self).allocate(memory->bytes, memory->stream, out, e);
     };
-    api.free = [](void* self, void* data, void* stream, const te_fl_error_sink*) {
+    api.free = [](void* self, void* data, uint32_t kind, void* stream, const te_fl_error_sink*) {
+      if (kind == TE_FL_MEMORY_PINNED) return of(self).free_pinned(data);
       return of(self).release(data, stream);
-    };
-    api.allocate_pinned = [](void* self, size_t bytes, void** out, const te_fl_error_sink* e) {
-      return of(self).allocate_pinned(bytes, out, e);
-    };
-    api.free_pinned = [](void* self, void* data, const te_fl_error_sink*) {
-      return of(self).free_pinned(data);
     };
     api.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host, void* stream,
                   const te_fl_error_sink* e) {

@@ -151,8 +151,11 @@ class RecordingDevice {
   }
   void fill_api() {
     api_.struct_size = sizeof api_;
-    api_.allocate = [](void* self, size_t bytes, void* stream, void** out,
+    api_.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                        const te_fl_error_sink*) -> te_fl_status {
+      if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+      const size_t bytes = memory->bytes;
+      void* const stream = memory->stream;
       const size_t size = (bytes + 256) / 256 * 256;
       *out = std::aligned_alloc(256, size);
       std::memset(*out, 0xCD, size);
@@ -160,7 +163,8 @@ class RecordingDevice {
       of(self).queues.allocated(stream, *out);
       return TE_FL_OK;
     };
-    api_.free = [](void* self, void* data, void* stream, const te_fl_error_sink*) -> te_fl_status {
+    api_.free = [](void* self, void* data, uint32_t, void* stream,
+                   const te_fl_error_sink*) -> te_fl_status {
       RecordingDevice& device = of(self);
       device.queues.freed(stream, data, [&device, data] { device.give_back(data); });
       return TE_FL_OK;
@@ -206,9 +210,11 @@ class RecordingDevice {
     later.errors = nullptr;
     later.extensions = nullptr;
     auto copied = std::make_shared<CopiedArgs>(*op.schema, args);
-    device.queues.enqueue(ctx->stream, [&op, later, copied] {
+    device.queues.enqueue(ctx->stream, [&op, later, rng = *ctx->rng, copied] {
       ++op.device->ops_run_;
-      return op.inner.run(op.inner.self, &later, copied->get());
+      te_fl_context then = later;
+      then.rng = &rng;
+      return op.inner.run(op.inner.self, &then, copied->get());
     });
     return TE_FL_OK;
   }

@@ -200,7 +200,7 @@ Outcome run_reference(const char* op, const Args& args, te_fl_rng rng = {}) {
   te_fl_context ctx{};
   ctx.struct_size = sizeof ctx;
   ctx.device = {TE_FL_DEVICE_CPU, 0};
-  ctx.rng = rng;
+  ctx.rng = &rng;
   ctx.errors = &sink;
   te_fl_status status = TE_FL_NOT_FOUND;
   for (uint32_t i = 0; i < n; ++i) {

@@ -47,7 +47,7 @@ Outcome call(const std::string& op, const Args& args, te_fl_rng rng = {}) {
   te_fl_context ctx{};
   ctx.struct_size = sizeof ctx;
   ctx.device = {TE_FL_DEVICE_CPU, 0};
-  ctx.rng = rng;
+  ctx.rng = &rng;
   ctx.errors = &sink;
   const te_fl_op_desc& desc = reference_op(op);
   outcome.status = desc.run(desc.self, &ctx, &args);

@@ -249,7 +249,7 @@ Status pinned(const Device& d) {
   const auto host = Memory::pinned(d, kWhole);
   if (!host.ok() && host.status().code() == te_fl::StatusCode::kUnsupported)
     return Status(te_fl::StatusCode::kUnsupported,
-                  "the device gives no pinned memory (allocate_pinned)");
+                  "the device gives no pinned memory (TE_FL_MEMORY_PINNED)");
   TE_FL_RETURN_IF_ERROR(host.status());
   TE_FL_RETURN_IF_ERROR(copies_up(d, host->data()));
   return copies_down(d, host->data());
@@ -432,6 +432,58 @@ Status host_waits_under(const Device& d, const te_fl::Stream& a, const Load& loa
   return {};
 }
 
+// An event that says "done" has what was enqueued before it behind it, and it says so some time
+// though nobody waits.
+Status polled_under(const Device& d, const te_fl::Stream& a, const Load& load) {
+  TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
+  TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, a.get()));
+  TE_FL_ASSIGN_OR_RETURN(uint8_t* const at, landing(d, kSmall));
+  TE_FL_ASSIGN_OR_RETURN(const bool unused, event.done());
+  if (!unused) return wrong("query_event() says that an event that marks nothing is not done");
+  for (const uint8_t value : {uint8_t{93}, uint8_t{94}}) {
+    TE_FL_RETURN_IF_ERROR(load.enqueue(d, a.get()));
+    TE_FL_RETURN_IF_ERROR(devices::fill(d, x.data(), value, kSmall, a.get()));
+    TE_FL_RETURN_IF_ERROR(devices::copy(Device(), at, d, x.data(), kSmall, a.get()));
+    TE_FL_RETURN_IF_ERROR(event.record(a.get()));
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    for (bool done = false; !done; beat()) {
+      TE_FL_ASSIGN_OR_RETURN(done, event.done());
+      if (!done && std::chrono::steady_clock::now() > limit)
+        return wrong("query_event() still says that an event is not done, after 10 s");
+    }
+    const Status waited = expect_all(
+        at, value, "query_event() said that an event was done before the work that it marks was");
+    TE_FL_RETURN_IF_ERROR(a.synchronize());
+    TE_FL_RETURN_IF_ERROR(waited);
+  }
+  return {};
+}
+
+// The time between two events is no longer than what passed on the host around them.
+Status timed_events(const Device& d) {
+  TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
+  TE_FL_ASSIGN_OR_RETURN(te_fl::Event first, te_fl::Event::create(d, true));
+  TE_FL_ASSIGN_OR_RETURN(te_fl::Event last, te_fl::Event::create(d, true));
+  TE_FL_ASSIGN_OR_RETURN(const Load load, Load::make(d, a.get()));
+  TE_FL_RETURN_IF_ERROR(a.synchronize());
+  const auto start = std::chrono::steady_clock::now();
+  TE_FL_RETURN_IF_ERROR(first.record(a.get()));
+  TE_FL_RETURN_IF_ERROR(load.enqueue(d, a.get()));
+  TE_FL_RETURN_IF_ERROR(last.record(a.get()));
+  TE_FL_RETURN_IF_ERROR(last.synchronize());
+  const auto passed = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                          std::chrono::steady_clock::now() - start) +
+                      std::chrono::milliseconds(1);  // two clocks
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t between, last.elapsed_since(first));
+  if (between == 0) return wrong("elapsed_time() says that work between two events took 0 ns");
+  if (between > static_cast<uint64_t>(passed.count()))
+    return wrong("elapsed_time() says " + std::to_string(between) +
+                 " ns for two events around which " + std::to_string(passed.count()) +
+                 " ns passed on the host");
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t backwards, first.elapsed_since(last));
+  return backwards == 0 ? Status() : wrong("elapsed_time() is not 0 where the end came first");
+}
+
 template <Status (*waits)(const Device&, const te_fl::Stream&, const Load&)>
 Status unloaded_and_loaded(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
@@ -491,6 +543,8 @@ const std::vector<DeviceStep>& device_steps() {
       {"device/streams", streams, true},
       {"device/a stream waits for an event", unloaded_and_loaded<stream_waits_under>, true},
       {"device/the host waits for an event", unloaded_and_loaded<host_waits_under>, true},
+      {"device/an event is polled", unloaded_and_loaded<polled_under>, true},
+      {"device/timed events", timed_events, true},
   };
   return steps;
 }

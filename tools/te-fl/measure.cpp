@@ -174,7 +174,7 @@ PlacedCase::~PlacedCase() {
 Status PlacedCase::call(void* stream) const {
   te_fl::CallOptions options;
   options.stream = stream;
-  options.rng = {17, 0, nullptr};
+  options.rng = {.seed = 17};
   return te_fl::OpManager::instance().call(op_, case_->raw_args(), options);
 }
 

@@ -239,13 +239,17 @@ constexpr const char* kDevice = R"raw(// The device: where its memory comes from
 namespace @NAME@_backend {
 namespace {
 
-te_fl_status allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink* errors) {
-  *out = std::aligned_alloc(256, (std::max<size_t>(bytes, 1) + 255) / 256 * 256);
+// A kind of memory that the device lacks is refused, and the host does without it (pinned memory, say).
+te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out, const te_fl_error_sink* errors) {
+  *out = nullptr;
+  if (memory->kind != TE_FL_MEMORY_DEVICE) return TE_FL_UNSUPPORTED;
+  const size_t alignment = memory->alignment;
+  *out = std::aligned_alloc(alignment, (std::max<size_t>(memory->bytes, 1) + alignment - 1) / alignment * alignment);
   if (*out != nullptr) return TE_FL_OK;
   errors->write(errors->host, "no memory");
   return TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN;
 }
-te_fl_status release(void*, void* data, void*, const te_fl_error_sink*) {
+te_fl_status release(void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
   std::free(data);
   return TE_FL_OK;
 }
@@ -266,7 +270,7 @@ te_fl_status properties(void*, te_fl_device_props* props, const te_fl_error_sink
   return TE_FL_OK;
 }
 
-// What is NULL is absent (R4): streams, events, pinned memory and graphs come later, each by itself.
+// What is NULL is absent (R4): streams, events and graphs come later, each by itself.
 constexpr te_fl_device_api kDeviceApi = {.struct_size = sizeof(te_fl_device_api), .allocate = allocate, .free = release,
     .copy = copy, .fill = fill, .synchronize = synchronize, .properties = properties};
 

@@ -49,7 +49,7 @@ int ops(const OpsOptions& options) {
              {"priority", i.priority},
              {"owner", i.owner},
              {"deterministic", (i.desc.flags & TE_FL_OP_DETERMINISTIC) != 0},
-             {"version", i.desc.param_version}});
+             {"later_args", i.desc.later_args == nullptr ? "" : i.desc.later_args}});
       }
       out.push_back(entry);
     }

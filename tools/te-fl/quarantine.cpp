@@ -12,7 +12,7 @@ namespace {
 using nlohmann::json;
 
 template <class T>
-std::vector<std::string> names_of(uint32_t mask, int count) {
+std::vector<std::string> names_of(uint64_t mask, int count) {
   std::vector<std::string> names;
   for (int i = 0; i < count; ++i) {
     if ((mask >> i & 1) != 0) names.emplace_back(te_fl::name(static_cast<T>(i)));

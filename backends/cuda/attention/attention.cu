@@ -87,9 +87,10 @@ Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionP
   r.scale = p.scale;
   r.threshold = numeric::dropout_threshold(p.dropout_p);
   r.kept = 1.0f / (1.0f - p.dropout_p);
-  r.seed = ctx.rng.seed;
-  r.rng_offset = ctx.rng.offset;
-  r.rng_state = ctx.rng.state;
+  r.seed = ctx.rng->seed;
+  r.rng_offset = ctx.rng->offset;
+  r.seed_address = ctx.rng->seed_address;
+  r.offset_address = ctx.rng->offset_address;
   r.bias = score_data(p.bias);
   r.attn_mask = score_data(p.attn_mask);
   if (p.alibi_slopes != nullptr) {

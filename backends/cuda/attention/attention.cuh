@@ -147,7 +147,7 @@ struct Attention {
   uint64_t threshold;  // of dropout
   float kept;          // 1 / (1 - p)
   uint64_t seed, rng_offset;
-  const uint64_t* rng_state;
+  const uint64_t *seed_address, *offset_address;  // as in te_fl_rng
   ScoreData bias, attn_mask;
   const float* alibi;
   int64_t alibi_batch, alibi_head;
@@ -217,8 +217,8 @@ struct Attention {
   // 0 for a dropped probability, else 1 / (1 - p). `row`: (b H + h) rows + i.
   __device__ float dropout(int64_t row, int64_t cols, int64_t j) const {
     if (threshold == 0) return 1.0f;
-    const uint64_t key = rng_state != nullptr ? rng_state[0] : seed;
-    const uint64_t base = rng_offset + (rng_state != nullptr ? rng_state[1] : 0);
+    const uint64_t key = seed_address != nullptr ? *seed_address : seed;
+    const uint64_t base = rng_offset + (offset_address != nullptr ? *offset_address : 0);
     return numeric::dropout_word(key, base, static_cast<uint64_t>(row * cols + j)) >= threshold
                ? kept
                : 0.0f;

@@ -15,8 +15,8 @@ struct Dropping {
   // By whole warps: the key passes through a shuffle, so that the compiler knows it to be the same
   // in all lanes and keeps the ten keys of the rounds in uniform registers (a third of the time).
   __device__ explicit Dropping(const Attention& p)
-      : key(numeric::philox_key(p.rng_state != nullptr ? p.rng_state[0] : p.seed)),
-        base(p.rng_offset + (p.rng_state != nullptr ? p.rng_state[1] : 0)),
+      : key(numeric::philox_key(p.seed_address != nullptr ? *p.seed_address : p.seed)),
+        base(p.rng_offset + (p.offset_address != nullptr ? *p.offset_address : 0)),
         threshold(static_cast<uint32_t>(p.threshold)) {
     for (uint32_t& half : key) half = __shfl_sync(~0u, half, 0);
     p.logical(rows, cols);

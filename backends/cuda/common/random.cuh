@@ -8,19 +8,21 @@ namespace te_fl::cuda {
 
 struct DropoutStream {
   uint64_t seed, offset;
-  const uint64_t* state;  // {seed, offset to add} in device memory, or null
-  uint32_t threshold;     // the argument's range keeps p so far below 1 that 32 bits hold it
+  const uint64_t* seed_address;    // in device memory: it wins; or null
+  const uint64_t* offset_address;  // in device memory: what is added; or null
+  uint32_t threshold;              // the argument's range keeps p so far below 1 that 32 bits hold it
 
   DropoutStream(const te_fl_rng& rng, float p)
       : seed(rng.seed),
         offset(rng.offset),
-        state(rng.state),
+        seed_address(rng.seed_address),
+        offset_address(rng.offset_address),
         threshold(static_cast<uint32_t>(numeric::dropout_threshold(p))) {}
   // Bit j: element first + j is kept; first is a multiple of 8.
   __device__ uint32_t keep_eight(int64_t first) const {
-    const uint64_t key = state != nullptr ? state[0] : seed;
-    const uint64_t base =
-        offset + (state != nullptr ? state[1] : 0) + static_cast<uint64_t>(first) / 4;
+    const uint64_t key = seed_address != nullptr ? *seed_address : seed;
+    const uint64_t base = offset + (offset_address != nullptr ? *offset_address : 0) +
+                          static_cast<uint64_t>(first) / 4;
     uint32_t bits = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

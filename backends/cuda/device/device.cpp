@@ -30,29 +30,57 @@ te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexce
 
 Memory& memory_of(void* self) { return *static_cast<const Device*>(self)->memory; }
 
-te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
+void* allocate_pinned(size_t bytes) {
+  void* data = nullptr;
+  const cudaError_t error = cudaHostAlloc(&data, std::max<size_t>(bytes, 1), cudaHostAllocPortable);
+  if (error == cudaSuccess) return data;
+  throw_error(error, "cudaHostAlloc", "; asked for " + std::to_string(bytes) + " bytes");
+}
+
+void* allocate_managed(size_t bytes) {
+  void* data = nullptr;
+  const cudaError_t error =
+      cudaMallocManaged(&data, std::max<size_t>(bytes, 1), cudaMemAttachGlobal);
+  if (error == cudaSuccess) return data;
+  throw_error(error, "cudaMallocManaged", "; asked for " + std::to_string(bytes) + " bytes");
+}
+
+te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* errors) {
+  *out = nullptr;
   return on_device(self, errors, [&] {
-    *out = nullptr;
-    *out = memory_of(self).allocate(bytes, stream_of(stream));
+    if (memory->alignment > 256) {
+      backend::unsupported("memory of cuda:" + std::to_string(index_of(self)) +
+                           " is aligned to 256 bytes, not " + std::to_string(memory->alignment));
+    }
+    switch (memory->kind) {
+      case TE_FL_MEMORY_DEVICE:
+        *out = memory_of(self).allocate(memory->bytes, stream_of(memory->stream));
+        return;
+      case TE_FL_MEMORY_PINNED:
+        *out = allocate_pinned(memory->bytes);
+        return;
+      case TE_FL_MEMORY_MANAGED:
+        *out = allocate_managed(memory->bytes);
+        return;
+      default:
+        backend::unsupported("the CUDA plugin has no memory of kind " +
+                             std::to_string(memory->kind));
+    }
   });
 }
 
-te_fl_status free_memory(void* self, void* data, void* stream, const te_fl_error_sink* errors) {
-  return on_device(self, errors, [&] { memory_of(self).free(data, stream_of(stream)); });
-}
-
-te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
+te_fl_status free_memory(void* self, void* data, uint32_t kind, void* stream,
+                         const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
-    *out = nullptr;
-    const cudaError_t error = cudaHostAlloc(out, bytes > 0 ? bytes : 1, cudaHostAllocPortable);
-    if (error != cudaSuccess)
-      throw_error(error, "cudaHostAlloc", "; asked for " + std::to_string(bytes) + " bytes");
+    if (kind == TE_FL_MEMORY_PINNED) {
+      check(cudaFreeHost(data), "cudaFreeHost");
+    } else if (kind == TE_FL_MEMORY_MANAGED) {
+      check(cudaFree(data), "cudaFree");  // waits for the device
+    } else {
+      memory_of(self).free(data, stream_of(stream));
+    }
   });
-}
-
-te_fl_status free_pinned(void* self, void* data, const te_fl_error_sink* errors) {
-  return on_device(self, errors, [&] { check(cudaFreeHost(data), "cudaFreeHost"); });
 }
 
 te_fl_status copy(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
@@ -95,10 +123,13 @@ te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* error
   });
 }
 
-te_fl_status create_event(void* self, void** event, const te_fl_error_sink* errors) {
+te_fl_status create_event(void* self, uint32_t flags, void** event,
+                          const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     cudaEvent_t made = nullptr;
-    check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    const bool timed = (flags & TE_FL_EVENT_TIMED) != 0;
+    check(cudaEventCreateWithFlags(&made, timed ? cudaEventDefault : cudaEventDisableTiming),
+          "cudaEventCreateWithFlags");
     *event = made;
   });
 }
@@ -112,6 +143,7 @@ te_fl_status record_event(void* self, void* event, void* stream, const te_fl_err
     check(cudaEventRecord(static_cast<cudaEvent_t>(event), stream_of(stream)), "cudaEventRecord");
   });
 }
+// An event of another CUDA device will do: the driver orders the two.
 te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     check(cudaStreamWaitEvent(stream_of(stream), static_cast<cudaEvent_t>(event), 0),
@@ -122,6 +154,24 @@ te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* 
   return on_device(self, errors, [&] {
     check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
     tell_value_errors(index_of(self));
+  });
+}
+
+te_fl_status query_event(void* self, void* event, int32_t* done, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    const cudaError_t error = cudaEventQuery(static_cast<cudaEvent_t>(event));
+    *done = error == cudaSuccess ? 1 : 0;
+    if (error != cudaErrorNotReady) check(error, "cudaEventQuery");
+  });
+}
+te_fl_status elapsed_time(void* self, void* start, void* end, uint64_t* nanoseconds,
+                          const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(start),
+                               static_cast<cudaEvent_t>(end)),
+          "cudaEventElapsedTime");
+    *nanoseconds = milliseconds > 0 ? static_cast<uint64_t>(double{milliseconds} * 1e6) : 0;
   });
 }
 
@@ -327,8 +377,6 @@ constexpr te_fl_device_api kApi = {
     .reserved = 0,
     .allocate = allocate,
     .free = free_memory,
-    .allocate_pinned = allocate_pinned,
-    .free_pinned = free_pinned,
     .copy = copy,
     .fill = fill,
     .create_stream = create_stream,
@@ -349,6 +397,8 @@ constexpr te_fl_device_api kApi = {
     .check_stream = check_stream,
     .copy_between = copy_between,
     .retire_stream = retire_stream,
+    .query_event = query_event,
+    .elapsed_time = elapsed_time,
 };
 
 std::array<std::atomic<int>, 64> g_architectures;

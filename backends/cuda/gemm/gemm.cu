@@ -366,7 +366,7 @@ void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<Args, generic_gemm, refuse>("generic_gemm"));
   te_fl_op_desc& desc = ops.back();
-  desc.param_version = 3;
+  desc.later_args = "residual d_sum";
   desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   desc.prepare = prepare;

@@ -227,22 +227,21 @@ Refusal refuse_rmsnorm_bwd_add(const te_fl_rmsnorm_bwd_add_args& a) {
 }
 
 template <class Args, auto F, auto Refuses, auto Workspace>
-void append(std::vector<te_fl_op_desc>& ops, const char* name, uint32_t version = 1) {
+void append(std::vector<te_fl_op_desc>& ops, const char* name, const char* later = nullptr) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
   ops.back().workspace = backend::workspace_thunk<Args, Workspace>;
-  ops.back().param_version = version;
+  ops.back().later_args = later;
 }
 
 }  // namespace
 
 void append_norm(std::vector<te_fl_op_desc>& ops) {
-  // Version 2: residual and sum of the forwards, add of layernorm_bwd.
   append<te_fl_layernorm_fwd_args, layernorm_fwd, refuse_layernorm_fwd,
-         forward_workspace<te_fl_layernorm_fwd_args>>(ops, "layernorm_fwd", 2);
+         forward_workspace<te_fl_layernorm_fwd_args>>(ops, "layernorm_fwd", "residual sum");
   append<te_fl_layernorm_bwd_args, layernorm_bwd, refuse_layernorm_bwd,
-         backward_workspace<te_fl_layernorm_bwd_args>>(ops, "layernorm_bwd", 2);
+         backward_workspace<te_fl_layernorm_bwd_args>>(ops, "layernorm_bwd", "add");
   append<te_fl_rmsnorm_fwd_args, rmsnorm_fwd, refuse_rmsnorm_fwd,
-         forward_workspace<te_fl_rmsnorm_fwd_args>>(ops, "rmsnorm_fwd", 2);
+         forward_workspace<te_fl_rmsnorm_fwd_args>>(ops, "rmsnorm_fwd", "residual sum");
   append<te_fl_rmsnorm_bwd_args, rmsnorm_bwd, refuse_rmsnorm_bwd,
          backward_workspace<te_fl_rmsnorm_bwd_args>>(ops, "rmsnorm_bwd");
   append<te_fl_rmsnorm_bwd_add_args, rmsnorm_bwd_add, refuse_rmsnorm_bwd_add,

@@ -466,16 +466,16 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   using Unscale = te_fl_multi_tensor_unscale_l2norm_args;
   ops.push_back(
       descriptor<te_fl_multi_tensor_scale_args, scale, refuse_scale>("multi_tensor_scale"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "norm max_norm";
   ops.push_back(descriptor<L2, l2norm, refuse_norm<L2>>("multi_tensor_l2norm"));
   ops.back().workspace = backend::workspace_thunk<L2, norm_workspace<L2>>;
   ops.push_back(
       descriptor<Unscale, unscale_l2norm, refuse_norm<Unscale>>("multi_tensor_unscale_l2norm"));
   ops.back().workspace = backend::workspace_thunk<Unscale, norm_workspace<Unscale>>;
   ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, refuse_adam>("multi_tensor_adam"));
-  ops.back().param_version = 3;
+  ops.back().later_args = "lr_tensor step_tensor fp8_params";
   ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, refuse_sgd>("multi_tensor_sgd"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "lr_tensor";
 }
 
 }  // namespace te_fl::cuda

@@ -156,11 +156,11 @@ void dropout(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
   });
 }
 void dropout_fwd(const te_fl_context& ctx, const te_fl_dropout_fwd_args& a) {
-  dropout<true>(ctx, *a.input, *a.output, *a.mask, a.p, DropoutStream(ctx.rng, a.p));
+  dropout<true>(ctx, *a.input, *a.output, *a.mask, a.p, DropoutStream(*ctx.rng, a.p));
   check_launch("dropout_fwd");
 }
 void dropout_bwd(const te_fl_context& ctx, const te_fl_dropout_bwd_args& a) {
-  dropout<false>(ctx, *a.grad_output, *a.grad_input, *a.mask, a.p, DropoutStream(ctx.rng, a.p));
+  dropout<false>(ctx, *a.grad_output, *a.grad_input, *a.mask, a.p, DropoutStream(*ctx.rng, a.p));
   check_launch("dropout_bwd");
 }
 Refusal refuse_fwd(const te_fl_dropout_fwd_args& a) {
@@ -187,7 +187,7 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   if (size == 0) return;
   const int dtype = dtype_of(*args.output);
   uint8_t* mask = args.mask != nullptr ? backend::data<uint8_t>(*args.mask) : nullptr;
-  const DropoutStream random(ctx.rng, args.p);
+  const DropoutStream random(*ctx.rng, args.p);
   const float factor = factor_of(args.p);
   if (dtype_of(*args.a) != dtype || dtype_of(*args.b) != dtype) {
     add_mixed_kernel<<<blocks_for(ceil_div(size, kGroup)), kThreads, 0, stream_of(ctx)>>>(

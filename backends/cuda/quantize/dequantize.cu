@@ -290,7 +290,7 @@ void append_dequantize(std::vector<te_fl_op_desc>& ops) {
       descriptor<te_fl_dequantize_args, dequantize, refuse_dequantize>("dequantize"));
   ops.push_back(
       descriptor<te_fl_fp8_transpose_args, fp8_transpose, refuse_transpose>("fp8_transpose"));
-  ops.back().param_version = 2;
+  ops.back().later_args = "scale_inv column_sums";
   ops.back().workspace =
       backend::workspace_thunk<te_fl_fp8_transpose_args, transpose_workspace>;
 }

@@ -158,6 +158,15 @@ static uint4 philox(ulong seed, ulong counter) {
   return c;
 }
 
+// Seed and offset of a call; `at`: bit 0, a seed is in memory and wins; bit 1, an offset is and is
+// added. As random.hpp says.
+static ulong2 random_at(ulong seed, ulong offset, __global const ulong* seed_at,
+                        __global const ulong* offset_at, uint at) {
+  if (at & 1u) seed = *seed_at;
+  if (at & 2u) offset += *offset_at;
+  return (ulong2)(seed, offset);
+}
+
 // Keep bits of elements 8 g to 8 g + 7, of those below n; element i is kept if its word is at least
 // the threshold.
 static uint keep_bits(long g, long n, ulong seed, ulong offset, ulong threshold) {

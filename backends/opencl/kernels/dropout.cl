@@ -1,14 +1,12 @@
 // TX: the dtype. One work-item for eight elements: a byte of the mask.
 __kernel void dropout_forward(__global const void* x, __global void* y, __global uchar* mask,
                               long n, float kept, ulong seed, ulong offset,
-                              __global const ulong* state, ulong threshold, int has_state) {
+                              __global const ulong* seed_at, __global const ulong* offset_at,
+                              uint at, ulong threshold) {
   const long g = get_global_id(0);
   if (8 * g >= n) return;
-  if (has_state) {
-    seed = state[0];
-    offset += state[1];
-  }
-  const uint keep = keep_bits(g, n, seed, offset, threshold);
+  const ulong2 random = random_at(seed, offset, seed_at, offset_at, at);
+  const uint keep = keep_bits(g, n, random.x, random.y, threshold);
   const int count = (int)min(8L, n - 8 * g);
   for (int j = 0; j < count; ++j) {
     const float v = load(x, 8 * g + j, TX);

@@ -1,21 +1,16 @@
 // add, fill and strided_copy. TA, TB, TY: dtypes.
 
-#define HAS_MASK 1
-#define HAS_STATE 2
-
 // One work-item for eight elements: a byte of the mask.
 __kernel void add(__global const void* a, __global const void* b, __global void* y,
                   __global uchar* mask, long n, float kept, ulong seed, ulong offset,
-                  __global const ulong* state, ulong threshold, uint flags) {
+                  __global const ulong* seed_at, __global const ulong* offset_at, uint at,
+                  ulong threshold, int has_mask) {
   const long g = get_global_id(0);
   if (8 * g >= n) return;
   uint keep = 0xffu;
-  if (flags & HAS_MASK) {
-    if (flags & HAS_STATE) {
-      seed = state[0];
-      offset += state[1];
-    }
-    keep = keep_bits(g, n, seed, offset, threshold);
+  if (has_mask) {
+    const ulong2 random = random_at(seed, offset, seed_at, offset_at, at);
+    keep = keep_bits(g, n, random.x, random.y, threshold);
     mask[g] = (uchar)keep;
   }
   const int count = (int)min(8L, n - 8 * g);

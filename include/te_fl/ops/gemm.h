@@ -57,11 +57,11 @@ typedef struct te_fl_generic_gemm_args {
   /* factor of the previous D when accumulate */
   float beta TE_FL_INIT(1.0f);
   /* added to the result after the epilogue: the residual branch that the product joins. in,
-  optional; F32|F16|BF16; shape [M N] (since version 2) */
+  optional; F32|F16|BF16; shape [M N] (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* sum over M of the result, summed in FP32 before it is rounded or quantised: the bias gradient
   of the layer whose output gradient D is; not with accumulate. out, optional; F32|F16|BF16; shape
-  [N] (since version 3) */
+  [N] (a later argument) */
   const te_fl_tensor* d_sum TE_FL_INIT(NULL);
 } te_fl_generic_gemm_args;
 

@@ -35,10 +35,10 @@ typedef struct te_fl_layernorm_fwd_args {
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* what is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape [... H]
-  (since version 2) */
+  (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
-  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (since version 2) */
+  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a later argument) */
   const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_layernorm_fwd_args;
 
@@ -71,7 +71,7 @@ typedef struct te_fl_layernorm_bwd_args {
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* gradient that reached x by the residual branch, added to dx in FP32. in, optional;
-  F32|F16|BF16; shape [... H] (since version 2) */
+  F32|F16|BF16; shape [... H] (a later argument) */
   const te_fl_tensor* add TE_FL_INIT(NULL);
 } te_fl_layernorm_bwd_args;
 
@@ -99,10 +99,10 @@ typedef struct te_fl_rmsnorm_fwd_args {
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* what is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape [... H]
-  (since version 2) */
+  (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
-  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (since version 2) */
+  out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a later argument) */
   const te_fl_tensor* sum TE_FL_INIT(NULL);
 } te_fl_rmsnorm_fwd_args;
 

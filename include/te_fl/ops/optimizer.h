@@ -28,9 +28,9 @@ typedef struct te_fl_multi_tensor_scale_args {
   /* factor */
   float scale TE_FL_INIT(1.0f);
   /* norm of the gradients to clip, as multi_tensor_l2norm leaves it; read when the op runs. in,
-  optional; F32; shape [1] (since version 2) */
+  optional; F32; shape [1] (a later argument) */
   const te_fl_tensor* norm TE_FL_INIT(NULL);
-  /* with a norm: what it is clipped to, greater than 0 (since version 2) */
+  /* with a norm: what it is clipped to, greater than 0 (a later argument) */
   float max_norm TE_FL_INIT(0.0f);
 } te_fl_multi_tensor_scale_args;
 
@@ -116,15 +116,15 @@ typedef struct te_fl_multi_tensor_adam_args {
   int32_t mode TE_FL_INIT(0);
   /* divide m and v by 1 - beta^t */
   int32_t bias_correction TE_FL_INIT(1);
-  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (since
-  version 2) */
+  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (a later
+  argument) */
   const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
-  /* t, from 1, read when the op runs; wins over step. in, optional; I64; shape [1] (since version
-  2) */
+  /* t, from 1, read when the op runs; wins over step. in, optional; I64; shape [1] (a later
+  argument) */
   const te_fl_tensor* step_tensor TE_FL_INIT(NULL);
   /* one per parameter: what quantize makes of the parameter as the op leaves it, every copy that
   is there; written also where noop_flag keeps the parameter. out, optional; FP8; scaling tensor;
-  shape [...] (since version 3) */
+  shape [...] (a later argument) */
   const te_fl_tensor* const* fp8_params TE_FL_INIT(NULL);
   int64_t fp8_params_count TE_FL_INIT(0);
 } te_fl_multi_tensor_adam_args;
@@ -170,8 +170,8 @@ typedef struct te_fl_multi_tensor_sgd_args {
   int32_t first_run TE_FL_INIT(0);
   /* add wd p after momentum instead of before */
   int32_t wd_after_momentum TE_FL_INIT(0);
-  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (since
-  version 2) */
+  /* learning rate, read when the op runs; wins over lr. in, optional; F32; shape [1] (a later
+  argument) */
   const te_fl_tensor* lr_tensor TE_FL_INIT(NULL);
 } te_fl_multi_tensor_sgd_args;
 

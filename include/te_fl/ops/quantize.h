@@ -130,11 +130,11 @@ typedef struct te_fl_fp8_transpose_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* transposed codes. out; FP8|U8; shape [K M]; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* factor of the codes in column_sums; absent: 1. in, optional; F32; shape [1] (since version 2)
+  /* factor of the codes in column_sums; absent: 1. in, optional; F32; shape [1] (a later argument)
   */
   const te_fl_tensor* scale_inv TE_FL_INIT(NULL);
   /* summed in FP32, of FP8 codes only: the bias gradient of an output gradient that comes in
-  codes. out, optional; F32|F16|BF16; shape [K] (since version 2) */
+  codes. out, optional; F32|F16|BF16; shape [K] (a later argument) */
   const te_fl_tensor* column_sums TE_FL_INIT(NULL);
 } te_fl_fp8_transpose_args;
 

@@ -15,7 +15,7 @@ TEST(CpuDropout, MaskIsTheStreamAndValuesFollow) {
     for (int64_t n : {0, 1, 7, 64, 65, 1000, 70003}) {
       for (float p : {0.0f, 0.1f, 0.999f}) {
         for (int dtype : {TE_FL_F32, TE_FL_F16, TE_FL_BF16}) {
-          const te_fl_rng rng{0xfeedbeef12345678u, offset, nullptr};
+          const te_fl_rng rng{.seed = 0xfeedbeef12345678u, .offset = offset};
           HostTensor x({n}, dtype, random_values(n, 1, 0.5, 1)), y({n}, dtype), want({n}, dtype);
           HostTensor mask({(n + 7) / 8}, TE_FL_U8), want_mask({(n + 7) / 8}, TE_FL_U8);
           te_fl_dropout_fwd_args a;
@@ -46,15 +46,24 @@ TEST(CpuDropout, StateInMemoryCountsAndMaskIsChecked) {
   HostTensor mask({13}, TE_FL_U8), same({13}, TE_FL_U8), shorter({12}, TE_FL_U8);
   te_fl_dropout_fwd_args a;
   a.input = x, a.output = y, a.mask = mask, a.p = 0.5f;
-  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{3, 5, nullptr}));
+  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{.seed = 3, .offset = 5}));
   a.mask = same;
-  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{1, 1, state}));
+  ASSERT_OK(run_cpu(
+      "dropout_fwd", a,
+      te_fl_rng{.seed = 1, .offset = 1, .seed_address = &state[0], .offset_address = &state[1]}));
+  EXPECT_EQ(mask.bytes(), same.bytes());
+  // Each address counts without the other.
+  ASSERT_OK(
+      run_cpu("dropout_fwd", a, te_fl_rng{.seed = 1, .offset = 5, .seed_address = &state[0]}));
+  EXPECT_EQ(mask.bytes(), same.bytes());
+  ASSERT_OK(
+      run_cpu("dropout_fwd", a, te_fl_rng{.seed = 3, .offset = 1, .offset_address = &state[1]}));
   EXPECT_EQ(mask.bytes(), same.bytes());
   a.mask = shorter;
   EXPECT_REFUSED(run_cpu("dropout_fwd", a), "expected shape [13]");
   x.fill(std::vector<double>(100, NAN));
   a.mask = mask;
-  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{3, 5, nullptr}));
+  ASSERT_OK(run_cpu("dropout_fwd", a, te_fl_rng{.seed = 3, .offset = 5}));
   int zeros = 0;
   for (double v : y.values()) zeros += v == 0;
   EXPECT_GT(zeros, 20) << "a dropped NaN leaves zero";

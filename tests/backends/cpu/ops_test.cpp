@@ -72,7 +72,8 @@ class CpuOps : public ::testing::Test {
       if (std::string(list[i]->op_name) != name) continue;
       te_fl_context ctx{};
       ctx.struct_size = sizeof ctx;
-      ctx.rng = {11, 5, nullptr};
+      const te_fl_rng rng{.seed = 11, .offset = 5};
+      ctx.rng = &rng;
       const te_fl_error_sink sink{
           sizeof(te_fl_error_sink), 0, &error_,
           [](void* text, const char* t) { *static_cast<std::string*>(text) += t; }};

@@ -59,12 +59,13 @@ TEST_F(GpuErrors, ARandomStateInHostMemoryIsFound) {
   const Tensor mask = Tensor::empty({64 * 64 / 8}, DType::kU8, kGpu).value();
   const auto drop = [&](const uint64_t* state) {
     CallOptions options;
-    options.rng.state = state;
+    options.rng.seed_address = state;
     const te_fl_dropout_fwd_args args{.input = x, .output = y, .mask = mask, .p = 0.5f};
     return OpManager::instance().call(op::dropout_fwd, &args, options);
   };
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
-  EXPECT_FAILS(drop(host), kInvalidArgument, "(CallOptions::rng.state) is not memory of cuda:0");
+  EXPECT_FAILS(drop(host), kInvalidArgument,
+               "(CallOptions::rng.seed_address) is not memory of cuda:0");
   const Tensor state = Tensor::zeros({2}, DType::kI64, kGpu).value();
   ASSERT_OK(drop(static_cast<const uint64_t*>(state.raw_data())));
   ASSERT_OK(devices::synchronize(kGpu));

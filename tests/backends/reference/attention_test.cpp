@@ -213,9 +213,11 @@ TEST(ReferenceAttention, RandomStateInMemoryCounts) {
   ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, call.p.rng));
   const std::vector<double> want = call.o.values();
   const uint64_t state[2] = {call.p.rng.seed, call.p.rng.offset - 2};  // the offsets add
-  ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, te_fl_rng{1, 2, state}));
+  ASSERT_OK(run_reference(
+      "fused_attn_fwd", call.fwd,
+      te_fl_rng{.seed = 1, .offset = 2, .seed_address = &state[0], .offset_address = &state[1]}));
   EXPECT_EQ(call.o.values(), want);
-  ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, te_fl_rng{1, 2, nullptr}));
+  ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, te_fl_rng{.seed = 1, .offset = 2}));
   EXPECT_NE(call.o.values(), want);
 }
 

@@ -13,7 +13,7 @@ bool bit(const HostTensor& mask, int64_t i) { return (mask.bytes()[i / 8] >> (i 
 
 TEST(ReferenceDropout, MaskOutputAndGradientAgree) {
   const int64_t n = 3 * 7;
-  const te_fl_rng rng{0xfeedfacecafebeefu, 5, nullptr};
+  const te_fl_rng rng{.seed = 0xfeedfacecafebeefu, .offset = 5};
   const std::vector<double> x = random_values(n, 1);
   HostTensor input({3, 7}, TE_FL_F32, x), output({3, 7}, TE_FL_F32), mask({3}, TE_FL_U8);
   te_fl_dropout_fwd_args a;
@@ -53,7 +53,9 @@ TEST(ReferenceDropout, KnownAnswer) {
   ASSERT_OK(run_reference("dropout_fwd", a));
   EXPECT_EQ(mask.bytes()[0], 0b0110);
   const uint64_t state[2] = {0, ~uint64_t{0} - 8};  // its offset adds: 0 modulo 2^64
-  ASSERT_OK(run_reference("dropout_fwd", a, te_fl_rng{9, 9, state}));
+  ASSERT_OK(run_reference(
+      "dropout_fwd", a,
+      te_fl_rng{.seed = 9, .offset = 9, .seed_address = &state[0], .offset_address = &state[1]}));
   EXPECT_EQ(mask.bytes()[0], 0b0110) << "the seed in memory wins";
 }
 

@@ -41,7 +41,8 @@ TEST(ReferenceTensor, AddDropsByThePhiloxStream) {
   EXPECT_EQ(y.values(), (Values{1, 9, 9, 1}));
   EXPECT_EQ(mask.bytes(), (Bytes{0x06}));
   const uint64_t state[2] = {0, ~uint64_t{0} - 6};  // its seed wins, its offset adds: 0 modulo 2^64
-  EXPECT_OK(call("add", args, {.seed = 1, .offset = 7, .state = state}));
+  EXPECT_OK(call("add", args,
+                 {.seed = 1, .offset = 7, .seed_address = &state[0], .offset_address = &state[1]}));
   EXPECT_EQ(mask.bytes(), (Bytes{0x06}));
 }
 
@@ -55,10 +56,10 @@ TEST(ReferenceTensor, AddContinuesTheStreamAtTheOffset) {
   args.output = y;
   args.mask = mask;
   args.p = 0.5f;
-  EXPECT_OK(call("add", args, {.seed = 5, .offset = 3, .state = nullptr}));
+  EXPECT_OK(call("add", args, {.seed = 5, .offset = 3}));
   EXPECT_EQ(mask.bytes()[2] >> 5, 0);  // padding bits
   args.mask = tail;
-  EXPECT_OK(call("add", args, {.seed = 5, .offset = 4, .state = nullptr}));
+  EXPECT_OK(call("add", args, {.seed = 5, .offset = 4}));
   // One counter is four elements: element i at offset 4 is element i + 4 at offset 3.
   for (int i = 0; i < 17; ++i) {
     EXPECT_EQ(tail.bytes()[i / 8] >> (i % 8) & 1, mask.bytes()[(i + 4) / 8] >> ((i + 4) % 8) & 1);

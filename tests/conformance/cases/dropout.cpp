@@ -44,10 +44,13 @@ void expect_mask(Problem& p, Tensor* mask, int64_t n, float drop) {
 }
 
 void set_rng(Problem& p, const Variant& v) {
-  p.rng = {v.seed, v.offset, nullptr};
+  p.rng = {.seed = v.seed, .offset = v.offset};
   if (!v.state) return;
-  p.rng_state = {v.seed, v.offset};
-  p.rng = {~v.seed, 77, p.rng_state.data()};  // its seed wins, the offsets add
+  p.rng_state = {v.seed, ~v.offset, v.offset};  // the two lie apart
+  p.rng = {.seed = ~v.seed,                     // the one at the address wins
+           .offset = 77,                        // the offsets add
+           .seed_address = &p.rng_state[0],
+           .offset_address = &p.rng_state[2]};
 }
 
 void forward(Problem& p, const Variant& v) {
@@ -105,7 +108,7 @@ struct AddVariant {
 };
 
 void add_op(Problem& p, const AddVariant& v) {
-  p.rng = {42, 9, nullptr};
+  p.rng = {.seed = 42, .offset = 9};
   Tensor* a = p.in("a", v.a, v.shape);
   Tensor* b = p.in("b", v.b, v.shape);
   Tensor* y = v.in_place == "a"   ? p.in_place("output", a)

@@ -22,7 +22,7 @@ struct Problem {
   bool thd() const { return layout == TE_FL_LAYOUT_THD; }
 };
 constexpr int64_t kShift = 24;  // how the lengths of sequences alternate, with thd and padding
-constexpr te_fl_rng kRandom = {17, 1000, nullptr};
+constexpr te_fl_rng kRandom{.seed = 17, .offset = 1000};
 
 // plain: by the implementation that was asked for, not one beside it.
 inline void call_attention(Run& run, const char* op, const void* args, bool plain) {

@@ -73,7 +73,7 @@ class Run {
   // Elements [begin, begin + count) as floats: E4M3 decoded without a scale, U8 as numbers.
   std::vector<float> read(const Tensor& tensor, int64_t begin, int64_t count);
   // Runs the op and waits.
-  void call(const char* op, const void* args, const te_fl_rng& rng = {0, 0, nullptr});
+  void call(const char* op, const void* args, const te_fl_rng& rng = {});
   // Elements that are looked at: both ends, around 2^31 elements and 2^32 bytes, and some between.
   std::vector<int64_t> windows(int64_t total, int64_t length = kWindow) const;
   static constexpr int64_t kWindow = 4096;

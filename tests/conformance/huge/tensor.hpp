@@ -8,7 +8,7 @@ namespace te_fl::huge::tensor_calls {
 
 using conformance::keeps;
 
-constexpr te_fl_rng kRandom = {17, 1000, nullptr};
+constexpr te_fl_rng kRandom{.seed = 17, .offset = 1000};
 constexpr float kDropped = 0.25f;
 
 inline void add(Run& run, int64_t cols, bool drop) {

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -28,7 +29,10 @@ struct FakeDevice {
 
   explicit FakeDevice(const char* provider, int32_t index = 0, int32_t type = TE_FL_DEVICE_EXT) {
     api.struct_size = sizeof api;
-    api.allocate = [](void* self, size_t bytes, void*, void** out, const te_fl_error_sink* sink) {
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
+                      const te_fl_error_sink* sink) {
+      if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+      const size_t bytes = memory->bytes;
       if (static_cast<FakeDevice*>(self)->fail) {
         sink->write(sink->host, "the card is full");
         return static_cast<te_fl_status>(TE_FL_OUT_OF_MEMORY);
@@ -36,7 +40,7 @@ struct FakeDevice {
       *out = std::aligned_alloc(256, (bytes + 256) / 256 * 256);
       return static_cast<te_fl_status>(TE_FL_OK);
     };
-    api.free = [](void* self, void* data, void*, const te_fl_error_sink*) {
+    api.free = [](void* self, void* data, uint32_t, void*, const te_fl_error_sink*) {
       ++static_cast<FakeDevice*>(self)->frees;
       std::free(data);
       return static_cast<te_fl_status>(TE_FL_OK);
@@ -281,7 +285,7 @@ struct FakeStreams : FakeDevice {
     api.destroy_stream = [](void* self, void* s, const te_fl_error_sink*) {
       return note(self, "destroy", s);
     };
-    api.create_event = [](void* self, void** out, const te_fl_error_sink*) {
+    api.create_event = [](void* self, uint32_t, void** out, const te_fl_error_sink*) {
       auto* fake = static_cast<FakeStreams*>(static_cast<FakeDevice*>(self));
       *out = &fake->events[fake->made_events++];
       return static_cast<te_fl_status>(TE_FL_OK);
@@ -367,7 +371,91 @@ TEST(DeviceStreams, AMissingFunctionIsNamed) {
   EXPECT_EQ(devices::is_capturing(device).value(), false);
   EXPECT_OK(devices::remove(device));
   EXPECT_EQ(Stream::create(Device{}).status().code(), StatusCode::kUnsupported);
-  EXPECT_EQ(Event::create(Device{}).status().code(), StatusCode::kUnsupported);
+}
+
+// The host's work is done when it is enqueued.
+TEST(DeviceStreams, TheHostsEventsAreDoneAndTimed) {
+  Event first = Event::create(Device{}, true).value(), last = Event::create(Device{}, true).value();
+  EXPECT_TRUE(first.done().value()) << "it marks nothing yet";
+  ASSERT_TRUE(first.record().ok());
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
+  while (std::chrono::steady_clock::now() < end) {
+  }
+  ASSERT_TRUE(last.record().ok());
+  EXPECT_TRUE(last.done().value());
+  EXPECT_TRUE(last.synchronize().ok());
+  EXPECT_GE(last.elapsed_since(first).value(), 200'000u);
+  EXPECT_EQ(first.elapsed_since(last).value(), 0u) << "the end came first";
+}
+
+// An event belongs to a provider, whose devices may wait for each other's (R24).
+TEST(DeviceStreams, AnEventOfAnotherProviderIsRefused) {
+  FakeStreams fake;
+  fake.api.elapsed_time = nullptr;
+  const Device device = devices::add(&fake.desc).value();
+  {
+    Event event = Event::create(Device{}, true).value();
+    const Stream stream = Stream::create(device).value();
+    const Status wait = stream.wait(event);
+    EXPECT_EQ(wait.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(wait.message().find("a stream of ext:acme:0 cannot wait for an event of cpu, which "
+                                  "another plugin provides (rule R24); wait for it on the host"),
+              std::string::npos)
+        << wait.message();
+    const Status untimed = Event::create(device, true).status();
+    EXPECT_EQ(untimed.code(), StatusCode::kUnsupported);
+    EXPECT_NE(untimed.message().find("has no timed events (its elapsed_time is NULL)"),
+              std::string::npos)
+        << untimed.message();
+    const Event own = Event::create(device).value();
+    EXPECT_EQ(own.done().status().code(), StatusCode::kUnsupported) << "no query_event";
+    EXPECT_EQ(own.elapsed_since(event).status().code(), StatusCode::kInvalidArgument);
+  }
+  EXPECT_TRUE(devices::remove(device).ok());
+}
+
+// What memory is asked for is checked before a device sees it.
+TEST(Memory, ADescriptorIsChecked) {
+  const auto refused = [](auto change, const char* part) {
+    te_fl_memory_desc memory;
+    memory.bytes = 64;
+    change(memory);
+    const Status status = devices::allocate(Device{}, memory).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
+    EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
+  };
+  refused([](auto& m) { m.struct_size = 8; }, "struct_size is 8");
+  refused([](auto& m) { m.kind = 4; }, "kind 4 is no te_fl_memory_kind");
+  refused([](auto& m) { m.alignment = 128; }, "alignment is 128");
+  refused([](auto& m) { m.alignment = 768; }, "alignment is 768");
+  refused([](auto& m) { m.flags = 1; }, "flags is 1; none is defined yet");
+}
+
+TEST(Memory, EveryKindOfTheHostIsAligned) {
+  for (const uint32_t kind :
+       {TE_FL_MEMORY_DEVICE, TE_FL_MEMORY_PINNED, TE_FL_MEMORY_MANAGED, TE_FL_MEMORY_PEER}) {
+    te_fl_memory_desc memory;
+    memory.kind = kind;
+    memory.bytes = 100;
+    memory.alignment = 4096;
+    void* const data = devices::allocate(Device{}, memory).value();
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % 4096, 0u) << kind;
+    devices::free(Device{}, data, static_cast<te_fl_memory_kind>(kind));
+  }
+  EXPECT_EQ(devices::live_objects(Device{}), 0);
+}
+
+TEST(Memory, AKindThatADeviceLacksIsNamed) {
+  FakeStreams fake;
+  const Device device = devices::add(&fake.desc).value();
+  te_fl_memory_desc memory;
+  memory.kind = TE_FL_MEMORY_MANAGED;
+  memory.bytes = 64;
+  const Status status = devices::allocate(device, memory).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("of managed memory on ext:acme:0"), std::string::npos)
+      << status.message();
+  EXPECT_TRUE(devices::remove(device).ok());
 }
 
 TEST(DeviceStreams, ErrorsAreToldAndCountNothing) {

@@ -40,7 +40,7 @@ class Spoiler {
     extents_.clear();
     std::vector<uint64_t> args(op.impl.schema.args_size / 8 + 1);
     auto* bytes = reinterpret_cast<unsigned char*>(args.data());
-    const uint32_t size = one_in(20) ? op.impl.schema.args_size_v1 : op.impl.schema.args_size;
+    const uint32_t size = one_in(20) ? op.impl.schema.least_args_size : op.impl.schema.args_size;
     std::memcpy(bytes, &size, 4);
     fill_scalars(op, bytes);
     for (size_t i = 0; i < op.impl.args.size(); ++i) {

@@ -45,7 +45,6 @@ struct SchemaBuilder {
 
   explicit SchemaBuilder(const char* name = "acme::op") {
     schema.struct_size = sizeof schema;
-    schema.version = 1;
     schema.name = name;
   }
   te_fl_arg_desc& add(const char* name, te_fl_arg_type type, te_fl_arg_role role, uint32_t offset,
@@ -55,7 +54,6 @@ struct SchemaBuilder {
     d.struct_size = sizeof d;
     d.type = static_cast<uint8_t>(type);
     d.role = static_cast<uint8_t>(role);
-    d.since = 1;
     d.offset = offset;
     d.dtypes = TE_FL_MASK_HIGH;
     d.scalings = 1;
@@ -75,7 +73,7 @@ struct SchemaBuilder {
       end = std::max(end, d.offset + 8);
     }
     if (schema.args_size == 0) schema.args_size = end;
-    if (schema.args_size_v1 == 0) schema.args_size_v1 = schema.args_size;
+    if (schema.least_args_size == 0) schema.least_args_size = schema.args_size;
     schema.arg_count = static_cast<uint32_t>(pointers.size());
     schema.args = pointers.data();
     return schema;

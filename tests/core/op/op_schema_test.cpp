@@ -92,14 +92,12 @@ TEST(Schema, Names) {
 TEST(Schema, SizesAndCounts) {
   refused([](B& b) { b.schema.struct_size = 8; }, "struct_size is 8, must be at least");
   refused([](B& b) { b.descs[1].struct_size = 0; }, "argument 1: struct_size is 0");
-  refused([](B& b) { b.schema.version = 0; }, "version must be from 1");
-  refused([](B& b) { b.schema.version = 70000; }, "version must be from 1");
   refused([](B& b) { b.schema.args_size = 3; }, "args_size is 3");
   refused([](B& b) { b.schema.args_size = 1u << 30; }, "args_size is 1073741824");
-  refused([](B& b) { b.schema.args_size_v1 = 100; },
-          "args_size_v1 is 100, must be from 4 to args_size");
-  refused([](B& b) { b.schema.args_size_v1 = 8; },
-          "it is of version 1 but lies beyond args_size_v1");
+  refused([](B& b) { b.schema.least_args_size = 100; },
+          "least_args_size is 100, must be from 4 to args_size");
+  refused([](B& b) { b.schema.least_args_size = 8; },
+          "it is of the op's first form but lies beyond least_args_size");
   SchemaBuilder many;
   for (int i = 0; i < 65; ++i) many.tensor("x", "any");
   EXPECT_HAS(many.compile().status().message(), "65 arguments are more than 64");
@@ -117,7 +115,7 @@ TEST(Schema, Layout) {
   refused(
       [](B& b) {
         b.schema.args_size = 20;
-        b.schema.args_size_v1 = 20;
+        b.schema.least_args_size = 20;
       },
       "inside args_size 20");
   refused([](B& b) { b.descs[1].offset = 8; }, "members 'x' and 'y' overlap");
@@ -127,7 +125,7 @@ TEST(Schema, Layout) {
         [&](B& b) {
           b.descs[1].offset = offset;
           b.schema.args_size = 24;
-          b.schema.args_size_v1 = 24;
+          b.schema.least_args_size = 24;
         },
         "inside args_size");
   }
@@ -150,17 +148,12 @@ TEST(Schema, Layout) {
 TEST(Schema, TypesRolesFlagsAndMasks) {
   refused([](B& b) { b.descs[0].type = 9; }, "argument 'x': type 9 is unknown");
   refused([](B& b) { b.descs[0].role = 3; }, "role 3 is unknown");
-  refused([](B& b) { b.descs[0].flags = 1u << 9; }, "flags has bits");
-  refused([](B& b) { b.descs[0].since = 0; }, "since is 0, must be from 1 to the op's version 1");
-  refused([](B& b) { b.descs[0].since = 2; }, "since is 2");
-  refused(
-      [](B& b) {
-        b.schema.version = 2;
-        b.descs[0].since = 2;
-      },
-      "must be optional");
+  refused([](B& b) { b.descs[0].flags = 1u << 10; }, "flags has bits");
+  refused([](B& b) { b.descs[1].flags |= TE_FL_ARG_LATER; }, "must be optional");
+  refused([](B& b) { b.descs[0].flags |= TE_FL_ARG_OPTIONAL | TE_FL_ARG_LATER; },
+          "argument 'y': it is of the op's first form and stands behind a later argument");
   refused([](B& b) { b.descs[0].dtypes = 0; }, "dtypes is not a mask");
-  refused([](B& b) { b.descs[0].dtypes = 1u << TE_FL_DTYPE_COUNT; }, "dtypes is not a mask");
+  refused([](B& b) { b.descs[0].dtypes = TE_FL_BIT(TE_FL_DTYPE_COUNT); }, "dtypes is not a mask");
   refused([](B& b) { b.descs[0].scalings = 0; }, "scalings is not a mask");
   refused([](B& b) { b.descs[0].scalings = 1u << TE_FL_SCALING_COUNT; }, "scalings is not a mask");
   refused(
@@ -285,7 +278,7 @@ TEST(Schema, RandomGarbageIsSurvived) {
       if (random() % 4 == 0) std::memcpy(&d.max, &number, 8);
     }
     if (random() % 4 == 0) b.schema.args_size = static_cast<uint32_t>(random());
-    if (random() % 4 == 0) b.schema.args_size_v1 = static_cast<uint32_t>(random());
+    if (random() % 4 == 0) b.schema.least_args_size = static_cast<uint32_t>(random());
     b.build();
     if (b.schema.args_size < 4096) b.schema.args_size &= ~7u;
     const auto op = CompiledOp::compile(b.schema);
@@ -312,7 +305,7 @@ TEST(Schema, SameAsComparesMeaningNotProse) {
     return !op->same_as(c.build());
   };
   EXPECT_TRUE(differs([](B& c) { c.schema.name = "acme::other"; }));
-  EXPECT_TRUE(differs([](B& c) { c.schema.version = 2; }));
+  EXPECT_TRUE(differs([](B& c) { c.descs[1].flags = TE_FL_ARG_OPTIONAL; }));
   EXPECT_TRUE(differs([](B& c) { c.schema.flags = 1; }));
   EXPECT_TRUE(differs([](B& c) { c.descs[0].dtypes = 1; }));
   EXPECT_TRUE(differs([](B& c) { c.descs[0].shape = "M"; }));

@@ -127,7 +127,7 @@ TEST_F(Gemm, Aliasing) {
   EXPECT_EQ(text(), "") << "inputs may share memory";
 }
 
-// Implementations read every member that ABI 1.0 has, so a tensor without them goes no further.
+// Implementations read every member that ABI 0.9 has, so a tensor without them goes no further.
 TEST_F(Gemm, ATensorStructIsAtLeastThatOfAbi10) {
   Raw r(a);
   r.t.struct_size = offsetof(te_fl_tensor, quant);
@@ -408,23 +408,21 @@ struct Versioned : ::testing::Test {
     uint32_t padding = 0;
     const te_fl_tensor* x = nullptr;
     const te_fl_tensor* y = nullptr;
-    float factor = 2.5f;  // since 2, neutral 2.5
+    float factor = 2.5f;  // later, neutral 2.5
     int32_t padding2 = 0;
-    const te_fl_tensor* extra = nullptr;  // since 3
+    const te_fl_tensor* extra = nullptr;  // later
   } args;
   Tensor x = f32({4}), y = f32({4}), extra = f32({4});
   void SetUp() override {
-    b.schema.version = 3;
     b.tensor("x", "N");
     b.tensor("y", "N", TE_FL_OUT);
     auto& factor = b.add("factor", TE_FL_ARG_F32, TE_FL_IN, offsetof(Args, factor), nullptr);
-    factor.since = 2;
+    factor.flags = TE_FL_ARG_LATER;
     factor.neutral = 2.5;
     auto& e = b.add("extra", TE_FL_ARG_TENSOR, TE_FL_IN, offsetof(Args, extra), "N");
-    e.since = 3;
-    e.flags = TE_FL_ARG_OPTIONAL;
+    e.flags = TE_FL_ARG_OPTIONAL | TE_FL_ARG_LATER;
     b.schema.args_size = sizeof(Args);
-    b.schema.args_size_v1 = offsetof(Args, factor);
+    b.schema.least_args_size = offsetof(Args, factor);
     auto result = b.compile();
     ASSERT_OK(result);
     op = std::move(*result);
@@ -432,20 +430,30 @@ struct Versioned : ::testing::Test {
   }
 };
 
-TEST_F(Versioned, TheVersionIsThatOfTheNewestArgumentInUse) {
+TEST_F(Versioned, TheLaterArgumentsInUseAreASet) {
   Signature s;
   EXPECT_EQ(check(*op, &args, &s), "");
-  EXPECT_EQ(s.version, 1u);
+  EXPECT_EQ(s.later, 0u);
   args.factor = 3;
   EXPECT_EQ(check(*op, &args, &s), "");
-  EXPECT_EQ(s.version, 2u);
-  EXPECT_EQ(op->newer_arguments(&args, 1), "factor");
+  EXPECT_EQ(s.later, 1u);
+  EXPECT_EQ(op->later_names(s.later), "factor");
+  args.factor = 2.5f;
   args.extra = extra;
   EXPECT_EQ(check(*op, &args, &s), "");
-  EXPECT_EQ(s.version, 3u);
-  EXPECT_EQ(op->newer_arguments(&args, 1), "factor, extra");
-  EXPECT_EQ(op->newer_arguments(&args, 2), "extra");
-  EXPECT_EQ(op->newer_arguments(&args, 3), "");
+  EXPECT_EQ(s.later, 2u) << "the newer one, and not the older one";
+  EXPECT_EQ(op->later_names(s.later), "extra");
+  EXPECT_EQ(op->later_names(3), "factor, extra");
+}
+
+TEST_F(Versioned, WhatAnImplementationKnowsIsNamed) {
+  EXPECT_EQ(op->later_mask(nullptr).value(), 0u);
+  EXPECT_EQ(op->later_mask("extra").value(), 2u);
+  EXPECT_EQ(op->later_mask(" extra  factor ").value(), 3u);
+  EXPECT_HAS(op->later_mask("extar").status().message(),
+             "later_args names 'extar', which is no argument of op");
+  EXPECT_HAS(op->later_mask("x").status().message(), "of the first form of op");
+  EXPECT_HAS(op->later_mask("x").status().message(), "(factor, extra; rule R23)");
 }
 
 TEST_F(Versioned, MembersBeyondStructSizeAreNeverRead) {
@@ -454,10 +462,9 @@ TEST_F(Versioned, MembersBeyondStructSizeAreNeverRead) {
   args.extra = reinterpret_cast<const te_fl_tensor*>(16);
   args.struct_size = offsetof(Args, factor);
   EXPECT_EQ(check(*op, &args, &s), "");
-  EXPECT_EQ(s.version, 1u);
+  EXPECT_EQ(s.later, 0u);
   args.struct_size = offsetof(Args, factor) + 3;  // half a member is none
   EXPECT_EQ(check(*op, &args, &s), "");
-  EXPECT_EQ(op->newer_arguments(&args, 1), "");
   args.struct_size = offsetof(Args, padding2);
   EXPECT_HAS(check(*op, &args), "argument 'factor' is NaN");
   args.struct_size = offsetof(Args, factor) - 1;

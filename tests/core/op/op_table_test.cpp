@@ -62,7 +62,7 @@ TEST_F(Gelu, InOrder) {
   EXPECT_EQ(check(*op, &args, &s), "");
   EXPECT_EQ(s.dtypes, TE_FL_BIT(TE_FL_F32));
   EXPECT_EQ(s.scalings, 1u);
-  EXPECT_EQ(s.version, 1u);
+  EXPECT_EQ(s.later, 0u);
   EXPECT_EQ(s.device, Device{});
   args.struct_size = 4096;  // a newer caller
   EXPECT_EQ(check(*op, &args), "");

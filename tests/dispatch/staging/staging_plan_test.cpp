@@ -46,14 +46,12 @@ const core::CompiledOp& compiled() {
     here.flags |= TE_FL_ARG_HOST;
     flag.struct_size = sizeof flag;
     flag.type = TE_FL_ARG_BOOL;
-    flag.since = 1;
     flag.offset = offsetof(Args, accumulate);
     flag.name = "accumulate";
     static const te_fl_arg_desc* const args[] = {&a, &b, &y, &z, &keep, &sum, &here, &flag};
     te_fl_op_schema s{};
     s.struct_size = sizeof s;
-    s.version = 1;
-    s.args_size = s.args_size_v1 = sizeof(Args);
+    s.args_size = s.least_args_size = sizeof(Args);
     s.arg_count = 8;
     s.args = args;
     s.name = "test::plan";

@@ -402,18 +402,21 @@ TEST_F(StagedCatalogue, ListsMoveElementByElement) {
 TEST_F(StagedCatalogue, RandomStateIsReadFromTheDevice) {
   const Tensor x = on_device(64, 1), y = on_device(64, 0), z = on_device(64, 0);
   const Tensor mask = Tensor::zeros({8}, DType::kU8, device).value();
-  const Tensor state = Tensor::zeros({2}, DType::kU64, device).value();
+  const Tensor state = Tensor::zeros({3}, DType::kU64, device).value();
   ASSERT_OK(devices::synchronize(device));  // zeros() may still be on its way
-  const uint64_t words[] = {1234, 56};
+  const uint64_t words[] = {1234, 99, 56};  // apart from each other
   std::memcpy(far.real(state.raw_data()), words, sizeof words);
   te_fl_dropout_fwd_args args;
   args.input = x.c(), args.output = y.c(), args.mask = mask.c(), args.p = 0.5f;
   CallOptions by_pointer;
-  by_pointer.rng = {1, 2, state.data<uint64_t>()};
+  by_pointer.rng = {.seed = 1,
+                    .offset = 2,
+                    .seed_address = state.data<uint64_t>(),
+                    .offset_address = state.data<uint64_t>() + 2};
   ASSERT_OK(run("dropout_fwd", &args, by_pointer));
   args.output = z.c();
   CallOptions by_value;
-  by_value.rng = {1234, 58, nullptr};  // the offset of the call is added to the state's
+  by_value.rng = {.seed = 1234, .offset = 58};  // the offset of the call is added to the state's
   ASSERT_OK(run("dropout_fwd", &args, by_value));
   EXPECT_EQ(std::memcmp(far.real(y.raw_data()), far.real(z.raw_data()), 256), 0);
 }

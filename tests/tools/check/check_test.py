@@ -55,6 +55,8 @@ DEVICES = {
     10: ("device/fill", "did not return within 2 s"),
     11: ("device/copy within", "Device::copy("),
     12: ("device/questions", "is_capturing() says that a stream is captured"),
+    13: ("device/an event is polled", "query_event() said that an event was done before the work"),
+    14: ("device/timed events", "ns passed on the host"),
 }
 RIGHT = ("right", "far_right", "attention")
 

@@ -13,13 +13,16 @@ namespace b = te_fl::backend;
 
 // ---- the device: memory of the host that says it is elsewhere, and works at once
 
-te_fl_status allocate(void*, size_t bytes, void*, void** out, const te_fl_error_sink* errors) {
+te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out,
+                      const te_fl_error_sink* errors) {
+  if (memory->kind != TE_FL_MEMORY_DEVICE) return te_fl_status{TE_FL_UNSUPPORTED};
+  const size_t bytes = memory->bytes;
   *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (*out != nullptr) return TE_FL_OK;
   b::report(errors, "the device is full");
   return TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN;
 }
-te_fl_status release(void*, void* data, void*, const te_fl_error_sink*) {
+te_fl_status release(void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
   std::free(data);
   return TE_FL_OK;
 }
@@ -94,7 +97,7 @@ constexpr te_fl_arg_desc kOutput = {
 constexpr const te_fl_arg_desc* kArgs[] = {&kOutput};
 constexpr te_fl_op_schema kSchema = {
     .args_size = sizeof(ClearArgs),
-    .args_size_v1 = sizeof(ClearArgs),
+    .least_args_size = sizeof(ClearArgs),
     .arg_count = 1,
     .args = kArgs,
     .name = "author::clear",

@@ -29,7 +29,9 @@ enum class Fault {  // in the order of the devices' indices
   kFirstMark,    // an event that was waited for stays where it was
   kFillHangs,
   kCopyCrashes,
-  kCapturing,  // says that every stream is captured
+  kCapturing,    // says that every stream is captured
+  kPolledEarly,  // query_event() says "done" at once
+  kOtherUnit,    // elapsed_time() does not count nanoseconds
   kCount
 };
 constexpr int kFaults = static_cast<int>(Fault::kCount);
@@ -38,6 +40,7 @@ constexpr int kFaults = static_cast<int>(Fault::kCount);
 struct Event {
   std::atomic<void*> stream{nullptr};
   std::atomic<bool> waited{false};
+  std::atomic<int64_t> time{0};  // when it was recorded
 };
 
 class Device : public FarDevice {
@@ -45,12 +48,10 @@ class Device : public FarDevice {
   Device(int index, Fault fault)
       : FarDevice(index, size_t{1} << 28), fault_(fault), own_(FarDevice::api) {
     desc.provider = "wrong_device";
-    api.allocate = [](void* self, size_t bytes, void* stream, void** out,
-                      const te_fl_error_sink* e) {
-      return of(self).allocate(bytes, stream, out, e);
-    };
-    api.free = [](void* self, void* data, void* stream, const te_fl_error_sink* e) {
-      return of(self).release(data, stream, e);
+    api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
+                      const te_fl_error_sink* e) { return of(self).allocate(*memory, out, e); };
+    api.free = [](void* self, void* data, uint32_t kind, void* stream, const te_fl_error_sink* e) {
+      return of(self).release(data, kind, stream, e);
     };
     api.copy = [](void* self, void* to, const void* from, size_t bytes, uint32_t host, void* stream,
                   const te_fl_error_sink* e) {
@@ -87,7 +88,7 @@ class Device : public FarDevice {
       delete static_cast<char*>(stream);
       return TE_FL_OK;
     };
-    api.create_event = [](void*, void** out, const te_fl_error_sink*) -> te_fl_status {
+    api.create_event = [](void*, uint32_t, void** out, const te_fl_error_sink*) -> te_fl_status {
       *out = new Event;
       return TE_FL_OK;
     };
@@ -100,11 +101,26 @@ class Device : public FarDevice {
       Event& event = *static_cast<Event*>(raw);
       if (of(self).is(Fault::kFirstMark) && event.waited) return TE_FL_OK;
       event.waited = false, event.stream = stream;
+      event.time = std::chrono::steady_clock::now().time_since_epoch().count();
       return TE_FL_OK;
     };
     // The work of the marked stream is done at once, which is earlier than it must be.
     api.wait_event = [](void* self, void* event, void*, const te_fl_error_sink* e) -> te_fl_status {
       return of(self).is(Fault::kEventStream) ? TE_FL_OK : of(self).wait_for(event, e);
+    };
+    api.query_event = [](void* self, void* event, int32_t* done,
+                         const te_fl_error_sink* e) -> te_fl_status {
+      *done = 1;
+      Device& device = of(self);
+      return device.is(Fault::kPolledEarly) ? TE_FL_OK : device.wait_for(event, e);
+    };
+    api.elapsed_time = [](void* self, void* start, void* end, uint64_t* nanoseconds,
+                          const te_fl_error_sink*) -> te_fl_status {
+      const int64_t from = static_cast<Event*>(start)->time, to = static_cast<Event*>(end)->time;
+      const int64_t between = to > from ? to - from : 0;
+      *nanoseconds = static_cast<uint64_t>(between) *
+                     (of(self).is(Fault::kOtherUnit) ? 1'000'000u : 1u);  // "femtoseconds"
+      return TE_FL_OK;
     };
     api.synchronize_event = [](void* self, void* event, const te_fl_error_sink* e) -> te_fl_status {
       return of(self).is(Fault::kEventHost) ? TE_FL_OK : of(self).wait_for(event, e);
@@ -117,16 +133,19 @@ class Device : public FarDevice {
     return wait(event.stream, e);
   }
 
-  te_fl_status allocate(size_t bytes, void* stream, void** out, const te_fl_error_sink* e) {
-    const te_fl_status status = own_.allocate(desc.self, bytes + 64, stream, out, e);
+  te_fl_status allocate(te_fl_memory_desc memory, void** out, const te_fl_error_sink* e) {
+    memory.bytes += 64;
+    const te_fl_status status = own_.allocate(desc.self, &memory, out, e);
+    if (memory.kind != TE_FL_MEMORY_DEVICE) return status;
     if (status == TE_FL_OK && is(Fault::kMisaligned)) *out = static_cast<char*>(*out) + 64;
     return status;
   }
 
-  te_fl_status release(void* data, void* stream, const te_fl_error_sink* e) {
+  te_fl_status release(void* data, uint32_t kind, void* stream, const te_fl_error_sink* e) {
+    if (kind != TE_FL_MEMORY_DEVICE) return own_.free(desc.self, data, kind, stream, e);
     if (is(Fault::kMisaligned)) data = static_cast<char*>(data) - 64;
     if (is(Fault::kEarlyFree)) std::memset(real(data), 0xdd, 64);
-    return own_.free(desc.self, data, stream, e);
+    return own_.free(desc.self, data, kind, stream, e);
   }
 
   // Not inlined: te-fl check is to name it.

@@ -166,7 +166,10 @@ te_fl_status far_run(void* self, const te_fl_context* ctx, const void* raw) {
     if (kind == Far::kLateFailure && n == 17) g_late = true;
     if (kind == Far::kLeak) {
       void* kept = nullptr;
-      device.api.allocate(&device, 4096, ctx->stream, &kept, ctx->errors);
+      te_fl_memory_desc memory;
+      memory.bytes = 4096;
+      memory.stream = ctx->stream;
+      device.api.allocate(&device, &memory, &kept, ctx->errors);
     }
     device.enqueue(kind == Far::kOtherStream ? nullptr : ctx->stream, [=] { relu(x, y, n); });
   });
@@ -185,15 +188,16 @@ void change_device(FarDevice& device) {
     delete static_cast<char*>(stream);
     return TE_FL_OK;
   };
-  device.api.allocate = [](void* self, size_t bytes, void* stream, void** out,
+  device.api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                            const te_fl_error_sink* e) {
-    const te_fl_status status = g_far.allocate(self, bytes, stream, out, e);
-    if (status == TE_FL_OK) ++g_used;
+    const te_fl_status status = g_far.allocate(self, memory, out, e);
+    if (status == TE_FL_OK && memory->kind == TE_FL_MEMORY_DEVICE) ++g_used;
     return status;
   };
-  device.api.free = [](void* self, void* data, void* stream, const te_fl_error_sink* e) {
-    --g_used;
-    return g_far.free(self, data, stream, e);
+  device.api.free = [](void* self, void* data, uint32_t kind, void* stream,
+                       const te_fl_error_sink* e) {
+    if (kind == TE_FL_MEMORY_DEVICE) --g_used;
+    return g_far.free(self, data, kind, stream, e);
   };
   device.api.properties = [](void* self, te_fl_device_props* props,
                              const te_fl_error_sink* e) -> te_fl_status {

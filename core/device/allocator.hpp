@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "te_fl/device.hpp"
+
+namespace te_fl::core {
+
+// An allocator that a program installed for a device (R25). It is kept by the list of those that
+// are installed and by every block of its memory, and destroyed with the last of them. Its
+// functions take no lock and may be called from any thread that is inside the device.
+class Allocator {
+ public:
+  Allocator(const Device& device, const te_fl_allocator& api);
+  ~Allocator();
+  Allocator(const Allocator&) = delete;
+  Allocator& operator=(const Allocator&) = delete;
+
+  // Memory that is aligned as asked and of this device, or an error that names the allocator.
+  Result<void*> allocate(const te_fl_memory_desc& memory) const;
+  // Work on `stream` may still use the memory, and so may work on the stream that it was allocated
+  // for.
+  void free(void* data, void* allocated_on, void* stream) const noexcept;
+  // False if it has nothing to give back. A failure is logged once: the allocation that follows
+  // tells the rest.
+  bool trim(uint64_t bytes) const noexcept;
+  void retire_stream(void* stream) const noexcept;
+  // "allocator 'torch' of cuda:0"
+  const std::string& text() const noexcept { return text_; }
+
+ private:
+  Status check_given(const te_fl_memory_desc& memory, const void* data) const;
+  void give_back(void* data) const noexcept;
+
+  const Device device_;
+  const te_fl_allocator api_;  // whose name is not kept
+  const std::string text_;
+};
+using AllocatorRef = std::shared_ptr<const Allocator>;
+
+// The one that is installed for a device; null if there is none.
+AllocatorRef allocator_of(const Device& device) noexcept;
+// The device has gone.
+void drop_allocator(const Device& device) noexcept;
+
+}  // namespace te_fl::core
