@@ -107,6 +107,7 @@ Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow
   decision.call = {row.compiled->schema().name, signature.device, is_present(signature.device),
                    arch.ok() ? *arch : 0,       signature.dtypes, signature.scalings,
                    signature.version,           capturing};
+  decision.call.collective = core::class_of(row.compiled->schema()) == core::OpClass::kCollective;
   decision.barred = barred(row, signature);
   decision.call.barred = decision.barred;
   static_cast<policy::Decision&>(decision) =

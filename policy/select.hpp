@@ -45,6 +45,7 @@ struct Call {
   uint32_t scalings = 0;
   uint32_t version = 1;  // newest parameter version whose arguments the call uses
   bool capturing = false;
+  bool collective = false;              // other ranks run the op, too
   std::span<const Barred> barred = {};  // quarantined implementations
 };
 
@@ -61,9 +62,10 @@ enum class Refusal : uint8_t {
   kVersion,  // the call uses a newer argument
   kNondeterministic,
   kNotGraphSafe,
-  kStagingStrict,     // strict, and staging was not named
-  kStagingForbidden,  // max_staged_bytes is 0
-  kStagingCaptured,   // a copy to the host cannot go into a graph
+  kStagingStrict,      // strict, and staging was not named
+  kStagingForbidden,   // max_staged_bytes is 0
+  kStagingCollective,  // other ranks run the op on their devices
+  kStagingCaptured,    // a copy to the host cannot go into a graph
 };
 
 // True if the refusal comes from the policy rather than from what the implementation can do.

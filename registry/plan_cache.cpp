@@ -182,6 +182,10 @@ void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_c
       const TensorList list = list_argument(arg, args);
       add(static_cast<uint64_t>(list.count));
       for (int64_t k = 0; k < list.count; ++k) add_tensor(list.data[k]);
+    } else if (arg.type == TE_FL_ARG_I64_LIST) {
+      const IntegerList list = integers_argument(arg, args);
+      add(static_cast<uint64_t>(list.count));
+      for (int64_t k = 0; k < list.count; ++k) add(static_cast<uint64_t>(list.data[k]));
     } else if (arg.type == TE_FL_ARG_SAVED) {
       add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
     } else {

@@ -6,7 +6,6 @@
 #include "norm.cuh"
 #include "norm_general.cuh"
 #include "overlap.hpp"
-#include "te_fl/norm.hpp"
 
 namespace te_fl::cuda {
 
@@ -14,12 +13,6 @@ namespace {
 
 unsigned row_blocks(int64_t rows) {
   return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(rows, 132 * 32)));
-}
-
-void check_epsilon(float epsilon) {
-  if (!(epsilon >= 0.0f)) {
-    backend::invalid("epsilon is " + std::to_string(epsilon) + "; it must be 0 or more");
-  }
 }
 
 // x + residual is in sum: what is left to do.
@@ -91,8 +84,6 @@ bool forward_scaled(const te_fl_context& ctx, const NormForward& f, bool& known)
 }
 
 void run_forward(const te_fl_context& ctx, const NormForward& f) {
-  check_epsilon(f.epsilon);
-  norm::check_residual(f.residual, f.sum);
   check_output(*f.z, "z");
   bool known = false;
   const uint32_t scaling = backend::scaling(*f.z);

@@ -402,6 +402,7 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
     if (t != nullptr && t->dl.device.type != TE_FL_DEVICE_CPU) return false;
   }
   if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
+  if (!op.op->rules.empty() && broken_rule(*op.op, raw) >= 0) return false;
   out.dtypes = dtypes;
   out.scalings = scalings;
   out.version = 1;
@@ -469,6 +470,7 @@ bool check_known(const FastOp& op, const void* raw, CheckMemo& memo, Signature& 
   if (moved != 0 && !addresses_in_order(op, args, slot)) return false;
   if (!scalars_in_order(op, args)) return false;
   if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
+  if (!op.op->rules.empty() && broken_rule(*op.op, raw) >= 0) return false;
   out = slot.signature;
   if (op.op->has_newer) [[unlikely]] {
     out.version = newest_version(op, raw);
@@ -575,7 +577,8 @@ FastOutput make_output(const FastOp& fast, const CompiledOp::Impl& op, uint8_t t
 }  // namespace
 
 std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
-  if (!op.lists.empty() || op.tensors.empty() || op.tensors.size() > kMaxFastTensors)
+  if (!op.lists.empty() || !op.integers.empty() || op.tensors.empty() ||
+      op.tensors.size() > kMaxFastTensors)
     return nullptr;
   auto fast = std::make_unique<FastOp>();
   fast->op = &op;

@@ -62,6 +62,7 @@ bool ArgsView::is_neutral(const Arg& arg) const noexcept {
     case TE_FL_ARG_SAVED:
       return read<const void*>(arg.offset) == nullptr;
     case TE_FL_ARG_TENSOR_LIST:
+    case TE_FL_ARG_I64_LIST:
       return count(arg) == 0;
     case TE_FL_ARG_F32:
       return read<float>(arg.offset) == static_cast<float>(arg.neutral);
@@ -108,8 +109,8 @@ const te_fl_tensor* Finder::tensor() const noexcept {
 bool Finder::reads(const Arg& arg) const noexcept { return op_.reads(arg, args_); }
 
 bool Finder::run(Signature& out) noexcept {
-  const bool good = check_struct() && check_scalars() && check_tensors() && check_lists() &&
-                    check_saved() && check_memory();
+  const bool good = check_struct() && check_scalars() && check_integers() && check_tensors() &&
+                    check_lists() && check_saved() && check_rules() && check_memory();
   if (good) {
     signature_.device = device_.is_host() ? Device{} : device_;
     out = signature_;
@@ -150,6 +151,31 @@ bool Finder::check_scalars() noexcept {
     if (!check_scalar(i)) return false;
   }
   return true;
+}
+
+// ---- lists of integers, and rules
+
+bool Finder::check_integers() noexcept {
+  for (const uint8_t i : op_.integers) {
+    const Arg& arg = op_.args[i];
+    const int64_t count = args_.count(arg);
+    if (count < 0) return fail(Problem::kNegativeCount, i);
+    if (count > kMaxListCount) return fail(Problem::kLongList, i);
+    if (count == 0 && !arg.is(TE_FL_ARG_OPTIONAL)) return fail(Problem::kNoIntegers, i);
+    if (count > 0 && args_.read<const void*>(arg.offset) == nullptr)
+      return fail(Problem::kNullList, i);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t value = args_.integer(arg, k);
+      if (value < arg.int_low || value > arg.int_high) return fail(Problem::kIntegerRange, i, k);
+    }
+  }
+  return true;
+}
+
+bool Finder::check_rules() noexcept {
+  const int broken = op_.rules.empty() ? -1 : broken_rule(op_, raw_);
+  if (broken < 0) return true;
+  return fail(Problem::kRule, op_.rules[static_cast<size_t>(broken)].left.arg, -1, -1, broken);
 }
 
 // ---- one tensor

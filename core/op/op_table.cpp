@@ -87,7 +87,8 @@ void remember_exactly(const CompiledOp& op, const void* args, ExactMemo& memo) n
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     // What lies behind other pointers is not compared.
-    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_SAVED) return;
+    const bool list = arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST;
+    if (list || arg.type == TE_FL_ARG_SAVED) return;
     if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;
     const auto* t = view.read<const te_fl_tensor*>(arg.offset);
     if (t == nullptr) continue;
@@ -162,13 +163,15 @@ te_fl_saved* CompiledOp::saved(const void* args) const noexcept {
   return view.has(arg) ? view.read<te_fl_saved*>(arg.offset) : nullptr;
 }
 
-// Summary, formula and source are prose: they may be reworded.
+// Summary, formula and source are prose, and so are extents, gradient and operations, which nothing
+// is refused by: they may be reworded.
 bool CompiledOp::same_as(const te_fl_op_schema& other) const {
   const te_fl_op_schema& mine = impl_->schema;
   if (other.struct_size < kLeastSchema || !same_text(mine.name, other.name) ||
       mine.version != other.version || mine.flags != other.flags ||
       mine.args_size != other.args_size || mine.args_size_v1 != other.args_size_v1 ||
-      mine.arg_count != other.arg_count) {
+      mine.arg_count != other.arg_count ||
+      !same_text(mine.rules, copy_struct<te_fl_op_schema>(&other).rules)) {
     return false;
   }
   if (mine.arg_count > 0 && other.args == nullptr) return false;

@@ -95,6 +95,7 @@ std::string describe_layout() {
   MEMBER(te_fl_arg_desc, neutral);
   MEMBER(te_fl_arg_desc, min);
   MEMBER(te_fl_arg_desc, max);
+  MEMBER(te_fl_arg_desc, extents);
   LAYOUT(te_fl_op_schema);
   MEMBER(te_fl_op_schema, struct_size);
   MEMBER(te_fl_op_schema, version);
@@ -107,6 +108,9 @@ std::string describe_layout() {
   MEMBER(te_fl_op_schema, summary);
   MEMBER(te_fl_op_schema, formula);
   MEMBER(te_fl_op_schema, source);
+  MEMBER(te_fl_op_schema, rules);
+  MEMBER(te_fl_op_schema, gradient);
+  MEMBER(te_fl_op_schema, operations);
   LAYOUT(te_fl_op_desc);
   MEMBER(te_fl_op_desc, struct_size);
   MEMBER(te_fl_op_desc, param_version);
@@ -315,6 +319,7 @@ std::string describe_values() {
   VALUE(TE_FL_ARG_F64);
   VALUE(TE_FL_ARG_ENUM);
   VALUE(TE_FL_ARG_SAVED);
+  VALUE(TE_FL_ARG_I64_LIST);
   VALUE(TE_FL_IN);
   VALUE(TE_FL_OUT);
   VALUE(TE_FL_INOUT);
@@ -329,6 +334,7 @@ std::string describe_values() {
   VALUE(TE_FL_ARG_STRIDED_CODES);
   VALUE(TE_FL_SCHEMA_USES_RNG);
   VALUE(TE_FL_SCHEMA_ENQUIRY);
+  VALUE(TE_FL_SCHEMA_COLLECTIVE);
   VALUE(TE_FL_KIND_DEFAULT);
   VALUE(TE_FL_KIND_VENDOR);
   VALUE(TE_FL_KIND_REFERENCE);

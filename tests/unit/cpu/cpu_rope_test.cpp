@@ -117,9 +117,7 @@ TEST(CpuRope, ErrorsNameTheArgument) {
   a.input = x, a.output = y, a.freqs = freqs;
   const te_fl_status invalid = TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN;
   EXPECT_CPU_REFUSES("fused_rope_forward", a, invalid, "position 3 is needed");
-  a.cp_rank = 1;
-  EXPECT_CPU_REFUSES("fused_rope_forward", a, invalid, "cp_rank is 1");
-  a.cp_rank = 0, a.layout = TE_FL_LAYOUT_THD;
+  a.layout = TE_FL_LAYOUT_THD;
   EXPECT_CPU_REFUSES("fused_rope_forward", a, invalid, "expected rank 3");
   EXPECT_TRUE(y.untouched());
 }

@@ -215,6 +215,9 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   Call c = on_cuda();
   c.capturing = true;
   EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCaptured);
+  c = on_cuda();
+  c.collective = true;
+  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCollective);
   PolicySettings s;
   s.max_staged_bytes = 0;
   EXPECT_EQ(refusal_of(s, c, kMixed[2]), Refusal::kStagingForbidden);
