@@ -152,7 +152,7 @@ TEST_F(IntegerList, ADescriptionBringsItBack) {
   nlohmann::json damaged = description;
   damaged["args"]["rows"] = "many";
   EXPECT_EQ(dispatch::FiledCall::make(damaged, "test").status().code(), StatusCode::kDataLoss);
-  ASSERT_TRUE(OpRegistry::instance().unregister("test::split", "default.split").ok());
+  ASSERT_TRUE(OpRegistry::instance().unregister_op("test::split", "default.split").ok());
 }
 
 }  // namespace

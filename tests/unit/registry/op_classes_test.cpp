@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "dispatch/watch/trace.hpp"
 #include "registry/registration.hpp"
 #include "te_fl/watch.hpp"
 #include "unit/staging_fixture.hpp"
@@ -112,8 +111,8 @@ TEST(OpIds, WhatLiesBetweenThemIsNoOp) {
   EXPECT_EQ(registry::op_names(table), (std::vector<std::string>{"first", "third"}));
   // A custom op never gets the number of one that left.
   EXPECT_EQ(registry::add_op(table, five_schema()).value(), 3u);
-  const auto impl =
-      registry::make_implementation(&Fake("default.x").desc, "test", "acme", nullptr).value();
+  const Fake fake("default.x");
+  const auto impl = registry::make_implementation(&fake.desc, "test", "acme", nullptr).value();
   EXPECT_FALSE(registry::lists(table, *impl));
   ASSERT_OK(registry::add_implementation(table, impl));
   EXPECT_TRUE(registry::lists(table, *impl));
