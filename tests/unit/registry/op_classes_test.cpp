@@ -126,7 +126,9 @@ TEST(OpIds, AreThoseOfTheTable) {
   const auto ids = core::catalogue_ids();
   for (size_t i = 0; i < ids.size(); ++i) {
     EXPECT_EQ(registry.find(core::catalogue()[i]->name).value().index, ids[i]);
-    if (i > 0) EXPECT_LT(ids[i - 1], ids[i]);
+    if (i > 0) {
+      EXPECT_LT(ids[i - 1], ids[i]);
+    }
   }
   EXPECT_EQ(registry.find("gelu").value(), op::gelu);
   EXPECT_EQ(registry.find("cross_entropy_bwd").value(), op::cross_entropy_bwd);
