@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "core/op/op_table.hpp"
-#include "dispatch_fixture.hpp"
+#include "support/dispatch_fixture.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/op_registry.hpp"

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch_fixture.hpp"
+#include "support/dispatch_fixture.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/te_fl.hpp"
 

@@ -69,7 +69,7 @@ extern std::atomic<uint64_t> g_plan_generation;
 // Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
 // bytes), scaling modes, which parts are present, which outputs begin where another argument does,
 // scalars, the saved record, device, context flags, and whether the random state is the device's.
-// tests/unit/plan_key_test.cpp lists every member, and why the others are left out. It is made
+// tests/registry/plan_key_test.cpp lists every member, and why the others are left out. It is made
 // before every warm call: of whole words, whose hash is taken as they come.
 class PlanKey {
  public:

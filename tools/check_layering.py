@@ -99,7 +99,7 @@ def problems_of(path, text, ops, plugins):
     backend = folders[1] if folders[0] == "backends" else ""
     for kind, target in INCLUDE.findall(text):
         for owner, pattern in DEVICE_HEADERS.items():
-            if pattern.match(target) and backend != owner and folders[0] != "bench" and folders[:2] != ["tests", owner]:
+            if pattern.match(target) and backend != owner and folders[0] != "bench" and folders[:3] != ["tests", "backends", owner]:
                 yield f"{path}: includes {target}, which belongs to backends/{owner}"
         if kind == '"' or target.startswith("te_fl/"):
             why = include_problem(path, target)

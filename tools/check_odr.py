@@ -18,8 +18,13 @@ PROGRAMS = {
     "the CUDA plugin": ["include", "backends/cuda"],
     "the OpenCL plugin": ["include", "backends/opencl"],
     "the tool te-fl": ["include", "tools"],
-    "the conformance suite": ["include", "tests/conformance"],
-    "the unit tests": ["include", "tests/unit", "tests/support"],
+    "the conformance suite": ["include", "bench/cases", "tests/conformance"],
+    "the tests of core": ["include", "tests/core", "tests/support"],
+    "the tests of policy, registry, plugins and dispatch": ["include", "tests/policy", "tests/registry", "tests/plugins", "tests/dispatch",
+                                                            "tests/support"],
+    "the tests of the reference": ["include", "tests/backends/reference", "tests/support"],
+    "the tests of the CPU backend": ["include", "tests/backends/cpu", "tests/support"],
+    "the tests of the CUDA plugin": ["include", "tests/backends/cuda", "tests/support"],
     "the tests of nn": ["include", "tests/nn", "tests/support"],
 }
 TOKEN = re.compile(r"""

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 
-CUDA = ["backends/cuda", "tests/cuda", "tools/gpu_check.sh"]
+CUDA = ["backends/cuda", "tests/backends/cuda", "tools/gpu_check.sh"]
 
 
 def git(root, *words):

@@ -1,7 +1,6 @@
-// The table of benchmark cases: for every op of the catalogue, calls of any size, with what their
-// work is measured by. One table for every backend: bench_cpu and `te-fl bench` run it. Its twin
-// for correctness, with small and awkward shapes and the values that must come out, is
-// tests/conformance.
+// The cases of benchmarks: calls of any size, with what their work is measured by. One table for
+// every backend: bench_cpu and `te-fl bench` run it. Its entries stand with those of conformance
+// and of huge tensors, one file per family of ops: tests/conformance/cases.
 #pragma once
 
 #include <cstdint>
@@ -134,7 +133,45 @@ struct CaseSpec {
     return build(given);
   }
 };
+using Cases = std::vector<CaseSpec>;
+
+// Names the extents of the rows from `first` on, and says what they are unless asked for: on the
+// host, and on an accelerator.
+inline void describe(Cases& cases, size_t first, const char* axes, const Shape& extents,
+                     const Shape& large) {
+  for (size_t i = first; i < cases.size(); ++i) {
+    cases[i].axes = axes, cases[i].extents = extents, cases[i].large = large;
+  }
+}
+
+// A row of F32 and one of BF16: build(case, rows, dtype).
+template <class Build>
+void both_dtypes(Cases& cases, const std::string& op, Build build) {
+  for (int dtype : {TE_FL_F32, TE_FL_BF16}) {
+    cases.push_back({op, dtype == TE_FL_F32 ? "f32" : "bf16",
+                     [build, dtype](Case& c, int64_t rows) { build(c, rows, dtype); }});
+  }
+}
+
+// Rows of each of `tensors` tensors that have `rows` together: in sixteens, as weights have them.
+inline int64_t rows_each(int64_t rows, int tensors) {
+  return (rows + 16 * tensors - 1) / (16 * tensors) * 16;
+}
+
+void add_activation(Cases& cases);
+void add_attention(Cases& cases);
+void add_delayed_scaling(Cases& cases);
+void add_dropout(Cases& cases);
+void add_gemm(Cases& cases);
+void add_multi_tensor(Cases& cases);
+void add_norm(Cases& cases);
+void add_optimizer(Cases& cases);
+void add_quantize(Cases& cases);
+void add_rope(Cases& cases);
+void add_softmax(Cases& cases);
+void add_tensor(Cases& cases);
+
 // Every op of the catalogue has at least one.
-const std::vector<CaseSpec>& all_cases();
+const Cases& all_cases();
 
 }  // namespace te_fl::bench

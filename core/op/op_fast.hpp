@@ -6,7 +6,7 @@
 
 // The hot path of CompiledOp::check(): one pass over flat tables that recognises calls which are in
 // order. It need not recognise them all; what it leaves open, the Finder decides. It never accepts
-// what the Finder would refuse: tests/unit/core/op_fast_test.cpp compares the two.
+// what the Finder would refuse: tests/core/op/op_fast_test.cpp compares the two.
 namespace te_fl::core {
 
 inline constexpr size_t kMaxFastTensors = 32;

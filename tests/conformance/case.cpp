@@ -325,6 +325,7 @@ Table all_cases() {
   add_dropout_cases(table);
   add_gemm_cases(table);
   add_norm_cases(table);
+  add_multi_tensor_cases(table);
   add_optimizer_cases(table);
   add_quantize_cases(table);
   add_rope_cases(table);
@@ -344,6 +345,7 @@ void fuzz_all(Drawn& drawn) {
   fuzz_gemm(drawn);
   fuzz_norm(drawn);
   fuzz_optimizer(drawn);
+  fuzz_multi_tensor(drawn);
   fuzz_quantize(drawn);
   fuzz_rope(drawn);
   fuzz_softmax(drawn);

@@ -2,8 +2,8 @@
 
 // The table of conformance cases. One case is one call of one op: how its arguments are built (from
 // a fixed seed, the same everywhere), and what the outputs must be, computed in double precision
-// from the inputs as they are stored. The same table serves every implementation. Speed is measured
-// on its twin, bench/cases: large calls without expectations.
+// from the inputs as they are stored. The same table serves every implementation. cases/FAMILY.cpp
+// lists them, and beside them the family's calls on huge tensors and those whose speed is measured.
 
 #include <cstdint>
 #include <functional>
@@ -218,6 +218,7 @@ void add_attention_cases(Table&);
 void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
 void add_gemm_cases(Table&);
+void add_multi_tensor_cases(Table&);  // part of the optimizer family
 void add_norm_cases(Table&);
 void add_optimizer_cases(Table&);
 void add_quantize_cases(Table&);
@@ -240,6 +241,7 @@ void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
 void fuzz_dropout(Drawn&);
 void fuzz_gemm(Drawn&);
+void fuzz_multi_tensor(Drawn&);
 void fuzz_norm(Drawn&);
 void fuzz_optimizer(Drawn&);
 void fuzz_quantize(Drawn&);

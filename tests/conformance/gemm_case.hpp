@@ -30,4 +30,6 @@ std::string name_of_case(const GemmCase& v);
 // The tensors, and the oracle in double precision that says what they must hold.
 void set_up(Problem& p, const GemmCase& v);
 
+void add_fp8_gemm_cases(std::vector<GemmCase>& all);
+
 }  // namespace te_fl::conformance

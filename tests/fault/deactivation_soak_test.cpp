@@ -12,7 +12,8 @@
 
 #include "core/tensor/dlpack.hpp"
 #include "fault_fixture.hpp"
-#include "tests/unit/sanitizers.hpp"
+#include "support/expect.hpp"
+#include "support/sanitizers.hpp"
 
 namespace te_fl::test {
 namespace {
@@ -134,7 +135,7 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
     const uint64_t now = calls.load();
     while (calls.load() < now + 16 * kBatch) std::this_thread::yield();
     const Status status = te_fl::plugins::deactivate(name, true);
-    EXPECT_TRUE(status.ok()) << status.to_string();
+    EXPECT_OK(status);
     EXPECT_FALSE(in_maps(fault_path(name)));
     if (++rounds == 20) settled = resident_bytes();
   }
@@ -300,7 +301,7 @@ class ForeignCaller {
   static bool is_away(const Status& status) {
     const bool code =
         status.code() == StatusCode::kUnsupported || status.code() == StatusCode::kNotFound;
-    return code && contains(status.to_string(), "ext:owner:0");
+    return code && testing::contains(status.to_string(), "ext:owner:0");
   }
 
   const Device device_;
@@ -315,7 +316,7 @@ uint64_t withdraw_in_turn(const std::function<bool(uint64_t lives)>& live) {
       const auto loaded = plugins::load(fault_path(name));
       if (loaded.ok()) return;
       // Streams of a batch that has not ended.
-      ASSERT_TRUE(contains(loaded.status().to_string(), "still referenced"))
+      ASSERT_TRUE(testing::contains(loaded.status().to_string(), "still referenced"))
           << loaded.status().to_string();
       std::this_thread::yield();
     }
@@ -326,7 +327,7 @@ uint64_t withdraw_in_turn(const std::function<bool(uint64_t lives)>& live) {
     const bool guest_first = lives % 4 == 2;
     const auto go = [](const char* name) {
       const Status status = plugins::deactivate(name, true);
-      EXPECT_TRUE(status.ok()) << status.to_string();
+      EXPECT_OK(status);
     };
     if (guest_goes && guest_first) go("guest");
     if (owner_goes) go("owner");

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "fault_fixture.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::test {
 namespace {
@@ -18,7 +19,7 @@ class Deactivation : public FaultTest {
 TEST_F(Deactivation, TakesOpsAndDestroysInOrder) {
   load("good");
   Events::clear();
-  EXPECT_TRUE(plugins::deactivate("good").ok());
+  EXPECT_OK(plugins::deactivate("good"));
   EXPECT_EQ(Events::take(), (std::vector<std::string>{"quiesce", "destroy"}));
   EXPECT_EQ(info("good").state, State::kDeactivated);
   EXPECT_TRUE(owned_by("good").empty());
@@ -32,7 +33,7 @@ TEST_F(Deactivation, TakesOpsAndDestroysInOrder) {
 
 TEST_F(Deactivation, UnmapsWhenAsked) {
   load("clean_failure");
-  EXPECT_TRUE(plugins::deactivate("clean_failure", true).ok());
+  EXPECT_OK(plugins::deactivate("clean_failure", true));
   EXPECT_FALSE(in_maps(fault_path("clean_failure")));
   expect_host_works();
 }
@@ -41,7 +42,7 @@ TEST_F(Deactivation, CanBeLoadedAgain) {
   for (const bool unmap : {false, true, false}) {
     load("custom_op");
     EXPECT_EQ(owned_by("custom_op").size(), 1u);
-    EXPECT_TRUE(plugins::deactivate("custom_op", unmap).ok());
+    EXPECT_OK(plugins::deactivate("custom_op", unmap));
     EXPECT_TRUE(owned_by("custom_op").empty());
   }
   EXPECT_EQ(Events::count("create"), 3);
@@ -57,15 +58,15 @@ TEST_F(Deactivation, WaitsForLiveTensors) {
   Tensor on_device = floats({-1, 2}, fault_device());
   Tensor view = on_device.view({2, 1}).value();
   const Tensor out = Tensor::zeros({2}, DType::kF32, fault_device()).value();
-  ASSERT_TRUE(call_relu(on_device, out).ok());
+  ASSERT_OK(call_relu(on_device, out));
   EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
 
   Events::clear();
-  EXPECT_TRUE(plugins::deactivate("device", true).ok());
+  EXPECT_OK(plugins::deactivate("device", true));
   EXPECT_EQ(Events::take(), (std::vector<std::string>{"quiesce"})) << "not destroyed yet";
   plugins::PluginInfo retired = info("device");
   EXPECT_EQ(retired.state, State::kRetired);
-  EXPECT_TRUE(contains(retired.reason, "still referenced by 2 live objects")) << retired.reason;
+  EXPECT_HAS(retired.reason, "still referenced by 2 live objects");
 
   // Nothing new on the device; what is there can be saved.
   EXPECT_FALSE(Tensor::zeros({2}, DType::kF32, fault_device()).ok());
@@ -93,7 +94,7 @@ TEST_F(Deactivation, WaitsForLiveTensors) {
 TEST_F(Deactivation, TheLastTensorMayGoOnAnotherThread) {
   load("device");
   auto tensor = std::make_unique<Tensor>(floats({1}, fault_device()));
-  EXPECT_TRUE(plugins::deactivate("device", true).ok());
+  EXPECT_OK(plugins::deactivate("device", true));
   std::thread([&] { tensor.reset(); }).join();
   EXPECT_EQ(info("device").state, State::kDeactivated);
   EXPECT_EQ(Events::count("destroy"), 1);
@@ -106,11 +107,11 @@ TEST_F(Deactivation, DestroysPlansFirst) {
     const PolicyScope scope(only("relu", "vendor.fault"));
     for (int64_t n = 1; n <= 3; ++n) {
       const Tensor in = Tensor::zeros({n}, DType::kF32).value();
-      EXPECT_TRUE(call_relu(in, in.clone().value()).ok());
+      EXPECT_OK(call_relu(in, in.clone().value()));
     }
   }
   Events::clear();
-  EXPECT_TRUE(plugins::deactivate("throw_destroy_plan", true).ok());
+  EXPECT_OK(plugins::deactivate("throw_destroy_plan", true));
   EXPECT_EQ(Events::take(), (std::vector<std::string>{"destroy_plan", "destroy_plan",
                                                       "destroy_plan", "quiesce", "destroy"}));
 }
@@ -128,16 +129,16 @@ TEST_F(Deactivation, IsRefusedFromInsideAnOp) {
     inside = plugins::deactivate("good");
     return TE_FL_OK;
   };
-  ASSERT_TRUE(OpRegistry::instance().register_op(desc, "test", "test").ok());
+  ASSERT_OK(OpRegistry::instance().register_op(desc, "test", "test"));
   {
     const PolicyScope scope(only("relu", "vendor.deactivates"));
-    EXPECT_TRUE(call_relu(floats({1}), floats({0})).ok());
+    EXPECT_OK(call_relu(floats({1}), floats({0})));
   }
-  EXPECT_TRUE(OpRegistry::instance().unregister_owner("test").ok());
+  EXPECT_OK(OpRegistry::instance().unregister_owner("test"));
   EXPECT_EQ(inside.code(), StatusCode::kBusy) << inside.to_string();
   EXPECT_EQ(info("good").state, State::kActive) << "nothing was changed";
   const PolicyScope scope(only("relu", "vendor.fault"));
-  EXPECT_TRUE(call_relu(floats({1}), floats({0})).ok());
+  EXPECT_OK(call_relu(floats({1}), floats({0})));
 }
 
 TEST_F(Deactivation, CapturedPoliciesOutliveTheirPlugin) {
@@ -150,9 +151,9 @@ TEST_F(Deactivation, CapturedPoliciesOutliveTheirPlugin) {
                                {PolicyToken::Type::kKind, Kind::kReference, ""}};
     const PolicyScope scope(settings);
     captured = CapturedPolicy::capture();
-    EXPECT_TRUE(call_relu(floats({1}), floats({0})).ok());
+    EXPECT_OK(call_relu(floats({1}), floats({0})));
   }
-  EXPECT_TRUE(plugins::deactivate("good", true).ok());
+  EXPECT_OK(plugins::deactivate("good", true));
   EXPECT_FALSE(in_maps(fault_path("good")));
   std::thread([&] {
     const auto scope = captured.enter();
@@ -179,10 +180,10 @@ TEST_F(Deactivation, APreparedHandleFollows) {
   args.input = in;
   args.output = out;
   const auto handle = OpManager::instance().prepare(op::relu, &args);
-  ASSERT_TRUE(handle.ok()) << handle.status().to_string();
-  ASSERT_TRUE(handle->call(&args).ok());
-  EXPECT_TRUE(plugins::deactivate("good", true).ok());
-  ASSERT_TRUE(handle->call(&args).ok());
+  ASSERT_OK(handle);
+  ASSERT_OK(handle->call(&args));
+  EXPECT_OK(plugins::deactivate("good", true));
+  ASSERT_OK(handle->call(&args));
   EXPECT_EQ(values_of(out), (std::vector<float>{0, 2}));
 }
 
@@ -206,7 +207,7 @@ TEST_F(Deactivation, WhileOtherThreadsCall) {
   for (int round = 0; round < 20; ++round) {
     load("good");
     for (const int now = calls.load(); calls.load() < now + 20;) std::this_thread::yield();
-    EXPECT_TRUE(plugins::deactivate("good", true).ok());
+    EXPECT_OK(plugins::deactivate("good", true));
     EXPECT_FALSE(in_maps(fault_path("good")));
   }
   stop = true;
@@ -218,10 +219,9 @@ TEST_F(Deactivation, AFailingQuiesceKeepsThePluginInPlace) {
   const plugins::PluginInfo loaded = load("quiesce_fails");
   EXPECT_EQ(loaded.devices, (std::vector<std::string>{"ext:fault:0"}));
   const Status status = plugins::deactivate("quiesce_fails", true);
-  EXPECT_EQ(status.code(), StatusCode::kDeviceLost) << status.to_string();
-  EXPECT_TRUE(contains(status.message(), "a kernel hangs")) << status.to_string();
+  EXPECT_FAILS(status, kDeviceLost, "a kernel hangs");
   EXPECT_EQ(info("quiesce_fails").state, State::kRetired);
-  EXPECT_TRUE(contains(info("quiesce_fails").reason, "a kernel hangs"));
+  EXPECT_HAS(info("quiesce_fails").reason, "a kernel hangs");
   EXPECT_EQ(Events::count("destroy"), 0) << "its work may still be running";
   EXPECT_TRUE(in_maps(fault_path("quiesce_fails")));
   EXPECT_TRUE(owned_by("quiesce_fails").empty());
@@ -230,12 +230,11 @@ TEST_F(Deactivation, AFailingQuiesceKeepsThePluginInPlace) {
 
 TEST_F(Deactivation, ExceptionsOfQuiesceAndDestroyAreCaught) {
   load("throw_destroy");
-  EXPECT_TRUE(plugins::deactivate("throw_destroy", true).ok());
+  EXPECT_OK(plugins::deactivate("throw_destroy", true));
   EXPECT_FALSE(in_maps(fault_path("throw_destroy")));
   load("throw_quiesce");
   const Status status = plugins::deactivate("throw_quiesce", true);
-  EXPECT_EQ(status.code(), StatusCode::kInternal);
-  EXPECT_TRUE(contains(status.message(), "thrown by throw_quiesce")) << status.to_string();
+  EXPECT_FAILS(status, kInternal, "thrown by throw_quiesce");
   expect_host_works();
 }
 
@@ -251,8 +250,7 @@ TEST_F(Deactivation, OfABuiltInIsRefused) {
 TEST_F(Deactivation, OfAnUnknownNameNamesTheNearest) {
   load("good");
   const Status status = plugins::deactivate("godo");
-  EXPECT_EQ(status.code(), StatusCode::kNotFound);
-  EXPECT_TRUE(contains(status.message(), "good")) << status.to_string();
+  EXPECT_FAILS(status, kNotFound, "good");
 }
 
 }  // namespace

@@ -5,7 +5,8 @@
 
 #include "fault_fixture.hpp"
 #include "probe_run.hpp"
-#include "tests/unit/sanitizers.hpp"
+#include "support/expect.hpp"
+#include "support/sanitizers.hpp"
 
 namespace te_fl::test {
 namespace {
@@ -39,7 +40,7 @@ class DiscoveryTest : public ::testing::Test {
     const ProbeRun run = run_probe(environment, FAULT_PROBE, "--path");
     // Whatever is found, the host works.
     EXPECT_EQ(run.exit_code, 0) << run.output << run.log;
-    EXPECT_TRUE(contains(run.output, "|0 2")) << run.output << run.log;
+    EXPECT_HAS(run.output, "|0 2") << run.output << run.log;
     return run;
   }
 
@@ -52,8 +53,8 @@ TEST_F(DiscoveryTest, LoadsWhatManifestsOffer) {
   EXPECT_EQ(run.line("good"), "good|active|" + json + "|") << run.log;
   EXPECT_TRUE(run.output.find("reference|active|built-in|") < run.output.find("good|active"))
       << run.output;
-  EXPECT_TRUE(contains(run.output, "path|" + (folder_ / "path") + ": 1 manifest\n")) << run.output;
-  EXPECT_TRUE(contains(run.output, "path|/etc/te_fl/plugins.d")) << run.output;
+  EXPECT_HAS(run.output, "path|" + (folder_ / "path") + ": 1 manifest\n");
+  EXPECT_HAS(run.output, "path|/etc/te_fl/plugins.d");
   EXPECT_EQ(run.log, "");
 }
 
@@ -61,45 +62,42 @@ TEST_F(DiscoveryTest, FoldersCountInOrderAndALaterNameIsShadowed) {
   manifest("path", "good", fault_path("good"));
   const std::string later = manifest("xdg/te_fl/plugins.d", "good", fault_path("no_entry"));
   const ProbeRun run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "good|active|" + (folder_ / "path"))) << run.output;
-  EXPECT_TRUE(contains(run.output, "good|skipped|" + later + "|" + (folder_ / "path")))
-      << run.output;
+  EXPECT_HAS(run.line("good"), "good|active|" + (folder_ / "path")) << run.output;
+  EXPECT_HAS(run.output, "good|skipped|" + later + "|" + (folder_ / "path"));
 }
 
 TEST_F(DiscoveryTest, ALibraryPathIsRelativeToItsManifest) {
   fs::create_directories(folder_ / "path");
   fs::copy_file(fault_path("good"), folder_ / "path/mine.so");
   manifest("path", "good", "mine.so");
-  EXPECT_TRUE(contains(probe().line("good"), "|active|"));
+  EXPECT_HAS(probe().line("good"), "|active|");
 }
 
 TEST_F(DiscoveryTest, ArchAbiAndNamesAreChecked) {
   manifest("path", "good", fault_path("good"), "", "1.0",
            host_arch() == "x86_64" ? "aarch64" : "x86_64");
   ProbeRun run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "|failed|") && contains(run.line("good"), "aarch64"))
-      << run.output;
+  EXPECT_HAS(run.line("good"), "|failed|") << run.output;
+  EXPECT_HAS(run.line("good"), "aarch64") << run.output;
   manifest("path", "good", fault_path("good"), "", "0.7");
   run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "ABI 0.7") && contains(run.line("good"), "R2"))
-      << run.output;
+  EXPECT_HAS(run.line("good"), "ABI 0.7") << run.output;
+  EXPECT_HAS(run.line("good"), "R2") << run.output;
   manifest("path", "good", fault_path("good"), ", \"sha256\": \"" + std::string(64, 'a') + "\"");
   run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "|failed|") &&
-              contains(run.line("good"), "not part of the format any more"))
-      << run.output;
+  EXPECT_HAS(run.line("good"), "|failed|") << run.output;
+  EXPECT_HAS(run.line("good"), "not part of the format any more") << run.output;
   manifest("path", "another", fault_path("good"));
   fs::remove(folder_ / "path/good.json");
   run = probe();
-  EXPECT_TRUE(contains(run.output, "its manifest calls it 'another', and the library says 'good'"))
-      << run.output;
+  EXPECT_HAS(run.output, "its manifest calls it 'another', and the library says 'good'");
 }
 
 TEST_F(DiscoveryTest, AProbeLeavesOutAPluginUnlessItIsAskedFor) {
   manifest("path", "good", fault_path("good"), ", \"probe\": {\"device_node\": \"/dev/fault0\"}");
   ProbeRun run = probe();
-  EXPECT_TRUE(contains(run.line("good"), "|skipped|") && contains(run.line("good"), "/dev/fault0"))
-      << run.output;
+  EXPECT_HAS(run.line("good"), "|skipped|") << run.output;
+  EXPECT_HAS(run.line("good"), "/dev/fault0") << run.output;
   EXPECT_EQ(run.log, "") << "absent hardware is no news";
   run = probe({{"TE_FL_PLUGIN_MODULES", "good"}});
   EXPECT_EQ(run.line("good"), "good|active|TE_FL_PLUGIN_MODULES|") << run.output;
@@ -109,10 +107,10 @@ TEST_F(DiscoveryTest, ModulesAreLoadedBeforeManifests) {
   manifest("path", "a_custom_op", fault_path("custom_op"));
   const ProbeRun run =
       probe({{"TE_FL_PLUGIN_MODULES", " " + fault_path("good") + " ,," + fault_path("no_entry")}});
-  EXPECT_TRUE(contains(run.line("good"), "|active|TE_FL_PLUGIN_MODULES|")) << run.output;
-  EXPECT_TRUE(contains(run.line("no_entry"), "|failed|TE_FL_PLUGIN_MODULES|")) << run.output;
-  EXPECT_TRUE(contains(run.log, "no_entry.so") && contains(run.log, "te_fl_plugin_query"))
-      << run.log;
+  EXPECT_HAS(run.line("good"), "|active|TE_FL_PLUGIN_MODULES|") << run.output;
+  EXPECT_HAS(run.line("no_entry"), "|failed|TE_FL_PLUGIN_MODULES|") << run.output;
+  EXPECT_HAS(run.log, "no_entry.so");
+  EXPECT_HAS(run.log, "te_fl_plugin_query");
   EXPECT_LT(run.output.find("good|active"), run.output.find("custom_op|failed")) << run.output;
 }
 
@@ -120,31 +118,28 @@ TEST_F(DiscoveryTest, ModulesThatDoNotResolveAreWarnings) {
   manifest("path", "good", fault_path("good"));
   const ProbeRun run =
       probe({{"TE_FL_PLUGIN_MODULES", "transformer_engine_fl.vendor, godo,./good.so,xyzzy"}});
-  EXPECT_TRUE(contains(run.log, "\"transformer_engine_fl.vendor\" looks like a Python module"))
-      << run.log;
-  EXPECT_TRUE(contains(run.log, "\"godo\" is the name of no manifest; did you mean good?"))
-      << run.log;
-  EXPECT_TRUE(contains(run.log, "\"./good.so\" is a relative path")) << run.log;
-  EXPECT_TRUE(contains(run.log, "\"xyzzy\" is the name of no manifest (known: good")) << run.log;
+  EXPECT_HAS(run.log, "\"transformer_engine_fl.vendor\" looks like a Python module");
+  EXPECT_HAS(run.log, "\"godo\" is the name of no manifest; did you mean good?");
+  EXPECT_HAS(run.log, "\"./good.so\" is a relative path");
+  EXPECT_HAS(run.log, "\"xyzzy\" is the name of no manifest (known: good");
   // A misspelt name and a path are meant for te-fl; a word that nothing has may be Python's.
-  EXPECT_TRUE(contains(run.line("godo"), "|failed|TE_FL_PLUGIN_MODULES|")) << run.output;
-  EXPECT_TRUE(contains(run.line("xyzzy"), "|skipped|TE_FL_PLUGIN_MODULES|")) << run.output;
-  EXPECT_TRUE(contains(run.line("good"), "|active|")) << run.output;
+  EXPECT_HAS(run.line("godo"), "|failed|TE_FL_PLUGIN_MODULES|") << run.output;
+  EXPECT_HAS(run.line("xyzzy"), "|skipped|TE_FL_PLUGIN_MODULES|") << run.output;
+  EXPECT_HAS(run.line("good"), "|active|") << run.output;
 }
 
 TEST_F(DiscoveryTest, SkipCudaLeavesOutThePluginOfThatName) {
   manifest("path", "cuda", fault_path("cuda"));
-  EXPECT_TRUE(contains(probe().line("cuda"), "|active|"));
+  EXPECT_HAS(probe().line("cuda"), "|active|");
   ProbeRun run = probe({{"TE_FL_SKIP_CUDA", "1"}});
-  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|") &&
-              contains(run.line("cuda"), "TE_FL_SKIP_CUDA"))
-      << run.output;
+  EXPECT_HAS(run.line("cuda"), "|skipped|") << run.output;
+  EXPECT_HAS(run.line("cuda"), "TE_FL_SKIP_CUDA") << run.output;
   run = probe({{"TE_FL_SKIP_CUDA", "1"},
                {"TE_FL_PLUGIN_MODULES", fault_path("cuda")},
                {"TE_FL_PLUGIN_PATH", ""}});
-  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|TE_FL_PLUGIN_MODULES|")) << run.output;
+  EXPECT_HAS(run.line("cuda"), "|skipped|TE_FL_PLUGIN_MODULES|") << run.output;
   run = probe({{"TE_FL_SKIP_CUDA", "1"}, {"TE_FL_PLUGIN_MODULES", "cuda"}});
-  EXPECT_TRUE(contains(run.line("cuda"), "|skipped|")) << run.output;
+  EXPECT_HAS(run.line("cuda"), "|skipped|") << run.output;
 }
 
 TEST_F(DiscoveryTest, BadManifestsAreListedWithTheirMistake) {
@@ -152,9 +147,8 @@ TEST_F(DiscoveryTest, BadManifestsAreListedWithTheirMistake) {
   const std::string open = manifest("path", "open", fault_path("good"));
   ASSERT_EQ(chmod(open.c_str(), 0666), 0);
   const ProbeRun run = probe();
-  EXPECT_TRUE(contains(run.line("broken"), "|failed|" + (folder_ / "path/broken.json")))
-      << run.output;
-  EXPECT_TRUE(contains(run.line("open"), "chmod o-w")) << run.output;
+  EXPECT_HAS(run.line("broken"), "|failed|" + (folder_ / "path/broken.json")) << run.output;
+  EXPECT_HAS(run.line("open"), "chmod o-w") << run.output;
 }
 
 TEST_F(DiscoveryTest, TheWorkingDirectoryNeverCounts) {
@@ -164,13 +158,13 @@ TEST_F(DiscoveryTest, TheWorkingDirectoryNeverCounts) {
   const ProbeRun run = probe({{"TE_FL_PLUGIN_PATH", ".:here:"}});
   fs::current_path(before);
   EXPECT_EQ(run.line("good"), "") << run.output;
-  EXPECT_TRUE(contains(run.log, "relative")) << run.log;
+  EXPECT_HAS(run.log, "relative");
 }
 
 TEST_F(DiscoveryTest, AnEmptyPathLooksNowhere) {
   manifest("xdg/te_fl/plugins.d", "good", fault_path("good"));
   ProbeRun run = probe({{"XDG_DATA_HOME", folder_ / "xdg"}});
-  EXPECT_TRUE(contains(run.line("good"), "|active|")) << run.output;
+  EXPECT_HAS(run.line("good"), "|active|") << run.output;
   run = probe({{"XDG_DATA_HOME", folder_ / "xdg"}, {"TE_FL_PLUGIN_PATH", kSetAndEmpty}});
   EXPECT_EQ(run.line("good"), "") << run.output;
 }
@@ -221,7 +215,7 @@ TEST_F(DiscoveryTest, PathVariablesAreIgnoredUnderElevatedPrivileges) {
   EXPECT_EQ(run.exit_code, 0) << run.log;
   EXPECT_EQ(run.line("good") + run.line("custom_op") + run.line("smaller_structs"), "")
       << run.output;
-  EXPECT_TRUE(contains(run.output, "|0 2")) << run.output << run.log;
+  EXPECT_HAS(run.output, "|0 2") << run.output << run.log;
 }
 
 }  // namespace

@@ -13,14 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "support/expect.hpp"
+#include "support/temp_folder.hpp"
 #include "te_fl/te_fl.hpp"
-#include "tests/unit/temp_folder.hpp"
 
 namespace te_fl::test {
-
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 inline std::string fault_path(const std::string& name) {
   return std::string(FAULT_FOLDER) + "/" + name + ".so";
@@ -30,7 +27,7 @@ inline std::string fault_path(const std::string& name) {
 inline bool in_maps(const std::string& path) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
-    if (contains(line, path)) return true;
+    if (testing::contains(line, path)) return true;
   }
   return false;
 }
@@ -76,10 +73,10 @@ class Events {
 inline Tensor floats(std::initializer_list<float> values, Device device = {}) {
   const std::vector<float> copy(values);
   auto t = Tensor::from_values({static_cast<int64_t>(copy.size())}, copy);
-  EXPECT_TRUE(t.ok()) << t.status().to_string();
+  EXPECT_OK(t);
   if (device == Device{}) return *t;
   auto moved = t->to(device);
-  EXPECT_TRUE(moved.ok()) << moved.status().to_string();
+  EXPECT_OK(moved);
   return *moved;
 }
 
@@ -117,7 +114,7 @@ class FaultTest : public ::testing::Test {
             << status.to_string();
       }
     }
-    for (const char* name : {"TE_FL_PLUGIN_TIMEOUT_MS"}) EXPECT_TRUE(environment::unset(name).ok());
+    for (const char* name : {"TE_FL_PLUGIN_TIMEOUT_MS"}) EXPECT_OK(environment::unset(name));
   }
 
   static plugins::PluginInfo info(const std::string& name) {
@@ -131,13 +128,13 @@ class FaultTest : public ::testing::Test {
   static void expect_host_works() {
     const Tensor in = floats({-1, 2, -3, 4}), out = floats({9, 9, 9, 9});
     const Status status = call_relu(in, out);
-    EXPECT_TRUE(status.ok()) << status.to_string();
+    EXPECT_OK(status);
     EXPECT_EQ(values_of(out), (std::vector<float>{0, 2, 0, 4}));
   }
 
   static plugins::PluginInfo load(const std::string& name) {
     auto loaded = plugins::load(fault_path(name));
-    EXPECT_TRUE(loaded.ok()) << loaded.status().to_string();
+    EXPECT_OK(loaded);
     return loaded.ok() ? *loaded : plugins::PluginInfo{};
   }
 

@@ -7,6 +7,7 @@
 
 #include "elf_patch.hpp"
 #include "fault_fixture.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::test {
 namespace {
@@ -94,7 +95,7 @@ class LoadFailure : public FaultTest {
     for (const OpImplInfo& i : OpRegistry::instance().snapshot()) {
       EXPECT_NE(i.vendor, "fault") << i.op << ": " << i.impl_id << ", epoch " << epoch;
     }
-    EXPECT_TRUE(contains(loaded.status().message(), path)) << loaded.status().to_string();
+    EXPECT_HAS(loaded.status().message(), path);
     expect_host_works();
     return loaded.status();
   }
@@ -108,8 +109,7 @@ TEST_P(BrokenPlugin, IsRefusedAndLeavesNothing) {
   const Status status = fail(path);
   EXPECT_EQ(status.code(), c.code) << status.to_string();
   for (const std::string& text : c.texts) {
-    EXPECT_TRUE(contains(status.message(), text))
-        << "'" << text << "' is not in: " << status.message();
+    EXPECT_HAS(status.message(), text);
   }
   EXPECT_EQ(Events::take(), c.events);
   const auto list = plugins::list();
@@ -117,7 +117,7 @@ TEST_P(BrokenPlugin, IsRefusedAndLeavesNothing) {
       std::find_if(list.begin(), list.end(), [&](const auto& p) { return p.path == path; });
   ASSERT_NE(met, list.end());
   EXPECT_EQ(met->state, State::kFailed);
-  EXPECT_TRUE(contains(status.message(), met->reason));
+  EXPECT_HAS(status.message(), met->reason);
   EXPECT_EQ(met->origin, "load()");
   // Trying again ends the same way, and is listed once.
   EXPECT_EQ(fail(path).message(), status.message());
@@ -138,7 +138,8 @@ TEST_F(LoadFailure, AFileThatIsNoLibrary) {
   const TempFolder folder;
   const Status text = fail(folder.write("text.so", "INPUT(libm.so)\n"));
   EXPECT_EQ(text.code(), StatusCode::kIncompatible);
-  EXPECT_TRUE(contains(text.message(), "script") || contains(text.message(), "text"))
+  EXPECT_TRUE(testing::contains(text.message(), "script") ||
+              testing::contains(text.message(), "text"))
       << text.to_string();
   EXPECT_EQ(fail(folder.write("empty.so", "")).code(), StatusCode::kIncompatible);
   EXPECT_EQ(fail(folder.write("archive.so", "!<arch>\n")).code(), StatusCode::kIncompatible);
@@ -164,8 +165,8 @@ TEST_F(LoadFailure, ALibraryForAnotherProcessor) {
   const bool on_arm = reinterpret_cast<Elf64_Ehdr*>(bytes.data())->e_machine == EM_AARCH64;
   reinterpret_cast<Elf64_Ehdr*>(bytes.data())->e_machine = on_arm ? EM_X86_64 : EM_AARCH64;
   const Status status = fail(folder.write("foreign.so", bytes));
-  EXPECT_TRUE(contains(status.message(), "aarch64") && contains(status.message(), "x86_64"))
-      << status.to_string();
+  EXPECT_HAS(status.message(), "aarch64");
+  EXPECT_HAS(status.message(), "x86_64");
 }
 
 TEST_F(LoadFailure, ALibraryForANewerGlibc) {
@@ -173,8 +174,8 @@ TEST_F(LoadFailure, ALibraryForANewerGlibc) {
   std::string bytes = read_file(fault_path("good"));
   ASSERT_TRUE(require_newer_glibc(bytes));
   const Status status = fail(folder.write("newer.so", bytes));
-  EXPECT_TRUE(contains(status.message(), "GLIBC_2.99") && contains(status.message(), "only up to"))
-      << status.to_string();
+  EXPECT_HAS(status.message(), "GLIBC_2.99");
+  EXPECT_HAS(status.message(), "only up to");
 }
 
 TEST_F(LoadFailure, AFileThatEverybodyCanWrite) {
@@ -182,11 +183,10 @@ TEST_F(LoadFailure, AFileThatEverybodyCanWrite) {
   const std::string path = folder.write("open.so", read_file(fault_path("good")));
   ASSERT_EQ(chmod(path.c_str(), 0666), 0);
   const Status status = fail(path);
-  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
-  EXPECT_TRUE(contains(status.message(), "chmod o-w")) << status.to_string();
+  EXPECT_FAILS(status, kFailedPrecondition, "chmod o-w");
   EXPECT_TRUE(Events::take().empty());
   ASSERT_EQ(chmod(path.c_str(), 0644), 0);
-  EXPECT_TRUE(plugins::load(path).ok());
+  EXPECT_OK(plugins::load(path));
 }
 
 // Copies the plugin and the library that it needs, with $ORIGIN/v1 as its RUNPATH.
@@ -203,14 +203,12 @@ TEST_F(LoadFailure, ANeededLibraryThatOthersCouldExchange) {
   const std::string path = copy_with_dependency(folder);
   ASSERT_EQ(chmod((folder / "v1").c_str(), 0777), 0);
   const Status status = fail(path);
-  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.to_string();
-  EXPECT_TRUE(contains(status.message(), "it needs libfault_shared.so.1") &&
-              contains(status.message(), "run: chmod o-w " + folder / "v1"))
-      << status.to_string();
+  EXPECT_FAILS(status, kFailedPrecondition, "it needs libfault_shared.so.1");
+  EXPECT_HAS(status.message(), "run: chmod o-w " + folder / "v1");
   EXPECT_FALSE(in_maps("libfault_shared.so.1")) << "nothing of it ran";
   ASSERT_EQ(chmod((folder / "v1").c_str(), 0755), 0);
   const auto loaded = plugins::load(path);
-  EXPECT_TRUE(loaded.ok()) << loaded.status().to_string();
+  EXPECT_OK(loaded);
 }
 
 #if defined(__x86_64__)
@@ -223,15 +221,14 @@ TEST_F(LoadFailure, ALibraryInGlibcHwcapsLoads) {
   std::filesystem::rename(folder / "v1/libfault_shared.so.1",
                           folder / "v1/glibc-hwcaps/x86-64-v2/libfault_shared.so.1");
   const auto loaded = plugins::load(path);
-  EXPECT_TRUE(loaded.ok()) << loaded.status().to_string();
+  EXPECT_OK(loaded);
 }
 #endif
 
 TEST_F(LoadFailure, AnImplementationThatIsTakenIsNotTakenOver) {
   load("good");
   const auto second = plugins::load(fault_path("clean_failure"));  // vendor.fault of relu again
-  EXPECT_EQ(second.status().code(), StatusCode::kAlreadyExists) << second.status().to_string();
-  EXPECT_TRUE(contains(second.status().message(), "by good")) << second.status().to_string();
+  EXPECT_FAILS(second, kAlreadyExists, "by good");
   EXPECT_FALSE(in_maps(fault_path("clean_failure")));
   EXPECT_EQ(owned_by("good"), (std::vector<std::string>{"relu: vendor.fault"}));
 }
@@ -241,14 +238,12 @@ TEST_F(LoadFailure, ANameThatIsTaken) {
   const TempFolder folder;
   const std::string copy = folder.write("copy.so", read_file(fault_path("good")));
   const auto second = plugins::load(copy);
-  EXPECT_EQ(second.status().code(), StatusCode::kAlreadyExists);
-  EXPECT_TRUE(contains(second.status().message(), fault_path("good")))
-      << second.status().to_string();
+  EXPECT_FAILS(second, kAlreadyExists, fault_path("good"));
   EXPECT_FALSE(in_maps(copy));
 }
 
 TEST_F(LoadFailure, AHangingCreateIsAbandoned) {
-  ASSERT_TRUE(environment::set("TE_FL_PLUGIN_TIMEOUT_MS", "100").ok());
+  ASSERT_OK(environment::set("TE_FL_PLUGIN_TIMEOUT_MS", "100"));
   const std::string path = fault_path("hanging_create");
   const auto began = std::chrono::steady_clock::now();
   const auto loaded = plugins::load(path);
@@ -256,7 +251,7 @@ TEST_F(LoadFailure, AHangingCreateIsAbandoned) {
   EXPECT_LT(took, std::chrono::milliseconds(1500));
   EXPECT_EQ(loaded.status().code(), StatusCode::kTimeout) << loaded.status().to_string();
   for (const char* text : {"100 ms", "TE_FL_PLUGIN_TIMEOUT_MS", "R14", "abandoned"}) {
-    EXPECT_TRUE(contains(loaded.status().message(), text)) << loaded.status().to_string();
+    EXPECT_HAS(loaded.status().message(), text);
   }
   EXPECT_EQ(info("hanging_create").state, State::kAbandoned);
   EXPECT_TRUE(in_maps(path)) << "its code is still running";
@@ -264,8 +259,7 @@ TEST_F(LoadFailure, AHangingCreateIsAbandoned) {
   // Neither again now, nor after it returned at last.
   for (int round = 0; round < 2; ++round) {
     const auto again = plugins::load(path);
-    EXPECT_EQ(again.status().code(), StatusCode::kFailedPrecondition) << again.status().to_string();
-    EXPECT_TRUE(contains(again.status().message(), "R14")) << again.status().to_string();
+    EXPECT_FAILS(again, kFailedPrecondition, "R14");
     for (int i = 0; i < 500 && Events::count("create ends") == 0; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
@@ -292,27 +286,24 @@ TEST_F(LoadFailure, LoadingFromInsideAnOpIsRefused) {
     inside = plugins::load(fault_path("good")).status();
     return TE_FL_OK;
   };
-  ASSERT_TRUE(OpRegistry::instance().register_op(desc, "test", "test").ok());
+  ASSERT_OK(OpRegistry::instance().register_op(desc, "test", "test"));
   {
     const PolicyScope scope(only("relu", "vendor.loads_another"));
-    EXPECT_TRUE(call_relu(floats({1}), floats({0})).ok());
+    EXPECT_OK(call_relu(floats({1}), floats({0})));
   }
   EXPECT_EQ(inside.code(), StatusCode::kBusy) << inside.to_string();
-  EXPECT_TRUE(OpRegistry::instance().unregister_owner("test").ok());
+  EXPECT_OK(OpRegistry::instance().unregister_owner("test"));
 }
 
 TEST_F(LoadFailure, ANameWithoutAManifestNamesTheFolders) {
   Status status = plugins::load("nobody").status();
-  EXPECT_EQ(status.code(), StatusCode::kNotFound);
-  EXPECT_TRUE(contains(status.message(), "looked in no folder, since TE_FL_PLUGIN_PATH"))
-      << status.to_string();
-  EXPECT_TRUE(environment::set("TE_FL_PLUGIN_PATH", "/nothing").ok());
+  EXPECT_FAILS(status, kNotFound, "looked in no folder, since TE_FL_PLUGIN_PATH");
+  EXPECT_OK(environment::set("TE_FL_PLUGIN_PATH", "/nothing"));
   status = plugins::load("nobody").status();
-  EXPECT_TRUE(contains(status.message(), "/nothing, ") &&
-              contains(status.message(), "/etc/te_fl/plugins.d"))
-      << status.to_string();
-  EXPECT_TRUE(environment::unset("TE_FL_PLUGIN_PATH").ok());
-  EXPECT_TRUE(contains(plugins::load("good.so").status().message(), "./good.so"));
+  EXPECT_HAS(status.message(), "/nothing, ");
+  EXPECT_HAS(status.message(), "/etc/te_fl/plugins.d");
+  EXPECT_OK(environment::unset("TE_FL_PLUGIN_PATH"));
+  EXPECT_HAS(plugins::load("good.so").status().message(), "./good.so");
 }
 
 }  // namespace

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/unit/temp_folder.hpp"
+#include "support/temp_folder.hpp"
 
 namespace te_fl::test {
 

@@ -1,6 +1,7 @@
 // A plugin's own settings, from the environment to the plugin (rule R21).
 #include "fault_fixture.hpp"
 #include "probe_run.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::test {
 namespace {
@@ -39,25 +40,24 @@ TEST_F(SettingsTest, ReachThePluginCheckedAndWithDefaults) {
   for (const char* declared : {"", kDeclared}) {  // in the header only, and in the manifest too
     manifest("settings", declared);
     const ProbeRun run = probe({{"TE_FL_SETTINGS_DEBUG", "Yes"}, {"TE_FL_SETTINGS_MODE", "EXACT"}});
-    EXPECT_TRUE(contains(run.line("settings"), "|active|")) << run.output << run.log;
+    EXPECT_HAS(run.line("settings"), "|active|") << run.output << run.log;
     for (const char* said : {"DEBUG=1", "LEVEL=3", "MODE=exact", "TABLE=(null)"}) {
-      EXPECT_TRUE(contains(run.log, std::string("settings: TE_FL_SETTINGS_") + said)) << run.log;
+      EXPECT_HAS(run.log, std::string("settings: TE_FL_SETTINGS_") + said);
     }
-    EXPECT_FALSE(contains(run.log, "unknown")) << run.log;
-    EXPECT_TRUE(contains(run.output, "|0 2")) << "calls work: " << run.output;
+    EXPECT_LACKS(run.log, "unknown");
+    EXPECT_HAS(run.output, "|0 2") << "calls work: " << run.output;
   }
 }
 
 TEST_F(SettingsTest, AWrongOneIsAnErrorThatNamesTheRule) {
   manifest("settings", kDeclared);
   ProbeRun run = probe({{"TE_FL_SETTINGS_LEVEL", "10"}});
-  EXPECT_TRUE(contains(run.output, "relu|error|")) << run.output;
-  EXPECT_TRUE(contains(run.output,
-                       "TE_FL_SETTINGS_LEVEL=10 is not accepted: it must be a whole "
-                       "number from 1 to 9"))
-      << run.output;
+  EXPECT_HAS(run.output, "relu|error|");
+  EXPECT_HAS(run.output,
+             "TE_FL_SETTINGS_LEVEL=10 is not accepted: it must be a whole "
+             "number from 1 to 9");
   run = probe({{"TE_FL_SETTINGS_LEVLE", "5"}});
-  EXPECT_TRUE(contains(run.output, "did you mean TE_FL_SETTINGS_LEVEL?")) << run.output;
+  EXPECT_HAS(run.output, "did you mean TE_FL_SETTINGS_LEVEL?");
 }
 
 TEST_F(SettingsTest, OfAPluginThatIsAbsentOrLeftOutTheyAreAWarning) {
@@ -67,10 +67,10 @@ TEST_F(SettingsTest, OfAPluginThatIsAbsentOrLeftOutTheyAreAWarning) {
     if (left_out)
       manifest("settings", kDeclared + std::string(R"(, "probe": {"device_node": "/dev/fault0"})"));
     const ProbeRun run = probe(wrong);
-    EXPECT_TRUE(contains(run.output, "|0 2")) << run.output << run.log;
-    EXPECT_TRUE(contains(run.log, "warning: ")) << run.log;
-    EXPECT_TRUE(contains(run.log, "TE_FL_SETTINGS_LEVEL")) << run.log;
-    EXPECT_TRUE(contains(run.log, "TE_FL_SETTINGS_NONSENSE")) << run.log;
+    EXPECT_HAS(run.output, "|0 2") << run.output << run.log;
+    EXPECT_HAS(run.log, "warning: ");
+    EXPECT_HAS(run.log, "TE_FL_SETTINGS_LEVEL");
+    EXPECT_HAS(run.log, "TE_FL_SETTINGS_NONSENSE");
   }
 }
 
@@ -78,23 +78,22 @@ TEST_F(SettingsTest, ManifestAndHeaderMustAgree) {
   manifest("settings", R"(, "settings": [{"name": "TE_FL_SETTINGS_LEVEL", "type": "int",
                             "default": "4", "choices": "1 9", "doc": "A setting."}])");
   const ProbeRun run = probe({});
-  EXPECT_TRUE(contains(run.line("settings"), "|failed|")) << run.output;
-  EXPECT_TRUE(contains(run.line("settings"), "declare its settings differently")) << run.output;
-  EXPECT_TRUE(contains(run.line("settings"), "TE_FL_SETTINGS_LEVEL, TE_FL_SETTINGS_DEBUG"))
-      << run.output;
-  EXPECT_TRUE(contains(run.output, "|0 2")) << run.output;
+  EXPECT_HAS(run.line("settings"), "|failed|") << run.output;
+  EXPECT_HAS(run.line("settings"), "declare its settings differently") << run.output;
+  EXPECT_HAS(run.line("settings"), "TE_FL_SETTINGS_LEVEL, TE_FL_SETTINGS_DEBUG") << run.output;
+  EXPECT_HAS(run.output, "|0 2");
 }
 
 TEST_F(SettingsTest, SetByCodeBeforeThePluginIsLoaded) {
-  ASSERT_TRUE(environment::set("TE_FL_SETTINGS_LEVEL", "7").ok());
+  ASSERT_OK(environment::set("TE_FL_SETTINGS_LEVEL", "7"));
   load("settings");
   EXPECT_EQ(Events::count("TE_FL_SETTINGS_LEVEL=7"), 1);
   EXPECT_EQ(environment::get_int("TE_FL_SETTINGS_LEVEL").value(), 7);
   EXPECT_FALSE(environment::set("TE_FL_SETTINGS_LEVEL", "70").ok());
-  ASSERT_TRUE(plugins::deactivate("settings", true).ok());
+  ASSERT_OK(plugins::deactivate("settings", true));
   load("settings");
   EXPECT_EQ(Events::count("TE_FL_SETTINGS_LEVEL=7"), 2);
-  ASSERT_TRUE(environment::unset("TE_FL_SETTINGS_LEVEL").ok());
+  ASSERT_OK(environment::unset("TE_FL_SETTINGS_LEVEL"));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "fault_fixture.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::test {
 namespace {
@@ -116,7 +117,7 @@ class Withdrawal : public FaultTest {
     args.output = out;
   }
   void TearDown() override {
-    EXPECT_TRUE(environment::unset("TE_FL_VALIDATE").ok());
+    EXPECT_OK(environment::unset("TE_FL_VALIDATE"));
     FaultTest::TearDown();
     EXPECT_FALSE(stage.heard("destroy with objects")) << stage.all();
   }
@@ -134,9 +135,7 @@ class Withdrawal : public FaultTest {
     for (int i = 0; i < kElements; ++i) EXPECT_EQ(out_memory[i], i % 2 == 0 ? 0 : i) << i;
   }
   static void expect_refusal(const Status& status) {
-    EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.to_string();
-    EXPECT_TRUE(contains(status.to_string(), "device ext:owner:0 was withdrawn"))
-        << status.to_string();
+    EXPECT_FAILS(status, kUnsupported, "device ext:owner:0 was withdrawn");
   }
   // While a thread is inside `event`, which `enter` brings it to, the owner is withdrawn. It goes
   // no further than to bar its device until the thread has left.
@@ -168,7 +167,7 @@ class Withdrawal : public FaultTest {
     stage.let_go();
     inside.join();
     withdrawing.join();
-    EXPECT_TRUE(status.ok()) << status.to_string();
+    EXPECT_OK(status);
     EXPECT_LT(stage.place("let go"), stage.place("quiesce")) << stage.all();
     EXPECT_TRUE(stage.heard("quiesce")) << stage.all();
   }
@@ -184,18 +183,17 @@ class Withdrawal : public FaultTest {
 };
 
 TEST_F(Withdrawal, TheGuestServes) {
-  ASSERT_TRUE(call().ok());
+  ASSERT_OK(call());
   expect_right();
   EXPECT_EQ(stage.count("guest runs"), 1);
   EXPECT_EQ(stage.count("guest plans"), 1);
 }
 
 TEST_F(Withdrawal, WaitsForAnotherPluginsOp) {
-  ASSERT_TRUE(call().ok());  // scratch and plan are there
+  ASSERT_OK(call());  // scratch and plan are there
   Status status;
   expect_withdrawal_waits("guest runs", [&] { status = call(); });
-  EXPECT_TRUE(status.ok()) << "a call that had begun ends as if nothing were: "
-                           << status.to_string();
+  EXPECT_OK(status) << "a call that had begun ends as if nothing were: " << status.to_string();
   expect_right();
   // The scratch was freed after the op, not under it.
   EXPECT_LT(stage.place("let go"), stage.place("free")) << stage.all();
@@ -204,15 +202,15 @@ TEST_F(Withdrawal, WaitsForAnotherPluginsOp) {
 }
 
 TEST_F(Withdrawal, WaitsForAQuestionToTheDevice) {
-  ASSERT_TRUE(call().ok());
+  ASSERT_OK(call());
   expect_withdrawal_waits("is_capturing", [&] { (void)call(); });
   EXPECT_TRUE(stage.heard("destroy")) << stage.all();
 }
 
 TEST_F(Withdrawal, WaitsForQuestionsUnderValidate) {
-  ASSERT_TRUE(environment::set("TE_FL_VALIDATE", "1").ok());
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   int stream = 0;
-  ASSERT_TRUE(call(&stream).ok());
+  ASSERT_OK(call(&stream));
   expect_withdrawal_waits("check_pointer", [&] { (void)call(&stream); });
 }
 
@@ -237,7 +235,7 @@ TEST_F(Withdrawal, WaitsForEveryFunctionOfTheDevice) {
     EXPECT_TRUE(stage.heard("destroy")) << event << ": " << stage.all();
     stage.reset();
     load("owner");
-    ASSERT_TRUE(call().ok()) << event;
+    ASSERT_OK(call()) << event;
   }
 }
 
@@ -257,15 +255,15 @@ TEST_F(Withdrawal, WaitsForWhatGivesObjectsBack) {
 TEST_F(Withdrawal, CachedRoutesHandlesAndPlansRefuse) {
   OpManager& manager = OpManager::instance();
   const auto handle = manager.prepare(op::relu, &args);
-  ASSERT_TRUE(handle.ok()) << handle.status().to_string();
+  ASSERT_OK(handle);
   for (const char* impl : {"vendor.guest", "vendor.guest_plain"}) {
     const PolicyScope scope(only("relu", impl));
     for (int i = 0; i < 3; ++i) {
-      ASSERT_TRUE(call().ok());
-      ASSERT_TRUE(handle->call(&args).ok());
+      ASSERT_OK(call());
+      ASSERT_OK(handle->call(&args));
     }
   }
-  ASSERT_TRUE(plugins::deactivate("owner", true).ok());
+  ASSERT_OK(plugins::deactivate("owner", true));
   EXPECT_FALSE(in_maps(fault_path("owner")));
   stage.reset();
   for (const char* impl : {"vendor.guest", "vendor.guest_plain"}) {
@@ -285,15 +283,15 @@ TEST_F(Withdrawal, CachedRoutesHandlesAndPlansRefuse) {
 }
 
 TEST_F(Withdrawal, ADeviceThatIsBackServesWithNewPlans) {
-  ASSERT_TRUE(call().ok());
-  ASSERT_TRUE(plugins::deactivate("owner", true).ok());
+  ASSERT_OK(call());
+  ASSERT_OK(plugins::deactivate("owner", true));
   // A plan may hold what belongs to the device, and goes before it, when its work has ended.
   EXPECT_LT(stage.place("quiesce"), stage.place("guest drops a plan")) << stage.all();
   EXPECT_LT(stage.place("guest drops a plan"), stage.place("destroy")) << stage.all();
   EXPECT_EQ(stage.count("guest drops a plan"), 1) << stage.all();
   load("owner");
   stage.reset();
-  ASSERT_TRUE(call().ok());
+  ASSERT_OK(call());
   expect_right();
   EXPECT_EQ(stage.count("guest plans"), 1) << "the old one was of another device";
 }
@@ -301,7 +299,7 @@ TEST_F(Withdrawal, ADeviceThatIsBackServesWithNewPlans) {
 TEST_F(Withdrawal, ObjectsCanBeSavedAndNothingElse) {
   const Stream stream = Stream::create(device).value();
   Tensor kept = floats({1, 2}, device);
-  ASSERT_TRUE(plugins::deactivate("owner").ok());
+  ASSERT_OK(plugins::deactivate("owner"));
   EXPECT_EQ(info("owner").state, State::kRetired);
   EXPECT_EQ(values_of(kept), (std::vector<float>{1, 2}));
   expect_refusal(call_relu(kept, kept));
@@ -317,25 +315,24 @@ TEST_F(Withdrawal, AGraphIsNotLaunchedAnyMore) {
     Capture capture = Capture::begin(device, stream.get()).value();
     graph = capture.end().value();
   }
-  ASSERT_TRUE(graph.launch().ok());
-  ASSERT_TRUE(plugins::deactivate("owner").ok());
+  ASSERT_OK(graph.launch());
+  ASSERT_OK(plugins::deactivate("owner"));
   stage.reset();
   const Status refused = graph.launch();
-  EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << refused.to_string();
-  EXPECT_TRUE(contains(refused.to_string(), "ext:owner:0")) << refused.to_string();
+  EXPECT_FAILS(refused, kUnsupported, "ext:owner:0");
   EXPECT_FALSE(stage.heard("launch_graph")) << stage.all();
   graph = Graph();
 }
 
 TEST_F(Withdrawal, TheGuestMayGoFirst) {
-  ASSERT_TRUE(call().ok());
+  ASSERT_OK(call());
   stage.stop_at("guest runs");
   Status status;
   std::thread inside([&] { status = call(); });
   stage.wait_until_stopped();
   std::atomic<bool> gone{false};
   std::thread withdrawing([&] {
-    EXPECT_TRUE(plugins::deactivate("guest", true).ok());
+    EXPECT_OK(plugins::deactivate("guest", true));
     gone = true;
   });
   // Calls of others go to the host's implementations meanwhile.
@@ -344,14 +341,14 @@ TEST_F(Withdrawal, TheGuestMayGoFirst) {
   stage.let_go();
   inside.join();
   withdrawing.join();
-  EXPECT_TRUE(status.ok()) << status.to_string();
+  EXPECT_OK(status);
   EXPECT_LT(stage.place("let go"), stage.place("guest quiesces")) << stage.all();
 }
 
 TEST_F(Withdrawal, FromInsideAFunctionOfADeviceIsRefused) {
   Status inside;
   stage.act_at("synchronize", [&] { inside = plugins::deactivate("guest"); });
-  ASSERT_TRUE(devices::synchronize(device).ok());
+  ASSERT_OK(devices::synchronize(device));
   EXPECT_EQ(inside.code(), StatusCode::kBusy) << inside.to_string();
   EXPECT_EQ(info("guest").state, State::kActive);
 }
@@ -360,36 +357,34 @@ TEST_F(Withdrawal, FromInsideAFunctionOfADeviceIsRefused) {
 
 TEST_F(Withdrawal, AnExceptionOfAQuestionFailsTheCall) {
   const auto handle = OpManager::instance().prepare(op::relu, &args);
-  ASSERT_TRUE(handle.ok());
-  ASSERT_TRUE(handle->call(&args).ok());
+  ASSERT_OK(handle);
+  ASSERT_OK(handle->call(&args));
   stage.reset();
   stage.throw_at("is_capturing");
   for (const Status& failed : {call(), handle->call(&args), devices::is_capturing(device).status(),
                                OpManager::instance().resolve(op::relu, &args).status()}) {
-    EXPECT_EQ(failed.code(), StatusCode::kInternal) << failed.to_string();
-    EXPECT_TRUE(contains(failed.to_string(), "thrown in is_capturing")) << failed.to_string();
-    EXPECT_TRUE(contains(failed.to_string(), "R5")) << failed.to_string();
+    EXPECT_FAILS(failed, kInternal, "thrown in is_capturing");
+    EXPECT_HAS(failed.to_string(), "R5");
   }
   EXPECT_FALSE(stage.heard("guest runs"));
   stage.throw_at("");
-  EXPECT_TRUE(call().ok());
+  EXPECT_OK(call());
 }
 
 TEST_F(Withdrawal, ExceptionsUnderValidateFailTheCall) {
-  ASSERT_TRUE(environment::set("TE_FL_VALIDATE", "1").ok());
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   int stream = 0;
-  ASSERT_TRUE(call(&stream).ok());
+  ASSERT_OK(call(&stream));
   for (const char* function : {"check_pointer", "check_stream"}) {
     stage.reset();
     stage.throw_at(function);
     const Status failed = call(&stream);
     EXPECT_FALSE(failed.ok()) << function;
-    EXPECT_TRUE(contains(failed.to_string(), std::string("thrown in ") + function))
-        << failed.to_string();
+    EXPECT_HAS(failed.to_string(), std::string("thrown in ") + function);
     EXPECT_FALSE(stage.heard("guest runs")) << function;
   }
   stage.throw_at("");
-  EXPECT_TRUE(call(&stream).ok());
+  EXPECT_OK(call(&stream));
 }
 
 TEST_F(Withdrawal, ExceptionsOfEveryOtherFunctionAreErrors) {
@@ -397,9 +392,7 @@ TEST_F(Withdrawal, ExceptionsOfEveryOtherFunctionAreErrors) {
     stage.throw_at(function);
     const Status failed = f();
     stage.throw_at("");
-    EXPECT_EQ(failed.code(), StatusCode::kInternal) << function << ": " << failed.to_string();
-    EXPECT_TRUE(contains(failed.to_string(), std::string("thrown in ") + function))
-        << failed.to_string();
+    EXPECT_FAILS(failed, kInternal, std::string("thrown in ") + function);
   };
   int event = 0, stream = 0;
   fails("allocate", [&] { return devices::allocate(device, 64).status(); });

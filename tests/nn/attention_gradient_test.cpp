@@ -1,6 +1,7 @@
 // DotProductAttention, MultiheadAttention and TransformerLayer against double-precision
 // implementations.
 #include "oracle.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::nn::testing {
 namespace {
@@ -448,18 +449,18 @@ TEST(Attention, WrongShapesAreNamed) {
   };
   EXPECT_EQ(text(module->forward(q, k, k, nullptr)), "ok");
   const std::string wrong = text(module->forward(q, q, k, nullptr));
-  EXPECT_NE(wrong.find("k is f32[3,1,4,6]"), std::string::npos) << wrong;
-  EXPECT_NE(wrong.find("[sequence, batch, 2, 6]"), std::string::npos) << wrong;
+  EXPECT_HAS(wrong, "k is f32[3,1,4,6]");
+  EXPECT_HAS(wrong, "[sequence, batch, 2, 6]");
   auto thd = take(DotProductAttention::create(
       {.num_attention_heads = 1, .head_dim = 6, .layout = Layout::kTHD}));
   const Tensor t = tensor({3, 1, 6}, random_values(18, 1));
-  EXPECT_NE(text(thd->forward(t, t, t, nullptr)).find("cu_seqlens_q"), std::string::npos);
+  EXPECT_HAS(text(thd->forward(t, t, t, nullptr)), "cu_seqlens_q");
   auto mha = take(MultiheadAttention::create({.hidden_size = 12, .num_attention_heads = 3}));
   AttentionInputs inputs;
   inputs.rotary_angles = take(init::rotary_angles({.dim = 4, .max_seqlen = 2}));
   const std::string angles =
       text(mha->forward(tensor({3, 1, 12}, random_values(36, 1)), nullptr, inputs));
-  EXPECT_NE(angles.find("positions >= 3"), std::string::npos) << angles;
+  EXPECT_HAS(angles, "positions >= 3");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "autocast_fixture.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::nn::testing {
 namespace {
@@ -241,10 +242,10 @@ TEST(Fp8Attention, CodesAreRefusedWithoutDelayedScaling) {
   const Tensor x = input(1, 3);
   const Tensor codes = take(Tensor::empty_quantized(x.shape(), {}));
   const auto refused = linear->forward(codes, nullptr);
-  EXPECT_NE(refused.status().message().find("dequantize it first"), std::string::npos);
+  EXPECT_HAS(refused.status().message(), "dequantize it first");
   const Tensor narrow = tensor({1, 1}, {0});
   const auto wrong = linear->forward(x, nullptr, {}, nullptr, &narrow);
-  EXPECT_NE(wrong.status().message().find("of the result's shape"), std::string::npos);
+  EXPECT_HAS(wrong.status().message(), "of the result's shape");
 }
 
 // ---- fused data flow
@@ -352,14 +353,11 @@ TEST(Scopes, AnInvalidRecipeFailsTheForwardWithItsMessage) {
     const auto result = module->forward(input(), &ctx);
     return result.ok() ? std::string("ok") : result.status().to_string();
   };
-  EXPECT_NE(message({}, DelayedScaling{.amax_history_len = 0}).find("amax_history_len is 0"),
-            std::string::npos);
-  EXPECT_NE(message({}, DelayedScaling{.margin = 900}).find("margin is 900"), std::string::npos);
-  EXPECT_NE(message({}, Float8BlockScaling{.amax_epsilon = -1}).find("amax_epsilon"),
-            std::string::npos);
-  EXPECT_NE(message({.enabled = false, .calibrating = true}, Float8CurrentScaling{})
-                .find("keeps no state to calibrate"),
-            std::string::npos);
+  EXPECT_HAS(message({}, DelayedScaling{.amax_history_len = 0}), "amax_history_len is 0");
+  EXPECT_HAS(message({}, DelayedScaling{.margin = 900}), "margin is 900");
+  EXPECT_HAS(message({}, Float8BlockScaling{.amax_epsilon = -1}), "amax_epsilon");
+  EXPECT_HAS(message({.enabled = false, .calibrating = true}, Float8CurrentScaling{}),
+             "keeps no state to calibrate");
   EXPECT_EQ(message({}, DelayedScaling{}), "ok");
 }
 

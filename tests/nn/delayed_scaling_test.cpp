@@ -1,6 +1,7 @@
 // Delayed scaling: the order of scale updates against hand-computed scales, weight caching, and
 // calibration.
 #include "autocast_fixture.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::nn::testing {
 namespace {
@@ -158,9 +159,7 @@ TEST(DelayedScalingOrder, AnInferenceWithoutScalesIsRefused) {
   };
   const auto expect_refused = [&](Linear& linear) {
     const Status status = infer(linear);
-    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
-    EXPECT_NE(status.to_string().find("no scales to read"), std::string::npos)
-        << status.to_string();
+    EXPECT_FAILS(status, kFailedPrecondition, "no scales to read");
   };
   expect_refused(*module);
   EXPECT_EQ(module->state().size(), 2u) << "an inference makes no FP8 state";

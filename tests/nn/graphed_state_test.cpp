@@ -4,6 +4,7 @@
 
 #include "nn_test_util.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
 namespace te_fl::nn::testing {
@@ -14,9 +15,6 @@ constexpr int64_t kRows = 8, kSize = 16;
 const DelayedScaling kRecipe{.amax_history_len = 4};
 
 std::string message(const Status& status) { return status.ok() ? "ok" : status.to_string(); }
-#define EXPECT_SAYS(text, part) \
-  EXPECT_NE((text).find(part), std::string::npos) << part << " is not in: " << (text)
-
 // One FP8 layer that is trained to answer with its input.
 struct Trainer {
   Device device;
@@ -184,11 +182,10 @@ TEST_F(GraphedState, AResizeIsRefusedWhileAGraphUsesTheHistory) {
   expect_same([&](Trainer& t) {
     if (t.graphed == nullptr) return;
     const auto [training, loading] = refusals(t);
-    EXPECT_EQ(training.code(), StatusCode::kFailedPrecondition);
-    EXPECT_SAYS(message(training),
-                "an amax history of length 9 is asked for, but a captured graph");
-    EXPECT_SAYS(message(loading), "a file: tensor fc1_fp8.fwd.amax_history");
-    EXPECT_SAYS(message(loading), "a captured graph uses the present one of length 4");
+    EXPECT_FAILS(training, kFailedPrecondition,
+                 "an amax history of length 9 is asked for, but a captured graph");
+    EXPECT_HAS(message(loading), "a file: tensor fc1_fp8.fwd.amax_history");
+    EXPECT_HAS(message(loading), "a captured graph uses the present one of length 4");
     scribble(t.device);
   });
   // Once the graph is gone it may be.
@@ -212,7 +209,7 @@ TEST_F(GraphedState, StateThatACaptureWouldMakeIsRefused) {
   };
   auto graphed = take(GraphedStep::create(trainer.device, step, {}));
   for (int i = 0; i < 3; ++i) ASSERT_OK(graphed->run().status());
-  EXPECT_SAYS(message(graphed->run().status()), "Run the step once before the capture");
+  EXPECT_HAS(message(graphed->run().status()), "Run the step once before the capture");
   EXPECT_TRUE(capturing);
 }
 
@@ -230,7 +227,7 @@ TEST_F(GraphedState, AGraphOfSomeoneElseHoldsItToo) {
   ASSERT_OK(trainer.forward(kRecipe, &ctx));
   const Graph graph = take(capture.end());
   ctx.reset();
-  EXPECT_SAYS(message(trainer.forward({.amax_history_len = 9}, &ctx)), "a captured graph uses");
+  EXPECT_HAS(message(trainer.forward({.amax_history_len = 9}, &ctx)), "a captured graph uses");
   ASSERT_OK(stream.synchronize());  // the module's memory is freed on another stream
 }
 

@@ -14,12 +14,6 @@
 
 namespace te_fl::nn::testing {
 
-#define ASSERT_OK(expr)                                     \
-  do {                                                      \
-    const ::te_fl::Status ok_status_ = (expr);              \
-    ASSERT_TRUE(ok_status_.ok()) << ok_status_.to_string(); \
-  } while (false)
-
 // The value of a Result; throws (and so fails the test) on an error.
 template <class T>
 T take(Result<T> result) {

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "nn_test_util.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::nn::testing {
 namespace {
@@ -113,7 +114,7 @@ TEST(Safetensors, EveryTruncationAndExtensionIsAnError) {
   write_file(file.path, whole + "x");
   ASSERT_FALSE(load_safetensors(file.path).ok());
   write_file(file.path, whole);
-  ASSERT_TRUE(load_safetensors(file.path).ok());
+  ASSERT_OK(load_safetensors(file.path));
 }
 
 TEST(Safetensors, EveryFlippedHeaderByteIsReadOrRefusedNeverWorse) {
@@ -148,8 +149,8 @@ TEST_P(SafetensorsCorrupt, IsRefusedNamingFileAndFault) {
   ASSERT_FALSE(result.ok());
   const std::string text = result.status().to_string();
   EXPECT_EQ(result.status().code(), StatusCode::kDataLoss) << text;
-  EXPECT_NE(text.find(file.path), std::string::npos) << text;
-  EXPECT_NE(text.find(GetParam().message), std::string::npos) << text;
+  EXPECT_HAS(text, file.path);
+  EXPECT_HAS(text, GetParam().message);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -206,10 +207,9 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Safetensors, ImpossibleHeaderLengthsAndMissingFiles) {
   TempFile file("length");
   write_file(file.path, std::string(8, '\xff') + "{}");
-  EXPECT_NE(load_safetensors(file.path).status().to_string().find("header length"),
-            std::string::npos);
+  EXPECT_HAS(load_safetensors(file.path).status().to_string(), "header length");
   write_file(file.path, std::string("\x40\0\0\0\0\0\0\0", 8) + "{}");
-  EXPECT_NE(load_safetensors(file.path).status().to_string().find("truncated"), std::string::npos);
+  EXPECT_HAS(load_safetensors(file.path).status().to_string(), "truncated");
   EXPECT_EQ(load_safetensors(file.path + ".absent").status().code(), StatusCode::kNotFound);
   EXPECT_FALSE(load_safetensors(::testing::TempDir()).ok());
 }
@@ -312,8 +312,8 @@ TEST(LoadState, ErrorsNameTheTensorAndChangeNothing) {
   auto expect_refused = [&](std::vector<NamedTensor> tensors, const std::string& message) {
     const Status status = target->load_state(tensors, "some.safetensors");
     ASSERT_FALSE(status.ok());
-    EXPECT_NE(status.to_string().find("some.safetensors"), std::string::npos) << status.to_string();
-    EXPECT_NE(status.to_string().find(message), std::string::npos) << status.to_string();
+    EXPECT_HAS(status.to_string(), "some.safetensors");
+    EXPECT_HAS(status.to_string(), message);
     const auto now = target->state();
     for (size_t i = 0; i < now.size(); ++i)
       EXPECT_EQ(values_of(now[i].tensor), before[i]) << now[i].name;
@@ -388,13 +388,10 @@ TEST(Checkpoint, TruncatedAnywhereLoadsNothing) {
   write_file(file.path, whole);
   auto sgd = take(SGD::create(module->parameters(), {}));
   const auto mismatch = load_checkpoint(file.path, *module, sgd.get());
-  EXPECT_NE(mismatch.status().to_string().find("optimizer.momentum.weight is missing"),
-            std::string::npos)
-      << mismatch.status().to_string();
+  EXPECT_HAS(mismatch.status().to_string(), "optimizer.momentum.weight is missing");
   EXPECT_EQ(values_of(module->parameters()[0].value()), before);
   ASSERT_OK(save_safetensors(file.path, module->state()));
-  EXPECT_NE(load_checkpoint(file.path, *module).status().to_string().find("not a te-fl checkpoint"),
-            std::string::npos);
+  EXPECT_HAS(load_checkpoint(file.path, *module).status().to_string(), "not a te-fl checkpoint");
 }
 
 // One training step of a layer on fixed data; returns the loss.

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "nn_test_util.hpp"
+#include "support/expect.hpp"
 
 namespace te_fl::nn::testing {
 namespace {
@@ -30,9 +31,6 @@ std::map<std::string, Values> fp8_state(const Module& module) {
   return result;
 }
 std::string message(const Status& status) { return status.ok() ? "ok" : status.to_string(); }
-#define EXPECT_SAYS(text, part) \
-  EXPECT_NE((text).find(part), std::string::npos) << part << " is not in: " << (text)
-
 // ---- scale updates that nobody asked for
 
 enum class End {
@@ -135,7 +133,7 @@ TEST(StepEnd, AnErrorOfAScopesEndIsReturnedByBackwardEnd) {
     auto scope = captured->enter();
     (void)take(module->forward(values(1), &ctx));
   }).join();
-  EXPECT_SAYS(message(backward_end()), "the scale update failed");
+  EXPECT_HAS(message(backward_end()), "the scale update failed");
   ASSERT_OK(backward_end());
 }
 
@@ -178,8 +176,8 @@ TEST(FullCtx, IsRefusedByEveryForwardBeforeItComputes) {
     ASSERT_OK(forward(&ctx));
     const RandomPosition random = Context::current().random();
     const Status refused = forward(&ctx);
-    EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition);
-    EXPECT_SAYS(message(refused), name + ": forward got a ctx that still holds another forward");
+    EXPECT_FAILS(refused, kFailedPrecondition,
+                 name + ": forward got a ctx that still holds another forward");
     EXPECT_EQ(Context::current().random(), random);
     EXPECT_FALSE(ctx.empty());
     ctx.reset();
@@ -229,11 +227,11 @@ TEST(ClearedGradients, AreNotAppliedAgain) {
     for (const NamedParameter& p : parameters) ASSERT_OK(p.parameter->clear_grad());
     const Values before = values_of(parameters[0].value());
     const Status refused = optimizer->step();
-    EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition);
-    EXPECT_SAYS(message(refused), "the gradient of weight was cleared by clear_grad()");
+    EXPECT_FAILS(refused, kFailedPrecondition,
+                 "the gradient of weight was cleared by clear_grad()");
     EXPECT_EQ(values_of(parameters[0].value()), before);
     EXPECT_EQ(optimizer->steps(), 1);
-    EXPECT_SAYS(message(clip_grad_norm(parameters, 1).status()), "clip_grad_norm: the gradient");
+    EXPECT_HAS(message(clip_grad_norm(parameters, 1).status()), "clip_grad_norm: the gradient");
     // Each way out that the message names.
     backward();
     ASSERT_OK(optimizer->step());

@@ -1,6 +1,7 @@
 // A model whose layers lie on two devices of one provider.
 #include "nn_test_util.hpp"
 #include "plugins/hooks.hpp"
+#include "support/expect.hpp"
 #include "support/far_device.hpp"
 
 namespace te_fl::nn::testing {

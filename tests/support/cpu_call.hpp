@@ -60,17 +60,4 @@ Outcome run_cpu(const char* op, const Args& args, te_fl_rng rng = {}) {
   return {desc->run(desc->self, &ctx, &args), text};
 }
 
-#define EXPECT_CPU_RUNS(op, ...)                                                           \
-  do {                                                                                     \
-    const ::te_fl::testing::Outcome outcome_ = ::te_fl::testing::run_cpu(op, __VA_ARGS__); \
-    ASSERT_EQ(outcome_.status, TE_FL_OK) << op << ": " << outcome_.text;                   \
-  } while (false)
-
-#define EXPECT_CPU_REFUSES(op, args, code, part)                                    \
-  do {                                                                              \
-    const ::te_fl::testing::Outcome outcome_ = ::te_fl::testing::run_cpu(op, args); \
-    EXPECT_EQ(outcome_.status, code) << outcome_.text;                              \
-    EXPECT_NE(outcome_.text.find(part), std::string::npos) << outcome_.text;        \
-  } while (false)
-
 }  // namespace te_fl::testing

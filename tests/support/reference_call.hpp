@@ -210,20 +210,7 @@ Outcome run_reference(const char* op, const Args& args, te_fl_rng rng = {}) {
   return {status, text};
 }
 
-#define EXPECT_RUNS(op, ...)                                                                     \
-  do {                                                                                           \
-    const ::te_fl::testing::Outcome outcome_ = ::te_fl::testing::run_reference(op, __VA_ARGS__); \
-    ASSERT_EQ(outcome_.status, TE_FL_OK) << op << ": " << outcome_.text;                         \
-  } while (false)
-
 // The call is refused as invalid, cleanly, with a text that contains `part`.
-#define EXPECT_REFUSED(op, args, part)                                                    \
-  do {                                                                                    \
-    const ::te_fl::testing::Outcome outcome_ = ::te_fl::testing::run_reference(op, args); \
-    EXPECT_EQ(outcome_.status, TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN) << outcome_.text;    \
-    EXPECT_NE(outcome_.text.find(part), std::string::npos) << outcome_.text;              \
-  } while (false)
-
 inline std::vector<double> random_values(int64_t n, uint32_t seed, double low = -1,
                                          double high = 1) {
   std::mt19937 engine(seed);

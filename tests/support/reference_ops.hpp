@@ -12,6 +12,7 @@
 
 #include <gtest/gtest.h>
 
+#include "support/expect.hpp"
 #include "support/outcome.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/plugin.h"
@@ -51,20 +52,6 @@ Outcome call(const std::string& op, const Args& args, te_fl_rng rng = {}) {
   const te_fl_op_desc& desc = reference_op(op);
   outcome.status = desc.run(desc.self, &ctx, &args);
   return outcome;
-}
-
-#define EXPECT_RUNS(call_)                                 \
-  do {                                                     \
-    const ::te_fl::testing::Outcome outcome_ = (call_);    \
-    EXPECT_EQ(outcome_.status, TE_FL_OK) << outcome_.text; \
-  } while (false)
-
-// The call is refused as the caller's mistake, cleanly, with a message that has all the parts.
-inline void expect_invalid(const Outcome& outcome, std::initializer_list<const char*> parts) {
-  EXPECT_EQ(outcome.status, TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN) << outcome.text;
-  for (const char* part : parts) {
-    EXPECT_NE(outcome.text.find(part), std::string::npos) << part << " is not in: " << outcome.text;
-  }
 }
 
 // A host tensor with its storage. Fresh memory is filled with 0xAB, so that what an op must write

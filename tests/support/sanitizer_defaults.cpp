@@ -1,7 +1,7 @@
 // Part of every test program of a sanitizer build: tests ask for more memory than there is, and the
 // sanitizers' allocators shall return null then, as the C library's does, instead of ending the
 // program.
-#include "unit/sanitizers.hpp"
+#include "support/sanitizers.hpp"
 
 #if TE_FL_ASAN
 extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() {

@@ -10,7 +10,7 @@ mkdir -p "$out"
 common=(-O2 -g0 -fPIC -shared -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Iinclude -Itests -ffile-prefix-map="$PWD"=.
   -Wl,--version-script=cmake/plugin.map -Wl,--build-id -s)
 gcc -std=c99 "${common[@]}" backends/null/plugin.c -o "$out/null.so"
-g++ -std=c++20 -fno-gnu-unique -pthread "${common[@]}" tests/check/wrong_plugin.cpp -o "$out/fault.so" -Wl,-z,nodelete
+g++ -std=c++20 -fno-gnu-unique -pthread "${common[@]}" tests/tools/check/wrong_plugin.cpp -o "$out/fault.so" -Wl,-z,nodelete
 cp tests/abi/golden_offsets.txt "$out/offsets.txt"
 cp tests/abi/golden_values.txt "$out/values.txt"
 (cd "$out" && sha256sum null.so fault.so >SHA256SUMS && cat SHA256SUMS && ls -l)

@@ -1,6 +1,6 @@
-#include "cases.hpp"
+#include "conformance/huge/cases.hpp"
 
-namespace te_fl::conformance::huge {
+namespace te_fl::huge {
 
 Cases all_cases() {
   Cases cases;
@@ -10,6 +10,7 @@ Cases all_cases() {
   add_norms(cases);
   add_norm_gradients(cases);
   add_optimizers(cases);
+  add_multi_tensor(cases);
   add_quantize(cases);
   add_dequantize(cases);
   add_rope(cases);
@@ -18,4 +19,4 @@ Cases all_cases() {
   return cases;
 }
 
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge

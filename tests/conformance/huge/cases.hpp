@@ -4,13 +4,13 @@
 #include <string>
 #include <vector>
 
-#include "sampled.hpp"
+#include "conformance/huge/sampled.hpp"
 
 // Ops on tensors of more than 2^31 elements: every op of the catalogue, and of each the ways in
 // which the backends walk their tensors, as far as those are known from outside: aligned and odd
 // extents, every layout, every scaling mode, rows that fit a kernel's registers and rows that do
-// not.
-namespace te_fl::conformance::huge {
+// not. Each family's are listed in conformance/cases, and made by the header of its name here.
+namespace te_fl::huge {
 
 struct Case {
   std::string op;
@@ -25,6 +25,7 @@ inline constexpr int64_t kCols = 4096, kOddCols = 4099;
 void add_activations(Cases& cases);
 void add_attention(Cases& cases);
 void add_gemm(Cases& cases);
+void add_multi_tensor(Cases& cases);
 void add_norms(Cases& cases);
 void add_norm_gradients(Cases& cases);
 void add_optimizers(Cases& cases);
@@ -36,4 +37,4 @@ void add_tensor(Cases& cases);
 
 Cases all_cases();
 
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge

@@ -5,12 +5,12 @@
 #include <set>
 #include <string>
 
-#include "cases.hpp"
+#include "conformance/huge/cases.hpp"
 
 namespace {
 
-using namespace te_fl;                     // NOLINT: a program's main file
-using namespace te_fl::conformance::huge;  // NOLINT
+using namespace te_fl;        // NOLINT: a program's main file
+using namespace te_fl::huge;  // NOLINT
 
 constexpr int64_t kDefault = (int64_t{1} << 31) + 4099;  // odd, and a little more than fits 31 bits
 

@@ -1,4 +1,4 @@
-#include "quantised.hpp"
+#include "conformance/huge/quantised.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -7,8 +7,16 @@
 
 #include "conformance/format.hpp"
 
-namespace te_fl::conformance::huge {
+namespace te_fl::huge {
 namespace {
+
+using conformance::bits_of;
+using conformance::decode_bits;
+using conformance::encode_bits;
+using conformance::float_of;
+using conformance::Format;
+using conformance::format_of;
+using conformance::largest;
 
 constexpr int64_t kBlock = 128;
 
@@ -157,4 +165,4 @@ void Quantised::expect(Run& run, const Value& value, double amax, bool exact, do
   }
 }
 
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "sampled.hpp"
+#include "conformance/huge/sampled.hpp"
 
-namespace te_fl::conformance::huge {
+namespace te_fl::huge {
 
 // A quantised output, and what it must hold. FP8 in any scaling mode, row-wise and column-wise.
 class Quantised {
@@ -49,4 +49,4 @@ class Codes {
 int64_t scale_index(Scaling scaling, bool columnwise, int64_t m, int64_t k, int64_t row,
                     int64_t col);
 
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge

@@ -1,4 +1,4 @@
-#include "sampled.hpp"
+#include "conformance/huge/sampled.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -6,7 +6,7 @@
 
 #include "te_fl/numeric.hpp"
 
-namespace te_fl::conformance::huge {
+namespace te_fl::huge {
 
 namespace {
 
@@ -192,4 +192,4 @@ void Run::expect_sums(const Tensor& sums, const char* name, int64_t rows, int64_
   }
 }
 
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge

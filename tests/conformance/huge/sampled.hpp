@@ -10,7 +10,7 @@
 
 // Tensors too large for a host-side oracle: their contents repeat a short table, so that any
 // element is known, and results are read back in small windows.
-namespace te_fl::conformance::huge {
+namespace te_fl::huge {
 
 // The value that element i of an input has, exact in BF16: normally distributed, or positive and at
 // least 0.5. The period is prime, so rows differ.
@@ -97,4 +97,4 @@ class Run {
   bool spoils_ = false;
 };
 
-}  // namespace te_fl::conformance::huge
+}  // namespace te_fl::huge

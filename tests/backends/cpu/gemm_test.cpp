@@ -1,0 +1,67 @@
+// Products of the CPU backend where the result lies in an operand's memory, through the dispatcher.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include "support/expect.hpp"
+#include "te_fl/numeric.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl {
+namespace {
+
+constexpr int64_t kRows = 5, kCols = 64, kDepth = 7;
+
+Tensor filled(std::initializer_list<int64_t> shape, DType dtype, float first) {
+  int64_t n = 1;
+  for (const int64_t extent : shape) n *= extent;
+  std::vector<float> values(static_cast<size_t>(n));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = first + static_cast<float>(i % 13) / 8;
+  return Tensor::from_values(shape, values, dtype).value();
+}
+
+std::vector<char> bytes_of(const Tensor& t) {
+  const auto* data = t.data<char>();
+  return {data, data + bytes_for(t.dtype(), t.numel())};
+}
+
+// gemm.h: d may alias residual, whose dtype may be another.
+TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
+  const Tensor a = filled({kRows, kDepth}, DType::kF32, -1),
+               b = filled({kCols, kDepth}, DType::kF32, 0);
+  for (const auto& dtypes : {std::pair{DType::kBF16, DType::kF32}, {DType::kF32, DType::kBF16}}) {
+    const DType from = dtypes.first, to = dtypes.second;  // clang 14 captures no bindings
+    const Tensor residual = filled({kRows, kCols}, from, 2);
+    const Tensor wanted = Tensor::empty({kRows, kCols}, to).value();
+    te_fl_generic_gemm_args args{};
+    args.a = a;
+    args.b = b;
+    args.trans_b = 1;
+    args.residual = residual;
+    args.d = wanted;
+    ASSERT_OK(ops::generic_gemm(args));
+
+    const Tensor memory = Tensor::empty({4 * kRows * kCols}, DType::kU8).value();
+    const int64_t shape[] = {kRows, kCols};
+    const auto view = [&](DType dtype) {
+      return Tensor::wrap(memory.raw_data(), shape, {}, dtype, {}, nullptr).value();
+    };
+    const Tensor shared = view(from), result = view(to);
+    const std::vector<char> values = bytes_of(residual);
+    std::memcpy(shared.raw_data(), values.data(), values.size());
+    args.residual = shared;
+    args.d = result;
+    ASSERT_OK(ops::generic_gemm(args));
+    for (int64_t i = 0; i < wanted.numel(); ++i) {
+      const auto at = [&](const Tensor& t) {
+        return to == DType::kF32 ? t.data<float>()[i]
+                                 : numeric::bf16_to_float(t.data<uint16_t>()[i]);
+      };
+      ASSERT_NEAR(at(result), at(wanted), to == DType::kF32 ? 1e-4 : 0.1) << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace te_fl

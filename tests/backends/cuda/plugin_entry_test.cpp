@@ -1,0 +1,416 @@
+// The CUDA plugin entered as a host enters it, with nothing of te-fl around it. What is tested here
+// needs no GPU: it is refused, or said, before the driver is asked.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "support/expect.hpp"
+#include "te_fl/ops/attention.h"
+#include "te_fl/ops/gemm.h"
+#include "te_fl/ops/norm.h"
+#include "te_fl/plugin.h"
+
+namespace {
+
+struct Text {
+  std::string text;
+  te_fl_error_sink sink{sizeof(te_fl_error_sink), 0, this,
+                        [](void* host, const char* t) { static_cast<Text*>(host)->text += t; }};
+};
+
+// A created plugin.
+class Plugin {
+ public:
+  using Settings = std::map<std::string, std::string>;
+  explicit Plugin(Settings settings = Settings()) : settings_(std::move(settings)) {
+    void* library = dlopen(TE_FL_CUDA_PLUGIN, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) std::abort();
+    const auto query =
+        reinterpret_cast<te_fl_plugin_query_fn>(dlsym(library, TE_FL_PLUGIN_QUERY_SYMBOL));
+    te_fl_host_info info{};
+    info.struct_size = sizeof info;
+    api_ = *query(&info)->api;
+    host_.struct_size = sizeof host_;
+    host_.host = this;
+    host_.setting = [](void* host, const char* name) -> const char* {
+      const auto& s = static_cast<Plugin*>(host)->settings_;
+      const auto found = s.find(name);
+      return found == s.end() ? nullptr : found->second.c_str();
+    };
+    Text errors;
+    EXPECT_EQ(api_.create(&host_, &instance_, &errors.sink), TE_FL_OK) << errors.text;
+  }
+  ~Plugin() { api_.destroy(instance_); }
+  Plugin(const Plugin&) = delete;
+  Plugin& operator=(const Plugin&) = delete;
+
+  const te_fl_op_desc& op(const std::string& name, const std::string& impl = "vendor.cuda") {
+    uint32_t count = 0;
+    const te_fl_op_desc* const* list = nullptr;
+    EXPECT_EQ(api_.ops(instance_, &count, &list, nullptr), TE_FL_OK);
+    for (uint32_t i = 0; i < count; ++i) {
+      if (name == list[i]->op_name && impl == list[i]->impl_id) return *list[i];
+    }
+    std::abort();
+  }
+  bool has_device() {
+    uint32_t count = 0;
+    const te_fl_device_desc* const* list = nullptr;
+    EXPECT_EQ(api_.devices(instance_, &count, &list, nullptr), TE_FL_OK);
+    return count > 0;
+  }
+  std::vector<te_fl_finding> findings(std::vector<std::string>& texts) {
+    struct Out {
+      std::vector<te_fl_finding> list;
+      std::vector<std::string>& texts;
+    } out{{}, texts};
+    te_fl_finding_sink sink{};
+    sink.struct_size = sizeof sink;
+    sink.host = &out;
+    sink.write = [](void* host, const te_fl_finding* f) {
+      auto* o = static_cast<Out*>(host);
+      o->list.push_back(*f);
+      const auto or_empty = [](const char* s) { return std::string(s == nullptr ? "" : s); };
+      o->texts.push_back(or_empty(f->subject) + " | " + or_empty(f->state) + " | " +
+                         or_empty(f->disables) + " | " + or_empty(f->remedy));
+    };
+    Text errors;
+    EXPECT_EQ(api_.diagnose(instance_, &sink, &errors.sink), TE_FL_OK) << errors.text;
+    return out.list;
+  }
+
+ private:
+  Settings settings_;
+  te_fl_plugin_api api_{};
+  te_fl_host_api host_{};
+  void* instance_ = nullptr;
+};
+
+// A tensor said to be on the first GPU; its memory is the host's and must not be touched.
+struct Fake {
+  std::vector<int64_t> shape;
+  te_fl_quant quant;
+  te_fl_tensor tensor;
+  Fake(std::vector<int64_t> s, te_fl_dtype dtype, uint32_t scaling = TE_FL_SCALING_NONE)
+      : shape(std::move(s)) {
+    tensor.dl = {memory(), {TE_FL_DEVICE_CUDA, 0}, static_cast<int32_t>(shape.size()),
+                 dtype,    shape.data(),           nullptr,
+                 0};
+    if (scaling == TE_FL_SCALING_NONE) return;
+    quant.scaling = scaling;
+    quant.scale_inv = memory();
+    tensor.quant = &quant;
+  }
+  static void* memory() {
+    alignas(256) static char bytes[1 << 20];
+    static size_t used = 0;
+    used = (used + 4096) % sizeof bytes;
+    return bytes + used;
+  }
+};
+
+constexpr te_fl_dtype kF32{TE_FL_CODE_FLOAT, 32, 1}, kE4M3{TE_FL_CODE_FLOAT8_E4M3FN, 8, 1};
+
+struct Product {
+  Fake a, b, d{{16, 16}, kF32};
+  te_fl_generic_gemm_args args;
+  te_fl_context ctx{};
+  Text errors;
+  explicit Product(te_fl_dtype dtype = kF32, uint32_t scaling = TE_FL_SCALING_NONE)
+      : a({16, 32}, dtype, scaling), b({16, 32}, dtype, scaling) {
+    args.a = &a.tensor, args.b = &b.tensor, args.d = &d.tensor, args.trans_b = 1;
+    ctx.struct_size = sizeof ctx;
+    ctx.device = {TE_FL_DEVICE_CUDA, 0};
+    ctx.errors = &errors.sink;
+  }
+  te_fl_status run(const te_fl_op_desc& op) { return op.run(op.self, &ctx, &args); }
+};
+
+TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
+  Plugin plugin;
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  Product call;
+  size_t wanted = 0;
+  ASSERT_EQ(op.workspace(op.self, &call.ctx, &call.args, &wanted), TE_FL_OK);
+  ASSERT_GT(wanted, 0u);
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  EXPECT_HAS(call.errors.text,
+             "generic_gemm: ctx.workspace has 0 bytes, must have " + std::to_string(wanted));
+  EXPECT_HAS(call.errors.text, "pass as much as workspace() asks for");
+  call.errors.text.clear();
+  call.ctx.workspace = Fake::memory();
+  call.ctx.workspace_bytes = wanted - 1;
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  call.errors.text.clear();
+  call.ctx.workspace = static_cast<char*>(Fake::memory()) + 16;
+  call.ctx.workspace_bytes = wanted;
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  EXPECT_HAS(call.errors.text, "not aligned to 256 bytes");
+}
+
+TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
+  Plugin plugin;
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  Product call;
+  ASSERT_EQ(op.workspace(op.self, &call.ctx, &call.args, &call.ctx.workspace_bytes), TE_FL_OK);
+  call.ctx.workspace = Fake::memory();
+  call.ctx.stream = reinterpret_cast<void*>(uintptr_t{2});  // cudaStreamPerThread
+  EXPECT_EQ(call.run(op), TE_FL_INVALID_ARGUMENT | TE_FL_CLEAN);
+  EXPECT_HAS(call.errors.text, "generic_gemm: ctx.stream is cudaStreamPerThread");
+  EXPECT_HAS(call.errors.text, "give a stream made by");
+}
+
+// Metadata only (rules R8, R10): the question is asked where there is no GPU, too.
+TEST(CudaEntry, ScratchOfTheNormsIsSizedWithoutTheDriver) {
+  Plugin plugin;
+  Fake x({4096, 1024}, kF32), gamma({1024}, kF32), statistics({4096}, kF32);
+  te_fl_context ctx{};
+  Text errors;
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  te_fl_layernorm_bwd_args layer;
+  layer.dz = layer.x = layer.dx = &x.tensor;
+  layer.mu = layer.rsigma = &statistics.tensor;
+  layer.gamma = layer.dgamma = layer.dbeta = &gamma.tensor;
+  te_fl_rmsnorm_bwd_args rms;
+  rms.dz = rms.x = rms.dx = &x.tensor;
+  rms.rsigma = &statistics.tensor;
+  rms.gamma = rms.dgamma = &gamma.tensor;
+  const auto bytes = [&](const char* name, const void* args) {
+    const te_fl_op_desc& op = plugin.op(name);
+    size_t wanted = 0;
+    EXPECT_EQ(op.workspace(op.self, &ctx, args, &wanted), TE_FL_OK) << errors.text;
+    return wanted;
+  };
+  const size_t many = bytes("layernorm_bwd", &layer);
+  EXPECT_GE(many, size_t{2 * 1024 * 4 * 160}) << "two rows of sums for every multiprocessor";
+  EXPECT_GE(bytes("rmsnorm_bwd", &rms), size_t{2 * 1024 * 4 * 160});
+  x.shape[0] = statistics.shape[0] = 4;
+  EXPECT_LT(bytes("layernorm_bwd", &layer), many / 10) << "few rows need little";
+}
+
+TEST(CudaEntry, Fp8ProductsNeedTheHardware) {
+  Plugin plugin;
+  if (plugin.has_device()) GTEST_SKIP() << "there is a GPU here; the rule is in cuda_limits_test";
+  Product call(kE4M3, TE_FL_SCALING_TENSOR);
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  EXPECT_EQ(op.supports(op.self, &call.ctx, &call.args), TE_FL_UNSUPPORTED);
+  // Without a device, or without the library, whichever is missed first.
+  EXPECT_TRUE(te_fl::testing::contains(call.errors.text, "compute capability 8.9") ||
+              te_fl::testing::contains(call.errors.text, "cuBLASLt was not found"))
+      << call.errors.text;
+}
+
+// Packed sequences in FP8, which no library serves. Metadata only, too.
+TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
+  Plugin plugin;
+  const auto codes = [](te_fl_dtype dtype) {
+    Fake t({40, 4, 24}, dtype, TE_FL_SCALING_TENSOR);
+    t.quant.scale = t.quant.amax = static_cast<float*>(Fake::memory());
+    return t;
+  };
+  Fake q = codes(kE4M3), k = codes(kE4M3), v = codes(kE4M3), o = codes(kE4M3);
+  Fake lse({40, 4}, kF32), lengths({3}, {TE_FL_CODE_INT, 32, 1});
+  for (Fake* t : {&q, &k, &v, &o})
+    t->tensor.quant = &t->quant, t->tensor.dl.shape = t->shape.data();
+  te_fl_context ctx{};
+  Text errors;
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  te_fl_fused_attn_fwd_args fwd;
+  te_fl_fused_attn_bwd_args bwd;
+  fwd.q = bwd.q = &q.tensor, fwd.k = bwd.k = &k.tensor, fwd.v = bwd.v = &v.tensor;
+  fwd.o = bwd.o = bwd.d_o = &o.tensor, fwd.softmax_lse = bwd.softmax_lse = &lse.tensor;
+  bwd.dq = bwd.dk = bwd.dv = &o.tensor;
+  fwd.layout = bwd.layout = TE_FL_LAYOUT_THD;
+  fwd.cu_seqlens_q = fwd.cu_seqlens_kv = &lengths.tensor;
+  bwd.cu_seqlens_q = bwd.cu_seqlens_kv = &lengths.tensor;
+  const te_fl_op_desc &forward = plugin.op("fused_attn_fwd"),
+                      &backward = plugin.op("fused_attn_bwd");
+  EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_OK) << errors.text;
+  EXPECT_EQ(backward.supports(backward.self, &ctx, &bwd), TE_FL_OK) << errors.text;
+  const auto bytes = [&](const te_fl_op_desc& op, const void* args) {
+    size_t wanted = 0;
+    EXPECT_EQ(op.workspace(op.self, &ctx, args, &wanted), TE_FL_OK) << errors.text;
+    return wanted;
+  };
+  const size_t rows = (40 * 4 * 8 + 255) / 256 * 256, values = 40 * 4 * 24 * 4;
+  EXPECT_EQ(bytes(forward, &fwd), 0u) << "codes under a given scale are written as they come";
+  EXPECT_EQ(bytes(backward, &bwd), rows);
+  o.quant.flags = TE_FL_QUANT_COMPUTE_SCALE;
+  EXPECT_EQ(bytes(forward, &fwd), 256 + values) << "the amax, and the values before their codes";
+  EXPECT_EQ(bytes(backward, &bwd), rows + 3 * (256 + values));
+  o.quant.flags = 0;
+  o.quant.columnwise_data = Fake::memory();
+  EXPECT_EQ(bytes(forward, &fwd), 256 + values);
+  q.tensor.dl.data = nullptr;
+  EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_UNSUPPORTED);
+  EXPECT_HAS(errors.text, "reads row-wise data only");
+}
+
+// Whether cuDNN's backward of attention is refused for its length, which is asked before the
+// library is looked for. thd: `batch` sequences of up to `length` in `tokens`.
+bool too_long_for_cudnn(int64_t batch, int64_t length, int64_t heads, int64_t tokens = 0) {
+  Plugin plugin;
+  const te_fl_dtype bf16{TE_FL_CODE_BFLOAT, 16, 1}, i32{TE_FL_CODE_INT, 32, 1};
+  const bool thd = tokens != 0;
+  const std::vector<int64_t> shape = thd ? std::vector<int64_t>{tokens, heads, 128}
+                                         : std::vector<int64_t>{batch, length, heads, 128};
+  const Fake t(shape, bf16), ends({batch + 1}, i32),
+      lse(thd ? std::vector<int64_t>{tokens, heads} : std::vector<int64_t>{batch, heads, length},
+          kF32);
+  te_fl_fused_attn_bwd_args args{};
+  args.q = args.k = args.v = args.o = args.d_o = args.dq = args.dk = args.dv = &t.tensor;
+  args.softmax_lse = &lse.tensor;
+  args.layout = TE_FL_LAYOUT_BSHD;
+  if (thd) {
+    args.layout = TE_FL_LAYOUT_THD, args.mask_type = TE_FL_MASK_TYPE_PADDING;
+    args.cu_seqlens_q = args.cu_seqlens_kv = &ends.tensor;
+    args.max_seqlen_q = args.max_seqlen_kv = length;
+  }
+  Text errors;
+  te_fl_context ctx{};
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  const te_fl_op_desc& op = plugin.op("fused_attn_bwd", "vendor.cuda.cudnn");
+  return op.supports(op.self, &ctx, &args) == TE_FL_UNSUPPORTED &&
+         te_fl::testing::contains(errors.text, "2^31 elements");
+}
+
+TEST(CudaEntry, LongBackwardsOfAttentionAreNotForCudnn) {
+  EXPECT_FALSE(too_long_for_cudnn(4, 2048, 32));
+  EXPECT_FALSE(too_long_for_cudnn(8191, 128, 16));
+  EXPECT_TRUE(too_long_for_cudnn(8192, 128, 16));
+  EXPECT_TRUE(too_long_for_cudnn(8192, 2, 16)) << "its scratch is in tiles of 128 queries";
+  EXPECT_FALSE(too_long_for_cudnn(64, 2048, 16, 64 * 2048));
+  EXPECT_TRUE(too_long_for_cudnn(1024, 2048, 16, 64 * 2048))
+      << "its scratch has the longest length for each sequence";
+}
+
+// Why cuDNN does not serve an FP8 forward of `batch` sequences of 128 queries, 16 heads of 128, and
+// what the enquiry says of the same.
+std::string refusal_of_fp8_forward(int64_t batch, bool enquiry) {
+  Plugin plugin;
+  Fake heads({batch, 128, 16, 128}, kE4M3, TE_FL_SCALING_TENSOR),
+      inner({1}, kE4M3, TE_FL_SCALING_TENSOR), answer({1}, {TE_FL_CODE_INT, 32, 1});
+  heads.quant.scale = inner.quant.scale = static_cast<float*>(Fake::memory());
+  te_fl_fused_attn_fwd_args args{};
+  args.q = args.k = args.v = &heads.tensor, args.s_quant = &inner.tensor;
+  args.layout = TE_FL_LAYOUT_BSHD;
+  Fake out({batch, 128, 16, 128}, kE4M3, TE_FL_SCALING_TENSOR);
+  out.tensor.dl.data = static_cast<char*>(Fake::memory()) + (int64_t{1} << 40);
+  args.o = &out.tensor;
+  te_fl_get_fused_attn_backend_args asked{};
+  asked.q = asked.k = asked.v = &heads.tensor, asked.backend = &answer.tensor;
+  asked.layout = TE_FL_LAYOUT_BSHD;
+  Text errors;
+  te_fl_context ctx{};
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  const te_fl_op_desc& op =
+      plugin.op(enquiry ? "get_fused_attn_backend" : "fused_attn_fwd", "vendor.cuda.cudnn");
+  op.supports(op.self, &ctx,
+              enquiry ? static_cast<const void*>(&asked) : static_cast<const void*>(&args));
+  return errors.text;
+}
+
+// Run once for each stand-in (tests/backends/cuda/CMakeLists.txt): a process opens one cuDNN.
+TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
+  const char* version = std::getenv("TE_FL_TEST_CUDNN");
+  if (version == nullptr) GTEST_SKIP() << "run by ctest as cuda_cudnn_914 and cuda_cudnn_919";
+  constexpr int64_t kFits = 8191, kLong = 8192;  // of 2^18 elements each
+  const std::string too_long = "FP8 of 2^31 elements or more";
+  for (const bool enquiry : {false, true}) {
+    EXPECT_LACKS(refusal_of_fp8_forward(kFits, enquiry), too_long);
+    EXPECT_EQ(te_fl::testing::contains(refusal_of_fp8_forward(kLong, enquiry), too_long),
+              std::string(version) == "91400")
+        << refusal_of_fp8_forward(kLong, enquiry);
+  }
+  std::vector<std::string> texts;
+  Plugin().findings(texts);
+  std::string all;
+  for (const std::string& t : texts) all += t + "\n";
+  EXPECT_HAS(all, std::string(version) == "91400" ? "cuDNN | 9.14.0" : "cuDNN | 9.19.0");
+}
+
+TEST(CudaEntry, SaysWhatIsThereAndWhatIsMissing) {
+  Plugin plugin;
+  std::vector<std::string> texts;
+  const auto findings = plugin.findings(texts);
+  ASSERT_EQ(findings.size(), texts.size());
+  std::string all;
+  for (const std::string& t : texts) all += t + "\n";
+  EXPECT_HAS(all, plugin.has_device() ? "NVIDIA driver | for CUDA" : "no CUDA device");
+  EXPECT_HAS(all, "cuBLASLt | ");
+  EXPECT_HAS(all, "cuDNN | ");
+  for (size_t i = 0; i < findings.size(); ++i) {
+    const bool good = findings[i].level == TE_FL_FINDING_OK;
+    EXPECT_EQ(findings[i].disables == nullptr, good) << texts[i];
+    EXPECT_EQ(findings[i].remedy == nullptr, good) << texts[i];
+  }
+}
+
+TEST(CudaEntry, SaysThatTheFileOfChoicesCannotBeRead) {
+  Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_GEMM_FILE", "/nonexistent/choices.json"}});
+  std::vector<std::string> texts;
+  const auto findings = plugin.findings(texts);
+  bool found = false;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    if (!te_fl::testing::contains(texts[i], "choices of products | ")) continue;
+    found = true;
+    EXPECT_EQ(findings[i].level, uint32_t{TE_FL_FINDING_PROBLEM});
+    EXPECT_HAS(texts[i],
+               "/nonexistent/choices.json cannot be read: No such file or directory | products");
+    EXPECT_HAS(texts[i], "| name a file that TE_FL_CUDA_GEMM_TUNE=1 has written");
+  }
+  EXPECT_TRUE(found);
+  std::vector<std::string> others;
+  Plugin sound;
+  sound.findings(others);
+  for (const std::string& text : others) EXPECT_LACKS(text, "choices of products");
+}
+
+// Runs in a process of its own: the search path has another NCCL, which is too old.
+TEST(CudaLibraries, TheOneThatTheProcessHoldsIsReported) {
+  const char* held = std::getenv("TE_FL_TEST_HELD_NCCL");
+  if (held == nullptr) GTEST_SKIP() << "run by ctest as cuda_held_library";
+  ASSERT_NE(dlopen(held, RTLD_NOW | RTLD_LOCAL), nullptr) << dlerror();
+  Plugin plugin;
+  std::vector<std::string> texts;
+  plugin.findings(texts);
+  std::string all;
+  for (const std::string& t : texts) all += t + "\n";
+  EXPECT_HAS(all, "NCCL | 2.27.3, " + std::string(held) + " |");
+}
+
+// Runs in a process of its own (tests/backends/cuda/CMakeLists.txt): NVTX looks for its tool once.
+TEST(CudaNvtx, RangesAreMarkedWhereWanted) {
+  const char* tool = std::getenv("NVTX_INJECTION64_PATH");
+  if (tool == nullptr) GTEST_SKIP() << "run by ctest as cuda_nvtx";
+  void* recorder = dlopen(tool, RTLD_NOW);
+  ASSERT_NE(recorder, nullptr) << dlerror();
+  const auto text = reinterpret_cast<const char* (*)()>(dlsym(recorder, "nvtx_recorder_text"));
+  {
+    Plugin off;
+    Product call;
+    EXPECT_NE(call.run(off.op("generic_gemm")), TE_FL_OK);
+    EXPECT_STREQ(text(), "");
+  }
+  Plugin on(Plugin::Settings{{"TE_FL_CUDA_NVTX", "1"}});
+  Product call;
+  EXPECT_NE(call.run(on.op("generic_gemm")), TE_FL_OK);
+  EXPECT_STREQ(text(), "[te-fl:generic_gemm vendor.cuda]");
+  EXPECT_NE(on.op("gelu").run, nullptr);  // an op without scratch is wrapped too
+  EXPECT_NE(on.op("gelu").self, nullptr);
+}
+
+}  // namespace

@@ -1,0 +1,36 @@
+// What CUDA's errors become. The numbers are the ABI's: those of which driver_types.h says "the
+// process must be terminated and relaunched", and those after which context or device is gone.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "backends/cuda/cuda_check.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+const std::set<int> kNewProcess = {226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911};
+const std::set<int> kGone = {201, 214, 220, 709};
+
+te_fl_status of(int number) { return status_of(static_cast<cudaError_t>(number)); }
+
+TEST(CudaStatus, ErrorsThatNeedANewProcessLoseTheDevice) {
+  for (int number = 0; number < 1100; ++number) {
+    const bool lost = kNewProcess.count(number) + kGone.count(number) > 0;
+    EXPECT_EQ(of(number) == TE_FL_DEVICE_LOST, lost) << "cudaError " << number;
+    EXPECT_EQ(is_sticky(static_cast<cudaError_t>(number)), lost) << "cudaError " << number;
+  }
+}
+
+TEST(CudaStatus, OtherErrorsHaveTheirOwnCodes) {
+  EXPECT_EQ(of(0), TE_FL_OK);
+  EXPECT_EQ(of(2), TE_FL_OUT_OF_MEMORY);
+  EXPECT_EQ(of(400), TE_FL_INVALID_ARGUMENT);  // a stream or event that is not the device's
+  EXPECT_EQ(of(209), TE_FL_UNSUPPORTED);       // no kernel image
+  for (const int capture : {900, 901, 906}) EXPECT_EQ(of(capture), TE_FL_FAILED_PRECONDITION);
+  EXPECT_EQ(of(1), TE_FL_INTERNAL);
+  EXPECT_EQ(of(999), TE_FL_INTERNAL);  // unknown: perhaps not the device's end
+}
+
+}  // namespace
+}  // namespace te_fl::cuda

@@ -1,0 +1,592 @@
+#include "conformance/huge/quantize.hpp"
+#include "bench/cases/case.hpp"
+#include "conformance/compare.hpp"
+#include "conformance/drawn.hpp"
+#include "conformance/huge/cases.hpp"
+#include "conformance/huge/dequantize.hpp"
+#include "conformance/oracle_quantize.hpp"
+#include "te_fl/ops/quantize.h"
+
+// The plain quantisation ops are exact: codes, scales, amax and padding, bit for bit. NVFP4 alone
+// is compared by intervals, as docs/numerics.md does not fix the order of its two scales'
+// roundings.
+namespace te_fl::conformance {
+namespace {
+
+constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
+
+enum class Data { kGaussian, kSpecial, kTiny, kHuge, kZeros };
+const char* const kDataNames[] = {"", "/special", "/tiny", "/huge", "/zeros"};
+
+// Gaussian; or with NaN, infinities, zeros and rounding ties; amaxes that make a scale overflow;
+// large values; zeros.
+Fill data_fill(Data data) {
+  return [data](Random& r, int64_t i) -> double {
+    const double g = r.gaussian();
+    switch (data) {
+      case Data::kSpecial: {
+        static const double special[] = {0,   -0.0, 1.0625, 1.1875,  -1.3125, 448,
+                                         463, 480,  0x1p-9, 0x1p-10, 1.5e-5};
+        if (i % 1031 == 700) return nan_value();
+        if (i % 3517 == 2000) return -infinity();
+        if (i % 7 == 3) return special[i / 7 % 11];
+        return g;
+      }
+      case Data::kTiny:
+        return g * 1e-38;
+      case Data::kHuge:
+        return g * 1e37;
+      case Data::kZeros:
+        return i % 2 == 0 ? 0.0 : -0.0;
+      default:
+        return g;
+    }
+  };
+}
+
+void expect_quantised(Problem& p, Tensor* y, std::vector<double> x, int input_dtype) {
+  if (y->spec.scaling == TE_FL_SCALING_NVFP4)
+    p.expect(y, std::move(x)).widen = 0;
+  else
+    p.expect_exact(y, std::move(x), input_dtype);
+}
+
+void quantize(Problem& p, int in, const Spec& spec, const Dims& shape, Data data, double noop) {
+  Tensor* x = p.in("input", in, shape, data_fill(data));
+  Tensor* y = p.out("output", spec, shape);
+  if (noop >= 0) p.in("noop_flag", TE_FL_F32, {1}, constant(noop));
+  p.oracle([&p, in, noop, x, y] {
+    if (noop > 0)
+      p.expect_unchanged(y);
+    else
+      expect_quantised(p, y, x->values(), in);
+  });
+}
+
+void dequantize(Problem& p, const Spec& spec, int out, const Dims& shape) {
+  Tensor* x = p.quantised_in("input", spec, shape, gaussian(3));
+  Tensor* y = p.out("output", out, shape);
+  p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
+}
+
+// Every code, NaN and infinity included.
+void dequantize_codes(Problem& p, int dtype) {
+  Tensor* x = p.quantised_in("input", {dtype, TE_FL_SCALING_TENSOR, true, false}, {16, 16});
+  for (int i = 0; i < 256; ++i) x->data->data()[i] = static_cast<uint8_t>(i);
+  x->data->freeze();
+  Tensor* y = p.out("output", TE_FL_F32, {16, 16});
+  p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
+}
+
+void bgrad(Problem& p, int in, const Spec& spec, int out, const Dims& shape) {
+  Tensor* x = p.in("input", in, shape);
+  Tensor* y = p.out("output", spec, shape);
+  Tensor* bias = p.out("bias_grad", out, {shape.back()});
+  p.oracle([&p, in, x, y, bias] {
+    const int64_t h = x->cols();
+    std::vector<double> sum(static_cast<size_t>(h)), size(sum.size());
+    for (int64_t i = 0; i < x->numel(); ++i)
+      sum[i % h] += x->get(i), size[i % h] += std::fabs(x->get(i));
+    for (double& s : size) s = sum_slack(static_cast<double>(x->rows()), s);
+    expect_quantised(p, y, x->values(), in);
+    p.expect(bias, sum, size).widen = 4;
+  });
+}
+
+std::string spec_case(int in, const Dims& shape, const Spec& spec) {
+  return std::string(name_of(in)) + "/" + dims_name(shape) + "/out=" + spec.name();
+}
+
+void add_quantize(Table& table) {
+  auto one = [&](int in, const Spec& spec, const Dims& shape, Data data = Data::kGaussian,
+                 double noop = -1, bool large = false) {
+    std::string name = spec_case(in, shape, spec) + kDataNames[static_cast<int>(data)];
+    if (noop >= 0) name += noop > 0 ? "/noop=1" : "/noop=0";
+    add(
+        table, "quantize", "quantize", name,
+        [=](Problem& p) { quantize(p, in, spec, shape, data, noop); }, large);
+  };
+  for (const Spec& spec : quantised_specs()) {
+    const bool fp4 = spec.dtype == TE_FL_F4E2M1;
+    for (int in : kHigh) one(in, spec, {130, 258});
+    for (const Dims& shape :
+         {Dims{0, 16}, {1, 1}, {17}, {3, 5, 38}, {257, 2}, {128, 128}, {1, 1022}})
+      one(TE_FL_F32, spec, shape);
+    if (!fp4) one(TE_FL_F32, spec, {13, 37}), one(TE_FL_BF16, spec, {259, 131});
+    // Whole vectors in both directions, tiles that are not.
+    for (int in : kHigh) one(in, spec, {144, 200});
+    for (Data data : {Data::kSpecial, Data::kTiny, Data::kHuge, Data::kZeros}) {
+      if (fp4 && data != Data::kZeros) continue;
+      one(TE_FL_F32, spec, {140, 260}, data);
+      if (data == Data::kSpecial || data == Data::kTiny) one(TE_FL_BF16, spec, {140, 260}, data);
+      one(TE_FL_BF16, spec, {272, 264}, data);
+    }
+    one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 0);
+    one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 1);
+  }
+  one(TE_FL_F32, quantised_specs()[0], {}, Data::kGaussian);
+  for (size_t i : {3u, 12u, 17u})
+    one(TE_FL_BF16, quantised_specs()[i], {520, 1000}, Data::kGaussian, -1, true);
+}
+
+void add_dequantize(Table& table) {
+  for (const Spec& spec : quantised_specs()) {
+    Spec given = spec;
+    given.scale = 37.0f;
+    for (int out : kHigh)
+      for (const Dims& shape :
+           {Dims{130, 258}, Dims{144, 200}, Dims{3, 5, 38}, Dims{0, 16}, Dims{1, 1}}) {
+        if (out != TE_FL_F32 && shape[0] < 130) continue;
+        add(table, "quantize", "dequantize",
+            "in=" + given.name() + (spec.scale < 1 ? ".b/" : "/") + dims_name(shape) + "/" +
+                name_of(out),
+            [=](Problem& p) { dequantize(p, given, out, shape); });
+      }
+  }
+  for (int d : {TE_FL_F8E4M3, TE_FL_F8E5M2})
+    add(table, "quantize", "dequantize", std::string("all_codes/") + name_of(d),
+        [d](Problem& p) { dequantize_codes(p, d); });
+}
+
+void add_bgrad(Table& table) {
+  for (const Spec& spec : quantised_specs()) {
+    add(table, "quantize", "bgrad_quantize", spec_case(TE_FL_BF16, {130, 258}, spec),
+        [=](Problem& p) {
+          bgrad(p, TE_FL_BF16, spec, TE_FL_BF16, {130, 258});
+        });
+    add(table, "quantize", "bgrad_quantize", spec_case(TE_FL_BF16, {144, 200}, spec),
+        [=](Problem& p) {
+          bgrad(p, TE_FL_BF16, spec, TE_FL_BF16, {144, 200});
+        });
+  }
+  for (size_t s : {5u, 7u, 14u})  // more rows than one round of partial sums covers
+    add(
+        table, "quantize", "bgrad_quantize",
+        spec_case(TE_FL_BF16, {16640, 8}, quantised_specs()[s]),
+        [=](Problem& p) {
+          bgrad(p, TE_FL_BF16, quantised_specs()[s], TE_FL_F32, {16640, 8});
+        },
+        true);
+  for (size_t s : {5u, 7u, 14u})  // few rows: the first sums are all there is
+    for (int out : kHigh)
+      add(table, "quantize", "bgrad_quantize",
+          spec_case(TE_FL_BF16, {128, 200}, quantised_specs()[s]) + "/bias=" + name_of(out),
+          [=](Problem& p) {
+            bgrad(p, TE_FL_BF16, quantised_specs()[s], out, {128, 200});
+          });
+  const Spec spec = quantised_specs()[7];
+  for (int in : kHigh)
+    for (int out : kHigh)
+      add(table, "quantize", "bgrad_quantize",
+          spec_case(in, {7, 33}, spec) + "/bias=" + name_of(out), [=](Problem& p) {
+            bgrad(p, in, spec, out, {7, 33});
+          });
+  for (const Dims& shape : {Dims{0, 5}, {1, 1}, {17}, {2, 3, 19}, {300, 1000}})
+    add(
+        table, "quantize", "bgrad_quantize", spec_case(TE_FL_F32, shape, spec),
+        [=](Problem& p) { bgrad(p, TE_FL_F32, spec, TE_FL_F32, shape); }, shape[0] == 300);
+}
+
+void multi_quantize(Problem& p, int count, const Spec& spec, double noop, bool even = false) {
+  std::vector<Tensor*> xs, ys;
+  for (int i = 0; i < count; ++i) {
+    const std::string n = "[" + std::to_string(i) + "]";
+    const Dims shape = even ? Dims{i % 5 * 48, i % 7 * 40 + 8} : Dims{i % 5 * 13, i % 3 * 20 + 2};
+    xs.push_back(p.unnamed(p.in("inputs" + n, kHigh[i % 3], shape)));
+    Spec s = spec;
+    s.scale = static_cast<float>(i + 1);
+    ys.push_back(p.unnamed(p.out("outputs" + n, s, shape)));
+  }
+  p.list("inputs", xs), p.list("outputs", ys);
+  if (noop >= 0) p.in("noop_flag", TE_FL_F32, {1}, constant(noop));
+  p.oracle([&p, xs, ys, noop] {
+    for (size_t i = 0; i < xs.size(); ++i) {
+      if (noop > 0)
+        p.expect_unchanged(ys[i]);
+      else
+        expect_quantised(p, ys[i], xs[i]->values(), xs[i]->spec.dtype);
+    }
+  });
+}
+
+void split(Problem& p, int in, const Spec& spec, const std::vector<int64_t>& parts, int64_t k) {
+  int64_t rows = 0;
+  for (int64_t n : parts) rows += n;
+  Tensor* x = p.in("input", in, {rows, k});
+  std::vector<Tensor*> ys;
+  for (size_t i = 0; i < parts.size(); ++i)
+    ys.push_back(p.unnamed(p.out("outputs[" + std::to_string(i) + "]", spec, {parts[i], k})));
+  p.list("outputs", ys);
+  p.oracle([&p, in, k, x, ys, parts] {
+    const auto all = x->values();
+    int64_t at = 0;
+    for (size_t i = 0; i < ys.size(); ++i) {
+      expect_quantised(p, ys[i], {all.begin() + at, all.begin() + at + parts[i] * k}, in);
+      at += parts[i] * k;
+    }
+  });
+}
+
+void cast(Problem& p, int in, int out, const Dims& shape, bool with_amax, bool with_inverse,
+          Data data) {
+  Tensor* x = p.in("input", in, shape, data_fill(data));
+  Tensor* y = p.out("output", out, shape);
+  Tensor* scale = p.in("scale", TE_FL_F32, {1}, constant(99.7));
+  Tensor* amax = with_amax
+                     ? p.inout("amax", TE_FL_F32, {1}, constant(shape.size() == 1 ? 1e30 : 0.5))
+                     : nullptr;
+  Tensor* inverse = with_inverse ? p.out("scale_inv", TE_FL_F32, {1}) : nullptr;
+  p.oracle([&p, out, x, y, scale, amax, inverse] {
+    const auto s = static_cast<float>(scale->get(0));
+    std::vector<uint8_t> codes;
+    float top = amax == nullptr ? 0 : static_cast<float>(amax->get(0));
+    for (double v : x->values())
+      codes.push_back(cast_code(out, static_cast<float>(v), s)), top = amax_with(top, v);
+    p.expect_bytes(y, codes);
+    if (amax != nullptr) p.expect_exact(amax, {static_cast<double>(top)}, TE_FL_F32);
+    if (inverse != nullptr) p.expect_exact(inverse, {static_cast<double>(1.0f / s)}, TE_FL_F32);
+  });
+}
+
+void transpose(Problem& p, int dtype, int64_t m, int64_t k) {
+  Tensor* x = p.in("input", dtype, {m, k}, constant(0));
+  for (int64_t i = 0; i < m * k; ++i) x->data->data()[i] = static_cast<uint8_t>(p.random.bits());
+  x->data->freeze();
+  Tensor* y = p.out("output", dtype, {k, m});
+  p.oracle([&p, m, k, x, y] {
+    std::vector<uint8_t> want(static_cast<size_t>(m * k));
+    for (int64_t i = 0; i < m; ++i)
+      for (int64_t j = 0; j < k; ++j) want[j * m + i] = x->data->data()[i * k + j];
+    p.expect_bytes(y, want);
+  });
+}
+
+// Codes of numbers, and the sums of the columns with the transposition.
+void transpose_and_sum(Problem& p, int dtype, int out, int64_t m, int64_t k, bool scaled) {
+  const double scale_inv = scaled ? 0.375 : 1;
+  Tensor* x = p.in("input", dtype, {m, k}, gaussian(4));
+  Tensor* y = p.out("output", dtype, {k, m});
+  Tensor* sums = p.out("column_sums", out, {k});
+  if (scaled) p.in("scale_inv", TE_FL_F32, {1}, constant(scale_inv));
+  p.oracle([&p, m, k, x, y, sums, scale_inv] {
+    std::vector<uint8_t> want(static_cast<size_t>(m * k));
+    std::vector<double> total(static_cast<size_t>(k)), slack(total);
+    for (int64_t i = 0; i < m; ++i)
+      for (int64_t j = 0; j < k; ++j) {
+        want[j * m + i] = x->data->data()[i * k + j];
+        total[j] += x->get(i * k + j) * scale_inv;
+        slack[j] += std::fabs(x->get(i * k + j) * scale_inv);
+      }
+    for (double& s : slack) s = sum_slack(static_cast<double>(m), s);
+    p.expect_bytes(y, want);
+    p.expect(sums, total, slack);
+  });
+}
+
+void amax(Problem& p, int in, const Dims& shape, Data data) {
+  Tensor* x = p.in("input", in, shape, data_fill(data));
+  Tensor* y = p.out("amax", TE_FL_F32, {1});
+  p.oracle([&p, x, y] {
+    float top = 0;
+    for (double v : x->values()) top = amax_with(top, v);
+    p.expect_exact(y, {static_cast<double>(top)}, TE_FL_F32);
+  });
+}
+
+void add_small_ops(Table& table) {
+  for (int count : {0, 1, 3, 100})
+    for (size_t s : {3u, 7u, 12u, 17u, 21u, 24u}) {
+      if ((count == 0 || count == 100) && s != 7) continue;
+      const Spec spec = quantised_specs()[s];
+      add(table, "quantize", "multi_tensor_quantize",
+          std::to_string(count) + "_tensors/out=" + spec.name(),
+          [=](Problem& p) { multi_quantize(p, count, spec, -1); });
+    }
+  for (size_t s : {3u, 7u, 12u, 18u})
+    add(table, "quantize", "multi_tensor_quantize",
+        "40_even_tensors/out=" + quantised_specs()[s].name(),
+        [=](Problem& p) { multi_quantize(p, 40, quantised_specs()[s], -1, true); });
+  for (double noop : {0.0, 1.0})
+    add(table, "quantize", "multi_tensor_quantize",
+        noop > 0 ? "3_tensors/noop=1" : "3_tensors/noop=0",
+        [=](Problem& p) { multi_quantize(p, 3, quantised_specs()[7], noop); });
+  for (size_t s = 0; s < quantised_specs().size(); ++s) {
+    const Spec spec = quantised_specs()[s];
+    add(table, "quantize", "split_quantize",
+        "bf16/5,0,130,1x258/out=" + spec.name() + (spec.scale < 1 ? ".b" : ""), [=](Problem& p) {
+          split(p, TE_FL_BF16, spec, {5, 0, 130, 1}, 258);
+        });
+    add(table, "quantize", "split_quantize",
+        "f32/16,0,144,32x136/out=" + spec.name() + (spec.scale < 1 ? ".b" : ""), [=](Problem& p) {
+          split(p, TE_FL_F32, spec, {16, 0, 144, 32}, 136);
+        });
+  }
+  const Spec spec = quantised_specs()[7];
+  add(table, "quantize", "split_quantize", "f32/none",
+      [=](Problem& p) { split(p, TE_FL_F32, spec, {}, 16); });
+  add(table, "quantize", "split_quantize", "f16/all_empty", [=](Problem& p) {
+    split(p, TE_FL_F16, spec, {0, 0}, 16);
+  });
+  add(table, "quantize", "split_quantize", "f32/one",
+      [=](Problem& p) { split(p, TE_FL_F32, spec, {7}, 33); });
+
+  for (int in : kHigh)
+    for (int out : {TE_FL_F8E4M3, TE_FL_F8E5M2})
+      for (int parts = 0; parts < 4; ++parts)
+        add(table, "quantize", "cast_to_fp8",
+            std::string(name_of(in)) + "->" + name_of(out) + "/7x33" + (parts & 1 ? "/amax" : "") +
+                (parts & 2 ? "/scale_inv" : ""),
+            [=](Problem& p) {
+              cast(p, in, out, {7, 33}, parts & 1, parts & 2, Data::kGaussian);
+            });
+  for (const Dims& shape : {Dims{0, 5}, {1}, {17}, {3, 5, 2, 19}, {130, 257}})
+    add(table, "quantize", "cast_to_fp8", "f32->f8e4m3/" + dims_name(shape),
+        [=](Problem& p) { cast(p, TE_FL_F32, TE_FL_F8E4M3, shape, true, true, Data::kGaussian); });
+  for (int out : {TE_FL_F8E4M3, TE_FL_F8E5M2})
+    add(table, "quantize", "cast_to_fp8", std::string("f32->") + name_of(out) + "/special",
+        [=](Problem& p) {
+          cast(p, TE_FL_F32, out, {140, 260}, true, true, Data::kSpecial);
+        });
+
+  for (int d : {TE_FL_F8E4M3, TE_FL_F8E5M2, TE_FL_U8})
+    for (const Dims& s : {Dims{7, 33},
+                          {1, 1},
+                          {0, 5},
+                          {5, 0},
+                          {1, 257},
+                          {257, 1},
+                          {130, 257},
+                          {64, 64},
+                          {144, 272},
+                          {600, 515}})
+      add(
+          table, "quantize", "fp8_transpose", std::string(name_of(d)) + "/" + dims_name(s),
+          [=](Problem& p) { transpose(p, d, s[0], s[1]); }, s[0] == 600);
+  for (int d : {TE_FL_F8E4M3, TE_FL_F8E5M2})
+    for (const Dims& s : {Dims{7, 33}, {1, 1}, {0, 5}, {5, 0}, {64, 64}, {144, 272}, {16640, 48}})
+      add(
+          table, "quantize", "fp8_transpose",
+          std::string(name_of(d)) + "/" + dims_name(s) + "/sums",
+          [=](Problem& p) {
+            transpose_and_sum(p, d,
+                              s[0] == 144  ? TE_FL_BF16
+                              : s[0] == 64 ? TE_FL_F16
+                                           : TE_FL_F32,
+                              s[0], s[1], s[0] != 7);
+          },
+          s[0] > 600);
+  add(table, "quantize", "fp8_transpose", "mistake/sums_of_bytes", [](Problem& p) {
+    transpose(p, TE_FL_U8, 5, 7);
+    p.oracles.clear();
+    p.out("column_sums", TE_FL_F32, {7});
+    p.expect_error(-1, "u8");
+    for (const auto& t : p.tensors)
+      if (t->role != Role::kIn) p.expect_unchanged(t.get());
+  });
+
+  const auto one_amax = [&](int in, const Dims& shape, Data data) {
+    add(table, "quantize", "compute_amax",
+        std::string(name_of(in)) + "/" + dims_name(shape) + kDataNames[static_cast<int>(data)],
+        [=](Problem& p) { amax(p, in, shape, data); });
+  };
+  for (int in : kHigh)
+    for (const Dims& shape : {Dims{}, Dims{7, 33}, {0, 4}, {1}, {130, 257}, {2, 3, 4, 5}})
+      one_amax(in, shape, Data::kGaussian);
+  for (Data d : {Data::kSpecial, Data::kTiny, Data::kZeros}) one_amax(TE_FL_F32, {90, 100}, d);
+}
+
+}  // namespace
+
+void add_quantize_cases(Table& table) {
+  add_quantize(table);
+  add_dequantize(table);
+  add_bgrad(table);
+  add_small_ops(table);
+  add_delayed_scaling_cases(table);
+}
+
+void fuzz_quantize(Drawn& drawn) {
+  drawn.cases("quantize", "quantize", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    const Spec spec = Drawn::quantised(r, shape);
+    return {spec_case(in, shape, spec),
+            [=](Problem& p) { quantize(p, in, spec, shape, Data::kGaussian, -1); }};
+  });
+  drawn.cases("quantize", "dequantize", [](Draw& r) -> DrawnCase {
+    const int out = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    const Spec spec = Drawn::quantised(r, shape);
+    return {"in=" + spec.name() + "/" + dims_name(shape) + "/" + name_of(out),
+            [=](Problem& p) { dequantize(p, spec, out, shape); }};
+  });
+  drawn.cases("quantize", "bgrad_quantize", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r), bias = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    const Spec spec = Drawn::quantised(r, shape);
+    return {spec_case(in, shape, spec) + "/bias=" + name_of(bias),
+            [=](Problem& p) { bgrad(p, in, spec, bias, shape); }};
+  });
+  drawn.cases("quantize", "cast_to_fp8", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r), out = Drawn::chance(r, 2) ? TE_FL_F8E4M3 : TE_FL_F8E5M2;
+    const Dims shape = Drawn::shape(r);
+    return {std::string(name_of(in)) + "->" + name_of(out) + "/" + dims_name(shape),
+            [=](Problem& p) { cast(p, in, out, shape, true, true, Data::kGaussian); }};
+  });
+  drawn.cases("quantize", "compute_amax", [](Draw& r) -> DrawnCase {
+    const int in = Drawn::high(r);
+    const Dims shape = Drawn::shape(r);
+    return {std::string(name_of(in)) + "/" + dims_name(shape),
+            [=](Problem& p) { amax(p, in, shape, Data::kGaussian); }};
+  });
+  drawn.cases("quantize", "fp8_transpose", [](Draw& r) -> DrawnCase {
+    static const int dtypes[] = {TE_FL_F8E4M3, TE_FL_F8E5M2, TE_FL_U8};
+    const int dtype = dtypes[r.below(3)];
+    const Dims shape = Drawn::shape(r, 2);
+    const int64_t k = shape.back(), m = std::min<int64_t>(shape[0], 60000 / k + 1);
+    return {std::string(name_of(dtype)) + "/" + dims_name({m, k}),
+            [=](Problem& p) { transpose(p, dtype, m, k); }};
+  });
+}
+
+}  // namespace te_fl::conformance
+
+namespace te_fl::huge {
+
+void add_quantize(Cases& cases) {
+  using namespace quantize_calls;
+  const Cases all = {
+      {"quantize", "", [](Run& r) { quantize(r, kCols, kTensor); }},
+      {"quantize", "row-wise, from F32", [](Run& r) { quantize(r, kCols, kRows, DType::kF32); }},
+      {"quantize", "odd rows", [](Run& r) { quantize(r, kOddCols, kTensor); }},
+      {"quantize", "short rows", [](Run& r) { quantize(r, 16, kTensor); }},
+      {"quantize", "1x128, short odd rows", [](Run& r) { quantize(r, 7, kLines); }},
+      {"quantize", "E5M2, one row", [](Run& r) { quantize(r, r.elements(), kGradient); }},
+      {"quantize", "current scaling", [](Run& r) { quantize(r, kCols, kCurrent); }},
+      {"quantize", "current scaling, from F32",
+       [](Run& r) { quantize(r, kCols, kCurrent, DType::kF32); }},
+      {"quantize", "1x128, from F32", [](Run& r) { quantize(r, kCols, kLines, DType::kF32); }},
+      {"quantize", "current scaling, odd rows", [](Run& r) { quantize(r, kOddCols, kCurrent); }},
+      {"quantize", "1x128", [](Run& r) { quantize(r, kCols, kLines); }},
+      {"quantize", "1x128, powers of two", [](Run& r) { quantize(r, kCols, kPow2Lines); }},
+      {"quantize", "1x128, odd rows", [](Run& r) { quantize(r, kOddCols, kLines); }},
+      {"quantize", "128x128", [](Run& r) { quantize(r, kCols, kSquares); }},
+      {"quantize", "128x128, odd rows", [](Run& r) { quantize(r, kOddCols, kSquares); }},
+      {"bgrad_quantize", "", [](Run& r) { bgrad_quantize(r, kCols, kTensor); }},
+      {"bgrad_quantize", "odd rows", [](Run& r) { bgrad_quantize(r, kOddCols, kTensor); }},
+      {"bgrad_quantize", "1x128", [](Run& r) { bgrad_quantize(r, kCols, kLines); }},
+      {"cast_to_fp8", "one row", cast_to_fp8},
+      {"multi_tensor_quantize", "", [](Run& r) { quantize_list(r, kTensor); }},
+      {"multi_tensor_quantize", "current scaling", [](Run& r) { quantize_list(r, kCurrent); }},
+      {"multi_tensor_quantize", "1x128", [](Run& r) { quantize_list(r, kLines); }},
+      {"split_quantize", "", [](Run& r) { split_quantize(r, kTensor); }},
+      {"split_quantize", "128x128", [](Run& r) { split_quantize(r, kSquares); }},
+      {"compute_amax", "", [](Run& r) { compute_amax(r, r.rows(16) * 16); }},
+      {"compute_amax", "odd", [](Run& r) { compute_amax(r, r.elements()); }},
+      {"fused_amax_and_scale_update_after_reduction", "", scale_update},
+  };
+  cases.insert(cases.end(), all.begin(), all.end());
+}
+
+void add_dequantize(Cases& cases) {
+  using namespace dequantize_calls;
+  constexpr Scaling kTensor = Scaling::kTensor, kLines = Scaling::kBlock1x128,
+                    kSquares = Scaling::kBlock128x128;
+  const Cases all = {
+      {"dequantize", "", [](Run& r) { dequantize(r, kCols, kTensor, false); }},
+      {"dequantize", "odd rows, to F32",
+       [](Run& r) { dequantize(r, kOddCols, kTensor, false, DType::kF32); }},
+      {"dequantize", "column-wise", [](Run& r) { dequantize(r, kCols, kTensor, true); }},
+      {"dequantize", "1x128", [](Run& r) { dequantize(r, kCols, kLines, false); }},
+      {"dequantize", "1x128, column-wise, odd rows",
+       [](Run& r) { dequantize(r, kOddCols, kLines, true); }},
+      {"dequantize", "128x128", [](Run& r) { dequantize(r, kCols, kSquares, false); }},
+      {"dequantize", "128x128, column-wise", [](Run& r) { dequantize(r, kCols, kSquares, true); }},
+      {"fp8_transpose", "", [](Run& r) { transpose(r, kCols, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "short rows", [](Run& r) { transpose(r, 16, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "short odd rows", [](Run& r) { transpose(r, 7, DType::kF8E4M3, false); }},
+      {"fp8_transpose", "sums", [](Run& r) { transpose(r, kCols, DType::kF8E5M2, true); }},
+      {"fp8_transpose", "sums, odd rows",
+       [](Run& r) { transpose(r, kOddCols, DType::kF8E4M3, true); }},
+  };
+  cases.insert(cases.end(), all.begin(), all.end());
+}
+
+}  // namespace te_fl::huge
+
+namespace te_fl::bench {
+
+void add_quantize(Cases& cases) {
+  struct Mode {
+    const char* name;
+    te_fl_scaling scaling;
+    bool columnwise;
+    uint32_t flags;
+  };
+  const Mode modes[] = {
+      {"bf16 delayed", TE_FL_SCALING_TENSOR, false, 0},
+      {"bf16 delayed, both copies", TE_FL_SCALING_TENSOR, true, 0},
+      {"bf16 current", TE_FL_SCALING_TENSOR, false, TE_FL_QUANT_COMPUTE_SCALE},
+      {"bf16 1x128", TE_FL_SCALING_BLOCK_1X128, false, TE_FL_QUANT_POW2_SCALE},
+      {"bf16 128x128", TE_FL_SCALING_BLOCK_128X128, false, TE_FL_QUANT_POW2_SCALE},
+      {"bf16 mxfp8", TE_FL_SCALING_MXFP8, false, 0},
+  };
+  for (const Mode& mode : modes) {
+    cases.push_back({"quantize", mode.name, [mode](Case& c, int64_t rows) {
+                       auto& a = c.args<te_fl_quantize_args>();
+                       a.input = c.in({rows, c.cols()}, TE_FL_BF16);
+                       // A scale from the data itself takes a second pass over it.
+                       if (mode.flags == TE_FL_QUANT_COMPUTE_SCALE) c.bytes *= 2;
+                       a.output = c.fp8({rows, c.cols()}, TE_FL_F8E4M3, mode.scaling,
+                                        mode.columnwise, mode.flags);
+                     }});
+  }
+  cases.push_back({"dequantize", "bf16", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_dequantize_args>();
+                     a.input = c.fp8({rows, c.cols()}, TE_FL_F8E4M3);
+                     a.output = c.out({rows, c.cols()}, TE_FL_BF16);
+                   }});
+  cases.push_back({"bgrad_quantize", "bf16", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_bgrad_quantize_args>();
+                     a.input = c.in({rows, c.cols()}, TE_FL_BF16);
+                     a.output = c.fp8({rows, c.cols()}, TE_FL_F8E5M2);
+                     a.bias_grad = c.out({c.cols()}, TE_FL_BF16);
+                   }});
+  cases.push_back({"multi_tensor_quantize", "bf16, 8 tensors", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_multi_tensor_quantize_args>();
+                     std::vector<const te_fl_tensor*> in, out;
+                     for (int i = 0; i < 8; ++i) {
+                       in.push_back(c.in({(rows + 7) / 8, c.cols()}, TE_FL_BF16));
+                       out.push_back(c.fp8({(rows + 7) / 8, c.cols()}, TE_FL_F8E4M3));
+                     }
+                     a.inputs = c.list(in), a.inputs_count = 8;
+                     a.outputs = c.list(out), a.outputs_count = 8;
+                   }});
+  cases.push_back({"split_quantize", "bf16, 4 parts", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_split_quantize_args>();
+                     const int64_t part = (rows + 3) / 4;
+                     a.input = c.in({4 * part, c.cols()}, TE_FL_BF16);
+                     std::vector<const te_fl_tensor*> out;
+                     for (int i = 0; i < 4; ++i)
+                       out.push_back(c.fp8({part, c.cols()}, TE_FL_F8E4M3));
+                     a.outputs = c.list(out), a.outputs_count = 4;
+                   }});
+  cases.push_back({"cast_to_fp8", "bf16", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_cast_to_fp8_args>();
+                     a.input = c.in({rows, c.cols()}, TE_FL_BF16);
+                     a.output = c.out({rows, c.cols()}, TE_FL_F8E4M3);
+                     a.scale = c.in({1}, TE_FL_F32), a.amax = c.inout({1}, TE_FL_F32);
+                     a.scale_inv = c.out({1}, TE_FL_F32);
+                   }});
+  cases.push_back({"fp8_transpose", "e4m3", [](Case& c, int64_t rows) {
+                     auto& a = c.args<te_fl_fp8_transpose_args>();
+                     a.input = c.in({rows, c.cols()}, TE_FL_F8E4M3);
+                     a.output = c.out({c.cols(), rows}, TE_FL_F8E4M3);
+                   }});
+  both_dtypes(cases, "compute_amax", [](Case& c, int64_t rows, int dtype) {
+    auto& a = c.args<te_fl_compute_amax_args>();
+    a.input = c.in({rows, c.cols()}, dtype), a.amax = c.out({1}, TE_FL_F32);
+  });
+}
+
+}  // namespace te_fl::bench

@@ -1,0 +1,307 @@
+// The fast check against the exact one: it may leave a call open, but never accept what the exact
+// one refuses, and both fill the same signature. Calls are made from good ones by random spoiling.
+#include "core/op/op_fast.hpp"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cstring>
+#include <random>
+
+#include "core/op/op_finder.hpp"
+#include "op_fixture.hpp"
+#include "support/expect.hpp"
+#include "te_fl/ops/activation.h"
+#include "te_fl/ops/gemm.h"
+#include "te_fl/ops/norm.h"
+
+namespace te_fl::core {
+namespace {
+
+// A compiled op with its insides in view.
+struct Insides {
+  CompiledOp::Impl impl;
+  explicit Insides(const te_fl_op_schema& schema) { EXPECT_OK(impl.compile(schema)); }
+};
+
+class Spoiler {
+ public:
+  explicit Spoiler(uint64_t seed) : random_(seed) {}
+
+  // One call of the op with random arguments that are mostly in order; then compares the checks.
+  void round(const Insides& op) {
+    tensors_.clear();
+    extents_.clear();
+    std::vector<uint64_t> args(op.impl.schema.args_size / 8 + 1);
+    auto* bytes = reinterpret_cast<unsigned char*>(args.data());
+    const uint32_t size = one_in(20) ? op.impl.schema.args_size_v1 : op.impl.schema.args_size;
+    std::memcpy(bytes, &size, 4);
+    fill_scalars(op, bytes);
+    for (size_t i = 0; i < op.impl.args.size(); ++i) {
+      const Arg& arg = op.impl.args[i];
+      if (!arg.is_tensor()) continue;
+      if ((arg.is(TE_FL_ARG_OPTIONAL) && one_in(2)) || one_in(60)) continue;
+      const te_fl_tensor* t = make(op, arg, bytes);
+      std::memcpy(bytes + arg.offset, &t, sizeof t);
+    }
+    compare(op, args.data());
+  }
+
+  int accepted = 0, fast = 0, refused = 0;
+
+ private:
+  bool one_in(uint64_t n) { return random_() % n == 0; }
+
+  void fill_scalars(const Insides& op, unsigned char* bytes) {
+    for (const uint8_t i : op.impl.scalars) {
+      const Arg& arg = op.impl.args[i];
+      unsigned char* at = bytes + arg.offset;
+      const auto put = [&](auto value) { std::memcpy(at, &value, sizeof value); };
+      const bool wild = one_in(40);
+      const double sane = std::max(arg.low, std::min(arg.high, arg.neutral));
+      switch (arg.type) {
+        case TE_FL_ARG_F32:
+          put(wild ? std::bit_cast<float>(static_cast<uint32_t>(random_()))
+                   : static_cast<float>(sane));
+          break;
+        case TE_FL_ARG_F64:
+          put(wild ? std::bit_cast<double>(random_()) : sane);
+          break;
+        case TE_FL_ARG_I64:
+          put(wild ? static_cast<int64_t>(random_()) : static_cast<int64_t>(sane));
+          break;
+        default:
+          put(wild ? static_cast<int32_t>(random_() % 5) - 1
+                   : static_cast<int32_t>(random_() % (arg.int_high > 0 ? 2 : 1)));
+      }
+      if (!wild && (arg.type == TE_FL_ARG_I32)) put(static_cast<int32_t>(sane));
+    }
+  }
+
+  // Extents that go with the rule, from a pool of a few values per name.
+  std::vector<int64_t> shape_for(const Insides& op, const Arg& arg, const unsigned char* args) {
+    std::vector<int64_t> shape;
+    if (arg.shape.any) {
+      for (uint64_t n = random_() % 4; n > 0; --n)
+        shape.push_back(static_cast<int64_t>(random_() % 5));
+      return shape;
+    }
+    int32_t flag = 1;
+    if (arg.shape.flag >= 0)
+      std::memcpy(&flag, args + op.impl.args[static_cast<size_t>(arg.shape.flag)].offset, 4);
+    const Dims& dims = arg.shape.dims[arg.shape.flag >= 0 && flag == 0 ? 1 : 0];
+    if (dims.leading) shape = {2, 3};
+    for (int i = 0; i < dims.count; ++i) {
+      const Term& term = dims.terms[static_cast<size_t>(i)];
+      const int64_t value = 4 + term.symbol;
+      switch (term.kind) {
+        case Term::kConst:
+          shape.push_back(term.value);
+          break;
+        case Term::kAny:
+          shape.push_back(3);
+          break;
+        case Term::kName:
+          shape.push_back(value);
+          break;
+        case Term::kTimes:
+          shape.push_back(value * term.value);
+          break;
+        case Term::kPlus:
+          shape.push_back(value + term.value);
+          break;
+        case Term::kOneOr:
+          shape.push_back(one_in(2) ? 1 : value);
+          break;
+        case Term::kProduct:
+          shape.push_back(6);
+          break;
+      }
+    }
+    if (one_in(40) && !shape.empty()) {
+      const int64_t odd[] = {0, 1, 2, -1, 1 << 20, int64_t{1} << 40, INT64_MAX, INT64_MIN};
+      shape[random_() % shape.size()] = odd[random_() % std::size(odd)];
+    }
+    if (one_in(80)) shape.push_back(2);
+    return shape;
+  }
+
+  const te_fl_tensor* make(const Insides& op, const Arg& arg, const unsigned char* args) {
+    Item& item = tensors_.emplace_back();
+    const auto shape = shape_for(op, arg, args);
+    std::copy_n(shape.begin(), std::min<size_t>(shape.size(), kMaxRank), item.shape);
+    te_fl_tensor& t = item.t;
+    t.dl = {};
+    t.dl.ndim = static_cast<int32_t>(std::min<size_t>(shape.size(), kMaxRank));
+    t.dl.shape = item.shape;
+    t.dl.device = {TE_FL_DEVICE_CPU, 0};
+    t.dl.data = memory_ + 4096 * (tensors_.size() % 40);
+    if (one_in(30)) t.dl.data = memory_ + 4096 * (random_() % 40);
+    uint32_t dtype = TE_FL_F32;
+    while ((arg.dtypes >> dtype & 1) == 0)
+      dtype = static_cast<uint32_t>(random_() % TE_FL_DTYPE_COUNT);
+    if (one_in(5)) dtype = static_cast<uint32_t>(random_() % TE_FL_DTYPE_COUNT);
+    t.dl.dtype = to_c(static_cast<DType>(dtype));
+    if (one_in(60))
+      t.dl.dtype = {static_cast<uint8_t>(random_()), static_cast<uint8_t>(random_()),
+                    static_cast<uint16_t>(random_() % 3)};
+    if ((kScaledDTypes >> dtype & 1) != 0 ? !one_in(4) : one_in(60)) quantise(item);
+    if (one_in(6)) give_strides(item);
+    spoil(item);
+    return &t;
+  }
+
+  struct Item {
+    te_fl_tensor t;
+    te_fl_quant quant;
+    int64_t shape[kMaxRank] = {1, 1, 1, 1, 1, 1, 1, 1};
+    int64_t strides[kMaxRank] = {};
+  };
+
+  void quantise(Item& item) {
+    te_fl_quant& q = item.quant;
+    auto* part = reinterpret_cast<float*>(memory_ + 4096 * 41);
+    q.scaling = one_in(3) ? static_cast<uint32_t>(random_() % 7)
+                          : static_cast<uint32_t>(TE_FL_SCALING_TENSOR);
+    q.flags = static_cast<uint32_t>(random_() % 4);
+    if (!one_in(8)) q.scale_inv = part;
+    if (!one_in(8)) q.scale = part + 1;
+    if (!one_in(8)) q.amax = part + 2;
+    if (one_in(4)) q.columnwise_data = part + 8;
+    if (one_in(2)) q.columnwise_scale_inv = part + 3;
+    if (one_in(60)) q.struct_size = static_cast<uint32_t>(random_() % 100);
+    item.t.quant = &q;
+  }
+
+  void give_strides(Item& item) {
+    int64_t step = 1;
+    for (int i = item.t.dl.ndim - 1; i >= 0; --i) {
+      item.strides[i] = step;
+      if (item.shape[i] > 0 && item.shape[i] < 1000) step *= item.shape[i];
+      if (one_in(8)) item.strides[i] = static_cast<int64_t>(random_() % 64) - 8;
+      if (one_in(60)) item.strides[i] = static_cast<int64_t>(random_());
+    }
+    item.t.dl.strides = item.strides;
+  }
+
+  void spoil(Item& item) {
+    te_fl_tensor& t = item.t;
+    if (one_in(80)) t.struct_size = static_cast<uint32_t>(random_() % 100);
+    if (one_in(80)) t.dl.ndim = static_cast<int32_t>(random_() % 12) - 2;
+    if (one_in(120)) t.dl.shape = nullptr;
+    if (one_in(80)) t.dl.data = nullptr;
+    if (one_in(80)) t.dl.byte_offset = random_() % 16;
+    if (one_in(80)) t.dl.device.type = static_cast<int32_t>(random_() % 13);
+    if (one_in(120)) t.dl.device.index = 1;
+    if (one_in(120)) t.provider = 2;
+  }
+
+  void compare(const Insides& op, const void* args) {
+    Signature exact, quick;
+    const bool good = Finder(op.impl, args).run(exact);
+    const bool sure = op.impl.fast != nullptr && fast_check(*op.impl.fast, args, quick);
+    ++(good ? accepted : refused);
+    fast += sure;
+    if (!sure) return;
+    Finder finder(op.impl, args);
+    ASSERT_TRUE(good) << op.impl.schema.name
+                      << ": the fast check accepts what the exact one refuses: "
+                      << (finder.run(exact), describe_finding(op.impl, finder));
+    EXPECT_EQ(exact, quick) << op.impl.schema.name;
+  }
+
+  std::mt19937_64 random_;
+  std::deque<Item> tensors_;
+  std::vector<int64_t> extents_;
+  alignas(4096) inline static char memory_[4096 * 42];
+};
+
+TEST(FastCheck, NeverAcceptsWhatTheExactCheckRefuses) {
+  Spoiler spoiler(7);
+  for (const te_fl_op_schema* schema : catalogue()) {
+    const Insides op(*schema);
+    if (op.impl.fast == nullptr) continue;
+    for (int i = 0; i < 4000; ++i) {
+      spoiler.round(op);
+      if (HasFatalFailure()) return;
+    }
+  }
+  // The comparison means something only if all three outcomes are frequent.
+  EXPECT_GT(spoiler.fast, 10000);
+  EXPECT_GT(spoiler.accepted, spoiler.fast);
+  EXPECT_GT(spoiler.refused, 10000);
+}
+
+// Rules and types that the catalogue does not combine.
+TEST(FastCheck, OddSchemas) {
+  const char* const rules[] = {
+      "N",     "M",      "N M", "2*N",   "N+1", "?N", "... N", "...",   "@...",    "3*M _",
+      "_ N+2", "@... N", "1",   "... 2", "any", "",   "M N M", "?M ?N", "... 2*M", "f ? N M : M N"};
+  std::mt19937_64 random(11);
+  Spoiler spoiler(13);
+  for (int round = 0; round < 400; ++round) {
+    SchemaBuilder b;
+    const char* const names[] = {"a", "b", "c", "d", "e"};
+    for (const char* name : names) {
+      auto& d = b.tensor(name, rules[random() % std::size(rules)],
+                         static_cast<te_fl_arg_role>(random() % 3));
+      d.dtypes = TE_FL_BIT(TE_FL_F32) | static_cast<uint32_t>(random() & TE_FL_MASK_ANY_DTYPE);
+      d.scalings = 1u | static_cast<uint32_t>(random() % 64);
+      d.flags =
+          static_cast<uint32_t>(random()) &
+          (TE_FL_ARG_OPTIONAL | TE_FL_ARG_RAW_FP8 | TE_FL_ARG_ALLOW_OVERLAP |
+           TE_FL_ARG_STRIDED_CODES |
+           (random() % 4 == 0 ? TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY | TE_FL_ARG_QUANT_ONLY : 0u));
+      if (d.role != TE_FL_IN && name != names[0]) d.aliases = names[0];
+      if (name != names[0] && random() % 3 == 0)
+        d.flags |= TE_FL_ARG_SAME_DTYPE, d.same_as = names[0];
+    }
+    b.add("f", TE_FL_ARG_BOOL, TE_FL_IN, 48, nullptr);
+    b.add("g", TE_FL_ARG_F64, TE_FL_IN, 56, nullptr).max = 3;
+    b.schema.args_size = 64;
+    b.schema.flags = random() % 4 == 0 ? TE_FL_SCHEMA_ENQUIRY : 0;
+    const Insides op(b.build());
+    if (op.impl.fast == nullptr) continue;
+    for (int i = 0; i < 500 && !HasFatalFailure(); ++i) spoiler.round(op);
+  }
+  EXPECT_GT(spoiler.fast, 1000);
+}
+
+// The calls that matter for speed take the fast path.
+TEST(FastCheck, RecognisesOrdinaryCalls) {
+  Signature s;
+  {
+    const Insides op(*catalogue_schema("layernorm_fwd"));
+    const Tensor x = f32({64, 256}), gamma = f32({256}), beta = f32({256}), z = f32({64, 256}),
+                 mu = f32({64}), rsigma = f32({64});
+    te_fl_layernorm_fwd_args args;
+    args.x = x, args.gamma = gamma, args.beta = beta, args.z = z, args.mu = mu,
+    args.rsigma = rsigma;
+    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+    args.z = x;
+    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s)) << "in place";
+    args.beta = nullptr;
+    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+  }
+  {
+    const Insides op(*catalogue_schema("generic_gemm"));
+    const Tensor a = quantised({64, 128}), b = quantised({32, 128}), d = f32({64, 32});
+    te_fl_generic_gemm_args args;
+    args.a = a, args.b = b, args.d = d, args.trans_b = 1;
+    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+    EXPECT_EQ(s.scalings, 3u);
+    Raw strided(d);
+    args.d = &strided.strided().t;
+    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+  }
+  {
+    const Insides op(*catalogue_schema("swiglu"));
+    const Tensor x = f32({2, 8, 64}), y = f32({2, 8, 32});
+    te_fl_activation_glu_fwd_args args;
+    args.input = x, args.output = y;
+    EXPECT_TRUE(fast_check(*op.impl.fast, &args, s));
+  }
+}
+
+}  // namespace
+}  // namespace te_fl::core

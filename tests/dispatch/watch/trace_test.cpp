@@ -1,0 +1,73 @@
+// TE_FL_TRACE: a file that Perfetto opens.
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "support/dispatch_fixture.hpp"
+#include "support/expect.hpp"
+#include "support/temp_folder.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl {
+namespace {
+
+using nlohmann::json;
+using testing::Fake;
+using testing::FiveCall;
+
+TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
+  test::TempFolder folder;
+  ASSERT_OK(environment::set("TE_FL_TRACE", folder / "trace-%p.json"));
+  ASSERT_OK(environment::set("TE_FL_TRACE_EVENTS", "6"));
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake first{"default.first"}, second{"reference.second"};
+  ASSERT_OK(registry.register_op(first.desc, "test", "acme"));
+  ASSERT_OK(registry.register_op(second.desc, "test", "acme"));
+  const OpId op = *registry.find("test::five");
+  FiveCall call, other(DType::kF32, {5});
+  ASSERT_OK(manager.call(op, &call.args));
+  ASSERT_OK(manager.call(op, &call.args));
+  std::thread([&] { EXPECT_OK(manager.call(op, &other.args)); }).join();
+  first.run_status = TE_FL_UNSUPPORTED;
+  first.run_text = "not \"today\"\n";
+  ASSERT_OK(manager.call(op, &call.args));
+  first.run_status = TE_FL_INTERNAL;
+  EXPECT_FALSE(manager.call(op, &call.args).ok());
+  first.run_status = TE_FL_OK;
+  for (int i = 0; i < 3; ++i) ASSERT_OK(manager.call(op, &call.args));
+  ASSERT_OK(write_trace());
+
+  const std::string path = folder / ("trace-" + std::to_string(getpid()) + ".json");
+  const json trace = json::parse(test::read_file(path));
+  std::vector<json> calls;
+  for (const json& e : trace.at("traceEvents")) {
+    if (e.at("ph") == "X") calls.push_back(e);
+  }
+  ASSERT_EQ(calls.size(), 6u) << "no more than TE_FL_TRACE_EVENTS";
+  EXPECT_EQ(trace.at("otherData").at("events_dropped"), 2);
+  EXPECT_EQ(calls[0].at("name"), "test::five");
+  EXPECT_EQ(calls[0].at("args").at("impl"), "default.first");
+  EXPECT_EQ(calls[0].at("args").at("call"), calls[1].at("args").at("call"));
+  EXPECT_NE(calls[0].at("args").at("call"), calls[2].at("args").at("call"));
+  EXPECT_NE(calls[0].at("tid"), calls[2].at("tid"));
+  EXPECT_LE(calls[0].at("ts").get<double>() + calls[0].at("dur").get<double>(),
+            calls[1].at("ts").get<double>());
+  EXPECT_EQ(calls[3].at("cat"), "fallback");
+  EXPECT_EQ(calls[3].at("args").at("impl"), "reference.second");
+  EXPECT_HAS(calls[3].at("args").at("fallback").get<std::string>(), "not \"today\"");
+  EXPECT_EQ(calls[4].at("cat"), "failed");
+  const auto shape =
+      [&](const json& c) {  // of the argument `a`, by the description that a call names
+        const size_t number = c.at("args").at("call").get<size_t>();
+        return trace.at("te_fl_calls").at(number).at("args").at("a").at("shape");
+      };
+  EXPECT_EQ(shape(calls[0]), json({2, 3}));
+  EXPECT_EQ(shape(calls[2]), json({5}));
+  ASSERT_OK(environment::unset("TE_FL_TRACE"));
+  ASSERT_OK(environment::unset("TE_FL_TRACE_EVENTS"));
+}
+
+}  // namespace
+}  // namespace te_fl

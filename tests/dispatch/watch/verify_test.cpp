@@ -1,0 +1,373 @@
+// TE_FL_VERIFY: wrong results are found, saved, run again and kept from serving.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <thread>
+
+#include "dispatch/watch/compare_outputs.hpp"
+#include "dispatch/watch/quarantine.hpp"
+#include "dispatch/watch/watch.hpp"
+#include "plugins/hooks.hpp"
+#include "registry/registry_impl.hpp"
+#include "support/dispatch_fixture.hpp"
+#include "support/expect.hpp"
+#include "support/far_device.hpp"
+#include "support/temp_folder.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl {
+namespace {
+
+using testing::Fake;
+using testing::FarDevice;
+using testing::FiveArgs;
+using testing::FiveCall;
+using testing::SaveArgs;
+
+// out = a + b + c + d, F32, compact, with an error in element 1 if `off` says so.
+te_fl_status sum(const FiveArgs& args, float off) {
+  const auto at = [](const te_fl_tensor* t) { return static_cast<float*>(t->dl.data); };
+  int64_t n = 1;
+  for (int d = 0; d < args.a->dl.ndim; ++d) n *= args.a->dl.shape[d];
+  for (int64_t i = 0; i < n; ++i) {
+    at(args.out)[i] = at(args.a)[i] + at(args.b)[i] + at(args.c)[i] + at(args.d)[i];
+    if (i == 1) at(args.out)[i] += off;
+  }
+  return TE_FL_OK;
+}
+
+class Verify : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    set("TE_FL_VERIFY_DIR", folder / "cases");
+    set("TE_FL_QUARANTINE_FILE", folder / "quarantine.json");
+    dispatch::forget_quarantine_file();
+    fast.run_body = [this](const te_fl_context&, const void* raw) {
+      return sum(*static_cast<const FiveArgs*>(raw), off);
+    };
+    reference.run_body = [](const te_fl_context&, const void* raw) {
+      return sum(*static_cast<const FiveArgs*>(raw), 0);
+    };
+    add(fast);
+    add(reference);
+    before = verify_counts();
+  }
+  void TearDown() override {
+    (void)step_boundary();  // nothing held is left to the next test
+    for (const std::string& name : names) ASSERT_OK(environment::unset(name));
+    dispatch::forget_quarantine_file();
+  }
+  void set(const std::string& name, const std::string& value) {
+    ASSERT_OK(environment::set(name, value));
+    names.push_back(name);
+  }
+  void add(Fake& f) {
+    ASSERT_OK(registry.register_op(f.desc, "test", "acme"));
+    op = *registry.find(f.desc.op_name);
+  }
+  VerifyCounts counts() const {
+    VerifyCounts now = verify_counts();
+    now.agreed -= before.agreed, now.differed -= before.differed, now.saved -= before.saved;
+    now.captured -= before.captured, now.skipped -= before.skipped, now.failed -= before.failed;
+    return now;
+  }
+
+  test::TempFolder folder;
+  std::vector<std::string> names;
+  float off = 0;
+  Fake fast{"default.fast"}, reference{"reference.slow"};
+  OpRegistry registry;
+  OpManager manager{registry};
+  OpId op;
+  VerifyCounts before;
+};
+
+TEST_F(Verify, RightResultsAgreeAndWrongOnesAreFoundAndSaved) {
+  set("TE_FL_VERIFY", "1");
+  FiveCall call;
+  call.tensors[0].data<float>()[1] = 2;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().agreed, 1u);
+  off = 1e-3f;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().differed, 1u);
+  EXPECT_EQ(counts().saved, 1u);
+  EXPECT_EQ(call.tensors[4].data<float>()[1], 2.001f) << "the results are the caller's to keep";
+  EXPECT_EQ(reference.runs, 2);
+  int files = 0;
+  for (const auto& e : std::filesystem::directory_iterator(folder / "cases")) {
+    EXPECT_EQ(e.path().extension(), ".call");
+    ++files;
+  }
+  EXPECT_EQ(files, 1);
+}
+
+TEST_F(Verify, SavesNoMoreThanTheFolderIsToHold) {
+  set("TE_FL_VERIFY", "1");
+  set("TE_FL_VERIFY_CASES", "2");
+  off = 1;
+  FiveCall call;
+  for (int i = 0; i < 5; ++i) ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().differed, 5u);
+  EXPECT_EQ(counts().saved, 2u);
+}
+
+TEST_F(Verify, AnInputThatIsTheOutputIsCopiedBeforeItIsOverwritten) {
+  set("TE_FL_VERIFY", "1");
+  FiveCall call;
+  call.args.out = call.tensors[0];
+  call.tensors[0].data<float>()[0] = 3;
+  call.tensors[1].data<float>()[0] = 4;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().agreed, 1u);
+  EXPECT_EQ(call.tensors[0].data<float>()[0], 7);
+}
+
+TEST_F(Verify, TheReferenceIsNotComparedWithItself) {
+  set("TE_FL_VERIFY", "1");
+  PolicySettings s;
+  s.prefer = Kind::kReference;
+  const PolicyScope scope(s);
+  FiveCall call;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().skipped, 1u);
+  EXPECT_EQ(reference.runs, 1);
+}
+
+TEST_F(Verify, PicksTheSameCallsInEveryRunAndOthersWithAnotherSeed) {
+  set("TE_FL_VERIFY", "0.25:test::five");
+  FiveCall call;
+  std::vector<int> picked;
+  const auto run = [&] {
+    std::vector<int> which;
+    for (int i = 0; i < 400; ++i) {
+      const int seen = reference.runs;
+      EXPECT_OK(manager.call(op, &call.args));
+      if (reference.runs != seen) which.push_back(i);
+    }
+    return which;
+  };
+  const std::vector<int> first = run();
+  EXPECT_GT(first.size(), 60u);
+  EXPECT_LT(first.size(), 140u);
+  EXPECT_EQ(counts().agreed, first.size());
+  set("TE_FL_VERIFY", "0.25:gelu");
+  EXPECT_TRUE(run().empty()) << "another op's calls";
+}
+
+TEST_F(Verify, AWrongSettingMakesCallsFailAndNamesTheNearestOp) {
+  FiveCall call;
+  for (const char* value : {"2", "0", "x", "nan", "-1", ":gelu"}) {
+    set("TE_FL_VERIFY", value);
+    const Status s = manager.call(op, &call.args);
+    EXPECT_HAS(s.to_string(), "is not a share of calls above 0 and up to 1") << value;
+  }
+  set("TE_FL_VERIFY", "0.5:gelo");
+  EXPECT_HAS(manager.call(op, &call.args).to_string(), "did you mean 'gelu'");
+  set("TE_FL_VERIFY", "");
+  ASSERT_OK(manager.call(op, &call.args));
+}
+
+TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
+  set("TE_FL_VERIFY", "1");
+  set("TE_FL_VERIFY_ACTION", "quarantine");
+  off = 1;
+  FiveCall call, other(DType::kI32);
+  const PreparedOp prepared = manager.prepare(op, &call.args).value();
+  ASSERT_OK(prepared.call(&call.args));
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(fast.runs, 2) << "not in the middle of a step";
+  ASSERT_OK(step_boundary());
+  set("TE_FL_VERIFY", "");
+  ASSERT_OK(prepared.call(&call.args));
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(fast.runs, 2);
+  EXPECT_EQ(call.tensors[4].data<float>()[1], 0);
+  fast.run_body = nullptr;
+  ASSERT_OK(manager.call(op, &other.args));
+  EXPECT_EQ(fast.runs, 3) << "other signatures are served";
+  const auto reason_shown = [&] {
+    const Decision r = manager.resolve(op, &call.args).value();
+    EXPECT_EQ(r.impl_id, "reference.slow");
+    for (const Candidate& c : r.candidates) {
+      if (c.impl_id == "default.fast")
+        return testing::contains(c.reason, "quarantined for this op");
+    }
+    return false;
+  };
+  EXPECT_TRUE(reason_shown());
+  // A later run: the file alone knows.
+  dispatch::forget_quarantine_file();
+  registry::choose_again();
+  EXPECT_TRUE(reason_shown());
+  ASSERT_EQ(quarantines()->size(), 1u);
+  EXPECT_EQ(quarantines()->front().dtypes, TE_FL_BIT(TE_FL_F32));
+  // Another build of it is another thing.
+  std::string text = test::read_file(folder / "quarantine.json");
+  const std::string build = dispatch::build_id_of("test");
+  ASSERT_TRUE(testing::contains(text, build));
+  text.replace(text.find(build), build.size(), "other");
+  folder.write("quarantine.json", text);
+  dispatch::forget_quarantine_file();
+  registry::choose_again();
+  EXPECT_EQ(manager.resolve(op, &call.args)->impl_id, "default.fast");
+}
+
+TEST_F(Verify, AQuarantineFileThatComesAndGoesIsNoError) {
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (!done) {
+      folder.write("next.json", R"({"te_fl_quarantine": 1, "entries": []})");
+      std::filesystem::rename(folder / "next.json", folder / "quarantine.json");
+      std::filesystem::remove(folder / "quarantine.json");
+    }
+  });
+  FiveCall call;
+  Status status;
+  for (int i = 0; i < 3000 && status.ok(); ++i) {
+    dispatch::forget_quarantine_file();
+    registry::choose_again();
+    status = manager.call(op, &call.args);
+  }
+  done = true;
+  other.join();
+  EXPECT_OK(status);
+}
+
+TEST_F(Verify, ManyThreadsAreCheckedAtOnce) {
+  set("TE_FL_VERIFY", "0.5");
+  set("TE_FL_VERIFY_ACTION", "quarantine");
+  off = 1;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      FiveCall call;
+      for (int i = 0; i < 50; ++i) {
+        EXPECT_OK(manager.call(op, &call.args));
+        EXPECT_TRUE(i % 10 != 9 || step_boundary().ok());
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(quarantines()->size(), 1u);
+  EXPECT_GT(counts().differed, 0u);
+}
+
+TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
+  FarDevice far;
+  const Device device = devices::add(&far.desc).value();
+  Fake native{"vendor.far"};
+  native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  native.desc.provider = "far";
+  native.desc.vendor = "acme";
+  native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
+  native.desc.priority = 500;
+  native.run_body = [&](const te_fl_context& ctx, const void* raw) {
+    // On the stream, in the device's own memory.
+    const auto& args = *static_cast<const FiveArgs*>(raw);
+    const int64_t n = args.a->dl.shape[0];
+    const te_fl_tensor* in[] = {args.a, args.b, args.c, args.d};
+    std::vector<float*> from;
+    for (const te_fl_tensor* t : in) from.push_back(reinterpret_cast<float*>(far.real(t->dl.data)));
+    auto* to = reinterpret_cast<float*>(far.real(args.out->dl.data));
+    far.enqueue(ctx.stream, [from, to, n, off = off] {
+      for (int64_t i = 0; i < n; ++i) {
+        to[i] = from[0][i] + from[1][i] + from[2][i] + from[3][i] + (i == 1 ? off : 0);
+      }
+    });
+    return TE_FL_OK;
+  };
+  add(native);
+  set("TE_FL_VERIFY", "1");
+  {
+    Tensor t[4];
+    FiveArgs args;
+    for (Tensor& x : t) {
+      x = Tensor::from_values({3}, std::vector<float>{1, 2, 3})->to(device).value();
+    }
+    args.a = t[0], args.b = t[1], args.c = t[2], args.d = t[3];
+    args.out = t[0];  // in place
+    ASSERT_OK(manager.call(op, &args));
+    EXPECT_EQ(counts().agreed, 1u);
+    off = 1;
+    ASSERT_OK(manager.call(op, &args));
+    EXPECT_EQ(counts().differed, 1u);
+    far.capturing = true;
+    ASSERT_OK(manager.call(op, &args));
+    EXPECT_EQ(counts().captured, 1u);
+    far.capturing = false;
+  }
+  ASSERT_OK(registry.unregister_op("test::five", "vendor.far"));
+  plugins::g_hooks.release_device.load()(device);
+  ASSERT_OK(devices::remove(device));
+}
+
+// ---- a case of the catalogue, saved and run again
+
+TEST(Replay, ASavedCaseRunsOnAnyImplementation) {
+  test::TempFolder folder;
+  ASSERT_OK(environment::set("TE_FL_QUARANTINE_FILE", ""));
+  ASSERT_OK(environment::set("TE_FL_VERIFY_DIR", folder / "cases"));
+  ASSERT_OK(environment::set("TE_FL_VERIFY", "1"));
+  OpManager& manager = OpManager::instance();
+  const OpId gelu = *manager.registry().find("gelu");
+  Fake wrong("vendor.wrong", *manager.registry().schema(gelu));
+  wrong.desc.schema = nullptr;
+  wrong.desc.priority = 900;
+  wrong.run_body = [](const te_fl_context&, const void* raw) {
+    const auto& args = *static_cast<const te_fl_gelu_args*>(raw);
+    auto* out = reinterpret_cast<float*>(static_cast<char*>(args.output->dl.data) +
+                                         args.output->dl.byte_offset);
+    for (int64_t i = 0; i < args.output->dl.shape[0]; ++i) out[i * args.output->dl.strides[0]] = 42;
+    return TE_FL_OK;
+  };
+  ASSERT_OK(manager.registry().register_op(wrong.desc, "test", "acme"));
+  {
+    const Tensor whole = Tensor::from_values({3, 5}, std::vector<float>(15, 0.5f)).value();
+    const Tensor column = whole.slice(1, 2, 3).value();
+    te_fl_gelu_args args;
+    args.input = column;
+    args.output = column;  // strided and in place
+    ASSERT_OK(manager.call(gelu, &args));
+  }
+  std::string file;
+  for (const auto& e : std::filesystem::directory_iterator(folder / "cases")) file = e.path();
+  ASSERT_FALSE(file.empty());
+  const Replay again = replay(file).value();
+  EXPECT_EQ(again.impl_id, "vendor.wrong");
+  EXPECT_TRUE(again.from_saved.empty());
+  ASSERT_EQ(again.from_reference.size(), 1u);
+  EXPECT_HAS(again.from_reference[0], "'output': 3 of 3 elements differ");
+  const Replay right = replay(file, "reference.host").value();
+  EXPECT_TRUE(right.from_reference.empty());
+  EXPECT_EQ(right.from_saved.size(), 1u);
+  EXPECT_EQ(right.compared, 1);
+  EXPECT_HAS(replay(file, "default.none").status().to_string(), "cannot be run on");
+  // Damage of every length is found, and read no further.
+  const std::string text = test::read_file(file);
+  for (size_t cut = 0; cut < text.size(); cut += 37) {
+    EXPECT_FALSE(replay(folder.write("cut.call", text.substr(0, cut))).ok()) << cut;
+  }
+  std::string far_off = text;
+  far_off.replace(far_off.find("\"data\":"), 8, "\"data\":9");
+  EXPECT_FALSE(replay(folder.write("far.call", far_off)).ok());
+  // No memory is asked for that the file cannot fill.
+  constexpr size_t kHead = sizeof("te-fl call 1\n") - 1 + sizeof(uint64_t);
+  uint64_t length = 0;
+  std::memcpy(&length, text.data() + kHead - sizeof length, sizeof length);
+  std::string vast = text.substr(kHead, length);
+  const size_t claim = vast.find("\"bytes\":");
+  vast.replace(claim, vast.find(',', claim) - claim, "\"bytes\":4398046511104");
+  length = vast.size();
+  vast = text.substr(0, kHead - sizeof length) +
+         std::string(reinterpret_cast<const char*>(&length), sizeof length) + vast;
+  EXPECT_EQ(replay(folder.write("vast.call", vast)).status().code(), StatusCode::kDataLoss);
+  ASSERT_OK(manager.registry().unregister_op("gelu", "vendor.wrong"));
+  for (const char* name : {"TE_FL_VERIFY", "TE_FL_VERIFY_DIR", "TE_FL_QUARANTINE_FILE"})
+    ASSERT_OK(environment::unset(name));
+}
+
+}  // namespace
+}  // namespace te_fl

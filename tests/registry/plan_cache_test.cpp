@@ -1,0 +1,241 @@
+#include "registry/plan_cache.hpp"
+
+#include <gtest/gtest.h>
+
+#include <malloc.h>
+
+#include <atomic>
+#include <thread>
+
+#include "support/dispatch_fixture.hpp"
+#include "support/expect.hpp"
+#include "support/sanitizers.hpp"
+
+namespace te_fl {
+namespace {
+
+using testing::Fake;
+using testing::five_schema;
+using testing::FiveArgs;
+using testing::FiveCall;
+
+std::atomic<int> g_made{0};
+std::atomic<int> g_destroyed{0};
+
+// An implementation whose plan is the first extent of `a`; run() checks that it got the right one.
+struct Planner {
+  explicit Planner(std::string id = "default.planner") : fake(std::move(id)) {
+    g_made = g_destroyed = 0;
+    fake.desc.prepare = [](void*, const te_fl_context*, const void* args,
+                           void** plan) -> te_fl_status {
+      g_made.fetch_add(1);
+      *plan = new int64_t(static_cast<const FiveArgs*>(args)->a->dl.shape[0]);
+      return TE_FL_OK;
+    };
+    fake.desc.destroy_plan = [](void*, void* plan) {
+      g_destroyed.fetch_add(1);
+      delete static_cast<int64_t*>(plan);
+    };
+    fake.run_body = [](const te_fl_context& ctx, const void* args) -> te_fl_status {
+      const bool right =
+          *static_cast<int64_t*>(ctx.plan) == static_cast<const FiveArgs*>(args)->a->dl.shape[0];
+      return right ? TE_FL_OK : TE_FL_INTERNAL;
+    };
+  }
+  Fake fake;
+};
+
+// Calls with tensors of shape [n], strides NULL, on one buffer.
+struct Cheap {
+  explicit Cheap(int64_t n) : extent(n) {
+    for (te_fl_tensor* t : {&in, &out}) {
+      t->dl.data = storage;
+      t->dl.device = {TE_FL_DEVICE_CPU, 0};
+      t->dl.ndim = 1;
+      t->dl.dtype = {TE_FL_CODE_FLOAT, 32, 1};
+      t->dl.shape = &extent;
+    }
+    args.a = args.b = args.c = args.d = &in;
+    // Nobody reads it; what matters is that it is not the inputs' memory.
+    out.dl.data = reinterpret_cast<float*>(uintptr_t{1} << 40);
+    args.out = &out;
+  }
+  // In static memory: a plan depends on the alignment, which differs from one stack frame to
+  // another.
+  alignas(256) inline static float storage[64];
+  int64_t extent;
+  te_fl_tensor in{}, out{};
+  FiveArgs args;
+};
+
+TEST(Plans, AreMadeOncePerSignature) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  for (int round = 0; round < 3; ++round) {
+    for (int64_t n : {4, 5, 6}) {
+      FiveCall call(DType::kF32, {n, 2});
+      ASSERT_OK(manager.call(op, &call.args));
+    }
+  }
+  EXPECT_EQ(g_made.load(), 3);
+  FiveCall call(DType::kF32, {4, 2});
+  call.args.gain = 2;  // a scalar that prepare() may read
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(g_made.load(), 4);
+  FiveCall half(DType::kF16, {4, 2});
+  ASSERT_OK(manager.call(op, &half.args));
+  EXPECT_EQ(g_made.load(), 5);
+  std::thread([&] { ASSERT_OK(manager.call(op, &half.args)); }).join();  // shared by threads
+  EXPECT_EQ(g_made.load(), 5);
+  EXPECT_EQ(g_destroyed.load(), 0);
+  ASSERT_OK(registry.unregister_op("test::five", "default.planner"));
+  EXPECT_EQ(g_destroyed.load(), 5);
+}
+
+TEST(Plans, InPlaceAreNotThoseBeside) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  te_fl_context context{};
+  const auto key_of = [&](const FiveCall& call) {
+    registry::PlanKey key;
+    key.set(*registry.schema(op), &call.args, context);
+    return std::string(key.text());
+  };
+  FiveCall beside, in_place, elsewhere;
+  const std::string key = key_of(beside);
+  te_fl_tensor out = *in_place.args.out;
+  out.dl.data = in_place.args.b->dl.data;
+  in_place.args.out = &out;
+  const std::string with_b = key_of(in_place);
+  EXPECT_NE(with_b, key);
+  out.dl.data = in_place.args.c->dl.data;
+  EXPECT_NE(key_of(in_place), key);
+  EXPECT_NE(key_of(in_place), with_b);
+  EXPECT_EQ(key_of(elsewhere), key) << "addresses as such are none of a plan's business";
+}
+
+TEST(Plans, AreDestroyedBeforeWhatKeepsThePluginAlive) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  int destroyed_first = -1;
+  std::shared_ptr<void> alive(&destroyed_first,
+                              [](void* p) { *static_cast<int*>(p) = g_destroyed.load(); });
+  ASSERT_OK(registry.register_op(planner.fake.desc, "p", "v", std::move(alive)));
+  FiveCall call;
+  ASSERT_OK(manager.call("test::five", &call.args));
+  ASSERT_OK(registry.unregister_owner("p"));
+  EXPECT_EQ(destroyed_first, 1);
+}
+
+TEST(Plans, WorkspaceSeesThePlan) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  planner.fake.desc.workspace = [](void*, const te_fl_context* ctx, const void*,
+                                   size_t* bytes) -> te_fl_status {
+    if (ctx->plan == nullptr) return TE_FL_INTERNAL;
+    *bytes = static_cast<size_t>(*static_cast<int64_t*>(ctx->plan)) * 1000;
+    return TE_FL_OK;
+  };
+  size_t given = 0;
+  planner.fake.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
+    given = ctx.workspace_bytes;
+    return ctx.workspace != nullptr ? TE_FL_OK : TE_FL_INTERNAL;
+  };
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  FiveCall call(DType::kF32, {7, 2});
+  ASSERT_OK(manager.call("test::five", &call.args));
+  EXPECT_EQ(given, 7000u);
+}
+
+TEST(Plans, ARefusedPrepareMovesOn) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  planner.fake.desc.prepare = [](void*, const te_fl_context*, const void*, void**) -> te_fl_status {
+    return TE_FL_UNSUPPORTED;
+  };
+  Fake other("reference.other");
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  ASSERT_OK(registry.register_op(other.desc));
+  FiveCall call;
+  ASSERT_OK(manager.call("test::five", &call.args));
+  EXPECT_EQ(other.runs.load(), 1);
+  EXPECT_EQ(planner.fake.runs.load(), 0);
+}
+
+TEST(Plans, AreBounded) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  constexpr int kShapes = 5000;
+  for (int n = 1; n <= kShapes; ++n) {
+    Cheap call(n);
+    ASSERT_OK(manager.call(op, &call.args));
+    if (n > 1) {
+      Cheap hot(1);  // used all the time, so never dropped
+      ASSERT_OK(manager.call(op, &hot.args));
+    }
+  }
+  EXPECT_EQ(g_made.load(), kShapes);
+  EXPECT_LE(g_made.load() - g_destroyed.load(),
+            static_cast<int>(registry::PlanCache::kMaxPlans) + 2);
+}
+
+TEST(Plans, ManyThreadsShareAndDropThem) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 2000; ++i) {
+        Cheap call(1 + (i * 7 + t) % 400);  // more than are kept
+        const Status s = manager.call(op, &call.args);
+        ASSERT_OK(s);
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  ASSERT_OK(registry.unregister_op("test::five", "default.planner"));
+  EXPECT_EQ(g_made.load(), g_destroyed.load());
+}
+
+TEST(Memory, IsBoundedOverManyShapes) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake fake("default.x");
+  Planner planner("reference.planner");
+  ASSERT_OK(registry.register_op(fake.desc));
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  PolicySettings reference;
+  reference.prefer = Kind::kReference;
+  const auto some = [&](int from, int to) {
+    for (int n = from; n < to; ++n) {
+      Cheap call(n);
+      ASSERT_OK(manager.call(op, &call.args));
+      const PolicyScope scope(SelectionPolicy::intern(reference));
+      ASSERT_OK(manager.call(op, &call.args));
+    }
+  };
+  some(1, 2000);
+  const struct mallinfo2 before = mallinfo2();
+  some(2000, TE_FL_ASAN || TE_FL_TSAN ? 12000 : 102000);  // their allocators count nothing here
+  const struct mallinfo2 after = mallinfo2();
+  EXPECT_LT(after.uordblks, before.uordblks + (64u << 10));
+}
+
+}  // namespace
+}  // namespace te_fl

@@ -1,0 +1,262 @@
+#include "te_fl/op_registry.hpp"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "support/dispatch_fixture.hpp"
+#include "support/expect.hpp"
+
+namespace te_fl {
+namespace {
+
+using testing::Fake;
+using testing::five_schema;
+using testing::FiveArgs;
+using testing::FiveCall;
+
+TEST(Registry, StartsWithTheCatalogue) {
+  OpRegistry registry;
+  EXPECT_GE(registry.op_names().size(), 70u);
+  EXPECT_TRUE(registry.snapshot().empty());
+  const auto gelu = registry.find("gelu");
+  ASSERT_OK(gelu);
+  EXPECT_STREQ(registry.schema(*gelu)->name, "gelu");
+  EXPECT_EQ(registry.schema(OpId{100000}), nullptr);
+  EXPECT_FAILS(registry.find("gelo").status(), kNotFound, "'gelu'");
+}
+
+TEST(Registry, KeepsWhatItIsGiven) {
+  OpRegistry registry;
+  const uint64_t before = registry.epoch();
+  Fake fake("vendor.acme");
+  {
+    // The descriptor and its strings may go after the call.
+    te_fl_op_desc copy = fake.desc;
+    std::string id = "vendor.acme";
+    copy.impl_id = id.c_str();
+    ASSERT_OK(registry.register_op(copy, "plugin", "ACME"));
+  }
+  EXPECT_NE(registry.epoch(), before);
+  const auto list = registry.snapshot();
+  ASSERT_EQ(list.size(), 1u);
+  EXPECT_EQ(list[0].op, "test::five");
+  EXPECT_EQ(list[0].impl_id, "vendor.acme");
+  EXPECT_EQ(list[0].kind, Kind::kVendor);
+  EXPECT_EQ(list[0].vendor, "acme");
+  EXPECT_EQ(list[0].priority, TE_FL_PRIORITY_VENDOR);
+  EXPECT_EQ(list[0].owner, "plugin");
+  ASSERT_OK(registry.set_priority("test::five", "vendor.acme", 170));
+  EXPECT_EQ(registry.snapshot()[0].priority, 170);
+  EXPECT_FAILS(registry.set_priority("test::five", "vendor.acmee", 1), kNotFound, "'vendor.acme'");
+  ASSERT_OK(registry.unregister_op("test::five", "vendor.acme"));
+  EXPECT_TRUE(registry.snapshot().empty());
+  EXPECT_FAILS(registry.unregister_op("test::five", "vendor.acme"), kNotFound, "vendor.acme");
+  EXPECT_OK(registry.find("test::five"));  // declared ops stay
+}
+
+TEST(Registry, RefusesMalformedDescriptors) {
+  OpRegistry registry;
+  const auto with = [](auto&& change) {
+    static Fake fake("default.x");
+    te_fl_op_desc d = fake.desc;
+    change(d);
+    return d;
+  };
+  const auto add = [&](auto&& change) { return registry.register_op(with(change)); };
+  EXPECT_FAILS(add([](auto& d) { d.struct_size = 8; }), kInvalidArgument, "R3");
+  EXPECT_FAILS(add([](auto& d) { d.struct_size = 0x7fffffff; }), kInvalidArgument, "R3");
+  EXPECT_FAILS(add([](auto& d) { d.op_name = nullptr; }), kInvalidArgument, "op_name");
+  EXPECT_FAILS(add([](auto& d) { d.impl_id = nullptr; }), kInvalidArgument, "R16");
+  EXPECT_FAILS(add([](auto& d) { d.impl_id = "vendor.x"; }), kInvalidArgument, "R16");
+  EXPECT_FAILS(add([](auto& d) { d.impl_id = "default.X"; }), kInvalidArgument, "R16");
+  EXPECT_FAILS(add([](auto& d) { d.impl_id = "default."; }), kInvalidArgument, "R16");
+  EXPECT_FAILS(add([](auto& d) { d.kind = 7; }), kInvalidArgument, "kind 7");
+  EXPECT_FAILS(add([](auto& d) { d.run = nullptr; }), kInvalidArgument, "R4");
+  EXPECT_FAILS(add([](auto& d) {
+                 d.prepare = [](void*, const te_fl_context*, const void*, void**) -> te_fl_status {
+                   return 0;
+                 };
+               }),
+               kInvalidArgument, "destroy_plan");
+  EXPECT_FAILS(add([](auto& d) { d.param_version = 0; }), kInvalidArgument, "param_version");
+  EXPECT_FAILS(add([](auto& d) { d.device_types = 0; }), kInvalidArgument, "device_types");
+  EXPECT_FAILS(add([](auto& d) { d.device_types = uint64_t{1} << TE_FL_DEVICE_EXT; }),
+               kInvalidArgument, "R18");
+  EXPECT_FAILS(add([](auto& d) { d.schema = nullptr; }), kInvalidArgument, "R17");
+  EXPECT_FAILS(add([](auto& d) { d.op_name = "test::six"; }), kInvalidArgument, "R17");
+  EXPECT_FAILS(add([](auto& d) { d.op_name = "gelo", d.schema = nullptr; }), kNotFound, "'gelu'");
+  EXPECT_TRUE(registry.snapshot().empty());
+}
+
+TEST(Registry, ReadsDescriptorsOfOtherSizes) {
+  OpRegistry registry;
+  Fake fake("default.long");
+  struct Longer {
+    te_fl_op_desc desc;
+    char more[64];
+  } longer{fake.desc, {}};
+  std::memset(longer.more, 0xee, sizeof longer.more);
+  longer.desc.struct_size = sizeof longer;
+  ASSERT_OK(registry.register_op(longer.desc));
+  // A catalogue op needs nothing behind run(); what lies there is not read.
+  te_fl_op_desc shorter = fake.desc;
+  shorter.struct_size = offsetof(te_fl_op_desc, run) + sizeof shorter.run;
+  shorter.op_name = "gelu";
+  std::memset(reinterpret_cast<char*>(&shorter) + shorter.struct_size, 0xee,
+              sizeof shorter - shorter.struct_size);
+  ASSERT_OK(registry.register_op(shorter));
+  for (const OpImplInfo& info : registry.snapshot()) {
+    if (info.op == "gelu") {
+      EXPECT_EQ(info.desc.supports, nullptr);
+      EXPECT_EQ(info.vendor, "te-fl");
+    }
+  }
+}
+
+TEST(Registry, SeveralAreAllOrNothing) {
+  OpRegistry registry;
+  Fake a("default.a"), b("default.b");
+  Fake bad("default.bad");
+  bad.desc.run = nullptr;
+  const te_fl_op_desc* with_bad[] = {&a.desc, &bad.desc};
+  EXPECT_FAILS(registry.register_ops(with_bad, "p", "v"), kInvalidArgument, "default.bad");
+  EXPECT_TRUE(registry.snapshot().empty());
+  const te_fl_op_desc* twice[] = {&a.desc, &b.desc, &a.desc};
+  EXPECT_FAILS(registry.register_ops(twice, "p", "v"), kAlreadyExists, "default.a");
+  EXPECT_TRUE(registry.snapshot().empty());
+  const te_fl_op_desc* null_one[] = {&a.desc, nullptr};
+  EXPECT_FAILS(registry.register_ops(null_one, "p", "v"), kInvalidArgument, "null");
+  const te_fl_op_desc* good[] = {&a.desc, &b.desc};
+  ASSERT_OK(registry.register_ops(good, "p", "v"));
+  EXPECT_FAILS(registry.register_op(a.desc, "q"), kAlreadyExists, "by p");
+  ASSERT_OK(registry.unregister_owner("p"));
+  EXPECT_TRUE(registry.snapshot().empty());
+}
+
+TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
+  OpRegistry registry;
+  ASSERT_OK(registry.declare_op(five_schema()));
+  EXPECT_EQ(*registry.declare_op(five_schema()), *registry.find("test::five"));
+  te_fl_op_schema other = five_schema();
+  te_fl_arg_desc a = *other.args[0];
+  a.dtypes = TE_FL_BIT(TE_FL_F32);
+  const te_fl_arg_desc* args[6];
+  std::copy(other.args, other.args + 6, args);
+  args[0] = &a;
+  other.args = args;
+  EXPECT_FAILS(registry.declare_op(other).status(), kAlreadyExists, "R17");
+  te_fl_op_schema plain = five_schema();
+  plain.name = "five";
+  EXPECT_FAILS(registry.declare_op(plain).status(), kInvalidArgument, "vendor::op");
+}
+
+TEST(Registry, HoldsKeepAliveUntilRemoved) {
+  OpRegistry registry;
+  Fake fake("default.x");
+  auto alive = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = alive;
+  ASSERT_OK(registry.register_op(fake.desc, "p", "v", std::move(alive)));
+  for (int i = 0; i < 10; ++i) ASSERT_OK(registry.set_priority("test::five", "default.x", 10 + i));
+  EXPECT_FALSE(watch.expired());
+  ASSERT_OK(registry.unregister_owner("p"));
+  EXPECT_TRUE(watch.expired());
+}
+
+TEST(Registry, FailedRegistrationReleasesKeepAlive) {
+  OpRegistry registry;
+  Fake fake("default.x");
+  auto alive = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = alive;
+  ASSERT_OK(registry.register_op(fake.desc));
+  EXPECT_FAILS(registry.register_op(fake.desc, "q", "v", std::move(alive)), kAlreadyExists,
+               "default.x");
+  EXPECT_TRUE(watch.expired());
+}
+
+// Calls go on while implementations come and go; none runs after unregister returned, none uses a
+// freed one.
+TEST(Registry, UnregisterWaitsForThreadsInside) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake stays("default.stays");
+  ASSERT_OK(registry.register_op(stays.desc));
+  const OpId op = *registry.find("test::five");
+  std::atomic<bool> stop{false};
+  std::atomic<int> errors{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      FiveCall call;
+      while (!stop.load(std::memory_order_relaxed)) {
+        if (!manager.call(op, &call.args).ok()) errors.fetch_add(1);
+      }
+    });
+  }
+  int served = 0, rounds = 0;
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(3);
+  for (; rounds < 400 && (rounds < 20 || std::chrono::steady_clock::now() < limit); ++rounds) {
+    auto fake = std::make_unique<Fake>("vendor.comes");
+    std::atomic<bool> gone{false};
+    std::atomic<int> late{0};
+    fake->desc.priority = 1000;
+    fake->run_body = [&](const te_fl_context&, const void*) -> te_fl_status {
+      if (gone.load(std::memory_order_acquire)) late.fetch_add(1);
+      return TE_FL_OK;
+    };
+    ASSERT_OK(registry.register_op(fake->desc, "comes", "acme"));
+    if (rounds % 4 == 0) {
+      while (fake->runs.load(std::memory_order_relaxed) == 0) std::this_thread::yield();
+    }
+    ASSERT_OK(registry.unregister_owner("comes"));
+    gone.store(true, std::memory_order_release);
+    served += fake->runs.load() > 0 ? 1 : 0;
+    EXPECT_EQ(late.load(), 0);
+    fake.reset();  // a thread that still entered it would touch freed memory
+  }
+  stop = true;
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(errors.load(), 0);
+  EXPECT_GE(served, rounds / 4);
+}
+
+TEST(Registry, RemovingFromInsideAnOpIsBusy) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake fake("default.x");
+  Status inside;
+  fake.run_body = [&](const te_fl_context&, const void*) -> te_fl_status {
+    inside = registry.unregister_owner("built-in");
+    return TE_FL_OK;
+  };
+  ASSERT_OK(registry.register_op(fake.desc));
+  FiveCall call;
+  ASSERT_OK(manager.call("test::five", &call.args));
+  EXPECT_FAILS(inside, kBusy, "inside an op");
+  EXPECT_EQ(registry.snapshot().size(), 1u);
+  ASSERT_OK(registry.unregister_owner("built-in"));
+}
+
+TEST(Registry, RegisteringFromInsideAnOpWorks) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake fake("default.x"), other("default.y");
+  other.desc.priority = 1000;
+  Status inside;
+  fake.run_body = [&](const te_fl_context&, const void*) -> te_fl_status {
+    inside = registry.register_op(other.desc);
+    return TE_FL_OK;
+  };
+  ASSERT_OK(registry.register_op(fake.desc));
+  FiveCall call;
+  ASSERT_OK(manager.call("test::five", &call.args));
+  ASSERT_OK(inside);
+  ASSERT_OK(manager.call("test::five", &call.args));
+  EXPECT_EQ(other.runs.load(), 1);
+}
+
+}  // namespace
+}  // namespace te_fl

@@ -1,0 +1,353 @@
+// relu on FP32, implemented many ways: right, and wrong in the ways that te-fl check exists for;
+// and an attention that is wrong in shapes that only drawn cases have. Each is an implementation of
+// its own, vendor.wrong.NAME. For tests; never installed.
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "support/far_device.hpp"
+#include "te_fl/backend.hpp"
+#include "te_fl/ops/activation.h"
+#include "wrong_attention.hpp"
+
+namespace {
+
+namespace b = te_fl::backend;
+using te_fl::testing::FarDevice;
+
+struct Call {
+  const te_fl_context& ctx;
+  const float* x;
+  float* y;
+  int64_t n, rows, columns;
+};
+
+void relu(const float* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = x[i] < 0 ? 0 : x[i];
+}
+
+// ---- on host memory
+
+void right(const Call& c) { relu(c.x, c.y, c.n); }
+void a_little(const Call& c) {
+  relu(c.x, c.y, c.n);
+  for (int64_t i = 0; i < c.n; ++i) c.y[i] *= 1.0001f;
+}
+void one_element(const Call& c) {
+  relu(c.x, c.y, c.n);
+  if (c.n > 1000) c.y[c.n - 3] += 1;
+}
+void unwritten(const Call& c) { relu(c.x, c.y, c.n - 1); }
+void late_refusal(const Call& c) {
+  relu(c.x, c.y, c.n / 2);
+  b::unsupported("half way through, it turns out that it cannot");
+}
+void late_failure(const Call& c) {
+  relu(c.x, c.y, c.n);
+  if (c.n > 1000) throw b::Error(TE_FL_INTERNAL, "the last block failed \xff");  // in no encoding
+}
+void hangs(const Call& c) {
+  while (c.n == 17) std::this_thread::sleep_for(std::chrono::seconds(1));
+  relu(c.x, c.y, c.n);
+}
+[[gnu::noinline]] void crashes(const Call& c) {
+  if (c.n == 17) std::abort();
+  relu(c.x, c.y, c.n);
+}
+// As code for many rows of whole vectors might.
+void hangs_at_128(const Call& c) {
+  while (c.rows > 3 && c.columns == 128) std::this_thread::sleep_for(std::chrono::seconds(1));
+  relu(c.x, c.y, c.n);
+}
+[[gnu::noinline]] float sum_of(const float* x, int64_t n) {
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  return sum;
+}
+// Whole vectors of four, the last one too.
+void reads_past(const Call& c) {
+  [[maybe_unused]] volatile float sum = sum_of(c.x, (c.n + 3) / 4 * 4);
+  relu(c.x, c.y, c.n);
+}
+void leaks(const Call& c) {
+  static std::atomic<void*> kept;  // not to be optimised away
+  kept = std::malloc(48);
+  relu(c.x, c.y, c.n);
+}
+void overruns(const Call& c) {
+  relu(c.x, c.y, c.n);
+  if (c.n % 4 != 0) c.y[c.n] = 0;  // a whole vector, where the tensor has none
+}
+void writes_input(const Call& c) {
+  relu(c.x, c.y, c.n);
+  if (c.n > 0 && c.x != c.y) const_cast<float*>(c.x)[0] = 0;
+}
+void not_in_place(const Call& c) {
+  for (int64_t i = 0; i < c.n; ++i) c.y[i] = 0;
+  for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::max(c.y[i], c.x[i]);
+}
+void other_bits(const Call& c) {
+  static std::atomic<unsigned> calls{0};
+  relu(c.x, c.y, c.n);
+  if (++calls % 2 == 0)
+    for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::nextafter(c.y[i], 1e30f);
+}
+void shared_scratch(const Call& c) {
+  static float scratch[1 << 16];
+  if (c.n > 1 << 16) return relu(c.x, c.y, c.n);
+  relu(c.x, scratch, c.n);
+  std::this_thread::sleep_for(std::chrono::microseconds(200));
+  for (int64_t i = 0; i < c.n; ++i) c.y[i] = scratch[i];
+}
+void rounding_mode(const Call& c) {
+  std::fesetround(FE_TOWARDZERO);
+  relu(c.x, c.y, c.n);
+}
+std::atomic<float*> g_last{nullptr};
+void stale_pointer(const Call& c) {
+  relu(c.x, c.y, c.n);
+  if (c.n > 0) g_last = c.y;
+}
+std::atomic<bool> g_thread{false};
+void stray_thread(const Call& c) {
+  relu(c.x, c.y, c.n);
+  if (!g_thread.exchange(true))
+    std::thread([] {
+      for (;;) std::this_thread::sleep_for(std::chrono::seconds(1));
+    }).detach();
+}
+
+using Host = void (*)(const Call&);
+
+template <Host F>
+void host_run(const te_fl_context& ctx, const te_fl_relu_args& args) {
+  const b::Matrix shape = b::as_matrix(*args.input);
+  F({ctx, b::data<float>(*args.input), b::data<float>(*args.output), b::numel(*args.input),
+     shape.rows, shape.cols});
+}
+template <Host F>
+te_fl_status bare_run(void*, const te_fl_context* ctx, const void* raw) {  // without a guard
+  host_run<F>(*ctx, *static_cast<const te_fl_relu_args*>(raw));
+  return TE_FL_OK;
+}
+void throws(const Call&) { throw 42; }
+
+void compact(const te_fl_context&, const te_fl_relu_args& args) {
+  if (!b::is_contiguous(*args.input) || !b::is_contiguous(*args.output))
+    b::unsupported("relu takes compact tensors only");
+}
+
+// ---- on the device
+
+std::atomic<int64_t> g_used{0};
+std::atomic<bool> g_late{false};
+te_fl_device_api g_far;  // the far device's own functions
+
+enum class Far { kRight, kHostAccess, kOtherStream, kLeak, kLateFailure };
+
+template <Far kind>
+te_fl_status far_run(void* self, const te_fl_context* ctx, const void* raw) {
+  return b::guard(ctx->errors, [&] {
+    const b::Widened<te_fl_relu_args> args(raw);
+    auto& device = *static_cast<FarDevice*>(self);
+    const int64_t n = b::numel(*(*args).input);
+    if (n == 0) return;
+    const auto* shown = b::data<float>(*(*args).input);
+    auto* x = reinterpret_cast<float*>(device.real(shown));
+    auto* y = reinterpret_cast<float*>(device.real(b::data<char>(*(*args).output)));
+    [[maybe_unused]] volatile float first = 0;
+    if (kind == Far::kHostAccess && n == 17) first = shown[0];
+    if (kind == Far::kLateFailure && n == 17) g_late = true;
+    if (kind == Far::kLeak) {
+      void* kept = nullptr;
+      device.api.allocate(&device, 4096, ctx->stream, &kept, ctx->errors);
+    }
+    device.enqueue(kind == Far::kOtherStream ? nullptr : ctx->stream, [=] { relu(x, y, n); });
+  });
+}
+
+void change_device(FarDevice& device) {
+  g_far = device.api;
+  device.desc.provider = "wrong";
+  device.api.create_stream = [](void*, void** out, const te_fl_error_sink*) -> te_fl_status {
+    *out = new char;
+    return TE_FL_OK;
+  };
+  device.api.destroy_stream = [](void* self, void* stream,
+                                 const te_fl_error_sink*) -> te_fl_status {
+    g_far.synchronize(self, stream, nullptr);
+    delete static_cast<char*>(stream);
+    return TE_FL_OK;
+  };
+  device.api.allocate = [](void* self, size_t bytes, void* stream, void** out,
+                           const te_fl_error_sink* e) {
+    const te_fl_status status = g_far.allocate(self, bytes, stream, out, e);
+    if (status == TE_FL_OK) ++g_used;
+    return status;
+  };
+  device.api.free = [](void* self, void* data, void* stream, const te_fl_error_sink* e) {
+    --g_used;
+    return g_far.free(self, data, stream, e);
+  };
+  device.api.properties = [](void* self, te_fl_device_props* props,
+                             const te_fl_error_sink* e) -> te_fl_status {
+    g_far.properties(self, props, e);
+    props->total_memory = uint64_t{1} << 32;
+    props->free_memory = props->total_memory - static_cast<uint64_t>(g_used) * 4096;
+#ifdef WRONG_FILE  // as if every host knew every member
+    std::strcpy(props->driver, "1.0");
+#endif
+    return TE_FL_OK;
+  };
+  device.api.synchronize = [](void* self, void* stream, const te_fl_error_sink* e) -> te_fl_status {
+    const te_fl_status status = g_far.synchronize(self, stream, e);
+    if (!g_late.exchange(false)) return status;
+    b::report(e, "a kernel that ran before has failed");
+    return TE_FL_INTERNAL;
+  };
+}
+
+// ---- the plugin
+
+struct Instance {
+  std::unique_ptr<FarDevice> device;
+  const te_fl_device_desc* devices[1];
+  te_fl_op_desc descs[32];
+  const te_fl_op_desc* ops[32];
+  uint32_t count = 0;
+
+  te_fl_op_desc& add(const char* id,
+                     te_fl_status (*run)(void*, const te_fl_context*, const void*)) {
+    te_fl_op_desc& d = descs[count];
+    ops[count++] = &d;
+    d.op_name = "relu", d.impl_id = id, d.kind = TE_FL_KIND_VENDOR;
+    d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK;
+    d.dtypes = TE_FL_BIT(TE_FL_F32), d.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
+    d.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+    d.run = run;
+    d.supports = b::supports_thunk<te_fl_relu_args, compact>;
+    return d;
+  }
+  template <Host F>
+  te_fl_op_desc& host(const char* id) {
+    return add(id, b::run_thunk<te_fl_relu_args, host_run<F>>);
+  }
+  template <bool no_odd_tail>
+  void attention(const char* id) {
+    using Args = te_fl_fused_attn_fwd_args;
+    te_fl_op_desc& d = add(id, b::run_thunk<Args, te_fl::testing::plain_attention<no_odd_tail>>);
+    d.op_name = "fused_attn_fwd";
+    d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC;
+    d.dtypes = TE_FL_MASK_HIGH | TE_FL_BIT(TE_FL_I32);
+    d.supports = b::supports_thunk<Args, te_fl::testing::plain_attention_supports>;
+  }
+  template <Far kind>
+  void far(const char* id) {
+    te_fl_op_desc& d = add(id, far_run<kind>);
+    d.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+    d.self = device.get();
+  }
+};
+
+te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_sink* errors) {
+  return b::guard(errors, [&] {
+    auto made = std::make_unique<Instance>();
+    made->device = std::make_unique<FarDevice>();
+    change_device(*made->device);
+    made->devices[0] = &made->device->desc;
+    made->host<right>("vendor.wrong.right");
+    made->host<a_little>("vendor.wrong.a_little");
+    made->host<one_element>("vendor.wrong.one_element");
+    made->host<unwritten>("vendor.wrong.unwritten");
+    made->host<late_refusal>("vendor.wrong.late_refusal");
+    made->host<late_failure>("vendor.wrong.late_failure");
+    made->add("vendor.wrong.throws", bare_run<throws>);
+    made->host<hangs>("vendor.wrong.hangs");
+    made->host<crashes>("vendor.wrong.crashes");
+    made->host<hangs_at_128>("vendor.wrong.hangs_at_128");
+    made->host<reads_past>("vendor.wrong.reads_past");
+    made->host<leaks>("vendor.wrong.leaks");
+    made->host<overruns>("vendor.wrong.overruns");
+    made->host<writes_input>("vendor.wrong.writes_input");
+    made->host<not_in_place>("vendor.wrong.not_in_place");
+    made->host<right>("vendor.wrong.strides").supports = nullptr;
+    made->host<other_bits>("vendor.wrong.other_bits");
+    made->host<shared_scratch>("vendor.wrong.shared_scratch");
+    made->host<rounding_mode>("vendor.wrong.rounding_mode");
+    made->host<stale_pointer>("vendor.wrong.stale_pointer");
+    made->host<stray_thread>("vendor.wrong.stray_thread");
+    made->attention<false>("vendor.wrong.attention");
+    made->attention<true>("vendor.wrong.attention_odd_heads");
+    made->far<Far::kRight>("vendor.wrong.far_right");
+    made->far<Far::kHostAccess>("vendor.wrong.far_host_access");
+    made->far<Far::kOtherStream>("vendor.wrong.far_other_stream");
+    made->far<Far::kLeak>("vendor.wrong.far_leak");
+    made->far<Far::kLateFailure>("vendor.wrong.far_late_failure");
+    *instance = made.release();
+  });
+}
+
+te_fl_status devices(void* instance, uint32_t* count, const te_fl_device_desc* const** list,
+                     const te_fl_error_sink*) {
+  *count = 1;
+  *list = static_cast<Instance*>(instance)->devices;
+  return TE_FL_OK;
+}
+
+te_fl_status ops(void* instance, uint32_t* count, const te_fl_op_desc* const** list,
+                 const te_fl_error_sink*) {
+  *count = static_cast<Instance*>(instance)->count;
+  *list = static_cast<Instance*>(instance)->ops;
+  return TE_FL_OK;
+}
+
+void destroy(void* instance) {
+  delete static_cast<Instance*>(instance);
+  // A queue that is still at work. The library is linked so that it stays mapped for this.
+  if (float* last = g_last.exchange(nullptr))
+    std::thread([last] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      *last = 12345;
+    }).detach();
+}
+
+constexpr te_fl_plugin_api kApi = {
+    sizeof(te_fl_plugin_api), 0, create, devices, ops, nullptr, destroy};
+constexpr te_fl_plugin_header kHeader = {TE_FL_PLUGIN_MAGIC,
+                                         sizeof(te_fl_plugin_header),
+                                         TE_FL_ABI_MAJOR,
+                                         TE_FL_ABI_MINOR,
+                                         0,
+                                         0,
+                                         "wrong",
+                                         "wrong",
+                                         "1.0.0",
+                                         nullptr,
+                                         &kApi,
+#ifdef WRONG_FILE
+                                         {&kApi}};
+#else
+                                         {}};
+#endif
+
+}  // namespace
+
+extern "C" TE_FL_PLUGIN_EXPORT const te_fl_plugin_header* te_fl_plugin_query(
+    const te_fl_host_info*) {
+  return &kHeader;
+}
+
+#ifdef WRONG_FILE
+extern "C" TE_FL_PLUGIN_EXPORT int wrong_helper() { return 1; }
+template <class T>
+struct TE_FL_PLUGIN_EXPORT Unique {
+  static inline int value = 0;
+};
+template struct Unique<int>;
+#endif

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""tools/check_layering.py: which includes and names it refuses, and which it leaves alone."""
+
+import os
+import sys
+import unittest
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..")
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import check_layering  # noqa: E402
+
+
+class Layering(unittest.TestCase):
+    def problems(self, path, text):
+        return list(check_layering.problems_of(path, text, ["gelu", "layernorm_fwd"], ["cuda", "opencl"]))
+
+    def refused(self, path, target, why=""):
+        found = self.problems(path, f'#include "{target}"\n')
+        self.assertEqual(len(found), 1, f"{path} includes {target}: {found}")
+        self.assertIn(target, found[0])
+        self.assertIn(why, found[0])
+
+    def taken(self, path, target):
+        self.assertEqual(self.problems(path, f'#include "{target}"\n'), [])
+
+    def test_rooms_include_what_is_below(self):
+        self.taken("core/tensor/tensor.cpp", "core/device/allocations.hpp")
+        self.taken("plugins/activate.cpp", "registry/registry_impl.hpp")
+        self.taken("nn/runtime.cpp", "dispatch/call.hpp")
+        self.taken("dispatch/watch/verify.cpp", "dispatch/staging/staging_plan.hpp")
+
+    def test_no_room_includes_what_is_above(self):
+        self.refused("core/base/log.cpp", "core/device/device_list.hpp", "core/base may include only")
+        self.refused("core/device/allocations.cpp", "core/tensor/tensor_access.hpp")
+        self.refused("registry/op_registry.cpp", "plugins/activate.hpp")
+        self.refused("registry/op_registry.cpp", "dispatch/call.hpp")
+        self.refused("plugins/plugins.cpp", "dispatch/manager_impl.hpp")
+        self.refused("dispatch/run.cpp", "nn/runtime.hpp")
+        self.refused("policy/select.cpp", "backends/cpu/gemm.hpp")
+        self.refused("nn/linear.cpp", "tests/support/expect.hpp")
+
+    def test_a_public_header_is_an_arrow_to_its_room(self):
+        self.taken("plugins/activate.cpp", "te_fl/op_registry.hpp")
+        self.refused("plugins/plugins.cpp", "te_fl/op_manager.hpp", "plugins may include only")
+        self.refused("core/device/allocations.cpp", "te_fl/tensor.hpp")
+        self.refused("nn/linear.cpp", "te_fl/te_fl.hpp")
+        self.refused("include/te_fl/status.hpp", "te_fl/device.hpp")
+        self.refused("include/te_fl/policy.hpp", "policy/select.hpp", "public headers only")
+        self.taken("include/te_fl/te_fl.hpp", "te_fl/op_manager.hpp")
+
+    def test_a_public_header_without_a_room_is_refused(self):
+        self.refused("examples/custom_op.cpp", "te_fl/unheard_of.hpp", "PUBLIC")
+
+    def test_every_public_header_has_a_room(self):
+        folder = os.path.join(ROOT, "include")
+        for where, _, names in os.walk(folder):
+            for name in names:
+                path = os.path.relpath(os.path.join(where, name), folder)
+                self.assertTrue(check_layering.room_of(path), path)
+
+    def test_dispatch_reaches_its_interceptors_by_their_doors(self):
+        self.taken("dispatch/run.cpp", "dispatch/watch/watch.hpp")
+        self.refused("dispatch/run.cpp", "dispatch/watch/verify.hpp")
+        self.taken("dispatch/attempt.cpp", "dispatch/staging/staged_call.hpp")
+        self.refused("dispatch/run.cpp", "dispatch/staging/staging_plan.hpp")
+        self.refused("dispatch/staging/staged_call.cpp", "dispatch/watch/watch.hpp")
+
+    def test_a_backend_sees_its_folder_and_the_abi(self):
+        self.taken("backends/reference/plugin.cpp", "te_fl/backend.hpp")
+        self.taken("backends/reference/plugin.cpp", "te_fl/ops/gemm.h")
+        self.refused("backends/reference/plugin.cpp", "te_fl/op_manager.hpp", "a backend may include only")
+        self.refused("backends/reference/plugin.cpp", "core/base/text.hpp")
+        self.assertEqual(len(self.problems("backends/cpu/gemm.cpp", "#include <cuda_runtime.h>\n")), 1)
+        self.assertEqual(self.problems("backends/cuda/gemm.cpp", "#include <cuda_runtime.h>\n"), [])
+
+    def test_ops_and_plugins_have_no_names_below_nn(self):
+        for text in ('find("gelu")', "op::layernorm_fwd", "te_fl_gelu_args a;", 'get("TE_FL_CUDA_GEMM_FILE")',
+                     '"libte_fl_opencl.so"', '"cuda.json"', "// see backends/cuda"):
+            self.assertEqual(len(self.problems("dispatch/run.cpp", text)), 1, text)
+            self.assertEqual(self.problems("nn/linear.cpp", text), [], text)
+        for text in ('get("TE_FL_SKIP_CUDA")', '"a gelu that is written"', '"policy.json"', "TE_FL_DEVICE_CUDA"):
+            self.assertEqual(self.problems("plugins/discovery.cpp", text), [], text)
+
+
+if __name__ == "__main__":
+    unittest.main()
