@@ -31,6 +31,7 @@ constexpr char kHelp[] =
     "  --case SUBSTR    only cases whose name contains this\n"
     "  --device DEVICE  in whose memory the tensors are (default cpu), e.g. cuda:0\n"
     "  --reduced        a quarter of the table, without the large cases (for sanitizer builds)\n"
+    "  --sparse         a sixteenth of it, likewise (for drivers that compile each case)\n"
     "  --skip-large     leaves out the large cases\n"
     "  --fuzz SEED      also 20 cases of drawn shapes and types for every op whose cases come in "
     "any shape\n"
@@ -54,14 +55,14 @@ struct Options {
       device = "cpu", expected, exempt = TE_FL_CONFORMANCE_DIR "/not_covered.txt";
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
-  bool reduced = false, skip_large = false, sweep = false, list = false, report = false,
-       self_check = false, coverage = false, help = false;
+  bool reduced = false, sparse = false, skip_large = false, sweep = false, list = false,
+       report = false, self_check = false, coverage = false, help = false;
   std::string expected_file() const {
     return expected.empty() ? TE_FL_CONFORMANCE_DIR "/expected_unsupported.txt" : expected;
   }
   bool filtered() const {
     return !impl.empty() || !op.empty() || !family.empty() || !substring.empty() || reduced ||
-           skip_large || sweep;
+           sparse || skip_large || sweep;
   }
 };
 
@@ -72,10 +73,9 @@ std::string parse(int argc, char** argv, Options& o) {
       {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
       {"--device", &o.device},  {"--fuzz", &o.fuzz}};
   const std::map<std::string, bool*> flags = {
-      {"--reduced", &o.reduced},   {"--skip-large", &o.skip_large},
-      {"--sweep", &o.sweep},       {"--list", &o.list},
-      {"--report", &o.report},     {"--self-check", &o.self_check},
-      {"--coverage", &o.coverage}, {"--help", &o.help}};
+      {"--reduced", &o.reduced},       {"--sparse", &o.sparse},     {"--skip-large", &o.skip_large},
+      {"--sweep", &o.sweep},           {"--list", &o.list},         {"--report", &o.report},
+      {"--self-check", &o.self_check}, {"--coverage", &o.coverage}, {"--help", &o.help}};
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (const auto flag = flags.find(word); flag != flags.end()) {
@@ -302,8 +302,10 @@ Table selected(const Options& o) {
     if (!o.op.empty() && c.op != o.op) continue;
     if (!o.family.empty() && c.family != o.family) continue;
     if (c.name.find(o.substring) == std::string::npos) continue;
-    const bool keep = !c.large && (per_op[c.op] < 3 || (c.seed >> 32) % 4 == 0);
-    if ((o.reduced && !keep) || (o.skip_large && c.large)) continue;
+    // Some of every op at least.
+    const int first = o.sparse ? 2 : 3, each = o.sparse ? 16 : 4;
+    const bool keep = !c.large && (per_op[c.op] < first || (c.seed >> 32) % each == 0);
+    if (((o.reduced || o.sparse) && !keep) || (o.skip_large && c.large)) continue;
     ++per_op[c.op];
     chosen.push_back(std::move(c));
   }
