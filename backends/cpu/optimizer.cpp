@@ -369,10 +369,7 @@ Refusal sgd_refusal(const te_fl_multi_tensor_sgd_args& a) {
   return served ? nullptr : kNotContiguous;
 }
 
-void check_sgd(const te_fl_multi_tensor_sgd_args& a) {}
-
 void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
-  check_sgd(a);
   if (is_noop(a.noop_flag)) return;
   const bool after = a.wd_after_momentum != 0;
   const SgdFactors factors = {a.scale,

@@ -163,10 +163,7 @@ struct Sgd {
   }
 };
 
-void check_sgd(const te_fl_multi_tensor_sgd_args& a) {}
-
 void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
-  check_sgd(a);
   if (is_noop(a.noop_flag)) return;
   const Sgd update{a, lr_of(a)};
   for (int64_t t = 0; t < a.grads_count; ++t) {

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
-#include <utility>
 
 #include "te_fl/attention/mask.hpp"
 #include "te_fl/backend.hpp"
