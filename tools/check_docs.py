@@ -21,7 +21,7 @@ Comments on the line before a block change what happens:
   <!-- output-of: COMMAND --> (text) the block is that command's output.
   <!-- tested-by: NAME -->   the block is not run here, since the ctest test NAME does it.
 
-Any other language is an error, and so is code that hides in an indented block. A link, in CONTRIBUTING.md and bench too, must lead to a file of the tree, and
+Any other language is an error, and so is code that hides in an indented block. A link, in CONTRIBUTING.md, bench and the folders of backends too, must lead to a file of the tree, and
 docs/README.md, where there is one, to every page of docs.
 
 usage: check_docs.py --source DIR --build DIR --cxx C++ --cc CC [--only FILE[:LINE]]... [--keep]
@@ -175,7 +175,9 @@ class Checker:
                     compiled.append(block)
             if any(self.selected(b) for b in blocks):
                 sequences.append((document, blocks))
-        for page in ("CONTRIBUTING.md", "bench/README.md", *(f"bench/results/{p.name}" for p in (self.source / "bench/results").glob("*.md"))):
+        others = [self.source / "CONTRIBUTING.md", self.source / "bench/README.md", *self.source.glob("bench/results/*.md"),
+                  *self.source.glob("backends/*/README.md")]
+        for page in (str(other.relative_to(self.source)) for other in others):
             if (self.source / page).exists():
                 errors += self.links(page, (self.source / page).read_text())
         if not errors:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Prints which commit the last kept GPU check (bench/results) was of, and the CUDA files that have changed since.
+"""Prints which commit the last kept GPU check (bench/results) was of, and the CUDA files whose code has changed since.
 usage: tools/last_gpu_check.py [ROOT]     (default: this repository)
 
+A file that was moved or renamed has not changed by that, nor by what stands in its comments or where it includes from.
 Always exits 0: a shallow clone, or a folder that is none, is told and no failure."""
 import json
 import pathlib
@@ -9,7 +10,9 @@ import re
 import subprocess
 import sys
 
-CUDA = ["backends/cuda", "tests/backends/cuda", "tools/gpu_check.sh"]
+CUDA = ("backends/cuda/", "tests/backends/cuda/", "tools/gpu_check.sh")
+C_LIKE = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh")
+NO_CODE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)  # text in quotes is matched so that it is not searched
 
 
 def git(root, *words):
@@ -39,16 +42,41 @@ def commit_of(root, file):
     return "".join((git(root, "log", "-1", "--format=%h", "--", str(file.relative_to(root))) or [""])[:1])
 
 
+def code(name, text):
+    """What of a file's text decides how it works: of C and its kin, all but comments, includes and the breaks of lines."""
+    if not name.endswith(C_LIKE):
+        return text
+    text = re.sub(r"^\s*#\s*include\b.*$", "", text, flags=re.M)
+    return NO_CODE.sub(lambda m: m.group(0) if m.group(0)[0] == '"' else " ", text).split()
+
+
+def changed_since(root, commit):
+    """The CUDA files whose code is not that of `commit`; None if git cannot tell."""
+    entries = git(root, "diff", "--name-status", "-z", "--find-renames", "-l0", commit)
+    if entries is None:
+        return None
+    words = iter("".join(entries).split("\0")[:-1])
+    changed = set(git(root, "ls-files", "--others", "--exclude-standard") or [])
+    for status in words:
+        old = next(words)
+        new = next(words) if status[0] == "R" else old
+        if status[0] in "RM" and (old.startswith(CUDA) or new.startswith(CUDA)):
+            before = "\n".join(git(root, "show", f"{commit}:{old}") or [])
+            if code(old, before) == code(new, "\n".join((root / new).read_text(errors="replace").splitlines())):
+                continue
+        changed |= {new if new.startswith(CUDA) else old}
+    return sorted(name for name in changed if name.startswith(CUDA))
+
+
 def report(root):
     kept = sorted((root / "bench/results").glob("*gpu_check*.json"))
     if not kept:
         return ["last GPU check: none is kept in bench/results"]
     commit = commit_of(root, kept[-1])
     head = f"last GPU check: bench/results/{kept[-1].name}, of {commit or 'an unknown commit'}"
-    changed = git(root, "diff", "--name-only", commit, "--", *CUDA) if commit else None
+    changed = changed_since(root, commit) if commit else None
     if changed is None:
         return [f"{head}; what has changed since is not known: this is no git repository, or a shallow one without that commit"]
-    changed = sorted({*changed, *(git(root, "ls-files", "--others", "--exclude-standard", "--", *CUDA) or [])})
     if not changed:
         return [f"{head}; no CUDA file has changed since"]
     return [f"{head}; CUDA files changed since ({len(changed)}):", *("  " + name for name in changed)]

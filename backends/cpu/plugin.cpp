@@ -2,12 +2,11 @@
 // ABI like any other backend; te_fl_cpu_query takes the place of the exported symbol.
 #include <charconv>
 #include <cstring>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "families.hpp"
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/plugin.hpp"
 #include "te_fl/version.hpp"
 #include "thread_pool.hpp"
 
@@ -28,15 +27,9 @@ constexpr AppendOps kFamilies[] = {
     append_dropout,     //
 };
 
-struct Instance {
-  std::vector<te_fl_op_desc> ops;
-  std::vector<const te_fl_op_desc*> list;
-};
-
 // TE_FL_NUM_THREADS; absent or 0 chooses the CPUs available to the process.
 void configure_pool(const te_fl_host_api& host) {
-  const char* text =
-      host.setting != nullptr ? host.setting(host.host, "TE_FL_NUM_THREADS") : nullptr;
+  const char* text = backend::setting(host, "TE_FL_NUM_THREADS");
   if (text == nullptr || *text == '\0') return;
   int threads = 0;
   const char* end = text + std::strlen(text);
@@ -49,53 +42,14 @@ void configure_pool(const te_fl_host_api& host) {
   ThreadPool::instance().configure(threads);
 }
 
-te_fl_status create(const te_fl_host_api* host, void** out, const te_fl_error_sink* errors) {
-  return backend::guard(errors, [&] {
-    configure_pool(*host);
-    auto instance = std::make_unique<Instance>();
-    for (AppendOps append : kFamilies) append(instance->ops);
-    for (const te_fl_op_desc& op : instance->ops) instance->list.push_back(&op);
-    *out = instance.release();
-  });
-}
-
-te_fl_status ops(void* self, uint32_t* count, const te_fl_op_desc* const** list,
-                 const te_fl_error_sink*) {
-  const auto* instance = static_cast<const Instance*>(self);
-  *count = static_cast<uint32_t>(instance->list.size());
-  *list = instance->list.data();
-  return TE_FL_OK;
-}
-
-// Every op has finished when its run() returns.
-te_fl_status quiesce(void*, const te_fl_error_sink*) { return TE_FL_OK; }
-
-void destroy(void* self) { delete static_cast<Instance*>(self); }
-
-constexpr te_fl_plugin_api kApi = {
-    .struct_size = sizeof(te_fl_plugin_api),
-    .reserved = 0,
-    .create = create,
-    .devices = nullptr,
-    .ops = ops,
-    .quiesce = quiesce,
-    .destroy = destroy,
+struct Cpu : backend::Instance {
+  explicit Cpu(const te_fl_host_api& host) {
+    configure_pool(host);
+    for (AppendOps append : kFamilies) append(ops);
+  }
 };
 
-constexpr te_fl_plugin_header kHeader = {
-    .magic = TE_FL_PLUGIN_MAGIC,
-    .struct_size = sizeof(te_fl_plugin_header),
-    .abi_major = TE_FL_ABI_MAJOR,
-    .abi_minor = TE_FL_ABI_MINOR,
-    .min_host_minor = 0,
-    .features = 0,
-    .name = "cpu",
-    .vendor = "te-fl",
-    .version = TE_FL_VERSION,
-    .build_id = nullptr,
-    .api = &kApi,
-    .reserved = {},
-};
+constexpr te_fl_plugin_header kHeader = backend::plugin_header<Cpu>("cpu", "te-fl", TE_FL_VERSION);
 
 }  // namespace
 }  // namespace te_fl::cpu

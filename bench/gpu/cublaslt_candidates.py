@@ -103,7 +103,7 @@ class Product:
 
     def best(self):
         """The candidate of the heuristic that is fastest on a chip under load, as te-fl measures its own
-        (backends/cuda/gemm_selection.cpp): a look at each, then rounds of sequences in which they take turns in a drawn
+        (backends/cuda/gemm/gemm_selection.cpp): a look at each, then rounds of sequences in which they take turns in a drawn
         order; the smallest median wins. Also how many ran."""
         us, order = {}, random.Random(1)
         for i, result in enumerate(field := self.candidates()):

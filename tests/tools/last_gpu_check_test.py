@@ -60,6 +60,27 @@ class LastGpuCheck(unittest.TestCase):
         self.write("backends/cuda/new.cu", "not yet committed")
         self.assertIn(f"of {first}; CUDA files changed since (2):\n  backends/cuda/gemm.cu\n  backends/cuda/new.cu\n", self.told())
 
+    def test_a_moved_file_has_not_changed(self):
+        self.git("init", "-q")
+        body = "".join(f"int value_{i} = {i};\n" for i in range(20))
+        self.write("backends/cuda/norm.cu", '#include "norm.cuh"\n// What norm.cuh serves.\n' + body)
+        self.write("backends/cuda/gemm.cu", '#include "device.hpp"\nconst char* kWhere = "https://one";\n' + body.upper())
+        self.write("tests/backends/cuda/norm_test.py", body.replace("value", "test"))
+        first = self.commit()
+        self.write("bench/results/2026-01-02-h100-gpu_check.json", json.dumps({"commit": first}))
+        os.makedirs(os.path.join(self.root, "backends/cuda/norm"))
+        os.makedirs(os.path.join(self.root, "tests/tools"))
+        self.git("mv", "backends/cuda/norm.cu", "backends/cuda/norm/norm.cu")
+        self.git("mv", "tests/backends/cuda/norm_test.py", "tests/tools/norm_test.py")
+        self.git("mv", "backends/cuda/gemm.cu", "backends/cuda/norm/gemm.cu")
+        self.write("backends/cuda/norm/norm.cu", '#include "norm/norm.cuh"\n// What norm/norm.cuh serves.\n' + body)
+        self.write("backends/cuda/norm/gemm.cu", '#include "device/device.hpp"\nconst char* kWhere = "https://two";\n' + body.upper())
+        self.commit()
+        self.assertIn("CUDA files changed since (1):\n  backends/cuda/norm/gemm.cu\n", self.told())
+        self.write("backends/cuda/norm/norm.cu", '#include "norm/norm.cuh"\n' + body.replace("19;", "20;"))
+        self.git("rm", "-q", "tests/tools/norm_test.py")
+        self.assertIn("since (3):\n  backends/cuda/norm/gemm.cu\n  backends/cuda/norm/norm.cu\n  tests/backends/cuda/norm_test.py\n", self.told())
+
     def test_the_check_says_its_commit_itself(self):
         self.repository()
         second = self.git("rev-parse", "--short", "HEAD")

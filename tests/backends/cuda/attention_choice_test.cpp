@@ -1,6 +1,6 @@
 // Which of the CUDA plugin's own attention kernels a call takes, and why not the tensor cores;
 // needs no GPU.
-#include "backends/cuda/attention_choice.hpp"
+#include "backends/cuda/attention/attention_choice.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Which calls the CUDA plugin keeps from a cuDNN that computes them wrongly; needs no GPU.
-#include "backends/cuda/cudnn_limits.hpp"
+#include "backends/cuda/attention/cudnn_limits.hpp"
 #include "support/expect.hpp"
 
 #include <gtest/gtest.h>

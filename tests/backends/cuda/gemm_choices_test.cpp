@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "backends/cuda/gemm_choice_book.hpp"
+#include "backends/cuda/gemm/gemm_algorithm_book.hpp"
 #include "support/expect.hpp"
 #include "te_fl/backend.hpp"
 

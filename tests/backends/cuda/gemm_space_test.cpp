@@ -1,6 +1,6 @@
 // The algorithms that are tried beside those of cuBLASLt's heuristic; needs CUDA's headers and
 // neither a GPU nor the library, whose part is played here.
-#include "backends/cuda/gemm_space.hpp"
+#include "backends/cuda/gemm/gemm_space.hpp"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <set>
 #include <tuple>
 
-#include "backends/cuda/cublaslt.hpp"
+#include "backends/cuda/gemm/cublaslt.hpp"
 
 namespace te_fl::cuda {
 namespace {

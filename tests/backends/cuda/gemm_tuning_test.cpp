@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "backends/cuda/gemm_choice_file.hpp"
-#include "backends/cuda/gemm_compare.hpp"
-#include "backends/cuda/gemm_selection.hpp"
+#include "backends/cuda/gemm/gemm_algorithm_file.hpp"
+#include "backends/cuda/gemm/gemm_compare.hpp"
+#include "backends/cuda/gemm/gemm_selection.hpp"
 
 namespace te_fl::cuda {
 namespace {

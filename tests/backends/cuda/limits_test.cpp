@@ -1,9 +1,9 @@
 // Which GPUs the CUDA plugin serves, and what it refuses to multiply there; needs no GPU.
-#include "backends/cuda/gemm_limits.hpp"
+#include "backends/cuda/gemm/gemm_limits.hpp"
 
-#include "backends/cuda/architectures.hpp"
-#include "backends/cuda/overlap.hpp"
-#include "backends/cuda/per_device.hpp"
+#include "backends/cuda/common/overlap.hpp"
+#include "backends/cuda/device/architectures.hpp"
+#include "backends/cuda/device/per_device.hpp"
 #include "support/expect.hpp"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 // Of two libraries the one that the process holds is used, whatever the search path has and
 // whichever name comes first: PyTorch's own NCCL beside the system's, say. Run by ctest, which puts
 // the other one on the search path.
-#include "backends/cuda/open_library.hpp"
+#include "backends/cuda/device/open_library.hpp"
 #include "support/expect.hpp"
 
 #include <dlfcn.h>

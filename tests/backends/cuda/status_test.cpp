@@ -4,7 +4,7 @@
 
 #include <set>
 
-#include "backends/cuda/cuda_check.hpp"
+#include "backends/cuda/device/cuda_check.hpp"
 
 namespace te_fl::cuda {
 namespace {

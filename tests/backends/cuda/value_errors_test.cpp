@@ -1,6 +1,6 @@
 // How the CUDA plugin tells mistakes in values that only the device sees, and the rules for RoPE's
 // integers; needs no GPU and no CUDA.
-#include "backends/cuda/value_errors.hpp"
+#include "backends/cuda/common/value_errors.hpp"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "backends/cuda/rope_positions.hpp"
+#include "backends/cuda/pointwise/rope_positions.hpp"
 #include "support/expect.hpp"
 
 namespace te_fl::cuda {

@@ -1,0 +1,373 @@
+// One attention call as the kernels see it, in FP32, and what forward and backward share.
+#pragma once
+
+#include "attention/attention_choice.hpp"
+#include "common/element.cuh"
+#include "te_fl/attention/problem.hpp"
+#include "te_fl/numeric/philox.hpp"
+
+namespace te_fl::cuda {
+
+constexpr int kTileRows = 32;  // queries, and keys, of a tile
+constexpr int kLanes = 8;      // threads that share a row
+constexpr int kMaxHeadDim = 256;
+static_assert(kTileRows * kLanes == kThreads);
+
+// q, k, v, o or a gradient of one; strides in elements.
+struct HeadData {
+  void* data = nullptr;
+  int dtype = TE_FL_F32;
+  int64_t batch = 0, seq = 0, head = 0, element = 0;  // strides
+  int dim = 0;
+  const float* factor = nullptr;  // FP8: of codes that are read scale_inv, of written ones scale
+  float* amax = nullptr;          // an output's: maximised by what is written, if not NULL
+
+  __device__ int64_t offset(int64_t b, int64_t s, int64_t h) const {
+    return b * batch + s * seq + h * head;
+  }
+  __device__ float read_factor() const { return factor != nullptr ? *factor : 1.0f; }
+  __device__ float at(int64_t i) const { return element_at(data, dtype, i) * read_factor(); }
+  __device__ static float element_at(const void* data, int dtype, int64_t i) {
+    switch (dtype) {
+      case TE_FL_F32:
+        return static_cast<const float*>(data)[i];
+      case TE_FL_BF16:
+        return to_f32(static_cast<const bf16*>(data)[i]);
+      case TE_FL_F8E4M3:
+        return to_f32(static_cast<const e4m3*>(data)[i]);
+      case TE_FL_F8E5M2:
+        return to_f32(static_cast<const e5m2*>(data)[i]);
+      default:
+        return to_f32(static_cast<const fp16*>(data)[i]);
+    }
+  }
+  __device__ void put(int64_t i, float x) const {
+    switch (dtype) {
+      case TE_FL_F32:
+        static_cast<float*>(data)[i] = x;
+        return;
+      case TE_FL_BF16:
+        static_cast<bf16*>(data)[i] = from_f32<bf16>(x);
+        return;
+      case TE_FL_F8E4M3:
+        static_cast<e4m3*>(data)[i] = from_f32<e4m3>(x * *factor);
+        return;
+      case TE_FL_F8E5M2:
+        static_cast<e5m2*>(data)[i] = from_f32<e5m2>(x * *factor);
+        return;
+      default:
+        static_cast<fp16*>(data)[i] = from_f32<fp16>(x);
+    }
+  }
+};
+
+// What quantises P or dS between two products: codes under a given scale.
+struct Rounding {
+  const float* scale = nullptr;  // NULL: values stay as they are
+  float* amax = nullptr;         // maximised by the values, if not NULL
+  bool is_e5m2 = false;
+};
+// The same in registers.
+struct RoundingScale {
+  float scale = 1.0f, inverse = 1.0f;
+  bool used = false, is_e5m2 = false;
+
+  __device__ explicit RoundingScale(const Rounding& r)
+      : used(r.scale != nullptr), is_e5m2(r.is_e5m2) {
+    if (!used) return;
+    scale = *r.scale;
+    inverse = 1.0f / scale;
+  }
+  __device__ float operator()(float x) const {
+    if (!used) return x;
+    const float scaled = x * scale;
+    const float code = is_e5m2 ? to_f32(from_f32<e5m2>(scaled)) : to_f32(from_f32<e4m3>(scaled));
+    return code * inverse;
+  }
+};
+// By all threads of a block.
+__device__ inline void join_amax(float* amax, float most) {
+  if (amax == nullptr) return;
+  most = warp_max(most);
+  if (threadIdx.x % 32 == 0) atomic_amax(amax, most);
+}
+
+// [1|B, 1|H, Sq, Sk]; stride 0 where the extent is 1.
+struct ScoreData {
+  void* data = nullptr;
+  int dtype = TE_FL_F32;
+  int64_t batch = 0, head = 0, row = 0, col = 0;
+  __device__ int64_t offset(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return b * batch + h * head + i * row + j * col;
+  }
+};
+
+struct Lengths {
+  const int32_t* cu = nullptr;
+  const int32_t* padded = nullptr;
+  int64_t stride = 0, padded_stride = 0;
+};
+
+struct Span {
+  int64_t q_begin, q_len, kv_begin, kv_len;
+};
+
+// One bit for each pair of query and key, in scratch. A word is 64 keys of a query, bit n the
+// tile's key n, in [matrices, tiles of 64 keys, queries in whole tiles of 128]; by key the same
+// with queries and keys exchanged. Pair (b, h) is in matrix b batch + h head.
+struct PairBits {
+  uint64_t* by_query = nullptr;  // NULL: there are none
+  uint64_t* by_key = nullptr;    // NULL where only the others are read
+  int64_t matrices = 0, queries = 0, keys = 0, batch = 0, head = 0;
+
+  __device__ uint64_t* words_by_query(int64_t matrix, int64_t i, int64_t j) const {
+    const int64_t tiles = ceil_div(keys, flash::kPassing);
+    return by_query + (matrix * tiles + j / flash::kPassing) * round_up(queries, flash::kFixed) + i;
+  }
+  __device__ uint64_t* words_by_key(int64_t matrix, int64_t i, int64_t j) const {
+    const int64_t tiles = ceil_div(queries, flash::kPassing);
+    return by_key + (matrix * tiles + i / flash::kPassing) * round_up(keys, flash::kFixed) + j;
+  }
+  // Of 128 queries from i0 for the tile of j0, or of 128 keys from j0 for the tile of i0.
+  template <bool kKeysPass>
+  __device__ const uint64_t* tile(int64_t b, int64_t h, int64_t i0, int64_t j0) const {
+    const int64_t matrix = b * batch + h * head;
+    return kKeysPass ? words_by_query(matrix, i0, j0) : words_by_key(matrix, i0, j0);
+  }
+};
+
+struct Attention {
+  HeadData q, k, v;
+  int64_t batch, heads, kv_heads, seqlen_q, seqlen_kv;  // thd: tokens in all
+  int64_t max_q, max_kv;                                // thd: as given, 0: to be found
+  bool thd;
+  backend::MaskRule mask;
+  int softmax_type;
+  float scale;
+  uint64_t threshold;  // of dropout
+  float kept;          // 1 / (1 - p)
+  uint64_t seed, rng_offset;
+  const uint64_t* rng_state;
+  ScoreData bias, attn_mask;
+  const float* alibi;
+  int64_t alibi_batch, alibi_head;
+  const float* sink;
+  int64_t sink_stride;
+  Lengths q_lengths, kv_lengths;
+  // Of the tensor-core kernels alone: what the mask tensor hides, and what dropout keeps.
+  PairBits hide, keep;
+
+  __device__ void side(const Lengths& l, int64_t b, int64_t limit, int64_t& begin,
+                       int64_t& len) const {
+    begin = 0;
+    len = limit;
+    if (l.cu == nullptr) return;
+    const int64_t first = l.cu[b * l.stride];
+    len = l.cu[(b + 1) * l.stride] - first;
+    if (thd) begin = l.padded != nullptr ? l.padded[b * l.padded_stride] : first;
+    // Lengths that do not fit the tensors never lead outside them.
+    if (begin < 0 || begin > limit) begin = limit;
+    if (len > limit - begin) len = limit - begin;
+    if (len < 0) len = 0;
+  }
+  __device__ Span span(int64_t b) const {
+    Span s;
+    side(q_lengths, b, seqlen_q, s.q_begin, s.q_len);
+    side(kv_lengths, b, seqlen_kv, s.kv_begin, s.kv_len);
+    return s;
+  }
+  // Extents of the logical [B, H, Sq, Sk] matrix that numbers dropout's random words.
+  __device__ void logical(int64_t& rows, int64_t& cols) const {
+    rows = thd ? max_q : seqlen_q;
+    cols = thd ? max_kv : seqlen_kv;
+    if (!thd || (max_q != 0 && max_kv != 0)) return;
+    for (int64_t b = 0; b < batch; ++b) {
+      const Span s = span(b);
+      if (max_q == 0 && s.q_len > rows) rows = s.q_len;
+      if (max_kv == 0 && s.kv_len > cols) cols = s.kv_len;
+    }
+  }
+  __device__ int64_t kv_head(int64_t h) const { return h / (heads / kv_heads); }
+  __device__ int64_t lse_index(const Span& s, int64_t b, int64_t h, int64_t i) const {
+    return thd ? (s.q_begin + i) * heads + h : (b * heads + h) * seqlen_q + i;
+  }
+  __device__ float sink_logit(int64_t h) const {
+    if (softmax_type == TE_FL_SOFTMAX_TYPE_OFF_BY_ONE) return 0.0f;
+    if (softmax_type == TE_FL_SOFTMAX_TYPE_LEARNABLE) return sink[h * sink_stride];
+    return -INFINITY;
+  }
+  __device__ bool masked(const Span& s, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    if (mask.masked(i, j, s.q_len, s.kv_len)) return true;
+    return mask.arbitrary &&
+           static_cast<const uint8_t*>(attn_mask.data)[attn_mask.offset(b, h, i, j)] != 0;
+  }
+  // Of an unmasked pair.
+  __device__ float score(const Span& s, int64_t b, int64_t h, int64_t i, int64_t j,
+                         float dot) const {
+    float value = scale * dot;
+    if (bias.data != nullptr) {
+      value += HeadData::element_at(bias.data, bias.dtype, bias.offset(b, h, i, j));
+    }
+    if (alibi != nullptr) {
+      value += alibi[b * alibi_batch + h * alibi_head] *
+               static_cast<float>(backend::alibi_distance(i, j, s.q_len, s.kv_len));
+    }
+    return value;
+  }
+  // 0 for a dropped probability, else 1 / (1 - p). `row`: (b H + h) rows + i.
+  __device__ float dropout(int64_t row, int64_t cols, int64_t j) const {
+    if (threshold == 0) return 1.0f;
+    const uint64_t key = rng_state != nullptr ? rng_state[0] : seed;
+    const uint64_t base = rng_offset + (rng_state != nullptr ? rng_state[1] : 0);
+    return numeric::dropout_word(key, base, static_cast<uint64_t>(row * cols + j)) >= threshold
+               ? kept
+               : 0.0f;
+  }
+};
+
+template <class T>
+__device__ inline void load_tile_as(const HeadData& t, int64_t b, int64_t h, int64_t origin,
+                                    int64_t begin, int64_t end, float* tile) {
+  const int pitch = t.dim + 1;
+  const float factor = t.read_factor();
+  const T* const data = static_cast<const T*>(t.data);
+  for (int i = static_cast<int>(threadIdx.x); i < kTileRows * t.dim; i += kThreads) {
+    const int row = i / t.dim, d = i - row * t.dim;
+    const int64_t at = begin + row;
+    float value = 0.0f;
+    if (at < end) value = to_f32(data[t.offset(b, origin + at, h) + d * t.element]) * factor;
+    tile[row * pitch + d] = value;
+  }
+}
+// Rows [begin, begin + kTileRows) of a head as FP32 in shared memory, zeros from `end` on.
+__device__ inline void load_tile(const HeadData& t, int64_t b, int64_t h, int64_t origin,
+                                 int64_t begin, int64_t end, float* tile) {
+  switch (t.dtype) {
+    case TE_FL_F32:
+      return load_tile_as<float>(t, b, h, origin, begin, end, tile);
+    case TE_FL_BF16:
+      return load_tile_as<bf16>(t, b, h, origin, begin, end, tile);
+    case TE_FL_F8E4M3:
+      return load_tile_as<e4m3>(t, b, h, origin, begin, end, tile);
+    case TE_FL_F8E5M2:
+      return load_tile_as<e5m2>(t, b, h, origin, begin, end, tile);
+    default:
+      return load_tile_as<fp16>(t, b, h, origin, begin, end, tile);
+  }
+}
+__device__ inline float dot(const float* a, const float* b, int n) {
+  float sum = 0.0f;
+  for (int d = 0; d < n; ++d) sum = fmaf(a[d], b[d], sum);
+  return sum;
+}
+// Over the kLanes threads of a row.
+__device__ inline float row_max(float v) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, step));
+  }
+  return v;
+}
+__device__ inline float row_sum(float v) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  return v;
+}
+
+__device__ inline int row_of_thread() { return static_cast<int>(threadIdx.x) / kLanes; }
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+// The keys that queries [begin, begin + kTileRows) of a sequence may see.
+__device__ inline backend::KeyRange keys_of_tile(const Attention& p, const Span& s, int64_t begin) {
+  const int64_t last = (begin + kTileRows < s.q_len ? begin + kTileRows : s.q_len) - 1;
+  if (last < begin) return {};
+  return {p.mask.keys(begin, s.q_len, s.kv_len).begin, p.mask.keys(last, s.q_len, s.kv_len).end};
+}
+
+// Scores of query i and the keys of a tile that this thread has: k0 + lane + c kLanes.
+struct TileScores {
+  static constexpr int kCount = kTileRows / kLanes;
+  float score[kCount], most = -INFINITY;  // hidden keys: -inf
+  bool hidden[kCount];
+
+  __device__ TileScores(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
+                        int64_t k0, const float* q_tile, const float* k_tile) {
+    const int r = row_of_thread(), pitch = p.q.dim + 1;
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) {
+      const int key = lane_of_thread() + c * kLanes;
+      hidden[c] = i >= s.q_len || p.masked(s, b, h, i, k0 + key);
+      score[c] = -INFINITY;
+      if (hidden[c]) continue;
+      score[c] =
+          p.score(s, b, h, i, k0 + key, dot(q_tile + r * pitch, k_tile + key * pitch, p.q.dim));
+      most = fmaxf(most, score[c]);
+    }
+  }
+};
+
+// The softmax of a row, known to all its threads.
+struct RowSoftmax {
+  float top = -INFINITY, sum = 0.0f;
+
+  // exp(score - top) of an unmasked key. Only NaN and -inf leave the maximum at -inf.
+  static __device__ float exponential(float score, float top) {
+    return top == -INFINITY ? (isnan(score) ? score : 0.0f) : expf(score - top);
+  }
+  // Raises the maximum; returns the factor of what was summed so far.
+  __device__ float raise(float new_top) {
+    const float shrink = new_top == -INFINITY ? 1.0f : expf(top - new_top);
+    top = new_top;
+    return shrink;
+  }
+  __device__ bool empty() const { return top == -INFINITY && !isnan(sum); }
+};
+// The same with the sink.
+struct RowTotal {
+  float top, factor, total;  // factor: of sums of exp(score - the row's own maximum)
+
+  __device__ RowTotal(const RowSoftmax& row, float sink) : top(fmaxf(row.top, sink)) {
+    factor = top == -INFINITY ? 1.0f : expf(row.top - top);
+    total = row.sum * factor + (top == -INFINITY ? 0.0f : expf(sink - top));
+  }
+  __device__ float lse() const { return top + logf(total); }
+};
+
+inline size_t score_bytes() { return size_t{kTileRows} * (kTileRows + 1) * 4; }
+inline dim3 tiles(int64_t rows, int64_t heads, int64_t batch) {
+  return dim3(static_cast<unsigned>(ceil_div(rows, kTileRows)), static_cast<unsigned>(heads),
+              static_cast<unsigned>(batch));
+}
+inline size_t tile_bytes(int64_t dim) { return static_cast<size_t>(kTileRows * (dim + 1)) * 4; }
+
+// Fills [tokens, heads, dim] of every sequence with zeros, and lse, if any, with -inf.
+void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t seqlen,
+                 int64_t heads, float* lse);
+
+// `rounding` of P; the sums of P V are FP32 either way. `tensor_cores`: whether choose_attention()
+// says so.
+void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
+                       const Rounding& rounding, bool tensor_cores);
+// Its part that quantises P, which has to know a row's sum first and so goes over the keys twice.
+void quantised_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
+                       const Rounding& rounding);
+
+struct AttentionGradients {
+  HeadData o, d_o, dq, dk, dv;
+  ScoreData dbias;  // data NULL: not asked for
+  int64_t dbias_batches, dbias_heads;
+  float* dsink;
+  int64_t dsink_stride;
+  const float* lse;
+  float* delta;  // scratch, one per row of lse
+  // Of the tensor-core kernels alone:
+  float* log2_sum;  // scratch likewise: lse times log2(e)
+  // Scratch for the gradients of the scores, of which dbias is the sum, in q's dtype: tiles of 128
+  // queries by 64 keys, [batch, heads, tiles of queries, tiles of keys]; NULL: computed again.
+  uint4* score_gradients;
+  Rounding p_codes, ds_codes;  // dbias and dsink come from the values before
+};
+void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,
+                        bool tensor_cores);
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,485 @@
+// What the kernels of attention on Hopper's tensor cores share: how a block divides its work, the
+// ring of stages through which tiles come, and the terms of a score.
+//
+// A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it
+// each with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy
+// the tiles, zeros where a sequence ends, and the bits of pairs that the mask tensor hides or
+// dropout keeps (attention_bits.cu), or draw the latter in place, beside the products.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/attention_bits.cuh"
+#include "attention/attention_products.cuh"
+
+namespace te_fl::cuda::flash {
+
+constexpr int kGroupThreads = 128;
+constexpr int kProducts = 2 * kGroupThreads;  // the block's first threads
+// Where keys pass, two groups fill: the products leave registers for them, and each scheduler needs
+// two warps to draw random words while products wait for none. Where queries pass, one fills.
+template <bool kKeysPass>
+constexpr int kFillers = kKeysPass ? 2 * kGroupThreads : kGroupThreads;
+template <bool kKeysPass>
+constexpr int kBlockThreads = kProducts + kFillers<kKeysPass>;
+constexpr int kPairs = 32;  // scores of a thread: 64 x 64 of a warp group
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// Rows of 16-bit elements, in columns of 128 bytes, in the 128-byte swizzle.
+template <int kDim>
+constexpr int matrix_bytes(int rows) {
+  return rows * kDim * 2;
+}
+constexpr int kBitsBytes = kFixed * 8;  // 64 bits for each of the fixed rows
+// A tile of the bias as it lies in memory; rows are 16 bytes longer, which spreads them over the
+// banks.
+constexpr int bias_pitch(int cols) { return cols * 2 + 16; }
+
+// Addresses of one stage, relative to it. `kKeysPass`: 64 keys pass 128 queries, else the reverse.
+template <int kDim, bool kKeysPass>
+struct Stage {
+  static constexpr int kRows = kKeysPass ? kFixed : kPassing;  // queries of a stage's scores
+  static constexpr int kCols = kKeysPass ? kPassing : kFixed;
+  static constexpr int kSecond = matrix_bytes<kDim>(kPassing);  // V or dO after K or Q
+  static constexpr int kBias = 2 * kSecond;
+  static constexpr int kKeep = kBias + kRows * bias_pitch(kCols);
+  static constexpr int kHide = kKeep + kBitsBytes;
+  static constexpr int kSums = kHide + kBitsBytes;  // QuerySums of 64 queries
+  static constexpr int kEnd = kSums + (kKeysPass ? 0 : kPassing * 8);
+  static constexpr int kBytes = (kEnd + 1023) / 1024 * 1024;
+};
+
+// The barriers of a ring, and where a thread is in it.
+template <int kStages, int kFilling>
+struct Ring {
+  uint32_t full, empty;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  bool forms;  // a stage has words that fillers store, besides what they copy
+
+  // `barriers`: room for 2 kStages of 8 bytes.
+  __device__ Ring(uint32_t barriers, bool stores)
+      : full(barriers), empty(barriers + kStages * 8), forms(stores) {}
+  __device__ void init() const {  // by one thread
+    for (int s = 0; s < kStages; ++s) {
+      hopper::init_barrier(full + s * 8, forms ? 2 * kFilling : kFilling);
+      hopper::init_barrier(empty + s * 8, kProducts);
+    }
+    hopper::fence_barrier_init();
+  }
+  __device__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ void wait_empty() const { hopper::wait_for(empty + stage * 8, parity ^ 1); }
+  __device__ void wait_full() const {
+    hopper::wait_for(full + stage * 8, parity);
+    hopper::fence_for_copies();
+  }
+  // By every thread that has read a stage. (Of one thread for its warp, after __syncwarp(),
+  // racecheck does not see that it speaks for the others.)
+  __device__ void release() const { hopper::arrive(empty + stage * 8); }
+};
+
+// A block's sequence and tile. The sequences vary first, since they may share a bias, whose tiles
+// then come from memory once; the last rows come first, which have the most to see under a causal
+// mask.
+struct BlockWork {
+  int64_t b, tile;
+  __device__ explicit BlockWork(const Attention& p)
+      : b(blockIdx.x % static_cast<unsigned>(p.batch)),
+        tile((gridDim.x - 1 - blockIdx.x) / static_cast<unsigned>(p.batch)) {}
+};
+
+// Half-open range of positions in a sequence.
+struct Range {
+  int begin = 0, end = 0;
+  __device__ bool has(int i) const { return i >= begin && i < end; }
+};
+__device__ inline Range narrow(const backend::KeyRange& r, int64_t limit) {
+  const int64_t begin = r.begin < limit ? r.begin : limit;
+  return {static_cast<int>(begin), static_cast<int>(r.end < limit ? r.end : limit)};
+}
+__device__ inline Range keys_of(const Attention& p, const Span& s, int64_t query) {
+  return narrow(p.mask.keys(query, s.q_len, s.kv_len), s.kv_len);
+}
+__device__ inline Range queries_of(const Attention& p, const Span& s, int64_t key) {
+  return narrow(p.mask.queries(key, s.q_len, s.kv_len), s.q_len);
+}
+// Of rows [first, first + kFixed) of `len`: what any of them sees. Ranges of rows that follow each
+// other never move back.
+template <class RangeOf>
+__device__ inline Range seen_by(int64_t first, int64_t len, const RangeOf& range_of) {
+  const int64_t last = (first + kFixed < len ? first + kFixed : len) - 1;
+  if (last < first) return {};
+  return {range_of(first).begin, range_of(last).end};
+}
+// The tiles of kPassing that cover a range.
+struct Tiles {
+  int begin, count;
+  __device__ explicit Tiles(const Range& r)
+      : begin(r.begin / kPassing * kPassing),
+        count(r.end > r.begin ? (r.end - begin + kPassing - 1) / kPassing : 0) {}
+};
+
+// ---- filling
+
+__device__ inline int filler() { return static_cast<int>(threadIdx.x) - kProducts; }
+
+// Rows [begin, begin + kRows) of one head, zeros from `end` on and in columns past the head's size.
+// A thread has the same 16 bytes of rows that lie kStep apart, a multiple of the swizzle's 8.
+template <class T, int kRows, int kDim, int kFilling>
+__device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end,
+                                 uint32_t to) {
+  constexpr int kUnits = kDim / 8, kStep = kFilling / kUnits;
+  const int row = filler() / kUnits, unit = filler() % kUnits;
+  const int rows = unit * 8 < t.dim ? end - begin - row : 0;  // that exist from this one on
+  const T* from = head + (begin + row) * t.seq + unit * 8;
+  const int64_t step = kStep * t.seq;
+  to += (unit / 8) * (kRows * 128) + row * 128 + ((unit % 8) ^ (row & 7)) * 16;
+#pragma unroll 4
+  for (int n = 0; n < kRows / kStep; ++n, from += step) {
+    hopper::copy_async(to + n * kStep * 128, from, n * kStep < rows ? 16 : 0);
+  }
+}
+
+template <class T>
+__device__ inline const T* head_of(const HeadData& t, int64_t b, int64_t origin, int64_t h) {
+  return static_cast<const T*>(t.data) + t.offset(b, origin, h);
+}
+
+// A tile [kRows queries, kCols keys] of the bias from (i0, j0); zeros past the matrix.
+template <class T, int kRows, int kCols, int kFilling>
+__device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole, int i0, int j0,
+                                 uint32_t to) {
+  constexpr int kPitch = bias_pitch(kCols);
+  const ScoreData& d = p.bias;
+  const int rows = static_cast<int>(p.seqlen_q), cols = static_cast<int>(p.seqlen_kv);
+  if (whole) {  // 16 bytes at a time
+    constexpr int kUnits = kCols / 8, kStep = kFilling / kUnits;
+    const int row = filler() / kUnits, unit = filler() % kUnits, i = i0 + row, j = j0 + unit * 8;
+    const auto bytes = static_cast<uint32_t>(min(max(cols - j, 0), 8)) * 2;
+    const T* from = matrix + i * d.row + j;
+    const int64_t step = kStep * d.row;
+    to += row * kPitch + unit * 16;
+#pragma unroll 4
+    for (int n = 0; n < kRows / kStep; ++n, from += step) {
+      hopper::copy_async(to + n * kStep * kPitch, from, i + n * kStep < rows ? bytes : 0);
+    }
+    return;
+  }
+#pragma unroll 8
+  for (int n = 0; n < kRows * kCols / kFilling; ++n) {
+    const int index = filler() + n * kFilling, row = index / kCols, col = index % kCols;
+    const int i = i0 + row, j = j0 + col;
+    unsigned short value = 0;
+    if (i < rows && j < cols) {
+      value = *reinterpret_cast<const unsigned short*>(matrix + i * d.row + j * d.col);
+    }
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + row * kPitch + col * 2), "h"(value)
+                 : "memory");
+  }
+}
+// Whether every row of the bias can be read 16 bytes at a time.
+__device__ inline bool bias_is_whole(const ScoreData& d) {
+  return d.col == 1 && (d.row % 8 | d.head % 8 | d.batch % 8) == 0 &&
+         reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
+}
+
+// Whether dropout's decisions are drawn beside the products, not read.
+inline bool draws(const Attention& p) { return p.threshold != 0 && p.keep.by_query == nullptr; }
+// Whether a filler stores words of its own in a stage: bits, or a bias that it has to gather.
+template <bool kDraws>
+__device__ inline bool forms_words(const Attention& p) {
+  return kDraws || (p.bias.data != nullptr && !bias_is_whole(p.bias));
+}
+
+__device__ inline void put_bits(uint32_t to, uint64_t bits) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(bits) : "memory");
+}
+__device__ inline void put_bits(uint32_t to, uint32_t bits) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
+}
+
+// Of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
+__device__ inline void draw_by_query(const Dropping& d, int64_t matrix, int i0, int j0,
+                                     uint32_t to) {
+  const int row = filler() % kFixed, half = filler() / kFixed;
+  put_bits(to + row * 8 + half * 4, d.keep(matrix * d.rows + i0 + row, j0 + half * 32));
+}
+// Of the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
+__device__ inline void draw_by_key(const Dropping& d, int64_t matrix, int i0, int j0, uint32_t to) {
+  const int lane = filler() % 32, j = j0 + filler() / 32 * 32;
+  const int64_t row = matrix * d.rows + i0 + lane;
+  const uint64_t high = transposed(d.keep(row + 32, j));
+  put_bits(to + filler() * 8, transposed(d.keep(row, j)) | high << 32);
+}
+
+// The words of a stage's 128 fixed rows.
+__device__ inline void copy_bits(const uint64_t* words, uint32_t to) {
+  if (filler() < kFixed / 2) hopper::copy_async(to + filler() * 16, words + filler() * 2, 16);
+}
+
+// The contents of the stages besides the operands, which fillers copy or write. kDraws, draws()
+// where a kernel is chosen: others have no code for it, which would take registers from the copies.
+template <class T, int kDim, bool kKeysPass, bool kDraws>
+struct TermFiller {
+  using Part = Stage<kDim, kKeysPass>;
+  struct Nothing {
+    __device__ explicit Nothing(const Attention&) {}
+  };
+  const Attention& p;
+  bool bias_whole;
+  std::conditional_t<kDraws, Dropping, Nothing> dropping;
+
+  __device__ explicit TermFiller(const Attention& problem)
+      : p(problem),
+        bias_whole(problem.bias.data != nullptr && bias_is_whole(problem.bias)),
+        dropping(problem) {}
+  // Starts copies into the stage at `to`, but for the bias. (i0, j0): the stage's first pair.
+  __device__ void copy_pair_bits(int64_t b, int64_t h, int i0, int j0, uint32_t keep,
+                                 uint32_t hide) const {
+    if (p.mask.arbitrary) copy_bits(p.hide.tile<kKeysPass>(b, h, i0, j0), hide);
+    if (!kDraws && p.threshold != 0) copy_bits(p.keep.tile<kKeysPass>(b, h, i0, j0), keep);
+  }
+  __device__ void copy(int64_t b, int64_t h, int i0, int j0, uint32_t to) const {
+    copy_pair_bits(b, h, i0, j0, to + Part::kKeep, to + Part::kHide);
+    if (p.bias.data == nullptr) return;
+    const T* matrix = static_cast<const T*>(p.bias.data) + b * p.bias.batch + h * p.bias.head;
+    copy_bias<T, Part::kRows, Part::kCols, kFillers<kKeysPass>>(p, matrix, bias_whole, i0, j0,
+                                                                to + Part::kBias);
+  }
+  // Writes what is drawn in place.
+  __device__ void form(int64_t b, int64_t h, int i0, int j0, uint32_t keep) const {
+    if constexpr (kDraws && kKeysPass) {
+      draw_by_query(dropping, b * p.heads + h, i0, j0, keep);
+    } else if constexpr (kDraws) {
+      draw_by_key(dropping, b * p.heads + h, i0, j0, keep);
+    }
+  }
+};
+
+// Stages one after the other. issue(n, stage address) starts the copies of tile n; form(n, stage
+// address) writes what is computed. wait_copies() before the block ends.
+template <int kBytes, int kStages, int kFilling, class Issue, class Form>
+__device__ inline void fill_ring(Ring<kStages, kFilling>& ring, uint32_t stages, int count,
+                                 const Issue& issue, const Form& form) {
+  for (int n = 0; n < count; ++n, ring.next()) {
+    const uint32_t at = stages + ring.stage * kBytes, full = ring.full + ring.stage * 8;
+    ring.wait_empty();
+    issue(n, at);
+    hopper::arrive_after_copies(full);
+    form(n, at);
+    if (ring.forms) hopper::arrive(full);
+  }
+}
+
+// ---- computing
+
+__device__ inline float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline uint64_t shared_bits(uint32_t at) {
+  uint64_t bits;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(bits) : "r"(at) : "memory");
+  return bits;
+}
+__device__ inline float2 shared_pair(uint32_t at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+  return v;
+}
+
+// Where a thread of a warp group that multiplies is: row() and row() + 8 of the fixed 128, and
+// columns 8 t + col() + {0, 1} of the passing 64.
+struct Place {
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
+  __device__ static int warp_row() { return static_cast<int>(threadIdx.x) / 32 * 16; }
+  __device__ static int row() { return warp_row() + lane() / 4; }
+  __device__ static int col() { return lane() % 4 * 2; }
+};
+// f(index of a thread's score, which of its two rows, column less Place::col())
+template <class F>
+__device__ inline void each_score(const F& f) {
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) f(4 * t + 2 * i + e, i, 8 * t + e);
+    }
+  }
+}
+
+// The bits of a thread's two rows.
+struct RowBits {
+  uint64_t rows[2];
+  __device__ explicit RowBits(uint32_t at) {
+    rows[0] = shared_bits(at + Place::row() * 8) >> Place::col();
+    rows[1] = shared_bits(at + (Place::row() + 8) * 8) >> Place::col();
+  }
+  __device__ bool at(int i, int column) const {
+    const auto half = static_cast<uint32_t>(column < 32 ? rows[i] : rows[i] >> 32);
+    return (half >> (column % 32) & 1) != 0;
+  }
+};
+
+// A thread's part of one head's scores: products become scores times log2(e), -inf where hidden.
+template <class T, int kDim, bool kKeysPass>
+struct Terms {
+  using Part = Stage<kDim, kKeysPass>;
+  const Attention& p;
+  float scale, slope = 0.0f;
+  int shift;           // alibi_distance(i, j) = j - i - shift
+  Range seen[2] = {};  // by each of the two fixed rows
+
+  __device__ Terms(const Attention& problem, const Span& s)
+      : p(problem), scale(problem.scale * kLog2e), shift(static_cast<int>(s.kv_len - s.q_len)) {}
+  __device__ void head(int64_t b, int64_t h) {
+    if (p.alibi != nullptr) slope = p.alibi[b * p.alibi_batch + h * p.alibi_head] * kLog2e;
+  }
+
+  // The tile at `bias`, in shared memory.
+  __device__ void add_bias(uint32_t bias, float (&s)[kPairs]) const {
+    constexpr int kPitch = bias_pitch(Part::kCols);
+    const int lane = Place::lane();
+    // Where this lane's row of 8 pairs is: of one of four 8 x 8 blocks, which are the thread's two
+    // rows of 8 passing columns and of the 8 after them.
+    const uint32_t row = kKeysPass
+                             ? bias + (Place::warp_row() + lane % 16) * kPitch + lane / 16 * 16
+                             : bias + (lane / 16 * 8 + lane % 8) * kPitch +
+                                   (Place::warp_row() + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int t = 0; t < 8; t += 2) {
+      uint32_t w[4];
+      if constexpr (kKeysPass) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(row + 8 * t * 2)
+                     : "memory");
+      } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(row + 8 * t * kPitch)
+                     : "memory");
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float2 v = hopper::unpack<T>(w[n]);
+        float* const to = s + 4 * t + 2 * n;
+        to[0] = fmaf(v.x, kLog2e, to[0]);
+        to[1] = fmaf(v.y, kLog2e, to[1]);
+      }
+    }
+  }
+  // `fixed`: position of the first of the two rows; `passing`: of the first column; `hide`: where
+  // the tile's bits are in shared memory. `add_bias` is called for the scores if there is a bias.
+  template <class AddBias>
+  __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
+                        float (&s)[kPairs]) const {
+#pragma unroll
+    for (float& x : s) x *= scale;
+    if (p.bias.data != nullptr) add_bias();
+    const int column = passing + Place::col();
+    if (p.alibi != nullptr) {
+      const float first =
+          static_cast<float>(kKeysPass ? column - fixed - shift : fixed - column - shift);
+      each_score([&](int n, int i, int c) {
+        const float distance = kKeysPass ? first + static_cast<float>(c - 8 * i)
+                                         : first + static_cast<float>(8 * i - c);
+        s[n] = fmaf(slope, distance, s[n]);
+      });
+    }
+    const int begin = max(seen[0].begin, seen[1].begin), end = min(seen[0].end, seen[1].end);
+    if (passing < begin || passing + kPassing > end) {
+      each_score([&](int n, int i, int c) {
+        if (!seen[i].has(column + c)) s[n] = -INFINITY;
+      });
+    }
+    if (p.mask.arbitrary) {
+      const RowBits bits(hide);
+      each_score([&](int n, int i, int c) {
+        if (bits.at(i, c)) s[n] = -INFINITY;
+      });
+    }
+    __syncwarp();
+  }
+};
+
+// A's pairs of step k of 4 from a thread's 64 x 64 values.
+template <class T>
+__device__ inline void pack_step(const float (&x)[kPairs], int k, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) a[n] = hopper::pack<T>(x[8 * k + 2 * n], x[8 * k + 2 * n + 1]);
+}
+
+// A thread's pairs of two rows of a head, for all its steps of 16 columns; zeros past the head.
+template <class T, int kDim>
+struct HeldRows {
+  uint32_t pairs[kDim / 16][4];
+  // `there[i]`: whether row i of the two exists; `rows[i]` then points to its first element.
+  __device__ HeldRows(const T* const (&rows)[2], const bool (&there)[2], int dim) {
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int at = 16 * k + 8 * (n / 2) + Place::col();
+        pairs[k][n] =
+            there[n % 2] && at < dim ? *reinterpret_cast<const uint32_t*>(rows[n % 2] + at) : 0;
+      }
+    }
+  }
+};
+
+// s = A B^T over a head, A held, B the kPassing rows at `b`.
+template <class T, int kDim>
+__device__ inline void start_held(const HeldRows<T, kDim>& a, uint32_t b, float (&s)[kPairs]) {
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    const uint32_t at = b + k / 4 * (kPassing * 128) + k % 4 * 32;
+    hopper::multiply_held(T(), s, a.pairs[k], hopper::along_k(at), k != 0);
+  }
+}
+// The same of this warp group's 64 of the kFixed rows at `a`.
+template <class T, int kDim>
+__device__ inline void start_shared(uint32_t a, uint32_t b, float (&s)[kPairs]) {
+  a += Place::group() * 64 * 128;
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    hopper::multiply_shared(T(), s, hopper::along_k(a + k / 4 * (kFixed * 128) + k % 4 * 32),
+                            hopper::along_k(b + k / 4 * (kPassing * 128) + k % 4 * 32), k != 0);
+  }
+}
+// sums += A B, A packed, B the kPassing rows at `b`.
+template <class T, int kSums>
+__device__ inline void start_across(const uint32_t (&a)[4][4], uint32_t b, float (&sums)[kSums]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    hopper::add_across(T(), sums, a[k], hopper::across_k(b + k * 2048, kPassing * 128));
+  }
+}
+
+// Two rows of `t` from a thread's sums times a factor each.
+template <class T, int kDim>
+__device__ inline void store_rows(const HeadData& t, T* const (&rows)[2], const bool (&there)[2],
+                                  const float (&sums)[kDim / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kDim / 8; ++n) {
+    const int at = 8 * n + Place::col();
+    if (at >= t.dim) continue;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!there[i]) continue;
+      *reinterpret_cast<uint32_t*>(rows[i] + at) =
+          hopper::pack<T>(sums[4 * n + 2 * i] * factor[i], sums[4 * n + 2 * i + 1] * factor[i]);
+    }
+  }
+}
+
+}  // namespace te_fl::cuda::flash

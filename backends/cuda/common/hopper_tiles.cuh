@@ -1,0 +1,126 @@
+// Tiles of products on Hopper (hopper.cuh): 128x256 by two warp groups of 64 rows, with a third to
+// copy operands in and results out. The two blocks of a cluster
+// work on rows that follow each other and share what they read of B.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "common/hopper.cuh"
+
+namespace te_fl::cuda::tiles {
+
+constexpr int kRows = 128, kCols = 256, kLine = 128, kStages = 3, kTileThreads = 384;
+constexpr int kA = kRows * kLine, kB = kCols * kLine, kStage = kA + kB, kRing = kStages * kStage;
+constexpr int kPart = 64;  // columns of a tile whose 16-bit results fill rows of 128 bytes
+constexpr int kPartBytes = kRows * kPart * 2, kParts = kCols / kPart;
+constexpr int kResults = kParts * kPartBytes;
+constexpr int kBarriers = 2 * kStages + 2;
+constexpr int kRowGroup = 8;  // pairs of row tiles that are taken before the next columns
+
+struct Tile {
+  int row, col;  // first of the cluster's
+  __device__ Tile(int rows, int cols, int index) {
+    const int across = cols / kCols, group = index / (kRowGroup * across),
+              rest = index - group * kRowGroup * across;
+    const int height = min(kRowGroup, rows / (2 * kRows) - group * kRowGroup);
+    row = (group * kRowGroup + rest % height) * 2 * kRows;
+    col = rest / height * kCols;
+  }
+  __host__ __device__ static int count(int rows, int cols) {
+    return rows / (2 * kRows) * (cols / kCols);
+  }
+};
+
+// A stage and whether it is the ring's even or odd turn.
+struct Position {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Shared addresses. `extra`: bytes between the results and the barriers that a kernel has for
+// itself, a multiple of 16.
+struct Layout {
+  uint32_t data, results, own, full, empty, ready, taken;
+  __device__ Layout(uint32_t shared, int extra)
+      : data(shared),
+        results(shared + kRing),
+        own(results + kResults),
+        full(own + extra),
+        empty(full + kStages * 8),
+        ready(empty + kStages * 8),
+        taken(ready + 8) {}
+  __device__ uint32_t a(int stage) const { return data + stage * kStage; }
+  __device__ uint32_t b(int stage) const { return a(stage) + kA; }
+  // 16 bytes of the results, as copies to memory want them.
+  __device__ uint32_t result(int part, int row, int unit) const {
+    return results + part * kPartBytes + row * 128 + (unit ^ row & 7) * 16;
+  }
+  // By one thread: `takers` arrivals empty the results.
+  __device__ void init(int takers) const {
+    for (int s = 0; s < kStages; ++s) {
+      hopper::init_barrier(full + s * 8, 1);
+      hopper::init_barrier(empty + s * 8, 16);  // warps that read a stage's B, in both blocks
+    }
+    hopper::init_barrier(ready, 256);
+    hopper::init_barrier(taken, static_cast<uint32_t>(takers));
+    hopper::fence_barrier_init();
+  }
+  // By a warp that has read a stage.
+  __device__ void release(int stage) const {
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < 2) hopper::arrive_at(empty + stage * 8, lane);
+  }
+};
+constexpr size_t shared_bytes(int extra) {
+  return kRing + kResults + static_cast<size_t>(extra) + kBarriers * sizeof(uint64_t);
+}
+
+__device__ inline uint32_t pack(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(both);
+}
+
+__device__ inline float2 unpack(uint32_t both) {
+  return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
+}
+
+// What is added to the columns of a thread's results: a bias's pairs, or zeros for NULL.
+__device__ inline void load_added(const bf16* bias, int col, uint32_t (&pairs)[32]) {
+  const auto* from = reinterpret_cast<const uint32_t*>(bias + col + 2 * (threadIdx.x % 4));
+#pragma unroll
+  for (int j = 0; j < 32; ++j) pairs[j] = bias != nullptr ? __ldg(from + 4 * j) : 0;
+}
+
+// A warp group's sums as BF16 results, times `factor` and with `added`. sum[4 j + 2 i + e] of a
+// thread is at row 16 warp + 8 i + lane / 4, column 8 j + 2 (lane % 4) + e.
+__device__ inline void hand_over(const Layout& at, int group, float factor, const float (&sum)[128],
+                                 const uint32_t (&added)[32]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  // Whose address this lane gives; units differ from it in bits that an exclusive or sets.
+  const uint32_t first = at.result(0, 64 * group + 16 * warp + lane % 16, lane / 16);
+#pragma unroll
+  for (int j = 0; j < 32; j += 2) {
+    uint32_t v[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 more = unpack(added[j + n]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float* of = sum + 4 * (j + n) + 2 * i;
+        v[2 * n + i] = pack(fmaf(of[0], factor, more.x), fmaf(of[1], factor, more.y));
+      }
+    }
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     (first ^ j % 8 * 16) + j / 8 * kPartBytes),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+  }
+}
+
+}  // namespace te_fl::cuda::tiles

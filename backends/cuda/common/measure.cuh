@@ -1,0 +1,76 @@
+// The first pass of current scaling: the amax of an elementwise op's results (a Math of tile.cuh),
+// which are not kept. A stream of reads and nothing else, so it must not wait for arithmetic:
+//
+//   __device__ float bound(const float (&x)[kSources]) const;
+//
+// of a Math, if it has one, is a number that no |v| of these sources exceeds. Once a warp knows a
+// value that large, it need not compute those below.
+#pragma once
+
+#include "common/tile.cuh"
+
+namespace te_fl::cuda {
+
+template <class Math>
+concept Bounded = requires(const Math& math, const float (&x)[Math::kSources]) {
+  math.bound(x);
+};
+
+// Sources are compact and as large as the result: `pieces` of 16 bytes each.
+template <class Math, int kBytes>
+__global__ void __launch_bounds__(kThreads, 4)
+    measure_kernel(const __grid_constant__ TileSources<Math::kSources> in, int64_t pieces,
+                   Math math, const float* noop, float* amax) {
+  if (noop != nullptr && *noop != 0.0f) return;
+  constexpr int kElements = Piece<kBytes>::kElements;
+  constexpr int kAtOnce = Math::kSources == 1 ? 4 : 2;
+  const int64_t step = int64_t{gridDim.x} * kThreads * kAtOnce;
+  float most = 0.0f;
+  for (int64_t first = blockIdx.x * int64_t{kThreads * kAtOnce} + threadIdx.x;
+       first - threadIdx.x < pieces; first += step) {
+    uint4 raw[kAtOnce][Math::kSources];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      // What lies past the end repeats the last piece.
+      const int64_t at = min(first + i * kThreads, pieces - 1);
+#pragma unroll
+      for (int s = 0; s < Math::kSources; ++s) {
+        raw[i][s] = reinterpret_cast<const uint4*>(in.base[s])[at];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float x[Math::kSources][kElements];
+#pragma unroll
+      for (int s = 0; s < Math::kSources; ++s) unpack_piece<kBytes>(raw[i][s], in.is_half, x[s]);
+      const auto sources = [&](int e, float(&to)[Math::kSources]) {
+#pragma unroll
+        for (int s = 0; s < Math::kSources; ++s) to[s] = x[s][e];
+      };
+      if constexpr (Bounded<Math>) {
+        float bound = 0.0f;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+          float of[Math::kSources];
+          sources(e, of);
+          bound = fmaxf(bound, math.bound(of));
+        }
+        if (bound <= most) continue;
+      }
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        float of[Math::kSources], v[Math::kOutputs];
+        sources(e, of);
+        math(of, v);
+#pragma unroll
+        for (int o = 0; o < Math::kOutputs; ++o) most = fmaxf(most, fabsf(v[o]));
+      }
+    }
+    if constexpr (Bounded<Math>) most = warp_most(most);
+  }
+  __shared__ float shared[kWarps];
+  most = block_amax(most, shared);
+  if (threadIdx.x == 0) atomic_amax(amax, most);
+}
+
+}  // namespace te_fl::cuda

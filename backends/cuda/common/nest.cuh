@@ -1,0 +1,135 @@
+// Dimensions of one or two tensors of any strides, as few as they can be, walked in the widest
+// words that the innermost run allows.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "common/pack.cuh"
+
+namespace te_fl::cuda {
+
+// Dimensions of two tensors, in elements; the last is the output's densest. Longer than 2^31
+// elements in more than one dimension, offsets are found by 64-bit divisions.
+struct Nest {
+  int rank = 0;
+  int64_t shape[8], from[8], to[8];
+  FastDiv by[8];
+  bool wide = false;
+
+  int64_t size() const {
+    int64_t n = 1;
+    for (int d = 0; d < rank; ++d) n *= shape[d];
+    return n;
+  }
+  __device__ void offsets(int64_t i, int64_t& in, int64_t& out) const {
+    in = out = 0;
+    if (wide) {
+      for (int d = rank - 1; d > 0; --d) {
+        const int64_t next = i / shape[d];
+        in += (i - next * shape[d]) * from[d];
+        out += (i - next * shape[d]) * to[d];
+        i = next;
+      }
+    } else {
+      auto n = static_cast<uint32_t>(i);
+#pragma unroll
+      for (int d = 7; d > 0; --d) {
+        if (d >= rank) continue;
+        uint32_t at = 0;
+        n = by[d](n, at);
+        in += at * from[d];
+        out += at * to[d];
+      }
+      if (rank > 1) i = n;
+    }
+    in += i * from[0];
+    out += i * to[0];
+  }
+};
+
+// The shape of `out` with both tensors' strides, in the order of the output's memory, without
+// dimensions of one element and with neighbours merged that are one run in both. No element: rank 0
+// and size 1 is one element, so callers look for an empty tensor first.
+inline Nest nest_of(const te_fl_tensor& out, const te_fl_tensor* in) {
+  struct Dim {
+    int64_t size, from, to;
+  };
+  std::vector<Dim> dims;
+  for (int d = 0; d < out.dl.ndim; ++d) {
+    if (out.dl.shape[d] == 1) continue;
+    dims.push_back(
+        {out.dl.shape[d], in != nullptr ? backend::stride(*in, d) : 0, backend::stride(out, d)});
+  }
+  std::stable_sort(dims.begin(), dims.end(),
+                   [](const Dim& a, const Dim& b) { return std::abs(a.to) > std::abs(b.to); });
+  Nest nest;
+  for (const Dim& dim : dims) {
+    const int last = nest.rank - 1;
+    if (last >= 0 && nest.to[last] == dim.to * dim.size &&
+        (in == nullptr || nest.from[last] == dim.from * dim.size)) {
+      nest.shape[last] *= dim.size;
+      nest.from[last] = dim.from, nest.to[last] = dim.to;
+    } else {
+      nest.shape[nest.rank] = dim.size;
+      nest.from[nest.rank] = dim.from, nest.to[nest.rank] = dim.to;
+      ++nest.rank;
+    }
+  }
+  if (nest.rank == 0) {
+    nest.rank = 1;
+    nest.shape[0] = 1, nest.from[0] = nest.to[0] = 0;
+  }
+  return nest;
+}
+inline void prepare(Nest& nest) {
+  nest.wide = nest.size() >= kFastDivLimit;
+  for (int d = 0; d < nest.rank && !nest.wide; ++d) nest.by[d] = FastDiv(nest.shape[d]);
+}
+
+// Bytes of the widest word that both tensors can be moved in; the nest is rewritten in such words.
+inline int widen(Nest& nest, int bytes, const void* in, const void* out) {
+  const int last = nest.rank - 1;
+  if (nest.to[last] != 1 || (in != nullptr && nest.from[last] != 1)) return bytes;
+  const auto fits = [&](int word) {
+    const int64_t each = word / bytes;
+    bool fine = nest.shape[last] % each == 0 && reinterpret_cast<uintptr_t>(out) % word == 0 &&
+                reinterpret_cast<uintptr_t>(in) % word == 0;
+    for (int d = 0; d < last; ++d) {
+      fine = fine && nest.to[d] % each == 0 && (in == nullptr || nest.from[d] % each == 0);
+    }
+    return fine;
+  };
+  int word = 16;
+  while (word > bytes && !fits(word)) word /= 2;
+  const int64_t each = word / bytes;
+  nest.shape[last] /= each;
+  for (int d = 0; d < last; ++d) nest.from[d] /= each, nest.to[d] /= each;
+  return word;
+}
+
+constexpr int kAtOnce = 4;  // words that a thread has on their way
+
+inline unsigned blocks_of(int64_t words) {
+  return static_cast<unsigned>(ceil_div(words, int64_t{kThreads} * kAtOnce));
+}
+
+// Calls f with a word of so many bytes.
+template <class F>
+void with_word(int bytes, F&& f) {
+  switch (bytes) {
+    case 1:
+      return f(uint8_t{});
+    case 2:
+      return f(uint16_t{});
+    case 4:
+      return f(uint32_t{});
+    case 8:
+      return f(uint64_t{});
+    default:
+      return f(uint4{});
+  }
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,63 @@
+// What the kernels need of a quantised output.
+#pragma once
+
+#include <cfloat>
+
+#include "common/element.cuh"
+#include "te_fl/numeric/scaling.hpp"
+
+namespace te_fl::cuda {
+
+template <class T>
+inline constexpr float kLargest = std::is_same_v<T, e4m3> ? 448.0f : 57344.0f;
+
+struct Quantised {
+  void* rows = nullptr;     // codes [M, K]
+  void* columns = nullptr;  // codes [K, M]
+  float* scale_inv = nullptr;
+  float* column_scale_inv = nullptr;
+  float* amax = nullptr;
+  float* scale = nullptr;         // per tensor
+  const float* found = nullptr;   // current scaling: the amax that a pass before found
+  float* running_amax = nullptr;  // what the tile kernels maximise
+  const float* noop = nullptr;    // nothing is written if it points to a value other than 0
+  int64_t m = 0, k = 0;
+  uint32_t scaling = 0;
+  bool pow2 = false, is_e5m2 = false;
+  bool measure = false;  // the first pass of current scaling: running_amax alone is written
+  float epsilon = 0, inf_scale = FLT_MAX;
+
+  __device__ bool skip() const { return noop != nullptr && *noop != 0.0f; }
+  __device__ float largest() const { return is_e5m2 ? kLargest<e5m2> : kLargest<e4m3>; }
+  __device__ float tensor_scale() const {
+    if (found == nullptr) return *scale;
+    return numeric::scale_from_amax(*found, largest(), epsilon, pow2, FLT_MAX);
+  }
+  __device__ float block_scale(float block_amax) const {
+    return numeric::scale_from_amax(block_amax, largest(), epsilon, pow2, inf_scale);
+  }
+  // By one thread of a launch.
+  __device__ void write_tensor_scale(float value) const {
+    if (measure) return;
+    if (found != nullptr && amax != nullptr) *amax = *found;
+    if (found != nullptr && scale != nullptr) *scale = value;
+    if (scale_inv != nullptr) *scale_inv = 1.0f / value;
+    if (column_scale_inv != nullptr) *column_scale_inv = 1.0f / value;
+  }
+  // Where the factor of a 128 block lies: of row `row` in row-wise blocks, of column `col` in
+  // column-wise ones; (i, j): the block.
+  __device__ float* row_block(int64_t row, int64_t j) const {
+    return scale_inv + j * ((m + 3) / 4 * 4) + row;
+  }
+  __device__ float* column_block(int64_t i, int64_t col) const {
+    return column_scale_inv + i * ((k + 3) / 4 * 4) + col;
+  }
+  __device__ float* square_block(int64_t i, int64_t j) const {
+    return scale_inv + i * (((k + 127) / 128 + 3) / 4 * 4) + j;
+  }
+  __device__ float* column_square_block(int64_t i, int64_t j) const {
+    return column_scale_inv + j * (((m + 127) / 128 + 3) / 4 * 4) + i;
+  }
+};
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,92 @@
+#include "common/value_errors.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+// The default stream by either of its names, apart from a free place.
+const void* key_of(const void* stream) noexcept {
+  return stream != nullptr ? stream : reinterpret_cast<const void*>(uintptr_t{1});
+}
+
+std::string span_of(const ValueError& e) {
+  return "sequence " + std::to_string(e.at) + " of cu_seqlens spans tokens " +
+         std::to_string(e.value) + " to " + std::to_string(e.more);
+}
+
+}  // namespace
+
+std::string text_of(const ValueError& e) {
+  const std::string at = std::to_string(e.at), value = std::to_string(e.value);
+  const std::string bound = std::to_string(e.bound);
+  switch (e.rule) {
+    case ValueRule::kIndex:
+      return "indices[" + at + "] is " + value + "; it must lie in [0, " + bound +
+             "), the rows of weight";
+    case ValueRule::kTarget:
+      return "targets[" + at + "] is " + value + "; it must lie in [0, " + bound +
+             "), the classes, or be ignore_index";
+    case ValueRule::kStart:
+      return "start_positions[" + at + "] is " + value + ", expected 0 or more";
+    case ValueRule::kSpan:
+      return span_of(e) + ", expected non-decreasing values from 0 to " + bound +
+             " (the input's tokens times cp_size)";
+    case ValueRule::kSpanMultiple:
+      return span_of(e) + ", expected multiples of cp_size, " + bound;
+    case ValueRule::kOddLength:
+      return "sequence " + at + " of cu_seqlens has " + value +
+             " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
+             "chunks of equal length";
+    default:
+      return std::string(e.argument) + " has " + bound + " positions, but position " + value +
+             " is needed (sequence " + at + ")";
+  }
+}
+
+std::string late_text_of(const ValueError& e) {
+  return std::string(e.op) + " by vendor.cuda: " + text_of(e) +
+         ". That call has run, with NaN where the value counted, and without it in sums; "
+         "TE_FL_VALIDATE=1 refuses such a call before it writes, and TE_FL_SYNC=1 finds it";
+}
+
+ValueErrorSlot* ValueErrorBoard::slot_of(const void* stream) noexcept {
+  const void* const key = key_of(stream);
+  for (size_t i = 0; i < streams_.size(); ++i) {
+    const void* owner = streams_[i].load(std::memory_order_acquire);
+    if (owner == nullptr && streams_[i].compare_exchange_strong(owner, key)) owner = key;
+    if (owner == key) return slots_ + i;
+  }
+  return slots_ + streams_.size();
+}
+
+std::optional<ValueError> ValueErrorBoard::take_from(ValueErrorSlot& slot) noexcept {
+  const std::atomic_ref written(slot.written), told(slot.told);
+  const auto pending = [&] {
+    return written.load(std::memory_order_acquire) != told.load(std::memory_order_acquire);
+  };
+  if (!pending()) return std::nullopt;
+  const std::lock_guard lock(telling_);
+  if (!pending()) return std::nullopt;  // told to another
+  const ValueError error = slot.error;
+  told.store(written.load(std::memory_order_relaxed), std::memory_order_release);
+  return error;
+}
+
+std::optional<ValueError> ValueErrorBoard::take(const void* stream) noexcept {
+  const void* const key = key_of(stream);
+  size_t i = 0;
+  for (; i < streams_.size(); ++i) {
+    const void* owner = streams_[i].load(std::memory_order_acquire);
+    if (owner == nullptr) return std::nullopt;  // nothing that notes has run there
+    if (owner == key) break;
+  }
+  return take_from(slots_[i]);
+}
+
+std::optional<ValueError> ValueErrorBoard::take_any() noexcept {
+  for (int i = 0; i < kSlots; ++i) {
+    if (auto error = take_from(slots_[i])) return error;
+  }
+  return std::nullopt;
+}
+
+}  // namespace te_fl::cuda

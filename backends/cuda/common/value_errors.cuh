@@ -1,0 +1,27 @@
+// How a kernel notes a value that breaks a rule.
+#pragma once
+
+#include "common/value_errors.hpp"
+
+namespace te_fl::cuda {
+
+// One thread's error is kept until somebody has been told; those of others meanwhile are dropped.
+// The slot is in host memory that the device writes; atomics on it hold among the device's threads,
+// and no other processor writes `claimed`.
+__device__ inline void note(const ValueErrorSink& sink, ValueRule rule, int64_t at, int64_t value,
+                            int64_t bound, int64_t more = 0, const char* argument = nullptr) {
+  ValueErrorSlot* const slot = sink.slot;
+  const uint32_t told = *static_cast<const volatile uint32_t*>(&slot->told);
+  if (atomicCAS(&slot->claimed, told, told + 1) != told) return;
+  slot->error.op = sink.op;
+  slot->error.argument = argument;
+  slot->error.rule = rule;
+  slot->error.at = at;
+  slot->error.value = value;
+  slot->error.more = more;
+  slot->error.bound = bound;
+  __threadfence_system();
+  *static_cast<volatile uint32_t*>(&slot->written) = told + 1;
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,422 @@
+#include "device/device.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+
+#include "common/value_checks.hpp"
+#include "device/bandwidth.hpp"
+#include "device/cuda_check.hpp"
+#include "device/driver.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+int index_of(void* self) { return static_cast<const Device*>(self)->index; }
+cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+// Runs f with the device current.
+template <class F>
+te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexcept {
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    const DeviceGuard guard(index_of(self));
+    f();
+  });
+}
+
+Memory& memory_of(void* self) { return *static_cast<const Device*>(self)->memory; }
+
+te_fl_status allocate(void* self, size_t bytes, void* stream, void** out,
+                      const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    *out = nullptr;
+    *out = memory_of(self).allocate(bytes, stream_of(stream));
+  });
+}
+
+te_fl_status free_memory(void* self, void* data, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] { memory_of(self).free(data, stream_of(stream)); });
+}
+
+te_fl_status allocate_pinned(void* self, size_t bytes, void** out, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    *out = nullptr;
+    const cudaError_t error = cudaHostAlloc(out, bytes > 0 ? bytes : 1, cudaHostAllocPortable);
+    if (error != cudaSuccess)
+      throw_error(error, "cudaHostAlloc", "; asked for " + std::to_string(bytes) + " bytes");
+  });
+}
+
+te_fl_status free_pinned(void* self, void* data, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] { check(cudaFreeHost(data), "cudaFreeHost"); });
+}
+
+te_fl_status copy(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
+                  void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    if (bytes == 0) return;
+    static constexpr cudaMemcpyKind kKinds[] = {cudaMemcpyDeviceToDevice, cudaMemcpyDeviceToHost,
+                                                cudaMemcpyHostToDevice, cudaMemcpyHostToHost};
+    check(cudaMemcpyAsync(dst, src, bytes, kKinds[host_flags & 3], stream_of(stream)),
+          "cudaMemcpyAsync");
+  });
+}
+
+te_fl_status fill(void* self, void* dst, uint8_t value, size_t bytes, void* stream,
+                  const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    if (bytes == 0) return;
+    refuse_foreign(index_of(self), stream_of(stream));
+    check(cudaMemsetAsync(dst, value, bytes, stream_of(stream)), "cudaMemsetAsync");
+  });
+}
+
+te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    cudaStream_t made = nullptr;
+    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    *stream = made;
+  });
+}
+te_fl_status destroy_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    memory_of(self).forget(stream_of(stream));
+    check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy");
+  });
+}
+te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaStreamSynchronize(stream_of(stream)), "cudaStreamSynchronize");
+    tell_value_errors(index_of(self), stream_of(stream));
+  });
+}
+
+te_fl_status create_event(void* self, void** event, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    cudaEvent_t made = nullptr;
+    check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    *event = made;
+  });
+}
+te_fl_status destroy_event(void* self, void* event, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaEventDestroy(static_cast<cudaEvent_t>(event)), "cudaEventDestroy");
+  });
+}
+te_fl_status record_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaEventRecord(static_cast<cudaEvent_t>(event), stream_of(stream)), "cudaEventRecord");
+  });
+}
+te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaStreamWaitEvent(stream_of(stream), static_cast<cudaEvent_t>(event), 0),
+          "cudaStreamWaitEvent");
+  });
+}
+te_fl_status synchronize_event(void* self, void* event, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
+    tell_value_errors(index_of(self));
+  });
+}
+
+// Asked before every op, and so where another device's stream is refused. A stream knows its
+// device; the default one is the current device's.
+te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
+                          const te_fl_error_sink* errors) {
+  const auto ask = [&] {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(stream_capture_status(stream_of(stream), &status), "cudaStreamIsCapturing");
+    *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
+    refuse_foreign(index_of(self), stream_of(stream), status);
+  };
+  if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
+    return on_device(self, errors, ask);
+  }
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    ask();
+  });
+}
+
+// What other threads do on other streams meanwhile is none of the capture's business.
+te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    refuse_foreign(index_of(self), stream_of(stream));
+    memory_of(self).open_capture();
+    const cudaError_t error =
+        cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal);
+    if (error == cudaSuccess) return;
+    memory_of(self).abandon_capture();
+    throw_error(error, "cudaStreamBeginCapture");
+  });
+}
+
+te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    memory_of(self).close_capture(stream_of(stream));
+    cudaGraph_t graph = nullptr;
+    const cudaError_t error = cudaStreamEndCapture(stream_of(stream), &graph);
+    if (error != cudaSuccess || graph == nullptr) {
+      throw_error(error != cudaSuccess ? error : cudaErrorStreamCaptureInvalidated,
+                  "cudaStreamEndCapture",
+                  "; something that cannot be captured was called meanwhile, or a stream that "
+                  "joined the capture has not come back to this one");
+    }
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);
+    cudaGraphDestroy(graph);  // the executable keeps what the graph owned
+    check(made, "cudaGraphInstantiate");
+    *out = executable;
+  });
+}
+
+te_fl_status launch_graph(void* self, void* graph, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    refuse_foreign(index_of(self), stream_of(stream));
+    check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(stream)),
+          "cudaGraphLaunch");
+  });
+}
+
+te_fl_status destroy_graph(void* self, void* graph, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    check(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "cudaGraphExecDestroy");
+  });
+}
+
+te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    const int device = index_of(self);
+    const auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+      return static_cast<uint32_t>(value);
+    };
+    te_fl_device_props found{};
+    found.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                 attribute(cudaDevAttrComputeCapabilityMinor);
+    found.compute_units = attribute(cudaDevAttrMultiProcessorCount);
+    size_t available = 0, total = 0;
+    check(cudaMemGetInfo(&available, &total), "cudaMemGetInfo");
+    found.free_memory = available;
+    found.total_memory = total;
+    found.copy_bandwidth = copy_bandwidth(device);
+    cudaDeviceProp all{};
+    check(cudaGetDeviceProperties(&all, device), "cudaGetDeviceProperties");
+    std::snprintf(found.name, sizeof found.name, "%.*s", int{sizeof found.name} - 1, all.name);
+    int driver = 0;
+    check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    std::snprintf(found.driver, sizeof found.driver, "CUDA %d.%d", driver / 1000,
+                  driver % 1000 / 10);
+    found.struct_size = props->struct_size;
+    std::memcpy(props, &found, std::min<size_t>(props->struct_size, sizeof found));
+  });
+}
+
+// What memory is that is not this device's.
+std::string not_ours(int device, const void* data) {
+  cudaPointerAttributes found{};
+  const cudaError_t error = cudaPointerGetAttributes(&found, data);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return text_of(error, "cudaPointerGetAttributes");
+  }
+  switch (found.type) {
+    case cudaMemoryTypeDevice:
+      if (found.device == device) return "";
+      return "it is memory of cuda:" + std::to_string(found.device);
+    case cudaMemoryTypeManaged:
+      return "";
+    case cudaMemoryTypeHost:
+      return found.devicePointer != nullptr ? "" : "it is pinned host memory without a mapping";
+    default:
+      return "it is pageable host memory, or no memory at all";
+  }
+}
+
+// An event for one order between two streams; it may go while they still wait.
+class PassingEvent {
+ public:
+  PassingEvent() {
+    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  ~PassingEvent() { cudaEventDestroy(event_); }
+  PassingEvent(const PassingEvent&) = delete;
+  PassingEvent& operator=(const PassingEvent&) = delete;
+  void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
+  void hold(cudaStream_t stream) {
+    check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// The destination's stream copies; the driver takes the way that the two GPUs have.
+te_fl_status copy_between(void* self, void* dst, void* dst_stream, void* src_self, const void* src,
+                          void* src_stream, size_t bytes, const te_fl_error_sink* errors) {
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    if (bytes == 0) return;
+    const int to = index_of(self), from = index_of(src_self);
+    const DeviceGuard source(from);
+    refuse_foreign(from, stream_of(src_stream));
+    PassingEvent written;
+    written.record(stream_of(src_stream));
+    std::optional<PassingEvent> read;
+    {
+      const DeviceGuard destination(to);
+      refuse_foreign(to, stream_of(dst_stream));
+      written.hold(stream_of(dst_stream));
+      check(cudaMemcpyPeerAsync(dst, to, src, from, bytes, stream_of(dst_stream)),
+            "cudaMemcpyPeerAsync");
+      read.emplace();
+      read->record(stream_of(dst_stream));
+    }
+    read->hold(stream_of(src_stream));
+  });
+}
+
+te_fl_status retire_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] { memory_of(self).forget(stream_of(stream)); });
+}
+
+te_fl_status check_pointer(void* self, const void* data, size_t bytes,
+                           const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    if (bytes == 0) return;
+    const int device = index_of(self);
+    if (const std::string what = not_ours(device, data); !what.empty()) backend::invalid(what);
+    const void* last = static_cast<const char*>(data) + bytes - 1;
+    if (const std::string what = not_ours(device, last); !what.empty()) {
+      backend::invalid("its " + std::to_string(bytes) +
+                       " bytes end outside the allocation: " + what);
+    }
+  });
+}
+
+te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* errors) {
+  return on_device(self, errors, [&] {
+    const auto s = stream_of(stream);
+    cudaStreamCaptureStatus status{};
+    // Which a stream that has been destroyed cannot answer either; the default stream may be unable
+    // to beside a capture of another.
+    if (const cudaError_t error = stream_capture_status(s, &status); error != cudaSuccess) {
+      (void)cudaGetLastError();
+      if (status_of(error) == TE_FL_INVALID_ARGUMENT) {
+        backend::invalid(text_of(error, "cudaStreamIsCapturing"));
+      }
+      return;
+    }
+    if (status != cudaStreamCaptureStatusNone) return;
+    const int whose = device_of_stream(s, index_of(self));
+    if (whose >= 0 && whose != index_of(self)) {
+      backend::invalid("it belongs to cuda:" + std::to_string(whose));
+    }
+  });
+}
+
+constexpr te_fl_device_api kApi = {
+    .struct_size = sizeof(te_fl_device_api),
+    .reserved = 0,
+    .allocate = allocate,
+    .free = free_memory,
+    .allocate_pinned = allocate_pinned,
+    .free_pinned = free_pinned,
+    .copy = copy,
+    .fill = fill,
+    .create_stream = create_stream,
+    .destroy_stream = destroy_stream,
+    .synchronize = synchronize,
+    .create_event = create_event,
+    .destroy_event = destroy_event,
+    .record_event = record_event,
+    .wait_event = wait_event,
+    .synchronize_event = synchronize_event,
+    .is_capturing = is_capturing,
+    .properties = properties,
+    .begin_capture = begin_capture,
+    .end_capture = end_capture,
+    .launch_graph = launch_graph,
+    .destroy_graph = destroy_graph,
+    .check_pointer = check_pointer,
+    .check_stream = check_stream,
+    .copy_between = copy_between,
+    .retire_stream = retire_stream,
+};
+
+std::array<std::atomic<int>, 64> g_architectures;
+
+int read_architecture(int device) {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+        "cudaDeviceGetAttribute");
+  return 10 * major + minor;
+}
+
+// Freed memory stays in the pool, so that the next step of a training run finds it there.
+void keep_freed_memory(int device) {
+  cudaMemPool_t pool = nullptr;
+  check(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
+  uint64_t threshold = UINT64_MAX;
+  check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold),
+        "cudaMemPoolSetAttribute");
+}
+
+}  // namespace
+
+void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& why) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
+    why = error != cudaSuccess ? cudaGetErrorString(error) : "the driver shows no GPU";
+    return;
+  }
+  devices.resize(static_cast<size_t>(count));
+  for (int i = 0; i < count; ++i) {
+    keep_freed_memory(i);
+    g_architectures.at(static_cast<size_t>(i)).store(read_architecture(i));
+    Device& d = devices[static_cast<size_t>(i)];
+    d.index = i;
+    d.memory = std::make_unique<Memory>(cache_bytes);
+    d.desc.struct_size = sizeof(te_fl_device_desc);
+    d.desc.device = {TE_FL_DEVICE_CUDA, i};
+    d.desc.provider = "cuda";
+    d.desc.self = &d;
+    d.desc.api = &kApi;
+  }
+}
+
+int architecture(int index) noexcept {
+  const bool known = index >= 0 && index < static_cast<int>(g_architectures.size());
+  return known ? g_architectures[static_cast<size_t>(index)].load(std::memory_order_relaxed) : 0;
+}
+
+void give_back_memory(Device& device) noexcept {
+  const te_fl_status status = backend::guard(nullptr, [&] {
+    refuse_after_fork();
+    const DeviceGuard guard(device.index);
+    device.memory.reset();
+  });
+  // In a child of a fork the memory is out of reach, and its bookkeeping may be locked.
+  if (status != TE_FL_OK) (void)device.memory.release();
+}
+
+te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept {
+  return backend::guard(errors, [&] {
+    refuse_after_fork();
+    const DeviceGuard guard(index);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  });
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,25 @@
+// What a device is, asked once.
+#pragma once
+
+#include "device/cuda_check.hpp"
+#include "device/per_device.hpp"
+
+namespace te_fl::cuda {
+
+template <cudaDeviceAttr kAttribute>
+int attribute_of(int device) {
+  static PerDevice known;
+  return known.get(device, [&] {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
+    return value;
+  });
+}
+inline int multiprocessors(int device) {
+  return attribute_of<cudaDevAttrMultiProcessorCount>(device);
+}
+inline int compute_capability(int device) {  // 10 major
+  return 10 * attribute_of<cudaDevAttrComputeCapabilityMajor>(device);
+}
+
+}  // namespace te_fl::cuda

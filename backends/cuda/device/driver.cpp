@@ -1,0 +1,153 @@
+#include "device/driver.hpp"
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <iterator>
+#include <type_traits>
+
+#include "device/cuda_check.hpp"
+
+namespace te_fl::cuda {
+
+const Driver& driver() noexcept {
+  static const Driver instance = [] {
+    Driver d;
+    const auto find = [](auto& slot, const char* name) {
+      void* found = nullptr;
+      cudaDriverEntryPointQueryResult result{};
+      if (cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result) ==
+              cudaSuccess &&
+          result == cudaDriverEntryPointSuccess) {
+        slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(found);
+      }
+    };
+    find(d.launch, "cuLaunchKernel");
+    find(d.kernel_function, "cuKernelGetFunction");
+    find(d.is_capturing, "cuStreamIsCapturing");
+    find(d.encode_tensor_map, "cuTensorMapEncodeTiled");
+    find(d.current_device, "cuCtxGetDevice");
+    find(d.stream_context, "cuStreamGetCtx");
+    find(d.push_context, "cuCtxPushCurrent");
+    find(d.pop_context, "cuCtxPopCurrent");
+    (void)cudaGetLastError();
+    return d;
+  }();
+  return instance;
+}
+
+namespace {
+// The runtime's first call in a thread makes a context current, which the driver wants to find: a
+// question without one would be reported by tools that watch the driver's errors.
+constinit thread_local bool t_has_context = false;
+}  // namespace
+
+cudaError_t current_device(int* device) noexcept {
+  const Driver& d = driver();
+  CUdevice found = 0;
+  if (t_has_context && d.current_device != nullptr && d.current_device(&found) == CUDA_SUCCESS) {
+    *device = found;
+    return cudaSuccess;
+  }
+  return cudaGetDevice(device);
+}
+
+cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept {
+  const Driver& d = driver();
+  CUstreamCaptureStatus found{};
+  if (t_has_context && d.is_capturing != nullptr &&
+      d.is_capturing(stream, &found) == CUDA_SUCCESS) {
+    *status = static_cast<cudaStreamCaptureStatus>(found);
+    return cudaSuccess;
+  }
+  const cudaError_t error = cudaStreamIsCapturing(stream, status);  // which has words for errors
+  t_has_context = error == cudaSuccess;
+  return error;
+}
+
+int device_of_stream(cudaStream_t stream, int likely) noexcept {
+  // The context that was found last for each device: nearly always its only one.
+  static constinit std::array<std::atomic<CUcontext>, 64> contexts{};
+  const auto known = [&](int device) { return device >= 0 && device < std::ssize(contexts); };
+  const Driver& d = driver();
+  const bool is_default =
+      stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+  if (is_default || !t_has_context || d.stream_context == nullptr || d.push_context == nullptr ||
+      d.pop_context == nullptr || d.current_device == nullptr) {
+    return -1;
+  }
+  CUcontext context = nullptr;
+  if (d.stream_context(stream, &context) != CUDA_SUCCESS || context == nullptr) return -1;
+  if (known(likely) &&
+      contexts[static_cast<size_t>(likely)].load(std::memory_order_relaxed) == context) {
+    return likely;
+  }
+  CUdevice found = -1;
+  if (d.push_context(context) != CUDA_SUCCESS) return -1;
+  const bool told = d.current_device(&found) == CUDA_SUCCESS;
+  d.pop_context(&context);
+  if (!told) return -1;
+  if (known(found)) {
+    contexts[static_cast<size_t>(found)].store(context, std::memory_order_relaxed);
+  }
+  return found;
+}
+
+#if CUDART_VERSION >= 13000
+namespace {
+
+// A kernel's function in the context of a device. Kept by each thread for those that it launches.
+struct Known {
+  cudaKernel_t kernel = nullptr;
+  int device = -1;
+  CUfunction function = nullptr;
+};
+constexpr size_t kKnown = 256;
+constinit thread_local std::array<Known, kKnown> t_known{};
+
+Known& place_of(cudaKernel_t kernel) noexcept {
+  const uint64_t hash = reinterpret_cast<uintptr_t>(kernel) * 0x9e3779b97f4a7c15u;
+  return t_known[hash >> 56];
+}
+
+}  // namespace
+#endif
+
+}  // namespace te_fl::cuda
+
+#if CUDART_VERSION >= 13000
+// Every <<<>>> of this plugin comes here (--wrap in CMakeLists.txt). A kernel's first launch on a
+// device, launches without a DeviceGuard, and whatever the driver refuses are the runtime's, which
+// then has the error for check_launch().
+extern "C" {
+
+cudaError_t __real___cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** args,
+                                      size_t shared, cudaStream_t stream);
+
+__attribute__((visibility("hidden"))) cudaError_t __wrap___cudaLaunchKernel(
+    cudaKernel_t kernel, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t stream) {
+  using namespace te_fl::cuda;  // NOLINT: the linker's names are C
+  const int device = DeviceGuard::current();
+  Known& known = place_of(kernel);
+  if (device >= 0 && known.kernel == kernel && known.device == device) {
+    const CUresult result =
+        driver().launch(known.function, grid.x, grid.y, grid.z, block.x, block.y, block.z,
+                        static_cast<unsigned>(shared), stream, args, nullptr);
+    if (result == CUDA_SUCCESS) return cudaSuccess;
+    known = {};
+    t_runtime_launched = true;
+    return __real___cudaLaunchKernel(kernel, grid, block, args, shared, stream);
+  }
+  t_runtime_launched = true;
+  const cudaError_t error = __real___cudaLaunchKernel(kernel, grid, block, args, shared, stream);
+  const Driver& d = driver();
+  CUfunction function = nullptr;
+  if (error == cudaSuccess && device >= 0 && d.launch != nullptr && d.kernel_function != nullptr &&
+      d.kernel_function(&function, kernel) == CUDA_SUCCESS) {
+    known = {kernel, device, function};
+  }
+  return error;
+}
+
+}  // extern "C"
+#endif

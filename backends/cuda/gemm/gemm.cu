@@ -1,0 +1,351 @@
+// generic_gemm on cuBLASLt. Row-major matrices are column-major ones of the transpose, so the
+// library computes D^T = op(B)^T op(A)^T: B is its left operand, A its right one.
+//
+// A call takes one of four ways, decided by metadata and alignment:
+//   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
+//     FP8 under a given scale and row-wise only, too;
+//   fused (fused_gemm.hpp): GELU or its gradient in the product's own kernel;
+//   composed (gemm_composed.hpp): GELU or its gradient on a product that goes one of the other ways
+//     first;
+//   general: the product goes to FP32 scratch, and one kernel applies the epilogue, rounds once and
+//     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
+//     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
+#include <memory>
+#include <optional>
+
+#include "common/column_sums.hpp"
+#include "common/overlap.hpp"
+#include "common/store.cuh"
+#include "device/device.hpp"
+#include "gemm/cublaslt.hpp"
+#include "gemm/fused_gemm.hpp"
+#include "gemm/gemm_composed.hpp"
+#include "gemm/gemm_limits.hpp"
+#include "gemm/gemm_operand.cuh"
+#include "gemm/gemm_plan.hpp"
+#include "plugin/families.hpp"
+#include "pointwise/activation.cuh"
+#include "te_fl/ops/gemm.h"
+
+namespace te_fl::cuda {
+namespace {
+
+using backend::invalid;
+using Args = te_fl_generic_gemm_args;
+
+// ---- scratch
+
+struct Scratch {
+  char* library = nullptr;
+  float* product = nullptr;
+  void* a = nullptr;
+  void* b = nullptr;
+  float* partials = nullptr;
+  size_t bytes = 0;
+};
+Scratch scratch(const Args& args, const Problem& p, void* base) {
+  Scratch s;
+  const auto take = [&](int64_t bytes) {
+    char* at = static_cast<char*>(base) + s.bytes;
+    s.bytes += static_cast<size_t>(round_up(bytes, 256));
+    return at;
+  };
+  take(kStoreWorkspace);
+  s.library = take(kLibraryWorkspace);
+  if (!p.direct) s.product = reinterpret_cast<float*>(take(p.m * p.padded_n * 4));
+  const int64_t element = p.convert == Convert::kWiden ? 4 : 1;
+  if (p.convert != Convert::kNone) {
+    s.a = take(p.m * p.padded_k * element);
+    s.b = take(p.padded_n * p.padded_k * element);
+  }
+  // One after the other.
+  const size_t bias_grad = args.bias_grad != nullptr ? column_sums_bytes(p.k, p.m) : 0;
+  const size_t d_sum = args.d_sum != nullptr ? column_sums_bytes(p.m, p.n) : 0;
+  s.partials = reinterpret_cast<float*>(take(static_cast<int64_t>(std::max(bias_grad, d_sum))));
+  return s;
+}
+
+size_t product_workspace(const Args& args) { return scratch(args, describe(args), nullptr).bytes; }
+// Whether an activation follows the product; only then do the fused and composed ways come up.
+bool activates(const Args& args) { return args.gelu != 0 || args.pre_gelu_in != nullptr; }
+size_t all_workspace(const te_fl_context& ctx, const Args& args) {
+  if (!activates(args)) return product_workspace(args);
+  if (const FusedProduct fused(ctx, args); fused) return fused.scratch_bytes();
+  const Composed composed(args);
+  return composed ? product_workspace(composed.product()) + composed.scratch_bytes()
+                  : product_workspace(args);
+}
+
+// The plan that the host keeps for such calls, nullptr if it is not for this very one.
+const Plan* kept_plan(const te_fl_context& ctx, const Args& args) {
+  const auto* plan = static_cast<const Plan*>(ctx.plan);
+  return plan != nullptr && plan->in_place == adds_in_place(args) ? plan : nullptr;
+}
+
+size_t workspace(const te_fl_context& ctx, const Args& args) {
+  const Plan* plan = kept_plan(ctx, args);
+  return plan != nullptr ? plan->scratch_bytes : all_workspace(ctx, args);
+}
+
+void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s,
+              const Plan* plan) {
+  const cudaStream_t stream = stream_of(ctx);
+  if (plan == nullptr) {
+    cuda::check(cudaMemsetAsync(s.product, 0, static_cast<size_t>(p.m * p.padded_n) * 4, stream),
+                "cudaMemsetAsync");
+    return;
+  }
+  const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
+  const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
+  if (p.convert != Convert::kNone) {
+    convert(stream, p, p.a, "a", s.a, p.m, p.m);
+    convert(stream, p, p.b, "b", s.b, p.n, p.padded_n);
+    left = s.b;
+    right = s.a;
+  }
+  void* out = p.direct ? backend::data<void>(*args.d) : s.product;
+  run_plan(ctx, args, p, *plan, left, right, out, s.library);
+}
+
+// ---- the epilogue in a kernel of its own
+
+struct Epilogue {
+  const float* product;
+  int64_t pitch, cols;
+  Source bias, pre_gelu_in, residual, previous;  // data NULL: absent
+  const float* pre_gelu_scale_inv;
+  float beta;
+  bool gelu;
+
+  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
+    float other[kGroup];
+    load_group(product + row * pitch + col, n, v);
+    if (bias.data != nullptr) {
+      bias.load(col, n, other);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] += other[i];
+    }
+    if (gelu) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] = Gelu::value(v[i]);
+    }
+    if (pre_gelu_in.data != nullptr) {
+      pre_gelu_in.load(row * cols + col, n, other);
+      const float scale = pre_gelu_scale_inv != nullptr ? *pre_gelu_scale_inv : 1.0f;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] *= Gelu::dual(other[i] * scale).derivative;
+    }
+    if (residual.data != nullptr) {
+      residual.load(row * cols + col, n, other);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] += other[i];
+    }
+    if (previous.data != nullptr) {
+      previous.load(row * cols + col, n, other);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] = fmaf(beta, other[i], v[i]);
+    }
+  }
+};
+
+void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s) {
+  Epilogue e{s.product, p.padded_n, p.n, {}, {}, {}, {}, nullptr, args.beta, false};
+  if (args.bias != nullptr) e.bias = Source(*args.bias);
+  if (args.pre_gelu_out != nullptr) store_output(ctx, *args.pre_gelu_out, e);
+  e.gelu = args.gelu != 0;
+  if (args.pre_gelu_in != nullptr) {
+    const te_fl_tensor& t = *args.pre_gelu_in;
+    e.pre_gelu_in = Source(t);
+    if (t.quant != nullptr) {
+      e.pre_gelu_scale_inv = static_cast<const float*>(t.quant->scale_inv);
+    }
+  }
+  if (args.residual != nullptr) e.residual = Source(*args.residual);
+  if (args.accumulate && args.beta != 0.0f) e.previous = Source(*args.d);
+  // Before D takes the residual's memory.
+  if (args.d_sum != nullptr) column_sums(ctx, p.m, p.n, s.partials, *args.d_sum, false, e);
+  store_output(ctx, *args.d, e);
+}
+
+// What else a quantised output holds; the library set `found`.
+__global__ void finish_codes_kernel(const float* found, const float* scale, float* scale_inv,
+                                    float* amax) {
+  if (scale_inv != nullptr) *scale_inv = 1.0f / *scale;
+  if (amax != nullptr) *amax = fmaxf(*amax, *found);
+}
+void finish_codes(const te_fl_context& ctx, const Args& args, const Problem& p) {
+  const te_fl_quant& quant = *args.d->quant;
+  finish_codes_kernel<<<1, 1, 0, stream_of(ctx)>>>(
+      p.found_amax, quant.scale, static_cast<float*>(quant.scale_inv), quant.amax);
+  check_launch("finish_codes_kernel");
+}
+
+// Of op(A), summed over K.
+struct BiasGrad {
+  Values a;
+  bool along;  // A is stored [M, K]
+  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
+    for (int i = 0; i < kGroup; ++i) {
+      v[i] = i < n ? (along ? a.at(col + i, row) : a.at(row, col + i)) : 0.0f;
+    }
+  }
+};
+// Stored [K, M], row-wise, of one scale or none.
+struct RowsBiasGrad {
+  Source a;
+  int64_t cols;
+  const float* scale_inv;  // or NULL
+  __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
+    a.load(row * cols + col, n, v);
+    if (scale_inv == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) v[i] *= *scale_inv;
+  }
+};
+bool rows_bias_grad(const te_fl_tensor& a) {
+  const uint32_t scaling = backend::scaling(a);
+  if (scaling == TE_FL_SCALING_NONE) return true;
+  return scaling == TE_FL_SCALING_TENSOR && a.dl.data != nullptr && a.quant->scale_inv != nullptr;
+}
+
+// ---- the op
+
+void check_arguments(const Args& args) {
+  check_output(*args.d, "d");
+  if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
+}
+
+void need_workspace(const te_fl_context& ctx, const Args& args, size_t bytes) {
+  if (ctx.workspace_bytes >= bytes) return;
+  invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
+          text_of(args, describe(args)) + " needs " + std::to_string(bytes));
+}
+
+// The direct way or the general one.
+void run_product(const te_fl_context& ctx, const Args& args) {
+  const Plan* plan = kept_plan(ctx, args);
+  Problem p = plan != nullptr ? problem_of(*plan, args) : describe(args);
+  const Scratch s = scratch(args, p, ctx.workspace);
+  need_workspace(ctx, args, s.bytes);
+  if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
+  std::optional<Plan> own;
+  if (plan == nullptr && runs_library(p)) plan = &own.emplace(make_plan(ctx, args, p));
+  p.bias_grad = plan != nullptr && plan->problem.bias_grad;
+  if (args.bias_grad != nullptr && !p.bias_grad) {
+    const bool along = args.trans_a == 0, accumulate = args.accumulate_bias_grad != 0;
+    if (!along && has_fast_column_sums(*args.a)) {
+      fast_column_sums(ctx, *args.a, s.partials, *args.bias_grad, accumulate);
+    } else if (!along && rows_bias_grad(*args.a)) {
+      const te_fl_quant* quant = args.a->quant;
+      column_sums(
+          ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
+          RowsBiasGrad{Source(*args.a), p.m,
+                       quant != nullptr ? static_cast<const float*>(quant->scale_inv) : nullptr});
+    } else {
+      column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
+                  BiasGrad{values_of(*args.a, along, "a"), along});
+    }
+  }
+  if (p.m > 0 && p.n > 0) multiply(ctx, args, p, s, plan);
+  if (p.codes) finish_codes(ctx, args, p);
+  if (!p.direct) finish(ctx, args, p, s);
+}
+
+void generic_gemm(const te_fl_context& ctx, const Args& args) {
+  check_arguments(args);
+  if (!activates(args)) return run_product(ctx, args);
+  if (const FusedProduct fused(ctx, args); fused) {
+    need_workspace(ctx, args, fused.scratch_bytes());
+    return fused.run(ctx, ctx.workspace);
+  }
+  Composed composed(args);
+  if (!composed) return run_product(ctx, args);
+  const size_t first = product_workspace(composed.product());
+  need_workspace(ctx, args, first + composed.scratch_bytes());
+  composed.bind(static_cast<char*>(ctx.workspace) + first);
+  run_product(ctx, composed.product());
+  composed.activate(ctx);
+}
+
+Refusal refuse(const te_fl_context& ctx, const Args& args) {
+  for (const te_fl_tensor* t : {args.a, args.b, args.pre_gelu_in}) {
+    if (t == nullptr) continue;
+    const uint32_t scaling = backend::scaling(*t);
+    if (scaling == TE_FL_SCALING_MXFP8 || scaling == TE_FL_SCALING_NVFP4) {
+      return "does not read MXFP8 and NVFP4";
+    }
+    if (scaling == TE_FL_SCALING_NONE && is_fp8(dtype_of(*t))) {
+      return "reads FP8 with its scale only";
+    }
+  }
+  if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.bias_grad, args.residual,
+                 args.d_sum)) {
+    return kNotContiguous;
+  }
+  if (args.pre_gelu_in != nullptr && args.pre_gelu_in->dl.data == nullptr &&
+      backend::numel(*args.pre_gelu_in) != 0) {
+    return "generic_gemm: row-wise data missing of pre_gelu_in";
+  }
+  for (const te_fl_tensor* out : {args.d, args.pre_gelu_out}) {
+    if (out == nullptr) continue;
+    if (const Refusal why = refuse_output(*out)) return why;
+    for (const te_fl_tensor* in : {args.a, args.b, args.bias, args.pre_gelu_in}) {
+      if (in != nullptr && overlaps(*out, *in)) return kOverlaps;
+    }
+  }
+  if (args.residual != nullptr && overlaps_askew(*args.d, *args.residual)) return kOverlaps;
+  const auto missing = [](const te_fl_tensor& t, const void* copy) {
+    return backend::scaling(t) == TE_FL_SCALING_TENSOR && backend::numel(t) != 0 && copy == nullptr;
+  };
+  const void* a_columns = args.a->quant != nullptr ? args.a->quant->columnwise_data : nullptr;
+  const void* b_columns = args.b->quant != nullptr ? args.b->quant->columnwise_data : nullptr;
+  if (args.trans_a && missing(*args.a, a_columns)) {
+    return "generic_gemm: column-wise data missing of a, which trans_a needs";
+  }
+  if (!args.trans_a && missing(*args.a, args.a->dl.data)) {
+    return "generic_gemm: row-wise data missing of a";
+  }
+  if (!args.trans_b && missing(*args.b, b_columns)) {
+    return "generic_gemm: column-wise data missing of b, which is needed without trans_b";
+  }
+  if (args.trans_b && missing(*args.b, args.b->dl.data)) {
+    return "generic_gemm: row-wise data missing of b";
+  }
+  if (cublaslt() == nullptr) return cublaslt_missing();
+  const bool fp8 = is_fp8(dtype_of(*args.a)) || is_fp8(dtype_of(*args.b));
+  return gemm_limit(architecture(ctx.device.index), cublaslt()->number, fp8,
+                    is_block(*args.a) && is_block(*args.b));
+}
+
+te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** plan) noexcept {
+  return backend::guard(ctx->errors, [&] {
+    refuse_after_fork();
+    const backend::Widened<Args> args(raw);
+    const DeviceGuard guard(ctx->device.index);
+    check_arguments(*args);
+    *plan = nullptr;
+    if (FusedProduct(*ctx, *args)) return;
+    const Composed composed(*args);
+    const Args& product = composed ? composed.product() : *args;
+    const Problem p = describe(product);
+    if (!runs_library(p)) return;
+    auto made = std::make_unique<Plan>(make_plan(*ctx, product, p));
+    made->scratch_bytes = all_workspace(*ctx, *args);
+    *plan = made.release();
+  });
+}
+void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }
+
+}  // namespace
+
+void append_gemm(std::vector<te_fl_op_desc>& ops) {
+  ops.push_back(descriptor<Args, generic_gemm, refuse>("generic_gemm"));
+  te_fl_op_desc& desc = ops.back();
+  desc.param_version = 3;
+  desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
+  desc.workspace = backend::workspace_thunk<Args, workspace>;
+  desc.prepare = prepare;
+  desc.destroy_plan = destroy_plan;
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,154 @@
+#include "gemm/gemm_algorithm.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "device/cuda_check.hpp"
+#include "device/nvml.hpp"
+#include "gemm/cublaslt.hpp"
+#include "gemm/gemm_algorithm_book.hpp"
+#include "gemm/gemm_selection.hpp"
+#include "gemm/gemm_space.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+static_assert(sizeof(cublasLtMatmulAlgo_t) == sizeof GemmChoice{}.algorithm);
+
+ChoiceBook& book() {
+  static ChoiceBook instance;
+  return instance;
+}
+constinit std::atomic<const te_fl_host_api*> g_host{nullptr};
+
+const std::string& device_name(int device) {
+  static std::mutex mutex;
+  static std::map<int, std::string> names;
+  const std::lock_guard lock(mutex);
+  std::string& name = names[device];
+  if (name.empty()) {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    name = properties.name;
+  }
+  return name;
+}
+
+// All that a choice is kept under.
+GemmChoice key_of(int device, const std::string& problem) {
+  GemmChoice key;
+  key.device = device_name(device);
+  key.problem = problem;
+  key.library = cublaslt()->version();
+  key.power_limit = power_limit(device);
+  return key;
+}
+
+cublasLtMatmulAlgo_t algorithm_of(const GemmChoice& choice) {
+  cublasLtMatmulAlgo_t algo;
+  std::memcpy(&algo, choice.algorithm.data(), sizeof algo);
+  return algo;
+}
+
+class Timer {
+ public:
+  explicit Timer(cudaStream_t stream) : stream_(stream) {
+    check(cudaEventCreate(&begin_), "cudaEventCreate");
+    check(cudaEventCreate(&end_), "cudaEventCreate");
+  }
+  ~Timer() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+  // Microseconds per run of `count`; negative if one was refused.
+  template <class F>
+  double time(int count, F&& run) {
+    check(cudaEventRecord(begin_, stream_), "cudaEventRecord");
+    for (int i = 0; i < count; ++i) {
+      if (!run()) return -1;
+    }
+    check(cudaEventRecord(end_, stream_), "cudaEventRecord");
+    check(cudaEventSynchronize(end_), "cudaEventSynchronize");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin_, end_), "cudaEventElapsedTime");
+    return 1000.0 * static_cast<double>(ms) / count;
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+constexpr double kHeatUs = 500000;  // before anything of a device is measured
+
+// The first measurement on a device finds it cold.
+void heat(int device, Timer& timer, const std::function<bool()>& run) {
+  static std::array<std::atomic<bool>, ChoiceBook::kDevices> hot{};
+  if (hot.at(static_cast<size_t>(device)).exchange(true)) return;
+  timer.time(1, run);  // loads the kernel
+  if (const double us = timer.time(1, run); us > 0) {
+    timer.time(std::clamp(static_cast<int>(kHeatUs / us), 1, 50000), run);
+  }
+}
+
+}  // namespace
+
+void configure_gemm_choices(const char* file, bool tune, const te_fl_host_api* host) {
+  g_host = host;
+  book().configure(file != nullptr ? file : "", tune);
+}
+
+std::string gemm_choices_error() { return book().error(); }
+
+bool tunes_gemm() noexcept { return book().tunes(); }
+
+bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo) {
+  if (book().empty()) return false;
+  const std::optional<GemmChoice> found = book().find(key_of(device, problem));
+  if (found) algo = algorithm_of(*found);
+  return found.has_value();
+}
+
+std::optional<GemmChoice> time_candidates(int device, const std::string& problem,
+                                          const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                                          const GemmTrial& trial, cudaStream_t stream) {
+  Timer timer(stream);
+  heat(device, timer, [&] { return trial.run(candidates[0]); });
+  const auto time = [&](size_t i, int runs) {
+    return timer.time(runs, [&] { return trial.run(candidates[i]); });
+  };
+  const Winner winner = select_fastest(candidates.size(), {time, trial.agrees});
+  if (winner.timed == 0) return std::nullopt;
+  GemmChoice choice = key_of(device, problem);
+  choice.config = text_of(candidates[winner.index]);
+  choice.us = winner.us;
+  choice.first_us = winner.first_us;
+  choice.candidates = winner.timed;
+  choice.different = winner.different;
+  std::memcpy(choice.algorithm.data(), &candidates[winner.index], sizeof choice.algorithm);
+  return choice;
+}
+
+cublasLtMatmulAlgo_t measured_gemm_choice(
+    int device, const std::string& problem, const cublasLtMatmulAlgo_t& otherwise,
+    const std::function<std::optional<GemmChoice>()>& measure) {
+  const auto choice = book().find_or_measure(device, key_of(device, problem), measure);
+  return choice ? algorithm_of(*choice) : otherwise;
+}
+
+void warn_not_measured(const std::string& problem, const char* why) {
+  const te_fl_host_api* host = g_host;
+  if (host == nullptr || host->log == nullptr) return;
+  const std::string text = problem + " takes the algorithm of cuBLASLt's heuristic, as measuring " +
+                           "others failed: " + why;
+  host->log(host->host, TE_FL_LOG_WARNING, text.c_str());
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,381 @@
+#include "gemm/gemm_plan.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "common/column_sums.hpp"
+#include "device/cuda_check.hpp"
+#include "gemm/cublaslt.hpp"
+#include "gemm/gemm_algorithm.hpp"
+#include "gemm/gemm_space.hpp"
+#include "gemm/gemm_tune.hpp"
+#include "te_fl/dtype.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+using Args = te_fl_generic_gemm_args;
+
+int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
+cudaStream_t stream_of(const te_fl_context& ctx) { return static_cast<cudaStream_t>(ctx.stream); }
+int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+cudaDataType library_type(int dtype) {
+  switch (dtype) {
+    case TE_FL_F32:
+      return CUDA_R_32F;
+    case TE_FL_F16:
+      return CUDA_R_16F;
+    case TE_FL_BF16:
+      return CUDA_R_16BF;
+    case TE_FL_F8E4M3:
+      return CUDA_R_8F_E4M3;
+    default:
+      return CUDA_R_8F_E5M2;
+  }
+}
+
+Operand operand(const te_fl_tensor& t, bool along) {
+  Operand o;
+  o.tensor = &t;
+  o.dtype = dtype_of(t);
+  o.along = along;
+  if (backend::scaling(t) == TE_FL_SCALING_NONE) return o;
+  const te_fl_quant& quant = *t.quant;
+  o.codes = along ? backend::data<const void>(t) : quant.columnwise_data;
+  const void* scale = along ? quant.scale_inv : quant.columnwise_scale_inv;
+  if (scale == nullptr && quant.scaling == TE_FL_SCALING_TENSOR) {
+    scale = along ? quant.columnwise_scale_inv : quant.scale_inv;
+  }
+  o.scale_inv = static_cast<const float*>(scale);
+  return o;
+}
+
+// Codes under a given scale, in one copy: what the library writes of FP8 operands. E5M2 comes from
+// gradients.
+bool direct_codes(const Args& args, bool fp8) {
+  if (args.d->quant == nullptr || backend::numel(*args.d) == 0) return false;
+  const te_fl_quant& quant = *args.d->quant;
+  const int d = dtype_of(*args.d);
+  const bool gradient = dtype_of(*args.a) == TE_FL_F8E5M2 || dtype_of(*args.b) == TE_FL_F8E5M2;
+  const int bias = args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16;
+  return fp8 && quant.scaling == TE_FL_SCALING_TENSOR && !is_block(*args.a) &&
+         (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0 && quant.scale != nullptr &&
+         args.d->dl.data != nullptr && quant.columnwise_data == nullptr &&
+         gradient == (d == TE_FL_F8E5M2) && (bias == TE_FL_BF16 || bias == TE_FL_F16) &&
+         !args.gelu && args.pre_gelu_in == nullptr && args.residual == nullptr && !args.accumulate;
+}
+
+// Whether a matrix's rows are whole pieces of 16 bytes, which the library's best kernels want.
+bool whole_rows(const te_fl_tensor& t) {
+  return backend::as_matrix(t).cols * bytes_of(dtype_of(t)) % 16 == 0 &&
+         aligned16(backend::data<const void>(t));
+}
+
+bool direct_epilogue(const Args& args, bool fp8) {
+  const int d = dtype_of(*args.d);
+  if (args.d_sum != nullptr) return false;
+  if (is_fp8(d)) return direct_codes(args, fp8);
+  const bool half = d == TE_FL_F16 || d == TE_FL_BF16;
+  if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) return false;
+  // Of other rows the library rounds the product before it adds the bias (cuBLASLt 13.1).
+  if (args.bias != nullptr && half && !fp8 &&
+      !(whole_rows(*args.a) && whole_rows(*args.b) && whole_rows(*args.d))) {
+    return false;
+  }
+  // The library adds one matrix, of D's type.
+  if (args.residual != nullptr && (args.accumulate || dtype_of(*args.residual) != d ||
+                                   !aligned16(backend::data<const void>(*args.residual)))) {
+    return false;
+  }
+  // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
+  // cuBLASLt 13.1); from other memory it rounds once.
+  const bool in_place = args.accumulate || adds_in_place(args);
+  if (half && in_place && args.bias != nullptr) return false;
+  // The library's GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt 13), which
+  // is beyond the tolerance of BF16. Its gradient is off by more than F16's, and slower than a
+  // kernel of its own (bench/README.md).
+  if (args.gelu || args.pre_gelu_in != nullptr) return false;
+  return true;
+}
+
+}  // namespace
+
+Problem describe(const Args& args) {
+  Problem p;
+  const backend::Matrix d = backend::as_matrix(*args.d), a = backend::as_matrix(*args.a);
+  p.m = d.rows;
+  p.n = d.cols;
+  p.k = args.trans_a ? a.rows : a.cols;
+  p.a = operand(*args.a, args.trans_a == 0);
+  p.b = operand(*args.b, args.trans_b != 0);
+  p.padded_n = p.n;
+  p.padded_k = p.k;
+  const bool a_plain = backend::scaling(*args.a) == TE_FL_SCALING_NONE;
+  const bool b_plain = backend::scaling(*args.b) == TE_FL_SCALING_NONE;
+  const bool a_block = is_block(*args.a), b_block = is_block(*args.b);
+  if (a_plain && b_plain) {
+    if (p.a.dtype != p.b.dtype) p.convert = Convert::kWiden;
+  } else if (a_plain || b_plain || a_block != b_block ||
+             (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
+    p.convert = Convert::kWiden;
+  } else if (a_block) {
+    const bool whole = p.k % 128 == 0 && p.n % 16 == 0 && p.m % 8 == 0 &&
+                       p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3;
+    const bool present = p.a.codes != nullptr && p.b.codes != nullptr && aligned16(p.a.codes) &&
+                         aligned16(p.b.codes) && aligned16(p.a.scale_inv) &&
+                         aligned16(p.b.scale_inv);
+    if (whole && present) {
+      p.fp8 = p.block = true;
+    } else {
+      p.convert = Convert::kWiden;
+    }
+  } else {
+    p.fp8 = true;
+    p.padded_n = round_up(p.n, 16);
+    p.padded_k = round_up(p.k, 16);
+    if (p.padded_n != p.n || p.padded_k != p.k || !aligned16(p.a.codes) || !aligned16(p.b.codes)) {
+      p.convert = Convert::kPad;
+    }
+  }
+  const int d_dtype = dtype_of(*args.d);
+  const bool d_fits = p.convert == Convert::kNone
+                          ? !p.fp8 || aligned16(backend::data<void>(*args.d))
+                          : p.convert == Convert::kWiden && d_dtype == TE_FL_F32;
+  const bool types = p.fp8 || p.convert == Convert::kWiden || d_dtype == p.a.dtype ||
+                     (d_dtype == TE_FL_F32 && (p.a.dtype == TE_FL_F16 || p.a.dtype == TE_FL_BF16));
+  p.direct = p.k > 0 && d_fits && types && direct_epilogue(args, p.fp8);
+  p.codes = p.direct && is_fp8(d_dtype);
+  const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
+  p.bias_grad = p.direct && !p.fp8 && half && args.bias_grad != nullptr &&
+                !args.accumulate_bias_grad && args.bias == nullptr && args.residual == nullptr &&
+                dtype_of(*args.bias_grad) == d_dtype && p.m > 0 && p.n > 0 &&
+                !(args.trans_a && has_fast_column_sums(*args.a));
+  return p;
+}
+
+Problem problem_of(const Plan& plan, const Args& args) {
+  Problem p = plan.problem;
+  p.a = operand(*args.a, p.a.along);
+  p.b = operand(*args.b, p.b.along);
+  return p;
+}
+
+std::string text_of(const Args& args, const Problem& p) {
+  static constexpr const char* kNames[] = {"f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2"};
+  return "generic_gemm m=" + std::to_string(p.m) + " n=" + std::to_string(p.n) +
+         " k=" + std::to_string(p.k) + " a=" + kNames[p.a.dtype] + " b=" + kNames[p.b.dtype] +
+         " d=" + kNames[dtype_of(*args.d)] + " trans_a=" + std::to_string(args.trans_a) +
+         " trans_b=" + std::to_string(args.trans_b);
+}
+
+namespace {
+
+// A call, described only if something of it fails.
+struct What {
+  const Args& args;
+  const Problem& problem;
+};
+void check(cublasStatus_t status, const char* function, const What& what) {
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    cuda::check(status, function, text_of(what.args, what.problem));
+  }
+}
+
+template <class T>
+void set(Matmul& matmul, cublasLtMatmulDescAttributes_t attribute, const T& value,
+         const What& what) {
+  check(cublaslt()->desc_set(&matmul.desc, attribute, &value, sizeof value),
+        "cublasLtMatmulDescSetAttribute", what);
+}
+
+cublasLtEpilogue_t epilogue_of(const Args& args, const Problem& p) {
+  // Over the columns of the library's right operand, which is A.
+  if (p.bias_grad) return CUBLASLT_EPILOGUE_BGRADB;
+  const bool bias = args.bias != nullptr;
+  return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+int32_t scale_mode(const te_fl_tensor& t) {
+  switch (backend::scaling(t)) {
+    case TE_FL_SCALING_BLOCK_1X128:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case TE_FL_SCALING_BLOCK_128X128:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    default:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  }
+}
+
+// The pointers that belong to one call, in a copy of a plan's description.
+void set_pointers(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
+  if (p.fp8) {
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
+  }
+  if (!p.direct) return;
+  if (p.codes) {
+    // A choice of algorithms wants a pointer to where the amax would go, whichever.
+    float* amax = p.found_amax != nullptr ? p.found_amax : args.d->quant->scale;
+    set(matmul, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, what);
+  }
+  const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
+  if (bias != nullptr) {
+    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
+  }
+}
+
+uint32_t alignment_of(const void* p) {
+  const auto address = reinterpret_cast<uintptr_t>(p);
+  return address == 0 ? 256u
+                      : static_cast<uint32_t>(std::min<uintptr_t>(address & (~address + 1), 256));
+}
+
+void describe_operation(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
+  check(cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+        "cublasLtMatmulDescInit", what);
+  // FP8 is TN only: both operands are read with the contraction along their rows.
+  const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, what);
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, what);
+  if (p.fp8) {
+    const int8_t fast = !p.block && !args.use_split_accumulator;
+    set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, what);
+  }
+  if (p.block) {
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), what);
+  }
+  if (!p.direct) return;
+  set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), what);
+  const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
+  if (bias != nullptr) {
+    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
+        static_cast<int32_t>(library_type(dtype_of(*bias))), what);
+  }
+}
+
+// Everything that the choice of an algorithm depends on.
+std::string problem_key(const Args& args, const Problem& p, uint32_t alignment) {
+  std::string key = text_of(args, p) + " align=" + std::to_string(alignment);
+  if (p.block) {
+    key += " scaling=" + std::to_string(backend::scaling(*args.a)) + "," +
+           std::to_string(backend::scaling(*args.b));
+  }
+  if (p.fp8) key += args.use_split_accumulator ? " split" : " fast";
+  if (!p.direct) return key + " general";
+  if (args.bias != nullptr) key += " bias";
+  if (args.residual != nullptr) key += " residual";
+  if (args.accumulate) key += " accumulate";
+  if (p.bias_grad) key += " bias_grad";
+  return key;
+}
+
+bool captures(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda::check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
+  const int device = ctx.device.index;
+  const CublasLt& lt = *cublaslt();
+  const What what{args, p};
+  Plan plan{};
+  plan.problem = p;
+  plan.in_place = adds_in_place(args);
+  Matmul& matmul = plan.matmul;
+  matmul.codes = p.codes;
+  describe_operation(matmul, args, p, what);
+  set_pointers(matmul, args, p, what);
+  const bool widen = p.convert == Convert::kWiden;
+  const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
+                          int64_t cols) {
+    check(lt.layout_init(&out, sizeof out, library_type(dtype), static_cast<uint64_t>(rows),
+                         static_cast<uint64_t>(cols), std::max<int64_t>(rows, 1)),
+          "cublasLtMatrixLayoutInit", what);
+  };
+  const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
+  const int64_t n = p.padded_n, k = p.padded_k;
+  layout(matmul.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
+  layout(matmul.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
+  layout(matmul.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
+  // Codes go with a matrix to add of 16 bits, here none.
+  if (p.codes)
+    layout(matmul.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
+
+  cublasLtMatmulPreferenceOpaque_t preference;
+  check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", what);
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    check(lt.preference_set(&preference, attribute, &value, sizeof value),
+          "cublasLtMatmulPreferenceSetAttribute", what);
+  };
+  const bool in_scratch = p.convert != Convert::kNone;
+  const auto operand_alignment = [&](const Operand& o) {
+    return in_scratch ? 256u : alignment_of(p.fp8 ? o.codes : backend::data<void>(*o.tensor));
+  };
+  const uint32_t out_alignment = p.direct ? alignment_of(backend::data<void>(*args.d)) : 256u;
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLibraryWorkspace});
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, operand_alignment(p.b));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, operand_alignment(p.a));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out_alignment);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out_alignment);
+  const uint32_t alignment =
+      std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment});
+  const std::string key = problem_key(args, p, alignment);
+  if (find_gemm_choice(device, key, matmul.algo)) return plan;
+  const bool tunes = tunes_gemm() && p.convert == Convert::kNone && !captures(stream_of(ctx));
+  constexpr int kMostCandidates = 64;
+  std::array<cublasLtMatmulHeuristicResult_t, kMostCandidates> found{};
+  int count = 0;
+  const cublasStatus_t status = lt.heuristic(
+      cublaslt_handle(device), &matmul.desc, &matmul.left, &matmul.right, matmul.addend(),
+      &matmul.out, &preference, tunes ? kMostCandidates : 1, found.data(), &count);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
+    if (p.bias_grad) {
+      Problem without = p;
+      without.bias_grad = false;
+      return make_plan(ctx, args, without);
+    }
+    backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
+  }
+  check(status, "cublasLtMatmulAlgoGetHeuristic", what);
+  matmul.algo = found[0].algo;
+  if (tunes) {
+    std::vector<cublasLtMatmulAlgo_t> candidates;
+    const auto add = [&] {
+      for (int i = 0; i < count; ++i) add_new(candidates, found[static_cast<size_t>(i)].algo);
+    };
+    add();
+    // The heuristic names few at a time; without scratch it names others.
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
+    if (lt.heuristic(cublaslt_handle(device), &matmul.desc, &matmul.left, &matmul.right,
+                     matmul.addend(), &matmul.out, &preference, kMostCandidates, found.data(),
+                     &count) == CUBLAS_STATUS_SUCCESS) {
+      add();
+    }
+    matmul.algo = tune_gemm(ctx, args, p, matmul, key, std::move(candidates), alignment);
+  }
+  return plan;
+}
+
+void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, const Plan& plan,
+              const void* left, const void* right, void* out, void* workspace) {
+  const What what{args, p};
+  Matmul matmul = plan.matmul;  // other threads run the same plan with their pointers
+  set_pointers(matmul, args, p, what);
+  const bool adds = p.direct && args.residual != nullptr;
+  const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
+  const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
+  check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &matmul.desc, &args.alpha, left,
+                           &matmul.left, right, &matmul.right, &beta, added, matmul.addend(), out,
+                           &matmul.out, &matmul.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
+        "cublasLtMatmul", what);
+}
+
+}  // namespace te_fl::cuda

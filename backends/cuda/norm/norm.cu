@@ -1,0 +1,243 @@
+// Layer and RMS normalisation: the ops. Which kernels serve a call is choose_norm()'s to say
+// (norm_choice.hpp).
+#include "te_fl/ops/norm.h"
+
+#include "common/overlap.hpp"
+#include "norm/norm.cuh"
+#include "norm/norm_choice.hpp"
+#include "norm/norm_general.cuh"
+#include "plugin/families.hpp"
+
+namespace te_fl::cuda {
+
+namespace {
+
+unsigned row_blocks(int64_t rows) {
+  return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(rows, 132 * 32)));
+}
+
+NormDevice device_of(const te_fl_context& ctx) {
+  const int device = ctx.device.index;
+  return {device, compute_capability(device),
+          attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device), grants_tiles};
+}
+
+// One pass for plain outputs of any types.
+void forward_general_rows(const te_fl_context& ctx, const NormForward& f) {
+  const backend::Matrix m = backend::as_matrix(*f.x);
+  const auto kernel = m.cols <= kRegisterCols / 4   ? normalise_rows_kernel<1>
+                      : m.cols <= kRegisterCols / 2 ? normalise_rows_kernel<2>
+                                                    : normalise_rows_kernel<4>;
+  kernel<<<static_cast<unsigned>(m.rows), kThreads, 0, stream_of(ctx)>>>(
+      Source(*f.x), Source(*f.gamma), f.beta != nullptr ? Source(*f.beta) : Source(), Target(*f.z),
+      m.cols, f.epsilon, f.zero_centered ? 1.0f : 0.0f,
+      f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, backend::data<float>(*f.rsigma));
+  check_launch("normalise_rows_kernel");
+}
+
+float* rest_of(const te_fl_context& ctx) {
+  return reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
+}
+
+// Writes statistics, and sum if there is a residual.
+void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kernel) {
+  if (kernel == NormKernel::kRowwise) {
+    return forward_rows(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr);
+  }
+  const backend::Matrix m = backend::as_matrix(*f.x);
+  if (f.sum != nullptr) {
+    store_output(ctx, *f.sum, AddPair{Source(*f.x), Source(*f.residual), m.cols});
+    f = summed(f);
+  }
+  if (m.rows == 0) return;
+  statistics_kernel<<<row_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
+      Source(*f.x), m.rows, m.cols, f.epsilon,
+      f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
+      backend::data<float>(*f.rsigma));
+  check_launch("statistics_kernel");
+}
+
+// The same, and the amax of the result.
+float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel kernel) {
+  auto* found = static_cast<float*>(ctx.workspace);
+  check(cudaMemsetAsync(found, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
+  if (kernel == NormKernel::kPlain16) {
+    forward_lines(ctx, f, reinterpret_cast<float4*>(rest_of(ctx)), found);
+  } else {
+    forward_rows(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
+  }
+  return found;
+}
+
+// Of statistics that are known.
+void forward_general(const te_fl_context& ctx, const NormForward& f) {
+  store_output(ctx, *f.z,
+               Normalise{Source(*f.x), Source(*f.gamma),
+                         f.beta != nullptr ? Source(*f.beta) : Source(),
+                         f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
+                         backend::data<float>(*f.rsigma), backend::as_matrix(*f.x).cols,
+                         f.zero_centered ? 1.0f : 0.0f});
+}
+
+void run_forward(const te_fl_context& ctx, const NormForward& f) {
+  check_output(*f.z, "z");
+  const NormChoice choice = choose_norm(f, device_of(ctx));
+  const bool codes = backend::scaling(*f.z) != TE_FL_SCALING_NONE;
+  Quantised q = codes ? quantised(*f.z, nullptr, FLT_MAX) : Quantised();
+  NormForward left = f;
+  if (choice.first != NormKernel::kNone) {
+    if (choice.amax) {
+      q.found = forward_amax(ctx, f, choice.first);
+    } else {
+      forward_statistics(ctx, f, choice.first);
+    }
+    left = summed(f);
+  }
+  switch (choice.result) {
+    case NormKernel::kPlain16:
+      return forward_lines(ctx, left, nullptr, nullptr);
+    case NormKernel::kRowwise:
+      return forward_rows(ctx, left, RowTask::kStore, nullptr, nullptr, codes ? &q : nullptr);
+    case NormKernel::kCluster:
+      return forward_tiles(ctx, left, q);
+    case NormKernel::kBlock128:
+      return forward_slabs(ctx, left, q, rest_of(ctx));
+    case NormKernel::kGeneralRows:
+      return forward_general_rows(ctx, left);
+    default:
+      return forward_general(ctx, left);
+  }
+}
+
+template <class Args>
+Refusal refuse_forward(const Args& a, bool dense_rest) {
+  if (!dense_rest || !all_dense(a.x, a.residual, a.sum)) return kNotContiguous;
+  if (const Refusal why = refuse_output(*a.z)) return why;
+  const te_fl_tensor* const inputs[] = {a.x, a.residual};
+  for (const te_fl_tensor* in : inputs) {
+    if (in == nullptr) continue;
+    if (overlaps_askew(*a.z, *in)) return kOverlaps;
+    if (a.sum != nullptr && overlaps_askew(*a.sum, *in)) return kOverlaps;
+  }
+  return nullptr;
+}
+
+void layernorm_fwd(const te_fl_context& ctx, const te_fl_layernorm_fwd_args& a) {
+  run_forward(ctx, {a.x, a.gamma, a.beta, a.z, a.mu, a.rsigma, a.residual, a.sum, a.epsilon,
+                    a.zero_centered_gamma != 0});
+}
+Refusal refuse_layernorm_fwd(const te_fl_layernorm_fwd_args& a) {
+  return refuse_forward(a, all_dense(a.gamma, a.beta, a.mu, a.rsigma));
+}
+void rmsnorm_fwd(const te_fl_context& ctx, const te_fl_rmsnorm_fwd_args& a) {
+  run_forward(ctx, {a.x, a.gamma, nullptr, a.z, nullptr, a.rsigma, a.residual, a.sum, a.epsilon,
+                    a.zero_centered_gamma != 0});
+}
+Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& a) {
+  return refuse_forward(a, all_dense(a.gamma, a.rsigma));
+}
+template <class Args>
+size_t forward_workspace(const te_fl_context&, const Args& a) {
+  const int64_t rows = backend::as_matrix(*a.x).rows;
+  return kStoreWorkspace + (backend::scaling(*a.z) == TE_FL_SCALING_NONE
+                                ? static_cast<size_t>(rows) * sizeof(float)
+                                : slabs_bytes(rows));
+}
+
+// ---- backward
+
+size_t means_bytes(int64_t rows) {
+  return static_cast<size_t>(round_up(2 * rows * static_cast<int64_t>(sizeof(float)), 256));
+}
+template <class Args>
+size_t backward_workspace(const te_fl_context&, const Args& a) {
+  const backend::Matrix m = backend::as_matrix(*a.x);
+  const size_t general = means_bytes(m.rows) + column_sums_bytes(m.rows, m.cols);
+  return kStoreWorkspace + std::max(general, backward_bytes(m.rows, m.cols));
+}
+
+void run_backward(const te_fl_context& ctx, const NormBackward& b) {
+  const backend::Matrix m = backend::as_matrix(*b.x);
+  char* scratch = static_cast<char*>(ctx.workspace) + kStoreWorkspace;
+  if (choose_norm(b, device_of(ctx)).result == NormKernel::kGrad) {
+    return backward_rows(ctx, b, reinterpret_cast<float*>(scratch));
+  }
+  const Gradient args{Source(*b.dz),
+                      Source(*b.x),
+                      Source(*b.gamma),
+                      b.add != nullptr ? Source(*b.add) : Source(),
+                      b.mu != nullptr ? backend::data<const float>(*b.mu) : nullptr,
+                      backend::data<const float>(*b.rsigma),
+                      m.cols,
+                      b.zero_centered ? 1.0f : 0.0f};
+  auto* means = reinterpret_cast<float*>(scratch);
+  auto* partials = reinterpret_cast<float*>(scratch + means_bytes(m.rows));
+  // First what is summed, then dx, which may share the memory of dz.
+  column_sums(ctx, m.rows, m.cols, partials, *b.dgamma, false, GradientOfGamma{args});
+  if (b.dbeta != nullptr) {
+    column_sums(ctx, m.rows, m.cols, partials, *b.dbeta, false, GradientOfBeta{args.dz, m.cols});
+  }
+  if (m.rows == 0 || m.cols == 0) return;
+  row_means_kernel<<<row_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(args, m.rows, means);
+  check_launch("row_means_kernel");
+  store_output(ctx, *b.dx, GradientOfInput{args, means});
+}
+
+template <class Args>
+Refusal refuse_backward(const Args& a, const te_fl_tensor* add, bool dense_rest) {
+  if (!dense_rest || !all_dense(a.dz, a.x, a.rsigma, a.gamma, a.dx, a.dgamma, add)) {
+    return kNotContiguous;
+  }
+  const te_fl_tensor* const inputs[] = {a.dz, a.x, add};
+  for (const te_fl_tensor* in : inputs) {
+    if (in != nullptr && overlaps_askew(*a.dx, *in)) return kOverlaps;
+  }
+  return nullptr;
+}
+
+void layernorm_bwd(const te_fl_context& ctx, const te_fl_layernorm_bwd_args& a) {
+  run_backward(ctx, {a.dz, a.x, a.add, a.mu, a.rsigma, a.gamma, a.dx, a.dgamma, a.dbeta,
+                     a.zero_centered_gamma != 0});
+}
+Refusal refuse_layernorm_bwd(const te_fl_layernorm_bwd_args& a) {
+  return refuse_backward(a, a.add, all_dense(a.mu, a.dbeta));
+}
+void rmsnorm_bwd(const te_fl_context& ctx, const te_fl_rmsnorm_bwd_args& a) {
+  run_backward(ctx, {a.dz, a.x, nullptr, nullptr, a.rsigma, a.gamma, a.dx, a.dgamma, nullptr,
+                     a.zero_centered_gamma != 0});
+}
+Refusal refuse_rmsnorm_bwd(const te_fl_rmsnorm_bwd_args& a) {
+  return refuse_backward(a, nullptr, true);
+}
+void rmsnorm_bwd_add(const te_fl_context& ctx, const te_fl_rmsnorm_bwd_add_args& a) {
+  run_backward(ctx, {a.dz, a.x, a.add, nullptr, a.rsigma, a.gamma, a.dx, a.dgamma, nullptr,
+                     a.zero_centered_gamma != 0});
+}
+Refusal refuse_rmsnorm_bwd_add(const te_fl_rmsnorm_bwd_add_args& a) {
+  return refuse_backward(a, a.add, true);
+}
+
+template <class Args, auto F, auto Refuses, auto Workspace>
+void append(std::vector<te_fl_op_desc>& ops, const char* name, uint32_t version = 1) {
+  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().workspace = backend::workspace_thunk<Args, Workspace>;
+  ops.back().param_version = version;
+}
+
+}  // namespace
+
+void append_norm(std::vector<te_fl_op_desc>& ops) {
+  // Version 2: residual and sum of the forwards, add of layernorm_bwd.
+  append<te_fl_layernorm_fwd_args, layernorm_fwd, refuse_layernorm_fwd,
+         forward_workspace<te_fl_layernorm_fwd_args>>(ops, "layernorm_fwd", 2);
+  append<te_fl_layernorm_bwd_args, layernorm_bwd, refuse_layernorm_bwd,
+         backward_workspace<te_fl_layernorm_bwd_args>>(ops, "layernorm_bwd", 2);
+  append<te_fl_rmsnorm_fwd_args, rmsnorm_fwd, refuse_rmsnorm_fwd,
+         forward_workspace<te_fl_rmsnorm_fwd_args>>(ops, "rmsnorm_fwd", 2);
+  append<te_fl_rmsnorm_bwd_args, rmsnorm_bwd, refuse_rmsnorm_bwd,
+         backward_workspace<te_fl_rmsnorm_bwd_args>>(ops, "rmsnorm_bwd");
+  append<te_fl_rmsnorm_bwd_add_args, rmsnorm_bwd_add, refuse_rmsnorm_bwd_add,
+         backward_workspace<te_fl_rmsnorm_bwd_add_args>>(ops, "rmsnorm_bwd_add");
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,219 @@
+// What the norm kernels share: rows as packed groups of eight elements, statistics that merge
+// without cancellation, and how the fused kernels are launched.
+#pragma once
+
+#include "common/store.cuh"
+#include "device/device_attributes.hpp"
+#include "device/shared_memory.hpp"
+#include "norm/norm_choice.hpp"
+
+namespace te_fl::cuda {
+
+// What a fused forward kernel does beside the statistics. `out` is read if z is given.
+enum class RowTask { kStatistics, kAmax, kStore };
+
+// Each serves what choose_norm() gives it (norm_choice.hpp), on the stream of `ctx`.
+// Whole rows in registers: statistics (rest: what mu, rounded to FP32, leaves out; may be NULL),
+// the amax of the result, or the result, plain or as row-wise codes with a scale per tensor.
+void forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
+                  float* amax, const Quantised* out);
+// The same for x of 16 bits with weights of its dtype, without a residual: statistics and the amax,
+// or the plain result. tiles: what forward_slabs() needs of every row; may be NULL.
+void forward_lines(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
+// Codes in tiles of 128 x 128, in both directions. In blocks: x is read once. With a scale per
+// tensor (current scaling: out.found): statistics are known, and the scratch memory begins with
+// those of forward_lines(). `scratch` has slabs_bytes().
+void forward_slabs(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
+                   void* scratch);
+size_t slabs_bytes(int64_t rows);
+// Codes with a scale per tensor, column-wise too: a cluster of blocks holds some rows.
+void forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
+bool grants_tiles(int device, const NormCluster& cluster);  // NormDevice::grants
+// dx, dgamma and dbeta in two launches. `partials` has backward_bytes().
+void backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials);
+size_t backward_bytes(int64_t rows, int64_t cols);
+
+static_assert(norm_choice::kGroupSize == kGroup);
+
+// Lets a kernel have `wanted` bytes of dynamic shared memory, which choose_norm() found there.
+template <class Kernel>
+void take_shared(SharedMemory& granted, int device, Kernel* kernel, int64_t wanted, int64_t most) {
+  if (granted.allow(device, kernel, static_cast<size_t>(wanted), static_cast<size_t>(most))) return;
+  throw backend::Error(TE_FL_INTERNAL, "a norm kernel wants " + std::to_string(wanted) +
+                                           " bytes of shared memory, more than choose_norm() knew "
+                                           "of; report this with the GPU's name");
+}
+
+// Eight elements as they lie in memory.
+template <class T>
+struct alignas(16) Raw {
+  uint4 part[sizeof(T) / 2] = {};
+};
+template <class T>
+__device__ inline Raw<T> load_raw(const T* p) {
+  Raw<T> raw;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+    raw.part[i] = reinterpret_cast<const uint4*>(p)[i];
+  }
+  return raw;
+}
+template <class T>
+__device__ inline void store_raw(T* p, const Raw<T>& raw) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+    store_whole(reinterpret_cast<uint4*>(p) + i, raw.part[i]);
+  }
+}
+// Copies from global to shared memory that go on while a thread works: it waits for its own, and
+// reads what it copied itself, so that blocks need no barrier for them. Every thread has 16 bytes
+// of a piece, and pieces of one stage make up what it needs of a row.
+struct Staged {
+  uint4* mine;  // this thread's part of piece 0 of stage 0
+  int pieces;   // of a stage
+  __device__ uint4* at(int stage, int piece) const {
+    return mine + (stage * pieces + piece) * static_cast<int>(blockDim.x);
+  }
+  // The policy of L2 that gives up such lines first.
+  static __device__ uint64_t first_out() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+  }
+  // kOnce: what is read will not be wanted soon, and L2 rather keeps what is written.
+  template <bool kOnce, class T>
+  __device__ void copy(int stage, int piece, const T* from) const {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
+      const auto to = static_cast<unsigned>(__cvta_generic_to_shared(at(stage, piece + i)));
+      if constexpr (kOnce) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
+                     "l"(reinterpret_cast<const uint4*>(from) + i), "l"(first_out())
+                     : "memory");
+      } else {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+                     "l"(reinterpret_cast<const uint4*>(from) + i)
+                     : "memory");
+      }
+    }
+  }
+  template <class T>
+  __device__ Raw<T> read(int stage, int piece) const {
+    Raw<T> raw;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) raw.part[i] = *at(stage, piece + i);
+    return raw;
+  }
+};
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kPending groups of copies are there.
+template <int kPending>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Kernels compute half a group at a time: what is alive then fits their registers.
+constexpr int kHalf = kGroup / 2;
+template <class T>
+__device__ inline void unpack(const Raw<T>& raw, int half, float (&v)[kHalf]) {
+  const T* values = reinterpret_cast<const T*>(raw.part) + half * kHalf;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) v[i] = to_f32(values[i]);
+}
+template <class T>
+__device__ inline void pack(const float (&v)[kHalf], int half, Raw<T>& raw) {
+  T* values = reinterpret_cast<T*>(raw.part) + half * kHalf;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) values[i] = from_f32<T>(v[i]);
+}
+// x += other, rounded to T.
+template <class T>
+__device__ inline void add_raw(Raw<T>& x, const Raw<T>& other) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float a[kHalf], b[kHalf];
+    unpack(x, half, a);
+    unpack(other, half, b);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) a[i] += b[i];
+    pack(a, half, x);
+  }
+}
+
+// Weights of `groups` groups in shared memory as FP32, the first four of every group before the
+// last four, so that neighbouring lanes read neighbouring vectors.
+__device__ inline void put_weights(float* shared, int groups, int group, const float* v) {
+  float4* at = reinterpret_cast<float4*>(shared);
+  at[group] = make_float4(v[0], v[1], v[2], v[3]);
+  at[groups + group] = make_float4(v[4], v[5], v[6], v[7]);
+}
+__device__ inline void get_weights(const float* shared, int groups, int group, int half,
+                                   float (&v)[kHalf]) {
+  const float4 four = reinterpret_cast<const float4*>(shared)[half * groups + group];
+  v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+// All threads of a block: gamma + offset and beta (zero if absent), from column `first` on.
+__device__ inline void stage_weights(const Source& gamma, const Source& beta, float offset,
+                                     int64_t first, int groups, float* g_shared, float* b_shared) {
+  for (int i = static_cast<int>(threadIdx.x); i < groups; i += static_cast<int>(blockDim.x)) {
+    float v[kGroup];
+    gamma.load(first + i * kGroup, kGroup, v);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) v[j] += offset;
+    put_weights(g_shared, groups, i, v);
+    if (b_shared == nullptr) continue;
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) v[j] = 0.0f;
+    if (beta.data != nullptr) beta.load(first + i * kGroup, kGroup, v);
+    put_weights(b_shared, groups, i, v);
+  }
+}
+
+// Part of a row: n elements, the sums of x - centre and of its square.
+struct Moments {
+  float centre, sum, squares, n;
+};
+// Of a whole row: x - mean is (x - high) - rest.
+struct RowStatistics {
+  float high, rest, rsigma;
+};
+// The sum over lanes whose numbers differ in the bits below kLanes, a power of two.
+template <int kLanes>
+__device__ inline float lanes_sum(float v) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  return v;
+}
+// The warp's sum of a in its lower half, of b in its upper half.
+__device__ inline float two_sums(float a, float b) {
+  const bool upper = threadIdx.x % 32 >= 16;
+  const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, 16);
+  return lanes_sum<16>((upper ? b : a) + other);
+}
+// Merges the parts that kLanes neighbouring lanes hold; the same in each of them.
+template <int kLanes>
+__device__ inline RowStatistics merge(const Moments& m, float inverse_cols, float epsilon,
+                                      bool centred) {
+  RowStatistics s{0.0f, 0.0f, 0.0f};
+  float squares = m.squares;
+  if (centred) {
+    s.high = kLanes == 1 ? m.centre : lanes_sum<kLanes>(m.n * m.centre) * inverse_cols;
+    const float d = m.centre - s.high;
+    squares = lanes_sum<kLanes>(fmaf(d, fmaf(m.n, d, 2.0f * m.sum), squares));
+    const float sum = lanes_sum<kLanes>(fmaf(m.n, d, m.sum));
+    s.rest = sum * inverse_cols;
+    squares = fmaf(-sum, s.rest, squares);
+  } else {
+    squares = lanes_sum<kLanes>(squares);
+  }
+  squares = squares < 0.0f ? 0.0f : squares * inverse_cols;  // NaN stays
+  s.rsigma = rsqrtf(squares + epsilon);
+  return s;
+}
+
+// Codes of four values, the first in the lowest byte. NaN becomes 0x7F.
+__device__ inline uint32_t encode(const float (&v)[kHalf], bool is_e5m2) {
+  return codes_of(v[0], v[1], v[2], v[3], is_e5m2);
+}
+
+}  // namespace te_fl::cuda

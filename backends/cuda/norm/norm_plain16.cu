@@ -1,0 +1,121 @@
+// Forward norms of 16-bit rows, one for each block of a launch that has as many: x and weights come
+// straight into registers, and the scheduler of blocks keeps the loads of some rows in flight while
+// others are worked at.
+#include "norm/norm_held.cuh"
+
+namespace te_fl::cuda {
+namespace {
+
+constexpr int kMostThreads = 512;
+
+struct LinesArgs {
+  const void *x, *gamma, *beta;
+  void* z;  // elements as x
+  float *mu, *rsigma, *amax;
+  float4* tiles;
+  HeldShape shape;
+  int rows, step, rows_each;  // rows of all blocks, of one
+  float offset;
+};
+
+// kAmax: the amax of the result is wanted, not the result.
+template <class T, bool kAmax, bool kFull>
+__global__ void __launch_bounds__(kMostThreads, 2)
+    norm_lines_kernel(const __grid_constant__ LinesArgs a) {
+  __shared__ float4 parts[2][kMostThreads / 32];
+  const HeldPlace<kFull> at(a.shape);
+  const T* const gamma = static_cast<const T*>(a.gamma);
+  const T* const beta = static_cast<const T*>(a.beta);
+  float most = 0.0f;
+  int parity = 0;
+  for (int row0 = static_cast<int>(blockIdx.x) * a.rows_each; row0 < a.rows;
+       row0 += a.step, parity ^= 1) {
+    const int row = row0 + at.slot;
+    const bool inside = row < a.rows;
+    const int64_t first = int64_t{row} * a.shape.cols;
+    Raw<T> x[kHeldGroups];
+    hold_row<false>(at, first, inside, a.x, nullptr, nullptr, x);
+    const RowStatistics s = held_statistics(at, a.shape, x, parts[kAmax ? parity : 0]);
+    if (!inside) {
+      if (kAmax) continue;
+      return;
+    }
+    if (at.part == 0 && at.lane == 0) {
+      if (a.shape.centred) a.mu[row] = s.high + s.rest;
+      if (a.tiles != nullptr) a.tiles[row] = for_tiles(s);
+      a.rsigma[row] = s.rsigma;
+    }
+    const float shift = -s.rest * s.rsigma;
+#pragma unroll
+    for (int g = 0; g < kHeldGroups; ++g) {
+      if (!at.holds(g)) continue;
+      const int col = at.group(g) * kGroup;
+      const Raw<T> weights = load_weights(gamma + col);
+      Raw<T> biases, result;
+      if (beta != nullptr) biases = load_weights(beta + col);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float v[kHalf], weight[kHalf], bias[kHalf];
+        unpack(x[g], half, v);
+        unpack(weights, half, weight);
+        unpack(biases, half, bias);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+          v[i] = fmaf(fmaf(v[i] - s.high, s.rsigma, shift), weight[i] + a.offset, bias[i]);
+          if constexpr (kAmax) most = fmaxf(most, fabsf(v[i]));
+        }
+        if constexpr (!kAmax) pack(v, half, result);
+      }
+      if constexpr (!kAmax) store_raw(static_cast<T*>(a.z) + first + col, result);
+    }
+    if (!kAmax) return;  // a launch has blocks for all rows
+  }
+  if constexpr (kAmax) {
+    most = warp_max(most);
+    if (at.lane == 0) atomic_amax(a.amax, most);
+  }
+}
+
+template <class T, bool kAmax, bool kFull>
+void launch(const te_fl_context& ctx, LinesArgs a) {
+  const int threads = std::max(128, 32 * a.shape.warps);
+  a.rows_each = threads / 32 / a.shape.warps;
+  int64_t blocks = ceil_div(a.rows, a.rows_each);
+  // As many as run at once where every warp ends with an atomic maximum.
+  if (kAmax) {
+    blocks = std::min<int64_t>(
+        blocks, int64_t{2 * kMostThreads / threads} * multiprocessors(ctx.device.index));
+  }
+  a.step = static_cast<int>(blocks) * a.rows_each;
+  norm_lines_kernel<T, kAmax, kFull>
+      <<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream_of(ctx)>>>(a);
+  check_launch("norm_lines_kernel");
+}
+template <class T>
+void launch_for(const te_fl_context& ctx, const LinesArgs& a) {
+  if (a.amax != nullptr) {
+    return a.shape.full ? launch<T, true, true>(ctx, a) : launch<T, true, false>(ctx, a);
+  }
+  a.shape.full ? launch<T, false, true>(ctx, a) : launch<T, false, false>(ctx, a);
+}
+
+}  // namespace
+
+void forward_lines(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax) {
+  const backend::Matrix m = backend::as_matrix(*f.x);
+  LinesArgs a{};
+  a.shape = held_shape(m.cols, f.epsilon, f.mu != nullptr);
+  a.x = backend::data<const void>(*f.x);
+  a.gamma = backend::data<const void>(*f.gamma);
+  if (f.beta != nullptr) a.beta = backend::data<const void>(*f.beta);
+  if (amax == nullptr) a.z = backend::data<void>(*f.z);
+  a.mu = f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr;
+  a.rsigma = backend::data<float>(*f.rsigma);
+  a.amax = amax;
+  a.tiles = tiles;
+  a.rows = static_cast<int>(m.rows);
+  a.offset = f.zero_centered ? 1.0f : 0.0f;
+  dtype_of(*f.x) == TE_FL_BF16 ? launch_for<bf16>(ctx, a) : launch_for<fp16>(ctx, a);
+}
+
+}  // namespace te_fl::cuda

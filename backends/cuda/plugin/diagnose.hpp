@@ -1,0 +1,16 @@
+// What the plugin says of its surroundings: driver, GPUs, libraries.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "device/device.hpp"
+#include "te_fl/plugin.h"
+
+namespace te_fl::cuda {
+
+// Opens the libraries if they are not open yet. `why_no_device` is what enumerate() said.
+void report_surroundings(const std::vector<Device>& devices, const std::string& why_no_device,
+                         const te_fl_finding_sink& findings);
+
+}  // namespace te_fl::cuda

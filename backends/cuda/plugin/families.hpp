@@ -1,0 +1,88 @@
+// The families of this backend and how each lists its ops.
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#include "device/cuda_check.hpp"
+#include "te_fl/backend.hpp"
+
+namespace te_fl::cuda {
+
+// Why a call is not served, nullptr if it is. Reads metadata only; static text.
+using Refusal = const char*;
+
+template <class Args, auto F>
+te_fl_status supports(void*, const te_fl_context* ctx, const void* raw) noexcept {
+  Refusal refusal = nullptr;
+  const te_fl_status failed = backend::guard(ctx->errors, [&] {
+    const backend::Widened<Args> args(raw);
+    if constexpr (std::is_invocable_v<decltype(F), const te_fl_context&, const Args&>) {
+      refusal = F(*ctx, *args);
+    } else {
+      refusal = F(*args);
+    }
+  });
+  if (failed != TE_FL_OK) return failed | TE_FL_CLEAN;
+  if (refusal == nullptr) return TE_FL_OK;
+  backend::report(ctx->errors, refusal);
+  return TE_FL_UNSUPPORTED;
+}
+
+template <class Args, auto F>
+te_fl_status run(void*, const te_fl_context* ctx, const void* raw) noexcept {
+  return backend::guard(ctx->errors, [&] {
+    refuse_after_fork();
+    const backend::Widened<Args> args(raw);
+    const DeviceGuard guard(ctx->device.index);
+    F(*ctx, *args);
+  });
+}
+
+// The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. Refuses is
+// `Refusal (const Args&)` or `Refusal (const te_fl_context&, const Args&)`, or nullptr when every
+// call that the schema and the constraints allow is served. Everything is deterministic and may be
+// captured unless the caller takes the flag away.
+template <class Args, auto F, auto Refuses = nullptr>
+te_fl_op_desc descriptor(const char* op_name) {
+  te_fl_op_desc desc;
+  desc.op_name = op_name;
+  desc.impl_id = "vendor.cuda";
+  desc.kind = TE_FL_KIND_VENDOR;
+  desc.flags =
+      TE_FL_OP_THREAD_SAFE | TE_FL_OP_GRAPH_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK;
+  desc.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
+  desc.run = run<Args, F>;
+  if constexpr (Refuses == nullptr) {
+    desc.flags |= TE_FL_OP_STATIC_SUPPORT;
+  } else {
+    desc.supports = supports<Args, Refuses>;
+  }
+  return desc;
+}
+
+// Each appends the descriptors of one family; defined in <family>.cu or .cpp.
+void append_activation(std::vector<te_fl_op_desc>& ops);
+void append_quantize(std::vector<te_fl_op_desc>& ops);
+void append_quantize_lists(std::vector<te_fl_op_desc>& ops);
+void append_dequantize(std::vector<te_fl_op_desc>& ops);
+void append_scale_update(std::vector<te_fl_op_desc>& ops);
+void append_tensor(std::vector<te_fl_op_desc>& ops);
+void append_copies(std::vector<te_fl_op_desc>& ops);  // this and the next by append_tensor
+void append_fills(std::vector<te_fl_op_desc>& ops);
+void append_dropout(std::vector<te_fl_op_desc>& ops);
+void append_optimizer(std::vector<te_fl_op_desc>& ops);
+void append_softmax(std::vector<te_fl_op_desc>& ops);
+void append_gemm(std::vector<te_fl_op_desc>& ops);
+void append_norm(std::vector<te_fl_op_desc>& ops);
+// `most_scratch`: bytes that a backward of attention may take to keep what it computes twice
+// otherwise. Before the first call.
+void configure_attention(size_t most_scratch);
+void append_attention(std::vector<te_fl_op_desc>& ops);
+void append_rope(std::vector<te_fl_op_desc>& ops);
+
+class CudnnState;
+// Attention on cuDNN; `state` outlives the descriptors' use.
+void append_attention_cudnn(std::vector<te_fl_op_desc>& ops, CudnnState& state);
+
+}  // namespace te_fl::cuda

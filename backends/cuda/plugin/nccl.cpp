@@ -1,0 +1,72 @@
+#include "plugin/nccl.hpp"
+
+#include <dlfcn.h>
+
+#include <type_traits>
+
+#include "device/open_library.hpp"
+
+namespace te_fl::cuda {
+namespace {
+
+// Before 2.9 it was 1000 major + 100 minor + patch.
+std::string version_text(int number) {
+  const int major = number / (number < 10000 ? 1000 : 10000);
+  return std::to_string(major) + "." +
+         std::to_string(number % (number < 10000 ? 1000 : 10000) / 100) + "." +
+         std::to_string(number % 100);
+}
+
+struct Library {
+  Nccl table;
+  std::string missing;
+
+  Library() {
+    std::string reason;
+    void* handle = open_library({"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2"}, reason);
+    if (handle == nullptr) {
+      missing = "NCCL was not found (" + reason +
+                "): install NCCL 2 (Debian and Ubuntu: libnccl2 of NVIDIA's repository; PyPI: "
+                "nvidia-nccl-cu13), or set LD_LIBRARY_PATH";
+      return;
+    }
+    const std::string remedy = ": install NCCL " + version_text(kNcclMinimum) + " or newer";
+    const auto find = [&](auto& slot, const char* name) {
+      slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(dlsym(handle, name));
+      if (slot == nullptr && missing.empty()) {
+        missing = std::string("NCCL has no ") + name + remedy;
+      }
+    };
+    find(table.version, "ncclGetVersion");
+    find(table.error_text, "ncclGetErrorString");
+    find(table.unique_id, "ncclGetUniqueId");
+    find(table.create, "ncclCommInitRank");
+    find(table.destroy, "ncclCommDestroy");
+    find(table.all_reduce, "ncclAllReduce");
+    find(table.reduce_scatter, "ncclReduceScatter");
+    find(table.all_gather, "ncclAllGather");
+    if (!missing.empty()) return;
+    table.path = path_of(reinterpret_cast<const void*>(table.version));
+    if (const int status = table.version(&table.number); status != 0) {
+      missing = "NCCL (" + table.path + ") does not tell its version (" + table.error_text(status) +
+                ")" + remedy;
+    } else if (table.number < kNcclMinimum) {
+      missing = "NCCL " + version_text(table.number) + " (" + table.path + ") is too old" + remedy;
+    }
+  }
+};
+
+const Library& library() {
+  static const Library instance;
+  return instance;
+}
+
+}  // namespace
+
+const Nccl* nccl() noexcept {
+  const Library& found = library();
+  return found.missing.empty() ? &found.table : nullptr;
+}
+const char* nccl_missing() noexcept { return library().missing.c_str(); }
+
+}  // namespace te_fl::cuda

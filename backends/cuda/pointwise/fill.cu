@@ -1,0 +1,116 @@
+// Sets every element of a tensor of any strides.
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "common/nest.cuh"
+#include "plugin/families.hpp"
+#include "te_fl/numeric.hpp"
+#include "te_fl/ops/tensor.h"
+
+namespace te_fl::cuda {
+namespace {
+
+using backend::invalid;
+
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    fill_kernel(Word* out, Nest nest, int64_t size, Word value) {
+  const int64_t first = blockIdx.x * int64_t{kThreads * kAtOnce} + threadIdx.x;
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    const int64_t i = first + u * kThreads;
+    if (i >= size) continue;
+    int64_t from = 0, to = 0;
+    nest.offsets(i, from, to);
+    out[to] = value;
+  }
+}
+// The bits of `value` in an integer type; invalid() if it cannot hold it.
+template <class T>
+uint64_t integer_bits(double value, const char* type, double low, double above_high) {
+  const double whole = std::trunc(value);
+  if (!(whole >= low && whole < above_high)) {
+    invalid("value is " + std::to_string(value) + ", which " + type + " cannot hold; it takes " +
+            std::to_string(low) + " to " + std::to_string(above_high - 1));
+  }
+  return static_cast<uint64_t>(static_cast<T>(whole));
+}
+template <class T>
+uint64_t integer_bits(double value, const char* type) {
+  return integer_bits<T>(value, type, static_cast<double>(std::numeric_limits<T>::min()),
+                         std::ldexp(1.0, std::numeric_limits<T>::digits));
+}
+
+uint64_t bits_of(int dtype, double value) {
+  switch (dtype) {
+    case TE_FL_F64:
+      return std::bit_cast<uint64_t>(value);
+    case TE_FL_F32:
+      return std::bit_cast<uint32_t>(numeric::from_double<float>(value));
+    case TE_FL_F16:
+      return numeric::from_double<numeric::half>(value).bits;
+    case TE_FL_BF16:
+      return numeric::from_double<numeric::bfloat16>(value).bits;
+    case TE_FL_F8E4M3:
+      return numeric::from_double<numeric::fp8e4m3>(value).bits;
+    case TE_FL_F8E5M2:
+      return numeric::from_double<numeric::fp8e5m2>(value).bits;
+    case TE_FL_F8E8M0:
+      return numeric::from_double<numeric::e8m0>(value).bits;
+    case TE_FL_I8:
+      return integer_bits<int8_t>(value, "i8");
+    case TE_FL_I16:
+      return integer_bits<int16_t>(value, "i16");
+    case TE_FL_I32:
+      return integer_bits<int32_t>(value, "i32");
+    case TE_FL_I64:
+      return integer_bits<int64_t>(value, "i64");
+    case TE_FL_U8:
+      return integer_bits<uint8_t>(value, "u8");
+    case TE_FL_U16:
+      return integer_bits<uint16_t>(value, "u16");
+    case TE_FL_U32:
+      return integer_bits<uint32_t>(value, "u32");
+    case TE_FL_U64:
+      return integer_bits<uint64_t>(value, "u64");
+    default:
+      return integer_bits<uint8_t>(value, "bool", 0.0, 2.0);
+  }
+}
+
+// `value`, of so many bytes, again and again.
+template <class Word>
+Word repeated(uint64_t value, int bytes) {
+  Word word;
+  for (size_t at = 0; at < sizeof word; at += static_cast<size_t>(bytes)) {
+    std::memcpy(reinterpret_cast<char*>(&word) + at, &value, static_cast<size_t>(bytes));
+  }
+  return word;
+}
+void fill(const te_fl_context& ctx, const te_fl_fill_args& args) {
+  const uint64_t bits = bits_of(dtype_of(*args.output), args.value);
+  if (backend::numel(*args.output) == 0) return;
+  const int bytes = args.output->dl.dtype.bits / 8;
+  Nest nest = nest_of(*args.output, nullptr);
+  const int word = widen(nest, bytes, nullptr, backend::data<void>(*args.output));
+  prepare(nest);
+  const int64_t size = nest.size();
+  with_word(word, [&]<class Word>(Word) {
+    fill_kernel<Word><<<blocks_of(size), kThreads, 0, stream_of(ctx)>>>(
+        backend::data<Word>(*args.output), nest, size, repeated<Word>(bits, bytes));
+  });
+  check_launch("fill");
+}
+Refusal refuse_fill(const te_fl_fill_args& args) {
+  return args.output->dl.dtype.bits < 8 ? "fills whole bytes" : nullptr;
+}
+
+}  // namespace
+
+void append_fills(std::vector<te_fl_op_desc>& ops) {
+  ops.push_back(descriptor<te_fl_fill_args, fill, refuse_fill>("fill"));
+}
+
+}  // namespace te_fl::cuda

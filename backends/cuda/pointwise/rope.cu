@@ -1,0 +1,317 @@
+// Rotary position embedding, on separate or packed Q, K, V.
+//
+// y_a = x_a cos f_a - x_b sin f_a, y_b = x_b cos f_b + x_a sin f_b for each pair (a, b). The
+// backward is the transpose of that map, also where the two angles of a pair differ.
+#include "te_fl/ops/rope.h"
+
+#include <string>
+
+#include "common/overlap.hpp"
+#include "common/value_checks.hpp"
+#include "plugin/families.hpp"
+#include "pointwise/rope_kernels.cuh"
+
+namespace te_fl::cuda {
+namespace {
+
+using backend::invalid;
+using backend::shape_text;
+
+// ---- arguments
+
+void check_even_length(int64_t length, int64_t cp_size, const std::string& what) {
+  if (cp_size > 1 && length % 2 != 0) {
+    invalid(what + " has " + std::to_string(length) +
+            " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
+            "chunks of equal length");
+  }
+}
+
+struct NamedTable {
+  const char* name;
+  const te_fl_tensor* freqs;
+};
+
+Rotation rotation_of(const NamedTable& table, bool interleaved, bool backward, int64_t dim) {
+  const te_fl_tensor& freqs = *table.freqs;
+  const Rotation r{backend::data<const float>(freqs), freqs.dl.shape[3], freqs.dl.shape[0],
+                   interleaved, backward};
+  if (r.columns % 2 != 0 || r.columns > dim) {
+    invalid(std::string(table.name) + " has " + std::to_string(r.columns) +
+            " columns, expected an even number up to the head size, " + std::to_string(dim));
+  }
+  return r;
+}
+
+// Refuses what is known without the device: shapes, and positions that even sequences from 0 on
+// need. The integers on the device are looked at by a kernel, which notes what is wrong
+// (value_errors.hpp); positions beyond the angles give NaN.
+void check_positions(const te_fl_context& ctx, const char* op, const Positions& p, int64_t tokens,
+                     const te_fl_tensor* start_positions, const NamedTable& first,
+                     const NamedTable& second = {}) {
+  if (start_positions != nullptr &&
+      (start_positions->dl.ndim != 1 || start_positions->dl.shape[0] != p.batch)) {
+    invalid("start_positions has shape " + shape_text(*start_positions) + ", expected [" +
+            std::to_string(p.batch) + "]: one for each sequence");
+  }
+  PositionRules rules{nullptr, p.cu,      p.batch,  p.sbhd ? p.extent0 : p.extent1,
+                      tokens,  p.cp_size, p.cp_rank};
+  for (int i = 0; i < 2; ++i) {
+    const NamedTable& table = i == 0 ? first : second;
+    rules.tables[i] = table.name;
+    rules.rows[i] = table.freqs != nullptr ? table.freqs->dl.shape[0] : 0;
+  }
+  if (p.cu == nullptr) {
+    check_even_length(rules.length, p.cp_size, "each sequence");
+    ValueError error;
+    if (p.batch > 0 && find_position_error(rules, 0, error)) {
+      invalid(std::string(error.argument) + " has " + std::to_string(error.bound) +
+              " positions, but position " + std::to_string(error.value) + " is needed");
+    }
+    if (p.starts == nullptr) return;
+  }
+  if (p.batch == 0) return;
+  rules.starts = p.starts;
+  const ValueErrorSink errors = value_errors_of(ctx, op);
+  position_check_kernel<<<blocks_for(p.batch), kThreads, 0, stream_of(ctx)>>>(rules, errors);
+  check_launch("position_check_kernel");
+  if (validates(ctx)) refuse_noted(ctx);
+}
+
+template <class Args>
+Positions positions_of(const Args& a) {
+  Positions p;
+  p.cp_size = a.cp_size;
+  p.cp_rank = a.cp_rank;
+  p.sbhd = a.layout == TE_FL_LAYOUT_SBHD;
+  if (a.start_positions != nullptr) p.starts = backend::data<const int32_t>(*a.start_positions);
+  return p;
+}
+
+// ---- launches
+
+template <class... P>
+bool all_aligned(const P*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+struct HeadKind {
+  int64_t width;
+  int table;  // -1: copied
+};
+
+// Tokens of a block, at most `most`, so that its threads have two items each again and again, with
+// few threads idle in the last round.
+int64_t tokens_of_block(int64_t items, int64_t most) {
+  constexpr int64_t kRound = 2 * kThreads;
+  int64_t best = 1;
+  double best_share = 0;
+  for (int64_t each = 1; each <= most && (each == 1 || items * each <= 4 * kRound); ++each) {
+    const auto busy = static_cast<double>(items * each);
+    const double share = busy / static_cast<double>(round_up(items * each, kRound));
+    if (share > best_share + 0.05) best = each, best_share = share;
+  }
+  return best;
+}
+
+// Fills in how the work is divided; true: in packs. `kinds` are the heads that there are.
+bool divide(RopePlan& plan, std::initializer_list<HeadKind> kinds, bool aligned) {
+  constexpr int64_t kSharedLimit = 48 << 10;
+  const Rotation &q = plan.rotation[0], &k = plan.rotation[1];
+  plan.same = k.angles == q.angles && k.columns == q.columns && k.rows == q.rows;
+  plan.columns = static_cast<uint32_t>(q.columns + (plan.same ? 0 : k.columns));
+  const int64_t token_bytes = int64_t{plan.columns} * 2 * sizeof(float);
+  plan.shared = token_bytes <= kSharedLimit;
+  const auto columns_of = [&](const HeadKind& kind) {
+    return kind.table < 0 ? int64_t{0} : plan.rotation[kind.table].columns;
+  };
+  bool packed = aligned && plan.shared;
+  for (const HeadKind& kind : kinds) {
+    packed = packed && kind.width % kGroup == 0 && columns_of(kind) % (2 * kGroup) == 0;
+  }
+  int64_t items = 1;
+  for (const HeadKind& kind : kinds) {
+    const int64_t columns = columns_of(kind), rest = kind.width - columns;
+    items = std::max(
+        items, packed ? columns / (2 * kGroup) + ceil_div(rest, 2 * kGroup) : columns / 2 + rest);
+  }
+  const int64_t most = plan.shared && token_bytes > 0 ? kSharedLimit / token_bytes : kMostTokens;
+  const int64_t each = tokens_of_block(items * plan.heads, std::min<int64_t>(most, kMostTokens));
+  plan.tokens_each = static_cast<uint32_t>(each);
+  plan.items = static_cast<uint32_t>(items);
+  plan.by_items = FastDiv(items);
+  plan.by_heads = FastDiv(plan.heads);
+  plan.by_columns = FastDiv(std::max<int64_t>(plan.columns, 1));
+  return packed;
+}
+
+template <class T, class Heads>
+void launch(const te_fl_context& ctx, RopePlan& plan, const Positions& positions,
+            const Heads& heads, std::initializer_list<HeadKind> kinds, bool aligned) {
+  // sbhd without starts: the sequences' tokens of one position are neighbours.
+  const bool repeats = positions.cu == nullptr && positions.starts == nullptr && positions.sbhd;
+  plan.repeat = repeats ? positions.extent1 : 1;
+  const auto kernel =
+      divide(plan, kinds, aligned) ? rope_kernel<T, Heads, true> : rope_kernel<T, Heads, false>;
+  const size_t bytes =
+      plan.shared ? size_t{plan.tokens_each} * plan.columns * 2 * sizeof(float) : 0;
+  const auto blocks = static_cast<unsigned>(ceil_div(plan.tokens, plan.tokens_each));
+  kernel<<<blocks, kThreads, bytes, stream_of(ctx)>>>(heads, plan, positions);
+}
+
+template <bool kBackward>
+void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
+  const bool thd = a.layout == TE_FL_LAYOUT_THD;
+  const te_fl_tensor& x = *a.input;
+  if (x.dl.ndim != (thd ? 3 : 4)) {
+    invalid("input has shape " + shape_text(x) + ", expected rank " +
+            (thd ? "3: [T, H, D] (layout thd)" : "4: [S, B, H, D] or [B, S, H, D]"));
+  }
+  Positions p = positions_of(a);
+  int64_t tokens = x.dl.shape[0];
+  if (thd) {
+    if (a.cu_seqlens->dl.ndim != 1 || a.cu_seqlens->dl.shape[0] < 1) {
+      invalid("cu_seqlens has shape " + shape_text(*a.cu_seqlens) + ", expected [B+1]");
+    }
+    p.cu = backend::data<const int32_t>(*a.cu_seqlens);
+    p.batch = a.cu_seqlens->dl.shape[0] - 1;
+  } else {
+    p.extent0 = x.dl.shape[0], p.extent1 = x.dl.shape[1];
+    p.batch = p.sbhd ? p.extent1 : p.extent0;
+    tokens *= x.dl.shape[1];
+  }
+  const NamedTable freqs{"freqs", a.freqs};
+  const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
+  const Rotation rotation = rotation_of(freqs, a.interleaved != 0, kBackward, dim);
+  check_positions(ctx, kBackward ? "fused_rope_backward" : "fused_rope_forward", p, tokens,
+                  a.start_positions, freqs);
+  if (backend::numel(x) == 0) return;
+  with_type(dtype_of(x), [&]<class T>(T) {
+    const Separate<T> all{backend::data<const T>(x), backend::data<T>(*a.output), heads,
+                          static_cast<int>(dim)};
+    RopePlan plan;
+    plan.rotation[0] = rotation;
+    plan.tokens = tokens;
+    plan.heads = static_cast<uint32_t>(heads);
+    launch<T>(ctx, plan, p, all, {{all.width, 0}}, all_aligned(all.in, all.out));
+  });
+  check_launch("rope");
+}
+
+void expect_tail(const char* name, const te_fl_tensor& t, int64_t heads, int64_t dim) {
+  if (t.dl.shape[2] == heads && t.dl.shape[3] == dim) return;
+  invalid(std::string(name) + " has shape " + shape_text(t) + ", expected [.., " +
+          std::to_string(heads) + ", " + std::to_string(dim) + "]");
+}
+
+template <class Args>
+Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
+  const Packed p{qkv.dl.shape[0] * qkv.dl.shape[1], qkv.dl.shape[2], a.q_dim / a.k_dim, a.k_dim,
+                 a.v_dim};
+  if (qkv.dl.shape[3] != p.width()) {
+    invalid(std::string(name) + " has shape " + shape_text(qkv) + ", expected " +
+            std::to_string(p.width()) + " in the last dimension: q_dim + k_dim + v_dim");
+  }
+  return p;
+}
+
+template <class Args>
+Positions packed_positions(const te_fl_context& ctx, const char* op, const Args& a,
+                           const te_fl_tensor& qkv) {
+  Positions p = positions_of(a);
+  p.extent0 = qkv.dl.shape[0], p.extent1 = qkv.dl.shape[1];
+  p.batch = p.sbhd ? p.extent1 : p.extent0;
+  check_positions(ctx, op, p, p.extent0 * p.extent1, a.start_positions, {"q_freqs", a.q_freqs},
+                  {"k_freqs", a.k_freqs});
+  return p;
+}
+
+template <class T, class Heads>
+void launch_packed(const te_fl_context& ctx, const Packed& p, const Positions& positions,
+                   const Rotation& q, const Rotation& k, Heads heads) {
+  heads.groups = p.groups;
+  heads.q_heads = static_cast<int>(p.q_heads);
+  heads.k_dim = static_cast<int>(p.k_dim);
+  heads.v_dim = static_cast<int>(p.v_dim);
+  heads.by_group = FastDiv(p.q_heads + 2);
+  RopePlan plan;
+  plan.rotation[0] = q;
+  plan.rotation[1] = k;
+  plan.tokens = p.tokens;
+  plan.heads = static_cast<uint32_t>(p.groups * (p.q_heads + 2));
+  launch<T>(ctx, plan, positions, heads, {{p.k_dim, 0}, {p.k_dim, 1}, {p.v_dim, -1}},
+            all_aligned(heads.packed, heads.q, heads.k, heads.v));
+}
+
+void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_args& a) {
+  const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
+  expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
+  expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
+  expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
+  const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, false, p.k_dim);
+  const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, false, p.k_dim);
+  const Positions positions = packed_positions(ctx, "fused_qkv_rope_forward", a, *a.qkv_input);
+  if (backend::numel(*a.qkv_input) == 0) return;
+  with_type(dtype_of(*a.qkv_input), [&]<class T>(T) {
+    launch_packed<T>(
+        ctx, p, positions, q, k,
+        Joined<T, false>{backend::data<const T>(*a.qkv_input), backend::data<T>(*a.q_out),
+                         backend::data<T>(*a.k_out), backend::data<T>(*a.v_out)});
+  });
+  check_launch("qkv_rope_forward");
+}
+void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_args& a) {
+  const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
+  expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
+  expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
+  expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
+  const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, true, p.k_dim);
+  const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, true, p.k_dim);
+  const Positions positions = packed_positions(ctx, "fused_qkv_rope_backward", a, *a.qkv_grad);
+  if (backend::numel(*a.qkv_grad) == 0) return;
+  with_type(dtype_of(*a.qkv_grad), [&]<class T>(T) {
+    launch_packed<T>(
+        ctx, p, positions, q, k,
+        Joined<T, true>{backend::data<T>(*a.qkv_grad), backend::data<const T>(*a.q_grad),
+                        backend::data<const T>(*a.k_grad), backend::data<const T>(*a.v_grad)});
+  });
+  check_launch("qkv_rope_backward");
+}
+
+// Items of a token are counted in 32 bits.
+bool is_large(int64_t heads, int64_t dim) { return heads * dim >= int64_t{1} << 30; }
+constexpr Refusal kLargeToken = "a token has 2^30 elements or more";
+
+Refusal refuse_rope(const te_fl_rope_rope_args& a) {
+  if (!all_dense(a.input, a.output, a.freqs, a.start_positions, a.cu_seqlens))
+    return kNotContiguous;
+  const te_fl_dltensor& x = a.input->dl;
+  if (x.ndim >= 2 && is_large(x.shape[x.ndim - 2], x.shape[x.ndim - 1])) return kLargeToken;
+  return overlaps_askew(*a.output, *a.input) ? kOverlaps : nullptr;
+}
+template <class Args>
+Refusal refuse_packed(const Args& a, const te_fl_tensor* whole, const te_fl_tensor* q,
+                      const te_fl_tensor* k, const te_fl_tensor* v) {
+  if (!all_dense(whole, q, k, v, a.q_freqs, a.k_freqs, a.start_positions)) return kNotContiguous;
+  if (is_large(whole->dl.shape[2], whole->dl.shape[3])) return kLargeToken;
+  return overlaps(*whole, *q) || overlaps(*whole, *k) || overlaps(*whole, *v) ? kOverlaps : nullptr;
+}
+Refusal refuse_qkv_forward(const te_fl_fused_qkv_rope_forward_args& a) {
+  return refuse_packed(a, a.qkv_input, a.q_out, a.k_out, a.v_out);
+}
+Refusal refuse_qkv_backward(const te_fl_fused_qkv_rope_backward_args& a) {
+  return refuse_packed(a, a.qkv_grad, a.q_grad, a.k_grad, a.v_grad);
+}
+
+}  // namespace
+
+void append_rope(std::vector<te_fl_op_desc>& ops) {
+  using Rope = te_fl_rope_rope_args;
+  using Forward = te_fl_fused_qkv_rope_forward_args;
+  using Backward = te_fl_fused_qkv_rope_backward_args;
+  ops.push_back(descriptor<Rope, rope<false>, refuse_rope>("fused_rope_forward"));
+  ops.push_back(descriptor<Rope, rope<true>, refuse_rope>("fused_rope_backward"));
+  ops.push_back(descriptor<Forward, qkv_forward, refuse_qkv_forward>("fused_qkv_rope_forward"));
+  ops.push_back(descriptor<Backward, qkv_backward, refuse_qkv_backward>("fused_qkv_rope_backward"));
+}
+
+}  // namespace te_fl::cuda

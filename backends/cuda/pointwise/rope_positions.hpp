@@ -1,0 +1,70 @@
+// The positions that a call of RoPE needs and the rules for its integers. Plain C++, for the kernel
+// that checks them and for tests where there is no GPU.
+#pragma once
+
+#include <cstdint>
+
+#include "common/value_errors.hpp"
+
+namespace te_fl::cuda {
+
+// The last position of a sequence with `length` tokens on this rank, from its first one on; -1 if
+// it is empty. A rank holds chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
+constexpr int64_t last_position(int64_t length, int64_t cp_size, int64_t cp_rank) noexcept {
+  if (length == 0 || cp_size == 1) return length - 1;
+  const int64_t chunk = length / 2, first = cp_rank * chunk + chunk - 1;
+  const int64_t second = (2 * cp_size - 1 - cp_rank) * chunk + chunk - 1;
+  return first > second ? first : second;
+}
+
+// The integers of a call, and what they have to fit.
+struct PositionRules {
+  const int32_t* starts = nullptr;  // by sequence; null: 0
+  const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1; or null
+  int64_t batch = 0;
+  int64_t length = 0;  // without `cu`: of each sequence, on this rank
+  int64_t tokens = 0;  // with it: of the input, on this rank
+  int64_t cp_size = 1, cp_rank = 0;
+  // Tables of angles and their positions; a NULL name: there is no second one.
+  const char* tables[2] = {nullptr, nullptr};
+  int64_t rows[2] = {0, 0};
+};
+
+// Whether sequence b breaks a rule; then `error` has which, but not the op.
+constexpr bool find_position_error(const PositionRules& r, int64_t b, ValueError& error) noexcept {
+  error.at = b;
+  const int64_t start = r.starts != nullptr ? r.starts[b] : 0;
+  if (start < 0) {
+    error.rule = ValueRule::kStart, error.value = start;
+    return true;
+  }
+  int64_t length = r.length;
+  if (r.cu != nullptr) {
+    const int64_t begin = r.cu[b], end = r.cu[b + 1], whole = r.tokens * r.cp_size;
+    error.value = begin, error.more = end;
+    if (begin < 0 || end < begin || end > whole) {
+      error.rule = ValueRule::kSpan, error.bound = whole;
+      return true;
+    }
+    if (begin % r.cp_size != 0 || end % r.cp_size != 0) {
+      error.rule = ValueRule::kSpanMultiple, error.bound = r.cp_size;
+      return true;
+    }
+    length = (end - begin) / r.cp_size;
+    if (r.cp_size > 1 && length % 2 != 0) {
+      error.rule = ValueRule::kOddLength, error.value = length;
+      return true;
+    }
+  }
+  if (length == 0) return false;
+  const int64_t last = start + last_position(length, r.cp_size, r.cp_rank);
+  for (int i = 0; i < 2 && r.tables[i] != nullptr; ++i) {
+    if (last < r.rows[i]) continue;
+    error.rule = ValueRule::kPosition, error.argument = r.tables[i];
+    error.value = last, error.bound = r.rows[i];
+    return true;
+  }
+  return false;
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,258 @@
+// Quantisation of many tensors: all that the tile kernels serve in one launch for each kind of
+// them, the others one by one.
+#include "quantize/quantize.cuh"
+#include "te_fl/ops/quantize.h"
+
+namespace te_fl::cuda {
+namespace {
+
+// One tensor of a list, as a kernel parameter.
+struct Item {
+  const char* input;
+  Quantised q;
+  unsigned first_block;
+  bool is_half;
+};
+constexpr int kFew = 24, kMany = 216;  // items in 4 KB, and in nearly 32 KB
+template <int kCapacity>
+struct Items {
+  Item items[kCapacity];
+  int count;
+  unsigned blocks;
+  bool backwards;
+};
+
+// What decides the kernel that serves an item.
+struct Kind {
+  bool is_f32, blocks, compute_scale;
+  bool operator==(const Kind&) const = default;
+};
+
+template <int kBytes, bool kBlocks, int kCapacity>
+__global__ void __launch_bounds__(kBlocks ? kBlockThreads : kThreads, kBlocks ? 2 : 3)
+    list_kernel(const __grid_constant__ Items<kCapacity> list) {
+  const unsigned block = list.backwards ? list.blocks - 1 - blockIdx.x : blockIdx.x;
+  int which = 0;
+  for (int below = list.count - 1; which < below;) {
+    const int middle = (which + below + 1) / 2;
+    if (list.items[middle].first_block <= block) {
+      which = middle;
+    } else {
+      below = middle - 1;
+    }
+  }
+  const Item& item = list.items[which];
+  if (item.q.skip()) return;
+  TileSources<1> in;
+  in.base[0] = item.input;
+  in.row_bytes[0] = item.q.k * kBytes;
+  in.is_half = item.is_half;
+  constexpr int kCols = kBlocks ? kBlockTile : kTileCols;
+  TileGrid g;
+  g.rows = item.q.m;
+  g.cols = item.q.k;
+  g.row_steps = static_cast<unsigned>((item.q.m + kTileRows - 1) / kTileRows);
+  g.col_tiles = static_cast<unsigned>((item.q.k + kCols - 1) / kCols);
+  g.each = 1;
+  g.backwards = false;
+  const unsigned own = block - item.first_block;
+  if constexpr (kBlocks) {
+    quantise_blocks<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
+  } else {
+    quantise_tiles<Copy, kBytes, false>(in, g, item.q, Copy{}, {}, own);
+  }
+}
+
+template <int kCapacity>
+void launch(const te_fl_context& ctx, const Items<kCapacity>& list, const Kind& kind) {
+  const auto kernel = kind.is_f32 ? kind.blocks ? list_kernel<4, true, kCapacity>
+                                                : list_kernel<4, false, kCapacity>
+                      : kind.blocks ? list_kernel<2, true, kCapacity>
+                                    : list_kernel<2, false, kCapacity>;
+  kernel<<<list.blocks, kind.blocks ? kBlockThreads : kThreads, 0, stream_of(ctx)>>>(list);
+  check_launch("list_kernel");
+}
+
+// The tensors of a call: input rows from first_row on, and the output.
+struct Pair {
+  const te_fl_tensor *input, *output;
+  int64_t first_row;
+};
+// The kind of a pair that the tile kernels serve; false for the others.
+bool kind_of(const Pair& pair, Kind& kind) {
+  const backend::Matrix m = backend::as_matrix(*pair.output);
+  const Quantised q = quantised(*pair.output, nullptr, FLT_MAX);
+  if (m.rows == 0 || m.cols == 0) return false;
+  if (!tiles(copy_of(*pair.input, pair.first_row, *pair.output), *pair.output, &q)) return false;
+  kind.is_f32 = dtype_of(*pair.input) == TE_FL_F32;
+  kind.blocks = q.scaling != TE_FL_SCALING_TENSOR;
+  kind.compute_scale =
+      !kind.blocks && (pair.output->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
+  return true;
+}
+
+template <int kCapacity>
+class Launcher {
+ public:
+  Launcher(const te_fl_context& ctx, const Kind& kind) : ctx_(ctx), kind_(kind) {}
+  // `found`: where current scaling keeps the item's amax.
+  void add(const Pair& pair, const float* noop, float* found) {
+    const Elementwise<Copy> op = copy_of(*pair.input, pair.first_row, *pair.output);
+    const int dtype = op.in[0].source.dtype;
+    Item& item = list_.items[list_.count];
+    item.input =
+        static_cast<const char*>(op.in[0].source.data) + op.in[0].first * bytes_of(dtype);
+    item.q = quantised(*pair.output, noop, largest_finite_of(dtype));
+    if (kind_.blocks) clear_amax(ctx_, item.q);
+    item.q.measure = kind_.compute_scale;
+    item.q.running_amax = kind_.compute_scale ? found : item.q.amax;
+    item.is_half = dtype == TE_FL_F16;
+    item.first_block = list_.blocks;
+    const TileGrid g =
+        tile_grid(item.q.m, item.q.k, kind_.blocks ? kBlockTile : kTileCols, false);
+    // Few tensors have more than 2^31 tiles together; the grid is cut before it would overflow.
+    const int64_t blocks = int64_t{g.row_steps} * g.col_tiles;
+    if (list_.blocks + blocks > INT32_MAX) {
+      flush();
+      return add(pair, noop, found);
+    }
+    list_.blocks += static_cast<unsigned>(blocks);
+    if (++list_.count == kCapacity) flush();
+  }
+  void flush() {
+    if (list_.count > 0) run();
+    list_.count = 0;
+    list_.blocks = 0;
+  }
+
+ private:
+  void run() {
+    list_.backwards = false;
+    launch(ctx_, list_, kind_);
+    if (!kind_.compute_scale) return;
+    for (int i = 0; i < list_.count; ++i) {
+      Quantised& q = list_.items[i].q;
+      q.measure = false;
+      q.found = q.running_amax;
+      q.running_amax = nullptr;
+    }
+    list_.backwards = true;
+    launch(ctx_, list_, kind_);
+  }
+
+  const te_fl_context& ctx_;
+  Kind kind_;
+  Items<kCapacity> list_{};
+};
+
+template <int kCapacity, class PairOf>
+void quantise_kind(const te_fl_context& ctx, const Kind& kind, int64_t count, const PairOf& pair_of,
+                   const float* noop) {
+  auto* found = reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
+  Launcher<kCapacity> launcher(ctx, kind);
+  Kind mine;
+  for (int64_t i = 0; i < count; ++i) {
+    const Pair pair = pair_of(i);
+    if (kind_of(pair, mine) && mine == kind) launcher.add(pair, noop, found + i);
+  }
+  launcher.flush();
+}
+
+// Every pair, each kind in as few launches as there may be.
+template <class PairOf>
+void quantise_list(const te_fl_context& ctx, int64_t count, const PairOf& pair_of,
+                   const float* noop) {
+  constexpr Kind kKinds[] = {{false, false, false}, {false, false, true}, {false, true, false},
+                             {true, false, false},  {true, false, true},  {true, true, false}};
+  int64_t members[std::size(kKinds)] = {};
+  Kind kind;
+  for (int64_t i = 0; i < count; ++i) {
+    const Pair pair = pair_of(i);
+    if (!kind_of(pair, kind)) {
+      quantize_rows(ctx, *pair.input, pair.first_row, *pair.output, noop);
+      continue;
+    }
+    for (size_t k = 0; k < std::size(kKinds); ++k) members[k] += kind == kKinds[k];
+  }
+  if (members[1] + members[4] > 0) {
+    check(cudaMemsetAsync(static_cast<char*>(ctx.workspace) + kStoreWorkspace, 0,
+                          static_cast<size_t>(count) * sizeof(float), stream_of(ctx)),
+          "cudaMemsetAsync");
+  }
+  for (size_t k = 0; k < std::size(kKinds); ++k) {
+    if (members[k] == 0) continue;
+    if (members[k] <= kFew) {
+      quantise_kind<kFew>(ctx, kKinds[k], count, pair_of, noop);
+    } else {
+      quantise_kind<kMany>(ctx, kKinds[k], count, pair_of, noop);
+    }
+  }
+}
+
+void multi_tensor_quantize(const te_fl_context& ctx, const te_fl_multi_tensor_quantize_args& args) {
+  for (int64_t i = 0; i < args.outputs_count; ++i) check_output(*args.outputs[i], "outputs");
+  quantise_list(
+      ctx, args.outputs_count,
+      [&args](int64_t i) {
+        return Pair{args.inputs[i], args.outputs[i], 0};
+      },
+      noop_of(args.noop_flag));
+}
+Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& args) {
+  if (any_overlap(args.outputs, args.outputs_count, args.inputs, args.inputs_count)) {
+    return kInPlace;
+  }
+  for (int64_t i = 0; i < args.outputs_count; ++i) {
+    if (const Refusal why = refuse_pair(*args.inputs[i], *args.outputs[i])) return why;
+  }
+  return nullptr;
+}
+
+void split_quantize(const te_fl_context& ctx, const te_fl_split_quantize_args& args) {
+  int64_t rows = 0;
+  for (int64_t i = 0; i < args.outputs_count; ++i) {
+    check_output(*args.outputs[i], "outputs");
+    rows += backend::as_matrix(*args.outputs[i]).rows;
+  }
+  const int64_t have = backend::as_matrix(*args.input).rows;
+  if (rows != have) {
+    backend::invalid("outputs have " + std::to_string(rows) + " rows together, and input has " +
+                     std::to_string(have) + "; they must be equal");
+  }
+  // Asked for in ascending order, over and over.
+  int64_t at = 0, first = 0;
+  quantise_list(
+      ctx, args.outputs_count,
+      [&args, &at, &first](int64_t i) {
+        if (i == 0) at = 0, first = 0;
+        for (; at < i; ++at) first += backend::as_matrix(*args.outputs[at]).rows;
+        return Pair{args.input, args.outputs[i], first};
+      },
+      nullptr);
+}
+Refusal refuse_split_quantize(const te_fl_split_quantize_args& args) {
+  for (int64_t i = 0; i < args.outputs_count; ++i) {
+    if (const Refusal why = refuse_pair(*args.input, *args.outputs[i])) return why;
+  }
+  return nullptr;
+}
+
+template <class Args>
+size_t list_workspace(const te_fl_context&, const Args& args) {
+  return kStoreWorkspace + static_cast<size_t>(args.outputs_count) * sizeof(float);
+}
+template <class Args, auto F, auto Refuses>
+void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().workspace = backend::workspace_thunk<Args, list_workspace<Args>>;
+}
+
+}  // namespace
+
+void append_quantize_lists(std::vector<te_fl_op_desc>& ops) {
+  append<te_fl_multi_tensor_quantize_args, multi_tensor_quantize, refuse_multi_tensor_quantize>(
+      ops, "multi_tensor_quantize");
+  append<te_fl_split_quantize_args, split_quantize, refuse_split_quantize>(ops, "split_quantize");
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,166 @@
+// The delayed-scaling update: any number of histories in one launch, as far as their addresses fit
+// in the parameters of a kernel.
+#include <cfloat>
+#include <cmath>
+
+#include "common/element.cuh"
+#include "common/overlap.hpp"
+#include "plugin/families.hpp"
+#include "te_fl/numeric.hpp"
+#include "te_fl/ops/quantize.h"
+
+namespace te_fl::cuda {
+namespace {
+
+constexpr int kSlots = 8;    // tensors of a history that a block takes
+constexpr int kAtOnce = 16;  // entries that a thread holds
+
+struct History {
+  float* entries;  // [length, tensors]
+  float* scale;    // [tensors]
+  int64_t length, tensors;
+  int64_t first;         // of its tensors in the reduced amaxes
+  unsigned first_block;  // of the launch
+};
+template <int kCapacity>
+struct Histories {
+  History items[kCapacity];
+  int count;
+};
+
+// Threads (y, t): a tensor each, and of its entries y, y + rows, .. Row r takes row r + 1, which
+// somebody else may hold: everything is read before anything is written, and what is written lies
+// before what later turns read.
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    update_kernel(const __grid_constant__ Histories<kCapacity> all, const float* reduced,
+                  numeric::DelayedScalingRule rule) {
+  __shared__ float largest_of[kThreads];
+  int which = 0;
+  for (int below = all.count - 1; which < below;) {
+    const int middle = (which + below + 1) / 2;
+    if (all.items[middle].first_block <= blockIdx.x) {
+      which = middle;
+    } else {
+      below = middle - 1;
+    }
+  }
+  const History& h = all.items[which];
+  const int64_t slot0 = int64_t{blockIdx.x - h.first_block} * kSlots;
+  const int slots = static_cast<int>(h.tensors - slot0 < kSlots ? h.tensors - slot0 : kSlots);
+  const int rows = kThreads / slots, thread = static_cast<int>(threadIdx.x);
+  const int y = thread / slots, t = thread - y * slots;
+  const bool active = y < rows;
+  float* column = h.entries + slot0 + t;
+  float last = 0.0f, largest = 0.0f;
+  if (active) {
+    const float given = reduced != nullptr ? reduced[h.first + slot0 + t] : 0.0f;
+    last = given != 0.0f ? given : column[0];
+  }
+  const bool roll = active && last != 0.0f;
+  for (int64_t base = 0; base < h.length; base += int64_t{rows} * kAtOnce) {
+    float entries[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t r = base + i * rows + y;
+      entries[i] = !active || r >= h.length ? 0.0f
+                   : r + 1 < h.length       ? column[(r + 1) * h.tensors]
+                                            : last;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t r = base + i * rows + y;
+      largest = fmaxf(largest, entries[i]);  // a NaN does not enter
+      if (roll && r < h.length) column[r * h.tensors] = r == 0 ? 0.0f : entries[i];
+    }
+  }
+  largest_of[thread] = largest;
+  __syncthreads();
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    if (active && y < half && y + half < rows) {
+      largest_of[thread] = fmaxf(largest_of[thread], largest_of[thread + half * slots]);
+    }
+    __syncthreads();
+  }
+  if (y != 0) return;
+  const float amax = rule.algo == numeric::AmaxComputeAlgo::kMax ? largest_of[thread] : last;
+  float* scale = h.scale + slot0 + t;
+  if (amax > 0.0f && amax < INFINITY) *scale = rule.fp8_max / amax;
+  if (isinf(*scale)) *scale = FLT_MAX;
+}
+
+using Args = te_fl_fused_amax_and_scale_update_after_reduction_args;
+
+// As many launches as kCapacity asks for.
+template <int kCapacity>
+void launch(const te_fl_context& ctx, const Args& args, const float* reduced,
+            const numeric::DelayedScalingRule& rule) {
+  Histories<kCapacity> all;
+  int64_t first = 0;
+  for (int64_t i = 0; i < args.amax_histories_count;) {
+    unsigned blocks = 0;
+    for (all.count = 0; all.count < kCapacity && i < args.amax_histories_count; ++i) {
+      const te_fl_tensor& history = *args.amax_histories[i];
+      const int64_t length = history.dl.shape[0], tensors = history.dl.shape[1];
+      if (tensors == 0) continue;
+      all.items[all.count++] = {backend::data<float>(history),
+                                backend::data<float>(*args.scales[i]),
+                                length,
+                                tensors,
+                                first,
+                                blocks};
+      first += tensors;
+      blocks += static_cast<unsigned>(ceil_div(tensors, kSlots));
+    }
+    if (blocks == 0) continue;
+    update_kernel<kCapacity><<<blocks, kThreads, 0, stream_of(ctx)>>>(all, reduced, rule);
+    check_launch("update_kernel");
+  }
+}
+
+// Parameters of 4 KB, or of nearly the 32 KB that there may be.
+constexpr int kFew = 80, kMany = 660;
+
+void fused_update(const te_fl_context& ctx, const Args& args) {
+  const float* reduced = args.amax_reduction_buffer == nullptr
+                             ? nullptr
+                             : backend::data<const float>(*args.amax_reduction_buffer);
+  int64_t total = 0;
+  for (int64_t i = 0; i < args.scales_count; ++i) total += backend::numel(*args.scales[i]);
+  if (reduced != nullptr && backend::numel(*args.amax_reduction_buffer) != total) {
+    backend::invalid(
+        "amax_reduction_buffer has " + std::to_string(backend::numel(*args.amax_reduction_buffer)) +
+        " elements, must have one for each of the " + std::to_string(total) + " tensors");
+  }
+  numeric::DelayedScalingRule rule;
+  // fp8_max * 2^-margin, the factor before the division.
+  rule.fp8_max =
+      (args.fp8_dtype == 0 ? numeric::kE4m3Max : numeric::kE5m2Max) * std::exp2(-args.margin);
+  if (!(std::isnormal(rule.fp8_max) && std::isfinite(args.margin))) {
+    backend::invalid(
+        "margin is " + std::to_string(args.margin) +
+        "; fp8_max * 2^-margin must be a normal FP32 number (margin between about -110 and 130)");
+  }
+  rule.algo =
+      args.algo == 0 ? numeric::AmaxComputeAlgo::kMax : numeric::AmaxComputeAlgo::kMostRecent;
+  if (args.amax_histories_count <= kFew) return launch<kFew>(ctx, args, reduced, rule);
+  launch<kMany>(ctx, args, reduced, rule);
+}
+Refusal refuse_update(const Args& args) {
+  if (!dense(args.amax_reduction_buffer)) return kNotContiguous;
+  for (int64_t i = 0; i < args.amax_histories_count; ++i) {
+    if (!all_dense(args.amax_histories[i], args.scales[i])) return kNotContiguous;
+    if (args.amax_histories[i]->dl.shape[0] < 1) return "an amax history has no rows";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void append_scale_update(std::vector<te_fl_op_desc>& ops) {
+  ops.push_back(descriptor<Args, fused_update, refuse_update>(
+      "fused_amax_and_scale_update_after_reduction"));
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,74 @@
+// What the threads of a row find together: the largest score, sums, sums of exponentials.
+#pragma once
+
+#include <cfloat>
+
+#include "common/pack.cuh"
+
+namespace te_fl::cuda {
+
+__device__ inline float max_nan(float a, float b) {  // NaN if either is
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+// Reductions over the kLanes consecutive threads that share a row, in a fixed order; every thread
+// gets the result. kLanes is a power of two; above 32 it is the whole block, and `parts` are
+// kLanes / 32 floats of shared memory that no earlier reduction of this kernel's loop pass used.
+template <int kLanes, class Combine>
+__device__ inline float reduce_lanes(float v, float* parts, Combine combine) {
+  constexpr int kInWarp = kLanes < 32 ? kLanes : 32, kWarps = kLanes / kInWarp;
+#pragma unroll
+  for (int step = kInWarp / 2; step > 0; step /= 2) {
+    v = combine(v, __shfl_xor_sync(0xFFFFFFFFu, v, step));
+  }
+  if constexpr (kWarps > 1) {
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = parts[threadIdx.x % kWarps];
+#pragma unroll
+    for (int step = kWarps / 2; step > 0; step /= 2) {
+      v = combine(v, __shfl_xor_sync(0xFFFFFFFFu, v, step));
+    }
+  }
+  return v;
+}
+template <int kLanes>
+__device__ inline float max_lanes(float v, float* parts) {
+  return reduce_lanes<kLanes>(v, parts, [](float a, float b) { return max_nan(a, b); });
+}
+template <int kLanes>
+__device__ inline float sum_lanes(float v, float* parts) {
+  return reduce_lanes<kLanes>(v, parts, [](float a, float b) { return a + b; });
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+// e^v within a few units in the last place for the v <= 0 that softmax has.
+__device__ inline float exp_of(float v) { return exp2f(v * kLog2E); }
+
+// The sum of e^(x - top) and the largest x so far; NaN if one was. `top` begins at the least finite
+// value: a sum of 0 says that no x was above minus infinity.
+struct RunningSum {
+  float top = -FLT_MAX, sum = 0.0f;
+
+  template <int kCount>
+  __device__ void add(const float (&v)[kCount]) {
+    float next = top;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) next = max_nan(next, v[i]);
+    float more = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) more += exp_of(v[i] - next);
+    sum = fmaf(sum, exp_of(top - next), more);
+    top = next;
+  }
+  // Over the threads of a block of kLanes; the parts are as in reduce_lanes().
+  template <int kLanes>
+  __device__ void join(float* top_parts, float* sum_parts) {
+    const float all = max_lanes<kLanes>(top, top_parts);
+    sum = sum_lanes<kLanes>(sum * exp_of(top - all), sum_parts);
+    top = all;
+  }
+};
+
+}  // namespace te_fl::cuda
