@@ -5,6 +5,7 @@
 
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -12,15 +13,18 @@
 #include <mutex>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "core/op/op_table.hpp"
 #include "support/dispatch_fixture.hpp"
+#include "te_fl/dtype.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/op_registry.hpp"
+#include "te_fl/ops/gemm.h"
 
 namespace {
 
@@ -228,6 +232,30 @@ void check(benchmark::State& state) {
   }
 }
 
+// The same of a product, which has the most rules between its arguments; and without them.
+void check_gemm(benchmark::State& state, bool rules) {
+  const auto ops = te_fl::core::catalogue();
+  te_fl_op_schema gemm = **std::find_if(ops.begin(), ops.end(), [](const te_fl_op_schema* op) {
+    return op->name == std::string_view("generic_gemm");
+  });
+  if (!rules) gemm.rules = nullptr;
+  const auto compiled = te_fl::core::CompiledOp::compile(gemm).value();
+  alignas(64) static float memory[3][256];
+  int64_t shape[] = {16, 16};
+  te_fl_tensor tensors[3];
+  for (int i = 0; i < 3; ++i) {
+    te_fl_dltensor& t = tensors[i].dl;
+    t = {memory[i], {TE_FL_DEVICE_CPU, 0}, 2, te_fl::to_c(te_fl::DType::kF32), shape, nullptr, 0};
+  }
+  te_fl_generic_gemm_args args;
+  args.a = &tensors[0], args.b = &tensors[1], args.d = &tensors[2];
+  te_fl::core::Signature signature;
+  for (auto _ : state) {
+    if (!compiled->check(&args, signature)) state.SkipWithError("check failed");
+    benchmark::DoNotOptimize(signature);
+  }
+}
+
 // As one would first write it: a map of names behind a shared mutex, a function object, nothing
 // checked.
 class PlainRegistry {
@@ -298,6 +326,8 @@ BENCHMARK(handle)->Apply(threads);
 BENCHMARK(handle_in_scope)->Apply(threads);
 BENCHMARK(cold_resolve)->UseManualTime();
 BENCHMARK(check)->Apply(threads);
+BENCHMARK_CAPTURE(check_gemm, rules, true)->Apply(threads);
+BENCHMARK_CAPTURE(check_gemm, no_rules, false)->Apply(threads);
 BENCHMARK(peer_shared_mutex)->Apply(threads);
 
 }  // namespace

@@ -150,10 +150,10 @@ struct CompiledOp::Impl {
 // the host and with its own chip.
 bool merge_devices(Device& into, const Device& next) noexcept;
 
-// Whether a condition of a rule holds, and the first rule that a call breaks; -1: it breaks none.
-// For calls whose struct, scalars and tensors are in order by themselves.
+// Whether a condition of a rule holds, and whether a call breaks a rule of its op. For calls whose
+// struct, scalars and tensors are in order by themselves.
 bool holds(const CompiledOp::Impl& op, const Condition& condition, const ArgsView& view) noexcept;
-int broken_rule(const CompiledOp::Impl& op, const void* args) noexcept;
+bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept;
 
 // Whether the fast path finds the call in order; false means only that it is not sure.
 bool fast_check(const FastOp& fast, const void* args, Signature& out) noexcept;

@@ -12,8 +12,6 @@
 namespace te_fl::core {
 namespace {
 
-constexpr int kScalingBits = 32;  // where a tensor's scaling modes begin in Condition::words
-
 std::vector<std::string_view> split(std::string_view text, std::string_view separator) {
   std::vector<std::string_view> parts;
   for (size_t at = 0; at <= text.size();) {
@@ -233,17 +231,12 @@ bool holds(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view)
   return arg.type == TE_FL_ARG_BOOL ? view.flag(arg) : !view.is_neutral(arg);
 }
 
-int broken_rule(const CompiledOp::Impl& op, const void* args) noexcept {
-  const ArgsView view(args);
-  for (size_t i = 0; i < op.rules.size(); ++i) {
-    const Constraint& rule = op.rules[i];
-    if (holds(op, rule.left, view) == (rule.kind == Constraint::kAlways)) continue;
-    bool any = false;
-    for (uint8_t k = 0; k < rule.alternatives && !any; ++k) any = holds(op, rule.right[k], view);
-    if (rule.kind == Constraint::kAlways || any == (rule.kind == Constraint::kExcludes))
-      return static_cast<int>(i);
-  }
-  return -1;
+bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept {
+  if (rule.kind == Constraint::kAlways) return !holds(op, rule.left, view);
+  if (!holds(op, rule.left, view)) return false;
+  bool any = false;
+  for (uint8_t k = 0; k < rule.alternatives && !any; ++k) any = holds(op, rule.right[k], view);
+  return any == (rule.kind == Constraint::kExcludes);
 }
 
 }  // namespace te_fl::core

@@ -4,6 +4,8 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <cmath>
+#include <cstring>
 
 #include "core/base/settings.hpp"
 #include "core/op/op_finder.hpp"
@@ -270,6 +272,30 @@ TE_FL_INLINE bool scalars_in_order(const FastOp& op, const std::byte* args) {
   return true;
 }
 
+TE_FL_INLINE bool is_idle(const FastRule& f, const std::byte* args) {
+  switch (f.glance) {
+    case FastRule::kWord:
+      return load<uint32_t>(args + f.offset) == f.idle;
+    case FastRule::kWide:
+      return load<uint64_t>(args + f.offset) == f.idle;
+    case FastRule::kValue:
+      return (f.idle >> (load<uint32_t>(args + f.offset) & 63) & 1) != 0;
+    case FastRule::kQuant: {
+      const auto* t = load<const te_fl_tensor*>(args + f.offset);
+      return t == nullptr || t->quant == nullptr;
+    }
+    default:
+      return false;
+  }
+}
+
+TE_FL_INLINE bool rules_in_order(const FastOp& op, const std::byte* args) {
+  for (const FastRule& f : op.rules) {
+    if (!is_idle(f, args) && is_broken(*op.op, *f.rule, ArgsView(args))) return false;
+  }
+  return true;
+}
+
 // The newest argument that says something. Ops that never grew have none.
 [[gnu::noinline]] uint32_t newest_version(const FastOp& op, const void* raw) {
   const ArgsView view(raw);
@@ -402,7 +428,7 @@ bool fast_check(const FastOp& op, const void* raw, Signature& out) noexcept {
     if (t != nullptr && t->dl.device.type != TE_FL_DEVICE_CPU) return false;
   }
   if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
-  if (!op.op->rules.empty() && broken_rule(*op.op, raw) >= 0) return false;
+  if (!rules_in_order(op, args)) return false;
   out.dtypes = dtypes;
   out.scalings = scalings;
   out.version = 1;
@@ -461,16 +487,12 @@ bool check_known(const FastOp& op, const void* raw, CheckMemo& memo, Signature& 
     moved |= reinterpret_cast<uintptr_t>(dl.data) ^ m->data;
   }
   differs |= wide[0] | wide[1];
-  uint64_t flags = 0;
-  for (const uint32_t offset : op.flag_offsets) {
-    flags = flags << 1 | (load<int32_t>(args + offset) != 0);
-  }
-  differs |= flags ^ slot.flags;
+  const uint32_t* word = slot.words.data();
+  for (const uint32_t offset : op.word_offsets) differs |= load<uint32_t>(args + offset) ^ *word++;
   if (differs != 0) return false;
   if (moved != 0 && !addresses_in_order(op, args, slot)) return false;
   if (!scalars_in_order(op, args)) return false;
   if (op.saved_offset != 0 && load<const void*>(args + op.saved_offset) != nullptr) return false;
-  if (!op.op->rules.empty() && broken_rule(*op.op, raw) >= 0) return false;
   out = slot.signature;
   if (op.op->has_newer) [[unlikely]] {
     out.version = newest_version(op, raw);
@@ -505,10 +527,8 @@ void remember(const FastOp& op, const void* raw, const Signature& signature,
       if (m.has_strides) m.strides[d] = dl.strides[d];
     }
   }
-  slot.flags = 0;
-  for (const uint32_t offset : op.flag_offsets) {
-    slot.flags = slot.flags << 1 | (load<int32_t>(args + offset) != 0);
-  }
+  uint32_t* word = slot.words.data();
+  for (const uint32_t offset : op.word_offsets) *word++ = load<uint32_t>(args + offset);
   slot.signature = signature;
   slot.op = op.number;
 }
@@ -574,6 +594,64 @@ FastOutput make_output(const FastOp& fast, const CompiledOp::Impl& op, uint8_t t
   return output;
 }
 
+void add_words(FastOp& fast, const Arg& scalar) {
+  auto& words = fast.word_offsets;
+  for (uint32_t at = scalar.offset; at < scalar.end; at += 4) {
+    if (std::find(words.begin(), words.end(), at) == words.end()) words.push_back(at);
+  }
+}
+
+// The bytes of a scalar's neutral value, as a load of them gives it.
+uint64_t neutral_bytes(const Arg& arg) {
+  switch (arg.type) {
+    case TE_FL_ARG_F32:
+      return std::bit_cast<uint32_t>(static_cast<float>(arg.neutral));
+    case TE_FL_ARG_F64:
+      return std::bit_cast<uint64_t>(arg.neutral);
+    case TE_FL_ARG_I64:
+      return static_cast<uint64_t>(static_cast<int64_t>(arg.neutral));
+    case TE_FL_ARG_BOOL:
+      return 0;  // given means 1
+    default:
+      return static_cast<uint32_t>(static_cast<int32_t>(arg.neutral));
+  }
+}
+
+void choose_glance(const Arg& arg, const Condition& left, FastRule& f) {
+  constexpr uint64_t kUnscaled = uint64_t{1} << (kScalingBits + TE_FL_SCALING_NONE);
+  f.offset = arg.offset;
+  const bool pointer = arg.is_tensor() || arg.type == TE_FL_ARG_SAVED;
+  if (left.kind == Condition::kGiven) {
+    const bool is_float = arg.type == TE_FL_ARG_F32 || arg.type == TE_FL_ARG_F64;
+    const bool whole = arg.neutral == std::trunc(arg.neutral) && std::fabs(arg.neutral) < 0x1p31;
+    if (!is_float && !whole) return;  // no bytes equal it
+    f.glance = arg.end - arg.offset == 8 ? FastRule::kWide : FastRule::kWord;
+    f.idle = pointer ? 0 : neutral_bytes(arg);
+  } else if (left.kind == Condition::kIs && arg.type == TE_FL_ARG_ENUM) {
+    f.glance = FastRule::kValue;
+    f.idle = ~left.words;
+  } else if (left.kind == Condition::kIs && static_cast<uint32_t>(left.words) == 0 &&
+             (left.words & kUnscaled) == 0) {
+    f.glance = FastRule::kQuant;
+  }
+}
+
+void add_rule(FastOp& fast, const CompiledOp::Impl& op, const Constraint& rule) {
+  const auto add_read = [&](const Condition& c) {
+    for (const int i : {static_cast<int>(c.arg), static_cast<int>(c.other)}) {
+      if (i < 0) continue;
+      const Arg& arg = op.args[static_cast<size_t>(i)];
+      if (!arg.is_tensor() && arg.type != TE_FL_ARG_SAVED) add_words(fast, arg);
+    }
+  };
+  add_read(rule.left);
+  for (uint8_t k = 0; k < rule.alternatives; ++k) add_read(rule.right[k]);
+  FastRule f;
+  f.rule = &rule;
+  if (rule.kind != Constraint::kAlways) choose_glance(op.args[rule.left.arg], rule.left, f);
+  fast.rules.push_back(f);
+}
+
 }  // namespace
 
 std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
@@ -591,17 +669,15 @@ std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
     if (!fits_int32(arg.shape.dims[0]) || !fits_int32(arg.shape.dims[1])) return nullptr;
     fast->uses_product |= arg.shape.uses(Term::kProduct);
     fast->tensors.push_back(make_tensor(*fast, op, i));
-    const uint32_t flag = fast->tensors.back().flag_offset;
-    const auto& flags = fast->flag_offsets;
-    if (flag != 0 && std::find(flags.begin(), flags.end(), flag) == flags.end()) {
-      fast->flag_offsets.push_back(flag);
-    }
+    if (arg.shape.flag >= 0) add_words(*fast, op.args[static_cast<size_t>(arg.shape.flag)]);
     if (arg.is(TE_FL_ARG_HOST)) fast->host_offsets.push_back(arg.offset);
     const bool required = arg.places() && !arg.is(TE_FL_ARG_OPTIONAL);
     if (fast->anchor_offset == 0 && required) fast->anchor_offset = arg.offset;
   }
   if (fast->anchor_offset == 0) return nullptr;
-  fast->memorable = fast->tensors.size() <= CheckMemo::kMaxTensors;
+  for (const Constraint& rule : op.rules) add_rule(*fast, op, rule);
+  fast->memorable = fast->tensors.size() <= CheckMemo::kMaxTensors &&
+                    fast->word_offsets.size() <= CheckMemo::kMaxWords;
   fast->lanes = (fast->tensors.size() + kLanes - 1) / kLanes * kLanes;
   for (uint8_t a = 0; a < fast->tensors.size(); ++a) {
     const Arg& arg = op.args[fast->tensors[a].arg];

@@ -60,6 +60,22 @@ struct FastScalar {
   double float_low, float_high;
 };
 
+// A rule between arguments, and how one load shows that most calls cannot break it: their bytes at
+// `offset` are those with which its left side does not hold.
+struct FastRule {
+  enum Glance : uint8_t {
+    kWord,   // 32 bits that equal `idle`
+    kWide,   // 64 bits that equal `idle`
+    kValue,  // an enum's value whose bit is set in `idle`
+    kQuant,  // a tensor without quantisation data, or none
+    kLook    // none shows it
+  };
+  uint32_t offset = 0;
+  Glance glance = kLook;
+  uint64_t idle = 0;
+  const Constraint* rule = nullptr;
+};
+
 struct FastPair {
   uint8_t a, b;
 };
@@ -82,11 +98,12 @@ struct FastOp {
   bool memorable = false;  // CheckMemo has room for its tensors
   std::vector<FastTensor> tensors;
   std::vector<FastTerm> terms;
-  std::vector<uint32_t> flag_offsets;  // of the bools that choose between forms of a shape rule
+  std::vector<uint32_t> word_offsets;  // of the scalars that shape rules and rules read, in words
   std::vector<uint32_t> host_offsets;  // tensors that must be in host memory
   std::vector<FastScalar> scalars;
   std::vector<FastOutput> outputs;
   std::vector<FastPair> same_dtype;  // must have one dtype
+  std::vector<FastRule> rules;
 };
 
 }  // namespace te_fl::core

@@ -173,9 +173,12 @@ bool Finder::check_integers() noexcept {
 }
 
 bool Finder::check_rules() noexcept {
-  const int broken = op_.rules.empty() ? -1 : broken_rule(op_, raw_);
-  if (broken < 0) return true;
-  return fail(Problem::kRule, op_.rules[static_cast<size_t>(broken)].left.arg, -1, -1, broken);
+  for (size_t i = 0; i < op_.rules.size(); ++i) {
+    const Constraint& rule = op_.rules[i];
+    if (is_broken(op_, rule, args_))
+      return fail(Problem::kRule, rule.left.arg, -1, -1, static_cast<int>(i));
+  }
+  return true;
 }
 
 // ---- one tensor

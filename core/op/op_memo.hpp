@@ -15,14 +15,15 @@ struct FastOp;
 
 // What a thread remembers of calls that were in order, so that a call like an earlier one is
 // recognised by comparing metadata instead of checking every rule again. Exact: a call is
-// recognised only if all that the rules read is equal, but for data addresses and scalars, which
-// are looked at each time. Bounded: one call per slot, chosen by op and shape, replaced by the
-// next. Tensors with quantisation data are not remembered.
+// recognised only if all that the rules read is equal, but for data addresses and the bounds of
+// scalars, which are looked at each time. Bounded: one call per slot, chosen by op and shape,
+// replaced by the next. Tensors with quantisation data are not remembered.
 class CheckMemo {
  public:
   static constexpr uint32_t kSlots = 32;
   static constexpr uint32_t kMaxTensors = 12;
   static constexpr uint32_t kMaxRank = 4;
+  static constexpr uint32_t kMaxWords = 12;
 
   CheckMemo() : slots_(std::make_unique<Slot[]>(kSlots)) {}
 
@@ -42,8 +43,8 @@ class CheckMemo {
   static constexpr uint64_t kAbsent = ~uint64_t{0};
 
   struct Slot {
-    uint64_t op = 0;     // FastOp::number; 0: empty
-    uint64_t flags = 0;  // the bools that choose between forms of a shape rule
+    uint64_t op = 0;                        // FastOp::number; 0: empty
+    std::array<uint32_t, kMaxWords> words;  // the scalars that shape rules and rules read
     Signature signature;
     std::array<Tensor, kMaxTensors> tensors;
   };

@@ -216,15 +216,15 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   Call c = on_cuda();
   c.capturing = true;
   EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCaptured);
-  c = on_cuda();
-  c.collective = true;
-  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCollective);
   PolicySettings s;
   s.max_staged_bytes = 0;
   EXPECT_EQ(refusal_of(s, c, kMixed[2]), Refusal::kStagingForbidden);
   EXPECT_EQ(refusal_of(s, call(), kMixed[2]), Refusal::kNone);
   s.max_staged_bytes = 1;  // asked when the call is there
   EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
+  c = on_cuda();
+  c.collective = true;
+  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCollective);
   c = on_cuda();
   c.present = false;
   EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kDevice);

@@ -148,7 +148,7 @@ TEST(Schema, Layout) {
 }
 
 TEST(Schema, TypesRolesFlagsAndMasks) {
-  refused([](B& b) { b.descs[0].type = 9; }, "argument 'x': type 9 is unknown");
+  refused([](B& b) { b.descs[0].type = 10; }, "argument 'x': type 10 is unknown");
   refused([](B& b) { b.descs[0].role = 3; }, "role 3 is unknown");
   refused([](B& b) { b.descs[0].flags = 1u << 9; }, "flags has bits");
   refused([](B& b) { b.descs[0].since = 0; }, "since is 0, must be from 1 to the op's version 1");
