@@ -431,13 +431,18 @@ enum { /* te_fl_op_schema.flags */
 };
 
 /*
- * `rules` of an op say which of its arguments go together. They are separated by "; " and compiled
- * by the host at registration; calls that break one are refused before any implementation sees
- * them: rule       = condition " requires " condition {" or " condition} | condition " excludes "
- * condition | NAME " is " WORD{"|"WORD} | comparison (which must hold always) condition  = NAME (a
- * tensor, record or list is given, a bool is 1, a number is not `neutral`) | NAME " is "
- * WORD{"|"WORD} (an enum's value; a tensor's dtype or scaling mode) | comparison comparison = NAME
- * " " OP " " (NAME | NUMBER), OP: < <= > >= == != multiple_of
+ * `rules` of an op say which of its arguments go together. The host compiles them at registration
+ * and refuses a call that breaks one before any implementation sees it. Rules are separated by "; ",
+ * words by a blank, and a rule is one of
+ * - CONDITION requires CONDITION, after which "or" adds up to three more of which one suffices;
+ * - CONDITION excludes CONDITION;
+ * - NAME is WORD, or a comparison, which must hold in every call.
+ *
+ * A CONDITION is one of
+ * - NAME: the tensor, record or list is given, the bool is 1, or the number is not `neutral`;
+ * - NAME is WORD|WORD: an enum has one of these values, or a tensor one of these dtypes or scaling
+ *   modes;
+ * - a comparison: NAME, one of < <= > >= == != multiple_of, and a NAME or a number.
  */
 
 typedef struct te_fl_op_schema {
