@@ -432,8 +432,8 @@ enum { /* te_fl_op_schema.flags */
 
 /*
  * `rules` of an op say which of its arguments go together. The host compiles them at registration
- * and refuses a call that breaks one before any implementation sees it. Rules are separated by "; ",
- * words by a blank, and a rule is one of
+ * and refuses a call that breaks one before any implementation sees it. A blank separates words, a
+ * semicolon and a blank separate rules, and a rule is one of
  * - CONDITION requires CONDITION, after which "or" adds up to three more of which one suffices;
  * - CONDITION excludes CONDITION;
  * - NAME is WORD, or a comparison, which must hold in every call.
