@@ -109,6 +109,7 @@ Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow
                    signature.scalings,
                    signature.later,
                    capturing};
+  decision.call.collective = core::class_of(row.compiled->schema()) == core::OpClass::kCollective;
   decision.barred = barred(row, signature);
   decision.call.barred = decision.barred;
   static_cast<policy::Decision&>(decision) =

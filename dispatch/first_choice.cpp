@@ -8,9 +8,10 @@ Result<FirstChoice> OpManager::first_choice(OpId op, const void* args, const Cal
   registry::ThreadRecord& thread = registry::this_thread();
   const registry::EpochGuard guard(thread.slot);
   const registry::Table& table = impl_->table_owner.table();
-  if (op.index >= table.ops.size()) [[unlikely]]
+  const registry::OpRow* const row = table.row(op.index);
+  if (row == nullptr) [[unlikely]]
     return dispatch::no_such_op(table, op);
-  dispatch::Call call{*impl_, thread, table, *table.ops[op.index], op.index, args, options};
+  dispatch::Call call{*impl_, thread, table, *row, op.index, args, options};
   if (!dispatch::prepare_warm(call)) [[unlikely]]
     TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
   TE_FL_ASSIGN_OR_RETURN(const registry::RouteEntry* entry, dispatch::route_of(call));

@@ -111,6 +111,7 @@ std::vector<OpUsage> OpManager::usage() const {
   std::vector<OpUsage> list;
   const EpochGuard guard(this_thread().slot);
   for (const auto& row : impl_->table_owner.table().ops) {
+    if (row == nullptr) continue;
     for (const auto& impl : row->impls) {
       const UsageCounts before = base[impl->number], now = counts_of(*impl);
       if (now.calls == before.calls) continue;
@@ -134,6 +135,7 @@ void OpManager::reset_usage() {
   {
     const EpochGuard guard(this_thread().slot);
     for (const auto& row : impl_->table_owner.table().ops) {
+      if (row == nullptr) continue;
       for (const auto& impl : row->impls) base[impl->number] = counts_of(*impl);
     }
   }

@@ -66,9 +66,10 @@ T with_call(OpManager::Impl& manager, OpId op, const void* args, const CallOptio
   ThreadRecord& thread = registry::this_thread();
   const EpochGuard guard(thread.slot);
   const Table& table = manager.table_owner.table();
-  if (op.index >= table.ops.size()) [[unlikely]]
+  const registry::OpRow* const row = table.row(op.index);
+  if (row == nullptr) [[unlikely]]
     return no_such_op(table, op);
-  Call call{manager, thread, table, *table.ops[op.index], op.index, args, options};
+  Call call{manager, thread, table, *row, op.index, args, options};
   return f(call);
 }
 

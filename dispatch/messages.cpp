@@ -129,8 +129,11 @@ Status check_profile(const OpRow& row, const CallProfile& profile) {
 }
 
 Status no_such_op(const Table& table, OpId op) {
-  return not_found("there is no op number " + std::to_string(op.index) + "; this registry has " +
-                   std::to_string(table.ops.size()) + " ops, from 0");
+  return not_found(
+      "there is no op number " + std::to_string(op.index) +
+      (op.index < table.ops.size()
+           ? " any more; it left the catalogue, and numbers are not given again"
+           : "; this registry has numbers up to " + std::to_string(table.ops.size() - 1)));
 }
 
 Status invalid_policy(const OpRow& row) {
@@ -210,6 +213,7 @@ Status no_candidate(const Call& call, const Decision& decision,
 void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings) {
   std::vector<std::string> vendors;
   for (const auto& r : table.ops) {
+    if (r == nullptr) continue;
     for (const policy::Implementation& view : r->views) {
       if (std::find(vendors.begin(), vendors.end(), view.vendor) == vendors.end()) {
         vendors.emplace_back(view.vendor);

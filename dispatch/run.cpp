@@ -148,9 +148,11 @@ Status nobody(Call& call, const Served& served) {
       }
       failure.text = errors.text();
     }
-    // Where nobody can follow, a failure's own code says more than UNSUPPORTED.
+    // Where nobody can follow, a failure's own code says more than UNSUPPORTED. Of a collective
+    // nobody may: the other ranks wait in this implementation.
     const bool last_word =
-        order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED;
+        core::class_of(call.row.compiled->schema()) == core::OpClass::kCollective ||
+        (order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED);
     if (last_word || !may_follow(failure.status)) {
       return after_failure(call, impl, failure.status, failure.text);
     }

@@ -77,6 +77,7 @@ const std::string* barred_reason(const Call& call, const Implementation& impl) {
 }
 
 Refusal staging_refusal(const PolicySettings& settings, const Call& call, const Candidate& v) {
+  if (call.collective) return Refusal::kStagingCollective;
   if (settings.strict && !v.named) return Refusal::kStagingStrict;
   if (settings.max_staged_bytes == 0u) return Refusal::kStagingForbidden;
   return call.capturing ? Refusal::kStagingCaptured : Refusal::kNone;
@@ -291,6 +292,10 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
     case Refusal::kStagingForbidden:
       return "the tensors are on " + to_string(call.device) +
              ", and copying them to the host is forbidden (TE_FL_MAX_STAGED_BYTES is 0)";
+    case Refusal::kStagingCollective:
+      return "the tensors are on " + to_string(call.device) +
+             ", and a collective is not served on copies, which the other ranks would not make; "
+             "load a plugin that serves it on that device";
     case Refusal::kStagingCaptured:
       return "the stream is being captured into a graph, into which copies to the host cannot go; "
              "leave the op out of the graph, or load a plugin that serves it on " +

@@ -46,6 +46,7 @@ struct Call {
   uint32_t scalings = 0;
   uint32_t later = 0;  // mask of the later arguments that it sets
   bool capturing = false;
+  bool collective = false;              // other ranks run the op, too
   std::span<const Barred> barred = {};  // quarantined implementations
 };
 
@@ -62,9 +63,10 @@ enum class Refusal : uint8_t {
   kLaterArgument,  // the call sets one that it does not know
   kNondeterministic,
   kNotGraphSafe,
-  kStagingStrict,     // strict, and staging was not named
-  kStagingForbidden,  // max_staged_bytes is 0
-  kStagingCaptured,   // a copy to the host cannot go into a graph
+  kStagingStrict,      // strict, and staging was not named
+  kStagingForbidden,   // max_staged_bytes is 0
+  kStagingCollective,  // other ranks run the op on their devices
+  kStagingCaptured,    // a copy to the host cannot go into a graph
 };
 
 // True if the refusal comes from the policy rather than from what the implementation can do.

@@ -24,6 +24,15 @@ std::string describe_arguments(const te_fl_op_schema& schema, const void* args) 
       if (list.count > kShown) items += "; ...";
       if (list.count > 0)
         add(std::string(arg.name) + " (" + std::to_string(list.count) + ": " + items + ")");
+    } else if (arg.type == TE_FL_ARG_I64_LIST) {
+      const IntegerList list = integers_argument(arg, args);
+      std::string items;
+      for (int64_t k = 0; k < std::min(list.count, kShown); ++k) {
+        items += (k == 0 ? "" : "; ") + std::to_string(list.data[k]);
+      }
+      if (list.count > kShown) items += "; ...";
+      if (list.count > 0)
+        add(std::string(arg.name) + " (" + std::to_string(list.count) + ": " + items + ")");
     }
   }
   return out.empty() ? "no tensors" : out;

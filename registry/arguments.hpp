@@ -41,6 +41,19 @@ inline TensorList list_argument(const te_fl_arg_desc& arg, const void* args) noe
   return list;
 }
 
+struct IntegerList {
+  const int64_t* data = nullptr;
+  int64_t count = 0;
+};
+
+inline IntegerList integers_argument(const te_fl_arg_desc& arg, const void* args) noexcept {
+  IntegerList list;
+  list.data = member_or<const int64_t*>(arg.offset, args, nullptr);
+  list.count = member_or<int64_t>(arg.count_offset, args, 0);
+  if (list.data == nullptr || list.count < 0) list.count = 0;
+  return list;
+}
+
 inline size_t scalar_bytes(const te_fl_arg_desc& arg) noexcept {
   return arg.type == TE_FL_ARG_I64 || arg.type == TE_FL_ARG_F64 ? 8 : 4;
 }

@@ -269,6 +269,7 @@ void OpRegistry::Impl::drop_plans(const Device& device) {
   {
     const registry::EpochGuard guard(registry::this_thread().slot);
     for (const auto& row : table().ops) {
+      if (row == nullptr) continue;
       for (const auto& impl : row->impls) {
         if (impl->plans == nullptr) continue;
         auto taken = impl->plans->take(device);
@@ -318,6 +319,7 @@ Result<uint32_t> OpRegistry::Impl::arch(const Device& device) {
 void OpRegistry::Impl::after_fork_in_child() noexcept {
   const auto reset = [](const Table& table) {
     for (const auto& row : table.ops) {
+      if (row == nullptr) continue;
       for (const auto& impl : row->impls) impl->serial.reset_after_fork(registry::t_record);
     }
   };
@@ -379,6 +381,7 @@ std::vector<OpImplInfo> OpRegistry::snapshot() const {
   return with_table(*impl_, [](const Table& table) {
     std::vector<OpImplInfo> list;
     for (const auto& row : table.ops) {
+      if (row == nullptr) continue;
       for (size_t i = 0; i < row->impls.size(); ++i) {
         const Implementation& impl = *row->impls[i];
         OpImplInfo info{impl.op,    impl.impl_id, impl.kind, impl.vendor, row->views[i].priority,
@@ -405,7 +408,8 @@ Result<OpId> OpRegistry::find(std::string_view op) const {
 const te_fl_op_schema* OpRegistry::schema(OpId op) const {
   // Rows are never removed, and later tables share their compiled form: the pointer lasts.
   return with_table(*impl_, [&](const Table& table) -> const te_fl_op_schema* {
-    return op.index < table.ops.size() ? &table.ops[op.index]->compiled->schema() : nullptr;
+    const registry::OpRow* row = table.row(op.index);
+    return row == nullptr ? nullptr : &row->compiled->schema();
   });
 }
 

@@ -45,13 +45,10 @@ std::shared_ptr<OpRow> make_row(CompiledPtr compiled) {
   return row;
 }
 
-uint32_t append_row(Table& table, CompiledPtr compiled) {
-  const auto index = static_cast<uint32_t>(table.ops.size());
-  auto names = std::make_shared<NameMap>(table.names == nullptr ? NameMap() : *table.names);
-  names->emplace(compiled->schema().name, index);
-  table.names = std::move(names);
+void put_row(Table& table, NameMap& names, uint32_t id, CompiledPtr compiled) {
+  names.emplace(compiled->schema().name, id);
+  table.ops.resize(id);  // null rows where ids were retired
   table.ops.push_back(make_row(std::move(compiled)));
-  return index;
 }
 
 bool is_custom(std::string_view op) {
@@ -186,12 +183,16 @@ Implementation::~Implementation() {
   free_counter(counter);
 }
 
+void add_with_id(Table& table, uint32_t id, CompiledPtr compiled) {
+  auto names = std::make_shared<NameMap>(table.names == nullptr ? NameMap() : *table.names);
+  put_row(table, *names, id, std::move(compiled));
+  table.names = std::move(names);
+}
+
 void add_catalogue(Table& table) {
+  const std::vector<CompiledPtr>& ops = compiled_catalogue();
   auto names = std::make_shared<NameMap>();
-  for (const CompiledPtr& compiled : compiled_catalogue()) {
-    names->emplace(compiled->schema().name, static_cast<uint32_t>(table.ops.size()));
-    table.ops.push_back(make_row(compiled));
-  }
+  for (size_t i = 0; i < ops.size(); ++i) put_row(table, *names, core::catalogue_ids()[i], ops[i]);
   table.names = std::move(names);
 }
 
@@ -212,7 +213,9 @@ Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
   }
   auto compiled = core::CompiledOp::compile(schema);
   if (!compiled.ok()) return compiled.status().wrap("op '" + name + "' cannot be declared");
-  return append_row(table, std::move(compiled).value());
+  const auto id = static_cast<uint32_t>(table.ops.size());
+  add_with_id(table, id, std::move(compiled).value());
+  return id;
 }
 
 Result<std::shared_ptr<Implementation>> make_implementation(
@@ -298,6 +301,7 @@ std::vector<std::shared_ptr<Implementation>> remove_implementations(
     Table& table, const std::function<bool(const Implementation&)>& match) {
   std::vector<std::shared_ptr<Implementation>> removed;
   for (auto& shared_row : table.ops) {
+    if (shared_row == nullptr) continue;
     const bool any = std::any_of(shared_row->impls.begin(), shared_row->impls.end(),
                                  [&](const auto& impl) { return match(*impl); });
     if (!any) continue;
@@ -319,14 +323,16 @@ std::vector<std::shared_ptr<Implementation>> remove_implementations(
 
 bool lists(const Table& table, const Implementation& impl) {
   return std::any_of(table.ops.begin(), table.ops.end(), [&](const auto& row) {
-    return std::any_of(row->impls.begin(), row->impls.end(),
-                       [&](const auto& listed) { return listed.get() == &impl; });
+    return row != nullptr && std::any_of(row->impls.begin(), row->impls.end(),
+                                         [&](const auto& listed) { return listed.get() == &impl; });
   });
 }
 
 std::vector<std::string> op_names(const Table& table) {
   std::vector<std::string> names;
-  for (const auto& row : table.ops) names.emplace_back(row->compiled->schema().name);
+  for (const auto& row : table.ops) {
+    if (row != nullptr) names.emplace_back(row->compiled->schema().name);
+  }
   return names;
 }
 

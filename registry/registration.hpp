@@ -13,6 +13,8 @@ namespace te_fl::registry {
 
 // The catalogue's ops, without implementations.
 void add_catalogue(Table& table);
+// Adds an op under an id that is greater than those of the table; ids in between stay without one.
+void add_with_id(Table& table, uint32_t id, std::shared_ptr<const core::CompiledOp> compiled);
 // Adds a custom op, or finds the one that is there if the description is the same (R17).
 Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema);
 // Checks and copies a descriptor.

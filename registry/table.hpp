@@ -34,10 +34,13 @@ using NameMap = std::map<std::string, uint32_t, std::less<>>;
 // change.
 struct Table {
   uint64_t id = 0;  // unique in the process; changes with every registration
+  // By op id. Null where an id was retired: custom ops come after the catalogue's last.
   std::vector<std::shared_ptr<const OpRow>> ops;
   std::shared_ptr<const NameMap> names;
   std::vector<BarredDevice> barred;
 
+  // Null if there is no such op.
+  const OpRow* row(uint32_t id) const { return id < ops.size() ? ops[id].get() : nullptr; }
   const BarredDevice* barred_device(const Device& device) const {
     for (const BarredDevice& b : barred) {
       if (b.device == device) return &b;

@@ -22,7 +22,7 @@ PUBLIC = {
     "policy.hpp": "policy", "op_registry.hpp": "registry", "plugins.hpp": "plugins",
     "op_manager.hpp": "dispatch", "ops.hpp": "dispatch", "watch.hpp": "dispatch/watch",
     "nn.hpp": "nn", "nn/": "nn",
-    "backend.hpp": "backends", "backend/": "backends", "attention.hpp": "backends", "attention/": "backends", "norm.hpp": "backends",
+    "backend.hpp": "backends", "backend/": "backends", "attention.hpp": "backends", "attention/": "backends",
     "te_fl.hpp": "all",
 }
 BACKENDS_SEE = {"abi", "core/base", "backends"}  # of the public headers

@@ -24,32 +24,6 @@ bool is_block_scaled(const te_fl_tensor& t) {
 }
 
 void check(const Args& args) {
-  if (args.accumulate && is_fp8(*args.d)) {
-    invalid("d is FP8 with accumulate; accumulate into f32, f16 or bf16");
-  }
-  if (args.pre_gelu_out != nullptr && !args.gelu) {
-    invalid("pre_gelu_out is given without gelu; set gelu or leave it out");
-  }
-  if (args.pre_gelu_in != nullptr && (args.gelu || args.bias != nullptr)) {
-    invalid(std::string("pre_gelu_in is given with ") + (args.gelu ? "gelu" : "bias") +
-            "; the gradient epilogue goes with neither gelu nor bias");
-  }
-  if (args.accumulate_bias_grad && args.bias_grad == nullptr) {
-    invalid("accumulate_bias_grad is set without bias_grad; give the tensor or clear the flag");
-  }
-  if (args.accumulate && args.d_sum != nullptr) {
-    invalid("d_sum is given with accumulate; sum the accumulated result separately");
-  }
-  if (backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128 &&
-      backend::scaling(*args.b) == TE_FL_SCALING_BLOCK_128X128) {
-    invalid("a and b are both scaled in 128x128 blocks; quantise one of them in 1x128 blocks");
-  }
-  if ((is_block_scaled(*args.a) || is_block_scaled(*args.b)) &&
-      (args.gelu || args.bias_grad != nullptr)) {
-    invalid(std::string(args.gelu ? "gelu" : "bias_grad") +
-            " with a block-scaled operand, whose epilogues are none, bias and pre_gelu_in; call "
-            "the op for it separately");
-  }
   check_output(*args.d, "d");
   if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
 }

@@ -9,7 +9,6 @@
 
 #include "norm_kernels.hpp"
 #include "quant_store.hpp"
-#include "te_fl/norm.hpp"
 
 namespace te_fl::cpu {
 namespace {
@@ -78,10 +77,6 @@ struct Rows {
 };
 
 void run_forward(const Forward& args) {
-  if (!(args.epsilon >= 0.0f)) {
-    backend::invalid("epsilon is " + std::to_string(args.epsilon) + "; it must be 0 or more");
-  }
-  norm::check_residual(args.residual, args.sum);
   check_output(*args.z, "z");
   const Matrix matrix = backend::as_matrix(*args.x);
   const auto gamma = load_gamma(*args.gamma, args.zero_centered_gamma);

@@ -5,14 +5,6 @@ namespace te_fl::cpu {
 using backend::invalid;
 using backend::shape_text;
 
-ContextParallel context_parallel(int32_t size, int32_t rank) {
-  if (rank >= size) {
-    invalid("cp_rank is " + std::to_string(rank) + ", expected less than cp_size, " +
-            std::to_string(size));
-  }
-  return {size, rank};
-}
-
 namespace {
 
 // start_positions[b], 0 without.

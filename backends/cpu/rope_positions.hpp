@@ -21,7 +21,6 @@ struct ContextParallel {
     return s < chunk ? rank * chunk + s : (2 * size - 1 - rank) * chunk + s - chunk;
   }
 };
-ContextParallel context_parallel(int32_t size, int32_t rank);
 
 struct Positions {
   std::vector<int64_t> of_token;  // -1: outside every sequence (thd)

@@ -15,12 +15,6 @@ using backend::invalid;
 using AdamArgs = te_fl_multi_tensor_adam_args;
 using UpdateArgs = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
-void check_count(const char* name, int64_t count, const char* other, int64_t expected) {
-  if (count == expected) return;
-  invalid(std::string(name) + " has " + std::to_string(count) + " tensors, expected " +
-          std::to_string(expected) + ", one for each of " + other);
-}
-
 enum : uint32_t {  // as in optimizer.cl
   kHasMaster = 1,
   kHasNoop = 2,
@@ -31,19 +25,6 @@ enum : uint32_t {  // as in optimizer.cl
   kMostRecent = 1,
   kHasReduced = 2,
 };
-
-void check_adam(const AdamArgs& a) {
-  check_count("params", a.params_count, "grads", a.grads_count);
-  check_count("exp_avgs", a.exp_avgs_count, "grads", a.grads_count);
-  check_count("exp_avg_sqs", a.exp_avg_sqs_count, "grads", a.grads_count);
-  if (a.master_params_count != 0) {
-    check_count("master_params", a.master_params_count, "grads", a.grads_count);
-  }
-  if (a.bias_correction && (a.beta1 == 1.0f || a.beta2 == 1.0f)) {
-    invalid(std::string(a.beta1 == 1.0f ? "beta1" : "beta2") +
-            " is 1, expected less than 1: bias correction divides by 1 - beta^step");
-  }
-}
 
 uint32_t flags_of(const AdamArgs& a) {
   uint32_t flags = 0;
@@ -63,7 +44,6 @@ float correction(const AdamArgs& a, float beta) {
 }
 
 void adam(const Call& call, const AdamArgs& a) {
-  check_adam(a);
   const uint32_t flags = flags_of(a);
   for (int64_t t = 0; t < a.grads_count; ++t) {
     const int64_t n = backend::numel(*a.grads[t]);
@@ -120,10 +100,6 @@ float checked_largest(const UpdateArgs& a) {
 }
 
 void check_update(const UpdateArgs& a) {
-  if (a.amax_histories_count != a.scales_count) {
-    invalid("scales has " + std::to_string(a.scales_count) + " tensors, amax_histories has " +
-            std::to_string(a.amax_histories_count) + "; give one scales tensor per history");
-  }
   int64_t total = 0;
   for (int64_t i = 0; i < a.amax_histories_count; ++i) {
     if (a.amax_histories[i]->dl.shape[0] < 1) {

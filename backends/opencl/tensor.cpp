@@ -19,9 +19,6 @@ using backend::invalid;
 
 void add(const Call& call, const te_fl_add_args& args) {
   const int64_t n = backend::numel(*args.output);
-  if (args.p != 0.0f && args.mask == nullptr) {
-    invalid("p is " + std::to_string(args.p) + " without mask; dropout needs it to be saved");
-  }
   if (args.mask != nullptr && backend::numel(*args.mask) != (n + 7) / 8) {
     invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
             std::to_string(n) +

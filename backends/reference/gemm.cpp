@@ -13,41 +13,7 @@
 namespace te_fl::reference {
 namespace {
 
-using backend::invalid;
-
-bool is_block(const te_fl_tensor& t) {
-  const uint32_t scaling = backend::scaling(t);
-  return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
-}
-
 void check(const te_fl_generic_gemm_args& args) {
-  if (args.accumulate && (dtype_of(*args.d) == TE_FL_F8E4M3 || dtype_of(*args.d) == TE_FL_F8E5M2)) {
-    invalid(std::string("d is ") + dtype_name(dtype_of(*args.d)) +
-            " with accumulate; accumulate into f32, f16 or bf16");
-  }
-  if (args.pre_gelu_out != nullptr && !args.gelu) {
-    invalid("pre_gelu_out is given without gelu; set gelu or leave it out");
-  }
-  if (args.pre_gelu_in != nullptr && (args.gelu || args.bias != nullptr)) {
-    invalid(std::string("pre_gelu_in is given with ") + (args.gelu ? "gelu" : "bias") +
-            "; the gradient epilogue goes with neither gelu nor bias");
-  }
-  if (args.accumulate_bias_grad && args.bias_grad == nullptr) {
-    invalid("accumulate_bias_grad is set without bias_grad; give the tensor or clear the flag");
-  }
-  if (args.accumulate && args.d_sum != nullptr) {
-    invalid("d_sum is given with accumulate; sum the accumulated result separately");
-  }
-  if (backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128 &&
-      backend::scaling(*args.b) == TE_FL_SCALING_BLOCK_128X128) {
-    invalid("a and b are both scaled in 128x128 blocks; quantise one of them in 1x128 blocks");
-  }
-  if ((is_block(*args.a) || is_block(*args.b)) && (args.gelu || args.bias_grad != nullptr)) {
-    invalid(std::string(args.gelu ? "gelu" : "bias_grad") +
-            " with a block-scaled operand; its epilogues are none, bias and pre_gelu_in: call the "
-            "op for "
-            "it separately");
-  }
   check_output(*args.d, "d");
   if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
 }

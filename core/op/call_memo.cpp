@@ -144,7 +144,10 @@ void ExactMemo::take(const CompiledOp& op, const void* args) noexcept {
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     // What lies behind other pointers is not compared.
-    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_SAVED) return;
+    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST ||
+        arg.type == TE_FL_ARG_SAVED) {
+      return;
+    }
     if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;
     const auto* t = view.read<const te_fl_tensor*>(arg.offset);
     if (t == nullptr) continue;

@@ -52,6 +52,7 @@ struct CallLayout {
   uint32_t saved_offset = 0;  // 0: the op has no saved record
   std::vector<uint32_t> tensors;
   std::vector<List> lists;
+  std::vector<List> integers;
   std::vector<Scalar> scalars;
   std::vector<uint32_t> hashed;  // required inputs whose extents tell calls apart
   std::vector<Output> outputs;
@@ -114,10 +115,20 @@ TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sin
       sink.number(word);
     }
   }
+  for (const CallLayout::List& list : layout.integers) {
+    const auto* values = load_as<const int64_t*>(args + list.offset);
+    const auto count = load_as<int64_t>(args + list.count_offset);
+    if (!sink.structure(static_cast<uint64_t>(count))) return false;
+    if (!sink.structure(values != nullptr)) return false;
+    for (int64_t k = 0; values != nullptr && k < count; ++k) {
+      sink.same(static_cast<uint64_t>(values[k]));
+    }
+  }
   for (const CallLayout::List& list : layout.lists) {
     const auto* items = load_as<const te_fl_tensor* const*>(args + list.offset);
     const auto count = load_as<int64_t>(args + list.count_offset);
-    if (!sink.structure(items == nullptr ? 0 : static_cast<uint64_t>(count))) return false;
+    if (!sink.structure(static_cast<uint64_t>(count))) return false;
+    if (!sink.structure(items != nullptr)) return false;
     for (int64_t k = 0; items != nullptr && k < count; ++k) {
       if (!walk_tensor(items[k], sink)) return false;
     }

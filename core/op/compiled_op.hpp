@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/op/constraint.hpp"
 #include "core/op/op_table.hpp"
 #include "core/op/shape_rule.hpp"
 
@@ -43,6 +44,7 @@ struct Arg {
   bool is(uint32_t flag) const noexcept { return (flags & flag) != 0; }
   bool is_tensor() const noexcept { return type == TE_FL_ARG_TENSOR; }
   bool is_list() const noexcept { return type == TE_FL_ARG_TENSOR_LIST; }
+  bool is_integers() const noexcept { return type == TE_FL_ARG_I64_LIST; }
   bool writes() const noexcept { return role != TE_FL_IN; }
   // Whether its memory says where the op runs.
   bool places() const noexcept { return !is(TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY); }
@@ -70,6 +72,10 @@ class ArgsView {
   }
   const te_fl_tensor* element(const Arg& arg, int64_t i) const noexcept {
     return read<const te_fl_tensor* const*>(arg.offset)[i];
+  }
+  // An integer of a list that is given.
+  int64_t integer(const Arg& arg, int64_t i) const noexcept {
+    return read<const int64_t*>(arg.offset)[i];
   }
   // A scalar as a double; its neutral value if the struct does not reach it. Integers beyond 2^53
   // are compared as integers elsewhere.
@@ -113,6 +119,8 @@ struct CompiledOp::Impl {
   std::vector<uint8_t> tensors;  // plain tensors, in the order in which their shapes are matched
   std::vector<uint8_t> lists;
   std::vector<uint8_t> scalars;
+  std::vector<uint8_t> integers;  // lists of them
+  std::vector<Constraint> rules;
   SymbolNames symbols;
   int saved = -1;
   bool enquiry = false;
@@ -146,5 +154,10 @@ std::vector<std::string> words(std::string_view text);
 // The device that two tensors of one call agree on; false if they do not. Pinned memory goes with
 // the host and with its own chip.
 bool merge_devices(Device& into, const Device& next) noexcept;
+
+// Whether a condition of a rule holds, and whether a call breaks a rule of its op. For calls whose
+// struct, scalars and tensors are in order by themselves.
+bool holds(const CompiledOp::Impl& op, const Condition& condition, const ArgsView& view) noexcept;
+bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept;
 
 }  // namespace te_fl::core

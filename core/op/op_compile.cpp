@@ -93,7 +93,9 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
   }
   schema.summary = keep(from.summary);
   schema.formula = keep(from.formula);
-  schema.source = keep(from.source);
+  for (const char** text : {&schema.source, &schema.rules, &schema.gradient, &schema.operations}) {
+    *text = keep(*text);
+  }
   const std::string op = schema.name;
   if (from.arg_count > kMaxArgs) {
     return refuse(op, std::to_string(from.arg_count) + " arguments are more than " +
@@ -111,7 +113,7 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
     }
     te_fl_arg_desc& desc = descs.emplace_back(copy_struct<te_fl_arg_desc>(arg));
     for (const char** text : {&desc.name, &desc.shape, &desc.inout_if, &desc.aliases, &desc.same_as,
-                              &desc.enum_names}) {
+                              &desc.enum_names, &desc.extents}) {
       *text = keep(*text);
     }
     if (desc.name == nullptr || !is_identifier(desc.name)) {
@@ -140,7 +142,7 @@ Status CompiledOp::Impl::compile_scalar(const te_fl_arg_desc& desc, Arg& arg) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   arg.low = unbounded ? -kInfinity : desc.min;
   arg.high = unbounded ? kInfinity : desc.max;
-  const bool narrow = arg.type != TE_FL_ARG_I64;
+  const bool narrow = arg.type != TE_FL_ARG_I64 && !arg.is_integers();
   int64_t low = narrow ? INT32_MIN : INT64_MIN, high = narrow ? INT32_MAX : INT64_MAX;
   if (arg.type == TE_FL_ARG_BOOL) {
     low = 0, high = 1;
@@ -165,7 +167,8 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   const auto bad = [&](const std::string& why) {
     return refuse(std::string(schema.name) + ", argument '" + desc.name + "'", why);
   };
-  if (desc.type > TE_FL_ARG_SAVED) return bad("type " + std::to_string(desc.type) + " is unknown");
+  if (desc.type > TE_FL_ARG_I64_LIST)
+    return bad("type " + std::to_string(desc.type) + " is unknown");
   if (desc.role > TE_FL_INOUT) return bad("role " + std::to_string(desc.role) + " is unknown");
   if ((desc.flags & ~kKnownFlags) != 0)
     return bad("flags has bits that this version does not know");
@@ -186,7 +189,7 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   arg.count_offset = desc.count_offset;
   const Layout layout = layout_of(arg.type);
   arg.end = desc.offset + layout.size;  // offset is checked by check_layout(), wrap-around included
-  if (arg.is_list()) arg.end = std::max(arg.end, desc.count_offset + 8u);
+  if (arg.is_list() || arg.is_integers()) arg.end = std::max(arg.end, desc.count_offset + 8u);
   const bool has_data = arg.is_tensor() || arg.is_list();
   if (has_data) {
     arg.dtypes = desc.dtypes;
@@ -216,7 +219,9 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   } else {
     if (arg.role != TE_FL_IN) return bad("a scalar's role must be in");
     TE_FL_RETURN_IF_ERROR(compile_scalar(desc, arg));
-    scalars.push_back(static_cast<uint8_t>(index));
+    if (arg.is_integers() && arg.later != 0 && !arg.is(TE_FL_ARG_OPTIONAL))
+      return bad("a later list must be optional, or older callers could not be served");
+    (arg.is_integers() ? integers : scalars).push_back(static_cast<uint8_t>(index));
   }
   args.push_back(arg);
   return {};
@@ -295,7 +300,8 @@ Status CompiledOp::Impl::check_layout() const {
                         std::to_string(schema.args_size));
     };
     TE_FL_RETURN_IF_ERROR(add(desc.offset, layout_of(args[i].type)));
-    if (args[i].is_list()) TE_FL_RETURN_IF_ERROR(add(desc.count_offset, {8, 8}));
+    if (args[i].is_list() || args[i].is_integers())
+      TE_FL_RETURN_IF_ERROR(add(desc.count_offset, {8, 8}));
     if (args[i].later == 0 && args[i].end > schema.least_args_size) {
       return refuse(op + ", argument '" + desc.name + "'",
                     "it is of the op's first form but lies beyond least_args_size " +
@@ -331,6 +337,13 @@ Status CompiledOp::Impl::compile(const te_fl_op_schema& from) {
   for (uint32_t i = 0; i < schema.arg_count; ++i) TE_FL_RETURN_IF_ERROR(compile_arg(i));
   TE_FL_RETURN_IF_ERROR(check_layout());
   for (uint32_t i = 0; i < schema.arg_count; ++i) TE_FL_RETURN_IF_ERROR(compile_references(i));
+  if ((schema.flags & TE_FL_SCHEMA_ENQUIRY) != 0 && (schema.flags & TE_FL_SCHEMA_COLLECTIVE) != 0)
+    return refuse(schema.name, "an op is an enquiry or a collective, not both");
+  if (schema.rules != nullptr && *schema.rules != '\0') {
+    Result<std::vector<Constraint>> parsed = parse_constraints(schema.rules, desc_pointers);
+    if (!parsed.ok()) return refuse(schema.name, parsed.status().message());
+    rules = std::move(parsed).value();
+  }
   enquiry = (schema.flags & TE_FL_SCHEMA_ENQUIRY) != 0;
   order_tensors();
   layout = make_layout(*this);

@@ -62,6 +62,7 @@ bool ArgsView::is_neutral(const Arg& arg) const noexcept {
     case TE_FL_ARG_SAVED:
       return read<const void*>(arg.offset) == nullptr;
     case TE_FL_ARG_TENSOR_LIST:
+    case TE_FL_ARG_I64_LIST:
       return count(arg) == 0;
     case TE_FL_ARG_F32:
       return read<float>(arg.offset) == static_cast<float>(arg.neutral);
@@ -108,8 +109,8 @@ const te_fl_tensor* Finder::tensor() const noexcept {
 bool Finder::reads(const Arg& arg) const noexcept { return op_.reads(arg, args_); }
 
 bool Finder::run(Signature& out) noexcept {
-  const bool good = check_struct() && check_scalars() && check_tensors() && check_lists() &&
-                    check_saved() && check_memory();
+  const bool good = check_struct() && check_scalars() && check_integers() && check_tensors() &&
+                    check_lists() && check_saved() && check_rules() && check_memory();
   if (good) {
     signature_.device = device_.is_host() ? Device{} : device_;
     out = signature_;
@@ -118,7 +119,7 @@ bool Finder::run(Signature& out) noexcept {
 }
 
 bool Finder::numbers(Signature& out) noexcept {
-  if (!check_struct() || !check_scalars()) return false;
+  if (!check_struct() || !check_scalars() || !check_rules()) return false;
   out.later = signature_.later;
   return true;
 }
@@ -154,6 +155,34 @@ bool Finder::check_scalar(int i) noexcept {
 bool Finder::check_scalars() noexcept {
   for (const uint8_t i : op_.scalars) {
     if (!check_scalar(i)) return false;
+  }
+  return true;
+}
+
+// ---- lists of integers, and rules
+
+bool Finder::check_integers() noexcept {
+  for (const uint8_t i : op_.integers) {
+    const Arg& arg = op_.args[i];
+    const int64_t count = args_.count(arg);
+    if (count < 0) return fail(Problem::kNegativeCount, i);
+    if (count > kMaxListCount) return fail(Problem::kLongList, i);
+    if (count == 0 && !arg.is(TE_FL_ARG_OPTIONAL)) return fail(Problem::kNoIntegers, i);
+    if (count > 0 && args_.read<const void*>(arg.offset) == nullptr)
+      return fail(Problem::kNullList, i);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t value = args_.integer(arg, k);
+      if (value < arg.int_low || value > arg.int_high) return fail(Problem::kIntegerRange, i, k);
+    }
+  }
+  return true;
+}
+
+bool Finder::check_rules() noexcept {
+  for (size_t i = 0; i < op_.rules.size(); ++i) {
+    const Constraint& rule = op_.rules[i];
+    if (is_broken(op_, rule, args_))
+      return fail(Problem::kRule, rule.left.arg, -1, -1, static_cast<int>(i));
   }
   return true;
 }

@@ -59,6 +59,10 @@ enum class Problem : uint8_t {
   kLongList,
   kNullList,
   kListCounts,
+  kNoIntegers,
+  kIntegerRange,
+  // rules between arguments
+  kRule,
   // saved record
   kMissingSaved,
   kSavedSize,
@@ -70,7 +74,7 @@ struct Finding {
   int arg = -1;
   int64_t index = -1;  // of a list's element
   int other = -1;      // the argument that it does not go with
-  int dim = -1;
+  int dim = -1;        // kRule: which rule
 };
 
 // Values of the names in shape rules, and who set them.
@@ -115,6 +119,8 @@ class Finder {
   bool check_struct() noexcept;
   bool check_scalar(int i) noexcept;
   bool check_scalars() noexcept;
+  bool check_integers() noexcept;
+  bool check_rules() noexcept;
   bool check_tensors() noexcept;
   bool check_lists() noexcept;
   bool check_list_counts() noexcept;

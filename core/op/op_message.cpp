@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <string_view>
 
 #include "core/base/text.hpp"
 #include "core/op/op_finder.hpp"
@@ -60,6 +61,8 @@ class Words {
   }
   std::string scalar_text() const;
   std::string list_text() const;
+  std::string value_text(const Condition& condition) const;
+  std::string rule_text() const;
   std::string tensor_text() const;
   std::string storage_text() const;
   std::string quant_text() const;
@@ -108,12 +111,72 @@ std::string Words::list_text() const {
              "; split the call";
     case Problem::kNullList:
       return who() + " is NULL but its count is " + count;
+    case Problem::kNoIntegers:
+      return who() + " has count 0, must have one integer at least";
+    case Problem::kIntegerRange:
+      return who() + " is " + std::to_string(finder_.args().integer(arg(), f_.index)) +
+             ", must be from " + std::to_string(arg().int_low) + " to " +
+             std::to_string(arg().int_high);
     default:
       break;
   }
   const Arg& other = op_.args[static_cast<size_t>(f_.other)];
   return who() + " has " + count + " tensors, must have as many as " + quoted(f_.other) + ": " +
          std::to_string(finder_.args().count(other));
+}
+
+// "'x' is f32[2,3] cpu", "'gelu' is 0"
+std::string Words::value_text(const Condition& condition) const {
+  const Arg& arg = op_.args[condition.arg];
+  const ArgsView& args = finder_.args();
+  const std::string is = quoted(condition.arg) + " is ";
+  switch (arg.type) {
+    case TE_FL_ARG_TENSOR:
+      return is +
+             (args.tensor(arg) == nullptr ? "missing (NULL)" : te_fl::describe(args.tensor(arg)));
+    case TE_FL_ARG_SAVED:
+      return is + (args.is_neutral(arg) ? "missing (NULL)" : "given");
+    case TE_FL_ARG_TENSOR_LIST:
+    case TE_FL_ARG_I64_LIST:
+      return is + "a list of " + std::to_string(args.count(arg));
+    case TE_FL_ARG_ENUM: {
+      std::string_view names = op_.descs[condition.arg].enum_names;
+      for (int64_t i = 0; i < static_cast<int64_t>(args.scalar(arg)); ++i) {
+        names.remove_prefix(std::min(names.find(' ') + 1, names.size()));
+      }
+      return is + std::string(names.substr(0, names.find(' ')));
+    }
+    case TE_FL_ARG_I64:
+      return is +
+             (args.has(arg) ? std::to_string(args.read<int64_t>(arg.offset)) : number(arg.neutral));
+    default:
+      return is + number(args.scalar(arg));
+  }
+}
+
+// Who breaks the rule, the rule, and what to change.
+std::string Words::rule_text() const {
+  const Constraint& rule = op_.rules[static_cast<size_t>(f_.dim)];
+  std::string others;
+  const auto add = [&](const Condition& c) { others += ", " + value_text(c); };
+  for (uint8_t i = 0; i < rule.alternatives; ++i) add(rule.right[i]);
+  for (const Condition& c : {rule.left, rule.right[0]}) {
+    if (c.kind != Condition::kCompare || c.other < 0) continue;
+    Condition other;
+    other.arg = static_cast<uint8_t>(c.other);
+    add(other);
+  }
+  const std::string text = "argument " + value_text(rule.left) + others;
+  const std::string broken = ", which breaks the rule \"" + rule.text + "\"";
+  switch (rule.kind) {
+    case Constraint::kRequires:
+      return text + broken + "; give what it requires, or leave " + quoted(f_.arg) + " out";
+    case Constraint::kExcludes:
+      return text + broken + "; leave one of them out";
+    case Constraint::kAlways:
+      break;
+  }
+  return text + broken;
 }
 
 std::string Words::tensor_text() const {
@@ -353,6 +416,7 @@ std::string Words::text() const {
       break;
   }
   if (f_.problem >= Problem::kMissingSaved) return saved_text();
+  if (f_.problem == Problem::kRule) return rule_text();
   if (f_.problem >= Problem::kNegativeCount) return list_text();
   if (f_.problem <= Problem::kNan) return scalar_text();
   return tensor_text();

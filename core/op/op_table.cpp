@@ -133,12 +133,14 @@ te_fl_saved* CompiledOp::saved(const void* args) const noexcept {
   return view.has(arg) ? view.read<te_fl_saved*>(arg.offset) : nullptr;
 }
 
-// Summary, formula and source are prose: they may be reworded.
+// Summary, formula and source are prose, and so are extents, gradient and operations, which nothing
+// is refused by: they may be reworded.
 bool CompiledOp::same_as(const te_fl_op_schema& other) const {
   const te_fl_op_schema& mine = impl_->schema;
   if (other.struct_size < kLeastSchema || !same_text(mine.name, other.name) ||
       mine.flags != other.flags || mine.args_size != other.args_size ||
-      mine.least_args_size != other.least_args_size || mine.arg_count != other.arg_count) {
+      mine.least_args_size != other.least_args_size || mine.arg_count != other.arg_count ||
+      !same_text(mine.rules, copy_struct<te_fl_op_schema>(&other).rules)) {
     return false;
   }
   if (mine.arg_count > 0 && other.args == nullptr) return false;

@@ -15,6 +15,15 @@ namespace te_fl::core {
 // The catalogue's schemas in OpId order, and the family of each; generated from ops/*.yaml.
 std::span<const te_fl_op_schema* const> catalogue();
 std::span<const char* const> catalogue_families();
+// Their ids (ops/ids.txt), rising. Ids of ops that were retired are left out.
+std::span<const uint32_t> catalogue_ids();
+
+// Whether an op computes on tensors' data, only answers from metadata, or needs other ranks.
+enum class OpClass : uint8_t { kCompute, kEnquiry, kCollective };
+inline OpClass class_of(const te_fl_op_schema& schema) noexcept {
+  if ((schema.flags & TE_FL_SCHEMA_ENQUIRY) != 0) return OpClass::kEnquiry;
+  return (schema.flags & TE_FL_SCHEMA_COLLECTIVE) != 0 ? OpClass::kCollective : OpClass::kCompute;
+}
 
 // What static constraints read of a call.
 struct Signature {

@@ -74,6 +74,10 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
       auto& staged = lists_.emplace_back();
       for (int64_t k = 0; k < list.count; ++k) staged.push_back(stage(i, *list.data[k]));
       put(arg.offset, staged.data());
+    } else if (arg.type == TE_FL_ARG_I64_LIST) {
+      if (scope_ == Scope::kDevice) continue;  // the caller's own, like all host memory
+      const registry::IntegerList list = registry::integers_argument(arg, args);
+      put(arg.offset, integers_.emplace_back(list.data, list.data + list.count).data());
     } else if (arg.type == TE_FL_ARG_SAVED) {
       stage_record(i);
     }
@@ -117,7 +121,7 @@ const te_fl_tensor* StagingPlan::stage(uint32_t index, const te_fl_tensor& t) {
     shadow.quant = core::copy_struct<te_fl_quant>(quant);
     shadow.tensor.quant = &shadow.quant;
   }
-  if ((op_->schema().flags & TE_FL_SCHEMA_ENQUIRY) != 0) return &shadow.tensor;
+  if (core::class_of(op_->schema()) == core::OpClass::kEnquiry) return &shadow.tensor;
   const bool in = op_->needs_contents(index, caller_);
   const bool out = arg.role != TE_FL_IN;
   if ((arg.flags & TE_FL_ARG_QUANT_ONLY) != 0) {

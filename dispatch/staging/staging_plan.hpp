@@ -112,6 +112,7 @@ class StagingPlan {
   std::vector<uint64_t> args_;
   std::deque<Shadow> tensors_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;
+  std::deque<std::vector<int64_t>> integers_;
   te_fl_saved record_{};
   te_fl_saved* caller_record_ = nullptr;
   bool reads_record_ = false;  // it is the op's input

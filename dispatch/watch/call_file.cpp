@@ -94,6 +94,9 @@ json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const ch
       for (int64_t k = 0; k < tensors.count; ++k)
         items.push_back(describe_tensor(*tensors.data[k], base, host));
       list[arg.name] = items;
+    } else if (arg.type == TE_FL_ARG_I64_LIST) {
+      const registry::IntegerList integers = registry::integers_argument(arg, args);
+      list[arg.name] = std::vector<int64_t>(integers.data, integers.data + integers.count);
     } else if (arg.type == TE_FL_ARG_SAVED) {
       const auto* record = registry::member_or<const te_fl_saved*>(arg.offset, args, nullptr);
       if (record == nullptr) continue;
@@ -295,6 +298,12 @@ Status FiledCall::fill(const json& d) {
       auto& items = lists_.emplace_back();
       for (const json& item : value) items.push_back(tensor(item));
       const te_fl_tensor* const* first = items.data();
+      const auto count = static_cast<int64_t>(items.size());
+      put(arg.offset, &first, sizeof first);
+      put(arg.count_offset, &count, sizeof count);
+    } else if (arg.type == TE_FL_ARG_I64_LIST) {
+      const auto& items = integers_.emplace_back(value.get<std::vector<int64_t>>());
+      const int64_t* first = items.data();
       const auto count = static_cast<int64_t>(items.size());
       put(arg.offset, &first, sizeof first);
       put(arg.count_offset, &count, sizeof count);

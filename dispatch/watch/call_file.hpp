@@ -92,6 +92,7 @@ class FiledCall {
   std::vector<uint64_t> args_;
   std::deque<Held> tensors_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;
+  std::deque<std::vector<int64_t>> integers_;
   te_fl_saved record_{};
   std::vector<Slot> slots_;
   CopyBuffer before_, after_;

@@ -189,8 +189,8 @@ uint32_t description_of(const Call& call) {
   const bool deterministic = policy::settings_of(call.policy).deterministic;
   json d = describe_call(*call.row.compiled, plan, nowhere, call.signature.device, deterministic);
   d["text"] = registry::describe_arguments(call.row.compiled->schema(), call.args);
-  if ((call.row.compiled->schema().flags & TE_FL_SCHEMA_ENQUIRY) != 0) {
-    d.erase("args");  // nothing of it was placed
+  if (core::class_of(call.row.compiled->schema()) != core::OpClass::kCompute) {
+    d.erase("args");  // of an enquiry nothing was placed, and a collective does not run alone
   } else {
     add_values(call, d);
   }

@@ -52,7 +52,7 @@ Result<std::vector<Recorded>> read_calls(const std::string& path) try {
   for (const auto& [number, count] : counts) {
     if (number >= trace["te_fl_calls"].size()) continue;
     const json& description = trace["te_fl_calls"][number];
-    if (!description.contains("args")) continue;  // an enquiry
+    if (!description.contains("args")) continue;  // an enquiry or a collective
     TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<FiledCall> call,
                            FiledCall::make(description, path + ", call " + std::to_string(number)));
     out.push_back({std::move(call), count});

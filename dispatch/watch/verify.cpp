@@ -137,7 +137,7 @@ int64_t cases_in(const std::filesystem::path& folder) {
 
 // Whether the results mean anything to another implementation.
 bool comparable(const Call& call) {
-  if ((call.row.compiled->schema().flags & TE_FL_SCHEMA_ENQUIRY) != 0) return false;
+  if (core::class_of(call.row.compiled->schema()) != core::OpClass::kCompute) return false;
   const te_fl_saved* record = saved_record(call.row, call.args);
   return record == nullptr || record->opaque == 0;
 }

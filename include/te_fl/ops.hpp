@@ -16,7 +16,7 @@
 
 namespace te_fl {
 
-// Ids of the catalogue's ops, the same in every build of one version. Custom ops follow.
+// Ids of the catalogue's ops, the same in every version (ops/ids.txt). Custom ops follow.
 namespace op {
 inline constexpr OpId gelu{0};
 inline constexpr OpId qgelu{1};

@@ -392,7 +392,8 @@ typedef enum te_fl_arg_type {
   TE_FL_ARG_F32 = 5,         /* float */
   TE_FL_ARG_F64 = 6,         /* double */
   TE_FL_ARG_ENUM = 7,        /* int32_t, one of enum_names */
-  TE_FL_ARG_SAVED = 8        /* te_fl_saved* */
+  TE_FL_ARG_SAVED = 8,       /* te_fl_saved* */
+  TE_FL_ARG_I64_LIST = 9     /* const int64_t*, with an int64_t count member; host memory */
 } te_fl_arg_type;
 
 typedef enum te_fl_arg_role { TE_FL_IN = 0, TE_FL_OUT = 1, TE_FL_INOUT = 2 } te_fl_arg_role;
@@ -422,9 +423,9 @@ enum {                                 /* te_fl_arg_desc.flags */
  * A NAME is bound by the first argument that mentions it and must agree afterwards. For tensor
  * lists the rule applies element by element, with names bound afresh for each index; names that
  * plain tensors bind hold for every element.
- * min/max bound scalars inclusively (both zero: unbounded). `neutral` is the value at which the
- * argument has no effect; an implementation that does not know a later argument (R23) serves calls
- * that leave it there (tensors: NULL).
+ * min/max bound scalars and integers of a list inclusively (both zero: unbounded). `neutral` is the
+ * value at which the argument has no effect; an implementation that does not know a later argument
+ * (R23) serves calls that leave it there (tensors: NULL).
  */
 typedef struct te_fl_arg_desc {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_arg_desc));
@@ -433,7 +434,7 @@ typedef struct te_fl_arg_desc {
   uint16_t reserved TE_FL_INIT(0);
   uint32_t flags TE_FL_INIT(0);
   uint32_t offset TE_FL_INIT(0);       /* of the member in the argument struct */
-  uint32_t count_offset TE_FL_INIT(0); /* TENSOR_LIST: of the int64_t count */
+  uint32_t count_offset TE_FL_INIT(0); /* of a list's int64_t count */
   uint64_t dtypes TE_FL_INIT(0);       /* mask of te_fl_dtype_index */
   uint32_t scalings TE_FL_INIT(
       TE_FL_BIT(TE_FL_SCALING_NONE)); /* mask of te_fl_scaling; bit 0: unquantised allowed */
@@ -450,13 +451,36 @@ typedef struct te_fl_arg_desc {
   double neutral TE_FL_INIT(0);
   double min TE_FL_INIT(0);
   double max TE_FL_INIT(0);
+  /* OUT: how its extents follow from the inputs where the shape rule alone does not say, as a
+     formula for people and tools; NULL: the rule says it. */
+  const char* extents TE_FL_INIT(NULL);
 } te_fl_arg_desc;
 
 enum { /* te_fl_op_schema.flags */
        TE_FL_SCHEMA_USES_RNG = 1u << 0,
+       /* The op's class; neither bit: compute. */
        TE_FL_SCHEMA_ENQUIRY =
-           1u << 1 /* reads metadata, writes host results, touches no device data */
+           1u << 1, /* reads metadata, writes host results, touches no device data */
+       /* All ranks of a communicator run it. It is never staged and never checked by a second run,
+          and the first choice runs or the call is an error: what falls back on one rank alone
+          leaves the others waiting. */
+       TE_FL_SCHEMA_COLLECTIVE = 1u << 2
 };
+
+/*
+ * `rules` of an op say which of its arguments go together. The host compiles them at registration
+ * and refuses a call that breaks one before any implementation sees it. A blank separates words, a
+ * semicolon and a blank separate rules, and a rule is one of
+ * - CONDITION requires CONDITION, after which "or" adds up to three more of which one suffices;
+ * - CONDITION excludes CONDITION;
+ * - NAME is WORD, or a comparison, which must hold in every call.
+ *
+ * A CONDITION is one of
+ * - NAME: the tensor, record or list is given, the bool is 1, or the number is not `neutral`;
+ * - NAME is WORD|WORD: an enum has one of these values, or a tensor one of these dtypes or scaling
+ *   modes;
+ * - a comparison: NAME, one of < <= > >= == != multiple_of, and a NAME or a number.
+ */
 
 typedef struct te_fl_op_schema {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_op_schema));
@@ -470,6 +494,13 @@ typedef struct te_fl_op_schema {
   const char* summary TE_FL_INIT(NULL);
   const char* formula TE_FL_INIT(NULL);
   const char* source TE_FL_INIT(NULL);
+  const char* rules TE_FL_INIT(NULL); /* NULL: none */
+  /* The op that is its backward, then blank-separated "THEIRS=OURS" (or a name alone if they are
+     equal): which argument of it gets which of this op's; "" and NULL: it has none. */
+  const char* gradient TE_FL_INIT(NULL);
+  /* Arithmetic operations of a call, a formula of the names in shape rules; NULL: a few for each
+     element, so that a call costs what its bytes take. */
+  const char* operations TE_FL_INIT(NULL);
 } te_fl_op_schema;
 
 /* ---- op implementations ---- */

@@ -19,8 +19,8 @@ struct VerifyCounts {
   uint64_t differed = 0;
   uint64_t saved = 0;     // cases written
   uint64_t captured = 0;  // left out: their stream was being captured into a graph
-  // Left out: served by the reference, nothing to compare (opaque records, enquiries), no reference
-  // implementation that takes the call, no memory for copies of it.
+  // Left out: served by the reference, nothing to compare (opaque records, enquiries, collectives),
+  // no reference implementation that takes the call, no memory for copies of it.
   uint64_t skipped = 0;
   uint64_t failed = 0;  // the call itself failed
 };

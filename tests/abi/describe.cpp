@@ -100,6 +100,7 @@ std::string describe_layout() {
   MEMBER(te_fl_arg_desc, neutral);
   MEMBER(te_fl_arg_desc, min);
   MEMBER(te_fl_arg_desc, max);
+  MEMBER(te_fl_arg_desc, extents);
   LAYOUT(te_fl_op_schema);
   MEMBER(te_fl_op_schema, struct_size);
   MEMBER(te_fl_op_schema, flags);
@@ -112,6 +113,9 @@ std::string describe_layout() {
   MEMBER(te_fl_op_schema, summary);
   MEMBER(te_fl_op_schema, formula);
   MEMBER(te_fl_op_schema, source);
+  MEMBER(te_fl_op_schema, rules);
+  MEMBER(te_fl_op_schema, gradient);
+  MEMBER(te_fl_op_schema, operations);
   LAYOUT(te_fl_op_desc);
   MEMBER(te_fl_op_desc, struct_size);
   MEMBER(te_fl_op_desc, reserved);
@@ -345,6 +349,7 @@ std::string describe_values() {
   VALUE(TE_FL_ARG_F64);
   VALUE(TE_FL_ARG_ENUM);
   VALUE(TE_FL_ARG_SAVED);
+  VALUE(TE_FL_ARG_I64_LIST);
   VALUE(TE_FL_IN);
   VALUE(TE_FL_OUT);
   VALUE(TE_FL_INOUT);
@@ -360,6 +365,7 @@ std::string describe_values() {
   VALUE(TE_FL_ARG_LATER);
   VALUE(TE_FL_SCHEMA_USES_RNG);
   VALUE(TE_FL_SCHEMA_ENQUIRY);
+  VALUE(TE_FL_SCHEMA_COLLECTIVE);
   VALUE(TE_FL_MEMORY_DEVICE);
   VALUE(TE_FL_MEMORY_PINNED);
   VALUE(TE_FL_MEMORY_MANAGED);

@@ -230,6 +230,9 @@ TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
   s.max_staged_bytes = 1;  // asked when the call is there
   EXPECT_EQ(refusal_of(s, on_cuda(), kMixed[2]), Refusal::kNone);
   c = on_cuda();
+  c.collective = true;
+  EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCollective);
+  c = on_cuda();
   c.present = false;
   EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kDevice);
   Implementation needs_arch = kMixed[2];

@@ -7,7 +7,6 @@
 #include "norm/norm_choice.hpp"
 #include "norm/norm_general.cuh"
 #include "plugin/families.hpp"
-#include "te_fl/norm.hpp"
 
 namespace te_fl::cuda {
 
@@ -15,12 +14,6 @@ namespace {
 
 unsigned row_blocks(int64_t rows) {
   return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(rows, 132 * 32)));
-}
-
-void check_epsilon(float epsilon) {
-  if (!(epsilon >= 0.0f)) {
-    backend::invalid("epsilon is " + std::to_string(epsilon) + "; it must be 0 or more");
-  }
 }
 
 NormDevice device_of(const te_fl_context& ctx) {
@@ -87,8 +80,6 @@ void forward_general(const te_fl_context& ctx, const NormForward& f) {
 }
 
 void run_forward(const te_fl_context& ctx, const NormForward& f) {
-  check_epsilon(f.epsilon);
-  norm::check_residual(f.residual, f.sum);
   check_output(*f.z, "z");
   const NormChoice choice = choose_norm(f, device_of(ctx));
   const bool codes = backend::scaling(*f.z) != TE_FL_SCALING_NONE;

@@ -176,9 +176,6 @@ Refusal refuse_bwd(const te_fl_dropout_bwd_args& a) {
 
 void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   const int64_t size = backend::numel(*args.output);
-  if (args.p != 0.0f && args.mask == nullptr) {
-    invalid("p is " + std::to_string(args.p) + " without mask; dropout needs it to be saved");
-  }
   if (args.mask != nullptr && backend::numel(*args.mask) != (size + 7) / 8) {
     invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
             std::to_string(size) +

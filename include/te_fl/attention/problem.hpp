@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
-#include <utility>
 
 #include "te_fl/attention/mask.hpp"
 #include "te_fl/backend.hpp"
@@ -124,14 +123,6 @@ inline void expect_same_shape(const char* name, const te_fl_tensor& t, const cha
   }
 }
 
-inline void expect_absent(const te_fl_tensor* t, const char* name, const char* rule) {
-  if (t != nullptr) invalid(std::string(name) + " is given, but " + rule + "; leave it out");
-}
-
-inline void expect_present(const te_fl_tensor* t, const char* name, const char* rule) {
-  if (t == nullptr) invalid(std::string(name) + " is missing: " + rule);
-}
-
 [[noreturn]] inline void disagree(const char* name, const char* what, int64_t value,
                                   const std::string& rule) {
   invalid(std::string(name) + " has " + std::to_string(value) + " " + what + ", expected " + rule);
@@ -167,15 +158,6 @@ AttentionProblem describe_qkv(const Args& a) {
   p.k = heads_view("k", *a.k, a.layout);
   p.v = heads_view("v", *a.v, a.layout);
   check_heads(p);
-  // Named, not a braced list in the loop: nvcc does not take that in a template.
-  const std::pair<int64_t, const char*> windows[] = {{a.window_left, "window_left"},
-                                                     {a.window_right, "window_right"}};
-  for (const auto& [window, name] : windows) {
-    if (window < -1) {
-      invalid(std::string(name) + " is " + std::to_string(window) +
-              ", expected 0 or more keys, or -1 for no bound");
-    }
-  }
   p.batch = p.thd ? 0 : p.q.batch;
   p.heads = p.q.heads;
   p.kv_heads = p.k.heads;
@@ -195,16 +177,6 @@ inline void check_sequence_args(AttentionProblem& p, int64_t max_q, int64_t max_
                                p.cu_seqlens_kv_padded};
   const char* names[] = {"cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
                          "cu_seqlens_kv_padded"};
-  const char* needed = p.thd ? "layout thd needs the [B+1] prefix sums of the sequences' lengths"
-                             : "padding mask types need the [B+1] prefix sums of the true lengths";
-  for (int i = 0; i < 2; ++i) {
-    if (p.variable_length()) {
-      expect_present(all[i], names[i], needed);
-    } else {
-      expect_absent(all[i], names[i], "only layout thd and the padding mask types read it");
-    }
-  }
-  for (int i = 2; i < 4 && !p.thd; ++i) expect_absent(all[i], names[i], "only layout thd reads it");
   if (p.thd) {
     const te_fl_tensor& cu = *p.cu_seqlens_q;
     if (cu.dl.ndim != 1 || cu.dl.shape[0] < 1) {
@@ -225,21 +197,8 @@ inline void check_sequence_args(AttentionProblem& p, int64_t max_q, int64_t max_
 }
 
 inline void check_score_args(const AttentionProblem& p) {
-  if (p.thd) {
-    expect_absent(p.bias, "bias", "layout thd has no [Sq, Sk] matrix to add it to");
-    if (p.mask.arbitrary) {
-      invalid(
-          "mask_type is arbitrary, but layout thd has no [Sq, Sk] matrix to mask; use a padding "
-          "mask type, or layout sbhd or bshd");
-    }
-  }
   if (p.bias != nullptr) expect_broadcast("bias", *p.bias, p);
-  if (p.mask.arbitrary) {
-    expect_present(p.attn_mask, "attn_mask", "mask_type arbitrary masks by it");
-    expect_broadcast("attn_mask", *p.attn_mask, p);
-  } else {
-    expect_absent(p.attn_mask, "attn_mask", "only mask_type arbitrary reads it");
-  }
+  if (p.mask.arbitrary) expect_broadcast("attn_mask", *p.attn_mask, p);
   if (p.alibi_slopes != nullptr) {
     if (p.alibi_slopes->dl.ndim == 2) {
       expect_shape("alibi_slopes", *p.alibi_slopes, {p.batch, p.heads}, "([B, H])");
@@ -248,26 +207,16 @@ inline void check_score_args(const AttentionProblem& p) {
     }
   }
   if (p.softmax_type == TE_FL_SOFTMAX_TYPE_LEARNABLE) {
-    expect_present(p.softmax_sink, "softmax_sink",
-                   "softmax_type learnable needs one logit per head");
     expect_shape("softmax_sink", *p.softmax_sink, {p.heads}, "([H])");
-  } else {
-    expect_absent(p.softmax_sink, "softmax_sink", "only softmax_type learnable reads it");
   }
 }
 
-inline void check_intermediate_quant(const AttentionProblem& p, const te_fl_tensor* t,
-                                     const char* name) {
-  if (t == nullptr) return;
-  if (!p.fp8) expect_absent(t, name, "q, k and v are not FP8");
-  if (t->quant == nullptr || t->quant->scale == nullptr) {
-    invalid(std::string(name) + " has no scale, expected per-tensor scaling with a given scale");
-  }
-  if ((t->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0) {
-    invalid(std::string(name) +
-            " asks for a computed scale, but attention never holds the whole matrix; "
-            "give it a scale (delayed scaling)");
-  }
+// Of s_quant and dp_quant, which attention quantises tile by tile.
+inline void expect_given_scale(const te_fl_tensor* t, const char* name) {
+  if (t == nullptr || (t->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return;
+  invalid(std::string(name) +
+          " asks for a computed scale, but attention never holds the whole matrix; "
+          "give it a scale (delayed scaling)");
 }
 
 inline void expect_lse(const te_fl_tensor& lse, const AttentionProblem& p) {
@@ -304,7 +253,7 @@ AttentionProblem describe_common(const Args& a) {
   check_sequence_args(p, a.max_seqlen_q, a.max_seqlen_kv);
   check_score_args(p);
   expect_output("o", *a.o, p, a.layout);
-  check_intermediate_quant(p, a.s_quant, "s_quant");
+  expect_given_scale(a.s_quant, "s_quant");
   if (a.softmax_lse != nullptr) expect_lse(*a.softmax_lse, p);
   return p;
 }
@@ -323,15 +272,9 @@ inline AttentionProblem attention_problem(const te_fl_fused_attn_bwd_args& a) {
   detail::expect_same_shape("dq", *a.dq, "q", *a.q);
   detail::expect_same_shape("dk", *a.dk, "k", *a.k);
   detail::expect_same_shape("dv", *a.dv, "v", *a.v);
-  if (a.dbias != nullptr) {
-    detail::expect_present(a.bias, "bias", "dbias asks for its gradient");
-    detail::expect_same_shape("dbias", *a.dbias, "bias", *a.bias);
-  }
-  if (a.dsink != nullptr) {
-    detail::expect_present(a.softmax_sink, "softmax_sink", "dsink asks for its gradient");
-    detail::expect_shape("dsink", *a.dsink, {p.heads}, "([H])");
-  }
-  detail::check_intermediate_quant(p, a.dp_quant, "dp_quant");
+  if (a.dbias != nullptr) detail::expect_same_shape("dbias", *a.dbias, "bias", *a.bias);
+  if (a.dsink != nullptr) detail::expect_shape("dsink", *a.dsink, {p.heads}, "([H])");
+  detail::expect_given_scale(a.dp_quant, "dp_quant");
   return p;
 }
 

@@ -19,12 +19,12 @@ extern "C" {
 typedef struct te_fl_rope_rope_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_rope_rope_args));
   /* sbhd [S,B,H,D], bshd [B,S,H,D] or thd [T,H,D] (the gradient, for the backward). in;
-  F32|F16|BF16; any shape */
+  F32|F16|BF16; shape [...] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* angles per position; R <= D is even; the other D - R columns pass through. in; F32; shape [_ 1
   1 R] */
   const te_fl_tensor* freqs TE_FL_INIT(NULL);
-  /* input's shape. out; F32|F16|BF16; any shape; may alias input; dtype of input */
+  /* input's shape. out; F32|F16|BF16; shape [...]; may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
   /* [B], position of each sequence's first token, 0 or more; positions past the angles are an
   error: at once on the host and under TE_FL_VALIDATE, else at the next wait for the stream, such

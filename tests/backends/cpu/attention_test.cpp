@@ -196,17 +196,16 @@ TEST(CpuAttentionTest, NanScoresReachTheirRowsOnly) {
 
 TEST(CpuAttentionTest, RefusalsAndErrors) {
   HostTensor q8({1, 1, 1, 2}, TE_FL_F8E4M3, {1, 0}), q({1, 1, 1, 2}, TE_FL_F32, {1, 0});
-  HostTensor o({1, 1, 1, 2}, TE_FL_F32), backend({1}, TE_FL_I32);
+  HostTensor o({1, 1, 1, 2}, TE_FL_F32), o2({1, 1, 2, 2}, TE_FL_F32), backend({1}, TE_FL_I32);
   te_fl_fused_attn_fwd_args a;
   a.q = a.k = a.v = q8, a.o = o;
   EXPECT_FAILS(run_cpu("fused_attn_fwd", a), kUnsupported, "FP8");
   EXPECT_EQ(cpu_op("fused_attn_fwd")->dtypes & TE_FL_MASK_FP8, 0u) << "refused statically too";
-  a.q = a.k = a.v = q;
-  a.mask_type = TE_FL_MASK_TYPE_PADDING;
-  EXPECT_REFUSED(run_cpu("fused_attn_fwd", a), "cu_seqlens_q");
+  a.q = a.k = q, a.v = o2;
+  EXPECT_REFUSED(run_cpu("fused_attn_fwd", a), "v has 2");
   EXPECT_TRUE(o.untouched());
   HostTensor square({2, 2}, TE_FL_F32, {1, 2, 3, 4});
-  HostTensor turned(square, {1, 1, 2, 2}, {4, 4, 1, 2}, 0), o2({1, 1, 2, 2}, TE_FL_F32);
+  HostTensor turned(square, {1, 1, 2, 2}, {4, 4, 1, 2}, 0);
   a.q = turned, a.k = a.v = turned, a.o = o2, a.mask_type = 0;
   EXPECT_FAILS(run_cpu("fused_attn_fwd", a), kUnsupported, "strided_copy");
   te_fl_get_fused_attn_backend_args e;

@@ -89,10 +89,6 @@ TEST(CpuOptimizer, AdamFirstStepFlagAndErrors) {
   ASSERT_OK(run_cpu("multi_tensor_adam", a));
   expect_near(p.values(), {0.75, 1.25}, 1e-6, 0, "p");
   expect_near(m.values(), {0.05, -0.3}, 1e-6, 0, "m");
-  a.beta2 = 1;
-  EXPECT_REFUSED(run_cpu("multi_tensor_adam", a), "beta2 is 1");
-  a.exp_avgs_count = 0;
-  EXPECT_REFUSED(run_cpu("multi_tensor_adam", a), "exp_avgs has 0");
 }
 
 TEST(CpuOptimizer, Sgd) {

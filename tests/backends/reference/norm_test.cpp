@@ -64,7 +64,7 @@ TEST(ReferenceNorm, RmsnormQuantisesFromFp32) {
   expect_near(rsigma.values(), {std::sqrt(2) / 5}, 1e-7, 0);
 }
 
-TEST(ReferenceNorm, EmptyAndBadEpsilon) {
+TEST(ReferenceNorm, Empty) {
   Array x(TE_FL_F32, {0, 3}), gamma(TE_FL_F32, {3}, {1, 1, 1}), rsigma(TE_FL_F32, {0});
   Array no_columns(TE_FL_F32, {2, 0}), no_gamma(TE_FL_F32, {0}), two(TE_FL_F32, {2});
   te_fl_rmsnorm_fwd_args args;
@@ -79,8 +79,6 @@ TEST(ReferenceNorm, EmptyAndBadEpsilon) {
   args.epsilon = 0.25f;
   EXPECT_OK(call("rmsnorm_fwd", args));
   EXPECT_EQ(two.values(), (Values{2, 2}));
-  args.epsilon = -1;
-  EXPECT_REFUSED(call("rmsnorm_fwd", args), "epsilon", "-1");
 }
 
 // Loss = sum of w z; its derivative by every x, gamma and beta, by central differences in double.

@@ -87,8 +87,8 @@ void forward(Problem& p, bool layer, const Variant& v) {
   Tensor* rsigma = p.out("rsigma", TE_FL_F32, {rows});
   p.set("epsilon", v.epsilon), p.set("zero_centered_gamma", v.zero_centered);
   if ((residual == nullptr) != (sum == nullptr))
-    return p.expect_error(-1, residual == nullptr ? "sum is given and residual is missing"
-                                                  : "residual is given and sum is missing");
+    return p.expect_error(-1,
+                          residual == nullptr ? "sum requires residual" : "residual requires sum");
   p.oracle([&p, layer, v, h, rows, x, residual, gamma, beta, z, sum, mu, rsigma] {
     std::vector<double> want(static_cast<size_t>(x->numel())), extra(want.size()), mus(rows),
         rs(rows), mu_extra(rows), input(want.size());

@@ -247,6 +247,12 @@ TEST(MemoOverRandomCalls, OddSchemas) {
   const char* const rules[] = {
       "N",     "M",      "N M", "2*N",   "N+1", "?N", "... N", "...",   "@...",    "3*M _",
       "_ N+2", "@... N", "1",   "... 2", "any", "",   "M N M", "?M ?N", "... 2*M", "f ? N M : M N"};
+  const char* const between[] = {"",
+                                 "f requires b; b requires f or g > 1",
+                                 "b excludes g; c requires d; d excludes c is f32",
+                                 "a is tensor excludes b is tensor; f excludes a is tensor",
+                                 "a is none requires f; a is tensor requires g == 0",
+                                 "g requires c or d; g <= 2"};
   std::mt19937_64 random(11);
   Spoiler spoiler(13);
   for (int round = 0; round < 400; ++round) {
@@ -269,6 +275,7 @@ TEST(MemoOverRandomCalls, OddSchemas) {
     b.add("f", TE_FL_ARG_BOOL, TE_FL_IN, 48, nullptr);
     b.add("g", TE_FL_ARG_F64, TE_FL_IN, 56, nullptr).max = 3;
     b.schema.args_size = 64;
+    b.schema.rules = between[random() % std::size(between)];
     b.schema.flags = random() % 4 == 0 ? TE_FL_SCHEMA_ENQUIRY : 0;
     const Insides op(b.build());
     for (int i = 0; i < 500 && !HasFatalFailure(); ++i) spoiler.round(op);

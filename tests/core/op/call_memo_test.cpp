@@ -149,7 +149,7 @@ class CallUnderTest {
       }
       case 12: {  // another tensor, or none
         const uint32_t offset = offsets_[random() % offsets_.size()];
-        if (offset == 0) return [] {};
+        if (offset == 0) return change_list(random);
         unsigned char* at = bytes() + offset;
         const te_fl_tensor* old;
         std::memcpy(&old, at, sizeof old);
@@ -226,21 +226,34 @@ class CallUnderTest {
     item.t.dl.data = g_memory + 4096 * (items_.size() % 8);
     return item;
   }
+  // Another count, or no list.
+  std::function<void()> change_list(std::mt19937_64& random) {
+    const bool count = random() % 2 == 0;
+    unsigned char* at = bytes() + (count ? list_->count_offset : list_->offset);
+    uint64_t old;
+    std::memcpy(&old, at, sizeof old);
+    const uint64_t next = count ? random() % 4 - 1 : 0;
+    std::memcpy(at, &next, sizeof next);
+    return [at, old] { std::memcpy(at, &old, sizeof old); };
+  }
   // Two tensors of the shape.
   void add_list(const te_fl_arg_desc& arg, const std::vector<int64_t>& shape) {
     auto& list = lists_.emplace_back();
     for (int k = 0; k < 2; ++k) list.push_back(&add_item(shape).t);
+    list.push_back(list[1]);  // beyond the count
     const te_fl_tensor* const* first = list.data();
     const int64_t count = 2;
     std::memcpy(bytes() + arg.offset, &first, sizeof first);
     std::memcpy(bytes() + arg.count_offset, &count, sizeof count);
     offsets_.push_back(0);
+    list_ = &arg;
   }
 
   std::unique_ptr<const CompiledOp> op_;
   std::vector<uint64_t> args_;
   std::deque<Item> items_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;
+  const te_fl_arg_desc* list_ = nullptr;
   std::vector<uint32_t> offsets_;  // of plain tensors; 0 for a list
 };
 

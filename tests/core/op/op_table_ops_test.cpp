@@ -229,7 +229,8 @@ class Attention : public ::testing::Test {
 };
 
 TEST_F(Attention, QuantOnlyArgumentsNeedTheirScaleAlone) {
-  const Tensor s = quantised({1});
+  const Tensor codes = quantised({4, 1, 2, 8}), s = quantised({1});
+  args.q = args.k = args.v = codes;
   Raw r(s);
   r.t.dl.data = nullptr;
   r.quant.scale_inv = nullptr;
@@ -271,7 +272,11 @@ TEST_F(Attention, IntegersAreCheckedExactly) {
   EXPECT_HAS(check(*op, &args), "is -9223372036854775808, must be");
   args.max_seqlen_q = 0;
   args.window_left = INT64_MIN;
-  EXPECT_EQ(check(*op, &args), "") << "unbounded";
+  EXPECT_HAS(check(*op, &args),
+             "argument 'window_left' is -9223372036854775808, must be from -1 to "
+             "9223372036854775807");
+  args.window_left = INT64_MAX;
+  EXPECT_EQ(check(*op, &args), "");
 }
 
 TEST(Broadcast, IsAllowedWhereTheSchemaSaysSo) {

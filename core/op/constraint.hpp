@@ -1,0 +1,45 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "te_fl/plugin.h"
+#include "te_fl/status.hpp"
+
+// The rules between the arguments of an op (te_fl_op_schema.rules), compiled. The grammar stands at
+// te_fl_op_schema in te_fl/plugin.h.
+namespace te_fl::core {
+
+inline constexpr size_t kMaxRules = 32;
+inline constexpr size_t kMaxAlternatives = 4;
+inline constexpr int kScalingBits = 32;  // where a tensor's scaling modes begin in Condition::words
+
+struct Condition {
+  enum Kind : uint8_t { kGiven, kIs, kCompare };
+  enum Comparison : uint8_t { kLess, kAtMost, kMore, kAtLeast, kEqual, kOther, kMultipleOf };
+  Kind kind = kGiven;
+  Comparison comparison = kEqual;
+  uint8_t arg = 0;
+  int8_t other = -1;  // kCompare: the argument to compare with; -1: `number`
+  double number = 0;
+  uint64_t words = 0;  // kIs: of an enum a mask of values; of a tensor dtypes, then scalings
+};
+
+struct Constraint {
+  enum Kind : uint8_t { kRequires, kExcludes, kAlways };
+  Kind kind = kAlways;
+  uint8_t alternatives = 0;  // of `right`, one of which must hold (kExcludes: which must not)
+  Condition left;            // kAlways: what must hold
+  std::array<Condition, kMaxAlternatives> right{};
+  std::string text;
+};
+
+// Compiles the rules of an op, `args` being its described arguments in order. Errors quote the rule
+// and say what is wrong with it.
+Result<std::vector<Constraint>> parse_constraints(std::string_view text,
+                                                  const std::vector<const te_fl_arg_desc*>& args);
+
+}  // namespace te_fl::core

@@ -1,0 +1,282 @@
+"""The op specification: reads ops/*.yaml and ops/ids.txt, resolves the shorthand, refuses what is wrong. See ops/README.md."""
+import pathlib
+import re
+
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DTYPES = ["f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "i8", "i16", "i32",
+          "i64", "u8", "u16", "u32", "u64", "bool"]
+GROUPS = {"high": ["f32", "f16", "bf16"], "fp8": ["f8e4m3", "f8e5m2"], "index": ["i32", "i64"],
+          "any": DTYPES}
+SCALING_WORDS = ["none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4"]  # te_fl_scaling in words
+SCALINGS = {"none": [0], "tensor": [1], "block": [2, 3], "mx": [4], "nv": [5]}
+CLASSES = ("compute", "enquiry", "collective")
+C_TYPES = {"bool": "int32_t", "i32": "int32_t", "i64": "int64_t", "f32": "float", "f64": "double"}
+ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "I32", "i64": "I64",
+             "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED",
+             "ints": "I64_LIST"}
+PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "int"}  # of scalars
+FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
+             "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES",
+             "later": "LATER"}
+ARG_KEYS = {"name", "doc", "type", "role", "inout_if", "kept_if", "dtypes", "scalings", "shape", "same_as", "alias",
+            "default", "min", "max", "extents", *FLAG_KEYS}
+OP_KEYS = {"name", "id", "summary", "formula", "source", "args", "template", "rng", "class", "rules",
+           "gradient", "operations"}
+
+
+class SpecError(Exception):
+    pass
+
+
+def need(condition, where, rule):
+    if not condition:
+        raise SpecError(f"{where}: {rule}")
+
+
+class Arg:
+    """One argument with its specification's shorthand resolved."""
+
+    def __init__(self, spec, where, enums):
+        unknown = set(spec) - ARG_KEYS
+        need(not unknown, where, f"unknown keys {sorted(unknown)}; known: {sorted(ARG_KEYS)}")
+        self.name = spec["name"]
+        where = f"{where}.{self.name}"
+        need(spec.get("doc"), where, "needs a doc")
+        self.doc = spec["doc"]
+        kind = spec.get("type", "tensor")
+        self.enum = kind[5:] if kind.startswith("enum:") else None
+        self.type = "enum" if self.enum else kind
+        need(self.type in ARG_TYPES, where, f"type {kind!r} is none of {sorted(ARG_TYPES)}")
+        need(not self.enum or self.enum in enums, where, f"enum {self.enum!r} is not defined")
+        self.is_tensor = self.type in ("tensor", "list")
+        self.is_list = self.type in ("list", "ints")
+        self.is_scalar = self.type in PY_TYPES
+        self.role = spec.get("role", "in")
+        need(self.role in ("in", "out", "inout"), where, f"role {self.role!r} is none of in, out, inout")
+        need(not self.is_tensor or ("dtypes" in spec and "shape" in spec), where, "a tensor needs dtypes and shape")
+        self.shape = spec.get("shape", "")
+        self.dtypes = [d for g in spec.get("dtypes", []) for d in GROUPS.get(g, [g])]
+        for d in self.dtypes:
+            need(d in DTYPES, where, f"dtype {d!r} is none of {DTYPES} or {sorted(GROUPS)}")
+        scalings = spec.get("scalings", ["none"])
+        self.scaling_names = list(SCALINGS) if scalings == "all" else scalings
+        self.scalings = sum(1 << s for n in self.scaling_names for s in SCALINGS[n]) if self.is_tensor else 0
+        self.flags = [f"TE_FL_ARG_{FLAG_KEYS[k]}" for k in FLAG_KEYS if spec.get(k)]
+        self.same_as = spec.get("same_as")
+        if self.same_as:
+            self.flags.append("TE_FL_ARG_SAME_DTYPE")
+        self.optional, self.host = bool(spec.get("optional")), bool(spec.get("host"))
+        self.inout_if = spec.get("inout_if")
+        self.kept_if = spec.get("kept_if")
+        need(self.type != "ints" or self.role == "in", where, "a list of integers has role in")
+        need(not self.kept_if or self.role == "out", where, "kept_if is for role out")
+        self.alias = spec.get("alias", [])
+        self.extents = spec.get("extents")
+        need(not self.extents or self.role == "out", where, "extents are for role out")
+        self.default = spec.get("default", 0)
+        self.min, self.max = spec.get("min", 0), spec.get("max", 0)
+        self.later = bool(spec.get("later"))
+        self.enum_names = enums[self.enum] if self.enum else []
+        if self.enum:
+            self.min, self.max = 0, len(self.enum_names) - 1
+
+    def c_members(self):
+        if self.type == "tensor":
+            return [("const te_fl_tensor*", self.name, "NULL")]
+        if self.type == "list":
+            return [("const te_fl_tensor* const*", self.name, "NULL"), ("int64_t", f"{self.name}_count", "0")]
+        if self.type == "ints":
+            return [("const int64_t*", self.name, "NULL"), ("int64_t", f"{self.name}_count", "0")]
+        if self.type == "saved":
+            return [("te_fl_saved*", self.name, "NULL")]
+        ctype = "int32_t" if self.type == "enum" else C_TYPES[self.type]
+        return [(ctype, self.name, self.c_default())]
+
+    def c_default(self):
+        if self.type in ("f32", "f64"):
+            text = repr(float(self.default))
+            return text + ("f" if self.type == "f32" else "")
+        return str(int(self.default))
+
+
+COMPARISONS = ("<", "<=", ">", ">=", "==", "!=", "multiple_of")
+
+
+def check_condition(words, by_name, where):
+    """Resolves one condition of a rule; the grammar stands at te_fl_op_schema in include/te_fl/plugin.h."""
+    need(words and words[0] in by_name, where, f"'{' '.join(words)}' does not begin with an argument's name")
+    arg = by_name[words[0]]
+    if len(words) == 3 and words[1] == "is":
+        chosen = [d for w in words[2].split("|") for d in {**GROUPS, "block": SCALING_WORDS[2:4]}.get(w, [w])]
+        known = arg.enum_names if arg.enum else DTYPES + SCALING_WORDS if arg.type == "tensor" else []
+        need(set(chosen) <= set(known), where, f"'{words[2]}' is none of {arg.name}'s: {known}")
+        return f"{arg.name} is {'|'.join(chosen)}"
+    if len(words) == 3:
+        need(words[1] in COMPARISONS, where, f"'{words[1]}' is none of is, {', '.join(COMPARISONS)}")
+        other = by_name.get(words[2])
+        number = re.fullmatch(r"-?\d+(\.\d+)?", words[2])
+        need(arg.is_scalar and (number or (other and other.is_scalar)), where, f"'{' '.join(words)}' compares what is no number")
+        return " ".join(words)
+    need(len(words) == 1, where, f"'{' '.join(words)}' is not a condition")
+    return arg.name
+
+
+def check_rule(rule, args, where):
+    """A rule between arguments with its groups resolved."""
+    by_name, where = {a.name: a for a in args}, f"{where}, rule \"{rule}\""
+    m = re.fullmatch(r"(.+?) (requires|excludes) (.+)", rule)
+    if not m:
+        words = rule.split()
+        need(len(words) == 3, where, "must be 'A requires B [or C]', 'A excludes B', 'A is B' or a comparison")
+        return check_condition(words, by_name, where)
+    need(m[2] == "requires" or " or " not in m[3], where, "excludes takes one condition; write one rule for each")
+    others = [check_condition(c.split(), by_name, where) for c in m[3].split(" or ")]
+    return f"{check_condition(m[1].split(), by_name, where)} {m[2]} {' or '.join(others)}"
+
+
+def rule_names(shape):
+    """The names in a shape rule, "..." among them; "@..." is its product."""
+    words = shape.split("?", 1)[-1] if " ? " in shape else shape
+    return [n for w in words.split() for n in (["..."] if "..." in w else re.findall(r"[A-Za-z]\w*", w)) if n != "any"]
+
+
+class Op:
+    def __init__(self, spec, family, templates, enums):
+        where = f"{family}.{spec.get('name', '?')}"
+        unknown = set(spec) - OP_KEYS
+        need(not unknown, where, f"unknown keys {sorted(unknown)}; known: {sorted(OP_KEYS)}")
+        for key in ("name", "summary", "formula", "source"):
+            need(spec.get(key), where, f"needs {key}")
+        need(("args" in spec) != ("template" in spec), where, "needs args or template, not both")
+        spec = {**templates.get(spec.get("template"), {}), **spec}
+        self.name, self.family = spec["name"], family
+        self.summary, self.formula, self.source = spec["summary"], spec["formula"], spec["source"]
+        self.rng, self.op_class = bool(spec.get("rng")), spec.get("class", "compute")
+        need(self.op_class in CLASSES, where, f"class {self.op_class!r} is none of {CLASSES}")
+        self.id = spec.get("id")
+        need(isinstance(self.id, int) and self.id >= 0, where, "needs an id: the next free number of ops/ids.txt")
+        self.template = spec.get("template")
+        self.args = [Arg(a, where, enums) for a in spec["args"]]
+        self.struct = f"te_fl_{self.template or self.name}_args"
+        names = [a.name for a in self.args]
+        need(len(names) == len(set(names)), where, "two arguments have one name")
+        for a in self.args:
+            for ref in [a.same_as, a.inout_if, a.kept_if, *a.alias]:
+                need(ref is None or ref in names, f"{where}.{a.name}", f"refers to {ref!r}, which is no argument")
+        later = [a.later for a in self.args]
+        need(later == sorted(later), where, "later arguments must come last")
+        self.rules = [check_rule(rule, self.args, where) for rule in spec.get("rules", [])]
+        self.check_extents(where)
+        self.operations = spec.get("operations")
+        self.check_operations(where)
+        # The backward's name, and which of its arguments gets which of this op's; Op.resolve_gradient checks them.
+        self.gradient, self.saves = None, {}
+        if spec.get("gradient"):
+            m = re.fullmatch(r"(\w+)\((.*)\)", spec["gradient"])
+            need(m, where, f"gradient {spec['gradient']!r} is not 'OP(ARG, THEIRS=OURS, ...)'")
+            self.gradient = m[1]
+            for word in filter(None, m[2].split(", ")):
+                theirs, _, ours = word.partition("=")
+                self.saves[theirs] = ours or theirs
+
+    def check_extents(self, where):
+        """An output's extents follow from names that inputs bind, or its entry says how."""
+        bound = {name for a in self.args if a.role != "out" for name in rule_names(a.shape)}
+        for a in self.args:
+            if a.role != "out" or a.type == "list" or not a.is_tensor or a.host:
+                continue
+            free = [n for n in rule_names(a.shape) if n not in bound]
+            vague = a.shape == "any" or "_" in a.shape.split() or bool(free)
+            need(not vague or a.extents, f"{where}.{a.name}",
+                 f"its shape rule {a.shape!r} does not say how its extents follow from the inputs; add extents")
+            need(vague or not a.extents, f"{where}.{a.name}", f"its shape rule {a.shape!r} says its extents; drop the key")
+
+    def check_operations(self, where):
+        names = {n for a in self.args for n in rule_names(a.shape)}
+        # Where all shapes are "any", as attention's, whose layout is an argument, the names are those of the docs.
+        for word in re.findall(r"[A-Za-z_]\w*", self.operations or ""):
+            need(word in names or not names, where, f"operations: {word!r} is no name of a shape rule")
+
+    def resolve_gradient(self, ops):
+        if self.gradient is None:
+            return
+        need(self.gradient in ops, self.name, f"its gradient {self.gradient!r} is no op")
+        mine, theirs = {a.name for a in self.args}, {a.name for a in ops[self.gradient].args}
+        for their, our in self.saves.items():
+            need(our in mine, self.name, f"its gradient is given {our!r}, which is none of its arguments")
+            need(their in theirs, self.name, f"{self.gradient} has no argument {their!r}")
+
+
+class Ids:
+    """The ids that were ever given (ops/ids.txt), each with the op's name; programs have them inlined."""
+
+    def __init__(self, text):
+        self.notes = [line for line in text.splitlines() if line.startswith("#")]
+        self.given = {}  # id -> (name, retired)
+        for line in text.splitlines():
+            if line.startswith("#") or not line.strip():
+                continue
+            m = re.fullmatch(r"(\d+) (\w+)( retired)?", line)
+            need(m, "ops/ids.txt", f"{line!r} is not 'ID NAME' or 'ID NAME retired'")
+            number = int(m[1])
+            need(number not in self.given, "ops/ids.txt", f"id {number} stands there twice")
+            need(not self.given or number > max(self.given), "ops/ids.txt", f"id {number} must be greater than those before it")
+            self.given[number] = (m[2], bool(m[3]))
+        live = [name for name, retired in self.given.values() if not retired]
+        need(len(live) == len(set(live)), "ops/ids.txt", "a name has two ids of which none is retired")
+
+    def check(self, ops):
+        """Refuses ops whose ids break the list, and adds those that are new."""
+        known, last = {name: i for i, (name, retired) in self.given.items() if not retired}, max(self.given, default=-1)
+        taken = {}
+        for op in ops:
+            other = taken.setdefault(op.id, op.name)
+            need(other == op.name, op.name, f"id {op.id} is that of {other}; the next free one is {max([last, *taken]) + 1}")
+        for op in ops:
+            if op.id in self.given:
+                name, retired = self.given[op.id]
+                need(not retired, op.name, f"id {op.id} was {name}'s and is retired; ids are never given again")
+                need(name == op.name, op.name, f"id {op.id} is that of {name} in ops/ids.txt; ids are never given again")
+            else:
+                need(op.name not in known, op.name,
+                     f"its id was {known.get(op.name)} and is {op.id} now; programs have it inlined, so it stays")
+                need(op.id > last, op.name, f"id {op.id} must be greater than all in ops/ids.txt; the next free one is {last + 1}")
+        names = {op.name for op in ops}
+        for name, number in known.items():
+            need(name in names, name, f"has id {number} in ops/ids.txt and no entry; mark it 'retired' there, its line stays")
+        for op in sorted(ops, key=lambda o: o.id):
+            self.given.setdefault(op.id, (op.name, False))
+
+    def text(self):
+        lines = [f"{i} {name}{' retired' if retired else ''}" for i, (name, retired) in self.given.items()]
+        return "\n".join(self.notes + lines) + "\n"
+
+
+def load(folder=ROOT / "ops"):
+    """The families (name, summary, ops), the enums, and the list of ids with those of new ops added."""
+    families, enums, raw = [], {}, []
+    for path in sorted(folder.glob("*.yaml")):
+        doc = yaml.safe_load(path.read_text())
+        raw.append(doc)
+        enums.update(doc.get("enums", {}))
+    for doc in raw:
+        # A template is a list of arguments, or a mapping with args and other keys that its ops share.
+        templates = {k: v if isinstance(v, dict) else {"args": v} for k, v in doc.get("templates", {}).items()}
+        # A template's struct is named after family and template, so that families cannot collide.
+        renamed = {f"{doc['family']}_{k}": v for k, v in templates.items()}
+        for op in doc["ops"]:
+            if "template" in op:
+                need(op["template"] in templates, op["name"], f"template {op['template']!r} is not defined")
+                op["template"] = f"{doc['family']}_{op['template']}"
+        ops = [Op(o, doc["family"], renamed, enums) for o in doc["ops"]]
+        families.append((doc["family"], doc["summary"], ops))
+    names = [o.name for _, _, ops in families for o in ops]
+    need(len(names) == len(set(names)), "ops", "two ops have one name")
+    by_name = {o.name: o for _, _, ops in families for o in ops}
+    for op in by_name.values():
+        op.resolve_gradient(by_name)
+    ids = Ids((folder / "ids.txt").read_text())
+    ids.check([o for _, _, ops in families for o in ops])
+    return families, enums, ids
