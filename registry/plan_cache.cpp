@@ -99,6 +99,13 @@ void PlanKey::add_record(const te_fl_arg_desc& arg, const te_fl_saved* record) {
   if (producer != nullptr) add_text(producer);
 }
 
+// Its id stands for the communicator (R29), and so for what it holds.
+void PlanKey::add_communicator(const te_fl_communicator* communicator) {
+  if (communicator == nullptr) return add(0);
+  add(1 | uint64_t{communicator->struct_size} << 32);
+  add(communicator->id);
+}
+
 void PlanKey::add_text(std::string_view text) {
   add(text.size());
   for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
@@ -188,6 +195,8 @@ void PlanKey::set(const te_fl_op_schema& schema, const void* args, const te_fl_c
       for (int64_t k = 0; k < list.count; ++k) add_tensor(list.data[k]);
     } else if (arg.type == TE_FL_ARG_SAVED) {
       add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
+    } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
+      add_communicator(member_or<const te_fl_communicator*>(arg.offset, args, nullptr));
     } else {
       add(scalar(arg, args));
     }

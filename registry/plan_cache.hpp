@@ -117,6 +117,7 @@ class PlanKey {
   void add_beyond(uint64_t word);
   void add_tensor(const te_fl_tensor* t);
   void add_record(const te_fl_arg_desc& arg, const te_fl_saved* record);
+  void add_communicator(const te_fl_communicator* communicator);
   void add_text(std::string_view text);
   void add_sharing(const te_fl_op_schema& schema, const void* args);
   void add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out);

@@ -22,7 +22,8 @@ GROUPS = {"high": ["f32", "f16", "bf16"], "fp8": ["f8e4m3", "f8e5m2"], "index": 
 SCALINGS = {"none": [0], "tensor": [1], "block": [2, 3], "mx": [4], "nv": [5]}
 C_TYPES = {"bool": "int32_t", "i32": "int32_t", "i64": "int64_t", "f32": "float", "f64": "double"}
 ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "I32", "i64": "I64",
-             "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED"}
+             "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED", "communicator": "COMMUNICATOR"}
+RECORDS = ("saved", "communicator")  # pointers to structs of plugin.h
 PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "int"}
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
              "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES",
@@ -90,6 +91,8 @@ class Arg:
             return [("const te_fl_tensor* const*", self.name, "NULL"), ("int64_t", f"{self.name}_count", "0")]
         if self.type == "saved":
             return [("te_fl_saved*", self.name, "NULL")]
+        if self.type == "communicator":
+            return [("const te_fl_communicator*", self.name, "NULL")]
         ctype = "int32_t" if self.type == "enum" else C_TYPES[self.type]
         return [(ctype, self.name, self.c_default())]
 
@@ -219,7 +222,7 @@ def gen_header(family, summary, ops):
         if f"te_fl_{op.name}_args" != op.struct:
             out.append(f"typedef {op.struct} te_fl_{op.name}_args;")
         defaults = "".join(f", .{n} = {d}" for a in op.args for _, n, d in a.c_members()
-                           if not a.is_tensor and a.type != "saved" and float(a.default) != 0)
+                           if not a.is_tensor and a.type not in RECORDS and float(a.default) != 0)
         out += [f"#define TE_FL_{op.name.upper()}_ARGS_INIT \\",
                 f"  {{ .struct_size = sizeof(te_fl_{op.name}_args){defaults} }}", ""]
     out += ["#ifdef __cplusplus", "} /* extern \"C\" */", "#endif", "", f"#endif /* {guard} */", ""]
@@ -297,8 +300,8 @@ def gen_python(families):
         for o in ops:
             req, opt = [], []
             for a in o.args:
-                if a.is_tensor or a.type == "saved":
-                    base = {"tensor": "Tensor", "list": "Sequence[Tensor]", "saved": "Saved"}[a.type]
+                if a.is_tensor or a.type in RECORDS:
+                    base = {"tensor": "Tensor", "list": "Sequence[Tensor]", "saved": "Saved", "communicator": "Communicator"}[a.type]
                     (opt if a.optional else req).append(f"{a.name}: Optional[{base}] = None" if a.optional else f"{a.name}: {base}")
                 else:
                     value = bool(a.default) if a.type == "bool" else (float(a.default) if a.type[0] == "f" else int(a.default))
@@ -327,7 +330,7 @@ def gen_docs(families):
                 kind = arg_note(a) if a.is_tensor else (f"enum {a.enum}: " + ", ".join(a.enum_names) if a.enum else a.type)
                 if a.type == "list":
                     kind = "list; " + kind
-                default = "" if a.is_tensor or a.type == "saved" else (a.enum_names[int(a.default)] if a.enum else f"{a.default:g}")
+                default = "" if a.is_tensor or a.type in RECORDS else (a.enum_names[int(a.default)] if a.enum else f"{a.default:g}")
                 out.append(f"| {a.name} | {md(kind)} | {default} | {md(a.doc)} |")
             out.append("")
     return "\n".join(out)

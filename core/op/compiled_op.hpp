@@ -113,6 +113,7 @@ struct CompiledOp::Impl {
   std::vector<uint8_t> tensors;  // plain tensors, in the order in which their shapes are matched
   std::vector<uint8_t> lists;
   std::vector<uint8_t> scalars;
+  std::vector<uint8_t> communicators;
   SymbolNames symbols;
   int saved = -1;
   bool enquiry = false;

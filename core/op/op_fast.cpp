@@ -577,7 +577,8 @@ FastOutput make_output(const FastOp& fast, const CompiledOp::Impl& op, uint8_t t
 }  // namespace
 
 std::unique_ptr<FastOp> make_fast(const CompiledOp::Impl& op) {
-  if (!op.lists.empty() || op.tensors.empty() || op.tensors.size() > kMaxFastTensors)
+  if (!op.lists.empty() || !op.communicators.empty() || op.tensors.empty() ||
+      op.tensors.size() > kMaxFastTensors)
     return nullptr;
   auto fast = std::make_unique<FastOp>();
   fast->op = &op;

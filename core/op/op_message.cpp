@@ -69,6 +69,7 @@ class Words {
   std::string shape_text() const;
   std::string expected_term(const Term& term, std::vector<int>& setters) const;
   std::string saved_text() const;
+  std::string communicator_text() const;
 
   const CompiledOp::Impl& op_;
   const Finder& finder_;
@@ -329,6 +330,30 @@ std::string Words::saved_text() const {
   }
 }
 
+std::string Words::communicator_text() const {
+  const Arg& arg = op_.args[static_cast<size_t>(f_.arg)];
+  const auto* c = finder_.args().read<const te_fl_communicator*>(arg.offset);
+  switch (f_.problem) {
+    case Problem::kMissingCommunicator:
+      return who() + " is missing (NULL), must be a te_fl_communicator";
+    case Problem::kCommunicatorSize:
+      return who() + " has struct_size " + std::to_string(c->struct_size) + ", must be at least " +
+             std::to_string(kLeastCommunicator) + " (rule R3)";
+    case Problem::kCommunicatorRank:
+      return who() + " is rank " + std::to_string(c->rank) + " of " + std::to_string(c->size) +
+             ", must be one of 0 to size - 1";
+    case Problem::kCommunicatorMaker:
+      return who() + " has id " + std::to_string(c->id) + " and names " +
+             (c->maker == nullptr || *c->maker == '\0' ? std::string("no maker")
+                                                       : "maker '" + std::string(c->maker) + "'") +
+             ", must have both (rule R29)";
+    default:
+      return who() + " is of " +
+             to_string(Device{c->device.type, c->device.index, c->device_provider}) +
+             ", must be of the call's device " + to_string(finder_.device()) + " (rule R29)";
+  }
+}
+
 std::string Words::text() const {
   switch (f_.problem) {
     case Problem::kNone:
@@ -352,6 +377,7 @@ std::string Words::text() const {
     default:
       break;
   }
+  if (f_.problem >= Problem::kMissingCommunicator) return communicator_text();
   if (f_.problem >= Problem::kMissingSaved) return saved_text();
   if (f_.problem >= Problem::kNegativeCount) return list_text();
   if (f_.problem <= Problem::kNan) return scalar_text();

@@ -87,7 +87,10 @@ void remember_exactly(const CompiledOp& op, const void* args, ExactMemo& memo) n
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     // What lies behind other pointers is not compared.
-    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_SAVED) return;
+    if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_SAVED ||
+        arg.type == TE_FL_ARG_COMMUNICATOR) {
+      return;
+    }
     if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;
     const auto* t = view.read<const te_fl_tensor*>(arg.offset);
     if (t == nullptr) continue;

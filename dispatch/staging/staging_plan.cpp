@@ -76,6 +76,11 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
       put(arg.offset, staged.data());
     } else if (arg.type == TE_FL_ARG_SAVED) {
       stage_record(i);
+    } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
+      if (registry::member_or<const void*>(arg.offset, args, nullptr) == nullptr) continue;
+      problem_ = "argument '" + std::string(arg.name) +
+                 "' is a communicator: a copy of the call would be one that the other ranks do not "
+                 "make (rule R29)";
     }
   }
   rng_ = rng;

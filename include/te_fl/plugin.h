@@ -124,6 +124,11 @@
  *      a program's allocator (R25) and the account of what is held know of it. It is given back by
  *      the end of quiesce(), that of plans by destroy_plan(): memory of a device that is alive
  *      keeps the device, and with it the plugin that provides it.
+ *  R29 A communicator (te_fl_communicator) is made by one provider of collectives, whose
+ *      implementations alone read its `self`: any other answers UNSUPPORTED from supports(). It
+ *      belongs to the device of the call that it is given to. Its id is given once in a process,
+ *      so that what is kept by it, as a plan is, never meets another communicator. A call with one
+ *      is not staged, verified or replayed: the other ranks would not take part.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -335,6 +340,19 @@ typedef struct te_fl_saved {
   const te_fl_tensor* storage TE_FL_INIT(NULL); /* U8 [bytes] on the op's device, or NULL */
 } te_fl_saved;
 
+/* The processes that call a collective op together, as an argument of it (R29). Made, kept and
+   destroyed by whoever provides collectives. */
+typedef struct te_fl_communicator {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_communicator));
+  uint32_t device_provider TE_FL_INIT(0); /* as te_fl_tensor.provider */
+  te_fl_device device TE_FL_INIT({});
+  int32_t rank TE_FL_INIT(0);         /* from 0 to size - 1 */
+  int32_t size TE_FL_INIT(1);         /* how many processes, at least 1 */
+  uint64_t id TE_FL_INIT(0);          /* not 0; never given again */
+  const char* maker TE_FL_INIT(NULL); /* name of the plugin that made it */
+  void* self TE_FL_INIT(NULL);
+} te_fl_communicator;
+
 /* ---- the call context ---- */
 
 /* A chain of optional additions to a context. No type is defined yet; one that a reader does not
@@ -384,15 +402,16 @@ typedef struct te_fl_context {
 /* ---- op schemas ---- */
 
 typedef enum te_fl_arg_type {
-  TE_FL_ARG_TENSOR = 0,      /* const te_fl_tensor* */
-  TE_FL_ARG_TENSOR_LIST = 1, /* const te_fl_tensor* const*, with an int64_t count member */
-  TE_FL_ARG_BOOL = 2,        /* int32_t, 0 or 1 */
-  TE_FL_ARG_I32 = 3,         /* int32_t */
-  TE_FL_ARG_I64 = 4,         /* int64_t */
-  TE_FL_ARG_F32 = 5,         /* float */
-  TE_FL_ARG_F64 = 6,         /* double */
-  TE_FL_ARG_ENUM = 7,        /* int32_t, one of enum_names */
-  TE_FL_ARG_SAVED = 8        /* te_fl_saved* */
+  TE_FL_ARG_TENSOR = 0,       /* const te_fl_tensor* */
+  TE_FL_ARG_TENSOR_LIST = 1,  /* const te_fl_tensor* const*, with an int64_t count member */
+  TE_FL_ARG_BOOL = 2,         /* int32_t, 0 or 1 */
+  TE_FL_ARG_I32 = 3,          /* int32_t */
+  TE_FL_ARG_I64 = 4,          /* int64_t */
+  TE_FL_ARG_F32 = 5,          /* float */
+  TE_FL_ARG_F64 = 6,          /* double */
+  TE_FL_ARG_ENUM = 7,         /* int32_t, one of enum_names */
+  TE_FL_ARG_SAVED = 8,        /* te_fl_saved* */
+  TE_FL_ARG_COMMUNICATOR = 10 /* const te_fl_communicator* (R29) */
 } te_fl_arg_type;
 
 typedef enum te_fl_arg_role { TE_FL_IN = 0, TE_FL_OUT = 1, TE_FL_INOUT = 2 } te_fl_arg_role;

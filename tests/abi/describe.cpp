@@ -55,6 +55,15 @@ std::string describe_layout() {
   MEMBER(te_fl_saved, opaque);
   MEMBER(te_fl_saved, producer);
   MEMBER(te_fl_saved, storage);
+  LAYOUT(te_fl_communicator);
+  MEMBER(te_fl_communicator, struct_size);
+  MEMBER(te_fl_communicator, device_provider);
+  MEMBER(te_fl_communicator, device);
+  MEMBER(te_fl_communicator, rank);
+  MEMBER(te_fl_communicator, size);
+  MEMBER(te_fl_communicator, id);
+  MEMBER(te_fl_communicator, maker);
+  MEMBER(te_fl_communicator, self);
   LAYOUT(te_fl_extension);
   MEMBER(te_fl_extension, struct_size);
   MEMBER(te_fl_extension, type);
@@ -345,6 +354,7 @@ std::string describe_values() {
   VALUE(TE_FL_ARG_F64);
   VALUE(TE_FL_ARG_ENUM);
   VALUE(TE_FL_ARG_SAVED);
+  VALUE(TE_FL_ARG_COMMUNICATOR);
   VALUE(TE_FL_IN);
   VALUE(TE_FL_OUT);
   VALUE(TE_FL_INOUT);
