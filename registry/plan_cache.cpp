@@ -82,8 +82,8 @@ void PlanKey::add_tensor(const te_fl_tensor* t) {
   if (quant == nullptr) return;
   add(alignment_of(quant->columnwise_data) | alignment_of(quant->scale_inv) << 4 |
       alignment_of(quant->columnwise_scale_inv) << 8 | alignment_of(quant->amax) << 12 |
-      alignment_of(quant->scale) << 16 | uint64_t{quant->scaling & 0xffff} << 32 |
-      uint64_t{quant->struct_size} << 48);
+      alignment_of(quant->scale) << 16 | alignment_of(quant->columnwise_amax) << 20 |
+      uint64_t{quant->scaling & 0xffff} << 32 | uint64_t{quant->struct_size} << 48);
   add(pair_of(quant->flags, std::bit_cast<uint32_t>(quant->amax_epsilon)));
 }
 

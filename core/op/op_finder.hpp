@@ -39,6 +39,7 @@ enum class Problem : uint8_t {
   kNoColumnwiseScaleInv,
   kNoScale,
   kNoAmax,
+  kColumnwiseAmax,
   kPartAlignment,
   kNullData,
   kAlignment,

@@ -197,7 +197,9 @@ std::string Words::quant_text() const {
              allowed + (q == nullptr ? "; make it with quantize" : "");
     case Problem::kQuantDType:
       return is + ": scaling " + std::string(name(static_cast<Scaling>(q->scaling))) +
-             " needs dtype " + (q->scaling == TE_FL_SCALING_NVFP4 ? "f4e2m1" : "f8e4m3|f8e5m2");
+             " needs dtype " +
+             (describe(static_cast<Scaling>(q->scaling)).dtypes == TE_FL_MASK_FP8 ? "f8e4m3|f8e5m2"
+                                                                                  : "f4e2m1");
     case Problem::kQuantStrided:
       return is + " with strides " + strides() + ": quantised tensors must be contiguous" +
              (arg().is(TE_FL_ARG_STRIDED_CODES)
@@ -220,9 +222,13 @@ std::string Words::quant_text() const {
                     "(current scaling)");
     case Problem::kNoAmax:
       return is + ": its amax is missing (NULL)";
-    case Problem::kPartAlignment:
+    case Problem::kColumnwiseAmax:
       return is +
-             ": scale_inv, columnwise_scale_inv, amax and scale must be aligned to their elements";
+             ": it has a columnwise_amax, which goes with column-wise data of a scaling mode " +
+             "with a second level only, as nvfp4 (rule R30)";
+    case Problem::kPartAlignment:
+      return is + ": scale_inv, columnwise_scale_inv, amax, columnwise_amax and scale must be " +
+             "aligned to their elements";
     default:
       return is + ": refused";
   }

@@ -203,6 +203,7 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   add(q.columnwise_scale_inv, size(bytes.columnwise_scale_inv), in_scales, out,
       &q.columnwise_scale_inv);
   add(q.amax, sizeof *q.amax, true, out, &q.amax);
+  add(q.columnwise_amax, sizeof *q.columnwise_amax, true, out, &q.columnwise_amax);
   add(q.scale, sizeof *q.scale, true, out && per_tensor && computes, &q.scale);
 }
 

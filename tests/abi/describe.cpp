@@ -45,6 +45,20 @@ std::string describe_layout() {
   MEMBER(te_fl_quant, columnwise_scale_inv);
   MEMBER(te_fl_quant, amax);
   MEMBER(te_fl_quant, scale);
+  MEMBER(te_fl_quant, columnwise_amax);
+  LAYOUT(te_fl_scaling_desc);
+  MEMBER(te_fl_scaling_desc, struct_size);
+  MEMBER(te_fl_scaling_desc, scaling);
+  MEMBER(te_fl_scaling_desc, name);
+  MEMBER(te_fl_scaling_desc, dtypes);
+  MEMBER(te_fl_scaling_desc, scale_dtype);
+  MEMBER(te_fl_scaling_desc, second_level);
+  MEMBER(te_fl_scaling_desc, block_rows);
+  MEMBER(te_fl_scaling_desc, block_cols);
+  MEMBER(te_fl_scaling_desc, layout);
+  MEMBER(te_fl_scaling_desc, pad_rows);
+  MEMBER(te_fl_scaling_desc, pad_cols);
+  MEMBER(te_fl_scaling_desc, transposed);
   LAYOUT(te_fl_tensor);
   MEMBER(te_fl_tensor, struct_size);
   MEMBER(te_fl_tensor, provider);
@@ -223,6 +237,7 @@ std::string describe_layout() {
   MEMBER(te_fl_host_api, setting);
   MEMBER(te_fl_host_api, allocate);
   MEMBER(te_fl_host_api, free);
+  MEMBER(te_fl_host_api, scaling);
   LAYOUT(te_fl_finding);
   MEMBER(te_fl_finding, struct_size);
   MEMBER(te_fl_finding, level);
@@ -340,6 +355,8 @@ std::string describe_values() {
   VALUE(TE_FL_SCALING_MXFP8);
   VALUE(TE_FL_SCALING_NVFP4);
   VALUE(TE_FL_SCALING_COUNT);
+  VALUE(TE_FL_SCALE_LAYOUT_ROWS);
+  VALUE(TE_FL_SCALE_LAYOUT_COLUMNS);
   VALUE(TE_FL_QUANT_COMPUTE_SCALE);
   VALUE(TE_FL_QUANT_POW2_SCALE);
   VALUE(TE_FL_CALL_DETERMINISTIC);
