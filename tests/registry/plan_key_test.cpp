@@ -21,7 +21,7 @@ namespace {
 static_assert(sizeof(te_fl_tensor) == 64);
 static_assert(sizeof(te_fl_quant) == 56);
 static_assert(sizeof(te_fl_saved) == 24);
-static_assert(sizeof(te_fl_context) == 80);
+static_assert(sizeof(te_fl_context) == 88);
 
 // A call of any op with every argument given: metadata only, since nothing is run.
 class AnyCall {
