@@ -92,6 +92,7 @@ struct Instance::Host {
     api.setting = &setting;
     api.allocate = &allocate;
     api.free = &free;
+    api.scaling = &scaling;
   }
   static void log(void* host, int32_t level, const char* text) noexcept {
     if (text == nullptr) return;
@@ -147,6 +148,11 @@ struct Instance::Host {
     te_fl::devices::free(Device{device.type, device.index, provider}, data,
                          static_cast<te_fl_memory_kind>(kind), stream);
     static_cast<Host*>(host)->live.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  static const te_fl_scaling_desc* scaling(void*, uint32_t scaling) noexcept {
+    if (scaling == TE_FL_SCALING_NONE || scaling >= TE_FL_SCALING_COUNT) return nullptr;
+    return &te_fl::describe(static_cast<Scaling>(scaling));
   }
 
   std::string name;

@@ -149,8 +149,9 @@ void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_cont
   core::walk_call(op.layout(), all, sink);
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    if (arg.type != TE_FL_ARG_SAVED) continue;
-    add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
+    if (arg.type == TE_FL_ARG_SAVED) {
+      add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
+    }
   }
   add_sharing(schema, args);
 }

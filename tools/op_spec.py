@@ -14,7 +14,7 @@ SCALINGS = {"none": [0], "tensor": [1], "block": [2, 3], "mx": [4], "nv": [5]}
 CLASSES = ("compute", "enquiry", "collective")
 C_TYPES = {"bool": "int32_t", "i32": "int32_t", "i64": "int64_t", "f32": "float", "f64": "double"}
 ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "I32", "i64": "I64",
-             "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED",
+             "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED", "communicator": "COMMUNICATOR",
              "ints": "I64_LIST"}
 PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "int"}  # of scalars
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
@@ -91,6 +91,8 @@ class Arg:
             return [("const int64_t*", self.name, "NULL"), ("int64_t", f"{self.name}_count", "0")]
         if self.type == "saved":
             return [("te_fl_saved*", self.name, "NULL")]
+        if self.type == "communicator":
+            return [("const te_fl_communicator*", self.name, "NULL")]
         ctype = "int32_t" if self.type == "enum" else C_TYPES[self.type]
         return [(ctype, self.name, self.c_default())]
 

@@ -177,7 +177,7 @@ def gen_python(families):
             req, opt = [], []
             for a in o.args:
                 if not a.is_scalar:
-                    base = {"tensor": "Tensor", "list": "Sequence[Tensor]", "saved": "Saved", "ints": "Sequence[int]"}[a.type]
+                    base = {"tensor": "Tensor", "list": "Sequence[Tensor]", "saved": "Saved", "communicator": "Communicator", "ints": "Sequence[int]"}[a.type]
                     (opt if a.optional else req).append(f"{a.name}: Optional[{base}] = None" if a.optional else f"{a.name}: {base}")
                 else:
                     value = bool(a.default) if a.type == "bool" else (float(a.default) if a.type[0] == "f" else int(a.default))

@@ -58,10 +58,12 @@ Reader::Reader(const te_fl_tensor& tensor, const char* argument, Copy preferred)
                                          : " has row-wise data without scale_inv"));
   }
   if (scaling == TE_FL_SCALING_NVFP4) {
-    if (quant.amax == nullptr) {
+    const float* amax =
+        columnwise_ && quant.columnwise_amax != nullptr ? quant.columnwise_amax : quant.amax;
+    if (amax == nullptr) {
       backend::invalid(name + " is NVFP4 without amax, which its values are scaled with");
     }
-    nvfp4_amax_ = *quant.amax;
+    nvfp4_amax_ = *amax;
   }
 }
 

@@ -74,6 +74,7 @@ class Quantizer {
       if (quant_.columnwise_data != nullptr) blocks(tile, true);
     });
     if (quant_.amax != nullptr) *quant_.amax = amax_;
+    if (quant_.columnwise_amax != nullptr) *quant_.columnwise_amax = amax_;
   }
 
  private:
@@ -319,7 +320,8 @@ void check_output(const te_fl_tensor& out, const char* argument) {
   if (!empty && quant.columnwise_data != nullptr && quant.columnwise_scale_inv == nullptr) {
     backend::invalid(name + " has column-wise data but no columnwise_scale_inv; provide it");
   }
-  if (scaling == TE_FL_SCALING_NVFP4 && quant.amax == nullptr) {
+  const bool own = out.dl.data == nullptr && quant.columnwise_amax != nullptr;
+  if (scaling == TE_FL_SCALING_NVFP4 && quant.amax == nullptr && !own) {
     backend::invalid(name + " has no amax, which NVFP4 scales with; provide one FP32 element");
   }
 }

@@ -15,8 +15,9 @@ namespace te_fl::core {
 // from 2.0 on they stay when a struct grows, so that what was built with earlier headers is still
 // read.
 inline constexpr uint32_t kLeastTensor = TE_FL_SIZE_THROUGH(te_fl_tensor, quant);
-inline constexpr uint32_t kLeastQuant = TE_FL_SIZE_THROUGH(te_fl_quant, scale);
+inline constexpr uint32_t kLeastQuant = TE_FL_SIZE_THROUGH(te_fl_quant, columnwise_amax);
 inline constexpr uint32_t kLeastSaved = TE_FL_SIZE_THROUGH(te_fl_saved, storage);
+inline constexpr uint32_t kLeastCommunicator = TE_FL_SIZE_THROUGH(te_fl_communicator, self);
 inline constexpr uint32_t kLeastArgDesc = TE_FL_SIZE_THROUGH(te_fl_arg_desc, max);
 inline constexpr uint32_t kLeastSchema = TE_FL_SIZE_THROUGH(te_fl_op_schema, source);
 inline constexpr uint32_t kLeastOpDesc = TE_FL_SIZE_THROUGH(te_fl_op_desc, run);

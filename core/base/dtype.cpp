@@ -76,8 +76,49 @@ constexpr Alias kAliases[] = {
     {"uint64", DType::kU64},
 };
 
-constexpr std::array<std::string_view, TE_FL_SCALING_COUNT> kScalings = {
-    "none", "tensor", "block1x128", "block128x128", "mxfp8", "nvfp4"};
+constexpr std::array<te_fl_scaling_desc, TE_FL_SCALING_COUNT> kScalings = {{
+    {.scaling = TE_FL_SCALING_NONE, .name = "none"},
+    {.scaling = TE_FL_SCALING_TENSOR,
+     .name = "tensor",
+     .dtypes = TE_FL_MASK_FP8,
+     .scale_dtype = TE_FL_F32,
+     .transposed = 1},
+    {.scaling = TE_FL_SCALING_BLOCK_1X128,
+     .name = "block1x128",
+     .dtypes = TE_FL_MASK_FP8,
+     .scale_dtype = TE_FL_F32,
+     .block_rows = 1,
+     .block_cols = 128,
+     .layout = TE_FL_SCALE_LAYOUT_COLUMNS,
+     .pad_rows = 4,
+     .transposed = 1},
+    {.scaling = TE_FL_SCALING_BLOCK_128X128,
+     .name = "block128x128",
+     .dtypes = TE_FL_MASK_FP8,
+     .scale_dtype = TE_FL_F32,
+     .block_rows = 128,
+     .block_cols = 128,
+     .pad_cols = 4,
+     .transposed = 1},
+    {.scaling = TE_FL_SCALING_MXFP8,
+     .name = "mxfp8",
+     .dtypes = TE_FL_MASK_FP8,
+     .scale_dtype = TE_FL_F8E8M0,
+     .block_rows = 1,
+     .block_cols = 32,
+     .pad_rows = 128,
+     .pad_cols = 4},
+    {.scaling = TE_FL_SCALING_NVFP4,
+     .name = "nvfp4",
+     .dtypes = TE_FL_BIT(TE_FL_F4E2M1),
+     .scale_dtype = TE_FL_F8E4M3,
+     .second_level = 1,
+     .block_rows = 1,
+     .block_cols = 16,
+     .pad_rows = 128,
+     .pad_cols = 4,
+     .transposed = 1},
+}};
 struct ScalingAlias {
   std::string_view name;
   Scaling scaling;
@@ -144,17 +185,21 @@ Result<DType> parse_dtype(std::string_view text) {
                  names_of(kAliases, [](const Alias& a) { return a.name; }));
 }
 
-std::string_view name(Scaling scaling) noexcept { return kScalings[static_cast<size_t>(scaling)]; }
+const te_fl_scaling_desc& describe(Scaling scaling) noexcept {
+  return kScalings[static_cast<size_t>(scaling)];
+}
+std::string_view name(Scaling scaling) noexcept { return describe(scaling).name; }
 
 Result<Scaling> parse_scaling(std::string_view text) {
   const std::string word = core::lower(core::trim(text));
   for (size_t i = 0; i < kScalings.size(); ++i) {
-    if (word == kScalings[i]) return static_cast<Scaling>(i);
+    if (word == kScalings[i].name) return static_cast<Scaling>(i);
   }
   for (const ScalingAlias& alias : kScalingAliases) {
     if (word == alias.name) return alias.scaling;
   }
-  return unknown("scaling mode", text, names_of(kScalings, [](std::string_view s) { return s; }),
+  return unknown("scaling mode", text,
+                 names_of(kScalings, [](const te_fl_scaling_desc& s) { return s.name; }),
                  names_of(kScalingAliases, [](const ScalingAlias& a) { return a.name; }));
 }
 

@@ -145,7 +145,7 @@ void ExactMemo::take(const CompiledOp& op, const void* args) noexcept {
     const te_fl_arg_desc& arg = *schema.args[i];
     // What lies behind other pointers is not compared.
     if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST ||
-        arg.type == TE_FL_ARG_SAVED) {
+        arg.type == TE_FL_ARG_SAVED || arg.type == TE_FL_ARG_COMMUNICATOR) {
       return;
     }
     if (arg.type != TE_FL_ARG_TENSOR || arg.offset + sizeof(void*) > size) continue;

@@ -62,6 +62,8 @@ std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op) {
       layout->lists.push_back({arg.offset, arg.count_offset});
     } else if (arg.is_integers()) {
       layout->integers.push_back({arg.offset, arg.count_offset});
+    } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
+      layout->communicators.push_back(arg.offset);
     } else if (arg.type == TE_FL_ARG_SAVED) {
       layout->saved_offset = arg.offset;
     } else {

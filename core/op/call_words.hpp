@@ -53,6 +53,7 @@ struct CallLayout {
   std::vector<uint32_t> tensors;
   std::vector<List> lists;
   std::vector<List> integers;
+  std::vector<uint32_t> communicators;
   std::vector<Scalar> scalars;
   std::vector<uint32_t> hashed;  // required inputs whose extents tell calls apart
   std::vector<Output> outputs;
@@ -100,7 +101,22 @@ TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
   sink.address(reinterpret_cast<uintptr_t>(quant->columnwise_scale_inv));
   sink.address(reinterpret_cast<uintptr_t>(quant->amax));
   sink.address(reinterpret_cast<uintptr_t>(quant->scale));
+  sink.address(reinterpret_cast<uintptr_t>(quant->columnwise_amax));
   return true;
+}
+
+// A communicator's id stands for what it holds (R29).
+template <class Sink>
+TE_FL_INLINE bool walk_communicator(const te_fl_communicator* c, Sink& sink) {
+  if (!sink.structure(c != nullptr)) return false;
+  if (c == nullptr) return true;
+  static_assert(offsetof(te_fl_communicator, device_provider) == 4);
+  static_assert(offsetof(te_fl_communicator, size) == offsetof(te_fl_communicator, rank) + 4);
+  if (!sink.structure(load_as<uint64_t>(c))) return false;  // struct_size and provider
+  sink.same(load_as<uint64_t>(&c->device));
+  sink.same(load_as<uint64_t>(&c->rank));  // and size
+  sink.same(c->id);
+  return c->maker != nullptr && c->maker[0] != '\0';
 }
 
 // The arguments behind the tensors.
@@ -123,6 +139,9 @@ TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sin
     for (int64_t k = 0; values != nullptr && k < count; ++k) {
       sink.same(static_cast<uint64_t>(values[k]));
     }
+  }
+  for (const uint32_t offset : layout.communicators) {
+    if (!walk_communicator(load_as<const te_fl_communicator*>(args + offset), sink)) return false;
   }
   for (const CallLayout::List& list : layout.lists) {
     const auto* items = load_as<const te_fl_tensor* const*>(args + list.offset);

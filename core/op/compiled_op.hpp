@@ -121,6 +121,7 @@ struct CompiledOp::Impl {
   std::vector<uint8_t> scalars;
   std::vector<uint8_t> integers;  // lists of them
   std::vector<Constraint> rules;
+  std::vector<uint8_t> communicators;
   SymbolNames symbols;
   int saved = -1;
   bool enquiry = false;

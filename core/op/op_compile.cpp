@@ -167,7 +167,7 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   const auto bad = [&](const std::string& why) {
     return refuse(std::string(schema.name) + ", argument '" + desc.name + "'", why);
   };
-  if (desc.type > TE_FL_ARG_I64_LIST)
+  if (desc.type > TE_FL_ARG_COMMUNICATOR)
     return bad("type " + std::to_string(desc.type) + " is unknown");
   if (desc.role > TE_FL_INOUT) return bad("role " + std::to_string(desc.role) + " is unknown");
   if ((desc.flags & ~kKnownFlags) != 0)
@@ -216,6 +216,14 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   } else if (arg.type == TE_FL_ARG_SAVED) {
     if (saved >= 0) return bad("an op has one saved argument at most");
     saved = static_cast<int>(index);
+  } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
+    if (arg.role != TE_FL_IN) return bad("a communicator's role must be in");
+    if (arg.later != 0 && !arg.is(TE_FL_ARG_OPTIONAL)) {
+      return bad(
+          "a communicator that came later must be optional, or older callers could not be served "
+          "(rule R23)");
+    }
+    communicators.push_back(static_cast<uint8_t>(index));
   } else {
     if (arg.role != TE_FL_IN) return bad("a scalar's role must be in");
     TE_FL_RETURN_IF_ERROR(compile_scalar(desc, arg));

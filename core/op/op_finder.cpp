@@ -60,6 +60,7 @@ bool ArgsView::is_neutral(const Arg& arg) const noexcept {
   switch (arg.type) {
     case TE_FL_ARG_TENSOR:
     case TE_FL_ARG_SAVED:
+    case TE_FL_ARG_COMMUNICATOR:
       return read<const void*>(arg.offset) == nullptr;
     case TE_FL_ARG_TENSOR_LIST:
     case TE_FL_ARG_I64_LIST:
@@ -110,7 +111,8 @@ bool Finder::reads(const Arg& arg) const noexcept { return op_.reads(arg, args_)
 
 bool Finder::run(Signature& out) noexcept {
   const bool good = check_struct() && check_scalars() && check_integers() && check_tensors() &&
-                    check_lists() && check_saved() && check_rules() && check_memory();
+                    check_lists() && check_saved() && check_communicators() && check_rules() &&
+                    check_memory();
   if (good) {
     signature_.device = device_.is_host() ? Device{} : device_;
     out = signature_;
@@ -332,6 +334,30 @@ bool Finder::check_saved() noexcept {
   Device merged = device_;
   const bool together = device_setter_ < 0 || merge_devices(merged, device);
   return together ? true : fail(Problem::kDevice, op_.saved, -1, device_setter_);
+}
+
+// ---- communicators
+
+bool Finder::check_communicators() noexcept {
+  for (const uint8_t i : op_.communicators) {
+    const Arg& arg = op_.args[i];
+    const auto* c = args_.has(arg) ? args_.read<const te_fl_communicator*>(arg.offset) : nullptr;
+    if (c == nullptr) {
+      if (arg.is(TE_FL_ARG_OPTIONAL)) continue;
+      return fail(Problem::kMissingCommunicator, i);
+    }
+    if (c->struct_size < kLeastCommunicator) return fail(Problem::kCommunicatorSize, i);
+    if (c->size < 1 || c->rank < 0 || c->rank >= c->size) {
+      return fail(Problem::kCommunicatorRank, i);
+    }
+    if (c->id == 0 || c->maker == nullptr || c->maker[0] == '\0') {
+      return fail(Problem::kCommunicatorMaker, i);
+    }
+    const Device device{c->device.type, c->device.index, c->device_provider};
+    const bool here = device.is_host() ? device_.is_host() : device == device_;
+    if (!here) return fail(Problem::kCommunicatorDevice, i);
+  }
+  return true;
 }
 
 // ---- the signature alone

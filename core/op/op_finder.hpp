@@ -39,6 +39,7 @@ enum class Problem : uint8_t {
   kNoColumnwiseScaleInv,
   kNoScale,
   kNoAmax,
+  kColumnwiseAmax,
   kPartAlignment,
   kNullData,
   kAlignment,
@@ -67,6 +68,12 @@ enum class Problem : uint8_t {
   kMissingSaved,
   kSavedSize,
   kSavedStorage,
+  // communicators
+  kMissingCommunicator,
+  kCommunicatorSize,
+  kCommunicatorRank,
+  kCommunicatorMaker,
+  kCommunicatorDevice,
 };
 
 struct Finding {
@@ -126,6 +133,7 @@ class Finder {
   bool check_list_counts() noexcept;
   bool check_list_elements(int64_t index, const Frame& base) noexcept;
   bool check_saved() noexcept;
+  bool check_communicators() noexcept;
   bool check_memory() noexcept;
   bool check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexcept;
   static void keep_detail(void* finder, const char* text) noexcept;

@@ -20,7 +20,7 @@ struct Part {
 };
 
 // The pieces of memory of a non-empty tensor. Scales of blocks are looked at by their first value.
-int parts_of(const te_fl_tensor& t, Part (&parts)[6]) {
+int parts_of(const te_fl_tensor& t, Part (&parts)[7]) {
   int n = 0;
   const auto add = [&](const char* name, const void* data, int64_t bytes) {
     if (data != nullptr) parts[n++] = {name, data, bytes};
@@ -35,6 +35,7 @@ int parts_of(const te_fl_tensor& t, Part (&parts)[6]) {
   add("scale_inv", q->scale_inv, 1);
   add("column-wise scale_inv", q->columnwise_scale_inv, 1);
   add("amax", q->amax, sizeof(float));
+  add("column-wise amax", q->columnwise_amax, sizeof(float));
   add("scale", q->scale, sizeof(float));
   return n;
 }

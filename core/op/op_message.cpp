@@ -72,6 +72,7 @@ class Words {
   std::string shape_text() const;
   std::string expected_term(const Term& term, std::vector<int>& setters) const;
   std::string saved_text() const;
+  std::string communicator_text() const;
 
   const CompiledOp::Impl& op_;
   const Finder& finder_;
@@ -259,7 +260,9 @@ std::string Words::quant_text() const {
              allowed + (q == nullptr ? "; make it with quantize" : "");
     case Problem::kQuantDType:
       return is + ": scaling " + std::string(name(static_cast<Scaling>(q->scaling))) +
-             " needs dtype " + (q->scaling == TE_FL_SCALING_NVFP4 ? "f4e2m1" : "f8e4m3|f8e5m2");
+             " needs dtype " +
+             (describe(static_cast<Scaling>(q->scaling)).dtypes == TE_FL_MASK_FP8 ? "f8e4m3|f8e5m2"
+                                                                                  : "f4e2m1");
     case Problem::kQuantStrided:
       return is + " with strides " + strides() + ": quantised tensors must be contiguous" +
              (arg().is(TE_FL_ARG_STRIDED_CODES)
@@ -282,9 +285,13 @@ std::string Words::quant_text() const {
                     "(current scaling)");
     case Problem::kNoAmax:
       return is + ": its amax is missing (NULL)";
-    case Problem::kPartAlignment:
+    case Problem::kColumnwiseAmax:
       return is +
-             ": scale_inv, columnwise_scale_inv, amax and scale must be aligned to their elements";
+             ": it has a columnwise_amax, which goes with column-wise data of a scaling mode " +
+             "with a second level only, as nvfp4 (rule R30)";
+    case Problem::kPartAlignment:
+      return is + ": scale_inv, columnwise_scale_inv, amax, columnwise_amax and scale must be " +
+             "aligned to their elements";
     default:
       return is + ": refused";
   }
@@ -392,6 +399,30 @@ std::string Words::saved_text() const {
   }
 }
 
+std::string Words::communicator_text() const {
+  const Arg& arg = op_.args[static_cast<size_t>(f_.arg)];
+  const auto* c = finder_.args().read<const te_fl_communicator*>(arg.offset);
+  switch (f_.problem) {
+    case Problem::kMissingCommunicator:
+      return who() + " is missing (NULL), must be a te_fl_communicator";
+    case Problem::kCommunicatorSize:
+      return who() + " has struct_size " + std::to_string(c->struct_size) + ", must be at least " +
+             std::to_string(kLeastCommunicator) + " (rule R3)";
+    case Problem::kCommunicatorRank:
+      return who() + " is rank " + std::to_string(c->rank) + " of " + std::to_string(c->size) +
+             ", must be one of 0 to size - 1";
+    case Problem::kCommunicatorMaker:
+      return who() + " has id " + std::to_string(c->id) + " and names " +
+             (c->maker == nullptr || *c->maker == '\0' ? std::string("no maker")
+                                                       : "maker '" + std::string(c->maker) + "'") +
+             ", must have both (rule R29)";
+    default:
+      return who() + " is of " +
+             to_string(Device{c->device.type, c->device.index, c->device_provider}) +
+             ", must be of the call's device " + to_string(finder_.device()) + " (rule R29)";
+  }
+}
+
 std::string Words::text() const {
   switch (f_.problem) {
     case Problem::kNone:
@@ -415,6 +446,7 @@ std::string Words::text() const {
     default:
       break;
   }
+  if (f_.problem >= Problem::kMissingCommunicator) return communicator_text();
   if (f_.problem >= Problem::kMissingSaved) return saved_text();
   if (f_.problem == Problem::kRule) return rule_text();
   if (f_.problem >= Problem::kNegativeCount) return list_text();

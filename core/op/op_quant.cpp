@@ -15,6 +15,8 @@ bool is_aligned(const void* p, uintptr_t bytes) {
 Problem inspect_parts(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
                       const te_fl_tensor& t, const te_fl_quant& q) noexcept {
   const bool row = t.dl.data != nullptr, column = q.columnwise_data != nullptr;
+  const bool second_level = describe(static_cast<Scaling>(q.scaling)).second_level != 0;
+  if (q.columnwise_amax != nullptr && !(second_level && column)) return Problem::kColumnwiseAmax;
   if (op.enquiry && !arg.writes()) return Problem::kNone;
   if (q.scaling == TE_FL_SCALING_TENSOR) {
     if (op.reads(arg, args) && q.scale_inv == nullptr) return Problem::kNoScaleInv;
@@ -26,7 +28,8 @@ Problem inspect_parts(const CompiledOp::Impl& op, const Arg& arg, const ArgsView
   }
   if (row && q.scale_inv == nullptr) return Problem::kNoScaleInv;
   if (column && q.columnwise_scale_inv == nullptr) return Problem::kNoColumnwiseScaleInv;
-  return q.scaling == TE_FL_SCALING_NVFP4 && q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
+  if (!second_level || q.amax != nullptr) return Problem::kNone;
+  return row || q.columnwise_amax == nullptr ? Problem::kNoAmax : Problem::kNone;
 }
 
 }  // namespace
@@ -38,9 +41,8 @@ Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView
   if ((q.flags & ~kQuantFlags) != 0) return Problem::kUnknownFlags;
   if ((arg.scalings >> q.scaling & 1) == 0) return Problem::kScaling;
   const int dtype = dtype_index(t.dl.dtype);
-  const bool four_bit = q.scaling == TE_FL_SCALING_NVFP4;
-  const uint32_t wanted = four_bit ? TE_FL_BIT(TE_FL_F4E2M1) : TE_FL_MASK_FP8;
-  if ((wanted >> dtype & 1) == 0) return Problem::kQuantDType;
+  const te_fl_scaling_desc& mode = describe(static_cast<Scaling>(q.scaling));
+  if ((mode.dtypes >> dtype & 1) == 0) return Problem::kQuantDType;
   if (arg.is(TE_FL_ARG_QUANT_ONLY)) {
     if (q.scaling == TE_FL_SCALING_TENSOR && q.scale == nullptr) return Problem::kNoScale;
   } else {
@@ -52,11 +54,11 @@ Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView
     const Problem problem = inspect_parts(op, arg, args, t, q);
     if (problem != Problem::kNone) return problem;
   }
-  const bool wide = q.scaling <= TE_FL_SCALING_BLOCK_128X128;  // FP32 scales
-  const uintptr_t width = wide ? sizeof(float) : 1;
+  const uintptr_t width = mode.scale_dtype == TE_FL_F32 ? sizeof(float) : 1;
   const bool aligned = is_aligned(q.scale_inv, width) &&
                        is_aligned(q.columnwise_scale_inv, width) &&
-                       is_aligned(q.amax, sizeof(float)) && is_aligned(q.scale, sizeof(float));
+                       is_aligned(q.amax, sizeof(float)) && is_aligned(q.scale, sizeof(float)) &&
+                       is_aligned(q.columnwise_amax, sizeof(float));
   return aligned ? Problem::kNone : Problem::kPartAlignment;
 }
 

@@ -99,6 +99,7 @@ Status copy_parts(const Tensor& from, const Tensor& to, CopyStreams streams) {
   TE_FL_RETURN_IF_ERROR(copy_part(from.scale_inv(), to.scale_inv(), streams));
   TE_FL_RETURN_IF_ERROR(copy_part(from.columnwise_scale_inv(), to.columnwise_scale_inv(), streams));
   TE_FL_RETURN_IF_ERROR(copy_part(from.amax(), to.amax(), streams));
+  TE_FL_RETURN_IF_ERROR(copy_part(from.columnwise_amax(), to.columnwise_amax(), streams));
   return copy_part(from.scale(), to.scale(), streams);
 }
 
@@ -113,8 +114,10 @@ Result<Tensor> empty_quantized_like(const Tensor& t, Device device) {
   spec.compute_scale = (q.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
   spec.pow2_scale = (q.flags & TE_FL_QUANT_POW2_SCALE) != 0;
   spec.amax_epsilon = q.amax_epsilon;
+  spec.own_columnwise_amax = q.columnwise_amax != nullptr;
   Tensor amax;
-  const bool has_default_amax = spec.scaling == Scaling::kTensor || spec.scaling == Scaling::kNVFP4;
+  const bool has_default_amax =
+      spec.scaling == Scaling::kTensor || describe(spec.scaling).second_level != 0;
   if (t.amax().defined() && !has_default_amax) {
     TE_FL_ASSIGN_OR_RETURN(amax, Tensor::zeros({1}, DType::kF32, device));
   }

@@ -1,4 +1,5 @@
 #include <array>
+#include <utility>
 
 #include "core/base/text.hpp"
 #include "core/device/allocations.hpp"
@@ -11,23 +12,9 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// The row-wise form of each mode; column-wise is that of the transposed matrix, except for MXFP8.
-std::array<int64_t, 2> rowwise_shape(Scaling scaling, int64_t m, int64_t k) {
-  switch (scaling) {
-    case Scaling::kNone:
-      return {0, 0};
-    case Scaling::kTensor:
-      return {1, 1};
-    case Scaling::kBlock1x128:
-      return {ceil_div(k, 128), round_up(m, 4)};
-    case Scaling::kBlock128x128:
-      return {ceil_div(m, 128), round_up(ceil_div(k, 128), 4)};
-    case Scaling::kMXFP8:
-      return {round_up(m, 128), round_up(ceil_div(k, 32), 4)};
-    case Scaling::kNVFP4:
-      return {round_up(m, 128), round_up(ceil_div(k, 16), 4)};
-  }
-  return {0, 0};
+// How many factors there are along one extent.
+int64_t factors(int64_t extent, uint32_t block, uint32_t pad) {
+  return round_up(ceil_div(extent, block), pad);
 }
 
 Status check_spec(std::span<const int64_t> shape, const QuantSpec& spec) {
@@ -37,6 +24,9 @@ Status check_spec(std::span<const int64_t> shape, const QuantSpec& spec) {
                             std::string(name(spec.scaling)) + " cannot be: " + why);
   };
   if (spec.scaling == Scaling::kNone) return refuse("scaling none is not quantised; use empty()");
+  if (spec.own_columnwise_amax && (describe(spec.scaling).second_level == 0 || !spec.columnwise)) {
+    return refuse("only the column-wise copy of a scaling with a second level has its own amax");
+  }
   const bool four_bit = spec.scaling == Scaling::kNVFP4;
   if (four_bit && spec.dtype != DType::kF4E2M1) return refuse("nvfp4 needs dtype f4e2m1");
   if (!four_bit && !is_fp8(spec.dtype)) return refuse("this scaling needs dtype f8e4m3 or f8e5m2");
@@ -59,6 +49,7 @@ Status check_state(const char* what, const Tensor* t, Device device) {
 // Where the parts lie in one block of memory, each aligned to 256 bytes.
 struct Layout {
   int64_t columnwise = -1, scale_inv = -1, columnwise_scale_inv = -1, amax = -1, scale = -1;
+  int64_t columnwise_amax = -1;
   int64_t zeroed_from = 0;
   int64_t total = 0;
 
@@ -78,15 +69,24 @@ Layout plan(const QuantSpec& spec, const core::QuantBytes& bytes, bool own_scale
   if (spec.columnwise && !tensor_mode) l.columnwise_scale_inv = l.place(bytes.columnwise_scale_inv);
   if (own_amax) l.amax = l.place(4);
   if (own_scale) l.scale = l.place(4);
+  if (spec.own_columnwise_amax) l.columnwise_amax = l.place(4);
   return l;
 }
 
 }  // namespace
 
 std::array<int64_t, 2> scale_inv_shape(Scaling scaling, bool columnwise, int64_t m, int64_t k) {
-  if (!columnwise) return rowwise_shape(scaling, m, k);
-  if (scaling == Scaling::kMXFP8) return {round_up(ceil_div(m, 32), 4), round_up(k, 128)};
-  return rowwise_shape(scaling, k, m);
+  const te_fl_scaling_desc& d = describe(scaling);
+  if (scaling == Scaling::kNone) return {0, 0};
+  if (d.block_cols == 0) return {1, 1};
+  if (columnwise && d.transposed == 0) {
+    return {factors(m, d.block_cols, d.pad_cols), factors(k, d.block_rows, d.pad_rows)};
+  }
+  if (columnwise) std::swap(m, k);
+  const int64_t along_m = factors(m, d.block_rows, d.pad_rows);
+  const int64_t along_k = factors(k, d.block_cols, d.pad_cols);
+  if (d.layout == TE_FL_SCALE_LAYOUT_COLUMNS) return {along_k, along_m};
+  return {along_m, along_k};
 }
 
 namespace core {
@@ -98,10 +98,7 @@ std::array<int64_t, 2> logical_matrix(std::span<const int64_t> shape) {
   return mk;
 }
 
-DType scale_inv_dtype(Scaling scaling) {
-  if (scaling == Scaling::kMXFP8) return DType::kF8E8M0;
-  return scaling == Scaling::kNVFP4 ? DType::kF8E4M3 : DType::kF32;
-}
+DType scale_inv_dtype(Scaling scaling) { return static_cast<DType>(describe(scaling).scale_dtype); }
 
 QuantBytes quant_bytes(DType dtype, Scaling scaling, int64_t m, int64_t k) {
   const DType scale = scale_inv_dtype(scaling);
@@ -123,7 +120,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
     return invalid_argument("scaling " + std::string(name(spec.scaling)) +
                             " derives its scales: a given scale would be ignored; leave it out");
   }
-  const bool has_amax = tensor_mode || spec.scaling == Scaling::kNVFP4 || amax != nullptr;
+  const bool has_amax = tensor_mode || describe(spec.scaling).second_level != 0 || amax != nullptr;
   const auto [m, k] = core::logical_matrix(shape);
   const core::QuantBytes bytes = core::quant_bytes(spec.dtype, spec.scaling, m, k);
   const Layout l = plan(spec, bytes, tensor_mode && scale == nullptr, has_amax && amax == nullptr);
@@ -154,6 +151,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   q.columnwise_scale_inv = at(l.columnwise_scale_inv);
   q.amax = reinterpret_cast<float*>(at(l.amax));
   q.scale = reinterpret_cast<float*>(at(l.scale));
+  q.columnwise_amax = reinterpret_cast<float*>(at(l.columnwise_amax));
   if (q.scale != nullptr) {
     const float one = 1.0f;
     TE_FL_RETURN_IF_ERROR(devices::copy(device, q.scale, Device{}, &one, sizeof one, stream));
@@ -183,6 +181,7 @@ Tensor Tensor::rowwise_only() const {
   if (!quantized() || !has_rowwise()) return {};
   Tensor t = *this;
   t.quant_.columnwise_data = t.quant_.columnwise_scale_inv = nullptr;
+  t.quant_.columnwise_amax = nullptr;
   return t;
 }
 
@@ -237,6 +236,12 @@ Tensor Tensor::amax() const {
   if (!quantized() || quant_.amax == nullptr) return {};
   const int64_t one[] = {1};
   return Access::make({quant_.amax, one, {}, DType::kF32, device_, quant_storage_});
+}
+
+Tensor Tensor::columnwise_amax() const {
+  if (!quantized() || quant_.columnwise_amax == nullptr) return {};
+  const int64_t one[] = {1};
+  return Access::make({quant_.columnwise_amax, one, {}, DType::kF32, device_, quant_storage_});
 }
 
 Tensor Tensor::scale() const {

@@ -80,6 +80,11 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
       put(arg.offset, integers_.emplace_back(list.data, list.data + list.count).data());
     } else if (arg.type == TE_FL_ARG_SAVED) {
       stage_record(i);
+    } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
+      if (registry::member_or<const void*>(arg.offset, args, nullptr) == nullptr) continue;
+      problem_ = "argument '" + std::string(arg.name) +
+                 "' is a communicator: a copy of the call would be one that the other ranks do not "
+                 "make (rule R29)";
     }
   }
   rng_ = rng;
@@ -202,6 +207,7 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   add(q.columnwise_scale_inv, size(bytes.columnwise_scale_inv), in_scales, out,
       &q.columnwise_scale_inv);
   add(q.amax, sizeof *q.amax, true, out, &q.amax);
+  add(q.columnwise_amax, sizeof *q.columnwise_amax, true, out, &q.columnwise_amax);
   add(q.scale, sizeof *q.scale, true, out && per_tensor && computes, &q.scale);
 }
 

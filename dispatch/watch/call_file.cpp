@@ -50,6 +50,7 @@ json describe_tensor(const te_fl_tensor& t, const char* base, bool host_only) {
                     {"scale_inv", offset_of(q->scale_inv, base)},
                     {"columnwise_scale_inv", offset_of(q->columnwise_scale_inv, base)},
                     {"amax", offset_of(q->amax, base)},
+                    {"columnwise_amax", offset_of(q->columnwise_amax, base)},
                     {"scale", offset_of(q->scale, base)}};
   }
   return out;
@@ -253,6 +254,9 @@ const te_fl_tensor* FiledCall::tensor(const json& from) {
   part("scale_inv", &held.quant.scale_inv, bytes.scale_inv);
   part("columnwise_scale_inv", &held.quant.columnwise_scale_inv, bytes.columnwise_scale_inv);
   part("amax", &held.quant.amax, sizeof(float));
+  if (q.contains("columnwise_amax")) {  // saved since there is one
+    part("columnwise_amax", &held.quant.columnwise_amax, sizeof(float));
+  }
   part("scale", &held.quant.scale, sizeof(float));
   return &held.tensor;
 }
@@ -391,7 +395,8 @@ CopyBuffer FiledCall::made_up() const {
       if (s.at == &held.quant.scale_inv) fill(s.offset, bytes.scale_inv, scale);
       if (s.at == &held.quant.columnwise_scale_inv)
         fill(s.offset, bytes.columnwise_scale_inv, scale);
-      if (s.at == &held.quant.amax || s.at == &held.quant.scale)
+      if (s.at == &held.quant.amax || s.at == &held.quant.columnwise_amax ||
+          s.at == &held.quant.scale)
         fill(s.offset, sizeof(float), DType::kF32);
     }
   }

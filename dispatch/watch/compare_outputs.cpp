@@ -248,6 +248,7 @@ class QuantComparison {
            dtype, binades);
     }
     part(".amax", q_.amax, 1, DType::kF32, false);
+    part(".columnwise_amax", q_.columnwise_amax, 1, DType::kF32, false);
     if ((q_.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0 && q_.scaling == TE_FL_SCALING_TENSOR) {
       part(".scale", q_.scale, 1, DType::kF32, binades);
     }

@@ -86,6 +86,8 @@ TE_FL_API Result<DType> parse_dtype(std::string_view text);
 // block1d, block2d.
 TE_FL_API std::string_view name(Scaling scaling) noexcept;
 TE_FL_API Result<Scaling> parse_scaling(std::string_view text);
+// Block shape, factors, second level and layout of a mode; kNone has no codes.
+TE_FL_API const te_fl_scaling_desc& describe(Scaling scaling) noexcept;
 inline constexpr bool is_fp8(DType t) { return t == DType::kF8E4M3 || t == DType::kF8E5M2; }
 inline constexpr bool is_high(DType t) {
   return t == DType::kF32 || t == DType::kF16 || t == DType::kBF16;

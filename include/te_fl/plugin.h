@@ -124,6 +124,16 @@
  *      a program's allocator (R25) and the account of what is held know of it. It is given back by
  *      the end of quiesce(), that of plans by destroy_plan(): memory of a device that is alive
  *      keeps the device, and with it the plugin that provides it.
+ *  R29 A communicator (te_fl_communicator) is made by one provider of collectives, whose
+ *      implementations alone read its `self`: any other answers UNSUPPORTED from supports(). It
+ *      belongs to the device of the call that it is given to. Its id is given once in a process,
+ *      so that what is kept by it, as a plan is, never meets another communicator. A call with one
+ *      is not staged, verified or replayed: the other ranks would not take part.
+ *  R30 A scaling mode is what its te_fl_scaling_desc says, which te_fl_host_api.scaling hands out
+ *      by number and whose name users write. Only where it has a second level may a tensor's
+ *      column-wise copy have an amax of its own (te_fl_quant.columnwise_amax); where it has, that
+ *      copy is read and written with it. Who makes both copies from the same values writes the
+ *      same amax to both.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -275,6 +285,32 @@ typedef enum te_fl_scaling {
   TE_FL_SCALING_COUNT = 6
 } te_fl_scaling;
 
+/* Where the factors of a row-wise copy lie: one for each block of the matrix [M, K], in an array of
+   rank 2, row-major, whose extents are rounded up. */
+typedef enum te_fl_scale_layout {
+  TE_FL_SCALE_LAYOUT_ROWS = 0,   /* [blocks along M, blocks along K] */
+  TE_FL_SCALE_LAYOUT_COLUMNS = 1 /* [blocks along K, blocks along M] */
+} te_fl_scale_layout;
+
+/* A scaling mode as data (R30). */
+typedef struct te_fl_scaling_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaling_desc));
+  uint32_t scaling TE_FL_INIT(0);      /* te_fl_scaling */
+  const char* name TE_FL_INIT(NULL);   /* "mxfp8" */
+  uint64_t dtypes TE_FL_INIT(0);       /* mask of the te_fl_dtype_index of the codes */
+  uint32_t scale_dtype TE_FL_INIT(0);  /* te_fl_dtype_index of a factor */
+  uint32_t second_level TE_FL_INIT(0); /* 1: factors are in units of an FP32 amax per tensor */
+  /* Elements of the row-wise copy that share a factor; 0, 0: all, whose factor is alone. */
+  uint32_t block_rows TE_FL_INIT(0);
+  uint32_t block_cols TE_FL_INIT(0);
+  uint32_t layout TE_FL_INIT(0);   /* te_fl_scale_layout */
+  uint32_t pad_rows TE_FL_INIT(1); /* to what the blocks along M are rounded up, */
+  uint32_t pad_cols TE_FL_INIT(1); /* and those along K */
+  /* 1: the column-wise copy is the row-wise one of the transposed matrix. 0: it is [M, K], too,
+     with blocks of block_cols by block_rows, rounded up by pad_cols and pad_rows. */
+  uint32_t transposed TE_FL_INIT(0);
+} te_fl_scaling_desc;
+
 enum { /* te_fl_quant.flags */
        /* As an output: derive the scale from the data's amax (current scaling) and write `scale`,
           instead of reading `scale` (delayed scaling). Block modes always derive their scales. */
@@ -301,6 +337,8 @@ enum { /* te_fl_quant.flags */
  *   amax: FP32 [1]. As an output with a given scale (delayed scaling) it is a running maximum:
  *     amax = max(amax, amax of the data). With COMPUTE_SCALE it is set. Optional when the scale is
  *     given.
+ *   columnwise_amax: FP32 [1], of modes with a second level: the column-wise copy's own amax (R30);
+ *     NULL: amax is both copies'.
  *   scale: FP32 [1], TENSOR mode; read when quantising with a given scale, written under
  *     COMPUTE_SCALE.
  * All parts live on the tensor's device. An op fills every copy (row-wise, column-wise) that the
@@ -317,6 +355,7 @@ typedef struct te_fl_quant {
   void* columnwise_scale_inv TE_FL_INIT(NULL);
   float* amax TE_FL_INIT(NULL);
   float* scale TE_FL_INIT(NULL);
+  float* columnwise_amax TE_FL_INIT(NULL);
 } te_fl_quant;
 
 typedef struct te_fl_tensor {
@@ -334,6 +373,19 @@ typedef struct te_fl_saved {
   const char* producer TE_FL_INIT(NULL); /* host sets: impl_id of the forward, interned */
   const te_fl_tensor* storage TE_FL_INIT(NULL); /* U8 [bytes] on the op's device, or NULL */
 } te_fl_saved;
+
+/* The processes that call a collective op together, as an argument of it (R29). Made, kept and
+   destroyed by whoever provides collectives. */
+typedef struct te_fl_communicator {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_communicator));
+  uint32_t device_provider TE_FL_INIT(0); /* as te_fl_tensor.provider */
+  te_fl_device device TE_FL_INIT({});
+  int32_t rank TE_FL_INIT(0);         /* from 0 to size - 1 */
+  int32_t size TE_FL_INIT(1);         /* how many processes, at least 1 */
+  uint64_t id TE_FL_INIT(0);          /* not 0; never given again */
+  const char* maker TE_FL_INIT(NULL); /* name of the plugin that made it */
+  void* self TE_FL_INIT(NULL);
+} te_fl_communicator;
 
 /* ---- the call context ---- */
 
@@ -393,7 +445,8 @@ typedef enum te_fl_arg_type {
   TE_FL_ARG_F64 = 6,         /* double */
   TE_FL_ARG_ENUM = 7,        /* int32_t, one of enum_names */
   TE_FL_ARG_SAVED = 8,       /* te_fl_saved* */
-  TE_FL_ARG_I64_LIST = 9     /* const int64_t*, with an int64_t count member; host memory */
+  TE_FL_ARG_I64_LIST = 9,    /* const int64_t*, with an int64_t count member; host memory */
+  TE_FL_ARG_COMMUNICATOR = 10 /* const te_fl_communicator* (R29) */
 } te_fl_arg_type;
 
 typedef enum te_fl_arg_role { TE_FL_IN = 0, TE_FL_OUT = 1, TE_FL_INOUT = 2 } te_fl_arg_role;
@@ -771,6 +824,9 @@ typedef struct te_fl_host_api {
                            const te_fl_memory_desc* memory, void** out, const te_fl_error_sink*);
   void (*free)(void* host, te_fl_device device, uint32_t provider, void* data, uint32_t kind,
                void* stream);
+  /* What a scaling mode means (R30); NULL for a number that the host does not know and for NONE.
+     Valid for ever. */
+  const te_fl_scaling_desc* (*scaling)(void* host, uint32_t scaling);
 } te_fl_host_api;
 
 /* What a plugin has to say about its surroundings: a driver, a library that it opens, a chip. */

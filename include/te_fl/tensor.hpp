@@ -27,6 +27,7 @@ struct QuantSpec {
   bool compute_scale = false;  // kTensor: current scaling (block modes always derive their scales)
   bool pow2_scale = false;     // derived scales are truncated to powers of two
   float amax_epsilon = 0;
+  bool own_columnwise_amax = false;  // kNVFP4: an amax for the column-wise copy alone (zero)
   // false: scale_inv, and with compute_scale amax, start uninitialised, which spares a fill where
   // an op writes the tensor next (ops write all of them).
   bool clear_scales = true;
@@ -118,8 +119,9 @@ class TE_FL_API Tensor {
   Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit codes packed, [bytes]
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape
   Tensor columnwise_scale_inv() const;
-  Tensor amax() const;   // F32 [1]
-  Tensor scale() const;  // F32 [1]
+  Tensor amax() const;             // F32 [1]
+  Tensor columnwise_amax() const;  // F32 [1]; undefined where amax() is both copies'
+  Tensor scale() const;            // F32 [1]
 
   // New storage on `device`, same strides normalised to compact; copies all quantised parts.
   // Ordered on `stream`, which the new storage belongs to: a stream of `device`, or of the source's

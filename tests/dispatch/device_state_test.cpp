@@ -32,7 +32,7 @@ class DeviceState : public ::testing::Test {
     native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
   }
   void TearDown() override {
-    tensor = Tensor();
+    tensor = out = Tensor();
     plugins::g_hooks.release_device.load()(device);
     EXPECT_EQ(devices::live_objects(device), 0);
     ASSERT_OK(devices::remove(device));
@@ -45,10 +45,11 @@ class DeviceState : public ::testing::Test {
   Status call(void* stream, int64_t n = 1) {
     if (!tensor.defined() || tensor.numel() != n) {
       tensor = Tensor::zeros({n}, DType::kF32, device).value();
+      out = Tensor::zeros({n}, DType::kF32, device).value();
     }
     FiveArgs args;
     args.a = args.b = args.c = args.d = tensor.c();
-    args.out = tensor.c();
+    args.out = out.c();
     CallOptions options;
     options.stream = stream;
     return manager.call(op, &args, options);
@@ -60,7 +61,7 @@ class DeviceState : public ::testing::Test {
   OpManager manager{registry};
   Fake native{"vendor.far"};
   OpId op{};
-  Tensor tensor;
+  Tensor tensor, out;
 };
 
 // ---- plans
@@ -207,7 +208,8 @@ class StreamState : public DeviceState {
   }
   // Bytes of states that te-fl holds.
   size_t held() const {
-    for (const auto& holder : devices::memory_account(device)->holders) {
+    const auto account = devices::memory_account(device).value();
+    for (const auto& holder : account.holders) {
       if (holder.use == "stream state") return holder.bytes;
     }
     return 0;

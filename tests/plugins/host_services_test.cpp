@@ -127,6 +127,24 @@ TEST_F(HostServices, AFailureSaysWhy) {
   EXPECT_EQ(devices::live_objects(device), 0);
 }
 
+TEST_F(HostServices, ScalingModesAreDescribed) {
+  const te_fl_scaling_desc* mx = g_host->scaling(g_host->host, TE_FL_SCALING_MXFP8);
+  ASSERT_NE(mx, nullptr);
+  EXPECT_STREQ(mx->name, "mxfp8");
+  EXPECT_EQ(mx->block_rows * mx->block_cols, 32u);
+  EXPECT_EQ(mx->scale_dtype, uint32_t{TE_FL_F8E8M0});
+  EXPECT_EQ(mx->second_level, 0u);
+  const te_fl_scaling_desc* nv = g_host->scaling(g_host->host, TE_FL_SCALING_NVFP4);
+  ASSERT_NE(nv, nullptr);
+  EXPECT_EQ(nv->second_level, 1u);
+  EXPECT_EQ(nv->dtypes, TE_FL_BIT(TE_FL_F4E2M1));
+  EXPECT_EQ(g_host->scaling(g_host->host, TE_FL_SCALING_NONE), nullptr);
+  EXPECT_EQ(g_host->scaling(g_host->host, TE_FL_SCALING_COUNT), nullptr);
+  for (uint32_t i = 1; i < TE_FL_SCALING_COUNT; ++i) {
+    EXPECT_EQ(g_host->scaling(g_host->host, i)->scaling, i);
+  }
+}
+
 TEST_F(HostServices, WhatIsLeftAtTheEndIsReported) {
   ASSERT_EQ(allocate(device, 4096), TE_FL_OK) << text;
   ::testing::internal::CaptureStderr();

@@ -20,9 +20,9 @@ namespace {
 
 // A member that is added to one of these goes into core/op/call_words.hpp and the lists below.
 static_assert(sizeof(te_fl_tensor) == 64);
-static_assert(sizeof(te_fl_quant) == 56);
+static_assert(sizeof(te_fl_quant) == 64);
 static_assert(sizeof(te_fl_saved) == 24);
-static_assert(sizeof(te_fl_context) == 80);
+static_assert(sizeof(te_fl_context) == 88);
 
 // A call of any op with every argument given: metadata only, since nothing is run.
 class AnyCall {
@@ -151,6 +151,7 @@ Changes changes_of(const std::string& name) {
       {"columnwise_scale_inv: absence", [](W& w) { w.quant.columnwise_scale_inv = nullptr; }},
       {"amax: alignment", [](W& w) { w.quant.amax = moved(w.quant.amax, 16); }},
       {"amax: absence", [](W& w) { w.quant.amax = nullptr; }},
+      {"columnwise_amax: presence", [](W& w) { w.quant.columnwise_amax = w.quant.amax; }},
       {"scale: alignment", [](W& w) { w.quant.scale = moved(w.quant.scale, 16); }},
       {"scale: absence", [](W& w) { w.quant.scale = nullptr; }},
   };

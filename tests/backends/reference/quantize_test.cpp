@@ -243,6 +243,20 @@ TEST(ReferenceQuantize, Nvfp4TwoLevelScales) {
   EXPECT_EQ(values[18 + 17], 0.0);
 }
 
+TEST(ReferenceQuantize, Nvfp4CopiesMayHaveAmaxesOfTheirOwn) {
+  Array x(TE_FL_F32, {2, 18}, Values(36, 6)), q(TE_FL_F4E2M1, {2, 18});
+  float own = -1;
+  q.quantised(TE_FL_SCALING_NVFP4, 0, 128 * 4, 128 * 4).quant().columnwise_amax = &own;
+  EXPECT_OK(quantize(x, q));
+  EXPECT_EQ(q.amax(), 6.0f);
+  EXPECT_EQ(own, 6.0f) << "both copies are made from the same values";
+  own = 12;  // as if the column-wise copy held the double
+  EXPECT_EQ(dequantize(q, {2, 18})[0], 6.0);
+  q.tensor().dl.data = nullptr;
+  q.quant().amax = nullptr;
+  EXPECT_EQ(dequantize(q, {2, 18})[0], 12.0);
+}
+
 TEST(ReferenceQuantize, EpsilonBoundsMxfp8AndNvfp4Amaxes) {
   Array x(TE_FL_F32, {1, 1}, {1}), mx(TE_FL_F8E4M3, {1, 1}), nv(TE_FL_F4E2M1, {1, 1});
   mx.quantised(TE_FL_SCALING_MXFP8, 0, 128 * 4, 0).quant().amax_epsilon = 448;

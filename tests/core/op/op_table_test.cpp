@@ -350,5 +350,35 @@ TEST_F(Gelu, BlockScaledOutputs) {
   }
 }
 
+TEST_F(Gelu, AColumnwiseCopyMayHaveAnAmaxOfItsOwn) {
+  for (const Scaling scaling :
+       {Scaling::kTensor, Scaling::kBlock1x128, Scaling::kMXFP8, Scaling::kNVFP4}) {
+    const bool second_level = describe(scaling).second_level != 0;
+    EXPECT_EQ(second_level, scaling == Scaling::kNVFP4);
+    QuantSpec spec;
+    spec.scaling = scaling;
+    spec.dtype = second_level ? DType::kF4E2M1 : DType::kF8E4M3;
+    spec.columnwise = true;
+    Raw r(quantised({4, 8}, spec));
+    alignas(8) float own[2] = {};
+    r.quant.columnwise_amax = own;
+    if (!second_level) {
+      EXPECT_HAS(with_output(&r.t), "it has a columnwise_amax, which goes with column-wise data");
+      continue;
+    }
+    EXPECT_EQ(with_output(&r.t), "");
+    r.quant.columnwise_amax = reinterpret_cast<float*>(reinterpret_cast<char*>(own) + 1);
+    EXPECT_HAS(with_output(&r.t), "must be aligned to their elements");
+    r.quant.columnwise_amax = own;
+    r.quant.amax = nullptr;
+    EXPECT_HAS(with_output(&r.t), "its amax is missing (NULL)") << "the row-wise copy's";
+    r.t.dl.data = nullptr;
+    EXPECT_EQ(with_output(&r.t), "");
+    r.quant.columnwise_data = nullptr;
+    r.t.dl.data = own;
+    EXPECT_HAS(with_output(&r.t), "it has a columnwise_amax") << "of no copy";
+  }
+}
+
 }  // namespace
 }  // namespace te_fl::core

@@ -283,6 +283,29 @@ TEST(QuantisedTensor, PartsOfEveryScalingMode) {
   }
 }
 
+TEST(QuantisedTensor, ACopyOfBothAmaxes) {
+  QuantSpec spec;
+  spec.dtype = DType::kF4E2M1;
+  spec.scaling = Scaling::kNVFP4;
+  spec.columnwise = spec.own_columnwise_amax = true;
+  const int64_t shape[] = {4, 6};
+  const Tensor t = Tensor::empty_quantized(shape, spec).value();
+  EXPECT_EQ(t.columnwise_amax().data<float>()[0], 0.0f);
+  t.amax().data<float>()[0] = 2;
+  t.columnwise_amax().data<float>()[0] = 3;
+  const Tensor copy = t.clone().value();
+  EXPECT_EQ(copy.amax().data<float>()[0], 2.0f);
+  EXPECT_EQ(copy.columnwise_amax().data<float>()[0], 3.0f);
+  EXPECT_NE(copy.columnwise_amax().raw_data(), t.columnwise_amax().raw_data());
+  EXPECT_FALSE(t.rowwise_only().columnwise_amax().defined());
+  spec.columnwise = false;
+  EXPECT_FAILS(Tensor::empty_quantized(shape, spec).status(), kInvalidArgument,
+               "only the column-wise copy of a scaling with a second level has its own amax");
+  spec = QuantSpec();
+  spec.columnwise = spec.own_columnwise_amax = true;
+  EXPECT_FAILS(Tensor::empty_quantized(shape, spec).status(), kInvalidArgument, "second level");
+}
+
 TEST(QuantisedTensor, PerTensorScaling) {
   const int64_t shape[] = {4, 6};
   QuantSpec spec;
