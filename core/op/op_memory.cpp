@@ -71,7 +71,7 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   const auto check = slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return true;
   const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};
-  Part parts[6];
+  Part parts[7];
   const int count = parts_of(*t, parts);
   for (int k = 0; k < count; ++k) {
     const auto bytes = static_cast<size_t>(parts[k].bytes);

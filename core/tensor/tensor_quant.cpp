@@ -120,7 +120,8 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
     return invalid_argument("scaling " + std::string(name(spec.scaling)) +
                             " derives its scales: a given scale would be ignored; leave it out");
   }
-  const bool has_amax = tensor_mode || describe(spec.scaling).second_level != 0 || amax != nullptr;
+  const bool has_amax =
+      tensor_mode || te_fl::describe(spec.scaling).second_level != 0 || amax != nullptr;
   const auto [m, k] = core::logical_matrix(shape);
   const core::QuantBytes bytes = core::quant_bytes(spec.dtype, spec.scaling, m, k);
   const Layout l = plan(spec, bytes, tensor_mode && scale == nullptr, has_amax && amax == nullptr);
