@@ -43,10 +43,10 @@ class CheckMemo {
   static constexpr uint64_t kAbsent = ~uint64_t{0};
 
   struct Slot {
-    uint64_t op = 0;                        // FastOp::number; 0: empty
-    std::array<uint32_t, kMaxWords> words;  // the scalars that shape rules and rules read
+    uint64_t op = 0;  // FastOp::number; 0: empty
     Signature signature;
     std::array<Tensor, kMaxTensors> tensors;
+    std::array<uint32_t, kMaxWords> words;  // the scalars that shape rules and rules read
   };
 
   Slot& slot(uint64_t hash) noexcept { return slots_[hash % kSlots]; }
