@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/op/op_table.hpp"
 #include "plugins/hooks.hpp"
 #include "registry/plan_cache.hpp"
 #include "support/dispatch_fixture.hpp"
@@ -76,7 +77,7 @@ class Communicators : public ::testing::Test {
   std::string key() {
     te_fl_context context{};
     registry::PlanKey made;
-    made.set(*registry.schema(op), &args, context);
+    made.set(*core::CompiledOp::compile(*registry.schema(op)).value(), &args, context);
     return std::string(made.text());
   }
 

@@ -61,7 +61,7 @@ class IntegerList : public ::testing::Test {
   std::string key() const {
     te_fl_context context{};
     registry::PlanKey made;
-    made.set(split_schema(), &args, context);
+    made.set(*core::CompiledOp::compile(split_schema()).value(), &args, context);
     return std::string(made.text());
   }
 

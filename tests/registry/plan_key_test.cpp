@@ -24,6 +24,12 @@ static_assert(sizeof(te_fl_quant) == 64);
 static_assert(sizeof(te_fl_saved) == 24);
 static_assert(sizeof(te_fl_context) == 88);
 
+te_fl_context context_with(const te_fl_rng* rng) {
+  te_fl_context context{};
+  context.rng = rng;
+  return context;
+}
+
 // A call of any op with every argument given: metadata only, since nothing is run.
 class AnyCall {
  public:
@@ -78,7 +84,7 @@ class AnyCall {
 
   const te_fl_op_schema& schema;
   te_fl_rng rng;
-  te_fl_context context{.rng = &rng};
+  te_fl_context context = context_with(&rng);
   te_fl_saved record;
   std::map<std::string, Whole> tensors;  // whose addresses last
 

@@ -146,7 +146,7 @@ TEST(Schema, Layout) {
 }
 
 TEST(Schema, TypesRolesFlagsAndMasks) {
-  refused([](B& b) { b.descs[0].type = 10; }, "argument 'x': type 10 is unknown");
+  refused([](B& b) { b.descs[0].type = 11; }, "argument 'x': type 11 is unknown");
   refused([](B& b) { b.descs[0].role = 3; }, "role 3 is unknown");
   refused([](B& b) { b.descs[0].flags = 1u << 10; }, "flags has bits");
   refused([](B& b) { b.descs[1].flags |= TE_FL_ARG_LATER; }, "must be optional");
