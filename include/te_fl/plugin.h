@@ -134,6 +134,9 @@
  *      column-wise copy have an amax of its own (te_fl_quant.columnwise_amax); where it has, that
  *      copy is read and written with it. Who makes both copies from the same values writes the
  *      same amax to both.
+ *  R31 describe() says what run() would run for the call, by name, and what that was chosen by. It
+ *      reads metadata alone, starts nothing and changes nothing: it is asked for `te-fl explain`
+ *      and traces, where tensors may have no memory.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -436,16 +439,16 @@ typedef struct te_fl_context {
 /* ---- op schemas ---- */
 
 typedef enum te_fl_arg_type {
-  TE_FL_ARG_TENSOR = 0,      /* const te_fl_tensor* */
-  TE_FL_ARG_TENSOR_LIST = 1, /* const te_fl_tensor* const*, with an int64_t count member */
-  TE_FL_ARG_BOOL = 2,        /* int32_t, 0 or 1 */
-  TE_FL_ARG_I32 = 3,         /* int32_t */
-  TE_FL_ARG_I64 = 4,         /* int64_t */
-  TE_FL_ARG_F32 = 5,         /* float */
-  TE_FL_ARG_F64 = 6,         /* double */
-  TE_FL_ARG_ENUM = 7,        /* int32_t, one of enum_names */
-  TE_FL_ARG_SAVED = 8,       /* te_fl_saved* */
-  TE_FL_ARG_I64_LIST = 9,    /* const int64_t*, with an int64_t count member; host memory */
+  TE_FL_ARG_TENSOR = 0,       /* const te_fl_tensor* */
+  TE_FL_ARG_TENSOR_LIST = 1,  /* const te_fl_tensor* const*, with an int64_t count member */
+  TE_FL_ARG_BOOL = 2,         /* int32_t, 0 or 1 */
+  TE_FL_ARG_I32 = 3,          /* int32_t */
+  TE_FL_ARG_I64 = 4,          /* int64_t */
+  TE_FL_ARG_F32 = 5,          /* float */
+  TE_FL_ARG_F64 = 6,          /* double */
+  TE_FL_ARG_ENUM = 7,         /* int32_t, one of enum_names */
+  TE_FL_ARG_SAVED = 8,        /* te_fl_saved* */
+  TE_FL_ARG_I64_LIST = 9,     /* const int64_t*, with an int64_t count member; host memory */
   TE_FL_ARG_COMMUNICATOR = 10 /* const te_fl_communicator* (R29) */
 } te_fl_arg_type;
 
@@ -629,6 +632,11 @@ typedef struct te_fl_op_desc {
      none. A custom op's own schema is meant as well. */
   const char* later_args TE_FL_INIT(NULL);
   uint64_t stream_state_bytes TE_FL_INIT(0); /* R27; 0: none */
+  /* Writes a few words to `text`: which kernel, or which function of a library, run() would take
+     for a call that supports() accepts, and why (R31). ctx has neither workspace nor plan. NULL:
+     there is nothing to say beyond impl_id. */
+  te_fl_status (*describe)(void* self, const te_fl_context* ctx, const void* args,
+                           const te_fl_error_sink* text) TE_FL_INIT(NULL);
 } te_fl_op_desc;
 
 /* ---- devices ---- */

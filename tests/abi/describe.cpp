@@ -164,6 +164,7 @@ std::string describe_layout() {
   MEMBER(te_fl_op_desc, provider);
   MEMBER(te_fl_op_desc, later_args);
   MEMBER(te_fl_op_desc, stream_state_bytes);
+  MEMBER(te_fl_op_desc, describe);
   LAYOUT(te_fl_device_props);
   MEMBER(te_fl_device_props, struct_size);
   MEMBER(te_fl_device_props, arch);
