@@ -136,8 +136,8 @@ te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deter
                         core::ErrorText& errors);
 te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
                                     bool deterministic, size_t& bytes, core::ErrorText& errors);
-// What an implementation says that its run() would run for the call, as one line, or why it does not
-// say; one of the two is empty.
+// What an implementation says that its run() would run for the call, as one line, or why it does
+// not say; one of the two is empty.
 struct Described {
   std::string text, silent;
 };

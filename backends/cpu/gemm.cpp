@@ -255,13 +255,13 @@ std::string words_of(const te_fl_context&, const Args& args) {
   std::string reason;
   if (!gemm_available(&reason)) backend::unsupported(reason);
   const OperandType type = operand_type(args);
-  const char* const product =
-      !type.bf16 ? "oneDNN's FP32 product: the operands are not exact in BF16"
-      : !gemm_bf16_is_native()
-          ? "oneDNN's FP32 product: this processor has no fast instructions for BF16"
-      : type.undecided ? "oneDNN's BF16 product if the block scales are powers of two, else FP32"
-                       : "oneDNN's BF16 product: the operands are exact in it";
-  return std::string(product) + (is_direct(args) ? ", written to d" : ", then one pass into d");
+  const std::string rest = is_direct(args) ? ", written to d: " : ", then one pass into d: ";
+  if (!type.bf16) return "oneDNN's FP32 product" + rest + "the operands are not exact in BF16";
+  if (!gemm_bf16_is_native())
+    return "oneDNN's FP32 product" + rest + "this processor has no fast instructions for BF16";
+  if (type.undecided)
+    return "oneDNN's BF16 product, or FP32" + rest + "BF16 if the block scales are powers of two";
+  return "oneDNN's BF16 product" + rest + "the operands are exact in BF16";
 }
 
 }  // namespace

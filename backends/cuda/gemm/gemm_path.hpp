@@ -31,7 +31,10 @@ struct GemmPath {
   std::string product() const {
     std::string t = empty ? "zeros" : fp8 ? "cuBLASLt in FP8" : "cuBLASLt";
     if (converted != nullptr && !empty) t += std::string(" on operands ") + converted;
-    if (indirect == nullptr) return t + (empty ? "" : ", which writes the result");
+    if (indirect == nullptr) {
+      const char* const written = kind == Kind::kComposed ? "product" : "result";
+      return empty ? t : t + ", which writes the " + written;
+    }
     return t + " into FP32 scratch, then the epilogue's kernel: " + indirect;
   }
 };

@@ -153,6 +153,34 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   EXPECT_HAS(call.errors.text, "not aligned to 256 bytes");
 }
 
+// Metadata only (rule R31), whether or not the plugin's functions are wrapped.
+TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
+  for (const char* ranges : {"0", "1"}) {
+    Plugin plugin({{"TE_FL_CUDA_NVTX", ranges}});
+    const te_fl_op_desc& op = plugin.op("generic_gemm");
+    ASSERT_NE(op.describe, nullptr);
+    Product call;
+    const auto words = [&] {
+      Text said;
+      EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &said.sink), TE_FL_OK)
+          << call.errors.text;
+      return said.text;
+    };
+    EXPECT_EQ(words(), "cuBLASLt, which writes the result");
+    Fake pre({16, 16}, kF32);
+    call.args.gelu = 1;
+    call.args.pre_gelu_out = &pre.tensor;
+    if (!plugin.has_device()) {
+      EXPECT_EQ(words(),
+                "cuBLASLt, which writes the product, then the kernel of GELU; not fused_gemm: the "
+                "kernel is for GPUs of compute capability 9.0 (Hopper)");
+    }
+    call.args.pre_gelu_out = nullptr;
+    call.args.residual = &pre.tensor;
+    EXPECT_HAS(words(), "into FP32 scratch, then the epilogue's kernel: the library's GELU");
+  }
+}
+
 TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
   Plugin plugin;
   const te_fl_op_desc& op = plugin.op("generic_gemm");
