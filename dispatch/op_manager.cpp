@@ -68,12 +68,12 @@ void count(std::atomic<uint64_t>& counter) noexcept {
 
 // Runs a call that is in order along its route, which is known if such a call was made before.
 inline Status run_known(Call& call) {
-  if (call.known == nullptr) [[unlikely]]
+  KnownCall* const known = call.still_known();
+  if (known == nullptr) [[unlikely]]
     return run_unknown(call);
-  KnownCall& known = *call.known;
-  const bool current = known.table == call.table.id && known.policy == call.policy &&
-                       known.capturing == call.capturing;
-  return current ? run(call, known) : run_first(call, known);
+  const bool current = known->table == call.table.id && known->policy == call.policy &&
+                       known->capturing == call.capturing;
+  return current ? run(call, *known) : run_first(call, *known);
 }
 
 [[gnu::cold, gnu::noinline]] Status wrong_signature(const Call& call) {
@@ -112,10 +112,10 @@ Status PreparedOp::call(const void* args, const CallOptions& options) const {
     registry::HandleEntry& entry = call.thread.handles.at(rep.number);
     if (entry.handle == rep.number && entry.last.is(args)) [[likely]] {
       call.signature = rep.signature;
-      if (!dispatch::read_state(call)) [[unlikely]]
-        TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
       call.known = &entry.known;
       call.known_number = entry.known.filled;
+      if (!dispatch::read_state(call)) [[unlikely]]
+        TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
     } else {
       if (!dispatch::prepare_warm(call)) [[unlikely]]
         TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/op/compiled_op.hpp"
+#include "core/tensor/quant_parts.hpp"
 
 // A call's metadata as a sequence of words: the one place that lists what a caller's structs say.
 // Recognising a call, remembering one and the key of its plan are all made from it, so a member
@@ -96,12 +97,10 @@ TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
   static_assert(offsetof(te_fl_quant, scaling) == 4 && offsetof(te_fl_quant, amax_epsilon) == 12);
   if (!sink.structure(load_as<uint64_t>(quant))) return false;  // struct_size and scaling
   sink.same(load_as<uint64_t>(&quant->flags));                  // and amax_epsilon
-  sink.address(reinterpret_cast<uintptr_t>(quant->columnwise_data));
-  sink.address(reinterpret_cast<uintptr_t>(quant->scale_inv));
-  sink.address(reinterpret_cast<uintptr_t>(quant->columnwise_scale_inv));
-  sink.address(reinterpret_cast<uintptr_t>(quant->amax));
-  sink.address(reinterpret_cast<uintptr_t>(quant->scale));
-  sink.address(reinterpret_cast<uintptr_t>(quant->columnwise_amax));
+#pragma GCC unroll 8
+  for (const QuantPart& part : kQuantParts) {
+    sink.address(reinterpret_cast<uintptr_t>(part.in(*quant)));
+  }
   return true;
 }
 

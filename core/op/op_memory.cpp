@@ -1,10 +1,12 @@
 // Whether tensors are where they say they are; asked of the device under TE_FL_VALIDATE only.
+#include <array>
 #include <cstdio>
 #include <exception>
 
 #include "core/base/settings.hpp"
 #include "core/device/device_use.hpp"
 #include "core/op/op_finder.hpp"
+#include "core/tensor/quant_parts.hpp"
 
 namespace te_fl::core {
 namespace {
@@ -19,8 +21,10 @@ struct Part {
   int64_t bytes;
 };
 
+using Parts = std::array<Part, 1 + kQuantParts.size()>;
+
 // The pieces of memory of a non-empty tensor. Scales of blocks are looked at by their first value.
-int parts_of(const te_fl_tensor& t, Part (&parts)[7]) {
+int parts_of(const te_fl_tensor& t, Parts& parts) {
   int n = 0;
   const auto add = [&](const char* name, const void* data, int64_t bytes) {
     if (data != nullptr) parts[n++] = {name, data, bytes};
@@ -31,12 +35,8 @@ int parts_of(const te_fl_tensor& t, Part (&parts)[7]) {
   }
   const te_fl_quant* q = quant_of(t);
   if (q == nullptr) return n;
-  add("column-wise data", q->columnwise_data, bytes_of(t));
-  add("scale_inv", q->scale_inv, 1);
-  add("column-wise scale_inv", q->columnwise_scale_inv, 1);
-  add("amax", q->amax, sizeof(float));
-  add("column-wise amax", q->columnwise_amax, sizeof(float));
-  add("scale", q->scale, sizeof(float));
+  const QuantBytes looked_at{bytes_of(t), 1, 1};
+  for (const QuantPart& part : kQuantParts) add(part.name, part.in(*q), part.bytes(looked_at));
   return n;
 }
 
@@ -71,7 +71,7 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   const auto check = slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return true;
   const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};
-  Part parts[7];
+  Parts parts;
   const int count = parts_of(*t, parts);
   for (int k = 0; k < count; ++k) {
     const auto bytes = static_cast<size_t>(parts[k].bytes);

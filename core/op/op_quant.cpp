@@ -1,6 +1,9 @@
 // What a quantised argument must bring: a dtype that goes with its scaling mode, a copy of the
 // data, and the scales that the copies need.
+#include <algorithm>
+
 #include "core/op/op_finder.hpp"
+#include "core/tensor/quant_parts.hpp"
 
 namespace te_fl::core {
 namespace {
@@ -54,12 +57,12 @@ Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView
     const Problem problem = inspect_parts(op, arg, args, t, q);
     if (problem != Problem::kNone) return problem;
   }
-  const uintptr_t width = mode.scale_dtype == TE_FL_F32 ? sizeof(float) : 1;
-  const bool aligned = is_aligned(q.scale_inv, width) &&
-                       is_aligned(q.columnwise_scale_inv, width) &&
-                       is_aligned(q.amax, sizeof(float)) && is_aligned(q.scale, sizeof(float)) &&
-                       is_aligned(q.columnwise_amax, sizeof(float));
-  return aligned ? Problem::kNone : Problem::kPartAlignment;
+  for (const QuantPart& part : kQuantParts) {
+    const DType element = part.dtype(static_cast<DType>(dtype), static_cast<Scaling>(q.scaling));
+    const int width = std::max(bits(element) / 8, 1);
+    if (!is_aligned(part.in(q), static_cast<uintptr_t>(width))) return Problem::kPartAlignment;
+  }
+  return Problem::kNone;
 }
 
 }  // namespace te_fl::core

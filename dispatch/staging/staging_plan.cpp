@@ -9,6 +9,7 @@
 
 #include "core/base/abi_struct.hpp"
 #include "core/op/op_finder.hpp"
+#include "core/tensor/quant_parts.hpp"
 #include "core/tensor/tensor_access.hpp"
 #include "registry/arguments.hpp"
 
@@ -199,16 +200,27 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   const auto [m, k] = core::logical_matrix(shape);
   const core::QuantBytes bytes = core::quant_bytes(static_cast<DType>(dtype_index(dl.dtype)),
                                                    static_cast<Scaling>(q.scaling), m, k);
-  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
-  add(q.columnwise_data, size(bytes.codes), in, out, &q.columnwise_data);
-  // One value may be left as it was where the scale is given; arrays of scales are written whole.
-  const bool in_scales = in || per_tensor;
-  add(q.scale_inv, size(bytes.scale_inv), in_scales, out, &q.scale_inv);
-  add(q.columnwise_scale_inv, size(bytes.columnwise_scale_inv), in_scales, out,
-      &q.columnwise_scale_inv);
-  add(q.amax, sizeof *q.amax, true, out, &q.amax);
-  add(q.columnwise_amax, sizeof *q.columnwise_amax, true, out, &q.columnwise_amax);
-  add(q.scale, sizeof *q.scale, true, out && per_tensor && computes, &q.scale);
+  for (const core::QuantPart& part : core::kQuantParts) {
+    bool reads = in, writes = out;
+    switch (part.holds) {
+      case core::QuantPart::kCodes:
+        break;
+      case core::QuantPart::kScales:
+      case core::QuantPart::kColumnwiseScales:
+        // One value may be left as it was where the scale is given; arrays of scales are written
+        // whole.
+        reads |= per_tensor;
+        break;
+      case core::QuantPart::kAmax:
+        reads = true;
+        break;
+      case core::QuantPart::kScale:
+        reads = true;
+        writes = out && per_tensor && computes;
+        break;
+    }
+    add(part.in(q), static_cast<size_t>(part.bytes(bytes)), reads, writes, part.slot(q));
+  }
 }
 
 // The record is the caller's; its storage is the op's device's.

@@ -12,6 +12,7 @@
 #include "core/base/file.hpp"
 #include "core/base/text.hpp"
 #include "core/op/op_finder.hpp"
+#include "core/tensor/quant_parts.hpp"
 #include "core/tensor/tensor_access.hpp"
 #include "registry/arguments.hpp"
 #include "te_fl/numeric.hpp"
@@ -43,15 +44,13 @@ json describe_tensor(const te_fl_tensor& t, const char* base, bool host_only) {
     out["strides"] = std::vector<int64_t>(t.dl.strides, t.dl.strides + t.dl.ndim);
   if (host_only) out["host"] = true;
   if (const te_fl_quant* q = core::quant_of(t)) {
-    out["quant"] = {{"scaling", name(static_cast<Scaling>(q->scaling))},
-                    {"flags", q->flags},
-                    {"amax_epsilon", q->amax_epsilon},
-                    {"columnwise_data", offset_of(q->columnwise_data, base)},
-                    {"scale_inv", offset_of(q->scale_inv, base)},
-                    {"columnwise_scale_inv", offset_of(q->columnwise_scale_inv, base)},
-                    {"amax", offset_of(q->amax, base)},
-                    {"columnwise_amax", offset_of(q->columnwise_amax, base)},
-                    {"scale", offset_of(q->scale, base)}};
+    json& quant = out["quant"];
+    quant = {{"scaling", name(static_cast<Scaling>(q->scaling))},
+             {"flags", q->flags},
+             {"amax_epsilon", q->amax_epsilon}};
+    for (const core::QuantPart& part : core::kQuantParts) {
+      quant[part.name] = offset_of(part.in(*q), base);
+    }
   }
   return out;
 }
@@ -247,17 +246,10 @@ const te_fl_tensor* FiledCall::tensor(const json& from) {
   held.quant.amax_epsilon = q.at("amax_epsilon").get<float>();
   const auto [m, k] = core::logical_matrix(held.shape);
   const core::QuantBytes bytes = core::quant_bytes(*dtype, *scaling, m, k);
-  const auto part = [&](const char* what, void* at, int64_t size) {
-    slot(at, q.at(what), static_cast<size_t>(size), held.host);
-  };
-  part("columnwise_data", &held.quant.columnwise_data, bytes.codes);
-  part("scale_inv", &held.quant.scale_inv, bytes.scale_inv);
-  part("columnwise_scale_inv", &held.quant.columnwise_scale_inv, bytes.columnwise_scale_inv);
-  part("amax", &held.quant.amax, sizeof(float));
-  if (q.contains("columnwise_amax")) {  // saved since there is one
-    part("columnwise_amax", &held.quant.columnwise_amax, sizeof(float));
+  for (const core::QuantPart& part : core::kQuantParts) {
+    if (!q.contains(part.name)) continue;  // of a te-fl that did not know it
+    slot(part.slot(held.quant), q.at(part.name), static_cast<size_t>(part.bytes(bytes)), held.host);
   }
-  part("scale", &held.quant.scale, sizeof(float));
   return &held.tensor;
 }
 
@@ -385,19 +377,14 @@ CopyBuffer FiledCall::made_up() const {
                   static_cast<size_t>(width));  // little-endian
     }
     if (held.tensor.quant == nullptr) continue;
-    // Every part but the codes is a scale or an amax.
     const auto scaling = static_cast<Scaling>(held.quant.scaling);
     const auto [m, k] = core::logical_matrix(held.shape);
     const core::QuantBytes bytes = core::quant_bytes(dtype, scaling, m, k);
-    for (const Slot& s : slots_) {
-      if (s.at == &held.quant.columnwise_data) fill(s.offset, bytes.codes, dtype);
-      const DType scale = core::scale_inv_dtype(scaling);
-      if (s.at == &held.quant.scale_inv) fill(s.offset, bytes.scale_inv, scale);
-      if (s.at == &held.quant.columnwise_scale_inv)
-        fill(s.offset, bytes.columnwise_scale_inv, scale);
-      if (s.at == &held.quant.amax || s.at == &held.quant.columnwise_amax ||
-          s.at == &held.quant.scale)
-        fill(s.offset, sizeof(float), DType::kF32);
+    for (const core::QuantPart& part : core::kQuantParts) {
+      const void* const at = reinterpret_cast<const char*>(&held.quant) + part.offset;
+      for (const Slot& s : slots_) {
+        if (s.at == at) fill(s.offset, part.bytes(bytes), part.dtype(dtype, scaling));
+      }
     }
   }
   return out;

@@ -212,7 +212,7 @@ TEST_F(DeviceErrors, EveryPartOfAQuantisedTensorIsChecked) {
   EXPECT_FAILS(call(), kInvalidArgument, "its amax is not memory of cuda:0");
   quant = *as_c->quant;
   quant.columnwise_data = &scale;
-  EXPECT_FAILS(call(), kInvalidArgument, "its column-wise data is not memory of cuda:0");
+  EXPECT_FAILS(call(), kInvalidArgument, "its columnwise_data is not memory of cuda:0");
 }
 
 TEST_F(DeviceErrors, AStreamOfAnotherDeviceIsFound) {

@@ -344,7 +344,9 @@ TEST_P(PlanKeyOf, IsThatOfEveryCallThatIsKnownByItsPlan) {
       EXPECT_EQ(call.key(), before) << schema.name << ": " << what << ", " << when;
     }
   }
-  EXPECT_GT(known, 0) << schema.name;
+  // Of a call with lists no change is taken over.
+  const bool lists = !AnyCall(schema).compiled().layout().lists.empty();
+  EXPECT_EQ(known == 0, lists) << schema.name;
 }
 
 std::vector<const te_fl_op_schema*> all_ops() {

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "core/tensor/tensor_access.hpp"
+#include "te_fl/plugin.h"
+
+// What a quantised tensor has in memory beside its data. Whatever walks a tensor's memory (checks,
+// words, copies, saved calls) goes by this list, so a part that is added is added here.
+namespace te_fl::core {
+
+struct QuantPart {
+  enum Holds : uint8_t {
+    kCodes,             // of the column-wise copy
+    kScales,            // of the row-wise copy
+    kColumnwiseScales,  // of the column-wise copy
+    kAmax,              // one FP32 value, which goes on from what it was
+    kScale              // one FP32 value, which is given or derived
+  };
+  const char* name;  // of the member
+  size_t offset;     // in te_fl_quant
+  Holds holds;
+
+  // Where the part begins; null: absent.
+  const void* in(const te_fl_quant& q) const noexcept {
+    const void* data;
+    std::memcpy(&data, reinterpret_cast<const char*>(&q) + offset, sizeof data);
+    return data;
+  }
+  // The pointer itself.
+  void* slot(te_fl_quant& q) const noexcept { return reinterpret_cast<char*>(&q) + offset; }
+  bool is_value() const noexcept { return holds == kAmax || holds == kScale; }
+  int64_t bytes(const QuantBytes& of) const noexcept {
+    switch (holds) {
+      case kCodes:
+        return of.codes;
+      case kScales:
+        return of.scale_inv;
+      case kColumnwiseScales:
+        return of.columnwise_scale_inv;
+      default:
+        return sizeof(float);
+    }
+  }
+  // Of its elements, in a tensor of this dtype and scaling mode.
+  DType dtype(DType codes, Scaling scaling) const noexcept {
+    if (holds == kCodes) return codes;
+    return is_value() ? DType::kF32 : scale_inv_dtype(scaling);
+  }
+};
+
+inline constexpr std::array<QuantPart, 6> kQuantParts{{
+    {"columnwise_data", offsetof(te_fl_quant, columnwise_data), QuantPart::kCodes},
+    {"scale_inv", offsetof(te_fl_quant, scale_inv), QuantPart::kScales},
+    {"columnwise_scale_inv", offsetof(te_fl_quant, columnwise_scale_inv),
+     QuantPart::kColumnwiseScales},
+    {"amax", offsetof(te_fl_quant, amax), QuantPart::kAmax},
+    {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax), QuantPart::kAmax},
+    {"scale", offsetof(te_fl_quant, scale), QuantPart::kScale},
+}};
+// Four words of numbers, and a pointer for each part.
+static_assert(sizeof(te_fl_quant) == 16 + kQuantParts.size() * sizeof(void*));
+
+}  // namespace te_fl::core
