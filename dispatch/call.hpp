@@ -136,6 +136,13 @@ te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deter
                         core::ErrorText& errors);
 te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
                                     bool deterministic, size_t& bytes, core::ErrorText& errors);
+// What an implementation says that its run() would run for the call, as one line, or why it does
+// not say; one of the two is empty.
+struct Described {
+  std::string text, silent;
+};
+// Asks the implementation, which accepts the call: with metadata of copies if it is staged.
+Described described(const Call& call, const Step& step, bool deterministic);
 // The status of the exception in flight, which R5 forbids. Its words go to `errors`.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 

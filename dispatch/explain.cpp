@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "core/device/device_list.hpp"
 #include "dispatch/manager_impl.hpp"
@@ -104,7 +105,13 @@ Result<Decision> OpManager::resolve(OpId op, const void* args, const CallOptions
     TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
     TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
     TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, false));
-    return public_decision(call.row, decision, call.args, failures);
+    Decision r = public_decision(call.row, decision, call.args, failures);
+    if (const Step step = chosen(call.row, decision, failures); step.impl != nullptr) {
+      auto [text, silent] = dispatch::described(call, step, decision.settings->deterministic);
+      r.runs = std::move(text);
+      r.silent = std::move(silent);
+    }
+    return r;
   });
 }
 

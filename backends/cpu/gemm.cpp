@@ -11,6 +11,7 @@
 #include "norm_kernels.hpp"
 #include "quant_store.hpp"
 #include "sgemm.hpp"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cpu {
 namespace {
@@ -63,14 +64,22 @@ size_t operand_bytes(const te_fl_tensor& t, bool bf16, bool may_be_f32) {
   return (static_cast<size_t>(backend::numel(t)) * bytes + 255) / 256 * 256;
 }
 
+// In which type a product's operands are read, by metadata.
+struct OperandType {
+  bool bf16;       // may they be BF16?
+  bool undecided;  // then their block scales decide it
+};
+OperandType operand_type(const Args& args) {
+  const auto narrow = [](const te_fl_tensor& t) { return dtype_of(t) == TE_FL_BF16 || is_fp8(t); };
+  return {narrow(*args.a) && narrow(*args.b), is_block_scaled(*args.a) || is_block_scaled(*args.b)};
+}
+
 // From metadata, so for operands whose block scales decide the type it has room for the larger.
 Layout layout(const Args& args) {
-  const auto narrow = [](const te_fl_tensor& t) { return dtype_of(t) == TE_FL_BF16 || is_fp8(t); };
-  const bool bf16 = narrow(*args.a) && narrow(*args.b);
-  const bool undecided = is_block_scaled(*args.a) || is_block_scaled(*args.b);
+  const OperandType type = operand_type(args);
   Layout l;
-  l.a = operand_bytes(*args.a, bf16, undecided);
-  l.b = operand_bytes(*args.b, bf16, undecided);
+  l.a = operand_bytes(*args.a, type.bf16, type.undecided);
+  l.b = operand_bytes(*args.b, type.bf16, type.undecided);
   if (!is_direct(args)) {
     l.product = (static_cast<size_t>(backend::numel(*args.d)) * sizeof(float) + 255) / 256 * 256;
   }
@@ -242,6 +251,19 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   if (args.bias_grad != nullptr) bias_gradient(args, product.a);
 }
 
+std::string words_of(const te_fl_context&, const Args& args) {
+  std::string reason;
+  if (!gemm_available(&reason)) backend::unsupported(reason);
+  const OperandType type = operand_type(args);
+  const std::string rest = is_direct(args) ? ", written to d: " : ", then one pass into d: ";
+  if (!type.bf16) return "oneDNN's FP32 product" + rest + "the operands are not exact in BF16";
+  if (!gemm_bf16_is_native())
+    return "oneDNN's FP32 product" + rest + "this processor has no fast instructions for BF16";
+  if (type.undecided)
+    return "oneDNN's BF16 product, or FP32" + rest + "BF16 if the block scales are powers of two";
+  return "oneDNN's BF16 product" + rest + "the operands are exact in BF16";
+}
+
 }  // namespace
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
@@ -249,6 +271,7 @@ void append_gemm(std::vector<te_fl_op_desc>& ops) {
   desc.later_args = "residual d_sum";
   desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
   desc.workspace = backend::workspace_thunk<Args, workspace>;
+  desc.describe = backend::describe_thunk<Args, words_of>;
   ops.push_back(desc);
 }
 

@@ -64,6 +64,7 @@ static const te_fl_op_desc k_relu = {
     .device_types = (uint64_t)1 << TE_FL_DEVICE_CPU,
     .run = relu_run,
     .supports = relu_supports,
+    /* .describe: where run() chooses among several kernels, which one a call takes (R31). */
 };
 
 static const te_fl_op_desc* const k_ops[] = {&k_relu};

@@ -83,7 +83,9 @@ uint32_t flags_of(const Args& args) {
 
 bool is_f32(const te_fl_tensor* t) { return dtype_index(t->dl.dtype) == TE_FL_F32; }
 
-GemmProblem problem_of(const Args& args, const backend::Matrix& d, int64_t k) {
+GemmProblem problem_of(const Args& args) {
+  const backend::Matrix d = backend::as_matrix(*args.d), stored_a = backend::as_matrix(*args.a);
+  const int64_t k = args.trans_a ? stored_a.rows : stored_a.cols;
   GemmProblem p{.m = d.rows, .n = d.cols, .k = k};
   p.f32 = is_f32(args.a) && is_f32(args.b);
   p.plain = p.f32 && is_f32(args.d) && args.bias == nullptr && args.pre_gelu_out == nullptr &&
@@ -107,8 +109,8 @@ Shape shape_of(GemmKernel kernel, bool vectors) {
 void generic_gemm(const Call& call, const Args& args) {
   check_args(args);
   const backend::Matrix d = backend::as_matrix(*args.d);
-  const backend::Matrix stored_a = backend::as_matrix(*args.a);
-  const int64_t k = args.trans_a ? stored_a.rows : stored_a.cols;
+  const GemmProblem problem = problem_of(args);
+  const int64_t k = problem.k;
   const Operand a = operand(args.a, "a", args.trans_a != 0);
   const Operand b = operand(args.b, "b", args.trans_b != 0);
   const Operand in = operand(args.pre_gelu_in, "pre_gelu_in", false);
@@ -133,7 +135,7 @@ void generic_gemm(const Call& call, const Args& args) {
         .value(flags)
         .items(d.rows);
   }
-  const GemmKernel kernel = choose_gemm(call.device.gemm, problem_of(args, d, k));
+  const GemmKernel kernel = choose_gemm(call.device.gemm, problem);
   if (kernel == GemmKernel::kClblast) {
     return clblast_sgemm(call, {.a = a.data,
                                 .b = b.data,
@@ -198,11 +200,20 @@ size_t gemm_workspace(const Args& args) {
   return aligned(output_workspace(*args.d)) + saved;
 }
 
+te_fl_status describe(void* self, const te_fl_context* ctx, const void* raw,
+                      const te_fl_error_sink* text) noexcept {
+  return backend::guard(ctx->errors, [&] {
+    const backend::Widened<Args> args(raw);
+    backend::report(text, words_of(device_of(self, *ctx).gemm, problem_of(*args)).c_str());
+  });
+}
+
 }  // namespace
 
 void append_gemm(Ops& ops) {
   ops.push_back(descriptor<Args, generic_gemm, refuse_gemm, gemm_workspace>("generic_gemm"));
   ops.back().later_args = "residual";
+  ops.back().describe = describe;
 }
 
 }  // namespace te_fl::opencl

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace te_fl::opencl {
@@ -60,6 +61,22 @@ inline GemmKernel gemm_kernel_of(std::string_view name) noexcept {
   if (name == "tiles64") return GemmKernel::kTiles64;
   if (name == "tiles128") return GemmKernel::kTiles128;
   return name == "clblast" ? GemmKernel::kClblast : GemmKernel::kAuto;
+}
+
+// The same of a kernel that was chosen.
+constexpr const char* name_of(GemmKernel kernel) noexcept {
+  constexpr const char* kNames[] = {"auto", "rows", "tiles64", "tiles128", "clblast"};
+  return kNames[static_cast<int>(kernel)];
+}
+
+// Which kernel it is and who chose it.
+inline std::string words_of(const GemmDevice& device, const GemmProblem& p) {
+  const GemmKernel kernel = choose_gemm(device, p);
+  const std::string name = kernel == GemmKernel::kClblast
+                               ? "CLBlast's Sgemm"
+                               : std::string("gemm.cl, ") + name_of(kernel);
+  return name + (kernel == device.wanted ? ": TE_FL_OPENCL_GEMM asks for it"
+                                         : ": by the device and the extents");
 }
 
 }  // namespace te_fl::opencl

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <tuple>
 #include <unordered_map>
 
 #include "core/base/file.hpp"
@@ -44,9 +45,13 @@ struct Event {
   void* stream;
   Device device;
   uint32_t description;
-  uint32_t text;  // of those who were tried before, or of the error; kNone: none
+  uint32_t text;    // of those who were tried before, or of the error; kNone: none
+  uint32_t kernel;  // what the implementation said that it runs; kNone: it did not say
   bool staged, failed;
 };
+
+// Who was asked what it runs: a description's number, the implementation, whether it was staged.
+using Asked = std::tuple<uint32_t, uint64_t, bool>;
 
 struct State {
   std::string path;
@@ -59,6 +64,7 @@ struct State {
   std::unordered_map<std::string, uint32_t> known;  // descriptions by the call's signature
   std::vector<json> descriptions;
   std::map<std::string, uint32_t> texts;
+  std::map<Asked, uint32_t> kernels;  // what was said, as numbers of texts
 };
 
 constinit core::ForkMutex mutex(core::LockLevel::kTrace);
@@ -201,6 +207,30 @@ uint32_t description_of(const Call& call) {
   return at->second;
 }
 
+// The text's number, which is a new one's if there is room. Requires the lock.
+uint32_t number_of(State& s, std::string text) {
+  if (text.empty()) return kNone;
+  if (s.texts.size() >= kMaxDescriptions) text = "(too many different ones were kept already)";
+  return s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
+}
+
+// What the call ran inside its implementation, which is asked once for each description. Requires
+// no lock.
+uint32_t kernel_of(const Call& call, uint32_t description, const Served& served) {
+  if (served.impl->desc.describe == nullptr || description == kNone) return kNone;
+  const Asked asked(description, served.impl->number, served.staged);
+  {
+    const std::lock_guard lock(mutex);
+    const auto at = state().kernels.find(asked);
+    if (at != state().kernels.end()) return at->second;
+  }
+  const bool deterministic = policy::settings_of(call.policy).deterministic;
+  Described said = described(call, {served.impl, served.staged}, deterministic);
+  const std::lock_guard lock(mutex);
+  State& s = state();
+  return s.kernels.try_emplace(asked, number_of(s, std::move(said.text))).first->second;
+}
+
 std::string reason_text(const Status& status, const Served& served) {
   std::string text;
   for (const Failure& f : served.failures) {
@@ -250,6 +280,7 @@ void write_events(core::FileReplacement& out, const State& s) {
       args["call"] = e.description;
       args["arguments"] = s.descriptions[e.description].value("text", "");
     }
+    if (e.kernel != kNone) args["kernel"] = *texts[e.kernel];
     if (e.staged) args["staged"] = true;
     if (e.text != kNone) args[e.failed ? "error" : "fallback"] = *texts[e.text];
     json event = {{"ph", "X"},
@@ -301,6 +332,8 @@ void TracedCall::finish(const Status& status, const Served& served) {
   const int64_t end = now();
   std::string text = reason_text(status, served);
   const char* const op = registry::intern_string(call_.row.compiled->schema().name);
+  const Implementation* impl = status.ok() ? served.impl : nullptr;
+  const uint32_t kernel = impl == nullptr ? kNone : kernel_of(call_, description_, served);
   const std::lock_guard lock(mutex);
   State& s = state();
   if (s.process != getpid()) return;
@@ -308,15 +341,10 @@ void TracedCall::finish(const Status& status, const Served& served) {
     ++s.dropped;
     return;
   }
-  uint32_t number = kNone;
-  if (!text.empty()) {
-    if (s.texts.size() >= kMaxDescriptions) text = "(too many different ones were kept already)";
-    number = s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
-  }
-  const Implementation* impl = status.ok() ? served.impl : nullptr;
+  const uint32_t number = number_of(s, std::move(text));
   s.events.push_back({op, impl == nullptr ? nullptr : impl->interned_id, start_, end - start_,
                       thread_number(), call_.options.stream, call_.signature.device, description_,
-                      number, served.staged, !status.ok()});
+                      number, kernel, served.staged, !status.ok()});
 }
 
 }  // namespace dispatch

@@ -41,6 +41,10 @@ struct Decision {
   std::vector<Candidate>
       candidates;  // in the order in which they would be tried, refused ones where they stand
   std::string policy;
+  // What the chosen implementation says that its run() would run for the call, and why: a kernel, a
+  // function of a library (rule R31). Empty if only a profile was given, or if it did not say, of
+  // which `silent` is the reason.
+  std::string runs, silent;
 };
 
 // The implementation that a call would try first.

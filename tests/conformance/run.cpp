@@ -134,6 +134,16 @@ bool read_only(const Tensor& t, const Buffer* b) {
          (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
 }
 
+Result said(const te_fl::Result<Decision>& decision) {
+  if (!decision.ok()) return {Outcome::kFail, decision.status().to_string(), 0};
+  if (decision->impl_id.empty()) return {Outcome::kUnsupported, "", 0};
+  if (!decision->runs.empty()) return {Outcome::kPass, decision->runs, 0};
+  return {
+      Outcome::kFail,
+      "it does not say what it runs for a call that it serves: " + decision->silent + " (rule R31)",
+      0};
+}
+
 // Moves a plain compact input that shares its memory with nothing into rows with gaps.
 bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   const bool plain = t.role == Role::kIn && !t.spec.quantised() && t.strides.empty() &&
@@ -237,6 +247,15 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
       if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
       args.saved()->storage = saved_mirror.of(*storage);
     }
+  }
+  if (how.describe) {
+    const auto decision = manager.resolve(*id, args.get(), options);
+    if (const Status s = mirror.download(); !s.ok()) return {Outcome::kFail, s.to_string(), 0};
+    result = said(decision);
+    if (!check_memory(true).empty())
+      return {Outcome::kFail, "its describe() wrote to a tensor, and changes nothing (rule R31)",
+              0};
+    return result;
   }
   const auto start = std::chrono::steady_clock::now();
   Status status = manager.call(*id, args.get(), options);

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "te_fl/op_manager.hpp"
@@ -150,8 +151,28 @@ class Fake {
     return *this;
   }
 
+  // Makes it say what it runs.
+  Fake& with_describe(
+      std::function<te_fl_status(const te_fl_context&, const te_fl_error_sink&)> f) {
+    describe_body = std::move(f);
+    desc.describe = [](void* self, const te_fl_context* ctx, const void*,
+                       const te_fl_error_sink* text) {
+      auto* f = static_cast<Fake*>(self);
+      f->described.fetch_add(1, std::memory_order_relaxed);
+      return f->describe_body(*ctx, *text);
+    };
+    return *this;
+  }
+  Fake& that_says(std::string words) {
+    return with_describe([words](const te_fl_context&, const te_fl_error_sink& text) {
+      text.write(text.host, words.c_str());
+      return te_fl_status{TE_FL_OK};
+    });
+  }
+
   te_fl_op_desc desc;
   std::atomic<int> runs{0};
+  std::atomic<int> described{0};
   std::atomic<int> asked{0};
   te_fl_status run_status = TE_FL_OK;
   std::string run_text;
@@ -159,6 +180,7 @@ class Fake {
   te_fl_status supports_status = TE_FL_OK;
   std::string supports_text;
   Body supports_body;
+  std::function<te_fl_status(const te_fl_context&, const te_fl_error_sink&)> describe_body;
 
  private:
   static te_fl_status answer(const Body& body, te_fl_status status, const std::string& text,

@@ -1,11 +1,11 @@
 // te-fl bench: how long an op takes, and how far that is from what the device allows.
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "cases.hpp"
 #include "commands.hpp"
 #include "measure.hpp"
 #include "output.hpp"
@@ -20,91 +20,10 @@ using te_fl::Status;
 using te_fl::bench::CaseSpec;
 using te_fl::bench::Shape;
 
-std::string text_of(const Shape& extents) {
-  std::string text;
-  for (const int64_t e : extents) text += (text.empty() ? "" : "x") + std::to_string(e);
-  return text;
-}
-
 std::string fixed(double value, int digits) {
   char text[40];
   std::snprintf(text, sizeof text, "%.*f", digits, value);
   return text;
-}
-
-// The words of a variant: "fp8, bf16 out" has fp8, bf16 and out.
-std::vector<std::string> words_of(const std::string& text) {
-  std::vector<std::string> words(1);
-  for (const char c : text) {
-    if (c == ' ' || c == ',') {
-      if (!words.back().empty()) words.emplace_back();
-    } else {
-      words.back() += c;
-    }
-  }
-  return words;
-}
-
-bool has_dtype(const CaseSpec& spec, const std::string& dtype) {
-  const auto words = words_of(spec.variant);
-  const auto has = [&](const char* word) {
-    return std::find(words.begin(), words.end(), word) != words.end();
-  };
-  if (has("fp8") || has("e4m3")) return dtype == "f8e4m3" || dtype == "fp8";
-  return has(dtype.c_str());
-}
-
-std::string variants_of(const std::string& op) {
-  std::string text;
-  for (const CaseSpec& spec : te_fl::bench::all_cases()) {
-    if (spec.op == op) text += (text.empty() ? "'" : ", '") + spec.variant + "'";
-  }
-  return text;
-}
-
-Result<std::vector<const CaseSpec*>> cases_of(const BenchOptions& options) {
-  std::vector<const CaseSpec*> found;
-  std::vector<std::string> names;
-  for (const CaseSpec& spec : te_fl::bench::all_cases()) {
-    names.push_back(spec.op);
-    if (spec.op != options.op) continue;
-    if (!options.dtype.empty() && !has_dtype(spec, options.dtype)) continue;
-    if (spec.variant.find(options.variant) == std::string::npos) continue;
-    found.push_back(&spec);
-  }
-  if (!found.empty()) return found;
-  if (std::find(names.begin(), names.end(), options.op) == names.end()) {
-    const std::string near = te_fl::environment::nearest(options.op, names);
-    return te_fl::not_found("there is no benchmark of '" + options.op + "'" +
-                            (near.empty() ? "" : "; did you mean '" + near + "'?") +
-                            (near.empty() ? ";" : "") + " `te-fl bench --list` shows all");
-  }
-  return te_fl::not_found("no case of " + options.op + " matches --dtype '" + options.dtype +
-                          "' --case '" + options.variant + "'; there are " +
-                          variants_of(options.op));
-}
-
-Result<Shape> extents_of(const CaseSpec& spec, const BenchOptions& options, const Device& device) {
-  const Shape& usual = device.is_host() ? spec.extents : spec.large;
-  if (options.shape.empty()) return usual;
-  if (spec.axes.empty()) {
-    return te_fl::invalid_argument("--shape: the size of " + spec.op + " '" + spec.variant +
-                                   "' is fixed; leave it out");
-  }
-  Shape extents;
-  const char* at = options.shape.data();
-  const char* const end = at + options.shape.size();
-  while (at < end) {
-    int64_t extent = 0;
-    const auto [stop, error] = std::from_chars(at, end, extent);
-    if (error != std::errc() || extent < 1 || (stop != end && *stop != 'x')) break;
-    extents.push_back(extent);
-    at = stop + (stop != end);
-  }
-  if (at == end && extents.size() == usual.size()) return extents;
-  return te_fl::invalid_argument("--shape " + options.shape + ": " + spec.op + " takes " +
-                                 std::to_string(usual.size()) + " extents, " + spec.axes +
-                                 ", for example " + text_of(usual));
 }
 
 // Which implementations are asked for: their ids, or one empty string for the dispatcher's choice.
@@ -375,7 +294,7 @@ int bench(const BenchOptions& options) {
         te_fl::invalid_argument("bench needs the name of an op; --list shows all"));
   }
   te_fl::OpManager::instance();
-  const auto cases = cases_of(options);
+  const auto cases = cases_of(options.op, options.dtype, options.variant);
   if (!cases.ok()) return usage_problem(cases.status());
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) return usage_problem(device.status());
@@ -384,7 +303,7 @@ int bench(const BenchOptions& options) {
   if (!impls.ok()) return usage_problem(impls.status());
   std::vector<std::pair<const CaseSpec*, Shape>> work;
   for (const CaseSpec* spec : *cases) {
-    const auto extents = extents_of(*spec, options, *device);
+    const auto extents = extents_of(*spec, options.shape, *device);
     if (!extents.ok()) return usage_problem(extents.status());
     work.emplace_back(spec, *extents);
   }

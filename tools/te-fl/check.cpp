@@ -105,10 +105,12 @@ class Run {
   }
 
  private:
-  // Of a sweep and of guarded runs, what is no failure is one finding for all cases of a dtype
-  // that went alike.
+  // Of a sweep, of guarded runs and of what describe() said, what is no failure is one finding for
+  // all cases of a dtype that went alike.
   bool joined(const Finding& f) {
-    if (f.outcome == Outcome::kFail || (f.check != "sweep" && f.check != "guard")) return false;
+    if (f.outcome == Outcome::kFail ||
+        (f.check != "sweep" && f.check != "guard" && f.check != "describe"))
+      return false;
     const auto [at, is_new] = joined_.try_emplace(
         {f.check, f.op, f.impl, f.device, f.dtype, to_string(f.outcome), f.message},
         report_.findings.size());

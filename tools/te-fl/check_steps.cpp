@@ -128,6 +128,13 @@ Finding determinism_of(const Subject& subject, const conformance::Case& c,
   return finding("determinism", subject, c, prepared, result);
 }
 
+Finding describe_of(const Subject& subject, const conformance::Case& c,
+                    conformance::Prepared& prepared) {
+  conformance::Result result = prepared.run(subject.impl, {.describe = true});
+  if (result.outcome == conformance::Outcome::kPass) result.message.clear();
+  return finding("describe", subject, c, prepared, result);
+}
+
 std::optional<Finding> stream_of(const Subject& subject, const conformance::Case& c,
                                  conformance::Prepared& prepared) {
   auto stream = te_fl::Stream::create(subject.device);

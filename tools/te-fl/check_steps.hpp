@@ -18,7 +18,8 @@ namespace te_fl_tool::check {
 struct Subject {
   std::string op, impl, device_name;
   te_fl::Device device;
-  uint32_t flags = 0;  // of its descriptor
+  uint32_t flags = 0;      // of its descriptor
+  bool describes = false;  // it has a describe()
 };
 
 // What a plugin has to leave as it was (rule R8): the floating-point environment and the handlers
@@ -54,6 +55,9 @@ Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c
 // to 256 bytes if that is refused. On the host only.
 Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                  te_fl::conformance::Prepared& prepared);
+// Of a call that it serves: it says what it runs, and touches nothing.
+Finding describe_of(const Subject& subject, const te_fl::conformance::Case& c,
+                    te_fl::conformance::Prepared& prepared);
 // On a stream of its own, which alone is waited for. None if the device makes no streams.
 std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformance::Case& c,
                                  te_fl::conformance::Prepared& prepared);

@@ -32,7 +32,7 @@ using te_fl::Device;
 using te_fl::Status;
 
 constexpr int kOrders = 3, kAnswers = 4;  // the parent's ends are pipes
-constexpr int kStepsOfCase = 4;           // result, guard, determinism, stream
+constexpr int kStepsOfCase = 5;           // result, guard, determinism, stream, describe
 
 void say(const json& message) {
   const std::string line = json_text(message, -1) + "\n";
@@ -235,7 +235,8 @@ class Worker {
     subject.device_name = order.at("device");
     subject.device = te_fl::parse_device(subject.device_name).value();
     for (const auto& impl : te_fl::OpRegistry::instance().snapshot())
-      if (impl.op == subject.op && impl.impl_id == subject.impl) subject.flags = impl.desc.flags;
+      if (impl.op == subject.op && impl.impl_id == subject.impl)
+        subject.flags = impl.desc.flags, subject.describes = impl.desc.describe != nullptr;
     const int from = order.at("from");
     const conformance::Table cases = chosen_cases(options_, table_, subject.op);
     int step = 0;
@@ -309,7 +310,7 @@ class Worker {
   }
 
   void one_case(const Subject& subject, const conformance::Case& c, int step, int from) {
-    if (from > step + 3) return;
+    if (from >= step + kStepsOfCase) return;
     if (from <= step) begin(step, step + kStepsOfCase, subject, "result", c.name);
     std::optional<conformance::Prepared> prepared;
     Finding f;
@@ -338,6 +339,10 @@ class Worker {
     if (from <= step + 3 && !subject.device.is_host()) {
       begin(step + 3, step + 4, subject, "stream", c.name);
       if (auto found = stream_of(subject, c, *prepared)) report(subject, std::move(*found));
+    }
+    if (from <= step + 4 && subject.describes && !c.large && prepared->problem().want_code == 0) {
+      begin(step + 4, step + 5, subject, "describe", c.name);
+      report(subject, describe_of(subject, c, *prepared));
     }
   }
 

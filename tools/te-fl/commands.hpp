@@ -24,6 +24,8 @@ struct ExplainOptions {
   std::string device = "cpu";
   std::vector<std::string> dtypes;
   std::vector<std::string> scalings;
+  std::string shape;                  // of a case of te-fl bench, which is then asked about
+  std::string variant;                // part of that case's name; empty: the first of the dtype
   std::vector<std::string> settings;  // VAR=VALUE
   bool json = false;
 };

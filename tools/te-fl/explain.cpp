@@ -1,7 +1,9 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "cases.hpp"
 #include "commands.hpp"
+#include "measure.hpp"
 #include "output.hpp"
 #include "te_fl/te_fl.hpp"
 
@@ -23,9 +25,10 @@ Status apply_settings(const std::vector<std::string>& settings) {
   return {};
 }
 
-te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options) {
+te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options,
+                                             const te_fl::Device& device) {
   te_fl::CallProfile profile;
-  TE_FL_ASSIGN_OR_RETURN(profile.device, te_fl::parse_device(options.device));
+  profile.device = device;
   for (const auto& text : options.dtypes) {
     TE_FL_ASSIGN_OR_RETURN(const te_fl::DType dtype, te_fl::parse_dtype(text));
     profile.dtypes.push_back(dtype);
@@ -37,13 +40,45 @@ te_fl::Result<te_fl::CallProfile> profile_of(const ExplainOptions& options) {
   return profile;
 }
 
-void print_json(const te_fl::Decision& r, const te_fl::Device& device) {
+// A call of te-fl bench and what would become of it.
+struct Asked {
+  std::string name;  // of the case; empty: no call was asked about
+  te_fl::bench::Shape extents;
+  std::vector<std::string> others;  // cases that fit as well
+};
+
+te_fl::Result<te_fl::Decision> ask_case(const ExplainOptions& options, const te_fl::Device& device,
+                                        Asked& asked) {
+  if (!options.scalings.empty() || options.dtypes.size() > 1) {
+    return te_fl::invalid_argument(
+        "--shape and --case ask about a call of `te-fl bench --list`, which one --dtype may "
+        "choose; "
+        "--scaling and several dtypes describe calls without a shape");
+  }
+  const std::string dtype = options.dtypes.empty() ? "" : options.dtypes.front();
+  TE_FL_ASSIGN_OR_RETURN(const auto cases, cases_of(options.op, dtype, options.variant));
+  const te_fl::bench::CaseSpec& spec = *cases.front();
+  TE_FL_ASSIGN_OR_RETURN(asked.extents, extents_of(spec, options.shape, device));
+  asked.name = spec.variant;
+  for (size_t i = 1; i < cases.size(); ++i) asked.others.push_back(cases[i]->variant);
+  TE_FL_RETURN_IF_ERROR(te_fl::devices::find(device).status());
+  TE_FL_ASSIGN_OR_RETURN(const auto placed, PlacedCase::make(spec, asked.extents, device));
+  return placed->resolve();
+}
+
+void print_json(const te_fl::Decision& r, const te_fl::Device& device, const Asked& asked) {
   json out = {{"op", r.op},
               {"impl_id", r.impl_id},
               {"policy", r.policy},
               {"device", te_fl::to_string(device)},
               {"device_present", te_fl::devices::find(device).ok()},
               {"candidates", json::array()}};
+  if (!asked.name.empty()) {
+    out["case"] = asked.name;
+    out["extents"] = asked.extents;
+    out["runs"] = r.runs;
+    if (!r.silent.empty()) out["runs_not_said"] = r.silent;
+  }
   for (const auto& c : r.candidates) {
     out["candidates"].push_back({{"impl_id", c.impl_id},
                                  {"kind", te_fl::to_string(c.kind)},
@@ -58,8 +93,20 @@ void print_json(const te_fl::Decision& r, const te_fl::Device& device) {
   std::printf("%s\n", json_text(out).c_str());
 }
 
-void print_table(const te_fl::Decision& r, const te_fl::Device& device) {
-  std::printf("%s under policy: %s\n\n", paint(Color::kBold, r.op).c_str(), r.policy.c_str());
+void print_case(const Asked& asked) {
+  std::printf("call: case '%s' of te-fl bench%s%s", asked.name.c_str(),
+              asked.extents.empty() ? "" : ", ", text_of(asked.extents).c_str());
+  std::string others;
+  for (const std::string& name : asked.others)
+    others += (others.empty() ? "'" : ", '") + name + "'";
+  if (!others.empty()) std::printf(" (--case takes another: %s)", others.c_str());
+  std::printf("\n");
+}
+
+void print_table(const te_fl::Decision& r, const te_fl::Device& device, const Asked& asked) {
+  std::printf("%s under policy: %s\n", paint(Color::kBold, r.op).c_str(), r.policy.c_str());
+  if (!asked.name.empty()) print_case(asked);
+  std::printf("\n");
   Table table({"", "implementation", "kind", "priority", "from", "reason"});
   for (const auto& c : r.candidates) {
     const std::string mark = c.chosen     ? paint(Color::kGreen, "->")
@@ -69,6 +116,11 @@ void print_table(const te_fl::Decision& r, const te_fl::Device& device) {
                c.owner, c.reason});
   }
   table.print();
+  if (!r.runs.empty()) std::printf("\nruns %s: %s\n", r.impl_id.c_str(), r.runs.c_str());
+  if (!r.silent.empty()) {
+    std::printf("\nruns %s, which does not say which kernel: %s\n", r.impl_id.c_str(),
+                r.silent.c_str());
+  }
   if (r.impl_id.empty()) std::printf("\nNo implementation would serve this call.\n");
   const auto found = te_fl::devices::find(device);
   if (!found.ok()) {
@@ -90,19 +142,34 @@ int explain(const ExplainOptions& options) {
     complain(op.status().to_string());
     return kUsage;
   }
-  const auto profile = profile_of(options);
-  if (!profile.ok()) {
-    complain(profile.status().to_string());
+  const auto device = te_fl::parse_device(options.device);
+  if (!device.ok()) {
+    complain(device.status().to_string());
     return kUsage;
   }
-  const auto resolution = manager.explain(*op, *profile);
-  if (!resolution.ok()) {
-    complain(resolution.status().to_string());
+  Asked asked;
+  te_fl::Result<te_fl::Decision> decision = te_fl::Decision();
+  if (!options.shape.empty() || !options.variant.empty()) {
+    decision = ask_case(options, *device, asked);
+    // Before a case has a name and extents, it is the words of the command that are wrong.
+    if (!decision.ok() && asked.name.empty()) {
+      complain(decision.status().message());
+      return kUsage;
+    }
+  } else {
+    const auto profile = profile_of(options, *device);
+    if (!profile.ok()) {
+      complain(profile.status().to_string());
+      return kUsage;
+    }
+    decision = manager.explain(*op, *profile);
+  }
+  if (!decision.ok()) {
+    complain(decision.status().to_string());
     return kProblem;
   }
-  options.json ? print_json(*resolution, profile->device)
-               : print_table(*resolution, profile->device);
-  return resolution->impl_id.empty() ? kNoCandidate : kSuccess;
+  options.json ? print_json(*decision, *device, asked) : print_table(*decision, *device, asked);
+  return decision->impl_id.empty() ? kNoCandidate : kSuccess;
 }
 
 }  // namespace te_fl_tool

@@ -36,7 +36,9 @@ const std::vector<Examples>& examples() {
       {"explain",
        {{"te-fl explain gelu --dtype bf16", "who would serve gelu on BF16, and why not the others"},
         {"te-fl explain generic_gemm --dtype f8e4m3,f32 --scaling tensor", "an FP8 product"},
-        {"te-fl explain gelu --set TE_FL_PREFER=reference", "under another policy"}}},
+        {"te-fl explain gelu --set TE_FL_PREFER=reference", "under another policy"},
+        {"te-fl explain rmsnorm_fwd --dtype bf16 --shape 8192x4096",
+         "and which kernel would run"}}},
       {"env", {{"te-fl env", "every TE_FL_* variable, its value and where it came from"}}},
       {"doctor", {{"te-fl doctor", "what is missing and what to install"}}},
       {"bench",
@@ -182,6 +184,11 @@ int main(int argc, char** argv) {
       ->add_option("--scaling", explain_options.scalings,
                    "scaling modes of the tensors (default: none)")
       ->delimiter(',');
+  explain_command->add_option("--shape", explain_options.shape,
+                              "asks about a call of te-fl bench, with these extents (bench --list "
+                              "says what they are): also which kernel would run");
+  explain_command->add_option("--case", explain_options.variant,
+                              "of the calls of te-fl bench the first whose name contains this");
   explain_command->add_option("--set", explain_options.settings,
                               "VAR=VALUE as if it were in the environment; repeatable");
   explain_command->add_flag("--json", explain_options.json, "machine-readable");

@@ -178,6 +178,12 @@ Status PlacedCase::call(void* stream) const {
   return te_fl::OpManager::instance().call(op_, case_->raw_args(), options);
 }
 
+Result<te_fl::Decision> PlacedCase::resolve() const {
+  te_fl::CallOptions options;
+  options.rng = {.seed = 17};
+  return te_fl::OpManager::instance().resolve(op_, case_->raw_args(), options);
+}
+
 Result<std::unique_ptr<CopyMeter>> CopyMeter::make(const Device& device) {
   std::unique_ptr<CopyMeter> made(new CopyMeter(device, cold_bytes(device) / 2));
   const auto bytes = static_cast<size_t>(made->half_);

@@ -22,6 +22,7 @@ class PlacedCase {
   PlacedCase& operator=(const PlacedCase&) = delete;
   const te_fl::bench::Case& work() const { return *case_; }
   te_fl::Status call(void* stream = nullptr) const;
+  te_fl::Result<te_fl::Decision> resolve() const;
 
  private:
   PlacedCase() = default;

@@ -7,6 +7,7 @@
 #include "common/overlap.hpp"
 #include "device/device.hpp"
 #include "plugin/families.hpp"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 
@@ -257,6 +258,11 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   outputs.finish();
 }
 
+template <class Args>
+std::string words_of(const te_fl_context& ctx, const Args& a) {
+  return "attention kernels " + choose_attention(architecture(ctx.device.index), a).text();
+}
+
 void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_backend_args& a) {
   const AttentionProblem p = backend::attention_problem(a);
   const bool possible = !(p.thd && p.mask.arbitrary) && refuse_heads(a) == nullptr;
@@ -275,10 +281,14 @@ void append_attention(std::vector<te_fl_op_desc>& ops) {
       descriptor<te_fl_fused_attn_fwd_args, fused_attn_fwd, refuse_forward>("fused_attn_fwd"));
   ops.back().dtypes = kDtypes;
   ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_fwd_args, forward_workspace>;
+  ops.back().describe =
+      backend::describe_thunk<te_fl_fused_attn_fwd_args, words_of<te_fl_fused_attn_fwd_args>>;
   ops.push_back(
       descriptor<te_fl_fused_attn_bwd_args, fused_attn_bwd, refuse_backward>("fused_attn_bwd"));
   ops.back().dtypes = kDtypes;
   ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_bwd_args, backward_workspace>;
+  ops.back().describe =
+      backend::describe_thunk<te_fl_fused_attn_bwd_args, words_of<te_fl_fused_attn_bwd_args>>;
   ops.push_back(descriptor<te_fl_get_fused_attn_backend_args, get_fused_attn_backend>(
       "get_fused_attn_backend"));
 }

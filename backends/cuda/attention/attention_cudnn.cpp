@@ -10,6 +10,7 @@
 #include "attention/cudnn_rules.hpp"
 #include "plugin/families.hpp"
 #include "te_fl/attention/problem.hpp"
+#include "te_fl/backend/describe.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
@@ -369,6 +370,22 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
   });
 }
 
+// What the plan is made of.
+template <class Args>
+std::string words_of(const te_fl_context& ctx, const Args& a) {
+  const Cudnn* library = cudnn();
+  if (library == nullptr) backend::unsupported(cudnn_missing());
+  const size_t n = library->number;
+  std::string t = "cuDNN " + std::to_string(n / 10000) + "." + std::to_string(n / 100 % 100) + "." +
+                  std::to_string(n % 100) + ": graph of the " +
+                  (kBackward<Args> ? "backward" : "forward");
+  t += library_type(*a.q) == cudnn_data::kE4M3 ? " in FP8" : "";
+  const AttentionProblem p = backend::attention_problem(a);
+  if (p.variable_length()) t += ", lengths by cu_seqlens";
+  const bool fixed = kBackward<Args> && (ctx.flags & TE_FL_CALL_DETERMINISTIC) != 0;
+  return t + (fixed ? ", deterministic" : "");
+}
+
 void enquire(CudnnState&, const te_fl_context&, const te_fl_get_fused_attn_backend_args& a) {
   (void)backend::attention_problem(a);
   *backend::data<int32_t>(*a.backend) = a.q->quant != nullptr ? 2 : 1;
@@ -402,6 +419,7 @@ te_fl_op_desc describe_planned(const char* name, CudnnState& state) {
   op.workspace = workspace;
   op.prepare = prepare<Args>;
   op.destroy_plan = destroy_plan;
+  op.describe = backend::describe_thunk<Args, words_of<Args>>;
   return op;
 }
 

@@ -34,60 +34,75 @@ void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedG
 
 FusedProduct::FusedProduct(const te_fl_context& ctx, const te_fl_generic_gemm_args& call)
     : call_(call) {
-  if ((call.gelu == 0 && call.pre_gelu_in == nullptr) || architecture(ctx.device.index) != 90)
+  if (call.gelu == 0 && call.pre_gelu_in == nullptr) {
+    refusal_ = "no GELU";
     return;
+  }
+  if (architecture(ctx.device.index) != 90) {
+    refusal_ = "the kernel is for GPUs of compute capability 9.0 (Hopper)";
+    return;
+  }
   problem_ = describe(call);
-  form_ = form_of(ctx);
+  refusal_ = refuse(ctx);
+  if (refusal_ == nullptr) form_ = form_of();
 }
 
-bool FusedProduct::takes_operands() const {
+const char* FusedProduct::refuse_operands() const {
   const Problem& p = problem_;
-  if (p.convert != Convert::kNone || p.block || p.m % kExtent != 0 || p.n % kExtent != 0 ||
-      p.k == 0)
-    return false;
+  if (p.convert != Convert::kNone || p.block) return "operands of mixed dtypes or in blocks";
+  if (p.m % kExtent != 0 || p.n % kExtent != 0 || p.k == 0)
+    return "extents that are no multiples of 256";
   const bool backward = call_.pre_gelu_in != nullptr;
   // Not the gradient in FP8: with the split accumulator these kernels are slower than the library's
   // and a pass.
   if (p.fp8) {
-    return !backward && p.k % 128 == 0 && p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3 &&
-           call_.use_split_accumulator == 0;
+    if (backward || call_.use_split_accumulator != 0)
+      return "FP8 with the split accumulator, or in the backward";
+    const bool taken = p.k % 128 == 0 && p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3;
+    return taken ? nullptr : "FP8 other than E4M3, or a K that is no multiple of 128";
   }
   // Forward both along K, backward B across it.
-  return p.k % 64 == 0 && plain_bf16(*call_.a, 16) && plain_bf16(*call_.b, 16) && p.a.along &&
-         p.b.along != backward;
+  const bool taken = p.k % 64 == 0 && plain_bf16(*call_.a, 16) && plain_bf16(*call_.b, 16) &&
+                     p.a.along && p.b.along != backward;
+  return taken ? nullptr : "operands that are not BF16 in rows as a layer has them";
 }
 
-bool FusedProduct::takes_result() const {
+const char* FusedProduct::refuse_result() const {
   const te_fl_tensor& d = *call_.d;
   if (problem_.fp8) {
-    if (d.quant == nullptr || d.quant->scaling != TE_FL_SCALING_TENSOR) return false;
-    const te_fl_quant& quant = *d.quant;
-    return dtype_of(d) == TE_FL_F8E4M3 && aligned16(backend::data<const void>(d)) &&
-           aligned16(quant.columnwise_data);
+    const bool codes = d.quant != nullptr && d.quant->scaling == TE_FL_SCALING_TENSOR &&
+                       dtype_of(d) == TE_FL_F8E4M3;
+    if (!codes) return "a result of FP8 operands that is not E4M3";
+    return aligned16(backend::data<const void>(d)) && aligned16(d.quant->columnwise_data)
+               ? nullptr
+               : "codes that are not aligned to 16 bytes";
   }
-  return plain_bf16(d, 16);
+  return plain_bf16(d, 16) ? nullptr : "a result that is not BF16";
 }
 
-FusedProduct::Form FusedProduct::form_of(const te_fl_context& ctx) const {
+const char* FusedProduct::refuse(const te_fl_context& ctx) const {
   const te_fl_generic_gemm_args& c = call_;
-  if (c.residual != nullptr || c.accumulate || c.bias_grad != nullptr || !takes_operands() ||
-      !takes_result()) {
-    return Form::kNone;
-  }
+  if (c.residual != nullptr || c.accumulate || c.bias_grad != nullptr)
+    return "something is added to the result, or a bias gradient asked for";
+  if (const char* why = refuse_operands()) return why;
+  if (const char* why = refuse_result()) return why;
   const bool backward = c.pre_gelu_in != nullptr;
   if (backward ? !plain_bf16(*c.pre_gelu_in, 16)
                : c.pre_gelu_out == nullptr || !plain_bf16(*c.pre_gelu_out, 16) ||
                      c.d_sum != nullptr || (c.bias != nullptr && !plain_bf16(*c.bias, 4))) {
-    return Form::kNone;
+    return "a pre-activation or bias that is not BF16, or d_sum in a forward";
   }
   // Fewer tiles leave more of the chip idle than the library's smaller ones do.
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ctx.device.index),
         "cudaDeviceGetAttribute");
-  if (driver().encode_tensor_map == nullptr ||
-      problem_.m / kExtent * (problem_.n / kExtent) < sms / 4)
-    return Form::kNone;
-  if (backward) return Form::kBackward;
+  if (driver().encode_tensor_map == nullptr) return "the driver has no tensor maps";
+  if (problem_.m / kExtent * (problem_.n / kExtent) < sms / 4) return "too few tiles for the chip";
+  return nullptr;
+}
+
+FusedProduct::Form FusedProduct::form_of() const {
+  if (call_.pre_gelu_in != nullptr) return Form::kBackward;
   if (!problem_.fp8) return Form::kForward;
   return finds_scale() ? Form::kForwardMeasured : Form::kForwardCodes;
 }

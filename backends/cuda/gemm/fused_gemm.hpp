@@ -14,19 +14,22 @@ class FusedProduct {
   // output that finds its own scale, the kernel finds the amax, and a pass over pre_gelu_out writes
   // the codes); extents in multiples of the kernel's tiles and large enough to keep the chip busy.
   explicit operator bool() const { return form_ != Form::kNone; }
+  const char* refusal() const { return refusal_; }  // or why not; static text
 
   size_t scratch_bytes() const;  // a multiple of 256
   void run(const te_fl_context& ctx, void* scratch) const;
 
  private:
   enum class Form { kNone, kForward, kForwardCodes, kForwardMeasured, kBackward };
-  Form form_of(const te_fl_context& ctx) const;
-  bool takes_operands() const;
-  bool takes_result() const;
+  const char* refuse(const te_fl_context& ctx) const;
+  const char* refuse_operands() const;
+  const char* refuse_result() const;
+  Form form_of() const;
   bool finds_scale() const;
 
   const te_fl_generic_gemm_args& call_;
   Problem problem_;
+  const char* refusal_ = nullptr;
   Form form_ = Form::kNone;
 };
 

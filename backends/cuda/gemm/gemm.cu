@@ -25,6 +25,7 @@
 #include "gemm/gemm_plan.hpp"
 #include "plugin/families.hpp"
 #include "pointwise/activation.cuh"
+#include "te_fl/backend/describe.hpp"
 #include "te_fl/ops/gemm.h"
 
 namespace te_fl::cuda {
@@ -267,6 +268,18 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   composed.activate(ctx);
 }
 
+std::string words_of(const te_fl_context& ctx, const Args& args) {
+  if (!activates(args)) return path_of(describe(args)).text();
+  const FusedProduct fused(ctx, args);
+  const Composed composed(args);
+  GemmPath path = path_of(describe(composed ? composed.product() : args));
+  path.unfused = fused.refusal();
+  path.kind = fused      ? GemmPath::Kind::kFused
+              : composed ? GemmPath::Kind::kComposed
+                         : GemmPath::Kind::kProduct;
+  return path.text();
+}
+
 Refusal refuse(const te_fl_context& ctx, const Args& args) {
   for (const te_fl_tensor* t : {args.a, args.b, args.pre_gelu_in}) {
     if (t == nullptr) continue;
@@ -346,6 +359,7 @@ void append_gemm(std::vector<te_fl_op_desc>& ops) {
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   desc.prepare = prepare;
   desc.destroy_plan = destroy_plan;
+  desc.describe = backend::describe_thunk<Args, words_of>;
 }
 
 }  // namespace te_fl::cuda

@@ -74,31 +74,48 @@ bool whole_rows(const te_fl_tensor& t) {
          aligned16(backend::data<const void>(t));
 }
 
-bool direct_epilogue(const Args& args, bool fp8) {
+// Why the library does not do the epilogue; nullptr if it does.
+const char* refuse_epilogue(const Args& args, bool fp8) {
   const int d = dtype_of(*args.d);
-  if (args.d_sum != nullptr) return false;
-  if (is_fp8(d)) return direct_codes(args, fp8);
+  if (args.d_sum != nullptr) return "d_sum is asked for";
+  if (is_fp8(d)) {
+    return direct_codes(args, fp8) ? nullptr : "the library writes no such codes of such a call";
+  }
   const bool half = d == TE_FL_F16 || d == TE_FL_BF16;
-  if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) return false;
+  if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) {
+    return "the bias is of a dtype that the library does not add";
+  }
   // Of other rows the library rounds the product before it adds the bias (cuBLASLt 13.1).
   if (args.bias != nullptr && half && !fp8 &&
       !(whole_rows(*args.a) && whole_rows(*args.b) && whole_rows(*args.d))) {
-    return false;
+    return "with a bias, rows that are not whole pieces of 16 bytes";
   }
   // The library adds one matrix, of D's type.
   if (args.residual != nullptr && (args.accumulate || dtype_of(*args.residual) != d ||
                                    !aligned16(backend::data<const void>(*args.residual)))) {
-    return false;
+    return "a residual that the library does not add";
   }
   // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
   // cuBLASLt 13.1); from other memory it rounds once.
   const bool in_place = args.accumulate || adds_in_place(args);
-  if (half && in_place && args.bias != nullptr) return false;
+  if (half && in_place && args.bias != nullptr) return "a bias on a sum that D holds";
   // The library's GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt 13), which
   // is beyond the tolerance of BF16. Its gradient is off by more than F16's, and slower than a
   // kernel of its own (bench/README.md).
-  if (args.gelu || args.pre_gelu_in != nullptr) return false;
-  return true;
+  if (args.gelu || args.pre_gelu_in != nullptr) return "the library's GELU is not exact enough";
+  return nullptr;
+}
+
+const char* refuse_direct(const Args& args, const Problem& p) {
+  const int d = dtype_of(*args.d);
+  const bool fits = p.convert == Convert::kNone ? !p.fp8 || aligned16(backend::data<void>(*args.d))
+                                                : p.convert == Convert::kWiden && d == TE_FL_F32;
+  const bool types = p.fp8 || p.convert == Convert::kWiden || d == p.a.dtype ||
+                     (d == TE_FL_F32 && (p.a.dtype == TE_FL_F16 || p.a.dtype == TE_FL_BF16));
+  if (p.k == 0) return "there is nothing to contract";
+  if (!fits) return "D is not where, or of no dtype in which, the library could write it";
+  if (!types) return "D is of a dtype that the library does not make of such operands";
+  return refuse_epilogue(args, p.fp8);
 }
 
 }  // namespace
@@ -141,12 +158,8 @@ Problem describe(const Args& args) {
     }
   }
   const int d_dtype = dtype_of(*args.d);
-  const bool d_fits = p.convert == Convert::kNone
-                          ? !p.fp8 || aligned16(backend::data<void>(*args.d))
-                          : p.convert == Convert::kWiden && d_dtype == TE_FL_F32;
-  const bool types = p.fp8 || p.convert == Convert::kWiden || d_dtype == p.a.dtype ||
-                     (d_dtype == TE_FL_F32 && (p.a.dtype == TE_FL_F16 || p.a.dtype == TE_FL_BF16));
-  p.direct = p.k > 0 && d_fits && types && direct_epilogue(args, p.fp8);
+  p.indirect = refuse_direct(args, p);
+  p.direct = p.indirect == nullptr;
   p.codes = p.direct && is_fp8(d_dtype);
   const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
   p.bias_grad = p.direct && !p.fp8 && half && args.bias_grad != nullptr &&
@@ -161,6 +174,16 @@ Problem problem_of(const Plan& plan, const Args& args) {
   p.a = operand(*args.a, p.a.along);
   p.b = operand(*args.b, p.b.along);
   return p;
+}
+
+GemmPath path_of(const Problem& p) {
+  GemmPath path;
+  path.empty = !runs_library(p);
+  path.fp8 = p.fp8;
+  if (p.convert == Convert::kPad) path.converted = "padded to multiples of 16";
+  if (p.convert == Convert::kWiden) path.converted = "widened to FP32";
+  path.indirect = p.indirect;
+  return path;
 }
 
 std::string text_of(const Args& args, const Problem& p) {

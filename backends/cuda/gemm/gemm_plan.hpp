@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/dtype_bytes.hpp"
+#include "gemm/gemm_path.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/ops/gemm.h"
 
@@ -43,10 +44,11 @@ struct Problem {
   bool fp8 = false;    // the library multiplies FP8
   bool block = false;  // by blocks
   Convert convert = Convert::kNone;
-  bool direct = false;          // the library writes D
-  bool codes = false;           // which is FP8
-  float* found_amax = nullptr;  // where its amax goes, for the call that runs
-  bool bias_grad = false;       // and the bias gradient, from the operand that it reads anyway
+  bool direct = false;             // the library writes D
+  const char* indirect = nullptr;  // or why not; static text
+  bool codes = false;              // which is FP8
+  float* found_amax = nullptr;     // where its amax goes, for the call that runs
+  bool bias_grad = false;          // and the bias gradient, from the operand that it reads anyway
   int64_t padded_n = 0, padded_k = 0;
 };
 
@@ -79,6 +81,9 @@ inline bool adds_in_place(const te_fl_generic_gemm_args& args) {
 }
 // What describe() gives for a call that a plan was made for, with the call's own pointers.
 Problem problem_of(const Plan& plan, const te_fl_generic_gemm_args& args);
+
+// How such a product goes, by what describe() found.
+GemmPath path_of(const Problem& p);
 
 // "generic_gemm m=.. n=.. k=.. ..", for errors.
 std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);

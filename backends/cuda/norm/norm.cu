@@ -7,6 +7,7 @@
 #include "norm/norm_choice.hpp"
 #include "norm/norm_general.cuh"
 #include "plugin/families.hpp"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 
@@ -122,16 +123,41 @@ Refusal refuse_forward(const Args& a, bool dense_rest) {
   return nullptr;
 }
 
+NormForward call_of(const te_fl_layernorm_fwd_args& a) {
+  return {a.x,      a.gamma,    a.beta, a.z,       a.mu,
+          a.rsigma, a.residual, a.sum,  a.epsilon, a.zero_centered_gamma != 0};
+}
+NormForward call_of(const te_fl_rmsnorm_fwd_args& a) {
+  return {a.x,      a.gamma,    nullptr, a.z,       nullptr,
+          a.rsigma, a.residual, a.sum,   a.epsilon, a.zero_centered_gamma != 0};
+}
+NormBackward call_of(const te_fl_layernorm_bwd_args& a) {
+  return {a.dz,    a.x,  a.add,    a.mu,    a.rsigma,
+          a.gamma, a.dx, a.dgamma, a.dbeta, a.zero_centered_gamma != 0};
+}
+NormBackward call_of(const te_fl_rmsnorm_bwd_args& a) {
+  return {a.dz,    a.x,  nullptr,  nullptr, a.rsigma,
+          a.gamma, a.dx, a.dgamma, nullptr, a.zero_centered_gamma != 0};
+}
+NormBackward call_of(const te_fl_rmsnorm_bwd_add_args& a) {
+  return {a.dz,    a.x,  a.add,    nullptr, a.rsigma,
+          a.gamma, a.dx, a.dgamma, nullptr, a.zero_centered_gamma != 0};
+}
+
+template <class Args>
+std::string words_of(const te_fl_context& ctx, const Args& a) {
+  const DeviceGuard guard(ctx.device.index);
+  return "norm kernel " + choose_norm(call_of(a), device_of(ctx)).text();
+}
+
 void layernorm_fwd(const te_fl_context& ctx, const te_fl_layernorm_fwd_args& a) {
-  run_forward(ctx, {a.x, a.gamma, a.beta, a.z, a.mu, a.rsigma, a.residual, a.sum, a.epsilon,
-                    a.zero_centered_gamma != 0});
+  run_forward(ctx, call_of(a));
 }
 Refusal refuse_layernorm_fwd(const te_fl_layernorm_fwd_args& a) {
   return refuse_forward(a, all_dense(a.gamma, a.beta, a.mu, a.rsigma));
 }
 void rmsnorm_fwd(const te_fl_context& ctx, const te_fl_rmsnorm_fwd_args& a) {
-  run_forward(ctx, {a.x, a.gamma, nullptr, a.z, nullptr, a.rsigma, a.residual, a.sum, a.epsilon,
-                    a.zero_centered_gamma != 0});
+  run_forward(ctx, call_of(a));
 }
 Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& a) {
   return refuse_forward(a, all_dense(a.gamma, a.rsigma));
@@ -196,22 +222,19 @@ Refusal refuse_backward(const Args& a, const te_fl_tensor* add, bool dense_rest)
 }
 
 void layernorm_bwd(const te_fl_context& ctx, const te_fl_layernorm_bwd_args& a) {
-  run_backward(ctx, {a.dz, a.x, a.add, a.mu, a.rsigma, a.gamma, a.dx, a.dgamma, a.dbeta,
-                     a.zero_centered_gamma != 0});
+  run_backward(ctx, call_of(a));
 }
 Refusal refuse_layernorm_bwd(const te_fl_layernorm_bwd_args& a) {
   return refuse_backward(a, a.add, all_dense(a.mu, a.dbeta));
 }
 void rmsnorm_bwd(const te_fl_context& ctx, const te_fl_rmsnorm_bwd_args& a) {
-  run_backward(ctx, {a.dz, a.x, nullptr, nullptr, a.rsigma, a.gamma, a.dx, a.dgamma, nullptr,
-                     a.zero_centered_gamma != 0});
+  run_backward(ctx, call_of(a));
 }
 Refusal refuse_rmsnorm_bwd(const te_fl_rmsnorm_bwd_args& a) {
   return refuse_backward(a, nullptr, true);
 }
 void rmsnorm_bwd_add(const te_fl_context& ctx, const te_fl_rmsnorm_bwd_add_args& a) {
-  run_backward(ctx, {a.dz, a.x, a.add, nullptr, a.rsigma, a.gamma, a.dx, a.dgamma, nullptr,
-                     a.zero_centered_gamma != 0});
+  run_backward(ctx, call_of(a));
 }
 Refusal refuse_rmsnorm_bwd_add(const te_fl_rmsnorm_bwd_add_args& a) {
   return refuse_backward(a, a.add, true);
@@ -222,6 +245,7 @@ void append(std::vector<te_fl_op_desc>& ops, const char* name, const char* later
   ops.push_back(descriptor<Args, F, Refuses>(name));
   ops.back().workspace = backend::workspace_thunk<Args, Workspace>;
   ops.back().later_args = later;
+  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
 }
 
 }  // namespace

@@ -87,6 +87,11 @@ te_fl_status saved_bytes(void* self, const te_fl_context* ctx, const void* args,
   const te_fl_op_desc& inner = entry_of(self).inner;
   return inner.saved_bytes(inner.self, ctx, args, bytes);
 }
+te_fl_status describe(void* self, const te_fl_context* ctx, const void* args,
+                      const te_fl_error_sink* text) noexcept {
+  const te_fl_op_desc& inner = entry_of(self).inner;
+  return inner.describe(inner.self, ctx, args, text);
+}
 te_fl_status prepare(void* self, const te_fl_context* ctx, const void* args, void** plan) noexcept {
   const te_fl_op_desc& inner = entry_of(self).inner;
   return inner.prepare(inner.self, ctx, args, plan);
@@ -127,6 +132,7 @@ void Entries::wrap(std::vector<te_fl_op_desc>& ops) {
     if (op.supports != nullptr) op.supports = supports;
     if (op.workspace != nullptr) op.workspace = workspace;
     if (op.saved_bytes != nullptr) op.saved_bytes = saved_bytes;
+    if (op.describe != nullptr) op.describe = describe;
     if (op.prepare != nullptr) op.prepare = prepare;
     if (op.destroy_plan != nullptr) op.destroy_plan = destroy_plan;
   }

@@ -153,6 +153,34 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
   EXPECT_HAS(call.errors.text, "not aligned to 256 bytes");
 }
 
+// Metadata only (rule R31), whether or not the plugin's functions are wrapped.
+TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
+  for (const char* ranges : {"0", "1"}) {
+    Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_NVTX", ranges}});
+    const te_fl_op_desc& op = plugin.op("generic_gemm");
+    ASSERT_NE(op.describe, nullptr);
+    Product call;
+    const auto words = [&] {
+      Text said;
+      EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &said.sink), TE_FL_OK)
+          << call.errors.text;
+      return said.text;
+    };
+    EXPECT_EQ(words(), "cuBLASLt, which writes the result");
+    Fake pre({16, 16}, kF32);
+    call.args.gelu = 1;
+    call.args.pre_gelu_out = &pre.tensor;
+    if (!plugin.has_device()) {
+      EXPECT_EQ(words(),
+                "cuBLASLt, which writes the product, then the kernel of GELU; not fused_gemm: the "
+                "kernel is for GPUs of compute capability 9.0 (Hopper)");
+    }
+    call.args.pre_gelu_out = nullptr;
+    call.args.residual = &pre.tensor;
+    EXPECT_HAS(words(), "into FP32 scratch, then the epilogue's kernel: the library's GELU");
+  }
+}
+
 TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
   Plugin plugin;
   const te_fl_op_desc& op = plugin.op("generic_gemm");
@@ -236,6 +264,9 @@ TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
                       &backward = plugin.op("fused_attn_bwd");
   EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_OK) << errors.text;
   EXPECT_EQ(backward.supports(backward.self, &ctx, &bwd), TE_FL_OK) << errors.text;
+  Text said;
+  EXPECT_EQ(forward.describe(forward.self, &ctx, &fwd, &said.sink), TE_FL_OK) << errors.text;
+  EXPECT_HAS(said.text, "attention kernels scalar: the tensor-core kernels ");
   const auto bytes = [&](const te_fl_op_desc& op, const void* args) {
     size_t wanted = 0;
     EXPECT_EQ(op.workspace(op.self, &ctx, args, &wanted), TE_FL_OK) << errors.text;
@@ -295,9 +326,10 @@ TEST(CudaEntry, LongBackwardsOfAttentionAreNotForCudnn) {
       << "its scratch has the longest length for each sequence";
 }
 
-// Why cuDNN does not serve an FP8 forward of `batch` sequences of 128 queries, 16 heads of 128, and
-// what the enquiry says of the same.
-std::string refusal_of_fp8_forward(int64_t batch, bool enquiry) {
+// An FP8 forward of `batch` sequences of 128 queries, 16 heads of 128: why cuDNN does not serve it,
+// what the enquiry says of the same, and what it says that it would run.
+enum class Ask { kSupports, kEnquiry, kDescribe };
+std::string answer_of_fp8_forward(int64_t batch, Ask ask) {
   Plugin plugin;
   Fake heads({batch, 128, 16, 128}, kE4M3, TE_FL_SCALING_TENSOR),
       inner({1}, kE4M3, TE_FL_SCALING_TENSOR), answer({1}, {TE_FL_CODE_INT, 32, 1});
@@ -316,8 +348,14 @@ std::string refusal_of_fp8_forward(int64_t batch, bool enquiry) {
   ctx.struct_size = sizeof ctx;
   ctx.device = {TE_FL_DEVICE_CUDA, 0};
   ctx.errors = &errors.sink;
+  const bool enquiry = ask == Ask::kEnquiry;
   const te_fl_op_desc& op =
       plugin.op(enquiry ? "get_fused_attn_backend" : "fused_attn_fwd", "vendor.cuda.cudnn");
+  if (ask == Ask::kDescribe) {
+    Text said;
+    EXPECT_EQ(op.describe(op.self, &ctx, &args, &said.sink), TE_FL_OK) << errors.text;
+    return said.text;
+  }
   op.supports(op.self, &ctx,
               enquiry ? static_cast<const void*>(&asked) : static_cast<const void*>(&args));
   return errors.text;
@@ -329,12 +367,15 @@ TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
   if (version == nullptr) GTEST_SKIP() << "run by ctest as cuda_cudnn_914 and cuda_cudnn_919";
   constexpr int64_t kFits = 8191, kLong = 8192;  // of 2^18 elements each
   const std::string too_long = "FP8 of 2^31 elements or more";
-  for (const bool enquiry : {false, true}) {
-    EXPECT_LACKS(refusal_of_fp8_forward(kFits, enquiry), too_long);
-    EXPECT_EQ(te_fl::testing::contains(refusal_of_fp8_forward(kLong, enquiry), too_long),
+  for (const Ask ask : {Ask::kSupports, Ask::kEnquiry}) {
+    EXPECT_LACKS(answer_of_fp8_forward(kFits, ask), too_long);
+    EXPECT_EQ(te_fl::testing::contains(answer_of_fp8_forward(kLong, ask), too_long),
               std::string(version) == "91400")
-        << refusal_of_fp8_forward(kLong, enquiry);
+        << answer_of_fp8_forward(kLong, ask);
   }
+  EXPECT_EQ(answer_of_fp8_forward(2, Ask::kDescribe),
+            std::string(version) == "91400" ? "cuDNN 9.14.0: graph of the forward in FP8"
+                                            : "cuDNN 9.19.0: graph of the forward in FP8");
   std::vector<std::string> texts;
   Plugin().findings(texts);
   std::string all;

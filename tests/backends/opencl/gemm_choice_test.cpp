@@ -77,5 +77,15 @@ TEST(OpenclGemmChoice, TheSettingsNames) {
   EXPECT_EQ(gemm_kernel_of(""), GemmKernel::kAuto);
 }
 
+TEST(OpenclGemmChoice, SaysWhichKernelAndWhoChoseIt) {
+  EXPECT_EQ(words_of(kGpu, f32(4096, 4096, 4096)),
+            "gemm.cl, tiles128: by the device and the extents");
+  GemmDevice asked = kGpu;
+  asked.wanted = GemmKernel::kClblast;
+  EXPECT_EQ(words_of(asked, f32(64, 64, 64)), "CLBlast's Sgemm: TE_FL_OPENCL_GEMM asks for it");
+  EXPECT_EQ(words_of(asked, bf16(4096, 4096, 4096)),
+            "gemm.cl, tiles128: by the device and the extents");
+}
+
 }  // namespace
 }  // namespace te_fl::opencl

@@ -24,6 +24,24 @@ PolicySettings listed(const char* op, PolicyToken::Type type, Kind kind, std::st
 
 // ---- order and refusals
 
+TEST_F(Staging, WhoIsStagedSaysWhatItRunsForTheCopies) {
+  int32_t type = -1;
+  host.with_describe([&](const te_fl_context& ctx, const te_fl_error_sink& text) {
+    type = ctx.device.type;
+    text.write(text.host, "a loop on the copies");
+    return te_fl_status{TE_FL_OK};
+  });
+  add(host);
+  const FiveArgs args = five();
+  far.forget();
+  const auto decision = manager.resolve(op, &args);
+  ASSERT_OK(decision);
+  EXPECT_EQ(decision->runs, "a loop on the copies");
+  EXPECT_EQ(type, int32_t{TE_FL_DEVICE_CPU});
+  EXPECT_TRUE(far.reads().empty());
+  EXPECT_EQ(host.runs, 0);
+}
+
 TEST_F(StagingChoice, NativeImplementationsComeFirst) {
   add(host);
   add(native);

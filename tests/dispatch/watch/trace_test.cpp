@@ -23,6 +23,7 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   OpRegistry registry;
   OpManager manager(registry);
   Fake first{"default.first"}, second{"reference.second"};
+  first.that_says("a loop, as there are \"few\" elements");
   ASSERT_OK(registry.register_op(first.desc, "test", "acme"));
   ASSERT_OK(registry.register_op(second.desc, "test", "acme"));
   const OpId op = *registry.find("test::five");
@@ -54,6 +55,11 @@ TEST(Trace, HoldsCallsWithThreadsFallbacksAndErrors) {
   EXPECT_NE(calls[0].at("tid"), calls[2].at("tid"));
   EXPECT_LE(calls[0].at("ts").get<double>() + calls[0].at("dur").get<double>(),
             calls[1].at("ts").get<double>());
+  EXPECT_EQ(calls[0].at("args").at("kernel"), "a loop, as there are \"few\" elements");
+  EXPECT_EQ(calls[2].at("args").at("kernel"), calls[1].at("args").at("kernel"));
+  EXPECT_EQ(first.described, 2) << "once for each of the two descriptions";
+  EXPECT_FALSE(calls[3].at("args").contains("kernel")) << "who served it does not say";
+  EXPECT_FALSE(calls[4].at("args").contains("kernel"));
   EXPECT_EQ(calls[3].at("cat"), "fallback");
   EXPECT_EQ(calls[3].at("args").at("impl"), "reference.second");
   EXPECT_HAS(calls[3].at("args").at("fallback").get<std::string>(), "not \"today\"");

@@ -27,6 +27,10 @@ CAUGHT = {
     "hangs_at_128": ("sweep", "did not return within 1 s"),
     "reads_past": ("guard", "bytes behind the end of input"),
     "leaks": ("leak", "the heap"),
+    "says_nothing": ("describe", "its describe() wrote nothing (rule R31)"),
+    "throws_words": ("describe", "describe() threw an exception (rule R5)"),
+    "dies_saying": ("describe", "the process died: SIGABRT"),
+    "writes_saying": ("describe", "wrote to a tensor, and changes nothing (rule R31)"),
     "overruns": ("result", "bytes outside its memory were written"),
     "writes_input": ("result", "is an input and was written"),
     "not_in_place": ("result", "output"),
@@ -58,7 +62,7 @@ DEVICES = {
     13: ("device/an event is polled", "query_event() said that an event was done before the work"),
     14: ("device/timed events", "ns passed on the host"),
 }
-RIGHT = ("right", "far_right", "attention")
+RIGHT = ("right", "says", "far_right", "attention")
 
 
 def check(plugin, *options):

@@ -138,6 +138,29 @@ te_fl_status bare_run(void*, const te_fl_context* ctx, const void* raw) {  // wi
 }
 void throws(const Call&) { throw 42; }
 
+// ---- what they say that they run
+
+te_fl_status says(void*, const te_fl_context*, const void*, const te_fl_error_sink* text) {
+  b::report(text, "one loop");
+  return TE_FL_OK;
+}
+te_fl_status says_nothing(void*, const te_fl_context*, const void*, const te_fl_error_sink*) {
+  return TE_FL_OK;
+}
+te_fl_status throws_words(void*, const te_fl_context*, const void*, const te_fl_error_sink*) {
+  throw 42;
+}
+te_fl_status dies_saying(void*, const te_fl_context*, const void*, const te_fl_error_sink*) {
+  std::abort();
+}
+te_fl_status writes_saying(void*, const te_fl_context*, const void* raw,
+                           const te_fl_error_sink* text) {
+  const auto& args = *static_cast<const te_fl_relu_args*>(raw);
+  if (b::numel(*args.output) > 0) b::data<float>(*args.output)[0] = 1;
+  b::report(text, "one loop");
+  return TE_FL_OK;
+}
+
 void compact(const te_fl_context&, const te_fl_relu_args& args) {
   if (!b::is_contiguous(*args.input) || !b::is_contiguous(*args.output))
     b::unsupported("relu takes compact tensors only");
@@ -222,8 +245,8 @@ void change_device(FarDevice& device) {
 struct Instance {
   std::unique_ptr<FarDevice> device;
   const te_fl_device_desc* devices[1];
-  te_fl_op_desc descs[32];
-  const te_fl_op_desc* ops[32];
+  te_fl_op_desc descs[48];
+  const te_fl_op_desc* ops[48];
   uint32_t count = 0;
 
   te_fl_op_desc& add(const char* id,
@@ -266,6 +289,11 @@ te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_si
     change_device(*made->device);
     made->devices[0] = &made->device->desc;
     made->host<right>("vendor.wrong.right");
+    made->host<right>("vendor.wrong.says").describe = says;
+    made->host<right>("vendor.wrong.says_nothing").describe = says_nothing;
+    made->host<right>("vendor.wrong.throws_words").describe = throws_words;
+    made->host<right>("vendor.wrong.dies_saying").describe = dies_saying;
+    made->host<right>("vendor.wrong.writes_saying").describe = writes_saying;
     made->host<a_little>("vendor.wrong.a_little");
     made->host<one_element>("vendor.wrong.one_element");
     made->host<unwritten>("vendor.wrong.unwritten");

@@ -86,6 +86,23 @@ class Commands(unittest.TestCase):
         fp64 = self.ok("explain", "gelu", "--dtype", "bf16,f8e4m3", "--scaling", "mxfp8")
         self.assertIn("default.cpu", fp64)
 
+    def test_explain_says_which_kernel_would_run(self):
+        text = self.ok("explain", "generic_gemm", "--dtype", "bf16", "--shape", "64x48x32")
+        self.assertIn("call: case 'bf16' of te-fl bench, 64x48x32", text)
+        self.assertRegex(text, "runs default.cpu: oneDNN's (BF16|FP32) product, then one pass into d: ")
+        result = json.loads(self.ok("explain", "generic_gemm", "--case", "f32", "--shape", "8x8x8", "--json"))
+        self.assertEqual((result["case"], result["extents"], result["impl_id"]), ("f32", [8, 8, 8], "default.cpu"))
+        self.assertEqual(result["runs"], "oneDNN's FP32 product, written to d: the operands are not exact in BF16")
+        self.assertNotIn("runs_not_said", result)
+        silent = self.ok("explain", "gelu", "--dtype", "f32", "--shape", "4x8")
+        self.assertIn("runs default.cpu, which does not say which kernel: it has no describe()", silent)
+        self.assertNotIn("runs", json.loads(self.ok("explain", "gelu", "--json")))
+        self.fails(2, "gelu takes 2 extents, rows, cols", "explain", "gelu", "--shape", "4x8x2")
+        self.fails(2, "no case of gelu matches --dtype 'i32'", "explain", "gelu", "--dtype", "i32", "--shape", "4x8")
+        self.fails(2, "--shape and --case ask about a call of `te-fl bench --list`", "explain", "gelu", "--scaling", "tensor", "--shape",
+                   "4x8")
+        self.fails(1, "there is no device vulkan:3", "explain", "gelu", "--dtype", "f32", "--shape", "4x8", "--device", "vulkan:3")
+
     def test_explain_for_a_device_that_is_not_here(self):
         text = self.fails(3, "if the device were here, but there is no device vulkan:3; present: cpu", "explain", "gelu", "--device",
                           "vulkan:3")

@@ -1,0 +1,24 @@
+#pragma once
+
+// For backends that say what their run() would run (te_fl_op_desc.describe, rule R31).
+
+#include <string>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/plugin.h"
+
+namespace te_fl::backend {
+
+// te_fl_op_desc.describe made from `std::string F(const te_fl_context&, const Args&)`, which reads
+// metadata only and may throw.
+template <class Args, auto F>
+te_fl_status describe_thunk(void*, const te_fl_context* ctx, const void* raw,
+                            const te_fl_error_sink* text) noexcept {
+  return guard(ctx->errors, [&] {
+    const Widened<Args> args(raw);
+    const std::string words = F(*ctx, *args);
+    report(text, words.c_str());
+  });
+}
+
+}  // namespace te_fl::backend
