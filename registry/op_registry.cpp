@@ -285,6 +285,7 @@ void OpRegistry::Impl::drop_plans(const Device& device) {
 void OpRegistry::Impl::leave_stream(const Device& device, void* stream) {
   const registry::EpochGuard guard(registry::this_thread().slot);
   for (const auto& row : table().ops) {
+    if (row == nullptr) continue;
     for (const auto& impl : row->impls) {
       if (impl->plan_memory) impl->plans->leave_stream(device, stream);
     }

@@ -39,6 +39,19 @@ const char* first_byte(const te_fl_tensor* t) noexcept {
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
 
+// A member that the struct's size cuts off is absent.
+void clear_cut_off(const te_fl_arg_desc& arg, const void* args, std::vector<std::byte>& padded) {
+  const auto clear = [&](uint32_t offset, size_t bytes) {
+    if (member(offset, bytes, args) != nullptr) return;
+    std::fill_n(padded.begin() + offset, bytes, std::byte{0});
+  };
+  const bool list = arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST;
+  const bool pointer = list || arg.type == TE_FL_ARG_TENSOR || arg.type == TE_FL_ARG_SAVED ||
+                       arg.type == TE_FL_ARG_COMMUNICATOR;
+  clear(arg.offset, pointer ? sizeof(void*) : scalar_bytes(arg));
+  if (list) clear(arg.count_offset, sizeof(int64_t));
+}
+
 // Of addresses a key has the alignment, and whether there is one.
 struct KeySink {
   std::vector<uint64_t>& words;
@@ -143,6 +156,7 @@ void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_cont
   if (size < schema.args_size) {
     padded.resize(schema.args_size);
     std::copy(all, all + size, padded.begin());
+    for (uint32_t i = 0; i < schema.arg_count; ++i) clear_cut_off(*schema.args[i], args, padded);
     all = padded.data();
   }
   KeySink sink{words_};
@@ -162,6 +176,14 @@ namespace {
 // that has gone does no work any more.
 void wait_for(const Device& device, void* stream) noexcept {
   try {
+    // An event says when the work is done and leaves the errors of ops before to their owner (R12).
+    const Result<bool> capturing = devices::is_capturing(device, stream);
+    Result<Event> event = Event::create(device);
+    if (capturing.ok() && !*capturing && event.ok() && event->record(stream).ok()) {
+      Result<bool> done = event->done();
+      for (; done.ok() && !*done; done = event->done()) std::this_thread::yield();
+      if (done.ok()) return;
+    }
     const Status status = devices::synchronize(device, stream);
     if (status.ok() || status.code() == StatusCode::kNotFound) return;
     log::error("waiting for the work of a plan that goes: " + status.to_string());
@@ -193,8 +215,14 @@ const Plan* PlanCache::find(std::string_view key, bool capturing) {
 
 std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   std::vector<std::unique_ptr<Plan>> taken;
-  std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   const auto is_of = [&](const Plan& plan) { return PlanKey::is_of(plan.key, device); };
+  const auto is_looked_at = [&](const Retired& r) { return r.busy && is_of(*r.plan); };
+  while (std::any_of(retired_.begin(), retired_.end(), is_looked_at)) {
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+  }
   for (auto at = plans_.begin(); at != plans_.end();) {
     auto next = std::next(at);
     if (is_of(*at->second)) {
@@ -252,27 +280,30 @@ void PlanCache::leave_stream(const Device& device, void* stream) {
   }
 }
 
-bool PlanCache::is_done(Retired& retired) {
+PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
   const Plan& plan = *retired.plan;
   if (!retired.marked) {
     for (void* stream : plan.streams) {
       const Result<bool> capturing = devices::is_capturing(plan.device, stream);
-      if (capturing.ok() && *capturing) return false;  // an event would be the graph's
+      // An event would be the graph's.
+      if (capturing.ok() && *capturing) return Work::kRuns;
     }
     for (void* stream : plan.streams) {
       Result<Event> event = Event::create(plan.device);
-      // Without events ~Plan() waits for the streams.
-      if (!event.ok() || !event->record(stream).ok()) return true;
+      if (!event.ok() || !event->record(stream).ok()) return Work::kUnknown;
       retired.behind.push_back(std::move(event).value());
     }
     retired.marked = true;
   }
-  const bool done = std::all_of(retired.behind.begin(), retired.behind.end(), [](const Event& e) {
-    const Result<bool> is = e.done();
-    return !is.ok() || *is;  // an error says that nothing will be done any more
-  });
-  if (done) plan.streams.clear();
-  return done;
+  bool done = true;
+  for (const Event& event : retired.behind) {
+    const Result<bool> is = event.done();
+    if (!is.ok()) return Work::kUnknown;
+    done &= *is;
+  }
+  return done ? Work::kDone : Work::kRuns;
+} catch (...) {  // no memory; it is looked at again
+  return Work::kRuns;
 }
 
 void PlanCache::reap() {
@@ -288,17 +319,16 @@ void PlanCache::reap() {
     }
   }
   if (idle.empty()) return;
-  std::vector<const Retired*> done;
-  for (Retired* retired : idle) {
-    if (is_done(*retired)) done.push_back(retired);
-  }
+  for (Retired* retired : idle) retired->work = work_of(*retired);
   std::list<Retired> dead;  // destroyed outside the lock
   std::lock_guard lock(mutex);
-  for (Retired* retired : idle) retired->busy = false;
   for (auto at = retired_.begin(); at != retired_.end();) {
     const auto next = std::next(at);
-    if (std::find(done.begin(), done.end(), &*at) != done.end()) {
-      dead.splice(dead.end(), retired_, at);
+    if (std::find(idle.begin(), idle.end(), &*at) != idle.end()) {
+      at->busy = false;
+      // ~Plan() waits for what is not known to be done.
+      if (at->work == Work::kDone) at->plan->streams.clear();
+      if (at->work != Work::kRuns) dead.splice(dead.end(), retired_, at);
     }
     at = next;
   }

@@ -81,17 +81,20 @@ class PlanCache {
   size_t size() const;
 
  private:
+  enum class Work : uint8_t { kRuns, kDone, kUnknown };
   struct Retired {
     std::unique_ptr<Plan> plan;
     uint64_t epoch;
-    bool busy = false;            // a thread looks at its streams, without the lock
+    bool busy = false;  // a thread looks at its streams, without the lock
+    Work work = Work::kRuns;
     bool marked = false;          // the events are recorded
     std::vector<Event> behind{};  // on each of its streams, once nobody can enqueue with it
   };
   void drop_oldest();
   // Destroys what has been dropped and is used by nobody any more, here or on the device.
   void reap();
-  static bool is_done(Retired& retired);
+  // Asks the device what there still is of the plan's work.
+  static Work work_of(Retired& retired) noexcept;
 
   const Implementation& impl_;
   std::unordered_map<std::string_view, std::unique_ptr<Plan>> plans_;

@@ -93,7 +93,8 @@ bool replace(const CallLayout& layout, const void* raw, CallRecord& record, bool
   }
   walk_rest(layout, args, sink);
   const Sharing sharing = find_sharing(layout, begins);
-  record.shares = sharing.allowed;
+  // Empty tensors may share what others may not.
+  record.shares = sharing.allowed || sharing.forbidden;
   other = sink.other;
   return !sink.bad && !sharing.forbidden;
 }

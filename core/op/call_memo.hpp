@@ -129,10 +129,14 @@ class CallMemo {
 
   // Whether a call of the slot's words but for addresses and numbers is in order; then it is the
   // slot's.
-  static bool takes_over(const CallLayout& layout, const void* raw, const CompareSink& sink,
-                         Slot& slot) noexcept {
+  bool takes_over(const CallLayout& layout, const void* raw, const CompareSink& sink,
+                  Slot& slot) noexcept {
     const Changes changes = take_over(layout, raw, sink.moved != 0, sink.renumbered != 0, slot);
-    if (changes != Changes::kNone) slot.known.forget_plan();
+    if (changes != Changes::kNone) {
+      // A call that this one runs inside of must not leave its plan here.
+      slot.known.forget_plan();
+      slot.known.filled = new_number();
+    }
     return changes != Changes::kUnclear;
   }
 
@@ -207,6 +211,7 @@ class ExactMemo {
       const auto* t = reinterpret_cast<const char*>(one->tensor);
       // The struct is as long, and what it points to is where it was.
       if (load_as<uint64_t>(t) != one->bytes[0]) return false;
+      if (load_as<uint64_t>(t + kRankOffset) != one->bytes[kRankOffset / 8]) return false;
       if (load_as<const int64_t*>(t + kShapeOffset) != one->shape) return false;
       for (uint32_t at = 0; at < sizeof(te_fl_tensor); at += 16) {
         differs |= load_as<Words>(t + at) ^ load_as<Words>(one->bytes + at / 8);
@@ -237,6 +242,8 @@ class ExactMemo {
   typedef uint64_t Words __attribute__((vector_size(16)));
   static constexpr size_t kShapeOffset =
       offsetof(te_fl_tensor, dl) + offsetof(te_fl_dltensor, shape);
+  static constexpr size_t kRankOffset = offsetof(te_fl_tensor, dl) + offsetof(te_fl_dltensor, ndim);
+  static_assert(kRankOffset % 8 == 0);
   struct alignas(16) One {
     uint64_t bytes[sizeof(te_fl_tensor) / 8];
     int64_t extents[kMaxRank];

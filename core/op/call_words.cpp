@@ -9,11 +9,18 @@ namespace {
 std::atomic<uint64_t> g_numbers{1};
 
 bool is_wide(const Arg& arg) { return arg.type == TE_FL_ARG_I64 || arg.type == TE_FL_ARG_F64; }
-bool decides(const Arg& arg) { return arg.type == TE_FL_ARG_BOOL || arg.type == TE_FL_ARG_ENUM; }
+
+// Whether what else is looked at depends on the scalar.
+bool decides(const CompiledOp::Impl& op, size_t i) {
+  const te_fl_arg_type type = op.args[i].type;
+  if (type == TE_FL_ARG_BOOL || type == TE_FL_ARG_ENUM) return true;
+  return std::any_of(op.args.begin(), op.args.end(),
+                     [&](const Arg& a) { return a.inout_if == static_cast<int>(i); });
+}
 
 // Neighbours of 4 bytes and one kind are read together.
-void add_scalar(CallLayout& layout, const Arg& arg) {
-  const CallLayout::Scalar scalar{arg.offset, is_wide(arg), decides(arg)};
+void add_scalar(CallLayout& layout, const Arg& arg, bool structure) {
+  const CallLayout::Scalar scalar{arg.offset, is_wide(arg), structure};
   if (!layout.scalars.empty()) {
     CallLayout::Scalar& last = layout.scalars.back();
     const bool joins = !last.wide && !scalar.wide && last.structure == scalar.structure;
@@ -67,7 +74,7 @@ std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op) {
     } else if (arg.type == TE_FL_ARG_SAVED) {
       layout->saved_offset = arg.offset;
     } else {
-      add_scalar(*layout, arg);
+      add_scalar(*layout, arg, decides(op, i));
     }
   }
   if (tensors.size() > CallLayout::kMaxTensors) return layout;

@@ -236,7 +236,8 @@ class RecordingDevice {
     static uint32_t count = 0;
     static const te_fl_op_desc* const* list = nullptr;
     if (instance == nullptr) {
-      if (api.create(nullptr, &instance, nullptr) != TE_FL_OK) std::abort();
+      static const te_fl_host_api host{};
+      if (api.create(&host, &instance, nullptr) != TE_FL_OK) std::abort();
       if (api.ops(instance, &count, &list, nullptr) != TE_FL_OK) std::abort();
     }
     std::vector<const te_fl_op_desc*> outers;

@@ -193,7 +193,8 @@ Outcome run_reference(const char* op, const Args& args, te_fl_rng rng = {}) {
   sink.host = &text;
   sink.write = [](void* host, const char* message) { *static_cast<std::string*>(host) += message; };
   void* instance = nullptr;
-  EXPECT_EQ(api.create(nullptr, &instance, &sink), TE_FL_OK) << text;
+  static const te_fl_host_api host{};
+  EXPECT_EQ(api.create(&host, &instance, &sink), TE_FL_OK) << text;
   uint32_t n = 0;
   const te_fl_op_desc* const* list = nullptr;
   EXPECT_EQ(api.ops(instance, &n, &list, &sink), TE_FL_OK) << text;

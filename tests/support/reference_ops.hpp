@@ -28,7 +28,8 @@ inline const te_fl_op_desc& reference_op(const std::string& name) {
     static void* instance = nullptr;
     uint32_t count = 0;
     const te_fl_op_desc* const* list = nullptr;
-    EXPECT_EQ(api.create(nullptr, &instance, nullptr), TE_FL_OK);
+    static const te_fl_host_api host{};
+    EXPECT_EQ(api.create(&host, &instance, nullptr), TE_FL_OK);
     EXPECT_EQ(api.ops(instance, &count, &list, nullptr), TE_FL_OK);
     std::map<std::string, const te_fl_op_desc*> result;
     for (uint32_t i = 0; i < count; ++i) result[list[i]->op_name] = list[i];

@@ -7,6 +7,8 @@
 namespace te_fl::testing {
 namespace {
 
+const te_fl_host_api kHost{};
+
 TEST(ReferencePlugin, HeaderIsPureAndCallableAgain) {
   const te_fl_plugin_header* header = te_fl_reference_query(nullptr);
   ASSERT_NE(header, nullptr);
@@ -24,8 +26,8 @@ TEST(ReferencePlugin, InstancesAreIndependent) {
   const te_fl_plugin_api& api = *te_fl_reference_query(nullptr)->api;
   void* first = nullptr;
   void* second = nullptr;
-  ASSERT_EQ(api.create(nullptr, &first, nullptr), TE_FL_OK);
-  ASSERT_EQ(api.create(nullptr, &second, nullptr), TE_FL_OK);
+  ASSERT_EQ(api.create(&kHost, &first, nullptr), TE_FL_OK);
+  ASSERT_EQ(api.create(&kHost, &second, nullptr), TE_FL_OK);
   EXPECT_NE(first, second);
   EXPECT_EQ(api.quiesce(first, nullptr), TE_FL_OK);
   api.destroy(first);
@@ -39,7 +41,7 @@ TEST(ReferencePlugin, InstancesAreIndependent) {
 TEST(ReferencePlugin, DescriptorsKeepTheRules) {
   const te_fl_plugin_api& api = *te_fl_reference_query(nullptr)->api;
   void* instance = nullptr;
-  ASSERT_EQ(api.create(nullptr, &instance, nullptr), TE_FL_OK);
+  ASSERT_EQ(api.create(&kHost, &instance, nullptr), TE_FL_OK);
   uint32_t count = 0;
   const te_fl_op_desc* const* list = nullptr;
   ASSERT_EQ(api.ops(instance, &count, &list, nullptr), TE_FL_OK);
