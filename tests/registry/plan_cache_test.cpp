@@ -172,6 +172,44 @@ TEST(Plans, ARefusedPrepareMovesOn) {
   EXPECT_EQ(planner.fake.runs.load(), 0);
 }
 
+// prepare() may run ops, here the same one with another number, which takes the known call over.
+TEST(Plans, OfACallAroundAnotherAreNotTheOthers) {
+  struct Nesting {
+    OpRegistry registry;
+    OpManager manager{registry};
+    OpId op;
+    FiveCall call;
+    int depth = 0;
+  };
+  static Nesting* nesting = nullptr;
+  Nesting here;
+  nesting = &here;
+  Fake fake("default.nesting");
+  fake.desc.prepare = [](void*, const te_fl_context*, const void* args, void** plan) {
+    const float gain = static_cast<const FiveArgs*>(args)->gain;
+    if (nesting->depth++ == 0) {
+      FiveArgs inner = *static_cast<const FiveArgs*>(args);
+      inner.gain = gain + 1;
+      EXPECT_OK(nesting->manager.call(nesting->op, &inner));
+    }
+    *plan = new float(gain);
+    return te_fl_status{TE_FL_OK};
+  };
+  fake.desc.destroy_plan = [](void*, void* plan) { delete static_cast<float*>(plan); };
+  fake.run_body = [](const te_fl_context& ctx, const void* args) -> te_fl_status {
+    const bool right = *static_cast<float*>(ctx.plan) == static_cast<const FiveArgs*>(args)->gain;
+    return right ? TE_FL_OK : TE_FL_INTERNAL;
+  };
+  ASSERT_OK(here.registry.register_op(fake.desc));
+  here.op = *here.registry.find("test::five");
+  here.call.args.gain = 2;
+  ASSERT_OK(here.manager.call(here.op, &here.call.args));
+  for (const float gain : {3.0f, 2.0f, 3.0f}) {
+    here.call.args.gain = gain;
+    EXPECT_OK(here.manager.call(here.op, &here.call.args)) << gain;
+  }
+}
+
 TEST(Plans, AreBounded) {
   OpRegistry registry;
   OpManager manager(registry);

@@ -269,11 +269,13 @@ TEST(MemoOverRandomCalls, OddSchemas) {
            TE_FL_ARG_STRIDED_CODES |
            (random() % 4 == 0 ? TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY | TE_FL_ARG_QUANT_ONLY : 0u));
       if (d.role != TE_FL_IN && name != names[0]) d.aliases = names[0];
+      // What a scalar of any type says may decide what is read.
+      if (d.role == TE_FL_INOUT && random() % 2 == 0) d.inout_if = random() % 2 == 0 ? "g" : "f";
       if (name != names[0] && random() % 3 == 0)
         d.flags |= TE_FL_ARG_SAME_DTYPE, d.same_as = names[0];
     }
     b.add("f", TE_FL_ARG_BOOL, TE_FL_IN, 48, nullptr);
-    b.add("g", TE_FL_ARG_F64, TE_FL_IN, 56, nullptr).max = 3;
+    b.add("g", TE_FL_ARG_F32, TE_FL_IN, 56, nullptr).max = 3;
     b.schema.args_size = 64;
     b.schema.rules = between[random() % std::size(between)];
     b.schema.flags = random() % 4 == 0 ? TE_FL_SCHEMA_ENQUIRY : 0;
@@ -328,6 +330,46 @@ TEST_F(MemoOf, ProductsAreKnownInFp8AndWithStrides) {
   args.d = &strided.strided().t;
   EXPECT_FALSE(known(*op, &args));
   EXPECT_TRUE(known(*op, &args));
+}
+
+// With beta the op reads d, whose scale_inv must then be there.
+TEST_F(MemoOf, ANumberThatDecidesWhatIsReadIsNotJustANumber) {
+  SchemaBuilder b;
+  b.tensor("x", "N");
+  te_fl_arg_desc& d = b.tensor("d", "N", TE_FL_INOUT);
+  d.dtypes = TE_FL_MASK_FP8;
+  d.scalings = TE_FL_BIT(TE_FL_SCALING_TENSOR);
+  d.inout_if = "beta";
+  b.add("beta", TE_FL_ARG_F32, TE_FL_IN, 24, nullptr);
+  b.schema.args_size = 32;
+  const auto op = b.compile().value();
+  struct {
+    uint32_t struct_size = 32;
+    const te_fl_tensor* x;
+    const te_fl_tensor* d;
+    float beta = 0;
+    float unused = 0;
+  } args;
+  const Tensor x = f32({16});
+  float scale = 1;
+  uint8_t codes[16];
+  int64_t shape[] = {16};
+  te_fl_quant quant;
+  quant.scaling = TE_FL_SCALING_TENSOR;
+  quant.scale = &scale;
+  te_fl_tensor out{};
+  out.dl.data = codes;
+  out.dl.device = {TE_FL_DEVICE_CPU, 0};
+  out.dl.ndim = 1;
+  out.dl.dtype = to_c(DType::kF8E4M3);
+  out.dl.shape = shape;
+  out.quant = &quant;
+  args.x = x, args.d = &out;
+  EXPECT_FALSE(known(*op, &args));
+  EXPECT_TRUE(known(*op, &args));
+  args.beta = 1;
+  Signature ignored;
+  EXPECT_FALSE(check_by(memo_, *op, &args, ignored));
 }
 
 TEST_F(MemoOf, ShapesInTurnAreAllKnown) {
