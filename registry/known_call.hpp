@@ -13,9 +13,10 @@ struct Plan;
 struct KnownCall {
   uint64_t filled = 0;  // which call this is; another number is another call
   uint64_t table = 0;   // Table::id; 0: nothing is known of the route
-  uint32_t policy = 0;
+  // Not in the order of Call's: compared with it as one word, they would wait for its stores.
   bool capturing = false;
   bool deterministic = false;
+  uint32_t policy = 0;
   // The route's first implementation, if it may serve such calls on the caller's own arguments;
   // else null.
   const Implementation* first = nullptr;

@@ -18,15 +18,20 @@ struct TakeOverSink {
   uint64_t begin = 0;  // where the tensor's memory begins
   bool bad = false;    // less aligned, or absent where it was present
   bool other = false;  // aligned otherwise
+  uint64_t moved = 0, renumbered = 0;
   bool structure(uint64_t) noexcept {
     ++at;
     return true;
   }
   void same(uint64_t) noexcept { ++at; }
-  void number(uint64_t word) noexcept { *at++ = word; }
+  void number(uint64_t now) noexcept {
+    renumbered |= *at ^ now;
+    *at++ = now;
+  }
   void address(uint64_t now) noexcept {
     const uint64_t old = *at;
     *at++ = now;
+    moved |= old ^ now;
     const uint64_t alignment = lowest_bit(old | kPlanAlignment);
     bad |= (old == 0) != (now == 0) || (now & (std::min(alignment, kMostAlignment) - 1)) != 0;
     other |= alignment != lowest_bit(now | kPlanAlignment);
@@ -80,11 +85,11 @@ bool store(const CallLayout& layout, const void* args, std::vector<uint64_t>& wo
   }
 }
 
-// Takes the call's addresses and numbers over. False: the Finder is to look at them.
-bool replace(const CallLayout& layout, const void* raw, CallRecord& record, bool& other) noexcept {
+// Takes the call's addresses and numbers over, and says how the memory is shared.
+Sharing replace(const CallLayout& layout, const void* raw, CallRecord& record,
+                TakeOverSink& sink) noexcept {
   const auto* args = static_cast<const std::byte*>(raw);
   alignas(16) uint32_t begins[CallLayout::kMaxTensors] = {};
-  TakeOverSink sink{record.words.data() + 1};  // behind the struct's size
   size_t i = 0;
   for (const uint32_t offset : layout.tensors) {
     sink.begin = 0;
@@ -95,30 +100,36 @@ bool replace(const CallLayout& layout, const void* raw, CallRecord& record, bool
   const Sharing sharing = find_sharing(layout, begins);
   // Empty tensors may share what others may not.
   record.shares = sharing.allowed || sharing.forbidden;
-  other = sink.other;
-  return !sink.bad && !sharing.forbidden;
+  return sharing;
+}
+
+TakeOverSink sink_of(CallRecord& record) noexcept {
+  return TakeOverSink{record.words.data() + 1};  // behind the struct's size
 }
 
 }  // namespace
 
-Changes take_over(const CallLayout& layout, const void* args, bool moved, bool renumbered,
-                  CallRecord& record) noexcept {
-  if (renumbered) {
-    Signature now;
-    if (!Finder(*layout.op, args).numbers(now) || now.later != record.signature.later) {
-      return Changes::kUnclear;
-    }
+Changes take_over(const CallLayout& layout, const void* args, CallRecord& record) noexcept {
+  const bool shared = record.shares;
+  TakeOverSink sink = sink_of(record);
+  bool in_order = layout.lanes != 0;
+  if (in_order) {
+    const Sharing sharing = replace(layout, args, record, sink);
+    in_order = !sink.bad && !sharing.forbidden;
   }
   // Lists would have to be compared with each other.
-  if (layout.lanes == 0 || (moved && !layout.lists.empty())) return Changes::kUnclear;
-  const bool shared = record.shares;
-  bool other = false;
-  if (!replace(layout, args, record, other)) {
+  if (sink.moved != 0 && !layout.lists.empty()) in_order = false;
+  if (in_order && sink.renumbered != 0) {
+    Signature now;
+    in_order = Finder(*layout.op, args).numbers(now) && now.later == record.signature.later;
+  }
+  if (!in_order) {
     record.op = 0;
     return Changes::kUnclear;
   }
-  return renumbered || other || (moved && (shared || record.shares)) ? Changes::kPlan
-                                                                     : Changes::kNone;
+  const bool plan =
+      sink.renumbered != 0 || sink.other || (sink.moved != 0 && (shared || record.shares));
+  return plan ? Changes::kPlan : Changes::kNone;
 }
 
 bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
@@ -128,8 +139,8 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
   record.hash = hash;
   record.signature = signature;
   record.shares = true;  // where nobody looks
-  bool other = false;
-  if (layout.lanes != 0) replace(layout, args, record, other);
+  TakeOverSink sink = sink_of(record);
+  if (layout.lanes != 0) replace(layout, args, record, sink);
   record.op = layout.number;
   return true;
 }

@@ -39,8 +39,7 @@ enum class Changes : uint8_t {
 
 // Looks at the addresses and numbers of a call that the record does not have, and takes them over
 // if they are in order.
-Changes take_over(const CallLayout& layout, const void* args, bool moved, bool renumbered,
-                  CallRecord& record) noexcept;
+Changes take_over(const CallLayout& layout, const void* args, CallRecord& record) noexcept;
 // Fills the record with a call that the check found in order; false, and empty, if there is no
 // memory or the call is too long.
 bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
@@ -86,7 +85,7 @@ class CallMemo {
     if (next->op == layout.number) [[likely]] {
       CompareSink sink{next->words.data()};
       if (walk_call(layout, args, sink) && sink.differs == 0) [[likely]] {
-        if ((sink.moved | sink.renumbered) == 0 || takes_over(layout, raw, sink, *next)) {
+        if (sink.changed == 0 || takes_over(layout, raw, *next)) {
           last_ = next;
           return next;
         }
@@ -129,9 +128,8 @@ class CallMemo {
 
   // Whether a call of the slot's words but for addresses and numbers is in order; then it is the
   // slot's.
-  bool takes_over(const CallLayout& layout, const void* raw, const CompareSink& sink,
-                  Slot& slot) noexcept {
-    const Changes changes = take_over(layout, raw, sink.moved != 0, sink.renumbered != 0, slot);
+  bool takes_over(const CallLayout& layout, const void* raw, Slot& slot) noexcept {
+    const Changes changes = take_over(layout, raw, slot);
     if (changes != Changes::kNone) {
       // A call that this one runs inside of must not leave its plan here.
       slot.known.forget_plan();
@@ -155,7 +153,7 @@ class CallMemo {
       if (slot.op != layout.number) continue;
       CompareSink sink{slot.words.data()};
       if (!walk_call(layout, args, sink) || sink.differs != 0) continue;
-      if ((sink.moved | sink.renumbered) == 0 || takes_over(layout, raw, sink, slot)) return &slot;
+      if (sink.changed == 0 || takes_over(layout, raw, slot)) return &slot;
       set.next = way;  // the same call otherwise: put() replaces it
       return nullptr;
     }

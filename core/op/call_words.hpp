@@ -179,11 +179,12 @@ struct StoreSink {
 // Compares a call with the words of one that was in order.
 struct CompareSink {
   const uint64_t* at;
-  uint64_t differs = 0, moved = 0, renumbered = 0;
+  uint64_t differs = 0;
+  uint64_t changed = 0;  // addresses and numbers, which may
   TE_FL_INLINE bool structure(uint64_t word) noexcept { return *at++ == word; }
   TE_FL_INLINE void same(uint64_t word) noexcept { differs |= *at++ ^ word; }
-  TE_FL_INLINE void address(uint64_t word) noexcept { moved |= *at++ ^ word; }
-  TE_FL_INLINE void number(uint64_t word) noexcept { renumbered |= *at++ ^ word; }
+  TE_FL_INLINE void address(uint64_t word) noexcept { changed |= *at++ ^ word; }
+  TE_FL_INLINE void number(uint64_t word) noexcept { changed |= *at++ ^ word; }
 };
 
 }  // namespace te_fl::core
