@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "dispatch/manager_impl.hpp"
@@ -38,7 +39,7 @@ struct Attempt {
   const void* args;
   bool on_host;
   core::ErrorText& errors;
-  registry::DeviceScratch state{}, scratch{};
+  std::optional<registry::DeviceScratch> state{}, scratch{};
   bool serial = false;
 
   ~Attempt() {
@@ -60,9 +61,9 @@ struct Attempt {
     if (bytes == 0) return TE_FL_OK;
     const Status held = call.manager.arenas.acquire_state(
         call.signature.device, call.options.stream, call.thread.slot.depth - 1, impl.number, bytes,
-        call.capturing, state);
+        call.capturing, state.emplace());
     if (!held.ok()) return own_failure(held, errors);
-    context.stream_state = state.data();
+    context.stream_state = state->data();
     return TE_FL_OK;
   }
 
@@ -84,10 +85,11 @@ struct Attempt {
             errors);
       }
     } else {
-      const Status held = call.manager.arenas.acquire(call.signature.device, call.options.stream,
-                                                      depth, bytes, call.capturing, scratch);
+      const Status held =
+          call.manager.arenas.acquire(call.signature.device, call.options.stream, depth, bytes,
+                                      call.capturing, scratch.emplace());
       if (!held.ok()) return own_failure(held, errors);
-      context.workspace = scratch.data();
+      context.workspace = scratch->data();
     }
     context.workspace_bytes = bytes;
     return TE_FL_OK;
