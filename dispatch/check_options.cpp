@@ -1,5 +1,5 @@
 // Whether what comes beside a call's arguments is the device's: asked of the device under
-// TE_FL_VALIDATE. The arguments themselves: core/op_memory.cpp.
+// TE_FL_VALIDATE. The arguments themselves: core/op/op_memory.cpp.
 
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"

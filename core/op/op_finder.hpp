@@ -7,7 +7,7 @@
 #include "te_fl/dtype.hpp"
 
 // The exact check of a call: finds the first mistake, in codes and without allocating;
-// core/op_message.cpp puts it into words.
+// core/op/op_message.cpp puts it into words.
 namespace te_fl::core {
 
 enum class Problem : uint8_t {
