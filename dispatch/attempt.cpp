@@ -33,13 +33,20 @@ te_fl_status own_failure(const Status& status, core::ErrorText& errors) {
 // Holds what one run() needs besides its context. `args` and the context's device are what the
 // implementation is to see: the call's, or copies of it on the host.
 struct Attempt {
+  // Not an aggregate: initialised as one, the scratch that is not there would be zeroed.
+  Attempt(const Call& of, const Implementation& by, te_fl_context& with, const void* seen,
+          bool there, core::ErrorText& to)
+      : call(of), impl(by), context(with), args(seen), on_host(there), errors(to) {}
+  Attempt(const Attempt&) = delete;
+  Attempt& operator=(const Attempt&) = delete;
+
   const Call& call;
   const Implementation& impl;
   te_fl_context& context;
   const void* args;
   bool on_host;
   core::ErrorText& errors;
-  std::optional<registry::DeviceScratch> state{}, scratch{};
+  std::optional<registry::DeviceScratch> state, scratch;
   bool serial = false;
 
   ~Attempt() {
