@@ -69,7 +69,7 @@ constexpr const char* name_of(GemmKernel kernel) noexcept {
   return kNames[static_cast<int>(kernel)];
 }
 
-// Which kernel it is and who chose it.
+// These words say which kernel it is and who chose it.
 inline std::string words_of(const GemmDevice& device, const GemmProblem& p) {
   const GemmKernel kernel = choose_gemm(device, p);
   const std::string name = kernel == GemmKernel::kClblast

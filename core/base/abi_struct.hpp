@@ -11,9 +11,9 @@
 
 namespace te_fl::core {
 
-// What a struct that comes from outside must at least hold (R3). These are sizes of ABI 0.9:
-// from 2.0 on they stay when a struct grows, so that what was built with earlier headers is still
-// read.
+// A struct that comes from outside must hold at least so many bytes (R3). These are sizes of ABI
+// 0.9: from 2.0 on they stay when a struct grows, so that what was built with earlier headers is
+// still read.
 inline constexpr uint32_t kLeastTensor = TE_FL_SIZE_THROUGH(te_fl_tensor, quant);
 inline constexpr uint32_t kLeastQuant = TE_FL_SIZE_THROUGH(te_fl_quant, columnwise_amax);
 inline constexpr uint32_t kLeastSaved = TE_FL_SIZE_THROUGH(te_fl_saved, storage);

@@ -29,7 +29,7 @@ std::vector<Installed>& installed() {  // never freed: memory may be freed at ex
   static auto* const all = new std::vector<Installed>;
   return *all;
 }
-// How many there are, so that programs without one take no lock.
+// This counts them, so that programs without one take no lock.
 std::atomic<int> g_installed{0};
 
 // Puts `next` in the place of the device's allocator, which is returned so that it goes outside the

@@ -155,7 +155,7 @@ void ExactMemo::take(const CompiledOp& op, const void* args) noexcept {
   uint32_t count = 0;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    // What lies behind other pointers is not compared.
+    // The memo does not compare what lies behind other pointers.
     if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST ||
         arg.type == TE_FL_ARG_SAVED || arg.type == TE_FL_ARG_COMMUNICATOR) {
       return;

@@ -13,8 +13,8 @@
 #include "core/op/op_table.hpp"
 #include "te_fl/tensor.hpp"
 
-// What a thread remembers of calls that were in order, so that a call like an earlier one is
-// recognised by comparing its words instead of checking every rule again. Exact: all that the rules
+// A thread remembers calls that were in order, so that a call like an earlier one is recognised by
+// comparing its words instead of checking every rule again. This is exact: all that the rules
 // read is compared. A call on other memory or with other numbers is recognised too, once what the
 // rules say of those has been looked at again.
 namespace te_fl::core {
@@ -27,7 +27,7 @@ struct CallRecord {
   std::vector<uint64_t> words;
 };
 
-// Where to look for a call. False: it cannot be remembered, or is out of order.
+// Finds where a call is remembered. It returns false if the call cannot be, or is out of order.
 inline bool hash_call(const CallLayout& layout, const std::byte* args, uint64_t& hash) noexcept;
 
 // How a call differs from a record of the same words but for these.

@@ -370,7 +370,7 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
   });
 }
 
-// What the plan is made of.
+// A plan is made of these.
 template <class Args>
 std::string words_of(const te_fl_context& ctx, const Args& a) {
   const Cudnn* library = cudnn();

@@ -82,7 +82,7 @@ inline bool adds_in_place(const te_fl_generic_gemm_args& args) {
 // What describe() gives for a call that a plan was made for, with the call's own pointers.
 Problem problem_of(const Plan& plan, const te_fl_generic_gemm_args& args);
 
-// How such a product goes, by what describe() found.
+// This says how such a product goes, by what describe() found.
 GemmPath path_of(const Problem& p);
 
 // "generic_gemm m=.. n=.. k=.. ..", for errors.
