@@ -405,7 +405,7 @@ TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
         << answer_of_fp8_forward(kLong, ask);
   }
   EXPECT_EQ(answer_of_fp8_forward(2, Ask::kDescribe),
-            std::string(version == std::string("91400") ? "cuDNN 9.14.0" : "cuDNN 9.19.0") +
+            std::string(std::string(version) == "91400" ? "cuDNN 9.14.0" : "cuDNN 9.19.0") +
                 ": graph of the forward in FP8: no dropout, bias, ALiBi, sinks or mask tensor");
   std::vector<std::string> texts;
   Plugin().findings(texts);
