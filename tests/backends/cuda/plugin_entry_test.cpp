@@ -187,6 +187,19 @@ TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
   }
 }
 
+// The file is not there, so nothing has been measured.
+TEST(CudaEntry, ProductsSayThatTheirAlgorithmWillBeMeasured) {
+  Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_GEMM_TUNE", "1"},
+                                 {"TE_FL_CUDA_GEMM_FILE", "/tmp/te_fl_no_choices_yet.json"}});
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  Product call;
+  Text said;
+  EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &said.sink), TE_FL_OK) << call.errors.text;
+  EXPECT_EQ(said.text,
+            "cuBLASLt, which writes the result; algorithm measured at first use "
+            "(TE_FL_CUDA_GEMM_TUNE)");
+}
+
 TEST(CudaEntry, QuantisationAndActivationsSayByWhichKernelsTheyGo) {
   Plugin plugin;
   Fake x({32, 64}, kF32), codes({32, 64}, kE4M3, TE_FL_SCALING_TENSOR), bias({64}, kF32);
