@@ -46,8 +46,9 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
                  const Signature& signature, CallRecord& record) noexcept;
 
 // The records of one thread, four ways. `Known` is what dispatch found out about the remembered
-// call: a default-made one knows nothing, `filled` says which call it is of, forget_plan() is called
-// where a plan may not serve any more, forget_answer() where an address or number is another.
+// call: a default-made one knows nothing, `filled` says which call it is of, forget_plan() is
+// called where a plan may not serve any more, forget_answer() where an address or number is
+// another.
 template <class Known>
 class CallMemo {
  public:
