@@ -35,6 +35,7 @@ GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
 Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   Use use;
   use.training = training;
+  use.wgrad = training && weight_->requires_grad;
   use.version = weight_->version;
   use.dx_dtype = spec_.activation_dtype;
   if (spec_.high_precision) return use;
@@ -52,7 +53,7 @@ Result<Tensor> GemmUnit::input_buffer(const Use& use, int64_t rows) {
   const std::array<int64_t, 2> shape = {rows, spec_.in};
   if (!use.mode.fp8) return Tensor::empty(shape, spec_.activation_dtype, spec_.device);
   return empty_quantized(*use.mode.recipe, Role::kInput, shape,
-                         {.rowwise = true, .columnwise = use.training}, spec_.device, *forward_,
+                         {.rowwise = true, .columnwise = use.wgrad}, spec_.device, *forward_,
                          kInputSlot, use.training);
 }
 
@@ -72,8 +73,8 @@ Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
 Result<Tensor> GemmUnit::prepare_input(Use& use, const Tensor& x) {
   if (!x.quantized()) use.dx_dtype = x.dtype();
   if (x.quantized()) {
-    TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.training));
-    if (use.training) TE_FL_RETURN_IF_ERROR(fill_columns(x));
+    TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.wgrad));
+    if (use.wgrad) TE_FL_RETURN_IF_ERROR(fill_columns(x));
     return x;
   }
   if (!use.mode.fp8) return cast(x, spec_.activation_dtype);
@@ -197,11 +198,14 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
   args.d = output;
   if (residual != nullptr) args.residual = *residual;
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
-  if (use.training) {
-    use.input = input;
-    use.weight = weight;
-  }
+  keep(use, input, weight);
   return output;
+}
+
+void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
+  if (!use.training) return;
+  if (use.wgrad) use.input = input;
+  use.weight = weight;
 }
 
 namespace {
@@ -244,10 +248,7 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
     TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
     TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options()));
   }
-  if (use.training) {
-    use.input = input;
-    use.weight = weight;
-  }
+  keep(use, input, weight);
   return pre;
 }
 
@@ -259,9 +260,10 @@ Status GemmUnit::check_unchanged(const Use& use) const {
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
   if (use.mode.delayed() != nullptr) {
     // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
-    // ended that one's backward.
+    // ended that one's backward. Of a frozen weight that cannot be told.
     const std::shared_ptr<GradientUpdates> earlier = weight_->gradient_updates;
-    if (backward_->pending() && !weight_->grad_written && earlier != nullptr) {
+    const bool cleared = weight_->requires_grad && !weight_->grad_written;
+    if (backward_->pending() && cleared && earlier != nullptr) {
       TE_FL_RETURN_IF_ERROR(earlier->end());
     }
     TE_FL_RETURN_IF_ERROR(begin_delayed_backward(use.mode, backward_));
@@ -269,16 +271,17 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
   }
   const std::array<int64_t, 2> shape = {rows, spec_.out};
   return empty_quantized(*use.mode.recipe, Role::kGradient, shape,
-                         {.rowwise = true, .columnwise = true}, spec_.device, *backward_, kGradSlot,
-                         true);
+                         {.rowwise = true, .columnwise = wants_wgrad(use)}, spec_.device,
+                         *backward_, kGradSlot, true);
 }
 
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
   Gradient grad;
   if (dy.quantized()) {
-    TE_FL_RETURN_IF_ERROR(check_codes(use, dy, true));
+    const bool columns = wants_wgrad(use) || wants_bias_grad();  // which come with its sums
+    TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
     TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
-    TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
+    if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
     TE_FL_RETURN_IF_ERROR(dbias.commit());
     grad.tensor = dy;
     grad.bias_done = true;
@@ -286,10 +289,12 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   }
   if (!use.mode.fp8) {
     TE_FL_ASSIGN_OR_RETURN(grad.tensor, cast(dy, spec_.activation_dtype));
+    grad.bias_done = !wants_bias_grad();
     return grad;
   }
   TE_FL_ASSIGN_OR_RETURN(grad.tensor, grad_buffer(use, dy.size(0)));
-  if (bias_ == nullptr) {
+  grad.bias_done = true;
+  if (!wants_bias_grad()) {
     TE_FL_RETURN_IF_ERROR(quantize(dy, grad.tensor));
     return grad;
   }
@@ -300,7 +305,6 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   args.bias_grad = dbias.tensor();
   TE_FL_RETURN_IF_ERROR(ops::bgrad_quantize(args, call_options()));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
-  grad.bias_done = true;
   return grad;
 }
 
@@ -351,17 +355,34 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
                         : ops::dgelu(plain, call_options());
 }
 
+Status GemmUnit::sum_bias_grad(const Tensor& dy) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor ones,
+                         Tensor::empty({1, dy.size(0)}, dy.dtype(), spec_.device));
+  TE_FL_RETURN_IF_ERROR(fill(ones, 1));
+  te_fl_generic_gemm_args args{};
+  args.a = ones;
+  args.b = dy;
+  TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*bias_));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor sums, bias_->grad.view({1, spec_.out}));
+  args.d = sums;
+  args.use_split_accumulator = true;
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
+  wrote(*bias_);
+  return {};
+}
+
 Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
+  const bool with_bias = !grad.bias_done && wants_bias_grad();
+  if (!wants_wgrad(use)) return with_bias ? sum_bias_grad(grad.tensor) : Status();
   te_fl_generic_gemm_args args{};
   args.a = grad.tensor;
   args.trans_a = 1;
   args.b = use.input;
-  args.d = weight_->grad;
   TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*weight_));
-  const bool with_bias = bias_ != nullptr && !grad.bias_done;
+  args.d = weight_->grad;
   if (with_bias) {
-    args.bias_grad = bias_->grad;
     TE_FL_ASSIGN_OR_RETURN(args.accumulate_bias_grad, adds(*bias_));
+    args.bias_grad = bias_->grad;
   }
   args.use_split_accumulator = split_accumulator(use.mode, true);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));

@@ -27,7 +27,8 @@ class GemmUnit {
   struct Use {
     Fp8Mode mode;
     bool training = false;
-    Tensor input;                  // quantised or of the activation dtype
+    bool wgrad = false;            // the weight's gradient is wanted
+    Tensor input;                  // quantised or of the activation dtype; with wgrad only
     Tensor weight;                 // likewise
     uint64_t version = 0;          // of the parameter at the forward
     DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
@@ -67,7 +68,7 @@ class GemmUnit {
   Result<Tensor> grad_buffer(const Use& use, int64_t rows);
   struct Gradient {
     Tensor tensor;           // quantised or of the activation dtype
-    bool bias_done = false;  // the bias gradient is already accumulated
+    bool bias_done = false;  // the bias gradient is already accumulated, or not wanted
   };
   // dy [rows, out] as the backward GEMMs want it. Row-wise codes are taken as they are and
   // bring room for the column-wise copy.
@@ -79,12 +80,19 @@ class GemmUnit {
   // In one call or in two, as forward_gelu().
   Status dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre, const Tensor& into,
                     const Tensor& sums);
-  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done.
+  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
+  // for frozen parameters.
   Status wgrad(const Use& use, const Gradient& grad);
   // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
  private:
+  bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
+  bool wants_bias_grad() const { return bias_ != nullptr && bias_->requires_grad; }
+  // Of what backward reads.
+  void keep(Use& use, const Tensor& input, const Tensor& weight) const;
+  // The bias gradient from dy alone, for a frozen weight.
+  Status sum_bias_grad(const Tensor& dy);
   // The arguments of forward() but for D, whose weight `weight` keeps.
   Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
                                           const ForwardOptions& options, Tensor& weight);

@@ -52,7 +52,6 @@ Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, Tensor v
   } else {
     TE_FL_ASSIGN_OR_RETURN(parameter->value, shaped.to(device));
   }
-  TE_FL_ASSIGN_OR_RETURN(parameter->grad, Tensor::zeros(shape, DType::kF32, device));
   return parameter;
 }
 

@@ -298,7 +298,7 @@ TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
   (void)forward(Float8BlockScaling{}, true);
   EXPECT_EQ(calls("quantize") - start, 7u);
   auto sgd = take(SGD::create(module->parameters(), {.lr = 1}));
-  set_values(module->parameters()[0].grad(), Values(kIn * kOut, 0.25));
+  set_values(made_grad(module->parameters()[0]), Values(kIn * kOut, 0.25));
   const Tensor before = forward(Float8BlockScaling{}, true);
   ASSERT_OK(sgd->step());
   EXPECT_FALSE(same_bits(forward(Float8BlockScaling{}, true), before));

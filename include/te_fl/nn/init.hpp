@@ -12,8 +12,7 @@
 // seed gives the same values on every device.
 namespace te_fl::nn::init {
 
-// A parameter with normally distributed values of mean 0 and standard deviation `std`, and a zero
-// gradient.
+// A parameter with normally distributed values of mean 0 and standard deviation `std`.
 TE_FL_API Result<std::shared_ptr<Parameter>> normal(std::span<const int64_t> shape, float std,
                                                     uint64_t seed, DType dtype, Device device);
 // Every element `value`.

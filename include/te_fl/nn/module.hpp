@@ -25,7 +25,21 @@ class WeightCopy;
 // A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
 struct TE_FL_API Parameter {
   Tensor value;  // F32, BF16 or F16, compact
-  Tensor grad;   // same shape, F32 (or see Module::set_grad_dtype); zero until a backward writes it
+  // Same shape, of grad_dtype. Undefined, which counts as zero, until a backward first writes it or
+  // ensure_grad(): a model that is not trained has none.
+  Tensor grad;
+  DType grad_dtype = DType::kF32;  // see Module::set_grad_dtype()
+  // False: frozen. A backward computes no gradient for it (the gradient of the input stays the
+  // same), a forward keeps no input for that, and an optimizer leaves it as it is.
+  bool requires_grad = true;
+  // Sets requires_grad; false also drops the gradient and its memory. Between steps: a backward
+  // computes the gradient of a weight that required one in its forward and still does.
+  void set_requires_grad(bool wanted);
+  // Makes the gradient, zero, if there is none and the parameter is not frozen. A capture needs it
+  // of every parameter that its backward is the first to write: the memory would be the graph's, so
+  // the backward is FAILED_PRECONDITION, and so is this call. (The runs that GraphedStep warms up
+  // with have made it.)
+  Status ensure_grad();
   // False after zero_grad() or clear_grad(): the next backward overwrites grad instead of adding to
   // it. But a backward in a captured graph always adds unless the same capture cleared: the graph
   // may be launched for any microbatch (a gradient cleared outside is filled with zeros before
@@ -117,11 +131,13 @@ class TE_FL_API Module {
   std::vector<NamedParameter> parameters() const;
   // Sum of the parameters' elements.
   int64_t parameter_count() const;
-  // Zeroes all gradients (op fill).
+  // Parameter::set_requires_grad() for all parameters, those of submodules included.
+  void set_requires_grad(bool wanted);
+  // Zeroes the gradients that there are (op fill), but for frozen parameters'.
   Status zero_grad();
-  // New, zero gradients of this dtype for all parameters: F32 (what parameters are made with), BF16
-  // or F16, which halve their memory and round every accumulation. Before a backward or an
-  // optimizer that keeps a reference to them. An embedding's gradient can only be F32.
+  // The dtype of all parameters' gradients from now on: F32 (what parameters are made with), BF16
+  // or F16, which halve their memory and round every accumulation. Drops the gradients that there
+  // are. An embedding's gradient can only be F32.
   Status set_grad_dtype(DType dtype);
   // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter; for
   // each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
