@@ -42,6 +42,7 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   TE_FL_ASSIGN_OR_RETURN(use.mode, current_mode());
   const DelayedScaling* delayed = use.mode.delayed();
   if (training) {
+    serving_ = {};
     copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
   }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
@@ -124,7 +125,7 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     }
     return flagged_weight(use, options.reuse_weights);
   }
-  if (!first.has_value()) return make_weight(use, use.training);
+  if (!first.has_value()) return use.training ? make_weight(use, true) : inference_weight(use);
   TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
   const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
   if (!*first && capture != 0 && !stale && cached_.capture != capture) {
@@ -138,6 +139,27 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     cached_ = {std::move(weight), weight_->version, use.mode.recipe, capture};
   }
   return cached_.weight;
+}
+
+Result<Tensor> GemmUnit::inference_weight(const Use& use) {
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
+  if (captured) return make_weight(use, false);
+  void* stream = devices::current_stream(spec_.device);
+  const bool fresh =
+      serving_.fits(use) && serving_.version == weight_->version && serving_.stream == stream &&
+      (use.mode.delayed() == nullptr || serving_.generation == forward_->generation());
+  if (fresh) return serving_.weight;
+  serving_ = {};  // its memory may serve the next
+  TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
+  const bool own = weight.quantized() || weight.raw_data() != weight_->value.raw_data();
+  if (own) {
+    serving_.weight = weight;
+    serving_.version = weight_->version;
+    serving_.recipe = use.mode.recipe;
+    serving_.generation = forward_->generation();
+    serving_.stream = stream;
+  }
+  return weight;
 }
 
 Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
@@ -204,8 +226,9 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
 
 void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
   if (!use.training) return;
-  if (use.wgrad) use.input = input;
-  use.weight = weight;
+  const auto read = [](const Tensor& t) { return t.quantized() ? t.columnwise_only() : t; };
+  if (use.wgrad) use.input = read(input);
+  use.weight = read(weight);
 }
 
 namespace {

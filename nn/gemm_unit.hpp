@@ -89,7 +89,7 @@ class GemmUnit {
  private:
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const { return bias_ != nullptr && bias_->requires_grad; }
-  // Of what backward reads.
+  // What backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   // The bias gradient from dy alone, for a frozen weight.
   Status sum_bias_grad(const Tensor& dy);
@@ -100,6 +100,8 @@ class GemmUnit {
   Result<Tensor> make_weight(const Use& use, bool columnwise);
   // The weight in new memory, quantised.
   Result<Tensor> quantised_weight(const Use& use, bool columnwise);
+  // The weight for an inference that says nothing of microbatches.
+  Result<Tensor> inference_weight(const Use& use);
   // What ForwardOptions::reuse_weights asks for.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
@@ -115,9 +117,12 @@ class GemmUnit {
     Tensor weight;
     uint64_t version = 0;  // of the parameter
     std::shared_ptr<const Recipe> recipe;
-    uint64_t capture = 0;  // that made it; 0: none
+    uint64_t capture = 0;     // that made it; 0: none
+    uint64_t generation = 0;  // of the scales, for serving_ alone
+    void* stream = nullptr;   // that made it, likewise
     bool fits(const Use& use) const;
   };
+  Kept serving_;  // by inference
   Kept cached_;   // by is_first_microbatch = true
   Kept flagged_;  // by reuse_weights, whose graphs write and read this memory
 };

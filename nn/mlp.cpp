@@ -262,6 +262,7 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_RETURN_IF_ERROR(impl.norm->forward(flat, normed, record->norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
+  normed = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.fc2->forward(record->fc2, activated, options,
                                                      added.defined() ? &added : nullptr));
   record->shape.assign(x.shape().begin(), x.shape().end());

@@ -52,7 +52,7 @@ struct TE_FL_API Parameter {
   bool grad_stale = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
-  // version are not reused.
+  // version are not reused. Who writes value otherwise counts it up too.
   uint64_t version = 0;
   // The module's FP8 copy of value, for an optimizer that writes it
   // (AdamOptions::write_fp8_weights)
@@ -107,6 +107,11 @@ struct ForwardOptions {
   // Weights are quantised (and cast to the activation dtype) once per step: true computes and keeps
   // them, false reuses what true kept, unset computes them for this call alone. false without an
   // earlier true computes and keeps.
+  // Unset in inference (ctx null) computes them once per Parameter::version, FP8 scales and recipe,
+  // and keeps them until one of these changes, another stream comes, or a training forward does:
+  // 1 byte for each weight under FP8, or the activation dtype's size if the parameter has another
+  // dtype. In a capture they are computed for this call, so that each launch reads the weights of
+  // its time.
   std::optional<bool> is_first_microbatch = {};
   // The same for FP8 weights, decided on the device when the work runs, so that one captured graph
   // serves every microbatch: F32 [1] on the modules' device; 0 quantises and keeps, any other value
