@@ -125,6 +125,8 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     }
     return flagged_weight(use, options.reuse_weights);
   }
+  // The value itself, which may be borrowed: nothing is kept of it.
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
   if (!first.has_value()) return use.training ? make_weight(use, true) : inference_weight(use);
   TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
   const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
@@ -151,14 +153,11 @@ Result<Tensor> GemmUnit::inference_weight(const Use& use) {
   if (fresh) return serving_.weight;
   serving_ = {};  // its memory may serve the next
   TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
-  const bool own = weight.quantized() || weight.raw_data() != weight_->value.raw_data();
-  if (own) {
-    serving_.weight = weight;
-    serving_.version = weight_->version;
-    serving_.recipe = use.mode.recipe;
-    serving_.generation = forward_->generation();
-    serving_.stream = stream;
-  }
+  serving_.weight = weight;
+  serving_.version = weight_->version;
+  serving_.recipe = use.mode.recipe;
+  serving_.generation = forward_->generation();
+  serving_.stream = stream;
   return weight;
 }
 
@@ -228,7 +227,7 @@ void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
   if (!use.training) return;
   const auto read = [](const Tensor& t) { return t.quantized() ? t.columnwise_only() : t; };
   if (use.wgrad) use.input = read(input);
-  use.weight = read(weight);
+  if (weight.raw_data() != weight_->value.raw_data()) use.weight = read(weight);
 }
 
 namespace {
@@ -276,8 +275,7 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
 }
 
 Status GemmUnit::check_unchanged(const Use& use) const {
-  const bool own = !use.weight.quantized() && use.weight.raw_data() == weight_->value.raw_data();
-  return own ? nn::detail::check_unchanged(*weight_, use.version) : Status();
+  return !use.weight.defined() ? nn::detail::check_unchanged(*weight_, use.version) : Status();
 }
 
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
@@ -340,7 +338,7 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor*
   }
   te_fl_generic_gemm_args args{};
   args.a = grad;
-  args.b = use.weight;
+  args.b = weight_of(use);
   args.d = dx;
   args.use_split_accumulator = split_accumulator(use.mode, true);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
@@ -351,7 +349,7 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
                             const Tensor& into, const Tensor& sums) {
   te_fl_generic_gemm_args joined{};
   joined.a = grad;
-  joined.b = use.weight;
+  joined.b = weight_of(use);
   joined.pre_gelu_in = pre;
   joined.d = into;
   if (sums.defined()) joined.d_sum = sums;

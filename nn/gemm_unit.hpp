@@ -29,7 +29,7 @@ class GemmUnit {
     bool training = false;
     bool wgrad = false;            // the weight's gradient is wanted
     Tensor input;                  // quantised or of the activation dtype; with wgrad only
-    Tensor weight;                 // likewise
+    Tensor weight;                 // likewise; undefined if it is the parameter's own value
     uint64_t version = 0;          // of the parameter at the forward
     DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
   };
@@ -61,6 +61,10 @@ class GemmUnit {
   Result<Tensor> forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
                               const Tensor& activated);
 
+  // The weight that the backward of `use` reads.
+  const Tensor& weight_of(const Use& use) const {
+    return use.weight.defined() ? use.weight : weight_->value;
+  }
   // FAILED_PRECONDITION if the backward would read the weight in the parameter itself and that has
   // changed since the forward. First in a backward, before anything is written.
   Status check_unchanged(const Use& use) const;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <string>
 #include <utility>
 
 #include "nn/tensor_ops.hpp"
@@ -149,6 +150,49 @@ Status Parameter::clear_grad() {
 void Parameter::set_requires_grad(bool wanted) {
   requires_grad = wanted;
   if (!wanted) detail::drop_grad(*this);
+}
+
+namespace {
+
+Status check_lent(const char* call, const Tensor& lent, const Tensor& value) {
+  if (lent.defined() && !lent.quantized() && is_high(lent.dtype()) && lent.contiguous() &&
+      lent.device() == value.device() && std::ranges::equal(lent.shape(), value.shape())) {
+    return {};
+  }
+  return invalid_argument(std::string(call) + ": the tensor is " + lent.describe() +
+                          "; for the parameter " + value.describe() +
+                          " it must be compact, F32, BF16 or F16, of that shape and device");
+}
+
+}  // namespace
+
+Status Parameter::borrow(Tensor lent, uint64_t version_of_owner) {
+  TE_FL_RETURN_IF_ERROR(check_lent("Parameter::borrow", lent, value));
+  const bool same = owners_version == version_of_owner && lent.dtype() == value.dtype();
+  value = std::move(lent);
+  owners_version = version_of_owner;
+  version += !same;
+  return {};
+}
+
+Tensor Parameter::take_grad() {
+  Tensor taken = grad_stale ? Tensor() : std::move(grad);
+  detail::drop_grad(*this);
+  return taken;
+}
+
+Status Parameter::give_grad(Tensor gradient, bool written) {
+  TE_FL_RETURN_IF_ERROR(check_lent("Parameter::give_grad", gradient, value));
+  if (!requires_grad) {
+    return failed_precondition("Parameter::give_grad: the parameter " + value.describe() +
+                               " is frozen; call set_requires_grad(true) first");
+  }
+  grad_dtype = gradient.dtype();
+  grad = std::move(gradient);
+  grad_written = written;
+  grad_stale = !written;
+  grad_cleared_in = 0;
+  return {};
 }
 
 Status Parameter::ensure_grad() {

@@ -51,9 +51,31 @@ struct TE_FL_API Parameter {
   // True between clear_grad() and what writes grad. Who writes it without a backward sets false.
   bool grad_stale = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
+
+  // Borrowing: `lent`, compact, F32, BF16 or F16, of value's shape and on its device, becomes the
+  // value. Its owner allocates and frees the memory (a Tensor::wrap with or without an owner to
+  // keep alive) and advances `owners_version` with every change of the contents: the same number
+  // as in the last call says that they are the same, wherever they lie, and then copies made of
+  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. A framework calls
+  // this before each forward, and before a backward if the memory has moved since. The memory
+  // must be there, and unwritten, from then until the work that the calls enqueued is done; between
+  // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
+  // the step of an optimizer that was given the parameter, nowhere else. A captured graph goes on
+  // with the memory that it was captured with. INVALID_ARGUMENT names what does not fit, and then
+  // the value stays.
+  Status borrow(Tensor lent, uint64_t owners_version);
+  // Takes the gradient out: the parameter has none afterwards. Undefined if there is none or it is
+  // stale. Not while a graph is to write it.
+  Tensor take_grad();
+  // Makes `gradient`, compact, F32, BF16 or F16, of value's shape and on its device, what backwards
+  // write from now on, and its dtype grad_dtype; the memory is its owner's as in borrow().
+  // `written`: it holds values, to which a backward adds; false: the next one overwrites it.
+  // INVALID_ARGUMENT if it does not fit; FAILED_PRECONDITION if the parameter is frozen.
+  Status give_grad(Tensor gradient, bool written);
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
   // version are not reused. Who writes value otherwise counts it up too.
   uint64_t version = 0;
+  std::optional<uint64_t> owners_version;  // of a borrowed value
   // The module's FP8 copy of value, for an optimizer that writes it
   // (AdamOptions::write_fp8_weights)
   std::weak_ptr<detail::WeightCopy> fp8_copy;
