@@ -56,8 +56,8 @@ class TE_FL_API OpRegistry {
   Status register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner,
                       std::string vendor, std::shared_ptr<void> keep_alive = nullptr);
   // Removes; returns when every thread that was inside an op or a function of a device has left.
-  // BUSY, and nothing was changed, when called from inside one, or while a stream that worked with a
-  // plan of it that owns device memory (R26) is being captured: end the capture first. One that
+  // BUSY, and nothing was changed, when called from inside one, or while a stream that worked with
+  // a plan of it that owns device memory (R26) is being captured: end the capture first. One that
   // another thread begins meanwhile is waited for.
   Status unregister_op(std::string_view op, std::string_view impl_id);
   // Removes everything an owner registered, likewise; OK if that is nothing. Plans are destroyed
