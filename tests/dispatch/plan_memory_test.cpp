@@ -1,6 +1,8 @@
 // Plans that own device memory (R26) are destroyed when the device has done the work of every call
 // that had them, whoever lets them go and whatever becomes of the streams.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -367,6 +369,41 @@ TEST_F(PlanMemory, ACaptureThatBeginsMeanwhileIsWaitedFor) {
   EXPECT_EQ(g_destroyed, 2);
   EXPECT_EQ(g_early, 0);
   devices::destroy_stream(device, stream);
+}
+
+// A thread that asks about a stream keeps it; one that is not in the child keeps nothing there.
+TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
+  add();
+  static void* stream;
+  stream = far.queues.make_stream();
+  ASSERT_OK(call(stream));
+  static pid_t parent;
+  parent = getpid();
+  static std::atomic<bool> asking, go_on;
+  asking = go_on = false;
+  static te_fl_status (*is_capturing)(void*, void*, int32_t*, const te_fl_error_sink*);
+  is_capturing = far.api.is_capturing;
+  far.api.is_capturing = [](void* self, void* on, int32_t* yes, const te_fl_error_sink* errors) {
+    while (getpid() == parent && on == stream && !go_on.load()) {
+      asking = true;
+      std::this_thread::yield();
+    }
+    return is_capturing(self, on, yes, errors);
+  };
+  std::thread other([&] { EXPECT_OK(remove()); });
+  while (!asking.load()) std::this_thread::yield();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);  // one that waits for the thread ends by the signal
+    _exit(devices::retire_stream(device, stream).ok() ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  go_on = true;
+  other.join();
+  EXPECT_EQ(g_destroyed, 1);
+  EXPECT_EQ(g_early, 0);
 }
 
 // What an event answers, if not what the device says: an error, or that it is not done.
