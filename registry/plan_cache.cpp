@@ -304,6 +304,7 @@ const Plan* PlanCache::find(std::string_view key, bool capturing) {
 
 std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   std::vector<std::unique_ptr<Plan>> taken;
+  std::list<Retired> gone;  // whose events are destroyed outside the lock
   std::unique_lock lock(mutex);
   const auto is_of = [&](const Plan& plan) { return PlanKey::is_of(plan.key, device); };
   const auto is_looked_at = [&](const Retired& r) { return r.busy && is_of(*r.plan); };
@@ -320,10 +321,14 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
     }
     at = next;
   }
-  for (Retired& retired : retired_) {
-    if (is_of(*retired.plan)) taken.push_back(std::move(retired.plan));
+  for (auto at = retired_.begin(); at != retired_.end();) {
+    const auto next = std::next(at);
+    if (is_of(*at->plan)) {
+      taken.push_back(std::move(at->plan));
+      gone.splice(gone.end(), retired_, at);
+    }
+    at = next;
   }
-  std::erase_if(retired_, [](const Retired& retired) { return retired.plan == nullptr; });
   if (!taken.empty()) g_plan_generation.fetch_add(1, std::memory_order_release);
   return taken;
 }
