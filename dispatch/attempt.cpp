@@ -162,7 +162,10 @@ te_fl_status get_ready(Attempt& a) {
     }
   }
   if (a.impl.checks_support) {
-    if (const te_fl_status code = ask_support(a.impl, a.context, a.args, a.errors)) return code;
+    const te_fl_status code = a.args == a.call.args
+                                  ? support_of(a.call, a.impl, a.context, a.errors)
+                                  : ask_support(a.impl, a.context, a.args, a.errors);
+    if (code != TE_FL_OK) return code;
   }
   te_fl_status code = a.lock();
   if (code == TE_FL_OK) code = a.plan();

@@ -129,6 +129,22 @@ Status ask_stream(Call& call);
 // supports() of an implementation that asks per call: OK, or why not.
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors);
+// The same, of the call's own arguments: a yes is remembered for the very same call.
+[[gnu::always_inline]] inline te_fl_status support_of(const Call& call, const Implementation& impl,
+                                                      const te_fl_context& context,
+                                                      core::ErrorText& errors) {
+  registry::KnownCall* known = call.still_known();
+  const uint64_t said = registry::PlanKey::whole_context_word(context);
+  if (known != nullptr && known->accepted_by == impl.number && known->accepted_context == said)
+    return TE_FL_OK;
+  const te_fl_status code = ask_support(impl, context, call.args, errors);
+  known = call.still_known();  // supports() should run no op, but might
+  if (code == TE_FL_OK && known != nullptr) {
+    known->accepted_by = impl.number;
+    known->accepted_context = said;
+  }
+  return code;
+}
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors);
 // A host implementation's answer for copies of the call's tensors: OK, or why it cannot serve them.

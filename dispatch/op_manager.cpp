@@ -35,7 +35,7 @@ void count(std::atomic<uint64_t>& counter) noexcept {
   te_fl_status code = TE_FL_OK;
   if (impl.direct && !route.deterministic) [[likely]] {
     const te_fl_context context = dispatch::context_of(call, false, errors.sink());
-    if (impl.checks_support) code = dispatch::ask_support(impl, context, call.args, errors);
+    if (impl.checks_support) code = dispatch::support_of(call, impl, context, errors);
     if (code == TE_FL_OK) code = dispatch::guarded_run(impl, context, call.args, errors);
   } else {
     code = dispatch::attempt(call, {&impl, false}, route.deterministic, errors);
@@ -52,6 +52,7 @@ void count(std::atomic<uint64_t>& counter) noexcept {
 // Asks for the route, and leaves it in `known`.
 [[gnu::noinline]] Status run_first(Call& call, KnownCall& known) {
   TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, dispatch::route_of(call));
+  known.forget_answer();
   known.table = call.table.id;
   known.policy = call.policy;
   known.capturing = call.capturing;

@@ -27,7 +27,12 @@ struct KnownCall {
   uint64_t plan_generation = 0;  // g_plan_generation when it was found
   uint64_t plan_context = 0;     // what the key says of the context besides the device
 
+  // Whose supports() accepted these very arguments, addresses and numbers included (R10).
+  uint64_t accepted_by = 0;       // Implementation::number; 0: nobody's
+  uint64_t accepted_context = 0;  // PlanKey::whole_context_word()
+
   void forget_plan() noexcept { plan = nullptr; }
+  void forget_answer() noexcept { accepted_by = 0; }
 };
 
 }  // namespace te_fl::registry

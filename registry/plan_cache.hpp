@@ -133,7 +133,11 @@ class PlanKey {
   // What the key says of a context besides the device. A call that is captured gets the plan that
   // was made before capture, when all is allowed; and what is looked at besides changes no plan.
   static uint64_t context_word(const te_fl_context& context) noexcept {
-    return (context.flags & ~uint32_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE}) |
+    return whole_context_word(context) & ~uint64_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE};
+  }
+  // The same, telling a call that is being captured or validated from one that is not.
+  static uint64_t whole_context_word(const te_fl_context& context) noexcept {
+    return context.flags |
            (context.rng != nullptr && context.rng->seed_address != nullptr ? uint64_t{1} << 32
                                                                            : 0) |
            (context.rng != nullptr && context.rng->offset_address != nullptr ? uint64_t{1} << 33

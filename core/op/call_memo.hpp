@@ -46,8 +46,9 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
                  const Signature& signature, CallRecord& record) noexcept;
 
 // The records of one thread, four ways. `Known` is what dispatch found out about the remembered
-// call: a default-made one knows nothing, `filled` says which call it is of, and forget_plan() is
-// called where a plan may not serve any more.
+// call: a default-made one knows nothing, `filled` says which call it is of, forget_plan() is
+// called where a plan may not serve any more, forget_answer() where an address or number is
+// another.
 template <class Known>
 class CallMemo {
  public:
@@ -130,6 +131,7 @@ class CallMemo {
   // slot's.
   bool takes_over(const CallLayout& layout, const void* raw, Slot& slot) noexcept {
     const Changes changes = take_over(layout, raw, slot);
+    slot.known.forget_answer();
     if (changes != Changes::kNone) {
       // A call that this one runs inside of must not leave its plan here.
       slot.known.forget_plan();

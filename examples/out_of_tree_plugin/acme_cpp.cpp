@@ -1,9 +1,10 @@
-// A vendor plugin in C++ with the helper header: swiglu on host memory, FP32, and an op of its own.
+// A vendor plugin in C++ with the helper headers: swiglu on host memory, FP32, and an op of its
+// own.
 #include <cmath>
 #include <cstddef>
-#include <memory>
 
 #include "te_fl/backend.hpp"
+#include "te_fl/backend/plugin.hpp"
 #include "te_fl/ops/activation.h"
 
 namespace {
@@ -84,38 +85,11 @@ constexpr te_fl_op_desc kTwice = {
     .run = b::run_thunk<scale_args, twice>,
     .schema = &kSchema,
 };
-constexpr const te_fl_op_desc* kOps[] = {&kSwiglu, &kTwice};
 
-struct Instance {
-  const te_fl_host_api* host;
+struct Acme : b::Instance {
+  explicit Acme(const te_fl_host_api&) { ops = {kSwiglu, kTwice}; }
 };
-
-te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors) {
-  return b::guard(errors,
-                  [&] { *instance = std::make_unique<Instance>(Instance{host}).release(); });
-}
-te_fl_status ops(void*, uint32_t* count, const te_fl_op_desc* const** list,
-                 const te_fl_error_sink*) {
-  *count = 2;
-  *list = kOps;
-  return TE_FL_OK;
-}
-void destroy(void* instance) { delete static_cast<Instance*>(instance); }
-
-constexpr te_fl_plugin_api kApi = {
-    sizeof(te_fl_plugin_api), 0, create, nullptr, ops, nullptr, destroy};
-constexpr te_fl_plugin_header kHeader = {TE_FL_PLUGIN_MAGIC,
-                                         sizeof(te_fl_plugin_header),
-                                         TE_FL_ABI_MAJOR,
-                                         TE_FL_ABI_MINOR,
-                                         0,
-                                         0,
-                                         "acme_cpp",
-                                         "acme",
-                                         "1.0.0",
-                                         nullptr,
-                                         &kApi,
-                                         {}};
+constexpr te_fl_plugin_header kHeader = b::plugin_header<Acme>("acme_cpp", "acme", "1.0.0");
 
 }  // namespace
 

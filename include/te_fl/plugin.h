@@ -40,11 +40,11 @@
  *      device, the floating-point environment and the signal handlers that it changes.
  *  R9  Plugins log through te_fl_host_api.log only.
  *  R10 supports() and workspace() read metadata only: they never touch tensor data, never
- *      allocate, never block. An implementation whose supports() answer depends on static
- *      constraints alone sets TE_FL_OP_STATIC_SUPPORT, and then supports() is not called per
- *      call. supports() has 20 ns. What these and prepare() refuse follows from the call's
- *      metadata, the device's kind and the settings alone, never from what may differ between the
- *      ranks of a job, as free memory does: ranks choose the same implementation.
+ *      allocate, never block. supports() is not called if TE_FL_OP_STATIC_SUPPORT says that its
+ *      answer depends on static constraints alone, nor again for the very call (arguments,
+ *      addresses and flags) that it accepted. What these and prepare() refuse follows from those,
+ *      the device's kind and the settings alone, never from what may differ between the ranks of
+ *      a job, as free memory does: ranks choose the same implementation.
  *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing. It reads
  *      nothing but its arguments, writes only into the outputs it was given, allocates no memory
  *      that outlives the call, and uses ctx->workspace (256-byte aligned) for scratch. Tensors

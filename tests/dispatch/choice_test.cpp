@@ -108,21 +108,59 @@ TEST_F(Dispatch, VendorListsFilter) {
   EXPECT_EQ(ran(), "default.p");
 }
 
-TEST_F(Dispatch, SupportsIsAskedOnEveryCallUnlessStatic) {
-  portable.desc.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
-  portable.with_supports();
+void asks(Fake& f) {
+  f.desc.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
+  f.with_supports();
+}
+
+TEST_F(Dispatch, SupportsIsAskedUntilItAcceptsUnlessStatic) {
+  asks(portable);
   reregister(portable);
   portable.supports_status = TE_FL_UNSUPPORTED;
   portable.supports_text = "odd sizes are not served";
   ASSERT_OK(call());
-  EXPECT_EQ(ran(), "vendor.v");
+  ASSERT_OK(call());
+  EXPECT_EQ(ran(), "vendor.v vendor.v");
+  EXPECT_EQ(portable.asked.load(), 2);
   portable.supports_status = TE_FL_OK;
   ASSERT_OK(call());
   ASSERT_OK(call());
   EXPECT_EQ(ran(), "default.p default.p");
-  EXPECT_EQ(portable.asked.load(), 3);
+  EXPECT_EQ(portable.asked.load(), 3) << "the answer to the very call is known";
+}
+
+// R10: what accepted a call may be taken to accept the very same one, and no other.
+TEST_F(Dispatch, SupportsIsAskedAgainOfEveryOtherCall) {
+  asks(portable);
+  reregister(portable);
+  ASSERT_OK(call());
+  const auto asked_of_this = [&](const char* what) {
+    portable.asked = 0;
+    ASSERT_OK(call()) << what;
+    EXPECT_EQ(portable.asked.load(), 1) << what;
+    ASSERT_OK(call()) << what;
+    EXPECT_EQ(portable.asked.load(), 1) << what << ", again";
+  };
+  Tensor elsewhere = Tensor::zeros({2, 3}, DType::kF32).value();
+  five.args.out = elsewhere;
+  asked_of_this("an output elsewhere");
+  five.args.out = five.tensors[4];
+  asked_of_this("the first output again");
+  {
+    PolicySettings s;
+    s.deterministic = true;
+    const PolicyScope scope(s);
+    asked_of_this("a deterministic call");
+  }
+  asked_of_this("one that is not");
+  reregister(portable);
+  asked_of_this("an implementation that came anew");
+  ASSERT_OK(manager.reload());
+  asked_of_this("settings that were read again");
   portable.supports_status = TE_FL_UNSUPPORTED;
+  portable.supports_text = "odd sizes are not served";
   vendor.run_status = reference.run_status = TE_FL_UNSUPPORTED;
+  five.args.out = elsewhere;
   EXPECT_FAILS(call(), kUnsupported, "odd sizes are not served");
 }
 

@@ -132,6 +132,8 @@ TEST_F(Fallback, TheWarmWayAgrees) {
   ASSERT_OK(call());
   direct.supports_status = TE_FL_INTERNAL;
   direct.supports_text = "asking went wrong";
+  Tensor elsewhere = Tensor::zeros({2, 3}, DType::kF32).value();
+  five.args.out = elsewhere;  // what supports() accepted is not asked again
   const int before = direct.runs;
   EXPECT_FAILS(call(), kInternal, "asking went wrong");
   EXPECT_EQ(direct.runs.load(), before);
@@ -332,14 +334,17 @@ class FallbackOnDevice : public ::testing::Test {
 };
 
 TEST_F(FallbackOnDevice, ALostDeviceIsRetiredWhateverAnImplementationWasAsked) {
+  int64_t columns = 100;
   for (const Point& point : kPoints) {
     for (const te_fl_status code :
          {te_fl_status{TE_FL_DEVICE_LOST}, te_fl_status{TE_FL_DEVICE_LOST | TE_FL_CLEAN}}) {
       SCOPED_TRACE(point.name);
       ASSERT_OK(call());
       g_answers.*point.answer = code;
-      if (point.answer == &Answers::prepare) {  // the plan that there is needs none
-        for (Tensor& t : tensors) t = Tensor::zeros({3, code}, DType::kF32, device).value();
+      // The plan that there is needs no prepare(), and the call that was accepted no supports().
+      if (point.answer == &Answers::prepare || point.answer == &Answers::supports) {
+        ++columns;
+        for (Tensor& t : tensors) t = Tensor::zeros({3, columns}, DType::kF32, device).value();
         args = {
             .a = tensors[0], .b = tensors[1], .c = tensors[2], .d = tensors[3], .out = tensors[4]};
       }

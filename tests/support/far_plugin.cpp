@@ -1,9 +1,8 @@
 // Two far devices as a plugin, with one op of their own: what else is called on their tensors has
 // to be served elsewhere.
-#include <memory>
-
 #include "support/far_device.hpp"
 #include "te_fl/backend.hpp"
+#include "te_fl/backend/plugin.hpp"
 #include "te_fl/ops/tensor.h"
 
 namespace {
@@ -11,28 +10,29 @@ namespace {
 namespace b = te_fl::backend;
 using te_fl::testing::FarDevice;
 
-struct Instance {
+struct Far : b::DeviceInstance {
+  explicit Far(const te_fl_host_api&);
+  te_fl_status quiesce(const te_fl_error_sink*) {
+    first.queues.finish();
+    second.queues.finish();
+    return TE_FL_OK;
+  }
+
   FarDevice first{0}, second{1};
-  const te_fl_device_desc* devices[2];
-  te_fl_op_desc add;
-  const te_fl_op_desc* ops[1];
 };
 
-te_fl_status add_supports(void*, const te_fl_context* ctx, const void* raw) {
-  return b::guard(ctx->errors, [&] {
-    const b::Widened<te_fl_add_args> args(raw);
-    if ((*args).p != 0) b::unsupported("add: dropout is not implemented");
-    for (const te_fl_tensor* t : {(*args).a, (*args).b, (*args).output}) {
-      if (!b::is_contiguous(*t)) b::unsupported("add: takes compact tensors only");
-    }
-  });
+void add_supports(const te_fl_context&, const te_fl_add_args& args) {
+  if (args.p != 0) b::unsupported("add: dropout is not implemented");
+  for (const te_fl_tensor* t : {args.a, args.b, args.output}) {
+    if (!b::is_contiguous(*t)) b::unsupported("add: takes compact tensors only");
+  }
 }
 
 te_fl_status add_run(void* self, const te_fl_context* ctx, const void* raw) {
   return b::guard(ctx->errors, [&] {
     const b::Widened<te_fl_add_args> args(raw);
-    auto& instance = *static_cast<Instance*>(self);
-    FarDevice& device = ctx->device.index == 0 ? instance.first : instance.second;
+    auto& far = *static_cast<Far*>(self);
+    FarDevice& device = ctx->device.index == 0 ? far.first : far.second;
     const int64_t n = b::numel(*(*args).output);
     if (n == 0) return;
     const auto at = [&](const te_fl_tensor& t) {
@@ -45,56 +45,22 @@ te_fl_status add_run(void* self, const te_fl_context* ctx, const void* raw) {
   });
 }
 
-te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_sink* errors) {
-  return b::guard(errors, [&] {
-    auto made = std::make_unique<Instance>();
-    made->devices[0] = &made->first.desc;
-    made->devices[1] = &made->second.desc;
-    made->add.op_name = "add";
-    made->add.impl_id = "vendor.far";
-    made->add.kind = TE_FL_KIND_VENDOR;
-    made->add.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK;
-    made->add.dtypes = TE_FL_BIT(TE_FL_F32);
-    made->add.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
-    made->add.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
-    made->add.self = made.get();
-    made->add.run = add_run;
-    made->add.supports = add_supports;
-    made->ops[0] = &made->add;
-    *instance = made.release();
-  });
+Far::Far(const te_fl_host_api&) {
+  devices = {&first.desc, &second.desc};
+  te_fl_op_desc& add = ops.emplace_back();
+  add.op_name = "add";
+  add.impl_id = "vendor.far";
+  add.kind = TE_FL_KIND_VENDOR;
+  add.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK;
+  add.dtypes = TE_FL_BIT(TE_FL_F32);
+  add.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
+  add.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  add.self = this;
+  add.run = add_run;
+  add.supports = b::supports_thunk<te_fl_add_args, add_supports>;
 }
 
-te_fl_status devices(void* instance, uint32_t* count, const te_fl_device_desc* const** list,
-                     const te_fl_error_sink*) {
-  *count = 2;
-  *list = static_cast<Instance*>(instance)->devices;
-  return TE_FL_OK;
-}
-
-te_fl_status ops(void* instance, uint32_t* count, const te_fl_op_desc* const** list,
-                 const te_fl_error_sink*) {
-  *count = 1;
-  *list = static_cast<Instance*>(instance)->ops;
-  return TE_FL_OK;
-}
-
-void destroy(void* instance) { delete static_cast<Instance*>(instance); }
-
-constexpr te_fl_plugin_api kApi = {
-    sizeof(te_fl_plugin_api), 0, create, devices, ops, nullptr, destroy};
-constexpr te_fl_plugin_header kHeader = {TE_FL_PLUGIN_MAGIC,
-                                         sizeof(te_fl_plugin_header),
-                                         TE_FL_ABI_MAJOR,
-                                         TE_FL_ABI_MINOR,
-                                         0,
-                                         0,
-                                         "far",
-                                         "far",
-                                         "1.0.0",
-                                         nullptr,
-                                         &kApi,
-                                         {}};
+constexpr te_fl_plugin_header kHeader = b::plugin_header<Far>("far", "far", "1.0.0");
 
 }  // namespace
 

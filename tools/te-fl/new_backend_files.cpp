@@ -112,62 +112,23 @@ const te_fl_op_desc kRelu = {
 )raw";
 
 constexpr const char* kPlugin = R"raw(// What te-fl asks the plugin for. The rules (R1 ...) are at the top of te_fl/plugin.h.
-#include <memory>
-
 @INCLUDE_DEVICE@#include "ops.hpp"
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/plugin.hpp"
 
 namespace {
 
 namespace b = te_fl::backend;
 
-constexpr const te_fl_op_desc* kOps[] = {&@NAME@_backend::kRelu};
-
-// All state lives here (R8): handles of your driver, pools, compiled kernels.
-struct Instance {
-  const te_fl_host_api* host;
+// All state lives here (R8): handles of your driver, pools, compiled kernels. Where run() only enqueues, it also has
+// quiesce(), which waits for whatever still runs (R15).
+struct Backend : b::@INSTANCE@ {
+  explicit Backend(const te_fl_host_api&) {
+    ops = {@NAME@_backend::kRelu};
+@DEVICES@  }
 };
 
-te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors) {
-  return b::guard(errors,
-                  [&] { *instance = std::make_unique<Instance>(Instance{host}).release(); });
-}
-
-@DEVICES_FUNCTION@te_fl_status ops(void*, uint32_t* count, const te_fl_op_desc* const** list,
-                 const te_fl_error_sink*) {
-  *count = sizeof kOps / sizeof kOps[0];
-  *list = kOps;
-  return TE_FL_OK;
-}
-
-// Wait here for whatever still runs (R15).
-te_fl_status quiesce(void*, const te_fl_error_sink*) { return TE_FL_OK; }
-
-void destroy(void* instance) { delete static_cast<Instance*>(instance); }
-
-constexpr te_fl_plugin_api kApi = {
-    .struct_size = sizeof(te_fl_plugin_api),
-    .reserved = 0,
-    .create = create,
-    .devices = @DEVICES@
-    .ops = ops,
-    .quiesce = quiesce,
-    .destroy = destroy,
-};
-constexpr te_fl_plugin_header kHeader = {
-    .magic = TE_FL_PLUGIN_MAGIC,
-    .struct_size = sizeof(te_fl_plugin_header),
-    .abi_major = TE_FL_ABI_MAJOR,
-    .abi_minor = TE_FL_ABI_MINOR,
-    .min_host_minor = 0,  // the oldest host minor that it can do with (R2)
-    .features = 0,
-    .name = "@NAME@",
-    .vendor = "@NAME@",
-    .version = BACKEND_VERSION,
-    .build_id = nullptr,  // the library's own
-    .api = &kApi,
-    .reserved = {},
-};
+constexpr te_fl_plugin_header kHeader =
+    b::plugin_header<Backend>("@NAME@", "@NAME@", BACKEND_VERSION);
 
 }  // namespace
 
@@ -282,18 +243,6 @@ const te_fl_device_desc kDevice = {.struct_size = sizeof(te_fl_device_desc), .de
 
 }  // namespace @NAME@_backend
 )raw";
-
-constexpr const char* kDevicesFunction = R"raw(constexpr const te_fl_device_desc* kDevices[] = {&@NAME@_backend::kDevice};
-
-// What is here now: ask your driver, and list none if there is none.
-te_fl_status devices(void*, uint32_t* count, const te_fl_device_desc* const** list,
-                     const te_fl_error_sink*) {
-  *count = sizeof kDevices / sizeof kDevices[0];
-  *list = kDevices;
-  return TE_FL_OK;
-}
-
-)raw";
 // clang-format on
 
 constexpr ProjectFile kFiles[] = {
@@ -315,8 +264,8 @@ constexpr Mark kHostMarks[] = {
     {"@MEMORY@", "host memory"},
     {"@DEVICE_TYPE@", "TE_FL_DEVICE_CPU"},
     {"@INCLUDE_DEVICE@", ""},
-    {"@DEVICES_FUNCTION@", ""},
-    {"@DEVICES@", "nullptr,  // te-fl new-backend --device writes a project that has one"},
+    {"@INSTANCE@", "Instance"},
+    {"@DEVICES@", ""},
     {"@WHAT@", "It implements relu in F32 and BF16 on host memory, as a start."},
     {"@DEVICE_ROW@", ""},
     {"@EXPLAIN@", "--set TE_FL_PREFER=vendor"},
@@ -327,8 +276,10 @@ constexpr Mark kDeviceMarks[] = {
     {"@MEMORY@", "the device's memory"},
     {"@DEVICE_TYPE@", "TE_FL_DEVICE_EXT"},
     {"@INCLUDE_DEVICE@", "#include \"device.hpp\"\n"},
-    {"@DEVICES_FUNCTION@", kDevicesFunction},
-    {"@DEVICES@", "devices,"},
+    {"@INSTANCE@", "DeviceInstance"},
+    {"@DEVICES@",
+     "    // What is here now: ask your driver, and list none if there is none.\n"
+     "    devices = {&@NAME@_backend::kDevice};\n"},
     {"@WHAT@",
      "It provides the device ext:@NAME@:0 and implements relu there in F32 and BF16, as a start; "
      "what "

@@ -35,13 +35,13 @@ inline const char* refuse_rows(const te_fl_tensor& t) {
 }
 
 struct AttentionChoice {
-  int head = 0;                  // width of the tensor-core kernel's heads, 64 or 128; 0: scalar
-  const char* reason = nullptr;  // scalar: why; static text
+  int head = 0;             // width of the tensor-core kernel's heads, 64 or 128; 0: scalar
+  const char* reason = "";  // what that was chosen by; static text
 
   bool tensor_cores() const noexcept { return head != 0; }
   std::string text() const {
-    if (tensor_cores()) return "hopper, heads of " + std::to_string(head);
-    return std::string("scalar: ") + reason;
+    const std::string t = head != 0 ? "hopper, heads of " + std::to_string(head) : "scalar";
+    return t + ": " + reason;
   }
 };
 
@@ -81,7 +81,8 @@ AttentionChoice choose(int architecture, const Args& a,
                        std::initializer_list<const te_fl_tensor*> all) {
   if (const char* why = refuse(architecture, a, all)) return {0, why};
   const int64_t widest = std::max(a.q->dl.shape[a.q->dl.ndim - 1], a.v->dl.shape[a.v->dl.ndim - 1]);
-  return {widest > 64 ? 128 : 64, nullptr};
+  if (widest > 64) return {128, "16-bit tensors on Hopper, a head has more than 64 elements"};
+  return {64, "16-bit tensors on Hopper, heads of at most 64 elements"};
 }
 
 }  // namespace attention_choice

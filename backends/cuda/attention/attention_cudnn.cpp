@@ -383,7 +383,8 @@ std::string words_of(const te_fl_context& ctx, const Args& a) {
   const AttentionProblem p = backend::attention_problem(a);
   if (p.variable_length()) t += ", lengths by cu_seqlens";
   const bool fixed = kBackward<Args> && (ctx.flags & TE_FL_CALL_DETERMINISTIC) != 0;
-  return t + (fixed ? ", deterministic" : "");
+  if (fixed) t += ", deterministic";
+  return t + ": no dropout, bias, ALiBi, sinks or mask tensor";
 }
 
 void enquire(CudnnState&, const te_fl_context&, const te_fl_get_fused_attn_backend_args& a) {

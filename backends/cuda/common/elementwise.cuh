@@ -1,11 +1,12 @@
 // store_elementwise: an elementwise op (a Math of tile.cuh) into an output of any float dtype or
 // quantised, and optionally the sums of the result's columns, through the tile kernels where
-// sources, output and shape are aligned, and else through store_output.
+// choose_store() (store_choice.hpp) says so, and else through store_output.
 #pragma once
 
 #include "common/dtype_bytes.hpp"
 #include "common/measure.cuh"
 #include "common/store.cuh"
+#include "common/store_choice.hpp"
 #include "common/tile_block128.cuh"
 
 namespace te_fl::cuda {
@@ -55,31 +56,23 @@ struct Anywhere {
   }
 };
 
-inline bool aligned(const void* p, int64_t bytes) noexcept {
-  return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
-}
+static_assert(store_choice::kTileRows == kTileRows && store_choice::kTileCols == kTileCols &&
+              store_choice::kBlockTile == kBlockTile);
 
-constexpr int64_t kFewCols = 16384;
-
-// Whether every source can be read 16 bytes at a time, all of one dtype.
+// The kernels of a call into `out`; `bias` and `measured` as in store_elementwise().
 template <class Math>
-bool aligned_sources(const Elementwise<Math>& op, int64_t cols) {
-  const int dtype = op.in[0].source.dtype;
-  if (dtype != TE_FL_F32 && dtype != TE_FL_BF16 && dtype != TE_FL_F16) return false;
-  const int64_t bytes = bytes_of(dtype);
-  if (cols * bytes % 16 != 0) return false;
-  for (const MatrixSource& in : op.in) {
-    const bool fits = in.source.dtype == dtype && in.stride * bytes % 16 == 0 &&
-                      aligned(static_cast<const char*>(in.source.data) + in.first * bytes, 16);
-    if (!fits) return false;
+StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
+                         const te_fl_tensor* bias, bool measured) {
+  StoreSource sources[Math::kSources];
+  for (int s = 0; s < Math::kSources; ++s) {
+    const MatrixSource& in = op.in[s];
+    const int64_t bytes = bytes_of(in.source.dtype);
+    sources[s] = {in.source.dtype, static_cast<const char*>(in.source.data) + in.first * bytes,
+                  in.stride};
   }
-  return true;
-}
-// Whether the codes can be written in whole pieces.
-inline bool aligned_codes(const Quantised& q, int64_t bytes, int outputs) noexcept {
-  if (q.rows != nullptr && !(aligned(q.rows, 8) && q.k * bytes % 16 == 0)) return false;
-  if (q.columns != nullptr && !(aligned(q.columns, 16) && q.m % 16 == 0)) return false;
-  return q.scaling == TE_FL_SCALING_TENSOR || outputs == 1 || q.k / 2 % kBlockTile == 0;
+  // Of the others measure_kernel would have to read halves of rows.
+  constexpr bool kMeasures = Math::kSources == 1 || Bounded<Math>;
+  return choose_store({sources, &out, Math::kOutputs, bias, kMeasures, measured});
 }
 
 template <class Math>
@@ -107,17 +100,15 @@ inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t tile_cols, bool su
   return g;
 }
 
-// *found = the amax of the results. Leaves `q` as it was.
+// *found = the amax of the results, by measure_kernel or tensor_kernel. Leaves `q` as it was.
 template <class Math, int kBytes>
 void launch_measure(const te_fl_context& ctx, const TileSources<Math::kSources>& in, Quantised q,
-                    const Math& math, float* found) {
+                    const Math& math, StoreKernel by, float* found) {
   const cudaStream_t stream = stream_of(ctx);
   check(cudaMemsetAsync(found, 0, sizeof(float), stream), "cudaMemsetAsync");
   const int64_t cols = q.k / Math::kOutputs;
-  if constexpr (Math::kSources == 1 || Bounded<Math>) {  // the others read halves of rows
-    bool compact = true;
-    for (const int64_t row_bytes : in.row_bytes) compact = compact && row_bytes == cols * kBytes;
-    if (compact) {
+  if constexpr (Math::kSources == 1 || Bounded<Math>) {
+    if (by == StoreKernel::kMeasure) {
       const int64_t pieces = q.m * cols * kBytes / 16;
       constexpr int kAtOnce = Math::kSources == 1 ? 4 : 2;
       measure_kernel<Math, kBytes><<<blocks_for(ceil_div(pieces, kAtOnce)), kThreads, 0, stream>>>(
@@ -135,12 +126,12 @@ void launch_measure(const te_fl_context& ctx, const TileSources<Math::kSources>&
 
 template <class Math, int kBytes, bool kSums>
 void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quantised q,
-                     bool compute_scale, bool measured, const BiasOut& sums) {
+                     bool compute_scale, const StoreChoice& choice, const BiasOut& sums) {
   const cudaStream_t stream = stream_of(ctx);
   float* const partials = sums.partials;
   const auto in = tile_sources(op);
   const int64_t cols = q.k / Math::kOutputs;
-  if (q.scaling != TE_FL_SCALING_TENSOR) {
+  if (choice.result == StoreKernel::kBlock) {
     const TileGrid g = tile_grid(q.m, cols, kBlockTile, kSums);
     clear_amax(ctx, q);
     q.running_amax = q.amax;
@@ -152,7 +143,9 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
   TileGrid g = tile_grid(q.m, cols, kTileCols, kSums);
   if (compute_scale) {
     auto* const found = static_cast<float*>(ctx.workspace);
-    if (!measured) launch_measure<Math, kBytes>(ctx, in, q, op.math, found);
+    if (choice.amax != StoreKernel::kNone) {
+      launch_measure<Math, kBytes>(ctx, in, q, op.math, choice.amax, found);
+    }
     q.found = found;
     g.backwards = true;
   } else {
@@ -173,29 +166,13 @@ void launch_plain(const te_fl_context& ctx, const Elementwise<Math>& op, const t
   check_launch("plain_kernel");
 }
 
-// Whether the tile kernels serve the call. Of few rows most of a tile would lie outside.
-template <class Math>
-bool tiles(const Elementwise<Math>& op, const te_fl_tensor& out, const Quantised* q) {
-  const backend::Matrix m = backend::as_matrix(out);
-  const int64_t cols = m.cols / Math::kOutputs;
-  if (m.rows < 16 && cols > kFewCols) return false;
-  if (!aligned_sources(op, cols)) return false;
-  if (ceil_div(m.rows, kTileRows) * ceil_div(cols, kTileCols) > INT32_MAX) return false;
-  if (q == nullptr) return aligned(backend::data<const void>(out), 16);
-  return aligned_codes(*q, bytes_of(op.in[0].source.dtype), Math::kOutputs);
-}
-
-// Lets the kernel write the bias gradient if a row of sums is all of it; false: the partial sums
-// are to be added up. Kernels of blocks write FP32 only.
-inline bool sums_at_once(BiasOut& sums, const te_fl_tensor& bias, unsigned row_steps, bool blocks) {
-  const bool is_f32 = dtype_of(bias) == TE_FL_F32;
-  if (row_steps != 1 || (blocks && !is_f32)) return false;
-  if (is_f32) {
+// Lets the kernel write the bias gradient itself, as choose_store() said.
+inline void sum_at_once(BiasOut& sums, const te_fl_tensor& bias) {
+  if (dtype_of(bias) == TE_FL_F32) {
     sums.partials = backend::data<float>(bias);
   } else {
     sums.bias = Target(bias);
   }
-  return true;
 }
 
 // `out` passed refuse_output(); ctx.workspace holds kStoreWorkspace bytes for it. With kSums, bias
@@ -208,32 +185,32 @@ void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
                        const float* noop = nullptr, float inf_scale = FLT_MAX,
                        bool measured = false) {
   const backend::Matrix m = backend::as_matrix(out);
-  const bool plain = backend::scaling(out) == TE_FL_SCALING_NONE;
-  const bool is_f32 = op.in[0].source.dtype == TE_FL_F32;
+  const StoreChoice choice = choose_store(op, out, kSums ? bias : nullptr, measured);
   auto* partials =
       kSums ? reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace)
             : nullptr;
-  const Quantised q = plain ? Quantised() : quantised(out, noop, inf_scale);
-  const bool empty = m.rows == 0 || m.cols == 0;
-  if (empty || !tiles(op, out, plain ? nullptr : &q)) {
+  if (!choice.tiles()) {
     const Anywhere<Math> general{op, m.cols / Math::kOutputs};
     if constexpr (kSums) column_sums(ctx, m.rows, m.cols, partials, *bias, false, general);
     return store_output(ctx, out, general, noop, inf_scale);
   }
+  const bool is_f32 = op.in[0].source.dtype == TE_FL_F32;
   BiasOut sums{partials, {}};
-  const bool blocks = !plain && q.scaling != TE_FL_SCALING_TENSOR;
-  const unsigned row_steps =
-      tile_grid(m.rows, m.cols, blocks ? kBlockTile : kTileCols, kSums).row_steps;
-  const bool at_once = kSums && sums_at_once(sums, *bias, row_steps, blocks);
-  if (plain) {
+  if (choice.sums == StoreSums::kResult) sum_at_once(sums, *bias);
+  if (choice.result == StoreKernel::kPlain) {
     is_f32 ? launch_plain<Math, 4, kSums>(ctx, op, out, sums)
            : launch_plain<Math, 2, kSums>(ctx, op, out, sums);
   } else {
+    const Quantised q = quantised(out, noop, inf_scale);
     const bool compute_scale = (out.quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
-    is_f32 ? launch_quantise<Math, 4, kSums>(ctx, op, q, compute_scale, measured, sums)
-           : launch_quantise<Math, 2, kSums>(ctx, op, q, compute_scale, measured, sums);
+    is_f32 ? launch_quantise<Math, 4, kSums>(ctx, op, q, compute_scale, choice, sums)
+           : launch_quantise<Math, 2, kSums>(ctx, op, q, compute_scale, choice, sums);
   }
-  if (kSums && !at_once) add_partials(ctx, partials, row_steps, m.cols, *bias, false);
+  if (choice.sums == StoreSums::kPartials) {
+    const int64_t tile_cols = choice.result == StoreKernel::kBlock ? kBlockTile : kTileCols;
+    const unsigned steps = tile_grid(m.rows, m.cols, tile_cols, kSums).row_steps;
+    add_partials(ctx, partials, steps, m.cols, *bias, false);
+  }
 }
 
 }  // namespace te_fl::cuda

@@ -40,9 +40,22 @@ namespace {
 // The runtime's first call in a thread makes a context current, which the driver wants to find: a
 // question without one would be reported by tools that watch the driver's errors.
 constinit thread_local bool t_has_context = false;
+
+// Where the process sees one device only, nothing can be another's.
+bool is_alone() noexcept {
+  static const bool alone = [] {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess && count == 1;
+  }();
+  return alone;
+}
 }  // namespace
 
 cudaError_t current_device(int* device) noexcept {
+  if (t_has_context && is_alone()) {
+    *device = 0;
+    return cudaSuccess;
+  }
   const Driver& d = driver();
   CUdevice found = 0;
   if (t_has_context && d.current_device != nullptr && d.current_device(&found) == CUDA_SUCCESS) {
@@ -66,6 +79,7 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
 }
 
 int device_of_stream(cudaStream_t stream, int likely) noexcept {
+  if (is_alone()) return likely;
   // The context that was found last for each device: nearly always its only one.
   static constinit std::array<std::atomic<CUcontext>, 64> contexts{};
   const auto known = [&](int device) { return device >= 0 && device < std::ssize(contexts); };

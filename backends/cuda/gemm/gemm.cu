@@ -269,10 +269,16 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
 }
 
 std::string words_of(const te_fl_context& ctx, const Args& args) {
-  if (!activates(args)) return path_of(describe(args)).text();
+  const auto product_path = [&](const Args& product) {
+    const Problem p = describe(product);
+    GemmPath path = path_of(p);
+    path.algorithm = algorithm_of(ctx, product, p);
+    return path;
+  };
+  if (!activates(args)) return product_path(args).text();
   const FusedProduct fused(ctx, args);
   const Composed composed(args);
-  GemmPath path = path_of(describe(composed ? composed.product() : args));
+  GemmPath path = product_path(composed ? composed.product() : args);
   path.unfused = fused.refusal();
   path.kind = fused      ? GemmPath::Kind::kFused
               : composed ? GemmPath::Kind::kComposed

@@ -55,6 +55,31 @@ cublasLtMatmulAlgo_t algorithm_of(const GemmChoice& choice) {
   return algo;
 }
 
+// What the heuristic named, by device and problem, for as many problems as a process may be
+// expected to describe; whoever comes later pushes all others out.
+class Named {
+ public:
+  void add(int device, const std::string& problem, const cublasLtMatmulAlgo_t& algo) {
+    const std::lock_guard lock(mutex_);
+    if (all_.size() == kMost) all_.clear();
+    all_.insert_or_assign({device, problem}, algo);
+  }
+  std::optional<cublasLtMatmulAlgo_t> find(int device, const std::string& problem) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = all_.find({device, problem});
+    return found != all_.end() ? std::optional(found->second) : std::nullopt;
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;
+  mutable std::mutex mutex_;
+  std::map<std::pair<int, std::string>, cublasLtMatmulAlgo_t> all_;
+};
+Named& named() {
+  static Named instance;
+  return instance;
+}
+
 class Timer {
  public:
   explicit Timer(cudaStream_t stream) : stream_(stream) {
@@ -114,6 +139,22 @@ bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo
   const std::optional<GemmChoice> found = book().find(key_of(device, problem));
   if (found) algo = algorithm_of(*found);
   return found.has_value();
+}
+
+void note_algorithm(int device, const std::string& problem, const cublasLtMatmulAlgo_t& algo) {
+  named().add(device, problem, algo);
+}
+
+std::string algorithm_words(int device, const std::string& problem, bool measurable) {
+  cublasLtMatmulAlgo_t algo;
+  if (find_gemm_choice(device, problem, algo)) {
+    return text_of(algo) + ": the choice of TE_FL_CUDA_GEMM_FILE";
+  }
+  if (const auto found = named().find(device, problem)) {
+    return text_of(*found) + ": the first of cuBLASLt's heuristic";
+  }
+  return measurable && tunes_gemm() ? "measured at first use (TE_FL_CUDA_GEMM_TUNE)"
+                                    : "chosen by cuBLASLt's heuristic at first use";
 }
 
 std::optional<GemmChoice> time_candidates(int device, const std::string& problem,

@@ -28,6 +28,15 @@ std::string gemm_choices_error();
 // and this library, if there is one. Never waits for a measurement.
 bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo_t& algo);
 
+// Keeps what the heuristic named for `problem`, for algorithm_words(). Thread-safe.
+void note_algorithm(int device, const std::string& problem, const cublasLtMatmulAlgo_t& algo);
+
+// Which algorithm a product takes and who chose it, as words: the file, the heuristic when an
+// earlier call asked it, or that this is decided at first use. `measurable`: the problem is one
+// that is measured where measuring is on. Asks the library nothing but an algorithm's attributes;
+// throws as find_gemm_choice().
+std::string algorithm_words(int device, const std::string& problem, bool measurable);
+
 // Whether products without a choice are to be measured.
 bool tunes_gemm() noexcept;
 

@@ -18,11 +18,13 @@ struct GemmPath {
   bool fp8 = false;                 // the library multiplies FP8
   const char* converted = nullptr;  // what is done to the operands before; static text
   const char* indirect = nullptr;   // why the library does not write D; static text
+  std::string algorithm{};          // the library's, and who chose it; empty: it is not called
 
   std::string text() const {
     if (kind == Kind::kFused) return "fused_gemm: product and GELU in one kernel of the plugin";
     std::string t = product();
     if (kind == Kind::kComposed) t += ", then the kernel of GELU";
+    if (!algorithm.empty()) t += "; algorithm " + algorithm;
     if (unfused != nullptr) t += std::string("; not fused_gemm: ") + unfused;
     return t;
   }

@@ -281,8 +281,21 @@ void describe_operation(Matmul& matmul, const Args& args, const Problem& p, cons
   }
 }
 
+// What is converted lies in scratch.
+uint32_t operand_alignment(const Problem& p, const Operand& o) {
+  if (p.convert != Convert::kNone) return 256;
+  return alignment_of(p.fp8 ? o.codes : backend::data<void>(*o.tensor));
+}
+uint32_t out_alignment(const Args& args, const Problem& p) {
+  return p.direct ? alignment_of(backend::data<void>(*args.d)) : 256u;
+}
+uint32_t least_alignment(const Args& args, const Problem& p) {
+  return std::min({operand_alignment(p, p.a), operand_alignment(p, p.b), out_alignment(args, p)});
+}
+
 // Everything that the choice of an algorithm depends on.
-std::string problem_key(const Args& args, const Problem& p, uint32_t alignment) {
+std::string problem_key(const Args& args, const Problem& p) {
+  const uint32_t alignment = least_alignment(args, p);
   std::string key = text_of(args, p) + " align=" + std::to_string(alignment);
   if (p.block) {
     key += " scaling=" + std::to_string(backend::scaling(*args.a)) + "," +
@@ -303,7 +316,15 @@ bool captures(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+// Whether such products are measured where measuring is on and the stream is not being captured.
+bool measurable(const Problem& p) { return p.convert == Convert::kNone; }
+
 }  // namespace
+
+std::string algorithm_of(const te_fl_context& ctx, const Args& args, const Problem& p) {
+  if (!runs_library(p)) return {};
+  return algorithm_words(ctx.device.index, problem_key(args, p), measurable(p));
+}
 
 Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const int device = ctx.device.index;
@@ -338,21 +359,14 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     check(lt.preference_set(&preference, attribute, &value, sizeof value),
           "cublasLtMatmulPreferenceSetAttribute", what);
   };
-  const bool in_scratch = p.convert != Convert::kNone;
-  const auto operand_alignment = [&](const Operand& o) {
-    return in_scratch ? 256u : alignment_of(p.fp8 ? o.codes : backend::data<void>(*o.tensor));
-  };
-  const uint32_t out_alignment = p.direct ? alignment_of(backend::data<void>(*args.d)) : 256u;
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLibraryWorkspace});
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, operand_alignment(p.b));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, operand_alignment(p.a));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out_alignment);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out_alignment);
-  const uint32_t alignment =
-      std::min({operand_alignment(p.a), operand_alignment(p.b), out_alignment});
-  const std::string key = problem_key(args, p, alignment);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, operand_alignment(p, p.b));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, operand_alignment(p, p.a));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out_alignment(args, p));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out_alignment(args, p));
+  const std::string key = problem_key(args, p);
   if (find_gemm_choice(device, key, matmul.algo)) return plan;
-  const bool tunes = tunes_gemm() && p.convert == Convert::kNone && !captures(stream_of(ctx));
+  const bool tunes = tunes_gemm() && measurable(p) && !captures(stream_of(ctx));
   constexpr int kMostCandidates = 64;
   std::array<cublasLtMatmulHeuristicResult_t, kMostCandidates> found{};
   int count = 0;
@@ -363,7 +377,9 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     if (p.bias_grad) {
       Problem without = p;
       without.bias_grad = false;
-      return make_plan(ctx, args, without);
+      plan = make_plan(ctx, args, without);
+      note_algorithm(device, key, plan.matmul.algo);
+      return plan;
     }
     backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
   }
@@ -382,8 +398,10 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
                      &count) == CUBLAS_STATUS_SUCCESS) {
       add();
     }
-    matmul.algo = tune_gemm(ctx, args, p, matmul, key, std::move(candidates), alignment);
+    matmul.algo =
+        tune_gemm(ctx, args, p, matmul, key, std::move(candidates), least_alignment(args, p));
   }
+  note_algorithm(device, key, matmul.algo);
   return plan;
 }
 

@@ -85,6 +85,11 @@ Problem problem_of(const Plan& plan, const te_fl_generic_gemm_args& args);
 // This says how such a product goes, by what describe() found.
 GemmPath path_of(const Problem& p);
 
+// Which algorithm of the library such a product takes, as algorithm_words() (gemm_algorithm.hpp);
+// empty if the library is not called.
+std::string algorithm_of(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
+                         const Problem& p);
+
 // "generic_gemm m=.. n=.. k=.. ..", for errors.
 std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);
 

@@ -72,15 +72,16 @@ struct NormChoice {
   // with `amax`, of a result under current scaling its amax.
   NormKernel first = NormKernel::kNone;
   bool amax = false;
-  const char* reason = nullptr;  // a general kernel: why no other serves the call; static text
+  // What of the call `result` was chosen by: what it is for or, where another kernel comes before
+  // it, why that one does not serve. Static text.
+  const char* reason = "";
 
   std::string text() const {
     std::string t;
     if (first != NormKernel::kNone) {
       t = std::string(amax ? "amax by " : "statistics by ") + name_of(first) + ", result by ";
     }
-    t += name_of(result);
-    return reason != nullptr ? t + ": " + reason : t;
+    return t + name_of(result) + ": " + reason;
   }
 };
 
@@ -168,7 +169,7 @@ inline const char* refuse_plain16(const NormForward& f, bool amax) {
   const int dtype = dtype_in(*f.x);
   if (const char* why = refuse_shape(backend::as_matrix(*f.x), kHeldCols)) return why;
   if (dtype == TE_FL_F32) return "x is FP32";
-  if (f.sum != nullptr) return "a residual";
+  if (f.sum != nullptr) return "there is a residual";
   return refuse_vectors(dtype, f.x, f.gamma, f.beta, amax ? nullptr : f.z);
 }
 inline const char* refuse_block128(const NormForward& f) {
@@ -220,7 +221,8 @@ inline const char* refuse_cluster(const NormForward& f, const NormDevice& device
 constexpr int64_t kRegisterCols = 256 * kGroupSize * 4;  // of a block that reads a row once
 inline NormChoice general(const NormForward& f, const NormDevice& device, const char* reason) {
   const backend::Matrix m = backend::as_matrix(*f.x);
-  NormChoice c{.reason = reason};
+  NormChoice c;
+  c.reason = reason;
   if (backend::scaling(*f.z) == TE_FL_SCALING_NONE && f.sum == nullptr && m.rows > 0 &&
       m.rows <= INT32_MAX && m.cols > 0 && m.cols <= kRegisterCols) {
     c.result = NormKernel::kGeneralRows;
@@ -242,16 +244,24 @@ inline NormChoice scaled(const NormForward& f, const NormDevice& device) {
   const bool both = columns(*f.z) != nullptr;
   const NormKernel codes = both ? NormKernel::kCluster : NormKernel::kRowwise;
   if ((f.z->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) {
-    const char* why = refuse_codes(f, device);
-    return why == nullptr ? NormChoice{.result = codes} : general(f, device, why);
+    if (const char* why = refuse_codes(f, device)) return general(f, device, why);
+    return {codes, NormKernel::kNone, false,
+            both ? "column-wise codes under a given scale" : "row-wise codes under a given scale"};
   }
-  if (both && refuse_block128(f) == nullptr && refuse_plain16(f, true) == nullptr) {
-    return {.result = NormKernel::kBlock128, .first = NormKernel::kPlain16, .amax = true};
+  const char* reason = "row-wise codes under current scaling";
+  if (both) {
+    reason = refuse_block128(f);
+    if (reason == nullptr) reason = refuse_plain16(f, true);
+    if (reason == nullptr) {
+      return {NormKernel::kBlock128, NormKernel::kPlain16, true,
+              "column-wise codes under current scaling"};
+    }
   }
   if (const char* why = refuse_rowwise(f, Task::kAmax, device)) return general(f, device, why);
-  const char* why = refuse_codes(summed(f), device);
-  if (why == nullptr) return {.result = codes, .first = NormKernel::kRowwise, .amax = true};
-  return {.first = NormKernel::kRowwise, .reason = why};
+  if (const char* why = refuse_codes(summed(f), device)) {
+    return {NormKernel::kGeneral, NormKernel::kRowwise, false, why};
+  }
+  return {codes, NormKernel::kRowwise, true, reason};
 }
 
 }  // namespace norm_choice
@@ -264,13 +274,16 @@ inline NormChoice choose_norm(const NormForward& f, const NormDevice& device) {
   if (m.rows == 0 || m.cols == 0) return general(f, device, "a tensor without elements");
   if (scaling == TE_FL_SCALING_TENSOR) return scaled(f, device);
   if (scaling != TE_FL_SCALING_NONE) {
-    const char* why = refuse_block128(f);
-    return why == nullptr ? NormChoice{.result = NormKernel::kBlock128} : general(f, device, why);
+    if (const char* why = refuse_block128(f)) return general(f, device, why);
+    return {NormKernel::kBlock128, NormKernel::kNone, false, "scales of 128 blocks"};
   }
   if (dtype_in(*f.z) != dtype_in(*f.x)) return general(f, device, "z is of another dtype than x");
-  if (refuse_plain16(f, false) == nullptr) return {.result = NormKernel::kPlain16};
-  const char* why = refuse_rowwise(f, Task::kPlain, device);
-  return why == nullptr ? NormChoice{.result = NormKernel::kRowwise} : general(f, device, why);
+  const char* reason = refuse_plain16(f, false);
+  if (reason == nullptr) {
+    return {NormKernel::kPlain16, NormKernel::kNone, false, "rows of 16-bit elements, in and out"};
+  }
+  if (const char* why = refuse_rowwise(f, Task::kPlain, device)) return general(f, device, why);
+  return {NormKernel::kRowwise, NormKernel::kNone, false, reason};
 }
 
 namespace norm_choice {
@@ -309,7 +322,8 @@ inline NormChoice choose_norm(const NormBackward& b, const NormDevice& device) {
     why = refuse_shared(device, grad_shared(m.cols, groups, bytes, b.add != nullptr),
                         grad_static(grad_threads(groups, bytes)));
   }
-  return why == nullptr ? NormChoice{.result = NormKernel::kGrad} : NormChoice{.reason = why};
+  if (why != nullptr) return {NormKernel::kGeneral, NormKernel::kNone, false, why};
+  return {NormKernel::kGrad, NormKernel::kNone, false, "rows that a block holds, all of one dtype"};
 }
 
 }  // namespace te_fl::cuda

@@ -6,6 +6,7 @@
 #include "plugin/families.hpp"
 #include "pointwise/activation.cuh"
 #include "pointwise/activation.hpp"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -76,54 +77,58 @@ MatrixSource half(const te_fl_tensor& t, int which) {
   return {Source(t), which * (cols_of(t) / 2), cols_of(t)};
 }
 
+// ---- calls as elementwise ops
+
 template <class Act>
-void forward(const te_fl_context& ctx, const te_fl_activation_act_fwd_args& args) {
-  check_output(*args.output, "output");
-  store_elementwise<false>(ctx, *args.output, Elementwise<Forward<Act>>{{whole(*args.input)}, {}});
+Elementwise<Forward<Act>> forward(const te_fl_activation_act_fwd_args& args) {
+  return {{whole(*args.input)}, {}};
 }
 template <class Act, class Args>
 Elementwise<Gradient<Act>> gradient(const Args& args) {
   return {{whole(*args.grad), whole(*args.input)}, {}};
 }
-template <class Act>
-void backward(const te_fl_context& ctx, const te_fl_activation_act_bwd_args& args) {
-  check_output(*args.output, "output");
-  store_elementwise<false>(ctx, *args.output, gradient<Act>(args));
+template <class Gate, class Args>
+Elementwise<Gated<Gate>> gated_by(const Args& args, const Gate& gate) {
+  return {{half(*args.input, 0), half(*args.input, 1)}, {gate}};
+}
+template <class Gate, class Args>
+Elementwise<GatedGradient<Gate>> gradient_by(const Args& args, const Gate& gate) {
+  return {{whole(*args.grad), half(*args.input, 0), half(*args.input, 1)}, {gate}};
 }
 template <class Act>
-void backward_dbias(const te_fl_context& ctx, const te_fl_activation_dbias_act_args& args) {
-  check_output(*args.output, "output");
-  store_elementwise<true>(ctx, *args.output, gradient<Act>(args), args.dbias);
+auto gated(const te_fl_activation_glu_fwd_args& args) {
+  return gated_by(args, ActGate<Act>{});
+}
+template <class Act>
+auto gated_gradient(const te_fl_activation_glu_bwd_args& args) {
+  return gradient_by(args, ActGate<Act>{});
+}
+auto clamped(const te_fl_activation_clamped_fwd_args& args) {
+  return gated_by(args, ClampedGate{args.limit, args.alpha});
+}
+auto clamped_gradient(const te_fl_activation_clamped_bwd_args& args) {
+  return gradient_by(args, ClampedGate{args.limit, args.alpha});
 }
 
-template <class Gate, class Args>
-void gated(const te_fl_context& ctx, const Args& args, const Gate& gate) {
+template <class Args>
+concept SumsBias = requires(const Args& args) { args.dbias; };
+template <class Args>
+const te_fl_tensor* bias_of(const Args& args) {
+  if constexpr (SumsBias<Args>) {
+    return args.dbias;
+  } else {
+    return nullptr;
+  }
+}
+// Op gives the elementwise op of a call.
+template <class Args, auto Op>
+void store(const te_fl_context& ctx, const Args& args) {
   check_output(*args.output, "output");
-  store_elementwise<false>(
-      ctx, *args.output,
-      Elementwise<Gated<Gate>>{{half(*args.input, 0), half(*args.input, 1)}, {gate}});
+  store_elementwise<SumsBias<Args>>(ctx, *args.output, Op(args), bias_of(args));
 }
-template <class Gate, class Args>
-void gated_gradient(const te_fl_context& ctx, const Args& args, const Gate& gate) {
-  check_output(*args.output, "output");
-  store_elementwise<false>(
-      ctx, *args.output,
-      Elementwise<GatedGradient<Gate>>{
-          {whole(*args.grad), half(*args.input, 0), half(*args.input, 1)}, {gate}});
-}
-template <class Act>
-void gated_forward(const te_fl_context& ctx, const te_fl_activation_glu_fwd_args& args) {
-  gated(ctx, args, ActGate<Act>{});
-}
-template <class Act>
-void gated_backward(const te_fl_context& ctx, const te_fl_activation_glu_bwd_args& args) {
-  gated_gradient(ctx, args, ActGate<Act>{});
-}
-void clamped_forward(const te_fl_context& ctx, const te_fl_activation_clamped_fwd_args& args) {
-  gated(ctx, args, ClampedGate{args.limit, args.alpha});
-}
-void clamped_backward(const te_fl_context& ctx, const te_fl_activation_clamped_bwd_args& args) {
-  gated_gradient(ctx, args, ClampedGate{args.limit, args.alpha});
+template <class Args, auto Op>
+std::string words_of(const te_fl_context&, const Args& args) {
+  return choose_store(Op(args), *args.output, bias_of(args), false).text();
 }
 
 // ---- what is not served
@@ -156,9 +161,10 @@ Refusal refuse_gated_backward(const Args& args) {
 
 using Ops = std::vector<te_fl_op_desc>;
 
-template <class Args, auto F, auto Refuses>
+template <class Args, auto Op, auto Refuses>
 void append(Ops& ops, const char* name) {
-  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.push_back(descriptor<Args, store<Args, Op>, Refuses>(name));
+  ops.back().describe = backend::describe_thunk<Args, words_of<Args, Op>>;
   ops.back().workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
     *bytes = kStoreWorkspace;
     return te_fl_status{TE_FL_OK};
@@ -170,38 +176,41 @@ size_t dbias_workspace(const te_fl_context&, const te_fl_activation_dbias_act_ar
   return dbias_dgelu_workspace(matrix.rows, matrix.cols);
 }
 
+using ForwardArgs = te_fl_activation_act_fwd_args;
+using BackwardArgs = te_fl_activation_act_bwd_args;
+using DbiasArgs = te_fl_activation_dbias_act_args;
+
 template <class Act>
 void append_plain(Ops& ops, const char* name, const char* gradient_name, const char* dbias_name) {
-  append<te_fl_activation_act_fwd_args, forward<Act>, refuse_forward>(ops, name);
-  append<te_fl_activation_act_bwd_args, backward<Act>,
-         refuse_backward<te_fl_activation_act_bwd_args>>(ops, gradient_name);
-  append<te_fl_activation_dbias_act_args, backward_dbias<Act>, refuse_dbias>(ops, dbias_name);
-  ops.back().workspace = backend::workspace_thunk<te_fl_activation_dbias_act_args, dbias_workspace>;
+  append<ForwardArgs, forward<Act>, refuse_forward>(ops, name);
+  append<BackwardArgs, gradient<Act, BackwardArgs>, refuse_backward<BackwardArgs>>(ops,
+                                                                                   gradient_name);
+  append<DbiasArgs, gradient<Act, DbiasArgs>, refuse_dbias>(ops, dbias_name);
+  ops.back().workspace = backend::workspace_thunk<DbiasArgs, dbias_workspace>;
 }
 template <class Act>
 void append_gated(Ops& ops, const char* name, const char* gradient_name) {
-  append<te_fl_activation_glu_fwd_args, gated_forward<Act>,
-         refuse_gated<te_fl_activation_glu_fwd_args>>(ops, name);
-  append<te_fl_activation_glu_bwd_args, gated_backward<Act>,
+  append<te_fl_activation_glu_fwd_args, gated<Act>, refuse_gated<te_fl_activation_glu_fwd_args>>(
+      ops, name);
+  append<te_fl_activation_glu_bwd_args, gated_gradient<Act>,
          refuse_gated_backward<te_fl_activation_glu_bwd_args>>(ops, gradient_name);
 }
 
 }  // namespace
 
 void gelu(const te_fl_context& ctx, const te_fl_activation_act_fwd_args& args) {
-  forward<Gelu>(ctx, args);
+  store<ForwardArgs, forward<Gelu>>(ctx, args);
 }
 void dgelu(const te_fl_context& ctx, const te_fl_activation_act_bwd_args& args) {
-  backward<Gelu>(ctx, args);
+  store<BackwardArgs, gradient<Gelu, BackwardArgs>>(ctx, args);
 }
 void dbias_dgelu(const te_fl_context& ctx, const te_fl_activation_dbias_act_args& args) {
-  backward_dbias<Gelu>(ctx, args);
+  store<DbiasArgs, gradient<Gelu, DbiasArgs>>(ctx, args);
 }
 size_t gelu_measured_workspace() { return kStoreWorkspace; }
 void gelu_measured(const te_fl_context& ctx, const te_fl_activation_act_fwd_args& args) {
   check_output(*args.output, "output");
-  store_elementwise<false>(ctx, *args.output, Elementwise<Forward<Gelu>>{{whole(*args.input)}, {}},
-                           nullptr, nullptr, FLT_MAX, true);
+  store_elementwise<false>(ctx, *args.output, forward<Gelu>(args), nullptr, nullptr, FLT_MAX, true);
 }
 size_t dbias_dgelu_workspace(int64_t rows, int64_t cols) {
   return kStoreWorkspace + column_sums_bytes(rows, cols);
@@ -219,9 +228,9 @@ void append_activation(Ops& ops) {
   append_gated<Srelu>(ops, "sreglu", "dsreglu");
   append_gated<Silu>(ops, "swiglu", "dswiglu");
   append_gated<Sigmoid>(ops, "glu", "dglu");
-  append<te_fl_activation_clamped_fwd_args, clamped_forward,
+  append<te_fl_activation_clamped_fwd_args, clamped,
          refuse_gated<te_fl_activation_clamped_fwd_args>>(ops, "clamped_swiglu");
-  append<te_fl_activation_clamped_bwd_args, clamped_backward,
+  append<te_fl_activation_clamped_bwd_args, clamped_gradient,
          refuse_gated_backward<te_fl_activation_clamped_bwd_args>>(ops, "clamped_dswiglu");
 }
 

@@ -29,9 +29,7 @@ struct Decode {
   }
 };
 
-// 64 rows x 128 columns for each block: four rows of eight codes for each thread.
-constexpr int kDecodeRows = 64, kDecodeCols = 128;
-
+// kDecodeRows x kDecodeCols for each block: four rows of eight codes for each thread.
 __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out, unsigned strips) {
   const unsigned step = blockIdx.x / strips, strip = blockIdx.x - step * strips;
   const int thread = static_cast<int>(threadIdx.x);
@@ -68,11 +66,6 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out,
     store_piece<8>(out, (row + i) * in.k + col, v);
   }
 }
-bool decode_tiles(const Decode& in, const te_fl_tensor& out) {
-  return !in.transposed && in.m > 0 && in.k > 0 && in.k % 8 == 0 && aligned(in.codes.data, 8) &&
-         aligned(backend::data<const void>(out), 16) &&
-         ceil_div(in.m, kDecodeRows) * ceil_div(in.k, kDecodeCols) <= INT32_MAX;
-}
 void launch_decode(const te_fl_context& ctx, const Decode& in, const te_fl_tensor& out) {
   const int64_t strips = ceil_div(in.k, kDecodeCols), steps = ceil_div(in.m, kDecodeRows);
   decode_kernel<<<static_cast<unsigned>(steps * strips), kThreads, 0, stream_of(ctx)>>>(
@@ -96,7 +89,7 @@ void dequantize(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
                 quant.scaling, matrix.rows,
                 matrix.cols,   transposed};
   if (transposed) decode.codes.data = quant.columnwise_data;
-  if (decode_tiles(decode, *args.output)) return launch_decode(ctx, decode, *args.output);
+  if (choose_quantize(args).whole) return launch_decode(ctx, decode, *args.output);
   store_output(ctx, *args.output, decode);
 }
 Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
@@ -248,11 +241,7 @@ void fp8_transpose(const te_fl_context& ctx, const te_fl_fp8_transpose_args& arg
   const auto* in = backend::data<const uint8_t>(*args.input);
   auto* out = backend::data<uint8_t>(*args.output);
   const int64_t m = matrix.rows, k = matrix.cols;
-  const bool whole =
-      m > 0 && k > 0 && m % 16 == 0 && k % 16 == 0 && aligned(in, 16) && aligned(out, 16);
-  if (whole && ceil_div(m, 128) * ceil_div(k, 128) <= INT32_MAX) {
-    return transpose_tiles(ctx, args, matrix, sums);
-  }
+  if (choose_quantize(args).whole) return transpose_tiles(ctx, args, matrix, sums);
   if (sums.partials != nullptr) {
     column_sums(ctx, m, k, sums.partials, *args.column_sums, false,
                 Codes{Source(*args.input), k, sums.scale_inv});
@@ -284,8 +273,10 @@ Refusal refuse_transpose(const te_fl_fp8_transpose_args& args) {
 void append_dequantize(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(
       descriptor<te_fl_dequantize_args, dequantize, refuse_dequantize>("dequantize"));
+  ops.back().describe = kDescribe<te_fl_dequantize_args>;
   ops.push_back(
       descriptor<te_fl_fp8_transpose_args, fp8_transpose, refuse_transpose>("fp8_transpose"));
+  ops.back().describe = kDescribe<te_fl_fp8_transpose_args>;
   ops.back().later_args = "scale_inv column_sums";
   ops.back().workspace =
       backend::workspace_thunk<te_fl_fp8_transpose_args, transpose_workspace>;

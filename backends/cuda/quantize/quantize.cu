@@ -39,14 +39,7 @@ size_t bgrad_workspace(const te_fl_context&, const te_fl_bgrad_quantize_args& ar
 // ---- bare codes
 
 void cast_to_fp8(const te_fl_context& ctx, const te_fl_cast_to_fp8_args& args) {
-  te_fl_quant quant;
-  quant.scaling = TE_FL_SCALING_TENSOR;
-  quant.scale = backend::data<float>(*args.scale);
-  if (args.amax != nullptr) quant.amax = backend::data<float>(*args.amax);
-  if (args.scale_inv != nullptr) quant.scale_inv = backend::data<float>(*args.scale_inv);
-  te_fl_tensor out = *args.output;
-  out.quant = &quant;
-  quantize_rows(ctx, *args.input, 0, out, nullptr);
+  quantize_rows(ctx, *args.input, 0, BareCodes(args).tensor, nullptr);
 }
 Refusal refuse_cast(const te_fl_cast_to_fp8_args& args) {
   if (!all_dense(args.input, args.output)) return kNotContiguous;
@@ -92,7 +85,7 @@ void compute_amax(const te_fl_context& ctx, const te_fl_compute_amax_args& args)
   const int dtype = dtype_of(*args.input);
   const int64_t bytes = bytes_of(dtype), pieces = n * bytes / 16;
   const auto* x = backend::data<const uint4>(*args.input);
-  if (aligned(x, 16) && n * bytes % 16 == 0) {
+  if (choose_quantize(args).whole) {
     const auto kernel = bytes == 4 ? flat_amax_kernel<4> : flat_amax_kernel<2>;
     kernel<<<blocks_for(ceil_div(pieces, 4)), kThreads, 0, stream>>>(x, pieces,
                                                                      dtype == TE_FL_F16, amax);
@@ -110,6 +103,7 @@ using Ops = std::vector<te_fl_op_desc>;
 template <class Args, auto F, auto Refuses>
 void append(Ops& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().describe = kDescribe<Args>;
   ops.back().workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
     *bytes = kStoreWorkspace;
     return te_fl_status{TE_FL_OK};

@@ -4,6 +4,8 @@
 #include "common/elementwise.cuh"
 #include "common/overlap.hpp"
 #include "plugin/families.hpp"
+#include "quantize/quantize_choice.hpp"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 
@@ -29,6 +31,14 @@ inline Elementwise<Copy> copy_of(const te_fl_tensor& input, int64_t first_row,
 }
 void quantize_rows(const te_fl_context& ctx, const te_fl_tensor& input, int64_t first_row,
                    const te_fl_tensor& output, const float* noop);
+
+// The descriptor's describe().
+template <class Args>
+std::string words_of(const te_fl_context&, const Args& args) {
+  return choose_quantize(args).text();
+}
+template <class Args>
+constexpr auto kDescribe = backend::describe_thunk<Args, words_of<Args>>;
 
 inline Refusal refuse_pair(const te_fl_tensor& input, const te_fl_tensor& output) {
   if (!dense(&input)) return kNotContiguous;

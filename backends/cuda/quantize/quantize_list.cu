@@ -22,12 +22,6 @@ struct Items {
   bool backwards;
 };
 
-// What decides the kernel that serves an item.
-struct Kind {
-  bool is_f32, blocks, compute_scale;
-  bool operator==(const Kind&) const = default;
-};
-
 template <int kBytes, bool kBlocks, int kCapacity>
 __global__ void __launch_bounds__(kBlocks ? kBlockThreads : kThreads, kBlocks ? 2 : 3)
     list_kernel(const __grid_constant__ Items<kCapacity> list) {
@@ -64,7 +58,7 @@ __global__ void __launch_bounds__(kBlocks ? kBlockThreads : kThreads, kBlocks ? 
 }
 
 template <int kCapacity>
-void launch(const te_fl_context& ctx, const Items<kCapacity>& list, const Kind& kind) {
+void launch(const te_fl_context& ctx, const Items<kCapacity>& list, const QuantizeKind& kind) {
   const auto kernel = kind.is_f32 ? kind.blocks ? list_kernel<4, true, kCapacity>
                                                 : list_kernel<4, false, kCapacity>
                       : kind.blocks ? list_kernel<2, true, kCapacity>
@@ -73,30 +67,12 @@ void launch(const te_fl_context& ctx, const Items<kCapacity>& list, const Kind& 
   check_launch("list_kernel");
 }
 
-// The tensors of a call: input rows from first_row on, and the output.
-struct Pair {
-  const te_fl_tensor *input, *output;
-  int64_t first_row;
-};
-// The kind of a pair that the tile kernels serve; false for the others.
-bool kind_of(const Pair& pair, Kind& kind) {
-  const backend::Matrix m = backend::as_matrix(*pair.output);
-  const Quantised q = quantised(*pair.output, nullptr, FLT_MAX);
-  if (m.rows == 0 || m.cols == 0) return false;
-  if (!tiles(copy_of(*pair.input, pair.first_row, *pair.output), *pair.output, &q)) return false;
-  kind.is_f32 = dtype_of(*pair.input) == TE_FL_F32;
-  kind.blocks = q.scaling != TE_FL_SCALING_TENSOR;
-  kind.compute_scale =
-      !kind.blocks && (pair.output->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
-  return true;
-}
-
 template <int kCapacity>
 class Launcher {
  public:
-  Launcher(const te_fl_context& ctx, const Kind& kind) : ctx_(ctx), kind_(kind) {}
+  Launcher(const te_fl_context& ctx, const QuantizeKind& kind) : ctx_(ctx), kind_(kind) {}
   // `found`: where current scaling keeps the item's amax.
-  void add(const Pair& pair, const float* noop, float* found) {
+  void add(const QuantizePair& pair, const float* noop, float* found) {
     const Elementwise<Copy> op = copy_of(*pair.input, pair.first_row, *pair.output);
     const int dtype = op.in[0].source.dtype;
     Item& item = list_.items[list_.count];
@@ -141,62 +117,53 @@ class Launcher {
   }
 
   const te_fl_context& ctx_;
-  Kind kind_;
+  QuantizeKind kind_;
   Items<kCapacity> list_{};
 };
 
-template <int kCapacity, class PairOf>
-void quantise_kind(const te_fl_context& ctx, const Kind& kind, int64_t count, const PairOf& pair_of,
+template <int kCapacity, class Pairs>
+void quantise_kind(const te_fl_context& ctx, size_t kind, int64_t count, Pairs& pair_of,
                    const float* noop) {
   auto* found = reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
-  Launcher<kCapacity> launcher(ctx, kind);
-  Kind mine;
+  Launcher<kCapacity> launcher(ctx, kQuantizeKinds[kind]);
   for (int64_t i = 0; i < count; ++i) {
-    const Pair pair = pair_of(i);
-    if (kind_of(pair, mine) && mine == kind) launcher.add(pair, noop, found + i);
+    const QuantizePair pair = pair_of(i);
+    if (quantize_kind(pair) == kind) launcher.add(pair, noop, found + i);
   }
   launcher.flush();
 }
 
 // Every pair, each kind in as few launches as there may be.
-template <class PairOf>
-void quantise_list(const te_fl_context& ctx, int64_t count, const PairOf& pair_of,
-                   const float* noop) {
-  constexpr Kind kKinds[] = {{false, false, false}, {false, false, true}, {false, true, false},
-                             {true, false, false},  {true, false, true},  {true, true, false}};
-  int64_t members[std::size(kKinds)] = {};
-  Kind kind;
-  for (int64_t i = 0; i < count; ++i) {
-    const Pair pair = pair_of(i);
-    if (!kind_of(pair, kind)) {
-      quantize_rows(ctx, *pair.input, pair.first_row, *pair.output, noop);
-      continue;
-    }
-    for (size_t k = 0; k < std::size(kKinds); ++k) members[k] += kind == kKinds[k];
+template <class Pairs>
+void quantise_list(const te_fl_context& ctx, int64_t count, Pairs pair_of, const float* noop) {
+  const QuantizeListChoice choice = choose_quantize_list(count, pair_of);
+  for (int64_t i = 0; choice.alone > 0 && i < count; ++i) {
+    const QuantizePair pair = pair_of(i);
+    if (quantize_kind(pair) < kQuantizeKinds.size()) continue;
+    quantize_rows(ctx, *pair.input, pair.first_row, *pair.output, noop);
   }
-  if (members[1] + members[4] > 0) {
+  bool finds_scales = false;
+  for (size_t k = 0; k < kQuantizeKinds.size(); ++k) {
+    finds_scales |= kQuantizeKinds[k].compute_scale && choice.members[k] > 0;
+  }
+  if (finds_scales) {
     check(cudaMemsetAsync(static_cast<char*>(ctx.workspace) + kStoreWorkspace, 0,
                           static_cast<size_t>(count) * sizeof(float), stream_of(ctx)),
           "cudaMemsetAsync");
   }
-  for (size_t k = 0; k < std::size(kKinds); ++k) {
-    if (members[k] == 0) continue;
-    if (members[k] <= kFew) {
-      quantise_kind<kFew>(ctx, kKinds[k], count, pair_of, noop);
+  for (size_t k = 0; k < kQuantizeKinds.size(); ++k) {
+    if (choice.members[k] == 0) continue;
+    if (choice.members[k] <= kFew) {
+      quantise_kind<kFew>(ctx, k, count, pair_of, noop);
     } else {
-      quantise_kind<kMany>(ctx, kKinds[k], count, pair_of, noop);
+      quantise_kind<kMany>(ctx, k, count, pair_of, noop);
     }
   }
 }
 
 void multi_tensor_quantize(const te_fl_context& ctx, const te_fl_multi_tensor_quantize_args& args) {
   for (int64_t i = 0; i < args.outputs_count; ++i) check_output(*args.outputs[i], "outputs");
-  quantise_list(
-      ctx, args.outputs_count,
-      [&args](int64_t i) {
-        return Pair{args.inputs[i], args.outputs[i], 0};
-      },
-      noop_of(args.noop_flag));
+  quantise_list(ctx, args.outputs_count, pairs_of(args), noop_of(args.noop_flag));
 }
 Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& args) {
   if (any_overlap(args.outputs, args.outputs_count, args.inputs, args.inputs_count)) {
@@ -219,16 +186,7 @@ void split_quantize(const te_fl_context& ctx, const te_fl_split_quantize_args& a
     backend::invalid("outputs have " + std::to_string(rows) + " rows together, and input has " +
                      std::to_string(have) + "; they must be equal");
   }
-  // Asked for in ascending order, over and over.
-  int64_t at = 0, first = 0;
-  quantise_list(
-      ctx, args.outputs_count,
-      [&args, &at, &first](int64_t i) {
-        if (i == 0) at = 0, first = 0;
-        for (; at < i; ++at) first += backend::as_matrix(*args.outputs[at]).rows;
-        return Pair{args.input, args.outputs[i], first};
-      },
-      nullptr);
+  quantise_list(ctx, args.outputs_count, pairs_of(args), nullptr);
 }
 Refusal refuse_split_quantize(const te_fl_split_quantize_args& args) {
   for (int64_t i = 0; i < args.outputs_count; ++i) {
@@ -244,6 +202,7 @@ size_t list_workspace(const te_fl_context&, const Args& args) {
 template <class Args, auto F, auto Refuses>
 void append(std::vector<te_fl_op_desc>& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().describe = kDescribe<Args>;
   ops.back().workspace = backend::workspace_thunk<Args, list_workspace<Args>>;
 }
 

@@ -55,6 +55,11 @@ struct ChoiceCall {
   void add_bias() { backward.bias = forward.bias = &bias.t; }
 };
 
+constexpr const char* kWide =
+    "hopper, heads of 128: 16-bit tensors on Hopper, a head has more than 64 elements";
+constexpr const char* kNarrow =
+    "hopper, heads of 64: 16-bit tensors on Hopper, heads of at most 64 elements";
+
 std::string both(const ChoiceCall& call, int architecture = 90) {
   const std::string forward = choose_attention(architecture, call.forward).text();
   EXPECT_EQ(choose_attention(architecture, call.backward).text(), forward);
@@ -63,10 +68,10 @@ std::string both(const ChoiceCall& call, int architecture = 90) {
 
 TEST(CudaAttentionChoice, HalfPrecisionOnHopperTakesTensorCores) {
   for (const int dtype : {TE_FL_BF16, TE_FL_F16}) {
-    EXPECT_EQ(both(ChoiceCall(dtype, 128, 128)), "hopper, heads of 128");
-    EXPECT_EQ(both(ChoiceCall(dtype, 64, 64)), "hopper, heads of 64");
-    EXPECT_EQ(both(ChoiceCall(dtype, 40, 96)), "hopper, heads of 128");
-    EXPECT_EQ(both(ChoiceCall(dtype, 8, 8)), "hopper, heads of 64");
+    EXPECT_EQ(both(ChoiceCall(dtype, 128, 128)), kWide);
+    EXPECT_EQ(both(ChoiceCall(dtype, 64, 64)), kNarrow);
+    EXPECT_EQ(both(ChoiceCall(dtype, 40, 96)), kWide);
+    EXPECT_EQ(both(ChoiceCall(dtype, 8, 8)), kNarrow);
   }
 }
 
@@ -76,7 +81,7 @@ TEST(CudaAttentionChoice, TermsOfAScoreChangeNothing) {
   call.forward.dropout_p = call.backward.dropout_p = 0.1f;
   call.forward.mask_type = call.backward.mask_type = TE_FL_MASK_TYPE_ARBITRARY;
   call.forward.softmax_type = call.backward.softmax_type = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE;
-  EXPECT_EQ(both(call), "hopper, heads of 128");
+  EXPECT_EQ(both(call), kWide);
 }
 
 TEST(CudaAttentionChoice, SaysWhyACallIsScalar) {
@@ -110,7 +115,7 @@ TEST(CudaAttentionChoice, RowsMustBeReachableSixteenBytesAtATime) {
   EXPECT_EQ(both(askew), "scalar: a tensor is not aligned to 16 bytes");
   ChoiceCall packed(TE_FL_BF16);  // slices of one tensor of q, k and v
   packed.k.strides[1] = packed.v.strides[1] = 3 * 4 * 128;
-  EXPECT_EQ(both(packed), "hopper, heads of 128");
+  EXPECT_EQ(both(packed), kWide);
 }
 
 TEST(CudaAttentionChoice, LooksAtEveryTensorOfTheBackward) {

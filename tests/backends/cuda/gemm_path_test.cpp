@@ -16,6 +16,19 @@ TEST(GemmPath, OneProductNamesTheLibraryAndWhatIsLeftOfTheEpilogue) {
             "zeros into FP32 scratch, then the epilogue's kernel: there is nothing to contract");
 }
 
+TEST(GemmPath, TheLibrarysAlgorithmStandsBehindTheProduct) {
+  EXPECT_EQ(GemmPath{.algorithm = "id 66 tile 29: the choice of a file"}.text(),
+            "cuBLASLt, which writes the result; algorithm id 66 tile 29: the choice of a file");
+  EXPECT_EQ((GemmPath{.kind = GemmPath::Kind::kComposed,
+                      .unfused = "K is too short",
+                      .algorithm = "id 66: the choice of a file"})
+                .text(),
+            "cuBLASLt, which writes the product, then the kernel of GELU; algorithm id 66: the "
+            "choice of a file; not fused_gemm: K is too short");
+  EXPECT_EQ((GemmPath{.kind = GemmPath::Kind::kFused, .algorithm = "id 66"}).text(),
+            "fused_gemm: product and GELU in one kernel of the plugin");
+}
+
 TEST(GemmPath, WithGeluItSaysWhyNoKernelDoesBoth) {
   EXPECT_EQ(GemmPath{.kind = GemmPath::Kind::kFused}.text(),
             "fused_gemm: product and GELU in one kernel of the plugin");

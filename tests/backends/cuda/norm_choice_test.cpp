@@ -82,13 +82,13 @@ std::string chosen(const NormCall& call, const NormDevice& device = kHopper,
 }
 
 TEST(CudaNormChoice, PlainResults) {
-  EXPECT_EQ(chosen(NormCall(TE_FL_BF16)), "plain16");
-  EXPECT_EQ(chosen(NormCall(TE_FL_F16), kAmpere), "plain16");
-  EXPECT_EQ(chosen(NormCall(TE_FL_BF16), kHopper, true), "rowwise");
-  EXPECT_EQ(chosen(NormCall(TE_FL_F32)), "rowwise");
+  EXPECT_EQ(chosen(NormCall(TE_FL_BF16)), "plain16: rows of 16-bit elements, in and out");
+  EXPECT_EQ(chosen(NormCall(TE_FL_F16), kAmpere), "plain16: rows of 16-bit elements, in and out");
+  EXPECT_EQ(chosen(NormCall(TE_FL_BF16), kHopper, true), "rowwise: there is a residual");
+  EXPECT_EQ(chosen(NormCall(TE_FL_F32)), "rowwise: x is FP32");
   NormCall mixed(TE_FL_BF16);
   mixed.weight.t.dl.dtype = to_c(DType::kF32);
-  EXPECT_EQ(chosen(mixed), "rowwise") << "weights of another dtype";
+  EXPECT_EQ(chosen(mixed), "rowwise: tensors of another dtype than x");
 }
 
 TEST(CudaNormChoice, GeneralKernelsTakeTheRest) {
@@ -112,10 +112,10 @@ TEST(CudaNormChoice, GeneralKernelsTakeTheRest) {
 TEST(CudaNormChoice, CodesUnderAGivenScale) {
   NormCall call(TE_FL_BF16, 64, 1024, TE_FL_F8E4M3);
   call.z.quantise(TE_FL_SCALING_TENSOR, false);
-  EXPECT_EQ(chosen(call, kAmpere), "rowwise");
+  EXPECT_EQ(chosen(call, kAmpere), "rowwise: row-wise codes under a given scale");
   call.z.quantise(TE_FL_SCALING_TENSOR, true);
-  EXPECT_EQ(chosen(call), "cluster");
-  EXPECT_EQ(chosen(call, kHopper, true), "cluster");
+  EXPECT_EQ(chosen(call), "cluster: column-wise codes under a given scale");
+  EXPECT_EQ(chosen(call, kHopper, true), "cluster: column-wise codes under a given scale");
   EXPECT_EQ(chosen(call, kAmpere),
             "statistics by rowwise, result by general: clusters need compute capability 9.0");
   EXPECT_EQ(chosen(call, {0, 90, 227 << 10, grants_none}),
@@ -130,13 +130,16 @@ TEST(CudaNormChoice, CodesUnderAGivenScale) {
 TEST(CudaNormChoice, CurrentScalingNeedsTheAmaxFirst) {
   NormCall call(TE_FL_BF16, 64, 1024, TE_FL_F8E4M3);
   call.z.quantise(TE_FL_SCALING_TENSOR, true, true);
-  EXPECT_EQ(chosen(call), "amax by plain16, result by block128");
-  EXPECT_EQ(chosen(call, kAmpere), "amax by plain16, result by block128");
-  EXPECT_EQ(chosen(call, kHopper, true), "amax by rowwise, result by cluster");
+  EXPECT_EQ(chosen(call),
+            "amax by plain16, result by block128: column-wise codes under current scaling");
+  EXPECT_EQ(chosen(call, kAmpere),
+            "amax by plain16, result by block128: column-wise codes under current scaling");
+  EXPECT_EQ(chosen(call, kHopper, true), "amax by rowwise, result by cluster: there is a residual");
   EXPECT_EQ(chosen(call, kAmpere, true),
             "statistics by rowwise, result by general: clusters need compute capability 9.0");
   call.z.quantise(TE_FL_SCALING_TENSOR, false, true);
-  EXPECT_EQ(chosen(call), "amax by rowwise, result by rowwise");
+  EXPECT_EQ(chosen(call),
+            "amax by rowwise, result by rowwise: row-wise codes under current scaling");
   NormCall odd(TE_FL_BF16, 64, 1001, TE_FL_F8E4M3);
   odd.z.quantise(TE_FL_SCALING_TENSOR, false, true);
   EXPECT_EQ(chosen(odd),
@@ -147,8 +150,8 @@ TEST(CudaNormChoice, Blocks) {
   for (const uint32_t scaling : {TE_FL_SCALING_BLOCK_1X128, TE_FL_SCALING_BLOCK_128X128}) {
     NormCall call(TE_FL_F16, 64, 1024, TE_FL_F8E4M3);
     call.z.quantise(scaling, true);
-    EXPECT_EQ(chosen(call), "block128");
-    EXPECT_EQ(chosen(call, kAmpere, true), "block128");
+    EXPECT_EQ(chosen(call), "block128: scales of 128 blocks");
+    EXPECT_EQ(chosen(call, kAmpere, true), "block128: scales of 128 blocks");
     NormCall few(TE_FL_F16, 8, 1024, TE_FL_F8E4M3);
     few.z.quantise(scaling, false);
     EXPECT_EQ(chosen(few), "statistics by rowwise, result by general: fewer than 16 rows");
@@ -166,7 +169,8 @@ TEST(CudaNormChoice, ClustersAreAsSmallAsRowsAllow) {
     EXPECT_EQ(norm_choice::cluster_width(cols) % 8, 0);
     NormCall call(TE_FL_BF16, 64, cols, TE_FL_F8E4M3);
     call.z.quantise(TE_FL_SCALING_TENSOR, true);
-    EXPECT_EQ(chosen(call, {0, 90, 227 << 10, grants_up_to_8}) == "cluster", blocks <= 8) << cols;
+    const NormDevice few{0, 90, 227 << 10, grants_up_to_8};
+    EXPECT_EQ(choose_norm(call.forward(), few).result == NormKernel::kCluster, blocks <= 8) << cols;
   }
 }
 
@@ -176,7 +180,9 @@ TEST(CudaNormChoice, SharedMemoryRefusesNothingOnHopper) {
       const NormCall call(dtype, 64, cols);
       for (const bool more : {false, true}) {
         const bool too_wide = dtype == TE_FL_F32 && cols > (more ? 12288 : 16384);
-        EXPECT_EQ(choose_norm(call.forward(more), kHopper).reason == nullptr, !too_wide) << cols;
+        const NormKernel forward = choose_norm(call.forward(more), kHopper).result;
+        EXPECT_EQ(forward == NormKernel::kPlain16 || forward == NormKernel::kRowwise, !too_wide)
+            << cols;
         EXPECT_EQ(choose_norm(call.backward(more), kHopper).result == NormKernel::kGrad,
                   dtype != TE_FL_F32 || cols <= 8192)
             << cols;
@@ -190,14 +196,15 @@ TEST(CudaNormChoice, SmallerSharedMemoryRefusesWideRows) {
   EXPECT_EQ(chosen(wide, kSmall),
             "statistics by rowwise, result by general: a row does not fit this GPU's shared "
             "memory");
-  EXPECT_EQ(chosen(NormCall(TE_FL_F32, 64, 2048), kSmall), "rowwise");
+  EXPECT_EQ(chosen(NormCall(TE_FL_F32, 64, 2048), kSmall), "rowwise: x is FP32");
   const NormCall gradient(TE_FL_BF16, 64, 12288);
   EXPECT_EQ(choose_norm(gradient.backward(true), kSmall).text(),
             "general: a row does not fit this GPU's shared memory");
 }
 
 TEST(CudaNormChoice, Gradients) {
-  EXPECT_EQ(choose_norm(NormCall(TE_FL_BF16).backward(), kAmpere).text(), "grad");
+  EXPECT_EQ(choose_norm(NormCall(TE_FL_BF16).backward(), kAmpere).text(),
+            "grad: rows that a block holds, all of one dtype");
   EXPECT_EQ(choose_norm(NormCall(TE_FL_BF16, 64, 1001).backward(), kHopper).text(),
             "general: rows of no multiple of 8 elements");
   NormCall mixed(TE_FL_BF16);

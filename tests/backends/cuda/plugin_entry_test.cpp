@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "support/expect.hpp"
+#include "te_fl/ops/activation.h"
 #include "te_fl/ops/attention.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"
+#include "te_fl/ops/quantize.h"
 #include "te_fl/plugin.h"
 
 namespace {
@@ -166,19 +168,61 @@ TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
           << call.errors.text;
       return said.text;
     };
-    EXPECT_EQ(words(), "cuBLASLt, which writes the result");
+    // No plan has been made, and describe() makes none.
+    EXPECT_EQ(words(),
+              "cuBLASLt, which writes the result; algorithm chosen by cuBLASLt's heuristic at "
+              "first use");
     Fake pre({16, 16}, kF32);
     call.args.gelu = 1;
     call.args.pre_gelu_out = &pre.tensor;
     if (!plugin.has_device()) {
       EXPECT_EQ(words(),
-                "cuBLASLt, which writes the product, then the kernel of GELU; not fused_gemm: the "
+                "cuBLASLt, which writes the product, then the kernel of GELU; algorithm chosen by "
+                "cuBLASLt's heuristic at first use; not fused_gemm: the "
                 "kernel is for GPUs of compute capability 9.0 (Hopper)");
     }
     call.args.pre_gelu_out = nullptr;
     call.args.residual = &pre.tensor;
     EXPECT_HAS(words(), "into FP32 scratch, then the epilogue's kernel: the library's GELU");
   }
+}
+
+// The file is not there, so nothing has been measured.
+TEST(CudaEntry, ProductsSayThatTheirAlgorithmWillBeMeasured) {
+  Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_GEMM_TUNE", "1"},
+                                 {"TE_FL_CUDA_GEMM_FILE", "/tmp/te_fl_no_choices_yet.json"}});
+  const te_fl_op_desc& op = plugin.op("generic_gemm");
+  Product call;
+  Text said;
+  EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &said.sink), TE_FL_OK) << call.errors.text;
+  EXPECT_EQ(said.text,
+            "cuBLASLt, which writes the result; algorithm measured at first use "
+            "(TE_FL_CUDA_GEMM_TUNE)");
+}
+
+TEST(CudaEntry, QuantisationAndActivationsSayByWhichKernelsTheyGo) {
+  Plugin plugin;
+  Fake x({32, 64}, kF32), codes({32, 64}, kE4M3, TE_FL_SCALING_TENSOR), bias({64}, kF32);
+  te_fl_context ctx{};
+  Text errors;
+  ctx.struct_size = sizeof ctx;
+  ctx.device = {TE_FL_DEVICE_CUDA, 0};
+  ctx.errors = &errors.sink;
+  const auto words = [&](const char* name, const void* args) {
+    const te_fl_op_desc& op = plugin.op(name);
+    Text said;
+    EXPECT_EQ(op.describe(op.self, &ctx, args, &said.sink), TE_FL_OK) << errors.text;
+    return said.text;
+  };
+  te_fl_quantize_args quantize;
+  quantize.input = &x.tensor, quantize.output = &codes.tensor;
+  EXPECT_EQ(words("quantize", &quantize),
+            "tensor_kernel: one scale, and memory for accesses of 16 bytes");
+  te_fl_dbias_dgelu_args gradient;
+  gradient.grad = gradient.input = gradient.output = &x.tensor;
+  gradient.dbias = &bias.tensor;
+  EXPECT_EQ(words("dbias_dgelu", &gradient),
+            "plain_kernel, which sums the columns: no codes, and memory for accesses of 16 bytes");
 }
 
 TEST(CudaEntry, AStreamThatIsAnotherInEachThreadGetsNoScratch) {
@@ -374,8 +418,8 @@ TEST(CudaCudnn, AnFp8ForwardOf2To31ElementsGoesByVersion) {
         << answer_of_fp8_forward(kLong, ask);
   }
   EXPECT_EQ(answer_of_fp8_forward(2, Ask::kDescribe),
-            std::string(version) == "91400" ? "cuDNN 9.14.0: graph of the forward in FP8"
-                                            : "cuDNN 9.19.0: graph of the forward in FP8");
+            std::string(std::string(version) == "91400" ? "cuDNN 9.14.0" : "cuDNN 9.19.0") +
+                ": graph of the forward in FP8: no dropout, bias, ALiBi, sinks or mask tensor");
   std::vector<std::string> texts;
   Plugin().findings(texts);
   std::string all;

@@ -10,6 +10,7 @@ struct TestKnown {
   uint64_t filled = 0;
   bool has_plan = false;
   void forget_plan() { has_plan = false; }
+  void forget_answer() {}
 };
 using TestMemo = CallMemo<TestKnown>;
 

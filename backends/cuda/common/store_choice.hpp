@@ -1,0 +1,183 @@
+// Which kernels write the result of an elementwise op (common/elementwise.cuh): those of tiles,
+// which access memory 16 bytes at a time, or those of common/store.cuh, which take everything. A
+// pure function of metadata, so that it can be tested where there is no GPU. Kernels have the names
+// that a profiler shows.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "common/dtype_bytes.hpp"
+#include "te_fl/backend.hpp"
+#include "te_fl/dtype.hpp"
+
+namespace te_fl::cuda {
+
+inline bool aligned(const void* p, int64_t bytes) noexcept {
+  return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// A source as a matrix: its first element, and how many lie between those of two rows.
+struct StoreSource {
+  int dtype;
+  const void* first;
+  int64_t stride;
+};
+
+struct StoreCall {
+  std::span<const StoreSource> sources;
+  const te_fl_tensor* out;
+  int outputs = 1;                     // 2: the op writes the halves of a row of `out`
+  const te_fl_tensor* bias = nullptr;  // takes the sums of the result's columns
+  // Whether measure_kernel knows the op: it reads compact sources of the results' own shape.
+  bool measures = false;
+  bool measured = false;  // the workspace begins with the results' amax
+};
+
+enum class StoreKernel { kNone, kPlain, kTensor, kBlock, kMeasure, kStore, kQuantise, kAmax };
+constexpr const char* name_of(StoreKernel kernel) noexcept {
+  constexpr const char* kNames[] = {
+      "none",           "plain_kernel", "tensor_kernel",   "block_kernel",
+      "measure_kernel", "store_kernel", "quantise_kernel", "amax_kernel"};
+  return kNames[static_cast<int>(kernel)];
+}
+
+// Who sums the columns for a bias gradient.
+enum class StoreSums {
+  kNone,
+  kResult,    // the result's kernel alone
+  kPartials,  // the result's kernel by parts, and column_totals
+  kColumns,   // column_partials, which computes the results again, and column_totals
+};
+
+struct StoreChoice {
+  StoreKernel result = StoreKernel::kNone;  // none: there are no elements
+  StoreKernel amax = StoreKernel::kNone;    // finds the amax before, for current scaling
+  StoreSums sums = StoreSums::kNone;
+  const char* reason = "";  // of `result`; static text
+
+  bool tiles() const noexcept {
+    return result == StoreKernel::kPlain || result == StoreKernel::kTensor ||
+           result == StoreKernel::kBlock;
+  }
+  std::string text() const {
+    std::string t;
+    if (amax != StoreKernel::kNone) t = std::string("amax by ") + name_of(amax) + ", result by ";
+    t += name_of(result);
+    if (sums == StoreSums::kResult) t += ", which sums the columns";
+    if (sums == StoreSums::kPartials) t += " and column_totals, which sum the columns";
+    if (sums == StoreSums::kColumns) t += ", the columns summed by column_partials";
+    return t + ": " + reason;
+  }
+};
+
+namespace store_choice {
+
+// Of tile.cuh and tile_block128.cuh, which elementwise.cuh compares with these.
+constexpr int64_t kTileRows = 128, kTileCols = 64, kBlockTile = 128;
+constexpr int64_t kFewCols = 16384;
+
+inline const void* columns(const te_fl_tensor& t) noexcept {
+  return t.quant != nullptr ? t.quant->columnwise_data : nullptr;
+}
+
+// Why not every source can be read 16 bytes at a time, all of one dtype.
+inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
+  const int dtype = c.sources[0].dtype;
+  if (dtype != TE_FL_F32 && dtype != TE_FL_BF16 && dtype != TE_FL_F16) {
+    return "an input that is neither FP32, BF16 nor F16";
+  }
+  const int64_t bytes = bytes_of(dtype);
+  if (cols * bytes % 16 != 0) return "rows that are not whole pieces of 16 bytes";
+  for (const StoreSource& in : c.sources) {
+    if (in.dtype != dtype) return "inputs of two dtypes";
+    if (in.stride * bytes % 16 != 0) return "rows that are not whole pieces of 16 bytes";
+    if (!aligned(in.first, 16)) return "an input that is not aligned to 16 bytes";
+  }
+  return nullptr;
+}
+// Why codes cannot be written in whole pieces.
+inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) noexcept {
+  if (const void* rows = backend::data<const void>(*c.out); rows != nullptr) {
+    if (!aligned(rows, 8)) return "codes that are not aligned to 8 bytes";
+    if (m.cols * bytes_of(c.sources[0].dtype) % 16 != 0) {
+      return "rows that are not whole pieces of 16 bytes";
+    }
+  }
+  if (columns(*c.out) != nullptr) {
+    if (!aligned(columns(*c.out), 16)) return "column-wise codes that are not aligned to 16 bytes";
+    if (m.rows % 16 != 0) return "column-wise codes of rows that are no multiple of 16";
+  }
+  const bool blocks = backend::scaling(*c.out) != TE_FL_SCALING_TENSOR;
+  if (blocks && c.outputs != 1 && m.cols / 2 % kBlockTile != 0) {
+    return "blocks of 128 that hold parts of both halves";
+  }
+  return nullptr;
+}
+
+// Why the kernels of tiles do not serve the call.
+inline const char* refuse_tiles(const StoreCall& c) noexcept {
+  const backend::Matrix m = backend::as_matrix(*c.out);
+  const int64_t cols = m.cols / c.outputs;
+  if (m.rows == 0 || m.cols == 0) return "there are no elements";
+  // Most of a tile would lie outside.
+  if (m.rows < 16 && cols > kFewCols) return "fewer than 16 rows of more than 16384 elements";
+  if (const char* why = refuse_sources(c, cols)) return why;
+  if ((m.rows + kTileRows - 1) / kTileRows * ((cols + kTileCols - 1) / kTileCols) > INT32_MAX) {
+    return "more than 2^31 tiles";
+  }
+  if (backend::scaling(*c.out) != TE_FL_SCALING_NONE) return refuse_codes(c, m);
+  return aligned(backend::data<const void>(*c.out), 16)
+             ? nullptr
+             : "an output that is not aligned to 16 bytes";
+}
+
+// Kernels of blocks write sums in FP32 only.
+inline StoreSums tile_sums(const StoreCall& c, bool blocks) noexcept {
+  if (c.bias == nullptr) return StoreSums::kNone;
+  const bool one_step = backend::as_matrix(*c.out).rows <= kTileRows;
+  const bool writes = !blocks || dtype_index(c.bias->dl.dtype) == TE_FL_F32;
+  return one_step && writes ? StoreSums::kResult : StoreSums::kPartials;
+}
+inline StoreKernel tile_amax(const StoreCall& c, int64_t cols) noexcept {
+  for (const StoreSource& in : c.sources) {
+    if (in.stride != cols) return StoreKernel::kTensor;
+  }
+  return c.measures ? StoreKernel::kMeasure : StoreKernel::kTensor;
+}
+
+}  // namespace store_choice
+
+// The call has passed the checks of its op and refuse_output().
+inline StoreChoice choose_store(const StoreCall& c) noexcept {
+  using namespace store_choice;
+  const uint32_t scaling = backend::scaling(*c.out);
+  const bool finds_scale =
+      scaling == TE_FL_SCALING_TENSOR && (c.out->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
+  const backend::Matrix m = backend::as_matrix(*c.out);
+  StoreChoice choice;
+  if (const char* why = refuse_tiles(c)) {
+    choice.reason = why;
+    if (c.bias != nullptr) choice.sums = StoreSums::kColumns;
+    if (m.rows == 0 || m.cols == 0) return choice;
+    choice.result = scaling == TE_FL_SCALING_NONE ? StoreKernel::kStore : StoreKernel::kQuantise;
+    if (finds_scale) choice.amax = StoreKernel::kAmax;
+    return choice;
+  }
+  choice.sums = tile_sums(c, scaling != TE_FL_SCALING_NONE && scaling != TE_FL_SCALING_TENSOR);
+  if (scaling == TE_FL_SCALING_NONE) {
+    choice.result = StoreKernel::kPlain;
+    choice.reason = "no codes, and memory for accesses of 16 bytes";
+  } else if (scaling == TE_FL_SCALING_TENSOR) {
+    choice.result = StoreKernel::kTensor;
+    choice.reason = "one scale, and memory for accesses of 16 bytes";
+    if (finds_scale && !c.measured) choice.amax = tile_amax(c, m.cols / c.outputs);
+  } else {
+    choice.result = StoreKernel::kBlock;
+    choice.reason = "scales of 128 blocks, and memory for accesses of 16 bytes";
+  }
+  return choice;
+}
+
+}  // namespace te_fl::cuda
