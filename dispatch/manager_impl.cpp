@@ -11,6 +11,7 @@
 #include "core/base/text.hpp"
 #include "core/device/current_stream.hpp"
 #include "plugins/hooks.hpp"
+#include "registry/plan_cache.hpp"
 #include "te_fl/environment.hpp"
 
 namespace te_fl {

@@ -14,7 +14,7 @@
 namespace te_fl {
 namespace dispatch {
 
-// What an implementation has served.
+// These count the calls that an implementation has served.
 struct UsageCounts {
   uint64_t calls = 0;
   uint64_t staged_calls = 0;

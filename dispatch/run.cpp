@@ -56,7 +56,7 @@ Status after_failure(const Call& call, const Implementation& impl, te_fl_status 
                      std::string text) {
   const Device& device = call.signature.device;
   if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !device.is_host()) {
-    // What broke the device was enqueued before.
+    // The op that broke the device was enqueued before this one.
     const std::string before = core::recent_ops(device, call.options.stream);
     if (!before.empty()) text += "; enqueued before it, newest first: " + before;
     core::lose_device(

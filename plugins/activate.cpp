@@ -14,6 +14,7 @@
 #include "core/device/inside.hpp"
 #include "plugins/hooks.hpp"
 #include "registry/implementation.hpp"
+#include "registry/registry_impl.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/version.hpp"
 
@@ -382,9 +383,16 @@ Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry)
                   "plugin '" + instance->header_.name +
                       "' cannot be withdrawn from inside an op or a function of a device");
   }
+  const std::string& name = instance->header_.name;
+  const auto is_its = [&](const registry::Implementation& i) { return i.owner == name; };
+  Status busy = registry.impl().check_removal(is_its);
+  for (const Device& device : instance->devices_) {
+    if (busy.ok()) busy = core::check_leave(device);
+  }
+  TE_FL_RETURN_IF_ERROR(busy.wrap("plugin '" + name + "' cannot be withdrawn"));
   instance->bar_devices();
   // Waits until nobody is inside its ops, or inside anybody's on its devices.
-  TE_FL_RETURN_IF_ERROR(registry.unregister_owner(instance->header_.name));
+  registry.impl().remove(is_its);
   instance->withdrawn_ = true;
   TE_FL_RETURN_IF_ERROR(instance->quiesce());
   instance->retire_devices(instance);

@@ -107,7 +107,8 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
 // Takes ops and devices out: no new call enters its ops, nor anybody's on its devices; who is
 // inside leaves; quiesce(). Then the owner drops the instance; while objects of its devices are
 // alive, these devices hold it, and it is destroyed when the last one goes. BUSY from inside an op
-// or a function of a device: nothing was changed. After any other error (of quiesce) its ops are
+// or a function of a device, and while a stream that worked with a plan of R26 is being captured:
+// nothing was changed. After any other error (of quiesce) its ops are
 // gone and its devices stay, closed; it must not be destroyed.
 Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry);
 

@@ -93,6 +93,11 @@ void device_barred(const Device& device) {
   for (OpRegistry::Impl* r : registries_now()) r->bar(device, why);
 }
 
+Status check_leave(const Device& device) {
+  return registry::check_captures(
+      [&](const registry::Plan& plan) { return plan.device == device; });
+}
+
 void device_left(const Device& device) {
   for (OpRegistry::Impl* r : registries_now()) r->drop_plans(device);
 }
@@ -108,10 +113,6 @@ void choose_again() {
   for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
 }
 
-void leave_stream(const Device& device, void* stream) {
-  for (OpRegistry::Impl* impl : registries_now()) impl->leave_stream(device, stream);
-}
-
 }  // namespace registry
 
 OpRegistry::Impl::Impl() {
@@ -124,6 +125,7 @@ OpRegistry::Impl::Impl() {
   core::g_device_hooks.added.store(&device_added, std::memory_order_release);
   core::g_device_hooks.lost.store(&device_lost, std::memory_order_release);
   core::g_device_hooks.barred.store(&device_barred, std::memory_order_release);
+  core::g_device_hooks.check_leave.store(&check_leave, std::memory_order_release);
   core::g_device_hooks.left.store(&device_left, std::memory_order_release);
 }
 
@@ -227,8 +229,23 @@ bool OpRegistry::Impl::held_by_none_here(const Implementation& impl) const {
   });
 }
 
-Result<size_t> OpRegistry::Impl::remove(const Match& match) {
+Status OpRegistry::Impl::check_removal(const Match& match) const {
   if (registry::inside_op()) return busy();
+  const registry::EpochGuard guard(registry::this_thread().slot);
+  std::vector<const Implementation*> picked;
+  for (const auto& row : table().ops) {
+    if (row == nullptr) continue;
+    for (const auto& impl : row->impls) {
+      if (impl->plan_memory && match(*impl)) picked.push_back(impl.get());
+    }
+  }
+  if (picked.empty()) return {};
+  return registry::check_captures([&](const registry::Plan& plan) {
+    return std::find(picked.begin(), picked.end(), plan.impl) != picked.end();
+  });
+}
+
+size_t OpRegistry::Impl::remove(const Match& match) {
   std::vector<std::shared_ptr<Implementation>> removed;
   {
     std::lock_guard lock(mutex);
@@ -280,16 +297,6 @@ void OpRegistry::Impl::drop_plans(const Device& device) {
   }
   // Another thread may be comparing its call with one of them.
   if (!plans.empty()) registry::wait_quiescent(registry::retire());
-}
-
-void OpRegistry::Impl::leave_stream(const Device& device, void* stream) {
-  const registry::EpochGuard guard(registry::this_thread().slot);
-  for (const auto& row : table().ops) {
-    if (row == nullptr) continue;
-    for (const auto& impl : row->impls) {
-      if (impl->plan_memory) impl->plans->leave_stream(device, stream);
-    }
-  }
 }
 
 void OpRegistry::Impl::restore(const Device& device) {
@@ -351,16 +358,18 @@ Status OpRegistry::register_ops(std::span<const te_fl_op_desc* const> descs, std
 }
 
 Status OpRegistry::unregister_op(std::string_view op, std::string_view impl_id) {
-  TE_FL_ASSIGN_OR_RETURN(const size_t removed, impl_->remove([&](const Implementation& i) {
-    return i.op == op && i.impl_id == impl_id;
-  }));
-  if (removed != 0) return {};
+  const auto is_it = [&](const Implementation& i) { return i.op == op && i.impl_id == impl_id; };
+  TE_FL_RETURN_IF_ERROR(impl_->check_removal(is_it));
+  if (impl_->remove(is_it) != 0) return {};
   return not_found("there is no implementation '" + std::string(impl_id) + "' of op '" +
                    std::string(op) + "' to unregister");
 }
 
 Status OpRegistry::unregister_owner(std::string_view owner) {
-  return impl_->remove([&](const Implementation& i) { return i.owner == owner; }).status();
+  const auto is_owners = [&](const Implementation& i) { return i.owner == owner; };
+  TE_FL_RETURN_IF_ERROR(impl_->check_removal(is_owners));
+  impl_->remove(is_owners);
+  return {};
 }
 
 Status OpRegistry::set_priority(std::string_view op, std::string_view impl_id, int32_t priority) {

@@ -7,6 +7,8 @@
 #include <iterator>
 #include <mutex>
 #include <thread>
+#include <unordered_set>
+#include <utility>
 
 #include "core/base/abi_struct.hpp"
 #include "core/base/fork.hpp"
@@ -30,6 +32,74 @@ const core::ForkMutex::Registration registration(mutex);
 // log2 of the alignment, at most 8; 9 for none.
 uint64_t alignment_of(uint64_t address) noexcept {
   return address == 0 ? 9 : static_cast<uint64_t>(std::min(__builtin_ctzll(address), 8));
+}
+
+using StreamOf = std::pair<Device, void*>;
+
+// Under the lock. The plans that have streams, wherever they are: what leave_stream() looks
+// through.
+std::unordered_set<const Plan*>& live_plans() {
+  static auto* const all = new std::unordered_set<const Plan*>;
+  return *all;
+}
+
+// Under the lock. The streams that threads ask about without it: no plan's list loses one of them,
+// and leave_stream() returns when it is not among them any more.
+std::vector<StreamOf>& asked_streams() {
+  static auto* const all = new std::vector<StreamOf>;
+  return *all;
+}
+
+bool is_among(const std::vector<StreamOf>& all, const StreamOf& one) {
+  return std::find(all.begin(), all.end(), one) != all.end();
+}
+
+bool has(const Plan& plan, const Device& device, void* stream) {
+  return plan.device == device &&
+         std::find(plan.streams.begin(), plan.streams.end(), stream) != plan.streams.end();
+}
+
+// Makes streams asked ones as long as it lives.
+class Asked {
+ public:
+  Asked() = default;
+  ~Asked() {
+    const std::lock_guard lock(mutex);
+    for (const StreamOf& one : mine_) {
+      const auto at = std::find(asked_streams().begin(), asked_streams().end(), one);
+      if (at != asked_streams().end()) asked_streams().erase(at);  // else a fork came between
+    }
+  }
+  Asked(const Asked&) = delete;
+  Asked& operator=(const Asked&) = delete;
+
+  // Under the lock.
+  void add(const Plan& plan) {
+    for (void* stream : plan.streams) {
+      const StreamOf one{plan.device, stream};
+      if (is_among(mine_, one)) continue;
+      mine_.reserve(mine_.size() + 1);
+      asked_streams().push_back(one);
+      mine_.push_back(one);
+    }
+  }
+  const std::vector<StreamOf>& streams() const { return mine_; }
+
+ private:
+  std::vector<StreamOf> mine_;
+};
+
+// Threads that asked in the parent are not here.
+void after_fork_in_child() {
+  const std::lock_guard lock(mutex);
+  asked_streams().clear();
+}
+const core::ForkedChild forked_child(core::LockLevel::kPlans, &after_fork_in_child);
+
+// A stream that cannot say is that of a device that has gone or is lost, and captures nothing.
+bool is_captured(const Device& device, void* stream) {
+  const Result<bool> capturing = devices::is_capturing(device, stream);
+  return capturing.ok() && *capturing;
 }
 
 uint64_t pair_of(uint32_t low, uint32_t high) noexcept { return low | uint64_t{high} << 32; }
@@ -177,9 +247,8 @@ namespace {
 void wait_for(const Device& device, void* stream) noexcept {
   try {
     // An event says when the work is done and leaves the errors of ops before to their owner (R12).
-    const Result<bool> capturing = devices::is_capturing(device, stream);
     Result<Event> event = Event::create(device);
-    if (capturing.ok() && !*capturing && event.ok() && event->record(stream).ok()) {
+    if (!is_captured(device, stream) && event.ok() && event->record(stream).ok()) {
       Result<bool> done = event->done();
       for (; done.ok() && !*done; done = event->done()) std::this_thread::yield();
       if (done.ok()) return;
@@ -191,10 +260,30 @@ void wait_for(const Device& device, void* stream) noexcept {
   }
 }
 
+// False if a stream of the plan is being captured; else the work on all of them is done.
+bool is_work_done(const Plan& plan) noexcept try {
+  Asked asked;
+  {
+    const std::lock_guard lock(mutex);
+    asked.add(plan);
+  }
+  const auto captured = [](const StreamOf& one) { return is_captured(one.first, one.second); };
+  if (std::any_of(asked.streams().begin(), asked.streams().end(), captured)) return false;
+  for (const auto& [device, stream] : asked.streams()) wait_for(device, stream);
+  return true;
+} catch (...) {  // no memory; it is asked again
+  return false;
+}
+
 }  // namespace
 
 Plan::~Plan() {
-  for (void* stream : streams) wait_for(device, stream);
+  if (impl->plan_memory) {
+    // Between two questions a stream may go.
+    while (!is_work_done(*this)) std::this_thread::yield();
+    const std::lock_guard lock(mutex);
+    live_plans().erase(this);
+  }
   try {
     impl->desc.destroy_plan(impl->desc.self, plan);
   } catch (...) {  // R5 forbids it; a plan that is going has nobody to tell
@@ -215,6 +304,7 @@ const Plan* PlanCache::find(std::string_view key, bool capturing) {
 
 std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   std::vector<std::unique_ptr<Plan>> taken;
+  std::list<Retired> gone;  // whose events are destroyed outside the lock
   std::unique_lock lock(mutex);
   const auto is_of = [&](const Plan& plan) { return PlanKey::is_of(plan.key, device); };
   const auto is_looked_at = [&](const Retired& r) { return r.busy && is_of(*r.plan); };
@@ -231,10 +321,14 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
     }
     at = next;
   }
-  for (Retired& retired : retired_) {
-    if (is_of(*retired.plan)) taken.push_back(std::move(retired.plan));
+  for (auto at = retired_.begin(); at != retired_.end();) {
+    const auto next = std::next(at);
+    if (is_of(*at->plan)) {
+      taken.push_back(std::move(at->plan));
+      gone.splice(gone.end(), retired_, at);
+    }
+    at = next;
   }
-  std::erase_if(retired_, [](const Retired& retired) { return retired.plan == nullptr; });
   if (!taken.empty()) g_plan_generation.fetch_add(1, std::memory_order_release);
   return taken;
 }
@@ -242,52 +336,74 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
 void Plan::note_stream(void* stream) const {
   std::lock_guard lock(mutex);
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    live_plans().insert(this);
     streams.push_back(stream);
   }
   recent[streams.size() % recent.size()].store(stream, std::memory_order_relaxed);
 }
 
-void PlanCache::leave_stream(const Device& device, void* stream) {
-  const auto has = [&](const Plan& plan) {
-    return plan.device == device &&
-           std::find(plan.streams.begin(), plan.streams.end(), stream) != plan.streams.end();
-  };
-  const auto each = [&](auto&& f) {
-    for (const auto& [key, plan] : plans_) f(*plan);
-    for (const Retired& retired : retired_) f(*retired.plan);
-  };
-  for (bool waited = false;;) {
-    bool busy = false, used = false;
-    {
-      std::lock_guard lock(mutex);
-      for (const Retired& r : retired_) busy |= r.busy && has(*r.plan);
-      each([&](const Plan& plan) { used |= has(plan); });
-      if (!used) return;
-      if (waited && !busy) {
-        each([&](const Plan& plan) {
-          if (!has(plan)) return;
-          std::erase(plan.streams, stream);
-          for (auto& known : plan.recent) {
-            if (known.load(std::memory_order_relaxed) == stream) known.store(&plan.recent);
-          }
-        });
-        return;
+void leave_stream(const Device& device, void* stream) {
+  const StreamOf one{device, stream};
+  {
+    const std::lock_guard lock(mutex);
+    const auto& all = live_plans();
+    const auto names_it = [&](const Plan* plan) { return has(*plan, device, stream); };
+    if (std::none_of(all.begin(), all.end(), names_it) && !is_among(asked_streams(), one)) return;
+  }
+  wait_for(device, stream);
+  for (;; std::this_thread::yield()) {
+    const std::lock_guard lock(mutex);
+    if (is_among(asked_streams(), one)) continue;
+    for (const Plan* plan : live_plans()) {
+      if (!has(*plan, device, stream)) continue;
+      std::erase(plan->streams, stream);
+      for (auto& known : plan->recent) {
+        if (known.load(std::memory_order_relaxed) == stream) known.store(&plan->recent);
       }
     }
-    if (!waited) wait_for(device, stream);
-    waited = true;
-    if (busy) std::this_thread::yield();
+    std::erase_if(live_plans(), [](const Plan* plan) { return plan->streams.empty(); });
+    return;
   }
+}
+
+Status check_captures(const std::function<bool(const Plan&)>& picks) {
+  struct Use {
+    StreamOf stream;
+    std::string who;
+  };
+  std::vector<Use> uses;
+  Asked asked;
+  {
+    const std::lock_guard lock(mutex);
+    for (const Plan* plan : live_plans()) {
+      if (!picks(*plan)) continue;
+      const size_t known = asked.streams().size();
+      asked.add(*plan);
+      for (size_t i = known; i < asked.streams().size(); ++i) {
+        uses.push_back({asked.streams()[i], "implementation '" + plan->impl->impl_id + "' of op '" +
+                                                plan->impl->op + "'"});
+      }
+    }
+  }
+  for (const Use& use : uses) {
+    const auto& [device, stream] = use.stream;
+    if (!is_captured(device, stream)) continue;
+    return Status(StatusCode::kBusy,
+                  "a stream of " + to_string(device) + " that worked with a plan of " + use.who +
+                      " is being captured into a graph, so the work with what the plan owns cannot "
+                      "be waited for (rule R26); nothing was changed: end the capture first");
+  }
+  return {};
 }
 
 PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
   const Plan& plan = *retired.plan;
+  const auto is_captured = [&] {
+    return std::any_of(plan.streams.begin(), plan.streams.end(),
+                       [&](void* stream) { return registry::is_captured(plan.device, stream); });
+  };
   if (!retired.marked) {
-    for (void* stream : plan.streams) {
-      const Result<bool> capturing = devices::is_capturing(plan.device, stream);
-      // An event would be the graph's.
-      if (capturing.ok() && *capturing) return Work::kRuns;
-    }
+    if (is_captured()) return Work::kRuns;  // an event would be the graph's
     for (void* stream : plan.streams) {
       Result<Event> event = Event::create(plan.device);
       if (!event.ok() || !event->record(stream).ok()) return Work::kUnknown;
@@ -298,7 +414,8 @@ PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
   bool done = true;
   for (const Event& event : retired.behind) {
     const Result<bool> is = event.done();
-    if (!is.ok()) return Work::kUnknown;
+    // ~Plan() would wait for the end of a capture, which may be this thread's to end.
+    if (!is.ok()) return is_captured() ? Work::kRuns : Work::kUnknown;
     done &= *is;
   }
   return done ? Work::kDone : Work::kRuns;
@@ -309,18 +426,20 @@ PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
 void PlanCache::reap() {
   const uint64_t oldest = oldest_inside();
   std::vector<Retired*> idle;
+  std::list<Retired> dead;  // destroyed outside the lock, when its streams are not asked about
+  Asked asked;
   {
     std::lock_guard lock(mutex);
     for (Retired& retired : retired_) {
       if (retired.epoch >= oldest) break;
       if (retired.busy) continue;
-      retired.busy = true;
+      asked.add(*retired.plan);
       idle.push_back(&retired);
+      retired.busy = true;
     }
   }
   if (idle.empty()) return;
   for (Retired* retired : idle) retired->work = work_of(*retired);
-  std::list<Retired> dead;  // destroyed outside the lock
   std::lock_guard lock(mutex);
   for (auto at = retired_.begin(); at != retired_.end();) {
     const auto next = std::next(at);

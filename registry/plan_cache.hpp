@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 #include "core/op/op_table.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/plugin.h"
+#include "te_fl/status.hpp"
 
 namespace te_fl::registry {
 
@@ -20,8 +22,10 @@ struct Implementation;
 // Advances when a plan is made: what Plan::last_used counts in.
 extern std::atomic<uint64_t> g_plan_tick;
 
-// A plan that prepare() made for one full signature. Destroys its plan, when the work of every call
-// that had it is done if it owns device memory (R26).
+// A plan that prepare() made for one full signature. Destroys its plan; if it owns device memory,
+// then when no stream that worked with it is being captured any more and the work of every call
+// that had it is done (R26). Whoever lets plans of living implementations go asks check_captures()
+// before, so that only a capture which another thread began since is waited for.
 struct Plan {
   Plan(const Implementation& owner, std::string signature, const Device& of, void* made)
       : impl(&owner), key(std::move(signature)), device(of), plan(made) {
@@ -49,8 +53,9 @@ struct Plan {
   }
   void note_stream(void* stream) const;
 
-  // Streams that have work of it. PlanCache's lock guards them. Some are in `recent`, too, for
-  // those who ask without it; a place there that is empty has the place's own address.
+  // Streams that have work of it. PlanCache's lock guards them; they are read without it while they
+  // are asked about and nobody can call with the plan. Some are in `recent`, too, for those who ask
+  // without the lock; a place there that is empty has the place's own address.
   mutable std::vector<void*> streams;
   mutable std::array<std::atomic<const void*>, 4> recent;
   mutable std::atomic<uint64_t> last_used{0};
@@ -76,8 +81,6 @@ class PlanCache {
   // Takes out the plans for a device that goes. They may be destroyed when no thread is inside an
   // op that entered before; their implementation is to be kept until then.
   std::vector<std::unique_ptr<Plan>> take(const Device& device);
-  // A stream is about to go: what it has of plans that own device memory is waited for.
-  void leave_stream(const Device& device, void* stream);
   size_t size() const;
 
  private:
@@ -100,6 +103,14 @@ class PlanCache {
   std::unordered_map<std::string_view, std::unique_ptr<Plan>> plans_;
   std::list<Retired> retired_;  // the oldest first; elements stay where they are
 };
+
+// A stream is about to go: what it has of plans that own device memory is waited for, of all plans
+// that there are, also of those that are in no cache any more. Then none of them names it.
+void leave_stream(const Device& device, void* stream);
+// BUSY, naming the implementation and the device, if a plan that owns device memory and that
+// `picks` says true of has a stream that is being captured. `picks` is called under the lock of the
+// plans. To be asked before plans are let go, while nothing has been changed.
+Status check_captures(const std::function<bool(const Plan&)>& picks);
 
 inline void Plan::use() const noexcept {
   // Written only when it says something new: threads share it.

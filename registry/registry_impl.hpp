@@ -30,9 +30,13 @@ struct OpRegistry::Impl {
   Result<OpId> declare(const te_fl_op_schema& schema);
   // NOT_FOUND if there is no such implementation.
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
+  // BUSY, and why, if what `match` picks cannot be removed now: from inside, or while a stream that
+  // worked with a plan of R26 is being captured.
+  Status check_removal(const Match& match) const;
   // Removes what `match` picks and waits until every thread that was inside has left, also if that
-  // is nothing; returns how many. BUSY from inside.
-  Result<size_t> remove(const Match& match);
+  // is nothing; returns how many. To be called after check_removal(): a capture that another thread
+  // began meanwhile is waited for.
+  size_t remove(const Match& match);
   // Takes a device out of service: from the next one on, calls on it are answered `why` until
   // restore(). One that is barred already stays so for its first reason.
   void bar(const Device& device, const Status& why);
@@ -41,8 +45,6 @@ struct OpRegistry::Impl {
   void restore(const Device& device);
   // Destroys the plans for a device that is barred. Waits for the threads that are inside.
   void drop_plans(const Device& device);
-  // Waits for what plans that own device memory have on a stream that is about to go.
-  void leave_stream(const Device& device, void* stream);
   // Architecture of a device, asked once.
   Result<uint32_t> arch(const Device& device);
   // Publishes the same table anew, so that all choices are made again. Takes no lock: its caller
@@ -75,8 +77,6 @@ namespace registry {
 
 // Makes the choices of all registries be made again.
 void choose_again();
-// As Impl::leave_stream(), of all registries.
-void leave_stream(const Device& device, void* stream);
 
 }  // namespace registry
 }  // namespace te_fl

@@ -151,7 +151,7 @@ Status declare_settings(const std::string& plugin, const std::vector<PluginSetti
                       (taken->plugin.empty() ? "te-fl's own" : "plugin " + taken->plugin + "'s") +
                       "; rename it (rule R21)");
   }
-  // What code set stays with the name.
+  // A value that code set stays with the name.
   for (const Known& k : known) {
     if (k.plugin == plugin && k.value.from_code) {
       environment::detail::state().undeclared.emplace(k.spec.name, *k.value.from_code);

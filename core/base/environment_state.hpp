@@ -14,8 +14,8 @@
 #include "core/base/plugin_settings.hpp"
 #include "te_fl/status.hpp"
 
-// What is known of the variables, te-fl's own and those that plugins declared, and how the process
-// environment is read into it.
+// The state holds the value of every known variable, te-fl's own and those that plugins declared;
+// it is filled from the process environment.
 namespace te_fl::environment::detail {
 
 using core::PluginSetting;

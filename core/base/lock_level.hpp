@@ -41,8 +41,9 @@ enum class LockLevel : int {
 };
 const char* name(LockLevel level) noexcept;
 
-// Where a mutex stands. Mutexes of kServing are held while plugin code runs, which may call further
-// ops, so several of them nest: `order` sorts them, by the nesting depth of the op.
+// The rank says where a mutex stands in the order. Mutexes of kServing are held while plugin code
+// runs, which may call further ops, so several of them nest: `order` sorts them, by the nesting
+// depth of the op.
 struct LockRank {
   LockLevel level;
   int order = 0;

@@ -18,9 +18,6 @@ namespace {
 constinit ForkMutex mutex(LockLevel::kAllocators);
 const ForkMutex::Registration registration(mutex);
 
-// Who waits longer than this for one block is told who keeps him waiting.
-constexpr std::chrono::seconds kSlow{1};
-
 struct Installed {
   Device device;
   AllocatorRef allocator;
@@ -67,12 +64,18 @@ Status check_allocator(const Device& device, const te_fl_allocator& api) {
   return {};
 }
 
+std::string seconds_text(std::chrono::nanoseconds time) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
+}
+
 }  // namespace
 
-Allocator::Allocator(const Device& device, const te_fl_allocator& api)
+Allocator::Allocator(const Device& device, const te_fl_allocator& api,
+                     std::chrono::nanoseconds slow)
     : device_(device),
       api_(copy_struct<te_fl_allocator>(&api)),
-      text_("allocator '" + std::string(api.name) + "' of " + to_string(device)) {}
+      text_("allocator '" + std::string(api.name) + "' of " + to_string(device)),
+      slow_(slow) {}
 
 Allocator::~Allocator() {
   if (api_.destroy == nullptr) return;
@@ -108,9 +111,10 @@ Result<void*> Allocator::allocate(const te_fl_memory_desc& memory) const {
   const auto begin = std::chrono::steady_clock::now();
   const te_fl_status code =
       errors.call([&] { return api_.allocate(api_.self, &memory, &data, errors.sink()); });
-  if (std::chrono::steady_clock::now() - begin > kSlow) {
+  if (std::chrono::steady_clock::now() - begin > slow_) {
     log::once(log::Level::kWarning, "slow " + text_,
-              text_ + " took more than a second for " + bytes_text(memory.bytes) +
+              text_ + " took more than " + seconds_text(slow_) + " for " +
+                  bytes_text(memory.bytes) +
                   "; the op that asked waited for it, and so did those behind it on its stream");
   }
   if (code != TE_FL_OK) {

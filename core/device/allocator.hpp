@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -13,7 +14,9 @@ namespace te_fl::core {
 // functions take no lock and may be called from any thread that is inside the device.
 class Allocator {
  public:
-  Allocator(const Device& device, const te_fl_allocator& api);
+  // A block that takes longer than `slow` is worth a warning.
+  Allocator(const Device& device, const te_fl_allocator& api,
+            std::chrono::nanoseconds slow = std::chrono::seconds(1));
   ~Allocator();
   Allocator(const Allocator&) = delete;
   Allocator& operator=(const Allocator&) = delete;
@@ -37,6 +40,7 @@ class Allocator {
   const Device device_;
   const te_fl_allocator api_;  // whose name is not kept
   const std::string text_;
+  const std::chrono::nanoseconds slow_;
 };
 using AllocatorRef = std::shared_ptr<const Allocator>;
 

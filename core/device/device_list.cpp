@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "core/base/abi_struct.hpp"
 #include "core/base/fork.hpp"
@@ -131,6 +132,11 @@ void unlist(const DeviceEntry* entry) {
   publish(std::move(next));
 }
 
+bool is_listed(const DeviceEntry* entry) {
+  const List& now = devices_now();
+  return std::find(now.begin(), now.end(), entry) != now.end();
+}
+
 // Why devices were lost: few, and read without a lock, so they stay, in a chain that keeps them in
 // sight.
 struct KeptReason {
@@ -151,11 +157,11 @@ bool DeviceEntry::lose(const std::string& reason) {
 }
 
 void DeviceEntry::last_gone() noexcept {
+  drop_allocator(device);
   {
     const std::lock_guard lock(list_mutex);
     unlist(this);
   }
-  drop_allocator(device);
   // Moved out, so that what it holds goes with it: the entry itself stays for ever.
   const std::function<void()> gone = std::exchange(on_gone_, nullptr);
   if (gone) gone();
@@ -197,6 +203,11 @@ void bar_device(const Device& device) {
   if (entry == nullptr || device.is_host()) return;
   entry->bar();
   if (auto* tell = g_device_hooks.barred.load(std::memory_order_acquire)) tell(device);
+}
+
+Status check_leave(const Device& device) {
+  auto* ask = g_device_hooks.check_leave.load(std::memory_order_acquire);
+  return ask != nullptr ? ask(device) : Status();
 }
 
 void leave_device(const Device& device) {
@@ -280,6 +291,8 @@ Status remove(const Device& device) {
                       " cannot be removed from inside an op or a function of a device: this thread "
                       "would wait for itself; remove it after the call returned");
   }
+  TE_FL_RETURN_IF_ERROR(
+      core::check_leave(device).wrap("device " + te_fl::to_string(device) + " cannot be removed"));
   DeviceEntry* entry = nullptr;
   {
     const std::lock_guard lock(core::list_mutex);
@@ -299,11 +312,9 @@ Status remove(const Device& device) {
   core::bar_device(device);
   core::wait_outside();  // ops on somebody else's memory hold no object of the device
   core::leave_device(device);
-  {
-    const std::lock_guard lock(core::list_mutex);
-    core::unlist(entry);
-  }
-  core::drop_allocator(device);
+  entry->release();
+  // A thread that has just come to look at it takes it out of the list as it leaves.
+  while (core::is_listed(entry)) std::this_thread::yield();
   return {};
 }
 

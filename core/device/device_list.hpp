@@ -65,10 +65,11 @@ struct DeviceEntry {
   void release() noexcept {
     if (count_.fetch_sub(1, std::memory_order_acq_rel) == kClosed + 1) last_gone();
   }
-  // Refuses objects from now on; false if there are some.
+  // Refuses objects from now on; false if there are some. The caller keeps the device, whose
+  // functions work until it calls release().
   bool close() noexcept {
     int64_t none = 0;
-    return count_.compare_exchange_strong(none, kClosed, std::memory_order_acq_rel);
+    return count_.compare_exchange_strong(none, kClosed + 1, std::memory_order_acq_rel);
   }
   // Refuses objects from now on, and calls `gone` once when the last one goes; at once if there is
   // none.
@@ -118,14 +119,19 @@ struct DeviceHooks {
   std::atomic<void (*)(const Device&, const std::string& reason)> lost{nullptr};
   // It is barred: no op is to run on it from the next call on.
   std::atomic<void (*)(const Device&)> barred{nullptr};
+  // BUSY, and why, if what was made for it cannot go now. Asked before anything is changed.
+  std::atomic<Status (*)(const Device&)> check_leave{nullptr};
   // Nobody is inside any more: what was made for it, as plans are, is to go. Its functions work
   // yet.
   std::atomic<void (*)(const Device&)> left{nullptr};
 };
 inline constinit DeviceHooks g_device_hooks;
 
-// The steps of a device's withdrawal. First no op and no new object reaches it, while threads may
-// still be inside; wait_outside() (core/inside.hpp) then waits for them. Frees nothing.
+// BUSY, and why, if what was made for the device cannot go now.
+Status check_leave(const Device& device);
+// The steps of a device's withdrawal, for which check_leave() is asked before. First no op and no
+// new object reaches it, while threads may still be inside; wait_outside() (core/inside.hpp) then
+// waits for them. Frees nothing.
 void bar_device(const Device& device);
 // Then what was made for it goes,
 void leave_device(const Device& device);

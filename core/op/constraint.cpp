@@ -92,34 +92,39 @@ class Parser {
   Result<Condition> is(const te_fl_arg_desc& desc, std::string_view list, Condition result) const {
     result.kind = Condition::kIs;
     for (const std::string_view word : split(list, "|")) {
-      const int bit = desc.type == TE_FL_ARG_ENUM     ? enum_value(desc, word)
-                      : desc.type == TE_FL_ARG_TENSOR ? part_bit(word)
-                                                      : -1;
-      if (bit < 0) {
+      const bool known = desc.type == TE_FL_ARG_ENUM     ? add_value(desc, word, result)
+                         : desc.type == TE_FL_ARG_TENSOR ? add_part(word, result)
+                                                         : false;
+      if (!known) {
         return bad("'" + std::string(word) +
                    "' is neither a value of an enum nor a tensor's dtype or scaling mode");
       }
-      result.words |= uint64_t{1} << bit;
     }
     return result;
   }
 
-  static int enum_value(const te_fl_arg_desc& desc, std::string_view word) {
+  static bool add_value(const te_fl_arg_desc& desc, std::string_view word, Condition& to) {
     const std::vector<std::string_view> names = words_of(desc.enum_names);
     for (size_t i = 0; i < std::min<size_t>(names.size(), 64); ++i) {
-      if (names[i] == word) return static_cast<int>(i);
+      if (names[i] != word) continue;
+      to.values |= uint64_t{1} << i;
+      return true;
     }
-    return -1;
+    return false;
   }
 
-  static int part_bit(std::string_view word) {
+  static bool add_part(std::string_view word, Condition& to) {
     for (int i = 0; i < TE_FL_DTYPE_COUNT; ++i) {
-      if (name(static_cast<DType>(i)) == word) return i;
+      if (name(static_cast<DType>(i)) != word) continue;
+      to.dtypes |= uint64_t{1} << i;
+      return true;
     }
     for (int i = 0; i < TE_FL_SCALING_COUNT; ++i) {
-      if (name(static_cast<Scaling>(i)) == word) return kScalingBits + i;
+      if (name(static_cast<Scaling>(i)) != word) continue;
+      to.scalings |= uint64_t{1} << i;
+      return true;
     }
-    return -1;
+    return false;
   }
 
   Result<Condition> compare(const te_fl_arg_desc& desc, const std::vector<std::string_view>& words,
@@ -197,15 +202,14 @@ bool compare_holds(const CompiledOp::Impl& op, const Condition& c, const ArgsVie
 bool is_holds(const Arg& arg, const Condition& c, const ArgsView& view) noexcept {
   if (arg.type == TE_FL_ARG_ENUM) {
     const auto value = static_cast<uint64_t>(whole_of(arg, view));
-    return value < 64 && (c.words >> value & 1) != 0;
+    return value < 64 && (c.values >> value & 1) != 0;
   }
   const te_fl_tensor* const t = view.tensor(arg);
   if (t == nullptr) return false;
-  const bool asks_dtype = static_cast<uint32_t>(c.words) != 0;
-  const int dtype = asks_dtype ? dtype_index(t->dl.dtype) : kInvalidDType;
-  if (dtype != kInvalidDType && (c.words >> dtype & 1) != 0) return true;
+  const int dtype = c.dtypes != 0 ? dtype_index(t->dl.dtype) : kInvalidDType;
+  if (dtype != kInvalidDType && (c.dtypes >> dtype & 1) != 0) return true;
   const uint32_t scaling = t->quant == nullptr ? 0u : t->quant->scaling;
-  return scaling < TE_FL_SCALING_COUNT && (c.words >> (kScalingBits + scaling) & 1) != 0;
+  return scaling < TE_FL_SCALING_COUNT && (c.scalings >> scaling & 1) != 0;
 }
 
 }  // namespace

@@ -15,7 +15,6 @@ namespace te_fl::core {
 
 inline constexpr size_t kMaxRules = 32;
 inline constexpr size_t kMaxAlternatives = 4;
-inline constexpr int kScalingBits = 32;  // where a tensor's scaling modes begin in Condition::words
 
 struct Condition {
   enum Kind : uint8_t { kGiven, kIs, kCompare };
@@ -25,7 +24,8 @@ struct Condition {
   uint8_t arg = 0;
   int8_t other = -1;  // kCompare: the argument to compare with; -1: `number`
   double number = 0;
-  uint64_t words = 0;  // kIs: of an enum a mask of values; of a tensor dtypes, then scalings
+  // kIs: masks of what the argument may be. An enum has `values` alone, a tensor the other two.
+  uint64_t values = 0, dtypes = 0, scalings = 0;
 };
 
 struct Constraint {

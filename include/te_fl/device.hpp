@@ -48,7 +48,8 @@ TE_FL_API Result<te_fl_device_props> properties(const Device& device);
 TE_FL_API Result<Device> add(const te_fl_device_desc* desc);
 // Takes a device out of the list; returns when no thread is inside an op on it or a function of it.
 // Calls on memory that somebody else has there are refused from then on. BUSY if memory or streams
-// of it are alive, or from inside an op or a function of a device.
+// of it are alive, while a stream of it that worked with a plan of R26 is being captured, or from
+// inside an op or a function of a device.
 TE_FL_API Status remove(const Device& device);
 // Live allocations (memory, streams, events) made through te-fl on a device.
 TE_FL_API int64_t live_objects(const Device& device);

@@ -37,6 +37,8 @@ struct OpImplInfo {
 class TE_FL_API OpRegistry {
  public:
   OpRegistry();
+  // The caller sees to it that no call is going on and that no stream which its calls worked on is
+  // being captured: the end of such a capture is waited for (R26).
   ~OpRegistry();
   OpRegistry(const OpRegistry&) = delete;
   OpRegistry& operator=(const OpRegistry&) = delete;
@@ -54,7 +56,9 @@ class TE_FL_API OpRegistry {
   Status register_ops(std::span<const te_fl_op_desc* const> descs, std::string owner,
                       std::string vendor, std::shared_ptr<void> keep_alive = nullptr);
   // Removes; returns when every thread that was inside an op or a function of a device has left.
-  // BUSY when called from inside one.
+  // BUSY, and nothing was changed, when called from inside one, or while a stream that worked with
+  // a plan of it that owns device memory (R26) is being captured: end the capture first. One that
+  // another thread begins meanwhile is waited for.
   Status unregister_op(std::string_view op, std::string_view impl_id);
   // Removes everything an owner registered, likewise; OK if that is nothing. Plans are destroyed
   // and keep_alive is released when it returns.

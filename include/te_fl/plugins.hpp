@@ -56,8 +56,10 @@ TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
 // from, and nothing else. Calls on its devices, by whatever route, handle or graph, are UNSUPPORTED
 // and name the device. The library stays mapped unless `unmap` is true: then it is closed when the
 // plugin is destroyed (no thread may keep anything of its code, such as a thread-local object). A
-// deactivated plugin can be loaded again. BUSY from inside an op or a function of a device, and
-// nothing was changed; NOT_FOUND names the active plugins; FAILED_PRECONDITION for a built-in one.
+// deactivated plugin can be loaded again. BUSY, and nothing was changed, from inside an op or a
+// function of a device, or while a stream is being captured that worked with a plan which owns
+// device memory (R26), its own or another's for a device of it; NOT_FOUND names the active plugins;
+// FAILED_PRECONDITION for a built-in one.
 TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
 // Asks an active plugin for its findings; none if it has nothing to say. May take long: the plugin
 // opens the libraries that it would use. NOT_FOUND if no such plugin is active, or the plugin's

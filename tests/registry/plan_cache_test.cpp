@@ -5,10 +5,16 @@
 #include <malloc.h>
 
 #include <atomic>
+#include <memory>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include "registry/implementation.hpp"
+#include "registry/registration.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
+#include "support/far_device.hpp"
 #include "support/sanitizers.hpp"
 
 namespace te_fl {
@@ -208,6 +214,78 @@ TEST(Plans, OfACallAroundAnotherAreNotTheOthers) {
     here.call.args.gain = gain;
     EXPECT_OK(here.manager.call(here.op, &here.call.args)) << gain;
   }
+}
+
+// Empty tensors overlap nothing, so they may share memory that others may not; a plan may depend on
+// it all the same.
+TEST(Plans, OfEmptyTensorsThatShareAreNotThoseOfOthers) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  const auto address = [](int bit) { return reinterpret_cast<void*>(uintptr_t{1} << bit); };
+  Cheap call(0);
+  te_fl_tensor c = call.in;
+  c.dl.data = call.out.dl.data = address(41);  // `out` may be in the place of a or b, not of c
+  call.args.c = &c;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(g_made.load(), 1);
+  call.out.dl.data = address(42);
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(g_made.load(), 2);
+}
+
+// A thread that makes a plan asks the device about one that was dropped, while another takes out
+// the plans of the device.
+TEST(Plans, AreNotTakenWhileTheyAreLookedAt) {
+  static std::atomic<bool> looking, taking, taken;
+  looking = taking = taken = false;
+  testing::FarDevice far;
+  const Device device = devices::add(&far.desc).value();
+  Planner planner;
+  planner.fake.desc.flags |= TE_FL_OP_PLAN_MEMORY;
+  const auto impl =
+      registry::make_implementation(&planner.fake.desc, "test", "far", nullptr).value();
+  const auto compiled = core::CompiledOp::compile(five_schema()).value();
+  te_fl_context context{};
+  context.device = device.to_c();
+  context.provider = device.provider;
+  const auto insert = [&](int64_t n) {
+    Cheap call(n);
+    registry::PlanKey key;
+    key.set(*compiled, &call.args, context);
+    return impl->plans->insert(std::string(key.text()), device, new int64_t(n));
+  };
+  insert(1)->used_on(nullptr);
+  const int64_t most = static_cast<int64_t>(registry::PlanCache::kMaxPlans);
+  for (int64_t n = 2; n <= most + 1; ++n) insert(n);  // the first one is dropped
+  far.api.is_capturing = [](void*, void*, int32_t* capturing,
+                            const te_fl_error_sink*) -> te_fl_status {
+    *capturing = 0;
+    if (taking.load()) return TE_FL_OK;
+    looking = true;
+    while (!taking.load()) std::this_thread::yield();
+    for (int i = 0; i < 20000 && !taken.load(); ++i) std::this_thread::yield();
+    looking = false;
+    return TE_FL_OK;
+  };
+  std::vector<std::unique_ptr<registry::Plan>> plans;
+  bool was_looking = true;
+  std::thread other([&] {
+    while (!looking.load()) std::this_thread::yield();
+    taking = true;
+    plans = impl->plans->take(device);
+    was_looking = looking.load();
+    taken = true;
+  });
+  insert(most + 2);
+  other.join();
+  EXPECT_FALSE(was_looking);
+  plans.clear();
+  impl->plans.reset();
+  EXPECT_EQ(g_destroyed.load(), most + 2);
+  ASSERT_OK(devices::remove(device));
 }
 
 TEST(Plans, AreBounded) {

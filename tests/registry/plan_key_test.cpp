@@ -3,10 +3,13 @@
 // Every op of the catalogue is looked at, member by member.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -363,6 +366,44 @@ std::vector<const te_fl_op_schema*> all_ops() {
 
 INSTANTIATE_TEST_SUITE_P(Catalogue, PlanKeyOf, ::testing::ValuesIn(all_ops()),
                          [](const auto& info) { return std::string(info.param->name); });
+
+// A member that a shorter struct cuts off, in the middle too, is absent, and what is there of it is
+// not read.
+TEST_P(PlanKeyOf, TakesMembersThatAreCutOffForAbsent) {
+  const te_fl_op_schema& schema = *GetParam();
+  AnyCall call(schema);
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    const bool scalar = arg.type >= TE_FL_ARG_BOOL && arg.type <= TE_FL_ARG_ENUM;
+    if (scalar && scalar_bytes(arg) == 8) call.put(arg.offset, uint64_t{0x0101010101010101});
+  }
+  const auto key_of = [&](const std::vector<std::byte>& bytes) {
+    const auto exact = std::make_unique<std::byte[]>(bytes.size());
+    std::memcpy(exact.get(), bytes.data(), bytes.size());
+    PlanKey made;
+    made.set(call.compiled(), exact.get(), call.context);
+    return std::string(made.text());
+  };
+  for (uint32_t size = 8; size < schema.args_size; size += 4) {
+    std::vector<std::byte> bytes(size);
+    std::memcpy(bytes.data(), call.args(), size);
+    std::memcpy(bytes.data(), &size, sizeof size);
+    std::vector<std::byte> absent = bytes;
+    const auto clear = [&](uint32_t offset, size_t width) {
+      if (offset >= size || offset + width <= size) return;
+      std::fill(absent.begin() + offset, absent.end(), std::byte{0});
+    };
+    for (uint32_t i = 0; i < schema.arg_count; ++i) {
+      const te_fl_arg_desc& arg = *schema.args[i];
+      const bool scalar = arg.type >= TE_FL_ARG_BOOL && arg.type <= TE_FL_ARG_ENUM;
+      clear(arg.offset, scalar ? scalar_bytes(arg) : sizeof(void*));
+      if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST) {
+        clear(arg.count_offset, sizeof(int64_t));
+      }
+    }
+    EXPECT_EQ(key_of(bytes), key_of(absent)) << schema.name << ": of " << size << " bytes";
+  }
+}
 
 TEST(PlanKeyArguments, ALongerStructHasAKeyOfItsOwn) {
   // Its later members may matter to an implementation that is newer than the host.

@@ -2,6 +2,7 @@
 // makes mistakes.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/device/allocator.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
 #include "te_fl/memory.hpp"
@@ -283,6 +285,28 @@ TEST_F(Allocators, WhoWaitsForASlowOneHoldsNobodyUp) {
   }
   changed.notify_all();
   slow.join();
+}
+
+// One is slow from less than no time on, the other never: no test waits a second.
+TEST_F(Allocators, ASlowOneIsNamedOnce) {
+  te_fl_allocator api = framework.api;
+  api.destroy = nullptr;
+  te_fl_memory_desc memory;
+  memory.bytes = 4096;
+  const auto said_of = [&](const char* name, std::chrono::nanoseconds slow) {
+    api.name = name;
+    const core::Allocator allocator(device, api, slow);
+    ::testing::internal::CaptureStderr();
+    const Result<void*> data = allocator.allocate(memory);
+    EXPECT_OK(data);
+    if (data.ok()) allocator.free(*data, nullptr, nullptr);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const std::string said = said_of("sleepy", std::chrono::nanoseconds(-1));
+  EXPECT_HAS(said, "allocator 'sleepy' of ext:far:0 took more than");
+  EXPECT_HAS(said, "4.0 KiB");
+  EXPECT_EQ(said_of("sleepy", std::chrono::nanoseconds(-1)), "");
+  EXPECT_EQ(said_of("brisk", std::chrono::hours(10000)), "");
 }
 
 TEST_F(Allocators, WhatCannotBeInstalledIsNamed) {

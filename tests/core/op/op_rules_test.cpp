@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/op/constraint.hpp"
 #include "core/op/op_table.hpp"
 #include "op_fixture.hpp"
 #include "te_fl/ops/attention.h"
@@ -117,6 +118,29 @@ TEST(Rules, DtypesAndScalingModes) {
   EXPECT_TRUE(has(on("flag requires x is tensor", half), "'x' is f16[2]"));
   // A tensor that is not given is nothing.
   EXPECT_TRUE(has(on("flag requires y is f32", half), "'y' is missing (NULL)"));
+}
+
+// The masks of dtypes and scaling modes have 64 bits each, so none is taken for another's.
+TEST(Rules, DtypesAndScalingModesHaveMasksOfTheirOwn) {
+  te_fl_arg_desc x{};
+  x.struct_size = sizeof x;
+  x.name = "x";
+  x.type = TE_FL_ARG_TENSOR;
+  const auto condition = [&](const std::string& words) {
+    return parse_constraints("x is " + words, {&x}).value().at(0).left;
+  };
+  for (int i = 0; i < TE_FL_DTYPE_COUNT; ++i) {
+    const Condition c = condition(std::string(name(static_cast<DType>(i))));
+    EXPECT_EQ(c.dtypes, uint64_t{1} << i);
+    EXPECT_EQ(c.scalings | c.values, 0u);
+  }
+  for (int i = 0; i < TE_FL_SCALING_COUNT; ++i) {
+    const Condition c = condition(std::string(name(static_cast<Scaling>(i))));
+    EXPECT_EQ(c.scalings, uint64_t{1} << i);
+    EXPECT_EQ(c.dtypes | c.values, 0u);
+  }
+  static_assert(sizeof(Condition::dtypes) == sizeof(te_fl_arg_desc::dtypes));
+  static_assert(sizeof(Condition::scalings) >= sizeof(te_fl_arg_desc::scalings));
 }
 
 TEST(Rules, Comparisons) {
