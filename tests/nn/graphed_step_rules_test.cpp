@@ -262,6 +262,34 @@ TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
   ASSERT_OK(devices::synchronize(device, graphed->stream()));
 }
 
+// Eagerly the cast weight is kept from call to call.
+TEST_F(GraphedSteps, AnInferenceInAGraphReadsTheWeightsOfEachLaunch) {
+  const Device device = recorder.device();
+  auto linear = take(Linear::create({.in_features = 4,
+                                     .out_features = 4,
+                                     .bias = false,
+                                     .activation_dtype = DType::kBF16,
+                                     .device = device}));
+  const Tensor x = take(tensor({1, 4}, {1, 2, 3, 4}, DType::kBF16).to(device));
+  const auto step = [&]() -> Result<std::vector<Tensor>> {
+    TE_FL_ASSIGN_OR_RETURN(Tensor y, linear->forward(x, nullptr));
+    return std::vector<Tensor>{y};
+  };
+  auto graphed = take(GraphedStep::create(device, step, {.warmup = 2}));
+  const auto result = [&] {
+    const Tensor y = take(graphed->run())[0];
+    check(devices::synchronize(device, graphed->stream()));
+    return values_of(take(y.to(Device())));
+  };
+  Values first;
+  for (int i = 0; i < 4; ++i) first = result();
+  EXPECT_TRUE(graphed->captured());
+  EXPECT_NE(first, Values(4, 0.0));
+  ASSERT_OK(linear->load_state({{"weight", tensor({4, 4}, Values(16, 0.0))}}, "zeros"));
+  ASSERT_OK(devices::synchronize(device));
+  EXPECT_EQ(result(), Values(4, 0.0));
+}
+
 TEST(GraphedStepOps, AnOpThatIsNotGraphSafeIsRefusedByName) {
   RecordingDevice recorder("generic_gemm");
   {
