@@ -19,9 +19,10 @@
  *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof (a plugin's
  *      header has it second, behind the magic). A reader uses only members that lie inside
  *      struct_size; members beyond it have their neutral value (zero unless the member says
- *      otherwise). Who fills in a struct of the other side's (te_fl_device_props, te_fl_saved)
- *      writes only inside its struct_size. Structs grow at the end only; reserved members are
- *      zero. No size is compared by ==. Structs without struct_size (te_fl_dtype, te_fl_device,
+ *      otherwise). A descriptor's or table's size that is no multiple of 8 is no struct's and is
+ *      refused. Who fills in a struct of the other side's (te_fl_device_props, te_fl_saved) writes
+ *      only inside its struct_size. Structs grow at the end only; reserved members are zero. No
+ *      size is compared by ==. Structs without struct_size (te_fl_dtype, te_fl_device,
  *      te_fl_dltensor) and the parameters of functions stay as they are in a major.
  *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be
  *      NULL.
