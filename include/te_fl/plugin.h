@@ -32,7 +32,8 @@
  *      host may try the next implementation. TE_FL_UNSUPPORTED is always clean. Any other status
  *      without the mark goes back to the caller, from supports(), prepare() and workspace() as
  *      from run(). So do TE_FL_INVALID_ARGUMENT all the same, being the caller's mistake, and
- *      TE_FL_DEVICE_LOST, from whichever function, after which no op runs on the device.
+ *      TE_FL_DEVICE_LOST, from whichever function, after which no op runs on the device. A status
+ *      with any other bit, as a negative number has, is TE_FL_INTERNAL without the mark.
  *  R7  The plugin owns what it returns (headers, tables, descriptors, strings) and keeps it
  *      valid and unchanged from the call that returned it until destroy() returns (for the
  *      query's header: until the library is closed). The host owns what it passes and keeps it
