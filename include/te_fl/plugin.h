@@ -113,12 +113,14 @@
  *      several threads at once. It is asked to trim() before an allocation of the device's memory
  *      fails, whoever made it.
  *  R26 A plan may own device memory if its implementation sets TE_FL_OP_PLAN_MEMORY: destroy_plan()
- *      is then called when the device has done the work of every call that had the plan. Any
- *      stream may use a plan as soon as prepare() has returned, which therefore waits for what it
- *      enqueued. Work on a stream that is being captured cannot be waited for: until the capture
- *      has ended, no plan that the stream worked with is destroyed, and who would unregister its
- *      implementation, deactivate its plugin or remove its device is told BUSY and why, before
- *      anything was changed.
+ *      is then called when the device has done the work of every call that had the plan, and of
+ *      every launch of a graph that such a call was captured into, whichever streams it came on;
+ *      whoever lets the implementation go launches these graphs no more. Any stream may use a plan
+ *      as soon as prepare() has returned, which therefore waits for what it enqueued. Work on a
+ *      stream that is being captured cannot be waited for: until the capture has ended, no plan
+ *      that the stream worked with is destroyed, and who would unregister its implementation,
+ *      deactivate its plugin or remove its device is told BUSY and why, before anything was
+ *      changed.
  *  R27 An implementation that needs memory which is zero when its first op on a stream begins and
  *      then keeps what its ops leave there says so in te_fl_op_desc.stream_state_bytes, and finds
  *      it in ctx->stream_state. The memory belongs to one implementation, device and stream: its
