@@ -92,9 +92,12 @@ struct Attempt {
             errors);
       }
     } else {
+      // A thread that holds what another may wait for waits for no scratch, which any op may have:
+      // one that runs this implementation inside, for instance.
+      const bool may_wait = depth == 0 && !serial && !state.has_value();
       const Status held =
           call.manager.arenas.acquire(call.signature.device, call.options.stream, depth, bytes,
-                                      call.capturing, scratch.emplace());
+                                      call.capturing, may_wait, scratch.emplace());
       if (!held.ok()) return own_failure(held, errors);
       context.workspace = scratch->data();
     }

@@ -162,12 +162,12 @@ Described described(const Call& call, const Step& step, bool deterministic);
 // The status of the exception in flight, which R5 forbids. Its words go to `errors`.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 
-// Calls into an implementation; an exception becomes a status.
+// Calls into an implementation; an exception, and a status that is none, becomes one.
 template <class F>
 [[gnu::always_inline]] inline te_fl_status entered(const char* entry, core::ErrorText& errors,
                                                    F&& f) noexcept {
   try {
-    return f();
+    return errors.answered(f());
   } catch (...) {
     return exception_status(entry, errors);
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/base/answer.hpp"
 #include "core/device/device_list.hpp"
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"
@@ -44,8 +45,8 @@ bool read_stream(Call& call) noexcept {
     const te_fl_status code =
         entry->desc->api->is_capturing(entry->desc->self, call.options.stream, &capturing, nullptr);
     call.capturing = capturing != 0;
-    return code == TE_FL_OK;
-  } catch (...) {  // R5 forbids it; ask_stream() has the words
+    return core::known_status(code) == TE_FL_OK;
+  } catch (...) {  // R5 forbids it; ask_stream() has the words for this and for what is no OK
     return false;
   }
 }

@@ -22,7 +22,6 @@ namespace te_fl::plugins {
 namespace {
 
 using core::copy_struct;
-using core::kMaxStructSize;
 using core::plausible_size;
 
 constinit core::ForkMutex mutex(core::LockLevel::kPluginSettings);
@@ -32,26 +31,24 @@ constexpr uint32_t kMaxListed = 1u << 16;
 
 // R5 forbids exceptions; one that comes all the same must not pass through the host.
 template <class F>
-te_fl_status guarded(const te_fl_error_sink* errors, const char* entry, F&& f) {
+te_fl_status guarded(core::ErrorText& errors, const char* entry, F&& f) {
   std::string text;
   try {
-    return f();
+    return errors.answered(f());
   } catch (const std::exception& e) {
     text = std::string(entry) + " threw an exception: " + e.what() + " (rule R5)";
   } catch (...) {
     text = std::string(entry) + " threw an exception (rule R5)";
   }
-  errors->write(errors->host, text.c_str());
+  errors.sink()->write(errors.sink()->host, text.c_str());
   return TE_FL_INTERNAL;
 }
 
 // Sizes no struct has are garbage, which must not be read as "newer" (R3).
 Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   const auto bad = [&](const char* what, uint32_t size, size_t least) {
-    return Status(StatusCode::kIncompatible,
-                  "device " + std::to_string(i) + ": " + what + " has struct_size " +
-                      std::to_string(size) + ", must be from " + std::to_string(least) + " to " +
-                      std::to_string(kMaxStructSize) + " (rule R3)");
+    return Status(StatusCode::kIncompatible, "device " + std::to_string(i) + ": " + what + " has " +
+                                                 core::size_text(size, least));
   };
   if (!plausible_size(desc.struct_size, core::kLeastDeviceDesc)) {
     return bad("its descriptor", desc.struct_size, core::kLeastDeviceDesc);
@@ -173,7 +170,7 @@ Instance::Instance(Header header, ActivateOptions options)
 Instance::~Instance() {
   if (!created_) return;
   core::ErrorText errors;
-  const te_fl_status code = guarded(errors.sink(), "destroy", [&] {
+  const te_fl_status code = guarded(errors, "destroy", [&] {
     header_.api.destroy(instance_);
     return TE_FL_OK;
   });
@@ -203,9 +200,8 @@ Result<std::vector<Finding>> Instance::diagnose() const {
     static_cast<std::vector<Finding>*>(host)->push_back(
         {level, text(f.subject), text(f.state), text(f.disables), text(f.remedy)});
   };
-  const te_fl_status code = guarded(errors.sink(), "diagnose", [&] {
-    return header_.api.diagnose(instance_, &sink, errors.sink());
-  });
+  const te_fl_status code = guarded(
+      errors, "diagnose", [&] { return header_.api.diagnose(instance_, &sink, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "diagnose of plugin '" + header_.name + "'"));
   return found;
 }
@@ -214,7 +210,7 @@ Status Instance::create() {
   // Owns all it touches: if it outlives its time limit, it outlives this object.
   std::function<te_fl_status()> run = [host = host_, create = header_.api.create,
                                        library = options_.library] {
-    return guarded(host->errors.sink(), "create",
+    return guarded(host->errors, "create",
                    [&] { return create(&host->api, &host->instance, host->errors.sink()); });
   };
   const te_fl_status code = options_.run_create ? options_.run_create(std::move(run)) : run();
@@ -234,7 +230,7 @@ Status Instance::add_devices() {
   core::ErrorText errors;
   uint32_t count = 0;
   const te_fl_device_desc* const* list = nullptr;
-  const te_fl_status code = guarded(errors.sink(), "devices", [&] {
+  const te_fl_status code = guarded(errors, "devices", [&] {
     return header_.api.devices(instance_, &count, &list, errors.sink());
   });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "devices"));
@@ -279,8 +275,8 @@ void Instance::report_memory() const {
 Status Instance::quiesce() {
   if (header_.api.quiesce == nullptr) return {};
   core::ErrorText errors;
-  const te_fl_status code = guarded(errors.sink(), "quiesce",
-                                    [&] { return header_.api.quiesce(instance_, errors.sink()); });
+  const te_fl_status code =
+      guarded(errors, "quiesce", [&] { return header_.api.quiesce(instance_, errors.sink()); });
   return errors.status(code, "quiesce of plugin '" + header_.name + "'");
 }
 
@@ -289,9 +285,8 @@ Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& 
   core::ErrorText errors;
   uint32_t count = 0;
   const te_fl_op_desc* const* list = nullptr;
-  const te_fl_status code = guarded(errors.sink(), "ops", [&] {
-    return header_.api.ops(instance_, &count, &list, errors.sink());
-  });
+  const te_fl_status code = guarded(
+      errors, "ops", [&] { return header_.api.ops(instance_, &count, &list, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "ops"));
   if (count > kMaxListed || (count != 0 && list == nullptr)) {
     return Status(StatusCode::kIncompatible, "ops returned " + std::to_string(count) + " entries" +

@@ -12,7 +12,6 @@ namespace te_fl::plugins {
 namespace {
 
 using core::copy_struct;
-using core::kMaxStructSize;
 using core::plausible_size;
 using core::struct_size_of;
 
@@ -66,9 +65,7 @@ Status check_table(const te_fl_plugin_header& h) {
   const uint32_t size = struct_size_of(h.api);
   const size_t least = core::kLeastPluginApi;
   if (!plausible_size(size, least)) {
-    return incompatible("the plugin's table of functions has struct_size " + std::to_string(size) +
-                        ", must be from " + std::to_string(least) + " to " +
-                        std::to_string(kMaxStructSize) + " (rule R3)");
+    return incompatible("the plugin's table of functions has " + core::size_text(size, least));
   }
   const auto api = copy_struct<te_fl_plugin_api>(h.api);
   if (api.create == nullptr)
@@ -90,10 +87,10 @@ Result<std::vector<core::PluginSetting>> settings_of(const te_fl_plugin_header& 
   for (uint32_t i = 0; i < h.setting_count; ++i) {
     const te_fl_setting_desc* raw = h.settings[i];
     if (raw == nullptr || !plausible_size(raw->struct_size, core::kLeastSetting)) {
-      return incompatible(
-          "its setting " + std::to_string(i) + " is " +
-          (raw == nullptr ? "NULL" : "of struct_size " + std::to_string(raw->struct_size)) +
-          " (rules R3 and R21)");
+      return incompatible("its setting " + std::to_string(i) +
+                          (raw == nullptr
+                               ? " is NULL (rule R21)"
+                               : " has " + core::size_text(raw->struct_size, core::kLeastSetting)));
     }
     const auto desc = copy_struct<te_fl_setting_desc>(raw);
     constexpr core::VariableType kTypes[] = {
@@ -162,12 +159,10 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
   TE_FL_RETURN_IF_ERROR(check_version(*raw));
   const size_t least = core::kLeastHeader;
   if (!plausible_size(raw->struct_size, least)) {
-    return incompatible("the plugin's header has struct_size " + std::to_string(raw->struct_size) +
-                        ", must be from " + std::to_string(least) + " to " +
-                        std::to_string(kMaxStructSize) + " (rule R3)");
+    return incompatible("the plugin's header has " + core::size_text(raw->struct_size, least));
   }
   te_fl_plugin_header h{};  // its size is the second member, so not copy_struct
-  std::memcpy(&h, raw, std::min<size_t>(raw->struct_size, sizeof h));
+  std::memcpy(&h, raw, core::copied_size(raw->struct_size, sizeof h));
   TE_FL_RETURN_IF_ERROR(check_needs(h));
   if (!good_name(h.name)) {
     return incompatible("the plugin's name must be 1 to 64 characters of a-z, 0-9 and _");

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "core/base/answer.hpp"
 #include "core/base/text.hpp"
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
@@ -87,6 +88,11 @@ Result<PluginInfo> load(const std::string& path_or_name) {
 
 Status deactivate(const std::string& name, bool unmap) {
   return deactivate_plugin(name, unmap, filled_registry());
+}
+
+std::string take_odd_status() {
+  const te_fl_status odd = core::g_odd_status.exchange(TE_FL_OK);
+  return odd == TE_FL_OK ? std::string() : core::odd_status_text(odd);
 }
 
 Result<std::vector<Finding>> diagnose(const std::string& name) {

@@ -125,6 +125,7 @@ OpRegistry::Impl::Impl() {
   core::g_device_hooks.added.store(&device_added, std::memory_order_release);
   core::g_device_hooks.lost.store(&device_lost, std::memory_order_release);
   core::g_device_hooks.barred.store(&device_barred, std::memory_order_release);
+  core::g_device_hooks.launching.store(&registry::note_launch, std::memory_order_release);
   core::g_device_hooks.check_leave.store(&check_leave, std::memory_order_release);
   core::g_device_hooks.left.store(&device_left, std::memory_order_release);
 }

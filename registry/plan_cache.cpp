@@ -36,8 +36,8 @@ uint64_t alignment_of(uint64_t address) noexcept {
 
 using StreamOf = std::pair<Device, void*>;
 
-// Under the lock. The plans that have streams, wherever they are: what leave_stream() looks
-// through.
+// Under the lock. The plans that have streams, wherever they are, and those that graphs have: what
+// leave_stream() and note_launch() look through.
 std::unordered_set<const Plan*>& live_plans() {
   static auto* const all = new std::unordered_set<const Plan*>;
   return *all;
@@ -95,6 +95,10 @@ void after_fork_in_child() {
   asked_streams().clear();
 }
 const core::ForkedChild forked_child(core::LockLevel::kPlans, &after_fork_in_child);
+
+// Changes when a launch that was noted may have to be noted again: a plan was captured, or a stream
+// left. Under the lock it is written.
+std::atomic<uint64_t> g_launch_generation{1};
 
 // A stream that cannot say is that of a device that has gone or is lost, and captures nothing.
 bool is_captured(const Device& device, void* stream) {
@@ -298,7 +302,11 @@ const Plan* PlanCache::find(std::string_view key, bool capturing) {
   const auto at = plans_.find(key);
   if (at == plans_.end()) return nullptr;
   at->second->use();
-  at->second->captured |= capturing;
+  if (capturing && !at->second->captured) {
+    at->second->captured = true;
+    if (impl_.plan_memory) live_plans().insert(at->second.get());
+    g_launch_generation.fetch_add(1, std::memory_order_release);
+  }
   return at->second.get();
 }
 
@@ -361,9 +369,29 @@ void leave_stream(const Device& device, void* stream) {
         if (known.load(std::memory_order_relaxed) == stream) known.store(&plan->recent);
       }
     }
-    std::erase_if(live_plans(), [](const Plan* plan) { return plan->streams.empty(); });
+    g_launch_generation.fetch_add(1, std::memory_order_release);
+    std::erase_if(live_plans(),
+                  [](const Plan* plan) { return plan->streams.empty() && !plan->captured; });
     return;
   }
+}
+
+// A graph is launched again and again on one stream: the thread's last launch is known without the
+// lock.
+void note_launch(const Device& device, void* stream) {
+  struct Last {
+    uint64_t generation = 0;
+    StreamOf stream;
+  };
+  constinit static thread_local Last last{};
+  const uint64_t generation = g_launch_generation.load(std::memory_order_acquire);
+  if (last.generation == generation && last.stream == StreamOf{device, stream}) return;
+  const std::lock_guard lock(mutex);
+  for (const Plan* plan : live_plans()) {
+    if (!plan->captured || plan->device != device || has(*plan, device, stream)) continue;
+    plan->streams.push_back(stream);
+  }
+  last = {generation, {device, stream}};  // of before the lock
 }
 
 Status check_captures(const std::function<bool(const Plan&)>& picks) {

@@ -59,8 +59,9 @@ struct Plan {
   mutable std::vector<void*> streams;
   mutable std::array<std::atomic<const void*>, 4> recent;
   mutable std::atomic<uint64_t> last_used{0};
-  bool captured =
-      false;  // a graph may hold what it owns: never dropped; PlanCache's lock guards it
+  // A graph may hold what it owns, so it is never dropped, and works with it on every stream that a
+  // graph is launched on. PlanCache's lock guards it.
+  bool captured = false;
 };
 
 // Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans,
@@ -107,6 +108,9 @@ class PlanCache {
 // A stream is about to go: what it has of plans that own device memory is waited for, of all plans
 // that there are, also of those that are in no cache any more. Then none of them names it.
 void leave_stream(const Device& device, void* stream);
+// A graph is about to be launched on the stream: it may work with every plan of the device that
+// owns memory and that a call was captured with, so the stream is one of theirs from now on.
+void note_launch(const Device& device, void* stream);
 // BUSY, naming the implementation and the device, if a plan that owns device memory and that
 // `picks` says true of has a stream that is being captured. `picks` is called under the lock of the
 // plans. To be asked before plans are let go, while nothing has been changed.

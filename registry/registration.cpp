@@ -197,14 +197,18 @@ void add_catalogue(Table& table) {
 }
 
 Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
+  if (!core::plausible_size(schema.struct_size, core::kLeastSchema)) {
+    return invalid_argument("an op schema has " +
+                            core::size_text(schema.struct_size, core::kLeastSchema));
+  }
   if (schema.name == nullptr) return invalid_argument("an op schema has no name (rule R17)");
   const std::string name = schema.name;
   if (const auto at = table.names->find(name); at != table.names->end()) {
-    if (table.ops[at->second]->compiled->same_as(schema)) return at->second;
+    const std::string difference = table.ops[at->second]->compiled->difference(schema);
+    if (difference.empty()) return at->second;
     return Status(StatusCode::kAlreadyExists,
-                  "op '" + name +
-                      "' is known with a different description (rule R17): rename the "
-                      "op, or make the descriptions equal");
+                  "op '" + name + "' is known with a different description, in which " +
+                      difference + " (rule R17): rename the op, or make the descriptions equal");
   }
   if (!is_custom(name)) {
     return invalid_argument("op '" + name + "' is not in the catalogue" +
@@ -223,10 +227,8 @@ Result<std::shared_ptr<Implementation>> make_implementation(
     const std::shared_ptr<void>& keep_alive) {
   if (raw == nullptr) return invalid_argument("a null op descriptor (" + owner + ")");
   if (!core::plausible_size(raw->struct_size, core::kLeastOpDesc)) {
-    return invalid_argument("an op descriptor of " + owner + " has struct_size " +
-                            std::to_string(raw->struct_size) + ", must be from " +
-                            std::to_string(core::kLeastOpDesc) + " to " +
-                            std::to_string(core::kMaxStructSize) + " (rule R3)");
+    return invalid_argument("an op descriptor of " + owner + " has " +
+                            core::size_text(raw->struct_size, core::kLeastOpDesc));
   }
   const auto desc = core::copy_struct<te_fl_op_desc>(raw);
   const std::string of_vendor =

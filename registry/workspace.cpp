@@ -89,8 +89,19 @@ Status allocate_block(const Device& device, void* stream, size_t bytes, const ch
 
 }  // namespace
 
+std::unique_lock<core::Mutex> DeviceArenas::lock_free(DeviceArena*& arena) {
+  for (;;) {
+    if (std::unique_lock<core::Mutex> held(arena->mutex, std::try_to_lock); held) return held;
+    const std::lock_guard lock(mutex);
+    if (arena->spare == nullptr) {
+      arena->spare = std::make_unique<DeviceArena>(arena->mutex.rank().order);
+    }
+    arena = arena->spare.get();
+  }
+}
+
 Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth, size_t bytes,
-                             bool capturing, DeviceScratch& out) {
+                             bool capturing, bool may_wait, DeviceScratch& out) {
   if (capturing) {
     out.device_ = device;
     out.stream_ = stream;
@@ -99,7 +110,8 @@ Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth,
     return {};
   }
   DeviceArena* arena = arena_of(Key(device.type, device.index, device.provider, stream, depth, 0));
-  std::unique_lock<core::Mutex> held(arena->mutex);
+  std::unique_lock<core::Mutex> held =
+      may_wait ? std::unique_lock<core::Mutex>(arena->mutex) : lock_free(arena);
   if (arena->bytes < bytes) {
     void* grown = nullptr;
     TE_FL_RETURN_IF_ERROR(allocate_block(device, stream, bytes, "workspace", grown));
@@ -157,7 +169,9 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
       const auto& [type, index, provider, stream, depth, implementation] = entry.first;
       const Device device{type, index, provider};
       if (!matches(device, stream, implementation)) return false;
-      blocks.push_back({device, stream, entry.second->data});
+      for (const DeviceArena* a = entry.second.get(); a != nullptr; a = a->spare.get()) {
+        blocks.push_back({device, stream, a->data});
+      }
       return true;
     });
   }

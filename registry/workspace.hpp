@@ -42,6 +42,9 @@ struct DeviceArena {
   core::Mutex mutex;
   void* data = nullptr;
   size_t bytes = 0;
+  // Of scratch: another one, for an op that finds this locked and must not wait. Once there is one,
+  // it stays as long as this.
+  std::unique_ptr<DeviceArena> spare;
 };
 
 // Scratch for one op, from before run() until the op has been enqueued. That of a captured op is
@@ -71,8 +74,10 @@ class DeviceArenas {
   ~DeviceArenas();
   // At least `bytes` of scratch for (device, stream, depth) in `out`, which is empty: of the
   // stream's arena, which is locked, or memory of the graph that the stream is being captured into.
+  // `may_wait`: the thread holds no mutex of kServing that another one may wait for with the arena
+  // in its hands. Else it gets a spare arena where the stream's is locked.
   Status acquire(const Device& device, void* stream, uint32_t depth, size_t bytes, bool capturing,
-                 DeviceScratch& out);
+                 bool may_wait, DeviceScratch& out);
   // The state of an implementation (R27) for (device, stream, depth), as its last op there left it,
   // and zero before the first. Of a captured op: memory of the graph, zero at each launch.
   Status acquire_state(const Device& device, void* stream, uint32_t depth, uint64_t implementation,
@@ -91,6 +96,8 @@ class DeviceArenas {
   using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t, uint64_t>;
   // The arena of a key, made if there is none. `mutex` in workspace.cpp guards it.
   DeviceArena* arena_of(const Key& key);
+  // Locks it, or the first of its spares that is free.
+  static std::unique_lock<core::Mutex> lock_free(DeviceArena*& arena);
   // On the default stream where the blocks' own may be gone.
   template <class Matches>
   void release_if(Matches&& matches, bool on_default_stream);

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "te_fl/plugin.h"
 
@@ -38,20 +39,37 @@ inline uint32_t struct_size_of(const void* raw) noexcept {
   return size;
 }
 
+// sizeof of every struct that begins with struct_size is a multiple of this, and none of their
+// members that may be absent is cut by such a size: each lies in one word, or consists of them.
+inline constexpr uint32_t kStructWord = 8;
+
+// What is copied of a struct of `size` into one of `ours`: whole members only, so that of a size
+// that is no struct's the member is absent in which it ends.
+constexpr size_t copied_size(uint32_t size, size_t ours) noexcept {
+  const size_t whole = size / kStructWord * kStructWord;
+  return whole < ours ? whole : ours;
+}
+
 // A copy of an ABI struct that begins with struct_size and may be shorter or longer than ours (R3):
 // members it lacks keep their neutral value, members we do not know are dropped.
 template <class T>
 T copy_struct(const void* raw) noexcept {
+  static_assert(alignof(T) == kStructWord);
   T out{};
-  const uint32_t size = struct_size_of(raw);
-  std::memcpy(static_cast<void*>(&out), raw, size < sizeof(T) ? size : sizeof(T));
+  std::memcpy(static_cast<void*>(&out), raw, copied_size(struct_size_of(raw), sizeof(T)));
   out.struct_size = sizeof(T);
   return out;
 }
 
-// Is the size large enough for what the reader needs and small enough to be one?
-inline bool plausible_size(uint32_t size, size_t minimum) noexcept {
-  return size >= minimum && size <= kMaxStructSize;
+// Is the size large enough for what the reader needs, small enough to be one, and that of a struct?
+constexpr bool plausible_size(uint32_t size, size_t minimum) noexcept {
+  return size >= minimum && size <= kMaxStructSize && size % kStructWord == 0;
+}
+// What to say of one that is not: "struct_size 3, must be ...".
+inline std::string size_text(uint32_t size, size_t minimum) {
+  return "struct_size " + std::to_string(size) + ", must be from " + std::to_string(minimum) +
+         " to " + std::to_string(kMaxStructSize) + " and a multiple of " +
+         std::to_string(kStructWord) + ", as sizeof the struct is (rule R3)";
 }
 
 }  // namespace te_fl::core

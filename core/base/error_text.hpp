@@ -3,6 +3,7 @@
 #include <exception>
 #include <string>
 
+#include "core/base/answer.hpp"
 #include "te_fl/plugin.h"
 #include "te_fl/status.hpp"
 
@@ -19,12 +20,20 @@ class ErrorText {
 
   const te_fl_error_sink* sink() const noexcept { return &sink_; }
   const std::string& text() const noexcept { return text_; }
+  // Every status that a plugin's function answers comes through here: what follows relies on its
+  // being a known code, marked clean or not (R6). One that is none becomes INTERNAL, and the text
+  // says what it was.
+  [[gnu::always_inline]] te_fl_status answered(te_fl_status raw) noexcept {
+    if (raw == TE_FL_OK) [[likely]]
+      return TE_FL_OK;
+    return not_ok(raw);
+  }
   // Runs an entry of a plugin. R5 forbids exceptions; one that comes all the same becomes INTERNAL
   // with its text.
   template <class F>
   te_fl_status call(F&& enter) noexcept {
     try {
-      return enter();
+      return answered(enter());
     } catch (const std::exception& e) {
       write(this, "an exception escaped (rule R5):");
       write(this, e.what());
@@ -40,6 +49,18 @@ class ErrorText {
   }
 
  private:
+  te_fl_status not_ok(te_fl_status raw) noexcept {
+    if (!is_status(raw)) {
+      note_odd_status(raw);
+      if (known_status(raw) != TE_FL_OK) {
+        try {
+          write(this, odd_status_text(raw).c_str());
+        } catch (...) {  // out of memory: the status alone has to do
+        }
+      }
+    }
+    return known_status(raw);
+  }
   static void write(void* host, const char* text) noexcept {
     try {
       auto* self = static_cast<ErrorText*>(host);

@@ -82,6 +82,10 @@ void HeldLocks::take(LockRank rank) noexcept {
   for (size_t i = 0; i < count_; ++i) {
     if (!(held_[i] < rank)) fail(rank, "takes the first while it holds the second", held_[i]);
   }
+  take_free(rank);
+}
+
+void HeldLocks::take_free(LockRank rank) noexcept {
   if (count_ == kMost) fail(rank, "holds more mutexes than are kept track of", held_[0]);
   held_[count_++] = rank;
 }
@@ -99,6 +103,7 @@ namespace {
 constinit thread_local HeldLocks t_held;
 }  // namespace
 void check_taken(LockRank rank) noexcept { t_held.take(rank); }
+void check_taken_free(LockRank rank) noexcept { t_held.take_free(rank); }
 void check_given_up(LockRank rank) noexcept { t_held.give_up(rank); }
 #endif
 

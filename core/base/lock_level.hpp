@@ -55,8 +55,12 @@ struct LockRank {
   }
 };
 
-// The mutexes of one op, in the order in which it takes them; `depth`: how many ops it is inside.
-enum class Serving : int { kSerial, kState, kScratch, kCount };
+// The mutexes of one op, in the order in which it waits for them; `depth`: how many ops it is
+// inside. That of an implementation is the same at every depth and the others are a depth's own, so
+// the depth alone keeps no two threads from waiting for each other: what any op may hold, scratch,
+// is waited for by nobody who holds another of these. What remains belongs to implementations, and
+// its order is that in which one runs another inside.
+enum class Serving : int { kScratch, kSerial, kState, kCount };
 constexpr int serving_order(uint32_t depth, Serving what) noexcept {
   return static_cast<int>(depth) * static_cast<int>(Serving::kCount) + static_cast<int>(what);
 }
@@ -72,6 +76,8 @@ class HeldLocks {
  public:
   // Aborts, naming both, unless `rank` comes after all that are held.
   void take(LockRank rank) noexcept;
+  // It was free and has been taken without waiting, which no order forbids.
+  void take_free(LockRank rank) noexcept;
   // Aborts unless it is held.
   void give_up(LockRank rank) noexcept;
 
@@ -83,6 +89,7 @@ class HeldLocks {
 
 // Of the calling thread; nothing where locks are not checked.
 void check_taken(LockRank rank) noexcept;
+void check_taken_free(LockRank rank) noexcept;
 void check_given_up(LockRank rank) noexcept;
 inline void check_lock([[maybe_unused]] LockRank rank) noexcept {
   if constexpr (kLocksChecked) check_taken(rank);
@@ -100,6 +107,12 @@ class Mutex {
   void lock() {
     check_lock(rank_);
     mutex_.lock();
+  }
+  // Does not wait, so it may be tried whatever the thread holds.
+  bool try_lock() {
+    if (!mutex_.try_lock()) return false;
+    if constexpr (kLocksChecked) check_taken_free(rank_);
+    return true;
   }
   void unlock() {
     check_unlock(rank_);

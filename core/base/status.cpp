@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "core/base/answer.hpp"
 #include "core/base/fork.hpp"
 
 namespace te_fl {
@@ -101,16 +102,28 @@ te_fl_status Status::to_c() const noexcept {
 }
 
 Status Status::from_c(te_fl_status status, std::string message) {
-  const int code = TE_FL_STATUS_CODE(status);
-  if (code == TE_FL_OK) return {};
-  const bool known = code <= TE_FL_INTERNAL;
-  if (!known) {
-    const std::string note = "unknown status code " + std::to_string(code);
+  const te_fl_status known = core::known_status(status);
+  if (known == TE_FL_OK) return {};
+  if (!core::is_status(status)) {
+    const std::string note = core::odd_status_text(status);
     message = message.empty() ? note : message + " (" + note + ")";
   }
-  Status result(known ? static_cast<StatusCode>(code) : StatusCode::kInternal, std::move(message));
-  if (TE_FL_STATUS_IS_CLEAN(status)) result.set_clean();
+  Status result(static_cast<StatusCode>(TE_FL_STATUS_CODE(known)), std::move(message));
+  if (TE_FL_STATUS_IS_CLEAN(known)) result.set_clean();
   return result;
+}
+
+std::atomic<te_fl_status> core::g_odd_status{TE_FL_OK};
+
+std::string core::odd_status_text(te_fl_status raw) {
+  char text[64];
+  std::snprintf(text, sizeof text, "it answered status %d (0x%x)", static_cast<int>(raw),
+                static_cast<unsigned>(raw));
+  return text +
+         std::string(raw == TE_FL_CLEAN
+                         ? ", TE_FL_OK marked with TE_FL_CLEAN, which only a failure carries"
+                         : ", which is no te_fl_code, with or without TE_FL_CLEAN") +
+         " (rules R6, R20)";
 }
 
 Status invalid_argument(std::string message) {

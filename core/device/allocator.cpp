@@ -50,9 +50,7 @@ Status check_allocator(const Device& device, const te_fl_allocator& api) {
     return invalid_argument("the allocator for " + to_string(device) + " " + why);
   };
   if (!plausible_size(api.struct_size, kLeastAllocator)) {
-    return refuse("has struct_size " + std::to_string(api.struct_size) + ", must be from " +
-                  std::to_string(kLeastAllocator) + " to " + std::to_string(kMaxStructSize) +
-                  " (rule R3)");
+    return refuse("has " + size_text(api.struct_size, kLeastAllocator));
   }
   if (api.name == nullptr || api.name[0] == '\0') {
     return refuse("has no name, which messages about it need (rule R25)");

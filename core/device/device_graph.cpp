@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/device/current_stream.hpp"
+#include "core/device/device_list.hpp"
 #include "core/device/device_use.hpp"
 
 namespace te_fl {
@@ -97,6 +98,9 @@ Status Graph::launch(void* stream) const {
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device_));
   if (use->closed()) return core::withdrawn_device(device_);
   const te_fl_device_desc& d = *use->desc;
+  if (auto* tell = core::g_device_hooks.launching.load(std::memory_order_acquire)) {
+    tell(device_, stream);
+  }
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return d.api->launch_graph(d.self, handle_, stream, errors.sink()); });

@@ -56,10 +56,9 @@ std::vector<std::string>& provider_names() {  // by id - 1
 
 Status check_desc(const te_fl_device_desc* desc) {
   if (desc == nullptr) return invalid_argument("a device descriptor is null");
-  if (desc->struct_size < kLeastDeviceDesc) {
-    return invalid_argument("a device descriptor's struct_size is " +
-                            std::to_string(desc->struct_size) + ", must be at least " +
-                            std::to_string(kLeastDeviceDesc) + " (rule R3)");
+  if (!plausible_size(desc->struct_size, kLeastDeviceDesc)) {
+    return invalid_argument("a device descriptor has " +
+                            size_text(desc->struct_size, kLeastDeviceDesc));
   }
   if (desc->device.index < 0) {
     return invalid_argument("a device descriptor's index is " + std::to_string(desc->device.index) +
@@ -69,9 +68,12 @@ Status check_desc(const te_fl_device_desc* desc) {
       (desc->provider == nullptr || desc->provider[0] == '\0')) {
     return invalid_argument("a kDLExtDev device must name its provider (rule R18)");
   }
-  if (desc->api == nullptr || desc->api->struct_size < kLeastDeviceApi) {
-    return invalid_argument("a device's function table is missing or smaller than " +
-                            std::to_string(kLeastDeviceApi) + " bytes (rule R3)");
+  if (desc->api == nullptr) {
+    return invalid_argument("a device's function table is missing (rule R4)");
+  }
+  if (!plausible_size(desc->api->struct_size, kLeastDeviceApi)) {
+    return invalid_argument("a device's function table has " +
+                            size_text(desc->api->struct_size, kLeastDeviceApi));
   }
   const te_fl_device_api& api = *desc->api;
   if (!api.allocate || !api.free || !api.copy || !api.fill || !api.synchronize || !api.properties) {

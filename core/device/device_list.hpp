@@ -119,6 +119,8 @@ struct DeviceHooks {
   std::atomic<void (*)(const Device&, const std::string& reason)> lost{nullptr};
   // It is barred: no op is to run on it from the next call on.
   std::atomic<void (*)(const Device&)> barred{nullptr};
+  // A graph of it is about to be launched on the stream.
+  std::atomic<void (*)(const Device&, void* stream)> launching{nullptr};
   // BUSY, and why, if what was made for it cannot go now. Asked before anything is changed.
   std::atomic<Status (*)(const Device&)> check_leave{nullptr};
   // Nobody is inside any more: what was made for it, as plans are, is to go. Its functions work

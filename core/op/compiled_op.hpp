@@ -18,6 +18,7 @@ namespace te_fl::core {
 inline constexpr uint32_t kMaxArgs = 64;
 inline constexpr uint32_t kMaxLaterArgs = 16;  // R23: Signature::later has a bit for each
 inline constexpr uint32_t kMaxArgsSize = 1u << 15;
+inline constexpr size_t kMaxTextLength = 4096;  // of a string in a schema; the rest is cut off
 inline constexpr uint32_t kMaxListCount = 1u << 24;
 
 // The dtypes that say nothing without a scale.

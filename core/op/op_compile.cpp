@@ -13,7 +13,6 @@ namespace te_fl::core {
 namespace {
 
 constexpr size_t kMaxNameLength = 64;
-constexpr size_t kMaxTextLength = 4096;
 constexpr uint32_t kKnownFlags = TE_FL_ARG_OPTIONAL | TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY |
                                  TE_FL_ARG_RAW_FP8 | TE_FL_ARG_QUANT_ONLY | TE_FL_ARG_SAME_DTYPE |
                                  TE_FL_ARG_ALLOW_OVERLAP | TE_FL_ARG_OPAQUE |
@@ -75,9 +74,8 @@ int CompiledOp::Impl::find_arg(std::string_view name) const {
 }
 
 Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
-  if (from.struct_size < kLeastSchema) {
-    return refuse("an op", "struct_size is " + std::to_string(from.struct_size) +
-                               ", must be at least " + std::to_string(kLeastSchema) + " (rule R3)");
+  if (!plausible_size(from.struct_size, kLeastSchema)) {
+    return refuse("an op", "its schema has " + size_text(from.struct_size, kLeastSchema));
   }
   const auto keep = [this](const char* text) -> const char* {
     if (text == nullptr) return nullptr;
@@ -106,10 +104,8 @@ Status CompiledOp::Impl::copy_schema(const te_fl_op_schema& from) {
     const te_fl_arg_desc* arg = from.args[i];
     const std::string where = op + ", argument " + std::to_string(i);
     if (arg == nullptr) return refuse(where, "its description is NULL");
-    if (arg->struct_size < kLeastArgDesc) {
-      return refuse(where, "struct_size is " + std::to_string(arg->struct_size) +
-                               ", must be at least " + std::to_string(kLeastArgDesc) +
-                               " (rule R3)");
+    if (!plausible_size(arg->struct_size, kLeastArgDesc)) {
+      return refuse(where, "its description has " + size_text(arg->struct_size, kLeastArgDesc));
     }
     te_fl_arg_desc& desc = descs.emplace_back(copy_struct<te_fl_arg_desc>(arg));
     for (const char** text : {&desc.name, &desc.shape, &desc.inout_if, &desc.aliases, &desc.same_as,

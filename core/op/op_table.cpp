@@ -13,18 +13,62 @@
 namespace te_fl::core {
 namespace {
 
-bool same_text(const char* a, const char* b) {
-  return std::string_view(a != nullptr ? a : "") == std::string_view(b != nullptr ? b : "");
-}
+// Finds the first member in which two descriptions differ; later ones are not looked at.
+class Difference {
+ public:
+  // Where what follows stands: "argument 'x': ".
+  void in(std::string where) { where_ = std::move(where); }
+  void texts(const char* member, const char* mine, const char* other) {
+    const auto view = [](const char* s) {
+      return s == nullptr ? std::string_view() : std::string_view(s, strnlen(s, kMaxTextLength));
+    };
+    if (!found_.empty() || view(mine) == view(other)) return;
+    const auto shown = [&](const char* s) {
+      constexpr size_t kMost = 60;
+      const std::string_view text = view(s);
+      if (text.empty()) return std::string("none");
+      const bool cut = text.size() > kMost;
+      return "'" + std::string(text.substr(0, kMost)) + (cut ? "...'" : "'");
+    };
+    found_ = where_ + member + " is " + shown(mine) + ", not " + shown(other);
+  }
+  template <class T>
+  void numbers(const char* member, T mine, T other) {
+    if (!found_.empty() || mine == other) return;
+    found_ = where_ + member + " is " + std::to_string(mine) + ", not " + std::to_string(other);
+  }
+  void sizes(uint32_t size, uint32_t least) {
+    if (found_.empty() && !plausible_size(size, least)) {
+      found_ = where_ + "the other has " + size_text(size, least);
+    }
+  }
+  void arguments(const te_fl_arg_desc& mine, const te_fl_arg_desc& other);
 
-bool same_arg(const te_fl_arg_desc& a, const te_fl_arg_desc& b) {
-  const bool numbers = a.type == b.type && a.role == b.role && a.flags == b.flags &&
-                       a.offset == b.offset && a.count_offset == b.count_offset &&
-                       a.dtypes == b.dtypes && a.scalings == b.scalings && a.neutral == b.neutral &&
-                       a.min == b.min && a.max == b.max;
-  return numbers && same_text(a.name, b.name) && same_text(a.shape, b.shape) &&
-         same_text(a.inout_if, b.inout_if) && same_text(a.aliases, b.aliases) &&
-         same_text(a.same_as, b.same_as) && same_text(a.enum_names, b.enum_names);
+  bool none() const { return found_.empty(); }
+  std::string take() { return std::move(found_); }
+
+ private:
+  std::string where_, found_;
+};
+
+void Difference::arguments(const te_fl_arg_desc& a, const te_fl_arg_desc& b) {
+  texts("name", a.name, b.name);
+  numbers("type", a.type, b.type);
+  numbers("role", a.role, b.role);
+  numbers("flags", a.flags, b.flags);
+  numbers("offset", a.offset, b.offset);
+  numbers("count_offset", a.count_offset, b.count_offset);
+  numbers("dtypes", a.dtypes, b.dtypes);
+  numbers("scalings", a.scalings, b.scalings);
+  texts("shape", a.shape, b.shape);
+  texts("inout_if", a.inout_if, b.inout_if);
+  texts("aliases", a.aliases, b.aliases);
+  texts("same_as", a.same_as, b.same_as);
+  texts("enum_names", a.enum_names, b.enum_names);
+  numbers("neutral", a.neutral, b.neutral);
+  numbers("min", a.min, b.min);
+  numbers("max", a.max, b.max);
+  texts("extents", a.extents, b.extents);
 }
 
 // Calls f(argument, tensor) for every tensor present until it returns false. Tolerates whatever
@@ -133,23 +177,33 @@ te_fl_saved* CompiledOp::saved(const void* args) const noexcept {
   return view.has(arg) ? view.read<te_fl_saved*>(arg.offset) : nullptr;
 }
 
-// Summary, formula and source are prose, and so are extents, gradient and operations, which nothing
-// is refused by: they may be reworded.
-bool CompiledOp::same_as(const te_fl_op_schema& other) const {
+std::string CompiledOp::difference(const te_fl_op_schema& raw) const {
   const te_fl_op_schema& mine = impl_->schema;
-  if (other.struct_size < kLeastSchema || !same_text(mine.name, other.name) ||
-      mine.flags != other.flags || mine.args_size != other.args_size ||
-      mine.least_args_size != other.least_args_size || mine.arg_count != other.arg_count ||
-      !same_text(mine.rules, copy_struct<te_fl_op_schema>(&other).rules)) {
-    return false;
+  Difference found;
+  found.sizes(raw.struct_size, kLeastSchema);
+  if (!found.none()) return found.take();
+  const auto other = copy_struct<te_fl_op_schema>(&raw);
+  found.texts("name", mine.name, other.name);
+  found.numbers("flags", mine.flags, other.flags);
+  found.numbers("args_size", mine.args_size, other.args_size);
+  found.numbers("least_args_size", mine.least_args_size, other.least_args_size);
+  found.numbers("arg_count", mine.arg_count, other.arg_count);
+  for (uint32_t i = 0; found.none() && i < mine.arg_count; ++i) {
+    const te_fl_arg_desc* arg = other.args != nullptr ? other.args[i] : nullptr;
+    const std::string name = std::string("argument '") + mine.args[i]->name + "': ";
+    if (arg == nullptr) return name + "the other's description is NULL";
+    found.in(name);
+    found.sizes(arg->struct_size, kLeastArgDesc);
+    if (found.none()) found.arguments(*mine.args[i], copy_struct<te_fl_arg_desc>(arg));
   }
-  if (mine.arg_count > 0 && other.args == nullptr) return false;
-  for (uint32_t i = 0; i < mine.arg_count; ++i) {
-    const te_fl_arg_desc* arg = other.args[i];
-    if (arg == nullptr || arg->struct_size < kLeastArgDesc) return false;
-    if (!same_arg(*mine.args[i], *arg)) return false;
-  }
-  return true;
+  found.in("");
+  found.texts("rules", mine.rules, other.rules);
+  found.texts("gradient", mine.gradient, other.gradient);
+  found.texts("operations", mine.operations, other.operations);
+  found.texts("summary", mine.summary, other.summary);
+  found.texts("formula", mine.formula, other.formula);
+  found.texts("source", mine.source, other.source);
+  return found.take();
 }
 
 }  // namespace te_fl::core

@@ -69,8 +69,9 @@ class CompiledOp {
   bool needs_contents(uint32_t arg, const void* args) const noexcept;
   // The te_fl_saved argument, null if the op has none or it is not given.
   te_fl_saved* saved(const void* args) const noexcept;
-  // Same description under one name? For R17.
-  bool same_as(const te_fl_op_schema& other) const;
+  // In what another description under this name differs first, as "gradient is none, not 'x'";
+  // empty if in nothing (R17).
+  std::string difference(const te_fl_op_schema& other) const;
 
   struct Impl;  // core/compiled_op.hpp
 

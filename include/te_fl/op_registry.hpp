@@ -58,7 +58,8 @@ class TE_FL_API OpRegistry {
   // Removes; returns when every thread that was inside an op or a function of a device has left.
   // BUSY, and nothing was changed, when called from inside one, or while a stream that worked with
   // a plan of it that owns device memory (R26) is being captured: end the capture first. One that
-  // another thread begins meanwhile is waited for.
+  // another thread begins meanwhile is waited for. So are launches of graphs that its calls were
+  // captured into; launch these no more.
   Status unregister_op(std::string_view op, std::string_view impl_id);
   // Removes everything an owner registered, likewise; OK if that is nothing. Plans are destroyed
   // and keep_alive is released when it returns.

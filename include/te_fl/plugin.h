@@ -19,9 +19,10 @@
  *  R3  Every struct that crosses begins with struct_size, set by its writer to sizeof (a plugin's
  *      header has it second, behind the magic). A reader uses only members that lie inside
  *      struct_size; members beyond it have their neutral value (zero unless the member says
- *      otherwise). Who fills in a struct of the other side's (te_fl_device_props, te_fl_saved)
- *      writes only inside its struct_size. Structs grow at the end only; reserved members are
- *      zero. No size is compared by ==. Structs without struct_size (te_fl_dtype, te_fl_device,
+ *      otherwise). A descriptor's or table's size that is no multiple of 8 is no struct's and is
+ *      refused. Who fills in a struct of the other side's (te_fl_device_props, te_fl_saved) writes
+ *      only inside its struct_size. Structs grow at the end only; reserved members are zero. No
+ *      size is compared by ==. Structs without struct_size (te_fl_dtype, te_fl_device,
  *      te_fl_dltensor) and the parameters of functions stay as they are in a major.
  *  R4  In a table of functions a NULL slot means "absent". Slots marked "required" may not be
  *      NULL.
@@ -31,7 +32,8 @@
  *      host may try the next implementation. TE_FL_UNSUPPORTED is always clean. Any other status
  *      without the mark goes back to the caller, from supports(), prepare() and workspace() as
  *      from run(). So do TE_FL_INVALID_ARGUMENT all the same, being the caller's mistake, and
- *      TE_FL_DEVICE_LOST, from whichever function, after which no op runs on the device.
+ *      TE_FL_DEVICE_LOST, from whichever function, after which no op runs on the device. A status
+ *      with any other bit, as a negative number has, is TE_FL_INTERNAL without the mark.
  *  R7  The plugin owns what it returns (headers, tables, descriptors, strings) and keeps it
  *      valid and unchanged from the call that returned it until destroy() returns (for the
  *      query's header: until the library is closed). The host owns what it passes and keeps it
@@ -111,12 +113,14 @@
  *      several threads at once. It is asked to trim() before an allocation of the device's memory
  *      fails, whoever made it.
  *  R26 A plan may own device memory if its implementation sets TE_FL_OP_PLAN_MEMORY: destroy_plan()
- *      is then called when the device has done the work of every call that had the plan. Any
- *      stream may use a plan as soon as prepare() has returned, which therefore waits for what it
- *      enqueued. Work on a stream that is being captured cannot be waited for: until the capture
- *      has ended, no plan that the stream worked with is destroyed, and who would unregister its
- *      implementation, deactivate its plugin or remove its device is told BUSY and why, before
- *      anything was changed.
+ *      is then called when the device has done the work of every call that had the plan, and of
+ *      every launch of a graph that such a call was captured into, whichever streams it came on;
+ *      whoever lets the implementation go launches these graphs no more. Any stream may use a plan
+ *      as soon as prepare() has returned, which therefore waits for what it enqueued. Work on a
+ *      stream that is being captured cannot be waited for: until the capture has ended, no plan
+ *      that the stream worked with is destroyed, and who would unregister its implementation,
+ *      deactivate its plugin or remove its device is told BUSY and why, before anything was
+ *      changed.
  *  R27 An implementation that needs memory which is zero when its first op on a stream begins and
  *      then keeps what its ops leave there says so in te_fl_op_desc.stream_state_bytes, and finds
  *      it in ctx->stream_state. The memory belongs to one implementation, device and stream: its

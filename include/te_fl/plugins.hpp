@@ -65,6 +65,10 @@ TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
 // opens the libraries that it would use. NOT_FOUND if no such plugin is active, or the plugin's
 // error.
 TE_FL_API Result<std::vector<Finding>> diagnose(const std::string& name);
+// Words about the last status that a plugin's function has answered since this was asked before and
+// that is none (R6): its code is unknown, or it marks TE_FL_OK with TE_FL_CLEAN. Empty if there was
+// none. For tools that judge plugins; the host took it for TE_FL_INTERNAL, or for TE_FL_OK.
+TE_FL_API std::string take_odd_status();
 // Where manifests are looked for, in order, with what was found.
 TE_FL_API std::vector<std::string> search_path();
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "core/device/device_list.hpp"
@@ -15,6 +16,7 @@
 #include "support/expect.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
+#include "te_fl/plugins.hpp"
 
 namespace te_fl {
 namespace {
@@ -109,6 +111,61 @@ TEST_F(Fallback, WhatThePluginMarkedCleanMovesOn) {
     ASSERT_OK(call());
     EXPECT_EQ(second.runs.load(), ++moved);
   }
+}
+
+// What a careless implementation returns: a negative number, whose bit 16 is set, or bits that mean
+// nothing, below which stands TE_FL_OK.
+constexpr te_fl_status kNoStatus[] = {-1,       -12,     0x20000,
+                                      0x100000, 0x30000, 0x20000 | TE_FL_UNSUPPORTED};
+
+TEST_F(Fallback, ANumberThatIsNoStatusIsNeitherSuccessNorClean) {
+  for (const Point& point : kPoints) {
+    SCOPED_TRACE(point.name);
+    g_answers = {};
+    for (const bool strict : {false, true}) {
+      PolicySettings settings;
+      settings.strict = strict;
+      const PolicyScope scope(settings);
+      for (const te_fl_status raw : kNoStatus) {
+        SCOPED_TRACE(raw);
+        g_answers.*point.answer = raw;
+        EXPECT_FAILS(call(), kInternal, "it answered status " + std::to_string(raw));
+        EXPECT_FAILS(call(), kInternal, "'default.first'");
+      }
+    }
+  }
+  EXPECT_EQ(first.runs + second.runs, 0);
+}
+
+TEST_F(Fallback, NobodyFollowsARunThatAnswersANumber) {
+  Fake direct("default.direct");  // the warm way
+  direct.desc.priority = 1000;
+  for (Fake* fake : {&first, &direct}) {
+    if (fake == &direct) {
+      ASSERT_OK(registry.register_op(direct.desc, "tests", "acme"));
+    }
+    g_answers = {};
+    for (const te_fl_status raw : kNoStatus) {
+      SCOPED_TRACE(raw);
+      fake->run_status = raw;
+      const int before = fake->runs;
+      EXPECT_FAILS(call(), kInternal, "it answered status " + std::to_string(raw));
+      EXPECT_EQ(fake->runs.load(), before + 1);
+    }
+    fake->run_status = TE_FL_OK;
+  }
+  EXPECT_EQ(second.runs.load(), 0) << "it would run on a half-written output";
+}
+
+TEST_F(Fallback, SuccessThatIsMarkedCleanIsSuccess) {
+  g_answers = {TE_FL_OK | TE_FL_CLEAN, TE_FL_OK | TE_FL_CLEAN, TE_FL_OK | TE_FL_CLEAN};
+  first.run_status = TE_FL_OK | TE_FL_CLEAN;
+  plugins::take_odd_status();
+  ASSERT_OK(call());
+  EXPECT_EQ(first.runs.load(), 1);
+  EXPECT_EQ(second.runs.load(), 0);
+  EXPECT_HAS(plugins::take_odd_status(), "TE_FL_OK marked with TE_FL_CLEAN");
+  EXPECT_EQ(plugins::take_odd_status(), "");
 }
 
 TEST_F(Fallback, AnExceptionIsNoRefusal) {
@@ -410,6 +467,27 @@ TEST_F(FallbackOnDevice, AStreamThatCannotBeAskedStopsTheCall) {
   ASSERT_OK(call());
   chip.capturing = TE_FL_OK;
   ASSERT_OK(call());
+}
+
+TEST_F(FallbackOnDevice, ADeviceThatAnswersANumberHasFailed) {
+  for (const te_fl_status raw : kNoStatus) {
+    SCOPED_TRACE(raw);
+    const std::string words = "it answered status " + std::to_string(raw);
+    chip.capturing = raw;
+    EXPECT_FAILS(call(), kInternal, words);
+    EXPECT_FAILS(devices::is_capturing(device).status(), kInternal, words);
+    chip.capturing = TE_FL_OK;
+    chip.allocate = raw;
+    EXPECT_FAILS(devices::allocate(device, 64).status(), kInternal, words);
+    chip.allocate = TE_FL_OK;
+    chip.properties = raw;
+    EXPECT_FAILS(devices::properties(device).status(), kInternal, words);
+    chip.properties = TE_FL_OK;
+  }
+  EXPECT_EQ(native.runs + other.runs + host.runs, 0);
+  chip.capturing = TE_FL_OK | TE_FL_CLEAN;
+  ASSERT_OK(call());
+  chip.capturing = TE_FL_OK;
 }
 
 TEST_F(FallbackOnDevice, ACallThatIsInOrderAtTheSecondLookRuns) {

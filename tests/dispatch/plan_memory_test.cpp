@@ -28,6 +28,7 @@ using testing::FiveArgs;
 struct TestPlan {
   int pending = 0;  // pieces of work on the device that use it
   bool destroyed = false;
+  int late = 0;  // pieces of work that ran after that
 };
 std::deque<TestPlan> g_plans;  // kept, so that work which comes too late is harmless
 int g_destroyed = 0, g_early = 0;
@@ -147,6 +148,42 @@ TEST_F(PlanMemory, WorkThatIsBeingCapturedIsNotWaitedFor) {
   EXPECT_EQ(static_cast<size_t>(g_destroyed), g_plans.size());
   EXPECT_EQ(g_early, 0);
   devices::destroy_stream(device, stream);
+}
+
+// Each launch of a graph works with the plans of the calls in it, on whichever stream it comes, and
+// also when the stream has gone that it was captured on.
+TEST_F(PlanMemory, ALaunchOnAnotherStreamIsWaitedFor) {
+  add();
+  void* const captured = devices::create_stream(device).value();
+  void* const other = devices::create_stream(device).value();
+  void* const third = devices::create_stream(device).value();
+  ASSERT_OK(call(captured));
+  ASSERT_OK(devices::synchronize(device, captured));
+  g_plans.at(0).pending = 0;
+  native.run_body = [this](const te_fl_context& ctx, const void*) -> te_fl_status {
+    auto& plan = *static_cast<TestPlan*>(ctx.plan);
+    far.enqueue(ctx.stream, [&plan] { plan.late += plan.destroyed; });  // each launch runs it
+    return TE_FL_OK;
+  };
+  auto capture = Capture::begin(device, captured);
+  ASSERT_OK(capture);
+  ASSERT_OK(call(captured));
+  auto graph = capture->end();
+  ASSERT_OK(graph);
+  ASSERT_OK(graph->launch(other));
+  ASSERT_OK(graph->launch(other));
+  devices::destroy_stream(device, captured);
+  ASSERT_OK(graph->launch(third));
+  devices::destroy_stream(device, third);  // which waits
+  void* const again = devices::create_stream(device).value();
+  ASSERT_OK(graph->launch(again));
+  ASSERT_OK(remove());
+  EXPECT_EQ(g_destroyed, 1);
+  ASSERT_OK(devices::synchronize(device, other));
+  ASSERT_OK(devices::synchronize(device, again));
+  EXPECT_EQ(g_plans.at(0).late, 0) << "work of a launch ran after destroy_plan()";
+  *graph = Graph();
+  for (void* stream : {other, again}) devices::destroy_stream(device, stream);
 }
 
 // A framework's stream may go while a plan of an implementation that is in no table any more waits.

@@ -217,6 +217,7 @@ void fill_ops(Instance& self) {
   if (is("misspelt_op")) op.op_name = "reluu";
   if (is("bad_impl_id")) op.impl_id = "Vendor Fault";
   if (is("garbage_op_size")) op.struct_size = 0xffffffffu;
+  if (is("half_op_member")) op.struct_size = offsetof(te_fl_op_desc, supports) + 4;
   if (is("zero_op_size")) op.struct_size = 0;
   if (is("second_op_bad") || is("duplicate")) {
     self.op[1] =
@@ -394,6 +395,7 @@ void fill_header() {
   api.quiesce = quiesce;
   api.destroy = is("null_destroy") ? nullptr : destroy;
   if (is("garbage_api_size")) api.struct_size = 0xdeadbeefu;
+  if (is("half_api_member")) api.struct_size = offsetof(te_fl_plugin_api, diagnose) + 4;
 
   te_fl_plugin_header& h = g_header.now;
   std::memset(g_header.later, 0x5a, sizeof g_header.later);
@@ -401,6 +403,7 @@ void fill_header() {
   h.struct_size = larger ? sizeof g_header : sizeof h;
   if (is("smaller_structs")) h.struct_size = offsetof(te_fl_plugin_header, reserved);
   if (is("garbage_header_size")) h.struct_size = 3;
+  if (is("half_header_member")) h.struct_size = offsetof(te_fl_plugin_header, settings) + 4;
   h.abi_major = is("newer_major") ? 3 : TE_FL_ABI_MAJOR;
   h.abi_minor = TE_FL_ABI_MINOR + (is("newer_minor") ? 1 : 0);
   if (is("older_major")) h.abi_major = 0, h.abi_minor = 1;

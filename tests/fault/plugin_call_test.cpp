@@ -231,6 +231,7 @@ TEST_F(PluginCall, ACustomOpWithAnotherDescriptionIsRefused) {
   desc.run = [](void*, const te_fl_context*, const void*) -> te_fl_status { return TE_FL_OK; };
   const Status status = OpRegistry::instance().register_op(desc, "test");
   EXPECT_FAILS(status, kAlreadyExists, "R17");
+  EXPECT_HAS(status.to_string(), "in which ");
 }
 
 TEST_F(PluginCall, AnOpaqueRecordGoesBackToItsProducer) {

@@ -4,9 +4,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstring>
+#include <string>
 #include <thread>
 
+#include "core/base/abi_struct.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 
@@ -69,6 +72,10 @@ TEST(Registry, RefusesMalformedDescriptors) {
   const auto add = [&](auto&& change) { return registry.register_op(with(change)); };
   EXPECT_FAILS(add([](auto& d) { d.struct_size = 8; }), kInvalidArgument, "R3");
   EXPECT_FAILS(add([](auto& d) { d.struct_size = 0x7fffffff; }), kInvalidArgument, "R3");
+  // It ends inside a pointer, of which half would be called.
+  EXPECT_FAILS(
+      add([](auto& d) { d.struct_size = offsetof(te_fl_op_desc, supports) + 4; }), kInvalidArgument,
+      "struct_size " + std::to_string(offsetof(te_fl_op_desc, supports) + 4) + ", must be from");
   EXPECT_FAILS(add([](auto& d) { d.op_name = nullptr; }), kInvalidArgument, "op_name");
   EXPECT_FAILS(add([](auto& d) { d.impl_id = nullptr; }), kInvalidArgument, "R16");
   EXPECT_FAILS(add([](auto& d) { d.impl_id = "vendor.x"; }), kInvalidArgument, "R16");
@@ -118,6 +125,39 @@ TEST(Registry, ReadsDescriptorsOfOtherSizes) {
   }
 }
 
+// A copy has whole members only, whatever size a struct says that nobody refuses by it.
+TEST(Registry, NoReaderTakesHalfAMember) {
+  te_fl_op_desc desc;
+  std::memset(static_cast<void*>(&desc), 0xee, sizeof desc);
+  for (uint32_t size = offsetof(te_fl_op_desc, supports); size < sizeof desc; ++size) {
+    desc.struct_size = size;
+    const auto copy = core::copy_struct<te_fl_op_desc>(&desc);
+    const auto* pointers = reinterpret_cast<const unsigned char*>(&copy);
+    for (uint32_t at = offsetof(te_fl_op_desc, supports); at < sizeof desc; at += 8) {
+      const te_fl_op_desc neutral;
+      const bool whole = std::memcmp(pointers + at, reinterpret_cast<char*>(&desc) + at, 8) == 0,
+                 absent = std::memcmp(pointers + at, reinterpret_cast<const char*>(&neutral) + at,
+                                      8) == 0;
+      EXPECT_TRUE(at + 8 <= size ? whole : absent) << "size " << size << ", at " << at;
+    }
+  }
+}
+
+TEST(Registry, ASchemaOfHalfAMemberIsRefused) {
+  OpRegistry registry;
+  te_fl_op_schema schema = five_schema();
+  schema.struct_size = offsetof(te_fl_op_schema, rules) + 4;
+  EXPECT_FAILS(registry.declare_op(schema).status(), kInvalidArgument, "a multiple of 8");
+  schema = five_schema();
+  te_fl_arg_desc a = *schema.args[0];
+  a.struct_size = offsetof(te_fl_arg_desc, extents) + 4;
+  const te_fl_arg_desc* args[6];
+  std::copy(schema.args, schema.args + 6, args);
+  args[0] = &a;
+  schema.args = args;
+  EXPECT_FAILS(registry.declare_op(schema).status(), kInvalidArgument, "a multiple of 8");
+}
+
 TEST(Registry, SeveralAreAllOrNothing) {
   OpRegistry registry;
   Fake a("default.a"), b("default.b");
@@ -149,7 +189,13 @@ TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
   std::copy(other.args, other.args + 6, args);
   args[0] = &a;
   other.args = args;
+  EXPECT_FAILS(registry.declare_op(other).status(), kAlreadyExists,
+               "in which argument 'a': dtypes is ");
   EXPECT_FAILS(registry.declare_op(other).status(), kAlreadyExists, "R17");
+  te_fl_op_schema backward = five_schema();
+  backward.gradient = "test::five_backward a=d_a";
+  EXPECT_FAILS(registry.declare_op(backward).status(), kAlreadyExists,
+               "in which gradient is none, not 'test::five_backward a=d_a'");
   te_fl_op_schema plain = five_schema();
   plain.name = "five";
   EXPECT_FAILS(registry.declare_op(plain).status(), kInvalidArgument, "vendor::op");

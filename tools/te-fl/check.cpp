@@ -200,6 +200,11 @@ class Run {
       add({.check = "environment",
            .outcome = Outcome::kFail,
            .message = "rule R8: while it was loaded: " + changed});
+    const std::string status = hello["status"];
+    if (!status.empty())
+      add({.check = "status",
+           .outcome = Outcome::kFail,
+           .message = "a function of the plugin, while it was loaded: " + status});
   }
 
   // Takes a child's messages until it is done (true), or until it crashed or hung: then the step

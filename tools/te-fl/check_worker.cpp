@@ -15,6 +15,8 @@
 #include <iostream>
 #include <map>
 #include <optional>
+#include <set>
+#include <string>
 #include <string_view>
 
 #include "check_choice.hpp"
@@ -151,6 +153,7 @@ te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& option
                                                       ProcessState& state) {
   state = ProcessState::now();
   te_fl::OpManager::instance();
+  te_fl::plugins::take_odd_status();  // of installed plugins
   if (options.builtin.empty()) {
     const ProcessState with_others = ProcessState::now();  // what installed plugins changed
     auto loaded = te_fl::plugins::load(options.plugin);
@@ -202,6 +205,7 @@ class Worker {
            {"devices", devices},
            {"code", note_code_of(plugin_)},
            {"targets", targets},
+           {"status", te_fl::plugins::take_odd_status()},
            {"changed", environment_.changed()}}}});
     std::string line;
     while (next_order(line)) {
@@ -358,10 +362,21 @@ class Worker {
   void report(const Subject& subject, Finding f) {
     f.op = subject.op, f.impl = subject.impl, f.device = subject.device_name;
     say({{"result", f}});
+    report_status(f);
     const std::string changed = environment_.changed();
     if (changed.empty()) return;
     environment_.restore();
     f.check = "environment", f.outcome = Outcome::kFail, f.message = "rule R8: " + changed;
+    say({{"result", f}});
+  }
+
+  // The host goes on with something else than what was answered, so that no other check sees it.
+  // Once for each implementation and check.
+  void report_status(Finding f) {
+    const std::string odd = te_fl::plugins::take_odd_status();
+    if (odd.empty() || !told_.insert(f.impl + " " + f.device + " " + f.check).second) return;
+    f.message = "a function of the plugin, in the check \"" + f.check + "\": " + odd;
+    f.check = "status", f.outcome = Outcome::kFail;
     say({{"result", f}});
   }
 
@@ -375,13 +390,17 @@ class Worker {
     }
     say({{"begin", 0}, {"resume", -1}, {"check", "lifecycle"}, {"op", ""}, {"case", ""}});
     for (const Finding& f : structs_of(plugin_)) say({{"result", f}});
-    for (const Finding& f : lifecycle_of(plugin_, work)) say({{"result", f}});
+    for (const Finding& f : lifecycle_of(plugin_, work)) {
+      say({{"result", f}});
+      report_status(f);
+    }
   }
 
   const CheckOptions& options_;
   conformance::Table table_;
   te_fl::plugins::PluginInfo plugin_;
   ProcessState environment_;
+  std::set<std::string> told_;
 };
 
 }  // namespace

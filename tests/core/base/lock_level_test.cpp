@@ -45,6 +45,15 @@ TEST(LockLevel, OneLevelIsSortedByItsOrder) {
   EXPECT_DEATH(held.take({LockLevel::kServing, 0}), "'serving implementation'.*order 0");
 }
 
+TEST(LockLevel, WhatWasFreeMayBeTakenAtAnyTime) {
+  HeldLocks held;
+  held.take({LockLevel::kServing, 2});
+  held.take_free({LockLevel::kServing, 0});
+  held.take({LockLevel::kServing, 3});
+  EXPECT_DEATH(held.take({LockLevel::kServing, 1}), "'serving implementation'");
+  for (const int order : {0, 2, 3}) held.give_up({LockLevel::kServing, order});
+}
+
 TEST(LockLevel, GivingUpWhatIsNotHeldAborts) {
   HeldLocks held;
   held.take({LockLevel::kTrace});

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <string>
+
 #include "core/base/error_text.hpp"
 
 namespace te_fl {
@@ -63,7 +66,34 @@ TEST(Status, EveryCodeSurvivesTheAbi) {
 TEST(Status, AnUnknownCodeIsInternalAndSaysSo) {
   const Status s = Status::from_c(99, "plugin text");
   EXPECT_EQ(s.code(), StatusCode::kInternal);
-  EXPECT_EQ(s.message(), "plugin text (unknown status code 99)");
+  EXPECT_EQ(s.message(),
+            "plugin text (it answered status 99 (0x63), which is no te_fl_code, with or without "
+            "TE_FL_CLEAN (rules R6, R20))");
+  EXPECT_FALSE(s.clean());
+  EXPECT_TRUE(Status::from_c(99 | TE_FL_CLEAN, "").clean()) << "a later code, marked";
+}
+
+// A status that is no code is neither success nor clean, whatever its bits happen to be.
+TEST(Status, BitsWithoutAMeaningMakeItInternalAndNotClean) {
+  for (const te_fl_status raw :
+       {te_fl_status{-1}, te_fl_status{-12}, te_fl_status{0x20000}, te_fl_status{0x100000},
+        te_fl_status{0x30000}, te_fl_status{0x20000 | TE_FL_UNSUPPORTED}, te_fl_status{INT32_MIN},
+        te_fl_status{INT32_MIN | TE_FL_CLEAN | TE_FL_BUSY}}) {
+    SCOPED_TRACE(raw);
+    const Status s = Status::from_c(raw, "plugin text");
+    EXPECT_EQ(s.code(), StatusCode::kInternal);
+    EXPECT_FALSE(s.clean());
+    EXPECT_NE(s.message().find("status " + std::to_string(raw) + " (0x"), std::string::npos);
+    core::ErrorText errors;
+    EXPECT_EQ(errors.call([&] { return raw; }), TE_FL_INTERNAL);
+    EXPECT_NE(errors.text().find(std::to_string(raw)), std::string::npos) << errors.text();
+  }
+  EXPECT_TRUE(Status::from_c(TE_FL_OK | TE_FL_CLEAN, "ignored").ok());
+  core::ErrorText errors;
+  EXPECT_EQ(errors.call([] { return te_fl_status{TE_FL_OK | TE_FL_CLEAN}; }), TE_FL_OK);
+  EXPECT_EQ(errors.text(), "");
+  EXPECT_EQ(errors.call([] { return te_fl_status{TE_FL_BUSY | TE_FL_CLEAN}; }),
+            TE_FL_BUSY | TE_FL_CLEAN);
 }
 
 TEST(Result, HoldsAValueOrAStatus) {

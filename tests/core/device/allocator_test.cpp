@@ -316,6 +316,8 @@ TEST_F(Allocators, WhatCannotBeInstalledIsNamed) {
     return devices::install_allocator(device, &api);
   };
   EXPECT_FAILS(refused([](auto& a) { a.struct_size = 8; }), kInvalidArgument, "struct_size 8");
+  EXPECT_FAILS(refused([](auto& a) { a.struct_size = offsetof(te_fl_allocator, trim) + 4; }),
+               kInvalidArgument, "a multiple of 8");
   EXPECT_FAILS(refused([](auto& a) { a.name = ""; }), kInvalidArgument, "has no name");
   EXPECT_FAILS(refused([](auto& a) { a.record_stream = nullptr; }), kInvalidArgument,
                "allocate, free and record_stream may not be NULL (rule R4)");

@@ -494,7 +494,13 @@ TEST(DeviceList, BadDescriptorsAreRefused) {
   EXPECT_FALSE(devices::add(nullptr).ok());
   FakeDevice fake("acme");
   fake.desc.struct_size = 8;
-  EXPECT_HAS(devices::add(&fake.desc).status().message(), "struct_size is 8");
+  EXPECT_HAS(devices::add(&fake.desc).status().message(), "struct_size 8,");
+  fake.desc.struct_size = sizeof fake.desc + 4;
+  EXPECT_HAS(devices::add(&fake.desc).status().message(), "a multiple of 8");
+  fake.desc.struct_size = sizeof fake.desc;
+  fake.api.struct_size = offsetof(te_fl_device_api, is_capturing) + 4;
+  EXPECT_HAS(devices::add(&fake.desc).status().message(),
+             "struct_size " + std::to_string(fake.api.struct_size));
   fake = FakeDevice("acme");
   fake.desc.self = &fake;
   fake.desc.api = &fake.api;

@@ -213,13 +213,13 @@ TEST(Rules, TheyArePartOfADescription) {
   SchemaBuilder b = ruled("m < n"), same = ruled("m < n"), other = ruled("m <= n"),
                 none = ruled(nullptr);
   const auto op = b.compile().value();
-  EXPECT_TRUE(op->same_as(same.build()));
-  EXPECT_FALSE(op->same_as(other.build()));
-  EXPECT_FALSE(op->same_as(none.build()));
+  EXPECT_EQ(op->difference(same.build()), "");
+  EXPECT_EQ(op->difference(other.build()), "rules is 'm < n', not 'm <= n'");
+  EXPECT_EQ(op->difference(none.build()), "rules is 'm < n', not none");
   // A struct of headers that had none.
   te_fl_op_schema older = same.build();
   older.struct_size = offsetof(te_fl_op_schema, rules);
-  EXPECT_FALSE(op->same_as(older));
+  EXPECT_EQ(op->difference(older), "rules is 'm < n', not none");
 }
 
 TEST(Integers, AListIsChecked) {

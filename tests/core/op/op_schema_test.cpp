@@ -90,8 +90,9 @@ TEST(Schema, Names) {
 }
 
 TEST(Schema, SizesAndCounts) {
-  refused([](B& b) { b.schema.struct_size = 8; }, "struct_size is 8, must be at least");
-  refused([](B& b) { b.descs[1].struct_size = 0; }, "argument 1: struct_size is 0");
+  refused([](B& b) { b.schema.struct_size = 8; }, "struct_size 8, must be from");
+  refused([](B& b) { b.descs[1].struct_size = 0; },
+          "argument 1: its description has struct_size 0");
   refused([](B& b) { b.schema.args_size = 3; }, "args_size is 3");
   refused([](B& b) { b.schema.args_size = 1u << 30; }, "args_size is 1073741824");
   refused([](B& b) { b.schema.least_args_size = 100; },
@@ -294,26 +295,45 @@ TEST(Schema, RandomGarbageIsSurvived) {
   EXPECT_GT(compiled, 0);
 }
 
-TEST(Schema, SameAsComparesMeaningNotProse) {
+// Every member counts (R17), and the first that differs is named with both values.
+TEST(Schema, ADifferenceIsNamed) {
   SchemaBuilder a = good(), b = good();
   const auto op = a.compile().value();
-  b.schema.summary = "reworded";
-  EXPECT_TRUE(op->same_as(b.build()));
+  EXPECT_EQ(op->difference(b.build()), "");
+  static const uint32_t kTwo = op->schema().args_size;  // of good()
   const auto differs = [&](auto change) {
     SchemaBuilder c = good();
     change(c);
-    return !op->same_as(c.build());
+    return op->difference(c.build());
   };
-  EXPECT_TRUE(differs([](B& c) { c.schema.name = "acme::other"; }));
-  EXPECT_TRUE(differs([](B& c) { c.descs[1].flags = TE_FL_ARG_OPTIONAL; }));
-  EXPECT_TRUE(differs([](B& c) { c.schema.flags = 1; }));
-  EXPECT_TRUE(differs([](B& c) { c.descs[0].dtypes = 1; }));
-  EXPECT_TRUE(differs([](B& c) { c.descs[0].shape = "M"; }));
-  EXPECT_TRUE(differs([](B& c) { c.descs[0].shape = nullptr; }));
-  EXPECT_TRUE(differs([](B& c) { c.descs[1].aliases = "x"; }));
-  EXPECT_TRUE(differs([](B& c) { c.descs[0].neutral = 1; }));
-  EXPECT_TRUE(differs([](B& c) { c.descs[0].struct_size = 8; }));
-  EXPECT_TRUE(differs([](B& c) { c.tensor("z", "any"); }));
+  const auto expect_named = [&](const std::string& words, auto change) {
+    const std::string text = differs(change);
+    EXPECT_EQ(text.rfind(words + " is ", 0), 0u) << words << ": " << text;
+  };
+  expect_named("name", [](B& c) { c.schema.name = "acme::other"; });
+  expect_named("flags", [](B& c) { c.schema.flags = 1; });
+  expect_named("arg_count", [](B& c) {
+    c.tensor("z", "any");
+    c.schema.args_size = c.schema.least_args_size = kTwo;
+  });
+  expect_named("summary", [](B& c) { c.schema.summary = "reworded"; });
+  expect_named("formula", [](B& c) { c.schema.formula = "y = 2"; });
+  expect_named("source", [](B& c) { c.schema.source = "elsewhere"; });
+  expect_named("gradient", [](B& c) { c.schema.gradient = "acme::backward x=y"; });
+  expect_named("operations", [](B& c) { c.schema.operations = "99*M"; });
+  const std::string x = std::string("argument '") + a.descs[0].name + "': ",
+                    y = std::string("argument '") + a.descs[1].name + "': ";
+  expect_named(y + "flags", [](B& c) { c.descs[1].flags = TE_FL_ARG_OPTIONAL; });
+  expect_named(x + "dtypes", [](B& c) { c.descs[0].dtypes = 1; });
+  expect_named(x + "shape", [](B& c) { c.descs[0].shape = "M"; });
+  expect_named(x + "shape", [](B& c) { c.descs[0].shape = nullptr; });
+  expect_named(y + "aliases", [](B& c) { c.descs[1].aliases = "x"; });
+  expect_named(y + "extents", [](B& c) { c.descs[1].extents = "M of x"; });
+  expect_named(x + "neutral", [](B& c) { c.descs[0].neutral = 1; });
+  EXPECT_EQ(differs([](B& c) { c.descs[0].struct_size = 8; }).rfind(x + "the other has struct", 0),
+            0u);
+  EXPECT_EQ(differs([](B& c) { c.schema.gradient = "acme::backward"; }),
+            "gradient is none, not 'acme::backward'");
 }
 
 // ---- rules that the catalogue does not have, evaluated

@@ -138,6 +138,15 @@ te_fl_status bare_run(void*, const te_fl_context* ctx, const void* raw) {  // wi
 }
 void throws(const Call&) { throw 42; }
 
+// ---- what they answer that is no status
+
+template <te_fl_status answer>
+te_fl_status answers(void*, const te_fl_context* ctx, const void* raw) {
+  host_run<right>(*ctx, *static_cast<const te_fl_relu_args*>(raw));
+  return answer;
+}
+te_fl_status answers_bits(void*, const te_fl_context*, const void*) { return 0x20000; }
+
 // ---- what they say that they run
 
 te_fl_status says(void*, const te_fl_context*, const void*, const te_fl_error_sink* text) {
@@ -300,6 +309,9 @@ te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_si
     made->host<late_refusal>("vendor.wrong.late_refusal");
     made->host<late_failure>("vendor.wrong.late_failure");
     made->add("vendor.wrong.throws", bare_run<throws>);
+    made->add("vendor.wrong.negative", answers<-1>);
+    made->add("vendor.wrong.clean_success", answers<TE_FL_OK | TE_FL_CLEAN>);
+    made->host<right>("vendor.wrong.unknown_bits").supports = answers_bits;
     made->host<hangs>("vendor.wrong.hangs");
     made->host<crashes>("vendor.wrong.crashes");
     made->host<hangs_at_128>("vendor.wrong.hangs_at_128");

@@ -1,0 +1,128 @@
+// Ops that run inside other ops: what one thread holds of an implementation and of a stream keeps
+// no two threads waiting for each other.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstddef>
+#include <functional>
+#include <future>
+#include <thread>
+
+#include "dispatch/device_state_fixture.hpp"
+
+namespace te_fl {
+namespace {
+
+using testing::DeviceState;
+using testing::Fake;
+using testing::FiveArgs;
+
+std::function<void()> g_on_workspace;  // called as the inner implementation is asked for its size
+
+// `native` is the inner implementation, which is not thread-safe; `outer` runs it inside.
+class NestedOps : public DeviceState {
+ protected:
+  void SetUp() override {
+    DeviceState::SetUp();
+    g_on_workspace = nullptr;
+    outer.desc.device_types = native.desc.device_types;
+    outer.desc.provider = native.desc.provider;
+    outer.desc.op_name = "test::outer";
+    schema = testing::five_schema();
+    schema.name = outer.desc.op_name;
+    outer.desc.schema = &schema;
+    native.desc.flags &= ~uint32_t{TE_FL_OP_THREAD_SAFE};
+    native.desc.workspace = [](void*, const te_fl_context*, const void*,
+                               size_t* bytes) -> te_fl_status {
+      if (g_on_workspace) g_on_workspace();
+      *bytes = 512;
+      return TE_FL_OK;
+    };
+    outer.desc.workspace = [](void*, const te_fl_context*, const void*,
+                              size_t* bytes) -> te_fl_status {
+      *bytes = 512;
+      return TE_FL_OK;
+    };
+    ASSERT_OK(registry.register_op(outer.desc, "test", "far"));
+    add();
+    outer_op = *registry.find("test::outer");
+    x = Tensor::zeros({4}, DType::kF32, device).value();
+    y = Tensor::zeros({4}, DType::kF32, device).value();
+  }
+  void TearDown() override {
+    g_on_workspace = nullptr;
+    x = y = Tensor();
+    DeviceState::TearDown();
+  }
+  Status run(OpId which, void* stream) {
+    FiveArgs args;
+    args.a = args.b = args.c = args.d = x.c();
+    args.out = y.c();
+    CallOptions options;
+    options.stream = stream;
+    return manager.call(which, &args, options);
+  }
+
+  Fake outer{"vendor.outer"};
+  te_fl_op_schema schema{};
+  OpId outer_op{};
+  Tensor x, y;
+};
+
+void wait_for(const std::atomic<bool>& flag) {
+  while (!flag) std::this_thread::yield();
+}
+
+// One thread holds the inner implementation and wants the stream's scratch; the other has the
+// scratch and wants the inner implementation. Each tells that it has come so far before the other
+// goes on.
+TEST_F(NestedOps, ScratchAndAnImplementationAreNotWaitedForCrosswise) {
+  std::atomic<bool> has_inner{false}, has_scratch{false};
+  std::thread::id holder;
+  g_on_workspace = [&] {
+    if (std::this_thread::get_id() != holder) return;
+    has_inner = true;
+    wait_for(has_scratch);
+  };
+  std::atomic<const void*> inner_scratch{nullptr}, outer_scratch{nullptr};
+  native.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
+    if (std::this_thread::get_id() == holder) inner_scratch = ctx.workspace;
+    return ctx.workspace_bytes == 512 ? TE_FL_OK : TE_FL_INTERNAL;
+  };
+  outer.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
+    outer_scratch = ctx.workspace;
+    has_scratch = true;
+    wait_for(has_inner);
+    return run(op, ctx.stream).to_c();
+  };
+  std::atomic<bool> go{false};
+  Status inner_status, outer_status;
+  std::thread inner([&] {
+    wait_for(go);
+    inner_status = run(op, nullptr);
+  });
+  holder = inner.get_id();
+  go = true;
+  std::thread outside([&] { outer_status = run(outer_op, nullptr); });
+  inner.join();
+  outside.join();
+  EXPECT_OK(inner_status);
+  EXPECT_OK(outer_status);
+  EXPECT_EQ(native.runs.load(), 2);
+  EXPECT_NE(inner_scratch.load(), outer_scratch.load())
+      << "both ops were enqueueing with it at once";
+}
+
+// A spare is there only for who would otherwise wait: ops one after the other share one scratch.
+TEST_F(NestedOps, OpsOneAfterTheOtherHaveOneScratch) {
+  std::atomic<const void*> seen{nullptr};
+  native.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
+    const void* before = seen.exchange(ctx.workspace);
+    return before == nullptr || before == ctx.workspace ? TE_FL_OK : TE_FL_INTERNAL;
+  };
+  for (int i = 0; i < 3; ++i) ASSERT_OK(run(op, nullptr));
+  ASSERT_OK(std::async(std::launch::async, [&] { return run(op, nullptr); }).get());
+}
+
+}  // namespace
+}  // namespace te_fl
