@@ -118,6 +118,17 @@ TEST(Registry, ReadsDescriptorsOfOtherSizes) {
   }
 }
 
+// As C makes it that forgets them.
+TEST(Registry, MasksThatNoTensorMatchesAreRefused) {
+  OpRegistry registry;
+  Fake none("default.none"), unscaled("default.unscaled");
+  none.desc.dtypes = 0;
+  EXPECT_FAILS(registry.register_op(none.desc), kInvalidArgument, "dtypes is 0");
+  unscaled.desc.scalings = 0;
+  EXPECT_FAILS(registry.register_op(unscaled.desc), kInvalidArgument, "scalings is 0");
+  EXPECT_TRUE(registry.snapshot().empty());
+}
+
 TEST(Registry, SeveralAreAllOrNothing) {
   OpRegistry registry;
   Fake a("default.a"), b("default.b");
@@ -152,7 +163,8 @@ TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
   EXPECT_FAILS(registry.declare_op(other).status(), kAlreadyExists, "R17");
   te_fl_op_schema plain = five_schema();
   plain.name = "five";
-  EXPECT_FAILS(registry.declare_op(plain).status(), kInvalidArgument, "vendor::op");
+  EXPECT_FAILS(registry.declare_op(plain).status(), kInvalidArgument,
+               "op 'five' is not in the catalogue; a custom op is named 'vendor::op' (rule R17)");
 }
 
 TEST(Registry, HoldsKeepAliveUntilRemoved) {
