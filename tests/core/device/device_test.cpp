@@ -540,7 +540,7 @@ TEST(DeviceStreams, ErrorsAreToldAndCountNothing) {
     const Stream stream = Stream::create(device).value();
     EXPECT_EQ(Event().record(stream.get()).code(), StatusCode::kInvalidArgument);
     const Status other = stream.wait(Event());
-    EXPECT_FAILS(other, kInvalidArgument, "ext:acme:0 cannot wait for an event of cpu");
+    EXPECT_FAILS(other, kInvalidArgument, "the event is empty");
   }
   devices::destroy_stream(device, nullptr);
   EXPECT_EQ(devices::live_objects(device), 0);

@@ -321,9 +321,10 @@ TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
   add(native);
   set("TE_FL_VERIFY", "1");
   {
-    Tensor t = Tensor::zeros({3}, DType::kF32, device).value();
+    Tensor t[5];
+    for (Tensor& x : t) x = Tensor::zeros({3}, DType::kF32, device).value();
     FiveArgs args;
-    args.a = args.b = args.c = args.d = args.out = t;
+    args.a = t[0], args.b = t[1], args.c = t[2], args.d = t[3], args.out = t[4];
     EXPECT_FAILS(manager.call(op, &args), kInvalidArgument,
                  "op 'test::five' in 'vendor.far' failed after it was enqueued (TE_FL_VERIFY)");
     EXPECT_EQ(counts().failed, 1u);

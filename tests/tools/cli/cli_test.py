@@ -199,7 +199,7 @@ class Commands(unittest.TestCase):
     def test_check_of_a_name_that_is_none(self):
         text = self.fails(2, "no manifest has the name 'nosuch'", "check", "nosuch")
         self.assertNotIn("certified", text)
-        self.fails(2, "--builtin cpu", "check", "cpu")
+        self.fails(2, "--builtin NAME checks a backend that is part of te-fl", "check", "cpu")
 
     def test_misspelt_arguments_name_the_nearest(self):
         for words, nearest in ((("explain", "gelu", "--dtpye", "f32"), "'--dtpye'; did you mean '--dtype'?"),
