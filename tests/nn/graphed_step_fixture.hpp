@@ -15,8 +15,8 @@ using te_fl::testing::RecordingDevice;
 class GraphedSteps : public ::testing::Test {
  protected:
   void TearDown() override {
-    EXPECT_EQ(recorder.blocks(), 0u) << "memory outlives the graphs";
     ASSERT_OK(devices::remove(recorder.device()));
+    EXPECT_EQ(recorder.blocks(), 0u) << "memory outlives the graphs";
   }
   RecordingDevice recorder;
 };

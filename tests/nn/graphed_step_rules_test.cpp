@@ -242,8 +242,8 @@ TEST(GraphedStepOps, AnOpThatIsNotGraphSafeIsRefusedByName) {
     EXPECT_HAS(refused.to_string(), "generic_gemm");
     EXPECT_HAS(refused.to_string(), "captured into a graph, which it does not allow");
   }
-  EXPECT_EQ(recorder.blocks(), 0u);
   ASSERT_OK(devices::remove(recorder.device()));
+  EXPECT_EQ(recorder.blocks(), 0u);
 }
 
 }  // namespace
