@@ -59,7 +59,8 @@ TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
 // can be loaded again then. BUSY, and nothing was changed, from inside an op or a device's
 // function, or while a stream is captured that worked with a plan that owns device memory (R26),
 // its own or another's for a device of it; NOT_FOUND names the active plugins; FAILED_PRECONDITION
-// for a built-in one; any other error is its quiesce()'s: it is out of service, and kept for ever.
+// for a built-in one. Any other error is that of its quiesce(), INTERNAL if that said BUSY: it is
+// out of service, and stays for ever, since its work may still be running.
 TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
 // Asks an active plugin for its findings; none if it has nothing to say. May take long: the plugin
 // opens the libraries that it would use. NOT_FOUND if no such plugin is active, or the plugin's
