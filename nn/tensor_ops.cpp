@@ -176,7 +176,7 @@ Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> 
 
 Result<GradTarget> GradTarget::open(Parameter* parameter) {
   GradTarget target;
-  if (parameter == nullptr) return target;
+  if (parameter == nullptr || !parameter->requires_grad) return target;
   target.parameter_ = parameter;
   TE_FL_ASSIGN_OR_RETURN(target.scratch_, adds(*parameter));
   if (target.scratch_) {

@@ -64,7 +64,7 @@ Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_
 // or scratch that commit() adds to it.
 class GradTarget {
  public:
-  static Result<GradTarget> open(Parameter* parameter);  // null: an undefined target
+  static Result<GradTarget> open(Parameter* parameter);  // null or frozen: an undefined target
   const Tensor& tensor() const noexcept { return tensor_; }
   Status commit();
 

@@ -341,6 +341,26 @@ TEST(QuantisedTensor, ColumnwiseOnly) {
   EXPECT_FALSE(t.clone()->has_rowwise());
 }
 
+// The codes by columns and their scales stay in place; those by rows are let go.
+TEST(QuantisedTensor, ColumnwiseOnlyOfBothCopies) {
+  const int64_t shape[] = {128, 256};
+  for (Scaling scaling : {Scaling::kTensor, Scaling::kBlock1x128}) {
+    QuantSpec spec;
+    spec.scaling = scaling;
+    EXPECT_FALSE(Tensor::empty_quantized(shape, spec)->columnwise_only().defined());
+    spec.columnwise = true;
+    const Tensor both = Tensor::empty_quantized(shape, spec).value();
+    const Tensor t = both.columnwise_only();
+    EXPECT_FALSE(t.has_rowwise());
+    EXPECT_EQ(t.raw_data(), nullptr);
+    EXPECT_EQ(vec(t.shape()), (std::vector<int64_t>{128, 256}));
+    EXPECT_EQ(t.columnwise_codes().raw_data(), both.columnwise_codes().raw_data());
+    EXPECT_EQ(t.columnwise_scale_inv().raw_data(), both.columnwise_scale_inv().raw_data());
+    EXPECT_EQ(t.scale_inv().defined(), scaling == Scaling::kTensor);
+  }
+  EXPECT_FALSE(Tensor::empty(shape, DType::kF32)->columnwise_only().defined());
+}
+
 TEST(QuantisedTensor, StateOfOthersIsUsedInPlace) {
   const int64_t shape[] = {4, 4};
   const Tensor scales = iota({3}), amaxes = iota({3});
