@@ -88,8 +88,9 @@ Result<Tensor> GemmUnit::written_copy(const Use& use) const {
   Tensor copy = copy_->fresh(weight_->version, *use.mode.recipe);
   if (!copy.defined() || spec_.device.is_host()) return copy;
   // A graph would go on reading this memory, which the next step replaces.
-  TE_FL_ASSIGN_OR_RETURN(const bool capturing,
-                         devices::is_capturing(spec_.device, devices::current_stream()));
+  TE_FL_ASSIGN_OR_RETURN(
+      const bool capturing,
+      devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
   return capturing ? Tensor() : copy;
 }
 
@@ -169,8 +170,8 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
   if (!use.mode.fp8) return make_weight(use, use.training);
   bool capturing = false;
   if (!spec_.device.is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(capturing,
-                           devices::is_capturing(spec_.device, devices::current_stream()));
+    TE_FL_ASSIGN_OR_RETURN(
+        capturing, devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
   }
   if (!flagged_.fits(use)) {
     if (capturing) {

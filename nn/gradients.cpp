@@ -24,7 +24,7 @@ Result<uint64_t> capture_of(const Device& device) {
   if (t_capture != nullptr) return t_capture->id();
   if (device.is_host()) return uint64_t{0};
   TE_FL_ASSIGN_OR_RETURN(const bool capturing,
-                         devices::is_capturing(device, devices::current_stream()));
+                         devices::is_capturing(device, devices::current_stream(device)));
   return capturing ? kForeign : uint64_t{0};
 }
 

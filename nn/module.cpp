@@ -344,7 +344,7 @@ Result<float> item(const Tensor& scalar) {
                             "; it must be F32 with one element");
   }
   float value = 0;
-  void* stream = Context::current().stream();
+  void* const stream = devices::current_stream(scalar.device());
   TE_FL_RETURN_IF_ERROR(
       devices::copy(Device(), &value, scalar.device(), scalar.raw_data(), sizeof value, stream));
   TE_FL_RETURN_IF_ERROR(devices::synchronize(scalar.device(), stream));

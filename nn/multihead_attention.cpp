@@ -116,8 +116,8 @@ Status MultiheadAttention::Impl::rotate(const Tensor& x, const Tensor& angles,
       inputs.cu_seqlens_q_padded.defined() ? inputs.cu_seqlens_q_padded : inputs.cu_seqlens_q;
   args.layout = static_cast<int32_t>(options.layout);
   args.interleaved = options.rotary_interleaved;
-  return backward ? ops::fused_rope_backward(args, detail::call_options())
-                  : ops::fused_rope_forward(args, detail::call_options());
+  return backward ? ops::fused_rope_backward(args, detail::call_options(options.device))
+                  : ops::fused_rope_forward(args, detail::call_options(options.device));
 }
 
 Result<Heads> MultiheadAttention::Impl::split(const Tensor& packed, const Tensor& angles,
@@ -148,7 +148,7 @@ Result<Heads> MultiheadAttention::Impl::split(const Tensor& packed, const Tensor
   args.v_dim = dim;
   args.layout = static_cast<int32_t>(options.layout);
   args.interleaved = options.rotary_interleaved;
-  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_forward(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_forward(args, detail::call_options(options.device)));
   return parts;
 }
 
@@ -190,7 +190,7 @@ Result<Tensor> MultiheadAttention::Impl::merge(Heads grads, const MhaRecord& rec
   args.v_dim = dim;
   args.layout = static_cast<int32_t>(options.layout);
   args.interleaved = options.rotary_interleaved;
-  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_backward(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_backward(args, detail::call_options(options.device)));
   return packed;
 }
 

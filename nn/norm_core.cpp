@@ -41,7 +41,7 @@ Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
     args.rsigma = saved.rsigma;
     args.epsilon = options_.epsilon;
     args.zero_centered_gamma = options_.zero_centered_gamma;
-    return ops::rmsnorm_fwd(args, call_options());
+    return ops::rmsnorm_fwd(args, call_options(options_.device));
   }
   TE_FL_ASSIGN_OR_RETURN(saved.mu, Tensor::empty({rows}, DType::kF32, options_.device));
   te_fl_layernorm_fwd_args args{};
@@ -53,7 +53,7 @@ Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
   args.rsigma = saved.rsigma;
   args.epsilon = options_.epsilon;
   args.zero_centered_gamma = options_.zero_centered_gamma;
-  return ops::layernorm_fwd(args, call_options());
+  return ops::layernorm_fwd(args, call_options(options_.device));
 }
 
 Status NormCore::check_unchanged(const Saved& saved) const {
@@ -74,7 +74,7 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
     args.dbeta = dbeta;
     args.zero_centered_gamma = options_.zero_centered_gamma;
     if (residual != nullptr) args.add = *residual;
-    return ops::layernorm_bwd(args, call_options());
+    return ops::layernorm_bwd(args, call_options(options_.device));
   }
   if (residual == nullptr) {
     te_fl_rmsnorm_bwd_args args{};
@@ -85,7 +85,7 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
     args.dx = dx;
     args.dgamma = dgamma;
     args.zero_centered_gamma = options_.zero_centered_gamma;
-    return ops::rmsnorm_bwd(args, call_options());
+    return ops::rmsnorm_bwd(args, call_options(options_.device));
   }
   te_fl_rmsnorm_bwd_add_args args{};
   args.dz = dz;
@@ -96,7 +96,7 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
   args.dx = dx;
   args.dgamma = dgamma;
   args.zero_centered_gamma = options_.zero_centered_gamma;
-  return ops::rmsnorm_bwd_add(args, call_options());
+  return ops::rmsnorm_bwd_add(args, call_options(options_.device));
 }
 
 Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,

@@ -155,7 +155,7 @@ Status grad_norm_into(const Pointers& grads, const Tensor& norm) {
   args.inputs = grads.data();
   args.inputs_count = static_cast<int64_t>(grads.size());
   args.norm = norm;
-  return ops::multi_tensor_l2norm(args, detail::call_options());
+  return ops::multi_tensor_l2norm(args, detail::call_options(norm.device()));
 }
 
 void set_in_place(te_fl_multi_tensor_scale_args& args, const Pointers& grads) {
@@ -195,7 +195,7 @@ Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, floa
   set_in_place(scale_args, grads);
   scale_args.noop_flag = flag;
   scale_args.scale = max_norm / value;
-  TE_FL_RETURN_IF_ERROR(ops::multi_tensor_scale(scale_args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::multi_tensor_scale(scale_args, detail::call_options(device)));
   return value;
 }
 
@@ -265,7 +265,7 @@ Status Optimizer::write_state() {
     float lr;
   } state = {steps_, lr_};
   return devices::copy(home(), device_->step.raw_data(), Device(), &state, 12,
-                       devices::current_stream());
+                       devices::current_stream(home()));
 }
 
 Status Optimizer::advance() {
@@ -297,7 +297,7 @@ Status Optimizer::clip_on_device() {
   args.noop_flag = device_->noop;
   args.norm = device_->grad_norm;
   args.max_norm = max_grad_norm_;
-  return ops::multi_tensor_scale(args, detail::call_options());
+  return ops::multi_tensor_scale(args, detail::call_options(home()));
 }
 
 // Whether the step that is being captured can be every launch's.
@@ -324,7 +324,8 @@ Status Optimizer::check_capture() const {
 Status Optimizer::step() {
   bool capturing = false;
   if (!home().is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(capturing, devices::is_capturing(home(), devices::current_stream()));
+    TE_FL_ASSIGN_OR_RETURN(capturing,
+                           devices::is_capturing(home(), devices::current_stream(home())));
   }
   if (capturing) TE_FL_RETURN_IF_ERROR(check_capture());
   TE_FL_RETURN_IF_ERROR(check_slots());
@@ -421,7 +422,8 @@ Status Adam::update_some(bool decays, bool mastered, bool copied) {
     args.step_tensor = state->step;
     args.noop_flag = state->noop;
   }
-  return ops::multi_tensor_adam(args, detail::call_options());
+  return ops::multi_tensor_adam(
+      args, detail::call_options(impl_->slots.front().parameter.value().device()));
 }
 
 Status Adam::update(bool) {
@@ -514,7 +516,8 @@ Status SGD::update(bool first) {
         args.lr_tensor = state->lr;
         args.noop_flag = state->noop;
       }
-      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_sgd(args, detail::call_options()));
+      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_sgd(
+          args, detail::call_options(impl_->slots.front().parameter.value().device())));
     }
   }
   return {};

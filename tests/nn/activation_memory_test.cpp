@@ -4,7 +4,6 @@
 #include <cstdio>
 
 #include "nn_test_util.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
@@ -78,7 +77,6 @@ TEST(ActivationMemory, IsWhatBackwardReads) {
     EXPECT_LE(bytes, plan.bytes);
     EXPECT_GE(bytes, plan.bytes - 1);  // a bound that has become loose
   }
-  plugins::g_hooks.release_device.load()(recorder.device());
   ASSERT_OK(devices::remove(recorder.device()));
 }
 

@@ -1,5 +1,6 @@
 #include "te_fl/tensor.hpp"
 #include "support/expect.hpp"
+#include "support/far_device.hpp"
 
 #include <gtest/gtest.h>
 
@@ -475,6 +476,26 @@ TEST(QuantisedTensor, ToCopiesEveryPart) {
           << name(scaling) << " part " << i;
     }
   }
+}
+
+TEST(QuantisedTensor, ACopyToTheHostThatFailsIsWaitedForBeforeItsMemoryGoes) {
+  testing::FarDevice far;
+  static const auto copy = far.api.copy;
+  static int reads = 0;
+  far.api.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host,
+                    void* stream, const te_fl_error_sink* e) -> te_fl_status {
+    if (host == 1 && ++reads == 2) return TE_FL_OUT_OF_MEMORY;
+    return copy(self, dst, src, bytes, host, stream, e);
+  };
+  const Device device = devices::add(&far.desc).value();
+  {
+    const int64_t shape[] = {64, 64};
+    const Tensor q = Tensor::empty_quantized(shape, {.columnwise = true}, device).value();
+    ASSERT_OK(devices::synchronize(device));
+    EXPECT_FAILS(q.to(Device{}), kOutOfMemory, "copy of 4096 bytes by ext:far:0 failed");
+    EXPECT_EQ(far.queues.pending(nullptr), 0u) << "it would write into memory that has been freed";
+  }
+  EXPECT_OK(devices::remove(device));
 }
 
 TEST(Describe, SurvivesNonsense) {
