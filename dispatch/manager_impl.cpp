@@ -10,7 +10,7 @@
 #include "core/base/fork.hpp"
 #include "core/base/text.hpp"
 #include "core/device/current_stream.hpp"
-#include "plugins/hooks.hpp"
+#include "core/device/device_list.hpp"
 #include "registry/plan_cache.hpp"
 #include "te_fl/environment.hpp"
 
@@ -34,6 +34,13 @@ std::vector<OpManager::Impl*>& managers() {
 std::vector<OpManager::Impl*> managers_now() {
   std::lock_guard lock(mutex);
   return managers();
+}
+
+int64_t held_on(const Device& device) {
+  int64_t held = 0;
+  for (OpManager::Impl* m : managers_now())
+    held += m->arenas.held(device) + m->staging.held(device);
+  return held;
 }
 
 void release_device(const Device& device) {
@@ -73,7 +80,8 @@ const core::ForkedChild forked_child(core::LockLevel::kManagers, &after_fork_in_
 OpManager::Impl::Impl(OpRegistry& r) : registry(r), table_owner(r.impl()) {
   std::lock_guard lock(mutex);
   managers().push_back(this);
-  plugins::g_hooks.release_device.store(&release_device, std::memory_order_release);
+  core::g_device_hooks.held.store(&held_on, std::memory_order_release);
+  core::g_device_hooks.release.store(&release_device, std::memory_order_release);
   core::g_stream_goes.store(&stream_goes, std::memory_order_release);
   registry::g_stream_state_goes.store(&stream_state_goes, std::memory_order_release);
 }

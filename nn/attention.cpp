@@ -181,7 +181,7 @@ Result<Tensor> DotProductAttention::Impl::dequantize(const Tensor& x, DType dtyp
   te_fl_dequantize_args args{};
   args.input = x;
   args.output = high;
-  TE_FL_RETURN_IF_ERROR(ops::dequantize(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::dequantize(args, detail::call_options(options.device)));
   return high;
 }
 
@@ -209,7 +209,7 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
   }
   te_fl_fused_attn_fwd_args args{};
   set_common(args, record);
-  CallOptions call = detail::call_options();
+  CallOptions call = detail::call_options(options.device);
   if (training && options.attention_dropout > 0) {
     args.dropout_p = options.attention_dropout;
     int64_t batch = extents.batch;
@@ -277,7 +277,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   args.dp_quant = dp_quant;
   args.saved = &record.saved;
   args.dropout_p = options.attention_dropout;
-  CallOptions call = detail::call_options();
+  CallOptions call = detail::call_options(options.device);
   call.rng = record.rng;
   TE_FL_RETURN_IF_ERROR(ops::fused_attn_bwd(args, call));
   TE_FL_RETURN_IF_ERROR(dsink.commit());

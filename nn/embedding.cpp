@@ -73,11 +73,12 @@ Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
 
 Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Embedding"));
+  if (!weight_->requires_grad) return {};
   te_fl_embedding_bwd_args args{};
   args.indices = static_cast<IndicesRecord&>(*taken).indices;
   args.grad_output = dy;
-  args.grad_weight = weight_->grad;
   TE_FL_ASSIGN_OR_RETURN(args.accumulate, detail::adds(*weight_));
+  args.grad_weight = weight_->grad;
   TE_FL_RETURN_IF_ERROR(ops::embedding_bwd(args, detail::call_options()));
   detail::wrote(*weight_);
   return {};

@@ -92,7 +92,7 @@ Status Fp8State::retype(DType dtype) {
   args.inputs_count = args.outputs_count = 1;
   args.noop_flag = noop;
   args.scale = dtype == DType::kF8E4M3 ? 448.0f / 57344.0f : 57344.0f / 448.0f;
-  return ops::multi_tensor_scale(args, call_options());
+  return ops::multi_tensor_scale(args, call_options(device_));
 }
 
 Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool calibrated) {

@@ -35,12 +35,14 @@ GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
 Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   Use use;
   use.training = training;
+  use.wgrad = training && weight_->requires_grad;
   use.version = weight_->version;
   use.dx_dtype = spec_.activation_dtype;
   if (spec_.high_precision) return use;
   TE_FL_ASSIGN_OR_RETURN(use.mode, current_mode());
   const DelayedScaling* delayed = use.mode.delayed();
   if (training) {
+    serving_ = {};
     copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
   }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
@@ -52,7 +54,7 @@ Result<Tensor> GemmUnit::input_buffer(const Use& use, int64_t rows) {
   const std::array<int64_t, 2> shape = {rows, spec_.in};
   if (!use.mode.fp8) return Tensor::empty(shape, spec_.activation_dtype, spec_.device);
   return empty_quantized(*use.mode.recipe, Role::kInput, shape,
-                         {.rowwise = true, .columnwise = use.training}, spec_.device, *forward_,
+                         {.rowwise = true, .columnwise = use.wgrad}, spec_.device, *forward_,
                          kInputSlot, use.training);
 }
 
@@ -72,8 +74,8 @@ Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
 Result<Tensor> GemmUnit::prepare_input(Use& use, const Tensor& x) {
   if (!x.quantized()) use.dx_dtype = x.dtype();
   if (x.quantized()) {
-    TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.training));
-    if (use.training) TE_FL_RETURN_IF_ERROR(fill_columns(x));
+    TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.wgrad));
+    if (use.wgrad) TE_FL_RETURN_IF_ERROR(fill_columns(x));
     return x;
   }
   if (!use.mode.fp8) return cast(x, spec_.activation_dtype);
@@ -86,8 +88,9 @@ Result<Tensor> GemmUnit::written_copy(const Use& use) const {
   Tensor copy = copy_->fresh(weight_->version, *use.mode.recipe);
   if (!copy.defined() || spec_.device.is_host()) return copy;
   // A graph would go on reading this memory, which the next step replaces.
-  TE_FL_ASSIGN_OR_RETURN(const bool capturing,
-                         devices::is_capturing(spec_.device, devices::current_stream()));
+  TE_FL_ASSIGN_OR_RETURN(
+      const bool capturing,
+      devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
   return capturing ? Tensor() : copy;
 }
 
@@ -123,7 +126,9 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     }
     return flagged_weight(use, options.reuse_weights);
   }
-  if (!first.has_value()) return make_weight(use, use.training);
+  // The value itself, which may be borrowed: nothing is kept of it.
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
+  if (!first.has_value()) return use.training ? make_weight(use, true) : inference_weight(use);
   TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
   const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
   if (!*first && capture != 0 && !stale && cached_.capture != capture) {
@@ -139,6 +144,24 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   return cached_.weight;
 }
 
+Result<Tensor> GemmUnit::inference_weight(const Use& use) {
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
+  if (captured) return make_weight(use, false);
+  void* stream = devices::current_stream(spec_.device);
+  const bool fresh =
+      serving_.fits(use) && serving_.version == weight_->version && serving_.stream == stream &&
+      (use.mode.delayed() == nullptr || serving_.generation == forward_->generation());
+  if (fresh) return serving_.weight;
+  serving_ = {};  // its memory may serve the next
+  TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
+  serving_.weight = weight;
+  serving_.version = weight_->version;
+  serving_.recipe = use.mode.recipe;
+  serving_.generation = forward_->generation();
+  serving_.stream = stream;
+  return weight;
+}
+
 Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
   if (flag.dtype() != DType::kF32 || flag.numel() != 1 || flag.device() != spec_.device) {
     return invalid_argument("reuse_weights is " + flag.describe() + "; it must be f32[1] on " +
@@ -147,8 +170,8 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
   if (!use.mode.fp8) return make_weight(use, use.training);
   bool capturing = false;
   if (!spec_.device.is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(capturing,
-                           devices::is_capturing(spec_.device, devices::current_stream()));
+    TE_FL_ASSIGN_OR_RETURN(
+        capturing, devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
   }
   if (!flagged_.fits(use)) {
     if (capturing) {
@@ -197,11 +220,15 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
   args.d = output;
   if (residual != nullptr) args.residual = *residual;
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
-  if (use.training) {
-    use.input = input;
-    use.weight = weight;
-  }
+  keep(use, input, weight);
   return output;
+}
+
+void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
+  if (!use.training) return;
+  const auto read = [](const Tensor& t) { return t.quantized() ? t.columnwise_only() : t; };
+  if (use.wgrad) use.input = read(input);
+  if (weight.raw_data() != weight_->value.raw_data()) use.weight = read(weight);
 }
 
 namespace {
@@ -244,24 +271,21 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
     TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
     TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options()));
   }
-  if (use.training) {
-    use.input = input;
-    use.weight = weight;
-  }
+  keep(use, input, weight);
   return pre;
 }
 
 Status GemmUnit::check_unchanged(const Use& use) const {
-  const bool own = !use.weight.quantized() && use.weight.raw_data() == weight_->value.raw_data();
-  return own ? nn::detail::check_unchanged(*weight_, use.version) : Status();
+  return !use.weight.defined() ? nn::detail::check_unchanged(*weight_, use.version) : Status();
 }
 
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
   if (use.mode.delayed() != nullptr) {
     // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
-    // ended that one's backward.
+    // ended that one's backward. Of a frozen weight that cannot be told.
     const std::shared_ptr<GradientUpdates> earlier = weight_->gradient_updates;
-    if (backward_->pending() && !weight_->grad_written && earlier != nullptr) {
+    const bool cleared = weight_->requires_grad && !weight_->grad_written;
+    if (backward_->pending() && cleared && earlier != nullptr) {
       TE_FL_RETURN_IF_ERROR(earlier->end());
     }
     TE_FL_RETURN_IF_ERROR(begin_delayed_backward(use.mode, backward_));
@@ -269,16 +293,17 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
   }
   const std::array<int64_t, 2> shape = {rows, spec_.out};
   return empty_quantized(*use.mode.recipe, Role::kGradient, shape,
-                         {.rowwise = true, .columnwise = true}, spec_.device, *backward_, kGradSlot,
-                         true);
+                         {.rowwise = true, .columnwise = wants_wgrad(use)}, spec_.device,
+                         *backward_, kGradSlot, true);
 }
 
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
   Gradient grad;
   if (dy.quantized()) {
-    TE_FL_RETURN_IF_ERROR(check_codes(use, dy, true));
+    const bool columns = wants_wgrad(use) || wants_bias_grad();  // which come with its sums
+    TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
     TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
-    TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
+    if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
     TE_FL_RETURN_IF_ERROR(dbias.commit());
     grad.tensor = dy;
     grad.bias_done = true;
@@ -286,10 +311,12 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   }
   if (!use.mode.fp8) {
     TE_FL_ASSIGN_OR_RETURN(grad.tensor, cast(dy, spec_.activation_dtype));
+    grad.bias_done = !wants_bias_grad();
     return grad;
   }
   TE_FL_ASSIGN_OR_RETURN(grad.tensor, grad_buffer(use, dy.size(0)));
-  if (bias_ == nullptr) {
+  grad.bias_done = true;
+  if (!wants_bias_grad()) {
     TE_FL_RETURN_IF_ERROR(quantize(dy, grad.tensor));
     return grad;
   }
@@ -300,7 +327,6 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   args.bias_grad = dbias.tensor();
   TE_FL_RETURN_IF_ERROR(ops::bgrad_quantize(args, call_options()));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
-  grad.bias_done = true;
   return grad;
 }
 
@@ -313,7 +339,7 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor*
   }
   te_fl_generic_gemm_args args{};
   args.a = grad;
-  args.b = use.weight;
+  args.b = weight_of(use);
   args.d = dx;
   args.use_split_accumulator = split_accumulator(use.mode, true);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
@@ -324,7 +350,7 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
                             const Tensor& into, const Tensor& sums) {
   te_fl_generic_gemm_args joined{};
   joined.a = grad;
-  joined.b = use.weight;
+  joined.b = weight_of(use);
   joined.pre_gelu_in = pre;
   joined.d = into;
   if (sums.defined()) joined.d_sum = sums;
@@ -351,17 +377,34 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
                         : ops::dgelu(plain, call_options());
 }
 
+Status GemmUnit::sum_bias_grad(const Tensor& dy) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor ones,
+                         Tensor::empty({1, dy.size(0)}, dy.dtype(), spec_.device));
+  TE_FL_RETURN_IF_ERROR(fill(ones, 1));
+  te_fl_generic_gemm_args args{};
+  args.a = ones;
+  args.b = dy;
+  TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*bias_));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor sums, bias_->grad.view({1, spec_.out}));
+  args.d = sums;
+  args.use_split_accumulator = true;
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
+  wrote(*bias_);
+  return {};
+}
+
 Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
+  const bool with_bias = !grad.bias_done && wants_bias_grad();
+  if (!wants_wgrad(use)) return with_bias ? sum_bias_grad(grad.tensor) : Status();
   te_fl_generic_gemm_args args{};
   args.a = grad.tensor;
   args.trans_a = 1;
   args.b = use.input;
-  args.d = weight_->grad;
   TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*weight_));
-  const bool with_bias = bias_ != nullptr && !grad.bias_done;
+  args.d = weight_->grad;
   if (with_bias) {
-    args.bias_grad = bias_->grad;
     TE_FL_ASSIGN_OR_RETURN(args.accumulate_bias_grad, adds(*bias_));
+    args.bias_grad = bias_->grad;
   }
   args.use_split_accumulator = split_accumulator(use.mode, true);
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));

@@ -27,8 +27,9 @@ class GemmUnit {
   struct Use {
     Fp8Mode mode;
     bool training = false;
-    Tensor input;                  // quantised or of the activation dtype
-    Tensor weight;                 // likewise
+    bool wgrad = false;            // the weight's gradient is wanted
+    Tensor input;                  // quantised or of the activation dtype; with wgrad only
+    Tensor weight;                 // likewise; undefined if it is the parameter's own value
     uint64_t version = 0;          // of the parameter at the forward
     DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
   };
@@ -60,6 +61,10 @@ class GemmUnit {
   Result<Tensor> forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
                               const Tensor& activated);
 
+  // The weight that the backward of `use` reads.
+  const Tensor& weight_of(const Use& use) const {
+    return use.weight.defined() ? use.weight : weight_->value;
+  }
   // FAILED_PRECONDITION if the backward would read the weight in the parameter itself and that has
   // changed since the forward. First in a backward, before anything is written.
   Status check_unchanged(const Use& use) const;
@@ -67,7 +72,7 @@ class GemmUnit {
   Result<Tensor> grad_buffer(const Use& use, int64_t rows);
   struct Gradient {
     Tensor tensor;           // quantised or of the activation dtype
-    bool bias_done = false;  // the bias gradient is already accumulated
+    bool bias_done = false;  // the bias gradient is already accumulated, or not wanted
   };
   // dy [rows, out] as the backward GEMMs want it. Row-wise codes are taken as they are and
   // bring room for the column-wise copy.
@@ -79,12 +84,19 @@ class GemmUnit {
   // In one call or in two, as forward_gelu().
   Status dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre, const Tensor& into,
                     const Tensor& sums);
-  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done.
+  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
+  // for frozen parameters.
   Status wgrad(const Use& use, const Gradient& grad);
   // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
  private:
+  bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
+  bool wants_bias_grad() const { return bias_ != nullptr && bias_->requires_grad; }
+  // What backward reads: of a quantised operand the column-wise copy.
+  void keep(Use& use, const Tensor& input, const Tensor& weight) const;
+  // The bias gradient from dy alone, for a frozen weight.
+  Status sum_bias_grad(const Tensor& dy);
   // The arguments of forward() but for D, whose weight `weight` keeps.
   Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
                                           const ForwardOptions& options, Tensor& weight);
@@ -92,6 +104,8 @@ class GemmUnit {
   Result<Tensor> make_weight(const Use& use, bool columnwise);
   // The weight in new memory, quantised.
   Result<Tensor> quantised_weight(const Use& use, bool columnwise);
+  // The weight for an inference that says nothing of microbatches.
+  Result<Tensor> inference_weight(const Use& use);
   // What ForwardOptions::reuse_weights asks for.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
@@ -107,9 +121,12 @@ class GemmUnit {
     Tensor weight;
     uint64_t version = 0;  // of the parameter
     std::shared_ptr<const Recipe> recipe;
-    uint64_t capture = 0;  // that made it; 0: none
+    uint64_t capture = 0;     // that made it; 0: none
+    uint64_t generation = 0;  // of the scales, for serving_ alone
+    void* stream = nullptr;   // that made it, likewise
     bool fits(const Use& use) const;
   };
+  Kept serving_;  // by inference
   Kept cached_;   // by is_first_microbatch = true
   Kept flagged_;  // by reuse_weights, whose graphs write and read this memory
 };

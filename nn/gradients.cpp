@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <string>
 #include <utility>
 
 #include "nn/tensor_ops.hpp"
@@ -23,13 +24,38 @@ Result<uint64_t> capture_of(const Device& device) {
   if (t_capture != nullptr) return t_capture->id();
   if (device.is_host()) return uint64_t{0};
   TE_FL_ASSIGN_OR_RETURN(const bool capturing,
-                         devices::is_capturing(device, devices::current_stream()));
+                         devices::is_capturing(device, devices::current_stream(device)));
   return capturing ? kForeign : uint64_t{0};
 }
 
+namespace {
+
+// Memory for the gradient, whose contents are nobody's yet.
+Status allocate_grad(Parameter& parameter) {
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(parameter.value.device()));
+  if (captured) {
+    return failed_precondition(
+        "backward: a graph is being captured, and the parameter " + parameter.value.describe() +
+        " has no gradient yet, whose memory would be the graph's; run a step before the capture, "
+        "or call the parameter's ensure_grad()");
+  }
+  TE_FL_ASSIGN_OR_RETURN(parameter.grad, empty_like(parameter.value, parameter.grad_dtype));
+  parameter.grad_written = false;
+  parameter.grad_stale = true;  // if what is to write it fails
+  return {};
+}
+
+}  // namespace
+
+void drop_grad(Parameter& parameter) noexcept {
+  parameter.grad = Tensor();
+  parameter.grad_written = parameter.grad_stale = false;
+}
+
 Result<bool> adds(Parameter& parameter) {
+  if (!parameter.grad.defined()) TE_FL_RETURN_IF_ERROR(allocate_grad(parameter));
   if (parameter.grad_written) return true;
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(parameter.grad.device()));
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t now, capture_of(parameter.value.device()));
   return now != 0 && now != parameter.grad_cleared_in;
 }
 
@@ -75,7 +101,8 @@ std::vector<StepCapture::Touched> StepCapture::take() {
 void StepCapture::touch(Parameter& parameter, bool adds) {
   const auto same = [&](const Touched& t) { return t.parameter == &parameter; };
   if (std::any_of(touched_.begin(), touched_.end(), same)) return;
-  touched_.push_back({&parameter, {parameter.grad_written, parameter.grad_stale}, {}, adds});
+  touched_.push_back(
+      {&parameter, parameter.grad, {parameter.grad_written, parameter.grad_stale}, {}, adds});
 }
 
 Status check_unchanged(const Parameter& parameter, uint64_t version) {
@@ -88,6 +115,12 @@ Status check_unchanged(const Parameter& parameter, uint64_t version) {
 
 Status prepare_launch(const std::vector<StepCapture::Touched>& touched) {
   for (const StepCapture::Touched& t : touched) {
+    if (t.parameter->grad.raw_data() != t.grad.raw_data()) {
+      return failed_precondition(
+          "GraphedStep: the gradient of the parameter " + t.parameter->value.describe() +
+          " was dropped or replaced after the capture, and the graph writes the one before; put "
+          "that back, or capture the step anew");
+    }
     if (!t.adds || !t.parameter->grad_stale) continue;
     TE_FL_RETURN_IF_ERROR(fill(t.parameter->grad, 0));
     t.parameter->grad_stale = false;
@@ -106,10 +139,67 @@ void launched(const std::vector<StepCapture::Touched>& touched) {
 }  // namespace detail
 
 Status Parameter::clear_grad() {
-  TE_FL_ASSIGN_OR_RETURN(grad_cleared_in, detail::capture_of(grad.device()));
+  if (!requires_grad) return {};
+  TE_FL_ASSIGN_OR_RETURN(grad_cleared_in, detail::capture_of(value.device()));
   if (detail::t_capture != nullptr) detail::t_capture->touch(*this, false);
   grad_written = false;
   grad_stale = true;
+  return {};
+}
+
+void Parameter::set_requires_grad(bool wanted) {
+  requires_grad = wanted;
+  if (!wanted) detail::drop_grad(*this);
+}
+
+namespace {
+
+Status check_lent(const char* call, const Tensor& lent, const Tensor& value) {
+  if (lent.defined() && !lent.quantized() && is_high(lent.dtype()) && lent.contiguous() &&
+      lent.device() == value.device() && std::ranges::equal(lent.shape(), value.shape())) {
+    return {};
+  }
+  return invalid_argument(std::string(call) + ": the tensor is " + lent.describe() +
+                          "; for the parameter " + value.describe() +
+                          " it must be compact, F32, BF16 or F16, of that shape and device");
+}
+
+}  // namespace
+
+Status Parameter::borrow(Tensor lent, uint64_t version_of_owner) {
+  TE_FL_RETURN_IF_ERROR(check_lent("Parameter::borrow", lent, value));
+  const bool same = owners_version == version_of_owner && lent.dtype() == value.dtype();
+  value = std::move(lent);
+  owners_version = version_of_owner;
+  version += !same;
+  return {};
+}
+
+Tensor Parameter::take_grad() {
+  Tensor taken = grad_stale ? Tensor() : std::move(grad);
+  detail::drop_grad(*this);
+  return taken;
+}
+
+Status Parameter::give_grad(Tensor gradient, bool written) {
+  TE_FL_RETURN_IF_ERROR(check_lent("Parameter::give_grad", gradient, value));
+  if (!requires_grad) {
+    return failed_precondition("Parameter::give_grad: the parameter " + value.describe() +
+                               " is frozen; call set_requires_grad(true) first");
+  }
+  grad_dtype = gradient.dtype();
+  grad = std::move(gradient);
+  grad_written = written;
+  grad_stale = !written;
+  grad_cleared_in = 0;
+  return {};
+}
+
+Status Parameter::ensure_grad() {
+  if (!requires_grad || grad.defined()) return {};
+  TE_FL_RETURN_IF_ERROR(detail::allocate_grad(*this));
+  TE_FL_RETURN_IF_ERROR(detail::fill(grad, 0));
+  grad_stale = false;
   return {};
 }
 

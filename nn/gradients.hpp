@@ -13,10 +13,13 @@
 // while it was captured.
 namespace te_fl::nn::detail {
 
-// Whether a backward now has to add; holds until wrote(). Captures that nn did not begin cannot be
-// told apart and are taken for one.
+// Before a backward writes the gradient, which is allocated if there is none: whether it has to
+// add; holds until wrote(). Captures that nn did not begin cannot be told apart and are taken for
+// one. FAILED_PRECONDITION if the gradient would have to be allocated in a capture.
 Result<bool> adds(Parameter& parameter);
 void wrote(Parameter& parameter);
+// As if none had ever been written.
+void drop_grad(Parameter& parameter) noexcept;
 // The capture that work on `device` would now go into, 0: none; whether there is one, and whether
 // it is one that nn did not begin.
 Result<uint64_t> capture_of(const Device& device);
@@ -46,6 +49,7 @@ class StepCapture {
   };
   struct Touched {
     Parameter* parameter;
+    Tensor grad;  // the memory that the graph writes
     Gradient before, after;
     bool adds;  // to what the gradient holds when the graph is launched
   };
@@ -71,7 +75,8 @@ class StepCapture {
 // forward read and its backward is to read again.
 Status check_unchanged(const Parameter& parameter, uint64_t version);
 // What a launch reads is there: gradients that were cleared and not written are filled with zeros,
-// on the current stream.
+// on the current stream. FAILED_PRECONDITION if a parameter has another gradient than the graph
+// writes.
 Status prepare_launch(const std::vector<StepCapture::Touched>& touched);
 // The parameters as a launch leaves them.
 void launched(const std::vector<StepCapture::Touched>& touched);

@@ -1,27 +1,49 @@
 #include "te_fl/nn/init.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <numbers>
 #include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/tensor/tensor_access.hpp"
 
 namespace te_fl::nn::init {
 namespace {
 
-uint64_t splitmix(uint64_t& state) {
-  uint64_t z = (state += 0x9e3779b97f4a7c15ull);
+constexpr uint64_t kGamma = 0x9e3779b97f4a7c15ull;
+
+// The index-th number of the SplitMix64 sequence of `seed`.
+uint64_t number(uint64_t seed, uint64_t index) {
+  uint64_t z = seed + (index + 1) * kGamma;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
   return z ^ (z >> 31);
 }
 
 // In (0, 1].
-double uniform(uint64_t& state) {
-  return (static_cast<double>(splitmix(state) >> 11) + 1) * 0x1p-53;
+double uniform(uint64_t seed, uint64_t index) {
+  return (static_cast<double>(number(seed, index) >> 11) + 1) * 0x1p-53;
 }
 
-// F32 [elements of `shape`] on the host, to be filled.
-Result<Tensor> host_values(std::span<const int64_t> shape) {
+// Elements [first, first + out.size()) of the sequence of normal numbers, pair by pair.
+void normal_numbers(uint64_t seed, double std, uint64_t first, std::span<float> out) {
+  for (size_t i = 0; i < out.size();) {
+    const uint64_t at = first + i, pair = at & ~uint64_t{1};
+    const double radius = std * std::sqrt(-2 * std::log(uniform(seed, pair)));
+    const double angle = 2 * std::numbers::pi * uniform(seed, pair + 1);
+    if (at == pair) out[i++] = static_cast<float>(radius * std::cos(angle));
+    if (i < out.size()) out[i++] = static_cast<float>(radius * std::sin(angle));
+  }
+}
+
+Result<int64_t> count_of(std::span<const int64_t> shape) {
   int64_t total = 1;
   for (int64_t extent : shape) {
     if (extent < 1) {
@@ -32,61 +54,134 @@ Result<Tensor> host_values(std::span<const int64_t> shape) {
       return invalid_argument("a parameter's number of elements does not fit 63 bits");
     }
   }
-  return Tensor::empty({total}, DType::kF32);
+  return total;
 }
 
-Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, Tensor values, DType dtype,
-                                        Device device) {
+// Writes the elements [first, first + out.size()).
+using Values = std::function<void(int64_t first, std::span<float> out)>;
+
+constexpr int64_t kChunk = 1 << 15;
+
+// The chunk of `tensor`, on the host, that begins at `first`.
+Status write_chunk(const Tensor& tensor, int64_t first, const Values& values) {
+  const int64_t count = std::min(kChunk, tensor.numel() - first);
+  std::vector<float> floats(static_cast<size_t>(count));
+  values(first, floats);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor made, Tensor::from_values({count}, floats, tensor.dtype()));
+  std::memcpy(tensor.data<char>() + bytes_for(tensor.dtype(), first), made.raw_data(),
+              static_cast<size_t>(bytes_for(tensor.dtype(), count)));
+  return {};
+}
+
+// All chunks, on all cores.
+Status write(const Tensor& tensor, const Values& values) {
+  const int64_t chunks = (tensor.numel() + kChunk - 1) / kChunk;
+  const int64_t cores = std::max<int64_t>(std::thread::hardware_concurrency(), 1);
+  const int64_t workers = std::min(chunks, cores);
+  std::vector<Status> results(static_cast<size_t>(workers));
+  std::atomic<int64_t> next{0};
+  const auto work = [&](size_t worker) {
+    for (int64_t c = next++; c < chunks && results[worker].ok(); c = next++) {
+      results[worker] = write_chunk(tensor, c * kChunk, values);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (size_t w = 1; w < results.size(); ++w) {
+    try {
+      threads.emplace_back(work, w);
+    } catch (const std::system_error&) {
+      break;  // no more threads: those that there are do all of it
+    }
+  }
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+  for (Status& status : results) TE_FL_RETURN_IF_ERROR(std::move(status));
+  return {};
+}
+
+thread_local int t_without_values = 0;
+
+Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, DType dtype, Device device,
+                                        const Values& values) {
   if (!is_high(dtype)) {
     return invalid_argument("a parameter's dtype is " + std::string(name(dtype)) +
                             "; it must be f32, bf16 or f16");
   }
-  if (dtype != DType::kF32) {
-    const std::span<const float> floats(values.data<float>(), static_cast<size_t>(values.numel()));
-    TE_FL_ASSIGN_OR_RETURN(values, Tensor::from_values({values.numel()}, floats, dtype));
-  }
-  TE_FL_ASSIGN_OR_RETURN(Tensor shaped, values.view(shape));
+  TE_FL_RETURN_IF_ERROR(count_of(shape).status());
   auto parameter = std::make_shared<Parameter>();
-  if (device.is_host()) {
-    parameter->value = std::move(shaped);
-  } else {
-    TE_FL_ASSIGN_OR_RETURN(parameter->value, shaped.to(device));
+  if (t_without_values > 0) {
+    parameter->value = Tensor::Access::make({nullptr, shape, {}, dtype, device, nullptr});
+    return parameter;
   }
-  TE_FL_ASSIGN_OR_RETURN(parameter->grad, Tensor::zeros(shape, DType::kF32, device));
+  TE_FL_ASSIGN_OR_RETURN(parameter->value, Tensor::empty(shape, dtype));
+  TE_FL_RETURN_IF_ERROR(write(parameter->value, values));
+  if (!device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(parameter->value, parameter->value.to(device));
+  }
   return parameter;
+}
+
+Status check_shard(std::span<const int64_t> shape, const Shard& shard) {
+  bool fits = shard.whole.size() == shape.size() && shard.begin.size() == shape.size();
+  for (size_t i = 0; fits && i < shape.size(); ++i) {
+    fits = shard.begin[i] >= 0 && shard.begin[i] <= shard.whole[i] - shape[i];
+  }
+  if (fits) return {};
+  return invalid_argument(
+      "a parameter's shard does not lie within the whole: whole and begin must have an extent for "
+      "each of the shard's, and begin + extent must be at most the whole's");
+}
+
+// The index in the whole of the shard's element `index`.
+int64_t index_in_whole(std::span<const int64_t> shape, const Shard& shard, int64_t index) {
+  int64_t result = 0, stride = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    result += (shard.begin[d] + index % shape[d]) * stride;
+    index /= shape[d];
+    stride *= shard.whole[d];
+  }
+  return result;
 }
 
 }  // namespace
 
+WithoutValues::WithoutValues() { ++t_without_values; }
+WithoutValues::~WithoutValues() { --t_without_values; }
+
 uint64_t subseed(uint64_t seed, uint64_t index) {
-  uint64_t state = seed ^ (index + 1) * 0xd1342543de82ef95ull;
-  return splitmix(state);
+  return number(seed ^ (index + 1) * 0xd1342543de82ef95ull, 0);
 }
 
 Result<std::shared_ptr<Parameter>> normal(std::span<const int64_t> shape, float std, uint64_t seed,
-                                          DType dtype, Device device) {
+                                          DType dtype, Device device, const Shard& shard) {
   if (!(std >= 0) || !std::isfinite(std)) {
     return invalid_argument("a parameter's initial standard deviation is " + std::to_string(std) +
                             "; it must be finite and at least 0");
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor made, host_values(shape));
-  const int64_t total = made.numel();
-  auto* values = made.data<float>();
-  uint64_t state = seed;
-  for (int64_t i = 0; i < total; i += 2) {
-    const double radius = std * std::sqrt(-2 * std::log(uniform(state)));
-    const double angle = 2 * std::numbers::pi * uniform(state);
-    values[i] = static_cast<float>(radius * std::cos(angle));
-    if (i + 1 < total) values[i + 1] = static_cast<float>(radius * std::sin(angle));
+  if (shard.whole.empty()) {
+    return make(shape, dtype, device, [&](int64_t first, std::span<float> out) {
+      normal_numbers(seed, std, static_cast<uint64_t>(first), out);
+    });
   }
-  return make(shape, std::move(made), dtype, device);
+  TE_FL_RETURN_IF_ERROR(count_of(shard.whole).status());
+  TE_FL_RETURN_IF_ERROR(check_shard(shape, shard));
+  return make(shape, dtype, device, [&](int64_t first, std::span<float> out) {
+    const int64_t row = shape.empty() ? 1 : shape.back();
+    while (!out.empty()) {  // row by row
+      const auto count = static_cast<size_t>(
+          std::min<int64_t>(row - first % row, static_cast<int64_t>(out.size())));
+      normal_numbers(seed, std, static_cast<uint64_t>(index_in_whole(shape, shard, first)),
+                     out.first(count));
+      out = out.subspan(count);
+      first += static_cast<int64_t>(count);
+    }
+  });
 }
 
 Result<std::shared_ptr<Parameter>> constant(std::span<const int64_t> shape, float value,
                                             DType dtype, Device device) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor made, host_values(shape));
-  std::fill_n(made.data<float>(), made.numel(), value);
-  return make(shape, std::move(made), dtype, device);
+  return make(shape, dtype, device,
+              [&](int64_t, std::span<float> out) { std::ranges::fill(out, value); });
 }
 
 Result<Tensor> rotary_angles(const RotaryOptions& options) {

@@ -24,7 +24,7 @@ Result<Tensor> scaled_sum(const Tensor& values, double alpha) {
   args.b = column;
   args.d = sum;
   args.alpha = static_cast<float>(alpha);
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, detail::call_options(sum.device())));
   return sum.view({1});
 }
 
@@ -53,7 +53,7 @@ Result<Tensor> CrossEntropyLoss::forward(const Tensor& logits, const Tensor& tar
   args.lse = record->lse;
   args.label_smoothing = options_.label_smoothing;
   args.ignore_index = options_.ignore_index;
-  TE_FL_RETURN_IF_ERROR(ops::cross_entropy_fwd(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::cross_entropy_fwd(args, detail::call_options(logits.device())));
   TE_FL_ASSIGN_OR_RETURN(Tensor loss, scaled_sum(losses, 1 / record->divisor));
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return loss;
@@ -73,7 +73,7 @@ Result<Tensor> CrossEntropyLoss::backward(Ctx& ctx, double grad_scale) {
   args.grad_logits = grad;
   args.label_smoothing = options_.label_smoothing;
   args.ignore_index = options_.ignore_index;
-  TE_FL_RETURN_IF_ERROR(ops::cross_entropy_bwd(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::cross_entropy_bwd(args, detail::call_options(grad.device())));
   return grad;
 }
 

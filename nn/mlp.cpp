@@ -166,7 +166,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(const Mlp
   TE_FL_RETURN_IF_ERROR(
       fc2->dgrad_gelu(record.fc2, grad, record.pre, result.tensor, dbias.tensor()));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
-  result.bias_done = fc1->bias() != nullptr;
+  result.bias_done = true;
   return result;
 }
 
@@ -175,7 +175,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(const Mlp
 Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRecord& record,
                                                                     const Tensor& grad) {
   const bool fp8 = record.fc1.mode.fp8;
-  const bool with_bias = fc1->bias() != nullptr;
+  const bool with_bias = fc1->bias() != nullptr && fc1->bias()->requires_grad;
   if (with_bias ? is_gated(options.activation) : !fp8) {
     TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(record.pre, options.activation_dtype));
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, high));
@@ -262,6 +262,7 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_RETURN_IF_ERROR(impl.norm->forward(flat, normed, record->norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
+  normed = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.fc2->forward(record->fc2, activated, options,
                                                      added.defined() ? &added : nullptr));
   record->shape.assign(x.shape().begin(), x.shape().end());

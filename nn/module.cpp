@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "nn/fp8_state.hpp"
+#include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/environment.hpp"
@@ -123,11 +124,16 @@ int64_t Module::parameter_count() const {
 
 Status Module::zero_grad() {
   for (const NamedParameter& p : parameters()) {
-    TE_FL_RETURN_IF_ERROR(detail::fill(p.grad(), 0));
+    if (!p.parameter->requires_grad) continue;
+    if (p.grad().defined()) TE_FL_RETURN_IF_ERROR(detail::fill(p.grad(), 0));
     TE_FL_RETURN_IF_ERROR(p.parameter->clear_grad());
     p.parameter->grad_stale = false;
   }
   return {};
+}
+
+void Module::set_requires_grad(bool wanted) {
+  for (const NamedParameter& p : parameters()) p.parameter->set_requires_grad(wanted);
 }
 
 Status Module::set_grad_dtype(DType dtype) {
@@ -135,17 +141,9 @@ Status Module::set_grad_dtype(DType dtype) {
     return invalid_argument("set_grad_dtype: the dtype is " + std::string(te_fl::name(dtype)) +
                             "; it must be f32, bf16 or f16");
   }
-  const std::vector<NamedParameter> all = parameters();
-  std::vector<Tensor> grads;
-  for (const NamedParameter& p : all) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor grad,
-                           Tensor::zeros(p.value().shape(), dtype, p.value().device()));
-    grads.push_back(std::move(grad));
-  }
-  for (size_t i = 0; i < all.size(); ++i) {
-    all[i].parameter->grad = std::move(grads[i]);
-    TE_FL_RETURN_IF_ERROR(all[i].parameter->clear_grad());
-    all[i].parameter->grad_stale = false;
+  for (const NamedParameter& p : parameters()) {
+    p.parameter->grad_dtype = dtype;
+    detail::drop_grad(*p.parameter);
   }
   return {};
 }
@@ -346,7 +344,7 @@ Result<float> item(const Tensor& scalar) {
                             "; it must be F32 with one element");
   }
   float value = 0;
-  void* stream = Context::current().stream();
+  void* const stream = devices::current_stream(scalar.device());
   TE_FL_RETURN_IF_ERROR(
       devices::copy(Device(), &value, scalar.device(), scalar.raw_data(), sizeof value, stream));
   TE_FL_RETURN_IF_ERROR(devices::synchronize(scalar.device(), stream));

@@ -41,8 +41,10 @@ struct MultiheadAttention::Impl {
     return result;
   }
   Result<Tensor> angles(const AttentionInputs& inputs, const Tensor& x) const;
-  Result<Heads> split(const Tensor& packed, const Tensor& angles, const AttentionInputs& inputs);
-  Result<Heads> split_plain(const Tensor& packed, bool own_qk);
+  // `kept`: a backward will read them, so views must not hold what it does not read.
+  Result<Heads> split(const Tensor& packed, const Tensor& angles, const AttentionInputs& inputs,
+                      bool kept);
+  Result<Heads> split_plain(const Tensor& packed, bool own_qk, bool kept);
   Result<Tensor> merge(Heads grads, const MhaRecord& record);
   // Whether the gradients of q, k and v can be written where they belong in the packed one.
   bool packs_directly(const MhaRecord& record) const {
@@ -77,7 +79,7 @@ Result<Tensor> MultiheadAttention::Impl::angles(const AttentionInputs& inputs,
   return table.slice(0, 0, length);
 }
 
-Result<Heads> MultiheadAttention::Impl::split_plain(const Tensor& packed, bool own_qk) {
+Result<Heads> MultiheadAttention::Impl::split_plain(const Tensor& packed, bool own_qk, bool kept) {
   const int last = packed.rank() - 1;
   const int64_t qw = q_per_group();
   const std::span<const int64_t> shape = packed.shape();
@@ -87,14 +89,18 @@ Result<Heads> MultiheadAttention::Impl::split_plain(const Tensor& packed, bool o
   TE_FL_ASSIGN_OR_RETURN(parts.v, packed.slice(last, qw + dim, qw + 2 * dim));
   // Heads of one group lie closer together than those of two: only with one head per group is q a
   // strided view.
-  if (own_qk || heads != groups) {
+  const bool own_q = own_qk || heads != groups;
+  if (own_q) {
     TE_FL_ASSIGN_OR_RETURN(parts.q, detail::compact(parts.q));
     Shape q_shape(shape.begin(), shape.end() - 2);
     q_shape.insert(q_shape.end(), {heads, dim});
     TE_FL_ASSIGN_OR_RETURN(parts.q, parts.q.view(q_shape));
   }
-  if (own_qk) {
+  if (own_qk || (own_q && kept)) {
     TE_FL_ASSIGN_OR_RETURN(parts.k, detail::compact(parts.k));
+  }
+  if (own_q && kept) {
+    TE_FL_ASSIGN_OR_RETURN(parts.v, detail::compact(parts.v));
   }
   return parts;
 }
@@ -110,15 +116,15 @@ Status MultiheadAttention::Impl::rotate(const Tensor& x, const Tensor& angles,
       inputs.cu_seqlens_q_padded.defined() ? inputs.cu_seqlens_q_padded : inputs.cu_seqlens_q;
   args.layout = static_cast<int32_t>(options.layout);
   args.interleaved = options.rotary_interleaved;
-  return backward ? ops::fused_rope_backward(args, detail::call_options())
-                  : ops::fused_rope_forward(args, detail::call_options());
+  return backward ? ops::fused_rope_backward(args, detail::call_options(options.device))
+                  : ops::fused_rope_forward(args, detail::call_options(options.device));
 }
 
 Result<Heads> MultiheadAttention::Impl::split(const Tensor& packed, const Tensor& angles,
-                                              const AttentionInputs& inputs) {
-  if (!angles.defined()) return split_plain(packed, false);
+                                              const AttentionInputs& inputs, bool kept) {
+  if (!angles.defined()) return split_plain(packed, false, kept);
   if (thd()) {
-    TE_FL_ASSIGN_OR_RETURN(Heads parts, split_plain(packed, true));
+    TE_FL_ASSIGN_OR_RETURN(Heads parts, split_plain(packed, true, kept));
     TE_FL_RETURN_IF_ERROR(rotate(parts.q, angles, inputs, false));
     TE_FL_RETURN_IF_ERROR(rotate(parts.k, angles, inputs, false));
     return parts;
@@ -142,7 +148,7 @@ Result<Heads> MultiheadAttention::Impl::split(const Tensor& packed, const Tensor
   args.v_dim = dim;
   args.layout = static_cast<int32_t>(options.layout);
   args.interleaved = options.rotary_interleaved;
-  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_forward(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_forward(args, detail::call_options(options.device)));
   return parts;
 }
 
@@ -184,7 +190,7 @@ Result<Tensor> MultiheadAttention::Impl::merge(Heads grads, const MhaRecord& rec
   args.v_dim = dim;
   args.layout = static_cast<int32_t>(options.layout);
   args.interleaved = options.rotary_interleaved;
-  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_backward(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_backward(args, detail::call_options(options.device)));
   return packed;
 }
 
@@ -294,7 +300,7 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
                                            : impl.qkv->forward(x, qkv_ctx, options, nullptr, into));
   TE_FL_ASSIGN_OR_RETURN(Tensor packed,
                          mixed.view(Impl::lead(x.shape(), {impl.groups, impl.group_width()})));
-  TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split(packed, record->angles, inputs));
+  TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split(packed, record->angles, inputs, training));
   TE_FL_ASSIGN_OR_RETURN(
       Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
                                          training ? &record->core : nullptr, inputs, training));
@@ -346,7 +352,7 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
           packed, Tensor::empty(shape, impl.options.activation_dtype, impl.options.device));
       heads = packed;
     }
-    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(heads, false));
+    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(heads, false, false));
     into = {parts.q, parts.k, parts.v, Tensor()};
   }
   TE_FL_ASSIGN_OR_RETURN(auto grads,

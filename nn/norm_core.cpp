@@ -41,7 +41,7 @@ Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
     args.rsigma = saved.rsigma;
     args.epsilon = options_.epsilon;
     args.zero_centered_gamma = options_.zero_centered_gamma;
-    return ops::rmsnorm_fwd(args, call_options());
+    return ops::rmsnorm_fwd(args, call_options(options_.device));
   }
   TE_FL_ASSIGN_OR_RETURN(saved.mu, Tensor::empty({rows}, DType::kF32, options_.device));
   te_fl_layernorm_fwd_args args{};
@@ -53,7 +53,7 @@ Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
   args.rsigma = saved.rsigma;
   args.epsilon = options_.epsilon;
   args.zero_centered_gamma = options_.zero_centered_gamma;
-  return ops::layernorm_fwd(args, call_options());
+  return ops::layernorm_fwd(args, call_options(options_.device));
 }
 
 Status NormCore::check_unchanged(const Saved& saved) const {
@@ -74,7 +74,7 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
     args.dbeta = dbeta;
     args.zero_centered_gamma = options_.zero_centered_gamma;
     if (residual != nullptr) args.add = *residual;
-    return ops::layernorm_bwd(args, call_options());
+    return ops::layernorm_bwd(args, call_options(options_.device));
   }
   if (residual == nullptr) {
     te_fl_rmsnorm_bwd_args args{};
@@ -85,7 +85,7 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
     args.dx = dx;
     args.dgamma = dgamma;
     args.zero_centered_gamma = options_.zero_centered_gamma;
-    return ops::rmsnorm_bwd(args, call_options());
+    return ops::rmsnorm_bwd(args, call_options(options_.device));
   }
   te_fl_rmsnorm_bwd_add_args args{};
   args.dz = dz;
@@ -96,7 +96,7 @@ Status NormCore::run_backward(const Tensor& dz, const Saved& saved, const Tensor
   args.dx = dx;
   args.dgamma = dgamma;
   args.zero_centered_gamma = options_.zero_centered_gamma;
-  return ops::rmsnorm_bwd_add(args, call_options());
+  return ops::rmsnorm_bwd_add(args, call_options(options_.device));
 }
 
 Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
@@ -105,7 +105,11 @@ Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, empty_like(dz, saved.x.dtype()));
   TE_FL_ASSIGN_OR_RETURN(GradTarget dgamma, GradTarget::open(weight_.get()));
   TE_FL_ASSIGN_OR_RETURN(GradTarget dbeta, GradTarget::open(bias_.get()));
-  TE_FL_RETURN_IF_ERROR(run_backward(dz, saved, residual, dx, dgamma.tensor(), dbeta.tensor()));
+  Tensor sums = dgamma.tensor();
+  if (!sums.defined()) {  // frozen, but the ops have no form without it
+    TE_FL_ASSIGN_OR_RETURN(sums, empty_like(weight_->value, DType::kF32));
+  }
+  TE_FL_RETURN_IF_ERROR(run_backward(dz, saved, residual, dx, sums, dbeta.tensor()));
   TE_FL_RETURN_IF_ERROR(dgamma.commit());
   TE_FL_RETURN_IF_ERROR(dbeta.commit());
   return dx;

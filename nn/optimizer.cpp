@@ -19,7 +19,13 @@ namespace {
 
 using Pointers = std::vector<const te_fl_tensor*>;
 
-// The optimizer's tensors for one parameter. master is undefined for F32 parameters.
+// Whether a step has anything to do for the parameter.
+bool trained(const Parameter& parameter) {
+  return parameter.requires_grad && parameter.grad.defined();
+}
+
+// The optimizer's tensors for one parameter, none if it was frozen. master is undefined for F32
+// parameters.
 struct Slot {
   NamedParameter parameter;
   Tensor first;
@@ -36,6 +42,10 @@ Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& paramete
     Slot slot;
     slot.parameter = p;
     slot.decays = decay == nullptr || decay(p.name, p.value());
+    if (!p.parameter->requires_grad) {
+      slots.push_back(std::move(slot));
+      continue;
+    }
     TE_FL_ASSIGN_OR_RETURN(slot.first, detail::empty_like(p.value(), DType::kF32));
     TE_FL_RETURN_IF_ERROR(detail::fill(slot.first, 0));
     if (second) {
@@ -61,8 +71,8 @@ struct Lists {
 Lists collect(const std::vector<Slot>& slots, bool decays, bool mastered, bool copied = false) {
   Lists lists;
   for (const Slot& slot : slots) {
-    if (slot.decays != decays || slot.master.defined() != mastered ||
-        slot.fp8.defined() != copied) {
+    if (!trained(*slot.parameter.parameter) || slot.decays != decays ||
+        slot.master.defined() != mastered || slot.fp8.defined() != copied) {
       continue;
     }
     lists.grads.push_back(slot.parameter.grad());
@@ -111,14 +121,16 @@ Status check_below_one(const char* optimizer, const char* field, float value) {
 
 Pointers grads_of(const std::vector<NamedParameter>& parameters) {
   Pointers grads;
-  for (const NamedParameter& p : parameters) grads.push_back(p.grad());
+  for (const NamedParameter& p : parameters) {
+    if (trained(*p.parameter)) grads.push_back(p.grad());
+  }
   return grads;
 }
 
 // FAILED_PRECONDITION naming the first parameter whose gradient is an older step's.
 Status check_fresh(const char* who, const std::vector<NamedParameter>& parameters) {
   for (const NamedParameter& p : parameters) {
-    if (!p.parameter->grad_stale) continue;
+    if (!p.parameter->requires_grad || !p.parameter->grad_stale) continue;
     return failed_precondition(
         std::string(who) + ": the gradient of " + p.name +
         " was cleared by clear_grad() and not written since, so it holds an earlier step's values; "
@@ -143,7 +155,7 @@ Status grad_norm_into(const Pointers& grads, const Tensor& norm) {
   args.inputs = grads.data();
   args.inputs_count = static_cast<int64_t>(grads.size());
   args.norm = norm;
-  return ops::multi_tensor_l2norm(args, detail::call_options());
+  return ops::multi_tensor_l2norm(args, detail::call_options(norm.device()));
 }
 
 void set_in_place(te_fl_multi_tensor_scale_args& args, const Pointers& grads) {
@@ -169,10 +181,10 @@ Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, floa
     return invalid_argument("clip_grad_norm: max_norm is " + std::to_string(max_norm) +
                             "; it must be greater than 0");
   }
-  if (parameters.empty()) return 0.0f;
   TE_FL_RETURN_IF_ERROR(check_fresh("clip_grad_norm", parameters));
   const Pointers grads = grads_of(parameters);
-  const Device device = parameters.front().grad().device();
+  if (grads.empty()) return 0.0f;
+  const Device device = parameters.front().value().device();
   TE_FL_ASSIGN_OR_RETURN(Tensor norm, Tensor::empty({1}, DType::kF32, device));
   TE_FL_RETURN_IF_ERROR(grad_norm_into(grads, norm));
   TE_FL_ASSIGN_OR_RETURN(float value, item(norm));
@@ -183,12 +195,13 @@ Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, floa
   set_in_place(scale_args, grads);
   scale_args.noop_flag = flag;
   scale_args.scale = max_norm / value;
-  TE_FL_RETURN_IF_ERROR(ops::multi_tensor_scale(scale_args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::multi_tensor_scale(scale_args, detail::call_options(device)));
   return value;
 }
 
 Optimizer::Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm)
     : parameters_(std::move(parameters)), lr_(lr), max_grad_norm_(max_grad_norm) {
+  for (const NamedParameter& p : parameters_) stateless_.push_back(!p.parameter->requires_grad);
   set_steps(0);
 }
 Optimizer::~Optimizer() = default;
@@ -197,6 +210,17 @@ void Optimizer::set_steps(int64_t steps) noexcept {
   steps_ = steps;
   versions_.resize(parameters_.size());
   for (size_t i = 0; i < versions_.size(); ++i) versions_[i] = parameters_[i].parameter->version;
+}
+
+Status Optimizer::check_slots() const {
+  for (size_t i = 0; i < stateless_.size(); ++i) {
+    if (!stateless_[i] || !trained(*parameters_[i].parameter)) continue;
+    return failed_precondition(
+        "Optimizer::step: the parameter " + parameters_[i].name +
+        " has a gradient but was frozen when the optimizer was created, which made no state for "
+        "it; create the optimizer after unfreezing, or freeze the parameter again");
+  }
+  return {};
 }
 
 Status Optimizer::refresh_masters() {
@@ -241,7 +265,7 @@ Status Optimizer::write_state() {
     float lr;
   } state = {steps_, lr_};
   return devices::copy(home(), device_->step.raw_data(), Device(), &state, 12,
-                       devices::current_stream());
+                       devices::current_stream(home()));
 }
 
 Status Optimizer::advance() {
@@ -256,6 +280,7 @@ Status Optimizer::advance() {
     --steps_;
     return status;
   }
+  // All: the graph may have been captured when other ones were frozen.
   for (const NamedParameter& p : parameters_) ++p.parameter->version;
   set_steps(steps_);
   return {};
@@ -264,6 +289,7 @@ Status Optimizer::advance() {
 // Clips by the norm on the device; one that is not finite sets noop.
 Status Optimizer::clip_on_device() {
   const Pointers grads = grads_of(parameters_);
+  if (grads.empty()) return detail::fill(device_->grad_norm, 0);
   TE_FL_RETURN_IF_ERROR(grad_norm_into(grads, device_->grad_norm));
   TE_FL_RETURN_IF_ERROR(detail::fill(device_->noop, 0));
   te_fl_multi_tensor_scale_args args{};
@@ -271,7 +297,7 @@ Status Optimizer::clip_on_device() {
   args.noop_flag = device_->noop;
   args.norm = device_->grad_norm;
   args.max_norm = max_grad_norm_;
-  return ops::multi_tensor_scale(args, detail::call_options());
+  return ops::multi_tensor_scale(args, detail::call_options(home()));
 }
 
 // Whether the step that is being captured can be every launch's.
@@ -298,9 +324,11 @@ Status Optimizer::check_capture() const {
 Status Optimizer::step() {
   bool capturing = false;
   if (!home().is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(capturing, devices::is_capturing(home(), devices::current_stream()));
+    TE_FL_ASSIGN_OR_RETURN(capturing,
+                           devices::is_capturing(home(), devices::current_stream(home())));
   }
   if (capturing) TE_FL_RETURN_IF_ERROR(check_capture());
+  TE_FL_RETURN_IF_ERROR(check_slots());
   TE_FL_RETURN_IF_ERROR(check_fresh("Optimizer::step", parameters_));
   TE_FL_RETURN_IF_ERROR(end_backwards(parameters_));
   if (device_ == nullptr && max_grad_norm_ > 0) {
@@ -326,7 +354,7 @@ Status Optimizer::step() {
     --steps_;
     return status;
   }
-  for (const NamedParameter& p : parameters_) ++p.parameter->version;
+  for (const NamedParameter& p : parameters_) p.parameter->version += trained(*p.parameter);
   set_steps(steps_);
   // What was found wrong goes out of service between two steps, whether or not it can be noted.
   if (const Status noted = step_boundary(); !noted.ok()) {
@@ -394,7 +422,8 @@ Status Adam::update_some(bool decays, bool mastered, bool copied) {
     args.step_tensor = state->step;
     args.noop_flag = state->noop;
   }
-  return ops::multi_tensor_adam(args, detail::call_options());
+  return ops::multi_tensor_adam(
+      args, detail::call_options(impl_->slots.front().parameter.value().device()));
 }
 
 Status Adam::update(bool) {
@@ -403,7 +432,7 @@ Status Adam::update(bool) {
   if (impl_->options.write_fp8_weights && detail::current_frame() == nullptr) {
     for (Slot& slot : impl_->slots) {
       const auto copy = slot.parameter.parameter->fp8_copy.lock();
-      if (copy == nullptr) continue;
+      if (copy == nullptr || !trained(*slot.parameter.parameter)) continue;
       TE_FL_ASSIGN_OR_RETURN(slot.fp8, copy->open(slot.parameter.value()));
       if (slot.fp8.defined()) copies.emplace_back(&slot, copy);
     }
@@ -487,7 +516,8 @@ Status SGD::update(bool first) {
         args.lr_tensor = state->lr;
         args.noop_flag = state->noop;
       }
-      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_sgd(args, detail::call_options()));
+      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_sgd(
+          args, detail::call_options(impl_->slots.front().parameter.value().device())));
     }
   }
   return {};

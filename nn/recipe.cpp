@@ -15,6 +15,13 @@ Status check_epsilon(float epsilon, const char* recipe) {
                           "; it must be finite and at least 0");
 }
 
+Status check_format(Fp8Format format, const char* recipe) {
+  if (format <= Fp8Format::kE4M3) return {};
+  return invalid_argument(std::string(recipe) + ": format is " +
+                          std::to_string(static_cast<int>(format)) +
+                          "; it must be Fp8Format::kHybrid (0) or Fp8Format::kE4M3 (1)");
+}
+
 std::string epsilon_text(bool pow2, float epsilon) {
   char buffer[64];
   std::snprintf(buffer, sizeof buffer, "%s, epsilon %g)",
@@ -26,6 +33,12 @@ std::string epsilon_text(bool pow2, float epsilon) {
 
 Status validate(const Recipe& recipe) {
   if (const auto* delayed = std::get_if<DelayedScaling>(&recipe)) {
+    TE_FL_RETURN_IF_ERROR(check_format(delayed->format, "DelayedScaling"));
+    if (delayed->amax_compute_algo > AmaxAlgo::kMostRecent) {
+      return invalid_argument("DelayedScaling: amax_compute_algo is " +
+                              std::to_string(static_cast<int>(delayed->amax_compute_algo)) +
+                              "; it must be AmaxAlgo::kMax (0) or AmaxAlgo::kMostRecent (1)");
+    }
     if (delayed->amax_history_len < 1) {
       return invalid_argument("DelayedScaling: amax_history_len is " +
                               std::to_string(delayed->amax_history_len) +
@@ -38,6 +51,7 @@ Status validate(const Recipe& recipe) {
     return {};
   }
   if (const auto* current = std::get_if<Float8CurrentScaling>(&recipe)) {
+    TE_FL_RETURN_IF_ERROR(check_format(current->format, "Float8CurrentScaling"));
     return check_epsilon(current->amax_epsilon, "Float8CurrentScaling");
   }
   return check_epsilon(std::get<Float8BlockScaling>(recipe).amax_epsilon, "Float8BlockScaling");

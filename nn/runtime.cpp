@@ -44,7 +44,8 @@ Status update_group(const std::vector<const PendingUpdate*>& group) {
                                                                : TE_FL_AMAX_ALGO_MOST_RECENT;
   args.fp8_dtype = first.dtype == DType::kF8E4M3 ? TE_FL_FP8_FORMAT_E4M3 : TE_FL_FP8_FORMAT_E5M2;
   args.margin = static_cast<float>(first.recipe.margin);
-  return ops::fused_amax_and_scale_update_after_reduction(args, call_options());
+  return ops::fused_amax_and_scale_update_after_reduction(args,
+                                                          call_options(first.state->device()));
 }
 
 }  // namespace

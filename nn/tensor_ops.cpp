@@ -9,6 +9,12 @@
 
 namespace te_fl::nn::detail {
 
+CallOptions call_options(const Device& device) {
+  CallOptions options;
+  options.stream = devices::current_stream(device);
+  return options;
+}
+
 CallOptions call_options() {
   CallOptions options;
   options.stream = devices::current_stream();  // Context::current()'s
@@ -17,8 +23,7 @@ CallOptions call_options() {
 
 Result<CallOptions> random_options(int64_t count, const Device& device) {
   Context context = Context::current();
-  CallOptions options;
-  options.stream = context.stream();
+  CallOptions options = call_options(device);
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
   std::lock_guard lock(context.state().mutex);
   RandomPosition& random = context.state().position;
@@ -46,14 +51,14 @@ Status fill(const Tensor& tensor, double value) {
   te_fl_fill_args args{};
   args.output = tensor;
   args.value = value;
-  return ops::fill(args, call_options());
+  return ops::fill(args, call_options(tensor.device()));
 }
 
 Status copy(const Tensor& from, const Tensor& to) {
   te_fl_strided_copy_args args{};
   args.input = from;
   args.output = to;
-  return ops::strided_copy(args, call_options());
+  return ops::strided_copy(args, call_options(to.device()));
 }
 
 Status add(const Tensor& a, const Tensor& b, const Tensor& out) {
@@ -61,7 +66,7 @@ Status add(const Tensor& a, const Tensor& b, const Tensor& out) {
   args.a = a;
   args.b = b;
   args.output = out;
-  return ops::add(args, call_options());
+  return ops::add(args, call_options(out.device()));
 }
 
 Status quantize(const Tensor& from, const Tensor& to, const Tensor& noop) {
@@ -69,7 +74,7 @@ Status quantize(const Tensor& from, const Tensor& to, const Tensor& noop) {
   args.input = from;
   args.output = to;
   if (noop.defined()) args.noop_flag = noop;
-  return ops::quantize(args, call_options());
+  return ops::quantize(args, call_options(to.device()));
 }
 
 Status fill_columns(const Tensor& tensor, const Tensor& sums) {
@@ -88,7 +93,7 @@ Status fill_columns(const Tensor& tensor, const Tensor& sums) {
     args.scale_inv = scale_inv;
     args.column_sums = sums;
   }
-  return ops::fp8_transpose(args, call_options());
+  return ops::fp8_transpose(args, call_options(tensor.device()));
 }
 
 Result<Tensor> cast(const Tensor& tensor, DType dtype) {
@@ -108,11 +113,11 @@ Status running_amax(const Tensor& tensor, const Tensor& amax) {
   te_fl_compute_amax_args args{};
   args.input = tensor;
   args.amax = fresh;
-  TE_FL_RETURN_IF_ERROR(ops::compute_amax(args, call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::compute_amax(args, call_options(tensor.device())));
   TE_FL_RETURN_IF_ERROR(copy(amax, old));
   args.input = pair;
   args.amax = amax;
-  return ops::compute_amax(args, call_options());
+  return ops::compute_amax(args, call_options(tensor.device()));
 }
 
 Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what) {
@@ -171,7 +176,7 @@ Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> 
 
 Result<GradTarget> GradTarget::open(Parameter* parameter) {
   GradTarget target;
-  if (parameter == nullptr) return target;
+  if (parameter == nullptr || !parameter->requires_grad) return target;
   target.parameter_ = parameter;
   TE_FL_ASSIGN_OR_RETURN(target.scratch_, adds(*parameter));
   if (target.scratch_) {

@@ -8,10 +8,12 @@
 #include "te_fl/ops.hpp"
 #include "te_fl/tensor.hpp"
 
-// Catalogue ops on Tensors, on the current context's stream.
+// Catalogue ops on Tensors, on the calling thread's stream of their device.
 namespace te_fl::nn::detail {
 
-// The current context's stream, no random state.
+// The calling thread's stream of `device`, on which the op's tensors are; no random state.
+CallOptions call_options(const Device& device);
+// The stream of the innermost scope, whatever its device: only for ops whose tensors are there.
 CallOptions call_options();
 // The same with the next `count` random numbers of the context, for an op on `device`.
 // FAILED_PRECONDITION if it is captured into a graph whose launches do not advance the context.
@@ -62,7 +64,7 @@ Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_
 // or scratch that commit() adds to it.
 class GradTarget {
  public:
-  static Result<GradTarget> open(Parameter* parameter);  // null: an undefined target
+  static Result<GradTarget> open(Parameter* parameter);  // null or frozen: an undefined target
   const Tensor& tensor() const noexcept { return tensor_; }
   Status commit();
 

@@ -12,7 +12,6 @@
 #include "core/device/allocations.hpp"
 #include "core/device/device_list.hpp"
 #include "core/device/inside.hpp"
-#include "plugins/hooks.hpp"
 #include "registry/implementation.hpp"
 #include "registry/registry_impl.hpp"
 #include "te_fl/log.hpp"
@@ -78,6 +77,25 @@ const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& regist
 }
 
 }  // namespace
+
+std::string reason_of(const Status& status) {
+  std::string text = status.message();
+  for (Status cause = status.cause(); !cause.ok(); cause = cause.cause()) {
+    text += ": " + cause.message();
+  }
+  return text;
+}
+
+Status broken_rule(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kInvalidArgument:
+    case StatusCode::kNotFound:
+    case StatusCode::kAlreadyExists:
+      return Status(StatusCode::kIncompatible, reason_of(status));
+    default:
+      return status;
+  }
+}
 
 // What the plugin may call, and the error text of create(). Shared with a create() that may never
 // return.
@@ -243,7 +261,7 @@ Status Instance::add_devices() {
   for (uint32_t i = 0; i < count; ++i) {
     if (list[i] != nullptr) TE_FL_RETURN_IF_ERROR(check_device(*list[i], i));
     Result<Device> device = te_fl::devices::add(list[i]);
-    if (!device.ok()) return device.status().wrap("device " + std::to_string(i));
+    if (!device.ok()) return broken_rule(device.status()).wrap("device " + std::to_string(i));
     devices_.push_back(*device);
   }
   return {};
@@ -254,9 +272,7 @@ void Instance::bar_devices() {
 }
 
 void Instance::retire_devices(const std::shared_ptr<Instance>& self) {
-  auto* release = g_hooks.release_device.load(std::memory_order_acquire);
   for (const Device& device : devices_) {
-    if (release != nullptr) release(device);
     // Each device holds the instance until its last object is gone.
     const Status status = core::retire_device(device, [self] {});
     if (!status.ok()) log::warning("plugin " + header_.name + ": " + status.message());
@@ -277,7 +293,10 @@ Status Instance::quiesce() {
   core::ErrorText errors;
   const te_fl_status code =
       guarded(errors, "quiesce", [&] { return header_.api.quiesce(instance_, errors.sink()); });
-  return errors.status(code, "quiesce of plugin '" + header_.name + "'");
+  // BUSY is said by a deactivation that changed nothing.
+  const bool busy = TE_FL_STATUS_CODE(code) == TE_FL_BUSY;
+  return errors.status(busy ? static_cast<te_fl_status>(TE_FL_INTERNAL) : code,
+                       "quiesce of plugin '" + header_.name + "'");
 }
 
 Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& self) {
@@ -297,7 +316,8 @@ Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& 
   std::vector<const te_fl_op_desc*> kept;
   const std::deque<te_fl_op_desc> copies = completed({list, count}, registry, kept);
   if (kept.empty()) return {};
-  TE_FL_RETURN_IF_ERROR(registry.register_ops(kept, header_.name, header_.vendor, self));
+  TE_FL_RETURN_IF_ERROR(
+      broken_rule(registry.register_ops(kept, header_.name, header_.vendor, self)));
   for (const te_fl_op_desc* desc : kept) {
     ops_.push_back(std::string(desc->op_name) + ": " + desc->impl_id);
   }

@@ -19,6 +19,13 @@
 // R5 forbids) becomes a status.
 namespace te_fl::plugins {
 
+// A status and its causes on one line, for PluginInfo::reason.
+std::string reason_of(const Status& status);
+
+// What a registration says of a plugin's device, op or setting that breaks a rule, as the status of
+// its load: INCOMPATIBLE. NOT_FOUND is a plugin that is not there, ALREADY_EXISTS one that is.
+Status broken_rule(const Status& status);
+
 // The answer of a query, checked and copied.
 struct Header {
   uint32_t abi_major = 0;

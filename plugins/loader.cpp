@@ -108,10 +108,21 @@ Status check_names(const Attempt& attempt, const Header& header) {
                         "', and the library '" + header.vendor + "'; correct " + manifest->path);
   }
   if (const Record present = records::active(header.name); present.instance != nullptr) {
-    return Status(StatusCode::kAlreadyExists,
-                  "a plugin of the name '" + header.name + "' is active already, from " +
-                      (present.info.path.empty() ? "libte_fl itself" : present.info.path) +
-                      "; deactivate it first");
+    if (present.info.origin == "built-in") {
+      return Status(StatusCode::kAlreadyExists,
+                    "'" + header.name +
+                        "' is the name of a backend that is part of te-fl, which stays; give the "
+                        "plugin another name");
+    }
+    return Status(StatusCode::kAlreadyExists, "a plugin of the name '" + header.name +
+                                                  "' is active already, from " + present.info.path +
+                                                  "; deactivate it first");
+  }
+  if (const std::string why = records::why_kept(header.name); !why.empty()) {
+    return failed_precondition("the plugin '" + header.name +
+                               "' was deactivated and stays in this process, since its quiesce() "
+                               "failed (" +
+                               why + "); it can be loaded in a new process");
   }
   if (const int64_t objects = records::retired_objects(header.name); objects >= 0) {
     return Status(StatusCode::kBusy,
@@ -178,7 +189,7 @@ Status open_and_activate(Attempt& attempt) {
   }
   TE_FL_RETURN_IF_ERROR(check_names(attempt, header));
   TE_FL_RETURN_IF_ERROR(check_settings(attempt, header));
-  TE_FL_RETURN_IF_ERROR(core::declare_settings(header.name, header.settings, true));
+  TE_FL_RETURN_IF_ERROR(broken_rule(core::declare_settings(header.name, header.settings, true)));
   ActivateOptions options;
   options.library = library;
   const auto limit = time_limit();
@@ -264,14 +275,6 @@ std::string stem(const std::string& path) {
 }
 
 }  // namespace
-
-std::string reason_of(const Status& status) {
-  std::string text = status.message();
-  for (Status cause = status.cause(); !cause.ok(); cause = cause.cause()) {
-    text += ": " + cause.message();
-  }
-  return text;
-}
 
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry) {
   TE_FL_RETURN_IF_ERROR(check_caller("loaded"));

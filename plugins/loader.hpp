@@ -29,7 +29,4 @@ void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& reg
 // See plugins::deactivate.
 Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& registry);
 
-// A status and its causes on one line, for PluginInfo::reason.
-std::string reason_of(const Status& status);
-
 }  // namespace te_fl::plugins

@@ -121,13 +121,22 @@ std::vector<std::string> failures_from(std::string_view origin) {
   return out;
 }
 
+std::string why_kept(const std::string& name) {
+  const std::lock_guard lock(mutex);
+  for (const Record& r : all()) {
+    if (r.info.state == State::kRetired && r.info.name == name && r.instance != nullptr)
+      return r.info.reason;
+  }
+  return {};
+}
+
 int64_t retired_objects(const std::string& name) {
   std::shared_ptr<Instance> retired;
   {
     const std::lock_guard lock(mutex);
     for (const Record& r : all()) {
       if (r.info.state != State::kRetired || r.info.name != name) continue;
-      retired = r.instance != nullptr ? r.instance : r.retired.lock();
+      retired = r.retired.lock();
       if (retired != nullptr) break;
     }
   }

@@ -30,6 +30,8 @@ void put(Record record);
 std::vector<PluginInfo> list();
 // The active (also built-in) plugin of a name; `instance` is null if there is none.
 Record active(const std::string& name);
+// Why the deactivated plugin of a name is kept for ever; empty if there is none.
+std::string why_kept(const std::string& name);
 // Live objects of the retired plugin of a name that is not destroyed yet; -1 if there is none.
 int64_t retired_objects(const std::string& name);
 // "NAME: why" of the plugins of this origin that failed or were abandoned; empty if there is none.

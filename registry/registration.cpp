@@ -130,6 +130,20 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   return {};
 }
 
+// A mask of zeros, as C makes them, matches no call of an op that has tensors.
+Status check_masks(const Implementation& impl, const te_fl_op_schema& schema) {
+  const bool tensors =
+      std::any_of(schema.args, schema.args + schema.arg_count, [](const te_fl_arg_desc* arg) {
+        return arg->type == TE_FL_ARG_TENSOR || arg->type == TE_FL_ARG_TENSOR_LIST;
+      });
+  if (!tensors || (impl.desc.dtypes != 0 && impl.desc.scalings != 0)) return {};
+  const bool none = impl.desc.dtypes == 0;
+  return invalid_argument(
+      who(impl.desc, impl.owner) + ": " + (none ? "dtypes" : "scalings") +
+      " is 0, so that no call with tensors matches; set the bit of each " +
+      (none ? "dtype, or TE_FL_MASK_ANY_DTYPE" : "scaling, 1 for tensors without"));
+}
+
 policy::Implementation view_of(const Implementation& impl, int32_t priority) {
   policy::Implementation o;
   o.impl_id = impl.impl_id;
@@ -213,7 +227,7 @@ Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
   if (!is_custom(name)) {
     return invalid_argument("op '" + name + "' is not in the catalogue" +
                             core::did_you_mean(name, op_names(table)) +
-                            " A custom op is named 'vendor::op' (rule R17)");
+                            "; a custom op is named 'vendor::op' (rule R17)");
   }
   auto compiled = core::CompiledOp::compile(schema);
   if (!compiled.ok()) return compiled.status().wrap("op '" + name + "' cannot be declared");
@@ -269,6 +283,7 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
                                                   " is registered already, by " + present->owner +
                                                   " (rule R16: unique per op)");
   }
+  TE_FL_RETURN_IF_ERROR(check_masks(*impl, row->compiled->schema()));
   const Result<uint32_t> later = row->compiled->later_mask(impl->desc.later_args);
   if (!later.ok()) return later.status().wrap(who(impl->desc, impl->owner));
   impl->later = *later;

@@ -127,7 +127,7 @@ Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth,
 Status DeviceArenas::acquire_state(const Device& device, void* stream, uint32_t depth,
                                    uint64_t implementation, size_t bytes, bool capturing,
                                    DeviceScratch& out) {
-  const auto make = [&](void*& data) -> Status {
+  const auto make = [&](auto& data) -> Status {
     void* block = nullptr;
     TE_FL_RETURN_IF_ERROR(allocate_block(device, stream, bytes, "stream state", block));
     Status zeroed = devices::fill(device, block, 0, round_up(bytes), stream);
@@ -178,6 +178,15 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
   for (const Block& block : blocks) {
     devices::free(block.device, block.data, on_default_stream ? nullptr : block.stream);
   }
+}
+
+int64_t DeviceArenas::held(const Device& device) const {
+  const std::lock_guard lock(mutex);
+  return std::count_if(arenas_.begin(), arenas_.end(), [&](const auto& entry) {
+    const auto& key = entry.first;
+    return Device{std::get<0>(key), std::get<1>(key), std::get<2>(key)} == device &&
+           entry.second->data.load(std::memory_order_relaxed) != nullptr;
+  });
 }
 
 void DeviceArenas::release(const Device& device) {

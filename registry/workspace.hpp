@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -40,7 +41,7 @@ class HostArenas {
 struct DeviceArena {
   explicit DeviceArena(int order) : mutex(core::LockLevel::kServing, order) {}
   core::Mutex mutex;
-  void* data = nullptr;
+  std::atomic<void*> data{nullptr};  // held() looks at it without the lock
   size_t bytes = 0;
   // Of scratch: another one, for an op that finds this locked and must not wait. Once there is one,
   // it stays as long as this.
@@ -84,6 +85,8 @@ class DeviceArenas {
                        size_t bytes, bool capturing, DeviceScratch& out);
   // Frees the state of an implementation that goes.
   void release_state(uint64_t implementation);
+  // Blocks of memory that are held on a device.
+  int64_t held(const Device& device) const;
   // Frees what is held on a device, before it is removed. Nothing may be running on it.
   void release(const Device& device);
   // Frees what is held for a stream that is about to go, in the order of its work.

@@ -187,6 +187,11 @@ def gen_python(families):
     return "\n".join(out)
 
 
+def gen_python_defaults(families):
+    """What Python's calls begin with: the argument structs as C++ makes them."""
+    return "\n".join([f"// {NOTE}"] + [f'of<{o.struct}>("{o.name}"),' for _, _, ops in families for o in ops] + [""])
+
+
 def md(text):
     return str(text).replace("|", "\\|").replace("<", "&lt;")
 
@@ -244,6 +249,7 @@ def outputs():
     result["core/op/generated/op_table.cpp"] = gen_table(families)
     result["include/te_fl/ops.hpp"] = gen_cpp(families)
     result["python/te_fl/ops.pyi"] = gen_python(families)
+    result["python/src/op_defaults.inc"] = gen_python_defaults(families)
     result["docs/ops.md"] = gen_docs(families)
     return result
 

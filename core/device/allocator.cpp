@@ -95,7 +95,7 @@ Status Allocator::check_given(const te_fl_memory_desc& memory, const void* data)
   TE_FL_ASSIGN_OR_RETURN(const DeviceUse use, DeviceUse::of(device_));
   const te_fl_device_desc& d = *use->desc;
   const auto check = slot(*d.api, &te_fl_device_api::check_pointer);
-  if (check == nullptr || memory.bytes == 0) return {};
+  if (check == nullptr) return {};
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return check(d.self, data, memory.bytes, errors.sink()); });

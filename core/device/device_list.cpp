@@ -214,6 +214,12 @@ Status check_leave(const Device& device) {
 
 void leave_device(const Device& device) {
   if (auto* tell = g_device_hooks.left.load(std::memory_order_acquire)) tell(device);
+  if (auto* release = g_device_hooks.release.load(std::memory_order_acquire)) release(device);
+}
+
+int64_t held_on(const Device& device) {
+  auto* ask = g_device_hooks.held.load(std::memory_order_acquire);
+  return ask != nullptr ? ask(device) : 0;
 }
 
 Status retire_device(const Device& device, std::function<void()> gone) {
@@ -304,12 +310,20 @@ Status remove(const Device& device) {
     if (at == now.end()) return not_found("there is no device " + te_fl::to_string(device));
     if (at == now.begin()) return failed_precondition("the host cannot be removed");
     entry = *at;
-    // Closed first, so that no allocation slips in between the count and the new list.
-    if (!entry->close()) {
-      return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
-                                           std::to_string(entry->live()) +
-                                           " live allocations, streams or events; free them first");
-    }
+  }
+  // Closed first, so that no allocation slips in between the count and the new list. What te-fl
+  // holds can only shrink from then on; if it is less than it was, something else was counted.
+  const int64_t held = core::held_on(device);
+  bool closed = entry->close(held);
+  if (closed && core::held_on(device) != held) {
+    entry->reopen();
+    closed = false;
+  }
+  if (!closed) {
+    const int64_t others = std::max<int64_t>(entry->live() - core::held_on(device), 1);
+    return Status(StatusCode::kBusy, "device " + te_fl::to_string(device) + " has " +
+                                         std::to_string(others) +
+                                         " live allocations, streams or events; free them first");
   }
   core::bar_device(device);
   core::wait_outside();  // ops on somebody else's memory hold no object of the device

@@ -65,12 +65,13 @@ struct DeviceEntry {
   void release() noexcept {
     if (count_.fetch_sub(1, std::memory_order_acq_rel) == kClosed + 1) last_gone();
   }
-  // Refuses objects from now on; false if there are some. The caller keeps the device, whose
-  // functions work until it calls release().
-  bool close() noexcept {
-    int64_t none = 0;
-    return count_.compare_exchange_strong(none, kClosed + 1, std::memory_order_acq_rel);
+  // Refuses objects from now on; false if there are others than `held`. The caller keeps the
+  // device, whose functions work until it calls release() or reopen().
+  bool close(int64_t held) noexcept {
+    return count_.compare_exchange_strong(held, kClosed + held + 1, std::memory_order_acq_rel);
   }
+  // Takes a close() back.
+  void reopen() noexcept { count_.fetch_sub(kClosed + 1, std::memory_order_acq_rel); }
   // Refuses objects from now on, and calls `gone` once when the last one goes; at once if there is
   // none.
   void retire(std::function<void()> gone) {
@@ -112,7 +113,7 @@ Status withdrawn_device(const Device& device);
 // NOT_FOUND, for a caller that found no such device: it may be there by now.
 Status absent_device(const Device& device);
 
-// What the room above does about devices; set by the registry.
+// What the rooms above do about devices; set by the registry, the last two by dispatch.
 struct DeviceHooks {
   // It came, perhaps again and as another one.
   std::atomic<void (*)(const Device&)> added{nullptr};
@@ -126,6 +127,10 @@ struct DeviceHooks {
   // Nobody is inside any more: what was made for it, as plans are, is to go. Its functions work
   // yet.
   std::atomic<void (*)(const Device&)> left{nullptr};
+  // How many of its objects are te-fl's own, kept for ops to come: scratch, and pinned memory.
+  std::atomic<int64_t (*)(const Device&)> held{nullptr};
+  // Frees those. Nothing may be running on the device.
+  std::atomic<void (*)(const Device&)> release{nullptr};
 };
 inline constinit DeviceHooks g_device_hooks;
 
@@ -135,8 +140,10 @@ Status check_leave(const Device& device);
 // new object reaches it, while threads may still be inside; wait_outside() (core/inside.hpp) then
 // waits for them. Frees nothing.
 void bar_device(const Device& device);
-// Then what was made for it goes,
+// Then what was made for it and what is kept on it goes,
 void leave_device(const Device& device);
+// How many objects of the device are te-fl's own, which leave_device() frees.
+int64_t held_on(const Device& device);
 // and, that included, it is taken out of service: it leaves the list when its last object goes, on
 // the thread that frees it, and then `gone` is called; at once if there is none. Calls on its
 // living objects go on working until then.

@@ -175,8 +175,11 @@ Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
   return allocate(device, memory);
 }
 
-Result<void*> allocate(const Device& device, const te_fl_memory_desc& memory) {
-  TE_FL_RETURN_IF_ERROR(check_memory(device, memory));
+Result<void*> allocate(const Device& device, const te_fl_memory_desc& given) {
+  TE_FL_RETURN_IF_ERROR(check_memory(device, given));
+  // Who is asked for nothing may return null, or one address to all. So nobody is.
+  te_fl_memory_desc memory = given;
+  memory.bytes = std::max<uint64_t>(memory.bytes, 1);
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));
   const core::AllocatorRef allocator = core::allocator_of(device);

@@ -34,6 +34,13 @@ std::map<Key, Known>& known_streams() {
   return *all;
 }
 
+// The timed events that are there, and whether they have been recorded. A plugin is not asked for
+// the time between events that have none.
+std::map<Key, bool>& timed_events() {
+  static auto* const all = new std::map<Key, bool>;
+  return *all;
+}
+
 void destroy_on_device(const Device& device, void* handle) {
   const Inside inside(device);
   DeviceEntry* entry = find_device(device);
@@ -124,6 +131,21 @@ Status null_event(const Device& device) {
                           " is null; make it with devices::create_event");
 }
 
+// Why there is no time of this event; OK if there is, or will be once it is done.
+Status check_timed(const Device& device, void* event, const std::string& which) {
+  if (event == nullptr) return null_event(device);
+  const std::string text = "the " + which + " event of " + te_fl::to_string(device);
+  const std::lock_guard lock(core::streams_mutex);
+  const auto at = core::timed_events().find(core::key_of(device, event));
+  if (at == core::timed_events().end()) {
+    return invalid_argument(text +
+                            " was not created with `timed`, so it has no time; create both "
+                            "events so (Event::create, devices::create_event)");
+  }
+  if (at->second) return {};
+  return failed_precondition(text + " was never recorded, so it has no time; record it first");
+}
+
 }  // namespace
 
 Result<void*> create_stream(const Device& device) {
@@ -208,7 +230,13 @@ Result<void*> create_event(const Device& device, bool timed) {
   void* event = nullptr;
   const te_fl_status code =
       errors.call([&] { return d.api->create_event(d.self, flags, &event, errors.sink()); });
-  return core::made_object(entry, errors, code, event, "creation of an event on ");
+  TE_FL_ASSIGN_OR_RETURN(event,
+                         core::made_object(entry, errors, code, event, "creation of an event on "));
+  if (timed) {
+    const std::lock_guard lock(core::streams_mutex);
+    core::timed_events().insert_or_assign(core::key_of(device, event), false);
+  }
+  return event;
 }
 
 void destroy_event(const Device& device, void* event) noexcept {
@@ -216,6 +244,10 @@ void destroy_event(const Device& device, void* event) noexcept {
   const core::Inside inside(device);
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->destroy_event == nullptr) return;
+  {
+    const std::lock_guard lock(core::streams_mutex);
+    core::timed_events().erase(core::key_of(device, event));
+  }
   ErrorText errors;
   const te_fl_device_desc& d = *entry->desc;
   core::report_release(
@@ -232,7 +264,12 @@ Status record_event(const Device& device, void* event, void* stream) {
   ErrorText errors;
   const te_fl_status code =
       errors.call([&] { return d.api->record_event(d.self, event, stream, errors.sink()); });
-  if (code == TE_FL_OK) return {};
+  if (code == TE_FL_OK) {
+    const std::lock_guard lock(core::streams_mutex);
+    const auto at = core::timed_events().find(core::key_of(device, event));
+    if (at != core::timed_events().end()) at->second = true;
+    return {};
+  }
   return core::device_status(device, stream, errors, code,
                              "recording an event on " + te_fl::to_string(device));
 }
@@ -296,10 +333,11 @@ Result<uint64_t> elapsed_time(const Device& device, void* start, void* end) {
     return missing(device, "timed events", "elapsed_time", "measure on the host");
   }
   for (void* event : {start, end}) {
+    const std::string which = event == start ? "first" : "second";
+    TE_FL_RETURN_IF_ERROR(check_timed(device, event, which));
     TE_FL_ASSIGN_OR_RETURN(const bool done, query_event(device, event));
     if (done) continue;
-    return failed_precondition(std::string("the ") + (event == start ? "first" : "second") +
-                               " event of " + te_fl::to_string(device) +
+    return failed_precondition("the " + which + " event of " + te_fl::to_string(device) +
                                " is not done yet, so there is no time between the two; "
                                "synchronize it first");
   }
@@ -321,6 +359,7 @@ Result<bool> is_capturing(const Device& device, void* stream) {
   const te_fl_status code =
       errors.call([&] { return d.api->is_capturing(d.self, stream, &capturing, errors.sink()); });
   if (code == TE_FL_OK) return capturing != 0;
+  if (TE_FL_STATUS_CODE(code) == TE_FL_UNSUPPORTED) return false;  // the device has no captures
   return core::device_status(device, stream, errors, code,
                              "asking " + te_fl::to_string(device) + " whether it captures");
 }
@@ -348,6 +387,10 @@ Stream::~Stream() { devices::destroy_stream(device_, handle_); }
 Status Stream::synchronize() const { return devices::synchronize(device_, handle_); }
 
 Status Stream::wait(const Event& event) const {
+  if (event.get() == nullptr) {  // its device says nothing: it is the host's
+    return invalid_argument("the event is empty (default-made or moved from), so a stream of " +
+                            to_string(device_) + " cannot wait for it; make it with Event::create");
+  }
   return devices::wait_event(device_, event.device(), event.get(), handle_);
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/base/text.hpp"
@@ -249,14 +250,17 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
   Result<Tensor> t =
       quantized() ? empty_quantized_like(*this, device) : empty(shape(), dtype_, device);
   TE_FL_RETURN_IF_ERROR(t.status());
-  TE_FL_RETURN_IF_ERROR(copy_parts(*this, *t, streams));
+  // After an error too: parts may be on their way to or from memory that is about to go.
+  Status status = copy_parts(*this, *t, streams);
+  const auto keep_first = [&](Status next) {
+    if (status.ok()) status = std::move(next);
+  };
   if (device.is_host() && !device_.is_host()) {
-    if (numel() > 0 || quantized()) TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream));
-    return t;
+    if (numel() > 0 || quantized()) keep_first(devices::synchronize(device_, stream));
+  } else {
+    for (void* later : own) keep_first(core::order_streams(device_, streams.from, later));
   }
-  for (void* later : own) {
-    TE_FL_RETURN_IF_ERROR(core::order_streams(device_, streams.from, later));
-  }
+  TE_FL_RETURN_IF_ERROR(status);
   return t;
 }
 

@@ -186,6 +186,16 @@ Tensor Tensor::rowwise_only() const {
   return t;
 }
 
+Tensor Tensor::columnwise_only() const {
+  if (!has_columnwise()) return {};
+  Tensor t = *this;
+  t.storage_.reset();
+  t.c_.dl.data = nullptr;
+  t.c_.dl.byte_offset = 0;
+  if (scaling() != Scaling::kTensor) t.quant_.scale_inv = nullptr;  // else both copies'
+  return t;
+}
+
 Tensor Tensor::rowwise_codes() const {
   if (!quantized() || !has_rowwise()) return {};
   const Shape packed{bytes_for(dtype_, numel())};

@@ -110,6 +110,13 @@ void StagingPool::give_back(const Memory& memory) noexcept {
   if (surplus.data != nullptr) free(surplus);
 }
 
+int64_t StagingPool::held(const Device& device) const {
+  const std::lock_guard lock(mutex);
+  return std::count_if(idle_.begin(), idle_.end(), [&](const Memory& memory) {
+    return memory.device == device && memory.pinned;
+  });
+}
+
 void StagingPool::release(const Device& device) {
   std::vector<Memory> gone;
   {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -47,6 +48,8 @@ class StagingPool {
   ~StagingPool();
   // Errors: out of memory (clean).
   Result<Block> acquire(const Device& device, size_t bytes);
+  // Idle buffers in memory of a device.
+  int64_t held(const Device& device) const;
   // Frees the idle buffers of a device, before it is removed.
   void release(const Device& device);
   // In a forked child pinned memory is out of reach: forget it.

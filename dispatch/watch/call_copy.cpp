@@ -28,7 +28,7 @@ CopyBuffer::CopyBuffer(const CopyBuffer& other) : CopyBuffer(other.size_) {
 
 void CopyBuffer::Free::operator()(char* data) const noexcept { std::free(data); }
 
-Status CallCopy::move(const std::vector<StagedCopy>& copies, char* to) const {
+Status CallCopy::move(const std::vector<StagedCopy>& copies, char* to) {
   const Device& device = call_.signature.device;
   bool waits = false;
   Status status;
@@ -45,8 +45,8 @@ Status CallCopy::move(const std::vector<StagedCopy>& copies, char* to) const {
   }
   // Also after an error: nothing may be writing into the buffer when it goes.
   if (waits) {
-    const Status synced = devices::synchronize(device, call_.options.stream);
-    if (status.ok()) status = synced;
+    waited_ = devices::synchronize(device, call_.options.stream);
+    if (status.ok()) status = waited_;
   }
   if (!status.ok() || !waits) return status;
   for (const StagedCopy& c : copies) {  // the stream's work may have used host memory

@@ -34,10 +34,14 @@ class CallCopy {
  public:
   explicit CallCopy(const Call& call) : call_(call) {}
 
-  // Copies what the call reads. Waits for the stream. UNSUPPORTED: the call cannot be copied.
+  // Copies what the call reads. Waits for the stream; waited() says what that answered.
+  // UNSUPPORTED: the call cannot be copied.
   Status before();
-  // Copies what the call has written, over a copy of before(). Waits for the stream.
+  // Copies what the call has written, over a copy of before(). Waits for the stream, as before().
   Status after();
+  // An error: work that was enqueued on the stream has failed. A device tells that once, to the
+  // first who waits (R12), so whoever made the copy passes it on to the caller.
+  const Status& waited() const noexcept { return waited_; }
   // A copy of what the call read, to run another implementation on; args() then points into it.
   Status rerun();
 
@@ -47,11 +51,12 @@ class CallCopy {
   const CopyBuffer& again() const noexcept { return again_; }
 
  private:
-  Status move(const std::vector<StagedCopy>& copies, char* to) const;
+  Status move(const std::vector<StagedCopy>& copies, char* to);
 
   const Call& call_;
   StagingPlan plan_;
   CopyBuffer before_, after_, again_;
+  Status waited_;
 };
 
 }  // namespace te_fl::dispatch

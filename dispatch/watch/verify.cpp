@@ -217,7 +217,11 @@ Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
   }
   std::unique_ptr<Verification> v(new Verification(call));
   v->rep_ = std::make_unique<Rep>(call, config);
-  if (const Status copied = v->rep_->copy.before(); !copied.ok()) {
+  const Status copied = v->rep_->copy.before();
+  TE_FL_RETURN_IF_ERROR(v->rep_->copy.waited().wrap(
+      "work that was enqueued before op '" + std::string(op) +
+      "' has failed, for which TE_FL_VERIFY waited; the op did not run"));
+  if (!copied.ok()) {
     ++g_counts.skipped;
     log::once(
         log::Level::kInfo, "verify " + std::string(op),
@@ -229,21 +233,31 @@ Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
 
 Verification::Verification(const Call&) {}
 
-void Verification::finish(const Status& status, const Served& served) {
+Status Verification::finish(const Status& status, const Served& served) {
   if (!status.ok() || served.impl == nullptr) {
     ++g_counts.failed;
-    return;
+    return status;
   }
-  const Call& call = rep_->call;
-  if (served.impl->kind == Kind::kReference || !comparable(call)) {
+  if (served.impl->kind == Kind::kReference || !comparable(rep_->call)) {
     ++g_counts.skipped;
-    return;
+    return status;
   }
+  check(served);
+  return rep_->copy.waited().wrap("op '" + served.impl->op + "' in '" + served.impl->impl_id +
+                                  "' failed after it was enqueued (TE_FL_VERIFY)");
+}
+
+void Verification::check(const Served& served) {
+  const Call& call = rep_->call;
   const bool deterministic = policy::settings_of(call.policy).deterministic;
   const Implementation* reference = reference_for(call.row, call.signature, deterministic);
   std::string why = "no reference implementation takes such a call";
   if (reference != nullptr) {
     Status copied = rep_->copy.after();
+    if (!rep_->copy.waited().ok()) {
+      ++g_counts.failed;
+      return;
+    }
     if (copied.ok()) copied = rep_->copy.rerun();
     core::ErrorText errors;
     te_fl_status code = copied.to_c();

@@ -13,13 +13,15 @@ namespace te_fl::dispatch {
 class Verification {
  public:
   // Whether this call is one of those that are checked, and copies what it reads if so. Null: it
-  // is not, or cannot be. Error: TE_FL_VERIFY is not as it must be.
+  // is not, or cannot be. Error: TE_FL_VERIFY is not as it must be, or work that was enqueued
+  // before the call has failed, which showed as the copies waited for it.
   static Result<std::unique_ptr<Verification>> begin(const Call& call);
   ~Verification();
   Verification(const Verification&) = delete;
   Verification& operator=(const Verification&) = delete;
-  // After the call: compares, and acts on what it finds.
-  void finish(const Status& status, const Served& served);
+  // After the call, which ended with `status`: compares, and acts on what it finds. Returns what
+  // the call is to answer: an error too if its work has failed since it was enqueued.
+  Status finish(const Status& status, const Served& served);
 
  private:
   struct Config;
@@ -28,6 +30,7 @@ class Verification {
   static std::shared_ptr<const Config> read(State& state);
   static uint64_t count(State& state, Seen& seen, std::string_view op);
   explicit Verification(const Call& call);
+  void check(const Served& served);
   void compare(const Implementation& reference, const Served& served);
   void differs(const Served& served, const Implementation& reference, std::string what);
   std::string save(const Served& served, const std::string& what) const;

@@ -24,8 +24,7 @@ Status run_watched(Call& call, const Failure* first, uint64_t care) {
   }
   const Status status = run_order(call, first, served);
   if (traced) traced->finish(status, served);
-  if (check != nullptr) check->finish(status, served);
-  return status;
+  return check != nullptr ? check->finish(status, served) : status;
 }
 
 }  // namespace dispatch

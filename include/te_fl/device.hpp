@@ -119,8 +119,9 @@ TE_FL_API Status wait_event(const Device& device, const Device& event_device, vo
                             void* stream);
 // Whether the work before the mark is done; true for an event that marks nothing yet. Never waits.
 TE_FL_API Result<bool> query_event(const Device& device, void* event);
-// Nanoseconds between the marks of two events, both made with `timed`. FAILED_PRECONDITION unless
-// both are done.
+// Nanoseconds between the marks of two events, 0 if `end` came before `start`. INVALID_ARGUMENT
+// unless both were made with `timed`, FAILED_PRECONDITION unless both have been recorded and are
+// done.
 TE_FL_API Result<uint64_t> elapsed_time(const Device& device, void* start, void* end);
 // The calling thread waits for the mark. Errors as of synchronize(), of ops on any stream.
 TE_FL_API Status synchronize_event(const Device& device, void* event);

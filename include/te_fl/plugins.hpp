@@ -45,21 +45,22 @@ TE_FL_API std::vector<PluginInfo> list();
 // looked up in the manifests, whose architecture and ABI are checked (but not the probe: it
 // was asked for). After an error nothing of the plugin remains loaded, except that one whose
 // create() exceeded TE_FL_PLUGIN_TIMEOUT_MS is abandoned: it stays mapped and is never called
-// again. Errors: NOT_FOUND (no such file or name), FAILED_PRECONDITION (not to be trusted: others
-// can write it), INCOMPATIBLE (cannot be opened, or breaks a rule of plugin.h, which the message
-// quotes), ALREADY_EXISTS (its name is taken by an active plugin), BUSY (its name is taken by one
-// that is still referenced), TIMEOUT (abandoned), or the plugin's own.
+// again. Errors: NOT_FOUND (no such file or name), FAILED_PRECONDITION (others can write it, or it
+// is kept for ever since its create() or quiesce() failed), INCOMPATIBLE (cannot be opened, or
+// breaks a rule of plugin.h, which the message quotes), ALREADY_EXISTS (its name is an active
+// plugin's), BUSY (its name is one's that is still referenced), TIMEOUT (abandoned), or its own.
 TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
 // Deactivates: no new call enters it, nor any plugin's op on its devices; whoever is inside leaves;
 // then it is quiesced and destroyed. If tensors or streams still refer to it, it becomes kRetired
 // and is destroyed when the last goes, on the thread that lets it go; until then they can be copied
 // from, and nothing else. Calls on its devices, by whatever route, handle or graph, are UNSUPPORTED
 // and name the device. The library stays mapped unless `unmap` is true: then it is closed when the
-// plugin is destroyed (no thread may keep anything of its code, such as a thread-local object). A
-// deactivated plugin can be loaded again. BUSY, and nothing was changed, from inside an op or a
-// function of a device, or while a stream is being captured that worked with a plan which owns
-// device memory (R26), its own or another's for a device of it; NOT_FOUND names the active plugins;
-// FAILED_PRECONDITION for a built-in one.
+// plugin is destroyed (no thread may keep anything of its code, such as a thread-local object). It
+// can be loaded again then. BUSY, and nothing was changed, from inside an op or a device's
+// function, or while a stream is captured that worked with a plan that owns device memory (R26),
+// its own or another's for a device of it; NOT_FOUND names the active plugins; FAILED_PRECONDITION
+// for a built-in one. Any other error is that of its quiesce(), INTERNAL if that said BUSY: it is
+// out of service, and stays for ever, since its work may still be running.
 TE_FL_API Status deactivate(const std::string& name, bool unmap = false);
 // Asks an active plugin for its findings; none if it has nothing to say. May take long: the plugin
 // opens the libraries that it would use. NOT_FOUND if no such plugin is active, or the plugin's

@@ -115,6 +115,9 @@ class TE_FL_API Tensor {
   // Parts as tensors that share the storage; undefined if the part is absent.
   // The same quantised tensor without its column-wise copy; undefined without a row-wise one.
   Tensor rowwise_only() const;
+  // The converse; the row-wise codes' memory is free once no other tensor holds it. Undefined
+  // without a column-wise copy.
+  Tensor columnwise_only() const;
   Tensor rowwise_codes() const;     // U8, the tensor's shape; 4-bit codes packed, [bytes]
   Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit codes packed, [bytes]
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "core/op/op_table.hpp"
-#include "plugins/hooks.hpp"
 #include "registry/plan_cache.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
@@ -169,7 +168,6 @@ TEST_F(Communicators, CallsWithOneAreNotStaged) {
   EXPECT_FAILS(call(), kUnsupported, "argument 'group' is a communicator");
   EXPECT_EQ(fake.runs.load(), 0);
   x = out = Tensor();
-  plugins::g_hooks.release_device.load()(device);
   ASSERT_OK(devices::remove(device));
 }
 

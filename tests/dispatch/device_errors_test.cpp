@@ -10,7 +10,6 @@
 
 #include "core/device/device_list.hpp"
 #include "core/device/recent_ops.hpp"
-#include "plugins/hooks.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "te_fl/environment.hpp"
@@ -129,7 +128,6 @@ class DeviceErrors : public ::testing::Test {
     for (const char* name : {"TE_FL_VALIDATE", "TE_FL_SYNC"}) ASSERT_OK(environment::unset(name));
     for (Tensor& t : tensors) t = Tensor();
     core::g_device_hooks.added.load()(device);
-    plugins::g_hooks.release_device.load()(device);
     ASSERT_OK(devices::remove(device));
     EXPECT_TRUE(chip.blocks.empty());
   }

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "plugins/hooks.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
@@ -24,8 +23,6 @@ class DeviceState : public ::testing::Test {
   }
   void TearDown() override {
     tensor = out = Tensor();
-    plugins::g_hooks.release_device.load()(device);
-    EXPECT_EQ(devices::live_objects(device), 0);
     ASSERT_OK(devices::remove(device));
   }
   void add() {

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "core/device/device_list.hpp"
-#include "plugins/hooks.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "te_fl/environment.hpp"
@@ -115,7 +114,6 @@ class OnDevice : public ::testing::Test {
   }
   void TearDown() override {
     for (Tensor& t : tensors) t = Tensor();
-    plugins::g_hooks.release_device.load()(device);
     ASSERT_OK(devices::remove(device));
     EXPECT_TRUE(fake.blocks.empty());
   }
@@ -171,6 +169,21 @@ TEST_F(OnDevice, TheContextNamesDeviceAndStream) {
   EXPECT_EQ(seen.device.type, TE_FL_DEVICE_CUDA);
   EXPECT_EQ(seen.stream, &stream);
   EXPECT_EQ(seen.flags, 0u);
+}
+
+// Scratch is te-fl's own: it neither keeps a device nor goes before the device does.
+TEST_F(OnDevice, ARemovalThatIsRefusedCountsOnlyWhatIsTheUsersAndFreesNothing) {
+  native.desc.workspace = [](void*, const te_fl_context*, const void*,
+                             size_t* bytes) -> te_fl_status {
+    *bytes = 512;
+    return TE_FL_OK;
+  };
+  add(native);
+  ASSERT_OK(call());
+  ASSERT_EQ(fake.blocks.size(), 6u);
+  EXPECT_FAILS(devices::remove(device), kBusy, "has 5 live allocations, streams or events");
+  EXPECT_EQ(fake.blocks.size(), 6u);
+  EXPECT_OK(call());
 }
 
 TEST_F(OnDevice, ScratchIsOnePerStream) {

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "core/device/device_list.hpp"
-#include "plugins/hooks.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "te_fl/environment.hpp"
@@ -366,7 +365,6 @@ class FallbackOnDevice : public ::testing::Test {
     g_answers = {};
     restore();
     for (Tensor& t : tensors) t = Tensor();
-    plugins::g_hooks.release_device.load()(device);
     ASSERT_OK(devices::remove(device));
   }
   // As if the process had been restarted.

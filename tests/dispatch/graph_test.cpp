@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "core/device/device_list.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
@@ -21,7 +20,6 @@ class Graphs : public ::testing::Test {
   void TearDown() override {
     recorder.queues.finish();
     kept.clear();
-    plugins::g_hooks.release_device.load()(device);
     EXPECT_EQ(recorder.blocks(), 0u);
     EXPECT_EQ(devices::live_objects(device), 0);
     ASSERT_OK(devices::remove(device));

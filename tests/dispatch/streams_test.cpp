@@ -6,7 +6,6 @@
 #include <functional>
 #include <vector>
 
-#include "plugins/hooks.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
@@ -29,8 +28,6 @@ class TwoDevices : public ::testing::Test {
   }
   void TearDown() override {
     for (const Device& device : {a, b}) {
-      plugins::g_hooks.release_device.load()(device);
-      EXPECT_EQ(devices::live_objects(device), 0) << to_string(device);
       ASSERT_OK(devices::remove(device));
     }
   }
@@ -342,7 +339,6 @@ TEST_F(TwoDevices, OnlyItsOwnPluginIsAskedAboutAHandle) {
     }
   }
   EXPECT_EQ(asked, 0);
-  plugins::g_hooks.release_device.load()(of_other);
   ASSERT_OK(devices::remove(of_other));
 }
 

@@ -228,6 +228,20 @@ TEST_F(Deactivation, AFailingQuiesceKeepsThePluginInPlace) {
   expect_host_works();
 }
 
+// BUSY is said where nothing was changed, so it is not what a plugin that is gone says.
+TEST_F(Deactivation, AQuiesceThatIsBusyIsToldFromADeactivationThatIs) {
+  load("quiesce_busy");
+  const Status status = plugins::deactivate("quiesce_busy");
+  EXPECT_FAILS(status, kInternal, "a queue is busy");
+  EXPECT_EQ(info("quiesce_busy").state, State::kRetired);
+  EXPECT_TRUE(owned_by("quiesce_busy").empty());
+  const auto again = plugins::load(fault_path("quiesce_busy"));
+  EXPECT_FAILS(again, kFailedPrecondition, "its quiesce() failed");
+  EXPECT_HAS(again.status().message(), "a queue is busy");
+  EXPECT_HAS(again.status().message(), "new process");
+  expect_host_works();
+}
+
 TEST_F(Deactivation, ExceptionsOfQuiesceAndDestroyAreCaught) {
   load("throw_destroy");
   EXPECT_OK(plugins::deactivate("throw_destroy", true));

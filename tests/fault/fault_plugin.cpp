@@ -366,6 +366,10 @@ te_fl_status quiesce(void*, const te_fl_error_sink* errors) {
     say(errors, "a kernel hangs");
     return TE_FL_DEVICE_LOST;
   }
+  if (is("quiesce_busy")) {
+    say(errors, "a queue is busy");
+    return TE_FL_BUSY;
+  }
   return TE_FL_OK;
 }
 

@@ -35,7 +35,7 @@ const Case kCases[] = {
     {"settings_default", StatusCode::kIncompatible, {"=10 is not accepted", "1 to 9", "R21"}, {}},
     {"settings_type", StatusCode::kIncompatible, {"TE_FL_SETTINGS_TYPE_A", "77", "R21"}, {}},
     {"settings_null", StatusCode::kIncompatible, {"setting 0 is NULL", "R21"}, {}},
-    {"verify", StatusCode::kAlreadyExists, {"TE_FL_VERIFY_DIR is te-fl's own", "R21"}, {}},
+    {"verify", StatusCode::kIncompatible, {"TE_FL_VERIFY_DIR is te-fl's own", "R21"}, {}},
     {"bad_magic", StatusCode::kIncompatible, {"MAGIC"}, {}},
     {"garbage_header_size", StatusCode::kIncompatible, {"struct_size 3", "R3"}, {}},
     {"garbage_api_size", StatusCode::kIncompatible, {"3735928559", "R3"}, {}},
@@ -61,32 +61,32 @@ const Case kCases[] = {
     {"create_garbage_status", StatusCode::kInternal, {"create"}, {"create"}},
     {"throw_devices", StatusCode::kInternal, {"thrown by throw_devices", "R5"}, kCreated},
     {"devices_fail", StatusCode::kInternal, {"no bus"}, kCreated},
-    {"second_device_bad", StatusCode::kInvalidArgument, {"device 1", "R18"}, kCreated},
+    {"second_device_bad", StatusCode::kIncompatible, {"device 1", "R18"}, kCreated},
     {"garbage_device_count", StatusCode::kIncompatible, {"4294967280"}, kCreated},
     {"null_device_list", StatusCode::kIncompatible, {"no list"}, kCreated},
-    {"null_device", StatusCode::kInvalidArgument, {"device 0", "null"}, kCreated},
+    {"null_device", StatusCode::kIncompatible, {"device 0", "null"}, kCreated},
     {"garbage_device_size", StatusCode::kIncompatible, {"4294967294", "R3"}, kCreated},
-    {"null_device_slot", StatusCode::kInvalidArgument, {"free", "R4"}, kCreated},
+    {"null_device_slot", StatusCode::kIncompatible, {"free", "R4"}, kCreated},
     {"throw_ops", StatusCode::kInternal, {"thrown by throw_ops", "R5"}, kWithOps},
     {"ops_fail", StatusCode::kOutOfMemory, {"no kernels"}, kWithOps},
     {"ops_fail_after_devices", StatusCode::kOutOfMemory, {"no kernels"}, kWithOps},
     {"garbage_op_count", StatusCode::kIncompatible, {"4294967295"}, kWithOps},
     {"null_op_list", StatusCode::kIncompatible, {"no list"}, kWithOps},
-    {"null_op", StatusCode::kInvalidArgument, {"null"}, kWithOps},
-    {"null_op_name", StatusCode::kInvalidArgument, {"op_name"}, kWithOps},
-    {"null_impl_id", StatusCode::kInvalidArgument, {"impl_id", "R16"}, kWithOps},
-    {"null_run", StatusCode::kInvalidArgument, {"run", "R4"}, kWithOps},
-    {"misspelt_op", StatusCode::kNotFound, {"reluu", "relu'"}, kWithOps},
-    {"bad_impl_id", StatusCode::kInvalidArgument, {"Vendor Fault", "R16"}, kWithOps},
-    {"garbage_op_size", StatusCode::kInvalidArgument, {"4294967295", "R3"}, kWithOps},
-    {"half_op_member", StatusCode::kInvalidArgument, {"struct_size 84", "R3"}, kWithOps},
-    {"zero_op_size", StatusCode::kInvalidArgument, {"struct_size 0", "R3"}, kWithOps},
-    {"no_destroy_plan", StatusCode::kInvalidArgument, {"destroy_plan", "R4"}, kWithOps},
-    {"second_op_bad", StatusCode::kInvalidArgument, {"gelu", "run", "R4"}, kWithOps},
-    {"two_providers", StatusCode::kInvalidArgument, {"names no provider", "R18"}, kWithOps},
-    {"duplicate", StatusCode::kAlreadyExists, {"vendor.fault", "relu", "R16"}, kWithOps},
-    {"newer_misspelt", StatusCode::kInvalidArgument, {"later::relu", "R17"}, kWithOps},
-    {"no_schema", StatusCode::kInvalidArgument, {"fault::unknown", "R17"}, kWithOps},
+    {"null_op", StatusCode::kIncompatible, {"null"}, kWithOps},
+    {"null_op_name", StatusCode::kIncompatible, {"op_name"}, kWithOps},
+    {"null_impl_id", StatusCode::kIncompatible, {"impl_id", "R16"}, kWithOps},
+    {"null_run", StatusCode::kIncompatible, {"run", "R4"}, kWithOps},
+    {"misspelt_op", StatusCode::kIncompatible, {"reluu", "relu'"}, kWithOps},
+    {"bad_impl_id", StatusCode::kIncompatible, {"Vendor Fault", "R16"}, kWithOps},
+    {"garbage_op_size", StatusCode::kIncompatible, {"4294967295", "R3"}, kWithOps},
+    {"half_op_member", StatusCode::kIncompatible, {"struct_size 84", "R3"}, kWithOps},
+    {"zero_op_size", StatusCode::kIncompatible, {"struct_size 0", "R3"}, kWithOps},
+    {"no_destroy_plan", StatusCode::kIncompatible, {"destroy_plan", "R4"}, kWithOps},
+    {"second_op_bad", StatusCode::kIncompatible, {"gelu", "run", "R4"}, kWithOps},
+    {"two_providers", StatusCode::kIncompatible, {"names no provider", "R18"}, kWithOps},
+    {"duplicate", StatusCode::kIncompatible, {"vendor.fault", "relu", "R16"}, kWithOps},
+    {"newer_misspelt", StatusCode::kIncompatible, {"later::relu", "R17"}, kWithOps},
+    {"no_schema", StatusCode::kIncompatible, {"fault::unknown", "R17"}, kWithOps},
 };
 
 class LoadFailure : public FaultTest {
@@ -236,7 +236,7 @@ TEST_F(LoadFailure, ALibraryInGlibcHwcapsLoads) {
 TEST_F(LoadFailure, AnImplementationThatIsTakenIsNotTakenOver) {
   load("good");
   const auto second = plugins::load(fault_path("clean_failure"));  // vendor.fault of relu again
-  EXPECT_FAILS(second, kAlreadyExists, "by good");
+  EXPECT_FAILS(second, kIncompatible, "by good");
   EXPECT_FALSE(in_maps(fault_path("clean_failure")));
   EXPECT_EQ(owned_by("good"), (std::vector<std::string>{"relu: vendor.fault"}));
 }
@@ -248,6 +248,12 @@ TEST_F(LoadFailure, ANameThatIsTaken) {
   const auto second = plugins::load(copy);
   EXPECT_FAILS(second, kAlreadyExists, fault_path("good"));
   EXPECT_FALSE(in_maps(copy));
+}
+
+TEST_F(LoadFailure, ABuiltInsNameIsTakenForEver) {
+  const auto named = plugins::load(fault_path("reference"));
+  EXPECT_FAILS(named, kAlreadyExists, "'reference' is the name of a backend that is part of te-fl");
+  EXPECT_HAS(named.status().message(), "give the plugin another name");
 }
 
 TEST_F(LoadFailure, AHangingCreateIsAbandoned) {

@@ -355,6 +355,10 @@ TEST(Scopes, AnInvalidRecipeFailsTheForwardWithItsMessage) {
   };
   EXPECT_HAS(message({}, DelayedScaling{.amax_history_len = 0}), "amax_history_len is 0");
   EXPECT_HAS(message({}, DelayedScaling{.margin = 900}), "margin is 900");
+  EXPECT_HAS(message({}, DelayedScaling{.format = Fp8Format(9)}), "DelayedScaling: format is 9");
+  EXPECT_HAS(message({}, Float8CurrentScaling{.format = Fp8Format(2)}), "format is 2; it must be");
+  EXPECT_HAS(message({}, DelayedScaling{.amax_compute_algo = AmaxAlgo(2)}),
+             "amax_compute_algo is 2; it must be");
   EXPECT_HAS(message({}, Float8BlockScaling{.amax_epsilon = -1}), "amax_epsilon");
   EXPECT_HAS(message({.enabled = false, .calibrating = true}, Float8CurrentScaling{}),
              "keeps no state to calibrate");

@@ -1,7 +1,6 @@
 // What a captured step would decide on the host for all its launches: it is done right on the
 // device, or refused.
 #include "nn_test_util.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
@@ -12,10 +11,7 @@ using te_fl::testing::RecordingDevice;
 
 class CapturedDecisions : public ::testing::Test {
  protected:
-  void TearDown() override {
-    plugins::g_hooks.release_device.load()(recorder.device());
-    ASSERT_OK(devices::remove(recorder.device()));
-  }
+  void TearDown() override { ASSERT_OK(devices::remove(recorder.device())); }
   const Device& device() const { return recorder.device(); }
   RecordingDevice recorder;
 };

@@ -281,6 +281,61 @@ TEST(WeightCache, IsFilledByTheFirstMicrobatchAndUsedByTheOthers) {
   }
 }
 
+// What an inference without is_first_microbatch quantises or casts, call by call.
+TEST(WeightCache, InferenceMakesEachVersionOnce) {
+  for (const Recipe& recipe :
+       {Recipe(DelayedScaling{}), Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
+    SCOPED_TRACE(describe(recipe));
+    auto module = make_linear();
+    const Tensor x = input();
+    const auto forward = [&](bool training) {
+      autocast fp8(true, recipe);
+      Ctx ctx;
+      return take(module->forward(x, training ? &ctx : nullptr));
+    };
+    const auto quantised = [&](bool training) {
+      const uint64_t before = calls("quantize");
+      (void)forward(training);
+      return calls("quantize") - before - 1;  // but for the input
+    };
+    EXPECT_EQ(quantised(true), 1u);
+    EXPECT_EQ(quantised(true), 1u) << "training quantises for each call";
+    EXPECT_EQ(quantised(false), 1u);
+    const Tensor y = forward(false);
+    EXPECT_EQ(quantised(false), 0u);
+    EXPECT_TRUE(same_bits(forward(false), y));
+    EXPECT_EQ(quantised(true), 1u);
+    EXPECT_EQ(quantised(false), 1u) << "training let the copy go";
+    const NamedParameter weight = module->parameters()[0];
+    set_values(weight.value(), random_values(weight.value().numel(), 77));
+    ++weight.parameter->version;
+    EXPECT_EQ(quantised(false), 1u);
+    EXPECT_EQ(quantised(false), 0u);
+    EXPECT_FALSE(same_bits(forward(false), y));
+    ASSERT_OK(module->load_state(module->state(), "itself"));
+    EXPECT_EQ(quantised(false), 1u);
+  }
+}
+
+TEST(WeightCache, InferenceCastsEachVersionOnce) {
+  auto module = take(
+      Linear::create({.in_features = kIn, .out_features = kOut, .activation_dtype = DType::kBF16}));
+  const Tensor x = take(Tensor::zeros({2, kIn}, DType::kBF16));
+  const auto copies = [&](Ctx* ctx) {
+    const uint64_t before = calls("strided_copy");
+    (void)take(module->forward(x, ctx));
+    if (ctx != nullptr) ctx->reset();
+    return calls("strided_copy") - before;
+  };
+  Ctx ctx;
+  EXPECT_EQ(copies(nullptr), 1u);
+  EXPECT_EQ(copies(nullptr), 0u);
+  EXPECT_EQ(copies(&ctx), 1u);
+  EXPECT_EQ(copies(nullptr), 1u);
+  ++module->parameters()[0].parameter->version;
+  EXPECT_EQ(copies(nullptr), 1u);
+}
+
 TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
   auto module = make_linear();
   const Tensor x = input();
@@ -298,7 +353,7 @@ TEST(WeightCache, IsNotUsedForOtherWeightsOrAnotherRecipe) {
   (void)forward(Float8BlockScaling{}, true);
   EXPECT_EQ(calls("quantize") - start, 7u);
   auto sgd = take(SGD::create(module->parameters(), {.lr = 1}));
-  set_values(module->parameters()[0].grad(), Values(kIn * kOut, 0.25));
+  set_values(made_grad(module->parameters()[0]), Values(kIn * kOut, 0.25));
   const Tensor before = forward(Float8BlockScaling{}, true);
   ASSERT_OK(sgd->step());
   EXPECT_FALSE(same_bits(forward(Float8BlockScaling{}, true), before));

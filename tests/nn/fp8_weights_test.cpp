@@ -2,7 +2,6 @@
 #include <optional>
 
 #include "nn_test_util.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
@@ -217,7 +216,6 @@ TEST(Fp8Weights, NoGraphHoldsSuchAStep) {
     for (int i = 0; i < 4 && status; ++i) status = graphed->run().status();
     EXPECT_FAILS(status, kFailedPrecondition, "write_fp8_weights = false");
   }
-  plugins::g_hooks.release_device.load()(recorder.device());  // the ops' scratch
   ASSERT_OK(devices::remove(recorder.device()));
 }
 

@@ -3,7 +3,6 @@
 #include <functional>
 
 #include "nn_test_util.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
@@ -80,7 +79,6 @@ class GraphedState : public ::testing::Test {
  protected:
   void TearDown() override {
     check(backward_end());
-    plugins::g_hooks.release_device.load()(recorder.device());
     ASSERT_OK(devices::remove(recorder.device()));
   }
   // What twelve steps give if `change` is made after the seventh, with a graph or without one.

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "nn_test_util.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
@@ -16,9 +15,8 @@ using te_fl::testing::RecordingDevice;
 class GraphedSteps : public ::testing::Test {
  protected:
   void TearDown() override {
-    plugins::g_hooks.release_device.load()(recorder.device());
-    EXPECT_EQ(recorder.blocks(), 0u) << "memory outlives the graphs";
     ASSERT_OK(devices::remove(recorder.device()));
+    EXPECT_EQ(recorder.blocks(), 0u) << "memory outlives the graphs";
   }
   RecordingDevice recorder;
 };

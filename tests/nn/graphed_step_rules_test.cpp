@@ -231,6 +231,65 @@ TEST_F(GraphedSteps, AnOpMayHaveItsFirstScratchInTheCapture) {
   EXPECT_EQ(take(x.to(Device())).data<float>()[15], 7);
 }
 
+TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
+  const Device device = recorder.device();
+  auto linear = take(Linear::create({.in_features = 4, .out_features = 4, .device = device}));
+  const auto parameters = linear->parameters();
+  const Tensor x = take(Tensor::zeros({2, 4}, DType::kF32, device));
+  // Its backward runs in the capture alone.
+  const auto step = [&]() -> Result<std::vector<Tensor>> {
+    Ctx ctx;
+    TE_FL_ASSIGN_OR_RETURN(Tensor y, linear->forward(x, &ctx));
+    TE_FL_ASSIGN_OR_RETURN(const bool captured,
+                           devices::is_capturing(device, devices::current_stream()));
+    if (captured) TE_FL_RETURN_IF_ERROR(linear->backward(y, ctx).status());
+    return std::vector<Tensor>{y};
+  };
+  auto graphed = take(GraphedStep::create(device, step, {.warmup = 2}));
+  for (int i = 0; i < 2; ++i) ASSERT_OK(graphed->run().status());
+  EXPECT_HAS(graphed->run().status().to_string(), "has no gradient yet, whose memory would be");
+  for (const NamedParameter& p : parameters) {
+    EXPECT_FALSE(p.grad().defined());
+    ASSERT_OK(p.parameter->ensure_grad());
+  }
+  ASSERT_OK(graphed->run().status());
+  EXPECT_TRUE(graphed->captured());
+  const Tensor before = parameters[0].grad();  // alive, so that the next lies elsewhere
+  ASSERT_OK(linear->set_grad_dtype(DType::kF32));
+  EXPECT_HAS(graphed->run().status().to_string(), "was dropped or replaced after the capture");
+  for (const NamedParameter& p : parameters) ASSERT_OK(p.parameter->ensure_grad());
+  EXPECT_FALSE(graphed->run().ok());
+  ASSERT_OK(devices::synchronize(device, graphed->stream()));
+}
+
+// Eagerly the cast weight is kept from call to call.
+TEST_F(GraphedSteps, AnInferenceInAGraphReadsTheWeightsOfEachLaunch) {
+  const Device device = recorder.device();
+  auto linear = take(Linear::create({.in_features = 4,
+                                     .out_features = 4,
+                                     .bias = false,
+                                     .activation_dtype = DType::kBF16,
+                                     .device = device}));
+  const Tensor x = take(tensor({1, 4}, {1, 2, 3, 4}, DType::kBF16).to(device));
+  const auto step = [&]() -> Result<std::vector<Tensor>> {
+    TE_FL_ASSIGN_OR_RETURN(Tensor y, linear->forward(x, nullptr));
+    return std::vector<Tensor>{y};
+  };
+  auto graphed = take(GraphedStep::create(device, step, {.warmup = 2}));
+  const auto result = [&] {
+    const Tensor y = take(graphed->run())[0];
+    check(devices::synchronize(device, graphed->stream()));
+    return values_of(take(y.to(Device())));
+  };
+  Values first;
+  for (int i = 0; i < 4; ++i) first = result();
+  EXPECT_TRUE(graphed->captured());
+  EXPECT_NE(first, Values(4, 0.0));
+  ASSERT_OK(linear->load_state({{"weight", tensor({4, 4}, Values(16, 0.0))}}, "zeros"));
+  ASSERT_OK(devices::synchronize(device));
+  EXPECT_EQ(result(), Values(4, 0.0));
+}
+
 TEST(GraphedStepOps, AnOpThatIsNotGraphSafeIsRefusedByName) {
   RecordingDevice recorder("generic_gemm");
   {
@@ -242,9 +301,8 @@ TEST(GraphedStepOps, AnOpThatIsNotGraphSafeIsRefusedByName) {
     EXPECT_HAS(refused.to_string(), "generic_gemm");
     EXPECT_HAS(refused.to_string(), "captured into a graph, which it does not allow");
   }
-  plugins::g_hooks.release_device.load()(recorder.device());
-  EXPECT_EQ(recorder.blocks(), 0u);
   ASSERT_OK(devices::remove(recorder.device()));
+  EXPECT_EQ(recorder.blocks(), 0u);
 }
 
 }  // namespace

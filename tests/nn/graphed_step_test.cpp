@@ -345,7 +345,7 @@ TEST(CapturableOptimizer, GivesTheBitsOfTheOtherOnTheHost) {
         EXPECT_EQ(optimizer->capturable(), capturable);
         for (uint64_t step = 1; step <= 5; ++step) {
           for (const NamedParameter& p : parameters) {
-            set_values(p.grad(), random_values(p.grad().numel(), step * 10 + p.name.size()));
+            set_values(made_grad(p), random_values(p.value().numel(), step * 10 + p.name.size()));
           }
           optimizer->set_lr(0.1f / static_cast<float>(step));
           ASSERT_OK(optimizer->step());

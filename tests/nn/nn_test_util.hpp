@@ -99,6 +99,12 @@ inline void set_values(const Tensor& t, const Values& values) {
   }
 }
 
+// The parameter's gradient, made if there is none, to be written.
+inline Tensor made_grad(const NamedParameter& p) {
+  check(p.parameter->ensure_grad());
+  return p.grad();
+}
+
 inline bool same_bits(const Tensor& a, const Tensor& b) {
   return a.dtype() == b.dtype() && a.numel() == b.numel() &&
          std::memcmp(a.raw_data(), b.raw_data(),

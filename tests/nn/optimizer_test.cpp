@@ -19,7 +19,7 @@ struct Model {
   }
   void set_grads(uint64_t step) {
     for (const NamedParameter& p : parameters)
-      set_values(p.grad(), random_values(p.grad().numel(), step * 10 + p.name.size()));
+      set_values(made_grad(p), random_values(p.value().numel(), step * 10 + p.name.size()));
   }
 };
 
@@ -75,7 +75,7 @@ TEST(AdamOptimizer, Bf16ParametersAreCopiesOfF32Masters) {
   const Values start = values_of(s.parameters[0].value());
   for (int step = 1; step <= 40; ++step) {
     for (const NamedParameter& p : s.parameters)
-      set_values(p.grad(), Values(static_cast<size_t>(p.grad().numel()), 1.0));
+      set_values(made_grad(p), Values(static_cast<size_t>(p.value().numel()), 1.0));
     ASSERT_OK(adam->step());
   }
   Tensor master;

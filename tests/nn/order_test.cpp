@@ -4,7 +4,6 @@
 #include <thread>
 
 #include "nn_test_util.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
@@ -218,7 +217,6 @@ TEST(CachedWeights, OfAnEarlierMicrobatchAreNotCaptured) {
     for (int i = 0; i < 5; ++i) ASSERT_OK(whole->run().status());
     ASSERT_OK(forward(false).status());
   }
-  plugins::g_hooks.release_device.load()(recorder.device());
   ASSERT_OK(devices::remove(recorder.device()));
 }
 

@@ -1,6 +1,6 @@
 // A model whose layers lie on two devices of one provider.
+#include "nn/tensor_ops.hpp"
 #include "nn_test_util.hpp"
-#include "plugins/hooks.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
 
@@ -58,9 +58,37 @@ TEST(TwoDevices, StateIsLoadedToWhereEachParameterIs) {
     for (const NamedTensor& t : loaded->state()) EXPECT_EQ(t.tensor.device(), b) << t.name;
   }
   for (const Device& device : {a, b}) {
-    plugins::g_hooks.release_device.load()(device);
     ASSERT_OK(devices::remove(device));
   }
+}
+
+// Streams of two devices have equal handles here, and none is taken for the other device's.
+TEST(TwoDevices, EachUsesItsOwnStreamWhoeverHasTheInnermostScope) {
+  FarDevice far0(0), far1(1);
+  OpManager::instance();
+  const Device a = take(devices::add(&far0.desc)), b = take(devices::add(&far1.desc));
+  {
+    const Stream other = take(Stream::create(a)), of_a = take(Stream::create(a));
+    const Stream of_b = take(Stream::create(b));
+    ASSERT_EQ(other.get(), of_b.get());
+    const Tensor host = tensor({1}, {42});
+    const StreamScope scope_a(of_a);
+    const Tensor scalar = take(host.to(a));
+    const StreamScope scope_b(of_b);
+    EXPECT_EQ(take(item(scalar)), 42);
+    EXPECT_EQ(far0.queues.pending(other.get()), 0u);
+
+    const auto linear =
+        take(Linear::create({.in_features = 4, .out_features = 4, .bias = false, .device = a}));
+    const auto adam = take(Adam::create(linear->parameters(), {.capturable = true}));
+    ASSERT_OK(linear->zero_grad());
+    ASSERT_OK(detail::fill(linear->parameters()[0].grad(), 1));
+    ASSERT_OK(adam->step());
+    ASSERT_OK(adam->advance());
+    ASSERT_OK(devices::synchronize(a, of_a.get()));
+    EXPECT_EQ(far0.queues.pending(other.get()), 0u);
+  }
+  for (const Device& device : {a, b}) ASSERT_OK(devices::remove(device));
 }
 
 }  // namespace

@@ -158,6 +158,17 @@ TEST(Registry, ASchemaOfHalfAMemberIsRefused) {
   EXPECT_FAILS(registry.declare_op(schema).status(), kInvalidArgument, "a multiple of 8");
 }
 
+// As C makes it that forgets them.
+TEST(Registry, MasksThatNoTensorMatchesAreRefused) {
+  OpRegistry registry;
+  Fake none("default.none"), unscaled("default.unscaled");
+  none.desc.dtypes = 0;
+  EXPECT_FAILS(registry.register_op(none.desc), kInvalidArgument, "dtypes is 0");
+  unscaled.desc.scalings = 0;
+  EXPECT_FAILS(registry.register_op(unscaled.desc), kInvalidArgument, "scalings is 0");
+  EXPECT_TRUE(registry.snapshot().empty());
+}
+
 TEST(Registry, SeveralAreAllOrNothing) {
   OpRegistry registry;
   Fake a("default.a"), b("default.b");
@@ -198,7 +209,8 @@ TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
                "in which gradient is none, not 'test::five_backward a=d_a'");
   te_fl_op_schema plain = five_schema();
   plain.name = "five";
-  EXPECT_FAILS(registry.declare_op(plain).status(), kInvalidArgument, "vendor::op");
+  EXPECT_FAILS(registry.declare_op(plain).status(), kInvalidArgument,
+               "op 'five' is not in the catalogue; a custom op is named 'vendor::op' (rule R17)");
 }
 
 TEST(Registry, HoldsKeepAliveUntilRemoved) {

@@ -81,14 +81,15 @@ Result<Shape> extents_of(const CaseSpec& spec, const std::string& shape, const D
   Shape extents;
   const char* at = shape.data();
   const char* const end = at + shape.size();
-  while (at < end) {
+  for (;;) {
     int64_t extent = 0;
     const auto [stop, error] = std::from_chars(at, end, extent);
-    if (error != std::errc() || extent < 1 || (stop != end && *stop != 'x')) break;
+    if (error != std::errc() || extent < 1) break;
     extents.push_back(extent);
-    at = stop + (stop != end);
+    if (stop == end && extents.size() == usual.size()) return extents;
+    if (stop == end || *stop != 'x') break;
+    at = stop + 1;
   }
-  if (at == end && extents.size() == usual.size()) return extents;
   return te_fl::invalid_argument("--shape " + shape + ": " + spec.op + " takes " +
                                  std::to_string(usual.size()) + " extents, " + spec.axes +
                                  ", for example " + text_of(usual));

@@ -97,6 +97,9 @@ class Run {
     follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
   }
 
+  // Why there is nothing to check: no plugin has the name. Empty: there is one.
+  const std::string& unknown() const { return unknown_; }
+
   void add(Finding f) {
     const std::lock_guard lock(mutex_);
     if (f.outcome == Outcome::kFail && f.reproduce.empty()) f.reproduce = command(f);
@@ -154,7 +157,9 @@ class Run {
       } else if (got == Child::Got::kMessage && message.contains("crash_offset")) {
         crash += " in " + code_at(code_, message["crash_offset"]);
       } else if (got == Child::Got::kMessage && message.contains("failed")) {
-        return failed(message["failed"]);
+        if (!message["unknown"].get<bool>()) return failed(message["failed"]);
+        unknown_ = message["failed"];
+        return false;
       } else if (got == Child::Got::kMessage && message.contains("hello")) {
         if (first) greet(message["hello"]);
         return true;
@@ -262,6 +267,7 @@ class Run {
 
   const CheckOptions& options_;
   Report& report_;
+  std::string unknown_;
   std::mutex mutex_;
   std::atomic<size_t> next_{0};
   std::vector<Target> all_;
@@ -313,7 +319,12 @@ int check_plugin(const CheckOptions& given) {
   bool stop = false;
   if (options.plugin.find('/') != std::string::npos)
     for (Finding& f : lint(options.plugin, stop)) run.add(std::move(f));
-  if (!stop && run.load()) {
+  const bool loaded = !stop && run.load();
+  if (!run.unknown().empty()) {
+    complain(run.unknown() + "; --builtin NAME checks a backend that is part of te-fl");
+    return kUsage;
+  }
+  if (loaded) {
     if (const std::string mistake = choose(options, run.all(), report); !mistake.empty()) {
       complain(mistake);
       return kUsage;

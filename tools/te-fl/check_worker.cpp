@@ -158,12 +158,17 @@ te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& option
     const ProcessState with_others = ProcessState::now();  // what installed plugins changed
     auto loaded = te_fl::plugins::load(options.plugin);
     if (loaded.ok()) state = with_others;
-    if (loaded.ok() || loaded.status().code() != te_fl::StatusCode::kAlreadyExists) return loaded;
-    // An installed one of that name came first, by its manifest.
-    for (const auto& other : te_fl::plugins::list())
-      if (other.origin != "built-in" && other.state == te_fl::plugins::State::kActive)
-        TE_FL_RETURN_IF_ERROR(te_fl::plugins::deactivate(other.name));
-    return te_fl::plugins::load(options.plugin);
+    const te_fl::StatusCode code = loaded.status().code();
+    if (code != te_fl::StatusCode::kAlreadyExists && code != te_fl::StatusCode::kIncompatible)
+      return loaded;
+    // An installed one may have come first, by its manifest: with that name, or with its devices.
+    bool others = false;
+    for (const auto& other : te_fl::plugins::list()) {
+      if (other.origin == "built-in" || other.state != te_fl::plugins::State::kActive) continue;
+      TE_FL_RETURN_IF_ERROR(te_fl::plugins::deactivate(other.name));
+      others = true;
+    }
+    return others ? te_fl::plugins::load(options.plugin) : loaded;
   }
   std::string known;
   for (const auto& plugin : te_fl::plugins::list()) {
@@ -183,7 +188,14 @@ class Worker {
     say({{"begin", 0}, {"resume", -1}, {"check", "load"}, {"case", ""}});
     const auto plugin = open_plugin(options_, environment_);
     if (!plugin.ok()) {
-      say({{"failed", plugin.status().to_string()}});
+      const auto known = te_fl::plugins::list();
+      const bool unknown = plugin.status().code() == te_fl::StatusCode::kNotFound &&
+                           options_.plugin.find('/') == std::string::npos &&
+                           std::none_of(known.begin(), known.end(), [&](const auto& other) {
+                             return other.name == options_.plugin && other.origin != "built-in";
+                           });
+      say({{"failed", unknown ? plugin.status().message() : plugin.status().to_string()},
+           {"unknown", unknown}});
       return 1;
     }
     plugin_ = *plugin;

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "te_fl/status.hpp"
+
 namespace CLI {
 class App;
 }
@@ -27,6 +29,7 @@ struct ExplainOptions {
   std::string shape;                  // of a case of te-fl bench, which is then asked about
   std::string variant;                // part of that case's name; empty: the first of the dtype
   std::vector<std::string> settings;  // VAR=VALUE
+  te_fl::Status watching;             // what is wrong with TE_FL_VERIFY and TE_FL_TRACE
   bool json = false;
 };
 

@@ -132,7 +132,10 @@ void print_table(const te_fl::Decision& r, const te_fl::Device& device, const As
 }  // namespace
 
 int explain(const ExplainOptions& options) {
-  if (const Status status = apply_settings(options.settings); !status.ok()) {
+  Status status = options.watching;
+  if (status.ok()) status = apply_settings(options.settings);
+  if (status.ok()) status = te_fl::watch_status();
+  if (!status.ok()) {
     complain(status.to_string());
     return kUsage;
   }
@@ -145,6 +148,11 @@ int explain(const ExplainOptions& options) {
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) {
     complain(device.status().to_string());
+    return kUsage;
+  }
+  // Another device may be elsewhere; there is one host everywhere.
+  if (const auto found = te_fl::devices::find(*device); device->is_host() && !found.ok()) {
+    complain(found.status().to_string());
     return kUsage;
   }
   Asked asked;

@@ -1,5 +1,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cfloat>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "output.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/version.hpp"
+#include "te_fl/watch.hpp"
 
 namespace {
 
@@ -128,6 +130,21 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, cha
   return app.exit(error) == 0 ? kSuccess : kUsage;
 }
 
+// A number of these; CLI11's own ranges hold what is no number for one of them.
+CLI::Validator within(double least, double most, const std::string& text) {
+  return CLI::Validator(
+      [=](const std::string& word) -> std::string {
+        double value = 0;
+        if (CLI::detail::lexical_cast(word, value) && value >= least && value <= most) return {};
+        return "'" + word + "' is not " + text;
+      },
+      "");
+}
+
+std::string not_empty(const std::string& shape) {
+  return shape.empty() ? "it is empty; give extents, for example 8192x4096, or leave it out" : "";
+}
+
 }  // namespace
 
 namespace te_fl_tool {
@@ -184,9 +201,11 @@ int main(int argc, char** argv) {
       ->add_option("--scaling", explain_options.scalings,
                    "scaling modes of the tensors (default: none)")
       ->delimiter(',');
-  explain_command->add_option("--shape", explain_options.shape,
-                              "asks about a call of te-fl bench, with these extents (bench --list "
-                              "says what they are): also which kernel would run");
+  explain_command
+      ->add_option("--shape", explain_options.shape,
+                   "asks about a call of te-fl bench, with these extents (bench --list "
+                   "says what they are): also which kernel would run")
+      ->check(not_empty);
   explain_command->add_option("--case", explain_options.variant,
                               "of the calls of te-fl bench the first whose name contains this");
   explain_command->add_option("--set", explain_options.settings,
@@ -218,14 +237,16 @@ int main(int argc, char** argv) {
       ->delimiter(',');
   bench_command->add_option("--dtype", bench_options.dtype, "only cases of this dtype");
   bench_command->add_option("--case", bench_options.variant, "only cases whose name contains this");
-  bench_command->add_option("--shape", bench_options.shape,
-                            "extents, for example 8192x4096; --list says what they are");
+  bench_command
+      ->add_option("--shape", bench_options.shape,
+                   "extents, for example 8192x4096; --list says what they are")
+      ->check(not_empty);
   bench_command
       ->add_option("--peak", bench_options.peak,
                    "the device's arithmetic in TFLOP/s (default: measured with a large product)")
-      ->check(CLI::PositiveNumber);
+      ->check(within(DBL_MIN, DBL_MAX, "a number above 0"));
   bench_command->add_option("--seconds", bench_options.seconds, "time to spend on a row")
-      ->check(CLI::Range(0.01, 600.0))
+      ->check(within(0.01, 600, "a number from 0.01 to 600"))
       ->capture_default_str();
   bench_command->add_flag("--list", bench_options.list, "the cases and their extents");
   bench_command->add_flag("--json", bench_options.json, "machine-readable");
@@ -251,7 +272,7 @@ int main(int argc, char** argv) {
                           "a quarter of the table, and no speed; no certificate");
   check_command
       ->add_option("--time-limit", check_options.time_limit, "seconds that one call may take")
-      ->check(CLI::Range(0.1, 3600.0))
+      ->check(within(0.1, 3600, "a number from 0.1 to 3600"))
       ->capture_default_str();
   check_command
       ->add_option("--jobs", check_options.jobs, "children at a time (default: processors)")
@@ -291,7 +312,7 @@ int main(int argc, char** argv) {
   tune_command->add_option("--out", tune_options.out, "the policy file (default: printed)");
   tune_command
       ->add_option("--seconds", tune_options.seconds, "time to spend on a call and implementation")
-      ->check(CLI::Range(0.001, 600.0))
+      ->check(within(0.001, 600, "a number from 0.001 to 600"))
       ->capture_default_str();
   tune_command->callback([&] { exit_code = tune(tune_options); });
 
@@ -326,6 +347,8 @@ int main(int argc, char** argv) {
   }
   // Those that show the settings show them as they are; doctor looks at them first.
   const std::string command = argc > 1 ? argv[1] : "";
+  // What explain says of a call is said of none if a setting makes every call fail.
+  if (command == "explain") explain_options.watching = te_fl::watch_status();
   if (command != "env" && command != "doctor") leave_watching_to_programs();
   try {
     app.parse(argc, argv);

@@ -12,6 +12,26 @@ namespace te_fl_tool {
 
 using nlohmann::json;
 
+namespace {
+
+// The nearest of what names contain: their words, and the ends of these, as 'norm' is of
+// 'layernorm_fwd'.
+std::string nearest_part(const std::string& text, const std::vector<std::string>& names) {
+  std::set<std::string> words, ends;
+  for (const std::string& name : names) {
+    for (size_t at = 0; at < name.size();) {
+      const size_t end = std::min(name.find_first_of("_:", at), name.size());
+      words.insert(name.substr(at, end - at));
+      for (size_t from = at + 1; from + 2 < end; ++from) ends.insert(name.substr(from, end - from));
+      at = end + 1;
+    }
+  }
+  const std::string word = te_fl::environment::nearest(text, {words.begin(), words.end()});
+  return !word.empty() ? word : te_fl::environment::nearest(text, {ends.begin(), ends.end()});
+}
+
+}  // namespace
+
 int ops(const OpsOptions& options) {
   auto& registry = te_fl::OpManager::instance().registry();
   const auto names = registry.op_names();
@@ -31,10 +51,11 @@ int ops(const OpsOptions& options) {
       shown.push_back(name);
   }
   if (shown.empty()) {
-    const std::string near = te_fl::environment::nearest(options.family, names);
+    std::string near = te_fl::environment::nearest(options.family, names);
+    if (near.empty()) near = nearest_part(options.family, names);
     complain("no op's name contains '" + options.family + "'" +
              (near.empty() ? "" : "; did you mean '" + near + "'?") +
-             " All names: te-fl ops --names");
+             " (`te-fl ops --names` lists all)");
     return kUsage;
   }
   if (options.json) {

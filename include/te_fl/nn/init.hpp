@@ -8,14 +8,33 @@
 #include "te_fl/nn/module.hpp"
 #include "te_fl/tensor.hpp"
 
-// Initial values: data made on the host, in FP32, then converted and copied to the device. The same
-// seed gives the same values on every device.
+// Initial values: data made on the host by all its cores, in FP32, then converted and copied to the
+// device. A value is a function of the seed and of its element's index alone, so the same seed
+// gives the same values on every device, and a shard has those that the whole has there.
 namespace te_fl::nn::init {
 
-// A parameter with normally distributed values of mean 0 and standard deviation `std`, and a zero
-// gradient.
+// Where a parameter lies in a larger one whose shard it is, e.g. the rows [begin, begin + extent)
+// of a weight; empty: it is whole.
+struct Shard {
+  Shape whole;  // the extents of the whole
+  Shape begin;  // the index in it of the shard's first element
+};
+
+// While one is alive, the parameters of modules that the thread creates have shape, dtype and
+// device but no memory, to be borrowed (Parameter::borrow()) before the first forward, which is
+// INVALID_ARGUMENT without.
+class TE_FL_API WithoutValues {
+ public:
+  WithoutValues();
+  ~WithoutValues();
+  WithoutValues(const WithoutValues&) = delete;
+  WithoutValues& operator=(const WithoutValues&) = delete;
+};
+
+// A parameter with normally distributed values of mean 0 and standard deviation `std`.
 TE_FL_API Result<std::shared_ptr<Parameter>> normal(std::span<const int64_t> shape, float std,
-                                                    uint64_t seed, DType dtype, Device device);
+                                                    uint64_t seed, DType dtype, Device device,
+                                                    const Shard& shard = {});
 // Every element `value`.
 TE_FL_API Result<std::shared_ptr<Parameter>> constant(std::span<const int64_t> shape, float value,
                                                       DType dtype, Device device);

@@ -25,7 +25,21 @@ class WeightCopy;
 // A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
 struct TE_FL_API Parameter {
   Tensor value;  // F32, BF16 or F16, compact
-  Tensor grad;   // same shape, F32 (or see Module::set_grad_dtype); zero until a backward writes it
+  // Same shape, of grad_dtype. Undefined, which counts as zero, until a backward first writes it or
+  // ensure_grad(): a model that is not trained has none.
+  Tensor grad;
+  DType grad_dtype = DType::kF32;  // see Module::set_grad_dtype()
+  // False: frozen. A backward computes no gradient for it (the gradient of the input stays the
+  // same), a forward keeps no input for that, and an optimizer leaves it as it is.
+  bool requires_grad = true;
+  // Sets requires_grad; false also drops the gradient and its memory. Between steps: a backward
+  // computes the gradient of a weight that required one in its forward and still does.
+  void set_requires_grad(bool wanted);
+  // Makes the gradient, zero, if there is none and the parameter is not frozen. A capture needs it
+  // of every parameter that its backward is the first to write: the memory would be the graph's, so
+  // the backward is FAILED_PRECONDITION, and so is this call. (The runs that GraphedStep warms up
+  // with have made it.)
+  Status ensure_grad();
   // False after zero_grad() or clear_grad(): the next backward overwrites grad instead of adding to
   // it. But a backward in a captured graph always adds unless the same capture cleared: the graph
   // may be launched for any microbatch (a gradient cleared outside is filled with zeros before
@@ -37,9 +51,31 @@ struct TE_FL_API Parameter {
   // True between clear_grad() and what writes grad. Who writes it without a backward sets false.
   bool grad_stale = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
+
+  // Borrowing: `lent`, compact, F32, BF16 or F16, of value's shape and on its device, becomes the
+  // value. Its owner allocates and frees the memory (a Tensor::wrap with or without an owner to
+  // keep alive) and advances `owners_version` with every change of the contents: the same number
+  // as in the last call says that they are the same, wherever they lie, and then copies made of
+  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. A framework calls
+  // this before each forward, and before a backward if the memory has moved since. The memory
+  // must be there, and unwritten, from then until the work that the calls enqueued is done; between
+  // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
+  // the step of an optimizer that was given the parameter, nowhere else. A captured graph goes on
+  // with the memory that it was captured with. INVALID_ARGUMENT names what does not fit, and then
+  // the value stays.
+  Status borrow(Tensor lent, uint64_t owners_version);
+  // Takes the gradient out: the parameter has none afterwards. Undefined if there is none or it is
+  // stale. Not while a graph is to write it.
+  Tensor take_grad();
+  // Makes `gradient`, compact, F32, BF16 or F16, of value's shape and on its device, what backwards
+  // write from now on, and its dtype grad_dtype; the memory is its owner's as in borrow().
+  // `written`: it holds values, to which a backward adds; false: the next one overwrites it.
+  // INVALID_ARGUMENT if it does not fit; FAILED_PRECONDITION if the parameter is frozen.
+  Status give_grad(Tensor gradient, bool written);
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
-  // version are not reused.
+  // version are not reused. Who writes value otherwise counts it up too.
   uint64_t version = 0;
+  std::optional<uint64_t> owners_version;  // of a borrowed value
   // The module's FP8 copy of value, for an optimizer that writes it
   // (AdamOptions::write_fp8_weights)
   std::weak_ptr<detail::WeightCopy> fp8_copy;
@@ -93,6 +129,11 @@ struct ForwardOptions {
   // Weights are quantised (and cast to the activation dtype) once per step: true computes and keeps
   // them, false reuses what true kept, unset computes them for this call alone. false without an
   // earlier true computes and keeps.
+  // Unset in inference (ctx null) computes them once per Parameter::version, FP8 scales and recipe,
+  // and keeps them until one of these changes, another stream comes, or a training forward does:
+  // 1 byte for each weight under FP8, or the activation dtype's size if the parameter has another
+  // dtype. In a capture they are computed for this call, so that each launch reads the weights of
+  // its time.
   std::optional<bool> is_first_microbatch = {};
   // The same for FP8 weights, decided on the device when the work runs, so that one captured graph
   // serves every microbatch: F32 [1] on the modules' device; 0 quantises and keeps, any other value
@@ -117,11 +158,13 @@ class TE_FL_API Module {
   std::vector<NamedParameter> parameters() const;
   // Sum of the parameters' elements.
   int64_t parameter_count() const;
-  // Zeroes all gradients (op fill).
+  // Parameter::set_requires_grad() for all parameters, those of submodules included.
+  void set_requires_grad(bool wanted);
+  // Zeroes the gradients that there are (op fill), but for frozen parameters'.
   Status zero_grad();
-  // New, zero gradients of this dtype for all parameters: F32 (what parameters are made with), BF16
-  // or F16, which halve their memory and round every accumulation. Before a backward or an
-  // optimizer that keeps a reference to them. An embedding's gradient can only be F32.
+  // The dtype of all parameters' gradients from now on: F32 (what parameters are made with), BF16
+  // or F16, which halve their memory and round every accumulation. Drops the gradients that there
+  // are. An embedding's gradient can only be F32.
   Status set_grad_dtype(DType dtype);
   // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter; for
   // each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,

@@ -11,8 +11,9 @@
 namespace te_fl::nn {
 
 // Scales the gradients so that their global norm is at most max_norm, and returns the norm before.
-// Reads the norm on the host: a synchronisation point. FAILED_PRECONDITION if one was cleared by
-// clear_grad() and not written since.
+// Frozen parameters, and those without a gradient, are left out. Reads the norm on the host: a
+// synchronisation point. FAILED_PRECONDITION if one was cleared by clear_grad() and not written
+// since.
 TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters,
                                        float max_norm);
 
@@ -22,7 +23,10 @@ using DecayFilter = std::function<bool(std::string_view name, const Tensor& valu
 // Updates parameters from their F32 gradients through the multi_tensor ops. Parameters in BF16 or
 // F16 get F32 master weights; where the parameter's version shows that somebody else wrote the
 // value (load_state()), the next step begins with the master copied from it. All state (F32) is
-// allocated by create(), to which no parameter may be given twice.
+// allocated by create(), to which no parameter may be given twice. A step passes over parameters
+// that are frozen (Parameter::requires_grad) or have no gradient; for those that are frozen when
+// create() is called there is no state, so a step that finds them trainable with a gradient is
+// FAILED_PRECONDITION: create another optimizer then.
 class TE_FL_API Optimizer {
  public:
   virtual ~Optimizer();
@@ -86,6 +90,7 @@ class TE_FL_API Optimizer {
 
  private:
   Status check_capture() const;
+  Status check_slots() const;  // that no parameter to be updated lacks its state
   Status clip_on_device();
   Status write_state();
   Status refresh_masters();
@@ -93,6 +98,7 @@ class TE_FL_API Optimizer {
 
   std::unique_ptr<OnDevice> device_;
   std::vector<uint64_t> versions_;  // of the parameters, that the master weights belong to
+  std::vector<bool> stateless_;     // the parameters that were frozen when it was created
 };
 
 struct AdamOptions {

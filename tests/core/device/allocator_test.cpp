@@ -142,6 +142,14 @@ TEST_F(Allocators, MemoryComesFromTheOneThatIsInstalled) {
   EXPECT_EQ(framework.kept.size(), 1u);
 }
 
+// A framework's allocator gives nothing, or one address to all, where nothing is asked for.
+TEST_F(Allocators, NobodyIsAskedForNoBytes) {
+  const Tensor first = Tensor::empty({0, 4}, DType::kF32, device).value();
+  const Tensor second = Tensor::empty({0, 4}, DType::kF32, device).value();
+  ASSERT_EQ(framework.live.size(), 2u);
+  for (const auto& [data, bytes] : framework.live) EXPECT_EQ(bytes, 1u);
+}
+
 TEST_F(Allocators, MemoryIsFreedByWhoeverGaveIt) {
   void* const given = devices::allocate(device, 64).value();
   Framework second{far};

@@ -1,5 +1,6 @@
 #include "te_fl/tensor.hpp"
 #include "support/expect.hpp"
+#include "support/far_device.hpp"
 
 #include <gtest/gtest.h>
 
@@ -340,6 +341,26 @@ TEST(QuantisedTensor, ColumnwiseOnly) {
   EXPECT_FALSE(t.clone()->has_rowwise());
 }
 
+// The codes by columns and their scales stay in place; those by rows are let go.
+TEST(QuantisedTensor, ColumnwiseOnlyOfBothCopies) {
+  const int64_t shape[] = {128, 256};
+  for (Scaling scaling : {Scaling::kTensor, Scaling::kBlock1x128}) {
+    QuantSpec spec;
+    spec.scaling = scaling;
+    EXPECT_FALSE(Tensor::empty_quantized(shape, spec)->columnwise_only().defined());
+    spec.columnwise = true;
+    const Tensor both = Tensor::empty_quantized(shape, spec).value();
+    const Tensor t = both.columnwise_only();
+    EXPECT_FALSE(t.has_rowwise());
+    EXPECT_EQ(t.raw_data(), nullptr);
+    EXPECT_EQ(vec(t.shape()), (std::vector<int64_t>{128, 256}));
+    EXPECT_EQ(t.columnwise_codes().raw_data(), both.columnwise_codes().raw_data());
+    EXPECT_EQ(t.columnwise_scale_inv().raw_data(), both.columnwise_scale_inv().raw_data());
+    EXPECT_EQ(t.scale_inv().defined(), scaling == Scaling::kTensor);
+  }
+  EXPECT_FALSE(Tensor::empty(shape, DType::kF32)->columnwise_only().defined());
+}
+
 TEST(QuantisedTensor, StateOfOthersIsUsedInPlace) {
   const int64_t shape[] = {4, 4};
   const Tensor scales = iota({3}), amaxes = iota({3});
@@ -455,6 +476,26 @@ TEST(QuantisedTensor, ToCopiesEveryPart) {
           << name(scaling) << " part " << i;
     }
   }
+}
+
+TEST(QuantisedTensor, ACopyToTheHostThatFailsIsWaitedForBeforeItsMemoryGoes) {
+  testing::FarDevice far;
+  static const auto copy = far.api.copy;
+  static int reads = 0;
+  far.api.copy = [](void* self, void* dst, const void* src, size_t bytes, uint32_t host,
+                    void* stream, const te_fl_error_sink* e) -> te_fl_status {
+    if (host == 1 && ++reads == 2) return TE_FL_OUT_OF_MEMORY;
+    return copy(self, dst, src, bytes, host, stream, e);
+  };
+  const Device device = devices::add(&far.desc).value();
+  {
+    const int64_t shape[] = {64, 64};
+    const Tensor q = Tensor::empty_quantized(shape, {.columnwise = true}, device).value();
+    ASSERT_OK(devices::synchronize(device));
+    EXPECT_FAILS(q.to(Device{}), kOutOfMemory, "copy of 4096 bytes by ext:far:0 failed");
+    EXPECT_EQ(far.queues.pending(nullptr), 0u) << "it would write into memory that has been freed";
+  }
+  EXPECT_OK(devices::remove(device));
 }
 
 TEST(Describe, SurvivesNonsense) {

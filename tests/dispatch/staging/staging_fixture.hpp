@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "core/device/device_list.hpp"
-#include "plugins/hooks.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
@@ -32,7 +31,6 @@ class Staging : public ::testing::Test {
   }
   void TearDown() override {
     kept.clear();
-    plugins::g_hooks.release_device.load()(device);
     ASSERT_OK(devices::remove(device));
     EXPECT_EQ(far.pinned.load(), 0);
   }

@@ -8,7 +8,6 @@
 #include <csignal>
 #include <nlohmann/json.hpp>
 
-#include "plugins/hooks.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
@@ -80,7 +79,6 @@ TEST_F(TraceFile, ADeviceOfAnyNameHasATrack) {
   EXPECT_OK(write_trace());
   EXPECT_GE(calls_in(path), 1);  // this process's of earlier tests, too
   EXPECT_HAS(test::read_file(path), "odd\xef\xbf\xbd:0 stream");
-  plugins::g_hooks.release_device.load()(device);
   EXPECT_OK(devices::remove(device));
 }
 

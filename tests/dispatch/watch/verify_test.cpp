@@ -9,7 +9,6 @@
 #include "dispatch/watch/compare_outputs.hpp"
 #include "dispatch/watch/quarantine.hpp"
 #include "dispatch/watch/watch.hpp"
-#include "plugins/hooks.hpp"
 #include "registry/registry_impl.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
@@ -300,7 +299,47 @@ TEST_F(Verify, TensorsOfADeviceAreCheckedThroughCopies) {
     far.capturing = false;
   }
   ASSERT_OK(registry.unregister_op("test::five", "vendor.far"));
-  plugins::g_hooks.release_device.load()(device);
+  ASSERT_OK(devices::remove(device));
+}
+
+// A device tells what was wrong once, to who waits first (R12), and with TE_FL_VERIFY that is
+// te-fl.
+TEST_F(Verify, WhatADeviceTellsToTheCopiesReachesTheCaller) {
+  FarDevice far;
+  const Device device = devices::add(&far.desc).value();
+  Fake native{"vendor.far"};
+  native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  native.desc.provider = "far";
+  native.desc.vendor = "acme";
+  native.desc.priority = 500;
+  bool wrong = true;
+  const auto fails = [] { return te_fl_status{TE_FL_INVALID_ARGUMENT}; };
+  native.run_body = [&](const te_fl_context& ctx, const void*) {
+    if (wrong) far.queues.enqueue(ctx.stream, fails);
+    return TE_FL_OK;
+  };
+  add(native);
+  set("TE_FL_VERIFY", "1");
+  {
+    Tensor t[5];
+    for (Tensor& x : t) x = Tensor::zeros({3}, DType::kF32, device).value();
+    FiveArgs args;
+    args.a = t[0], args.b = t[1], args.c = t[2], args.d = t[3], args.out = t[4];
+    EXPECT_FAILS(manager.call(op, &args), kInvalidArgument,
+                 "op 'test::five' in 'vendor.far' failed after it was enqueued (TE_FL_VERIFY)");
+    EXPECT_EQ(counts().failed, 1u);
+    EXPECT_EQ(counts().skipped, 0u);
+    // Work from before the call.
+    wrong = false;
+    far.queues.enqueue(nullptr, fails);
+    const int runs = native.runs;
+    EXPECT_FAILS(manager.call(op, &args), kInvalidArgument,
+                 "work that was enqueued before op 'test::five' has failed");
+    EXPECT_EQ(native.runs, runs) << "nobody knows what it would have read";
+    EXPECT_OK(manager.call(op, &args));
+    EXPECT_OK(devices::synchronize(device));
+  }
+  ASSERT_OK(registry.unregister_op("test::five", "vendor.far"));
   ASSERT_OK(devices::remove(device));
 }
 

@@ -97,7 +97,8 @@ class Commands(unittest.TestCase):
         silent = self.ok("explain", "gelu", "--dtype", "f32", "--shape", "4x8")
         self.assertIn("runs default.cpu, which does not say which kernel: it has no describe()", silent)
         self.assertNotIn("runs", json.loads(self.ok("explain", "gelu", "--json")))
-        self.fails(2, "gelu takes 2 extents, rows, cols", "explain", "gelu", "--shape", "4x8x2")
+        for shape in ("4x8x2", "4x8x"):
+            self.fails(2, "gelu takes 2 extents, rows, cols", "explain", "gelu", "--shape", shape)
         self.fails(2, "no case of gelu matches --dtype 'i32'", "explain", "gelu", "--dtype", "i32", "--shape", "4x8")
         self.fails(2, "--shape and --case ask about a call of `te-fl bench --list`", "explain", "gelu", "--scaling", "tensor", "--shape",
                    "4x8")
@@ -112,6 +113,16 @@ class Commands(unittest.TestCase):
         here = self.ok("explain", "gelu")
         self.assertNotIn("if the device were here", here)
         self.assertTrue(json.loads(self.ok("explain", "gelu", "--json"))["device_present"])
+
+    def test_explain_for_a_host_that_cannot_be(self):
+        self.assertNotIn("taken", self.fails(2, "there is no device cpu:1; present: cpu", "explain", "gelu", "--device", "cpu:1"))
+
+    def test_explain_under_settings_that_fail_every_call(self):
+        wrong = "there is no op 'gelo'; did you mean 'gelu'?"
+        self.assertNotIn("taken", self.fails(2, wrong, "explain", "gelu", TE_FL_VERIFY="0.5:gelo"))
+        self.fails(2, wrong, "explain", "gelu", "--set", "TE_FL_VERIFY=0.5:gelo")
+        self.fails(2, "/absent/t", "explain", "gelu", TE_FL_TRACE="/absent/t")
+        self.ok("explain", "gelu", TE_FL_VERIFY="0.5:gelu")
 
     def test_explain_without_candidate(self):
         self.fails(3, "No implementation", "explain", "gelu", "--dtype", "f32", "--set", "TE_FL_PER_OP=gelu=vendor:acme")
@@ -158,6 +169,15 @@ class Commands(unittest.TestCase):
         self.fails(2, "cuda:9", "bench", "gelu", "--device", "cuda:9:9")
         self.fails(1, "no device", "bench", "gelu", "--device", "cuda:9")
         self.fails(2, "--list", "bench")
+        for shape in ("8x8x", "x8x8", "8xx8", "8x8 "):
+            self.fails(2, "rows, cols", "bench", "gelu", "--shape", shape)
+        for command in ("bench", "explain"):
+            self.fails(2, "--shape: it is empty; give extents", command, "gelu", "--shape", "")
+        for option in ("--seconds", "--peak"):
+            for value in ("nan", "-nan"):
+                self.fails(2, option, "bench", "gelu", "--shape", "8x8", f"{option}={value}")
+        self.fails(2, "--seconds", "tune", "absent", "--seconds", "nan")
+        self.fails(2, "--time-limit", "check", "--builtin", "cpu", "--time-limit", "nan")
 
     def test_usage_errors_name_the_nearest(self):
         self.fails(2, "explain", "explian", "gelu")
@@ -170,6 +190,16 @@ class Commands(unittest.TestCase):
         self.fails(2, "", "info", "--jsno")
         self.fails(2, "", "completion", "tcsh")
         self.fails(2, "", )
+
+    def test_a_part_of_a_name_names_the_nearest(self):
+        self.assertIn("no op's name contains 'nrom'; did you mean 'norm'? (`te-fl ops --names` lists all)", self.fails(2, "", "ops", "nrom"))
+        self.fails(2, "did you mean 'gelu'?", "ops", "gelo")
+        self.assertIn("'qqqqqqqq' (`te-fl", self.fails(2, "", "ops", "qqqqqqqq"))
+
+    def test_check_of_a_name_that_is_none(self):
+        text = self.fails(2, "no manifest has the name 'nosuch'", "check", "nosuch")
+        self.assertNotIn("certified", text)
+        self.fails(2, "--builtin NAME checks a backend that is part of te-fl", "check", "cpu")
 
     def test_misspelt_arguments_name_the_nearest(self):
         for words, nearest in ((("explain", "gelu", "--dtpye", "f32"), "'--dtpye'; did you mean '--dtype'?"),

@@ -1,0 +1,113 @@
+#include "policy.hpp"
+
+#include <memory>
+#include <optional>
+
+#include "errors.hpp"
+#include "te_fl/op_manager.hpp"
+#include "te_fl/policy.hpp"
+
+namespace te_fl::python {
+namespace {
+
+constexpr const char* kName = "te_fl.policy_scope";
+
+struct Scope {
+  SelectionPolicy policy;
+  std::unique_ptr<PolicyScope> entered;
+  Scope* outer = nullptr;  // while it is entered
+};
+
+// Of this thread. Python code may leave scopes in any order; C++ scopes must not be.
+thread_local Scope* t_innermost = nullptr;
+
+Scope& scope_of(PyObject* capsule) {
+  auto* scope = static_cast<Scope*>(PyCapsule_GetPointer(capsule, kName));
+  if (scope == nullptr) throw PythonError();
+  return *scope;
+}
+
+bool truth_of(PyObject* value) {
+  const int truth = PyObject_IsTrue(value);
+  check(truth);
+  return truth != 0;
+}
+
+void set(PolicySettings& settings, std::string_view key, PyObject* value) {
+  if (key == "prefer") {
+    settings.prefer = value_of(parse_kind(text_of(value, "prefer")));
+  } else if (key == "strict") {
+    settings.strict = truth_of(value);
+  } else if (key == "deterministic") {
+    settings.deterministic = truth_of(value);
+  } else if (key == "allow_vendors") {
+    settings.allow_vendors = value_of(parse_vendor_list(text_of(value, "allow_vendors")));
+  } else if (key == "deny_vendors") {
+    settings.deny_vendors = value_of(parse_vendor_list(text_of(value, "deny_vendors")));
+  } else if (key == "per_op") {
+    const auto names = OpManager::instance().registry().op_names();
+    settings.per_op = value_of(parse_per_op(text_of(value, "per_op"), names));
+  } else if (key == "max_staged_bytes") {
+    settings.max_staged_bytes = PyLong_AsUnsignedLongLong(value);
+    if (PyErr_Occurred() != nullptr) throw PythonError();
+  } else {
+    throw_type_error("a policy has no setting '" + std::string(key) +
+                     "'; it has prefer, strict, deterministic, allow_vendors, deny_vendors, "
+                     "per_op and max_staged_bytes");
+  }
+}
+
+}  // namespace
+
+PyObject* policy_scope(PyObject*, PyObject* settings) noexcept {
+  return guarded([&] {
+    if (!PyDict_Check(settings)) throw_type_error("the settings of a policy must be a dict");
+    PolicySettings made = value_of(current_policy()).settings();
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(settings, &at, &key, &value) != 0;) {
+      if (value != Py_None) set(made, text_of(key, "a setting's name"), value);
+    }
+    auto scope = std::make_unique<Scope>();
+    scope->policy = SelectionPolicy::intern(std::move(made));
+    Ref capsule = Ref::take(PyCapsule_New(scope.get(), kName, [](PyObject* c) {
+      auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kName));
+      // One that was never left stays in force on its thread, as a C++ scope would.
+      if (dropped->entered == nullptr) delete dropped;
+    }));
+    scope.release();
+    return capsule;
+  });
+}
+
+PyObject* enter_scope(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    Scope& scope = scope_of(capsule);
+    if (scope.entered != nullptr) {
+      throw_status(Status(StatusCode::kFailedPrecondition,
+                          "this policy scope has been entered already; make another one"));
+    }
+    scope.entered = std::make_unique<PolicyScope>(scope.policy);
+    scope.outer = std::exchange(t_innermost, &scope);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* leave_scope(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    Scope& scope = scope_of(capsule);
+    if (scope.entered == nullptr || t_innermost != &scope) {
+      throw_status(Status(StatusCode::kFailedPrecondition,
+                          "policy scopes end on the thread that entered them, the innermost "
+                          "first; this one is not the innermost here"));
+    }
+    t_innermost = scope.outer;
+    scope.entered.reset();
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* policy_text(PyObject*, PyObject*) noexcept {
+  return guarded([] { return to_python(value_of(current_policy()).describe()); });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,115 @@
+// Python's stable ABI of 3.11, so that one binary serves every later version.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace te_fl::python {
+
+// Thrown where a Python exception has been set; guarded() takes it back to Python.
+struct PythonError {};
+
+// A reference that this object owns. Needs the interpreter's lock.
+class Ref {
+ public:
+  Ref() noexcept = default;
+  // Takes the reference over; null means that a Python exception has been set.
+  static Ref take(PyObject* object) {
+    if (object == nullptr) throw PythonError();
+    return Ref(object);
+  }
+  static Ref share(PyObject* object) noexcept {
+    Py_XINCREF(object);
+    return Ref(object);
+  }
+  ~Ref() { Py_XDECREF(object_); }
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  PyObject* get() const noexcept { return object_; }
+  PyObject* release() noexcept { return std::exchange(object_, nullptr); }
+  explicit operator bool() const noexcept { return object_ != nullptr; }
+
+ private:
+  explicit Ref(PyObject* object) noexcept : object_(object) {}
+  PyObject* object_ = nullptr;
+};
+
+inline void check(int result) {
+  if (result < 0) throw PythonError();
+}
+
+[[noreturn]] inline void throw_type_error(const std::string& text) {
+  PyErr_SetString(PyExc_TypeError, text.c_str());
+  throw PythonError();
+}
+[[noreturn]] inline void throw_value_error(const std::string& text) {
+  PyErr_SetString(PyExc_ValueError, text.c_str());
+  throw PythonError();
+}
+
+inline Ref to_python(std::string_view text) {
+  return Ref::take(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+inline Ref to_python(bool value) { return Ref::share(value ? Py_True : Py_False); }
+inline Ref to_python(uint64_t value) { return Ref::take(PyLong_FromUnsignedLongLong(value)); }
+inline Ref to_python(int64_t value) { return Ref::take(PyLong_FromLongLong(value)); }
+inline Ref to_python(double value) { return Ref::take(PyFloat_FromDouble(value)); }
+
+// Valid while `object` lives. TypeError, naming `what`, if it is no str.
+inline std::string_view text_of(PyObject* object, const char* what) {
+  if (!PyUnicode_Check(object)) throw_type_error(std::string(what) + " must be a str");
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+  if (text == nullptr) throw PythonError();
+  return {text, static_cast<size_t>(size)};
+}
+
+// type(object).__name__
+std::string type_name(PyObject* object);
+
+template <class Sequence, class F>
+Ref list_of(const Sequence& items, F&& item) {
+  Ref list = Ref::take(PyList_New(0));
+  for (const auto& i : items) check(PyList_Append(list.get(), item(i).get()));
+  return list;
+}
+inline void put(const Ref& dict, const char* key, const Ref& value) {
+  check(PyDict_SetItemString(dict.get(), key, value.get()));
+}
+
+// Runs f, which returns Ref; C++ exceptions become Python's.
+template <class F>
+PyObject* guarded(F&& f) noexcept {
+  try {
+    return f().release();
+  } catch (const PythonError&) {
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return nullptr;
+}
+
+// Lets other Python threads run while C++ waits or computes.
+class WithoutLock {
+ public:
+  WithoutLock() noexcept : state_(PyEval_SaveThread()) {}
+  ~WithoutLock() { PyEval_RestoreThread(state_); }
+  WithoutLock(const WithoutLock&) = delete;
+  WithoutLock& operator=(const WithoutLock&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace te_fl::python

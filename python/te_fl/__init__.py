@@ -1,0 +1,77 @@
+"""te-fl: Transformer ops on every chip. Ops by name on tensors of any library that speaks DLPack, and who serves them."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Sequence
+
+from te_fl import _native
+from te_fl import errors
+from te_fl.errors import Error
+from te_fl.tensors import DTYPES, SCALINGS, Quantized, Saved, Tensor
+
+_native.set_classes(errors.BY_CODE, Quantized, Saved)
+
+from te_fl import ops  # noqa: E402  (needs the classes)
+from te_fl.policy import policy, policy_text  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["Error", "Quantized", "Saved", "Tensor", "errors", "explain", "info", "load_plugin", "ops", "policy", "policy_text", "reload",
+           "reset_usage", "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
+
+
+def explain(op: str, *, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (), **arguments: Any) -> dict:
+    """How a call would be routed: every candidate with its reason, what was chosen, and what that would run.
+
+    With the op's arguments, of that very call; else of one that is described by its device, dtypes and scaling modes.
+    """
+    if arguments:
+        return _native.resolve(op, arguments)
+    for given, known, what in ((dtypes, DTYPES, "dtype"), (scalings, SCALINGS, "scaling")):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{what} {name!r} is not known; it is one of {', '.join(known)}")
+    return _native.explain(op, device, [DTYPES.index(d) for d in dtypes], [SCALINGS.index(s) for s in scalings])
+
+
+def saved_bytes(op: str, **arguments: Any) -> int:
+    """Bytes of storage that te_fl.Saved needs for this forward call; usually 0."""
+    return _native.saved_bytes(op, arguments)
+
+
+def schema(op: str) -> dict:
+    """Arguments, formula and rules of an op."""
+    return _native.schema(op)
+
+
+def info() -> dict:
+    """Version, devices and plugins."""
+    return _native.info()
+
+
+def usage() -> list:
+    """Who served calls since reset_usage(), most calls first."""
+    return _native.usage()
+
+
+def reset_usage() -> None:
+    _native.reset_usage()
+
+
+def load_plugin(path_or_name: str) -> str:
+    """Loads a plugin's shared library, or the one that a manifest names; its name."""
+    return _native.load_plugin(path_or_name)
+
+
+def reload() -> None:
+    """Reads TE_FL_ variables again: policy and log level."""
+    _native.reload()
+
+
+def verify_counts() -> dict:
+    """What TE_FL_VERIFY found so far."""
+    return _native.verify_counts()
+
+
+def write_trace() -> None:
+    """Writes the file of TE_FL_TRACE as far as it is."""
+    _native.write_trace()

@@ -1,0 +1,45 @@
+"""Policies in code: which implementations serve the ops of a thread."""
+
+from __future__ import annotations
+
+from typing import Mapping, Optional, Sequence, Union
+
+from te_fl import _native
+
+
+def _listed(value, separator):
+    return value if value is None or isinstance(value, str) else separator.join(value)
+
+
+class policy:
+    """A scope: with te_fl.policy(prefer="vendor", per_op={"gelu": ["reference"]}): ...
+
+    Applies to ops called on this thread inside it; settings left out are as outside. prefer: flagos, default, vendor or reference. strict:
+    the first choice runs or the call is an error. per_op: for each op an exclusive list of tokens (kinds, vendor:NAME, impl:ID), or the
+    text of TE_FL_PER_OP. A misspelt op or token is te_fl.errors.InvalidArgument naming the nearest, when the scope is made.
+    """
+
+    def __init__(self, *, prefer: Optional[str] = None, strict: Optional[bool] = None, deterministic: Optional[bool] = None,
+                 allow_vendors: Union[str, Sequence[str], None] = None, deny_vendors: Union[str, Sequence[str], None] = None,
+                 per_op: Union[str, Mapping[str, Union[str, Sequence[str]]], None] = None, max_staged_bytes: Optional[int] = None):
+        if per_op is not None and not isinstance(per_op, str):
+            per_op = ";".join(f"{op}={_listed(tokens, '|')}" for op, tokens in per_op.items())
+        self._settings = {"prefer": prefer, "strict": strict, "deterministic": deterministic, "allow_vendors": _listed(allow_vendors, ","),
+                          "deny_vendors": _listed(deny_vendors, ","), "per_op": per_op, "max_staged_bytes": max_staged_bytes}
+        _native.policy_scope(self._settings)  # what is wrong with it is said here
+        self._entered = []
+
+    def __enter__(self) -> "policy":
+        scope = _native.policy_scope(self._settings)
+        _native.enter_scope(scope)
+        self._entered.append(scope)
+        return self
+
+    def __exit__(self, *error) -> None:
+        _native.leave_scope(self._entered[-1])
+        self._entered.pop()
+
+
+def policy_text() -> str:
+    """The policy in force on this thread, in words."""
+    return _native.policy_text()

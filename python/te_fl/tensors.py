@@ -1,0 +1,67 @@
+"""What ops take besides plain tensors: quantised ones, and records that a forward leaves for its backward."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Protocol, Sequence, runtime_checkable
+
+SCALINGS = ("none", "tensor", "block_1x128", "block_128x128", "mxfp8", "nvfp4")
+DTYPES = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool")
+
+
+@runtime_checkable
+class Tensor(Protocol):
+    """Anything that lends its memory by DLPack: tensors of PyTorch, NumPy and JAX, a Quantized among them by its parts."""
+
+    def __dlpack__(self, **options: Any) -> Any: ...
+
+
+class Quantized:
+    """A quantised tensor by its parts, each a tensor of any library on one device.
+
+    data: the row-wise codes, of the logical shape; None if there is only the column-wise copy.
+    scaling: "tensor", "block_1x128", "block_128x128", "mxfp8" or "nvfp4".
+    shape: the logical shape; needed where data is None.
+    The other parts are those of te_fl_quant in te_fl/plugin.h, with their shapes and dtypes. compute_scale: as an output, derive
+    the scale from the values (current scaling) in place of reading `scale`.
+    """
+
+    __slots__ = ("data", "_scaling", "_flags", "_shape", "columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax",
+                 "scale", "amax_epsilon")
+
+    def __init__(self, data: Optional[Tensor] = None, *, scaling: str = "tensor", scale_inv: Optional[Tensor] = None,
+                 columnwise_data: Optional[Tensor] = None, columnwise_scale_inv: Optional[Tensor] = None, amax: Optional[Tensor] = None,
+                 columnwise_amax: Optional[Tensor] = None, scale: Optional[Tensor] = None, amax_epsilon: float = 0.0,
+                 compute_scale: bool = False, pow2_scale: bool = False, shape: Optional[Sequence[int]] = None):
+        if scaling not in SCALINGS[1:]:
+            raise ValueError(f"scaling is {scaling!r}; it is one of {', '.join(SCALINGS[1:])}")
+        if data is None and (columnwise_data is None or shape is None):
+            raise ValueError("give data, or columnwise_data with the logical shape")
+        if data is not None and shape is not None and tuple(shape) != tuple(data.shape):
+            raise ValueError(f"shape is {tuple(shape)}, data has {tuple(data.shape)}")
+        self.data, self._scaling, self._shape = data, SCALINGS.index(scaling), None if shape is None else tuple(shape)
+        self._flags = (1 if compute_scale else 0) | (2 if pow2_scale else 0)
+        self.columnwise_data, self.scale_inv, self.columnwise_scale_inv = columnwise_data, scale_inv, columnwise_scale_inv
+        self.amax, self.columnwise_amax, self.scale, self.amax_epsilon = amax, columnwise_amax, scale, amax_epsilon
+
+    @property
+    def scaling(self) -> str:
+        return SCALINGS[self._scaling]
+
+    @property
+    def shape(self) -> tuple:
+        return tuple(self.data.shape) if self.data is not None else self._shape
+
+    def __repr__(self) -> str:
+        return f"te_fl.Quantized(shape={self.shape}, scaling={self.scaling!r})"
+
+
+class Saved:
+    """What a forward op leaves for its backward beyond tensors of fixed format; give both the same object.
+
+    storage: uint8 memory on the op's device, as many bytes as te_fl.saved_bytes() says; None where it says 0.
+    """
+
+    __slots__ = ("storage", "_record")
+
+    def __init__(self, storage: Optional[Tensor] = None):
+        self.storage, self._record = storage, None

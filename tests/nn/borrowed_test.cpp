@@ -1,0 +1,189 @@
+// Parameters and gradients in memory that somebody else owns.
+#include "nn_test_util.hpp"
+#include "support/expect.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+constexpr int64_t kRows = 4, kHidden = 16;
+
+std::unique_ptr<LayerNormMLP> mlp() {
+  return take(LayerNormMLP::create({.hidden_size = kHidden, .ffn_hidden_size = 32, .seed = 5}));
+}
+
+// The values of a module in memory of their own, lent to another.
+class Owner {
+ public:
+  explicit Owner(const Module& from) {
+    for (const NamedParameter& p : from.parameters()) memory_.push_back(floats(p.value()));
+  }
+  void lend(const Module& to, uint64_t version) {
+    const auto parameters = to.parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const Tensor& like = parameters[i].value();
+      check(parameters[i].parameter->borrow(
+          take(Tensor::wrap(memory_[i].data(), like.shape(), {}, DType::kF32, Device(), nullptr)),
+          version));
+    }
+  }
+  // Elsewhere, and where it was is overwritten.
+  void move() {
+    std::vector<std::vector<float>> moved = memory_;
+    std::swap(memory_, moved);
+    for (std::vector<float>& m : moved) std::fill(m.begin(), m.end(), NAN);
+    past_.push_back(std::move(moved));
+  }
+  std::vector<float>& operator[](size_t i) { return memory_[i]; }
+
+ private:
+  static std::vector<float> floats(const Tensor& t) {
+    return {t.data<float>(), t.data<float>() + t.numel()};
+  }
+  std::vector<std::vector<float>> memory_;
+  std::vector<std::vector<std::vector<float>>> past_;
+};
+
+Tensor x() { return tensor({kRows, kHidden}, random_values(kRows * kHidden, 1)); }
+
+TEST(Borrowed, AModuleWithoutValuesComputesWithWhatItIsLent) {
+  const auto own = mlp();
+  std::unique_ptr<LayerNormMLP> lent;
+  {
+    const init::WithoutValues scope;
+    lent = mlp();
+  }
+  for (const NamedParameter& p : lent->parameters()) {
+    EXPECT_EQ(p.value().raw_data(), nullptr);
+    EXPECT_GT(p.value().numel(), 0);
+  }
+  EXPECT_EQ(lent->forward(x(), nullptr).status().code(), StatusCode::kInvalidArgument);
+  Owner owner(*own);
+  owner.lend(*lent, 1);
+  for (bool fp8 : {false, true}) {
+    autocast scope(fp8, Float8CurrentScaling{});
+    Ctx a, b;
+    EXPECT_TRUE(same_bits(take(own->forward(x(), &a)), take(lent->forward(x(), &b))));
+    owner.move();  // between a forward and its backward, as a sharded owner's memory does
+    owner.lend(*lent, 1);
+    EXPECT_TRUE(same_bits(take(own->backward(x(), a)), take(lent->backward(x(), b))));
+  }
+  const auto one = own->parameters(), other = lent->parameters();
+  for (size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(same_bits(one[i].grad(), other[i].grad()));
+}
+
+TEST(Borrowed, TheOwnersVersionSaysWhetherCopiesHold) {
+  const auto module = mlp();
+  Owner owner(*module);
+  owner.lend(*module, 7);
+  const auto infer = [&] {
+    autocast scope(true, Float8CurrentScaling{});
+    return take(module->forward(x(), nullptr));
+  };
+  const auto quantised = [&] {
+    const auto count = [] {
+      uint64_t total = 0;
+      for (const OpUsage& u : OpManager::instance().usage()) {
+        if (u.op == "quantize") total += u.calls;
+      }
+      return total;
+    };
+    const uint64_t before = count();
+    (void)infer();
+    return count() - before;
+  };
+  const Tensor first = infer();
+  const uint64_t inputs = quantised();  // weights are there
+  owner.move();
+  owner.lend(*module, 7);
+  EXPECT_EQ(quantised(), inputs);
+  EXPECT_TRUE(same_bits(infer(), first));
+  for (float& v : owner[2]) v *= 2;  // fc1_weight
+  owner.lend(*module, 8);
+  EXPECT_EQ(quantised(), inputs + 2);
+  EXPECT_FALSE(same_bits(infer(), first));
+  Ctx ctx;
+  (void)take(module->forward(x(), &ctx));
+  owner.lend(*module, 9);
+  EXPECT_HAS(module->backward(x(), ctx).status().to_string(), "has changed since the forward");
+}
+
+TEST(Borrowed, WhatDoesNotFitIsNamedAndNothingChanges) {
+  const auto module = mlp();
+  const auto weight = module->parameters()[2].parameter;
+  const void* before = weight->value.raw_data();
+  const Tensor wide = take(Tensor::zeros({kHidden, kHidden}, DType::kF32));
+  const Tensor codes = take(Tensor::zeros(weight->value.shape(), DType::kI32));
+  for (const Tensor& wrong : {wide, codes, Tensor()}) {
+    EXPECT_FAILS(weight->borrow(wrong, 1), kInvalidArgument, "Parameter::borrow: the tensor is");
+    EXPECT_FAILS(weight->give_grad(wrong, true), kInvalidArgument, "Parameter::give_grad");
+  }
+  EXPECT_EQ(weight->value.raw_data(), before);
+  EXPECT_EQ(weight->version, 0u);
+  EXPECT_FALSE(weight->grad.defined());
+  weight->set_requires_grad(false);
+  EXPECT_FAILS(weight->give_grad(take(weight->value.clone()), true), kFailedPrecondition, "frozen");
+}
+
+TEST(Borrowed, GradientsGoInAndOut) {
+  const auto module = take(Linear::create({.in_features = 3, .out_features = 2, .bias = false}));
+  const auto weight = module->parameters()[0].parameter;
+  const auto backward = [&] {
+    Ctx ctx;
+    (void)take(module->forward(tensor({1, 3}, {1, 2, 3}), &ctx));
+    (void)take(module->backward(tensor({1, 2}, {1, -1}), ctx));
+  };
+  EXPECT_FALSE(weight->take_grad().defined());
+  backward();
+  const Tensor taken = weight->take_grad();
+  const Values once = {1, 2, 3, -1, -2, -3};
+  EXPECT_EQ(values_of(taken), once);
+  EXPECT_FALSE(weight->grad.defined());
+  backward();
+  EXPECT_EQ(values_of(taken), once) << "the taken one is no longer written";
+  EXPECT_EQ(values_of(weight->take_grad()), once);
+
+  float memory[6] = {10, 10, 10, 10, 10, 10};
+  const Tensor given =
+      take(Tensor::wrap(memory, weight->value.shape(), {}, DType::kF32, Device(), nullptr));
+  ASSERT_OK(weight->give_grad(given, true));
+  backward();
+  EXPECT_EQ(Values(memory, memory + 6), (Values{11, 12, 13, 9, 8, 7}));
+  ASSERT_OK(weight->give_grad(given, false));
+  EXPECT_FALSE(weight->take_grad().defined()) << "it holds nothing yet";
+  ASSERT_OK(weight->give_grad(given, false));
+  backward();
+  EXPECT_EQ(Values(memory, memory + 6), once);
+}
+
+// ---- initial values
+
+TEST(InitialValues, OfAShardAreThoseOfTheWhole) {
+  constexpr int64_t kM = 300, kN = 257;  // more than one worker's, and odd rows
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    const Values whole =
+        values_of(take(init::normal(Shape{kM, kN}, 0.5f, 9, dtype, Device()))->value);
+    for (const auto& [begin, shape] :
+         {std::pair(Shape{100, 0}, Shape{150, kN}), std::pair(Shape{0, 33}, Shape{kM, 95}),
+          std::pair(Shape{299, 256}, Shape{1, 1})}) {
+      const Values part =
+          values_of(take(init::normal(shape, 0.5f, 9, dtype, Device(), {{kM, kN}, begin}))->value);
+      for (int64_t r = 0; r < shape[0]; ++r) {
+        for (int64_t c = 0; c < shape[1]; ++c) {
+          ASSERT_EQ(part[static_cast<size_t>(r * shape[1] + c)],
+                    whole[static_cast<size_t>((begin[0] + r) * kN + begin[1] + c)]);
+        }
+      }
+    }
+    double mean = 0, square = 0;
+    for (double v : whole) mean += v, square += v * v;
+    const auto n = static_cast<double>(whole.size());
+    EXPECT_NEAR(mean / n, 0, 0.01);
+    EXPECT_NEAR(square / n, 0.25, 0.005);
+  }
+  const init::Shard outside{{4, 4}, {3, 0}};
+  EXPECT_HAS(init::normal(Shape{2, 4}, 1, 1, DType::kF32, Device(), outside).status().to_string(),
+             "shard does not lie within the whole");
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing

@@ -1,0 +1,199 @@
+"""te_fl.ops on NumPy's tensors: values, errors, policies, quantised tensors, threads."""
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import unittest
+
+import numpy as np
+
+import te_fl
+
+
+def erf_free_gelu(x):
+    """The formula of ops/activation.yaml in double precision."""
+    x = x.astype(np.float64)
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+class Calls(unittest.TestCase):
+    def setUp(self):
+        self.x = np.random.default_rng(1).standard_normal((5, 7)).astype(np.float32)
+        self.y = np.zeros_like(self.x)
+
+    def test_an_op_writes_its_output(self):
+        self.assertIsNone(te_fl.ops.gelu(input=self.x, output=self.y))
+        np.testing.assert_allclose(self.y, erf_free_gelu(self.x), atol=1e-6)
+
+    def test_defaults_are_those_of_the_specification(self):
+        # generic_gemm's alpha is 1 and layernorm_fwd's epsilon 1e-5 unless given.
+        d = np.zeros((5, 5), np.float32)
+        te_fl.ops.generic_gemm(a=self.x, b=self.x, d=d, trans_b=True)
+        np.testing.assert_allclose(d, self.x.astype(np.float64) @ self.x.astype(np.float64).T, atol=1e-5)
+        gamma, z = np.ones(7, np.float32), np.zeros_like(self.x)
+        mu, rsigma = np.zeros(5, np.float32), np.zeros(5, np.float32)
+        constant = np.full((5, 7), 3, np.float32)
+        te_fl.ops.layernorm_fwd(x=constant, gamma=gamma, z=z, mu=mu, rsigma=rsigma)
+        np.testing.assert_allclose(rsigma, 1 / math.sqrt(1e-5), rtol=1e-6)
+
+    def test_views_are_honoured(self):
+        wide = np.zeros((5, 14), np.float32)
+        te_fl.ops.strided_copy(input=self.x, output=wide[:, ::2])
+        np.testing.assert_array_equal(wide[:, ::2], self.x)
+        self.assertFalse(wide[:, 1::2].any())
+
+    def test_lists_of_tensors(self):
+        lists = [[np.ones(n, np.float32) for n in (3, 5)] for _ in range(2)]
+        te_fl.ops.multi_tensor_scale(inputs=lists[0], outputs=lists[1], noop_flag=np.zeros(1, np.int32), scale=2.5)
+        for t in lists[1]:
+            np.testing.assert_array_equal(t, 2.5)
+
+    def test_random_numbers_follow_seed_and_offset(self):
+        ones, results = np.ones((64, 64), np.float32), []
+        for seed, offset in ((1, 0), (1, 0), (2, 0), (1, 4096)):
+            out, mask = np.zeros_like(ones), np.zeros(ones.size // 8, np.uint8)
+            te_fl.ops.dropout_fwd(input=ones, output=out, mask=mask, p=0.5, seed=seed, offset=offset)
+            results.append(out.tobytes())
+        self.assertEqual(results[0], results[1])
+        self.assertEqual(len(set(results)), 3)
+
+    def test_quantised_outputs(self):
+        codes, scale_inv, amax = np.zeros(self.x.shape, np.uint8), np.zeros(1, np.float32), np.zeros(1, np.float32)
+        try:
+            import ml_dtypes
+            codes = codes.view(ml_dtypes.float8_e4m3fn)
+            codes.__dlpack__()
+        except (ImportError, BufferError, TypeError):
+            self.skipTest("NumPy lends no FP8 by DLPack here; torch_ops_test.py does")
+        q = te_fl.Quantized(codes, scale=np.ones(1, np.float32), scale_inv=scale_inv, amax=amax)
+        te_fl.ops.quantize(input=self.x, output=q)
+        self.assertEqual(amax[0], np.abs(self.x).max())
+
+    def test_calls_of_threads(self):
+        failures = []
+
+        def work(seed):
+            x = np.random.default_rng(seed).standard_normal((33, 17)).astype(np.float32)
+            y, expected = np.zeros_like(x), erf_free_gelu(x)
+            for _ in range(200):
+                te_fl.ops.gelu(input=x, output=y)
+                if np.abs(y - expected).max() > 1e-6:
+                    failures.append(seed)
+        threads = [threading.Thread(target=work, args=(s,)) for s in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(failures, [])
+
+    def test_a_forked_child_computes(self):
+        te_fl.ops.gelu(input=self.x, output=self.y)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            other = np.zeros_like(self.x)
+            te_fl.ops.gelu(input=self.x, output=other)
+            os.write(write, b"1" if np.array_equal(other, self.y) else b"0")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        self.assertEqual(os.read(read, 1), b"1")
+
+
+class Errors(unittest.TestCase):
+    x = np.ones((2, 3), np.float32)
+
+    def refused(self, kind, part, f, *args, **kwargs):
+        with self.assertRaises(kind) as caught:
+            f(*args, **kwargs)
+        self.assertIn(part, str(caught.exception))
+
+    def test_mistakes_of_calls_name_what_is_wrong(self):
+        gelu, x = te_fl.ops.gelu, self.x
+        self.refused(TypeError, "keyword arguments only", gelu, x, x)
+        self.refused(TypeError, "no argument 'inptu'; it takes input, output", gelu, inptu=x)
+        self.refused(te_fl.errors.InvalidArgument, "argument 'output' is missing", gelu, input=x)
+        self.refused(te_fl.errors.InvalidArgument, "must be [2, 3]", gelu, input=x, output=np.ones(3, np.float32))
+        self.refused(te_fl.errors.InvalidArgument, "dtype", gelu, input=x, output=np.ones((2, 3), np.int32))
+        self.refused(TypeError, "speaks no DLPack", gelu, input=3, output=x)
+        self.refused(TypeError, "not a number", te_fl.ops.generic_gemm, a=x, b=x, d=x, alpha="1")
+        self.refused(ValueError, "one of sbhd", te_fl.ops.fused_attn_fwd, q=x, k=x, v=x, o=x, layout="bshe")
+        self.refused(ValueError, "does not fit in 32 bits", te_fl.ops.fused_attn_fwd, q=x, k=x, v=x, o=x, layout=1 << 40)
+
+    def test_memory_that_may_not_be_written(self):
+        fixed = np.ones((2, 3), np.float32)
+        fixed.flags.writeable = False
+        before = fixed.copy()
+        with self.assertRaises((ValueError, BufferError)):
+            te_fl.ops.gelu(input=self.x, output=fixed)
+        np.testing.assert_array_equal(fixed, before)
+
+    def test_misspelt_names(self):
+        self.refused(AttributeError, "did you mean 'gelu'", lambda: te_fl.ops.gelo)
+        self.refused(te_fl.errors.NotFound, "did you mean 'gelu'", te_fl.explain, "gelo")
+        self.refused(te_fl.errors.InvalidArgument, "did you mean 'vendor'", te_fl.policy, prefer="vendr")
+        self.refused(te_fl.errors.InvalidArgument, "did you mean 'gelu'", te_fl.policy, per_op={"gelo": "vendor"})
+        self.refused(ValueError, "it is one of f64", te_fl.explain, "gelu", dtypes=["bf17"])
+        self.refused(te_fl.errors.NotFound, "/nowhere.so", te_fl.load_plugin, "/nowhere.so")
+
+    def test_an_invalid_environment_fails_calls_and_not_the_import(self):
+        code = "import numpy, te_fl\ntry: te_fl.ops.gelu(input=numpy.ones(3, 'f4'), output=numpy.ones(3, 'f4'))\nexcept te_fl.Error as e: print(e)"
+        found = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TE_FL_PREFER": "vendr"}, capture_output=True, text=True)
+        self.assertIn("TE_FL_PREFER", found.stdout, found.stderr)
+
+
+class Choosing(unittest.TestCase):
+    x = np.ones((2, 3), np.float32)
+
+    def served(self):
+        te_fl.reset_usage()
+        te_fl.ops.gelu(input=self.x, output=np.zeros_like(self.x))
+        return [u["impl_id"] for u in te_fl.usage() if u["op"] == "gelu"]
+
+    def test_scopes_nest_and_end(self):
+        outside = self.served()
+        with te_fl.policy(per_op={"gelu": ["reference"]}):
+            self.assertEqual(self.served(), ["reference.host"])
+            with te_fl.policy(per_op={"gelu": ["impl:default.cpu"]}):
+                self.assertEqual(self.served(), ["default.cpu"])
+            self.assertEqual(self.served(), ["reference.host"])
+        self.assertEqual(self.served(), outside)
+
+    def test_a_scope_is_its_threads(self):
+        seen = []
+        with te_fl.policy(prefer="reference"):
+            thread = threading.Thread(target=lambda: seen.append(te_fl.policy_text()))
+            thread.start()
+            thread.join()
+            self.assertIn("reference", te_fl.policy_text())
+        self.assertNotIn("reference", seen[0])
+
+    def test_scopes_that_end_out_of_order_are_refused(self):
+        outer, inner = te_fl.policy(prefer="reference"), te_fl.policy(strict=True)
+        outer.__enter__()
+        inner.__enter__()
+        with self.assertRaisesRegex(te_fl.errors.FailedPrecondition, "innermost"):
+            outer.__exit__()
+        inner.__exit__()
+        self.assertIn("reference", te_fl.policy_text())  # what was refused is still in force, and can end
+        outer.__exit__()
+        self.assertNotIn("reference", te_fl.policy_text())
+
+    def test_explain_has_reasons_and_runs_nothing(self):
+        out = np.zeros_like(self.x)
+        decision = te_fl.explain("gelu", input=self.x, output=out)
+        self.assertFalse(out.any())
+        self.assertEqual(decision["impl_id"], [c["impl_id"] for c in decision["candidates"] if c["chosen"]][0])
+        self.assertTrue(all(c["reason"] for c in decision["candidates"]))
+        described = te_fl.explain("gelu", device="cpu", dtypes=["f32"])
+        self.assertEqual(described["impl_id"], decision["impl_id"])
+
+    def test_info_and_schema(self):
+        self.assertIn("cpu", te_fl.info()["devices"])
+        self.assertEqual([a["name"] for a in te_fl.schema("gelu")["args"]], ["input", "output"])
+        self.assertIn("generic_gemm", dir(te_fl.ops))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,17 @@
+"""usage: run.py FILE. Runs the tests of a file; exits 77, which means skipped, if a library that it imports is not installed."""
+
+import importlib.util
+import sys
+import unittest
+
+spec = importlib.util.spec_from_file_location("tests", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+try:
+    spec.loader.exec_module(module)
+except ModuleNotFoundError as error:
+    if error.name.split(".")[0] == "te_fl":
+        raise
+    print(f"skipped: {error}")
+    sys.exit(77)
+result = unittest.TextTestRunner(verbosity=2).run(unittest.defaultTestLoader.loadTestsFromModule(module))
+sys.exit(not result.wasSuccessful())

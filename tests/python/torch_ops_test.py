@@ -1,0 +1,82 @@
+"""te_fl.ops on PyTorch's tensors: memory that is shared in place, views, FP8, and whose memory is let go."""
+
+import unittest
+
+import torch
+
+import te_fl
+
+
+class Torch(unittest.TestCase):
+    def test_an_op_writes_a_tensor_in_place(self):
+        x = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+        y = torch.empty_like(x)
+        te_fl.ops.gelu(input=x, output=y)
+        torch.testing.assert_close(y.double(), torch.nn.functional.gelu(x.double(), approximate="tanh"), atol=1e-6, rtol=0)
+
+    def test_views_and_offsets(self):
+        x = torch.randn(8, 10)
+        y = torch.zeros(8, 20)
+        te_fl.ops.strided_copy(input=x.t(), output=y[:, 3:13].t())
+        self.assertTrue(torch.equal(y[:, 3:13], x))
+        self.assertEqual(float(y[:, :3].abs().sum() + y[:, 13:].abs().sum()), 0.0)
+
+    def test_parameters_lend_their_memory(self):
+        # A leaf that requires grad: te-fl reads and writes memory, autograd knows nothing of it.
+        weight = torch.nn.Parameter(torch.ones(3, 4))
+        te_fl.ops.fill(output=weight, value=2.0)
+        self.assertTrue(bool((weight == 2).all()))
+
+    def test_fp8_by_given_scale(self):
+        x = torch.randn(32, 48, generator=torch.Generator().manual_seed(2))
+        scale = torch.tensor([16.0])
+        q = te_fl.Quantized(torch.empty(32, 48, dtype=torch.float8_e4m3fn), columnwise_data=torch.empty(48, 32, dtype=torch.float8_e4m3fn),
+                            scale=scale, scale_inv=torch.zeros(1), amax=torch.zeros(1))
+        te_fl.ops.quantize(input=x, output=q)
+        expected = (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        self.assertTrue(torch.equal(q.data.view(torch.uint8), expected.view(torch.uint8)))
+        self.assertTrue(torch.equal(q.columnwise_data.view(torch.uint8), expected.t().contiguous().view(torch.uint8)))
+        self.assertEqual(float(q.amax), float(x.abs().max()))
+        self.assertEqual(float(q.scale_inv), 1 / 16)
+
+    def test_fp8_product_of_column_wise_copies_alone(self):
+        torch.manual_seed(3)
+        a, b = torch.randn(16, 32), torch.randn(24, 32)
+        quantised = []
+        for t in (a, b):
+            q = te_fl.Quantized(torch.empty(t.shape, dtype=torch.float8_e4m3fn), scale=torch.zeros(1), scale_inv=torch.zeros(1),
+                                amax=torch.zeros(1), compute_scale=True)
+            te_fl.ops.quantize(input=t, output=q)
+            quantised.append(q)
+        d = torch.empty(16, 24)
+        te_fl.ops.generic_gemm(a=quantised[0], b=quantised[1], d=d, trans_b=True)
+        values = [q.data.float().double() * float(q.scale_inv) for q in quantised]
+        torch.testing.assert_close(d.double(), values[0] @ values[1].t(), atol=1e-5, rtol=1e-5)
+        # The same of a, which is known by its column-wise copy alone.
+        columns = te_fl.Quantized(columnwise_data=quantised[0].data.t().contiguous(), shape=(16, 32), scale_inv=quantised[0].scale_inv)
+        back = torch.empty(24, 32)
+        grad = torch.randn(16, 24)
+        g = te_fl.Quantized(torch.empty(16, 24, dtype=torch.float8_e5m2), columnwise_data=torch.empty(24, 16, dtype=torch.float8_e5m2),
+                            scale=torch.zeros(1), scale_inv=torch.zeros(1), amax=torch.zeros(1), compute_scale=True)
+        te_fl.ops.quantize(input=grad, output=g)
+        te_fl.ops.generic_gemm(a=g, b=columns, d=back, trans_a=True)
+        expected = (g.data.float().double() * float(g.scale_inv)).t() @ values[0]
+        torch.testing.assert_close(back.double(), expected, atol=1e-4, rtol=1e-4)
+
+    def test_a_tensor_of_another_device_is_refused(self):
+        with self.assertRaises((te_fl.Error, BufferError, RuntimeError, TypeError)):
+            te_fl.ops.gelu(input=torch.empty(3, device="meta"), output=torch.empty(3))
+
+    def test_no_reference_is_kept(self):
+        import gc
+        import weakref
+        x, y = torch.randn(3), torch.empty(3)
+        seen = weakref.ref(x)
+        te_fl.ops.gelu(input=x, output=y)
+        del x
+        gc.collect()
+        self.assertIsNone(seen())
+
+
+if __name__ == "__main__":
+    unittest.main()
