@@ -49,7 +49,7 @@ class ErrorText {
   }
 
  private:
-  te_fl_status not_ok(te_fl_status raw) noexcept {
+  [[gnu::cold, gnu::noinline]] te_fl_status not_ok(te_fl_status raw) noexcept {
     if (!is_status(raw)) {
       note_odd_status(raw);
       if (known_status(raw) != TE_FL_OK) {
