@@ -34,7 +34,7 @@ Result<Tensor> dropout_backward(const Tensor& dy, const MaskRecord& record, floa
   args.mask = mask;
   args.grad_input = dx;
   args.p = p;
-  TE_FL_RETURN_IF_ERROR(ops::dropout_bwd(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::dropout_bwd(args, detail::call_options(dy.device())));
   return dx;
 }
 
@@ -65,7 +65,7 @@ Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
   args.indices = indices;
   args.weight = weight_->value;
   args.output = y;
-  TE_FL_RETURN_IF_ERROR(ops::embedding_fwd(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::embedding_fwd(args, detail::call_options(options_.device)));
   record->indices = indices;
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
@@ -79,7 +79,7 @@ Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
   args.grad_output = dy;
   TE_FL_ASSIGN_OR_RETURN(args.accumulate, detail::adds(*weight_));
   args.grad_weight = weight_->grad;
-  TE_FL_RETURN_IF_ERROR(ops::embedding_bwd(args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::embedding_bwd(args, detail::call_options(options_.device)));
   detail::wrote(*weight_);
   return {};
 }
@@ -93,7 +93,7 @@ Result<Tensor> Residual::forward(const Tensor& a, const Tensor& b, Ctx* ctx) {
   args.a = a;
   args.b = b;
   args.output = y;
-  CallOptions options = detail::call_options();
+  CallOptions options = detail::call_options(a.device());
   if (p_ > 0 && ctx != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(record->mask, new_mask(b));
     args.mask = record->mask;

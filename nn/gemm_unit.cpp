@@ -219,7 +219,7 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
   }
   args.d = output;
   if (residual != nullptr) args.residual = *residual;
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
   keep(use, input, weight);
   return output;
 }
@@ -236,15 +236,14 @@ namespace {
 // Whether the product that ends with an activation goes to the implementation to which the product
 // alone and the activation's own call `op` would go, and costs no more there.
 Result<bool> joins(const te_fl_generic_gemm_args& joined, const te_fl_generic_gemm_args& product,
-                   OpId op, const void* separate) {
+                   OpId op, const void* separate, const CallOptions& options) {
   OpManager& manager = OpManager::instance();
   TE_FL_ASSIGN_OR_RETURN(const FirstChoice one,
-                         manager.first_choice(op::generic_gemm, &joined, call_options()));
+                         manager.first_choice(op::generic_gemm, &joined, options));
   if ((one.flags & TE_FL_OP_CHEAP_EPILOGUES) == 0) return false;
-  TE_FL_ASSIGN_OR_RETURN(const FirstChoice other,
-                         manager.first_choice(op, separate, call_options()));
+  TE_FL_ASSIGN_OR_RETURN(const FirstChoice other, manager.first_choice(op, separate, options));
   TE_FL_ASSIGN_OR_RETURN(const FirstChoice alone,
-                         manager.first_choice(op::generic_gemm, &product, call_options()));
+                         manager.first_choice(op::generic_gemm, &product, options));
   return one.impl_id == other.impl_id && one.impl_id == alone.impl_id;
 }
 
@@ -264,12 +263,13 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
   joined.pre_gelu_out = pre;
   joined.d = activated;
   args.d = pre;
-  TE_FL_ASSIGN_OR_RETURN(const bool join, joins(joined, args, op::gelu, &gelu));
+  TE_FL_ASSIGN_OR_RETURN(const bool join,
+                         joins(joined, args, op::gelu, &gelu, call_options(spec_.device)));
   if (join) {
-    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(joined, call_options()));
+    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(joined, call_options(spec_.device)));
   } else {
-    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
-    TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options()));
+    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+    TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options(spec_.device)));
   }
   keep(use, input, weight);
   return pre;
@@ -325,7 +325,7 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   args.input = dy;
   args.output = grad.tensor;
   args.bias_grad = dbias.tensor();
-  TE_FL_RETURN_IF_ERROR(ops::bgrad_quantize(args, call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::bgrad_quantize(args, call_options(spec_.device)));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
   return grad;
 }
@@ -342,7 +342,7 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor*
   args.b = weight_of(use);
   args.d = dx;
   args.use_split_accumulator = split_accumulator(use.mode, true);
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
   return dx;
 }
 
@@ -367,14 +367,14 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
   with_sums.grad = with_sums.input = pre;
   with_sums.output = into;
   if (sums.defined()) with_sums.dbias = sums;
-  TE_FL_ASSIGN_OR_RETURN(const bool join, sums.defined()
-                                              ? joins(joined, product, op::dbias_dgelu, &with_sums)
-                                              : joins(joined, product, op::dgelu, &plain));
-  if (join) return ops::generic_gemm(joined, call_options());
+  const CallOptions options = call_options(spec_.device);
+  TE_FL_ASSIGN_OR_RETURN(
+      const bool join, sums.defined() ? joins(joined, product, op::dbias_dgelu, &with_sums, options)
+                                      : joins(joined, product, op::dgelu, &plain, options));
+  if (join) return ops::generic_gemm(joined, options);
   TE_FL_ASSIGN_OR_RETURN(const Tensor between, dgrad(use, grad));
   plain.grad = with_sums.grad = between;
-  return sums.defined() ? ops::dbias_dgelu(with_sums, call_options())
-                        : ops::dgelu(plain, call_options());
+  return sums.defined() ? ops::dbias_dgelu(with_sums, options) : ops::dgelu(plain, options);
 }
 
 Status GemmUnit::sum_bias_grad(const Tensor& dy) {
@@ -388,7 +388,7 @@ Status GemmUnit::sum_bias_grad(const Tensor& dy) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor sums, bias_->grad.view({1, spec_.out}));
   args.d = sums;
   args.use_split_accumulator = true;
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
   wrote(*bias_);
   return {};
 }
@@ -407,7 +407,7 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
     args.bias_grad = bias_->grad;
   }
   args.use_split_accumulator = split_accumulator(use.mode, true);
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options()));
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
   wrote(*weight_);
   if (with_bias) wrote(*bias_);
   return {};

@@ -98,18 +98,18 @@ Status LayerNormMLP::Impl::activate(const Tensor& pre, const Tensor& out) const 
     args.output = out;
     args.limit = options.clamp_limit;
     args.alpha = options.clamp_alpha;
-    return manager.call(id, &args, detail::call_options());
+    return manager.call(id, &args, detail::call_options(options.device));
   }
   if (is_gated(options.activation)) {
     te_fl_activation_glu_fwd_args args{};
     args.input = pre;
     args.output = out;
-    return manager.call(id, &args, detail::call_options());
+    return manager.call(id, &args, detail::call_options(options.device));
   }
   te_fl_activation_act_fwd_args args{};
   args.input = pre;
   args.output = out;
-  return manager.call(id, &args, detail::call_options());
+  return manager.call(id, &args, detail::call_options(options.device));
 }
 
 Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& pre,
@@ -123,20 +123,20 @@ Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& p
     args.output = out;
     args.limit = options.clamp_limit;
     args.alpha = options.clamp_alpha;
-    return manager.call(id, &args, detail::call_options());
+    return manager.call(id, &args, detail::call_options(options.device));
   }
   if (is_gated(options.activation)) {
     te_fl_activation_glu_bwd_args args{};
     args.grad = grad;
     args.input = pre;
     args.output = out;
-    return manager.call(id, &args, detail::call_options());
+    return manager.call(id, &args, detail::call_options(options.device));
   }
   te_fl_activation_act_bwd_args args{};
   args.grad = grad;
   args.input = pre;
   args.output = out;
-  return manager.call(id, &args, detail::call_options());
+  return manager.call(id, &args, detail::call_options(options.device));
 }
 
 Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
@@ -193,8 +193,8 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
   args.input = record.pre;
   args.output = result.tensor;
   args.dbias = dbias.tensor();
-  TE_FL_RETURN_IF_ERROR(
-      OpManager::instance().call(ops_of(options.activation).dbias, &args, detail::call_options()));
+  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(ops_of(options.activation).dbias, &args,
+                                                   detail::call_options(options.device)));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
   result.bias_done = true;
   return result;

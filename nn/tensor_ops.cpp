@@ -15,12 +15,6 @@ CallOptions call_options(const Device& device) {
   return options;
 }
 
-CallOptions call_options() {
-  CallOptions options;
-  options.stream = devices::current_stream();  // Context::current()'s
-  return options;
-}
-
 Result<CallOptions> random_options(int64_t count, const Device& device) {
   Context context = Context::current();
   CallOptions options = call_options(device);

@@ -13,8 +13,6 @@ namespace te_fl::nn::detail {
 
 // The calling thread's stream of `device`, on which the op's tensors are; no random state.
 CallOptions call_options(const Device& device);
-// The stream of the innermost scope, whatever its device: only for ops whose tensors are there.
-CallOptions call_options();
 // The same with the next `count` random numbers of the context, for an op on `device`.
 // FAILED_PRECONDITION if it is captured into a graph whose launches do not advance the context.
 Result<CallOptions> random_options(int64_t count, const Device& device);

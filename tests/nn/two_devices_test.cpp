@@ -91,5 +91,46 @@ TEST(TwoDevices, EachUsesItsOwnStreamWhoeverHasTheInnermostScope) {
   for (const Device& device : {a, b}) ASSERT_OK(devices::remove(device));
 }
 
+// The gradients of a step, the result and dx, on the host.
+std::vector<Values> step_of(const Device& device, const Activation activation) {
+  const auto mlp = take(LayerNormMLP::create({.hidden_size = 16,
+                                              .ffn_hidden_size = 32,
+                                              .activation = activation,
+                                              .device = device,
+                                              .seed = 3}));
+  Residual residual;
+  const Tensor x = take(tensor({16, 16}, random_values(256, 5)).to(device));
+  Ctx ctx, outer;
+  Tensor y;
+  {
+    autocast fp8(true, CurrentScaling{});
+    y = take(mlp->forward(x, &ctx));
+  }
+  y = take(residual.forward(y, x, &outer));
+  const Tensor dx = take(mlp->backward(y, ctx));
+  EXPECT_OK(backward_end());
+  std::vector<Values> all = {values_of(take(y.to(Device()))), values_of(take(dx.to(Device())))};
+  for (const NamedParameter& p : mlp->parameters()) {
+    all.push_back(values_of(take(p.grad().to(Device()))));
+  }
+  return all;
+}
+
+TEST(TwoDevices, AStepUsesItsOwnStreamWhoeverHasTheInnermostScope) {
+  FarDevice far0(0), far1(1);
+  OpManager::instance();
+  const Device a = take(devices::add(&far0.desc)), b = take(devices::add(&far1.desc));
+  for (const Activation activation : {Activation::kGelu, Activation::kSwiglu}) {
+    const std::vector<Values> expected = step_of(Device(), activation);
+    const Stream other = take(Stream::create(a)), of_a = take(Stream::create(a));
+    const Stream of_b = take(Stream::create(b));
+    ASSERT_EQ(other.get(), of_b.get());
+    const StreamScope scope_a(of_a), scope_b(of_b);
+    EXPECT_EQ(step_of(a, activation), expected);
+    EXPECT_EQ(far0.queues.pending(other.get()), 0u);
+  }
+  for (const Device& device : {a, b}) ASSERT_OK(devices::remove(device));
+}
+
 }  // namespace
 }  // namespace te_fl::nn::testing

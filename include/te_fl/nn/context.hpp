@@ -34,9 +34,9 @@ struct RandomPosition {
 class TE_FL_API Context {
  public:
   explicit Context(uint64_t seed = 0, void* stream = nullptr);
-  // The calling thread's context, on the stream of its innermost StreamScope. Modules run on that
-  // stream: a thread that works on several devices makes the module's own device's scope the
-  // innermost.
+  // The calling thread's context, on the stream of its innermost StreamScope. Modules run on the
+  // stream of the innermost scope of their own device, whichever other device's scope is inside it;
+  // outside of all, on its default stream.
   static Context current();
 
   void* stream() const noexcept { return stream_; }
