@@ -103,7 +103,7 @@ std::vector<Values> step_of(const Device& device, const Activation activation) {
   Ctx ctx, outer;
   Tensor y;
   {
-    autocast fp8(true, CurrentScaling{});
+    autocast fp8(true, Float8CurrentScaling{});
     y = take(mlp->forward(x, &ctx));
   }
   y = take(residual.forward(y, x, &outer));
