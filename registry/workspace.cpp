@@ -1,6 +1,5 @@
 #include "registry/workspace.hpp"
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <string>
@@ -182,11 +181,14 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
 
 int64_t DeviceArenas::held(const Device& device) const {
   const std::lock_guard lock(mutex);
-  return std::count_if(arenas_.begin(), arenas_.end(), [&](const auto& entry) {
-    const auto& key = entry.first;
-    return Device{std::get<0>(key), std::get<1>(key), std::get<2>(key)} == device &&
-           entry.second->data.load(std::memory_order_relaxed) != nullptr;
-  });
+  int64_t count = 0;
+  for (const auto& [key, arena] : arenas_) {
+    if (Device{std::get<0>(key), std::get<1>(key), std::get<2>(key)} != device) continue;
+    for (const DeviceArena* a = arena.get(); a != nullptr; a = a->spare.get()) {
+      if (a->data.load(std::memory_order_relaxed) != nullptr) ++count;
+    }
+  }
+  return count;
 }
 
 void DeviceArenas::release(const Device& device) {
