@@ -16,7 +16,7 @@ C_TYPES = {"bool": "int32_t", "i32": "int32_t", "i64": "int64_t", "f32": "float"
 ARG_TYPES = {"tensor": "TENSOR", "list": "TENSOR_LIST", "bool": "BOOL", "i32": "I32", "i64": "I64",
              "f32": "F32", "f64": "F64", "enum": "ENUM", "saved": "SAVED", "communicator": "COMMUNICATOR",
              "ints": "I64_LIST"}
-PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "int"}  # of scalars
+PY_TYPES = {"bool": "bool", "i32": "int", "i64": "int", "f32": "float", "f64": "float", "enum": "Union[int, str]"}  # of scalars
 FLAG_KEYS = {"optional": "OPTIONAL", "host": "HOST", "raw_fp8": "RAW_FP8", "quant_only": "QUANT_ONLY",
              "overlap": "ALLOW_OVERLAP", "opaque": "OPAQUE", "strided_codes": "STRIDED_CODES",
              "later": "LATER"}

@@ -171,7 +171,7 @@ def gen_cpp(families):
 
 
 def gen_python(families):
-    out = [f"# {NOTE}", '"""Signatures of the op catalogue."""', "", "from typing import Optional, Sequence", "", "from te_fl import Saved, Tensor", ""]
+    out = [f"# {NOTE}", '"""Signatures of the op catalogue."""', "", "from typing import Any, Optional, Sequence, Union", "", "from te_fl import Saved, Tensor", ""]
     for _, _, ops in families:
         for o in ops:
             req, opt = [], []
@@ -182,6 +182,9 @@ def gen_python(families):
                 else:
                     value = bool(a.default) if a.type == "bool" else (float(a.default) if a.type[0] == "f" else int(a.default))
                     opt.append(f"{a.name}: {PY_TYPES[a.type]} = {value!r}")
+            opt.append("stream: Any = None")
+            if o.rng:
+                opt += ["seed: int = 0", "offset: int = 0"]
             sep = ["*"]
             out += [f"def {o.name}({', '.join(sep + req + opt)}) -> None:", f'    """{o.summary}', "", f"    {o.formula}", '    """', ""]
     return "\n".join(out)

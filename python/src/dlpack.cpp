@@ -78,6 +78,19 @@ const Exchange* exchange_of(PyTypeObject* type) {
   return found;
 }
 
+// JAX lends its arrays, which are immutable, by capsules of a DLPack that cannot say so.
+bool is_immutable(PyObject* object) {
+  const Ref type = Ref::take(PyObject_Type(object));
+  const Ref module = Ref::take(PyObject_GetAttrString(type.get(), "__module__"));
+  return PyUnicode_Check(module.get()) != 0 &&
+         text_of(module.get(), "__module__").starts_with("jax");
+}
+
+[[noreturn]] void throw_read_only(const char* name) {
+  throw_value_error("argument '" + std::string(name) +
+                    "' is written by this op, and its memory is read-only");
+}
+
 bool is_compact(const te_fl_dltensor& t) {
   if (t.strides == nullptr) return true;
   int64_t expected = 1;
@@ -126,6 +139,7 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
                      "object with __dlpack__");
   }
   const Ref bound = Ref::take(method);
+  if (written && is_immutable(object)) throw_read_only(name);
   const Ref none = Ref::take(PyTuple_New(0));
   PyObject* raw = PyObject_Call(bound.get(), none.get(), keywords);
   if (raw == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -143,10 +157,7 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
       throw_type_error("argument '" + std::string(name) + "' speaks DLPack " +
                        std::to_string(lent->versioned->version.major) + ", te-fl speaks DLPack 1");
     }
-    if (written && (lent->versioned->flags & kReadOnly) != 0) {
-      throw_value_error("argument '" + std::string(name) +
-                        "' is written by this op, and its memory is read-only");
-    }
+    if (written && (lent->versioned->flags & kReadOnly) != 0) throw_read_only(name);
     return lent->versioned->tensor;
   }
   lent->plain = static_cast<Managed*>(PyCapsule_GetPointer(capsule.get(), "dltensor"));
