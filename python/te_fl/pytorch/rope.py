@@ -112,7 +112,8 @@ def _qkv_outputs(qkv, q_freqs, k_freqs, start_positions, split, *rest):
     return (qkv.new_empty(a, b, groups * queries // keys, keys), qkv.new_empty(a, b, groups, keys), qkv.new_empty(a, b, groups, values))
 
 
-def _qkv_backward(dq, dk, dv, q_freqs, k_freqs, start_positions, split: List[int], layout: str, interleaved: bool, cp_size: int, cp_rank: int):
+def _qkv_backward(dq, dk, dv, q_freqs, k_freqs, start_positions, split: List[int], layout: str, interleaved: bool, cp_size: int,
+                  cp_rank: int):
     grad = _qkv_grad(dq, dk, dv, q_freqs, k_freqs, start_positions, split)
     ops.fused_qkv_rope_backward(q_grad=dq.contiguous(), k_grad=dk.contiguous(), v_grad=dv.contiguous(), q_freqs=q_freqs, k_freqs=k_freqs,
                                 qkv_grad=grad, start_positions=start_positions, q_dim=split[0], k_dim=split[1], v_dim=split[2],

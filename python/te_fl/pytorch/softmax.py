@@ -44,7 +44,8 @@ def _make(name: str, masked: bool = False):
 
     mask = "Tensor mask, " if masked else ""
     back = Op(f"{name}_backward(Tensor output_grads, Tensor softmax_results, float scale) -> Tensor", backward, like_first)
-    return differentiable(Op(f"{name}_forward(Tensor inputs, {mask}float scale) -> Tensor", forward, like_first), back, save, gradient), back
+    front = Op(f"{name}_forward(Tensor inputs, {mask}float scale) -> Tensor", forward, like_first)
+    return differentiable(front, back, save, gradient), back
 
 
 _plain, scaled_softmax_backward = _make("scaled_softmax")
@@ -81,7 +82,7 @@ def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Te
 class FusedScaleMaskSoftmax(torch.nn.Module):
     """Scale, mask and softmax in one op.
 
-    mask_func: attention_mask_func is done by the op itself, whose masked scores have weight 0; another function is called on the scaled scores.
+    mask_func: attention_mask_func is done by the op itself, whose masked scores have weight 0; another is called on the scaled scores.
     """
 
     def __init__(self, mask_func: Callable, softmax_in_fp32: bool = True) -> None:
