@@ -170,7 +170,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return bool(self._sites) and kind == self._kind
 
     def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
-             accumulates: bool = False) -> torch.Tensor:
+             accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
         x = inputs[0]
         activation = -1
         if torch.is_autocast_enabled(x.device.type):
@@ -180,7 +180,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             updates = quantization.updates_gradients()
             self._recipe = quantization.active_recipe()
         inputs = tuple(t if t.is_contiguous() else t.contiguous() for t in inputs) if attention is None else inputs
-        return run(Call(layer, len(inputs), activation, first, attention, random, updates, accumulates), self.training, *inputs, *parameters)
+        return run(Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates), self.training,
+                   *inputs, *extras, *parameters)
 
     def _changed(self) -> None:
         for layer in self._layers.values():

@@ -45,7 +45,8 @@ class Call(NamedTuple):
     """What a layer's forward is called with besides tensors that autograd follows."""
 
     layer: Any  # of _native.layer()
-    inputs: int  # how many of the tensors are inputs; the parameters follow
+    inputs: int  # how many of the tensors are inputs
+    extras: int  # how many after them are in `attention` as well and get a gradient; the parameters follow
     activation: int  # the output's dtype as an index in DTYPES
     first: Any  # is_first_microbatch
     attention: Optional[dict]
@@ -90,7 +91,7 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, *tensors: torch.Tensor) -> torch.Tensor:
         n = call.inputs
-        output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n:],
+        output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
                                               call.attention, call.random)
         ctx.save_for_backward(token, *tensors)
         ctx.call = call
@@ -101,7 +102,8 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         call = ctx.call
         token, *tensors = ctx.saved_tensors
-        parameters = tuple(tensors[call.inputs:])
+        n = call.inputs + call.extras
+        parameters = tuple(tensors[n:])
         main_grads = _main_grads(parameters) if call.accumulates else None
         inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, main_grads, _keeps_graph())
         if call.updates:
@@ -109,7 +111,7 @@ class LayerFunction(torch.autograd.Function):
         if main_grads is not None:
             own = tuple(_placeholder(p) if m is not None else g for p, m, g in zip(parameters, main_grads, own))
         needed = ctx.needs_input_grad
-        return (None, *(g if needed[i + 1] else None for i, g in enumerate(inputs[:call.inputs])), *own)
+        return (None, *(g if needed[i + 1] else None for i, g in enumerate(inputs[:n])), *own)
 
 
 def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
@@ -119,5 +121,5 @@ def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
             if t.requires_grad:
                 return LayerFunction.apply(call, *tensors)
     n = call.inputs
-    return _native.layer_forward(call.layer, call.activation, UNCACHED if training else SERVING, call.first, tensors[:n], tensors[n:],
-                                 call.attention, call.random)[0]
+    return _native.layer_forward(call.layer, call.activation, UNCACHED if training else SERVING, call.first, tensors[:n],
+                                 tensors[n + call.extras:], call.attention, call.random)[0]
