@@ -3,6 +3,7 @@
 #include <array>
 
 #include "nn/gradients.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 
 namespace te_fl::nn::detail {
@@ -144,6 +145,13 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   return cached_.weight;
 }
 
+Result<Tensor> GemmUnit::repeated_weight(const Use& use) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor kept, replay_weight(this, spec_.device));
+  if (kept.defined()) return kept;
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
+  return make_weight(use, use.training);
+}
+
 Result<Tensor> GemmUnit::inference_weight(const Use& use) {
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
   if (captured) return make_weight(use, false);
@@ -193,11 +201,18 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
 
 Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& input,
                                                   const ForwardOptions& options, Tensor& weight) {
-  if (use.mode.calibrating) {
+  TE_FL_RETURN_IF_ERROR(same_parameter(weight_.get()));
+  TE_FL_RETURN_IF_ERROR(same_parameter(bias_.get()));
+  if (use.mode.calibrating && !replaying()) {
     TE_FL_RETURN_IF_ERROR(running_amax(input, forward_->amax_slot(kInputSlot)));
     TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
   }
-  TE_FL_ASSIGN_OR_RETURN(weight, gemm_weight(use, options));
+  TE_FL_ASSIGN_OR_RETURN(weight, replaying() ? repeated_weight(use) : gemm_weight(use, options));
+  if (noting() && !replaying()) {
+    const auto keeps = [&](const Tensor& t) { return t.raw_data() == weight.raw_data(); };
+    const bool kept = keeps(cached_.weight) || keeps(flagged_.weight);
+    TE_FL_RETURN_IF_ERROR(note_weight(this, spec_.device, kept ? weight : Tensor()));
+  }
   te_fl_generic_gemm_args args{};
   args.a = input;
   args.b = weight;

@@ -106,6 +106,8 @@ class GemmUnit {
   Result<Tensor> quantised_weight(const Use& use, bool columnwise);
   // The weight for an inference that says nothing of microbatches.
   Result<Tensor> inference_weight(const Use& use);
+  // That of the first run, in the second run of a recomputed piece.
+  Result<Tensor> repeated_weight(const Use& use);
   // What ForwardOptions::reuse_weights asks for.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.

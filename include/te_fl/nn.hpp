@@ -14,5 +14,6 @@
 #include "te_fl/nn/norm.hpp"
 #include "te_fl/nn/optimizer.hpp"
 #include "te_fl/nn/recipe.hpp"
+#include "te_fl/nn/recompute.hpp"
 #include "te_fl/nn/safetensors.hpp"
 #include "te_fl/nn/transformer.hpp"
