@@ -5,6 +5,7 @@
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/embedding.hpp"
+#include "te_fl/nn/fp8_parameters.hpp"
 #include "te_fl/nn/graphed_step.hpp"
 #include "te_fl/nn/init.hpp"
 #include "te_fl/nn/linear.hpp"
