@@ -67,8 +67,7 @@ class Names(unittest.TestCase):
         homes = {(table.home(module, name), name) for module, name in known}
         for home, names in table.SERVED.items():
             for name in names.split():
-                if home != "te_fl":  # these are TransformerEngine-FL's
-                    self.assertIn((home, name), homes)
+                self.assertIn((home, name), homes)
 
     def test_parameters_and_defaults(self):
         checked = 0

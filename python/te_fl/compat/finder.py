@@ -25,7 +25,7 @@ __all__ = ["as_transformer_engine", "status"]
 
 _ROOT, _EXTENSIONS = "transformer_engine", ("transformer_engine_torch", "transformer_engine_jax")
 _NAMES = {module: frozenset(names.split()) for module, names in known_names.NAMES.items()}
-_PLUGIN = frozenset(table.SERVED["te_fl"].split())
+_PLUGIN = frozenset(table.PLUGINS[1].split())
 _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
                                                             for part in ("", ".types", ".registry", ".manager")}})
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)

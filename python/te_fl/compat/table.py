@@ -7,9 +7,12 @@ SERVED = {
     "te_fl.common.recipe":
         "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling NVFP4BlockScaling QParams "
         "Recipe",
-    "te_fl.pytorch":
-        "DotProductAttention LayerNorm LayerNormLinear LayerNormMLP Linear MultiheadAttention RMSNorm TransformerLayer autocast checkpoint "
-        "fp8_autocast fp8_model_init make_graphed_callables quantized_model_init",
+    "te_fl.pytorch.attention": "DotProductAttention",
+    "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.linear": "LayerNormLinear Linear",
+    "te_fl.pytorch.mlp": "LayerNormMLP",
+    "te_fl.pytorch.norm": "LayerNorm RMSNorm",
+    "te_fl.pytorch.quantization": "autocast fp8_autocast fp8_model_init quantized_model_init",
     "te_fl.pytorch.availability":
         "check_fp8_block_scaling_support check_fp8_support check_mxfp8_support check_nvfp4_support check_recipe_support "
         "get_align_size_for_quantization get_cudnn_version get_default_fp8_recipe get_default_recipe get_device_compute_capability "
@@ -33,7 +36,6 @@ SERVED = {
     "te_fl.pytorch.weights": "deinterleave_glu_tensor interleave_glu_tensor",
     "te_fl.jax": "",
     "te_fl.jax.flax": "",
-    "te_fl": "BackendImplKind OpImpl OpManager OpRegistry",
 }
 
 # Arguments of served names that take one value only. Each has another value, which is refused by an error that names the argument.
@@ -83,6 +85,9 @@ WAYS_OUT = (
     ("newton_schulz", "iterate with torch.matmul"),
     ("Cusolver", "iterate with torch.matmul"),
     ("onnx", "export the model in plain PyTorch; the parameters have the same names"),
+    ("MultiheadAttention", "use Linear and DotProductAttention"),
+    ("TransformerLayer", "use LayerNormLinear, DotProductAttention, Linear and LayerNormMLP"),
+    ("make_graphed_callables", "capture with torch.cuda.graph"),
     ("InferenceParams", "keep keys and values in the program"),
 )
 OTHERWISE = "te-fl has nothing in its place"
@@ -94,7 +99,10 @@ of it is False; calling it, subclassing it or reading an attribute is `te_fl.err
 honoured is refused by name, never ignored; the tables list those that take one value only.
 """
 
-_PLACES = [(home, frozenset(names.split())) for home, names in SERVED.items()]
+# TransformerEngine-FL's names of implementations in Python, in transformer_engine.plugin.core.
+PLUGINS = ("te_fl", "BackendImplKind OpImpl OpManager OpRegistry")
+
+_PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), PLUGINS)]
 
 
 def home(module: str, name: str):
