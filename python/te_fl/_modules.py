@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import sys
 import threading
 import traceback
 from types import ModuleType
@@ -58,14 +59,10 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
         refused = isinstance(error, NotImplementedError)
         text = str(error) if refused else traceback.format_exception_only(type(error), error)[-1].strip()
         return {**report, "state": "skipped" if refused else "failed", "reason": text}
-    mine = [row for row in registry_rows(registry) if row["owner"] == name]
+    mine = [row for row in registry.snapshot() if row["owner"] == name]
     report["ops"] = [f"{row['op_name']}: {row['impl_id']}" for row in mine]
     report["vendor"] = ", ".join(sorted({row["vendor"] for row in mine}))
     return report
-
-
-def registry_rows(registry: OpRegistry) -> List[dict]:
-    return registry.snapshot()
 
 
 def _is_there(name: str) -> bool:
@@ -76,7 +73,6 @@ def _is_there(name: str) -> bool:
             return False
         raise
     except ValueError:  # it was made by hand and has no spec, or the name is no module's
-        import sys
         return name in sys.modules
 
 
@@ -84,7 +80,9 @@ def _bring(name: str, module: ModuleType, register: Optional[Callable], registry
     """Loads the shared library that the module brings, and has it register."""
     library = getattr(module, "te_fl_library", None)
     if register is None and library is None:
-        raise AttributeError(f"module {name!r} has neither register() nor te_fl_library")
+        unfinished = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        raise AttributeError(f"module {name!r} has neither register() nor te_fl_library" +
+                             ("; it is being imported still, and calls an op: that belongs into register()" if unfinished else ""))
     if callable(library):
         library = library()
     if library is not None:

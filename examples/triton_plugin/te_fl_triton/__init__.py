@@ -4,8 +4,6 @@ Installed, the package is found by its entry point `te_fl.plugin`; TE_FL_PLUGIN_
 TRITON_INTERPRET=1 the kernels run on the host, slowly, for tests on machines without a GPU.
 """
 
-import os
-
 __version__ = "1.0.0"
 
 
@@ -16,9 +14,9 @@ def register(registry):
         import triton  # noqa: F401
     except ImportError as error:
         raise NotImplementedError(f"{error}; `pip install torch triton` brings what its kernels need") from error
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not interpreted and not torch.cuda.is_available():
+    from te_fl_triton.common import INTERPRETED
+    if not INTERPRETED and not torch.cuda.is_available():
         raise NotImplementedError("PyTorch finds no CUDA device; TRITON_INTERPRET=1 runs its kernels on the host, for tests")
     from te_fl_triton import rmsnorm, rope, swiglu
-    devices = ("cpu",) if interpreted else ("cuda",)
+    devices = ("cpu",) if INTERPRETED else ("cuda",)
     registry.register_many(rmsnorm.implementations(devices) + swiglu.implementations(devices) + rope.implementations(devices))

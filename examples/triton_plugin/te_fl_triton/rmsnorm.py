@@ -28,7 +28,8 @@ def backward_kernel(dz, x, rsigma, gamma, dx, sums, rows, columns, ONE: tl.const
     inside = at < columns
     weight = tl.load(gamma + at, inside, 0.0).to(tl.float32) + ONE
     sum_of_weight = tl.zeros([BLOCK], tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    row = tl.program_id(0)
+    while row < rows:  # Triton's interpreter has no range() of what is known at run time only
         begin = row.to(tl.int64) * columns
         factor = tl.load(rsigma + row)
         normal = tl.load(x + begin + at, inside, 0.0).to(tl.float32) * factor
@@ -37,6 +38,7 @@ def backward_kernel(dz, x, rsigma, gamma, dx, sums, rows, columns, ONE: tl.const
         inner = gradient * weight
         mean = tl.sum(inner * normal, 0) / columns
         tl.store(dx + begin + at, (factor * (inner - normal * mean)).to(dx.dtype.element_ty), inside)
+        row += tl.num_programs(0)
     tl.store(sums + tl.program_id(0).to(tl.int64) * columns + at, sum_of_weight, inside)
 
 
@@ -45,8 +47,12 @@ def sum_kernel(sums, dgamma, programs, columns, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     total = tl.zeros([BLOCK], tl.float32)
-    for program in range(0, programs):
-        total += tl.load(sums + program.to(tl.int64) * columns + at, inside, 0.0)
+    row = sums + at
+    program = 0
+    while program < programs:
+        total += tl.load(row, inside, 0.0)
+        row += columns
+        program += 1
     tl.store(dgamma + at, total.to(dgamma.dtype.element_ty), inside)
 
 
