@@ -4,14 +4,10 @@
 #include <cstring>
 #include <vector>
 
+#include "exchange.hpp"
+
 namespace te_fl::python {
 namespace {
-
-using dlpack::Exchange;
-using dlpack::ExchangeHeader;
-using dlpack::kReadOnly;
-using dlpack::Managed;
-using dlpack::ManagedVersioned;
 
 // What a type lends its tensors by. Types are kept alive by the entry, so that an address is never
 // another type's.
@@ -69,7 +65,7 @@ bool is_compact(const te_fl_dltensor& t) {
 
 }  // namespace
 
-const dlpack::Exchange* dlpack::exchange_of(PyTypeObject* type) {
+const Exchange* exchange_of(PyTypeObject* type) {
   for (const KnownType& known : known_types()) {
     if (known.type == type) return known.exchange;
   }
@@ -143,7 +139,7 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
 
 te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* name) {
   te_fl_dltensor t{};
-  if (const Exchange* api = dlpack::exchange_of(Py_TYPE(object)); api != nullptr) {
+  if (const Exchange* api = exchange_of(Py_TYPE(object)); api != nullptr) {
     if (api->describe(object, &t) != 0) throw PythonError();
     exchange_ = api;
   } else {

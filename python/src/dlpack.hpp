@@ -8,44 +8,6 @@
 
 namespace te_fl::python {
 
-// DLPack 1.x as its specification describes it (https://dmlc.github.io/dlpack); the layout is ABI.
-namespace dlpack {
-
-struct Version {
-  uint32_t major, minor;
-};
-struct Managed {
-  te_fl_dltensor tensor;
-  void* context;
-  void (*deleter)(Managed*);
-};
-struct ManagedVersioned {
-  Version version;
-  void* context;
-  void (*deleter)(ManagedVersioned*);
-  uint64_t flags;
-  te_fl_dltensor tensor;
-};
-inline constexpr uint64_t kReadOnly = 1;
-struct ExchangeHeader {
-  Version version;
-  const ExchangeHeader* previous;
-};
-struct Exchange {
-  ExchangeHeader header;
-  int (*allocate)(te_fl_dltensor*, ManagedVersioned**, void*,
-                  void (*)(void*, const char*, const char*));
-  int (*from_object)(void*, ManagedVersioned**);
-  int (*to_object)(ManagedVersioned*, void**);
-  int (*describe)(void*, te_fl_dltensor*);  // borrowed; may be null
-  int (*current_stream)(int32_t, int32_t, void**);
-};
-
-// What `type` lends its tensors by in C; null: by `__dlpack__` alone.
-const Exchange* exchange_of(PyTypeObject* type);
-
-}  // namespace dlpack
-
 // Borrows the memory of Python objects until it is destroyed. It reads an object through
 // `__dlpack_c_exchange_api__` where its type has that (PyTorch), which costs a function call, else
 // through `__dlpack__`.

@@ -3,7 +3,7 @@
 #include <numeric>
 #include <vector>
 
-#include "dlpack.hpp"
+#include "exchange.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::python {
@@ -104,24 +104,24 @@ PyObject* represent(PyObject* self) noexcept {
 
 // What a consumer holds; made in one piece with the extents, and freed on any thread, with or
 // without the interpreter's lock.
-template <class Managed>
+template <class T>
 struct Export {
-  Managed managed{};
+  T managed{};
   std::shared_ptr<Lending> lending;
   std::vector<int64_t> shape, strides;
 };
 
-template <class Managed>
-Managed* exported(const LentTensor& t) {
-  auto* made = new Export<Managed>();
+template <class T>
+T* exported(const LentTensor& t) {
+  auto* made = new Export<T>();
   made->lending = t.lending;
   made->shape = t.shape, made->strides = t.strides;
   made->managed.tensor = t.dl;
   made->managed.tensor.shape = made->shape.data();
   made->managed.tensor.strides = made->strides.data();
   made->managed.context = made;
-  made->managed.deleter = [](Managed* m) {
-    auto* mine = static_cast<Export<Managed>*>(m->context);
+  made->managed.deleter = [](T* m) {
+    auto* mine = static_cast<Export<T>*>(m->context);
     mine->lending->exports.fetch_sub(1);
     delete mine;
   };
@@ -129,12 +129,12 @@ Managed* exported(const LentTensor& t) {
   return &made->managed;
 }
 
-template <class Managed>
-Ref capsule_of(Managed* managed, const char* capsule_name) {
+template <class T>
+Ref capsule_of(T* managed, const char* capsule_name) {
   PyObject* capsule = PyCapsule_New(managed, capsule_name, [](PyObject* c) {
     const char* now = PyCapsule_GetName(c);
     if (now == nullptr || std::string_view(now).starts_with("used_")) return;
-    auto* left = static_cast<Managed*>(PyCapsule_GetPointer(c, now));
+    auto* left = static_cast<T*>(PyCapsule_GetPointer(c, now));
     if (left != nullptr) left->deleter(left);
   });
   if (capsule == nullptr) managed->deleter(managed);
@@ -177,10 +177,10 @@ PyObject* dlpack(PyObject* self, PyObject* args, PyObject* keywords) noexcept {
       long minor = 0;
       if (PyArg_ParseTuple(version, "ll", &major, &minor) == 0) throw PythonError();
     }
-    if (major < 1) return capsule_of(exported<dlpack::Managed>(t), "dltensor");
-    auto* managed = exported<dlpack::ManagedVersioned>(t);
+    if (major < 1) return capsule_of(exported<Managed>(t), "dltensor");
+    auto* managed = exported<ManagedVersioned>(t);
     managed->version = {1, 1};
-    managed->flags = t.writable ? 0 : dlpack::kReadOnly;
+    managed->flags = t.writable ? 0 : kReadOnly;
     return capsule_of(managed, "dltensor_versioned");
   });
 }
@@ -202,10 +202,10 @@ PyObject* to_torch(PyObject* self, PyObject*) noexcept {
     }
     static PyObject* const type = PyObject_GetAttrString(torch, "Tensor");
     if (type == nullptr) throw PythonError();
-    const dlpack::Exchange* api = dlpack::exchange_of(reinterpret_cast<PyTypeObject*>(type));
+    const Exchange* api = exchange_of(reinterpret_cast<PyTypeObject*>(type));
     if (api == nullptr || api->to_object == nullptr)
       return Ref::take(PyObject_CallMethod(torch, "from_dlpack", "O", self));
-    auto* managed = exported<dlpack::ManagedVersioned>(t);
+    auto* managed = exported<ManagedVersioned>(t);
     managed->version = {1, 1};  // PyTorch has no read-only tensors
     void* made = nullptr;
     if (api->to_object(managed, &made) != 0) {
