@@ -2,8 +2,11 @@
 #include "errors.hpp"
 #include "framework_tensor.hpp"
 #include "layer.hpp"
+#include "lent_tensor.hpp"
+#include "modules.hpp"
 #include "op_call.hpp"
 #include "policy.hpp"
+#include "registration.hpp"
 #include "report.hpp"
 
 namespace te_fl::python {
@@ -34,7 +37,8 @@ PyMethodDef g_methods[] = {
     {"set_classes", set_classes, METH_VARARGS, "set_classes(errors, Quantized, Saved)"},
     {"op", make_op, METH_O, "op(name) -> a callable of keyword arguments that runs the op"},
     {"schema", schema, METH_O, "schema(op) -> dict"},
-    {"resolve", resolve, METH_VARARGS, "resolve(op, arguments) -> dict"},
+    {"call", call_by, METH_VARARGS, "call(op, arguments, manager=None)"},
+    {"resolve", resolve, METH_VARARGS, "resolve(op, arguments, manager=None) -> dict"},
     {"explain", explain, METH_VARARGS, "explain(op, device, dtypes, scalings) -> dict"},
     {"saved_bytes", saved_bytes, METH_VARARGS, "saved_bytes(op, arguments) -> int"},
     {"op_names", op_names, METH_NOARGS, "op_names() -> list of str"},
@@ -48,6 +52,18 @@ PyMethodDef g_methods[] = {
     {"policy_scope", policy_scope, METH_O, "policy_scope(settings) -> scope"},
     {"enter_scope", enter_scope, METH_O, "enter_scope(scope)"},
     {"leave_scope", leave_scope, METH_O, "leave_scope(scope)"},
+    {"set_registration_helpers", set_registration_helpers, METH_VARARGS,
+     "set_registration_helpers(told, on_stream)"},
+    {"set_module_loader", set_module_loader, METH_O, "set_module_loader(load)"},
+    {"process_registry", process_registry, METH_NOARGS, "process_registry() -> registry"},
+    {"new_registry", new_registry, METH_NOARGS, "new_registry() -> registry"},
+    {"new_manager", new_manager, METH_O, "new_manager(registry) -> manager"},
+    {"register", register_implementations, METH_VARARGS,
+     "register(registry, implementations, owner)"},
+    {"unregister", unregister, METH_VARARGS, "unregister(registry, op, impl_id)"},
+    {"unregister_owner", unregister_owner, METH_VARARGS, "unregister_owner(registry, owner)"},
+    {"set_priority", set_priority, METH_VARARGS, "set_priority(registry, op, impl_id, priority)"},
+    {"snapshot", snapshot, METH_O, "snapshot(registry) -> list of dict"},
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
     {"layer", make_layer, METH_VARARGS, "layer(kind, options) -> layer"},
     {"layer_parameters", layer_parameters, METH_O,
@@ -86,4 +102,11 @@ PyModuleDef g_module = {PyModuleDef_HEAD_INIT,
 }  // namespace
 }  // namespace te_fl::python
 
-PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&te_fl::python::g_module); }
+PyMODINIT_FUNC PyInit__native() {
+  using namespace te_fl::python;
+  return guarded([] {
+    Ref module = Ref::take(PyModule_Create(&g_module));
+    check(PyModule_AddObjectRef(module.get(), "LentTensor", lent_tensor_class()));
+    return module;
+  });
+}
