@@ -1,11 +1,12 @@
 # A relocatable prefix: library, headers, te-fl, CMake package, pkg-config file, plugins folder.
 include(CMakePackageConfigHelpers)
 
-set_target_properties(te_fl_shared PROPERTIES INSTALL_RPATH "$ORIGIN")
+# From the start: the empty places that CMake leaves for it otherwise mean the working directory to the dynamic linker.
+set_target_properties(te_fl_shared PROPERTIES INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH ON)
 install(TARGETS te_fl_shared EXPORT te_fl_targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY include/te_fl DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(TARGET te_fl_tool)
-  set_target_properties(te_fl_tool PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+  set_target_properties(te_fl_tool PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR};$ORIGIN/../lib")
   install(TARGETS te_fl_tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 # Manifests of plugins go to plugins.d, where te-fl looks for them; libraries beside it.
