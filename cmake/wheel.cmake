@@ -1,5 +1,8 @@
 # The wheel's files below its root (component "python"): the native module, libte_fl, te-fl, the plugins, and those libraries
 # that cannot be expected on another machine. scikit-build-core adds the package's own .py files (pyproject.toml).
+if(SKBUILD_PROJECT_VERSION AND NOT SKBUILD_PROJECT_VERSION STREQUAL PROJECT_VERSION)
+  message(FATAL_ERROR "pyproject.toml has version ${SKBUILD_PROJECT_VERSION}, include/te_fl/version.hpp ${PROJECT_VERSION}: set the first")
+endif()
 te_fl_in_wheel(te_fl_python te_fl)
 te_fl_in_wheel(te_fl_shared te_fl/lib)
 if(TARGET te_fl_tool)
@@ -15,6 +18,5 @@ get_property(wheel_targets GLOBAL PROPERTY TE_FL_WHEEL_TARGETS)
 get_property(opened GLOBAL PROPERTY TE_FL_OPENED_LIBRARIES)
 add_custom_target(te_fl_wheel DEPENDS ${wheel_targets})
 set(soname libte_fl.so.${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
-set(TE_FL_SOURCE_DIR ${CMAKE_SOURCE_DIR})
 configure_file(cmake/bundle.cmake.in ${CMAKE_BINARY_DIR}/bundle.cmake @ONLY)
 install(SCRIPT ${CMAKE_BINARY_DIR}/bundle.cmake COMPONENT python EXCLUDE_FROM_ALL)
