@@ -16,6 +16,12 @@ namespace te_fl::nn {
 Ctx::Record::~Record() = default;
 Ctx::Ctx() = default;
 Ctx::~Ctx() = default;
+Ctx::Ctx(const Ctx& other) {
+  if (other.record_ == nullptr || other.record_->copy == nullptr) return;
+  record_ = other.record_->copy(*other.record_);
+  owner_ = other.owner_;
+}
+Ctx& Ctx::operator=(const Ctx& other) { return *this = Ctx(other); }
 Ctx::Ctx(Ctx&&) noexcept = default;
 Ctx& Ctx::operator=(Ctx&&) noexcept = default;
 
@@ -286,21 +292,36 @@ Result<Tensor> staged(const Tensor& tensor, const Device& device,
 }  // namespace
 
 Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
-                           const std::function<bool(std::string_view)>& skip) const {
+                           const Skip& skip) const {
+  return check(tensors, source, skip, true);
+}
+Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
+                          const Skip& skip) {
+  return load(tensors, source, skip, true);
+}
+Status Module::load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source) {
+  return load(tensors, source, nullptr, false);
+}
+
+Status Module::check(const std::vector<NamedTensor>& tensors, std::string_view source,
+                     const Skip& skip, bool parameters) const {
   StateChecker checker(tensors, source, skip);
   Status status;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (!status.ok()) return;
-    status = entry.parameter != nullptr ? checker.check_parameter(path, entry.parameter->value)
-                                        : checker.check_fp8(path, *entry.fp8);
+    if (entry.parameter == nullptr) {
+      status = checker.check_fp8(path, *entry.fp8);
+    } else if (parameters) {
+      status = checker.check_parameter(path, entry.parameter->value);
+    }
   });
   TE_FL_RETURN_IF_ERROR(status);
   return checker.check_names();
 }
 
-Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
-                          const std::function<bool(std::string_view)>& skip) {
-  TE_FL_RETURN_IF_ERROR(check_state(tensors, source, skip));
+Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view source,
+                    const Skip& skip, bool parameters) {
+  TE_FL_RETURN_IF_ERROR(check(tensors, source, skip, parameters));
   const std::vector<NamedTensor> own = state();
   std::unordered_map<std::string, Device> devices;  // where each of them goes
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
@@ -322,6 +343,7 @@ Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_v
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (!status.ok()) return;
     if (entry.parameter != nullptr) {
+      if (!parameters) return;
       status = detail::copy(ready.at(path), entry.parameter->value);
       ++entry.parameter->version;
       return;
