@@ -196,6 +196,9 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,
                            quantized(record.mode, detail::Role::kInput, one, kSSlot, training));
+    if (training) {  // an update of the scales may come before the backward, which reads this one
+      TE_FL_ASSIGN_OR_RETURN(record.s_quant, detail::with_own_scale(record.s_quant));
+    }
   } else {
     TE_FL_ASSIGN_OR_RETURN(record.o, detail::empty_like(record.q, options.activation_dtype));
   }
