@@ -47,19 +47,21 @@ def _check_package() -> list:
 
 
 def _check_runtime() -> list:
+    """What te-fl finds; of plugins in Python, which that program cannot run, what became of them in this process."""
     try:
-        return [Finding(f["level"], f["what"], f["disables"], f["remedy"])
-                for f in program.ask("doctor", library_folders=_library_folders())]
+        found = [Finding(f["level"], f["what"], f["disables"], f["remedy"])
+                 for f in program.ask("doctor", library_folders=_library_folders())]
     except (FileNotFoundError, RuntimeError) as error:
         return [Finding("problem", str(error), "what the runtime itself finds is not known")]
-
-
-def _check_python_plugins() -> list:
-    """Plugins of this process that the program te-fl, which runs no Python, cannot know."""
-    found = []
     for p in te_fl.info()["plugins"]:
-        if not p["path"] and p["origin"] != "built-in" and p["state"] == "active":
-            found.append(Finding("ok", f"plugin {p['name']}: active, {len(p['ops'])} ops, {p['origin']}"))
+        if not p["path"] or ".so" in os.path.basename(p["path"]):
+            continue
+        found = [f for f in found if not f.what.startswith(f"plugin {p['name']}: ")]
+        if p["state"] == "active":
+            found.append(Finding("ok", f"plugin {p['name']}: active, {len(p['ops'])} implementations in Python, {p['path']}"))
+        else:
+            found.append(Finding("problem" if p["state"] == "failed" else "note", f"plugin {p['name']}: {p['state']} ({p['origin']}): {p['reason']}",
+                                 "its implementations; others serve"))
     return found
 
 
@@ -136,7 +138,7 @@ def _check_frameworks() -> list:
         found.append(Finding("ok", "beside them: " + ", ".join(others)))
     if versions["transformer_engine"]:
         found.append(Finding("note", f"NVIDIA's transformer_engine {versions['transformer_engine']} is installed too: importing that name "
-                             "gives NVIDIA's package, unless te_fl has been put in its place"))
+                             "gives it, unless te_fl.as_transformer_engine() or TE_FL_AS_TRANSFORMER_ENGINE=1 comes first"))
     return found
 
 
@@ -156,7 +158,7 @@ def _print(findings: list) -> None:
 
 def doctor(as_json: bool = False) -> int:
     """Prints what is found, what is missing and what that disables; 1 if something is broken, which a missing GPU is not."""
-    findings = [*_check_package(), *_check_runtime(), *_check_python_plugins(), *_check_cuda(), *_check_frameworks()]
+    findings = [*_check_package(), *_check_runtime(), *_check_cuda(), *_check_frameworks()]
     problems = any(f.level == "problem" for f in findings)
     if as_json:
         print(json.dumps([f._asdict() for f in findings], indent=2))

@@ -10,12 +10,10 @@ MINIMUM = {"torch": "2.11", "jax": "0.10"}
 
 
 def installed(package: str) -> Optional[str]:
-    """The version that a package's metadata states; None if it is not installed."""
+    """The version that a package's metadata states; None if it is not installed. That te_fl itself answers to a name is no package."""
     from importlib import metadata  # here, since `import te_fl` needs none of it
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    versions = (d.version for d in metadata.distributions(name=package) if not type(d).__module__.startswith("te_fl."))
+    return next(versions, None)
 
 
 def _numbers(version: str) -> tuple:
