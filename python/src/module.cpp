@@ -1,5 +1,6 @@
 // te_fl._native: the runtime as Python sees it. The package te_fl gives its functions their names.
 #include "errors.hpp"
+#include "jax_ffi.hpp"
 #include "op_call.hpp"
 #include "policy.hpp"
 #include "report.hpp"
@@ -15,6 +16,23 @@ PyObject* set_classes(PyObject*, PyObject* args) noexcept {
     set_argument_classes(quantized, saved);
     return Ref::share(Py_None);
   });
+}
+
+Ref capsule_of(xla::Error* (*handler)(xla::Call*) noexcept) {
+  return Ref::take(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
+}
+
+PyObject* jax_handlers(PyObject*, PyObject*) noexcept {
+  return guarded([&] {
+    Ref dict = Ref::take(PyDict_New());
+    put(dict, "cpu", capsule_of(&jax::handle_on_host));
+    put(dict, "CUDA", capsule_of(&jax::handle_on_cuda));
+    return dict;
+  });
+}
+
+PyObject* jax_version(PyObject*, PyObject*) noexcept {
+  return guarded([&] { return to_python(int64_t{jax::seen_version()}); });
 }
 
 PyMethodDef g_methods[] = {
@@ -36,6 +54,9 @@ PyMethodDef g_methods[] = {
     {"enter_scope", enter_scope, METH_O, "enter_scope(scope)"},
     {"leave_scope", leave_scope, METH_O, "leave_scope(scope)"},
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
+    {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
+    {"jax_version", jax_version, METH_NOARGS,
+     "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before registration"},
     {nullptr, nullptr, 0, nullptr},
 };
 
