@@ -209,7 +209,10 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
         window = (-1, -1)
     sink = None if softmax_offset is None else softmax_offset.astype(jnp.float32).reshape(-1)
     settings = _Settings("sbhd" if transpose_batch_sequence else "bshd", mask_type, softmax_type.value, float(scaling_factor), dropout, window)
-    bias = None if bias is None else bias.astype(q.dtype)
+    if bias is not None:
+        bias = bias.astype(q.dtype)
+        if jax.default_backend() == "cpu":  # whose fast implementation has no gradient of a bias that sequences share
+            bias = jnp.broadcast_to(bias, (q.shape[1 - sequence], q.shape[2], q.shape[sequence], k.shape[sequence]))
     return _attention(q, k, v, bias, sink, _Extras(None, None, mask, *lengths, seed if dropout > 0 else None), settings)
 
 

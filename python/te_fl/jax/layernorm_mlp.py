@@ -31,6 +31,8 @@ def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], ker
         raise ValueError(f"the first kernel has shape {kernels[0].shape}; for the activations {names} it is [K, {len(names)}, F]")
     hidden = layernorm_dense(x, kernels[0], gamma, beta, biases[0], norm_type, zero_centered_gamma, epsilon, transpose_batch_sequence,
                              norm_input_axes, dot_1_input_axes, kernel_1_axes, quantizer_sets[0])
+    if dot_2_input_axes:  # those of the activation's result, which lies as what it is made from
+        hidden = with_sharding_constraint_by_logical_axes(hidden, (*dot_2_input_axes[:-1], None, dot_2_input_axes[-1]))
     hidden = checkpoint_name(hidden, ffn1_ckpt_name)
     rows = hidden.reshape(-1, len(names) * hidden.shape[-1])
     bias = None if biases[1] is None else biases[1].astype(x.dtype)
