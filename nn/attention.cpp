@@ -200,6 +200,9 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,
                            quantized(record.mode, detail::Role::kInput, one, kSSlot, training));
+    if (training) {  // an update of the scales may come before the backward, which reads this one
+      TE_FL_ASSIGN_OR_RETURN(record.s_quant, detail::with_own_scale(record.s_quant));
+    }
   } else {
     TE_FL_ASSIGN_OR_RETURN(record.o,
                            Tensor::empty(shape_of_o, options.activation_dtype, options.device));
@@ -280,6 +283,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   args.dbias = grads.dbias;
   args.dsink = dsink.tensor();
   args.dp_quant = dp_quant;
+  if (record.saved_storage.defined()) record.saved.storage = record.saved_storage;  // of a copy
   args.saved = &record.saved;
   args.dropout_p = options.attention_dropout;
   CallOptions call = detail::call_options(options.device);

@@ -4,6 +4,7 @@
 
 #include "nn/gradients.hpp"
 #include "nn/make_gemm.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/init.hpp"
 
@@ -59,6 +60,7 @@ Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& opt
 Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
   if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<IndicesRecord>(ctx, "Embedding"));
+  TE_FL_RETURN_IF_ERROR(detail::same_parameter(weight_.get()));
   Shape shape(indices.shape().begin(), indices.shape().end());
   shape.push_back(options_.hidden_size);
   TE_FL_ASSIGN_OR_RETURN(Tensor y,

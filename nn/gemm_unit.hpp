@@ -109,6 +109,10 @@ class GemmUnit {
   Result<Tensor> quantised_weight(const Use& use, bool columnwise);
   // The weight for an inference that says nothing of microbatches.
   Result<Tensor> inference_weight(const Use& use);
+  // The codes of an FP8-only weight; the first training forward makes their column-wise copy.
+  Result<Tensor> own_codes(const Use& use);
+  // That of the first run, in the second run of a recomputed piece.
+  Result<Tensor> repeated_weight(const Use& use);
   // What ForwardOptions::reuse_weights asks for.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
@@ -119,7 +123,8 @@ class GemmUnit {
   std::shared_ptr<Parameter> bias_;
   std::shared_ptr<Fp8State> forward_;   // slots: input, weight
   std::shared_ptr<Fp8State> backward_;  // slot: output gradient
-  std::shared_ptr<WeightCopy> copy_;    // what an optimizer may write; null in high precision
+  std::shared_ptr<WeightCopy>
+      copy_;  // what an optimizer may write; null in high precision and of FP8-only weights
   struct Kept {
     Tensor weight;
     uint64_t version = 0;  // of the parameter

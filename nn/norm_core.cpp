@@ -1,6 +1,7 @@
 #include "nn/norm_core.hpp"
 
 #include "nn/gradients.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/init.hpp"
 
@@ -29,6 +30,8 @@ Result<std::unique_ptr<NormCore>> NormCore::create(Normalization kind, const Nor
 }
 
 Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
+  TE_FL_RETURN_IF_ERROR(same_parameter(weight_.get()));
+  TE_FL_RETURN_IF_ERROR(same_parameter(bias_.get()));
   const int64_t rows = x.size(0);
   saved.x = x;
   saved.version = weight_->version;
