@@ -278,6 +278,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   args.dbias = grads.dbias;
   args.dsink = dsink.tensor();
   args.dp_quant = dp_quant;
+  if (record.saved_storage.defined()) record.saved.storage = record.saved_storage;  // of a copy
   args.saved = &record.saved;
   args.dropout_p = options.attention_dropout;
   CallOptions call = detail::call_options(options.device);

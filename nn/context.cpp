@@ -42,6 +42,17 @@ Context Context::with_stream(const Device& device, void* stream) const {
   return other;
 }
 
+Result<Context> Context::with_random(Tensor seed_and_offset) {
+  const Tensor& t = seed_and_offset;
+  if (!t.defined() || t.dtype() != DType::kU64 || t.numel() != 2 || !t.contiguous()) {
+    return invalid_argument("Context::with_random: the position is " + t.describe() +
+                            "; it must be compact u64[2], a seed and an offset");
+  }
+  Context context;
+  context.state_->captured = std::move(seed_and_offset);
+  return context;
+}
+
 RandomPosition Context::random() const {
   std::lock_guard lock(state_->mutex);
   return state_->position;

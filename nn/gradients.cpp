@@ -173,10 +173,13 @@ Status Parameter::borrow(Tensor lent, uint64_t version_of_owner) {
                                "values into it, or create its module outside of that scope");
   }
   TE_FL_RETURN_IF_ERROR(check_lent("Parameter::borrow", lent, value));
-  const bool same = owners_version == version_of_owner && lent.dtype() == value.dtype();
+  // What te-fl writes counts in the low bits, what the owner writes above them: contents that come
+  // back under their number have the version that they had.
+  constexpr int kOwnWrites = 20;
+  if (owners_version.has_value()) version += (version_of_owner - *owners_version) << kOwnWrites;
+  version += !owners_version.has_value() || lent.dtype() != value.dtype();
   value = std::move(lent);
   owners_version = version_of_owner;
-  version += !same;
   return {};
 }
 

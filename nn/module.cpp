@@ -17,6 +17,12 @@ namespace te_fl::nn {
 Ctx::Record::~Record() = default;
 Ctx::Ctx() = default;
 Ctx::~Ctx() = default;
+Ctx::Ctx(const Ctx& other) {
+  if (other.record_ == nullptr || other.record_->copy == nullptr) return;
+  record_ = other.record_->copy(*other.record_);
+  owner_ = other.owner_;
+}
+Ctx& Ctx::operator=(const Ctx& other) { return *this = Ctx(other); }
 Ctx::Ctx(Ctx&&) noexcept = default;
 Ctx& Ctx::operator=(Ctx&&) noexcept = default;
 
@@ -331,7 +337,7 @@ Result<Tensor> staged(const Tensor& tensor, const Device& device,
 }
 
 // Writes loaded values into the parameter; with `scale_inv` they are codes.
-Status load(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
+Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
             const Parameter& parameter) {
   if (scale_inv.defined()) return detail::load_codes(tensor, scale_inv, amax, parameter.value);
   if (parameter.fp8_values == nullptr) return detail::copy(tensor, parameter.value);
@@ -341,21 +347,36 @@ Status load(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
 }  // namespace
 
 Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
-                           const std::function<bool(std::string_view)>& skip) const {
+                           const Skip& skip) const {
+  return check(tensors, source, skip, true);
+}
+Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
+                          const Skip& skip) {
+  return load(tensors, source, skip, true);
+}
+Status Module::load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source) {
+  return load(tensors, source, nullptr, false);
+}
+
+Status Module::check(const std::vector<NamedTensor>& tensors, std::string_view source,
+                     const Skip& skip, bool parameters) const {
   StateChecker checker(tensors, source, skip);
   Status status;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (!status.ok()) return;
-    status = entry.parameter != nullptr ? checker.check(path, *entry.parameter)
-                                        : checker.check_fp8(path, *entry.fp8);
+    if (entry.parameter == nullptr) {
+      status = checker.check_fp8(path, *entry.fp8);
+    } else if (parameters) {
+      status = checker.check(path, *entry.parameter);
+    }
   });
   TE_FL_RETURN_IF_ERROR(status);
   return checker.check_names();
 }
 
-Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
-                          const std::function<bool(std::string_view)>& skip) {
-  TE_FL_RETURN_IF_ERROR(check_state(tensors, source, skip));
+Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view source,
+                    const Skip& skip, bool parameters) {
+  TE_FL_RETURN_IF_ERROR(check(tensors, source, skip, parameters));
   const std::vector<NamedTensor> own = state();
   std::unordered_map<std::string, Device> devices;  // where each of them goes
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
@@ -379,11 +400,12 @@ Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_v
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (!status.ok()) return;
     if (entry.parameter != nullptr) {
+      if (!parameters) return;
       const auto part = [&](const char* name) {
         const auto found = ready.find(path + name);
         return found == ready.end() ? Tensor() : found->second;
       };
-      status = load(ready.at(path), part(".scale_inv"), part(".amax"), *entry.parameter);
+      status = load_parameter(ready.at(path), part(".scale_inv"), part(".amax"), *entry.parameter);
       ++entry.parameter->version;
       return;
     }

@@ -20,7 +20,7 @@ struct Event {
   const void* owner = nullptr;
   int64_t count = 0;     // kDraw
   te_fl_rng rng{};       // kDraw
-  Tensor tensor{};       // kScales, kWeight
+  Tensor tensor{};       // kScales, kWeight; kDraw: where the numbers start, if a tensor says that
   uint64_t version = 0;  // kParameter
   uint64_t capture = 0;  // of the first run
 };
@@ -156,7 +156,10 @@ Status replay_draw(int64_t count, const Device& device, CallOptions& options) {
 }
 
 Status note_draw(int64_t count, const Device& device, const CallOptions& options) {
-  return note({.used = Used::kDraw, .count = count, .rng = options.rng}, device);
+  Event event{.used = Used::kDraw, .count = count, .rng = options.rng};
+  // Numbers that start where a tensor says need that tensor in the second run.
+  if (options.rng.seed_address != nullptr) event.tensor = Context::current().state().captured;
+  return note(std::move(event), device);
 }
 
 Result<Tensor> replay_weight(const void* owner, const Device& device) {

@@ -1,5 +1,7 @@
 // te_fl._native: the runtime as Python sees it. The package te_fl gives its functions their names.
 #include "errors.hpp"
+#include "framework_tensor.hpp"
+#include "layer.hpp"
 #include "op_call.hpp"
 #include "policy.hpp"
 #include "report.hpp"
@@ -15,6 +17,17 @@ PyObject* set_classes(PyObject*, PyObject* args) noexcept {
     set_argument_classes(quantized, saved);
     return Ref::share(Py_None);
   });
+}
+
+PyObject* at_exit(PyObject*, PyObject*) noexcept {
+  interpreter_ends();
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+template <class F>
+PyCFunction fast(F* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
 
 PyMethodDef g_methods[] = {
@@ -36,6 +49,22 @@ PyMethodDef g_methods[] = {
     {"enter_scope", enter_scope, METH_O, "enter_scope(scope)"},
     {"leave_scope", leave_scope, METH_O, "leave_scope(scope)"},
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
+    {"layer", make_layer, METH_VARARGS, "layer(kind, options) -> layer"},
+    {"layer_parameters", layer_parameters, METH_O, "layer_parameters(layer) -> list of (name, shape)"},
+    {"layer_forward", fast(layer_forward), METH_FASTCALL,
+     "layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention, "
+     "random) -> (output, token)"},
+    {"layer_backward", fast(layer_backward), METH_FASTCALL,
+     "layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients, gradients)"},
+    {"end_backward", end_backward, METH_O, "end_backward(token)"},
+    {"layer_changed", layer_changed, METH_O, "layer_changed(layer)"},
+    {"layer_state", layer_state, METH_VARARGS, "layer_state(layer, like) -> list of (name, tensor)"},
+    {"set_layer_state", set_layer_state, METH_VARARGS, "set_layer_state(layer, state)"},
+    {"begin_autocast", begin_autocast, METH_VARARGS,
+     "begin_autocast(enabled, calibrating, recipe) -> scope"},
+    {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},
+    {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
+    {"at_exit", at_exit, METH_NOARGS, "at_exit(): the interpreter ends"},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -57,7 +57,8 @@ struct TE_FL_API Parameter {
   // value. Its owner allocates and frees the memory (a Tensor::wrap with or without an owner to
   // keep alive) and advances `owners_version` with every change of the contents: the same number
   // as in the last call says that they are the same, wherever they lie, and then copies made of
-  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. A framework calls
+  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
+  // says that the contents of then are lent again, for a backward of a forward of then. A framework calls
   // this before each forward, and before a backward if the memory has moved since. The memory
   // must be there, and unwritten, from then until the work that the calls enqueued is done; between
   // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
@@ -109,14 +110,19 @@ struct NamedTensor {
 // What a forward keeps for its backward. Give each forward its own, as many at once as microbatches
 // are in flight. A backward consumes it, or reset() drops it; it may be reused for another forward
 // then. A forward given one that is not empty is FAILED_PRECONDITION: that microbatch's gradients
-// would be lost. Movable. Holds activations alive.
+// would be lost. Holds activations alive. A copy shares them and has a backward of its own, so that
+// one forward can have several, as retained graphs of frameworks do.
 class TE_FL_API Ctx {
  public:
   struct TE_FL_API Record {
     virtual ~Record();
+    // Makes a copy of a record of this type. Null: it has none, and a copy of the Ctx is empty.
+    std::unique_ptr<Record> (*copy)(const Record&) = nullptr;
   };
   Ctx();
   ~Ctx();
+  Ctx(const Ctx& other);
+  Ctx& operator=(const Ctx& other);
   Ctx(Ctx&&) noexcept;
   Ctx& operator=(Ctx&&) noexcept;
   bool empty() const noexcept { return record_ == nullptr; }
@@ -191,6 +197,8 @@ class TE_FL_API Module {
   // `tensors` for which `skip` answers true are left to the caller.
   Status load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                     const std::function<bool(std::string_view)>& skip = nullptr);
+  // The same of FP8 state alone: `tensors` names no parameters, and those stay.
+  Status load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source);
   // The checks of load_state() alone.
   Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                      const std::function<bool(std::string_view)>& skip = nullptr) const;
@@ -206,6 +214,11 @@ class TE_FL_API Module {
 
  private:
   struct Tree;
+  using Skip = std::function<bool(std::string_view)>;
+  Status check(const std::vector<NamedTensor>& tensors, std::string_view source, const Skip& skip,
+               bool parameters) const;
+  Status load(const std::vector<NamedTensor>& tensors, std::string_view source, const Skip& skip,
+              bool parameters);
   std::unique_ptr<Tree> tree_;
 };
 

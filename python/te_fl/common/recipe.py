@@ -1,0 +1,333 @@
+"""Recipes of quantised training with Transformer Engine's names, arguments and defaults.
+
+A recipe only says what is wanted. Whether te-fl can do it is decided where the recipe is used, by native_of(), so that programs which
+build recipes that they never use keep working. The defaults of some arguments come from NVTE_ variables, read when this module is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Callable, Literal, NamedTuple, Optional, Union
+
+from te_fl.errors import InvalidArgument, Unsupported
+
+__all__ = ["CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MMParams", "MXFP8BlockScaling",
+           "NVFP4BlockScaling", "QParams", "Recipe", "native_of"]
+
+
+def _switched_on(variable: str) -> bool:
+    return os.environ.get(variable, "0") == "1"
+
+
+class _FormatHelper(NamedTuple):
+    """The largest finite values of a format, forward and backward."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Which number format holds activations and weights (forward) and gradients (backward). HYBRID is E4M3 forward, E5M2 backward."""
+
+    E2M1 = _FormatHelper(max_fwd=6, max_bwd=6)
+    E4M3 = _FormatHelper(max_fwd=448, max_bwd=448)
+    E5M2 = _FormatHelper(max_fwd=57344, max_bwd=57344)
+    HYBRID = _FormatHelper(max_fwd=448, max_bwd=57344)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """Options of a matrix product. use_split_accumulator: FP8 partial sums are promoted to FP32 on the way."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Options of a quantisation."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def __repr__(self) -> str:
+        fields = ",\n".join(f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__)
+        return f"Qparams(\n{fields}\n)"
+
+
+def _require(recipe: "Recipe", field: str, holds: bool, rule: str) -> None:
+    if not holds:
+        raise InvalidArgument(f"{type(recipe).__name__}: {field} is {getattr(recipe, field)!r}; {rule}")
+
+
+_OVERRIDES = (None, "high_precision", "dequantized")
+_SCOPES = ("none", "weights", "activations", "all")
+
+
+class Recipe:
+    """What all recipes have: questions about their kind, and a text by which two of them can be compared."""
+
+    _shown: tuple = ()
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        return issubclass(cls, CustomRecipe)
+
+    def __repr__(self) -> str:
+        words = [f"recipe_type={type(self).__name__}"]
+        for name in self._shown:
+            key, _, field = name.partition("=")
+            value = getattr(self, field or key)
+            words.append(f"{key}={value.name if isinstance(value, Format) else value}")
+        return ", ".join(words)
+
+    def _check_common(self) -> None:
+        _require(self, "fp8_format", isinstance(self.fp8_format, Format), "it is a Format, such as Format.HYBRID")
+        _require(self, "fp8_format", self.fp8_format is not Format.E5M2, "E5M2 throughout cannot train; give Format.HYBRID or Format.E4M3")
+        _require(self, "backward_override", self.backward_override in _OVERRIDES, f"it is one of {_OVERRIDES} (NVTE_BACKWARD_OVERRIDE)")
+
+
+@dataclass(repr=False)
+class DelayedScaling(Recipe):
+    """One scale per tensor, from the amaxes of the last amax_history_len steps: scale = fp8_max / amax / 2^margin."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Union[Literal["max", "most_recent"], Callable] = "max"
+    scaling_factor_compute_algo: Optional[Callable] = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Optional[str] = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+
+    _shown = ("margin", "format=fp8_format", "amax_history_len", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override")
+
+    def __post_init__(self) -> None:
+        self._check_common()
+        algo = self.amax_compute_algo
+        _require(self, "amax_compute_algo", algo in ("max", "most_recent") or callable(algo), "it is 'max', 'most_recent' or a function")
+        _require(self, "amax_history_len", self.amax_history_len >= 1, "it is at least 1")
+        _require(self, "backward_override", self.backward_override is None, "delayed scaling has only None")
+
+
+@dataclass(repr=False)
+class Float8CurrentScaling(Recipe):
+    """One scale per tensor, from the tensor's own amax. fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad may be set after."""
+
+    use_power_2_scales: bool = _switched_on("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Optional[str] = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+
+    _shown = ("format=fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "fp8_gemm_fprop", "fp8_gemm_dgrad",
+              "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override")
+
+    def __post_init__(self) -> None:
+        self._check_common()
+        self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = QParams(power_2_scale=self.use_power_2_scales)
+
+
+@dataclass(repr=False)
+class MXFP8BlockScaling(Recipe):
+    """One power of two for each 32 values in a row."""
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Optional[str] = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+    enable_2d_quantization: bool = False
+
+    _shown = ("margin", "format=fp8_format", "backward_override", "enable_2d_quantization")
+
+    def __post_init__(self) -> None:
+        self._check_common()
+
+
+@dataclass(repr=False)
+class Float8BlockScaling(Recipe):
+    """One scale for each 1x128 values of inputs and gradients and for each 128x128 of weights. The fp8_quant_ may be set after."""
+
+    use_f32_scales: bool = _switched_on("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Optional[str] = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+
+    _shown = ("format=fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "x_block_scaling_dim",
+              "w_block_scaling_dim", "grad_block_scaling_dim", "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha",
+              "backward_override")
+
+    def __post_init__(self) -> None:
+        self._check_common()
+        dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        for field in dims:
+            _require(self, field, getattr(self, field) in (1, 2), "blocks have 1 or 2 dimensions")
+        if sum(getattr(self, field) == 2 for field in dims) > 1:
+            raise InvalidArgument(f"Float8BlockScaling: only one of {', '.join(dims)} may be 2")
+        for field in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            _require(self, field, getattr(self, field).use_split_accumulator, "block scaling needs use_split_accumulator=True")
+        for field in ("fp8_dpa", "fp8_mha"):
+            _require(self, field, not getattr(self, field), "block scaling has no FP8 attention")
+        self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = QParams(power_2_scale=not self.use_f32_scales)
+
+
+@dataclass(repr=False)
+class NVFP4BlockScaling(Recipe):
+    """Four-bit values with an E4M3 scale for each 16 of them and one FP32 scale per tensor."""
+
+    disable_rht: bool = _switched_on("NVTE_NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = _switched_on("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = _switched_on("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
+    row_scaled_activation: bool = _switched_on("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+    nvfp4_4over6: str = os.environ.get("NVTE_NVFP4_4OVER6", "none")
+    nvfp4_4over6_e4m3_use_256: str = os.environ.get("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
+    nvfp4_4over6_err_mode: str = os.environ.get("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper()
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Optional[str] = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+
+    _shown = ("fp4_format", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "row_scaled_activation", "nvfp4_4over6",
+              "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode", "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
+
+    def __post_init__(self) -> None:
+        _require(self, "fp4_format", self.fp4_format is Format.E2M1, "NVFP4 has only Format.E2M1")
+        _require(self, "fp8_format", self.fp8_format is Format.E4M3, "the scales of NVFP4 are in Format.E4M3")
+        self._check_common()
+        for field in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            _require(self, field, getattr(self, field) in _SCOPES, f"it is one of {_SCOPES}")
+        _require(self, "nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode in ("MAE", "MSE"), "it is 'MAE' or 'MSE'")
+        rht = not self.disable_rht
+        self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=rht)
+        self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        self.fp4_quant_bwd_grad = QParams(random_hadamard_transform=rht, stochastic_rounding=not self.disable_stochastic_rounding)
+
+    def __repr__(self) -> str:
+        return super().__repr__() + ", "
+
+
+@dataclass(repr=False)
+class CustomRecipe(Recipe):
+    """A function of the program chooses the quantiser of each tensor."""
+
+    qfactory: Callable[..., Any]
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: Optional[str] = os.environ.get("NVTE_BACKWARD_OVERRIDE")
+    quantization_alignment: int = 128
+
+    _shown = ("qfactory", "backward_override", "quantization_alignment")
+
+    def __post_init__(self) -> None:
+        self._check_common()
+        _require(self, "quantization_alignment", self.quantization_alignment > 0, "it is at least 1")
+
+
+# What te-fl's layers do: the one value of each field that they serve, and what to do about another.
+_SERVED = {
+    DelayedScaling: (
+        ("scaling_factor_compute_algo", None, "leave it out: the scale is fp8_max / amax / 2^margin"),
+        ("fp8_mha", False, "set fp8_dpa=True alone, which quantises at the attention's borders"),
+    ),
+    Float8CurrentScaling: (
+        ("fp8_gemm_fprop", MMParams(False), "leave it out: the forward's partial sums are not split"),
+        ("fp8_gemm_dgrad", MMParams(True), "leave it out: the gradients' partial sums are split"),
+        ("fp8_gemm_wgrad", MMParams(True), "leave it out: the gradients' partial sums are split"),
+        ("fp8_dpa", False, "use DelayedScaling(fp8_dpa=True)"),
+        ("fp8_mha", False, "use DelayedScaling(fp8_dpa=True)"),
+        ("backward_override", None, "leave it out, or unset NVTE_BACKWARD_OVERRIDE"),
+    ),
+    Float8BlockScaling: (
+        ("fp8_format", Format.E4M3, "leave it out"),
+        ("x_block_scaling_dim", 1, "leave it out: inputs have blocks of 1x128"),
+        ("w_block_scaling_dim", 2, "leave it out: weights have blocks of 128x128"),
+        ("grad_block_scaling_dim", 1, "leave it out: gradients have blocks of 1x128"),
+        ("backward_override", None, "leave it out, or unset NVTE_BACKWARD_OVERRIDE"),
+    ),
+}
+_OTHERS = "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
+
+
+def _refuse(recipe: Recipe, field: str, way_out: str) -> Unsupported:
+    return Unsupported(f"{type(recipe).__name__}: te-fl's layers do not serve {field}={getattr(recipe, field)!r}; {way_out}")
+
+
+def _one_quantisation(recipe: Recipe) -> QParams:
+    """The options of quantisation, which te-fl has once for inputs, weights and gradients."""
+    fields = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+    first = getattr(recipe, fields[0])
+    for field in fields:
+        params = getattr(recipe, field)
+        if params != first:
+            raise _refuse(recipe, field, f"set it to that of fp8_quant_fwd_inp, {first!r}: te-fl has one for all tensors")
+        if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
+            raise _refuse(recipe, field, "leave random_hadamard_transform, stochastic_rounding and fp4_2d_quantization at False")
+    return first
+
+
+def native_of(recipe: Recipe) -> dict:
+    """The recipe as te-fl's layers take it (te_fl/nn/recipe.hpp): a dict of plain values.
+
+    Each has kind ('delayed', 'current' or 'block'), format ('hybrid' or 'e4m3') and fp8_dpa; delayed scaling margin, amax_history_len,
+    amax_compute_algo ('max', 'most_recent' or the function) and reduce_amax; the others pow2_scale and amax_epsilon. What te-fl cannot
+    honour is te_fl.errors.Unsupported, which names the field, its value and the way out.
+    """
+    kind = next((k for k in _SERVED if isinstance(recipe, k)), None)
+    if kind is None:
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"the recipe is {recipe!r}; it is an object of te_fl.common.recipe, such as DelayedScaling()")
+        raise Unsupported(f"{type(recipe).__name__}: te-fl's layers do not serve this recipe; {_OTHERS}")
+    for field, served, way_out in _SERVED[kind]:
+        if getattr(recipe, field) != served:
+            raise _refuse(recipe, field, way_out)
+    if recipe.fp8_format not in (Format.HYBRID, Format.E4M3):
+        raise _refuse(recipe, "fp8_format", "give Format.HYBRID or Format.E4M3")
+    native = {"format": recipe.fp8_format.name.lower(), "fp8_dpa": bool(recipe.fp8_dpa)}
+    if kind is DelayedScaling:
+        return {"kind": "delayed", **native, "margin": int(recipe.margin), "amax_history_len": int(recipe.amax_history_len),
+                "amax_compute_algo": recipe.amax_compute_algo, "reduce_amax": bool(recipe.reduce_amax)}
+    params = _one_quantisation(recipe)
+    return {"kind": "current" if kind is Float8CurrentScaling else "block", **native, "pow2_scale": bool(params.power_2_scale),
+            "amax_epsilon": float(params.amax_epsilon)}

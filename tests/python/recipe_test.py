@@ -1,0 +1,103 @@
+"""The recipes: Transformer Engine's defaults, questions and texts, and what te-fl's layers refuse of them."""
+
+import os
+import subprocess
+import sys
+import unittest
+
+from te_fl.common import recipe
+from te_fl.errors import InvalidArgument, Unsupported
+
+
+class Recipes(unittest.TestCase):
+    def test_defaults(self):
+        delayed = recipe.DelayedScaling()
+        self.assertEqual((delayed.margin, delayed.fp8_format, delayed.amax_history_len), (0, recipe.Format.HYBRID, 1024))
+        self.assertEqual(delayed.amax_compute_algo, "max")
+        self.assertTrue(delayed.reduce_amax)
+        self.assertEqual(recipe.Float8BlockScaling().fp8_format, recipe.Format.E4M3)
+        self.assertFalse(recipe.Float8CurrentScaling().fp8_gemm_fprop.use_split_accumulator)
+        self.assertEqual(recipe.Format.HYBRID.value.max_fwd, 448)
+        self.assertEqual(recipe.Format.HYBRID.value.max_bwd, 57344)
+        self.assertEqual(recipe.NVFP4BlockScaling().fp4_quant_bwd_grad,
+                         recipe.QParams(random_hadamard_transform=True, stochastic_rounding=True))
+
+    def test_questions_about_the_kind(self):
+        kinds = {"delayed": recipe.DelayedScaling, "float8_current_scaling": recipe.Float8CurrentScaling,
+                 "float8_block_scaling": recipe.Float8BlockScaling, "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling}
+        for question in kinds:
+            for name, kind in kinds.items():
+                self.assertEqual(getattr(kind(), question)(), name == question, (name, question))
+                self.assertEqual(getattr(kind, question)(), name == question)
+        self.assertTrue(recipe.CustomRecipe(qfactory=print).custom())
+        for kind in kinds.values():
+            self.assertEqual(kind().float8_per_tensor_scaling(), kind in (recipe.DelayedScaling, recipe.Float8CurrentScaling))
+
+    def test_texts(self):
+        self.assertEqual(str(recipe.DelayedScaling(margin=2)),
+                         "recipe_type=DelayedScaling, margin=2, format=HYBRID, amax_history_len=1024, reduce_amax=True, fp8_dpa=False, "
+                         "fp8_mha=False, backward_override=None")
+        self.assertEqual(str(recipe.MXFP8BlockScaling()),
+                         "recipe_type=MXFP8BlockScaling, margin=0, format=E4M3, backward_override=None, enable_2d_quantization=False")
+
+    def test_a_change_shows_in_the_text_and_in_equality(self):
+        a, b = recipe.DelayedScaling(), recipe.DelayedScaling()
+        self.assertEqual(a, b)
+        b.margin = 1
+        self.assertNotEqual(a, b)
+        self.assertNotEqual(str(a), str(b))
+
+    def test_nonsense_is_refused_at_once(self):
+        for make, named in ((lambda: recipe.DelayedScaling(fp8_format=recipe.Format.E5M2), "fp8_format"),
+                            (lambda: recipe.DelayedScaling(fp8_format="HYBRID"), "fp8_format"),
+                            (lambda: recipe.DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo"),
+                            (lambda: recipe.DelayedScaling(amax_history_len=0), "amax_history_len"),
+                            (lambda: recipe.DelayedScaling(backward_override="dequantized"), "backward_override"),
+                            (lambda: recipe.Float8BlockScaling(x_block_scaling_dim=2), "only one"),
+                            (lambda: recipe.Float8BlockScaling(fp8_dpa=True), "fp8_dpa"),
+                            (lambda: recipe.NVFP4BlockScaling(fp4_format=recipe.Format.E4M3), "fp4_format"),
+                            (lambda: recipe.NVFP4BlockScaling(nvfp4_4over6="some"), "nvfp4_4over6"),
+                            (lambda: recipe.CustomRecipe(qfactory=print, quantization_alignment=0), "quantization_alignment")):
+            with self.assertRaisesRegex(InvalidArgument, named):
+                make()
+
+    def test_native_values(self):
+        own = max
+        self.assertEqual(recipe.native_of(recipe.DelayedScaling(margin=1, amax_history_len=16, amax_compute_algo=own, fp8_dpa=True)),
+                         {"kind": "delayed", "format": "hybrid", "fp8_dpa": True, "margin": 1, "amax_history_len": 16,
+                          "amax_compute_algo": own, "reduce_amax": True})
+        self.assertEqual(recipe.native_of(recipe.Float8CurrentScaling(use_power_2_scales=True, fp8_format=recipe.Format.E4M3)),
+                         {"kind": "current", "format": "e4m3", "fp8_dpa": False, "pow2_scale": True, "amax_epsilon": 0.0})
+        block = recipe.Float8BlockScaling()
+        self.assertEqual(recipe.native_of(block),
+                         {"kind": "block", "format": "e4m3", "fp8_dpa": False, "pow2_scale": True, "amax_epsilon": 0.0})
+        block.fp8_quant_fwd_inp = block.fp8_quant_fwd_weight = block.fp8_quant_bwd_grad = recipe.QParams(amax_epsilon=1e-3)
+        self.assertEqual(recipe.native_of(block)["amax_epsilon"], 1e-3)
+        self.assertFalse(recipe.native_of(block)["pow2_scale"])
+
+    def test_what_is_not_honoured_is_refused_in_use(self):
+        uneven = recipe.Float8CurrentScaling()
+        uneven.fp8_quant_bwd_grad = recipe.QParams(power_2_scale=True)
+        for given, named in ((recipe.DelayedScaling(scaling_factor_compute_algo=max), "scaling_factor_compute_algo"),
+                             (recipe.DelayedScaling(fp8_mha=True), "fp8_mha=True"),
+                             (recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(True)), "fp8_gemm_fprop"),
+                             (recipe.Float8CurrentScaling(backward_override="high_precision"), "backward_override='high_precision'"),
+                             (recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID), "fp8_format"),
+                             (recipe.Float8BlockScaling(w_block_scaling_dim=1), "w_block_scaling_dim=1"),
+                             (recipe.MXFP8BlockScaling(), "MXFP8BlockScaling"), (recipe.NVFP4BlockScaling(), "NVFP4BlockScaling"),
+                             (recipe.CustomRecipe(qfactory=print), "CustomRecipe"), (uneven, "fp8_quant_bwd_grad")):
+            with self.assertRaisesRegex(Unsupported, named):
+                recipe.native_of(given)
+        with self.assertRaisesRegex(TypeError, "'delayed'"):
+            recipe.native_of("delayed")
+
+    def test_variables_set_defaults(self):
+        code = ("from te_fl.common import recipe; block = recipe.Float8BlockScaling(backward_override=None); "
+                "print(block.use_f32_scales, recipe.Float8CurrentScaling().backward_override, recipe.native_of(block)['pow2_scale'])")
+        variables = {**os.environ, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_BACKWARD_OVERRIDE": "dequantized"}
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+        self.assertEqual(shown.stdout.split(), ["True", "dequantized", "False"])
+
+    def test_no_framework_is_imported(self):
+        code = "import sys; from te_fl.common import recipe; assert not {'torch', 'jax', 'numpy', 'pydantic'} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
