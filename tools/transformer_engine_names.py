@@ -148,7 +148,7 @@ def read_package(folder, table):
 
 
 def known_text(known):
-    lines = ['"""Modules and public names of Transformer Engine ' + VERSION + '. Written by tools/transformer_engine_names.py; do not edit."""',
+    lines = [f'"""Modules and public names of Transformer Engine {VERSION}. Written by tools/transformer_engine_names.py; do not edit."""',
              "", "NAMES = {"]
     for module, names in sorted(known.items()):
         text = " ".join(names)
@@ -163,8 +163,8 @@ def known_text(known):
 
 def page_text(known, table):
     lines = ["# Transformer Engine's names", "",
-             f"<!-- Written by tools/transformer_engine_names.py from python/te_fl/compat/table.py and the names of Transformer Engine {VERSION};"
-             " do not edit. -->", "", *table.INTRODUCTION.strip().splitlines(), ""]
+             "<!-- Written by tools/transformer_engine_names.py from python/te_fl/compat/table.py and the names of Transformer Engine "
+             f"{VERSION}; do not edit. -->", "", *table.INTRODUCTION.strip().splitlines(), ""]
     for module in PAGE_MODULES:
         names = known[module]
         served = [n for n in names if table.home(module, n)]

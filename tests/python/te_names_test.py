@@ -82,7 +82,7 @@ class Names(unittest.TestCase):
                     theirs = [(n, default(text, module), kind) for n, text, kind in rows if n != "device"]
                     self.assertEqual(mine, theirs)
                     checked += 1
-        self.assertGreater(checked, 10)
+        self.assertGreaterEqual(checked, 8)  # the recipes, which need no framework
 
     def test_what_partly_served_names_refuse(self):
         for qualified, arguments in table.PARTLY.items():
