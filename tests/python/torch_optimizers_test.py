@@ -181,6 +181,14 @@ class Adam(Compared):
         steps(other, others, first=4)
         self.same(others, [p.double() for p in given], atol=1e-7, rtol=1e-7)
 
+    def test_state_without_master_weights_gets_them(self):
+        given = params(torch.bfloat16)
+        optimizer = optimizers.FusedAdam(given, lr=0.01)
+        steps(optimizer, given)
+        other = optimizers.FusedAdam(given, master_weights=True)
+        other.load_state_dict(optimizer.state_dict())
+        self.assertTrue(torch.equal(other.state[given[0]]["master_param"], given[0].detach().float()))
+
     def test_state_by_name(self):
         given = params(torch.bfloat16)
         optimizer = optimizers.FusedAdam(given, master_weights=True)
