@@ -122,12 +122,15 @@ def parameters(function):
     return [row for i, row in enumerate(rows) if not (i == 0 and row[0] in ("self", "cls", "ctx"))]
 
 
-def facts_of(node):
+def facts_of(module, node):
+    """Parameters of a function, of a class's methods, or the fields of a Flax module, which are its parameters among others."""
     if isinstance(node, ast.FunctionDef):
         return {"parameters": parameters(node)}
     functions = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
     fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
     facts = {"methods": {name: parameters(functions[name]) for name in METHODS if name in functions}}
+    if module.startswith("transformer_engine.jax.flax"):
+        return {"fields": [[f.target.id, f.value and ast.unparse(f.value), "keyword"] for f in fields]}
     if "__init__" not in functions and fields and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
         facts["methods"]["__init__"] = [[f.target.id, f.value and ast.unparse(f.value), "positional"] for f in fields]
     return facts
@@ -143,7 +146,7 @@ def read_package(folder, table):
             found = package.definition(module, name)
             if found and found not in seen and name in served and table.home(module, name):
                 seen.add(found)
-                facts[f"{module}.{name}"] = facts_of(found[1])
+                facts[f"{module}.{name}"] = facts_of(*found)
     return known, facts
 
 
@@ -166,7 +169,7 @@ def page_text(known, table):
              "<!-- Written by tools/transformer_engine_names.py from python/te_fl/compat/table.py and the names of Transformer Engine "
              f"{VERSION}; do not edit. -->", "", *table.INTRODUCTION.strip().splitlines(), ""]
     for module in PAGE_MODULES:
-        names = known[module]
+        names = [n for n in known[module] if f"{module}.{n}" not in known]
         served = [n for n in names if table.home(module, n)]
         lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are served.", "", "| name | te-fl | |", "|---|---|---|"]
         for name in names:

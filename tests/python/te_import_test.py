@@ -12,6 +12,10 @@ try:
     import torch
 except ModuleNotFoundError:
     torch = None
+try:
+    import flax
+except ModuleNotFoundError:
+    flax = None
 
 
 def run(code, expect=0, **variables):
@@ -48,8 +52,7 @@ class Import(unittest.TestCase):
 
     def test_plugins_of_transformer_engine_fl(self):
         run(ALIAS + "from transformer_engine.plugin.core import OpRegistry, OpImpl, BackendImplKind, OpManager; "
-            "from transformer_engine.plugin.core.types import OpImpl as same; assert same is OpImpl is te_fl.OpImpl"
-            if hasattr(__import__("te_fl"), "OpImpl") else ALIAS + "import transformer_engine.plugin.core")
+            "from transformer_engine.plugin.core.types import OpImpl as same; assert same is OpImpl is te_fl.OpImpl")
 
     def test_a_name_that_neither_has(self):
         said = run(ALIAS + "import transformer_engine.common.recipe as r; assert not hasattr(r, 'Delayed'); r.Delayed", expect=1)
@@ -141,3 +144,11 @@ else:
         blocked = "import sys; sys.modules['torch'] = None; " + ALIAS
         self.assertIn("ModuleNotFoundError", run(blocked + "import transformer_engine.pytorch", expect=1))
         run(blocked + "import transformer_engine.common.recipe")
+
+
+@unittest.skipIf(flax is None, "needs JAX and Flax")
+class Jax(unittest.TestCase):
+    def test_names_come_from_te_fl(self):
+        run(ALIAS + "import transformer_engine.jax as te, te_fl.jax.flax as own; from transformer_engine.jax.flax import DenseGeneral\n"
+            "assert te.flax.DenseGeneral is DenseGeneral is own.DenseGeneral and te.autocast and 'torch' not in sys.modules\n"
+            "from transformer_engine.jax.sharding import MeshResource; assert MeshResource is te.MeshResource")

@@ -8,6 +8,8 @@ SERVED = {
         "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling NVFP4BlockScaling QParams "
         "Recipe",
     "te_fl.pytorch.attention": "DotProductAttention",
+    "te_fl.pytorch.multihead_attention": "MultiheadAttention",
+    "te_fl.pytorch.transformer": "TransformerLayer",
     "te_fl.pytorch.checkpoint": "checkpoint",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.mlp": "LayerNormMLP",
@@ -34,8 +36,24 @@ SERVED = {
         "scaled_softmax_backward scaled_softmax_forward scaled_upper_triang_masked_softmax_backward "
         "scaled_upper_triang_masked_softmax_forward",
     "te_fl.pytorch.weights": "deinterleave_glu_tensor interleave_glu_tensor",
-    "te_fl.jax": "",
-    "te_fl.jax.flax": "",
+    "te_fl.jax.activation": "activation",
+    "te_fl.jax.attention":
+        "AttnBiasType AttnMaskType AttnSoftmaxType QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn",
+    "te_fl.jax.dense": "dense grouped_dense",
+    "te_fl.jax.flax":
+        "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
+        "TransformerLayer TransformerLayerType extend_logical_axis_rules",
+    "te_fl.jax.layernorm": "canonicalize_norm_type layernorm",
+    "te_fl.jax.layernorm_dense": "layernorm_dense",
+    "te_fl.jax.layernorm_mlp": "layernorm_mlp",
+    "te_fl.jax.quantize":
+        "NVTE_FP8_COLLECTION_NAME Quantizer QuantizerSet autocast fp8_autocast get_global_quantize_recipe noop_quantizer_set "
+        "update_collections",
+    "te_fl.jax.sharding":
+        "BATCH_AXES HEAD_AXES HIDDEN_AXES HIDDEN_TP_AXES JOINED_AXES MeshResource SEQLEN_AXES SEQLEN_TP_AXES W_FSDP_AXES W_JOINED_AXES "
+        "W_NO_SHARD_AXES W_TP_AXES get_sharding_map_logic_axis_to_mesh_axis global_mesh_resource global_shard_guard "
+        "with_sharding_constraint_by_logical_axes",
+    "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
 # Arguments of served names that take one value only. Each has another value, which is refused by an error that names the argument.
@@ -85,8 +103,6 @@ WAYS_OUT = (
     ("newton_schulz", "iterate with torch.matmul"),
     ("Cusolver", "iterate with torch.matmul"),
     ("onnx", "export the model in plain PyTorch; the parameters have the same names"),
-    ("MultiheadAttention", "use Linear and DotProductAttention"),
-    ("TransformerLayer", "use LayerNormLinear, DotProductAttention, Linear and LayerNormMLP"),
     ("make_graphed_callables", "capture with torch.cuda.graph"),
     ("InferenceParams", "keep keys and values in the program"),
 )
