@@ -174,9 +174,12 @@ def page_text(known, table):
         lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are served.", "", "| name | te-fl | |", "|---|---|---|"]
         for name in names:
             home = table.home(module, name)
-            partly = table.PARTLY.get(f"{home}.{name}") if home else None
-            if home and partly:
-                lines.append(f"| {name} | partly: `{home}` | refused: {', '.join(f'`{argument}`' for argument in partly)} |")
+            refused = [f"`{argument}`" for argument in table.PARTLY.get(f"{home}.{name}", ())] + \
+                [f"forward's `{argument}`" for argument in table.PARTLY.get(f"{home}.{name}.forward", ())]
+            if home and f"{home}.{name}" in table.MADE_BY:
+                lines.append(f"| {name} | partly: `{home}` | {table.MADE_BY[f'{home}.{name}']} |")
+            elif home and (refused or name in table.UNUSABLE):
+                lines.append(f"| {name} | partly: `{home}` | {'refused: ' + ', '.join(refused) if refused else table.UNUSABLE_BECAUSE} |")
             elif home:
                 lines.append(f"| {name} | served: `{home}` | |")
             else:

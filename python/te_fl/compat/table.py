@@ -39,7 +39,7 @@ SERVED = {
     "te_fl.jax.activation": "activation",
     "te_fl.jax.attention":
         "AttnBiasType AttnMaskType AttnSoftmaxType QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn",
-    "te_fl.jax.dense": "dense grouped_dense",
+    "te_fl.jax.dense": "dense",
     "te_fl.jax.flax":
         "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
         "TransformerLayer TransformerLayerType extend_logical_axis_rules",
@@ -47,8 +47,7 @@ SERVED = {
     "te_fl.jax.layernorm_dense": "layernorm_dense",
     "te_fl.jax.layernorm_mlp": "layernorm_mlp",
     "te_fl.jax.quantize":
-        "NVTE_FP8_COLLECTION_NAME Quantizer QuantizerSet autocast fp8_autocast get_global_quantize_recipe noop_quantizer_set "
-        "update_collections",
+        "NVTE_FP8_COLLECTION_NAME autocast fp8_autocast get_global_quantize_recipe noop_quantizer_set update_collections",
     "te_fl.jax.sharding":
         "BATCH_AXES HEAD_AXES HIDDEN_AXES HIDDEN_TP_AXES JOINED_AXES MeshResource SEQLEN_AXES SEQLEN_TP_AXES W_FSDP_AXES W_JOINED_AXES "
         "W_NO_SHARD_AXES W_TP_AXES get_sharding_map_logic_axis_to_mesh_axis global_mesh_resource global_shard_guard "
@@ -56,17 +55,46 @@ SERVED = {
     "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
-# Arguments of served names that take one value only. Each has another value, which is refused by an error that names the argument.
+_RANKS = {"tp_group": "a group", "tp_size": 2, "sequence_parallel": True}
+_DELAY = {"delay_wgrad_compute": True, "symmetric_ar_type": "two_shot"}
+
+# Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
+    "te_fl.pytorch.attention.DotProductAttention": {**_RANKS, "cp_group": "a group", "softcap": 30.0, "return_max_logit": True},
+    "te_fl.pytorch.attention.DotProductAttention.forward": {
+        "fp8_output": True, "bf16_backward": True, "num_splits": 2, "score_mod": "a function", "score_mod_bprop": "a function",
+        "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors", "inference_params": "a cache",
+        "thd_attention_policies": "policies"},
+    "te_fl.pytorch.checkpoint.checkpoint": {"distribute_saved_activations": True},
     "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
+    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.linear.Linear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
+    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache", "softcap": 30.0},
+    "te_fl.pytorch.norm.LayerNorm": {"sequence_parallel": True, "sm_margin": 4},
+    "te_fl.pytorch.norm.RMSNorm": {"sequence_parallel": True, "sm_margin": 4},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
+    "te_fl.pytorch.quantization.autocast": {"amax_reduction_group": "a group"},
+    "te_fl.pytorch.quantization.quantized_model_init": {"enabled": True},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
+    "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
+    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache", "softcap": 30.0},
 }
+
+# Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.
+MADE_BY = {"te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused"}
+
+# Parameters that te-fl has beyond Transformer Engine's, after them.
+MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
 
 # Recipes that exist so that programs can name them, and that autocast refuses.
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
+UNUSABLE_BECAUSE = "a program can name it; autocast refuses it"
 
 # Beginnings of modules in which te-fl serves names, and the beginning of te-fl's own modules that are asked.
 HOMES = (
