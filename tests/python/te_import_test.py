@@ -90,8 +90,11 @@ class OtherPackage(unittest.TestCase):
         # site-packages of a wheel has this file at its root; here a folder plays site-packages.
         pathlib.Path(self.folder.name, "x.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
         code = f"import site; site.addsitedir({self.folder.name!r}); import transformer_engine; print(transformer_engine.__version__)"
-        self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE="1"), "2.20.2")
-        self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE="0"), "other")
+        for value, version in (("1", "2.20.2"), ("True", "2.20.2"), ("0", "other"), ("", "other")):
+            self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE=value), version)
+        # te-fl's library knows the variable, too.
+        use = "import te_fl, numpy as n; te_fl.ops.gelu(input=n.zeros(1, n.float32), output=n.zeros(1, n.float32))"
+        self.assertEqual(run(use, TE_FL_AS_TRANSFORMER_ENGINE="1"), "")
         run(f"import site, sys; site.addsitedir({self.folder.name!r}); assert 'te_fl' not in sys.modules")
 
 
