@@ -186,8 +186,27 @@ class Doctor(unittest.TestCase):
             self.assertEqual((code, told["level"]), (0, "note"))
             self.assertIn(module, told["disables"])
             self.assertIn(f"pip install --upgrade '{package}>={least}'", told["remedy"])
-            text = run(f"from te_fl import frameworks\ntry: frameworks.require({package!r})\nexcept ImportError as e: print(e.name, e)", PYTHONPATH=path)
+
+    def test_a_module_for_a_framework_refuses_an_old_one_and_names_a_missing_one(self):
+        code = "try: {}\nexcept ImportError as e: print(e.name, e)"
+        for package, name, version in (("torch", "PyTorch", "2.4.1+cpu"), ("jax", "JAX", "0.9.12")):
+            path, least = self.old(package, version), frameworks.MINIMUM[package]
+            require = f"from te_fl import frameworks; frameworks.require({package!r})"
+            with open(os.path.join(path.split(os.pathsep)[0], f"{package}.py"), "w") as file:
+                file.write(f"__version__ = {version!r}\n")
+            text = run(code.format(require), PYTHONPATH=path)
             self.assertIn(f"{package} {name} {version} is installed; te_fl needs {least} or newer", text)
+            with open(os.path.join(path.split(os.pathsep)[0], f"{package}.py"), "w") as file:
+                file.write(f"raise ModuleNotFoundError('none', name={package!r})\n")
+            text = run(code.format(require), PYTHONPATH=path)
+            self.assertIn(f"{package} {name} is not installed; te_fl needs {least} or newer (pip install '{package}>={least}')", text)
+
+    def test_te_fl_pytorch_refuses_an_old_pytorch(self):
+        path = self.old("torch", "2.4.1")
+        with open(os.path.join(path.split(os.pathsep)[0], "torch.py"), "w") as file:
+            file.write("__version__ = '2.4.1'\n")
+        text = run("try: import te_fl.pytorch\nexcept ImportError as e: print(e)", PYTHONPATH=path)
+        self.assertIn("PyTorch 2.4.1 is installed; te_fl needs 2.11 or newer", text)
 
     def test_versions_are_numbers_and_not_text(self):
         for package, version in (("torch", "2.11.0"), ("torch", "2.100"), ("torch", "3.0a1"), ("jax", "0.10"), ("jax", "1.0.0rc1")):

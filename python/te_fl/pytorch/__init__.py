@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from te_fl import frameworks
 
-if tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11):
-    raise ImportError(f"te_fl.pytorch needs PyTorch 2.11 or newer; this is PyTorch {torch.__version__}")
+frameworks.require("torch")
 
 from te_fl.common import recipe
 from te_fl.pytorch.quantization import autocast, fp8_autocast, fp8_model_init, quantized_model_init
