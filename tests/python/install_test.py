@@ -178,6 +178,22 @@ class Doctor(unittest.TestCase):
         self.assertEqual(code, 1)
         self.assertTrue([f for f in found if f["level"] == "problem" and "/nowhere/libacme.so" in f["what"]])
 
+    def test_plugins_in_python_are_told_of_as_this_process_has_them(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, body in (("acme_good", "te_fl.OpRegistry.instance().register_impl(te_fl.OpImpl('relu', 'vendor.acme', "
+                                "te_fl.BackendImplKind.VENDOR, lambda **a: None, 'acme'))"), ("acme_bad", "raise ValueError('no chip')")):
+                with open(os.path.join(folder, f"{name}.py"), "w") as file:
+                    file.write(f"import te_fl\n\n\ndef register():\n    {body}\n")
+            path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
+            code, found = self.findings(PYTHONPATH=path, TE_FL_PLUGIN_MODULES="acme_good")
+            told = self.one(found, "plugin acme_good: ")
+            self.assertEqual((code, told["level"]), (0, "ok"), told)
+            self.assertIn("1 implementations in Python, " + os.path.join(folder, "acme_good.py"), told["what"])
+            code, found = self.findings(PYTHONPATH=path, TE_FL_PLUGIN_MODULES="acme_bad")
+            told = self.one(found, "plugin acme_bad: ")
+            self.assertEqual((code, told["level"]), (1, "problem"), told)
+            self.assertIn("no chip", told["what"])
+
     def test_an_old_framework_is_refused_by_name_and_version(self):
         for package, name, version, module in (("torch", "PyTorch", "2.4.1+cpu", "te_fl.pytorch"), ("jax", "JAX", "0.9.12", "te_fl.jax")):
             path, least = self.old(package, version), frameworks.MINIMUM[package]
