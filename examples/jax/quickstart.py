@@ -19,7 +19,7 @@ from te_fl.common import recipe
 from te_fl.jax.flax import LayerNormDenseGeneral, TransformerLayer
 
 BATCH, LENGTH, WIDTH, LAYERS, HEADS = 8, 64, 128, 2, 4
-RATE, BETAS, EPSILON = 1e-3, (0.9, 0.98), 1e-8
+RATE, BETAS, EPSILON = 2e-3, (0.9, 0.98), 1e-8
 
 
 class GPT(nn.Module):
@@ -72,7 +72,7 @@ def train(steps, fp8_recipe=None):
 
 
 def main():
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 150
     last = {}
     for name, fp8_recipe in (("FP32", None), ("FP8", recipe.DelayedScaling(amax_history_len=16))):
         start = time.time()

@@ -195,6 +195,13 @@ class Programs(unittest.TestCase):
         self.assertNotIn("dot_general", jaxpr)
         self.assertIn('call = "rmsnorm_fwd x gamma -> z rsigma | epsilon=1e-06 zero_centered_gamma=0"', text)
 
+    @unittest.skipIf(jax.device_count() > 1, "on several devices a loop")
+    def test_vmap_of_an_elementwise_op_is_one_call(self):
+        x = normal(3, 2, 8)
+        self.assertNotIn("scan", str(jax.make_jaxpr(jax.vmap(lambda x: te.ops.gelu(input=x)))(x)))
+        self.assertIn("scan", str(jax.make_jaxpr(jax.vmap(lambda x: te.ops.rmsnorm_fwd(x=x, gamma=normal(8))))(x)))
+        np.testing.assert_array_equal(jax.vmap(lambda x: te.ops.gelu(input=x))(x), te.ops.gelu(input=x))
+
     def test_te_fl_counts_the_calls(self):
         te_fl.reset_usage()
         jax.block_until_ready(te.ops.gelu(input=normal(8)))
