@@ -56,7 +56,8 @@ PyMethodDef g_methods[] = {
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
     {"jax_version", jax_version, METH_NOARGS,
-     "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before registration"},
+     "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before "
+     "registration"},
     {nullptr, nullptr, 0, nullptr},
 };
 

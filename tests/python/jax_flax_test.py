@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import pathlib
+import re
 import unittest
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from te_fl.common import recipe
 from te_fl.jax import flax as tf
 
 RNG = np.random.default_rng(2)
+DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "jax.md"
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "jax" / "quickstart.py"
 
 
@@ -197,6 +199,17 @@ class State(unittest.TestCase):
         scales = np.asarray(grads["fp8_metas"]["DenseGeneral_0"]["kernel_scale"]).ravel()
         kernels = np.asarray(variables["params"]["DenseGeneral_0"]["kernel"])
         np.testing.assert_array_equal(scales, np.float32(448) / np.abs(kernels).max((1, 2)))
+
+
+@unittest.skipUnless(DOCUMENT.exists(), "needs te-fl's documents")
+class Document(unittest.TestCase):
+    def test_its_code_runs(self):
+        blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+        self.assertEqual(len(blocks), 1)
+        names = {}
+        exec(compile(blocks[0], str(DOCUMENT), "exec"), names)
+        self.assertNotEqual(float(names["variables"]["fp8_metas"]["attention"]["qkv"]["x_scale"][0]), 1.0)
+        self.assertTrue(np.isfinite(names["loss"]))
 
 
 @unittest.skipUnless(EXAMPLE.exists(), "needs te-fl's examples")
