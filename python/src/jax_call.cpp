@@ -128,8 +128,7 @@ Result<OpCall::TensorSlot*> OpCall::slot_of(std::string_view name) {
   const te_fl_arg_desc* arg = find(argument);
   const bool list = argument.size() != name.size();
   if (arg == nullptr || arg->type != (list ? TE_FL_ARG_TENSOR_LIST : TE_FL_ARG_TENSOR)) {
-    return invalid_argument(std::string(schema_->name) + " has no tensor argument " +
-                            quoted(name));
+    return invalid_argument(std::string(schema_->name) + " has no tensor argument " + quoted(name));
   }
   TensorSlot& slot = slots_[std::string(name)];
   slot.tensor = te_fl_tensor{};
@@ -239,15 +238,15 @@ void OpCall::bind(const Use& use, const Array& array, const Device& device) noex
     std::memcpy(reinterpret_cast<char*>(&use.slot->quant) + kParts[use.part].offset, &array.data,
                 sizeof array.data);
     if (use.part != kColumnwiseData || t.dl.data != nullptr) return;
-    // Without a row-wise copy the logical matrix is that whose columns these are; the codes of MXFP8
-    // keep their order.
+    // Without a row-wise copy the logical matrix is that whose columns these are; the codes of
+    // MXFP8 keep their order.
     auto& shape = use.slot->shape;
     const bool transposed = use.slot->quant.scaling != TE_FL_SCALING_MXFP8;
     shape = {array.extents[transposed ? 1 : 0], array.extents[transposed ? 0 : 1]};
     t.dl = te_fl_dltensor{nullptr, device.to_c(), 2, array.dtype, shape.data(), nullptr, 0};
   } else {
-    t.dl = te_fl_dltensor{array.data, device.to_c(), array.rank, array.dtype, array.extents,
-                          nullptr,    0};
+    t.dl = te_fl_dltensor{array.data,    device.to_c(), array.rank, array.dtype,
+                          array.extents, nullptr,       0};
   }
   t.provider = device.provider;
 }

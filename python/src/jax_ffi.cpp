@@ -109,8 +109,8 @@ using Arrays = std::array<Array, kMostArrays>;
 Status describe(const xla::Buffers& buffers, size_t wanted, Arrays& arrays) {
   if (static_cast<size_t>(buffers.count) != wanted || wanted > kMostArrays) {
     return invalid_argument("the call's text names " + std::to_string(wanted) +
-                            " arrays, XLA gives " + std::to_string(buffers.count) +
-                            "; at most " + std::to_string(kMostArrays) + " are possible");
+                            " arrays, XLA gives " + std::to_string(buffers.count) + "; at most " +
+                            std::to_string(kMostArrays) + " are possible");
   }
   for (size_t i = 0; i < wanted; ++i) {
     const auto& buffer = *static_cast<const xla::Buffer*>(buffers.buffers[i]);

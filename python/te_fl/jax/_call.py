@@ -49,7 +49,7 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
 
     arrays = [array for _, array in operands]
     whole = [struct.shape for _, struct in results]
-    if jax.device_count() > 1:
+    if _partition.may_cut_programs():
         values = _partition.call(run, op, operands, results, settings)
     else:
         values = run(whole, *arrays)

@@ -164,12 +164,12 @@ def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings
     words = [" ".join(name or f"only{next(unique)}" for name in (f if f is not None else ("",) * len(struct.shape)))
              for f, (_, struct) in zip(factors, both)]
     rule = ", ".join(words[:len(operands)]) + " -> " + ", ".join(words[len(operands):])
-    everywhere = {w for text in words for w in text.split()}
-    reduced = tuple(sorted({"k"} & cut)) if op == "generic_gemm" else ()
+    everywhere = list(dict.fromkeys(w for text in words for w in text.split()))  # the partitioner wants them in this order
+    reduced = ("k",) if op == "generic_gemm" and "k" in cut else ()
     whole = [struct.shape for _, struct in results]
     wrapped = custom_partitioning(lambda *arrays: tuple(run(whole, *arrays)))
     wrapped.def_partition(partition, sharding_rule=rule, reduction_factors=reduced,
-                          need_replication_factors=tuple(sorted(everywhere - cut)))
+                          need_replication_factors=tuple(w for w in everywhere if w not in cut))
     return list(sequential_vmap(wrapped)(*[array for _, array in operands]))
 
 
