@@ -201,6 +201,57 @@ TEST(LayerNames, OfADecoderWithAnOutputNorm) {
                 "layernorm_mlp.fc2_weight", "layernorm.weight", "layernorm.bias"}));
 }
 
+// What a decoder keeps serves a copy of its ctx, and is recomputed bit by bit.
+TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
+  auto layer = take(TransformerLayer::create({.hidden_size = kHidden,
+                                              .ffn_hidden_size = 10,
+                                              .num_attention_heads = 3,
+                                              .hidden_dropout = 0.1f,
+                                              .attention_dropout = 0.1f,
+                                              .seed = 4,
+                                              .layer_type = LayerType::kDecoder,
+                                              .apply_residual_connection_post_layernorm = true,
+                                              .drop_path_rate = 0.2f,
+                                              .fuse_qkv_params = false,
+                                              .qk_norm = QkNorm::kRMSNorm}));
+  randomize(*layer, 5, 0.4);
+  const int64_t n = kSeq * kBatch * kHidden;
+  const Tensor x = tensor({kSeq, kBatch, kHidden}, random_values(n, 1));
+  const Tensor dy = tensor({kSeq, kBatch, kHidden}, random_values(n, 2));
+  AttentionInputs cross, inputs;
+  cross.encoder_output =
+      tensor({kEncoder, kBatch, kHidden}, random_values(kEncoder * kBatch * kHidden, 3));
+  inputs.rotary_angles = take(init::rotary_angles({.dim = 4, .max_seqlen = 8}));
+  for (const bool fp8 : {false, true}) {
+    const auto scoped = [&](auto run) {
+      ContextScope scope{Context(5)};
+      autocast precision(fp8, Float8CurrentScaling{});
+      return run();
+    };
+    const auto gradients = [&] {
+      std::vector<Values> all;
+      for (const NamedParameter& p : layer->parameters()) all.push_back(values_of(p.grad()));
+      check(layer->zero_grad());
+      return all;
+    };
+    Ctx ctx;
+    const Tensor y = scoped([&] { return take(layer->forward(x, &ctx, inputs, {}, &cross)); });
+    Ctx copy = ctx;
+    const Tensor dx = take(layer->backward(dy, ctx));
+    const auto first = gradients();
+    EXPECT_TRUE(same_bits(dx, take(layer->backward(dy, copy))));
+    EXPECT_EQ(gradients(), first);
+    const PieceRun run = scoped([&] {
+      return take(checkpoint(
+          [&](const Tensor& in) { return run_piece(*layer, in, inputs, ForwardOptions(), &cross); },
+          x));
+    });
+    EXPECT_TRUE(same_bits(run.y, y));
+    EXPECT_TRUE(same_bits(take(run.backward(dy)), dx));
+    EXPECT_EQ(gradients(), first);
+  }
+}
+
 TEST(DropPathModule, DropsWholePathsAndKeepsTheMean) {
   constexpr int64_t kPaths = 2000, kWidth = 3;
   DropPath path(0.25f);
