@@ -36,8 +36,11 @@ constexpr VariableSpec kSpecs[] = {
      "JSON file of a policy, as `te-fl tune` writes it or by hand (docs/policy-file.md); variables "
      "win over it.",
      true},
-    {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
-     true},
+    {"TE_FL_PLUGIN_MODULES", "", kList, "", "",
+     "Plugins to load, comma separated: paths, names of manifests, and in Python modules.", true},
+    {"TE_FL_SKIP_MODULES", "", kList, "", "",
+     "Modules of Python that are not loaded as plugins, comma separated, by the name of the module "
+     "or of the package's entry point; *: none of installed packages."},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",
      "Folders in which plugin manifests are looked for before te-fl's own, colon separated; empty: "
      "none are looked for.",

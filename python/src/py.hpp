@@ -100,7 +100,9 @@ PyObject* guarded(F&& f) noexcept {
   return nullptr;
 }
 
-// Lets other Python threads run while C++ waits or computes.
+// Lets other Python threads run while C++ waits or computes. No mutex of te-fl's is waited for with
+// the interpreter's lock: the thread that holds it may be on its way into an implementation in
+// Python.
 class WithoutLock {
  public:
   WithoutLock() noexcept : state_(PyEval_SaveThread()) {}
@@ -111,5 +113,11 @@ class WithoutLock {
  private:
   PyThreadState* state_;
 };
+
+template <class F>
+decltype(auto) without_lock(F&& f) {
+  const WithoutLock lock;
+  return f();
+}
 
 }  // namespace te_fl::python
