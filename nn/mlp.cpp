@@ -98,6 +98,7 @@ Status LayerNormMLP::Impl::activate(const Tensor& pre, const Tensor& out) const 
     args.output = out;
     args.limit = options.clamp_limit;
     args.alpha = options.clamp_alpha;
+    args.glu_linear_offset = options.glu_linear_offset;
     return manager.call(id, &args, detail::call_options(options.device));
   }
   if (is_gated(options.activation)) {
@@ -123,6 +124,7 @@ Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& p
     args.output = out;
     args.limit = options.clamp_limit;
     args.alpha = options.clamp_alpha;
+    args.glu_linear_offset = options.glu_linear_offset;
     return manager.call(id, &args, detail::call_options(options.device));
   }
   if (is_gated(options.activation)) {

@@ -255,24 +255,27 @@ TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
 TEST(DropPathModule, DropsWholePathsAndKeepsTheMean) {
   constexpr int64_t kPaths = 2000, kWidth = 3;
   DropPath path(0.25f);
-  const Values xs = random_values(kPaths * kWidth, 1);
-  ContextScope scope{Context(7)};
-  Ctx ctx;
-  const Values y = values_of(take(path.forward(tensor({kPaths, kWidth}, xs), &ctx)));
-  const Values w = random_values(kPaths * kWidth, 2);
-  const Values dx = values_of(take(path.backward(tensor({kPaths, kWidth}, w), ctx)));
-  int64_t kept = 0;
-  for (int64_t i = 0; i < kPaths; ++i) {
-    const bool dropped = y[i * kWidth] == 0;
-    kept += !dropped;
-    for (int64_t c = i * kWidth; c < (i + 1) * kWidth; ++c) {
-      ASSERT_NEAR(y[c], dropped ? 0 : xs[c] / 0.75, 1e-6);
-      ASSERT_NEAR(dx[c], dropped ? 0 : w[c] / 0.75, 1e-6);
+  const Values xs = random_values(kPaths * kWidth, 1, 1, true);
+  const Values w = random_values(kPaths * kWidth, 2, 1, true);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const double rounding = dtype == DType::kF32 ? 1e-6 : 0x1p-8;
+    ContextScope scope{Context(7)};
+    Ctx ctx;
+    const Tensor x = tensor({kPaths, kWidth}, xs, dtype);
+    const Values y = values_of(take(path.forward(x, &ctx)));
+    const Values dx = values_of(take(path.backward(tensor({kPaths, kWidth}, w, dtype), ctx)));
+    int64_t kept = 0;
+    for (int64_t i = 0; i < kPaths; ++i) {
+      const bool dropped = y[i * kWidth] == 0;
+      kept += !dropped;
+      for (int64_t c = i * kWidth; c < (i + 1) * kWidth; ++c) {
+        ASSERT_NEAR(y[c], dropped ? 0 : xs[c] / 0.75, rounding * 1.5);
+        ASSERT_NEAR(dx[c], dropped ? 0 : w[c] / 0.75, rounding * 1.5);
+      }
     }
+    EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // 5 standard deviations
+    EXPECT_TRUE(same_bits(take(path.forward(x, nullptr)), x));
   }
-  EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // 5 standard deviations
-  const Tensor x = tensor({kPaths, kWidth}, xs);
-  EXPECT_TRUE(same_bits(take(path.forward(x, nullptr)), x));
 }
 
 TEST(LayerVariantRules, WhatDoesNotGoTogetherIsNamed) {
