@@ -1,42 +1,13 @@
 #include "te_fl/nn/mlp.hpp"
 
-#include <array>
-
+#include "nn/activation_ops.hpp"
 #include "nn/make_gemm.hpp"
 #include "nn/norm_core.hpp"
 #include "nn/tensor_ops.hpp"
-#include "te_fl/environment.hpp"
 #include "te_fl/nn/init.hpp"
 
 namespace te_fl::nn {
 namespace {
-
-struct ActivationOps {
-  std::string_view name;
-  OpId forward;
-  OpId backward;
-  OpId dbias;  // backward fused with the bias gradient; the ungated ones only
-  bool gated;
-};
-
-constexpr std::array<ActivationOps, 12> kActivations = {{
-    {"gelu", op::gelu, op::dgelu, op::dbias_dgelu, false},
-    {"qgelu", op::qgelu, op::dqgelu, op::dbias_dqgelu, false},
-    {"relu", op::relu, op::drelu, op::dbias_drelu, false},
-    {"srelu", op::srelu, op::dsrelu, op::dbias_dsrelu, false},
-    {"silu", op::silu, op::dsilu, op::dbias_dsilu, false},
-    {"geglu", op::geglu, op::dgeglu, {}, true},
-    {"qgeglu", op::qgeglu, op::dqgeglu, {}, true},
-    {"reglu", op::reglu, op::dreglu, {}, true},
-    {"sreglu", op::sreglu, op::dsreglu, {}, true},
-    {"swiglu", op::swiglu, op::dswiglu, {}, true},
-    {"glu", op::glu, op::dglu, {}, true},
-    {"clamped_swiglu", op::clamped_swiglu, op::clamped_dswiglu, {}, true},
-}};
-
-const ActivationOps& ops_of(Activation activation) {
-  return kActivations.at(static_cast<size_t>(activation));
-}
 
 struct MlpRecord : Ctx::Record {
   detail::NormCore::Saved norm;
@@ -48,31 +19,22 @@ struct MlpRecord : Ctx::Record {
 
 }  // namespace
 
-bool is_gated(Activation activation) noexcept { return ops_of(activation).gated; }
-std::string_view name(Activation activation) noexcept { return ops_of(activation).name; }
-
-Result<Activation> parse_activation(std::string_view text) {
-  std::vector<std::string> names;
-  for (size_t i = 0; i < kActivations.size(); ++i) {
-    if (kActivations[i].name == text) return static_cast<Activation>(i);
-    names.emplace_back(kActivations[i].name);
-  }
-  std::string message = "\"" + std::string(text) + "\" is no activation; ";
-  std::string near = environment::nearest(std::string(text), names);
-  if (!near.empty()) message += "did you mean " + near + "? ";
-  message += "Activations:";
-  for (const std::string& n : names) message += " " + n;
-  return invalid_argument(std::move(message));
-}
-
 struct LayerNormMLP::Impl {
   LayerNormMLPOptions options;
   std::unique_ptr<detail::NormCore> norm;
   std::unique_ptr<detail::GemmUnit> fc1;
   std::unique_ptr<detail::GemmUnit> fc2;
 
-  Status activate(const Tensor& pre, const Tensor& out) const;
-  Status activate_backward(const Tensor& grad, const Tensor& pre, const Tensor& out) const;
+  Status activate(const Tensor& pre, const Tensor& out) const {
+    return detail::activate(activation(), pre, out);
+  }
+  Status activate_backward(const Tensor& grad, const Tensor& pre, const Tensor& out) const {
+    return detail::activate_backward(activation(), grad, pre, out);
+  }
+  ActivationOptions activation() const {
+    return {options.activation, options.clamp_limit, options.clamp_alpha,
+            options.glu_linear_offset};
+  }
   // Whether the activation may join the product before it. Scales that derive from the result take
   // a pass over it of their own.
   bool may_join(const detail::GemmUnit::Use& use) const {
@@ -88,58 +50,6 @@ struct LayerNormMLP::Impl {
   Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record, const Tensor& grad);
   Result<detail::GemmUnit::Gradient> pre_gradient(const MlpRecord& record, const Tensor& grad);
 };
-
-Status LayerNormMLP::Impl::activate(const Tensor& pre, const Tensor& out) const {
-  const OpId id = ops_of(options.activation).forward;
-  OpManager& manager = OpManager::instance();
-  if (options.activation == Activation::kClampedSwiglu) {
-    te_fl_clamped_swiglu_args args{};
-    args.input = pre;
-    args.output = out;
-    args.limit = options.clamp_limit;
-    args.alpha = options.clamp_alpha;
-    args.glu_linear_offset = options.glu_linear_offset;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  if (is_gated(options.activation)) {
-    te_fl_activation_glu_fwd_args args{};
-    args.input = pre;
-    args.output = out;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  te_fl_activation_act_fwd_args args{};
-  args.input = pre;
-  args.output = out;
-  return manager.call(id, &args, detail::call_options(options.device));
-}
-
-Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& pre,
-                                             const Tensor& out) const {
-  const OpId id = ops_of(options.activation).backward;
-  OpManager& manager = OpManager::instance();
-  if (options.activation == Activation::kClampedSwiglu) {
-    te_fl_clamped_dswiglu_args args{};
-    args.grad = grad;
-    args.input = pre;
-    args.output = out;
-    args.limit = options.clamp_limit;
-    args.alpha = options.clamp_alpha;
-    args.glu_linear_offset = options.glu_linear_offset;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  if (is_gated(options.activation)) {
-    te_fl_activation_glu_bwd_args args{};
-    args.grad = grad;
-    args.input = pre;
-    args.output = out;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  te_fl_activation_act_bwd_args args{};
-  args.grad = grad;
-  args.input = pre;
-  args.output = out;
-  return manager.call(id, &args, detail::call_options(options.device));
-}
 
 Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
                                  const ForwardOptions& forward, const Tensor& activated) {
@@ -195,7 +105,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
   args.input = record.pre;
   args.output = result.tensor;
   args.dbias = dbias.tensor();
-  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(ops_of(options.activation).dbias, &args,
+  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(detail::ops_of(options.activation).dbias, &args,
                                                    detail::call_options(options.device)));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
   result.bias_done = true;

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "errors.hpp"
-#include "framework_tensor.hpp"
 #include "layer.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/recompute.hpp"

@@ -1,6 +1,5 @@
 // te_fl._native: the runtime as Python sees it. The package te_fl gives its functions their names.
 #include "errors.hpp"
-#include "framework_tensor.hpp"
 #include "jax_ffi.hpp"
 #include "layer.hpp"
 #include "lent_tensor.hpp"
@@ -21,12 +20,6 @@ PyObject* set_classes(PyObject*, PyObject* args) noexcept {
     set_argument_classes(quantized, saved);
     return Ref::share(Py_None);
   });
-}
-
-PyObject* at_exit(PyObject*, PyObject*) noexcept {
-  interpreter_ends();
-  Py_INCREF(Py_None);
-  return Py_None;
 }
 
 template <class F>
@@ -103,10 +96,10 @@ PyMethodDef g_methods[] = {
     {"begin_recompute", begin_recompute, METH_VARARGS, "begin_recompute(record, second) -> scope"},
     {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
-    {"at_exit", at_exit, METH_NOARGS, "at_exit(): the interpreter ends"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
     {"jax_version", jax_version, METH_NOARGS,
-     "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before registration"},
+     "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before "
+     "registration"},
     {nullptr, nullptr, 0, nullptr},
 };
 
