@@ -252,6 +252,45 @@ TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
   }
 }
 
+// The encoder output is a value like any other.
+TEST(LayerOnTape, CrossAttentionTakesTheEncoderAsAValue) {
+  const TransformerLayerOptions options{.hidden_size = kHidden,
+                                        .ffn_hidden_size = 10,
+                                        .num_attention_heads = 3,
+                                        .seed = 4,
+                                        .layer_type = LayerType::kDecoder};
+  const Layer<TransformerLayer> decoder(options);
+  const Layer<MultiheadAttention> attention({.hidden_size = kHidden,
+                                             .num_attention_heads = 3,
+                                             .mask_type = MaskType::kNone,
+                                             .attention_type = AttentionType::kCross});
+  randomize(*decoder, 5, 0.4);
+  randomize(*attention, 6, 0.4);
+  const Tensor x = tensor({kSeq, kBatch, kHidden}, random_values(kSeq * kBatch * kHidden, 1));
+  const Tensor dy = tensor({kSeq, kBatch, kHidden}, random_values(kSeq * kBatch * kHidden, 2));
+  AttentionInputs cross;
+  cross.encoder_output =
+      tensor({kEncoder, kBatch, kHidden}, random_values(kEncoder * kBatch * kHidden, 3));
+  Ctx ctx;
+  Tensor d_encoder;
+  const auto expect_equal = [&](auto on_tape, const Tensor& y, const Tensor& dx) {
+    Tape tape;
+    const Value in = tape.input(x, true), encoder = tape.input(cross.encoder_output, true);
+    const Value out = on_tape(in, encoder);
+    ASSERT_OK(out.status());
+    EXPECT_TRUE(same_bits(out.tensor(), y));
+    ASSERT_OK(tape.backward(out, dy));
+    EXPECT_TRUE(same_bits(in.grad(), dx));
+    EXPECT_TRUE(same_bits(encoder.grad(), d_encoder));
+  };
+  Tensor y = take(decoder->forward(x, &ctx, {}, {}, &cross));
+  Tensor dx = take(decoder->backward(dy, ctx, nullptr, &d_encoder));
+  expect_equal([&](const Value& a, const Value& b) { return decoder(a, b); }, y, dx);
+  y = take(attention->forward(x, &ctx, cross));
+  dx = take(attention->backward(dy, ctx, nullptr, nullptr, nullptr, &d_encoder));
+  expect_equal([&](const Value& a, const Value& b) { return attention(a, b); }, y, dx);
+}
+
 TEST(DropPathModule, DropsWholePathsAndKeepsTheMean) {
   constexpr int64_t kPaths = 2000, kWidth = 3;
   DropPath path(0.25f);
