@@ -42,7 +42,7 @@ struct Model : Module {
     for (const NamedParameter& p : layer->parameters()) {
       if (kind != Kind::kMovedParts || p.name.find(".key_") == std::string::npos) continue;
       moved.push_back(take(p.value().clone()));
-      check(p.parameter->borrow(moved.back(), 0));
+      testing::check(p.parameter->borrow(moved.back(), 0));
     }
     head = take(Linear::create({.in_features = kHidden,
                                 .out_features = kVocabulary,

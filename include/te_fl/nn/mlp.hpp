@@ -47,7 +47,7 @@ struct LayerNormMLPOptions {
   float output_init_std = 0.023f;     // fc2
   std::optional<bool> fc1_bias = {};  // in place of `bias`
   std::optional<bool> fc2_bias = {};
-  bool return_bias = false;  // of fc2, as in Linear
+  bool return_bias = false;        // of fc2, as in Linear
   float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
 };
 
