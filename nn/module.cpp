@@ -338,7 +338,7 @@ Result<Tensor> staged(const Tensor& tensor, const Device& device,
 
 // Writes loaded values into the parameter; with `scale_inv` they are codes.
 Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
-            const Parameter& parameter) {
+                      const Parameter& parameter) {
   if (scale_inv.defined()) return detail::load_codes(tensor, scale_inv, amax, parameter.value);
   if (parameter.fp8_values == nullptr) return detail::copy(tensor, parameter.value);
   return parameter.fp8_values->write(tensor, parameter.value, true);

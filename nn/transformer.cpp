@@ -120,7 +120,8 @@ LayerNormMLPOptions mlp_options(const TransformerLayerOptions& o) {
           .device = o.device,
           .seed = init::subseed(o.seed, 2),
           .init_std = o.init_std,
-          .output_init_std = o.output_init_std};
+          .output_init_std = o.output_init_std,
+          .glu_linear_offset = o.glu_linear_offset};
 }
 
 Status check_options(const TransformerLayerOptions& o) {

@@ -47,7 +47,8 @@ struct LayerNormMLPOptions {
   float output_init_std = 0.023f;     // fc2
   std::optional<bool> fc1_bias = {};  // in place of `bias`
   std::optional<bool> fc2_bias = {};
-  bool return_bias = false;  // of fc2, as in Linear
+  bool return_bias = false;        // of fc2, as in Linear
+  float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
 };
 
 // y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [..., hidden]. Parameters:

@@ -58,8 +58,8 @@ struct TE_FL_API Parameter {
   // keep alive) and advances `owners_version` with every change of the contents: the same number
   // as in the last call says that they are the same, wherever they lie, and then copies made of
   // them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
-  // says that the contents of then are lent again, for a backward of a forward of then. A framework calls
-  // this before each forward, and before a backward if the memory has moved since. The memory
+  // says that the contents of then are lent again, for a backward of a forward of then. A framework
+  // calls this before each forward, and before a backward if the memory has moved since. The memory
   // must be there, and unwritten, from then until the work that the calls enqueued is done; between
   // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
   // the step of an optimizer that was given the parameter, nowhere else. A captured graph goes on

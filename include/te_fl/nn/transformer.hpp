@@ -55,6 +55,7 @@ struct TransformerLayerOptions {
   MaskType enc_dec_mask_type = MaskType::kNone;
   int64_t enc_dec_window_left = -1;
   int64_t enc_dec_window_right = -1;
+  float glu_linear_offset = 1.0f;  // kClampedSwiglu
 };
 
 // A pre-norm Transformer block: h = x + dropout(attention(x)); y = h + dropout(mlp(h)). x [S, B,
