@@ -133,7 +133,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   detail::GemmOptions gemm{.module = "LayerNormMLP",
                            .in = options.hidden_size,
                            .out = options.ffn_hidden_size * (is_gated(options.activation) ? 2 : 1),
-                           .bias = options.bias,
+                           .bias = options.fc1_bias.value_or(options.bias),
                            .param_dtype = options.param_dtype,
                            .activation_dtype = options.activation_dtype,
                            .device = options.device,
@@ -142,6 +142,8 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   TE_FL_ASSIGN_OR_RETURN(impl.fc1, detail::make_gemm(gemm));
   gemm.in = options.ffn_hidden_size;
   gemm.out = options.hidden_size;
+  gemm.bias = options.fc2_bias.value_or(options.bias);
+  gemm.return_bias = options.return_bias;
   gemm.seed = init::subseed(options.seed, 2);
   gemm.init_std = options.output_init_std;
   TE_FL_ASSIGN_OR_RETURN(impl.fc2, detail::make_gemm(gemm));
@@ -158,7 +160,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
 }
 
 Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
-                                     const Tensor* residual) {
+                                     const Tensor* residual, Tensor* layernorm_output) {
   Impl& impl = *impl_;
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
@@ -169,8 +171,11 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MlpRecord>(ctx, "LayerNormMLP"));
   TE_FL_ASSIGN_OR_RETURN(record->fc1, impl.fc1->begin(training));
   TE_FL_ASSIGN_OR_RETURN(record->fc2, impl.fc2->begin(training));
-  TE_FL_ASSIGN_OR_RETURN(Tensor normed, impl.fc1->input_buffer(record->fc1, flat.size(0)));
-  TE_FL_RETURN_IF_ERROR(impl.norm->forward(flat, normed, record->norm));
+  TE_FL_ASSIGN_OR_RETURN(Tensor normed, detail::normed_input(*impl.norm, *impl.fc1, record->fc1,
+                                                             flat, record->norm, layernorm_output));
+  if (layernorm_output != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(*layernorm_output, layernorm_output->view(x.shape()));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
   normed = Tensor();
@@ -181,7 +186,8 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   return y.view(x.shape());
 }
 
-Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad) {
+Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad,
+                                      const Tensor* layernorm_output_grad) {
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormMLP"));
   auto& record = static_cast<MlpRecord&>(*taken);
@@ -194,6 +200,9 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor residual,
       detail::residual_matrix(residual_grad, record.shape, hidden, "LayerNormMLP: residual_grad"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor past,
+                         detail::residual_matrix(layernorm_output_grad, record.shape, hidden,
+                                                 "LayerNormMLP: layernorm_output_grad"));
   TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat));
   TE_FL_RETURN_IF_ERROR(impl.fc2->wgrad(record.fc2, d_out));
   record.fc2.input = Tensor();
@@ -203,6 +212,7 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   record.pre = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
   TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));
+  if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, past, d_normed));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.norm->backward(d_normed, record.norm,
                                                         residual.defined() ? &residual : nullptr));
   return dx.view(record.shape);
