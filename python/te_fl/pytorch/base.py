@@ -41,32 +41,6 @@ def default_init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class _Join(torch.autograd.Function):
-    """Parameters that are rows of one matrix, as that matrix: a view where they lie one after the other, else a copy."""
-
-    @staticmethod
-    def forward(ctx, *parts):
-        ctx.rows = [p.shape[0] for p in parts]
-        return join(parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.split(ctx.rows)
-
-
-def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    first = parts[0]
-    at = first.storage_offset()
-    for p in parts:
-        if (p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or p.storage_offset() != at or not p.is_contiguous()
-                or p.dtype != first.dtype):
-            return torch.cat([p.detach() for p in parts])
-        at += p.numel()
-    rows = sum(p.shape[0] for p in parts)
-    return torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage(), first.storage_offset(),
-                                                                       (rows, *first.shape[1:]))
-
-
 class TransformerEngineBaseModule(torch.nn.Module):
     """Base of modules with one layer of te_fl::nn.
 
@@ -82,7 +56,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._layers: Dict[str, Any] = {}  # by kind
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the layer
         self._recipe = None  # of the last forward in FP8
-        self._joined: Dict[str, Tuple[Any, torch.Tensor]] = {}
+        self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
 
     # -- parameters
@@ -134,20 +108,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
             at += rows
         return names
 
-    def _whole(self, names: List[str]) -> torch.Tensor:
-        """The array whose parts have these names, as autograd follows it."""
-        parts = [getattr(self, n) for n in names]
-        if len(parts) == 1:
-            return parts[0]
-        if torch.is_grad_enabled() and any(p.requires_grad for p in parts):
-            return _Join.apply(*parts)
-        key = tuple((id(p), p.data_ptr(), p._version) for p in parts)
-        cached = self._joined.get(names[0])
-        if cached is None or cached[0] != key:
-            cached = (key, join(parts))
-            self._joined[names[0]] = cached
-        return cached[1]
-
     # -- the layer
 
     def _options(self) -> dict:
@@ -187,12 +147,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for layer in self._layers.values():
             _native.layer_changed(layer)
 
+    def _alone(self) -> None:
+        """This module runs by itself from now on, with its FP8 state."""
+        if self._fused_in is not None:
+            self._fused_in[0].leave()
+
     def train(self, mode: bool = True):
         # What serves keeps quantised weights while parameters change as PyTorch counts only; in between anything may happen to them.
         self._changed()
         return super().train(mode)
 
     def _apply(self, fn, recurse: bool = True):
+        self._alone()
         state = self._fp8_state()
         result = super()._apply(fn, recurse)
         self._forget(state)
@@ -200,13 +166,20 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Makes new layers when they are next needed, with this FP8 state."""
-        self._layers, self._joined = {}, {}
+        self._layers = {}
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
 
     # -- FP8 state
 
     def _fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
+        if self._fused_in is not None:
+            state = self._fused_in[0].state_of(self._fused_in[1])
+            if state is not None:
+                return state
+        return self._own_fp8_state()
+
+    def _own_fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
         for (kind, _), layer in self._layers.items():
             if self._owns_state(kind):
                 like = next(iter(self.parameters(recurse=False)), None)
@@ -229,6 +202,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if not read:
             return
         own = extra_state.from_theirs(read, self._sites, where)
+        self._alone()
         self._recipe = read.get("recipe", self._recipe)
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
@@ -241,6 +215,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def reset_fp8_meta_tensors(self) -> None:
         """Scales 1 and empty histories."""
+        self._alone()
         self._loaded = []
         for (kind, _), layer in self._layers.items():
             if self._owns_state(kind):
@@ -251,7 +226,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_joined"] = {}, {}
+        state["_layers"], state["_fused_in"] = {}, None
         return state
 
     def __setstate__(self, state: dict) -> None:
