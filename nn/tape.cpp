@@ -190,7 +190,8 @@ Status Tape::run(const Value& of, const Tensor& gradient) {
     TE_FL_RETURN_IF_ERROR(run_node(node));
     if (hook_ == nullptr) continue;
     for (const auto& p : node.parameters) {
-      const bool complete = --left[p.get()] == 0 && p->requires_grad && p->grad_written;
+      const bool complete =
+          --left[p.get()] == 0 && p->requires_grad && p->grad_written && p->delayed_wgrads == 0;
       if (complete) TE_FL_RETURN_IF_ERROR(hook_(*p));
     }
   }

@@ -97,7 +97,8 @@ class TE_FL_API Tape {
   // Called once per parameter and backward(), when that has added the last of its contributions,
   // on the thread and stream of the backward, e.g. to begin its all-reduce. An error ends the
   // backward. A module's parameters are complete when its backward, or that of the checkpointed
-  // piece that it is in, returns; frozen ones are left out.
+  // piece that it is in, returns; frozen ones are left out, and those that Module::backward_dw()
+  // is still to write.
   using GradientHook = std::function<Status(Parameter& parameter)>;
   void on_gradient(GradientHook hook) { hook_ = std::move(hook); }
 
