@@ -67,9 +67,9 @@ te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
   }
   {
     const WithLock lock;
-    PyObject* address = PyObject_CallFunction(
-        allocator.allocate, "KK", static_cast<unsigned long long>(memory->bytes),
-        reinterpret_cast<unsigned long long>(memory->stream));
+    PyObject* address = PyObject_CallFunction(allocator.allocate, "KK",
+                                              static_cast<unsigned long long>(memory->bytes),
+                                              reinterpret_cast<unsigned long long>(memory->stream));
     if (address == nullptr) return report(sink, TE_FL_OUT_OF_MEMORY);
     *out = PyLong_AsVoidPtr(address);
     Py_DECREF(address);
@@ -122,8 +122,8 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
     return refuse(sink, status.to_string(), TE_FL_INTERNAL);
   }
   const WithLock lock;
-  PyObject* none = PyObject_CallFunction(allocator.release, "K",
-                                         reinterpret_cast<unsigned long long>(data));
+  PyObject* none =
+      PyObject_CallFunction(allocator.release, "K", reinterpret_cast<unsigned long long>(data));
   if (none == nullptr) return report(sink, TE_FL_INTERNAL);
   Py_DECREF(none);
   return TE_FL_OK;

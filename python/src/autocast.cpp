@@ -46,14 +46,13 @@ nn::Recipe recipe_of(PyObject* dict) {
                           "DelayedScaling: amax_compute_algo is a function; te-fl computes 'max' "
                           "and 'most_recent' on the device"));
     }
-    return nn::DelayedScaling{
-        .margin = static_cast<int>(integer(dict, "margin")),
-        .format = format,
-        .amax_history_len = integer(dict, "amax_history_len"),
-        .amax_compute_algo = text_of(algorithm, "amax_compute_algo") == "max"
-                                 ? nn::AmaxAlgo::kMax
-                                 : nn::AmaxAlgo::kMostRecent,
-        .fp8_dpa = truth(get(dict, "fp8_dpa"))};
+    return nn::DelayedScaling{.margin = static_cast<int>(integer(dict, "margin")),
+                              .format = format,
+                              .amax_history_len = integer(dict, "amax_history_len"),
+                              .amax_compute_algo = text_of(algorithm, "amax_compute_algo") == "max"
+                                                       ? nn::AmaxAlgo::kMax
+                                                       : nn::AmaxAlgo::kMostRecent,
+                              .fp8_dpa = truth(get(dict, "fp8_dpa"))};
   }
   if (kind == "current") {
     return nn::Float8CurrentScaling{.format = format,

@@ -42,9 +42,9 @@ Result<Device> device_of(const te_fl_device& device) {
     ++matches;
   }
   if (matches == 1) return found;
-  return Status(StatusCode::kInvalidArgument,
-                "extension device " + std::to_string(device.index) + " is provided by " +
-                    std::to_string(matches) + " plugins; te-fl needs exactly one");
+  return Status(StatusCode::kInvalidArgument, "extension device " + std::to_string(device.index) +
+                                                  " is provided by " + std::to_string(matches) +
+                                                  " plugins; te-fl needs exactly one");
 }
 
 Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {

@@ -32,7 +32,7 @@ struct Layer {
   MakeRunner make;
   std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
   std::map<DType, std::shared_ptr<Runner>> runners;  // by the activations' dtype
-  DType newest = DType::kF32;                        // that of the last forward, whose FP8 state counts
+  DType newest = DType::kF32;  // that of the last forward, whose FP8 state counts
   std::vector<std::pair<std::string, Shape>> parameters;
   std::vector<Seen> seen;
   uint64_t numbers = 0;  // the last number that was given
@@ -149,8 +149,8 @@ std::vector<PyObject*> items_of(PyObject* tuple, const char* what) {
 // The parameters' tensors in the layer's order, not kept alive.
 std::vector<Tensor> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects) {
   if (objects.size() != layer.parameters.size()) {
-    throw_type_error("the layer has " + std::to_string(layer.parameters.size()) +
-                     " parameters; " + std::to_string(objects.size()) + " were given");
+    throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
+                     std::to_string(objects.size()) + " were given");
   }
   std::vector<Tensor> tensors;
   tensors.reserve(objects.size());
@@ -291,8 +291,8 @@ Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
   // draw none.
   const bool keeps = training || f.random.defined();
   nn::Ctx ctx;
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, runner->forward(f.inputs, keeps ? &ctx : nullptr, f.attention,
-                                                   f.options));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         runner->forward(f.inputs, keeps ? &ctx : nullptr, f.attention, f.options));
   if (!training) return y;
   record = std::make_shared<Record>(Record{.layer = nullptr,
                                            .runner = std::move(runner),

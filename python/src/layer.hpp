@@ -11,7 +11,8 @@ namespace te_fl::python {
 PyObject* make_layer(PyObject*, PyObject* args) noexcept;
 // layer_parameters(layer) -> list of (name, shape), in the order that the calls take them.
 PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
-// layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention, random)
+// layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention,
+// random)
 // -> (output, token). activation: the output's dtype as an index in te_fl.tensors.DTYPES, -1: the
 // first input's. mode: 0 keeps what a backward needs, which the token holds, an int64 tensor whose
 // memory owns it; 1 and 2 keep nothing, token is None; 1 says that parameters change only as their
@@ -20,15 +21,16 @@ PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
 // or None. random: an int64 tensor [2] on the device, seed and offset, or None.
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
 // layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients of the inputs and of
-// the attention's bias, gradients of the parameters), None where there is none. main_grads: None, or
-// for each parameter None or a tensor that the gradient is added to in place of being returned. keep:
-// the token may be given again.
+// the attention's bias, gradients of the parameters), None where there is none. main_grads: None,
+// or for each parameter None or a tensor that the gradient is added to in place of being returned.
+// keep: the token may be given again.
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
 // end_backward(token): updates the gradients' scales of the thread that ran the token's forward.
 PyObject* end_backward(PyObject*, PyObject* token) noexcept;
 // layer_changed(layer): parameters may have changed without their version counters.
 PyObject* layer_changed(PyObject*, PyObject* layer) noexcept;
-// layer_state(layer, like) -> list of (name, tensor): FP8 state by te_fl::nn's names, sharing memory.
+// layer_state(layer, like) -> list of (name, tensor): FP8 state by te_fl::nn's names, sharing
+// memory.
 PyObject* layer_state(PyObject*, PyObject* args) noexcept;
 // set_layer_state(layer, [(name, tensor)]): copies.
 PyObject* set_layer_state(PyObject*, PyObject* args) noexcept;

@@ -27,9 +27,9 @@ class Runner {
 
 using MakeRunner = std::function<Result<std::unique_ptr<Runner>>(DType activation_dtype)>;
 
-// `options`: a dict with the fields of the kind's options in te_fl::nn by name, but activation_dtype
-// and seed; dtypes, devices and enums as te-fl's strings. TypeError names a field that the kind does
-// not have.
+// `options`: a dict with the fields of the kind's options in te_fl::nn by name, but
+// activation_dtype and seed; dtypes, devices and enums as te-fl's strings. TypeError names a field
+// that the kind does not have.
 MakeRunner runner_of(std::string_view kind, PyObject* options);
 
 }  // namespace te_fl::python

@@ -476,8 +476,8 @@ PyObject* explain(PyObject*, PyObject* args) noexcept {
     profile.device = value_of(without_lock([&] { return parse_device(where); }));
     profile.dtypes = numbers_of<DType>(dtypes);
     profile.scalings = numbers_of<Scaling>(scalings);
-    return to_dict(value_of(
-        without_lock([&] { return OpManager::instance().explain(op.id, profile); })));
+    return to_dict(
+        value_of(without_lock([&] { return OpManager::instance().explain(op.id, profile); })));
   });
 }
 
