@@ -255,7 +255,7 @@ Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& 
   args.a = input;
   args.b = weight;
   args.trans_b = 1;
-  if (bias_ != nullptr) args.bias = bias_->value;
+  if (bias_ != nullptr && spec_.adds_bias) args.bias = bias_->value;
   args.use_split_accumulator = split_accumulator(use.mode, false);
   return args;
 }
@@ -355,7 +355,8 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   if (dy.quantized()) {
     const bool columns = wants_wgrad(use) || wants_bias_grad();  // which come with its sums
     TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
-    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
+    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias,
+                           GradTarget::open(wants_bias_grad() ? bias_.get() : nullptr));
     if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
     TE_FL_RETURN_IF_ERROR(dbias.commit());
     grad.tensor = dy;

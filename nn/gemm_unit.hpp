@@ -21,6 +21,7 @@ class GemmUnit {
     DType activation_dtype = DType::kF32;
     Device device;
     bool high_precision = false;
+    bool adds_bias = true;  // false: the bias is the caller's to add
   };
 
   // What one forward decided and kept.
@@ -92,7 +93,9 @@ class GemmUnit {
 
  private:
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
-  bool wants_bias_grad() const { return bias_ != nullptr && bias_->requires_grad; }
+  bool wants_bias_grad() const {
+    return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;
+  }
   // What backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   // The bias gradient from dy alone, for a frozen weight.

@@ -69,6 +69,7 @@ Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   spec.activation_dtype = options.activation_dtype;
   spec.device = options.device;
   spec.high_precision = options.high_precision;
+  spec.adds_bias = !options.return_bias;
   return std::make_unique<GemmUnit>(spec, std::move(weight), std::move(bias));
 }
 

@@ -118,6 +118,18 @@ Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
   return dx;
 }
 
+Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
+                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision) {
+  if (high_precision == nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm.input_buffer(use, x.size(0)));
+    TE_FL_RETURN_IF_ERROR(norm.forward(x, input, saved));
+    return input;
+  }
+  TE_FL_ASSIGN_OR_RETURN(*high_precision, empty_like(x, gemm.spec().activation_dtype));
+  TE_FL_RETURN_IF_ERROR(norm.forward(x, *high_precision, saved));
+  return gemm.prepare_input(use, *high_precision);
+}
+
 }  // namespace detail
 
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "errors.hpp"
-#include "framework_tensor.hpp"
+#include "interpreter.hpp"
 #include "layer.hpp"
 #include "te_fl/memory.hpp"
 
@@ -22,17 +22,6 @@ struct Allocator {
   std::mutex mutex;
   std::map<void*, void*> streams;  // of all allocations
   std::map<void*, std::set<void*>> users;
-};
-
-class WithLock {
- public:
-  WithLock() : state_(PyGILState_Ensure()) {}
-  ~WithLock() { PyGILState_Release(state_); }
-  WithLock(const WithLock&) = delete;
-  WithLock& operator=(const WithLock&) = delete;
-
- private:
-  PyGILState_STATE state_;
 };
 
 te_fl_status refuse(const te_fl_error_sink* sink, const std::string& text, te_fl_status status) {
@@ -62,11 +51,9 @@ te_fl_status report(const te_fl_error_sink* sink, te_fl_status status) {
 te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* sink) {
   auto& allocator = *static_cast<Allocator*>(self);
-  if (interpreter_has_ended()) {
-    return refuse(sink, "the interpreter has ended", TE_FL_OUT_OF_MEMORY);
-  }
   {
-    const WithLock lock;
+    const InterpreterLock lock;
+    if (!lock.held()) return refuse(sink, "the interpreter has ended", TE_FL_OUT_OF_MEMORY);
     PyObject* address = PyObject_CallFunction(allocator.allocate, "KK",
                                               static_cast<unsigned long long>(memory->bytes),
                                               reinterpret_cast<unsigned long long>(memory->stream));
@@ -102,7 +89,6 @@ Status wait_for_users(const Device& device, void* stream, const std::set<void*>&
 }
 
 te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
-  if (interpreter_has_ended()) return TE_FL_OK;  // the memory goes with the process
   auto& allocator = *static_cast<Allocator*>(self);
   std::set<void*> others;
   void* stream = nullptr;
@@ -121,7 +107,8 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
     // The memory stays allocated, since another stream may be using it.
     return refuse(sink, status.to_string(), TE_FL_INTERNAL);
   }
-  const WithLock lock;
+  const InterpreterLock lock;
+  if (!lock.held()) return TE_FL_OK;
   PyObject* none =
       PyObject_CallFunction(allocator.release, "K", reinterpret_cast<unsigned long long>(data));
   if (none == nullptr) return report(sink, TE_FL_INTERNAL);
@@ -130,8 +117,8 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
 }
 
 te_fl_status call_trim(Allocator& allocator, const te_fl_error_sink* sink) {
-  if (interpreter_has_ended()) return TE_FL_OK;
-  const WithLock lock;
+  const InterpreterLock lock;
+  if (!lock.held()) return TE_FL_OK;
   PyObject* none = PyObject_CallNoArgs(allocator.trim);
   if (none == nullptr) return report(sink, TE_FL_INTERNAL);
   Py_DECREF(none);

@@ -1,16 +1,14 @@
 #include "framework_tensor.hpp"
 
-#include <atomic>
 #include <span>
 #include <string>
 
 #include "errors.hpp"
 #include "exchange.hpp"
+#include "interpreter.hpp"
 
 namespace te_fl::python {
 namespace {
-
-std::atomic<bool> g_ended{false};
 
 const Exchange& exchange_for(PyObject* object, const char* name) {
   const Exchange* api = exchange_of(Py_TYPE(object));
@@ -25,10 +23,8 @@ const Exchange& exchange_for(PyObject* object, const char* name) {
 std::shared_ptr<void> keep_alive(PyObject* object) {
   Py_INCREF(object);
   return std::shared_ptr<void>(object, [](void* kept) {
-    if (interpreter_has_ended()) return;
-    const PyGILState_STATE state = PyGILState_Ensure();
-    Py_DECREF(static_cast<PyObject*>(kept));
-    PyGILState_Release(state);
+    const InterpreterLock lock;
+    if (lock.held()) Py_DECREF(static_cast<PyObject*>(kept));
   });
 }
 
@@ -75,9 +71,6 @@ Ref to_object(const Exchange& api, ManagedVersioned* managed) {
 }
 
 }  // namespace
-
-void interpreter_ends() noexcept { g_ended = true; }
-bool interpreter_has_ended() noexcept { return g_ended.load(std::memory_order_relaxed); }
 
 Tensor tensor_of(PyObject* object, const char* name, bool keep) {
   const Exchange& api = exchange_for(object, name);

@@ -25,8 +25,4 @@ Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like);
 // The framework's current stream of the device; null on the host.
 void* current_stream_of(PyObject* like, const Device& device);
 
-// From now on no object of Python's is let go any more: the interpreter ends.
-void interpreter_ends() noexcept;
-bool interpreter_has_ended() noexcept;
-
 }  // namespace te_fl::python

@@ -1,6 +1,6 @@
 // te_fl._native: the runtime as Python sees it. The package te_fl gives its functions their names.
 #include "errors.hpp"
-#include "framework_tensor.hpp"
+#include "jax_ffi.hpp"
 #include "layer.hpp"
 #include "lent_tensor.hpp"
 #include "modules.hpp"
@@ -22,15 +22,26 @@ PyObject* set_classes(PyObject*, PyObject* args) noexcept {
   });
 }
 
-PyObject* at_exit(PyObject*, PyObject*) noexcept {
-  interpreter_ends();
-  Py_INCREF(Py_None);
-  return Py_None;
-}
-
 template <class F>
 PyCFunction fast(F* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+Ref capsule_of(xla::Error* (*handler)(xla::Call*) noexcept) {
+  return Ref::take(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
+}
+
+PyObject* jax_handlers(PyObject*, PyObject*) noexcept {
+  return guarded([&] {
+    Ref dict = Ref::take(PyDict_New());
+    put(dict, "cpu", capsule_of(&jax::handle_on_host));
+    put(dict, "CUDA", capsule_of(&jax::handle_on_cuda));
+    return dict;
+  });
+}
+
+PyObject* jax_version(PyObject*, PyObject*) noexcept {
+  return guarded([&] { return to_python(int64_t{jax::seen_version()}); });
 }
 
 PyMethodDef g_methods[] = {
@@ -81,8 +92,14 @@ PyMethodDef g_methods[] = {
     {"begin_autocast", begin_autocast, METH_VARARGS,
      "begin_autocast(enabled, calibrating, recipe) -> scope"},
     {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},
+    {"recompute_record", recompute_record, METH_NOARGS, "recompute_record() -> record"},
+    {"begin_recompute", begin_recompute, METH_VARARGS, "begin_recompute(record, second) -> scope"},
+    {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
-    {"at_exit", at_exit, METH_NOARGS, "at_exit(): the interpreter ends"},
+    {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
+    {"jax_version", jax_version, METH_NOARGS,
+     "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before "
+     "registration"},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -500,6 +500,9 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
           put(one, "optional", to_python((arg.desc->flags & TE_FL_ARG_OPTIONAL) != 0));
           put(one, "default", default_of(op, *arg.desc));
           put(one, "later", to_python((arg.desc->flags & TE_FL_ARG_LATER) != 0));
+          put(one, "same_as", text(arg.desc->same_as));
+          put(one, "inout_if", text(arg.desc->inout_if));
+          put(one, "dtypes", to_python(uint64_t{arg.desc->dtypes}));
           put(one, "enum", list_of(arg.enum_names, [](const std::string& n) {
                 return to_python(std::string_view(n));
               }));

@@ -19,9 +19,9 @@ from te_fl import _modules  # noqa: E402, F401  (has plugins in Python loaded wi
 LentTensor = _native.LentTensor
 
 __version__ = "0.1.0"
-__all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Saved", "Tensor", "errors", "explain",
-           "info", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage", "saved_bytes", "schema", "usage", "verify_counts",
-           "write_trace"]
+__all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Saved", "Tensor",
+           "as_transformer_engine", "errors", "explain", "info", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
+           "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
 
 
 def explain(op: str, *, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (), **arguments: Any) -> dict:
@@ -75,6 +75,12 @@ def reload() -> None:
 def verify_counts() -> dict:
     """What TE_FL_VERIFY found so far."""
     return _native.verify_counts()
+
+
+def as_transformer_engine() -> None:
+    """From now on `import transformer_engine` means te-fl (docs/transformer-engine.md). Imports no framework."""
+    from te_fl.compat import finder
+    finder.as_transformer_engine()
 
 
 def write_trace() -> None:

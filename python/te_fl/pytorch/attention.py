@@ -16,6 +16,8 @@ from te_fl.pytorch.refuse import only, refuse
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
 FORMATS = ("sbhd", "bshd", "thd")
+# Sequences of a packed layout have lengths of their own, which te-fl's masks say by name.
+THD_MASKS = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal_bottom_right"}
 _OWN_KERNEL = "te-fl's attention has no such term"
 
 
@@ -116,7 +118,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.reset_parameters()
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int]):
-        dropout = self.attention_dropout if self.training else 0.0
+        # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
+        dropout = 0.0 if torch.is_grad_enabled() and not self.training else self.attention_dropout
         key = (layout, mask, size, dropout)
 
         def options() -> dict:
@@ -170,8 +173,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         inputs = self._masked(where, layout, mask, query_layer, key_layer, attention_mask, cu_seqlens_q, cu_seqlens_kv,
                               cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
         extras = self._biased(where, mask, core_attention_bias_type, core_attention_bias, alibi_slopes, query_layer.device, inputs)
-        if layout == "thd" and mask in ("no_mask", "causal", "causal_bottom_right"):
-            mask = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal_bottom_right"}[mask]
+        if layout == "thd":
+            mask = THD_MASKS.get(mask, mask)
 
         def compute(q, k, v, *biases):
             layer = self._layer_for(q.device, layout, mask, size)

@@ -83,6 +83,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the layer
         self._recipe = None  # of the last forward in FP8
         self._joined: Dict[str, Tuple[Any, torch.Tensor]] = {}
+        self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
 
     # -- parameters
@@ -187,12 +188,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for layer in self._layers.values():
             _native.layer_changed(layer)
 
+    def _alone(self) -> None:
+        """This module runs by itself from now on, with its FP8 state."""
+        if self._fused_in is not None:
+            self._fused_in[0].leave()
+
     def train(self, mode: bool = True):
         # What serves keeps quantised weights while parameters change as PyTorch counts only; in between anything may happen to them.
         self._changed()
         return super().train(mode)
 
     def _apply(self, fn, recurse: bool = True):
+        self._alone()
         state = self._fp8_state()
         result = super()._apply(fn, recurse)
         self._forget(state)
@@ -207,6 +214,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
     # -- FP8 state
 
     def _fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
+        if self._fused_in is not None:
+            state = self._fused_in[0].state_of(self._fused_in[1])
+            if state is not None:
+                return state
+        return self._own_fp8_state()
+
+    def _own_fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
         for (kind, _), layer in self._layers.items():
             if self._owns_state(kind):
                 like = next(iter(self.parameters(recurse=False)), None)
@@ -229,6 +243,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if not read:
             return
         own = extra_state.from_theirs(read, self._sites, where)
+        self._alone()
         self._recipe = read.get("recipe", self._recipe)
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
@@ -241,6 +256,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def reset_fp8_meta_tensors(self) -> None:
         """Scales 1 and empty histories."""
+        self._alone()
         self._loaded = []
         for (kind, _), layer in self._layers.items():
             if self._owns_state(kind):
@@ -251,7 +267,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_joined"] = {}, {}
+        state["_layers"], state["_joined"], state["_fused_in"] = {}, {}, None
         return state
 
     def __setstate__(self, state: dict) -> None:

@@ -6,6 +6,7 @@ same two functions are ops of the namespace te_fl with fake kernels, so that a g
 
 from __future__ import annotations
 
+import inspect
 from typing import Callable
 
 import torch
@@ -22,7 +23,7 @@ class Op:
         _library.define(schema)
         _library.impl(name, run, "CompositeExplicitAutograd")
         _library.impl(name, fake, "Meta")  # register_fake() would do, but looks for its caller's source, 2 ms at each import
-        self.name, self.run = name, run
+        self.name, self.run, self.__signature__ = name, run, inspect.signature(run)
         self.compiled = getattr(torch.ops.te_fl, name)
 
     def __call__(self, *arguments):

@@ -1,0 +1,38 @@
+"""Which frameworks are installed, without importing any, and the oldest versions that te_fl works with."""
+
+from __future__ import annotations
+
+import re
+from typing import Optional
+
+NAMES = {"torch": "PyTorch", "jax": "JAX"}
+MINIMUM = {"torch": "2.11", "jax": "0.10"}
+
+
+def installed(package: str) -> Optional[str]:
+    """The version that a package's metadata states; None if it is not installed. That te_fl itself answers to a name is no package."""
+    from importlib import metadata  # here, since `import te_fl` needs none of it
+    versions = (d.version for d in metadata.distributions(name=package) if not type(d).__module__.startswith("te_fl."))
+    return next(versions, None)
+
+
+def _numbers(version: str) -> tuple:
+    return tuple(int(n) for n in re.match(r"[0-9.]*", version).group().split(".") if n)
+
+
+def refusal(package: str) -> Optional[str]:
+    """Why te_fl does not work with what is installed under this name, and the way out; None if it does, or if nothing is."""
+    version, least = installed(package), MINIMUM[package]
+    if version is None or _numbers(version) >= _numbers(least):
+        return None
+    return (f"{NAMES[package]} {version} is installed; te_fl needs {least} or newer (pip install --upgrade '{package}>={least}')")
+
+
+def require(package: str) -> None:
+    """Called before te_fl imports a framework: ImportError that names what is missing or too old, the version and the way out."""
+    if installed(package) is None:
+        raise ImportError(f"{NAMES[package]} is not installed; te_fl needs {MINIMUM[package]} or newer "
+                          f"(pip install '{package}>={MINIMUM[package]}')", name=package)
+    wrong = refusal(package)
+    if wrong:
+        raise ImportError(wrong, name=package)

@@ -1,0 +1,56 @@
+"""One op as one call of XLA's FFI. The call's text (python/src/jax_call.hpp) is its only attribute."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Dict, Mapping, Sequence, Tuple
+
+import jax
+
+from te_fl import _native
+from te_fl.jax import _partition
+
+Named = Sequence[Tuple[str, Any]]
+
+
+@functools.cache
+def _target(op: str) -> str:
+    """The name under which XLA programs call the op. All names lead to the same handler, which reads the text."""
+    name = f"te_fl.{op}"
+    for platform, handler in _native.jax_handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform=platform)
+    return name
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, (tuple, list)):
+        return ",".join(str(int(v)) for v in value)
+    return value if isinstance(value, str) else repr(value)
+
+
+def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], elementwise: bool = False) -> Dict[str, jax.Array]:
+    """The results by name. A name among operands and results is read and written: XLA gives both the same memory.
+
+    operands: (name, array); results: (name, jax.ShapeDtypeStruct); settings: scalars and NAME.scaling etc.
+    elementwise: leading dimensions may be added to all arrays together, so vmap is one call; else it is a loop.
+    """
+    inputs = [name for name, _ in operands]
+    outputs = [name for name, _ in results]
+    words = " ".join(f"{name}={_word(value)}" for name, value in settings.items())
+    text = f"{op} {' '.join(inputs)} -> {' '.join(outputs)} | {words}".rstrip()
+    aliases = {inputs.index(name): i for i, name in enumerate(outputs) if name in inputs}
+
+    def run(shapes, *arrays):
+        types = [jax.ShapeDtypeStruct(shape, struct.dtype) for shape, (_, struct) in zip(shapes, results)]
+        return jax.ffi.ffi_call(_target(op), types, vmap_method="broadcast_all" if elementwise else "sequential",
+                                input_output_aliases=aliases)(*arrays, call=text)
+
+    arrays = [array for _, array in operands]
+    whole = [struct.shape for _, struct in results]
+    if jax.device_count() > 1:
+        values = _partition.call(run, op, operands, results, settings)
+    else:
+        values = run(whole, *arrays)
+    return dict(zip(outputs, values))

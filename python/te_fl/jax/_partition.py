@@ -1,0 +1,178 @@
+"""How the calls of ops are cut over the devices of a mesh: rules for XLA's partitioner, from the shape rules of the specification.
+
+Rows (the leading dimensions) may be cut wherever an op treats them one by one; products also along N and, with a sum over the devices, along
+K; attention and softmax along batch and heads. What is summed over rows is summed over the devices, an amax is the largest of theirs. Other
+calls run whole on every device: those with random numbers, whose counters number the elements of the whole, and block scales. Inside
+shard_map nothing of this applies: there each device calls the op on its part.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+
+import jax
+from jax.custom_batching import sequential_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_fl import _native
+
+Factors = Tuple[str, ...]  # one name per dimension
+
+_ROWWISE = ("layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd", "quantize", "dequantize")
+_SUMMED = ("dgamma", "dbeta", "dbias", "bias_grad")  # over rows
+
+
+@functools.cache
+def _rules(op: str) -> Dict[str, Tuple[str, str]]:
+    return {arg["name"]: (arg["shape"], arg["same_as"]) for arg in _native.schema(op)["args"]}
+
+
+@functools.cache
+def _rowwise(op: str) -> bool:
+    names = set(_rules(op))
+    return op in _ROWWISE or names in ({"input", "output"}, {"grad", "input", "output"}, {"grad", "input", "output", "dbias"},
+                                       {"input", "output", "limit", "alpha"}, {"grad", "input", "output", "limit", "alpha"})
+
+
+def _attention(name: str, rank: int, settings: Mapping[str, Any], grouped: bool) -> Optional[Factors]:
+    if name == "softmax_lse":
+        return ("b", "h", "sq")
+    if rank != 4 or name not in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv"):
+        return None
+    keys = name in ("k", "v", "dk", "dv")
+    length = "sk" if keys else "sq"
+    head = ("kh" if grouped else "h") if keys else "h"
+    size = "dv" if name in ("v", "o", "d_o", "dv") else "dk"
+    return ("b", length, head, size) if settings.get("layout", "sbhd") == "bshd" else (length, "b", head, size)
+
+
+def _by_rule(rule: str, rank: int, settings: Mapping[str, Any]) -> Optional[Factors]:
+    if "?" in rule and ":" in rule:  # trans_a ? K M : M K
+        flag, words = rule.split(" ? ")
+        rule = words.split(" : ")[0 if settings.get(flag.strip()) else 1]
+    words: List[str] = []
+    for word in rule.split():
+        if word == "...":
+            words += [f"row{i}" for i in range(rank - len(rule.split()) + 1)]
+        elif word == "@...":
+            words.append("row0")
+        else:
+            words.append(word.lower() if word.isalpha() else "")  # no name: of this array alone
+    return tuple(words) if len(words) == rank else None
+
+
+def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], grouped: bool) -> Optional[Factors]:
+    """The dimensions' names; None: the array is whole on every device."""
+    arg, _, part = name.partition(".")
+    rank = len(struct.shape)
+    if part not in ("", "columnwise_data") or arg not in _rules(op):
+        return None
+    if op.startswith("fused_attn"):
+        return _attention(name, rank, settings, grouped)
+    found = _by_rule(_rules(op)[arg][0], rank, settings)
+    return found[::-1] if part and found is not None else found
+
+
+def _may_cut(op: str, operands: Sequence, settings: Mapping[str, Any]) -> Set[str]:
+    """The names of dimensions along which the op may be cut."""
+    names = {name for name, _ in operands}
+    if "rng" in names or any(key.endswith(".scaling") and value != "tensor" for key, value in settings.items()):
+        return set()
+    if any(key.endswith(".compute_scale") for key in settings):
+        return set()
+    if op == "generic_gemm":
+        plain = {name.partition(".")[0] for name in names} == {"a", "b"}
+        return {"m", "n", "k"} if plain else {"m", "n"}
+    if op.startswith("fused_attn"):
+        rest = {name.partition(".")[0] for name in names} - {"d_o", "q", "k", "v", "o", "softmax_lse"}
+        return set() if rest else {"b", "h"}
+    if op.startswith("scaled_") and "softmax" in op:
+        return {"b"} if "mask" in names else {"b", "h"}
+    if _rowwise(op):
+        flat = any("@..." in rule for rule, _ in _rules(op).values()) or any(".columnwise" in name for name in names)
+        return {"row0"} if flat else {f"row{i}" for i in range(8)}
+    return set()
+
+
+def _spec(factors: Optional[Factors], rank: int, axes: Mapping[str, Any]) -> PartitionSpec:
+    return PartitionSpec(*([None] * rank if factors is None else [axes.get(f) for f in factors]))
+
+
+def _chosen(infos: Sequence, factors: Sequence[Optional[Factors]], cut: Set[str]) -> Dict[str, Any]:
+    """Which mesh axes each dimension is cut over: those of the first array that is cut there, each axis once."""
+    axes: Dict[str, Any] = {}
+    used: Set[str] = set()
+    for info, names in zip(infos, factors):
+        spec = getattr(info.sharding, "spec", None)
+        if names is None or spec is None:
+            continue
+        for name, axis in zip(names, tuple(spec)):
+            flat = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+            if name in cut and name not in axes and flat and not used & set(flat):
+                axes[name] = axis
+                used |= set(flat)
+    return axes
+
+
+def _flat(axes: Sequence[Any]) -> Tuple[str, ...]:
+    return tuple(a for axis in axes if axis is not None for a in (axis if isinstance(axis, tuple) else (axis,)))
+
+
+def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any]) -> List[jax.Array]:
+    """run(result shapes, *arrays), cut by XLA's partitioner where the program is one for several devices."""
+    shapes = {name.partition(".")[0]: struct.shape for name, struct in operands}
+    grouped = op.startswith("fused_attn") and shapes["q"][2] != shapes["k"][2]
+    cut = _may_cut(op, operands, settings)
+    if grouped:
+        cut -= {"h"}
+    both = list(operands) + list(results)
+    factors = [_factors(op, name, struct, settings, grouped) for name, struct in both]
+    if op.startswith("layernorm") or op.startswith("rmsnorm"):
+        x = next(struct for name, struct in both if name in ("x", "dz"))
+        cut = cut if len(x.shape) == 2 else set()
+    if any(f is None and ".columnwise" in name for f, (name, _) in zip(factors, both)):
+        cut = set()
+    ours, theirs = factors[:len(operands)], factors[len(operands):]
+
+    def partition(mesh, arg_infos, result_infos):
+        axes = _chosen(list(arg_infos) + list(result_infos), factors, cut)
+        size = lambda name: mesh.shape[name]  # noqa: E731
+        specs = [_spec(f, len(struct.shape), axes) for f, (_, struct) in zip(theirs, results)]
+        local = [NamedSharding(mesh, spec).shard_shape(struct.shape) for spec, (_, struct) in zip(specs, results)]
+
+        def lower(*arrays):
+            values = list(run(local, *arrays))
+            for i, (name, _) in enumerate(results):
+                if name.endswith("amax"):
+                    over = _flat(list(axes.values()))
+                    values[i] = jax.lax.pmax(values[i], over) if over else values[i]
+                    continue
+                if op == "generic_gemm" and name == "d":
+                    over = _flat([axes.get("k")])
+                else:
+                    over = _flat(list(axes.values())) if name in _SUMMED else ()
+                if any(size(a) > 1 for a in over):
+                    values[i] = jax.lax.psum(values[i], over)
+            return tuple(values)
+
+        return (mesh, lower, tuple(NamedSharding(mesh, spec) for spec in specs),
+                tuple(NamedSharding(mesh, _spec(f, len(struct.shape), axes)) for f, (_, struct) in zip(ours, operands)))
+
+    unique = iter(range(10**6))
+    words = [" ".join(name or f"only{next(unique)}" for name in (f if f is not None else ("",) * len(struct.shape)))
+             for f, (_, struct) in zip(factors, both)]
+    rule = ", ".join(words[:len(operands)]) + " -> " + ", ".join(words[len(operands):])
+    everywhere = {w for text in words for w in text.split()}
+    reduced = tuple(sorted({"k"} & cut)) if op == "generic_gemm" else ()
+    whole = [struct.shape for _, struct in results]
+    wrapped = custom_partitioning(lambda *arrays: tuple(run(whole, *arrays)))
+    wrapped.def_partition(partition, sharding_rule=rule, reduction_factors=reduced,
+                          need_replication_factors=tuple(sorted(everywhere - cut)))
+    return list(sequential_vmap(wrapped)(*[array for _, array in operands]))
+
+
+def may_cut_programs() -> bool:
+    """Whether a program that is traced now may be cut over devices by XLA. Inside shard_map each device sees its part alone."""
+    return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes

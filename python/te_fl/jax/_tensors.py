@@ -1,0 +1,132 @@
+"""Quantised tensors as JAX has them: a tree of their parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Optional, Tuple
+
+import jax
+import jax.numpy as jnp
+
+_PARTS = ("columnwise_data", "scale_inv", "columnwise_scale_inv", "amax", "columnwise_amax", "scale")
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def scale_inv_shape(scaling: str, columnwise: bool, m: int, k: int) -> Tuple[int, ...]:
+    """Extents of the factors of a matrix [m, k]; te_fl_quant in te_fl/plugin.h has the table."""
+    if scaling == "tensor":
+        return (1,)
+    if scaling == "block_1x128":
+        return (_up(m, 128) // 128, _up(k, 4)) if columnwise else (_up(k, 128) // 128, _up(m, 4))
+    if scaling == "block_128x128":
+        rows, columns = (k, m) if columnwise else (m, k)
+        return (_up(rows, 128) // 128, _up(_up(columns, 128) // 128, 4))
+    if scaling == "mxfp8":
+        return (_up(_up(m, 32) // 32, 4), _up(k, 128)) if columnwise else (_up(m, 128), _up(_up(k, 32) // 32, 4))
+    raise ValueError(f"scaling is {scaling!r}; te_fl.jax has 'tensor', 'block_1x128', 'block_128x128' and 'mxfp8'")
+
+
+def scale_dtype(scaling: str) -> Any:
+    return jnp.float8_e8m0fnu if scaling == "mxfp8" else jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A quantised tensor by its parts. Without row-wise data the shape is that of the matrix whose columns are kept."""
+
+    data: Optional[jax.Array] = None
+    columnwise_data: Optional[jax.Array] = None
+    scale_inv: Optional[jax.Array] = None
+    columnwise_scale_inv: Optional[jax.Array] = None
+    amax: Optional[jax.Array] = None
+    columnwise_amax: Optional[jax.Array] = None
+    scale: Optional[jax.Array] = None
+    scaling: str = "tensor"
+
+    def parts(self) -> List[Tuple[str, jax.Array]]:
+        data = [] if self.data is None else [("", self.data)]
+        return data + [(f".{part}", getattr(self, part)) for part in _PARTS if getattr(self, part) is not None]
+
+    @property
+    def shape(self) -> Tuple[int, ...]:
+        if self.data is not None:
+            return self.data.shape
+        shape = self.columnwise_data.shape
+        return shape if self.scaling == "mxfp8" else shape[::-1]
+
+    @property
+    def dtype(self) -> Any:
+        return (self.data if self.data is not None else self.columnwise_data).dtype
+
+    def only(self, columnwise: bool) -> "Quantized":
+        """One of the two copies, with what belongs to it."""
+        if columnwise:
+            inv = self.scale_inv if self.scaling == "tensor" else None
+            return Quantized(columnwise_data=self.columnwise_data, columnwise_scale_inv=self.columnwise_scale_inv, scale_inv=inv,
+                             scaling=self.scaling)
+        return Quantized(data=self.data, scale_inv=self.scale_inv, scaling=self.scaling)
+
+
+jax.tree_util.register_dataclass(Quantized, data_fields=["data", *_PARTS], meta_fields=["scaling"])
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedOutput:
+    """A quantised output to be made.
+
+    scaling "tensor": with `scale` (FP32 [1]) its values are multiplied by this one, and amax starts from 0; without, the scale is
+    derived from them. The other modes derive their scales.
+    """
+
+    dtype: Any
+    scaling: str = "tensor"
+    rowwise: bool = True
+    columnwise: bool = False
+    scale: Optional[jax.Array] = None
+    pow2_scale: bool = False
+    amax_epsilon: float = 0.0
+    shape: Optional[Tuple[int, ...]] = None
+
+    def of_shape(self, shape: Tuple[int, ...]) -> "QuantizedOutput":
+        return dataclasses.replace(self, shape=tuple(shape))
+
+    def _derives(self) -> bool:
+        return self.scaling == "tensor" and self.scale is None
+
+    def operands(self) -> List[Tuple[str, jax.Array]]:
+        if self.scale is None:
+            return []
+        return [(".scale", self.scale), (".amax", jnp.zeros((1,), jnp.float32))]
+
+    def results(self) -> List[Tuple[str, jax.ShapeDtypeStruct]]:
+        m, k = 1, self.shape[-1]
+        for extent in self.shape[:-1]:
+            m *= extent
+        made = [("", jax.ShapeDtypeStruct(self.shape, self.dtype))] if self.rowwise else []
+        if self.columnwise:
+            made.append((".columnwise_data", jax.ShapeDtypeStruct((m, k) if self.scaling == "mxfp8" else (k, m), self.dtype)))
+        for columnwise, wanted in ((False, self.rowwise or self.scaling == "tensor"), (True, self.columnwise and self.scaling != "tensor")):
+            if wanted:
+                shape = scale_inv_shape(self.scaling, columnwise, m, k)
+                made.append((".columnwise_scale_inv" if columnwise else ".scale_inv", jax.ShapeDtypeStruct(shape, scale_dtype(self.scaling))))
+        one = jax.ShapeDtypeStruct((1,), jnp.float32)
+        if self.scaling == "tensor":
+            made.append((".amax", one))
+        return made + ([(".scale", one)] if self._derives() else [])
+
+    def settings(self) -> Dict[str, Any]:
+        wanted: Dict[str, Any] = {"scaling": self.scaling}
+        if self._derives():
+            wanted["compute_scale"] = True
+        if self.pow2_scale:
+            wanted["pow2_scale"] = True
+        if self.amax_epsilon:
+            wanted["amax_epsilon"] = self.amax_epsilon
+        return wanted
+
+    def value(self, name: str, values: Dict[str, jax.Array]) -> Quantized:
+        made = {part.lstrip(".") or "data": values[name + part] for part, _ in self.results()}
+        return Quantized(scaling=self.scaling, **made)

@@ -1,0 +1,68 @@
+"""Activations, plain and gated, with their gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Mapping, Optional, Sequence, Tuple
+
+import jax
+
+from te_fl.jax import ops
+
+_OPS = {
+    ("gelu",): "gelu", ("silu",): "silu", ("relu",): "relu", ("quick_gelu",): "qgelu", ("squared_relu",): "srelu",
+    ("gelu", "linear"): "geglu", ("silu", "linear"): "swiglu", ("relu", "linear"): "reglu", ("quick_gelu", "linear"): "qgeglu",
+    ("squared_relu", "linear"): "sreglu", ("sigmoid", "linear"): "glu", ("clamped_silu", "clamped_linear"): "clamped_swiglu",
+}
+
+
+def canonicalize_activation(activation_type) -> Tuple[str, ...]:
+    """The names as a tuple, the activated half first. ValueError for what te-fl has not."""
+    names = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
+    if all(isinstance(name, str) for name in names):
+        names = tuple(name.lower() for name in names)
+        names = names[::-1] if names[0] in ("linear", "clamped_linear") else names
+        if names in _OPS:
+            return names
+    raise ValueError(f"activation_type is {activation_type!r}; te_fl.jax has {', '.join(str(n) for n in _OPS)}")
+
+
+def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tuple[Tuple[str, float], ...]:
+    """limit and alpha of the clamped SwiGLU as sorted pairs; the others have none."""
+    given = {} if params is None else dict(params)
+    known = {"limit", "alpha"} if names[0] == "clamped_silu" else set()
+    if not set(given) <= known:
+        raise ValueError(f"the parameters of {names} are {sorted(known)}, not {sorted(given)}")
+    return tuple(sorted((name, float(value)) for name, value in given.items()))
+
+
+def forward(x, names, params, output=True):
+    return getattr(ops, _OPS[names])(input=x, output=output, **dict(params))
+
+
+def backward(grad, x, names, params):
+    name = _OPS[names]
+    op = "clamped_dswiglu" if name == "clamped_swiglu" else "d" + name
+    return getattr(ops, op)(grad=grad, input=x, output=jax.ShapeDtypeStruct(x.shape, x.dtype), **dict(params))
+
+
+def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act_params: Optional[Mapping] = None) -> jax.Array:
+    """x [.., n, H] for n activations: the first of x[.., 0, :], times x[.., 1, :] if gated; the result is [.., H].
+
+    act_params: limit and alpha of ("clamped_silu", "clamped_linear").
+    """
+    if quantizer is not None:
+        raise NotImplementedError("te_fl.jax: activation(quantizer=..) is not served; layernorm_mlp quantises what its product reads")
+    names = canonicalize_activation(activation_type)
+    if x.ndim < 2 or x.shape[-2] != len(names):
+        raise ValueError(f"x has shape {x.shape}; for the activations {names} the last dimension but one is {len(names)}")
+    rows = x.reshape(-1, x.shape[-2] * x.shape[-1])
+    return _activation(rows, names, canonicalize_params(names, act_params)).reshape(*x.shape[:-2], x.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _activation(x, names, params):
+    return forward(x, names, params)
+
+
+_activation.defvjp(lambda x, names, params: (forward(x, names, params), x), lambda names, params, x, grad: (backward(grad, x, names, params),))

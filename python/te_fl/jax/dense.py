@@ -1,0 +1,56 @@
+"""The product of an input and a kernel, with its gradients."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence, Tuple
+
+import jax
+
+from te_fl.jax._product import product
+from te_fl.jax.quantize import QuantizerSet, noop_quantizer_set
+from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
+
+
+def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.Array, jax.Array, tuple]:
+    """x [M, K], kernel [K, N] and the shape of the result."""
+    of_x = [d % x.ndim for d in contracting_dims[0]]
+    of_kernel = [d % kernel.ndim for d in contracting_dims[1]]
+    shared = [x.shape[d] for d in of_x]
+    if shared != [kernel.shape[d] for d in of_kernel]:
+        raise ValueError(f"contracting_dims {tuple(map(tuple, contracting_dims))} pair {shared} of x {x.shape} with "
+                         f"{[kernel.shape[d] for d in of_kernel]} of kernel {kernel.shape}; they must be equal")
+    rows = [d for d in range(x.ndim) if d not in of_x]
+    columns = [d for d in range(kernel.ndim) if d not in of_kernel]
+    result = tuple(x.shape[d] for d in rows) + tuple(kernel.shape[d] for d in columns)
+    size = 1
+    for extent in shared:
+        size *= extent
+    return x.transpose(*rows, *of_x).reshape(-1, size), kernel.transpose(*of_kernel, *columns).reshape(size, -1), result
+
+
+def kernel_for(x: jax.Array, kernel: jax.Array, quantizer_set: QuantizerSet) -> jax.Array:
+    """Products in high precision have one dtype; a quantised one reads a kernel of any."""
+    return kernel if quantizer_set.active else kernel.astype(x.dtype)
+
+
+def dense(x: jax.Array, kernel: jax.Array, bias: Optional[jax.Array] = None,
+          contracting_dims: Tuple[Sequence[int], Sequence[int]] = ((1,), (0,)), transpose_batch_sequence: bool = False,
+          input_axes: Optional[Tuple[str, ...]] = None, kernel_axes: Optional[Tuple[str, ...]] = None,
+          output_axes: Optional[Tuple[str, ...]] = None, collective_op_set=None,
+          quantizer_set: QuantizerSet = noop_quantizer_set) -> jax.Array:
+    """x kernel + bias, contracted over the given dimensions; the result has x's other dimensions, then the kernel's.
+
+    The gradient with respect to quantizer_set is its state after the step (te_fl.jax.quantize). The dimensions' order
+    (transpose_batch_sequence) makes no difference to te-fl. *_axes: logical axes of te_fl.jax.sharding or of Flax's rules.
+    """
+    if collective_op_set is not None:
+        raise NotImplementedError("te_fl.jax: dense(collective_op_set=..) is not served: collectives are XLA's; leave it out")
+    x = with_sharding_constraint_by_logical_axes(x, input_axes)
+    a, b, shape = as_matrices(x, kernel_for(x, kernel, quantizer_set), contracting_dims)
+    flat = None if bias is None else bias.astype(x.dtype).reshape(-1)
+    y = product(a, b, flat, (), quantizer_set, None).reshape(shape)
+    return with_sharding_constraint_by_logical_axes(y, output_axes)
+
+
+def grouped_dense(*args, **kwargs):
+    raise NotImplementedError("te_fl.jax has no grouped_dense; call dense once for each group")

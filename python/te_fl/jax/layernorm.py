@@ -1,0 +1,77 @@
+"""Layer and RMS normalisation with their gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Optional
+
+import jax
+
+from te_fl.jax import ops
+
+_NORMS = ("layernorm", "rmsnorm")
+
+
+def canonicalize_norm_type(x: str) -> str:
+    name = x.lower().strip().replace("-", "").replace("_", "")
+    if name not in _NORMS:
+        raise ValueError(f"norm_type is {x!r}; it is one of {', '.join(_NORMS)}")
+    return name
+
+
+def check_beta(norm_type: str, beta: Optional[jax.Array], zero_centered_gamma: bool) -> None:
+    if norm_type == "rmsnorm" and beta is not None:
+        raise ValueError("rmsnorm has no beta: give None")
+
+
+def forward(x, gamma, beta, norm_type, zero_centered_gamma, epsilon, z=True):
+    """The result (`z` says of which kind) and what the backward reads besides x and gamma: mu, rsigma."""
+    scalars = {"epsilon": float(epsilon), "zero_centered_gamma": bool(zero_centered_gamma)}
+    if norm_type == "layernorm":
+        result, mu, rsigma = ops.layernorm_fwd(x=x, gamma=gamma, beta=beta, z=z, **scalars)
+        return result, (mu, rsigma)
+    result, rsigma = ops.rmsnorm_fwd(x=x, gamma=gamma, z=z, **scalars)
+    return result, (rsigma,)
+
+
+def backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma):
+    """dx, dgamma, dbeta (None without beta)."""
+    like_gamma = jax.ShapeDtypeStruct(gamma.shape, gamma.dtype)
+    like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if norm_type == "layernorm":
+        dbeta = False if beta is None else jax.ShapeDtypeStruct(beta.shape, beta.dtype)
+        made = ops.layernorm_bwd(dz=dz, x=x, mu=saved[0], rsigma=saved[1], gamma=gamma, dx=like_x, dgamma=like_gamma, dbeta=dbeta,
+                                 zero_centered_gamma=bool(zero_centered_gamma))
+        return made if beta is not None else (*made, None)
+    dx, dgamma = ops.rmsnorm_bwd(dz=dz, x=x, rsigma=saved[0], gamma=gamma, dx=like_x, dgamma=like_gamma,
+                                 zero_centered_gamma=bool(zero_centered_gamma))
+    return dx, dgamma, None
+
+
+def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_type: str, zero_centered_gamma: bool = False,
+              epsilon: float = 1e-6, quantizer=None) -> jax.Array:
+    """x normalised over its last dimension, times gamma (zero_centered_gamma: 1 + gamma), plus beta (layernorm)."""
+    if quantizer is not None:
+        raise NotImplementedError("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
+    norm_type = canonicalize_norm_type(norm_type)
+    check_beta(norm_type, beta, zero_centered_gamma)
+    rows = x.reshape(-1, x.shape[-1])
+    return _layernorm(rows, gamma, beta, norm_type, zero_centered_gamma, epsilon).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon):
+    return forward(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)[0]
+
+
+def _layernorm_fwd(x, gamma, beta, norm_type, zero_centered_gamma, epsilon):
+    z, saved = forward(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
+    return z, (x, gamma, beta, saved)
+
+
+def _layernorm_bwd(norm_type, zero_centered_gamma, epsilon, kept, dz):
+    x, gamma, beta, saved = kept
+    return backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma)
+
+
+_layernorm.defvjp(_layernorm_fwd, _layernorm_bwd)

@@ -1,0 +1,217 @@
+"""The ops by name, as functions: y = te_fl.jax.ops.gelu(input=x). Arguments are keywords, those of docs/ops.md.
+
+Outputs are returned in the order of the specification, a single one by itself. Their shapes follow from the inputs; where the specification's
+rule does not say one, and for an optional output, give jax.ShapeDtypeStruct under the output's name (True makes an optional one whose shape
+follows, a dtype one of this dtype, a QuantizedOutput a quantised one). An argument that is read and written is given as an array and returned.
+Ops have no gradients here; te_fl.jax.dense and its kin do. Random numbers: rng=uint32[4], see te_fl.jax.quantize.random_state.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Dict, List, Optional, Tuple
+
+import jax
+import jax.numpy as jnp
+
+from te_fl import _native
+from te_fl.jax._call import call
+from te_fl.jax._tensors import Quantized, QuantizedOutput
+
+_DTYPES = (jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu,
+           jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64, jnp.bool_)
+_TENSOR, _LIST, _SAVED, _COMMUNICATOR = 0, 1, 8, 10
+_IN, _OUT, _INOUT = 0, 1, 2
+_HIGH = (jnp.float32, jnp.float16, jnp.bfloat16)
+
+
+@functools.cache
+def _schema(op: str) -> dict:
+    found = _native.schema(op)
+    found["by_name"] = {arg["name"]: arg for arg in found["args"]}
+    found["elementwise"] = all(arg["shape"] == "..." for arg in found["args"] if arg["type"] == _TENSOR)
+    return found
+
+
+def _words(rule: str, scalars: Dict[str, Any]) -> List[str]:
+    if " ? " in rule:  # trans_a ? K M : M K
+        flag, words = rule.split(" ? ")
+        rule = words.split(" : ")[0 if scalars.get(flag.strip()) else 1]
+    return rule.split()
+
+
+class _Extents:
+    """What the letters of shape rules stand for, learned from the inputs."""
+
+    def __init__(self, scalars: Dict[str, Any]):
+        self.scalars, self.known, self.leading = scalars, {}, None
+
+    def learn(self, rule: str, shape: Tuple[int, ...]) -> None:
+        words = _words(rule, self.scalars)
+        if "..." in words:
+            count = len(shape) - len(words) + 1
+            if count < 0:
+                return
+            self.leading = shape[:count] if self.leading is None else self.leading
+            words, shape = words[words.index("...") + 1:], shape[count:]
+        if len(words) == len(shape):
+            for word, extent in zip(words, shape):
+                if word.isalpha():
+                    self.known.setdefault(word, extent)
+                elif word.startswith("2*"):
+                    self.known.setdefault(word[2:], extent // 2)
+
+    def shape(self, rule: str) -> Optional[Tuple[int, ...]]:
+        found: Tuple[int, ...] = ()
+        for word in _words(rule, self.scalars):
+            if word == "..." and self.leading is not None:
+                found += self.leading
+            elif word == "@..." and self.leading is not None:
+                rows = 1
+                for extent in self.leading:
+                    rows *= extent
+                found += (rows,)
+            elif word in self.known:
+                found += (self.known[word],)
+            elif word.startswith("2*") and word[2:] in self.known:
+                found += (2 * self.known[word[2:]],)
+            elif word.isdigit():
+                found += (int(word),)
+            else:
+                return None
+        return found
+
+
+def _dtype_of(arg: dict, arguments: Dict[str, Any]) -> Optional[Any]:
+    if arg["same_as"] and arguments.get(arg["same_as"]) is not None:
+        return arguments[arg["same_as"]].dtype
+    allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
+    if len(allowed) == 1:
+        return allowed[0]
+    for value in arguments.values():  # the first one in high precision
+        if isinstance(value, jax.Array) and value.dtype in allowed and value.dtype in _HIGH:
+            return value.dtype
+    return None
+
+
+def _output(op: str, arg: dict, given: Any, extents: _Extents, arguments: Dict[str, Any]) -> Any:
+    """What is to be written: a ShapeDtypeStruct or a QuantizedOutput with its shape; None: nothing."""
+    if given is None or given is False:
+        if arg["optional"] or given is False:
+            return None
+        given = True
+    if isinstance(given, jax.ShapeDtypeStruct):
+        return given
+    shape = extents.shape(arg["shape"])
+    if isinstance(given, QuantizedOutput):
+        if given.shape is None and shape is None:
+            raise ValueError(f"{op}: the shape of '{arg['name']}' does not follow from the inputs: give QuantizedOutput(shape=..)")
+        return given if given.shape is not None else given.of_shape(shape)
+    dtype = _dtype_of(arg, arguments) if given is True else jnp.dtype(given)
+    if shape is None or dtype is None:
+        raise ValueError(f"{op}: the {'shape' if shape is None else 'dtype'} of '{arg['name']}' does not follow from the inputs: "
+                         f"give {arg['name']}=jax.ShapeDtypeStruct(shape, dtype)")
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _names(op: str, schema: dict) -> str:
+    return f"{op}() takes {', '.join(schema['by_name'])}" + (", rng" if "rng" not in schema["by_name"] else "")
+
+
+class _Call:
+    """The arrays of one call, in the order in which the text names them."""
+
+    def __init__(self, op: str):
+        self.op, self.operands, self.results, self.settings = op, [], [], {}
+
+    def read(self, name: str, value: Any, written: bool) -> None:
+        if isinstance(value, Quantized):
+            for part, array in value.parts():
+                self.operands.append((name + part, array))
+            self.settings[f"{name}.scaling"] = value.scaling
+            return
+        array = jnp.asarray(value)
+        self.operands.append((name, array))
+        if written:
+            self.results.append((name, jax.ShapeDtypeStruct(array.shape, array.dtype)))
+
+    def write(self, name: str, wanted: Any) -> None:
+        if not isinstance(wanted, QuantizedOutput):
+            self.results.append((name, wanted))
+            return
+        self.operands += [(name + part, array) for part, array in wanted.operands()]
+        self.results += [(name + part, struct) for part, struct in wanted.results()]
+        self.settings.update({f"{name}.{key}": value for key, value in wanted.settings().items()})
+
+    def run(self, elementwise: bool) -> Dict[str, jax.Array]:
+        return call(self.op, self.operands, self.results, self.settings, elementwise)
+
+
+def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Scalars and tensors. TypeError for names that the op has not, and for arguments that JAX cannot give."""
+    scalars, tensors = {}, {}
+    for name, value in arguments.items():
+        arg = schema["by_name"].get(name)
+        if arg is None and name != "rng":
+            raise TypeError(f"{op}() has no argument '{name}'; {_names(op, schema)}")
+        kind = _TENSOR if arg is None else arg["type"]
+        if kind in (_SAVED, _COMMUNICATOR):
+            raise TypeError(f"{op}: '{name}' cannot be given in JAX: it is a record of one process, not data")
+        (tensors if kind in (_TENSOR, _LIST) else scalars)[name] = value
+    return scalars, tensors
+
+
+def _run(op: str, **arguments: Any) -> Any:
+    schema = _schema(op)
+    scalars, tensors = _given(op, schema, arguments)
+    made = _Call(op)
+    extents = _Extents(scalars)
+    outputs: List[str] = []
+    wanted: Dict[str, Any] = {}
+    for arg in schema["args"]:
+        value = tensors.get(arg["name"])
+        if arg["type"] == _LIST:
+            if arg["role"] == _OUT:
+                raise TypeError(f"{op}: '{arg['name']}' is a list that is written, which te_fl.jax does not make: call the op for one tensor")
+            for i, one in enumerate(value or ()):
+                made.read(f"{arg['name']}[{i}]", one, arg["role"] == _INOUT)
+                outputs += [f"{arg['name']}[{i}]"] if arg["role"] == _INOUT else []
+        elif arg["type"] == _TENSOR and (arg["role"] == _IN or isinstance(value, jax.Array) or isinstance(value, Quantized)):
+            if value is None:
+                if not arg["optional"]:
+                    raise TypeError(f"{op}() needs '{arg['name']}'; {_names(op, schema)}")
+                continue
+            made.read(arg["name"], value, arg["role"] != _IN)
+            extents.learn(arg["shape"], made.operands[-1][1].shape if not isinstance(value, Quantized) else value.shape)
+            outputs += [arg["name"]] if arg["role"] != _IN else []
+    for arg in schema["args"]:
+        if arg["type"] == _TENSOR and arg["role"] != _IN and arg["name"] not in outputs:
+            wanted[arg["name"]] = _output(op, arg, tensors.get(arg["name"]), extents, tensors)
+            if wanted[arg["name"]] is not None:
+                made.write(arg["name"], wanted[arg["name"]])
+                outputs.append(arg["name"])
+    if "rng" in tensors:
+        made.operands.append(("rng", tensors["rng"]))
+    made.settings.update({name: value for name, value in scalars.items()})
+    values = made.run(schema["elementwise"] and not any(isinstance(v, (Quantized, QuantizedOutput)) for v in tensors.values()))
+    order = [arg["name"] for arg in schema["args"]]
+    outputs.sort(key=lambda name: order.index(name.partition("[")[0]))
+    found = [wanted[name].value(name, values) if isinstance(wanted.get(name), QuantizedOutput) else values[name] for name in outputs]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def __getattr__(name: str):
+    if name.startswith("_"):
+        raise AttributeError(name)
+    try:
+        _schema(name)
+    except LookupError as error:
+        raise AttributeError(str(error)) from None
+    function = functools.partial(_run, name)
+    function.__doc__ = f"{_schema(name)['summary']}\n\n    {_schema(name)['formula']}"
+    globals()[name] = function
+    return function
+
+
+def __dir__():
+    return sorted(_native.op_names())

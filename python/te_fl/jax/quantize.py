@@ -1,0 +1,207 @@
+"""FP8 as data: what quantises a tensor is a tree of arrays that goes into a function and comes out, changed, as its gradient.
+
+A product takes three quantisers, of its input, its kernel and its output's gradient (QuantizerSet). Those of delayed scaling carry a scale and
+the amaxes of past steps. The gradient of a loss with respect to them is not a derivative: it is their state after the step, to be put in
+place of the old one (update_collections). State that is used twice in one step would arrive added up, so each product has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from typing import Any, Callable, Iterator, Mapping, Optional, Tuple
+
+import jax
+import jax.numpy as jnp
+
+from te_fl.common import recipe as recipes
+from te_fl.jax import _partition, ops, sharding
+from te_fl.jax._tensors import Quantized, QuantizedOutput
+
+__all__ = ["NVTE_FP8_COLLECTION_NAME", "Quantized", "QuantizedOutput", "Quantizer", "QuantizerSet", "autocast", "create_set", "fp8_autocast",
+           "get_global_quantize_recipe", "noop_quantizer_set", "random_state", "update_collections"]
+
+NVTE_FP8_COLLECTION_NAME = "fp8_metas"
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
+def random_state(key: jax.Array) -> jax.Array:
+    """The random state of an op from a key of jax.random: uint32 [4], the seed and the offset 0."""
+    return jnp.concatenate([jax.random.bits(key, (2,), jnp.uint32), jnp.zeros((2,), jnp.uint32)])
+
+
+def _positive(amax: jax.Array) -> jax.Array:
+    return (amax > 0) & jnp.isfinite(amax)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """How one tensor is quantised. scale (FP32 [1]) and amax_history (FP32 [length]): delayed scaling's; None: the scale is derived."""
+
+    scale: Optional[jax.Array] = None
+    amax_history: Optional[jax.Array] = None
+    dtype: str = "float8_e4m3fn"
+    scaling: str = "tensor"
+    margin: float = 0.0
+    amax_compute_algo: str = "max"
+    pow2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    @property
+    def delayed(self) -> bool:
+        return self.scale is not None
+
+    @property
+    def cut(self) -> bool:
+        """Derived scales of a tensor that lies on several devices are derived from the whole of it, before it is quantised."""
+        return self.scaling == "tensor" and not self.delayed and _partition.may_cut_programs()
+
+    def output(self, rowwise: bool = True, columnwise: bool = True) -> QuantizedOutput:
+        return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, self.scale, self.pow2_scale, self.amax_epsilon)
+
+    def derived_scale(self, x: jax.Array) -> jax.Array:
+        """docs/numerics.md, "Scale from amax"."""
+        amax = jnp.maximum(jnp.nanmax(jnp.abs(x.astype(jnp.float32)), initial=0.0), self.amax_epsilon).reshape(1)
+        scale = jnp.minimum(_LARGEST[self.dtype] / amax, jnp.finfo(jnp.float32).max)
+        if self.pow2_scale:
+            bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
+            scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return jnp.where(_positive(amax), scale, 1.0)
+
+    def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True) -> Quantized:
+        output = self.output(rowwise, columnwise)
+        if self.cut:
+            output = dataclasses.replace(output, scale=self.derived_scale(x), pow2_scale=False, amax_epsilon=0.0)
+        return ops.quantize(input=x, output=output)
+
+    def after(self, amax: Optional[jax.Array]) -> "Quantizer":
+        """The state after a step in which the tensor's amax was this; docs/numerics.md, "Delayed scaling"."""
+        if not self.delayed:
+            return self
+        last = jnp.where(amax != 0, amax, self.amax_history[:1])
+        rows = jnp.concatenate([last, self.amax_history[1:]])
+        largest = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
+        scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / largest, jnp.finfo(jnp.float32).max)
+        rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
+        return dataclasses.replace(self, scale=jnp.where(_positive(largest), scale, self.scale),
+                                   amax_history=jnp.where(last != 0, rolled, self.amax_history))
+
+
+jax.tree_util.register_dataclass(Quantizer, data_fields=["scale", "amax_history"], meta_fields=[
+    "dtype", "scaling", "margin", "amax_compute_algo", "pow2_scale", "amax_epsilon"])
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerSet:
+    """The quantisers of one product. All None: the product is in high precision."""
+
+    x: Optional[Quantizer] = None
+    kernel: Optional[Quantizer] = None
+    dgrad: Optional[Quantizer] = None
+    split_accumulator: Tuple[bool, bool, bool] = (False, True, True)  # of y, of the input's gradient, of the kernel's
+
+    @property
+    def active(self) -> bool:
+        return self.x is not None
+
+
+jax.tree_util.register_dataclass(QuantizerSet, data_fields=["x", "kernel", "dgrad"], meta_fields=["split_accumulator"])
+noop_quantizer_set = QuantizerSet()
+
+
+def _refuse(recipe: recipes.Recipe, field: str, way_out: str) -> None:
+    raise NotImplementedError(f"te_fl.jax: {type(recipe).__name__}({field}={getattr(recipe, field)!r}) is not served; {way_out}")
+
+
+def _check(recipe: Any) -> None:
+    """NotImplementedError for what te_fl.jax does not do, naming the field."""
+    if not isinstance(recipe, (recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling, recipes.MXFP8BlockScaling)):
+        raise NotImplementedError(f"te_fl.jax has no {type(recipe).__name__}; it has DelayedScaling, Float8CurrentScaling, "
+                                  "Float8BlockScaling and MXFP8BlockScaling")
+    if recipe.fp8_dpa or recipe.fp8_mha:
+        _refuse(recipe, "fp8_dpa" if recipe.fp8_dpa else "fp8_mha", "attention is in high precision: leave it False")
+    if recipe.backward_override is not None:
+        _refuse(recipe, "backward_override", "leave it None")
+    if isinstance(recipe, recipes.DelayedScaling):
+        if recipe.amax_compute_algo not in ("max", "most_recent"):
+            _refuse(recipe, "amax_compute_algo", "give 'max' or 'most_recent'")
+        if recipe.scaling_factor_compute_algo is not None:
+            _refuse(recipe, "scaling_factor_compute_algo", "leave it None")
+        if not recipe.reduce_amax:
+            _refuse(recipe, "reduce_amax", "an amax is that of the whole tensor: leave it True")
+    if isinstance(recipe, recipes.MXFP8BlockScaling) and (recipe.margin != 0 or recipe.enable_2d_quantization):
+        _refuse(recipe, "margin" if recipe.margin else "enable_2d_quantization", "leave the default")
+    if isinstance(recipe, recipes.Float8BlockScaling):
+        for field, wanted in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
+            if getattr(recipe, field) != wanted:
+                _refuse(recipe, field, f"te_fl.jax has {wanted}")
+
+
+def _same_params(params: Any) -> dict:
+    return {"pow2_scale": params.power_2_scale, "amax_epsilon": params.amax_epsilon}
+
+
+def create_set(recipe: Optional[recipes.Recipe], state: Optional[Callable[[str], Tuple[jax.Array, jax.Array]]] = None) -> QuantizerSet:
+    """The quantisers of one product under a recipe; None: in high precision.
+
+    state(name) for "x", "kernel" and "grad": scale and amax history of delayed scaling; left out: the initial ones.
+    """
+    if recipe is None:
+        return noop_quantizer_set
+    _check(recipe)
+    hybrid = recipe.fp8_format is recipes.Format.HYBRID
+    dtypes = {"x": "float8_e4m3fn", "kernel": "float8_e4m3fn", "grad": "float8_e5m2" if hybrid else "float8_e4m3fn"}
+    if isinstance(recipe, recipes.DelayedScaling):
+        fresh = lambda _: (jnp.ones((1,), jnp.float32), jnp.zeros((recipe.amax_history_len,), jnp.float32))  # noqa: E731
+        made = [Quantizer(*(state or fresh)(name), dtype=dtype, margin=float(recipe.margin), amax_compute_algo=recipe.amax_compute_algo)
+                for name, dtype in dtypes.items()]
+        return QuantizerSet(*made)
+    if isinstance(recipe, recipes.MXFP8BlockScaling):
+        return QuantizerSet(*[Quantizer(dtype=dtype, scaling="mxfp8") for dtype in dtypes.values()], split_accumulator=(True,) * 3)
+    params = {"x": recipe.fp8_quant_fwd_inp, "kernel": recipe.fp8_quant_fwd_weight, "grad": recipe.fp8_quant_bwd_grad}
+    products = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    block = {"x": "block_1x128", "kernel": "block_128x128", "grad": "block_1x128"}
+    tensor = isinstance(recipe, recipes.Float8CurrentScaling)
+    made = [Quantizer(dtype=dtype, scaling="tensor" if tensor else block[name], **_same_params(params[name])) for name, dtype in dtypes.items()]
+    return QuantizerSet(*made, split_accumulator=tuple(p.use_split_accumulator for p in products))
+
+
+_global_recipe: Optional[recipes.Recipe] = None
+
+
+def get_global_quantize_recipe() -> Optional[recipes.Recipe]:
+    """The recipe of the innermost autocast; None: high precision."""
+    return _global_recipe
+
+
+@contextlib.contextmanager
+def autocast(enabled: bool = False, recipe: Optional[recipes.Recipe] = None,
+             mesh_resource: Optional[sharding.MeshResource] = None) -> Iterator[None]:
+    """Modules that are traced inside quantise by the recipe (None: DelayedScaling()), on the mesh axes that mesh_resource names."""
+    global _global_recipe
+    chosen = (recipe if recipe is not None else recipes.DelayedScaling()) if enabled else None
+    if chosen is not None:
+        _check(chosen)
+    outer, _global_recipe = _global_recipe, chosen
+    try:
+        with sharding.global_shard_guard(mesh_resource if mesh_resource is not None else sharding.MeshResource()):
+            yield
+    finally:
+        _global_recipe = outer
+
+
+def fp8_autocast(enabled: bool = False, fp8_recipe: Optional[recipes.Recipe] = None,
+                 mesh_resource: Optional[sharding.MeshResource] = None):
+    """The older name of autocast."""
+    warnings.warn("fp8_autocast is the older name of autocast(enabled=.., recipe=.., mesh_resource=..)", DeprecationWarning, stacklevel=2)
+    return autocast(enabled, fp8_recipe, mesh_resource)
+
+
+def update_collections(new: Mapping, original: Mapping) -> dict:
+    """`original` with what `new` has put in its place, level by level; keys that `original` lacks are left out."""
+    made = dict(original)
+    for key, value in new.items():
+        if key in made:
+            made[key] = update_collections(value, made[key]) if isinstance(value, Mapping) else value
+    return made

@@ -1,0 +1,106 @@
+"""Which axes of a mesh hold data and tensor parallelism, and the names by which modules say how their arrays lie on them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Dict, Iterator, Optional, Sequence
+
+import jax
+from jax.interpreters import pxla
+from jax.sharding import PartitionSpec
+
+BATCH_AXES = "nvte_batch"
+SEQLEN_AXES = "nvte_seqlen"
+SEQLEN_TP_AXES = "nvte_seqlen_tp"
+HEAD_AXES = "nvte_head"
+HIDDEN_AXES = "nvte_hidden"
+HIDDEN_TP_AXES = "nvte_hidden_tp"
+JOINED_AXES = "nvte_joined"
+W_NO_SHARD_AXES = "nvte_w_no_shard"
+W_FSDP_AXES = "nvte_w_fsdp"
+W_TP_AXES = "nvte_w_tp"
+W_JOINED_AXES = "nvte_w_joined"
+
+
+@dataclasses.dataclass
+class MeshResource:
+    """Names of mesh axes: of data (dp), tensor (tp), tensor with sequence (tpsp) and fully sharded data parallelism (fsdp)."""
+
+    dp_resource: Optional[str] = None
+    tp_resource: Optional[str] = None
+    tpsp_resource: Optional[str] = None
+    fsdp_resource: Optional[str] = None
+    pp_resource: Optional[str] = None
+    cp_resource: Optional[str] = None
+    ep_resource: Optional[str] = None
+
+    def __post_init__(self):
+        for name in ("pp_resource", "cp_resource", "ep_resource"):
+            if getattr(self, name) is not None:
+                raise NotImplementedError(f"te_fl.jax: MeshResource({name}={getattr(self, name)!r}) is not served; it has dp_resource, "
+                                          "tp_resource, tpsp_resource and fsdp_resource")
+        if self.tp_resource is not None and self.tpsp_resource is not None:
+            raise ValueError("MeshResource: give tp_resource or tpsp_resource, not both")
+
+
+_resource = MeshResource()
+
+
+def global_mesh_resource() -> MeshResource:
+    return _resource
+
+
+@contextlib.contextmanager
+def global_shard_guard(resource: MeshResource) -> Iterator[None]:
+    """What is traced inside is laid out on these axes."""
+    global _resource
+    outer, _resource = _resource, resource
+    try:
+        yield
+    finally:
+        _resource = outer
+
+
+def _mesh():
+    """The mesh of jax.set_mesh, or of the older `with mesh:`; None if there is none."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        return abstract
+    physical = pxla.thread_resources.env.physical_mesh
+    return None if physical.empty else physical
+
+
+def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, Optional[str]]:
+    """Logical axis to mesh axis; empty without a mesh, and inside shard_map over all of it."""
+    mesh = _mesh()
+    if mesh is None or set(jax.sharding.get_abstract_mesh().manual_axes) == set(mesh.axis_names):
+        return {}
+    given = global_mesh_resource()
+    tensor = given.tpsp_resource or given.tp_resource
+    return {
+        BATCH_AXES: given.fsdp_resource or given.dp_resource,
+        SEQLEN_AXES: None,
+        SEQLEN_TP_AXES: given.tpsp_resource,
+        HEAD_AXES: tensor,
+        HIDDEN_AXES: None,
+        HIDDEN_TP_AXES: tensor,
+        JOINED_AXES: None,
+        W_NO_SHARD_AXES: None,
+        W_FSDP_AXES: given.fsdp_resource,
+        W_TP_AXES: tensor,
+        W_JOINED_AXES: None,
+    }
+
+
+def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: Optional[Sequence[Optional[str]]]) -> jax.Array:
+    """x, laid out as these names say; the same x without names or without a mesh. Names that are not te-fl's are left to Flax's rules."""
+    if not logical_axis_names:
+        return x
+    if len(logical_axis_names) != x.ndim:
+        raise ValueError(f"{tuple(logical_axis_names)} names {len(logical_axis_names)} axes of an array that has {x.ndim}")
+    rules = get_sharding_map_logic_axis_to_mesh_axis()
+    spec = [rules.get(name) for name in logical_axis_names]
+    if all(axis is None for axis in spec):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
