@@ -292,9 +292,9 @@ def _told(error: BaseException) -> Tuple[str, str]:
     trace = traceback.extract_tb(error.__traceback__)
     if trace:
         text += f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno} in {trace[-1].name})"
-    seen: List[BaseException] = []
+    seen: List[Optional[BaseException]] = [None, sys.exc_info()[1]]  # what the caller is handling is not the implementation's
     link: Optional[BaseException] = error
-    while link is not None and link not in seen:
+    while link not in seen:
         seen.append(link)
         traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
