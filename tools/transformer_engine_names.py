@@ -122,12 +122,15 @@ def parameters(function):
     return [row for i, row in enumerate(rows) if not (i == 0 and row[0] in ("self", "cls", "ctx"))]
 
 
-def facts_of(node):
+def facts_of(module, node):
+    """Parameters of a function, of a class's methods, or the fields of a Flax module, which are its parameters among others."""
     if isinstance(node, ast.FunctionDef):
         return {"parameters": parameters(node)}
     functions = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
     fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
     facts = {"methods": {name: parameters(functions[name]) for name in METHODS if name in functions}}
+    if module.startswith("transformer_engine.jax.flax"):
+        return {"fields": [[f.target.id, f.value and ast.unparse(f.value), "keyword"] for f in fields]}
     if "__init__" not in functions and fields and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
         facts["methods"]["__init__"] = [[f.target.id, f.value and ast.unparse(f.value), "positional"] for f in fields]
     return facts
@@ -143,12 +146,12 @@ def read_package(folder, table):
             found = package.definition(module, name)
             if found and found not in seen and name in served and table.home(module, name):
                 seen.add(found)
-                facts[f"{module}.{name}"] = facts_of(found[1])
+                facts[f"{module}.{name}"] = facts_of(*found)
     return known, facts
 
 
 def known_text(known):
-    lines = ['"""Modules and public names of Transformer Engine ' + VERSION + '. Written by tools/transformer_engine_names.py; do not edit."""',
+    lines = [f'"""Modules and public names of Transformer Engine {VERSION}. Written by tools/transformer_engine_names.py; do not edit."""',
              "", "NAMES = {"]
     for module, names in sorted(known.items()):
         text = " ".join(names)
@@ -163,17 +166,20 @@ def known_text(known):
 
 def page_text(known, table):
     lines = ["# Transformer Engine's names", "",
-             f"<!-- Written by tools/transformer_engine_names.py from python/te_fl/compat/table.py and the names of Transformer Engine {VERSION};"
-             " do not edit. -->", "", *table.INTRODUCTION.strip().splitlines(), ""]
+             "<!-- Written by tools/transformer_engine_names.py from python/te_fl/compat/table.py and the names of Transformer Engine "
+             f"{VERSION}; do not edit. -->", "", *table.INTRODUCTION.strip().splitlines(), ""]
     for module in PAGE_MODULES:
-        names = known[module]
+        names = [n for n in known[module] if f"{module}.{n}" not in known]
         served = [n for n in names if table.home(module, n)]
         lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are served.", "", "| name | te-fl | |", "|---|---|---|"]
         for name in names:
             home = table.home(module, name)
-            partly = table.PARTLY.get(f"{home}.{name}") if home else None
-            if home and partly:
-                lines.append(f"| {name} | partly: `{home}` | refused: {', '.join(f'`{argument}`' for argument in partly)} |")
+            refused = [f"`{argument}`" for argument in table.PARTLY.get(f"{home}.{name}", ())] + \
+                [f"forward's `{argument}`" for argument in table.PARTLY.get(f"{home}.{name}.forward", ())]
+            if home and f"{home}.{name}" in table.MADE_BY:
+                lines.append(f"| {name} | partly: `{home}` | {table.MADE_BY[f'{home}.{name}']} |")
+            elif home and (refused or name in table.UNUSABLE):
+                lines.append(f"| {name} | partly: `{home}` | {'refused: ' + ', '.join(refused) if refused else table.UNUSABLE_BECAUSE} |")
             elif home:
                 lines.append(f"| {name} | served: `{home}` | |")
             else:

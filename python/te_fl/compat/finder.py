@@ -30,7 +30,8 @@ _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine
                                                             for part in ("", ".types", ".registry", ".manager")}})
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
 # Importing one of these is an ImportError if what is on the right is missing, which programs rely on that serve several frameworks.
-_NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax")}
+_NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax"),
+          "transformer_engine.jax.flax": ("flax", "te_fl.jax.flax")}
 
 
 class Refused:
@@ -110,7 +111,7 @@ class _Loader(importlib.abc.Loader):
             return
         for need in _NEEDS.get(name, ()):
             importlib.import_module(need)
-        module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n)]
+        module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n) and f"{name}.{n}" not in _NAMES]
         if name == _ROOT:
             module.__version__ = table.VERSION
 
