@@ -33,7 +33,7 @@ for p in te_fl.info()["plugins"]:
     if p["origin"] != "built-in" and not p["path"].endswith(".so"): print(p["name"], p["state"], p["origin"], p["reason"], p["ops"], p["version"])
 """
 PACKAGE = pathlib.Path(os.path.abspath(te_fl.__file__)).parent
-TOOL = next((str(p) for p in (PACKAGE.parents[1] / "bin" / "te-fl", shutil.which("te-fl")) if p is not None and os.path.exists(p)), None)
+TOOL = next((str(p) for p in (PACKAGE.parents[1] / "bin" / "te-fl", PACKAGE / "bin" / "te-fl", shutil.which("te-fl")) if p is not None and os.path.exists(p)), None)
 
 
 class Modules(unittest.TestCase):
