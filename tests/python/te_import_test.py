@@ -117,8 +117,14 @@ from transformer_engine.pytorch import GroupedLinear, moe_permute, Float8Tensor
 from transformer_engine.pytorch.ops import Linear as FusibleLinear
 import torch
 assert not isinstance(torch.empty(1), Float8Tensor) and not isinstance(1, (str, Float8Tensor)) and not issubclass(int, GroupedLinear)
+class Grouped(GroupedLinear):  # programs define these where they are imported
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+class Both(torch.nn.Module, GroupedLinear):
+    pass
+assert not isinstance(1, Grouped)
 for use in (lambda: GroupedLinear(1, 2, 3), lambda: moe_permute(), lambda: Float8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
-            lambda: exec("class X(F): pass", {"F": Float8Tensor})):
+            lambda: Float8Tensor[int], lambda: Grouped(1), lambda: Both()):
     try:
         use()
     except Unsupported as error:
