@@ -51,7 +51,7 @@ InterpreterLock::InterpreterLock() noexcept {
   g_inside.fetch_add(1);  // before the look at g_ending: either this is seen there, or that here
   ++t_inside;
   if (may_enter()) {
-    state_ = PyGILState_Ensure();
+    state_ = lock_or_sleep([] { return PyGILState_Ensure(); });
     held_ = true;
   }
 }

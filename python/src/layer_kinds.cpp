@@ -42,6 +42,9 @@ constexpr std::array<Word<nn::SoftmaxType>, 3> kSoftmaxes{
     {{"vanilla", nn::SoftmaxType::kVanilla},
      {"off-by-one", nn::SoftmaxType::kOffByOne},
      {"learnable", nn::SoftmaxType::kLearnable}}};
+constexpr std::array<Word<nn::QkNorm>, 3> kQkNorms{{{"L2Normalization", nn::QkNorm::kL2},
+                                                    {"RMSNorm", nn::QkNorm::kRMSNorm},
+                                                    {"LayerNorm", nn::QkNorm::kLayerNorm}}};
 constexpr std::array<Word<nn::Normalization>, 2> kNormalizations{
     {{"LayerNorm", nn::Normalization::kLayerNorm}, {"RMSNorm", nn::Normalization::kRMSNorm}}};
 constexpr std::array<Word<DType>, 3> kDTypes{
@@ -78,9 +81,23 @@ class Fields {
   void operator()(const char* name, nn::Activation& field) {
     if (PyObject* value = find(name)) field = value_of(nn::parse_activation(text_of(value, name)));
   }
+  void operator()(const char* name, std::vector<nn::ParameterPart>& field) {
+    PyObject* value = find(name);
+    if (value == nullptr) return;
+    const Ref parts = Ref::take(PySequence_List(value));
+    for (Py_ssize_t i = 0; i < PyList_Size(parts.get()); ++i) {
+      PyObject* part = nullptr;
+      long long rows = 0;
+      if (PyArg_ParseTuple(PyList_GetItem(parts.get(), i), "OL", &part, &rows) == 0) {
+        throw PythonError();
+      }
+      field.push_back({std::string(text_of(part, "a part's name")), rows});
+    }
+  }
   void operator()(const char* name, DType& field) { word(name, field, kDTypes); }
   void operator()(const char* name, nn::Layout& field) { word(name, field, kLayouts); }
   void operator()(const char* name, nn::MaskType& field) { word(name, field, kMasks); }
+  void operator()(const char* name, nn::QkNorm& field) { word(name, field, kQkNorms); }
   void operator()(const char* name, nn::SoftmaxType& field) { word(name, field, kSoftmaxes); }
   void operator()(const char* name, nn::Normalization& field) {
     word(name, field, kNormalizations);
@@ -119,16 +136,17 @@ class Fields {
 #define FIELD(name) fields(#name, o.name)
 void read(Fields& fields, nn::LinearOptions& o) {
   FIELD(in_features), FIELD(out_features), FIELD(bias), FIELD(param_dtype), FIELD(device);
-  FIELD(high_precision);
+  FIELD(high_precision), FIELD(parameters_split), FIELD(return_bias);
 }
 void read(Fields& fields, nn::LayerNormLinearOptions& o) {
   FIELD(in_features), FIELD(out_features), FIELD(bias), FIELD(normalization), FIELD(epsilon);
-  FIELD(zero_centered_gamma), FIELD(param_dtype), FIELD(device);
+  FIELD(zero_centered_gamma), FIELD(param_dtype), FIELD(device), FIELD(parameters_split);
+  FIELD(return_bias);
 }
 void read(Fields& fields, nn::LayerNormMLPOptions& o) {
   FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(activation), FIELD(clamp_limit);
   FIELD(clamp_alpha), FIELD(bias), FIELD(normalization), FIELD(epsilon), FIELD(zero_centered_gamma);
-  FIELD(param_dtype), FIELD(device);
+  FIELD(param_dtype), FIELD(device), FIELD(return_bias);
 }
 void read(Fields& fields, nn::NormOptions& o) {
   FIELD(hidden_size), FIELD(epsilon), FIELD(zero_centered_gamma), FIELD(param_dtype);
@@ -137,7 +155,7 @@ void read(Fields& fields, nn::NormOptions& o) {
 void read(Fields& fields, nn::DotProductAttentionOptions& o) {
   FIELD(num_attention_heads), FIELD(head_dim), FIELD(num_gqa_groups), FIELD(layout);
   FIELD(mask_type), FIELD(window_left), FIELD(window_right), FIELD(softmax_type);
-  FIELD(softmax_scale), FIELD(attention_dropout), FIELD(device);
+  FIELD(softmax_scale), FIELD(attention_dropout), FIELD(device), FIELD(value_head_dim);
 }
 void read(Fields& fields, nn::TransformerLayerOptions& o) {
   FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(num_attention_heads), FIELD(num_gqa_groups);
@@ -146,6 +164,9 @@ void read(Fields& fields, nn::TransformerLayerOptions& o) {
   FIELD(hidden_dropout), FIELD(attention_dropout), FIELD(parallel_attention_mlp), FIELD(layout);
   FIELD(mask_type), FIELD(window_left), FIELD(window_right), FIELD(softmax_type);
   FIELD(softmax_scale), FIELD(rotary_interleaved), FIELD(param_dtype), FIELD(device);
+  FIELD(apply_residual_connection_post_layernorm), FIELD(output_layernorm);
+  FIELD(fuse_qkv_params), FIELD(qkv_weight_interleaved), FIELD(qk_norm), FIELD(qk_norm_epsilon);
+  FIELD(qk_norm_before_rope);
 }
 #undef FIELD
 

@@ -108,5 +108,3 @@ def _build_id(module: ModuleType, version: str) -> str:
     except (OSError, TypeError):
         return version
 
-
-_native.set_module_loader(load)

@@ -1,25 +1,24 @@
-"""Transformer Engine's modules for PyTorch, on te-fl's ops."""
+"""Transformer Engine's modules for PyTorch, on te-fl's ops: te_fl.pytorch.Linear(768, 768) on cuda and on cpu."""
 
 from __future__ import annotations
 
 import importlib
 
-import torch
+from te_fl.frameworks import require
 
-if tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11):
-    raise ImportError(f"te_fl.pytorch needs PyTorch 2.11 or newer; this is PyTorch {torch.__version__}")
+require("torch")
 
-from te_fl.common import recipe
-from te_fl.pytorch.attention import DotProductAttention
-from te_fl.pytorch.checkpoint import checkpoint
-from te_fl.pytorch.quantization import autocast, fp8_autocast, fp8_model_init, quantized_model_init
-from te_fl.pytorch.linear import LayerNormLinear, Linear
-from te_fl.pytorch.mlp import LayerNormMLP
-from te_fl.pytorch.multihead_attention import MultiheadAttention
-from te_fl.pytorch.norm import LayerNorm, RMSNorm
-from te_fl.pytorch.transformer import TransformerLayer
-from te_fl.compat import table as _table
-from te_fl.compat.variables import warn_of_variables as _warn_of_variables
+from te_fl.common import recipe  # noqa: E402
+from te_fl.pytorch.attention import DotProductAttention  # noqa: E402
+from te_fl.pytorch.checkpoint import checkpoint, recompute_contexts  # noqa: E402
+from te_fl.pytorch.quantization import autocast, fp8_autocast, fp8_model_init, quantized_model_init  # noqa: E402
+from te_fl.pytorch.linear import LayerNormLinear, Linear  # noqa: E402
+from te_fl.pytorch.mlp import LayerNormMLP  # noqa: E402
+from te_fl.pytorch.multihead_attention import MultiheadAttention  # noqa: E402
+from te_fl.pytorch.norm import LayerNorm, RMSNorm  # noqa: E402
+from te_fl.pytorch.transformer import TransformerLayer  # noqa: E402
+from te_fl.compat import table as _table  # noqa: E402
+from te_fl.compat.variables import warn_of_variables as _warn_of_variables  # noqa: E402
 
 _warn_of_variables()
 

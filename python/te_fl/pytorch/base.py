@@ -41,32 +41,6 @@ def default_init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class _Join(torch.autograd.Function):
-    """Parameters that are rows of one matrix, as that matrix: a view where they lie one after the other, else a copy."""
-
-    @staticmethod
-    def forward(ctx, *parts):
-        ctx.rows = [p.shape[0] for p in parts]
-        return join(parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.split(ctx.rows)
-
-
-def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    first = parts[0]
-    at = first.storage_offset()
-    for p in parts:
-        if (p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or p.storage_offset() != at or not p.is_contiguous()
-                or p.dtype != first.dtype):
-            return torch.cat([p.detach() for p in parts])
-        at += p.numel()
-    rows = sum(p.shape[0] for p in parts)
-    return torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage(), first.storage_offset(),
-                                                                       (rows, *first.shape[1:]))
-
-
 class TransformerEngineBaseModule(torch.nn.Module):
     """Base of modules with one layer of te_fl::nn.
 
@@ -82,7 +56,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._layers: Dict[str, Any] = {}  # by kind
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the layer
         self._recipe = None  # of the last forward in FP8
-        self._joined: Dict[str, Tuple[Any, torch.Tensor]] = {}
         self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
 
@@ -134,20 +107,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self._add_parameter(names[-1], whole[at:at + rows], init, tracker)
             at += rows
         return names
-
-    def _whole(self, names: List[str]) -> torch.Tensor:
-        """The array whose parts have these names, as autograd follows it."""
-        parts = [getattr(self, n) for n in names]
-        if len(parts) == 1:
-            return parts[0]
-        if torch.is_grad_enabled() and any(p.requires_grad for p in parts):
-            return _Join.apply(*parts)
-        key = tuple((id(p), p.data_ptr(), p._version) for p in parts)
-        cached = self._joined.get(names[0])
-        if cached is None or cached[0] != key:
-            cached = (key, join(parts))
-            self._joined[names[0]] = cached
-        return cached[1]
 
     # -- the layer
 
@@ -207,7 +166,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Makes new layers when they are next needed, with this FP8 state."""
-        self._layers, self._joined = {}, {}
+        self._layers = {}
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
 
@@ -267,7 +226,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_joined"], state["_fused_in"] = {}, {}, None
+        state["_layers"], state["_fused_in"] = {}, None
         return state
 
     def __setstate__(self, state: dict) -> None:

@@ -11,16 +11,15 @@ from te_fl import _native
 from te_fl.pytorch import quantization
 from te_fl.pytorch import random as generator
 from te_fl.pytorch.attention import THD_MASKS, DotProductAttention, mask_type, window
-from te_fl.pytorch.base import native_device
+from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
 from te_fl.pytorch.call import DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.linear import LayerNormLinear, Linear
 from te_fl.pytorch.mlp import LayerNormMLP
-from te_fl.pytorch.multihead_attention import MultiheadAttention
+from te_fl.pytorch.multihead_attention import L2Normalization, MultiheadAttention
+from te_fl.pytorch.norm import LayerNorm, RMSNorm
 
-# The parts by the names that they have both as modules and in te_fl::nn::TransformerLayer, with the classes that the one call stands for.
-_PARTS = (("self_attention.layernorm_qkv", LayerNormLinear), ("self_attention.core_attention", DotProductAttention),
-          ("self_attention.proj", Linear), ("layernorm_mlp", LayerNormMLP))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The classes of parts that the one call stands for. Parts have the same names as modules and in te_fl::nn::TransformerLayer.
+_KINDS = (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)
 
 
 def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
@@ -39,18 +38,20 @@ class FusedLayer:
         self._layers: dict = {}
         self._current: Any = None  # the key of the layer with the FP8 state; None: the parts have it
         self._places: List[Tuple[torch.nn.Module, str]] = []
-        self._parts = [(path, _find(owner, path)) for path, _ in _PARTS]
+        self._tree = [(path, part) for path, part in owner.named_modules() if path]
+        # The modules' own tables of children, which show that one was replaced or added.
+        self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
+        self._parts = [(path, part) for path, part in self._tree if isinstance(part, TransformerEngineBaseModule)]
         for path, part in self._parts:
             part.__dict__["_fused_in"] = (self, path)
 
     def usable(self, owner) -> bool:
         """Whether the parts are what the one call stands for: of their own classes, and without hooks, which would not run."""
-        attention = owner.self_attention
-        if type(attention) is not MultiheadAttention or any(getattr(attention, h) for h in _HOOKS):
-            return False
-        for (path, kind), (_, part) in zip(_PARTS, self._parts):
-            now = _find(owner, path)
-            if now is not part or type(now) is not kind or any(getattr(now, h) for h in _HOOKS):
+        for children, known in self._children:
+            if children != known:
+                return False
+        for _, part in self._tree:
+            if type(part) not in _KINDS or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 return False
         return True
 
@@ -81,7 +82,7 @@ class FusedLayer:
 
     def _layer(self, owner, device: torch.device, mask: str, size: Tuple[int, int]):
         attention, mlp = owner.self_attention, owner.layernorm_mlp
-        core, qkv = attention.core_attention, attention.layernorm_qkv
+        core = attention.core_attention
         drops = owner.training or not torch.is_grad_enabled()
         hidden, inner = (owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)
         key = (device, mask, size, hidden, inner)
@@ -90,12 +91,18 @@ class FusedLayer:
             use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
                        "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
-                       "kv_channels": attention.kv_channels, "normalization": qkv.normalization, "epsilon": qkv.eps,
-                       "zero_centered_gamma": qkv.zero_centered_gamma, "bias": qkv.use_bias, "hidden_dropout": hidden,
+                       "kv_channels": attention.kv_channels, "normalization": mlp.normalization, "epsilon": mlp.eps,
+                       "zero_centered_gamma": mlp.zero_centered_gamma, "bias": mlp.use_bias, "hidden_dropout": hidden,
                        "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
                        "layout": owner.attn_input_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                        "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
-                       "param_dtype": DTYPE_NAMES[qkv.params_dtype], "device": native_device(device), **mlp._clamp}
+                       "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": native_device(device), **mlp._clamp,
+                       "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
+                       "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
+                       "qkv_weight_interleaved": attention.qkv_weight_interleaved}
+            if attention.qk_norm_type is not None:
+                options.update(qk_norm=attention.qk_norm_type, qk_norm_epsilon=attention.qk_norm_eps,
+                               qk_norm_before_rope=attention.qk_norm_before_rope)
             if core.softmax_scale is not None:
                 options["softmax_scale"] = float(core.softmax_scale)
             layer = self._layers[key] = _native.layer("transformer_layer", options)

@@ -36,8 +36,6 @@ class _Product(TransformerEngineBaseModule):
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.parallel_mode, self.tp_size = parallel_mode, 1
         self._parts = self._split_names(parameters_split, self.out_features, "output features")
-        if self.fuse_wgrad_accumulation and len(self._parts) > 1:
-            raise refuse(where, "fuse_wgrad_accumulation", True, "with parameters_split gradients are returned; give one of the two")
         self.weight_names = self._add_split("weight", self._parts, (self.in_features,), device, self.params_dtype,
                                             init_method or default_init, get_rng_state_tracker)
         self.bias_names = [prefix + "bias" for prefix, _ in self._parts]
@@ -46,17 +44,24 @@ class _Product(TransformerEngineBaseModule):
         else:
             for name in self.bias_names:
                 setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=device))
+        self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
-        weight = self._whole(self.weight_names)
-        return (weight, self._whole(self.bias_names)) if self.apply_bias else (weight,)
+        return tuple(getattr(self, n) for n in self._own_names)
 
     def _product_options(self) -> dict:
-        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.apply_bias,
-                "param_dtype": DTYPE_NAMES[self.params_dtype]}
+        options = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
+                   "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
+        if self._parts[0][0]:
+            options["parameters_split"] = [(prefix[:-1], rows) for prefix, rows in self._parts]
+        return options
 
     def _result(self, output: torch.Tensor):
-        return (output, self._whole(self.bias_names) if self.use_bias else None) if self.return_bias else output
+        if not self.return_bias:
+            return output
+        if not self.use_bias:
+            return output, None
+        return output, torch.cat([getattr(self, n) for n in self.bias_names]) if len(self.bias_names) > 1 else getattr(self, self.bias_names[0])
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

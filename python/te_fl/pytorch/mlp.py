@@ -64,7 +64,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self._add_parameter("fc2_weight", torch.empty(self.hidden_size, self.ffn_hidden_size, device=device, dtype=dtype),
                             output_layer_init_method or default_init, tracker)
         self._add_bias("fc2_bias", self.hidden_size, device, dtype)
-        self._zero_bias: Optional[torch.Tensor] = None
         self.reset_parameters(defer_init=device.type == "meta")
 
     def _add_bias(self, name: str, rows: int, device, dtype) -> None:
@@ -78,19 +77,13 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _options(self) -> dict:
         return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
-                "bias": self.use_bias, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self)}
+                "bias": self.use_bias, "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self)}
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
         norm = norm_parameters(self)
         if not self.use_bias:
             return (*norm, self.fc1_weight, self.fc2_weight)
-        last = self.fc2_bias
-        if self.return_bias:  # the layer adds zero in its place
-            zero = self._zero_bias
-            if zero is None or zero.device != last.device or zero.dtype != last.dtype:
-                zero = self._zero_bias = torch.zeros_like(last, requires_grad=False)
-            last = zero
-        return (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, last)
+        return (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None):
         """inp [..., hidden_size] -> the same shape, then the bias and the normalised input as asked for."""

@@ -78,7 +78,7 @@ class MultiheadAttention(torch.nn.Module):
         self.return_bias, self.return_layernorm_output = bool(return_bias), bool(return_layernorm_output)
         self.qkv_weight_interleaved = bool(qkv_weight_interleaved and fuse_qkv_params)
         self.rotary_pos_interleaved, self.qk_norm_before_rope = bool(rotary_pos_interleaved), bool(qk_norm_before_rope)
-        self.fuse_qkv_params = bool(fuse_qkv_params)
+        self.fuse_qkv_params, self.qk_norm_type, self.qk_norm_eps = bool(fuse_qkv_params), qk_norm_type, qk_norm_eps
         if self.return_layernorm_output and not self.input_layernorm:
             raise ValueError(f"{where}: return_layernorm_output needs input_layernorm=True")
         q, kv = self.kv_channels * self.num_attention_heads, self.kv_channels * self.num_gqa_groups

@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Recipe, native_of
+from te_fl.pytorch.availability import get_default_recipe
 from te_fl.pytorch.refuse import refuse
 
 
@@ -50,7 +51,7 @@ class autocast:
         if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
             raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
         self.enabled, self.calibrating = bool(enabled), bool(calibrating)
-        self.recipe = DelayedScaling() if recipe is None else recipe
+        self.recipe = get_default_recipe() if recipe is None else recipe
         used = self.enabled or self.calibrating
         self._native_recipe = native_of(self.recipe if used else DelayedScaling())
         self.delayed = used and self._native_recipe["kind"] == "delayed"

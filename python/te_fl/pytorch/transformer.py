@@ -39,8 +39,8 @@ class TransformerLayer(torch.nn.Module):
     + mlp(x)). drop_path_rate: see DropPath. seq_length and micro_batch_size are taken for compatibility: they warm up a compiler that te-fl
     has none of. The ub_ arguments have no effect with one rank. Others as MultiheadAttention's and LayerNormMLP's.
 
-    A usual encoder layer with fuse_qkv_params=True runs as one call of te-fl in each direction; any other, and one whose parts have been
-    replaced or given hooks, runs part by part. Both have the same parameters and FP8 state.
+    An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
+    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: Optional[int] = None,
@@ -105,8 +105,7 @@ class TransformerLayer(torch.nn.Module):
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
             self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device)
-        usual = (layer_type == "encoder" and not (post or output_layernorm or drop_path_rate > 0.0 or qk_norm_type) and fuse_qkv_params
-                 and qkv_weight_interleaved and not fuse_wgrad_accumulation and float(softcap) == 0.0)
+        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation and float(softcap) == 0.0
         self._fused = FusedLayer(self) if usual else None
 
     def train(self, mode: bool = True):
