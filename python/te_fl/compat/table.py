@@ -9,8 +9,10 @@ SERVED = {
         "Recipe",
     "te_fl.pytorch.attention": "DotProductAttention",
     "te_fl.pytorch.multihead_attention": "MultiheadAttention",
-    "te_fl.pytorch.transformer": "TransformerLayer",
+    "te_fl.pytorch.transformer": "DropPath TransformerLayer",
+    "te_fl.pytorch.base": "TransformerEngineBaseModule",
     "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.mlp": "LayerNormMLP",
     "te_fl.pytorch.norm": "LayerNorm RMSNorm",
@@ -97,7 +99,10 @@ PARTLY = {
 }
 
 # Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.
-MADE_BY = {"te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused"}
+MADE_BY = {
+    "te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused",
+    "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
+}
 
 # Parameters that te-fl has beyond Transformer Engine's, after them.
 MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
