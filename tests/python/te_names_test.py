@@ -194,5 +194,6 @@ def use(framework, own, name, making, calling):
         keys = {name: framework.random.key(0) for name in ("params", "dropout")}
         made.init(keys, *(jnp.zeros(s) for s in INPUTS[name]), **calling)
     elif calling:
-        made(*(framework.zeros(s) for s in INPUTS[name]), **calling)
+        device = "cuda" if framework.cuda.is_available() else "cpu"
+        made(*(framework.zeros(s, device=device) for s in INPUTS[name]), **calling)
 
