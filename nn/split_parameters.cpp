@@ -66,7 +66,7 @@ Status JoinedParameter::copy_together() {
     TE_FL_RETURN_IF_ERROR(copy(parts_[i]->value, to));
   }
   if (captured) keep_for_graph(std::make_shared<Tensor>(copies_));
-  copied_version_ = captured ? 0 : whole_->version;
+  copied_version_ = captured ? UINT64_MAX : whole_->version;  // eager calls copy anew
   copied_stream_ = captured ? nullptr : stream;
   return {};
 }
