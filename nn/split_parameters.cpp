@@ -189,12 +189,6 @@ Status JoinedParameter::close_grad() {
 
 Result<std::unique_ptr<SplitParameters>> SplitParameters::create(
     const char* module, const GemmUnit& gemm, const std::vector<ParameterPart>& parts) {
-  if (gemm.weight()->fp8_values != nullptr) {
-    return invalid_argument(std::string(module) +
-                            ": parameters_split and quantized_model_init are asked for together; "
-                            "codes that share a scale are not parameters of their own: leave one "
-                            "of them out");
-  }
   auto split = std::make_unique<SplitParameters>();
   std::vector<int64_t> rows;
   int64_t total = 0;
