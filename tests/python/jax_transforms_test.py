@@ -124,17 +124,30 @@ class FourDevices(unittest.TestCase):
         close(self, product(self.put(x, "dp"), self.put(kernel, None, "tp")), product(x, kernel))
 
     def test_shard_map(self):
-        """Tensor parallelism by hand: each device sees its part, and the sum over devices is the program's."""
+        """Tensor parallelism by hand: each device calls the ops on its part, the sum over devices is the program's, and the parts of a tensor
+        share one scale."""
         x, gamma, kernels = normal(8, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
 
-        def whole(x, gamma, k1, k2):
-            return te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [None, None], "rmsnorm", activation_type=("silu", "linear"))
+        def whole(x, gamma, k1, k2, sets):
+            return te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [None, None], "rmsnorm", activation_type=("silu", "linear"),
+                                                  quantizer_sets=sets)
 
-        part = jax.shard_map(lambda *a: jax.lax.psum(whole(*a), "tp"), mesh=self.mesh, check_vma=False,
-                             in_specs=(P("dp"), P(), P(None, None, "tp"), P("tp")), out_specs=P("dp"))
-        both = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 2, 3))) for f in (part, whole)]  # noqa: B023
-        close(self, both[0](x, gamma, *kernels), both[1](x, gamma, *kernels), 1e-4)
-        self.assertNotIn("custom_partitioning", str(jax.make_jaxpr(part)(x, gamma, *kernels)))
+        part = jax.shard_map(lambda *a: jax.lax.psum(whole(*a), "tp"), mesh=self.mesh,
+                             in_specs=(P("dp"), P(), P(None, None, "tp"), P("tp"), P()), out_specs=P("dp"))
+        for given in (None, recipe.DelayedScaling(amax_history_len=2)):
+            arguments = (x, gamma, *kernels, tuple(create_set(given) for _ in range(2)))
+            cut, one = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2, 3, 4)))(*arguments) for f in (part, whole)]  # noqa: B023
+            close(self, cut, one, 1e-4)
+        self.assertNotIn("custom_partitioning", str(jax.make_jaxpr(part)(*arguments)))
+
+    def test_shard_map_of_attention_and_norms(self):
+        q, gamma, beta = normal(4, 8, 4, 8), normal(8), normal(8)
+
+        def whole(q, gamma, beta):
+            return attend(te.layernorm.layernorm(q, gamma, beta, "layernorm"))
+
+        part = jax.shard_map(whole, mesh=self.mesh, in_specs=(P("dp", None, "tp"), P(), P()), out_specs=P("dp", None, "tp"))
+        close(self, *[jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)))(q, gamma, beta) for f in (part, whole)])  # noqa: B023
 
     def test_logical_axes_follow_the_mesh_resource(self):
         names = (te.sharding.BATCH_AXES, None, te.sharding.HIDDEN_TP_AXES)

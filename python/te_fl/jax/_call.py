@@ -9,6 +9,7 @@ import jax
 
 from te_fl import _native
 from te_fl.jax import _partition
+from te_fl.jax._varying import align
 
 Named = Sequence[Tuple[str, Any]]
 
@@ -43,14 +44,14 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
     aliases = {inputs.index(name): i for i, name in enumerate(outputs) if name in inputs}
 
     def run(shapes, *arrays):
-        types = [jax.ShapeDtypeStruct(shape, struct.dtype) for shape, (_, struct) in zip(shapes, results)]
+        types = [jax.ShapeDtypeStruct(shape, result.dtype) for shape, (_, result) in zip(shapes, results)]
         return jax.ffi.ffi_call(_target(op), types, vmap_method="broadcast_all" if elementwise else "sequential",
                                 input_output_aliases=aliases)(*arrays, call=text)
 
-    arrays = [array for _, array in operands]
-    whole = [struct.shape for _, struct in results]
+    arrays = align([array for _, array in operands])
+    whole = [result.shape for _, result in results]
     if _partition.may_cut_programs():
         values = _partition.call(run, op, operands, results, settings)
     else:
-        values = run(whole, *arrays)
+        values = align(run(whole, *arrays), arrays)  # JAX's FFI does not say that results differ where operands do
     return dict(zip(outputs, values))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import activation, layernorm, ops
+from te_fl.jax._varying import align
 from te_fl.jax.quantize import QuantizerSet
 
 
@@ -65,9 +66,14 @@ def _result_shape(x, prologue):
     return (x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any):
     """x [M, K'], kernel [K, N], bias [N] or None, params: the prologue's arrays. The result has x's dtype."""
+    x, kernel, bias, params = align((x, kernel, bias, params))
+    return _product(x, kernel, bias, params, quantizers, prologue)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any):
     return _forward(x, kernel, bias, params, quantizers, prologue)[0]
 
 
@@ -106,4 +112,4 @@ def _backward(prologue, kept, dy):
     return dx, dkernel, dbias, dparams, after
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

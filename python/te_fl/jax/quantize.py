@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from te_fl.common import recipe as recipes
 from te_fl.jax import _partition, ops, sharding
+from te_fl.jax._varying import largest
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "Quantized", "QuantizedOutput", "Quantizer", "QuantizerSet", "autocast", "create_set", "fp8_autocast",
@@ -79,12 +80,13 @@ class Quantizer:
         """The state after a step in which the tensor's amax was this; docs/numerics.md, "Delayed scaling"."""
         if not self.delayed:
             return self
+        amax = largest(amax, self.scale)  # inside shard_map the parts of a tensor share one scale
         last = jnp.where(amax != 0, amax, self.amax_history[:1])
         rows = jnp.concatenate([last, self.amax_history[1:]])
-        largest = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
-        scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / largest, jnp.finfo(jnp.float32).max)
+        most = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
+        scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
-        return dataclasses.replace(self, scale=jnp.where(_positive(largest), scale, self.scale),
+        return dataclasses.replace(self, scale=jnp.where(_positive(most), scale, self.scale),
                                    amax_history=jnp.where(last != 0, rolled, self.amax_history))
 
 
