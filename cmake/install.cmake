@@ -1,11 +1,14 @@
 # A relocatable prefix: library, headers, te-fl, CMake package, pkg-config file, plugins folder.
 include(CMakePackageConfigHelpers)
 
-set_target_properties(te_fl_shared PROPERTIES INSTALL_RPATH "$ORIGIN")
+# From the start: the empty places that CMake leaves for it otherwise mean the working directory to the dynamic linker.
+set_target_properties(te_fl_shared PROPERTIES INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH ON)
 install(TARGETS te_fl_shared EXPORT te_fl_targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY include/te_fl DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(TARGET te_fl_tool)
-  set_target_properties(te_fl_tool PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+  set(run_path "$ORIGIN/../lib" "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}") # a wheel's and the build's, a prefix's
+  list(REMOVE_DUPLICATES run_path)
+  set_target_properties(te_fl_tool PROPERTIES INSTALL_RPATH "${run_path}" BUILD_WITH_INSTALL_RPATH ON)
   install(TARGETS te_fl_tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 # Manifests of plugins go to plugins.d, where te-fl looks for them; libraries beside it.

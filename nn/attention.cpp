@@ -3,6 +3,7 @@
 #include <cmath>
 #include <utility>
 
+#include "nn/attention_masks.hpp"
 #include "nn/fp8_state.hpp"
 #include "nn/make_gemm.hpp"
 #include "nn/runtime.hpp"
@@ -56,12 +57,15 @@ struct DotProductAttention::Impl {
 
   DotProductAttentionOptions options;
   int64_t groups = 0;
+  int64_t value_dim = 0;
   float scale = 1;
   std::shared_ptr<Parameter> sink;
   std::shared_ptr<detail::Fp8State> forward_state, backward_state;
 
   Result<Extents> check(const Tensor& q, const Tensor& k, const Tensor& v,
                         const AttentionInputs& inputs) const;
+  // The shape of the output for that of q.
+  Shape output_shape(const Tensor& q) const { return detail::with_last(q.shape(), value_dim); }
   Result<detail::Fp8Mode> begin(bool training);
   Result<Tensor> quantized(const detail::Fp8Mode& mode, detail::Role role,
                            std::span<const int64_t> shape, int64_t slot, bool record,
@@ -96,11 +100,11 @@ struct DotProductAttention::Impl {
     if (sink != nullptr) args.softmax_sink = sink->value;
     args.s_quant = record.s_quant;
     args.layout = static_cast<int32_t>(options.layout);
-    args.mask_type = static_cast<int32_t>(options.mask_type);
+    args.mask_type = static_cast<int32_t>(in.mask_type.value_or(options.mask_type));
     args.softmax_type = static_cast<int32_t>(options.softmax_type);
     args.scale = scale;
-    args.window_left = options.window_left;
-    args.window_right = options.window_right;
+    args.window_left = in.window_left.value_or(options.window_left);
+    args.window_right = in.window_right.value_or(options.window_right);
     args.max_seqlen_q = in.max_seqlen_q;
     args.max_seqlen_kv = in.max_seqlen_kv;
   }
@@ -113,16 +117,15 @@ Result<Extents> DotProductAttention::Impl::check(const Tensor& q, const Tensor& 
   const std::string lead = thd                               ? "[tokens, "
                            : options.layout == Layout::kSBHD ? "[sequence, batch, "
                                                              : "[batch, sequence, ";
-  auto expect = [&](const char* name, const Tensor& t, int64_t heads) -> Status {
-    const int64_t dim = options.head_dim;
+  auto expect = [&](const char* name, const Tensor& t, int64_t heads, int64_t dim) -> Status {
     if (t.defined() && t.rank() == rank && t.size(rank - 2) == heads && t.size(rank - 1) == dim) {
       return {};
     }
     return shape_error(name, t, lead + std::to_string(heads) + ", " + std::to_string(dim) + "]");
   };
-  TE_FL_RETURN_IF_ERROR(expect("q", q, options.num_attention_heads));
-  TE_FL_RETURN_IF_ERROR(expect("k", k, groups));
-  TE_FL_RETURN_IF_ERROR(expect("v", v, groups));
+  TE_FL_RETURN_IF_ERROR(expect("q", q, options.num_attention_heads, options.head_dim));
+  TE_FL_RETURN_IF_ERROR(expect("k", k, groups, options.head_dim));
+  TE_FL_RETURN_IF_ERROR(expect("v", v, groups, value_dim));
   Extents extents;
   if (thd) {
     extents.length_q = inputs.max_seqlen_q;
@@ -189,15 +192,20 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
                                                       const Extents& extents, bool training,
                                                       bool columns) {
   const bool fp8 = record.mode.fp8;
+  const Shape shape_of_o = output_shape(record.q);
   Tensor merged;
   if (fp8) {
-    TE_FL_ASSIGN_OR_RETURN(merged, merged_codes(record.mode, record.q.shape(), columns, training));
-    TE_FL_ASSIGN_OR_RETURN(record.o, merged.rowwise_only().view(record.q.shape()));
+    TE_FL_ASSIGN_OR_RETURN(merged, merged_codes(record.mode, shape_of_o, columns, training));
+    TE_FL_ASSIGN_OR_RETURN(record.o, merged.rowwise_only().view(shape_of_o));
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,
                            quantized(record.mode, detail::Role::kInput, one, kSSlot, training));
+    if (training) {  // an update of the scales may come before the backward, which reads this one
+      TE_FL_ASSIGN_OR_RETURN(record.s_quant, detail::with_own_scale(record.s_quant));
+    }
   } else {
-    TE_FL_ASSIGN_OR_RETURN(record.o, detail::empty_like(record.q, options.activation_dtype));
+    TE_FL_ASSIGN_OR_RETURN(record.o,
+                           Tensor::empty(shape_of_o, options.activation_dtype, options.device));
   }
   TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, record.o));
   const int64_t heads = options.num_attention_heads;
@@ -275,6 +283,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   args.dbias = grads.dbias;
   args.dsink = dsink.tensor();
   args.dp_quant = dp_quant;
+  if (record.saved_storage.defined()) record.saved.storage = record.saved_storage;  // of a copy
   args.saved = &record.saved;
   args.dropout_p = options.attention_dropout;
   CallOptions call = detail::call_options(options.device);
@@ -313,14 +322,14 @@ Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
                             "; it must divide num_attention_heads, which is " +
                             std::to_string(heads));
   }
-  if (options.window_left < -1 || options.window_right < -1) {
-    return invalid_argument(
-        "DotProductAttention: the window is (" + std::to_string(options.window_left) + ", " +
-        std::to_string(options.window_right) + "); each bound must be at least 0, or -1 for none");
+  if (options.value_head_dim != 0) {
+    TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "value_head_dim", options.value_head_dim));
   }
+  TE_FL_RETURN_IF_ERROR(detail::check_window(kName, options.window_left, options.window_right));
   std::unique_ptr<DotProductAttention> module(new DotProductAttention(options));
   Impl& impl = *module->impl_;
   impl.groups = groups;
+  impl.value_dim = options.value_head_dim == 0 ? options.head_dim : options.value_head_dim;
   impl.scale = options.softmax_scale != 0
                    ? options.softmax_scale
                    : static_cast<float>(1 / std::sqrt(static_cast<double>(options.head_dim)));
@@ -348,7 +357,7 @@ Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, co
                                             Ctx* ctx, const AttentionInputs& inputs) {
   TE_FL_ASSIGN_OR_RETURN(Tensor o, forward_codes(q, k, v, ctx, inputs, false));
   if (!o.quantized()) return o;
-  TE_FL_ASSIGN_OR_RETURN(Tensor heads, o.view(q.shape()));
+  TE_FL_ASSIGN_OR_RETURN(Tensor heads, o.view(impl_->output_shape(q)));
   return impl_->dequantize(heads, impl_->options.activation_dtype);
 }
 
@@ -358,17 +367,27 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(auto record,
                          detail::new_record<AttentionRecord>(ctx, "DotProductAttention"));
-  record->inputs = inputs;
-  if (!record->inputs.cu_seqlens_kv.defined()) {
-    record->inputs.cu_seqlens_kv = inputs.cu_seqlens_q;
-    record->inputs.cu_seqlens_kv_padded = inputs.cu_seqlens_q_padded;
-    if (record->inputs.max_seqlen_kv == 0) record->inputs.max_seqlen_kv = inputs.max_seqlen_q;
+  if (impl_->options.layout == Layout::kTHD && inputs.padding_mask_q.defined()) {
+    return invalid_argument(
+        "DotProductAttention: padding_mask_q is given with the thd layout, whose sequences have no "
+        "padding that a mask could name; give cu_seqlens_q and cu_seqlens_q_padded");
+  }
+  TE_FL_ASSIGN_OR_RETURN(record->inputs, resolve_padding_masks(inputs, impl_->options.mask_type));
+  AttentionInputs& in = record->inputs;
+  TE_FL_RETURN_IF_ERROR(detail::check_window("DotProductAttention", in.window_left.value_or(-1),
+                                             in.window_right.value_or(-1)));
+  if (!in.cu_seqlens_kv.defined()) {
+    in.cu_seqlens_kv = in.cu_seqlens_q;
+    in.cu_seqlens_kv_padded = in.cu_seqlens_q_padded;
+    if (in.max_seqlen_kv == 0) in.max_seqlen_kv = in.max_seqlen_q;
   }
   if (impl_->options.layout == Layout::kTHD && !inputs.cu_seqlens_q.defined()) {
     return invalid_argument(
         "DotProductAttention: the thd layout needs cu_seqlens_q, I32 [sequences + 1]");
   }
-  TE_FL_ASSIGN_OR_RETURN(Extents extents, impl_->check(q, k, v, record->inputs));
+  TE_FL_ASSIGN_OR_RETURN(Extents extents, impl_->check(q, k, v, in));
+  TE_FL_ASSIGN_OR_RETURN(in.attn_mask,
+                         detail::expand_mask(in.attn_mask, extents.length_q, extents.length_kv));
   TE_FL_ASSIGN_OR_RETURN(record->mode, impl_->begin(training));
   const auto gradient_dtype = [&](const Tensor& x) {
     return x.quantized() ? impl_->options.activation_dtype : x.dtype();

@@ -5,7 +5,6 @@
 
 #include "core/device/current_stream.hpp"
 #include "nn/runtime.hpp"
-#include "policy/current.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl::nn {
@@ -41,6 +40,17 @@ Context Context::with_stream(const Device& device, void* stream) const {
   Context other = with_stream(stream);
   other.device_ = device;
   return other;
+}
+
+Result<Context> Context::with_random(Tensor seed_and_offset) {
+  const Tensor& t = seed_and_offset;
+  if (!t.defined() || t.dtype() != DType::kU64 || t.numel() != 2 || !t.contiguous()) {
+    return invalid_argument("Context::with_random: the position is " + t.describe() +
+                            "; it must be compact u64[2], a seed and an offset");
+  }
+  Context context;
+  context.state_->captured = std::move(seed_and_offset);
+  return context;
 }
 
 RandomPosition Context::random() const {
@@ -87,22 +97,6 @@ class StreamScopes {
 
 }  // namespace
 
-namespace {
-
-// No policy scope of the calling thread, until destroyed.
-class WithoutPolicyScope {
- public:
-  WithoutPolicyScope() : previous_(std::exchange(policy::t_scope, 0)) {}
-  ~WithoutPolicyScope() { policy::t_scope = previous_; }
-  WithoutPolicyScope(const WithoutPolicyScope&) = delete;
-  WithoutPolicyScope& operator=(const WithoutPolicyScope&) = delete;
-
- private:
-  uint32_t previous_;
-};
-
-}  // namespace
-
 struct CapturedContext::Scope::Impl {
   Impl(const CapturedPolicy& captured_policy, const std::vector<core::OpenStream>& open,
        Context context, std::shared_ptr<detail::AutocastFrame> autocast_frame,
@@ -122,7 +116,7 @@ struct CapturedContext::Scope::Impl {
     detail::exchange_gradient_updates(std::move(previous));
   }
   // If none was captured there is none here, whatever this thread has open.
-  WithoutPolicyScope no_policy;
+  detail::WithoutPolicyScope no_policy;
   std::unique_ptr<PolicyScope> policy;
   StreamScopes streams;
   ContextScope context_scope;
@@ -144,19 +138,8 @@ CapturedContext::CapturedContext()
 CapturedContext CapturedContext::capture() { return CapturedContext(); }
 
 CapturedContext::Scope CapturedContext::enter() const {
-  auto frame = std::make_shared<detail::AutocastFrame>();
-  if (autocast_ != nullptr) {
-    frame->options = autocast_->options;
-    frame->recipe = autocast_->recipe;
-    frame->invalid = autocast_->invalid;
-    frame->session = autocast_->session;
-  } else {  // no autocast there means none here, whatever this thread has open
-    frame->options = {.enabled = false};
-    frame->recipe = std::make_shared<const Recipe>(DelayedScaling{});
-    frame->session = std::make_shared<detail::Session>();
-  }
-  return Scope(
-      std::make_unique<Scope::Impl>(policy_, streams_->open, context_, std::move(frame), updates_));
+  return Scope(std::make_unique<Scope::Impl>(policy_, streams_->open, context_,
+                                             detail::frame_like(autocast_), updates_));
 }
 
 }  // namespace te_fl::nn

@@ -1,7 +1,10 @@
 #include "te_fl/nn/embedding.hpp"
 
+#include <string>
+
 #include "nn/gradients.hpp"
 #include "nn/make_gemm.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/init.hpp"
 
@@ -57,6 +60,7 @@ Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& opt
 Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
   if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<IndicesRecord>(ctx, "Embedding"));
+  TE_FL_RETURN_IF_ERROR(detail::same_parameter(weight_.get()));
   Shape shape(indices.shape().begin(), indices.shape().end());
   shape.push_back(options_.hidden_size);
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
@@ -137,6 +141,79 @@ Result<Tensor> Dropout::forward(const Tensor& x, Ctx* ctx) {
 Result<Tensor> Dropout::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Dropout"));
   return dropout_backward(dy, static_cast<MaskRecord&>(*taken), p_, "Dropout");
+}
+
+namespace {
+
+struct DropPathRecord : Ctx::Record {
+  Tensor factors;  // F32 [first extent]; undefined where nothing was dropped
+  Shape shape;     // of the result
+};
+
+// x[i, ...] * factors[i]; the factors are at least 0, so that relu(factor) * x is the product.
+Result<Tensor> scale_rows(const Tensor& x, const Tensor& factors) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
+  const int64_t n = x.size(0), width = n == 0 ? 0 : x.numel() / n;
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::empty_like(x, x.dtype()));
+  if (y.numel() == 0) return y;
+  TE_FL_ASSIGN_OR_RETURN(const Tensor pair, Tensor::empty({n, 2 * width}, DType::kF32, x.device()));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor left, pair.slice(1, 0, width));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor right, pair.slice(1, width, 2 * width));
+  const Shape shape = {n, width}, strides = {1, 0};
+  TE_FL_ASSIGN_OR_RETURN(const Tensor wide, Tensor::wrap(factors.raw_data(), shape, strides,
+                                                         DType::kF32, x.device(), nullptr));
+  TE_FL_RETURN_IF_ERROR(detail::copy(wide, left));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor flat, rows.view(shape));
+  TE_FL_RETURN_IF_ERROR(detail::copy(flat, right));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor out, y.view(shape));
+  te_fl_reglu_args args{};
+  args.input = pair;
+  args.output = out;
+  TE_FL_RETURN_IF_ERROR(ops::reglu(args, detail::call_options(x.device())));
+  return y;
+}
+
+// 0 or 1 / (1 - p) for each of `count` rows.
+Result<Tensor> draw_factors(int64_t count, float p, const Device& device) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor factors, Tensor::empty({count}, DType::kF32, device));
+  TE_FL_RETURN_IF_ERROR(detail::fill(factors, 1));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor mask, new_mask(factors));
+  te_fl_dropout_fwd_args args{};
+  args.input = factors;
+  args.output = factors;
+  args.mask = mask;
+  args.p = p;
+  TE_FL_ASSIGN_OR_RETURN(const CallOptions options, detail::random_options(count, device));
+  TE_FL_RETURN_IF_ERROR(ops::dropout_fwd(args, options));
+  return factors;
+}
+
+}  // namespace
+
+Result<Tensor> DropPath::forward(const Tensor& x, Ctx* ctx) {
+  TE_FL_RETURN_IF_ERROR(detail::check_dropout("DropPath", "p", p_));
+  if (!x.defined() || x.rank() < 1) {
+    return invalid_argument("DropPath: x is " +
+                            (x.defined() ? x.describe() : std::string("undefined")) +
+                            "; it must have at least one dimension, whose parts are dropped");
+  }
+  if (ctx == nullptr) return x;
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<DropPathRecord>(ctx, "DropPath"));
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  Tensor y = x;
+  if (p_ > 0) {
+    TE_FL_ASSIGN_OR_RETURN(record->factors, draw_factors(x.size(0), p_, x.device()));
+    TE_FL_ASSIGN_OR_RETURN(y, scale_rows(x, record->factors));
+  }
+  TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
+  return y;
+}
+
+Result<Tensor> DropPath::backward(const Tensor& dy, Ctx& ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "DropPath"));
+  auto& record = static_cast<DropPathRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, record.shape.back(), "DropPath"));
+  return record.factors.defined() ? scale_rows(dy, record.factors) : dy;
 }
 
 }  // namespace te_fl::nn

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "nn/gradients.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 
 namespace te_fl::nn::detail {
@@ -142,6 +143,8 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.columnwise = copies.columnwise;
   spec.clear_scales = false;
   if (std::holds_alternative<DelayedScaling>(recipe)) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor replayed, replayed_scale(state, slot));
+    if (replayed.defined()) return Tensor::empty_quantized(shape, spec, device, &replayed);
     return Tensor::empty_quantized(shape, spec, device, &state.scale_slot(slot),
                                    record ? &state.amax_slot(slot) : nullptr);
   }
@@ -158,6 +161,13 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.pow2_scale = block.pow2_scale;
   spec.amax_epsilon = block.amax_epsilon;
   return Tensor::empty_quantized(shape, spec, device);
+}
+
+Result<Tensor> with_own_scale(const Tensor& tensor) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor scale, tensor.scale().clone());
+  const Tensor amax = tensor.amax();
+  return Tensor::empty_quantized(tensor.shape(), {.dtype = tensor.dtype(), .clear_scales = false},
+                                 tensor.device(), &scale, amax.defined() ? &amax : nullptr);
 }
 
 }  // namespace te_fl::nn::detail

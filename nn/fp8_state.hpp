@@ -87,9 +87,14 @@ struct Copies {
 DType fp8_dtype(const Recipe& recipe, Role role);
 
 // A new quantised tensor for values of this role. Delayed scaling reads state's scale at `slot`
-// and, if `record`, collects the amax there; other recipes ignore state.
+// and, if `record`, collects the amax there (in a second run of a recomputed piece it reads the
+// first run's scale and collects none); other recipes ignore state.
 Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const int64_t> shape,
                                Copies copies, const Device& device, const Fp8State& state,
                                int64_t slot, bool record);
+
+// A new tensor like `tensor`, scaled by tensor, with a copy of its scale as it is now; it collects
+// the amax where `tensor` does.
+Result<Tensor> with_own_scale(const Tensor& tensor);
 
 }  // namespace te_fl::nn::detail

@@ -2,7 +2,9 @@
 
 #include <array>
 
+#include "nn/fp8_values.hpp"
 #include "nn/gradients.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 
 namespace te_fl::nn::detail {
@@ -27,6 +29,10 @@ GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
       forward_(std::make_shared<Fp8State>(2, spec.device)),
       backward_(std::make_shared<Fp8State>(1, spec.device)) {
   if (spec_.high_precision) return;
+  if (weight_->fp8_values != nullptr) {
+    weight_->fp8_values->bind(forward_, kWeightSlot);
+    return;
+  }
   copy_ = std::make_shared<WeightCopy>(forward_, kWeightSlot);
   // Of modules that share a weight the first gets its copy; the others quantise.
   if (weight_->fp8_copy.expired()) weight_->fp8_copy = copy_;
@@ -43,10 +49,17 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   const DelayedScaling* delayed = use.mode.delayed();
   if (training) {
     serving_ = {};
-    copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
+    if (copy_ != nullptr) {
+      copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
+    }
   }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
   TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
+  if (weight_->value.quantized() && (training || use.mode.calibrating) && !replaying()) {
+    // No forward quantises the weight; its amax was found when its codes were written.
+    const Tensor amax = weight_->value.amax();
+    TE_FL_RETURN_IF_ERROR(running_amax(amax, forward_->amax_slot(kWeightSlot)));
+  }
   return use;
 }
 
@@ -85,6 +98,7 @@ Result<Tensor> GemmUnit::prepare_input(Use& use, const Tensor& x) {
 }
 
 Result<Tensor> GemmUnit::written_copy(const Use& use) const {
+  if (copy_ == nullptr) return Tensor();
   Tensor copy = copy_->fresh(weight_->version, *use.mode.recipe);
   if (!copy.defined() || spec_.device.is_host()) return copy;
   // A graph would go on reading this memory, which the next step replaces.
@@ -104,6 +118,7 @@ Result<Tensor> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
 }
 
 Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
+  if (weight_->value.quantized()) return weight_->read(spec_.activation_dtype);
   if (!use.mode.fp8) return cast(weight_->value, spec_.activation_dtype);
   TE_FL_ASSIGN_OR_RETURN(Tensor copy, written_copy(use));
   if (copy.defined()) return copy;
@@ -118,14 +133,14 @@ bool GemmUnit::Kept::fits(const Use& use) const {
 
 Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& options) {
   const std::optional<bool> first = options.is_first_microbatch;
-  if (options.reuse_weights.defined()) {
-    if (first.has_value()) {
-      return invalid_argument(
-          "is_first_microbatch and reuse_weights are both set, and say the same thing; set one of "
-          "them");
-    }
-    return flagged_weight(use, options.reuse_weights);
+  const bool flagged = options.reuse_weights.defined();
+  if (flagged && first.has_value()) {
+    return invalid_argument(
+        "is_first_microbatch and reuse_weights are both set, and say the same thing; set one of "
+        "them");
   }
+  if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
+  if (flagged) return flagged_weight(use, options.reuse_weights);
   // The value itself, which may be borrowed: nothing is kept of it.
   if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
   if (!first.has_value()) return use.training ? make_weight(use, true) : inference_weight(use);
@@ -142,6 +157,35 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
     cached_ = {std::move(weight), weight_->version, use.mode.recipe, capture};
   }
   return cached_.weight;
+}
+
+Result<Tensor> GemmUnit::own_codes(const Use& use) {
+  if (std::holds_alternative<Float8BlockScaling>(*use.mode.recipe)) {
+    return failed_precondition("the weight " + weight_->value.describe() +
+                               " was created under quantized_model_init, and the autocast's recipe "
+                               "is " +
+                               describe(*use.mode.recipe) +
+                               "; codes scaled by tensor serve DelayedScaling and "
+                               "Float8CurrentScaling");
+  }
+  if (!use.training || weight_->value.has_columnwise()) return weight_->value;
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
+  if (captured) {
+    return failed_precondition(
+        "a training forward is captured, and the FP8-only weight " + weight_->value.describe() +
+        " has no column-wise copy yet, whose memory would be the graph's; run a step before the "
+        "capture");
+  }
+  TE_FL_ASSIGN_OR_RETURN(weight_->value, with_columns(weight_->value));
+  return weight_->value;
+}
+
+Result<Tensor> GemmUnit::repeated_weight(const Use& use) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor kept, replay_weight(this, spec_.device));
+  if (kept.defined()) return kept;
+  if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
+  return make_weight(use, use.training);
 }
 
 Result<Tensor> GemmUnit::inference_weight(const Use& use) {
@@ -193,16 +237,25 @@ Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
 
 Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& input,
                                                   const ForwardOptions& options, Tensor& weight) {
-  if (use.mode.calibrating) {
+  TE_FL_RETURN_IF_ERROR(same_parameter(weight_.get()));
+  TE_FL_RETURN_IF_ERROR(same_parameter(bias_.get()));
+  if (use.mode.calibrating && !replaying()) {
     TE_FL_RETURN_IF_ERROR(running_amax(input, forward_->amax_slot(kInputSlot)));
-    TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
+    if (!weight_->value.quantized()) {
+      TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
+    }
   }
-  TE_FL_ASSIGN_OR_RETURN(weight, gemm_weight(use, options));
+  TE_FL_ASSIGN_OR_RETURN(weight, replaying() ? repeated_weight(use) : gemm_weight(use, options));
+  if (noting() && !replaying()) {
+    const auto keeps = [&](const Tensor& t) { return t.raw_data() == weight.raw_data(); };
+    const bool kept = keeps(cached_.weight) || keeps(flagged_.weight);
+    TE_FL_RETURN_IF_ERROR(note_weight(this, spec_.device, kept ? weight : Tensor()));
+  }
   te_fl_generic_gemm_args args{};
   args.a = input;
   args.b = weight;
   args.trans_b = 1;
-  if (bias_ != nullptr) args.bias = bias_->value;
+  if (bias_ != nullptr && spec_.adds_bias) args.bias = bias_->value;
   args.use_split_accumulator = split_accumulator(use.mode, false);
   return args;
 }
@@ -302,7 +355,8 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
   if (dy.quantized()) {
     const bool columns = wants_wgrad(use) || wants_bias_grad();  // which come with its sums
     TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
-    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
+    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias,
+                           GradTarget::open(wants_bias_grad() ? bias_.get() : nullptr));
     if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
     TE_FL_RETURN_IF_ERROR(dbias.commit());
     grad.tensor = dy;

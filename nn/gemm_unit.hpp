@@ -21,6 +21,7 @@ class GemmUnit {
     DType activation_dtype = DType::kF32;
     Device device;
     bool high_precision = false;
+    bool adds_bias = true;  // false: the bias is the caller's to add
   };
 
   // What one forward decided and kept.
@@ -92,7 +93,9 @@ class GemmUnit {
 
  private:
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
-  bool wants_bias_grad() const { return bias_ != nullptr && bias_->requires_grad; }
+  bool wants_bias_grad() const {
+    return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;
+  }
   // What backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   // The bias gradient from dy alone, for a frozen weight.
@@ -106,6 +109,10 @@ class GemmUnit {
   Result<Tensor> quantised_weight(const Use& use, bool columnwise);
   // The weight for an inference that says nothing of microbatches.
   Result<Tensor> inference_weight(const Use& use);
+  // The codes of an FP8-only weight; the first training forward makes their column-wise copy.
+  Result<Tensor> own_codes(const Use& use);
+  // That of the first run, in the second run of a recomputed piece.
+  Result<Tensor> repeated_weight(const Use& use);
   // What ForwardOptions::reuse_weights asks for.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
@@ -116,7 +123,8 @@ class GemmUnit {
   std::shared_ptr<Parameter> bias_;
   std::shared_ptr<Fp8State> forward_;   // slots: input, weight
   std::shared_ptr<Fp8State> backward_;  // slot: output gradient
-  std::shared_ptr<WeightCopy> copy_;    // what an optimizer may write; null in high precision
+  std::shared_ptr<WeightCopy>
+      copy_;  // what an optimizer may write; null in high precision and of FP8-only weights
   struct Kept {
     Tensor weight;
     uint64_t version = 0;  // of the parameter

@@ -167,11 +167,19 @@ Status check_lent(const char* call, const Tensor& lent, const Tensor& value) {
 }  // namespace
 
 Status Parameter::borrow(Tensor lent, uint64_t version_of_owner) {
+  if (fp8_values != nullptr) {
+    return failed_precondition("Parameter::borrow: the parameter " + value.describe() +
+                               " holds FP8 codes alone, made under quantized_model_init; write() "
+                               "values into it, or create its module outside of that scope");
+  }
   TE_FL_RETURN_IF_ERROR(check_lent("Parameter::borrow", lent, value));
-  const bool same = owners_version == version_of_owner && lent.dtype() == value.dtype();
+  // What te-fl writes counts in the low bits, what the owner writes above them: contents that come
+  // back under their number have the version that they had.
+  constexpr int kOwnWrites = 20;
+  if (owners_version.has_value()) version += (version_of_owner - *owners_version) << kOwnWrites;
+  version += !owners_version.has_value() || lent.dtype() != value.dtype();
   value = std::move(lent);
   owners_version = version_of_owner;
-  version += !same;
   return {};
 }
 

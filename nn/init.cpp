@@ -184,25 +184,114 @@ Result<std::shared_ptr<Parameter>> constant(std::span<const int64_t> shape, floa
               [&](int64_t, std::span<float> out) { std::ranges::fill(out, value); });
 }
 
-Result<Tensor> rotary_angles(const RotaryOptions& options) {
-  if (options.dim < 2 || options.dim % 2 != 0) {
-    return invalid_argument("rotary_angles: dim is " + std::to_string(options.dim) +
+namespace {
+
+Status check_rotary(const RotaryOptions& o) {
+  if (o.dim < 2 || o.dim % 2 != 0) {
+    return invalid_argument("rotary_angles: dim is " + std::to_string(o.dim) +
                             "; it must be even and at least 2");
   }
-  if (options.max_seqlen < 1 || !(options.base > 0)) {
-    return invalid_argument("rotary_angles: max_seqlen is " + std::to_string(options.max_seqlen) +
-                            " and base " + std::to_string(options.base) +
+  if (o.max_seqlen < 1 || !(o.base > 0)) {
+    return invalid_argument("rotary_angles: max_seqlen is " + std::to_string(o.max_seqlen) +
+                            " and base " + std::to_string(o.base) +
                             "; they must be at least 1 and greater than 0");
   }
+  if (o.first_position < 0) {
+    return invalid_argument("rotary_angles: first_position is " + std::to_string(o.first_position) +
+                            "; it must be at least 0");
+  }
+  if (o.scaling == RotaryScaling::kNone) {
+    if (o.factor == 1) return {};
+    return invalid_argument("rotary_angles: factor is " + std::to_string(o.factor) +
+                            " and scaling kNone, which has none; set scaling, or leave factor 1");
+  }
+  if (!(o.factor >= 1) || !std::isfinite(o.factor)) {
+    return invalid_argument("rotary_angles: factor is " + std::to_string(o.factor) +
+                            "; it must be finite and at least 1 (new length / trained length)");
+  }
+  if (o.scaling == RotaryScaling::kNtk && o.dim < 4) {
+    return invalid_argument(
+        "rotary_angles: dim is 2 with scaling kNtk, which leaves the first of several pairs alone; "
+        "dim must be at least 4");
+  }
+  const bool yarn = o.scaling == RotaryScaling::kYarn;
+  if (!yarn && o.scaling != RotaryScaling::kLlama3) return {};
+  const double fast = yarn ? o.beta_fast : o.high_freq_factor;
+  const double slow = yarn ? o.beta_slow : o.low_freq_factor;
+  if (o.original_max_positions >= 1 && slow > 0 && fast > slow && o.base > 1) return {};
+  return invalid_argument(
+      "rotary_angles: original_max_positions is " + std::to_string(o.original_max_positions) +
+      ", base " + std::to_string(o.base) + ", " + (yarn ? "beta_fast " : "high_freq_factor ") +
+      std::to_string(fast) + " and " + (yarn ? "beta_slow " : "low_freq_factor ") +
+      std::to_string(slow) +
+      "; the first must be at least 1, base greater than 1, and the third greater than the last, "
+      "which must be greater than 0");
+}
+
+// The share of its own frequency that a pair keeps under YaRN: 1 - gamma of the paper, with the
+// ramp over pairs, whose ends are rounded outwards as in the authors' code.
+double yarn_share(const RotaryOptions& o, int64_t pair) {
+  const auto dim = static_cast<double>(o.dim);
+  // The pair that turns `turns` times: positions * base^(-2i/dim) = 2 pi turns, solved for i.
+  const auto pair_of = [&](double turns) {
+    const double ratio =
+        static_cast<double>(o.original_max_positions) / (2 * std::numbers::pi * turns);
+    return dim * std::log(ratio) / (2 * std::log(o.base));
+  };
+  const double begin = std::max(std::floor(pair_of(o.beta_fast)), 0.0);
+  const double end = std::max(std::min(std::ceil(pair_of(o.beta_slow)), dim - 1), begin);
+  const double width = end > begin ? end - begin : 0.001;
+  return 1 - std::clamp((static_cast<double>(pair) - begin) / width, 0.0, 1.0);
+}
+
+// The frequency of a pair: radians a position.
+double frequency(const RotaryOptions& o, int64_t pair) {
+  const double dim = static_cast<double>(o.dim);
+  const double exponent = -2.0 * static_cast<double>(pair) / dim;
+  const double own = std::pow(o.base, exponent);
+  switch (o.scaling) {
+    case RotaryScaling::kNone:
+      return own;
+    case RotaryScaling::kLinear:
+      return own / o.factor;
+    case RotaryScaling::kNtk:
+      return std::pow(o.base * std::pow(o.factor, dim / (dim - 2)), exponent);
+    case RotaryScaling::kYarn: {
+      const double share = yarn_share(o, pair);
+      return own * share + own / o.factor * (1 - share);
+    }
+    case RotaryScaling::kLlama3: {
+      const double turns =
+          static_cast<double>(o.original_max_positions) * own / (2 * std::numbers::pi);
+      const double share = std::clamp(
+          (turns - o.low_freq_factor) / (o.high_freq_factor - o.low_freq_factor), 0.0, 1.0);
+      return own * share + own / o.factor * (1 - share);
+    }
+  }
+  return own;
+}
+
+}  // namespace
+
+double yarn_softmax_scale(double factor) noexcept {
+  const double temperature = 0.1 * std::log(std::max(factor, 1.0)) + 1;
+  return temperature * temperature;
+}
+
+Result<Tensor> rotary_angles(const RotaryOptions& options) {
+  TE_FL_RETURN_IF_ERROR(check_rotary(options));
   const int64_t half = options.dim / 2;
   TE_FL_ASSIGN_OR_RETURN(Tensor host,
                          Tensor::empty({options.max_seqlen, 1, 1, options.dim}, DType::kF32));
-  for (int64_t position = 0; position < options.max_seqlen; ++position) {
-    float* row = host.data<float>() + position * options.dim;
+  std::vector<double> frequencies(static_cast<size_t>(half));
+  for (int64_t pair = 0; pair < half; ++pair) {
+    frequencies[static_cast<size_t>(pair)] = frequency(options, pair);
+  }
+  for (int64_t s = 0; s < options.max_seqlen; ++s) {
+    const double position = static_cast<double>(options.first_position + s);
+    float* row = host.data<float>() + s * options.dim;
     for (int64_t pair = 0; pair < half; ++pair) {
-      const double frequency = std::pow(
-          options.base, -2.0 * static_cast<double>(pair) / static_cast<double>(options.dim));
-      const float angle = static_cast<float>(static_cast<double>(position) * frequency);
+      const auto angle = static_cast<float>(position * frequencies[static_cast<size_t>(pair)]);
       row[options.interleaved ? 2 * pair : pair] = angle;
       row[options.interleaved ? 2 * pair + 1 : pair + half] = angle;
     }

@@ -4,6 +4,7 @@
 
 #include "nn/make_gemm.hpp"
 #include "nn/norm_core.hpp"
+#include "nn/split_parameters.hpp"
 #include "nn/tensor_ops.hpp"
 
 namespace te_fl::nn {
@@ -17,6 +18,19 @@ struct LinearRecord : Ctx::Record {
 struct LayerNormLinearRecord : LinearRecord {
   detail::NormCore::Saved norm;
 };
+
+// GemmUnit::backward() of a unit whose parameters may be in parts.
+Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* split,
+                           const detail::GemmUnit::Use& use, const Tensor& dy,
+                           const Tensor* into = nullptr) {
+  if (split == nullptr) return gemm.backward(use, dy, into);
+  TE_FL_RETURN_IF_ERROR(split->gather());
+  TE_FL_RETURN_IF_ERROR(gemm.check_unchanged(use));
+  TE_FL_RETURN_IF_ERROR(split->open_grad());
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, gemm.backward(use, dy, into));
+  TE_FL_RETURN_IF_ERROR(split->close_grad());
+  return dx;
+}
 
 }  // namespace
 
@@ -36,10 +50,23 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
                                             .seed = options.seed,
                                             .init_std = options.init_std,
                                             .high_precision = options.high_precision,
-                                            .tied_weight = options.tied_weight}));
+                                            .tied_weight = options.tied_weight,
+                                            .return_bias = options.return_bias}));
   detail::GemmUnit& gemm = *linear->gemm_;
-  linear->register_parameter("weight", gemm.weight());
-  if (gemm.bias() != nullptr) linear->register_parameter("bias", gemm.bias());
+  if (options.parameters_split.empty()) {
+    linear->register_parameter("weight", gemm.weight());
+    if (gemm.bias() != nullptr) linear->register_parameter("bias", gemm.bias());
+  } else if (options.tied_weight != nullptr) {
+    return invalid_argument(
+        "Linear: tied_weight and parameters_split are both given, and a shared weight is whole; "
+        "leave one of them out");
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        linear->split_, detail::SplitParameters::create("Linear", gemm, options.parameters_split));
+    for (auto& part : linear->split_->named()) {
+      linear->register_parameter(std::move(part.name), std::move(part.parameter));
+    }
+  }
   linear->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
   return linear;
 }
@@ -66,6 +93,7 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
                                const Tensor* residual, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LinearRecord>(ctx, "Linear"));
+  if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
   TE_FL_ASSIGN_OR_RETURN(
@@ -87,7 +115,8 @@ Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) 
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, gemm_->backward(record.use, flat, given(out)));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx,
+                         backward_of(*gemm_, split_.get(), record.use, flat, given(out)));
   return dx.view(record.shape);
 }
 
@@ -114,26 +143,39 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
                                             .activation_dtype = options.activation_dtype,
                                             .device = options.device,
                                             .seed = options.seed,
-                                            .init_std = options.init_std}));
+                                            .init_std = options.init_std,
+                                            .return_bias = options.return_bias}));
   detail::GemmUnit& gemm = *module->gemm_;
   module->register_parameter("layer_norm_weight", module->norm_->weight());
   if (module->norm_->bias() != nullptr) {
     module->register_parameter("layer_norm_bias", module->norm_->bias());
   }
-  module->register_parameter("weight", gemm.weight());
-  if (gemm.bias() != nullptr) module->register_parameter("bias", gemm.bias());
+  if (options.parameters_split.empty()) {
+    module->register_parameter("weight", gemm.weight());
+    if (gemm.bias() != nullptr) module->register_parameter("bias", gemm.bias());
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(module->split_, detail::SplitParameters::create(
+                                               "LayerNormLinear", gemm, options.parameters_split));
+    for (auto& part : module->split_->named()) {
+      module->register_parameter(std::move(part.name), std::move(part.parameter));
+    }
+  }
   module->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
   return module;
 }
 
 Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
-                                        const Tensor* into) {
+                                        const Tensor* into, Tensor* layernorm_output) {
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
   TE_FL_ASSIGN_OR_RETURN(auto record,
                          detail::new_record<LayerNormLinearRecord>(ctx, "LayerNormLinear"));
+  if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
-  TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->input_buffer(record->use, flat.size(0)));
-  TE_FL_RETURN_IF_ERROR(norm_->forward(flat, input, record->norm));
+  TE_FL_ASSIGN_OR_RETURN(Tensor input, detail::normed_input(*norm_, *gemm_, record->use, flat,
+                                                            record->norm, layernorm_output));
+  if (layernorm_output != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(*layernorm_output, layernorm_output->view(x.shape()));
+  }
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor out, result_matrix(into, x.shape(), gemm_->spec().out, "LayerNormLinear: into"));
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
@@ -143,7 +185,8 @@ Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const Forward
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
 }
 
-Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad) {
+Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad,
+                                         const Tensor* layernorm_output_grad) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
   auto& record = static_cast<LayerNormLinearRecord&>(*taken);
   TE_FL_RETURN_IF_ERROR(
@@ -154,7 +197,12 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
   TE_FL_ASSIGN_OR_RETURN(const Tensor residual,
                          detail::residual_matrix(residual_grad, record.shape, gemm_->spec().in,
                                                  "LayerNormLinear: residual_grad"));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dz, gemm_->backward(record.use, flat));
+  TE_FL_ASSIGN_OR_RETURN(
+      const Tensor past,
+      detail::residual_matrix(layernorm_output_grad, record.shape, gemm_->spec().in,
+                              "LayerNormLinear: layernorm_output_grad"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dz, backward_of(*gemm_, split_.get(), record.use, flat));
+  if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dz, past, dz));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, norm_->backward(dz, record.norm, given(residual)));
   return dx.view(record.shape);
 }

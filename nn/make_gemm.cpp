@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "nn/fp8_values.hpp"
 #include "te_fl/nn/init.hpp"
 
 namespace te_fl::nn::detail {
@@ -19,6 +20,27 @@ Status check_dropout(std::string_view module, std::string_view field, float p) {
                           std::to_string(p) + "; it must be at least 0 and less than 1");
 }
 
+namespace {
+
+// A new weight, of codes alone where quantized_model_init asks for it.
+Result<std::shared_ptr<Parameter>> make_weight(const GemmOptions& options, const Shape& shape) {
+  const Fp8Init* fp8 = options.high_precision ? nullptr : current_fp8_init();
+  TE_FL_ASSIGN_OR_RETURN(
+      std::shared_ptr<Parameter> weight,
+      init::normal(shape, options.init_std, init::subseed(options.seed, 0), options.param_dtype,
+                   fp8 == nullptr ? options.device : Device()));
+  if (fp8 == nullptr) return weight;
+  TE_FL_RETURN_IF_ERROR(fp8->invalid);
+  if (weight->value.raw_data() == nullptr) {
+    return invalid_argument(std::string(options.module) +
+                            ": quantized_model_init and init::WithoutValues are both open; "
+                            "parameters to be borrowed are in high precision: close one of them");
+  }
+  return make_fp8_only(*weight, *fp8, options.device);
+}
+
+}  // namespace
+
 Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   TE_FL_RETURN_IF_ERROR(check_size(options.module, "in_features", options.in));
   TE_FL_RETURN_IF_ERROR(check_size(options.module, "out_features", options.out));
@@ -30,9 +52,7 @@ Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   const Shape shape = {options.out, options.in};
   std::shared_ptr<Parameter> weight = options.tied_weight;
   if (weight == nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(weight,
-                           init::normal(shape, options.init_std, init::subseed(options.seed, 0),
-                                        options.param_dtype, options.device));
+    TE_FL_ASSIGN_OR_RETURN(weight, make_weight(options, shape));
   } else if (!std::ranges::equal(weight->value.shape(), shape)) {
     return invalid_argument(std::string(options.module) + ": tied_weight is " +
                             weight->value.describe() + "; it must have the shape [" +
@@ -49,6 +69,7 @@ Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   spec.activation_dtype = options.activation_dtype;
   spec.device = options.device;
   spec.high_precision = options.high_precision;
+  spec.adds_bias = !options.return_bias;
   return std::make_unique<GemmUnit>(spec, std::move(weight), std::move(bias));
 }
 

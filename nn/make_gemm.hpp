@@ -19,6 +19,7 @@ struct GemmOptions {
   float init_std = 0;
   bool high_precision = false;
   std::shared_ptr<Parameter> tied_weight = nullptr;
+  bool return_bias = false;  // the bias is the caller's to add
 };
 
 // A GemmUnit with new (or tied) parameters; errors name the module and the field.

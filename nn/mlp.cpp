@@ -1,42 +1,13 @@
 #include "te_fl/nn/mlp.hpp"
 
-#include <array>
-
+#include "nn/activation_ops.hpp"
 #include "nn/make_gemm.hpp"
 #include "nn/norm_core.hpp"
 #include "nn/tensor_ops.hpp"
-#include "te_fl/environment.hpp"
 #include "te_fl/nn/init.hpp"
 
 namespace te_fl::nn {
 namespace {
-
-struct ActivationOps {
-  std::string_view name;
-  OpId forward;
-  OpId backward;
-  OpId dbias;  // backward fused with the bias gradient; the ungated ones only
-  bool gated;
-};
-
-constexpr std::array<ActivationOps, 12> kActivations = {{
-    {"gelu", op::gelu, op::dgelu, op::dbias_dgelu, false},
-    {"qgelu", op::qgelu, op::dqgelu, op::dbias_dqgelu, false},
-    {"relu", op::relu, op::drelu, op::dbias_drelu, false},
-    {"srelu", op::srelu, op::dsrelu, op::dbias_dsrelu, false},
-    {"silu", op::silu, op::dsilu, op::dbias_dsilu, false},
-    {"geglu", op::geglu, op::dgeglu, {}, true},
-    {"qgeglu", op::qgeglu, op::dqgeglu, {}, true},
-    {"reglu", op::reglu, op::dreglu, {}, true},
-    {"sreglu", op::sreglu, op::dsreglu, {}, true},
-    {"swiglu", op::swiglu, op::dswiglu, {}, true},
-    {"glu", op::glu, op::dglu, {}, true},
-    {"clamped_swiglu", op::clamped_swiglu, op::clamped_dswiglu, {}, true},
-}};
-
-const ActivationOps& ops_of(Activation activation) {
-  return kActivations.at(static_cast<size_t>(activation));
-}
 
 struct MlpRecord : Ctx::Record {
   detail::NormCore::Saved norm;
@@ -48,31 +19,21 @@ struct MlpRecord : Ctx::Record {
 
 }  // namespace
 
-bool is_gated(Activation activation) noexcept { return ops_of(activation).gated; }
-std::string_view name(Activation activation) noexcept { return ops_of(activation).name; }
-
-Result<Activation> parse_activation(std::string_view text) {
-  std::vector<std::string> names;
-  for (size_t i = 0; i < kActivations.size(); ++i) {
-    if (kActivations[i].name == text) return static_cast<Activation>(i);
-    names.emplace_back(kActivations[i].name);
-  }
-  std::string message = "\"" + std::string(text) + "\" is no activation; ";
-  std::string near = environment::nearest(std::string(text), names);
-  if (!near.empty()) message += "did you mean " + near + "? ";
-  message += "Activations:";
-  for (const std::string& n : names) message += " " + n;
-  return invalid_argument(std::move(message));
-}
-
 struct LayerNormMLP::Impl {
   LayerNormMLPOptions options;
   std::unique_ptr<detail::NormCore> norm;
   std::unique_ptr<detail::GemmUnit> fc1;
   std::unique_ptr<detail::GemmUnit> fc2;
 
-  Status activate(const Tensor& pre, const Tensor& out) const;
-  Status activate_backward(const Tensor& grad, const Tensor& pre, const Tensor& out) const;
+  Status activate(const Tensor& pre, const Tensor& out) const {
+    return detail::activate(activation(), pre, out);
+  }
+  Status activate_backward(const Tensor& grad, const Tensor& pre, const Tensor& out) const {
+    return detail::activate_backward(activation(), grad, pre, out);
+  }
+  ActivationOptions activation() const {
+    return {options.activation, options.clamp_limit, options.clamp_alpha};
+  }
   // Whether the activation may join the product before it. Scales that derive from the result take
   // a pass over it of their own.
   bool may_join(const detail::GemmUnit::Use& use) const {
@@ -88,56 +49,6 @@ struct LayerNormMLP::Impl {
   Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record, const Tensor& grad);
   Result<detail::GemmUnit::Gradient> pre_gradient(const MlpRecord& record, const Tensor& grad);
 };
-
-Status LayerNormMLP::Impl::activate(const Tensor& pre, const Tensor& out) const {
-  const OpId id = ops_of(options.activation).forward;
-  OpManager& manager = OpManager::instance();
-  if (options.activation == Activation::kClampedSwiglu) {
-    te_fl_clamped_swiglu_args args{};
-    args.input = pre;
-    args.output = out;
-    args.limit = options.clamp_limit;
-    args.alpha = options.clamp_alpha;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  if (is_gated(options.activation)) {
-    te_fl_activation_glu_fwd_args args{};
-    args.input = pre;
-    args.output = out;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  te_fl_activation_act_fwd_args args{};
-  args.input = pre;
-  args.output = out;
-  return manager.call(id, &args, detail::call_options(options.device));
-}
-
-Status LayerNormMLP::Impl::activate_backward(const Tensor& grad, const Tensor& pre,
-                                             const Tensor& out) const {
-  const OpId id = ops_of(options.activation).backward;
-  OpManager& manager = OpManager::instance();
-  if (options.activation == Activation::kClampedSwiglu) {
-    te_fl_clamped_dswiglu_args args{};
-    args.grad = grad;
-    args.input = pre;
-    args.output = out;
-    args.limit = options.clamp_limit;
-    args.alpha = options.clamp_alpha;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  if (is_gated(options.activation)) {
-    te_fl_activation_glu_bwd_args args{};
-    args.grad = grad;
-    args.input = pre;
-    args.output = out;
-    return manager.call(id, &args, detail::call_options(options.device));
-  }
-  te_fl_activation_act_bwd_args args{};
-  args.grad = grad;
-  args.input = pre;
-  args.output = out;
-  return manager.call(id, &args, detail::call_options(options.device));
-}
 
 Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
                                  const ForwardOptions& forward, const Tensor& activated) {
@@ -193,7 +104,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
   args.input = record.pre;
   args.output = result.tensor;
   args.dbias = dbias.tensor();
-  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(ops_of(options.activation).dbias, &args,
+  TE_FL_RETURN_IF_ERROR(OpManager::instance().call(detail::ops_of(options.activation).dbias, &args,
                                                    detail::call_options(options.device)));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
   result.bias_done = true;
@@ -222,7 +133,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   detail::GemmOptions gemm{.module = "LayerNormMLP",
                            .in = options.hidden_size,
                            .out = options.ffn_hidden_size * (is_gated(options.activation) ? 2 : 1),
-                           .bias = options.bias,
+                           .bias = options.fc1_bias.value_or(options.bias),
                            .param_dtype = options.param_dtype,
                            .activation_dtype = options.activation_dtype,
                            .device = options.device,
@@ -231,6 +142,8 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   TE_FL_ASSIGN_OR_RETURN(impl.fc1, detail::make_gemm(gemm));
   gemm.in = options.ffn_hidden_size;
   gemm.out = options.hidden_size;
+  gemm.bias = options.fc2_bias.value_or(options.bias);
+  gemm.return_bias = options.return_bias;
   gemm.seed = init::subseed(options.seed, 2);
   gemm.init_std = options.output_init_std;
   TE_FL_ASSIGN_OR_RETURN(impl.fc2, detail::make_gemm(gemm));
@@ -247,7 +160,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
 }
 
 Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
-                                     const Tensor* residual) {
+                                     const Tensor* residual, Tensor* layernorm_output) {
   Impl& impl = *impl_;
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
@@ -258,8 +171,11 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MlpRecord>(ctx, "LayerNormMLP"));
   TE_FL_ASSIGN_OR_RETURN(record->fc1, impl.fc1->begin(training));
   TE_FL_ASSIGN_OR_RETURN(record->fc2, impl.fc2->begin(training));
-  TE_FL_ASSIGN_OR_RETURN(Tensor normed, impl.fc1->input_buffer(record->fc1, flat.size(0)));
-  TE_FL_RETURN_IF_ERROR(impl.norm->forward(flat, normed, record->norm));
+  TE_FL_ASSIGN_OR_RETURN(Tensor normed, detail::normed_input(*impl.norm, *impl.fc1, record->fc1,
+                                                             flat, record->norm, layernorm_output));
+  if (layernorm_output != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(*layernorm_output, layernorm_output->view(x.shape()));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
   normed = Tensor();
@@ -270,7 +186,8 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   return y.view(x.shape());
 }
 
-Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad) {
+Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad,
+                                      const Tensor* layernorm_output_grad) {
   Impl& impl = *impl_;
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormMLP"));
   auto& record = static_cast<MlpRecord&>(*taken);
@@ -283,6 +200,9 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor residual,
       detail::residual_matrix(residual_grad, record.shape, hidden, "LayerNormMLP: residual_grad"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor past,
+                         detail::residual_matrix(layernorm_output_grad, record.shape, hidden,
+                                                 "LayerNormMLP: layernorm_output_grad"));
   TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat));
   TE_FL_RETURN_IF_ERROR(impl.fc2->wgrad(record.fc2, d_out));
   record.fc2.input = Tensor();
@@ -292,6 +212,7 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   record.pre = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
   TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));
+  if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, past, d_normed));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.norm->backward(d_normed, record.norm,
                                                         residual.defined() ? &residual : nullptr));
   return dx.view(record.shape);

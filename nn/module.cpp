@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "nn/fp8_state.hpp"
+#include "nn/fp8_values.hpp"
 #include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/device.hpp"
@@ -16,6 +17,12 @@ namespace te_fl::nn {
 Ctx::Record::~Record() = default;
 Ctx::Ctx() = default;
 Ctx::~Ctx() = default;
+Ctx::Ctx(const Ctx& other) {
+  if (other.record_ == nullptr || other.record_->copy == nullptr) return;
+  record_ = other.record_->copy(*other.record_);
+  owner_ = other.owner_;
+}
+Ctx& Ctx::operator=(const Ctx& other) { return *this = Ctx(other); }
 Ctx::Ctx(Ctx&&) noexcept = default;
 Ctx& Ctx::operator=(Ctx&&) noexcept = default;
 
@@ -151,7 +158,13 @@ Status Module::set_grad_dtype(DType dtype) {
 std::vector<NamedTensor> Module::state() const {
   std::vector<NamedTensor> result;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
-    if (entry.parameter != nullptr) {
+    if (entry.parameter != nullptr && entry.parameter->fp8_values != nullptr) {
+      const Tensor& value = entry.parameter->value;
+      // A view of memory that is there cannot fail.
+      result.push_back({path, detail::codes_of(value).value()});
+      result.push_back({path + ".scale_inv", value.scale_inv()});
+      result.push_back({path + ".amax", value.amax()});
+    } else if (entry.parameter != nullptr) {
       result.push_back({path, entry.parameter->value});
     } else if (entry.fp8->defined()) {
       result.push_back({path + ".scale", entry.fp8->scale()});
@@ -169,6 +182,10 @@ std::string shape_text(std::span<const int64_t> shape) {
     text += (i == 0 ? "" : ",") + std::to_string(shape[i]);
   }
   return text + "]";
+}
+
+bool one_float(const Tensor& tensor) {
+  return tensor.dtype() == DType::kF32 && tensor.numel() == 1;
 }
 
 // One tensor of a file against what the module has under that name.
@@ -201,6 +218,42 @@ class StateChecker {
                       std::string(te_fl::name(target.dtype())) + shape_text(target.shape()));
     }
     return {};
+  }
+
+  // Codes with their scale, or values that will be quantised.
+  Status check_codes(const std::string& name, const Tensor& target) {
+    const Tensor* tensor = find(name);
+    const std::string scale_name = name + ".scale_inv";
+    const Tensor* scale = find(scale_name);
+    const Tensor* amax = find(name + ".amax");
+    const std::string shape = shape_text(target.shape());
+    if (tensor == nullptr) {
+      return error(name, "is missing; the module needs it as " + target.describe(),
+                   StatusCode::kNotFound);
+    }
+    const bool codes = tensor->dtype() == target.dtype();
+    if ((!codes && !is_high(tensor->dtype())) || tensor->quantized() ||
+        !std::ranges::equal(tensor->shape(), target.shape())) {
+      return mismatch(name, *tensor,
+                      std::string(te_fl::name(target.dtype())) + shape + ", or f32, bf16 or f16");
+    }
+    if (codes != (scale != nullptr)) {
+      return error(scale_name,
+                   codes ? "is missing; the codes are multiplied by it"
+                         : "is given although the values of " + name + " are no codes",
+                   codes ? StatusCode::kNotFound : StatusCode::kInvalidArgument);
+    }
+    if (codes && !one_float(*scale)) return mismatch(scale_name, *scale, "f32[1]");
+    if (amax == nullptr || (codes && one_float(*amax))) return {};
+    return codes
+               ? mismatch(name + ".amax", *amax, "f32[1]")
+               : error(name + ".amax", "is given although the values of " + name + " are no codes",
+                       StatusCode::kInvalidArgument);
+  }
+
+  Status check(const std::string& name, const Parameter& parameter) {
+    return parameter.fp8_values != nullptr ? check_codes(name, parameter.value)
+                                           : check_parameter(name, parameter.value);
   }
 
   Status check_fp8(const std::string& path, const detail::Fp8State& state) {
@@ -283,29 +336,54 @@ Result<Tensor> staged(const Tensor& tensor, const Device& device,
   return usable ? Result<Tensor>(tensor) : tensor.to(device);
 }
 
+// Writes loaded values into the parameter; with `scale_inv` they are codes.
+Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
+            const Parameter& parameter) {
+  if (scale_inv.defined()) return detail::load_codes(tensor, scale_inv, amax, parameter.value);
+  if (parameter.fp8_values == nullptr) return detail::copy(tensor, parameter.value);
+  return parameter.fp8_values->write(tensor, parameter.value, true);
+}
+
 }  // namespace
 
 Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
-                           const std::function<bool(std::string_view)>& skip) const {
+                           const Skip& skip) const {
+  return check(tensors, source, skip, true);
+}
+Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
+                          const Skip& skip) {
+  return load(tensors, source, skip, true);
+}
+Status Module::load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source) {
+  return load(tensors, source, nullptr, false);
+}
+
+Status Module::check(const std::vector<NamedTensor>& tensors, std::string_view source,
+                     const Skip& skip, bool parameters) const {
   StateChecker checker(tensors, source, skip);
   Status status;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (!status.ok()) return;
-    status = entry.parameter != nullptr ? checker.check_parameter(path, entry.parameter->value)
-                                        : checker.check_fp8(path, *entry.fp8);
+    if (entry.parameter == nullptr) {
+      status = checker.check_fp8(path, *entry.fp8);
+    } else if (parameters) {
+      status = checker.check(path, *entry.parameter);
+    }
   });
   TE_FL_RETURN_IF_ERROR(status);
   return checker.check_names();
 }
 
-Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
-                          const std::function<bool(std::string_view)>& skip) {
-  TE_FL_RETURN_IF_ERROR(check_state(tensors, source, skip));
+Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view source,
+                    const Skip& skip, bool parameters) {
+  TE_FL_RETURN_IF_ERROR(check(tensors, source, skip, parameters));
   const std::vector<NamedTensor> own = state();
   std::unordered_map<std::string, Device> devices;  // where each of them goes
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (entry.parameter != nullptr) {
       devices.emplace(path, entry.parameter->value.device());
+      devices.emplace(path + ".scale_inv", entry.parameter->value.device());
+      devices.emplace(path + ".amax", entry.parameter->value.device());
     } else {
       devices.emplace(path + ".scale", entry.fp8->device());
       devices.emplace(path + ".amax_history", entry.fp8->device());
@@ -322,7 +400,12 @@ Status Module::load_state(const std::vector<NamedTensor>& tensors, std::string_v
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (!status.ok()) return;
     if (entry.parameter != nullptr) {
-      status = detail::copy(ready.at(path), entry.parameter->value);
+      if (!parameters) return;
+      const auto part = [&](const char* name) {
+        const auto found = ready.find(path + name);
+        return found == ready.end() ? Tensor() : found->second;
+      };
+      status = load_parameter(ready.at(path), part(".scale_inv"), part(".amax"), *entry.parameter);
       ++entry.parameter->version;
       return;
     }

@@ -1,6 +1,10 @@
 #include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "nn/make_gemm.hpp"
+#include "nn/qkv_transform.hpp"
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/attention.hpp"
@@ -9,189 +13,135 @@
 namespace te_fl::nn {
 namespace {
 
+constexpr const char* kName = "MultiheadAttention";
+
 struct MhaRecord : Ctx::Record {
-  Ctx qkv, core, proj;
-  Tensor angles;  // undefined without RoPE
-  AttentionInputs inputs;
-  Shape shape;          // of x
-  detail::Fp8Mode fp8;  // of the attention itself
+  Ctx q, kv, core, proj;  // q: of queries, keys and values together in self-attention
+  detail::QkvTransform::Record heads;
+  Shape shape, encoder_shape;  // of x and of the encoder output
+  detail::Fp8Mode fp8;         // of the attention itself
 };
 
-struct Heads {
-  Tensor q, k, v;
-};
+Shape without_last(std::span<const int64_t> shape) { return Shape(shape.begin(), shape.end() - 1); }
+
+Shape with_tail(const Shape& lead, std::initializer_list<int64_t> tail) {
+  Shape shape = lead;
+  shape.insert(shape.end(), tail);
+  return shape;
+}
+
+const Tensor* given(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
 
 }  // namespace
 
 struct MultiheadAttention::Impl {
   MultiheadAttentionOptions options;
   int64_t heads = 0, groups = 0, dim = 0;
-  std::unique_ptr<LayerNormLinear> layernorm_qkv;
-  std::unique_ptr<Linear> qkv;
+  detail::QkvTransform transform;
+  // One of each pair: the products for q (and in self-attention for k and v).
+  std::unique_ptr<LayerNormLinear> norm_linear;
+  std::unique_ptr<Linear> linear;
+  std::unique_ptr<Linear> key_value;  // cross-attention
   std::unique_ptr<DotProductAttention> core;
   std::unique_ptr<Linear> proj;
 
+  bool cross() const { return options.attention_type == AttentionType::kCross; }
   bool thd() const { return options.layout == Layout::kTHD; }
-  int64_t q_per_group() const { return heads / groups * dim; }
-  int64_t group_width() const { return q_per_group() + 2 * dim; }
-  // The leading dimensions of x followed by `tail`.
-  static Shape lead(std::span<const int64_t> shape, std::initializer_list<int64_t> tail) {
-    Shape result(shape.begin(), shape.end() - 1);
-    result.insert(result.end(), tail);
-    return result;
+  Status create_products(MultiheadAttention& module);
+  Status create_core(MultiheadAttention& module);
+  Status check(const Tensor& x, const AttentionInputs& inputs, bool wants_norm) const;
+  int64_t length(const Tensor& x, int64_t longest) const {
+    if (thd()) return longest;
+    return x.size(options.layout == Layout::kSBHD ? 0 : 1);
   }
-  Result<Tensor> angles(const AttentionInputs& inputs, const Tensor& x) const;
-  // `kept`: a backward will read them, so views must not hold what it does not read.
-  Result<Heads> split(const Tensor& packed, const Tensor& angles, const AttentionInputs& inputs,
-                      bool kept);
-  Result<Heads> split_plain(const Tensor& packed, bool own_qk, bool kept);
-  Result<Tensor> merge(Heads grads, const MhaRecord& record);
-  // Whether the gradients of q, k and v can be written where they belong in the packed one.
-  bool packs_directly(const MhaRecord& record) const {
-    return !record.angles.defined() && heads == groups;
-  }
-  Result<Tensor> merge_plain(const Heads& grads, std::span<const int64_t> x_shape);
-  // In place, thd layout.
-  Status rotate(const Tensor& x, const Tensor& angles, const AttentionInputs& inputs,
-                bool backward) const;
+  // What the products before attention make.
+  Result<detail::PackedHeads> project(const Tensor& x, const Tensor& encoder, MhaRecord& record,
+                                      bool training, const ForwardOptions& forward,
+                                      Tensor* layernorm_output);
+  // The gradient of what they make from that of the attention's output.
+  Result<detail::PackedHeads> attention_backward(const Tensor& d_o, MhaRecord& record,
+                                                 Tensor* dbias);
 };
 
-// The rows of the angle table that the call can need.
-Result<Tensor> MultiheadAttention::Impl::angles(const AttentionInputs& inputs,
-                                                const Tensor& x) const {
-  const Tensor& table = inputs.rotary_angles;
-  if (!table.defined()) {
-    if (!inputs.rotary_start_positions.defined()) return Tensor();
-    return invalid_argument(
-        "MultiheadAttention: rotary_start_positions is given without rotary_angles, so nothing is "
-        "rotated; give both, or neither");
+Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
+  const int64_t q_width = heads * dim, kv_width = groups * dim;
+  std::vector<ParameterPart> parts, kv_parts;
+  if (!options.fuse_qkv_params) {
+    parts = {{"query", q_width}};
+    kv_parts = {{"key", kv_width}, {"value", kv_width}};
+    if (!cross()) parts.insert(parts.end(), kv_parts.begin(), kv_parts.end());
   }
-  const int64_t length =
-      thd() ? inputs.max_seqlen_q : x.size(options.layout == Layout::kSBHD ? 0 : 1);
-  const bool fits = table.rank() == 4 && table.size(0) >= length && table.size(1) == 1 &&
-                    table.size(2) == 1 && table.size(3) <= dim && table.size(3) % 2 == 0;
-  if (!fits) {
-    return invalid_argument("MultiheadAttention: rotary_angles is " + table.describe() +
-                            "; it must be f32[positions >= " + std::to_string(length) +
-                            ", 1, 1, even and at most " + std::to_string(dim) + "]");
+  const bool bias = options.qkv_bias.value_or(options.bias);
+  const int64_t width = cross() ? q_width : q_width + 2 * kv_width;
+  if (options.input_layernorm) {
+    TE_FL_ASSIGN_OR_RETURN(
+        norm_linear, LayerNormLinear::create({.in_features = options.hidden_size,
+                                              .out_features = width,
+                                              .bias = bias,
+                                              .normalization = options.normalization,
+                                              .epsilon = options.epsilon,
+                                              .zero_centered_gamma = options.zero_centered_gamma,
+                                              .param_dtype = options.param_dtype,
+                                              .activation_dtype = options.activation_dtype,
+                                              .device = options.device,
+                                              .seed = init::subseed(options.seed, 1),
+                                              .init_std = options.init_std,
+                                              .parameters_split = parts}));
+    module.register_module(cross() ? "layernorm_query" : "layernorm_qkv", *norm_linear);
+  } else {
+    // Transformer Engine's query_layer is whole, whatever fuse_qkv_params says.
+    if (cross()) parts.clear();
+    TE_FL_ASSIGN_OR_RETURN(linear, Linear::create({.in_features = options.hidden_size,
+                                                   .out_features = width,
+                                                   .bias = bias,
+                                                   .param_dtype = options.param_dtype,
+                                                   .activation_dtype = options.activation_dtype,
+                                                   .device = options.device,
+                                                   .seed = init::subseed(options.seed, 1),
+                                                   .init_std = options.init_std,
+                                                   .parameters_split = parts}));
+    module.register_module(cross() ? "query_layer" : "qkv", *linear);
   }
-  if (thd() || inputs.rotary_start_positions.defined()) return table;
-  return table.slice(0, 0, length);
+  if (!cross()) return {};
+  TE_FL_ASSIGN_OR_RETURN(key_value, Linear::create({.in_features = options.hidden_size,
+                                                    .out_features = 2 * kv_width,
+                                                    .bias = bias,
+                                                    .param_dtype = options.param_dtype,
+                                                    .activation_dtype = options.activation_dtype,
+                                                    .device = options.device,
+                                                    .seed = init::subseed(options.seed, 3),
+                                                    .init_std = options.init_std,
+                                                    .parameters_split = kv_parts}));
+  module.register_module("key_value", *key_value);
+  return {};
 }
 
-Result<Heads> MultiheadAttention::Impl::split_plain(const Tensor& packed, bool own_qk, bool kept) {
-  const int last = packed.rank() - 1;
-  const int64_t qw = q_per_group();
-  const std::span<const int64_t> shape = packed.shape();
-  Heads parts;
-  TE_FL_ASSIGN_OR_RETURN(parts.q, packed.slice(last, 0, qw));
-  TE_FL_ASSIGN_OR_RETURN(parts.k, packed.slice(last, qw, qw + dim));
-  TE_FL_ASSIGN_OR_RETURN(parts.v, packed.slice(last, qw + dim, qw + 2 * dim));
-  // Heads of one group lie closer together than those of two: only with one head per group is q a
-  // strided view.
-  const bool own_q = own_qk || heads != groups;
-  if (own_q) {
-    TE_FL_ASSIGN_OR_RETURN(parts.q, detail::compact(parts.q));
-    Shape q_shape(shape.begin(), shape.end() - 2);
-    q_shape.insert(q_shape.end(), {heads, dim});
-    TE_FL_ASSIGN_OR_RETURN(parts.q, parts.q.view(q_shape));
-  }
-  if (own_qk || (own_q && kept)) {
-    TE_FL_ASSIGN_OR_RETURN(parts.k, detail::compact(parts.k));
-  }
-  if (own_q && kept) {
-    TE_FL_ASSIGN_OR_RETURN(parts.v, detail::compact(parts.v));
-  }
-  return parts;
-}
-
-Status MultiheadAttention::Impl::rotate(const Tensor& x, const Tensor& angles,
-                                        const AttentionInputs& inputs, bool backward) const {
-  te_fl_rope_rope_args args{};
-  args.input = x;
-  args.freqs = angles;
-  args.output = x;
-  args.start_positions = inputs.rotary_start_positions;
-  args.cu_seqlens =
-      inputs.cu_seqlens_q_padded.defined() ? inputs.cu_seqlens_q_padded : inputs.cu_seqlens_q;
-  args.layout = static_cast<int32_t>(options.layout);
-  args.interleaved = options.rotary_interleaved;
-  return backward ? ops::fused_rope_backward(args, detail::call_options(options.device))
-                  : ops::fused_rope_forward(args, detail::call_options(options.device));
-}
-
-Result<Heads> MultiheadAttention::Impl::split(const Tensor& packed, const Tensor& angles,
-                                              const AttentionInputs& inputs, bool kept) {
-  if (!angles.defined()) return split_plain(packed, false, kept);
-  if (thd()) {
-    TE_FL_ASSIGN_OR_RETURN(Heads parts, split_plain(packed, true, kept));
-    TE_FL_RETURN_IF_ERROR(rotate(parts.q, angles, inputs, false));
-    TE_FL_RETURN_IF_ERROR(rotate(parts.k, angles, inputs, false));
-    return parts;
-  }
-  const int64_t a = packed.size(0), b = packed.size(1);
-  Heads parts;
-  const DType dtype = packed.dtype();
-  TE_FL_ASSIGN_OR_RETURN(parts.q, Tensor::empty({a, b, heads, dim}, dtype, options.device));
-  TE_FL_ASSIGN_OR_RETURN(parts.k, Tensor::empty({a, b, groups, dim}, dtype, options.device));
-  TE_FL_ASSIGN_OR_RETURN(parts.v, Tensor::empty({a, b, groups, dim}, dtype, options.device));
-  te_fl_fused_qkv_rope_forward_args args{};
-  args.qkv_input = packed;
-  args.q_freqs = angles;
-  args.k_freqs = angles;
-  args.q_out = parts.q;
-  args.k_out = parts.k;
-  args.v_out = parts.v;
-  args.start_positions = inputs.rotary_start_positions;
-  args.q_dim = q_per_group();
-  args.k_dim = dim;
-  args.v_dim = dim;
-  args.layout = static_cast<int32_t>(options.layout);
-  args.interleaved = options.rotary_interleaved;
-  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_forward(args, detail::call_options(options.device)));
-  return parts;
-}
-
-Result<Tensor> MultiheadAttention::Impl::merge_plain(const Heads& grads,
-                                                     std::span<const int64_t> x_shape) {
-  const int64_t qw = q_per_group();
-  TE_FL_ASSIGN_OR_RETURN(Tensor packed, Tensor::empty(lead(x_shape, {groups, group_width()}),
-                                                      grads.q.dtype(), options.device));
-  const int last = packed.rank() - 1;
-  TE_FL_ASSIGN_OR_RETURN(Tensor q, grads.q.view(lead(x_shape, {groups, qw})));
-  TE_FL_ASSIGN_OR_RETURN(Tensor to_q, packed.slice(last, 0, qw));
-  TE_FL_ASSIGN_OR_RETURN(Tensor to_k, packed.slice(last, qw, qw + dim));
-  TE_FL_ASSIGN_OR_RETURN(Tensor to_v, packed.slice(last, qw + dim, qw + 2 * dim));
-  TE_FL_RETURN_IF_ERROR(detail::copy(q, to_q));
-  TE_FL_RETURN_IF_ERROR(detail::copy(grads.k, to_k));
-  TE_FL_RETURN_IF_ERROR(detail::copy(grads.v, to_v));
-  return packed;
-}
-
-Result<Tensor> MultiheadAttention::Impl::merge(Heads grads, const MhaRecord& record) {
-  if (!record.angles.defined()) return merge_plain(grads, record.shape);
-  if (thd()) {
-    TE_FL_RETURN_IF_ERROR(rotate(grads.q, record.angles, record.inputs, true));
-    TE_FL_RETURN_IF_ERROR(rotate(grads.k, record.angles, record.inputs, true));
-    return merge_plain(grads, record.shape);
-  }
-  TE_FL_ASSIGN_OR_RETURN(Tensor packed, Tensor::empty(lead(record.shape, {groups, group_width()}),
-                                                      grads.q.dtype(), options.device));
-  te_fl_fused_qkv_rope_backward_args args{};
-  args.q_grad = grads.q;
-  args.k_grad = grads.k;
-  args.v_grad = grads.v;
-  args.q_freqs = record.angles;
-  args.k_freqs = record.angles;
-  args.qkv_grad = packed;
-  args.start_positions = record.inputs.rotary_start_positions;
-  args.q_dim = q_per_group();
-  args.k_dim = dim;
-  args.v_dim = dim;
-  args.layout = static_cast<int32_t>(options.layout);
-  args.interleaved = options.rotary_interleaved;
-  TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_backward(args, detail::call_options(options.device)));
-  return packed;
+Status MultiheadAttention::Impl::create_core(MultiheadAttention& module) {
+  TE_FL_ASSIGN_OR_RETURN(
+      core, DotProductAttention::create({.num_attention_heads = heads,
+                                         .head_dim = dim,
+                                         .num_gqa_groups = groups,
+                                         .layout = options.layout,
+                                         .mask_type = options.mask_type,
+                                         .window_left = options.window_left,
+                                         .window_right = options.window_right,
+                                         .softmax_type = options.softmax_type,
+                                         .softmax_scale = options.softmax_scale,
+                                         .attention_dropout = options.attention_dropout,
+                                         .activation_dtype = options.activation_dtype,
+                                         .device = options.device}));
+  module.register_module("core_attention", *core);
+  TE_FL_ASSIGN_OR_RETURN(proj, Linear::create({.in_features = heads * dim,
+                                               .out_features = options.hidden_size,
+                                               .bias = options.proj_bias.value_or(options.bias),
+                                               .param_dtype = options.param_dtype,
+                                               .activation_dtype = options.activation_dtype,
+                                               .device = options.device,
+                                               .seed = init::subseed(options.seed, 2),
+                                               .init_std = options.output_init_std,
+                                               .return_bias = options.return_bias}));
+  module.register_module("proj", *proj);
+  return {};
 }
 
 MultiheadAttention::MultiheadAttention(const MultiheadAttentionOptions& options)
@@ -202,7 +152,6 @@ MultiheadAttention::~MultiheadAttention() = default;
 
 Result<std::unique_ptr<MultiheadAttention>> MultiheadAttention::create(
     const MultiheadAttentionOptions& options) {
-  constexpr const char* kName = "MultiheadAttention";
   const int64_t heads = options.num_attention_heads;
   TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "hidden_size", options.hidden_size));
   TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "num_attention_heads", heads));
@@ -217,157 +166,182 @@ Result<std::unique_ptr<MultiheadAttention>> MultiheadAttention::create(
   impl.heads = heads;
   impl.groups = options.num_gqa_groups == 0 ? heads : options.num_gqa_groups;
   impl.dim = options.kv_channels == 0 ? options.hidden_size / heads : options.kv_channels;
-  TE_FL_ASSIGN_OR_RETURN(
-      impl.core, DotProductAttention::create({.num_attention_heads = heads,
-                                              .head_dim = impl.dim,
-                                              .num_gqa_groups = impl.groups,
-                                              .layout = options.layout,
-                                              .mask_type = options.mask_type,
-                                              .window_left = options.window_left,
-                                              .window_right = options.window_right,
-                                              .softmax_type = options.softmax_type,
-                                              .softmax_scale = options.softmax_scale,
-                                              .attention_dropout = options.attention_dropout,
-                                              .activation_dtype = options.activation_dtype,
-                                              .device = options.device}));
-  const int64_t qkv_width = impl.groups * impl.group_width();
-  if (options.input_layernorm) {
-    TE_FL_ASSIGN_OR_RETURN(
-        impl.layernorm_qkv,
-        LayerNormLinear::create({.in_features = options.hidden_size,
-                                 .out_features = qkv_width,
-                                 .bias = options.bias,
-                                 .normalization = options.normalization,
-                                 .epsilon = options.epsilon,
-                                 .zero_centered_gamma = options.zero_centered_gamma,
-                                 .param_dtype = options.param_dtype,
-                                 .activation_dtype = options.activation_dtype,
-                                 .device = options.device,
-                                 .seed = init::subseed(options.seed, 1),
-                                 .init_std = options.init_std}));
-    module->register_module("layernorm_qkv", *impl.layernorm_qkv);
-  } else {
-    TE_FL_ASSIGN_OR_RETURN(impl.qkv, Linear::create({.in_features = options.hidden_size,
-                                                     .out_features = qkv_width,
-                                                     .bias = options.bias,
-                                                     .param_dtype = options.param_dtype,
-                                                     .activation_dtype = options.activation_dtype,
-                                                     .device = options.device,
-                                                     .seed = init::subseed(options.seed, 1),
-                                                     .init_std = options.init_std}));
-    module->register_module("qkv", *impl.qkv);
+  if (impl.groups < 1 || heads % impl.groups != 0) {
+    return invalid_argument("MultiheadAttention: num_gqa_groups is " + std::to_string(impl.groups) +
+                            "; it must divide num_attention_heads, which is " +
+                            std::to_string(heads));
   }
-  module->register_module("core_attention", *impl.core);
-  TE_FL_ASSIGN_OR_RETURN(impl.proj, Linear::create({.in_features = heads * impl.dim,
-                                                    .out_features = options.hidden_size,
-                                                    .bias = options.bias,
-                                                    .param_dtype = options.param_dtype,
-                                                    .activation_dtype = options.activation_dtype,
-                                                    .device = options.device,
-                                                    .seed = init::subseed(options.seed, 2),
-                                                    .init_std = options.output_init_std}));
-  module->register_module("proj", *impl.proj);
+  TE_FL_RETURN_IF_ERROR(impl.transform.init(options, heads, impl.groups, impl.dim));
+  if (impl.transform.q_norm() != nullptr) {
+    module->register_module("q_norm", *impl.transform.q_norm());
+    module->register_module("k_norm", *impl.transform.k_norm());
+  }
+  TE_FL_RETURN_IF_ERROR(impl.create_products(*module));
+  TE_FL_RETURN_IF_ERROR(impl.create_core(*module));
   return module;
 }
 
-Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
-                                           const ForwardOptions& options, const Tensor* residual) {
-  Impl& impl = *impl_;
-  const int rank = impl.thd() ? 2 : 3;
-  if (!x.defined() || x.rank() != rank || x.size(-1) != impl.options.hidden_size) {
-    return invalid_argument("MultiheadAttention: x is " +
-                            (x.defined() ? x.describe() : std::string("undefined")) +
+Status MultiheadAttention::Impl::check(const Tensor& x, const AttentionInputs& inputs,
+                                       bool wants_norm) const {
+  const int rank = thd() ? 2 : 3;
+  const auto expect = [&](const char* name, const Tensor& t) -> Status {
+    if (t.defined() && t.rank() == rank && t.size(-1) == options.hidden_size) return {};
+    return invalid_argument(std::string("MultiheadAttention: ") + name + " is " +
+                            (t.defined() ? t.describe() : std::string("undefined")) +
                             "; it must have rank " + std::to_string(rank) + " and last dimension " +
-                            std::to_string(impl.options.hidden_size));
+                            std::to_string(options.hidden_size));
+  };
+  TE_FL_RETURN_IF_ERROR(expect("x", x));
+  if (wants_norm && !options.input_layernorm) {
+    return invalid_argument(
+        "MultiheadAttention: layernorm_output is asked for, and the module has no norm; create it "
+        "with input_layernorm");
   }
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MhaRecord>(ctx, "MultiheadAttention"));
-  record->inputs = inputs;
-  record->shape.assign(x.shape().begin(), x.shape().end());
-  TE_FL_ASSIGN_OR_RETURN(record->angles, impl.angles(inputs, x));
-  const bool training = ctx != nullptr;
-  Ctx* qkv_ctx = training ? &record->qkv : nullptr;
-  TE_FL_ASSIGN_OR_RETURN(record->fp8, impl.core->begin(training));
+  const Tensor& encoder = inputs.encoder_output;
+  if (!cross()) {
+    if (!encoder.defined()) return {};
+    return invalid_argument(
+        "MultiheadAttention: encoder_output is given to self-attention; create the module with "
+        "attention_type kCross, or leave it out");
+  }
+  TE_FL_RETURN_IF_ERROR(expect("encoder_output", encoder));
+  const bool lengths = inputs.cu_seqlens_q.defined() && !inputs.cu_seqlens_kv.defined();
+  if (lengths || (inputs.padding_mask_q.defined() && !inputs.padding_mask_kv.defined())) {
+    return invalid_argument(std::string("MultiheadAttention: ") +
+                            (lengths ? "cu_seqlens_q" : "padding_mask_q") +
+                            " is given to cross-attention without that of the keys, " +
+                            (lengths ? "cu_seqlens_kv" : "padding_mask_kv") + "; give both");
+  }
+  return {};
+}
+
+Result<detail::PackedHeads> MultiheadAttention::Impl::project(const Tensor& x,
+                                                              const Tensor& encoder,
+                                                              MhaRecord& record, bool training,
+                                                              const ForwardOptions& forward,
+                                                              Tensor* layernorm_output) {
+  detail::PackedHeads packed;
   Tensor codes;  // of q, k and v, which share a scale
-  if (record->fp8.fp8 && impl.packs_directly(*record)) {
+  if (record.fp8.fp8 && !cross() && transform.direct(record.heads.rotation)) {
     TE_FL_ASSIGN_OR_RETURN(
-        codes,
-        impl.core->codes(record->fp8, DotProductAttention::Codes::kQkv,
-                         Impl::lead(x.shape(), {impl.groups * impl.group_width()}), training));
+        codes, core->codes(record.fp8, DotProductAttention::Codes::kQkv,
+                           with_tail(record.heads.q_lead, {transform.qkv_width()}), training));
   }
-  const Tensor* into = codes.defined() ? &codes : nullptr;
-  TE_FL_ASSIGN_OR_RETURN(Tensor mixed, impl.layernorm_qkv != nullptr
-                                           ? impl.layernorm_qkv->forward(x, qkv_ctx, options, into)
-                                           : impl.qkv->forward(x, qkv_ctx, options, nullptr, into));
-  TE_FL_ASSIGN_OR_RETURN(Tensor packed,
-                         mixed.view(Impl::lead(x.shape(), {impl.groups, impl.group_width()})));
-  TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split(packed, record->angles, inputs, training));
+  Ctx* q_ctx = training ? &record.q : nullptr;
+  Tensor& made = cross() ? packed.q : packed.qkv;
+  if (norm_linear != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(made,
+                           norm_linear->forward(x, q_ctx, forward, given(codes), layernorm_output));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(made, linear->forward(x, q_ctx, forward, nullptr, given(codes)));
+  }
+  if (cross()) {
+    TE_FL_ASSIGN_OR_RETURN(packed.kv,
+                           key_value->forward(encoder, training ? &record.kv : nullptr, forward));
+  }
+  return packed;
+}
+
+Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
+                                           const ForwardOptions& options, const Tensor* residual,
+                                           Tensor* layernorm_output) {
+  Impl& impl = *impl_;
+  TE_FL_RETURN_IF_ERROR(impl.check(x, inputs, layernorm_output != nullptr));
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MhaRecord>(ctx, kName));
+  const Tensor& encoder = impl.cross() ? inputs.encoder_output : x;
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  record->encoder_shape.assign(encoder.shape().begin(), encoder.shape().end());
+  record->heads.q_lead = without_last(record->shape);
+  record->heads.kv_lead = without_last(record->encoder_shape);
+  const int64_t longest_kv = impl.cross() ? inputs.max_seqlen_kv : inputs.max_seqlen_q;
+  TE_FL_ASSIGN_OR_RETURN(record->heads.rotation,
+                         impl.transform.rotation(inputs, impl.length(x, inputs.max_seqlen_q),
+                                                 impl.length(encoder, longest_kv)));
+  const bool training = ctx != nullptr;
+  TE_FL_ASSIGN_OR_RETURN(record->fp8, impl.core->begin(training));
+  detail::Heads parts;
+  {
+    TE_FL_ASSIGN_OR_RETURN(const detail::PackedHeads packed,
+                           impl.project(x, encoder, *record, training, options, layernorm_output));
+    TE_FL_ASSIGN_OR_RETURN(parts, impl.transform.forward(packed, record->heads, training));
+  }
+  AttentionInputs core_inputs = inputs;
+  core_inputs.encoder_output = Tensor();  // not kept
+  TE_FL_ASSIGN_OR_RETURN(Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
+                                                            training ? &record->core : nullptr,
+                                                            core_inputs, training));
+  parts = {};
+  TE_FL_ASSIGN_OR_RETURN(Tensor merged,
+                         o.view(with_tail(record->heads.q_lead, {impl.heads * impl.dim})));
   TE_FL_ASSIGN_OR_RETURN(
-      Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
-                                         training ? &record->core : nullptr, inputs, training));
-  TE_FL_ASSIGN_OR_RETURN(Tensor merged, o.view(Impl::lead(x.shape(), {impl.heads * impl.dim})));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor y,
-      impl.proj->forward(merged, ctx == nullptr ? nullptr : &record->proj, options, residual));
-  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
+      Tensor y, impl.proj->forward(merged, training ? &record->proj : nullptr, options, residual));
+  if (training) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
+Result<detail::PackedHeads> MultiheadAttention::Impl::attention_backward(const Tensor& d_o,
+                                                                         MhaRecord& record,
+                                                                         Tensor* dbias) {
+  detail::PackedHeads packed;
+  DotProductAttention::Gradients into;
+  const bool direct = transform.direct(record.heads.rotation);
+  if (direct) {
+    detail::PackedHeads rows;
+    if (record.fp8.fp8 && !cross()) {
+      const Shape merged = with_tail(record.heads.q_lead, {transform.qkv_width()});
+      TE_FL_ASSIGN_OR_RETURN(
+          packed.qkv, core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad, merged, true));
+      rows.qkv = packed.qkv.rowwise_only();
+    } else {
+      TE_FL_ASSIGN_OR_RETURN(packed, transform.empty(record.heads, options.activation_dtype));
+      rows = packed;
+    }
+    TE_FL_ASSIGN_OR_RETURN(detail::Heads parts, transform.views(rows, record.heads));
+    into = {parts.q, parts.k, parts.v, Tensor()};
+  }
+  TE_FL_ASSIGN_OR_RETURN(auto grads, core->backward(d_o, record.core, direct ? &into : nullptr));
+  if (dbias != nullptr) *dbias = grads.dbias;
+  if (direct) return packed;
+  return transform.backward({grads.dq, grads.dk, grads.dv}, record.heads);
+}
+
 Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad,
-                                            Tensor* dbias) {
+                                            Tensor* dbias, const Tensor* layernorm_output_grad,
+                                            Tensor* encoder_grad) {
   Impl& impl = *impl_;
-  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "MultiheadAttention"));
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, kName));
   auto& record = static_cast<MhaRecord&>(*taken);
-  TE_FL_RETURN_IF_ERROR(
-      detail::check_gradient(dy, record.shape, impl.options.hidden_size, "MultiheadAttention"));
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, impl.options.hidden_size, kName));
   TE_FL_ASSIGN_OR_RETURN(Tensor residual, detail::residual_matrix(
                                               residual_grad, record.shape, impl.options.hidden_size,
                                               "MultiheadAttention: residual_grad"));
   if (residual.defined()) {
     TE_FL_ASSIGN_OR_RETURN(residual, residual.view(record.shape));
   }
+  if (layernorm_output_grad != nullptr && impl.norm_linear == nullptr) {
+    return invalid_argument(
+        "MultiheadAttention: layernorm_output_grad is given, and the module has no norm; leave it "
+        "out");
+  }
   Tensor d_codes;
   if (record.fp8.fp8) {
     TE_FL_ASSIGN_OR_RETURN(
         d_codes, impl.core->codes(record.fp8, DotProductAttention::Codes::kOutputGrad,
-                                  Impl::lead(record.shape, {impl.heads * impl.dim}), true));
+                                  with_tail(record.heads.q_lead, {impl.heads * impl.dim}), true));
   }
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor d_merged,
-      impl.proj->backward(dy, record.proj, d_codes.defined() ? &d_codes : nullptr));
+  TE_FL_ASSIGN_OR_RETURN(Tensor d_merged, impl.proj->backward(dy, record.proj, given(d_codes)));
   TE_FL_ASSIGN_OR_RETURN(Tensor d_o,
-                         d_merged.view(Impl::lead(record.shape, {impl.heads, impl.dim})));
-  Tensor packed;
-  DotProductAttention::Gradients into;
-  const bool direct = impl.packs_directly(record);
-  if (direct) {
-    const Shape shape = Impl::lead(record.shape, {impl.groups, impl.group_width()});
-    Tensor heads;
-    if (record.fp8.fp8) {
-      const Shape merged = Impl::lead(record.shape, {impl.groups * impl.group_width()});
-      TE_FL_ASSIGN_OR_RETURN(
-          packed, impl.core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad, merged, true));
-      TE_FL_ASSIGN_OR_RETURN(heads, packed.rowwise_only().view(shape));
-    } else {
-      TE_FL_ASSIGN_OR_RETURN(
-          packed, Tensor::empty(shape, impl.options.activation_dtype, impl.options.device));
-      heads = packed;
-    }
-    TE_FL_ASSIGN_OR_RETURN(Heads parts, impl.split_plain(heads, false, false));
-    into = {parts.q, parts.k, parts.v, Tensor()};
+                         d_merged.view(with_tail(record.heads.q_lead, {impl.heads, impl.dim})));
+  TE_FL_ASSIGN_OR_RETURN(detail::PackedHeads packed, impl.attention_backward(d_o, record, dbias));
+  if (impl.cross()) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor d_encoder, impl.key_value->backward(packed.kv, record.kv));
+    if (encoder_grad != nullptr) *encoder_grad = std::move(d_encoder);
   }
-  TE_FL_ASSIGN_OR_RETURN(auto grads,
-                         impl.core->backward(d_o, record.core, direct ? &into : nullptr));
-  if (dbias != nullptr) *dbias = grads.dbias;
-  if (!direct) {
-    TE_FL_ASSIGN_OR_RETURN(packed, impl.merge({grads.dq, grads.dk, grads.dv}, record));
+  const Tensor& d_mixed = impl.cross() ? packed.q : packed.qkv;
+  if (impl.norm_linear != nullptr) {
+    return impl.norm_linear->backward(d_mixed, record.q, given(residual), layernorm_output_grad);
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_mixed,
-                         packed.view(Impl::lead(record.shape, {impl.groups * impl.group_width()})));
-  if (impl.layernorm_qkv != nullptr) {
-    return impl.layernorm_qkv->backward(d_mixed, record.qkv,
-                                        residual.defined() ? &residual : nullptr);
-  }
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.qkv->backward(d_mixed, record.qkv));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.linear->backward(d_mixed, record.q));
   if (residual.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dx, residual, dx));
   return dx;
 }

@@ -1,6 +1,7 @@
 #include "nn/norm_core.hpp"
 
 #include "nn/gradients.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/nn/init.hpp"
 
@@ -29,6 +30,8 @@ Result<std::unique_ptr<NormCore>> NormCore::create(Normalization kind, const Nor
 }
 
 Status NormCore::forward(const Tensor& x, const Tensor& z, Saved& saved) const {
+  TE_FL_RETURN_IF_ERROR(same_parameter(weight_.get()));
+  TE_FL_RETURN_IF_ERROR(same_parameter(bias_.get()));
   const int64_t rows = x.size(0);
   saved.x = x;
   saved.version = weight_->version;
@@ -113,6 +116,18 @@ Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
   TE_FL_RETURN_IF_ERROR(dgamma.commit());
   TE_FL_RETURN_IF_ERROR(dbeta.commit());
   return dx;
+}
+
+Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
+                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision) {
+  if (high_precision == nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm.input_buffer(use, x.size(0)));
+    TE_FL_RETURN_IF_ERROR(norm.forward(x, input, saved));
+    return input;
+  }
+  TE_FL_ASSIGN_OR_RETURN(*high_precision, empty_like(x, gemm.spec().activation_dtype));
+  TE_FL_RETURN_IF_ERROR(norm.forward(x, *high_precision, saved));
+  return gemm.prepare_input(use, *high_precision);
 }
 
 }  // namespace detail

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "nn/gemm_unit.hpp"
 #include "te_fl/nn/norm.hpp"
 
 namespace te_fl::nn::detail {
@@ -36,5 +37,10 @@ class NormCore {
   std::shared_ptr<Parameter> weight_;
   std::shared_ptr<Parameter> bias_;
 };
+
+// norm(x) as the input of `gemm`'s product, which in FP8 the norm writes itself; unless
+// `high_precision` is not null, which then receives norm(x) in the activation dtype.
+Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
+                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision);
 
 }  // namespace te_fl::nn::detail

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/base/fork.hpp"
+#include "nn/fp8_values.hpp"
 #include "nn/gradients.hpp"
 #include "nn/runtime.hpp"
 #include "nn/tensor_ops.hpp"
@@ -33,6 +34,10 @@ struct Slot {
   Tensor master;
   bool decays = true;
   Tensor fp8;  // what the step under way quantises the parameter into; undefined: nothing
+
+  // Of codes alone: the step updates the master, and quantises it.
+  bool of_codes() const { return parameter.value().quantized(); }
+  bool mastered() const { return master.defined() && !of_codes(); }
 };
 
 Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& parameters,
@@ -54,7 +59,11 @@ Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& paramete
     }
     if (p.value().dtype() != DType::kF32) {
       TE_FL_ASSIGN_OR_RETURN(slot.master, detail::empty_like(p.value(), DType::kF32));
-      TE_FL_RETURN_IF_ERROR(detail::copy(p.value(), slot.master));
+      const Tensor& preserved = p.parameter->initial_value;
+      const bool initial = preserved.defined() && p.parameter->version == 0;
+      TE_FL_ASSIGN_OR_RETURN(const Tensor from, initial ? preserved.to(p.value().device())
+                                                        : Result<Tensor>(p.value()));
+      TE_FL_RETURN_IF_ERROR(detail::copy_values(from, slot.master));
     }
     slots.push_back(std::move(slot));
   }
@@ -72,11 +81,11 @@ Lists collect(const std::vector<Slot>& slots, bool decays, bool mastered, bool c
   Lists lists;
   for (const Slot& slot : slots) {
     if (!trained(*slot.parameter.parameter) || slot.decays != decays ||
-        slot.master.defined() != mastered || slot.fp8.defined() != copied) {
+        slot.mastered() != mastered || slot.fp8.defined() != copied) {
       continue;
     }
     lists.grads.push_back(slot.parameter.grad());
-    lists.values.push_back(slot.parameter.value());
+    lists.values.push_back(slot.of_codes() ? slot.master : slot.parameter.value());
     lists.firsts.push_back(slot.first);
     lists.seconds.push_back(slot.second);
     lists.masters.push_back(slot.master);
@@ -92,7 +101,18 @@ void set_list(Args& args, Member member, Count count, const Pointers& list) {
 }
 
 Status copy_to_master(const Slot& slot) {
-  return slot.master.defined() ? detail::copy(slot.parameter.value(), slot.master) : Status();
+  return slot.master.defined() ? detail::copy_values(slot.parameter.value(), slot.master)
+                               : Status();
+}
+
+// What a step does last: the codes of FP8-only parameters from their new master weights.
+Status write_codes(const std::vector<Slot>& slots) {
+  for (const Slot& slot : slots) {
+    const Parameter& parameter = *slot.parameter.parameter;
+    if (!slot.of_codes() || !trained(parameter)) continue;
+    TE_FL_RETURN_IF_ERROR(parameter.fp8_values->write(slot.master, parameter.value));
+  }
+  return {};
 }
 
 Status check_once(const char* optimizer, const std::vector<NamedParameter>& parameters) {
@@ -445,6 +465,7 @@ Status Adam::update(bool) {
       }
     }
   }
+  if (status) status = write_codes(impl_->slots);
   for (auto& [slot, copy] : copies) {
     slot->fp8 = Tensor();
     if (status) copy->commit(slot->parameter.parameter->version + 1);  // as step() counts it
@@ -520,7 +541,7 @@ Status SGD::update(bool first) {
           args, detail::call_options(impl_->slots.front().parameter.value().device())));
     }
   }
-  return {};
+  return write_codes(impl_->slots);
 }
 
 Status SGD::refresh_master(size_t index) { return copy_to_master(impl_->slots[index]); }

@@ -4,6 +4,7 @@
 
 #include "nn/fp8_state.hpp"
 #include "nn/gradients.hpp"
+#include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
 #include "te_fl/log.hpp"
 
@@ -147,6 +148,21 @@ Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
   return update_scales(updates);
 }
 
+std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& captured) {
+  auto frame = std::make_shared<AutocastFrame>();
+  if (captured != nullptr) {
+    frame->options = captured->options;
+    frame->recipe = captured->recipe;
+    frame->invalid = captured->invalid;
+    frame->session = captured->session;
+  } else {  // no autocast there means none here, whatever this thread has open
+    frame->options = {.enabled = false};
+    frame->recipe = std::make_shared<const Recipe>(DelayedScaling{});
+    frame->session = std::make_shared<Session>();
+  }
+  return frame;
+}
+
 Result<Fp8Mode> current_mode() {
   const std::shared_ptr<AutocastFrame> frame = current_frame();
   Fp8Mode mode;
@@ -160,8 +176,11 @@ Result<Fp8Mode> current_mode() {
   return mode;
 }
 
-Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
-                     const std::shared_ptr<Fp8State>& backward) {
+namespace {
+
+// begin_delayed() of a run that is not a second one.
+Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
+                   const std::shared_ptr<Fp8State>& backward) {
   const DelayedScaling& recipe = *mode.delayed();
   TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(forward->device()));
   if (!training && !mode.calibrating) {
@@ -182,6 +201,15 @@ Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<F
   std::lock_guard lock(mode.session->mutex);
   mode.session->forward.add({forward, recipe, fp8_dtype(*mode.recipe, Role::kInput)});
   return {};
+}
+
+}  // namespace
+
+Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
+                     const std::shared_ptr<Fp8State>& backward) {
+  if (replaying()) return replay_scales(*forward);
+  TE_FL_RETURN_IF_ERROR(begin_first(mode, training, forward, backward));
+  return noting() ? note_scales(*forward) : Status();
 }
 
 Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward) {

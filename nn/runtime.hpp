@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/base/lock_level.hpp"
+#include "policy/current.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/recipe.hpp"
@@ -92,6 +93,22 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame);
 // Ends it, on whatever thread; updates the forward scales if it was its session's last.
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame);
 std::shared_ptr<AutocastFrame> current_frame();
+// A frame for another thread or a later time that does what `captured` does (null: no autocast) and
+// counts in its session.
+std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& captured);
+
+// No policy scope of the calling thread, until destroyed.
+class WithoutPolicyScope {
+ public:
+  WithoutPolicyScope() : previous_(std::exchange(policy::t_scope, 0)) {}
+  ~WithoutPolicyScope() { policy::t_scope = previous_; }
+  WithoutPolicyScope(const WithoutPolicyScope&) = delete;
+  WithoutPolicyScope& operator=(const WithoutPolicyScope&) = delete;
+
+ private:
+  uint32_t previous_;
+};
+
 // Runs the delayed-scaling update of all of them: one op call per device, FP8 type, margin and
 // algorithm.
 Status update_scales(const std::vector<PendingUpdate>& updates);

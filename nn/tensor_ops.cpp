@@ -5,6 +5,7 @@
 #include <string>
 
 #include "nn/gradients.hpp"
+#include "nn/recompute.hpp"
 #include "nn/runtime.hpp"
 
 namespace te_fl::nn::detail {
@@ -15,18 +16,18 @@ CallOptions call_options(const Device& device) {
   return options;
 }
 
-Result<CallOptions> random_options(int64_t count, const Device& device) {
-  Context context = Context::current();
-  CallOptions options = call_options(device);
-  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
-  std::lock_guard lock(context.state().mutex);
-  RandomPosition& random = context.state().position;
+namespace {
+
+// Takes the next `count` random numbers of the stream for a call.
+Status draw(RandomState& state, int64_t count, bool captured, CallOptions& options) {
+  std::lock_guard lock(state.mutex);
+  RandomPosition& random = state.position;
   options.rng.seed = random.seed;
   options.rng.offset = random.offset;
-  if (const Tensor& state = context.state().captured; state.defined()) {
-    options.rng.seed_address = state.data<uint64_t>();
+  if (state.captured.defined()) {
+    options.rng.seed_address = state.captured.data<uint64_t>();
     options.rng.offset_address = options.rng.seed_address + 1;
-    options.rng.offset -= context.state().captured_at;
+    options.rng.offset -= state.captured_at;
   } else if (captured) {
     return failed_precondition(
         "dropout: the stream is being captured into a graph, and every launch would take the same "
@@ -34,9 +35,23 @@ Result<CallOptions> random_options(int64_t count, const Device& device) {
         "its launches advance");
   }
   random.offset += (static_cast<uint64_t>(count) + 3) / 4;
-  return options;
+  return {};
 }
 
+}  // namespace
+
+Result<CallOptions> random_options(int64_t count, const Device& device) {
+  Context context = Context::current();
+  CallOptions options = call_options(device);
+  if (replaying()) {
+    TE_FL_RETURN_IF_ERROR(replay_draw(count, device, options));
+    return options;
+  }
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
+  TE_FL_RETURN_IF_ERROR(draw(context.state(), count, captured, options));
+  if (noting()) TE_FL_RETURN_IF_ERROR(note_draw(count, device, options));
+  return options;
+}
 Result<Tensor> empty_like(const Tensor& tensor, DType dtype) {
   return Tensor::empty(tensor.shape(), dtype, tensor.device());
 }

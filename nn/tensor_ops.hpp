@@ -45,7 +45,11 @@ Shape with_last(std::span<const int64_t> like, int64_t last);
 template <class Record>
 Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view module) {
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->check_empty(module));
-  return std::make_unique<Record>();
+  auto record = std::make_unique<Record>();
+  record->copy = [](const Ctx::Record& other) -> std::unique_ptr<Ctx::Record> {
+    return std::make_unique<Record>(static_cast<const Record&>(other));
+  };
+  return record;
 }
 
 // A residual branch as as_matrix() gives it; undefined without one. INVALID_ARGUMENT unless it has

@@ -11,6 +11,7 @@
 #include "core/base/text.hpp"
 #include "plugins/file_trust.hpp"
 #include "plugins/loader.hpp"
+#include "plugins/modules.hpp"
 #include "plugins/nearest.hpp"
 #include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
@@ -30,17 +31,6 @@ void leave_out(PluginInfo info, State state, std::string reason) {
   info.reason = std::move(reason);
   log::debug("plugin " + info.name + " (" + info.origin + ") left out: " + info.reason);
   records::put({std::move(info), nullptr, {}, {}, {}});
-}
-
-std::vector<std::string> split_list(const std::string& text) {
-  std::vector<std::string> out;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    const auto word = core::trim(std::string_view(text).substr(begin, end - begin));
-    if (!word.empty()) out.emplace_back(word);
-    begin = end + 1;
-  }
-  return out;
 }
 
 // "package.module": letters, digits and '_' around dots, as Python writes it.
@@ -78,6 +68,11 @@ class Discovery {
       info.name = shadowed.name;
       info.origin = shadowed.path;
       leave_out(info, State::kSkipped, shadowed.winner + " has the name and is found first");
+    }
+    if (modules::any()) {
+      std::vector<std::string> manifests;
+      for (const Manifest& manifest : scan_.manifests) manifests.push_back(manifest.name);
+      modules::start(modules_, manifests);
     }
   }
 
@@ -123,6 +118,7 @@ class Discovery {
       if (manifest.name == name) return load_manifest(manifest, kModules, true);
       names.push_back(manifest.name);
     }
+    if (modules::any()) return modules_.push_back(name);
     const std::string near = nearest_name(name, names);
     if (!near.empty()) {
       unresolved(name, State::kFailed, "is the name of no manifest; did you mean " + near + "?");
@@ -170,10 +166,22 @@ class Discovery {
   OpRegistry& registry_;
   bool skip_cuda_;
   ManifestScan scan_;
-  std::set<std::string> done_;  // names of manifests that had their turn
+  std::vector<std::string> modules_;  // named, and for the ModuleLoader
+  std::set<std::string> done_;        // names of manifests that had their turn
 };
 
 }  // namespace
+
+std::vector<std::string> split_list(const std::string& text) {
+  std::vector<std::string> out;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const auto word = core::trim(std::string_view(text).substr(begin, end - begin));
+    if (!word.empty()) out.emplace_back(word);
+    begin = end + 1;
+  }
+  return out;
+}
 
 std::string prefix_of(const std::string& path) {
   std::error_code error;

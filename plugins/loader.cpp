@@ -331,6 +331,12 @@ Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& regist
   TE_FL_RETURN_IF_ERROR(check_caller("deactivated"));
   const LoadTurn turn;
   Record record = records::active(name);
+  if (record.is_module) {
+    TE_FL_RETURN_IF_ERROR(registry.unregister_owner(name));
+    records::deactivated(name, "", nullptr);
+    log::info("plugin module " + name + " deactivated");
+    return {};
+  }
   if (record.instance == nullptr) {
     std::vector<std::string> names;
     for (const PluginInfo& info : records::list()) {

@@ -9,6 +9,7 @@
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/manifest.hpp"
+#include "plugins/modules.hpp"
 #include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
 #include "plugins/start.hpp"
@@ -34,7 +35,13 @@ Result<PluginInfo> load_by_name(const std::string& name, OpRegistry& registry) {
     }
     names.push_back(manifest.name);
   }
-  std::string text = "no manifest has the name '" + name + "'" + core::did_you_mean(name, names) +
+  std::string no_module;
+  if (modules::any()) {
+    Result<PluginInfo> module = modules::load(name);
+    if (module.ok() || module.status().code() != StatusCode::kNotFound) return module;
+    no_module = module.status().message() + "; ";
+  }
+  std::string text = no_module + "no manifest has the name '" + name + "'" + core::did_you_mean(name, names) +
                      " (known: " + (names.empty() ? "none" : core::join(names)) + "; looked in " +
                      (path.folders.empty() ? "no folder, since TE_FL_PLUGIN_PATH is set and empty"
                                            : core::join(path.folders)) +

@@ -162,6 +162,7 @@ void deactivated(const std::string& name, const std::string& reason,
     r.info.ops.clear();
     std::swap(r.kept, kept);
     r.retired = r.instance;
+    if (r.is_module) r.info.state = State::kDeactivated;
     if (reason.empty()) last = std::move(r.instance);
     return;
   }

@@ -18,6 +18,7 @@ struct Record {
   std::weak_ptr<Instance> retired;     // after deactivation, until it is destroyed
   std::weak_ptr<Library> library;      // of an active plugin
   std::shared_ptr<Library> kept;       // keeps a deactivated plugin mapped
+  bool is_module = false;              // of a ModuleLoader: there is neither instance nor library
 };
 
 // The records. Thread-safe; each function copies.

@@ -36,8 +36,11 @@ constexpr VariableSpec kSpecs[] = {
      "JSON file of a policy, as `te-fl tune` writes it or by hand (docs/policy-file.md); variables "
      "win over it.",
      true},
-    {"TE_FL_PLUGIN_MODULES", "", kList, "", "", "Plugins to load, paths or names, comma separated.",
-     true},
+    {"TE_FL_PLUGIN_MODULES", "", kList, "", "",
+     "Plugins to load, comma separated: paths, names of manifests, and in Python modules.", true},
+    {"TE_FL_SKIP_MODULES", "", kList, "", "",
+     "Modules of Python that are not loaded as plugins, comma separated, by the name of the module "
+     "or of the package's entry point; *: none of installed packages."},
     {"TE_FL_PLUGIN_PATH", "", kPathList, "", "",
      "Folders in which plugin manifests are looked for before te-fl's own, colon separated; empty: "
      "none are looked for.",
@@ -83,6 +86,9 @@ constexpr VariableSpec kSpecs[] = {
      true},
     {"TE_FL_TRACE_EVENTS", "", kInt, "200000", "1 100000000",
      "Most calls that TE_FL_TRACE keeps in memory; later ones are counted."},
+    {"TE_FL_AS_TRANSFORMER_ENGINE", "", kBool, "0", "",
+     "1: where te-fl's Python package is installed, `import transformer_engine` means te-fl from "
+     "the interpreter's start (docs/transformer-engine.md)."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",

@@ -1,12 +1,15 @@
 #pragma once
 
 // Transformer modules with explicit backward, FP8 autocast and recipes, optimizers, checkpoints.
+#include "te_fl/nn/activation.hpp"
 #include "te_fl/nn/attention.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/embedding.hpp"
+#include "te_fl/nn/fp8_parameters.hpp"
 #include "te_fl/nn/graphed_step.hpp"
 #include "te_fl/nn/init.hpp"
+#include "te_fl/nn/layer.hpp"
 #include "te_fl/nn/linear.hpp"
 #include "te_fl/nn/loss.hpp"
 #include "te_fl/nn/mlp.hpp"
@@ -14,5 +17,7 @@
 #include "te_fl/nn/norm.hpp"
 #include "te_fl/nn/optimizer.hpp"
 #include "te_fl/nn/recipe.hpp"
+#include "te_fl/nn/recompute.hpp"
 #include "te_fl/nn/safetensors.hpp"
+#include "te_fl/nn/tape.hpp"
 #include "te_fl/nn/transformer.hpp"

@@ -43,7 +43,7 @@ struct Finding {
 TE_FL_API std::vector<PluginInfo> list();
 // Loads a library and activates it. `path_or_name` with a '/' is a path; otherwise it is a name
 // looked up in the manifests, whose architecture and ABI are checked (but not the probe: it
-// was asked for). After an error nothing of the plugin remains loaded, except that one whose
+// was asked for); one that is no manifest's is a module's, if there is a ModuleLoader. After an error nothing of the plugin remains loaded, except that one whose
 // create() exceeded TE_FL_PLUGIN_TIMEOUT_MS is abandoned: it stays mapped and is never called
 // again. Errors: NOT_FOUND (no such file or name), FAILED_PRECONDITION (others can write it, or it
 // is kept for ever since its create() or quiesce() failed), INCOMPATIBLE (cannot be opened, or
@@ -72,5 +72,20 @@ TE_FL_API Result<std::vector<Finding>> diagnose(const std::string& name);
 TE_FL_API std::string take_odd_status();
 // Where manifests are looked for, in order, with what was found.
 TE_FL_API std::vector<std::string> search_path();
+
+
+// What loads plugins that are no shared libraries: modules of a language whose interpreter this
+// process has. The interpreter's package sets it when it is imported, before the first op.
+struct ModuleLoader {
+  // Loads the modules of these names, in order, and then, if `discover`, those that installed
+  // packages offer, except what `skip` names. One entry for each: active; skipped, if there is no
+  // such module (then without a path) or it does not want to serve here; failed. Its ops are in
+  // OpRegistry::instance(), owned by its name. May be called by any thread; throws nothing.
+  std::vector<PluginInfo> (*load)(const std::vector<std::string>& names, bool discover,
+                                  const std::vector<std::string>& skip) = nullptr;
+};
+// TE_FL_PLUGIN_MODULES' names that are no manifest's then go to `loader`, and so do those of
+// load(). deactivate() takes out a module's ops; load() has the module register them again.
+TE_FL_API void set_module_loader(ModuleLoader loader) noexcept;
 
 }  // namespace te_fl::plugins

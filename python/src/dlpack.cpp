@@ -4,39 +4,10 @@
 #include <cstring>
 #include <vector>
 
+#include "exchange.hpp"
+
 namespace te_fl::python {
 namespace {
-
-// DLPack 1.x as its specification describes it (https://dmlc.github.io/dlpack); the layout is ABI.
-struct Version {
-  uint32_t major, minor;
-};
-struct Managed {
-  te_fl_dltensor tensor;
-  void* context;
-  void (*deleter)(Managed*);
-};
-struct ManagedVersioned {
-  Version version;
-  void* context;
-  void (*deleter)(ManagedVersioned*);
-  uint64_t flags;
-  te_fl_dltensor tensor;
-};
-constexpr uint64_t kReadOnly = 1;
-struct ExchangeHeader {
-  Version version;
-  const ExchangeHeader* previous;
-};
-struct Exchange {
-  ExchangeHeader header;
-  int (*allocate)(te_fl_dltensor*, ManagedVersioned**, void*,
-                  void (*)(void*, const char*, const char*));
-  int (*from_object)(void*, ManagedVersioned**);
-  int (*to_object)(ManagedVersioned*, void**);
-  int (*describe)(void*, te_fl_dltensor*);  // borrowed; may be null
-  int (*current_stream)(int32_t, int32_t, void**);
-};
 
 // What a type lends its tensors by. Types are kept alive by the entry, so that an address is never
 // another type's.
@@ -68,16 +39,6 @@ const Exchange* ask_exchange(PyTypeObject* type) {
   return api != nullptr && api->describe != nullptr ? api : nullptr;
 }
 
-const Exchange* exchange_of(PyTypeObject* type) {
-  for (const KnownType& known : known_types()) {
-    if (known.type == type) return known.exchange;
-  }
-  const Exchange* found = ask_exchange(type);
-  Py_INCREF(reinterpret_cast<PyObject*>(type));
-  known_types().push_back({type, found});
-  return found;
-}
-
 // JAX lends its arrays, which are immutable, by capsules of a DLPack that cannot say so.
 bool is_immutable(PyObject* object) {
   const Ref type = Ref::take(PyObject_Type(object));
@@ -103,6 +64,16 @@ bool is_compact(const te_fl_dltensor& t) {
 }
 
 }  // namespace
+
+const Exchange* exchange_of(PyTypeObject* type) {
+  for (const KnownType& known : known_types()) {
+    if (known.type == type) return known.exchange;
+  }
+  const Exchange* found = ask_exchange(type);
+  Py_INCREF(reinterpret_cast<PyObject*>(type));
+  known_types().push_back({type, found});
+  return found;
+}
 
 struct Borrowed::Lent {
   Lent* next;

@@ -1,9 +1,36 @@
 #include "errors.hpp"
 
+#include "interpreter.hpp"
+
 namespace te_fl::python {
 namespace {
 
 PyObject* g_classes = nullptr;  // kept until the process ends
+
+struct Cause {
+  PyObject* exception = nullptr;
+  std::string text;
+  ~Cause() { drop_later(exception); }  // the thread ends, with or without the interpreter's lock
+};
+thread_local Cause t_cause;
+
+// The exception that led to `text`; null if none did.
+Ref take_cause(const std::string& text) {
+  if (t_cause.exception == nullptr) return Ref();
+  const bool said = text.find(t_cause.text) != text.npos;
+  PyObject* exception = std::exchange(t_cause.exception, nullptr);
+  if (said) return Ref::take(exception);
+  Py_DECREF(exception);
+  return Ref();
+}
+
+void set_cause(Ref cause) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (value != nullptr) PyException_SetCause(value, cause.release());
+  PyErr_Restore(type, value, trace);
+}
 
 }  // namespace
 
@@ -21,10 +48,23 @@ void set_error_classes(PyObject* classes) {
 }
 
 void throw_status(const Status& status) {
-  const std::string code(to_string(status.code()));
+  const std::string code(to_string(status.code())), text = status.to_string();
+  Ref cause = take_cause(text);
+  if (cause && PyObject_IsInstance(cause.get(), PyExc_Exception) == 0) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(cause.get())), cause.get());
+    throw PythonError();
+  }
   PyObject* found = g_classes != nullptr ? PyDict_GetItemString(g_classes, code.c_str()) : nullptr;
-  PyErr_SetString(found != nullptr ? found : PyExc_RuntimeError, status.to_string().c_str());
+  PyErr_SetString(found != nullptr ? found : PyExc_RuntimeError, text.c_str());
+  if (cause) set_cause(std::move(cause));
   throw PythonError();
+}
+
+void note_cause(PyObject* exception, const std::string& text) {
+  Py_INCREF(exception);
+  PyObject* old = std::exchange(t_cause.exception, exception);
+  t_cause.text = text;
+  Py_XDECREF(old);
 }
 
 }  // namespace te_fl::python

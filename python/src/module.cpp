@@ -1,8 +1,12 @@
 // te_fl._native: the runtime as Python sees it. The package te_fl gives its functions their names.
 #include "errors.hpp"
 #include "jax_ffi.hpp"
+#include "layer.hpp"
+#include "lent_tensor.hpp"
+#include "modules.hpp"
 #include "op_call.hpp"
 #include "policy.hpp"
+#include "registration.hpp"
 #include "report.hpp"
 
 namespace te_fl::python {
@@ -16,6 +20,11 @@ PyObject* set_classes(PyObject*, PyObject* args) noexcept {
     set_argument_classes(quantized, saved);
     return Ref::share(Py_None);
   });
+}
+
+template <class F>
+PyCFunction fast(F* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
 
 Ref capsule_of(xla::Error* (*handler)(xla::Call*) noexcept) {
@@ -39,7 +48,8 @@ PyMethodDef g_methods[] = {
     {"set_classes", set_classes, METH_VARARGS, "set_classes(errors, Quantized, Saved)"},
     {"op", make_op, METH_O, "op(name) -> a callable of keyword arguments that runs the op"},
     {"schema", schema, METH_O, "schema(op) -> dict"},
-    {"resolve", resolve, METH_VARARGS, "resolve(op, arguments) -> dict"},
+    {"call", call_by, METH_VARARGS, "call(op, arguments, manager=None)"},
+    {"resolve", resolve, METH_VARARGS, "resolve(op, arguments, manager=None) -> dict"},
     {"explain", explain, METH_VARARGS, "explain(op, device, dtypes, scalings) -> dict"},
     {"saved_bytes", saved_bytes, METH_VARARGS, "saved_bytes(op, arguments) -> int"},
     {"op_names", op_names, METH_NOARGS, "op_names() -> list of str"},
@@ -53,7 +63,39 @@ PyMethodDef g_methods[] = {
     {"policy_scope", policy_scope, METH_O, "policy_scope(settings) -> scope"},
     {"enter_scope", enter_scope, METH_O, "enter_scope(scope)"},
     {"leave_scope", leave_scope, METH_O, "leave_scope(scope)"},
+    {"set_registration_helpers", set_registration_helpers, METH_VARARGS,
+     "set_registration_helpers(told, on_stream)"},
+    {"set_module_loader", set_module_loader, METH_O, "set_module_loader(load)"},
+    {"process_registry", process_registry, METH_NOARGS, "process_registry() -> registry"},
+    {"new_registry", new_registry, METH_NOARGS, "new_registry() -> registry"},
+    {"new_manager", new_manager, METH_O, "new_manager(registry) -> manager"},
+    {"register", register_implementations, METH_VARARGS,
+     "register(registry, implementations, owner)"},
+    {"unregister", unregister, METH_VARARGS, "unregister(registry, op, impl_id)"},
+    {"unregister_owner", unregister_owner, METH_VARARGS, "unregister_owner(registry, owner)"},
+    {"set_priority", set_priority, METH_VARARGS, "set_priority(registry, op, impl_id, priority)"},
+    {"snapshot", snapshot, METH_O, "snapshot(registry) -> list of dict"},
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
+    {"layer", make_layer, METH_VARARGS, "layer(kind, options) -> layer"},
+    {"layer_parameters", layer_parameters, METH_O,
+     "layer_parameters(layer) -> list of (name, shape)"},
+    {"layer_forward", fast(layer_forward), METH_FASTCALL,
+     "layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention, "
+     "random) -> (output, token)"},
+    {"layer_backward", fast(layer_backward), METH_FASTCALL,
+     "layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients, gradients)"},
+    {"end_backward", end_backward, METH_O, "end_backward(token)"},
+    {"layer_changed", layer_changed, METH_O, "layer_changed(layer)"},
+    {"layer_state", layer_state, METH_VARARGS,
+     "layer_state(layer, like) -> list of (name, tensor)"},
+    {"set_layer_state", set_layer_state, METH_VARARGS, "set_layer_state(layer, state)"},
+    {"begin_autocast", begin_autocast, METH_VARARGS,
+     "begin_autocast(enabled, calibrating, recipe) -> scope"},
+    {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},
+    {"recompute_record", recompute_record, METH_NOARGS, "recompute_record() -> record"},
+    {"begin_recompute", begin_recompute, METH_VARARGS, "begin_recompute(record, second) -> scope"},
+    {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
+    {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
     {"jax_version", jax_version, METH_NOARGS,
      "jax_version() -> int: the version of XLA's FFI, major * 1000 + minor; -1 before "
@@ -74,4 +116,11 @@ PyModuleDef g_module = {PyModuleDef_HEAD_INIT,
 }  // namespace
 }  // namespace te_fl::python
 
-PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&te_fl::python::g_module); }
+PyMODINIT_FUNC PyInit__native() {
+  using namespace te_fl::python;
+  return guarded([] {
+    Ref module = Ref::take(PyModule_Create(&g_module));
+    check(PyModule_AddObjectRef(module.get(), "LentTensor", lent_tensor_class()));
+    return module;
+  });
+}

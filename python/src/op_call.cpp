@@ -6,6 +6,7 @@
 
 #include "dlpack.hpp"
 #include "errors.hpp"
+#include "manager.hpp"
 #include "op_binding.hpp"
 #include "te_fl/op_manager.hpp"
 
@@ -368,16 +369,17 @@ Ref to_dict(const Decision& decision) {
   return dict;
 }
 
-// f(op, arguments, options) of a Python call f(op, dict).
+// f(manager, op, arguments, options) of a Python call f(op, dict, manager=None).
 template <class F>
 Ref with_arguments(PyObject* args, F&& f) {
-  PyObject *name = nullptr, *given = nullptr;
-  if (PyArg_ParseTuple(args, "OO!", &name, &PyDict_Type, &given) == 0) throw PythonError();
+  PyObject *name = nullptr, *given = nullptr, *manager = Py_None;
+  if (PyArg_ParseTuple(args, "OO!|O", &name, &PyDict_Type, &given, &manager) == 0)
+    throw PythonError();
   const OpBinding& op = bind(name);
   Arguments arguments(op);
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(given, &at, &key, &value) != 0;) arguments.set(key, value);
-  return f(op, arguments, arguments.options());
+  return f(manager_of(manager), op, arguments, arguments.options());
 }
 
 template <class T>
@@ -409,18 +411,33 @@ PyObject* make_op(PyObject*, PyObject* name) noexcept {
   });
 }
 
+PyObject* quantized_class() noexcept { return g_quantized; }
+
+PyObject* call_by(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    return with_arguments(args, [](OpManager& manager, const OpBinding& op, const Arguments& a,
+                                   const CallOptions& o) {
+      check(without_lock([&] { return manager.call(op.id, a.raw(), o); }));
+      return Ref::share(Py_None);
+    });
+  });
+}
+
 PyObject* resolve(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    return with_arguments(args, [](const OpBinding& op, const Arguments& a, const CallOptions& o) {
-      return to_dict(value_of(OpManager::instance().resolve(op.id, a.raw(), o)));
+    return with_arguments(args, [](OpManager& manager, const OpBinding& op, const Arguments& a,
+                                   const CallOptions& o) {
+      return to_dict(value_of(without_lock([&] { return manager.resolve(op.id, a.raw(), o); })));
     });
   });
 }
 
 PyObject* saved_bytes(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    return with_arguments(args, [](const OpBinding& op, const Arguments& a, const CallOptions& o) {
-      return to_python(uint64_t{value_of(OpManager::instance().saved_bytes(op.id, a.raw(), o))});
+    return with_arguments(args, [](OpManager& manager, const OpBinding& op, const Arguments& a,
+                                   const CallOptions& o) {
+      return to_python(
+          uint64_t{value_of(without_lock([&] { return manager.saved_bytes(op.id, a.raw(), o); }))});
     });
   });
 }
@@ -432,10 +449,12 @@ PyObject* explain(PyObject*, PyObject* args) noexcept {
       throw PythonError();
     const OpBinding& op = bind(name);
     CallProfile profile;
-    profile.device = value_of(parse_device(std::string(text_of(device, "device"))));
+    const std::string where(text_of(device, "device"));
+    profile.device = value_of(without_lock([&] { return parse_device(where); }));
     profile.dtypes = numbers_of<DType>(dtypes);
     profile.scalings = numbers_of<Scaling>(scalings);
-    return to_dict(value_of(OpManager::instance().explain(op.id, profile)));
+    return to_dict(value_of(
+        without_lock([&] { return OpManager::instance().explain(op.id, profile); })));
   });
 }
 
@@ -448,6 +467,7 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
     put(dict, "summary", text(op.schema->summary));
     put(dict, "formula", text(op.schema->formula));
     put(dict, "rules", text(op.schema->rules));
+    put(dict, "random", to_python((op.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0));
     put(dict, "args", list_of(op.args, [&](const BoundArg& arg) {
           Ref one = Ref::take(PyDict_New());
           put(one, "name", text(arg.desc->name));
@@ -455,6 +475,7 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
           put(one, "role", to_python(int64_t{arg.desc->role}));
           put(one, "shape", text(arg.desc->shape));
           put(one, "optional", to_python((arg.desc->flags & TE_FL_ARG_OPTIONAL) != 0));
+          put(one, "later", to_python((arg.desc->flags & TE_FL_ARG_LATER) != 0));
           put(one, "same_as", text(arg.desc->same_as));
           put(one, "inout_if", text(arg.desc->inout_if));
           put(one, "dtypes", to_python(uint64_t{arg.desc->dtypes}));

@@ -8,11 +8,14 @@ namespace te_fl::python {
 // The class that describes quantised tensors (te_fl.Quantized) and the one of saved records
 // (te_fl.Saved); set once by the package.
 void set_argument_classes(PyObject* quantized, PyObject* saved);
+PyObject* quantized_class() noexcept;  // borrowed
 
 // op(name) -> a callable of keyword arguments that runs the op. KeyError-like te_fl.NotFound names
 // the nearest op.
 PyObject* make_op(PyObject*, PyObject* name) noexcept;
-// resolve(op, arguments) -> dict: how the call would be routed, with every candidate's reason.
+// call(op, arguments, manager=None) -> None: runs the op, by the process's manager or another.
+PyObject* call_by(PyObject*, PyObject* args) noexcept;
+// resolve(op, arguments, manager=None) -> dict: how the call would be routed, with every candidate's reason.
 PyObject* resolve(PyObject*, PyObject* args) noexcept;
 // explain(op, device, dtypes, scalings) -> the same of a call that is only described.
 PyObject* explain(PyObject*, PyObject* args) noexcept;

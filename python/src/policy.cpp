@@ -45,7 +45,7 @@ void set(PolicySettings& settings, std::string_view key, PyObject* value) {
   } else if (key == "deny_vendors") {
     settings.deny_vendors = value_of(parse_vendor_list(text_of(value, "deny_vendors")));
   } else if (key == "per_op") {
-    const auto names = OpManager::instance().registry().op_names();
+    const auto names = without_lock([] { return OpManager::instance().registry().op_names(); });
     settings.per_op = value_of(parse_per_op(text_of(value, "per_op"), names));
   } else if (key == "max_staged_bytes") {
     settings.max_staged_bytes = PyLong_AsUnsignedLongLong(value);
@@ -62,7 +62,7 @@ void set(PolicySettings& settings, std::string_view key, PyObject* value) {
 PyObject* policy_scope(PyObject*, PyObject* settings) noexcept {
   return guarded([&] {
     if (!PyDict_Check(settings)) throw_type_error("the settings of a policy must be a dict");
-    PolicySettings made = value_of(current_policy()).settings();
+    PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(settings, &at, &key, &value) != 0;) {
       if (value != Py_None) set(made, text_of(key, "a setting's name"), value);
@@ -107,7 +107,7 @@ PyObject* leave_scope(PyObject*, PyObject* capsule) noexcept {
 }
 
 PyObject* policy_text(PyObject*, PyObject*) noexcept {
-  return guarded([] { return to_python(value_of(current_policy()).describe()); });
+  return guarded([] { return to_python(value_of(without_lock([] { return current_policy(); })).describe()); });
 }
 
 }  // namespace te_fl::python

@@ -16,23 +16,18 @@ Ref names_of(const std::vector<std::string>& names) {
   return list_of(names, [](const std::string& name) { return to_python(std::string_view(name)); });
 }
 
-template <class F>
-auto unlocked(F&& f) {
-  const WithoutLock lock;
-  return f();
-}
-
 }  // namespace
 
 PyObject* op_names(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    return names_of(unlocked([] { return OpManager::instance().registry().op_names(); }));
+    return names_of(without_lock([] { return OpManager::instance().registry().op_names(); }));
   });
 }
 
 PyObject* usage(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    return list_of(OpManager::instance().usage(), [](const OpUsage& u) {
+    const auto rows = without_lock([] { return OpManager::instance().usage(); });
+    return list_of(rows, [](const OpUsage& u) {
       Ref one = Ref::take(PyDict_New());
       put(one, "op", to_python(u.op));
       put(one, "impl_id", to_python(u.impl_id));
@@ -46,21 +41,21 @@ PyObject* usage(PyObject*, PyObject*) noexcept {
 
 PyObject* reset_usage(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    OpManager::instance().reset_usage();
+    without_lock([] { OpManager::instance().reset_usage(); });
     return Ref::share(Py_None);
   });
 }
 
 PyObject* reload(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    check(unlocked([] { return OpManager::instance().reload(); }));
+    check(without_lock([] { return OpManager::instance().reload(); }));
     return Ref::share(Py_None);
   });
 }
 
 PyObject* info(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    const auto plugins = unlocked([] {
+    const auto plugins = without_lock([] {
       (void)OpManager::instance();  // discovers them
       return plugins::list();
     });
@@ -89,7 +84,7 @@ PyObject* info(PyObject*, PyObject*) noexcept {
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept {
   return guarded([&] {
     const std::string text(text_of(path, "the plugin's path or name"));
-    auto loaded = unlocked([&] { return plugins::load(text); });
+    auto loaded = without_lock([&] { return plugins::load(text); });
     return to_python(value_of(std::move(loaded)).name);
   });
 }
@@ -110,7 +105,7 @@ PyObject* verify_counts(PyObject*, PyObject*) noexcept {
 
 PyObject* write_trace(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    check(unlocked([] { return te_fl::write_trace(); }));
+    check(without_lock([] { return te_fl::write_trace(); }));
     return Ref::share(Py_None);
   });
 }

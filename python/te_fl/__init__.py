@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Sequence
 
 from te_fl import _native
 from te_fl import errors
@@ -14,9 +14,34 @@ _native.set_classes(errors.BY_CODE, Quantized, Saved)
 from te_fl import ops  # noqa: E402  (needs the classes)
 from te_fl.policy import policy, policy_text  # noqa: E402
 
+if TYPE_CHECKING:
+    from te_fl.registration import BackendImplKind, OpImpl, OpManager, OpRegistry
+
+LentTensor = _native.LentTensor
+_REGISTRATION = ("BackendImplKind", "OpImpl", "OpManager", "OpRegistry")
+
+
+def _load_modules(*arguments: Any) -> list:
+    """Plugins in Python, which are loaded with the others: at the first op, so that an import stays as small as it is."""
+    from te_fl import _modules
+    return _modules.load(*arguments)
+
+
+_native.set_module_loader(_load_modules)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _REGISTRATION:
+        raise AttributeError(f"module 'te_fl' has no attribute {name!r}")
+    from te_fl import registration
+    globals().update((n, getattr(registration, n)) for n in _REGISTRATION)
+    return globals()[name]
+
+
 __version__ = "0.1.0"
-__all__ = ["Error", "Quantized", "Saved", "Tensor", "errors", "explain", "info", "load_plugin", "ops", "policy", "policy_text", "reload",
-           "reset_usage", "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
+__all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Saved", "Tensor",
+           "as_transformer_engine", "errors", "explain", "info", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
+           "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
 
 
 def explain(op: str, *, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (), **arguments: Any) -> dict:
@@ -58,7 +83,7 @@ def reset_usage() -> None:
 
 
 def load_plugin(path_or_name: str) -> str:
-    """Loads a plugin's shared library, or the one that a manifest names; its name."""
+    """Loads a plugin's shared library, or the one that a manifest names, or a module of Python with register(); its name."""
     return _native.load_plugin(path_or_name)
 
 
@@ -70,6 +95,12 @@ def reload() -> None:
 def verify_counts() -> dict:
     """What TE_FL_VERIFY found so far."""
     return _native.verify_counts()
+
+
+def as_transformer_engine() -> None:
+    """From now on `import transformer_engine` means te-fl (docs/transformer-engine.md). Imports no framework."""
+    from te_fl.compat import finder
+    finder.as_transformer_engine()
 
 
 def write_trace() -> None:

@@ -17,7 +17,7 @@ class NotFound(Error, LookupError):
     """No op, plugin, device or file has this name; the text names the nearest."""
 
 
-class AlreadyExists(Error):
+class AlreadyExists(Error, ValueError):
     """The name is taken."""
 
 

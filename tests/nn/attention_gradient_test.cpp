@@ -71,33 +71,13 @@ std::vector<Case> attention_cases() {
   return cases;
 }
 
-Tensor cu_seqlens(const std::vector<int64_t>& lengths) {
-  std::vector<int32_t> sums{0};
-  for (int64_t l : lengths) sums.push_back(sums.back() + static_cast<int32_t>(l));
-  return int_tensor(sums);
-}
-
-oracle::AttentionConfig config_of(const DotProductAttentionOptions& o) {
-  oracle::AttentionConfig c;
-  c.heads = o.num_attention_heads;
-  c.groups = o.num_gqa_groups == 0 ? c.heads : o.num_gqa_groups;
-  c.dim = o.head_dim;
-  c.mask = o.mask_type;
-  c.window_left = o.window_left;
-  c.window_right = o.window_right;
-  c.softmax = o.softmax_type;
-  c.scale = o.softmax_scale != 0 ? o.softmax_scale : 1 / std::sqrt(static_cast<double>(c.dim));
-  c.dropout = o.attention_dropout;
-  return c;
-}
-
 class AttentionGradient : public ::testing::TestWithParam<Case> {};
 
 TEST_P(AttentionGradient, MatchesFiniteDifferences) {
   const Case& c = GetParam();
   auto module = take(DotProductAttention::create(c.options));
   randomize(*module, 77);
-  oracle::AttentionConfig config = config_of(c.options);
+  oracle::AttentionConfig config = oracle::config_of(c.options);
   config.sequences = oracle::dense_sequences(c.options.layout, c.batch, c.sq, c.sk);
   config.max_q = c.sq;
   config.max_kv = c.sk;
@@ -293,16 +273,16 @@ oracle::LayerConfig oracle_layer(const TransformerLayerOptions& o, int64_t rotat
   oracle::LayerConfig c;
   const int64_t dim = o.kv_channels == 0 ? o.hidden_size / o.num_attention_heads : o.kv_channels;
   c.mha.hidden = o.hidden_size;
-  c.mha.attention = config_of({.num_attention_heads = o.num_attention_heads,
-                               .head_dim = dim,
-                               .num_gqa_groups = o.num_gqa_groups,
-                               .layout = o.layout,
-                               .mask_type = o.mask_type,
-                               .window_left = o.window_left,
-                               .window_right = o.window_right,
-                               .softmax_type = o.softmax_type,
-                               .softmax_scale = o.softmax_scale,
-                               .attention_dropout = o.attention_dropout});
+  c.mha.attention = oracle::config_of({.num_attention_heads = o.num_attention_heads,
+                                       .head_dim = dim,
+                                       .num_gqa_groups = o.num_gqa_groups,
+                                       .layout = o.layout,
+                                       .mask_type = o.mask_type,
+                                       .window_left = o.window_left,
+                                       .window_right = o.window_right,
+                                       .softmax_type = o.softmax_type,
+                                       .softmax_scale = o.softmax_scale,
+                                       .attention_dropout = o.attention_dropout});
   c.mha.attention.sequences = oracle::dense_sequences(o.layout, batch, s, s);
   c.mha.attention.max_q = c.mha.attention.max_kv = s;
   c.mha.epsilon = c.mlp.epsilon = o.epsilon;
@@ -413,7 +393,7 @@ TEST(Mha, WithoutInputNormAndWithResidualAndBiasGradients) {
   config.hidden = 12;
   config.input_norm = false;
   config.attention =
-      config_of({.num_attention_heads = 3, .head_dim = 4, .mask_type = MaskType::kNone});
+      oracle::config_of({.num_attention_heads = 3, .head_dim = 4, .mask_type = MaskType::kNone});
   config.attention.sequences = oracle::dense_sequences(Layout::kSBHD, kBatch, kSeq, kSeq);
   config.attention.max_q = config.attention.max_kv = kSeq;
   Params in = params_of(*module);

@@ -73,6 +73,12 @@ inline Tensor int_tensor(const std::vector<int32_t>& values) {
   return t;
 }
 
+inline Tensor cu_seqlens(const std::vector<int64_t>& lengths) {
+  std::vector<int32_t> sums{0};
+  for (int64_t l : lengths) sums.push_back(sums.back() + static_cast<int32_t>(l));
+  return int_tensor(sums);
+}
+
 inline double element(const Tensor& t, int64_t i) {
   if (t.dtype() == DType::kF32) return t.data<float>()[i];
   uint32_t bits = 0;

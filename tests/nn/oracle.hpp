@@ -164,6 +164,7 @@ inline Sequences dense_sequences(Layout layout, int64_t batch, int64_t sq, int64
 
 struct AttentionConfig {
   int64_t heads = 1, groups = 1, dim = 1;
+  int64_t value_dim = 0;  // of v and the result; 0: dim
   Sequences sequences;
   MaskType mask = MaskType::kNone;
   int64_t window_left = -1, window_right = -1;
@@ -172,9 +173,25 @@ struct AttentionConfig {
   double dropout = 0;
   std::vector<int64_t> lengths_q, lengths_kv;  // true lengths, padding masks
   std::vector<uint8_t> arbitrary;              // [Sq, Sk]
+  std::vector<uint8_t> padded_q, padded_kv;    // [B, Sq], [B, Sk]: padding anywhere
   Values alibi;                                // [H]
   int64_t max_q = 0, max_kv = 0;               // extents of the dropout matrix
 };
+
+inline AttentionConfig config_of(const DotProductAttentionOptions& o) {
+  AttentionConfig c;
+  c.heads = o.num_attention_heads;
+  c.groups = o.num_gqa_groups == 0 ? c.heads : o.num_gqa_groups;
+  c.dim = o.head_dim;
+  c.value_dim = o.value_head_dim;
+  c.mask = o.mask_type;
+  c.window_left = o.window_left;
+  c.window_right = o.window_right;
+  c.softmax = o.softmax_type;
+  c.scale = o.softmax_scale != 0 ? o.softmax_scale : 1 / std::sqrt(static_cast<double>(c.dim));
+  c.dropout = o.attention_dropout;
+  return c;
+}
 
 inline bool causal(MaskType m) {
   return m == MaskType::kCausal || m == MaskType::kCausalBottomRight ||
@@ -185,7 +202,8 @@ inline bool causal(MaskType m) {
 inline Values attention(const AttentionConfig& c, const Values& q, const Values& k, const Values& v,
                         const Values& bias, const Values& sink, DropoutStream& stream) {
   const int64_t batch = static_cast<int64_t>(c.sequences.q_rows.size());
-  Values out(q.size(), 0.0);
+  const int64_t dv = c.value_dim == 0 ? c.dim : c.value_dim;
+  Values out(q.size() / c.dim * dv, 0.0);
   const Values keep =
       stream.factors(static_cast<uint64_t>(batch * c.heads * c.max_q * c.max_kv), c.dropout);
   for (int64_t b = 0; b < batch; ++b) {
@@ -209,6 +227,8 @@ inline Values attention(const AttentionConfig& c, const Values& q, const Values&
           if (c.window_left >= 0 && j < i + shift - c.window_left) continue;
           if (c.window_right >= 0 && j > i + shift + c.window_right) continue;
           if (!c.arbitrary.empty() && c.arbitrary[i * sk + j] != 0) continue;
+          if (!c.padded_q.empty() && c.padded_q[b * sq + i] != 0) continue;
+          if (!c.padded_kv.empty() && c.padded_kv[b * sk + j] != 0) continue;
           double s = 0;
           for (int64_t d = 0; d < c.dim; ++d) {
             s += q[(q_rows[i] * c.heads + h) * c.dim + d] *
@@ -229,9 +249,8 @@ inline Values attention(const AttentionConfig& c, const Values& q, const Values&
           const double p =
               std::exp(score[j] - top) / sum *
               keep[c.dropout == 0 ? 0 : ((b * c.heads + h) * c.max_q + i) * c.max_kv + j];
-          for (int64_t d = 0; d < c.dim; ++d) {
-            out[(q_rows[i] * c.heads + h) * c.dim + d] +=
-                p * v[(kv_rows[j] * c.groups + g) * c.dim + d];
+          for (int64_t d = 0; d < dv; ++d) {
+            out[(q_rows[i] * c.heads + h) * dv + d] += p * v[(kv_rows[j] * c.groups + g) * dv + d];
           }
         }
       }
@@ -295,58 +314,162 @@ struct MhaConfig {
   int64_t rotated = 0;  // 0: no RoPE
   bool interleaved = false;
   std::vector<int64_t> positions;  // per row of x
+  bool cross = false;              // keys and values come from params' "encoder"
+  bool split = false;              // query_weight, key_weight, value_weight
+  bool weights_interleaved = true;
+  QkNorm qk_norm = QkNorm::kNone;
+  double qk_epsilon = 1e-6;
+  bool qk_norm_first = false;
+  std::vector<int64_t> kv_positions;  // per key; empty: positions
+  bool adds_bias = true;              // of proj
 };
 
-inline Values mha(const MhaConfig& c, const Params& params, const std::string& prefix,
-                  const Values& x, const Values& bias, DropoutStream& stream) {
-  const auto& a = c.attention;
-  const std::string qkv = prefix + (c.input_norm ? "layernorm_qkv." : "qkv.");
-  Values z = x;
-  if (c.input_norm) {
-    z = norm(x, params.at(qkv + "layer_norm_weight"), maybe(params, qkv + "layer_norm_bias"),
-             c.epsilon, c.zero_centered);
-  }
-  const int64_t width = (a.heads + 2 * a.groups) * a.dim;
-  const Values mixed =
-      linear(z, params.at(qkv + "weight"), maybe(params, qkv + "bias"), c.hidden, width);
-  const int64_t rows = static_cast<int64_t>(mixed.size()) / width;
-  const int64_t per = a.heads / a.groups;
-  Values q(rows * a.heads * a.dim), k(rows * a.groups * a.dim), v(rows * a.groups * a.dim);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t g = 0; g < a.groups; ++g) {
-      const double* from = mixed.data() + r * width + g * (per + 2) * a.dim;
-      std::copy_n(from, per * a.dim, q.data() + (r * a.heads + g * per) * a.dim);
-      std::copy_n(from + per * a.dim, a.dim, k.data() + (r * a.groups + g) * a.dim);
-      std::copy_n(from + (per + 1) * a.dim, a.dim, v.data() + (r * a.groups + g) * a.dim);
+// y = x W^T + b where the weight may be in parts.
+inline Values split_linear(const Params& params, const std::string& prefix,
+                           const std::vector<std::string>& parts, const Values& x, int64_t in) {
+  Values w, b;
+  for (const std::string& part : parts) {
+    const Values& weight = params.at(prefix + part + "weight");
+    w.insert(w.end(), weight.begin(), weight.end());
+    if (const Values* bias = maybe(params, prefix + part + "bias")) {
+      b.insert(b.end(), bias->begin(), bias->end());
     }
   }
-  if (c.rotated > 0) {
-    rope(q, a.heads, a.dim, c.rotated, c.interleaved, c.positions);
-    rope(k, a.groups, a.dim, c.rotated, c.interleaved, c.positions);
+  return linear(x, w, b.empty() ? nullptr : &b, in, static_cast<int64_t>(w.size()) / in);
+}
+
+// In place, each row of `dim` elements.
+inline void norm_heads(Values& x, QkNorm kind, const Params& params, const std::string& prefix,
+                       int64_t dim, double eps) {
+  if (kind == QkNorm::kNone) return;
+  if (kind != QkNorm::kL2) {
+    x = norm(x, params.at(prefix + "weight"), maybe(params, prefix + "bias"), eps, false);
+    return;
   }
+  for (size_t r = 0; r < x.size(); r += static_cast<size_t>(dim)) {
+    double square = 0;
+    for (int64_t i = 0; i < dim; ++i) square += x[r + i] * x[r + i];
+    for (int64_t i = 0; i < dim; ++i) x[r + i] /= std::sqrt(square + eps);
+  }
+}
+
+// Column ranges of a matrix [rows, width] as one: those at begin + g * stride for g < count, each
+// of `length`.
+inline Values columns(const Values& x, int64_t width, int64_t begin, int64_t length, int64_t count,
+                      int64_t stride) {
+  Values out;
+  for (size_t r = 0; r < x.size(); r += static_cast<size_t>(width)) {
+    for (int64_t g = 0; g < count; ++g) {
+      const auto from = x.begin() + static_cast<int64_t>(r) + begin + g * stride;
+      out.insert(out.end(), from, from + length);
+    }
+  }
+  return out;
+}
+
+inline Values mha(const MhaConfig& c, const Params& params, const std::string& prefix,
+                  const Values& x, const Values& bias, DropoutStream& stream,
+                  Values* normed = nullptr) {
+  const auto& a = c.attention;
+  const std::string first =
+      prefix + (c.input_norm ? (c.cross ? "layernorm_query." : "layernorm_qkv.")
+                             : (c.cross ? "query_layer." : "qkv."));
+  Values z = x;
+  if (c.input_norm) {
+    z = norm(x, params.at(first + "layer_norm_weight"), maybe(params, first + "layer_norm_bias"),
+             c.epsilon, c.zero_centered);
+  }
+  if (normed != nullptr) *normed = z;
+  const bool interleaved = c.weights_interleaved && !c.split;
+  const int64_t per = a.heads / a.groups, D = a.dim, kv = a.groups * D;
+  Values q, k, v;
+  if (c.cross) {
+    using Parts = std::vector<std::string>;
+    const bool split_q = c.split && c.input_norm;
+    q = split_linear(params, first, split_q ? Parts{"query_"} : Parts{""}, z, c.hidden);
+    const Values both =
+        split_linear(params, prefix + "key_value.", c.split ? Parts{"key_", "value_"} : Parts{""},
+                     params.at("encoder"), c.hidden);
+    k = interleaved ? columns(both, 2 * kv, 0, D, a.groups, 2 * D)
+                    : columns(both, 2 * kv, 0, kv, 1, 0);
+    v = interleaved ? columns(both, 2 * kv, D, D, a.groups, 2 * D)
+                    : columns(both, 2 * kv, kv, kv, 1, 0);
+  } else {
+    const int64_t width = a.heads * D + 2 * kv, group = (per + 2) * D;
+    const std::vector<std::string> parts =
+        c.split ? std::vector<std::string>{"query_", "key_", "value_"}
+                : std::vector<std::string>{""};
+    const Values mixed = split_linear(params, first, parts, z, c.hidden);
+    q = interleaved ? columns(mixed, width, 0, per * D, a.groups, group)
+                    : columns(mixed, width, 0, a.heads * D, 1, 0);
+    k = interleaved ? columns(mixed, width, per * D, D, a.groups, group)
+                    : columns(mixed, width, a.heads * D, kv, 1, 0);
+    v = interleaved ? columns(mixed, width, (per + 1) * D, D, a.groups, group)
+                    : columns(mixed, width, a.heads * D + kv, kv, 1, 0);
+  }
+  const auto norms = [&] {
+    norm_heads(q, c.qk_norm, params, prefix + "q_norm.", D, c.qk_epsilon);
+    norm_heads(k, c.qk_norm, params, prefix + "k_norm.", D, c.qk_epsilon);
+  };
+  if (c.qk_norm_first) norms();
+  if (c.rotated > 0) {
+    rope(q, a.heads, D, c.rotated, c.interleaved, c.positions);
+    rope(k, a.groups, D, c.rotated, c.interleaved,
+         c.kv_positions.empty() ? c.positions : c.kv_positions);
+  }
+  if (!c.qk_norm_first) norms();
   const Values* sink = maybe(params, prefix + "core_attention.softmax_offset");
   const Values o = attention(a, q, k, v, bias, sink == nullptr ? Values{} : *sink, stream);
-  return linear(o, params.at(prefix + "proj.weight"), maybe(params, prefix + "proj.bias"),
-                a.heads * a.dim, c.hidden);
+  return linear(o, params.at(prefix + "proj.weight"),
+                c.adds_bias ? maybe(params, prefix + "proj.bias") : nullptr, a.heads * D, c.hidden);
 }
 
 struct LayerConfig {
   MhaConfig mha;
+  MhaConfig inter;  // of a decoder
   MlpConfig mlp;
   double hidden_dropout = 0;
+  double drop_path = 0;
   bool parallel = false;
+  bool decoder = false;
+  bool post_norm_residual = false;
+  bool output_norm = false;
+  int64_t paths = 1;  // what is dropped as one: the first dimension's extent
 };
+
+// residual + drop_path(dropout(branch))
+inline Values add_branch(const LayerConfig& c, const Values& residual, const Values& branch,
+                         double drop_path, DropoutStream& stream) {
+  const Values keep = stream.factors(branch.size(), c.hidden_dropout);
+  const Values path = drop_path == 0 ? Values(static_cast<size_t>(c.paths), 1.0)
+                                     : stream.factors(static_cast<uint64_t>(c.paths), drop_path);
+  const size_t width = branch.size() / path.size();
+  Values y = residual;
+  for (size_t i = 0; i < y.size(); ++i) y[i] += keep[i] * path[i / width] * branch[i];
+  return y;
+}
 
 inline Values layer(const LayerConfig& c, const Params& params, const Values& x,
                     DropoutStream stream) {
-  const Values attended = mha(c.mha, params, "self_attention.", x, {}, stream);
-  Values keep = stream.factors(x.size(), c.hidden_dropout);
-  Values h = x;
-  for (size_t i = 0; i < h.size(); ++i) h[i] += keep[i] * attended[i];
-  const Values transformed = mlp(c.mlp, params, "layernorm_mlp.", c.parallel ? x : h);
-  keep = stream.factors(x.size(), c.hidden_dropout);
-  for (size_t i = 0; i < h.size(); ++i) h[i] += keep[i] * transformed[i];
-  return h;
+  Values normed;
+  const Values attended = mha(c.mha, params, "self_attention.", x, {}, stream, &normed);
+  const bool post = c.post_norm_residual;
+  Values h = add_branch(c, post && c.mha.input_norm ? normed : x, attended, c.drop_path, stream);
+  if (c.decoder) {
+    const Values crossed = mha(c.inter, params, "inter_attention.", h, {}, stream, &normed);
+    h = add_branch(c, post ? normed : h, crossed, 0, stream);
+  }
+  const Values& mlp_input = c.parallel ? x : h;
+  const Values transformed = mlp(c.mlp, params, "layernorm_mlp.", mlp_input);
+  if (post) {
+    normed =
+        norm(mlp_input, params.at("layernorm_mlp.layer_norm_weight"),
+             maybe(params, "layernorm_mlp.layer_norm_bias"), c.mlp.epsilon, c.mlp.zero_centered);
+  }
+  const Values y = add_branch(c, post ? normed : h, transformed, c.drop_path, stream);
+  if (!c.output_norm) return y;
+  return norm(y, params.at("layernorm.weight"), maybe(params, "layernorm.bias"), c.mlp.epsilon,
+              c.mlp.zero_centered);
 }
 
 // loss = sum of weight * f(params); every named input is differentiated by central differences.
@@ -380,6 +503,19 @@ inline void expect_gradient(const Function& f, Params inputs, const std::string&
     const double want = (above - below) / (2 * step);
     ASSERT_NEAR(got[i], want, tolerance * (largest + std::abs(want)))
         << "element " << i << " of " << n;
+  }
+}
+
+// Takes the gradients whose name ends so out of `got`: those that are 0, as what all keys have in
+// common moves no softmax.
+inline void expect_no_gradient(std::map<std::string, Values>& got, const std::string& suffix) {
+  for (auto it = got.begin(); it != got.end();) {
+    if (!it->first.ends_with(suffix)) {
+      ++it;
+      continue;
+    }
+    for (const double g : it->second) EXPECT_NEAR(g, 0, 1e-5) << it->first;
+    it = got.erase(it);
   }
 }
 

@@ -131,6 +131,10 @@ class Run {
       word(options_.plugin);
     else
       text += "--builtin " + options_.builtin;
+    if (!options_.python.empty()) {
+      text += " --python ";
+      word(options_.python);
+    }
     if (!f.op.empty()) text += " --op " + f.op;
     if (!f.impl.empty()) text += " --impl " + f.impl;
     if (!f.device.empty() && f.device != "cpu") text += " --device " + f.device;
@@ -297,7 +301,11 @@ int check_plugin(const CheckOptions& given) {
   if (given.worker) return serve(given);
   CheckOptions options = given;
   const bool is_name = options.plugin.find('/') == std::string::npos;
-  if (is_name && !options.plugin.empty() && std::filesystem::is_regular_file(options.plugin))
+  if (!options.python.empty() && (options.plugin.empty() || !is_name)) {
+    complain("check --python wants the name of a module, as import takes it");
+    return kUsage;
+  }
+  if (is_name && options.python.empty() && !options.plugin.empty() && std::filesystem::is_regular_file(options.plugin))
     options.plugin = "./" + options.plugin;
   if (options.plugin.empty() == options.builtin.empty()) {
     complain("check wants a plugin (a path, or a name from the manifests), or --builtin NAME");
@@ -329,14 +337,15 @@ int check_plugin(const CheckOptions& given) {
       complain(mistake);
       return kUsage;
     }
-    if (options.builtin.empty() && report.path != options.plugin &&
+    if (options.builtin.empty() && options.python.empty() && report.path != options.plugin &&
         options.plugin.find('/') == std::string::npos)
       for (Finding& f : lint(report.path, stop)) run.add(std::move(f));
     run.devices();
     run.targets();
     if (options.builtin.empty() && options.name.empty()) run.lifecycle();
     const auto before_speed = std::chrono::steady_clock::now();
-    if (!options.quick && options.name.empty()) measure_speed(options, report);
+    // te-fl bench has no interpreter.
+    if (!options.quick && options.name.empty() && options.python.empty()) measure_speed(options, report);
     report.speed_seconds = since(before_speed);
   }
   std::stable_sort(report.findings.begin(), report.findings.end(),

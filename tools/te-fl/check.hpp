@@ -81,6 +81,8 @@ std::vector<Finding> lint(const std::string& path, bool& stop);
 
 // Loads the plugin and serves the parent's orders: JSON lines on two file descriptors.
 int serve(const CheckOptions& options);
+// The same in an interpreter's process, from the text that the parent gave it.
+int serve_text(const std::string& options);
 
 // Times every op of the report with `te-fl bench` and adds what it said.
 void measure_speed(const CheckOptions& options, Report& report);

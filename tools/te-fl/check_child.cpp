@@ -29,11 +29,20 @@ std::vector<std::string> words_of(const CheckOptions& o) {
   return words;
 }
 
+// The same for the package's te_fl._check, which hands them to serve_text().
+std::vector<std::string> python_words_of(const CheckOptions& o) {
+  const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},     {"family", o.family},
+                                  {"impl", o.impl},     {"case", o.name}, {"seed", o.seed},
+                                  {"quick", o.quick},   {"python", o.python}};
+  return {o.python, "-m", "te_fl._check", json_text(options, -1)};
+}
+
 // The policy is the check's own; only the plugin under test is loaded. Its own settings stay.
 std::vector<std::string> environment_of() {
   static const char* const dropped[] = {
       "TE_FL_PREFER",       "TE_FL_PREFER_VENDOR",  "TE_FL_STRICT", "TE_FL_ALLOW_VENDORS",
-      "TE_FL_DENY_VENDORS", "TE_FL_PLUGIN_MODULES", "TE_FL_PER_OP", "TE_FL_DETERMINISTIC"};
+      "TE_FL_DENY_VENDORS", "TE_FL_PLUGIN_MODULES", "TE_FL_PER_OP", "TE_FL_DETERMINISTIC",
+      "TE_FL_SKIP_MODULES"};
   std::vector<std::string> kept;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry, name = text.substr(0, text.find('='));
@@ -42,6 +51,7 @@ std::vector<std::string> environment_of() {
     if (!drop) kept.push_back(text);
   }
   kept.push_back("TE_FL_PLUGIN_MODULES=");
+  kept.push_back("TE_FL_SKIP_MODULES=*");
   kept.push_back("TEFL_LOG_LEVEL=ERROR");
   return kept;
 }
@@ -62,7 +72,8 @@ bool Child::start() {
   int orders[2], answers[2];
   if (output_ < 0 || pipe2(orders, O_CLOEXEC) != 0) return false;
   if (pipe2(answers, O_CLOEXEC) != 0) return close(orders[0]), close(orders[1]), false;
-  auto words = words_of(options_), environment = environment_of();
+  const bool python = !options_.python.empty();
+  auto words = python ? python_words_of(options_) : words_of(options_), environment = environment_of();
   auto argv = pointers(words), envp = pointers(environment);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
@@ -75,8 +86,8 @@ bool Child::start() {
   posix_spawn_file_actions_adddup2(&actions, 104, 4);
   posix_spawn_file_actions_addclose(&actions, 103);
   posix_spawn_file_actions_addclose(&actions, 104);
-  const int error =
-      posix_spawn(&pid_, "/proc/self/exe", &actions, nullptr, argv.data(), envp.data());
+  const int error = posix_spawnp(&pid_, python ? argv[0] : "/proc/self/exe", &actions, nullptr,
+                                 argv.data(), envp.data());
   posix_spawn_file_actions_destroy(&actions);
   close(orders[0]), close(answers[1]);
   orders_ = orders[1], answers_ = answers[0];

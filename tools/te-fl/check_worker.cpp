@@ -459,6 +459,16 @@ void beat() {
   if (write(kAnswers, kLine.data(), kLine.size()) <= 0) _exit(1);
 }
 
+int serve_text(const std::string& text) {
+  const json given = json::parse(text);
+  CheckOptions options;
+  options.plugin = given.at("plugin"), options.op = given.at("op");
+  options.family = given.at("family"), options.impl = given.at("impl");
+  options.name = given.at("case"), options.seed = given.at("seed");
+  options.quick = given.at("quick"), options.python = given.at("python");
+  return serve(options);
+}
+
 int serve(const CheckOptions& options) {
   catch_signals();
   try {

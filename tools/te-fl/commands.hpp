@@ -60,6 +60,7 @@ struct BenchOptions {
 struct CheckOptions {
   std::string plugin;   // path, or a name from the manifests
   std::string builtin;  // instead: the name of a backend that is part of te-fl
+  std::string python;   // not empty: the interpreter whose module `plugin` is
   std::string op, family, impl, device;
   std::string name;               // part of a case's name
   uint64_t seed = 1;              // of the drawn cases

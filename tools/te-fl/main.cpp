@@ -46,7 +46,8 @@ const std::vector<Examples>& examples() {
       {"bench",
        {{"te-fl bench gelu --dtype bf16 --impl all", "how long, and how far from the floor"},
         {"te-fl bench --list", "the cases and their extents"}}},
-      {"check", {{"te-fl check ./libacme.so --html acme.html", "certifies a plugin"}}},
+      {"check", {{"te-fl check ./libacme.so --html acme.html", "certifies a plugin"},
+                {"te-fl check acme_ops --python python3", "certifies one in Python"}}},
       {"new-backend",
        {{"te-fl new-backend acme ./acme", "a plugin project to start from"},
         {"te-fl new-backend acme ./acme --device", "one with a device of its own"}}},
@@ -259,6 +260,9 @@ int main(int argc, char** argv) {
   check_command->add_option("plugin", check_options.plugin, "path, or a name from the manifests");
   check_command->add_option("--builtin", check_options.builtin,
                             "a backend that is part of te-fl instead: cpu or reference");
+  check_command->add_option("--python", check_options.python,
+                            "the plugin is a module of Python, which this interpreter imports, "
+                            "as it does te_fl");
   check_command->add_option("--op", check_options.op, "only this op");
   check_command->add_option("--family", check_options.family,
                             "only ops of this family of the conformance table, such as norm");

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "te_fl/nn/linear.hpp"
 #include "te_fl/nn/module.hpp"
@@ -39,8 +40,8 @@ enum class SoftmaxType : uint8_t {
 // Per-call inputs of attention. Undefined tensors are absent. Shared storage is kept until the
 // backward.
 struct AttentionInputs {
-  Tensor attn_mask = {};      // U8 or bool [1|B, 1|H, Sq, Sk], not 0 = masked out; with kArbitrary
-  Tensor bias = {};           // [1|B, 1|H, Sq, Sk], added to the scaled scores
+  Tensor attn_mask = {};  // U8 or bool [1|B, 1|H, 1|Sq, 1|Sk], not 0 = masked out; with kArbitrary
+  Tensor bias = {};       // [1|B, 1|H, Sq, Sk], added to the scaled scores
   Tensor alibi_slopes = {};   // F32 [H] or [B, H]
   Tensor cu_seqlens_q = {};   // I32 [B+1]; with thd and the padding masks
   Tensor cu_seqlens_kv = {};  // I32 [B+1]; self-attention takes cu_seqlens_q if this is undefined
@@ -52,7 +53,28 @@ struct AttentionInputs {
   // Used by MultiheadAttention and TransformerLayer:
   Tensor rotary_angles = {};  // F32 [>= S, 1, 1, R], see init::rotary_angles; undefined: no RoPE
   Tensor rotary_start_positions = {};  // I32 [B], position of each sequence's first token
+  Tensor rotary_angles_kv = {};        // of the keys, if not rotary_angles
+  // [Skv, B, hidden], [B, Skv, hidden] or [Tkv, hidden]: what cross-attention takes keys and values
+  // from.
+  Tensor encoder_output = {};
+  // In place of the module's options, for this call and its backward.
+  std::optional<MaskType> mask_type = {};
+  std::optional<int64_t> window_left = {};
+  std::optional<int64_t> window_right = {};
+  // With the padding mask types, instead of cu_seqlens: U8 or bool [B, 1, 1, S] or [B, S], not 0 =
+  // padding, wherever it lies; that of the queries alone counts for the keys too. See
+  // resolve_padding_masks().
+  Tensor padding_mask_q = {};
+  Tensor padding_mask_kv = {};
 };
+
+// `inputs` without padding masks, which become what the attention ops take: cu_seqlens where all
+// padding is at the ends of the sequences, else mask_type kArbitrary with an attn_mask (and
+// window_right 0 for kPaddingCausal). `mask_type` is the module's, if `inputs` has none of its own.
+// Reads the masks on the host, so it waits for the device, and is FAILED_PRECONDITION in a capture.
+// A forward does it by itself; call it once where several layers share the masks.
+TE_FL_API Result<AttentionInputs> resolve_padding_masks(const AttentionInputs& inputs,
+                                                        MaskType mask_type);
 
 struct DotProductAttentionOptions {
   int64_t num_attention_heads = 0;
@@ -67,12 +89,14 @@ struct DotProductAttentionOptions {
   float attention_dropout = 0;
   DType activation_dtype = DType::kF32;
   Device device = {};
+  int64_t value_head_dim = 0;  // head size Dv of v and o; 0: head_dim
 };
 
-// o = softmax(scale q k^T + bias, masked) v. q [.., H, D], k and v [.., G, D] in the layout -> o
-// [.., H, D]. Strided views of packed QKV are accepted. Parameter (kLearnable only): softmax_offset
-// [H], F32. FP8 site (recipe with fp8_dpa): fp8, forward slots qkv, s, o, backward slots do, dp,
-// dqkv.
+// o = softmax(scale q k^T + bias, masked) v. q [.., H, D], k [.., G, D], v [.., G, Dv] in the
+// layout
+// -> o [.., H, Dv]. Strided views of packed QKV are accepted. Parameter (kLearnable only):
+// softmax_offset [H], F32. FP8 site (recipe with fp8_dpa): fp8, forward slots qkv, s, o, backward
+// slots do, dp, dqkv.
 class TE_FL_API DotProductAttention : public Module {
  public:
   struct Gradients {
@@ -107,6 +131,12 @@ class TE_FL_API DotProductAttention : public Module {
   std::unique_ptr<Impl> impl_;
 };
 
+// Whether keys and values come from x too or from AttentionInputs::encoder_output.
+enum class AttentionType : uint8_t { kSelf, kCross };
+
+// Of each head of q and k, over its elements: x / sqrt(sum x^2 + eps), or a norm with parameters.
+enum class QkNorm : uint8_t { kNone, kL2, kRMSNorm, kLayerNorm };
+
 struct MultiheadAttentionOptions {
   int64_t hidden_size = 0;
   int64_t num_attention_heads = 0;
@@ -132,24 +162,41 @@ struct MultiheadAttentionOptions {
   uint64_t seed = 0;
   float init_std = 0.023f;
   float output_init_std = 0.023f;  // proj
+  AttentionType attention_type = AttentionType::kSelf;
+  // False: the rows of queries, keys and values are parameters of their own (query_weight,
+  // key_weight, value_weight, query_bias, ...), and not interleaved.
+  bool fuse_qkv_params = true;
+  bool qkv_weight_interleaved = true;  // where they are fused
+  std::optional<bool> qkv_bias = {};   // in place of `bias`
+  std::optional<bool> proj_bias = {};
+  bool return_bias = false;  // of proj, as in Linear
+  QkNorm qk_norm = QkNorm::kNone;
+  float qk_norm_epsilon = 1e-6f;
+  bool qk_norm_before_rope = false;
 };
 
-// Self-attention: y = proj(attention(split(norm(x) Wqkv^T + b))). x [S, B, hidden], [B, S, hidden]
-// or [T, hidden] by layout -> same shape. Submodules: layernorm_qkv (or qkv), core_attention, proj.
-// The rows of the QKV weight
-// [(H + 2G) D, hidden] are interleaved by group: for each of the G groups its H/G query heads, its
-// key head, its value head, D rows each.
+// y = proj(attention(split(norm(x) Wqkv^T + b))). x [S, B, hidden], [B, S, hidden] or [T, hidden]
+// by layout -> same shape. Submodules: q_norm and k_norm (kRMSNorm, kLayerNorm), layernorm_qkv (or
+// qkv), core_attention, proj. The rows of the QKV weight [(H + 2G) D, hidden] are interleaved by
+// group: for each of the G groups its H/G query heads, its key head, its value head, D rows each;
+// or, not interleaved, all query heads, all key heads, all value heads. Cross-attention has
+// layernorm_query (or query_layer) [H D, hidden] for x and key_value [2 G D, hidden] for the
+// encoder output in their place; interleaved: for each group its key head and its value head.
 class TE_FL_API MultiheadAttention : public Module {
  public:
   static Result<std::unique_ptr<MultiheadAttention>> create(
       const MultiheadAttentionOptions& options);
   ~MultiheadAttention() override;
-  // residual (x's shape): added to the output; its gradient is dy itself.
+  // residual (x's shape): added to the output; its gradient is dy itself. layernorm_output and its
+  // gradient are as in LayerNormLinear; they need input_layernorm.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs = {},
-                         const ForwardOptions& options = {}, const Tensor* residual = nullptr);
+                         const ForwardOptions& options = {}, const Tensor* residual = nullptr,
+                         Tensor* layernorm_output = nullptr);
   // residual_grad: added to dx. dbias: receives the gradient of inputs.bias if not null.
+  // encoder_grad: receives that of inputs.encoder_output if not null.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr,
-                          Tensor* dbias = nullptr);
+                          Tensor* dbias = nullptr, const Tensor* layernorm_output_grad = nullptr,
+                          Tensor* encoder_grad = nullptr);
 
  private:
   struct Impl;

@@ -8,6 +8,7 @@
 #include "te_fl/export.hpp"
 #include "te_fl/policy.hpp"
 #include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
 
 namespace te_fl::nn {
 
@@ -44,6 +45,11 @@ class TE_FL_API Context {
   // it is not said, it is found as StreamScope(stream) does.
   Context with_stream(void* stream) const;
   Context with_stream(const Device& device, void* stream) const;
+  // A context with a random stream of its own, whose position lies on the device, U64 [2] {seed,
+  // offset} on that of the modules, and is read there when their work runs: what a framework's
+  // generator drew. The forward's random numbers start there; its backward reads the position
+  // again, so the values stay as they are until then. INVALID_ARGUMENT for another tensor.
+  static Result<Context> with_random(Tensor seed_and_offset);
   RandomPosition random() const;
   void set_random(RandomPosition position);
   detail::RandomState& state() const noexcept { return *state_; }

@@ -59,4 +59,17 @@ class TE_FL_API Dropout : public Module {
   float p_;
 };
 
+// Stochastic depth (arXiv 1603.09382): with probability p all of x[i, ...] becomes 0, else it is
+// divided by 1 - p, for each index i of the first dimension, as in Transformer Engine: a sample in
+// bshd, a position in sbhd. The identity without ctx.
+class TE_FL_API DropPath : public Module {
+ public:
+  explicit DropPath(float p) : p_(p) {}
+  Result<Tensor> forward(const Tensor& x, Ctx* ctx);
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
+
+ private:
+  float p_;
+};
+
 }  // namespace te_fl::nn

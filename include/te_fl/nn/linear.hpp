@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "te_fl/nn/module.hpp"
 #include "te_fl/nn/norm.hpp"
@@ -9,7 +12,14 @@ namespace te_fl::nn {
 
 namespace detail {
 class GemmUnit;
-}
+class SplitParameters;
+}  // namespace detail
+
+// Rows of a weight and bias that are parameters of their own.
+struct ParameterPart {
+  std::string name;  // "query": query_weight, query_bias
+  int64_t rows = 0;
+};
 
 struct LinearOptions {
   int64_t in_features = 0;
@@ -24,10 +34,16 @@ struct LinearOptions {
   std::shared_ptr<Parameter> tied_weight = nullptr;
   // Never use FP8 here, whatever the autocast says (e.g. the output layer of a language model).
   bool high_precision = false;
+  // The weight and the bias in parts, from row 0 on, in place of `weight` and `bias`; still one
+  // product and one FP8 scale. Empty: whole.
+  std::vector<ParameterPart> parameters_split = {};
+  // The bias is a parameter that the caller adds; the forward leaves it out, and the backward has
+  // no gradient of it.
+  bool return_bias = false;
 };
 
-// y = x W^T + b. x [..., in] -> [..., out]. Parameters: weight [out, in], bias [out]. FP8 site:
-// fp8.
+// y = x W^T + b. x [..., in] -> [..., out]. Parameters: weight [out, in], bias [out], or those of
+// the parts. FP8 site: fp8.
 class TE_FL_API Linear : public Module {
  public:
   static Result<std::unique_ptr<Linear>> create(const LinearOptions& options);
@@ -48,6 +64,7 @@ class TE_FL_API Linear : public Module {
  private:
   Linear();
   std::unique_ptr<detail::GemmUnit> gemm_;
+  std::unique_ptr<detail::SplitParameters> split_;  // null: whole
 };
 
 struct LayerNormLinearOptions {
@@ -62,6 +79,8 @@ struct LayerNormLinearOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
+  std::vector<ParameterPart> parameters_split = {};  // as in Linear
+  bool return_bias = false;                          // as in Linear
 };
 
 // y = norm(x) W^T + b; in FP8 the norm writes the quantised GEMM input itself. Parameters:
@@ -71,16 +90,21 @@ class TE_FL_API LayerNormLinear : public Module {
  public:
   static Result<std::unique_ptr<LayerNormLinear>> create(const LayerNormLinearOptions& options);
   ~LayerNormLinear() override;
-  // dy may be codes, `into` is as in Linear, and so is what ctx null means.
+  // dy may be codes, `into` is as in Linear, and so is what ctx null means. layernorm_output: if
+  // not null, receives norm(x), x's shape, in the activation dtype; without FP8 the backward reads
+  // the same memory, so it is not to be written before.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
-                         const Tensor* into = nullptr);
+                         const Tensor* into = nullptr, Tensor* layernorm_output = nullptr);
   // residual_grad (x's shape): the gradient that reaches x past this module; added to dx.
-  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr);
+  // layernorm_output_grad (x's shape): what reaches norm(x) by way of layernorm_output.
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr,
+                          const Tensor* layernorm_output_grad = nullptr);
 
  private:
   LayerNormLinear();
   std::unique_ptr<detail::NormCore> norm_;
   std::unique_ptr<detail::GemmUnit> gemm_;
+  std::unique_ptr<detail::SplitParameters> split_;  // null: whole
 };
 
 }  // namespace te_fl::nn

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include "te_fl/nn/linear.hpp"
@@ -43,7 +44,10 @@ struct LayerNormMLPOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
-  float output_init_std = 0.023f;  // fc2
+  float output_init_std = 0.023f;     // fc2
+  std::optional<bool> fc1_bias = {};  // in place of `bias`
+  std::optional<bool> fc2_bias = {};
+  bool return_bias = false;  // of fc2, as in Linear
 };
 
 // y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [..., hidden]. Parameters:
@@ -54,11 +58,13 @@ class TE_FL_API LayerNormMLP : public Module {
  public:
   static Result<std::unique_ptr<LayerNormMLP>> create(const LayerNormMLPOptions& options);
   ~LayerNormMLP() override;
-  // residual (x's shape): added to the output; its gradient is dy itself.
+  // residual (x's shape): added to the output; its gradient is dy itself. layernorm_output and its
+  // gradient are as in LayerNormLinear.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
-                         const Tensor* residual = nullptr);
+                         const Tensor* residual = nullptr, Tensor* layernorm_output = nullptr);
   // residual_grad (x's shape): the gradient that reaches x past this module; added to dx.
-  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr);
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr,
+                          const Tensor* layernorm_output_grad = nullptr);
 
  private:
   struct Impl;

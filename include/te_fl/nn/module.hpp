@@ -18,13 +18,14 @@ namespace te_fl::nn {
 
 namespace detail {
 class Fp8State;
+class Fp8Values;
 class GradientUpdates;
 class WeightCopy;
 }  // namespace detail
 
 // A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
 struct TE_FL_API Parameter {
-  Tensor value;  // F32, BF16 or F16, compact
+  Tensor value;  // F32, BF16 or F16, compact; FP8 codes alone under quantized_model_init
   // Same shape, of grad_dtype. Undefined, which counts as zero, until a backward first writes it or
   // ensure_grad(): a model that is not trained has none.
   Tensor grad;
@@ -56,7 +57,8 @@ struct TE_FL_API Parameter {
   // value. Its owner allocates and frees the memory (a Tensor::wrap with or without an owner to
   // keep alive) and advances `owners_version` with every change of the contents: the same number
   // as in the last call says that they are the same, wherever they lie, and then copies made of
-  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. A framework calls
+  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
+  // says that the contents of then are lent again, for a backward of a forward of then. A framework calls
   // this before each forward, and before a backward if the memory has moved since. The memory
   // must be there, and unwritten, from then until the work that the calls enqueued is done; between
   // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
@@ -72,6 +74,15 @@ struct TE_FL_API Parameter {
   // `written`: it holds values, to which a backward adds; false: the next one overwrites it.
   // INVALID_ARGUMENT if it does not fit; FAILED_PRECONDITION if the parameter is frozen.
   Status give_grad(Tensor gradient, bool written);
+  // Writes F32, BF16 or F16 values of value's shape, from any device, and counts the version up; an
+  // FP8-only parameter quantises them. INVALID_ARGUMENT if they do not fit.
+  Status write(const Tensor& values);
+  // The value in new memory as F32, BF16 or F16, dequantised if need be.
+  Result<Tensor> read(DType dtype) const;
+  // What an FP8-only parameter's first codes were made from, on the host, if that was asked for
+  // (QuantizedModelInitOptions); assign Tensor() to free it.
+  Tensor initial_value;
+  std::shared_ptr<detail::Fp8Values> fp8_values;  // of an FP8-only parameter, else null
   // Changes whenever an optimizer or load_state() writes value; quantised copies of an older
   // version are not reused. Who writes value otherwise counts it up too.
   uint64_t version = 0;
@@ -99,14 +110,19 @@ struct NamedTensor {
 // What a forward keeps for its backward. Give each forward its own, as many at once as microbatches
 // are in flight. A backward consumes it, or reset() drops it; it may be reused for another forward
 // then. A forward given one that is not empty is FAILED_PRECONDITION: that microbatch's gradients
-// would be lost. Movable. Holds activations alive.
+// would be lost. Holds activations alive. A copy shares them and has a backward of its own, so that
+// one forward can have several, as retained graphs of frameworks do.
 class TE_FL_API Ctx {
  public:
   struct TE_FL_API Record {
     virtual ~Record();
+    // Makes a copy of a record of this type. Null: it has none, and a copy of the Ctx is empty.
+    std::unique_ptr<Record> (*copy)(const Record&) = nullptr;
   };
   Ctx();
   ~Ctx();
+  Ctx(const Ctx& other);
+  Ctx& operator=(const Ctx& other);
   Ctx(Ctx&&) noexcept;
   Ctx& operator=(Ctx&&) noexcept;
   bool empty() const noexcept { return record_ == nullptr; }
@@ -166,19 +182,23 @@ class TE_FL_API Module {
   // or F16, which halve their memory and round every accumulation. Drops the gradients that there
   // are. An embedding's gradient can only be F32.
   Status set_grad_dtype(DType dtype);
-  // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter; for
-  // each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
+  // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter (of an
+  // FP8-only one its codes, NAME.scale_inv, by which they are multiplied, and NAME.amax, F32 [1]);
+  // for each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
   // NAME.bwd.scale, NAME.bwd.amax_history.
   std::vector<NamedTensor> state() const;
   // Copies tensors into parameters and FP8 state. First everything is checked, so an error changes
   // nothing: a missing parameter, a name that the module does not have, a wrong dtype or shape;
   // each error names `source`, the tensor, what it was and what it must be. FP8 state that
   // `tensors` lacks is reset. Everything is copied into the memory that is there, so captured
-  // graphs go on with what was loaded; only an amax history of another length takes new memory,
-  // which is FAILED_PRECONDITION while a graph uses the old. Names in `tensors` for which `skip`
-  // answers true are left to the caller.
+  // graphs go on with what was loaded; an FP8-only parameter takes codes with their scale_inv, or a
+  // high-precision tensor, which it quantises by its own amax; only an amax history of another
+  // length takes new memory, which is FAILED_PRECONDITION while a graph uses the old. Names in
+  // `tensors` for which `skip` answers true are left to the caller.
   Status load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                     const std::function<bool(std::string_view)>& skip = nullptr);
+  // The same of FP8 state alone: `tensors` names no parameters, and those stay.
+  Status load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source);
   // The checks of load_state() alone.
   Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                      const std::function<bool(std::string_view)>& skip = nullptr) const;
@@ -194,6 +214,11 @@ class TE_FL_API Module {
 
  private:
   struct Tree;
+  using Skip = std::function<bool(std::string_view)>;
+  Status check(const std::vector<NamedTensor>& tensors, std::string_view source, const Skip& skip,
+               bool parameters) const;
+  Status load(const std::vector<NamedTensor>& tensors, std::string_view source, const Skip& skip,
+              bool parameters);
   std::unique_ptr<Tree> tree_;
 };
 

@@ -7,6 +7,9 @@
 
 namespace te_fl::nn {
 
+// A decoder has cross-attention between self-attention and the MLP.
+enum class LayerType : uint8_t { kEncoder, kDecoder };
+
 struct TransformerLayerOptions {
   int64_t hidden_size = 0;
   int64_t ffn_hidden_size = 0;
@@ -36,22 +39,43 @@ struct TransformerLayerOptions {
   uint64_t seed = 0;
   float init_std = 0.023f;
   float output_init_std = 0.023f;  // proj and fc2; often init_std / sqrt(2 layers)
+  LayerType layer_type = LayerType::kEncoder;
+  // The residual branch starts after the norm instead of before it.
+  bool apply_residual_connection_post_layernorm = false;
+  // Normalise the output (submodule layernorm) instead of self-attention's input, as BERT does.
+  bool output_layernorm = false;
+  float drop_path_rate = 0;  // see DropPath; of self-attention and the MLP
+  // As in MultiheadAttentionOptions.
+  bool fuse_qkv_params = true;
+  bool qkv_weight_interleaved = true;
+  QkNorm qk_norm = QkNorm::kNone;
+  float qk_norm_epsilon = 1e-6f;
+  bool qk_norm_before_rope = false;
+  // Of a decoder's cross-attention.
+  MaskType enc_dec_mask_type = MaskType::kNone;
+  int64_t enc_dec_window_left = -1;
+  int64_t enc_dec_window_right = -1;
 };
 
 // A pre-norm Transformer block: h = x + dropout(attention(x)); y = h + dropout(mlp(h)). x [S, B,
-// hidden], [B, S, hidden] or [T, hidden] by layout -> same shape. Submodules: self_attention,
-// layernorm_mlp. A Llama block is
+// hidden], [B, S, hidden] or [T, hidden] by layout -> same shape. A decoder's h goes through
+// h + dropout(cross-attention(h, encoder output)) first. Submodules: self_attention,
+// inter_attention (decoder), layernorm_mlp, layernorm (output_layernorm). A Llama block is
 // {.normalization = kRMSNorm, .activation = kSwiglu, .bias = false} with
 // AttentionInputs::rotary_angles.
 class TE_FL_API TransformerLayer : public Module {
  public:
   static Result<std::unique_ptr<TransformerLayer>> create(const TransformerLayerOptions& options);
   ~TransformerLayer() override;
-  // ctx null: inference; nothing is kept and there is no dropout.
+  // ctx null: inference; nothing is kept and there is no dropout. `cross`: a decoder's inputs of
+  // cross-attention, encoder_output among them.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs = {},
-                         const ForwardOptions& options = {});
-  // dbias: receives the gradient of inputs.bias if not null.
-  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, Tensor* dbias = nullptr);
+                         const ForwardOptions& options = {},
+                         const AttentionInputs* cross = nullptr);
+  // What is not null receives the gradient of inputs.bias, of cross->encoder_output, of
+  // cross->bias.
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, Tensor* dbias = nullptr,
+                          Tensor* encoder_grad = nullptr, Tensor* cross_dbias = nullptr);
 
  private:
   struct Impl;

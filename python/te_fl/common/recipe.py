@@ -179,7 +179,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
-    """One scale for each 1x128 values of inputs and gradients and for each 128x128 of weights. The fp8_quant_ attributes may be set after."""
+    """One scale for each 1x128 values of inputs and gradients and for each 128x128 of weights. The fp8_quant_ may be set after."""
 
     use_f32_scales: bool = _switched_on("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
     fp8_format: Format = Format.E4M3

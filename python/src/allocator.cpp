@@ -1,0 +1,168 @@
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+
+#include "errors.hpp"
+#include "interpreter.hpp"
+#include "layer.hpp"
+#include "te_fl/memory.hpp"
+
+namespace te_fl::python {
+namespace {
+
+// A framework's functions as te-fl's allocator. They run under the interpreter's lock, which no
+// caller of an allocator holds together with a lock of te-fl's.
+struct Allocator {
+  Device device;
+  PyObject* allocate;
+  PyObject* release;
+  PyObject* trim;
+  std::mutex mutex;
+  std::map<void*, void*> streams;  // of all allocations
+  std::map<void*, std::set<void*>> users;
+};
+
+te_fl_status refuse(const te_fl_error_sink* sink, const std::string& text, te_fl_status status) {
+  sink->write(sink->host, text.c_str());
+  return status;
+}
+
+// Takes the Python exception that is set.
+te_fl_status report(const te_fl_error_sink* sink, te_fl_status status) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  std::string text = "the framework's allocator failed";
+  if (PyObject* said = value != nullptr ? PyObject_Str(value) : nullptr) {
+    Py_ssize_t size = 0;
+    if (const char* utf8 = PyUnicode_AsUTF8AndSize(said, &size)) {
+      text.assign(utf8, static_cast<size_t>(size));
+    }
+    Py_DECREF(said);
+  }
+  PyErr_Clear();
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  return refuse(sink, text, status);
+}
+
+te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
+                      const te_fl_error_sink* sink) {
+  auto& allocator = *static_cast<Allocator*>(self);
+  {
+    const InterpreterLock lock;
+    if (!lock.held()) return refuse(sink, "the interpreter has ended", TE_FL_OUT_OF_MEMORY);
+    PyObject* address = PyObject_CallFunction(allocator.allocate, "KK",
+                                              static_cast<unsigned long long>(memory->bytes),
+                                              reinterpret_cast<unsigned long long>(memory->stream));
+    if (address == nullptr) return report(sink, TE_FL_OUT_OF_MEMORY);
+    *out = PyLong_AsVoidPtr(address);
+    Py_DECREF(address);
+    if (PyErr_Occurred() != nullptr) return report(sink, TE_FL_INTERNAL);
+  }
+  const std::lock_guard lock(allocator.mutex);
+  allocator.streams[*out] = memory->stream;
+  return TE_FL_OK;
+}
+
+te_fl_status record_stream(void* self, void* data, void* stream, const te_fl_error_sink*) {
+  auto& allocator = *static_cast<Allocator*>(self);
+  const std::lock_guard lock(allocator.mutex);
+  allocator.users[data].insert(stream);
+  return TE_FL_OK;
+}
+
+// The framework reuses the memory in the order of the stream that it was allocated for; that one
+// waits for the others first.
+Status wait_for_users(const Device& device, void* stream, const std::set<void*>& others) {
+  for (void* other : others) {
+    if (other == stream) continue;
+    TE_FL_ASSIGN_OR_RETURN(void* event, devices::create_event(device));
+    Status status = devices::record_event(device, event, other);
+    if (status.ok()) status = devices::wait_event(device, stream, event);
+    devices::destroy_event(device, event);
+    TE_FL_RETURN_IF_ERROR(status);
+  }
+  return {};
+}
+
+te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
+  auto& allocator = *static_cast<Allocator*>(self);
+  std::set<void*> others;
+  void* stream = nullptr;
+  {
+    const std::lock_guard lock(allocator.mutex);
+    if (const auto found = allocator.streams.find(data); found != allocator.streams.end()) {
+      stream = found->second;
+      allocator.streams.erase(found);
+    }
+    if (const auto found = allocator.users.find(data); found != allocator.users.end()) {
+      others = std::move(found->second);
+      allocator.users.erase(found);
+    }
+  }
+  if (const Status status = wait_for_users(allocator.device, stream, others); !status.ok()) {
+    // The memory stays allocated, since another stream may be using it.
+    return refuse(sink, status.to_string(), TE_FL_INTERNAL);
+  }
+  const InterpreterLock lock;
+  if (!lock.held()) return TE_FL_OK;
+  PyObject* none =
+      PyObject_CallFunction(allocator.release, "K", reinterpret_cast<unsigned long long>(data));
+  if (none == nullptr) return report(sink, TE_FL_INTERNAL);
+  Py_DECREF(none);
+  return TE_FL_OK;
+}
+
+te_fl_status call_trim(Allocator& allocator, const te_fl_error_sink* sink) {
+  const InterpreterLock lock;
+  if (!lock.held()) return TE_FL_OK;
+  PyObject* none = PyObject_CallNoArgs(allocator.trim);
+  if (none == nullptr) return report(sink, TE_FL_INTERNAL);
+  Py_DECREF(none);
+  return TE_FL_OK;
+}
+te_fl_status trim(void* self, uint64_t, const te_fl_error_sink* sink) {
+  return call_trim(*static_cast<Allocator*>(self), sink);
+}
+// What the framework keeps for the stream goes with everything that it keeps.
+te_fl_status retire_stream(void* self, void*, const te_fl_error_sink* sink) {
+  return call_trim(*static_cast<Allocator*>(self), sink);
+}
+
+}  // namespace
+
+PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *name = nullptr, *allocate_fn = nullptr, *release_fn = nullptr, *trim_fn = nullptr;
+    if (PyArg_ParseTuple(args, "OOOO", &name, &allocate_fn, &release_fn, &trim_fn) == 0) {
+      throw PythonError();
+    }
+    auto allocator = std::make_unique<Allocator>();
+    allocator->device = value_of(parse_device(text_of(name, "the device")));
+    Py_INCREF(allocate_fn), Py_INCREF(release_fn), Py_INCREF(trim_fn);
+    allocator->allocate = allocate_fn;
+    allocator->release = release_fn;
+    allocator->trim = trim_fn;
+    te_fl_allocator table;
+    table.name = "torch";
+    table.self = allocator.get();
+    table.allocate = allocate;
+    table.free = release;
+    table.record_stream = record_stream;
+    table.trim = trim;
+    table.retire_stream = retire_stream;
+    Status status;
+    {
+      const WithoutLock unlocked;
+      status = devices::install_allocator(allocator->device, &table);
+    }
+    check(status);
+    allocator.release();  // te-fl's from here on, until the process ends
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

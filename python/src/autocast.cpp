@@ -1,0 +1,150 @@
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "errors.hpp"
+#include "layer.hpp"
+#include "te_fl/nn/autocast.hpp"
+#include "te_fl/nn/recompute.hpp"
+
+namespace te_fl::python {
+namespace {
+
+constexpr const char* kScopeName = "te_fl.autocast";
+constexpr const char* kRecordName = "te_fl.recompute_record";
+constexpr const char* kRecomputeName = "te_fl.recompute_scope";
+
+// One that nobody ended stays in force on its thread, as a C++ scope would.
+struct Recompute {
+  std::unique_ptr<nn::RecomputeScope> scope;
+};
+
+PyObject* get(PyObject* dict, const char* key) {
+  PyObject* value = PyDict_GetItemString(dict, key);
+  if (value == nullptr) throw_type_error(std::string("the recipe lacks '") + key + "'");
+  return value;
+}
+long integer(PyObject* dict, const char* key) {
+  const long value = PyLong_AsLong(get(dict, key));
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return value;
+}
+float real(PyObject* dict, const char* key) {
+  const double value = PyFloat_AsDouble(get(dict, key));
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return static_cast<float>(value);
+}
+bool truth(PyObject* value) {
+  const int is = PyObject_IsTrue(value);
+  check(is);
+  return is != 0;
+}
+
+nn::Recipe recipe_of(PyObject* dict) {
+  if (!PyDict_Check(dict)) throw_type_error("the recipe must be a dict");
+  const std::string_view kind = text_of(get(dict, "kind"), "the recipe's kind");
+  const auto format = text_of(get(dict, "format"), "the recipe's format") == "e4m3"
+                          ? nn::Fp8Format::kE4M3
+                          : nn::Fp8Format::kHybrid;
+  if (kind == "delayed") {
+    PyObject* algorithm = get(dict, "amax_compute_algo");
+    if (!PyUnicode_Check(algorithm)) {
+      throw_status(Status(StatusCode::kUnsupported,
+                          "DelayedScaling: amax_compute_algo is a function; te-fl computes 'max' "
+                          "and 'most_recent' on the device"));
+    }
+    return nn::DelayedScaling{.margin = static_cast<int>(integer(dict, "margin")),
+                              .format = format,
+                              .amax_history_len = integer(dict, "amax_history_len"),
+                              .amax_compute_algo = text_of(algorithm, "amax_compute_algo") == "max"
+                                                       ? nn::AmaxAlgo::kMax
+                                                       : nn::AmaxAlgo::kMostRecent,
+                              .fp8_dpa = truth(get(dict, "fp8_dpa"))};
+  }
+  if (kind == "current") {
+    return nn::Float8CurrentScaling{.format = format,
+                                    .pow2_scale = truth(get(dict, "pow2_scale")),
+                                    .amax_epsilon = real(dict, "amax_epsilon")};
+  }
+  if (kind == "block") {
+    return nn::Float8BlockScaling{.pow2_scale = truth(get(dict, "pow2_scale")),
+                                  .amax_epsilon = real(dict, "amax_epsilon")};
+  }
+  throw_value_error("the recipe's kind is '" + std::string(kind) +
+                    "'; it is one of delayed, current, block");
+}
+
+}  // namespace
+
+PyObject* begin_autocast(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    int enabled = 0, calibrating = 0;
+    PyObject* recipe = nullptr;
+    if (PyArg_ParseTuple(args, "ppO", &enabled, &calibrating, &recipe) == 0) throw PythonError();
+    const nn::Recipe made = recipe_of(recipe);
+    check(nn::validate(made));
+    auto scope = std::make_unique<nn::autocast>(
+        nn::AutocastOptions{.enabled = enabled != 0, .calibrating = calibrating != 0}, made);
+    Ref capsule = Ref::take(PyCapsule_New(scope.get(), kScopeName, [](PyObject* c) {
+      delete static_cast<nn::autocast*>(PyCapsule_GetPointer(c, kScopeName));
+    }));
+    scope.release();
+    return capsule;
+  });
+}
+
+PyObject* end_autocast(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    auto* scope = static_cast<nn::autocast*>(PyCapsule_GetPointer(capsule, kScopeName));
+    if (scope == nullptr) throw PythonError();
+    Status status;
+    {
+      const WithoutLock unlocked;
+      status = scope->exit();
+    }
+    check(status);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* recompute_record(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    auto record = std::make_unique<nn::RecomputeRecord>();
+    Ref capsule = Ref::take(PyCapsule_New(record.get(), kRecordName, [](PyObject* c) {
+      delete static_cast<nn::RecomputeRecord*>(PyCapsule_GetPointer(c, kRecordName));
+    }));
+    record.release();
+    return capsule;
+  });
+}
+
+PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject* capsule = nullptr;
+    int second = 0;
+    if (PyArg_ParseTuple(args, "Op", &capsule, &second) == 0) throw PythonError();
+    const auto* record =
+        static_cast<nn::RecomputeRecord*>(PyCapsule_GetPointer(capsule, kRecordName));
+    if (record == nullptr) throw PythonError();
+    auto run = std::make_unique<Recompute>();
+    run->scope = std::make_unique<nn::RecomputeScope>(
+        *record, second != 0 ? nn::RecomputePhase::kSecond : nn::RecomputePhase::kFirst);
+    Ref scope = Ref::take(PyCapsule_New(run.get(), kRecomputeName, [](PyObject* c) {
+      auto* dropped = static_cast<Recompute*>(PyCapsule_GetPointer(c, kRecomputeName));
+      if (dropped->scope == nullptr) delete dropped;
+    }));
+    run.release();
+    return scope;
+  });
+}
+
+PyObject* end_recompute(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    auto* run = static_cast<Recompute*>(PyCapsule_GetPointer(capsule, kRecomputeName));
+    if (run == nullptr) throw PythonError();
+    run->scope.reset();
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

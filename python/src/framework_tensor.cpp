@@ -1,0 +1,120 @@
+#include "framework_tensor.hpp"
+
+#include <span>
+#include <string>
+
+#include "errors.hpp"
+#include "exchange.hpp"
+#include "interpreter.hpp"
+
+namespace te_fl::python {
+namespace {
+
+const Exchange& exchange_for(PyObject* object, const char* name) {
+  const Exchange* api = exchange_of(Py_TYPE(object));
+  if (api == nullptr || api->to_object == nullptr) {
+    throw_type_error(std::string(name) + " is a " + type_name(object) +
+                     ", which is no tensor with DLPack's C exchange API; PyTorch has it from 2.11 "
+                     "on");
+  }
+  return *api;
+}
+
+std::shared_ptr<void> keep_alive(PyObject* object) {
+  Py_INCREF(object);
+  return std::shared_ptr<void>(object, [](void* kept) {
+    const InterpreterLock lock;
+    if (lock.held()) Py_DECREF(static_cast<PyObject*>(kept));
+  });
+}
+
+Result<Device> device_of(const te_fl_device& device) {
+  Device found{device.type, device.index, 0};
+  if (device.type != TE_FL_DEVICE_EXT) return found;
+  int matches = 0;
+  for (const Device& d : devices::list()) {
+    if (d.type != device.type || d.index != device.index) continue;
+    found = d;
+    ++matches;
+  }
+  if (matches == 1) return found;
+  return Status(StatusCode::kInvalidArgument, "extension device " + std::to_string(device.index) +
+                                                  " is provided by " + std::to_string(matches) +
+                                                  " plugins; te-fl needs exactly one");
+}
+
+Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
+  TE_FL_ASSIGN_OR_RETURN(const DType dtype, dtype_from_c(t.dtype));
+  TE_FL_ASSIGN_OR_RETURN(const Device device, device_of(t.device));
+  const auto rank = static_cast<size_t>(t.ndim);
+  return Tensor::wrap(static_cast<char*>(t.data) + t.byte_offset, {t.shape, rank},
+                      {t.strides, t.strides != nullptr ? rank : 0}, dtype, device,
+                      std::move(owner));
+}
+
+// What number_tensor() makes, in one allocation.
+struct Number {
+  ManagedVersioned managed{};
+  int64_t value = 0;
+  int64_t extent = 1;
+  int64_t stride = 1;
+  void (*gone)(int64_t) = nullptr;
+};
+
+Ref to_object(const Exchange& api, ManagedVersioned* managed) {
+  void* object = nullptr;
+  if (api.to_object(managed, &object) != 0 || object == nullptr) {
+    managed->deleter(managed);
+    throw PythonError();
+  }
+  return Ref::take(static_cast<PyObject*>(object));
+}
+
+}  // namespace
+
+Tensor tensor_of(PyObject* object, const char* name, bool keep) {
+  const Exchange& api = exchange_for(object, name);
+  te_fl_dltensor t{};
+  if (api.describe(object, &t) != 0) throw PythonError();
+  auto made = wrap(t, keep ? keep_alive(object) : nullptr);
+  if (!made.ok()) throw_status(made.status().wrap(name));
+  return *std::move(made);
+}
+
+Ref to_framework(const Tensor& tensor, PyObject* like) {
+  const Exchange& api = exchange_for(like, "the argument");
+  auto* managed = static_cast<ManagedVersioned*>(value_of(tensor.to_dlpack(true)));
+  return to_object(api, managed);
+}
+
+Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like) {
+  const Exchange& api = exchange_for(like, "the argument");
+  auto owner = std::make_unique<Number>();
+  owner->value = number;
+  owner->gone = gone;
+  ManagedVersioned& m = owner->managed;
+  m.version = {1, 0};
+  m.context = owner.get();
+  m.deleter = [](ManagedVersioned* self) {
+    const std::unique_ptr<Number> dropped(static_cast<Number*>(self->context));
+    dropped->gone(dropped->value);
+  };
+  m.tensor.data = &owner->value;
+  m.tensor.device = {TE_FL_DEVICE_CPU, 0};
+  m.tensor.ndim = 1;
+  m.tensor.dtype = to_c(DType::kI64);
+  m.tensor.shape = &owner->extent;
+  m.tensor.strides = &owner->stride;
+  return to_object(api, &owner.release()->managed);
+}
+
+void* current_stream_of(PyObject* like, const Device& device) {
+  if (device.is_host()) return nullptr;
+  const Exchange& api = exchange_for(like, "the argument");
+  void* stream = nullptr;
+  if (api.current_stream == nullptr) return nullptr;
+  if (api.current_stream(device.type, device.index, &stream) != 0) throw PythonError();
+  return stream;
+}
+
+}  // namespace te_fl::python

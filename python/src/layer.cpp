@@ -1,0 +1,530 @@
+#include "layer.hpp"
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include "errors.hpp"
+#include "framework_tensor.hpp"
+#include "layer_kinds.hpp"
+#include "te_fl/nn/autocast.hpp"
+#include "te_fl/nn/context.hpp"
+#include "te_fl/nn/init.hpp"
+
+namespace te_fl::python {
+namespace {
+
+constexpr const char* kLayerName = "te_fl.layer";
+
+// A framework's parameter as the last forward saw it.
+struct Seen {
+  const PyObject* object = nullptr;  // compared only; it may have gone
+  const void* data = nullptr;
+  long version = -1;
+  uint64_t number = 0;  // of its contents, as Parameter::borrow() wants it
+};
+
+struct Layer {
+  MakeRunner make;
+  std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
+  std::map<DType, std::shared_ptr<Runner>> runners;  // by the activations' dtype
+  DType newest = DType::kF32;  // that of the last forward, whose FP8 state counts
+  std::vector<std::pair<std::string, Shape>> parameters;
+  std::vector<Seen> seen;
+  uint64_t numbers = 0;  // the last number that was given
+  std::atomic<bool> changed{false};
+};
+
+// One forward that waits for its backward.
+struct Record {
+  std::shared_ptr<Layer> layer;
+  std::shared_ptr<Runner> runner;
+  nn::Ctx ctx;
+  nn::CapturedContext scopes;
+  std::vector<uint64_t> numbers;
+  std::vector<bool> trained;
+};
+
+// The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
+struct Records {
+  std::mutex mutex;
+  std::unordered_map<int64_t, std::shared_ptr<Record>> by_number;
+  int64_t last = 0;
+};
+Records& records() {
+  static auto* all = new Records();
+  return *all;
+}
+
+int64_t add_record(std::shared_ptr<Record> record) {
+  Records& all = records();
+  const std::lock_guard lock(all.mutex);
+  all.by_number.emplace(++all.last, std::move(record));
+  return all.last;
+}
+void drop_record(int64_t number) {
+  std::shared_ptr<Record> dropped;  // goes after the lock
+  Records& all = records();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.by_number.find(number);
+  if (found == all.by_number.end()) return;
+  dropped = std::move(found->second);
+  all.by_number.erase(found);
+}
+
+std::shared_ptr<Record> record_of(PyObject* token) {
+  const Tensor number = tensor_of(token, "token", false);
+  if (!number.device().is_host() || number.dtype() != DType::kI64 || number.numel() != 1) {
+    throw_type_error("the token is " + number.describe() + "; it must be the int64 of a forward");
+  }
+  Records& all = records();
+  {
+    const std::lock_guard lock(all.mutex);
+    const auto found = all.by_number.find(*number.data<int64_t>());
+    if (found != all.by_number.end()) return found->second;
+  }
+  throw_status(Status(StatusCode::kFailedPrecondition,
+                      "what this forward kept for its backward has gone: a hook for saved tensors "
+                      "replaced it by a copy, or the process was forked since; run the forward "
+                      "again"));
+}
+
+const std::shared_ptr<Layer>& layer_of(PyObject* capsule) {
+  auto* layer = static_cast<std::shared_ptr<Layer>*>(PyCapsule_GetPointer(capsule, kLayerName));
+  if (layer == nullptr) throw PythonError();
+  return *layer;
+}
+
+Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation) {
+  const nn::init::WithoutValues borrowed;
+  TE_FL_ASSIGN_OR_RETURN(auto made, layer.make(activation));
+  return std::shared_ptr<Runner>(std::move(made));
+}
+
+// The FP8 state alone.
+std::vector<nn::NamedTensor> fp8_state(Runner& runner) {
+  auto state = runner.module().state();
+  std::erase_if(state, [](const nn::NamedTensor& t) {
+    return !t.name.ends_with(".scale") && !t.name.ends_with(".amax_history");
+  });
+  return state;
+}
+
+// The module for activations of `dtype`, with the FP8 state of the one that ran last.
+Result<std::shared_ptr<Runner>> runner_for(Layer& layer, DType dtype) {
+  std::shared_ptr<Runner>& runner = layer.runners[dtype];
+  if (runner == nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(runner, new_runner(layer, dtype));
+  }
+  if (dtype != layer.newest) {
+    const auto state = fp8_state(*layer.runners.at(layer.newest));
+    if (!state.empty()) {
+      TE_FL_RETURN_IF_ERROR(runner->module().load_fp8_state(state, "another activation dtype"));
+    }
+    layer.newest = dtype;
+  }
+  return runner;
+}
+
+long long integer_of(PyObject* value) {
+  const long long number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return number;
+}
+
+std::vector<PyObject*> items_of(PyObject* tuple, const char* what) {
+  if (!PyTuple_Check(tuple)) throw_type_error(std::string(what) + " must be a tuple");
+  const auto count = static_cast<size_t>(PyTuple_Size(tuple));
+  std::vector<PyObject*> items(count);
+  for (size_t i = 0; i < count; ++i) {
+    items[i] = PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(i));
+  }
+  return items;
+}
+
+// The parameters' tensors in the layer's order, not kept alive.
+std::vector<Tensor> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects) {
+  if (objects.size() != layer.parameters.size()) {
+    throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
+                     std::to_string(objects.size()) + " were given");
+  }
+  std::vector<Tensor> tensors;
+  tensors.reserve(objects.size());
+  for (size_t i = 0; i < objects.size(); ++i) {
+    tensors.push_back(tensor_of(objects[i], layer.parameters[i].first.c_str(), false));
+  }
+  return tensors;
+}
+
+enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
+
+// The numbers of the parameters' contents now. Under the interpreter's lock.
+std::vector<uint64_t> number_contents(Layer& layer, const std::vector<PyObject*>& objects,
+                                      const std::vector<Tensor>& tensors, Mode mode) {
+  static PyObject* const version_name = PyUnicode_InternFromString("_version");
+  const bool changed = layer.changed.exchange(false) || mode == Mode::kUncached;
+  std::vector<uint64_t> numbers(objects.size());
+  for (size_t i = 0; i < objects.size(); ++i) {
+    const Ref version = Ref::take(PyObject_GetAttr(objects[i], version_name));
+    const long now = PyLong_AsLong(version.get());
+    if (now == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+    Seen& seen = layer.seen[i];
+    const void* data = tensors[i].raw_data();
+    const bool moved = mode == Mode::kServing && data != seen.data;
+    if (changed || moved || seen.object != objects[i] || seen.version != now) {
+      seen.number = ++layer.numbers;
+    }
+    seen.object = objects[i], seen.version = now, seen.data = data;
+    numbers[i] = seen.number;
+  }
+  return numbers;
+}
+
+Status lend(Runner& runner, std::vector<Tensor>& tensors, const std::vector<uint64_t>& numbers,
+            const std::vector<bool>* trained) {
+  auto parameters = runner.module().parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    nn::Parameter& p = *parameters[i].parameter;
+    if (Status status = p.borrow(std::move(tensors[i]), numbers[i]); !status.ok()) {
+      return status.wrap(parameters[i].name);
+    }
+    if (trained != nullptr && p.requires_grad != (*trained)[i]) {
+      p.set_requires_grad((*trained)[i]);
+    }
+  }
+  return {};
+}
+
+void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool keep) {
+  struct Field {
+    std::string_view name;
+    Tensor nn::AttentionInputs::*tensor;
+  };
+  static constexpr Field fields[] = {
+      {"attn_mask", &nn::AttentionInputs::attn_mask},
+      {"bias", &nn::AttentionInputs::bias},
+      {"alibi_slopes", &nn::AttentionInputs::alibi_slopes},
+      {"cu_seqlens_q", &nn::AttentionInputs::cu_seqlens_q},
+      {"cu_seqlens_kv", &nn::AttentionInputs::cu_seqlens_kv},
+      {"cu_seqlens_q_padded", &nn::AttentionInputs::cu_seqlens_q_padded},
+      {"cu_seqlens_kv_padded", &nn::AttentionInputs::cu_seqlens_kv_padded},
+      {"rotary_angles", &nn::AttentionInputs::rotary_angles},
+      {"rotary_start_positions", &nn::AttentionInputs::rotary_start_positions},
+  };
+  for (const Field& field : fields) {
+    if (field.name != name) continue;
+    in.*field.tensor = tensor_of(value, std::string(name).c_str(), keep);
+    return;
+  }
+  if (name == "max_seqlen_q") {
+    in.max_seqlen_q = integer_of(value);
+  } else if (name == "max_seqlen_kv") {
+    in.max_seqlen_kv = integer_of(value);
+  } else {
+    throw_type_error("attention has no input '" + std::string(name) + "'");
+  }
+}
+
+nn::AttentionInputs attention_of(PyObject* dict, bool keep) {
+  nn::AttentionInputs inputs;
+  if (dict == Py_None) return inputs;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
+    if (value != Py_None) set_field(inputs, text_of(key, "an input's name"), value, keep);
+  }
+  return inputs;
+}
+
+nn::ForwardOptions microbatch_of(PyObject* value) {
+  nn::ForwardOptions options;
+  if (value == Py_True || value == Py_False) {
+    options.is_first_microbatch = value == Py_True;
+  } else if (value != Py_None) {
+    options.reuse_weights = tensor_of(value, "is_first_microbatch", true);
+  }
+  return options;
+}
+
+// The generator's two numbers, as te-fl reads them.
+Result<nn::Context> context_of(const Tensor& random) {
+  if (random.dtype() != DType::kI64 || random.numel() != 2) {
+    return Status(StatusCode::kInvalidArgument,
+                  "random is " + random.describe() + "; it must be int64 [2]");
+  }
+  auto owner = std::make_shared<Tensor>(random);
+  const std::array<int64_t, 1> two{2};
+  TE_FL_ASSIGN_OR_RETURN(Tensor position, Tensor::wrap(owner->raw_data(), two, {}, DType::kU64,
+                                                       random.device(), owner));
+  return nn::Context::with_random(std::move(position));
+}
+
+// What a forward is given, read under the interpreter's lock.
+struct Forward {
+  std::vector<Tensor> inputs;
+  std::vector<Tensor> parameters;
+  std::vector<uint64_t> numbers;
+  std::vector<bool> trained;
+  nn::AttentionInputs attention;
+  nn::ForwardOptions options;
+  Tensor random;
+  DType activation = DType::kF32;
+  void* stream = nullptr;
+  Mode mode = Mode::kTraining;
+};
+
+Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
+  const std::lock_guard lock(layer.mutex);
+  TE_FL_ASSIGN_OR_RETURN(auto runner, runner_for(layer, f.activation));
+  const bool training = f.mode == Mode::kTraining;
+  TE_FL_RETURN_IF_ERROR(lend(*runner, f.parameters, f.numbers, training ? &f.trained : nullptr));
+  std::optional<nn::ContextScope> random;
+  if (f.random.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(nn::Context context, context_of(f.random));
+    random.emplace(context.with_stream(f.inputs[0].device(), f.stream));
+  }
+  const StreamScope stream(f.inputs[0].device(), f.stream);
+  // A forward with random numbers keeps what a backward reads, wanted or not: without, it would
+  // draw none.
+  const bool keeps = training || f.random.defined();
+  nn::Ctx ctx;
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         runner->forward(f.inputs, keeps ? &ctx : nullptr, f.attention, f.options));
+  if (!training) return y;
+  record = std::make_shared<Record>(Record{.layer = nullptr,
+                                           .runner = std::move(runner),
+                                           .ctx = std::move(ctx),
+                                           .scopes = nn::CapturedContext::capture(),
+                                           .numbers = std::move(f.numbers),
+                                           .trained = std::move(f.trained)});
+  return y;
+}
+
+struct Gradients {
+  std::vector<Tensor> inputs, parameters;
+};
+
+Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Tensor>& parameters,
+                               std::vector<Tensor>& main_grads, void* stream, bool keep) {
+  Layer& layer = *record.layer;
+  const std::lock_guard lock(layer.mutex);
+  TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
+  const auto scopes = record.scopes.enter();
+  const StreamScope on(dy.device(), stream);
+  auto own = record.runner->module().parameters();
+  for (size_t i = 0; i < own.size(); ++i) {
+    nn::Parameter& p = *own[i].parameter;
+    p.take_grad();  // what an earlier backward, which failed, may have left
+    p.grad_dtype = p.value.dtype();
+    if (main_grads[i].defined() && p.requires_grad) {
+      TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
+    }
+  }
+  Gradients gradients;
+  if (keep) {
+    nn::Ctx copy = record.ctx;
+    TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, copy));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, record.ctx));
+  }
+  for (size_t i = 0; i < own.size(); ++i) {
+    Tensor grad = own[i].parameter->take_grad();
+    gradients.parameters.push_back(main_grads[i].defined() ? Tensor() : std::move(grad));
+  }
+  return gradients;
+}
+
+Ref tuple_of(const std::vector<Tensor>& tensors, PyObject* like) {
+  Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Ref item = tensors[i].defined() ? to_framework(tensors[i], like) : Ref::share(Py_None);
+    check(PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), item.release()));
+  }
+  return tuple;
+}
+
+void check_count(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
+  if (count == wanted) return;
+  throw_type_error(std::string(name) + " takes " + std::to_string(wanted) + " arguments, got " +
+                   std::to_string(count));
+}
+
+std::vector<bool> trained_of(const std::vector<PyObject*>& parameters) {
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  std::vector<bool> trained(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    trained[i] = Ref::take(PyObject_GetAttr(parameters[i], name)).get() == Py_True;
+  }
+  return trained;
+}
+
+}  // namespace
+
+PyObject* make_layer(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *kind = nullptr, *options = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &kind, &options) == 0) throw PythonError();
+    auto layer = std::make_shared<Layer>();
+    layer->make = runner_of(text_of(kind, "the kind of layer"), options);
+    auto runner = value_of(new_runner(*layer, DType::kF32));
+    for (const nn::NamedParameter& p : runner->module().parameters()) {
+      const auto shape = p.value().shape();
+      layer->parameters.emplace_back(p.name, Shape(shape.begin(), shape.end()));
+    }
+    layer->runners.emplace(DType::kF32, std::move(runner));
+    layer->seen.resize(layer->parameters.size());
+    auto owner = std::make_unique<std::shared_ptr<Layer>>(std::move(layer));
+    Ref capsule = Ref::take(PyCapsule_New(owner.get(), kLayerName, [](PyObject* c) {
+      delete static_cast<std::shared_ptr<Layer>*>(PyCapsule_GetPointer(c, kLayerName));
+    }));
+    owner.release();
+    return capsule;
+  });
+}
+
+PyObject* layer_parameters(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    return list_of(layer_of(capsule)->parameters, [](const auto& parameter) {
+      const Ref shape = list_of(parameter.second, [](int64_t n) { return to_python(n); });
+      const Ref name = to_python(std::string_view(parameter.first));
+      return Ref::take(PyTuple_Pack(2, name.get(), shape.get()));
+    });
+  });
+}
+
+PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_count("layer_forward", count, 8);
+    const std::shared_ptr<Layer>& layer = layer_of(args[0]);
+    Forward f;
+    f.mode = static_cast<Mode>(integer_of(args[2]));
+    const bool training = f.mode == Mode::kTraining;
+    for (PyObject* input : items_of(args[4], "inputs")) {
+      f.inputs.push_back(tensor_of(input, "input", training));
+    }
+    if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
+    const auto objects = items_of(args[5], "parameters");
+    f.parameters = parameters_of(*layer, objects);
+    f.options = microbatch_of(args[3]);
+    const bool said = f.options.is_first_microbatch.has_value();
+    f.numbers = number_contents(*layer, objects, f.parameters,
+                                said && f.mode == Mode::kUncached ? Mode::kTraining : f.mode);
+    if (training) f.trained = trained_of(objects);
+    f.attention = attention_of(args[6], training);
+    if (args[7] != Py_None) f.random = tensor_of(args[7], "random", true);
+    const long long activation = integer_of(args[1]);
+    f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
+    PyObject* like = PyTuple_GetItem(args[4], 0);
+    f.stream = current_stream_of(like, f.inputs[0].device());
+    std::shared_ptr<Record> record;
+    std::optional<Result<Tensor>> y;
+    {
+      const WithoutLock unlocked;
+      y.emplace(run(*layer, f, record));
+    }
+    const Ref output = to_framework(value_of(*std::move(y)), like);
+    Ref token = Ref::share(Py_None);
+    if (record != nullptr) {
+      record->layer = layer;
+      token = number_tensor(add_record(std::move(record)), drop_record, like);
+    }
+    return Ref::take(PyTuple_Pack(2, output.get(), token.get()));
+  });
+}
+
+PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_count("layer_backward", count, 5);
+    const std::shared_ptr<Record> record = record_of(args[0]);
+    const Tensor dy = tensor_of(args[1], "gradient", false);
+    auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"));
+    std::vector<Tensor> main_grads(parameters.size());
+    if (args[3] != Py_None) {
+      const auto given = items_of(args[3], "main_grads");
+      for (size_t i = 0; i < main_grads.size() && i < given.size(); ++i) {
+        if (given[i] != Py_None) main_grads[i] = tensor_of(given[i], "main_grad", false);
+      }
+    }
+    void* const stream = current_stream_of(args[1], dy.device());
+    std::optional<Result<Gradients>> gradients;
+    {
+      const WithoutLock unlocked;
+      gradients.emplace(
+          run_backward(*record, dy, parameters, main_grads, stream, args[4] == Py_True));
+    }
+    const Gradients made = value_of(*std::move(gradients));
+    const Ref inputs = tuple_of(made.inputs, args[1]);
+    const Ref own = tuple_of(made.parameters, args[1]);
+    return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
+  });
+}
+
+PyObject* end_backward(PyObject*, PyObject* token) noexcept {
+  return guarded([&] {
+    const std::shared_ptr<Record> record = record_of(token);
+    Status status;
+    {
+      const WithoutLock unlocked;
+      const auto scopes = record->scopes.enter();
+      status = nn::backward_end();
+    }
+    check(status);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* layer_changed(PyObject*, PyObject* layer) noexcept {
+  return guarded([&] {
+    layer_of(layer)->changed = true;
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* layer_state(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &capsule, &like) == 0) throw PythonError();
+    Layer& layer = *layer_of(capsule);
+    std::vector<nn::NamedTensor> state;
+    {
+      const WithoutLock unlocked;
+      const std::lock_guard lock(layer.mutex);
+      state = fp8_state(*layer.runners.at(layer.newest));
+    }
+    return list_of(state, [&](const nn::NamedTensor& t) {
+      const Ref name = to_python(std::string_view(t.name));
+      const Ref tensor = to_framework(t.tensor, like);
+      return Ref::take(PyTuple_Pack(2, name.get(), tensor.get()));
+    });
+  });
+}
+
+PyObject* set_layer_state(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *given = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &capsule, &given) == 0) throw PythonError();
+    Layer& layer = *layer_of(capsule);
+    std::vector<nn::NamedTensor> state;
+    const Ref items = Ref::take(PySequence_List(given));
+    for (Py_ssize_t i = 0; i < PyList_Size(items.get()); ++i) {
+      PyObject *name = nullptr, *tensor = nullptr;
+      if (PyArg_ParseTuple(PyList_GetItem(items.get(), i), "OO", &name, &tensor) == 0) {
+        throw PythonError();
+      }
+      state.push_back({std::string(text_of(name, "a name")), tensor_of(tensor, "state", true)});
+    }
+    Status status;
+    {
+      const WithoutLock unlocked;
+      const std::lock_guard lock(layer.mutex);
+      status = layer.runners.at(layer.newest)->module().load_fp8_state(state, "FP8 state");
+    }
+    check(status);
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

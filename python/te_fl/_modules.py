@@ -1,0 +1,110 @@
+"""Plugins in Python: modules that TE_FL_PLUGIN_MODULES names and packages with an entry point `te_fl.plugin` (docs/python-plugins.md).
+
+They are loaded by the first op, or the first look at devices or plugins, from whichever thread that comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import sys
+import threading
+import traceback
+from types import ModuleType
+from typing import Callable, List, Optional, Sequence
+
+from te_fl import _native
+from te_fl.registration import OpRegistry, owned_by
+
+GROUP = "te_fl.plugin"
+_turn = threading.RLock()
+
+
+def load(names: Sequence[str], discover: bool, skip: Sequence[str]) -> List[dict]:
+    """Loads the modules of these names, and then those of installed packages except `skip`; a report of each, for plugins::PluginInfo."""
+    with _turn:
+        reports = [_load(name) for name in dict.fromkeys(names)]
+        if not discover:
+            return reports
+        done = set(names) | set(skip)
+        for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
+            if entry.name in done or entry.module in done:
+                continue
+            done.add(entry.module)
+            reports.append(_load(entry.module, entry))
+        return reports
+
+
+def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> dict:
+    origin = GROUP if entry is None else f"entry point {entry.name} = {entry.value}" + (f" of {entry.dist.name} {entry.dist.version}"
+                                                                                           if entry.dist is not None else "")
+    report = {"name": name, "vendor": "", "version": entry.dist.version if entry is not None and entry.dist is not None else "", "build_id": "",
+              "path": "", "origin": origin, "reason": "", "state": "active", "ops": []}
+    registry = OpRegistry.instance()
+    try:
+        if not _is_there(name):
+            return {**report, "state": "skipped", "reason": f"there is no module {name!r}"}
+        report["path"] = name  # it is there, whatever becomes of it
+        module = importlib.import_module(name)
+        report.update(path=getattr(module, "__file__", None) or name, build_id=_build_id(module, report["version"]),
+                      version=report["version"] or str(getattr(module, "__version__", "")))
+        with owned_by(name):
+            _bring(name, module, entry.load() if entry is not None and entry.attr else getattr(module, "register", None), registry)
+    except Exception as error:
+        registry.unregister_owner(name)  # of what it registered before
+        refused = isinstance(error, NotImplementedError)
+        text = str(error) if refused else traceback.format_exception_only(type(error), error)[-1].strip()
+        return {**report, "state": "skipped" if refused else "failed", "reason": text}
+    mine = [row for row in registry.snapshot() if row["owner"] == name]
+    report["ops"] = [f"{row['op_name']}: {row['impl_id']}" for row in mine]
+    report["vendor"] = ", ".join(sorted({row["vendor"] for row in mine}))
+    return report
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            return False
+        raise
+    except ValueError:  # it was made by hand and has no spec, or the name is no module's
+        return name in sys.modules
+
+
+def _bring(name: str, module: ModuleType, register: Optional[Callable], registry: OpRegistry) -> None:
+    """Loads the shared library that the module brings, and has it register."""
+    library = getattr(module, "te_fl_library", None)
+    if register is None and library is None:
+        unfinished = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        raise AttributeError(f"module {name!r} has neither register() nor te_fl_library" +
+                             ("; it is being imported still, and calls an op: that belongs into register()" if unfinished else ""))
+    if callable(library):
+        library = library()
+    if library is not None:
+        _native.load_plugin(os.path.abspath(os.fspath(library)))
+    if register is not None:
+        register(registry) if _takes_registry(register) else register()
+
+
+def _takes_registry(register: Callable) -> bool:
+    try:
+        parameters = inspect.signature(register).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) or p.kind is p.VAR_POSITIONAL
+               for p in parameters)
+
+
+def _build_id(module: ModuleType, version: str) -> str:
+    """Changes with the module's text, so that what a quarantine says of one build is not said of another."""
+    try:
+        with open(module.__file__, "rb") as file:
+            return (version + "-" if version else "") + hashlib.sha256(file.read()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return version
+

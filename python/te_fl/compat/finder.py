@@ -1,0 +1,178 @@
+"""Transformer Engine's import names for te-fl.
+
+as_transformer_engine() puts one finder first on sys.meta_path. It answers for transformer_engine and its modules, and for the metadata of
+the distribution transformer_engine. A module of it is a facade: its names come from te-fl when they are first read, so that no framework is
+imported before somebody imports transformer_engine.pytorch or transformer_engine.jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import pathlib
+import re
+import sys
+import types
+from typing import Optional
+
+from te_fl.compat import known_names, table
+from te_fl.compat.variables import warn_of_variables
+from te_fl.errors import FailedPrecondition, Unsupported
+
+__all__ = ["as_transformer_engine", "status"]
+
+_ROOT, _EXTENSIONS = "transformer_engine", ("transformer_engine_torch", "transformer_engine_jax")
+_NAMES = {module: frozenset(names.split()) for module, names in known_names.NAMES.items()}
+_PLUGIN = frozenset(table.PLUGINS[1].split())
+_NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
+                                                            for part in ("", ".types", ".registry", ".manager")}})
+_PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
+# Importing one of these is an ImportError if what is on the right is missing, which programs rely on that serve several frameworks.
+_NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax"),
+          "transformer_engine.jax.flax": ("flax", "te_fl.jax.flax")}
+
+
+class Refused:
+    """Stands for a name that te-fl does not serve: it can be imported, and nothing is an instance of it; using it is an error."""
+
+    def __init__(self, name: str, way_out: str):
+        self.__dict__.update(_name=name, _way_out=way_out)
+
+    def _refuse(self) -> None:
+        raise Unsupported(f"{self._name} is not served by te-fl; {self._way_out} (docs/transformer-engine.md)")
+
+    def __call__(self, *arguments, **options):
+        self._refuse()
+
+    def __getattr__(self, attribute: str):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        self._refuse()
+
+    def __mro_entries__(self, bases):
+        self._refuse()
+
+    def __getitem__(self, key):
+        self._refuse()
+
+    def __instancecheck__(self, instance) -> bool:
+        return False
+
+    def __subclasscheck__(self, subclass) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, refused by te-fl>"
+
+
+class _Missing(Unsupported, AttributeError):
+    """A name of which te-fl knows nothing, asked for in one of Transformer Engine's extension modules."""
+
+
+class _Facade(types.ModuleType):
+    """A module of Transformer Engine's whose names are te-fl's."""
+
+    def __getattr__(self, name: str):
+        module = self.__name__
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name in _NAMES[module] and f"{module}.{name}" not in _NAMES:
+            home = table.home(module, name)
+            refused = home is None
+            value = Refused(f"{module}.{name}", table.way_out(module, name)) if refused else getattr(importlib.import_module(home), name)
+            setattr(self, name, value)
+            return value
+        if f"{module}.{name}" in _NAMES:
+            return importlib.import_module(f"{module}.{name}")
+        raise AttributeError(f"module {module!r} of te-fl has no attribute {name!r}, nor has Transformer Engine {table.VERSION}")
+
+    def __dir__(self) -> list:
+        return sorted({*super().__dir__(), *_NAMES[self.__name__]})
+
+
+class _Extension(types.ModuleType):
+    """transformer_engine_torch and transformer_engine_jax, whose functions te-fl has as ops."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        raise _Missing(f"{self.__name__}.{name} is not served by te-fl; call the op by its name in te_fl.ops (docs/ops.md)")
+
+
+class _Loader(importlib.abc.Loader):
+    def create_module(self, spec):
+        return (_Extension if spec.name in _EXTENSIONS else _Facade)(spec.name, f"te-fl under Transformer Engine's name {spec.name}.")
+
+    def exec_module(self, module) -> None:
+        name = module.__name__
+        if name in _EXTENSIONS:
+            return
+        for need in _NEEDS.get(name, ()):
+            importlib.import_module(need)
+        module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n) and f"{name}.{n}" not in _NAMES]
+        if name == _ROOT:
+            module.__version__ = table.VERSION
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The metadata of the distribution transformer_engine, for those who ask for its version before they import it."""
+
+    _FILES = {"METADATA": f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {table.VERSION}\n"
+                          "Summary: te-fl under Transformer Engine's name\n",
+              "top_level.txt": "transformer_engine\n", "INSTALLER": "te-fl\n"}
+
+    def read_text(self, filename: str) -> Optional[str]:
+        return self._FILES.get(filename)
+
+    def locate_file(self, path):
+        return pathlib.Path(__file__).parent / path
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Answers for transformer_engine alone; there is one."""
+
+    def find_spec(self, fullname: str, path=None, target=None):
+        if fullname not in _NAMES and fullname not in _EXTENSIONS:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _Loader(), origin="te-fl", is_package=fullname in _PACKAGES)
+
+    def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()):
+        if context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == "transformer-engine":
+            yield _Distribution()
+
+
+_finder: Optional[_Finder] = None
+
+
+def _installed_elsewhere() -> Optional[str]:
+    """Where another transformer_engine is installed, without importing it."""
+    spec = importlib.machinery.PathFinder.find_spec(_ROOT)
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+
+
+def status() -> dict:
+    """Whether transformer_engine is te-fl (active), the version that it claims, and where another one is installed (other)."""
+    return {"active": _finder is not None and _finder in sys.meta_path, "version": table.VERSION, "other": _installed_elsewhere()}
+
+
+def as_transformer_engine() -> None:
+    """From now on `import transformer_engine` means te-fl: its pytorch, jax, jax.flax, common.recipe and plugin.core.
+
+    An installed Transformer Engine is passed over; one that was imported before is te_fl.errors.FailedPrecondition. The environment
+    variable TE_FL_AS_TRANSFORMER_ENGINE=1 does the same when the interpreter starts.
+    """
+    global _finder
+    there = sys.modules.get(_ROOT)
+    if there is not None and not isinstance(there, _Facade):
+        raise FailedPrecondition(f"te_fl.as_transformer_engine: another transformer_engine was imported from {there.__file__}; call this "
+                                 "before anything imports transformer_engine, or set TE_FL_AS_TRANSFORMER_ENGINE=1")
+    if _finder is None:
+        _finder = _Finder()
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+        importlib.invalidate_caches()
+    warn_of_variables()

@@ -1,0 +1,167 @@
+"""Which of Transformer Engine's names te-fl serves, and where they are. Data only: tools/transformer_engine_names.py reads it alone."""
+
+VERSION = "2.20.2"
+
+# Modules of te-fl and the names of Transformer Engine that are there.
+SERVED = {
+    "te_fl.common.recipe":
+        "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling NVFP4BlockScaling QParams "
+        "Recipe",
+    "te_fl.pytorch.attention": "DotProductAttention",
+    "te_fl.pytorch.multihead_attention": "MultiheadAttention",
+    "te_fl.pytorch.transformer": "TransformerLayer",
+    "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.linear": "LayerNormLinear Linear",
+    "te_fl.pytorch.mlp": "LayerNormMLP",
+    "te_fl.pytorch.norm": "LayerNorm RMSNorm",
+    "te_fl.pytorch.quantization": "autocast fp8_autocast fp8_model_init quantized_model_init",
+    "te_fl.pytorch.availability":
+        "check_fp8_block_scaling_support check_fp8_support check_mxfp8_support check_nvfp4_support check_recipe_support "
+        "get_align_size_for_quantization get_cudnn_version get_default_fp8_recipe get_default_recipe get_device_compute_capability "
+        "get_fp8_max get_fp8_torch_dtype is_bf16_available is_fp8_available is_fp8_block_scaling_available is_mxfp8_available "
+        "is_nvfp4_available torch_version",
+    "te_fl.pytorch.constants":
+        "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy DType GemmParallelModes LayerTypes MXFP8_BLOCK_SCALING_SIZE "
+        "NVFP4_BLOCK_SCALING_SIZE TE_DType TE_DType_To_Torch dist_group_type",
+    "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
+    "te_fl.pytorch.optimizers":
+        "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
+        "multi_tensor_sgd multi_tensor_unscale_l2norm",
+    "te_fl.pytorch.rng":
+        "CudaRNGStatesTracker get_all_rng_states graph_safe_rng_available is_graph_safe_rng_state set_all_rng_states",
+    "te_fl.pytorch.rope": "RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
+    "te_fl.pytorch.softmax":
+        "FusedScaleMaskSoftmax attention_mask_func scaled_aligned_causal_masked_softmax_backward "
+        "scaled_aligned_causal_masked_softmax_forward scaled_masked_softmax_backward scaled_masked_softmax_forward "
+        "scaled_softmax_backward scaled_softmax_forward scaled_upper_triang_masked_softmax_backward "
+        "scaled_upper_triang_masked_softmax_forward",
+    "te_fl.pytorch.weights": "deinterleave_glu_tensor interleave_glu_tensor",
+    "te_fl.jax.activation": "activation",
+    "te_fl.jax.attention":
+        "AttnBiasType AttnMaskType AttnSoftmaxType QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn",
+    "te_fl.jax.dense": "dense",
+    "te_fl.jax.flax":
+        "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
+        "TransformerLayer TransformerLayerType extend_logical_axis_rules",
+    "te_fl.jax.layernorm": "canonicalize_norm_type layernorm",
+    "te_fl.jax.layernorm_dense": "layernorm_dense",
+    "te_fl.jax.layernorm_mlp": "layernorm_mlp",
+    "te_fl.jax.quantize":
+        "NVTE_FP8_COLLECTION_NAME autocast fp8_autocast get_global_quantize_recipe noop_quantizer_set update_collections",
+    "te_fl.jax.sharding":
+        "BATCH_AXES HEAD_AXES HIDDEN_AXES HIDDEN_TP_AXES JOINED_AXES MeshResource SEQLEN_AXES SEQLEN_TP_AXES W_FSDP_AXES W_JOINED_AXES "
+        "W_NO_SHARD_AXES W_TP_AXES get_sharding_map_logic_axis_to_mesh_axis global_mesh_resource global_shard_guard "
+        "with_sharding_constraint_by_logical_axes",
+    "te_fl.jax.softmax": "SoftmaxFusionType softmax",
+}
+
+_RANKS = {"tp_group": "a group", "tp_size": 2, "sequence_parallel": True}
+_DELAY = {"delay_wgrad_compute": True, "symmetric_ar_type": "two_shot"}
+
+# Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
+PARTLY = {
+    "te_fl.pytorch.attention.DotProductAttention": {**_RANKS, "cp_group": "a group", "softcap": 30.0, "return_max_logit": True},
+    "te_fl.pytorch.attention.DotProductAttention.forward": {
+        "fp8_output": True, "bf16_backward": True, "num_splits": 2, "score_mod": "a function", "score_mod_bprop": "a function",
+        "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors", "inference_params": "a cache",
+        "thd_attention_policies": "policies"},
+    "te_fl.pytorch.checkpoint.checkpoint": {"distribute_saved_activations": True},
+    "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
+    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.linear.Linear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
+    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache", "softcap": 30.0},
+    "te_fl.pytorch.norm.LayerNorm": {"sequence_parallel": True, "sm_margin": 4},
+    "te_fl.pytorch.norm.RMSNorm": {"sequence_parallel": True, "sm_margin": 4},
+    "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
+                                           "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
+    "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
+    "te_fl.pytorch.quantization.autocast": {"amax_reduction_group": "a group"},
+    "te_fl.pytorch.quantization.quantized_model_init": {"enabled": True},
+    "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
+    "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
+    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache", "softcap": 30.0},
+}
+
+# Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.
+MADE_BY = {"te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused"}
+
+# Parameters that te-fl has beyond Transformer Engine's, after them.
+MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
+
+# Recipes that exist so that programs can name them, and that autocast refuses.
+UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
+UNUSABLE_BECAUSE = "a program can name it; autocast refuses it"
+
+# Beginnings of modules in which te-fl serves names, and the beginning of te-fl's own modules that are asked.
+HOMES = (
+    ("transformer_engine.pytorch.ops", None),  # its Linear and LayerNorm are other classes of the same names
+    ("transformer_engine.pytorch", ("te_fl.pytorch", "te_fl.common")),
+    ("transformer_engine.jax.flax", ("te_fl.jax.flax",)),
+    ("transformer_engine.jax", ("te_fl.jax", "te_fl.common")),
+    ("transformer_engine.common", ("te_fl.common",)),
+    ("transformer_engine.plugin", ("te_fl",)),
+)
+
+# What to do without a name, by what it begins with or contains; the first that fits.
+WAYS_OUT = (
+    ("transformer_engine.pytorch.ops", "use the modules of te_fl.pytorch"),
+    ("transformer_engine.pytorch.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
+    ("transformer_engine.jax.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
+    ("multi_tensor_", "use FusedAdam, or te_fl.ops.multi_tensor_adam"),
+    ("moe_", "permute with torch.index_select; te-fl has no op of it"),
+    ("Grouped", "use one Linear for each group"),
+    ("Fp8Padding", "pad rows to a multiple of 16 with torch.nn.functional.pad"),
+    ("Fp8Unpadding", "slice the rows"),
+    ("Request", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
+    ("QuantizerRole", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
+    ("Quantizer", "quantise with te_fl.ops.quantize and te_fl.Quantized"),
+    ("Tensor", "quantise with te_fl.ops.quantize and te_fl.Quantized"),
+    ("saving", "save tensors with ctx.save_for_backward"),
+    ("restore_", "save tensors with ctx.save_for_backward"),
+    ("Gated", "use DotProductAttention or MultiheadAttention"),
+    ("MLA", "use DotProductAttention or MultiheadAttention"),
+    ("offload", "keep activations on the device, or recompute them with checkpoint"),
+    ("Offload", "keep activations on the device, or recompute them with checkpoint"),
+    ("_ub", "leave ub_ arguments at False"),
+    ("UserBuffer", "leave ub_ arguments at False"),
+    ("newton_schulz", "iterate with torch.matmul"),
+    ("Cusolver", "iterate with torch.matmul"),
+    ("onnx", "export the model in plain PyTorch; the parameters have the same names"),
+    ("make_graphed_callables", "capture with torch.cuda.graph"),
+    ("InferenceParams", "keep keys and values in the program"),
+)
+OTHERWISE = "te-fl has nothing in its place"
+
+INTRODUCTION = """
+`te_fl.as_transformer_engine()`, or `TE_FL_AS_TRANSFORMER_ENGINE=1` where the package is installed, makes `import transformer_engine` mean
+te-fl ([Python](python.md)). What is served comes from the module of te-fl that a table names, with Transformer Engine's parameters and
+defaults (but `device`). What is refused can be imported, and `isinstance` of it is False; calling it, subclassing it or reading an
+attribute is `te_fl.errors.Unsupported`, which says what to use. An argument that is not honoured is refused by name, never ignored; the
+tables list those that take one value only. A variable `NVTE_..` that is set and not honoured is said once, as a warning.
+"""
+
+# TransformerEngine-FL's names of implementations in Python, in transformer_engine.plugin.core.
+PLUGINS = ("te_fl", "BackendImplKind OpImpl OpManager OpRegistry")
+
+_PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), PLUGINS)]
+
+
+def home(module: str, name: str):
+    """The module of te-fl that serves a name of Transformer Engine's module; None if it is refused."""
+    asked = next((own for prefix, own in HOMES if (module + ".").startswith(prefix + ".")), None)
+    for place, names in _PLACES if asked else ():
+        if name in names and any(place == own or (own != "te_fl" and place.startswith(own + ".")) for own in asked):
+            return place
+    return None
+
+
+def way_out(module: str, name: str) -> str:
+    """What to do without a name that is refused."""
+    for part, text in WAYS_OUT:
+        if module.startswith(part) or part in name:
+            return text
+    return OTHERWISE

@@ -1,0 +1,21 @@
+"""Transformer Engine's environment variables. The recipes honour some; of the others a program is told that they do nothing."""
+
+import os
+import warnings
+
+HONOURED = ("NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+            "NVTE_NVFP4_4OVER6", "NVTE_NVFP4_4OVER6_E4M3_USE_256", "NVTE_NVFP4_4OVER6_ERR_MODE", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+            "NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+_INSTEAD = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "TE_FL_DETERMINISTIC=1", "NVTE_FLASH_ATTN": "TE_FL_PER_OP",
+            "NVTE_FUSED_ATTN": "TE_FL_PER_OP", "NVTE_UNFUSED_ATTN": "TE_FL_PER_OP",
+            "NVTE_DEBUG": "TE_FL_LOG_LEVEL", "NVTE_DEBUG_LEVEL": "TE_FL_LOG_LEVEL"}
+_warned: set = set()
+
+
+def warn_of_variables() -> None:
+    """Warns of variables NVTE_.. that are set and that te-fl does not honour, of each once."""
+    ignored = sorted(n for n in os.environ if n.startswith("NVTE_") and n not in HONOURED and n not in _warned)
+    if ignored:
+        _warned.update(ignored)
+        said = ", ".join(f"{n} (see {_INSTEAD[n]})" if n in _INSTEAD else n for n in ignored)
+        warnings.warn(f"te-fl does not honour {said}; unset them, or choose with TE_FL_ variables (docs/operators.md)", stacklevel=3)

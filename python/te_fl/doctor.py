@@ -1,0 +1,183 @@
+"""`python -m te_fl doctor` and `info`: what te-fl finds of itself and its plugins, and what surrounds it in Python."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple, Optional
+
+import te_fl
+from te_fl import frameworks, program
+
+
+class Finding(NamedTuple):
+    """As te-fl's own: level is ok, note (works, with less) or problem (something is broken)."""
+
+    level: str
+    what: str
+    disables: str = ""
+    remedy: str = ""
+
+
+def _library_folders() -> list:
+    """Where NVIDIA's packages of PyPI keep their libraries. PyTorch and JAX load them from there."""
+    return sorted(f for path in sys.path if path for f in glob.glob(os.path.join(path, "nvidia", "*", "lib")) if os.path.isdir(f))
+
+
+def _packages() -> dict:
+    """Frameworks and what they work with, by name; None: not installed."""
+    names = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
+    return {name: frameworks.installed(name) for name in names}
+
+
+def _check_package() -> list:
+    own, library = te_fl.__version__, te_fl.info()["version"]
+    where = f"te_fl {own} in {os.path.dirname(te_fl.__file__)}"
+    python = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
+    if own != library:
+        return [Finding("problem", f"{where}: its library is version {library}", "nothing of it can be relied on",
+                        "install it again: pip install --force-reinstall te-fl")]
+    return [Finding("ok", f"{where}; {python}")]
+
+
+def _check_runtime() -> list:
+    """What te-fl finds; of plugins in Python, which that program cannot run, what became of them in this process."""
+    try:
+        found = [Finding(f["level"], f["what"], f["disables"], f["remedy"])
+                 for f in program.ask("doctor", library_folders=_library_folders())]
+    except (FileNotFoundError, RuntimeError) as error:
+        return [Finding("problem", str(error), "what the runtime itself finds is not known")]
+    for p in te_fl.info()["plugins"]:
+        if not p["path"] or ".so" in os.path.basename(p["path"]):
+            continue
+        found = [f for f in found if not f.what.startswith(f"plugin {p['name']}: ")]
+        if p["state"] == "active":
+            found.append(Finding("ok", f"plugin {p['name']}: active, {len(p['ops'])} implementations in Python, {p['path']}"))
+        else:
+            found.append(Finding("problem" if p["state"] == "failed" else "note", f"plugin {p['name']}: {p['state']} ({p['origin']}): {p['reason']}",
+                                 "its implementations; others serve"))
+    return found
+
+
+def _driver() -> Optional[str]:
+    """NVIDIA's driver by what the kernel module says."""
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            version = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", file.readline())
+    except OSError:
+        return None
+    return version.group(1) if version else "of an unknown version"
+
+
+def _nvcc() -> Optional[str]:
+    path = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if not path:
+        return None
+    text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"release ([\d.]+)", text)
+    return f"{version.group(1) if version else 'of an unknown version'}, {path}"
+
+
+def _library(soname: str) -> Optional[str]:
+    """Where a library of NVIDIA's lies: in a package of PyPI, or as the dynamic linker's cache has it."""
+    for folder in _library_folders():
+        if os.path.exists(os.path.join(folder, soname)):
+            return os.path.join(folder, soname)
+    ldconfig = shutil.which("ldconfig", path=os.environ.get("PATH", "") + ":/sbin:/usr/sbin")
+    cache = subprocess.run([ldconfig, "-p"], capture_output=True, text=True).stdout if ldconfig else ""
+    entry = re.search(rf"^\s*{re.escape(soname)} .*=> (.*)$", cache, re.M)
+    return entry.group(1) if entry else None
+
+
+def _check_cuda() -> list:
+    """What the CUDA plugin says of driver, devices and libraries is in the runtime's findings; here is what holds without it."""
+    nvcc, found = _nvcc(), []
+    if nvcc:
+        found.append(Finding("ok", f"CUDA Toolkit: nvcc {nvcc}"))
+    else:
+        found.append(Finding("note", "CUDA Toolkit: no nvcc on PATH or in /usr/local/cuda/bin",
+                             "only building te-fl's CUDA plugin from source; nothing is compiled at run time"))
+    if any(p["name"] == "cuda" for p in te_fl.info()["plugins"]):
+        return found
+    driver = _driver()
+    if driver:
+        found.append(Finding("note", f"NVIDIA driver {driver}, but this te_fl has no CUDA plugin: it was built where no nvcc was",
+                             "te-fl's ops on NVIDIA GPUs; tensors of theirs are refused",
+                             "install a released wheel, or the CUDA Toolkit 12.9 or newer and then te_fl from source (docs/install.md)"))
+    else:
+        found.append(Finding("note", "no CUDA plugin in this te_fl, and no NVIDIA driver on this machine",
+                             "te-fl's ops on NVIDIA GPUs; the host serves all calls"))
+    for name, soname, use in (("cuDNN", "libcudnn.so.9", "fast attention on NVIDIA GPUs"),
+                              ("NCCL", "libnccl.so.2", "communication between NVIDIA GPUs, which no op does yet")):
+        path = _library(soname)
+        found.append(Finding("ok", f"{name}: {path}; only the CUDA plugin uses it") if path else
+                     Finding("note", f"{name}: no {soname}", f"with a CUDA plugin: {use}"))
+    return found
+
+
+def _check_frameworks() -> list:
+    found, versions = [], _packages()
+    for package, name in frameworks.NAMES.items():
+        version, module = versions[package], {"torch": "te_fl.pytorch", "jax": "te_fl.jax"}[package]
+        wrong = frameworks.refusal(package)
+        if version is None:
+            found.append(Finding("note", f"{name}: not installed", module, f"pip install '{package}>={frameworks.MINIMUM[package]}'"))
+        elif wrong:
+            found.append(Finding("note", wrong, f"{module}, which refuses this version when it is imported",
+                                 f"pip install --upgrade '{package}>={frameworks.MINIMUM[package]}'"))
+        else:
+            found.append(Finding("ok", f"{name}: {version} ({frameworks.MINIMUM[package]} or newer is needed)"))
+    others = [f"{name} {versions[name]}" for name in ("jaxlib", "flax", "triton", "numpy") if versions[name]]
+    if others:
+        found.append(Finding("ok", "beside them: " + ", ".join(others)))
+    if versions["transformer_engine"]:
+        found.append(Finding("note", f"NVIDIA's transformer_engine {versions['transformer_engine']} is installed too: importing that name "
+                             "gives it, unless te_fl.as_transformer_engine() or TE_FL_AS_TRANSFORMER_ENGINE=1 comes first"))
+    return found
+
+
+_COLOURS = {"ok": "32", "note": "33", "problem": "31"}
+
+
+def _print(findings: list) -> None:
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for f in findings:
+        mark = f"{f.level:<7}"
+        print(f"\033[{_COLOURS[f.level]}m{mark}\033[0m" if colour else mark, f.what, sep="  ")
+        if f.disables:
+            print(f"         without it: {f.disables}")
+        if f.remedy:
+            print(f"         to mend it: {f.remedy}")
+
+
+def doctor(as_json: bool = False) -> int:
+    """Prints what is found, what is missing and what that disables; 1 if something is broken, which a missing GPU is not."""
+    findings = [*_check_package(), *_check_runtime(), *_check_cuda(), *_check_frameworks()]
+    problems = any(f.level == "problem" for f in findings)
+    if as_json:
+        print(json.dumps([f._asdict() for f in findings], indent=2))
+    else:
+        _print(findings)
+        print("\nThere are problems; see above." if problems else "\nNo problems.")
+    return int(problems)
+
+
+def info(as_json: bool = False) -> int:
+    """`te-fl info`, and the Python around it."""
+    packages = {name: version for name, version in _packages().items() if version}
+    python = {"version": platform.python_version(), "platform": platform.platform(), "package": os.path.dirname(te_fl.__file__),
+              "packages": packages}
+    if as_json:
+        print(json.dumps({**program.ask("info", library_folders=_library_folders()), "python": python}, indent=2))
+        return 0
+    code = subprocess.run([program.program(), "info"]).returncode
+    print(f"\nPython {python['version']} on {python['platform']}, te_fl in {python['package']}")
+    if packages:
+        print("  " + ", ".join(f"{name} {version}" for name, version in packages.items()))
+    return code

@@ -1,0 +1,41 @@
+"""Transformer Engine's modules for PyTorch, on te-fl's ops: te_fl.pytorch.Linear(768, 768) on cuda and on cpu."""
+
+from __future__ import annotations
+
+import importlib
+
+from te_fl.frameworks import require
+
+require("torch")
+
+from te_fl.common import recipe  # noqa: E402
+from te_fl.pytorch.attention import DotProductAttention  # noqa: E402
+from te_fl.pytorch.checkpoint import checkpoint, recompute_contexts  # noqa: E402
+from te_fl.pytorch.quantization import autocast, fp8_autocast, fp8_model_init, quantized_model_init  # noqa: E402
+from te_fl.pytorch.linear import LayerNormLinear, Linear  # noqa: E402
+from te_fl.pytorch.mlp import LayerNormMLP  # noqa: E402
+from te_fl.pytorch.multihead_attention import MultiheadAttention  # noqa: E402
+from te_fl.pytorch.norm import LayerNorm, RMSNorm  # noqa: E402
+from te_fl.pytorch.transformer import TransformerLayer  # noqa: E402
+from te_fl.compat import table as _table  # noqa: E402
+from te_fl.compat.variables import warn_of_variables as _warn_of_variables  # noqa: E402
+
+_warn_of_variables()
+
+_LATER = ("availability", "constants", "cross_entropy", "optimizers", "rng", "rope", "softmax", "weights")
+
+
+def __getattr__(name: str):
+    # What not every program needs is imported when it is first read, from the module that docs/transformer-engine.md names.
+    if name in _LATER:
+        return importlib.import_module(f"te_fl.pytorch.{name}")
+    home = None if name.startswith("_") else _table.home("transformer_engine.pytorch", name)
+    if home is None:
+        raise AttributeError(f"te_fl.pytorch has no {name!r}; docs/transformer-engine.md lists what there is")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__():
+    served = {name for home, names in _table.SERVED.items() if home.startswith("te_fl.pytorch") for name in names.split()}
+    return sorted({*globals(), *_LATER, *served})

@@ -1,0 +1,260 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from te_fl.pytorch import random as generator
+from te_fl.pytorch import refuse as rules
+from te_fl.pytorch.base import TransformerEngineBaseModule
+from te_fl.pytorch.refuse import only, refuse
+
+MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
+FORMATS = ("sbhd", "bshd", "thd")
+# Sequences of a packed layout have lengths of their own, which te-fl's masks say by name.
+THD_MASKS = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal_bottom_right"}
+_OWN_KERNEL = "te-fl's attention has no such term"
+
+
+def mask_type(where: str, name: str, bottom_right: Optional[bool]) -> str:
+    """The mask's name with the diagonal that bottom_right asks for."""
+    name = {"causal,padding": "padding_causal", "padding,causal": "padding_causal"}.get(name, name)
+    rules.choice(where, "attn_mask_type", name, MASKS)
+    if bottom_right and name in ("causal", "padding_causal"):
+        return name + "_bottom_right"
+    return name
+
+
+def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int, int]:
+    """How many keys before and after its own a query sees; -1: all. A causal mask has none after."""
+    left, right = (-1, -1) if size is None else (int(size[0]), int(size[1]))
+    if left < -1 or right < -1:
+        raise ValueError(f"{where}: window_size is {size}; its numbers are -1 (no bound) or more")
+    if "causal" in mask and right not in (-1, 0):
+        raise ValueError(f"{where}: window_size is {size} with mask {mask!r}, which shows no keys after a query's own; give 0 or -1 there")
+    return left, (-1 if "causal" in mask else right)
+
+
+_lengths = WeakIdKeyDictionary()
+
+
+def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
+    """Prefix sums of the sequences' lengths, int32 [batch + 1], of a mask [batch, 1, 1, length] that is true in the padding.
+
+    The padding is at the end: any other mask would attend to the wrong keys, so it is refused. That is looked at once for each mask.
+    """
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+        raise ValueError(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
+    known = _lengths.get(mask)
+    if known is not None and known[0] == mask._version:
+        return known[1]
+    kept = ~mask[:, 0, 0, :]
+    lengths = kept.sum(1, dtype=torch.int32)
+    expected = torch.arange(mask.shape[-1], device=mask.device) < lengths[:, None]
+    if not torch.equal(kept, expected):
+        raise ValueError(f"{where}: the padding mask hides tokens that are not at the end of their sequence; give that as "
+                         "attn_mask_type='arbitrary' with a mask [batch, 1, queries, keys]")
+    sums = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    _lengths[mask] = (mask._version, sums)
+    return sums
+
+
+def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """The slopes of ALiBi's paper (Press et al., 2022): 2^(-8 i / n) for n heads, n a power of two, else interleaved with those of 2n."""
+    n = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / n) for i in range(heads - n)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """softmax(scale q k^T + bias, masked) v.
+
+    num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size. qkv_format: 'sbhd', 'bshd' or 'thd'.
+    attn_mask_type, window_size, bottom_right_diagonal: also per call. softmax_type: 'vanilla', 'off-by-one' or 'learnable'.
+    layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs.
+    """
+
+    _kind = "attention"
+
+    def __init__(self, num_attention_heads: int, kv_channels: Union[int, Tuple[int, int]], num_gqa_groups: Optional[int] = None,
+                 attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
+                 window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None, softcap: float = 0.0,
+                 sequence_parallel: bool = False, tp_size: int = 1, get_rng_state_tracker: Optional[Callable] = None,
+                 tp_group: Optional[Any] = None, layer_number: Optional[int] = None, attention_type: str = "self",
+                 cp_group: Optional[Any] = None, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
+                 cp_comm_type: str = "p2p", softmax_scale: Optional[float] = None, softmax_type: str = "vanilla",
+                 return_max_logit: Optional[bool] = False, name: Optional[str] = None) -> None:
+        super().__init__(name)
+        where = "DotProductAttention"
+        rules.one_rank(where, tp_group, tp_size, sequence_parallel)
+        rules.choice(where, "qkv_format", qkv_format, FORMATS)
+        rules.choice(where, "softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
+        rules.choice(where, "attention_type", attention_type, ("self", "cross"))
+        only(where, ("softcap", float(softcap), 0.0, _OWN_KERNEL), ("return_max_logit", bool(return_max_logit), False, _OWN_KERNEL),
+             ("cp_group", cp_group, None, "te_fl.pytorch runs on one rank so far; leave it out"))
+        if not isinstance(kv_channels, int):
+            if kv_channels[0] != kv_channels[1]:
+                raise refuse(where, "kv_channels", tuple(kv_channels), "heads of v are as large as those of q and k")
+            kv_channels = kv_channels[0]
+        self.num_attention_heads, self.kv_channels = int(num_attention_heads), int(kv_channels)
+        self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)
+        if self.num_gqa_groups < 1 or self.num_attention_heads % self.num_gqa_groups != 0:
+            raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
+        self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, attn_mask_type
+        self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        window(where, window_size, mask_type(where, attn_mask_type, bottom_right_diagonal))
+        self.attention_type, self.layer_number = attention_type, layer_number
+        self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
+        self.get_rng_state_tracker = get_rng_state_tracker
+        if softmax_type == "learnable":
+            from te_fl.pytorch.base import default_device
+            self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads, device=default_device()), torch.nn.init.zeros_)
+            self.reset_parameters()
+
+    def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int]):
+        # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
+        dropout = 0.0 if torch.is_grad_enabled() and not self.training else self.attention_dropout
+        key = (layout, mask, size, dropout)
+
+        def options() -> dict:
+            chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "num_gqa_groups": self.num_gqa_groups,
+                      "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+                      "softmax_type": self.softmax_type, "attention_dropout": dropout}
+            return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
+
+        return self._layer(device, options=options, key=key)
+
+    def forward(self, query_layer: Optional[torch.Tensor] = None, key_layer: Optional[torch.Tensor] = None,
+                value_layer: Optional[torch.Tensor] = None,
+                attention_mask: Optional[Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]] = None, qkv_format: Optional[str] = None,
+                cu_seqlens_q: Optional[torch.Tensor] = None, cu_seqlens_kv: Optional[torch.Tensor] = None,
+                cu_seqlens_q_padded: Optional[torch.Tensor] = None, cu_seqlens_kv_padded: Optional[torch.Tensor] = None,
+                max_seqlen_q: Optional[int] = None, max_seqlen_kv: Optional[int] = None, attn_mask_type: Optional[str] = None,
+                window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None,
+                softcap: Optional[float] = None, checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
+                core_attention_bias: Optional[torch.Tensor] = None, alibi_slopes: Optional[torch.Tensor] = None,
+                fast_zero_fill: bool = True, inference_params: Optional[Any] = None, pad_between_seqs: Optional[bool] = None,
+                fp8_output: Optional[bool] = False, bf16_backward: Optional[bool] = False, num_splits: Optional[int] = 1,
+                score_mod: Optional[Callable] = None, score_mod_bprop: Optional[Callable] = None,
+                score_mod_tensors: Optional[Dict[str, torch.Tensor]] = None,
+                score_mod_bprop_tensors: Optional[Dict[str, torch.Tensor]] = None, qkv_layer: Optional[torch.Tensor] = None,
+                kv_layer: Optional[torch.Tensor] = None, qkv_interleave_dim: int = -3,
+                thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto"):
+        """q [.., heads, channels], k and v [.., groups, channels] in qkv_format -> [.., heads * channels].
+
+        attention_mask: true where masked out; with the padding masks bool [batch, 1, 1, length], for cross-attention a pair; with
+        'arbitrary' [1 or batch, 1 or heads, queries, keys]. cu_seqlens: int32 [batch + 1]. core_attention_bias_type: 'no_bias',
+        'post_scale_bias' with core_attention_bias, or 'alibi' (causal masks only). fast_zero_fill: taken for compatibility, te-fl writes
+        the rows of padding anyway. max_seqlen: at least the longest sequence, for 'thd'.
+        """
+        where = "DotProductAttention"
+        softcap = 0.0 if softcap is None else float(softcap)
+        only(where, ("softcap", softcap, 0.0, _OWN_KERNEL), ("fp8_output", bool(fp8_output), False, "outputs are of the inputs' dtype"),
+             ("bf16_backward", bool(bf16_backward), False, "the backward is of the forward's dtype"),
+             ("num_splits", num_splits, 1, _OWN_KERNEL), ("score_mod", score_mod, None, _OWN_KERNEL),
+             ("score_mod_bprop", score_mod_bprop, None, _OWN_KERNEL), ("score_mod_tensors", score_mod_tensors, None, _OWN_KERNEL),
+             ("score_mod_bprop_tensors", score_mod_bprop_tensors, None, _OWN_KERNEL),
+             ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache; give all keys and values"),
+             ("thd_attention_policies", thd_attention_policies, None, "give one mask for all sequences"))
+        if qkv_layer is not None or kv_layer is not None:
+            query_layer, key_layer, value_layer = _unpack(where, query_layer, key_layer, value_layer, qkv_layer, kv_layer,
+                                                          qkv_interleave_dim)
+        layout = qkv_format or self.qkv_format
+        rules.choice(where, "qkv_format", layout, FORMATS)
+        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        mask = mask_type(where, attn_mask_type or self.attn_mask_type, bottom_right)
+        size = window(where, self.window_size if window_size is None else window_size, mask)
+        inputs = self._masked(where, layout, mask, query_layer, key_layer, attention_mask, cu_seqlens_q, cu_seqlens_kv,
+                              cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+        extras = self._biased(where, mask, core_attention_bias_type, core_attention_bias, alibi_slopes, query_layer.device, inputs)
+        if layout == "thd":
+            mask = THD_MASKS.get(mask, mask)
+
+        def compute(q, k, v, *biases):
+            layer = self._layer_for(q.device, layout, mask, size)
+            dropped = None
+            if self.training and self.attention_dropout > 0:
+                tracker = self.get_rng_state_tracker
+                with tracker().fork() if tracker is not None else contextlib.nullcontext():
+                    dropped = generator.draw(q.device)
+            own = (self.softmax_offset,) if self.softmax_type == "learnable" else ()
+            return self._run(layer, (q, k, v), own, attention=inputs, random=dropped, extras=biases)
+
+        if checkpoint_core_attention and torch.is_grad_enabled():
+            from te_fl.pytorch.checkpoint import checkpoint
+            out = checkpoint(compute, query_layer, key_layer, value_layer, *extras, use_reentrant=False)
+        else:
+            out = compute(query_layer, key_layer, value_layer, *extras)
+        return out.flatten(-2)
+
+    def _masked(self, where, layout, mask, q, k, given, cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv) -> dict:
+        """The layer's inputs that say which keys a query sees."""
+        inputs: dict = {}
+        if mask == "arbitrary":
+            if given is None:
+                raise ValueError(f"{where}: attn_mask_type is 'arbitrary'; give attention_mask")
+            inputs["attn_mask"] = given.contiguous()
+            return inputs
+        if layout == "thd":
+            if cu_q is None:
+                raise ValueError(f"{where}: qkv_format is 'thd'; give cu_seqlens_q, and cu_seqlens_kv where they differ")
+            inputs.update(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_q if cu_kv is None else cu_kv, cu_seqlens_q_padded=cu_q_padded,
+                          cu_seqlens_kv_padded=cu_q_padded if cu_kv_padded is None else cu_kv_padded, max_seqlen_q=max_q,
+                          max_seqlen_kv=max_kv if max_kv is not None else max_q)
+        elif "padding" in mask:
+            if cu_q is None or cu_kv is None:
+                if given is None:
+                    raise ValueError(f"{where}: attn_mask_type is {mask!r}; give attention_mask, or cu_seqlens_q and cu_seqlens_kv")
+                masks = (given, given) if isinstance(given, torch.Tensor) else tuple(given)
+                if isinstance(given, torch.Tensor) and self._length(q, layout) != self._length(k, layout):
+                    raise ValueError(f"{where}: queries and keys differ in length; give attention_mask as a pair, of queries and of keys")
+                cu_q, cu_kv = (cumulative_lengths(where, m) for m in masks)
+            inputs.update(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+        return inputs
+
+    @staticmethod
+    def _length(t: torch.Tensor, layout: str) -> int:
+        return t.shape[0 if layout == "sbhd" else 1]
+
+    def _biased(self, where, mask, kind, bias, slopes, device, inputs) -> Tuple[torch.Tensor, ...]:
+        """Adds the scores' addend to the inputs; what of it may need a gradient."""
+        rules.choice(where, "core_attention_bias_type", kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
+        if kind == "pre_scale_bias":
+            raise refuse(where, "core_attention_bias_type", kind, "divide the bias by the scale and give 'post_scale_bias'")
+        if kind == "alibi":
+            if "causal" not in mask:
+                raise refuse(where, "core_attention_bias_type", kind, f"mask {mask!r} shows keys on both sides; give the distances as a bias")
+            inputs["alibi_slopes"] = _slopes(self.num_attention_heads, device) if slopes is None else slopes
+        elif kind == "post_scale_bias":
+            if bias is None:
+                raise ValueError(f"{where}: core_attention_bias_type is 'post_scale_bias'; give core_attention_bias")
+            inputs["bias"] = bias
+            return (bias,)
+        return ()
+
+
+_known_slopes: Dict[Tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _slopes(heads: int, device: torch.device) -> torch.Tensor:
+    key = (heads, device)
+    if key not in _known_slopes:
+        _known_slopes[key] = alibi_slopes(heads, device)
+    return _known_slopes[key]
+
+
+def _unpack(where, q, k, v, qkv, kv, dim):
+    """q, k and v of tensors that hold them along a dimension of extent 3, or k and v of extent 2."""
+    if qkv is not None:
+        if q is not None or k is not None or v is not None or kv is not None:
+            raise ValueError(f"{where}: give qkv_layer alone")
+        return qkv.unbind(dim)
+    if k is not None or v is not None or q is None:
+        raise ValueError(f"{where}: give query_layer with kv_layer, and neither key_layer nor value_layer")
+    return (q, *kv.unbind(dim))

@@ -1,0 +1,250 @@
+"""What te-fl's PyTorch modules have in common: parameters, a layer in C++ made when it is first needed, FP8 state."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+
+from te_fl import _native
+from te_fl.pytorch import extra_state, quantization
+from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.refuse import refuse
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_of(device: Union[torch.device, str, None]) -> torch.device:
+    """The device of new parameters: `device`, or cuda where there is one and else cpu."""
+    return default_device() if device is None else torch.device(device)
+
+
+def native_device(device: torch.device) -> str:
+    """te-fl's name of a device of PyTorch's."""
+    if device.type == "cpu":
+        return "cpu"
+    index = device.index or 0
+    if device.type == "cuda":
+        return f"cuda:{index}"
+    if device.type == torch._C._get_privateuse1_backend_name():
+        found = [d["name"] for d in _native.info()["devices"] if d["name"].startswith("ext:") and d["name"].endswith(f":{index}")]
+        if len(found) == 1:
+            return found[0]
+    raise refuse("te_fl.pytorch", "device", str(device), "it is cpu, cuda, or the PrivateUse1 device of one vendor's plugin; "
+                 "te_fl.info() lists te-fl's devices")
+
+
+def default_init(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Base of modules with one layer of te_fl::nn.
+
+    Derived classes set _kind, _sites (the layer's FP8 sites) and implement _options() and _tensors().
+    """
+
+    _kind: str
+    _sites: Tuple[str, ...] = ()
+
+    def __init__(self, name: Optional[str] = None):
+        super().__init__()
+        self.name = name
+        self._layers: Dict[str, Any] = {}  # by kind
+        self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the layer
+        self._recipe = None  # of the last forward in FP8
+        self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
+        self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
+
+    # -- parameters
+
+    def _add_parameter(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
+        self.register_parameter(name, torch.nn.Parameter(value))
+        self._initialisers[name] = (init, tracker)
+
+    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
+        """Gives parameters their initial values. Those on the meta device get memory on cuda where there is one, else on cpu."""
+        if defer_init:
+            return
+        for name, (init, tracker) in self._initialisers.items():
+            param = getattr(self, name)
+            if param.device.type == "meta":
+                param = torch.nn.Parameter(torch.empty_like(param, device=default_device()), requires_grad=param.requires_grad)
+                setattr(self, name, param)
+            random = contextlib.nullcontext()
+            if tracker is not None:
+                stream = getattr(self, "rng_tracker_name", None)
+                random = tracker().fork(stream) if stream else tracker().fork()
+            with torch.no_grad(), random:
+                init(param)
+
+    def _split_names(self, split: Any, out_features: int, what: str) -> List[Tuple[str, int]]:
+        """(prefix, rows) of each part of a weight; one without prefix if it is whole."""
+        where = type(self).__name__
+        if split is None:
+            return [("", out_features)]
+        if isinstance(split, dict):
+            parts = list(split.items())
+        else:
+            split = (split,) if isinstance(split, str) else tuple(split)
+            if not split or out_features % len(split) != 0:
+                raise ValueError(f"{where}: {out_features} {what} do not divide into the {len(split)} equal parts of parameters_split")
+            parts = [(name, out_features // len(split)) for name in split]
+        if sum(rows for _, rows in parts) != out_features:
+            raise ValueError(f"{where}: the parts of parameters_split sum to {sum(rows for _, rows in parts)}; "
+                             f"there are {out_features} {what}")
+        return [(name if name.endswith("_") else name + "_", int(rows)) for name, rows in parts]
+
+    def _add_split(self, name: str, parts: List[Tuple[str, int]], shape: Tuple[int, ...], device, dtype, init, tracker=None) -> List[str]:
+        """Registers the parts of one array, which lie one after the other; their names."""
+        whole = torch.empty(sum(rows for _, rows in parts), *shape, device=device, dtype=dtype)
+        at, names = 0, []
+        for prefix, rows in parts:
+            names.append(prefix + name)
+            self._add_parameter(names[-1], whole[at:at + rows], init, tracker)
+            at += rows
+        return names
+
+    # -- the layer
+
+    def _options(self) -> dict:
+        raise NotImplementedError
+
+    def _layer(self, device: torch.device, kind: Optional[str] = None, options: Optional[Callable[[], dict]] = None, key: Any = None):
+        kind = kind or self._kind
+        key = (kind, key)
+        layer = self._layers.get(key)
+        if layer is None:
+            use_torch_memory(device)
+            layer = _native.layer(kind, {**(options or self._options)(), "device": native_device(device)})
+            self._layers[key] = layer
+            if self._loaded and self._owns_state(kind):
+                _native.set_layer_state(layer, self._loaded)
+                self._loaded = []
+        return layer
+
+    def _owns_state(self, kind: str) -> bool:
+        return bool(self._sites) and kind == self._kind
+
+    def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
+             accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+        x = inputs[0]
+        activation = -1
+        if torch.is_autocast_enabled(x.device.type):
+            activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]
+        updates = False
+        if quantization._state.scopes:
+            updates = quantization.updates_gradients()
+            self._recipe = quantization.active_recipe()
+        inputs = tuple(t if t.is_contiguous() else t.contiguous() for t in inputs) if attention is None else inputs
+        return run(Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates), self.training,
+                   *inputs, *extras, *parameters)
+
+    def _changed(self) -> None:
+        for layer in self._layers.values():
+            _native.layer_changed(layer)
+
+    def _alone(self) -> None:
+        """This module runs by itself from now on, with its FP8 state."""
+        if self._fused_in is not None:
+            self._fused_in[0].leave()
+
+    def train(self, mode: bool = True):
+        # What serves keeps quantised weights while parameters change as PyTorch counts only; in between anything may happen to them.
+        self._changed()
+        return super().train(mode)
+
+    def _apply(self, fn, recurse: bool = True):
+        self._alone()
+        state = self._fp8_state()
+        result = super()._apply(fn, recurse)
+        self._forget(state)
+        return result
+
+    def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
+        """Makes new layers when they are next needed, with this FP8 state."""
+        self._layers = {}
+        device = next((p.device for p in self.parameters(recurse=False)), None)
+        self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
+
+    # -- FP8 state
+
+    def _fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
+        if self._fused_in is not None:
+            state = self._fused_in[0].state_of(self._fused_in[1])
+            if state is not None:
+                return state
+        return self._own_fp8_state()
+
+    def _own_fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
+        for (kind, _), layer in self._layers.items():
+            if self._owns_state(kind):
+                like = next(iter(self.parameters(recurse=False)), None)
+                return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0) if like is None else like)]
+        return list(self._loaded)
+
+    def get_extra_state(self) -> torch.Tensor:
+        state = self._fp8_state()
+        if not state or not self._sites:
+            return torch.empty(0, dtype=torch.uint8)
+        recipe = self._recipe
+        if recipe is None:
+            from te_fl.common.recipe import DelayedScaling
+            recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
+        return extra_state.write(recipe, extra_state.to_theirs(state, self._sites), {"fp8_checkpoint": True, "num_gemms": len(self._sites)})
+
+    def set_extra_state(self, state: Any) -> None:
+        where = type(self).__name__
+        read = extra_state.read(state, where)
+        if not read:
+            return
+        own = extra_state.from_theirs(read, self._sites, where)
+        self._alone()
+        self._recipe = read.get("recipe", self._recipe)
+        device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
+        if device.type != "meta":
+            own = [(n, t.to(device)) for n, t in own]
+        for (kind, _), layer in self._layers.items():
+            if own and self._owns_state(kind):
+                _native.set_layer_state(layer, own)
+                return
+        self._loaded = own
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Scales 1 and empty histories."""
+        self._alone()
+        self._loaded = []
+        for (kind, _), layer in self._layers.items():
+            if self._owns_state(kind):
+                _native.set_layer_state(layer, [])
+
+    # -- copies
+
+    def __getstate__(self) -> dict:
+        state = self.__dict__.copy()
+        state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
+        state["_layers"], state["_fused_in"] = {}, None
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
+        if device.type != "meta":
+            self._loaded = [(n, t.to(device)) for n, t in self._loaded]
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        if tp_group is not None:
+            raise refuse(type(self).__name__, "tp_group", tp_group, "te_fl.pytorch runs on one rank so far")
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+
+def parameter_dtype(params_dtype: Optional[torch.dtype], where: str) -> torch.dtype:
+    dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+    if dtype not in DTYPE_NAMES:
+        raise refuse(where, "params_dtype", dtype, "it is torch.float32, torch.bfloat16 or torch.float16")
+    return dtype

@@ -1,0 +1,125 @@
+"""Calls of te-fl's layers from PyTorch: one into C++ for a forward and one for its backward, as one node of autograd."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from te_fl import _native
+from te_fl.tensors import DTYPES
+
+_queue = torch.autograd.Variable._execution_engine.queue_callback
+_task = torch._C._current_graph_task_id
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
+               ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+TRAINING, SERVING, UNCACHED = 0, 1, 2
+
+_devices = set()  # those whose memory comes from PyTorch
+
+
+def use_torch_memory(device: torch.device) -> None:
+    """From now on te-fl's memory of the device is PyTorch's."""
+    key = (device.type, device.index)
+    if device.type != "cuda" or key in _devices:
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    allocate, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete
+
+    def on_device(size: int, stream: int) -> int:
+        if torch.cuda.current_device() == index:
+            return allocate(size, stream)
+        with torch.cuda.device(index):
+            return allocate(size, stream)
+
+    torch.cuda.init()
+    _native.use_allocator(f"cuda:{index}", on_device, free, torch.cuda.empty_cache)
+    _devices.add(key)
+
+
+class Call(NamedTuple):
+    """What a layer's forward is called with besides tensors that autograd follows."""
+
+    layer: Any  # of _native.layer()
+    inputs: int  # how many of the tensors are inputs
+    extras: int  # how many after them are in `attention` as well and get a gradient; the parameters follow
+    activation: int  # the output's dtype as an index in DTYPES
+    first: Any  # is_first_microbatch
+    attention: Optional[dict]
+    random: Optional[torch.Tensor]
+    updates: bool  # whether the scales of gradients are to be updated when the backward ends
+    accumulates: bool  # whether gradients of weights go to main_grad
+
+
+def _ends(token: torch.Tensor) -> None:
+    """Updates the scales of gradients when the backward that runs now has ended, once for all layers of the forward's thread."""
+    task = _task()
+    key = (task, int(token[0]) if task < 0 else threading.get_ident())
+    if key in _ending:
+        return
+    _ending.add(key)
+
+    def end() -> None:
+        _ending.discard(key)
+        _native.end_backward(token)
+
+    _queue(end)
+
+
+_ending = set()
+
+
+def _main_grads(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
+    return tuple(getattr(p, "main_grad", None) if p.dim() == 2 else None for p in parameters)
+
+
+def _placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
+    """The gradient of a parameter whose main_grad took it, so that hooks that wait for one run."""
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(parameter)
+
+
+class LayerFunction(torch.autograd.Function):
+    """A forward that keeps what its backward reads in C++, owned by the memory of a saved tensor, the token."""
+
+    @staticmethod
+    def forward(ctx, call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+        n = call.inputs
+        output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
+                                              call.attention, call.random)
+        ctx.save_for_backward(token, *tensors)
+        ctx.call = call
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        call = ctx.call
+        token, *tensors = ctx.saved_tensors
+        n = call.inputs + call.extras
+        parameters = tuple(tensors[n:])
+        main_grads = _main_grads(parameters) if call.accumulates else None
+        inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, main_grads, _keeps_graph())
+        if call.updates:
+            _ends(token)
+        if main_grads is not None:
+            own = tuple(_placeholder(p) if m is not None else g for p, m, g in zip(parameters, main_grads, own))
+        needed = ctx.needs_input_grad
+        return (None, *(g if needed[i + 1] else None for i, g in enumerate(inputs[:n])), *own)
+
+
+def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
+    """The layer's output. training: whether parameters may change otherwise than by operations that their version counters count."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                return LayerFunction.apply(call, *tensors)
+    n = call.inputs
+    return _native.layer_forward(call.layer, call.activation, UNCACHED if training else SERVING, call.first, tensors[:n],
+                                 tensors[n + call.extras:], call.attention, call.random)[0]

@@ -1,0 +1,115 @@
+"""FP8 state in checkpoints, in the form that Transformer Engine's modules save: a pickled dict of tensors in a tensor of bytes.
+
+Reading it runs no code of the checkpoint: names other than those of recipes and tensors are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any, List, Sequence, Tuple
+
+import torch
+
+from te_fl.common import recipe as recipes
+from te_fl.errors import DataLoss
+
+_THEIRS, _OURS = "transformer_engine.common.recipe", "te_fl.common.recipe"
+
+
+class _Writer(pickle._Pickler):
+    """Names recipes as Transformer Engine does, so that it can read them."""
+
+    def save_global(self, obj, name=None):
+        if getattr(obj, "__module__", None) != _OURS:
+            return super().save_global(obj, name)
+        self.save(_THEIRS)
+        self.save(obj.__qualname__)
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+    def save_type(self, obj):
+        return self.save_global(obj) if obj.__module__ == _OURS else super().save_type(obj)
+
+    dispatch = {**pickle._Pickler.dispatch, type: save_type}
+
+
+_ALLOWED = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module, name):
+        if module in (_THEIRS, _OURS):
+            found = getattr(recipes, name, None)
+            if isinstance(found, type):
+                return found
+        elif (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        raise DataLoss(f"FP8 state of a checkpoint names {module}.{name}, which no recipe or tensor needs; it is not read")
+
+
+def write(recipe: Any, tensors: dict, extra: dict) -> torch.Tensor:
+    """The bytes of one module's state, uint8."""
+    stream = io.BytesIO()
+    _Writer(stream, protocol=4).dump({"recipe": recipe, **tensors, "extra_fp8_variables": extra})
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def read(state: Any, where: str) -> dict:
+    """What write() was given; {} of an empty state. te_fl.errors.DataLoss for what cannot be read."""
+    if state is None or (isinstance(state, torch.Tensor) and state.numel() == 0):
+        return {}
+    if isinstance(state, torch.Tensor):
+        state = io.BytesIO(state.detach().cpu().numpy().tobytes())
+    if not isinstance(state, io.BytesIO):
+        raise TypeError(f"{where}: the extra state is a {type(state).__name__}; it is a tensor of bytes or a BytesIO")
+    state.seek(0)
+    try:
+        return _Reader(state).load() or {}
+    except DataLoss:
+        raise
+    except Exception as error:
+        raise DataLoss(f"{where}: the extra state cannot be read: {error}") from error
+
+
+# Transformer Engine's places of a product's tensors in its arrays: input, weight and output forward; the output's and the input's gradient
+# backward. te-fl's layers keep those that they quantise: input and weight, and the output's gradient.
+def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str]) -> dict:
+    by_name = dict(state)
+    if not by_name:
+        return {}
+    out = {}
+    for direction, slots, places in (("fwd", 2, 3), ("bwd", 1, 2)):
+        scales, histories = [], []
+        for site in sites:
+            scale, history = by_name.get(f"{site}.{direction}.scale"), by_name.get(f"{site}.{direction}.amax_history")
+            if scale is None:
+                scale, history = torch.ones(slots), torch.zeros(1, slots)
+            scales += [scale.detach().cpu(), torch.ones(places - slots)]
+            histories.append((history.detach().cpu(), places - slots))
+        length = max(h.shape[0] for h, _ in histories)
+        columns = [torch.cat([torch.cat([h, h.new_zeros(length - h.shape[0], h.shape[1])]), h.new_zeros(length, more)], 1)
+                   for h, more in histories]
+        out[f"scale_{direction}"], out[f"amax_history_{direction}"] = torch.cat(scales), torch.cat(columns, 1).contiguous()
+    return out
+
+
+def from_theirs(read_state: dict, sites: Sequence[str], where: str) -> List[Tuple[str, torch.Tensor]]:
+    state = []
+    for direction, slots, places in (("fwd", 2, 3), ("bwd", 1, 2)):
+        scale, history = read_state.get(f"scale_{direction}"), read_state.get(f"amax_history_{direction}")
+        if scale is None or history is None:
+            return []
+        if scale.numel() != places * len(sites) or history.dim() != 2 or history.shape[1] != scale.numel():
+            raise DataLoss(f"{where}: scale_{direction} has {scale.numel()} places and its history {tuple(history.shape)}; "
+                           f"{len(sites)} products have {places * len(sites)}")
+        for i, site in enumerate(sites):
+            own = slice(i * places, i * places + slots)
+            state.append((f"{site}.{direction}.scale", scale[own].float().contiguous()))
+            state.append((f"{site}.{direction}.amax_history", history[:, own].float().contiguous()))
+    return state

@@ -1,0 +1,150 @@
+"""A whole Transformer layer as one call of te-fl's in each direction."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, List, Optional, Tuple
+
+import torch
+
+from te_fl import _native
+from te_fl.pytorch import quantization
+from te_fl.pytorch import random as generator
+from te_fl.pytorch.attention import THD_MASKS, DotProductAttention, mask_type, window
+from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
+from te_fl.pytorch.call import DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.linear import LayerNormLinear, Linear
+from te_fl.pytorch.mlp import LayerNormMLP
+from te_fl.pytorch.multihead_attention import L2Normalization, MultiheadAttention
+from te_fl.pytorch.norm import LayerNorm, RMSNorm
+
+# The classes of parts that the one call stands for. Parts have the same names as modules and in te_fl::nn::TransformerLayer.
+_KINDS = (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)
+
+
+def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+class FusedLayer:
+    """The layers in C++ of one TransformerLayer, one for each mask, window and dropout that it is called with.
+
+    While one of them is used, the FP8 state of the parts is there; leave() gives it back to them.
+    """
+
+    def __init__(self, owner: torch.nn.Module):
+        self._layers: dict = {}
+        self._current: Any = None  # the key of the layer with the FP8 state; None: the parts have it
+        self._places: List[Tuple[torch.nn.Module, str]] = []
+        self._tree = [(path, part) for path, part in owner.named_modules() if path]
+        # The modules' own tables of children, which show that one was replaced or added.
+        self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
+        self._parts = [(path, part) for path, part in self._tree if isinstance(part, TransformerEngineBaseModule)]
+        for path, part in self._parts:
+            part.__dict__["_fused_in"] = (self, path)
+
+    def usable(self, owner) -> bool:
+        """Whether the parts are what the one call stands for: of their own classes, and without hooks, which would not run."""
+        for children, known in self._children:
+            if children != known:
+                return False
+        for _, part in self._tree:
+            if type(part) not in _KINDS or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                return False
+        return True
+
+    def state(self) -> Optional[List[Tuple[str, torch.Tensor]]]:
+        """The FP8 state by te_fl::nn's names; None if the parts have it."""
+        if self._current is None:
+            return None
+        like = getattr(*self._places[0])
+        return [(n, t.clone()) for n, t in _native.layer_state(self._layers[self._current], like)]
+
+    def state_of(self, path: str) -> Optional[List[Tuple[str, torch.Tensor]]]:
+        """That of one part, by its own names."""
+        state = self.state()
+        return None if state is None else [(n[len(path) + 1:], t) for n, t in state if n.startswith(path + ".")]
+
+    def leave(self) -> None:
+        """The parts run by themselves from now on, with the FP8 state."""
+        if self._current is not None:
+            states = [(part, self.state_of(path)) for path, part in self._parts]
+            self._current = None
+            for part, state in states:
+                part._forget(state)
+        self._layers = {}
+
+    def changed(self) -> None:
+        for layer in self._layers.values():
+            _native.layer_changed(layer)
+
+    def _layer(self, owner, device: torch.device, mask: str, size: Tuple[int, int]):
+        attention, mlp = owner.self_attention, owner.layernorm_mlp
+        core = attention.core_attention
+        drops = owner.training or not torch.is_grad_enabled()
+        hidden, inner = (owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)
+        key = (device, mask, size, hidden, inner)
+        layer = self._layers.get(key)
+        if layer is None:
+            use_torch_memory(device)
+            options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
+                       "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
+                       "kv_channels": attention.kv_channels, "normalization": mlp.normalization, "epsilon": mlp.eps,
+                       "zero_centered_gamma": mlp.zero_centered_gamma, "bias": mlp.use_bias, "hidden_dropout": hidden,
+                       "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
+                       "layout": owner.attn_input_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+                       "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
+                       "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": native_device(device), **mlp._clamp,
+                       "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
+                       "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
+                       "qkv_weight_interleaved": attention.qkv_weight_interleaved}
+            if attention.qk_norm_type is not None:
+                options.update(qk_norm=attention.qk_norm_type, qk_norm_epsilon=attention.qk_norm_eps,
+                               qk_norm_before_rope=attention.qk_norm_before_rope)
+            if core.softmax_scale is not None:
+                options["softmax_scale"] = float(core.softmax_scale)
+            layer = self._layers[key] = _native.layer("transformer_layer", options)
+            names = [name for name, _ in _native.layer_parameters(layer)]
+            self._places = [(_find(owner, n.rpartition(".")[0]), n.rpartition(".")[2]) for n in names]
+        if key != self._current:
+            self._take_state(layer)
+            self._current = key
+        return layer
+
+    def _take_state(self, layer) -> None:
+        state = self.state()
+        if state is None:
+            state = [(f"{path}.{n}", t) for path, part in self._parts for n, t in part._own_fp8_state()]
+        if state:
+            _native.set_layer_state(layer, state)
+
+    def run(self, owner, x: torch.Tensor, mask: str, size, bottom_right, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
+            cu_seqlens_padded, max_seqlen) -> torch.Tensor:
+        where = "TransformerLayer"
+        core = owner.self_attention.core_attention
+        mask = mask_type(where, mask, bottom_right)
+        size = window(where, size, mask)
+        layout = owner.attn_input_format
+        inputs = core._masked(where, layout, mask, x, x, attention_mask, cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded,
+                              max_seqlen, max_seqlen)
+        extras = core._biased(where, mask, bias_kind, bias, slopes, x.device, inputs)
+        if layout == "thd":
+            mask = THD_MASKS.get(mask, mask)
+        if angles is not None:
+            inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
+        layer = self._layer(owner, x.device, mask, size)
+        random = None
+        if owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0):
+            tracker = owner.get_rng_state_tracker
+            with tracker().fork() if tracker is not None else contextlib.nullcontext():
+                random = generator.draw(x.device)
+        updates = False
+        if quantization._state.scopes:
+            updates, recipe = quantization.updates_gradients(), quantization.active_recipe()
+            for _, part in self._parts:
+                part._recipe = recipe
+        parameters = [getattr(module, name) for module, name in self._places]
+        x = x if x.is_contiguous() else x.contiguous()
+        return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), owner.training, x, *extras, *parameters)

@@ -1,0 +1,111 @@
+"""FP8 scopes, with Transformer Engine's names."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any, Optional
+
+from te_fl import _native
+from te_fl.common.recipe import DelayedScaling, Recipe, native_of
+from te_fl.pytorch.availability import get_default_recipe
+from te_fl.pytorch.refuse import refuse
+
+
+class _State(threading.local):
+    def __init__(self):
+        self.scopes = []
+
+
+_state = _State()
+
+
+def updates_gradients() -> bool:
+    """Whether forwards now use delayed scaling, whose gradients' scales are updated when their backward ends."""
+    scopes = _state.scopes
+    return bool(scopes) and scopes[-1].delayed
+
+
+def enabled() -> bool:
+    return bool(_state.scopes) and _state.scopes[-1].enabled
+
+
+def calibrating() -> bool:
+    return bool(_state.scopes) and _state.scopes[-1].calibrating
+
+
+def active_recipe() -> Optional[Recipe]:
+    return _state.scopes[-1].recipe if _state.scopes else None
+
+
+class autocast:
+    """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
+
+    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
+    recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
+    here, naming the field. amax_reduction_group: refused until there are several ranks. Backward needs no scope.
+    """
+
+    def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None,
+                 amax_reduction_group: Optional[Any] = None, _graph: bool = False):
+        if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
+            raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
+        self.enabled, self.calibrating = bool(enabled), bool(calibrating)
+        self.recipe = get_default_recipe() if recipe is None else recipe
+        used = self.enabled or self.calibrating
+        self._native_recipe = native_of(self.recipe if used else DelayedScaling())
+        self.delayed = used and self._native_recipe["kind"] == "delayed"
+        self._entered = []
+
+    def __enter__(self) -> "autocast":
+        self._entered.append(_native.begin_autocast(self.enabled, self.calibrating, self._native_recipe))
+        _state.scopes.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _state.scopes.pop()
+        _native.end_autocast(self._entered.pop())
+
+    def __call__(self, function):
+        """As a decorator: each call runs in a scope of its own."""
+        import functools
+
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+
+def _size_of(group: Any) -> int:
+    import torch.distributed as dist
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 2
+
+
+_warned = False
+
+
+def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Optional[Recipe] = None, fp8_group: Optional[Any] = None,
+                 _graph: bool = False) -> autocast:
+    """The older name of autocast()."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn("fp8_autocast is the older name of autocast, which takes recipe and amax_reduction_group", DeprecationWarning,
+                      stacklevel=2)
+    return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group, _graph=_graph)
+
+
+def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False):
+    """A scope for modules whose weights are FP8 alone. Served with enabled=False only, which changes nothing."""
+    from contextlib import nullcontext
+    if enabled:
+        raise refuse("quantized_model_init", "enabled", enabled,
+                     "te_fl.pytorch keeps weights in high precision; leave the scope out, or give enabled=False")
+    return nullcontext()
+
+
+def fp8_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False):
+    """The older name of quantized_model_init()."""
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -1,0 +1,46 @@
+"""Errors of arguments that te-fl does not honour. None is ignored: what has no effect with the value that is accepted is said here."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Tuple
+
+from te_fl.errors import Unsupported
+
+_ONE_RANK = "te_fl.pytorch runs on one rank so far; leave it out"
+
+
+def refuse(where: str, argument: str, value: Any, way_out: str) -> Unsupported:
+    return Unsupported(f"{where}: {argument} = {value!r} is not served; {way_out}")
+
+
+def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
+    """Refuses the first of (argument, value, the only value served, way out) that does not hold."""
+    for argument, value, served, way_out in rules:
+        if value is not served and value != served:
+            raise refuse(where, argument, value, way_out)
+
+
+def one_rank(where: str, tp_group: Any, tp_size: int, sequence_parallel: Any) -> None:
+    if tp_group is not None:
+        raise refuse(where, "tp_group", tp_group, _ONE_RANK)
+    if tp_size != 1:
+        raise refuse(where, "tp_size", tp_size, _ONE_RANK)
+    if sequence_parallel:
+        raise refuse(where, "sequence_parallel", sequence_parallel, _ONE_RANK)
+
+
+def parallel_mode(where: str, mode: Any) -> None:
+    """With one rank a column- or row-parallel layer is the whole layer."""
+    if mode not in (None, "column", "row"):
+        raise ValueError(f"{where}: parallel_mode is {mode!r}; it is None, 'column' or 'row'")
+
+
+def symmetric(where: str, value: Any) -> None:
+    if value is not None:
+        raise refuse(where, "symmetric_ar_type", value, _ONE_RANK)
+
+
+def choice(where: str, argument: str, value: Any, served: Iterable[str]) -> None:
+    served = tuple(served)
+    if value not in served:
+        raise ValueError(f"{where}: {argument} is {value!r}; it is one of {', '.join(map(repr, served))}")

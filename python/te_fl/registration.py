@@ -1,0 +1,315 @@
+"""Implementations of ops in Python: OpImpl, BackendImplKind, OpRegistry and OpManager (docs/python-plugins.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import inspect
+import os
+import sys
+import threading
+import traceback
+from typing import Any, Callable, Collection, Iterable, Iterator, List, Optional, Tuple, Union
+
+from te_fl import _native
+from te_fl.errors import BY_CODE, Unsupported
+from te_fl.tensors import DTYPES, SCALINGS
+
+# DLPack's device types by te-fl's names, and those of them that an implementation serves which names none.
+DEVICE_TYPES = {"cpu": 1, "cuda": 2, "cuda_host": 3, "opencl": 4, "vulkan": 7, "metal": 8, "rocm": 10, "rocm_host": 11, "ext": 12, "oneapi": 14}
+TENSORS = ("te_fl", "torch", "numpy")
+_CONTEXT = ("stream", "seed", "offset", "deterministic", "capturing")
+_DTYPE_NAMES = {**{name: name for name in DTYPES}, "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp64": "f64",
+                "fp32": "f32", "fp16": "f16", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}
+
+
+class BackendImplKind(str, enum.Enum):
+    """Kind of an implementation; policies name it."""
+
+    DEFAULT = "default"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Optional["BackendImplKind"]:
+        return cls.DEFAULT if value == "flagos" else None
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class OpImpl:
+    """An implementation of an op.
+
+    op_name, impl_id: the op, and "<kind>.<name>" (rule R16).
+    fn: called with the op's arguments as keywords; writes the outputs in place and returns None. NotImplementedError (te_fl.errors.Unsupported
+        is one) or NotImplemented, before anything is written: the next candidate is tried. It names every argument of the op's first form,
+        or takes **arguments; those that the op gained later (te_fl.schema) are handed to it if it names them, and calls that use others go
+        past it. It may also name stream, seed, offset (as te_fl.ops), deterministic and capturing.
+    vendor: whose it is; required of VENDOR.
+    priority: 0 is the kind's: 150 of DEFAULT, 100 of VENDOR, 50 of REFERENCE.
+    supported_dtypes: floating-point dtypes that it serves; None: any.
+    min_arch, max_arch: architectures that it serves, in the device's numbering (90 for sm_90).
+    supports: called with those arguments that it names; answers True, or False, or the reason for a refusal. It sees te_fl.LentTensor, whose
+        memory it may not look at.
+    devices: device types that it serves, "cpu", "cuda", "ext:NAME" ..; None: any but ext. One that serves the host alone also serves other
+        devices' tensors, on copies.
+    scalings: scaling modes of tensors that it serves; with others than "none" it is handed te_fl.Quantized.
+    tensors: what tensors it is handed: te_fl.LentTensor ("te_fl"), torch.Tensor ("torch") or numpy.ndarray ("numpy"), all on the caller's
+        memory, for the time of the call. A call whose tensors have no such form goes to the next candidate.
+    thread_safe: several threads may be inside fn at once. in_place: outputs may share memory with inputs, as the op allows. deterministic:
+        the same bits every time. graph_safe: it may run while its stream is captured into a graph.
+    """
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    fn: Callable[..., Any]
+    vendor: Optional[str] = None
+    priority: int = 0
+    supported_dtypes: Optional[Collection[str]] = None
+    min_arch: Optional[int] = None
+    max_arch: Optional[int] = None
+    supports: Optional[Callable[..., Union[bool, str]]] = None
+    devices: Optional[Collection[str]] = None
+    scalings: Collection[str] = ("none",)
+    tensors: str = "te_fl"
+    thread_safe: bool = True
+    in_place: bool = False
+    deterministic: bool = False
+    graph_safe: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", BackendImplKind(self.kind))
+        for name in ("fn", "supports"):
+            value = getattr(self, name)
+            if not callable(value) and (name == "fn" or value is not None):
+                raise TypeError(f"{self}: {name} is a {type(value).__name__}, which cannot be called")
+        if self.kind is BackendImplKind.VENDOR and not self.vendor:
+            raise ValueError(f"{self}: an implementation of kind VENDOR names its vendor")
+        if self.tensors not in TENSORS:
+            raise ValueError(f"{self}: tensors is {self.tensors!r}; it is one of {', '.join(TENSORS)}")
+        for name in ("supported_dtypes", "devices", "scalings"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{self}: {name} is a str, not a collection of them; write ({getattr(self, name)!r},)")
+
+    def __str__(self) -> str:
+        return f"implementation {self.impl_id!r} of op {self.op_name!r}"
+
+    def is_available(self) -> bool:
+        """What `fn._is_available()` says, if fn has that: calls are refused while it is false."""
+        available = getattr(self.fn, "_is_available", None)
+        return bool(available()) if callable(available) else True
+
+
+class OpRegistry:
+    """The implementations of all ops. OpRegistry.instance() is that of te_fl.ops; OpRegistry() is empty, for an OpManager of its own."""
+
+    def __init__(self) -> None:
+        self._handle = _native.new_registry()
+
+    @classmethod
+    def instance(cls) -> "OpRegistry":
+        made = cls.__new__(cls)
+        made._handle = _native.process_registry()
+        return made
+
+    def register_impl(self, impl: OpImpl) -> None:
+        """Adds an implementation, for calls from now on. te_fl.errors.AlreadyExists: the op has one of that impl_id."""
+        self.register_many([impl])
+
+    def register_many(self, impls: Iterable[OpImpl]) -> None:
+        """Adds all of them, or none."""
+        _native.register(self._handle, [_described(impl) for impl in impls], owner())
+
+    def unregister(self, op_name: str, impl_id: str) -> None:
+        """Removes one; returns when no call is inside it. te_fl.errors.Busy from inside an op."""
+        _native.unregister(self._handle, op_name, impl_id)
+
+    def unregister_owner(self, name: str) -> None:
+        """Removes all that `name` registered: a plugin, a module, or "python" for a program itself."""
+        _native.unregister_owner(self._handle, name)
+
+    def set_priority(self, op_name: str, impl_id: str, priority: int) -> None:
+        _native.set_priority(self._handle, op_name, impl_id, priority)
+
+    def snapshot(self) -> List[dict]:
+        """What is registered, C++'s as well: op_name, impl_id, kind, vendor, priority and owner of each."""
+        return _native.snapshot(self._handle)
+
+
+class OpManager:
+    """Runs ops by the implementations of a registry. OpManager.instance() is the process's, which te_fl.ops uses."""
+
+    def __init__(self, registry: OpRegistry) -> None:
+        self.registry = registry
+        self._handle = _native.new_manager(registry._handle)
+
+    @classmethod
+    def instance(cls) -> "OpManager":
+        return cls(OpRegistry.instance())
+
+    def call(self, op_name: str, **arguments: Any) -> None:
+        """Runs an op; the keywords are those of te_fl.ops."""
+        _native.call(op_name, arguments, self._handle)
+
+    def explain(self, op_name: str, **arguments: Any) -> dict:
+        """How the call would be routed, as te_fl.explain."""
+        return _native.resolve(op_name, arguments, self._handle)
+
+
+_owner = threading.local()
+
+
+def owner() -> str:
+    """Who registers on this thread: the module that is being loaded, else "python"."""
+    return getattr(_owner, "name", "python")
+
+
+@contextlib.contextmanager
+def owned_by(name: str) -> Iterator[None]:
+    before = owner()
+    _owner.name = name
+    try:
+        yield
+    finally:
+        _owner.name = before
+
+
+# ---- what the native module is given
+
+def _parameters(fn: Callable[..., Any], what: str) -> Tuple[List[str], List[str], bool]:
+    """Names of fn's keywords, those of them without a default, and whether it takes any others."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # C functions do not say
+        return [], [], True
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY:
+            raise TypeError(f"{what} takes {p.name!r} by position only; arguments of ops are keywords")
+    return [p.name for p in named], [p.name for p in named if p.default is p.empty], any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _taken(impl: OpImpl, fn: Callable[..., Any], what: str, known: List[str]) -> Tuple[List[str], bool]:
+    named, required, open_ended = _parameters(fn, f"{impl}: {what}")
+    unknown = [name for name in required if name not in known and name not in _CONTEXT]
+    if unknown:
+        raise TypeError(f"{impl}: {what} takes {unknown[0]!r}, which the op has not; it has {', '.join(known)}, and every call has "
+                        f"{', '.join(_CONTEXT)}")
+    return [name for name in named if name in known or name in _CONTEXT], open_ended
+
+
+def _mask(impl: OpImpl, what: str, names: Iterable[str], numbers: dict) -> int:
+    mask = 0
+    for name in names:
+        if name not in numbers:
+            raise ValueError(f"{impl}: {what} {name!r} is not known; it is one of {', '.join(numbers)}")
+        mask |= 1 << numbers[name]
+    return mask
+
+
+def _described(impl: OpImpl) -> dict:
+    """An OpImpl in the words of te_fl_op_desc."""
+    if not isinstance(impl, OpImpl):
+        raise TypeError(f"an implementation is a te_fl.OpImpl, not a {type(impl).__name__}")
+    args = _native.schema(impl.op_name)["args"]
+    if any(a["type"] == 10 for a in args):
+        raise Unsupported(f"{impl}: collectives are implemented in C++ alone: Python is not handed a communicator")
+    handed = [a["name"] for a in args if a["type"] != 8]  # records that a forward saves stay with C++
+    later = [a["name"] for a in args if a["later"]]
+    taken, open_ended = _taken(impl, impl.fn, "fn", handed)
+    missing = [name for name in handed if name not in taken and name not in later]
+    if missing and not open_ended:
+        raise TypeError(f"{impl}: fn does not take {missing[0]!r}, which calls may set; name every argument of the op, or take **arguments")
+    declared = [name for name in taken if name in later]
+    arguments = taken + (missing if open_ended else [])
+    supports, supports_arguments = _supports(impl, [name for name in handed if name not in later or name in declared])
+    devices = {name: number for name, number in DEVICE_TYPES.items() if name != "ext"} if impl.devices is None else None
+    providers = [d[4:] for d in impl.devices or () if d.startswith("ext:")]
+    if len(set(providers)) > 1:
+        raise ValueError(f"{impl}: devices of several providers are named, {', '.join(providers)}; register one implementation for each")
+    named_devices = devices or ["ext" if d.startswith("ext:") else d for d in impl.devices or ()]
+    dtypes = range(len(DTYPES)) if impl.supported_dtypes is None else None
+    integers = [d for d in DTYPES if d[0] in "iub"and d not in ("bf16",)]
+    numbers = {name: DTYPES.index(known) for name, known in _DTYPE_NAMES.items()}
+    flags = (impl.thread_safe, impl.graph_safe, impl.deterministic, impl.in_place)
+    return {
+        "op_name": impl.op_name, "impl_id": impl.impl_id, "kind": ["default", "vendor", "reference"].index(impl.kind.value),
+        "priority": impl.priority, "vendor": impl.vendor, "fn": impl.fn, "arguments": arguments,
+        "supports": supports, "supports_arguments": supports_arguments,
+        "convert": {"te_fl": None, "torch": _as_torch, "numpy": _as_numpy}[impl.tensors],
+        "later_args": " ".join(declared) or None, "provider": providers[0] if providers else None,
+        "words": f"Python function {getattr(impl.fn, '__module__', '?')}.{getattr(impl.fn, '__qualname__', type(impl.fn).__name__)}",
+        "flags": sum(1 << bit for bit, on in enumerate(flags) if on), "min_arch": impl.min_arch or 0, "max_arch": impl.max_arch or 0,
+        "device_types": _mask(impl, "device", named_devices, DEVICE_TYPES),
+        "dtypes": _mask(impl, "dtype", list(impl.supported_dtypes) + integers, numbers) if dtypes is None else (1 << len(DTYPES)) - 1,
+        "scalings": _mask(impl, "scaling", impl.scalings, {name: i for i, name in enumerate(SCALINGS)}),
+    }
+
+
+def _supports(impl: OpImpl, handed: List[str]) -> Tuple[Optional[Callable[..., Union[bool, str]]], List[str]]:
+    asked = impl.supports
+    arguments: List[str] = []
+    if asked is not None:
+        arguments, open_ended = _taken(impl, asked, "supports", handed)
+        arguments += [name for name in handed if open_ended and name not in arguments]
+    if not callable(getattr(impl.fn, "_is_available", None)):
+        return asked, arguments
+
+    def available(**given: Any) -> Union[bool, str]:
+        if not impl.is_available():
+            return "its _is_available() says no"
+        return True if asked is None else asked(**given)
+    return available, arguments
+
+
+def _as_torch(tensor: Any) -> Any:
+    try:
+        return tensor.torch()
+    except (ImportError, BufferError, RuntimeError, TypeError) as error:
+        raise Unsupported(f"PyTorch takes no tensor of {tensor.dtype} on {tensor.device}: {error}") from error
+
+
+def _as_numpy(tensor: Any) -> Any:
+    try:
+        return tensor.numpy()
+    except (ImportError, BufferError) as error:
+        raise Unsupported(f"NumPy takes no tensor of {tensor.dtype} on {tensor.device}: {error}") from error
+
+
+def _told(error: BaseException) -> Tuple[str, str]:
+    """The status code of an exception in an implementation, and one line about it.
+
+    Its frames give up their variables, which may be arrays on memory that was lent for the call.
+    """
+    code = next((code for code, kind in BY_CODE.items() if isinstance(error, kind)), None)
+    if code is None:
+        code = "UNSUPPORTED" if isinstance(error, NotImplementedError) else "OUT_OF_MEMORY" if isinstance(error, MemoryError) else "INTERNAL"
+    text = traceback.format_exception_only(type(error), error)[-1].strip()
+    trace = traceback.extract_tb(error.__traceback__)
+    if trace:
+        text += f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno} in {trace[-1].name})"
+    seen: List[BaseException] = []
+    link: Optional[BaseException] = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return code, text
+
+
+def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index: int, stream: int) -> Any:
+    """Runs fn with the call's stream as PyTorch's current one, where the device is one of PyTorch's."""
+    torch = sys.modules.get("torch")
+    if torch is None or device_type not in (DEVICE_TYPES["cuda"], DEVICE_TYPES["rocm"]) or not torch.cuda.is_available():
+        return fn(**arguments)
+    if torch.cuda.current_stream(index).cuda_stream == stream and torch.cuda.current_device() == index:
+        return fn(**arguments)
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index)):
+        return fn(**arguments)
+
+
+_native.set_registration_helpers(_told, _on_stream)

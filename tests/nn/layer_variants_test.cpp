@@ -1,0 +1,259 @@
+// TransformerLayer's variants against the double-precision one: decoders, residuals after the norm,
+// a norm of the output, dropped paths, norms of q and k, parameters in parts.
+#include "oracle.hpp"
+#include "support/expect.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+constexpr int64_t kBatch = 2, kSeq = 5, kEncoder = 4, kHidden = 12;
+
+struct Case {
+  std::string name;
+  TransformerLayerOptions options = {};
+};
+
+std::vector<Case> cases() {
+  const TransformerLayerOptions base{
+      .hidden_size = kHidden, .ffn_hidden_size = 10, .num_attention_heads = 3};
+  std::vector<Case> cases;
+  const auto with = [&](const std::string& name, auto change) {
+    Case c{.name = name, .options = base};
+    change(c.options);
+    cases.push_back(std::move(c));
+  };
+  with("decoder", [](auto& o) { o.layer_type = LayerType::kDecoder; });
+  with("decoder_split_dropout_bshd", [](auto& o) {
+    o.layer_type = LayerType::kDecoder;
+    o.fuse_qkv_params = false;
+    o.hidden_dropout = 0.2f;
+    o.attention_dropout = 0.1f;
+    o.layout = Layout::kBSHD;
+  });
+  with("decoder_post_norm_residual", [](auto& o) {
+    o.layer_type = LayerType::kDecoder;
+    o.apply_residual_connection_post_layernorm = true;
+    o.enc_dec_mask_type = MaskType::kCausalBottomRight;
+  });
+  with("decoder_output_norm", [](auto& o) {
+    o.layer_type = LayerType::kDecoder;
+    o.output_layernorm = true;
+    o.normalization = Normalization::kRMSNorm;
+    o.zero_centered_gamma = true;
+  });
+  with("decoder_window", [](auto& o) {
+    o.layer_type = LayerType::kDecoder;
+    o.enc_dec_window_left = 1;
+    o.enc_dec_window_right = 1;
+  });
+  with("post_norm_residual", [](auto& o) {
+    o.apply_residual_connection_post_layernorm = true;
+    o.hidden_dropout = 0.2f;
+  });
+  with("output_norm", [](auto& o) { o.output_layernorm = true; });
+  with("bert", [](auto& o) {
+    o.output_layernorm = true;
+    o.apply_residual_connection_post_layernorm = true;
+    o.mask_type = MaskType::kNone;
+  });
+  with("drop_path", [](auto& o) { o.drop_path_rate = 0.4f; });
+  with("drop_path_dropout_bshd", [](auto& o) {
+    o.drop_path_rate = 0.2f;
+    o.hidden_dropout = 0.3f;
+    o.layout = Layout::kBSHD;
+    o.layer_type = LayerType::kDecoder;
+  });
+  with("drop_path_parallel", [](auto& o) {
+    o.drop_path_rate = 0.4f;
+    o.parallel_attention_mlp = true;
+  });
+  with("qk_norm_split_no_bias", [](auto& o) {
+    o.qk_norm = QkNorm::kRMSNorm;
+    o.fuse_qkv_params = false;
+    o.bias = false;
+    o.activation = Activation::kSwiglu;
+  });
+  with("qk_norm_l2_not_interleaved", [](auto& o) {
+    o.qk_norm = QkNorm::kL2;
+    o.qk_norm_epsilon = 1e-3f;
+    o.qkv_weight_interleaved = false;
+  });
+  return cases;
+}
+
+oracle::MhaConfig attention_of(const TransformerLayerOptions& o, bool cross) {
+  const int64_t sk = cross ? kEncoder : kSeq;
+  oracle::MhaConfig c;
+  c.hidden = o.hidden_size;
+  c.attention = oracle::config_of({.num_attention_heads = o.num_attention_heads,
+                                   .head_dim = o.hidden_size / o.num_attention_heads,
+                                   .mask_type = cross ? o.enc_dec_mask_type : o.mask_type,
+                                   .window_left = cross ? o.enc_dec_window_left : o.window_left,
+                                   .window_right = cross ? o.enc_dec_window_right : o.window_right,
+                                   .attention_dropout = o.attention_dropout});
+  c.attention.sequences = oracle::dense_sequences(o.layout, kBatch, kSeq, sk);
+  c.attention.max_q = kSeq;
+  c.attention.max_kv = sk;
+  c.epsilon = o.epsilon;
+  c.zero_centered = o.zero_centered_gamma;
+  c.input_norm = cross || !o.output_layernorm;
+  c.cross = cross;
+  c.split = !o.fuse_qkv_params;
+  c.weights_interleaved = o.qkv_weight_interleaved;
+  c.qk_norm = o.qk_norm;
+  c.qk_epsilon = o.qk_norm_epsilon;
+  return c;
+}
+
+oracle::LayerConfig oracle_of(const TransformerLayerOptions& o) {
+  oracle::LayerConfig c;
+  c.mha = attention_of(o, false);
+  c.inter = attention_of(o, true);
+  c.mlp = {.hidden = o.hidden_size,
+           .ffn = o.ffn_hidden_size,
+           .activation = o.activation,
+           .epsilon = o.epsilon,
+           .zero_centered = o.zero_centered_gamma};
+  c.hidden_dropout = o.hidden_dropout;
+  c.drop_path = o.drop_path_rate;
+  c.parallel = o.parallel_attention_mlp;
+  c.decoder = o.layer_type == LayerType::kDecoder;
+  c.post_norm_residual = o.apply_residual_connection_post_layernorm;
+  c.output_norm = o.output_layernorm;
+  c.paths = o.layout == Layout::kSBHD ? kSeq : kBatch;
+  return c;
+}
+
+class LayerVariant : public ::testing::TestWithParam<Case> {};
+
+TEST_P(LayerVariant, MatchesFiniteDifferences) {
+  const TransformerLayerOptions& o = GetParam().options;
+  const bool decoder = o.layer_type == LayerType::kDecoder;
+  auto layer = take(TransformerLayer::create(o));
+  randomize(*layer, 31, 0.4);
+  Params in = params_of(*layer);
+  const int64_t n = kBatch * kSeq * kHidden;
+  in["x"] = random_values(n, 1);
+  if (decoder) in["encoder"] = random_values(kBatch * kEncoder * kHidden, 3);
+  const auto shaped = [&](const Values& v, int64_t s) {
+    return o.layout == Layout::kSBHD ? tensor({s, kBatch, kHidden}, v)
+                                     : tensor({kBatch, s, kHidden}, v);
+  };
+  AttentionInputs cross;
+  if (decoder) cross.encoder_output = shaped(in["encoder"], kEncoder);
+  ContextScope scope{Context(43)};
+  Ctx ctx;
+  const Tensor y =
+      take(layer->forward(shaped(in["x"], kSeq), &ctx, {}, {}, decoder ? &cross : nullptr));
+  const Values w = random_values(n, 2);
+  Tensor d_encoder;
+  const Tensor dx = take(layer->backward(shaped(w, kSeq), ctx, nullptr, &d_encoder));
+  std::map<std::string, Values> got{{"y", values_of(y)}, {"x", values_of(dx)}};
+  if (decoder) got["encoder"] = values_of(d_encoder);
+  for (const NamedParameter& p : layer->parameters()) got[p.name] = values_of(p.grad());
+  oracle::expect_no_gradient(got, "key_bias");
+  const oracle::LayerConfig config = oracle_of(o);
+  oracle::Function f = [&](const Params& p) {
+    return oracle::layer(config, p, p.at("x"), {.seed = 43});
+  };
+  oracle::expect_matches(f, in, w, got, 1e-4);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, LayerVariant, ::testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(LayerPerCall, MaskTypeAndWindowReplaceTheLayers) {
+  TransformerLayerOptions options{
+      .hidden_size = kHidden, .ffn_hidden_size = 10, .num_attention_heads = 3, .seed = 1};
+  auto layer = take(TransformerLayer::create(options));
+  options.mask_type = MaskType::kNone;
+  options.window_left = 1;
+  auto other = take(TransformerLayer::create(options));
+  const Tensor x = tensor({kSeq, kBatch, kHidden}, random_values(kSeq * kBatch * kHidden, 1));
+  AttentionInputs inputs;
+  inputs.mask_type = MaskType::kNone;
+  inputs.window_left = 1;
+  EXPECT_TRUE(
+      same_bits(take(layer->forward(x, nullptr, inputs)), take(other->forward(x, nullptr))));
+  EXPECT_FALSE(same_bits(take(layer->forward(x, nullptr)), take(other->forward(x, nullptr))));
+}
+
+TEST(LayerNames, OfADecoderWithAnOutputNorm) {
+  auto layer = take(TransformerLayer::create({.hidden_size = kHidden,
+                                              .ffn_hidden_size = 10,
+                                              .num_attention_heads = 3,
+                                              .bias = false,
+                                              .layer_type = LayerType::kDecoder,
+                                              .output_layernorm = true,
+                                              .fuse_qkv_params = false}));
+  std::vector<std::string> names;
+  for (const NamedParameter& p : layer->parameters()) names.push_back(p.name);
+  EXPECT_EQ(names,
+            (std::vector<std::string>{
+                "self_attention.qkv.query_weight", "self_attention.qkv.key_weight",
+                "self_attention.qkv.value_weight", "self_attention.proj.weight",
+                "inter_attention.layernorm_query.layer_norm_weight",
+                "inter_attention.layernorm_query.layer_norm_bias",
+                "inter_attention.layernorm_query.query_weight",
+                "inter_attention.key_value.key_weight", "inter_attention.key_value.value_weight",
+                "inter_attention.proj.weight", "layernorm_mlp.layer_norm_weight",
+                "layernorm_mlp.layer_norm_bias", "layernorm_mlp.fc1_weight",
+                "layernorm_mlp.fc2_weight", "layernorm.weight", "layernorm.bias"}));
+}
+
+TEST(DropPathModule, DropsWholePathsAndKeepsTheMean) {
+  constexpr int64_t kPaths = 2000, kWidth = 3;
+  DropPath path(0.25f);
+  const Values xs = random_values(kPaths * kWidth, 1);
+  ContextScope scope{Context(7)};
+  Ctx ctx;
+  const Values y = values_of(take(path.forward(tensor({kPaths, kWidth}, xs), &ctx)));
+  const Values w = random_values(kPaths * kWidth, 2);
+  const Values dx = values_of(take(path.backward(tensor({kPaths, kWidth}, w), ctx)));
+  int64_t kept = 0;
+  for (int64_t i = 0; i < kPaths; ++i) {
+    const bool dropped = y[i * kWidth] == 0;
+    kept += !dropped;
+    for (int64_t c = i * kWidth; c < (i + 1) * kWidth; ++c) {
+      ASSERT_NEAR(y[c], dropped ? 0 : xs[c] / 0.75, 1e-6);
+      ASSERT_NEAR(dx[c], dropped ? 0 : w[c] / 0.75, 1e-6);
+    }
+  }
+  EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // 5 standard deviations
+  const Tensor x = tensor({kPaths, kWidth}, xs);
+  EXPECT_TRUE(same_bits(take(path.forward(x, nullptr)), x));
+}
+
+TEST(LayerVariantRules, WhatDoesNotGoTogetherIsNamed) {
+  const TransformerLayerOptions base{
+      .hidden_size = kHidden, .ffn_hidden_size = 10, .num_attention_heads = 3};
+  const auto fails = [&](auto change, const char* what) {
+    TransformerLayerOptions options = base;
+    change(options);
+    EXPECT_FAILS(TransformerLayer::create(options).status(), kInvalidArgument, what);
+  };
+  fails([](auto& o) { o.parallel_attention_mlp = o.output_layernorm = true; }, "output_layernorm");
+  fails(
+      [](auto& o) { o.parallel_attention_mlp = o.apply_residual_connection_post_layernorm = true; },
+      "apply_residual_connection_post_layernorm");
+  fails(
+      [](auto& o) {
+        o.parallel_attention_mlp = true;
+        o.layer_type = LayerType::kDecoder;
+      },
+      "kDecoder");
+  fails([](auto& o) { o.drop_path_rate = 1; }, "drop_path_rate");
+  const Tensor x = tensor({kSeq, 1, kHidden}, random_values(kSeq * kHidden, 1));
+  AttentionInputs cross;
+  cross.encoder_output = x;
+  auto encoder = take(TransformerLayer::create(base));
+  EXPECT_FAILS(encoder->forward(x, nullptr, {}, {}, &cross).status(), kInvalidArgument,
+               "no cross-attention");
+  TransformerLayerOptions options = base;
+  options.layer_type = LayerType::kDecoder;
+  EXPECT_FAILS(take(TransformerLayer::create(options))->forward(x, nullptr).status(),
+               kInvalidArgument, "give `cross`");
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing

@@ -1,0 +1,264 @@
+// A recomputed piece gives bit for bit what the piece itself gives, under every recipe and with
+// dropout.
+#include <optional>
+
+#include "nn_test_util.hpp"
+#include "support/expect.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+constexpr int64_t kHidden = 32, kRows = 12, kLayers = 2;
+
+struct Plan {
+  std::optional<Recipe> recipe;
+  bool recompute = false;
+  bool tells_first = false;  // is_first_microbatch is set
+  bool ends_before = false;  // the autocast ends, and its scales change, before the backward
+  bool crossed = false;      // both microbatches' forwards come before their backwards
+  bool calibrating = false;
+  bool whole = false;  // both layers are one piece, which has pieces inside
+  float dropout = 0.1f;
+};
+
+struct Outcome {
+  std::vector<Values> outputs, gradients, state;
+  RandomPosition random;
+};
+
+std::unique_ptr<TransformerLayer> make_layer(uint64_t seed, float dropout) {
+  return take(TransformerLayer::create({.hidden_size = kHidden,
+                                        .ffn_hidden_size = 2 * kHidden,
+                                        .num_attention_heads = 2,
+                                        .hidden_dropout = dropout,
+                                        .attention_dropout = dropout,
+                                        .layout = Layout::kBSHD,
+                                        .seed = seed,
+                                        .init_std = 0.2f}));
+}
+
+Tensor input(int64_t step, int64_t microbatch) {
+  return tensor(
+      {2, kRows / 2, kHidden},
+      random_values(kRows * kHidden, static_cast<uint64_t>(100 * step + microbatch), 1 + step));
+}
+
+// One microbatch through the layers, each of them a piece.
+struct Pass {
+  std::vector<PieceRun> runs;
+
+  Tensor forward(const std::vector<std::unique_ptr<TransformerLayer>>& layers, Tensor x,
+                 const Plan& plan, const ForwardOptions& options) {
+    const auto piece_of = [options](TransformerLayer& layer) -> Piece {
+      return [&layer, options](const Tensor& in) {
+        return run_piece(layer, in, AttentionInputs{}, options);
+      };
+    };
+    if (plan.whole && plan.recompute) {
+      const Piece both = [&layers, piece_of](const Tensor& in) -> Result<PieceRun> {
+        TE_FL_ASSIGN_OR_RETURN(const PieceRun one, checkpoint(piece_of(*layers[0]), in));
+        TE_FL_ASSIGN_OR_RETURN(const PieceRun two, checkpoint(piece_of(*layers[1]), one.y));
+        return PieceRun{two.y, [one, two](const Tensor& dy) -> Result<Tensor> {
+                          TE_FL_ASSIGN_OR_RETURN(const Tensor between, two.backward(dy));
+                          return one.backward(between);
+                        }};
+      };
+      runs.push_back(take(checkpoint(both, x)));
+      return runs.back().y;
+    }
+    for (const auto& layer : layers) {
+      runs.push_back(take(plan.recompute ? checkpoint(piece_of(*layer), x) : piece_of(*layer)(x)));
+      x = runs.back().y;
+    }
+    return x;
+  }
+  Tensor backward(Tensor dy) {
+    for (; !runs.empty(); runs.pop_back()) dy = take(runs.back().backward(dy));
+    return dy;
+  }
+};
+
+Outcome train(const Plan& plan) {
+  const Context context(7);
+  const ContextScope scope(context);
+  std::vector<std::unique_ptr<TransformerLayer>> layers;
+  std::vector<NamedParameter> parameters;
+  for (int64_t i = 0; i < kLayers; ++i) {
+    layers.push_back(make_layer(static_cast<uint64_t>(i), plan.dropout));
+    for (const NamedParameter& p : layers.back()->parameters()) {
+      parameters.push_back({std::to_string(i) + p.name, p.parameter});
+    }
+  }
+  auto adam = take(Adam::create(parameters, {.lr = 0.02f}));
+  Outcome outcome;
+  for (int64_t step = 0; step < 4; ++step) {
+    for (const auto& layer : layers) check(layer->zero_grad());
+    Pass passes[2];
+    Tensor outputs[2];
+    const auto forward = [&](int64_t m) {
+      ForwardOptions options;
+      if (plan.tells_first) options.is_first_microbatch = m == 0;
+      outputs[m] = passes[m].forward(layers, input(step, m), plan, options);
+      outcome.outputs.push_back(values_of(outputs[m]));
+    };
+    const auto backward = [&](int64_t m) {
+      outcome.outputs.push_back(values_of(passes[m].backward(outputs[m])));
+    };
+    std::optional<autocast> fp8;
+    const auto open = [&] {
+      if (!plan.recipe.has_value()) return;
+      fp8.emplace(AutocastOptions{.enabled = !plan.calibrating, .calibrating = plan.calibrating},
+                  *plan.recipe);
+    };
+    for (int64_t m = 0; m < 2; ++m) {
+      open();
+      forward(m);
+      if (plan.ends_before) fp8.reset();
+      if (!plan.crossed) backward(m);
+      fp8.reset();
+    }
+    if (plan.crossed) backward(0), backward(1);
+    check(backward_end());
+    for (const NamedParameter& p : parameters) outcome.gradients.push_back(values_of(p.grad()));
+    check(adam->step());
+  }
+  for (const auto& layer : layers) {
+    for (const NamedTensor& t : layer->state()) outcome.state.push_back(values_of(t.tensor));
+  }
+  outcome.random = context.random();
+  return outcome;
+}
+
+void expect_equal(Plan plan) {
+  plan.recompute = false;
+  const Outcome plain = train(plan);
+  plan.recompute = true;
+  const Outcome recomputed = train(plan);
+  EXPECT_TRUE(plain.outputs == recomputed.outputs);
+  EXPECT_TRUE(plain.gradients == recomputed.gradients);
+  EXPECT_TRUE(plain.state == recomputed.state);
+  EXPECT_EQ(plain.random, recomputed.random);
+}
+
+const DelayedScaling kDelayed{.amax_history_len = 2};
+
+TEST(Recompute, EqualsThePieceWithoutFp8) { expect_equal({}); }
+
+TEST(Recompute, EqualsThePieceUnderEveryRecipe) {
+  DelayedScaling recent = kDelayed, attention = kDelayed;
+  recent.amax_compute_algo = AmaxAlgo::kMostRecent;
+  attention.fp8_dpa = true;
+  for (const Recipe& recipe : {Recipe(kDelayed), Recipe(recent), Recipe(attention),
+                               Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
+    SCOPED_TRACE(describe(recipe));
+    for (bool ends_before : {false, true}) {
+      expect_equal({.recipe = recipe, .ends_before = ends_before});
+    }
+  }
+}
+
+TEST(Recompute, EqualsThePieceWithKeptWeightsAndCrossedMicrobatches) {
+  for (const Recipe& recipe : {Recipe(kDelayed), Recipe(Float8CurrentScaling{})}) {
+    for (bool tells_first : {false, true}) {
+      expect_equal(
+          {.recipe = recipe, .tells_first = tells_first, .ends_before = true, .crossed = true});
+    }
+  }
+}
+
+TEST(Recompute, EqualsThePieceWhileCalibrating) {
+  expect_equal({.recipe = kDelayed, .ends_before = true, .calibrating = true});
+}
+
+TEST(Recompute, PiecesNest) {
+  expect_equal({.recipe = kDelayed, .ends_before = true, .whole = true});
+  expect_equal({.recipe = Float8BlockScaling{}, .crossed = true, .whole = true});
+}
+
+// What the scopes are for: running the forward again without them gives other gradients.
+TEST(Recompute, ASecondForwardAloneIsNotTheSame) {
+  auto gradient = [](bool twice) {
+    const ContextScope scope(Context(7));
+    auto layer = make_layer(1, 0.1f);
+    Ctx first, second;
+    const Tensor y = take(layer->forward(input(0, 0), &first));
+    if (!twice) return values_of(take(layer->backward(y, first)));
+    (void)take(layer->forward(input(0, 0), &second));
+    return values_of(take(layer->backward(y, second)));
+  };
+  EXPECT_NE(gradient(false), gradient(true));
+}
+
+TEST(Recompute, KeepsNothingOfTheFirstRun) {
+  auto layer = make_layer(1, 0);
+  std::weak_ptr<Ctx> kept;
+  auto run = take(checkpoint(
+      [&](const Tensor& x) -> Result<PieceRun> {
+        auto ctx = std::make_shared<Ctx>();
+        kept = ctx;
+        TE_FL_ASSIGN_OR_RETURN(Tensor y, layer->forward(x, ctx.get()));
+        return PieceRun{y, [&layer, ctx](const Tensor& dy) { return layer->backward(dy, *ctx); }};
+      },
+      input(0, 0)));
+  EXPECT_TRUE(kept.expired());
+  (void)take(run.backward(run.y));
+}
+
+TEST(Recompute, RefusesAParameterThatWasWritten) {
+  for (const char* name : {"layernorm_mlp.layer_norm_weight", "layernorm_mlp.fc2_bias",
+                           "self_attention.proj.weight"}) {
+    auto layer = make_layer(1, 0);
+    auto run = take(checkpoint([&](const Tensor& x) { return run_piece(*layer, x); }, input(0, 0)));
+    for (const NamedParameter& p : layer->parameters()) {
+      if (p.name == name) ++p.parameter->version;
+    }
+    EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "has changed since the forward");
+  }
+}
+
+TEST(Recompute, RefusesAnotherSecondRun) {
+  auto one = make_layer(1, 0), other = make_layer(2, 0), dropping = make_layer(1, 0.1f);
+  TransformerLayer* now = one.get();
+  const Piece piece = [&](const Tensor& x) { return run_piece(*now, x); };
+  auto run = take(checkpoint(piece, input(0, 0)));
+  now = other.get();
+  EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "the first used another module's");
+  now = dropping.get();
+  run = take(checkpoint(piece, input(0, 0)));
+  now = one.get();
+  EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "the second run");
+}
+
+// The low-level pieces, as a framework with a checkpoint of its own calls them.
+TEST(Recompute, ScopesServeAnotherCheckpoint) {
+  auto linear = take(Linear::create({.in_features = kHidden, .out_features = kHidden, .seed = 4}));
+  const Tensor x = tensor({kRows, kHidden}, random_values(kRows * kHidden, 3));
+  EXPECT_EQ(recompute_phase(), RecomputePhase::kNone);
+  RecomputeRecord record;
+  Tensor y;
+  {
+    const autocast fp8(true, kDelayed);
+    const RecomputeScope scope(record, RecomputePhase::kFirst);
+    EXPECT_EQ(recompute_phase(), RecomputePhase::kFirst);
+    Ctx dropped;
+    y = take(linear->forward(x, &dropped));
+  }
+  const Values scale = values_of(find_state(*linear, "fp8.fwd.scale"));
+  const Values history = values_of(find_state(*linear, "fp8.fwd.amax_history"));
+  for (int i = 0; i < 2; ++i) {  // a record may be replayed again
+    Ctx ctx;
+    {
+      const RecomputeScope scope(record, RecomputePhase::kSecond);
+      EXPECT_EQ(recompute_phase(), RecomputePhase::kSecond);
+      EXPECT_TRUE(fp8_enabled());
+      EXPECT_EQ(values_of(take(linear->forward(x, &ctx))), values_of(y));
+    }
+    EXPECT_FALSE(fp8_enabled());
+    (void)take(linear->backward(y, ctx));
+  }
+  EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.scale")), scale);
+  EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.amax_history")), history);
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing

@@ -1,0 +1,259 @@
+"""What is installed: what an import brings and does not do, what the package holds, and `python -m te_fl doctor`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+from importlib import metadata
+
+import te_fl
+from te_fl import frameworks
+
+PACKAGE = os.path.dirname(os.path.abspath(te_fl.__file__))
+FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
+# What imports one of them, since that is what it is for.
+FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax")
+
+
+def run(code, **environment):
+    """A fresh interpreter; what it printed."""
+    found = subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True)
+    if found.returncode:
+        raise AssertionError(found.stderr)
+    return found.stdout
+
+
+def modules_of(folder):
+    """Every module of the package by its file; importing them to find them would be the very thing that is tested."""
+    for where, _, names in os.walk(folder):
+        parts = ["te_fl", *os.path.relpath(where, folder).split(os.sep)]
+        for name in names:
+            if name.endswith(".py") and name != "__main__.py":
+                yield ".".join(p for p in (*parts, name[:-3]) if p not in (".", "__init__"))
+
+
+def doctor(*words, **environment):
+    found = subprocess.run([sys.executable, "-m", "te_fl", *words], env={**os.environ, **environment}, capture_output=True, text=True)
+    return found.returncode, found.stdout, found.stderr
+
+
+class Importing(unittest.TestCase):
+    def test_nothing_imports_a_framework_that_nobody_asked_for(self):
+        modules = [m for m in modules_of(PACKAGE) if not m.startswith(FOR_FRAMEWORKS)]
+        self.assertIn("te_fl", modules)
+        self.assertIn("te_fl.ops", modules)
+        for module in modules:
+            brought = run(f"import sys; before = set(sys.modules); import {module}\n"
+                          f"print(*({{m.split('.')[0] for m in set(sys.modules) - before}} & {set(FRAMEWORKS)!r}))")
+            self.assertEqual(brought.split(), [], f"{module} imports them")
+
+    def test_an_import_starts_no_program_and_writes_no_file(self):
+        code = """if True:
+            import os, sys
+            seen = []
+            def watch(event, args):
+                if event.startswith(("subprocess.", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.fork", "os.mkdir", "socket.")):
+                    seen.append((event, args))
+                if event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                    seen.append((event, args))
+            sys.addaudithook(watch)
+            import te_fl
+            print(seen)"""
+        self.assertEqual(run(code, PYTHONDONTWRITEBYTECODE="1").strip(), "[]")
+
+    def test_an_import_is_small(self):
+        # The modules that it adds to a bare interpreter's, by name, stand for its time: the package's own, and what those need.
+        added = set(run("import sys; before = set(sys.modules); import te_fl\nprint(*(set(sys.modules) - before))").split())
+        heavy = {"asyncio", "ctypes", "email", "importlib.metadata", "inspect", "json", "logging", "subprocess", "tempfile", "unittest"}
+        self.assertEqual({m for m in added if m in heavy or m.split(".")[0] in heavy}, set())
+
+    def test_a_plugin_is_not_loaded_by_the_import(self):
+        maps = run("import te_fl; print(open('/proc/self/maps').read())")
+        self.assertIn("libte_fl.so", maps)
+        self.assertNotIn("libte_fl_", maps)
+        self.assertNotIn("libdnnl", maps)
+
+
+class Installed(unittest.TestCase):
+    """Of an installed wheel; the build tree has no metadata."""
+
+    def setUp(self):
+        try:
+            self.distribution = metadata.distribution("te-fl")
+        except metadata.PackageNotFoundError:
+            self.skipTest("te_fl is not installed: it is the build tree's")
+        if not PACKAGE.startswith(str(self.distribution.locate_file("")).rstrip("/") + "/"):
+            self.skipTest(f"te_fl is the build tree's, at {PACKAGE}")
+        self.files = {str(f) for f in self.distribution.files}
+
+    def test_one_wheel_for_every_python_and_framework(self):
+        self.assertIn("Tag: cp311-abi3-", self.distribution.read_text("WHEEL"))
+        self.assertEqual([r for r in self.distribution.requires or [] if "extra ==" not in r], [])
+        self.assertEqual(self.distribution.metadata["Requires-Python"], ">=3.11")
+        self.assertEqual(self.distribution.version, te_fl.__version__)
+        self.assertEqual(te_fl.info()["version"], te_fl.__version__)
+
+    def test_every_file_of_the_package_is_there(self):
+        source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "python", "te_fl")
+        for folder, _, names in os.walk(source):
+            for name in names:
+                if name.endswith((".py", ".pyi", ".typed")):
+                    self.assertIn(os.path.join("te_fl", os.path.relpath(os.path.join(folder, name), source)).replace("/./", "/"), self.files)
+        for part in ("te_fl/_native.abi3.so", "te_fl/bin/te-fl"):
+            self.assertIn(part, self.files)
+        self.assertFalse([f for f in self.files if f.endswith((".cpp", ".hpp", ".a"))])
+
+    def test_minimum_versions_are_those_of_the_extras(self):
+        extras = " ".join(r for r in self.distribution.requires)
+        for package, least in frameworks.MINIMUM.items():
+            self.assertIn(f"{package}>={least}", extras)
+
+    def test_libraries_are_the_packages_own(self):
+        # Of the build tree or of the system would be those that happen to be on this machine.
+        maps = run("""if True:
+            import numpy, te_fl
+            x, d = numpy.ones((64, 64), "f4"), numpy.zeros((64, 64), "f4")
+            with te_fl.policy(per_op={"generic_gemm": ["impl:default.cpu"]}):
+                te_fl.ops.generic_gemm(a=x, b=x, d=d)  # opens oneDNN, which opens OpenMP
+            print(open('/proc/self/maps').read())""")
+        mapped = {line.split()[-1] for line in maps.splitlines() if "/" in line}
+        ours = {m for m in mapped if re.search(r"/(libte_fl|libhwy|libdnnl|libgomp|_native)", m)}
+        for part in ("libte_fl.so", "libdnnl.so", "libgomp.so"):
+            self.assertTrue(any(part in m for m in ours), part)
+        self.assertEqual({m for m in ours if not os.path.realpath(m).startswith(os.path.realpath(PACKAGE) + "/")}, set())
+
+
+class Doctor(unittest.TestCase):
+    def findings(self, **environment):
+        code, out, err = doctor("doctor", "--json", **environment)
+        found = json.loads(out)
+        for f in found:
+            self.assertEqual(set(f), {"level", "what", "disables", "remedy"})
+        return code, found
+
+    def one(self, findings, part):
+        (found,) = [f for f in findings if part in f["what"]]
+        return found
+
+    def old(self, package, version):
+        """A path on which a package of this version lies that cannot be imported."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        os.makedirs(os.path.join(folder.name, f"{package}-{version}.dist-info"))
+        with open(os.path.join(folder.name, f"{package}-{version}.dist-info", "METADATA"), "w") as file:
+            file.write(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        with open(os.path.join(folder.name, f"{package}.py"), "w") as file:
+            file.write("raise SystemExit('the doctor imports no framework')\n")
+        return os.pathsep.join(p for p in (folder.name, os.environ.get("PYTHONPATH")) if p)
+
+    def test_nothing_is_broken_here(self):
+        code, found = self.findings()
+        self.assertEqual((code, [f for f in found if f["level"] == "problem"]), (0, []))
+        self.assertEqual(self.one(found, "a 2x2 product on the host")["level"], "ok")
+        self.assertIn(te_fl.__version__, self.one(found, f" in {PACKAGE}; ")["what"])
+        for plugin in te_fl.info()["plugins"]:
+            self.one(found, f"plugin {plugin['name']}: {plugin['state']}")
+        self.one(found, "CUDA Toolkit: ")
+
+    def test_the_text_says_the_same(self):
+        code, text, _ = doctor("doctor")
+        self.assertEqual(code, 0, text)
+        self.assertIn("No problems.", text)
+        for f in self.findings()[1]:
+            self.assertIn(re.sub(r"[\d.]+ (GB/s|GiB)", "", f["what"])[:40], text)
+
+    def test_a_broken_setting_is_a_problem(self):
+        code, found = self.findings(TE_FL_PREFER="vendr")
+        self.assertEqual(code, 1)
+        self.assertTrue([f for f in found if f["level"] == "problem" and "TE_FL_PREFER" in f["what"] and "vendor" in f["what"]])
+        code, text, _ = doctor("doctor", TE_FL_PREFER="vendr")
+        self.assertEqual(code, 1)
+        self.assertIn("There are problems", text)
+
+    def test_a_plugin_that_does_not_load_is_a_problem(self):
+        code, found = self.findings(TE_FL_PLUGIN_MODULES="/nowhere/libacme.so")
+        self.assertEqual(code, 1)
+        self.assertTrue([f for f in found if f["level"] == "problem" and "/nowhere/libacme.so" in f["what"]])
+
+    def test_plugins_in_python_are_told_of_as_this_process_has_them(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, body in (("acme_good", "te_fl.OpRegistry.instance().register_impl(te_fl.OpImpl('relu', 'vendor.acme', "
+                                "te_fl.BackendImplKind.VENDOR, lambda **a: None, 'acme'))"), ("acme_bad", "raise ValueError('no chip')")):
+                with open(os.path.join(folder, f"{name}.py"), "w") as file:
+                    file.write(f"import te_fl\n\n\ndef register():\n    {body}\n")
+            path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
+            code, found = self.findings(PYTHONPATH=path, TE_FL_PLUGIN_MODULES="acme_good")
+            told = self.one(found, "plugin acme_good: ")
+            self.assertEqual((code, told["level"]), (0, "ok"), told)
+            self.assertIn("1 implementations in Python, " + os.path.join(folder, "acme_good.py"), told["what"])
+            code, found = self.findings(PYTHONPATH=path, TE_FL_PLUGIN_MODULES="acme_bad")
+            told = self.one(found, "plugin acme_bad: ")
+            self.assertEqual((code, told["level"]), (1, "problem"), told)
+            self.assertIn("no chip", told["what"])
+
+    def test_an_old_framework_is_refused_by_name_and_version(self):
+        for package, name, version, module in (("torch", "PyTorch", "2.4.1+cpu", "te_fl.pytorch"), ("jax", "JAX", "0.9.12", "te_fl.jax")):
+            path, least = self.old(package, version), frameworks.MINIMUM[package]
+            code, found = self.findings(PYTHONPATH=path)
+            told = self.one(found, f"{name} {version} is installed; te_fl needs {least} or newer")
+            self.assertEqual((code, told["level"]), (0, "note"))
+            self.assertIn(module, told["disables"])
+            self.assertIn(f"pip install --upgrade '{package}>={least}'", told["remedy"])
+
+    def test_a_module_for_a_framework_refuses_an_old_one_and_names_a_missing_one(self):
+        code = "try: {}\nexcept ImportError as e: print(e.name, e)"
+        for package, name, version in (("torch", "PyTorch", "2.4.1+cpu"), ("jax", "JAX", "0.9.12")):
+            path, least = self.old(package, version), frameworks.MINIMUM[package]
+            require = f"from te_fl import frameworks; frameworks.require({package!r})"
+            with open(os.path.join(path.split(os.pathsep)[0], f"{package}.py"), "w") as file:
+                file.write(f"__version__ = {version!r}\n")
+            text = run(code.format(require), PYTHONPATH=path)
+            self.assertIn(f"{package} {name} {version} is installed; te_fl needs {least} or newer", text)
+            with open(os.path.join(path.split(os.pathsep)[0], f"{package}.py"), "w") as file:
+                file.write(f"raise ModuleNotFoundError('none', name={package!r})\n")
+            text = run(code.format(require), PYTHONPATH=path)
+            self.assertIn(f"{package} {name} is not installed; te_fl needs {least} or newer (pip install '{package}>={least}')", text)
+
+    def test_te_fl_pytorch_refuses_an_old_pytorch(self):
+        path = self.old("torch", "2.4.1")
+        with open(os.path.join(path.split(os.pathsep)[0], "torch.py"), "w") as file:
+            file.write("__version__ = '2.4.1'\n")
+        text = run("try: import te_fl.pytorch\nexcept ImportError as e: print(e)", PYTHONPATH=path)
+        self.assertIn("PyTorch 2.4.1 is installed; te_fl needs 2.11 or newer", text)
+
+    def test_versions_are_numbers_and_not_text(self):
+        for package, version in (("torch", "2.11.0"), ("torch", "2.100"), ("torch", "3.0a1"), ("jax", "0.10"), ("jax", "1.0.0rc1")):
+            text = run(f"from te_fl import frameworks; print(frameworks.refusal({package!r}))", PYTHONPATH=self.old(package, version))
+            self.assertEqual(text.strip(), "None", version)
+        for package, version in (("torch", "2.10.9"), ("torch", "2.2"), ("jax", "0.9")):
+            text = run(f"from te_fl import frameworks; print(frameworks.refusal({package!r}))", PYTHONPATH=self.old(package, version))
+            self.assertIn(version, text)
+
+    def test_nvidias_package_beside_it_is_named(self):
+        _, found = self.findings(PYTHONPATH=self.old("transformer_engine", "2.20.2"))
+        self.assertEqual(self.one(found, "transformer_engine 2.20.2 is installed too")["level"], "note")
+
+    def test_info_tells_of_python_too(self):
+        code, text, _ = doctor("info", "--json")
+        told = json.loads(text)
+        self.assertEqual(code, 0)
+        self.assertEqual((told["version"], told["python"]["package"]), (te_fl.__version__, PACKAGE))
+        code, text, _ = doctor("info")
+        self.assertEqual(code, 0)
+        self.assertIn(PACKAGE, text)
+        self.assertIn("Plugins", text)
+
+    def test_other_commands_are_the_programs(self):
+        code, text, _ = doctor("explain", "gelu", "--dtype", "f32")
+        self.assertEqual(code, 0)
+        self.assertIn("default.cpu", text)
+        code, _, error = doctor("expain")
+        self.assertEqual(code, 2)
+        self.assertIn("did you mean 'explain'", error)
+
+
+if __name__ == "__main__":
+    unittest.main()

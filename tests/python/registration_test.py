@@ -1,0 +1,538 @@
+"""Implementations of ops in Python: what they are handed, and that they are candidates like any other."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+
+import numpy as np
+
+import te_fl
+from te_fl import BackendImplKind, OpImpl, OpManager, OpRegistry
+
+DEFAULT, VENDOR, REFERENCE = BackendImplKind.DEFAULT, BackendImplKind.VENDOR, BackendImplKind.REFERENCE
+X = np.array([[-1, 2, -3], [4, -5, 6]], np.float32)
+
+
+def relu(input, output):
+    np.maximum(input, 0, out=output)
+
+
+class Registered(unittest.TestCase):
+    """Registers for one test, in front of everything."""
+
+    def setUp(self):
+        self.registry = OpRegistry.instance()
+
+    def add(self, op, fn, impl_id="vendor.acme", **options):
+        options = {"kind": VENDOR, "vendor": "acme", "priority": 1000, "tensors": "numpy", **options}
+        self.registry.register_impl(OpImpl(op, impl_id, fn=fn, **options))
+        self.addCleanup(self.registry.unregister, op, impl_id)
+
+    def served(self, call):
+        te_fl.reset_usage()
+        call()
+        return [row["impl_id"] for row in te_fl.usage()]
+
+    def relu(self, x=X):
+        y = np.full_like(x, 9)
+        te_fl.ops.relu(input=x, output=y)
+        return y
+
+
+class Candidates(Registered):
+    def test_it_serves_and_is_explained(self):
+        self.add("relu", relu)
+        np.testing.assert_array_equal(self.relu(), np.maximum(X, 0))
+        self.assertEqual(self.served(self.relu), ["vendor.acme"])
+        decision = te_fl.explain("relu", input=X, output=X.copy())
+        self.assertEqual(decision["runs"], f"Python function {__name__}.relu")
+        mine = decision["candidates"][0]
+        self.assertEqual((mine["impl_id"], mine["kind"], mine["vendor"], mine["owner"], mine["priority"], mine["chosen"]),
+                         ("vendor.acme", "vendor", "acme", "python", 1000, True))
+
+    def test_policies_choose_it_or_not(self):
+        self.add("relu", relu, priority=0)  # a vendor's, below DEFAULT's 150
+        self.assertEqual(self.served(self.relu), ["default.cpu"])
+        with te_fl.policy(prefer="vendor"):
+            self.assertEqual(self.served(self.relu), ["vendor.acme"])
+        with te_fl.policy(per_op={"relu": ["vendor:acme"]}):
+            self.assertEqual(self.served(self.relu), ["vendor.acme"])
+        with te_fl.policy(prefer="vendor", deny_vendors=["acme"]):
+            self.assertEqual(self.served(self.relu), ["default.cpu"])
+        with te_fl.policy(deterministic=True, prefer="vendor"):
+            self.assertEqual(self.served(self.relu), ["default.cpu"])  # it does not promise the same bits
+        self.registry.set_priority("relu", "vendor.acme", 2000)
+        self.assertEqual(self.served(self.relu), ["vendor.acme"])
+
+    def test_what_it_does_not_serve_goes_to_the_next(self):
+        def not_implemented(input, output):
+            raise NotImplementedError("not today")
+
+        def unsupported(input, output):
+            raise te_fl.errors.Unsupported("not today")
+        for fn in (not_implemented, unsupported, lambda input, output: NotImplemented):
+            with self.subTest(fn=fn):
+                self.registry.register_impl(OpImpl("relu", "vendor.no", VENDOR, fn, "acme", 1000))
+                try:
+                    self.assertEqual(self.served(self.relu), ["default.cpu"])
+                    with te_fl.policy(strict=True), self.assertRaises(te_fl.errors.Unsupported) as caught:
+                        self.relu()
+                    self.assertIn("vendor.no", str(caught.exception))
+                finally:
+                    self.registry.unregister("relu", "vendor.no")
+
+    def test_static_constraints(self):
+        self.add("relu", relu, supported_dtypes=("f32",))
+        half = X.astype(np.float16)
+        self.assertEqual(self.served(lambda: self.relu(half)), ["default.cpu"])
+        reason = te_fl.explain("relu", input=half, output=half.copy())["candidates"]
+        self.assertIn("f16", [c["reason"] for c in reason if c["impl_id"] == "vendor.acme"][0])
+        self.assertEqual(self.served(self.relu), ["vendor.acme"])
+
+    def test_a_host_device_is_not_cudas(self):
+        self.add("relu", relu, devices=("cuda",))
+        self.assertEqual(self.served(self.relu), ["default.cpu"])
+
+    def test_supports_answers_with_a_reason(self):
+        seen = []
+
+        def supports(input):
+            seen.append((input.shape, input.strides, input.dtype, input.device, input.ndim, input.contiguous, input.writable))
+            return True if input.shape[0] == 2 else f"{input.shape[0]} rows"
+        self.add("relu", relu, supports=supports)
+        self.assertEqual(self.served(self.relu), ["vendor.acme"])
+        self.assertEqual(seen[0], ((2, 3), (3, 1), "f32", "cpu", 2, True, False))
+        three = np.ones((3, 3), np.float32)
+        self.assertEqual(self.served(lambda: self.relu(three)), ["default.cpu"])
+        candidates = te_fl.explain("relu", input=three, output=three.copy())["candidates"]
+        self.assertEqual([c["reason"] for c in candidates if c["impl_id"] == "vendor.acme"], ["3 rows"])
+
+    def test_supports_sees_no_memory(self):
+        errors = []
+
+        def supports(input):
+            for look in (input.numpy, input.__dlpack__, lambda: memoryview(input)):
+                try:
+                    look()
+                except BufferError as error:
+                    errors.append(str(error))
+            return False
+        self.add("relu", relu, supports=supports)
+        self.relu()
+        self.assertEqual(len(errors), 3)
+        self.assertTrue(all("R10" in e for e in errors))
+
+    def test_a_supports_that_says_nothing_is_a_mistake(self):
+        self.add("relu", relu, supports=lambda input: None)
+        with self.assertRaisesRegex(te_fl.errors.Internal, "supports\\(\\) returned a NoneType"):
+            self.relu()
+
+    def test_availability_of_the_function(self):
+        def fn(input, output):
+            relu(input, output)
+        available = [False]
+        fn._is_available = lambda: available[0]
+        self.add("relu", fn)
+        self.assertEqual(self.served(self.relu), ["default.cpu"])
+        available[0] = True
+        self.assertEqual(self.served(lambda: self.relu(np.ones((7, 7), np.float32))), ["vendor.acme"])
+
+    def test_aliases_need_in_place(self):
+        self.add("relu", relu)
+        x = X.copy()
+        self.assertEqual(self.served(lambda: te_fl.ops.relu(input=x, output=x)), ["default.cpu"])
+        self.add("relu", relu, "vendor.acme_in_place", in_place=True, priority=999)
+        self.assertEqual(self.served(lambda: te_fl.ops.relu(input=x, output=x)), ["vendor.acme_in_place"])
+
+
+class Handed(Registered):
+    def test_views_of_numpy_are_written_and_inputs_are_not(self):
+        seen = []
+
+        def fn(input, output):
+            seen.append((input.flags.writeable, output.flags.writeable, output.strides))
+            output[...] = 7
+        self.add("relu", fn)
+        wide = np.zeros((2, 6), np.float32)
+        te_fl.ops.relu(input=X, output=wide[:, ::2])
+        self.assertEqual(seen, [(False, True, (24, 8))])
+        np.testing.assert_array_equal(wide, [[7, 0, 7, 0, 7, 0]] * 2)
+
+    def test_every_kind_of_argument(self):
+        seen = {}
+
+        def fn(inputs, outputs, noop_flag, scale):
+            seen.update(inputs=[i.shape for i in inputs], noop_flag=noop_flag.shape, scale=scale)
+            for i, o in zip(inputs, outputs):
+                o[...] = i * scale
+        self.add("multi_tensor_scale", fn)
+        outputs = [np.zeros(n, np.float32) for n in (3, 5)]
+        te_fl.ops.multi_tensor_scale(inputs=[np.ones(n, np.float32) for n in (3, 5)], outputs=outputs, noop_flag=np.zeros(1, np.int32), scale=2.5)
+        self.assertEqual(seen, {"inputs": [(3,), (5,)], "noop_flag": (1,), "scale": 2.5})
+        np.testing.assert_array_equal(np.concatenate(outputs), 2.5)
+
+        def rope(input, freqs, output, start_positions, cu_seqlens, layout, interleaved, cp_size, cp_rank):
+            seen.update(layout=layout, interleaved=interleaved, cp=(cp_size, cp_rank), start=start_positions, rank=freqs.ndim)
+            output[...] = input
+        self.add("fused_rope_forward", rope)
+        x = np.ones((2, 1, 1, 4), np.float32)
+        te_fl.ops.fused_rope_forward(input=x, freqs=np.zeros((2, 1, 1, 4), np.float32), output=x.copy(), layout="bshd", interleaved=True)
+        self.assertEqual((seen["layout"], seen["interleaved"], seen["cp"], seen["start"], seen["rank"]), ("bshd", True, (1, 0), None, 4))
+
+    def test_what_belongs_to_the_call(self):
+        seen = []
+
+        def fn(input, output, mask, p, seed, offset, stream, deterministic, capturing):
+            seen.append((p, seed, offset, stream, deterministic, capturing))
+        self.add("dropout_fwd", fn, deterministic=True)
+        arguments = dict(input=np.ones((8, 8), np.float32), output=np.ones((8, 8), np.float32), mask=np.zeros(8, np.uint8), p=0.25)
+        te_fl.ops.dropout_fwd(**arguments, seed=5, offset=12)
+        with te_fl.policy(deterministic=True):
+            te_fl.ops.dropout_fwd(**arguments, seed=5)
+        self.assertEqual(seen, [(0.25, 5, 12, 0, False, False), (0.25, 5, 0, 0, True, False)])
+
+    def test_keywords_at_large(self):
+        seen = []
+        self.add("relu", lambda **arguments: seen.append(sorted(arguments)))
+        self.relu()
+        self.assertEqual(seen, [["input", "output"]])
+
+    def test_arguments_that_an_op_gained_later(self):
+        def first(x, gamma, z, rsigma, epsilon, zero_centered_gamma):
+            z[...] = 1
+
+        def both(x, gamma, z, rsigma, epsilon, zero_centered_gamma, residual, sum):
+            z[...] = 2
+            if residual is not None:
+                sum[...] = x + residual
+        self.add("rmsnorm_fwd", first, "vendor.first")
+        self.add("rmsnorm_fwd", both, "vendor.both", priority=900)
+        a = dict(x=X, gamma=np.ones(3, np.float32), z=X.copy(), rsigma=np.zeros(2, np.float32))
+        self.assertEqual(self.served(lambda: te_fl.ops.rmsnorm_fwd(**a)), ["vendor.first"])
+        total = np.zeros_like(X)
+        self.assertEqual(self.served(lambda: te_fl.ops.rmsnorm_fwd(**a, residual=X, sum=total)), ["vendor.both"])
+        np.testing.assert_array_equal(total, 2 * X)
+
+    def test_quantised_tensors_by_their_parts(self):
+        seen = {}
+
+        def fn(input, output):
+            seen.update(scaling=output.scaling, shape=output.shape, columns=output.columnwise_data.shape, codes=output.data.dtype,
+                        factor=output.scale_inv.shape, amax=output.amax.dtype, scale=output.scale.numpy()[0])
+            output.amax.numpy()[0] = 42
+        self.add("relu", fn, scalings=("none", "tensor"), tensors="te_fl")
+        columns, codes = np.zeros((3, 2), np.uint8), np.zeros((2, 3), np.uint8)
+        amax = np.zeros(1, np.float32)
+        q = te_fl.Quantized(E4M3(codes), columnwise_data=E4M3(columns), scale=np.full(1, 3, np.float32), scale_inv=np.zeros(1, np.float32), amax=amax)
+        te_fl.ops.relu(input=X, output=q)
+        self.assertEqual(seen, {"scaling": "tensor", "shape": (2, 3), "columns": (3, 2), "codes": "f8e4m3", "factor": (1,), "amax": "f32",
+                                "scale": 3})
+        self.assertEqual(amax[0], 42)
+
+    def test_unless_it_says_so_it_is_handed_no_quantised_tensor(self):
+        self.add("relu", relu)
+        q = te_fl.Quantized(E4M3(np.zeros((2, 3), np.uint8)), scale=np.ones(1, np.float32), scale_inv=np.zeros(1, np.float32))
+        self.assertEqual(self.served(lambda: te_fl.ops.relu(input=X, output=q)), ["default.cpu"])
+
+    def test_a_dtype_that_numpy_lacks_goes_to_the_next(self):
+        self.add("relu", lambda input, output: self.fail("was run"))
+        out = np.zeros((2, 3), np.uint16)
+        self.assertEqual(self.served(lambda: te_fl.ops.relu(input=X, output=BF16(out))), ["default.cpu"])
+        self.assertEqual(out[0, 1], 0x4000)  # 2.0
+
+    def test_other_ops_run_inside(self):
+        self.add("relu", lambda input, output: te_fl.ops.gelu(input=input, output=output), tensors="te_fl")
+        expected = np.zeros_like(X)
+        te_fl.ops.gelu(input=X, output=expected)
+        np.testing.assert_array_equal(self.relu(), expected)
+
+
+class Lifetime(Registered):
+    def test_a_tensor_is_dead_after_its_call(self):
+        kept = []
+        self.add("relu", lambda input, output: kept.append(output), tensors="te_fl")
+        self.relu()
+        self.assertEqual(kept[0].shape, (2, 3))
+        for look in (kept[0].numpy, kept[0].__dlpack__, lambda: memoryview(kept[0])):
+            with self.assertRaisesRegex(BufferError, "'relu' that has ended"):
+                look()
+
+    def test_arrays_that_are_kept_are_noticed(self):
+        kept = []
+        self.add("relu", lambda input, output: kept.append(output))
+        with self.assertRaisesRegex(te_fl.errors.Internal, "keeps 1 arrays"):
+            self.relu()
+        kept.clear()
+
+    def test_cycles_are_no_reason_to_complain(self):
+        def fn(input, output):
+            relu(input, output)
+            loop = [output]
+            loop.append(loop)
+        self.add("relu", fn)
+        np.testing.assert_array_equal(self.relu(), np.maximum(X, 0))
+
+    def test_what_was_unregistered_is_let_go(self):
+        gone = []
+
+        class Function:
+            def __call__(self, input, output):
+                relu(input, output)
+
+            def __del__(self):
+                gone.append(True)
+        self.registry.register_impl(OpImpl("relu", "vendor.gone", VENDOR, Function(), "acme", 1000, tensors="numpy"))
+        self.assertEqual(self.served(self.relu), ["vendor.gone"])
+        self.registry.unregister("relu", "vendor.gone")
+        gc.collect()
+        self.assertEqual(gone, [True])
+        self.assertEqual(self.served(self.relu), ["default.cpu"])
+
+
+class Failures(Registered):
+    def test_exceptions_have_their_words_and_are_the_cause(self):
+        def fn(input, output):
+            return {}["absent"]
+        self.add("relu", fn)
+        with self.assertRaises(te_fl.errors.Internal) as caught:
+            self.relu()
+        self.assertIn("KeyError: 'absent' (registration_test.py:", str(caught.exception))
+        self.assertIn(" in fn)", str(caught.exception))
+        self.assertIsInstance(caught.exception.__cause__, KeyError)
+        self.assertEqual(caught.exception.__cause__.__traceback__.tb_frame.f_code.co_name, "fn")
+
+    def test_codes(self):
+        for error, kind in ((MemoryError("no"), te_fl.errors.OutOfMemory), (te_fl.errors.InvalidArgument("no"), te_fl.errors.InvalidArgument),
+                            (te_fl.errors.DataLoss("no"), te_fl.errors.DataLoss), (ValueError("no"), te_fl.errors.Internal)):
+            with self.subTest(error=error):
+                def fn(input, output, error=error):
+                    raise error
+                self.registry.register_impl(OpImpl("relu", "vendor.no", VENDOR, fn, "acme", 1000))
+                try:
+                    with self.assertRaises(kind) as caught:
+                        self.relu()
+                    self.assertIs(caught.exception.__cause__, error)
+                finally:
+                    self.registry.unregister("relu", "vendor.no")
+
+    def test_an_older_exception_is_no_cause(self):
+        def fn(input, output):
+            raise NotImplementedError("the first")
+        self.add("relu", fn)
+        self.relu()  # another one serves
+        with self.assertRaises(te_fl.errors.InvalidArgument) as caught:
+            te_fl.ops.relu(input=X, output=np.zeros(3, np.float32))
+        self.assertIsNone(caught.exception.__cause__)
+
+    def test_results_are_written_not_returned(self):
+        self.add("relu", lambda input, output: np.maximum(input, 0))
+        with self.assertRaisesRegex(te_fl.errors.Internal, "returned a ndarray"):
+            self.relu()
+
+    def test_interrupts_pass_and_leave_no_lock(self):
+        calls = []
+
+        def fn(input, output):
+            calls.append(1)
+            if len(calls) == 1:
+                signal.raise_signal(signal.SIGINT)
+            relu(input, output)
+        self.add("relu", fn, thread_safe=False)
+        with self.assertRaises(KeyboardInterrupt):
+            self.relu()
+        thread = threading.Thread(target=self.relu)
+        thread.start()
+        thread.join(30)
+        self.assertEqual((thread.is_alive(), len(calls)), (False, 2))
+
+    def test_it_cannot_be_removed_from_inside(self):
+        def fn(input, output):
+            self.registry.unregister("relu", "vendor.acme")
+        self.add("relu", fn)
+        with self.assertRaises(te_fl.errors.Busy):
+            self.relu()
+
+    def test_mistakes_of_registrations(self):
+        def refused(kind, part, *args, **options):
+            with self.assertRaisesRegex(kind, part):
+                self.registry.register_impl(OpImpl(*args, **options))
+        ok = lambda input, output: None  # noqa: E731
+        refused(ValueError, "names its vendor", "relu", "vendor.x", VENDOR, ok)
+        refused(te_fl.errors.InvalidArgument, "R16", "relu", "acme", VENDOR, ok, "acme")
+        refused(te_fl.errors.NotFound, "did you mean 'relu'", "rleu", "vendor.x", VENDOR, ok, "acme")
+        refused(TypeError, "cannot be called", "relu", "vendor.x", VENDOR, 3, "acme")
+        refused(TypeError, "does not take 'output'", "relu", "vendor.x", VENDOR, lambda input: None, "acme")
+        refused(TypeError, "takes 'inptu', which the op has not", "relu", "vendor.x", VENDOR, lambda inptu, output: None, "acme")
+        refused(TypeError, "by position only", "relu", "vendor.x", VENDOR, lambda input, /, output: None, "acme")
+        refused(TypeError, "supports takes 'x'", "relu", "vendor.x", VENDOR, ok, "acme", supports=lambda x: True)
+        refused(ValueError, "dtype 'f33' is not known", "relu", "vendor.x", VENDOR, ok, "acme", supported_dtypes=("f33",))
+        refused(ValueError, "device 'gpu' is not known", "relu", "vendor.x", VENDOR, ok, "acme", devices=("gpu",))
+        refused(TypeError, "devices is a str", "relu", "vendor.x", VENDOR, ok, "acme", devices="cuda")
+        refused(ValueError, "scaling 'int4' is not known", "relu", "vendor.x", VENDOR, ok, "acme", scalings=("int4",))
+        refused(ValueError, "tensors is 'tf'", "relu", "vendor.x", VENDOR, ok, "acme", tensors="tf")
+        refused(ValueError, "does not fit in 32 bits", "relu", "vendor.x", VENDOR, ok, "acme", 1 << 40)
+        refused(ValueError, "several providers", "relu", "vendor.x", VENDOR, ok, "acme", devices=("ext:a", "ext:b"))
+        with self.assertRaisesRegex(TypeError, "is a te_fl.OpImpl, not a dict"):
+            self.registry.register_impl({})
+        self.assertFalse([r for r in self.registry.snapshot() if r["owner"] == "python"])
+
+    def test_duplicates_are_refused_and_all_or_none_are_registered(self):
+        self.add("relu", relu)
+        with self.assertRaises(te_fl.errors.AlreadyExists):
+            self.registry.register_many([OpImpl("gelu", "vendor.acme", VENDOR, relu, "acme"), OpImpl("relu", "vendor.acme", VENDOR, relu, "acme")])
+        with self.assertRaises(te_fl.errors.NotFound):
+            self.registry.unregister("gelu", "vendor.acme")
+
+
+class Registries(unittest.TestCase):
+    def test_a_registry_of_its_own(self):
+        registry = OpRegistry()
+        self.assertEqual(registry.snapshot(), [])
+        registry.register_impl(OpImpl("relu", "reference.mine", "reference", relu, tensors="numpy"))
+        manager, y = OpManager(registry), np.zeros_like(X)
+        self.assertIs(manager.registry, registry)
+        manager.call("relu", input=X, output=y)
+        np.testing.assert_array_equal(y, np.maximum(X, 0))
+        self.assertEqual(manager.explain("relu", input=X, output=y)["impl_id"], "reference.mine")
+        with self.assertRaises(te_fl.errors.Unsupported):
+            manager.call("gelu", input=X, output=y)
+        self.assertNotIn("reference.mine", [r["impl_id"] for r in OpRegistry.instance().snapshot()])
+        registry.unregister_owner("python")
+        self.assertEqual(registry.snapshot(), [])
+
+    def test_the_process_s_manager(self):
+        y = np.zeros_like(X)
+        OpManager.instance().call("relu", input=X, output=y)
+        np.testing.assert_array_equal(y, np.maximum(X, 0))
+
+    def test_kinds(self):
+        self.assertIs(BackendImplKind("flagos"), DEFAULT)
+        self.assertEqual([str(k) for k in BackendImplKind], ["default", "vendor", "reference"])
+        self.assertEqual(REFERENCE, "reference")
+
+
+class Processes(Registered):
+    def test_calls_of_threads(self):
+        self.add("relu", relu)
+        failures = []
+
+        def work(seed):
+            x = np.random.default_rng(seed).standard_normal((33, 17)).astype(np.float32)
+            y = np.zeros_like(x)
+            for _ in range(200):
+                te_fl.ops.relu(input=x, output=y)
+                if not np.array_equal(y, np.maximum(x, 0)):
+                    failures.append(seed)
+        threads = [threading.Thread(target=work, args=(s,)) for s in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(failures, [])
+
+    def test_registering_while_others_call(self):
+        stop, failures = threading.Event(), []
+
+        def work():
+            while not stop.is_set():
+                if not np.array_equal(self.relu(), np.maximum(X, 0)):
+                    failures.append(1)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for _ in range(50):
+            self.registry.register_impl(OpImpl("relu", "vendor.acme", VENDOR, relu, "acme", 1000, tensors="numpy"))
+            self.registry.unregister("relu", "vendor.acme")
+        stop.set()
+        for t in threads:
+            t.join()
+        self.assertEqual(failures, [])
+
+    def test_a_forked_child_computes(self):
+        self.add("relu", relu)
+        self.relu()
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(write, b"1" if np.array_equal(self.relu(), np.maximum(X, 0)) else b"0")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        self.assertEqual(os.read(read, 1), b"1")
+
+    PREFIX = """
+import atexit, threading, time, sys
+import numpy as np, te_fl
+from te_fl import BackendImplKind, OpImpl, OpRegistry
+x, y = np.ones(64, np.float32), np.zeros(64, np.float32)
+def fn(input, output): output[...] = input * {factor}
+OpRegistry.instance().register_impl(OpImpl("relu", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", 1000, tensors="numpy"))
+"""
+
+    def run_python(self, code, factor=1, **environment):
+        return subprocess.run([sys.executable, "-c", self.PREFIX.format(factor=factor) + code], capture_output=True, text=True, timeout=120,
+                              env={**os.environ, **environment})
+
+    def test_the_interpreter_ends_while_others_call(self):
+        found = self.run_python("""
+def last():
+    te_fl.ops.relu(input=x, output=y)  # this thread still has the interpreter
+    print("last", y[0])
+atexit.register(last)
+def work():
+    mine = np.zeros(64, np.float32)
+    while True:
+        try: te_fl.ops.relu(input=x, output=mine)
+        except te_fl.errors.FailedPrecondition: return
+for _ in range(4): threading.Thread(target=work, daemon=True).start()
+time.sleep(0.2)
+""")
+        self.assertEqual((found.returncode, found.stdout), (0, "last 1.0\n"), found.stderr)
+
+    def test_results_are_verified(self):
+        code = "te_fl.ops.relu(input=x, output=y); print(te_fl.verify_counts())"
+        with tempfile.TemporaryDirectory() as folder:
+            for factor, expected in ((1, "'differed': 0"), (2, "'differed': 1")):
+                found = self.run_python(code, factor, TE_FL_VERIFY="1", TE_FL_VERIFY_DIR=folder)
+                self.assertIn(expected, found.stdout, found.stderr)
+
+    def test_calls_are_traced(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            found = self.run_python("te_fl.ops.relu(input=x, output=y); te_fl.write_trace()", TE_FL_TRACE=path)
+            self.assertEqual(found.returncode, 0, found.stderr)
+            with open(path) as file:
+                self.assertIn("vendor.acme", json.dumps(json.load(file)))
+
+
+class Codes:
+    """Bytes of NumPy's under a dtype that NumPy lacks."""
+
+    def __init__(self, codes):
+        self.codes, self.shape = codes, codes.shape
+
+    def __dlpack__(self):
+        import ctypes
+        capsule = self.codes.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # DLTensor: data, device and rank take 20 bytes, then comes the dtype's code.
+        ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = self.CODE
+        return capsule
+
+
+class E4M3(Codes):
+    CODE = 10  # kDLFloat8_e4m3fn
+
+
+class BF16(Codes):
+    CODE = 4  # kDLBfloat
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,157 @@
+"""te-fl under Transformer Engine's import name. Each test has its own interpreter, since imports last."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None
+try:
+    import flax
+except ModuleNotFoundError:
+    flax = None
+
+
+def run(code, expect=0, **variables):
+    environment = {**{k: v for k, v in os.environ.items() if not k.startswith("NVTE_")}, **variables}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    if done.returncode != expect:
+        raise AssertionError(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout.strip() + done.stderr.strip()
+
+
+ALIAS = "import sys, te_fl; te_fl.as_transformer_engine(); "
+
+
+class Import(unittest.TestCase):
+    def test_recipes_without_a_framework(self):
+        run(ALIAS + "import transformer_engine as te; from transformer_engine.common.recipe import DelayedScaling, Format; "
+            "assert te.common.recipe.DelayedScaling is DelayedScaling; assert DelayedScaling().fp8_format is Format.HYBRID; "
+            "assert te.__version__ == '2.20.2'; assert not {'torch', 'jax', 'numpy'} & set(sys.modules), sys.modules.keys()")
+
+    def test_the_distribution(self):
+        run(ALIAS + "import importlib.metadata as m, importlib.util as u; assert m.version('transformer_engine') == '2.20.2'; "
+            "assert m.version('transformer-engine') == '2.20.2'; assert u.find_spec('transformer_engine').origin == 'te-fl'; "
+            "assert m.metadata('transformer_engine')['Name'] == 'transformer_engine'; "
+            "assert 'transformer_engine' in m.packages_distributions(); assert 'transformer_engine' not in sys.modules")
+        self.assertIn("PackageNotFoundError", run(ALIAS + "import importlib.metadata as m; m.version('transformer_engine_x')", expect=1))
+
+    def test_nothing_happens_unasked(self):
+        run("import sys, te_fl, importlib.util as u; s = u.find_spec('transformer_engine'); assert s is None or s.origin != 'te-fl'; "
+            "assert 'te_fl.compat' not in sys.modules")
+
+    def test_twice_is_once(self):
+        run(ALIAS + "n = len(sys.meta_path); te_fl.as_transformer_engine(); assert len(sys.meta_path) == n; "
+            "from te_fl.compat.finder import status; assert status()['active']")
+
+    def test_plugins_of_transformer_engine_fl(self):
+        run(ALIAS + "from transformer_engine.plugin.core import OpRegistry, OpImpl, BackendImplKind, OpManager; "
+            "from transformer_engine.plugin.core.types import OpImpl as same; assert same is OpImpl is te_fl.OpImpl")
+
+    def test_a_name_that_neither_has(self):
+        said = run(ALIAS + "import transformer_engine.common.recipe as r; assert not hasattr(r, 'Delayed'); r.Delayed", expect=1)
+        self.assertIn("AttributeError: module 'transformer_engine.common.recipe' of te-fl has no attribute 'Delayed'", said)
+        self.assertIn("ModuleNotFoundError", run(ALIAS + "import transformer_engine.nothing", expect=1))
+
+    def test_variables_that_do_nothing_are_said_once(self):
+        said = run(ALIAS + "te_fl.as_transformer_engine()", NVTE_FLASH_ATTN="0", NVTE_UNKNOWN="1", NVTE_BACKWARD_OVERRIDE="dequantized")
+        self.assertEqual(said.count("te-fl does not honour NVTE_FLASH_ATTN (see TE_FL_PER_OP), NVTE_UNKNOWN;"), 1)
+        self.assertNotIn("NVTE_BACKWARD_OVERRIDE", said)
+        self.assertEqual(run(ALIAS), "")
+
+
+class OtherPackage(unittest.TestCase):
+    """A transformer_engine that somebody else installed."""
+
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        package = pathlib.Path(self.folder.name, "transformer_engine")
+        package.mkdir()
+        (package / "__init__.py").write_text("__version__ = 'other'\n")
+        self.path = self.folder.name + os.pathsep + os.environ.get("PYTHONPATH", "")
+
+    def test_an_installed_one_is_passed_over(self):
+        said = run(ALIAS + "import transformer_engine; from te_fl.compat.finder import status; "
+                   "print(transformer_engine.__version__, status()['other'])", PYTHONPATH=self.path)
+        self.assertEqual(said, f"2.20.2 {self.folder.name}/transformer_engine/__init__.py")
+
+    def test_an_imported_one_is_an_error(self):
+        said = run("import transformer_engine; " + ALIAS, expect=1, PYTHONPATH=self.path)
+        self.assertIn(f"another transformer_engine was imported from {self.folder.name}", said)
+
+    def test_the_variable(self):
+        # site-packages of a wheel has this file at its root; here a folder plays site-packages.
+        pathlib.Path(self.folder.name, "x.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
+        code = f"import site; site.addsitedir({self.folder.name!r}); import transformer_engine; print(transformer_engine.__version__)"
+        for value, version in (("1", "2.20.2"), ("True", "2.20.2"), ("0", "other"), ("", "other")):
+            self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE=value), version)
+        # te-fl's library knows the variable, too.
+        use = "import te_fl, numpy as n; te_fl.ops.gelu(input=n.zeros(1, n.float32), output=n.zeros(1, n.float32))"
+        self.assertEqual(run(use, TE_FL_AS_TRANSFORMER_ENGINE="1"), "")
+        run(f"import site, sys; site.addsitedir({self.folder.name!r}); assert 'te_fl' not in sys.modules")
+
+
+@unittest.skipIf(torch is None, "needs PyTorch")
+class PyTorch(unittest.TestCase):
+    USE = ALIAS + "import transformer_engine.pytorch as te; from te_fl.errors import Unsupported\n"
+
+    def test_names_come_from_te_fl(self):
+        run(self.USE + "from transformer_engine.pytorch.optimizers import FusedAdam; import te_fl.pytorch.optimizers as o\n"
+            "assert FusedAdam is o.FusedAdam is te.optimizers.FusedAdam\n"
+            "from transformer_engine.pytorch.fp8 import check_mxfp8_support; assert check_mxfp8_support()[0] is False\n"
+            "from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb as a, RotaryPositionEmbedding as r\n"
+            "assert r is te.RotaryPositionEmbedding is te.attention.RotaryPositionEmbedding\n"
+            "from transformer_engine.pytorch.distributed import CudaRNGStatesTracker as c; assert c is te.CudaRNGStatesTracker\n"
+            "assert te.is_fp8_available() in (True, False); assert 'jax' not in sys.modules")
+
+    def test_refused_names_raise_when_they_are_used(self):
+        run(self.USE + """
+from transformer_engine.pytorch import GroupedLinear, moe_permute, Float8Tensor
+from transformer_engine.pytorch.ops import Linear as FusibleLinear
+import torch
+assert not isinstance(torch.empty(1), Float8Tensor) and not isinstance(1, (str, Float8Tensor)) and not issubclass(int, GroupedLinear)
+for use in (lambda: GroupedLinear(1, 2, 3), lambda: moe_permute(), lambda: Float8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
+            lambda: exec("class X(F): pass", {"F": Float8Tensor})):
+    try:
+        use()
+    except Unsupported as error:
+        assert 'is not served by te-fl; ' in str(error) and 'transformer_engine.pytorch' in str(error), error
+    else:
+        raise AssertionError(use)
+""")
+
+    def test_the_extension_module(self):
+        run(self.USE + """
+import transformer_engine_torch as tex
+assert not hasattr(tex, 'gelu')
+try:
+    tex.gelu
+except Unsupported as error:
+    assert 'te_fl.ops' in str(error)
+else:
+    raise AssertionError
+""")
+        self.assertIn("ImportError", run(ALIAS + "from transformer_engine_torch import gelu", expect=1))
+
+    def test_a_star_brings_what_is_served(self):
+        run(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD; assert 'multi_tensor_adam_fp8' not in globals()")
+
+    def test_a_missing_framework_is_an_import_error(self):
+        blocked = "import sys; sys.modules['torch'] = None; " + ALIAS
+        self.assertIn("ModuleNotFoundError", run(blocked + "import transformer_engine.pytorch", expect=1))
+        run(blocked + "import transformer_engine.common.recipe")
+
+
+@unittest.skipIf(flax is None, "needs JAX and Flax")
+class Jax(unittest.TestCase):
+    def test_names_come_from_te_fl(self):
+        run(ALIAS + "import transformer_engine.jax as te, te_fl.jax.flax as own; from transformer_engine.jax.flax import DenseGeneral\n"
+            "assert te.flax.DenseGeneral is DenseGeneral is own.DenseGeneral and te.autocast and 'torch' not in sys.modules\n"
+            "from transformer_engine.jax.sharding import MeshResource; assert MeshResource is te.MeshResource")

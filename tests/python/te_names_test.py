@@ -1,0 +1,181 @@
+"""What te-fl serves of Transformer Engine's names is there, with the parameters and defaults of Transformer Engine's own."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import unittest
+
+from te_fl.compat import known_names, table
+from te_fl.errors import Unsupported
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FACTS = json.loads((ROOT / "tests/python/transformer_engine_facts.json").read_text())
+KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional", inspect.Parameter.POSITIONAL_ONLY: "positional",
+         inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.KEYWORD_ONLY: "keyword", inspect.Parameter.VAR_KEYWORD: "**"}
+# Facts about Transformer Engine's own machinery, which te-fl's classes have no reason to repeat.
+METHODS = ("__init__", "forward", "step", "zero_grad")
+MACHINERY = ("tex.", "CPStrategy.")
+
+
+class Any:
+    """Equal to whatever te-fl has in place of a default that is an object of Transformer Engine's machinery."""
+
+    def __eq__(self, other):
+        return True
+
+
+ANY = Any()
+
+
+def has(module):
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        if not error.name or error.name.split(".")[0] == "te_fl":
+            raise
+        return False
+    return True
+
+
+def served():
+    """(Transformer Engine's qualified name, te-fl's module, name) of what this interpreter's frameworks allow."""
+    for qualified in FACTS:
+        module, _, name = qualified.rpartition(".")
+        home = table.home(module, name)
+        if has(home):
+            yield qualified, importlib.import_module(home), name
+
+
+def parameters(function):
+    """As tools/transformer_engine_names.py writes them, with values for defaults."""
+    rows = [(p.name, p.default, KINDS[p.kind]) for p in inspect.signature(function).parameters.values()]
+    return [row for i, row in enumerate(rows) if not (i == 0 and row[0] in ("self", "cls", "ctx"))]
+
+
+def default(text, module):
+    """The value of a default's text, in the module that serves the name."""
+    if text is None:
+        return inspect.Parameter.empty
+    if any(part in text for part in MACHINERY):
+        return ANY
+    return eval(text, {"os": os, **{n: importlib.import_module(n) for n in ("torch", "jax") if has(n)}, **vars(module)})
+
+
+def literal(text):
+    """Whether a default is written as a value; a Flax module's others are functions, which differ as objects do."""
+    try:
+        ast.literal_eval(text)
+        return True
+    except (ValueError, TypeError, SyntaxError):
+        return False
+
+
+class Names(unittest.TestCase):
+    def test_every_served_name_is_there(self):
+        for home, names in table.SERVED.items():
+            if names and has(home):
+                module = importlib.import_module(home)
+                for name in names.split():
+                    with self.subTest(name=f"{home}.{name}"):
+                        self.assertTrue(hasattr(module, name))
+
+    def test_every_served_name_is_one_of_transformer_engines(self):
+        known = {(module, name) for module, names in known_names.NAMES.items() for name in names.split()}
+        homes = {(table.home(module, name), name) for module, name in known}
+        for home, names in table.SERVED.items():
+            for name in names.split():
+                self.assertIn((home, name), homes)
+
+    def test_parameters_and_defaults(self):
+        checked = 0
+        for qualified, module, name in served():
+            own, facts = getattr(module, name), FACTS[qualified]
+            if f"{module.__name__}.{name}" in table.MADE_BY:
+                continue
+            if "fields" in facts:
+                with self.subTest(name=qualified):
+                    mine = inspect.signature(own).parameters
+                    self.assertEqual([n for n, _, _ in facts["fields"] if n not in mine], [])
+                    for n, text, _ in facts["fields"]:
+                        if literal(text):
+                            self.assertEqual(mine[n].default, ast.literal_eval(text), n)
+                    checked += 1
+                continue
+            pairs = [(own, facts["parameters"])] if "parameters" in facts else \
+                [(own if method == "__init__" else getattr(own, method), rows) for method, rows in facts["methods"].items()
+                 if method in METHODS]
+            for function, rows in pairs:
+                with self.subTest(name=qualified, function=getattr(function, "__qualname__", name)):
+                    besides = ("device", *table.MORE.get(f"{module.__name__}.{name}", ()))
+                    mine = [row for row in parameters(function) if row[0] not in besides]
+                    theirs = [(n, default(text, module), kind) for n, text, kind in rows if n != "device"]
+                    self.assertEqual(mine, theirs)
+                    checked += 1
+        self.assertGreaterEqual(checked, 8)  # the recipes, which need no framework
+
+    def test_what_partly_served_names_refuse(self):
+        checked = set()
+        for qualified, arguments in table.PARTLY.items():
+            home, _, name = qualified.removesuffix(".forward").rpartition(".")
+            if not has(home):
+                continue
+            module, torch = importlib.import_module(home), importlib.import_module("torch")
+            own = getattr(module, name)
+            for argument, value in arguments.items():
+                with self.subTest(name=qualified, argument=argument):
+                    if isinstance(value, str) and value.startswith("torch."):
+                        value = eval(value, vars(module))
+                    if qualified.endswith(".forward"):
+                        call, given = own(*SAMPLES[name](torch)).forward, INPUTS[name](torch)
+                    else:
+                        call, given = own, SAMPLES[name](torch)
+                    known = inspect.signature(call).parameters
+                    self.assertTrue(argument in known or any(p.kind is p.VAR_KEYWORD for p in known.values()))
+                    with self.assertRaisesRegex(Unsupported, argument):
+                        call(*given, **{argument: value})
+                    checked.add(name)
+        self.assertTrue(not checked or checked == set(SAMPLES), checked ^ set(SAMPLES))
+
+    def test_recipes_that_cannot_be_used(self):
+        from te_fl.common import recipe
+        for name in table.UNUSABLE:
+            kind = getattr(recipe, name)
+            required = {f.name: print for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+            with self.assertRaisesRegex(Unsupported, name):
+                recipe.native_of(kind(**required))
+
+    def test_the_page_is_as_the_table_says(self):
+        subprocess.run([sys.executable, ROOT / "tools/transformer_engine_names.py", "--check"], check=True)
+
+
+# Arguments that a name needs besides the one that it refuses, and those of a module's forward.
+SAMPLES = {
+    "DotProductAttention": lambda torch: (2, 16),
+    "FusedAdam": lambda torch: ([torch.nn.Parameter(torch.zeros(2))],),
+    "FusedSGD": lambda torch: ([torch.nn.Parameter(torch.zeros(2))], 0.1),
+    "FusedScaleMaskSoftmax": lambda torch: (print,),
+    "LayerNorm": lambda torch: (16,),
+    "LayerNormLinear": lambda torch: (16, 16),
+    "LayerNormMLP": lambda torch: (16, 32),
+    "Linear": lambda torch: (16, 16),
+    "MultiheadAttention": lambda torch: (32, 2),
+    "RMSNorm": lambda torch: (16,),
+    "TransformerLayer": lambda torch: (32, 64, 2),
+    "autocast": lambda torch: (),
+    "checkpoint": lambda torch: (print,),
+    "parallel_cross_entropy": lambda torch: (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)),
+    "quantized_model_init": lambda torch: (),
+}
+INPUTS = {
+    "DotProductAttention": lambda torch: [torch.zeros(4, 1, 2, 16)] * 3,
+    "LayerNormLinear": lambda torch: [torch.zeros(16, 16)],
+    "Linear": lambda torch: [torch.zeros(16, 16)],
+    "MultiheadAttention": lambda torch: [torch.zeros(4, 1, 32)],
+    "TransformerLayer": lambda torch: [torch.zeros(4, 1, 32)],
+}

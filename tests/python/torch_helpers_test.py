@@ -1,0 +1,127 @@
+"""What is available, named random states, and orders of weights."""
+
+import subprocess
+import sys
+import unittest
+
+import torch
+
+import te_fl
+from te_fl.common import recipe
+from te_fl.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
+from te_fl.pytorch import availability, constants, rng, weights
+
+
+class Availability(unittest.TestCase):
+    def test_the_cpu_has_what_te_fl_serves(self):
+        if torch.cuda.is_available():
+            self.skipTest("asks for the CPU")
+        for ask, there in ((availability.is_fp8_available, True), (availability.is_fp8_block_scaling_available, True),
+                           (availability.is_bf16_available, True), (availability.is_mxfp8_available, False),
+                           (availability.is_nvfp4_available, False)):
+            self.assertIs(ask(), there)
+            answer, reason = ask(return_reason=True)
+            self.assertIs(answer, there)
+            self.assertEqual(reason == "", there)
+        self.assertEqual(availability.get_device_compute_capability(), (0, 0))
+        self.assertEqual(availability.get_cudnn_version(), (0, 0, 0))
+
+    def test_the_answer_is_the_routers(self):
+        availability._who_multiplies.cache_clear()
+        try:
+            with te_fl.policy(per_op={"generic_gemm": ["vendor"]}):
+                served, reason = availability.check_fp8_support()
+        finally:
+            availability._who_multiplies.cache_clear()
+        self.assertFalse(served)
+        self.assertIn("default.cpu", reason)
+
+    def test_recipes(self):
+        self.assertTrue(availability.get_default_recipe().delayed())
+        availability.check_recipe_support(recipe.DelayedScaling())
+        with self.assertRaisesRegex(Unsupported, "MXFP8"):
+            availability.check_recipe_support(recipe.MXFP8BlockScaling())
+        hybrid = recipe.DelayedScaling()
+        self.assertEqual([availability.get_fp8_max(hybrid), availability.get_fp8_max(hybrid, fprop_tensor=False)], [448, 57344])
+        self.assertEqual(availability.get_fp8_torch_dtype(recipe.Float8BlockScaling(), False), torch.float8_e4m3fn)
+        self.assertEqual(availability.get_align_size_for_quantization(recipe.CustomRecipe(qfactory=print, quantization_alignment=7)), 7)
+        self.assertEqual(availability.torch_version(), tuple(int(n) for n in torch.__version__.split("+")[0].split(".")))
+
+    def test_constants(self):
+        self.assertEqual(constants.TE_DType_To_Torch[constants.DType.cast(7)], torch.float8_e4m3fn)
+        self.assertIs(constants.dist_group_type, torch.distributed.ProcessGroup)
+
+
+class Package(unittest.TestCase):
+    def test_names_and_modules_that_are_imported_when_they_are_read(self):
+        import te_fl.pytorch as te
+        self.assertIs(te.RotaryPositionEmbedding, te.rope.RotaryPositionEmbedding)
+        self.assertIs(te.FusedAdam, te.optimizers.FusedAdam)
+        self.assertIn("parallel_cross_entropy", dir(te))
+        with self.assertRaisesRegex(AttributeError, "GroupedLinear.*transformer-engine.md"):
+            te.GroupedLinear
+        code = "import sys, te_fl.pytorch; assert not {'te_fl.pytorch.cross_entropy', 'te_fl.pytorch.optimizers'} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class RandomStates(unittest.TestCase):
+    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def draw(self):
+        return torch.rand(4, device=self.DEVICE)
+
+    def test_a_state_goes_on_and_the_outer_one_stays(self):
+        torch.manual_seed(5)
+        expected_outside = [self.draw(), self.draw()]
+        torch.manual_seed(7)
+        expected_inside = [self.draw(), self.draw()]
+        tracker = rng.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 7)
+        torch.manual_seed(5)
+        outside, inside = [self.draw()], []
+        for _ in range(2):
+            with tracker.fork():
+                inside.append(self.draw())
+        outside.append(self.draw())
+        for got, want in zip(outside + inside, expected_outside + expected_inside):
+            self.assertTrue(torch.equal(got, want))
+
+    def test_an_exception_gives_the_outer_state_back(self):
+        tracker = rng.CudaRNGStatesTracker()
+        tracker.add("a", 1)
+        torch.manual_seed(5)
+        expected = self.draw()
+        torch.manual_seed(5)
+        with self.assertRaises(KeyboardInterrupt):
+            with tracker.fork("a"):
+                self.draw()
+                raise KeyboardInterrupt
+        self.assertTrue(torch.equal(self.draw(), expected))
+
+    def test_names_and_seeds(self):
+        tracker = rng.CudaRNGStatesTracker()
+        tracker.add("a", 1)
+        self.assertIs(rng.get_all_rng_states(), tracker.states_)
+        with self.assertRaisesRegex(AlreadyExists, "seed 1"):
+            tracker.add("b", 1)
+        with self.assertRaisesRegex(AlreadyExists, "'a'"):
+            tracker.add("a", 2)
+        with self.assertRaisesRegex(NotFound, "'b'.*'a'"):
+            with tracker.fork("b"):
+                pass
+        other = rng.CudaRNGStatesTracker()
+        other.set_states(tracker.get_states())
+        with other.fork("a"):
+            self.draw()
+        tracker.reset()
+        self.assertEqual(tracker.get_states(), {})
+
+
+class Weights(unittest.TestCase):
+    def test_orders(self):
+        w = torch.arange(8)[:, None]
+        self.assertEqual(weights.interleave_glu_tensor(w, 2).flatten().tolist(), [0, 1, 4, 5, 2, 3, 6, 7])
+        self.assertTrue(torch.equal(weights.deinterleave_glu_tensor(weights.interleave_glu_tensor(w, 2), 2), w))
+        for size in (0, 3):
+            with self.assertRaisesRegex(InvalidArgument, f"interleave_size is {size}"):
+                weights.interleave_glu_tensor(w, size)
