@@ -201,6 +201,21 @@ class State(unittest.TestCase):
         np.testing.assert_array_equal(scales, np.float32(448) / np.abs(kernels).max((1, 2)))
 
 
+class OwnLayers(unittest.TestCase):
+    def test_dot_general_of_flax_s_dense(self):
+        x = normal(4, 16)
+        dense = nn.Dense(8, dot_general=tf.make_dot_general_cls(recipe.DelayedScaling(amax_history_len=2))())
+        variables = dense.init(jax.random.key(0), x)
+        self.assertEqual(set(variables), {"params", "_overwrite_with_gradient"})
+        after = jax.grad(lambda v: dense.apply(v, x).sum())(variables)["_overwrite_with_gradient"]
+        self.assertIn(float(np.float32(448) / np.abs(x).max()), [float(a[0]) for a in jax.tree.leaves(after)])
+        jaxpr = str(jax.make_jaxpr(lambda v: dense.apply(v, x))(variables))
+        self.assertIn("te_fl.generic_gemm", jaxpr)
+        self.assertNotIn("dot_general", jaxpr)
+        with self.assertRaisesRegex(NotImplementedError, r"dot_general\(precision='highest'\) is not served"):
+            dense.clone(precision="highest").init(jax.random.key(0), x)
+
+
 @unittest.skipUnless(DOCUMENT.exists(), "needs te-fl's documents")
 class Document(unittest.TestCase):
     def test_its_code_runs(self):

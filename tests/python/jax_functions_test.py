@@ -1,6 +1,9 @@
 """te_fl.jax's functions against the same in FP64 by jnp: values and gradients; what the program contains; how errors arrive."""
 
+import pathlib
+import tempfile
 import unittest
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -260,11 +263,21 @@ class Versions(unittest.TestCase):
         version = jax.__version__
         try:
             jax.__version__ = "0.9.1"
-            with self.assertRaisesRegex(ImportError, r"te_fl.jax needs JAX 0.10 or newer, and this is JAX 0.9.1"):
+            with self.assertRaisesRegex(ImportError, "JAX 0.9.1 is installed; te_fl needs 0.10 or newer"):
                 te._check_versions()
         finally:
             jax.__version__ = version
         te._check_versions()
+
+    def test_another_ffi_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(jax.ffi, "include_dir", lambda: folder):
+            te._check_versions()  # without headers XLA is the judge
+            header = pathlib.Path(folder) / "xla/ffi/api/c_api.h"
+            header.parent.mkdir(parents=True)
+            for version in ((1, 0), (0, 2)):
+                header.write_text("#define XLA_FFI_API_MAJOR {}\n#define XLA_FFI_API_MINOR {}\n".format(*version))
+                with self.assertRaisesRegex(ImportError, "speaks version 0.3 of XLA's FFI.*has {}.{}".format(*version)):
+                    te._check_versions()
 
 
 if __name__ == "__main__":
