@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any, Dict, Mapping, Sequence, Tuple
 
 import jax
@@ -24,11 +25,13 @@ def _target(op: str) -> str:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
+    if isinstance(value, str):
+        return value
     if isinstance(value, (tuple, list)):
         return ",".join(str(int(v)) for v in value)
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, numbers.Integral):  # bool among them
+        return str(int(value))
+    return repr(float(value))
 
 
 def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], elementwise: bool = False) -> Dict[str, jax.Array]:
