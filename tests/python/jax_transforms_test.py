@@ -92,13 +92,14 @@ class FourDevices(unittest.TestCase):
         return jax.device_put(array, NamedSharding(self.mesh, P(*axes)))
 
     def mlp(self, x, gamma, kernels, biases, sets):
-        y = te.layernorm_mlp.layernorm_mlp(x, gamma, None, list(kernels), list(biases), "rmsnorm", quantizer_sets=sets)
+        y = te.layernorm_mlp.layernorm_mlp(x, gamma, None, list(kernels), list(biases), "rmsnorm", activation_type=("silu", "linear"),
+                                           quantizer_sets=sets)
         return (y**2).mean()
 
     def test_xla_cuts_the_calls(self):
         """Data on dp, the hidden width on tp: results as on one device, and no device holds the whole of an activation."""
-        x, gamma, kernels = normal(8, 4, 32), normal(32), (normal(32, 1, 64) / 6, normal(64, 32) / 8)
-        biases = (normal(1, 64), normal(32))
+        x, gamma, kernels = normal(8, 4, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
+        biases = (normal(2, 64), normal(32))
         both = jax.jit(jax.value_and_grad(self.mlp, (0, 1, 2, 3, 4)))
         for given in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()):
             sets = tuple(create_set(given) for _ in range(2))
@@ -108,8 +109,9 @@ class FourDevices(unittest.TestCase):
             text = both.lower(*arguments).compile().as_text()
             calls = re.findall(r"= .*custom-call.*te_fl.generic_gemm", text)
             self.assertEqual(len(calls), 6)
-            self.assertFalse([c for c in calls if "f32[32,64]" in c])  # y of the first product is [16,32] a device, its whole [32,64]
+            self.assertFalse([c for c in calls if "[32,128]" in c])  # y of the first product is [16,2*32] a device, its whole [32,2*64]
             self.assertIn("all-reduce", text)
+            self.assertNotIn("all-gather", text)  # of kernels, activations or gradients
 
     def test_xla_cuts_attention(self):
         q = normal(4, 8, 4, 8)

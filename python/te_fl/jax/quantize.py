@@ -58,8 +58,9 @@ class Quantizer:
         """Derived scales of a tensor that lies on several devices are derived from the whole of it, before it is quantised."""
         return self.scaling == "tensor" and not self.delayed and _partition.may_cut_programs()
 
-    def output(self, rowwise: bool = True, columnwise: bool = True) -> QuantizedOutput:
-        return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, self.scale, self.pow2_scale, self.amax_epsilon)
+    def output(self, rowwise: bool = True, columnwise: bool = True, packed: bool = False) -> QuantizedOutput:
+        return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, self.scale, self.pow2_scale, self.amax_epsilon,
+                               packed=packed)
 
     def derived_scale(self, x: jax.Array) -> jax.Array:
         """docs/numerics.md, "Scale from amax"."""
@@ -70,11 +71,12 @@ class Quantizer:
             scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
         return jnp.where(_positive(amax), scale, 1.0)
 
-    def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True) -> Quantized:
-        output = self.output(rowwise, columnwise)
+    def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True, packed: bool = False) -> Quantized:
+        """packed: x [M, n, N] is a matrix [M, n * N]."""
+        output = self.output(rowwise, columnwise, packed)
         if self.cut:
             output = dataclasses.replace(output, scale=self.derived_scale(x), pow2_scale=False, amax_epsilon=0.0)
-        return ops.quantize(input=x, output=output)
+        return ops.run("quantize", frozenset({"input", "output"} if packed else ()), input=x, output=output.of_shape(x.shape))
 
     def after(self, amax: Optional[jax.Array]) -> "Quantizer":
         """The state after a step in which the tensor's amax was this; docs/numerics.md, "Delayed scaling"."""
