@@ -14,6 +14,7 @@
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/init.hpp"
+#include "te_fl/op_manager.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -367,6 +368,7 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *kind = nullptr, *options = nullptr;
     if (PyArg_ParseTuple(args, "OO", &kind, &options) == 0) throw PythonError();
+    without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto layer = std::make_shared<Layer>();
     layer->make = runner_of(text_of(kind, "the kind of layer"), options);
     auto runner = value_of(new_runner(*layer, DType::kF32));

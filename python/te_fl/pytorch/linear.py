@@ -105,7 +105,11 @@ class Linear(_Product):
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
                 fp8_grad: Optional[bool] = False):
-        """inp [..., in_features] -> [..., out_features]. is_first_microbatch: True quantises the weight and keeps it, False reuses it."""
+        """inp [..., in_features] -> [..., out_features].
+
+        is_first_microbatch: True quantises the weight and keeps it, False
+        reuses what was kept unless the weight has changed since.
+        """
         if fp8_output or fp8_grad:
             _check_forward("Linear", fp8_output, fp8_grad)
         return self._result(self._run(self._layer(inp.device), (inp,), self._own(), is_first_microbatch,
