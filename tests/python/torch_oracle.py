@@ -29,8 +29,9 @@ def randomise(module, seed=7):
     return module
 
 
-def compare(test, served, module, oracle, inputs, tolerance=None, seed=11):
+def compare(test, served, module, oracle, inputs, tolerance=None, seed=11, close=None):
     """Outputs of served(*inputs), and the gradients of inputs and of the module's parameters, are those of oracle(parameters, *inputs) in FP64."""
+    close = close or near
     own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     parameters = dict(module.named_parameters())
@@ -42,7 +43,7 @@ def compare(test, served, module, oracle, inputs, tolerance=None, seed=11):
     grads = [randn(*w.shape, seed=seed + i, device=w.device).to(g.dtype) for i, (g, w) in enumerate(zip(got, want))]
     for i, (g, w) in enumerate(zip(got, want)):
         test.assertEqual(g.shape, w.shape)
-        near(test, g, w, tolerance or TOLERANCE[own[0].dtype], f"output {i}")
+        close(test, g, w, tolerance or TOLERANCE[own[0].dtype], f"output {i}")
     torch.autograd.backward(got, grads)
     torch.autograd.backward(want, [g.double() for g in grads])
     pairs = [(f"input {i}", a, b) for i, (a, b) in enumerate(zip(own, exact))]
@@ -54,7 +55,7 @@ def compare(test, served, module, oracle, inputs, tolerance=None, seed=11):
             continue
         test.assertIsNotNone(a.grad, f"{name} has no gradient")
         test.assertEqual(a.grad.dtype, a.dtype, name)
-        near(test, a.grad, b.grad, 2 * (tolerance or TOLERANCE[own[0].dtype]), f"gradient of {name}", 0.1 * largest)
+        close(test, a.grad, b.grad, 2 * (tolerance or TOLERANCE[own[0].dtype]), f"gradient of {name}", 0.1 * largest)
     return got
 
 
@@ -62,6 +63,12 @@ def near(test, got, want, tolerance, what, least=0.0):
     scale = max(want.abs().max().item(), least)
     error = (got.double() - want.double()).abs().max().item() / scale
     test.assertLess(error, tolerance, f"{what} is off by {error:.3g} of {scale:.3g}")
+
+
+def near_by_norm(test, got, want, tolerance, what, least=0.0):
+    scale = max(want.norm().item(), least * want.numel() ** 0.5)
+    error = (got.double() - want.double()).norm().item() / scale
+    test.assertLess(error, tolerance, f"{what} is off by {error:.3g} of {scale:.3g} (2-norm)")
 
 
 # -- parts
