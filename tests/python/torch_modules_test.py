@@ -485,7 +485,7 @@ class TransformerLayerTest(Modules):
                             continue
                         least = 0.1 * max(t.abs().max().item() for t in results[1])
                         for name, a, b in zip(names, *results):
-                            oracle.near_by_norm(self, a, b, 1e-5 if (dtype, recipe) == (F32, None) else 0.08, name, least)
+                            oracle.near_by_norm(self, a, b, 1e-5 if (dtype, recipe) == (F32, None) else 0.15, name, least)
 
     def test_hooks_on_parts_run(self):
         for path in ("self_attention", "self_attention.layernorm_qkv", "self_attention.core_attention", "self_attention.proj", "layernorm_mlp"):
