@@ -503,7 +503,7 @@ class Wrapped(Each):
         for seed in (1, 2, 3):
             optimizer.zero_grad()
             with scope(recipe):
-                y = wrapped(input_of(seed=seed).detach())
+                y = wrapped(input_of(seed=seed, dtype=next(module.parameters()).dtype).detach())
             y.square().mean().backward()
             optimizer.step()
             outputs.append(y.detach())
@@ -519,7 +519,7 @@ class Wrapped(Each):
     def test_ddp(self):
         self.wrapped(lambda m: torch.nn.parallel.DistributedDataParallel(m))
 
-    def test_fsdp2(self):
+    def sharded(self):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         mesh = init_device_mesh("cpu", (1,))
@@ -528,7 +528,35 @@ class Wrapped(Each):
             plain(torch.zeros(2, 4)).sum().backward()
         except Exception as error:
             self.skipTest(f"PyTorch cannot here: {error}")
-        self.wrapped(lambda m: fully_shard(m, mesh=mesh))
+        return lambda m: fully_shard(m, mesh=mesh)
+
+    def test_fsdp2(self):
+        self.wrapped(self.sharded())
+
+    def test_fsdp2_in_bf16(self):
+        """FSDP gathers shards by writing into memory whose version it does not count."""
+        self.wrapped(self.sharded(), params_dtype=BF16)
+
+    def test_fsdp2_serves_what_was_written(self):
+        shard = self.sharded()
+        for name in PRODUCTS:
+            for recipe in (None, Float8CurrentScaling(), Float8BlockScaling()):
+                for autocast in (False, True):
+                    with self.subTest(module=name, recipe=type(recipe).__name__, autocast=autocast):
+                        outputs = []
+                        for wrap in (shard, lambda m: m):
+                            module = wrap(randomise(MODULES[name](device="cpu"))).eval()
+                            with torch.no_grad(), scope(recipe), torch.autocast("cpu", dtype=BF16, enabled=autocast):
+                                x = input_of().detach()
+                                module(x)
+                                module(x)
+                                for p in module.parameters():
+                                    p.mul_(1.5)
+                                outputs.append(module(x))
+                        self.same(*([y] for y in outputs))
+
+    def test_ddp_with_views_as_buckets(self):
+        self.wrapped(lambda m: torch.nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True))
 
 
 class Functional(Each):
