@@ -92,7 +92,6 @@ enum class ElementType : int32_t {
   kBF16 = 16,
   kF8E5M2 = 19,
   kF8E4M3FN = 20,
-  kF4E2M1FN = 32,
   kF8E8M0FNU = 33,
 };
 

@@ -1,6 +1,10 @@
 """te_fl.jax's functions against the same in FP64 by jnp: values and gradients; what the program contains; how errors arrive."""
 
+import dataclasses
+import pathlib
+import tempfile
 import unittest
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -212,8 +216,10 @@ class Programs(unittest.TestCase):
         self.assertEqual(te.ops.geglu(input=x).shape, (3, 4, 4))
         z, mu, rsigma = te.ops.layernorm_fwd(x=x, gamma=normal(8))
         self.assertEqual((z.shape, mu.shape, rsigma.dtype), ((3, 4, 8), (12,), jnp.float32))
-        d = te.ops.generic_gemm(a=normal(3, 4), b=normal(5, 4), trans_b=True)
+        d = te.ops.generic_gemm(a=normal(3, 4), b=normal(5, 4), trans_b=True, alpha=np.float32(0.5))
         self.assertEqual(d.shape, (3, 5))
+        self.assertEqual(te.ops.gelu(input=jnp.zeros((0, 4), jnp.float32)).shape, (0, 4))
+        self.assertEqual(float(te.ops.relu(input=jnp.float32(-1))), 0.0)
         old = jnp.ones((3, 5), jnp.float32)
         a, b = normal(3, 4), normal(4, 5)
         np.testing.assert_allclose(te.ops.generic_gemm(a=a, b=b, d=old, accumulate=True), a @ b + 1, atol=1e-5)
@@ -227,9 +233,9 @@ class Programs(unittest.TestCase):
 
     def test_errors_have_te_fl_s_text(self):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"argument 'output' has shape \[4\], must be \[5\]"):
-            te.ops.gelu(input=normal(5), output=jax.ShapeDtypeStruct((4,), jnp.float32))
-        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"'input' is i32\[5\] cpu, its dtype must be f32\|f16\|bf16"):
-            te.ops.gelu(input=jnp.ones(5, jnp.int32), output=jax.ShapeDtypeStruct((5,), jnp.float32))
+            jax.block_until_ready(te.ops.gelu(input=normal(5), output=jax.ShapeDtypeStruct((4,), jnp.float32)))
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"'input' is i32\[5\] .*, its dtype must be f32\|f16\|bf16"):
+            jax.block_until_ready(te.ops.gelu(input=jnp.ones(5, jnp.int32), output=jax.ShapeDtypeStruct((5,), jnp.float32)))
         with self.assertRaisesRegex(TypeError, r"gelu\(\) has no argument 'inputs'; gelu\(\) takes input, output"):
             te.ops.gelu(inputs=normal(5))
         with self.assertRaisesRegex(TypeError, r"gelu\(\) needs 'input'"):
@@ -240,6 +246,29 @@ class Programs(unittest.TestCase):
             te.ops.fused_attn_fwd(q=normal(1, 2, 1, 8), k=normal(1, 2, 1, 8), v=normal(1, 2, 1, 8))
         with self.assertRaisesRegex(ValueError, r"pair \[8\] of x \(3, 8\) with \[4\] of kernel"):
             te.dense.dense(normal(3, 8), normal(4, 2))
+
+    def test_a_text_that_is_no_call_is_refused(self):
+        te.ops.relu(input=normal(2))  # so that the target is there
+        x, out = jnp.ones((2, 2), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.float32)
+        for text, reason in (
+                ("", "it is not OP OPERANDS"), ("relu input -> output", "it is not OP OPERANDS"), ("| relu input -> output", "it is not OP"),
+                ("rely input -> output |", "relu"), ("relu inputs -> output |", "relu has no tensor argument 'inputs'"),
+                ("relu input.amex -> output |", "'input.amex' is no part of a tensor"), ("relu input -> output | limit=1", "no argument 'limit'"),
+                ("clamped_swiglu input -> output | limit=high", "'high' is no value of 'limit'"), ("relu input -> output | x", "'x' has no value"),
+                ("relu input -> output | output.scaling=mx", "'mx' is no value of a tensor's 'scaling'"), ("relu -> output |", "names 0 arrays"),
+                ("relu input input -> output |", "names 2 arrays, XLA gives 1"), ("dropout_fwd rng -> output | p=0.5", "'rng' has 4 elements of 16 bits; it is to have 4 of 32"),
+                ("relu input.columnwise_data -> output | input.scaling=tensor", "it is to have 4 of 8"), ("relu input.scale_inv -> output |", "without data")):
+            with self.assertRaisesRegex(jax.errors.JaxRuntimeError, reason):
+                given = x if "rng" not in text else jnp.ones(4, jnp.float16)
+                jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", out)(given, call=text))
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "one attribute, the string 'call'"):
+            jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", out)(x, calls="relu input -> output |", n=1))
+
+    def test_parts_of_another_size_are_refused(self):
+        codes = te.quantize.Quantizer(scaling="block_1x128").quantize(jnp.ones((4, 256), jnp.float32), columnwise=False)
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"'input.scale_inv' has 1 elements of 32 bits; it is to have 8 of 32"):
+            jax.block_until_ready(te.ops.dequantize(input=dataclasses.replace(codes, scale_inv=jnp.ones((1, 1), jnp.float32)),
+                                                    output=jax.ShapeDtypeStruct((4, 256), jnp.float32)))
 
     def test_what_is_not_served_says_so(self):
         q = normal(1, 4, 2, 8)
@@ -260,11 +289,21 @@ class Versions(unittest.TestCase):
         version = jax.__version__
         try:
             jax.__version__ = "0.9.1"
-            with self.assertRaisesRegex(ImportError, r"te_fl.jax needs JAX 0.10 or newer, and this is JAX 0.9.1"):
+            with self.assertRaisesRegex(ImportError, "JAX 0.9.1 is installed; te_fl needs 0.10 or newer"):
                 te._check_versions()
         finally:
             jax.__version__ = version
         te._check_versions()
+
+    def test_another_ffi_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(jax.ffi, "include_dir", lambda: folder):
+            te._check_versions()  # without headers XLA is the judge
+            header = pathlib.Path(folder) / "xla/ffi/api/c_api.h"
+            header.parent.mkdir(parents=True)
+            for version in ((1, 0), (0, 2)):
+                header.write_text("#define XLA_FFI_API_MAJOR {}\n#define XLA_FFI_API_MINOR {}\n".format(*version))
+                with self.assertRaisesRegex(ImportError, "speaks version 0.3 of XLA's FFI.*has {}.{}".format(*version)):
+                    te._check_versions()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 
+os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import functools  # noqa: E402
@@ -91,13 +92,14 @@ class FourDevices(unittest.TestCase):
         return jax.device_put(array, NamedSharding(self.mesh, P(*axes)))
 
     def mlp(self, x, gamma, kernels, biases, sets):
-        y = te.layernorm_mlp.layernorm_mlp(x, gamma, None, list(kernels), list(biases), "rmsnorm", quantizer_sets=sets)
+        y = te.layernorm_mlp.layernorm_mlp(x, gamma, None, list(kernels), list(biases), "rmsnorm", activation_type=("silu", "linear"),
+                                           quantizer_sets=sets)
         return (y**2).mean()
 
     def test_xla_cuts_the_calls(self):
         """Data on dp, the hidden width on tp: results as on one device, and no device holds the whole of an activation."""
-        x, gamma, kernels = normal(8, 4, 32), normal(32), (normal(32, 1, 64) / 6, normal(64, 32) / 8)
-        biases = (normal(1, 64), normal(32))
+        x, gamma, kernels = normal(8, 4, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
+        biases = (normal(2, 64), normal(32))
         both = jax.jit(jax.value_and_grad(self.mlp, (0, 1, 2, 3, 4)))
         for given in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()):
             sets = tuple(create_set(given) for _ in range(2))
@@ -107,8 +109,9 @@ class FourDevices(unittest.TestCase):
             text = both.lower(*arguments).compile().as_text()
             calls = re.findall(r"= .*custom-call.*te_fl.generic_gemm", text)
             self.assertEqual(len(calls), 6)
-            self.assertFalse([c for c in calls if "f32[32,64]" in c])  # y of the first product is [16,32] a device, its whole [32,64]
+            self.assertFalse([c for c in calls if "[32,128]" in c])  # y of the first product is [16,2*32] a device, its whole [32,2*64]
             self.assertIn("all-reduce", text)
+            self.assertNotIn(" all-gather(", text)  # of kernels, activations or gradients
 
     def test_xla_cuts_attention(self):
         q = normal(4, 8, 4, 8)
@@ -116,7 +119,7 @@ class FourDevices(unittest.TestCase):
         cut = grad(self.put(q, "dp", None, "tp"))
         close(self, cut, grad(q))
         self.assertEqual(cut.sharding.spec, P("dp", None, "tp"))
-        self.assertNotIn("all-gather", grad.lower(self.put(q, "dp", None, "tp")).compile().as_text())
+        self.assertNotIn(" all-gather(", grad.lower(self.put(q, "dp", None, "tp")).compile().as_text())
 
     def test_block_scales_run_whole(self):
         x, kernel = normal(8, 128), normal(128, 32)
@@ -124,17 +127,55 @@ class FourDevices(unittest.TestCase):
         close(self, product(self.put(x, "dp"), self.put(kernel, None, "tp")), product(x, kernel))
 
     def test_shard_map(self):
-        """Tensor parallelism by hand: each device sees its part, and the sum over devices is the program's."""
+        """Tensor parallelism by hand: each device calls the ops on its part, the sum over devices is the program's, and the parts of a tensor
+        share one scale."""
         x, gamma, kernels = normal(8, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
 
-        def whole(x, gamma, k1, k2):
-            return te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [None, None], "rmsnorm", activation_type=("silu", "linear"))
+        def whole(x, gamma, k1, k2, sets):
+            return te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [None, None], "rmsnorm", activation_type=("silu", "linear"),
+                                                  quantizer_sets=sets)
 
-        part = jax.shard_map(lambda *a: jax.lax.psum(whole(*a), "tp"), mesh=self.mesh, check_vma=False,
-                             in_specs=(P("dp"), P(), P(None, None, "tp"), P("tp")), out_specs=P("dp"))
-        both = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 2, 3))) for f in (part, whole)]  # noqa: B023
-        close(self, both[0](x, gamma, *kernels), both[1](x, gamma, *kernels), 1e-4)
-        self.assertNotIn("custom_partitioning", str(jax.make_jaxpr(part)(x, gamma, *kernels)))
+        part = jax.shard_map(lambda *a: jax.lax.psum(whole(*a), "tp"), mesh=self.mesh,
+                             in_specs=(P("dp"), P(), P(None, None, "tp"), P("tp"), P()), out_specs=P("dp"))
+        for given in (None, recipe.DelayedScaling(amax_history_len=2)):
+            arguments = (x, gamma, *kernels, tuple(create_set(given) for _ in range(2)))
+            cut, one = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2, 3, 4)))(*arguments) for f in (part, whole)]  # noqa: B023
+            close(self, cut, one, 1e-4)
+        self.assertNotIn("custom_partitioning", str(jax.make_jaxpr(part)(*arguments)))
+
+    def test_shard_map_of_attention_and_norms(self):
+        q, gamma, beta = normal(4, 8, 4, 8), normal(8), normal(8)
+
+        def whole(q, gamma, beta):
+            return attend(te.layernorm.layernorm(q, gamma, beta, "layernorm"))
+
+        part = jax.shard_map(whole, mesh=self.mesh, in_specs=(P("dp", None, "tp"), P(), P()), out_specs=P("dp", None, "tp"))
+        close(self, *[jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)))(q, gamma, beta) for f in (part, whole)])  # noqa: B023
+
+    def test_a_transformer_layer_on_data_and_tensor_axes(self):
+        """Placed by Flax's logical axes, in FP8: as on one device, and nothing is gathered."""
+        try:
+            from flax import linen as nn
+        except ModuleNotFoundError as error:
+            self.skipTest(str(error))
+        from te_fl.jax.flax import TransformerLayer, extend_logical_axis_rules
+
+        x, given = normal(4, 8, 32), recipe.DelayedScaling(amax_history_len=2)
+        layer = TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, enable_relative_embedding=False, use_bias=True,
+                                 mlp_activations=("silu", "linear"))
+        step = jax.value_and_grad(lambda v, x: (layer.apply(v, x, deterministic=True) ** 2).mean())
+        with te.autocast(enabled=True, recipe=given):
+            boxed = layer.init(jax.random.key(0), x, deterministic=True)
+            whole = jax.jit(step)(nn.unbox(boxed), x)
+        resource = te.MeshResource(dp_resource="dp", tp_resource="tp")
+        with jax.set_mesh(self.mesh), te.autocast(enabled=True, recipe=given, mesh_resource=resource):
+            places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, extend_logical_axis_rules(()))
+            arguments = (jax.tree.map(jax.device_put, nn.unbox(boxed), places), self.put(x, "dp"))
+            compiled = jax.jit(step).lower(*arguments).compile()
+            cut = compiled(*arguments)
+        close(self, cut, whole, 1e-4)
+        self.assertEqual(cut[1]["params"]["attention"]["qkv"]["kernel"].sharding.spec, P(None, None, "tp"))
+        self.assertNotIn(" all-gather(", compiled.as_text())
 
     def test_logical_axes_follow_the_mesh_resource(self):
         names = (te.sharding.BATCH_AXES, None, te.sharding.HIDDEN_TP_AXES)

@@ -44,7 +44,7 @@ SERVED = {
     "te_fl.jax.dense": "dense",
     "te_fl.jax.flax":
         "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
-        "TransformerLayer TransformerLayerType extend_logical_axis_rules",
+        "TransformerLayer TransformerLayerType extend_logical_axis_rules make_dot_general_cls wrap_function_in_te_state_module",
     "te_fl.jax.layernorm": "canonicalize_norm_type layernorm",
     "te_fl.jax.layernorm_dense": "layernorm_dense",
     "te_fl.jax.layernorm_mlp": "layernorm_mlp",

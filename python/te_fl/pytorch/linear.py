@@ -112,7 +112,7 @@ class Linear(_Product):
         """
         if fp8_output or fp8_grad:
             _check_forward("Linear", fp8_output, fp8_grad)
-        return self._result(self._run(self._layer(inp.device), (inp,), self._own(), is_first_microbatch,
+        return self._result(self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch,
                                       accumulates=self.fuse_wgrad_accumulation))
 
 
@@ -159,7 +159,7 @@ class LayerNormLinear(_Product):
         """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
         if fp8_output or fp8_grad:
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
-        out = self._result(self._run(self._layer(inp.device), (inp,), (*norm_parameters(self), *self._own()), is_first_microbatch,
+        out = self._result(self._run(self._layer_of(inp), (inp,), (*norm_parameters(self), *self._own()), is_first_microbatch,
                                      accumulates=self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out

@@ -102,7 +102,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return result
 
     def _compute(self, inp: torch.Tensor, is_first_microbatch: Optional[bool]) -> torch.Tensor:
-        return self._run(self._layer(inp.device), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
+        return self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}"

@@ -51,7 +51,8 @@ class TransformerLayer(torch.nn.Module):
     has none of. The ub_ arguments have no effect with one rank. Others as MultiheadAttention's and LayerNormMLP's.
 
     An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
-    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state.
+    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state; their results differ as
+    sums in another order do (the one call adds residuals before it rounds), and dropout draws other numbers.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: Optional[int] = None,
@@ -167,6 +168,9 @@ class TransformerLayer(torch.nn.Module):
         only("TransformerLayer", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.is_meta:
+            given = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
+            raise TypeError(f"TransformerLayer: hidden_states is {given}; it must be a torch.Tensor with memory")
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         fused = self._fused
