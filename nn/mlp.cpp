@@ -34,7 +34,8 @@ struct LayerNormMLP::Impl {
     return detail::activate_backward(activation(), grad, pre, out);
   }
   ActivationOptions activation() const {
-    return {options.activation, options.clamp_limit, options.clamp_alpha};
+    return {options.activation, options.clamp_limit, options.clamp_alpha,
+            options.glu_linear_offset};
   }
   // Whether the activation may join the product before it. Scales that derive from the result take
   // a pass over it of their own.

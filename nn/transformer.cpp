@@ -123,6 +123,7 @@ LayerNormMLPOptions mlp_options(const TransformerLayerOptions& o) {
           .seed = init::subseed(o.seed, 2),
           .init_std = o.init_std,
           .output_init_std = o.output_init_std,
+          .glu_linear_offset = o.glu_linear_offset,
           .ffn_whole = o.ffn_whole,
           .ffn_begin = o.ffn_begin};
 }

@@ -73,14 +73,15 @@ class Package:
     def names(self, module):
         """Public names of a module: what it defines, those of __all__, and, in a package, what it takes from its modules."""
         tree, is_package = self.trees[module]
-        names, taken = set(), self.imports(module)
+        names, taken, listed = set(), self.imports(module), False
         for node in top_level(tree.body):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 names.add(node.name)
             elif isinstance(node, ast.Assign):
                 targets = {t.id for t in node.targets if isinstance(t, ast.Name)}
+                listed = listed or "__all__" in targets
                 names |= set(ast.literal_eval(node.value)) if "__all__" in targets and isinstance(node.value, ast.List) else targets
-        if is_package or not names:  # some modules exist only to hand on what others define
+        if is_package and not listed or not names:  # some modules exist only to hand on what others define
             names |= {name for name, (base, original) in taken.items() if f"{base}.{original}" not in self.trees}
             for base, original in self.stars(module):
                 names |= set(self.names(base))
@@ -175,7 +176,8 @@ def page_text(known, table):
         for name in names:
             home = table.home(module, name)
             refused = [f"`{argument}`" for argument in table.PARTLY.get(f"{home}.{name}", ())] + \
-                [f"forward's `{argument}`" for argument in table.PARTLY.get(f"{home}.{name}.forward", ())]
+                [f"{method}'s `{argument}`" for method in ("forward", "__call__")
+                 for argument in table.PARTLY.get(f"{home}.{name}.{method}", ())]
             if home and f"{home}.{name}" in table.MADE_BY:
                 lines.append(f"| {name} | partly: `{home}` | {table.MADE_BY[f'{home}.{name}']} |")
             elif home and (refused or name in table.UNUSABLE):

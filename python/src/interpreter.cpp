@@ -36,9 +36,11 @@ bool may_enter() noexcept {
 PyObject* end(PyObject*, PyObject*) noexcept {
   g_ender = std::this_thread::get_id();
   g_ending.store(true);
-  const WithoutLock unlocked;  // for those who are inside
-  const timespec pause{0, 1'000'000};
-  for (int i = 0; i < kEndWaitMs && g_inside.load() > t_inside; ++i) nanosleep(&pause, nullptr);
+  {
+    const WithoutLock unlocked;  // for those who are inside
+    const timespec pause{0, 1'000'000};
+    for (int i = 0; i < kEndWaitMs && g_inside.load() > t_inside; ++i) nanosleep(&pause, nullptr);
+  }
   Py_INCREF(Py_None);
   return Py_None;
 }

@@ -82,6 +82,11 @@ class OtherPackage(unittest.TestCase):
                    "print(transformer_engine.__version__, status()['other'])", PYTHONPATH=self.path)
         self.assertEqual(said, f"2.20.2 {self.folder.name}/transformer_engine/__init__.py")
 
+    def test_doctor_says_who_answers(self):
+        said = run(ALIAS + "from te_fl import doctor; print([f.what for f in doctor._check_frameworks()])",
+                   PYTHONPATH=self.path)
+        self.assertIn("import transformer_engine gives te-fl, as version 2.20.2, and passes over the one in " + self.folder.name, said)
+
     def test_an_imported_one_is_an_error(self):
         said = run("import transformer_engine; " + ALIAS, expect=1, PYTHONPATH=self.path)
         self.assertIn(f"another transformer_engine was imported from {self.folder.name}", said)
@@ -117,8 +122,14 @@ from transformer_engine.pytorch import GroupedLinear, moe_permute, Float8Tensor
 from transformer_engine.pytorch.ops import Linear as FusibleLinear
 import torch
 assert not isinstance(torch.empty(1), Float8Tensor) and not isinstance(1, (str, Float8Tensor)) and not issubclass(int, GroupedLinear)
+class Grouped(GroupedLinear):  # programs define these where they are imported
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+class Both(torch.nn.Module, GroupedLinear):
+    pass
+assert not isinstance(1, Grouped)
 for use in (lambda: GroupedLinear(1, 2, 3), lambda: moe_permute(), lambda: Float8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
-            lambda: exec("class X(F): pass", {"F": Float8Tensor})):
+            lambda: Float8Tensor[int], lambda: Grouped(1), lambda: Both()):
     try:
         use()
     except Unsupported as error:
@@ -139,6 +150,22 @@ else:
     raise AssertionError
 """)
         self.assertIn("ImportError", run(ALIAS + "from transformer_engine_torch import gelu", expect=1))
+
+    def test_the_scope_that_a_program_is_in(self):
+        run(self.USE + """
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as state
+from transformer_engine.common.recipe import Float8CurrentScaling, DelayedScaling
+assert not state.is_fp8_enabled() and isinstance(state.get_fp8_recipe(), DelayedScaling)
+with te.autocast(recipe=Float8CurrentScaling()):
+    assert state.is_fp8_enabled() and not state.is_fp8_calibration() and state.get_fp8_recipe().float8_current_scaling()
+assert state.is_mxfp8_available()[0] is False and not hasattr(state, 'quantizer')
+try:
+    state.reduce_and_update_fp8_tensors
+except Unsupported as error:
+    assert 'is_fp8_enabled' in str(error)
+else:
+    raise AssertionError
+""")
 
     def test_a_star_brings_what_is_served(self):
         run(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD; assert 'multi_tensor_adam_fp8' not in globals()")

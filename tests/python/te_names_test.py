@@ -14,6 +14,7 @@ import unittest
 from te_fl.compat import known_names, table
 from te_fl.errors import Unsupported
 
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FACTS = json.loads((ROOT / "tests/python/transformer_engine_facts.json").read_text())
 KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional", inspect.Parameter.POSITIONAL_ONLY: "positional",
@@ -122,25 +123,23 @@ class Names(unittest.TestCase):
     def test_what_partly_served_names_refuse(self):
         checked = set()
         for qualified, arguments in table.PARTLY.items():
-            home, _, name = qualified.removesuffix(".forward").rpartition(".")
+            method = next((m for m in ("forward", "__call__") if qualified.endswith("." + m)), None)
+            home, _, name = (qualified.removesuffix("." + method) if method else qualified).rpartition(".")
             if not has(home):
                 continue
-            module, torch = importlib.import_module(home), importlib.import_module("torch")
-            own = getattr(module, name)
+            checked.add(name)
+            framework = importlib.import_module(home.split(".")[1].replace("pytorch", "torch"))
+            own = getattr(importlib.import_module(home), name)
+            known = inspect.signature(getattr(own, method) if method else own).parameters
             for argument, value in arguments.items():
                 with self.subTest(name=qualified, argument=argument):
-                    if isinstance(value, str) and value.startswith("torch."):
-                        value = eval(value, vars(module))
-                    if qualified.endswith(".forward"):
-                        call, given = own(*SAMPLES[name](torch)).forward, INPUTS[name](torch)
-                    else:
-                        call, given = own, SAMPLES[name](torch)
-                    known = inspect.signature(call).parameters
                     self.assertTrue(argument in known or any(p.kind is p.VAR_KEYWORD for p in known.values()))
-                    with self.assertRaisesRegex(Unsupported, argument):
-                        call(*given, **{argument: value})
-                    checked.add(name)
-        self.assertTrue(not checked or checked == set(SAMPLES), checked ^ set(SAMPLES))
+                    if isinstance(value, str) and value.startswith("torch."):
+                        value = getattr(framework, value.removeprefix("torch."))
+                    with self.assertRaisesRegex(NotImplementedError, argument):  # te_fl.errors.Unsupported is one
+                        use(framework, own, name, {} if method else {argument: value}, {argument: value} if method else {})
+        frameworks = {"pytorch", "jax"} if has("torch") and has("flax") else set()
+        self.assertTrue(not frameworks or checked == set(SAMPLES), checked ^ set(SAMPLES))
 
     def test_recipes_that_cannot_be_used(self):
         from te_fl.common import recipe
@@ -156,26 +155,45 @@ class Names(unittest.TestCase):
 
 # Arguments that a name needs besides the one that it refuses, and those of a module's forward.
 SAMPLES = {
-    "DotProductAttention": lambda torch: (2, 16),
+    "DotProductAttention": lambda lib: (2, 16) if lib.__name__ == "torch" else (16, 2),
     "FusedAdam": lambda torch: ([torch.nn.Parameter(torch.zeros(2))],),
     "FusedSGD": lambda torch: ([torch.nn.Parameter(torch.zeros(2))], 0.1),
     "FusedScaleMaskSoftmax": lambda torch: (print,),
+    "LayerNormDenseGeneral": lambda jax: (16,),
     "LayerNorm": lambda torch: (16,),
     "LayerNormLinear": lambda torch: (16, 16),
-    "LayerNormMLP": lambda torch: (16, 32),
+    "LayerNormMLP": lambda lib: (16, 32) if lib.__name__ == "torch" else (32,),
     "Linear": lambda torch: (16, 16),
+    "MeshResource": lambda jax: (),
+    "MultiHeadAttention": lambda jax: (16, 2),
     "MultiheadAttention": lambda torch: (32, 2),
     "RMSNorm": lambda torch: (16,),
-    "TransformerLayer": lambda torch: (32, 64, 2),
+    "TransformerLayer": lambda lib: (32, 64, 2),
     "autocast": lambda torch: (),
     "checkpoint": lambda torch: (print,),
     "parallel_cross_entropy": lambda torch: (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)),
     "quantized_model_init": lambda torch: (),
 }
 INPUTS = {
-    "DotProductAttention": lambda torch: [torch.zeros(4, 1, 2, 16)] * 3,
-    "LayerNormLinear": lambda torch: [torch.zeros(16, 16)],
-    "Linear": lambda torch: [torch.zeros(16, 16)],
-    "MultiheadAttention": lambda torch: [torch.zeros(4, 1, 32)],
-    "TransformerLayer": lambda torch: [torch.zeros(4, 1, 32)],
+    "DotProductAttention": [(4, 1, 2, 16)] * 3,
+    "LayerNormDenseGeneral": [(4, 16)],
+    "LayerNormLinear": [(16, 16)],
+    "LayerNormMLP": [(4, 16)],
+    "Linear": [(16, 16)],
+    "MultiHeadAttention": [(4, 1, 32)] * 2,
+    "MultiheadAttention": [(4, 1, 32)],
+    "TransformerLayer": [(4, 1, 32)],
 }
+
+
+def use(framework, own, name, making, calling):
+    """Makes an object with some arguments and, if it is a module, calls it; Flax's look at either only then."""
+    made = own(*SAMPLES[name](framework), **making)
+    if framework.__name__ == "jax":
+        import jax.numpy as jnp
+        keys = {name: framework.random.key(0) for name in ("params", "dropout")}
+        made.init(keys, *(jnp.zeros(s) for s in INPUTS[name]), **calling)
+    elif calling:
+        device = "cuda" if framework.cuda.is_available() else "cpu"
+        made(*(framework.zeros(s, device=device) for s in INPUTS[name]), **calling)
+

@@ -55,6 +55,7 @@ struct TransformerLayerOptions {
   MaskType enc_dec_mask_type = MaskType::kNone;
   int64_t enc_dec_window_left = -1;
   int64_t enc_dec_window_right = -1;
+  float glu_linear_offset = 1.0f;  // kClampedSwiglu
   // The layer is a shard of one with groups_whole key heads and ffn_whole features (0: whole), as
   // in MultiheadAttention and LayerNormMLP; kv_channels is given then.
   int64_t groups_whole = 0;

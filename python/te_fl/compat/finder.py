@@ -35,7 +35,10 @@ _NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer
 
 
 class Refused:
-    """Stands for a name that te-fl does not serve: it can be imported, and nothing is an instance of it; using it is an error."""
+    """Stands for a name that te-fl does not serve: it can be imported, and nothing is an instance of it; using it is an error.
+
+    A class that derives from it can be defined, since programs do that where they are imported; making an object of it is an error.
+    """
 
     def __init__(self, name: str, way_out: str):
         self.__dict__.update(_name=name, _way_out=way_out)
@@ -52,7 +55,10 @@ class Refused:
         self._refuse()
 
     def __mro_entries__(self, bases):
-        self._refuse()
+        def refuse(cls, *arguments, **options):
+            self._refuse()
+
+        return (type(self._name.rpartition(".")[2], (), {"__new__": refuse}),)
 
     def __getitem__(self, key):
         self._refuse()

@@ -9,8 +9,10 @@ SERVED = {
         "Recipe",
     "te_fl.pytorch.attention": "DotProductAttention",
     "te_fl.pytorch.multihead_attention": "MultiheadAttention",
-    "te_fl.pytorch.transformer": "TransformerLayer",
+    "te_fl.pytorch.transformer": "DropPath TransformerLayer",
+    "te_fl.pytorch.base": "TransformerEngineBaseModule",
     "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.mlp": "LayerNormMLP",
     "te_fl.pytorch.norm": "LayerNorm RMSNorm",
@@ -42,7 +44,7 @@ SERVED = {
     "te_fl.jax.dense": "dense",
     "te_fl.jax.flax":
         "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
-        "TransformerLayer TransformerLayerType extend_logical_axis_rules",
+        "TransformerLayer TransformerLayerType extend_logical_axis_rules make_dot_general_cls wrap_function_in_te_state_module",
     "te_fl.jax.layernorm": "canonicalize_norm_type layernorm",
     "te_fl.jax.layernorm_dense": "layernorm_dense",
     "te_fl.jax.layernorm_mlp": "layernorm_mlp",
@@ -60,6 +62,16 @@ _DELAY = {"delay_wgrad_compute": True, "symmetric_ar_type": "two_shot"}
 
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
+    "te_fl.jax.flax.DotProductAttention": {
+        "max_segments_per_seq": 2, "context_parallel_strategy": "RING", "context_parallel_causal_load_balanced": True,
+        "context_parallel_axis": "cp", "score_mod": "a function", "score_mod_bprop": "a function", "return_max_logit": True},
+    "te_fl.jax.flax.LayerNormDenseGeneral": {"axis": 0},
+    "te_fl.jax.flax.LayerNormMLP": {"axis": 0},
+    "te_fl.jax.flax.MultiHeadAttention": {"num_heads": 2, "dropout_rate": 0.1, "output_layernorm": True,
+                                          "apply_residual_connection_post_layernorm": True, "fuse_qkv": True},
+    "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
+    "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
+    "te_fl.jax.sharding.MeshResource": {"pp_resource": "pp", "cp_resource": "cp", "ep_resource": "ep"},
     "te_fl.pytorch.attention.DotProductAttention": {**_RANKS, "cp_group": "a group", "softcap": 30.0, "return_max_logit": True},
     "te_fl.pytorch.attention.DotProductAttention.forward": {
         "fp8_output": True, "bf16_backward": True, "num_splits": 2, "score_mod": "a function", "score_mod_bprop": "a function",
@@ -87,14 +99,17 @@ PARTLY = {
 }
 
 # Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.
-MADE_BY = {"te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused"}
+MADE_BY = {
+    "te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused",
+    "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
+}
 
 # Parameters that te-fl has beyond Transformer Engine's, after them.
 MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
 
 # Recipes that exist so that programs can name them, and that autocast refuses.
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
-UNUSABLE_BECAUSE = "a program can name it; autocast refuses it"
+UNUSABLE_BECAUSE = "a program can name it; te_fl.pytorch's autocast refuses it"
 
 # Beginnings of modules in which te-fl serves names, and the beginning of te-fl's own modules that are asked.
 HOMES = (
@@ -139,9 +154,10 @@ OTHERWISE = "te-fl has nothing in its place"
 INTRODUCTION = """
 `te_fl.as_transformer_engine()`, or `TE_FL_AS_TRANSFORMER_ENGINE=1` where the package is installed, makes `import transformer_engine` mean
 te-fl ([Python](python.md)). What is served comes from the module of te-fl that a table names, with Transformer Engine's parameters and
-defaults (but `device`). What is refused can be imported, and `isinstance` of it is False; calling it, subclassing it or reading an
-attribute is `te_fl.errors.Unsupported`, which says what to use. An argument that is not honoured is refused by name, never ignored; the
-tables list those that take one value only. A variable `NVTE_..` that is set and not honoured is said once, as a warning.
+defaults (but `device`). What is refused can be imported and derived from, and `isinstance` of it is False; calling it, making an object of
+a derived class or reading an attribute is `te_fl.errors.Unsupported`, which says what to use. An argument that is not honoured is refused
+by name, never ignored; the tables list those that take one value only. A variable `NVTE_..` that is set and not honoured is said once, as
+a warning.
 """
 
 # TransformerEngine-FL's names of implementations in Python, in transformer_engine.plugin.core.
