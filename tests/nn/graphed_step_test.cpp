@@ -121,10 +121,9 @@ std::unique_ptr<Optimizer> make_optimizer(const Plan& s, Model& model) {
 // The same training, eagerly or in a graph.
 Outcome train(const Device& device, const Plan& s) {
   Outcome run;
-  Model model(device, s.kind);
   std::optional<quantized_model_init> fp8_weights;
   if (s.codes) fp8_weights.emplace(QuantizedModelInitOptions{.recipe = *s.recipe});
-  Model model(device);
+  Model model(device, s.kind);
   fp8_weights.reset();
   model.recomputes = s.recomputes;
   std::unique_ptr<Optimizer> optimizer = make_optimizer(s, model);
