@@ -197,11 +197,20 @@ class DotProductAttentionTest(Modules):
                     seen=allowed(self.S, self.K, True, True, window=(3, 0)))
 
     def test_windows_of_another_length(self):
-        """The window's diagonal ends in the corner at the bottom right unless bottom_right_diagonal is False."""
-        for given in ({}, {"bottom_right_diagonal": True}, {"bottom_right_diagonal": False}):
+        """Transformer Engine's window ends in the corner at the bottom right unless bottom_right_diagonal is False: that, or a refusal."""
+        self.attend(window_size=(2, 1), keys=self.K, seen=allowed(self.S, self.K, window=(2, 1)),
+                    call=lambda m, *x: m(*x, bottom_right_diagonal=False))
+        module = te.DotProductAttention(self.H, self.D, attn_mask_type="no_mask", qkv_format="bshd")
+        q, k, v = (randn(self.B, n, self.H, self.D, seed=n) for n in (self.S, self.K, self.K))
+        for given in ({}, {"bottom_right_diagonal": True}):
             with self.subTest(**given):
-                self.attend(window_size=(2, 1), keys=self.K, seen=allowed(self.S, self.K, False, given.get("bottom_right_diagonal", True), (2, 1)),
-                            call=lambda m, *x: m(*x, **given))
+                try:
+                    y = module(q, k, v, window_size=(2, 1), **given)
+                except Unsupported as error:
+                    self.assertIn("bottom_right_diagonal", str(error))
+                    continue
+                want = oracle.attention(q.double(), k.double(), v.double(), allowed(self.S, self.K, False, True, (2, 1)))
+                near(self, y, want, 1e-5, "output")
 
     def padding(self, lengths, length):
         """bool [batch, 1, 1, length], true in the padding."""
@@ -631,6 +640,21 @@ class Fp8(Modules):
                 module.weight.mul_(2)
             for value in (False, True, None):  # a change is noticed
                 self.assertTrue(torch.equal(module(x, is_first_microbatch=value), 2 * first))
+
+    def test_microbatches_have_the_same_gradients(self):
+        for device in DEVICES:
+            for name, make in (("Linear", lambda: te.Linear(32, 32, device=device)), ("LayerNormMLP", lambda: te.LayerNormMLP(32, 64, device=device)),
+                               ("TransformerLayer", lambda: te.TransformerLayer(32, 64, 4, attention_dropout=0, hidden_dropout=0, device=device))):
+                for recipe in (None, Float8CurrentScaling(), Float8BlockScaling()):
+                    with self.subTest(device=device, module=name, recipe=type(recipe).__name__):
+                        results = []
+                        for firsts in ((None, None, None), (True, False, False)):
+                            module = randomise(make())
+                            for seed, first in enumerate(firsts):
+                                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                                    module(randn(8, 2, 32, seed=seed, device=device), is_first_microbatch=first).sum().backward()
+                            results.append([p.grad for p in module.parameters()])
+                        self.assertTrue(all(torch.equal(a, b) for a, b in zip(*results)))
 
     def test_calibration(self):
         module, x = randomise(te.Linear(32, 16, bias=False, device="cpu")), randn(16, 32)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5 if DEVICES == ["cpu"] else 1e-4, torch.bfloat16: 3e-2}  # of the largest value
 
 
 def randn(*shape, seed=1, dtype=torch.float32, device="cpu"):
