@@ -469,6 +469,57 @@ class Recomputation(Each):
                         results.append([y.detach(), *gradients(one, x), *gradients(two)])
                     self.same(*results)
 
+    def test_checkpoint_of_checkpoints(self):
+        for recipe in RECIPES:
+            with self.subTest(recipe=type(recipe).__name__):
+                results = []
+                for run in (lambda f, *a: f(*a), te.checkpoint):
+                    one, two = (randomise(te.LayerNormMLP(32, 64, device="cpu"), seed) for seed in (1, 2))
+                    for seed in (1, 2):
+                        one.zero_grad(), two.zero_grad()
+                        x = input_of(seed=seed)
+                        with scope(recipe):
+                            y = run(lambda t: run(two, run(one, t)), x)
+                        y.sum().backward()
+                    results.append([y.detach(), *gradients(one, x), *gradients(two)])
+                self.same(*results)
+
+    def test_what_checkpoint_passes_on(self):
+        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of().detach()
+
+        def function(t, factor, *, shift=None, names=()):
+            self.assertEqual(names, ("a",))
+            return module(t) * factor + shift, factor
+        shift = torch.ones(32, requires_grad=True)
+        y, factor = te.checkpoint(function, x, 2.0, shift=shift, names=("a",))
+        self.assertEqual(factor, 2.0)
+        y.sum().backward()
+        self.assertTrue((shift.grad == 16).all())
+        got = gradients(module)
+        module.zero_grad()
+        (module(x) * 2.0 + shift).sum().backward()
+        self.same(gradients(module), got)
+
+    def test_checkpoint_inside_torchs_autocast(self):
+        for recipe in RECIPES:
+            with self.subTest(recipe=type(recipe).__name__):
+                results = []
+                for run in (lambda f, *a: f(*a), te.checkpoint):
+                    module = randomise(te.LayerNormMLP(32, 64, device="cpu"))
+                    for seed in (1, 2):
+                        module.zero_grad()
+                        x = input_of(seed=seed)
+                        with torch.autocast("cpu", dtype=BF16), scope(recipe):
+                            y = run(module, x)
+                        y.sum().backward()
+                    results.append([y.detach(), *gradients(module, x)])
+                self.assertEqual(y.dtype, BF16)
+                self.same(*results)
+
+    def test_checkpoint_refuses_several_ranks(self):
+        with self.assertRaisesRegex(Exception, "distribute_saved_activations"):
+            te.checkpoint(te.Linear(32, 32, device="cpu"), input_of(), distribute_saved_activations=True)
+
     @each(["MultiheadAttention", "TransformerLayer"])
     def test_core_attention(self, module, device, _):
         x = input_of(device)
