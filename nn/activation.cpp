@@ -42,6 +42,7 @@ Status activate(const ActivationOptions& options, const Tensor& pre, const Tenso
     args.output = out;
     args.limit = options.clamp_limit;
     args.alpha = options.clamp_alpha;
+    args.glu_linear_offset = options.glu_linear_offset;
     return manager.call(id, &args, call_options(out.device()));
   }
   if (is_gated(options.activation)) {
@@ -67,6 +68,7 @@ Status activate_backward(const ActivationOptions& options, const Tensor& grad, c
     args.output = out;
     args.limit = options.clamp_limit;
     args.alpha = options.clamp_alpha;
+    args.glu_linear_offset = options.glu_linear_offset;
     return manager.call(id, &args, call_options(out.device()));
   }
   if (is_gated(options.activation)) {

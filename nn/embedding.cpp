@@ -49,10 +49,10 @@ Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& opt
   TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "num_embeddings", options.num_embeddings));
   TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "hidden_size", options.hidden_size));
   std::unique_ptr<Embedding> module(new Embedding(options));
-  TE_FL_ASSIGN_OR_RETURN(
-      module->weight_,
-      init::normal(Shape{options.num_embeddings, options.hidden_size}, options.init_std,
-                   init::subseed(options.seed, 0), options.param_dtype, options.device));
+  TE_FL_ASSIGN_OR_RETURN(module->weight_,
+                         init::normal(Shape{options.num_embeddings, options.hidden_size},
+                                      options.init_std, init::subseed(options.seed, 0),
+                                      options.param_dtype, options.device, options.shard));
   module->register_parameter("weight", module->weight_);
   return module;
 }

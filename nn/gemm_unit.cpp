@@ -337,7 +337,8 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
     // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
     // ended that one's backward. Of a frozen weight that cannot be told.
     const std::shared_ptr<GradientUpdates> earlier = weight_->gradient_updates;
-    const bool cleared = weight_->requires_grad && !weight_->grad_written;
+    const bool cleared =
+        weight_->requires_grad && !weight_->grad_written && weight_->delayed_wgrads == 0;
     if (backward_->pending() && cleared && earlier != nullptr) {
       TE_FL_RETURN_IF_ERROR(earlier->end());
     }
@@ -448,6 +449,18 @@ Status GemmUnit::sum_bias_grad(const Tensor& dy) {
 }
 
 Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
+  if (!delayed_->enabled()) return run_wgrad(use, grad);
+  Use read = use;
+  read.weight = Tensor();
+  ++weight_->delayed_wgrads;
+  delayed_->add([this, read = std::move(read), grad] {
+    --weight_->delayed_wgrads;
+    return run_wgrad(read, grad);
+  });
+  return {};
+}
+
+Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad) {
   const bool with_bias = !grad.bias_done && wants_bias_grad();
   if (!wants_wgrad(use)) return with_bias ? sum_bias_grad(grad.tensor) : Status();
   te_fl_generic_gemm_args args{};

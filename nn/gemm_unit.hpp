@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "nn/delayed_wgrad.hpp"
 #include "nn/fp8_state.hpp"
 #include "nn/runtime.hpp"
 #include "nn/weight_copy.hpp"
@@ -42,6 +43,7 @@ class GemmUnit {
   const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }
   const std::shared_ptr<Fp8State>& forward_state() const noexcept { return forward_; }
   const std::shared_ptr<Fp8State>& backward_state() const noexcept { return backward_; }
+  const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
 
   // Decides how to compute; `training` if a backward will follow.
   Result<Use> begin(bool training);
@@ -86,7 +88,7 @@ class GemmUnit {
   Status dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre, const Tensor& into,
                     const Tensor& sums);
   // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
-  // for frozen parameters.
+  // for frozen parameters. Where they are delayed, leaves that to delayed().
   Status wgrad(const Use& use, const Gradient& grad);
   // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
@@ -98,6 +100,7 @@ class GemmUnit {
   }
   // What backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
+  Status run_wgrad(const Use& use, const Gradient& grad);
   // The bias gradient from dy alone, for a frozen weight.
   Status sum_bias_grad(const Tensor& dy);
   // The arguments of forward() but for D, whose weight `weight` keeps.
@@ -125,6 +128,7 @@ class GemmUnit {
   std::shared_ptr<Fp8State> backward_;  // slot: output gradient
   std::shared_ptr<WeightCopy>
       copy_;  // what an optimizer may write; null in high precision and of FP8-only weights
+  std::shared_ptr<DelayedWgrad> delayed_ = std::make_shared<DelayedWgrad>();
   struct Kept {
     Tensor weight;
     uint64_t version = 0;  // of the parameter

@@ -123,20 +123,37 @@ Result<std::shared_ptr<Parameter>> make(std::span<const int64_t> shape, DType dt
 
 Status check_shard(std::span<const int64_t> shape, const Shard& shard) {
   bool fits = shard.whole.size() == shape.size() && shard.begin.size() == shape.size();
-  for (size_t i = 0; fits && i < shape.size(); ++i) {
+  const bool ranges = !shard.rows.empty();
+  for (size_t i = ranges ? 1 : 0; fits && i < shape.size(); ++i) {
     fits = shard.begin[i] >= 0 && shard.begin[i] <= shard.whole[i] - shape[i];
+  }
+  if (ranges) {
+    int64_t left = fits && !shape.empty() ? shape[0] : -1;
+    for (const Shard::Rows& r : shard.rows) {
+      fits = fits && r.begin >= 0 && r.count >= 1 && r.begin <= shard.whole[0] - r.count &&
+             r.count <= left;
+      if (fits) left -= r.count;
+    }
+    fits = fits && left == 0;
   }
   if (fits) return {};
   return invalid_argument(
       "a parameter's shard does not lie within the whole: whole and begin must have an extent for "
-      "each of the shard's, and begin + extent must be at most the whole's");
+      "each of the shard's, and begin + extent must be at most the whole's; "
+      "rows, if given, must have the shard's rows in all");
 }
 
 // The index in the whole of the shard's element `index`.
 int64_t index_in_whole(std::span<const int64_t> shape, const Shard& shard, int64_t index) {
   int64_t result = 0, stride = 1;
   for (size_t d = shape.size(); d-- > 0;) {
-    result += (shard.begin[d] + index % shape[d]) * stride;
+    int64_t begin = shard.begin[d], at = index % shape[d];
+    if (d == 0 && !shard.rows.empty()) {
+      size_t range = 0;
+      while (at >= shard.rows[range].count) at -= shard.rows[range++].count;
+      begin = shard.rows[range].begin;
+    }
+    result += (begin + at) * stride;
     index /= shape[d];
     stride *= shard.whole[d];
   }

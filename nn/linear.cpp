@@ -34,6 +34,23 @@ Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* spli
 
 }  // namespace
 
+namespace {
+
+// The unit's delayed gradients, which those of parts surround with theirs.
+std::shared_ptr<detail::DelayedWgrad> delayed_of(const detail::GemmUnit& gemm,
+                                                 detail::SplitParameters* split) {
+  if (split != nullptr) {
+    gemm.delayed()->surround([split](const detail::DelayedWgrad::Run& run) -> Status {
+      TE_FL_RETURN_IF_ERROR(split->open_grad());
+      TE_FL_RETURN_IF_ERROR(run());
+      return split->close_grad();
+    });
+  }
+  return gemm.delayed();
+}
+
+}  // namespace
+
 Linear::Linear() = default;
 Linear::~Linear() = default;
 
@@ -49,6 +66,7 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
                                             .device = options.device,
                                             .seed = options.seed,
                                             .init_std = options.init_std,
+                                            .shard = options.shard,
                                             .high_precision = options.high_precision,
                                             .tied_weight = options.tied_weight,
                                             .return_bias = options.return_bias}));
@@ -68,6 +86,7 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
     }
   }
   linear->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
+  linear->register_delayed(delayed_of(gemm, linear->split_.get()));
   return linear;
 }
 
@@ -144,6 +163,7 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
                                             .device = options.device,
                                             .seed = options.seed,
                                             .init_std = options.init_std,
+                                            .shard = options.shard,
                                             .return_bias = options.return_bias}));
   detail::GemmUnit& gemm = *module->gemm_;
   module->register_parameter("layer_norm_weight", module->norm_->weight());
@@ -161,6 +181,7 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
     }
   }
   module->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
+  module->register_delayed(delayed_of(gemm, module->split_.get()));
   return module;
 }
 

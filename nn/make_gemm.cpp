@@ -28,7 +28,7 @@ Result<std::shared_ptr<Parameter>> make_weight(const GemmOptions& options, const
   TE_FL_ASSIGN_OR_RETURN(
       std::shared_ptr<Parameter> weight,
       init::normal(shape, options.init_std, init::subseed(options.seed, 0), options.param_dtype,
-                   fp8 == nullptr ? options.device : Device()));
+                   fp8 == nullptr ? options.device : Device(), options.shard));
   if (fp8 == nullptr) return weight;
   TE_FL_RETURN_IF_ERROR(fp8->invalid);
   if (weight->value.raw_data() == nullptr) {

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "nn/gemm_unit.hpp"
+#include "te_fl/nn/init.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -17,6 +18,7 @@ struct GemmOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0;
+  init::Shard shard = {};
   bool high_precision = false;
   std::shared_ptr<Parameter> tied_weight = nullptr;
   bool return_bias = false;  // the bias is the caller's to add

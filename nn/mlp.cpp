@@ -1,5 +1,7 @@
 #include "te_fl/nn/mlp.hpp"
 
+#include <string>
+
 #include "nn/activation_ops.hpp"
 #include "nn/make_gemm.hpp"
 #include "nn/norm_core.hpp"
@@ -32,7 +34,8 @@ struct LayerNormMLP::Impl {
     return detail::activate_backward(activation(), grad, pre, out);
   }
   ActivationOptions activation() const {
-    return {options.activation, options.clamp_limit, options.clamp_alpha};
+    return {options.activation, options.clamp_limit, options.clamp_alpha,
+            options.glu_linear_offset};
   }
   // Whether the activation may join the product before it. Scales that derive from the result take
   // a pass over it of their own.
@@ -116,6 +119,24 @@ LayerNormMLP::LayerNormMLP(const LayerNormMLPOptions& options) : impl_(std::make
 }
 LayerNormMLP::~LayerNormMLP() = default;
 
+namespace {
+
+Result<init::Shard> fc1_shard(const LayerNormMLPOptions& o) {
+  const int64_t whole = o.ffn_whole, rows = o.ffn_hidden_size;
+  if (whole == 0 && o.ffn_begin == 0) return init::Shard{};
+  if (o.ffn_begin < 0 || o.ffn_begin > whole - rows) {
+    return invalid_argument("LayerNormMLP: ffn_begin is " + std::to_string(o.ffn_begin) +
+                            " and ffn_whole " + std::to_string(whole) +
+                            "; ffn_begin + ffn_hidden_size, which is " + std::to_string(rows) +
+                            ", must be at most ffn_whole");
+  }
+  if (!is_gated(o.activation)) return init::Shard{{whole, o.hidden_size}, {o.ffn_begin, 0}};
+  return init::Shard{
+      {2 * whole, o.hidden_size}, {0, 0}, {{o.ffn_begin, rows}, {whole + o.ffn_begin, rows}}};
+}
+
+}  // namespace
+
 Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOptions& options) {
   TE_FL_RETURN_IF_ERROR(detail::check_size("LayerNormMLP", "hidden_size", options.hidden_size));
   TE_FL_RETURN_IF_ERROR(
@@ -139,6 +160,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
                            .device = options.device,
                            .seed = init::subseed(options.seed, 1),
                            .init_std = options.init_std};
+  TE_FL_ASSIGN_OR_RETURN(gemm.shard, fc1_shard(options));
   TE_FL_ASSIGN_OR_RETURN(impl.fc1, detail::make_gemm(gemm));
   gemm.in = options.ffn_hidden_size;
   gemm.out = options.hidden_size;
@@ -146,6 +168,10 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   gemm.return_bias = options.return_bias;
   gemm.seed = init::subseed(options.seed, 2);
   gemm.init_std = options.output_init_std;
+  gemm.shard = {};
+  if (options.ffn_whole != 0) {
+    gemm.shard = {{options.hidden_size, options.ffn_whole}, {0, options.ffn_begin}};
+  }
   TE_FL_ASSIGN_OR_RETURN(impl.fc2, detail::make_gemm(gemm));
 
   module->register_parameter("layer_norm_weight", impl.norm->weight());
@@ -156,6 +182,8 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   if (impl.fc2->bias()) module->register_parameter("fc2_bias", impl.fc2->bias());
   module->register_fp8("fc1_fp8", impl.fc1->forward_state(), impl.fc1->backward_state());
   module->register_fp8("fc2_fp8", impl.fc2->forward_state(), impl.fc2->backward_state());
+  module->register_delayed(impl.fc1->delayed());
+  module->register_delayed(impl.fc2->delayed());
   return module;
 }
 

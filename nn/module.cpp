@@ -4,6 +4,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "nn/delayed_wgrad.hpp"
 #include "nn/fp8_state.hpp"
 #include "nn/fp8_values.hpp"
 #include "nn/gradients.hpp"
@@ -68,6 +69,16 @@ struct Module::Tree {
     std::shared_ptr<detail::Fp8State> fp8;
   };
   std::vector<Entry> entries;
+  std::vector<std::shared_ptr<detail::DelayedWgrad>> delayed;
+
+  // This module's and its submodules', depth first.
+  template <class Visit>
+  void walk_modules(Visit&& visit) const {
+    visit(*this);
+    for (const Entry& entry : entries) {
+      if (entry.child != nullptr) entry.child->tree_->walk_modules(visit);
+    }
+  }
 
   void add(Entry entry) {
     const bool taken = std::any_of(entries.begin(), entries.end(),
@@ -113,6 +124,26 @@ void Module::register_fp8(std::string name, std::shared_ptr<detail::Fp8State> fo
                           std::shared_ptr<detail::Fp8State> backward) {
   tree_->add({name + ".fwd", nullptr, nullptr, std::move(forward)});
   tree_->add({name + ".bwd", nullptr, nullptr, std::move(backward)});
+}
+
+void Module::register_delayed(std::shared_ptr<detail::DelayedWgrad> delayed) {
+  tree_->delayed.push_back(std::move(delayed));
+}
+
+void Module::set_delay_wgrad(bool delays) {
+  tree_->walk_modules([&](const Tree& tree) {
+    for (const auto& delayed : tree.delayed) delayed->enable(delays);
+  });
+}
+
+Status Module::backward_dw() {
+  Status status;
+  tree_->walk_modules([&](const Tree& tree) {
+    for (const auto& delayed : tree.delayed) {
+      if (Status one = delayed->run(); status.ok()) status = std::move(one);
+    }
+  });
+  return status;
 }
 
 std::vector<NamedParameter> Module::parameters() const {
@@ -338,7 +369,7 @@ Result<Tensor> staged(const Tensor& tensor, const Device& device,
 
 // Writes loaded values into the parameter; with `scale_inv` they are codes.
 Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
-            const Parameter& parameter) {
+                      const Parameter& parameter) {
   if (scale_inv.defined()) return detail::load_codes(tensor, scale_inv, amax, parameter.value);
   if (parameter.fp8_values == nullptr) return detail::copy(tensor, parameter.value);
   return parameter.fp8_values->write(tensor, parameter.value, true);

@@ -47,6 +47,8 @@ struct MultiheadAttention::Impl {
 
   bool cross() const { return options.attention_type == AttentionType::kCross; }
   bool thd() const { return options.layout == Layout::kTHD; }
+  // Where the rows of a product for q, for k and v, or for all lie in the whole attention's.
+  init::Shard shard(bool q, bool kv) const;
   Status create_products(MultiheadAttention& module);
   Status create_core(MultiheadAttention& module);
   Status check(const Tensor& x, const AttentionInputs& inputs, bool wants_norm) const;
@@ -62,6 +64,20 @@ struct MultiheadAttention::Impl {
   Result<detail::PackedHeads> attention_backward(const Tensor& d_o, MhaRecord& record,
                                                  Tensor* dbias);
 };
+
+init::Shard MultiheadAttention::Impl::shard(bool q, bool kv) const {
+  const int64_t whole = options.groups_whole, begin = options.groups_begin;
+  if (whole == 0) return {};
+  const int64_t q_rows = q ? heads / groups * dim : 0;  // of a group
+  const int64_t rows = q_rows + (kv ? 2 * dim : 0);
+  init::Shard shard{{whole * rows, options.hidden_size}, {begin * rows, 0}};
+  if (!kv || (options.fuse_qkv_params && options.qkv_weight_interleaved)) return shard;
+  if (q) shard.rows.push_back({begin * q_rows, groups * q_rows});
+  for (int64_t part : {0, 1}) {
+    shard.rows.push_back({whole * (q_rows + part * dim) + begin * dim, groups * dim});
+  }
+  return shard;
+}
 
 Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
   const int64_t q_width = heads * dim, kv_width = groups * dim;
@@ -86,6 +102,7 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
                                               .device = options.device,
                                               .seed = init::subseed(options.seed, 1),
                                               .init_std = options.init_std,
+                                              .shard = shard(true, !cross()),
                                               .parameters_split = parts}));
     module.register_module(cross() ? "layernorm_query" : "layernorm_qkv", *norm_linear);
   } else {
@@ -99,6 +116,7 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
                                                    .device = options.device,
                                                    .seed = init::subseed(options.seed, 1),
                                                    .init_std = options.init_std,
+                                                   .shard = shard(true, !cross()),
                                                    .parameters_split = parts}));
     module.register_module(cross() ? "query_layer" : "qkv", *linear);
   }
@@ -111,6 +129,7 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
                                                     .device = options.device,
                                                     .seed = init::subseed(options.seed, 3),
                                                     .init_std = options.init_std,
+                                                    .shard = shard(false, true),
                                                     .parameters_split = kv_parts}));
   module.register_module("key_value", *key_value);
   return {};
@@ -131,6 +150,12 @@ Status MultiheadAttention::Impl::create_core(MultiheadAttention& module) {
                                          .activation_dtype = options.activation_dtype,
                                          .device = options.device}));
   module.register_module("core_attention", *core);
+  init::Shard columns;  // of proj
+  if (options.groups_whole != 0) {
+    const int64_t width = heads / groups * dim;  // of a group
+    columns = {{options.hidden_size, options.groups_whole * width},
+               {0, options.groups_begin * width}};
+  }
   TE_FL_ASSIGN_OR_RETURN(proj, Linear::create({.in_features = heads * dim,
                                                .out_features = options.hidden_size,
                                                .bias = options.proj_bias.value_or(options.bias),
@@ -139,6 +164,7 @@ Status MultiheadAttention::Impl::create_core(MultiheadAttention& module) {
                                                .device = options.device,
                                                .seed = init::subseed(options.seed, 2),
                                                .init_std = options.output_init_std,
+                                               .shard = columns,
                                                .return_bias = options.return_bias}));
   module.register_module("proj", *proj);
   return {};
@@ -170,6 +196,15 @@ Result<std::unique_ptr<MultiheadAttention>> MultiheadAttention::create(
     return invalid_argument("MultiheadAttention: num_gqa_groups is " + std::to_string(impl.groups) +
                             "; it must divide num_attention_heads, which is " +
                             std::to_string(heads));
+  }
+  const bool sharded = options.groups_whole != 0 || options.groups_begin != 0;
+  if (sharded &&
+      (options.groups_begin < 0 || options.groups_begin > options.groups_whole - impl.groups)) {
+    return invalid_argument("MultiheadAttention: groups_begin is " +
+                            std::to_string(options.groups_begin) + " and groups_whole " +
+                            std::to_string(options.groups_whole) +
+                            "; groups_begin + num_gqa_groups, which is " +
+                            std::to_string(impl.groups) + ", must be at most groups_whole");
   }
   TE_FL_RETURN_IF_ERROR(impl.transform.init(options, heads, impl.groups, impl.dim));
   if (impl.transform.q_norm() != nullptr) {

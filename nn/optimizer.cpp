@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "nn/tensor_ops.hpp"
 #include "nn/weight_copy.hpp"
 #include "te_fl/log.hpp"
+#include "te_fl/nn/loss_scaler.hpp"
 #include "te_fl/watch.hpp"
 
 namespace te_fl::nn {
@@ -33,20 +35,30 @@ struct Slot {
   Tensor second;
   Tensor master;
   bool decays = true;
-  Tensor fp8;  // what the step under way quantises the parameter into; undefined: nothing
+  size_t group = 0;  // as Optimizer::group_lr() counts
+  Tensor fp8;        // what the step under way quantises the parameter into; undefined: nothing
 
   // Of codes alone: the step updates the master, and quantises it.
   bool of_codes() const { return parameter.value().quantized(); }
   bool mastered() const { return master.defined() && !of_codes(); }
 };
 
+size_t group_of(const NamedParameter& p, const std::vector<ParamGroup>& groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (groups[i].selects(p.name, p.value())) return i + 1;
+  }
+  return 0;
+}
+
 Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& parameters,
-                                     const DecayFilter& decay, bool second) {
+                                     const DecayFilter& decay,
+                                     const std::vector<ParamGroup>& groups, bool second) {
   std::vector<Slot> slots;
   for (const NamedParameter& p : parameters) {
     Slot slot;
     slot.parameter = p;
     slot.decays = decay == nullptr || decay(p.name, p.value());
+    slot.group = group_of(p, groups);
     if (!p.parameter->requires_grad) {
       slots.push_back(std::move(slot));
       continue;
@@ -70,17 +82,18 @@ Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& paramete
   return slots;
 }
 
-// The lists of one multi_tensor call: parameters with and without decay, with and without master
-// weights or FP8 copies, go in separate calls.
+// The lists of one multi_tensor call: the groups, parameters with and without decay, with and
+// without master weights or FP8 copies, go in separate calls.
 struct Lists {
   Pointers grads, values, firsts, seconds, masters, fp8;
   bool empty() const { return grads.empty(); }
 };
 
-Lists collect(const std::vector<Slot>& slots, bool decays, bool mastered, bool copied = false) {
+Lists collect(const std::vector<Slot>& slots, size_t group, bool decays, bool mastered,
+              bool copied = false) {
   Lists lists;
   for (const Slot& slot : slots) {
-    if (!trained(*slot.parameter.parameter) || slot.decays != decays ||
+    if (!trained(*slot.parameter.parameter) || slot.group != group || slot.decays != decays ||
         slot.mastered() != mastered || slot.fp8.defined() != copied) {
       continue;
     }
@@ -139,6 +152,13 @@ Status check_below_one(const char* optimizer, const char* field, float value) {
                           "; it must be at least 0 and less than 1");
 }
 
+// The weight decay of a group's parameters, as Optimizer::group_lr() counts.
+template <class Options>
+float decay_of(const Options& options, size_t group) {
+  if (group == 0) return options.weight_decay;
+  return options.groups[group - 1].weight_decay.value_or(options.weight_decay);
+}
+
 Pointers grads_of(const std::vector<NamedParameter>& parameters) {
   Pointers grads;
   for (const NamedParameter& p : parameters) {
@@ -147,9 +167,16 @@ Pointers grads_of(const std::vector<NamedParameter>& parameters) {
   return grads;
 }
 
-// FAILED_PRECONDITION naming the first parameter whose gradient is an older step's.
+// FAILED_PRECONDITION naming the first parameter whose gradient is an older step's, or not all
+// there yet.
 Status check_fresh(const char* who, const std::vector<NamedParameter>& parameters) {
   for (const NamedParameter& p : parameters) {
+    if (p.parameter->requires_grad && p.parameter->delayed_wgrads > 0) {
+      return failed_precondition(std::string(who) + ": backwards have left the gradient of " +
+                                 p.name +
+                                 " to backward_dw(), which was not called since; call it "
+                                 "on the module first");
+    }
     if (!p.parameter->requires_grad || !p.parameter->grad_stale) continue;
     return failed_precondition(
         std::string(who) + ": the gradient of " + p.name +
@@ -264,13 +291,17 @@ const Tensor& Optimizer::grad_norm() const noexcept {
 
 Status Optimizer::make_capturable() {
   auto state = std::make_unique<OnDevice>();
-  // One block, written by one copy: the step, then the learning rate.
-  TE_FL_ASSIGN_OR_RETURN(Tensor block, Tensor::zeros({2}, DType::kI64, home()));
+  // One block, written by one copy: the step, then the learning rates.
+  const auto rates = static_cast<int64_t>(lr_scales_.size());
+  TE_FL_ASSIGN_OR_RETURN(Tensor block, Tensor::zeros({1 + (rates + 1) / 2}, DType::kI64, home()));
   TE_FL_ASSIGN_OR_RETURN(state->step, block.slice(0, 0, 1));
   auto owner = std::make_shared<Tensor>(block);
   const int64_t one[] = {1};
-  TE_FL_ASSIGN_OR_RETURN(state->lr, Tensor::wrap(block.data<int64_t>() + 1, one, {}, DType::kF32,
-                                                 home(), std::move(owner)));
+  for (int64_t i = 0; i < rates; ++i) {
+    void* const at = reinterpret_cast<float*>(block.data<int64_t>() + 1) + i;
+    TE_FL_ASSIGN_OR_RETURN(Tensor lr, Tensor::wrap(at, one, {}, DType::kF32, home(), owner));
+    state->lr.push_back(std::move(lr));
+  }
   if (max_grad_norm_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(state->noop, Tensor::zeros({1}, DType::kI32, home()));
     TE_FL_ASSIGN_OR_RETURN(state->grad_norm, Tensor::zeros({1}, DType::kF32, home()));
@@ -280,12 +311,39 @@ Status Optimizer::make_capturable() {
 }
 
 Status Optimizer::write_state() {
-  struct {
-    int64_t step;
-    float lr;
-  } state = {steps_, lr_};
-  return devices::copy(home(), device_->step.raw_data(), Device(), &state, 12,
+  std::vector<std::byte> state(sizeof steps_ + lr_scales_.size() * sizeof(float));
+  std::memcpy(state.data(), &steps_, sizeof steps_);
+  for (size_t i = 0; i < lr_scales_.size(); ++i) {
+    const float lr = group_lr(i);
+    std::memcpy(state.data() + sizeof steps_ + i * sizeof lr, &lr, sizeof lr);
+  }
+  return devices::copy(home(), device_->step.raw_data(), Device(), state.data(), state.size(),
                        devices::current_stream(home()));
+}
+
+Status Optimizer::set_groups(const char* optimizer, const std::vector<ParamGroup>& groups) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::string who = std::string(optimizer) + ": groups[" + std::to_string(i) + "]";
+    if (groups[i].selects == nullptr) {
+      return invalid_argument(who + " selects nothing: its function is null");
+    }
+    TE_FL_RETURN_IF_ERROR(check_non_negative(who.c_str(), "lr_scale", groups[i].lr_scale));
+    TE_FL_RETURN_IF_ERROR(
+        check_non_negative(who.c_str(), "weight_decay", groups[i].weight_decay.value_or(0)));
+    lr_scales_.push_back(groups[i].lr_scale);
+  }
+  return {};
+}
+
+Status Optimizer::set_lr_scale(size_t group, float scale) {
+  if (group + 1 >= lr_scales_.size()) {
+    return invalid_argument("Optimizer::set_lr_scale: the group is " + std::to_string(group) +
+                            "; the optimizer was created with " +
+                            std::to_string(lr_scales_.size() - 1));
+  }
+  TE_FL_RETURN_IF_ERROR(check_non_negative("Optimizer::set_lr_scale", "scale", scale));
+  lr_scales_[group + 1] = scale;
+  return {};
 }
 
 Status Optimizer::advance() {
@@ -306,18 +364,53 @@ Status Optimizer::advance() {
   return {};
 }
 
-// Clips by the norm on the device; one that is not finite sets noop.
-Status Optimizer::clip_on_device() {
+// Clips by the norm on the device; one that is not finite sets `noop`.
+Status Optimizer::clip_on_device(const Tensor& noop) {
   const Pointers grads = grads_of(parameters_);
   if (grads.empty()) return detail::fill(device_->grad_norm, 0);
   TE_FL_RETURN_IF_ERROR(grad_norm_into(grads, device_->grad_norm));
-  TE_FL_RETURN_IF_ERROR(detail::fill(device_->noop, 0));
   te_fl_multi_tensor_scale_args args{};
   set_in_place(args, grads);
-  args.noop_flag = device_->noop;
+  args.noop_flag = noop;
   args.norm = device_->grad_norm;
   args.max_norm = max_grad_norm_;
   return ops::multi_tensor_scale(args, detail::call_options(home()));
+}
+
+// Divides the gradients by the scale, which is at least 1: the op's clipping to norm 1 does that,
+// and it reads the scale when it runs.
+Status Optimizer::unscale(const LossScaler& scaler) {
+  if (scaler.scale().device() != home()) {
+    return invalid_argument("Optimizer::step: the scaler is on " +
+                            to_string(scaler.scale().device()) + ", the parameters on " +
+                            to_string(home()) + "; create it there (LossScalerOptions::device)");
+  }
+  TE_FL_RETURN_IF_ERROR(detail::fill(scaler.found_inf(), 0));
+  const Pointers grads = grads_of(parameters_);
+  if (grads.empty()) return {};
+  te_fl_multi_tensor_scale_args args{};
+  set_in_place(args, grads);
+  args.noop_flag = scaler.found_inf();
+  args.norm = scaler.scale();
+  args.max_norm = 1;
+  return ops::multi_tensor_scale(args, detail::call_options(home()));
+}
+
+// With max_grad_norm: clips, on the device or, unless the optimizer is capturable, on the host.
+Status Optimizer::clip(const LossScaler* scaler) {
+  if (max_grad_norm_ <= 0 || parameters_.empty()) return {};
+  if (device_ != nullptr) {
+    if (scaler != nullptr) return clip_on_device(noop_);
+    noop_ = device_->noop;
+    TE_FL_RETURN_IF_ERROR(detail::fill(noop_, 0));
+    return clip_on_device(noop_);
+  }
+  TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
+  if (std::isfinite(last_grad_norm_)) return {};
+  if (scaler != nullptr) return detail::fill(noop_, 1);
+  return failed_precondition(
+      "Optimizer::step: the gradient norm is " + std::to_string(last_grad_norm_) +
+      "; parameters are left as they are (the loss diverged or a gradient overflowed)");
 }
 
 // Whether the step that is being captured can be every launch's.
@@ -341,7 +434,10 @@ Status Optimizer::check_capture() const {
       "GraphedStepOptions::optimizer, and call any other one's step() outside");
 }
 
-Status Optimizer::step() {
+Status Optimizer::step() { return step(nullptr); }
+Status Optimizer::step(LossScaler& scaler) { return step(&scaler); }
+
+Status Optimizer::step(LossScaler* scaler) {
   bool capturing = false;
   if (!home().is_host()) {
     TE_FL_ASSIGN_OR_RETURN(capturing,
@@ -351,24 +447,16 @@ Status Optimizer::step() {
   TE_FL_RETURN_IF_ERROR(check_slots());
   TE_FL_RETURN_IF_ERROR(check_fresh("Optimizer::step", parameters_));
   TE_FL_RETURN_IF_ERROR(end_backwards(parameters_));
-  if (device_ == nullptr && max_grad_norm_ > 0) {
-    TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
-    if (!std::isfinite(last_grad_norm_)) {
-      return failed_precondition(
-          "Optimizer::step: the gradient norm is " + std::to_string(last_grad_norm_) +
-          "; parameters are left as they are (the loss diverged or a gradient overflowed)");
-    }
-  }
-  const bool clips = device_ != nullptr && max_grad_norm_ > 0 && !parameters_.empty();
-  if (capturing) {
-    if (clips) TE_FL_RETURN_IF_ERROR(clip_on_device());
-    return update(false);
-  }
+  noop_ = scaler != nullptr ? scaler->found_inf() : Tensor();
+  if (scaler != nullptr) TE_FL_RETURN_IF_ERROR(unscale(*scaler));
+  // On the host before anything is counted, since it may refuse the gradients.
+  if (device_ == nullptr || capturing) TE_FL_RETURN_IF_ERROR(clip(scaler));
+  if (capturing) return update(false);
   TE_FL_RETURN_IF_ERROR(refresh_masters());
   ++steps_;
   Status status;
   if (device_ != nullptr) status = write_state();
-  if (status && clips) status = clip_on_device();
+  if (status && device_ != nullptr) status = clip(scaler);
   if (status) status = update(steps_ == 1);
   if (!status) {
     --steps_;
@@ -405,7 +493,9 @@ Result<std::unique_ptr<Adam>> Adam::create(std::vector<NamedParameter> parameter
   TE_FL_RETURN_IF_ERROR(check_non_negative("Adam", "max_grad_norm", options.max_grad_norm));
   TE_FL_RETURN_IF_ERROR(check_once("Adam", parameters));
   std::unique_ptr<Adam> adam(new Adam(std::move(parameters), options));
-  TE_FL_ASSIGN_OR_RETURN(adam->impl_->slots, make_slots(adam->parameters_, options.decay, true));
+  TE_FL_RETURN_IF_ERROR(adam->set_groups("Adam", options.groups));
+  TE_FL_ASSIGN_OR_RETURN(adam->impl_->slots,
+                         make_slots(adam->parameters_, options.decay, options.groups, true));
   if (options.capturable) TE_FL_RETURN_IF_ERROR(adam->make_capturable());
   if (options.write_fp8_weights) {
     adam->uncapturable_ =
@@ -416,11 +506,11 @@ Result<std::unique_ptr<Adam>> Adam::create(std::vector<NamedParameter> parameter
   return adam;
 }
 
-// The parameters that decay or not, have masters or not, get FP8 copies or not.
-Status Adam::update_some(bool decays, bool mastered, bool copied) {
+// The parameters of a group that decay or not, have masters or not, get FP8 copies or not.
+Status Adam::update_some(size_t group, bool decays, bool mastered, bool copied) {
   using Args = te_fl_multi_tensor_adam_args;
   const AdamOptions& options = impl_->options;
-  const Lists lists = collect(impl_->slots, decays, mastered, copied);
+  const Lists lists = collect(impl_->slots, group, decays, mastered, copied);
   if (lists.empty()) return {};
   Args args{};
   set_list(args, &Args::grads, &Args::grads_count, lists.grads);
@@ -429,18 +519,18 @@ Status Adam::update_some(bool decays, bool mastered, bool copied) {
   set_list(args, &Args::exp_avg_sqs, &Args::exp_avg_sqs_count, lists.seconds);
   if (mastered) set_list(args, &Args::master_params, &Args::master_params_count, lists.masters);
   if (copied) set_list(args, &Args::fp8_params, &Args::fp8_params_count, lists.fp8);
-  args.lr = lr_;
+  args.lr = group_lr(group);
   args.beta1 = options.beta1;
   args.beta2 = options.beta2;
   args.epsilon = options.epsilon;
-  args.weight_decay = decays ? options.weight_decay : 0;
+  args.weight_decay = decays ? decay_of(options, group) : 0;
   args.step = steps_;
   args.mode = options.adamw ? TE_FL_ADAM_MODE_ADAMW : TE_FL_ADAM_MODE_L2;
   args.bias_correction = options.bias_correction;
+  args.noop_flag = noop();
   if (const OnDevice* state = on_device()) {
-    args.lr_tensor = state->lr;
+    args.lr_tensor = state->lr[group];
     args.step_tensor = state->step;
-    args.noop_flag = state->noop;
   }
   return ops::multi_tensor_adam(
       args, detail::call_options(impl_->slots.front().parameter.value().device()));
@@ -458,10 +548,12 @@ Status Adam::update(bool) {
     }
   }
   Status status;
-  for (bool decays : {true, false}) {
-    for (bool mastered : {false, true}) {
-      for (bool copied : {false, true}) {
-        if (status) status = update_some(decays, mastered, copied);
+  for (size_t group = 0; group <= impl_->options.groups.size(); ++group) {
+    for (bool decays : {true, false}) {
+      for (bool mastered : {false, true}) {
+        for (bool copied : {false, true}) {
+          if (status) status = update_some(group, decays, mastered, copied);
+        }
       }
     }
   }
@@ -507,38 +599,42 @@ Result<std::unique_ptr<SGD>> SGD::create(std::vector<NamedParameter> parameters,
   }
   TE_FL_RETURN_IF_ERROR(check_once("SGD", parameters));
   std::unique_ptr<SGD> sgd(new SGD(std::move(parameters), options));
+  TE_FL_RETURN_IF_ERROR(sgd->set_groups("SGD", options.groups));
   sgd->first_differs_ = options.momentum != 0 && options.dampening != 0;
-  TE_FL_ASSIGN_OR_RETURN(sgd->impl_->slots, make_slots(sgd->parameters_, options.decay, false));
+  TE_FL_ASSIGN_OR_RETURN(sgd->impl_->slots,
+                         make_slots(sgd->parameters_, options.decay, options.groups, false));
   if (options.capturable) TE_FL_RETURN_IF_ERROR(sgd->make_capturable());
   return sgd;
 }
 
-Status SGD::update(bool first) {
+Status SGD::update_some(size_t group, bool decays, bool mastered, bool first) {
   using Args = te_fl_multi_tensor_sgd_args;
   const SGDOptions& options = impl_->options;
-  for (bool decays : {true, false}) {
-    for (bool mastered : {false, true}) {
-      const Lists lists = collect(impl_->slots, decays, mastered);
-      if (lists.empty()) continue;
-      Args args{};
-      set_list(args, &Args::grads, &Args::grads_count, lists.grads);
-      set_list(args, &Args::params, &Args::params_count, mastered ? lists.masters : lists.values);
-      set_list(args, &Args::momentums, &Args::momentums_count, lists.firsts);
-      if (mastered) {
-        set_list(args, &Args::param_copies, &Args::param_copies_count, lists.values);
+  const Lists lists = collect(impl_->slots, group, decays, mastered);
+  if (lists.empty()) return {};
+  Args args{};
+  set_list(args, &Args::grads, &Args::grads_count, lists.grads);
+  set_list(args, &Args::params, &Args::params_count, mastered ? lists.masters : lists.values);
+  set_list(args, &Args::momentums, &Args::momentums_count, lists.firsts);
+  if (mastered) set_list(args, &Args::param_copies, &Args::param_copies_count, lists.values);
+  args.lr = group_lr(group);
+  args.weight_decay = decays ? decay_of(options, group) : 0;
+  args.momentum = options.momentum;
+  args.dampening = options.dampening;
+  args.nesterov = options.nesterov;
+  args.first_run = first;
+  args.noop_flag = noop();
+  if (const OnDevice* state = on_device()) args.lr_tensor = state->lr[group];
+  return ops::multi_tensor_sgd(
+      args, detail::call_options(impl_->slots.front().parameter.value().device()));
+}
+
+Status SGD::update(bool first) {
+  for (size_t group = 0; group <= impl_->options.groups.size(); ++group) {
+    for (bool decays : {true, false}) {
+      for (bool mastered : {false, true}) {
+        TE_FL_RETURN_IF_ERROR(update_some(group, decays, mastered, first));
       }
-      args.lr = lr_;
-      args.weight_decay = decays ? options.weight_decay : 0;
-      args.momentum = options.momentum;
-      args.dampening = options.dampening;
-      args.nesterov = options.nesterov;
-      args.first_run = first;
-      if (const OnDevice* state = on_device()) {
-        args.lr_tensor = state->lr;
-        args.noop_flag = state->noop;
-      }
-      TE_FL_RETURN_IF_ERROR(ops::multi_tensor_sgd(
-          args, detail::call_options(impl_->slots.front().parameter.value().device())));
     }
   }
   return write_codes(impl_->slots);

@@ -39,6 +39,17 @@ Status validate(const Recipe& recipe) {
                               std::to_string(static_cast<int>(delayed->amax_compute_algo)) +
                               "; it must be AmaxAlgo::kMax (0) or AmaxAlgo::kMostRecent (1)");
     }
+    const AmaxFunction* function = delayed->amax_function.get();
+    if (function != nullptr && function->compute == nullptr) {
+      return invalid_argument("DelayedScaling: amax_function \"" + function->name +
+                              "\" has no function; set compute");
+    }
+    if (function != nullptr && delayed->amax_compute_algo != AmaxAlgo::kMax) {
+      return invalid_argument(
+          "DelayedScaling: amax_function and amax_compute_algo are both set; amax_compute_algo "
+          "must "
+          "stay AmaxAlgo::kMax (0) with a function");
+    }
     if (delayed->amax_history_len < 1) {
       return invalid_argument("DelayedScaling: amax_history_len is " +
                               std::to_string(delayed->amax_history_len) +
@@ -63,7 +74,9 @@ std::string describe(const Recipe& recipe) {
     return std::string("delayed scaling (") + format(delayed->format) + ", margin " +
            std::to_string(delayed->margin) + ", history " +
            std::to_string(delayed->amax_history_len) +
-           (delayed->amax_compute_algo == AmaxAlgo::kMax ? ", max" : ", most recent") +
+           (delayed->amax_function != nullptr ? ", function " + delayed->amax_function->name
+            : delayed->amax_compute_algo == AmaxAlgo::kMax ? ", max"
+                                                           : ", most recent") +
            (delayed->fp8_dpa ? ", FP8 attention)" : ")");
   }
   if (const auto* current = std::get_if<Float8CurrentScaling>(&recipe)) {

@@ -1,6 +1,7 @@
 #include "nn/runtime.hpp"
 
 #include <algorithm>
+#include <span>
 
 #include "nn/fp8_state.hpp"
 #include "nn/gradients.hpp"
@@ -20,12 +21,51 @@ std::shared_ptr<GradientUpdates>& thread_updates() {
 }
 
 bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
-  return a.dtype == b.dtype && a.recipe.margin == b.recipe.margin &&
+  return a.recipe.amax_function == nullptr && b.recipe.amax_function == nullptr &&
+         a.dtype == b.dtype && a.recipe.margin == b.recipe.margin &&
          a.recipe.amax_compute_algo == b.recipe.amax_compute_algo &&
          a.state->device() == b.state->device();
 }
 
+// One call of the op, which writes `scales` and rolls `histories`.
+Status run_update(const PendingUpdate& like, std::span<const te_fl_tensor* const> histories,
+                  std::span<const te_fl_tensor* const> scales) {
+  te_fl_fused_amax_and_scale_update_after_reduction_args args{};
+  args.amax_histories = histories.data();
+  args.amax_histories_count = static_cast<int64_t>(histories.size());
+  args.scales = scales.data();
+  args.scales_count = static_cast<int64_t>(scales.size());
+  args.algo = like.recipe.amax_compute_algo == AmaxAlgo::kMax ? TE_FL_AMAX_ALGO_MAX
+                                                              : TE_FL_AMAX_ALGO_MOST_RECENT;
+  args.fp8_dtype = like.dtype == DType::kF8E4M3 ? TE_FL_FP8_FORMAT_E4M3 : TE_FL_FP8_FORMAT_E5M2;
+  args.margin = static_cast<float>(like.recipe.margin);
+  return ops::fused_amax_and_scale_update_after_reduction(args, call_options(like.state->device()));
+}
+
+// The scales from the amaxes that the recipe's function finds: those of a history of one row. The
+// real one is rolled beside scales that nobody reads.
+Status update_by_function(const PendingUpdate& update) {
+  Fp8State& state = *update.state;
+  const AmaxFunction& function = *update.recipe.amax_function;
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(state.device()));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor amax,
+                         Tensor::empty({state.slots()}, DType::kF32, state.device()));
+  TE_FL_RETURN_IF_ERROR(
+      function.compute(state.history(), amax).wrap("amax_function \"" + function.name + "\""));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor row, amax.view({1, state.slots()}));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor unread, state.scale().clone());
+  const te_fl_tensor* const rows[] = {row};
+  const te_fl_tensor* const scales[] = {state.scale()};
+  const te_fl_tensor* const histories[] = {state.history()};
+  const te_fl_tensor* const unread_scales[] = {unread};
+  state.use(foreign);
+  state.scales_changed();
+  TE_FL_RETURN_IF_ERROR(run_update(update, rows, scales));
+  return run_update(update, histories, unread_scales);
+}
+
 Status update_group(const std::vector<const PendingUpdate*>& group) {
+  if (group.front()->recipe.amax_function != nullptr) return update_by_function(*group.front());
   TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(group.front()->state->device()));
   std::vector<const te_fl_tensor*> histories;
   std::vector<const te_fl_tensor*> scales;
@@ -35,18 +75,7 @@ Status update_group(const std::vector<const PendingUpdate*>& group) {
     update->state->use(foreign);
     update->state->scales_changed();
   }
-  const PendingUpdate& first = *group.front();
-  te_fl_fused_amax_and_scale_update_after_reduction_args args{};
-  args.amax_histories = histories.data();
-  args.amax_histories_count = static_cast<int64_t>(histories.size());
-  args.scales = scales.data();
-  args.scales_count = static_cast<int64_t>(scales.size());
-  args.algo = first.recipe.amax_compute_algo == AmaxAlgo::kMax ? TE_FL_AMAX_ALGO_MAX
-                                                               : TE_FL_AMAX_ALGO_MOST_RECENT;
-  args.fp8_dtype = first.dtype == DType::kF8E4M3 ? TE_FL_FP8_FORMAT_E4M3 : TE_FL_FP8_FORMAT_E5M2;
-  args.margin = static_cast<float>(first.recipe.margin);
-  return ops::fused_amax_and_scale_update_after_reduction(args,
-                                                          call_options(first.state->device()));
+  return run_update(*group.front(), histories, scales);
 }
 
 }  // namespace
@@ -104,8 +133,8 @@ Status update_scales(const std::vector<PendingUpdate>& updates) {
   std::vector<bool> done(updates.size(), false);
   for (size_t i = 0; i < updates.size(); ++i) {
     if (done[i] || !updates[i].state->defined()) continue;
-    std::vector<const PendingUpdate*> group;
-    for (size_t j = i; j < updates.size(); ++j) {
+    std::vector<const PendingUpdate*> group = {&updates[i]};
+    for (size_t j = i + 1; j < updates.size(); ++j) {
       if (done[j] || !updates[j].state->defined() || !same_group(updates[i], updates[j])) continue;
       group.push_back(&updates[j]);
       done[j] = true;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/tensor/tensor_access.hpp"
+#include "nn/fp8_values.hpp"
 #include "nn/gemm_unit.hpp"
 #include "nn/gradients.hpp"
 #include "nn/tensor_ops.hpp"
@@ -65,7 +66,7 @@ Status JoinedParameter::copy_together() {
     TE_FL_RETURN_IF_ERROR(copy(parts_[i]->value, to));
   }
   if (captured) keep_for_graph(std::make_shared<Tensor>(copies_));
-  copied_version_ = captured ? 0 : whole_->version;
+  copied_version_ = captured ? UINT64_MAX : whole_->version;  // eager calls copy anew
   copied_stream_ = captured ? nullptr : stream;
   return {};
 }
@@ -75,7 +76,7 @@ Status JoinedParameter::gather() {
   bool wanted = false;
   const Tensor& first = parts_[0]->value;
   for (const auto& part : parts_) {
-    version += part->version;
+    version = version * 1000003 + part->version;  // other versions, other number
     wanted = wanted || part->requires_grad;
     if (part->value.raw_data() == nullptr) {
       return invalid_argument("the parameter " + part->value.describe() +
@@ -207,6 +208,17 @@ Result<std::unique_ptr<SplitParameters>> SplitParameters::create(
                             std::to_string(total) + " rows together; they must have " +
                             std::to_string(gemm.spec().out) + " (the output features)");
   }
+  if (parts.size() == 1) {  // the whole under another name
+    split->whole_weight_ = gemm.weight();
+    split->whole_bias_ = gemm.bias();
+    return split;
+  }
+  if (gemm.weight()->value.quantized()) {
+    return invalid_argument(std::string(module) +
+                            ": parameters_split is given under quantized_model_init, and codes "
+                            "that share a scale are one parameter; create the module with whole "
+                            "parameters (attention: fuse_qkv_params), or outside of that scope");
+  }
   TE_FL_ASSIGN_OR_RETURN(split->weight_, JoinedParameter::create(gemm.weight(), rows));
   if (gemm.bias() != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(split->bias_, JoinedParameter::create(gemm.bias(), rows));
@@ -216,6 +228,11 @@ Result<std::unique_ptr<SplitParameters>> SplitParameters::create(
 
 std::vector<SplitParameters::Named> SplitParameters::named() const {
   std::vector<Named> result;
+  if (whole_weight_ != nullptr) {
+    result.push_back({names_[0] + "_weight", whole_weight_});
+    if (whole_bias_ != nullptr) result.push_back({names_[0] + "_bias", whole_bias_});
+    return result;
+  }
   for (size_t i = 0; i < names_.size(); ++i) {
     result.push_back({names_[i] + "_weight", weight_->parts()[i]});
   }
@@ -226,17 +243,20 @@ std::vector<SplitParameters::Named> SplitParameters::named() const {
 }
 
 Status SplitParameters::gather() {
+  if (weight_ == nullptr) return {};
   TE_FL_RETURN_IF_ERROR(weight_->gather());
   return bias_ == nullptr ? Status() : bias_->gather();
 }
 
 Status SplitParameters::open_grad() {
+  if (weight_ == nullptr) return {};
   TE_FL_RETURN_IF_ERROR(gather());
   TE_FL_RETURN_IF_ERROR(weight_->open_grad());
   return bias_ == nullptr ? Status() : bias_->open_grad();
 }
 
 Status SplitParameters::close_grad() {
+  if (weight_ == nullptr) return {};
   TE_FL_RETURN_IF_ERROR(weight_->close_grad());
   return bias_ == nullptr ? Status() : bias_->close_grad();
 }

@@ -73,7 +73,8 @@ class SplitParameters {
 
  private:
   std::vector<std::string> names_;
-  std::unique_ptr<JoinedParameter> weight_, bias_;  // bias_ null without one
+  std::unique_ptr<JoinedParameter> weight_, bias_;        // bias_ null without one
+  std::shared_ptr<Parameter> whole_weight_, whole_bias_;  // where there is one part only
 };
 
 }  // namespace te_fl::nn::detail

@@ -190,7 +190,8 @@ Status Tape::run(const Value& of, const Tensor& gradient) {
     TE_FL_RETURN_IF_ERROR(run_node(node));
     if (hook_ == nullptr) continue;
     for (const auto& p : node.parameters) {
-      const bool complete = --left[p.get()] == 0 && p->requires_grad && p->grad_written;
+      const bool complete =
+          --left[p.get()] == 0 && p->requires_grad && p->grad_written && p->delayed_wgrads == 0;
       if (complete) TE_FL_RETURN_IF_ERROR(hook_(*p));
     }
   }
@@ -363,6 +364,47 @@ Value call(DotProductAttention& attention, const Value& q, const Value& k, const
                             TE_FL_ASSIGN_OR_RETURN(auto grads, attention.backward(dys[0], *ctx));
                             return Tape::Tensors{grads.dq, grads.dk, grads.dv};
                           }};
+  })[0];
+}
+
+Value call(MultiheadAttention& attention, const Value& x, const Value& encoder,
+           const AttentionInputs& inputs) {
+  const Value& first = first_error({&x, &encoder});
+  if (!first.ok()) return first;
+  const std::array<Value, 2> given = {x, encoder};
+  return x.tape()->record(given, &attention, 1, [&](bool training) -> Result<Tape::Recorded> {
+    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
+    AttentionInputs all = inputs;
+    all.encoder_output = encoder.tensor();
+    TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                           attention.forward(x.tensor(), ctx.get(), all, x.tape()->options));
+    return Tape::Recorded{
+        {std::move(y)}, [ctx, &attention](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
+          Tensor d_encoder;
+          TE_FL_ASSIGN_OR_RETURN(
+              Tensor dx, attention.backward(dys[0], *ctx, nullptr, nullptr, nullptr, &d_encoder));
+          return Tape::Tensors{std::move(dx), std::move(d_encoder)};
+        }};
+  })[0];
+}
+
+Value call(TransformerLayer& decoder, const Value& x, const Value& encoder,
+           const AttentionInputs& inputs, const AttentionInputs& cross) {
+  const Value& first = first_error({&x, &encoder});
+  if (!first.ok()) return first;
+  const std::array<Value, 2> given = {x, encoder};
+  return x.tape()->record(given, &decoder, 1, [&](bool training) -> Result<Tape::Recorded> {
+    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
+    AttentionInputs all = cross;
+    all.encoder_output = encoder.tensor();
+    TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                           decoder.forward(x.tensor(), ctx.get(), inputs, x.tape()->options, &all));
+    return Tape::Recorded{
+        {std::move(y)}, [ctx, &decoder](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
+          Tensor d_encoder;
+          TE_FL_ASSIGN_OR_RETURN(Tensor dx, decoder.backward(dys[0], *ctx, nullptr, &d_encoder));
+          return Tape::Tensors{std::move(dx), std::move(d_encoder)};
+        }};
   })[0];
 }
 

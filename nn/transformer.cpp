@@ -91,7 +91,9 @@ MultiheadAttentionOptions attention_options(const TransformerLayerOptions& o) {
           .qkv_weight_interleaved = o.qkv_weight_interleaved,
           .qk_norm = o.qk_norm,
           .qk_norm_epsilon = o.qk_norm_epsilon,
-          .qk_norm_before_rope = o.qk_norm_before_rope};
+          .qk_norm_before_rope = o.qk_norm_before_rope,
+          .groups_whole = o.groups_whole,
+          .groups_begin = o.groups_begin};
 }
 
 MultiheadAttentionOptions inter_options(const TransformerLayerOptions& o) {
@@ -120,7 +122,10 @@ LayerNormMLPOptions mlp_options(const TransformerLayerOptions& o) {
           .device = o.device,
           .seed = init::subseed(o.seed, 2),
           .init_std = o.init_std,
-          .output_init_std = o.output_init_std};
+          .output_init_std = o.output_init_std,
+          .glu_linear_offset = o.glu_linear_offset,
+          .ffn_whole = o.ffn_whole,
+          .ffn_begin = o.ffn_begin};
 }
 
 Status check_options(const TransformerLayerOptions& o) {

@@ -38,8 +38,7 @@ namespace modules {
 bool any() noexcept { return g_load.load() != nullptr; }
 
 void start(const std::vector<std::string>& named, const std::vector<std::string>& manifests) {
-  const std::vector<std::string> skip =
-      split_list(environment::get_if_set(kSkip).value_or(""));
+  const std::vector<std::string> skip = split_list(environment::get_if_set(kSkip).value_or(""));
   const auto is_skipped = [&](const std::string& name) {
     return std::find(skip.begin(), skip.end(), name) != skip.end();
   };
@@ -75,8 +74,8 @@ Result<PluginInfo> load(const std::string& name) {
   if (info.state == State::kSkipped && info.path.empty()) return not_found(text);
   record(info);
   if (info.state == State::kActive) return info;
-  return Status(info.state == State::kSkipped ? StatusCode::kUnsupported : StatusCode::kIncompatible,
-                text);
+  return Status(
+      info.state == State::kSkipped ? StatusCode::kUnsupported : StatusCode::kIncompatible, text);
 }
 
 }  // namespace modules

@@ -41,7 +41,8 @@ Result<PluginInfo> load_by_name(const std::string& name, OpRegistry& registry) {
     if (module.ok() || module.status().code() != StatusCode::kNotFound) return module;
     no_module = module.status().message() + "; ";
   }
-  std::string text = no_module + "no manifest has the name '" + name + "'" + core::did_you_mean(name, names) +
+  std::string text = no_module + "no manifest has the name '" + name + "'" +
+                     core::did_you_mean(name, names) +
                      " (known: " + (names.empty() ? "none" : core::join(names)) + "; looked in " +
                      (path.folders.empty() ? "no folder, since TE_FL_PLUGIN_PATH is set and empty"
                                            : core::join(path.folders)) +

@@ -73,14 +73,15 @@ class Package:
     def names(self, module):
         """Public names of a module: what it defines, those of __all__, and, in a package, what it takes from its modules."""
         tree, is_package = self.trees[module]
-        names, taken = set(), self.imports(module)
+        names, taken, listed = set(), self.imports(module), False
         for node in top_level(tree.body):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 names.add(node.name)
             elif isinstance(node, ast.Assign):
                 targets = {t.id for t in node.targets if isinstance(t, ast.Name)}
+                listed = listed or "__all__" in targets
                 names |= set(ast.literal_eval(node.value)) if "__all__" in targets and isinstance(node.value, ast.List) else targets
-        if is_package or not names:  # some modules exist only to hand on what others define
+        if is_package and not listed or not names:  # some modules exist only to hand on what others define
             names |= {name for name, (base, original) in taken.items() if f"{base}.{original}" not in self.trees}
             for base, original in self.stars(module):
                 names |= set(self.names(base))
@@ -122,12 +123,15 @@ def parameters(function):
     return [row for i, row in enumerate(rows) if not (i == 0 and row[0] in ("self", "cls", "ctx"))]
 
 
-def facts_of(node):
+def facts_of(module, node):
+    """Parameters of a function, of a class's methods, or the fields of a Flax module, which are its parameters among others."""
     if isinstance(node, ast.FunctionDef):
         return {"parameters": parameters(node)}
     functions = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
     fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
     facts = {"methods": {name: parameters(functions[name]) for name in METHODS if name in functions}}
+    if module.startswith("transformer_engine.jax.flax"):
+        return {"fields": [[f.target.id, f.value and ast.unparse(f.value), "keyword"] for f in fields]}
     if "__init__" not in functions and fields and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
         facts["methods"]["__init__"] = [[f.target.id, f.value and ast.unparse(f.value), "positional"] for f in fields]
     return facts
@@ -143,12 +147,12 @@ def read_package(folder, table):
             found = package.definition(module, name)
             if found and found not in seen and name in served and table.home(module, name):
                 seen.add(found)
-                facts[f"{module}.{name}"] = facts_of(found[1])
+                facts[f"{module}.{name}"] = facts_of(*found)
     return known, facts
 
 
 def known_text(known):
-    lines = ['"""Modules and public names of Transformer Engine ' + VERSION + '. Written by tools/transformer_engine_names.py; do not edit."""',
+    lines = [f'"""Modules and public names of Transformer Engine {VERSION}. Written by tools/transformer_engine_names.py; do not edit."""',
              "", "NAMES = {"]
     for module, names in sorted(known.items()):
         text = " ".join(names)
@@ -163,17 +167,21 @@ def known_text(known):
 
 def page_text(known, table):
     lines = ["# Transformer Engine's names", "",
-             f"<!-- Written by tools/transformer_engine_names.py from python/te_fl/compat/table.py and the names of Transformer Engine {VERSION};"
-             " do not edit. -->", "", *table.INTRODUCTION.strip().splitlines(), ""]
+             "<!-- Written by tools/transformer_engine_names.py from python/te_fl/compat/table.py and the names of Transformer Engine "
+             f"{VERSION}; do not edit. -->", "", *table.INTRODUCTION.strip().splitlines(), ""]
     for module in PAGE_MODULES:
-        names = known[module]
+        names = [n for n in known[module] if f"{module}.{n}" not in known]
         served = [n for n in names if table.home(module, n)]
         lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are served.", "", "| name | te-fl | |", "|---|---|---|"]
         for name in names:
             home = table.home(module, name)
-            partly = table.PARTLY.get(f"{home}.{name}") if home else None
-            if home and partly:
-                lines.append(f"| {name} | partly: `{home}` | refused: {', '.join(f'`{argument}`' for argument in partly)} |")
+            refused = [f"`{argument}`" for argument in table.PARTLY.get(f"{home}.{name}", ())] + \
+                [f"{method}'s `{argument}`" for method in ("forward", "__call__")
+                 for argument in table.PARTLY.get(f"{home}.{name}.{method}", ())]
+            if home and f"{home}.{name}" in table.MADE_BY:
+                lines.append(f"| {name} | partly: `{home}` | {table.MADE_BY[f'{home}.{name}']} |")
+            elif home and (refused or name in table.UNUSABLE):
+                lines.append(f"| {name} | partly: `{home}` | {'refused: ' + ', '.join(refused) if refused else table.UNUSABLE_BECAUSE} |")
             elif home:
                 lines.append(f"| {name} | served: `{home}` | |")
             else:

@@ -162,10 +162,10 @@ void gated_bwd(const te_fl_context&, const te_fl_activation_glu_bwd_args& args) 
   gated_gradient(kAct, {}, args);
 }
 void clamped_fwd(const te_fl_context&, const te_fl_activation_clamped_fwd_args& args) {
-  gated(Act::kClamped, {args.limit, args.alpha}, args);
+  gated(Act::kClamped, {args.limit, args.alpha, args.glu_linear_offset}, args);
 }
 void clamped_bwd(const te_fl_context&, const te_fl_activation_clamped_bwd_args& args) {
-  gated_gradient(Act::kClamped, {args.limit, args.alpha}, args);
+  gated_gradient(Act::kClamped, {args.limit, args.alpha, args.glu_linear_offset}, args);
 }
 
 using Ops = std::vector<te_fl_op_desc>;
@@ -205,7 +205,9 @@ void append_activation(Ops& ops) {
   using Fwd = te_fl_activation_clamped_fwd_args;
   using Bwd = te_fl_activation_clamped_bwd_args;
   ops.push_back(descriptor<Fwd, clamped_fwd, refuse_gated<Fwd>>("clamped_swiglu"));
+  ops.back().later_args = "glu_linear_offset";
   ops.push_back(descriptor<Bwd, clamped_bwd, refuse_gated_gradient<Bwd>>("clamped_dswiglu"));
+  ops.back().later_args = "glu_linear_offset";
 }
 
 }  // namespace te_fl::cpu

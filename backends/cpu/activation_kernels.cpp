@@ -132,27 +132,26 @@ HWY_INLINE VF Within(VF x, VF limit) {
   return AtMost(hn::IfThenElse(hn::Lt(x, low), low, x), limit);
 }
 
-void ClampedForward(float limit_, float alpha_, const float* a, const float* b, int64_t n,
-                    float* y) {
+void ClampedForward(const Clamp& clamp, const float* a, const float* b, int64_t n, float* y) {
   const auto lanes = static_cast<int64_t>(NumLanes());
-  const VF limit = SetF(limit_), alpha = SetF(alpha_);
+  const VF limit = SetF(clamp.limit), alpha = SetF(clamp.alpha), offset = SetF(clamp.offset);
   for (int64_t i = 0; i < n; i += lanes) {
     const VF x = AtMost(LoadF32(a + i), limit);
     const VF swish = hn::Mul(x, SigmoidOfNumber(hn::Mul(alpha, x)));
-    const VF gate = hn::Add(Within(LoadF32(b + i), limit), SetF(1.0f));
+    const VF gate = hn::Add(Within(LoadF32(b + i), limit), offset);
     StoreF32(hn::Mul(swish, gate), y + i);
   }
 }
 
-void ClampedBackward(float limit_, float alpha_, const float* dy, const float* a, const float* b,
-                     int64_t n, float* da, float* db) {
+void ClampedBackward(const Clamp& clamp, const float* dy, const float* a, const float* b, int64_t n,
+                     float* da, float* db) {
   const auto lanes = static_cast<int64_t>(NumLanes());
-  const VF limit = SetF(limit_), alpha = SetF(alpha_);
+  const VF limit = SetF(clamp.limit), alpha = SetF(clamp.alpha), offset = SetF(clamp.offset);
   for (int64_t i = 0; i < n; i += lanes) {
     const VF x = LoadF32(a + i), second = LoadF32(b + i), grad = LoadF32(dy + i);
     VF value, derivative;
     SwishBoth(AtMost(x, limit), alpha, value, derivative);
-    const VF gate = hn::Add(Within(second, limit), SetF(1.0f));
+    const VF gate = hn::Add(Within(second, limit), offset);
     const VF grad_a = hn::Mul(hn::Mul(grad, derivative), gate);
     const VF grad_b = hn::Mul(grad, value);
     if (da != nullptr) StoreF32(hn::IfThenZeroElse(hn::Gt(x, limit), grad_a), da + i);
@@ -211,7 +210,7 @@ void GatedForwardByAct(Act act, Clamp clamp, const float* a, const float* b, int
     case Act::kSigmoid:
       return GatedForward<Sigmoid_>(a, b, n, y);
     default:
-      return ClampedForward(clamp.limit, clamp.alpha, a, b, n, y);
+      return ClampedForward(clamp, a, b, n, y);
   }
 }
 
@@ -231,7 +230,7 @@ void GatedBackwardByAct(Act act, Clamp clamp, const float* dy, const float* a, c
     case Act::kSigmoid:
       return GatedBackward<Sigmoid_>(dy, a, b, n, da, db);
     default:
-      return ClampedBackward(clamp.limit, clamp.alpha, dy, a, b, n, da, db);
+      return ClampedBackward(clamp, dy, a, b, n, da, db);
   }
 }
 

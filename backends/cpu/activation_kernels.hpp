@@ -12,6 +12,7 @@ enum class Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped };
 struct Clamp {
   float limit = 0.0f;
   float alpha = 0.0f;
+  float offset = 0.0f;
 };
 
 // y = act(x). Not for kClamped.

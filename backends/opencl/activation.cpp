@@ -65,7 +65,7 @@ void backward_dbias(const Call& call, const te_fl_activation_dbias_act_args& arg
 }
 
 template <class Args>
-void gated(const Call& call, Act act, const Args& args, float limit, float alpha) {
+void gated(const Call& call, Act act, const Args& args, float limit, float alpha, float offset) {
   check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
   const backend::Matrix matrix = backend::as_matrix(*args.output);
@@ -77,12 +77,14 @@ void gated(const Call& call, Act act, const Args& args, float limit, float alpha
       .value(matrix.cols)
       .value(limit)
       .value(alpha)
+      .value(offset)
       .items(matrix.rows * matrix.cols);
   out.finish(call);
 }
 
 template <class Args>
-void gated_gradient(const Call& call, Act act, const Args& args, float limit, float alpha) {
+void gated_gradient(const Call& call, Act act, const Args& args, float limit, float alpha,
+                    float offset) {
   check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
   const backend::Matrix matrix = backend::as_matrix(*args.grad);
@@ -95,23 +97,24 @@ void gated_gradient(const Call& call, Act act, const Args& args, float limit, fl
       .value(matrix.cols)
       .value(limit)
       .value(alpha)
+      .value(offset)
       .items(matrix.rows * matrix.cols);
   out.finish(call);
 }
 
 template <Act kAct>
 void gated_forward(const Call& call, const te_fl_activation_glu_fwd_args& args) {
-  gated(call, kAct, args, 0.0f, 1.0f);
+  gated(call, kAct, args, 0.0f, 1.0f, 0.0f);
 }
 template <Act kAct>
 void gated_backward(const Call& call, const te_fl_activation_glu_bwd_args& args) {
-  gated_gradient(call, kAct, args, 0.0f, 1.0f);
+  gated_gradient(call, kAct, args, 0.0f, 1.0f, 0.0f);
 }
 void clamped_forward(const Call& call, const te_fl_activation_clamped_fwd_args& args) {
-  gated(call, kClamped, args, args.limit, args.alpha);
+  gated(call, kClamped, args, args.limit, args.alpha, args.glu_linear_offset);
 }
 void clamped_backward(const Call& call, const te_fl_activation_clamped_bwd_args& args) {
-  gated_gradient(call, kClamped, args, args.limit, args.alpha);
+  gated_gradient(call, kClamped, args, args.limit, args.alpha, args.glu_linear_offset);
 }
 
 // ---- what is not served
@@ -185,7 +188,9 @@ void append_activation(Ops& ops) {
   using Forward = te_fl_activation_clamped_fwd_args;
   using Backward = te_fl_activation_clamped_bwd_args;
   append<Forward, clamped_forward, refuse_gated<Forward>>(ops, "clamped_swiglu");
+  ops.back().later_args = "glu_linear_offset";
   append<Backward, clamped_backward, refuse_gated_backward<Backward>>(ops, "clamped_dswiglu");
+  ops.back().later_args = "glu_linear_offset";
 }
 
 }  // namespace te_fl::opencl

@@ -115,19 +115,19 @@ double clamp_high(double x, double limit) { return x > limit ? limit : x; }
 double clamp_both(double x, double limit) { return clamp_high(x < -limit ? -limit : x, limit); }
 
 void clamped_forward(const te_fl_context&, const te_fl_activation_clamped_fwd_args& args) {
-  const double limit = args.limit, alpha = args.alpha;
+  const double limit = args.limit, alpha = args.alpha, offset = args.glu_linear_offset;
   gated(args, [=](double a, double b) {
-    return swish(clamp_high(a, limit), alpha) * (clamp_both(b, limit) + 1.0);
+    return swish(clamp_high(a, limit), alpha) * (clamp_both(b, limit) + offset);
   });
 }
 
 void clamped_backward(const te_fl_context&, const te_fl_activation_clamped_bwd_args& args) {
-  const double limit = args.limit, alpha = args.alpha;
+  const double limit = args.limit, alpha = args.alpha, offset = args.glu_linear_offset;
   gated_gradient(
       args,
       [=](double dy, double a, double b) {
         if (a > limit) return 0.0;
-        return dy * swish_derivative(a, alpha) * (clamp_both(b, limit) + 1.0);
+        return dy * swish_derivative(a, alpha) * (clamp_both(b, limit) + offset);
       },
       [=](double dy, double a, double b) {
         if (std::abs(b) > limit) return 0.0;
@@ -165,7 +165,9 @@ void append_activation(Ops& ops) {
   append_gated<Silu>(ops, "swiglu", "dswiglu");
   append_gated<Sigmoid>(ops, "glu", "dglu");
   ops.push_back(descriptor<te_fl_activation_clamped_fwd_args, clamped_forward>("clamped_swiglu"));
+  ops.back().later_args = "glu_linear_offset";
   ops.push_back(descriptor<te_fl_activation_clamped_bwd_args, clamped_backward>("clamped_dswiglu"));
+  ops.back().later_args = "glu_linear_offset";
 }
 
 }  // namespace te_fl::reference

@@ -86,6 +86,9 @@ constexpr VariableSpec kSpecs[] = {
      true},
     {"TE_FL_TRACE_EVENTS", "", kInt, "200000", "1 100000000",
      "Most calls that TE_FL_TRACE keeps in memory; later ones are counted."},
+    {"TE_FL_AS_TRANSFORMER_ENGINE", "", kBool, "0", "",
+     "1: where te-fl's Python package is installed, `import transformer_engine` means te-fl from "
+     "the interpreter's start (docs/transformer-engine.md)."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",

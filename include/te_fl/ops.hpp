@@ -152,8 +152,8 @@ namespace ops {
   return OpManager::instance().call(op::glu, &args, options);
 }
 
-// Clamped SwiGLU. y = a' sigmoid(alpha a') (b' + 1), a' = min(a, limit), b' = clamp(b, -limit,
-// limit)
+// Clamped SwiGLU. y = a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' =
+// clamp(b, -limit, limit)
 [[nodiscard]] inline Status clamped_swiglu(const te_fl_clamped_swiglu_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::clamped_swiglu, &args, options);
 }

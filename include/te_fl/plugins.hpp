@@ -43,12 +43,13 @@ struct Finding {
 TE_FL_API std::vector<PluginInfo> list();
 // Loads a library and activates it. `path_or_name` with a '/' is a path; otherwise it is a name
 // looked up in the manifests, whose architecture and ABI are checked (but not the probe: it
-// was asked for); one that is no manifest's is a module's, if there is a ModuleLoader. After an error nothing of the plugin remains loaded, except that one whose
-// create() exceeded TE_FL_PLUGIN_TIMEOUT_MS is abandoned: it stays mapped and is never called
-// again. Errors: NOT_FOUND (no such file or name), FAILED_PRECONDITION (others can write it, or it
-// is kept for ever since its create() or quiesce() failed), INCOMPATIBLE (cannot be opened, or
-// breaks a rule of plugin.h, which the message quotes), ALREADY_EXISTS (its name is an active
-// plugin's), BUSY (its name is one's that is still referenced), TIMEOUT (abandoned), or its own.
+// was asked for); one that is no manifest's is a module's, if there is a ModuleLoader. After an
+// error nothing of the plugin remains loaded, except that one whose create() exceeded
+// TE_FL_PLUGIN_TIMEOUT_MS is abandoned: it stays mapped and is never called again. Errors:
+// NOT_FOUND (no such file or name), FAILED_PRECONDITION (others can write it, or it is kept for
+// ever since its create() or quiesce() failed), INCOMPATIBLE (cannot be opened, or breaks a rule of
+// plugin.h, which the message quotes), ALREADY_EXISTS (its name is an active plugin's), BUSY (its
+// name is one's that is still referenced), TIMEOUT (abandoned), or its own.
 TE_FL_API Result<PluginInfo> load(const std::string& path_or_name);
 // Deactivates: no new call enters it, nor any plugin's op on its devices; whoever is inside leaves;
 // then it is quiesced and destroyed. If tensors or streams still refer to it, it becomes kRetired
@@ -72,7 +73,6 @@ TE_FL_API Result<std::vector<Finding>> diagnose(const std::string& name);
 TE_FL_API std::string take_odd_status();
 // Where manifests are looked for, in order, with what was found.
 TE_FL_API std::vector<std::string> search_path();
-
 
 // What loads plugins that are no shared libraries: modules of a language whose interpreter this
 // process has. The interpreter's package sets it when it is imported, before the first op.

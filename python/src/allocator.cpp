@@ -8,6 +8,7 @@
 #include "interpreter.hpp"
 #include "layer.hpp"
 #include "te_fl/memory.hpp"
+#include "te_fl/op_manager.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -140,6 +141,7 @@ PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "OOOO", &name, &allocate_fn, &release_fn, &trim_fn) == 0) {
       throw PythonError();
     }
+    without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto allocator = std::make_unique<Allocator>();
     allocator->device = value_of(parse_device(text_of(name, "the device")));
     Py_INCREF(allocate_fn), Py_INCREF(release_fn), Py_INCREF(trim_fn);

@@ -126,7 +126,8 @@ class Handing {
     put(parts, "scaling", to_python(std::string_view(kScalingNames[q.scaling])));
     put(parts, "columnwise_data", part(q.columnwise_data, codes, columns, writable));
     put(parts, "scale_inv", part(q.scale_inv, factor, factors(false), writable));
-    put(parts, "columnwise_scale_inv", part(q.columnwise_scale_inv, factor, factors(true), writable));
+    put(parts, "columnwise_scale_inv",
+        part(q.columnwise_scale_inv, factor, factors(true), writable));
     put(parts, "amax", part(q.amax, DType::kF32, one, writable));
     put(parts, "columnwise_amax", part(q.columnwise_amax, DType::kF32, one, writable));
     put(parts, "scale", part(q.scale, DType::kF32, one, writable));

@@ -34,7 +34,8 @@ class Implementation {
                                const te_fl_error_sink* text) noexcept;
 
   const OpBinding* op_ = nullptr;
-  PyObject *fn_ = nullptr, *supports_ = nullptr, *convert_ = nullptr;  // owned; the last may be null
+  PyObject *fn_ = nullptr, *supports_ = nullptr,
+           *convert_ = nullptr;  // owned; the last may be null
   Wanted arguments_, supports_arguments_;
   std::string op_name_, impl_id_, vendor_, provider_, later_, words_;
   te_fl_op_desc desc_{};

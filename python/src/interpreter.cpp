@@ -36,9 +36,11 @@ bool may_enter() noexcept {
 PyObject* end(PyObject*, PyObject*) noexcept {
   g_ender = std::this_thread::get_id();
   g_ending.store(true);
-  const WithoutLock unlocked;  // for those who are inside
-  const timespec pause{0, 1'000'000};
-  for (int i = 0; i < kEndWaitMs && g_inside.load() > t_inside; ++i) nanosleep(&pause, nullptr);
+  {
+    const WithoutLock unlocked;  // for those who are inside
+    const timespec pause{0, 1'000'000};
+    for (int i = 0; i < kEndWaitMs && g_inside.load() > t_inside; ++i) nanosleep(&pause, nullptr);
+  }
   Py_INCREF(Py_None);
   return Py_None;
 }
@@ -51,7 +53,7 @@ InterpreterLock::InterpreterLock() noexcept {
   g_inside.fetch_add(1);  // before the look at g_ending: either this is seen there, or that here
   ++t_inside;
   if (may_enter()) {
-    state_ = PyGILState_Ensure();
+    state_ = lock_or_sleep([] { return PyGILState_Ensure(); });
     held_ = true;
   }
 }

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "op_defaults.hpp"
+#include "te_fl/tensor.hpp"
 
 namespace te_fl::jax {
 namespace {
@@ -21,7 +22,7 @@ constexpr Part kParts[] = {
     {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax)},
     {"scale", offsetof(te_fl_quant, scale)},
 };
-constexpr int kColumnwiseData = 0;
+constexpr int kColumnwiseData = 0, kScaleInv = 1, kColumnwiseScaleInv = 2;  // places in kParts
 constexpr std::string_view kScalings[] = {"none",          "tensor", "block_1x128",
                                           "block_128x128", "mxfp8",  "nvfp4"};
 
@@ -72,7 +73,8 @@ Status OpCall::read(std::string_view text) {
   if (Status status = read_arrays(results, true); !status.ok()) return status;
   std::string_view settings = text.substr(bar + 2);
   for (std::string_view word; !(word = next_word(settings)).empty();) {
-    const size_t equals = std::min(word.find('='), word.size() - 1);
+    const size_t equals = word.find('=');
+    if (equals == std::string_view::npos) return invalid_argument(quoted(word) + " has no value");
     const Status status = read_setting(word.substr(0, equals), word.substr(equals + 1));
     if (!status.ok()) return status;
   }
@@ -110,6 +112,7 @@ Status OpCall::read_arrays(std::string_view words, bool results) {
     for (size_t i = 0; i < operand_names_.size(); ++i) {
       if (operand_names_[i] == word) use.same_as = static_cast<int>(i);
     }
+    result_names_.emplace_back(word);
     results_.push_back(use);
   }
   return {};
@@ -128,8 +131,7 @@ Result<OpCall::TensorSlot*> OpCall::slot_of(std::string_view name) {
   const te_fl_arg_desc* arg = find(argument);
   const bool list = argument.size() != name.size();
   if (arg == nullptr || arg->type != (list ? TE_FL_ARG_TENSOR_LIST : TE_FL_ARG_TENSOR)) {
-    return invalid_argument(std::string(schema_->name) + " has no tensor argument " +
-                            quoted(name));
+    return invalid_argument(std::string(schema_->name) + " has no tensor argument " + quoted(name));
   }
   TensorSlot& slot = slots_[std::string(name)];
   slot.tensor = te_fl_tensor{};
@@ -239,17 +241,43 @@ void OpCall::bind(const Use& use, const Array& array, const Device& device) noex
     std::memcpy(reinterpret_cast<char*>(&use.slot->quant) + kParts[use.part].offset, &array.data,
                 sizeof array.data);
     if (use.part != kColumnwiseData || t.dl.data != nullptr) return;
-    // Without a row-wise copy the logical matrix is that whose columns these are; the codes of MXFP8
-    // keep their order.
+    // Without a row-wise copy the logical matrix is that whose columns these are; the codes of
+    // MXFP8 keep their order.
     auto& shape = use.slot->shape;
     const bool transposed = use.slot->quant.scaling != TE_FL_SCALING_MXFP8;
     shape = {array.extents[transposed ? 1 : 0], array.extents[transposed ? 0 : 1]};
     t.dl = te_fl_dltensor{nullptr, device.to_c(), 2, array.dtype, shape.data(), nullptr, 0};
   } else {
-    t.dl = te_fl_dltensor{array.data, device.to_c(), array.rank, array.dtype, array.extents,
-                          nullptr,    0};
+    t.dl = te_fl_dltensor{array.data,    device.to_c(), array.rank, array.dtype,
+                          array.extents, nullptr,       0};
   }
   t.provider = device.provider;
+}
+
+Status OpCall::check(const Use& use, const Array& array, const std::string& name) const {
+  int64_t elements = 1;
+  for (int32_t d = 0; d < array.rank; ++d) elements *= array.extents[d];
+  const auto expect = [&](int64_t wanted, int bits) {
+    if (elements == wanted && array.dtype.bits == bits) return Status();
+    return invalid_argument(quoted(name) + " has " + std::to_string(elements) + " elements of " +
+                            std::to_string(array.dtype.bits) + " bits; it is to have " +
+                            std::to_string(wanted) + " of " + std::to_string(bits));
+  };
+  if (use.slot == nullptr) return expect(4, 32);
+  if (use.part < 0) return {};
+  const te_fl_dltensor& t = use.slot->tensor.dl;
+  if (t.ndim == 0) return invalid_argument(quoted(name) + " is a part of a tensor without data");
+  int64_t rows = 1;
+  for (int32_t d = 0; d + 1 < t.ndim; ++d) rows *= t.shape[d];
+  const int64_t columns = t.shape[t.ndim - 1];
+  if (use.part == kColumnwiseData) return expect(rows * columns, 8);
+  const auto scaling = static_cast<Scaling>(use.slot->quant.scaling);
+  const bool of_blocks = (use.part == kScaleInv || use.part == kColumnwiseScaleInv) &&
+                         scaling != Scaling::kTensor && scaling != Scaling::kNone;
+  if (!of_blocks) return expect(1, 32);
+  const auto extents = scale_inv_shape(scaling, use.part == kColumnwiseScaleInv, rows, columns);
+  const bool bytes = scaling == Scaling::kMXFP8 || scaling == Scaling::kNVFP4;
+  return expect(extents[0] * extents[1], bytes ? 8 : 32);
 }
 
 Status OpCall::run(const Array* operands, const Array* results, const Device& device,
@@ -262,12 +290,25 @@ Status OpCall::run(const Array* operands, const Array* results, const Device& de
     bind(operands_[i], operands[i], device);
   }
   for (size_t i = 0; i < results_.size(); ++i) {
+    if (results_[i].part == kColumnwiseData && results[i].rank != 2) {
+      return invalid_argument(quoted(result_names_[i]) + " is to be a matrix");
+    }
     const int before = results_[i].same_as;
     if (before >= 0 && operands[before].data != results[i].data) {
       return internal_error("XLA gave " + quoted(operand_names_[static_cast<size_t>(before)]) +
                             ", which is read and written, two places");
     }
     bind(results_[i], results[i], device);
+  }
+  for (size_t i = 0; i < operands_.size(); ++i) {
+    if (Status status = check(operands_[i], operands[i], operand_names_[i]); !status.ok()) {
+      return status;
+    }
+  }
+  for (size_t i = 0; i < results_.size(); ++i) {
+    if (Status status = check(results_[i], results[i], result_names_[i]); !status.ok()) {
+      return status;
+    }
   }
   CallOptions options;
   options.stream = stream;

@@ -64,6 +64,8 @@ class OpCall {
   Result<TensorSlot*> slot_of(std::string_view name);
   const te_fl_arg_desc* find(std::string_view name) const noexcept;
   void bind(const Use& use, const Array& array, const Device& device) noexcept;
+  // Whether a part, or the random state, has the extents that its reader takes it to have.
+  Status check(const Use& use, const Array& array, const std::string& name) const;
 
   OpId op_;
   const te_fl_op_schema* schema_ = nullptr;
@@ -72,7 +74,7 @@ class OpCall {
   std::map<std::string, TensorSlot, std::less<>> slots_;  // addresses stay
   std::map<std::string, std::vector<const te_fl_tensor*>, std::less<>> lists_;
   std::deque<std::vector<int64_t>> integers_;
-  std::vector<std::string> operand_names_;
+  std::vector<std::string> operand_names_, result_names_;
   const uint64_t* random_ = nullptr;
 };
 

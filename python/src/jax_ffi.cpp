@@ -95,12 +95,11 @@ te_fl_dtype dtype_of(xla::ElementType type) {
       return to_c(DType::kF8E5M2);
     case xla::ElementType::kF8E4M3FN:
       return to_c(DType::kF8E4M3);
-    case xla::ElementType::kF4E2M1FN:
-      return to_c(DType::kF4E2M1);
     case xla::ElementType::kF8E8M0FNU:
       return to_c(DType::kF8E8M0);
   }
-  return te_fl_dtype{TE_FL_CODE_OPAQUE, 8, 1};  // the op's check refuses it by name
+  // The op's check refuses the others. Four-bit numbers are among them, which XLA does not pack.
+  return te_fl_dtype{TE_FL_CODE_OPAQUE, 8, 1};
 }
 
 constexpr size_t kMostArrays = 512;
@@ -109,8 +108,8 @@ using Arrays = std::array<Array, kMostArrays>;
 Status describe(const xla::Buffers& buffers, size_t wanted, Arrays& arrays) {
   if (static_cast<size_t>(buffers.count) != wanted || wanted > kMostArrays) {
     return invalid_argument("the call's text names " + std::to_string(wanted) +
-                            " arrays, XLA gives " + std::to_string(buffers.count) +
-                            "; at most " + std::to_string(kMostArrays) + " are possible");
+                            " arrays, XLA gives " + std::to_string(buffers.count) + "; at most " +
+                            std::to_string(kMostArrays) + " are possible");
   }
   for (size_t i = 0; i < wanted; ++i) {
     const auto& buffer = *static_cast<const xla::Buffer*>(buffers.buffers[i]);

@@ -14,6 +14,7 @@
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/init.hpp"
+#include "te_fl/op_manager.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -164,9 +165,12 @@ enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
 
 // The numbers of the parameters' contents now. Under the interpreter's lock.
 std::vector<uint64_t> number_contents(Layer& layer, const std::vector<PyObject*>& objects,
-                                      const std::vector<Tensor>& tensors, Mode mode) {
+                                      const std::vector<Tensor>& tensors, Mode mode, bool reused) {
   static PyObject* const version_name = PyUnicode_InternFromString("_version");
-  const bool changed = layer.changed.exchange(false) || mode == Mode::kUncached;
+  // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
+  // serves, and a caller who says that they are unchanged, goes by the counters.
+  const bool counted = mode == Mode::kServing || reused;
+  const bool changed = layer.changed.exchange(false) || !counted;
   std::vector<uint64_t> numbers(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
     const Ref version = Ref::take(PyObject_GetAttr(objects[i], version_name));
@@ -367,6 +371,7 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *kind = nullptr, *options = nullptr;
     if (PyArg_ParseTuple(args, "OO", &kind, &options) == 0) throw PythonError();
+    without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto layer = std::make_shared<Layer>();
     layer->make = runner_of(text_of(kind, "the kind of layer"), options);
     auto runner = value_of(new_runner(*layer, DType::kF32));
@@ -409,9 +414,8 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     const auto objects = items_of(args[5], "parameters");
     f.parameters = parameters_of(*layer, objects);
     f.options = microbatch_of(args[3]);
-    const bool said = f.options.is_first_microbatch.has_value();
-    f.numbers = number_contents(*layer, objects, f.parameters,
-                                said && f.mode == Mode::kUncached ? Mode::kTraining : f.mode);
+    const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
+    f.numbers = number_contents(*layer, objects, f.parameters, f.mode, reused);
     if (training) f.trained = trained_of(objects);
     f.attention = attention_of(args[6], training);
     if (args[7] != Py_None) f.random = tensor_of(args[7], "random", true);

@@ -146,7 +146,7 @@ void read(Fields& fields, nn::LayerNormLinearOptions& o) {
 void read(Fields& fields, nn::LayerNormMLPOptions& o) {
   FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(activation), FIELD(clamp_limit);
   FIELD(clamp_alpha), FIELD(bias), FIELD(normalization), FIELD(epsilon), FIELD(zero_centered_gamma);
-  FIELD(param_dtype), FIELD(device), FIELD(return_bias);
+  FIELD(param_dtype), FIELD(device), FIELD(return_bias), FIELD(glu_linear_offset);
 }
 void read(Fields& fields, nn::NormOptions& o) {
   FIELD(hidden_size), FIELD(epsilon), FIELD(zero_centered_gamma), FIELD(param_dtype);
@@ -166,7 +166,7 @@ void read(Fields& fields, nn::TransformerLayerOptions& o) {
   FIELD(softmax_scale), FIELD(rotary_interleaved), FIELD(param_dtype), FIELD(device);
   FIELD(apply_residual_connection_post_layernorm), FIELD(output_layernorm);
   FIELD(fuse_qkv_params), FIELD(qkv_weight_interleaved), FIELD(qk_norm), FIELD(qk_norm_epsilon);
-  FIELD(qk_norm_before_rope);
+  FIELD(qk_norm_before_rope), FIELD(glu_linear_offset);
 }
 #undef FIELD
 

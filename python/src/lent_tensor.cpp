@@ -14,7 +14,7 @@ struct LentTensor {
   te_fl_dltensor dl{};
   uint32_t provider = 0;
   bool writable = false;
-  std::vector<int64_t> shape, strides;            // in elements
+  std::vector<int64_t> shape, strides;                   // in elements
   std::vector<Py_ssize_t> buffer_shape, buffer_strides;  // in bytes, made when asked for
   std::string format;
   Device device() const { return {dl.device.type, dl.device.index, provider}; }
@@ -93,10 +93,10 @@ PyObject* represent(PyObject* self) noexcept {
     const Ref shape = tuple_of(of(self).shape);
     const Ref text = Ref::take(PyObject_Repr(shape.get()));
     const Result<DType> dtype = dtype_from_c(of(self).dl.dtype);
-    return to_python(std::string_view(
-        "te_fl.LentTensor(shape=" + std::string(text_of(text.get(), "shape")) +
-        ", dtype=" + std::string(dtype.ok() ? name(*dtype) : "unknown") +
-        ", device=" + to_string(of(self).device()) + ")"));
+    return to_python(
+        std::string_view("te_fl.LentTensor(shape=" + std::string(text_of(text.get(), "shape")) +
+                         ", dtype=" + std::string(dtype.ok() ? name(*dtype) : "unknown") +
+                         ", device=" + to_string(of(self).device()) + ")"));
   });
 }
 

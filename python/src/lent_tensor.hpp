@@ -18,7 +18,7 @@ struct Lending {
   std::string op;
   Device device;
   void* stream = nullptr;
-  bool enquiry = false;         // supports() and the like see metadata only
+  bool enquiry = false;  // supports() and the like see metadata only
   std::atomic<bool> over{false};
   std::atomic<int> exports{0};  // arrays of other libraries on this call's memory
 };

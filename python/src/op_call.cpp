@@ -394,6 +394,29 @@ std::vector<T> numbers_of(PyObject* list) {
   return numbers;
 }
 
+// Of a scalar; None of what has no value that could be left out.
+Ref default_of(const OpBinding& op, const te_fl_arg_desc& arg) {
+  const auto read = [&](auto value) {
+    std::memcpy(&value, op.defaults.data() + arg.offset, sizeof value);
+    return value;
+  };
+  switch (arg.type) {
+    case TE_FL_ARG_BOOL:
+      return to_python(read(int32_t{}) != 0);
+    case TE_FL_ARG_I32:
+    case TE_FL_ARG_ENUM:
+      return to_python(int64_t{read(int32_t{})});
+    case TE_FL_ARG_I64:
+      return to_python(read(int64_t{}));
+    case TE_FL_ARG_F32:
+      return to_python(double{read(float{})});
+    case TE_FL_ARG_F64:
+      return to_python(read(double{}));
+    default:
+      return Ref::share(Py_None);
+  }
+}
+
 }  // namespace
 
 void set_argument_classes(PyObject* quantized, PyObject* saved) {
@@ -453,8 +476,8 @@ PyObject* explain(PyObject*, PyObject* args) noexcept {
     profile.device = value_of(without_lock([&] { return parse_device(where); }));
     profile.dtypes = numbers_of<DType>(dtypes);
     profile.scalings = numbers_of<Scaling>(scalings);
-    return to_dict(value_of(
-        without_lock([&] { return OpManager::instance().explain(op.id, profile); })));
+    return to_dict(
+        value_of(without_lock([&] { return OpManager::instance().explain(op.id, profile); })));
   });
 }
 
@@ -475,6 +498,7 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
           put(one, "role", to_python(int64_t{arg.desc->role}));
           put(one, "shape", text(arg.desc->shape));
           put(one, "optional", to_python((arg.desc->flags & TE_FL_ARG_OPTIONAL) != 0));
+          put(one, "default", default_of(op, *arg.desc));
           put(one, "later", to_python((arg.desc->flags & TE_FL_ARG_LATER) != 0));
           put(one, "same_as", text(arg.desc->same_as));
           put(one, "inout_if", text(arg.desc->inout_if));

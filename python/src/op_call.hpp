@@ -15,7 +15,8 @@ PyObject* quantized_class() noexcept;  // borrowed
 PyObject* make_op(PyObject*, PyObject* name) noexcept;
 // call(op, arguments, manager=None) -> None: runs the op, by the process's manager or another.
 PyObject* call_by(PyObject*, PyObject* args) noexcept;
-// resolve(op, arguments, manager=None) -> dict: how the call would be routed, with every candidate's reason.
+// resolve(op, arguments, manager=None) -> dict: how the call would be routed, with every
+// candidate's reason.
 PyObject* resolve(PyObject*, PyObject* args) noexcept;
 // explain(op, device, dtypes, scalings) -> the same of a call that is only described.
 PyObject* explain(PyObject*, PyObject* args) noexcept;

@@ -107,7 +107,8 @@ PyObject* leave_scope(PyObject*, PyObject* capsule) noexcept {
 }
 
 PyObject* policy_text(PyObject*, PyObject*) noexcept {
-  return guarded([] { return to_python(value_of(without_lock([] { return current_policy(); })).describe()); });
+  return guarded(
+      [] { return to_python(value_of(without_lock([] { return current_policy(); })).describe()); });
 }
 
 }  // namespace te_fl::python

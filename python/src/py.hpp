@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <unistd.h>
 
 #include <string>
 #include <string_view>
@@ -100,13 +101,27 @@ PyObject* guarded(F&& f) noexcept {
   return nullptr;
 }
 
+// Takes the interpreter's lock by `take`. Before 3.14 Python ends a thread that asks for it while
+// the interpreter ends, by unwinding its stack, which is the end of the program where a frame of
+// ours is noexcept. As later versions have it, such a thread sleeps until the process has ended.
+template <class F>
+auto lock_or_sleep(F&& take) noexcept {
+  try {
+    return take();
+  } catch (...) {
+    for (;;) pause();
+  }
+}
+
 // Lets other Python threads run while C++ waits or computes. No mutex of te-fl's is waited for with
 // the interpreter's lock: the thread that holds it may be on its way into an implementation in
 // Python.
 class WithoutLock {
  public:
   WithoutLock() noexcept : state_(PyEval_SaveThread()) {}
-  ~WithoutLock() { PyEval_RestoreThread(state_); }
+  ~WithoutLock() {
+    lock_or_sleep([this] { PyEval_RestoreThread(state_); });
+  }
   WithoutLock(const WithoutLock&) = delete;
   WithoutLock& operator=(const WithoutLock&) = delete;
 

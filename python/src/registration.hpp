@@ -16,8 +16,8 @@ PyObject* new_registry(PyObject*, PyObject*) noexcept;
 PyObject* register_implementations(PyObject*, PyObject* args) noexcept;
 PyObject* unregister(PyObject*, PyObject* args) noexcept;        // (registry, op, impl_id)
 PyObject* unregister_owner(PyObject*, PyObject* args) noexcept;  // (registry, owner)
-PyObject* set_priority(PyObject*, PyObject* args) noexcept;      // (registry, op, impl_id, priority)
-PyObject* snapshot(PyObject*, PyObject* registry) noexcept;      // (registry) -> list of dict
+PyObject* set_priority(PyObject*, PyObject* args) noexcept;  // (registry, op, impl_id, priority)
+PyObject* snapshot(PyObject*, PyObject* registry) noexcept;  // (registry) -> list of dict
 // new_manager(registry) -> a manager on it; the process's for the process's registry.
 PyObject* new_manager(PyObject*, PyObject* registry) noexcept;
 

@@ -1,6 +1,7 @@
-// The part of XLA's FFI that te-fl's handler uses: layouts and numbers of its C ABI, version 0.x from
-// 0.3 on, which JAX 0.10 brought. They are declared here so that building te-fl needs no jaxlib;
-// tests/python/jax_abi_test.py compares them with the headers of the jaxlib that is installed.
+// The part of XLA's FFI that te-fl's handler uses: layouts and numbers of its C ABI, version 0.x
+// from 0.3 on, which JAX 0.10 brought. They are declared here so that building te-fl needs no
+// jaxlib; tests/python/jax_abi_test.py compares them with the headers of the jaxlib that is
+// installed.
 #pragma once
 
 #include <cstddef>
@@ -91,7 +92,6 @@ enum class ElementType : int32_t {
   kBF16 = 16,
   kF8E5M2 = 19,
   kF8E4M3FN = 20,
-  kF4E2M1FN = 32,
   kF8E8M0FNU = 33,
 };
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Sequence
 
 from te_fl import _native
 from te_fl import errors
@@ -13,10 +13,30 @@ _native.set_classes(errors.BY_CODE, Quantized, Saved)
 
 from te_fl import ops  # noqa: E402  (needs the classes)
 from te_fl.policy import policy, policy_text  # noqa: E402
-from te_fl.registration import BackendImplKind, OpImpl, OpManager, OpRegistry  # noqa: E402
-from te_fl import _modules  # noqa: E402, F401  (has plugins in Python loaded with the others)
+
+if TYPE_CHECKING:
+    from te_fl.registration import BackendImplKind, OpImpl, OpManager, OpRegistry
 
 LentTensor = _native.LentTensor
+_REGISTRATION = ("BackendImplKind", "OpImpl", "OpManager", "OpRegistry")
+
+
+def _load_modules(*arguments: Any) -> list:
+    """Plugins in Python, which are loaded with the others: at the first op, so that an import stays as small as it is."""
+    from te_fl import _modules
+    return _modules.load(*arguments)
+
+
+_native.set_module_loader(_load_modules)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _REGISTRATION:
+        raise AttributeError(f"module 'te_fl' has no attribute {name!r}")
+    from te_fl import registration
+    globals().update((n, getattr(registration, n)) for n in _REGISTRATION)
+    return globals()[name]
+
 
 __version__ = "0.1.0"
 __all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Saved", "Tensor",

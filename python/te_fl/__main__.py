@@ -2,12 +2,14 @@
 Python, its frameworks, and what is around them."""
 
 import os
+import signal
 import sys
 
 
 def main() -> int:
     words = sys.argv[1:]
     if words[:1] in (["doctor"], ["info"]) and set(words[1:]) <= {"--json"}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word, as it does te-fl
         from te_fl import doctor
         return getattr(doctor, words[0])("--json" in words)
     from te_fl.program import program

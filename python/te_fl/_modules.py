@@ -54,7 +54,7 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
                       version=report["version"] or str(getattr(module, "__version__", "")))
         with owned_by(name):
             _bring(name, module, entry.load() if entry is not None and entry.attr else getattr(module, "register", None), registry)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         registry.unregister_owner(name)  # of what it registered before
         refused = isinstance(error, NotImplementedError)
         text = str(error) if refused else traceback.format_exception_only(type(error), error)[-1].strip()
@@ -108,5 +108,3 @@ def _build_id(module: ModuleType, version: str) -> str:
     except (OSError, TypeError):
         return version
 
-
-_native.set_module_loader(load)

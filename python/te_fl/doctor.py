@@ -136,7 +136,11 @@ def _check_frameworks() -> list:
     others = [f"{name} {versions[name]}" for name in ("jaxlib", "flax", "triton", "numpy") if versions[name]]
     if others:
         found.append(Finding("ok", "beside them: " + ", ".join(others)))
-    if versions["transformer_engine"]:
+    finder = sys.modules.get("te_fl.compat.finder")
+    if finder and finder.status()["active"]:
+        other = f", and passes over the one in {finder.status()['other']}" if finder.status()["other"] else ""
+        found.append(Finding("ok", f"import transformer_engine gives te-fl, as version {finder.status()['version']}{other}"))
+    elif versions["transformer_engine"]:
         found.append(Finding("note", f"NVIDIA's transformer_engine {versions['transformer_engine']} is installed too: importing that name "
                              "gives it, unless te_fl.as_transformer_engine() or TE_FL_AS_TRANSFORMER_ENGINE=1 comes first"))
     return found

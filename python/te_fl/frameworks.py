@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Optional
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
@@ -20,19 +21,24 @@ def _numbers(version: str) -> tuple:
     return tuple(int(n) for n in re.match(r"[0-9.]*", version).group().split(".") if n)
 
 
-def refusal(package: str) -> Optional[str]:
-    """Why te_fl does not work with what is installed under this name, and the way out; None if it does, or if nothing is."""
-    version, least = installed(package), MINIMUM[package]
+def refusal(package: str, version: Optional[str] = None) -> Optional[str]:
+    """Why te_fl does not work with a framework of this version (of the installed one unless it is given), and the way out; None if it
+    does, or if nothing is installed."""
+    version, least = version or installed(package), MINIMUM[package]
     if version is None or _numbers(version) >= _numbers(least):
         return None
-    return (f"{NAMES[package]} {version} is installed; te_fl needs {least} or newer (pip install --upgrade '{package}>={least}')")
+    return f"{NAMES[package]} {version} is installed; te_fl needs {least} or newer (pip install --upgrade '{package}>={least}')"
 
 
 def require(package: str) -> None:
-    """Called before te_fl imports a framework: ImportError that names what is missing or too old, the version and the way out."""
-    if installed(package) is None:
-        raise ImportError(f"{NAMES[package]} is not installed; te_fl needs {MINIMUM[package]} or newer "
-                          f"(pip install '{package}>={MINIMUM[package]}')", name=package)
-    wrong = refusal(package)
+    """Imports a framework that te_fl is about to use: ImportError that names what is missing or too old, the version and the way out."""
+    try:
+        module = import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(f"{NAMES[package]} is not installed; te_fl needs {MINIMUM[package]} or newer "
+                                  f"(pip install '{package}>={MINIMUM[package]}')", name=package) from None
+    wrong = refusal(package, module.__version__)
     if wrong:
         raise ImportError(wrong, name=package)

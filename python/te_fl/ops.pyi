@@ -71,10 +71,10 @@ def glu(*, input: Tensor, output: Tensor, stream: Any = None) -> None:
     y = sigmoid(a) * b, input = [a, b] along the last dimension
     """
 
-def clamped_swiglu(*, input: Tensor, output: Tensor, limit: float = 7.0, alpha: float = 1.702, stream: Any = None) -> None:
+def clamped_swiglu(*, input: Tensor, output: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, stream: Any = None) -> None:
     """Clamped SwiGLU.
 
-    y = a' sigmoid(alpha a') (b' + 1), a' = min(a, limit), b' = clamp(b, -limit, limit)
+    y = a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' = clamp(b, -limit, limit)
     """
 
 def dgelu(*, grad: Tensor, input: Tensor, output: Tensor, stream: Any = None) -> None:
@@ -143,7 +143,7 @@ def dglu(*, grad: Tensor, input: Tensor, output: Tensor, stream: Any = None) -> 
     da = dy * sigmoid'(a) * b, db = dy * sigmoid(a)
     """
 
-def clamped_dswiglu(*, grad: Tensor, input: Tensor, output: Tensor, limit: float = 7.0, alpha: float = 1.702, stream: Any = None) -> None:
+def clamped_dswiglu(*, grad: Tensor, input: Tensor, output: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, stream: Any = None) -> None:
     """Gradient of clamped_swiglu.
 
     derivative of clamped_swiglu; zero for a > limit and for |b| > limit

@@ -23,6 +23,8 @@ _CONTEXT = ("stream", "seed", "offset", "deterministic", "capturing")
 _DTYPE_NAMES = {**{name: name for name in DTYPES}, "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "fp64": "f64",
                 "fp32": "f32", "fp16": "f16", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}
 
+_INTEGERS = tuple(name for name in DTYPES if name[0] in "iu" or name == "bool")  # of masks, indices and the like; always served
+
 
 class BackendImplKind(str, enum.Enum):
     """Kind of an implementation; policies name it."""
@@ -227,25 +229,30 @@ def _described(impl: OpImpl) -> dict:
     declared = [name for name in taken if name in later]
     arguments = taken + (missing if open_ended else [])
     supports, supports_arguments = _supports(impl, [name for name in handed if name not in later or name in declared])
-    devices = {name: number for name, number in DEVICE_TYPES.items() if name != "ext"} if impl.devices is None else None
-    providers = [d[4:] for d in impl.devices or () if d.startswith("ext:")]
-    if len(set(providers)) > 1:
-        raise ValueError(f"{impl}: devices of several providers are named, {', '.join(providers)}; register one implementation for each")
-    named_devices = devices or ["ext" if d.startswith("ext:") else d for d in impl.devices or ()]
-    dtypes = range(len(DTYPES)) if impl.supported_dtypes is None else None
-    integers = [d for d in DTYPES if d[0] in "iub"and d not in ("bf16",)]
-    numbers = {name: DTYPES.index(known) for name, known in _DTYPE_NAMES.items()}
     flags = (impl.thread_safe, impl.graph_safe, impl.deterministic, impl.in_place)
     return {
         "op_name": impl.op_name, "impl_id": impl.impl_id, "kind": ["default", "vendor", "reference"].index(impl.kind.value),
         "priority": impl.priority, "vendor": impl.vendor, "fn": impl.fn, "arguments": arguments,
         "supports": supports, "supports_arguments": supports_arguments,
         "convert": {"te_fl": None, "torch": _as_torch, "numpy": _as_numpy}[impl.tensors],
-        "later_args": " ".join(declared) or None, "provider": providers[0] if providers else None,
+        "later_args": " ".join(declared) or None,
         "words": f"Python function {getattr(impl.fn, '__module__', '?')}.{getattr(impl.fn, '__qualname__', type(impl.fn).__name__)}",
         "flags": sum(1 << bit for bit, on in enumerate(flags) if on), "min_arch": impl.min_arch or 0, "max_arch": impl.max_arch or 0,
-        "device_types": _mask(impl, "device", named_devices, DEVICE_TYPES),
-        "dtypes": _mask(impl, "dtype", list(impl.supported_dtypes) + integers, numbers) if dtypes is None else (1 << len(DTYPES)) - 1,
+        **_constraints(impl),
+    }
+
+
+def _constraints(impl: OpImpl) -> dict:
+    """Device types, dtypes and scaling modes, as masks."""
+    providers = sorted({d[4:] for d in impl.devices or () if d.startswith("ext:")})
+    if len(providers) > 1:
+        raise ValueError(f"{impl}: devices of several providers are named, {', '.join(providers)}; register one implementation for each")
+    devices = [d for d in DEVICE_TYPES if d != "ext"] if impl.devices is None else ["ext" if d.startswith("ext:") else d for d in impl.devices]
+    dtypes = DTYPES if impl.supported_dtypes is None else (*impl.supported_dtypes, *_INTEGERS)
+    return {
+        "provider": providers[0] if providers else None,
+        "device_types": _mask(impl, "device", devices, DEVICE_TYPES),
+        "dtypes": _mask(impl, "dtype", dtypes, {name: DTYPES.index(known) for name, known in _DTYPE_NAMES.items()}),
         "scalings": _mask(impl, "scaling", impl.scalings, {name: i for i, name in enumerate(SCALINGS)}),
     }
 
@@ -292,9 +299,9 @@ def _told(error: BaseException) -> Tuple[str, str]:
     trace = traceback.extract_tb(error.__traceback__)
     if trace:
         text += f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno} in {trace[-1].name})"
-    seen: List[BaseException] = []
+    seen: List[Optional[BaseException]] = [None, sys.exc_info()[1]]  # what the caller is handling is not the implementation's
     link: Optional[BaseException] = error
-    while link is not None and link not in seen:
+    while link not in seen:
         seen.append(link)
         traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__

@@ -8,25 +8,42 @@ namespace {
 
 constexpr int64_t kHidden = 32, kSequence = 6, kBatch = 2, kVocabulary = 11;
 
+// kParts: QKV in parts, norms of q and k, dropped paths, residuals after norms. kMovedParts: some
+// parts lie where they were not made.
+enum class Kind { kPlain, kParts, kMovedParts };
+
 // Tokens in, one TransformerLayer with dropout, logits, loss.
 struct Model : Module {
   std::unique_ptr<Embedding> tokens;
   std::unique_ptr<TransformerLayer> layer;
   std::unique_ptr<Linear> head;
   CrossEntropyLoss loss;
+  std::vector<Tensor> moved;
 
-  explicit Model(Device device) {
+  Model(Device device, Kind kind) {
     tokens = take(Embedding::create(
         {.num_embeddings = kVocabulary, .hidden_size = kHidden, .device = device, .seed = 3}));
-    layer = take(TransformerLayer::create({.hidden_size = kHidden,
-                                           .ffn_hidden_size = 2 * kHidden,
-                                           .num_attention_heads = 2,
-                                           .hidden_dropout = 0.2f,
-                                           .attention_dropout = 0.3f,
-                                           .layout = Layout::kBSHD,
-                                           .device = device,
-                                           .seed = 5,
-                                           .init_std = 0.2f}));
+    TransformerLayerOptions options{.hidden_size = kHidden,
+                                    .ffn_hidden_size = 2 * kHidden,
+                                    .num_attention_heads = 2,
+                                    .hidden_dropout = 0.2f,
+                                    .attention_dropout = 0.3f,
+                                    .layout = Layout::kBSHD,
+                                    .device = device,
+                                    .seed = 5,
+                                    .init_std = 0.2f};
+    if (kind != Kind::kPlain) {
+      options.fuse_qkv_params = false;
+      options.qk_norm = QkNorm::kRMSNorm;
+      options.drop_path_rate = 0.2f;
+      options.apply_residual_connection_post_layernorm = true;
+    }
+    layer = take(TransformerLayer::create(options));
+    for (const NamedParameter& p : layer->parameters()) {
+      if (kind != Kind::kMovedParts || p.name.find(".key_") == std::string::npos) continue;
+      moved.push_back(take(p.value().clone()));
+      testing::check(p.parameter->borrow(moved.back(), 0));
+    }
     head = take(Linear::create({.in_features = kHidden,
                                 .out_features = kVocabulary,
                                 .device = device,
@@ -80,6 +97,7 @@ struct Plan {
   int64_t steps = 20;
   bool sgd = false;
   float max_grad_norm = 0.5f;
+  Kind kind = Kind::kPlain;
 };
 
 std::unique_ptr<Optimizer> make_optimizer(const Plan& s, Model& model) {
@@ -96,7 +114,7 @@ std::unique_ptr<Optimizer> make_optimizer(const Plan& s, Model& model) {
 // The same training, eagerly or in a graph.
 Outcome train(const Device& device, const Plan& s) {
   Outcome run;
-  Model model(device);
+  Model model(device, s.kind);
   std::unique_ptr<Optimizer> optimizer = make_optimizer(s, model);
   const Context context(41);
   const ContextScope scope(context);
@@ -151,8 +169,12 @@ TEST_F(GraphedSteps, GiveTheBitsOfEagerSteps) {
   for (const std::optional<Recipe>& recipe :
        {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 4}),
         std::optional<Recipe>(Float8CurrentScaling{})}) {
-    for (bool sgd : {false, true}) {
-      Plan setup{.recipe = recipe, .sgd = sgd};
+    const std::pair<Kind, bool> plans[] = {{Kind::kPlain, false},
+                                           {Kind::kPlain, true},
+                                           {Kind::kParts, false},
+                                           {Kind::kMovedParts, true}};
+    for (const auto& plan : plans) {
+      Plan setup{.recipe = recipe, .sgd = plan.second, .kind = plan.first};
       const Outcome eager = train(recorder.device(), setup);
       const int64_t launched = recorder.launches();
       setup.graphed = true;
@@ -171,9 +193,10 @@ enum class Microbatches { kEager, kGraphed, kMixed };
 
 // Steps of three microbatches, each of which is one launch of the same graph; kMixed: but the
 // second is eager.
-Outcome train_by_microbatches(const Device& device, const Recipe& recipe, Microbatches how) {
+Outcome train_by_microbatches(const Device& device, const Recipe& recipe, Microbatches how,
+                              Kind kind = Kind::kPlain) {
   Outcome run;
-  Model model(device);
+  Model model(device, kind);
   std::unique_ptr<Optimizer> optimizer = make_optimizer({}, model);
   const Context context(41);
   const ContextScope scope(context);
@@ -221,15 +244,18 @@ TEST_F(GraphedSteps, OneGraphServesEveryMicrobatch) {
   const std::vector<Recipe> recipes = {DelayedScaling{.amax_history_len = 4},
                                        Float8CurrentScaling{}};
   for (const Recipe& recipe : recipes) {
-    const Outcome eager = train_by_microbatches(recorder.device(), recipe, Microbatches::kEager);
-    for (Microbatches how : {Microbatches::kGraphed, Microbatches::kMixed}) {
-      // The host does not know what a launch quantised, and would quantise under another scale.
-      if (how == Microbatches::kMixed && std::holds_alternative<DelayedScaling>(recipe)) continue;
-      const Outcome graphed = train_by_microbatches(recorder.device(), recipe, how);
-      EXPECT_EQ(eager.losses, graphed.losses);
-      EXPECT_EQ(eager.parameters, graphed.parameters);
+    for (const Kind kind : {Kind::kPlain, Kind::kParts, Kind::kMovedParts}) {
+      const Outcome eager =
+          train_by_microbatches(recorder.device(), recipe, Microbatches::kEager, kind);
+      for (Microbatches how : {Microbatches::kGraphed, Microbatches::kMixed}) {
+        // The host does not know what a launch quantised, and would quantise under another scale.
+        if (how == Microbatches::kMixed && std::holds_alternative<DelayedScaling>(recipe)) continue;
+        const Outcome graphed = train_by_microbatches(recorder.device(), recipe, how, kind);
+        EXPECT_EQ(eager.losses, graphed.losses);
+        EXPECT_EQ(eager.parameters, graphed.parameters);
+      }
+      EXPECT_NE(eager.losses.front(), eager.losses.back());
     }
-    EXPECT_NE(eager.losses.front(), eager.losses.back());
   }
 }
 

@@ -201,27 +201,120 @@ TEST(LayerNames, OfADecoderWithAnOutputNorm) {
                 "layernorm_mlp.fc2_weight", "layernorm.weight", "layernorm.bias"}));
 }
 
+// What a decoder keeps serves a copy of its ctx, and is recomputed bit by bit.
+TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
+  auto layer = take(TransformerLayer::create({.hidden_size = kHidden,
+                                              .ffn_hidden_size = 10,
+                                              .num_attention_heads = 3,
+                                              .hidden_dropout = 0.1f,
+                                              .attention_dropout = 0.1f,
+                                              .seed = 4,
+                                              .layer_type = LayerType::kDecoder,
+                                              .apply_residual_connection_post_layernorm = true,
+                                              .drop_path_rate = 0.2f,
+                                              .fuse_qkv_params = false,
+                                              .qk_norm = QkNorm::kRMSNorm}));
+  randomize(*layer, 5, 0.4);
+  const int64_t n = kSeq * kBatch * kHidden;
+  const Tensor x = tensor({kSeq, kBatch, kHidden}, random_values(n, 1));
+  const Tensor dy = tensor({kSeq, kBatch, kHidden}, random_values(n, 2));
+  AttentionInputs cross, inputs;
+  cross.encoder_output =
+      tensor({kEncoder, kBatch, kHidden}, random_values(kEncoder * kBatch * kHidden, 3));
+  inputs.rotary_angles = take(init::rotary_angles({.dim = 4, .max_seqlen = 8}));
+  for (const bool fp8 : {false, true}) {
+    const auto scoped = [&](auto run) {
+      ContextScope scope{Context(5)};
+      autocast precision(fp8, Float8CurrentScaling{});
+      return run();
+    };
+    const auto gradients = [&] {
+      std::vector<Values> all;
+      for (const NamedParameter& p : layer->parameters()) all.push_back(values_of(p.grad()));
+      check(layer->zero_grad());
+      return all;
+    };
+    Ctx ctx;
+    const Tensor y = scoped([&] { return take(layer->forward(x, &ctx, inputs, {}, &cross)); });
+    Ctx copy = ctx;
+    const Tensor dx = take(layer->backward(dy, ctx));
+    const auto first = gradients();
+    EXPECT_TRUE(same_bits(dx, take(layer->backward(dy, copy))));
+    EXPECT_EQ(gradients(), first);
+    const PieceRun run = scoped([&] {
+      return take(checkpoint(
+          [&](const Tensor& in) { return run_piece(*layer, in, inputs, ForwardOptions(), &cross); },
+          x));
+    });
+    EXPECT_TRUE(same_bits(run.y, y));
+    EXPECT_TRUE(same_bits(take(run.backward(dy)), dx));
+    EXPECT_EQ(gradients(), first);
+  }
+}
+
+// The encoder output is a value like any other.
+TEST(LayerOnTape, CrossAttentionTakesTheEncoderAsAValue) {
+  const TransformerLayerOptions options{.hidden_size = kHidden,
+                                        .ffn_hidden_size = 10,
+                                        .num_attention_heads = 3,
+                                        .seed = 4,
+                                        .layer_type = LayerType::kDecoder};
+  const Layer<TransformerLayer> decoder(options);
+  const Layer<MultiheadAttention> attention({.hidden_size = kHidden,
+                                             .num_attention_heads = 3,
+                                             .mask_type = MaskType::kNone,
+                                             .attention_type = AttentionType::kCross});
+  randomize(*decoder, 5, 0.4);
+  randomize(*attention, 6, 0.4);
+  const Tensor x = tensor({kSeq, kBatch, kHidden}, random_values(kSeq * kBatch * kHidden, 1));
+  const Tensor dy = tensor({kSeq, kBatch, kHidden}, random_values(kSeq * kBatch * kHidden, 2));
+  AttentionInputs cross;
+  cross.encoder_output =
+      tensor({kEncoder, kBatch, kHidden}, random_values(kEncoder * kBatch * kHidden, 3));
+  Ctx ctx;
+  Tensor d_encoder;
+  const auto expect_equal = [&](auto on_tape, const Tensor& y, const Tensor& dx) {
+    Tape tape;
+    const Value in = tape.input(x, true), encoder = tape.input(cross.encoder_output, true);
+    const Value out = on_tape(in, encoder);
+    ASSERT_OK(out.status());
+    EXPECT_TRUE(same_bits(out.tensor(), y));
+    ASSERT_OK(tape.backward(out, dy));
+    EXPECT_TRUE(same_bits(in.grad(), dx));
+    EXPECT_TRUE(same_bits(encoder.grad(), d_encoder));
+  };
+  Tensor y = take(decoder->forward(x, &ctx, {}, {}, &cross));
+  Tensor dx = take(decoder->backward(dy, ctx, nullptr, &d_encoder));
+  expect_equal([&](const Value& a, const Value& b) { return decoder(a, b); }, y, dx);
+  y = take(attention->forward(x, &ctx, cross));
+  dx = take(attention->backward(dy, ctx, nullptr, nullptr, nullptr, &d_encoder));
+  expect_equal([&](const Value& a, const Value& b) { return attention(a, b); }, y, dx);
+}
+
 TEST(DropPathModule, DropsWholePathsAndKeepsTheMean) {
   constexpr int64_t kPaths = 2000, kWidth = 3;
   DropPath path(0.25f);
-  const Values xs = random_values(kPaths * kWidth, 1);
-  ContextScope scope{Context(7)};
-  Ctx ctx;
-  const Values y = values_of(take(path.forward(tensor({kPaths, kWidth}, xs), &ctx)));
-  const Values w = random_values(kPaths * kWidth, 2);
-  const Values dx = values_of(take(path.backward(tensor({kPaths, kWidth}, w), ctx)));
-  int64_t kept = 0;
-  for (int64_t i = 0; i < kPaths; ++i) {
-    const bool dropped = y[i * kWidth] == 0;
-    kept += !dropped;
-    for (int64_t c = i * kWidth; c < (i + 1) * kWidth; ++c) {
-      ASSERT_NEAR(y[c], dropped ? 0 : xs[c] / 0.75, 1e-6);
-      ASSERT_NEAR(dx[c], dropped ? 0 : w[c] / 0.75, 1e-6);
+  const Values xs = random_values(kPaths * kWidth, 1, 1, true);
+  const Values w = random_values(kPaths * kWidth, 2, 1, true);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const double rounding = dtype == DType::kF32 ? 1e-6 : 0x1p-8;
+    ContextScope scope{Context(7)};
+    Ctx ctx;
+    const Tensor x = tensor({kPaths, kWidth}, xs, dtype);
+    const Values y = values_of(take(path.forward(x, &ctx)));
+    const Values dx = values_of(take(path.backward(tensor({kPaths, kWidth}, w, dtype), ctx)));
+    int64_t kept = 0;
+    for (int64_t i = 0; i < kPaths; ++i) {
+      const bool dropped = y[i * kWidth] == 0;
+      kept += !dropped;
+      for (int64_t c = i * kWidth; c < (i + 1) * kWidth; ++c) {
+        ASSERT_NEAR(y[c], dropped ? 0 : xs[c] / 0.75, rounding * 1.5);
+        ASSERT_NEAR(dx[c], dropped ? 0 : w[c] / 0.75, rounding * 1.5);
+      }
     }
+    EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // 5 standard deviations
+    EXPECT_TRUE(same_bits(take(path.forward(x, nullptr)), x));
   }
-  EXPECT_NEAR(static_cast<double>(kept) / kPaths, 0.75, 0.05);  // 5 standard deviations
-  const Tensor x = tensor({kPaths, kWidth}, xs);
-  EXPECT_TRUE(same_bits(take(path.forward(x, nullptr)), x));
 }
 
 TEST(LayerVariantRules, WhatDoesNotGoTogetherIsNamed) {

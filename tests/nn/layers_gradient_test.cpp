@@ -188,7 +188,8 @@ TEST_P(MlpGradient, MatchesFiniteDifferences) {
                                                .activation = GetParam(),
                                                .clamp_limit = 1.5f,  // low, so that the clamp acts
                                                .bias = bias,
-                                               .normalization = norm}));
+                                               .normalization = norm,
+                                               .glu_linear_offset = 0.25f}));
       randomize(*module, 21);
       const Values xs = random_values(kRows * kIn, 1), w = random_values(kRows * kIn, 2);
       auto got = run(*module, tensor({kRows, kIn}, xs), w);
@@ -199,7 +200,8 @@ TEST_P(MlpGradient, MatchesFiniteDifferences) {
                                .activation = GetParam(),
                                .epsilon = 1e-5f,
                                .limit = 1.5,
-                               .alpha = 1.702f};
+                               .alpha = 1.702f,
+                               .offset = 0.25};
       oracle::Function f = [&](const Params& p) { return oracle::mlp(config, p, "", p.at("x")); };
       oracle::expect_matches(f, inputs, w, got);
     }

@@ -60,7 +60,7 @@ inline double silu(double x) { return x * sigmoid(x); }
 
 // `width` is the output's last dimension.
 inline Values activation(Activation which, const Values& x, int64_t width, double limit,
-                         double alpha) {
+                         double alpha, double offset) {
   auto ungated = [&](double (*f)(double)) {
     Values y(x.size());
     std::transform(x.begin(), x.end(), y.begin(), f);
@@ -102,7 +102,7 @@ inline Values activation(Activation which, const Values& x, int64_t width, doubl
       return gated([&](double a, double b) {
         a = std::min(a, limit);
         b = std::clamp(b, -limit, limit);
-        return a * sigmoid(alpha * a) * (b + 1);
+        return a * sigmoid(alpha * a) * (b + offset);
       });
   }
   throw std::runtime_error("no such activation");
@@ -290,7 +290,7 @@ struct MlpConfig {
   Activation activation = Activation::kGelu;
   double epsilon = 1e-5;
   bool zero_centered = false;
-  double limit = 7, alpha = 1.702;
+  double limit = 7, alpha = 1.702, offset = 1;
 };
 
 inline Values mlp(const MlpConfig& c, const Params& params, const std::string& prefix,
@@ -300,7 +300,7 @@ inline Values mlp(const MlpConfig& c, const Params& params, const std::string& p
   const int64_t wide = is_gated(c.activation) ? 2 * c.ffn : c.ffn;
   const Values pre = linear(z, params.at(prefix + "fc1_weight"), maybe(params, prefix + "fc1_bias"),
                             c.hidden, wide);
-  const Values act = activation(c.activation, pre, c.ffn, c.limit, c.alpha);
+  const Values act = activation(c.activation, pre, c.ffn, c.limit, c.alpha, c.offset);
   return linear(act, params.at(prefix + "fc2_weight"), maybe(params, prefix + "fc2_bias"), c.ffn,
                 c.hidden);
 }

@@ -180,6 +180,19 @@ TEST(ParameterParts, WrongRowsAreNamed) {
   EXPECT_FAILS(Linear::create(options).status(), kInvalidArgument, "tied_weight");
 }
 
+// FP8-only weights are whole; a single part is the whole under another name.
+TEST(ParameterParts, ShareNoCodes) {
+  const quantized_model_init scope;
+  EXPECT_FAILS(Linear::create(options_in_parts()).status(), kInvalidArgument,
+               "quantized_model_init");
+  LinearOptions options = options_in_parts();
+  options.parameters_split = {{"query", kOut}};
+  auto module = take(Linear::create(options));
+  EXPECT_EQ(module->parameters()[0].name, "query_weight");
+  EXPECT_TRUE(module->parameters()[0].value().quantized());
+  EXPECT_EQ(module->parameters()[1].name, "query_bias");
+}
+
 TEST(ReturnBias, IsLeftOutWithItsGradient) {
   for (const auto& recipe : kRecipes) {
     LinearOptions options{.in_features = kIn, .out_features = kOut, .bias = false, .seed = 3};

@@ -178,6 +178,22 @@ class Doctor(unittest.TestCase):
         self.assertEqual(code, 1)
         self.assertTrue([f for f in found if f["level"] == "problem" and "/nowhere/libacme.so" in f["what"]])
 
+    def test_plugins_in_python_are_told_of_as_this_process_has_them(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, body in (("acme_good", "te_fl.OpRegistry.instance().register_impl(te_fl.OpImpl('relu', 'vendor.acme', "
+                                "te_fl.BackendImplKind.VENDOR, lambda **a: None, 'acme'))"), ("acme_bad", "raise ValueError('no chip')")):
+                with open(os.path.join(folder, f"{name}.py"), "w") as file:
+                    file.write(f"import te_fl\n\n\ndef register():\n    {body}\n")
+            path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
+            code, found = self.findings(PYTHONPATH=path, TE_FL_PLUGIN_MODULES="acme_good")
+            told = self.one(found, "plugin acme_good: ")
+            self.assertEqual((code, told["level"]), (0, "ok"), told)
+            self.assertIn("1 implementations in Python, " + os.path.join(folder, "acme_good.py"), told["what"])
+            code, found = self.findings(PYTHONPATH=path, TE_FL_PLUGIN_MODULES="acme_bad")
+            told = self.one(found, "plugin acme_bad: ")
+            self.assertEqual((code, told["level"]), (1, "problem"), told)
+            self.assertIn("no chip", told["what"])
+
     def test_an_old_framework_is_refused_by_name_and_version(self):
         for package, name, version, module in (("torch", "PyTorch", "2.4.1+cpu", "te_fl.pytorch"), ("jax", "JAX", "0.9.12", "te_fl.jax")):
             path, least = self.old(package, version), frameworks.MINIMUM[package]
@@ -186,8 +202,27 @@ class Doctor(unittest.TestCase):
             self.assertEqual((code, told["level"]), (0, "note"))
             self.assertIn(module, told["disables"])
             self.assertIn(f"pip install --upgrade '{package}>={least}'", told["remedy"])
-            text = run(f"from te_fl import frameworks\ntry: frameworks.require({package!r})\nexcept ImportError as e: print(e.name, e)", PYTHONPATH=path)
+
+    def test_a_module_for_a_framework_refuses_an_old_one_and_names_a_missing_one(self):
+        code = "try: {}\nexcept ImportError as e: print(e.name, e)"
+        for package, name, version in (("torch", "PyTorch", "2.4.1+cpu"), ("jax", "JAX", "0.9.12")):
+            path, least = self.old(package, version), frameworks.MINIMUM[package]
+            require = f"from te_fl import frameworks; frameworks.require({package!r})"
+            with open(os.path.join(path.split(os.pathsep)[0], f"{package}.py"), "w") as file:
+                file.write(f"__version__ = {version!r}\n")
+            text = run(code.format(require), PYTHONPATH=path)
             self.assertIn(f"{package} {name} {version} is installed; te_fl needs {least} or newer", text)
+            with open(os.path.join(path.split(os.pathsep)[0], f"{package}.py"), "w") as file:
+                file.write(f"raise ModuleNotFoundError('none', name={package!r})\n")
+            text = run(code.format(require), PYTHONPATH=path)
+            self.assertIn(f"{package} {name} is not installed; te_fl needs {least} or newer (pip install '{package}>={least}')", text)
+
+    def test_te_fl_pytorch_refuses_an_old_pytorch(self):
+        path = self.old("torch", "2.4.1")
+        with open(os.path.join(path.split(os.pathsep)[0], "torch.py"), "w") as file:
+            file.write("__version__ = '2.4.1'\n")
+        text = run("try: import te_fl.pytorch\nexcept ImportError as e: print(e)", PYTHONPATH=path)
+        self.assertIn("PyTorch 2.4.1 is installed; te_fl needs 2.11 or newer", text)
 
     def test_versions_are_numbers_and_not_text(self):
         for package, version in (("torch", "2.11.0"), ("torch", "2.100"), ("torch", "3.0a1"), ("jax", "0.10"), ("jax", "1.0.0rc1")):

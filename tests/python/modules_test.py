@@ -33,7 +33,8 @@ for p in te_fl.info()["plugins"]:
     if p["origin"] != "built-in" and not p["path"].endswith(".so"): print(p["name"], p["state"], p["origin"], p["reason"], p["ops"], p["version"])
 """
 PACKAGE = pathlib.Path(os.path.abspath(te_fl.__file__)).parent
-TOOL = next((str(p) for p in (PACKAGE.parents[1] / "bin" / "te-fl", shutil.which("te-fl")) if p is not None and os.path.exists(p)), None)
+NULL = PACKAGE.parents[1] / "plugins" / "libte_fl_null.so"
+TOOL = next((str(p) for p in (PACKAGE.parents[1] / "bin" / "te-fl", PACKAGE / "bin" / "te-fl", shutil.which("te-fl")) if p is not None and os.path.exists(p)), None)
 
 
 class Modules(unittest.TestCase):
@@ -167,6 +168,19 @@ print([(u["impl_id"], u["calls"]) for u in te_fl.usage()])
         self.assertIn("['default.cpu']", found.stdout)
         self.assertIn("ZeroDivisionError: division by zero; to do without it, uninstall the package, or name the module in TE_FL_SKIP_MODULES",
                       found.stderr)
+
+    @unittest.skipUnless(NULL.exists(), "the null plugin is not built")
+    def test_a_module_may_bring_a_shared_library(self):
+        rows = "print([p['state'] for p in te_fl.info()['plugins'] if p['name'] == 'null'])"
+        self.write("path.py", f"te_fl_library = {str(NULL)!r}\n")
+        self.write("function.py", f"import pathlib\ndef te_fl_library(): return pathlib.Path({str(NULL)!r})\n")
+        for module in ("path", "function"):
+            found = self.run_python(CALL + rows, TE_FL_PLUGIN_MODULES=module, TE_FL_PLUGIN_PATH="")
+            self.assertIn(f"{module} active", found.stdout)
+            self.assertIn("['active']", found.stdout)
+        self.write("absent.py", "te_fl_library = '/nowhere/libacme.so'\n")
+        found = self.run_python(CALL, TE_FL_PLUGIN_MODULES="absent")
+        self.assertIn("absent failed TE_FL_PLUGIN_MODULES te_fl.errors.NotFound", found.stdout)
 
     def test_load_plugin_takes_a_module(self):
         self.write("acme.py", ACME + "def register(registry): registry.register_impl(impl())\n")

@@ -12,6 +12,10 @@ try:
     import torch
 except ModuleNotFoundError:
     torch = None
+try:
+    import flax
+except ModuleNotFoundError:
+    flax = None
 
 
 def run(code, expect=0, **variables):
@@ -40,7 +44,7 @@ class Import(unittest.TestCase):
 
     def test_nothing_happens_unasked(self):
         run("import sys, te_fl, importlib.util as u; s = u.find_spec('transformer_engine'); assert s is None or s.origin != 'te-fl'; "
-            "assert 'importlib.metadata' not in sys.modules and 'te_fl.compat' not in sys.modules")
+            "assert 'te_fl.compat' not in sys.modules")
 
     def test_twice_is_once(self):
         run(ALIAS + "n = len(sys.meta_path); te_fl.as_transformer_engine(); assert len(sys.meta_path) == n; "
@@ -48,8 +52,7 @@ class Import(unittest.TestCase):
 
     def test_plugins_of_transformer_engine_fl(self):
         run(ALIAS + "from transformer_engine.plugin.core import OpRegistry, OpImpl, BackendImplKind, OpManager; "
-            "from transformer_engine.plugin.core.types import OpImpl as same; assert same is OpImpl is te_fl.OpImpl"
-            if hasattr(__import__("te_fl"), "OpImpl") else ALIAS + "import transformer_engine.plugin.core")
+            "from transformer_engine.plugin.core.types import OpImpl as same; assert same is OpImpl is te_fl.OpImpl")
 
     def test_a_name_that_neither_has(self):
         said = run(ALIAS + "import transformer_engine.common.recipe as r; assert not hasattr(r, 'Delayed'); r.Delayed", expect=1)
@@ -79,6 +82,11 @@ class OtherPackage(unittest.TestCase):
                    "print(transformer_engine.__version__, status()['other'])", PYTHONPATH=self.path)
         self.assertEqual(said, f"2.20.2 {self.folder.name}/transformer_engine/__init__.py")
 
+    def test_doctor_says_who_answers(self):
+        said = run(ALIAS + "from te_fl import doctor; print([f.what for f in doctor._check_frameworks()])",
+                   PYTHONPATH=self.path)
+        self.assertIn("import transformer_engine gives te-fl, as version 2.20.2, and passes over the one in " + self.folder.name, said)
+
     def test_an_imported_one_is_an_error(self):
         said = run("import transformer_engine; " + ALIAS, expect=1, PYTHONPATH=self.path)
         self.assertIn(f"another transformer_engine was imported from {self.folder.name}", said)
@@ -87,8 +95,11 @@ class OtherPackage(unittest.TestCase):
         # site-packages of a wheel has this file at its root; here a folder plays site-packages.
         pathlib.Path(self.folder.name, "x.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
         code = f"import site; site.addsitedir({self.folder.name!r}); import transformer_engine; print(transformer_engine.__version__)"
-        self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE="1"), "2.20.2")
-        self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE="0"), "other")
+        for value, version in (("1", "2.20.2"), ("True", "2.20.2"), ("0", "other"), ("", "other")):
+            self.assertEqual(run(code, PYTHONPATH=self.path, TE_FL_AS_TRANSFORMER_ENGINE=value), version)
+        # te-fl's library knows the variable, too.
+        use = "import te_fl, numpy as n; te_fl.ops.gelu(input=n.zeros(1, n.float32), output=n.zeros(1, n.float32))"
+        self.assertEqual(run(use, TE_FL_AS_TRANSFORMER_ENGINE="1"), "")
         run(f"import site, sys; site.addsitedir({self.folder.name!r}); assert 'te_fl' not in sys.modules")
 
 
@@ -111,8 +122,14 @@ from transformer_engine.pytorch import GroupedLinear, moe_permute, Float8Tensor
 from transformer_engine.pytorch.ops import Linear as FusibleLinear
 import torch
 assert not isinstance(torch.empty(1), Float8Tensor) and not isinstance(1, (str, Float8Tensor)) and not issubclass(int, GroupedLinear)
+class Grouped(GroupedLinear):  # programs define these where they are imported
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+class Both(torch.nn.Module, GroupedLinear):
+    pass
+assert not isinstance(1, Grouped)
 for use in (lambda: GroupedLinear(1, 2, 3), lambda: moe_permute(), lambda: Float8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
-            lambda: exec("class X(F): pass", {"F": Float8Tensor})):
+            lambda: Float8Tensor[int], lambda: Grouped(1), lambda: Both()):
     try:
         use()
     except Unsupported as error:
@@ -134,6 +151,22 @@ else:
 """)
         self.assertIn("ImportError", run(ALIAS + "from transformer_engine_torch import gelu", expect=1))
 
+    def test_the_scope_that_a_program_is_in(self):
+        run(self.USE + """
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as state
+from transformer_engine.common.recipe import Float8CurrentScaling, DelayedScaling
+assert not state.is_fp8_enabled() and isinstance(state.get_fp8_recipe(), DelayedScaling)
+with te.autocast(recipe=Float8CurrentScaling()):
+    assert state.is_fp8_enabled() and not state.is_fp8_calibration() and state.get_fp8_recipe().float8_current_scaling()
+assert state.is_mxfp8_available()[0] is False and not hasattr(state, 'quantizer')
+try:
+    state.reduce_and_update_fp8_tensors
+except Unsupported as error:
+    assert 'is_fp8_enabled' in str(error)
+else:
+    raise AssertionError
+""")
+
     def test_a_star_brings_what_is_served(self):
         run(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD; assert 'multi_tensor_adam_fp8' not in globals()")
 
@@ -141,3 +174,11 @@ else:
         blocked = "import sys; sys.modules['torch'] = None; " + ALIAS
         self.assertIn("ModuleNotFoundError", run(blocked + "import transformer_engine.pytorch", expect=1))
         run(blocked + "import transformer_engine.common.recipe")
+
+
+@unittest.skipIf(flax is None, "needs JAX and Flax")
+class Jax(unittest.TestCase):
+    def test_names_come_from_te_fl(self):
+        run(ALIAS + "import transformer_engine.jax as te, te_fl.jax.flax as own; from transformer_engine.jax.flax import DenseGeneral\n"
+            "assert te.flax.DenseGeneral is DenseGeneral is own.DenseGeneral and te.autocast and 'torch' not in sys.modules\n"
+            "from transformer_engine.jax.sharding import MeshResource; assert MeshResource is te.MeshResource")

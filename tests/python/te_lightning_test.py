@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402  (looks for transformer_engine)
 from lightning.fabric.plugins import TransformerEnginePrecision  # noqa: E402
 
+import lightning  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 
 
@@ -60,3 +61,37 @@ class Lightning(unittest.TestCase):
         wanted = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), torch.Tensor.backward)
         self.assertLess(losses[-1], 0.5 * losses[0])
         self.assertLess(abs(losses[-1] - wanted[-1]), 0.1 * wanted[-1], (losses[-1], wanted[-1]))
+
+    def test_a_trainer_in_bfloat16_and_fp8(self):
+        generator = torch.Generator().manual_seed(2)
+        target_map = torch.randn(32, 16, generator=generator) / 32**0.5
+        x = torch.randn(64 * 40, 32, generator=generator)
+        losses = []
+
+        class Task(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = Net()
+
+            def training_step(self, batch, index):
+                loss = torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
+                losses.append(float(loss.detach()))
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x @ target_map), batch_size=64)
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = lightning.Trainer(precision="transformer-engine", max_epochs=1, logger=False, enable_checkpointing=False,
+                                        enable_progress_bar=False, enable_model_summary=False)
+            task = Task()
+            te_fl.reset_usage()
+            trainer.fit(task, data)
+        self.assertIsInstance(task.net.layers[0], te.Linear)
+        self.assertEqual(task.net.layers[0].weight.dtype, torch.bfloat16)
+        self.assertTrue(any("quantize" in row["op"] for row in te_fl.usage()))
+        self.assertEqual(len(losses), 40)
+        self.assertLess(losses[-1], 0.5 * losses[0])

@@ -1,5 +1,7 @@
 """What is available, named random states, and orders of weights."""
 
+import subprocess
+import sys
 import unittest
 
 import torch
@@ -48,6 +50,18 @@ class Availability(unittest.TestCase):
     def test_constants(self):
         self.assertEqual(constants.TE_DType_To_Torch[constants.DType.cast(7)], torch.float8_e4m3fn)
         self.assertIs(constants.dist_group_type, torch.distributed.ProcessGroup)
+
+
+class Package(unittest.TestCase):
+    def test_names_and_modules_that_are_imported_when_they_are_read(self):
+        import te_fl.pytorch as te
+        self.assertIs(te.RotaryPositionEmbedding, te.rope.RotaryPositionEmbedding)
+        self.assertIs(te.FusedAdam, te.optimizers.FusedAdam)
+        self.assertIn("parallel_cross_entropy", dir(te))
+        with self.assertRaisesRegex(AttributeError, "GroupedLinear.*transformer-engine.md"):
+            te.GroupedLinear
+        code = "import sys, te_fl.pytorch; assert not {'te_fl.pytorch.cross_entropy', 'te_fl.pytorch.optimizers'} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class RandomStates(unittest.TestCase):

@@ -181,6 +181,14 @@ class Adam(Compared):
         steps(other, others, first=4)
         self.same(others, [p.double() for p in given], atol=1e-7, rtol=1e-7)
 
+    def test_state_without_master_weights_gets_them(self):
+        given = params(torch.bfloat16)
+        optimizer = optimizers.FusedAdam(given, lr=0.01)
+        steps(optimizer, given)
+        other = optimizers.FusedAdam(given, master_weights=True)
+        other.load_state_dict(optimizer.state_dict())
+        self.assertTrue(torch.equal(other.state[given[0]]["master_param"], given[0].detach().float()))
+
     def test_state_by_name(self):
         given = params(torch.bfloat16)
         optimizer = optimizers.FusedAdam(given, master_weights=True)
@@ -195,6 +203,44 @@ class Adam(Compared):
         optimizers.FusedAdam(given).step()
         with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
             product.backward()
+
+    def test_a_layer_sees_the_new_weights(self):
+        import te_fl.pytorch as te
+        torch.manual_seed(3)
+        served = te.Linear(32, 16, params_dtype=torch.float32)
+        plain = torch.nn.Linear(32, 16).to(served.weight.device)
+        plain.load_state_dict({name: p.detach().clone() for name, p in served.named_parameters()})
+        x = torch.randn(8, 32, device=served.weight.device)
+        for layer, optimizer in ((served, optimizers.FusedAdam(served.parameters(), lr=0.01)),
+                                 (plain, torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0))):
+            for _ in range(3):
+                optimizer.zero_grad()
+                layer(x).square().sum().backward()
+                optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(served(x), plain(x), atol=1e-5, rtol=1e-5)
+
+    def test_parameters_of_several_ranks(self):
+        # One rank plays them all, on the CPU, where Gloo has every collective: memory, gradient and state are the local part's.
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        self.addCleanup(dist.destroy_process_group)
+        mesh = dist.init_device_mesh("cpu", (1,))
+        plain = [torch.nn.Parameter(p.detach().cpu()) for p in params()]
+        given = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0) if p.dim() > 1 else Replicate()])) for p in plain]
+        served, alone = optimizers.FusedAdam(given, lr=0.1), optimizers.FusedAdam(plain, lr=0.1)
+        for step in range(2):
+            give_grads(plain, step)
+            for p, q in zip(given, plain):
+                p.grad = distribute_tensor(q.grad.clone(), mesh, p.placements)
+            served.step()
+            alone.step()
+        for p, q in zip(given, plain):
+            self.assertTrue(torch.equal(p.full_tensor(), q))
+        self.assertIsInstance(served.state[given[0]]["exp_avg"], DTensor)
+        served.load_state_dict(copy.deepcopy(served.state_dict()))
+        self.assertIsInstance(served.state[given[0]]["exp_avg"], DTensor)
 
     def test_closures(self):
         given = params(shapes=((4,),))

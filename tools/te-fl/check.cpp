@@ -305,7 +305,8 @@ int check_plugin(const CheckOptions& given) {
     complain("check --python wants the name of a module, as import takes it");
     return kUsage;
   }
-  if (is_name && options.python.empty() && !options.plugin.empty() && std::filesystem::is_regular_file(options.plugin))
+  if (is_name && options.python.empty() && !options.plugin.empty() &&
+      std::filesystem::is_regular_file(options.plugin))
     options.plugin = "./" + options.plugin;
   if (options.plugin.empty() == options.builtin.empty()) {
     complain("check wants a plugin (a path, or a name from the manifests), or --builtin NAME");
@@ -345,7 +346,8 @@ int check_plugin(const CheckOptions& given) {
     if (options.builtin.empty() && options.name.empty()) run.lifecycle();
     const auto before_speed = std::chrono::steady_clock::now();
     // te-fl bench has no interpreter.
-    if (!options.quick && options.name.empty() && options.python.empty()) measure_speed(options, report);
+    if (!options.quick && options.name.empty() && options.python.empty())
+      measure_speed(options, report);
     report.speed_seconds = since(before_speed);
   }
   std::stable_sort(report.findings.begin(), report.findings.end(),

@@ -31,8 +31,8 @@ std::vector<std::string> words_of(const CheckOptions& o) {
 
 // The same for the package's te_fl._check, which hands them to serve_text().
 std::vector<std::string> python_words_of(const CheckOptions& o) {
-  const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},     {"family", o.family},
-                                  {"impl", o.impl},     {"case", o.name}, {"seed", o.seed},
+  const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},        {"family", o.family},
+                                  {"impl", o.impl},     {"case", o.name},    {"seed", o.seed},
                                   {"quick", o.quick},   {"python", o.python}};
   return {o.python, "-m", "te_fl._check", json_text(options, -1)};
 }
@@ -40,9 +40,9 @@ std::vector<std::string> python_words_of(const CheckOptions& o) {
 // The policy is the check's own; only the plugin under test is loaded. Its own settings stay.
 std::vector<std::string> environment_of() {
   static const char* const dropped[] = {
-      "TE_FL_PREFER",       "TE_FL_PREFER_VENDOR",  "TE_FL_STRICT", "TE_FL_ALLOW_VENDORS",
-      "TE_FL_DENY_VENDORS", "TE_FL_PLUGIN_MODULES", "TE_FL_PER_OP", "TE_FL_DETERMINISTIC",
-      "TE_FL_SKIP_MODULES"};
+      "TE_FL_PREFER",        "TE_FL_PREFER_VENDOR", "TE_FL_STRICT",
+      "TE_FL_ALLOW_VENDORS", "TE_FL_DENY_VENDORS",  "TE_FL_PLUGIN_MODULES",
+      "TE_FL_PER_OP",        "TE_FL_DETERMINISTIC", "TE_FL_SKIP_MODULES"};
   std::vector<std::string> kept;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry, name = text.substr(0, text.find('='));
@@ -73,7 +73,8 @@ bool Child::start() {
   if (output_ < 0 || pipe2(orders, O_CLOEXEC) != 0) return false;
   if (pipe2(answers, O_CLOEXEC) != 0) return close(orders[0]), close(orders[1]), false;
   const bool python = !options_.python.empty();
-  auto words = python ? python_words_of(options_) : words_of(options_), environment = environment_of();
+  auto words = python ? python_words_of(options_) : words_of(options_),
+       environment = environment_of();
   auto argv = pointers(words), envp = pointers(environment);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);

@@ -44,7 +44,8 @@ std::string words(const CheckOptions& o) {
   const auto option = [&](const char* name, const std::string& value) {
     if (!value.empty()) word(std::string(name) + " " + value);
   };
-  option("--builtin", o.builtin), option("--python", o.python), option("--op", o.op), option("--family", o.family);
+  option("--builtin", o.builtin), option("--python", o.python), option("--op", o.op),
+      option("--family", o.family);
   option("--impl", o.impl), option("--device", o.device), option("--case", o.name);
   if (o.quick) word("--quick");
   word("--seed " + std::to_string(o.seed));

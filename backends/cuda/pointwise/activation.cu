@@ -57,16 +57,16 @@ struct ActGate {
 };
 
 struct ClampedGate {
-  float limit, alpha;
+  float limit, alpha, offset;
   // min and clamp that let a NaN pass.
   __device__ float high(float x) const { return x > limit ? limit : x; }
   __device__ float both(float x) const { return high(x < -limit ? -limit : x); }
   __device__ float value(float a, float b) const {
-    return swish(high(a), alpha) * (both(b) + 1.0f);
+    return swish(high(a), alpha) * (both(b) + offset);
   }
   __device__ void gradient(float dy, float a, float b, float& da, float& db) const {
     const Dual act = swish_dual(high(a), alpha);
-    da = a > limit ? 0.0f : dy * act.derivative * (both(b) + 1.0f);
+    da = a > limit ? 0.0f : dy * act.derivative * (both(b) + offset);
     db = fabsf(b) > limit ? 0.0f : dy * act.value;
   }
 };
@@ -104,10 +104,10 @@ auto gated_gradient(const te_fl_activation_glu_bwd_args& args) {
   return gradient_by(args, ActGate<Act>{});
 }
 auto clamped(const te_fl_activation_clamped_fwd_args& args) {
-  return gated_by(args, ClampedGate{args.limit, args.alpha});
+  return gated_by(args, ClampedGate{args.limit, args.alpha, args.glu_linear_offset});
 }
 auto clamped_gradient(const te_fl_activation_clamped_bwd_args& args) {
-  return gradient_by(args, ClampedGate{args.limit, args.alpha});
+  return gradient_by(args, ClampedGate{args.limit, args.alpha, args.glu_linear_offset});
 }
 
 template <class Args>
@@ -230,8 +230,10 @@ void append_activation(Ops& ops) {
   append_gated<Sigmoid>(ops, "glu", "dglu");
   append<te_fl_activation_clamped_fwd_args, clamped,
          refuse_gated<te_fl_activation_clamped_fwd_args>>(ops, "clamped_swiglu");
+  ops.back().later_args = "glu_linear_offset";
   append<te_fl_activation_clamped_bwd_args, clamped_gradient,
          refuse_gated_backward<te_fl_activation_clamped_bwd_args>>(ops, "clamped_dswiglu");
+  ops.back().later_args = "glu_linear_offset";
 }
 
 }  // namespace te_fl::cuda

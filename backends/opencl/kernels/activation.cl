@@ -87,20 +87,21 @@ static float clamp_high(float x, float limit) { return x > limit ? limit : x; }
 static float clamp_both(float x, float limit) { return clamp_high(x < -limit ? -limit : x, limit); }
 
 __kernel void gated_forward(__global const void* x, __global void* y, long n, long half_cols,
-                            float limit, float alpha) {
+                            float limit, float alpha, float offset) {
   const long i = get_global_id(0);
   if (i >= n) return;
   const long at = i / half_cols * 2 * half_cols + i % half_cols;
   float a = load(x, at, TX), b = load(x, at + half_cols, TX);
   if (ACT == CLAMPED) {
     a = clamp_high(a, limit);
-    b = clamp_both(b, limit) + 1.0f;
+    b = clamp_both(b, limit) + offset;
   }
   store(y, i, TY, act(a, alpha) * b);
 }
 
 __kernel void gated_backward(__global const void* grad, __global const void* x, __global void* dx,
-                             long n, long half_cols, float limit, float alpha) {
+                             long n, long half_cols, float limit, float alpha,
+                             float offset) {
   const long i = get_global_id(0);
   if (i >= n) return;
   const long at = i / half_cols * 2 * half_cols + i % half_cols;
@@ -108,7 +109,7 @@ __kernel void gated_backward(__global const void* grad, __global const void* x, 
   float da, db;
   if (ACT == CLAMPED) {
     const float top = clamp_high(a, limit);
-    da = a > limit ? 0.0f : dy * d_act(a, alpha) * (clamp_both(b, limit) + 1.0f);
+    da = a > limit ? 0.0f : dy * d_act(a, alpha) * (clamp_both(b, limit) + offset);
     db = fabs(b) > limit ? 0.0f : dy * act(top, alpha);
   } else {
     da = dy * d_act(a, alpha) * b;

@@ -8,8 +8,9 @@ namespace te_fl::nn {
 
 struct ActivationOptions {
   Activation activation = Activation::kGelu;
-  float clamp_limit = 7.0f;    // kClampedSwiglu
-  float clamp_alpha = 1.702f;  // kClampedSwiglu
+  float clamp_limit = 7.0f;        // kClampedSwiglu
+  float clamp_alpha = 1.702f;      // kClampedSwiglu
+  float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
 };
 
 // One of the catalogue's activations as a module without parameters: x [..., n] -> [..., n], the

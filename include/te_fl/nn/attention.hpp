@@ -173,6 +173,10 @@ struct MultiheadAttentionOptions {
   QkNorm qk_norm = QkNorm::kNone;
   float qk_norm_epsilon = 1e-6f;
   bool qk_norm_before_rope = false;
+  // The key heads (groups) [groups_begin, groups_begin + num_gqa_groups), with their query heads,
+  // of an attention of groups_whole (0: this is whole), whose initial weights this one has there.
+  int64_t groups_whole = 0;
+  int64_t groups_begin = 0;
 };
 
 // y = proj(attention(split(norm(x) Wqkv^T + b))). x [S, B, hidden], [B, S, hidden] or [T, hidden]

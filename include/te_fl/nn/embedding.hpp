@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "te_fl/nn/init.hpp"
 #include "te_fl/nn/module.hpp"
 
 namespace te_fl::nn {
@@ -14,6 +15,7 @@ struct EmbeddingOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
+  init::Shard shard = {};  // of the weight, whose initial values are then those of the whole there
 };
 
 // y[i] = weight[indices[i]]. indices I32 or I64 [...] -> [..., hidden]. Parameter: weight [V,

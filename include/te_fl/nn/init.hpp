@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "te_fl/export.hpp"
 #include "te_fl/nn/module.hpp"
@@ -18,6 +19,12 @@ namespace te_fl::nn::init {
 struct Shard {
   Shape whole;  // the extents of the whole
   Shape begin;  // the index in it of the shard's first element
+  // If not empty: the shard's rows (extent 0) are these of the whole, one range after the other, in
+  // place of those from begin[0] on.
+  struct Rows {
+    int64_t begin = 0, count = 0;
+  };
+  std::vector<Rows> rows = {};
 };
 
 // While one is alive, the parameters of modules that the thread creates have shape, dtype and

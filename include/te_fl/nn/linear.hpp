@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "te_fl/nn/init.hpp"
 #include "te_fl/nn/module.hpp"
 #include "te_fl/nn/norm.hpp"
 
@@ -30,6 +31,7 @@ struct LinearOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;  // weight ~ N(0, init_std^2), bias 0
+  init::Shard shard = {};   // of the weight, whose initial values are then those of the whole there
   // Use this [out, in] parameter as the weight instead of a new one (tied embeddings).
   std::shared_ptr<Parameter> tied_weight = nullptr;
   // Never use FP8 here, whatever the autocast says (e.g. the output layer of a language model).
@@ -79,6 +81,7 @@ struct LayerNormLinearOptions {
   Device device = {};
   uint64_t seed = 0;
   float init_std = 0.023f;
+  init::Shard shard = {};                            // as in Linear
   std::vector<ParameterPart> parameters_split = {};  // as in Linear
   bool return_bias = false;                          // as in Linear
 };

@@ -47,7 +47,13 @@ struct LayerNormMLPOptions {
   float output_init_std = 0.023f;     // fc2
   std::optional<bool> fc1_bias = {};  // in place of `bias`
   std::optional<bool> fc2_bias = {};
-  bool return_bias = false;  // of fc2, as in Linear
+  bool return_bias = false;        // of fc2, as in Linear
+  float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
+  // The features [ffn_begin, ffn_begin + ffn_hidden_size) of an MLP of ffn_whole (0: this is
+  // whole), whose initial weights this one has there: rows of fc1, of both halves if it is gated,
+  // and columns of fc2.
+  int64_t ffn_whole = 0;
+  int64_t ffn_begin = 0;
 };
 
 // y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [..., hidden]. Parameters:

@@ -17,6 +17,7 @@
 namespace te_fl::nn {
 
 namespace detail {
+class DelayedWgrad;
 class Fp8State;
 class Fp8Values;
 class GradientUpdates;
@@ -49,6 +50,8 @@ struct TE_FL_API Parameter {
   // The next backward overwrites grad, whatever it holds. In a capture: that of every launch. Until
   // then an optimizer refuses the gradient as stale; zero_grad() makes it zero instead.
   Status clear_grad();
+  // How many backwards have left its gradient to Module::backward_dw().
+  int64_t delayed_wgrads = 0;
   // True between clear_grad() and what writes grad. Who writes it without a backward sets false.
   bool grad_stale = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
@@ -58,8 +61,8 @@ struct TE_FL_API Parameter {
   // keep alive) and advances `owners_version` with every change of the contents: the same number
   // as in the last call says that they are the same, wherever they lie, and then copies made of
   // them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
-  // says that the contents of then are lent again, for a backward of a forward of then. A framework calls
-  // this before each forward, and before a backward if the memory has moved since. The memory
+  // says that the contents of then are lent again, for a backward of a forward of then. A framework
+  // calls this before each forward, and before a backward if the memory has moved since. The memory
   // must be there, and unwritten, from then until the work that the calls enqueued is done; between
   // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
   // the step of an optimizer that was given the parameter, nowhere else. A captured graph goes on
@@ -182,6 +185,14 @@ class TE_FL_API Module {
   // or F16, which halve their memory and round every accumulation. Drops the gradients that there
   // are. An embedding's gradient can only be F32.
   Status set_grad_dtype(DType dtype);
+  // True: from now on backwards leave the gradients of linear maps' weights (without FP8 also of
+  // their biases) to backward_dw(), and keep what it reads, so that others' work comes before it,
+  // e.g. the stages of a pipeline. Submodules included. False computes them in the backward again.
+  void set_delay_wgrad(bool delays);
+  // Computes the gradients that backwards have left, in the order of registration; nothing if there
+  // are none. An optimizer's step before it is FAILED_PRECONDITION. After an error what was left is
+  // dropped.
+  Status backward_dw();
   // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter (of an
   // FP8-only one its codes, NAME.scale_inv, by which they are multiplied, and NAME.amax, F32 [1]);
   // for each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
@@ -211,6 +222,7 @@ class TE_FL_API Module {
   void register_parameter(std::string name, std::shared_ptr<Parameter> parameter);
   void register_fp8(std::string name, std::shared_ptr<detail::Fp8State> forward,
                     std::shared_ptr<detail::Fp8State> backward);
+  void register_delayed(std::shared_ptr<detail::DelayedWgrad> delayed);
 
  private:
   struct Tree;

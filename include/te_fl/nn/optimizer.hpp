@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -19,6 +20,15 @@ TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parame
 
 // Which parameters weight decay applies to; null: all.
 using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
+
+class LossScaler;
+
+// Parameters that an optimizer treats in another way than its options say.
+struct ParamGroup {
+  DecayFilter selects;  // not null; the first group that selects a parameter has it
+  float lr_scale = 1;   // times the optimizer's learning rate
+  std::optional<float> weight_decay = {};  // in place of the options', for those that decay
+};
 
 // Updates parameters from their F32 gradients through the multi_tensor ops. Parameters in BF16 or
 // F16 get F32 master weights; where the parameter's version shows that somebody else wrote the
@@ -43,6 +53,11 @@ class TE_FL_API Optimizer {
   // too if a GraphedStep captures it whose options do not name this optimizer, and for the first
   // step of an SGD with dampening, which differs from the others.
   Status step();
+  // The same for gradients of a loss that was multiplied by the scaler's scale, by which they are
+  // divided first; clipping comes after. Nothing is read on the host (without max_grad_norm): if
+  // one is not finite, the device leaves parameters and state as they are, without an error, and
+  // the step is counted all the same. The scaler must outlive a graph that captures it.
+  Status step(LossScaler& scaler);
   // Counts a step that a graph is about to make, and writes step count and learning rate where the
   // graph reads them, on the thread's current stream. GraphedStep calls it. FAILED_PRECONDITION
   // unless capturable.
@@ -51,6 +66,9 @@ class TE_FL_API Optimizer {
   int64_t steps() const noexcept { return steps_; }
   void set_lr(float lr) noexcept { lr_ = lr; }
   float lr() const noexcept { return lr_; }
+  // ParamGroup::lr_scale of the options' `group`-th from now on. INVALID_ARGUMENT if there is none,
+  // or the scale is negative or not finite.
+  Status set_lr_scale(size_t group, float scale);
   // Norm of the gradients found by the last step(), before clipping; 0 unless max_grad_norm is set
   // and capturable is not.
   float last_grad_norm() const noexcept { return last_grad_norm_; }
@@ -66,10 +84,10 @@ class TE_FL_API Optimizer {
  protected:
   // What step() reads on the device instead of the host.
   struct OnDevice {
-    Tensor step;       // I64 [1]
-    Tensor lr;         // F32 [1]
-    Tensor noop;       // I32 [1]; undefined without clipping
-    Tensor grad_norm;  // F32 [1]; likewise
+    Tensor step;             // I64 [1]
+    std::vector<Tensor> lr;  // F32 [1]: the optimizer's own, then the groups'
+    Tensor noop;             // I32 [1]; undefined without clipping
+    Tensor grad_norm;        // F32 [1]; likewise
   };
 
   Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm);
@@ -77,6 +95,12 @@ class TE_FL_API Optimizer {
   // Copies the value of parameters_[index] to its master weight, if it has one.
   virtual Status refresh_master(size_t index) = 0;
   const OnDevice* on_device() const noexcept { return device_.get(); }
+  // I32 [1], what an update reads to leave everything as it is; undefined: nothing keeps it.
+  const Tensor& noop() const noexcept { return noop_; }
+  // The learning rate of group `index` - 1, or with 0 that of parameters of no group.
+  float group_lr(size_t index) const noexcept { return lr_ * lr_scales_[index]; }
+  // INVALID_ARGUMENT names the field that is wrong.
+  Status set_groups(const char* optimizer, const std::vector<ParamGroup>& groups);
   // `first`: nothing is there yet of what a step leaves to the next.
   virtual Status update(bool first) = 0;
 
@@ -87,16 +111,21 @@ class TE_FL_API Optimizer {
   int64_t steps_ = 0;
   const char* uncapturable_ = nullptr;  // not null: why no graph can hold the step
   bool first_differs_ = false;          // no later step repeats the first
+  std::vector<float> lr_scales_ = {1};  // as group_lr() counts
 
  private:
   Status check_capture() const;
   Status check_slots() const;  // that no parameter to be updated lacks its state
-  Status clip_on_device();
+  Status step(LossScaler* scaler);
+  Status unscale(const LossScaler& scaler);
+  Status clip(const LossScaler* scaler);
+  Status clip_on_device(const Tensor& noop);
   Status write_state();
   Status refresh_masters();
   Device home() const;
 
   std::unique_ptr<OnDevice> device_;
+  Tensor noop_;                     // of the step under way
   std::vector<uint64_t> versions_;  // of the parameters, that the master weights belong to
   std::vector<bool> stateless_;     // the parameters that were frozen when it was created
 };
@@ -111,6 +140,7 @@ struct AdamOptions {
   bool bias_correction = true;
   float max_grad_norm = 0;  // 0: no clipping
   DecayFilter decay = nullptr;
+  std::vector<ParamGroup> groups = {};
   // Step count, learning rate and clipping live on the device, so that step() can be captured into
   // a graph and never waits for the device.
   bool capturable = false;
@@ -139,7 +169,7 @@ class TE_FL_API Adam : public Optimizer {
   Adam(std::vector<NamedParameter> parameters, const AdamOptions& options);
   Status update(bool first) override;
   Status refresh_master(size_t index) override;
-  Status update_some(bool decays, bool mastered, bool copied);
+  Status update_some(size_t group, bool decays, bool mastered, bool copied);
   std::unique_ptr<Impl> impl_;
 };
 
@@ -151,6 +181,7 @@ struct SGDOptions {
   bool nesterov = false;
   float max_grad_norm = 0;  // 0: no clipping
   DecayFilter decay = nullptr;
+  std::vector<ParamGroup> groups = {};
   // Step count, learning rate and clipping live on the device, so that step() can be captured into
   // a graph and never waits for the device.
   bool capturable = false;
@@ -168,6 +199,7 @@ class TE_FL_API SGD : public Optimizer {
   SGD(std::vector<NamedParameter> parameters, const SGDOptions& options);
   Status update(bool first) override;
   Status refresh_master(size_t index) override;
+  Status update_some(size_t group, bool decays, bool mastered, bool first);
   std::unique_ptr<Impl> impl_;
 };
 

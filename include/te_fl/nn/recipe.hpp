@@ -1,12 +1,15 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <variant>
 
 #include "te_fl/dtype.hpp"
 #include "te_fl/export.hpp"
 #include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
 
 namespace te_fl::nn {
 
@@ -16,6 +19,17 @@ enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 
 enum class AmaxAlgo : uint8_t { kMax, kMostRecent };
 
+// An amax for each of a site's tensors from their histories, in place of an AmaxAlgo. `history`
+// F32 [length, tensors]: row 0 has this step's amaxes, the rows after it older ones, the newest
+// last. Writes `amax`, F32 [tensors]. Both are on the site's device: what it enqueues goes on the
+// thread's current stream and is captured where the step is; only outside of a capture can it read
+// them on the host (Tensor::to). History and amax are valid during the call. An error is that of
+// the autocast's end or of backward_end().
+struct AmaxFunction {
+  std::string name;  // for messages
+  std::function<Status(const Tensor& history, const Tensor& amax)> compute;
+};
+
 // Per-tensor scales from the amaxes of earlier steps: scale = fp8_max * 2^-margin / amax(history).
 struct DelayedScaling {
   int margin = 0;
@@ -24,6 +38,8 @@ struct DelayedScaling {
   AmaxAlgo amax_compute_algo = AmaxAlgo::kMax;
   bool fp8_dpa =
       false;  // attention itself in FP8: Q, K, V, O in E4M3, their gradients in E5M2 (kE4M3: E4M3)
+  // If not null: in place of amax_compute_algo, which then stays kMax. Equal recipes share it.
+  std::shared_ptr<const AmaxFunction> amax_function = nullptr;
   friend bool operator==(const DelayedScaling&, const DelayedScaling&) = default;
 };
 

@@ -15,6 +15,7 @@
 #include "te_fl/nn/embedding.hpp"
 #include "te_fl/nn/loss.hpp"
 #include "te_fl/nn/module.hpp"
+#include "te_fl/nn/transformer.hpp"
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -96,7 +97,8 @@ class TE_FL_API Tape {
   // Called once per parameter and backward(), when that has added the last of its contributions,
   // on the thread and stream of the backward, e.g. to begin its all-reduce. An error ends the
   // backward. A module's parameters are complete when its backward, or that of the checkpointed
-  // piece that it is in, returns; frozen ones are left out.
+  // piece that it is in, returns; frozen ones are left out, and those that Module::backward_dw()
+  // is still to write.
   using GradientHook = std::function<Status(Parameter& parameter)>;
   void on_gradient(GradientHook hook) { hook_ = std::move(hook); }
 
@@ -140,6 +142,12 @@ Value call(Called& module, const Value& x, const Args&... args);
 // Of other signatures.
 TE_FL_API Value call(DotProductAttention& attention, const Value& q, const Value& k, const Value& v,
                      const AttentionInputs& inputs = {});
+// Cross-attention; `encoder` takes the place of inputs.encoder_output.
+TE_FL_API Value call(MultiheadAttention& attention, const Value& x, const Value& encoder,
+                     const AttentionInputs& inputs = {});
+// A decoder; `encoder` takes the place of cross.encoder_output.
+TE_FL_API Value call(TransformerLayer& decoder, const Value& x, const Value& encoder,
+                     const AttentionInputs& inputs = {}, const AttentionInputs& cross = {});
 TE_FL_API Value call(Residual& residual, const Value& a, const Value& b);
 TE_FL_API Value call(Tape& tape, Embedding& embedding, const Tensor& indices);
 // The mean of the rows' losses (CrossEntropyLoss::forward()), F32 [1].

@@ -55,6 +55,13 @@ struct TransformerLayerOptions {
   MaskType enc_dec_mask_type = MaskType::kNone;
   int64_t enc_dec_window_left = -1;
   int64_t enc_dec_window_right = -1;
+  float glu_linear_offset = 1.0f;  // kClampedSwiglu
+  // The layer is a shard of one with groups_whole key heads and ffn_whole features (0: whole), as
+  // in MultiheadAttention and LayerNormMLP; kv_channels is given then.
+  int64_t groups_whole = 0;
+  int64_t groups_begin = 0;
+  int64_t ffn_whole = 0;
+  int64_t ffn_begin = 0;
 };
 
 // A pre-norm Transformer block: h = x + dropout(attention(x)); y = h + dropout(mlp(h)). x [S, B,

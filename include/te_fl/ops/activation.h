@@ -99,7 +99,8 @@ typedef te_fl_activation_glu_fwd_args te_fl_glu_args;
 
 /*
  * clamped_swiglu: Clamped SwiGLU.
- *   y = a' sigmoid(alpha a') (b' + 1), a' = min(a, limit), b' = clamp(b, -limit, limit)
+ *   y = a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' = clamp(b, -limit,
+ *   limit)
  */
 typedef struct te_fl_activation_clamped_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_activation_clamped_fwd_args));
@@ -111,11 +112,13 @@ typedef struct te_fl_activation_clamped_fwd_args {
   float limit TE_FL_INIT(7.0f);
   /* factor inside the sigmoid */
   float alpha TE_FL_INIT(1.702f);
+  /* added to the clamped b (a later argument) */
+  float glu_linear_offset TE_FL_INIT(1.0f);
 } te_fl_activation_clamped_fwd_args;
 
 typedef te_fl_activation_clamped_fwd_args te_fl_clamped_swiglu_args;
 #define TE_FL_CLAMPED_SWIGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_clamped_swiglu_args), .limit = 7.0f, .alpha = 1.702f }
+  { .struct_size = sizeof(te_fl_clamped_swiglu_args), .limit = 7.0f, .alpha = 1.702f, .glu_linear_offset = 1.0f }
 
 /*
  * dgelu: Gradient of gelu.
@@ -226,11 +229,13 @@ typedef struct te_fl_activation_clamped_bwd_args {
   float limit TE_FL_INIT(7.0f);
   /* factor inside the sigmoid */
   float alpha TE_FL_INIT(1.702f);
+  /* added to the clamped b (a later argument) */
+  float glu_linear_offset TE_FL_INIT(1.0f);
 } te_fl_activation_clamped_bwd_args;
 
 typedef te_fl_activation_clamped_bwd_args te_fl_clamped_dswiglu_args;
 #define TE_FL_CLAMPED_DSWIGLU_ARGS_INIT \
-  { .struct_size = sizeof(te_fl_clamped_dswiglu_args), .limit = 7.0f, .alpha = 1.702f }
+  { .struct_size = sizeof(te_fl_clamped_dswiglu_args), .limit = 7.0f, .alpha = 1.702f, .glu_linear_offset = 1.0f }
 
 /*
  * dbias_dgelu: Gradient of gelu and of the bias before it.

@@ -30,11 +30,15 @@ _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine
                                                             for part in ("", ".types", ".registry", ".manager")}})
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
 # Importing one of these is an ImportError if what is on the right is missing, which programs rely on that serve several frameworks.
-_NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax")}
+_NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax"),
+          "transformer_engine.jax.flax": ("flax", "te_fl.jax.flax")}
 
 
 class Refused:
-    """Stands for a name that te-fl does not serve: it can be imported, and nothing is an instance of it; using it is an error."""
+    """Stands for a name that te-fl does not serve: it can be imported, and nothing is an instance of it; using it is an error.
+
+    A class that derives from it can be defined, since programs do that where they are imported; making an object of it is an error.
+    """
 
     def __init__(self, name: str, way_out: str):
         self.__dict__.update(_name=name, _way_out=way_out)
@@ -51,7 +55,10 @@ class Refused:
         self._refuse()
 
     def __mro_entries__(self, bases):
-        self._refuse()
+        def refuse(cls, *arguments, **options):
+            self._refuse()
+
+        return (type(self._name.rpartition(".")[2], (), {"__new__": refuse}),)
 
     def __getitem__(self, key):
         self._refuse()
@@ -110,7 +117,7 @@ class _Loader(importlib.abc.Loader):
             return
         for need in _NEEDS.get(name, ()):
             importlib.import_module(need)
-        module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n)]
+        module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n) and f"{name}.{n}" not in _NAMES]
         if name == _ROOT:
             module.__version__ = table.VERSION
 

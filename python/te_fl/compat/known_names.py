@@ -12,8 +12,7 @@ NAMES = {
     "transformer_engine.common.utils":
         "DeprecatedEnum deprecate_wrapper",
     "transformer_engine.jax":
-        "DeprecatedEnum MeshResource NVTE_FP8_COLLECTION_NAME autocast deprecate_wrapper flax fp8_autocast quantize "
-        "update_collections",
+        "MeshResource NVTE_FP8_COLLECTION_NAME autocast flax fp8_autocast quantize update_collections",
     "transformer_engine.jax.activation":
         "activation",
     "transformer_engine.jax.attention":
@@ -443,9 +442,8 @@ NAMES = {
         "Float8BlockQuantizer Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8CurrentScalingQuantizer Float8Quantizer "
         "Float8Tensor Float8TensorStorage GroupedTensor GroupedTensorStorage HybridQuantizedTensor HybridQuantizedTensorStorage "
         "HybridQuantizer IdentityQuantizer IdentityTensor IdentityTensorStorage MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage "
-        "NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage QuantizedTensor QuantizedTensorStorage Quantizer "
-        "cast_master_weights_to_fp8 get_all_tensor_types prepare_for_saving replace_raw_data restore_from_func_ctx "
-        "restore_from_saved",
+        "NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage QuantizedTensor QuantizedTensorStorage Quantizer get_all_tensor_types "
+        "prepare_for_saving restore_from_func_ctx restore_from_saved",
     "transformer_engine.pytorch.tensor.float8_blockwise_tensor":
         "Float8BlockQuantizer Float8BlockwiseQTensor aten",
     "transformer_engine.pytorch.tensor.float8_tensor":

@@ -8,7 +8,11 @@ SERVED = {
         "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling NVFP4BlockScaling QParams "
         "Recipe",
     "te_fl.pytorch.attention": "DotProductAttention",
+    "te_fl.pytorch.multihead_attention": "MultiheadAttention",
+    "te_fl.pytorch.transformer": "DropPath TransformerLayer",
+    "te_fl.pytorch.base": "TransformerEngineBaseModule",
     "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.mlp": "LayerNormMLP",
     "te_fl.pytorch.norm": "LayerNorm RMSNorm",
@@ -34,21 +38,78 @@ SERVED = {
         "scaled_softmax_backward scaled_softmax_forward scaled_upper_triang_masked_softmax_backward "
         "scaled_upper_triang_masked_softmax_forward",
     "te_fl.pytorch.weights": "deinterleave_glu_tensor interleave_glu_tensor",
-    "te_fl.jax": "",
-    "te_fl.jax.flax": "",
+    "te_fl.jax.activation": "activation",
+    "te_fl.jax.attention":
+        "AttnBiasType AttnMaskType AttnSoftmaxType QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn",
+    "te_fl.jax.dense": "dense",
+    "te_fl.jax.flax":
+        "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
+        "TransformerLayer TransformerLayerType extend_logical_axis_rules make_dot_general_cls wrap_function_in_te_state_module",
+    "te_fl.jax.layernorm": "canonicalize_norm_type layernorm",
+    "te_fl.jax.layernorm_dense": "layernorm_dense",
+    "te_fl.jax.layernorm_mlp": "layernorm_mlp",
+    "te_fl.jax.quantize":
+        "NVTE_FP8_COLLECTION_NAME autocast fp8_autocast get_global_quantize_recipe noop_quantizer_set update_collections",
+    "te_fl.jax.sharding":
+        "BATCH_AXES HEAD_AXES HIDDEN_AXES HIDDEN_TP_AXES JOINED_AXES MeshResource SEQLEN_AXES SEQLEN_TP_AXES W_FSDP_AXES W_JOINED_AXES "
+        "W_NO_SHARD_AXES W_TP_AXES get_sharding_map_logic_axis_to_mesh_axis global_mesh_resource global_shard_guard "
+        "with_sharding_constraint_by_logical_axes",
+    "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
-# Arguments of served names that take one value only. Each has another value, which is refused by an error that names the argument.
+_RANKS = {"tp_group": "a group", "tp_size": 2, "sequence_parallel": True}
+_DELAY = {"delay_wgrad_compute": True, "symmetric_ar_type": "two_shot"}
+
+# Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
+    "te_fl.jax.flax.DotProductAttention": {
+        "max_segments_per_seq": 2, "context_parallel_strategy": "RING", "context_parallel_causal_load_balanced": True,
+        "context_parallel_axis": "cp", "score_mod": "a function", "score_mod_bprop": "a function", "return_max_logit": True},
+    "te_fl.jax.flax.LayerNormDenseGeneral": {"axis": 0},
+    "te_fl.jax.flax.LayerNormMLP": {"axis": 0},
+    "te_fl.jax.flax.MultiHeadAttention": {"num_heads": 2, "dropout_rate": 0.1, "output_layernorm": True,
+                                          "apply_residual_connection_post_layernorm": True, "fuse_qkv": True},
+    "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
+    "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
+    "te_fl.jax.sharding.MeshResource": {"pp_resource": "pp", "cp_resource": "cp", "ep_resource": "ep"},
+    "te_fl.pytorch.attention.DotProductAttention": {**_RANKS, "cp_group": "a group", "softcap": 30.0, "return_max_logit": True},
+    "te_fl.pytorch.attention.DotProductAttention.forward": {
+        "fp8_output": True, "bf16_backward": True, "num_splits": 2, "score_mod": "a function", "score_mod_bprop": "a function",
+        "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors", "inference_params": "a cache",
+        "thd_attention_policies": "policies"},
+    "te_fl.pytorch.checkpoint.checkpoint": {"distribute_saved_activations": True},
     "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
+    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.linear.Linear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
+    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache", "softcap": 30.0},
+    "te_fl.pytorch.norm.LayerNorm": {"sequence_parallel": True, "sm_margin": 4},
+    "te_fl.pytorch.norm.RMSNorm": {"sequence_parallel": True, "sm_margin": 4},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
+    "te_fl.pytorch.quantization.autocast": {"amax_reduction_group": "a group"},
+    "te_fl.pytorch.quantization.quantized_model_init": {"enabled": True},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
+    "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
+    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache", "softcap": 30.0},
 }
+
+# Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.
+MADE_BY = {
+    "te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused",
+    "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
+}
+
+# Parameters that te-fl has beyond Transformer Engine's, after them.
+MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
 
 # Recipes that exist so that programs can name them, and that autocast refuses.
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
+UNUSABLE_BECAUSE = "a program can name it; te_fl.pytorch's autocast refuses it"
 
 # Beginnings of modules in which te-fl serves names, and the beginning of te-fl's own modules that are asked.
 HOMES = (
@@ -85,18 +146,18 @@ WAYS_OUT = (
     ("newton_schulz", "iterate with torch.matmul"),
     ("Cusolver", "iterate with torch.matmul"),
     ("onnx", "export the model in plain PyTorch; the parameters have the same names"),
-    ("MultiheadAttention", "use Linear and DotProductAttention"),
-    ("TransformerLayer", "use LayerNormLinear, DotProductAttention, Linear and LayerNormMLP"),
     ("make_graphed_callables", "capture with torch.cuda.graph"),
     ("InferenceParams", "keep keys and values in the program"),
 )
 OTHERWISE = "te-fl has nothing in its place"
 
 INTRODUCTION = """
-`te_fl.as_transformer_engine()` makes `import transformer_engine` mean te-fl ([PyTorch](pytorch.md)): what is served comes from the module of
-te-fl that the table names, with Transformer Engine's parameters and defaults (but `device`). What is refused can be imported, and `isinstance`
-of it is False; calling it, subclassing it or reading an attribute is `te_fl.errors.Unsupported`, which says what to use. An argument that is not
-honoured is refused by name, never ignored; the tables list those that take one value only.
+`te_fl.as_transformer_engine()`, or `TE_FL_AS_TRANSFORMER_ENGINE=1` where the package is installed, makes `import transformer_engine` mean
+te-fl ([Python](python.md)). What is served comes from the module of te-fl that a table names, with Transformer Engine's parameters and
+defaults (but `device`). What is refused can be imported and derived from, and `isinstance` of it is False; calling it, making an object of
+a derived class or reading an attribute is `te_fl.errors.Unsupported`, which says what to use. An argument that is not honoured is refused
+by name, never ignored; the tables list those that take one value only. A variable `NVTE_..` that is set and not honoured is said once, as
+a warning.
 """
 
 # TransformerEngine-FL's names of implementations in Python, in transformer_engine.plugin.core.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import re
 
+from te_fl.frameworks import require
+
 
 def _check_versions() -> None:
+    """JAX that is missing or too old, and an FFI of another version, are refused by name and version."""
+    require("jax")
     import jax
 
-    version = tuple(int(n) for n in re.findall(r"\d+", jax.__version__)[:2])
-    if version < (0, 10):
-        raise ImportError(f"te_fl.jax needs JAX 0.10 or newer, and this is JAX {jax.__version__}: pip install -U jax")
     try:
         with open(f"{jax.ffi.include_dir()}/xla/ffi/api/c_api.h", encoding="utf-8") as header:
             text = header.read()
@@ -24,14 +25,17 @@ def _check_versions() -> None:
     found = [int(n) for n in re.findall(r"#define XLA_FFI_API_M(?:AJOR|INOR) (\d+)", text)]
     if len(found) == 2 and (found[0] != 0 or found[1] < 3):
         raise ImportError(f"te_fl.jax speaks version 0.3 of XLA's FFI, and the jaxlib of JAX {jax.__version__} has {found[0]}.{found[1]}: "
-                          "it takes JAX 0.10 or newer whose FFI is still of version 0")
+                          "it takes JAX 0.10 or newer whose FFI is still of version 0", name="jax")
 
 
 _check_versions()
 
+from te_fl.compat.variables import warn_of_variables  # noqa: E402
 from te_fl.jax import activation, attention, dense, layernorm, layernorm_dense, layernorm_mlp, ops, quantize, sharding, softmax  # noqa: E402
 from te_fl.jax.quantize import NVTE_FP8_COLLECTION_NAME, autocast, fp8_autocast, update_collections  # noqa: E402
 from te_fl.jax.sharding import MeshResource  # noqa: E402
+
+warn_of_variables()
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "MeshResource", "activation", "attention", "autocast", "dense", "flax", "fp8_autocast", "layernorm",
            "layernorm_dense", "layernorm_mlp", "ops", "quantize", "sharding", "softmax", "update_collections"]

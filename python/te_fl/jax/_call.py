@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, Mapping, Sequence, Tuple
+import numbers
+from typing import Any, Dict, FrozenSet, Mapping, Sequence, Tuple
 
 import jax
 
 from te_fl import _native
 from te_fl.jax import _partition
+from te_fl.jax._varying import align
 
 Named = Sequence[Tuple[str, Any]]
 
@@ -23,17 +25,31 @@ def _target(op: str) -> str:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
+    if isinstance(value, str):
+        return value
     if isinstance(value, (tuple, list)):
         return ",".join(str(int(v)) for v in value)
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, numbers.Integral):  # bool among them
+        return str(int(value))
+    return repr(float(value))
 
 
-def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], elementwise: bool = False) -> Dict[str, jax.Array]:
+def _flat(name: str, shape: Tuple[int, ...], packed: FrozenSet[str], settings: Mapping[str, Any]) -> Tuple[int, ...]:
+    """The shape that te-fl sees of an array whose columns are spread over two dimensions."""
+    arg, _, part = name.partition(".")
+    if arg not in packed or part not in ("", "columnwise_data"):
+        return shape
+    transposed = part and settings.get(f"{arg}.scaling") != "mxfp8"
+    return (shape[0] * shape[1], *shape[2:]) if transposed else (*shape[:-2], shape[-2] * shape[-1])
+
+
+def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], elementwise: bool = False,
+         packed: FrozenSet[str] = frozenset()) -> Dict[str, jax.Array]:
     """The results by name. A name among operands and results is read and written: XLA gives both the same memory.
 
     operands: (name, array); results: (name, jax.ShapeDtypeStruct); settings: scalars and NAME.scaling etc.
+    packed: arguments whose columns are spread over two dimensions, [M, n, N] for a matrix [M, n * N] (its column-wise codes are
+    [n, N, M], or in MXFP8 in the same order), so that a mesh can cut N.
     elementwise: leading dimensions may be added to all arrays together, so vmap is one call; else it is a loop.
     """
     inputs = [name for name, _ in operands]
@@ -43,14 +59,16 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
     aliases = {inputs.index(name): i for i, name in enumerate(outputs) if name in inputs}
 
     def run(shapes, *arrays):
-        types = [jax.ShapeDtypeStruct(shape, struct.dtype) for shape, (_, struct) in zip(shapes, results)]
-        return jax.ffi.ffi_call(_target(op), types, vmap_method="broadcast_all" if elementwise else "sequential",
+        types = [jax.ShapeDtypeStruct(_flat(name, shape, packed, settings), result.dtype) for shape, (name, result) in zip(shapes, results)]
+        arrays = [array.reshape(_flat(name, array.shape, packed, settings)) for array, (name, _) in zip(arrays, operands)] if packed else arrays
+        values = jax.ffi.ffi_call(_target(op), types, vmap_method="broadcast_all" if elementwise else "sequential",
                                 input_output_aliases=aliases)(*arrays, call=text)
+        return [value.reshape(shape) for value, shape in zip(values, shapes)] if packed else values
 
-    arrays = [array for _, array in operands]
-    whole = [struct.shape for _, struct in results]
-    if jax.device_count() > 1:
-        values = _partition.call(run, op, operands, results, settings)
+    arrays = align([array for _, array in operands])
+    whole = [result.shape for _, result in results]
+    if _partition.may_cut_programs():
+        values = _partition.call(run, op, operands, results, settings, packed)
     else:
-        values = run(whole, *arrays)
+        values = align(run(whole, *arrays), arrays)  # JAX's FFI does not say that results differ where operands do
     return dict(zip(outputs, values))

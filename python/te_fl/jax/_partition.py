@@ -9,7 +9,7 @@ shard_map nothing of this applies: there each device calls the op on its part.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
 
 import jax
 from jax.custom_batching import sequential_vmap
@@ -63,7 +63,7 @@ def _by_rule(rule: str, rank: int, settings: Mapping[str, Any]) -> Optional[Fact
     return tuple(words) if len(words) == rank else None
 
 
-def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], grouped: bool) -> Optional[Factors]:
+def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], grouped: bool, packed: FrozenSet[str]) -> Optional[Factors]:
     """The dimensions' names; None: the array is whole on every device."""
     arg, _, part = name.partition(".")
     rank = len(struct.shape)
@@ -71,11 +71,14 @@ def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], group
         return None
     if op.startswith("fused_attn"):
         return _attention(name, rank, settings, grouped)
-    found = _by_rule(_rules(op)[arg][0], rank, settings)
+    found = _by_rule(_rules(op)[arg][0], rank - (arg in packed), settings)
+    if arg in packed and found is not None:  # of [n, N] columns a mesh cuts N; both halves of a gated activation's then, as its H
+        found = (*found[:-1], "", found[-1] or "h")
+        return (*found[1:], found[0]) if part else found
     return found[::-1] if part and found is not None else found
 
 
-def _may_cut(op: str, operands: Sequence, settings: Mapping[str, Any]) -> Set[str]:
+def _may_cut(op: str, operands: Sequence, settings: Mapping[str, Any], packed: FrozenSet[str]) -> Set[str]:
     """The names of dimensions along which the op may be cut."""
     names = {name for name, _ in operands}
     if "rng" in names or any(key.endswith(".scaling") and value != "tensor" for key, value in settings.items()):
@@ -91,8 +94,9 @@ def _may_cut(op: str, operands: Sequence, settings: Mapping[str, Any]) -> Set[st
     if op.startswith("scaled_") and "softmax" in op:
         return {"b"} if "mask" in names else {"b", "h"}
     if _rowwise(op):
-        flat = any("@..." in rule for rule, _ in _rules(op).values()) or any(".columnwise" in name for name in names)
-        return {"row0"} if flat else {f"row{i}" for i in range(8)}
+        if any("@..." in rule for rule, _ in _rules(op).values()):
+            return {"row0"}
+        return {f"row{i}" for i in range(8)} | ({"h"} if packed else set())
     return set()
 
 
@@ -120,56 +124,69 @@ def _flat(axes: Sequence[Any]) -> Tuple[str, ...]:
     return tuple(a for axis in axes if axis is not None for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
-def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any]) -> List[jax.Array]:
+class _Plan:
+    """How one call is cut: its arrays' dimensions by name, and the names along which it may be."""
+
+    def __init__(self, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any], packed: FrozenSet[str]):
+        shapes = {name.partition(".")[0]: struct.shape for name, struct in operands}
+        grouped = op.startswith("fused_attn") and shapes["q"][2] != shapes["k"][2]
+        self.op, self.operands, self.results = op, list(operands), list(results)
+        both = self.operands + self.results
+        self.factors = [_factors(op, name, struct, settings, grouped, packed) for name, struct in both]
+        self.cut = _may_cut(op, operands, settings, packed) - ({"h"} if grouped else set())
+        rows = [struct for name, struct in both if name in ("x", "dz")]
+        flat = not op.startswith(("layernorm", "rmsnorm")) or len(rows[0].shape) == 2
+        columns = [(f, len(struct.shape) - (name.partition(".")[0] in packed)) for f, (name, struct) in zip(self.factors, both)
+                   if name.endswith(".columnwise_data")]
+        data = [len(struct.shape) - (name in packed) for name, struct in both if "." not in name]
+        if not flat or columns and (any(f is None for f, _ in columns) or max(data, default=2) > 2):
+            self.cut = set()  # column-wise codes are those of a matrix
+
+    def rule(self) -> Dict[str, Any]:
+        """As XLA's partitioner wants it: every dimension has a name, and names come in the order in which they appear."""
+        unique = iter(range(10**6))
+        both = self.operands + self.results
+        words = [" ".join(name or f"only{next(unique)}" for name in (f if f is not None else ("",) * len(struct.shape)))
+                 for f, (_, struct) in zip(self.factors, both)]
+        count = len(self.operands)
+        names = dict.fromkeys(w for text in words for w in text.split())
+        return {"sharding_rule": ", ".join(words[:count]) + " -> " + ", ".join(words[count:]),
+                "reduction_factors": ("k",) if self.op == "generic_gemm" and "k" in self.cut else (),
+                "need_replication_factors": tuple(w for w in names if w not in self.cut)}
+
+    def shardings(self, mesh: Any, axes: Mapping[str, Any]) -> List[NamedSharding]:
+        both = self.operands + self.results
+        return [NamedSharding(mesh, _spec(f, len(struct.shape), axes)) for f, (_, struct) in zip(self.factors, both)]
+
+    def whole(self, name: str, value: jax.Array, axes: Mapping[str, Any]) -> jax.Array:
+        """A result of the parts made that of the whole."""
+        everywhere = _flat(list(axes.values()))
+        if name.endswith("amax"):
+            return jax.lax.pmax(value, everywhere) if everywhere else value
+        over = _flat([axes.get("k")]) if self.op == "generic_gemm" and name == "d" else everywhere if name in _SUMMED else ()
+        return jax.lax.psum(value, over) if over else value
+
+    def partition(self, run: Callable) -> Callable:
+        def partition(mesh, arg_infos, result_infos):
+            axes = _chosen(list(arg_infos) + list(result_infos), self.factors, self.cut)
+            shardings, count = self.shardings(mesh, axes), len(self.operands)
+            local = [sharding.shard_shape(struct.shape) for sharding, (_, struct) in zip(shardings[count:], self.results)]
+
+            def lower(*arrays):
+                return tuple(self.whole(name, value, axes) for (name, _), value in zip(self.results, run(local, *arrays)))
+
+            return mesh, lower, tuple(shardings[count:]), tuple(shardings[:count])
+
+        return partition
+
+
+def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any],
+         packed: FrozenSet[str]) -> List[jax.Array]:
     """run(result shapes, *arrays), cut by XLA's partitioner where the program is one for several devices."""
-    shapes = {name.partition(".")[0]: struct.shape for name, struct in operands}
-    grouped = op.startswith("fused_attn") and shapes["q"][2] != shapes["k"][2]
-    cut = _may_cut(op, operands, settings)
-    if grouped:
-        cut -= {"h"}
-    both = list(operands) + list(results)
-    factors = [_factors(op, name, struct, settings, grouped) for name, struct in both]
-    if op.startswith("layernorm") or op.startswith("rmsnorm"):
-        x = next(struct for name, struct in both if name in ("x", "dz"))
-        cut = cut if len(x.shape) == 2 else set()
-    if any(f is None and ".columnwise" in name for f, (name, _) in zip(factors, both)):
-        cut = set()
-    ours, theirs = factors[:len(operands)], factors[len(operands):]
-
-    def partition(mesh, arg_infos, result_infos):
-        axes = _chosen(list(arg_infos) + list(result_infos), factors, cut)
-        size = lambda name: mesh.shape[name]  # noqa: E731
-        specs = [_spec(f, len(struct.shape), axes) for f, (_, struct) in zip(theirs, results)]
-        local = [NamedSharding(mesh, spec).shard_shape(struct.shape) for spec, (_, struct) in zip(specs, results)]
-
-        def lower(*arrays):
-            values = list(run(local, *arrays))
-            for i, (name, _) in enumerate(results):
-                if name.endswith("amax"):
-                    over = _flat(list(axes.values()))
-                    values[i] = jax.lax.pmax(values[i], over) if over else values[i]
-                    continue
-                if op == "generic_gemm" and name == "d":
-                    over = _flat([axes.get("k")])
-                else:
-                    over = _flat(list(axes.values())) if name in _SUMMED else ()
-                if any(size(a) > 1 for a in over):
-                    values[i] = jax.lax.psum(values[i], over)
-            return tuple(values)
-
-        return (mesh, lower, tuple(NamedSharding(mesh, spec) for spec in specs),
-                tuple(NamedSharding(mesh, _spec(f, len(struct.shape), axes)) for f, (_, struct) in zip(ours, operands)))
-
-    unique = iter(range(10**6))
-    words = [" ".join(name or f"only{next(unique)}" for name in (f if f is not None else ("",) * len(struct.shape)))
-             for f, (_, struct) in zip(factors, both)]
-    rule = ", ".join(words[:len(operands)]) + " -> " + ", ".join(words[len(operands):])
-    everywhere = {w for text in words for w in text.split()}
-    reduced = tuple(sorted({"k"} & cut)) if op == "generic_gemm" else ()
-    whole = [struct.shape for _, struct in results]
-    wrapped = custom_partitioning(lambda *arrays: tuple(run(whole, *arrays)))
-    wrapped.def_partition(partition, sharding_rule=rule, reduction_factors=reduced,
-                          need_replication_factors=tuple(sorted(everywhere - cut)))
+    plan = _Plan(op, operands, results, settings, packed)
+    shapes = [struct.shape for _, struct in results]
+    wrapped = custom_partitioning(lambda *arrays: tuple(run(shapes, *arrays)))
+    wrapped.def_partition(plan.partition(run), **plan.rule())
     return list(sequential_vmap(wrapped)(*[array for _, array in operands]))
 
 

@@ -89,6 +89,7 @@ class QuantizedOutput:
     pow2_scale: bool = False
     amax_epsilon: float = 0.0
     shape: Optional[Tuple[int, ...]] = None
+    packed: bool = False  # the columns are spread over the last two of three dimensions
 
     def of_shape(self, shape: Tuple[int, ...]) -> "QuantizedOutput":
         return dataclasses.replace(self, shape=tuple(shape))
@@ -102,12 +103,13 @@ class QuantizedOutput:
         return [(".scale", self.scale), (".amax", jnp.zeros((1,), jnp.float32))]
 
     def results(self) -> List[Tuple[str, jax.ShapeDtypeStruct]]:
-        m, k = 1, self.shape[-1]
-        for extent in self.shape[:-1]:
+        m, columns = 1, self.shape[-2:] if self.packed else self.shape[-1:]
+        for extent in self.shape[:-len(columns)]:
             m *= extent
+        k = columns[0] * (columns[1] if self.packed else 1)
         made = [("", jax.ShapeDtypeStruct(self.shape, self.dtype))] if self.rowwise else []
         if self.columnwise:
-            made.append((".columnwise_data", jax.ShapeDtypeStruct((m, k) if self.scaling == "mxfp8" else (k, m), self.dtype)))
+            made.append((".columnwise_data", jax.ShapeDtypeStruct((m, *columns) if self.scaling == "mxfp8" else (*columns, m), self.dtype)))
         for columnwise, wanted in ((False, self.rowwise or self.scaling == "tensor"), (True, self.columnwise and self.scaling != "tensor")):
             if wanted:
                 shape = scale_inv_shape(self.scaling, columnwise, m, k)

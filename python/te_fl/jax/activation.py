@@ -36,14 +36,17 @@ def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tu
     return tuple(sorted((name, float(value)) for name, value in given.items()))
 
 
-def forward(x, names, params, output=True):
-    return getattr(ops, _OPS[names])(input=x, output=output, **dict(params))
+def forward(x, names, params, output=None):
+    """x [M, H], or gated [M, 2, H]; the result (`output` says of which kind) is [M, H]."""
+    output = jax.ShapeDtypeStruct((x.shape[0], x.shape[-1]), x.dtype) if output is None else output.of_shape((x.shape[0], x.shape[-1]))
+    return ops.run(_OPS[names], frozenset({"input"} if x.ndim == 3 else ()), input=x, output=output, **dict(params))
 
 
 def backward(grad, x, names, params):
     name = _OPS[names]
     op = "clamped_dswiglu" if name == "clamped_swiglu" else "d" + name
-    return getattr(ops, op)(grad=grad, input=x, output=jax.ShapeDtypeStruct(x.shape, x.dtype), **dict(params))
+    packed = frozenset({"input", "output"} if x.ndim == 3 else ())
+    return ops.run(op, packed, grad=grad, input=x, output=jax.ShapeDtypeStruct(x.shape, x.dtype), **dict(params))
 
 
 def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act_params: Optional[Mapping] = None) -> jax.Array:
@@ -56,7 +59,7 @@ def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act
     names = canonicalize_activation(activation_type)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise ValueError(f"x has shape {x.shape}; for the activations {names} the last dimension but one is {len(names)}")
-    rows = x.reshape(-1, x.shape[-2] * x.shape[-1])
+    rows = x.reshape(-1, *x.shape[-2:]) if len(names) == 2 else x.reshape(-1, x.shape[-1])
     return _activation(rows, names, canonicalize_params(names, act_params)).reshape(*x.shape[:-2], x.shape[-1])
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import ops
+from te_fl.jax._varying import align
 
 
 class AttnBiasType(Enum):
@@ -213,6 +214,7 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
         bias = bias.astype(q.dtype)
         if jax.default_backend() == "cpu":  # whose fast implementation has no gradient of a bias that sequences share
             bias = jnp.broadcast_to(bias, (q.shape[1 - sequence], q.shape[2], q.shape[sequence], k.shape[sequence]))
+    q, k, v, bias, sink = align((q, k, v, bias, sink))
     return _attention(q, k, v, bias, sink, _Extras(None, None, mask, *lengths, seed if dropout > 0 else None), settings)
 
 

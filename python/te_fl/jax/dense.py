@@ -12,7 +12,7 @@ from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
 
 
 def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.Array, jax.Array, tuple]:
-    """x [M, K], kernel [K, N] and the shape of the result."""
+    """x [M, K], kernel [K, N] (or [K, n, N], if it has two column dimensions of more than one element) and the shape of the result."""
     of_x = [d % x.ndim for d in contracting_dims[0]]
     of_kernel = [d % kernel.ndim for d in contracting_dims[1]]
     shared = [x.shape[d] for d in of_x]
@@ -25,7 +25,9 @@ def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.
     size = 1
     for extent in shared:
         size *= extent
-    return x.transpose(*rows, *of_x).reshape(-1, size), kernel.transpose(*of_kernel, *columns).reshape(size, -1), result
+    wide = [kernel.shape[d] for d in columns if kernel.shape[d] != 1]
+    matrix = kernel.transpose(*of_kernel, *columns).reshape(size, *(wide if len(wide) == 2 else (-1,)))
+    return x.transpose(*rows, *of_x).reshape(-1, size), matrix, result
 
 
 def kernel_for(x: jax.Array, kernel: jax.Array, quantizer_set: QuantizerSet) -> jax.Array:
@@ -47,7 +49,7 @@ def dense(x: jax.Array, kernel: jax.Array, bias: Optional[jax.Array] = None,
         raise NotImplementedError("te_fl.jax: dense(collective_op_set=..) is not served: collectives are XLA's; leave it out")
     x = with_sharding_constraint_by_logical_axes(x, input_axes)
     a, b, shape = as_matrices(x, kernel_for(x, kernel, quantizer_set), contracting_dims)
-    flat = None if bias is None else bias.astype(x.dtype).reshape(-1)
+    flat = None if bias is None else bias.astype(x.dtype).reshape(b.shape[1:])
     y = product(a, b, flat, (), quantizer_set, None).reshape(shape)
     return with_sharding_constraint_by_logical_axes(y, output_axes)
 

@@ -8,6 +8,7 @@ from typing import Optional
 import jax
 
 from te_fl.jax import ops
+from te_fl.jax._varying import align
 
 _NORMS = ("layernorm", "rmsnorm")
 
@@ -55,7 +56,7 @@ def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_ty
         raise NotImplementedError("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
     norm_type = canonicalize_norm_type(norm_type)
     check_beta(norm_type, beta, zero_centered_gamma)
-    rows = x.reshape(-1, x.shape[-1])
+    rows, gamma, beta = align((x.reshape(-1, x.shape[-1]), gamma, beta))
     return _layernorm(rows, gamma, beta, norm_type, zero_centered_gamma, epsilon).reshape(x.shape)
 
 

@@ -9,7 +9,7 @@ Ops have no gradients here; te_fl.jax.dense and its kin do. Random numbers: rng=
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 
 import jax
 import jax.numpy as jnp
@@ -143,8 +143,8 @@ class _Call:
         self.results += [(name + part, struct) for part, struct in wanted.results()]
         self.settings.update({f"{name}.{key}": value for key, value in wanted.settings().items()})
 
-    def run(self, elementwise: bool) -> Dict[str, jax.Array]:
-        return call(self.op, self.operands, self.results, self.settings, elementwise)
+    def run(self, elementwise: bool, packed: FrozenSet[str]) -> Dict[str, jax.Array]:
+        return call(self.op, self.operands, self.results, self.settings, elementwise, packed)
 
 
 def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
@@ -162,6 +162,11 @@ def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, 
 
 
 def _run(op: str, **arguments: Any) -> Any:
+    return run(op, frozenset(), **arguments)
+
+
+def run(op: str, packed: FrozenSet[str], **arguments: Any) -> Any:
+    """The op by its name; packed: see te_fl.jax._call.call."""
     schema = _schema(op)
     scalars, tensors = _given(op, schema, arguments)
     made = _Call(op)
@@ -193,7 +198,7 @@ def _run(op: str, **arguments: Any) -> Any:
     if "rng" in tensors:
         made.operands.append(("rng", tensors["rng"]))
     made.settings.update({name: value for name, value in scalars.items()})
-    values = made.run(schema["elementwise"] and not any(isinstance(v, (Quantized, QuantizedOutput)) for v in tensors.values()))
+    values = made.run(schema["elementwise"] and not any(isinstance(v, (Quantized, QuantizedOutput)) for v in tensors.values()), packed)
     order = [arg["name"] for arg in schema["args"]]
     outputs.sort(key=lambda name: order.index(name.partition("[")[0]))
     found = [wanted[name].value(name, values) if isinstance(wanted.get(name), QuantizedOutput) else values[name] for name in outputs]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from te_fl.common import recipe as recipes
 from te_fl.jax import _partition, ops, sharding
+from te_fl.jax._varying import largest
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "Quantized", "QuantizedOutput", "Quantizer", "QuantizerSet", "autocast", "create_set", "fp8_autocast",
@@ -57,8 +58,9 @@ class Quantizer:
         """Derived scales of a tensor that lies on several devices are derived from the whole of it, before it is quantised."""
         return self.scaling == "tensor" and not self.delayed and _partition.may_cut_programs()
 
-    def output(self, rowwise: bool = True, columnwise: bool = True) -> QuantizedOutput:
-        return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, self.scale, self.pow2_scale, self.amax_epsilon)
+    def output(self, rowwise: bool = True, columnwise: bool = True, packed: bool = False) -> QuantizedOutput:
+        return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, self.scale, self.pow2_scale, self.amax_epsilon,
+                               packed=packed)
 
     def derived_scale(self, x: jax.Array) -> jax.Array:
         """docs/numerics.md, "Scale from amax"."""
@@ -69,22 +71,24 @@ class Quantizer:
             scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
         return jnp.where(_positive(amax), scale, 1.0)
 
-    def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True) -> Quantized:
-        output = self.output(rowwise, columnwise)
+    def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True, packed: bool = False) -> Quantized:
+        """packed: x [M, n, N] is a matrix [M, n * N]."""
+        output = self.output(rowwise, columnwise, packed)
         if self.cut:
             output = dataclasses.replace(output, scale=self.derived_scale(x), pow2_scale=False, amax_epsilon=0.0)
-        return ops.quantize(input=x, output=output)
+        return ops.run("quantize", frozenset({"input", "output"} if packed else ()), input=x, output=output.of_shape(x.shape))
 
     def after(self, amax: Optional[jax.Array]) -> "Quantizer":
         """The state after a step in which the tensor's amax was this; docs/numerics.md, "Delayed scaling"."""
         if not self.delayed:
             return self
+        amax = largest(amax, self.scale)  # inside shard_map the parts of a tensor share one scale
         last = jnp.where(amax != 0, amax, self.amax_history[:1])
         rows = jnp.concatenate([last, self.amax_history[1:]])
-        largest = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
-        scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / largest, jnp.finfo(jnp.float32).max)
+        most = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
+        scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
-        return dataclasses.replace(self, scale=jnp.where(_positive(largest), scale, self.scale),
+        return dataclasses.replace(self, scale=jnp.where(_positive(most), scale, self.scale),
                                    amax_history=jnp.where(last != 0, rolled, self.amax_history))
 
 

@@ -21,13 +21,18 @@ THD_MASKS = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_ri
 _OWN_KERNEL = "te-fl's attention has no such term"
 
 
-def mask_type(where: str, name: str, bottom_right: Optional[bool]) -> str:
-    """The mask's name with the diagonal that bottom_right asks for."""
+def mask_type(where: str, name: str) -> str:
+    """The mask's name. A causal one says by it which diagonal it has, whatever bottom_right_diagonal says, as in Transformer Engine."""
     name = {"causal,padding": "padding_causal", "padding,causal": "padding_causal"}.get(name, name)
     rules.choice(where, "attn_mask_type", name, MASKS)
-    if bottom_right and name in ("causal", "padding_causal"):
-        return name + "_bottom_right"
     return name
+
+
+def check_diagonal(where: str, mask: str, size: Tuple[int, int], bottom_right: Optional[bool], same_length: bool) -> None:
+    """te-fl's windows without a causal mask count from the first query and key, which is the other diagonal where lengths differ."""
+    if size != (-1, -1) and "causal" not in mask and bottom_right is not False and not same_length:
+        raise refuse(where, "bottom_right_diagonal", bottom_right, f"a window with mask {mask!r} counts from the first query and key; give "
+                     "bottom_right_diagonal=False, or queries and keys of the same length")
 
 
 def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int, int]:
@@ -108,7 +113,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
         self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, attn_mask_type
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
-        window(where, window_size, mask_type(where, attn_mask_type, bottom_right_diagonal))
+        window(where, window_size, mask_type(where, attn_mask_type))
         self.attention_type, self.layer_number = attention_type, layer_number
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         self.get_rng_state_tracker = get_rng_state_tracker
@@ -168,10 +173,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         layout = qkv_format or self.qkv_format
         rules.choice(where, "qkv_format", layout, FORMATS)
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-        mask = mask_type(where, attn_mask_type or self.attn_mask_type, bottom_right)
+        mask = mask_type(where, attn_mask_type or self.attn_mask_type)
         size = window(where, self.window_size if window_size is None else window_size, mask)
         inputs = self._masked(where, layout, mask, query_layer, key_layer, attention_mask, cu_seqlens_q, cu_seqlens_kv,
                               cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+        same = inputs.get("cu_seqlens_q") is inputs.get("cu_seqlens_kv")
+        if layout != "thd":
+            same = same and self._length(query_layer, layout) == self._length(key_layer, layout)
+        check_diagonal(where, mask, size, bottom_right, same)
         extras = self._biased(where, mask, core_attention_bias_type, core_attention_bias, alibi_slopes, query_layer.device, inputs)
         if layout == "thd":
             mask = THD_MASKS.get(mask, mask)

@@ -113,6 +113,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _options(self) -> dict:
         raise NotImplementedError
 
+    def _layer_of(self, x: Any):
+        """The layer for this input; TypeError for what is no tensor."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
+        return self._layer(x.device)
+
     def _layer(self, device: torch.device, kind: Optional[str] = None, options: Optional[Callable[[], dict]] = None, key: Any = None):
         kind = kind or self._kind
         key = (kind, key)
@@ -132,6 +138,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
              accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
         x = inputs[0]
+        if x.layout is not torch.strided or x.is_meta:
+            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
         activation = -1
         if torch.is_autocast_enabled(x.device.type):
             activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]

@@ -74,7 +74,14 @@ _ending = set()
 
 
 def _main_grads(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
-    return tuple(getattr(p, "main_grad", None) if p.dim() == 2 else None for p in parameters)
+    return tuple(p.main_grad if p.dim() == 2 and p.requires_grad else None for p in parameters)
+
+
+def _check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
+    for p in parameters:
+        if p.dim() == 2 and p.requires_grad and not isinstance(getattr(p, "main_grad", None), torch.Tensor):
+            raise AttributeError(f"fuse_wgrad_accumulation adds the gradient of a weight {tuple(p.shape)} to its main_grad, and it has none; "
+                                 "set weight.main_grad to a tensor of its shape before the forward")
 
 
 def _placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
@@ -119,6 +126,8 @@ def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:
+                if call.accumulates:
+                    _check_main_grads(tensors[call.inputs + call.extras:])
                 return LayerFunction.apply(call, *tensors)
     n = call.inputs
     return _native.layer_forward(call.layer, call.activation, UNCACHED if training else SERVING, call.first, tensors[:n],

@@ -71,8 +71,12 @@ _loss = differentiable(
     _save, _gradient)
 
 
+def _is_one_rank(group) -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1
+
+
 def _check(inp, target, label_smoothing, dist_process_group, overwrite_input):
-    if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1:
+    if dist_process_group is not None and not _is_one_rank(dist_process_group):
         raise Unsupported("parallel_cross_entropy: dist_process_group has more than one rank, and a vocabulary over ranks is not served; "
                           "gather the logits and leave dist_process_group out")
     if inp.dim() != 3:

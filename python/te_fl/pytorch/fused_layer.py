@@ -120,11 +120,11 @@ class FusedLayer:
         if state:
             _native.set_layer_state(layer, state)
 
-    def run(self, owner, x: torch.Tensor, mask: str, size, bottom_right, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
+    def run(self, owner, x: torch.Tensor, mask: str, size, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
             cu_seqlens_padded, max_seqlen) -> torch.Tensor:
         where = "TransformerLayer"
         core = owner.self_attention.core_attention
-        mask = mask_type(where, mask, bottom_right)
+        mask = mask_type(where, mask)
         size = window(where, size, mask)
         layout = owner.attn_input_format
         inputs = core._masked(where, layout, mask, x, x, attention_mask, cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded,

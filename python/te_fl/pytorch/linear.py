@@ -105,10 +105,14 @@ class Linear(_Product):
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
                 fp8_grad: Optional[bool] = False):
-        """inp [..., in_features] -> [..., out_features]. is_first_microbatch: True quantises the weight and keeps it, False reuses it."""
+        """inp [..., in_features] -> [..., out_features].
+
+        is_first_microbatch: True quantises the weight and keeps it, False
+        reuses what was kept unless the weight has changed since.
+        """
         if fp8_output or fp8_grad:
             _check_forward("Linear", fp8_output, fp8_grad)
-        return self._result(self._run(self._layer(inp.device), (inp,), self._own(), is_first_microbatch,
+        return self._result(self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch,
                                       accumulates=self.fuse_wgrad_accumulation))
 
 
@@ -155,7 +159,7 @@ class LayerNormLinear(_Product):
         """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
         if fp8_output or fp8_grad:
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
-        out = self._result(self._run(self._layer(inp.device), (inp,), (*norm_parameters(self), *self._own()), is_first_microbatch,
+        out = self._result(self._run(self._layer_of(inp), (inp,), (*norm_parameters(self), *self._own()), is_first_microbatch,
                                      accumulates=self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out

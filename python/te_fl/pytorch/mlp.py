@@ -10,7 +10,7 @@ from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.base import TransformerEngineBaseModule, default_init, device_of, parameter_dtype
 from te_fl.pytorch.call import DTYPE_NAMES
 from te_fl.pytorch.linear import add_norm_parameters, norm_options, norm_parameters, normalise, reset_norm_parameters
-from te_fl.pytorch.refuse import only, refuse
+from te_fl.pytorch.refuse import only
 
 ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "clamped_swiglu")
 GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
@@ -20,7 +20,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     """y = act(norm(x) A1^T + b1) A2^T + b2.
 
     activation: one of gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu; the gated ones have twice
-    the rows in fc1. activation_params: of clamped_swiglu, limit (7.0) and alpha (1.702). return_bias: fc2's bias is returned and not added.
+    the rows in fc1. activation_params: of clamped_swiglu, limit (7.0), alpha (1.702) and glu_linear_offset (1.0). return_bias: fc2's bias is returned and not added.
     return_layernorm_output: the normalised input is returned as well. seq_length and micro_batch_size: taken for compatibility; they warm
     up a compiler that te-fl has none of. The other arguments are LayerNormLinear's.
     """
@@ -102,7 +102,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return result
 
     def _compute(self, inp: torch.Tensor, is_first_microbatch: Optional[bool]) -> torch.Tensor:
-        return self._run(self._layer(inp.device), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
+        return self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}"
@@ -117,6 +117,5 @@ def _clamp(where: str, activation: str, params: Optional[dict]) -> dict:
     unknown = set(params) - {"limit", "alpha", "glu_linear_offset"}
     if unknown:
         raise ValueError(f"{where}: activation_params names {sorted(unknown)[0]!r}; clamped_swiglu has limit, alpha and glu_linear_offset")
-    if params.get("glu_linear_offset", 1.0) != 1.0:
-        raise refuse(where, "activation_params['glu_linear_offset']", params["glu_linear_offset"], "te-fl's clamped_swiglu adds 1")
-    return {"clamp_limit": float(params.get("limit", 7.0)), "clamp_alpha": float(params.get("alpha", 1.702))}
+    return {"clamp_limit": float(params.get("limit", 7.0)), "clamp_alpha": float(params.get("alpha", 1.702)),
+            "glu_linear_offset": float(params.get("glu_linear_offset", 1.0))}

@@ -49,11 +49,12 @@ class _Norm(TransformerEngineBaseModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input [..., *normalized_shape] -> the same shape."""
+        layer = self._layer_of(input)
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
             raise ValueError(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
         flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], -1)
-        return self._run(self._layer(input.device), (flat,), self._parameters_flat()).view(shape)
+        return self._run(layer, (flat,), self._parameters_flat()).view(shape)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -18,14 +18,15 @@ __all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "mu
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor on the same memory: this rank's part of a DTensor, and no leaf of autograd's."""
-    return getattr(tensor, "_local_tensor", tensor).detach()
+    """This rank's part of a DTensor; another tensor itself."""
+    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
-def _check_gradient(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> None:
-    if grad.is_sparse:
-        raise Unsupported(f"{optimizer}: sparse gradients are not served; give the embedding sparse=False")
+def _check_parameter(optimizer: str, param: torch.Tensor) -> None:
     if param.dtype not in _FLOATS:
         raise Unsupported(f"{optimizer}: a parameter has dtype {param.dtype}; it is float32, float16 or bfloat16")
     if not _local(param).is_contiguous():
@@ -33,18 +34,21 @@ def _check_gradient(optimizer: str, param: torch.Tensor, grad: torch.Tensor) -> 
 
 
 class _GroupedCalls:
-    """Tensors by what must be the same in one call: device and dtypes of parameter and gradient, and what the caller adds to that."""
+    """Rows of tensors by what must be the same in one call: device and dtypes of parameter and gradient, and what the caller adds."""
 
-    def __init__(self):
-        self._lists = {}
+    def __init__(self, optimizer: str):
+        self._optimizer, self._rows = optimizer, {}
 
-    def add(self, param: torch.Tensor, grad: torch.Tensor, *rest: Any, key: Any = None) -> None:
-        row = (_local(grad).contiguous(), _local(param)) + rest
-        if row[0].numel() > 0:
-            self._lists.setdefault((param.device, param.dtype, grad.dtype, key), []).append(row)
+    def add(self, param: torch.Tensor, grad: torch.Tensor, *rest: torch.Tensor, key: Any = None) -> None:
+        if grad.is_sparse:
+            raise Unsupported(f"{self._optimizer}: sparse gradients are not served; give the embedding sparse=False")
+        grad = _local(grad)
+        if not grad.is_contiguous():
+            grad = grad.contiguous()
+        self._rows.setdefault((param.device, param.dtype, grad.dtype, key), []).append((grad, _local(param), *rest))
 
     def __iter__(self):
-        for (device, _, _, key), rows in self._lists.items():
+        for (device, _, _, key), rows in self._rows.items():
             yield device, key, [list(column) for column in zip(*rows)]
 
 
@@ -117,6 +121,7 @@ class FusedAdam(_Optimizer):
         """Makes a parameter's state, as its first step does."""
         if store_param_remainders:
             raise Unsupported("FusedAdam: store_param_remainders=True is not served; give False")
+        _check_parameter("FusedAdam", param)
         state = self.state[param]
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
         state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
@@ -125,7 +130,7 @@ class FusedAdam(_Optimizer):
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
         """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, which are FP32 without a scale."""
-        return _local(self.state[param][state_name])
+        return _local(self.state[param][state_name]).detach()
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
         """Copies values into one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter."""
@@ -146,6 +151,8 @@ class FusedAdam(_Optimizer):
             for name, value in given.items():
                 if value is not None and (name != "master_param" or (self.master_weights and param.dtype is not torch.float32)):
                     self.set_scaled_state(param, name, value.float())
+            if self.master_weights and param.dtype is not torch.float32 and "master_param" not in self.state[param]:
+                self.state[param]["master_param"] = param.detach().float()  # saved by an optimizer that had none
         for group in self.param_groups:
             if "step" in group and self.capturable:
                 group["step"] = torch.as_tensor(group["step"]).reshape(1).to(self._device(group), torch.int64)
@@ -187,17 +194,19 @@ class FusedAdam(_Optimizer):
         skip = self._skip_flags(grad_scaler)
         for group in self.param_groups:
             self._advance(group, skip)
-            calls = _GroupedCalls()
+            calls = _GroupedCalls("FusedAdam")
             for param in group["params"]:
                 grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
                 if grad is None:
                     continue
-                _check_gradient("FusedAdam", param, grad)
-                if len(self.state[param]) == 0:
-                    self.initialize_state(param)
                 state = self.state[param]
-                masters = (_local(state["master_param"]),) if "master_param" in state else ()
-                calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), *masters, key=bool(masters))
+                if not state:
+                    self.initialize_state(param)
+                master = state.get("master_param")
+                if master is None:
+                    calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), key=False)
+                else:
+                    calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), _local(master), key=True)
             for device, _, lists in calls:
                 self._update(group, lists, skip.get(device))
         return loss
@@ -255,6 +264,7 @@ class FusedSGD(_Optimizer):
         """The momentum buffers of parameters, made where they are missing, and whether all were."""
         new = [param for param in params if "momentum_buffer" not in self.state[param]]
         for param in new:
+            _check_parameter("FusedSGD", param)
             self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
         return [self.state[param]["momentum_buffer"] for param in params], len(new) == len(params)
 
@@ -266,11 +276,10 @@ class FusedSGD(_Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            calls = _GroupedCalls()
+            calls = _GroupedCalls("FusedSGD")
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                _check_gradient("FusedSGD", param, param.grad)
                 (momentum,), first = self.get_momentums([param])
                 calls.add(param, param.grad, _local(momentum), key=first)
             for _, first, (grads, params, momentums) in calls:

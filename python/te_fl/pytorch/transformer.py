@@ -31,6 +31,17 @@ class DropPath(torch.nn.Module):
         return hidden_state / keep * kept
 
 
+def _branch(output: Any, normed: bool, residual: Any) -> Tuple[torch.Tensor, Any]:
+    """A part's output and the residual it is added to. A part that replaces te-fl's may leave its bias to the layer, as
+    Transformer Engine's do."""
+    if not isinstance(output, tuple):
+        return output, residual
+    if normed:
+        *output, residual = output
+    branch, *bias = output
+    return (branch + bias[0] if bias and bias[0] is not None and bias[0].numel() > 0 else branch), residual
+
+
 class TransformerLayer(torch.nn.Module):
     """h = x + dropout(attention(x)), then y = h + dropout(mlp(h)); a decoder layer attends to encoder_output in between.
 
@@ -40,7 +51,8 @@ class TransformerLayer(torch.nn.Module):
     has none of. The ub_ arguments have no effect with one rank. Others as MultiheadAttention's and LayerNormMLP's.
 
     An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
-    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state.
+    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state; their results differ as
+    sums in another order do (the one call adds residuals before it rounds), and dropout draws other numbers.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: Optional[int] = None,
@@ -156,14 +168,17 @@ class TransformerLayer(torch.nn.Module):
         only("TransformerLayer", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.is_meta:
+            given = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
+            raise TypeError(f"TransformerLayer: hidden_states is {given}; it must be a torch.Tensor with memory")
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         fused = self._fused
         if fused is not None:
             if (not checkpoint_core_attention and not softcap and thd_attention_policies is None
                     and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
-                return fused.run(self, hidden_states, mask, size, bottom_right, is_first_microbatch, rotary_pos_emb, attention_mask,
-                                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
+                return fused.run(self, hidden_states, mask, size, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
+                                 core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
             fused.leave()
         given = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
                      rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
@@ -176,9 +191,10 @@ class TransformerLayer(torch.nn.Module):
                                        cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **given)
         post = self.apply_residual_connection_post_layernorm
         if self.parallel_attention_mlp:
-            return self._add(attended + self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch), hidden_states,
-                             self.drop_path)
-        attended, residual = attended if post and not self.output_layernorm else (attended, hidden_states)
+            branch, _ = _branch(attended, False, None)
+            other, _ = _branch(self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch), False, None)
+            return self._add(branch + other, hidden_states, self.drop_path)
+        attended, residual = _branch(attended, post and not self.output_layernorm, hidden_states)
         hidden = self._add(attended, residual, self.drop_path)
         if self.layer_type == "decoder":
             attended = self.inter_attention(
@@ -187,10 +203,10 @@ class TransformerLayer(torch.nn.Module):
                 bottom_right_diagonal=self.enc_dec_bottom_right_diagonal if enc_dec_bottom_right_diagonal is None
                 else enc_dec_bottom_right_diagonal, encoder_output=encoder_output, cu_seqlens_kv=cu_seqlens_kv,
                 cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv, **given)
-            attended, residual = attended if post else (attended, hidden)
+            attended, residual = _branch(attended, post, hidden)
             hidden = self._add(attended, residual, None)
         out = self.layernorm_mlp(hidden, is_first_microbatch=is_first_microbatch)
-        out, residual = out if post else (out, hidden)
+        out, residual = _branch(out, post, hidden)
         out = self._add(out, residual, self.drop_path)
         return self.layernorm(out) if self.output_layernorm else out
 

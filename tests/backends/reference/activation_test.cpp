@@ -126,10 +126,10 @@ TEST(ReferenceActivation, InPlaceGatedGradientOfLongRows) {
 TEST(ReferenceActivation, ClampedSwiglu) {
   // Pairs (a, b): inside; a above; b above; b below; a far below is not clamped.
   const Values a{1, 3, 1, 0.5, -9}, b{0.5, -1, 4, -5, 1.5};
-  constexpr double kLimit = 2, kAlpha = 1.5;
+  constexpr double kLimit = 2, kAlpha = 1.5, kOffset = 0.25;
   const auto f = [&](double x, double g) {
     const double ca = std::min(x, kLimit), cb = std::max(-kLimit, std::min(g, kLimit));
-    return ca * sigmoid(kAlpha * ca) * (cb + 1);
+    return ca * sigmoid(kAlpha * ca) * (cb + kOffset);
   };
   Values input = a, y, dx(10);
   input.insert(input.end(), b.begin(), b.end());
@@ -145,6 +145,7 @@ TEST(ReferenceActivation, ClampedSwiglu) {
   forward.output = out;
   forward.limit = kLimit;
   forward.alpha = kAlpha;
+  forward.glu_linear_offset = kOffset;
   EXPECT_OK(call("clamped_swiglu", forward));
   expect_near(out.values(), y, 1e-7, 1e-6);
   te_fl_activation_clamped_bwd_args backward;
@@ -153,6 +154,7 @@ TEST(ReferenceActivation, ClampedSwiglu) {
   backward.output = dx_out;
   backward.limit = kLimit;
   backward.alpha = kAlpha;
+  backward.glu_linear_offset = kOffset;
   EXPECT_OK(call("clamped_dswiglu", backward));
   expect_near(dx_out.values(), dx, 1e-6, 1e-6);
   EXPECT_EQ(dx_out.get(1), 0.0);

@@ -80,7 +80,7 @@ struct Variant {
   int dbias = TE_FL_F32;
   Dims shape = {};
   std::string in_place = {};  // name of the input whose memory the output takes
-  double limit = 7, alpha = 1.702;
+  double limit = 7, alpha = 1.702, offset = 1;
   bool large = false;
 };
 
@@ -93,6 +93,7 @@ std::string name_of_variant(const Op& op, const Variant& v) {
   if (!v.in_place.empty()) name += "/in_place=" + v.in_place;
   if (v.limit != 7) name += v.limit == 0 ? "/limit=0" : "/limit=1.5";
   if (v.alpha != 1.702) name += "/alpha";
+  if (v.offset != 1) name += "/offset";
   return name;
 }
 
@@ -100,11 +101,12 @@ std::string name_of_variant(const Op& op, const Variant& v) {
 struct Gate {
   double y, da, db;
 };
-Gate gate(const Op& op, double a, double b, double dy, double limit, double alpha) {
+Gate gate(const Op& op, double a, double b, double dy, double limit, double alpha, double offset) {
   if (op.form != Form::kClampedForward && op.form != Form::kClampedBackward)
     return {op.act.f(a) * b, dy * op.act.df(a) * b, dy * op.act.f(a)};
   const double ca = std::min(a, limit), cb = std::clamp(b, -limit, limit), s = sigmoid(alpha * ca);
-  return {ca * s * (cb + 1), a > limit ? 0 : dy * (s + alpha * ca * s * (1 - s)) * (cb + 1),
+  return {ca * s * (cb + offset),
+          a > limit ? 0 : dy * (s + alpha * ca * s * (1 - s)) * (cb + offset),
           std::fabs(b) > limit ? 0 : dy * ca * s};
 }
 
@@ -115,12 +117,14 @@ double cancelled(double x) { return 0x1p-22 * std::clamp(std::fabs(x), 1.0, 10.0
 void expect_gated(Problem& p, const Op& op, const Variant& v, Tensor* x, Tensor* g, Tensor* y) {
   const int64_t h = v.shape.back(), rows = h == 0 ? 0 : x->numel() / (2 * h);
   const double limit = static_cast<double>(static_cast<float>(v.limit)),
-               alpha = static_cast<double>(static_cast<float>(v.alpha));
+               alpha = static_cast<double>(static_cast<float>(v.alpha)),
+               offset = static_cast<double>(static_cast<float>(v.offset));
   std::vector<double> want(static_cast<size_t>(y->numel())), extra(want.size());
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < h; ++j) {
       const double dy = g == nullptr ? 0 : g->get(i * h + j);
-      const Gate r = gate(op, x->get(i * 2 * h + j), x->get(i * 2 * h + h + j), dy, limit, alpha);
+      const Gate r =
+          gate(op, x->get(i * 2 * h + j), x->get(i * 2 * h + h + j), dy, limit, alpha, offset);
       // Near a zero of the activation or its derivative FP32 terms cancel; the other factors
       // magnify that.
       const double size = cancelled(x->get(i * 2 * h + j)) * std::fabs(x->get(i * 2 * h + h + j));
@@ -172,6 +176,7 @@ std::function<void(Problem&)> builder(const Op& op, const Variant& v) {
         op.form == Form::kBiasBackward ? p.out("dbias", v.dbias, {v.shape.back()}) : nullptr;
     if (op.form == Form::kClampedForward || op.form == Form::kClampedBackward)
       p.set("limit", v.limit), p.set("alpha", v.alpha);
+    if (v.offset != 1) p.set("glu_linear_offset", v.offset);
     p.oracle([&p, op, v, x, g, y, dbias] {
       if (gated(op.form))
         expect_gated(p, op, v, x, g, y);
@@ -244,6 +249,7 @@ void add_op(Table& table, const Op& op) {
     variant({.shape = {33, 65}, .limit = 1.5});
     variant({.shape = {33, 65}, .limit = 0});
     variant({.in = TE_FL_BF16, .shape = {33, 65}, .alpha = 1});
+    variant({.shape = {33, 65}, .limit = 1.5, .offset = -0.25});
   }
 }
 

@@ -328,3 +328,34 @@ class LayerNormMLP(TransformerEngineBase):
             y = layernorm(with_sharding_constraint_by_logical_axes(y, self.layernorm_input_axes), scale, ln_bias, **norm)
         out = self._one_by_one(y, kernels, biases, quantizers, deterministic)
         return out, y if self.return_layernorm_output else None
+
+
+def wrap_function_in_te_state_module(f: Callable, quantization_recipe: Any, name: Optional[str] = None,
+                                     quantization_checkpoint_name: Optional[str] = None) -> type:
+    """A module class that calls f(generate_quantizer_set, ..); the state of the quantisers is in the collection "_overwrite_with_gradient"."""
+
+    class Wrapped(TransformerEngineBase):
+        @nn.compact
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            def generate(postfix: str = "", n_groups: Optional[int] = None) -> QuantizerSet:
+                return self.generate_quantizer_set(postfix, "_overwrite_with_gradient", quantization_checkpoint_name, quantization_recipe, n_groups)
+
+            return f(generate, *args, **kwargs)
+
+    Wrapped.__name__ = Wrapped.__qualname__ = f"TEWrapper_{name or f.__name__}"
+    return Wrapped
+
+
+def make_dot_general_cls(quantization_recipe: Any) -> type:
+    """A module class for Flax's own layers: nn.Dense(.., dot_general=make_dot_general_cls(recipe)())."""
+
+    def dot_general(generate_quantizer_set: Callable, x: jax.Array, kernel: jax.Array, dims: Any, **rest: Any) -> jax.Array:
+        contracting, batched = dims
+        if any(batched):
+            raise NotImplementedError(f"te_fl.jax: dot_general with batch dimensions {batched} is not served; it has products without")
+        for option, value in rest.items():
+            if value is not None and not (option == "preferred_element_type" and jnp.dtype(value) == x.dtype):
+                raise NotImplementedError(f"te_fl.jax: dot_general({option}={value!r}) is not served; leave it None")
+        return dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
+
+    return wrap_function_in_te_state_module(dot_general, quantization_recipe, "dot_general")

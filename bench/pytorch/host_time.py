@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""What te_fl.pytorch's modules cost on the host, beside torch.nn.Linear and te-fl's own C++ layer, in one process.
+
+usage: host_time.py [--device DEVICE] [--blocks N] [--build FOLDER] [--json FILE]
+  --blocks  alternating blocks per row; each figure is the median of the blocks' means (default 21)
+  --build   a build with bench/gpu's library, for the rows that compare with C++; a GPU is needed
+
+Each call of a block is enqueued without waiting; the device waits at the block's end. Shapes are small enough that the host decides.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+ROWS, WIDTH = 64, 768
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def medians(device, cases, blocks, calls):
+    """{name: microseconds per call}, the cases in turn."""
+    times = {name: [] for name in cases}
+    for block in range(blocks + 3):
+        for name, call in cases.items():
+            synchronize(device)
+            began = time.perf_counter()
+            for _ in range(calls):
+                call()
+            synchronize(device)
+            if block >= 3:
+                times[name].append((time.perf_counter() - began) / calls * 1e6)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def run_linear(device, blocks, backward, calls=200):
+    """{name: microseconds per call}, the cases in turn; one autocast around a block's calls, as a step has around all its modules."""
+    x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=backward)
+    dy = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+
+    def ours(recipe):
+        module = te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
+        if recipe is not None:  # scales, and the weights that is_first_microbatch=False reuses
+            for _ in range(2):
+                with te.autocast(recipe=recipe):
+                    module(x.detach().requires_grad_(), is_first_microbatch=True).sum().backward()
+        return module, recipe, {} if recipe is None else {"is_first_microbatch": False}
+
+    cases = {"torch.nn.Linear BF16": (torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16), None, {}),
+             "te_fl BF16": ours(None), "te_fl FP8 delayed, weights cached": ours(DelayedScaling()),
+             "te_fl FP8 current, weights cached": ours(Float8CurrentScaling())}
+    times = {name: [] for name in cases}
+    for block in range(blocks + 3):
+        for name, (module, recipe, given) in cases.items():
+            with te.autocast(enabled=recipe is not None, recipe=recipe), torch.set_grad_enabled(backward):
+                synchronize(device)
+                began = time.perf_counter()
+                for _ in range(calls):
+                    y = module(x, **given)
+                    if backward:
+                        y.backward(dy)
+                synchronize(device)
+                took = time.perf_counter() - began
+            if block >= 3:
+                times[name].append(took / calls * 1e6)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def layer_cases(device, build, hidden, ffn, heads, length, batch, recipes, blocks, calls):
+    """{recipe: (te_fl.pytorch, C++)}, forward and backward with scale updates."""
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "gpu"))
+    import te_fl_bench
+    library = te_fl_bench.Library(os.path.join(build, "lib"), os.path.join(build, "plugins", "libte_fl_cuda.so"))
+    out = {}
+    for name, recipe in recipes.items():
+        x = torch.randn(length, batch, hidden, device=device, dtype=torch.bfloat16)
+        dy = torch.randn_like(x)
+        theirs = te_fl_bench.Layer(library, x, dy, hidden=hidden, ffn=ffn, heads=heads, groups=0, causal=False, llama=False,
+                                     recipe=name, cached=False)
+        layer = te.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
+                                    device=device, fuse_qkv_params=True, self_attn_mask_type="no_mask")
+        own = x.clone().requires_grad_()
+
+        def ours():
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = layer(own)
+            for p in layer.parameters():
+                p.grad = None
+            own.grad = None
+            y.backward(dy)
+        result = medians(device, {"te_fl.pytorch": ours, "C++": theirs.step}, blocks, calls)
+        theirs.close()
+        out[name] = (result["te_fl.pytorch"], result["C++"])
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--blocks", type=int, default=21)
+    parser.add_argument("--build")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    results = {}
+    targets = {False: {"te_fl BF16": 1.3, "te_fl FP8 delayed, weights cached": 1.8, "te_fl FP8 current, weights cached": 2.0},
+               True: {"te_fl BF16": 1.2, "te_fl FP8 delayed, weights cached": 1.6}}
+    for backward in (False, True):
+        what = "forward and backward" if backward else "forward"
+        row = results[what] = run_linear(device, options.blocks, backward)
+        base = row["torch.nn.Linear BF16"]
+        for name, us in row.items():
+            target = targets[backward].get(name)
+            print(f"Linear [{ROWS}, {WIDTH}] {what:21} {name:38} {us:8.1f} us  {us / base:5.2f}" + (f"  target {target}" if target else ""))
+    if options.build and device.type == "cuda":
+        small = layer_cases(device, options.build, 1024, 4096, 16, 512, 1, {"none": None, "delayed": DelayedScaling()}, options.blocks, 50)
+        quick = layer_cases(device, options.build, 4096, 16384, 32, 2048, 4,
+                            {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()},
+                            7, 4)
+        for shape, rows, target in (("hidden 1024, 512 tokens", small, 1.3), ("quickstart", quick, 1.01)):
+            results[shape] = rows
+            for name, (ours, theirs) in rows.items():
+                print(f"TransformerLayer {shape}, forward and backward, {name:8} {ours:10.1f} us, C++ {theirs:10.1f} us  {ours / theirs:5.3f}"
+                      f"  target {target}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+// Weight gradients that backward_dw() computes later.
+#include "autocast_fixture.hpp"
+#include "support/expect.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+// Gradients after two microbatches, whose weight gradients come with each or after both.
+std::vector<Values> gradients(Module& module, const std::function<Result<Tensor>(Ctx&)>& forward,
+                              const std::function<Result<Tensor>(const Tensor&, Ctx&)>& backward,
+                              const std::optional<Recipe>& recipe, bool delays) {
+  std::vector<Values> seen;
+  module.set_delay_wgrad(delays);
+  for (int step = 0; step < 2; ++step) {
+    check(module.zero_grad());
+    for (int m = 0; m < 2; ++m) {
+      Ctx ctx;
+      std::optional<autocast> fp8;
+      if (recipe.has_value()) fp8.emplace(true, *recipe);
+      const Tensor y = take(forward(ctx));
+      fp8.reset();
+      seen.push_back(values_of(take(backward(y, ctx))));
+    }
+    check(backward_end());
+    if (delays) {
+      for (const NamedParameter& p : module.parameters()) {
+        if (p.value().rank() == 2) {
+          EXPECT_FALSE(p.parameter->grad_written) << p.name;
+        }
+      }
+    }
+    check(module.backward_dw());
+    for (const NamedParameter& p : module.parameters()) seen.push_back(values_of(p.grad()));
+  }
+  return seen;
+}
+
+TEST(DelayedWgrad, IsTheSameGradient) {
+  for (const std::optional<Recipe>& recipe :
+       {std::optional<Recipe>(), std::optional<Recipe>(DelayedScaling{.amax_history_len = 2}),
+        std::optional<Recipe>(Float8BlockScaling{})}) {
+    std::vector<Values> seen[2], parts[2];
+    for (bool delays : {false, true}) {
+      auto layer = take(TransformerLayer::create({.hidden_size = 32,
+                                                  .ffn_hidden_size = 64,
+                                                  .num_attention_heads = 2,
+                                                  .layout = Layout::kBSHD,
+                                                  .seed = 5,
+                                                  .init_std = 0.2f}));
+      const Tensor x = tensor({2, 6, 32}, random_values(2 * 6 * 32, 7));
+      seen[delays] = gradients(
+          *layer, [&](Ctx& ctx) { return layer->forward(x, &ctx); },
+          [&](const Tensor& dy, Ctx& ctx) { return layer->backward(dy, ctx); }, recipe, delays);
+      auto split = take(Linear::create({.in_features = kIn,
+                                        .out_features = kOut,
+                                        .seed = 3,
+                                        .init_std = 0.2f,
+                                        .parameters_split = {{"a", 16}, {"b", 32}}}));
+      parts[delays] = gradients(
+          *split, [&](Ctx& ctx) { return split->forward(input(), &ctx); },
+          [&](const Tensor& dy, Ctx& ctx) { return split->backward(dy, ctx); }, recipe, delays);
+    }
+    EXPECT_TRUE(seen[0] == seen[1]);
+    EXPECT_TRUE(parts[0] == parts[1]);
+  }
+}
+
+TEST(DelayedWgrad, AStepBeforeItIsRefused) {
+  auto linear = make_linear();
+  linear->set_delay_wgrad(true);
+  auto adam = take(Adam::create(linear->parameters(), {}));
+  Ctx ctx;
+  const Tensor y = take(linear->forward(input(), &ctx));
+  (void)take(linear->backward(y, ctx));
+  EXPECT_FAILS(adam->step(), kFailedPrecondition, "weight to backward_dw()");
+  check(linear->backward_dw());
+  check(adam->step());
+  check(linear->backward_dw());  // nothing is left
+}
+
+TEST(DelayedWgrad, HooksWaitForNothingThatIsDelayed) {
+  const Layer<Linear> linear({.in_features = kIn, .out_features = kOut});
+  const auto seen = [&](bool delays) {
+    linear->set_delay_wgrad(delays);
+    Tape tape;
+    int64_t count = 0;
+    tape.on_gradient([&](Parameter&) {
+      ++count;
+      return Status();
+    });
+    check(tape.backward(linear(tape.input(input())), gradient()));
+    check(linear->backward_dw());
+    return count;
+  };
+  EXPECT_EQ(seen(false), 2);
+  EXPECT_EQ(seen(true), 1);  // the bias, written by the microbatch before
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing

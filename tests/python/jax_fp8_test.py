@@ -1,0 +1,204 @@
+"""te_fl.jax under FP8 against the quantised computation in NumPy, and the state that goes in and comes out."""
+
+import unittest
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import te_fl.jax as te
+from te_fl.common import recipe
+from te_fl.jax.quantize import Quantizer, create_set
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+RNG = np.random.default_rng(9)
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def cast(x, scale, dtype):
+    """x as the codes hold it, in FP64."""
+    scaled = np.clip(x * np.float32(scale), -LARGEST[dtype], LARGEST[dtype])
+    return scaled.astype(dtype).astype(np.float64) / np.float64(np.float32(scale))
+
+
+def current(x, dtype):
+    return cast(x, np.float32(LARGEST[dtype]) / np.abs(x).max(), dtype)
+
+
+def blocks(x, rows, columns, dtype, scale_of):
+    """x with one scale for each block of the matrix."""
+    made = np.empty(x.shape)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            part = x[i:i + rows, j:j + columns]
+            made[i:i + rows, j:j + columns] = cast(part, scale_of(np.abs(part).max()), dtype)
+    return made
+
+
+def power_of_two(amax):
+    return 2.0 ** np.floor(np.log2(448.0 / amax))
+
+
+def mx(amax):
+    return 2.0 ** -np.ceil(np.log2(amax / 448.0))
+
+
+class Products(unittest.TestCase):
+    M, K, N = 160, 256, 128
+
+    def setUp(self):
+        self.x, self.kernel, self.cotangent = normal(self.M, self.K), normal(self.K, self.N), normal(self.M, self.N)
+
+    def run_dense(self, quantizers):
+        def loss(x, kernel, quantizers):
+            y = te.dense.dense(x, kernel, quantizer_set=quantizers)
+            return jnp.sum(y * self.cotangent), y
+
+        (_, y), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(self.x, self.kernel, quantizers)
+        return y, grads
+
+    def check(self, found, wanted):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * self.K * np.abs(wanted).max())
+
+    def test_current_scaling(self):
+        y, (dx, dkernel, _) = self.run_dense(create_set(recipe.Float8CurrentScaling()))
+        x, kernel, dy = current(self.x, E4M3), current(self.kernel, E4M3), current(self.cotangent, E5M2)
+        self.check(y, x @ kernel)
+        self.check(dx, dy @ kernel.T)
+        self.check(dkernel, x.T @ dy)
+
+    def test_block_scaling(self):
+        y, (dx, dkernel, _) = self.run_dense(create_set(recipe.Float8BlockScaling()))
+        along = lambda a, axis: blocks(a, *((128, 1) if axis == 0 else (1, 128)), E4M3, power_of_two)  # noqa: E731
+        kernel = blocks(self.kernel, 128, 128, E4M3, power_of_two)
+        self.check(y, along(self.x, 1) @ kernel)
+        self.check(dx, along(self.cotangent, 1) @ kernel.T)
+        self.check(dkernel, along(self.x, 0).T @ along(self.cotangent, 0))
+
+    def test_mxfp8(self):
+        y, (dx, dkernel, _) = self.run_dense(create_set(recipe.MXFP8BlockScaling()))
+        along = lambda a, axis: blocks(a, *((32, 1) if axis == 0 else (1, 32)), E4M3, mx)  # noqa: E731
+        self.check(y, along(self.x, 1) @ along(self.kernel, 0))
+        self.check(dx, along(self.cotangent, 1) @ along(self.kernel, 1).T)
+        self.check(dkernel, along(self.x, 0).T @ along(self.cotangent, 0))
+
+    def test_packed_columns_are_the_same_matrix(self):
+        x, kernel = normal(128, 128), normal(128, 2, 128)
+        for given in (recipe.DelayedScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()):
+            run = lambda k: te.dense.dense(x, k, quantizer_set=create_set(given))  # noqa: B023, E731
+            packed, pull = jax.vjp(run, jnp.asarray(kernel))
+            flat, pull_flat = jax.vjp(run, jnp.asarray(kernel.reshape(128, 256)))
+            np.testing.assert_array_equal(packed.reshape(flat.shape), flat)
+            cotangent = normal(128, 256)
+            np.testing.assert_array_equal(pull(cotangent.reshape(128, 2, 128))[0].reshape(128, 256), pull_flat(cotangent)[0])
+
+    def test_delayed_scaling_over_steps(self):
+        """Each step quantises with the scale that the amaxes of the steps before gave."""
+        length, margin = 3, 1
+        state = create_set(recipe.DelayedScaling(amax_history_len=length, margin=margin))
+        scales, seen = {"x": 1.0, "kernel": 1.0, "dgrad": 1.0}, []
+        dtypes = {"x": E4M3, "kernel": E4M3, "dgrad": E5M2}
+        for factor in (1.0, 4.0, 0.5, 0.25, 0.125):
+            self.x, self.kernel, self.cotangent = normal(self.M, self.K) * factor, normal(self.K, self.N) / factor, normal(self.M, self.N)
+            tensors = {"x": self.x, "kernel": self.kernel, "dgrad": self.cotangent}
+            y, (dx, dkernel, state) = self.run_dense(state)
+            q = {name: cast(t, scales[name], dtypes[name]) for name, t in tensors.items()}
+            self.check(y, q["x"] @ q["kernel"])
+            self.check(dx, q["dgrad"] @ q["kernel"].T)
+            self.check(dkernel, q["x"].T @ q["dgrad"])
+            seen.append({name: np.abs(t).max() for name, t in tensors.items()})
+            for name in tensors:
+                quantizer = getattr(state, name)
+                last = [step[name] for step in seen[-length:]]
+                scales[name] = np.float32(LARGEST[dtypes[name]] / 2**margin) / max(last)
+                self.assertAlmostEqual(float(quantizer.scale[0]) / scales[name], 1.0, places=6)
+                self.assertEqual(float(quantizer.amax_history[-1]), last[-1])
+                self.assertEqual(float(quantizer.amax_history[0]), 0.0)  # where the step's amax is collected
+
+    def test_most_recent(self):
+        quantizer = Quantizer(jnp.ones(1), jnp.array([0.0, 8.0, 2.0]), amax_compute_algo="most_recent")
+        self.assertEqual(float(quantizer.after(jnp.array([4.0])).scale[0]), 112.0)
+        self.assertEqual(float(Quantizer(jnp.ones(1), jnp.array([0.0, 8.0, 2.0])).after(jnp.array([4.0])).scale[0]), 56.0)
+        for amax in (np.inf, np.nan):  # the old scale stays
+            self.assertEqual(float(quantizer.after(jnp.array([amax])).scale[0]), 1.0)
+
+    def test_a_step_without_a_gradient_leaves_the_state(self):
+        state = create_set(recipe.DelayedScaling(amax_history_len=2))
+        self.cotangent = np.zeros_like(self.cotangent)
+        after = self.run_dense(state)[1][2]
+        self.assertEqual(float(after.dgrad.scale[0]), 1.0)
+        self.assertEqual(float(after.x.amax_history[-1]), np.abs(self.x).max())
+
+
+class Fused(unittest.TestCase):
+    """The norm and the activation write the codes themselves. Their FP32 results may differ from NumPy's in the last bit, and so may
+    single codes."""
+
+    def check(self, found, wanted, step):
+        off = np.abs(np.asarray(found, np.float64) - wanted)
+        self.assertLess(np.mean(off > 1e-4 * np.abs(wanted).max()), 0.02)
+        self.assertLess(off.max(), step * np.abs(wanted).max())
+
+    def test_layernorm_dense(self):
+        x, gamma, beta, kernel, cotangent = normal(32, 64), normal(64), normal(64), normal(64, 32), normal(32, 32)
+        quantizers = create_set(recipe.DelayedScaling(amax_history_len=1))
+
+        def loss(x, kernel, quantizers):
+            y = te.layernorm_dense.layernorm_dense(x, kernel, gamma, beta, quantizer_set=quantizers)
+            return jnp.sum(y * cotangent), y
+
+        (_, y), (dx, dkernel, after) = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, kernel, quantizers)
+        wide = x.astype(np.float64)
+        z = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-6) * gamma + beta
+        zq, kq, dyq = cast(z.astype(np.float32), 1, E4M3), cast(kernel, 1, E4M3), cast(cotangent, 1, E5M2)
+        self.check(y, zq @ kq, 0.1)
+        self.check(dkernel, zq.T @ dyq, 0.1)
+        norm64 = lambda x: (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * gamma + beta  # noqa: E731
+        self.check(dx, jax.vjp(norm64, jnp.asarray(x))[1](jnp.asarray(dyq @ kq.T, jnp.float32))[0], 0.01)
+        self.assertAlmostEqual(float(after.x.amax_history[0]), 0.0)
+        self.assertAlmostEqual(float(after.x.scale[0]) * np.abs(z).max() / 448, 1.0, places=4)
+
+    def test_layernorm_mlp(self):
+        x, gamma, k1, k2 = normal(32, 64), normal(64), normal(64, 2, 48) / 8, normal(48, 64) / 8
+        sets = tuple(create_set(recipe.Float8CurrentScaling()) for _ in range(2))
+        y = te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [None, None], "rmsnorm", activation_type=("silu", "linear"),
+                                           quantizer_sets=sets)
+        z = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * gamma
+        h = (current(z.astype(np.float32), E4M3) @ current(k1.reshape(64, -1), E4M3)).astype(np.float32).reshape(32, 2, 48)
+        a = h[:, 0] / (1 + np.exp(-h[:, 0])) * h[:, 1]
+        self.check(y, current(a, E4M3) @ current(k2, E4M3), 0.1)
+
+
+class Recipes(unittest.TestCase):
+    def test_what_is_not_served_says_so(self):
+        for given, text in ((recipe.NVFP4BlockScaling(), "te_fl.jax has no NVFP4BlockScaling; it has DelayedScaling"),
+                            (recipe.DelayedScaling(amax_compute_algo=lambda h: h[0]), r"DelayedScaling\(amax_compute_algo=.*give 'max'"),
+                            (recipe.DelayedScaling(reduce_amax=False), "reduce_amax"),
+                            (recipe.Float8CurrentScaling(fp8_dpa=True), "fp8_dpa.*leave it False")):
+            with self.assertRaisesRegex(NotImplementedError, text):
+                with te.autocast(enabled=True, recipe=given):
+                    pass
+            with te.autocast(enabled=False, recipe=given):  # as a switch that is off, nothing is asked of it
+                self.assertIsNone(te.quantize.get_global_quantize_recipe())
+
+    def test_autocast_nests(self):
+        outer, inner = recipe.DelayedScaling(), recipe.MXFP8BlockScaling()
+        with te.autocast(enabled=True, recipe=outer):
+            with self.assertWarns(DeprecationWarning), te.fp8_autocast(enabled=True, fp8_recipe=inner):
+                self.assertIs(te.quantize.get_global_quantize_recipe(), inner)
+            with te.autocast(enabled=False):
+                self.assertIsNone(te.quantize.get_global_quantize_recipe())
+            self.assertIs(te.quantize.get_global_quantize_recipe(), outer)
+        self.assertIsNone(te.quantize.get_global_quantize_recipe())
+
+    def test_update_collections(self):
+        self.assertEqual(te.update_collections({"a": {"b": 2}, "other": 1}, {"a": {"b": 1, "c": 3}, "d": 4}), {"a": {"b": 2, "c": 3}, "d": 4})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,310 @@
+"""te_fl.jax's functions against the same in FP64 by jnp: values and gradients; what the program contains; how errors arrive."""
+
+import dataclasses
+import pathlib
+import tempfile
+import unittest
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import te_fl
+import te_fl.jax as te
+from te_fl.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn
+from te_fl.jax.quantize import random_state
+from te_fl.jax.rope import rotary_pos_emb
+from te_fl.jax.softmax import SoftmaxFusionType
+
+jax.config.update("jax_enable_x64", True)
+RNG = np.random.default_rng(5)
+GELU = {"gelu": lambda x: 0.5 * x * (1 + jnp.tanh(0.7978845608 * (x + 0.044715 * x**3))), "silu": lambda x: x * jax.nn.sigmoid(x),
+        "relu": lambda x: jnp.maximum(x, 0), "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+        "squared_relu": lambda x: jnp.maximum(x, 0) ** 2, "sigmoid": jax.nn.sigmoid}
+
+
+def normal(*shape, dtype=np.float32):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def norm64(x, gamma, beta, kind, zero_centered):
+    centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
+    y = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * (gamma + 1 if zero_centered else gamma)
+    return y if beta is None else y + beta
+
+
+def attention64(q, k, v, bias=None, sink=None, out=None, scale=0.3):
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    s = s if bias is None else s + bias
+    s = s if out is None else jnp.where(out, -jnp.inf, s)
+    if sink is not None:
+        s = jnp.concatenate([s, jnp.broadcast_to(sink[None, :, None, None], (*s.shape[:3], 1))], -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s, -1)[..., :k.shape[1]], v)
+
+
+class Against64(unittest.TestCase):
+    """What the tests of functions share."""
+
+    def compare(self, ours, theirs, *arguments, tolerance=2e-5):
+        """Values and all gradients, for a cotangent of no symmetry, jitted."""
+        weight = np.random.default_rng(1).normal(size=jax.eval_shape(theirs, *arguments).shape)
+        places = tuple(range(len(arguments)))
+        ours_both = jax.jit(lambda *a: (ours(*a), jax.grad(lambda *b: jnp.sum(ours(*b).astype(jnp.float64) * weight), places)(*a)))(*arguments)
+        wide = jax.tree.map(lambda a: a.astype(jnp.float64), arguments)
+        theirs_both = jax.jit(lambda *a: (theirs(*a), jax.grad(lambda *b: jnp.sum(theirs(*b) * weight), places)(*a)))(*wide)
+        for got, wanted in zip(jax.tree.leaves(ours_both), jax.tree.leaves(theirs_both), strict=True):
+            self.assertEqual(got.shape, wanted.shape)
+            difference = float(jnp.max(jnp.abs(got.astype(jnp.float64) - wanted), initial=0))
+            self.assertLess(difference, tolerance * max(1.0, float(jnp.max(jnp.abs(wanted)))))
+
+
+class Functions(Against64):
+    def test_norms(self):
+        x, gamma, beta = normal(3, 5, 24), normal(24), normal(24)
+        kinds = [(kind, zero_centered) for kind in ("layernorm", "rmsnorm") for zero_centered in (False, True)]
+        self.compare(lambda x, g, b: jnp.stack([te.layernorm.layernorm(x, g, b if k[0] == "layernorm" else None, *k) for k in kinds]),
+                     lambda x, g, b: jnp.stack([norm64(x, g, b if k[0] == "layernorm" else None, *k) for k in kinds]), x, gamma, beta)
+
+    def test_dense(self):
+        x, kernel, bias = normal(3, 5, 24), normal(24, 2, 7), normal(2, 7)
+        self.compare(lambda *a: te.dense.dense(*a, contracting_dims=((2,), (0,))), lambda x, k, b: jnp.einsum("abk,knf->abnf", x, k) + b,
+                     x, kernel, bias)
+        self.compare(lambda x, k: te.dense.dense(x, k, contracting_dims=((0, 2), (1, 0))), lambda x, k: jnp.einsum("abk,kaf->bf", x, k),
+                     normal(3, 5, 24), normal(24, 3, 4))
+
+    def test_dense_in_half_precision_has_one_dtype(self):
+        y, grads = jax.value_and_grad(lambda k: te.dense.dense(normal(4, 16, dtype=jnp.bfloat16), k).astype(jnp.float32).sum())(normal(16, 8))
+        self.assertEqual(grads.dtype, jnp.float32)
+
+    def test_layernorm_dense_and_mlp(self):
+        x, gamma, beta, k1, k2 = normal(3, 5, 16), normal(16), normal(16), normal(16, 2, 12), normal(12, 16)
+        b1, b2 = normal(2, 12), normal(16)
+        self.compare(lambda x, k, g, b, bias: te.layernorm_dense.layernorm_dense(x, k, g, b, bias),
+                     lambda x, k, g, b, bias: jnp.einsum("abk,knf->abnf", norm64(x, g, b, "layernorm", False), k) + bias, x, k1, gamma, beta, b1)
+
+        def mlp64(x, g, k1, k2, b1, b2):
+            h = jnp.einsum("abk,knf->abnf", norm64(x, g, None, "rmsnorm", True), k1) + b1
+            return (GELU["silu"](h[:, :, 0]) * h[:, :, 1]) @ k2 + b2
+
+        self.compare(lambda x, g, k1, k2, b1, b2: te.layernorm_mlp.layernorm_mlp(x, g, None, [k1, k2], [b1, b2], "rmsnorm", True,
+                                                                                activation_type=("silu", "linear")),
+                     mlp64, x, gamma, k1, k2, b1, b2)
+
+    def test_activations(self):
+        def ours(x):
+            plain = [te.activation.activation(x[:, :1], (name,)) for name in GELU if name != "sigmoid"]
+            gated = [te.activation.activation(x, ("linear", name)) for name in GELU]
+            clamped = te.activation.activation(x, ("clamped_silu", "clamped_linear"), act_params={"limit": 1.0, "alpha": 1.5})
+            return jnp.stack(plain + gated + [clamped])
+
+        def theirs(x):
+            plain = [f(x[:, 0]) for name, f in GELU.items() if name != "sigmoid"]
+            small = jnp.minimum(x[:, 0], 1)
+            clamped = small * jax.nn.sigmoid(1.5 * small) * (jnp.clip(x[:, 1], -1, 1) + 1)
+            return jnp.stack(plain + [f(x[:, 0]) * x[:, 1] for f in GELU.values()] + [clamped])
+
+        self.compare(ours, theirs, normal(4, 2, 9))
+
+    def test_softmax(self):
+        x = normal(2, 3, 5, 5)
+        mask = jnp.asarray(RNG.integers(0, 2, (2, 1, 5, 5)), bool).at[..., 0].set(False)
+        causal = jnp.triu(jnp.ones((5, 5), bool), 1)
+        self.compare(lambda x: jnp.stack([te.softmax.softmax(x, None, 0.7), te.softmax.softmax(x, mask, 0.7, SoftmaxFusionType.SCALED_MASKED),
+                                          te.softmax.softmax(x, None, 0.7, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)]),
+                     lambda x: jnp.stack([jax.nn.softmax(jnp.where(out, -jnp.inf, 0.7 * x)) for out in (False, mask, causal)]), x)
+
+    def test_rope(self):
+        def rope64(x, consecutive):
+            angles = jnp.arange(x.shape[1])[:, None] / (1.0 * 10000.0 ** (2 * jnp.arange(4) / 8))
+            cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+            a, b = (x[..., ::2], x[..., 1::2]) if consecutive else jnp.split(x, 2, -1)
+            parts = (a * cos - b * sin, b * cos + a * sin)
+            return jnp.stack(parts, -1).reshape(x.shape) if consecutive else jnp.concatenate(parts, -1)
+
+        for method in ("consecutive", "alternate"):
+            self.compare(lambda x: rotary_pos_emb(x, (1, 10000), False, method), lambda x: rope64(x, method == "consecutive"), normal(2, 5, 3, 8))
+
+
+class Attention(Against64):
+    def setUp(self):
+        self.q, self.k, self.v = normal(2, 6, 4, 8), normal(2, 6, 2, 8), normal(2, 6, 2, 8)
+        self.causal = jnp.triu(jnp.ones((6, 6), bool), 1)[None, None]
+        self.lengths = jnp.array([3, 6], jnp.int32)
+        self.padding = (jnp.arange(6) >= self.lengths[:, None])[:, None, None, :]
+
+    def call(self, q, k, v, mask_type=AttnMaskType.NO_MASK, bias=None, sink=None, descriptor=None, softmax=AttnSoftmaxType.VANILLA_SOFTMAX, **rest):
+        kind = AttnBiasType.NO_BIAS if bias is None else AttnBiasType.POST_SCALE_BIAS
+        return fused_attn((q, k, v), bias, descriptor, None, kind, mask_type, QKVLayout.BSHD_BSHD_BSHD, softmax, 0.3, 0.0, True,
+                          softmax_offset=sink, **rest)
+
+    def test_masks_and_windows(self):
+        qkv = (self.q, self.k, self.v)
+        window = self.causal | jnp.tril(jnp.ones((6, 6), bool), -3)
+        self.compare(lambda *a: jnp.stack([self.call(*a), self.call(*a, AttnMaskType.CAUSAL_MASK),
+                                           self.call(*a, AttnMaskType.CAUSAL_MASK, window_size=(2, 0))]),
+                     lambda *a: jnp.stack([attention64(*a, out=out) for out in (None, self.causal, window)]), *qkv)
+
+    def test_padding_as_lengths_and_as_a_mask(self):
+        rows = (jnp.arange(6) < self.lengths[:, None])[:, :, None, None]  # of padding queries nothing is asked
+        kinds = ((AttnMaskType.PADDING_MASK, self.padding), (AttnMaskType.PADDING_CAUSAL_MASK, self.padding | self.causal))
+        given = (SequenceDescriptor.from_seqlens(self.lengths), jnp.broadcast_to(self.padding, (2, 1, 6, 6)))
+        self.compare(lambda *a: jnp.stack([self.call(*a, kind, descriptor=one) * rows for kind, _ in kinds for one in given]),
+                     lambda *a: jnp.stack([attention64(*a, out=out) * rows for _, out in kinds for _ in given]), self.q, self.k, self.v)
+
+    def test_bias_and_sink(self):
+        self.compare(lambda q, k, v, b, s: jnp.stack([self.call(q, k, v, bias=b),
+                                                      self.call(q, k, v, sink=s, softmax=AttnSoftmaxType.LEARNABLE_SOFTMAX),
+                                                      self.call(q, k, v, softmax=AttnSoftmaxType.OFF_BY_ONE_SOFTMAX)]),
+                     lambda q, k, v, b, s: jnp.stack([attention64(q, k, v, bias=b), attention64(q, k, v, sink=s),
+                                                      attention64(q, k, v, sink=jnp.zeros(4))]),
+                     self.q, self.k, self.v, normal(1, 4, 6, 6), normal(4))
+
+    def test_packed_and_transposed(self):
+        packed = normal(2, 6, 3, 4, 8)
+        whole = fused_attn((packed,), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BS3HD,
+                           AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True)
+        parts = [packed[:, :, i] for i in range(3)]
+        np.testing.assert_array_equal(whole, self.call(*parts, AttnMaskType.CAUSAL_MASK))
+        turned = self.call(*[a.swapaxes(0, 1) for a in parts], AttnMaskType.CAUSAL_MASK, transpose_batch_sequence=True)
+        np.testing.assert_allclose(whole, turned.swapaxes(0, 1), atol=1e-6)
+
+    def test_dropout_repeats_with_its_key_and_keeps_the_mean(self):
+        def drop(v, seed):
+            ones = jnp.zeros((1, 64, 2, 8), jnp.float32)
+            return fused_attn((ones, ones, v), None, None, random_state(jax.random.key(seed)), AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK,
+                              QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.5, True)
+
+        v = jnp.ones((1, 64, 2, 8), jnp.float32)
+        first = drop(v, 0)
+        np.testing.assert_array_equal(first, drop(v, 0))
+        self.assertFalse(np.array_equal(first, drop(v, 1)))
+        self.assertLess(abs(float(first.mean()) - 1), 0.1)  # each of 128 rows is the mean of 64 values, 0 or 2
+        # Where the forward dropped, the gradient of v is zero: with these v, sum(out) = sum of what was kept.
+        self.assertAlmostEqual(float(jax.grad(lambda v: drop(v, 0).sum())(v).sum()), float(first.sum()), places=2)
+
+
+class Programs(unittest.TestCase):
+    def test_the_program_contains_the_calls(self):
+        def loss(x, gamma, kernel):
+            return te.layernorm_dense.layernorm_dense(x, kernel, gamma, None, norm_type="rmsnorm").sum()
+
+        arguments = (normal(4, 16), normal(16), normal(16, 8))
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*arguments))
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arguments).as_text()
+        for op in ("rmsnorm_fwd", "generic_gemm", "rmsnorm_bwd"):
+            self.assertIn(f"te_fl.{op}", jaxpr)
+            self.assertIn(f"custom_call @te_fl.{op}", text)
+        self.assertNotIn("dot_general", jaxpr)
+        self.assertIn('call = "rmsnorm_fwd x gamma -> z rsigma | epsilon=1e-06 zero_centered_gamma=0"', text)
+
+    @unittest.skipIf(jax.device_count() > 1, "on several devices a loop")
+    def test_vmap_of_an_elementwise_op_is_one_call(self):
+        x = normal(3, 2, 8)
+        self.assertNotIn("scan", str(jax.make_jaxpr(jax.vmap(lambda x: te.ops.gelu(input=x)))(x)))
+        self.assertIn("scan", str(jax.make_jaxpr(jax.vmap(lambda x: te.ops.rmsnorm_fwd(x=x, gamma=normal(8))))(x)))
+        np.testing.assert_array_equal(jax.vmap(lambda x: te.ops.gelu(input=x))(x), te.ops.gelu(input=x))
+
+    def test_te_fl_counts_the_calls(self):
+        te_fl.reset_usage()
+        jax.block_until_ready(te.ops.gelu(input=normal(8)))
+        self.assertEqual([row["op"] for row in te_fl.usage()], ["gelu"])
+
+    def test_ops_by_name(self):
+        x = normal(3, 4, 8)
+        self.assertEqual(te.ops.geglu(input=x).shape, (3, 4, 4))
+        z, mu, rsigma = te.ops.layernorm_fwd(x=x, gamma=normal(8))
+        self.assertEqual((z.shape, mu.shape, rsigma.dtype), ((3, 4, 8), (12,), jnp.float32))
+        d = te.ops.generic_gemm(a=normal(3, 4), b=normal(5, 4), trans_b=True, alpha=np.float32(0.5))
+        self.assertEqual(d.shape, (3, 5))
+        self.assertEqual(te.ops.gelu(input=jnp.zeros((0, 4), jnp.float32)).shape, (0, 4))
+        self.assertEqual(float(te.ops.relu(input=jnp.float32(-1))), 0.0)
+        old = jnp.ones((3, 5), jnp.float32)
+        a, b = normal(3, 4), normal(4, 5)
+        np.testing.assert_allclose(te.ops.generic_gemm(a=a, b=b, d=old, accumulate=True), a @ b + 1, atol=1e-5)
+        np.testing.assert_array_equal(old, 1)  # what is read and written is returned; the array itself stays
+        kept, mask = te.ops.dropout_fwd(input=jnp.ones(256, jnp.float32), mask=jax.ShapeDtypeStruct((32,), jnp.uint8), p=0.25,
+                                        rng=random_state(jax.random.key(0)))
+        self.assertEqual(int(np.unpackbits(np.asarray(mask)).sum()), int((kept != 0).sum()))
+        scales, = [te.ops.fused_amax_and_scale_update_after_reduction(amax_histories=[jnp.full((2, 1), 2.0, jnp.float32)],
+                                                                      scales=[jnp.ones((1,), jnp.float32)], fp8_dtype="e4m3")[1]]
+        self.assertEqual(float(scales[0]), 224.0)
+
+    def test_errors_have_te_fl_s_text(self):
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"argument 'output' has shape \[4\], must be \[5\]"):
+            jax.block_until_ready(te.ops.gelu(input=normal(5), output=jax.ShapeDtypeStruct((4,), jnp.float32)))
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"'input' is i32\[5\] .*, its dtype must be f32\|f16\|bf16"):
+            jax.block_until_ready(te.ops.gelu(input=jnp.ones(5, jnp.int32), output=jax.ShapeDtypeStruct((5,), jnp.float32)))
+        with self.assertRaisesRegex(TypeError, r"gelu\(\) has no argument 'inputs'; gelu\(\) takes input, output"):
+            te.ops.gelu(inputs=normal(5))
+        with self.assertRaisesRegex(TypeError, r"gelu\(\) needs 'input'"):
+            te.ops.gelu()
+        with self.assertRaisesRegex(AttributeError, "gelu"):
+            te.ops.gelo
+        with self.assertRaisesRegex(ValueError, "the shape of 'o' does not follow from the inputs: give o=jax.ShapeDtypeStruct"):
+            te.ops.fused_attn_fwd(q=normal(1, 2, 1, 8), k=normal(1, 2, 1, 8), v=normal(1, 2, 1, 8))
+        with self.assertRaisesRegex(ValueError, r"pair \[8\] of x \(3, 8\) with \[4\] of kernel"):
+            te.dense.dense(normal(3, 8), normal(4, 2))
+
+    def test_a_text_that_is_no_call_is_refused(self):
+        te.ops.relu(input=normal(2))  # so that the target is there
+        x, out = jnp.ones((2, 2), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.float32)
+        for text, reason in (
+                ("", "it is not OP OPERANDS"), ("relu input -> output", "it is not OP OPERANDS"), ("| relu input -> output", "it is not OP"),
+                ("rely input -> output |", "relu"), ("relu inputs -> output |", "relu has no tensor argument 'inputs'"),
+                ("relu input.amex -> output |", "'input.amex' is no part of a tensor"), ("relu input -> output | limit=1", "no argument 'limit'"),
+                ("clamped_swiglu input -> output | limit=high", "'high' is no value of 'limit'"), ("relu input -> output | x", "'x' has no value"),
+                ("relu input -> output | output.scaling=mx", "'mx' is no value of a tensor's 'scaling'"), ("relu -> output |", "names 0 arrays"),
+                ("relu input input -> output |", "names 2 arrays, XLA gives 1"), ("dropout_fwd rng -> output | p=0.5", "'rng' has 4 elements of 16 bits; it is to have 4 of 32"),
+                ("relu input.columnwise_data -> output | input.scaling=tensor", "it is to have 4 of 8"), ("relu input.scale_inv -> output |", "without data")):
+            with self.assertRaisesRegex(jax.errors.JaxRuntimeError, reason):
+                given = x if "rng" not in text else jnp.ones(4, jnp.float16)
+                jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", out)(given, call=text))
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "one attribute, the string 'call'"):
+            jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", out)(x, calls="relu input -> output |", n=1))
+
+    def test_parts_of_another_size_are_refused(self):
+        codes = te.quantize.Quantizer(scaling="block_1x128").quantize(jnp.ones((4, 256), jnp.float32), columnwise=False)
+        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"'input.scale_inv' has 1 elements of 32 bits; it is to have 8 of 32"):
+            jax.block_until_ready(te.ops.dequantize(input=dataclasses.replace(codes, scale_inv=jnp.ones((1, 1), jnp.float32)),
+                                                    output=jax.ShapeDtypeStruct((4, 256), jnp.float32)))
+
+    def test_what_is_not_served_says_so(self):
+        q = normal(1, 4, 2, 8)
+        given = ((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK)
+        with self.assertRaisesRegex(NotImplementedError, "qkv_layout THD_THD_THD is not served; pad"):
+            fused_attn(*given, QKVLayout.THD_THD_THD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True)
+        for name, value in (("context_parallel_axis", "cp"), ("score_mod", abs), ("return_max_logit", True), ("max_segments_per_seq", 2)):
+            with self.assertRaisesRegex(NotImplementedError, rf"fused_attn\({name}="):
+                fused_attn(*given, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True, **{name: value})
+        with self.assertRaisesRegex(NotImplementedError, "collective_op_set"):
+            te.dense.dense(normal(2, 4), normal(4, 2), collective_op_set=object())
+        with self.assertRaisesRegex(NotImplementedError, "cp_resource"):
+            te.MeshResource(cp_resource="cp")
+
+
+class Versions(unittest.TestCase):
+    def test_an_old_jax_is_refused_by_name_and_version(self):
+        version = jax.__version__
+        try:
+            jax.__version__ = "0.9.1"
+            with self.assertRaisesRegex(ImportError, "JAX 0.9.1 is installed; te_fl needs 0.10 or newer"):
+                te._check_versions()
+        finally:
+            jax.__version__ = version
+        te._check_versions()
+
+    def test_another_ffi_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(jax.ffi, "include_dir", lambda: folder):
+            te._check_versions()  # without headers XLA is the judge
+            header = pathlib.Path(folder) / "xla/ffi/api/c_api.h"
+            header.parent.mkdir(parents=True)
+            for version in ((1, 0), (0, 2)):
+                header.write_text("#define XLA_FFI_API_MAJOR {}\n#define XLA_FFI_API_MINOR {}\n".format(*version))
+                with self.assertRaisesRegex(ImportError, "speaks version 0.3 of XLA's FFI.*has {}.{}".format(*version)):
+                    te._check_versions()
+
+
+if __name__ == "__main__":
+    unittest.main()

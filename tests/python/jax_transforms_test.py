@@ -1,0 +1,190 @@
+"""te_fl.jax under vmap, scan, remat, shard_map and XLA's partitioner, on four devices that the CPU plays."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+import functools  # noqa: E402
+import re  # noqa: E402
+import unittest  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import te_fl.jax as te  # noqa: E402
+from te_fl.common import recipe  # noqa: E402
+from te_fl.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, fused_attn  # noqa: E402
+from te_fl.jax.quantize import create_set  # noqa: E402
+
+RNG = np.random.default_rng(3)
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def close(test, found, wanted, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        test.assertEqual(a.shape, b.shape)
+        test.assertLess(float(jnp.max(jnp.abs(a - b))), tolerance * max(1.0, float(jnp.max(jnp.abs(b)))))
+
+
+def attend(q):
+    return fused_attn((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD,
+                      AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True)
+
+
+class OneDevice(unittest.TestCase):
+    def test_vmap_is_the_loop(self):
+        x, gamma, kernel = normal(3, 4, 16), normal(16), normal(3, 16, 8)
+
+        def one(x, kernel):
+            loss = lambda x, k: (te.layernorm_dense.layernorm_dense(x, k, gamma, None, norm_type="rmsnorm") ** 2).sum()  # noqa: E731
+            return jax.value_and_grad(loss, (0, 1))(x, kernel)
+
+        close(self, jax.jit(jax.vmap(one))(x, kernel), jax.tree.map(lambda *a: jnp.stack(a), *[one(a, k) for a, k in zip(x, kernel)]))
+        close(self, jax.vmap(one, in_axes=(0, None))(x, kernel[0])[1][1], jnp.stack([one(a, kernel[0])[1][1] for a in x]))
+        close(self, jax.vmap(attend)(normal(2, 1, 4, 2, 8).at[1].set(1.0))[1], attend(jnp.ones((1, 4, 2, 8))))
+
+    def test_scan_stacks_the_state(self):
+        kernels, x = normal(3, 16, 16) / 4, normal(8, 16)
+        states = jax.tree.map(lambda a: jnp.stack([a] * 3), create_set(recipe.DelayedScaling(amax_history_len=2)))
+
+        def scanned(kernels, states):
+            return (jax.lax.scan(lambda h, layer: (te.dense.dense(h, layer[0], quantizer_set=layer[1]), None), x, (kernels, states))[0] ** 2).sum()
+
+        def unrolled(kernels, states):
+            h = x
+            for i in range(3):
+                h = te.dense.dense(h, kernels[i], quantizer_set=jax.tree.map(lambda a: a[i], states))  # noqa: B023
+            return (h**2).sum()
+
+        close(self, jax.jit(jax.value_and_grad(scanned, (0, 1)))(kernels, states), jax.jit(jax.value_and_grad(unrolled, (0, 1)))(kernels, states))
+
+    def test_remat_is_bit_identical(self):
+        x, kernels, gamma = normal(8, 16), (normal(16, 2, 32), normal(32, 16)), normal(16)
+        sets = tuple(create_set(recipe.DelayedScaling(amax_history_len=2)) for _ in range(2))
+
+        def loss(block, x, kernels, sets):
+            return (block(block(x, kernels, sets), kernels, sets) ** 2).sum()
+
+        def block(x, kernels, sets):
+            return te.layernorm_mlp.layernorm_mlp(x, gamma, None, list(kernels), [None, None], "rmsnorm", activation_type=("gelu", "linear"),
+                                                  quantizer_sets=sets)
+
+        plain, again = [jax.jit(jax.value_and_grad(functools.partial(loss, b), (0, 1)))(x, kernels, sets) for b in (block, jax.checkpoint(block))]
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(a, b)
+        calls = [jax.jit(jax.grad(functools.partial(loss, b))).lower(x, kernels, sets).as_text().count("@te_fl.rmsnorm_fwd")
+                 for b in (block, jax.checkpoint(block))]
+        self.assertGreater(calls[1], calls[0])  # the program computes it again (what XLA's CPU compiler then makes of it is its own)
+
+
+class FourDevices(unittest.TestCase):
+    def setUp(self):
+        self.mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("dp", "tp"))
+
+    def put(self, array, *axes):
+        return jax.device_put(array, NamedSharding(self.mesh, P(*axes)))
+
+    def mlp(self, x, gamma, kernels, biases, sets):
+        y = te.layernorm_mlp.layernorm_mlp(x, gamma, None, list(kernels), list(biases), "rmsnorm", activation_type=("silu", "linear"),
+                                           quantizer_sets=sets)
+        return (y**2).mean()
+
+    def test_xla_cuts_the_calls(self):
+        """Data on dp, the hidden width on tp: results as on one device, and no device holds the whole of an activation."""
+        x, gamma, kernels = normal(8, 4, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
+        biases = (normal(2, 64), normal(32))
+        both = jax.jit(jax.value_and_grad(self.mlp, (0, 1, 2, 3, 4)))
+        for given in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()):
+            sets = tuple(create_set(given) for _ in range(2))
+            arguments = (self.put(x, "dp"), self.put(gamma), (self.put(kernels[0], None, None, "tp"), self.put(kernels[1], "tp", None)),
+                         (self.put(biases[0], None, "tp"), self.put(biases[1])), jax.tree.map(self.put, sets))
+            close(self, both(*arguments), both(x, gamma, kernels, biases, sets), 1e-4)
+            text = both.lower(*arguments).compile().as_text()
+            calls = re.findall(r"= .*custom-call.*te_fl.generic_gemm", text)
+            self.assertEqual(len(calls), 6)
+            self.assertFalse([c for c in calls if "[32,128]" in c])  # y of the first product is [16,2*32] a device, its whole [32,2*64]
+            self.assertIn("all-reduce", text)
+            self.assertNotIn(" all-gather(", text)  # of kernels, activations or gradients
+
+    def test_xla_cuts_attention(self):
+        q = normal(4, 8, 4, 8)
+        grad = jax.jit(jax.grad(lambda q: (attend(q) ** 2).sum()))
+        cut = grad(self.put(q, "dp", None, "tp"))
+        close(self, cut, grad(q))
+        self.assertEqual(cut.sharding.spec, P("dp", None, "tp"))
+        self.assertNotIn(" all-gather(", grad.lower(self.put(q, "dp", None, "tp")).compile().as_text())
+
+    def test_block_scales_run_whole(self):
+        x, kernel = normal(8, 128), normal(128, 32)
+        product = jax.jit(lambda x, k: te.dense.dense(x, k, quantizer_set=create_set(recipe.Float8BlockScaling())))
+        close(self, product(self.put(x, "dp"), self.put(kernel, None, "tp")), product(x, kernel))
+
+    def test_shard_map(self):
+        """Tensor parallelism by hand: each device calls the ops on its part, the sum over devices is the program's, and the parts of a tensor
+        share one scale."""
+        x, gamma, kernels = normal(8, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
+
+        def whole(x, gamma, k1, k2, sets):
+            return te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [None, None], "rmsnorm", activation_type=("silu", "linear"),
+                                                  quantizer_sets=sets)
+
+        part = jax.shard_map(lambda *a: jax.lax.psum(whole(*a), "tp"), mesh=self.mesh,
+                             in_specs=(P("dp"), P(), P(None, None, "tp"), P("tp"), P()), out_specs=P("dp"))
+        for given in (None, recipe.DelayedScaling(amax_history_len=2)):
+            arguments = (x, gamma, *kernels, tuple(create_set(given) for _ in range(2)))
+            cut, one = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2, 3, 4)))(*arguments) for f in (part, whole)]  # noqa: B023
+            close(self, cut, one, 1e-4)
+        self.assertNotIn("custom_partitioning", str(jax.make_jaxpr(part)(*arguments)))
+
+    def test_shard_map_of_attention_and_norms(self):
+        q, gamma, beta = normal(4, 8, 4, 8), normal(8), normal(8)
+
+        def whole(q, gamma, beta):
+            return attend(te.layernorm.layernorm(q, gamma, beta, "layernorm"))
+
+        part = jax.shard_map(whole, mesh=self.mesh, in_specs=(P("dp", None, "tp"), P(), P()), out_specs=P("dp", None, "tp"))
+        close(self, *[jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)))(q, gamma, beta) for f in (part, whole)])  # noqa: B023
+
+    def test_a_transformer_layer_on_data_and_tensor_axes(self):
+        """Placed by Flax's logical axes, in FP8: as on one device, and nothing is gathered."""
+        try:
+            from flax import linen as nn
+        except ModuleNotFoundError as error:
+            self.skipTest(str(error))
+        from te_fl.jax.flax import TransformerLayer, extend_logical_axis_rules
+
+        x, given = normal(4, 8, 32), recipe.DelayedScaling(amax_history_len=2)
+        layer = TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, enable_relative_embedding=False, use_bias=True,
+                                 mlp_activations=("silu", "linear"))
+        step = jax.value_and_grad(lambda v, x: (layer.apply(v, x, deterministic=True) ** 2).mean())
+        with te.autocast(enabled=True, recipe=given):
+            boxed = layer.init(jax.random.key(0), x, deterministic=True)
+            whole = jax.jit(step)(nn.unbox(boxed), x)
+        resource = te.MeshResource(dp_resource="dp", tp_resource="tp")
+        with jax.set_mesh(self.mesh), te.autocast(enabled=True, recipe=given, mesh_resource=resource):
+            places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, extend_logical_axis_rules(()))
+            arguments = (jax.tree.map(jax.device_put, nn.unbox(boxed), places), self.put(x, "dp"))
+            compiled = jax.jit(step).lower(*arguments).compile()
+            cut = compiled(*arguments)
+        close(self, cut, whole, 1e-4)
+        self.assertEqual(cut[1]["params"]["attention"]["qkv"]["kernel"].sharding.spec, P(None, None, "tp"))
+        self.assertNotIn(" all-gather(", compiled.as_text())
+
+    def test_logical_axes_follow_the_mesh_resource(self):
+        names = (te.sharding.BATCH_AXES, None, te.sharding.HIDDEN_TP_AXES)
+        with jax.set_mesh(self.mesh), te.autocast(mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
+            y = jax.jit(lambda x: te.sharding.with_sharding_constraint_by_logical_axes(x, names))(normal(4, 3, 8))
+            self.assertEqual(y.sharding.spec, P("dp", None, "tp"))
+            self.assertEqual(te.sharding.get_sharding_map_logic_axis_to_mesh_axis()[te.sharding.W_TP_AXES], "tp")
+        self.assertEqual(te.sharding.get_sharding_map_logic_axis_to_mesh_axis(), {})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,116 @@
+"""The types that te_fl declares are those that it has: signatures of ops against the op specification, annotations against the objects."""
+
+import ast
+import inspect
+import os
+import pathlib
+import struct
+import typing
+import unittest
+
+import te_fl
+from te_fl import _native
+
+PACKAGE = pathlib.Path(os.path.abspath(te_fl.__file__)).parent
+TENSOR, LIST, SAVED, INTS, COMMUNICATOR = 0, 1, 8, 9, 10
+SCALARS = {2: "bool", 3: "int", 4: "int", 5: "float", 6: "float", 7: "Union[int, str]"}
+OBJECTS = {TENSOR: "Tensor", LIST: "Sequence[Tensor]", SAVED: "Saved", INTS: "Sequence[int]", COMMUNICATOR: "Communicator"}
+
+
+def single(value, schema, name):
+    """A default as the op holds it: F32 has no 1e-5."""
+    f32 = any(a["name"] == name and a["type"] == 5 for a in schema["args"])
+    return struct.unpack("f", struct.pack("f", value))[0] if f32 else value
+
+
+class Ops(unittest.TestCase):
+    stubs = {f.name: f for f in ast.parse((PACKAGE / "ops.pyi").read_text()).body if isinstance(f, ast.FunctionDef)}
+
+    def test_every_op_has_a_stub_and_no_other(self):
+        self.assertEqual(sorted(self.stubs), sorted(name for name in _native.op_names() if "::" not in name))
+
+    def test_every_signature(self):
+        for name, stub in self.stubs.items():
+            with self.subTest(op=name):
+                schema = te_fl.schema(name)
+                expected = {}
+                for a in schema["args"]:
+                    if a["type"] in SCALARS:
+                        expected[a["name"]] = (SCALARS[a["type"]], a["default"])
+                    elif a["optional"]:
+                        expected[a["name"]] = (f"Optional[{OBJECTS[a['type']]}]", None)
+                    else:
+                        expected[a["name"]] = (OBJECTS[a["type"]], ...)
+                if schema["random"]:
+                    expected.update(seed=("int", 0), offset=("int", 0))
+                expected["stream"] = ("Any", None)
+                declared = {a.arg: (ast.unparse(a.annotation), ... if d is None else single(ast.literal_eval(d), schema, a.arg))
+                            for a, d in zip(stub.args.kwonlyargs, stub.args.kw_defaults)}
+                self.assertEqual(declared, expected)
+                self.assertEqual((stub.args.args, stub.args.vararg, stub.args.kwarg, ast.unparse(stub.returns)), ([], None, None, "None"))
+
+    def test_its_names_exist(self):
+        tree = ast.parse((PACKAGE / "ops.pyi").read_text())
+        known = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        self.assertEqual(used - known - {"int", "float", "bool", "str"}, set())
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.module == "te_fl":
+                for alias in node.names:
+                    self.assertTrue(hasattr(te_fl, alias.name), alias.name)
+
+
+class Package(unittest.TestCase):
+    def functions(self):
+        for name in te_fl.__all__:
+            thing = getattr(te_fl, name)
+            if inspect.isfunction(thing):
+                yield name, thing
+            elif inspect.isclass(thing) and thing.__module__.startswith("te_fl") and thing is not te_fl.LentTensor:
+                for member, value in vars(thing).items():
+                    value = getattr(value, "__func__", value)
+                    value = value.fget if isinstance(value, property) else value
+                    written = inspect.isfunction(value) and value.__module__.startswith("te_fl") and "<string>" not in value.__code__.co_filename
+                    if written and (not member.startswith("_") or member == "__init__"):
+                        yield f"{name}.{member}", value
+
+    def test_every_public_name_is_there(self):
+        for name in te_fl.__all__:
+            self.assertTrue(hasattr(te_fl, name), name)
+        self.assertTrue((PACKAGE / "py.typed").exists())
+
+    def test_every_public_function_says_what_it_takes_and_returns(self):
+        seen = 0
+        for name, function in self.functions():
+            with self.subTest(name=name):
+                hints = typing.get_type_hints(function)
+                parameters = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+                self.assertEqual([p for p in parameters if p not in hints], [])
+                self.assertTrue("return" in hints or name.endswith(".__init__"))
+                seen += 1
+        self.assertGreater(seen, 20)
+
+    def test_results_are_of_the_declared_type(self):
+        for name in ("info", "usage", "verify_counts", "policy_text", "reset_usage", "write_trace"):
+            function = getattr(te_fl, name)
+            declared = typing.get_type_hints(function)["return"]
+            self.assertIsInstance(function(), typing.get_origin(declared) or declared, name)
+
+    def test_the_fields_of_an_implementation_are_of_their_types(self):
+        impl = te_fl.OpImpl("relu", "vendor.x", te_fl.BackendImplKind.VENDOR, print, "acme")
+        for name, declared in typing.get_type_hints(te_fl.OpImpl).items():
+            value, kinds = getattr(impl, name), typing.get_args(declared) if typing.get_origin(declared) is typing.Union else (declared,)
+            self.assertTrue(any(isinstance(value, typing.get_origin(k) or k) for k in kinds), name)
+
+    def test_the_stub_of_lent_tensors(self):
+        tree = ast.parse((PACKAGE / "_native.pyi").read_text())
+        stub, = [c for c in tree.body if isinstance(c, ast.ClassDef)]
+        declared = {f.name for f in stub.body if isinstance(f, ast.FunctionDef)} - {"__buffer__"}
+        own = {name for name in vars(te_fl.LentTensor) if not name.startswith("__") or name.startswith("__dlpack")}
+        self.assertEqual(declared, own)
+        with self.assertRaises(TypeError):
+            te_fl.LentTensor()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,127 @@
+"""Implementations of ops in PyTorch: tensors on the caller's memory, on the call's stream."""
+
+import gc
+import unittest
+import weakref
+
+import torch
+
+import te_fl
+from te_fl import BackendImplKind, OpImpl, OpRegistry
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+class Torch(unittest.TestCase):
+    def add(self, op, fn, impl_id="vendor.acme", **options):
+        registry = OpRegistry.instance()
+        registry.register_impl(OpImpl(op, impl_id, BackendImplKind.VENDOR, fn, "acme", 1000, **{"tensors": "torch", **options}))
+        self.addCleanup(registry.unregister, op, impl_id)
+
+    def test_tensors_are_on_the_caller_s_memory(self):
+        for device in DEVICES:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                with self.subTest(device=device, dtype=dtype):
+                    seen = []
+
+                    def fn(input, output):
+                        seen.append((input.data_ptr(), output.data_ptr(), output.dtype, output.device.type, output.stride(), input.requires_grad))
+                        torch.relu(input, out=output) if output.is_contiguous() else output.copy_(input.relu())
+                    x = torch.randn(5, 7, device=device).to(dtype)
+                    wide = torch.zeros(5, 14, device=device, dtype=dtype)
+                    self.add("relu", fn)
+                    te_fl.ops.relu(input=x, output=wide[:, 7:])
+                    self.assertEqual(seen, [(x.data_ptr(), wide[:, 7:].data_ptr(), dtype, device, (14, 1), False)])
+                    self.assertTrue(torch.equal(wide[:, 7:], x.relu()))
+                    self.assertFalse(wide[:, :7].any())
+                    self.doCleanups()
+
+    def test_lent_tensors_become_torch_s_in_two_ways(self):
+        def fn(input, output):
+            output.torch().copy_(torch.from_dlpack(input).relu())
+        self.add("relu", fn, tensors="te_fl")
+        for device in DEVICES:
+            x = torch.randn(3, 4, device=device)
+            y = torch.empty_like(x)
+            te_fl.ops.relu(input=x, output=y)
+            self.assertTrue(torch.equal(y, x.relu()))
+
+    def test_fp8_by_its_parts(self):
+        def fn(input, output):
+            output.data.copy_((input * output.scale).clamp(-448, 448))
+            output.scale_inv.copy_(1 / output.scale)
+        self.add("relu", fn, scalings=("none", "tensor"))
+        x = torch.randn(4, 8)
+        q = te_fl.Quantized(torch.empty(4, 8, dtype=torch.float8_e4m3fn), scale=torch.tensor([16.0]), scale_inv=torch.zeros(1))
+        te_fl.ops.relu(input=x, output=q)
+        self.assertTrue(torch.equal(q.data.view(torch.uint8), (x * 16).to(torch.float8_e4m3fn).view(torch.uint8)))
+        self.assertEqual(float(q.scale_inv), 1 / 16)
+
+    def test_tensors_that_are_kept_are_noticed(self):
+        kept = []
+        self.add("relu", lambda input, output: kept.append(output.view(-1)))
+        x = torch.randn(4)
+        with self.assertRaisesRegex(te_fl.errors.Internal, "keeps 1 arrays"):
+            te_fl.ops.relu(input=x, output=torch.empty(4))
+        kept.clear()
+
+    def test_an_exception_holds_no_tensor(self):
+        seen = []
+
+        def fn(input, output):
+            mine = input.view(-1)
+            seen.append(weakref.ref(mine))
+            raise RuntimeError(f"no {mine.shape}")
+        self.add("relu", fn)
+        x = torch.randn(4)
+        with self.assertRaises(te_fl.errors.Internal) as caught:
+            te_fl.ops.relu(input=x, output=torch.empty(4))
+        self.assertIsInstance(caught.exception.__cause__, RuntimeError)
+        gc.collect()
+        self.assertIsNone(seen[0]())
+
+    def test_inside_autograd_s_backward(self):
+        def fn(grad, input, output):
+            output.copy_(grad * (input > 0))
+        self.add("drelu", fn)
+
+        class Relu(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x.relu()
+
+            @staticmethod
+            def backward(ctx, grad):
+                x, = ctx.saved_tensors
+                dx = torch.empty_like(x)
+                te_fl.ops.drelu(grad=grad.contiguous(), input=x, output=dx)
+                return dx
+        for device in DEVICES:  # cuda's comes on a thread of PyTorch's
+            x = torch.randn(6, device=device, requires_grad=True)
+            te_fl.reset_usage()
+            Relu.apply(x).sum().backward()
+            self.assertTrue(torch.equal(x.grad, (x > 0).float()))
+            self.assertEqual([(u["impl_id"], u["calls"]) for u in te_fl.usage()], [("vendor.acme", 1)])
+
+    @unittest.skipUnless(torch.cuda.is_available(), "there is no CUDA device")
+    def test_work_goes_to_the_call_s_stream(self):
+        seen = []
+
+        def fn(input, output, stream):
+            seen.append((stream, torch.cuda.current_stream().cuda_stream))
+            output.copy_(input.relu())
+        self.add("relu", fn)
+        x, y, side = torch.randn(1024, device="cuda"), torch.empty(1024, device="cuda"), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        te_fl.ops.relu(input=x, output=y, stream=side)
+        with torch.cuda.stream(side):
+            te_fl.ops.relu(input=x, output=y)
+        te_fl.ops.relu(input=x, output=y)
+        self.assertEqual(seen, [(side.cuda_stream, side.cuda_stream)] * 2 + [(0, 0)])
+        torch.cuda.synchronize()
+        self.assertTrue(torch.equal(y, x.relu()))
+
+
+if __name__ == "__main__":
+    unittest.main()
