@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch_oracle as oracle  # noqa: E402
-from torch_oracle import DEVICES, linear, near, randn, randomise  # noqa: E402
+from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.pytorch import extra_state  # noqa: E402
@@ -875,7 +875,8 @@ class Errors(unittest.TestCase):
     def test_dtype(self):
         for name, make in MODULES.items():
             for x, word in ((randn(8, 2, 32).double(), "64"), (torch.ones(8, 2, 32, dtype=torch.int64), "int64|i64"),
-                            (torch.ones(8, 2, 32, dtype=torch.complex64), "complex64|dtype .code 5"), (torch.ones(8, 2, 32, dtype=torch.bool), "bool")):
+                            (torch.ones(8, 2, 32, dtype=torch.complex64), "complex64|dtype .code 5"),
+                            (torch.ones(8, 2, 32, dtype=torch.bool), "bool")):
                 with self.subTest(module=name, dtype=x.dtype), self.refused(word):
                     make(device="cpu")(x)
 
@@ -929,7 +930,8 @@ class Errors(unittest.TestCase):
                 (lambda: te.LayerNormLinear(32, 32, normalization="BatchNorm"), ("normalization", "BatchNorm", "RMSNorm")),
                 (lambda: te.LayerNormMLP(32, 32, activation="gelu2"), ("activation", "gelu2", "swiglu")),
                 (lambda: te.LayerNormMLP(32, 32, activation="swiglu", activation_params={"limit": 3}), ("activation_params", "limit")),
-                (lambda: te.LayerNormMLP(32, 32, activation="clamped_swiglu", activation_params={"beta": 3}), ("activation_params", "beta")),
+                (lambda: te.LayerNormMLP(32, 32, activation="clamped_swiglu", activation_params={"beta": 3}),
+                 ("activation_params", "beta")),
                 (lambda: te.DotProductAttention(4, 8, attn_mask_type="cause"), ("attn_mask_type", "cause", "causal")),
                 (lambda: te.DotProductAttention(4, 8, qkv_format="bhsd"), ("qkv_format", "bhsd", "sbhd")),
                 (lambda: te.DotProductAttention(4, 8, num_gqa_groups=3), ("groups", "3", "4")),
