@@ -176,7 +176,13 @@ Result<Tensor> GemmUnit::own_codes(const Use& use) {
         " has no column-wise copy yet, whose memory would be the graph's; run a step before the "
         "capture");
   }
-  TE_FL_ASSIGN_OR_RETURN(weight_->value, with_columns(weight_->value));
+  TE_FL_ASSIGN_OR_RETURN(Tensor both, with_columns(weight_->value));
+  // The codes of before are freed on the stream that made them, which need not be this one.
+  if (!spec_.device.is_host()) {
+    TE_FL_RETURN_IF_ERROR(
+        devices::synchronize(spec_.device, devices::current_stream(spec_.device)));
+  }
+  weight_->value = std::move(both);
   return weight_->value;
 }
 

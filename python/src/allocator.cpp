@@ -25,6 +25,19 @@ struct Allocator {
   std::map<void*, std::set<void*>> users;
 };
 
+// Sets the calling thread's Python exception aside: memory may go while one is on its way, and
+// functions must not be called with one.
+class ErrorAside {
+ public:
+  ErrorAside() { PyErr_Fetch(&type_, &value_, &trace_); }
+  ~ErrorAside() { PyErr_Restore(type_, value_, trace_); }
+  ErrorAside(const ErrorAside&) = delete;
+  ErrorAside& operator=(const ErrorAside&) = delete;
+
+ private:
+  PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
+};
+
 te_fl_status refuse(const te_fl_error_sink* sink, const std::string& text, te_fl_status status) {
   sink->write(sink->host, text.c_str());
   return status;
@@ -55,6 +68,7 @@ te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
   {
     const InterpreterLock lock;
     if (!lock.held()) return refuse(sink, "the interpreter has ended", TE_FL_OUT_OF_MEMORY);
+    const ErrorAside aside;
     PyObject* address = PyObject_CallFunction(allocator.allocate, "KK",
                                               static_cast<unsigned long long>(memory->bytes),
                                               reinterpret_cast<unsigned long long>(memory->stream));
@@ -109,7 +123,8 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
     return refuse(sink, status.to_string(), TE_FL_INTERNAL);
   }
   const InterpreterLock lock;
-  if (!lock.held()) return TE_FL_OK;
+  if (!lock.held()) return TE_FL_OK;  // the memory goes with the process
+  const ErrorAside aside;
   PyObject* none =
       PyObject_CallFunction(allocator.release, "K", reinterpret_cast<unsigned long long>(data));
   if (none == nullptr) return report(sink, TE_FL_INTERNAL);
@@ -119,7 +134,8 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
 
 te_fl_status call_trim(Allocator& allocator, const te_fl_error_sink* sink) {
   const InterpreterLock lock;
-  if (!lock.held()) return TE_FL_OK;
+  if (!lock.held()) return TE_FL_OK;  // the memory goes with the process
+  const ErrorAside aside;
   PyObject* none = PyObject_CallNoArgs(allocator.trim);
   if (none == nullptr) return report(sink, TE_FL_INTERNAL);
   Py_DECREF(none);

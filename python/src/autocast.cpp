@@ -5,19 +5,11 @@
 #include "errors.hpp"
 #include "layer.hpp"
 #include "te_fl/nn/autocast.hpp"
-#include "te_fl/nn/recompute.hpp"
 
 namespace te_fl::python {
 namespace {
 
 constexpr const char* kScopeName = "te_fl.autocast";
-constexpr const char* kRecordName = "te_fl.recompute_record";
-constexpr const char* kRecomputeName = "te_fl.recompute_scope";
-
-// One that nobody ended stays in force on its thread, as a C++ scope would.
-struct Recompute {
-  std::unique_ptr<nn::RecomputeScope> scope;
-};
 
 PyObject* get(PyObject* dict, const char* key) {
   PyObject* value = PyDict_GetItemString(dict, key);
@@ -103,46 +95,6 @@ PyObject* end_autocast(PyObject*, PyObject* capsule) noexcept {
       status = scope->exit();
     }
     check(status);
-    return Ref::share(Py_None);
-  });
-}
-
-PyObject* recompute_record(PyObject*, PyObject*) noexcept {
-  return guarded([] {
-    auto record = std::make_unique<nn::RecomputeRecord>();
-    Ref capsule = Ref::take(PyCapsule_New(record.get(), kRecordName, [](PyObject* c) {
-      delete static_cast<nn::RecomputeRecord*>(PyCapsule_GetPointer(c, kRecordName));
-    }));
-    record.release();
-    return capsule;
-  });
-}
-
-PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
-  return guarded([&] {
-    PyObject* capsule = nullptr;
-    int second = 0;
-    if (PyArg_ParseTuple(args, "Op", &capsule, &second) == 0) throw PythonError();
-    const auto* record =
-        static_cast<nn::RecomputeRecord*>(PyCapsule_GetPointer(capsule, kRecordName));
-    if (record == nullptr) throw PythonError();
-    auto run = std::make_unique<Recompute>();
-    run->scope = std::make_unique<nn::RecomputeScope>(
-        *record, second != 0 ? nn::RecomputePhase::kSecond : nn::RecomputePhase::kFirst);
-    Ref scope = Ref::take(PyCapsule_New(run.get(), kRecomputeName, [](PyObject* c) {
-      auto* dropped = static_cast<Recompute*>(PyCapsule_GetPointer(c, kRecomputeName));
-      if (dropped->scope == nullptr) delete dropped;
-    }));
-    run.release();
-    return scope;
-  });
-}
-
-PyObject* end_recompute(PyObject*, PyObject* capsule) noexcept {
-  return guarded([&] {
-    auto* run = static_cast<Recompute*>(PyCapsule_GetPointer(capsule, kRecomputeName));
-    if (run == nullptr) throw PythonError();
-    run->scope.reset();
     return Ref::share(Py_None);
   });
 }

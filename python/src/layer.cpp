@@ -11,6 +11,7 @@
 #include "errors.hpp"
 #include "framework_tensor.hpp"
 #include "layer_kinds.hpp"
+#include "recompute.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/init.hpp"
@@ -163,15 +164,15 @@ std::vector<Tensor> parameters_of(const Layer& layer, const std::vector<PyObject
 
 enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
 
-// The numbers of the parameters' contents now. Under the interpreter's lock.
-std::vector<uint64_t> number_contents(Layer& layer, const std::vector<PyObject*>& objects,
-                                      const std::vector<Tensor>& tensors, Mode mode, bool reused) {
+// The parameters' contents now. Under the interpreter's lock.
+Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
+                         const std::vector<Tensor>& tensors, Mode mode, bool reused) {
   static PyObject* const version_name = PyUnicode_InternFromString("_version");
   // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
   // serves, and a caller who says that they are unchanged, goes by the counters.
   const bool counted = mode == Mode::kServing || reused;
   const bool changed = layer.changed.exchange(false) || !counted;
-  std::vector<uint64_t> numbers(objects.size());
+  Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
   for (size_t i = 0; i < objects.size(); ++i) {
     const Ref version = Ref::take(PyObject_GetAttr(objects[i], version_name));
     const long now = PyLong_AsLong(version.get());
@@ -183,9 +184,10 @@ std::vector<uint64_t> number_contents(Layer& layer, const std::vector<PyObject*>
       seen.number = ++layer.numbers;
     }
     seen.object = objects[i], seen.version = now, seen.data = data;
-    numbers[i] = seen.number;
+    contents.numbers[i] = seen.number;
+    contents.versions[i] = now;
   }
-  return numbers;
+  return contents;
 }
 
 Status lend(Runner& runner, std::vector<Tensor>& tensors, const std::vector<uint64_t>& numbers,
@@ -415,7 +417,8 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     f.parameters = parameters_of(*layer, objects);
     f.options = microbatch_of(args[3]);
     const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
-    f.numbers = number_contents(*layer, objects, f.parameters, f.mode, reused);
+    Contents contents = number_contents(*layer, objects, f.parameters, f.mode, reused);
+    f.numbers = contents_in_piece(layer.get(), std::move(contents)).numbers;
     if (training) f.trained = trained_of(objects);
     f.attention = attention_of(args[6], training);
     if (args[7] != Py_None) f.random = tensor_of(args[7], "random", true);

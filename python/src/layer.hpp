@@ -40,12 +40,6 @@ PyObject* set_layer_state(PyObject*, PyObject* args) noexcept;
 PyObject* begin_autocast(PyObject*, PyObject* args) noexcept;
 // end_autocast(scope): updates the scales of what was used in it.
 PyObject* end_autocast(PyObject*, PyObject* scope) noexcept;
-// recompute_record() -> what a piece's first run leaves for its second (nn::RecomputeRecord).
-PyObject* recompute_record(PyObject*, PyObject*) noexcept;
-// begin_recompute(record, second) -> scope: the forwards of this thread are the piece's first or
-// second run until end_recompute(scope), on the same thread, scopes inside first.
-PyObject* begin_recompute(PyObject*, PyObject* args) noexcept;
-PyObject* end_recompute(PyObject*, PyObject* scope) noexcept;
 // use_allocator(device, allocate, free, trim): te-fl's memory of the device comes from
 // allocate(bytes, stream) -> address, and free(address) takes it; trim() gives back what is unused.
 PyObject* use_allocator(PyObject*, PyObject* args) noexcept;

@@ -6,6 +6,7 @@
 #include "modules.hpp"
 #include "op_call.hpp"
 #include "policy.hpp"
+#include "recompute.hpp"
 #include "registration.hpp"
 #include "report.hpp"
 

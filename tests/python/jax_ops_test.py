@@ -2,6 +2,7 @@
 
 import unittest
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,7 +11,7 @@ import te_fl
 
 class Jax(unittest.TestCase):
     def test_arrays_are_inputs(self):
-        x, y = jnp.linspace(-1, 1, 9), np.zeros(9, np.float32)
+        x, y = jax.device_put(jnp.linspace(-1, 1, 9), jax.devices("cpu")[0]), np.zeros(9, np.float32)
         te_fl.ops.relu(input=x, output=y)
         np.testing.assert_array_equal(y, np.maximum(np.asarray(x), 0))
 

@@ -28,11 +28,16 @@ def mask_type(where: str, name: str) -> str:
     return name
 
 
-def check_diagonal(where: str, mask: str, size: Tuple[int, int], bottom_right: Optional[bool], same_length: bool) -> None:
-    """te-fl's windows without a causal mask count from the first query and key, which is the other diagonal where lengths differ."""
-    if size != (-1, -1) and "causal" not in mask and bottom_right is not False and not same_length:
-        raise refuse(where, "bottom_right_diagonal", bottom_right, f"a window with mask {mask!r} counts from the first query and key; give "
-                     "bottom_right_diagonal=False, or queries and keys of the same length")
+def windowed(size: Tuple[int, int], queries: int, keys: int, given: Optional[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Which keys a query does not see, bool [.., queries, keys]: those outside the window on the diagonal that ends at the bottom right."""
+    at = torch.arange(queries, device=device)[:, None] + (keys - queries)
+    key = torch.arange(keys, device=device)
+    hidden = torch.zeros(queries, keys, dtype=torch.bool, device=device)
+    if size[0] >= 0:
+        hidden |= key < at - size[0]
+    if size[1] >= 0:
+        hidden |= key > at + size[1]
+    return hidden[None, None] if given is None else hidden | given.bool()
 
 
 def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int, int]:
@@ -177,10 +182,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         size = window(where, self.window_size if window_size is None else window_size, mask)
         inputs = self._masked(where, layout, mask, query_layer, key_layer, attention_mask, cu_seqlens_q, cu_seqlens_kv,
                               cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
-        same = inputs.get("cu_seqlens_q") is inputs.get("cu_seqlens_kv")
-        if layout != "thd":
-            same = same and self._length(query_layer, layout) == self._length(key_layer, layout)
-        check_diagonal(where, mask, size, bottom_right, same)
+        if size != (-1, -1) and "causal" not in mask and bottom_right is not False:
+            # te-fl counts such a window from the first query and key, which is the same diagonal where lengths are the same.
+            lengths = None if layout == "thd" else (self._length(query_layer, layout), self._length(key_layer, layout))
+            if "cu_seqlens_q" in inputs:
+                if inputs["cu_seqlens_q"] is not inputs["cu_seqlens_kv"]:
+                    raise refuse(where, "bottom_right_diagonal", bottom_right, f"a window with mask {mask!r} and sequences of several lengths "
+                                 "counts from their first query and key; give bottom_right_diagonal=False")
+            elif lengths is not None and lengths[0] != lengths[1]:
+                inputs = {"attn_mask": windowed(size, *lengths, inputs.get("attn_mask"), query_layer.device)}
+                mask, size = "arbitrary", (-1, -1)
         extras = self._biased(where, mask, core_attention_bias_type, core_attention_bias, alibi_slopes, query_layer.device, inputs)
         if layout == "thd":
             mask = THD_MASKS.get(mask, mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -208,6 +209,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         where = type(self).__name__
         read = extra_state.read(state, where)
         if not read:
+            return
+        if not self._sites:
+            if getattr(read.get("recipe"), "fp8_dpa", False):
+                warnings.warn(f"{where}: the scales of FP8 attention in the checkpoint are laid out otherwise; te-fl's start anew")
             return
         own = extra_state.from_theirs(read, self._sites, where)
         self._alone()

@@ -70,11 +70,14 @@ def read(state: Any, where: str) -> dict:
         raise TypeError(f"{where}: the extra state is a {type(state).__name__}; it is a tensor of bytes or a BytesIO")
     state.seek(0)
     try:
-        return _Reader(state).load() or {}
-    except DataLoss:
-        raise
+        found = _Reader(state).load()
+    except DataLoss as error:
+        raise DataLoss(f"{where}: {error}") from None
     except Exception as error:
         raise DataLoss(f"{where}: the extra state cannot be read: {error}") from error
+    if found is not None and not isinstance(found, dict):
+        raise DataLoss(f"{where}: the extra state is a {type(found).__name__}; it is a dict of tensors")
+    return found or {}
 
 
 # Transformer Engine's places of a product's tensors in its arrays: input, weight and output forward; the output's and the input's gradient
@@ -105,6 +108,8 @@ def from_theirs(read_state: dict, sites: Sequence[str], where: str) -> List[Tupl
         scale, history = read_state.get(f"scale_{direction}"), read_state.get(f"amax_history_{direction}")
         if scale is None or history is None:
             return []
+        if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
+            raise DataLoss(f"{where}: scale_{direction} and amax_history_{direction} are no tensors")
         if scale.numel() != places * len(sites) or history.dim() != 2 or history.shape[1] != scale.numel():
             raise DataLoss(f"{where}: scale_{direction} has {scale.numel()} places and its history {tuple(history.shape)}; "
                            f"{len(sites)} products have {places * len(sites)}")
