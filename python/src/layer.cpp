@@ -164,23 +164,36 @@ std::vector<Tensor> parameters_of(const Layer& layer, const std::vector<PyObject
 
 enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
 
+// PyTorch's count of writes to the tensor; -1 of one that has none, as those made in its inference
+// mode.
+long version_of(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("_version");
+  PyObject* version = PyObject_GetAttr(tensor, name);
+  if (version == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw PythonError();
+    PyErr_Clear();
+    return -1;
+  }
+  const Ref owner = Ref::take(version);
+  const long number = PyLong_AsLong(version);
+  if (number == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return number;
+}
+
 // The parameters' contents now. Under the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
                          const std::vector<Tensor>& tensors, Mode mode, bool reused) {
-  static PyObject* const version_name = PyUnicode_InternFromString("_version");
   // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
   // serves, and a caller who says that they are unchanged, goes by the counters.
   const bool counted = mode == Mode::kServing || reused;
   const bool changed = layer.changed.exchange(false) || !counted;
   Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
   for (size_t i = 0; i < objects.size(); ++i) {
-    const Ref version = Ref::take(PyObject_GetAttr(objects[i], version_name));
-    const long now = PyLong_AsLong(version.get());
-    if (now == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+    const long now = version_of(objects[i]);
     Seen& seen = layer.seen[i];
     const void* data = tensors[i].raw_data();
     const bool moved = mode == Mode::kServing && data != seen.data;
-    if (changed || moved || seen.object != objects[i] || seen.version != now) {
+    if (changed || moved || now < 0 || seen.object != objects[i] || seen.version != now) {
       seen.number = ++layer.numbers;
     }
     seen.object = objects[i], seen.version = now, seen.data = data;

@@ -60,7 +60,8 @@ def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         raise ValueError(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
-    known = _lengths.get(mask)
+    counted = not mask.is_inference()  # a tensor made in PyTorch's inference mode does not count writes to it
+    known = _lengths.get(mask) if counted else None
     if known is not None and known[0] == mask._version:
         return known[1]
     kept = ~mask[:, 0, 0, :]
@@ -70,7 +71,8 @@ def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{where}: the padding mask hides tokens that are not at the end of their sequence; give that as "
                          "attn_mask_type='arbitrary' with a mask [batch, 1, queries, keys]")
     sums = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    _lengths[mask] = (mask._version, sums)
+    if counted:
+        _lengths[mask] = (mask._version, sums)
     return sums
 
 

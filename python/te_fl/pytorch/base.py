@@ -57,6 +57,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._layers: Dict[str, Any] = {}  # by kind
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the layer
         self._recipe = None  # of the last forward in FP8
+        self._call: Any = None
         self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
 
@@ -120,6 +121,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
             raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
         return self._layer(x.device)
 
+    def _tensors(self, names: Sequence[str]) -> Tuple[torch.Tensor, ...]:
+        """The parameters of these names; what PyTorch's parametrisations make of one is an attribute and no parameter."""
+        own = self._parameters
+        return tuple([own[n] if n in own else getattr(self, n) for n in names])
+
     def _layer(self, device: torch.device, kind: Optional[str] = None, options: Optional[Callable[[], dict]] = None, key: Any = None):
         kind = kind or self._kind
         key = (kind, key)
@@ -148,9 +154,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if quantization._state.scopes:
             updates = quantization.updates_gradients()
             self._recipe = quantization.active_recipe()
-        inputs = tuple(t if t.is_contiguous() else t.contiguous() for t in inputs) if attention is None else inputs
-        return run(Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates), self.training,
-                   *inputs, *extras, *parameters)
+        if attention is not None:
+            call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates)
+            return run(call, self.training, *inputs, *extras, *parameters)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        call = self._call  # that of the last forward, which the next one is mostly like
+        if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
+                or call.updates is not updates):
+            call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates)
+        return run(call, self.training, x, *parameters)
 
     def _changed(self) -> None:
         for layer in self._layers.values():
@@ -175,7 +188,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Makes new layers when they are next needed, with this FP8 state."""
-        self._layers = {}
+        self._layers, self._call = {}, None
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
 
@@ -239,7 +252,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_fused_in"] = {}, None
+        state["_layers"], state["_fused_in"], state["_call"] = {}, None, None
         return state
 
     def __setstate__(self, state: dict) -> None:

@@ -47,7 +47,7 @@ class _Product(TransformerEngineBaseModule):
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
-        return tuple(getattr(self, n) for n in self._own_names)
+        return self._tensors(self._own_names)
 
     def _product_options(self) -> dict:
         options = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
