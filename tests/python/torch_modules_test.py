@@ -1,4 +1,4 @@
-"""te_fl.pytorch's modules against the same computation in plain PyTorch in FP64, over their arguments; FP8 against operands quantised by NumPy."""
+"""te_fl.pytorch's modules against plain PyTorch in FP64, over their arguments; FP8 against operands quantised by NumPy."""
 
 import os
 import sys
@@ -9,7 +9,8 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch_oracle as oracle  # noqa: E402
-from torch_oracle import ACTIVATIONS, DEVICES, PerBlock, PerTensor, allowed, compare, linear, near, randn, randomise, with_bias  # noqa: E402
+from torch_oracle import ACTIVATIONS, DEVICES, PerBlock, PerTensor, allowed, compare, linear, near, randn, randomise  # noqa: E402
+from torch_oracle import with_bias  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.errors import Unsupported  # noqa: E402
@@ -133,8 +134,8 @@ class LayerNormMLPTest(Modules):
                 for bias in (True, False):
                     def wanted(p, x):
                         return with_bias(*oracle.mlp(p, x, activation="swiglu", kind=kind, zero_centered=zero_centered, eps=1e-3)[:2])
-                    self.check(lambda **k: te.LayerNormMLP(32, 48, normalization=kind, activation="swiglu", eps=1e-3, **k), wanted, (2, 3, 32),
-                               zero_centered_gamma=zero_centered, bias=bias)
+                    self.check(lambda **k: te.LayerNormMLP(32, 48, normalization=kind, activation="swiglu", eps=1e-3, **k), wanted,
+                               (2, 3, 32), zero_centered_gamma=zero_centered, bias=bias)
 
     def test_what_it_returns(self):
         self.check(lambda **k: te.LayerNormMLP(32, 48, **k), lambda p, x: oracle.mlp(p, x), (6, 32), return_bias=True,
@@ -197,11 +198,20 @@ class DotProductAttentionTest(Modules):
                     seen=allowed(self.S, self.K, True, True, window=(3, 0)))
 
     def test_windows_of_another_length(self):
-        """The window's diagonal ends in the corner at the bottom right unless bottom_right_diagonal is False."""
-        for given in ({}, {"bottom_right_diagonal": True}, {"bottom_right_diagonal": False}):
+        """Transformer Engine's window ends in the corner at the bottom right unless bottom_right_diagonal is False: that, or a refusal."""
+        self.attend(window_size=(2, 1), keys=self.K, seen=allowed(self.S, self.K, window=(2, 1)),
+                    call=lambda m, *x: m(*x, bottom_right_diagonal=False))
+        module = te.DotProductAttention(self.H, self.D, attn_mask_type="no_mask", qkv_format="bshd")
+        q, k, v = (randn(self.B, n, self.H, self.D, seed=n) for n in (self.S, self.K, self.K))
+        for given in ({}, {"bottom_right_diagonal": True}):
             with self.subTest(**given):
-                self.attend(window_size=(2, 1), keys=self.K, seen=allowed(self.S, self.K, False, given.get("bottom_right_diagonal", True), (2, 1)),
-                            call=lambda m, *x: m(*x, **given))
+                try:
+                    y = module(q, k, v, window_size=(2, 1), **given)
+                except Unsupported as error:
+                    self.assertIn("bottom_right_diagonal", str(error))
+                    continue
+                want = oracle.attention(q.double(), k.double(), v.double(), allowed(self.S, self.K, False, True, (2, 1)))
+                near(self, y, want, 1e-5, "output")
 
     def padding(self, lengths, length):
         """bool [batch, 1, 1, length], true in the padding."""
@@ -329,7 +339,8 @@ class MultiheadAttentionTest(Modules):
         extra = [(self.K, self.B, 32) if fmt == "sbhd" else (self.B, self.K, 32)] if encoder else []
         if call is None and encoder:
             call = lambda m, x, e: m(x, encoder_output=e)  # noqa: E731
-        self.check(lambda **k: te.MultiheadAttention(32, 4, attention_dropout=0.0, qkv_format=fmt, attention_type="cross" if encoder else "self",
+        self.check(lambda **k: te.MultiheadAttention(32, 4, attention_dropout=0.0, qkv_format=fmt,
+                                                     attention_type="cross" if encoder else "self",
                                                      **arguments, **k),
                    wanted, (self.S, self.B, 32) if fmt == "sbhd" else (self.B, self.S, 32), *extra, call=call, where=where)
 
@@ -488,7 +499,8 @@ class TransformerLayerTest(Modules):
                             oracle.near_by_norm(self, a, b, 1e-5 if (dtype, recipe) == (F32, None) else 0.15, name, least)
 
     def test_hooks_on_parts_run(self):
-        for path in ("self_attention", "self_attention.layernorm_qkv", "self_attention.core_attention", "self_attention.proj", "layernorm_mlp"):
+        for path in ("self_attention", "self_attention.layernorm_qkv", "self_attention.core_attention", "self_attention.proj",
+                     "layernorm_mlp"):
             for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
                 with self.subTest(path=path, register=register):
                     module = randomise(te.TransformerLayer(32, 48, 4, hidden_dropout=0, attention_dropout=0, device="cpu"))
@@ -568,7 +580,8 @@ class Fp8(Modules):
                     x = [t.detach().clone().requires_grad_() for t in inputs]
                     y = served(*x)
                     y.backward(randn(*y.shape, seed=11, device=device).to(y.dtype))
-                compare(self, served, module, wanted, inputs, self.FLIPS[dtype] if flips else self.EXACT[device, dtype], close=oracle.near_by_norm)
+                compare(self, served, module, wanted, inputs, self.FLIPS[dtype] if flips else self.EXACT[device, dtype],
+                        close=oracle.near_by_norm)
 
     def test_linear(self):
         for recipe, product, steps in ((Float8CurrentScaling(), PerTensor(), 1), (Float8BlockScaling(), PerBlock(), 1),
@@ -593,8 +606,8 @@ class Fp8(Modules):
         for recipe, product, steps in ((Float8CurrentScaling(), PerTensor(), 1), (Float8BlockScaling(), PerBlock(), 1),
                                        (SETTLED, PerTensor(), 5)):
             self.quantised(lambda **k: te.LayerNormLinear(64, 48, **k),
-                           lambda p, x: product(oracle.norm(x, p, "layer_norm_"), p["weight"], p["bias"]), (32, 64), recipe=recipe, steps=steps,
-                           flips=True)
+                           lambda p, x: product(oracle.norm(x, p, "layer_norm_"), p["weight"], p["bias"]), (32, 64), recipe=recipe,
+                           steps=steps, flips=True)
 
     def test_layernorm_mlp(self):
         for recipe, product, steps in ((Float8CurrentScaling(), PerTensor(), 1), (Float8BlockScaling(), PerBlock(), 1),
@@ -632,6 +645,23 @@ class Fp8(Modules):
             for value in (False, True, None):  # a change is noticed
                 self.assertTrue(torch.equal(module(x, is_first_microbatch=value), 2 * first))
 
+    def test_microbatches_have_the_same_gradients(self):
+        for device in DEVICES:
+            for name, make in (("Linear", lambda: te.Linear(32, 32, device=device)),
+                               ("LayerNormMLP", lambda: te.LayerNormMLP(32, 64, device=device)),
+                               ("TransformerLayer", lambda: te.TransformerLayer(32, 64, 4, attention_dropout=0, hidden_dropout=0,
+                                                                                device=device))):
+                for recipe in (None, Float8CurrentScaling(), Float8BlockScaling()):
+                    with self.subTest(device=device, module=name, recipe=type(recipe).__name__):
+                        results = []
+                        for firsts in ((None, None, None), (True, False, False)):
+                            module = randomise(make())
+                            for seed, first in enumerate(firsts):
+                                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                                    module(randn(8, 2, 32, seed=seed, device=device), is_first_microbatch=first).sum().backward()
+                            results.append([p.grad for p in module.parameters()])
+                        self.assertTrue(all(torch.equal(a, b) for a, b in zip(*results)))
+
     def test_calibration(self):
         module, x = randomise(te.Linear(32, 16, bias=False, device="cpu")), randn(16, 32)
         recipe = DelayedScaling(amax_history_len=4)
@@ -655,7 +685,8 @@ class Fp8(Modules):
 class NothingOfTorchs(unittest.TestCase):
     """With torch's own kernels patched to raise, everything works."""
 
-    NAMES = ([(torch.nn.functional, n) for n in ("linear", "layer_norm", "rms_norm", "scaled_dot_product_attention", "gelu", "silu", "relu", "softmax")]
+    NAMES = ([(torch.nn.functional, n) for n in ("linear", "layer_norm", "rms_norm", "scaled_dot_product_attention", "gelu", "silu", "relu",
+                                                 "softmax")]
              + [(torch, n) for n in ("matmul", "bmm", "addmm", "mm", "baddbmm", "einsum", "softmax", "layer_norm", "rms_norm")]
              + [(torch.Tensor, n) for n in ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "softmax")])
 
@@ -666,7 +697,8 @@ class NothingOfTorchs(unittest.TestCase):
             return called
 
         modules = {
-            "Linear": lambda **k: te.Linear(32, 32, **k), "LayerNorm": lambda **k: te.LayerNorm(32, **k), "RMSNorm": lambda **k: te.RMSNorm(32, **k),
+            "Linear": lambda **k: te.Linear(32, 32, **k), "LayerNorm": lambda **k: te.LayerNorm(32, **k),
+            "RMSNorm": lambda **k: te.RMSNorm(32, **k),
             "LayerNormLinear": lambda **k: te.LayerNormLinear(32, 32, **k), "LayerNormMLP": lambda **k: te.LayerNormMLP(32, 64, **k),
             "MultiheadAttention": lambda **k: te.MultiheadAttention(32, 4, **k),
             "qk norms": lambda **k: te.MultiheadAttention(32, 4, qk_norm_type="L2Normalization", input_layernorm=True, **k),

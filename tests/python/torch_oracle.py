@@ -1,4 +1,4 @@
-"""Transformer Engine's modules written down in plain PyTorch, for FP64, and quantisation in NumPy. The tests of te_fl.pytorch compare with them."""
+"""Transformer Engine's modules written down in plain PyTorch, for FP64, and quantisation in NumPy, for the tests of te_fl.pytorch."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5 if DEVICES == ["cpu"] else 1e-4, torch.bfloat16: 3e-2}  # of the largest value
 
 
 def randn(*shape, seed=1, dtype=torch.float32, device="cpu"):
@@ -30,7 +30,7 @@ def randomise(module, seed=7):
 
 
 def compare(test, served, module, oracle, inputs, tolerance=None, seed=11, close=None):
-    """Outputs of served(*inputs), and the gradients of inputs and of the module's parameters, are those of oracle(parameters, *inputs) in FP64."""
+    """Outputs of served(*inputs), and the gradients of inputs and parameters, are those of oracle(parameters, *inputs) in FP64."""
     close = close or near
     own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
