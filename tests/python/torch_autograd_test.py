@@ -754,8 +754,6 @@ class Uses(Each):
                 want(x).sum().backward()
                 near(self, module.parametrizations.weight.original.grad, 2 * want.weight.grad, 1e-6, "gradient")
 
-    # Parameters that were made in inference mode have no version counter, and the layers read it.
-    @unittest.expectedFailure
     def test_in_inference_mode(self):
         for name in MODULES:
             for recipe in (None, Float8CurrentScaling()):
@@ -779,8 +777,6 @@ class Uses(Each):
                             near(self, inside(x), want, 1e-6, "output")
                             near(self, module(x), want, 1e-6, "output")
 
-    # A mask that was made in inference mode has no version counter, and attention reads it.
-    @unittest.expectedFailure
     def test_a_mask_in_inference_mode(self):
         module = te.DotProductAttention(4, 8, attn_mask_type="padding", qkv_format="bshd")
         with torch.inference_mode():
