@@ -133,6 +133,8 @@ TB_EXPORT const char* tb_error() { return tls_error.c_str(); }
 
 TB_EXPORT int tb_init(const char* plugin) {
   const auto loaded = plugins::load(plugin);
+  // The process may have loaded it already, as te_fl in Python does by TE_FL_PLUGIN_MODULES.
+  if (loaded.status().code() == StatusCode::kAlreadyExists) return report(Status());
   return report(loaded.ok() ? Status() : loaded.status());
 }
 

@@ -3,7 +3,8 @@
 
 usage: host_time.py [--device DEVICE] [--blocks N] [--build FOLDER] [--json FILE]
   --blocks  alternating blocks per row; each figure is the median of the blocks' means (default 21)
-  --build   a build with bench/gpu's library, for the rows that compare with C++; a GPU is needed
+  --build   a build with bench/gpu's library, for the rows that compare with C++; a GPU is needed. TE_FL_PLUGIN_MODULES names the
+            build's CUDA plugin then, so that both run the same one.
 
 Each call of a block is enqueued without waiting; the device waits at the block's end. Shapes are small enough that the host decides.
 """
@@ -76,11 +77,8 @@ def run_linear(device, blocks, backward, calls=200):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def layer_cases(device, build, hidden, ffn, heads, length, batch, recipes, blocks, calls):
+def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch, recipes, blocks, calls):
     """{recipe: (te_fl.pytorch, C++)}, forward and backward with scale updates."""
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "gpu"))
-    import te_fl_bench
-    library = te_fl_bench.Library(os.path.join(build, "lib"), os.path.join(build, "plugins", "libte_fl_cuda.so"))
     out = {}
     for name, recipe in recipes.items():
         x = torch.randn(length, batch, hidden, device=device, dtype=torch.bfloat16)
@@ -112,6 +110,11 @@ def main():
     parser.add_argument("--json")
     options = parser.parse_args()
     device = torch.device(options.device)
+    library = None
+    if options.build and device.type == "cuda":
+        sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "gpu"))
+        import te_fl_bench
+        library = te_fl_bench.Library(os.path.join(options.build, "lib"), os.path.join(options.build, "plugins", "libte_fl_cuda.so"))
     results = {}
     targets = {False: {"te_fl BF16": 1.3, "te_fl FP8 delayed, weights cached": 1.8, "te_fl FP8 current, weights cached": 2.0},
                True: {"te_fl BF16": 1.2, "te_fl FP8 delayed, weights cached": 1.6}}
@@ -122,9 +125,9 @@ def main():
         for name, us in row.items():
             target = targets[backward].get(name)
             print(f"Linear [{ROWS}, {WIDTH}] {what:21} {name:38} {us:8.1f} us  {us / base:5.2f}" + (f"  target {target}" if target else ""))
-    if options.build and device.type == "cuda":
-        small = layer_cases(device, options.build, 1024, 4096, 16, 512, 1, {"none": None, "delayed": DelayedScaling()}, options.blocks, 50)
-        quick = layer_cases(device, options.build, 4096, 16384, 32, 2048, 4,
+    if library is not None:
+        small = layer_cases(device, te_fl_bench, library, 1024, 4096, 16, 512, 1, {"none": None, "delayed": DelayedScaling()}, options.blocks, 50)
+        quick = layer_cases(device, te_fl_bench, library, 4096, 16384, 32, 2048, 4,
                             {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()},
                             7, 4)
         for shape, rows, target in (("hidden 1024, 512 tokens", small, 1.3), ("quickstart", quick, 1.01)):
