@@ -63,7 +63,9 @@ class Products(unittest.TestCase):
         return y, grads
 
     def check(self, found, wanted):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * self.K * np.abs(wanted).max())
+        # Tensor cores sum FP8 products in fewer bits than FP32 has.
+        bound = 2e-6 if jax.default_backend() == "cpu" else 1e-5
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=bound * self.K * np.abs(wanted).max())
 
     def test_current_scaling(self):
         y, (dx, dkernel, _) = self.run_dense(create_set(recipe.Float8CurrentScaling()))
@@ -141,7 +143,7 @@ class Fused(unittest.TestCase):
 
     def check(self, found, wanted, step):
         off = np.abs(np.asarray(found, np.float64) - wanted)
-        self.assertLess(np.mean(off > 1e-4 * np.abs(wanted).max()), 0.02)
+        self.assertLess(np.mean(off > 1e-4 * np.abs(wanted).max()), 0.02 if jax.default_backend() == "cpu" else 0.05)
         self.assertLess(off.max(), step * np.abs(wanted).max())
 
     def test_layernorm_dense(self):

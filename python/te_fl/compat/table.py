@@ -153,7 +153,7 @@ OTHERWISE = "te-fl has nothing in its place"
 
 INTRODUCTION = """
 `te_fl.as_transformer_engine()`, or `TE_FL_AS_TRANSFORMER_ENGINE=1` where the package is installed, makes `import transformer_engine` mean
-te-fl ([Python](python.md)). What is served comes from the module of te-fl that a table names, with Transformer Engine's parameters and
+te-fl ([Python](pytorch.md)). What is served comes from the module of te-fl that a table names, with Transformer Engine's parameters and
 defaults (but `device`). What is refused can be imported and derived from, and `isinstance` of it is False; calling it, making an object of
 a derived class or reading an attribute is `te_fl.errors.Unsupported`, which says what to use. An argument that is not honoured is refused
 by name, never ignored; the tables list those that take one value only. A variable `NVTE_..` that is set and not honoured is said once, as

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Where the host's time of te_fl.pytorch.Linear goes on a GPU: the calls into C++ alone, through autograd, beside torch.nn.Linear.
+
+usage: host_parts.py   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
+"""
+
+import time
+
+import torch
+
+import te_fl.pytorch as te
+from te_fl import _native
+
+ROWS, WIDTH = 64, 768
+
+
+def median(call, calls=300, blocks=9):
+    """Microseconds a call on the host, which waits for the device at each block's end."""
+    for _ in range(50):
+        call()
+    times = []
+    for _ in range(blocks):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - began) / calls * 1e6)
+        torch.cuda.synchronize()
+    return sorted(times)[blocks // 2]
+
+
+def main():
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    x = torch.randn(ROWS, WIDTH, dtype=dtype, device=device)
+    leaf, dy = x.clone().requires_grad_(), torch.randn_like(x)
+    plain = torch.nn.Linear(WIDTH, WIDTH, dtype=dtype, device=device)
+    ours = te.Linear(WIDTH, WIDTH, params_dtype=dtype, device=device)
+    ours(leaf).backward(dy)
+    layer, parameters = ours._layer(x.device), (ours.weight, ours.bias)
+    allocate, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete
+
+    def native(mode):
+        return _native.layer_forward(layer, -1, mode, None, (x,), parameters, None, None)
+
+    def both():
+        _native.layer_backward(native(0)[1], dy, parameters, None, False)
+
+    def forward(module):
+        with torch.no_grad():
+            module(x)
+
+    rows = (("call into C++, forward that keeps nothing", lambda: native(2)), ("call into C++, forward for a backward", lambda: native(0)),
+            ("calls into C++, forward and backward", both), ("an allocation and its return", lambda: free(allocate(x.nbytes, 0))),
+            ("torch.nn.Linear forward, no gradient", lambda: forward(plain)), ("te_fl Linear forward, no gradient", lambda: forward(ours)),
+            ("torch.nn.Linear forward", lambda: plain(leaf)), ("te_fl Linear forward", lambda: ours(leaf)),
+            ("torch.nn.Linear forward and backward", lambda: plain(leaf).backward(dy)),
+            ("te_fl Linear forward and backward", lambda: ours(leaf).backward(dy)))
+    for name, call in rows:
+        print(f"{name:45} {median(call):8.1f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""docs/pytorch.md's program prints what the page says, and examples/pytorch/quickstart.py learns."""
+
+import contextlib
+import io
+import pathlib
+import re
+import subprocess
+import sys
+import unittest
+
+import torch  # noqa: F401  (without it there is nothing to test)
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Document(unittest.TestCase):
+    def test_the_page(self):
+        page = (ROOT / "docs" / "pytorch.md").read_text()
+        program = re.search(r"```python\n(.*?)```", page, re.S).group(1)
+        printed = re.search(r"```\n(\(16, 2.*?)```", page, re.S).group(1)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(program, "docs/pytorch.md", "exec"), {})
+        self.assertEqual(out.getvalue(), printed)
+
+    def test_the_example(self):
+        run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--device", "cpu", "--steps", "61"],
+                             capture_output=True, text=True, timeout=300)
+        self.assertEqual(run.returncode, 0, run.stderr)
+        losses = [float(n) for n in re.findall(r"loss ([0-9.]+)", run.stdout)]
+        self.assertLess(losses[-1], 0.7 * losses[0], run.stdout)
+        self.assertIn("ops served by default.cpu", run.stdout)
+
+    def test_a_misspelt_recipe(self):
+        run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--recipe", "delayd"],
+                             capture_output=True, text=True, timeout=120)
+        self.assertEqual(run.returncode, 2)
+        self.assertIn("invalid choice: 'delayd'", run.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
