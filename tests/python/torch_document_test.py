@@ -8,7 +8,7 @@ import subprocess
 import sys
 import unittest
 
-import torch  # noqa: F401  (without it there is nothing to test)
+import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -17,11 +17,19 @@ class Document(unittest.TestCase):
     def test_the_page(self):
         page = (ROOT / "docs" / "pytorch.md").read_text()
         program = re.search(r"```python\n(.*?)```", page, re.S).group(1)
-        printed = re.search(r"```\n(\(16, 2.*?)```", page, re.S).group(1)
+        printed = re.search(r"```text\n(\(16, 2.*?)```", page, re.S).group(1)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(compile(program, "docs/pytorch.md", "exec"), {})
         self.assertEqual(out.getvalue(), printed)
+
+    def test_the_readme(self):
+        program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        names = {"x": torch.randn(8, 1, 768, device=device, requires_grad=True)}
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(program, "README.md", "exec"), names)
+        self.assertEqual(names["x"].grad.shape, (8, 1, 768))
 
     def test_the_example(self):
         run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--device", "cpu", "--steps", "61"],
