@@ -32,7 +32,9 @@ te_fl_make_python_env() {
     "$base" -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]' \
       >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/te_fl_test_python.pth"
   else
-    "$python" -m pip install --quiet --disable-pip-version-check --retries 3 --timeout 60 -r tests/python/requirements.txt || {
+    # Three gigabytes: a connection that breaks for good is tried once more from what has arrived.
+    local install=("$python" -m pip install --quiet --disable-pip-version-check --retries 8 --timeout 60 -r tests/python/requirements.txt)
+    "${install[@]}" || "${install[@]}" || {
       te_fl_no_test_python "pip could not install tests/python/requirements.txt; its messages are above."
       return 1
     }
