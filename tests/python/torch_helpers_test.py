@@ -53,6 +53,12 @@ class Availability(unittest.TestCase):
 
 
 class Package(unittest.TestCase):
+    def test_the_compiler_is_not_imported(self):
+        """It takes PyTorch a second, which a program that compiles nothing should not wait for."""
+        look = "import torch, sys; before = 'torch._dynamo' in sys.modules; import te_fl.pytorch; print(before, 'torch._dynamo' in sys.modules)"
+        found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=120).stdout.split()
+        self.assertEqual(found[1], found[0])
+
     def test_names_and_modules_that_are_imported_when_they_are_read(self):
         import te_fl.pytorch as te
         self.assertIs(te.RotaryPositionEmbedding, te.rope.RotaryPositionEmbedding)

@@ -52,13 +52,19 @@ def _who_multiplies(device: torch.device, kind: str) -> Answer:
     return False, f"no implementation on {device} serves such products ({reasons})"
 
 
-@torch.compiler.assume_constant_result
+def _constant(function):
+    """What torch.compiler.assume_constant_result() does, without importing the compiler, which takes a second."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant
 def check_fp8_support() -> Answer:
     """Whether layers run in FP8 with one scale per tensor (delayed and current scaling)."""
     return _who_multiplies(_default_device(), "tensor")
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def check_fp8_block_scaling_support() -> Answer:
     """Whether layers run in FP8 with a scale per block."""
     return _who_multiplies(_default_device(), "block")
@@ -94,7 +100,7 @@ def is_nvfp4_available(return_reason: bool = False) -> Union[bool, Answer]:
     return _answer(check_nvfp4_support(), return_reason)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def is_bf16_available(return_reason: bool = False) -> Union[bool, Answer]:
     return _answer(_who_multiplies(_default_device(), "bf16"), return_reason)
 
@@ -134,13 +140,13 @@ def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def get_device_compute_capability() -> Tuple[int, int]:
     """(major, minor) of the current GPU; (0, 0) without one, so that comparisons say that it has nothing of NVIDIA's."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def get_cudnn_version() -> Tuple[int, int, int]:
     """(major, minor, patch) of the cuDNN that PyTorch has loaded; (0, 0, 0) without one. te-fl's layers need none."""
     version = torch.backends.cudnn.version() if torch.cuda.is_available() else None
