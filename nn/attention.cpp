@@ -1,5 +1,6 @@
 #include "te_fl/nn/attention.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
