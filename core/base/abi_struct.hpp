@@ -43,7 +43,7 @@ inline uint32_t struct_size_of(const void* raw) noexcept {
 // members that may be absent is cut by such a size: each lies in one word, or consists of them.
 inline constexpr uint32_t kStructWord = 8;
 
-// What is copied of a struct of `size` into one of `ours`: whole members only, so that of a size
+// How much is copied of a struct of `size` into one of `ours` is whole members, so that of a size
 // that is no struct's the member is absent in which it ends.
 constexpr size_t copied_size(uint32_t size, size_t ours) noexcept {
   const size_t whole = size / kStructWord * kStructWord;
@@ -65,7 +65,7 @@ T copy_struct(const void* raw) noexcept {
 constexpr bool plausible_size(uint32_t size, size_t minimum) noexcept {
   return size >= minimum && size <= kMaxStructSize && size % kStructWord == 0;
 }
-// What to say of one that is not: "struct_size 3, must be ...".
+// Says what is wrong with one that is not: "struct_size 3, must be ...".
 inline std::string size_text(uint32_t size, size_t minimum) {
   return "struct_size " + std::to_string(size) + ", must be from " + std::to_string(minimum) +
          " to " + std::to_string(kMaxStructSize) + " and a multiple of " +

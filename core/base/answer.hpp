@@ -5,7 +5,7 @@
 
 #include "te_fl/plugin.h"
 
-// What a plugin's function answered, before the host relies on it (R6, R20).
+// The host looks at what a plugin's function answered before it relies on that (R6, R20).
 namespace te_fl::core {
 
 // Whether it is a te_fl_code, marked clean or not. OK has nothing to mark.

@@ -16,7 +16,7 @@ namespace {
 // Finds the first member in which two descriptions differ; later ones are not looked at.
 class Difference {
  public:
-  // Where what follows stands: "argument 'x': ".
+  // Says where the differences that follow stand: "argument 'x': ".
   void in(std::string where) { where_ = std::move(where); }
   void texts(const char* member, const char* mine, const char* other) {
     const auto view = [](const char* s) {

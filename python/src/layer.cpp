@@ -205,7 +205,7 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
 
 Status lend(Runner& runner, std::vector<Tensor>& tensors, const std::vector<uint64_t>& numbers,
             const std::vector<bool>* trained) {
-  auto parameters = runner.module().parameters();
+  const auto& parameters = runner.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     nn::Parameter& p = *parameters[i].parameter;
     if (Status status = p.borrow(std::move(tensors[i]), numbers[i]); !status.ok()) {
@@ -333,7 +333,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Ten
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
   const auto scopes = record.scopes.enter();
   const StreamScope on(dy.device(), stream);
-  auto own = record.runner->module().parameters();
+  const auto& own = record.runner->parameters();
   for (size_t i = 0; i < own.size(); ++i) {
     nn::Parameter& p = *own[i].parameter;
     p.take_grad();  // what an earlier backward, which failed, may have left

@@ -17,12 +17,20 @@ class Runner {
  public:
   virtual ~Runner() = default;
   virtual nn::Module& module() = 0;
+  // The module's parameters in its order, looked up once.
+  const std::vector<nn::NamedParameter>& parameters() {
+    if (parameters_.empty()) parameters_ = module().parameters();
+    return parameters_;
+  }
   virtual Result<Tensor> forward(const std::vector<Tensor>& inputs, nn::Ctx* ctx,
                                  const nn::AttentionInputs& attention,
                                  const nn::ForwardOptions& options) = 0;
   // The gradients of the inputs, and then that of AttentionInputs::bias if the kind takes one and
   // the forward had it.
   virtual Result<std::vector<Tensor>> backward(const Tensor& dy, nn::Ctx& ctx) = 0;
+
+ private:
+  std::vector<nn::NamedParameter> parameters_;
 };
 
 using MakeRunner = std::function<Result<std::unique_ptr<Runner>>(DType activation_dtype)>;

@@ -726,5 +726,22 @@ class NothingOfTorchs(unittest.TestCase):
                         self.assertTrue(torch.isfinite(x.grad).all())
 
 
+class PaddingBetweenSequences(unittest.TestCase):
+    def test_it_is_honoured(self):
+        """Of two sequences of 3 and 2 tokens with a token between them, and of the same without."""
+        q, k, v = (randn(6, 4, 8, seed=s) for s in (1, 2, 3))
+        lengths, starts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 3, 5], [0, 4, 6]))
+        attention = te.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
+        given = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=3, max_seqlen_kv=3)
+        padded = dict(cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
+        for between in (None, True):
+            with_gap = attention(q, k, v, pad_between_seqs=between, **given, **padded)
+            near(self, with_gap[[0, 1, 2, 4, 5]], attention(*(t[[0, 1, 2, 4, 5]] for t in (q, k, v)), **given), 1e-6, "with a gap")
+        dense = attention(q[:5], k[:5], v[:5], **given)
+        near(self, attention(q[:5], k[:5], v[:5], pad_between_seqs=False, **given, **padded), dense, 1e-6, "without")
+        with self.assertRaisesRegex(ValueError, "pad_between_seqs is True; give cu_seqlens_q_padded"):
+            attention(q, k, v, pad_between_seqs=True, **given)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -13,7 +13,7 @@ struct Fp8Init;
 
 struct QuantizedModelInitOptions {
   bool enabled = true;  // false: what is created is as outside of all scopes
-  // How the codes get their scale when they are written; Float8BlockScaling is refused.
+  // Says how the codes get their scale when they are written; Float8BlockScaling is refused.
   Recipe recipe = DelayedScaling{};
   // Parameter::initial_value keeps, on the host, what the codes were made from; an optimizer takes
   // its master weights from it.

@@ -14,7 +14,7 @@
 // gives the same values on every device, and a shard has those that the whole has there.
 namespace te_fl::nn::init {
 
-// Where a parameter lies in a larger one whose shard it is, e.g. the rows [begin, begin + extent)
+// Says where a parameter lies in the whole whose shard it is, e.g. the rows [begin, begin + extent)
 // of a weight; empty: it is whole.
 struct Shard {
   Shape whole;  // the extents of the whole
@@ -48,7 +48,7 @@ TE_FL_API Result<std::shared_ptr<Parameter>> constant(std::span<const int64_t> s
 // An independent seed for the index-th parameter or submodule of a module seeded with `seed`.
 TE_FL_API uint64_t subseed(uint64_t seed, uint64_t index);
 
-// How the angles of a model reach beyond the positions that it was trained with. f(i) =
+// Says how a model's angles reach beyond the positions that it was trained with. f(i) =
 // base^(-2i/dim) is a pair's own frequency, `factor` the ratio of the new length to the trained
 // one.
 enum class RotaryScaling : uint8_t {

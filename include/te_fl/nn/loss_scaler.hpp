@@ -38,7 +38,7 @@ class TE_FL_API LossScaler {
   // synchronisation point. FAILED_PRECONDITION in a capture, where nothing can be read.
   Result<bool> update();
 
-  // What to save: the scale and the number of good steps since it changed.
+  // A checkpoint saves this: the scale and the number of good steps since it changed.
   struct State {
     float scale = 0;
     int64_t good_steps = 0;

@@ -89,7 +89,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size. qkv_format: 'sbhd', 'bshd' or 'thd'.
     attn_mask_type, window_size, bottom_right_diagonal: also per call. softmax_type: 'vanilla', 'off-by-one' or 'learnable'.
-    layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs.
+    layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs. The other
+    cp_ arguments say how the ranks of cp_group work together, and have no effect without it.
     """
 
     _kind = "attention"
@@ -166,6 +167,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         the rows of padding anyway. max_seqlen: at least the longest sequence, for 'thd'.
         """
         where = "DotProductAttention"
+        if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
+            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+        elif pad_between_seqs and cu_seqlens_q_padded is None:
+            raise ValueError(f"{where}: pad_between_seqs is True; give cu_seqlens_q_padded, where each sequence starts")
         softcap = 0.0 if softcap is None else float(softcap)
         only(where, ("softcap", softcap, 0.0, _OWN_KERNEL), ("fp8_output", bool(fp8_output), False, "outputs are of the inputs' dtype"),
              ("bf16_backward", bool(bf16_backward), False, "the backward is of the forward's dtype"),

@@ -56,7 +56,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.name = name
         self._layers: Dict[str, Any] = {}  # by kind
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the layer
-        self._recipe = None  # of the last forward in FP8
+        self._recipe = None  # of the last forward in an autocast
+        self._in_fp8 = False  # whether the last forward outside of a backward computed in FP8
         self._call: Any = None
         self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
@@ -150,10 +151,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         activation = -1
         if torch.is_autocast_enabled(x.device.type):
             activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]
-        updates = False
-        if quantization._state.scopes:
-            updates = quantization.updates_gradients()
-            self._recipe = quantization.active_recipe()
+        updates = quantization.notice(self)
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates)
             return run(call, self.training, *inputs, *extras, *parameters)
@@ -161,7 +159,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             x = x.contiguous()
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
-                or call.updates is not updates):
+                or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates)
         return run(call, self.training, x, *parameters)
 

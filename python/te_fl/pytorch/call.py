@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -51,14 +50,13 @@ class Call(NamedTuple):
     first: Any  # is_first_microbatch
     attention: Optional[dict]
     random: Optional[torch.Tensor]
-    updates: bool  # whether the scales of gradients are to be updated when the backward ends
+    updates: int  # the thread whose gradients' scales are to be updated when the backward ends; 0: none
     accumulates: bool  # whether gradients of weights go to main_grad
 
 
-def _ends(token: torch.Tensor) -> None:
-    """Updates the scales of gradients when the backward that runs now has ended, once for all layers of the forward's thread."""
-    task = _task()
-    key = (task, int(token[0]) if task < 0 else threading.get_ident())
+def _ends(token: torch.Tensor, thread: int) -> None:
+    """Updates the scales of gradients when the backward that runs now has ended, once for all layers whose forward `thread` ran."""
+    key = (_task(), thread)
     if key in _ending:
         return
     _ending.add(key)
@@ -114,7 +112,7 @@ class LayerFunction(torch.autograd.Function):
         main_grads = _main_grads(parameters) if call.accumulates else None
         inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, main_grads, _keeps_graph())
         if call.updates:
-            _ends(token)
+            _ends(token, call.updates)
         if main_grads is not None:
             own = tuple(_placeholder(p) if m is not None else g for p, m, g in zip(parameters, main_grads, own))
         needed = ctx.needs_input_grad

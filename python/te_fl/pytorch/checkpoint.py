@@ -64,8 +64,3 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
         if kwargs.pop(name, None):
             raise refuse("checkpoint", name, True, "te_fl.pytorch runs on one rank so far; leave it out")
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: recompute_contexts(tracker), **kwargs)
-
-
-def is_repeated() -> bool:
-    """Whether a forward runs inside a backward, as those do that PyTorch's own checkpoint repeats."""
-    return torch._C._current_graph_task_id() >= 0

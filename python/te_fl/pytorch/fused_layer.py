@@ -140,11 +140,10 @@ class FusedLayer:
             tracker = owner.get_rng_state_tracker
             with tracker().fork() if tracker is not None else contextlib.nullcontext():
                 random = generator.draw(x.device)
-        updates = False
+        updates = quantization.notice(owner)
         if quantization._state.scopes:
-            updates, recipe = quantization.updates_gradients(), quantization.active_recipe()
             for _, part in self._parts:
-                part._recipe = recipe
+                part._recipe = owner._recipe
         parameters = [getattr(module, name) for module, name in self._places]
         x = x if x.is_contiguous() else x.contiguous()
         return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), owner.training, x, *extras, *parameters)

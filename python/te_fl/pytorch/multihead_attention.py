@@ -175,7 +175,7 @@ class MultiheadAttention(torch.nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
             for_q, for_k = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb, rotary_pos_emb)
-            padded = pad_between_seqs and cu_seqlens_q_padded is not None
+            padded = pad_between_seqs is not False and cu_seqlens_q_padded is not None
             q = self._rotate(q, for_q, cu_seqlens_q_padded if padded else cu_seqlens_q)
             k = self._rotate(k, for_k, cu_seqlens_kv_padded if padded else (cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv))
         if self.q_norm is not None and not self.qk_norm_before_rope:

@@ -6,8 +6,11 @@ import threading
 import warnings
 from typing import Any, Optional
 
+import torch
+
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Recipe, native_of
+from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.availability import get_default_recipe
 from te_fl.pytorch.refuse import refuse
 
@@ -20,10 +23,29 @@ class _State(threading.local):
 _state = _State()
 
 
-def updates_gradients() -> bool:
-    """Whether forwards now use delayed scaling, whose gradients' scales are updated when their backward ends."""
+def updates_gradients() -> int:
+    """The thread whose gradients' scales are updated when the backward of a forward that runs now ends (delayed scaling); else 0."""
     scopes = _state.scopes
-    return bool(scopes) and scopes[-1].delayed
+    return threading.get_ident() if scopes and scopes[-1].delayed else 0
+
+
+def notice(module: Any) -> int:
+    """For a module whose forward begins: notes the recipe for its state, and returns updates_gradients().
+
+    A forward that runs again inside a backward, as PyTorch's checkpoint has it, but outside of the autocast that it first ran in, would
+    compute in high precision what was computed in FP8. That is refused: its gradients would be of another function.
+    """
+    if _state.scopes:
+        module._recipe, module._in_fp8 = active_recipe(), enabled()
+        return updates_gradients()
+    if module._in_fp8:
+        if torch._C._current_graph_task_id() >= 0:
+            raise FailedPrecondition(
+                f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
+                "precision; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
+                "context_fn=te_fl.pytorch.recompute_contexts")
+        module._in_fp8 = False
+    return 0
 
 
 def enabled() -> bool:

@@ -119,6 +119,7 @@ class TransformerLayer(torch.nn.Module):
                                   device=device)
         usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation and float(softcap) == 0.0
         self._fused = FusedLayer(self) if usual else None
+        self._recipe, self._in_fp8 = None, False  # see quantization.notice()
 
     def train(self, mode: bool = True):
         if self._fused is not None:
@@ -165,6 +166,8 @@ class TransformerLayer(torch.nn.Module):
         size = self.window_size if window_size is None else window_size
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         softcap = self.softcap if softcap is None else softcap
+        if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
+            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         only("TransformerLayer", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")

@@ -1,0 +1,164 @@
+"""te_fl.pytorch's modules whose forward runs again in the backward."""
+
+import os
+import sys
+import unittest
+
+import torch
+import torch.utils.checkpoint
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from torch_cases import BF16, MODULES, PRODUCTS, RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
+from torch_oracle import DEVICES, near, randomise  # noqa: E402
+
+import te_fl.pytorch as te  # noqa: E402
+from te_fl.common.recipe import Float8CurrentScaling  # noqa: E402
+from te_fl.pytorch import extra_state  # noqa: E402
+
+
+class Recomputation(Each):
+    @each()
+    def test_torch_checkpoint(self, module, device, _):
+        for reentrant in (False, True):
+            x = input_of(device)
+            module.zero_grad()
+            module(x).sum().backward()
+            want = gradients(module, x)
+            module.zero_grad()
+            x.grad = None
+            torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum().backward()
+            self.same(gradients(module, x), want)
+
+    def test_torch_checkpoint_outside_of_its_autocast(self):
+        """The second run would be in another precision, so it is refused; without FP8 the same module goes on as ever."""
+        for name in PRODUCTS:
+            for reentrant in (False, True):
+                with self.subTest(module=name, reentrant=reentrant):
+                    module, x = randomise(MODULES[name](device="cpu")), input_of()
+                    with scope(Float8CurrentScaling()):
+                        y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
+                    with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*recompute_contexts"):
+                        y.sum().backward()
+                    torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum().backward()
+
+    def steps(self, name, device, recipe, call, **arguments):
+        """Outputs, gradients and FP8 state of two steps whose forward is call(module, x)."""
+        torch.manual_seed(2)
+        module = randomise(MODULES[name](device=device)) if not arguments else randomise(
+            te.TransformerLayer(32, 64, 4, device=device, **arguments))
+        torch.manual_seed(3)
+        results = []
+        for seed in (1, 2, 3):
+            x = input_of(device, seed)
+            module.zero_grad()
+            with scope(recipe):
+                y = call(module, x)
+            y.square().sum().backward()
+            results += [y.detach(), *gradients(module, x)]
+        for key, state in module.state_dict().items():
+            if key.endswith("_extra_state"):
+                results += [t for _, t in sorted(extra_state.read(state, key).items()) if isinstance(t, torch.Tensor)]
+        return results
+
+    def test_checkpoint_is_bit_for_bit(self):
+        for device in DEVICES:
+            for recipe in RECIPES:
+                for name in PRODUCTS:
+                    with self.subTest(device=device, recipe=type(recipe).__name__, module=name):
+                        want = self.steps(name, device, recipe, lambda m, x: m(x))
+                        self.same(self.steps(name, device, recipe, lambda m, x: te.checkpoint(m, x)), want)
+                        self.same(self.steps(name, device, recipe, lambda m, x: te.checkpoint(m, x, use_reentrant=False)), want)
+                        self.same(self.steps(name, device, recipe, lambda m, x: torch.utils.checkpoint.checkpoint(
+                            m, x, use_reentrant=False, context_fn=te.recompute_contexts)), want)
+
+    def test_checkpoint_with_dropout(self):
+        for device in DEVICES:
+            for recipe in RECIPES:
+                for dropout in (dict(hidden_dropout=0.2, attention_dropout=0.3), dict(hidden_dropout=0.2, attention_dropout=0.3,
+                                                                                     drop_path_rate=0.1)):
+                    with self.subTest(device=device, recipe=type(recipe).__name__, **dropout):
+                        want = self.steps("", device, recipe, lambda m, x: m(x), **dropout)
+                        self.assertFalse(torch.equal(want[0], self.steps("", device, recipe, lambda m, x: m.eval()(x), **dropout)[0]))
+                        self.same(self.steps("", device, recipe, lambda m, x: te.checkpoint(m, x), **dropout), want)
+
+    def test_checkpoint_of_several_modules(self):
+        for device in DEVICES:
+            for recipe in RECIPES:
+                with self.subTest(device=device, recipe=type(recipe).__name__):
+                    results = []
+                    for run in (lambda f, *a: f(*a), te.checkpoint):
+                        torch.manual_seed(1)
+                        one, two = (randomise(te.LayerNormMLP(32, 64, device=device), seed) for seed in (1, 2))
+                        x = input_of(device)
+                        with scope(recipe):
+                            y = run(lambda t: two(torch.relu(one(t))) + one(t), x)
+                        y.sum().backward()
+                        results.append([y.detach(), *gradients(one, x), *gradients(two)])
+                    self.same(*results)
+
+    def test_checkpoint_of_checkpoints(self):
+        for recipe in RECIPES:
+            with self.subTest(recipe=type(recipe).__name__):
+                results = []
+                for run in (lambda f, *a: f(*a), te.checkpoint):
+                    one, two = (randomise(te.LayerNormMLP(32, 64, device="cpu"), seed) for seed in (1, 2))
+                    for seed in (1, 2):
+                        one.zero_grad(), two.zero_grad()
+                        x = input_of(seed=seed)
+                        with scope(recipe):
+                            y = run(lambda t: run(two, run(one, t)), x)
+                        y.sum().backward()
+                    results.append([y.detach(), *gradients(one, x), *gradients(two)])
+                self.same(*results)
+
+    def test_what_checkpoint_passes_on(self):
+        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of().detach()
+
+        def function(t, factor, *, shift=None, names=()):
+            self.assertEqual(names, ("a",))
+            return module(t) * factor + shift, factor
+        shift = torch.ones(32, requires_grad=True)
+        y, factor = te.checkpoint(function, x, 2.0, shift=shift, names=("a",))
+        self.assertEqual(factor, 2.0)
+        y.sum().backward()
+        self.assertTrue((shift.grad == 16).all())
+        got = gradients(module)
+        module.zero_grad()
+        (module(x) * 2.0 + shift).sum().backward()
+        self.same(gradients(module), got)
+
+    def test_checkpoint_inside_torchs_autocast(self):
+        for recipe in RECIPES:
+            with self.subTest(recipe=type(recipe).__name__):
+                results = []
+                for run in (lambda f, *a: f(*a), te.checkpoint):
+                    module = randomise(te.LayerNormMLP(32, 64, device="cpu"))
+                    for seed in (1, 2):
+                        module.zero_grad()
+                        x = input_of(seed=seed)
+                        with torch.autocast("cpu", dtype=BF16), scope(recipe):
+                            y = run(module, x)
+                        y.sum().backward()
+                    results.append([y.detach(), *gradients(module, x)])
+                self.assertEqual(y.dtype, BF16)
+                self.same(*results)
+
+    def test_checkpoint_refuses_several_ranks(self):
+        with self.assertRaisesRegex(Exception, "distribute_saved_activations"):
+            te.checkpoint(te.Linear(32, 32, device="cpu"), input_of(), distribute_saved_activations=True)
+
+    @each(["MultiheadAttention", "TransformerLayer"])
+    def test_core_attention(self, module, device, _):
+        x = input_of(device)
+        module(x).sum().backward()
+        want = gradients(module, x)
+        module.zero_grad()
+        x.grad = None
+        module(x, checkpoint_core_attention=True).sum().backward()
+        for a, b in zip(gradients(module, x), want):
+            # The keys' bias has no effect, so that its gradient is rounding alone.
+            near(self, a, b, 1e-5, "gradient", 1e-5 if device == "cpu" else 1e-2)
+
+
+if __name__ == "__main__":
+    unittest.main()
