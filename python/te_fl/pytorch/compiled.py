@@ -27,7 +27,7 @@ _library = torch.library.Library("te_fl", "FRAGMENT")
 _ACTIVATIONS = {code: dtype for dtype, code in call.DTYPE_CODES.items()}
 
 
-def _define(schema: str, run: Any, fake: Any, effect: bool = True):
+def define(schema: str, run: Any, fake: Any, effect: bool = True):
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -38,6 +38,10 @@ def _define(schema: str, run: Any, fake: Any, effect: bool = True):
         torch.fx.node.has_side_effect(op.default)
     return op
 
+
+# Inside of an FP8 scope that a graph begins and ends, an output of each op is an argument of the next: PyTorch 2.11's inductor keeps
+# effects, but moves them where no argument says what they wait for. Empty but while Dynamo traces such a scope.
+chain: List[torch.Tensor] = []
 
 # -- the layers
 
@@ -60,7 +64,7 @@ def _attention(names: List[str], others: List[torch.Tensor], lengths: List[int],
 
 
 def _forward(number, kind, key, training, keeps, trained, first, when, activation, width, inputs, extras, parameters, names, others, lengths,
-             random):
+             random, after):
     module = registry.module_of(number)
     layer, order = module._in_graph(inputs[0].device, kind, ast.literal_eval(key))
     updates = module._notice()
@@ -81,7 +85,7 @@ def _forward(number, kind, key, training, keeps, trained, first, when, activatio
 
 
 def _forward_fake(number, kind, key, training, keeps, trained, first, when, activation, width, inputs, extras, parameters, names, others,
-                  lengths, random):
+                  lengths, random, after):
     if torch.compiler.is_exporting():
         raise refuse("torch.export", "mod", f"a model with a {kind} of te_fl.pytorch", "an exported program would name a module of this "
                      "process; export a model without te_fl's modules, or run this one by torch.compile")
@@ -94,9 +98,9 @@ def _forward_fake(number, kind, key, training, keeps, trained, first, when, acti
     return output, token, about
 
 
-_forward_op = _define("layer_forward(Tensor module, str kind, str key, bool training, bool keeps, bool[] trained, int first, Tensor? when, "
+_forward_op = define("layer_forward(Tensor module, str kind, str key, bool training, bool keeps, bool[] trained, int first, Tensor? when, "
                       "int activation, int width, Tensor[] inputs, Tensor[] extras, Tensor[] parameters, str[] names, Tensor[] others, "
-                      "SymInt[] lengths, Tensor? random) -> (Tensor, Tensor, Tensor)", _forward, _forward_fake)
+                      "SymInt[] lengths, Tensor? random, Tensor? after) -> (Tensor, Tensor, Tensor)", _forward, _forward_fake)
 
 
 def _backward(token, about, grad, output, parameters, needed, trained, sizes, ranks, dtypes):
@@ -128,7 +132,7 @@ def _backward_fake(token, about, grad, output, parameters, needed, trained, size
     return result + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p, wanted in zip(parameters, trained) if wanted]
 
 
-_backward_op = _define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor? output, Tensor[] parameters, bool[] needed, "
+_backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor? output, Tensor[] parameters, bool[] needed, "
                        "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
 
 
@@ -188,9 +192,12 @@ def forward(module: Any, layer: Tuple[str, Any], width: int, activation: int, fi
         elif value is not None and not (extras and name == "bias"):
             names.append(name)
             others.append(value)
-    return _forward_op(module._number, layer[0], repr(layer[1]), module.training, keeps, trained,
-                       -1 if first is None or when is not None else int(first), when, activation, width, list(inputs), list(extras),
-                       list(parameters), names, others, lengths, random)[0]
+    output, _, about = _forward_op(module._number, layer[0], repr(layer[1]), module.training, keeps, trained,
+                                   -1 if first is None or when is not None else int(first), when, activation, width, list(inputs),
+                                   list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
+    if chain:
+        chain[-1] = about
+    return output
 
 
 # -- what modules do beside them
@@ -204,7 +211,7 @@ def _draw(number, device):
         return generator.draw(device)
 
 
-_draw_op = _define("draw(Tensor module, Device device) -> Tensor", _draw,
+_draw_op = define("draw(Tensor module, Device device) -> Tensor", _draw,
                    lambda number, device: torch.empty(2, dtype=torch.int64, device=device))
 
 
@@ -218,7 +225,7 @@ def _lengths(mask):
     return sums_of_lengths("DotProductAttention", mask)
 
 
-_lengths_op = _define("cumulative_lengths(Tensor mask) -> Tensor", _lengths,
+_lengths_op = define("cumulative_lengths(Tensor mask) -> Tensor", _lengths,
                       lambda mask: torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device), effect=False)
 
 

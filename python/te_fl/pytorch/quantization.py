@@ -80,11 +80,19 @@ class autocast:
         self._entered = []
 
     def __enter__(self) -> "autocast":
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled_scopes
+            self._entered.append(compiled_scopes.begin(self.enabled, self.calibrating, self._native_recipe))
+            return self
         self._entered.append(_native.begin_autocast(self.enabled, self.calibrating, self._native_recipe))
         _state.scopes.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled_scopes
+            compiled_scopes.end(self._entered.pop())
+            return
         _state.scopes.pop()
         _native.end_autocast(self._entered.pop())
 
