@@ -11,11 +11,14 @@ of its inputs; an output that it keeps is an argument of the backward as well, w
 from __future__ import annotations
 
 import ast
-import functools
-from typing import Any, List, Optional, Sequence, Tuple
+import itertools
+import weakref
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+import torch.fx.traceback
 from torch._library.effects import EffectType
+from torch.utils.checkpoint import CheckpointPolicy
 
 from te_fl import _native
 from te_fl.pytorch import call, registry
@@ -27,8 +30,20 @@ _library = torch.library.Library("te_fl", "FRAGMENT")
 _ACTIVATIONS = {code: dtype for dtype, code in call.DTYPE_CODES.items()}
 
 
+def _saved(fake: Callable) -> Callable:
+    """The fake kernel, which also tells PyTorch's partitioner that torch.utils.checkpoint does not run the op again: it is an effect."""
+    def traced(*arguments):
+        meta = torch.fx.traceback.get_current_meta()
+        if "recompute" in meta:
+            meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return fake(*arguments)
+
+    return traced
+
+
 def define(schema: str, run: Any, fake: Any, effect: bool = True):
     name = schema.partition("(")[0]
+    fake = _saved(fake) if effect else fake
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"te_fl::{name}", fake, lib=_library)
@@ -42,6 +57,9 @@ def define(schema: str, run: Any, fake: Any, effect: bool = True):
 # Inside of an FP8 scope that a graph begins and ends, an output of each op is an argument of the next: PyTorch 2.11's inductor keeps
 # effects, but moves them where no argument says what they wait for. Empty but while Dynamo traces such a scope.
 chain: List[torch.Tensor] = []
+
+# Not empty while Dynamo traces what te_fl.pytorch.checkpoint() calls.
+recomputing: List[bool] = []
 
 # -- the layers
 
@@ -63,8 +81,28 @@ def _attention(names: List[str], others: List[torch.Tensor], lengths: List[int],
     return found
 
 
-def _forward(number, kind, key, training, keeps, trained, first, when, activation, width, inputs, extras, parameters, names, others, lengths,
-             random, after):
+class _Again(NamedTuple):
+    """A forward that its backward runs again: te_fl.pytorch.checkpoint() in a graph."""
+
+    record: Any  # of _native.recompute_record()
+    layer: Any
+    before: tuple  # what _native.layer_forward() takes before the parameters,
+    after: tuple  # and after them
+
+    def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
+        scope = _native.begin_recompute(self.record, second)
+        try:
+            return _native.layer_forward(self.layer, *self.before, parameters, *self.after)
+        finally:
+            _native.end_recompute(scope)
+
+
+_again: dict = {}  # by number
+_again_numbers = itertools.count(1)
+
+
+def _forward(number, kind, key, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters, names,
+             others, lengths, random, after):
     module = registry.module_of(number)
     layer, order = module._in_graph(inputs[0].device, kind, ast.literal_eval(key))
     updates = module._notice()
@@ -72,6 +110,7 @@ def _forward(number, kind, key, training, keeps, trained, first, when, activatio
     own = [parameters[i] for i in order]
     if keeps:
         inputs, extras, others = ([_own(t) for t in given] for given in (inputs, extras, others))
+        random, when = (None if t is None else _own(t) for t in (random, when))
         own = [_trained(parameters[i], trained[i]) for i in order]
         mode = call.TRAINING
     else:
@@ -79,13 +118,23 @@ def _forward(number, kind, key, training, keeps, trained, first, when, activatio
         counted = all(isinstance(p, torch.nn.Parameter) for p in own)  # what a graph computes counts no writes
         mode = call.UNCACHED if training or not counted else call.SERVING
     microbatch = when if when is not None else None if first < 0 else bool(first)
-    attention = _attention(names, others, lengths, extras)
-    output, token = _native.layer_forward(layer, activation, mode, microbatch, tuple(inputs), tuple(own), attention or None, random)
-    return output, torch.zeros(1, dtype=torch.int64) if token is None else token, torch.tensor([updates, *order], dtype=torch.int64)
+    before = (activation, mode, microbatch, tuple(inputs))
+    attention = _attention(names, others, lengths, extras) or None
+    if not (keeps and recomputes):
+        output, token = _native.layer_forward(layer, *before, tuple(own), attention, random)
+        token = torch.zeros(1, dtype=torch.int64) if token is None else token
+        return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64)
+    again = _Again(_native.recompute_record(), layer, before, (attention, random))
+    output, _ = again.run(tuple(own), False)
+    number = next(_again_numbers)
+    _again[number] = again
+    about = torch.tensor([updates, number, *order], dtype=torch.int64)
+    weakref.finalize(about, _again.pop, number, None)
+    return output, torch.zeros(1, dtype=torch.int64), about
 
 
-def _forward_fake(number, kind, key, training, keeps, trained, first, when, activation, width, inputs, extras, parameters, names, others,
-                  lengths, random, after):
+def _forward_fake(number, kind, key, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+                  names, others, lengths, random, after):
     if torch.compiler.is_exporting():
         raise refuse("torch.export", "mod", f"a model with a {kind} of te_fl.pytorch", "an exported program would name a module of this "
                      "process; export a model without te_fl's modules, or run this one by torch.compile")
@@ -94,20 +143,25 @@ def _forward_fake(number, kind, key, training, keeps, trained, first, when, acti
     if kind == "attention":
         shape = (*x.shape[:-1], inputs[2].shape[-1])
     output = torch.empty(shape, dtype=_ACTIVATIONS.get(activation, x.dtype), device=x.device)
-    token, about = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 1 + len(parameters)))
+    token, about = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 2 + len(parameters)))
     return output, token, about
 
 
-_forward_op = define("layer_forward(Tensor module, str kind, str key, bool training, bool keeps, bool[] trained, int first, Tensor? when, "
+_forward_op = define("layer_forward(Tensor module, str kind, str key, bool training, bool keeps, bool recomputes, bool[] trained, int first, Tensor? when, "
                       "int activation, int width, Tensor[] inputs, Tensor[] extras, Tensor[] parameters, str[] names, Tensor[] others, "
                       "SymInt[] lengths, Tensor? random, Tensor? after) -> (Tensor, Tensor, Tensor)", _forward, _forward_fake)
 
 
 def _backward(token, about, grad, output, parameters, needed, trained, sizes, ranks, dtypes):
-    thread, *order = about.tolist()
-    inputs, found = _native.layer_backward(token, grad.contiguous(), tuple(parameters[i] for i in order), None, call._keeps_graph())
+    thread, again, *order = about.tolist()
+    native = tuple(_trained(parameters[i], trained[i]) for i in order)
+    if again:
+        _, token = _again[again].run(native, True)
+    inputs, found = _native.layer_backward(token, grad.contiguous(), native, None, call._keeps_graph())
     if thread:
-        call._ends(token, thread)
+        number = token.clone()  # PyTorch may write into what the backward of a graph has read
+        number.owner = token  # by which the forward's record lives
+        call._ends(number, thread)
     own: list = [None] * len(parameters)
     for i, gradient in zip(order, found):
         own[i] = gradient
@@ -136,11 +190,11 @@ _backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, T
                        "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
 
 
-_INPUTS = 10  # the place of the inputs among the op's arguments; extras and parameters follow
+_INPUTS = 11  # the place of the inputs among the op's arguments; extras and parameters follow
 
 
 def _save(ctx, inputs, output) -> None:
-    (_, kind, _, _, _, trained, _, _, _, _, given, extras, parameters, *_) = inputs
+    (_, kind, _, _, _, _, trained, _, _, _, _, given, extras, parameters, *_) = inputs
     result, token, about = output
     ctx.save_for_backward(token, about, *((result,) if kind == "attention" else ()), *parameters)
     ctx.keeps_output = kind == "attention"
@@ -192,12 +246,20 @@ def forward(module: Any, layer: Tuple[str, Any], width: int, activation: int, fi
         elif value is not None and not (extras and name == "bias"):
             names.append(name)
             others.append(value)
-    output, _, about = _forward_op(module._number, layer[0], repr(layer[1]), module.training, keeps, trained,
+    output, _, about = _forward_op(module._number, layer[0], repr(layer[1]), module.training, keeps, bool(recomputing), trained,
                                    -1 if first is None or when is not None else int(first), when, activation, width, list(inputs),
                                    list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
     if chain:
         chain[-1] = about
     return output
+
+
+def recomputed(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """te_fl.pytorch.checkpoint() in a graph: layers of te-fl keep their inputs alone. What else is kept is for PyTorch to choose."""
+    recomputing.append(True)
+    result = function(*args, **kwargs)
+    recomputing.pop()
+    return result
 
 
 # -- what modules do beside them
