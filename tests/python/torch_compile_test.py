@@ -18,12 +18,12 @@ import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "examples", "pytorch"))
-from torch_cases import BF16, MODULES, PRODUCTS, RECIPES, input_of, scope  # noqa: E402
+from torch_cases import BF16, MODULES, RECIPES, input_of, scope  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
-from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
-from te_fl.errors import Error, FailedPrecondition  # noqa: E402
+from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
+from te_fl.errors import FailedPrecondition  # noqa: E402
 from te_fl.pytorch import quantization, registry  # noqa: E402
 
 DEVICE = DEVICES[-1]
@@ -55,7 +55,7 @@ class Compiled(unittest.TestCase):
         else:
             near(self, got, want, 1e-3, message, 1e-6)
 
-    def both(self, make, run, recipe=None, steps=2, backend="aot_eager", give=input_of, fullgraph=True, dynamic=None, compare_state=True):
+    def both(self, make, run, recipe=None, steps=2, backend="aot_eager", give=input_of, fullgraph=True, dynamic=None):
         """run(model, x) trains a model of make() eagerly and compiled; outputs, gradients, parameters and FP8 states are equal."""
         base, found = randomise(make()), []
         for compiled in (False, True):
@@ -74,7 +74,7 @@ class Compiled(unittest.TestCase):
                 tensors += [(f"gradient of the input of step {step}", x.grad)] if x.requires_grad else []
                 if optimizer is not None:
                     optimizer.step()
-            found.append((tensors, state_of(model) if compare_state else {}))
+            found.append((tensors, state_of(model)))
         (eager, eager_state), (other, other_state) = found
         for (name, want), (_, got) in zip(eager, other):
             self.close(got, want, name)
@@ -110,9 +110,6 @@ class Modules(Compiled):
 
     def test_options(self):
         """Those that change what is called, or what comes back."""
-        def first(module, x):
-            return module(x)[0]
-
         for make, run in (
                 (lambda: te.Linear(32, 24, bias=False, device=DEVICE), call),
                 (lambda: te.Linear(32, 32, return_bias=True, device=DEVICE), lambda m, x: sum(m(x))),
@@ -132,12 +129,6 @@ class Modules(Compiled):
             self.both(make, run, DELAYED)
 
     def test_parameters_in_other_states(self):
-        from torch.nn.utils import parametrize
-
-        class Doubled(torch.nn.Module):
-            def forward(self, w):
-                return 2 * w
-
         def frozen():
             module = te.LayerNormLinear(32, 32, device=DEVICE)
             module.weight.requires_grad_(False)
@@ -148,16 +139,39 @@ class Modules(Compiled):
             module.self_attention.requires_grad_(False)
             return module
 
-        def parametrised():
-            module = te.Linear(32, 32, device=DEVICE)
-            return parametrize.register_parametrization(module, "weight", Doubled())
-
-        for make in (frozen, half_frozen, parametrised, lambda: te.Linear(32, 32, device=DEVICE).requires_grad_(False),
+        for make in (frozen, half_frozen, lambda: te.Linear(32, 32, device=DEVICE).requires_grad_(False),
                      lambda: te.LayerNormMLP(32, 64, params_dtype=BF16, device=DEVICE)):
             for wanted in (True, False):
                 torch._dynamo.reset()
                 if wanted or any(p.requires_grad for p in make().parameters()):
                     self.both(make, call, DELAYED, give=lambda d, seed: input_of(d, seed).detach().requires_grad_(wanted))
+
+    def test_parametrisations(self):
+        from torch.nn.utils import parametrize
+
+        class Doubled(torch.nn.Module):
+            def forward(self, w):
+                return 2 * w
+
+        found = []
+        for wrap in (lambda m: m, lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)):
+            module = randomise(te.Linear(32, 32, device=DEVICE))
+            called = wrap(parametrize.register_parametrization(module, "weight", Doubled()))
+            x = input_of(DEVICE)
+            with scope(DELAYED):
+                called(x).square().sum().backward()
+            module.eval()
+            with torch.no_grad(), scope(DELAYED):
+                for _ in range(3):
+                    y = called(x)
+                    module.parametrizations.weight.original.mul_(2)
+            found.append((y, x.grad, module.parametrizations.weight.original.grad))
+        for want, got in zip(*found):
+            self.close(got, want, "value")
+        with self.assertRaisesRegex(FailedPrecondition, "copied"):
+            torch._dynamo.reset()
+            base = parametrize.register_parametrization(te.Linear(32, 32, device=DEVICE), "weight", Doubled())
+            torch.compile(copy.deepcopy(base), backend="aot_eager")(x)
 
     def test_mixed_precision(self):
         def run(module, x):
@@ -175,23 +189,28 @@ class Modules(Compiled):
             module.self_attention.proj.register_forward_hook(lambda m, i, o: o * 2)
             return module
         self.both(make, call, DELAYED)
-        base = randomise(MODULES["TransformerLayer"](device=DEVICE))
-        found = []
-        for wrap in (lambda m: m, lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)):
+
+    def test_hooks_that_come_later(self):
+        base, found = randomise(MODULES["TransformerLayer"](device=DEVICE)), []
+        for compiled in (False, True):
             module = copy.deepcopy(base)
-            called = wrap(module)
+            called = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
             for step in range(3):
                 if step == 1:
                     handle = module.layernorm_mlp.register_forward_hook(lambda m, i, o: o * 2)
+                    if compiled:
+                        with self.assertRaisesRegex(FailedPrecondition, "torch._dynamo.reset"):
+                            called(input_of(DEVICE))
+                        torch._dynamo.reset()
                 if step == 2:
                     handle.remove()
+                    torch._dynamo.reset()
                 with scope(DELAYED):
                     y = called(input_of(DEVICE))
                 y.square().sum().backward()
-            found.append((y, state_of(module)))
-        self.close(found[1][0], found[0][0], "output")
-        for name, want in found[0][1].items():
-            self.close(found[1][1][name], want, name)
+            found.append({"output": y, **state_of(module)})
+        for name, want in found[0].items():
+            self.close(found[1][name], want, name)
 
 
 class Attention(Compiled):
@@ -232,13 +251,12 @@ class Attention(Compiled):
                   give=lambda d, seed: randn(6, 4, 8, seed=seed, device=d).requires_grad_())
 
     def test_gradient_of_a_bias(self):
-        bias = randn(1, 4, 6, 6, seed=3, device=DEVICE)
+        bias, q = randn(1, 4, 6, 6, seed=3, device=DEVICE), randn(2, 6, 4, 8, device=DEVICE)
 
         def run(module, given):
-            q = randn(2, 6, 4, 8, device=DEVICE)
             return module(q, q, q, core_attention_bias_type="post_scale_bias", core_attention_bias=given * 2)
-        self.both(lambda: te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd").to(DEVICE),
-                  torch._dynamo.disable(lambda m, b: None) and run, give=lambda d, seed: (bias * seed).requires_grad_())
+        self.both(lambda: te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd").to(DEVICE), run,
+                  give=lambda d, seed: (bias * seed).requires_grad_())
 
     def test_angles(self):
         angles = te.RotaryPositionEmbedding(8)(8).to(DEVICE)
@@ -362,7 +380,7 @@ class Training(Compiled):
 
     def test_microbatches(self):
         """The weight that the first microbatch quantised serves the others, and one that changes is quantised again."""
-        for name in PRODUCTS:
+        for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
             for recipe in (DELAYED, Float8CurrentScaling()):
                 torch._dynamo.reset()
                 with self.subTest(module=name, recipe=type(recipe).__name__):
@@ -385,13 +403,15 @@ class Training(Compiled):
                         self.close(got, want, "microbatch")
 
     def test_serving(self):
-        for name in MODULES:
-            for recipe in RECIPES:
+        for name in ("LayerNorm", "LayerNormLinear", "TransformerLayer"):
+            for recipe in (None, DELAYED, Float8CurrentScaling()):
                 torch._dynamo.reset()
                 with self.subTest(module=name, recipe=type(recipe).__name__):
                     base, found = randomise(MODULES[name](device=DEVICE)), []
                     for compiled in (False, True):
                         module, outputs = copy.deepcopy(base), []
+                        with scope(recipe):
+                            module(input_of(DEVICE)).sum().backward()
                         called = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
                         for mode in (True, False):
                             module.train(mode)
@@ -452,23 +472,26 @@ class Training(Compiled):
 
         def eager(module, x):
             return torch.relu(module(x * 2) * 0.5) + (x * 6).sin()
-        for name in (*MODULES, "DotProductAttention"):
+        for name in MODULES:
             with self.subTest(module=name):
                 torch._dynamo.reset()
-                base = randomise(MODULES[name](device=DEVICE)) if name in MODULES else None
-                found = []
+                base, found = randomise(MODULES[name](device=DEVICE)), []
                 for called in (eager, torch.compile(run, backend="aot_eager", fullgraph=True)):
-                    if base is None:
-                        core = te.DotProductAttention(1, 32, attn_mask_type="no_mask", qkv_format="sbhd").to(DEVICE)
-                        module = lambda t: core(t[:, :, None], t[:, :, None], t[:, :, None])  # noqa: E731
-                    else:
-                        module = copy.deepcopy(base)
-                    x = input_of(DEVICE)
+                    module, x = copy.deepcopy(base), input_of(DEVICE)
                     y = called(module, x)
                     y.sum().backward()
                     found.append((y.detach(), x.grad))
                 for want, got in zip(*found):
                     near(self, got, want, 1e-5, "value")
+
+    def test_an_output_is_written_outside(self):
+        """The backward of attention reads what the forward wrote, which is not what the program got."""
+        module, found = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd"), []
+        for called, write in ((module, lambda y: y * 2), (torch.compile(module, backend="aot_eager", fullgraph=True), lambda y: y.mul_(2))):
+            q = randn(2, 6, 4, 8, device=DEVICE).requires_grad_()
+            write(called(q, q, q)).sum().backward()
+            found.append(q.grad)
+        self.close(found[1], found[0], "gradient")
 
     def test_checkpoint(self):
         def piece(module, x):
@@ -681,7 +704,6 @@ class Inductor(Compiled):
         def make():
             return torch.nn.ModuleList([te.LayerNorm(32, device=DEVICE), MODULES["MultiheadAttention"](device=DEVICE),
                                         te.LayerNormMLP(32, 64, device=DEVICE)])
-        found = self.both(make, run, steps=3, backend="inductor", compare_state=False) if False else None
         base = randomise(make())
         found = []
         for called in (run, torch.compile(run, fullgraph=True)):

@@ -236,8 +236,6 @@ class Uses(Each):
         deadline.cancel()
         self.assertEqual(os.waitstatus_to_exitcode(status), 0)
 
-    # The layers' calls are not known to torch.compile yet, which breaks the graph there.
-    @unittest.expectedFailure
     def test_compiled(self):
         for name in MODULES:
             with self.subTest(module=name):

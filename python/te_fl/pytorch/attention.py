@@ -139,8 +139,14 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int]):
         # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
-        dropout = 0.0 if torch.is_grad_enabled() and not self.training else self.attention_dropout
-        return self._layer(device, key=(layout, mask, size, dropout))
+        drops = self.training or not torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            return self._layer(device, key=(layout, mask, *size, drops))
+        return self._layer(device, key=(layout, mask, size, self.attention_dropout if drops else 0.0))
+
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
+        layout, mask, left, right, drops = key
+        return self._layer(device, kind, (layout, mask, (left, right), self.attention_dropout if drops else 0.0)), None
 
     def _options_of(self, kind: str, key: Any) -> dict:
         layout, mask, size, dropout = key

@@ -136,7 +136,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         kind = kind or self._kind
         name = (kind, key)
         if torch.compiler.is_compiling():
-            return name  # a graph names the layer, which te_fl.pytorch.compiled looks up at each call
+            return kind, () if key is None else key  # a graph names the layer, which te_fl.pytorch.compiled looks up at each call
         layer = self._layers.get(name)
         if layer is None:
             use_torch_memory(device)
@@ -180,9 +180,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """The output's last extent; -1: the input's."""
         return -1
 
-    def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[Any, Optional[List[int]]]:
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, Optional[List[int]]]:
         """The layer of that name, and which of the parameters that the graph gives is each of the layer's; None: they are in its order."""
-        return self._layer(device, kind, key), None
+        return self._layer(device, kind), None
 
     def _notice(self) -> int:
         return quantization.notice(self)

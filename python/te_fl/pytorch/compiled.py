@@ -4,18 +4,17 @@ An op gets the module's number and the name of its layer, and looks both up when
 and weights that are kept are those of that moment, and a graph needs no other for them. What it changes is not in its arguments, so it is
 an effect: PyTorch keeps effects in their order and neither drops, repeats nor merges them.
 
-A graph may write into the memory of any tensor that it will not read again. What a layer keeps for its backward is therefore its own copy
-of its inputs; an output that it keeps is an argument of the backward as well, which has the same effect without a copy.
+A graph may write into the memory of any tensor that it will not read again, so a layer keeps copies of its inputs for its backward.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
 import weakref
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+import torch._dynamo
 import torch.fx.traceback
 from torch._library.effects import EffectType
 from torch.utils.checkpoint import CheckpointPolicy
@@ -101,10 +100,10 @@ _again: dict = {}  # by number
 _again_numbers = itertools.count(1)
 
 
-def _forward(number, kind, key, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters, names,
+def _forward(number, kind, words, numbers, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters, names,
              others, lengths, random, after):
     module = registry.module_of(number)
-    layer, order = module._in_graph(inputs[0].device, kind, ast.literal_eval(key))
+    layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
     updates = module._notice()
     order = range(len(parameters)) if order is None else order
     own = [parameters[i] for i in order]
@@ -122,6 +121,8 @@ def _forward(number, kind, key, training, keeps, recomputes, trained, first, whe
     attention = _attention(names, others, lengths, extras) or None
     if not (keeps and recomputes):
         output, token = _native.layer_forward(layer, *before, tuple(own), attention, random)
+        if keeps and kind == "attention":
+            output = _own(output)  # its backward reads it
         token = torch.zeros(1, dtype=torch.int64) if token is None else token
         return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64)
     again = _Again(_native.recompute_record(), layer, before, (attention, random))
@@ -133,7 +134,7 @@ def _forward(number, kind, key, training, keeps, recomputes, trained, first, whe
     return output, torch.zeros(1, dtype=torch.int64), about
 
 
-def _forward_fake(number, kind, key, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+def _forward_fake(number, kind, words, numbers, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
                   names, others, lengths, random, after):
     if torch.compiler.is_exporting():
         raise refuse("torch.export", "mod", f"a model with a {kind} of te_fl.pytorch", "an exported program would name a module of this "
@@ -147,12 +148,12 @@ def _forward_fake(number, kind, key, training, keeps, recomputes, trained, first
     return output, token, about
 
 
-_forward_op = define("layer_forward(Tensor module, str kind, str key, bool training, bool keeps, bool recomputes, bool[] trained, int first, Tensor? when, "
+_forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool training, bool keeps, bool recomputes, bool[] trained, int first, Tensor? when, "
                       "int activation, int width, Tensor[] inputs, Tensor[] extras, Tensor[] parameters, str[] names, Tensor[] others, "
                       "SymInt[] lengths, Tensor? random, Tensor? after) -> (Tensor, Tensor, Tensor)", _forward, _forward_fake)
 
 
-def _backward(token, about, grad, output, parameters, needed, trained, sizes, ranks, dtypes):
+def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
     thread, again, *order = about.tolist()
     native = tuple(_trained(parameters[i], trained[i]) for i in order)
     if again:
@@ -177,7 +178,7 @@ def _backward(token, about, grad, output, parameters, needed, trained, sizes, ra
     return result
 
 
-def _backward_fake(token, about, grad, output, parameters, needed, trained, sizes, ranks, dtypes):
+def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
     result, at = [], 0
     for wanted, rank, dtype in zip(needed, ranks, dtypes):
         shape, at = sizes[at:at + rank], at + rank
@@ -186,18 +187,17 @@ def _backward_fake(token, about, grad, output, parameters, needed, trained, size
     return result + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p, wanted in zip(parameters, trained) if wanted]
 
 
-_backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor? output, Tensor[] parameters, bool[] needed, "
+_backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor[] parameters, bool[] needed, "
                        "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
 
 
-_INPUTS = 11  # the place of the inputs among the op's arguments; extras and parameters follow
+_TRAINED, _INPUTS = 7, 12  # places among the op's arguments; extras and parameters follow the inputs
 
 
 def _save(ctx, inputs, output) -> None:
-    (_, kind, _, _, _, _, trained, _, _, _, _, given, extras, parameters, *_) = inputs
-    result, token, about = output
-    ctx.save_for_backward(token, about, *((result,) if kind == "attention" else ()), *parameters)
-    ctx.keeps_output = kind == "attention"
+    trained, given, extras, parameters = inputs[_TRAINED], *inputs[_INPUTS:_INPUTS + 3]
+    _, token, about = output
+    ctx.save_for_backward(token, about, *parameters)
     ctx.trained, followed = trained, (*given, *extras)
     ctx.counts = (len(given), len(extras))
     # PyTorch takes a list without elements for one of tensors, whose gradient is a list as well.
@@ -210,9 +210,8 @@ def _save(ctx, inputs, output) -> None:
 def _gradient(ctx, grad, *_):
     if grad is None:
         return ctx.nothing
-    token, about, *saved = ctx.saved_tensors
-    output = saved.pop(0) if ctx.keeps_output else None
-    found = iter(_backward_op(token, about, grad, output, saved, ctx.needed, ctx.trained, ctx.sizes, ctx.ranks, ctx.dtypes))
+    token, about, *parameters = ctx.saved_tensors
+    found = iter(_backward_op(token, about, grad, parameters, ctx.needed, ctx.trained, ctx.sizes, ctx.ranks, ctx.dtypes))
     own = [next(found) if wanted else None for wanted in (*ctx.needed, *ctx.trained)]
     n, more = ctx.counts
     return (*ctx.nothing[:_INPUTS], own[:n], own[n:n + more], own[n + more:], *ctx.nothing[_INPUTS + 3:])
@@ -226,14 +225,21 @@ torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context
 torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, lib=_library)
 
 
-def forward(module: Any, layer: Tuple[str, Any], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
+@torch._dynamo.disable(reason="fuse_wgrad_accumulation=True adds to main_grad, which is no argument of a graph's ops")
+def _eagerly(module, layer, first, inputs, extras, parameters, attention, random):
+    found, _ = module._in_graph(inputs[0].device, *layer)
+    return module._run(found, tuple(inputs), tuple(parameters), first, attention, random, True, tuple(extras))
+
+
+def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
             extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor],
             accumulates: bool) -> torch.Tensor:
-    """What a module's forward is in a graph. Dynamo traces this function."""
-    where = type(module).__name__
+    """What a module's forward is in a graph. Dynamo traces this function.
+
+    layer: its kind and its key, words and then integers, by which module._in_graph() finds it.
+    """
     if accumulates:
-        raise refuse(where, "fuse_wgrad_accumulation", True, "a graph of torch.compile does not write main_grad; leave the module out of it "
-                     "by torch.compiler.disable(module)")
+        return _eagerly(module, layer, first, inputs, extras, parameters, attention, random)
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
     when = first if isinstance(first, torch.Tensor) else None
@@ -246,7 +252,8 @@ def forward(module: Any, layer: Tuple[str, Any], width: int, activation: int, fi
         elif value is not None and not (extras and name == "bias"):
             names.append(name)
             others.append(value)
-    output, _, about = _forward_op(module._number, layer[0], repr(layer[1]), module.training, keeps, bool(recomputing), trained,
+    output, _, about = _forward_op(module._number, layer[0], [k for k in layer[1] if isinstance(k, str)],
+                                   [int(k) for k in layer[1] if not isinstance(k, str)], module.training, keeps, bool(recomputing), trained,
                                    -1 if first is None or when is not None else int(first), when, activation, width, list(inputs),
                                    list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
     if chain:
@@ -280,6 +287,18 @@ _draw_op = define("draw(Tensor module, Device device) -> Tensor", _draw,
 def draw(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     """random.draw_for() in a graph."""
     return _draw_op(number, device)
+
+
+def _leave(number):
+    registry.module_of(number)._fused.leave()
+
+
+_leave_op = define("leave(Tensor module) -> ()", _leave, lambda number: None)
+
+
+def leave(number: torch.Tensor) -> None:
+    """FusedLayer.leave() in a graph."""
+    _leave_op(number)
 
 
 def _lengths(mask):

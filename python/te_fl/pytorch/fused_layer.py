@@ -95,14 +95,15 @@ class FusedLayer:
         for layer in self._layers.values():
             _native.layer_changed(layer)
 
-    def layer(self, owner, device: torch.device, name: Tuple[str, Tuple[int, int], float, float]):
-        """The layer for a mask, a window, and the dropouts of hidden states and attention."""
-        key = (device, *name)
+    def layer(self, owner, device: torch.device, name: Tuple[str, int, int, bool]):
+        """The layer for a mask, the two bounds of a window, and whether it drops."""
+        mask, *size, drops = name
+        hidden, inner = (owner.hidden_dropout, owner.self_attention.core_attention.attention_dropout) if drops else (0.0, 0.0)
+        key = (device, mask, *size, hidden, inner)
         layer = self._layers.get(key)
         if layer is None:
             attention, mlp = owner.self_attention, owner.layernorm_mlp
             core = attention.core_attention
-            mask, size, hidden, inner = name
             use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
                        "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
@@ -149,9 +150,8 @@ class FusedLayer:
             mask = THD_MASKS.get(mask, mask)
         if angles is not None:
             inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
-        drops = owner.training or not torch.is_grad_enabled()
-        name = (mask, size, *((owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)))
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
+        name = (mask, *size, owner.training or not torch.is_grad_enabled())
         if torch.compiler.is_compiling():
             from te_fl.pytorch import compiled
             random = generator.draw_for(owner, x.device) if drops else None

@@ -89,12 +89,13 @@ class autocast:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if torch.compiler.is_compiling():
+        entered = self._entered.pop()
+        if isinstance(entered, torch.Tensor):
             from te_fl.pytorch import compiled_scopes
-            compiled_scopes.end(self._entered.pop())
+            compiled_scopes.end(entered)
             return
         _state.scopes.pop()
-        _native.end_autocast(self._entered.pop())
+        _native.end_autocast(entered)
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""

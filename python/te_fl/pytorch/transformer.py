@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 
+from te_fl.errors import FailedPrecondition
 from te_fl.pytorch import registry
 from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.attention import FORMATS
@@ -143,6 +144,9 @@ class TransformerLayer(torch.nn.Module):
     # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
 
     def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[Any, List[int]]:
+        if not self._fused.usable(self):
+            raise FailedPrecondition("FAILED_PRECONDITION: TransformerLayer: one of its parts was replaced or given a hook after torch.compile had "
+                                     "compiled it, which PyTorch does not notice; call torch._dynamo.reset() to have it compiled anew")
         layer = self._fused.layer(self, device, key)
         return layer, self._fused.order()
 
@@ -196,7 +200,11 @@ class TransformerLayer(torch.nn.Module):
                     and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
                 return fused.run(self, hidden_states, mask, size, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
                                  core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-            fused.leave()
+            if torch.compiler.is_compiling():
+                from te_fl.pytorch import compiled
+                compiled.leave(self._number)
+            else:
+                fused.leave()
         given = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
                      rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,
