@@ -28,21 +28,6 @@ std::shared_ptr<void> keep_alive(PyObject* object) {
   });
 }
 
-Result<Device> device_of(const te_fl_device& device) {
-  Device found{device.type, device.index, 0};
-  if (device.type != TE_FL_DEVICE_EXT) return found;
-  int matches = 0;
-  for (const Device& d : devices::list()) {
-    if (d.type != device.type || d.index != device.index) continue;
-    found = d;
-    ++matches;
-  }
-  if (matches == 1) return found;
-  return Status(StatusCode::kInvalidArgument, "extension device " + std::to_string(device.index) +
-                                                  " is provided by " + std::to_string(matches) +
-                                                  " plugins; te-fl needs exactly one");
-}
-
 Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
   TE_FL_ASSIGN_OR_RETURN(const DType dtype, dtype_from_c(t.dtype));
   TE_FL_ASSIGN_OR_RETURN(const Device device, device_of(t.device));
@@ -110,11 +95,7 @@ Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like) {
 
 void* current_stream_of(PyObject* like, const Device& device) {
   if (device.is_host()) return nullptr;
-  const Exchange& api = exchange_for(like, "the argument");
-  void* stream = nullptr;
-  if (api.current_stream == nullptr) return nullptr;
-  if (api.current_stream(device.type, device.index, &stream) != 0) throw PythonError();
-  return stream;
+  return current_stream(exchange_for(like, "the argument"), device.to_c());
 }
 
 }  // namespace te_fl::python

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from te_fl.pytorch import random as generator
 from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.base import TransformerEngineBaseModule
+from te_fl.pytorch.device import default_device
 from te_fl.pytorch.refuse import only, refuse
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
@@ -126,14 +127,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         self.get_rng_state_tracker = get_rng_state_tracker
         if softmax_type == "learnable":
-            from te_fl.pytorch.base import default_device
             self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int]):
         # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
         dropout = 0.0 if torch.is_grad_enabled() and not self.training else self.attention_dropout
-        key = (layout, mask, size, dropout)
+        key = (device, layout, mask, size, dropout)
 
         def options() -> dict:
             chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "num_gqa_groups": self.num_gqa_groups,

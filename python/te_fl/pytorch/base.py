@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from te_fl import _native
 from te_fl.pytorch import extra_state, quantization
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.device import default_device, native_device
 from te_fl.pytorch.refuse import refuse
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def device_of(device: Union[torch.device, str, None]) -> torch.device:
-    """The device of new parameters: `device`, or cuda where there is one and else cpu."""
-    return default_device() if device is None else torch.device(device)
-
-
-def native_device(device: torch.device) -> str:
-    """te-fl's name of a device of PyTorch's."""
-    if device.type == "cpu":
-        return "cpu"
-    index = device.index or 0
-    if device.type == "cuda":
-        return f"cuda:{index}"
-    if device.type == torch._C._get_privateuse1_backend_name():
-        found = [d["name"] for d in _native.info()["devices"] if d["name"].startswith("ext:") and d["name"].endswith(f":{index}")]
-        if len(found) == 1:
-            return found[0]
-    raise refuse("te_fl.pytorch", "device", str(device), "it is cpu, cuda, or the PrivateUse1 device of one vendor's plugin; "
-                 "te_fl.info() lists te-fl's devices")
 
 
 def default_init(weight: torch.Tensor) -> None:
@@ -69,7 +46,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._initialisers[name] = (init, tracker)
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
-        """Gives parameters their initial values. Those on the meta device get memory on cuda where there is one, else on cpu."""
+        """Gives parameters their initial values. Those on the meta device get memory on default_device()."""
         if defer_init:
             return
         for name, (init, tracker) in self._initialisers.items():
