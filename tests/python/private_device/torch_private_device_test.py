@@ -134,6 +134,20 @@ class Modules(Far):
             want = layer(x.cpu())
             self.near([layer.to(FAR)(x)], [want])
 
+    def test_amp_and_dropout(self):
+        here = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1, device="cpu"))
+        there = te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1, device=FAR)
+        there.load_state_dict(here.state_dict())
+        results = []
+        for module, device in ((there, FAR), (here, torch.device("cpu"))):
+            torch.manual_seed(3)  # the backend's random numbers are the CPU's
+            x = input_of().detach().to(device).requires_grad_()
+            with torch.autocast(device.type, dtype=BF16):
+                y = module(x)
+            y.float().square().sum().backward()
+            results.append([y.detach(), *gradients(module, x)])
+        self.near(*results, BF16)
+
     def test_recomputed(self):
         layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1, device=FAR))
         results = []
