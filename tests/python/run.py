@@ -1,4 +1,5 @@
-"""usage: run.py FILE. Runs the tests of a file; exits 77, which means skipped, if a library that it imports is not installed."""
+"""usage: run.py FILE. Runs the tests of a file; exits 77, which means skipped, if a library that it imports is not installed or the file
+raises unittest.SkipTest."""
 
 import importlib.util
 import sys
@@ -12,6 +13,9 @@ except ModuleNotFoundError as error:
     if error.name.split(".")[0] == "te_fl":
         raise
     print(f"skipped: {error}")
+    sys.exit(77)
+except unittest.SkipTest as reason:
+    print(f"skipped: {reason}")
     sys.exit(77)
 result = unittest.TextTestRunner(verbosity=2).run(unittest.defaultTestLoader.loadTestsFromModule(module))
 sys.exit(not result.wasSuccessful())
