@@ -7,6 +7,7 @@ import unittest
 
 spec = importlib.util.spec_from_file_location("tests", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module  # so that objects of its classes can be pickled
 try:
     spec.loader.exec_module(module)
 except ModuleNotFoundError as error:
