@@ -1,5 +1,6 @@
 #include "framework_tensor.hpp"
 
+#include <algorithm>
 #include <span>
 #include <string>
 
@@ -26,21 +27,6 @@ std::shared_ptr<void> keep_alive(PyObject* object) {
     const InterpreterLock lock;
     if (lock.held()) Py_DECREF(static_cast<PyObject*>(kept));
   });
-}
-
-Result<Device> device_of(const te_fl_device& device) {
-  Device found{device.type, device.index, 0};
-  if (device.type != TE_FL_DEVICE_EXT) return found;
-  int matches = 0;
-  for (const Device& d : devices::list()) {
-    if (d.type != device.type || d.index != device.index) continue;
-    found = d;
-    ++matches;
-  }
-  if (matches == 1) return found;
-  return Status(StatusCode::kInvalidArgument, "extension device " + std::to_string(device.index) +
-                                                  " is provided by " + std::to_string(matches) +
-                                                  " plugins; te-fl needs exactly one");
 }
 
 Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
@@ -109,13 +95,40 @@ Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like) {
   return to_object(api, &owner.release()->managed);
 }
 
+namespace {
+
+// A device that layers have run on, and who knows its current stream. Guarded by the interpreter's
+// lock.
+struct Used {
+  Device device;
+  const Exchange* api;
+};
+std::vector<Used>& used_devices() {
+  static auto* all = new std::vector<Used>();
+  return *all;
+}
+
+}  // namespace
+
 void* current_stream_of(PyObject* like, const Device& device) {
   if (device.is_host()) return nullptr;
   const Exchange& api = exchange_for(like, "the argument");
-  void* stream = nullptr;
-  if (api.current_stream == nullptr) return nullptr;
-  if (api.current_stream(device.type, device.index, &stream) != 0) throw PythonError();
-  return stream;
+  auto& used = used_devices();
+  if (std::none_of(used.begin(), used.end(), [&](const Used& u) { return u.device == device; })) {
+    used.push_back({device, &api});
+  }
+  return current_stream(api, device.to_c());
+}
+
+FrameworkStreams::FrameworkStreams() {
+  for (const Used& used : used_devices()) {
+    void* const stream = current_stream(*used.api, used.device.to_c());
+    scopes_.push_back(std::make_unique<StreamScope>(used.device, stream));
+  }
+}
+
+FrameworkStreams::~FrameworkStreams() {
+  while (!scopes_.empty()) scopes_.pop_back();  // in reverse order
 }
 
 }  // namespace te_fl::python

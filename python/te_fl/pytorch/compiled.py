@@ -14,13 +14,13 @@ import weakref
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-import torch._dynamo
+import torch._dynamo.compiled_autograd
 import torch.fx.traceback
 from torch._library.effects import EffectType
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_fl import _native
-from te_fl.pytorch import call, registry
+from te_fl.pytorch import call, quantization, registry
 from te_fl.pytorch import random as generator
 from te_fl.pytorch.refuse import refuse
 from te_fl.tensors import DTYPES
@@ -43,7 +43,8 @@ def _saved(fake: Callable) -> Callable:
 def define(schema: str, run: Any, fake: Any, effect: bool = True):
     name = schema.partition("(")[0]
     fake = _saved(fake) if effect else fake
-    _library.define(schema)
+    # What an op changes on the host happens when it runs, and would not when a CUDA graph that inductor recorded is replayed.
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"te_fl::{name}", fake, lib=_library)
     op = getattr(torch.ops.te_fl, name)
@@ -116,7 +117,7 @@ def _forward(number, kind, words, numbers, training, keeps, recomputes, trained,
         inputs = [t.contiguous() for t in inputs]
         counted = all(isinstance(p, torch.nn.Parameter) for p in own)  # what a graph computes counts no writes
         mode = call.UNCACHED if training or not counted else call.SERVING
-    microbatch = when if when is not None else None if first < 0 else bool(first)
+    microbatch = when if when is not None else quantization.reused_weights() if first < 0 else bool(first)
     before = (activation, mode, microbatch, tuple(inputs))
     attention = _attention(names, others, lengths, extras) or None
     if not (keeps and recomputes):
@@ -160,6 +161,9 @@ def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dty
         _, token = _again[again].run(native, True)
     inputs, found = _native.layer_backward(token, grad.contiguous(), native, None, call._keeps_graph())
     if thread:
+        if getattr(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", False):
+            raise refuse("torch.compile", "compiled_autograd", True, "it does not say when a backward ends, which is when delayed scaling updates "
+                         "the gradients' scales; set torch._dynamo.config.compiled_autograd = False, or use another recipe")
         number = token.clone()  # PyTorch may write into what the backward of a graph has read
         number.owner = token  # by which the forward's record lives
         call._ends(number, thread)
