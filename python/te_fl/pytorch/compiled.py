@@ -115,8 +115,7 @@ def _forward(number, kind, words, numbers, training, keeps, recomputes, trained,
         mode = call.TRAINING
     else:
         inputs = [t.contiguous() for t in inputs]
-        counted = all(isinstance(p, torch.nn.Parameter) for p in own)  # what a graph computes counts no writes
-        mode = call.UNCACHED if training or not counted else call.SERVING
+        mode = call.UNCACHED if training or not call.counted(own) else call.SERVING
     microbatch = when if when is not None else quantization.reused_weights() if first < 0 else bool(first)
     before = (activation, mode, microbatch, tuple(inputs))
     attention = _attention(names, others, lengths, extras) or None
