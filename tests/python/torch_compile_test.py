@@ -232,6 +232,14 @@ class Attention(Compiled):
         self.attend(lambda m, q: m(q, q, q, attention_mask=padding)[0, :4], attn_mask_type="padding_causal")
         self.attend(lambda m, q: m(q, q, q, core_attention_bias_type="alibi"), attn_mask_type="causal")
 
+    def test_fp8_attention_and_values_of_another_size(self):
+        def run(module, q):
+            return module(q, q * 2, (q + 1)[..., :6])
+        self.both(lambda: te.DotProductAttention(4, (8, 6), attn_mask_type="causal", qkv_format="bshd").to(DEVICE), run,
+                  give=lambda d, seed: randn(2, 6, 4, 8, seed=seed, device=d).requires_grad_())
+        self.both(lambda: te.MultiheadAttention(32, 4, attention_dropout=0, device=DEVICE), call, DelayedScaling(amax_history_len=4, fp8_dpa=True),
+                  steps=3)
+
     def test_a_padding_mask_with_holes(self):
         module = te.DotProductAttention(4, 8, attn_mask_type="padding", qkv_format="bshd").to(DEVICE)
         mask = torch.zeros(2, 1, 1, 6, dtype=torch.bool, device=DEVICE)
@@ -551,6 +559,22 @@ class Training(Compiled):
         for want, got in zip(*found):
             self.close(got, want, "checkpoint")
 
+    def test_compiled_autograd(self):
+        """It runs a backward's callbacks at another time, so delayed scaling is refused, and nothing else is."""
+        def step(module, x):
+            module(x).square().sum().backward()
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            called = torch.compile(step, backend="aot_eager")
+            with scope(Float8CurrentScaling()):
+                called(module, x)
+            with self.assertRaisesRegex(Exception, "compiled_autograd = True"), scope(DELAYED):
+                called(module, input_of(DEVICE))
+        want, x.grad = x.grad, None
+        with scope(Float8CurrentScaling()):
+            step(module, x)
+        self.close(x.grad, want, "gradient")
+
     def test_main_grad(self):
         module = te.Linear(32, 32, fuse_wgrad_accumulation=True, device=DEVICE)
         module.weight.main_grad = torch.zeros_like(module.weight)
@@ -650,6 +674,12 @@ class Lives(Compiled):
         called(x)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
             y = called(x)
+        with self.assertRaisesRegex(FailedPrecondition, "run the forward again"):
+            y.sum().backward()
+        again = torch.compile(lambda t: te.checkpoint(module, t), backend="aot_eager", fullgraph=True)
+        again(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            y = again(x)
         with self.assertRaisesRegex(FailedPrecondition, "run the forward again"):
             y.sum().backward()
 
