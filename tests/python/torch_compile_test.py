@@ -14,6 +14,7 @@ import weakref
 
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -750,6 +751,11 @@ class Inductor(Compiled):
             found.append(values + list(state_of(model).values()))
         for i, (want, got) in enumerate(zip(*found)):
             near(self, got, want, 2e-2 if i < 6 else 1e-2, f"value {i}", 1e-3)
+
+    def test_dropout(self):
+        with torch._inductor.config.patch(fallback_random=True):
+            self.both(lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0.3, attention_dropout=0.2, device=DEVICE),
+                      lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False) * 2, backend="inductor")
 
 
 if __name__ == "__main__":
