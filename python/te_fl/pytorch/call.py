@@ -98,7 +98,10 @@ class LayerFunction(torch.autograd.Function):
         n = call.inputs
         output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
                                               call.attention, call.random)
-        ctx.save_for_backward(token, *tensors)
+        if call.attention is None:
+            ctx.save_for_backward(token, *tensors)
+        else:  # saved as well, so that PyTorch notices masks and lengths that are written before the backward
+            ctx.save_for_backward(token, *tensors, *(t for t in call.attention.values() if isinstance(t, torch.Tensor)))
         ctx.call = call
         return output
 
@@ -112,7 +115,7 @@ def _backward(ctx, grad: torch.Tensor):
     call = ctx.call
     token, *tensors = ctx.saved_tensors
     n = call.inputs + call.extras
-    parameters = tuple(tensors[n:])
+    parameters = tuple(tensors[n:len(ctx.needs_input_grad) - 1])
     main_grads = _main_grads(parameters) if call.accumulates else None
     inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, main_grads, _keeps_graph())
     if call.updates:
