@@ -77,7 +77,7 @@ def active_recipe() -> Optional[Recipe]:
     return _state.scopes[-1].recipe if _state.scopes else None
 
 
-class autocast:
+class autocast(_native.Scope):
     """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
 
     enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
@@ -94,18 +94,11 @@ class autocast:
         self.enabled, self.calibrating = bool(enabled), bool(calibrating)
         self.recipe = get_default_recipe() if recipe is None else recipe
         used = self.enabled or self.calibrating
-        self._native_recipe = native_of(self.recipe if used else DelayedScaling())
-        self.delayed = used and self._native_recipe["kind"] == "delayed"
-        self._entered = []
+        native_recipe = native_of(self.recipe if used else DelayedScaling())
+        self.delayed = used and native_recipe["kind"] == "delayed"
+        self._arguments, self._entered = (self.enabled, self.calibrating, native_recipe), []
 
-    def __enter__(self) -> "autocast":
-        self._entered.append(_native.begin_autocast(self.enabled, self.calibrating, self._native_recipe))
-        _state.scopes.append(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _state.scopes.pop()
-        _native.end_autocast(self._entered.pop())
+    _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""
