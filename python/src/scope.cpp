@@ -17,7 +17,9 @@ const Names& names() {
   return all;
 }
 
-Ref attribute(PyObject* object, PyObject* name) { return Ref::take(PyObject_GetAttr(object, name)); }
+Ref attribute(PyObject* object, PyObject* name) {
+  return Ref::take(PyObject_GetAttr(object, name));
+}
 
 // The calling thread's list, or null.
 Ref thread_scopes(PyObject* self) {
