@@ -12,7 +12,7 @@ import unittest
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from torch_cases import PRODUCTS, RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
+from torch_cases import RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
 from torch_oracle import randn, randomise  # noqa: E402
 
 import te_fl  # noqa: E402
@@ -106,6 +106,182 @@ class Memory(Each):
         bias.untyped_storage().resize_(0)
         with self.assertRaisesRegex(FailedPrecondition, "the memory of 'bias' has been freed or replaced"):
             y.sum().backward()
+
+
+class Quantising(torch.utils.data.Dataset):
+    """Its items are computed by a module, where they are asked for."""
+
+    def __init__(self, module, backward):
+        self.module, self.backward = module, backward
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        x = input_of(seed=index)
+        with scope(Float8CurrentScaling()):
+            y = self.module(x)
+        if self.backward:
+            y.square().sum().backward()
+            return x.grad
+        return y.detach()
+
+
+class Workers(unittest.TestCase):
+    def test_items_of_forked_workers(self):
+        module = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")).requires_grad_(False)
+        # Where backwards have run on a GPU, PyTorch itself refuses them in a forked child.
+        for backward in (False,) if torch.cuda.is_available() else (False, True):
+            data = Quantising(module, backward)
+            want = [data[i] for i in range(len(data))]  # the pools of this process run
+            loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120)
+            with self.subTest(backward=backward):
+                got = list(loader)
+                self.assertEqual(len(got), len(want))
+                self.assertTrue(all(torch.equal(g, w) for g, w in zip(got, want)))
+            self.assertTrue(torch.equal(data[0], want[0]))  # and this process goes on
+
+
+class _Stop:
+    """A trace function that raises KeyboardInterrupt at the n-th line or call in te_fl's own files, or at each instruction there."""
+
+    def __init__(self, number, instructions):
+        self.number, self.event, self.where = number, "opcode" if instructions else "line call", None
+
+    def __call__(self, frame, event, argument):
+        # What a generator's end raises is not seen by anybody, here as everywhere in Python.
+        if f"{os.sep}te_fl{os.sep}" not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
+            return None
+        frame.f_trace_opcodes = self.event == "opcode"
+        if event in self.event:
+            self.number -= 1
+            if self.number == 0:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return self
+
+
+class Interrupts(Each):
+    def points(self, function, instructions=False):
+        """Where KeyboardInterrupt was raised while the function ran: each place once."""
+        number = 0
+        while True:
+            number += 1
+            stop = _Stop(number, instructions)
+            try:
+                sys.settrace(stop)
+                function()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            if stop.where is None:
+                self.assertGreater(number, 10)  # the function was traced at all
+                return
+            yield stop.where
+
+    def test_at_every_line_of_a_step(self):
+        modules = [randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")),
+                   randomise(te.Linear(32, 32, device="cpu"))]
+
+        def step(recipe=Float8CurrentScaling()):
+            x = input_of()
+            with te_fl.policy(prefer="flagos"), scope(recipe):
+                y = modules[1](modules[0](x))
+            y.sum().backward()
+            return [y.detach(), x.grad]
+
+        want, high, text = step(), step(None), te_fl.policy_text()
+        for where in self.points(step):
+            done = []
+            thread = threading.Thread(target=lambda: done.append(step()), daemon=True)
+            thread.start()
+            thread.join(30)
+            self.assertTrue(done, f"another thread waits or fails after {where}")
+            self.same(done[0], want, where)
+            self.assertEqual(te_fl.policy_text(), text, where)
+            x = input_of()
+            y = modules[1](modules[0](x))  # outside of an autocast: none is left open
+            y.sum().backward()
+            self.same([y.detach(), x.grad], high, where)
+            self.same(step(), want, where)
+
+    def test_at_every_instruction_of_the_scopes(self):
+        module, x = randomise(te.Linear(32, 32, device="cpu")).requires_grad_(False), input_of().detach()
+        want, text = module(x), te_fl.policy_text()
+
+        def scopes():
+            with te.autocast(recipe=Float8CurrentScaling()):
+                with te_fl.policy(prefer="reference"):
+                    module(x)
+
+        for where in self.points(scopes, instructions=True):
+            self.assertEqual(te_fl.policy_text(), text, where)
+            self.assertTrue(torch.equal(module(x), want), where)
+
+    def test_signals(self):
+        program = """
+import os, signal, threading, torch
+import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling
+module = te.TransformerLayer(64, 256, 4, device="cpu")
+optimizer = te.optimizers.FusedAdam(module.parameters())
+def step():
+    with te.autocast(recipe=DelayedScaling()):
+        y = module(torch.ones(16, 2, 64))
+    y.square().mean().backward()
+    optimizer.step()
+step()
+for i in range(25):
+    timer = threading.Timer(0.004 + 0.0013 * i, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        while True:
+            step()
+    except KeyboardInterrupt:
+        pass
+    timer.join()
+    step()
+print("goes on")
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout.strip()), (0, "goes on"), done.stderr)
+
+
+class Imports(unittest.TestCase):
+    USE = """
+import te_fl.pytorch as te
+from te_fl.common.recipe import Float8CurrentScaling
+import sys, torch
+x = torch.ones(16, 16, requires_grad=True)
+module = te.Linear(16, 16, device="cpu")
+with te.autocast(recipe=Float8CurrentScaling()):
+    module(x).sum().backward()
+assert torch.allclose(x.grad, module.weight.detach().sum(0).expand(16, 16), rtol=0.1, atol=0.02)
+if "jax" in sys.modules:
+    import jax, jax.numpy as jnp, te_fl.jax as tj
+    y = jax.jit(lambda x: tj.ops.relu(input=x))(jnp.arange(-2.0, 3.0))
+    assert y.tolist() == [0, 0, 0, 1, 2], y
+assert "transformer_engine" not in sys.modules
+"""
+
+    def test_any_order_beside_nvidias_package(self):
+        try:
+            import jax
+            names = ("torch", jax.__name__, "te_fl")
+        except ModuleNotFoundError:
+            names = ("torch", "te_fl")
+        with tempfile.TemporaryDirectory() as folder:
+            package = pathlib.Path(folder, "transformer_engine")
+            package.mkdir()
+            (package / "__init__.py").write_text("raise ImportError('as without a GPU')\n")
+            path = folder + os.pathsep + os.environ.get("PYTHONPATH", "")
+            for order in itertools.permutations(names):
+                with self.subTest(order=order):
+                    program = "".join(f"import {name}\n" for name in order) + self.USE
+                    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180,
+                                          env={**os.environ, "PYTHONPATH": path})
+                    self.assertEqual(done.returncode, 0, done.stderr)
 
 
 if __name__ == "__main__":
