@@ -143,17 +143,18 @@ class Workers(unittest.TestCase):
 
 
 class _Stop:
-    """A trace function that raises KeyboardInterrupt at the n-th line or call in te_fl's own files, or at each instruction there."""
+    """A trace function that raises KeyboardInterrupt at the n-th line or call in te_fl's own files, or, where Python traces them (3.12
+    does not always), at the n-th instruction."""
 
     def __init__(self, number, instructions):
-        self.number, self.event, self.where = number, "opcode" if instructions else "line call", None
+        self.number, self.instructions, self.where = number, instructions, None
 
     def __call__(self, frame, event, argument):
         # What a generator's end raises is not seen by anybody, here as everywhere in Python.
         if f"{os.sep}te_fl{os.sep}" not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
             return None
-        frame.f_trace_opcodes = self.event == "opcode"
-        if event in self.event:
+        frame.f_trace_opcodes = self.instructions
+        if event in ("call", "line", "opcode"):
             self.number -= 1
             if self.number == 0:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
