@@ -188,7 +188,7 @@ class Interrupts(Each):
         def step(recipe=Float8CurrentScaling()):
             x = input_of()
             with te_fl.policy(prefer="flagos"), scope(recipe):
-                y = modules[1](modules[0](x))
+                y = modules[1](te.checkpoint(modules[0], x))
             y.sum().backward()
             return [y.detach(), x.grad]
 
