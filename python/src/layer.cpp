@@ -49,6 +49,7 @@ struct Record {
   nn::CapturedContext scopes;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
+  std::vector<Lent> lent;
 };
 
 // The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
@@ -218,7 +219,13 @@ Status lend(Runner& runner, std::vector<Tensor>& tensors, const std::vector<uint
   return {};
 }
 
-void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool keep) {
+// An input of a forward that trains, noted in `lent`, or of another, which keeps nothing.
+Tensor input_of(PyObject* object, const char* name, bool training, std::vector<Lent>& lent) {
+  return training ? tensor_of(object, name, lent) : tensor_of(object, name, false);
+}
+
+void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool training,
+               std::vector<Lent>& lent) {
   struct Field {
     std::string_view name;
     Tensor nn::AttentionInputs::*tensor;
@@ -236,7 +243,7 @@ void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, 
   };
   for (const Field& field : fields) {
     if (field.name != name) continue;
-    in.*field.tensor = tensor_of(value, std::string(name).c_str(), keep);
+    in.*field.tensor = input_of(value, std::string(name).c_str(), training, lent);
     return;
   }
   if (name == "max_seqlen_q") {
@@ -248,12 +255,13 @@ void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, 
   }
 }
 
-nn::AttentionInputs attention_of(PyObject* dict, bool keep) {
+nn::AttentionInputs attention_of(PyObject* dict, bool training, std::vector<Lent>& lent) {
   nn::AttentionInputs inputs;
   if (dict == Py_None) return inputs;
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
-    if (value != Py_None) set_field(inputs, text_of(key, "an input's name"), value, keep);
+    if (value == Py_None) continue;
+    set_field(inputs, text_of(key, "an input's name"), value, training, lent);
   }
   return inputs;
 }
@@ -287,6 +295,7 @@ struct Forward {
   std::vector<Tensor> parameters;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
+  std::vector<Lent> lent;
   nn::AttentionInputs attention;
   nn::ForwardOptions options;
   Tensor random;
@@ -318,7 +327,8 @@ Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
                                            .ctx = std::move(ctx),
                                            .scopes = nn::CapturedContext::capture(),
                                            .numbers = std::move(f.numbers),
-                                           .trained = std::move(f.trained)});
+                                           .trained = std::move(f.trained),
+                                           .lent = std::move(f.lent)});
   return y;
 }
 
@@ -423,7 +433,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     f.mode = static_cast<Mode>(integer_of(args[2]));
     const bool training = f.mode == Mode::kTraining;
     for (PyObject* input : items_of(args[4], "inputs")) {
-      f.inputs.push_back(tensor_of(input, "input", training));
+      f.inputs.push_back(input_of(input, "input", training, f.lent));
     }
     if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
     const auto objects = items_of(args[5], "parameters");
@@ -433,7 +443,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     Contents contents = number_contents(*layer, objects, f.parameters, f.mode, reused);
     f.numbers = contents_in_piece(layer.get(), std::move(contents)).numbers;
     if (training) f.trained = trained_of(objects);
-    f.attention = attention_of(args[6], training);
+    f.attention = attention_of(args[6], training, f.lent);
     if (args[7] != Py_None) f.random = tensor_of(args[7], "random", true);
     const long long activation = integer_of(args[1]);
     f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
@@ -459,6 +469,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
   return guarded([&] {
     check_count("layer_backward", count, 5);
     const std::shared_ptr<Record> record = record_of(args[0]);
+    for (const Lent& lent : record->lent) lent.check();
     const Tensor dy = tensor_of(args[1], "gradient", false);
     auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"));
     std::vector<Tensor> main_grads(parameters.size());
