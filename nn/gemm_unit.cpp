@@ -56,9 +56,12 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
   TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
   if (weight_->value.quantized() && (training || use.mode.calibrating) && !replaying()) {
-    // No forward quantises the weight; its amax was found when its codes were written.
+    // No forward quantises the weight; its amax was found when its codes were written. Those scaled
+    // by blocks have none.
     const Tensor amax = weight_->value.amax();
-    TE_FL_RETURN_IF_ERROR(running_amax(amax, forward_->amax_slot(kWeightSlot)));
+    if (amax.defined()) {
+      TE_FL_RETURN_IF_ERROR(running_amax(amax, forward_->amax_slot(kWeightSlot)));
+    }
   }
   return use;
 }
@@ -160,15 +163,22 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
 }
 
 Result<Tensor> GemmUnit::own_codes(const Use& use) {
-  if (std::holds_alternative<Float8BlockScaling>(*use.mode.recipe)) {
+  const bool blocks = weight_->value.scaling() != Scaling::kTensor;
+  if (std::holds_alternative<Float8BlockScaling>(*use.mode.recipe) != blocks) {
     return failed_precondition("the weight " + weight_->value.describe() +
                                " was created under quantized_model_init, and the autocast's recipe "
                                "is " +
                                describe(*use.mode.recipe) +
-                               "; codes scaled by tensor serve DelayedScaling and "
-                               "Float8CurrentScaling");
+                               (blocks ? "; codes scaled by blocks serve Float8BlockScaling"
+                                       : "; codes scaled by tensor serve DelayedScaling and "
+                                         "Float8CurrentScaling"));
   }
   if (!use.training || weight_->value.has_columnwise()) return weight_->value;
+  if (blocks) {
+    return failed_precondition("a training forward reads the weight " + weight_->value.describe() +
+                               ", which is borrowed without the column-wise copy that its backward "
+                               "reads; lend both copies");
+  }
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
   if (captured) {
     return failed_precondition(

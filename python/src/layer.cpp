@@ -16,11 +16,13 @@
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/init.hpp"
 #include "te_fl/op_manager.hpp"
+#include "te_fl/wrap_quantized.hpp"
 
 namespace te_fl::python {
 namespace {
 
 constexpr const char* kLayerName = "te_fl.layer";
+PyTypeObject* g_codes = nullptr;  // the class of parameters that are FP8 codes alone
 
 // A framework's parameter as the last forward saw it.
 struct Seen {
@@ -148,18 +150,52 @@ std::vector<PyObject*> items_of(PyObject* tuple, const char* what) {
   return items;
 }
 
-// The parameters' tensors in the layer's order, not kept alive.
-std::vector<Tensor> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects) {
+// A parameter's memory, not kept alive, and the dtype that the framework says it has, which its
+// gradient has.
+struct Lent {
+  Tensor value;
+  DType dtype = DType::kF32;
+};
+
+Lent codes_of(PyObject* parameter, const char* name, bool training) {
+  const Ref lent =
+      Ref::take(PyObject_CallMethod(parameter, "_lent", "O", training ? Py_True : Py_False));
+  const auto items = items_of(lent.get(), "what _lent() returns");
+  if (items.size() != 7) throw_type_error("_lent() returns seven items");
+  const auto part = [&](size_t i) {
+    return items[i] != Py_None ? tensor_of(items[i], name, false) : Tensor();
+  };
+  const QuantizedParts parts{.codes = part(0),
+                             .columns = part(3),
+                             .scale_inv = part(1),
+                             .columnwise_scale_inv = part(4),
+                             .amax = part(2)};
+  const auto scaling = static_cast<Scaling>(integer_of(items[6]));
+  auto made = wrap_quantized(scaling, parts);
+  if (!made.ok()) throw_status(made.status().wrap(name));
+  return {*std::move(made), static_cast<DType>(integer_of(items[5]))};
+}
+
+// The parameters in the layer's order.
+std::vector<Lent> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
+                                bool training) {
   if (objects.size() != layer.parameters.size()) {
     throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
                      std::to_string(objects.size()) + " were given");
   }
-  std::vector<Tensor> tensors;
-  tensors.reserve(objects.size());
+  std::vector<Lent> lent;
+  lent.reserve(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
-    tensors.push_back(tensor_of(objects[i], layer.parameters[i].first.c_str(), false));
+    const char* name = layer.parameters[i].first.c_str();
+    if (g_codes != nullptr && Py_TYPE(objects[i]) == g_codes) {
+      lent.push_back(codes_of(objects[i], name, training));
+      continue;
+    }
+    Tensor value = tensor_of(objects[i], name, false);
+    const DType dtype = value.dtype();
+    lent.push_back({std::move(value), dtype});
   }
-  return tensors;
+  return lent;
 }
 
 enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
@@ -182,7 +218,7 @@ long version_of(PyObject* tensor) {
 
 // The parameters' contents now. Under the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
-                         const std::vector<Tensor>& tensors, Mode mode, bool reused) {
+                         const std::vector<Lent>& lent, Mode mode, bool reused) {
   // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
   // serves, and a caller who says that they are unchanged, goes by the counters.
   const bool counted = mode == Mode::kServing || reused;
@@ -191,7 +227,7 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   for (size_t i = 0; i < objects.size(); ++i) {
     const long now = version_of(objects[i]);
     Seen& seen = layer.seen[i];
-    const void* data = tensors[i].raw_data();
+    const void* data = lent[i].value.raw_data();
     const bool moved = mode == Mode::kServing && data != seen.data;
     if (changed || moved || now < 0 || seen.object != objects[i] || seen.version != now) {
       seen.number = ++layer.numbers;
@@ -203,12 +239,12 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   return contents;
 }
 
-Status lend(Runner& runner, std::vector<Tensor>& tensors, const std::vector<uint64_t>& numbers,
+Status lend(Runner& runner, std::vector<Lent>& lent, const std::vector<uint64_t>& numbers,
             const std::vector<bool>* trained) {
   const auto& parameters = runner.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     nn::Parameter& p = *parameters[i].parameter;
-    if (Status status = p.borrow(std::move(tensors[i]), numbers[i]); !status.ok()) {
+    if (Status status = p.borrow(std::move(lent[i].value), numbers[i]); !status.ok()) {
       return status.wrap(parameters[i].name);
     }
     if (trained != nullptr && p.requires_grad != (*trained)[i]) {
@@ -284,7 +320,7 @@ Result<nn::Context> context_of(const Tensor& random) {
 // What a forward is given, read under the interpreter's lock.
 struct Forward {
   std::vector<Tensor> inputs;
-  std::vector<Tensor> parameters;
+  std::vector<Lent> parameters;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   nn::AttentionInputs attention;
@@ -326,7 +362,7 @@ struct Gradients {
   std::vector<Tensor> inputs, parameters;
 };
 
-Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Tensor>& parameters,
+Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent>& parameters,
                                std::vector<Tensor>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
   const std::lock_guard lock(layer.mutex);
@@ -337,7 +373,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Ten
   for (size_t i = 0; i < own.size(); ++i) {
     nn::Parameter& p = *own[i].parameter;
     p.take_grad();  // what an earlier backward, which failed, may have left
-    p.grad_dtype = p.value.dtype();
+    p.grad_dtype = parameters[i].dtype;
     if (main_grads[i].defined() && p.requires_grad) {
       TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
     }
@@ -415,6 +451,15 @@ PyObject* layer_parameters(PyObject*, PyObject* capsule) noexcept {
   });
 }
 
+PyObject* set_codes_class(PyObject*, PyObject* type) noexcept {
+  return guarded([&] {
+    if (!PyType_Check(type)) throw_type_error("the class of codes must be a type");
+    Py_INCREF(type);
+    g_codes = reinterpret_cast<PyTypeObject*>(type);
+    return Ref::share(Py_None);
+  });
+}
+
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
     check_count("layer_forward", count, 8);
@@ -427,7 +472,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     }
     if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
     const auto objects = items_of(args[5], "parameters");
-    f.parameters = parameters_of(*layer, objects);
+    f.parameters = parameters_of(*layer, objects, training);
     f.options = microbatch_of(args[3]);
     const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
     Contents contents = number_contents(*layer, objects, f.parameters, f.mode, reused);
@@ -460,7 +505,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     check_count("layer_backward", count, 5);
     const std::shared_ptr<Record> record = record_of(args[0]);
     const Tensor dy = tensor_of(args[1], "gradient", false);
-    auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"));
+    auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
     std::vector<Tensor> main_grads(parameters.size());
     if (args[3] != Py_None) {
       const auto given = items_of(args[3], "main_grads");

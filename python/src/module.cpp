@@ -86,6 +86,7 @@ PyMethodDef g_methods[] = {
     {"layer_backward", fast(layer_backward), METH_FASTCALL,
      "layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients, gradients)"},
     {"end_backward", end_backward, METH_O, "end_backward(token)"},
+    {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},
     {"layer_changed", layer_changed, METH_O, "layer_changed(layer)"},
     {"layer_state", layer_state, METH_VARARGS,
      "layer_state(layer, like) -> list of (name, tensor)"},

@@ -57,8 +57,9 @@ struct TE_FL_API Parameter {
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
 
   // Borrowing: `lent`, compact, F32, BF16 or F16, of value's shape and on its device, becomes the
-  // value. Its owner allocates and frees the memory (a Tensor::wrap with or without an owner to
-  // keep alive) and advances `owners_version` with every change of the contents: the same number
+  // value; of a linear map's weight also E4M3 codes (wrap_quantized()), for training with their
+  // column-wise copy. Its owner allocates and frees the memory (a Tensor::wrap with or without an
+  // owner to keep alive) and advances `owners_version` with every change of the contents: the same number
   // as in the last call says that they are the same, wherever they lie, and then copies made of
   // them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
   // says that the contents of then are lent again, for a backward of a forward of then. A framework

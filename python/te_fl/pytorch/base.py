@@ -61,12 +61,24 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._call: Any = None
         self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
+        self._model_init = quantization.model_init()  # None: weights stay in high precision
+        self._products: List[str] = []  # the weights that become codes otherwise
 
     # -- parameters
 
     def _add_parameter(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
         self.register_parameter(name, torch.nn.Parameter(value))
         self._initialisers[name] = (init, tracker)
+
+    def _add_weight(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
+        """A parameter that products read, which quantized_model_init makes codes alone."""
+        self._add_parameter(name, value, init, tracker)
+        if self._model_init is not None:
+            self._products.append(name)
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        return self._model_init is not None
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         """Gives parameters their initial values. Those on the meta device get memory on cuda where there is one, else on cpu."""
@@ -82,7 +94,23 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 stream = getattr(self, "rng_tracker_name", None)
                 random = tracker().fork(stream) if stream else tracker().fork()
             with torch.no_grad(), random:
-                init(param)
+                if name in self._products:
+                    self._initialise_codes(name, param, init)
+                else:
+                    init(param)
+
+    def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
+        from te_fl.pytorch.float8_tensor import Float8Tensor, rules_of
+        high = param.detach() if type(param) is torch.nn.Parameter else torch.empty(param.shape, dtype=param.dtype, device=param.device)
+        init(high)
+        if isinstance(param, Float8Tensor):
+            param.copy_(high)
+        else:
+            param = torch.nn.Parameter(Float8Tensor.quantised(high, rules_of(self._model_init.native_recipe)),
+                                       requires_grad=param.requires_grad)
+            setattr(self, name, param)
+        if self._model_init.preserve_high_precision_init_val:
+            param._keep_initial(high.cpu())
 
     def _split_names(self, split: Any, out_features: int, what: str) -> List[Tuple[str, int]]:
         """(prefix, rows) of each part of a weight; one without prefix if it is whole."""
@@ -103,11 +131,15 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _add_split(self, name: str, parts: List[Tuple[str, int]], shape: Tuple[int, ...], device, dtype, init, tracker=None) -> List[str]:
         """Registers the parts of one array, which lie one after the other; their names."""
+        if name == "weight" and len(parts) > 1 and self._model_init is not None:
+            raise refuse(type(self).__name__, "parameters_split", tuple(prefix[:-1] for prefix, _ in parts),
+                         "inside quantized_model_init a weight is whole: leave it out (attention: give fuse_qkv_params=True)")
         whole = torch.empty(sum(rows for _, rows in parts), *shape, device=device, dtype=dtype)
+        add = self._add_weight if name == "weight" else self._add_parameter
         at, names = 0, []
         for prefix, rows in parts:
             names.append(prefix + name)
-            self._add_parameter(names[-1], whole[at:at + rows], init, tracker)
+            add(names[-1], whole[at:at + rows], init, tracker)
             at += rows
         return names
 
@@ -180,7 +212,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _apply(self, fn, recurse: bool = True):
         self._alone()
         state = self._fp8_state()
-        result = super()._apply(fn, recurse)
+        if self._products:
+            from te_fl.pytorch.float8_tensor import keeping_codes
+            with keeping_codes():
+                result = super()._apply(fn, recurse)
+        else:
+            result = super()._apply(fn, recurse)
         self._forget(state)
         return result
 
@@ -202,8 +239,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _own_fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
         for (kind, _), layer in self._layers.items():
             if self._owns_state(kind):
-                like = next(iter(self.parameters(recurse=False)), None)
-                return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0) if like is None else like)]
+                return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0))]
         return list(self._loaded)
 
     def get_extra_state(self) -> torch.Tensor:

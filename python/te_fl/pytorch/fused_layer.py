@@ -59,8 +59,7 @@ class FusedLayer:
         """The FP8 state by te_fl::nn's names; None if the parts have it."""
         if self._current is None:
             return None
-        like = getattr(*self._places[0])
-        return [(n, t.clone()) for n, t in _native.layer_state(self._layers[self._current], like)]
+        return [(n, t.clone()) for n, t in _native.layer_state(self._layers[self._current], torch.empty(0))]
 
     def state_of(self, path: str) -> Optional[List[Tuple[str, torch.Tensor]]]:
         """That of one part, by its own names."""

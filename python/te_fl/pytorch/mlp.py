@@ -59,10 +59,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         add_norm_parameters(self, self.hidden_size, device, dtype)
         rows = self.ffn_hidden_size * (2 if activation in GATED else 1)
         init, tracker = init_method or default_init, get_rng_state_tracker
-        self._add_parameter("fc1_weight", torch.empty(rows, self.hidden_size, device=device, dtype=dtype), init, tracker)
+        self._add_weight("fc1_weight", torch.empty(rows, self.hidden_size, device=device, dtype=dtype), init, tracker)
         self._add_bias("fc1_bias", rows, device, dtype)
-        self._add_parameter("fc2_weight", torch.empty(self.hidden_size, self.ffn_hidden_size, device=device, dtype=dtype),
-                            output_layer_init_method or default_init, tracker)
+        self._add_weight("fc2_weight", torch.empty(self.hidden_size, self.ffn_hidden_size, device=device, dtype=dtype),
+                         output_layer_init_method or default_init, tracker)
         self._add_bias("fc2_bias", self.hidden_size, device, dtype)
         self.reset_parameters(defer_init=device.type == "meta")
 
