@@ -146,7 +146,11 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   if (flagged) return flagged_weight(use, options.reuse_weights);
   // The value itself, which may be borrowed: nothing is kept of it.
   if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
-  if (!first.has_value()) return use.training ? make_weight(use, true) : inference_weight(use);
+  if (!first.has_value()) {
+    // Of codes alone nothing is kept beside them: that would be more than what they save.
+    const bool keeps = !use.training && !weight_->value.quantized();
+    return keeps ? inference_weight(use) : make_weight(use, use.training);
+  }
   TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
   const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
   if (!*first && capture != 0 && !stale && cached_.capture != capture) {

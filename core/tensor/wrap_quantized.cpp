@@ -18,8 +18,8 @@ std::string shape_text(std::span<const int64_t> shape) {
   return text + "]";
 }
 
-Status check_part(const char* name, const Tensor& part, DType dtype,
-                  std::span<const int64_t> shape, const Device& device) {
+Status check_part(const char* name, const Tensor& part, DType dtype, std::span<const int64_t> shape,
+                  const Device& device) {
   if (part.defined() && !part.quantized() && part.dtype() == dtype && part.contiguous() &&
       part.device() == device && std::ranges::equal(part.shape(), shape)) {
     return {};
@@ -60,8 +60,7 @@ Result<Tensor> wrap_quantized(Scaling scaling, const QuantizedParts& parts) {
   quant.scaling = static_cast<uint32_t>(scaling);
   quant.scale_inv = parts.scale_inv.raw_data();
   if (parts.columns.defined()) {
-    TE_FL_RETURN_IF_ERROR(
-        check_part("columns", parts.columns, codes.dtype(), Shape{k, m}, device));
+    TE_FL_RETURN_IF_ERROR(check_part("columns", parts.columns, codes.dtype(), Shape{k, m}, device));
     quant.columnwise_data = parts.columns.raw_data();
     if (blocks) {
       TE_FL_RETURN_IF_ERROR(check_part("columnwise_scale_inv", parts.columnwise_scale_inv,

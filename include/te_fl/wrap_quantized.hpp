@@ -8,8 +8,8 @@ namespace te_fl {
 // The parts of a quantised tensor that someone else holds. Each is compact and on one device;
 // undefined ones are absent.
 struct QuantizedParts {
-  Tensor codes;    // the row-wise copy: 8-bit floats of the tensor's shape
-  Tensor columns;  // the column-wise copy: [K, M] for codes of [M, K]
+  Tensor codes;                            // the row-wise copy: 8-bit floats of the tensor's shape
+  Tensor columns;                          // the column-wise copy: [K, M] for codes of [M, K]
   Tensor scale_inv, columnwise_scale_inv;  // of Tensor::scale_inv()'s shapes; kTensor has one
   Tensor amax;                             // F32 [1], kTensor
 };

@@ -172,7 +172,6 @@ SAMPLES = {
     "autocast": lambda torch: (),
     "checkpoint": lambda torch: (print,),
     "parallel_cross_entropy": lambda torch: (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)),
-    "quantized_model_init": lambda torch: (),
 }
 INPUTS = {
     "DotProductAttention": [(4, 1, 2, 16)] * 3,

@@ -59,9 +59,9 @@ struct TE_FL_API Parameter {
   // Borrowing: `lent`, compact, F32, BF16 or F16, of value's shape and on its device, becomes the
   // value; of a linear map's weight also E4M3 codes (wrap_quantized()), for training with their
   // column-wise copy. Its owner allocates and frees the memory (a Tensor::wrap with or without an
-  // owner to keep alive) and advances `owners_version` with every change of the contents: the same number
-  // as in the last call says that they are the same, wherever they lie, and then copies made of
-  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
+  // owner to keep alive) and advances `owners_version` with every change of the contents: the same
+  // number as in the last call says that they are the same, wherever they lie, and then copies made
+  // of them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
   // says that the contents of then are lent again, for a backward of a forward of then. A framework
   // calls this before each forward, and before a backward if the memory has moved since. The memory
   // must be there, and unwritten, from then until the work that the calls enqueued is done; between
@@ -152,8 +152,8 @@ struct ForwardOptions {
   // Unset in inference (ctx null) computes them once per Parameter::version, FP8 scales and recipe,
   // and keeps them until one of these changes, another stream comes, or a training forward does:
   // 1 byte for each weight under FP8, or the activation dtype's size if the parameter has another
-  // dtype. In a capture they are computed for this call, so that each launch reads the weights of
-  // its time.
+  // dtype; FP8-only parameters are dequantised for each call. In a capture they are computed for
+  // this call, so that each launch reads the weights of its time.
   std::optional<bool> is_first_microbatch = {};
   // The same for FP8 weights, decided on the device when the work runs, so that one captured graph
   // serves every microbatch: F32 [1] on the modules' device; 0 quantises and keeps, any other value

@@ -12,6 +12,7 @@ SERVED = {
     "te_fl.pytorch.transformer": "DropPath TransformerLayer",
     "te_fl.pytorch.base": "TransformerEngineBaseModule",
     "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.float8_tensor": "Float8Tensor QuantizedTensor",
     "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.mlp": "LayerNormMLP",
@@ -92,7 +93,6 @@ PARTLY = {
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
     "te_fl.pytorch.quantization.autocast": {"amax_reduction_group": "a group"},
-    "te_fl.pytorch.quantization.quantized_model_init": {"enabled": True},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
     "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
     "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache", "softcap": 30.0},
@@ -102,6 +102,8 @@ PARTLY = {
 MADE_BY = {
     "te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused",
     "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
+    "te_fl.pytorch.float8_tensor.Float8Tensor": "made by quantized_model_init, with block scaling too",
+    "te_fl.pytorch.float8_tensor.QuantizedTensor": "the base of Float8Tensor, for isinstance",
 }
 
 # Parameters that te-fl has beyond Transformer Engine's, after them.

@@ -65,7 +65,8 @@ class Codes:
 
     def _scale_with_margin(self, values: torch.Tensor) -> torch.Tensor:
         ops.compute_amax(input=values, amax=self.amax)
-        return torch.where(self.amax == 0, torch.ones_like(self.amax), _LARGEST * 2.0 ** -self.rules.margin / self.amax)
+        largest = torch.full_like(self.amax, _LARGEST * 2.0 ** -self.rules.margin)
+        return torch.where(self.amax == 0, torch.ones_like(self.amax), largest / self.amax)
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """The values in new memory."""
@@ -118,7 +119,11 @@ class _Dequantise(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-class Float8Tensor(torch.Tensor):
+class QuantizedTensor(torch.Tensor):
+    """A tensor held as codes, which looks like one of high precision."""
+
+
+class Float8Tensor(QuantizedTensor):
     """A tensor held as FP8 codes alone, which looks like one of `dtype`.
 
     Every operation that reads it reads dequantised values, and returns a plain tensor; detach(), clone() and moves to another device keep
@@ -137,6 +142,8 @@ class Float8Tensor(torch.Tensor):
     @classmethod
     def quantised(cls, values: torch.Tensor, rules: Rules) -> "Float8Tensor":
         """The codes of `values`, with their dtype and on their device."""
+        if values.dtype not in DTYPE_NAMES:
+            raise Unsupported(f"Float8Tensor: the dtype {values.dtype} is not served; codes show torch.float32, torch.bfloat16 or torch.float16")
         codes = Codes.empty(rules, values.shape, values.device)
         codes.write(values.detach())
         return cls(codes, values.dtype)
@@ -199,6 +206,19 @@ class Float8Tensor(torch.Tensor):
             value = Float8Tensor.quantised(value, self._codes.rules)
         torch.Tensor.data.__set__(self, value)
         self._codes = value._codes
+
+    def float(self) -> torch.Tensor:
+        return self._as(torch.float32)
+
+    def bfloat16(self) -> torch.Tensor:
+        return self._as(torch.bfloat16)
+
+    def half(self) -> torch.Tensor:
+        return self._as(torch.float16)
+
+    def _as(self, dtype: torch.dtype) -> torch.Tensor:
+        """A plain tensor; for Module.to() codes that show another dtype."""
+        return self.to(dtype) if keeping_codes.depth > 0 else self.dequantize(dtype=dtype)
 
     def numpy(self, **options: Any):
         return self.dequantize().numpy(**options)
