@@ -32,8 +32,11 @@ namespace {
 
 // Memory for the gradient, whose contents are nobody's yet.
 Status allocate_grad(Parameter& parameter) {
-  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(parameter.value.device()));
-  if (captured) {
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t captured, capture_of(parameter.value.device()));
+  // A framework takes the gradient of what it lent when the backward ends, and captures its
+  // backwards itself: it knows whose memory that is. Each launch writes it anew.
+  const bool frameworks = captured == kForeign && parameter.owners_version.has_value();
+  if (captured != 0 && !frameworks) {
     return failed_precondition(
         "backward: a graph is being captured, and the parameter " + parameter.value.describe() +
         " has no gradient yet, whose memory would be the graph's; run a step before the capture, "
@@ -42,6 +45,7 @@ Status allocate_grad(Parameter& parameter) {
   TE_FL_ASSIGN_OR_RETURN(parameter.grad, empty_like(parameter.value, parameter.grad_dtype));
   parameter.grad_written = false;
   parameter.grad_stale = true;  // if what is to write it fails
+  parameter.grad_cleared_in = captured;
   return {};
 }
 

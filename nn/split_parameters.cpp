@@ -95,6 +95,7 @@ Status JoinedParameter::gather() {
   whole_->version = version;
   whole_->requires_grad = wanted;
   whole_->grad_dtype = parts_[0]->grad_dtype;
+  whole_->owners_version = parts_[0]->owners_version;
   if (own_.raw_data() != first.raw_data()) own_ = Tensor();
   if (!adjacent()) {
     TE_FL_RETURN_IF_ERROR(copy_together());
@@ -137,7 +138,7 @@ Status JoinedParameter::make_shared_grad() {
     TE_FL_ASSIGN_OR_RETURN(part.grad, slice(whole_->grad, i));
     part.grad_written = false;
     part.grad_stale = true;
-    part.grad_cleared_in = 0;
+    part.grad_cleared_in = whole_->grad_cleared_in;
   }
   return {};
 }

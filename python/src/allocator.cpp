@@ -1,8 +1,10 @@
-#include <map>
+#include <dlfcn.h>
+
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <unordered_map>
 
 #include "errors.hpp"
 #include "interpreter.hpp"
@@ -13,16 +15,43 @@
 namespace te_fl::python {
 namespace {
 
-// A framework's functions as te-fl's allocator. They run under the interpreter's lock, which no
-// caller of an allocator holds together with a lock of te-fl's.
+// PyTorch's CUDA memory by the C functions that libtorch_cuda exports for compiled models
+// (torch/csrc/inductor/aoti_torch/c/shim.h), which need no interpreter: a call through Python costs
+// several microseconds, and a layer makes dozens. A library without them is served through Python.
+struct TorchCuda {
+  using Guard = void*;
+  int (*enter)(void* stream, int32_t device, Guard* out) = nullptr;
+  int (*leave)(Guard guard) = nullptr;
+  int (*allocate)(uint64_t bytes, void** out) = nullptr;
+  int (*release)(void* data) = nullptr;
+  bool complete() const { return enter && leave && allocate && release; }
+};
+
+TorchCuda find_torch_cuda() {
+  TorchCuda found;
+  void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL);
+  if (library == nullptr) return found;
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+  };
+  find(found.enter, "aoti_torch_create_cuda_stream_guard");
+  find(found.leave, "aoti_torch_delete_cuda_stream_guard");
+  find(found.allocate, "aoti_torch_cuda_caching_allocator_raw_alloc");
+  find(found.release, "aoti_torch_cuda_caching_allocator_raw_delete");
+  return found;  // the library stays loaded as long as PyTorch is, so does this reference to it
+}
+
+// A framework's functions as te-fl's allocator. Those of Python run under the interpreter's lock,
+// which no caller of an allocator holds together with a lock of te-fl's.
 struct Allocator {
   Device device;
+  TorchCuda direct;
   PyObject* allocate;
   PyObject* release;
   PyObject* trim;
   std::mutex mutex;
-  std::map<void*, void*> streams;  // of all allocations
-  std::map<void*, std::set<void*>> users;
+  std::unordered_map<void*, void*> streams;  // of all allocations
+  std::unordered_map<void*, std::set<void*>> users;
 };
 
 // Sets the calling thread's Python exception aside: memory may go while one is on its way, and
@@ -62,20 +91,36 @@ te_fl_status report(const te_fl_error_sink* sink, te_fl_status status) {
   return refuse(sink, text, status);
 }
 
+bool allocate_directly(const Allocator& allocator, const te_fl_memory_desc& memory, void** out) {
+  const TorchCuda& torch = allocator.direct;
+  TorchCuda::Guard guard = nullptr;
+  if (!torch.complete() || !interpreter_alive()) return false;
+  if (torch.enter(memory.stream, allocator.device.index, &guard) != 0) return false;
+  const bool made = torch.allocate(memory.bytes, out) == 0;
+  torch.leave(guard);
+  return made;
+}
+
+te_fl_status allocate_in_python(const Allocator& allocator, const te_fl_memory_desc& memory,
+                                void** out, const te_fl_error_sink* sink) {
+  const InterpreterLock lock;
+  if (!lock.held()) return refuse(sink, "the interpreter has ended", TE_FL_OUT_OF_MEMORY);
+  const ErrorAside aside;
+  PyObject* address = PyObject_CallFunction(allocator.allocate, "KK",
+                                            static_cast<unsigned long long>(memory.bytes),
+                                            reinterpret_cast<unsigned long long>(memory.stream));
+  if (address == nullptr) return report(sink, TE_FL_OUT_OF_MEMORY);
+  *out = PyLong_AsVoidPtr(address);
+  Py_DECREF(address);
+  return PyErr_Occurred() != nullptr ? report(sink, TE_FL_INTERNAL) : TE_FL_OK;
+}
+
 te_fl_status allocate(void* self, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* sink) {
   auto& allocator = *static_cast<Allocator*>(self);
-  {
-    const InterpreterLock lock;
-    if (!lock.held()) return refuse(sink, "the interpreter has ended", TE_FL_OUT_OF_MEMORY);
-    const ErrorAside aside;
-    PyObject* address = PyObject_CallFunction(allocator.allocate, "KK",
-                                              static_cast<unsigned long long>(memory->bytes),
-                                              reinterpret_cast<unsigned long long>(memory->stream));
-    if (address == nullptr) return report(sink, TE_FL_OUT_OF_MEMORY);
-    *out = PyLong_AsVoidPtr(address);
-    Py_DECREF(address);
-    if (PyErr_Occurred() != nullptr) return report(sink, TE_FL_INTERNAL);
+  if (!allocate_directly(allocator, *memory, out)) {  // Python's way says why
+    const te_fl_status status = allocate_in_python(allocator, *memory, out, sink);
+    if (status != TE_FL_OK) return status;
   }
   const std::lock_guard lock(allocator.mutex);
   allocator.streams[*out] = memory->stream;
@@ -122,8 +167,10 @@ te_fl_status release(void* self, void* data, const te_fl_error_sink* sink) {
     // The memory stays allocated, since another stream may be using it.
     return refuse(sink, status.to_string(), TE_FL_INTERNAL);
   }
+  if (!interpreter_alive()) return TE_FL_OK;  // the memory goes with the process
+  if (allocator.direct.complete() && allocator.direct.release(data) == 0) return TE_FL_OK;
   const InterpreterLock lock;
-  if (!lock.held()) return TE_FL_OK;  // the memory goes with the process
+  if (!lock.held()) return TE_FL_OK;
   const ErrorAside aside;
   PyObject* none =
       PyObject_CallFunction(allocator.release, "K", reinterpret_cast<unsigned long long>(data));
@@ -160,6 +207,7 @@ PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
     without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto allocator = std::make_unique<Allocator>();
     allocator->device = value_of(parse_device(text_of(name, "the device")));
+    if (allocator->device.type == TE_FL_DEVICE_CUDA) allocator->direct = find_torch_cuda();
     Py_INCREF(allocate_fn), Py_INCREF(release_fn), Py_INCREF(trim_fn);
     allocator->allocate = allocate_fn;
     allocator->release = release_fn;

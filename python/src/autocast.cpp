@@ -3,6 +3,7 @@
 #include <string>
 
 #include "errors.hpp"
+#include "framework_tensor.hpp"
 #include "layer.hpp"
 #include "te_fl/nn/autocast.hpp"
 
@@ -90,6 +91,7 @@ PyObject* end_autocast(PyObject*, PyObject* capsule) noexcept {
     auto* scope = static_cast<nn::autocast*>(PyCapsule_GetPointer(capsule, kScopeName));
     if (scope == nullptr) throw PythonError();
     Status status;
+    const FrameworkStreams streams;  // where the forwards have left their amaxes
     {
       const WithoutLock unlocked;
       status = scope->exit();

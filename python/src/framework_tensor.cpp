@@ -1,5 +1,6 @@
 #include "framework_tensor.hpp"
 
+#include <algorithm>
 #include <span>
 #include <string>
 
@@ -108,13 +109,47 @@ Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like) {
   return to_object(api, &owner.release()->managed);
 }
 
-void* current_stream_of(PyObject* like, const Device& device) {
-  if (device.is_host()) return nullptr;
-  const Exchange& api = exchange_for(like, "the argument");
+namespace {
+
+// A device that layers have run on, and who knows its current stream. Guarded by the interpreter's
+// lock.
+struct Used {
+  Device device;
+  const Exchange* api;
+};
+std::vector<Used>& used_devices() {
+  static auto* all = new std::vector<Used>();
+  return *all;
+}
+
+void* current_stream(const Exchange& api, const Device& device) {
   void* stream = nullptr;
   if (api.current_stream == nullptr) return nullptr;
   if (api.current_stream(device.type, device.index, &stream) != 0) throw PythonError();
   return stream;
+}
+
+}  // namespace
+
+void* current_stream_of(PyObject* like, const Device& device) {
+  if (device.is_host()) return nullptr;
+  const Exchange& api = exchange_for(like, "the argument");
+  auto& used = used_devices();
+  if (std::none_of(used.begin(), used.end(), [&](const Used& u) { return u.device == device; })) {
+    used.push_back({device, &api});
+  }
+  return current_stream(api, device);
+}
+
+FrameworkStreams::FrameworkStreams() {
+  for (const Used& used : used_devices()) {
+    void* const stream = current_stream(*used.api, used.device);
+    scopes_.push_back(std::make_unique<StreamScope>(used.device, stream));
+  }
+}
+
+FrameworkStreams::~FrameworkStreams() {
+  while (!scopes_.empty()) scopes_.pop_back();  // in reverse order
 }
 
 }  // namespace te_fl::python

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "py.hpp"
+#include "te_fl/device.hpp"
 #include "te_fl/tensor.hpp"
 
 namespace te_fl::python {
@@ -24,5 +26,18 @@ Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like);
 
 // The framework's current stream of the device; null on the host.
 void* current_stream_of(PyObject* like, const Device& device);
+
+// While it lives, this thread's work on each device that current_stream_of() was asked for goes to
+// the framework's current stream there. For calls without a tensor that says which device.
+class FrameworkStreams {
+ public:
+  FrameworkStreams();
+  ~FrameworkStreams();
+  FrameworkStreams(const FrameworkStreams&) = delete;
+  FrameworkStreams& operator=(const FrameworkStreams&) = delete;
+
+ private:
+  std::vector<std::unique_ptr<StreamScope>> scopes_;
+};
 
 }  // namespace te_fl::python

@@ -64,6 +64,8 @@ InterpreterLock::~InterpreterLock() {
   g_inside.fetch_sub(1);
 }
 
+bool interpreter_alive() noexcept { return may_enter(); }
+
 void watch_interpreter() {
   static bool watched = false;  // guarded by the interpreter's lock
   if (watched) return;

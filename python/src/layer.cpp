@@ -582,6 +582,7 @@ PyObject* set_layer_state(PyObject*, PyObject* args) noexcept {
       state.push_back({std::string(text_of(name, "a name")), tensor_of(tensor, "state", true)});
     }
     Status status;
+    const FrameworkStreams streams;
     {
       const WithoutLock unlocked;
       const std::lock_guard lock(layer.mutex);

@@ -262,6 +262,61 @@ TEST_F(GraphedSteps, GradientsAreMadeBeforeTheCaptureAndStayTheGraphs) {
   ASSERT_OK(devices::synchronize(device, graphed->stream()));
 }
 
+// A framework lends parameters, captures for itself and takes the gradients, whose memory is its
+// graph's. Each launch writes them anew. The parts of a split weight have scratch besides.
+TEST_F(GraphedSteps, AFrameworkCapturesBackwardsOfWhatItLends) {
+  const Device device = recorder.device();
+  for (const bool split : {false, true}) {
+    std::vector<ParameterPart> parts;
+    if (split) parts = {{"a", 1}, {"b", 3}};
+    auto linear = take(Linear::create(
+        {.in_features = 4, .out_features = 4, .device = device, .parameters_split = parts}));
+    std::vector<Tensor> lent;
+    const auto parameters = linear->parameters();
+    for (const NamedParameter& p : parameters) lent.push_back(take(p.value().clone()));
+    const Stream stream = take(Stream::create(device));
+    const Tensor x = take(tensor({2, 4}, random_values(8, 3)).to(device));
+    const Tensor dy = take(tensor({2, 4}, random_values(8, 4)).to(device));
+    ASSERT_OK(devices::synchronize(device));
+    const auto backward = [&] {
+      for (size_t i = 0; i < lent.size(); ++i)
+        ASSERT_OK(parameters[i].parameter->borrow(lent[i], 1));
+      Ctx ctx;
+      take(linear->forward(x, &ctx));
+      take(linear->backward(dy, ctx));
+    };
+    const auto taken = [&] {
+      std::vector<Tensor> grads;
+      for (const NamedParameter& p : parameters) grads.push_back(p.parameter->take_grad());
+      return grads;
+    };
+    const auto values = [&](const std::vector<Tensor>& grads) {
+      check(devices::synchronize(device, stream.get()));
+      Values all;
+      for (const Tensor& grad : grads) {
+        for (const float v : values_of(take(grad.to(Device())))) all.push_back(v);
+      }
+      return all;
+    };
+    std::vector<Tensor> eager, captured;
+    Graph graph;
+    {
+      const StreamScope scope(stream.get());
+      backward();
+      eager = taken();
+      Capture capture = take(Capture::begin(device, stream.get()));
+      backward();
+      captured = taken();
+      graph = take(capture.end());
+    }
+    const Values want = values(eager);
+    for (int launch = 0; launch < 2; ++launch) {
+      ASSERT_OK(graph.launch());
+      EXPECT_EQ(values(captured), want) << "launch " << launch << ", split " << split;
+    }
+  }
+}
+
 // Eagerly the cast weight is kept from call to call.
 TEST_F(GraphedSteps, AnInferenceInAGraphReadsTheWeightsOfEachLaunch) {
   const Device device = recorder.device();

@@ -39,8 +39,8 @@ struct TE_FL_API Parameter {
   void set_requires_grad(bool wanted);
   // Makes the gradient, zero, if there is none and the parameter is not frozen. A capture needs it
   // of every parameter that its backward is the first to write: the memory would be the graph's, so
-  // the backward is FAILED_PRECONDITION, and so is this call. (The runs that GraphedStep warms up
-  // with have made it.)
+  // the backward is FAILED_PRECONDITION, and so is this call (GraphedStep's warm-up has made it).
+  // Not of a borrowed one in a capture that nn did not begin: its owner takes what a launch writes.
   Status ensure_grad();
   // False after zero_grad() or clear_grad(): the next backward overwrites grad instead of adding to
   // it. But a backward in a captured graph always adds unless the same capture cleared: the graph

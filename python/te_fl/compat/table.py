@@ -27,6 +27,7 @@ SERVED = {
         "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy DType GemmParallelModes LayerTypes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE TE_DType TE_DType_To_Torch dist_group_type",
     "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
+    "te_fl.pytorch.graph": "make_graphed_callables",
     "te_fl.pytorch.optimizers":
         "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
         "multi_tensor_sgd multi_tensor_unscale_l2norm",
@@ -80,6 +81,8 @@ PARTLY = {
         "thd_attention_policies": "policies"},
     "te_fl.pytorch.checkpoint.checkpoint": {"distribute_saved_activations": True},
     "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
+    "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
+                                                   "_reuse_graph_input_output_buffers": True},
     "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_DELAY},
     "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
     "te_fl.pytorch.linear.Linear": {**_RANKS, **_DELAY},
@@ -148,7 +151,6 @@ WAYS_OUT = (
     ("newton_schulz", "iterate with torch.matmul"),
     ("Cusolver", "iterate with torch.matmul"),
     ("onnx", "export the model in plain PyTorch; the parameters have the same names"),
-    ("make_graphed_callables", "capture with torch.cuda.graph"),
     ("InferenceParams", "keep keys and values in the program"),
 )
 OTHERWISE = "te-fl has nothing in its place"

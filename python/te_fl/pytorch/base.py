@@ -184,6 +184,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]
         updates = quantization.notice(self)
+        if first is None:
+            first = quantization.reused_weights()
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates)
             return run(call, self.training, *inputs, *extras, *parameters)
@@ -241,6 +243,17 @@ class TransformerEngineBaseModule(torch.nn.Module):
             if self._owns_state(kind):
                 return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0))]
         return list(self._loaded)
+
+    def _saved(self) -> Callable[[], None]:
+        """What gives the module the FP8 state of now again, in the memory that the layer has then."""
+        state = self._own_fp8_state()
+
+        def restore() -> None:
+            for (kind, _), layer in self._layers.items():
+                if self._owns_state(kind):
+                    _native.set_layer_state(layer, state)
+
+        return restore
 
     def get_extra_state(self) -> torch.Tensor:
         state = self._fp8_state()

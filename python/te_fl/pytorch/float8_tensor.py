@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from te_fl import _native, ops
-from te_fl.errors import Unsupported
+from te_fl.errors import FailedPrecondition, Unsupported
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES
 from te_fl.tensors import SCALINGS, Quantized
 
@@ -77,6 +77,9 @@ class Codes:
     def add_columns(self) -> None:
         if self.columns is not None:
             return
+        if self.data.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise FailedPrecondition("FAILED_PRECONDITION: a training forward is captured that is the first to read the weight "
+                                     f"{tuple(self.data.shape)} of FP8 codes, whose transpose would be the graph's; run a step before")
         rows, columns = self.data.shape
         transposed = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
         ops.fp8_transpose(input=self.data, output=transposed)
@@ -225,6 +228,10 @@ class Float8Tensor(QuantizedTensor):
 
     def tolist(self) -> list:
         return self.detach().dequantize().tolist()
+
+    def data_ptr(self) -> int:
+        """The address of the codes."""
+        return self._codes.data.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty one: the memory is that of the codes."""

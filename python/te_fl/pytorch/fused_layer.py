@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 
@@ -37,7 +37,7 @@ class FusedLayer:
     def __init__(self, owner: torch.nn.Module):
         self._layers: dict = {}
         self._current: Any = None  # the key of the layer with the FP8 state; None: the parts have it
-        self._places: List[Tuple[torch.nn.Module, str]] = []
+        self._places: List[Tuple[torch.nn.Module, str, dict]] = []
         self._tree = [(path, part) for path, part in owner.named_modules() if path]
         # The modules' own tables of children, which show that one was replaced or added.
         self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
@@ -106,18 +106,31 @@ class FusedLayer:
                 options["softmax_scale"] = float(core.softmax_scale)
             layer = self._layers[key] = _native.layer("transformer_layer", options)
             names = [name for name, _ in _native.layer_parameters(layer)]
-            self._places = [(_find(owner, n.rpartition(".")[0]), n.rpartition(".")[2]) for n in names]
+            modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
+            self._places = [(module, name, module._parameters) for module, name in modules]
         if key != self._current:
             self._take_state(layer)
             self._current = key
         return layer
 
-    def _take_state(self, layer) -> None:
+    def _all_state(self) -> List[Tuple[str, torch.Tensor]]:
         state = self.state()
-        if state is None:
-            state = [(f"{path}.{n}", t) for path, part in self._parts for n, t in part._own_fp8_state()]
+        return state if state is not None else [(f"{path}.{n}", t) for path, part in self._parts for n, t in part._own_fp8_state()]
+
+    def _take_state(self, layer) -> None:
+        state = self._all_state()
         if state:
             _native.set_layer_state(layer, state)
+
+    def saved(self) -> Callable[[], None]:
+        """What gives the layer the FP8 state of now again, in the memory that it has then. The parts' own state is not this one's."""
+        state = self._all_state()
+
+        def restore() -> None:
+            if self._current is not None:
+                _native.set_layer_state(self._layers[self._current], state)
+
+        return restore
 
     def run(self, owner, x: torch.Tensor, mask: str, size, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
             cu_seqlens_padded, max_seqlen) -> torch.Tensor:
@@ -140,9 +153,12 @@ class FusedLayer:
             with tracker().fork() if tracker is not None else contextlib.nullcontext():
                 random = generator.draw(x.device)
         updates = quantization.notice(owner)
+        if first is None:
+            first = quantization.reused_weights()
         if quantization._state.scopes:
             for _, part in self._parts:
-                part._recipe = owner._recipe
-        parameters = [getattr(module, name) for module, name in self._places]
+                part.__dict__["_recipe"] = owner._recipe
+        # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
+        parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()
         return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), owner.training, x, *extras, *parameters)

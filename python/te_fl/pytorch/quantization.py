@@ -33,29 +33,46 @@ class _State(threading.local):
 _state = _State()
 
 
-def updates_gradients() -> int:
-    """The thread whose gradients' scales are updated when the backward of a forward that runs now ends (delayed scaling); else 0."""
-    scopes = _state.scopes
-    return threading.get_ident() if scopes and scopes[-1].delayed else 0
-
-
 def notice(module: Any) -> int:
-    """For a module whose forward begins: notes the recipe for its state, and returns updates_gradients().
+    """For a module whose forward begins: notes the recipe for its state, and returns the thread whose gradients' scales are updated when
+    the backward of this forward ends (delayed scaling), else 0.
 
     A forward that runs again inside a backward, as PyTorch's checkpoint has it, but outside of the autocast that it first ran in, would
     compute in high precision what was computed in FP8. That is refused: its gradients would be of another function.
     """
-    if _state.scopes:
-        module._recipe, module._in_fp8 = active_recipe(), enabled()
-        return updates_gradients()
+    scopes = _state.scopes
+    if scopes:
+        scope, own = scopes[-1], module.__dict__  # attributes of modules that PyTorch's own way of setting them need not look at
+        own["_recipe"], own["_in_fp8"] = scope.recipe, scope.enabled
+        return threading.get_ident() if scope.delayed else 0
     if module._in_fp8:
         if torch._C._current_graph_task_id() >= 0:
             raise FailedPrecondition(
                 f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
                 "precision; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
                 "context_fn=te_fl.pytorch.recompute_contexts")
-        module._in_fp8 = False
+        module.__dict__["_in_fp8"] = False
     return 0
+
+
+class reusing_weights:
+    """In an autocast: modules that are not told is_first_microbatch take it from `flag`, F32 [1] on the device, when the work runs: quantised
+    weights are used again where it is not 0. None: has no effect."""
+
+    def __init__(self, flag: Optional[torch.Tensor]):
+        self._flag = flag
+
+    def __enter__(self) -> None:
+        if self._flag is not None:
+            _state.scopes[-1].reuse_weights = self._flag
+
+    def __exit__(self, *error: Any) -> None:
+        if self._flag is not None:
+            _state.scopes[-1].reuse_weights = None
+
+
+def reused_weights() -> Optional[torch.Tensor]:
+    return _state.scopes[-1].reuse_weights if _state.scopes else None
 
 
 def enabled() -> bool:
@@ -77,6 +94,8 @@ class autocast:
     recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
     here, naming the field. amax_reduction_group: refused until there are several ranks. Backward needs no scope.
     """
+
+    reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
 
     def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None,
                  amax_reduction_group: Optional[Any] = None, _graph: bool = False):
