@@ -136,15 +136,25 @@ void Module::set_delay_wgrad(bool delays) {
   });
 }
 
-Status Module::backward_dw() {
-  Status status;
+std::function<Status()> Module::take_delayed_wgrad() {
+  struct Left {
+    std::shared_ptr<detail::DelayedWgrad> from;
+    std::vector<detail::DelayedWgrad::Run> runs;
+  };
+  std::vector<Left> taken;
   tree_->walk_modules([&](const Tree& tree) {
-    for (const auto& delayed : tree.delayed) {
-      if (Status one = delayed->run(); status.ok()) status = std::move(one);
-    }
+    for (const auto& delayed : tree.delayed) taken.push_back({delayed, delayed->take()});
   });
-  return status;
+  return [taken = std::move(taken)] {
+    Status status;
+    for (const Left& left : taken) {
+      if (Status one = left.from->run(left.runs); status.ok()) status = std::move(one);
+    }
+    return status;
+  };
 }
+
+Status Module::backward_dw() { return take_delayed_wgrad()(); }
 
 std::vector<NamedParameter> Module::parameters() const {
   std::vector<NamedParameter> result;

@@ -2,6 +2,8 @@
 
 #include <array>
 #include <atomic>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -32,6 +34,14 @@ struct Seen {
   uint64_t number = 0;  // of its contents, as Parameter::borrow() wants it
 };
 
+// The weights' gradients that a backward has left.
+struct DelayedGradients {
+  std::shared_ptr<Runner> runner;
+  std::function<Status()> compute;
+  std::vector<uint64_t> numbers;
+  std::vector<bool> trained;
+};
+
 struct Layer {
   MakeRunner make;
   std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
@@ -41,6 +51,8 @@ struct Layer {
   std::vector<Seen> seen;
   uint64_t numbers = 0;  // the last number that was given
   std::atomic<bool> changed{false};
+  bool delays_wgrad = false;
+  std::deque<DelayedGradients> delayed;  // in the order of their backwards
 };
 
 // One forward that waits for its backward.
@@ -106,6 +118,7 @@ const std::shared_ptr<Layer>& layer_of(PyObject* capsule) {
 Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation) {
   const nn::init::WithoutValues borrowed;
   TE_FL_ASSIGN_OR_RETURN(auto made, layer.make(activation));
+  made->module().set_delay_wgrad(layer.delays_wgrad);
   return std::shared_ptr<Runner>(std::move(made));
 }
 
@@ -362,6 +375,38 @@ struct Gradients {
   std::vector<Tensor> inputs, parameters;
 };
 
+// Says where gradients go: into main_grads, or new memory of the parameters' dtypes.
+Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
+                      const std::vector<Tensor>& main_grads) {
+  const auto& own = runner.parameters();
+  for (size_t i = 0; i < own.size(); ++i) {
+    nn::Parameter& p = *own[i].parameter;
+    p.take_grad();  // what an earlier backward, which failed, may have left
+    p.grad_dtype = dtypes[i];
+    if (main_grads[i].defined() && p.requires_grad) {
+      TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
+    }
+  }
+  return {};
+}
+
+// Those that did not go into main_grads.
+std::vector<Tensor> take_gradients(Runner& runner, const std::vector<Tensor>& main_grads) {
+  const auto& own = runner.parameters();
+  std::vector<Tensor> gradients;
+  for (size_t i = 0; i < own.size(); ++i) {
+    Tensor grad = own[i].parameter->take_grad();
+    gradients.push_back(main_grads[i].defined() ? Tensor() : std::move(grad));
+  }
+  return gradients;
+}
+
+std::vector<DType> dtypes_of(const std::vector<Lent>& parameters) {
+  std::vector<DType> dtypes;
+  for (const Lent& p : parameters) dtypes.push_back(p.dtype);
+  return dtypes;
+}
+
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent>& parameters,
                                std::vector<Tensor>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
@@ -369,15 +414,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
   const auto scopes = record.scopes.enter();
   const StreamScope on(dy.device(), stream);
-  const auto& own = record.runner->parameters();
-  for (size_t i = 0; i < own.size(); ++i) {
-    nn::Parameter& p = *own[i].parameter;
-    p.take_grad();  // what an earlier backward, which failed, may have left
-    p.grad_dtype = parameters[i].dtype;
-    if (main_grads[i].defined() && p.requires_grad) {
-      TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
-    }
-  }
+  TE_FL_RETURN_IF_ERROR(open_gradients(*record.runner, dtypes_of(parameters), main_grads));
   Gradients gradients;
   if (keep) {
     nn::Ctx copy = record.ctx;
@@ -385,11 +422,41 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   } else {
     TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, record.ctx));
   }
-  for (size_t i = 0; i < own.size(); ++i) {
-    Tensor grad = own[i].parameter->take_grad();
-    gradients.parameters.push_back(main_grads[i].defined() ? Tensor() : std::move(grad));
+  gradients.parameters = take_gradients(*record.runner, main_grads);
+  if (layer.delays_wgrad) {
+    layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
+                             record.numbers, record.trained});
   }
   return gradients;
+}
+
+Result<std::vector<Tensor>> run_backward_dw(Layer& layer, std::vector<Lent>& parameters,
+                                            const std::vector<Tensor>& main_grads, void* stream) {
+  const std::lock_guard lock(layer.mutex);
+  if (layer.delayed.empty()) {
+    return Status(StatusCode::kFailedPrecondition,
+                  "backward_dw(): no backward has left gradients of weights; it is called once "
+                  "after each backward");
+  }
+  const DelayedGradients left = std::move(layer.delayed.front());
+  layer.delayed.pop_front();
+  const Device device = parameters.at(0).value.device();
+  TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
+  TE_FL_RETURN_IF_ERROR(open_gradients(*left.runner, dtypes_of(parameters), main_grads));
+  const StreamScope on(device, stream);
+  TE_FL_RETURN_IF_ERROR(left.compute());
+  return take_gradients(*left.runner, main_grads);
+}
+
+// main_grads as Python gives them, one for each parameter.
+std::vector<Tensor> main_grads_of(PyObject* tuple, size_t parameters) {
+  std::vector<Tensor> grads(parameters);
+  if (tuple == Py_None) return grads;
+  const auto given = items_of(tuple, "main_grads");
+  for (size_t i = 0; i < grads.size() && i < given.size(); ++i) {
+    if (given[i] != Py_None) grads[i] = tensor_of(given[i], "main_grad", false);
+  }
+  return grads;
 }
 
 Ref tuple_of(const std::vector<Tensor>& tensors, PyObject* like) {
@@ -504,15 +571,9 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
   return guarded([&] {
     check_count("layer_backward", count, 5);
     const std::shared_ptr<Record> record = record_of(args[0]);
-    const Tensor dy = tensor_of(args[1], "gradient", false);
+    const Tensor dy = tensor_of(args[1], "gradient", record->layer->delays_wgrad);
     auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
-    std::vector<Tensor> main_grads(parameters.size());
-    if (args[3] != Py_None) {
-      const auto given = items_of(args[3], "main_grads");
-      for (size_t i = 0; i < main_grads.size() && i < given.size(); ++i) {
-        if (given[i] != Py_None) main_grads[i] = tensor_of(given[i], "main_grad", false);
-      }
-    }
+    std::vector<Tensor> main_grads = main_grads_of(args[3], parameters.size());
     void* const stream = current_stream_of(args[1], dy.device());
     std::optional<Result<Gradients>> gradients;
     {
@@ -524,6 +585,34 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     const Ref inputs = tuple_of(made.inputs, args[1]);
     const Ref own = tuple_of(made.parameters, args[1]);
     return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
+  });
+}
+
+PyObject* delay_layer_wgrad(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    Layer& layer = *layer_of(capsule);
+    const WithoutLock unlocked;
+    const std::lock_guard lock(layer.mutex);
+    layer.delays_wgrad = true;
+    for (const auto& [dtype, runner] : layer.runners) runner->module().set_delay_wgrad(true);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *objects = nullptr, *given = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OOOO", &capsule, &objects, &given, &like) == 0) throw PythonError();
+    const std::shared_ptr<Layer> layer = layer_of(capsule);
+    auto parameters = parameters_of(*layer, items_of(objects, "parameters"), true);
+    const auto main_grads = main_grads_of(given, parameters.size());
+    void* const stream = current_stream_of(like, parameters.at(0).value.device());
+    std::optional<Result<std::vector<Tensor>>> gradients;
+    {
+      const WithoutLock unlocked;
+      gradients.emplace(run_backward_dw(*layer, parameters, main_grads, stream));
+    }
+    return tuple_of(value_of(*std::move(gradients)), like);
   });
 }
 

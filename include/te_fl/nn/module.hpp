@@ -194,6 +194,9 @@ class TE_FL_API Module {
   // are none. An optimizer's step before it is FAILED_PRECONDITION. After an error what was left is
   // dropped.
   Status backward_dw();
+  // Takes out what backward_dw() would compute now, as a function that does it, to be called once
+  // while the module lives. Called after each backward it keeps the backwards' gradients apart.
+  std::function<Status()> take_delayed_wgrad();
   // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter (of an
   // FP8-only one its codes, NAME.scale_inv, by which they are multiplied, and NAME.amax, F32 [1]);
   // for each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,

@@ -60,7 +60,7 @@ SERVED = {
 }
 
 _RANKS = {"tp_group": "a group", "tp_size": 2, "sequence_parallel": True}
-_DELAY = {"delay_wgrad_compute": True, "symmetric_ar_type": "two_shot"}
+_REDUCE = {"symmetric_ar_type": "two_shot"}
 
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
@@ -83,11 +83,11 @@ PARTLY = {
     "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
-    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.linear.Linear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.Linear": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
     "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache", "softcap": 30.0},
     "te_fl.pytorch.norm.LayerNorm": {"sequence_parallel": True, "sm_margin": 4},

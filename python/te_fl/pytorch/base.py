@@ -11,6 +11,7 @@ import torch
 from te_fl import _native
 from te_fl.pytorch import extra_state, quantization
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.refuse import refuse
 
 
@@ -42,7 +43,7 @@ def default_init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     """Base of modules with one layer of te_fl::nn.
 
     Derived classes set _kind, _sites (the layer's FP8 sites) and implement _options() and _tensors().
@@ -87,8 +88,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for name, (init, tracker) in self._initialisers.items():
             param = getattr(self, name)
             if param.device.type == "meta":
-                param = torch.nn.Parameter(torch.empty_like(param, device=default_device()), requires_grad=param.requires_grad)
-                setattr(self, name, param)
+                param = self._replaced(name, torch.empty_like(param, device=default_device()))
             random = contextlib.nullcontext()
             if tracker is not None:
                 stream = getattr(self, "rng_tracker_name", None)
@@ -99,6 +99,14 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 else:
                     init(param)
 
+    def _replaced(self, name: str, value: torch.Tensor) -> torch.nn.Parameter:
+        """The parameter that holds `value` from now on, with the attributes of the one before."""
+        before = getattr(self, name)
+        param = torch.nn.Parameter(value, requires_grad=before.requires_grad)
+        param.__dict__.update(before.__dict__)
+        setattr(self, name, param)
+        return param
+
     def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
         from te_fl.pytorch.float8_tensor import Float8Tensor, rules_of
         high = param.detach() if type(param) is torch.nn.Parameter else torch.empty(param.shape, dtype=param.dtype, device=param.device)
@@ -106,9 +114,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if isinstance(param, Float8Tensor):
             param.copy_(high)
         else:
-            param = torch.nn.Parameter(Float8Tensor.quantised(high, rules_of(self._model_init.native_recipe)),
-                                       requires_grad=param.requires_grad)
-            setattr(self, name, param)
+            param = self._replaced(name, Float8Tensor.quantised(high, rules_of(self._model_init.native_recipe)))
         if self._model_init.preserve_high_precision_init_val:
             param._keep_initial(high.cpu())
 
@@ -166,6 +172,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if layer is None:
             use_torch_memory(device)
             layer = _native.layer(kind, {**(options or self._options)(), "device": native_device(device)})
+            if self.delay_wgrad_compute and kind == self._kind:
+                _native.delay_layer_wgrad(layer)
             self._layers[key] = layer
             if self._loaded and self._owns_state(kind):
                 _native.set_layer_state(layer, self._loaded)
@@ -184,17 +192,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]
         updates = quantization.notice(self)
+        if self.delay_wgrad_compute and torch.is_grad_enabled():
+            self._check_hooks()
         if first is None:
             first = quantization.reused_weights()
         if attention is not None:
-            call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates)
+            call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
             return run(call, self.training, *inputs, *extras, *parameters)
         if not x.is_contiguous():
             x = x.contiguous()
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
                 or call.updates != updates):
-            call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates)
+            call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
         return run(call, self.training, x, *parameters)
 
     def _changed(self) -> None:
