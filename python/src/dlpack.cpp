@@ -2,8 +2,10 @@
 
 #include <array>
 #include <cstring>
+#include <string>
 #include <vector>
 
+#include "errors.hpp"
 #include "exchange.hpp"
 
 namespace te_fl::python {
@@ -63,7 +65,58 @@ bool is_compact(const te_fl_dltensor& t) {
   return true;
 }
 
+// Of a PrivateUse1 device, of which PyTorch's exchange API tells none (2.11).
+void* stream_of_torch(int32_t index) {
+  static PyObject* const ask = [] {
+    const Ref module = Ref::take(PyImport_ImportModule("te_fl.private_device"));
+    return Ref::take(PyObject_GetAttrString(module.get(), "current_stream")).release();
+  }();
+  const Ref handle = Ref::take(PyObject_CallFunction(ask, "i", index));
+  void* stream = PyLong_AsVoidPtr(handle.get());
+  if (stream == nullptr && PyErr_Occurred() != nullptr) throw PythonError();
+  return stream;
+}
+
+bool is_torch(const Exchange& api) {
+  const Ref name = to_python(std::string_view("torch"));
+  PyObject* torch = PyImport_GetModule(name.get());
+  if (torch == nullptr) return false;
+  const Ref module = Ref::take(torch);
+  const Ref type = Ref::take(PyObject_GetAttrString(module.get(), "Tensor"));
+  return exchange_of(reinterpret_cast<PyTypeObject*>(type.get())) == &api;
+}
+
 }  // namespace
+
+Result<Device> device_of(const te_fl_device& device) {
+  Device found{device.type, device.index, 0};
+  if (device.type != TE_FL_DEVICE_EXT) return found;
+  std::string matches;
+  for (const Device& d : without_lock([] { return devices::list(); })) {
+    if (d.type != device.type || d.index != device.index) continue;
+    matches += (matches.empty() ? "" : ", ") + to_string(d);
+    found = d;
+  }
+  if (!matches.empty() && matches.find(',') == std::string::npos) return found;
+  const std::string index = std::to_string(device.index);
+  return Status(StatusCode::kInvalidArgument,
+                matches.empty() ? "no plugin has an extension device of index " + index +
+                                      "; install its vendor's, or name it in TE_FL_PLUGIN_MODULES"
+                                : "the tensor is on an extension device of index " + index +
+                                      ", and DLPack does not say which of " + matches +
+                                      " that is; load the plugin of its vendor alone");
+}
+
+void* current_stream(const Exchange& api, const te_fl_device& device) {
+  if (device.type == TE_FL_DEVICE_CPU) return nullptr;
+  void* stream = nullptr;
+  if (api.current_stream != nullptr &&
+      api.current_stream(device.type, device.index, &stream) != 0) {
+    throw PythonError();
+  }
+  if (stream != nullptr || device.type != TE_FL_DEVICE_EXT || !is_torch(api)) return stream;
+  return stream_of_torch(device.index);
+}
 
 const Exchange* exchange_of(PyTypeObject* type) {
   for (const KnownType& known : known_types()) {
@@ -151,12 +204,7 @@ te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* na
 
 void* Borrowed::stream(const te_fl_device& device) const {
   const auto* api = static_cast<const Exchange*>(exchange_);
-  if (api == nullptr || api->current_stream == nullptr || device.type == TE_FL_DEVICE_CPU) {
-    return nullptr;
-  }
-  void* stream = nullptr;
-  if (api->current_stream(device.type, device.index, &stream) != 0) throw PythonError();
-  return stream;
+  return api == nullptr ? nullptr : current_stream(*api, device);
 }
 
 }  // namespace te_fl::python

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "py.hpp"
+#include "te_fl/device.hpp"
 #include "te_fl/plugin.h"
 
 namespace te_fl::python {
@@ -39,5 +40,12 @@ struct Exchange {
 
 // What tensors of `type` are exchanged by, which is looked up once; null: by __dlpack__ alone.
 const Exchange* exchange_of(PyTypeObject* type);
+
+// The device of that DLPack description, which names no vendor; te-fl's error unless one plugin
+// alone has it.
+Result<Device> device_of(const te_fl_device& device);
+
+// The current stream of the device in the library that `api` is of; null is the default stream.
+void* current_stream(const Exchange& api, const te_fl_device& device);
 
 }  // namespace te_fl::python

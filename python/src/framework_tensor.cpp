@@ -29,21 +29,6 @@ std::shared_ptr<void> keep_alive(PyObject* object) {
   });
 }
 
-Result<Device> device_of(const te_fl_device& device) {
-  Device found{device.type, device.index, 0};
-  if (device.type != TE_FL_DEVICE_EXT) return found;
-  int matches = 0;
-  for (const Device& d : devices::list()) {
-    if (d.type != device.type || d.index != device.index) continue;
-    found = d;
-    ++matches;
-  }
-  if (matches == 1) return found;
-  return Status(StatusCode::kInvalidArgument, "extension device " + std::to_string(device.index) +
-                                                  " is provided by " + std::to_string(matches) +
-                                                  " plugins; te-fl needs exactly one");
-}
-
 Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
   TE_FL_ASSIGN_OR_RETURN(const DType dtype, dtype_from_c(t.dtype));
   TE_FL_ASSIGN_OR_RETURN(const Device device, device_of(t.device));
@@ -122,13 +107,6 @@ std::vector<Used>& used_devices() {
   return *all;
 }
 
-void* current_stream(const Exchange& api, const Device& device) {
-  void* stream = nullptr;
-  if (api.current_stream == nullptr) return nullptr;
-  if (api.current_stream(device.type, device.index, &stream) != 0) throw PythonError();
-  return stream;
-}
-
 }  // namespace
 
 void* current_stream_of(PyObject* like, const Device& device) {
@@ -138,12 +116,12 @@ void* current_stream_of(PyObject* like, const Device& device) {
   if (std::none_of(used.begin(), used.end(), [&](const Used& u) { return u.device == device; })) {
     used.push_back({device, &api});
   }
-  return current_stream(api, device);
+  return current_stream(api, device.to_c());
 }
 
 FrameworkStreams::FrameworkStreams() {
   for (const Used& used : used_devices()) {
-    void* const stream = current_stream(*used.api, used.device);
+    void* const stream = current_stream(*used.api, used.device.to_c());
     scopes_.push_back(std::make_unique<StreamScope>(used.device, stream));
   }
 }

@@ -6,6 +6,7 @@
 
 #include "dlpack.hpp"
 #include "errors.hpp"
+#include "exchange.hpp"
 #include "manager.hpp"
 #include "op_binding.hpp"
 #include "te_fl/op_manager.hpp"
@@ -89,9 +90,12 @@ class Arguments {
 
   static void* stream_of(PyObject* value) {
     if (value == Py_None) return nullptr;
-    // torch.cuda.Stream and its kin.
-    PyObject* handle = PyObject_GetAttrString(value, "cuda_stream");
-    if (handle == nullptr) PyErr_Clear();
+    // torch.cuda.Stream and its kin, and torch.Stream.
+    PyObject* handle = nullptr;
+    for (const char* name : {"cuda_stream", "native_handle"}) {
+      if (handle == nullptr) handle = PyObject_GetAttrString(value, name);
+      if (handle == nullptr) PyErr_Clear();
+    }
     const Ref number = handle != nullptr ? Ref::take(handle) : Ref::share(value);
     void* stream = PyLong_AsVoidPtr(number.get());
     if (stream == nullptr && PyErr_Occurred() != nullptr) throw PythonError();
@@ -178,6 +182,13 @@ class Arguments {
                       "'; it is one of " + all);
   }
 
+  static uint32_t provider_of(const te_fl_tensor& t, std::string_view name) {
+    if (t.dl.device.type != TE_FL_DEVICE_EXT) return 0;
+    const Result<Device> device = device_of(t.dl.device);
+    if (!device.ok()) throw_status(device.status().wrap(std::string(name)));
+    return device->provider;
+  }
+
   void note(const te_fl_tensor& t, const te_fl_arg_desc& desc) {
     const bool anywhere = (desc.flags & (TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY)) != 0;
     if (!anywhere && !device_.has_value()) device_ = t.dl.device;
@@ -190,6 +201,7 @@ class Arguments {
     te_fl_tensor& t = tensors_.emplace_back();
     t = te_fl_tensor{};
     t.dl = borrowed_.describe(value, desc.role != TE_FL_IN, desc.name);
+    t.provider = provider_of(t, desc.name);
     note(t, desc);
     return &t;
   }
@@ -218,6 +230,7 @@ class Arguments {
       throw_value_error(std::string("'") + desc.name + "' has neither data nor columnwise_data");
     }
     q.tensor.quant = &q.quant;
+    q.tensor.provider = provider_of(q.tensor, desc.name);
     note(q.tensor, desc);
     return &q.tensor;
   }
@@ -296,6 +309,7 @@ class Arguments {
       record->storage = te_fl_tensor{};
       record->storage.dl =
           borrowed_.describe(storage.get(), desc.role != TE_FL_IN, "saved.storage");
+      record->storage.provider = provider_of(record->storage, "saved.storage");
       record->saved.storage = &record->storage;
     }
     write(desc.offset, &record->saved);

@@ -311,6 +311,12 @@ def _told(error: BaseException) -> Tuple[str, str]:
 def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index: int, stream: int) -> Any:
     """Runs fn with the call's stream as PyTorch's current one, where the device is one of PyTorch's."""
     torch = sys.modules.get("torch")
+    if torch is not None and device_type == DEVICE_TYPES["ext"]:
+        from te_fl import private_device
+        if not private_device.registered():
+            return fn(**arguments)
+        with private_device.on_stream(index, stream):
+            return fn(**arguments)
     if torch is None or device_type not in (DEVICE_TYPES["cuda"], DEVICE_TYPES["rocm"]) or not torch.cuda.is_available():
         return fn(**arguments)
     if torch.cuda.current_stream(index).cuda_stream == stream and torch.cuda.current_device() == index:

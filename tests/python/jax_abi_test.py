@@ -30,6 +30,7 @@ MEMBERS = {  # ours, theirs: member pairs whose offsets and sizes must agree
 }
 NUMBERS = {"kMetadataExtension": "XLA_FFI_Extension_Metadata", "kBufferArgument": "XLA_FFI_ArgType_BUFFER",
            "kStringAttribute": "XLA_FFI_AttrType_STRING", "kMajor": "XLA_FFI_API_MAJOR"}
+RENAMED = {"XLA_FFI_Extension_Base": "XLA_FFI_InternalExtension"}  # from JAX 0.12 on
 ERRORS = {"kInvalidArgument": "INVALID_ARGUMENT", "kDeadlineExceeded": "DEADLINE_EXCEEDED", "kNotFound": "NOT_FOUND",
           "kAlreadyExists": "ALREADY_EXISTS", "kResourceExhausted": "RESOURCE_EXHAUSTED", "kFailedPrecondition": "FAILED_PRECONDITION",
           "kUnimplemented": "UNIMPLEMENTED", "kInternal": "INTERNAL", "kUnavailable": "UNAVAILABLE", "kDataLoss": "DATA_LOSS"}
@@ -38,6 +39,10 @@ ERRORS = {"kInvalidArgument": "INVALID_ARGUMENT", "kDeadlineExceeded": "DEADLINE
 @unittest.skipUnless(shutil.which("c++") and SOURCE.exists(), "needs a C++ compiler and te-fl's sources")
 class Abi(unittest.TestCase):
     def compile(self, checks):
+        known = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+        for older, newer in RENAMED.items():
+            if re.search(rf"\b{newer}\b", known):
+                checks = [re.sub(rf"\b{older}\b", newer, check) for check in checks]
         text = '#include "xla/ffi/api/c_api.h"\n#include "xla_ffi.hpp"\nnamespace x = te_fl::xla;\n' + "\n".join(checks)
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "check.cpp"

@@ -13,7 +13,7 @@ from torch_oracle import ACTIVATIONS, DEVICES, PerBlock, PerTensor, allowed, com
 from torch_oracle import with_bias  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
-from te_fl.errors import Unsupported  # noqa: E402
+from te_fl.errors import InvalidArgument, Unsupported  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -148,8 +148,8 @@ class DotProductAttentionTest(Modules):
     B, S, K, H, G, D = 2, 10, 14, 6, 2, 16
 
     def attend(self, wanted=None, fmt="sbhd", keys=None, groups=None, seen=None, bias=None, scale=None, call=None, where=EVERYWHERE,
-               **arguments):
-        """The module with these constructor arguments, called by call(module, q, k, v), sees what `seen` says."""
+               values=None, **arguments):
+        """The module with these constructor arguments, called by call(module, q, k, v), sees what `seen` says. values: v's head size."""
         keys, groups, d = keys or self.S, groups or self.H, self.D
         turn = (lambda t: t.transpose(0, 1)) if fmt == "sbhd" else (lambda t: t)
 
@@ -159,10 +159,10 @@ class DotProductAttentionTest(Modules):
 
         def make(device, params_dtype):
             arguments.setdefault("attn_mask_type", "no_mask")
-            return te.DotProductAttention(self.H, d, num_gqa_groups=groups, qkv_format=fmt,
+            return te.DotProductAttention(self.H, d if values is None else (d, values), num_gqa_groups=groups, qkv_format=fmt,
                                           softmax_scale=scale, **arguments).to(device)
 
-        shapes = [(self.B, self.S, self.H, d), (self.B, keys, groups, d), (self.B, keys, groups, d)]
+        shapes = [(self.B, self.S, self.H, d), (self.B, keys, groups, d), (self.B, keys, groups, values or d)]
         if fmt == "sbhd":
             shapes = [(s[1], s[0], *s[2:]) for s in shapes]
         self.check(make, wanted or plain, *shapes, call=call, where=where)
@@ -176,9 +176,31 @@ class DotProductAttentionTest(Modules):
     def test_scale(self):
         self.attend(scale=0.5)
 
-    def test_values_of_another_size_are_refused(self):
-        with self.assertRaisesRegex(Unsupported, r"kv_channels = \(16, 8\)"):
-            te.DotProductAttention(6, (16, 8))
+    def test_values_of_another_size(self):
+        for values in (8, 32):
+            for fmt in ("sbhd", "bshd"):
+                with self.subTest(values=values, fmt=fmt):
+                    self.attend(values=values, fmt=fmt, keys=self.K, groups=self.G)
+                    self.attend(values=values, fmt=fmt, attn_mask_type="causal", window_size=(3, 0), softmax_type="learnable",
+                                seen=allowed(self.S, self.S, True, window=(3, 0)), where=[(d, F32) for d in DEVICES])
+        with self.assertRaisesRegex(ValueError, r"kv_channels is \(16, 8, 8\); it is the head size, or a pair"):
+            te.DotProductAttention(6, (16, 8, 8))
+        q = randn(self.S, self.B, self.H, self.D)
+        with self.assertRaisesRegex(InvalidArgument, r"v is .*; it must be .*6, 8\]"):
+            te.DotProductAttention(self.H, (self.D, 8))(q, q, q)
+
+    def test_values_of_another_size_with_a_mask_and_dropout(self):
+        mask = self.padding((7, 10), self.S)
+        self.attend(values=24, attn_mask_type="padding_causal", seen=~mask & ~mask.transpose(2, 3) & allowed(self.S, self.S, True), fmt="bshd",
+                    call=lambda m, *x: m(*x, attention_mask=mask.to(x[0].device)))
+        for device in DEVICES:  # the unit matrix shows the probabilities
+            module = te.DotProductAttention(1, (8, 16), attention_dropout=0.5, attn_mask_type="no_mask", qkv_format="bshd").to(device)
+            q = torch.zeros(64, 16, 1, 8, device=device)
+            v = torch.eye(16, device=device).view(1, 16, 1, 16).expand(64, -1, -1, -1).contiguous().requires_grad_()
+            y = module(q, q, v)
+            self.assertAlmostEqual((y > 0).float().mean().item(), 0.5, delta=0.02)
+            y.sum().backward()
+            near(self, v.grad, (y.detach().sum(1)[:, :, None, None]).expand_as(v), 1e-5, "gradient of v")
 
     def test_causal(self):
         self.attend(attn_mask_type="causal", seen=allowed(self.S, self.S, True), groups=2)
@@ -270,11 +292,13 @@ class DotProductAttentionTest(Modules):
 
     def test_packed(self):
         lengths, cumulative = (5, 1, 8), torch.tensor([0, 5, 6, 14], dtype=torch.int32)
-        for name, causal in (("padding", False), ("padding_causal", True)):
+        for name, causal, values in (("padding", False, self.D), ("padding_causal", True, self.D), ("padding_causal", True, 24)):
             for device, dtype in EVERYWHERE:
-                with self.subTest(mask=name, device=device, dtype=dtype):
-                    module = te.DotProductAttention(self.H, self.D, num_gqa_groups=self.G, qkv_format="thd", attn_mask_type=name).to(device)
-                    inputs = [grown(14, n, self.D, device=device, dtype=dtype, seed=n) for n in (self.H, self.G, self.G)]
+                with self.subTest(mask=name, values=values, device=device, dtype=dtype):
+                    module = te.DotProductAttention(self.H, (self.D, values), num_gqa_groups=self.G, qkv_format="thd",
+                                                    attn_mask_type=name).to(device)
+                    sizes = ((self.H, self.D), (self.G, self.D), (self.G, values))
+                    inputs = [grown(14, n, d, device=device, dtype=dtype, seed=i) for i, (n, d) in enumerate(sizes)]
                     at = cumulative.to(device)
 
                     def wanted(p, q, k, v):

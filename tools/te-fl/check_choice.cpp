@@ -133,7 +133,9 @@ std::string choose(const CheckOptions& options, const std::vector<Target>& all, 
   if (!options.impl.empty() && impls.count(options.impl) == 0)
     return mistake("--impl", options.impl, "the plugin has no such implementation", impls);
   if (!options.device.empty() && devices.count(options.device) == 0)
-    return mistake("--device", options.device, "nothing of the plugin is on such a device",
+    return mistake("--device", options.device,
+                   "nothing of the plugin is on such a device (another plugin's device is here "
+                   "if that is installed, or TE_FL_PLUGIN_PATH names its manifest's folder)",
                    devices);
 
   report.targets = all;

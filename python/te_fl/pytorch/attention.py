@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_fl import _native
+from te_fl.pytorch import extra_state
 from te_fl.pytorch import random as generator
 from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.base import TransformerEngineBaseModule
+from te_fl.pytorch.device import default_device
 from te_fl.pytorch.refuse import only, refuse
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
@@ -87,13 +91,16 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
 class DotProductAttention(TransformerEngineBaseModule):
     """softmax(scale q k^T + bias, masked) v.
 
-    num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size. qkv_format: 'sbhd', 'bshd' or 'thd'.
+    num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size, or a pair, of q and k and of v. qkv_format: 'sbhd', 'bshd' or 'thd'.
     attn_mask_type, window_size, bottom_right_diagonal: also per call. softmax_type: 'vanilla', 'off-by-one' or 'learnable'.
     layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs. The other
     cp_ arguments say how the ranks of cp_group work together, and have no effect without it.
     """
 
     _kind = "attention"
+    _sites = ("fp8",)  # of FP8 attention: a recipe with fp8_dpa
+    _places = extra_state.ATTENTION
+    _newest: Any = None  # the layer of the last forward, which has the FP8 state
 
     def __init__(self, num_attention_heads: int, kv_channels: Union[int, Tuple[int, int]], num_gqa_groups: Optional[int] = None,
                  attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
@@ -111,11 +118,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         rules.choice(where, "attention_type", attention_type, ("self", "cross"))
         only(where, ("softcap", float(softcap), 0.0, _OWN_KERNEL), ("return_max_logit", bool(return_max_logit), False, _OWN_KERNEL),
              ("cp_group", cp_group, None, "te_fl.pytorch runs on one rank so far; leave it out"))
-        if not isinstance(kv_channels, int):
-            if kv_channels[0] != kv_channels[1]:
-                raise refuse(where, "kv_channels", tuple(kv_channels), "heads of v are as large as those of q and k")
-            kv_channels = kv_channels[0]
-        self.num_attention_heads, self.kv_channels = int(num_attention_heads), int(kv_channels)
+        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        if len(channels) != 2:
+            raise ValueError(f"{where}: kv_channels is {kv_channels!r}; it is the head size, or a pair: that of q and k, and that of v")
+        self.kv_channels, self.value_channels = int(channels[0]), int(channels[1])
+        self.num_attention_heads = int(num_attention_heads)
         self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)
         if self.num_gqa_groups < 1 or self.num_attention_heads % self.num_gqa_groups != 0:
             raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
@@ -126,22 +133,49 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         self.get_rng_state_tracker = get_rng_state_tracker
         if softmax_type == "learnable":
-            from te_fl.pytorch.base import default_device
             self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int]):
         # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
         dropout = 0.0 if torch.is_grad_enabled() and not self.training else self.attention_dropout
-        key = (layout, mask, size, dropout)
+        key = (device, layout, mask, size, dropout)
 
         def options() -> dict:
-            chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "num_gqa_groups": self.num_gqa_groups,
-                      "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+            chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
+                      "num_gqa_groups": self.num_gqa_groups, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                       "softmax_type": self.softmax_type, "attention_dropout": dropout}
             return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
 
-        return self._layer(device, options=options, key=key)
+        layer = self._layer(device, options=options, key=key)
+        if layer is not self._newest:
+            before, self._newest = self._newest, layer
+            if before is not None:
+                state = _native.layer_state(before, torch.empty(0))
+                if state:
+                    _native.set_layer_state(layer, state)
+        return layer
+
+    def _state_layer(self):
+        return self._newest
+
+    def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
+        super()._forget(state)
+        self._newest = None
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_newest": None}
+
+    def set_extra_state(self, state: Any) -> None:
+        # Transformer Engine saves places for attention under any FP8 recipe, and others under several recipes at a time.
+        read = extra_state.read(state, "DotProductAttention")
+        if not getattr(read.get("recipe"), "fp8_dpa", False):
+            return
+        if getattr(read.get("scale_fwd"), "shape", None) != (self._places.kept[0],):
+            warnings.warn("DotProductAttention: the scales of FP8 attention in the checkpoint are those of a recipe of several parts; te-fl's "
+                          "start anew")
+            return
+        super().set_extra_state(state)
 
     def forward(self, query_layer: Optional[torch.Tensor] = None, key_layer: Optional[torch.Tensor] = None,
                 value_layer: Optional[torch.Tensor] = None,
@@ -159,7 +193,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 score_mod_bprop_tensors: Optional[Dict[str, torch.Tensor]] = None, qkv_layer: Optional[torch.Tensor] = None,
                 kv_layer: Optional[torch.Tensor] = None, qkv_interleave_dim: int = -3,
                 thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto"):
-        """q [.., heads, channels], k and v [.., groups, channels] in qkv_format -> [.., heads * channels].
+        """q [.., heads, channels], k and v [.., groups, channels] in qkv_format -> [.., heads * channels], those of v.
 
         attention_mask: true where masked out; with the padding masks bool [batch, 1, 1, length], for cross-attention a pair; with
         'arbitrary' [1 or batch, 1 or heads, queries, keys]. cu_seqlens: int32 [batch + 1]. core_attention_bias_type: 'no_bias',

@@ -13,6 +13,7 @@ import torch
 import te_fl
 from te_fl.common.recipe import DelayedScaling, Format, Recipe, native_of
 from te_fl.errors import Unsupported
+from te_fl.pytorch.device import default_device
 
 __all__ = ["check_fp8_block_scaling_support", "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support", "check_recipe_support",
            "get_align_size_for_quantization", "get_cudnn_version", "get_default_fp8_recipe", "get_default_recipe",
@@ -20,10 +21,6 @@ __all__ = ["check_fp8_block_scaling_support", "check_fp8_support", "check_mxfp8_
            "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "torch_version"]
 
 Answer = Tuple[bool, str]
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _quantized(scaling: str, scales: tuple, device: torch.device) -> te_fl.Quantized:
@@ -61,13 +58,13 @@ def _constant(function):
 @_constant
 def check_fp8_support() -> Answer:
     """Whether layers run in FP8 with one scale per tensor (delayed and current scaling)."""
-    return _who_multiplies(_default_device(), "tensor")
+    return _who_multiplies(default_device(), "tensor")
 
 
 @_constant
 def check_fp8_block_scaling_support() -> Answer:
     """Whether layers run in FP8 with a scale per block."""
-    return _who_multiplies(_default_device(), "block")
+    return _who_multiplies(default_device(), "block")
 
 
 def check_mxfp8_support() -> Answer:
@@ -102,7 +99,7 @@ def is_nvfp4_available(return_reason: bool = False) -> Union[bool, Answer]:
 
 @_constant
 def is_bf16_available(return_reason: bool = False) -> Union[bool, Answer]:
-    return _answer(_who_multiplies(_default_device(), "bf16"), return_reason)
+    return _answer(_who_multiplies(default_device(), "bf16"), return_reason)
 
 
 def check_recipe_support(recipe: Recipe) -> None:

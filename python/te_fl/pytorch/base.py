@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -12,31 +11,8 @@ from te_fl import _native
 from te_fl.pytorch import extra_state, quantization
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
+from te_fl.pytorch.device import default_device, native_device
 from te_fl.pytorch.refuse import refuse
-
-
-def default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def device_of(device: Union[torch.device, str, None]) -> torch.device:
-    """The device of new parameters: `device`, or cuda where there is one and else cpu."""
-    return default_device() if device is None else torch.device(device)
-
-
-def native_device(device: torch.device) -> str:
-    """te-fl's name of a device of PyTorch's."""
-    if device.type == "cpu":
-        return "cpu"
-    index = device.index or 0
-    if device.type == "cuda":
-        return f"cuda:{index}"
-    if device.type == torch._C._get_privateuse1_backend_name():
-        found = [d["name"] for d in _native.info()["devices"] if d["name"].startswith("ext:") and d["name"].endswith(f":{index}")]
-        if len(found) == 1:
-            return found[0]
-    raise refuse("te_fl.pytorch", "device", str(device), "it is cpu, cuda, or the PrivateUse1 device of one vendor's plugin; "
-                 "te_fl.info() lists te-fl's devices")
 
 
 def default_init(weight: torch.Tensor) -> None:
@@ -51,6 +27,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     _kind: str
     _sites: Tuple[str, ...] = ()
+    _places = extra_state.PRODUCT
 
     def __init__(self, name: Optional[str] = None):
         super().__init__()
@@ -82,7 +59,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         return self._model_init is not None
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
-        """Gives parameters their initial values. Those on the meta device get memory on cuda where there is one, else on cpu."""
+        """Gives parameters their initial values. Those on the meta device get memory on default_device()."""
         if defer_init:
             return
         for name, (init, tracker) in self._initialisers.items():
@@ -183,6 +160,10 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _owns_state(self, kind: str) -> bool:
         return bool(self._sites) and kind == self._kind
 
+    def _state_layer(self):
+        """The layer that has the FP8 state; None if none has been made."""
+        return next((layer for (kind, _), layer in self._layers.items() if self._owns_state(kind)), None)
+
     def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
              accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
         x = inputs[0]
@@ -249,10 +230,10 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         return self._own_fp8_state()
 
     def _own_fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
-        for (kind, _), layer in self._layers.items():
-            if self._owns_state(kind):
-                return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0))]
-        return list(self._loaded)
+        layer = self._state_layer()
+        if layer is None:
+            return list(self._loaded)
+        return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0))]
 
     def _saved(self) -> Callable[[], None]:
         """What gives the module the FP8 state of now again, in the memory that the layer has then."""
@@ -273,7 +254,9 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if recipe is None:
             from te_fl.common.recipe import DelayedScaling
             recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
-        return extra_state.write(recipe, extra_state.to_theirs(state, self._sites), {"fp8_checkpoint": True, "num_gemms": len(self._sites)})
+        products = len(self._sites) * self._places.kept[1] // 2
+        return extra_state.write(recipe, extra_state.to_theirs(state, self._sites, self._places),
+                                 {"fp8_checkpoint": True, "num_gemms": products})
 
     def set_extra_state(self, state: Any) -> None:
         where = type(self).__name__
@@ -281,20 +264,18 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if not read:
             return
         if not self._sites:
-            if getattr(read.get("recipe"), "fp8_dpa", False):
-                warnings.warn(f"{where}: the scales of FP8 attention in the checkpoint are laid out otherwise; te-fl's start anew")
             return
-        own = extra_state.from_theirs(read, self._sites, where)
+        own = extra_state.from_theirs(read, self._sites, where, self._places)
         self._alone()
         self._recipe = read.get("recipe", self._recipe)
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
             own = [(n, t.to(device)) for n, t in own]
-        for (kind, _), layer in self._layers.items():
-            if own and self._owns_state(kind):
-                _native.set_layer_state(layer, own)
-                return
-        self._loaded = own
+        layer = self._state_layer()
+        if own and layer is not None:
+            _native.set_layer_state(layer, own)
+        else:
+            self._loaded = own
 
     def reset_fp8_meta_tensors(self) -> None:
         """Scales 1 and empty histories."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl import _native
+from te_fl import _native, private_device
 from te_fl.tensors import DTYPES
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -24,7 +24,11 @@ _devices = set()  # those whose memory comes from PyTorch
 def use_torch_memory(device: torch.device) -> None:
     """From now on te-fl's memory of the device is PyTorch's."""
     key = (device.type, device.index)
-    if device.type != "cuda" or key in _devices:
+    if device.type == "cpu" or key in _devices:
+        return
+    if device.type != "cuda":
+        _native.use_allocator(private_device.native_name(device), *private_device.allocator(device))
+        _devices.add(key)
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     allocate, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from typing import Any, List, Sequence, Tuple
+from typing import Any, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -80,41 +80,57 @@ def read(state: Any, where: str) -> dict:
     return found or {}
 
 
-# Transformer Engine's places of a product's tensors in its arrays: input, weight and output forward; the output's and the input's gradient
-# backward. te-fl's layers keep those that they quantise: input and weight, and the output's gradient.
-def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str]) -> dict:
+class Places(NamedTuple):
+    """Where a site's tensors are among those that Transformer Engine keeps for it, forward and backward, and how many it keeps."""
+
+    forward: Tuple[int, ...]
+    backward: Tuple[int, ...]
+    kept: Tuple[int, int]
+
+
+# A product has input, weight and output forward, the output's and the input's gradient backward; te-fl's layers keep those that they
+# quantise. Attention has three products, among whose places are those of qkv, s and o, and of do, dp and dqkv.
+PRODUCT = Places((0, 1), (0,), (3, 2))
+ATTENTION = Places((2, 8, 3), (3, 5, 0), (9, 6))
+
+
+def _directions(places: Places):
+    return ("fwd", places.forward, places.kept[0]), ("bwd", places.backward, places.kept[1])
+
+
+def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], places: Places = PRODUCT) -> dict:
     by_name = dict(state)
     if not by_name:
         return {}
     out = {}
-    for direction, slots, places in (("fwd", 2, 3), ("bwd", 1, 2)):
+    for direction, own, kept in _directions(places):
         scales, histories = [], []
         for site in sites:
             scale, history = by_name.get(f"{site}.{direction}.scale"), by_name.get(f"{site}.{direction}.amax_history")
-            if scale is None:
-                scale, history = torch.ones(slots), torch.zeros(1, slots)
-            scales += [scale.detach().cpu(), torch.ones(places - slots)]
-            histories.append((history.detach().cpu(), places - slots))
-        length = max(h.shape[0] for h, _ in histories)
-        columns = [torch.cat([torch.cat([h, h.new_zeros(length - h.shape[0], h.shape[1])]), h.new_zeros(length, more)], 1)
-                   for h, more in histories]
+            scales.append(torch.ones(kept))
+            histories.append(torch.zeros(1 if history is None else history.shape[0], kept))
+            if scale is not None:
+                scales[-1][list(own)] = scale.detach().cpu()
+                histories[-1][:, list(own)] = history.detach().cpu()
+        length = max(h.shape[0] for h in histories)
+        columns = [torch.cat([h, h.new_zeros(length - h.shape[0], kept)]) for h in histories]
         out[f"scale_{direction}"], out[f"amax_history_{direction}"] = torch.cat(scales), torch.cat(columns, 1).contiguous()
     return out
 
 
-def from_theirs(read_state: dict, sites: Sequence[str], where: str) -> List[Tuple[str, torch.Tensor]]:
+def from_theirs(read_state: dict, sites: Sequence[str], where: str, places: Places = PRODUCT) -> List[Tuple[str, torch.Tensor]]:
     state = []
-    for direction, slots, places in (("fwd", 2, 3), ("bwd", 1, 2)):
+    for direction, own, kept in _directions(places):
         scale, history = read_state.get(f"scale_{direction}"), read_state.get(f"amax_history_{direction}")
         if scale is None or history is None:
             return []
         if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
             raise DataLoss(f"{where}: scale_{direction} and amax_history_{direction} are no tensors")
-        if scale.numel() != places * len(sites) or history.dim() != 2 or history.shape[1] != scale.numel():
+        if scale.numel() != kept * len(sites) or history.dim() != 2 or history.shape[1] != scale.numel():
             raise DataLoss(f"{where}: scale_{direction} has {scale.numel()} places and its history {tuple(history.shape)}; "
-                           f"{len(sites)} products have {places * len(sites)}")
+                           f"{len(sites)} products have {kept * len(sites)}")
         for i, site in enumerate(sites):
-            own = slice(i * places, i * places + slots)
-            state.append((f"{site}.{direction}.scale", scale[own].float().contiguous()))
-            state.append((f"{site}.{direction}.amax_history", history[:, own].float().contiguous()))
+            at = [i * kept + place for place in own]
+            state.append((f"{site}.{direction}.scale", scale[at].float().contiguous()))
+            state.append((f"{site}.{direction}.amax_history", history[:, at].float().contiguous()))
     return state

@@ -7,8 +7,9 @@ from typing import Any, Callable, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch import refuse as rules
-from te_fl.pytorch.base import TransformerEngineBaseModule, default_init, device_of, parameter_dtype
+from te_fl.pytorch.base import TransformerEngineBaseModule, default_init, parameter_dtype
 from te_fl.pytorch.call import DTYPE_NAMES
+from te_fl.pytorch.device import device_of
 from te_fl.pytorch.linear import add_norm_parameters, norm_options, norm_parameters, normalise, reset_norm_parameters
 
 ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "clamped_swiglu")

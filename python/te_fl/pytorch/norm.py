@@ -6,8 +6,9 @@ from typing import Any, Iterable, Optional, Tuple, Union
 
 import torch
 
-from te_fl.pytorch.base import TransformerEngineBaseModule, device_of, parameter_dtype
+from te_fl.pytorch.base import TransformerEngineBaseModule, parameter_dtype
 from te_fl.pytorch.call import DTYPE_NAMES
+from te_fl.pytorch.device import device_of
 from te_fl.pytorch.refuse import refuse
 
 

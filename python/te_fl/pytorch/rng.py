@@ -7,7 +7,9 @@ from typing import Dict, List, Union
 
 import torch
 
+from te_fl import private_device
 from te_fl.errors import AlreadyExists, NotFound
+from te_fl.pytorch.device import default_device
 
 __all__ = ["CudaRNGStatesTracker", "get_all_rng_states", "graph_safe_rng_available", "is_graph_safe_rng_state", "set_all_rng_states"]
 
@@ -35,7 +37,10 @@ def is_graph_safe_rng_state(state: Union[torch.Tensor, torch.Generator]) -> bool
 
 
 def _generator() -> torch.Generator:
-    return torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_available() else torch.default_generator
+    device = default_device()
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else private_device.default_generator(device)
 
 
 def _state_of(generator: torch.Generator) -> Union[torch.Tensor, torch.Generator]:
@@ -50,7 +55,7 @@ def _give_state(generator: torch.Generator, state: Union[torch.Tensor, torch.Gen
 
 
 class CudaRNGStatesTracker:
-    """Random states by name, each begun with its own seed. Without a GPU they are states of the CPU's generator.
+    """Random states by name, each begun with its own seed. They are states of the generator of default_device().
 
     with tracker.fork(name): draws from that state, and the state goes on where the block ended.
     """

@@ -8,6 +8,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.pytorch.device import default_device
 from te_fl.pytorch.function import Op, differentiable
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
@@ -28,8 +29,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = rotary_base, interleaved
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device()) / dim
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:

@@ -1,0 +1,323 @@
+// A PrivateUse1 backend of PyTorch's on any device that te-fl knows as ext:far:N, for
+// torch_private_device_test.py. Memory, copies, streams and events are the functions of the
+// device's own table; what PyTorch computes is computed on the host. Nothing here waits for more
+// than it must, so the device's late queues show whoever reads too early.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "te_fl/device.hpp"
+#include "te_fl/plugin.h"
+
+namespace {
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr int kDevices = 2;
+std::atomic<int64_t> g_allocations{0}, g_alive{0};
+
+// ---- the device's table
+
+const te_fl_device_desc& table(c10::DeviceIndex index) {
+  static const auto all = [] {
+    std::array<const te_fl_device_desc*, kDevices> found{};
+    for (int i = 0; i < kDevices; ++i) {
+      auto device = te_fl::parse_device("ext:far:" + std::to_string(i));
+      TORCH_CHECK(device.ok(), device.status().to_string());
+      auto desc = te_fl::devices::find(*device);
+      TORCH_CHECK(desc.ok(), desc.status().to_string());
+      found[static_cast<size_t>(i)] = *desc;
+    }
+    return found;
+  }();
+  TORCH_CHECK(index >= 0 && index < kDevices, "far:", static_cast<int>(index), " is not there");
+  return *all[static_cast<size_t>(index)];
+}
+
+struct Errors {
+  std::string text;
+  te_fl_error_sink sink{};
+  Errors() {
+    sink.host = this;
+    sink.write = [](void* host, const char* said) { static_cast<Errors*>(host)->text = said; };
+  }
+};
+
+template <class Function, class... Args>
+void call(c10::DeviceIndex index, Function te_fl_device_api::*function, Args... args) {
+  const te_fl_device_desc& d = table(index);
+  Errors errors;
+  const te_fl_status status = (d.api->*function)(d.self, args..., &errors.sink);
+  TORCH_CHECK(status == TE_FL_OK, "far:", static_cast<int>(index), ": ", errors.text);
+}
+
+// ---- devices and streams
+
+thread_local c10::DeviceIndex t_device = 0;
+thread_local std::array<void*, kDevices> t_streams{};
+
+c10::DeviceIndex index_of(c10::Device device) {
+  return device.has_index() ? device.index() : t_device;
+}
+void* handle_of(const c10::Stream& stream) { return reinterpret_cast<void*>(stream.id()); }
+void* current(c10::DeviceIndex index) { return t_streams[static_cast<size_t>(index)]; }
+c10::Stream stream_of(c10::DeviceIndex index, void* handle) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index),
+                     reinterpret_cast<int64_t>(handle));
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before(kType, t_device);
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return {kType, t_device}; }
+  void setDevice(c10::Device device) const override { t_device = index_of(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    t_device = index_of(device);
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return stream_of(index_of(device), current(index_of(device)));
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(index_of(device), nullptr);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    void* handle = nullptr;
+    call(index_of(device), &te_fl_device_api::create_stream, &handle);
+    return stream_of(index_of(device), handle);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto index = stream.device_index();
+    const c10::Stream before = stream_of(index, current(index));
+    t_streams[static_cast<size_t>(index)] = handle_of(stream);
+    return before;
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return handle_of(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    call(stream.device_index(), &te_fl_device_api::synchronize, handle_of(stream));
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    synchronizeStream(stream);
+    return true;
+  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    call(index, &te_fl_device_api::synchronize, current(index));
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (*event == nullptr) {
+      call(stream.device_index(), &te_fl_device_api::create_event, uint32_t{0}, event);
+    }
+    call(stream.device_index(), &te_fl_device_api::record_event, *event, handle_of(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    call(stream.device_index(), &te_fl_device_api::wait_event, event, handle_of(stream));
+  }
+  bool queryEvent(void* event) const override {
+    int32_t done = 0;
+    call(0, &te_fl_device_api::query_event, event, &done);
+    return done != 0;
+  }
+  void synchronizeEvent(void* event) const override {
+    call(0, &te_fl_device_api::synchronize_event, event);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    const te_fl_device_desc& d = table(0);
+    Errors errors;
+    d.api->destroy_event(d.self, event, &errors.sink);
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return t_device; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { t_device = device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return std::exchange(t_device, device);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return std::exchange(t_device, device);
+  }
+};
+
+// ---- memory
+
+// What a block was allocated as; it is freed in the order of its stream.
+struct Block {
+  void* data;
+  void* stream;
+  c10::DeviceIndex index;
+};
+
+struct Memory final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device device(kType, t_device);
+    if (bytes == 0) return {nullptr, device};
+    auto* block = new Block{nullptr, current(t_device), t_device};
+    te_fl_memory_desc wanted;
+    wanted.bytes = bytes;
+    wanted.stream = block->stream;
+    call(t_device, &te_fl_device_api::allocate, static_cast<const te_fl_memory_desc*>(&wanted),
+         &block->data);
+    ++g_allocations, ++g_alive;
+    return {block->data, block, release, device};
+  }
+  void copy_data(void*, const void*, size_t) const override {
+    TORCH_CHECK(false, "memory of the far device is copied as tensors");
+  }
+  static void release(void* raw) {
+    auto* block = static_cast<Block*>(raw);
+    const te_fl_device_desc& d = table(block->index);
+    Errors errors;
+    d.api->free(d.self, block->data, TE_FL_MEMORY_DEVICE, block->stream, &errors.sink);
+    --g_alive;
+    delete block;
+  }
+};
+Memory g_memory;
+REGISTER_ALLOCATOR(kType, &g_memory);
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(device.value_or(at::Device(kType, t_device)));
+  return at::detail::empty_generic(size, &g_memory,
+                                   c10::DispatchKeySet(at::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  const c10::DeviceGuard guard(device.value_or(at::Device(kType, t_device)));
+  return at::detail::empty_strided_generic(size, stride, &g_memory,
+                                           c10::DispatchKeySet(at::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+// ---- copies
+
+enum : uint32_t { kWithin = 0, kToHost = 1, kFromHost = 2 };
+
+void copy_bytes(c10::DeviceIndex index, void* to, const void* from, size_t bytes, uint32_t flags) {
+  if (bytes == 0) return;
+  call(index, &te_fl_device_api::copy, to, from, bytes, flags, current(index));
+  if (flags == kToHost) call(index, &te_fl_device_api::synchronize, current(index));
+}
+
+// A host tensor with the values and strides of one on the device; it is waited for.
+at::Tensor host_of(const at::Tensor& t) {
+  at::Tensor host = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU));
+  if (t.numel() == 0) return host;
+  copy_bytes(t.device().index(), host.data_ptr(), t.data_ptr(), host.storage().nbytes(), kToHost);
+  return host;
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+  if (to.numel() == 0) return to;
+  if (to.is_cpu()) {
+    to.copy_(host_of(from));
+    return to;
+  }
+  const auto index = to.device().index();
+  const bool dense = to.is_contiguous();
+  if (dense && from.device() == to.device() && from.is_contiguous() &&
+      from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes()) {
+    copy_bytes(index, to.data_ptr(), from.data_ptr(), to.nbytes(), kWithin);
+    return to;
+  }
+  // What lies between the elements of a strided tensor is written back as it was.
+  at::Tensor host = dense ? at::empty(to.sizes(), to.options().device(at::kCPU)) : host_of(to);
+  host.copy_(from.is_cpu() ? from : host_of(from));
+  copy_bytes(index, to.data_ptr(), host.data_ptr(), host.storage().nbytes(), kFromHost);
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
+                         std::optional<at::MemoryFormat>) {
+  const auto bytes = at::detail::computeStorageNbytesContiguous(size, self.dtype().itemsize());
+  at::StorageImpl* storage = self.storage().unsafeGetStorageImpl();
+  if (bytes > storage->nbytes()) {
+    TORCH_CHECK(storage->nbytes() == 0, "the far device makes nothing longer but what is empty");
+    const c10::DeviceGuard guard(self.device());
+    storage->set_data_ptr_noswap(g_memory.allocate(bytes));
+    storage->set_nbytes(bytes);
+  }
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return self;
+}
+
+at::Scalar local_scalar(const at::Tensor& self) { return host_of(self).item(); }
+
+at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
+  if (value.toDouble() == 0 && self.is_contiguous()) {
+    if (self.numel() == 0) return self;
+    const auto index = self.device().index();
+    call(index, &te_fl_device_api::fill, self.data_ptr(), uint8_t{0}, self.nbytes(),
+         current(index));
+  } else {
+    copy_from(at::full(self.sizes(), value, self.options().device(at::kCPU)), self, false);
+  }
+  return self;
+}
+at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
+
+void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("resize_", resize);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("fill_.Scalar", fill);
+  m.impl("zero_", zero);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_host>());
+}
+
+extern "C" {
+// To be called once, after PyTorch knows the backend's name.
+void private_device_register() { at::RegisterPrivateUse1HooksInterface(new Hooks); }
+int64_t private_device_allocations() { return g_allocations; }
+int64_t private_device_alive() { return g_alive; }
+}
