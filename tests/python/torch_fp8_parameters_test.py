@@ -1,13 +1,16 @@
 """Weights that are FP8 codes alone (te.quantized_model_init): against plain PyTorch on codes that NumPy reads, in training, and as tensors."""
 
 import copy
+import enum
 import io
 import os
 import pickle
 import subprocess
 import sys
+import types
 import unittest
 import warnings
+from unittest import mock
 
 import numpy as np
 import torch
@@ -405,6 +408,22 @@ class Training(unittest.TestCase):
             optimizer.step()
         self.assertTrue(torch.equal(one.weight._data, other.weight._data))
 
+    def test_capturable(self):
+        """What a CUDA graph may hold takes the same steps; one that a scaler skips leaves the codes as they are."""
+        both = [made("Linear"), made("Linear")]
+        steppers = [te.optimizers.FusedAdam(m.parameters(), lr=1e-2, master_weights=True, capturable=c) for m, c in zip(both, (True, False))]
+        for _ in range(3):
+            for module, stepper in zip(both, steppers):
+                step(module)
+                stepper.step()
+        self.assertTrue(torch.equal(both[0].weight._data, both[1].weight._data))
+        before, scaler = both[0].weight._data.clone(), torch.amp.GradScaler("cpu", init_scale=1.0)
+        step(both[0])
+        both[0].weight.grad[0, 0] = float("inf")
+        scaler.scale(torch.zeros(1))
+        steppers[0].step(grad_scaler=scaler)
+        self.assertTrue(torch.equal(both[0].weight._data, before))
+
     def test_steps_without_master_weights(self):
         for make in (lambda p: te.optimizers.FusedAdam(p, lr=1e-2), lambda p: te.optimizers.FusedSGD(p, lr=1.0, momentum=0.5)):
             module = made("Linear", params_dtype=BF16)
@@ -491,6 +510,52 @@ class State(unittest.TestCase):
                 near(self, decoded(p), decoded(module.get_parameter(n)), 1e-6, n)
                 self.assertGreater(torch.count_nonzero(decoded(p)), 0)
 
+    def test_transformer_engines_checkpoints(self):
+        """Its Float8Tensor is saved as a call of a function with codes, dtypes, the scale's inverse, and, where it holds no others, the
+        transposed codes."""
+        names = [f"transformer_engine{part}" for part in (".pytorch.tensor.float8_tensor", ".pytorch.constants", ".pytorch.tensor", ".pytorch", "")]
+        where = {name: types.ModuleType(name) for name in names}
+
+        def _make_float8_tensor_in_reduce_ex():
+            raise AssertionError("called while writing")
+
+        class DType(enum.IntEnum):
+            kFloat8E4M3, kFloat8E5M2 = 7, 8
+        for (name, module), own in zip(where.items(), (_make_float8_tensor_in_reduce_ex, DType)):
+            own.__module__, own.__qualname__ = name, own.__name__
+            setattr(module, own.__name__, own)
+
+        class Theirs:
+            def __init__(self, *parts):
+                self.parts = parts
+
+            def __reduce_ex__(self, protocol):
+                return _make_float8_tensor_in_reduce_ex, self.parts
+
+        weight = made("Linear").weight.detach()
+        data, scale_inv, shape = weight._data, weight._scale_inv, weight.shape
+        for parts in ((data, DType.kFloat8E4M3, scale_inv, BF16, shape), (data, DType.kFloat8E4M3, scale_inv, BF16, shape, None),
+                      (None, DType.kFloat8E4M3, scale_inv, BF16, shape, data.t().contiguous())):
+            stream = io.BytesIO()
+            with mock.patch.dict(sys.modules, where):
+                torch.save({"weight": Theirs(*parts)}, stream)
+            stream.seek(0)
+            read = torch.load(stream, weights_only=True)["weight"]
+            self.assertEqual((type(read), read.dtype), (Float8Tensor, BF16))
+            module = MODULES["Linear"](device="cpu")
+            for other in (made("Linear"), module):
+                with torch.no_grad():
+                    other.weight.zero_()
+                other.load_state_dict({"weight": read}, strict=False)
+                self.assertTrue(torch.equal(other.weight.detach().float(), decoded(weight).float()))
+            near(self, read._codes.amax, weight._codes.amax, 1e-6, "amax")
+        stream = io.BytesIO()
+        with mock.patch.dict(sys.modules, where):
+            torch.save(Theirs(data, DType.kFloat8E5M2, scale_inv, BF16, shape), stream)
+        stream.seek(0)
+        with self.assertRaisesRegex(Exception, "te-fl's parameters hold E4M3"):
+            torch.load(stream, weights_only=True)
+
     def test_between_ways_of_scaling(self):
         module, other = made("Linear", CURRENT), made("Linear", BLOCK)
         with torch.no_grad():
@@ -575,7 +640,8 @@ class Tensors(unittest.TestCase):
         values = randn(144, 160, seed=9)
         for f in (lambda w: w.copy_(values), lambda w: w.mul_(3), lambda w: w.add_(values, alpha=0.5), lambda w: w.data.copy_(values),
                   lambda w: torch.add(w, values, out=w), lambda w: torch._foreach_mul_([w], 0.25), lambda w: w.copy_(values[0]),
-                  lambda w: w.copy_(values.double()), lambda w: w.addcmul_(values, values), lambda w: w.clamp_(-0.01, 0.01)):
+                  lambda w: w.copy_(values.double()), lambda w: w.addcmul_(values, values), lambda w: w.clamp_(-0.01, 0.01),
+                  lambda w: w.__setitem__(slice(3, 9), 2.0), lambda w: w.data.__setitem__((..., 0), values[:, 0])):
             for recipe in RECIPES:
                 weight = made("Linear", recipe).weight
                 plain = decoded(weight).float()
@@ -662,6 +728,18 @@ class Memory(unittest.TestCase):
         self.assertLess(abs(made_codes - 64), 10)
         self.assertLess(served_codes, made_bf16)  # products on a CPU keep scratch memory of the size of one weight
         self.assertLess(served_codes, 0.5 * served_bf16)  # which has FP8 copies besides
+
+    @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
+    def test_half_of_bf16_on_a_gpu(self):
+        def account(enabled, recipe):
+            before = torch.cuda.memory_allocated()
+            with te.quantized_model_init(enabled, recipe):
+                module = te.LayerNormMLP(1024, 4096, bias=False, params_dtype=BF16, device="cuda")
+            taken = torch.cuda.memory_allocated() - before
+            return taken, module
+        for recipe in RECIPES:
+            (codes_taken, _), (bf16_taken, _) = account(True, recipe), account(False, recipe)
+            self.assertLess(codes_taken, 0.51 * bf16_taken)
 
     def test_tensors(self):
         for recipe in RECIPES:

@@ -12,6 +12,7 @@ from te_fl.pytorch import extra_state, quantization
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import default_device, native_device
+from te_fl.pytorch.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.refuse import refuse
 
 
@@ -39,6 +40,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         self._call: Any = None
         self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
+        self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
         self._model_init = quantization.model_init()  # None: weights stay in high precision
         self._products: List[str] = []  # the weights that become codes otherwise
 
@@ -85,7 +87,6 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         return param
 
     def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
-        from te_fl.pytorch.float8_tensor import Float8Tensor, rules_of
         high = param.detach() if type(param) is torch.nn.Parameter else torch.empty(param.shape, dtype=param.dtype, device=param.device)
         init(high)
         if isinstance(param, Float8Tensor):
@@ -205,11 +206,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _apply(self, fn, recurse: bool = True):
         self._alone()
         state = self._fp8_state()
-        if self._products:
-            from te_fl.pytorch.float8_tensor import keeping_codes
-            with keeping_codes():
-                result = super()._apply(fn, recurse)
-        else:
+        with keeping_codes():
             result = super()._apply(fn, recurse)
         self._forget(state)
         return result

@@ -19,11 +19,11 @@ class DelaysWgrad:
     keeps what these are computed of."""
 
     delay_wgrad_compute = False
+    wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]]
 
     def _delay_wgrad(self, delays: Any, ub_bulk_wgrad: Any, names: Sequence[str]) -> None:
         """names: of the weights and biases. At the end of the module's __init__."""
         self.delay_wgrad_compute = bool(delays)
-        self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
         self._delayed_names = tuple(names)
         if not self.delay_wgrad_compute:
             return

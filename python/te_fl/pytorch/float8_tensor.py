@@ -10,8 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from te_fl import _native, ops
-from te_fl.errors import FailedPrecondition, Unsupported
+from te_fl.errors import DataLoss, FailedPrecondition, Unsupported
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES
+from te_fl.pytorch.constants import DType
 from te_fl.tensors import SCALINGS, Quantized
 
 _aten = torch.ops.aten
@@ -210,6 +211,12 @@ class Float8Tensor(QuantizedTensor):
         torch.Tensor.data.__set__(self, value)
         self._codes = value._codes
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Writes part of the values, so it quantises all of them again."""
+        values = self.detach().dequantize()
+        values[index] = value
+        self.copy_(values)
+
     def float(self) -> torch.Tensor:
         return self._as(torch.float32)
 
@@ -279,6 +286,17 @@ def _rebuilt(data, scale_inv, amax, rules, dtype, requires_grad, is_parameter) -
     if is_parameter:
         made._is_param = True
     return made
+
+
+def _theirs(data, fp8_dtype, scale_inv, dtype, shape, transpose=None) -> Float8Tensor:
+    """Transformer Engine's tensor of this name, as its checkpoints have it."""
+    if int(fp8_dtype) != DType.kFloat8E4M3:
+        raise DataLoss(f"a Float8Tensor {tuple(shape)} of the checkpoint holds codes of Transformer Engine's dtype {int(fp8_dtype)}; te-fl's "
+                       f"parameters hold E4M3, which is {int(DType.kFloat8E4M3)}")
+    data = transpose.t().contiguous() if data is None else data
+    codes = Codes(Rules("tensor"), data.view(_CODES).reshape(shape), scale_inv.float().reshape(1), torch.empty_like(scale_inv.reshape(1)))
+    ops.compute_amax(input=codes.read(torch.float32), amax=codes.amax)
+    return Float8Tensor(codes, dtype)
 
 
 class keeping_codes:
@@ -367,4 +385,7 @@ _OWN.update({op: _like for op in (
     _aten.new_empty_strided.default)})
 
 _native.set_codes_class(Float8Tensor)
-torch.serialization.add_safe_globals([_rebuilt])
+# What torch.load(weights_only=True) may call.
+_TE = "transformer_engine.pytorch"
+torch.serialization.add_safe_globals([_rebuilt, (_theirs, f"{_TE}.tensor.float8_tensor._make_float8_tensor_in_reduce_ex"),
+                                      (DType, f"{_TE}.constants.DType")])
