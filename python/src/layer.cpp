@@ -13,18 +13,17 @@
 #include "errors.hpp"
 #include "framework_tensor.hpp"
 #include "layer_kinds.hpp"
+#include "lent_parameter.hpp"
 #include "recompute.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/init.hpp"
 #include "te_fl/op_manager.hpp"
-#include "te_fl/wrap_quantized.hpp"
 
 namespace te_fl::python {
 namespace {
 
 constexpr const char* kLayerName = "te_fl.layer";
-PyTypeObject* g_codes = nullptr;  // the class of parameters that are FP8 codes alone
 
 // A framework's parameter as the last forward saw it.
 struct Seen {
@@ -163,50 +162,17 @@ std::vector<PyObject*> items_of(PyObject* tuple, const char* what) {
   return items;
 }
 
-// A parameter's memory, not kept alive, and the dtype that the framework says it has, which its
-// gradient has.
-struct Lent {
-  Tensor value;
-  DType dtype = DType::kF32;
-};
-
-Lent codes_of(PyObject* parameter, const char* name, bool training) {
-  const Ref lent =
-      Ref::take(PyObject_CallMethod(parameter, "_lent", "O", training ? Py_True : Py_False));
-  const auto items = items_of(lent.get(), "what _lent() returns");
-  if (items.size() != 7) throw_type_error("_lent() returns seven items");
-  const auto part = [&](size_t i) {
-    return items[i] != Py_None ? tensor_of(items[i], name, false) : Tensor();
-  };
-  const QuantizedParts parts{.codes = part(0),
-                             .columns = part(3),
-                             .scale_inv = part(1),
-                             .columnwise_scale_inv = part(4),
-                             .amax = part(2)};
-  const auto scaling = static_cast<Scaling>(integer_of(items[6]));
-  auto made = wrap_quantized(scaling, parts);
-  if (!made.ok()) throw_status(made.status().wrap(name));
-  return {*std::move(made), static_cast<DType>(integer_of(items[5]))};
-}
-
 // The parameters in the layer's order.
-std::vector<Lent> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
-                                bool training) {
+std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
+                                         bool training) {
   if (objects.size() != layer.parameters.size()) {
     throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
                      std::to_string(objects.size()) + " were given");
   }
-  std::vector<Lent> lent;
+  std::vector<LentParameter> lent;
   lent.reserve(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
-    const char* name = layer.parameters[i].first.c_str();
-    if (g_codes != nullptr && Py_TYPE(objects[i]) == g_codes) {
-      lent.push_back(codes_of(objects[i], name, training));
-      continue;
-    }
-    Tensor value = tensor_of(objects[i], name, false);
-    const DType dtype = value.dtype();
-    lent.push_back({std::move(value), dtype});
+    lent.push_back(lent_parameter(objects[i], layer.parameters[i].first.c_str(), training));
   }
   return lent;
 }
@@ -231,7 +197,7 @@ long version_of(PyObject* tensor) {
 
 // The parameters' contents now. Under the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
-                         const std::vector<Lent>& lent, Mode mode, bool reused) {
+                         const std::vector<LentParameter>& lent, Mode mode, bool reused) {
   // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
   // serves, and a caller who says that they are unchanged, goes by the counters.
   const bool counted = mode == Mode::kServing || reused;
@@ -252,7 +218,7 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   return contents;
 }
 
-Status lend(Runner& runner, std::vector<Lent>& lent, const std::vector<uint64_t>& numbers,
+Status lend(Runner& runner, std::vector<LentParameter>& lent, const std::vector<uint64_t>& numbers,
             const std::vector<bool>* trained) {
   const auto& parameters = runner.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -333,7 +299,7 @@ Result<nn::Context> context_of(const Tensor& random) {
 // What a forward is given, read under the interpreter's lock.
 struct Forward {
   std::vector<Tensor> inputs;
-  std::vector<Lent> parameters;
+  std::vector<LentParameter> parameters;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   nn::AttentionInputs attention;
@@ -401,13 +367,14 @@ std::vector<Tensor> take_gradients(Runner& runner, const std::vector<Tensor>& ma
   return gradients;
 }
 
-std::vector<DType> dtypes_of(const std::vector<Lent>& parameters) {
+std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
   std::vector<DType> dtypes;
-  for (const Lent& p : parameters) dtypes.push_back(p.dtype);
+  for (const LentParameter& p : parameters) dtypes.push_back(p.dtype);
   return dtypes;
 }
 
-Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent>& parameters,
+Result<Gradients> run_backward(Record& record, const Tensor& dy,
+                               std::vector<LentParameter>& parameters,
                                std::vector<Tensor>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
   const std::lock_guard lock(layer.mutex);
@@ -430,7 +397,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   return gradients;
 }
 
-Result<std::vector<Tensor>> run_backward_dw(Layer& layer, std::vector<Lent>& parameters,
+Result<std::vector<Tensor>> run_backward_dw(Layer& layer, std::vector<LentParameter>& parameters,
                                             const std::vector<Tensor>& main_grads, void* stream) {
   const std::lock_guard lock(layer.mutex);
   if (layer.delayed.empty()) {
@@ -515,15 +482,6 @@ PyObject* layer_parameters(PyObject*, PyObject* capsule) noexcept {
       const Ref name = to_python(std::string_view(parameter.first));
       return Ref::take(PyTuple_Pack(2, name.get(), shape.get()));
     });
-  });
-}
-
-PyObject* set_codes_class(PyObject*, PyObject* type) noexcept {
-  return guarded([&] {
-    if (!PyType_Check(type)) throw_type_error("the class of codes must be a type");
-    Py_INCREF(type);
-    g_codes = reinterpret_cast<PyTypeObject*>(type);
-    return Ref::share(Py_None);
   });
 }
 

@@ -11,11 +11,6 @@ namespace te_fl::python {
 PyObject* make_layer(PyObject*, PyObject* args) noexcept;
 // layer_parameters(layer) -> list of (name, shape), in the order that the calls take them.
 PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
-// set_codes_class(type): parameters of this type are FP8 codes alone. type._lent(training) is
-// (codes, scale_inv, amax or None, columns or None, columns' scale_inv or None, nominal dtype as an
-// index in te_fl.tensors.DTYPES, scaling as an index in te_fl.tensors.SCALINGS); training: with
-// columns.
-PyObject* set_codes_class(PyObject*, PyObject* type) noexcept;
 // layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention,
 // random)
 // -> (output, token). activation: the output's dtype as an index in te_fl.tensors.DTYPES, -1: the

@@ -2,6 +2,7 @@
 #include "errors.hpp"
 #include "jax_ffi.hpp"
 #include "layer.hpp"
+#include "lent_parameter.hpp"
 #include "lent_tensor.hpp"
 #include "modules.hpp"
 #include "op_call.hpp"

@@ -681,6 +681,15 @@ class Tensors(unittest.TestCase):
         with self.assertRaisesRegex(BufferError, "dequantize"):
             te_fl.ops.compute_amax(input=weight, amax=torch.empty(1))
 
+    def test_shared_memory(self):
+        for recipe in RECIPES:
+            weight = made("Linear", recipe).weight
+            before = decoded(weight)
+            self.assertFalse(weight.is_shared())
+            self.assertIs(weight.share_memory_(), weight)
+            self.assertTrue(weight.is_shared() and weight._data.is_shared() and weight._scale_inv.is_shared())
+            self.assertTrue(torch.equal(decoded(weight), before))
+
     def test_shapes_stay(self):
         weight = made("Linear").weight
         with torch.no_grad(), self.assertRaisesRegex(Unsupported, "cannot take the shape"):

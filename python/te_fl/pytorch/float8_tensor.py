@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from types import MethodType
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Iterator, NamedTuple, Optional
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -228,7 +230,7 @@ class Float8Tensor(QuantizedTensor):
 
     def _as(self, dtype: torch.dtype) -> torch.Tensor:
         """A plain tensor; for Module.to() codes that show another dtype."""
-        return self.to(dtype) if keeping_codes.depth > 0 else self.dequantize(dtype=dtype)
+        return self.to(dtype) if _keeping.depth > 0 else self.dequantize(dtype=dtype)
 
     def numpy(self, **options: Any):
         return self.dequantize().numpy(**options)
@@ -239,6 +241,15 @@ class Float8Tensor(QuantizedTensor):
     def data_ptr(self) -> int:
         """The address of the codes."""
         return self._codes.data.data_ptr()
+
+    def share_memory_(self) -> "Float8Tensor":
+        for part in (self._codes.data, self._codes.scale_inv, self._codes.amax):
+            if part is not None:
+                part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self._codes.data.is_shared()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty one: the memory is that of the codes."""
@@ -299,16 +310,21 @@ def _theirs(data, fp8_dtype, scale_inv, dtype, shape, transpose=None) -> Float8T
     return Float8Tensor(codes, dtype)
 
 
-class keeping_codes:
-    """Inside, a change of dtype changes what a tensor shows and keeps its codes, as Module.to(dtype) wants it."""
-
+class _Keeping(threading.local):
     depth = 0
 
-    def __enter__(self) -> None:
-        keeping_codes.depth += 1
 
-    def __exit__(self, *error: Any) -> None:
-        keeping_codes.depth -= 1
+_keeping = _Keeping()
+
+
+@contextlib.contextmanager
+def keeping_codes() -> Iterator[None]:
+    """Inside, on this thread, a change of dtype changes what a tensor shows and keeps its codes, as Module.to(dtype) wants it."""
+    _keeping.depth += 1
+    try:
+        yield
+    finally:
+        _keeping.depth -= 1
 
 
 # -- operations
@@ -368,7 +384,7 @@ def _copy(func: Callable, to: torch.Tensor, source: torch.Tensor, non_blocking: 
 def _to_copy(func: Callable, tensor: Float8Tensor, *, dtype: Optional[torch.dtype] = None, device: Any = None, non_blocking: bool = False,
              **options: Any) -> torch.Tensor:
     dtype = dtype or tensor.dtype
-    if dtype == tensor.dtype or (keeping_codes.depth > 0 and dtype in DTYPE_NAMES):
+    if dtype == tensor.dtype or (_keeping.depth > 0 and dtype in DTYPE_NAMES):
         return Float8Tensor(tensor._codes.to(device or tensor.device, non_blocking, always=True), dtype)
     return func(tensor._codes.read(dtype), device=device, non_blocking=non_blocking, **options)
 
