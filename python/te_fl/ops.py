@@ -1,6 +1,6 @@
 """The ops by name: te_fl.ops.gelu(input=x, output=y). Arguments are keywords, outputs are given; see docs/ops.md.
 
-Each takes also `stream` (a handle, or an object with cuda_stream; left out: the current stream of the library that the tensors are of),
+Each takes also `stream` (a handle, or an object with cuda_stream or native_handle; left out: the current stream of the library that the tensors are of),
 and ops with random numbers `seed` and `offset`.
 """
 

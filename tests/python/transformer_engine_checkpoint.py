@@ -74,8 +74,8 @@ def write(path):
                     with te.autocast(enabled=True, recipe=recipe):
                         y = module(x.cuda())
                     y.sum().backward()
+                state = {k: v.cpu().clone() for k, v in module.state_dict().items()}  # a forward without FP8 would drop what is in it
                 kept["high"] = module(out["samples"][2].cuda()).detach().cpu()
-                state = {k: v.cpu().clone() for k, v in module.state_dict().items()}
                 module.eval()
                 with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
                     kept["fp8"] = module(out["samples"][2].cuda()).cpu()

@@ -237,9 +237,9 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         state = self._own_fp8_state()
 
         def restore() -> None:
-            for (kind, _), layer in self._layers.items():
-                if self._owns_state(kind):
-                    _native.set_layer_state(layer, state)
+            layer = self._state_layer()
+            if layer is not None:
+                _native.set_layer_state(layer, state)
 
         return restore
 
@@ -258,9 +258,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def set_extra_state(self, state: Any) -> None:
         where = type(self).__name__
         read = extra_state.read(state, where)
-        if not read:
-            return
-        if not self._sites:
+        if not read or not self._sites:
             return
         own = extra_state.from_theirs(read, self._sites, where, self._places)
         self._alone()

@@ -38,10 +38,11 @@ def _compiled() -> pathlib.Path:
     compiler = next(filter(shutil.which, (os.environ.get("CXX", ""), "g++", "c++")), None)
     if compiler is None:
         raise unittest.SkipTest("there is no C++ compiler for PyTorch's headers")
-    package, own = pathlib.Path(torch.__file__).parent, pathlib.Path(te_fl.__file__).parent
+    package = pathlib.Path(torch.__file__).parent
+    runtime = sorted((pathlib.Path(te_fl.__file__).parent / "lib").glob("libte_fl.so*"))[-1]  # a wheel has it under one name
     subprocess.run([compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                     *(f"-I{path}" for path in (package / "include", package / "include/torch/csrc/api/include", ROOT / "include")), source,
-                    "-o", library, f"-L{package / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", (own / "lib/libte_fl.so").resolve()], check=True)
+                    "-o", library, f"-L{package / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", runtime.resolve()], check=True)
     return library
 
 

@@ -1,6 +1,7 @@
 """te_fl.pytorch on another vendor's device: PyTorch's PrivateUse1 over te-fl's far device, whose memory no host code can read and whose
 streams run when somebody waits for them."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -133,6 +134,20 @@ class Modules(Far):
             want = layer(x.cpu())
             self.near([layer.to(FAR)(x)], [want])
 
+    def test_amp_and_dropout(self):
+        here = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1, device="cpu"))
+        there = te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1, device=FAR)
+        there.load_state_dict(here.state_dict())
+        results = []
+        for module, device in ((there, FAR), (here, torch.device("cpu"))):
+            torch.manual_seed(3)  # the backend's random numbers are the CPU's
+            x = input_of().detach().to(device).requires_grad_()
+            with torch.autocast(device.type, dtype=BF16):
+                y = module(x)
+            y.float().square().sum().backward()
+            results.append([y.detach(), *gradients(module, x)])
+        self.near(*results, BF16)
+
     def test_recomputed(self):
         layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1, device=FAR))
         results = []
@@ -183,6 +198,26 @@ class Queues(Far):
                     self.near([y.detach()], [want.detach()])
                 self.stream.synchronize()
                 self.near(gradients(there, there_x), gradients(here, here_x))
+
+    def test_fp8_training_on_a_stream_of_its_own(self):
+        """The scales are updated there too, when the scope and the backward end."""
+        here = randomise(MODULES["TransformerLayer"](device="cpu"))
+        there = MODULES["TransformerLayer"](device=FAR)
+        there.load_state_dict(here.state_dict())
+        wait()
+        results = []
+        for module, device, stream in ((there, FAR, self.stream), (here, "cpu", contextlib.nullcontext())):
+            optimizer = te.optimizers.FusedAdam(module.parameters(), lr=1e-3)
+            with stream:
+                for step in range(3):
+                    with scope(RECIPES[1]):
+                        loss = module(input_of(seed=step).detach().to(device)).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                results.append([t.cpu() for t in (loss.detach(), *module.parameters())])
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
     def test_ops_on_the_current_stream_or_a_given_one(self):
         for given in (False, True):
