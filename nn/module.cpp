@@ -199,12 +199,12 @@ Status Module::set_grad_dtype(DType dtype) {
 std::vector<NamedTensor> Module::state() const {
   std::vector<NamedTensor> result;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
-    if (entry.parameter != nullptr && entry.parameter->fp8_values != nullptr) {
+    if (entry.parameter != nullptr && entry.parameter->value.quantized()) {
       const Tensor& value = entry.parameter->value;
       // A view of memory that is there cannot fail.
       result.push_back({path, detail::codes_of(value).value()});
       result.push_back({path + ".scale_inv", value.scale_inv()});
-      result.push_back({path + ".amax", value.amax()});
+      if (value.amax().defined()) result.push_back({path + ".amax", value.amax()});
     } else if (entry.parameter != nullptr) {
       result.push_back({path, entry.parameter->value});
     } else if (entry.fp8->defined()) {
@@ -293,6 +293,8 @@ class StateChecker {
   }
 
   Status check(const std::string& name, const Parameter& parameter) {
+    TE_FL_RETURN_IF_ERROR(
+        detail::check_writable(std::string(source_) + ": tensor " + name, parameter));
     return parameter.fp8_values != nullptr ? check_codes(name, parameter.value)
                                            : check_parameter(name, parameter.value);
   }

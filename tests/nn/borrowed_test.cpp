@@ -217,6 +217,28 @@ TEST(Borrowed, CodesThatDoNotFitAreNamed) {
   EXPECT_FAILS(module->forward(x(), nullptr), kFailedPrecondition, "scaled by blocks");
 }
 
+TEST(Borrowed, TheOwnerWritesCodes) {
+  for (const Recipe& recipe : {Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
+    const auto module = mlp();
+    const auto before = module->state();
+    auto adam = take(Adam::create(module->parameters(), {}));
+    const auto weight = module->parameters()[2].parameter;
+    const Tensor values = take(weight->value.clone());
+    check(weight->borrow(codes_of(values, recipe).lend(), 1));
+    EXPECT_FAILS(weight->write(values), kFailedPrecondition, "their owner writes them");
+    EXPECT_FAILS(module->load_state(before, "state"), kFailedPrecondition, "holds codes");
+    EXPECT_FAILS(adam->step(), kFailedPrecondition, "fc1_weight");
+    EXPECT_FAILS(Adam::create(module->parameters(), {}), kFailedPrecondition, "fc1_weight");
+    std::vector<std::string> names;
+    for (const NamedTensor& t : module->state()) {
+      EXPECT_FALSE(t.tensor.quantized()) << t.name;
+      if (t.name.starts_with("fc1_weight")) names.push_back(t.name);
+    }
+    const bool blocks = std::holds_alternative<Float8BlockScaling>(recipe);
+    EXPECT_EQ(names.size(), blocks ? 2u : 3u);  // codes, scale_inv, amax
+  }
+}
+
 TEST(Borrowed, CodesAreNoPartOfAParameter) {
   const auto module = take(Linear::create(
       {.in_features = kHidden, .out_features = 32, .parameters_split = {{"a", 16}, {"b", 16}}}));

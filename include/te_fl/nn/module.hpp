@@ -66,9 +66,9 @@ struct TE_FL_API Parameter {
   // calls this before each forward, and before a backward if the memory has moved since. The memory
   // must be there, and unwritten, from then until the work that the calls enqueued is done; between
   // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
-  // the step of an optimizer that was given the parameter, nowhere else. A captured graph goes on
-  // with the memory that it was captured with. INVALID_ARGUMENT names what does not fit, and then
-  // the value stays.
+  // the step of an optimizer that was given the parameter, nowhere else, and codes nowhere. A
+  // captured graph goes on with the memory that it was captured with. INVALID_ARGUMENT names what
+  // does not fit, and then the value stays.
   Status borrow(Tensor lent, uint64_t owners_version);
   // Takes the gradient out: the parameter has none afterwards. Undefined if there is none or it is
   // stale. Not while a graph is to write it.
