@@ -56,6 +56,7 @@ class Call(NamedTuple):
     random: Optional[torch.Tensor]
     updates: int  # the thread whose gradients' scales are to be updated when the backward ends; 0: none
     accumulates: bool  # whether gradients of weights go to main_grad
+    delays: bool = False  # whether they come by backward_dw() alone
 
 
 def _ends(token: torch.Tensor, thread: int) -> None:
@@ -76,7 +77,8 @@ _ending = set()
 _KEPT = {torch.nn.Parameter}
 
 
-def _main_grads(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
+def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
+    """For each parameter the tensor that its gradient is added to; None: there is none."""
     return tuple(p.main_grad if p.dim() == 2 and p.requires_grad else None for p in parameters)
 
 
@@ -122,8 +124,8 @@ def _backward(ctx, grad: torch.Tensor):
     token, *tensors = ctx.saved_tensors
     n = call.inputs + call.extras
     parameters = tuple(tensors[n:len(ctx.needs_input_grad) - 1])
-    main_grads = _main_grads(parameters) if call.accumulates else None
-    inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, main_grads, _keeps_graph())
+    main_grads = main_grads_of(parameters) if call.accumulates else None
+    inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, None if call.delays else main_grads, _keeps_graph())
     if call.updates:
         _ends(token, call.updates)
     if main_grads is not None:

@@ -236,21 +236,13 @@ torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context
 torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, lib=_library)
 
 
-@torch._dynamo.disable(reason="fuse_wgrad_accumulation=True adds to main_grad, which is no argument of a graph's ops")
-def _eagerly(module, layer, first, inputs, extras, parameters, attention, random):
-    found, _ = module._in_graph(inputs[0].device, *layer)
-    return module._run(found, tuple(inputs), tuple(parameters), first, attention, random, True, tuple(extras))
-
-
 def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
-            extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor],
-            accumulates: bool) -> torch.Tensor:
+            extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict],
+            random: Optional[torch.Tensor]) -> torch.Tensor:
     """What a module's forward is in a graph. Dynamo traces this function.
 
     layer: its kind and its key, words and then integers, by which module._in_graph() finds it.
     """
-    if accumulates:
-        return _eagerly(module, layer, first, inputs, extras, parameters, attention, random)
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
     when = first if isinstance(first, torch.Tensor) else None

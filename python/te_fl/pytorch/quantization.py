@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from typing import Any, Optional
+from typing import Any, Iterator, NamedTuple, Optional
 
 import torch
 
@@ -15,9 +16,18 @@ from te_fl.pytorch.availability import get_default_recipe
 from te_fl.pytorch.refuse import refuse
 
 
+class ModelInit(NamedTuple):
+    """What quantized_model_init() says of the modules that are made inside."""
+
+    recipe: Recipe
+    native_recipe: dict
+    preserve_high_precision_init_val: bool
+
+
 class _State(threading.local):
     def __init__(self):
         self.scopes = []
+        self.model_init: Optional[ModelInit] = None
 
 
 _state = _State()
@@ -160,15 +170,30 @@ def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Op
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group, _graph=_graph)
 
 
-def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False):
-    """A scope for modules whose weights are FP8 alone. Served with enabled=False only, which changes nothing."""
-    from contextlib import nullcontext
-    if enabled:
-        raise refuse("quantized_model_init", "enabled", enabled,
-                     "te_fl.pytorch keeps weights in high precision; leave the scope out, or give enabled=False")
-    return nullcontext()
+def model_init() -> Optional[ModelInit]:
+    """That of the innermost quantized_model_init() on this thread; None: modules keep their weights in high precision."""
+    return _state.model_init
+
+
+@contextlib.contextmanager
+def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None,
+                         preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+    """Modules made inside hold the weights of their products as FP8 codes alone (te_fl.pytorch.float8_tensor.Float8Tensor).
+
+    enabled: False makes modules as outside of all such scopes. recipe: says how codes are scaled; None: that of get_default_recipe(). A
+    recipe that te-fl does not serve is te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val()
+    is what its codes were made from, on the host, until its clear_high_precision_init_val().
+    """
+    recipe = get_default_recipe() if recipe is None else recipe
+    outer = _state.model_init
+    _state.model_init = ModelInit(recipe, native_of(recipe), bool(preserve_high_precision_init_val)) if enabled else None
+    try:
+        yield
+    finally:
+        _state.model_init = outer
 
 
 def fp8_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False):
     """The older name of quantized_model_init()."""
+    warnings.warn("fp8_model_init is the older name of quantized_model_init, which takes the same arguments", DeprecationWarning, stacklevel=2)
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
