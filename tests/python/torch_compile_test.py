@@ -14,6 +14,7 @@ import weakref
 
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -232,6 +233,14 @@ class Attention(Compiled):
         self.attend(lambda m, q: m(q, q, q, attention_mask=padding)[0, :4], attn_mask_type="padding_causal")
         self.attend(lambda m, q: m(q, q, q, core_attention_bias_type="alibi"), attn_mask_type="causal")
 
+    def test_fp8_attention_and_values_of_another_size(self):
+        def run(module, q):
+            return module(q, q * 2, (q + 1)[..., :6])
+        self.both(lambda: te.DotProductAttention(4, (8, 6), attn_mask_type="causal", qkv_format="bshd").to(DEVICE), run,
+                  give=lambda d, seed: randn(2, 6, 4, 8, seed=seed, device=d).requires_grad_())
+        self.both(lambda: te.MultiheadAttention(32, 4, attention_dropout=0, device=DEVICE), call, DelayedScaling(amax_history_len=4, fp8_dpa=True),
+                  steps=3)
+
     def test_a_padding_mask_with_holes(self):
         module = te.DotProductAttention(4, 8, attn_mask_type="padding", qkv_format="bshd").to(DEVICE)
         mask = torch.zeros(2, 1, 1, 6, dtype=torch.bool, device=DEVICE)
@@ -403,7 +412,7 @@ class Training(Compiled):
                         self.close(got, want, "microbatch")
 
     def test_serving(self):
-        for name in ("LayerNorm", "LayerNormLinear", "TransformerLayer"):
+        for name in ("LayerNormLinear", "TransformerLayer"):
             for recipe in (None, DELAYED, Float8CurrentScaling()):
                 torch._dynamo.reset()
                 with self.subTest(module=name, recipe=type(recipe).__name__):
@@ -431,7 +440,7 @@ class Training(Compiled):
     def test_shapes(self):
         def give(device, seed):
             return randn(4 + seed, 2, 32, seed=seed, device=device).requires_grad_()
-        for name in MODULES:
+        for name in ("LayerNorm", "LayerNormLinear", "MultiheadAttention", "TransformerLayer"):
             for dynamic in (None, True):
                 with self.subTest(module=name, dynamic=dynamic):
                     self.setUp()
@@ -551,14 +560,39 @@ class Training(Compiled):
         for want, got in zip(*found):
             self.close(got, want, "checkpoint")
 
-    def test_main_grad(self):
-        module = te.Linear(32, 32, fuse_wgrad_accumulation=True, device=DEVICE)
-        module.weight.main_grad = torch.zeros_like(module.weight)
-        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "fuse_wgrad_accumulation"):
-            torch.compile(module, backend="aot_eager", fullgraph=True)(input_of(DEVICE))
-        torch._dynamo.reset()
-        torch.compile(module, backend="aot_eager")(input_of(DEVICE)).sum().backward()
-        self.assertGreater(module.weight.main_grad.abs().max(), 0)
+    def test_compiled_autograd(self):
+        """It runs a backward's callbacks at another time, so delayed scaling is refused, and nothing else is."""
+        def step(module, x):
+            module(x).square().sum().backward()
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            called = torch.compile(step, backend="aot_eager")
+            with scope(Float8CurrentScaling()):
+                called(module, x)
+            with self.assertRaisesRegex(Exception, "compiled_autograd = True"), scope(DELAYED):
+                called(module, input_of(DEVICE))
+        want, x.grad = x.grad, None
+        with scope(Float8CurrentScaling()):
+            step(module, x)
+        self.close(x.grad, want, "gradient")
+
+    def test_gradients_that_go_elsewhere(self):
+        """They break the graph, and the module runs as without it."""
+        for argument in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+            with self.subTest(argument=argument):
+                torch._dynamo.reset()
+                base, found = randomise(te.LayerNormLinear(32, 32, device=DEVICE, **{argument: True})), []
+                with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, argument):
+                    torch.compile(base, backend="aot_eager", fullgraph=True)(input_of(DEVICE))
+                torch._dynamo.reset()
+                for wrap in (lambda m: m, lambda m: torch.compile(m, backend="aot_eager")):
+                    module, x = copy.deepcopy(base), input_of(DEVICE)
+                    module.weight.main_grad = torch.zeros_like(module.weight)
+                    wrap(module)(x).sum().backward()
+                    module.backward_dw()
+                    found.append((x.grad, module.weight.main_grad, *(p.grad for p in module.parameters() if p.grad is not None)))
+                for want, got in zip(*found):
+                    self.close(got, want, "gradient")
 
 
 class Lives(Compiled):
@@ -652,6 +686,12 @@ class Lives(Compiled):
             y = called(x)
         with self.assertRaisesRegex(FailedPrecondition, "run the forward again"):
             y.sum().backward()
+        again = torch.compile(lambda t: te.checkpoint(module, t), backend="aot_eager", fullgraph=True)
+        again(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            y = again(x)
+        with self.assertRaisesRegex(FailedPrecondition, "run the forward again"):
+            y.sum().backward()
 
     def test_export_is_refused(self):
         for strict in (False, True):
@@ -720,6 +760,11 @@ class Inductor(Compiled):
             found.append(values + list(state_of(model).values()))
         for i, (want, got) in enumerate(zip(*found)):
             near(self, got, want, 2e-2 if i < 6 else 1e-2, f"value {i}", 1e-3)
+
+    def test_dropout(self):
+        with torch._inductor.config.patch(fallback_random=True):
+            self.both(lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0.3, attention_dropout=0.2, device=DEVICE),
+                      lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False) * 2, backend="inductor")
 
 
 if __name__ == "__main__":

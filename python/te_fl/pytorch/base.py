@@ -168,9 +168,11 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     def _check_compiled(self) -> None:
         """Refuses what a graph cannot hold, before the graph has it: without fullgraph=True the function runs without a graph then."""
-        if self._model_init is not None:
-            raise refuse(type(self).__name__, "quantized_model_init", True, "graphs of torch.compile hold no weights of FP8 codes alone; leave "
-                         "fullgraph=True out, or keep the weights in high precision")
+        for argument, given in (("quantized_model_init", self._model_init is not None), ("delay_wgrad_compute", self.delay_wgrad_compute),
+                                ("fuse_wgrad_accumulation", getattr(self, "fuse_wgrad_accumulation", False))):
+            if given:
+                raise refuse(type(self).__name__, argument, True, "graphs of torch.compile hold no weights of FP8 codes alone, and compute the "
+                             "gradients of weights in the backward, as gradients; leave fullgraph=True out, or this")
 
     def _owns_state(self, kind: str) -> bool:
         return bool(self._sites) and kind == self._kind
@@ -189,8 +191,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]
         if type(layer) is tuple:
             from te_fl.pytorch import compiled
-            return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random,
-                                    accumulates)
+            return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)
         updates = quantization.notice(self)
         if self.delay_wgrad_compute and torch.is_grad_enabled():
             self._check_hooks()

@@ -20,16 +20,16 @@ from torch._library.effects import EffectType
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_fl import _native
+from te_fl.errors import FailedPrecondition
 from te_fl.pytorch import call, quantization, registry
 from te_fl.pytorch import random as generator
 from te_fl.pytorch.refuse import refuse
-from te_fl.tensors import DTYPES
 
 _library = torch.library.Library("te_fl", "FRAGMENT")
 _ACTIVATIONS = {code: dtype for dtype, code in call.DTYPE_CODES.items()}
 
 
-def _saved(fake: Callable) -> Callable:
+def _run_once(fake: Callable) -> Callable:
     """The fake kernel, which also tells PyTorch's partitioner that torch.utils.checkpoint does not run the op again: it is an effect."""
     def traced(*arguments):
         meta = torch.fx.traceback.get_current_meta()
@@ -40,9 +40,10 @@ def _saved(fake: Callable) -> Callable:
     return traced
 
 
-def define(schema: str, run: Any, fake: Any, effect: bool = True):
+def define(schema: str, run: Callable, fake: Callable, effect: bool = True):
+    """The op of the namespace te_fl with this schema. run: computes it; fake: the same on tensors without memory."""
     name = schema.partition("(")[0]
-    fake = _saved(fake) if effect else fake
+    fake = _run_once(fake) if effect else fake
     # What an op changes on the host happens when it runs, and would not when a CUDA graph that inductor recorded is replayed.
     _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -101,8 +102,8 @@ _again: dict = {}  # by number
 _again_numbers = itertools.count(1)
 
 
-def _forward(number, kind, words, numbers, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters, names,
-             others, lengths, random, after):
+def _forward(number, kind, words, numbers, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+             names, others, lengths, random, after):
     module = registry.module_of(number)
     layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
     updates = module._notice()
@@ -148,37 +149,45 @@ def _forward_fake(number, kind, words, numbers, training, keeps, recomputes, tra
     return output, token, about
 
 
-_forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool training, bool keeps, bool recomputes, bool[] trained, int first, Tensor? when, "
-                      "int activation, int width, Tensor[] inputs, Tensor[] extras, Tensor[] parameters, str[] names, Tensor[] others, "
-                      "SymInt[] lengths, Tensor? random, Tensor? after) -> (Tensor, Tensor, Tensor)", _forward, _forward_fake)
+# keeps: whether a backward may follow; trained: which parameters it is for. first, when: is_first_microbatch as -1, 0 or 1, or as a tensor.
+_forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool training, bool keeps, bool recomputes, "
+                     "bool[] trained, int first, Tensor? when, int activation, int width, Tensor[] inputs, Tensor[] extras, "
+                     "Tensor[] parameters, str[] names, Tensor[] others, SymInt[] lengths, Tensor? random, Tensor? after) "
+                     "-> (Tensor output, Tensor token, Tensor about)", _forward, _forward_fake)
 
 
 def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
     thread, again, *order = about.tolist()
     native = tuple(_trained(parameters[i], trained[i]) for i in order)
     if again:
+        if again not in _again:
+            raise FailedPrecondition("FAILED_PRECONDITION: what this forward kept for its backward has gone: a hook for saved tensors replaced it by "
+                                     "a copy; run the forward again")
         _, token = _again[again].run(native, True)
     inputs, found = _native.layer_backward(token, grad.contiguous(), native, None, call._keeps_graph())
     if thread:
-        if getattr(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", False):
-            raise refuse("torch.compile", "compiled_autograd", True, "it does not say when a backward ends, which is when delayed scaling updates "
-                         "the gradients' scales; set torch._dynamo.config.compiled_autograd = False, or use another recipe")
-        number = token.clone()  # PyTorch may write into what the backward of a graph has read
-        number.owner = token  # by which the forward's record lives
-        call._ends(number, thread)
-    own: list = [None] * len(parameters)
-    for i, gradient in zip(order, found):
-        own[i] = gradient
+        _updates_scales(token, thread)
+    own = dict(zip(order, found))
     result, at = [], 0
     for gradient, wanted, rank, dtype in zip(inputs, needed, ranks, dtypes):
         shape, at = sizes[at:at + rank], at + rank
         if wanted:
             result.append(gradient.to(_ACTIVATIONS[dtype]).view(shape))
-    for gradient, wanted, parameter in zip(own, trained, parameters):
+    for i, (wanted, parameter) in enumerate(zip(trained, parameters)):
         if wanted:
-            result.append(torch.zeros_like(parameter, memory_format=torch.contiguous_format) if gradient is None
+            gradient = own.get(i)
+            result.append(torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device) if gradient is None
                           else gradient.to(parameter.dtype))
     return result
+
+
+def _updates_scales(token: torch.Tensor, thread: int) -> None:
+    if getattr(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", False):
+        raise refuse("torch.compile", "compiled_autograd", True, "it does not say when a backward ends, which is when delayed scaling updates "
+                     "the gradients' scales; set torch._dynamo.config.compiled_autograd = False, or use another recipe")
+    number = token.clone()  # PyTorch may write into what the backward of a graph has read
+    number.owner = token  # by which the forward's record lives
+    call._ends(number, thread)
 
 
 def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
@@ -190,10 +199,9 @@ def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks
     return result + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p, wanted in zip(parameters, trained) if wanted]
 
 
+# needed: which of the inputs, whose extents follow one another in `sizes`, want a gradient; the result has those, then the parameters'.
 _backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor[] parameters, bool[] needed, "
-                       "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
-
-
+                      "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
 _TRAINED, _INPUTS = 7, 12  # places among the op's arguments; extras and parameters follow the inputs
 
 
@@ -228,21 +236,13 @@ torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context
 torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, lib=_library)
 
 
-@torch._dynamo.disable(reason="fuse_wgrad_accumulation=True adds to main_grad, which is no argument of a graph's ops")
-def _eagerly(module, layer, first, inputs, extras, parameters, attention, random):
-    found, _ = module._in_graph(inputs[0].device, *layer)
-    return module._run(found, tuple(inputs), tuple(parameters), first, attention, random, True, tuple(extras))
-
-
 def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
-            extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor],
-            accumulates: bool) -> torch.Tensor:
+            extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict],
+            random: Optional[torch.Tensor]) -> torch.Tensor:
     """What a module's forward is in a graph. Dynamo traces this function.
 
     layer: its kind and its key, words and then integers, by which module._in_graph() finds it.
     """
-    if accumulates:
-        return _eagerly(module, layer, first, inputs, extras, parameters, attention, random)
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
     when = first if isinstance(first, torch.Tensor) else None
@@ -267,9 +267,10 @@ def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, 
 def recomputed(function: Callable, args: tuple, kwargs: dict) -> Any:
     """te_fl.pytorch.checkpoint() in a graph: layers of te-fl keep their inputs alone. What else is kept is for PyTorch to choose."""
     recomputing.append(True)
-    result = function(*args, **kwargs)
-    recomputing.pop()
-    return result
+    try:
+        return function(*args, **kwargs)
+    finally:
+        recomputing.pop()
 
 
 # -- what modules do beside them
@@ -284,7 +285,7 @@ def _draw(number, device):
 
 
 _draw_op = define("draw(Tensor module, Device device) -> Tensor", _draw,
-                   lambda number, device: torch.empty(2, dtype=torch.int64, device=device))
+                  lambda number, device: torch.empty(2, dtype=torch.int64, device=device))
 
 
 def draw(number: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -310,7 +311,7 @@ def _lengths(mask):
 
 
 _lengths_op = define("cumulative_lengths(Tensor mask) -> Tensor", _lengths,
-                      lambda mask: torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device), effect=False)
+                     lambda mask: torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device), effect=False)
 
 
 def cumulative_lengths(mask: torch.Tensor) -> torch.Tensor:

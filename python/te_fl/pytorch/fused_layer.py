@@ -170,7 +170,7 @@ class FusedLayer:
             from te_fl.pytorch import compiled
             random = generator.draw_for(owner, x.device) if drops else None
             return compiled.forward(owner, ("transformer_layer", name), -1, -1, first, (x,), extras,
-                                    tuple(getattr(part, own) for part, own in self.parameters()), inputs, random, False)
+                                    tuple(getattr(part, own) for part, own in self.parameters()), inputs, random)
         layer = self.layer(owner, x.device, name)
         random = generator.draw_for(owner, x.device) if drops else None
         updates = self.notice(owner)

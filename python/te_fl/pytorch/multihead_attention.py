@@ -37,7 +37,7 @@ class L2Normalization(torch.nn.Module):
         if torch.compiler.is_compiling():
             from te_fl.pytorch import compiled
             weight = torch.full((n,), n ** -0.5, device=input.device)
-            return compiled.forward(self, ("rmsnorm", (n,)), -1, -1, None, (input,), (), (weight,), None, None, False)
+            return compiled.forward(self, ("rmsnorm", (n,)), -1, -1, None, (input,), (), (weight,), None, None)
         return self._norm(n, input.device)(input)
 
     # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
