@@ -105,7 +105,8 @@ class LayerFunction(torch.autograd.Function):
         if call.attention is None:
             ctx.save_for_backward(token, *tensors)
         else:  # saved as well, so that PyTorch notices masks and lengths that are written before the backward
-            ctx.save_for_backward(token, *tensors, *(t for t in call.attention.values() if isinstance(t, torch.Tensor)))
+            given = (t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference())
+            ctx.save_for_backward(token, *tensors, *given)
         ctx.call = call
         return output
 
