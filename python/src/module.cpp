@@ -96,7 +96,7 @@ PyMethodDef g_methods[] = {
     {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},
     {"recompute_record", recompute_record, METH_NOARGS, "recompute_record() -> record"},
     {"begin_recompute", begin_recompute, METH_VARARGS,
-     "begin_recompute(record, second, thread) -> scope"},
+     "begin_recompute(record, second[, thread]) -> scope"},
     {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},

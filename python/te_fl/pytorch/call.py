@@ -73,6 +73,7 @@ def _ends(token: torch.Tensor, thread: int) -> None:
 
 
 _ending = set()
+_KEPT = {torch.nn.Parameter}
 
 
 def _main_grads(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
@@ -102,11 +103,12 @@ class LayerFunction(torch.autograd.Function):
         n = call.inputs
         output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
                                               call.attention, call.random)
-        if call.attention is None:
-            ctx.save_for_backward(token, *tensors)
-        else:  # saved as well, so that PyTorch notices masks and lengths that are written before the backward
-            given = (t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference())
-            ctx.save_for_backward(token, *tensors, *given)
+        # Also saved, so that PyTorch notices a write to them: masks and lengths, and the output of attention, which alone has three inputs and
+        # whose backward reads it.
+        read = (output,) if n == 3 else ()
+        if call.attention is not None:
+            read += tuple(t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference())
+        ctx.save_for_backward(token, *tensors, *read)
         ctx.call = call
         return output
 
@@ -136,6 +138,12 @@ def _backward(ctx, grad: torch.Tensor):
 _guarded_backward = torch.autograd.function.once_differentiable(_backward)
 
 
+def counted(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether writes to each are counted for as long as the module lives. What is computed for each call, as by parametrisations, is a new
+    tensor each time, perhaps where the last one was."""
+    return {*map(type, parameters)} <= _KEPT
+
+
 def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
     """The layer's output. training: whether parameters may change otherwise than by operations that their version counters count."""
     if torch.is_grad_enabled():
@@ -145,5 +153,6 @@ def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
                     _check_main_grads(tensors[call.inputs + call.extras:])
                 return LayerFunction.apply(call, *tensors)
     n = call.inputs
-    return _native.layer_forward(call.layer, call.activation, UNCACHED if training else SERVING, call.first, tensors[:n],
-                                 tensors[n + call.extras:], call.attention, call.random)[0]
+    parameters = tensors[n + call.extras:]
+    return _native.layer_forward(call.layer, call.activation, UNCACHED if training or not counted(parameters) else SERVING, call.first,
+                                 tensors[:n], parameters, call.attention, call.random)[0]

@@ -77,6 +77,9 @@ def active_recipe() -> Optional[Recipe]:
     return _state.scopes[-1].recipe if _state.scopes else None
 
 
+_enter, _exit = _native.Scope.__enter__, _native.Scope.__exit__
+
+
 class autocast(_native.Scope):
     """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
 
@@ -99,6 +102,32 @@ class autocast(_native.Scope):
         self._arguments, self._entered = (self.enabled, self.calibrating, native_recipe), []
 
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
+    _compiled = 0  # how many of the times that it was entered were while Dynamo traced
+
+    # These are Python's, for Dynamo to read; what opens and closes a scope is C's. Python lets an interrupt in where a function begins and
+    # after each call: __enter__ closes again what was opened then, and __exit__ calls nothing before it closes. Its very beginning is left.
+
+    def __enter__(self) -> "autocast":
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled_scopes
+            self._compiled += 1
+            self._entered.append(compiled_scopes.begin(*self._arguments))
+            return self
+        depth = len(self._entered)
+        try:
+            return _enter(self)
+        except BaseException:
+            if len(self._entered) > depth:
+                _exit(self)
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        if self._compiled:
+            from te_fl.pytorch import compiled_scopes
+            self._compiled -= 1
+            compiled_scopes.end(self._entered.pop())
+            return
+        _exit(self)
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""
