@@ -18,9 +18,10 @@ class DelayedWgrad {
   void add(Run run) { runs_.push_back(std::move(run)); }
   // What has to surround the computing, e.g. of parameters in parts.
   void surround(std::function<Status(const Run& run)> around) { around_ = std::move(around); }
-  // Computes them in the order of their backwards. After an error none is left.
-  Status run() {
-    for (const Run& one : std::exchange(runs_, {})) {
+  // Takes out what was left, in the order of the backwards, to be given to run().
+  std::vector<Run> take() { return std::exchange(runs_, {}); }
+  Status run(const std::vector<Run>& runs) const {
+    for (const Run& one : runs) {
       TE_FL_RETURN_IF_ERROR(around_ != nullptr ? around_(one) : one());
     }
     return {};

@@ -78,6 +78,14 @@ Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp
   return parameter;
 }
 
+Status check_writable(std::string_view who, const Parameter& parameter) {
+  if (!parameter.value.quantized() || parameter.fp8_values != nullptr) return {};
+  return failed_precondition(
+      std::string(who) + ": the parameter " + parameter.value.describe() +
+      " holds codes that were lent (Parameter::borrow()); their owner writes "
+      "them, or lends values in high precision");
+}
+
 Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& amax,
                   const Tensor& value) {
   TE_FL_RETURN_IF_ERROR(copy_bytes(codes, value.rowwise_codes()));
@@ -140,6 +148,7 @@ Status Parameter::write(const Tensor& values) {
                             "; for the parameter " + value.describe() +
                             " they must be F32, BF16 or F16 of its shape");
   }
+  TE_FL_RETURN_IF_ERROR(detail::check_writable("Parameter::write", *this));
   TE_FL_ASSIGN_OR_RETURN(Tensor there, values.device() == value.device()
                                            ? detail::compact(values)
                                            : values.to(value.device()));

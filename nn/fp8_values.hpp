@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 
 #include "nn/fp8_state.hpp"
 #include "te_fl/nn/fp8_parameters.hpp"
@@ -35,6 +36,8 @@ class Fp8Values {
 // The FP8-only parameter made of `high`, which lies on the host, on `device`.
 Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp8Init& init,
                                                  const Device& device);
+// FAILED_PRECONDITION naming `who` if the parameter holds borrowed codes, which their owner writes.
+Status check_writable(std::string_view who, const Parameter& parameter);
 // Copies codes [value's shape], their scale_inv [1] and the amax [1] of what they were made from
 // (undefined: that of the codes) into `value`.
 Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& amax,

@@ -56,9 +56,12 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
   TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
   if (weight_->value.quantized() && (training || use.mode.calibrating) && !replaying()) {
-    // No forward quantises the weight; its amax was found when its codes were written.
+    // No forward quantises the weight; its amax was found when its codes were written. Those scaled
+    // by blocks have none.
     const Tensor amax = weight_->value.amax();
-    TE_FL_RETURN_IF_ERROR(running_amax(amax, forward_->amax_slot(kWeightSlot)));
+    if (amax.defined()) {
+      TE_FL_RETURN_IF_ERROR(running_amax(amax, forward_->amax_slot(kWeightSlot)));
+    }
   }
   return use;
 }
@@ -143,7 +146,11 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   if (flagged) return flagged_weight(use, options.reuse_weights);
   // The value itself, which may be borrowed: nothing is kept of it.
   if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
-  if (!first.has_value()) return use.training ? make_weight(use, true) : inference_weight(use);
+  if (!first.has_value()) {
+    // Of codes alone nothing is kept beside them: that would be more than what they save.
+    const bool keeps = !use.training && !weight_->value.quantized();
+    return keeps ? inference_weight(use) : make_weight(use, use.training);
+  }
   TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
   const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
   if (!*first && capture != 0 && !stale && cached_.capture != capture) {
@@ -160,15 +167,22 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
 }
 
 Result<Tensor> GemmUnit::own_codes(const Use& use) {
-  if (std::holds_alternative<Float8BlockScaling>(*use.mode.recipe)) {
+  const bool blocks = weight_->value.scaling() != Scaling::kTensor;
+  if (std::holds_alternative<Float8BlockScaling>(*use.mode.recipe) != blocks) {
     return failed_precondition("the weight " + weight_->value.describe() +
                                " was created under quantized_model_init, and the autocast's recipe "
                                "is " +
                                describe(*use.mode.recipe) +
-                               "; codes scaled by tensor serve DelayedScaling and "
-                               "Float8CurrentScaling");
+                               (blocks ? "; codes scaled by blocks serve Float8BlockScaling"
+                                       : "; codes scaled by tensor serve DelayedScaling and "
+                                         "Float8CurrentScaling"));
   }
   if (!use.training || weight_->value.has_columnwise()) return weight_->value;
+  if (blocks) {
+    return failed_precondition("a training forward reads the weight " + weight_->value.describe() +
+                               ", which is borrowed without the column-wise copy that its backward "
+                               "reads; lend both copies");
+  }
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
   if (captured) {
     return failed_precondition(

@@ -158,6 +158,20 @@ void Parameter::set_requires_grad(bool wanted) {
 
 namespace {
 
+// Codes that a linear map reads as they are.
+Status check_codes(const Tensor& lent, const Tensor& value) {
+  const bool served =
+      lent.scaling() == Scaling::kTensor || lent.scaling() == Scaling::kBlock128x128;
+  if (served && lent.dtype() == DType::kF8E4M3 && lent.has_rowwise() && lent.rank() == 2 &&
+      lent.device() == value.device() && std::ranges::equal(lent.shape(), value.shape())) {
+    return {};
+  }
+  return invalid_argument("Parameter::borrow: the tensor is " + lent.describe() +
+                          "; for the parameter " + value.describe() +
+                          " codes must be E4M3 [rows, columns], row-wise, scaled by tensor or by "
+                          "blocks of 128x128, of that shape and device");
+}
+
 Status check_lent(const char* call, const Tensor& lent, const Tensor& value) {
   if (lent.defined() && !lent.quantized() && is_high(lent.dtype()) && lent.contiguous() &&
       lent.device() == value.device() && std::ranges::equal(lent.shape(), value.shape())) {
@@ -176,7 +190,8 @@ Status Parameter::borrow(Tensor lent, uint64_t version_of_owner) {
                                " holds FP8 codes alone, made under quantized_model_init; write() "
                                "values into it, or create its module outside of that scope");
   }
-  TE_FL_RETURN_IF_ERROR(check_lent("Parameter::borrow", lent, value));
+  TE_FL_RETURN_IF_ERROR(lent.quantized() ? check_codes(lent, value)
+                                         : check_lent("Parameter::borrow", lent, value));
   // What te-fl writes counts in the low bits, what the owner writes above them: contents that come
   // back under their number have the version that they had.
   constexpr int kOwnWrites = 20;

@@ -136,15 +136,25 @@ void Module::set_delay_wgrad(bool delays) {
   });
 }
 
-Status Module::backward_dw() {
-  Status status;
+std::function<Status()> Module::take_delayed_wgrad() {
+  struct Left {
+    std::shared_ptr<detail::DelayedWgrad> from;
+    std::vector<detail::DelayedWgrad::Run> runs;
+  };
+  std::vector<Left> taken;
   tree_->walk_modules([&](const Tree& tree) {
-    for (const auto& delayed : tree.delayed) {
-      if (Status one = delayed->run(); status.ok()) status = std::move(one);
-    }
+    for (const auto& delayed : tree.delayed) taken.push_back({delayed, delayed->take()});
   });
-  return status;
+  return [taken = std::move(taken)] {
+    Status status;
+    for (const Left& left : taken) {
+      if (Status one = left.from->run(left.runs); status.ok()) status = std::move(one);
+    }
+    return status;
+  };
 }
+
+Status Module::backward_dw() { return take_delayed_wgrad()(); }
 
 std::vector<NamedParameter> Module::parameters() const {
   std::vector<NamedParameter> result;
@@ -189,12 +199,12 @@ Status Module::set_grad_dtype(DType dtype) {
 std::vector<NamedTensor> Module::state() const {
   std::vector<NamedTensor> result;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
-    if (entry.parameter != nullptr && entry.parameter->fp8_values != nullptr) {
+    if (entry.parameter != nullptr && entry.parameter->value.quantized()) {
       const Tensor& value = entry.parameter->value;
       // A view of memory that is there cannot fail.
       result.push_back({path, detail::codes_of(value).value()});
       result.push_back({path + ".scale_inv", value.scale_inv()});
-      result.push_back({path + ".amax", value.amax()});
+      if (value.amax().defined()) result.push_back({path + ".amax", value.amax()});
     } else if (entry.parameter != nullptr) {
       result.push_back({path, entry.parameter->value});
     } else if (entry.fp8->defined()) {
@@ -283,6 +293,8 @@ class StateChecker {
   }
 
   Status check(const std::string& name, const Parameter& parameter) {
+    TE_FL_RETURN_IF_ERROR(
+        detail::check_writable(std::string(source_) + ": tensor " + name, parameter));
     return parameter.fp8_values != nullptr ? check_codes(name, parameter.value)
                                            : check_parameter(name, parameter.value);
   }

@@ -82,6 +82,11 @@ Status JoinedParameter::gather() {
       return invalid_argument("the parameter " + part->value.describe() +
                               " has no memory; give it some with Parameter::borrow()");
     }
+    if (part->value.quantized()) {
+      return invalid_argument("a part of a parameter is " + part->value.describe() +
+                              "; parts are in high precision, because codes that do not share a "
+                              "scale are no one tensor: use whole parameters");
+    }
     if (part->value.dtype() != first.dtype()) {
       return invalid_argument("the parts of a parameter are " + first.describe() + " and " +
                               part->value.describe() + "; they must have one dtype");

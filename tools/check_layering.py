@@ -20,7 +20,7 @@ PUBLIC = {
     "numeric.hpp": "core/base", "numeric/": "core/base",
     "device.hpp": "core/device", "memory.hpp": "core/device", "tensor.hpp": "core/tensor",
     "policy.hpp": "policy", "op_registry.hpp": "registry", "plugins.hpp": "plugins",
-    "op_manager.hpp": "dispatch", "ops.hpp": "dispatch", "watch.hpp": "dispatch/watch",
+    "op_manager.hpp": "dispatch", "ops.hpp": "dispatch", "watch.hpp": "dispatch/watch", "wrap_quantized.hpp": "core/tensor",
     "nn.hpp": "nn", "nn/": "nn",
     "backend.hpp": "backends", "backend/": "backends", "attention.hpp": "backends", "attention/": "backends",
     "te_fl.hpp": "all",

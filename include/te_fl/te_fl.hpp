@@ -15,3 +15,4 @@
 #include "te_fl/tensor.hpp"
 #include "te_fl/version.hpp"
 #include "te_fl/watch.hpp"
+#include "te_fl/wrap_quantized.hpp"

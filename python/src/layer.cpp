@@ -2,6 +2,8 @@
 
 #include <array>
 #include <atomic>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -11,6 +13,7 @@
 #include "errors.hpp"
 #include "framework_tensor.hpp"
 #include "layer_kinds.hpp"
+#include "lent_parameter.hpp"
 #include "recompute.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
@@ -30,6 +33,14 @@ struct Seen {
   uint64_t number = 0;  // of its contents, as Parameter::borrow() wants it
 };
 
+// The weights' gradients that a backward has left.
+struct DelayedGradients {
+  std::shared_ptr<Runner> runner;
+  std::function<Status()> compute;
+  std::vector<uint64_t> numbers;
+  std::vector<bool> trained;
+};
+
 struct Layer {
   MakeRunner make;
   std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
@@ -39,6 +50,8 @@ struct Layer {
   std::vector<Seen> seen;
   uint64_t numbers = 0;  // the last number that was given
   std::atomic<bool> changed{false};
+  bool delays_wgrad = false;
+  std::deque<DelayedGradients> delayed;  // in the order of their backwards
 };
 
 // One forward that waits for its backward.
@@ -105,6 +118,7 @@ const std::shared_ptr<Layer>& layer_of(PyObject* capsule) {
 Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation) {
   const nn::init::WithoutValues borrowed;
   TE_FL_ASSIGN_OR_RETURN(auto made, layer.make(activation));
+  made->module().set_delay_wgrad(layer.delays_wgrad);
   return std::shared_ptr<Runner>(std::move(made));
 }
 
@@ -149,18 +163,19 @@ std::vector<PyObject*> items_of(PyObject* tuple, const char* what) {
   return items;
 }
 
-// The parameters' tensors in the layer's order, not kept alive.
-std::vector<Tensor> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects) {
+// The parameters in the layer's order.
+std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
+                                         bool training) {
   if (objects.size() != layer.parameters.size()) {
     throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
                      std::to_string(objects.size()) + " were given");
   }
-  std::vector<Tensor> tensors;
-  tensors.reserve(objects.size());
+  std::vector<LentParameter> lent;
+  lent.reserve(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
-    tensors.push_back(tensor_of(objects[i], layer.parameters[i].first.c_str(), false));
+    lent.push_back(lent_parameter(objects[i], layer.parameters[i].first.c_str(), training));
   }
-  return tensors;
+  return lent;
 }
 
 enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
@@ -183,7 +198,7 @@ long version_of(PyObject* tensor) {
 
 // The parameters' contents now. Under the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
-                         const std::vector<Tensor>& tensors, Mode mode, bool reused) {
+                         const std::vector<LentParameter>& lent, Mode mode, bool reused) {
   // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
   // serves, and a caller who says that they are unchanged, goes by the counters.
   const bool counted = mode == Mode::kServing || reused;
@@ -192,7 +207,7 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   for (size_t i = 0; i < objects.size(); ++i) {
     const long now = version_of(objects[i]);
     Seen& seen = layer.seen[i];
-    const void* data = tensors[i].raw_data();
+    const void* data = lent[i].value.raw_data();
     const bool moved = mode == Mode::kServing && data != seen.data;
     if (changed || moved || now < 0 || seen.object != objects[i] || seen.version != now) {
       seen.number = ++layer.numbers;
@@ -204,12 +219,12 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   return contents;
 }
 
-Status lend(Runner& runner, std::vector<Tensor>& tensors, const std::vector<uint64_t>& numbers,
+Status lend(Runner& runner, std::vector<LentParameter>& lent, const std::vector<uint64_t>& numbers,
             const std::vector<bool>* trained) {
   const auto& parameters = runner.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     nn::Parameter& p = *parameters[i].parameter;
-    if (Status status = p.borrow(std::move(tensors[i]), numbers[i]); !status.ok()) {
+    if (Status status = p.borrow(std::move(lent[i].value), numbers[i]); !status.ok()) {
       return status.wrap(parameters[i].name);
     }
     if (trained != nullptr && p.requires_grad != (*trained)[i]) {
@@ -292,7 +307,7 @@ Result<nn::Context> context_of(const Tensor& random) {
 // What a forward is given, read under the interpreter's lock.
 struct Forward {
   std::vector<Tensor> inputs;
-  std::vector<Tensor> parameters;
+  std::vector<LentParameter> parameters;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;
@@ -336,22 +351,47 @@ struct Gradients {
   std::vector<Tensor> inputs, parameters;
 };
 
-Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Tensor>& parameters,
+// Says where gradients go: into main_grads, or new memory of the parameters' dtypes.
+Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
+                      const std::vector<Tensor>& main_grads) {
+  const auto& own = runner.parameters();
+  for (size_t i = 0; i < own.size(); ++i) {
+    nn::Parameter& p = *own[i].parameter;
+    p.take_grad();  // what an earlier backward, which failed, may have left
+    p.grad_dtype = dtypes[i];
+    if (main_grads[i].defined() && p.requires_grad) {
+      TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
+    }
+  }
+  return {};
+}
+
+// Those that did not go into main_grads.
+std::vector<Tensor> take_gradients(Runner& runner, const std::vector<Tensor>& main_grads) {
+  const auto& own = runner.parameters();
+  std::vector<Tensor> gradients;
+  for (size_t i = 0; i < own.size(); ++i) {
+    Tensor grad = own[i].parameter->take_grad();
+    gradients.push_back(main_grads[i].defined() ? Tensor() : std::move(grad));
+  }
+  return gradients;
+}
+
+std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
+  std::vector<DType> dtypes;
+  for (const LentParameter& p : parameters) dtypes.push_back(p.dtype);
+  return dtypes;
+}
+
+Result<Gradients> run_backward(Record& record, const Tensor& dy,
+                               std::vector<LentParameter>& parameters,
                                std::vector<Tensor>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
   const std::lock_guard lock(layer.mutex);
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
   const auto scopes = record.scopes.enter();
   const StreamScope on(dy.device(), stream);
-  const auto& own = record.runner->parameters();
-  for (size_t i = 0; i < own.size(); ++i) {
-    nn::Parameter& p = *own[i].parameter;
-    p.take_grad();  // what an earlier backward, which failed, may have left
-    p.grad_dtype = p.value.dtype();
-    if (main_grads[i].defined() && p.requires_grad) {
-      TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
-    }
-  }
+  TE_FL_RETURN_IF_ERROR(open_gradients(*record.runner, dtypes_of(parameters), main_grads));
   Gradients gradients;
   if (keep) {
     nn::Ctx copy = record.ctx;
@@ -359,11 +399,41 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Ten
   } else {
     TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, record.ctx));
   }
-  for (size_t i = 0; i < own.size(); ++i) {
-    Tensor grad = own[i].parameter->take_grad();
-    gradients.parameters.push_back(main_grads[i].defined() ? Tensor() : std::move(grad));
+  gradients.parameters = take_gradients(*record.runner, main_grads);
+  if (layer.delays_wgrad) {
+    layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
+                             record.numbers, record.trained});
   }
   return gradients;
+}
+
+Result<std::vector<Tensor>> run_backward_dw(Layer& layer, std::vector<LentParameter>& parameters,
+                                            const std::vector<Tensor>& main_grads, void* stream) {
+  const std::lock_guard lock(layer.mutex);
+  if (layer.delayed.empty()) {
+    return Status(StatusCode::kFailedPrecondition,
+                  "backward_dw(): no backward has left gradients of weights; it is called once "
+                  "after each backward");
+  }
+  const DelayedGradients left = std::move(layer.delayed.front());
+  layer.delayed.pop_front();
+  const Device device = parameters.at(0).value.device();
+  TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
+  TE_FL_RETURN_IF_ERROR(open_gradients(*left.runner, dtypes_of(parameters), main_grads));
+  const StreamScope on(device, stream);
+  TE_FL_RETURN_IF_ERROR(left.compute());
+  return take_gradients(*left.runner, main_grads);
+}
+
+// main_grads as Python gives them, one for each parameter.
+std::vector<Tensor> main_grads_of(PyObject* tuple, size_t parameters) {
+  std::vector<Tensor> grads(parameters);
+  if (tuple == Py_None) return grads;
+  const auto given = items_of(tuple, "main_grads");
+  for (size_t i = 0; i < grads.size() && i < given.size(); ++i) {
+    if (given[i] != Py_None) grads[i] = tensor_of(given[i], "main_grad", false);
+  }
+  return grads;
 }
 
 Ref tuple_of(const std::vector<Tensor>& tensors, PyObject* like) {
@@ -437,7 +507,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     }
     if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
     const auto objects = items_of(args[5], "parameters");
-    f.parameters = parameters_of(*layer, objects);
+    f.parameters = parameters_of(*layer, objects, training);
     f.options = microbatch_of(args[3]);
     const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
     Contents contents = number_contents(*layer, objects, f.parameters, f.mode, reused);
@@ -470,15 +540,9 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     check_count("layer_backward", count, 5);
     const std::shared_ptr<Record> record = record_of(args[0]);
     for (const Lent& lent : record->lent) lent.check();
-    const Tensor dy = tensor_of(args[1], "gradient", false);
-    auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"));
-    std::vector<Tensor> main_grads(parameters.size());
-    if (args[3] != Py_None) {
-      const auto given = items_of(args[3], "main_grads");
-      for (size_t i = 0; i < main_grads.size() && i < given.size(); ++i) {
-        if (given[i] != Py_None) main_grads[i] = tensor_of(given[i], "main_grad", false);
-      }
-    }
+    const Tensor dy = tensor_of(args[1], "gradient", record->layer->delays_wgrad);
+    auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
+    std::vector<Tensor> main_grads = main_grads_of(args[3], parameters.size());
     void* const stream = current_stream_of(args[1], dy.device());
     std::optional<Result<Gradients>> gradients;
     {
@@ -490,6 +554,34 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     const Ref inputs = tuple_of(made.inputs, args[1]);
     const Ref own = tuple_of(made.parameters, args[1]);
     return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
+  });
+}
+
+PyObject* delay_layer_wgrad(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    Layer& layer = *layer_of(capsule);
+    const WithoutLock unlocked;
+    const std::lock_guard lock(layer.mutex);
+    layer.delays_wgrad = true;
+    for (const auto& [dtype, runner] : layer.runners) runner->module().set_delay_wgrad(true);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *objects = nullptr, *given = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OOOO", &capsule, &objects, &given, &like) == 0) throw PythonError();
+    const std::shared_ptr<Layer> layer = layer_of(capsule);
+    auto parameters = parameters_of(*layer, items_of(objects, "parameters"), true);
+    const auto main_grads = main_grads_of(given, parameters.size());
+    void* const stream = current_stream_of(like, parameters.at(0).value.device());
+    std::optional<Result<std::vector<Tensor>>> gradients;
+    {
+      const WithoutLock unlocked;
+      gradients.emplace(run_backward_dw(*layer, parameters, main_grads, stream));
+    }
+    return tuple_of(value_of(*std::move(gradients)), like);
   });
 }
 

@@ -25,6 +25,13 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
 // or for each parameter None or a tensor that the gradient is added to in place of being returned.
 // keep: the token may be given again.
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
+// delay_layer_wgrad(layer): from now on backwards leave the gradients of weights (without FP8 also
+// of biases) to layer_backward_dw(), and return None for them.
+PyObject* delay_layer_wgrad(PyObject*, PyObject* layer) noexcept;
+// layer_backward_dw(layer, parameters, main_grads, like) -> the gradients that the earliest of
+// these backwards left, None where there is none, as tensors of the framework that `like` is of.
+// main_grads: as for layer_backward().
+PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept;
 // end_backward(token): updates the gradients' scales of the thread that ran the token's forward.
 PyObject* end_backward(PyObject*, PyObject* token) noexcept;
 // layer_changed(layer): parameters may have changed without their version counters.

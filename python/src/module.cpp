@@ -2,6 +2,7 @@
 #include "errors.hpp"
 #include "jax_ffi.hpp"
 #include "layer.hpp"
+#include "lent_parameter.hpp"
 #include "lent_tensor.hpp"
 #include "modules.hpp"
 #include "op_call.hpp"
@@ -87,6 +88,10 @@ PyMethodDef g_methods[] = {
     {"layer_backward", fast(layer_backward), METH_FASTCALL,
      "layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients, gradients)"},
     {"end_backward", end_backward, METH_O, "end_backward(token)"},
+    {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},
+    {"delay_layer_wgrad", delay_layer_wgrad, METH_O, "delay_layer_wgrad(layer)"},
+    {"layer_backward_dw", layer_backward_dw, METH_VARARGS,
+     "layer_backward_dw(layer, parameters, main_grads, like)"},
     {"layer_changed", layer_changed, METH_O, "layer_changed(layer)"},
     {"layer_state", layer_state, METH_VARARGS,
      "layer_state(layer, like) -> list of (name, tensor)"},
@@ -96,7 +101,7 @@ PyMethodDef g_methods[] = {
     {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},
     {"recompute_record", recompute_record, METH_NOARGS, "recompute_record() -> record"},
     {"begin_recompute", begin_recompute, METH_VARARGS,
-     "begin_recompute(record, second[, thread]) -> scope"},
+     "begin_recompute(record, second, thread) -> scope"},
     {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},

@@ -93,8 +93,8 @@ PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *capsule = nullptr, *thread = nullptr;
     int second = 0;
-    if (PyArg_ParseTuple(args, "Op|O", &capsule, &second, &thread) == 0) throw PythonError();
-    Ref scopes = thread == nullptr ? Ref() : Ref::take(PyObject_GetAttrString(thread, "scopes"));
+    if (PyArg_ParseTuple(args, "OpO", &capsule, &second, &thread) == 0) throw PythonError();
+    Ref scopes = Ref::take(PyObject_GetAttrString(thread, "scopes"));
     auto piece = std::make_unique<Piece>();
     piece->record = record_of(capsule);
     piece->second = second != 0;
@@ -106,11 +106,11 @@ PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
       auto* dropped = static_cast<Piece*>(PyCapsule_GetPointer(c, kScopeName));
       if (dropped->scope == nullptr) delete dropped;
     }));
-    if (scopes && piece->second) {
+    if (piece->second) {
       piece->outside = copy_of(scopes.get());
       assign(scopes.get(), piece->record->scopes.get());
       piece->scopes = std::move(scopes);
-    } else if (scopes) {
+    } else {
       piece->record->scopes = copy_of(scopes.get());
     }
     t_piece = piece.release();
@@ -127,7 +127,7 @@ PyObject* end_recompute(PyObject*, PyObject* capsule) noexcept {
     }
     t_piece = piece->outer;
     piece->scope.reset();
-    if (piece->scopes) assign(piece->scopes.get(), piece->outside.get());
+    if (piece->second) assign(piece->scopes.get(), piece->outside.get());
     return Ref::share(Py_None);
   });
 }

@@ -1,6 +1,8 @@
 // Parameters and gradients in memory that somebody else owns.
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
+#include "te_fl/nn/fp8_parameters.hpp"
+#include "te_fl/wrap_quantized.hpp"
 
 namespace te_fl::nn::testing {
 namespace {
@@ -105,6 +107,144 @@ TEST(Borrowed, TheOwnersVersionSaysWhetherCopiesHold) {
   (void)take(module->forward(x(), &ctx));
   owner.lend(*module, 9);
   EXPECT_HAS(module->backward(x(), ctx).status().to_string(), "has changed since the forward");
+}
+
+// Copies of the parts of a quantised weight, which the tensor does not own.
+struct CodesOwner {
+  Tensor codes, columns, scale_inv, columnwise_scale_inv, amax;
+  Scaling scaling;
+  explicit CodesOwner(const Tensor& weight) : scaling(weight.scaling()) {
+    codes = copy_as(weight.rowwise_codes(), weight.dtype(), weight.shape());
+    const Tensor transposed = weight.columnwise_codes();
+    columns = copy_as(transposed, weight.dtype(), transposed.shape());
+    scale_inv = take(weight.scale_inv().clone());
+    if (scaling == Scaling::kTensor) {
+      amax = take(weight.amax().clone());
+    } else {
+      columnwise_scale_inv = take(weight.columnwise_scale_inv().clone());
+    }
+  }
+  QuantizedParts parts(bool with_columns = true) const {
+    return {.codes = codes,
+            .columns = with_columns ? columns : Tensor(),
+            .scale_inv = scale_inv,
+            .columnwise_scale_inv = with_columns ? columnwise_scale_inv : Tensor(),
+            .amax = amax};
+  }
+  Tensor lend() const { return take(wrap_quantized(scaling, parts())); }
+
+ private:
+  static Tensor copy_as(const Tensor& bytes, DType dtype, std::span<const int64_t> shape) {
+    auto own = std::make_shared<Tensor>(take(bytes.clone()));
+    return take(Tensor::wrap(own->raw_data(), shape, {}, dtype, Device(), own));
+  }
+};
+
+// What Recipe's quantisation makes of a weight.
+CodesOwner codes_of(const Tensor& weight, const Recipe& recipe) {
+  const bool blocks = std::holds_alternative<Float8BlockScaling>(recipe);
+  QuantSpec spec;
+  spec.scaling = blocks ? Scaling::kBlock128x128 : Scaling::kTensor;
+  spec.columnwise = true;
+  spec.compute_scale = !blocks;
+  spec.pow2_scale = blocks;
+  const Tensor codes = take(Tensor::empty_quantized(weight.shape(), spec));
+  te_fl_quantize_args args{};
+  args.input = weight;
+  args.output = codes;
+  check(ops::quantize(args));
+  return CodesOwner(codes);
+}
+
+TEST(Borrowed, CodesAreReadAsTheyAre) {
+  for (const Recipe& recipe : {Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
+    SCOPED_TRACE(describe(recipe));
+    const auto own = mlp(), lent = mlp();
+    const auto parameters = lent->parameters();
+    std::vector<CodesOwner> codes;
+    for (const NamedParameter& p : parameters) {
+      if (p.value().rank() == 2) codes.push_back(codes_of(p.value(), recipe));
+    }
+    ASSERT_EQ(codes.size(), 2u);
+    const auto lend = [&](uint64_t version) {
+      size_t next = 0;
+      for (const NamedParameter& p : parameters) {
+        if (p.value().rank() == 2) check(p.parameter->borrow(codes[next++].lend(), version));
+      }
+    };
+    lend(1);
+    autocast scope(true, recipe);
+    Ctx a, b;
+    EXPECT_TRUE(same_bits(take(own->forward(x(), &a)), take(lent->forward(x(), &b))));
+    for (CodesOwner& c : codes) c = CodesOwner(c.lend());  // the memory moves
+    lend(1);
+    EXPECT_TRUE(same_bits(take(own->backward(x(), a)), take(lent->backward(x(), b))));
+    const auto one = own->parameters();
+    for (size_t i = 0; i < one.size(); ++i) {
+      EXPECT_TRUE(same_bits(one[i].grad(), parameters[i].grad())) << one[i].name;
+    }
+    Ctx c;
+    (void)take(lent->forward(x(), &c));
+    lend(2);
+    EXPECT_HAS(lent->backward(x(), c).status().to_string(), "has changed since the forward");
+  }
+}
+
+TEST(Borrowed, CodesThatDoNotFitAreNamed) {
+  const auto module = mlp();
+  const auto weight = module->parameters()[2].parameter;
+  const CodesOwner blocks = codes_of(weight->value, Float8BlockScaling{});
+  const CodesOwner whole = codes_of(weight->value, Float8CurrentScaling{});
+  QuantizedParts parts = whole.parts();
+  parts.scale_inv = take(Tensor::zeros({2}, DType::kF32));
+  EXPECT_FAILS(wrap_quantized(Scaling::kTensor, parts), kInvalidArgument, "scale_inv is f32[2]");
+  parts = whole.parts();
+  parts.columns = whole.codes;
+  EXPECT_FAILS(wrap_quantized(Scaling::kTensor, parts), kInvalidArgument, "columns is f8e4m3");
+  EXPECT_FAILS(wrap_quantized(Scaling::kMXFP8, parts), kInvalidArgument, "the scaling is mxfp8");
+  parts.codes = weight->value;
+  EXPECT_FAILS(wrap_quantized(Scaling::kTensor, parts), kInvalidArgument, "codes is f32");
+  const auto bias = module->parameters()[3].parameter;
+  EXPECT_FAILS(bias->borrow(whole.lend(), 1), kInvalidArgument, "codes must be E4M3");
+  check(weight->borrow(take(wrap_quantized(blocks.scaling, blocks.parts(false))), 1));
+  {
+    autocast scope(true, Float8BlockScaling{});
+    Ctx ctx;
+    EXPECT_FAILS(module->forward(x(), &ctx), kFailedPrecondition, "lend both copies");
+    EXPECT_TRUE(module->forward(x(), nullptr).ok());
+  }
+  autocast scope(true, Float8CurrentScaling{});
+  EXPECT_FAILS(module->forward(x(), nullptr), kFailedPrecondition, "scaled by blocks");
+}
+
+TEST(Borrowed, TheOwnerWritesCodes) {
+  for (const Recipe& recipe : {Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {
+    const auto module = mlp();
+    const auto before = module->state();
+    auto adam = take(Adam::create(module->parameters(), {}));
+    const auto weight = module->parameters()[2].parameter;
+    const Tensor values = take(weight->value.clone());
+    check(weight->borrow(codes_of(values, recipe).lend(), 1));
+    EXPECT_FAILS(weight->write(values), kFailedPrecondition, "their owner writes them");
+    EXPECT_FAILS(module->load_state(before, "state"), kFailedPrecondition, "holds codes");
+    EXPECT_FAILS(adam->step(), kFailedPrecondition, "fc1_weight");
+    EXPECT_FAILS(Adam::create(module->parameters(), {}), kFailedPrecondition, "fc1_weight");
+    std::vector<std::string> names;
+    for (const NamedTensor& t : module->state()) {
+      EXPECT_FALSE(t.tensor.quantized()) << t.name;
+      if (t.name.starts_with("fc1_weight")) names.push_back(t.name);
+    }
+    const bool blocks = std::holds_alternative<Float8BlockScaling>(recipe);
+    EXPECT_EQ(names.size(), blocks ? 2u : 3u);  // codes, scale_inv, amax
+  }
+}
+
+TEST(Borrowed, CodesAreNoPartOfAParameter) {
+  const auto module = take(Linear::create(
+      {.in_features = kHidden, .out_features = 32, .parameters_split = {{"a", 16}, {"b", 16}}}));
+  const auto part = module->parameters()[0].parameter;
+  check(part->borrow(codes_of(part->value, Float8CurrentScaling{}).lend(), 1));
+  EXPECT_FAILS(module->forward(x(), nullptr), kInvalidArgument, "a part of a parameter is f8e4m3");
 }
 
 TEST(Borrowed, WhatDoesNotFitIsNamedAndNothingChanges) {

@@ -78,6 +78,27 @@ TEST(DelayedWgrad, AStepBeforeItIsRefused) {
   check(linear->backward_dw());  // nothing is left
 }
 
+TEST(DelayedWgrad, TakenOutItIsTheBackwardsOwn) {
+  const auto computed = [](bool delays, int64_t backwards) {
+    auto linear = make_linear();
+    linear->set_delay_wgrad(delays);
+    std::vector<std::function<Status()>> left;
+    for (int64_t m = 0; m < 2; ++m) {
+      if (!delays && m == backwards) break;
+      Ctx ctx;
+      const Tensor y = take(linear->forward(input(), &ctx));
+      (void)take(linear->backward(m == 0 ? y : gradient(), ctx));
+      left.push_back(linear->take_delayed_wgrad());
+    }
+    check(linear->backward_dw());  // nothing is left in the module
+    for (int64_t m = 0; delays && m < backwards; ++m) check(left[static_cast<size_t>(m)]());
+    return values_of(linear->parameters()[0].grad());
+  };
+  EXPECT_EQ(computed(true, 1), computed(false, 1));
+  EXPECT_EQ(computed(true, 2), computed(false, 2));
+  EXPECT_NE(computed(true, 1), computed(true, 2));
+}
+
 TEST(DelayedWgrad, HooksWaitForNothingThatIsDelayed) {
   const Layer<Linear> linear({.in_features = kIn, .out_features = kOut});
   const auto seen = [&](bool delays) {

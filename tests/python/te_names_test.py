@@ -173,7 +173,6 @@ SAMPLES = {
     "checkpoint": lambda torch: (print,),
     "make_graphed_callables": lambda torch: (torch.nn.Linear(2, 2), (torch.zeros(1, 2),)),
     "parallel_cross_entropy": lambda torch: (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)),
-    "quantized_model_init": lambda torch: (),
 }
 INPUTS = {
     "DotProductAttention": [(4, 1, 2, 16)] * 3,

@@ -165,11 +165,7 @@ class _Stop:
 
     def __call__(self, frame, event, argument):
         # What a generator's end raises is not seen by anybody, here as everywhere in Python.
-        code = frame.f_code
-        if f"{os.sep}te_fl{os.sep}" not in code.co_filename or code.co_name.startswith("<"):
-            return None
-        # Interrupts come where calls end. In these two the handler covers that place, or nothing comes before the call that closes.
-        if code is te.autocast.__exit__.__code__ or self.instructions and code is te.autocast.__enter__.__code__:
+        if f"{os.sep}te_fl{os.sep}" not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
             return None
         frame.f_trace_opcodes = self.instructions
         if event in ("call", "line", "opcode"):

@@ -57,17 +57,18 @@ struct TE_FL_API Parameter {
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
 
   // Borrowing: `lent`, compact, F32, BF16 or F16, of value's shape and on its device, becomes the
-  // value. Its owner allocates and frees the memory (a Tensor::wrap with or without an owner to
-  // keep alive) and advances `owners_version` with every change of the contents: the same number
-  // as in the last call says that they are the same, wherever they lie, and then copies made of
-  // them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
+  // value; of a linear map's weight also E4M3 codes (wrap_quantized()), for training with their
+  // column-wise copy. Its owner allocates and frees the memory (a Tensor::wrap with or without an
+  // owner to keep alive) and advances `owners_version` with every change of the contents: the same
+  // number as in the last call says that they are the same, wherever they lie, and then copies made
+  // of them (FP8, other dtypes) and forwards whose backward is to come stay valid. An older number
   // says that the contents of then are lent again, for a backward of a forward of then. A framework
   // calls this before each forward, and before a backward if the memory has moved since. The memory
   // must be there, and unwritten, from then until the work that the calls enqueued is done; between
   // a forward and its backward te-fl holds no tensor of it. te-fl writes it in load_state() and in
-  // the step of an optimizer that was given the parameter, nowhere else. A captured graph goes on
-  // with the memory that it was captured with. INVALID_ARGUMENT names what does not fit, and then
-  // the value stays.
+  // the step of an optimizer that was given the parameter, nowhere else, and codes nowhere. A
+  // captured graph goes on with the memory that it was captured with. INVALID_ARGUMENT names what
+  // does not fit, and then the value stays.
   Status borrow(Tensor lent, uint64_t owners_version);
   // Takes the gradient out: the parameter has none afterwards. Undefined if there is none or it is
   // stale. Not while a graph is to write it.
@@ -151,8 +152,8 @@ struct ForwardOptions {
   // Unset in inference (ctx null) computes them once per Parameter::version, FP8 scales and recipe,
   // and keeps them until one of these changes, another stream comes, or a training forward does:
   // 1 byte for each weight under FP8, or the activation dtype's size if the parameter has another
-  // dtype. In a capture they are computed for this call, so that each launch reads the weights of
-  // its time.
+  // dtype; FP8-only parameters are dequantised for each call. In a capture they are computed for
+  // this call, so that each launch reads the weights of its time.
   std::optional<bool> is_first_microbatch = {};
   // The same for FP8 weights, decided on the device when the work runs, so that one captured graph
   // serves every microbatch: F32 [1] on the modules' device; 0 quantises and keeps, any other value
@@ -193,6 +194,9 @@ class TE_FL_API Module {
   // are none. An optimizer's step before it is FAILED_PRECONDITION. After an error what was left is
   // dropped.
   Status backward_dw();
+  // Takes out what backward_dw() would compute now, as a function that does it, to be called once
+  // while the module lives. Called after each backward it keeps the backwards' gradients apart.
+  std::function<Status()> take_delayed_wgrad();
   // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter (of an
   // FP8-only one its codes, NAME.scale_inv, by which they are multiplied, and NAME.amax, F32 [1]);
   // for each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,

@@ -12,6 +12,7 @@ SERVED = {
     "te_fl.pytorch.transformer": "DropPath TransformerLayer",
     "te_fl.pytorch.base": "TransformerEngineBaseModule",
     "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.float8_tensor": "Float8Tensor QuantizedTensor",
     "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.mlp": "LayerNormMLP",
@@ -59,7 +60,7 @@ SERVED = {
 }
 
 _RANKS = {"tp_group": "a group", "tp_size": 2, "sequence_parallel": True}
-_DELAY = {"delay_wgrad_compute": True, "symmetric_ar_type": "two_shot"}
+_REDUCE = {"symmetric_ar_type": "two_shot"}
 
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
@@ -82,11 +83,11 @@ PARTLY = {
     "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
-    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.linear.Linear": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.linear.Linear": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_DELAY},
+    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
     "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache", "softcap": 30.0},
     "te_fl.pytorch.norm.LayerNorm": {"sequence_parallel": True, "sm_margin": 4},
@@ -95,7 +96,6 @@ PARTLY = {
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
     "te_fl.pytorch.quantization.autocast": {"amax_reduction_group": "a group"},
-    "te_fl.pytorch.quantization.quantized_model_init": {"enabled": True},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
     "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
     "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache", "softcap": 30.0},
@@ -105,6 +105,8 @@ PARTLY = {
 MADE_BY = {
     "te_fl.jax.attention.SequenceDescriptor": "made by from_seqlens; segment ids are refused",
     "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
+    "te_fl.pytorch.float8_tensor.Float8Tensor": "made by quantized_model_init, with block scaling too",
+    "te_fl.pytorch.float8_tensor.QuantizedTensor": "the base of Float8Tensor, for isinstance",
 }
 
 # Parameters that te-fl has beyond Transformer Engine's, after them.

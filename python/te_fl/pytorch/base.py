@@ -10,7 +10,9 @@ import torch
 from te_fl import _native
 from te_fl.pytorch import extra_state, quantization, registry
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import default_device, native_device
+from te_fl.pytorch.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.refuse import refuse
 
 
@@ -18,7 +20,7 @@ def default_init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     """Base of modules with one layer of te_fl::nn.
 
     Derived classes set _kind, _sites (the layer's FP8 sites) and implement _options() and _tensors().
@@ -39,12 +41,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
         self._number = registry.enter(self)
+        self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
+        self._model_init = quantization.model_init()  # None: weights stay in high precision
+        self._products: List[str] = []  # the weights that become codes otherwise
 
     # -- parameters
 
     def _add_parameter(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
         self.register_parameter(name, torch.nn.Parameter(value))
         self._initialisers[name] = (init, tracker)
+
+    def _add_weight(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
+        """A parameter that products read, which quantized_model_init makes codes alone."""
+        self._add_parameter(name, value, init, tracker)
+        if self._model_init is not None:
+            self._products.append(name)
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        return self._model_init is not None
 
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         """Gives parameters their initial values. Those on the meta device get memory on default_device()."""
@@ -53,14 +68,34 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for name, (init, tracker) in self._initialisers.items():
             param = getattr(self, name)
             if param.device.type == "meta":
-                param = torch.nn.Parameter(torch.empty_like(param, device=default_device()), requires_grad=param.requires_grad)
-                setattr(self, name, param)
+                param = self._replaced(name, torch.empty_like(param, device=default_device()))
             random = contextlib.nullcontext()
             if tracker is not None:
                 stream = getattr(self, "rng_tracker_name", None)
                 random = tracker().fork(stream) if stream else tracker().fork()
             with torch.no_grad(), random:
-                init(param)
+                if name in self._products:
+                    self._initialise_codes(name, param, init)
+                else:
+                    init(param)
+
+    def _replaced(self, name: str, value: torch.Tensor) -> torch.nn.Parameter:
+        """The parameter that holds `value` from now on, with the attributes of the one before."""
+        before = getattr(self, name)
+        param = torch.nn.Parameter(value, requires_grad=before.requires_grad)
+        param.__dict__.update(before.__dict__)
+        setattr(self, name, param)
+        return param
+
+    def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
+        high = param.detach() if type(param) is torch.nn.Parameter else torch.empty(param.shape, dtype=param.dtype, device=param.device)
+        init(high)
+        if isinstance(param, Float8Tensor):
+            param.copy_(high)
+        else:
+            param = self._replaced(name, Float8Tensor.quantised(high, rules_of(self._model_init.native_recipe)))
+        if self._model_init.preserve_high_precision_init_val:
+            param._keep_initial(high.cpu())
 
     def _split_names(self, split: Any, out_features: int, what: str) -> List[Tuple[str, int]]:
         """(prefix, rows) of each part of a weight; one without prefix if it is whole."""
@@ -81,11 +116,15 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _add_split(self, name: str, parts: List[Tuple[str, int]], shape: Tuple[int, ...], device, dtype, init, tracker=None) -> List[str]:
         """Registers the parts of one array, which lie one after the other; their names."""
+        if name == "weight" and len(parts) > 1 and self._model_init is not None:
+            raise refuse(type(self).__name__, "parameters_split", tuple(prefix[:-1] for prefix, _ in parts),
+                         "inside quantized_model_init a weight is whole: leave it out (attention: give fuse_qkv_params=True)")
         whole = torch.empty(sum(rows for _, rows in parts), *shape, device=device, dtype=dtype)
+        add = self._add_weight if name == "weight" else self._add_parameter
         at, names = 0, []
         for prefix, rows in parts:
             names.append(prefix + name)
-            self._add_parameter(names[-1], whole[at:at + rows], init, tracker)
+            add(names[-1], whole[at:at + rows], init, tracker)
             at += rows
         return names
 
@@ -113,16 +152,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
         kind = kind or self._kind
         name = (kind, key)
         if torch.compiler.is_compiling():
+            self._check_compiled()
             return kind, () if key is None else key  # a graph names the layer, which te_fl.pytorch.compiled looks up at each call
         layer = self._layers.get(name)
         if layer is None:
             use_torch_memory(device)
             layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)})
+            if self.delay_wgrad_compute and kind == self._kind:
+                _native.delay_layer_wgrad(layer)
             self._layers[name] = layer
             if self._loaded and self._owns_state(kind):
                 _native.set_layer_state(layer, self._loaded)
                 self._loaded = []
         return layer
+
+    def _check_compiled(self) -> None:
+        """Refuses what a graph cannot hold, before the graph has it: without fullgraph=True the function runs without a graph then."""
+        if self._model_init is not None:
+            raise refuse(type(self).__name__, "quantized_model_init", True, "graphs of torch.compile hold no weights of FP8 codes alone; leave "
+                         "fullgraph=True out, or keep the weights in high precision")
 
     def _owns_state(self, kind: str) -> bool:
         return bool(self._sites) and kind == self._kind
@@ -144,17 +192,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
             return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random,
                                     accumulates)
         updates = quantization.notice(self)
+        if self.delay_wgrad_compute and torch.is_grad_enabled():
+            self._check_hooks()
         if first is None:
             first = quantization.reused_weights()
         if attention is not None:
-            call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates)
+            call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
             return run(call, self.training, *inputs, *extras, *parameters)
         if not x.is_contiguous():
             x = x.contiguous()
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
                 or call.updates != updates):
-            call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates)
+            call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
         return run(call, self.training, x, *parameters)
 
     # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
@@ -187,7 +237,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _apply(self, fn, recurse: bool = True):
         self._alone()
         state = self._fp8_state()
-        result = super()._apply(fn, recurse)
+        with keeping_codes():
+            result = super()._apply(fn, recurse)
         self._forget(state)
         return result
 
@@ -210,8 +261,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         layer = self._state_layer()
         if layer is None:
             return list(self._loaded)
-        like = next(iter(self.parameters(recurse=False)), None)
-        return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0) if like is None else like)]
+        return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0))]
 
     def _saved(self) -> Callable[[], None]:
         """What gives the module the FP8 state of now again, in the memory that the layer has then."""

@@ -56,6 +56,7 @@ class Call(NamedTuple):
     random: Optional[torch.Tensor]
     updates: int  # the thread whose gradients' scales are to be updated when the backward ends; 0: none
     accumulates: bool  # whether gradients of weights go to main_grad
+    delays: bool = False  # whether they come by backward_dw() alone
 
 
 def _ends(token: torch.Tensor, thread: int) -> None:
@@ -76,7 +77,8 @@ _ending = set()
 _KEPT = {torch.nn.Parameter}
 
 
-def _main_grads(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
+def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
+    """For each parameter the tensor that its gradient is added to; None: there is none."""
     return tuple(p.main_grad if p.dim() == 2 and p.requires_grad else None for p in parameters)
 
 
@@ -103,12 +105,12 @@ class LayerFunction(torch.autograd.Function):
         n = call.inputs
         output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
                                               call.attention, call.random)
-        # Also saved, so that PyTorch notices a write to them: masks and lengths, and the output of attention, which alone has three inputs and
-        # whose backward reads it.
-        read = (output,) if n == 3 else ()
-        if call.attention is not None:
-            read += tuple(t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference())
-        ctx.save_for_backward(token, *tensors, *read)
+        if call.attention is None:
+            ctx.save_for_backward(token, *tensors)
+        else:  # saved as well, so that PyTorch notices what is written before the backward: masks, lengths, and an output that is read again
+            # (what was made in inference mode can be neither saved nor, outside of that mode, written)
+            kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference()]
+            ctx.save_for_backward(token, *tensors, *kept, *((output,) if n == 3 else ()))
         ctx.call = call
         return output
 
@@ -123,8 +125,8 @@ def _backward(ctx, grad: torch.Tensor):
     token, *tensors = ctx.saved_tensors
     n = call.inputs + call.extras
     parameters = tuple(tensors[n:len(ctx.needs_input_grad) - 1])
-    main_grads = _main_grads(parameters) if call.accumulates else None
-    inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, main_grads, _keeps_graph())
+    main_grads = main_grads_of(parameters) if call.accumulates else None
+    inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, None if call.delays else main_grads, _keeps_graph())
     if call.updates:
         _ends(token, call.updates)
     if main_grads is not None:

@@ -58,8 +58,7 @@ class FusedLayer:
         """The FP8 state by te_fl::nn's names; None if the parts have it."""
         if self._current is None:
             return None
-        like = getattr(*self._places[0][:2])
-        return [(n, t.clone()) for n, t in _native.layer_state(self._layers[self._current], like)]
+        return [(n, t.clone()) for n, t in _native.layer_state(self._layers[self._current], torch.empty(0))]
 
     def state_of(self, path: str) -> Optional[List[Tuple[str, torch.Tensor]]]:
         """That of one part, by its own names."""
@@ -166,6 +165,8 @@ class FusedLayer:
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
         name = (mask, *size, owner.training or not torch.is_grad_enabled())
         if torch.compiler.is_compiling():
+            for _, part in self._parts:
+                part._check_compiled()
             from te_fl.pytorch import compiled
             random = generator.draw_for(owner, x.device) if drops else None
             return compiled.forward(owner, ("transformer_layer", name), -1, -1, first, (x,), extras,

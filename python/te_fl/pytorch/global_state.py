@@ -20,7 +20,7 @@ class _Questions(type):
         if name.startswith("__"):
             raise AttributeError(name)
         raise _Missing(f"{cls.__name__}.{name} is not served by te-fl, whose layers keep their own FP8 state; it has is_fp8_enabled(), "
-                       "is_fp8_calibration(), get_fp8_recipe(), with_fp8_parameters() and the is_.._available()")
+                       "is_fp8_calibration(), get_fp8_recipe(), with_fp8_parameters(), with_high_precision_init_val() and the is_.._available()")
 
 
 class FP8GlobalStateManager(metaclass=_Questions):
@@ -36,8 +36,9 @@ class FP8GlobalStateManager(metaclass=_Questions):
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        """The recipe in force; outside of a scope that of get_default_recipe()."""
-        return quantization.active_recipe() or availability.get_default_recipe()
+        """The recipe in force, of autocast or else of quantized_model_init; outside of both that of get_default_recipe()."""
+        init = quantization.model_init()
+        return quantization.active_recipe() or (init.recipe if init is not None else availability.get_default_recipe())
 
     @classmethod
     def get_fp8_group(cls) -> Optional[object]:
@@ -46,8 +47,14 @@ class FP8GlobalStateManager(metaclass=_Questions):
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """False: quantized_model_init is not served."""
-        return False
+        """Whether modules that are made now keep their weights in FP8 alone."""
+        return quantization.model_init() is not None
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Whether their weights keep what the codes were made from."""
+        init = quantization.model_init()
+        return init is not None and init.preserve_high_precision_init_val
 
     @classmethod
     def is_fp8_available(cls) -> Tuple[bool, str]:

@@ -24,11 +24,10 @@ class _Product(TransformerEngineBaseModule):
     _sites = ("fp8",)
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
-                return_bias, params_dtype, parallel_mode, parameters_split, device, delay_wgrad_compute, symmetric_ar_type) -> None:
+                return_bias, params_dtype, parallel_mode, parameters_split, device, symmetric_ar_type) -> None:
         where = type(self).__name__
         rules.parallel_mode(where, parallel_mode)
         rules.symmetric(where, symmetric_ar_type)
-        only(where, ("delay_wgrad_compute", bool(delay_wgrad_compute), False, "weight gradients are computed in backward"))
         self.in_features, self.out_features = int(in_features), int(out_features)
         self.params_dtype = parameter_dtype(params_dtype, where)
         self.use_bias, self.return_bias = bool(bias), bool(return_bias)
@@ -77,7 +76,8 @@ class Linear(_Product):
     in_features, out_features: of x and y. init_method: called on the weight; None: normal with mean 0 and standard deviation 0.023.
     return_bias: the bias is returned and not added. parameters_split: names, or names with rows, of the parts that the weight and the
     bias are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
-    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. get_rng_state_tracker: a function whose result's fork()
+    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without
+    FP8 the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork()
     the initialisation runs in. sequence_parallel, tp_group and tp_size are refused unless they say one rank; the ub_ arguments and
     parallel_mode then have no effect, as in Transformer Engine.
     """
@@ -96,10 +96,11 @@ class Linear(_Product):
         super().__init__(name)
         rules.one_rank("Linear", tp_group, tp_size, sequence_parallel)
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
-                     return_bias, params_dtype, parallel_mode, parameters_split, device_of(device), delay_wgrad_compute, symmetric_ar_type)
+                     return_bias, params_dtype, parallel_mode, parameters_split, device_of(device), symmetric_ar_type)
         # Backward reads what it needs of the input, quantised or not; keeping the original as well would change no result.
         self.save_original_input = save_original_input
         self.reset_parameters(defer_init=self.weight_device().type == "meta")
+        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
 
     def weight_device(self) -> torch.device:
         return getattr(self, self.weight_names[0]).device
@@ -149,11 +150,15 @@ class LayerNormLinear(_Product):
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
         add_norm_parameters(self, int(in_features), device, parameter_dtype(params_dtype, "LayerNormLinear"))
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, None, init_method, bias, return_bias,
-                     params_dtype, parallel_mode, parameters_split, device, delay_wgrad_compute, symmetric_ar_type)
+                     params_dtype, parallel_mode, parameters_split, device, symmetric_ar_type)
         self.reset_parameters(defer_init=device.type == "meta")
+        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
 
     def reset_layer_norm_parameters(self) -> None:
         reset_norm_parameters(self)
+
+    def _own(self) -> Tuple[torch.Tensor, ...]:
+        return (*norm_parameters(self), *super()._own())
 
     def _options(self) -> dict:
         return {**self._product_options(), **norm_options(self)}
@@ -166,7 +171,7 @@ class LayerNormLinear(_Product):
         """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
         if fp8_output or fp8_grad:
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
-        out = self._result(self._run(self._layer_of(inp), (inp,), (*norm_parameters(self), *self._own()), is_first_microbatch,
+        out = self._result(self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch,
                                      accumulates=self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out

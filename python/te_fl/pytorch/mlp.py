@@ -11,7 +11,6 @@ from te_fl.pytorch.base import TransformerEngineBaseModule, default_init, parame
 from te_fl.pytorch.call import DTYPE_NAMES
 from te_fl.pytorch.device import device_of
 from te_fl.pytorch.linear import add_norm_parameters, norm_options, norm_parameters, normalise, options_of, reset_norm_parameters
-from te_fl.pytorch.refuse import only
 
 ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "clamped_swiglu")
 GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
@@ -45,7 +44,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         rules.symmetric(where, symmetric_ar_type)
         rules.choice(where, "normalization", normalization, ("LayerNorm", "RMSNorm"))
         rules.choice(where, "activation", activation, ACTIVATIONS)
-        only(where, ("delay_wgrad_compute", bool(delay_wgrad_compute), False, "weight gradients are computed in backward"))
         self.activation, self._clamp = activation, _clamp(where, activation, activation_params)
         self.activation_params = activation_params
         self.hidden_size, self.ffn_hidden_size = int(hidden_size), int(ffn_hidden_size)
@@ -60,12 +58,14 @@ class LayerNormMLP(TransformerEngineBaseModule):
         add_norm_parameters(self, self.hidden_size, device, dtype)
         rows = self.ffn_hidden_size * (2 if activation in GATED else 1)
         init, tracker = init_method or default_init, get_rng_state_tracker
-        self._add_parameter("fc1_weight", torch.empty(rows, self.hidden_size, device=device, dtype=dtype), init, tracker)
+        self._add_weight("fc1_weight", torch.empty(rows, self.hidden_size, device=device, dtype=dtype), init, tracker)
         self._add_bias("fc1_bias", rows, device, dtype)
-        self._add_parameter("fc2_weight", torch.empty(self.hidden_size, self.ffn_hidden_size, device=device, dtype=dtype),
-                            output_layer_init_method or default_init, tracker)
+        self._add_weight("fc2_weight", torch.empty(self.hidden_size, self.ffn_hidden_size, device=device, dtype=dtype),
+                         output_layer_init_method or default_init, tracker)
         self._add_bias("fc2_bias", self.hidden_size, device, dtype)
         self.reset_parameters(defer_init=device.type == "meta")
+        biases = ["fc1_bias", "fc2_bias"] if self.use_bias else []
+        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, ["fc1_weight", "fc2_weight", *biases])
 
     def _add_bias(self, name: str, rows: int, device, dtype) -> None:
         if self.use_bias:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer, required
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.pytorch.float8_tensor import Float8Tensor
 
 __all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm",
            "multi_tensor_scale", "multi_tensor_sgd", "multi_tensor_unscale_l2norm"]
@@ -26,6 +27,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
+def _float32(param: torch.Tensor) -> torch.Tensor:
+    """The parameter's values as FP32, in memory of their own if it holds codes or 16 bits."""
+    param = param.detach()
+    return param.dequantize(dtype=torch.float32) if isinstance(param, Float8Tensor) else param.float()
+
+
 def _check_parameter(optimizer: str, param: torch.Tensor) -> None:
     if param.dtype not in _FLOATS:
         raise Unsupported(f"{optimizer}: a parameter has dtype {param.dtype}; it is float32, float16 or bfloat16")
@@ -34,22 +41,35 @@ def _check_parameter(optimizer: str, param: torch.Tensor) -> None:
 
 
 class _GroupedCalls:
-    """Rows of tensors by what must be the same in one call: device and dtypes of parameter and gradient, and what the caller adds."""
+    """Rows of tensors by what must be the same in one call: device and dtypes of parameter and gradient, and what the caller adds.
+
+    A parameter that holds codes is stepped as FP32 values, its master weight where it has one, and write_codes() quantises them.
+    """
 
     def __init__(self, optimizer: str):
-        self._optimizer, self._rows = optimizer, {}
+        self._optimizer, self._rows, self._codes = optimizer, {}, []
 
-    def add(self, param: torch.Tensor, grad: torch.Tensor, *rest: torch.Tensor, key: Any = None) -> None:
+    def add(self, param: torch.Tensor, grad: torch.Tensor, *rest: torch.Tensor, master: Optional[torch.Tensor] = None, key: Any = None) -> None:
         if grad.is_sparse:
             raise Unsupported(f"{self._optimizer}: sparse gradients are not served; give the embedding sparse=False")
         grad = _local(grad)
         if not grad.is_contiguous():
             grad = grad.contiguous()
-        self._rows.setdefault((param.device, param.dtype, grad.dtype, key), []).append((grad, _local(param), *rest))
+        if isinstance(param, Float8Tensor):
+            values = _float32(param) if master is None else master
+            self._codes.append((param, values))
+            param, master = values, None
+        if master is not None:
+            rest = (*rest, _local(master))
+        self._rows.setdefault((param.device, param.dtype, grad.dtype, master is not None, key), []).append((grad, _local(param), *rest))
 
     def __iter__(self):
-        for (device, _, _, key), rows in self._rows.items():
+        for (device, *_, key), rows in self._rows.items():
             yield device, key, [list(column) for column in zip(*rows)]
+
+    def write_codes(self) -> None:
+        for param, values in self._codes:
+            param.copy_(values)
 
 
 class _Optimizer(Optimizer):
@@ -74,7 +94,8 @@ class _Optimizer(Optimizer):
 class FusedAdam(_Optimizer):
     """Adam, or AdamW with adam_w_mode (the default), over float32, float16 and bfloat16 parameters.
 
-    master_weights: parameters of 16 bits are copies of FP32 weights that the optimizer holds. capturable: step count, learning rate and
+    master_weights: parameters of 16 bits and of FP8 codes are copies of FP32 weights that the optimizer holds. Without, a step of codes
+    rounds the new values to FP8, and one that is too small is lost. capturable: step count, learning rate and
     whether to skip a step (grad_scaler) are read from device memory, so that a CUDA graph may hold the step. use_decoupled_grad: gradients
     are read from param.decoupled_grad. State is FP32 (exp_avg, exp_avg_sq, master_param); other dtypes of it are refused.
     """
@@ -125,8 +146,11 @@ class FusedAdam(_Optimizer):
         state = self.state[param]
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
         state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
-        if self.master_weights and param.dtype is not torch.float32:
-            state["master_param"] = param.detach().float()
+        if self._has_master(param):
+            state["master_param"] = _float32(param)
+
+    def _has_master(self, param: torch.Tensor) -> bool:
+        return self.master_weights and (param.dtype is not torch.float32 or isinstance(param, Float8Tensor))
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
         """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, which are FP32 without a scale."""
@@ -149,10 +173,10 @@ class FusedAdam(_Optimizer):
                 continue
             self.state[param] = {}
             for name, value in given.items():
-                if value is not None and (name != "master_param" or (self.master_weights and param.dtype is not torch.float32)):
+                if value is not None and (name != "master_param" or self._has_master(param)):
                     self.set_scaled_state(param, name, value.float())
-            if self.master_weights and param.dtype is not torch.float32 and "master_param" not in self.state[param]:
-                self.state[param]["master_param"] = param.detach().float()  # saved by an optimizer that had none
+            if self._has_master(param) and "master_param" not in self.state[param]:
+                self.state[param]["master_param"] = _float32(param)  # saved by an optimizer that had none
         for group in self.param_groups:
             if "step" in group and self.capturable:
                 group["step"] = torch.as_tensor(group["step"]).reshape(1).to(self._device(group), torch.int64)
@@ -202,13 +226,10 @@ class FusedAdam(_Optimizer):
                 state = self.state[param]
                 if not state:
                     self.initialize_state(param)
-                master = state.get("master_param")
-                if master is None:
-                    calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), key=False)
-                else:
-                    calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), _local(master), key=True)
+                calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), master=state.get("master_param"))
             for device, _, lists in calls:
                 self._update(group, lists, skip.get(device))
+            calls.write_codes()
         return loss
 
     def _update(self, group: dict, lists: list, skip: Optional[torch.Tensor]) -> None:
@@ -287,6 +308,7 @@ class FusedSGD(_Optimizer):
                                      weight_decay=group["weight_decay"], dampening=group["dampening"], nesterov=group["nesterov"],
                                      first_run=first, wd_after_momentum=self.wd_after_momentum)
                 torch.autograd.graph.increment_version(params)
+            calls.write_codes()
         return loss
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from typing import Any, Optional
+from typing import Any, Iterator, NamedTuple, Optional
 
 import torch
 
@@ -15,9 +16,18 @@ from te_fl.pytorch.availability import get_default_recipe
 from te_fl.pytorch.refuse import refuse
 
 
+class ModelInit(NamedTuple):
+    """What quantized_model_init() says of the modules that are made inside."""
+
+    recipe: Recipe
+    native_recipe: dict
+    preserve_high_precision_init_val: bool
+
+
 class _State(threading.local):
     def __init__(self):
         self.scopes = []
+        self.model_init: Optional[ModelInit] = None
 
 
 _state = _State()
@@ -77,57 +87,16 @@ def active_recipe() -> Optional[Recipe]:
     return _state.scopes[-1].recipe if _state.scopes else None
 
 
-_enter, _exit = _native.Scope.__enter__, _native.Scope.__exit__
-
-
-class autocast(_native.Scope):
-    """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
-
-    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
-    recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
-    here, naming the field. amax_reduction_group: refused until there are several ranks. Backward needs no scope.
-    """
+class _Scope(_native.Scope):
+    """What autocast() returns: opened and closed in one step of the interpreter each, so that an interrupt leaves none open."""
 
     reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
-
-    def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None,
-                 amax_reduction_group: Optional[Any] = None, _graph: bool = False):
-        if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
-            raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
-        self.enabled, self.calibrating = bool(enabled), bool(calibrating)
-        self.recipe = get_default_recipe() if recipe is None else recipe
-        used = self.enabled or self.calibrating
-        native_recipe = native_of(self.recipe if used else DelayedScaling())
-        self.delayed = used and native_recipe["kind"] == "delayed"
-        self._arguments, self._entered = (self.enabled, self.calibrating, native_recipe), []
-
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
-    _compiled = 0  # how many of the times that it was entered were while Dynamo traced
 
-    # These are Python's, for Dynamo to read; what opens and closes a scope is C's. Python lets an interrupt in where a function begins and
-    # after each call: __enter__ closes again what was opened then, and __exit__ calls nothing before it closes. Its very beginning is left.
-
-    def __enter__(self) -> "autocast":
-        if torch.compiler.is_compiling():
-            from te_fl.pytorch import compiled_scopes
-            self._compiled += 1
-            self._entered.append(compiled_scopes.begin(*self._arguments))
-            return self
-        depth = len(self._entered)
-        try:
-            return _enter(self)
-        except BaseException:
-            if len(self._entered) > depth:
-                _exit(self)
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        if self._compiled:
-            from te_fl.pytorch import compiled_scopes
-            self._compiled -= 1
-            compiled_scopes.end(self._entered.pop())
-            return
-        _exit(self)
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: dict):
+        self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
+        self.delayed = (enabled or calibrating) and native["kind"] == "delayed"
+        self._arguments, self._entered = (enabled, calibrating, native), []
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""
@@ -141,6 +110,47 @@ class autocast(_native.Scope):
         return wrapped
 
 
+class _GraphScope:
+    """The same in a function that torch.compile compiles: Dynamo reads its methods."""
+
+    def __init__(self, *given: Any):
+        self._given, self._entered = given, []
+
+    def __enter__(self) -> "_GraphScope":
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled_scopes
+            enabled, calibrating, _, native = self._given
+            self._entered.append(compiled_scopes.begin(enabled, calibrating, native))
+        else:
+            self._entered.append(_Scope(*self._given).__enter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        entered = self._entered.pop()
+        if isinstance(entered, torch.Tensor):
+            from te_fl.pytorch import compiled_scopes
+            compiled_scopes.end(entered)
+        else:
+            entered.__exit__(*error)
+
+
+def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None, amax_reduction_group: Optional[Any] = None,
+             _graph: bool = False):
+    """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
+
+    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
+    recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
+    here, naming the field. amax_reduction_group: refused until there are several ranks. Backward needs no scope. The result is a context
+    manager, which may be entered again, and a decorator.
+    """
+    if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
+        raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
+    enabled, calibrating = bool(enabled), bool(calibrating)
+    chosen = get_default_recipe() if recipe is None else recipe
+    native = native_of(chosen if enabled or calibrating else DelayedScaling())
+    return (_GraphScope if torch.compiler.is_compiling() else _Scope)(enabled, calibrating, chosen, native)
+
+
 def _size_of(group: Any) -> int:
     import torch.distributed as dist
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 2
@@ -150,7 +160,7 @@ _warned = False
 
 
 def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Optional[Recipe] = None, fp8_group: Optional[Any] = None,
-                 _graph: bool = False) -> autocast:
+                 _graph: bool = False):
     """The older name of autocast()."""
     global _warned
     if not _warned:
@@ -160,15 +170,30 @@ def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Op
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group, _graph=_graph)
 
 
-def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False):
-    """A scope for modules whose weights are FP8 alone. Served with enabled=False only, which changes nothing."""
-    from contextlib import nullcontext
-    if enabled:
-        raise refuse("quantized_model_init", "enabled", enabled,
-                     "te_fl.pytorch keeps weights in high precision; leave the scope out, or give enabled=False")
-    return nullcontext()
+def model_init() -> Optional[ModelInit]:
+    """That of the innermost quantized_model_init() on this thread; None: modules keep their weights in high precision."""
+    return _state.model_init
+
+
+@contextlib.contextmanager
+def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None,
+                         preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+    """Modules made inside hold the weights of their products as FP8 codes alone (te_fl.pytorch.float8_tensor.Float8Tensor).
+
+    enabled: False makes modules as outside of all such scopes. recipe: says how codes are scaled; None: that of get_default_recipe(). A
+    recipe that te-fl does not serve is te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val()
+    is what its codes were made from, on the host, until its clear_high_precision_init_val().
+    """
+    recipe = get_default_recipe() if recipe is None else recipe
+    outer = _state.model_init
+    _state.model_init = ModelInit(recipe, native_of(recipe), bool(preserve_high_precision_init_val)) if enabled else None
+    try:
+        yield
+    finally:
+        _state.model_init = outer
 
 
 def fp8_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False):
     """The older name of quantized_model_init()."""
+    warnings.warn("fp8_model_init is the older name of quantized_model_init, which takes the same arguments", DeprecationWarning, stacklevel=2)
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
