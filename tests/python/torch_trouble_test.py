@@ -1,4 +1,4 @@
-"""te_fl.pytorch in trouble: tensors whose memory goes before the backward, workers that are forked, interrupts, and any order of imports."""
+"""te_fl.pytorch in trouble: tensors whose memory goes before the backward, forked workers, interrupts, and any order of imports."""
 
 import itertools
 import os
@@ -98,6 +98,20 @@ class Memory(Each):
         lengths[1] = 3
         with self.assertRaisesRegex(RuntimeError, "inplace|in place|in-place"):
             y.sum().backward()
+
+    def test_what_was_made_in_inference_mode_trains(self):
+        # PyTorch saves no such tensor for a backward, and nothing outside of that mode may write to it.
+        for arguments in (dict(attn_mask_type="causal"), dict(attn_mask_type="arbitrary")):
+            module, q = self.attention(**arguments)
+            call = dict(core_attention_bias_type="alibi") if arguments["attn_mask_type"] == "causal" else {}
+            with torch.inference_mode():
+                if not call:
+                    call["attention_mask"] = torch.zeros(1, 1, 6, 6, dtype=torch.bool)
+                want = module(q, q, q, **call).clone()
+            y = module(q, q, q, **call)
+            self.assertTrue(torch.equal(y, want))
+            y.sum().backward()
+            self.assertTrue(torch.isfinite(q.grad).all())
 
     def test_a_bias_whose_memory_goes(self):
         module, q = self.attention(attn_mask_type="no_mask")

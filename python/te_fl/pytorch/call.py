@@ -108,7 +108,8 @@ class LayerFunction(torch.autograd.Function):
         if call.attention is None:
             ctx.save_for_backward(token, *tensors)
         else:  # saved as well, so that PyTorch notices what is written before the backward: masks, lengths, and an output that is read again
-            kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor)]
+            # (what was made in inference mode can be neither saved nor, outside of that mode, written)
+            kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference()]
             ctx.save_for_backward(token, *tensors, *kept, *((output,) if n == 3 else ()))
         ctx.call = call
         return output
