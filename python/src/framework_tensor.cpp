@@ -41,7 +41,8 @@ Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
 // What number_tensor() makes, in one allocation.
 struct Number {
   ManagedVersioned managed{};
-  int64_t value = 0;
+  int64_t number = 0;
+  int64_t value = 0;  // the same; a compiled graph may write into a tensor that it reads no more
   int64_t extent = 1;
   int64_t stride = 1;
   void (*gone)(int64_t) = nullptr;
@@ -76,14 +77,14 @@ Ref to_framework(const Tensor& tensor, PyObject* like) {
 Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like) {
   const Exchange& api = exchange_for(like, "the argument");
   auto owner = std::make_unique<Number>();
-  owner->value = number;
+  owner->number = owner->value = number;
   owner->gone = gone;
   ManagedVersioned& m = owner->managed;
   m.version = {1, 0};
   m.context = owner.get();
   m.deleter = [](ManagedVersioned* self) {
     const std::unique_ptr<Number> dropped(static_cast<Number*>(self->context));
-    dropped->gone(dropped->value);
+    dropped->gone(dropped->number);
   };
   m.tensor.data = &owner->value;
   m.tensor.device = {TE_FL_DEVICE_CPU, 0};

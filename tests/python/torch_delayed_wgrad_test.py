@@ -151,6 +151,22 @@ class Gradients(unittest.TestCase):
         self.same(*results)
 
 
+    def test_compiled(self):
+        for name in ("Linear", "LayerNormMLP"):
+            for recipe in RECIPES[:3]:
+                results = []
+                for compiles in (True, False):
+                    module = made(name, True, device="cpu")
+                    torch._dynamo.reset()
+                    called = torch.compile(module, backend="aot_eager") if compiles else module
+                    x, y = forward(called, 1, recipe)
+                    backward(y, 1)
+                    self.assertIsNone((module.weight if name == "Linear" else module.fc1_weight).grad)
+                    module.backward_dw()
+                    results.append([x.grad] + [p.grad for p in module.parameters()])
+                self.same(*results)
+
+
 class Rules(unittest.TestCase):
     def test_the_backward_leaves_them(self):
         for recipe in RECIPES:

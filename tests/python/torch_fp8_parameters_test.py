@@ -275,6 +275,21 @@ class Modules(unittest.TestCase):
             for a, b in zip(*results):
                 self.assertTrue(torch.equal(a, b))
 
+    def test_compiled(self):
+        """A graph of torch.compile ends before such a module, which runs as without it."""
+        for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
+            for recipe in (CURRENT, None):
+                module = made(name)
+                plain = step(copy.deepcopy(module), recipe)
+                torch._dynamo.reset()
+                compiled = torch.compile(module, backend="aot_eager")
+                x = input_of()
+                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                    y = compiled(x)
+                y.square().sum().backward()
+                for a, b in zip([y.detach(), x.grad, *(p.grad for p in module.parameters())], plain):
+                    self.assertTrue(torch.equal(a, b))
+
     def test_a_weight_written_before_its_backward_is_noticed(self):
         module, x = made("Linear"), input_of()
         with te.autocast(recipe=CURRENT):

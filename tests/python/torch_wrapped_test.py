@@ -155,6 +155,30 @@ class Uses(Each):
                 want(x).sum().backward()
                 near(self, module.parametrizations.weight.original.grad, 2 * want.weight.grad, 1e-6, "gradient")
 
+    def test_parametrisations_serve_what_they_compute(self):
+        """Each forward gets a new tensor, perhaps at the address of the last one."""
+        from torch.nn.utils import parametrize
+
+        class Doubled(torch.nn.Module):
+            def forward(self, w):
+                return 2 * w
+        module, plain = (randomise(te.Linear(32, 32, device="cpu")).eval() for _ in range(2))
+        parametrize.register_parametrization(module, "weight", Doubled())
+        x = input_of().detach()
+        with torch.no_grad(), scope(Float8CurrentScaling()):
+            for _ in range(20):
+                plain.weight.copy_(2 * module.parametrizations.weight.original)
+                self.assertTrue(torch.equal(module(x), plain(x)))
+                module.parametrizations.weight.original.mul_(1.25)
+
+    def test_the_output_of_attention_is_written(self):
+        """Its backward reads it, so PyTorch refuses, as it does for its own attention."""
+        module, q = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd"), randn(2, 6, 4, 8).requires_grad_()
+        y = module(q, q, q)
+        y.mul_(2)
+        with self.assertRaisesRegex(RuntimeError, "inplace operation"):
+            y.sum().backward()
+
     def test_in_inference_mode(self):
         for name in MODULES:
             for recipe in (None, Float8CurrentScaling()):
@@ -236,8 +260,6 @@ class Uses(Each):
         deadline.cancel()
         self.assertEqual(os.waitstatus_to_exitcode(status), 0)
 
-    # The layers' calls are not known to torch.compile yet, which breaks the graph there.
-    @unittest.expectedFailure
     def test_compiled(self):
         for name in MODULES:
             with self.subTest(module=name):

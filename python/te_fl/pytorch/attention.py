@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
@@ -64,20 +63,28 @@ def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         raise ValueError(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
+    if torch.compiler.is_compiling():
+        from te_fl.pytorch import compiled
+        return compiled.cumulative_lengths(mask)
     counted = not mask.is_inference()  # a tensor made in PyTorch's inference mode does not count writes to it
     known = _lengths.get(mask) if counted else None
     if known is not None and known[0] == mask._version:
         return known[1]
+    sums = sums_of_lengths(where, mask)
+    if counted:
+        _lengths[mask] = (mask._version, sums)
+    return sums
+
+
+def sums_of_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
+    """What cumulative_lengths() says, each time anew."""
     kept = ~mask[:, 0, 0, :]
     lengths = kept.sum(1, dtype=torch.int32)
     expected = torch.arange(mask.shape[-1], device=mask.device) < lengths[:, None]
     if not torch.equal(kept, expected):
         raise ValueError(f"{where}: the padding mask hides tokens that are not at the end of their sequence; give that as "
                          "attn_mask_type='arbitrary' with a mask [batch, 1, queries, keys]")
-    sums = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    if counted:
-        _lengths[mask] = (mask._version, sums)
-    return sums
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
@@ -138,16 +145,13 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int]):
         # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
-        dropout = 0.0 if torch.is_grad_enabled() and not self.training else self.attention_dropout
-        key = (device, layout, mask, size, dropout)
+        drops = self.training or not torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            return self._layer(device, key=(layout, mask, *size, drops))
+        return self._dropping(device, layout, mask, size, drops)
 
-        def options() -> dict:
-            chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
-                      "num_gqa_groups": self.num_gqa_groups, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
-                      "softmax_type": self.softmax_type, "attention_dropout": dropout}
-            return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
-
-        layer = self._layer(device, options=options, key=key)
+    def _dropping(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], drops: bool):
+        layer = self._layer(device, key=(device, layout, mask, size, self.attention_dropout if drops else 0.0))
         if layer is not self._newest:
             before, self._newest = self._newest, layer
             if before is not None:
@@ -155,6 +159,17 @@ class DotProductAttention(TransformerEngineBaseModule):
                 if state:
                     _native.set_layer_state(layer, state)
         return layer
+
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
+        layout, mask, left, right, drops = key
+        return self._dropping(device, layout, mask, (left, right), bool(drops)), None
+
+    def _options_of(self, kind: str, key: Any) -> dict:
+        _, layout, mask, size, dropout = key
+        chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
+                  "num_gqa_groups": self.num_gqa_groups, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+                  "softmax_type": self.softmax_type, "attention_dropout": dropout}
+        return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
 
     def _state_layer(self):
         return self._newest
@@ -239,11 +254,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         def compute(q, k, v, *biases):
             layer = self._layer_for(q.device, layout, mask, size)
-            dropped = None
-            if self.training and self.attention_dropout > 0:
-                tracker = self.get_rng_state_tracker
-                with tracker().fork() if tracker is not None else contextlib.nullcontext():
-                    dropped = generator.draw(q.device)
+            dropped = generator.draw_for(self, q.device) if self.training and self.attention_dropout > 0 else None
             own = (self.softmax_offset,) if self.softmax_type == "learnable" else ()
             return self._run(layer, (q, k, v), own, attention=inputs, random=dropped, extras=biases)
 
@@ -304,6 +315,8 @@ _known_slopes: Dict[Tuple[int, torch.device], torch.Tensor] = {}
 
 
 def _slopes(heads: int, device: torch.device) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return alibi_slopes(heads, device)
     key = (heads, device)
     if key not in _known_slopes:
         _known_slopes[key] = alibi_slopes(heads, device)

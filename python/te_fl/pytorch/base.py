@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from te_fl import _native
-from te_fl.pytorch import extra_state, quantization
+from te_fl.pytorch import extra_state, quantization, registry
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import default_device, native_device
@@ -40,6 +40,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         self._call: Any = None
         self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
+        self._number = registry.enter(self)
         self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
         self._model_init = quantization.model_init()  # None: weights stay in high precision
         self._products: List[str] = []  # the weights that become codes otherwise
@@ -132,6 +133,10 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _options(self) -> dict:
         raise NotImplementedError
 
+    def _options_of(self, kind: str, key: Any) -> dict:
+        """The options of the layer that _layer() names by kind and key."""
+        return self._options()
+
     def _layer_of(self, x: Any):
         """The layer for this input; TypeError for what is no tensor."""
         if not isinstance(x, torch.Tensor):
@@ -143,16 +148,18 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         own = self._parameters
         return tuple([own[n] if n in own else getattr(self, n) for n in names])
 
-    def _layer(self, device: torch.device, kind: Optional[str] = None, options: Optional[Callable[[], dict]] = None, key: Any = None):
+    def _layer(self, device: torch.device, kind: Optional[str] = None, key: Any = None):
         kind = kind or self._kind
-        key = (kind, key)
-        layer = self._layers.get(key)
+        name = (kind, key)
+        if torch.compiler.is_compiling():
+            return kind, () if key is None else key  # a graph names the layer, which te_fl.pytorch.compiled looks up at each call
+        layer = self._layers.get(name)
         if layer is None:
             use_torch_memory(device)
-            layer = _native.layer(kind, {**(options or self._options)(), "device": native_device(device)})
+            layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)})
             if self.delay_wgrad_compute and kind == self._kind:
                 _native.delay_layer_wgrad(layer)
-            self._layers[key] = layer
+            self._layers[name] = layer
             if self._loaded and self._owns_state(kind):
                 _native.set_layer_state(layer, self._loaded)
                 self._loaded = []
@@ -173,6 +180,10 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         activation = -1
         if torch.is_autocast_enabled(x.device.type):
             activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]
+        if type(layer) is tuple:
+            from te_fl.pytorch import compiled
+            return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random,
+                                    accumulates)
         updates = quantization.notice(self)
         if self.delay_wgrad_compute and torch.is_grad_enabled():
             self._check_hooks()
@@ -188,6 +199,19 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
                 or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
         return run(call, self.training, x, *parameters)
+
+    # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
+
+    def _width(self, kind: str) -> int:
+        """The output's last extent; -1: the input's."""
+        return -1
+
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, Optional[List[int]]]:
+        """The layer of that name, and which of the parameters that the graph gives is each of the layer's; None: they are in its order."""
+        return self._layer(device, kind), None
+
+    def _notice(self) -> int:
+        return quantization.notice(self)
 
     def _changed(self) -> None:
         for layer in self._layers.values():
@@ -286,10 +310,12 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
         state["_layers"], state["_fused_in"], state["_call"] = {}, None, None
+        del state["_number"]
         return state
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self._number = registry.enter(self)
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
             self._loaded = [(n, t.to(device)) for n, t in self._loaded]

@@ -74,6 +74,7 @@ def _ends(token: torch.Tensor, thread: int) -> None:
 
 
 _ending = set()
+_KEPT = {torch.nn.Parameter}
 
 
 def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
@@ -104,7 +105,8 @@ class LayerFunction(torch.autograd.Function):
         n = call.inputs
         output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
                                               call.attention, call.random)
-        ctx.save_for_backward(token, *tensors)
+        # The backward of attention, which alone has three inputs, reads the output too: saved, a write to it is an error of PyTorch's.
+        ctx.save_for_backward(token, *tensors, output) if n == 3 else ctx.save_for_backward(token, *tensors)
         ctx.call = call
         return output
 
@@ -118,7 +120,7 @@ def _backward(ctx, grad: torch.Tensor):
     call = ctx.call
     token, *tensors = ctx.saved_tensors
     n = call.inputs + call.extras
-    parameters = tuple(tensors[n:])
+    parameters = tuple(tensors[n:-1] if call.inputs == 3 else tensors[n:])
     main_grads = main_grads_of(parameters) if call.accumulates else None
     inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, None if call.delays else main_grads, _keeps_graph())
     if call.updates:
@@ -134,6 +136,12 @@ def _backward(ctx, grad: torch.Tensor):
 _guarded_backward = torch.autograd.function.once_differentiable(_backward)
 
 
+def counted(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether writes to each are counted for as long as the module lives. What is computed for each call, as by parametrisations, is a new
+    tensor each time, perhaps where the last one was."""
+    return {*map(type, parameters)} <= _KEPT
+
+
 def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
     """The layer's output. training: whether parameters may change otherwise than by operations that their version counters count."""
     if torch.is_grad_enabled():
@@ -143,5 +151,6 @@ def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
                     _check_main_grads(tensors[call.inputs + call.extras:])
                 return LayerFunction.apply(call, *tensors)
     n = call.inputs
-    return _native.layer_forward(call.layer, call.activation, UNCACHED if training else SERVING, call.first, tensors[:n],
-                                 tensors[n + call.extras:], call.attention, call.random)[0]
+    parameters = tensors[n + call.extras:]
+    return _native.layer_forward(call.layer, call.activation, UNCACHED if training or not counted(parameters) else SERVING, call.first,
+                                 tensors[:n], parameters, call.attention, call.random)[0]

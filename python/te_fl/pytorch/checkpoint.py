@@ -51,6 +51,9 @@ def recompute_contexts(get_rng_state_tracker: Optional[Callable] = None) -> Tupl
     return _Run(record, False, shared, get_rng_state_tracker), _Run(record, True, shared, get_rng_state_tracker)
 
 
+_OF_PYTORCH = ("preserve_rng_state", "determinism_check", "debug", "early_stop")  # of the keywords; the others are the function's
+
+
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), whose activations are computed again in the backward; results and gradients are bit for bit the same.
 
@@ -63,4 +66,7 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     for name in ("distribute_saved_activations", "tp_group"):
         if kwargs.pop(name, None):
             raise refuse("checkpoint", name, True, "te_fl.pytorch runs on one rank so far; leave it out")
+    if torch.compiler.is_compiling():
+        from te_fl.pytorch import compiled
+        return compiled.recomputed(function, args, {k: v for k, v in kwargs.items() if k not in _OF_PYTORCH})
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: recompute_contexts(tracker), **kwargs)

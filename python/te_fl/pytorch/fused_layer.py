@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Callable, List, Optional, Tuple
 
 import torch
@@ -75,18 +74,35 @@ class FusedLayer:
                 part._forget(state)
         self._layers = {}
 
+    def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
+        """The parts' own parameters, in the parts' order."""
+        return [(part, name) for _, part in self._parts for name in part._parameters if part._parameters[name] is not None]
+
+    def order(self) -> List[int]:
+        """Which of parameters() is each of the layer's."""
+        known = {(id(part), name): i for i, (part, name) in enumerate(self.parameters())}
+        return [known[id(module), name] for module, name, _ in self._places]
+
+    def notice(self, owner) -> int:
+        updates = quantization.notice(owner)
+        if quantization._state.scopes:
+            for _, part in self._parts:
+                part.__dict__["_recipe"] = owner._recipe
+        return updates
+
     def changed(self) -> None:
         for layer in self._layers.values():
             _native.layer_changed(layer)
 
-    def _layer(self, owner, device: torch.device, mask: str, size: Tuple[int, int]):
-        attention, mlp = owner.self_attention, owner.layernorm_mlp
-        core = attention.core_attention
-        drops = owner.training or not torch.is_grad_enabled()
-        hidden, inner = (owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)
-        key = (device, mask, size, hidden, inner)
+    def layer(self, owner, device: torch.device, name: Tuple[str, int, int, bool]):
+        """The layer for a mask, the two bounds of a window, and whether it drops."""
+        mask, *size, drops = name
+        hidden, inner = (owner.hidden_dropout, owner.self_attention.core_attention.attention_dropout) if drops else (0.0, 0.0)
+        key = (device, mask, *size, hidden, inner)
         layer = self._layers.get(key)
         if layer is None:
+            attention, mlp = owner.self_attention, owner.layernorm_mlp
+            core = attention.core_attention
             use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
                        "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
@@ -134,6 +150,10 @@ class FusedLayer:
 
     def run(self, owner, x: torch.Tensor, mask: str, size, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
             cu_seqlens_padded, max_seqlen) -> torch.Tensor:
+        if torch.compiler.is_compiling() and owner.layernorm_mlp.primary_weights_in_fp8:
+            from te_fl.pytorch import compiled
+            return compiled.eagerly(self.run, owner, x, mask, size, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
+                                    cu_seqlens_padded, max_seqlen)
         where = "TransformerLayer"
         core = owner.self_attention.core_attention
         mask = mask_type(where, mask)
@@ -146,18 +166,18 @@ class FusedLayer:
             mask = THD_MASKS.get(mask, mask)
         if angles is not None:
             inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
-        layer = self._layer(owner, x.device, mask, size)
-        random = None
-        if owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0):
-            tracker = owner.get_rng_state_tracker
-            with tracker().fork() if tracker is not None else contextlib.nullcontext():
-                random = generator.draw(x.device)
-        updates = quantization.notice(owner)
+        drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
+        name = (mask, *size, owner.training or not torch.is_grad_enabled())
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled
+            random = generator.draw_for(owner, x.device) if drops else None
+            return compiled.forward(owner, ("transformer_layer", name), -1, -1, first, (x,), extras,
+                                    tuple(getattr(part, own) for part, own in self.parameters()), inputs, random, False)
+        layer = self.layer(owner, x.device, name)
+        random = generator.draw_for(owner, x.device) if drops else None
+        updates = self.notice(owner)
         if first is None:
             first = quantization.reused_weights()
-        if quantization._state.scopes:
-            for _, part in self._parts:
-                part.__dict__["_recipe"] = owner._recipe
         # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
         parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()

@@ -49,6 +49,9 @@ class _Product(TransformerEngineBaseModule):
     def _own(self) -> Tuple[torch.Tensor, ...]:
         return self._tensors(self._own_names)
 
+    def _width(self, kind: str) -> int:
+        return self.out_features if kind == self._kind else -1
+
     def _product_options(self) -> dict:
         options = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
                    "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
@@ -160,6 +163,9 @@ class LayerNormLinear(_Product):
     def _options(self) -> dict:
         return {**self._product_options(), **norm_options(self)}
 
+    def _options_of(self, kind: str, key: Any) -> dict:
+        return options_of(self, kind)
+
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
                 fp8_grad: Optional[bool] = False):
         """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
@@ -203,10 +209,13 @@ def norm_options(module) -> dict:
 def normalise(module, inp: torch.Tensor) -> torch.Tensor:
     """The normalised input in high precision, for those who want it besides the module's output."""
     kind = "layernorm" if module.normalization == "LayerNorm" else "rmsnorm"
+    return module._run(module._layer(inp.device, kind), (inp,), norm_parameters(module))
+
+
+def options_of(module, kind: str) -> dict:
+    """The options of the module's layer, or of that of normalise()."""
+    if kind == module._kind:
+        return module._options()
     weight = module.layer_norm_weight
-
-    def options():
-        return {"hidden_size": weight.shape[0], "epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma,
-                "param_dtype": DTYPE_NAMES[weight.dtype]}
-
-    return module._run(module._layer(inp.device, kind, options), (inp,), norm_parameters(module))
+    return {"hidden_size": weight.shape[0], "epsilon": module.eps, "zero_centered_gamma": module.zero_centered_gamma,
+            "param_dtype": DTYPE_NAMES[weight.dtype]}

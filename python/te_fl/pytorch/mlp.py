@@ -10,7 +10,7 @@ from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.base import TransformerEngineBaseModule, default_init, parameter_dtype
 from te_fl.pytorch.call import DTYPE_NAMES
 from te_fl.pytorch.device import device_of
-from te_fl.pytorch.linear import add_norm_parameters, norm_options, norm_parameters, normalise, reset_norm_parameters
+from te_fl.pytorch.linear import add_norm_parameters, norm_options, norm_parameters, normalise, options_of, reset_norm_parameters
 
 ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "clamped_swiglu")
 GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
@@ -79,6 +79,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def _options(self) -> dict:
         return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
                 "bias": self.use_bias, "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self)}
+
+    def _options_of(self, kind: str, key: Any) -> dict:
+        return options_of(self, kind)
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
         norm = norm_parameters(self)

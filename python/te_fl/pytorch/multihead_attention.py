@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch import refuse as rules
+from te_fl.pytorch import registry
 from te_fl.pytorch.attention import FORMATS, DotProductAttention
 from te_fl.pytorch.linear import LayerNormLinear, Linear
 from te_fl.pytorch.norm import LayerNorm, RMSNorm
@@ -21,19 +22,40 @@ class L2Normalization(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self._norms: Dict[Any, RMSNorm] = {}
+        self._number = registry.enter(self)
+
+    def _norm(self, n: int, device: torch.device) -> RMSNorm:
+        norm = self._norms.get((n, device))
+        if norm is None:
+            norm = RMSNorm(n, eps=self.eps / n, device=device, dtype=torch.float32)
+            norm.weight.requires_grad_(False).fill_(n ** -0.5)
+            self._norms[n, device] = norm
+        return norm
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         n = input.shape[-1]
-        key = (n, input.device, input.dtype)
-        norm = self._norms.get(key)
-        if norm is None:
-            norm = RMSNorm(n, eps=self.eps / n, device=input.device, dtype=torch.float32)
-            norm.weight.requires_grad_(False).fill_(n ** -0.5)
-            self._norms[key] = norm
-        return norm(input)
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled
+            weight = torch.full((n,), n ** -0.5, device=input.device)
+            return compiled.forward(self, ("rmsnorm", (n,)), -1, -1, None, (input,), (), (weight,), None, None, False)
+        return self._norm(n, input.device)(input)
+
+    # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
+
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
+        return self._norm(key[0], device)._layer(device), None
+
+    def _notice(self) -> int:
+        return 0
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_norms": {}}
+        state = {**self.__dict__, "_norms": {}}
+        del state["_number"]
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._number = registry.enter(self)
 
 
 class MultiheadAttention(torch.nn.Module):

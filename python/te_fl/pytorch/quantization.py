@@ -109,13 +109,22 @@ class autocast:
         self._entered = []
 
     def __enter__(self) -> "autocast":
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled_scopes
+            self._entered.append(compiled_scopes.begin(self.enabled, self.calibrating, self._native_recipe))
+            return self
         self._entered.append(_native.begin_autocast(self.enabled, self.calibrating, self._native_recipe))
         _state.scopes.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        entered = self._entered.pop()
+        if isinstance(entered, torch.Tensor):
+            from te_fl.pytorch import compiled_scopes
+            compiled_scopes.end(entered)
+            return
         _state.scopes.pop()
-        _native.end_autocast(self._entered.pop())
+        _native.end_autocast(entered)
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 
 import torch
 
@@ -13,3 +14,15 @@ def draw(device: torch.device) -> torch.Tensor:
     set back, the same.
     """
     return torch.randint(0, 2 ** 62, (2,), device=device, dtype=torch.int64)
+
+
+def draw_for(module: Any, device: torch.device) -> torch.Tensor:
+    """draw(), from the stream of the module's get_rng_state_tracker where it has one."""
+    tracker = module.get_rng_state_tracker
+    if tracker is None:
+        return draw(device)
+    if torch.compiler.is_compiling():
+        from te_fl.pytorch import compiled
+        return compiled.draw(module._number, device)
+    with tracker().fork():
+        return draw(device)

@@ -6,6 +6,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 
+from te_fl.errors import FailedPrecondition
+from te_fl.pytorch import registry
 from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.attention import FORMATS
 from te_fl.pytorch.fused_layer import FusedLayer
@@ -120,6 +122,7 @@ class TransformerLayer(torch.nn.Module):
         usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation and float(softcap) == 0.0
         self._fused = FusedLayer(self) if usual else None
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
+        self._number = registry.enter(self)
 
     def train(self, mode: bool = True):
         if self._fused is not None:
@@ -129,11 +132,26 @@ class TransformerLayer(torch.nn.Module):
     def __getstate__(self) -> dict:
         if self._fused is not None:
             self._fused.leave()
-        return {**self.__dict__, "_fused": self._fused is not None}
+        state = {**self.__dict__, "_fused": self._fused is not None}
+        del state["_number"]
+        return state
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._fused = FusedLayer(self) if state["_fused"] else None
+        self._number = registry.enter(self)
+
+    # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
+
+    def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[Any, List[int]]:
+        if not self._fused.usable(self):
+            raise FailedPrecondition("FAILED_PRECONDITION: TransformerLayer: one of its parts was replaced or given a hook after torch.compile had "
+                                     "compiled it, which PyTorch does not notice; call torch._dynamo.reset() to have it compiled anew")
+        layer = self._fused.layer(self, device, key)
+        return layer, self._fused.order()
+
+    def _notice(self) -> int:
+        return self._fused.notice(self)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.self_attention.set_tensor_parallel_group(tp_group)
@@ -182,7 +200,11 @@ class TransformerLayer(torch.nn.Module):
                     and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
                 return fused.run(self, hidden_states, mask, size, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
                                  core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-            fused.leave()
+            if torch.compiler.is_compiling():
+                from te_fl.pytorch import compiled
+                compiled.leave(self._number)
+            else:
+                fused.leave()
         given = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
                      rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,
