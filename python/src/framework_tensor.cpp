@@ -21,6 +21,12 @@ const Exchange& exchange_for(PyObject* object, const char* name) {
   return *api;
 }
 
+te_fl_dltensor describe(PyObject* object, const char* name) {
+  te_fl_dltensor t{};
+  if (exchange_for(object, name).describe(object, &t) != 0) throw PythonError();
+  return t;
+}
+
 std::shared_ptr<void> keep_alive(PyObject* object) {
   Py_INCREF(object);
   return std::shared_ptr<void>(object, [](void* kept) {
@@ -60,12 +66,29 @@ Ref to_object(const Exchange& api, ManagedVersioned* managed) {
 }  // namespace
 
 Tensor tensor_of(PyObject* object, const char* name, bool keep) {
-  const Exchange& api = exchange_for(object, name);
-  te_fl_dltensor t{};
-  if (api.describe(object, &t) != 0) throw PythonError();
+  const te_fl_dltensor t = describe(object, name);
   auto made = wrap(t, keep ? keep_alive(object) : nullptr);
   if (!made.ok()) throw_status(made.status().wrap(name));
   return *std::move(made);
+}
+
+Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent) {
+  const te_fl_dltensor t = describe(object, name);
+  const std::shared_ptr<void> owner = keep_alive(object);
+  auto made = wrap(t, owner);
+  if (!made.ok()) throw_status(made.status().wrap(name));
+  lent.emplace_back(object, name, t.data, owner);
+  return *std::move(made);
+}
+
+void Lent::check() const {
+  const std::shared_ptr<void> kept = owner_.lock();
+  if (kept == nullptr || describe(object_, name_.c_str()).data == data_) return;
+  throw_status(Status(
+      StatusCode::kFailedPrecondition,
+      "the memory of '" + name_ +
+          "' has been freed or replaced since the forward, and the backward reads it; leave the "
+          "tensor's storage and .data as they are until the backward has run"));
 }
 
 Ref to_framework(const Tensor& tensor, PyObject* like) {

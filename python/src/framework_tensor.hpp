@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "py.hpp"
@@ -15,6 +16,24 @@ namespace te_fl::python {
 // TypeError for other objects and te_fl's error for memory that it cannot describe, both naming
 // `name`.
 Tensor tensor_of(PyObject* object, const char* name, bool keep);
+
+// A tensor that a forward was given and may keep for its backward, by its address.
+class Lent {
+ public:
+  Lent(PyObject* object, const char* name, const void* data, const std::shared_ptr<void>& owner)
+      : object_(object), name_(name), data_(data), owner_(owner) {}
+  // FAILED_PRECONDITION naming the tensor if it is kept and its memory has been freed or replaced
+  // since: by untyped_storage().resize_() or .data =, which no version counter shows.
+  void check() const;
+
+ private:
+  PyObject* object_;  // lives as long as its owner
+  std::string name_;
+  const void* data_;
+  std::weak_ptr<void> owner_;
+};
+// As tensor_of() with `keep`, noting it in `lent`.
+Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent);
 
 // `tensor` as a tensor of the framework that `like` is of, sharing its memory.
 Ref to_framework(const Tensor& tensor, PyObject* like);

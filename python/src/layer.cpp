@@ -39,6 +39,7 @@ struct DelayedGradients {
   std::function<Status()> compute;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
+  std::vector<Lent> lent;  // what it is computed of, among others
 };
 
 struct Layer {
@@ -62,6 +63,7 @@ struct Record {
   nn::CapturedContext scopes;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
+  std::vector<Lent> lent;
 };
 
 // The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
@@ -233,7 +235,13 @@ Status lend(Runner& runner, std::vector<LentParameter>& lent, const std::vector<
   return {};
 }
 
-void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool keep) {
+// An input of a forward that trains, noted in `lent`, or of another, which keeps nothing.
+Tensor input_of(PyObject* object, const char* name, bool training, std::vector<Lent>& lent) {
+  return training ? tensor_of(object, name, lent) : tensor_of(object, name, false);
+}
+
+void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool training,
+               std::vector<Lent>& lent) {
   struct Field {
     std::string_view name;
     Tensor nn::AttentionInputs::*tensor;
@@ -251,7 +259,7 @@ void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, 
   };
   for (const Field& field : fields) {
     if (field.name != name) continue;
-    in.*field.tensor = tensor_of(value, std::string(name).c_str(), keep);
+    in.*field.tensor = input_of(value, std::string(name).c_str(), training, lent);
     return;
   }
   if (name == "max_seqlen_q") {
@@ -263,12 +271,13 @@ void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, 
   }
 }
 
-nn::AttentionInputs attention_of(PyObject* dict, bool keep) {
+nn::AttentionInputs attention_of(PyObject* dict, bool training, std::vector<Lent>& lent) {
   nn::AttentionInputs inputs;
   if (dict == Py_None) return inputs;
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
-    if (value != Py_None) set_field(inputs, text_of(key, "an input's name"), value, keep);
+    if (value == Py_None) continue;
+    set_field(inputs, text_of(key, "an input's name"), value, training, lent);
   }
   return inputs;
 }
@@ -302,6 +311,7 @@ struct Forward {
   std::vector<LentParameter> parameters;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
+  std::vector<Lent> lent;
   nn::AttentionInputs attention;
   nn::ForwardOptions options;
   Tensor random;
@@ -333,7 +343,8 @@ Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
                                            .ctx = std::move(ctx),
                                            .scopes = nn::CapturedContext::capture(),
                                            .numbers = std::move(f.numbers),
-                                           .trained = std::move(f.trained)});
+                                           .trained = std::move(f.trained),
+                                           .lent = std::move(f.lent)});
   return y;
 }
 
@@ -373,7 +384,8 @@ std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
   return dtypes;
 }
 
-Result<Gradients> run_backward(Record& record, const Tensor& dy,
+// `kept`: the gradient, if what is delayed is computed of it.
+Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
                                std::vector<Tensor>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
@@ -391,22 +403,31 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy,
   }
   gradients.parameters = take_gradients(*record.runner, main_grads);
   if (layer.delays_wgrad) {
+    kept.insert(kept.end(), record.lent.begin(), record.lent.end());
     layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
-                             record.numbers, record.trained});
+                             record.numbers, record.trained, std::move(kept)});
   }
   return gradients;
 }
 
-Result<std::vector<Tensor>> run_backward_dw(Layer& layer, std::vector<LentParameter>& parameters,
-                                            const std::vector<Tensor>& main_grads, void* stream) {
+// What the earliest of the backwards has left.
+Result<DelayedGradients> take_delayed(Layer& layer) {
+  const WithoutLock unlocked;
   const std::lock_guard lock(layer.mutex);
   if (layer.delayed.empty()) {
     return Status(StatusCode::kFailedPrecondition,
                   "backward_dw(): no backward has left gradients of weights; it is called once "
                   "after each backward");
   }
-  const DelayedGradients left = std::move(layer.delayed.front());
+  DelayedGradients left = std::move(layer.delayed.front());
   layer.delayed.pop_front();
+  return left;
+}
+
+Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients& left,
+                                            std::vector<LentParameter>& parameters,
+                                            const std::vector<Tensor>& main_grads, void* stream) {
+  const std::lock_guard lock(layer.mutex);
   const Device device = parameters.at(0).value.device();
   TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
   TE_FL_RETURN_IF_ERROR(open_gradients(*left.runner, dtypes_of(parameters), main_grads));
@@ -493,7 +514,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     f.mode = static_cast<Mode>(integer_of(args[2]));
     const bool training = f.mode == Mode::kTraining;
     for (PyObject* input : items_of(args[4], "inputs")) {
-      f.inputs.push_back(tensor_of(input, "input", training));
+      f.inputs.push_back(input_of(input, "input", training, f.lent));
     }
     if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
     const auto objects = items_of(args[5], "parameters");
@@ -503,7 +524,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     Contents contents = number_contents(*layer, objects, f.parameters, f.mode, reused);
     f.numbers = contents_in_piece(layer.get(), std::move(contents)).numbers;
     if (training) f.trained = trained_of(objects);
-    f.attention = attention_of(args[6], training);
+    f.attention = attention_of(args[6], training, f.lent);
     if (args[7] != Py_None) f.random = tensor_of(args[7], "random", true);
     const long long activation = integer_of(args[1]);
     f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
@@ -529,15 +550,19 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
   return guarded([&] {
     check_count("layer_backward", count, 5);
     const std::shared_ptr<Record> record = record_of(args[0]);
-    const Tensor dy = tensor_of(args[1], "gradient", record->layer->delays_wgrad);
+    for (const Lent& lent : record->lent) lent.check();
+    std::vector<Lent> kept;
+    const bool delays = record->layer->delays_wgrad;
+    const Tensor dy =
+        delays ? tensor_of(args[1], "gradient", kept) : tensor_of(args[1], "gradient", false);
     auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
     std::vector<Tensor> main_grads = main_grads_of(args[3], parameters.size());
     void* const stream = current_stream_of(args[1], dy.device());
     std::optional<Result<Gradients>> gradients;
     {
       const WithoutLock unlocked;
-      gradients.emplace(
-          run_backward(*record, dy, parameters, main_grads, stream, args[4] == Py_True));
+      gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, stream,
+                                     args[4] == Py_True));
     }
     const Gradients made = value_of(*std::move(gradients));
     const Ref inputs = tuple_of(made.inputs, args[1]);
@@ -564,11 +589,13 @@ PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
     const std::shared_ptr<Layer> layer = layer_of(capsule);
     auto parameters = parameters_of(*layer, items_of(objects, "parameters"), true);
     const auto main_grads = main_grads_of(given, parameters.size());
+    const DelayedGradients left = value_of(take_delayed(*layer));
+    for (const Lent& lent : left.lent) lent.check();
     void* const stream = current_stream_of(like, parameters.at(0).value.device());
     std::optional<Result<std::vector<Tensor>>> gradients;
     {
       const WithoutLock unlocked;
-      gradients.emplace(run_backward_dw(*layer, parameters, main_grads, stream));
+      gradients.emplace(run_backward_dw(*layer, left, parameters, main_grads, stream));
     }
     return tuple_of(value_of(*std::move(gradients)), like);
   });

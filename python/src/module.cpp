@@ -10,6 +10,7 @@
 #include "recompute.hpp"
 #include "registration.hpp"
 #include "report.hpp"
+#include "scope.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -62,9 +63,9 @@ PyMethodDef g_methods[] = {
     {"load_plugin", load_plugin, METH_O, "load_plugin(path_or_name) -> name"},
     {"verify_counts", verify_counts, METH_NOARGS, "verify_counts() -> dict"},
     {"write_trace", write_trace, METH_NOARGS, "write_trace()"},
-    {"policy_scope", policy_scope, METH_O, "policy_scope(settings) -> scope"},
-    {"enter_scope", enter_scope, METH_O, "enter_scope(scope)"},
-    {"leave_scope", leave_scope, METH_O, "leave_scope(scope)"},
+    {"check_policy", check_policy, METH_O, "check_policy(settings)"},
+    {"enter_policy", enter_policy, METH_O, "enter_policy(settings) -> scope"},
+    {"leave_policy", leave_policy, METH_O, "leave_policy(scope)"},
     {"set_registration_helpers", set_registration_helpers, METH_VARARGS,
      "set_registration_helpers(told, on_stream)"},
     {"set_module_loader", set_module_loader, METH_O, "set_module_loader(load)"},
@@ -99,7 +100,8 @@ PyMethodDef g_methods[] = {
      "begin_autocast(enabled, calibrating, recipe) -> scope"},
     {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},
     {"recompute_record", recompute_record, METH_NOARGS, "recompute_record() -> record"},
-    {"begin_recompute", begin_recompute, METH_VARARGS, "begin_recompute(record, second) -> scope"},
+    {"begin_recompute", begin_recompute, METH_VARARGS,
+     "begin_recompute(record, second, thread) -> scope"},
     {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
@@ -127,6 +129,7 @@ PyMODINIT_FUNC PyInit__native() {
   return guarded([] {
     Ref module = Ref::take(PyModule_Create(&g_module));
     check(PyModule_AddObjectRef(module.get(), "LentTensor", lent_tensor_class()));
+    check(PyModule_AddObjectRef(module.get(), "Scope", scope_class()));
     return module;
   });
 }

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "errors.hpp"
 #include "te_fl/op_manager.hpp"
@@ -57,42 +58,42 @@ void set(PolicySettings& settings, std::string_view key, PyObject* value) {
   }
 }
 
+PolicySettings settings_of(PyObject* dict) {
+  if (!PyDict_Check(dict)) throw_type_error("the settings of a policy must be a dict");
+  PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
+    if (value != Py_None) set(made, text_of(key, "a setting's name"), value);
+  }
+  return made;
+}
+
 }  // namespace
 
-PyObject* policy_scope(PyObject*, PyObject* settings) noexcept {
+PyObject* check_policy(PyObject*, PyObject* settings) noexcept {
   return guarded([&] {
-    if (!PyDict_Check(settings)) throw_type_error("the settings of a policy must be a dict");
-    PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
-    PyObject *key = nullptr, *value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(settings, &at, &key, &value) != 0;) {
-      if (value != Py_None) set(made, text_of(key, "a setting's name"), value);
-    }
+    settings_of(settings);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
+  return guarded([&] {
     auto scope = std::make_unique<Scope>();
-    scope->policy = SelectionPolicy::intern(std::move(made));
+    scope->policy = SelectionPolicy::intern(settings_of(settings));
     Ref capsule = Ref::take(PyCapsule_New(scope.get(), kName, [](PyObject* c) {
       auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kName));
       // One that was never left stays in force on its thread, as a C++ scope would.
       if (dropped->entered == nullptr) delete dropped;
     }));
-    scope.release();
+    Scope* const made = scope.release();
+    made->entered = std::make_unique<PolicyScope>(made->policy);
+    made->outer = std::exchange(t_innermost, made);
     return capsule;
   });
 }
 
-PyObject* enter_scope(PyObject*, PyObject* capsule) noexcept {
-  return guarded([&] {
-    Scope& scope = scope_of(capsule);
-    if (scope.entered != nullptr) {
-      throw_status(Status(StatusCode::kFailedPrecondition,
-                          "this policy scope has been entered already; make another one"));
-    }
-    scope.entered = std::make_unique<PolicyScope>(scope.policy);
-    scope.outer = std::exchange(t_innermost, &scope);
-    return Ref::share(Py_None);
-  });
-}
-
-PyObject* leave_scope(PyObject*, PyObject* capsule) noexcept {
+PyObject* leave_policy(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
     Scope& scope = scope_of(capsule);
     if (scope.entered == nullptr || t_innermost != &scope) {

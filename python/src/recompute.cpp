@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "errors.hpp"
 #include "te_fl/nn/recompute.hpp"
@@ -19,6 +20,7 @@ struct Record {
     Contents contents;
   };
   std::vector<Forward> forwards;  // of the first run
+  Ref scopes;                     // the autocasts that the first run began in, a list
 };
 
 // One that nobody ended stays in force on its thread, as a C++ scope would.
@@ -28,12 +30,20 @@ struct Piece {
   size_t next = 0;  // of the first run's forwards, in a second run
   Piece* outer = nullptr;
   std::unique_ptr<nn::RecomputeScope> scope;
+  // In a second run, the thread's list of autocasts, and a copy of it as it was outside.
+  Ref scopes, outside;
 };
 
 thread_local Piece* t_piece = nullptr;
 
 [[noreturn]] void throw_precondition(const std::string& text) {
   throw_status(Status(StatusCode::kFailedPrecondition, "recomputation: " + text));
+}
+
+Ref copy_of(PyObject* list) { return Ref::take(PyList_GetSlice(list, 0, PyList_Size(list))); }
+
+void assign(PyObject* list, PyObject* items) {
+  check(PyList_SetSlice(list, 0, PyList_Size(list), items));
 }
 
 const std::shared_ptr<Record>& record_of(PyObject* capsule) {
@@ -81,9 +91,10 @@ PyObject* recompute_record(PyObject*, PyObject*) noexcept {
 
 PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject* capsule = nullptr;
+    PyObject *capsule = nullptr, *thread = nullptr;
     int second = 0;
-    if (PyArg_ParseTuple(args, "Op", &capsule, &second) == 0) throw PythonError();
+    if (PyArg_ParseTuple(args, "OpO", &capsule, &second, &thread) == 0) throw PythonError();
+    Ref scopes = Ref::take(PyObject_GetAttrString(thread, "scopes"));
     auto piece = std::make_unique<Piece>();
     piece->record = record_of(capsule);
     piece->second = second != 0;
@@ -95,6 +106,13 @@ PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
       auto* dropped = static_cast<Piece*>(PyCapsule_GetPointer(c, kScopeName));
       if (dropped->scope == nullptr) delete dropped;
     }));
+    if (piece->second) {
+      piece->outside = copy_of(scopes.get());
+      assign(scopes.get(), piece->record->scopes.get());
+      piece->scopes = std::move(scopes);
+    } else {
+      piece->record->scopes = copy_of(scopes.get());
+    }
     t_piece = piece.release();
     return scope;
   });
@@ -109,6 +127,7 @@ PyObject* end_recompute(PyObject*, PyObject* capsule) noexcept {
     }
     t_piece = piece->outer;
     piece->scope.reset();
+    if (piece->second) assign(piece->scopes.get(), piece->outside.get());
     return Ref::share(Py_None);
   });
 }

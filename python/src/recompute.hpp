@@ -22,8 +22,10 @@ Contents contents_in_piece(const void* layer, Contents now);
 
 // recompute_record() -> what a piece's first run leaves for its second (nn::RecomputeRecord).
 PyObject* recompute_record(PyObject*, PyObject*) noexcept;
-// begin_recompute(record, second) -> scope: the forwards of this thread are the piece's first or
-// second run until end_recompute(scope), on the same thread, scopes inside first.
+// begin_recompute(record, second, thread) -> scope: the forwards of this thread are the piece's
+// first or second run until end_recompute(scope), on the same thread, scopes inside first.
+// thread.scopes, this thread's list of autocasts, is during the second run what it was when the
+// first began.
 PyObject* begin_recompute(PyObject*, PyObject* args) noexcept;
 PyObject* end_recompute(PyObject*, PyObject* scope) noexcept;
 

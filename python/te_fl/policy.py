@@ -11,7 +11,7 @@ def _listed(value, separator):
     return value if value is None or isinstance(value, str) else separator.join(value)
 
 
-class policy:
+class policy(_native.Scope):
     """A scope: with te_fl.policy(prefer="vendor", per_op={"gelu": ["reference"]}): ...
 
     Applies to ops called on this thread inside it; settings left out are as outside. prefer: flagos, default, vendor or reference. strict:
@@ -24,20 +24,12 @@ class policy:
                  per_op: Union[str, Mapping[str, Union[str, Sequence[str]]], None] = None, max_staged_bytes: Optional[int] = None):
         if per_op is not None and not isinstance(per_op, str):
             per_op = ";".join(f"{op}={_listed(tokens, '|')}" for op, tokens in per_op.items())
-        self._settings = {"prefer": prefer, "strict": strict, "deterministic": deterministic, "allow_vendors": _listed(allow_vendors, ","),
-                          "deny_vendors": _listed(deny_vendors, ","), "per_op": per_op, "max_staged_bytes": max_staged_bytes}
-        _native.policy_scope(self._settings)  # what is wrong with it is said here
-        self._entered = []
+        settings = {"prefer": prefer, "strict": strict, "deterministic": deterministic, "allow_vendors": _listed(allow_vendors, ","),
+                    "deny_vendors": _listed(deny_vendors, ","), "per_op": per_op, "max_staged_bytes": max_staged_bytes}
+        _native.check_policy(settings)  # what is wrong with it is said here
+        self._arguments, self._entered = (settings,), []
 
-    def __enter__(self) -> "policy":
-        scope = _native.policy_scope(self._settings)
-        _native.enter_scope(scope)
-        self._entered.append(scope)
-        return self
-
-    def __exit__(self, *error) -> None:
-        _native.leave_scope(self._entered[-1])
-        self._entered.pop()
+    _open, _close, _thread = _native.enter_policy, _native.leave_policy, None
 
 
 def policy_text() -> str:

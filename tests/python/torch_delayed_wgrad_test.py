@@ -197,6 +197,17 @@ class Rules(unittest.TestCase):
         with self.assertRaisesRegex(FailedPrecondition, "no backward has left"):
             module.backward_dw()
 
+    def test_memory_that_went_before(self):
+        """What the gradient is computed of is checked as a backward checks it."""
+        module = made("Linear", True, device="cpu")
+        for gone in ("input", "gradient"):
+            x, y = forward(module, 1)
+            grad = randn(*y.shape, seed=3)
+            y.backward(grad)
+            {"input": x, "gradient": grad}[gone].detach().untyped_storage().resize_(0)
+            with self.assertRaisesRegex(FailedPrecondition, gone):
+                module.backward_dw()
+
     def test_what_is_called_afterwards(self):
         module, seen = made("Linear", True, device="cpu"), []
         module.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(module.weight.grad is not None))

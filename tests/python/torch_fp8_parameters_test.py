@@ -277,12 +277,12 @@ class Modules(unittest.TestCase):
 
     def test_compiled(self):
         """A graph of torch.compile ends before such a module, which runs as without it."""
-        for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
+        for name in ("Linear", "TransformerLayer"):
             for recipe in (CURRENT, None):
                 module = made(name)
                 plain = step(copy.deepcopy(module), recipe)
                 torch._dynamo.reset()
-                compiled = torch.compile(module, backend="aot_eager")
+                compiled = torch.compile(module, backend="eager")
                 x = input_of()
                 with te.autocast(enabled=recipe is not None, recipe=recipe):
                     y = compiled(x)

@@ -105,8 +105,11 @@ class LayerFunction(torch.autograd.Function):
         n = call.inputs
         output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
                                               call.attention, call.random)
-        # The backward of attention, which alone has three inputs, reads the output too: saved, a write to it is an error of PyTorch's.
-        ctx.save_for_backward(token, *tensors, output) if n == 3 else ctx.save_for_backward(token, *tensors)
+        if call.attention is None:
+            ctx.save_for_backward(token, *tensors)
+        else:  # saved as well, so that PyTorch notices what is written before the backward: masks, lengths, and an output that is read again
+            kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor)]
+            ctx.save_for_backward(token, *tensors, *kept, *((output,) if n == 3 else ()))
         ctx.call = call
         return output
 
@@ -120,7 +123,7 @@ def _backward(ctx, grad: torch.Tensor):
     call = ctx.call
     token, *tensors = ctx.saved_tensors
     n = call.inputs + call.extras
-    parameters = tuple(tensors[n:-1] if call.inputs == 3 else tensors[n:])
+    parameters = tuple(tensors[n:len(ctx.needs_input_grad) - 1])
     main_grads = main_grads_of(parameters) if call.accumulates else None
     inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, None if call.delays else main_grads, _keeps_graph())
     if call.updates:

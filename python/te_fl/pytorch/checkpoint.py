@@ -12,43 +12,48 @@ from te_fl.pytorch import quantization
 from te_fl.pytorch.refuse import refuse
 
 
-class _Run:
+class _Run(_native.Scope):
     """One of the two runs: the second reads the scales and draws the numbers of the first, and collects nothing."""
 
-    def __init__(self, record: Any, second: bool, shared: dict, tracker: Optional[Callable]):
-        self._record, self._second, self._shared, self._tracker = record, second, shared, tracker
-        self._entered = []
+    _open, _close, _thread = _native.begin_recompute, _native.end_recompute, None
 
-    def __enter__(self) -> "_Run":
-        outside = None
+    def __init__(self, record: Any, second: bool):
+        self._arguments, self._entered = (record, second, quantization._state), []
+
+
+class _TrackedRun:
+    """A run whose second time begins with the tracker's random states of the first."""
+
+    def __init__(self, run: _Run, second: bool, first_states: list, tracker: Callable):
+        self._run, self._second, self._first_states, self._tracker = run, second, first_states, tracker
+        self._outside: list = []
+
+    def __enter__(self) -> "_TrackedRun":
+        states = self._tracker().get_states()
         if self._second:
-            outside = list(quantization._state.scopes)
-            quantization._state.scopes[:] = self._shared["scopes"]
+            self._outside.append(states)
+            self._tracker().set_states(self._first_states[-1])
         else:
-            self._shared["scopes"] = list(quantization._state.scopes)
-        streams = None
-        if self._tracker is not None:
-            if self._second:
-                streams = self._tracker().get_states()
-                self._tracker().set_states(self._shared["streams"])
-            else:
-                self._shared["streams"] = self._tracker().get_states()
-        self._entered.append((outside, streams, _native.begin_recompute(self._record, self._second)))
+            self._first_states[:] = [states]
+        self._run.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        outside, streams, scope = self._entered.pop()
-        _native.end_recompute(scope)
-        if outside is not None:
-            quantization._state.scopes[:] = outside
-        if streams is not None:
-            self._tracker().set_states(streams)
+        try:
+            self._run.__exit__(*error)
+        finally:
+            if self._second:
+                self._tracker().set_states(self._outside.pop())
 
 
-def recompute_contexts(get_rng_state_tracker: Optional[Callable] = None) -> Tuple[_Run, _Run]:
+def recompute_contexts(get_rng_state_tracker: Optional[Callable] = None) -> Tuple[Any, Any]:
     """The context_fn of torch.utils.checkpoint.checkpoint(use_reentrant=False) for functions that call te-fl's modules in FP8."""
-    record, shared = _native.recompute_record(), {}
-    return _Run(record, False, shared, get_rng_state_tracker), _Run(record, True, shared, get_rng_state_tracker)
+    record = _native.recompute_record()
+    runs = _Run(record, False), _Run(record, True)
+    if get_rng_state_tracker is None:
+        return runs
+    states: list = []
+    return tuple(_TrackedRun(run, second, states, get_rng_state_tracker) for run, second in zip(runs, (False, True)))
 
 
 _OF_PYTORCH = ("preserve_rng_state", "determinism_check", "debug", "early_stop")  # of the keywords; the others are the function's

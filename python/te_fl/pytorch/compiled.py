@@ -91,7 +91,7 @@ class _Again(NamedTuple):
     after: tuple  # and after them
 
     def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
-        scope = _native.begin_recompute(self.record, second)
+        scope = _native.begin_recompute(self.record, second, quantization._state)
         try:
             return _native.layer_forward(self.layer, *self.before, parameters, *self.after)
         finally:

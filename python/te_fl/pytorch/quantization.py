@@ -87,44 +87,16 @@ def active_recipe() -> Optional[Recipe]:
     return _state.scopes[-1].recipe if _state.scopes else None
 
 
-class autocast:
-    """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
-
-    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
-    recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
-    here, naming the field. amax_reduction_group: refused until there are several ranks. Backward needs no scope.
-    """
+class _Scope(_native.Scope):
+    """What autocast() returns: opened and closed in one step of the interpreter each, so that an interrupt leaves none open."""
 
     reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
+    _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
 
-    def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None,
-                 amax_reduction_group: Optional[Any] = None, _graph: bool = False):
-        if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
-            raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
-        self.enabled, self.calibrating = bool(enabled), bool(calibrating)
-        self.recipe = get_default_recipe() if recipe is None else recipe
-        used = self.enabled or self.calibrating
-        self._native_recipe = native_of(self.recipe if used else DelayedScaling())
-        self.delayed = used and self._native_recipe["kind"] == "delayed"
-        self._entered = []
-
-    def __enter__(self) -> "autocast":
-        if torch.compiler.is_compiling():
-            from te_fl.pytorch import compiled_scopes
-            self._entered.append(compiled_scopes.begin(self.enabled, self.calibrating, self._native_recipe))
-            return self
-        self._entered.append(_native.begin_autocast(self.enabled, self.calibrating, self._native_recipe))
-        _state.scopes.append(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        entered = self._entered.pop()
-        if isinstance(entered, torch.Tensor):
-            from te_fl.pytorch import compiled_scopes
-            compiled_scopes.end(entered)
-            return
-        _state.scopes.pop()
-        _native.end_autocast(entered)
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: dict):
+        self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
+        self.delayed = (enabled or calibrating) and native["kind"] == "delayed"
+        self._arguments, self._entered = (enabled, calibrating, native), []
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""
@@ -138,6 +110,47 @@ class autocast:
         return wrapped
 
 
+class _GraphScope:
+    """The same in a function that torch.compile compiles: Dynamo reads its methods."""
+
+    def __init__(self, *given: Any):
+        self._given, self._entered = given, []
+
+    def __enter__(self) -> "_GraphScope":
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch import compiled_scopes
+            enabled, calibrating, _, native = self._given
+            self._entered.append(compiled_scopes.begin(enabled, calibrating, native))
+        else:
+            self._entered.append(_Scope(*self._given).__enter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        entered = self._entered.pop()
+        if isinstance(entered, torch.Tensor):
+            from te_fl.pytorch import compiled_scopes
+            compiled_scopes.end(entered)
+        else:
+            entered.__exit__(*error)
+
+
+def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None, amax_reduction_group: Optional[Any] = None,
+             _graph: bool = False):
+    """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
+
+    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
+    recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
+    here, naming the field. amax_reduction_group: refused until there are several ranks. Backward needs no scope. The result is a context
+    manager, which may be entered again, and a decorator.
+    """
+    if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
+        raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
+    enabled, calibrating = bool(enabled), bool(calibrating)
+    chosen = get_default_recipe() if recipe is None else recipe
+    native = native_of(chosen if enabled or calibrating else DelayedScaling())
+    return (_GraphScope if torch.compiler.is_compiling() else _Scope)(enabled, calibrating, chosen, native)
+
+
 def _size_of(group: Any) -> int:
     import torch.distributed as dist
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 2
@@ -147,7 +160,7 @@ _warned = False
 
 
 def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Optional[Recipe] = None, fp8_group: Optional[Any] = None,
-                 _graph: bool = False) -> autocast:
+                 _graph: bool = False):
     """The older name of autocast()."""
     global _warned
     if not _warned:

@@ -1,0 +1,289 @@
+"""te_fl.pytorch in trouble: tensors whose memory goes before the backward, workers that are forked, interrupts, and any order of imports."""
+
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from torch_cases import RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
+from torch_oracle import randn, randomise  # noqa: E402
+
+import te_fl  # noqa: E402
+import te_fl.pytorch as te  # noqa: E402
+from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
+from te_fl.errors import FailedPrecondition  # noqa: E402
+
+
+class Memory(Each):
+    """A forward's tensors until its backward. What version counters show is in torch_autograd_test.py."""
+
+    @each(recipes=RECIPES[:3])
+    def test_names_may_go(self, module, device, recipe):
+        for drops in (False, True):
+            module.zero_grad()
+            x = input_of(device)
+            hidden = x * 1
+            with scope(recipe):
+                y = module(hidden)
+            if drops:
+                del hidden
+                junk = [torch.full_like(x, 7) for _ in range(4)]
+            y.sum().backward()
+            if not drops:
+                want = gradients(module, x)
+            elif not isinstance(recipe, DelayedScaling):  # whose scales have changed since
+                self.same(gradients(module, x), want)
+        del junk
+
+    @each(recipes=(None,))
+    def test_storage_that_was_freed_or_replaced(self, module, device, _):
+        def free(t):
+            t.untyped_storage().resize_(0)
+
+        def move(t):
+            t.untyped_storage().resize_(16 * t.untyped_storage().nbytes())
+
+        def replace(t):
+            t.data = torch.zeros_like(t)
+
+        for change in (free, move, replace):
+            x = input_of(device)
+            hidden = x * 1
+            y = module(hidden)
+            change(hidden)
+            with self.assertRaisesRegex(FailedPrecondition, "the memory of 'input' has been freed or replaced since the forward"):
+                y.sum().backward()
+        module.zero_grad()
+        module(input_of(device)).sum().backward()
+
+    def test_what_the_backward_does_not_read_may_go(self):
+        # In FP8 a product keeps its input's quantised copy.
+        module, x = randomise(te.Linear(32, 32, device="cpu")), input_of()
+        with scope(Float8CurrentScaling()):
+            module(x).sum().backward()
+        want = gradients(module, x)
+        module.zero_grad()
+        x = input_of()
+        hidden = x * 1
+        with scope(Float8CurrentScaling()):
+            y = module(hidden)
+        hidden.untyped_storage().resize_(0)
+        y.sum().backward()
+        self.same(gradients(module, x), want)
+
+    def attention(self, **arguments):
+        return te.DotProductAttention(4, 8, attention_dropout=0.0, qkv_format="bshd", **arguments), randn(2, 6, 4, 8).requires_grad_()
+
+    def test_a_mask_written_before_the_backward(self):
+        module, q = self.attention(attn_mask_type="arbitrary")
+        mask = randn(1, 1, 6, 6, seed=3) > 1
+        y = module(q, q, q, attention_mask=mask)
+        mask.fill_(False)
+        with self.assertRaisesRegex(RuntimeError, "inplace|in place|in-place"):
+            y.sum().backward()
+
+    def test_lengths_written_before_the_backward(self):
+        module = te.DotProductAttention(4, 8, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal")
+        q, lengths = randn(6, 4, 8).requires_grad_(), torch.tensor([0, 2, 6], dtype=torch.int32)
+        arguments = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=4, max_seqlen_kv=4)
+        module(q, q, q, **arguments).square().sum().backward()
+        y = module(q, q, q, **arguments)
+        lengths[1] = 3
+        with self.assertRaisesRegex(RuntimeError, "inplace|in place|in-place"):
+            y.sum().backward()
+
+    def test_a_bias_whose_memory_goes(self):
+        module, q = self.attention(attn_mask_type="no_mask")
+        bias = randn(1, 4, 6, 6, seed=3)
+        y = module(q, q, q, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+        bias.untyped_storage().resize_(0)
+        with self.assertRaisesRegex(FailedPrecondition, "the memory of 'bias' has been freed or replaced"):
+            y.sum().backward()
+
+
+class Quantising(torch.utils.data.Dataset):
+    """Its items are computed by a module, where they are asked for."""
+
+    def __init__(self, module, backward):
+        self.module, self.backward = module, backward
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        x = input_of(seed=index)
+        with scope(Float8CurrentScaling()):
+            y = self.module(x)
+        if self.backward:
+            y.square().sum().backward()
+            return x.grad
+        return y.detach()
+
+
+class Workers(unittest.TestCase):
+    def test_items_of_forked_workers(self):
+        module = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")).requires_grad_(False)
+        # Where backwards have run on a GPU, PyTorch itself refuses them in a forked child.
+        for backward in (False,) if torch.cuda.is_available() else (False, True):
+            data = Quantising(module, backward)
+            want = [data[i] for i in range(len(data))]  # the pools of this process run
+            loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120)
+            with self.subTest(backward=backward):
+                got = list(loader)
+                self.assertEqual(len(got), len(want))
+                self.assertTrue(all(torch.equal(g, w) for g, w in zip(got, want)))
+            self.assertTrue(torch.equal(data[0], want[0]))  # and this process goes on
+
+
+class _Stop:
+    """A trace function that raises KeyboardInterrupt at the n-th line or call in te_fl's own files, or, where Python traces them (3.12
+    does not always), at the n-th instruction."""
+
+    def __init__(self, number, instructions):
+        self.number, self.instructions, self.where = number, instructions, None
+
+    def __call__(self, frame, event, argument):
+        # What a generator's end raises is not seen by anybody, here as everywhere in Python.
+        if f"{os.sep}te_fl{os.sep}" not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
+            return None
+        frame.f_trace_opcodes = self.instructions
+        if event in ("call", "line", "opcode"):
+            self.number -= 1
+            if self.number == 0:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return self
+
+
+class Interrupts(Each):
+    def points(self, function, instructions=False):
+        """Where KeyboardInterrupt was raised while the function ran: each place once."""
+        number = 0
+        while True:
+            number += 1
+            stop = _Stop(number, instructions)
+            try:
+                sys.settrace(stop)
+                function()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            if stop.where is None:
+                self.assertGreater(number, 10)  # the function was traced at all
+                return
+            yield stop.where
+
+    def test_at_every_line_of_a_step(self):
+        modules = [randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")),
+                   randomise(te.Linear(32, 32, device="cpu"))]
+
+        def step(recipe=Float8CurrentScaling()):
+            x = input_of()
+            with te_fl.policy(prefer="flagos"), scope(recipe):
+                y = modules[1](te.checkpoint(modules[0], x))
+            y.sum().backward()
+            return [y.detach(), x.grad]
+
+        want, high, text = step(), step(None), te_fl.policy_text()
+        for where in self.points(step):
+            done = []
+            thread = threading.Thread(target=lambda: done.append(step()), daemon=True)
+            thread.start()
+            thread.join(30)
+            self.assertTrue(done, f"another thread waits or fails after {where}")
+            self.same(done[0], want, where)
+            self.assertEqual(te_fl.policy_text(), text, where)
+            x = input_of()
+            y = modules[1](modules[0](x))  # outside of an autocast: none is left open
+            y.sum().backward()
+            self.same([y.detach(), x.grad], high, where)
+            self.same(step(), want, where)
+
+    def test_at_every_instruction_of_the_scopes(self):
+        module, x = randomise(te.Linear(32, 32, device="cpu")).requires_grad_(False), input_of().detach()
+        want, text = module(x), te_fl.policy_text()
+
+        def scopes():
+            with te.autocast(recipe=Float8CurrentScaling()):
+                with te_fl.policy(prefer="reference"):
+                    module(x)
+
+        for where in self.points(scopes, instructions=True):
+            self.assertEqual(te_fl.policy_text(), text, where)
+            self.assertTrue(torch.equal(module(x), want), where)
+
+    def test_signals(self):
+        program = """
+import os, signal, threading, torch
+import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling
+module = te.TransformerLayer(64, 256, 4, device="cpu")
+optimizer = te.optimizers.FusedAdam(module.parameters())
+def step():
+    with te.autocast(recipe=DelayedScaling()):
+        y = module(torch.ones(16, 2, 64))
+    y.square().mean().backward()
+    optimizer.step()
+step()
+for i in range(25):
+    timer = threading.Timer(0.004 + 0.0013 * i, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        while True:
+            step()
+    except KeyboardInterrupt:
+        pass
+    timer.join()
+    step()
+print("goes on")
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout.strip()), (0, "goes on"), done.stderr)
+
+
+class Imports(unittest.TestCase):
+    USE = """
+import te_fl.pytorch as te
+from te_fl.common.recipe import Float8CurrentScaling
+import sys, torch
+x = torch.ones(16, 16, requires_grad=True)
+module = te.Linear(16, 16, device="cpu")
+with te.autocast(recipe=Float8CurrentScaling()):
+    module(x).sum().backward()
+assert torch.allclose(x.grad, module.weight.detach().sum(0).expand(16, 16), rtol=0.1, atol=0.02)
+if "jax" in sys.modules:
+    import jax, jax.numpy as jnp, te_fl.jax as tj
+    y = jax.jit(lambda x: tj.ops.relu(input=x))(jnp.arange(-2.0, 3.0))
+    assert y.tolist() == [0, 0, 0, 1, 2], y
+assert "transformer_engine" not in sys.modules
+"""
+
+    def test_any_order_beside_nvidias_package(self):
+        try:
+            import jax
+            names = ("torch", jax.__name__, "te_fl")
+        except ModuleNotFoundError:
+            names = ("torch", "te_fl")
+        with tempfile.TemporaryDirectory() as folder:
+            package = pathlib.Path(folder, "transformer_engine")
+            package.mkdir()
+            (package / "__init__.py").write_text("raise ImportError('as without a GPU')\n")
+            path = folder + os.pathsep + os.environ.get("PYTHONPATH", "")
+            for order in itertools.permutations(names):
+                with self.subTest(order=order):
+                    program = "".join(f"import {name}\n" for name in order) + self.USE
+                    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180,
+                                          env={**os.environ, "PYTHONPATH": path})
+                    self.assertEqual(done.returncode, 0, done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
