@@ -106,9 +106,9 @@ te_fl_status allocate_in_python(const Allocator& allocator, const te_fl_memory_d
   const InterpreterLock lock;
   if (!lock.held()) return refuse(sink, "the interpreter has ended", TE_FL_OUT_OF_MEMORY);
   const ErrorAside aside;
-  PyObject* address = PyObject_CallFunction(allocator.allocate, "KK",
-                                            static_cast<unsigned long long>(memory.bytes),
-                                            reinterpret_cast<unsigned long long>(memory.stream));
+  PyObject* address =
+      PyObject_CallFunction(allocator.allocate, "KK", static_cast<unsigned long long>(memory.bytes),
+                            reinterpret_cast<unsigned long long>(memory.stream));
   if (address == nullptr) return report(sink, TE_FL_OUT_OF_MEMORY);
   *out = PyLong_AsVoidPtr(address);
   Py_DECREF(address);

@@ -289,6 +289,9 @@ class Modules(unittest.TestCase):
                 y.square().sum().backward()
                 for a, b in zip([y.detach(), x.grad, *(p.grad for p in module.parameters())], plain):
                     self.assertTrue(torch.equal(a, b))
+            torch._dynamo.reset()
+            with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "quantized_model_init"):
+                torch.compile(module, backend="eager", fullgraph=True)(x)
 
     def test_a_weight_written_before_its_backward_is_noticed(self):
         module, x = made("Linear"), input_of()

@@ -229,7 +229,7 @@ torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context
 torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, lib=_library)
 
 
-@torch._dynamo.disable(reason="fuse_wgrad_accumulation, delay_wgrad_compute and weights of FP8 codes work on what is no argument of a graph's ops")
+@torch._dynamo.disable(reason="fuse_wgrad_accumulation, delay_wgrad_compute and quantized_model_init work on what is no argument of a graph's ops")
 def eagerly(function: Callable, *arguments: Any) -> Any:
     return function(*arguments)
 
