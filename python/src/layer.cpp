@@ -39,6 +39,7 @@ struct DelayedGradients {
   std::function<Status()> compute;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
+  std::vector<Lent> lent;  // what it is computed of, among others
 };
 
 struct Layer {
@@ -383,7 +384,8 @@ std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
   return dtypes;
 }
 
-Result<Gradients> run_backward(Record& record, const Tensor& dy,
+// `kept`: the gradient, if what is delayed is computed of it.
+Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
                                std::vector<Tensor>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
@@ -401,22 +403,31 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy,
   }
   gradients.parameters = take_gradients(*record.runner, main_grads);
   if (layer.delays_wgrad) {
+    kept.insert(kept.end(), record.lent.begin(), record.lent.end());
     layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
-                             record.numbers, record.trained});
+                             record.numbers, record.trained, std::move(kept)});
   }
   return gradients;
 }
 
-Result<std::vector<Tensor>> run_backward_dw(Layer& layer, std::vector<LentParameter>& parameters,
-                                            const std::vector<Tensor>& main_grads, void* stream) {
+// What the earliest of the backwards has left.
+Result<DelayedGradients> take_delayed(Layer& layer) {
+  const WithoutLock unlocked;
   const std::lock_guard lock(layer.mutex);
   if (layer.delayed.empty()) {
     return Status(StatusCode::kFailedPrecondition,
                   "backward_dw(): no backward has left gradients of weights; it is called once "
                   "after each backward");
   }
-  const DelayedGradients left = std::move(layer.delayed.front());
+  DelayedGradients left = std::move(layer.delayed.front());
   layer.delayed.pop_front();
+  return left;
+}
+
+Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients& left,
+                                            std::vector<LentParameter>& parameters,
+                                            const std::vector<Tensor>& main_grads, void* stream) {
+  const std::lock_guard lock(layer.mutex);
   const Device device = parameters.at(0).value.device();
   TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
   TE_FL_RETURN_IF_ERROR(open_gradients(*left.runner, dtypes_of(parameters), main_grads));
@@ -540,15 +551,18 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     check_count("layer_backward", count, 5);
     const std::shared_ptr<Record> record = record_of(args[0]);
     for (const Lent& lent : record->lent) lent.check();
-    const Tensor dy = tensor_of(args[1], "gradient", record->layer->delays_wgrad);
+    std::vector<Lent> kept;
+    const bool delays = record->layer->delays_wgrad;
+    const Tensor dy =
+        delays ? tensor_of(args[1], "gradient", kept) : tensor_of(args[1], "gradient", false);
     auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
     std::vector<Tensor> main_grads = main_grads_of(args[3], parameters.size());
     void* const stream = current_stream_of(args[1], dy.device());
     std::optional<Result<Gradients>> gradients;
     {
       const WithoutLock unlocked;
-      gradients.emplace(
-          run_backward(*record, dy, parameters, main_grads, stream, args[4] == Py_True));
+      gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, stream,
+                                     args[4] == Py_True));
     }
     const Gradients made = value_of(*std::move(gradients));
     const Ref inputs = tuple_of(made.inputs, args[1]);
@@ -575,11 +589,13 @@ PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
     const std::shared_ptr<Layer> layer = layer_of(capsule);
     auto parameters = parameters_of(*layer, items_of(objects, "parameters"), true);
     const auto main_grads = main_grads_of(given, parameters.size());
+    const DelayedGradients left = value_of(take_delayed(*layer));
+    for (const Lent& lent : left.lent) lent.check();
     void* const stream = current_stream_of(like, parameters.at(0).value.device());
     std::optional<Result<std::vector<Tensor>>> gradients;
     {
       const WithoutLock unlocked;
-      gradients.emplace(run_backward_dw(*layer, parameters, main_grads, stream));
+      gradients.emplace(run_backward_dw(*layer, left, parameters, main_grads, stream));
     }
     return tuple_of(value_of(*std::move(gradients)), like);
   });

@@ -151,6 +151,22 @@ class Gradients(unittest.TestCase):
         self.same(*results)
 
 
+    def test_compiled(self):
+        for name in ("Linear", "LayerNormMLP"):
+            for recipe in RECIPES[:3]:
+                results = []
+                for compiles in (True, False):
+                    module = made(name, True, device="cpu")
+                    torch._dynamo.reset()
+                    called = torch.compile(module, backend="aot_eager") if compiles else module
+                    x, y = forward(called, 1, recipe)
+                    backward(y, 1)
+                    self.assertIsNone((module.weight if name == "Linear" else module.fc1_weight).grad)
+                    module.backward_dw()
+                    results.append([x.grad] + [p.grad for p in module.parameters()])
+                self.same(*results)
+
+
 class Rules(unittest.TestCase):
     def test_the_backward_leaves_them(self):
         for recipe in RECIPES:
@@ -180,6 +196,17 @@ class Rules(unittest.TestCase):
         module.backward_dw()
         with self.assertRaisesRegex(FailedPrecondition, "no backward has left"):
             module.backward_dw()
+
+    def test_memory_that_went_before(self):
+        """What the gradient is computed of is checked as a backward checks it."""
+        module = made("Linear", True, device="cpu")
+        for gone in ("input", "gradient"):
+            x, y = forward(module, 1)
+            grad = randn(*y.shape, seed=3)
+            y.backward(grad)
+            {"input": x, "gradient": grad}[gone].detach().untyped_storage().resize_(0)
+            with self.assertRaisesRegex(FailedPrecondition, gone):
+                module.backward_dw()
 
     def test_what_is_called_afterwards(self):
         module, seen = made("Linear", True, device="cpu"), []
