@@ -50,7 +50,8 @@ def scales(state):
     """{part: {'scaling_fwd': (scale, history), ..}} of a state_dict, of the places that te-fl's layers have."""
     out = {}
     for key, value in state.items():
-        if not key.endswith("_extra_state") or value is None or value.numel() == 0:
+        # Transformer Engine writes attention's scales, which are 1, without fp8_dpa as well.
+        if not key.endswith("_extra_state") or "core_attention" in key or value is None or value.numel() == 0:
             continue
         found = _Anything(io.BytesIO(value.numpy().tobytes())).load()
         part = out.setdefault(key.removesuffix("_extra_state").rstrip("."), {})
