@@ -218,9 +218,9 @@ Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8
       return {};
     }
     return failed_precondition(
-        "delayed scaling: an inference (ctx null) has no scales to read, since no amax was ever "
-        "collected for this module, and scale 1 would saturate what exceeds 448. Train a step, "
-        "calibrate (AutocastOptions::calibrating; not for FP8 attention) or load FP8 state before, "
+        "delayed scaling: an inference (no ctx, no gradients) has no scales to read: no amax was "
+        "ever collected for this module, and scale 1 would saturate what exceeds 448. Train a "
+        "step, calibrate (calibrating = true; not for FP8 attention) or load FP8 state before, "
         "or use Float8CurrentScaling");
   }
   TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len));
