@@ -65,7 +65,8 @@ bool is_compact(const te_fl_dltensor& t) {
   return true;
 }
 
-// Of a PrivateUse1 device, of which PyTorch's exchange API tells none (2.11).
+// Of a PrivateUse1 device, of which PyTorch's exchange API tells none in 2.11; what is asked here
+// also remembers the stream, so that work can be put on it by its handle later.
 void* stream_of_torch(int32_t index) {
   static PyObject* const ask = [] {
     const Ref module = Ref::take(PyImport_ImportModule("te_fl.private_device"));
@@ -109,13 +110,13 @@ Result<Device> device_of(const te_fl_device& device) {
 
 void* current_stream(const Exchange& api, const te_fl_device& device) {
   if (device.type == TE_FL_DEVICE_CPU) return nullptr;
+  if (device.type == TE_FL_DEVICE_EXT && is_torch(api)) return stream_of_torch(device.index);
   void* stream = nullptr;
   if (api.current_stream != nullptr &&
       api.current_stream(device.type, device.index, &stream) != 0) {
     throw PythonError();
   }
-  if (stream != nullptr || device.type != TE_FL_DEVICE_EXT || !is_torch(api)) return stream;
-  return stream_of_torch(device.index);
+  return stream;
 }
 
 const Exchange* exchange_of(PyTypeObject* type) {
