@@ -78,10 +78,11 @@ Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp
   return parameter;
 }
 
-Status check_writable(std::string_view who, const Parameter& parameter) {
+Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter) {
   if (!parameter.value.quantized() || parameter.fp8_values != nullptr) return {};
   return failed_precondition(
-      std::string(who) + ": the parameter " + parameter.value.describe() +
+      std::string(who) + ": the parameter " + std::string(name) + (name.empty() ? "" : " ") +
+      parameter.value.describe() +
       " holds codes that were lent (Parameter::borrow()); their owner writes "
       "them, or lends values in high precision");
 }
@@ -148,7 +149,7 @@ Status Parameter::write(const Tensor& values) {
                             "; for the parameter " + value.describe() +
                             " they must be F32, BF16 or F16 of its shape");
   }
-  TE_FL_RETURN_IF_ERROR(detail::check_writable("Parameter::write", *this));
+  TE_FL_RETURN_IF_ERROR(detail::check_writable("Parameter::write", "", *this));
   TE_FL_ASSIGN_OR_RETURN(Tensor there, values.device() == value.device()
                                            ? detail::compact(values)
                                            : values.to(value.device()));

@@ -37,7 +37,7 @@ class Fp8Values {
 Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp8Init& init,
                                                  const Device& device);
 // FAILED_PRECONDITION naming `who` if the parameter holds borrowed codes, which their owner writes.
-Status check_writable(std::string_view who, const Parameter& parameter);
+Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter);
 // Copies codes [value's shape], their scale_inv [1] and the amax [1] of what they were made from
 // (undefined: that of the codes) into `value`.
 Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& amax,

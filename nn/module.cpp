@@ -293,8 +293,7 @@ class StateChecker {
   }
 
   Status check(const std::string& name, const Parameter& parameter) {
-    TE_FL_RETURN_IF_ERROR(
-        detail::check_writable(std::string(source_) + ": tensor " + name, parameter));
+    TE_FL_RETURN_IF_ERROR(detail::check_writable(source_, name, parameter));
     return parameter.fp8_values != nullptr ? check_codes(name, parameter.value)
                                            : check_parameter(name, parameter.value);
   }

@@ -55,7 +55,7 @@ Result<std::vector<Slot>> make_slots(const std::vector<NamedParameter>& paramete
                                      const std::vector<ParamGroup>& groups, bool second) {
   std::vector<Slot> slots;
   for (const NamedParameter& p : parameters) {
-    TE_FL_RETURN_IF_ERROR(detail::check_writable("Optimizer: " + p.name, *p.parameter));
+    TE_FL_RETURN_IF_ERROR(detail::check_writable("Optimizer", p.name, *p.parameter));
     Slot slot;
     slot.parameter = p;
     slot.decays = decay == nullptr || decay(p.name, p.value());
@@ -172,7 +172,7 @@ Pointers grads_of(const std::vector<NamedParameter>& parameters) {
 // there yet.
 Status check_fresh(const char* who, const std::vector<NamedParameter>& parameters) {
   for (const NamedParameter& p : parameters) {
-    TE_FL_RETURN_IF_ERROR(detail::check_writable(std::string(who) + ": " + p.name, *p.parameter));
+    TE_FL_RETURN_IF_ERROR(detail::check_writable(who, p.name, *p.parameter));
     if (p.parameter->requires_grad && p.parameter->delayed_wgrads > 0) {
       return failed_precondition(std::string(who) + ": backwards have left the gradient of " +
                                  p.name +

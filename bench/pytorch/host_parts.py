@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Where the host's time of te_fl.pytorch.Linear goes on a GPU: the calls into C++ alone, through autograd, beside torch.nn.Linear.
 
-usage: host_parts.py   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
+usage: host_parts.py [--layer SECONDS]   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
+  --layer  steps of a TransformerLayer (hidden 1024, 512 tokens, BF16, gradients made anew) for so long instead, first with autograd in threads of
+           its own and then in the calling one; for a profiler around this program
 """
 
+import argparse
 import time
 
 import torch
@@ -59,5 +62,36 @@ def main():
         print(f"{name:45} {median(call):8.1f} us")
 
 
+def steps(seconds):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layer = te.TransformerLayer(1024, 4096, 16, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, device=device,
+                                fuse_qkv_params=True, self_attn_mask_type="no_mask")
+    x = torch.randn(512, 1, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy, parameters = torch.randn_like(x), list(layer.parameters())
+
+    def step():
+        y = layer(x)
+        for p in (*parameters, x):
+            p.grad = None
+        y.backward(dy)
+
+    for threads in (True, False):
+        torch.autograd.set_multithreading_enabled(threads)
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            step()
+            count += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        print(f"a step of the small layer, autograd in {'threads of its own' if threads else 'the calling thread'}: "
+              f"{(time.perf_counter() - began) / count * 1e6:8.1f} us")
+
+
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer", type=float, metavar="SECONDS")
+    options = parser.parse_args()
+    main() if options.layer is None else steps(options.layer)

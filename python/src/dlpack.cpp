@@ -90,15 +90,13 @@ bool is_torch(const Exchange& api) {
 }  // namespace
 
 Result<Device> device_of(const te_fl_device& device) {
-  Device found{device.type, device.index, 0};
-  if (device.type != TE_FL_DEVICE_EXT) return found;
+  if (device.type != TE_FL_DEVICE_EXT) return Device{device.type, device.index, 0};
+  std::vector<Device> same = without_lock([] { return devices::list(); });
+  std::erase_if(same,
+                [&](const Device& d) { return d.type != device.type || d.index != device.index; });
+  if (same.size() == 1) return same[0];
   std::string matches;
-  for (const Device& d : without_lock([] { return devices::list(); })) {
-    if (d.type != device.type || d.index != device.index) continue;
-    matches += (matches.empty() ? "" : ", ") + to_string(d);
-    found = d;
-  }
-  if (!matches.empty() && matches.find(',') == std::string::npos) return found;
+  for (const Device& d : same) matches += (matches.empty() ? "" : ", ") + to_string(d);
   const std::string index = std::to_string(device.index);
   return Status(StatusCode::kInvalidArgument,
                 matches.empty() ? "no plugin has an extension device of index " + index +

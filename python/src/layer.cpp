@@ -410,7 +410,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   return gradients;
 }
 
-// What the earliest of the backwards has left.
+// Takes what the earliest of the backwards has left.
 Result<DelayedGradients> take_delayed(Layer& layer) {
   const WithoutLock unlocked;
   const std::lock_guard lock(layer.mutex);

@@ -8,8 +8,8 @@
 
 namespace te_fl::python {
 
-// What a forward of a layer reads: its parameters' contents by number, as Parameter::borrow() wants
-// them, and the framework's counts of writes to them.
+// A forward of a layer reads these: its parameters' contents by number, as Parameter::borrow()
+// wants them, and the framework's counts of writes to them.
 struct Contents {
   std::vector<uint64_t> numbers;
   std::vector<long> versions;

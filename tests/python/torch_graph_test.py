@@ -263,10 +263,13 @@ class Refused(unittest.TestCase):
         x = torch.zeros(2, 16)
         hooked = self.module()
         hooked.register_forward_hook(lambda *given: None)
+        with te.quantized_model_init(recipe=Float8CurrentScaling()):
+            codes = self.module()
         for kind, text, call in (
                 (Unsupported, "_order", lambda: te.make_graphed_callables(self.module(), (x,), _order=[1, -1])),
                 (FailedPrecondition, "has hooks", lambda: te.make_graphed_callables(hooked, (x,))),
                 (Unsupported, "fuse_wgrad_accumulation", lambda: te.make_graphed_callables(self.module(fuse_wgrad_accumulation=True), (x,))),
+                (Unsupported, "quantized_model_init", lambda: te.make_graphed_callables(codes, (x,))),
                 (InvalidArgument, "one mode", lambda: te.make_graphed_callables((self.module(), self.module().eval()), ((x,), (x,)))),
                 (InvalidArgument, "both given", lambda: te.make_graphed_callables(self.module(), (x,), fp8_enabled=True, enabled=True))):
             with self.subTest(text=text), self.assertRaisesRegex(kind, text):

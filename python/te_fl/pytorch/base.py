@@ -214,7 +214,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
         return run(call, self.training, x, *parameters)
 
-    # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
+    # A graph asks this of the module whose number it has: see te_fl.pytorch.compiled.
 
     def _width(self, kind: str) -> int:
         """The output's last extent; -1: the input's."""

@@ -44,7 +44,7 @@ def define(schema: str, run: Callable, fake: Callable, effect: bool = True):
     """The op of the namespace te_fl with this schema. run: computes it; fake: the same on tensors without memory."""
     name = schema.partition("(")[0]
     fake = _run_once(fake) if effect else fake
-    # What an op changes on the host happens when it runs, and would not when a CUDA graph that inductor recorded is replayed.
+    # An op changes what the host keeps when it runs, and would not where a CUDA graph that inductor recorded is replayed.
     _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"te_fl::{name}", fake, lib=_library)

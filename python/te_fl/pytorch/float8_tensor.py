@@ -401,7 +401,7 @@ _OWN.update({op: _like for op in (
     _aten.new_empty_strided.default)})
 
 _native.set_codes_class(Float8Tensor)
-# What torch.load(weights_only=True) may call.
+# torch.load(weights_only=True) may call these.
 _TE = "transformer_engine.pytorch"
 torch.serialization.add_safe_globals([_rebuilt, (_theirs, f"{_TE}.tensor.float8_tensor._make_float8_tensor_in_reduce_ex"),
                                       (DType, f"{_TE}.constants.DType")])

@@ -235,6 +235,9 @@ def _check(function: Callable, where: str) -> None:
         for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             if getattr(m, name, False):
                 raise refuse(where, name, True, f"{type(m).__name__} does that on the host, which replays leave out")
+        if getattr(m, "primary_weights_in_fp8", False):
+            raise refuse(where, "quantized_model_init", True, f"a graph would go on reading codes of {type(m).__name__} that are made anew when its "
+                         "weights are written; keep them in high precision")
     if any(b.requires_grad for b in function.buffers()):
         raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: a buffer of {type(function).__name__} requires a gradient; make it a parameter")
 
@@ -262,7 +265,7 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
 
     A module in another mode than at the capture (training or not) runs without its graph. Outputs are overwritten by the next replay, and a
     backward that comes after it is refused, as are arguments of another shape and parameters that moved. The result has reset(), which
-    frees the graphs. Not served: fuse_wgrad_accumulation, delay_wgrad_compute, interleaved schedules (_order).
+    frees the graphs. Not served: fuse_wgrad_accumulation, delay_wgrad_compute, quantized_model_init, interleaved schedules (_order).
     """
     enabled = _renamed("fp8_enabled", fp8_enabled, "enabled", enabled) or False
     calibrating = _renamed("fp8_calibrating", fp8_calibrating, "calibrating", calibrating) or False

@@ -40,7 +40,7 @@ class L2Normalization(torch.nn.Module):
             return compiled.forward(self, ("rmsnorm", (n,)), -1, -1, None, (input,), (), (weight,), None, None)
         return self._norm(n, input.device)(input)
 
-    # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
+    # A graph asks this of the module whose number it has: see te_fl.pytorch.compiled.
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
         return self._norm(key[0], device)._layer(device), None

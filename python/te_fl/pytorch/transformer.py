@@ -141,7 +141,7 @@ class TransformerLayer(torch.nn.Module):
         self._fused = FusedLayer(self) if state["_fused"] else None
         self._number = registry.enter(self)
 
-    # What a graph asks of the module whose number it has: see te_fl.pytorch.compiled.
+    # A graph asks this of the module whose number it has: see te_fl.pytorch.compiled.
 
     def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[Any, List[int]]:
         if not self._fused.usable(self):
