@@ -307,7 +307,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Adds the scores' addend to the inputs; what of it may need a gradient."""
         rules.choice(where, "core_attention_bias_type", kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
         if kind == "pre_scale_bias":
-            raise refuse(where, "core_attention_bias_type", kind, "divide the bias by the scale and give 'post_scale_bias'")
+            raise refuse(where, "core_attention_bias_type", kind, "multiply the bias by the scale and give 'post_scale_bias', which is the "
+                         "same without softcap")
         if kind == "alibi":
             if "causal" not in mask:
                 raise refuse(where, "core_attention_bias_type", kind, f"mask {mask!r} shows keys on both sides; give the distances as a bias")
