@@ -657,6 +657,8 @@ class Lives(Compiled):
 
     def test_a_module_goes(self):
         from te_fl.pytorch import compiled  # noqa: F401
+        torch._dynamo.reset()  # graphs of tests before this one hold their modules
+        gc.collect()
         known = len(registry._modules)
         module = te.TransformerLayer(32, 64, 4, device=DEVICE)
         self.assertGreater(len(registry._modules), known)
