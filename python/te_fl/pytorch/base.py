@@ -141,12 +141,17 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         """The layer for this input; TypeError for what is no tensor."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
-        return self._layer(x.device)
+        if torch.compiler.is_compiling():  # first: what a graph is made from must not depend on the layers that there are
+            return self._layer(x.device)
+        return self._layers.get((self._kind, None)) or self._layer(x.device)
 
     def _tensors(self, names: Sequence[str]) -> Tuple[torch.Tensor, ...]:
         """The parameters of these names; what PyTorch's parametrisations make of one is an attribute and no parameter."""
         own = self._parameters
-        return tuple([own[n] if n in own else getattr(self, n) for n in names])
+        try:
+            return tuple([own[n] for n in names])
+        except KeyError:
+            return tuple([own[n] if n in own else getattr(self, n) for n in names])
 
     def _layer(self, device: torch.device, kind: Optional[str] = None, key: Any = None):
         kind = kind or self._kind
@@ -187,8 +192,9 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if x.layout is not torch.strided or x.is_meta:
             raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
         activation = -1
-        if torch.is_autocast_enabled(x.device.type):
-            activation = DTYPE_CODES[torch.get_autocast_dtype(x.device.type)]
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # which makes a new string at each look
+        if torch.is_autocast_enabled(kind):
+            activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
         if type(layer) is tuple:
             from te_fl.pytorch import compiled
             return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)

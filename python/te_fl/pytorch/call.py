@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl import _native, private_device
+from te_fl import _native
+from te_fl.pytorch import private_device
 from te_fl.tensors import DTYPES
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback

@@ -6,7 +6,7 @@ from typing import Union
 
 import torch
 
-from te_fl import private_device
+from te_fl.pytorch import private_device
 
 
 def default_device() -> torch.device:

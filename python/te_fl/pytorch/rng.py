@@ -7,7 +7,7 @@ from typing import Dict, List, Union
 
 import torch
 
-from te_fl import private_device
+from te_fl.pytorch import private_device
 from te_fl.errors import AlreadyExists, NotFound
 from te_fl.pytorch.device import default_device
 
