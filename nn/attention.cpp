@@ -48,6 +48,12 @@ Status shape_error(const char* name, const Tensor& tensor, const std::string& wa
                           "; it must be " + want);
 }
 
+Status check_softcap(float softcap) {
+  if (softcap >= 0 && std::isfinite(softcap)) return {};
+  return invalid_argument("DotProductAttention: softcap is " + std::to_string(softcap) +
+                          "; it must be finite and at least 0 (0: scores have no cap)");
+}
+
 }  // namespace
 
 struct DotProductAttention::Impl {
@@ -104,6 +110,7 @@ struct DotProductAttention::Impl {
     args.mask_type = static_cast<int32_t>(in.mask_type.value_or(options.mask_type));
     args.softmax_type = static_cast<int32_t>(options.softmax_type);
     args.scale = scale;
+    args.softcap = in.softcap.value_or(options.softcap);
     args.window_left = in.window_left.value_or(options.window_left);
     args.window_right = in.window_right.value_or(options.window_right);
     args.max_seqlen_q = in.max_seqlen_q;
@@ -327,6 +334,7 @@ Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
     TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "value_head_dim", options.value_head_dim));
   }
   TE_FL_RETURN_IF_ERROR(detail::check_window(kName, options.window_left, options.window_right));
+  TE_FL_RETURN_IF_ERROR(check_softcap(options.softcap));
   std::unique_ptr<DotProductAttention> module(new DotProductAttention(options));
   Impl& impl = *module->impl_;
   impl.groups = groups;
@@ -377,6 +385,7 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
   AttentionInputs& in = record->inputs;
   TE_FL_RETURN_IF_ERROR(detail::check_window("DotProductAttention", in.window_left.value_or(-1),
                                              in.window_right.value_or(-1)));
+  TE_FL_RETURN_IF_ERROR(check_softcap(in.softcap.value_or(0)));
   if (!in.cu_seqlens_kv.defined()) {
     in.cu_seqlens_kv = in.cu_seqlens_q;
     in.cu_seqlens_kv_padded = in.cu_seqlens_q_padded;

@@ -148,7 +148,8 @@ Status MultiheadAttention::Impl::create_core(MultiheadAttention& module) {
                                          .softmax_scale = options.softmax_scale,
                                          .attention_dropout = options.attention_dropout,
                                          .activation_dtype = options.activation_dtype,
-                                         .device = options.device}));
+                                         .device = options.device,
+                                         .softcap = options.softcap}));
   module.register_module("core_attention", *core);
   init::Shard columns;  // of proj
   if (options.groups_whole != 0) {

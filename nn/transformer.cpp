@@ -93,7 +93,8 @@ MultiheadAttentionOptions attention_options(const TransformerLayerOptions& o) {
           .qk_norm_epsilon = o.qk_norm_epsilon,
           .qk_norm_before_rope = o.qk_norm_before_rope,
           .groups_whole = o.groups_whole,
-          .groups_begin = o.groups_begin};
+          .groups_begin = o.groups_begin,
+          .softcap = o.softcap};
 }
 
 MultiheadAttentionOptions inter_options(const TransformerLayerOptions& o) {

@@ -168,6 +168,7 @@ ScoreRules AttentionCall::rules(const QueryTile& q, int64_t key, int64_t keys,
     r.slope = backend::data<const float>(t)[offset];
     r.alibi_from = q.alibi_from;
   }
+  r.softcap = p.softcap;
   return r;
 }
 
@@ -276,6 +277,7 @@ void append_attention(std::vector<te_fl_op_desc>& ops) {
   fwd.workspace = backend::workspace_thunk<Fwd, attn_fwd_workspace>;
   te_fl_op_desc bwd = unquantised(descriptor<Bwd, fused_attn_bwd, bwd_refusal>("fused_attn_bwd"));
   bwd.workspace = backend::workspace_thunk<Bwd, attn_bwd_workspace>;
+  fwd.later_args = bwd.later_args = "softcap";
   ops.push_back(fwd);
   ops.push_back(bwd);
   ops.push_back(unquantised(descriptor<te_fl_get_fused_attn_backend_args, get_fused_attn_backend>(

@@ -26,9 +26,9 @@ struct Division {
     slots = attention_slots(std::max<int64_t>(1, groups * shares), work);
     query_tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + (p.thd ? p.batch : 0));
     delta = p.q.batch * p.q.seqlen * p.heads;
-    // k, v, dk, dv; q, do and their transposes; p, dp
-    slot = 2 * kKeys * (d + dv) + 2 * kQueries * (d + dv) + 2 * kKeys * kQueries +
-           tile_buffer_floats(p);
+    // k, v, dk, dv; q, do and their transposes; p, dp, slope of the cap
+    slot = 2 * kKeys * (d + dv) + 2 * kQueries * (d + dv) +
+           (p.softcap > 0 ? 3 : 2) * kKeys * kQueries + tile_buffer_floats(p);
   }
   int64_t total() const {
     return shares * query_tiles * kQueries * d + padded(delta) + slots * slot;
@@ -89,6 +89,7 @@ class Backward {
  private:
   struct Buffers {
     float *k, *v, *dk, *dv, *q, *q_t, *d_o, *d_o_t, *p, *dp;
+    float* cap_slope;  // null without softcap
     AttentionCall::TileBuffers tile;
   };
 
@@ -166,6 +167,7 @@ class Backward {
     s.d_o_t = carve.take(kQueries * div_.dv);
     s.p = carve.take(kKeys * kQueries);
     s.dp = carve.take(kKeys * kQueries);
+    s.cap_slope = p_.softcap > 0 ? carve.take(kKeys * kQueries) : nullptr;
     s.tile = carve.tile_buffers(p_);
     return s;
   }
@@ -208,12 +210,15 @@ class Backward {
     load_queries(q, s, lse, delta);
     const int64_t d = div_.d, dv = div_.dv;
     tile_product({keys, q.cols, p_.head_dim, s.k, d, 1, s.q_t, kQueries, s.p, kQueries, false});
-    probabilities(call_.rules(q, key, keys, s.tile), lse, s.p);
+    ScoreRules rules = call_.rules(q, key, keys, s.tile);
+    rules.cap_slope = s.cap_slope;
+    probabilities(rules, lse, s.p);
     tile_product(
         {keys, q.cols, p_.head_dim_v, s.v, dv, 1, s.d_o_t, kQueries, s.dp, kQueries, false});
     const float* dropout = call_.dropout_factors(q, key, keys, s.tile);
     score_gradients(keys, q.cols, delta, dropout, s.p, s.dp);
     if (a_.dbias != nullptr) store_dbias(q, key, keys, s.dp);
+    if (s.cap_slope != nullptr) multiply_tile(keys, q.cols, s.cap_slope, s.dp);
     tile_product({keys, dv, q.count, s.p, kQueries, 1, s.d_o, dv, s.dv, dv, true});
     tile_product({keys, d, q.count, s.dp, kQueries, 1, s.q, d, s.dk, d, true});
     tile_product({p_.head_dim, q.cols, keys, s.k, 1, d, s.dp, kQueries, dq_t, kQueries, true});

@@ -92,6 +92,24 @@ HWY_INLINE VF ExpNonPositive(VF x) {
   return hn::IfThenElse(tiny, SetF(0.0f), result);
 }
 
+// tanh(x), at most 2 ulp off; NaN for NaN.
+HWY_INLINE VF Tanh(VF x) {
+  // Near 0, where the quotient below would cancel: x + x^3 p(x^2), p fitted on |x| <= 0.625.
+  const VF z = hn::Mul(x, x);
+  VF p = SetF(-5.704042502e-3f);
+  p = hn::MulAdd(p, z, SetF(2.063786238e-2f));
+  p = hn::MulAdd(p, z, SetF(-5.373915657e-2f));
+  p = hn::MulAdd(p, z, SetF(1.333143115e-1f));
+  p = hn::MulAdd(p, z, SetF(-3.333328068e-1f));
+  const VF near = hn::MulAdd(hn::Mul(x, z), p, x);
+  // 1 - 2 / (e^(2 |x|) + 1), which is 1 in FP32 from 9.02 on.
+  const VF absolute = hn::Abs(x), one = SetF(1.0f);
+  const VF e = ExpInRange(hn::Min(hn::Add(absolute, absolute), SetF(20.0f)));
+  const VF far = hn::Sub(one, hn::Div(SetF(2.0f), hn::Add(e, one)));
+  const VF result = hn::IfThenElse(hn::Lt(absolute, SetF(0.625f)), near, hn::CopySign(far, x));
+  return hn::IfThenElse(hn::Eq(x, x), result, x);
+}
+
 // Applies the rules to columns [c, c + lanes) of key row `row`.
 struct Rules {
   Rules(const ScoreRules& r, int64_t column) : rules(r), c(column) {
@@ -103,6 +121,7 @@ struct Rules {
   }
   HWY_INLINE VF Apply(VF s, int64_t row) const {
     const int64_t key = rules.first_key + row;
+    if (rules.softcap > 0) s = Cap(s, row);
     if (rules.bias != nullptr) s = hn::Add(s, LoadF32(rules.bias + row * kQueries + c));
     if (rules.alibi_from != nullptr) {
       const VF distance = hn::Sub(SetF(static_cast<float>(key)), from);
@@ -122,6 +141,14 @@ struct Rules {
     return s;
   }
 
+  HWY_INLINE VF Cap(VF s, int64_t row) const {
+    const VF cap = SetF(rules.softcap), part = Tanh(hn::Div(s, cap));
+    if (rules.cap_slope != nullptr) {
+      StoreF32(hn::NegMulAdd(part, part, SetF(1.0f)), rules.cap_slope + row * kQueries + c);
+    }
+    return hn::Mul(cap, part);
+  }
+
   const ScoreRules& rules;
   int64_t c;
   VI begin = hn::Zero(DI()), end = hn::Zero(DI());
@@ -130,8 +157,8 @@ struct Rules {
 
 bool SoftmaxTile(const ScoreRules& r, const float* dropout, float* scores, SoftmaxState& state) {
   const auto lanes = static_cast<int64_t>(NumLanes());
-  const bool plain =
-      r.begin == nullptr && r.bias == nullptr && r.hidden == nullptr && r.alibi_from == nullptr;
+  const bool plain = r.begin == nullptr && r.bias == nullptr && r.hidden == nullptr &&
+                     r.alibi_from == nullptr && r.softcap == 0;
   bool rescaled = false;
   for (int64_t c = 0; c < r.cols; c += lanes) {
     const Rules rules(r, c);
@@ -207,6 +234,15 @@ void ScoreGradients(int64_t keys, int64_t cols, const float* delta, const float*
   }
 }
 
+void MultiplyTile(int64_t keys, int64_t cols, const float* factors, float* tile) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t c = j * kQueries; c < j * kQueries + cols; c += lanes) {
+      StoreF32(hn::Mul(LoadF32(tile + c), LoadF32(factors + c)), tile + c);
+    }
+  }
+}
+
 // ---- dropout
 
 // words[k] of lane l: the word `shift[l]` + k further on in the stream of two consecutive blocks.
@@ -270,6 +306,7 @@ HWY_EXPORT(SoftmaxTile);
 HWY_EXPORT(ScaleColumns);
 HWY_EXPORT(Probabilities);
 HWY_EXPORT(ScoreGradients);
+HWY_EXPORT(MultiplyTile);
 HWY_EXPORT(DropoutTile);
 
 void tile_product(const TileProduct& product) { HWY_DYNAMIC_DISPATCH(Product)(product); }
@@ -286,6 +323,9 @@ void probabilities(const ScoreRules& rules, const float* lse, float* scores) {
 void score_gradients(int64_t keys, int64_t cols, const float* delta, const float* dropout, float* p,
                      float* d_p) {
   HWY_DYNAMIC_DISPATCH(ScoreGradients)(keys, cols, delta, dropout, p, d_p);
+}
+void multiply_tile(int64_t keys, int64_t cols, const float* factors, float* tile) {
+  HWY_DYNAMIC_DISPATCH(MultiplyTile)(keys, cols, factors, tile);
 }
 void dropout_tile(const DropoutRules& rules, const uint64_t* elements, int64_t keys, int64_t cols,
                   float* factors) {

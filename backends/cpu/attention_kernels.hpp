@@ -23,7 +23,7 @@ struct TileProduct {
 };
 void tile_product(const TileProduct& product);
 
-// What is added to the scores of a tile and which are masked. `keys` rows from key `first_key`,
+// What is done to the scores of a tile and which are masked. `keys` rows from key `first_key`,
 // `cols` columns (a multiple of kPad).
 struct ScoreRules {
   int64_t first_key, keys, cols;
@@ -33,6 +33,8 @@ struct ScoreRules {
   const float* hidden;      // [keys, kQueries], not 0 where masked; or null
   const float* alibi_from;  // key position level with each query, or null without ALiBi
   float slope;
+  float softcap;     // 0: none; else scores become softcap * tanh(score / softcap) first
+  float* cap_slope;  // [keys, kQueries]: receives the derivative of that, or null
 };
 
 // Running maximum and sum of each query.
@@ -54,6 +56,9 @@ void probabilities(const ScoreRules& rules, const float* lse, float* scores);
 // d_p becomes p (dropout d_p - delta); p becomes p times dropout.
 void score_gradients(int64_t keys, int64_t cols, const float* delta, const float* dropout, float* p,
                      float* d_p);
+
+// tile[j, c] *= factors[j, c].
+void multiply_tile(int64_t keys, int64_t cols, const float* factors, float* tile);
 
 // factors[j, c] = `kept` if element elements[c] + j of the random stream is kept, else 0.
 struct DropoutRules {

@@ -73,7 +73,7 @@ void Fp8Rounding::write_back() const {
 ScoreRow::ScoreRow(const AttentionProblem& problem, const Heads& q, const Heads& k)
     : p_(problem), q_(q), k_(k) {}
 
-double ScoreRow::slope(int64_t b, int64_t h) const {
+double ScoreRow::alibi_slope(int64_t b, int64_t h) const {
   const te_fl_tensor& t = *p_.alibi_slopes;
   const int64_t offset = t.dl.ndim == 2 ? b * backend::stride(t, 0) + h * backend::stride(t, 1)
                                         : h * backend::stride(t, 0);
@@ -84,6 +84,7 @@ void ScoreRow::compute(const SequenceSpan& span, int64_t b, int64_t h, int64_t i
   const auto keys = static_cast<size_t>(span.kv_len);
   keys_ = p_.mask.keys(i, span.q_len, span.kv_len);
   scores_.assign(keys, -INFINITY);
+  slopes_.assign(keys, 1);
   masked_.assign(keys, 1);
   if (keys_.empty()) return;
   if (p_.bias != nullptr) {
@@ -93,7 +94,7 @@ void ScoreRow::compute(const SequenceSpan& span, int64_t b, int64_t h, int64_t i
     Reader(*p_.bias, "bias").read((head * shape[2] + i) * shape[3], shape[3], bias_.data());
   }
   const double* q = q_.row(b, span.q_begin + i, h);
-  const double alibi = p_.alibi_slopes != nullptr ? slope(b, h) : 0.0;
+  const double alibi = p_.alibi_slopes != nullptr ? alibi_slope(b, h) : 0.0;
   for (int64_t j = keys_.begin; j < keys_.end; ++j) {
     const auto at = static_cast<size_t>(j);
     if (backend::masked(p_, span, b, h, i, j)) continue;
@@ -101,6 +102,11 @@ void ScoreRow::compute(const SequenceSpan& span, int64_t b, int64_t h, int64_t i
     double dot = 0;
     for (int64_t d = 0; d < p_.head_dim; ++d) dot += q[d] * k[d];
     double score = p_.scale * dot;
+    if (p_.softcap > 0) {
+      const double part = std::tanh(score / p_.softcap);
+      score = p_.softcap * part;
+      slopes_[at] = 1 - part * part;
+    }
     if (p_.bias != nullptr) score += bias_[at];
     if (p_.alibi_slopes != nullptr) {
       score += alibi * static_cast<double>(backend::alibi_distance(i, j, span.q_len, span.kv_len));
@@ -123,7 +129,9 @@ double sink_logit(const AttentionProblem& p, int64_t h) {
 
 void append_attention(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_fused_attn_fwd_args, fused_attn_fwd>("fused_attn_fwd"));
+  ops.back().later_args = "softcap";
   ops.push_back(descriptor<te_fl_fused_attn_bwd_args, fused_attn_bwd>("fused_attn_bwd"));
+  ops.back().later_args = "softcap";
   ops.push_back(descriptor<te_fl_get_fused_attn_backend_args, get_fused_attn_backend>(
       "get_fused_attn_backend"));
 }

@@ -56,15 +56,18 @@ class ScoreRow {
   backend::KeyRange visible() const { return keys_; }
   double at(int64_t j) const { return scores_[static_cast<size_t>(j)]; }
   bool masked(int64_t j) const { return masked_[static_cast<size_t>(j)] != 0; }
+  // The derivative of the score by its scaled product: 1 without softcap.
+  double slope(int64_t j) const { return slopes_[static_cast<size_t>(j)]; }
 
  private:
-  double slope(int64_t b, int64_t h) const;
+  double alibi_slope(int64_t b, int64_t h) const;
 
   const backend::AttentionProblem& p_;
   const Heads& q_;
   const Heads& k_;
   std::vector<double> bias_;  // of one row
   std::vector<double> scores_;
+  std::vector<double> slopes_;
   std::vector<uint8_t> masked_;
   backend::KeyRange keys_;
 };

@@ -101,7 +101,7 @@ class Backward {
     }
     const double ds = p * (factor * dp - delta);
     if (a_.dbias != nullptr) dbias_[bias_index(b, h, i, j)] += ds;
-    const double ds_scaled = p_.scale * round_ds_(ds);
+    const double ds_scaled = p_.scale * round_ds_(ds * scores_.slope(j));
     const double* q = q_.row(b, q_at, h);
     const double* k = k_.row(b, kv_at, kv_head);
     double* dq = dq_.row(b, q_at, h);

@@ -1,4 +1,4 @@
-"""Attention with a bias, ALiBi, sinks, a mask tensor or dropout, beside cuDNN's plain attention on the same tensors."""
+"""Attention with a bias, ALiBi, sinks, a mask tensor, capped scores or dropout, beside cuDNN's plain attention on the same tensors."""
 
 import torch
 
@@ -7,7 +7,8 @@ from te_fl_bench import Call, Tensor, plain
 
 BF16, F32 = torch.bfloat16, torch.float32
 ARBITRARY, LEARNABLE = 6, 2
-TERMS = ("dropout", "bias", "alibi", "sink", "mask")  # and "bias with its gradient"
+SOFTCAP = 2.0  # of scores that are about as large as 1, so that the cap counts
+TERMS = ("dropout", "bias", "alibi", "sink", "mask", "softcap")  # and "bias with its gradient"
 
 
 def slopes(heads):
@@ -22,6 +23,8 @@ def arguments(term, shape):
     if term.startswith("bias"):
         bias = plain(1, h, s, s)
         return dict(bias=bias), dict(dbias=plain(1, h, s, s)) if "gradient" in term else {}
+    if term == "softcap":
+        return dict(softcap=SOFTCAP), {}
     if term == "alibi":
         return dict(alibi_slopes=Tensor(slopes(h))), {}
     if term == "sink":
@@ -36,6 +39,8 @@ def expected(shape, term, common, q, k, v, d_o, scale):
     q, k, v = (t.torch[:, 0, 0].float().requires_grad_() for t in (q, k, v))
     scores = scale * q @ k.T
     at = torch.arange(s, device="cuda")
+    if term == "softcap":
+        scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
     if term.startswith("bias"):
         scores = scores + common["bias"].torch[0, 0].float()
     if term == "alibi":

@@ -16,8 +16,10 @@
 //    top-left diagonal).
 //  - Queries i >= q_len and keys j >= kv_len are padding and masked.
 //  - arbitrary masks where attn_mask is not 0.
-//  - A score is scale * q.k + bias + ALiBi; ALiBi is slope * (j - i - (kv_len - q_len)) for every
-//    mask type. (A constant per row moves the log-sum-exp, not a vanilla softmax.)
+//  - A score is cap(scale * q.k) + bias + ALiBi; ALiBi is slope * (j - i - (kv_len - q_len)) for
+//    every mask type. (A constant per row moves the log-sum-exp, not a vanilla softmax.) With
+//    softcap > 0, cap(x) is softcap * tanh(x / softcap), else x. Its slope 1 - tanh^2 is a factor
+//    of dS on the way to dQ and dK; dbias and dsink are the gradients behind the cap, without it.
 //  - off_by_one and learnable add a sink's logit, 0 or softmax_sink[h] (not scaled), to the
 //    denominator and to the log-sum-exp.
 //  - A row without keys, or whose scores are all -inf, yields o = 0, log-sum-exp -inf (with a sink
@@ -26,8 +28,8 @@
 //    decides; thd takes max_seqlen_q and max_seqlen_kv for Sq and Sk, or the longest lengths where
 //    these are 0.
 //  - FP8: s_quant quantises the probabilities after dropout (for P V and dV = P^T dO), dp_quant
-//    quantises dS (for dQ and dK). Without them P and dS stay FP32. dbias and dsink come from the
-//    unquantised values.
+//    quantises dS, times the cap's slope (for dQ and dK). Without them P and dS stay FP32. dbias
+//    and dsink come from the unquantised values.
 #pragma once
 
 #include "te_fl/attention/host.hpp"

@@ -245,14 +245,14 @@ namespace ops {
 
 // attention: Scaled dot-product attention.
 
-// Scaled dot-product attention. O = dropout(softmax(scale * Q K^T + bias, masked)) V; a fully
-// masked row yields zeros
+// Scaled dot-product attention. O = dropout(softmax(cap(scale * Q K^T) + bias, masked)) V, cap(x)
+// = softcap tanh(x / softcap) or x; a fully masked row yields zeros
 [[nodiscard]] inline Status fused_attn_fwd(const te_fl_fused_attn_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_attn_fwd, &args, options);
 }
 
 // Gradient of scaled dot-product attention. P from lse; dV = P^T dO; dP = dO V^T; dS = P (dP -
-// rowsum(dO O)); dQ = scale dS K; dK = scale dS^T Q
+// rowsum(dO O)); dX = dS cap'(X), X = scale Q K^T; dQ = scale dX K; dK = scale dX^T Q
 [[nodiscard]] inline Status fused_attn_bwd(const te_fl_fused_attn_bwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_attn_bwd, &args, options);
 }

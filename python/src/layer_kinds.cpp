@@ -156,6 +156,7 @@ void read(Fields& fields, nn::DotProductAttentionOptions& o) {
   FIELD(num_attention_heads), FIELD(head_dim), FIELD(num_gqa_groups), FIELD(layout);
   FIELD(mask_type), FIELD(window_left), FIELD(window_right), FIELD(softmax_type);
   FIELD(softmax_scale), FIELD(attention_dropout), FIELD(device), FIELD(value_head_dim);
+  FIELD(softcap);
 }
 void read(Fields& fields, nn::TransformerLayerOptions& o) {
   FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(num_attention_heads), FIELD(num_gqa_groups);
@@ -166,7 +167,7 @@ void read(Fields& fields, nn::TransformerLayerOptions& o) {
   FIELD(softmax_scale), FIELD(rotary_interleaved), FIELD(param_dtype), FIELD(device);
   FIELD(apply_residual_connection_post_layernorm), FIELD(output_layernorm);
   FIELD(fuse_qkv_params), FIELD(qkv_weight_interleaved), FIELD(qk_norm), FIELD(qk_norm_epsilon);
-  FIELD(qk_norm_before_rope), FIELD(glu_linear_offset);
+  FIELD(qk_norm_before_rope), FIELD(glu_linear_offset), FIELD(softcap);
 }
 #undef FIELD
 

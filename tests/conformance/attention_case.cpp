@@ -48,6 +48,7 @@ std::string variant_name(const Variant& v) {
   };
   if (v.scale != 0.25) number("scale", v.scale);
   if (v.scale_p != kScaleP) number("scale_p", static_cast<double>(v.scale_p));
+  if (v.softcap != 0) number("softcap", static_cast<double>(v.softcap));
   return name;
 }
 
@@ -112,7 +113,7 @@ Inputs make_inputs(Problem& p, const Variant& v) {
   a.layout = v.layout, a.mask = v.mask, a.softmax = v.softmax, a.b = v.b, a.sq = v.sq, a.sk = v.sk,
   a.h = v.h, a.g = v.g;
   a.d = v.d, a.dv = v.dv, a.scale = static_cast<double>(static_cast<float>(v.scale)),
-  a.dropout = v.dropout, a.left = v.left, a.right = v.right;
+  a.dropout = v.dropout, a.left = v.left, a.right = v.right, a.softcap = v.softcap;
   p.rng = {.seed = 0xfeedu, .offset = v.rng_offset};
   a.rng = p.rng;
   lengths(p, v, a);
@@ -161,6 +162,7 @@ Inputs make_inputs(Problem& p, const Variant& v) {
   p.set("dropout_p", static_cast<double>(v.dropout));
   p.set("window_left", static_cast<double>(v.left)),
       p.set("window_right", static_cast<double>(v.right));
+  if (v.softcap != 0) p.set("softcap", static_cast<double>(v.softcap));
   if (v.max_given)
     p.set("max_seqlen_q", static_cast<double>(v.sq)),
         p.set("max_seqlen_kv", static_cast<double>(v.sk));
@@ -272,8 +274,8 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     if (a.masked(n, head, i, j)) continue;
     const int64_t ka = a.at(n, j, a.kv_head(head), a.g, a.d, false),
                   va = a.at(n, j, a.kv_head(head), a.g, a.dv, false);
-    double size, flip_p = 0, flip_s = 0, step = 0, dp = 0, dp_size = 0;
-    const double p = std::exp(a.score(n, head, i, j, &size) - lse);
+    double size, flip_p = 0, flip_s = 0, step = 0, dp = 0, dp_size = 0, cap_slope;
+    const double p = std::exp(a.score(n, head, i, j, &size, &cap_slope) - lse);
     const double keep = a.kept(n, head, i, j) ? 1 / (1 - static_cast<double>(a.dropout)) : 0;
     double dropped = p * keep;
     if (v.rounds()) {
@@ -294,9 +296,13 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     const double ds_slack =
         p * ((is_fp8(v.dtype) ? std::fabs(dp * keep - delta) : magnitude) * 2 * error +
              1e-6 * magnitude + product_slack(v.dtype, static_cast<double>(a.dv), magnitude));
+    // Behind the cap; its slope 1 - t^2 moves by at most twice what t = score / softcap does.
+    double dx_slack = ds_slack * cap_slope;
+    if (a.softcap > 0) dx_slack += std::fabs(ds) * (2 * error / a.softcap + 1e-6);
+    ds *= cap_slope;
     r.ds_max = std::max(r.ds_max, std::fabs(ds));
     if (v.rounds()) {
-      flip_s = code_slack(kE5, ds, ds_slack, kScaleDs);
+      flip_s = code_slack(kE5, ds, dx_slack, kScaleDs);
       ds = through_fp8(kE5, ds, kScaleDs, &step);
     }
     if (!r.dbias.empty()) {
@@ -307,7 +313,7 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     for (int64_t e = 0; e < a.d; ++e) {
       const double factor = a.scale,
                    slack = v.rounds() ? flip_s + sums * std::fabs(ds)
-                                      : ds_slack + (2 * low + 1e-6 + codes) * std::fabs(ds);
+                                      : dx_slack + (2 * low + 1e-6 + codes) * std::fabs(ds);
       r.dq[qa + e] += factor * ds * a.k[ka + e],
           r.dq_slack[qa + e] += std::fabs(factor * a.k[ka + e]) * slack;
       r.dk[ka + e] += factor * ds * a.q[qa + e],

@@ -47,6 +47,7 @@ struct Variant {
   float scale_p = kScaleP;
   // FP8: P and dS stay FP32; o and the gradients under computed scales, with column-wise copies.
   bool unrounded = false, current = false, columns = false;
+  float softcap = 0;
 
   bool rounds() const { return is_fp8(dtype) && !unrounded; }
 };

@@ -72,6 +72,7 @@ void draw_terms(Draw& r, Variant& v) {
   const double scales[] = {0.25, 0.125, -0.5};
   v.scale = scales[r.below(3)];
   v.packed = v.h == v.g && v.d == v.dv && v.sq == v.sk && v.gap_q.empty() && Drawn::chance(r, 2);
+  if (Drawn::chance(r, 6)) v.softcap = Drawn::chance(r, 2) ? 1.0f : 30.0f;
 }
 
 Variant draw(Draw& r) {

@@ -14,6 +14,7 @@ struct Attention {
   int layout = TE_FL_LAYOUT_BSHD, mask = TE_FL_MASK_TYPE_NONE, softmax = TE_FL_SOFTMAX_TYPE_VANILLA;
   int64_t b = 1, sq = 1, sk = 1, h = 1, g = 1, d = 1, dv = 1;
   double scale = 1;
+  double softcap = 0;
   float dropout = 0;
   int64_t left = -1, right = -1;
   std::vector<int64_t> len_q, len_k;      // true lengths, per sequence; empty: sq, sk
@@ -42,7 +43,8 @@ struct Attention {
   }
   int64_t kv_head(int64_t head) const { return head / (h / g); }
   bool masked(int64_t n, int64_t head, int64_t i, int64_t j) const;
-  double score(int64_t n, int64_t head, int64_t i, int64_t j, double* size) const;
+  double score(int64_t n, int64_t head, int64_t i, int64_t j, double* size,
+               double* cap_slope = nullptr) const;
   bool kept(int64_t n, int64_t head, int64_t i, int64_t j) const {
     return dropout == 0 || keeps(rng, ((n * h + head) * sq + i) * sk + j, dropout);
   }
@@ -63,13 +65,20 @@ inline bool Attention::masked(int64_t n, int64_t head, int64_t i, int64_t j) con
   return given_mask[((mb * mask_h + mh) * sq + i) * sk + j] != 0;
 }
 
-// The scaled, biased score; `size` gets the magnitude of what was added up.
-inline double Attention::score(int64_t n, int64_t head, int64_t i, int64_t j, double* size) const {
+// The scaled, capped, biased score; `size` gets the magnitude of what was added up, `cap_slope` the
+// derivative of the cap, 1 / cosh^2.
+inline double Attention::score(int64_t n, int64_t head, int64_t i, int64_t j, double* size,
+                               double* cap_slope) const {
   const int64_t qa = at(n, i, head, h, d, true), ka = at(n, j, kv_head(head), g, d, false);
   double sum = 0, magnitude = 0;
   for (int64_t e = 0; e < d; ++e)
     sum += q[qa + e] * k[ka + e], magnitude += std::fabs(q[qa + e] * k[ka + e]);
   sum *= scale, magnitude *= std::fabs(scale);
+  if (cap_slope != nullptr) *cap_slope = 1;
+  if (softcap > 0) {
+    if (cap_slope != nullptr) *cap_slope = std::pow(std::cosh(sum / softcap), -2);
+    sum = softcap * std::tanh(sum / softcap), magnitude += std::fabs(sum);
+  }
   auto plus = [&](double x) { sum += x, magnitude += std::fabs(x); };
   if (!bias.empty())
     plus(bias[(((bias_b == 1 ? 0 : n) * bias_h + (bias_h == 1 ? 0 : head)) * sq + i) * sk + j]);

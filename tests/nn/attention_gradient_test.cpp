@@ -58,6 +58,10 @@ std::vector<Case> attention_cases() {
   with("alibi", [](Case& c) { c.alibi = true; });
   with("scale", [](Case& c) { c.options.softmax_scale = 0.9f; });
   with("dropout", [](Case& c) { c.options.attention_dropout = 0.25f; });
+  with("softcap_bias_alibi", [](Case& c) {
+    c.options.softcap = 0.5f;
+    c.bias = c.alibi = true;
+  });
   with("padding", [](Case& c) {
     c.options.mask_type = MaskType::kPadding;
     c.lengths_q = {3, 5};
@@ -259,6 +263,7 @@ std::vector<LayerCase> layer_cases() {
     c.options.num_attention_heads = 4, c.options.num_gqa_groups = 2, c.options.kv_channels = 5;
     c.options.softmax_type = SoftmaxType::kLearnable, c.options.window_left = 2;
   });
+  with("softcap", [](LayerCase& c) { c.options.softcap = 0.5f; });
   with("parallel_rms_clamped", [](LayerCase& c) {
     c.options.parallel_attention_mlp = true;
     c.options.normalization = Normalization::kRMSNorm;
@@ -282,7 +287,8 @@ oracle::LayerConfig oracle_layer(const TransformerLayerOptions& o, int64_t rotat
                                        .window_right = o.window_right,
                                        .softmax_type = o.softmax_type,
                                        .softmax_scale = o.softmax_scale,
-                                       .attention_dropout = o.attention_dropout});
+                                       .attention_dropout = o.attention_dropout,
+                                       .softcap = o.softcap});
   c.mha.attention.sequences = oracle::dense_sequences(o.layout, batch, s, s);
   c.mha.attention.max_q = c.mha.attention.max_kv = s;
   c.mha.epsilon = c.mlp.epsilon = o.epsilon;

@@ -1,5 +1,7 @@
 // What a call may say of masks and windows, and value heads of a size of their own, against the
 // double-precision attention.
+#include <cmath>
+
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
@@ -78,6 +80,28 @@ TEST(AttentionPerCall, WindowReplacesTheModules) {
   call.inputs.window_left = call.config.window_left = -1;
   call.inputs.window_right = call.config.window_right = 0;
   call.expect_matches();
+}
+
+TEST(AttentionPerCall, SoftcapReplacesTheModules) {
+  AttentionCall call({.mask_type = MaskType::kCausal, .softcap = 0.5f});
+  call.expect_matches();
+  call.inputs.softcap = 0.125f, call.config.softcap = 0.125;
+  call.expect_matches();
+  call.inputs.softcap = 0.0f, call.config.softcap = 0;
+  call.expect_matches();
+}
+
+TEST(AttentionPerCall, WrongSoftcapIsNamed) {
+  EXPECT_FAILS(
+      DotProductAttention::create({.num_attention_heads = 1, .head_dim = 4, .softcap = -1.0f})
+          .status(),
+      kInvalidArgument, "softcap is -1");
+  auto module = take(DotProductAttention::create({.num_attention_heads = 1, .head_dim = 4}));
+  const Tensor x = tensor({2, 1, 1, 4}, random_values(8, 1));
+  AttentionInputs inputs;
+  inputs.softcap = INFINITY;
+  EXPECT_FAILS(module->forward(x, x, x, nullptr, inputs).status(), kInvalidArgument,
+               "softcap is inf");
 }
 
 TEST(AttentionPerCall, WrongWindowIsNamed) {

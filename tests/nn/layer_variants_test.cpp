@@ -46,6 +46,10 @@ std::vector<Case> cases() {
     o.enc_dec_window_left = 1;
     o.enc_dec_window_right = 1;
   });
+  with("decoder_softcap", [](auto& o) {
+    o.layer_type = LayerType::kDecoder;
+    o.softcap = 0.25f;
+  });
   with("post_norm_residual", [](auto& o) {
     o.apply_residual_connection_post_layernorm = true;
     o.hidden_dropout = 0.2f;
@@ -90,7 +94,8 @@ oracle::MhaConfig attention_of(const TransformerLayerOptions& o, bool cross) {
                                    .mask_type = cross ? o.enc_dec_mask_type : o.mask_type,
                                    .window_left = cross ? o.enc_dec_window_left : o.window_left,
                                    .window_right = cross ? o.enc_dec_window_right : o.window_right,
-                                   .attention_dropout = o.attention_dropout});
+                                   .attention_dropout = o.attention_dropout,
+                                   .softcap = o.softcap});
   c.attention.sequences = oracle::dense_sequences(o.layout, kBatch, kSeq, sk);
   c.attention.max_q = kSeq;
   c.attention.max_kv = sk;

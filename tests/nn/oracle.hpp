@@ -176,6 +176,7 @@ struct AttentionConfig {
   std::vector<uint8_t> padded_q, padded_kv;    // [B, Sq], [B, Sk]: padding anywhere
   Values alibi;                                // [H]
   int64_t max_q = 0, max_kv = 0;               // extents of the dropout matrix
+  double softcap = 0;
 };
 
 inline AttentionConfig config_of(const DotProductAttentionOptions& o) {
@@ -190,6 +191,7 @@ inline AttentionConfig config_of(const DotProductAttentionOptions& o) {
   c.softmax = o.softmax_type;
   c.scale = o.softmax_scale != 0 ? o.softmax_scale : 1 / std::sqrt(static_cast<double>(c.dim));
   c.dropout = o.attention_dropout;
+  c.softcap = o.softcap;
   return c;
 }
 
@@ -235,6 +237,7 @@ inline Values attention(const AttentionConfig& c, const Values& q, const Values&
                  k[(kv_rows[j] * c.groups + g) * c.dim + d];
           }
           s *= c.scale;
+          if (c.softcap > 0) s = c.softcap * std::tanh(s / c.softcap);
           if (!bias.empty()) s += bias[i * sk + j];
           if (!c.alibi.empty()) s += c.alibi[h] * static_cast<double>(j - i - (sk - sq));
           score[j] = s;

@@ -25,9 +25,9 @@ KEY = "core_attention._extra_state"
 class Core(torch.nn.Module):
     """Attention of slices of one input, with a mask that the module may be given by call."""
 
-    def __init__(self, device, values=CHANNELS):
+    def __init__(self, device, values=CHANNELS, softcap=0.0):
         super().__init__()
-        self.core_attention = te.DotProductAttention(HEADS, (CHANNELS, values))
+        self.core_attention = te.DotProductAttention(HEADS, (CHANNELS, values), softcap=softcap)
         self.sizes, self.mask = (CHANNELS, CHANNELS, values), None
 
     def forward(self, x):
@@ -193,9 +193,9 @@ class TransformerEngine(unittest.TestCase):
 class Values(unittest.TestCase):
     def test_near_high_precision(self):
         for device in DEVICES:
-            for values in (CHANNELS, 8):
-                with self.subTest(device=device, values=values):
-                    module = Core(device, values)
+            for values, cap in ((CHANNELS, 0.0), (8, 0.0), (CHANNELS, 0.5)):
+                with self.subTest(device=device, values=values, cap=cap):
+                    module = Core(device, values, cap)
                     x = randn(12, 2, HEADS * (2 * CHANNELS + values), seed=5, device=device)
                     for _ in range(2):  # the first step's scales are 1
                         own = x.clone().requires_grad_()
@@ -204,7 +204,7 @@ class Values(unittest.TestCase):
                         y.square().sum().backward()
                     exact = x.double().requires_grad_()
                     q, k, v = (t.transpose(0, 1) for t in exact.view(12, 2, HEADS, -1).split(module.sizes, -1))
-                    want = oracle.attention(q, k, v, allowed(12, 12, True)).transpose(0, 1)
+                    want = oracle.attention(q, k, v, allowed(12, 12, True), cap=cap).transpose(0, 1)
                     want.square().sum().backward()
                     near_by_norm(self, y, want, 0.08, "output")
                     near_by_norm(self, own.grad, exact.grad, 0.15, "gradient")

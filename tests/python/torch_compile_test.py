@@ -235,6 +235,17 @@ class Attention(Compiled):
         self.attend(lambda m, q: m(q, q, q, attention_mask=padding)[0, :4], attn_mask_type="padding_causal")
         self.attend(lambda m, q: m(q, q, q, core_attention_bias_type="alibi"), attn_mask_type="causal")
 
+    def test_softcap(self):
+        self.attend(lambda m, q: m(q, q * 2, q + 1), softcap=0.3)
+        self.attend(lambda m, q: m(q, q * 2, q + 1, softcap=0.3))
+        self.both(lambda: te.TransformerLayer(32, 48, 4, hidden_dropout=0, attention_dropout=0, softcap=0.1, device=DEVICE), call)
+
+    def test_softcaps_by_call(self):
+        module, q = te.DotProductAttention(4, 8, qkv_format="bshd").to(DEVICE), randn(2, 6, 4, 8, device=DEVICE)
+        called = torch.compile(lambda q, cap: module(q, q, q, softcap=cap), backend="aot_eager", fullgraph=True)
+        for cap in (0.3, 0.7, 0.0, 1.5):
+            self.close(called(q, cap), module(q, q, q, softcap=cap), f"output under {cap}")
+
     def test_fp8_attention_and_values_of_another_size(self):
         def run(module, q):
             return module(q, q * 2, (q + 1)[..., :6])
@@ -648,6 +659,8 @@ class Lives(Compiled):
 
     def test_a_module_goes(self):
         from te_fl.pytorch import compiled  # noqa: F401
+        torch._dynamo.reset()  # graphs of tests before this one hold their modules
+        gc.collect()
         known = len(registry._modules)
         module = te.TransformerLayer(32, 64, 4, device=DEVICE)
         self.assertGreater(len(registry._modules), known)

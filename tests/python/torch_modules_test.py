@@ -1,5 +1,6 @@
 """te_fl.pytorch's modules against plain PyTorch in FP64, over their arguments; FP8 against operands quantised by NumPy."""
 
+import math
 import os
 import sys
 import unittest
@@ -148,14 +149,14 @@ class DotProductAttentionTest(Modules):
     B, S, K, H, G, D = 2, 10, 14, 6, 2, 16
 
     def attend(self, wanted=None, fmt="sbhd", keys=None, groups=None, seen=None, bias=None, scale=None, call=None, where=EVERYWHERE,
-               values=None, **arguments):
+               values=None, cap=0.0, **arguments):
         """The module with these constructor arguments, called by call(module, q, k, v), sees what `seen` says. values: v's head size."""
         keys, groups, d = keys or self.S, groups or self.H, self.D
         turn = (lambda t: t.transpose(0, 1)) if fmt == "sbhd" else (lambda t: t)
 
         def plain(p, q, k, v):
             q, k, v = turn(q), turn(k), turn(v)
-            return turn(oracle.attention(q, k, v, seen, bias, scale, sink=p.get("softmax_offset")))
+            return turn(oracle.attention(q, k, v, seen, bias, scale, sink=p.get("softmax_offset"), cap=cap))
 
         def make(device, params_dtype):
             arguments.setdefault("attn_mask_type", "no_mask")
@@ -175,6 +176,50 @@ class DotProductAttentionTest(Modules):
 
     def test_scale(self):
         self.attend(scale=0.5)
+
+    def test_softcap(self):
+        for cap in (30.0, 0.5):
+            for fmt in ("sbhd", "bshd"):
+                with self.subTest(cap=cap, fmt=fmt):
+                    self.attend(fmt=fmt, softcap=cap, cap=cap, groups=2, attn_mask_type="causal", seen=allowed(self.S, self.S, True))
+        self.attend(softcap=0.5, cap=0.5, scale=2.0, softmax_type="learnable", keys=self.K)
+        self.attend(call=lambda m, *x: m(*x, softcap=0.5), cap=0.5)
+        self.attend(softcap=0.5, call=lambda m, *x: m(*x, softcap=0.0))
+        self.attend(softcap=0.5, call=lambda m, *x: m(*x, softcap=0.25), cap=0.25)
+
+    def test_softcap_is_before_the_bias(self):
+        bias = randn(1, self.H, self.S, self.S, seed=5)
+        self.attend(softcap=0.5, cap=0.5, bias=bias, where=[(d, F32) for d in DEVICES],
+                    call=lambda m, *x: m(*x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias.to(x[0])))
+        slopes = 2.0 ** -torch.arange(1.0, 1 + self.H)
+        distance = torch.arange(self.S)[None, :] - torch.arange(self.S)[:, None]
+        self.attend(softcap=0.5, cap=0.5, bias=(slopes[:, None, None] * distance).double()[None], attn_mask_type="causal",
+                    seen=allowed(self.S, self.S, True), where=[(d, F32) for d in DEVICES],
+                    call=lambda m, *x: m(*x, core_attention_bias_type="alibi", alibi_slopes=slopes.to(x[0].device)))
+
+    def test_softcap_and_the_gradient_of_a_bias(self):
+        for device in DEVICES:
+            module = te.DotProductAttention(self.H, self.D, attn_mask_type="no_mask", qkv_format="bshd", softcap=0.5).to(device)
+            given = [randn(2, self.S, self.H, self.D, seed=s, device=device) for s in (1, 2, 3)] + [
+                randn(1, self.H, self.S, self.S, seed=4, device=device)]
+            own = [t.clone().requires_grad_() for t in given]
+            y = module(*own[:3], core_attention_bias_type="post_scale_bias", core_attention_bias=own[3])
+            y.square().sum().backward()
+            exact = [t.double().requires_grad_() for t in given]
+            want = oracle.attention(*exact[:3], bias=exact[3], cap=0.5)
+            want.square().sum().backward()
+            near(self, y, want, 1e-5, "output")
+            for name, one, other in zip(("q", "k", "v", "bias"), own, exact, strict=True):
+                near(self, one.grad, other.grad, 1e-5, f"gradient of {name}")
+
+    def test_softcap_that_is_none(self):
+        for value in (-1.0, math.inf, math.nan):
+            with self.assertRaisesRegex(ValueError, f"DotProductAttention: softcap is {value}; it must be finite"):
+                te.DotProductAttention(self.H, self.D, softcap=value)
+            with self.assertRaisesRegex(ValueError, f"DotProductAttention: softcap is {value}; it must be finite"):
+                te.DotProductAttention(self.H, self.D)(*[randn(self.S, self.B, self.H, self.D)] * 3, softcap=value)
+            with self.assertRaisesRegex(ValueError, f"TransformerLayer: softcap is {value}; it must be finite"):
+                te.TransformerLayer(32, 32, 4)(randn(self.S, self.B, 32), softcap=value)
 
     def test_values_of_another_size(self):
         for values in (8, 32):
@@ -415,6 +460,10 @@ class MultiheadAttentionTest(Modules):
     def test_cross_attention_in_groups(self):
         self.heads(encoder=True, num_gqa_groups=2, fmt="bshd")
 
+    def test_softcap(self):
+        self.heads(of=dict(cap=0.125), softcap=0.125, num_gqa_groups=2)
+        self.heads(of=dict(cap=0.125), encoder=True, call=lambda m, x, e: m(x, encoder_output=e, softcap=0.125))
+
     def test_masks_and_windows(self):
         self.heads(attn_mask_type="causal", window_size=(2, 0), seen=allowed(self.S, self.S, True, window=(2, 0)))
         mask = torch.zeros(self.B, 1, 1, self.S, dtype=torch.bool)
@@ -469,6 +518,13 @@ class TransformerLayerTest(Modules):
         for variant in (dict(), dict(fuse_qkv_params=True, normalization="RMSNorm"), dict(apply_residual_connection_post_layernorm=True)):
             with self.subTest(**variant):
                 self.layer(decoder=True, **variant)
+
+    def test_softcap(self):
+        for whole in (True, False):
+            self.layer(of=dict(cap=0.125), whole=whole, softcap=0.125)
+            self.layer(of=dict(cap=0.125), whole=whole, call=lambda m, x: m(x, softcap=0.125))
+            self.layer(whole=whole, softcap=0.125, call=lambda m, x: m(x, softcap=0.0))
+        self.layer(of=dict(cap=0.5), decoder=True, softcap=0.5)
 
     def test_decoder_with_output_layernorm(self):
         self.layer(decoder=True, output_layernorm=True)

@@ -124,12 +124,14 @@ def allowed(queries, keys, causal=False, bottom_right=False, window=(-1, -1)):
     return seen
 
 
-def attention(q, k, v, seen=None, bias=None, scale=None, sink=None):
+def attention(q, k, v, seen=None, bias=None, scale=None, sink=None, cap=0.0):
     """q [b, sq, h, d], k and v [b, sk, g, d] -> [b, sq, h * d]; seen broadcasts to [b, h, sq, sk]; a query that sees nothing yields 0."""
     b, sq, h, d = q.shape
     repeat = h // k.shape[2]
     k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1 / math.sqrt(d) if scale is None else scale)
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias
     if seen is not None:
@@ -174,7 +176,7 @@ def whole(p, prefix, name, parts):
 
 def multihead(p, x, prefix="", heads=4, groups=None, norms="LayerNorm", input_layernorm=False, encoder=None, interleaved=None, angles=None,
               rope_interleaved=False, qk_norm=None, norm_first=False, zero_centered=False, seen=None, bias=None, fmt="sbhd", product=linear,
-              sink=None, eps=1e-5):
+              sink=None, eps=1e-5, cap=0.0):
     """The output without proj's bias, that bias, and the normalised input."""
     groups, h = groups or heads, x
     turn = (lambda t: t.transpose(0, 1)) if fmt == "sbhd" else (lambda t: t)
@@ -219,7 +221,7 @@ def multihead(p, x, prefix="", heads=4, groups=None, norms="LayerNorm", input_la
         q, k = rotate(q, of_q, rope_interleaved), rotate(k, of_k, rope_interleaved)
     if qk_norm and not norm_first:
         q, k = normalised(q, "q"), normalised(k, "k")
-    y = turn(attention(q, k, v, seen, bias, sink=sink))
+    y = turn(attention(q, k, v, seen, bias, sink=sink, cap=cap))
     return product(y, p[prefix + "proj.weight"]), p.get(prefix + "proj.bias"), h
 
 

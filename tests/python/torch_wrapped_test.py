@@ -381,7 +381,7 @@ class Errors(unittest.TestCase):
                 (("core_attention_bias_type", "pre"), lambda: module(q, q, q, core_attention_bias_type="pre")),
                 (("score_mod",), lambda: module(q, q, q, score_mod=lambda s: s)),
                 (("inference_params",), lambda: module(q, q, q, inference_params=object())),
-                (("softcap", "3"), lambda: module(q, q, q, softcap=3.0)),
+                (("softcap", "-3"), lambda: module(q, q, q, softcap=-3.0)),
                 (("window_size",), lambda: module(q, q, q, window_size=(-7, 0))),
                 (("5",), lambda: module(q, randn(2, 6, 5, 8), randn(2, 6, 5, 8))),
                 (("7",), lambda: module(q, randn(2, 6, 4, 8), randn(2, 7, 4, 8))),

@@ -28,6 +28,7 @@ struct Case {
   int64_t max_q = 0, max_kv = 0;
   // Fixed: three heads-per-group shapes and head sizes that differ between q and v.
   int64_t b = 2, h = 4, g = 2, d = 3, dv = 2;
+  float softcap = 0;
 };
 inline void PrintTo(const Case& c, std::ostream* os) { *os << c.name; }
 
@@ -84,6 +85,7 @@ struct Problem {
            k[static_cast<size_t>(((b * c.g + group) * c.sk + j) * c.d + e)];
     }
     s *= scale;
+    if (c.softcap > 0) s = c.softcap * std::tanh(s / c.softcap);
     if (!bias.empty()) {
       const int64_t head = (c.bias[0] == 1 ? 0 : b) * c.bias[1] + (c.bias[1] == 1 ? 0 : h);
       s += bias[static_cast<size_t>((head * c.sq + i) * c.sk + j)];
@@ -314,6 +316,7 @@ class Call {
     a.mask_type = c.mask;
     a.softmax_type = c.softmax;
     a.scale = static_cast<float>(p.scale);
+    a.softcap = c.softcap;
     a.dropout_p = c.dropout;
     a.window_left = c.left;
     a.window_right = c.right;

@@ -86,6 +86,7 @@ Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionP
   r.mask = p.mask;
   r.softmax_type = p.softmax_type;
   r.scale = p.scale;
+  r.softcap = p.softcap;
   r.threshold = numeric::dropout_threshold(p.dropout_p);
   r.kept = 1.0f / (1.0f - p.dropout_p);
   r.seed = ctx.rng->seed;
@@ -280,12 +281,14 @@ void append_attention(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(
       descriptor<te_fl_fused_attn_fwd_args, fused_attn_fwd, refuse_forward>("fused_attn_fwd"));
   ops.back().dtypes = kDtypes;
+  ops.back().later_args = "softcap";
   ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_fwd_args, forward_workspace>;
   ops.back().describe =
       backend::describe_thunk<te_fl_fused_attn_fwd_args, words_of<te_fl_fused_attn_fwd_args>>;
   ops.push_back(
       descriptor<te_fl_fused_attn_bwd_args, fused_attn_bwd, refuse_backward>("fused_attn_bwd"));
   ops.back().dtypes = kDtypes;
+  ops.back().later_args = "softcap";
   ops.back().workspace = backend::workspace_thunk<te_fl_fused_attn_bwd_args, backward_workspace>;
   ops.back().describe =
       backend::describe_thunk<te_fl_fused_attn_bwd_args, words_of<te_fl_fused_attn_bwd_args>>;

@@ -144,6 +144,7 @@ struct Attention {
   backend::MaskRule mask;
   int softmax_type;
   float scale;
+  float softcap;       // 0: none; else a scaled product x counts as softcap tanh(x / softcap)
   uint64_t threshold;  // of dropout
   float kept;          // 1 / (1 - p)
   uint64_t seed, rng_offset;
@@ -205,6 +206,7 @@ struct Attention {
   __device__ float score(const Span& s, int64_t b, int64_t h, int64_t i, int64_t j,
                          float dot) const {
     float value = scale * dot;
+    if (softcap > 0) value = softcap * tanhf(value / softcap);
     if (bias.data != nullptr) {
       value += HeadData::element_at(bias.data, bias.dtype, bias.offset(b, h, i, j));
     }
@@ -213,6 +215,12 @@ struct Attention {
                static_cast<float>(backend::alibi_distance(i, j, s.q_len, s.kv_len));
     }
     return value;
+  }
+  // The derivative of that by the scaled product.
+  __device__ float score_slope(float dot) const {
+    if (softcap == 0) return 1.0f;
+    const float part = tanhf(scale * dot / softcap);
+    return fmaf(-part, part, 1.0f);
   }
   // 0 for a dropped probability, else 1 / (1 - p). `row`: (b H + h) rows + i.
   __device__ float dropout(int64_t row, int64_t cols, int64_t j) const {

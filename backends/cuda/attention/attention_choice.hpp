@@ -73,6 +73,11 @@ const char* refuse(int architecture, const Args& a,
   if (a.bias != nullptr && dtype_index(a.bias->dl.dtype) != dtype) {
     return "a bias of another dtype than q";
   }
+  if (a.softcap > 0) {
+    // They tell a cap's slope by the score, in which there is then nothing else.
+    if (a.bias != nullptr || a.alibi_slopes != nullptr) return "softcap and a bias or ALiBi";
+    if (!(a.softcap >= 1e-30f && a.softcap <= 1e30f)) return "softcap is not in [1e-30, 1e30]";
+  }
   return nullptr;
 }
 

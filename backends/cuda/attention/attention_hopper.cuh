@@ -284,6 +284,23 @@ __device__ inline float exp2_of(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// At most 4 ulp off. (tanh.approx has 11 bits, of scores as large as the cap.)
+__device__ inline float tanh_of(float x) {
+  const float z = x * x, absolute = fabsf(x);
+  // Near 0, where the difference below would cancel: x + x^3 p(x^2), p fitted on |x| <= 0.625.
+  float near = fmaf(-5.704042502e-3f, z, 2.063786238e-2f);
+  near = fmaf(near, z, -5.373915657e-2f);
+  near = fmaf(near, z, 1.333143115e-1f);
+  near = fmaf(near, z, -3.333328068e-1f);
+  near = fmaf(x * z, near, x);
+  const float far = fmaf(-2.0f, reciprocal(exp2_of(absolute * (2 * kLog2e)) + 1.0f), 1.0f);
+  return absolute < 0.625f ? near : copysignf(far, x);
+}
 __device__ inline uint64_t shared_bits(uint32_t at) {
   uint64_t bits;
   asm volatile("ld.shared.u64 %0, [%1];" : "=l"(bits) : "r"(at) : "memory");
@@ -330,17 +347,30 @@ struct RowBits {
   }
 };
 
+// The slope of softcap at a score, which has nothing but the capped product in it. `inverse`: of
+// the cap times log2(e).
+__device__ inline float cap_slope(float score, float inverse) {
+  const float part = score * inverse;
+  return fmaxf(fmaf(-part, part, 1.0f), 0.0f);  // 0 of a hidden pair, whose score is -inf
+}
+
 // A thread's part of one head's scores: products become scores times log2(e), -inf where hidden.
 template <class T, int kDim, bool kKeysPass>
 struct Terms {
   using Part = Stage<kDim, kKeysPass>;
   const Attention& p;
   float scale, slope = 0.0f;
+  float cap,
+      cap_inverse;     // softcap as the scores, times log2(e); 1 / softcap; unused where it is 0
   int shift;           // alibi_distance(i, j) = j - i - shift
   Range seen[2] = {};  // by each of the two fixed rows
 
   __device__ Terms(const Attention& problem, const Span& s)
-      : p(problem), scale(problem.scale * kLog2e), shift(static_cast<int>(s.kv_len - s.q_len)) {}
+      : p(problem),
+        scale(problem.scale * kLog2e),
+        cap(problem.softcap * kLog2e),
+        cap_inverse(1.0f / problem.softcap),
+        shift(static_cast<int>(s.kv_len - s.q_len)) {}
   __device__ void head(int64_t b, int64_t h) {
     if (p.alibi != nullptr) slope = p.alibi[b * p.alibi_batch + h * p.alibi_head] * kLog2e;
   }
@@ -378,13 +408,25 @@ struct Terms {
       }
     }
   }
+  // Times the cap's slope at the scores of apply().
+  __device__ void multiply_slopes(const float (&s)[kPairs], float (&ds)[kPairs]) const {
+    if (p.softcap == 0) return;
+    const float inverse = 1.0f / cap;
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) ds[n] *= cap_slope(s[n], inverse);
+  }
   // `fixed`: position of the first of the two rows; `passing`: of the first column; `hide`: where
   // the tile's bits are in shared memory. `add_bias` is called for the scores if there is a bias.
   template <class AddBias>
   __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
                         float (&s)[kPairs]) const {
+    if (p.softcap > 0) {
 #pragma unroll
-    for (float& x : s) x *= scale;
+      for (float& x : s) x = cap * tanh_of(x * p.scale * cap_inverse);
+    } else {
+#pragma unroll
+      for (float& x : s) x *= scale;
+    }
     if (p.bias.data != nullptr) add_bias();
     const int column = passing + Place::col();
     if (p.alibi != nullptr) {

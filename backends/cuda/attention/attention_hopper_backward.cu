@@ -120,6 +120,7 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
   // dP becomes dS, which is packed.
   const auto pack = [&](int n, uint32_t at) {
     query_gradients(p, sums, at + Part::kKeep, scores, dp);
+    terms.multiply_slopes(scores, dp);
 #pragma unroll
     for (int k = 0; k < 4; ++k) pack_step<T>(dp, k, packed[k]);
     if (g.score_gradients != nullptr) {
@@ -273,11 +274,12 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
       });
 }
 
-// From scores and dP, as A of the next products: P after dropout but for its factor, and dS.
-template <class T, class Part>
-__device__ inline void key_gradients(const Attention& p, uint32_t stage, float (&scores)[kPairs],
-                                     float (&dp)[kPairs], uint32_t (&packed_p)[4][4],
-                                     uint32_t (&packed_ds)[4][4]) {
+// From scores and dP, as A of the next products: P after dropout but for its factor, and dS times
+// the slope of softcap. kCapped: there is one, `inverse` as cap_slope() takes it.
+template <class T, class Part, bool kCapped>
+__device__ inline void key_gradients(const Attention& p, float inverse, uint32_t stage,
+                                     float (&scores)[kPairs], float (&dp)[kPairs],
+                                     uint32_t (&packed_p)[4][4], uint32_t (&packed_ds)[4][4]) {
   const bool drops = p.threshold != 0;
   const float kept = drops ? p.kept : 1.0f;
   uint64_t bits[2] = {~uint64_t{0}, ~uint64_t{0}};
@@ -295,8 +297,12 @@ __device__ inline void key_gradients(const Attention& p, uint32_t stage, float (
       const float p0 = exp2_of(scores[n] - lse.x), p1 = exp2_of(scores[n + 1] - lse.y);
       const auto keep = static_cast<uint32_t>(t < 4 ? bits[i] : bits[i] >> 32) >> (8 * t % 32);
       const bool keep0 = (keep & 1) != 0, keep1 = (keep & 2) != 0;
-      const float d0 = p0 * ((keep0 ? dp[n] * kept : 0.0f) - delta.x);
-      const float d1 = p1 * ((keep1 ? dp[n + 1] * kept : 0.0f) - delta.y);
+      float d0 = p0 * ((keep0 ? dp[n] * kept : 0.0f) - delta.x);
+      float d1 = p1 * ((keep1 ? dp[n + 1] * kept : 0.0f) - delta.y);
+      if constexpr (kCapped) {
+        d0 *= cap_slope(scores[n], inverse);
+        d1 *= cap_slope(scores[n + 1], inverse);
+      }
       packed_p[t / 2][t % 2 * 2 + i] = hopper::pack<T>(keep0 ? p0 : 0.0f, keep1 ? p1 : 0.0f);
       packed_ds[t / 2][t % 2 * 2 + i] = hopper::pack<T>(d0, d1);
     }
@@ -331,7 +337,11 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
                 work.query(n), scores);
     hopper::wait_for_sums(dp);
     uint32_t packed_p[4][4], packed_ds[4][4];
-    key_gradients<T, Part>(p, at, scores, dp, packed_p, packed_ds);
+    if (p.softcap > 0) {
+      key_gradients<T, Part, true>(p, 1.0f / terms.cap, at, scores, dp, packed_p, packed_ds);
+    } else {
+      key_gradients<T, Part, false>(p, 0.0f, at, scores, dp, packed_p, packed_ds);
+    }
     __syncwarp();
     hopper::begin_products();
     start_across<T>(packed_p, at + Part::kSecond, dv);

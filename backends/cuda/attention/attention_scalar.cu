@@ -97,16 +97,18 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(Attention p, AttentionG
   if (i < s.q_len && lane_of_thread() == 0) g.delta[p.lse_index(s, b, h, i)] = sum;
 }
 
-// P after dropout, and dS, of one pair; `dp` is dO V^T.
+// P after dropout, and the gradients of the score and of the scaled product, of one pair; `dp` is
+// dO V^T.
 struct Pair {
-  float p, ds;
+  float p, ds, dx;
 };
 __device__ inline Pair pair_of(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
                                int64_t j, float qk, float dp, float lse, float delta,
                                int64_t logical_rows, int64_t logical_cols) {
   const float probability = expf(p.score(s, b, h, i, j, qk) - lse);
   const float factor = p.dropout((b * p.heads + h) * logical_rows + i, logical_cols, j);
-  return {probability * factor, probability * (factor * dp - delta)};
+  const float ds = probability * (factor * dp - delta);
+  return {probability * factor, ds, ds * p.score_slope(qk)};
 }
 
 // Blocks of a multiprocessor, as many as shared memory allows for heads of up to 128.
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
       if (exists && lse != -INFINITY && !p.masked(s, b, h, i, k0 + c)) {
         const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
         const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
-        ds = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols).ds;
+        ds = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols).dx;
         most_ds = amax_of(most_ds, ds);
         ds = ds_codes(ds);
       }
@@ -217,15 +219,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
       const float lse = exists ? g.lse[p.lse_index(s, b, h, i)] : -INFINITY;
       const float delta = exists ? g.delta[p.lse_index(s, b, h, i)] : 0.0f;
       for (int c = lane; c < kTileRows; c += kLanes) {
-        Pair pair{0.0f, 0.0f};
+        float probability = 0.0f, ds = 0.0f;
         if (exists && lse != -INFINITY && !p.masked(s, b, h, i, k0 + c)) {
           const float qk = dot(q_tile + r * q_pitch, k_tile + c * q_pitch, p.q.dim);
           const float dp = dot(do_tile + r * v_pitch, v_tile + c * v_pitch, p.v.dim);
-          pair = pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols);
-          pair = {p_codes(pair.p), ds_codes(pair.ds)};
+          const Pair pair =
+              pair_of(p, s, b, h, i, k0 + c, qk, dp, lse, delta, logical_rows, logical_cols);
+          probability = p_codes(pair.p);
+          ds = ds_codes(pair.dx);
         }
-        p_tile[r * (kTileRows + 1) + c] = pair.p;
-        ds_tile[r * (kTileRows + 1) + c] = pair.ds;
+        p_tile[r * (kTileRows + 1) + c] = probability;
+        ds_tile[r * (kTileRows + 1) + c] = ds;
       }
       __syncthreads();
       for (int query = 0; query < kTileRows; ++query) {

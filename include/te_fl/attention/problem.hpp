@@ -43,6 +43,7 @@ struct AttentionProblem {
   MaskRule mask;
   int32_t softmax_type = TE_FL_SOFTMAX_TYPE_VANILLA;
   float scale = 1;
+  float softcap = 0;  // 0: scores have none
   float dropout_p = 0;
   const te_fl_tensor* bias = nullptr;
   const te_fl_tensor* alibi_slopes = nullptr;
@@ -242,6 +243,7 @@ template <class Args>
 AttentionProblem describe_common(const Args& a) {
   AttentionProblem p = describe_qkv(a);
   p.scale = a.scale;
+  p.softcap = a.softcap;
   p.bias = a.bias;
   p.alibi_slopes = a.alibi_slopes;
   p.attn_mask = a.attn_mask;

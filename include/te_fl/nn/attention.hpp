@@ -66,6 +66,7 @@ struct AttentionInputs {
   // resolve_padding_masks().
   Tensor padding_mask_q = {};
   Tensor padding_mask_kv = {};
+  std::optional<float> softcap = {};  // in place of the module's, as mask_type is
 };
 
 // `inputs` without padding masks, which become what the attention ops take: cu_seqlens where all
@@ -90,9 +91,10 @@ struct DotProductAttentionOptions {
   DType activation_dtype = DType::kF32;
   Device device = {};
   int64_t value_head_dim = 0;  // head size Dv of v and o; 0: head_dim
+  float softcap = 0;           // scaled products x become softcap * tanh(x / softcap); 0: they stay
 };
 
-// o = softmax(scale q k^T + bias, masked) v. q [.., H, D], k [.., G, D], v [.., G, Dv] in the
+// o = softmax(cap(scale q k^T) + bias, masked) v. q [.., H, D], k [.., G, D], v [.., G, Dv] in the
 // layout
 // -> o [.., H, Dv]. Strided views of packed QKV are accepted. Parameter (kLearnable only):
 // softmax_offset [H], F32. FP8 site (recipe with fp8_dpa): fp8, forward slots qkv, s, o, backward
@@ -177,6 +179,7 @@ struct MultiheadAttentionOptions {
   // of an attention of groups_whole (0: this is whole), whose initial weights this one has there.
   int64_t groups_whole = 0;
   int64_t groups_begin = 0;
+  float softcap = 0;  // as in DotProductAttentionOptions
 };
 
 // y = proj(attention(split(norm(x) Wqkv^T + b))). x [S, B, hidden], [B, S, hidden] or [T, hidden]

@@ -12,7 +12,8 @@ extern "C" {
 
 /*
  * fused_attn_fwd: Scaled dot-product attention.
- *   O = dropout(softmax(scale * Q K^T + bias, masked)) V; a fully masked row yields zeros
+ *   O = dropout(softmax(cap(scale * Q K^T) + bias, masked)) V, cap(x) = softcap tanh(x / softcap)
+ *   or x; a fully masked row yields zeros
  */
 typedef struct te_fl_fused_attn_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_attn_fwd_args));
@@ -78,6 +79,9 @@ typedef struct te_fl_fused_attn_fwd_args {
   int64_t max_seqlen_q TE_FL_INIT(0);
   /* thd, of keys */
   int64_t max_seqlen_kv TE_FL_INIT(0);
+  /* above 0: a scaled product x counts as softcap * tanh(x / softcap), before bias and ALiBi; 0:
+  as it is (a later argument) */
+  float softcap TE_FL_INIT(0.0f);
 } te_fl_fused_attn_fwd_args;
 
 #define TE_FL_FUSED_ATTN_FWD_ARGS_INIT \
@@ -85,8 +89,8 @@ typedef struct te_fl_fused_attn_fwd_args {
 
 /*
  * fused_attn_bwd: Gradient of scaled dot-product attention.
- *   P from lse; dV = P^T dO; dP = dO V^T; dS = P (dP - rowsum(dO O)); dQ = scale dS K; dK = scale
- *   dS^T Q
+ *   P from lse; dV = P^T dO; dP = dO V^T; dS = P (dP - rowsum(dO O)); dX = dS cap'(X), X = scale Q
+ *   K^T; dQ = scale dX K; dK = scale dX^T Q
  */
 typedef struct te_fl_fused_attn_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_attn_bwd_args));
@@ -154,6 +158,9 @@ typedef struct te_fl_fused_attn_bwd_args {
   int64_t max_seqlen_q TE_FL_INIT(0);
   /* as in the forward */
   int64_t max_seqlen_kv TE_FL_INIT(0);
+  /* as in the forward; the cap's slope is a factor of dS for dQ and dK, and none of dbias (a later
+  argument) */
+  float softcap TE_FL_INIT(0.0f);
 } te_fl_fused_attn_bwd_args;
 
 #define TE_FL_FUSED_ATTN_BWD_ARGS_INIT \

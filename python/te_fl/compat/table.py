@@ -74,7 +74,7 @@ PARTLY = {
     "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
     "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
     "te_fl.jax.sharding.MeshResource": {"pp_resource": "pp", "cp_resource": "cp", "ep_resource": "ep"},
-    "te_fl.pytorch.attention.DotProductAttention": {**_RANKS, "cp_group": "a group", "softcap": 30.0, "return_max_logit": True},
+    "te_fl.pytorch.attention.DotProductAttention": {**_RANKS, "cp_group": "a group", "return_max_logit": True},
     "te_fl.pytorch.attention.DotProductAttention.forward": {
         "fp8_output": True, "bf16_backward": True, "num_splits": 2, "score_mod": "a function", "score_mod_bprop": "a function",
         "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors", "inference_params": "a cache",
@@ -89,7 +89,7 @@ PARTLY = {
     "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
     "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
-    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache", "softcap": 30.0},
+    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache"},
     "te_fl.pytorch.norm.LayerNorm": {"sequence_parallel": True, "sm_margin": 4},
     "te_fl.pytorch.norm.RMSNorm": {"sequence_parallel": True, "sm_margin": 4},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
@@ -98,7 +98,7 @@ PARTLY = {
     "te_fl.pytorch.quantization.autocast": {"amax_reduction_group": "a group"},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
     "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
-    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache", "softcap": 30.0},
+    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache"},
 }
 
 # Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.

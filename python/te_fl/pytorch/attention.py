@@ -31,6 +31,14 @@ def mask_type(where: str, name: str) -> str:
     return name
 
 
+def score_cap(where: str, softcap: Optional[float], default: float = 0.0) -> float:
+    """The bound of the scaled products, x -> softcap tanh(x / softcap); 0: none. None: the default."""
+    softcap = float(default if softcap is None else softcap)
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"{where}: softcap is {softcap}; it must be finite and at least 0 (0: scores have no cap)")
+    return softcap
+
+
 def windowed(size: Tuple[int, int], queries: int, keys: int, given: Optional[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Which keys a query does not see, bool [.., queries, keys]: those outside the window on the diagonal that ends at the bottom right."""
     at = torch.arange(queries, device=device)[:, None] + (keys - queries)
@@ -96,10 +104,10 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """softmax(scale q k^T + bias, masked) v.
+    """softmax(cap(scale q k^T) + bias, masked) v; cap(x) = softcap tanh(x / softcap), or x where softcap is 0.
 
     num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size, or a pair, of q and k and of v. qkv_format: 'sbhd', 'bshd' or 'thd'.
-    attn_mask_type, window_size, bottom_right_diagonal: also per call. softmax_type: 'vanilla', 'off-by-one' or 'learnable'.
+    attn_mask_type, window_size, bottom_right_diagonal, softcap: also per call. softmax_type: 'vanilla', 'off-by-one' or 'learnable'.
     layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs. The other
     cp_ arguments say how the ranks of cp_group work together, and have no effect without it.
     """
@@ -123,7 +131,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         rules.choice(where, "qkv_format", qkv_format, FORMATS)
         rules.choice(where, "softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
         rules.choice(where, "attention_type", attention_type, ("self", "cross"))
-        only(where, ("softcap", float(softcap), 0.0, _OWN_KERNEL), ("return_max_logit", bool(return_max_logit), False, _OWN_KERNEL),
+        only(where, ("return_max_logit", bool(return_max_logit), False, _OWN_KERNEL),
              ("cp_group", cp_group, None, "te_fl.pytorch runs on one rank so far; leave it out"))
         channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         if len(channels) != 2:
@@ -135,6 +143,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
         self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, attn_mask_type
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self.softcap = score_cap(where, softcap)
         window(where, window_size, mask_type(where, attn_mask_type))
         self.attention_type, self.layer_number = attention_type, layer_number
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
@@ -143,15 +152,15 @@ class DotProductAttention(TransformerEngineBaseModule):
             self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
 
-    def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int]):
+    def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float):
         # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
         drops = self.training or not torch.is_grad_enabled()
         if torch.compiler.is_compiling():
-            return self._layer(device, key=(layout, mask, *size, drops))
-        return self._dropping(device, layout, mask, size, drops)
+            return self._layer(device, key=(layout, mask, softcap.hex(), *size, drops))
+        return self._dropping(device, layout, mask, size, softcap, drops)
 
-    def _dropping(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], drops: bool):
-        layer = self._layer(device, key=(device, layout, mask, size, self.attention_dropout if drops else 0.0))
+    def _dropping(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, drops: bool):
+        layer = self._layer(device, key=(device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0))
         if layer is not self._newest:
             before, self._newest = self._newest, layer
             if before is not None:
@@ -161,14 +170,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         return layer
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
-        layout, mask, left, right, drops = key
-        return self._dropping(device, layout, mask, (left, right), bool(drops)), None
+        layout, mask, softcap, left, right, drops = key
+        return self._dropping(device, layout, mask, (left, right), float.fromhex(softcap), bool(drops)), None
 
     def _options_of(self, kind: str, key: Any) -> dict:
-        _, layout, mask, size, dropout = key
+        _, layout, mask, size, softcap, dropout = key
         chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
                   "num_gqa_groups": self.num_gqa_groups, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
-                  "softmax_type": self.softmax_type, "attention_dropout": dropout}
+                  "softmax_type": self.softmax_type, "attention_dropout": dropout, "softcap": softcap}
         return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
 
     def _state_layer(self):
@@ -220,8 +229,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             cu_seqlens_q_padded = cu_seqlens_kv_padded = None
         elif pad_between_seqs and cu_seqlens_q_padded is None:
             raise ValueError(f"{where}: pad_between_seqs is True; give cu_seqlens_q_padded, where each sequence starts")
-        softcap = 0.0 if softcap is None else float(softcap)
-        only(where, ("softcap", softcap, 0.0, _OWN_KERNEL), ("fp8_output", bool(fp8_output), False, "outputs are of the inputs' dtype"),
+        cap = score_cap(where, softcap, self.softcap)
+        only(where, ("fp8_output", bool(fp8_output), False, "outputs are of the inputs' dtype"),
              ("bf16_backward", bool(bf16_backward), False, "the backward is of the forward's dtype"),
              ("num_splits", num_splits, 1, _OWN_KERNEL), ("score_mod", score_mod, None, _OWN_KERNEL),
              ("score_mod_bprop", score_mod_bprop, None, _OWN_KERNEL), ("score_mod_tensors", score_mod_tensors, None, _OWN_KERNEL),
@@ -253,7 +262,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             mask = THD_MASKS.get(mask, mask)
 
         def compute(q, k, v, *biases):
-            layer = self._layer_for(q.device, layout, mask, size)
+            layer = self._layer_for(q.device, layout, mask, size, cap)
             dropped = generator.draw_for(self, q.device) if self.training and self.attention_dropout > 0 else None
             own = (self.softmax_offset,) if self.softmax_type == "learnable" else ()
             return self._run(layer, (q, k, v), own, attention=inputs, random=dropped, extras=biases)
@@ -298,7 +307,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Adds the scores' addend to the inputs; what of it may need a gradient."""
         rules.choice(where, "core_attention_bias_type", kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
         if kind == "pre_scale_bias":
-            raise refuse(where, "core_attention_bias_type", kind, "multiply the bias by the scale, which comes after it, and give 'post_scale_bias'")
+            raise refuse(where, "core_attention_bias_type", kind, "without softcap, multiply the bias by the scale, which comes after it, "
+                         "and give 'post_scale_bias'")
         if kind == "alibi":
             if "causal" not in mask:
                 raise refuse(where, "core_attention_bias_type", kind, f"mask {mask!r} shows keys on both sides; give the distances as a bias")

@@ -9,7 +9,7 @@ import torch
 from te_fl import _native
 from te_fl.pytorch import quantization
 from te_fl.pytorch import random as generator
-from te_fl.pytorch.attention import THD_MASKS, DotProductAttention, mask_type, window
+from te_fl.pytorch.attention import THD_MASKS, DotProductAttention, mask_type, score_cap, window
 from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
 from te_fl.pytorch.call import DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.linear import LayerNormLinear, Linear
@@ -28,7 +28,7 @@ def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 class FusedLayer:
-    """The layers in C++ of one TransformerLayer, one for each mask, window and dropout that it is called with.
+    """The layers in C++ of one TransformerLayer, one for each mask, cap, window and dropout that it is called with.
 
     While one of them is used, the FP8 state of the parts is there; leave() gives it back to them.
     """
@@ -94,11 +94,11 @@ class FusedLayer:
         for layer in self._layers.values():
             _native.layer_changed(layer)
 
-    def layer(self, owner, device: torch.device, name: Tuple[str, int, int, bool]):
-        """The layer for a mask, the two bounds of a window, and whether it drops."""
-        mask, *size, drops = name
+    def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]):
+        """The layer for a mask, the cap of scores in hexadecimal, the two bounds of a window, and whether it drops."""
+        mask, softcap, *size, drops = name
         hidden, inner = (owner.hidden_dropout, owner.self_attention.core_attention.attention_dropout) if drops else (0.0, 0.0)
-        key = (device, mask, *size, hidden, inner)
+        key = (device, mask, softcap, *size, hidden, inner)
         layer = self._layers.get(key)
         if layer is None:
             attention, mlp = owner.self_attention, owner.layernorm_mlp
@@ -110,7 +110,7 @@ class FusedLayer:
                        "zero_centered_gamma": mlp.zero_centered_gamma, "bias": mlp.use_bias, "hidden_dropout": hidden,
                        "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
                        "layout": owner.attn_input_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
-                       "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
+                       "softcap": float.fromhex(softcap), "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
                        "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": native_device(device), **mlp._clamp,
                        "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
                        "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
@@ -148,12 +148,13 @@ class FusedLayer:
 
         return restore
 
-    def run(self, owner, x: torch.Tensor, mask: str, size, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
+    def run(self, owner, x: torch.Tensor, mask: str, size, softcap, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
             cu_seqlens_padded, max_seqlen) -> torch.Tensor:
         where = "TransformerLayer"
         core = owner.self_attention.core_attention
         mask = mask_type(where, mask)
         size = window(where, size, mask)
+        cap = score_cap(where, softcap).hex()  # a word, as a graph's names of layers are words and integers
         layout = owner.attn_input_format
         inputs = core._masked(where, layout, mask, x, x, attention_mask, cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded,
                               max_seqlen, max_seqlen)
@@ -163,7 +164,7 @@ class FusedLayer:
         if angles is not None:
             inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
-        name = (mask, *size, owner.training or not torch.is_grad_enabled())
+        name = (mask, cap, *size, owner.training or not torch.is_grad_enabled())
         if torch.compiler.is_compiling():
             for _, part in self._parts:
                 part._check_compiled()

@@ -119,7 +119,7 @@ class TransformerLayer(torch.nn.Module):
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
             self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device)
-        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation and float(softcap) == 0.0
+        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation
         self._fused = FusedLayer(self) if usual else None
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._number = registry.enter(self)
@@ -196,9 +196,9 @@ class TransformerLayer(torch.nn.Module):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         fused = self._fused
         if fused is not None:
-            if (not checkpoint_core_attention and not softcap and thd_attention_policies is None
+            if (not checkpoint_core_attention and thd_attention_policies is None
                     and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
-                return fused.run(self, hidden_states, mask, size, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
+                return fused.run(self, hidden_states, mask, size, softcap, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
                                  core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
             if torch.compiler.is_compiling():
                 from te_fl.pytorch import compiled

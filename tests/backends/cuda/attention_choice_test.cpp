@@ -100,6 +100,19 @@ TEST(CudaAttentionChoice, SaysWhyACallIsScalar) {
   EXPECT_EQ(both(other_bias), "scalar: a bias of another dtype than q");
 }
 
+TEST(CudaAttentionChoice, SoftcapTakesTensorCoresWhereTheScoreTellsItsSlope) {
+  ChoiceCall call(TE_FL_BF16);
+  call.forward.softcap = call.backward.softcap = 50;
+  EXPECT_EQ(both(call), kWide);
+  for (const float cap : {1e-31f, 1e31f}) {
+    call.forward.softcap = call.backward.softcap = cap;
+    EXPECT_EQ(both(call), "scalar: softcap is not in [1e-30, 1e30]");
+  }
+  call.forward.softcap = call.backward.softcap = 50;
+  call.add_bias();
+  EXPECT_EQ(both(call), "scalar: softcap and a bias or ALiBi");
+}
+
 TEST(CudaAttentionChoice, RowsMustBeReachableSixteenBytesAtATime) {
   ChoiceCall strided(TE_FL_BF16);
   strided.k.strides[1] += 4;

@@ -451,6 +451,7 @@ void add_mistakes(Table& table) {
   wrong("another_length_of_values", {}, [](Problem& p) { p.in("v", TE_FL_F32, {2, 8, 4, 16}); });
   wrong("output_of_another_shape", {}, [](Problem& p) { p.out("o", TE_FL_F32, {2, 7, 4, 8}); });
   wrong("lse_of_another_shape", {}, [](Problem& p) { p.out("softmax_lse", TE_FL_F32, {2, 7, 4}); });
+  wrong("softcap_below_zero", {}, [](Problem& p) { p.set("softcap", -1); });
   wrong("bias_of_another_shape", {}, [](Problem& p) { p.in("bias", TE_FL_F32, {1, 3, 7, 9}); });
 }
 

@@ -1,8 +1,8 @@
 #include "conformance/attention_case.hpp"
 
-// Attention with terms beyond the product (bias, ALiBi, sinks, mask tensors, dropout) in half
-// precision, at sizes that cross the tiles of 64 and 128 of kernels for matrix units and end beside
-// them, with and without whole vectors of keys.
+// Attention with terms beyond the product (bias, ALiBi, sinks, mask tensors, dropout, caps) mostly
+// in half precision, at sizes that cross the tiles of 64 and 128 of kernels for matrix units and
+// end beside them, with and without whole vectors of keys.
 namespace te_fl::conformance::attention {
 namespace {
 
@@ -143,6 +143,52 @@ void add_dropout(std::vector<Variant>& all) {
   }
 }
 
+// Scores of about 1, under caps that hardly bend them, that do, and that flatten most of them.
+void add_softcap(std::vector<Variant>& all) {
+  for (float cap : {30.0f, 2.0f, 0.25f})
+    all.push_back({.mask = cap == 2.0f ? kCausal : kNone, .softcap = cap});
+  all.push_back({.mask = kNone, .scale = 20, .softcap = 50});
+  for (int layout : {kS, kB}) {
+    Variant v = crossing(layout == kS ? 140 : 75);
+    v.layout = layout, v.mask = kCausal, v.softcap = 2;
+    all.push_back(v);
+  }
+  // The bias comes behind the cap, and so does its gradient.
+  all.push_back({.sq = 70, .sk = 135, .bias = TE_FL_F32, .bias_bh = {2, 4}, .softcap = 1});
+  all.push_back({.mask = kCausal, .sq = 9, .sk = 9, .alibi = 2, .softcap = 1});
+  Variant v = of_two(139);
+  v.dtype = v.bias = kHalf, v.bias_bh = {2, 2}, v.alibi = 2, v.softmax = kSink, v.dropout = 0.25f;
+  v.mask = kGiven, v.mask_bh = {2, 1}, v.left = 50, v.right = 60, v.softcap = 1;
+  all.push_back(v);
+  // All that kernels have who read the cap's slope off the score: no bias, no ALiBi.
+  for (int64_t d : {64, 128}) {
+    v = of_two(139);
+    v.dtype = kHalf, v.d = v.dv = d, v.softmax = kSink, v.dropout = 0.25f;
+    v.mask = kGiven, v.mask_bh = {2, 1}, v.left = 50, v.right = 60, v.softcap = 1;
+    all.push_back(v);
+  }
+  for (float cap : {1e-35f, 3e38f}) {
+    v = crossing(75);
+    v.softcap = cap;
+    all.push_back(v);
+  }
+  all.push_back({.layout = kT,
+                 .mask = kPaddedCausal,
+                 .softmax = kOne,
+                 .b = 3,
+                 .sq = 8,
+                 .sk = 9,
+                 .g = 2,
+                 .len_q = {8, 0, 3},
+                 .len_k = {9, 5, 4},
+                 .gap_q = {2, 3, 1},
+                 .gap_k = {1, 0, 4},
+                 .softcap = 2});
+  for (bool unrounded : {false, true})
+    all.push_back(
+        {.dtype = kE4, .mask = kCausal, .sq = 16, .sk = 16, .unrounded = unrounded, .softcap = 2});
+}
+
 void add_together(std::vector<Variant>& all) {
   Variant v = of_two(139);
   v.bias = kBF, v.bias_bh = {1, 2}, v.alibi = 2, v.softmax = kSink, v.dropout = 0.25f;
@@ -164,6 +210,7 @@ void add_term_variants(std::vector<Variant>& all) {
   add_sinks(all);
   add_mask_tensors(all);
   add_dropout(all);
+  add_softcap(all);
   add_together(all);
 }
 
