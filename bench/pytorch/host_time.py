@@ -21,8 +21,19 @@ import torch
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.pytorch import base, call, fused_layer
 
 ROWS, WIDTH = 64, 768
+PYTHON = ", node in Python"  # of a row beside one with the node in C++, where that is built
+
+
+def nodes():
+    """{what a row's name ends in: the autograd node}"""
+    return {"": call.run} if call.run is call.python_run else {"": call.run, PYTHON: call.python_run}
+
+
+def use(node):
+    base.run = fused_layer.run = node
 
 
 def synchronize(device):
@@ -58,12 +69,14 @@ def run_linear(device, blocks, backward, calls=200):
                     module(x.detach().requires_grad_(), is_first_microbatch=True).sum().backward()
         return module, recipe, {} if recipe is None else {"is_first_microbatch": False}
 
-    cases = {"torch.nn.Linear BF16": (torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16), None, {}),
-             "te_fl BF16": ours(None), "te_fl FP8 delayed, weights cached": ours(DelayedScaling()),
-             "te_fl FP8 current, weights cached": ours(Float8CurrentScaling())}
+    own = {"te_fl BF16": ours(None), "te_fl FP8 delayed, weights cached": ours(DelayedScaling()),
+           "te_fl FP8 current, weights cached": ours(Float8CurrentScaling())}
+    cases = {"torch.nn.Linear BF16": (call.run, torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16), None, {}),
+             **{name + suffix: (node, *case) for name, case in own.items() for suffix, node in nodes().items()}}
     times = {name: [] for name in cases}
     for block in range(blocks + 3):
-        for name, (module, recipe, given) in cases.items():
+        for name, (node, module, recipe, given) in cases.items():
+            use(node)
             with te.autocast(enabled=recipe is not None, recipe=recipe), torch.set_grad_enabled(backward):
                 synchronize(device)
                 began = time.perf_counter()
@@ -75,11 +88,12 @@ def run_linear(device, blocks, backward, calls=200):
                 took = time.perf_counter() - began
             if block >= 3:
                 times[name].append(took / calls * 1e6)
+    use(call.run)
     return {name: statistics.median(t) for name, t in times.items()}
 
 
 def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch, recipes, blocks, calls):
-    """{recipe: (te_fl.pytorch, C++)}, forward and backward with scale updates."""
+    """{recipe and node: (te_fl.pytorch, C++)}, forward and backward with scale updates."""
     out = {}
     for name, recipe in recipes.items():
         x = torch.randn(length, batch, hidden, device=device, dtype=torch.bfloat16)
@@ -91,16 +105,19 @@ def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch,
         own = x.clone().requires_grad_()
         parameters = list(layer.parameters())
 
-        def ours():
+        def ours(node):
+            use(node)
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 y = layer(own)
             for p in parameters:
                 p.grad = None
             own.grad = None
             y.backward(dy)
-        result = medians(device, {"te_fl.pytorch": ours, "C++": theirs.step}, blocks, calls)
+        every = {suffix: lambda node=node: ours(node) for suffix, node in nodes().items()}
+        result = medians(device, {**every, "C++": theirs.step}, blocks, calls)
         theirs.close()
-        out[name] = (result["te_fl.pytorch"], result["C++"])
+        use(call.run)
+        out.update({name + suffix: (result[suffix], result["C++"]) for suffix in every})
     return out
 
 
@@ -127,7 +144,9 @@ def main():
         base = row["torch.nn.Linear BF16"]
         for name, us in row.items():
             target = targets[backward].get(name)
-            print(f"Linear [{ROWS}, {WIDTH}] {what:21} {name:38} {us:8.1f} us  {us / base:5.2f}" + (f"  target {target}" if target else ""))
+            print(f"Linear [{ROWS}, {WIDTH}] {what:21} {name:52} {us:8.1f} us  {us / base:5.2f}" + (f"  target {target}" if target else ""))
+    if PYTHON not in nodes():
+        print("te_fl.pytorch's autograd node in C++ is not built or is switched off: python -m te_fl build-node")
     if library is not None:
         small = layer_cases(device, te_fl_bench, library, 1024, 4096, 16, 512, 1, {"none": None, "delayed": DelayedScaling()}, options.blocks, 50)
         quick = {} if options.no_quickstart else layer_cases(device, te_fl_bench, library, 4096, 16384, 32, 2048, 4,
@@ -135,7 +154,7 @@ def main():
         for shape, rows, target in (("hidden 1024, 512 tokens", small, 1.3), ("quickstart", quick, 1.01)):
             results[shape] = rows
             for name, (ours, theirs) in rows.items():
-                print(f"TransformerLayer {shape}, forward and backward, {name:8} {ours:10.1f} us, C++ {theirs:10.1f} us  {ours / theirs:5.3f}"
+                print(f"TransformerLayer {shape}, forward and backward, {name:23} {ours:10.1f} us, C++ {theirs:10.1f} us  {ours / theirs:5.3f}"
                       f"  target {target}")
     if options.json:
         with open(options.json, "w") as file:

@@ -89,6 +89,9 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_AS_TRANSFORMER_ENGINE", "", kBool, "0", "",
      "1: where te-fl's Python package is installed, `import transformer_engine` means te-fl from "
      "the interpreter's start (docs/transformer-engine.md)."},
+    {"TE_FL_TORCH_NODE", "", kBool, "1", "",
+     "0: te_fl.pytorch leaves out the autograd node that `python -m te_fl build-node` has compiled "
+     "(docs/pytorch.md)."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",

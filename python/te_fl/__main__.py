@@ -1,5 +1,5 @@
 """`python -m te_fl COMMAND`, and the command te-fl of an installed package: the program te-fl, where doctor and info also tell of
-Python, its frameworks, and what is around them."""
+Python, its frameworks, and what is around them; build-node compiles te_fl.pytorch's node of autograd."""
 
 import os
 import signal
@@ -12,6 +12,9 @@ def main() -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word, as it does te-fl
         from te_fl import doctor
         return getattr(doctor, words[0])("--json" in words)
+    if words == ["build-node"]:
+        from te_fl import torch_node
+        return torch_node.build()
     from te_fl.program import program
     try:
         os.execv(program(), ["te-fl", *words])

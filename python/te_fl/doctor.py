@@ -13,7 +13,7 @@ import sys
 from typing import NamedTuple, Optional
 
 import te_fl
-from te_fl import frameworks, program
+from te_fl import frameworks, program, torch_node
 
 
 class Finding(NamedTuple):
@@ -121,6 +121,18 @@ def _check_cuda() -> list:
     return found
 
 
+def _torch_node() -> list:
+    """Whether te_fl.pytorch's node of autograd is compiled for the installed PyTorch."""
+    there, what = torch_node.installed(), "te_fl.pytorch's autograd node in C++"
+    if there is None:
+        return []
+    if not os.path.exists(torch_node.path(there[1])):
+        return [Finding("note", f"{what}: not built for PyTorch {there[1]}", "a part of small layers' speed; the node in Python serves",
+                        torch_node.COMMAND)]
+    off = "" if torch_node.wanted() else ", and switched off by TE_FL_TORCH_NODE"
+    return [Finding("ok", f"{what}: built for PyTorch {there[1]}{off}")]
+
+
 def _check_frameworks() -> list:
     found, versions = [], _packages()
     for package, name in frameworks.NAMES.items():
@@ -133,6 +145,8 @@ def _check_frameworks() -> list:
                                  f"pip install --upgrade '{package}>={frameworks.MINIMUM[package]}'"))
         else:
             found.append(Finding("ok", f"{name}: {version} ({frameworks.MINIMUM[package]} or newer is needed)"))
+            if package == "torch":
+                found.extend(_torch_node())
     others = [f"{name} {versions[name]}" for name in ("jaxlib", "flax", "triton", "numpy") if versions[name]]
     if others:
         found.append(Finding("ok", "beside them: " + ", ".join(others)))

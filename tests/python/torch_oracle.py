@@ -133,7 +133,7 @@ def attention(q, k, v, seen=None, bias=None, scale=None, sink=None, cap=0.0):
     if cap:
         scores = cap * torch.tanh(scores / cap)
     if bias is not None:
-        scores = scores + bias
+        scores = scores + bias.to(scores.device)
     if seen is not None:
         scores = scores.masked_fill(~seen.to(scores.device), -1e30)
     top = scores.detach().amax(-1, keepdim=True).clamp(min=-1e20)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl import _native
+from te_fl import _native, torch_node
 from te_fl.pytorch import private_device
 from te_fl.tensors import DTYPES
 
@@ -141,13 +141,26 @@ def _backward(ctx, grad: torch.Tensor):
 _guarded_backward = torch.autograd.function.once_differentiable(_backward)
 
 
+class _Saved(NamedTuple):
+    """What _backward() reads of LayerFunction's ctx."""
+
+    call: Call
+    saved_tensors: Tuple[torch.Tensor, ...]
+    needs_input_grad: Tuple[bool, ...]
+
+
+def _backward_of(call: Call, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool, ...], grad: torch.Tensor):
+    """LayerFunction's backward that builds a graph, for the node in C++."""
+    return _guarded_backward(_Saved(call, saved, needed), grad)
+
+
 def counted(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether writes to each are counted for as long as the module lives. What is computed for each call, as by parametrisations, is a new
     tensor each time, perhaps where the last one was."""
     return {*map(type, parameters)} <= _KEPT
 
 
-def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
+def python_run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
     """The layer's output. training: whether parameters may change otherwise than by operations that their version counters count."""
     if torch.is_grad_enabled():
         for t in tensors:
@@ -159,3 +172,7 @@ def run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
     parameters = tensors[n + call.extras:]
     return _native.layer_forward(call.layer, call.activation, UNCACHED if training or not counted(parameters) else SERVING, call.first,
                                  tensors[:n], parameters, call.attention, call.random)[0]
+
+
+run = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of,
+                torch.nn.Parameter) or python_run

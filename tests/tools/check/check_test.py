@@ -218,7 +218,7 @@ class Catches(unittest.TestCase):
 
     def test_drawn_attention_shapes(self):
         # Wrong for odd head sizes under causal masks, which the table does not have: drawn ones find it.
-        options = ["--impl", "vendor.wrong.attention_odd_heads", "--case", "fused_attn_fwd/fuzz/", "--seed", "16"]
+        options = ["--impl", "vendor.wrong.attention_odd_heads", "--case", "fused_attn_fwd/fuzz/", "--seed", "9"]
         code, text, files = check(WRONG, *options)
         self.assertEqual(code, 1, text)
         failed = [r for r in json.loads(files["json"])["results"] if r["result"] == "fail"]

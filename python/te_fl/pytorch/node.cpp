@@ -1,0 +1,367 @@
+// The autograd node of te_fl.pytorch's layers in C++, in place of call.py's LayerFunction: what it
+// does is the same, without the interpreter's time for it in a forward and in the thread that runs
+// backwards. It is compiled against one version of PyTorch, by `python -m te_fl build-node`
+// (node.py); without it LayerFunction serves.
+#include <Python.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// Fields of call.py's Call.
+enum Field {
+  kLayer,
+  kInputs,
+  kExtras,
+  kActivation,
+  kFirst,
+  kAttention,
+  kRandom,
+  kUpdates,
+  kAccumulates,
+  kFields = 10
+};
+PyObject* field(PyObject* call, Field f) { return PyTuple_GET_ITEM(call, f); }
+// Modes of _native.layer_forward().
+constexpr long kTraining = 0, kServing = 1, kUncached = 2;
+
+// What bind() is given. Owned until the process ends.
+PyObject* layer_forward = nullptr;
+PyObject* layer_backward = nullptr;
+PyObject* ends = nullptr;             // call._ends
+PyObject* python_run = nullptr;       // call.run
+PyObject* python_backward = nullptr;  // call._backward_of
+PyObject* parameter_type = nullptr;   // torch.nn.Parameter
+
+// An owned reference.
+class Ref {
+ public:
+  explicit Ref(PyObject* object) : object_(object) {}
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+
+ private:
+  PyObject* object_;
+};
+// Throws the interpreter's error if there is no object.
+Ref checked(PyObject* object) {
+  if (object == nullptr) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return Ref(object);
+}
+
+class InterpreterLock {
+ public:
+  InterpreterLock() : state_(PyGILState_Ensure()) {}
+  InterpreterLock(const InterpreterLock&) = delete;
+  InterpreterLock& operator=(const InterpreterLock&) = delete;
+  ~InterpreterLock() { PyGILState_Release(state_); }
+
+ private:
+  PyGILState_STATE state_;
+};
+
+bool interpreter_ends() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsInitialized() == 0 || Py_IsFinalizing() != 0;
+#else
+  return Py_IsInitialized() == 0 || _Py_IsFinalizing() != 0;
+#endif
+}
+
+Ref wrapped(const Variable& v) { return checked(THPVariable_Wrap(v)); }
+
+// Keeps what LayerFunction.forward() saves, in its order: the token, the tensors that autograd
+// follows (inputs, extras, parameters), the tensors of `attention`, and the output where it is read
+// again.
+class LayerNode final : public torch::autograd::Node {
+ public:
+  LayerNode(torch::autograd::edge_list&& edges, PyObject* call)
+      : Node(std::move(edges)), call_(call) {
+    Py_INCREF(call);
+  }
+  ~LayerNode() override {
+    if (interpreter_ends()) return;  // the object goes with the process
+    const InterpreterLock lock;
+    Py_DECREF(call_);
+  }
+
+  std::string name() const override { return "LayerFunctionBackward"; }
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable& s : saved_) s.reset_data();
+  }
+  // Of the output, once it has this node.
+  void save(const Variable& token, PyObject* const* tensors, Py_ssize_t count,
+            const Variable& output, bool reads_output) {
+    saved_.reserve(static_cast<size_t>(count) + 2);
+    saved_.emplace_back(token, false);
+    for (Py_ssize_t i = 0; i < count; ++i)
+      saved_.emplace_back(THPVariable_Unpack(tensors[i]), false);
+    PyObject* attention = field(call_, kAttention);
+    if (attention == Py_None) return;
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(attention, &at, &key, &value) != 0;) {
+      // Inference tensors can be neither saved nor, outside of that mode, written.
+      if (THPVariable_Check(value) && !THPVariable_Unpack(value).is_inference()) {
+        saved_.emplace_back(THPVariable_Unpack(value), false);
+      }
+    }
+    if (reads_output) saved_.emplace_back(output, true);
+    output_saved_ = reads_output;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "te_fl.pytorch's autograd node in C++ is not for compiled autograd, which goes through "
+        "LayerFunction: set TE_FL_TORCH_NODE=0 before te_fl.pytorch is imported");
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    const InterpreterLock interpreter;
+    const std::unique_lock<std::mutex> lock = locked();
+    Variable gradient = std::move(gradients[0]);
+    if (!gradient.defined()) gradient = input_metadata(0).zeros_like();
+    std::vector<Ref> saved;
+    saved.reserve(saved_.size());
+    for (size_t i = 0; i < saved_.size(); ++i) {
+      const bool own = output_saved_ && i + 1 == saved_.size();
+      saved.push_back(wrapped(saved_[i].unpack(own ? getptr() : decltype(getptr())())));
+    }
+    return at::GradMode::is_enabled() ? guarded(saved, gradient) : compute(saved, gradient);
+  }
+
+ private:
+  // A thread that waits for another one's backward of this node leaves it the interpreter.
+  std::unique_lock<std::mutex> locked() {
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) return lock;
+    PyThreadState* const state = PyEval_SaveThread();
+    lock.lock();
+    PyEval_RestoreThread(state);
+    return lock;
+  }
+
+  variable_list compute(const std::vector<Ref>& saved, const Variable& gradient) {
+    const auto edges = static_cast<size_t>(num_outputs());
+    const auto followed = static_cast<size_t>(PyLong_AsSsize_t(field(call_, kInputs)) +
+                                              PyLong_AsSsize_t(field(call_, kExtras)));
+    const Ref parameters = checked(PyTuple_New(static_cast<Py_ssize_t>(edges - followed)));
+    for (size_t i = followed; i < edges; ++i) {
+      PyObject* const p = saved[1 + i].get();
+      Py_INCREF(p);
+      PyTuple_SET_ITEM(parameters.get(), static_cast<Py_ssize_t>(i - followed), p);
+    }
+    const Ref dense = wrapped(gradient.contiguous());
+    PyObject* const keep =
+        torch::autograd::get_current_graph_task_keep_graph() ? Py_True : Py_False;
+    PyObject* const args[] = {saved[0].get(), dense.get(), parameters.get(), Py_None, keep};
+    const Ref both = checked(PyObject_Vectorcall(layer_backward, args, 5, nullptr));
+    if (field(call_, kUpdates) != Py_None && PyObject_IsTrue(field(call_, kUpdates)) == 1) {
+      PyObject* const about[] = {saved[0].get(), field(call_, kUpdates)};
+      checked(PyObject_Vectorcall(ends, about, 2, nullptr));
+    }
+    variable_list results(edges);
+    take(PyTuple_GET_ITEM(both.get(), 0), 0, followed, results);
+    take(PyTuple_GET_ITEM(both.get(), 1), followed, edges, results);
+    return results;
+  }
+
+  // With a graph of the backward, which must refuse to be differentiated: as LayerFunction does it.
+  variable_list guarded(const std::vector<Ref>& saved, const Variable& gradient) {
+    const auto edges = static_cast<size_t>(num_outputs());
+    const Ref tensors = checked(PyTuple_New(static_cast<Py_ssize_t>(saved.size())));
+    for (size_t i = 0; i < saved.size(); ++i) {
+      Py_INCREF(saved[i].get());
+      PyTuple_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), saved[i].get());
+    }
+    const Ref needed =
+        checked(PyTuple_New(static_cast<Py_ssize_t>(edges + 1)));  // the first: of `call`
+    for (size_t i = 0; i <= edges; ++i) {
+      PyObject* const wants = i > 0 && next_edge(i - 1).is_valid() ? Py_True : Py_False;
+      Py_INCREF(wants);
+      PyTuple_SET_ITEM(needed.get(), static_cast<Py_ssize_t>(i), wants);
+    }
+    const Ref given = wrapped(gradient);
+    PyObject* const args[] = {call_, tensors.get(), needed.get(), given.get()};
+    const Ref all = checked(PyObject_Vectorcall(python_backward, args, 4, nullptr));
+    const Ref found = checked(PyTuple_GetSlice(all.get(), 1, static_cast<Py_ssize_t>(edges) + 1));
+    variable_list results(edges);
+    take(found.get(), 0, edges, results);
+    return results;
+  }
+
+  // Moves a tuple's gradients to results[begin, end); what is not asked for stays undefined.
+  void take(PyObject* tuple, size_t begin, size_t end, variable_list& results) {
+    for (size_t i = begin; i < end && i - begin < static_cast<size_t>(PyTuple_GET_SIZE(tuple));
+         ++i) {
+      PyObject* const item = PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(i - begin));
+      if (item != Py_None && next_edge(i).is_valid()) results[i] = THPVariable_Unpack(item);
+    }
+  }
+
+  PyObject* call_;
+  std::vector<SavedVariable> saved_;
+  bool output_saved_ = false;
+};
+
+// A node as PyTorch holds it: by std::shared_ptr, and in newer versions by c10::intrusive_ptr.
+template <class T, class... Args>
+auto make_node(Args&&... args) {
+  using Pointer = decltype(std::declval<T&>().getptr());
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](auto* n) { deleteNode(n); });
+  } else {
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+  }
+}
+
+// Whether PyTorch transforms functions here (torch.func), or a tensor has a tangent: LayerFunction
+// knows what to say of those.
+bool transformed(PyObject* const* tensors, Py_ssize_t count) {
+  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
+  if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (THPVariable_Unpack(tensors[i])._fw_grad(0).defined()) return true;
+  }
+  return false;
+}
+
+Ref tuple_of(PyObject* const* items, Py_ssize_t count) {
+  Ref tuple = checked(PyTuple_New(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Py_INCREF(items[i]);
+    PyTuple_SET_ITEM(tuple.get(), i, items[i]);
+  }
+  return tuple;
+}
+
+// (output, token)
+Ref forward(PyObject* call, long mode, PyObject* const* tensors, Py_ssize_t inputs,
+            Py_ssize_t followed, Py_ssize_t count) {
+  const at::AutoGradMode no_gradients(false);
+  const at::AutoFwGradMode no_tangents(false);
+  const Ref in = tuple_of(tensors, inputs);
+  const Ref parameters = tuple_of(tensors + followed, count - followed);
+  const Ref chosen = checked(PyLong_FromLong(mode));
+  PyObject* const args[] = {field(call, kLayer),
+                            field(call, kActivation),
+                            chosen.get(),
+                            field(call, kFirst),
+                            in.get(),
+                            parameters.get(),
+                            field(call, kAttention),
+                            field(call, kRandom)};
+  return checked(PyObject_Vectorcall(layer_forward, args, 8, nullptr));
+}
+
+// run(call, training, *tensors) -> the layer's output, as call.run().
+PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 3 && PyTuple_Check(args[0]) &&
+                       PyTuple_GET_SIZE(args[0]) == kFields,
+                   "run() takes a Call, whether the module trains, and tensors, after bind()");
+  PyObject* const call = args[0];
+  PyObject* const* const tensors = args + 2;
+  const Py_ssize_t all = count - 2, inputs = PyLong_AsSsize_t(field(call, kInputs));
+  const Py_ssize_t followed = inputs + PyLong_AsSsize_t(field(call, kExtras));
+  TORCH_CHECK_TYPE(inputs > 0 && followed >= inputs && followed <= all,
+                   "run(): the Call has more inputs than there are tensors");
+  bool follows = false;
+  for (Py_ssize_t i = 0; i < all; ++i) {
+    TORCH_CHECK_TYPE(THPVariable_Check(tensors[i]), "run(): argument ", i + 2, " is no tensor");
+    follows = follows || THPVariable_Unpack(tensors[i]).requires_grad();
+  }
+  follows = follows && at::GradMode::is_enabled();
+  if (!follows) {
+    const int training = PyObject_IsTrue(args[1]);
+    if (training < 0) return nullptr;
+    long mode = training != 0 ? kUncached : kServing;
+    for (Py_ssize_t i = followed; i < all; ++i) {
+      if (reinterpret_cast<PyObject*>(Py_TYPE(tensors[i])) != parameter_type) mode = kUncached;
+    }
+    const Ref both = forward(call, mode, tensors, inputs, followed, all);
+    PyObject* const output = PyTuple_GET_ITEM(both.get(), 0);
+    Py_INCREF(output);
+    return output;
+  }
+  if (field(call, kAccumulates) == Py_True || transformed(tensors, all)) {
+    return PyObject_Vectorcall(python_run, args, static_cast<size_t>(count), nullptr);
+  }
+  torch::autograd::edge_list edges;
+  edges.reserve(static_cast<size_t>(all));
+  for (Py_ssize_t i = 0; i < all; ++i) {
+    const Variable& v = THPVariable_Unpack(tensors[i]);
+    edges.push_back(v.requires_grad() ? torch::autograd::impl::gradient_edge(v)
+                                      : torch::autograd::Edge());
+  }
+  const Ref both = forward(call, kTraining, tensors, inputs, followed, all);
+  const auto node = make_node<LayerNode>(std::move(edges), call);
+  PyObject* const output = PyTuple_GET_ITEM(both.get(), 0);
+  const Variable y = THPVariable_Unpack(output);
+  torch::autograd::set_history(y, node);
+  node->save(THPVariable_Unpack(PyTuple_GET_ITEM(both.get(), 1)), tensors, all, y, inputs == 3);
+  Py_INCREF(output);
+  return output;
+  END_HANDLE_TH_ERRORS
+}
+
+// bind(layer_forward, layer_backward, ends, run, backward, Parameter): what run() calls.
+PyObject* bind(PyObject*, PyObject* args) {
+  PyObject** const places[] = {&layer_forward, &layer_backward,  &ends,
+                               &python_run,    &python_backward, &parameter_type};
+  PyObject* given[6] = {};
+  if (PyArg_ParseTuple(args, "OOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4],
+                       &given[5]) == 0) {
+    return nullptr;
+  }
+  for (int i = 0; i < 6; ++i) {
+    Py_INCREF(given[i]);
+    Py_XDECREF(*places[i]);
+    *places[i] = given[i];
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {{"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)),
+                          METH_FASTCALL, "run(call, training, *tensors) -> output"},
+                         {"bind", bind, METH_VARARGS,
+                          "bind(layer_forward, layer_backward, ends, run, backward, Parameter)"},
+                         {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                          "_node",
+                          "te_fl.pytorch's node of autograd.",
+                          -1,
+                          methods,
+                          nullptr,
+                          nullptr,
+                          nullptr,
+                          nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__node() { return PyModule_Create(&definition); }
