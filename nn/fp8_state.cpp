@@ -144,6 +144,7 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.clear_scales = false;
   if (std::holds_alternative<DelayedScaling>(recipe)) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor replayed, replayed_scale(state, slot));
+    spec.amax = record && !replayed.defined();  // what nobody reads is neither cleared nor computed
     if (replayed.defined()) return Tensor::empty_quantized(shape, spec, device, &replayed);
     return Tensor::empty_quantized(shape, spec, device, &state.scale_slot(slot),
                                    record ? &state.amax_slot(slot) : nullptr);

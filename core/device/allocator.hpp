@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -41,6 +42,7 @@ class Allocator {
   const te_fl_allocator api_;  // whose name is not kept
   const std::string text_;
   const std::chrono::nanoseconds slow_;
+  mutable std::atomic<int> checked_{0};  // blocks that check_pointer found right
 };
 using AllocatorRef = std::shared_ptr<const Allocator>;
 

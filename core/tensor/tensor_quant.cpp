@@ -120,8 +120,14 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
     return invalid_argument("scaling " + std::string(name(spec.scaling)) +
                             " derives its scales: a given scale would be ignored; leave it out");
   }
-  const bool has_amax =
-      tensor_mode || te_fl::describe(spec.scaling).second_level != 0 || amax != nullptr;
+  const bool optional = tensor_mode && !spec.compute_scale && scale != nullptr;
+  if (!spec.amax && (!optional || amax != nullptr)) {
+    return invalid_argument(
+        "a quantised tensor without amax is one of scaling tensor under a given scale, for which "
+        "no amax is given; set QuantSpec::amax");
+  }
+  const bool second_level = te_fl::describe(spec.scaling).second_level != 0;
+  const bool has_amax = (tensor_mode && spec.amax) || second_level || amax != nullptr;
   const auto [m, k] = core::logical_matrix(shape);
   const core::QuantBytes bytes = core::quant_bytes(spec.dtype, spec.scaling, m, k);
   const Layout l = plan(spec, bytes, tensor_mode && scale == nullptr, has_amax && amax == nullptr);

@@ -741,9 +741,10 @@ typedef struct te_fl_device_api {
       TE_FL_INIT(NULL);
   te_fl_status (*destroy_graph)(void* self, void* graph, const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* Asked under TE_FL_VALIDATE=1, check_stream also if is_capturing refuses the stream, and
-     check_pointer of an allocator's memory (R25). Each answers OK, or INVALID_ARGUMENT with a text
-     that says what the argument is instead ("it is pageable host memory"). check_pointer: may
-     kernels of this device read and write these bytes? check_stream: is it its stream? */
+     check_pointer of the first blocks of an allocator (R25). Each answers OK, or INVALID_ARGUMENT
+     with a text that says what the argument is instead ("it is pageable host memory").
+     check_pointer: may kernels of this device read and write these bytes? check_stream: is it its
+     stream? */
   te_fl_status (*check_pointer)(void* self, const void* data, size_t bytes, const te_fl_error_sink*)
       TE_FL_INIT(NULL);
   te_fl_status (*check_stream)(void* self, void* stream, const te_fl_error_sink*) TE_FL_INIT(NULL);

@@ -31,6 +31,8 @@ struct QuantSpec {
   // false: scale_inv, and with compute_scale amax, start uninitialised, which spares a fill where
   // an op writes the tensor next (ops write all of them).
   bool clear_scales = true;
+  // false: no memory for an amax, which ops then leave out; of kTensor under a given scale.
+  bool amax = true;
 };
 
 // Extents of the scale_inv array for a logical [M, K] matrix; see te_fl_quant in plugin.h.

@@ -217,6 +217,32 @@ class LifeTest(unittest.TestCase):
             self.assertEqual(*counts)
             self.assertEqual(len(set(found)), len(found) // 2)
 
+    def test_a_hook_that_runs_a_backward_of_the_same_graph(self):
+        module, x, found = randomise(te.Linear(32, 32, device="cpu")), input_of(), []
+
+        def unpack(t):
+            if not found:
+                found.append(None)
+                found[0] = torch.autograd.grad(loss, x, retain_graph=True)[0]
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            loss = module(x).sum()
+        loss.backward()
+        self.assertTrue(torch.equal(found[0], x.grad))
+
+    def test_gradients_that_are_added_elsewhere(self):
+        for flag in (True, 1):
+            found = []
+            for run in (NATIVE, call.python_run):
+                module = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=flag))
+                module.weight.main_grad = torch.ones_like(module.weight)
+                with using(run):
+                    module(input_of()).sum().backward()
+                self.assertIsNone(module.weight.grad)
+                found.append(module.weight.main_grad)
+            self.assertTrue(torch.equal(*found))
+            self.assertFalse(torch.equal(found[0], torch.ones_like(found[0])))
+
     def test_backwards_of_one_graph_in_threads(self):
         module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of()
         y = module(x)

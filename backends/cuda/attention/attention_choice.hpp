@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -76,7 +77,9 @@ const char* refuse(int architecture, const Args& a,
   if (a.softcap > 0) {
     // They tell a cap's slope by the score, in which there is then nothing else.
     if (a.bias != nullptr || a.alibi_slopes != nullptr) return "softcap and a bias or ALiBi";
-    if (!(a.softcap >= 1e-30f && a.softcap <= 1e30f)) return "softcap is not in [1e-30, 1e30]";
+    // A score is then up to 2^-22 of the cap off.
+    if (!(a.softcap >= 0x1p-8f && a.softcap <= 256)) return "softcap is not in [1/256, 256]";
+    if (!(std::fabs(a.scale) <= 1e30f)) return "softcap and a scale beyond 1e30";
   }
   return nullptr;
 }

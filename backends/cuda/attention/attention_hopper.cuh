@@ -289,18 +289,6 @@ __device__ inline float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// At most 4 ulp off. (tanh.approx has 11 bits, of scores as large as the cap.)
-__device__ inline float tanh_of(float x) {
-  const float z = x * x, absolute = fabsf(x);
-  // Near 0, where the difference below would cancel: x + x^3 p(x^2), p fitted on |x| <= 0.625.
-  float near = fmaf(-5.704042502e-3f, z, 2.063786238e-2f);
-  near = fmaf(near, z, -5.373915657e-2f);
-  near = fmaf(near, z, 1.333143115e-1f);
-  near = fmaf(near, z, -3.333328068e-1f);
-  near = fmaf(x * z, near, x);
-  const float far = fmaf(-2.0f, reciprocal(exp2_of(absolute * (2 * kLog2e)) + 1.0f), 1.0f);
-  return absolute < 0.625f ? near : copysignf(far, x);
-}
 __device__ inline uint64_t shared_bits(uint32_t at) {
   uint64_t bits;
   asm volatile("ld.shared.u64 %0, [%1];" : "=l"(bits) : "r"(at) : "memory");
@@ -360,16 +348,15 @@ struct Terms {
   using Part = Stage<kDim, kKeysPass>;
   const Attention& p;
   float scale, slope = 0.0f;
-  float cap,
-      cap_inverse;     // softcap as the scores, times log2(e); 1 / softcap; unused where it is 0
-  int shift;           // alibi_distance(i, j) = j - i - shift
-  Range seen[2] = {};  // by each of the two fixed rows
+  float cap, into_cap;  // softcap times log2(e); 2 log2(e) scale / softcap. Unused without softcap
+  int shift;            // alibi_distance(i, j) = j - i - shift
+  Range seen[2] = {};   // by each of the two fixed rows
 
   __device__ Terms(const Attention& problem, const Span& s)
       : p(problem),
         scale(problem.scale * kLog2e),
         cap(problem.softcap * kLog2e),
-        cap_inverse(1.0f / problem.softcap),
+        into_cap(problem.scale / problem.softcap * (2 * kLog2e)),
         shift(static_cast<int>(s.kv_len - s.q_len)) {}
   __device__ void head(int64_t b, int64_t h) {
     if (p.alibi != nullptr) slope = p.alibi[b * p.alibi_batch + h * p.alibi_head] * kLog2e;
@@ -421,8 +408,10 @@ struct Terms {
   __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
                         float (&s)[kPairs]) const {
     if (p.softcap > 0) {
+      // cap tanh(x / softcap) as cap - 2 cap / (e^(2x / softcap) + 1): some 2^-22 of the cap off,
+      // which choose_attention() bounds. (tanh.approx would be 2^-11 of the score off.)
 #pragma unroll
-      for (float& x : s) x = cap * tanh_of(x * p.scale * cap_inverse);
+      for (float& x : s) x = fmaf(-2.0f * cap, reciprocal(exp2_of(x * into_cap) + 1.0f), cap);
     } else {
 #pragma unroll
       for (float& x : s) x *= scale;

@@ -22,7 +22,7 @@ def forward_kernel(x, gamma, z, rsigma, columns, epsilon, ONE: tl.constexpr, BLO
     tl.store(rsigma + row, factor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def backward_kernel(dz, x, rsigma, gamma, dx, sums, rows, columns, ONE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -42,7 +42,7 @@ def backward_kernel(dz, x, rsigma, gamma, dx, sums, rows, columns, ONE: tl.const
     tl.store(sums + tl.program_id(0).to(tl.int64) * columns + at, sum_of_weight, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def sum_kernel(sums, dgamma, programs, columns, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns

@@ -8,7 +8,7 @@ from te_fl_triton.common import compact, implementation
 HEADS = 16  # of one token, that a program rotates at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch", "heads"])  # one kernel for all of them
 def kernel(input, output, freqs, length, batch, heads, width, rotated, cp_size, cp_rank, BATCH_FIRST: tl.constexpr,
            INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr):
     blocks = tl.cdiv(heads, HEADS)

@@ -8,7 +8,7 @@ from te_fl_triton.common import compact, implementation
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def forward_kernel(input, output, columns, blocks, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -18,7 +18,7 @@ def forward_kernel(input, output, columns, blocks, BLOCK: tl.constexpr):
     tl.store(output + row * columns + at, (a / (1.0 + tl.exp(-a)) * b).to(output.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def backward_kernel(grad, input, output, columns, blocks, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

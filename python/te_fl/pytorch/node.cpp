@@ -111,7 +111,7 @@ class LayerNode final : public torch::autograd::Node {
 
   std::string name() const override { return "LayerFunctionBackward"; }
   void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (SavedVariable& s : saved_) s.reset_data();
   }
   // Of the output, once it has this node.
@@ -143,7 +143,7 @@ class LayerNode final : public torch::autograd::Node {
 
   variable_list apply(variable_list&& gradients) override {
     const InterpreterLock interpreter;
-    const std::unique_lock<std::mutex> lock = locked();
+    const std::unique_lock<std::recursive_mutex> lock = locked();
     Variable gradient = std::move(gradients[0]);
     if (!gradient.defined()) gradient = input_metadata(0).zeros_like();
     std::vector<Ref> saved;
@@ -156,9 +156,10 @@ class LayerNode final : public torch::autograd::Node {
   }
 
  private:
-  // A thread that waits for another one's backward of this node leaves it the interpreter.
-  std::unique_lock<std::mutex> locked() {
-    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  // A thread that waits for another one's backward of this node leaves it the interpreter. The
+  // mutex is a recursive one, since a hook that unpacks a tensor may run a backward.
+  std::unique_lock<std::recursive_mutex> locked() {
+    std::unique_lock<std::recursive_mutex> lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) return lock;
     PyThreadState* const state = PyEval_SaveThread();
     lock.lock();
@@ -227,6 +228,7 @@ class LayerNode final : public torch::autograd::Node {
   PyObject* call_;
   std::vector<SavedVariable> saved_;
   bool output_saved_ = false;
+  std::recursive_mutex mutex_;  // hides the base's
 };
 
 // A node as PyTorch holds it: by std::shared_ptr, and in newer versions by c10::intrusive_ptr.
@@ -309,7 +311,9 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_INCREF(output);
     return output;
   }
-  if (field(call, kAccumulates) == Py_True || transformed(tensors, all)) {
+  const int accumulates = PyObject_IsTrue(field(call, kAccumulates));
+  if (accumulates < 0) return nullptr;
+  if (accumulates != 0 || transformed(tensors, all)) {
     return PyObject_Vectorcall(python_run, args, static_cast<size_t>(count), nullptr);
   }
   torch::autograd::edge_list edges;

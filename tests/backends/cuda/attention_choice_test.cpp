@@ -104,11 +104,14 @@ TEST(CudaAttentionChoice, SoftcapTakesTensorCoresWhereTheScoreTellsItsSlope) {
   ChoiceCall call(TE_FL_BF16);
   call.forward.softcap = call.backward.softcap = 50;
   EXPECT_EQ(both(call), kWide);
-  for (const float cap : {1e-31f, 1e31f}) {
+  for (const float cap : {0.003f, 257.0f, 3e38f}) {
     call.forward.softcap = call.backward.softcap = cap;
-    EXPECT_EQ(both(call), "scalar: softcap is not in [1e-30, 1e30]");
+    EXPECT_EQ(both(call), "scalar: softcap is not in [1/256, 256]");
   }
   call.forward.softcap = call.backward.softcap = 50;
+  call.forward.scale = call.backward.scale = -2e30f;
+  EXPECT_EQ(both(call), "scalar: softcap and a scale beyond 1e30");
+  call.forward.scale = call.backward.scale = 1;
   call.add_bias();
   EXPECT_EQ(both(call), "scalar: softcap and a bias or ALiBi");
 }

@@ -167,7 +167,7 @@ void add_softcap(std::vector<Variant>& all) {
     v.mask = kGiven, v.mask_bh = {2, 1}, v.left = 50, v.right = 60, v.softcap = 1;
     all.push_back(v);
   }
-  for (float cap : {1e-35f, 3e38f}) {
+  for (float cap : {1e-35f, 0.004f, 256.0f, 1000.0f, 3e38f}) {
     v = crossing(75);
     v.softcap = cap;
     all.push_back(v);

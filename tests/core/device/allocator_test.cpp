@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/base/settings.hpp"
 #include "core/device/allocator.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
@@ -232,6 +233,25 @@ TEST_F(Allocators, MemoryOfAnotherDeviceIsRefusedAndGivenBack) {
   EXPECT_FAILS(fails(), kInternal,
                "gave memory that is not ext:far:0's: it is somebody else's (rule R25)");
   EXPECT_EQ(framework.live.size(), 0u);
+  framework.give_back();
+  framework.device = &far;
+}
+
+TEST_F(Allocators, OneThatWasRightFor256BlocksIsAskedAboutUnderValidateAlone) {
+  for (int i = 0; i < 255; ++i) devices::free(device, devices::allocate(device, 64).value());
+  framework.give_back();
+  framework.device = &other;
+  EXPECT_FAILS(fails(), kInternal, "gave memory that is not ext:far:0's");
+  framework.give_back();
+  framework.device = &far;
+  devices::free(device, devices::allocate(device, 64).value());
+  framework.give_back();
+  framework.device = &other;
+  core::g_validate = true;
+  EXPECT_FAILS(fails(), kInternal, "gave memory that is not ext:far:0's");
+  core::g_validate = false;
+  void* const unasked = devices::allocate(device, 64).value();
+  devices::free(device, unasked);
   framework.give_back();
   framework.device = &far;
 }

@@ -307,6 +307,23 @@ TEST(QuantisedTensor, ACopyOfBothAmaxes) {
   EXPECT_FAILS(Tensor::empty_quantized(shape, spec).status(), kInvalidArgument, "second level");
 }
 
+TEST(QuantisedTensor, WithoutAnAmax) {
+  const int64_t shape[] = {4, 6};
+  QuantSpec spec;
+  spec.amax = false;
+  const Tensor scale = Tensor::from_values({1}, std::vector<float>{2}, DType::kF32).value();
+  const Tensor t = Tensor::empty_quantized(shape, spec, Device{}, &scale).value();
+  EXPECT_FALSE(t.amax().defined());
+  EXPECT_EQ(t.scale_inv().data<float>()[0], 0.0f);
+  EXPECT_TRUE(t.clone().value().amax().defined()) << "a copy is as by default";
+  constexpr const char* kRule = "one of scaling tensor under a given scale";
+  EXPECT_FAILS(Tensor::empty_quantized(shape, spec).status(), kInvalidArgument, kRule);
+  EXPECT_FAILS(Tensor::empty_quantized(shape, spec, Device{}, &scale, &scale).status(),
+               kInvalidArgument, kRule);
+  spec.scaling = Scaling::kBlock1x128;
+  EXPECT_FAILS(Tensor::empty_quantized(shape, spec).status(), kInvalidArgument, kRule);
+}
+
 TEST(QuantisedTensor, PerTensorScaling) {
   const int64_t shape[] = {4, 6};
   QuantSpec spec;
