@@ -54,7 +54,11 @@ def path(torch_version: str) -> str:
 
 def load(torch_version: str, *functions: Callable) -> Optional[Callable]:
     """The node's run(), which stands for call.run() and calls `functions`; None: it is not built, or not wanted."""
-    if not wanted() or not os.path.exists(file := path(torch_version)):
+    try:
+        file = path(torch_version)
+    except OSError:  # a package without the source has no node either
+        return None
+    if not wanted() or not os.path.exists(file):
         return None
     try:
         spec = spec_from_file_location("te_fl.pytorch._node", file, loader=ExtensionFileLoader("te_fl.pytorch._node", file))
@@ -99,6 +103,9 @@ def build() -> int:
     wrong = "PyTorch is not installed" if there is None else frameworks.refusal("torch", there[1])
     if wrong:
         print(f"te-fl: {wrong}", file=sys.stderr)
+        return 1
+    if not os.access(FOLDER, os.W_OK):
+        print(f"te-fl: {FOLDER} cannot be written: run this as the user who installed te_fl, or install te_fl in a virtual environment", file=sys.stderr)
         return 1
     root, version = there
     file = path(version)

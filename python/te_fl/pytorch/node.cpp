@@ -1,7 +1,7 @@
 // The autograd node of te_fl.pytorch's layers in C++, in place of call.py's LayerFunction: what it
 // does is the same, without the interpreter's time for it in a forward and in the thread that runs
 // backwards. It is compiled against one version of PyTorch, by `python -m te_fl build-node`
-// (node.py); without it LayerFunction serves.
+// (torch_node.py); without it LayerFunction serves.
 #include <Python.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/Exceptions.h>
