@@ -81,7 +81,7 @@ stage generated python3 tools/opgen.py --check
 if [ "$mode" != quick ]; then
   stage asan-build sanitizer_build asan
   stage asan-tests sanitizer_tests asan
-  stage fuzz tools/fuzz.sh --seconds "$([ "$mode" = long ] && echo 300 || echo 20)"
+  stage fuzz tools/fuzz.sh --seconds "$([ "$mode" = long ] && echo 300 || echo 10)"
   stage tsan-build sanitizer_build tsan
   stage tsan-tests sanitizer_tests tsan
 fi
