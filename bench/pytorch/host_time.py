@@ -24,6 +24,7 @@ from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curren
 from te_fl.pytorch import base, call, fused_layer
 
 ROWS, WIDTH = 64, 768
+GRAPHED = ", graphed"  # of a row whose forward and backward replay CUDA graphs
 PYTHON = ", node in Python"  # of a row beside one with the node in C++, where that is built
 
 
@@ -92,20 +93,17 @@ def run_linear(device, blocks, backward, calls=200):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch, recipes, blocks, calls):
-    """{recipe and node: (te_fl.pytorch, C++)}, forward and backward with scale updates."""
+def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch, recipes, blocks, calls, graphed=False):
+    """{recipe and node: (te_fl.pytorch, C++)}, forward and backward with scale updates; graphed: also by make_graphed_callables."""
     out = {}
     for name, recipe in recipes.items():
         x = torch.randn(length, batch, hidden, device=device, dtype=torch.bfloat16)
         dy = torch.randn_like(x)
         theirs = te_fl_bench.Layer(library, x, dy, hidden=hidden, ffn=ffn, heads=heads, groups=0, causal=False, llama=False,
                                      recipe=name, cached=False)
-        layer = te.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
-                                    device=device, fuse_qkv_params=True, self_attn_mask_type="no_mask")
         own = x.clone().requires_grad_()
-        parameters = list(layer.parameters())
 
-        def ours(node):
+        def ours(layer, parameters, node):
             use(node)
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 y = layer(own)
@@ -113,7 +111,19 @@ def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch,
                 p.grad = None
             own.grad = None
             y.backward(dy)
-        every = {suffix: lambda node=node: ours(node) for suffix, node in nodes().items()}
+
+        def case(node, graphed=False):
+            use(node)
+            layer = te.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
+                                        device=device, fuse_qkv_params=True, self_attn_mask_type="no_mask")
+            parameters = list(layer.parameters())
+            if graphed:
+                layer = te.make_graphed_callables(layer, (x.clone().requires_grad_(),), enabled=recipe is not None, recipe=recipe,
+                                                  clone_param_grads_on_return=False)
+            return lambda: ours(layer, parameters, node)
+        every = {suffix: case(node) for suffix, node in nodes().items()}
+        if graphed:
+            every[GRAPHED] = case(call.run, graphed=True)
         result = medians(device, {**every, "C++": theirs.step}, blocks, calls)
         theirs.close()
         use(call.run)
@@ -148,13 +158,14 @@ def main():
     if PYTHON not in nodes():
         print("te_fl.pytorch's autograd node in C++ is not built or is switched off: python -m te_fl build-node")
     if library is not None:
-        small = layer_cases(device, te_fl_bench, library, 1024, 4096, 16, 512, 1, {"none": None, "delayed": DelayedScaling()}, options.blocks, 50)
+        small = layer_cases(device, te_fl_bench, library, 1024, 4096, 16, 512, 1, {"none": None, "delayed": DelayedScaling()}, options.blocks, 50,
+                            graphed=True)
         quick = {} if options.no_quickstart else layer_cases(device, te_fl_bench, library, 4096, 16384, 32, 2048, 4,
             {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}, 7, 4)
         for shape, rows, target in (("hidden 1024, 512 tokens", small, 1.3), ("quickstart", quick, 1.01)):
             results[shape] = rows
             for name, (ours, theirs) in rows.items():
-                print(f"TransformerLayer {shape}, forward and backward, {name:23} {ours:10.1f} us, C++ {theirs:10.1f} us  {ours / theirs:5.3f}"
+                print(f"TransformerLayer {shape}, forward and backward, {name:25} {ours:10.1f} us, C++ {theirs:10.1f} us  {ours / theirs:5.3f}"
                       f"  target {target}")
     if options.json:
         with open(options.json, "w") as file:

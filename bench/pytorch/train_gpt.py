@@ -2,9 +2,10 @@
 """Trains the GPT of examples/pytorch/quickstart.py without FP8 and in FP8, from the same weights and batches, and compares the held-out losses.
 
 usage: train_gpt.py [--device DEVICE] [--recipes NAME,..] [--steps N] [--layers N] [--hidden N] [--heads N] [--length N] [--batch N] [--lr LR]
-                    [--text FILE] [--within SHARE] [--json FILE]
+                    [--seeds N] [--text FILE] [--within SHARE] [--json FILE]
   --device   cuda where there is one, else cpu
   --recipes  of FP8, after the run without it: delayed, current, block (default: delayed,current)
+  --seeds    trainings of each kind, from other weights and batches; their mean losses are compared (default 1)
   --text     what it learns to write, bytes; the last tenth is held out (default: the sources of Python's standard library)
   --within   exit status 1 if the loss of a recipe is further than this share from the loss without FP8
 
@@ -75,14 +76,14 @@ def loss_of(model, recipe, windows):
     return te.parallel_cross_entropy(logits, windows[1]).mean()
 
 
-def train(name, options, text, device):
+def train(name, options, text, device, seed):
     """A row: the held-out loss and the median time of a step, with the recipe of that name."""
-    torch.manual_seed(1)
+    torch.manual_seed(1 + 2 * seed)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = Gpt(options.layers, options.hidden, options.heads, options.length, dtype, device)
     optimizer = te.optimizers.FusedAdam(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, master_weights=dtype is not torch.float32)
     recipe = RECIPES[name]() if RECIPES[name] else None
-    generator, times = torch.Generator().manual_seed(2), []
+    generator, times = torch.Generator().manual_seed(2 + 2 * seed), []
     for step in range(options.steps):
         if step % BLOCK == 0:
             if device.type == "cuda":
@@ -109,6 +110,7 @@ def parse(arguments=None):
     parser.add_argument("--recipes", default="delayed,current")
     for name, kind in [(name, float if name == "lr" else int) for name in SIZES["cpu"]]:
         parser.add_argument("--" + name, type=kind)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--text", type=pathlib.Path)
     parser.add_argument("--within", type=float)
     parser.add_argument("--json", type=pathlib.Path)
@@ -116,6 +118,8 @@ def parse(arguments=None):
     for name, value in SIZES.get(torch.device(options.device).type, SIZES["cpu"]).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if options.seeds < 1:
+        parser.error(f"--seeds is {options.seeds}; it is the number of trainings of each kind, at least 1")
     options.recipes = options.recipes.split(",")
     for name in options.recipes:
         if name not in RECIPES or RECIPES[name] is None:
@@ -129,14 +133,17 @@ def main(arguments=None) -> int:
     text = Text(options.text.read_bytes() if options.text else library_sources(), options.length, options.batch, device)
     rows = []
     for name in ["none", *options.recipes]:
-        rows.append(train(name, options, text, device))
+        runs = [train(name, options, text, device, seed) for seed in range(options.seeds)]
+        losses = [run["held_out_loss"] for run in runs]
+        rows.append({**runs[0], "held_out_loss": statistics.fmean(losses), "held_out_losses": losses})
         row, base = rows[-1], rows[0]["held_out_loss"]
         if name == "none":
             print(f"{row['parameters'] / 1e6:.1f} M parameters, {options.steps} steps of {options.batch * options.length} bytes on {device}")
         took = "" if row["step_ms"] is None else f", {row['step_ms']:.1f} ms a step"
-        print(f"{name:8} held-out loss {row['held_out_loss']:.4f} nats a byte{took}, {row['held_out_loss'] / base:.4f} of the first", flush=True)
+        each = "" if len(losses) == 1 else "; seeds: " + ", ".join(f"{b / a:.4f}" for a, b in zip(rows[0]["held_out_losses"], losses))
+        print(f"{name:8} held-out loss {row['held_out_loss']:.4f} nats a byte{took}, {row['held_out_loss'] / base:.4f} of the first{each}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({**{n: getattr(options, n) for n in SIZES["cpu"]}, "device": str(device), "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**{n: getattr(options, n) for n in [*SIZES["cpu"], "seeds"]}, "device": str(device), "rows": rows}, indent=1) + "\n")
     far = [r["recipe"] for r in rows if options.within is not None and abs(r["held_out_loss"] / base - 1) > options.within]
     if far:
         print(f"further than {options.within:.1%} from the loss without FP8: {', '.join(far)}")

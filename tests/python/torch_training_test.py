@@ -70,6 +70,21 @@ class Training(Script):
         self.assertEqual(status, 1)
         self.assertIn("further than 0.0% from the loss without FP8: current", said)
 
+    def test_seeds_are_other_trainings_whose_mean_is_compared(self):
+        arguments = ("--device", "cpu", "--recipes", "current", "--steps", "2", *TINY)
+        self.assertEqual(self.run_script(*arguments)[0], 0)
+        first = [row["held_out_losses"] for row in self.read_results()["rows"]]
+        status, said = self.run_script(*arguments, "--seeds", "2")
+        self.assertEqual(status, 0, said)
+        for row, [alone] in zip(self.read_results()["rows"], first):
+            losses = row["held_out_losses"]
+            self.assertEqual(losses[0], alone)
+            self.assertNotEqual(losses[0], losses[1])
+            self.assertEqual(row["held_out_loss"], (losses[0] + losses[1]) / 2)
+        status, said = self.run_script(*arguments, "--seeds", "0")
+        self.assertEqual(status, 2)
+        self.assertIn("--seeds is 0; it is the number of trainings of each kind, at least 1", said)
+
     def test_bad_arguments(self):
         status, said = self.run_script("--recipes", "delayd")
         self.assertEqual(status, 2)

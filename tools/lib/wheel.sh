@@ -47,8 +47,8 @@ te_fl_install_wheel() { # BUILD
   local python=$te_fl_python_env/bin/python isolation=()
   if "$python" -c 'import scikit_build_core' 2>/dev/null; then isolation=(--no-build-isolation); fi
   rm -rf build/wheel
-  "$python" -m pip wheel . --disable-pip-version-check --no-deps "${isolation[@]}" --wheel-dir build/wheel -Ccmake.source-dir=cmake/pack \
-    -Ccmake.define.TE_FL_PACK_BUILD="$PWD/$1" || {
+  "$python" -m pip wheel . --disable-pip-version-check --no-deps "${isolation[@]}" --wheel-dir build/wheel --config-settings=cmake.source-dir=cmake/pack \
+    --config-settings=cmake.define.TE_FL_PACK_BUILD="$PWD/$1" || {
     te_fl_no_test_python "The wheel could not be packed; pip's messages are above. It needs scikit-build-core."
     return 1
   }
