@@ -43,6 +43,8 @@ class _Anything(pickle.Unpickler):
     def find_class(self, module, name):
         if module.startswith("transformer_engine"):
             return type(name, (), {"__init__": lambda self, *given: None, "__setstate__": lambda self, state: None})
+        if (module, name) == ("builtins", "getattr"):  # of an enumeration's member, as Python 3.11.0 to 3.11.3 write it
+            return lambda owner, member: None
         return super().find_class(module, name)
 
 

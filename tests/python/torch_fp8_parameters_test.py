@@ -539,6 +539,9 @@ class State(unittest.TestCase):
 
         class DType(enum.IntEnum):
             kFloat8E4M3, kFloat8E5M2 = 7, 8
+
+            def __reduce_ex__(self, protocol):
+                return DType, (int(self),)  # Python 3.11.0 to 3.11.3 write a getattr(), which PyTorch reads in no file
         for (name, module), own in zip(where.items(), (_make_float8_tensor_in_reduce_ex, DType)):
             own.__module__, own.__qualname__ = name, own.__name__
             setattr(module, own.__name__, own)

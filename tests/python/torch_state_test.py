@@ -17,7 +17,9 @@ from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
 from te_fl import errors  # noqa: E402
+from te_fl.common import recipe  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
+from te_fl.pytorch import extra_state  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -470,6 +472,23 @@ class TheirState(State):
         with mock.patch.dict(sys.modules, stand_in()):
             self.assertEqual(pickle.loads(module.get_extra_state().numpy().tobytes())["scale_fwd"][1].item(), 128)
 
+    def test_formats_by_name(self):
+        """As Python 3.11.0 to 3.11.3 pickle an enumeration's member."""
+        module, read = randomise(te.Linear(32, 16, device="cpu")), te.Linear(32, 16, device="cpu")
+        for _ in range(2):
+            with te.autocast(recipe=DelayedScaling(fp8_format=recipe.Format.E4M3)):
+                module(randn(4, 32)).sum().backward()
+        with mock.patch.object(recipe.Format, "__reduce_ex__", lambda self, protocol: (getattr, (recipe.Format, self.name))):
+            state = module.get_extra_state()
+        self.assertIn(b"getattr", state.numpy().tobytes())
+        read.set_extra_state(state)
+        self.assertNotIn(b"getattr", module.get_extra_state().numpy().tobytes())
+        self.assertIs(pickle.loads(pickle.dumps(recipe.Format.E4M3)), recipe.Format.E4M3)
+        self.assertNotIn(b"getattr", pickle.dumps(recipe.Format.E4M3))
+        want, found = (extra_state.read(m.get_extra_state(), "Linear") for m in (module, read))
+        self.assertEqual((str(found["recipe"]), found["recipe"].fp8_format), (str(want["recipe"]), recipe.Format.E4M3))
+        self.assertTrue(torch.equal(found["scale_fwd"], want["scale_fwd"]))
+
     def test_code_is_refused(self):
         with tempfile.TemporaryDirectory() as folder:
             mark = os.path.join(folder, "ran")
@@ -486,6 +505,14 @@ class TheirState(State):
                 def __reduce__(self):
                     return getattr, (io.BytesIO, "__init__")
 
+            class Members:
+                def __reduce__(self):
+                    return getattr, (recipe.Format, "mro")
+
+            class Others:
+                def __reduce__(self):
+                    return getattr, (recipe.DelayedScaling, "fp8_format")
+
             def dotted(name):
                 words = [b"\x8c" + bytes([len(word)]) + word.encode() for word in ("te_fl.common.recipe", name, f"touch {mark}")]
                 return b"\x80\x04" + words[0] + words[1] + b"\x93" + words[2] + b"\x85R."
@@ -501,7 +528,7 @@ class TheirState(State):
                     return torch.storage._load_from_bytes, (stream.getvalue(),)
 
             payloads = [pickle.dumps({"recipe": kind()}, protocol)
-                        for kind in (System, Eval, Attribute, Loads, Nested) for protocol in (0, 2, 4)]
+                        for kind in (System, Eval, Attribute, Members, Others, Loads, Nested) for protocol in (0, 2, 4)]
             payloads += [dotted("os.system"), dotted("_switched_on"), dotted("Callable"), dotted("os")]
             for i, payload in enumerate(payloads):
                 with self.subTest(payload=i):

@@ -36,6 +36,10 @@ class Format(Enum):
     E5M2 = _FormatHelper(max_fwd=57344, max_bwd=57344)
     HYBRID = _FormatHelper(max_fwd=448, max_bwd=57344)
 
+    def __reduce_ex__(self, protocol):
+        # By value with every Python: 3.11.0 to 3.11.3 would pickle a call of getattr, which readers that run no code refuse.
+        return Format, (self.value,)
+
 
 @dataclass(frozen=True)
 class MMParams:

@@ -35,7 +35,15 @@ class _Writer(pickle._Pickler):
     dispatch = {**pickle._Pickler.dispatch, type: save_type}
 
 
+def _format_of_name(owner: Any, name: str) -> recipes.Format:
+    """What getattr() is in a pickle that Python 3.11.0 to 3.11.3 wrote: it names the members of an enumeration by it, and te-fl nothing else."""
+    if owner is not recipes.Format or name not in recipes.Format.__members__:
+        raise DataLoss(f"FP8 state of a checkpoint asks for {name!r} of {owner!r}, which no recipe or tensor needs; it is not read")
+    return recipes.Format[name]
+
+
 _ALLOWED = {
+    ("builtins", "getattr"): _format_of_name,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
