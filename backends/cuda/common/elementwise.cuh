@@ -56,6 +56,11 @@ struct Anywhere {
   }
 };
 
+// A Math, of one source and one result, whose few elements self_scaled_kernel takes: it says so,
+// since each has two kernels more for that.
+template <class Math>
+concept SelfScaled = Math::kSelfScaled;
+
 static_assert(store_choice::kTileRows == kTileRows && store_choice::kTileCols == kTileCols &&
               store_choice::kBlockTile == kBlockTile);
 
@@ -72,7 +77,7 @@ StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
   }
   // Of the others measure_kernel would have to read halves of rows.
   constexpr bool kMeasures = Math::kSources == 1 || Bounded<Math>;
-  return choose_store({sources, &out, Math::kOutputs, bias, kMeasures, measured});
+  return choose_store({sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>});
 }
 
 template <class Math>
@@ -141,6 +146,13 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
     return check_launch("block_kernel");
   }
   TileGrid g = tile_grid(q.m, cols, kTileCols, kSums);
+  if constexpr (SelfScaled<Math> && !kSums) {
+    if (choice.result == StoreKernel::kSelfScaled) {
+      self_scaled_kernel<Math, kBytes><<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(
+          in, q.m * cols * kBytes / 16, g, q, op.math);
+      return check_launch("self_scaled_kernel");
+    }
+  }
   if (compute_scale) {
     auto* const found = static_cast<float*>(ctx.workspace);
     if (choice.amax != StoreKernel::kNone) {

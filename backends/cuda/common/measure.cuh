@@ -16,17 +16,16 @@ concept Bounded = requires(const Math& math, const float (&x)[Math::kSources]) {
   math.bound(x);
 };
 
-// Sources are compact and as large as the result: `pieces` of 16 bytes each.
+// The largest |v| of what falls to a thread of `block`, one of `blocks`. Sources are compact and as
+// large as the result: `pieces` of 16 bytes each.
 template <class Math, int kBytes>
-__global__ void __launch_bounds__(kThreads, 4)
-    measure_kernel(const __grid_constant__ TileSources<Math::kSources> in, int64_t pieces,
-                   Math math, const float* noop, float* amax) {
-  if (noop != nullptr && *noop != 0.0f) return;
+__device__ inline float most_of_pieces(const TileSources<Math::kSources>& in, int64_t pieces,
+                                       const Math& math, unsigned block, unsigned blocks) {
   constexpr int kElements = Piece<kBytes>::kElements;
   constexpr int kAtOnce = Math::kSources == 1 ? 4 : 2;
-  const int64_t step = int64_t{gridDim.x} * kThreads * kAtOnce;
+  const int64_t step = int64_t{blocks} * kThreads * kAtOnce;
   float most = 0.0f;
-  for (int64_t first = blockIdx.x * int64_t{kThreads * kAtOnce} + threadIdx.x;
+  for (int64_t first = block * int64_t{kThreads * kAtOnce} + threadIdx.x;
        first - threadIdx.x < pieces; first += step) {
     uint4 raw[kAtOnce][Math::kSources];
 #pragma unroll
@@ -68,9 +67,35 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     if constexpr (Bounded<Math>) most = warp_most(most);
   }
+  return most;
+}
+
+template <class Math, int kBytes>
+__global__ void __launch_bounds__(kThreads, 4)
+    measure_kernel(const __grid_constant__ TileSources<Math::kSources> in, int64_t pieces,
+                   Math math, const float* noop, float* amax) {
+  if (noop != nullptr && *noop != 0.0f) return;
   __shared__ float shared[kWarps];
-  most = block_amax(most, shared);
+  const float most =
+      block_amax(most_of_pieces<Math, kBytes>(in, pieces, math, blockIdx.x, gridDim.x), shared);
   if (threadIdx.x == 0) atomic_amax(amax, most);
+}
+
+// Current scaling in one launch: every block finds the amax of all results, then writes its tile's.
+// The codes lie in other memory than the source.
+template <class Math, int kBytes>
+__global__ void __launch_bounds__(kThreads, 2)
+    self_scaled_kernel(const __grid_constant__ TileSources<Math::kSources> in, int64_t pieces,
+                       const __grid_constant__ TileGrid g, const __grid_constant__ Quantised q,
+                       Math math) {
+  if (q.skip()) return;
+  __shared__ float found, shared[kWarps];
+  const float most = block_amax(most_of_pieces<Math, kBytes>(in, pieces, math, 0, 1), shared);
+  if (threadIdx.x == 0) found = most;
+  __syncthreads();
+  Quantised own = q;
+  own.found = &found;
+  quantise_tiles<Math, kBytes, false>(in, g, own, math, {}, blockIdx.x);
 }
 
 }  // namespace te_fl::cuda

@@ -33,12 +33,24 @@ struct StoreCall {
   // Whether measure_kernel knows the op: it reads compact sources of the results' own shape.
   bool measures = false;
   bool measured = false;  // the workspace begins with the results' amax
+  // Whether self_scaled_kernel knows the op, which measure_kernel then does too.
+  bool self_scales = false;
 };
 
-enum class StoreKernel { kNone, kPlain, kTensor, kBlock, kMeasure, kStore, kQuantise, kAmax };
+enum class StoreKernel {
+  kNone,
+  kPlain,
+  kTensor,
+  kSelfScaled,
+  kBlock,
+  kMeasure,
+  kStore,
+  kQuantise,
+  kAmax
+};
 constexpr const char* name_of(StoreKernel kernel) noexcept {
   constexpr const char* kNames[] = {
-      "none",           "plain_kernel", "tensor_kernel",   "block_kernel",
+      "none",           "plain_kernel", "tensor_kernel",   "self_scaled_kernel", "block_kernel",
       "measure_kernel", "store_kernel", "quantise_kernel", "amax_kernel"};
   return kNames[static_cast<int>(kernel)];
 }
@@ -53,17 +65,18 @@ enum class StoreSums {
 
 struct StoreChoice {
   StoreKernel result = StoreKernel::kNone;  // none: there are no elements
-  StoreKernel amax = StoreKernel::kNone;    // finds the amax before, for current scaling
+  StoreKernel amax = StoreKernel::kNone;    // finds the amax, for current scaling: before or itself
   StoreSums sums = StoreSums::kNone;
   const char* reason = "";  // of `result`; static text
 
   bool tiles() const noexcept {
     return result == StoreKernel::kPlain || result == StoreKernel::kTensor ||
-           result == StoreKernel::kBlock;
+           result == StoreKernel::kSelfScaled || result == StoreKernel::kBlock;
   }
   std::string text() const {
     std::string t;
-    if (amax != StoreKernel::kNone) t = std::string("amax by ") + name_of(amax) + ", result by ";
+    if (amax != StoreKernel::kNone && amax != result)
+      t = std::string("amax by ") + name_of(amax) + ", result by ";
     t += name_of(result);
     if (sums == StoreSums::kResult) t += ", which sums the columns";
     if (sums == StoreSums::kPartials) t += " and column_totals, which sum the columns";
@@ -77,6 +90,10 @@ namespace store_choice {
 // Of tile.cuh and tile_block128.cuh, which elementwise.cuh compares with these.
 constexpr int64_t kTileRows = 128, kTileCols = 64, kBlockTile = 128;
 constexpr int64_t kFewCols = 16384;
+// Each block of self_scaled_kernel reads all of the input: bytes of it, and of all blocks together.
+// A multiprocessor reads the first in some 3 us and the chip the second from its cache, which is
+// about what the two launches take that are saved, on the host and on the device.
+constexpr int64_t kSelfScaledBytes = int64_t{128} << 10, kSelfScaledReads = int64_t{16} << 20;
 
 inline const void* columns(const te_fl_tensor& t) noexcept {
   return t.quant != nullptr ? t.quant->columnwise_data : nullptr;
@@ -147,6 +164,23 @@ inline StoreKernel tile_amax(const StoreCall& c, int64_t cols) noexcept {
   return c.measures ? StoreKernel::kMeasure : StoreKernel::kTensor;
 }
 
+// Whether [p, p + bytes) and [q, q + more) share memory.
+inline bool meet(const void* p, int64_t bytes, const void* q, int64_t more) noexcept {
+  const auto a = reinterpret_cast<uintptr_t>(p), b = reinterpret_cast<uintptr_t>(q);
+  return a < b + static_cast<uintptr_t>(more) && b < a + static_cast<uintptr_t>(bytes);
+}
+// Whether blocks may read the whole input while others write codes.
+inline bool few_elements(const StoreCall& c, const backend::Matrix& m) noexcept {
+  const StoreSource& in = c.sources[0];
+  const int64_t codes = m.rows * m.cols, bytes = codes * bytes_of(in.dtype);
+  const int64_t tiles =
+      (m.rows + kTileRows - 1) / kTileRows * ((m.cols + kTileCols - 1) / kTileCols);
+  return c.self_scales && c.bias == nullptr && in.stride == m.cols && bytes <= kSelfScaledBytes &&
+         tiles * bytes <= kSelfScaledReads &&
+         !meet(in.first, bytes, backend::data<const void>(*c.out), codes) &&
+         !meet(in.first, bytes, columns(*c.out), codes);
+}
+
 }  // namespace store_choice
 
 // The call has passed the checks of its op and refuse_output().
@@ -173,6 +207,10 @@ inline StoreChoice choose_store(const StoreCall& c) noexcept {
     choice.result = StoreKernel::kTensor;
     choice.reason = "one scale, and memory for accesses of 16 bytes";
     if (finds_scale && !c.measured) choice.amax = tile_amax(c, m.cols / c.outputs);
+    if (choice.amax == StoreKernel::kMeasure && few_elements(c, m)) {
+      choice.result = choice.amax = StoreKernel::kSelfScaled;
+      choice.reason = "one scale of few elements, and memory for accesses of 16 bytes";
+    }
   } else {
     choice.result = StoreKernel::kBlock;
     choice.reason = "scales of 128 blocks, and memory for accesses of 16 bytes";

@@ -25,7 +25,7 @@ inline StoreChoice choose_quantize(const te_fl_tensor& input, int64_t first_row,
   const int64_t cols = backend::as_matrix(output).cols;
   const StoreSource source{
       dtype, backend::data<const char>(input) + first_row * cols * bytes_of(dtype), cols};
-  return choose_store({{&source, 1}, &output, 1, bias, true});
+  return choose_store({{&source, 1}, &output, 1, bias, true, false, true});
 }
 inline StoreChoice choose_quantize(const te_fl_quantize_args& a) noexcept {
   return choose_quantize(*a.input, 0, *a.output);

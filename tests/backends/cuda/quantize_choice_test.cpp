@@ -78,6 +78,40 @@ TEST(CudaQuantizeChoice, AlignedTensorsTakeTilesByTheirScaling) {
   }
 }
 
+TEST(CudaQuantizeChoice, FewElementsFindTheirScaleInOneLaunch) {
+  constexpr const char* kOne =
+      "self_scaled_kernel: one scale of few elements, and memory for accesses of 16 bytes";
+  constexpr const char* kTwo =
+      "amax by measure_kernel, result by tensor_kernel: one scale, and memory for accesses of 16 "
+      "bytes";
+  // The codes lie in the middle of the memory, past the input.
+  const auto chosen = [](int dtype, int64_t rows, int64_t cols, uint64_t codes_at) {
+    QuantizeCall call(dtype, rows, cols);
+    call.output.quantise(TE_FL_SCALING_TENSOR, false, true);
+    call.output.move(codes_at);
+    return call.chosen();
+  };
+  constexpr uint64_t kFar = uint64_t{1} << 30;
+  EXPECT_EQ(chosen(TE_FL_BF16, 64, 768, kFar), kOne);
+  EXPECT_EQ(chosen(TE_FL_BF16, 64, 1024, kFar), kOne);
+  EXPECT_EQ(chosen(TE_FL_BF16, 65, 1024, kFar), kTwo) << "more than 128 KiB";
+  EXPECT_EQ(chosen(TE_FL_F32, 32, 1024, kFar), kOne);
+  EXPECT_EQ(chosen(TE_FL_F32, 33, 1024, kFar), kTwo);
+  EXPECT_EQ(chosen(TE_FL_BF16, 4, 16384, kFar), kTwo) << "256 blocks read 32 MiB";
+  EXPECT_EQ(chosen(TE_FL_BF16, 2, 16384, kFar), kOne);
+  EXPECT_EQ(chosen(TE_FL_BF16, 64, 1024, 0), kTwo) << "codes are written while others read";
+  EXPECT_EQ(chosen(TE_FL_BF16, 64, 1024, 64 * 1024 * 2 - 16), kTwo);
+  EXPECT_EQ(chosen(TE_FL_BF16, 64, 1024, 64 * 1024 * 2), kOne);
+  QuantizeCall bias(TE_FL_BF16, 64, 768), given(TE_FL_BF16, 64, 768);
+  bias.output.quantise(TE_FL_SCALING_TENSOR, false, true);
+  bias.output.move(kFar);
+  EXPECT_EQ(bias.with_bias(),
+            "amax by measure_kernel, result by tensor_kernel, which sums the columns: one scale, "
+            "and memory for accesses of 16 bytes");
+  given.output.move(kFar);
+  EXPECT_EQ(given.chosen(), kOneScale) << "under a given scale";
+}
+
 TEST(CudaQuantizeChoice, WhatIsNotAlignedTakesTheGeneralKernelsAndSaysWhy) {
   EXPECT_EQ(QuantizeCall(TE_FL_BF16, 256, 1001).chosen(),
             "quantise_kernel: rows that are not whole pieces of 16 bytes");

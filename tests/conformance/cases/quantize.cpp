@@ -120,6 +120,7 @@ void add_quantize(Table& table) {
       one(TE_FL_F32, spec, {140, 260}, data);
       if (data == Data::kSpecial || data == Data::kTiny) one(TE_FL_BF16, spec, {140, 260}, data);
       one(TE_FL_BF16, spec, {272, 264}, data);
+      one(TE_FL_BF16, spec, {96, 264}, data);
     }
     one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 0);
     one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 1);
