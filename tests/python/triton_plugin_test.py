@@ -2,7 +2,9 @@
 
 import os
 import pathlib
+import subprocess
 import sys
+import tempfile
 import unittest
 
 import torch
@@ -67,24 +69,62 @@ class Triton(unittest.TestCase):
             self.close(dx, a.grad, dtype)
 
     def test_rope(self):
-        for layout, shape in (("sbhd", (6, 2, 3, 20)), ("bshd", (2, 6, 3, 20))):
+        for layout, shape, rotated in (("sbhd", (6, 2, 3, 20), 16), ("bshd", (2, 6, 3, 20), 16), ("sbhd", (3, 1, 2, 9000), 4600),
+                                       ("bshd", (1, 3, 20, 300), 300)):  # more than a program holds of a head, and of heads
+            length = shape[0 if layout == "sbhd" else 1]
             for interleaved in (False, True):
                 x, dy = tensor(*shape), tensor(*shape).flip(0).contiguous()
-                freqs = tensor(6, 1, 1, 16) * 3
+                freqs = tensor(length, 1, 1, rotated) * 3
                 y, dx = torch.empty_like(x), torch.empty_like(x)
-                f = freqs.double().reshape((6, 1, 1, 16) if layout == "sbhd" else (1, 6, 1, 16))
+                f = freqs.double().reshape((length, 1, 1, rotated) if layout == "sbhd" else (1, length, 1, rotated))
                 a = x.double().requires_grad_()
-                rotated = a[..., :16]
+                turned = a[..., :rotated]
                 if interleaved:
-                    other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
+                    other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
                 else:
-                    other = torch.cat((-rotated[..., 8:], rotated[..., :8]), -1)
-                expected = torch.cat((rotated * f.cos() + other * f.sin(), a[..., 16:]), -1)
+                    other = torch.cat((-turned[..., rotated // 2:], turned[..., :rotated // 2]), -1)
+                expected = torch.cat((turned * f.cos() + other * f.sin(), a[..., rotated:]), -1)
                 expected.backward(dy.double())
                 self.run_op("fused_rope_forward", input=x, freqs=freqs, output=y, layout=layout, interleaved=interleaved)
                 self.run_op("fused_rope_backward", input=dy, freqs=freqs, output=dx, layout=layout, interleaved=interleaved)
                 self.close(y, expected.detach())
                 self.close(dx, a.grad)
+
+    def test_handlers_of_signals_are_kept(self):
+        """While a kernel is compiled, which needs no GPU."""
+        program = '''
+import ctypes, os, signal, time
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from te_fl_triton import handlers, swiglu
+
+def actions():
+    found = [ctypes.create_string_buffer(256) for _ in range(65)]
+    for number, action in enumerate(found):
+        ctypes.CDLL(None).sigaction(number, None, action)
+    return [action.raw[:8] for action in found]  # the handlers
+
+signature = {"input": "*fp32", "output": "*fp32", "columns": "i32", "blocks": "i32", "BLOCK": "constexpr"}
+make = lambda: triton.compile(ASTSource(swiglu.forward_kernel, signature, {"BLOCK": 64}), target=GPUTarget("cuda", 90, 32))
+if KEPT:
+    make = handlers.kept(make)
+before = actions()
+make()
+print("kept" if actions() == before else "taken")
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+except KeyboardInterrupt:
+    print("interrupted")
+'''
+        for kept, word in (("False", "taken"), ("True", "kept")):
+            with tempfile.TemporaryDirectory() as cache:  # what is in Triton's cache is not compiled
+                environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TE_FL_PLUGIN_MODULES")}
+                paths = os.pathsep.join([sys.path[0], environment.get("PYTHONPATH", "")])
+                done = subprocess.run([sys.executable, "-c", program.replace("KEPT", kept)], capture_output=True, text=True,
+                                      env={**environment, "TRITON_CACHE_DIR": cache, "PYTHONPATH": paths})
+            self.assertEqual(done.stdout.split(), [word, "interrupted"], done.stderr)
 
     def test_what_it_does_not_serve_has_a_reason(self):
         x, out = tensor(7, 3, 16), tensor(7, 3, 16)

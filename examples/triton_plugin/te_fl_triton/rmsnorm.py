@@ -56,6 +56,10 @@ def sum_kernel(sums, dgamma, programs, columns, BLOCK: tl.constexpr):
     tl.store(dgamma + at, total.to(dgamma.dtype.element_ty), inside)
 
 
+def block_of(columns):
+    return max(triton.next_power_of_2(columns), 128)  # smaller ones would each be another kernel to compile
+
+
 def warps_of(block):
     return min(max(block // 512, 1), 16)
 
@@ -64,7 +68,7 @@ def forward(x, gamma, z, rsigma, epsilon, zero_centered_gamma):
     columns = gamma.numel()
     if x.numel() == 0:
         return
-    block = triton.next_power_of_2(columns)
+    block = block_of(columns)
     forward_kernel[(x.numel() // columns,)](x, gamma, z, rsigma, columns, epsilon, int(zero_centered_gamma), block, num_warps=warps_of(block))
 
 
@@ -73,7 +77,7 @@ def backward(dz, x, rsigma, gamma, dx, dgamma, zero_centered_gamma):
     rows = x.numel() // columns
     programs = min(rows, MAX_PROGRAMS)
     sums = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(columns)
+    block = block_of(columns)
     if rows > 0:
         backward_kernel[(programs,)](dz, x, rsigma, gamma, dx, sums, rows, columns, int(zero_centered_gamma), block,
                                      num_warps=warps_of(block))

@@ -5,24 +5,24 @@ import triton.language as tl
 
 from te_fl_triton.common import compact, implementation
 
-HEADS = 16  # of one token, that a program rotates at once
+TILE = 2048  # pairs, or elements that are copied, of a program: what its registers hold
+LEAST = 64   # of a head, in a program: smaller ones would each be another kernel to compile
+HEADS = 16   # of one token, at most, in a program
 
 
-@triton.jit(do_not_specialize=["length", "batch", "heads"])  # one kernel for all of them
-def kernel(input, output, freqs, length, batch, heads, width, rotated, cp_size, cp_rank, BATCH_FIRST: tl.constexpr,
-           INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr):
+# One kernel for all that is not specialised. `sequences`: how many tokens of one position follow each other, the batch in sbhd, else 1.
+@triton.jit(do_not_specialize=["freqs", "length", "sequences", "heads", "cp_size", "cp_rank"])
+def kernel(input, output, freqs, length, sequences, heads, width, rotated, cp_size, cp_rank, INTERLEAVED: tl.constexpr,
+           BACKWARD: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr):
     blocks = tl.cdiv(heads, HEADS)
     token = tl.program_id(0) // blocks
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
     row = (token.to(tl.int64) * heads + head)[:, None] * width
-    if BATCH_FIRST:
-        position = token % length
-    else:
-        position = token // batch
+    position = token // sequences % length
     if cp_size > 1:  # the rank holds chunks cp_rank and 2 cp_size - 1 - cp_rank of the sequence
         half = length // 2
         position = tl.where(position < half, cp_rank * half + position, (2 * cp_size - 1 - cp_rank) * half + position - half)
-    pair = tl.arange(0, PAIRS)
+    pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
     else:
@@ -42,9 +42,13 @@ def kernel(input, output, freqs, length, batch, heads, width, rotated, cp_size, 
     tl.store(output + row + first[None, :], new_a.to(output.dtype.element_ty), inside)
     tl.store(output + row + second[None, :], new_b.to(output.dtype.element_ty), inside)
     if REST > 0:
-        column = rotated + tl.arange(0, REST)
+        column = rotated + tl.program_id(1) * REST + tl.arange(0, REST)
         inside = (head < heads)[:, None] & (column < width)[None, :]
         tl.store(output + row + column[None, :], tl.load(input + row + column[None, :], inside, 0.0), inside)
+
+
+def of_a_program(count):
+    return min(max(triton.next_power_of_2(max(count, 1)), LEAST), TILE)
 
 
 def rotate(input, freqs, output, layout, interleaved, cp_size, cp_rank, backward):
@@ -52,10 +56,12 @@ def rotate(input, freqs, output, layout, interleaved, cp_size, cp_rank, backward
         return
     length, batch = (input.shape[0], input.shape[1]) if layout == "sbhd" else (input.shape[1], input.shape[0])
     heads, width, rotated = input.shape[2], input.shape[3], freqs.shape[3]
-    rest = triton.next_power_of_2(width - rotated) if width > rotated else 0
-    kernel[(length * batch * triton.cdiv(heads, HEADS),)](
-        input, output, freqs, length, batch, heads, width, rotated, cp_size, cp_rank, layout == "bshd", interleaved, backward, HEADS,
-        triton.next_power_of_2(max(rotated // 2, 1)), rest)
+    pairs, rest = of_a_program(rotated // 2), of_a_program(width - rotated) if width > rotated else 0
+    at_once = min(HEADS, TILE // max(pairs, rest))
+    parts = max(triton.cdiv(rotated // 2, pairs), triton.cdiv(width - rotated, rest) if rest else 1)
+    kernel[(length * batch * triton.cdiv(heads, at_once), parts)](
+        input, output, freqs, length, batch if layout == "sbhd" else 1, heads, width, rotated, cp_size, cp_rank, interleaved, backward,
+        at_once, pairs, rest)
 
 
 def forward(input, freqs, output, start_positions, cu_seqlens, layout, interleaved, cp_size, cp_rank):
