@@ -24,6 +24,7 @@ from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curren
 from te_fl.pytorch import base, call, fused_layer
 
 ROWS, WIDTH = 64, 768
+TORCH = "torch.nn.Linear BF16"
 GRAPHED = ", graphed"  # of a row whose forward and backward replay CUDA graphs
 PYTHON = ", node in Python"  # of a row beside one with the node in C++, where that is built
 
@@ -57,22 +58,71 @@ def medians(device, cases, blocks, calls):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
+def own_linear(device, recipe):
+    """(te.Linear, its recipe, the arguments of its forwards), with scales and the weights that is_first_microbatch=False reuses."""
+    module = te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
+    if recipe is not None:
+        for _ in range(2):
+            x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+            with te.autocast(recipe=recipe):
+                module(x, is_first_microbatch=True).sum().backward()
+    return module, recipe, {} if recipe is None else {"is_first_microbatch": False}
+
+
+def run_entered(device, blocks, backward, calls=200):
+    """{name: microseconds per call}, the cases in turn, as a program calls a layer: autograd on, and an autocast entered for each call."""
+    x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+    delayed, current = DelayedScaling(), Float8CurrentScaling()
+    cases = {TORCH: (torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16), None, {}),
+             "te_fl BF16, no autocast": own_linear(device, None), "te_fl BF16, autocast(enabled=False)": own_linear(device, None),
+             "te_fl FP8 delayed, weights cached": own_linear(device, delayed),
+             "te_fl FP8 current, weights cached": own_linear(device, current)}
+
+    def step(name):
+        module, recipe, given = cases[name]
+        scope = None if name in (TORCH, "te_fl BF16, no autocast") else {"enabled": recipe is not None, "recipe": recipe}
+
+        def call():
+            if scope is None:
+                y = module(x)
+            else:
+                with te.autocast(**scope):
+                    y = module(x, **given)
+            if backward:
+                y.backward(dy)
+
+        return call
+
+    return medians(device, {name: step(name) for name in cases}, blocks, calls)
+
+
+def run_autocast(device, blocks, calls=1000):
+    """{name: microseconds} of entering and leaving an autocast with nothing inside."""
+    recipe = DelayedScaling()
+
+    def enter(**given):
+        def call():
+            with te.autocast(**given):
+                pass
+        return call
+
+    return medians(device, {"autocast(enabled=False)": enter(enabled=False), "autocast()": enter(), "autocast(recipe=..)": enter(recipe=recipe)},
+                   blocks, calls)
+
+
 def run_linear(device, blocks, backward, calls=200):
-    """{name: microseconds per call}, the cases in turn; one autocast around a block's calls, as a step has around all its modules."""
+    """{name: microseconds per call}, the cases in turn; one autocast around a block's calls, as a step has around all its modules. Without
+    a backward autograd is off."""
     x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=backward)
     dy = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
 
     def ours(recipe):
-        module = te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
-        if recipe is not None:  # scales, and the weights that is_first_microbatch=False reuses
-            for _ in range(2):
-                with te.autocast(recipe=recipe):
-                    module(x.detach().requires_grad_(), is_first_microbatch=True).sum().backward()
-        return module, recipe, {} if recipe is None else {"is_first_microbatch": False}
+        return own_linear(device, recipe)
 
     own = {"te_fl BF16": ours(None), "te_fl FP8 delayed, weights cached": ours(DelayedScaling()),
            "te_fl FP8 current, weights cached": ours(Float8CurrentScaling())}
-    cases = {"torch.nn.Linear BF16": (call.run, torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16), None, {}),
+    cases = {TORCH: (call.run, torch.nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16), None, {}),
              **{name + suffix: (node, *case) for name, case in own.items() for suffix, node in nodes().items()}}
     times = {name: [] for name in cases}
     for block in range(blocks + 3):
@@ -131,6 +181,13 @@ def layer_cases(device, te_fl_bench, library, hidden, ffn, heads, length, batch,
     return out
 
 
+def print_linear(what, row, targets):
+    base = row[TORCH]
+    for name, us in row.items():
+        target = targets.get(name)
+        print(f"Linear [{ROWS}, {WIDTH}] {what:38} {name:52} {us:8.1f} us  {us / base:5.2f}" + (f"  target {target}" if target else ""))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -149,12 +206,19 @@ def main():
     targets = {False: {"te_fl BF16": 1.3, "te_fl FP8 delayed, weights cached": 1.8, "te_fl FP8 current, weights cached": 2.0},
                True: {"te_fl BF16": 1.2, "te_fl FP8 delayed, weights cached": 1.6}}
     for backward in (False, True):
-        what = "forward and backward" if backward else "forward"
+        what = "forward and backward" if backward else "forward, autograd off"
         row = results[what] = run_linear(device, options.blocks, backward)
-        base = row["torch.nn.Linear BF16"]
-        for name, us in row.items():
-            target = targets[backward].get(name)
-            print(f"Linear [{ROWS}, {WIDTH}] {what:21} {name:52} {us:8.1f} us  {us / base:5.2f}" + (f"  target {target}" if target else ""))
+        print_linear(what, row, targets[backward])
+    entered = {False: {"te_fl BF16, no autocast": 1.3, "te_fl BF16, autocast(enabled=False)": 1.3, "te_fl FP8 delayed, weights cached": 1.8,
+                       "te_fl FP8 current, weights cached": 2.0},
+               True: {"te_fl BF16, no autocast": 1.2, "te_fl FP8 delayed, weights cached": 1.6, "te_fl FP8 current, weights cached": 1.6}}
+    for backward in (False, True):
+        what = ("forward and backward" if backward else "forward") + ", autocast entered"
+        row = results[what] = run_entered(device, options.blocks, backward)
+        print_linear(what, row, entered[backward])
+    results["autocast alone"] = run_autocast(device, options.blocks)
+    for name, us in results["autocast alone"].items():
+        print(f"autocast alone, {name:30} {us:8.2f} us  target 3")
     if PYTHON not in nodes():
         print("te_fl.pytorch's autograd node in C++ is not built or is switched off: python -m te_fl build-node")
     if library is not None:

@@ -1,6 +1,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "errors.hpp"
 #include "framework_tensor.hpp"
@@ -67,17 +68,30 @@ nn::Recipe recipe_of(PyObject* dict) {
                     "'; it is one of delayed, current, block");
 }
 
+// The recipe of the last dict. A program enters its autocasts with one or two recipes, whose dicts
+// native_of() keeps, and leaves as they are. Under the interpreter's lock.
+const nn::Recipe& checked_recipe_of(PyObject* dict) {
+  static PyObject* last = nullptr;
+  static auto* recipe = new nn::Recipe(nn::DelayedScaling{});
+  if (dict == last) return *recipe;
+  nn::Recipe made = recipe_of(dict);
+  check(nn::validate(made));
+  Py_INCREF(dict);
+  *recipe = std::move(made);
+  Py_XDECREF(std::exchange(last, dict));
+  return *recipe;
+}
+
 }  // namespace
 
-PyObject* begin_autocast(PyObject*, PyObject* args) noexcept {
+PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
-    int enabled = 0, calibrating = 0;
-    PyObject* recipe = nullptr;
-    if (PyArg_ParseTuple(args, "ppO", &enabled, &calibrating, &recipe) == 0) throw PythonError();
-    const nn::Recipe made = recipe_of(recipe);
-    check(nn::validate(made));
-    auto scope = std::make_unique<nn::autocast>(
-        nn::AutocastOptions{.enabled = enabled != 0, .calibrating = calibrating != 0}, made);
+    check_count("begin_autocast", count, 3);
+    const nn::AutocastOptions options{.enabled = truth(args[0]), .calibrating = truth(args[1])};
+    // Without a recipe nothing computes in FP8, and none is asked for.
+    auto scope = args[2] == Py_None
+                     ? std::make_unique<nn::autocast>(options)
+                     : std::make_unique<nn::autocast>(options, checked_recipe_of(args[2]));
     Ref capsule = Ref::take(PyCapsule_New(scope.get(), kScopeName, [](PyObject* c) {
       delete static_cast<nn::autocast*>(PyCapsule_GetPointer(c, kScopeName));
     }));

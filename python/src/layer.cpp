@@ -456,12 +456,6 @@ Ref tuple_of(const std::vector<Tensor>& tensors, PyObject* like) {
   return tuple;
 }
 
-void check_count(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
-  if (count == wanted) return;
-  throw_type_error(std::string(name) + " takes " + std::to_string(wanted) + " arguments, got " +
-                   std::to_string(count));
-}
-
 std::vector<bool> trained_of(const std::vector<PyObject*>& parameters) {
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
   std::vector<bool> trained(parameters.size());

@@ -42,9 +42,10 @@ PyObject* layer_state(PyObject*, PyObject* args) noexcept;
 // set_layer_state(layer, [(name, tensor)]): copies.
 PyObject* set_layer_state(PyObject*, PyObject* args) noexcept;
 
-// begin_autocast(enabled, calibrating, recipe) -> scope. recipe: a dict as
-// te_fl.common.recipe.native_of() makes.
-PyObject* begin_autocast(PyObject*, PyObject* args) noexcept;
+// begin_autocast(enabled, calibrating, recipe) -> scope. recipe: a dict that
+// te_fl.common.recipe.native_of() made and nobody has written since, or None if the scope neither
+// is enabled nor calibrates.
+PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
 // end_autocast(scope): updates the scales of what was used in it.
 PyObject* end_autocast(PyObject*, PyObject* scope) noexcept;
 // use_allocator(device, allocate, free, trim): te-fl's memory of the device comes from

@@ -96,7 +96,7 @@ PyMethodDef g_methods[] = {
     {"layer_state", layer_state, METH_VARARGS,
      "layer_state(layer, like) -> list of (name, tensor)"},
     {"set_layer_state", set_layer_state, METH_VARARGS, "set_layer_state(layer, state)"},
-    {"begin_autocast", begin_autocast, METH_VARARGS,
+    {"begin_autocast", fast(begin_autocast), METH_FASTCALL,
      "begin_autocast(enabled, calibrating, recipe) -> scope"},
     {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},
     {"recompute_record", recompute_record, METH_NOARGS, "recompute_record() -> record"},

@@ -56,6 +56,13 @@ inline void check(int result) {
   throw PythonError();
 }
 
+// TypeError unless the function `name` was given as many arguments as it takes.
+inline void check_count(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
+  if (count == wanted) return;
+  throw_type_error(std::string(name) + " takes " + std::to_string(wanted) + " arguments, got " +
+                   std::to_string(count));
+}
+
 inline Ref to_python(std::string_view text) {
   return Ref::take(
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));

@@ -12,7 +12,8 @@ namespace te_fl::python {
 // Its subclasses set, on themselves or their objects:
 //   _open, _arguments, _close: functions of _native and a tuple; _open(*_arguments) -> handle,
 //     _close(handle)
-//   _entered: a list, of the handles of the times that the object was entered
+//   _entered: a list, empty at first, of the times that the object was entered; each thread leaves
+//     what it entered itself, so that one object may serve several
 //   _thread: None, or an object whose `scopes` is the calling thread's list of the objects entered
 // A _close that fails leaves a scope entered if _thread is None, and else not.
 PyObject* scope_class();

@@ -75,6 +75,24 @@ class Recipes(unittest.TestCase):
         self.assertEqual(recipe.native_of(block)["amax_epsilon"], 1e-3)
         self.assertFalse(recipe.native_of(block)["pow2_scale"])
 
+    def test_native_values_follow_the_fields(self):
+        import copy
+        import pickle
+        delayed = recipe.DelayedScaling(margin=1)
+        self.assertIs(recipe.native_of(delayed), recipe.native_of(delayed))
+        twins = [copy.copy(delayed), copy.deepcopy(delayed), pickle.loads(pickle.dumps(delayed))]
+        delayed.margin = 2
+        self.assertEqual(recipe.native_of(delayed)["margin"], 2)
+        for twin in twins:
+            self.assertEqual(recipe.native_of(twin)["margin"], 1)
+            self.assertEqual(set(vars(twin)), set(recipe.DelayedScaling.__dataclass_fields__))
+        delayed.scaling_factor_compute_algo = max
+        self.assertRaisesRegex(Unsupported, "scaling_factor_compute_algo", recipe.native_of, delayed)
+        current = recipe.Float8CurrentScaling()
+        self.assertFalse(recipe.native_of(current)["pow2_scale"])
+        current.fp8_quant_fwd_inp = current.fp8_quant_fwd_weight = current.fp8_quant_bwd_grad = recipe.QParams(power_2_scale=True)
+        self.assertTrue(recipe.native_of(current)["pow2_scale"])
+
     def test_what_is_not_honoured_is_refused_in_use(self):
         uneven = recipe.Float8CurrentScaling()
         uneven.fp8_quant_bwd_grad = recipe.QParams(power_2_scale=True)

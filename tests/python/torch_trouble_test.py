@@ -299,5 +299,55 @@ assert "transformer_engine" not in sys.modules
                     self.assertEqual(done.returncode, 0, done.stderr)
 
 
+class SharedScopes(unittest.TestCase):
+    def test_one_autocast_in_two_threads(self):
+        """Each thread leaves what it entered: the first to leave does not end the other's."""
+        layer, x = te.Linear(32, 32, device="cpu"), randn(16, 32)
+        with torch.no_grad():
+            plain = layer(x)
+            with te.autocast(recipe=Float8CurrentScaling()):
+                quantised = layer(x)
+            self.assertFalse(torch.equal(plain, quantised))
+            scope, step, found = te.autocast(recipe=Float8CurrentScaling()), threading.Barrier(2, timeout=60), {}
+
+            def work(leaves_first):
+                with torch.no_grad():
+                    with scope:
+                        step.wait()
+                        if not leaves_first:
+                            step.wait()
+                            found["inside"] = layer(x)
+                    if leaves_first:
+                        found["outside"] = layer(x)
+                        step.wait()
+                    else:
+                        found["after"] = layer(x)
+
+            threads = [threading.Thread(target=work, args=(first,)) for first in (True, False)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertEqual(set(found), {"inside", "outside", "after"})
+        self.assertTrue(torch.equal(found["inside"], quantised))
+        self.assertTrue(torch.equal(found["outside"], plain))
+        self.assertTrue(torch.equal(found["after"], plain))
+
+    def test_scopes_left_in_another_order(self):
+        outer, inner = te.autocast(recipe=Float8CurrentScaling()), te.autocast(enabled=False)
+        outer.__enter__()
+        inner.__enter__()
+        outer.__exit__(None, None, None)
+        self.assertFalse(te.FP8GlobalStateManager.is_fp8_enabled())
+        inner.__exit__(None, None, None)
+        self.assertIsNone(te.quantization.active_recipe())
+
+    def test_what_autocast_chose_is_nobody_elses(self):
+        with te.autocast():
+            te.FP8GlobalStateManager.get_fp8_recipe().margin = 5
+        with te.autocast():
+            self.assertEqual(te.FP8GlobalStateManager.get_fp8_recipe().margin, 0)
+
+
 if __name__ == "__main__":
     unittest.main()

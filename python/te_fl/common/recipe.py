@@ -75,7 +75,11 @@ _SCOPES = ("none", "weights", "activations", "all")
 class Recipe:
     """What all recipes have: questions about their kind, and a text by which two of them can be compared."""
 
+    __slots__ = ("_native",)  # of native_of(), which is no field: neither compared, copied nor pickled
     _shown: tuple = ()
+
+    def __getstate__(self) -> dict:
+        return self.__dict__
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -312,7 +316,17 @@ def _one_quantisation(recipe: Recipe) -> QParams:
 
 
 def native_of(recipe: Recipe) -> dict:
-    """The recipe as te-fl's layers take it (te_fl/nn/recipe.hpp): a dict of plain values.
+    """What describe_natively() says of the recipe, kept with it until a field changes. The dict is shared: its readers leave it as it is."""
+    kept = getattr(recipe, "_native", None)
+    if kept is not None and kept[0] == recipe.__dict__:
+        return kept[1]
+    native = describe_natively(recipe)
+    recipe._native = (recipe.__dict__.copy(), native)
+    return native
+
+
+def describe_natively(recipe: Recipe) -> dict:
+    """The recipe as te-fl's layers take it (te_fl/nn/recipe.hpp): a new dict of plain values.
 
     Each has kind ('delayed', 'current' or 'block'), format ('hybrid' or 'e4m3') and fp8_dpa; delayed scaling margin, amax_history_len,
     amax_compute_algo ('max', 'most_recent' or the function) and reduce_amax; the others pow2_scale and amax_epsilon. What te-fl cannot

@@ -10,7 +10,7 @@ from typing import Any, Iterator, NamedTuple, Optional
 import torch
 
 from te_fl import _native
-from te_fl.common.recipe import DelayedScaling, Recipe, native_of
+from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, native_of
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.availability import get_default_recipe
 from te_fl.pytorch.refuse import refuse
@@ -84,7 +84,9 @@ def calibrating() -> bool:
 
 
 def active_recipe() -> Optional[Recipe]:
-    return _state.scopes[-1].recipe if _state.scopes else None
+    """That of the innermost autocast, the object that it was given."""
+    recipe = _state.scopes[-1].recipe if _state.scopes else None
+    return get_default_recipe() if recipe is _default_recipe else recipe
 
 
 class _Scope(_native.Scope):
@@ -93,9 +95,9 @@ class _Scope(_native.Scope):
     reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
 
-    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: dict):
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: Optional[dict]):
         self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
-        self.delayed = (enabled or calibrating) and native["kind"] == "delayed"
+        self.delayed = native is not None and native["kind"] == "delayed"
         self._arguments, self._entered = (enabled, calibrating, native), []
 
     def __call__(self, function):
@@ -146,9 +148,14 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
     if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
         raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
     enabled, calibrating = bool(enabled), bool(calibrating)
-    chosen = get_default_recipe() if recipe is None else recipe
-    native = native_of(chosen if enabled or calibrating else DelayedScaling())
-    return (_GraphScope if torch.compiler.is_compiling() else _Scope)(enabled, calibrating, chosen, native)
+    if torch.compiler.is_compiling():
+        chosen = get_default_recipe() if recipe is None else recipe
+        return _GraphScope(enabled, calibrating, chosen, describe_natively(chosen if enabled or calibrating else DelayedScaling()))
+    chosen = _default_recipe if recipe is None else recipe
+    return _Scope(enabled, calibrating, chosen, native_of(chosen) if enabled or calibrating else None)
+
+
+_default_recipe = get_default_recipe()
 
 
 def _size_of(group: Any) -> int:
