@@ -30,11 +30,12 @@ struct alignas(64) EpochSlot {
 [[gnu::always_inline]] inline void enter(EpochSlot& slot) noexcept {
   if (slot.depth++ != 0) return;
   const uint64_t now = g_epoch.value.load(std::memory_order_acquire);
+  // A writer that sees this epoch and not the 0 before it comes after the op before, too.
+  slot.epoch.store(now, std::memory_order_release);
   if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {
-    slot.epoch.store(now, std::memory_order_relaxed);
     std::atomic_signal_fence(std::memory_order_seq_cst);  // the writer's membarrier does the rest
   } else {
-    slot.epoch.exchange(now, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the one of oldest_inside()
   }
 }
 [[gnu::always_inline]] inline void leave(EpochSlot& slot) noexcept {
@@ -56,8 +57,9 @@ class EpochGuard {
 bool inside_op() noexcept;
 // Call after unpublishing something; returns the epoch at which it was retired.
 uint64_t retire();
-// The least epoch at which a thread that is inside entered; UINT64_MAX if all are outside. What was
-// retired at a lesser epoch can be seen by nobody.
+// What was retired at a lesser epoch can be seen by nobody, now and later: the least epoch at which
+// a thread that is inside entered, but at most the epoch at the time of the call. So the answer may
+// be kept while others retire and enter.
 uint64_t oldest_inside();
 // Waits until nobody can see what was retired at `epoch`. The caller must not be inside an op.
 void wait_quiescent(uint64_t epoch);

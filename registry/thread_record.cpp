@@ -111,8 +111,10 @@ uint64_t retire() { return g_epoch.value.fetch_add(1, std::memory_order_seq_cst)
 
 uint64_t oldest_inside() {
   Threads& all = threads();
+  // Read first: a thread that enters after it is looked at may be seeing what is unpublished later
+  // than this, so nothing retired from here on may be taken for gone.
+  uint64_t oldest = g_epoch.value.load(std::memory_order_seq_cst);
   heavy_fence();
-  uint64_t oldest = UINT64_MAX;
   std::lock_guard lock(mutex);
   for (const ThreadRecord* record : all.records) {
     const uint64_t entered = record->slot.epoch.load(std::memory_order_seq_cst);

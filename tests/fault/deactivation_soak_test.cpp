@@ -155,6 +155,52 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
       static_cast<unsigned long long>(rounds), static_cast<long long>(grown >> 10));
 }
 
+// ---- tables that are replaced all the time
+
+TEST_F(DeactivationSoak, WhilePrioritiesChange) {
+  constexpr int kCallers = 2, kSetters = 4;
+  constexpr uint64_t kLeastTables = 40'000;
+  const uint64_t wanted = calls_wanted();
+  std::atomic<uint64_t> calls{0}, tables{0}, wrong{0};
+  const auto goes_on = [&] { return calls.load() < wanted || tables.load() < kLeastTables; };
+  std::mutex mutex;
+  std::string first_wrong;
+  const auto note = [&](const std::string& what) {
+    if (what.empty() || wrong.fetch_add(1) != 0) return;
+    const std::lock_guard lock(mutex);
+    first_wrong = what;
+  };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kCallers; ++t) {
+    threads.emplace_back([&, t] {
+      Caller caller(t % 2 == 1);
+      for (uint64_t number = 0; goes_on(); number += kBatch) {
+        for (int i = 0; i < kBatch; ++i) note(caller.call(number + i));
+        calls.fetch_add(kBatch);
+      }
+    });
+  }
+  // Each asks what is registered, too: threads that have no calls are readers as well.
+  for (int t = 0; t < kSetters; ++t) {
+    threads.emplace_back([&, t] {
+      OpRegistry& registry = OpRegistry::instance();
+      for (int priority = 0; goes_on(); ++priority) {
+        const Status set = registry.set_priority("relu", t % 2 == 0 ? "default.cpu" : "reference.host",
+                                                 100 + priority % 40);
+        note(set.ok() ? "" : set.to_string());
+        if (priority % 16 == 0 && registry.snapshot().empty()) note("nothing is registered");
+        tables.fetch_add(1);
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  ASSERT_OK(OpRegistry::instance().set_priority("relu", "default.cpu", TE_FL_PRIORITY_DEFAULT));
+  ASSERT_OK(OpRegistry::instance().set_priority("relu", "reference.host", TE_FL_PRIORITY_REFERENCE));
+  EXPECT_EQ(wrong, 0u) << first_wrong;
+  std::printf("%llu calls, %llu tables\n", static_cast<unsigned long long>(calls),
+              static_cast<unsigned long long>(tables));
+}
+
 // ---- a plugin with a device, and another that only adds ops to it
 
 std::atomic<int64_t> g_inside{0}, g_guest_served{0};

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "core/base/abi_struct.hpp"
+#include "registry/epoch.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 
@@ -234,6 +235,15 @@ TEST(Registry, FailedRegistrationReleasesKeepAlive) {
   EXPECT_FAILS(registry.register_op(fake.desc, "q", "v", std::move(alive)), kAlreadyExists,
                "default.x");
   EXPECT_TRUE(watch.expired());
+}
+
+// Who asks what may be freed and frees it later must not free what others retire in between: a
+// thread may have entered meanwhile and be reading it.
+TEST(Registry, WhatIsRetiredLaterIsNotTakenForGone) {
+  ASSERT_FALSE(registry::inside_op());
+  const uint64_t asked = registry::oldest_inside();
+  EXPECT_LE(asked, registry::retire());
+  EXPECT_GT(registry::oldest_inside(), asked);
 }
 
 // Calls go on while implementations come and go; none runs after unregister returned, none uses a
