@@ -106,7 +106,7 @@ void run_forward(const Forward& args) {
     double variance = moments.squares / count;
     if (mu != nullptr) {
       const double off = moments.sum / count, exact = shift + off;
-      variance = std::max(0.0, variance - off * off);
+      variance = std::max(variance - off * off, 0.0);  // in this order, a NaN stays
       mu[row] = static_cast<float>(exact);
       mean_rest[static_cast<size_t>(row)] = static_cast<float>(exact - mu[row]);
     }

@@ -331,6 +331,7 @@ Table all_cases() {
   add_rope_cases(table);
   add_softmax_cases(table);
   add_tensor_cases(table);
+  add_special_cases(table);
   std::set<std::string> names;
   for (const Case& c : table)
     if (!names.insert(c.name).second) throw std::logic_error("two cases are named " + c.name);

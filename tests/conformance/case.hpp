@@ -225,6 +225,7 @@ void add_quantize_cases(Table&);
 void add_rope_cases(Table&);
 void add_softmax_cases(Table&);
 void add_tensor_cases(Table&);
+void add_special_cases(Table&);  // NaN and infinities in cases of all families that are there
 // All cases; names are unique.
 Table all_cases();
 

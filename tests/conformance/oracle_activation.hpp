@@ -30,7 +30,7 @@ inline double dqgelu(double x) {
 }
 inline double relu(double x) { return std::max(x, 0.0); }
 inline double drelu(double x) { return x > 0 ? 1 : 0; }
-inline double srelu(double x) { return x > 0 ? x * x : 0; }
+inline double srelu(double x) { return x <= 0 ? 0 : x * x; }  // NaN passes
 inline double dsrelu(double x) { return x > 0 ? 2 * x : 0; }
 inline double silu(double x) { return x * sigmoid(x); }
 inline double dsilu(double x) {

@@ -73,7 +73,8 @@ void probabilities(Tensor* x, const std::function<bool(int64_t, int64_t)>& out, 
       if (!out(i, j)) top = std::max(top, scale * x->get(i * k + j));
     for (int64_t j = 0; j < k; ++j)
       if (!out(i, j)) sum += y[i * k + j] = std::exp(scale * x->get(i * k + j) - top);
-    for (int64_t j = 0; j < k && sum > 0; ++j) y[i * k + j] /= sum;
+    for (int64_t j = 0; j < k && sum != 0; ++j)  // a NaN in sight makes its row NaN
+      if (!out(i, j)) y[i * k + j] /= sum;
   }
 }
 
@@ -119,8 +120,9 @@ void backward(Problem& p, const Op& op, const Variant& v) {
                    [scores](Random&, int64_t i) { return (*scores)[i]; });
   Tensor* dx = v.in_place ? p.in_place("input_grad", dy) : p.out("input_grad", v.dtype, v.shape);
   p.set("scale", v.scale);
-  p.oracle([&p, v, k, dy, y, dx] {
+  p.oracle([&p, op, v, k, dy, y, dx] {
     std::vector<double> want(static_cast<size_t>(dy->numel())), extra(want.size());
+    std::vector<uint8_t> skip(want.size());
     for (int64_t i = 0; i < dy->rows(); ++i) {
       double dot = 0, magnitude = 0;
       for (int64_t j = 0; j < k; ++j) {
@@ -132,9 +134,12 @@ void backward(Problem& p, const Op& op, const Variant& v) {
         want[i * k + j] = v.scale * yj * (d - dot);
         extra[i * k + j] = std::fabs(v.scale) * yj *
                            (sum_slack(static_cast<double>(k), magnitude) + 0x1p-22 * std::fabs(d));
+        // 0 times NaN, or the 0 of a key that the op knows to be hidden.
+        const bool causal = op.mask == Mask::kCausal || op.mask == Mask::kBottomRight;
+        skip[i * k + j] = std::isnan(dot) && causal && masked_out(op, v, nullptr, i, j);
       }
     }
-    p.expect(dx, want, extra);
+    p.expect(dx, want, extra).skip = std::move(skip);
   });
 }
 

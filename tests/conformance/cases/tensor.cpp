@@ -33,8 +33,8 @@ double spread(Random& r, int64_t i) {
       0,       -0.0,         1e-300,      65519.99,      65520,        448,
       463.9,   464,          480,         57344,         61440,        1.0e39,
       -3.4e38, 0.0009765625, 0.001953125, 1.0 + 0x1p-11, 1.0 + 0x1p-8, 1.0625,
-      1.1875,  -1e6,         5.9e-8,      1.5e-5};
-  if (i % 3 == 0) return special[i / 3 % 22];
+      1.1875,  -1e6,         5.9e-8,      1.5e-5,        1e-40,        -1e-39};
+  if (i % 3 == 0) return special[i / 3 % 24];
   return std::ldexp(r.gaussian(), static_cast<int>(r.below(40)) - 24);
 }
 double spread_special(Random& r, int64_t i) {
