@@ -6,6 +6,7 @@
 
 #include "core/base/fork.hpp"
 #include "core/device/allocations.hpp"
+#include "core/device/current_stream.hpp"
 #include "core/device/device_list.hpp"
 
 namespace te_fl::registry {
@@ -200,7 +201,24 @@ void DeviceArenas::release(const Device& device, void* stream) {
 }
 
 void DeviceArenas::release_state(uint64_t implementation) {
-  release_if([&](const Device&, void*, uint64_t i) { return i == implementation; }, false);
+  std::vector<std::pair<Device, void*>> streams;
+  {
+    std::lock_guard lock(mutex);
+    for (const auto& [key, arena] : arenas_) {
+      const auto& [type, index, provider, stream, depth, owner] = key;
+      if (owner == implementation) streams.push_back({Device{type, index, provider}, stream});
+    }
+  }
+  // A stream may be let go meanwhile. Its use comes first, and is looked at before anything is
+  // taken out: who lets a stream go finds there what is to be freed on it.
+  for (const auto& [device, stream] : streams) {
+    const core::StreamUse use(device, stream);
+    if (use.goes()) continue;
+    const auto matches = [&](const Device& d, void* s, uint64_t i) {
+      return i == implementation && d == device && s == stream;
+    };
+    release_if(matches, false);
+  }
 }
 
 void DeviceArenas::forget_after_fork() {

@@ -27,8 +27,30 @@ struct StreamRecord {
   void* const handle;
   const bool made;                   // by devices::create_stream
   std::atomic<bool> retired{false};  // its owner destroys it: nothing is enqueued on it any more
+  std::atomic<int> in_use{0};        // of StreamUse; retire_stream waits until it is 0
 };
 using StreamRef = std::shared_ptr<StreamRecord>;
+
+// A stream on which memory is being freed: it does not go as long as this lives, whoever lets it
+// go.
+class StreamUse {
+ public:
+  explicit StreamUse(StreamRef record) noexcept;
+  // Of a handle that is kept without a record.
+  StreamUse(const Device& device, void* handle);
+  ~StreamUse();
+  StreamUse(const StreamUse&) = delete;
+  StreamUse& operator=(const StreamUse&) = delete;
+  // The stream, or null, the default one, if it has been retired.
+  void* get() const noexcept { return record_ != nullptr ? record_->handle : nullptr; }
+  // Whether somebody is letting the stream go, or has: who does frees what is kept for it
+  // (g_stream_goes).
+  bool goes() const noexcept { return goes_; }
+
+ private:
+  StreamRef record_;  // null: the default stream
+  bool goes_ = false;
+};
 
 // The record of a device's stream, made if there is none. Null for the default stream.
 StreamRef stream_record(const Device& device, void* handle);

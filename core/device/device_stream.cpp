@@ -2,6 +2,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -23,6 +24,7 @@ const ForkMutex::Registration streams_registration(streams_mutex);
 struct Known {
   StreamRef own;  // until destroy_stream; null for streams that others made
   std::weak_ptr<StreamRecord> record;
+  bool made = false;  // by create_stream; it is being destroyed if the record has expired
 };
 using Key = std::tuple<int32_t, int32_t, uint32_t, void*>;  // a device and a handle
 Key key_of(const Device& device, void* handle) {
@@ -52,12 +54,37 @@ void destroy_on_device(const Device& device, void* handle) {
   entry->release();
 }
 
+// The record, made if there is none. The lock is held.
+StreamRef record_in(Known& known, const Device& device, void* handle) {
+  if (StreamRef record = known.record.lock()) return record;
+  auto record = std::make_shared<StreamRecord>(device, handle, false);
+  known.record = record;
+  return record;
+}
+
+// The same, but null if create_stream made the stream and it is being destroyed.
+StreamRef living_record(const Device& device, void* handle) {
+  const std::lock_guard lock(streams_mutex);
+  Known& known = known_streams()[key_of(device, handle)];
+  if (known.made && known.record.expired()) return nullptr;
+  return record_in(known, device, handle);
+}
+
 // The record of a stream that is known, or null.
 StreamRef find_record(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
   const auto at = known_streams().find(key_of(device, handle));
   return at != known_streams().end() ? at->second.record.lock() : nullptr;
 }
+
+// Threads that were freeing on a stream do not exist in a forked child.
+void forget_uses() {
+  const std::lock_guard lock(streams_mutex);
+  for (auto& [key, known] : known_streams()) {
+    if (const StreamRef record = known.record.lock()) record->in_use.store(0);
+  }
+}
+const ForkedChild forked_child(LockLevel::kStreams, &forget_uses);
 
 // Takes a stream out that create_stream made; null if it is none.
 StreamRef take_own(const Device& device, void* handle) {
@@ -83,11 +110,25 @@ StreamRecord::~StreamRecord() {
 StreamRef stream_record(const Device& device, void* handle) {
   if (handle == nullptr) return nullptr;
   const std::lock_guard lock(streams_mutex);
-  Known& known = known_streams()[key_of(device, handle)];
-  if (StreamRef record = known.record.lock()) return record;
-  auto record = std::make_shared<StreamRecord>(device, handle, false);
-  known.record = record;
-  return record;
+  return record_in(known_streams()[key_of(device, handle)], device, handle);
+}
+
+StreamUse::StreamUse(StreamRef record) noexcept : record_(std::move(record)) {
+  if (record_ == nullptr) return;
+  record_->in_use.fetch_add(1, std::memory_order_seq_cst);
+  if (!record_->retired.load(std::memory_order_seq_cst)) return;
+  record_->in_use.fetch_sub(1, std::memory_order_release);
+  record_ = nullptr;
+  goes_ = true;
+}
+
+StreamUse::StreamUse(const Device& device, void* handle)
+    : StreamUse(handle != nullptr ? living_record(device, handle) : nullptr) {
+  goes_ = handle != nullptr && record_ == nullptr;
+}
+
+StreamUse::~StreamUse() {
+  if (record_ != nullptr) record_->in_use.fetch_sub(1, std::memory_order_release);
 }
 
 bool is_own_stream(const Device& device, void* handle) {
@@ -162,7 +203,7 @@ Result<void*> create_stream(const Device& device) {
       stream, core::made_object(entry, errors, code, stream, "creation of a stream on "));
   auto own = std::make_shared<core::StreamRecord>(device, stream, true);
   const std::lock_guard lock(core::streams_mutex);
-  core::known_streams().insert_or_assign(core::key_of(device, stream), core::Known{own, own});
+  core::known_streams().insert_or_assign(core::key_of(device, stream), core::Known{own, own, true});
   return stream;
 }
 
@@ -182,8 +223,7 @@ Status retire_stream(const Device& device, void* stream) {
     return invalid_argument("retire_stream on " + te_fl::to_string(device) + ": " + why);
   };
   if (stream == nullptr) return refuse("the default stream stays as long as the device");
-  const core::StreamRef record = core::find_record(device, stream);
-  if (record != nullptr && record->made) {
+  if (core::is_own_stream(device, stream)) {
     return refuse("te-fl made this stream; destroy_stream ends it");
   }
   TE_FL_ASSIGN_OR_RETURN(const bool capturing, is_capturing(device, stream));
@@ -192,19 +232,22 @@ Status retire_stream(const Device& device, void* stream) {
                                ": the stream is being captured into a graph; end the capture "
                                "first");
   }
-  Status waited;
-  if (record != nullptr) {  // what it owns goes on elsewhere, after the work that is here
-    waited = synchronize(device, stream);
-    record->retired.store(true, std::memory_order_release);
+  Status waited;  // what it owns goes on elsewhere, after the work that is here
+  if (core::find_record(device, stream) != nullptr) waited = synchronize(device, stream);
+  // Who wants to free on it from now on finds it retired; who has begun to is waited for.
+  const core::StreamRef record = core::stream_record(device, stream);
+  record->retired.store(true, std::memory_order_seq_cst);
+  while (record->in_use.load(std::memory_order_seq_cst) != 0) std::this_thread::yield();
+  if (const auto hook = core::g_stream_goes.load(std::memory_order_acquire)) hook(device, stream);
+  if (const core::AllocatorRef allocator = core::allocator_of(device)) {
+    allocator->retire_stream(stream);
+  }
+  {
     const std::lock_guard lock(core::streams_mutex);
     const auto at = core::known_streams().find(core::key_of(device, stream));
     if (at != core::known_streams().end() && at->second.record.lock() == record) {
       core::known_streams().erase(at);
     }
-  }
-  if (const auto hook = core::g_stream_goes.load(std::memory_order_acquire)) hook(device, stream);
-  if (const core::AllocatorRef allocator = core::allocator_of(device)) {
-    allocator->retire_stream(stream);
   }
   const te_fl_device_desc& d = *use->desc;
   const auto retire = core::slot(*d.api, &te_fl_device_api::retire_stream);

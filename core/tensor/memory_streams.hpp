@@ -14,7 +14,8 @@ struct FreeOnStream {
   Device device;
   StreamRef stream;  // null: the default stream
   void operator()(void* data) const noexcept {
-    devices::free(device, data, stream != nullptr ? stream->get() : nullptr);
+    const StreamUse use(stream);
+    devices::free(device, data, use.get());
   }
 };
 

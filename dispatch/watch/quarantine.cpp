@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -227,18 +228,24 @@ Result<int> clear_quarantines(const std::string& op, const std::string& impl_id)
   const auto meant = [&](const Quarantine& q) {
     return (op.empty() || q.op == op) && (impl_id.empty() || q.impl_id == impl_id);
   };
-  List left = *entries();
-  const auto cleared = static_cast<int>(std::erase_if(left, meant));
-  if (cleared == 0) return 0;
+  List cleared = *entries();
+  std::erase_if(cleared, std::not_fn(meant));
+  if (cleared.empty()) return 0;
+  // What step_boundary() bars from here on stays barred, here and in the file.
+  const auto goes = [&](const Quarantine& q) {
+    return meant(q) && (contains(cleared, q) || !contains(*entries(), q));
+  };
   if (const std::string path = file_name(); !path.empty()) {
-    TE_FL_RETURN_IF_ERROR(remove_from_quarantine_file(path, meant));
+    TE_FL_RETURN_IF_ERROR(remove_from_quarantine_file(path, goes));
   }
   {
-    const std::lock_guard lock(mutex);
+    const std::unique_lock lock = lock_with_list();
+    List left = *state().list;
+    std::erase_if(left, [&](const Quarantine& q) { return contains(cleared, q); });
     state().list = std::make_shared<const List>(std::move(left));
   }
   registry::choose_again();
-  return cleared;
+  return static_cast<int>(cleared.size());
 }
 
 Result<std::vector<Quarantine>> quarantines() { return *dispatch::entries(); }

@@ -1,7 +1,11 @@
 // Device memory of implementations that outlives a call, by stream (R27).
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <functional>
+#include <thread>
 #include <vector>
 
 #include "dispatch/device_state_fixture.hpp"
@@ -80,6 +84,68 @@ TEST_F(StreamState, GoesWithItsStream) {
   ASSERT_OK(call(stream));
   ASSERT_OK(devices::synchronize(device, stream));
   EXPECT_EQ(found, (std::vector<int32_t>{0, 0}));
+}
+
+// Another thread lets a stream go at the moment at which the state on it is freed, as the
+// implementation goes.
+class StateOnAStreamThatGoes : public StreamState {
+ protected:
+  void SetUp() override {
+    StreamState::SetUp();
+    of = this;
+    free = far.api.free;
+    far.api.free = [](void* self, void* data, uint32_t kind, void* on,
+                      const te_fl_error_sink* e) -> te_fl_status {
+      if (on != nullptr && on == of->stream) of->while_freeing();
+      return of->free(self, data, kind, on, e);
+    };
+  }
+  static inline StateOnAStreamThatGoes* of = nullptr;
+  decltype(te_fl_device_api::free) free = nullptr;
+  void* stream = nullptr;
+  std::function<void()> while_freeing;
+};
+
+TEST_F(StateOnAStreamThatGoes, AFrameworksIsRetiredAfterwards) {
+  add();
+  void* const mine = far.queues.make_stream();
+  ASSERT_OK(call(mine));
+  std::atomic<bool> retired{false};
+  bool too_early = false;
+  std::thread framework;
+  while_freeing = [&] {
+    stream = nullptr;
+    framework = std::thread([&] {
+      EXPECT_OK(devices::retire_stream(device, mine));
+      retired = true;
+    });
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+    while (!retired && std::chrono::steady_clock::now() < limit) std::this_thread::yield();
+    too_early = retired;
+  };
+  stream = mine;
+  ASSERT_OK(remove());
+  ASSERT_TRUE(framework.joinable());
+  framework.join();
+  EXPECT_FALSE(too_early) << "retire_stream() returned while memory was being freed on the stream";
+  EXPECT_EQ(held(), 0u);
+}
+
+TEST_F(StateOnAStreamThatGoes, OneThatTeFlMadeIsDestroyedAfterwards) {
+  add();
+  void* const mine = devices::create_stream(device).value();
+  ASSERT_OK(call(mine));
+  bool was_there = false;
+  while_freeing = [&] {
+    stream = nullptr;
+    std::thread([&] { devices::destroy_stream(device, mine); }).join();
+    was_there = far.queues.exists(mine);
+  };
+  stream = mine;
+  ASSERT_OK(remove());
+  EXPECT_TRUE(was_there);
+  EXPECT_FALSE(far.queues.exists(mine)) << "the last user destroys it";
+  EXPECT_EQ(held(), 0u);
 }
 
 TEST_F(StreamState, IsOneImplementationsOwn) {

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <filesystem>
@@ -232,6 +233,37 @@ TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
   }
   for (std::thread& t : threads) t.join();
   EXPECT_EQ(quarantines()->size(), static_cast<size_t>(kThreads) * kEach);
+}
+
+// What a step bars while another entry is being cleared stays barred, in memory and in the file.
+TEST_F(QuarantineFileTest, ClearingOneLosesNoneThatIsBarredMeanwhile) {
+  constexpr int kSteps = 40;
+  std::atomic<bool> done{false};
+  std::thread clearing([&] {
+    while (!done.load()) {
+      dispatch::hold(entry("cleared"));
+      EXPECT_OK(step_boundary());
+      EXPECT_OK(clear_quarantines("cleared", ""));
+    }
+  });
+  std::vector<std::string> barred;
+  for (int i = 0; i < kSteps; ++i) {
+    barred.push_back("barred" + std::to_string(i));
+    dispatch::hold(entry(barred.back()));
+    EXPECT_OK(step_boundary());
+  }
+  done = true;
+  clearing.join();
+  const auto lost = [&] {
+    std::vector<std::string> out, found = in_force();
+    for (const std::string& op : barred) {
+      if (std::find(found.begin(), found.end(), op) == found.end()) out.push_back(op);
+    }
+    return out;
+  };
+  EXPECT_EQ(lost(), std::vector<std::string>());
+  read_again();
+  EXPECT_EQ(lost(), std::vector<std::string>()) << "in the file";
 }
 
 TEST_F(QuarantineFileTest, ProcessesAndThreadsThatWriteAtOnceLoseNothing) {
