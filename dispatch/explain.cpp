@@ -6,6 +6,7 @@
 
 #include "core/device/device_list.hpp"
 #include "dispatch/manager_impl.hpp"
+#include "dispatch/watch/watch.hpp"
 #include "te_fl/op_manager.hpp"
 
 namespace te_fl {
@@ -130,7 +131,17 @@ Result<Decision> OpManager::explain(OpId op, const CallProfile& profile) {
           call.signature.scalings |= TE_FL_BIT(static_cast<uint32_t>(s));
         if (profile.scalings.empty()) call.signature.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
         TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
-        return public_decision(call.row, decision, nullptr, {});
+        Decision r = public_decision(call.row, decision, nullptr, {});
+        // No quarantine bars calls of any dtypes; of those that it does bar the reader wants to
+        // know.
+        for (Candidate& c : r.candidates) {
+          const std::string barred =
+              profile.dtypes.empty()
+                  ? dispatch::quarantined_for(r.op, c.impl_id, c.owner, profile.device)
+                  : std::string();
+          if (!barred.empty()) c.reason += (c.reason.empty() ? "" : "; ") + barred;
+        }
+        return r;
       });
 }
 

@@ -69,8 +69,8 @@ constexpr VariableSpec kSpecs[] = {
      "decided by counting them."},
     {"TE_FL_VERIFY_ACTION", "", kEnum, "log", "log quarantine",
      "What a difference that TE_FL_VERIFY finds leads to: a warning, with the call saved; or also "
-     "that the implementation stops serving the op and signature from the next step on, in later "
-     "runs too."},
+     "that the implementation stops serving the op and signature, in later runs too: from the next "
+     "call on, or, among several ranks (WORLD_SIZE), from te_fl::step_boundary() on."},
     {"TE_FL_VERIFY_SEED", "", kInt, "0", "0 9223372036854775807",
      "Another seed makes TE_FL_VERIFY pick other calls."},
     {"TE_FL_VERIFY_DIR", "", kString, "te_fl_cases", "",

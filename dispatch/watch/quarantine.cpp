@@ -10,10 +10,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "core/base/fork.hpp"
 #include "dispatch/watch/quarantine_file.hpp"
-#include "dispatch/watch/replay_command.hpp"
 #include "dispatch/watch/watch.hpp"
 #include "plugins/file_trust.hpp"
 #include "te_fl/environment.hpp"
@@ -27,9 +27,19 @@ namespace {
 
 using List = std::vector<Quarantine>;
 
+// Streams on which a captured op was seen while TE_FL_VERIFY was on.
+struct CapturingStream {
+  Device device;
+  void* stream;
+  friend bool operator==(const CapturingStream& a, const CapturingStream& b) {
+    return a.device == b.device && a.stream == b.stream;
+  }
+};
+
 struct State {
   std::shared_ptr<const List> list;  // null: the file has not been read
-  List held;                         // until the next step boundary
+  List held;                         // until it may take effect
+  std::vector<CapturingStream> capturing;
 };
 
 constinit core::ForkMutex mutex(core::LockLevel::kQuarantine);
@@ -126,7 +136,55 @@ const std::string& own_build_id() {
 
 std::string reason_of(const Quarantine& q) {
   return "quarantined for this op and signature" + (q.chip.empty() ? "" : " on " + q.chip) + ": " +
-         q.reason + (q.case_file.empty() ? "" : " (" + replay_command(q.owner, q.case_file) + ")");
+         q.reason + (q.replay.empty() ? "" : " (" + q.replay + ")");
+}
+
+std::string signature_of(const Quarantine& q) {
+  return policy::dtype_mask_text(q.dtypes) + " (scaling " + policy::scaling_mask_text(q.scalings) +
+         ")";
+}
+
+// Ranks of the job, as what starts them says; 1: nothing does. They choose alike, so that none of
+// them may choose anew by itself.
+int ranks_of_job() {
+  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
+    const char* value = std::getenv(name);
+    if (value != nullptr && std::atoi(value) > 1) return std::atoi(value);
+  }
+  return 1;
+}
+
+// Whether one of them is being captured still: another choice in the middle of a graph would give
+// other bits than the eager run did. Those that are not are forgotten.
+bool any_captured() {
+  std::vector<CapturingStream> seen;
+  {
+    const std::lock_guard lock(mutex);
+    seen = state().capturing;
+  }
+  std::erase_if(seen, [](const CapturingStream& s) {
+    const Result<bool> captured = devices::is_capturing(s.device, s.stream);
+    return captured.ok() && *captured;
+  });  // those left are not captured any more
+  const std::lock_guard lock(mutex);
+  std::erase_if(state().capturing, [&](const CapturingStream& s) {
+    return std::find(seen.begin(), seen.end(), s) != seen.end();
+  });
+  return !state().capturing.empty();
+}
+
+// At the process's end: later runs are to know what this one held to the last.
+void write_held() {
+  List held;
+  {
+    const std::lock_guard lock(mutex);
+    held = std::exchange(state().held, {});
+    g_held.store(false, std::memory_order_release);
+  }
+  const std::string path = held.empty() ? std::string() : file_name();
+  if (path.empty()) return;
+  if (const Status written = add_to_quarantine_file(path, held); !written.ok())
+    log::warning(written.message());
 }
 
 }  // namespace
@@ -167,10 +225,51 @@ std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& sign
 }
 
 void hold(Quarantine entry) {
+  const std::string what = "'" + entry.impl_id + "' is to serve op '" + entry.op + "' with " +
+                           signature_of(entry) + " no more";
+  {
+    const std::lock_guard lock(mutex);
+    State& s = state();
+    if (contains(s.held, entry)) return;
+    static bool registered = false;
+    if (!registered) std::atexit(&write_held);
+    registered = true;
+    s.held.push_back(std::move(entry));
+    g_held.store(true, std::memory_order_release);
+  }
+  if (ranks_of_job() == 1) return;  // it takes effect in a moment, and says so
+  log::warning(what + ": as the " + std::to_string(ranks_of_job()) +
+               " ranks of this job choose alike, that begins at their next te_fl::step_boundary(), "
+               "at the latest in the runs after this one");
+}
+
+void note_capture(const Device& device, void* stream) {
   const std::lock_guard lock(mutex);
-  State& s = state();
-  if (!contains(s.held, entry)) s.held.push_back(std::move(entry));
-  g_held.store(true, std::memory_order_release);
+  auto& seen = state().capturing;
+  const CapturingStream it{device, stream};
+  if (std::find(seen.begin(), seen.end(), it) == seen.end()) seen.push_back(it);
+}
+
+void take_held() {
+  if (!g_held.load(std::memory_order_acquire)) [[likely]]
+    return;
+  if (ranks_of_job() > 1 || any_captured()) return;
+  if (const Status taken = step_boundary(); !taken.ok()) log::warning(taken.message());
+}
+
+std::string quarantined_for(const std::string& op, const std::string& impl_id,
+                            const std::string& owner, const Device& device) {
+  std::string text;
+  std::optional<Chip> chip;
+  for (const Quarantine& q : *entries()) {
+    if (q.op != op || q.impl_id != impl_id || q.owner != owner) continue;
+    if (!chip) chip = chip_of(device);
+    if (q.chip != chip->name || q.driver != chip->driver || q.build_id != build_id_of(owner))
+      continue;
+    text += (text.empty() ? "" : "; ") + std::string("quarantined for ") + signature_of(q) + ": " +
+            q.reason + (q.replay.empty() ? "" : " (" + q.replay + ")");
+  }
+  return text;
 }
 
 void forget_quarantine_file() {
@@ -212,9 +311,8 @@ Status step_boundary() {
   }
   if (added.empty()) return {};
   for (const Quarantine& q : added) {
-    log::warning("'" + q.impl_id + "' does not serve op '" + q.op + "' with " +
-                 policy::dtype_mask_text(q.dtypes) + " (scaling " +
-                 policy::scaling_mask_text(q.scalings) + ") any more: " + q.reason);
+    log::warning("'" + q.impl_id + "' does not serve op '" + q.op + "' with " + signature_of(q) +
+                 " any more, from the next call on: " + q.reason);
   }
   registry::choose_again();
   const std::string path = file_name();

@@ -16,8 +16,13 @@ struct Chip {
 };
 Chip chip_of(const Device& device);
 
-// Holds an entry until the next step boundary. One entry per implementation, signature and device.
+// Holds an entry until it may take effect. One entry per implementation, signature and device.
 void hold(Quarantine entry);
+// A call on this stream is being captured: until that ends, nothing that is held takes effect.
+void note_capture(const Device& device, void* stream);
+// Between two calls of the thread, which is inside no op: what is held takes effect, unless the job
+// has several ranks or a stream is being captured.
+void take_held();
 // While one exists, the thread's choices know no quarantine, and its calls are not checked.
 class Unwatched {
  public:

@@ -47,7 +47,8 @@ json to_json(const Quarantine& q) {
           {"scalings", names_of(q.scalings, TE_FL_SCALING_COUNT,
                                 [](int i) { return std::string(name(static_cast<Scaling>(i))); })},
           {"reason", q.reason},
-          {"case", q.case_file}};
+          {"case", q.case_file},
+          {"replay", q.replay}};
 }
 
 Result<Quarantine> from_json(const json& j) try {
@@ -55,6 +56,7 @@ Result<Quarantine> from_json(const json& j) try {
   q.op = j.at("op"), q.impl_id = j.at("impl"), q.owner = j.at("owner"), q.build_id = j.at("build");
   q.chip = j.at("chip"), q.driver = j.at("driver");
   q.reason = j.value("reason", ""), q.case_file = j.value("case", "");
+  q.replay = j.value("replay", q.case_file.empty() ? "" : "te-fl replay " + q.case_file);
   for (const json& item : j.at("dtypes")) {
     TE_FL_ASSIGN_OR_RETURN(const DType dtype, parse_dtype(item.get<std::string>()));
     q.dtypes |= TE_FL_BIT(static_cast<uint32_t>(dtype));

@@ -318,7 +318,8 @@ void Verification::differs(const Served& served, const Implementation& reference
   const Chip chip = chip_of(call.signature.device);
   hold({impl.op, impl.impl_id, impl.owner, build_id_of(impl.owner), chip.name, chip.driver,
         call.signature.dtypes, call.signature.scalings,
-        "it does not agree with '" + reference.impl_id + "': " + what, file});
+        "it does not agree with '" + reference.impl_id + "': " + what, file,
+        file.empty() ? std::string() : replay_command(impl.owner, file)});
 }
 
 // Under its final name only when it is whole. Empty: not saved.

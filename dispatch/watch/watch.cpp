@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "dispatch/manager_impl.hpp"
+#include "dispatch/watch/quarantine.hpp"
 #include "dispatch/watch/trace.hpp"
 #include "dispatch/watch/verify.hpp"
 #include "te_fl/watch.hpp"
@@ -16,6 +17,8 @@ Status run_watched(Call& call, const Failure* first, uint64_t care) {
   if ((care & OpManager::Impl::kVerify) != 0) {
     TE_FL_ASSIGN_OR_RETURN(check, Verification::begin(call));
   }
+  const bool verifies = (care & OpManager::Impl::kVerify) != 0;
+  if (verifies && call.capturing) note_capture(call.signature.device, call.options.stream);
   Served served;
   std::optional<TracedCall> traced;
   if ((care & OpManager::Impl::kTrace) != 0) {
@@ -24,7 +27,9 @@ Status run_watched(Call& call, const Failure* first, uint64_t care) {
   }
   const Status status = run_order(call, first, served);
   if (traced) traced->finish(status, served);
-  return check != nullptr ? check->finish(status, served) : status;
+  const Status answer = check != nullptr ? check->finish(status, served) : status;
+  if (verifies && call.thread.slot.depth == 1) take_held();
+  return answer;
 }
 
 }  // namespace dispatch

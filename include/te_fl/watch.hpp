@@ -31,10 +31,14 @@ TE_FL_API VerifyCounts verify_counts();
 TE_FL_API Status watch_status();
 
 // Declares that a training step ended. What TE_FL_VERIFY_ACTION=quarantine holds against
-// implementations takes effect here and not in the middle of a step: they stop serving that op and
-// signature, from the next call on, and the quarantine file says so to later runs. nn's
-// Optimizer::step declares it. Costs one atomic load if nothing is held. Error: the file could not
-// be written; the quarantine is in force all the same.
+// implementations takes effect at the end of the call in which it was found, if that call is inside
+// no other and no stream is being captured; else after the next such call. In a job of several
+// ranks (WORLD_SIZE, OMPI_COMM_WORLD_SIZE or PMI_SIZE in the environment) it waits for this
+// declaration, which all ranks make alike: then implementations stop serving that op and signature,
+// from the next call on, and the quarantine file says so to later runs. What is still held when the
+// process ends is written to the file then. nn's Optimizer::step declares it. Costs one atomic load
+// if nothing is held. Error: the file could not be written; the quarantine is in force all the
+// same.
 TE_FL_API Status step_boundary();
 
 // An implementation that does not serve an op's calls of one signature.
@@ -46,6 +50,7 @@ struct Quarantine {
   uint32_t scalings = 0;
   std::string reason;     // what differed
   std::string case_file;  // the saved call; empty if none was saved
+  std::string replay;     // the command that runs it again, with the plugins that it needs
 };
 // Those in force: of the quarantine file, and of this run. Never fails for the file's sake: what
 // cannot be read of it is passed over with a warning, as it is by calls.

@@ -84,6 +84,20 @@ void check_environment(Report& report) {
 }
 
 // What the plugin itself says: its driver, its devices, the libraries that it opens.
+void check_quarantines(Report& report) {
+  const auto entries = te_fl::quarantines();
+  if (!entries.ok()) return;
+  for (const te_fl::Quarantine& q : *entries) {
+    report.add(Level::kNote,
+               "quarantine: " + q.impl_id + " of " + q.owner + " does not serve " + q.op + " on " +
+                   (q.chip.empty() ? "the chip" : q.chip) + " as it was built then: " + q.reason,
+               "the signature that `te-fl quarantine list` names, by that implementation",
+               (q.replay.empty() ? "" : "`" + q.replay + "` shows it again; ") +
+                   "a corrected build, or `te-fl quarantine clear " + q.op + " --impl " +
+                   q.impl_id + "`");
+  }
+}
+
 void check_surroundings(Report& report, const std::string& plugin) {
   const auto findings = te_fl::plugins::diagnose(plugin);
   if (!findings.ok()) {
@@ -242,6 +256,7 @@ int doctor(bool as_json) {
   te_fl::OpManager::instance();
   Report report;
   check_environment(report);
+  check_quarantines(report);
   leave_watching_to_programs();
   check_plugins(report);
   check_search_path(report);

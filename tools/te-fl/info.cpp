@@ -97,6 +97,8 @@ int info(bool as_json) {
   const auto plugins = te_fl::plugins::list();
   const auto devices = te_fl::devices::list();
   const auto policy = te_fl::current_policy();
+  std::vector<te_fl::Quarantine> quarantined;
+  if (auto entries = te_fl::quarantines(); entries.ok()) quarantined = *std::move(entries);
   std::vector<Findings> findings;  // first of all: plugins may measure their devices for them
   for (const auto& p : plugins) findings.push_back(findings_of(p));
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
@@ -122,6 +124,7 @@ int info(bool as_json) {
     for (size_t i = 0; i < plugins.size(); ++i)
       out["plugins"].push_back(plugin_json(plugins[i], findings[i]));
     if (policy.ok()) out["staging"] = staging_json(policy->settings());
+    out["quarantined"] = quarantined.size();
     std::printf("%s\n", json_text(out).c_str());
     return kSuccess;
   }
@@ -139,6 +142,9 @@ int info(bool as_json) {
   }
   device_table.print();
   if (policy.ok()) std::printf("Staging: %s\n", staging_text(policy->settings()).c_str());
+  if (!quarantined.empty())
+    std::printf("Quarantine: %zu in %s do not serve what they got wrong (te-fl quarantine list)\n",
+                quarantined.size(), te_fl::quarantine_file().c_str());
   std::printf("\nPlugins\n");
   Table plugin_table({"plugin", "vendor", "version", "abi", "state", "ops", "start", "from"});
   for (const auto& p : plugins) {

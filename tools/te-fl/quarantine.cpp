@@ -43,7 +43,8 @@ json entry_of(const te_fl::Quarantine& q) {
           {"dtypes", dtypes_of(q)},
           {"scalings", scalings_of(q)},
           {"reason", q.reason},
-          {"case", q.case_file}};
+          {"case", q.case_file},
+          {"replay", q.replay}};
 }
 
 int list(bool as_json) {
@@ -67,10 +68,13 @@ int list(bool as_json) {
   Table table({"op", "implementation", "from", "dtypes", "scaling", "on", "why"});
   for (const te_fl::Quarantine& q : *entries) {
     table.add({q.op, q.impl_id, q.owner, joined(dtypes_of(q)), joined(scalings_of(q)),
-               q.chip + (q.driver.empty() ? "" : ", " + q.driver),
-               q.reason + (q.case_file.empty() ? "" : " (te-fl replay " + q.case_file + ")")});
+               q.chip + (q.driver.empty() ? "" : ", " + q.driver), q.reason});
   }
   table.print();
+  for (const te_fl::Quarantine& q : *entries) {
+    if (!q.replay.empty())
+      std::printf("\n%s by %s again:\n  %s\n", q.op.c_str(), q.impl_id.c_str(), q.replay.c_str());
+  }
   std::printf(
       "\n%zu of %s; an entry holds for the build, chip and driver that it was found with.\n"
       "`te-fl quarantine clear OP --impl ID` ends it, `te-fl quarantine clear --all` all.\n",

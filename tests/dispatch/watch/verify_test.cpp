@@ -169,24 +169,23 @@ TEST_F(Verify, AWrongSettingMakesCallsFailAndNamesTheNearestOp) {
   ASSERT_OK(manager.call(op, &call.args));
 }
 
-TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
+TEST_F(Verify, QuarantineBeginsWithTheNextCallAndOutlivesTheRun) {
   set("TE_FL_VERIFY", "1");
   set("TE_FL_VERIFY_ACTION", "quarantine");
   off = 1;
   FiveCall call, other(DType::kI32);
   const PreparedOp prepared = manager.prepare(op, &call.args).value();
   ASSERT_OK(prepared.call(&call.args));
-  ASSERT_OK(manager.call(op, &call.args));
-  EXPECT_EQ(fast.runs, 2) << "not in the middle of a step";
-  ASSERT_OK(step_boundary());
+  EXPECT_EQ(fast.runs, 1);
+  ASSERT_OK(prepared.call(&call.args));
   set("TE_FL_VERIFY", "");
   ASSERT_OK(prepared.call(&call.args));
   ASSERT_OK(manager.call(op, &call.args));
-  EXPECT_EQ(fast.runs, 2);
+  EXPECT_EQ(fast.runs, 1) << "it goes on serving";
   EXPECT_EQ(call.tensors[4].data<float>()[1], 0);
   fast.run_body = nullptr;
   ASSERT_OK(manager.call(op, &other.args));
-  EXPECT_EQ(fast.runs, 3) << "other signatures are served";
+  EXPECT_EQ(fast.runs, 2) << "other signatures are served";
   const auto reason_shown = [&] {
     const Decision r = manager.resolve(op, &call.args).value();
     EXPECT_EQ(r.impl_id, "reference.slow");
@@ -203,6 +202,12 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
   EXPECT_TRUE(reason_shown());
   ASSERT_EQ(quarantines()->size(), 1u);
   EXPECT_EQ(quarantines()->front().dtypes, TE_FL_BIT(TE_FL_F32));
+  EXPECT_HAS(quarantines()->front().replay, "te-fl replay " + quarantines()->front().case_file);
+  // Asked about calls of any dtype, nothing is barred, and it is said what is for some.
+  const auto any = manager.explain(op, {}).value();
+  EXPECT_EQ(any.impl_id, "default.fast");
+  for (const Candidate& c : any.candidates)
+    if (c.impl_id == "default.fast") EXPECT_HAS(c.reason, "quarantined for f32 (scaling none)");
   // Another build of it is another thing.
   std::string text = test::read_file(folder / "quarantine.json");
   const std::string build = dispatch::build_id_of("test");
@@ -212,6 +217,65 @@ TEST_F(Verify, QuarantineBeginsAtTheStepBoundaryAndOutlivesTheRun) {
   dispatch::forget_quarantine_file();
   registry::choose_again();
   EXPECT_EQ(manager.resolve(op, &call.args)->impl_id, "default.fast");
+}
+
+TEST_F(Verify, RanksOfAJobWaitForTheStepBoundary) {
+  ASSERT_EQ(setenv("WORLD_SIZE", "2", 1), 0);
+  set("TE_FL_VERIFY", "1");
+  set("TE_FL_VERIFY_ACTION", "quarantine");
+  off = 1;
+  FiveCall call;
+  for (int i = 0; i < 3; ++i) ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(fast.runs, 3) << "one rank alone chose anew";
+  ASSERT_OK(step_boundary());
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(fast.runs, 3);
+  unsetenv("WORLD_SIZE");
+}
+
+TEST_F(Verify, NoQuarantineBeginsWhileAStreamIsCaptured) {
+  FarDevice far;
+  const Device device = devices::add(&far.desc).value();
+  Fake native{"vendor.far"};
+  native.desc.device_types = uint64_t{1} << TE_FL_DEVICE_EXT;
+  native.desc.provider = "far";
+  native.desc.vendor = "acme";
+  native.desc.flags |= TE_FL_OP_GRAPH_SAFE;
+  add(native);
+  set("TE_FL_VERIFY", "1");
+  set("TE_FL_VERIFY_ACTION", "quarantine");
+  off = 1;
+  {
+    FiveCall call;
+    Tensor t[4];
+    FiveArgs args;
+    for (Tensor& x : t) x = Tensor::zeros({3}, DType::kF32, device).value();
+    args.a = t[0], args.b = t[1], args.c = t[2], args.d = t[3], args.out = t[0];
+    far.capturing = true;
+    ASSERT_OK(manager.call(op, &args));
+    ASSERT_OK(manager.call(op, &call.args));  // on the host: wrong, and found
+    ASSERT_OK(manager.call(op, &call.args));
+    EXPECT_EQ(fast.runs, 2);
+    far.capturing = false;
+    ASSERT_OK(manager.call(op, &call.args));  // the first that can take it: it begins behind it
+    ASSERT_OK(manager.call(op, &call.args));
+    EXPECT_EQ(fast.runs, 3);
+  }
+  (void)devices::remove(device);
+}
+
+// What a process still holds at its end is in the file for later runs.
+TEST_F(Verify, WhatIsHeldAtTheEndIsWritten) {
+  const auto run = [&] {
+    setenv("WORLD_SIZE", "2", 1);
+    set("TE_FL_VERIFY", "1");
+    set("TE_FL_VERIFY_ACTION", "quarantine");
+    off = 1;
+    FiveCall call;
+    std::exit(manager.call(op, &call.args).ok() && fast.runs == 1 ? 0 : 1);
+  };
+  EXPECT_EXIT(run(), ::testing::ExitedWithCode(0), "");
+  EXPECT_HAS(test::read_file(folder / "quarantine.json"), "default.fast");
 }
 
 TEST_F(Verify, AQuarantineFileThatComesAndGoesIsNoError) {
