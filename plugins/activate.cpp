@@ -123,9 +123,9 @@ struct Instance::Host {
   static const char* setting(void* host, const char* name) noexcept {
     try {
       if (name == nullptr) return nullptr;
-      const std::optional<std::string> value = core::setting_for_plugin(name);
-      if (!value) return nullptr;
       auto* self = static_cast<Host*>(host);
+      const std::optional<std::string> value = core::setting_for_plugin(name, self->name);
+      if (!value) return nullptr;
       std::lock_guard lock(mutex);
       for (const std::string& known : self->values) {
         if (known == *value) return known.c_str();

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "core/base/answer.hpp"
+#include "core/base/plugin_settings.hpp"
 #include "core/base/text.hpp"
 #include "plugins/discovery.hpp"
 #include "plugins/loader.hpp"
@@ -102,6 +103,8 @@ std::string take_odd_status() {
   const te_fl_status odd = core::g_odd_status.exchange(TE_FL_OK);
   return odd == TE_FL_OK ? std::string() : core::odd_status_text(odd);
 }
+
+std::string take_undeclared_setting() { return core::take_undeclared_setting(); }
 
 Result<std::vector<Finding>> diagnose(const std::string& name) {
   filled_registry();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <list>
+#include <utility>
 
 #include "core/base/environment_state.hpp"
 #include "core/base/settings.hpp"
@@ -182,14 +183,22 @@ void leave_out_settings(std::string_view plugin) {
   environment::detail::publish(false);
 }
 
-std::optional<std::string> setting_for_plugin(std::string_view name) {
+std::optional<std::string> setting_for_plugin(std::string_view name, std::string_view plugin) {
   const auto lock = environment::detail::lock_loaded();
   const environment::detail::Known* const known = environment::detail::find(name);
+  if (known == nullptr || (!known->plugin.empty() && known->plugin != plugin)) {
+    environment::detail::state().asked_undeclared = name;
+  }
   if (known == nullptr) return std::nullopt;
   const bool set = known->value.from_code || known->value.from_environment;
   const bool declared = !known->plugin.empty() && !known->spec.default_value.empty();
   if (!set && !declared) return std::nullopt;
   return environment::detail::in_effect(*known);
+}
+
+std::string take_undeclared_setting() {
+  const auto lock = environment::detail::lock_loaded();
+  return std::exchange(environment::detail::state().asked_undeclared, {});
 }
 
 }  // namespace te_fl::core

@@ -46,6 +46,8 @@ struct State {
   std::vector<std::pair<std::string, std::string>> entries;
   // Set by code under names that nobody has declared yet.
   std::map<std::string, std::string, std::less<>> undeclared;
+  // The last that a plugin asked for and had not declared.
+  std::string asked_undeclared;
   Status status;
   std::vector<std::string> remarks;
   bool loaded = false;

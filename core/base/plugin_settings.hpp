@@ -40,6 +40,11 @@ void leave_out_settings(std::string_view plugin);
 
 // A variable as a plugin reads it: its value if it is set, else, for one that a plugin declared,
 // the default that it declared. nullopt: neither, or unknown.
-std::optional<std::string> setting_for_plugin(std::string_view name);
+// One that `plugin` has no right to, since nobody or another plugin declared it, is remembered for
+// take_undeclared_setting().
+std::optional<std::string> setting_for_plugin(std::string_view name, std::string_view plugin);
+// "TE_FL_ACME_X", the last setting that a plugin asked for without having declared it (R21) since
+// this was asked before; empty: none.
+std::string take_undeclared_setting();
 
 }  // namespace te_fl::core

@@ -71,6 +71,10 @@ TE_FL_API Result<std::vector<Finding>> diagnose(const std::string& name);
 // that is none (R6): its code is unknown, or it marks TE_FL_OK with TE_FL_CLEAN. Empty if there was
 // none. For tools that judge plugins; the host took it for TE_FL_INTERNAL, or for TE_FL_OK.
 TE_FL_API std::string take_odd_status();
+// The last setting that a plugin asked the host for since this was asked before, and that neither
+// te-fl has nor the plugin declared (R21); the host answered that it is unset, or what another
+// plugin's is. Empty if there was none. For tools that judge plugins.
+TE_FL_API std::string take_undeclared_setting();
 // Where manifests are looked for, in order, with what was found.
 TE_FL_API std::vector<std::string> search_path();
 

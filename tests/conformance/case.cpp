@@ -1,6 +1,7 @@
 #include "conformance/case.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <stdexcept>
 
@@ -35,13 +36,22 @@ void Buffer::restore() {
   std::fill(base_, base_ + size_ + 2 * kGuard, kGuardByte);
   std::copy(initial_.begin(), initial_.end(), data());
 }
-bool Buffer::guards_intact() const {
-  auto intact = [](const uint8_t* p) {
-    return std::all_of(p, p + kGuard, [](uint8_t b) { return b == kGuardByte; });
-  };
-  return intact(base_) && intact(base_ + kGuard + size_);
+std::string Buffer::written_outside() const {
+  const auto written = [](uint8_t b) { return b != kGuardByte; };
+  const uint8_t *const end = base_ + kGuard + size_, *const last = end + kGuard;
+  const auto of_bytes = " of its " + std::to_string(size_) + " bytes";
+  if (const uint8_t* at = std::find_if(end, last, written); at != last)
+    return "byte " + std::to_string(at - end) + " behind the end" + of_bytes;
+  const std::reverse_iterator<const uint8_t*> from(data()), to(base_);
+  if (const auto at = std::find_if(from, to, written); at != to)
+    return "byte " + std::to_string(at - from + 1) + " before the start" + of_bytes;
+  return {};
 }
 bool Buffer::unchanged() const { return std::equal(initial_.begin(), initial_.end(), data()); }
+size_t Buffer::first_change() const {
+  return static_cast<size_t>(std::mismatch(initial_.begin(), initial_.end(), data()).first -
+                             initial_.begin());
+}
 
 std::string Spec::name() const {
   if (!quantised()) return name_of(dtype);

@@ -57,8 +57,10 @@ class Buffer {
   size_t whole_size() const { return size_ + 2 * kGuard; }
   void freeze();   // remembers the present contents as initial
   void restore();  // contents and guards back to the start
-  bool guards_intact() const;
+  // Empty, or which byte outside was written: "byte 4 behind the end of its 68 bytes".
+  std::string written_outside() const;
   bool unchanged() const;
+  size_t first_change() const;  // the first byte that is not as it was initially
   const uint8_t* initial() const { return initial_.data(); }
 
  private:

@@ -45,15 +45,23 @@ DeviceMirror::~DeviceMirror() {
   for (void* data : words_) devices::free(device_, data, stream_);
 }
 
-// Without the guard bytes behind the data, where the page is.
+DeviceMirror::Kept DeviceMirror::kept_of(Buffer& buffer) const {
+  const auto before = static_cast<size_t>(buffer.data() - buffer.whole());
+  if (guard_start_) return {buffer.data(), buffer.whole_size() - before};
+  return {buffer.whole(), before + buffer.size()};
+}
+
+// What it returns stands for whole(), of which the guarded side is not there.
 te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
-  const auto before = static_cast<size_t>(buffer->data() - buffer->whole());
-  const size_t bytes = before + buffer->size();
-  TE_FL_ASSIGN_OR_RETURN(GuardedMemory memory, GuardedMemory::make(bytes, guard_alignment_,
-                                                                   name.c_str(), buffer->size()));
-  std::memcpy(memory.data(), buffer->whole(), bytes);
+  const Kept kept = kept_of(*buffer);
+  TE_FL_ASSIGN_OR_RETURN(
+      GuardedMemory memory,
+      guard_start_
+          ? GuardedMemory::behind_guard(kept.bytes, name.c_str(), buffer->size())
+          : GuardedMemory::make(kept.bytes, guard_alignment_, name.c_str(), buffer->size()));
+  std::memcpy(memory.data(), kept.begin, kept.bytes);
   guarded_.push_back(std::move(memory));
-  return buffers_[buffer] = guarded_.back().data();
+  return buffers_[buffer] = guarded_.back().data() - (kept.begin - buffer->whole());
 }
 
 te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer, const std::string& name) {
@@ -116,8 +124,8 @@ Status DeviceMirror::upload_words(const uint64_t*& words, size_t count) {
 Status DeviceMirror::download() {
   for (const auto& [buffer, data] : buffers_) {
     if (!device_.is_host()) break;
-    std::memcpy(buffer->whole(), data,
-                static_cast<size_t>(buffer->data() - buffer->whole()) + buffer->size());
+    const Kept kept = kept_of(*buffer);
+    std::memcpy(kept.begin, data + (kept.begin - buffer->whole()), kept.bytes);
   }
   if (device_.is_host()) return {};
   TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream_));

@@ -18,9 +18,13 @@ namespace te_fl::conformance {
 class DeviceMirror {
  public:
   // Copies are enqueued on `stream` and waited for there. On the host, `guard_alignment` other than
-  // 0 puts every buffer before a guard page (GuardedMemory).
-  explicit DeviceMirror(Device device, void* stream = nullptr, size_t guard_alignment = 0)
-      : device_(device), stream_(stream), guard_alignment_(guard_alignment) {}
+  // 0 puts every buffer before a guard page (GuardedMemory), or behind one with `guard_start`.
+  explicit DeviceMirror(Device device, void* stream = nullptr, size_t guard_alignment = 0,
+                        bool guard_start = false)
+      : device_(device),
+        stream_(stream),
+        guard_alignment_(guard_alignment),
+        guard_start_(guard_start) {}
   ~DeviceMirror();
   DeviceMirror(const DeviceMirror&) = delete;
   DeviceMirror& operator=(const DeviceMirror&) = delete;
@@ -44,10 +48,18 @@ class DeviceMirror {
   te_fl::Result<uint8_t*> copy_of(Buffer* buffer, const std::string& name);
   te_fl::Result<uint8_t*> guarded_copy_of(Buffer* buffer, const std::string& name);
   bool in_place() const { return device_.is_host() && guard_alignment_ == 0; }
+  // Of a buffer's whole memory what a guarded copy of it has: all but the bytes on the guarded
+  // side.
+  struct Kept {
+    uint8_t* begin;
+    size_t bytes;
+  };
+  Kept kept_of(Buffer& buffer) const;
 
   Device device_;
   void* stream_;
   size_t guard_alignment_;
+  bool guard_start_;
   std::vector<GuardedMemory> guarded_;
   std::map<Buffer*, uint8_t*> buffers_;  // to the copy of whole()
   std::map<const Tensor*, std::unique_ptr<OnDevice>> tensors_;

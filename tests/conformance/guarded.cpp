@@ -16,7 +16,8 @@ namespace {
 // What explain_fault() reads. Pages beyond the table's end go unexplained.
 struct Guard {
   std::atomic<uintptr_t> page{0};
-  std::atomic<uintptr_t> end{0};
+  std::atomic<uintptr_t> edge{0};   // where the memory ends, or begins
+  std::atomic<bool> before{false};  // it lies before the memory
   std::atomic<size_t> bytes{0};
   char name[48] = {};
 };
@@ -31,41 +32,66 @@ size_t page_size() {
 
 te_fl::Result<GuardedMemory> GuardedMemory::make(size_t bytes, size_t alignment, const char* name,
                                                  size_t tensor_bytes) {
-  const size_t page = page_size();
-  const size_t wanted = (bytes + alignment + page - 1) / page * page;
+  GuardedMemory made;
+  TE_FL_RETURN_IF_ERROR(made.map(bytes + alignment));
+  uint8_t* const guard = made.mapping_ + made.mapped_ - page_size();
+  TE_FL_RETURN_IF_ERROR(protect(guard));
+  const auto begin = reinterpret_cast<uintptr_t>(guard - bytes);
+  made.data_ = guard - bytes - begin % alignment;
+  made.remember(guard, made.data_ + bytes, false, name, tensor_bytes);
+  return made;
+}
+
+te_fl::Result<GuardedMemory> GuardedMemory::behind_guard(size_t bytes, const char* name,
+                                                         size_t tensor_bytes) {
+  GuardedMemory made;
+  TE_FL_RETURN_IF_ERROR(made.map(bytes));
+  TE_FL_RETURN_IF_ERROR(protect(made.mapping_));
+  made.data_ = made.mapping_ + page_size();
+  made.remember(made.mapping_, made.data_, true, name, tensor_bytes);
+  return made;
+}
+
+// Whole pages for so many bytes, and one more.
+te_fl::Status GuardedMemory::map(size_t bytes) {
+  const size_t page = page_size(), wanted = (bytes + 2 * page - 1) / page * page;
   void* const mapping =
-      mmap(nullptr, wanted + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED)
     return Status(StatusCode::kOutOfMemory,
                   std::string("mmap of guarded memory: ") + strerror(errno));
-  GuardedMemory made;
-  made.mapping_ = static_cast<uint8_t*>(mapping), made.mapped_ = wanted + page;
-  uint8_t* const guard = made.mapping_ + wanted;
-  if (mprotect(guard, page, PROT_NONE) != 0)
-    return Status(StatusCode::kInternal,
-                  std::string("mprotect of a guard page: ") + strerror(errno));
-  const auto begin = reinterpret_cast<uintptr_t>(guard - bytes);
-  made.data_ = guard - bytes - begin % alignment;
+  mapping_ = static_cast<uint8_t*>(mapping), mapped_ = wanted;
+  return {};
+}
+
+te_fl::Status GuardedMemory::protect(uint8_t* guard) {
+  if (mprotect(guard, page_size(), PROT_NONE) == 0) return {};
+  return Status(StatusCode::kInternal, std::string("mprotect of a guard page: ") + strerror(errno));
+}
+
+void GuardedMemory::remember(uint8_t* guard, const uint8_t* edge, bool before, const char* name,
+                             size_t bytes) {
+  guard_ = guard;
   for (Guard& g : g_guards) {
     uintptr_t free = 0;
     if (!g.page.compare_exchange_strong(free, 1)) continue;
     std::snprintf(g.name, sizeof g.name, "%s", name);
-    g.end = reinterpret_cast<uintptr_t>(made.data_ + bytes);
-    g.bytes = tensor_bytes;
+    g.edge = reinterpret_cast<uintptr_t>(edge), g.before = before;
+    g.bytes = bytes;
     g.page = reinterpret_cast<uintptr_t>(guard);
-    break;
+    return;
   }
-  return made;
 }
 
 GuardedMemory::GuardedMemory(GuardedMemory&& other) noexcept
     : mapping_(std::exchange(other.mapping_, nullptr)),
       mapped_(other.mapped_),
+      guard_(other.guard_),
       data_(std::exchange(other.data_, nullptr)) {}
 
 GuardedMemory::~GuardedMemory() {
   if (mapping_ == nullptr) return;
-  const auto guard = reinterpret_cast<uintptr_t>(mapping_ + mapped_ - page_size());
+  const auto guard = reinterpret_cast<uintptr_t>(guard_);
   for (Guard& g : g_guards)
     if (g.page == guard) g.page = 0;
   munmap(mapping_, mapped_);
@@ -75,8 +101,10 @@ bool explain_fault(const void* address, char* text, size_t capacity) noexcept {
   const auto at = reinterpret_cast<uintptr_t>(address);
   for (const Guard& g : g_guards) {
     if (g.page <= 1 || at < g.page || at >= g.page + page_size()) continue;
-    std::snprintf(text, capacity, "%zu bytes behind the end of %s, which has %zu bytes",
-                  static_cast<size_t>(at - g.end), g.name, g.bytes.load());
+    const bool before = g.before;
+    std::snprintf(text, capacity, "%zu bytes %s of %s, which has %zu bytes",
+                  static_cast<size_t>(before ? g.edge - at : at - g.edge),
+                  before ? "before the start" : "behind the end", g.name, g.bytes.load());
     return true;
   }
   return false;

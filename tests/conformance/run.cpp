@@ -124,7 +124,7 @@ std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor
   for (size_t i = 0; i < covered.size(); ++i)
     if (!covered[i] && t.data->data()[i] != t.data->initial()[i])
       return t.name + ": byte " + std::to_string(i) +
-             " of its storage is between the elements and was written";
+             " of its storage is between the elements and was written (rule R11)";
   return {};
 }
 
@@ -194,10 +194,14 @@ std::string Prepared::check_memory(bool untouched) const {
       if (!read_only(*t, b)) written.insert(b);
   for (const auto& t : problem_.tensors) {
     for (const Buffer* b : t->buffers()) {
-      if (!b->guards_intact()) return t->name + ": bytes outside its memory were written";
+      if (const std::string outside = b->written_outside(); !outside.empty())
+        return t->name + ": bytes outside its memory were written, the nearest one " + outside +
+               " (rule R11)";
       if (b->unchanged()) continue;
-      if (untouched) return t->name + " was written although the call was refused";
-      if (written.count(b) == 0) return t->name + " is an input and was written";
+      if (untouched) return t->name + " was written although the call was refused (rule R6)";
+      if (written.count(b) == 0)
+        return t->name + " is an input and was written, first in byte " +
+               std::to_string(b->first_change()) + " (rule R11)";
     }
     if (t->role == Role::kIn) continue;
     std::string gap = check_gaps(*t, problem_.tensors);
@@ -219,8 +223,8 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
   Result result;
   const auto id = OpRegistry::instance().find(problem_.op_name);
   if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
-  DeviceMirror mirror(device_, how.stream, how.guard_alignment);
-  DeviceMirror saved_mirror(device_, how.stream, how.guard_alignment);
+  DeviceMirror mirror(device_, how.stream, how.guard_alignment, how.guard_start);
+  DeviceMirror saved_mirror(device_, how.stream, how.guard_alignment, how.guard_start);
   CallOptions options;
   options.stream = how.stream;
   options.rng = problem_.rng;

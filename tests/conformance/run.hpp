@@ -24,6 +24,8 @@ struct How {
   // Not 0, on the host: tensors lie before pages that nobody may touch, at this alignment. With 1
   // they are aligned to their elements only, and a byte past the end is found.
   size_t guard_alignment = 0;
+  // With the above: behind such pages instead, and a byte before the start is found.
+  bool guard_start = false;
   // Asks what run() would run (te_fl_op_desc.describe) instead of calling the op. It passes if the
   // implementation says something and leaves the tensors alone; the message is what it said.
   bool describe = false;

@@ -76,6 +76,7 @@ struct Row {
   size_t sets = 0;
   bool cold = false;
   Peak peak;
+  bool verified = false;  // its results agree with the reference's
 
   // Neither bound can be beaten: the bytes have to move, the operations have to be done.
   double bytes_floor() const { return static_cast<double>(bytes) / timing.copy_bandwidth; }
@@ -102,6 +103,7 @@ class Bench {
 
  private:
   Status measure(Row& row);
+  Result<bool> verify(const CaseSpec& spec, Shape extents) const;
   Result<Peak> peak_of(const CaseSpec& spec);
 
   const BenchOptions& options_;
@@ -129,8 +131,41 @@ Result<Peak> Bench::peak_of(const CaseSpec& spec) {
   return Peak{};
 }
 
+// TE_FL_VERIFY for one call. False: it could not be compared. DATA_LOSS: the results differ.
+Result<bool> Bench::verify(const CaseSpec& spec, Shape extents) const {
+  constexpr double kMost = 4e9;  // operations: a few seconds of the reference
+  for (size_t i = 0; i < extents.size(); ++i) extents[i] = std::min(extents[i], spec.extents[i]);
+  TE_FL_ASSIGN_OR_RETURN(auto one, PlacedCase::make(spec, extents, device_));
+  while (one->work().flops > kMost && !spec.axes.empty() && extents[0] >= 64) {
+    extents[0] /= 2;
+    TE_FL_ASSIGN_OR_RETURN(one, PlacedCase::make(spec, extents, device_));
+  }
+  if (one->work().flops > kMost) return false;
+  TE_FL_RETURN_IF_ERROR(one->poison());
+  const std::pair<const char*, std::string> settings[] = {{"TE_FL_VERIFY", "1:" + spec.op},
+                                                          {"TE_FL_VERIFY_ACTION", "quarantine"},
+                                                          {"TE_FL_VERIFY_DIR", ""},
+                                                          {"TE_FL_QUARANTINE_FILE", ""}};
+  for (const auto& [name, value] : settings)
+    TE_FL_RETURN_IF_ERROR(te_fl::environment::set(name, value));
+  const auto before = te_fl::verify_counts();
+  const Status called = one->call();
+  const auto after = te_fl::verify_counts();
+  TE_FL_RETURN_IF_ERROR(te_fl::environment::unset("TE_FL_VERIFY"));
+  TE_FL_RETURN_IF_ERROR(called);
+  if (after.differed == before.differed) return after.agreed > before.agreed;
+  TE_FL_RETURN_IF_ERROR(te_fl::step_boundary());
+  std::string reason = "its results differ from the reference's";
+  if (const auto held = te_fl::quarantines(); held.ok() && !held->empty())
+    reason = held->back().reason;
+  return Status(te_fl::StatusCode::kDataLoss, "extents " + text_of(extents) + ": " + reason);
+}
+
 Status Bench::measure(Row& row) {
   const CaseSpec& spec = *row.spec;
+  if (options_.verify) {
+    TE_FL_ASSIGN_OR_RETURN(row.verified, verify(spec, row.extents));
+  }
   std::vector<std::unique_ptr<PlacedCase>> sets;
   TE_FL_ASSIGN_OR_RETURN(auto first, PlacedCase::make(spec, row.extents, device_));
   row.bytes = first->work().bytes;
@@ -181,7 +216,8 @@ json json_of(const Row& r, const Bench& bench) {
               {"device_name", bench.name()},
               {"impl", r.impl}};
   if (!r.status.ok()) {
-    out["refused"] = r.status.to_string();
+    const bool differs = r.status.code() == te_fl::StatusCode::kDataLoss;
+    out[differs ? "differs" : "refused"] = differs ? r.status.message() : r.status.to_string();
     return out;
   }
   const Timing& t = r.timing;
@@ -202,7 +238,8 @@ json json_of(const Row& r, const Bench& bench) {
               {"floor_us", r.floor() * 1e6},
               {"times_floor", t.seconds / r.floor()},
               {"floor_is", r.flops_floor() > r.bytes_floor() ? "operations" : "bytes"},
-              {"enqueue_bound", r.enqueue_bound(bench.device())}});
+              {"enqueue_bound", r.enqueue_bound(bench.device())},
+              {"verified", r.verified}});
   if (r.flops > 0) {
     out["TFLOP_per_s"] = r.flops / t.seconds / 1e12;
     out["peak_TFLOP_per_s"] = r.peak.flops / 1e12;
@@ -313,11 +350,12 @@ int bench(const BenchOptions& options) {
     return kProblem;
   }
   std::vector<Row> rows;
-  bool measured = false;
+  bool measured = false, differs = false;
   for (const auto& [spec, extents] : work) {
     for (const std::string& impl : *impls) {
       rows.push_back(bench.run(*spec, extents, impl));
       measured = measured || rows.back().status.ok();
+      differs = differs || rows.back().status.code() == te_fl::StatusCode::kDataLoss;
     }
   }
   if (options.json) {
@@ -327,6 +365,7 @@ int bench(const BenchOptions& options) {
   } else {
     print(rows, bench);
   }
+  if (differs) return kProblem;
   return measured ? kSuccess : kNoCandidate;
 }
 

@@ -17,6 +17,7 @@
 
 #include "check_child.hpp"
 #include "check_choice.hpp"
+#include "check_steps.hpp"
 #include "output.hpp"
 #include "te_fl/environment.hpp"
 
@@ -214,6 +215,10 @@ class Run {
       add({.check = "status",
            .outcome = Outcome::kFail,
            .message = "a function of the plugin, while it was loaded: " + status});
+    if (const std::string setting = hello["setting"]; !setting.empty())
+      add({.check = "settings",
+           .outcome = Outcome::kFail,
+           .message = "while it was loaded: " + undeclared_text(setting)});
   }
 
   // Takes a child's messages until it is done (true), or until it crashed or hung: then the step
@@ -283,6 +288,22 @@ double since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+void say_what_does_not_run(const CheckOptions& o, Report& report) {
+  const auto leave = [&](const char* part, const char* why) {
+    report.not_run.try_emplace(part, why);
+  };
+  if (!o.builtin.empty()) leave("binary", "a built-in backend has no file of its own");
+  if (!o.python.empty()) leave("binary", "a module is no shared library");
+  if (!o.builtin.empty()) leave("lifecycle", "a built-in backend is never deactivated");
+  if (!o.name.empty()) leave("lifecycle", "--case"), leave("speed", "--case");
+  if (o.quick) leave("speed", "--quick");
+  if (!o.python.empty()) leave("speed", "te-fl bench has no interpreter");
+  if (report.devices.empty()) leave("device", "the plugin brings no device");
+  for (const auto& [option, value] :
+       {std::pair("--op", &o.op), {"--family", &o.family}, {"--impl", &o.impl}})
+    if (!value->empty()) leave("device", option);
+}
+
 bool write_file(const std::string& path, const std::string& text) {
   if (path.empty()) return true;
   std::ofstream file(path);
@@ -341,13 +362,13 @@ int check_plugin(const CheckOptions& given) {
     if (options.builtin.empty() && options.python.empty() && report.path != options.plugin &&
         options.plugin.find('/') == std::string::npos)
       for (Finding& f : lint(report.path, stop)) run.add(std::move(f));
+    say_what_does_not_run(options, report);
     run.devices();
     run.targets();
     if (options.builtin.empty() && options.name.empty()) run.lifecycle();
     const auto before_speed = std::chrono::steady_clock::now();
-    // te-fl bench has no interpreter.
-    if (!options.quick && options.name.empty() && options.python.empty())
-      measure_speed(options, report);
+    if (report.not_run.count("speed") == 0)
+      for (Finding& f : measure_speed(options, report)) run.add(std::move(f));
     report.speed_seconds = since(before_speed);
   }
   std::stable_sort(report.findings.begin(), report.findings.end(),

@@ -3,6 +3,7 @@
 // do before they do it: a crash or a hang costs the case that it happened in.
 #pragma once
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -56,6 +57,8 @@ struct Report {
   // Why a run without a failure would be no certificate: options that choose a part, ops for which
   // no device is here, no op case that ran.
   std::vector<std::string> left_out;
+  // Parts of the check that did not run, with the reason: grey in the reports, and no fault.
+  std::map<std::string, std::string> not_run;
   std::vector<Finding> findings;
   std::vector<Speed> speeds;
   double seconds = 0, speed_seconds = 0;  // the latter of the former
@@ -84,8 +87,9 @@ int serve(const CheckOptions& options);
 // The same in an interpreter's process, from the text that the parent gave it.
 int serve_text(const std::string& options);
 
-// Times every op of the report with `te-fl bench` and adds what it said.
-void measure_speed(const CheckOptions& options, Report& report);
+// Times every op of the report with `te-fl bench` and adds what it said. Returns what came of the
+// comparison of a large call's results with the reference's, which goes before.
+std::vector<Finding> measure_speed(const CheckOptions& options, Report& report);
 
 void print(const Report& report);
 std::string json_report(const Report& report);

@@ -53,6 +53,7 @@ std::vector<std::string> environment_of() {
   kept.push_back("TE_FL_PLUGIN_MODULES=");
   kept.push_back("TE_FL_SKIP_MODULES=*");
   kept.push_back("TEFL_LOG_LEVEL=ERROR");
+  kept.push_back("PYTHONUNBUFFERED=1");  // what a module prints is seen with the call that does it
   return kept;
 }
 

@@ -81,14 +81,23 @@ std::string wrong_case(const CheckOptions& o, const Table& table,
          (near.empty() ? "; one of them is '" + first + "'" : "; did you mean '" + near + "'?");
 }
 
-void say_what_is_left_out(const CheckOptions& o, Report& report) {
+// `less`: with --device something is not checked that would be without it.
+void say_what_is_left_out(const CheckOptions& o, bool less, Report& report) {
   if (o.quick) report.left_out.push_back("--quick");
   for (const auto& [option, value] : {std::pair("--op ", &o.op),
                                       {"--family ", &o.family},
                                       {"--impl ", &o.impl},
                                       {"--device ", &o.device},
                                       {"--case ", &o.name}})
-    if (!value->empty()) report.left_out.push_back(option + *value);
+    if (!value->empty() && (value != &o.device || less)) report.left_out.push_back(option + *value);
+}
+
+// Ops with their implementations and the type of the device, of which every first one is checked.
+std::set<std::string> served(const std::vector<Target>& targets) {
+  std::set<std::string> all;
+  for (const Target& t : targets)
+    all.insert(t.op + " " + t.impl + " " + t.device.substr(0, t.device.rfind(':')));
+  return all;
 }
 
 }  // namespace
@@ -146,15 +155,20 @@ std::string choose(const CheckOptions& options, const std::vector<Target>& all, 
   for (const Target& t : report.targets)
     if (t.device.empty()) nowhere += (nowhere.empty() ? "" : ", ") + t.op + " (" + t.impl + ")";
   if (!nowhere.empty()) report.left_out.push_back("no device is here for " + nowhere);
+  std::erase_if(report.targets, [](const Target& t) { return t.device.empty(); });
+  const std::set<std::string> everywhere = served(report.targets);
   std::erase_if(report.targets, [&](const Target& t) {
-    return t.device.empty() || (options.device.empty() ? !t.first : t.device != options.device);
+    return options.device.empty() ? !t.first : t.device != options.device;
   });
+  bool less = served(report.targets) != everywhere;
   if (!options.device.empty())
-    std::erase_if(report.devices, [&](const DeviceFacts& d) { return d.name != options.device; });
+    less = std::erase_if(report.devices,
+                         [&](const DeviceFacts& d) { return d.name != options.device; }) > 0 ||
+           less;
   const bool some = !options.op.empty() || !options.family.empty() || !options.impl.empty();
   if (some && report.targets.empty() && nowhere.empty())
     return "the plugin has no implementation that all of --op, --family, --impl and --device name";
-  say_what_is_left_out(options, report);
+  say_what_is_left_out(options, less, report);
   if (options.name.empty()) return {};
 
   const std::set<std::string> ops = values(report.targets, &Target::op);

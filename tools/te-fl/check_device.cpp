@@ -1,6 +1,7 @@
 // te-fl check: a device by itself. Its memory, copies, fill, streams and events, without any op.
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -528,6 +529,36 @@ Status questions(const Device& d) {
   return {};
 }
 
+// Blocks and copies, round after round: whatever is kept of freed ones is kept once.
+Status leak(const Device& d) {
+  const auto used = [&]() -> te_fl::Result<int64_t> {
+    TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, devices::properties(d));
+    if (props.free_memory == 0)
+      return Status(te_fl::StatusCode::kUnsupported, "properties() does not say how much is free");
+    return static_cast<int64_t>(props.total_memory - props.free_memory);
+  };
+  constexpr int kRounds = 5, kBlocks = 32;
+  int64_t least = INT64_MAX;
+  TE_FL_ASSIGN_OR_RETURN(int64_t before, used());
+  for (int round = 0; round < kRounds; ++round) {
+    for (int i = 0; i < kBlocks; ++i) {
+      const Bytes bytes = pattern(size_t{1} << (8 + i % 10), 3);
+      TE_FL_ASSIGN_OR_RETURN(const Memory block, Memory::make(d, bytes.size()));
+      TE_FL_RETURN_IF_ERROR(up(d, block.data(), bytes));
+      TE_FL_RETURN_IF_ERROR(down(d, block.data(), bytes.size()).status());
+    }
+    beat();
+    TE_FL_RETURN_IF_ERROR(devices::synchronize(d));
+    TE_FL_ASSIGN_OR_RETURN(const int64_t now, used());
+    if (round > 0) least = std::min(least, now - before);  // the first fills what is kept
+    before = now;
+  }
+  if (least <= 0) return {};
+  return wrong("the used memory grows by " + std::to_string(least) + " bytes in every " +
+               std::to_string(kBlocks) +
+               " blocks that are allocated, copied to and freed; free() keeps something of them");
+}
+
 }  // namespace
 
 const std::vector<DeviceStep>& device_steps() {
@@ -539,6 +570,7 @@ const std::vector<DeviceStep>& device_steps() {
       {"device/copy to the host", [](const Device& d) { return with_pageable(d, copies_down); }},
       {"device/copy within", copies_within},
       {"device/pinned memory", pinned},
+      {"device/leak", leak},
       {"device/default stream", default_stream, true},
       {"device/streams", streams, true},
       {"device/a stream waits for an event", unloaded_and_loaded<stream_waits_under>, true},

@@ -126,6 +126,22 @@ Holdings holdings(const te_fl::Device& device) {
   return h;
 }
 
+// What grows in each of four rounds.
+template <class Round>
+Holdings growth_of(const te_fl::Device& device, const Round& round) {
+  Holdings least{INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX}, before = holdings(device);
+  for (int i = 0; i < 4; ++i) {
+    round();
+    const Holdings now = holdings(device);
+    least.heap = std::min(least.heap, now.heap - before.heap);
+    least.device_used = std::min(least.device_used, now.device_used - before.device_used);
+    least.objects = std::min(least.objects, now.objects - before.objects);
+    least.files = std::min(least.files, now.files - before.files);
+    before = now;
+  }
+  return least;
+}
+
 // What grows with every call, round after round, is a leak; a cache that fills once is none.
 std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   const auto chosen = passing(subject, cases, 2);
@@ -133,24 +149,26 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   const Case& c = *chosen[0];
   Prepared prepared(c, subject.device);
   double slowest = 0.02;
-  const auto calls = [&](int n) {
+  const auto calls = [&](int n, const conformance::How& how = {}) {
     for (int i = 0; i < n; ++i) {
-      slowest = std::max(slowest, prepared.run(subject.impl).milliseconds);
+      slowest = std::max(slowest, prepared.run(subject.impl, how).milliseconds);
       beat();
     }
   };
   calls(20);
   const int n = std::clamp(static_cast<int>(300 / slowest), 20, 250);
   calls(n);
-  Holdings least{INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX}, before = holdings(subject.device);
-  for (int round = 0; round < 4; ++round) {
-    calls(n);
-    const Holdings now = holdings(subject.device);
-    least.heap = std::min(least.heap, now.heap - before.heap);
-    least.device_used = std::min(least.device_used, now.device_used - before.device_used);
-    least.objects = std::min(least.objects, now.objects - before.objects);
-    least.files = std::min(least.files, now.files - before.files);
-    before = now;
+  Holdings least = growth_of(subject.device, [&] { calls(n); });
+  if (!subject.device.is_host() && least.device_used > 0) {
+    // The same tensors placed and copied back without a call: what grows then is the device's.
+    const Holdings device = growth_of(subject.device, [&] { calls(n, {.describe = true}); });
+    if (device.device_used > 0)
+      return {made("leak", Outcome::kUnsupported,
+                   "the device's used memory grows by " + std::to_string(device.device_used) +
+                       " bytes in every " + std::to_string(n) +
+                       " times that tensors are placed there without a call: what the op keeps "
+                       "cannot be told (the device section, \"device/leak\", is about that)",
+                   &c)};
   }
   const auto grown = [&](const char* what, int64_t growth, int64_t allowed) -> std::string {
     if (growth <= allowed) return {};

@@ -200,6 +200,8 @@ void print(const Report& r) {
     if (f.op.empty() && f.outcome != Outcome::kFail)
       std::printf("  %-10s %-*s %s\n", f.check.c_str(), static_cast<int>(width), f.name.c_str(),
                   f.message.empty() ? to_string(f.outcome) : f.message.c_str());
+  for (const auto& [part, why] : r.not_run)
+    std::printf("  %s\n", paint(Color::kDim, part + ": not run: " + why).c_str());
   const Matrix matrix(r);
   if (!matrix.totals.empty()) {
     std::printf("\n");
@@ -256,6 +258,7 @@ std::string json_report(const Report& r) {
               {"certified", r.certified()},
               {"verdict", verdict_of(r)},
               {"left_out", r.left_out},
+              {"not_run", r.not_run},
               {"passed", r.count(Outcome::kPass)},
               {"failed", r.count(Outcome::kFail)},
               {"not_supported", r.count(Outcome::kUnsupported)},
@@ -309,6 +312,10 @@ code,pre{font-family:ui-monospace,monospace;font-size:13px}pre{white-space:pre-w
 .pass{background:#1d3a1d}.fail{background:#4a1f1f}}
 </style></head><body>
 )html";
+
+const char* class_of(Outcome outcome) {
+  return outcome == Outcome::kPass ? "pass" : outcome == Outcome::kFail ? "fail" : "none";
+}
 
 std::string cell(const Tally& t) {
   const char* kind = t.failed > 0 ? "fail" : t.passed > 0 ? "pass" : "none";
@@ -404,8 +411,11 @@ std::string html_text(const Report& r) {
   for (const Finding& f : r.findings)
     if (f.op.empty())
       out += "<tr><td>" + escaped(f.check) + "</td><td>" + escaped(f.name) + "</td><td class=\"" +
-             (f.outcome == Outcome::kFail ? "fail" : "pass") + "\">" +
+             class_of(f.outcome) + "\">" +
              escaped(f.message.empty() ? to_string(f.outcome) : f.message) + "</td></tr>\n";
+  for (const auto& [part, why] : r.not_run)
+    out += "<tr><td>" + escaped(part) +
+           "</td><td></td><td class=\"none\">not run: " + escaped(why) + "</td></tr>\n";
   out += "</table>\n" + failures_html(r) + matrix_html(r) + refusals_html(r) + speed_html(r);
   return out + "</body></html>\n";
 }

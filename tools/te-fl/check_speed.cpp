@@ -24,7 +24,7 @@ std::string output_of(const std::vector<std::string>& words, const std::string& 
     setenv("TEFL_LOG_LEVEL", "OFF", 1);
     const int nothing = open("/dev/null", O_WRONLY);
     dup2(out[1], 1), dup2(nothing, 2);
-    alarm(60);  // stays over exec
+    alarm(120);  // stays over exec
     std::vector<char*> argv = {const_cast<char*>("te-fl")};
     for (const std::string& w : words) argv.push_back(const_cast<char*>(w.c_str()));
     argv.push_back(nullptr);
@@ -39,25 +39,32 @@ std::string output_of(const std::vector<std::string>& words, const std::string& 
   close(out[0]);
   int status = 0;
   if (child > 0) waitpid(child, &status, 0);
-  return status == 0 ? text : std::string();
+  const bool whole = WIFEXITED(status) && WEXITSTATUS(status) <= kProblem;  // a result may differ
+  return whole ? text : std::string();
 }
 
 // The measured cases of a dtype; of all if it is empty.
 json rows_of(const Target& t, const std::string& plugin, const std::string& dtype) {
   std::vector<std::string> words = {"bench",     t.op,   "--impl", t.impl, "--device", t.device,
-                                    "--seconds", "0.05", "--peak", "1",    "--json"};
+                                    "--seconds", "0.05", "--peak", "1",    "--json",   "--verify"};
   if (!dtype.empty()) words.insert(words.end(), {"--dtype", dtype});
   const json all = json::parse(output_of(words, plugin), nullptr, false);
   json rows = json::array();
   if (all.is_array())
     for (const json& row : all)
-      if (row.contains("time_us")) rows.push_back(row);
+      if (row.contains("time_us") || row.contains("differs")) rows.push_back(row);
   return rows;
+}
+
+std::string command_of(const Target& t, const std::string& variant, const std::string& plugin) {
+  return (plugin.empty() ? "" : "TE_FL_PLUGIN_MODULES='" + plugin + "' ") + "te-fl bench " + t.op +
+         " --impl " + t.impl + " --device " + t.device + " --case '" + variant + "' --verify";
 }
 
 }  // namespace
 
-void measure_speed(const CheckOptions& options, Report& report) {
+std::vector<Finding> measure_speed(const CheckOptions& options, Report& report) {
+  std::vector<Finding> found;
   std::set<std::string> wrong;
   for (const Finding& f : report.findings)
     if (f.outcome == Outcome::kFail) wrong.insert(f.op + " " + f.impl);
@@ -65,12 +72,29 @@ void measure_speed(const CheckOptions& options, Report& report) {
     // The speed of wrong results means nothing.
     if (t.family.empty() || wrong.count(t.op + " " + t.impl) != 0) continue;
     // BF16 is what such ops run in; an implementation without it shows what it has.
-    json rows = rows_of(t, options.builtin.empty() ? report.path : "", "bf16");
-    if (rows.empty()) rows = rows_of(t, options.builtin.empty() ? report.path : "", "");
-    for (const json& row : rows)
+    const std::string plugin = options.builtin.empty() ? report.path : "";
+    json rows = rows_of(t, plugin, "bf16");
+    if (rows.empty()) rows = rows_of(t, plugin, "");
+    for (const json& row : rows) {
+      const bool differs = row.contains("differs");
+      if (differs || row["verified"])
+        found.push_back({.check = "speed",
+                         .op = t.op,
+                         .impl = t.impl,
+                         .device = t.device,
+                         .dtype = "-",
+                         .outcome = differs ? Outcome::kFail : Outcome::kPass,
+                         .message = differs ? "case '" + row["case"].get<std::string>() +
+                                                  "' of te-fl bench, " +
+                                                  row["differs"].get<std::string>()
+                                            : "",
+                         .reproduce = differs ? command_of(t, row["case"], plugin) : ""});
+      if (differs) continue;
       report.speeds.push_back({t.op, t.impl, t.device, row["case"], row["time_us"], row["GB_per_s"],
                                row["GB_per_s"].get<double>() / row["copy_GB_per_s"].get<double>()});
+    }
   }
+  return found;
 }
 
 }  // namespace te_fl_tool::check

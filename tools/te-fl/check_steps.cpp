@@ -1,6 +1,10 @@
 #include "check_steps.hpp"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cfenv>
+#include <cstdio>
 #include <cstring>
 
 #include "conformance/format.hpp"
@@ -74,6 +78,30 @@ void ProcessState::restore() const {
   for (const int signal : kSignals) sigaction(signal, &actions_[i++], nullptr);
 }
 
+std::string PrintedText::take() {
+  std::fflush(nullptr);
+  struct stat file {};
+  if (fstat(STDERR_FILENO, &file) != 0 || !S_ISREG(file.st_mode) || file.st_size <= seen_)
+    return {};
+  std::string text(static_cast<size_t>(std::min<int64_t>(file.st_size - seen_, 4096)), '\0');
+  const ssize_t n = pread(STDERR_FILENO, text.data(), text.size(), seen_);
+  seen_ = file.st_size;
+  text.resize(n > 0 ? static_cast<size_t>(n) : 0);
+  // "2026-11-24 00:30:12.345 te-fl ERROR: ...", and what follows it.
+  if (const size_t log = text.find(" te-fl "); log != std::string::npos && log < 32) return {};
+  text = text.substr(text.find_first_not_of(" \n") == std::string::npos
+                         ? text.size()
+                         : text.find_first_not_of(" \n"));
+  return text.substr(0, std::min<size_t>(text.find('\n'), 200));
+}
+
+std::string undeclared_text(const std::string& setting) {
+  return "it asked the host for " + setting +
+         ", which is no setting of te-fl's nor one that the plugin declares: neither `te-fl env` "
+         "nor "
+         "the fingerprint of a job knows it (rule R21)";
+}
+
 std::string dtype_of(const conformance::Problem& problem) {
   const conformance::Tensor* chosen = nullptr;
   for (const auto& t : problem.tensors) {
@@ -103,6 +131,12 @@ Finding guard_of(const Subject& subject, const conformance::Case& c,
   if (result.outcome == conformance::Outcome::kFail)
     result.message = "with tensors that are aligned to their elements only: " + result.message;
   return finding("guard", subject, c, prepared, result);
+}
+
+Finding start_guard_of(const Subject& subject, const conformance::Case& c,
+                       conformance::Prepared& prepared) {
+  return finding("guard", subject, c, prepared,
+                 prepared.run(subject.impl, {.guard_alignment = 256, .guard_start = true}));
 }
 
 Finding determinism_of(const Subject& subject, const conformance::Case& c,

@@ -38,6 +38,20 @@ class ProcessState {
   struct sigaction actions_[sizeof kSignals / sizeof kSignals[0]] = {};
 };
 
+// What is written to the process's stdout and stderr, which are one file. Lines of te-fl's own log,
+// in which a plugin may speak, are left out.
+class PrintedText {
+ public:
+  // The first line since the last call; empty: there is none.
+  std::string take();
+
+ private:
+  int64_t seen_ = 0;
+};
+
+// "TE_FL_ACME_X is a setting that ..." (R21).
+std::string undeclared_text(const std::string& setting);
+
 // "bf16", "f8e4m3 tensor": what a case is about, for the matrix.
 std::string dtype_of(const te_fl::conformance::Problem& problem);
 
@@ -55,6 +69,9 @@ Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c
 // to 256 bytes if that is refused. On the host only.
 Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                  te_fl::conformance::Prepared& prepared);
+// The same with tensors that begin behind such pages.
+Finding start_guard_of(const Subject& subject, const te_fl::conformance::Case& c,
+                       te_fl::conformance::Prepared& prepared);
 // Of a call that it serves: it says what it runs, and touches nothing.
 Finding describe_of(const Subject& subject, const te_fl::conformance::Case& c,
                     te_fl::conformance::Prepared& prepared);

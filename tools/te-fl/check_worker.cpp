@@ -34,7 +34,7 @@ using te_fl::Device;
 using te_fl::Status;
 
 constexpr int kOrders = 3, kAnswers = 4;  // the parent's ends are pipes
-constexpr int kStepsOfCase = 5;           // result, guard, determinism, stream, describe
+constexpr int kStepsOfCase = 6;           // result, guard twice, determinism, stream, describe
 
 void say(const json& message) {
   const std::string line = json_text(message, -1) + "\n";
@@ -154,6 +154,7 @@ te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& option
   state = ProcessState::now();
   te_fl::OpManager::instance();
   te_fl::plugins::take_odd_status();  // of installed plugins
+  te_fl::plugins::take_undeclared_setting();
   if (options.builtin.empty()) {
     const ProcessState with_others = ProcessState::now();  // what installed plugins changed
     auto loaded = te_fl::plugins::load(options.plugin);
@@ -218,7 +219,9 @@ class Worker {
            {"code", note_code_of(plugin_)},
            {"targets", targets},
            {"status", te_fl::plugins::take_odd_status()},
+           {"setting", te_fl::plugins::take_undeclared_setting()},
            {"changed", environment_.changed()}}}});
+    printed_.take();  // what was said while it was loaded
     std::string line;
     while (next_order(line)) {
       const json order = json::parse(line);
@@ -348,16 +351,21 @@ class Worker {
       begin(step + 1, step + 2, subject, "guard", c.name);
       report(subject, guard_of(subject, c, *prepared));
     }
-    if (from <= step + 2 && (subject.flags & TE_FL_OP_DETERMINISTIC) != 0) {
-      begin(step + 2, step + 3, subject, "determinism", c.name);
+    if (from <= step + 2 && subject.device.is_host() && !c.large &&
+        prepared->problem().want_code == 0) {
+      begin(step + 2, step + 3, subject, "guard", c.name);
+      report(subject, start_guard_of(subject, c, *prepared));
+    }
+    if (from <= step + 3 && (subject.flags & TE_FL_OP_DETERMINISTIC) != 0) {
+      begin(step + 3, step + 4, subject, "determinism", c.name);
       report(subject, determinism_of(subject, c, *prepared));
     }
-    if (from <= step + 3 && !subject.device.is_host()) {
-      begin(step + 3, step + 4, subject, "stream", c.name);
+    if (from <= step + 4 && !subject.device.is_host()) {
+      begin(step + 4, step + 5, subject, "stream", c.name);
       if (auto found = stream_of(subject, c, *prepared)) report(subject, std::move(*found));
     }
-    if (from <= step + 4 && subject.describes && !c.large && prepared->problem().want_code == 0) {
-      begin(step + 4, step + 5, subject, "describe", c.name);
+    if (from <= step + 5 && subject.describes && !c.large && prepared->problem().want_code == 0) {
+      begin(step + 5, step + 6, subject, "describe", c.name);
       report(subject, describe_of(subject, c, *prepared));
     }
   }
@@ -375,6 +383,8 @@ class Worker {
     f.op = subject.op, f.impl = subject.impl, f.device = subject.device_name;
     say({{"result", f}});
     report_status(f);
+    report_setting(f);
+    report_printed(f);
     const std::string changed = environment_.changed();
     if (changed.empty()) return;
     environment_.restore();
@@ -389,6 +399,26 @@ class Worker {
     if (odd.empty() || !told_.insert(f.impl + " " + f.device + " " + f.check).second) return;
     f.message = "a function of the plugin, in the check \"" + f.check + "\": " + odd;
     f.check = "status", f.outcome = Outcome::kFail;
+    say({{"result", f}});
+  }
+
+  // Once for each implementation and setting.
+  void report_setting(Finding f) {
+    const std::string name = te_fl::plugins::take_undeclared_setting();
+    if (name.empty() || !told_.insert(f.impl + " " + name).second) return;
+    f.message = "in the check \"" + f.check + "\": " + undeclared_text(name);
+    f.check = "settings", f.outcome = Outcome::kFail;
+    say({{"result", f}});
+  }
+
+  // A library may say something the first time that it is used; who does so again does it always.
+  void report_printed(Finding f) {
+    const std::string text = printed_.take();
+    if (text.empty() || ++printing_[f.impl + " " + f.device] != 2) return;
+    f.message =
+        "calls in the checks of more than one case wrote to stdout or stderr, the last in \"" +
+        f.check + "\": " + text + " (rule R9)";
+    f.check = "printing", f.outcome = Outcome::kFail;
     say({{"result", f}});
   }
 
@@ -413,6 +443,8 @@ class Worker {
   te_fl::plugins::PluginInfo plugin_;
   ProcessState environment_;
   std::set<std::string> told_;
+  PrintedText printed_;
+  std::map<std::string, int> printing_;  // findings with text, by implementation and device
 };
 
 }  // namespace

@@ -53,6 +53,7 @@ struct BenchOptions {
   std::string shape;               // "8192x4096"; empty: the case's own
   double peak = 0;                 // TFLOP/s; 0: measured
   double seconds = 0.5;            // per row
+  bool verify = false;             // one call against the reference before it is timed
   bool list = false;
   bool json = false;
 };

@@ -250,6 +250,9 @@ int main(int argc, char** argv) {
   bench_command->add_option("--seconds", bench_options.seconds, "time to spend on a row")
       ->check(within(0.01, 600, "a number from 0.01 to 600"))
       ->capture_default_str();
+  bench_command->add_flag("--verify", bench_options.verify,
+                          "first holds the results of a call of up to the host's extents against "
+                          "the reference's; one that differs is not timed");
   bench_command->add_flag("--list", bench_options.list, "the cases and their extents");
   bench_command->add_flag("--json", bench_options.json, "machine-readable");
   bench_command->callback([&] { exit_code = bench(bench_options); });

@@ -171,6 +171,25 @@ PlacedCase::~PlacedCase() {
   for (void* data : memory_) devices::free(device_, data);
 }
 
+Status PlacedCase::poison() const {
+  const te_fl_op_schema& schema = *te_fl::OpManager::instance().registry().schema(op_);
+  for (uint32_t i = 0; i < schema.arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema.args[i];
+    const bool plain = arg.type == TE_FL_ARG_TENSOR && (arg.flags & TE_FL_ARG_HOST) == 0;
+    if (!plain || arg.role != TE_FL_OUT) continue;
+    const te_fl_tensor* output = nullptr;
+    std::memcpy(&output, static_cast<const char*>(case_->raw_args()) + arg.offset, sizeof output);
+    for (BenchTensor& tensor : case_->tensors()) {
+      if (&tensor.c() != output || output->dl.strides != nullptr) continue;
+      const auto bytes = static_cast<size_t>(tensor.bytes());
+      TE_FL_RETURN_IF_ERROR(devices::fill(device_, tensor.c().dl.data, 0xff, bytes));
+      if (output->quant == nullptr || output->quant->columnwise_data == nullptr) continue;
+      TE_FL_RETURN_IF_ERROR(devices::fill(device_, output->quant->columnwise_data, 0xff, bytes));
+    }
+  }
+  return devices::synchronize(device_);
+}
+
 Status PlacedCase::call(void* stream) const {
   te_fl::CallOptions options;
   options.stream = stream;

@@ -22,6 +22,8 @@ class PlacedCase {
   PlacedCase& operator=(const PlacedCase&) = delete;
   const te_fl::bench::Case& work() const { return *case_; }
   te_fl::Status call(void* stream = nullptr) const;
+  // Fills the plain outputs' and the codes' memory with ones, so that what a call leaves out shows.
+  te_fl::Status poison() const;
   te_fl::Result<te_fl::Decision> resolve() const;
 
  private:

@@ -44,16 +44,24 @@ TEST_F(PluginSettings, AreReadWhenTheyAreDeclared) {
   setenv("TE_FL_ACME_DEBUG", "Yes", 1);
   ASSERT_OK(reload()) << "no policy becomes invalid by it";
   EXPECT_EQ(get("TE_FL_ACME_DEBUG").status().code(), StatusCode::kNotFound);
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG"), std::nullopt);
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG", "acme"), std::nullopt);
   const uint64_t before = environment::generation();
   declare(true);
   EXPECT_NE(environment::generation(), before);
   EXPECT_TRUE(status().ok() && remarks().empty());
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG"), "1");
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE"), std::nullopt);
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG", "acme"), "1");
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE", "acme"), std::nullopt);
   unsetenv("TE_FL_ACME_DEBUG");
   ASSERT_OK(reload());
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG"), "0") << "its default";
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG", "acme"), "0") << "its default";
+  take_undeclared_setting();
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG", "acme"), "0");
+  EXPECT_EQ(take_undeclared_setting(), "") << "its own";
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG", "other"), "0");
+  EXPECT_EQ(take_undeclared_setting(), "TE_FL_ACME_DEBUG") << "another plugin's";
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_NONE", "acme"), std::nullopt);
+  EXPECT_EQ(take_undeclared_setting(), "TE_FL_ACME_NONE");
+  EXPECT_EQ(take_undeclared_setting(), "");
   EXPECT_EQ(get_if_set("TE_FL_ACME_DEBUG"), std::nullopt);
   for (const environment::Variable& v : environment::table()) {
     if (v.name != "TE_FL_ACME_MODE") continue;
@@ -67,12 +75,12 @@ TEST_F(PluginSettings, CodeMaySetThemBeforeTheyAreDeclared) {
   ASSERT_OK(set("TE_FL_ACME_MODE", "EXACT"));
   EXPECT_HAS(remarks().at(0), "TE_FL_ACME_MODE was set by the program, and no plugin");
   declare(true);
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE"), "exact");
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE", "acme"), "exact");
   EXPECT_TRUE(remarks().empty());
   declare(true);  // loaded again
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE"), "exact");
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE", "acme"), "exact");
   ASSERT_OK(unset("TE_FL_ACME_MODE"));
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE"), std::nullopt);
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_MODE", "acme"), std::nullopt);
   EXPECT_FALSE(set("TE_FL_ACME_MODE", "slow").ok());
   // One that te-fl's own names are near to is a mistake at once.
   EXPECT_EQ(set("TE_FL_STRICKT", "1").code(), StatusCode::kNotFound);
@@ -110,7 +118,7 @@ TEST_F(PluginSettings, ANameHasOneOwner) {
   const Status taken =
       declare_settings("acme", {{"TE_FL_ACME_X_MODE", kString, "", "", "A."}}, true);
   EXPECT_FAILS(taken, kAlreadyExists, "is plugin acme_x's");
-  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG"), "0") << "nothing was changed";
+  EXPECT_EQ(setting_for_plugin("TE_FL_ACME_DEBUG", "acme"), "0") << "nothing was changed";
   EXPECT_HAS(
       declare_settings("verify", {{"TE_FL_VERIFY_DIR", kString, "", "", "A."}}, true).message(),
       "te-fl's own");

@@ -27,15 +27,21 @@ CAUGHT = {
     "unknown_bits": ("status", "status 131072 (0x20000), which is no te_fl_code"),
     "hangs": ("result", "did not return within 1 s"),
     "crashes": ("result", "the process died: SIGABRT"),
-    "hangs_at_128": ("sweep", "did not return within 1 s"),
+    "hangs_at_128": ("result", "did not return within 1 s"),
     "reads_past": ("guard", "bytes behind the end of input"),
     "leaks": ("leak", "the heap"),
     "says_nothing": ("describe", "its describe() wrote nothing (rule R31)"),
     "throws_words": ("describe", "describe() threw an exception (rule R5)"),
     "dies_saying": ("describe", "the process died: SIGABRT"),
     "writes_saying": ("describe", "wrote to a tensor, and changes nothing (rule R31)"),
-    "overruns": ("result", "bytes outside its memory were written"),
-    "writes_input": ("result", "is an input and was written"),
+    "reads_before": ("guard", "bytes before the start of input"),
+    "overruns": ("result", "output: bytes outside its memory were written, the nearest one byte 0 behind the end of its 924 bytes (rule R11)"),
+    "writes_input": ("result", "input is an input and was written, first in byte 0 (rule R11)"),
+    "no_nan": ("result", "expected nan"),
+    "prints": ("printing", "wrote to stdout or stderr, the last in \""),
+    "asks": ("settings", "it asked the host for TE_FL_WRONG_UNROLL"),
+    "beyond_310000": ("result", "was not written"),
+    "beyond_million": ("speed", "of 4194304"),
     "not_in_place": ("result", "output"),
     "strides": ("strided", "gaps between their rows"),
     "other_bits": ("determinism", "two calls with the same inputs differ"),
@@ -64,8 +70,9 @@ DEVICES = {
     12: ("device/questions", "is_capturing() says that a stream is captured"),
     13: ("device/an event is polled", "query_event() said that an event was done before the work"),
     14: ("device/timed events", "ns passed on the host"),
+    15: ("device/leak", "the used memory grows by"),
 }
-RIGHT = ("right", "says", "far_right", "attention")
+RIGHT = ("right", "says", "far_right", "far_leaking_device", "attention")
 
 
 def check(plugin, *options):
@@ -81,7 +88,14 @@ def check(plugin, *options):
 
 def of(name):
     options = ["--impl", "vendor.wrong." + name, "--time-limit", "1" if name.startswith("hangs") else "30"]
-    return check(WRONG, *options, *(["--quick"] if name in RIGHT else []))
+    # The part that finds it; the reports of one_element are looked at whole.
+    if name in RIGHT or CAUGHT[name][0] == "lifecycle":
+        part = ["--quick"]
+    elif name in ("hangs_at_128", "beyond_310000"):
+        part = ["--case", "relu/sweep/"]
+    else:
+        part = [] if name in ("one_element", "beyond_million") else ["--case", "relu/"]
+    return check(WRONG, *options, *part)
 
 
 def of_device(index):
@@ -134,13 +148,26 @@ class Catches(unittest.TestCase):
         steps = {r["case"]: r["result"] for r in json.loads(files["json"])["results"] if r["check"] == "device"}
         self.assertEqual(steps["device/fill"], "pass")
         self.assertEqual(steps["device/streams"], "not supported")  # it makes none
-        for options in (["--op", "relu"], ["--case", "relu/f32/7x33"], ["--device", "cpu", "--quick"]):
+        self.assertRegex(files["html"], r'device/streams</td><td class="none">')
+        for options in (["--op", "relu"], ["--case", "relu/f32/7x33"]):
             with self.subTest(options):
                 code, text, files = check(NULL, *options)
                 self.assertEqual(code, 4, text)
                 self.assertNotRegex(text, "(?m)^certified")
                 self.assertIn(options[0] + " " + options[1], text)
                 self.assertFalse(json.loads(files["json"])["certified"])
+        # Its ops are on no other device than this one.
+        _, text, files = check(NULL, "--device", "cpu", "--quick")
+        self.assertEqual(json.loads(files["json"])["left_out"], ["--quick"], text)
+        # What did not run is not green.
+        self.assertIn("speed", json.loads(files["json"])["not_run"])
+        self.assertIn('<td class="none">not run: --quick</td>', files["html"])
+
+    def test_a_leaking_device_is_no_ops_fault(self):
+        _, text, files = self.runs["far_leaking_device"]
+        found = [r for r in json.loads(files["json"])["results"] if r["check"] == "leak"]
+        self.assertEqual([r["result"] for r in found], ["not supported"], text)
+        self.assertIn("placed there without a call", found[0]["message"])
 
     def test_every_fault_of_a_device_is_found(self):
         for index, (step, words) in DEVICES.items():

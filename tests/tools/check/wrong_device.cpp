@@ -32,6 +32,7 @@ enum class Fault {  // in the order of the devices' indices
   kCapturing,    // says that every stream is captured
   kPolledEarly,  // query_event() says "done" at once
   kOtherUnit,    // elapsed_time() does not count nanoseconds
+  kLeak,         // free() keeps what it is given
   kCount
 };
 constexpr int kFaults = static_cast<int>(Fault::kCount);
@@ -62,6 +63,13 @@ class Device : public FarDevice {
     api.synchronize = [](void* self, void* stream, const te_fl_error_sink* e) -> te_fl_status {
       if (of(self).is(Fault::kNoWait) && stream != nullptr) return TE_FL_OK;
       return of(self).wait(stream, e);
+    };
+    api.properties = [](void* self, te_fl_device_props* props,
+                        const te_fl_error_sink* e) -> te_fl_status {
+      const te_fl_status status = of(self).own_.properties(self, props, e);
+      props->total_memory = uint64_t{1} << 28;
+      props->free_memory = props->total_memory - static_cast<uint64_t>(of(self).used_ * 4096);
+      return status;
     };
     api.is_capturing = [](void* self, void*, int32_t* capturing,
                           const te_fl_error_sink*) -> te_fl_status {
@@ -137,12 +145,15 @@ class Device : public FarDevice {
     memory.bytes += 64;
     const te_fl_status status = own_.allocate(desc.self, &memory, out, e);
     if (memory.kind != TE_FL_MEMORY_DEVICE) return status;
+    if (status == TE_FL_OK) ++used_;
     if (status == TE_FL_OK && is(Fault::kMisaligned)) *out = static_cast<char*>(*out) + 64;
     return status;
   }
 
   te_fl_status release(void* data, uint32_t kind, void* stream, const te_fl_error_sink* e) {
     if (kind != TE_FL_MEMORY_DEVICE) return own_.free(desc.self, data, kind, stream, e);
+    if (is(Fault::kLeak)) return TE_FL_OK;
+    --used_;
     if (is(Fault::kMisaligned)) data = static_cast<char*>(data) - 64;
     if (is(Fault::kEarlyFree)) std::memset(real(data), 0xdd, 64);
     return own_.free(desc.self, data, kind, stream, e);
@@ -171,7 +182,8 @@ class Device : public FarDevice {
   }
 
   Fault fault_;
-  te_fl_device_api own_;  // the far device's functions, before they were exchanged
+  std::atomic<int64_t> used_{0};  // blocks
+  te_fl_device_api own_;          // the far device's functions, before they were exchanged
 };
 
 struct Instance {

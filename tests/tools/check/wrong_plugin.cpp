@@ -6,6 +6,7 @@
 #include <cfenv>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -42,6 +43,27 @@ void a_little(const Call& c) {
 void one_element(const Call& c) {
   relu(c.x, c.y, c.n);
   if (c.n > 1000) c.y[c.n - 3] += 1;
+}
+// As a grid of whole blocks might.
+void beyond_310000(const Call& c) { relu(c.x, c.y, c.n > 310000 ? c.n - 1 : c.n); }
+// And one that only a size which te-fl bench has shows.
+void beyond_million(const Call& c) { relu(c.x, c.y, c.n > 1000000 ? c.n - 2 : c.n); }
+void no_nan(const Call& c) {
+  for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::isnan(c.x[i]) ? 0 : std::max(c.x[i], 0.0f);
+}
+void prints(const Call& c) {
+  std::printf("relu of %lld elements\n", static_cast<long long>(c.n));
+  relu(c.x, c.y, c.n);
+}
+const te_fl_host_api* g_host = nullptr;
+void asks(const Call& c) {
+  g_host->setting(g_host->host, "TE_FL_WRONG_UNROLL");
+  relu(c.x, c.y, c.n);
+}
+void reads_before(const Call& c) {
+  if (c.n > 0) [[maybe_unused]]
+    volatile float before = c.x[-1];
+  relu(c.x, c.y, c.n);
 }
 void unwritten(const Call& c) { relu(c.x, c.y, c.n - 1); }
 void late_refusal(const Call& c) {
@@ -181,7 +203,8 @@ std::atomic<int64_t> g_used{0};
 std::atomic<bool> g_late{false};
 te_fl_device_api g_far;  // the far device's own functions
 
-enum class Far { kRight, kHostAccess, kOtherStream, kLeak, kLateFailure };
+enum class Far { kRight, kHostAccess, kOtherStream, kLeak, kLateFailure, kLeakingDevice };
+std::atomic<bool> g_keeps{false};  // the device keeps what is freed
 
 template <Far kind>
 te_fl_status far_run(void* self, const te_fl_context* ctx, const void* raw) {
@@ -196,6 +219,7 @@ te_fl_status far_run(void* self, const te_fl_context* ctx, const void* raw) {
     [[maybe_unused]] volatile float first = 0;
     if (kind == Far::kHostAccess && n == 17) first = shown[0];
     if (kind == Far::kLateFailure && n == 17) g_late = true;
+    if (kind == Far::kLeakingDevice) g_keeps = true;
     if (kind == Far::kLeak) {
       void* kept = nullptr;
       te_fl_memory_desc memory;
@@ -228,7 +252,7 @@ void change_device(FarDevice& device) {
   };
   device.api.free = [](void* self, void* data, uint32_t kind, void* stream,
                        const te_fl_error_sink* e) {
-    if (kind == TE_FL_MEMORY_DEVICE) --g_used;
+    if (kind == TE_FL_MEMORY_DEVICE && !g_keeps) --g_used;
     return g_far.free(self, data, kind, stream, e);
   };
   device.api.properties = [](void* self, te_fl_device_props* props,
@@ -254,8 +278,8 @@ void change_device(FarDevice& device) {
 struct Instance {
   std::unique_ptr<FarDevice> device;
   const te_fl_device_desc* devices[1];
-  te_fl_op_desc descs[48];
-  const te_fl_op_desc* ops[48];
+  te_fl_op_desc descs[64];
+  const te_fl_op_desc* ops[64];
   uint32_t count = 0;
 
   te_fl_op_desc& add(const char* id,
@@ -291,8 +315,9 @@ struct Instance {
   }
 };
 
-te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_sink* errors) {
+te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors) {
   return b::guard(errors, [&] {
+    g_host = host;
     auto made = std::make_unique<Instance>();
     made->device = std::make_unique<FarDevice>();
     change_device(*made->device);
@@ -306,6 +331,12 @@ te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_si
     made->host<a_little>("vendor.wrong.a_little");
     made->host<one_element>("vendor.wrong.one_element");
     made->host<unwritten>("vendor.wrong.unwritten");
+    made->host<beyond_310000>("vendor.wrong.beyond_310000");
+    made->host<beyond_million>("vendor.wrong.beyond_million");
+    made->host<no_nan>("vendor.wrong.no_nan");
+    made->host<prints>("vendor.wrong.prints");
+    made->host<asks>("vendor.wrong.asks");
+    made->host<reads_before>("vendor.wrong.reads_before");
     made->host<late_refusal>("vendor.wrong.late_refusal");
     made->host<late_failure>("vendor.wrong.late_failure");
     made->add("vendor.wrong.throws", bare_run<throws>);
@@ -333,6 +364,7 @@ te_fl_status create(const te_fl_host_api*, void** instance, const te_fl_error_si
     made->far<Far::kOtherStream>("vendor.wrong.far_other_stream");
     made->far<Far::kLeak>("vendor.wrong.far_leak");
     made->far<Far::kLateFailure>("vendor.wrong.far_late_failure");
+    made->far<Far::kLeakingDevice>("vendor.wrong.far_leaking_device");
     *instance = made.release();
   });
 }
