@@ -46,6 +46,10 @@ Status check_random_address(const Call& call, const uint64_t* address, const std
   const te_fl_status code = errors.call(
       [&] { return check(entry->desc->self, address, sizeof *address, errors.sink()); });
   if (code == TE_FL_OK) return {};
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) {
+    return core::device_status(call.signature.device, call.options.stream, errors, code,
+                               of_op(call) + "the random state's " + what + " cannot be looked at");
+  }
   return invalid_argument(
       of_op(call) + "the random state's " + what + " (CallOptions::rng." + what +
       "_address) is not memory of " + to_string(call.signature.device) + ": " + errors.text() +

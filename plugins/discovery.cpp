@@ -24,6 +24,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kModules = "TE_FL_PLUGIN_MODULES";
+constexpr const char* kPluginPath = "TE_FL_PLUGIN_PATH";
 constexpr const char* kCudaPlugin = "cuda";  // what TE_FL_SKIP_CUDA leaves out
 
 void leave_out(PluginInfo info, State state, std::string reason) {
@@ -59,7 +60,10 @@ class Discovery {
   void run() {
     scan();
     const std::optional<std::string> modules = environment::get_if_set(kModules);
-    for (const std::string& entry : split_list(modules.value_or(""))) load_module(entry);
+    std::set<std::string> named;
+    for (const std::string& entry : split_list(modules.value_or(""))) {
+      if (named.insert(entry).second) load_module(entry);  // one that is listed twice is there
+    }
     for (const Manifest& manifest : scan_.manifests) {
       if (!done_.count(manifest.name)) load_manifest(manifest, manifest.path, false);
     }
@@ -81,6 +85,16 @@ class Discovery {
     const SearchPath path = manifest_folders();
     for (const std::string& problem : path.problems) log::warning(problem);
     scan_ = discover_manifests(path.folders);
+    const std::vector<std::string> asked =
+        split_plugin_path(environment::get_if_set(kPluginPath).value_or(""), kPluginPath).folders;
+    for (const std::string& folder : scan_.absent) {
+      if (std::find(asked.begin(), asked.end(), folder) == asked.end()) continue;
+      PluginInfo info;
+      info.name = folder;
+      info.origin = kPluginPath;
+      log::warning(std::string(kPluginPath) + ": the folder " + folder + " does not exist");
+      leave_out(info, State::kFailed, "the folder does not exist");
+    }
     for (const std::string& error : scan_.errors) {
       // Every error begins with the path of the file or folder.
       const std::string file = error.substr(0, error.find(": "));
@@ -215,9 +229,11 @@ SearchPath manifest_folders() {
 }
 
 Status named_plugins_status() {
-  const std::vector<std::string> failures = records::failures_from(kModules);
+  std::vector<std::string> failures = records::failures_from(kModules);
+  const char* where = kModules;
+  if (failures.empty()) failures = records::failures_from(where = kPluginPath);
   if (failures.empty()) return {};
-  return failed_precondition(core::join(failures, "; ") + " (named in " + kModules +
+  return failed_precondition(core::join(failures, "; ") + " (named in " + where +
                              ", and TE_FL_STRICT is set: correct the name or the plugin, leave it "
                              "out, or unset TE_FL_STRICT)");
 }

@@ -89,9 +89,15 @@ std::vector<PluginInfo> list() {
 Result<PluginInfo> load(const std::string& path_or_name) {
   OpRegistry& registry = filled_registry();
   if (path_or_name.find('/') == path_or_name.npos) return load_by_name(path_or_name, registry);
+  namespace fs = std::filesystem;
   std::error_code error;
-  const std::filesystem::path path = std::filesystem::absolute(path_or_name, error);
-  const std::string normal = error ? path_or_name : path.lexically_normal().string();
+  const fs::path path = fs::absolute(path_or_name, error);
+  std::string normal = error ? path_or_name : path.lexically_normal().string();
+  // ".." behind a link leads to the link's target's folder, which the words of the path do not say.
+  if (std::find(path.begin(), path.end(), "..") != path.end()) {
+    const fs::path folder = fs::canonical(path.parent_path(), error);
+    if (!error) normal = (folder / path.filename()).string();
+  }
   return load_library({normal, "load()", nullptr, ""}, registry);
 }
 

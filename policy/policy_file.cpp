@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "core/base/file.hpp"
 #include "core/base/text.hpp"
@@ -175,10 +176,23 @@ Result<PolicySettings> load_policy_file(const std::string& path) {
   if (!text.ok()) return Status(text.status().code(), what + " " + text.status().message());
   if (core::trim(*text).empty()) return invalid_argument(what + " is empty");
   json file;
+  std::string twice;  // a key that an object has twice, of which JSON readers drop one
+  std::vector<std::set<std::string>> keys;
+  const auto note_key = [&](int, json::parse_event_t event, json& parsed) {
+    if (event == json::parse_event_t::object_start) keys.emplace_back();
+    if (event == json::parse_event_t::object_end) keys.pop_back();
+    if (event == json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
+      twice = parsed.get<std::string>();
+    return true;
+  };
   try {
-    file = json::parse(*text);
+    file = json::parse(*text, note_key);
   } catch (const json::parse_error& e) {
     return invalid_argument(what + " is not JSON: " + e.what());
+  }
+  if (!twice.empty()) {
+    return invalid_argument(what + " has the key " + policy::quoted(twice) +
+                            " twice in one object; keep one of them");
   }
   Result<PolicySettings> settings = settings_of(file);
   if (!settings.ok()) return policy::in_setting(what, settings.status());

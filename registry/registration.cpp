@@ -164,6 +164,11 @@ policy::Implementation view_of(const Implementation& impl, int32_t priority) {
 Result<uint32_t> row_for(Table& table, const Implementation& impl) {
   const te_fl_op_schema* schema = impl.desc.schema;
   if (schema != nullptr) {
+    // Nothing behind its size is read of one that is too small to have it.
+    if (!core::plausible_size(schema->struct_size, core::kLeastSchema)) {
+      return invalid_argument(who(impl.desc, impl.owner) + ": its schema has " +
+                              core::size_text(schema->struct_size, core::kLeastSchema));
+    }
     if (schema->name == nullptr || impl.op != schema->name) {
       return invalid_argument(who(impl.desc, impl.owner) + ": its schema is that of op '" +
                               (schema->name == nullptr ? "?" : schema->name) + "' (rule R17)");

@@ -54,7 +54,7 @@ constexpr VariableSpec kSpecs[] = {
      "0: none, so that memory checkers see every allocation."},
     {"TEFL_LOG_LEVEL", "TE_FL_LOG_LEVEL", kEnum, "INFO", "TRACE DEBUG INFO WARNING ERROR OFF",
      "Least severe messages that are written to stderr."},
-    {"TE_FL_NUM_THREADS", "", kInt, "0", "0 4096",
+    {"TE_FL_NUM_THREADS", "", kInt, "0", "0 1024",
      "Threads of the host backends' pool, the caller included; 0: as many as cores are available."},
     {"TE_FL_VALIDATE", "", kBool, "0", "",
      "1: arguments are also checked for overlapping memory, memory that is not the device's, "

@@ -73,6 +73,12 @@ Result<std::string> read_file(const std::string& path, uint64_t most) {
   return text;
 }
 
+Status check_regular(const std::string& path) {
+  struct stat st {};
+  if (::stat(path.c_str(), &st) != 0 || S_ISREG(st.st_mode)) return {};
+  return failed_precondition(path + " " + kind_of(st.st_mode) + "; name a regular file");
+}
+
 FileReplacement::FileReplacement(const std::string& path) : path_(path) {
   const std::unique_ptr<char, decltype(&std::free)> real(::realpath(path.c_str(), nullptr),
                                                          &std::free);

@@ -13,6 +13,9 @@ namespace te_fl::core {
 // that fits behind "the file PATH ": a folder, a pipe or device (which is not waited for), more
 // than `most` bytes, no permission, an I/O error.
 Result<std::string> read_file(const std::string& path, uint64_t most);
+// FAILED_PRECONDITION, "PATH is a folder", or "is a device, a pipe or a socket", to which opening
+// would wait for somebody or do something. OK: it is a regular file, or what opening says better.
+Status check_regular(const std::string& path);
 
 // Collects what a file is to hold, and puts it in the file's place when it is complete: written
 // beside the file, synchronised with the disk, renamed, which is synchronised too. Until then, and

@@ -49,10 +49,21 @@ struct Hash {
   }
 };
 struct Account {
-  std::unordered_map<void*, Record> records;
+  std::map<void*, Record> records;  // by address
   size_t bytes = 0, peak = 0, record_at = SIZE_MAX;
   std::vector<devices::MemoryHolder> recorded;
 
+  // Whether a block is there whose memory begins there, reaches there or begins inside.
+  bool overlaps(const void* data, size_t size) const {
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    const auto after = records.upper_bound(const_cast<void*>(data));
+    if (after != records.end() && reinterpret_cast<uintptr_t>(after->first) - begin < size)
+      return true;
+    if (after == records.begin()) return false;
+    const auto& [at, before] = *std::prev(after);
+    const uintptr_t distance = begin - reinterpret_cast<uintptr_t>(at);
+    return distance == 0 || distance < before.bytes;
+  }
   void add(void* data, Record record) {
     remove(data);
     bytes += record.bytes;
@@ -121,7 +132,7 @@ Status note_given(const Device& device, void* data, size_t bytes, Giver giver) {
   try {
     const std::lock_guard lock(mutex);
     Account& account = all()[device];
-    if (account.records.count(data) == 0) {
+    if (!account.overlaps(data, bytes)) {
       Record record(bytes);
       record.giver = std::move(giver);
       account.add(data, std::move(record));

@@ -138,6 +138,7 @@ Status write_call_file(const std::string& path, const json& description, const C
 }
 
 Result<std::unique_ptr<FiledCall>> FiledCall::read(const std::string& path) {
+  TE_FL_RETURN_IF_ERROR(core::check_regular(path));
   std::ifstream in(path, std::ios::binary);
   if (!in) return not_found("cannot read " + path + ": " + std::strerror(errno));
   std::string magic(kMagic.size(), '\0');

@@ -2,12 +2,14 @@
 #include "dispatch/watch/tune.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "core/base/file.hpp"
 #include "dispatch/watch/call_file.hpp"
 #include "dispatch/watch/quarantine.hpp"
 #include "policy/select.hpp"
@@ -29,6 +31,7 @@ struct Recorded {
 };
 
 Result<std::vector<Recorded>> read_calls(const std::string& path) try {
+  TE_FL_RETURN_IF_ERROR(core::check_regular(path));
   std::vector<Recorded> out;
   std::ifstream in(path, std::ios::binary);
   if (in.peek() != '{') {
@@ -95,8 +98,10 @@ PolicySettings only(const std::string& op, const std::string& impl_id, bool dete
   return settings;
 }
 
-// Times every implementation that accepts the call; adds to the signature's row.
-Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignature>& rows) {
+// Times every implementation that accepts the call; adds to the signature's row, and to its calls
+// of that size.
+Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignature>& rows,
+                     std::vector<TunedSizes>& sizes) {
   FiledCall& call = *recorded.call;
   OpManager& manager = OpManager::instance();
   TE_FL_ASSIGN_OR_RETURN(const OpId op, manager.registry().find(call.op()));
@@ -131,6 +136,9 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
   auto row = std::find_if(rows.begin(), rows.end(),
                           [&](const TunedSignature& r) { return r.list.same_signature(key.list); });
   if (row == rows.end()) row = rows.insert(rows.end(), std::move(key));
+  sizes.resize(rows.size());
+  TunedSize& size = sizes[static_cast<size_t>(row - rows.begin())][size_class_of(call.bytes())];
+  size.count += recorded.count;
   ++row->calls;
   row->count += recorded.count;
   PolicySettings any;
@@ -153,7 +161,8 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
     const double all = *each * static_cast<double>(recorded.count);
     timed->seconds += all;
     ++timed->calls;
-    if (c.chosen) usual = all;
+    size.seconds[c.impl_id] += all;
+    if (c.chosen) usual = all, size.usual_seconds += all;
   }
   // All of the signature's calls, or nothing.
   const bool first = row->calls == 1, known = usual && (first || row->usual_seconds > 0);
@@ -161,13 +170,38 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
   return {};
 }
 
+constexpr double kNoise = 0.05, kLeast = 100e-9;  // a share, and seconds of a call
+
+bool is_reference(const std::string& op, const std::string& impl_id) {
+  for (const auto& impl : OpManager::instance().registry().snapshot()) {
+    if (impl.op == op && impl.impl_id == impl_id) return impl.kind == Kind::kReference;
+  }
+  return false;
+}
+
 }  // namespace
 
 bool worth_pinning(const TunedSignature& row) {
-  constexpr double kNoise = 0.05;
   if (row.times.empty()) return false;
   if (row.usual_seconds <= 0) return true;
-  return row.times[0].calls == row.calls && row.times[0].seconds < (1 - kNoise) * row.usual_seconds;
+  const double gained = row.usual_seconds - row.times[0].seconds;
+  return row.times[0].calls == row.calls && gained > kNoise * row.usual_seconds &&
+         gained > kLeast * static_cast<double>(row.count);
+}
+
+int size_class_of(size_t bytes) { return std::bit_width(bytes) / 3; }
+
+bool holds_for_all_sizes(const std::string& impl_id, bool is_reference, const TunedSizes& sizes) {
+  const int large = size_class_of(size_t{1} << 20);
+  if (is_reference && (sizes.empty() || sizes.rbegin()->first < large)) return false;
+  for (const auto& [size_class, size] : sizes) {
+    const auto own = size.seconds.find(impl_id);
+    if (size.usual_seconds <= 0 || own == size.seconds.end()) continue;
+    const double lost = own->second - size.usual_seconds;
+    if (lost > kNoise * size.usual_seconds && lost > kLeast * static_cast<double>(size.count))
+      return false;
+  }
+  return true;
 }
 
 }  // namespace dispatch
@@ -177,21 +211,26 @@ Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, 
   using namespace dispatch;
   OpManager::instance();  // what is built in, and plugins
   std::vector<TunedSignature> rows;
+  std::vector<TunedSizes> sizes;  // of each row
   for (const std::string& file : files) {
     TE_FL_ASSIGN_OR_RETURN(std::vector<Recorded> calls, read_calls(file));
     for (Recorded& recorded : calls) {
-      const Status status = time_recorded(recorded, seconds, rows);
+      const Status status = time_recorded(recorded, seconds, rows, sizes);
       if (!status.ok() && left_out != nullptr) left_out->push_back(status.to_string());
     }
   }
-  for (TunedSignature& row : rows) {
+  for (size_t i = 0; i < rows.size(); ++i) {
+    TunedSignature& row = rows[i];
     // One that does not serve all of the signature's calls comes after those that do.
     std::sort(row.times.begin(), row.times.end(), [](const TunedTime& a, const TunedTime& b) {
       if (a.calls != b.calls) return a.calls > b.calls;
       if (a.seconds != b.seconds) return a.seconds < b.seconds;
       return a.impl_id < b.impl_id;
     });
+    // A list is for calls of every size: what small ones gain no large one may lose.
     if (!worth_pinning(row)) continue;
+    const std::string& fastest = row.times[0].impl_id;
+    if (!holds_for_all_sizes(fastest, is_reference(row.list.op, fastest), sizes[i])) continue;
     for (const TunedTime& t : row.times)
       row.list.use.push_back({PolicyToken::Type::kImpl, Kind::kDefault, t.impl_id});
     for (const Kind kind : {Kind::kDefault, Kind::kVendor, Kind::kReference})

@@ -90,7 +90,7 @@ struct TunedTime {
 };
 struct TunedSignature {
   // Its `use` names the fastest first, then all kinds; empty: nothing is gained over what dispatch
-  // takes by itself, or less than 5 %, which is noise.
+  // takes by itself, or less than 5 % or 100 ns of a call, which is noise.
   SignatureList list;
   uint64_t count = 0;            // calls that the run made
   int calls = 0;                 // different ones

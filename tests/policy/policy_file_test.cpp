@@ -85,6 +85,8 @@ TEST_F(PolicyFile, MistakesAreErrorsThatNameTheNearest) {
   EXPECT_HAS(with(R"("per_op": {"gelo": ["vendor"]})"), "did you mean 'gelu'");
   EXPECT_HAS(with(R"("per_op": {"gelu": ["vendr"]})"), "did you mean 'vendor'");
   EXPECT_HAS(with(R"("per_op": {"gelu": "vendor"})"), "list of strings");
+  EXPECT_HAS(with(R"("per_op": {"gelu": ["vendor"], "gelu": ["reference"]})"),
+             "has the key 'gelu' twice in one object");
   const std::string list = R"({"op": "gelu", "dtypes": ["bf16"], "use": ["vendor"]})";
   EXPECT_EQ(with("\"per_signature\": [" + list + "]"), "");
   EXPECT_HAS(with("\"per_signature\": [" + list + "," + list + "]"), "stands twice");

@@ -92,6 +92,22 @@ std::string staging_text(const te_fl::PolicySettings& s) {
 
 }  // namespace
 
+// Says what makes calls fail, and what the environment names that is not there.
+int problems(const std::vector<te_fl::plugins::PluginInfo>& plugins, const te_fl::Status& policy) {
+  te_fl::Status status = te_fl::environment::status();
+  if (status.ok()) status = policy;
+  if (!status.ok()) {
+    complain(status.to_string());
+    return kProblem;
+  }
+  for (const auto& p : plugins) {
+    if (p.origin != "TE_FL_PLUGIN_PATH" || p.state != te_fl::plugins::State::kFailed) continue;
+    complain("TE_FL_PLUGIN_PATH: " + p.name + ": " + p.reason);
+    return kProblem;
+  }
+  return kSuccess;
+}
+
 int info(bool as_json) {
   te_fl::OpManager::instance();  // registers built-ins, discovers plugins
   const auto plugins = te_fl::plugins::list();
@@ -126,7 +142,7 @@ int info(bool as_json) {
     if (policy.ok()) out["staging"] = staging_json(policy->settings());
     out["quarantined"] = quarantined.size();
     std::printf("%s\n", json_text(out).c_str());
-    return kSuccess;
+    return problems(plugins, policy.status());
   }
   std::printf("te-fl %s, plugin ABI %s\n\nDevices\n", TE_FL_VERSION, abi.c_str());
   Table device_table({"device", "name", "arch", "units", "memory", "copy"});
@@ -167,11 +183,7 @@ int info(bool as_json) {
       std::printf("\n  %s: %s\n", p.name.empty() ? p.path.c_str() : p.name.c_str(),
                   p.reason.c_str());
   }
-  if (const te_fl::Status status = te_fl::environment::status(); !status.ok()) {
-    complain(status.to_string());
-    return kProblem;
-  }
-  return kSuccess;
+  return problems(plugins, policy.status());
 }
 
 }  // namespace te_fl_tool

@@ -1,7 +1,9 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <cfloat>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -362,6 +364,10 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return usage_error(app, error, argc, argv);
+  }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    complain(std::string("standard output cannot be written: ") + std::strerror(errno));
+    return kProblem;
   }
   return exit_code;
 }

@@ -103,7 +103,7 @@ int tune(const TuneOptions& options) {
   if (left > 0) {
     std::printf(
         "\n%zu not pinned: what dispatch takes by itself is the fastest, or within the 5 %% "
-        "that are noise.\n",
+        "or 100 ns of a call that are noise.\n",
         left);
   }
   std::printf("\nTE_FL_POLICY_FILE=%s uses it.\n", options.out.c_str());

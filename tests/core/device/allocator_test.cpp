@@ -285,6 +285,13 @@ TEST_F(Allocators, MemoryInUseIsRefusedAndStaysItsOwners) {
   devices::free(device, data);
 }
 
+TEST_F(Allocators, MemoryInsideABlockIsRefused) {
+  auto* const data = static_cast<char*>(devices::allocate(device, 1024).value());
+  framework.gives = data + 512;
+  EXPECT_FAILS(fails(), kInternal, "gave memory that is in use already (rule R25)");
+  devices::free(device, data);
+}
+
 // The other thread is inside the allocator until this one has been through.
 TEST_F(Allocators, WhoWaitsForASlowOneHoldsNobodyUp) {
   std::mutex mutex;

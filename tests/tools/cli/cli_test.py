@@ -62,6 +62,41 @@ class Commands(unittest.TestCase):
         self.assertIn("up to 4096 bytes a call", self.ok("info", TE_FL_MAX_STAGED_BYTES="4096"))
         self.assertIn("Staging: forbidden", self.ok("info", TE_FL_MAX_STAGED_BYTES="0"))
 
+    def test_info_says_what_makes_calls_fail_and_what_is_not_there(self):
+        with tempfile.TemporaryDirectory() as folder:
+            broken = os.path.join(folder, "policy.json")
+            pathlib.Path(broken).write_text('{"te_fl_policy": 1,')
+            for variable, value, words in (("TE_FL_PER_OP", "gelu", "TE_FL_PER_OP"), ("TE_FL_POLICY_FILE", broken, "is not JSON"),
+                                           ("TE_FL_PLUGIN_PATH", folder + "/plugnis", "plugnis: the folder does not exist")):
+                for options in ([], ["--json"]):
+                    with self.subTest(variable, options=options):
+                        result = run("info", *options, **{variable: value})
+                        self.assertEqual(result.returncode, 1, result.stdout)
+                        self.assertIn(words, result.stderr)
+            # An absent folder is an error of calls where nothing may be silently different.
+            result = run("explain", "gelu", TE_FL_PLUGIN_PATH=folder + "/plugnis", TE_FL_STRICT="1")
+            self.assertNotEqual(result.returncode, 0, result.stdout)
+            self.assertIn("plugnis", result.stderr)
+
+    def test_pipes_and_full_devices_are_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            pipe = os.path.join(folder, "pipe.so")
+            os.mkfifo(pipe)
+            for command in (["replay", pipe], ["tune", pipe]):
+                with self.subTest(command):
+                    result = run(*command)
+                    self.assertNotEqual(result.returncode, 0)
+                    self.assertIn("is a device, a pipe or a socket", result.stderr)
+            self.assertIn("is a device, a pipe or a socket", run("info", TE_FL_PLUGIN_MODULES=pipe).stdout)
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([TE_FL, "ops"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("standard output cannot be written", result.stderr)
+
+    def test_a_plugin_listed_twice_is_there_once(self):
+        plugins = json.loads(run("info", "--json", TE_FL_PLUGIN_MODULES=FAR + "," + FAR).stdout)["plugins"]
+        self.assertEqual([p["state"] for p in plugins if "far" in p["path"]], ["active"])
+
     def test_ops(self):
         data = json.loads(self.ok("ops", "--json"))
         by_name = {d["op"]: [i["impl_id"] for i in d["implementations"]] for d in data}
@@ -388,12 +423,16 @@ class Commands(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "quarantine.json")
             entry = {"op": "gelu", "impl": "vendor.acme", "owner": "acme", "build": "1", "chip": "", "driver": "", "dtypes": ["f32"],
-                     "scalings": ["none"], "reason": "it is wrong", "case": ""}
+                     "scalings": ["none"], "reason": "it is wrong", "case": "/x/a.call",
+                     "replay": "TE_FL_PLUGIN_MODULES=/x/acme.so te-fl replay /x/a.call"}
             self.assertIn("nothing is quarantined", self.ok("quarantine", "list", TE_FL_QUARANTINE_FILE=file))
             with open(file, "w") as out:
                 json.dump({"te_fl_quarantine": 1, "entries": [entry, {**entry, "op": "relu"}, {**entry, "impl": "vendor.other"}]}, out)
             env = {"TE_FL_QUARANTINE_FILE": file}
             self.assertRegex(self.ok("quarantine", "list", **env), "gelu +vendor.acme +acme +f32 +none .*it is wrong")
+            self.assertIn(entry["replay"], self.ok("quarantine", "list", **env))
+            self.assertIn("Quarantine: 3 in " + file, self.ok("info", **env))
+            self.assertIn("quarantine: vendor.acme of acme does not serve relu", run("doctor", **env).stdout)
             listed = lambda: [(e["op"], e["impl_id"]) for e in json.loads(self.ok("quarantine", "list", "--json", **env))["entries"]]
             self.assertEqual(len(listed()), 3)
             self.fails(2, "needs an op", "quarantine", "clear", **env)
