@@ -11,6 +11,10 @@ if(TARGET te_fl_tool)
   set_target_properties(te_fl_tool PROPERTIES INSTALL_RPATH "${run_path}" BUILD_WITH_INSTALL_RPATH ON)
   install(TARGETS te_fl_tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
+# What `te-fl conformance` reads below its prefix; the build tree is one.
+install(FILES tests/conformance/expected_unsupported.txt tests/conformance/not_covered.txt DESTINATION share/te_fl/conformance)
+file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/share/te_fl)
+file(CREATE_LINK ${CMAKE_SOURCE_DIR}/tests/conformance ${CMAKE_BINARY_DIR}/share/te_fl/conformance SYMBOLIC)
 # Manifests of plugins go to plugins.d, where te-fl looks for them; libraries beside it.
 install(DIRECTORY DESTINATION ${CMAKE_INSTALL_LIBDIR}/te_fl/plugins.d)
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

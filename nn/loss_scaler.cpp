@@ -36,12 +36,18 @@ Result<std::unique_ptr<LossScaler>> LossScaler::create(const LossScalerOptions& 
   std::unique_ptr<LossScaler> scaler(new LossScaler(o));
   TE_FL_ASSIGN_OR_RETURN(scaler->scale_, Tensor::empty({1}, DType::kF32, o.device));
   TE_FL_ASSIGN_OR_RETURN(scaler->found_inf_, Tensor::zeros({1}, DType::kI32, o.device));
+  scaler->flags_ = {scaler->found_inf_};
   scaler->state_.scale = o.init_scale;
   TE_FL_RETURN_IF_ERROR(scaler->write_scale());
   return scaler;
 }
 
 Status LossScaler::write_scale() { return detail::fill(scale_, state_.scale); }
+
+void LossScaler::watch(const Tensor& flag) {
+  const auto same = [&](const Tensor& t) { return t.raw_data() == flag.raw_data(); };
+  if (std::ranges::none_of(flags_, same)) flags_.push_back(flag);
+}
 
 Result<bool> LossScaler::update() {
   const Device device = scale_.device();
@@ -51,20 +57,29 @@ Result<bool> LossScaler::update() {
         "LossScaler::update: the stream is being captured into a graph, and whether a step "
         "overflowed is known when it has run; call update() after each launch");
   }
-  int32_t found = 0;
+  std::vector<int32_t> values(flags_.size());
   void* const stream = devices::current_stream(device);
-  TE_FL_RETURN_IF_ERROR(
-      devices::copy(Device(), &found, device, found_inf_.raw_data(), sizeof found, stream));
+  for (size_t i = 0; i < flags_.size(); ++i) {
+    TE_FL_RETURN_IF_ERROR(devices::copy(Device(), &values[i], device, flags_[i].raw_data(),
+                                        sizeof values[i], stream));
+  }
   TE_FL_RETURN_IF_ERROR(devices::synchronize(device, stream));
+  bool found = false;
+  for (size_t i = 0; i < flags_.size(); ++i) {
+    if (values[i] == 0) continue;
+    found = true;
+    // An optimizer that does not step before the next update has nothing more to tell then.
+    TE_FL_RETURN_IF_ERROR(detail::fill(flags_[i], 0));
+  }
   const float before = state_.scale;
-  if (found != 0) {
+  if (found) {
     state_ = {std::max(state_.scale * options_.backoff_factor, 1.0f), 0};
   } else if (++state_.good_steps == options_.growth_interval) {
     const float grown = state_.scale * options_.growth_factor;
     state_ = {std::isfinite(grown) ? grown : state_.scale, 0};
   }
   if (state_.scale != before) TE_FL_RETURN_IF_ERROR(write_scale());
-  return found != 0;
+  return found;
 }
 
 Status LossScaler::load_state(State state) {

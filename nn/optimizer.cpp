@@ -304,8 +304,9 @@ Status Optimizer::make_capturable() {
     TE_FL_ASSIGN_OR_RETURN(Tensor lr, Tensor::wrap(at, one, {}, DType::kF32, home(), owner));
     state->lr.push_back(std::move(lr));
   }
+  // Before any capture, in which new memory would be the graph's.
+  TE_FL_ASSIGN_OR_RETURN(flag_, Tensor::zeros({1}, DType::kI32, home()));
   if (max_grad_norm_ > 0) {
-    TE_FL_ASSIGN_OR_RETURN(state->noop, Tensor::zeros({1}, DType::kI32, home()));
     TE_FL_ASSIGN_OR_RETURN(state->grad_norm, Tensor::zeros({1}, DType::kF32, home()));
   }
   device_ = std::move(state);
@@ -381,18 +382,23 @@ Status Optimizer::clip_on_device(const Tensor& noop) {
 
 // Divides the gradients by the scale, which is at least 1: the op's clipping to norm 1 does that,
 // and it reads the scale when it runs.
-Status Optimizer::unscale(const LossScaler& scaler) {
+Status Optimizer::unscale(LossScaler& scaler) {
   if (scaler.scale().device() != home()) {
     return invalid_argument("Optimizer::step: the scaler is on " +
                             to_string(scaler.scale().device()) + ", the parameters on " +
                             to_string(home()) + "; create it there (LossScalerOptions::device)");
   }
-  TE_FL_RETURN_IF_ERROR(detail::fill(scaler.found_inf(), 0));
+  if (!flag_.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(flag_, Tensor::empty({1}, DType::kI32, home()));
+  }
+  noop_ = flag_;
+  TE_FL_RETURN_IF_ERROR(detail::fill(noop_, 0));
+  scaler.watch(noop_);
   const Pointers grads = grads_of(parameters_);
   if (grads.empty()) return {};
   te_fl_multi_tensor_scale_args args{};
   set_in_place(args, grads);
-  args.noop_flag = scaler.found_inf();
+  args.noop_flag = noop_;
   args.norm = scaler.scale();
   args.max_norm = 1;
   return ops::multi_tensor_scale(args, detail::call_options(home()));
@@ -403,7 +409,7 @@ Status Optimizer::clip(const LossScaler* scaler) {
   if (max_grad_norm_ <= 0 || parameters_.empty()) return {};
   if (device_ != nullptr) {
     if (scaler != nullptr) return clip_on_device(noop_);
-    noop_ = device_->noop;
+    noop_ = flag_;
     TE_FL_RETURN_IF_ERROR(detail::fill(noop_, 0));
     return clip_on_device(noop_);
   }
@@ -449,7 +455,7 @@ Status Optimizer::step(LossScaler* scaler) {
   TE_FL_RETURN_IF_ERROR(check_slots());
   TE_FL_RETURN_IF_ERROR(check_fresh("Optimizer::step", parameters_));
   TE_FL_RETURN_IF_ERROR(end_backwards(parameters_));
-  noop_ = scaler != nullptr ? scaler->found_inf() : Tensor();
+  noop_ = Tensor();
   if (scaler != nullptr) TE_FL_RETURN_IF_ERROR(unscale(*scaler));
   // On the host before anything is counted, since it may refuse the gradients.
   if (device_ == nullptr || capturing) TE_FL_RETURN_IF_ERROR(clip(scaler));

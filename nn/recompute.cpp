@@ -95,21 +95,24 @@ Status note(Event event, const Device& device) {
   return {};
 }
 
-// The first run's next event, which must be like this one; noted for the runs inside.
-Result<const Event*> replay(Used used, const void* owner, const Device& device) {
+const char* name_of(Used used) {
   static constexpr const char* kNames[] = {"FP8 scales", "random numbers", "a weight",
                                            "a parameter"};
+  return kNames[static_cast<size_t>(used)];
+}
+
+// The first run's next event, which must be like this one; noted for the runs inside.
+Result<const Event*> replay(Used used, const void* owner, const Device& device) {
   RecomputeRun& run = *replaying_run();
   const std::vector<Event>& events = run.memory->events;
-  const std::string what = kNames[static_cast<size_t>(used)];
+  const std::string what = name_of(used);
   if (run.replay->next == events.size()) {
     return another_run("the second run uses " + what + " after all that the first run used");
   }
   const Event& event = events[run.replay->next];
   if (event.used != used || event.owner != owner) {
-    return another_run(
-        "the second run uses " + what + " where the first used " +
-        (event.used == used ? "another module's" : kNames[static_cast<size_t>(event.used)]));
+    return another_run("the second run uses " + what + " where the first used " +
+                       (event.used == used ? "another module's" : name_of(event.used)));
   }
   TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(device));
   if (event.capture != capture) {
@@ -208,6 +211,13 @@ RecomputeScope::RecomputeScope(const RecomputeRecord& record, RecomputePhase pha
 
 RecomputeScope::~RecomputeScope() { detail::t_run = run_->outer; }
 
+Status RecomputeScope::complete() const {
+  const detail::Replay* replay = run_->replay.get();
+  if (replay == nullptr || replay->next == run_->memory->events.size()) return {};
+  return detail::another_run("the second run ends where the first used " +
+                             std::string(detail::name_of(run_->memory->events[replay->next].used)));
+}
+
 RecomputePhase recompute_phase() noexcept {
   if (detail::t_run == nullptr) return RecomputePhase::kNone;
   return detail::noting() ? RecomputePhase::kFirst : RecomputePhase::kSecond;
@@ -221,12 +231,18 @@ Result<PieceRun> checkpoint(Piece piece, const Tensor& x) {
     TE_FL_ASSIGN_OR_RETURN(PieceRun run, piece(x));
     y = std::move(run.y);
   }
+  const std::string first = y.describe();
   return PieceRun{std::move(y),
-                  [piece = std::move(piece), record, x](const Tensor& dy) -> Result<Tensor> {
+                  [piece = std::move(piece), record, x, first](const Tensor& dy) -> Result<Tensor> {
                     PieceRun again;
                     {
                       const RecomputeScope scope(record, RecomputePhase::kSecond);
                       TE_FL_ASSIGN_OR_RETURN(again, piece(x));
+                      TE_FL_RETURN_IF_ERROR(scope.complete());
+                    }
+                    if (const std::string second = again.y.describe(); second != first) {
+                      return detail::another_run("the second run's result is " + second +
+                                                 ", and the first's was " + first);
                     }
                     again.y = Tensor();
                     return again.backward(dy);

@@ -142,24 +142,31 @@ class EntryReader {
 Result<Json> parse_json(std::string_view text, std::string_view source) {
   // nlohmann keeps the last of two members of one name; the format forbids them. Depth 1 is the
   // header itself.
-  std::set<std::string> keys;
-  std::string duplicate;
+  constexpr size_t kMostDeep = 8;
+  std::array<std::set<std::string>, kMostDeep + 2> keys;  // of the objects that are open
+  std::string member, duplicate;
   bool too_deep = false;
-  auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (depth > 8) too_deep = true;
-    if (event == Json::parse_event_t::key && depth == 1 &&
-        !keys.insert(parsed.get<std::string>()).second) {
-      duplicate = parsed.get<std::string>();
+  auto watch = [&](int level, Json::parse_event_t event, Json& parsed) {
+    const auto depth = static_cast<size_t>(level);
+    if (depth > kMostDeep) too_deep = true;
+    if (too_deep) return false;
+    if (event == Json::parse_event_t::object_start) keys[depth + 1].clear();
+    if (event != Json::parse_event_t::key) return true;
+    const auto key = parsed.get<std::string>();
+    if (depth == 1) member = key;
+    if (!keys[depth].insert(key).second && duplicate.empty()) {
+      duplicate = depth == 1 ? "the header names the tensor \"" + key + "\" twice"
+                             : "\"" + member + "\" has \"" + key + "\" twice";
     }
-    return !too_deep;
+    return true;
   };
   Json json = Json::parse(text, watch, /*allow_exceptions=*/false);
   if (too_deep) return corrupt(source, "the header is nested too deeply");
   if (json.is_discarded()) return corrupt(source, "the header is not valid JSON");
   if (!json.is_object()) return corrupt(source, "the header is JSON, but not an object");
-  if (!duplicate.empty()) {
-    return corrupt(source, "the header names the tensor \"" + duplicate + "\" twice");
-  }
+  // nlohmann passes over a byte order mark and spaces, other readers refuse them.
+  if (text.front() != '{') return corrupt(source, "the header does not begin with {");
+  if (!duplicate.empty()) return corrupt(source, duplicate);
   return json;
 }
 

@@ -19,6 +19,7 @@
 
 #include "core/base/file.hpp"
 #include "te_fl/device.hpp"
+#include "te_fl/log.hpp"
 
 namespace te_fl::nn {
 namespace {
@@ -113,8 +114,7 @@ Result<WeightMap> read_index(const std::string& path) {
   return map;
 }
 
-Result<SafetensorsFile> load_index(const std::string& path) {
-  TE_FL_ASSIGN_OR_RETURN(WeightMap map, read_index(path));
+Result<SafetensorsFile> load_files(const std::string& path, WeightMap map) {
   std::set<std::string> files;
   for (const auto& [tensor, file] : map) files.insert(file);
   SafetensorsFile result;
@@ -137,10 +137,65 @@ Result<SafetensorsFile> load_index(const std::string& path) {
   return data_loss(path, "tensor \"" + map.begin()->first + "\" is not in " + map.begin()->second);
 }
 
+Result<SafetensorsFile> load_index(const std::string& path) {
+  TE_FL_ASSIGN_OR_RETURN(WeightMap map, read_index(path));
+  for (;;) {
+    Result<SafetensorsFile> file = load_files(path, map);
+    if (file.ok() || file.status().code() != StatusCode::kNotFound) return file;
+    // Another model that was saved meanwhile has removed the files of this one.
+    TE_FL_ASSIGN_OR_RETURN(WeightMap now, read_index(path));
+    if (now == map) return file;
+    map = std::move(now);
+  }
+}
+
 std::string numbered(const std::string& stem, size_t index, size_t count) {
   char digits[48];
   std::snprintf(digits, sizeof digits, "-%05zu-of-%05zu", index + 1, count);
   return stem + digits + ".safetensors";
+}
+
+// The files that an index names; none if there is no index, or one that nothing can be loaded by.
+std::set<std::string> files_of(const std::string& index) {
+  std::set<std::string> files;
+  const Result<WeightMap> map = read_index(index);
+  if (!map.ok()) return files;
+  for (const auto& [tensor, file] : *map) files.insert(file);
+  return files;
+}
+
+// Names for `count` shards of which the index of before has none, so that its model is whole until
+// the new index takes its place: STEM-00001-of-..., or else STEM.2-00001-of-... and so on.
+std::vector<std::string> shard_names(const std::string& stem, size_t count,
+                                     const std::set<std::string>& before) {
+  for (int attempt = 1;; ++attempt) {
+    const std::string start = attempt == 1 ? stem : stem + "." + std::to_string(attempt);
+    std::vector<std::string> names;
+    for (size_t i = 0; i < count; ++i) names.push_back(numbered(start, i, count));
+    if (std::ranges::none_of(names, [&](const auto& name) { return before.contains(name); })) {
+      return names;
+    }
+  }
+}
+
+// A file that a reader would take for the model that was just replaced.
+Status remove_found(const std::string& path) {
+  if (::unlink(path.c_str()) == 0 || errno == ENOENT) return {};
+  const std::string why = std::strerror(errno);
+  return failed_precondition(path +
+                             ": belongs to the model of before, which readers may find by "
+                             "it, and cannot be removed: " +
+                             why);
+}
+
+// Shards that no index names any more.
+void remove_shards(const fs::path& folder, const std::set<std::string>& files) {
+  for (const std::string& file : files) {
+    const std::string path = (folder / file).string();
+    if (!file.ends_with(".safetensors") || ::unlink(path.c_str()) == 0 || errno == ENOENT) continue;
+    log::warning(path +
+                 ": a shard of the model of before cannot be removed: " + std::strerror(errno));
+  }
 }
 
 uint64_t bytes_of(const Tensor& tensor) {
@@ -162,6 +217,31 @@ std::vector<std::vector<NamedTensor>> divide(const std::vector<NamedTensor>& ten
     used += bytes;
   }
   return shards;
+}
+
+// The shards, and then the index of them. If one of these fails, no shard that was written stays.
+Status write_shards(const fs::path& folder, const std::vector<std::string>& names,
+                    const std::vector<std::vector<NamedTensor>>& shards, const Metadata& metadata,
+                    const std::string& index) {
+  Json map = Json::object();
+  uint64_t total = 0;
+  Status status;
+  std::set<std::string> written;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    status = save_safetensors((folder / names[i]).string(), shards[i], metadata);
+    if (!status.ok()) break;
+    written.insert(names[i]);
+    for (const NamedTensor& t : shards[i]) {
+      map[t.name] = names[i];
+      total += bytes_of(t.tensor);
+    }
+  }
+  if (status.ok()) {
+    const Json json = {{"metadata", {{"total_size", total}}}, {"weight_map", std::move(map)}};
+    status = core::replace_file(index, json.dump(2) + "\n").wrap(index + " cannot be written");
+  }
+  if (!status.ok()) remove_shards(folder, written);
+  return status;
 }
 
 }  // namespace
@@ -208,30 +288,23 @@ Status save_sharded(const std::string& folder, const std::vector<NamedTensor>& t
     return invalid_argument("save_sharded: tensor \"" + t.name + "\" is given twice");
   }
   const auto shards = divide(tensors, options.max_shard_bytes);
-  const fs::path base = fs::path(folder) / options.stem;
-  const std::string index = base.string() + ".safetensors.index.json";
-  if (shards.size() == 1) {
+  const std::string single = options.stem + ".safetensors";
+  const std::string index = (fs::path(folder) / (single + ".index.json")).string();
+  std::set<std::string> before = files_of(index);
+  // A single file that an index of before names cannot be replaced without changing its model.
+  if (shards.size() == 1 && !before.contains(single)) {
     TE_FL_RETURN_IF_ERROR(
-        save_safetensors(base.string() + ".safetensors", shards[0], options.metadata));
-    if (::unlink(index.c_str()) == 0 || errno == ENOENT) return {};
-    return Status(StatusCode::kFailedPrecondition, index +
-                                                       ": the index of before cannot be "
-                                                       "removed: " +
-                                                       std::strerror(errno));
+        save_safetensors((fs::path(folder) / single).string(), shards[0], options.metadata));
+    TE_FL_RETURN_IF_ERROR(remove_found(index));
+    remove_shards(folder, before);
+    return {};
   }
-  Json map = Json::object();
-  uint64_t total = 0;
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const std::string name = numbered(options.stem, i, shards.size());
-    TE_FL_RETURN_IF_ERROR(
-        save_safetensors((fs::path(folder) / name).string(), shards[i], options.metadata));
-    for (const NamedTensor& t : shards[i]) {
-      map[t.name] = name;
-      total += bytes_of(t.tensor);
-    }
-  }
-  const Json json = {{"metadata", {{"total_size", total}}}, {"weight_map", std::move(map)}};
-  return core::replace_file(index, json.dump(2) + "\n").wrap(index + " cannot be written");
+  const std::vector<std::string> files = shard_names(options.stem, shards.size(), before);
+  TE_FL_RETURN_IF_ERROR(write_shards(folder, files, shards, options.metadata, index));
+  before.erase(single);
+  TE_FL_RETURN_IF_ERROR(remove_found((fs::path(folder) / single).string()));
+  remove_shards(folder, before);
+  return {};
 }
 
 }  // namespace te_fl::nn

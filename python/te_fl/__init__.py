@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Sequence
 
-from te_fl import _native
+try:
+    from te_fl import _native
+except ImportError as error:
+    from te_fl import missing
+    reason = missing.native()
+    if reason is None:
+        raise
+    raise ImportError(reason) from error
 from te_fl import errors
 from te_fl.errors import Error
 from te_fl.tensors import DTYPES, SCALINGS, Quantized, Saved, Tensor

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 
+from te_fl import missing
+
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -13,8 +15,7 @@ def program() -> str:
     """Its path; FileNotFoundError that tells how to get it."""
     path = os.path.join(_FOLDER, "bin", "te-fl")
     if not os.access(path, os.X_OK):
-        raise FileNotFoundError(f"the program te-fl is not at {path}: this te_fl was installed incompletely or built with "
-                                "-DTE_FL_BUILD_TOOLS=OFF; install it again")
+        raise FileNotFoundError(f"the program te-fl is not at {path}: {missing.advice('te-fl')}")
     return path
 
 

@@ -29,6 +29,17 @@ license=$(find "$prefix/share/doc" -name LICENSE)
 cmp "$license" "$source_dir/LICENSE" || fail "the licence is not installed"
 echo "ok: the licence is installed"
 
+# A copy of a build tree installs its own files. Made of links, beside the build, it costs no space.
+copy=$build_dir.copy
+rm -rf "$copy" && mkdir "$copy"
+trap 'rm -rf "$copy"' EXIT
+(cd "$build_dir" && cp -rl --parents CMakeFiles/Export "$copy" && find . \( -name CMakeFiles -o -path ./install_test \) -prune -o ! -type d -print0 |
+  xargs -0 cp -Pl --parents -t "$copy")
+cmake --install "$copy" --prefix "$work/of_copy" >/dev/null
+if grep -qF "$build_dir/" "$copy/cmake_install.cmake"; then fail "the copy of the build tree installs the original's files"; fi
+diff <(cd "$prefix" && find . | sort) <(cd "$work/of_copy" && find . | sort) || fail "the copy of the build tree installs other files"
+echo "ok: a copy of the build tree installs its own files"
+
 cmake -S "$source_dir/tests/install" -B "$work/consumer" -DCMAKE_PREFIX_PATH="$prefix" -G Ninja >/dev/null
 cmake --build "$work/consumer" >/dev/null
 expect "consumer built with find_package" '^silu default.cpu$' "$("$work/consumer/consumer")"
@@ -82,6 +93,8 @@ expect "new-backend: the project is certified" '^certified: [1-9][0-9]* passed, 
 for file in check.json check.xml check.html; do [ -s "acme/build/$file" ] || fail "ci.sh left no build/$file"; done
 cmake --build acme/build --target test >/dev/null || fail "ctest of the project"
 echo "ok: new-backend: ctest of the project"
+expect "te-fl conformance is installed" '[1-9][0-9]* passed, 0 failed' \
+  "$("$te_fl" conformance --plugin acme/build/libte_fl_acme.so --impl vendor.acme --op relu --reduced)"
 subfolder=${lib#"$prefix"/}/te_fl/plugins.d
 cmake --install acme/build --prefix "$work/elsewhere" >/dev/null
 [ -s "$work/elsewhere/$subfolder/acme.json" ] && [ ! -e "$prefix/$subfolder/acme.json" ] || fail "cmake --install --prefix of the project"

@@ -151,13 +151,40 @@ TEST(LossScaler, ServesATape) {
   EXPECT_EQ(seen[0], seen[1]);  // a power of two changes no bit
 }
 
+// Each optimizer leaves out its own steps, and the scale hears of all of them, once.
+TEST(LossScaler, ServesSeveralOptimizers) {
+  for (bool capturable : {false, true}) {
+    for (size_t bad : {0u, 1u}) {
+      const std::vector<NamedParameter> models[] = {three(), three()};
+      std::unique_ptr<SGD> sgd[2];
+      for (size_t i = 0; i < 2; ++i) {
+        sgd[i] = take(SGD::create(models[i], {.lr = 0.5f, .capturable = capturable}));
+      }
+      auto scaler = take(LossScaler::create({.init_scale = 8, .growth_interval = 1}));
+      for (const auto& model : models) give(model, 8);
+      models[bad][2].grad().data<float>()[0] = INFINITY;
+      for (const auto& each : sgd) check(each->step(*scaler));
+      EXPECT_EQ(values(models[bad]), (Values{1, 1, 1}));
+      EXPECT_EQ(values(models[1 - bad]), (Values{0.5, 0.5, 0.5}));
+      EXPECT_TRUE(take(scaler->update()));
+      EXPECT_EQ(take(item(scaler->scale())), 4);
+      // The other one's next step alone: what the first met is told already.
+      give(models[1 - bad], 4);
+      check(sgd[1 - bad]->step(*scaler));
+      EXPECT_FALSE(take(scaler->update()));
+      EXPECT_EQ(take(item(scaler->scale())), 8);
+    }
+  }
+}
+
 TEST(LossScaler, StaysWithinItsBounds) {
   auto scaler =
       take(LossScaler::create({.init_scale = 2, .growth_factor = 4, .growth_interval = 1}));
-  scaler->found_inf().data<int32_t>()[0] = 1;
-  for (int i = 0; i < 3; ++i) EXPECT_TRUE(take(scaler->update()));
+  for (int i = 0; i < 3; ++i) {
+    scaler->found_inf().data<int32_t>()[0] = 1;  // as a step of one's own does
+    EXPECT_TRUE(take(scaler->update()));
+  }
   EXPECT_EQ(scaler->state().scale, 1);
-  scaler->found_inf().data<int32_t>()[0] = 0;
   check(scaler->load_state({.scale = 0x1p127f}));
   EXPECT_FALSE(take(scaler->update()));
   EXPECT_EQ(scaler->state().scale, 0x1p127f);

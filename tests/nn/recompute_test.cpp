@@ -229,6 +229,28 @@ TEST(Recompute, RefusesAnotherSecondRun) {
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "the second run");
 }
 
+TEST(Recompute, RefusesASecondRunThatDoesLess) {
+  auto one = make_layer(1, 0), two = make_layer(2, 0);
+  bool less = false;
+  const Piece piece = [&](const Tensor& x) -> Result<PieceRun> {
+    TE_FL_ASSIGN_OR_RETURN(PieceRun run, run_piece(*one, x));
+    return less ? run : run_piece(*two, run.y);
+  };
+  auto run = take(checkpoint(piece, input(0, 0)));
+  less = true;
+  EXPECT_FAILS(run.backward(run.y), kFailedPrecondition,
+               "the second run ends where the first used a parameter");
+  // What uses nothing of the kind shows in the result.
+  const Piece cut = [&](const Tensor& x) -> Result<PieceRun> {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor y, x.slice(1, 0, less ? 1 : 2));
+    return PieceRun{y, [](const Tensor& dy) -> Result<Tensor> { return dy; }};
+  };
+  less = false;
+  run = take(checkpoint(cut, input(0, 0)));
+  less = true;
+  EXPECT_FAILS(run.backward(run.y), kFailedPrecondition, "f32[2,1,32]");
+}
+
 // The low-level pieces, as a framework with a checkpoint of its own calls them.
 TEST(Recompute, ScopesServeAnotherCheckpoint) {
   auto linear = take(Linear::create({.in_features = kHidden, .out_features = kHidden, .seed = 4}));

@@ -156,6 +156,19 @@ TEST_P(SafetensorsCorrupt, IsRefusedNamingFileAndFault) {
 INSTANTIATE_TEST_SUITE_P(
     All, SafetensorsCorrupt,
     ::testing::Values(
+        BadHeader{"byte_order_mark",
+                  "\xEF\xBB\xBF{\"v\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}",
+                  "1234", "does not begin with {"},
+        BadHeader{"leading_space", R"( {"v":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})",
+                  "1234", "does not begin with {"},
+        BadHeader{
+            "offsets_twice",
+            R"({"u":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"v":{"dtype":"U8","shape":[4],"data_offsets":[0,3],"data_offsets":[0,4]}})",
+            "1234", "\"v\" has \"data_offsets\" twice"},
+        BadHeader{
+            "metadata_twice",
+            R"({"__metadata__":{"a":"1","a":"2"},"v":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})",
+            "1234", "\"__metadata__\" has \"a\" twice"},
         BadHeader{"not_json", "{\"a\": ", "", "not valid JSON"},
         BadHeader{"not_object", "[1, 2]", "", "not an object"},
         BadHeader{"nested", "{\"a\":" + std::string(200, '[') + std::string(200, ']') + "}", "",

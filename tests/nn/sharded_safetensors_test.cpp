@@ -1,9 +1,11 @@
 // Models in several safetensors files with an index.
 #include "te_fl/nn/sharded_safetensors.hpp"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -89,6 +91,50 @@ TEST_F(Sharded, OneFileNeedsNoIndex) {
   expect_equal(take(load_sharded(at("model.safetensors"))), changed);
   EXPECT_FAILS(load_sharded(folder_.string(), "other"), kNotFound,
                "neither other.safetensors.index.json");
+}
+
+// A save that fails in any of its files, or whose process dies in it, leaves the model of before.
+TEST_F(Sharded, HalfASaveChangesNothing) {
+  check(save_sharded(folder_.string(), tensors(), {.max_shard_bytes = 24}));
+  const std::vector<std::string> before = files();
+  for (const uint64_t most : {24, 16, 1000}) {
+    for (size_t bad = 0; bad < 4; ++bad) {
+      std::vector<NamedTensor> half = {{"a", tensor({4}, Values(4, 7))},
+                                       {"b", tensor({2, 2}, Values(4, 7), DType::kBF16)},
+                                       {"c", tensor({2, 3}, Values(6, 7))},
+                                       {"d", tensor({1}, {7})}};
+      half[bad].tensor = Tensor();
+      EXPECT_FAILS(save_sharded(folder_.string(), half, {.max_shard_bytes = most}),
+                   kInvalidArgument, "is undefined");
+      expect_equal(take(load_sharded(folder_.string())), tensors());
+      EXPECT_EQ(files(), before);
+    }
+  }
+  std::vector<NamedTensor> longer = tensors();
+  longer.push_back({"e", tensor({1024}, Values(1024, 3))});
+  const auto save_and_die = [&] {
+    const rlimit least{1024, 1024};  // bytes of a file: that of "e" has more
+    (void)::setrlimit(RLIMIT_FSIZE, &least);
+    (void)save_sharded(folder_.string(), longer, {.max_shard_bytes = 24});
+  };
+  EXPECT_EXIT(save_and_die(), ::testing::KilledBySignal(SIGXFSZ), "");
+  expect_equal(take(load_sharded(folder_.string())), tensors());
+}
+
+// Each save leaves its own files alone, in whatever form the one before was.
+TEST_F(Sharded, TheFilesOfBeforeGo) {
+  put("model-other.safetensors", "of somebody else");
+  for (const uint64_t most : {24, 24, 16, 1000, 24, 1000, 1000, 1}) {
+    std::vector<NamedTensor> changed = tensors();
+    changed[3].tensor = tensor({1}, {static_cast<double>(most)});
+    check(save_sharded(folder_.string(), changed, {.max_shard_bytes = most}));
+    expect_equal(take(load_sharded(folder_.string())), changed);
+    const size_t shards = most == 1000 ? 0 : most == 24 ? 3 : 4;
+    EXPECT_EQ(files().size(), 1 + 1 + shards) << most;
+    // Some readers of the hub's form look for this one first.
+    EXPECT_EQ(fs::exists(at("model.safetensors")), shards == 0);
+  }
+  EXPECT_EQ(text("model-other.safetensors"), "of somebody else");
 }
 
 TEST_F(Sharded, ModulesLoadIt) {

@@ -356,6 +356,27 @@ TEST(Tape, GivesForwardOptions) {
   EXPECT_OK(linear(tape.input(input()), ForwardOptions{}).status());  // given ones count
 }
 
+// As te_fl::nn::call() gives them to a layer that is called with attention's inputs, however these
+// are given.
+TEST(Tape, GivesForwardOptionsBesideAttentionInputs) {
+  const Layer<MultiheadAttention> attention(
+      {.hidden_size = kWidth, .num_attention_heads = 1, .layout = Layout::kBSHD});
+  const Layer<TransformerLayer> layer({.hidden_size = kWidth,
+                                       .ffn_hidden_size = kWidth,
+                                       .num_attention_heads = 1,
+                                       .layout = Layout::kBSHD});
+  Tape tape;
+  tape.options.is_first_microbatch = true;
+  tape.options.reuse_weights = tensor({1}, {0});
+  const Value x = tape.input(tensor({1, 4, kWidth}, random_values(4 * kWidth, 1)));
+  const AttentionInputs inputs;
+  for (const Value& y : {attention(x, inputs), layer(x, inputs)}) {
+    EXPECT_FAILS(y.status(), kInvalidArgument, "is_first_microbatch");
+  }
+  EXPECT_OK(attention(x, inputs, ForwardOptions{}).status());
+  EXPECT_OK(layer(x, inputs, ForwardOptions{}).status());
+}
+
 TEST(Tape, AnEmbeddingBegins) {
   const Layer<Embedding> embedding({.num_embeddings = 5, .hidden_size = kWidth, .init_std = 1});
   const auto linear = make_linear(1);

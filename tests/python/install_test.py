@@ -77,6 +77,19 @@ class Importing(unittest.TestCase):
         self.assertNotIn("libdnnl", maps)
 
 
+class NotBuilt(unittest.TestCase):
+    def test_a_missing_module_says_what_to_build(self):
+        with tempfile.TemporaryDirectory() as folder:
+            package = os.path.join(folder, "python", "te_fl")
+            os.makedirs(package)
+            for name in ("__init__.py", "missing.py", "errors.py"):
+                os.symlink(os.path.join(PACKAGE, name), os.path.join(package, name))
+            code = "try:\n    import te_fl\nexcept ImportError as error:\n    print(error)"
+            for marker, expected in (("CMakeLists.txt", f"pip install {folder}"), ("CMakeCache.txt", f"cmake --build {folder} --target te_fl_python")):
+                open(os.path.join(folder, marker), "w").close()
+                self.assertIn(expected, run(code, PYTHONPATH=os.path.dirname(package)))
+
+
 class Installed(unittest.TestCase):
     """Of an installed wheel; the build tree has no metadata."""
 
@@ -102,10 +115,29 @@ class Installed(unittest.TestCase):
             for name in names:
                 if name.endswith((".py", ".pyi", ".typed")):
                     self.assertIn(os.path.join("te_fl", os.path.relpath(os.path.join(folder, name), source)).replace("/./", "/"), self.files)
-        for part in ("te_fl/_native.abi3.so", "te_fl/bin/te-fl"):
-            self.assertIn(part, self.files)
-        sources = [f for f in self.files if f.endswith((".cpp", ".hpp", ".a"))]
+        for part in ("_native.abi3.so", "bin/te-fl", "include/te_fl/plugin.h", "include/te_fl/ops/gemm.h", "lib/cmake/te_fl/te_flConfig.cmake",
+                     "lib/cmake/te_fl/plugin.map", "docs/adding-a-backend.md", "share/te_fl/conformance/expected_unsupported.txt"):
+            self.assertIn("te_fl/" + part, self.files)
+        sources = [f for f in self.files if f.endswith((".cpp", ".hpp", ".a")) and not f.startswith("te_fl/include/")]
         self.assertEqual([f.split("te_fl/", 1)[-1] for f in sources], ["pytorch/node.cpp"])  # which build-node compiles
+
+    def test_a_backend_builds_against_it(self):
+        with tempfile.TemporaryDirectory() as folder:
+            def te_fl_says(*words):
+                found = subprocess.run([sys.executable, "-m", "te_fl", *words], cwd=folder, capture_output=True, text=True)
+                self.assertEqual(found.returncode, 0, found.stdout + found.stderr)
+                return found.stdout
+
+            te_fl_says("new-backend", "acme", "acme")
+            environment = {k: v for k, v in os.environ.items() if k not in ("TE_FL_PREFIX", "CMAKE_PREFIX_PATH")}
+            for words in (("-S", "acme", "-B", "build"), ("--build", "build")):
+                made = subprocess.run(["cmake", *words], cwd=folder, env=environment, capture_output=True, text=True)
+                self.assertEqual(made.returncode, 0, made.stdout + made.stderr)
+            with open(os.path.join(folder, "build", "CMakeCache.txt")) as cache:
+                self.assertIn(f"TE_FL:FILEPATH={PACKAGE}/bin/te-fl\n", cache.read())
+            plugin = os.path.join(folder, "build", "libte_fl_acme.so")
+            tally = te_fl_says("conformance", "--plugin", plugin, "--impl", "vendor.acme", "--op", "relu", "--reduced")
+            self.assertRegex(tally, "[1-9][0-9]* passed, 0 failed")
 
     def test_minimum_versions_are_those_of_the_extras(self):
         extras = " ".join(r for r in self.distribution.requires)

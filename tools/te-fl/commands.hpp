@@ -21,6 +21,9 @@ enum ExitCode {
   kIncomplete = 4,   // check: nothing failed, but not everything was checked: no certificate
 };
 
+// The folder in whose bin/ this program lies: that of an installation, of a wheel, or of a build.
+std::string own_prefix();
+
 struct ExplainOptions {
   std::string op;
   std::string device = "cpu";

@@ -4,10 +4,13 @@
 #include <cfloat>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "commands.hpp"
+#include "conformance/program.hpp"
 #include "output.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/version.hpp"
@@ -51,6 +54,8 @@ const std::vector<Examples>& examples() {
       {"check",
        {{"te-fl check ./libacme.so --html acme.html", "certifies a plugin"},
         {"te-fl check acme_ops --python python3", "certifies one in Python"}}},
+      {"conformance",
+       {{"te-fl conformance --plugin ./libacme.so --op relu", "the table's cases of an op"}}},
       {"new-backend",
        {{"te-fl new-backend acme ./acme", "a plugin project to start from"},
         {"te-fl new-backend acme ./acme --device", "one with a device of its own"}}},
@@ -153,6 +158,11 @@ std::string not_empty(const std::string& shape) {
 
 namespace te_fl_tool {
 
+std::string own_prefix() {
+  std::error_code error;
+  return std::filesystem::read_symlink("/proc/self/exe", error).parent_path().parent_path();
+}
+
 void leave_watching_to_programs() {
   // The empty value is valid for both.
   static_cast<void>(te_fl::environment::set("TE_FL_TRACE", ""));
@@ -162,6 +172,10 @@ void leave_watching_to_programs() {
 }  // namespace te_fl_tool
 
 int main(int argc, char** argv) {
+  if (argc > 1 && std::string_view(argv[1]) == "conformance") {  // has a parser of its own
+    const std::string folder = own_prefix() + "/share/te_fl/conformance";
+    return te_fl::conformance::run_program(argc - 1, argv + 1, folder);
+  }
   CLI::App app{"Looks into the te-fl runtime: what is there, what would run, and why.", "te-fl"};
   app.set_version_flag("--version", std::string("te-fl ") + TE_FL_VERSION);
   app.require_subcommand(1);
@@ -294,6 +308,9 @@ int main(int argc, char** argv) {
   check_command->callback([&] { exit_code = check_plugin(check_options); });
 
   NewBackendOptions new_options;
+  app.add_subcommand("conformance",
+                     "Runs the table by which check certifies, or any part of it (--help)");
+
   auto* new_command = app.add_subcommand(
       "new-backend", "Writes a plugin project of its own, which builds and passes te-fl check");
   new_command->add_option("name", new_options.name, "lower case: a letter, then letters, digits, _")

@@ -37,8 +37,10 @@ std::string filled(std::string text, const NewBackendOptions& options) {
   const std::string abi = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
   std::vector<std::pair<std::string, std::string>> values;
   for (const Mark& m : project_marks(options.device)) values.emplace_back(m.mark, m.text);
-  values.insert(values.end(),
-                {{"@NAME@", options.name}, {"@ABI@", abi}, {"@VERSION@", TE_FL_VERSION}});
+  values.insert(values.end(), {{"@NAME@", options.name},
+                               {"@ABI@", abi},
+                               {"@VERSION@", TE_FL_VERSION},
+                               {"@PREFIX@", own_prefix()}});
   for (const auto& [mark, value] : values)
     for (size_t at; (at = text.find(mark)) != std::string::npos;)
       text.replace(at, mark.size(), value);

@@ -11,7 +11,8 @@ project(te_fl_@NAME@ VERSION 0.1.0 LANGUAGES CXX)
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
-find_package(te_fl REQUIRED)
+# CMAKE_PREFIX_PATH comes first; the hint is the te-fl that wrote this project.
+find_package(te_fl REQUIRED HINTS "@PREFIX@")
 # Unless another prefix is asked for, the plugin is installed beside te-fl, which finds it there by itself.
 if(CMAKE_INSTALL_PREFIX_INITIALIZED_TO_DEFAULT)
   set(CMAKE_INSTALL_PREFIX ${te_fl_PREFIX} CACHE PATH "Where to install" FORCE)
@@ -139,7 +140,7 @@ extern "C" TE_FL_PLUGIN_EXPORT const te_fl_plugin_header* te_fl_plugin_query(
 )raw";
 
 constexpr const char* kCi = R"raw(#!/usr/bin/env bash
-# Builds the backend and certifies it. TE_FL_PREFIX: where te-fl is installed, if CMake does not find it by itself.
+# Builds the backend and certifies it. TE_FL_PREFIX: where te-fl is installed, if not where the te-fl that wrote this project is.
 # Leaves build/check.json, check.xml (JUnit) and check.html. Arguments go to te-fl check, such as --quick or --op relu: with
 # them a part is checked, and the exit code is 4 if nothing failed, because that is no certificate.
 set -euo pipefail
@@ -154,9 +155,9 @@ constexpr const char* kReadme = R"raw(# The @NAME@ backend of te-fl
 
 A plugin for te-fl (plugin ABI @ABI@). @WHAT@
 
-    TE_FL_PREFIX=/where/te-fl/is ./ci.sh
+    ./ci.sh
 
-builds it and runs `te-fl check` on it: the file, every case of te-fl's conformance table for every op that it registers, drawn
+builds it against the te-fl that wrote the project, a prefix or a Python package (another one: TE_FL_PREFIX=/where/it/is), and runs `te-fl check` on it: the file, every case of te-fl's conformance table for every op that it registers, drawn
 shapes, every row length, many threads, leaks, determinism, and the end of the plugin. build/check.html is the page to show. A
 failure is printed with the command that reproduces it. `./ci.sh --quick` takes a few seconds and is no certificate (exit code 4).
 
@@ -167,6 +168,9 @@ failure is printed with the command that reproduces it. `./ci.sh --quick` takes 
 | src/plugin.cpp | what te-fl asks the plugin for |
 | @NAME@.json.in | the manifest by which an installed plugin is found |
 | ci.sh | builds and certifies |
+
+`te-fl conformance --plugin build/libte_fl_@NAME@.so --impl vendor.@NAME@ --op relu` runs the same cases without the rest. Once you know what
+you leave out, declare it in a file (`impl | op | case pattern | reason` a line) and add `--expected FILE`: any other refusal then fails.
 
 The next op: copy src/relu.cpp, take the op's name, arguments and formula from te-fl's docs/ops.md (its struct is in
 `te_fl/ops/*.h`), add the descriptor to src/ops.hpp and src/plugin.cpp and the file to CMakeLists.txt, and run ci.sh. What you do not

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "te_fl/export.hpp"
 #include "te_fl/nn/module.hpp"
@@ -19,10 +20,11 @@ struct LossScalerOptions {
 
 // Dynamic loss scaling, for gradients in F16: the loss is multiplied by a scale, the optimizer
 // divides the gradients by it, and a step whose gradients are not finite changes nothing.
-//   tape.backward(loss, scaler->scale());      // or CrossEntropyLoss::backward(ctx, scale())
-//   optimizer->step(*scaler);                  // looks for overflow on the device, waits for
-//   nothing scaler->update();                          // adapts the scale
-// For one thread.
+//   tape.backward(loss, scaler->scale());  // or CrossEntropyLoss::backward(ctx, scale())
+//   optimizer->step(*scaler);              // looks for overflow on the device, waits for nothing
+//   scaler->update();                      // adapts the scale
+// Several optimizers may step on one scaler before its update(): each leaves out its own step if
+// its own gradients are not finite, and the scale falls if any did. For one thread.
 class TE_FL_API LossScaler {
  public:
   static Result<std::unique_ptr<LossScaler>> create(const LossScalerOptions& options);
@@ -31,11 +33,13 @@ class TE_FL_API LossScaler {
 
   // F32 [1] on the device; its memory stays the same, so captured graphs read each launch's scale.
   const Tensor& scale() const noexcept { return scale_; }
-  // I32 [1] on the device: not 0 if the last step met a gradient that was not finite.
+  // I32 [1] on the device, for an update of the caller's own: what sets it to another value than 0
+  // tells the next update() of an overflow. Steps of te-fl's optimizers do not touch it.
   const Tensor& found_inf() const noexcept { return found_inf_; }
-  // After a step, or a graph's launch of one: lowers the scale if it overflowed, and raises it
-  // after enough that did not. Whether that step was left out. Reads found_inf on the host: a
-  // synchronisation point. FAILED_PRECONDITION in a capture, where nothing can be read.
+  // After the steps, or a graph's launch of them: lowers the scale if one of them since the last
+  // update() overflowed, and raises it after enough updates without. Returns whether a step was
+  // left out. Reads what the steps found, and forgets it: a synchronisation point.
+  // FAILED_PRECONDITION in a capture, where nothing can be read.
   Result<bool> update();
 
   // A checkpoint saves this: the scale and the number of good steps since it changed.
@@ -47,12 +51,17 @@ class TE_FL_API LossScaler {
   Status load_state(State state);
 
  private:
+  friend class Optimizer;
   explicit LossScaler(const LossScalerOptions& options) : options_(options) {}
   Status write_scale();
+  // Makes update() read an optimizer's flag, I32 [1]. It keeps it for good, as a graph may hold the
+  // step that writes it.
+  void watch(const Tensor& flag);
 
   LossScalerOptions options_;
   State state_;
   Tensor scale_, found_inf_;
+  std::vector<Tensor> flags_;  // found_inf_ and those of optimizers
 };
 
 }  // namespace te_fl::nn

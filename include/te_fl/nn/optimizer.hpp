@@ -86,8 +86,7 @@ class TE_FL_API Optimizer {
   struct OnDevice {
     Tensor step;             // I64 [1]
     std::vector<Tensor> lr;  // F32 [1]: the optimizer's own, then the groups'
-    Tensor noop;             // I32 [1]; undefined without clipping
-    Tensor grad_norm;        // F32 [1]; likewise
+    Tensor grad_norm;        // F32 [1]; undefined without clipping
   };
 
   Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm);
@@ -117,7 +116,7 @@ class TE_FL_API Optimizer {
   Status check_capture() const;
   Status check_slots() const;  // that no parameter to be updated lacks its state
   Status step(LossScaler* scaler);
-  Status unscale(const LossScaler& scaler);
+  Status unscale(LossScaler& scaler);
   Status clip(const LossScaler* scaler);
   Status clip_on_device(const Tensor& noop);
   Status write_state();
@@ -125,7 +124,8 @@ class TE_FL_API Optimizer {
   Device home() const;
 
   std::unique_ptr<OnDevice> device_;
-  Tensor noop_;                     // of the step under way
+  Tensor flag_;                     // I32 [1]: not 0 leaves a step out
+  Tensor noop_;                     // flag_ if the step under way looks for that, else undefined
   std::vector<uint64_t> versions_;  // of the parameters, that the master weights belong to
   std::vector<bool> stateless_;     // the parameters that were frozen when it was created
 };

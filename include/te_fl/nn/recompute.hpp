@@ -56,6 +56,10 @@ class [[nodiscard]] TE_FL_API RecomputeScope {
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;
 
+  // At the end of a second run that was to repeat the whole first one: FAILED_PRECONDITION names
+  // what the first run used next, if it used more. OK in a first run.
+  Status complete() const;
+
  private:
   std::unique_ptr<detail::RecomputeRun> run_;
 };

@@ -32,10 +32,14 @@ struct ShardedOptions {
   Metadata metadata = {{"format", "pt"}};  // of each file; readers of the hub want the format
 };
 
-// Writes the tensors into `folder`, which must be there: STEM.safetensors if they fit into one
-// file, else as many as it takes and then the index, so that whoever reads while it is written has
-// the old index or the new one; an index that one file replaces is removed. The conditions are
-// save_safetensors()'s.
+// Writes the tensors into `folder`, which must be there, in place of the model of that stem:
+// STEM.safetensors if they fit into one file, else as many as it takes and then the index of them.
+// The files get names that the model of before does not use (STEM-00001-of-00003.safetensors, or
+// STEM.2-00001-of-...), so that a save that fails, or dies, leaves that model as it was; one that
+// fails also removes what it has written. What readers would still find of the old model goes last:
+// its single file or its index, then the shards that its index names. FAILED_PRECONDITION if the
+// first of these cannot be removed; a shard that cannot be is a warning. The other conditions are
+// save_safetensors()'s. One process at a time may save to a folder.
 TE_FL_API Status save_sharded(const std::string& folder, const std::vector<NamedTensor>& tensors,
                               const ShardedOptions& options = {});
 

@@ -82,7 +82,8 @@ class TE_FL_API Tape {
   Tape& operator=(const Tape&) = delete;
 
   bool training() const noexcept { return training_; }
-  // What calls give to forwards that take it and were given none.
+  // What calls give to forwards that take ForwardOptions and were given none, whatever else they
+  // were given (AttentionInputs, say).
   ForwardOptions options;
 
   // A value that nothing on the tape makes. `wants_grad`: backward() leaves its gradient in it.
@@ -183,6 +184,8 @@ Value call(Called& module, const Value& x, const Args&... args) {
       [&](const Tensor& in, Ctx* ctx) -> Result<Tensor> {
         if constexpr (sizeof...(args) == 0) {
           return detail::forward_with(module, in, ctx, x.tape()->options);
+        } else if constexpr (requires { module.forward(in, ctx, args..., x.tape()->options); }) {
+          return module.forward(in, ctx, args..., x.tape()->options);
         } else {
           return module.forward(in, ctx, args...);
         }

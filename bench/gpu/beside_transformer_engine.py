@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """te_fl.pytorch beside NVIDIA's Transformer Engine, in one process on one GPU. Ratios below 1 are te-fl's lead.
 
-usage: transformer_engine.py [--blocks N] [--no-quickstart] [--json FILE]
+usage: beside_transformer_engine.py [--blocks N] [--no-quickstart] [--json FILE]
   --blocks         alternating blocks of each row; each figure is the median of the blocks' means (default 11)
   --no-quickstart  leaves out the large layer
 
@@ -18,9 +18,7 @@ import sys
 
 import torch
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [p for p in sys.path if os.path.abspath(p) != HERE]  # this file has the name of the package
-sys.path.insert(0, os.path.join(HERE, "..", "pytorch"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "pytorch"))
 from host_time import ROWS, WIDTH, medians  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -88,9 +86,9 @@ def main():
     parser.add_argument("--json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(1, "transformer_engine.py: there is no GPU, and Transformer Engine runs on nothing else\n")
+        parser.exit(1, "beside_transformer_engine.py: there is no GPU, and Transformer Engine runs on nothing else\n")
     if importlib.util.find_spec("transformer_engine") is None:
-        parser.exit(1, "transformer_engine.py: Transformer Engine is not installed; pip install transformer_engine[pytorch]==2.20.2\n")
+        parser.exit(1, "beside_transformer_engine.py: Transformer Engine is not installed; pip install transformer_engine[pytorch]==2.20.2\n")
     import transformer_engine
     import transformer_engine.common.recipe as their_recipes
     import transformer_engine.pytorch as theirs

@@ -1,0 +1,26 @@
+"""What to say where a part of the package that is compiled is not there."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def advice(target: str) -> str:
+    """How to get what the CMake target makes: in a build tree, in the sources, or in an installed package."""
+    build = os.path.dirname(os.path.dirname(_FOLDER))
+    if os.path.exists(os.path.join(build, "CMakeCache.txt")):
+        return f"this is a build tree, and the target is not built: cmake --build {build} --target {target}"
+    if os.path.exists(os.path.join(build, "CMakeLists.txt")):
+        return (f"these are te-fl's sources: pip install {build}, or put a build tree's python folder on PYTHONPATH "
+                "(cmake -S . -B build/release && cmake --build build/release; PYTHONPATH=build/release/python)")
+    return "this te_fl was installed incompletely; install it again"
+
+
+def native() -> Optional[str]:
+    """Why the native module cannot be imported; None if it is there."""
+    if os.path.exists(os.path.join(_FOLDER, "_native.abi3.so")):
+        return None
+    return f"te_fl's native module is not in {_FOLDER}: {advice('te_fl_python')}"

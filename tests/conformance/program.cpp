@@ -1,0 +1,411 @@
+// Runs the conformance table on every implementation that is registered, through the dispatcher:
+// the program conformance, and `te-fl conformance`. See --help.
+#include "conformance/program.hpp"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include "conformance/case.hpp"
+#include "conformance/coverage.hpp"
+#include "conformance/run.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl::conformance {
+namespace {
+
+constexpr int kNothingToRun = 77;
+
+constexpr char kHelp[] =
+    "conformance [options]\n"
+    "  --impl ID        only this implementation (default: every one that is registered)\n"
+    "  --op NAME        only this op\n"
+    "  --family NAME    only this family of ops\n"
+    "  --case SUBSTR    only cases whose name contains this\n"
+    "  --device DEVICE  in whose memory the tensors are (default cpu), e.g. cuda:0\n"
+    "  --reduced        a quarter of the table, without the large cases (for sanitizer builds)\n"
+    "  --sparse         a sixteenth of it, likewise (for drivers that compile each case)\n"
+    "  --skip-large     leaves out the large cases\n"
+    "  --fuzz SEED      also 20 cases of drawn shapes and types for every op whose cases come in "
+    "any shape\n"
+    "  --sweep          instead of the table: every row length from 1 to 300 and powers of two, "
+    "for\n"
+    "                   every op whose cases have rows\n"
+    "  --list           print the cases, run nothing\n"
+    "  --plugin P       load this plugin first (path, or a name from the manifests)\n"
+    "  --expected FILE  cases that an implementation is known not to support; with it, also those\n"
+    "                   of --plugin fail on any other refusal (without: refusals are counted)\n"
+    "  --json FILE      every result\n"
+    "  --report         a markdown table of ops and implementations\n"
+    "  --self-check     prove for every case that passes that a wrong result would have failed\n"
+    "  --coverage       say what the op specification allows and no case does, and\n"
+    "                   which declared exceptions match no case; run nothing\n"
+    "Exit code: 0 all right, 1 failures, 2 wrong usage, 77 nothing to run.\n"
+    "Example: conformance --impl reference.host --case gelu/f32/7x33\n";
+
+struct Options {
+  std::string impl, op, family, substring, json, fuzz, device = "cpu", expected, folder;
+  std::vector<std::string> plugins;
+  std::set<std::string> built_in;  // implementations that did not come from `plugins`
+  bool reduced = false, sparse = false, skip_large = false, sweep = false, list = false,
+       report = false, self_check = false, coverage = false, help = false;
+  std::string expected_file() const {
+    return expected.empty() ? folder + "/expected_unsupported.txt" : expected;
+  }
+  bool filtered() const {
+    return !impl.empty() || !op.empty() || !family.empty() || !substring.empty() || reduced ||
+           sparse || skip_large || sweep;
+  }
+};
+
+// Empty, or the mistake.
+std::string parse(int argc, char** argv, Options& o) {
+  const std::map<std::string, std::string*> texts = {
+      {"--impl", &o.impl},      {"--op", &o.op},     {"--family", &o.family},
+      {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
+      {"--device", &o.device},  {"--fuzz", &o.fuzz}};
+  const std::map<std::string, bool*> flags = {
+      {"--reduced", &o.reduced},       {"--sparse", &o.sparse},     {"--skip-large", &o.skip_large},
+      {"--sweep", &o.sweep},           {"--list", &o.list},         {"--report", &o.report},
+      {"--self-check", &o.self_check}, {"--coverage", &o.coverage}, {"--help", &o.help}};
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (const auto flag = flags.find(word); flag != flags.end()) {
+      *flag->second = true;
+      continue;
+    }
+    const auto text = texts.find(word);
+    if (text == texts.end() && word != "--plugin") return "unknown option " + word + "; see --help";
+    if (++i == argc) return word + " wants a value";
+    if (word == "--plugin")
+      o.plugins.push_back(argv[i]);
+    else
+      *text->second = argv[i];
+  }
+  return {};
+}
+
+// One line of expected_unsupported.txt: impl | op | pattern of the case's name | reason.
+struct Unsupported {
+  std::string impl, op, pattern, reason;
+  bool used = false;
+};
+
+std::string trimmed(const std::string& s) {
+  const size_t a = s.find_first_not_of(" \t"), b = s.find_last_not_of(" \t");
+  return a == std::string::npos ? "" : s.substr(a, b - a + 1);
+}
+
+std::vector<Unsupported> read_expected(const std::string& path, std::string& error) {
+  std::vector<Unsupported> all;
+  std::ifstream file(path);
+  if (!file) error = "cannot read " + path;
+  std::string line;
+  for (int number = 1; std::getline(file, line); ++number) {
+    if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
+    std::vector<std::string> parts;
+    std::stringstream fields(line);
+    for (std::string field; std::getline(fields, field, '|');) parts.push_back(trimmed(field));
+    if (parts.size() != 4 || parts[3].empty()) {
+      error =
+          path + ":" + std::to_string(number) + ": must be \"impl | op | case pattern | reason\"";
+      return all;
+    }
+    all.push_back({parts[0], parts[1], parts[2], parts[3]});
+  }
+  return all;
+}
+
+struct Tally {
+  int passed = 0, failed = 0, unsupported = 0;
+  double milliseconds = 0;
+};
+
+class Runner {
+ public:
+  Runner(Options o, std::vector<Unsupported> expected, Device device)
+      : options_(std::move(o)), expected_(std::move(expected)), device_(device) {}
+  int run(const Table& table);
+
+ private:
+  void one(const Case& c, Prepared& prepared, const std::string& impl);
+  void settle(const Case& c, const std::string& impl, Result& result);
+  void print_summary() const;
+  void print_report() const;
+  int finish();
+
+  Options options_;
+  std::vector<Unsupported> expected_;
+  Device device_;
+  std::map<std::pair<std::string, std::string>, Tally> tallies_;  // op, impl
+  std::set<std::string> impls_;
+  nlohmann::json results_ = nlohmann::json::array();
+};
+
+bool drawn(const Case& c) {
+  return c.name.find("/fuzz/") != std::string::npos || c.name.find("/sweep/") != std::string::npos;
+}
+
+// Compares the outcome with what is declared. What a drawn case may be refused for cannot be.
+void Runner::settle(const Case& c, const std::string& impl, Result& result) {
+  if (drawn(c)) return;
+  Unsupported* listed = nullptr;
+  for (Unsupported& u : expected_) {
+    const auto matches = [](const std::string& pattern, const std::string& text) {
+      return fnmatch(pattern.c_str(), text.c_str(), 0) == 0;
+    };
+    if (u.impl == impl && matches(u.op, c.op) && matches(u.pattern, c.name))
+      listed = &u, u.used = true;
+  }
+  if (result.outcome == Outcome::kUnsupported && listed == nullptr &&
+      (!options_.expected.empty() || options_.built_in.count(impl) != 0)) {
+    result.outcome = Outcome::kFail;
+    result.message =
+        "not supported, and not declared in " + options_.expected_file() + ": " + result.message;
+  } else if (result.outcome == Outcome::kPass && listed != nullptr) {
+    result.outcome = Outcome::kFail;
+    result.message = "passes, but " + options_.expected_file() + " says: " + listed->reason;
+  }
+}
+
+void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
+  Result result = prepared.run(impl);
+  if (result.outcome == Outcome::kPass && options_.self_check) {
+    const std::string unnoticed = prepared.self_check(impl);
+    if (!unnoticed.empty())
+      result.outcome = Outcome::kFail, result.message = "self-check: " + unnoticed;
+  }
+  settle(c, impl, result);
+  Tally& tally = tallies_[{c.op, impl}];
+  tally.milliseconds += result.milliseconds;
+  ++(result.outcome == Outcome::kPass   ? tally.passed
+     : result.outcome == Outcome::kFail ? tally.failed
+                                        : tally.unsupported);
+  static const char* const outcomes[] = {"pass", "fail", "unsupported"};
+  results_.push_back({{"op", c.op},
+                      {"impl", impl},
+                      {"case", c.name},
+                      {"result", outcomes[static_cast<int>(result.outcome)]},
+                      {"milliseconds", result.milliseconds},
+                      {"message", result.message}});
+  if (result.outcome != Outcome::kFail) return;
+  std::printf("FAIL  %s  %s\n      %s\n      conformance --impl %s --op %s --case '%s'%s\n",
+              impl.c_str(), c.name.c_str(), result.message.c_str(), impl.c_str(), c.op.c_str(),
+              c.name.c_str(),
+              (options_.sweep ? std::string(" --sweep")
+               : drawn(c)     ? " --fuzz " + options_.fuzz
+                              : std::string())
+                  .c_str());
+}
+
+int Runner::run(const Table& table) {
+  std::map<std::string, std::vector<std::string>> serves;  // op -> impls
+  for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
+    if (!options_.impl.empty() && info.impl_id != options_.impl) continue;
+    serves[info.op].push_back(info.impl_id);
+    impls_.insert(info.impl_id);
+  }
+  std::set<std::string> tested;
+  for (const Case& c : table) {
+    tested.insert(c.op);
+    if (serves[c.op].empty()) continue;
+    Prepared prepared(c, device_);
+    for (const std::string& impl : serves[c.op]) one(c, prepared, impl);
+  }
+  if (!options_.filtered()) {
+    for (const auto& [op, impls] : serves)
+      if (!impls.empty() && tested.count(op) == 0 && op.find("::") == std::string::npos) {
+        std::printf("FAIL  %s has an implementation and no case\n", op.c_str());
+        ++tallies_[{op, impls[0]}].failed;
+      }
+  }
+  return finish();
+}
+
+void Runner::print_summary() const {
+  std::printf("%-46s %-24s %7s %7s %12s %10s\n", "op", "implementation", "passed", "failed",
+              "unsupported", "ms");
+  for (const auto& [key, t] : tallies_)
+    std::printf("%-46s %-24s %7d %7d %12d %10.1f\n", key.first.c_str(), key.second.c_str(),
+                t.passed, t.failed, t.unsupported, t.milliseconds);
+}
+
+void Runner::print_report() const {
+  std::set<std::string> ops;
+  for (const auto& [key, t] : tallies_) ops.insert(key.first);
+  std::printf("| op |");
+  for (const std::string& impl : impls_) std::printf(" %s |", impl.c_str());
+  std::printf("\n|---|");
+  for (size_t i = 0; i < impls_.size(); ++i) std::printf("---|");
+  std::printf("\n");
+  for (const std::string& op : ops) {
+    std::printf("| %s |", op.c_str());
+    for (const std::string& impl : impls_) {
+      const auto t = tallies_.find({op, impl});
+      if (t == tallies_.end())
+        std::printf(" - |");
+      else if (t->second.failed > 0)
+        std::printf(" %d failed |", t->second.failed);
+      else if (t->second.unsupported > 0)
+        std::printf(" %d, %d not supported |", t->second.passed, t->second.unsupported);
+      else
+        std::printf(" %d |", t->second.passed);
+    }
+    std::printf("\n");
+  }
+}
+
+int Runner::finish() {
+  if (tallies_.empty()) {
+    std::printf("nothing to run: no registered implementation matches\n");
+    return kNothingToRun;
+  }
+  int passed = 0, failed = 0, unsupported = 0;
+  for (const auto& [key, t] : tallies_)
+    passed += t.passed, failed += t.failed, unsupported += t.unsupported;
+  for (const Unsupported& u : expected_) {
+    if (u.used || options_.filtered() || impls_.count(u.impl) == 0) continue;
+    std::printf("FAIL  expected_unsupported.txt: no case matches %s | %s | %s\n", u.impl.c_str(),
+                u.op.c_str(), u.pattern.c_str());
+    ++failed;
+  }
+  if (options_.report)
+    print_report();
+  else
+    print_summary();
+  std::printf("%d passed, %d failed, %d not supported\n", passed, failed, unsupported);
+  if (!options_.json.empty()) std::ofstream(options_.json) << results_.dump(1) << "\n";
+  return failed == 0 ? 0 : 1;
+}
+
+Table selected(const Options& o) {
+  Table chosen;
+  std::map<std::string, int> per_op;
+  Table all;
+  if (o.sweep) {
+    for (const std::string& op : OpManager::instance().registry().op_names())
+      for (Case& c : sweep_cases(op)) all.push_back(std::move(c));
+  } else {
+    all = all_cases();
+  }
+  if (!o.fuzz.empty())
+    for (Case& c : fuzz_cases(std::stoull(o.fuzz), 20)) all.push_back(std::move(c));
+  for (Case& c : all) {
+    if (!o.op.empty() && c.op != o.op) continue;
+    if (!o.family.empty() && c.family != o.family) continue;
+    if (c.name.find(o.substring) == std::string::npos) continue;
+    // Some of every op at least.
+    const int first = o.sparse ? 2 : 3, each = o.sparse ? 16 : 4;
+    const bool keep = !c.large && (per_op[c.op] < first || (c.seed >> 32) % each == 0);
+    if (((o.reduced || o.sparse) && !keep) || (o.skip_large && c.large)) continue;
+    ++per_op[c.op];
+    chosen.push_back(std::move(c));
+  }
+  return chosen;
+}
+
+// Lines of uncovered() that are not exempt (a shell pattern and a reason per line).
+int print_coverage(const Table& table, const std::string& exempt) {
+  std::string error;
+  std::vector<Unsupported> exemptions = read_expected(exempt, error);
+  if (!error.empty()) {
+    std::fprintf(stderr, "conformance: %s\n", error.c_str());
+    return 2;
+  }
+  int missing = 0;
+  for (const std::string& line : uncovered(table)) {
+    bool listed = false;
+    for (Unsupported& u : exemptions)
+      if (fnmatch((u.op + " " + u.pattern).c_str(), line.c_str(), 0) == 0) listed = u.used = true;
+    if (listed) continue;
+    std::printf("not covered: %s\n", line.c_str());
+    ++missing;
+  }
+  for (const Unsupported& u : exemptions) {
+    if (u.used) continue;
+    std::printf("%s: nothing is exempted by %s%s\n", exempt.c_str(), (u.op + " ").c_str(),
+                u.pattern.c_str());
+    ++missing;
+  }
+  std::printf("%d not covered\n", missing);
+  return missing == 0 ? 0 : 1;
+}
+
+// Lines of expected_unsupported.txt that no case's name matches: a filtered run cannot tell.
+int print_stale(const Table& table, const std::vector<Unsupported>& expected) {
+  int stale = 0;
+  for (const Unsupported& u : expected) {
+    const bool matches = std::any_of(table.begin(), table.end(), [&](const Case& c) {
+      return fnmatch(u.op.c_str(), c.op.c_str(), 0) == 0 &&
+             fnmatch(u.pattern.c_str(), c.name.c_str(), 0) == 0;
+    });
+    if (matches) continue;
+    std::printf("expected_unsupported.txt: no case matches %s | %s | %s\n", u.impl.c_str(),
+                u.op.c_str(), u.pattern.c_str());
+    ++stale;
+  }
+  return stale;
+}
+
+int run(int argc, char** argv, const std::string& folder) {
+  Options o;
+  o.folder = folder;
+  std::string error = parse(argc, argv, o);
+  if (o.help) {
+    std::fputs(kHelp, stdout);
+    return 0;
+  }
+  std::vector<Unsupported> expected;
+  if (error.empty()) expected = read_expected(o.expected_file(), error);
+  if (!error.empty()) {
+    std::fprintf(stderr, "conformance: %s\n", error.c_str());
+    return 2;
+  }
+  OpManager::instance();  // registers the built-in backends
+  for (const OpImplInfo& info : OpRegistry::instance().snapshot()) o.built_in.insert(info.impl_id);
+  for (const std::string& plugin : o.plugins) {
+    const auto loaded = plugins::load(plugin);
+    if (loaded.ok()) continue;
+    std::fprintf(stderr, "conformance: %s\n", loaded.status().to_string().c_str());
+    return 2;
+  }
+  const Table table = selected(o);
+  if (o.list) {
+    for (const Case& c : table) std::printf("%s\n", c.name.c_str());
+    std::printf("%zu cases\n", table.size());
+    return 0;
+  }
+  if (o.coverage)
+    return print_coverage(table, o.folder + "/not_covered.txt") + print_stale(table, expected) == 0
+               ? 0
+               : 1;
+  const te_fl::Result<Device> device = parse_device(o.device);
+  const Status found = device.ok() ? devices::find(*device).status() : device.status();
+  if (!found.ok()) {
+    std::fprintf(stderr, "conformance: --device %s: %s\n", o.device.c_str(),
+                 found.to_string().c_str());
+    return 2;
+  }
+  return Runner(o, std::move(expected), *device).run(table);
+}
+
+}  // namespace
+
+int run_program(int argc, char** argv, const std::string& folder) {
+  try {
+    return run(argc, argv, folder);
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "conformance: %s\n", e.what());
+    return 2;
+  }
+}
+
+}  // namespace te_fl::conformance
