@@ -48,6 +48,20 @@ Status shape_error(const char* name, const Tensor& tensor, const std::string& wa
                           "; it must be " + want);
 }
 
+// A mask tensor with a padding mask type, which reads lengths alone.
+Status check_mask(const AttentionInputs& inputs, MaskType type) {
+  const bool padding = type == MaskType::kPadding || type == MaskType::kPaddingCausal ||
+                       type == MaskType::kPaddingCausalBottomRight;
+  if (!padding || !inputs.attn_mask.defined()) return {};
+  return invalid_argument(
+      "DotProductAttention: attn_mask is given with " +
+      std::string(type == MaskType::kPadding         ? "kPadding"
+                  : type == MaskType::kPaddingCausal ? "kPaddingCausal"
+                                                     : "kPaddingCausalBottomRight") +
+      ", and is read with kArbitrary alone; give padding_mask_q (and padding_mask_kv where keys "
+      "differ), or cu_seqlens_q");
+}
+
 Status check_softcap(float softcap) {
   if (softcap >= 0 && std::isfinite(softcap)) return {};
   return invalid_argument("DotProductAttention: softcap is " + std::to_string(softcap) +
@@ -381,10 +395,14 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
         "DotProductAttention: padding_mask_q is given with the thd layout, whose sequences have no "
         "padding that a mask could name; give cu_seqlens_q and cu_seqlens_q_padded");
   }
-  TE_FL_ASSIGN_OR_RETURN(record->inputs, resolve_padding_masks(inputs, impl_->options.mask_type));
   AttentionInputs& in = record->inputs;
-  TE_FL_RETURN_IF_ERROR(detail::check_window("DotProductAttention", in.window_left.value_or(-1),
-                                             in.window_right.value_or(-1)));
+  in = inputs;
+  in.window_left = inputs.window_left.value_or(impl_->options.window_left);
+  in.window_right = inputs.window_right.value_or(impl_->options.window_right);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_window("DotProductAttention", *in.window_left, *in.window_right));
+  TE_FL_RETURN_IF_ERROR(check_mask(in, in.mask_type.value_or(impl_->options.mask_type)));
+  TE_FL_ASSIGN_OR_RETURN(in, resolve_padding_masks(in, impl_->options.mask_type));
   TE_FL_RETURN_IF_ERROR(check_softcap(in.softcap.value_or(0)));
   if (!in.cu_seqlens_kv.defined()) {
     in.cu_seqlens_kv = in.cu_seqlens_q;

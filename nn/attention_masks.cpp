@@ -46,6 +46,11 @@ struct Padding {
   std::vector<uint8_t> padded;
 
   bool at(int64_t b, int64_t i) const { return padded[static_cast<size_t>(b * length + i)] != 0; }
+  // How many of a sequence are no padding.
+  int64_t count(int64_t b) const {
+    const auto row = padded.begin() + b * length;
+    return std::count(row, row + length, 0);
+  }
   // The true length of a sequence whose padding is all at its end, else -1.
   int64_t trailing_length(int64_t b) const {
     int64_t count = 0;
@@ -98,14 +103,28 @@ Result<Tensor> prefix_sums(const Padding& padding, const Device& device) {
   return sums.to(device);
 }
 
-// U8 [batch, 1, Sq, Skv], 1 where the query or the key is padding.
-Result<Tensor> pair_mask(const Padding& q, const Padding& kv, const Device& device) {
+// Keys that a query sees by their distance from it, -1: no bound. The query is level with the key
+// of its index, or with a later one by as many as the sequence has more keys than queries.
+struct Band {
+  int64_t left = -1, right = -1;
+  bool bottom_right = false;
+};
+
+// U8 [batch, 1, Sq, Skv], 1 where the query or the key is padding, or the key is outside the band.
+Result<Tensor> pair_mask(const Padding& q, const Padding& kv, const Band& band,
+                         const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor mask,
                          Tensor::empty({q.batch, 1, q.length, kv.length}, DType::kU8));
   uint8_t* out = mask.data<uint8_t>();
   for (int64_t b = 0; b < q.batch; ++b) {
+    const int64_t shift = band.bottom_right ? kv.count(b) - q.count(b) : 0;
     for (int64_t i = 0; i < q.length; ++i) {
-      for (int64_t j = 0; j < kv.length; ++j) *out++ = q.at(b, i) || kv.at(b, j) ? 1 : 0;
+      for (int64_t j = 0; j < kv.length; ++j) {
+        const int64_t distance = j - (i + shift);
+        const bool outside =
+            (band.left >= 0 && distance < -band.left) || (band.right >= 0 && distance > band.right);
+        *out++ = outside || q.at(b, i) || kv.at(b, j) ? 1 : 0;
+      }
     }
   }
   return mask.to(device);
@@ -160,10 +179,16 @@ Result<AttentionInputs> resolve_padding_masks(const AttentionInputs& inputs, Mas
         "kPaddingCausalBottomRight, whose diagonal depends on the lengths; give an attn_mask with "
         "kArbitrary instead");
   }
-  TE_FL_ASSIGN_OR_RETURN(result.attn_mask, pair_mask(q, kv, device));
+  // The mask takes the causal bound and the window in: an arbitrary mask's own window would count
+  // from the extents, not from the sequences' lengths.
+  const bool causal = type == MaskType::kPaddingCausal;
+  const Band band{.left = inputs.window_left.value_or(-1),
+                  .right = causal ? 0 : inputs.window_right.value_or(-1),
+                  .bottom_right = !causal};
+  TE_FL_ASSIGN_OR_RETURN(result.attn_mask, pair_mask(q, kv, band, device));
   result.mask_type = MaskType::kArbitrary;
-  // Arbitrary masks have the diagonal of kPaddingCausal, that of the top-left corner.
-  if (type == MaskType::kPaddingCausal) result.window_right = 0;
+  if (inputs.window_left) result.window_left = -1;
+  if (inputs.window_right) result.window_right = -1;
   return result;
 }
 

@@ -8,12 +8,11 @@
 //
 // The semantics, in one place. q_len and kv_len are the numbers of queries and keys of sequence b:
 // its true lengths (from cu_seqlens) with layout thd or a padding mask type, else Sq and Sk.
-//  - diagonal = kv_len - q_len with causal_bottom_right and padding_causal_bottom_right, else 0.
+//  - diagonal = 0 with causal and padding_causal, else kv_len - q_len (arbitrary: Sk - Sq).
 //    Query i is level with key i + diagonal; a negative one leaves the first queries without keys.
 //  - The causal types mask keys j > i + diagonal.
 //  - window_left >= 0 masks j < i + diagonal - window_left, window_right >= 0 masks
-//    j > i + diagonal + window_right, on top of any mask type (none, padding, arbitrary: from the
-//    top-left diagonal).
+//    j > i + diagonal + window_right, on top of any mask type.
 //  - Queries i >= q_len and keys j >= kv_len are padding and masked.
 //  - arbitrary masks where attn_mask is not 0.
 //  - A score is cap(scale * q.k) + bias + ALiBi; ALiBi is slope * (j - i - (kv_len - q_len)) for

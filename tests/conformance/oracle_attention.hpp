@@ -52,11 +52,10 @@ struct Attention {
 
 inline bool Attention::masked(int64_t n, int64_t head, int64_t i, int64_t j) const {
   if (i >= q_length(n) || j >= k_length(n)) return true;
-  const bool bottom_right = mask == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT ||
-                            mask == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
-  const bool causal =
-      bottom_right || mask == TE_FL_MASK_TYPE_CAUSAL || mask == TE_FL_MASK_TYPE_PADDING_CAUSAL;
-  const int64_t diagonal = i + (bottom_right ? k_length(n) - q_length(n) : 0);
+  const bool top_left = mask == TE_FL_MASK_TYPE_CAUSAL || mask == TE_FL_MASK_TYPE_PADDING_CAUSAL;
+  const bool causal = top_left || mask == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT ||
+                      mask == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+  const int64_t diagonal = i + (top_left ? 0 : k_length(n) - q_length(n));
   if (causal && j > diagonal) return true;
   if (left >= 0 && j < diagonal - left) return true;
   if (right >= 0 && j > diagonal + right) return true;

@@ -195,6 +195,7 @@ INSTANTIATE_TEST_SUITE_P(
         PaddingCase{"at_the_end_causal", MaskType::kPaddingCausal, kEndQ, kEndKv},
         PaddingCase{"at_the_end_bottom_right", MaskType::kPaddingCausalBottomRight, kEndQ, kEndKv},
         PaddingCase{"at_the_end_window", MaskType::kPadding, kEndQ, kEndKv, 1},
+        PaddingCase{"anywhere_with_a_window", MaskType::kPadding, kBeginQ, kHolesKv, 1},
         PaddingCase{"anywhere", MaskType::kPadding, kBeginQ, kHolesKv},
         PaddingCase{"anywhere_causal", MaskType::kPaddingCausal, kBeginQ, kHolesKv},
         PaddingCase{"anywhere_window", MaskType::kPaddingCausal, kBeginQ, kHolesKv, 2}),
@@ -222,9 +223,11 @@ TEST(PaddingMaskRules, ResolvedOnceServesManyLayers) {
   inputs.padding_mask_q = bytes({2, 3}, {1, 0, 0, 0, 0, 0});
   const AttentionInputs anywhere = take(resolve_padding_masks(inputs, MaskType::kPaddingCausal));
   EXPECT_EQ(anywhere.mask_type, MaskType::kArbitrary);
-  EXPECT_EQ(anywhere.window_right, 0);
   EXPECT_FALSE(anywhere.cu_seqlens_q.defined());
-  EXPECT_EQ(anywhere.attn_mask.numel(), 18);
+  ASSERT_EQ(anywhere.attn_mask.numel(), 18);
+  const auto* masked = static_cast<const uint8_t*>(anywhere.attn_mask.raw_data());
+  EXPECT_EQ(std::vector<uint8_t>(masked, masked + 18),
+            std::vector<uint8_t>({1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0}));
 }
 
 TEST(PaddingMaskRules, WhatDoesNotFitIsNamed) {
@@ -253,6 +256,13 @@ TEST(PaddingMaskRules, WhatDoesNotFitIsNamed) {
   inputs = {};
   inputs.padding_mask_q = bytes({1, 3}, {0, 0, 1});
   EXPECT_FAILS(thd->forward(x, x, x, nullptr, inputs).status(), kInvalidArgument, "thd layout");
+  auto dense = take(DotProductAttention::create(
+      {.num_attention_heads = 1, .head_dim = 4, .mask_type = MaskType::kPadding}));
+  const Tensor y = tensor({3, 1, 1, 4}, random_values(12, 1));
+  inputs = {};
+  inputs.attn_mask = bytes({1, 1, 1, 3}, {0, 0, 1});
+  EXPECT_FAILS(dense->forward(y, y, y, nullptr, inputs).status(), kInvalidArgument,
+               "attn_mask is given with kPadding");
 }
 
 }  // namespace

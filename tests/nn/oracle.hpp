@@ -215,9 +215,17 @@ inline Values attention(const AttentionConfig& c, const Values& q, const Values&
                   sk = static_cast<int64_t>(kv_rows.size());
     const int64_t true_q = c.lengths_q.empty() ? sq : c.lengths_q[b];
     const int64_t true_k = c.lengths_kv.empty() ? sk : c.lengths_kv[b];
-    const bool bottom =
-        c.mask == MaskType::kCausalBottomRight || c.mask == MaskType::kPaddingCausalBottomRight;
-    const int64_t shift = bottom ? true_k - true_q : 0;
+    // A causal mask's name says its diagonal; a window of any other ends at the bottom right.
+    const bool bottom = c.mask != MaskType::kCausal && c.mask != MaskType::kPaddingCausal;
+    const auto unpadded = [&](const std::vector<uint8_t>& padded, int64_t length) {
+      if (padded.empty()) return length;
+      const auto row = padded.begin() + b * length;
+      return static_cast<int64_t>(std::count(row, row + length, 0));
+    };
+    const int64_t shift = !bottom ? 0
+                          : c.padded_q.empty()
+                              ? true_k - true_q
+                              : unpadded(c.padded_kv, sk) - unpadded(c.padded_q, sq);
     for (int64_t h = 0; h < c.heads; ++h) {
       const int64_t g = h / (c.heads / c.groups);
       for (int64_t i = 0; i < sq; ++i) {

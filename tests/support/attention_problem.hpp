@@ -53,17 +53,17 @@ struct Problem {
 
   bool sees(int64_t b, int64_t i, int64_t j) const {
     if (i >= q_len(b) || j >= kv_len(b)) return false;
-    int64_t level = i;  // the key level with query i
+    int64_t level = i + kv_len(b) - q_len(b);  // the key level with query i
     bool causal = false;
     switch (c.mask) {
       case TE_FL_MASK_TYPE_CAUSAL:
       case TE_FL_MASK_TYPE_PADDING_CAUSAL:
         causal = true;
+        level = i;
         break;
       case TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT:
       case TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT:
         causal = true;
-        level = i + kv_len(b) - q_len(b);
         break;
       case TE_FL_MASK_TYPE_ARBITRARY:
         if (mask[static_cast<size_t>((b * c.sq + i) * c.sk + j)] != 0) return false;

@@ -116,7 +116,9 @@ Refusal refuse_problem(const Args& a) {
       if (a.mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT) {
         return "a bottom-right mask with more queries than keys";
       }
-      if (a.window_left >= 0) return "a window to the left with more queries than keys";
+      if (a.window_left >= 0 || (a.window_right >= 0 && !causal(a.mask_type))) {
+        return "a window with more queries than keys";
+      }
     }
   }
   if (cudnn() == nullptr) return cudnn_missing();

@@ -18,9 +18,9 @@ struct KeyRange {
 // device compiler can take it as it is.
 struct MaskRule {
   bool causal = false;
-  bool bottom_right = false;
-  bool padding = false;    // a padding_* type
-  bool arbitrary = false;  // attn_mask has a say too
+  bool bottom_right = false;  // else the diagonal is the top-left corner's
+  bool padding = false;       // a padding_* type
+  bool arbitrary = false;     // attn_mask has a say too
   int64_t window_left = -1;
   int64_t window_right = -1;
 
@@ -61,10 +61,11 @@ constexpr MaskRule mask_rule(int32_t mask_type, int64_t window_left,
                              int64_t window_right) noexcept {
   constexpr int64_t kFar = int64_t{1} << 61;
   MaskRule r;
-  r.bottom_right = mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT ||
-                   mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
-  r.causal = r.bottom_right || mask_type == TE_FL_MASK_TYPE_CAUSAL ||
-             mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL;
+  const bool top_left =
+      mask_type == TE_FL_MASK_TYPE_CAUSAL || mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL;
+  r.bottom_right = !top_left;
+  r.causal = top_left || mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT ||
+             mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
   r.padding = mask_type == TE_FL_MASK_TYPE_PADDING || mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL ||
               mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
   r.arbitrary = mask_type == TE_FL_MASK_TYPE_ARBITRARY;

@@ -73,7 +73,8 @@ typedef struct te_fl_fused_attn_fwd_args {
   float dropout_p TE_FL_INIT(0.0f);
   /* keys further left than this from the diagonal are masked; -1: no bound */
   int64_t window_left TE_FL_INIT(-1);
-  /* likewise to the right; the diagonal is that of the mask type */
+  /* likewise to the right; the diagonal is that of the bottom-right corner, with causal and
+  padding_causal the top-left one */
   int64_t window_right TE_FL_INIT(-1);
   /* thd: at least the longest sequence; 0: from cu_seqlens */
   int64_t max_seqlen_q TE_FL_INIT(0);

@@ -176,6 +176,7 @@ void add_half(std::vector<Variant>& all) {
     }
     all.push_back({.dtype = kBF, .layout = layout, .sq = 70, .sk = 70, .left = 0});
     all.push_back({.dtype = kBF, .layout = layout, .sq = 70, .sk = 70, .right = 3});
+    all.push_back({.dtype = kBF, .layout = layout, .sq = 70, .sk = 150, .left = 9, .right = 3});
     all.push_back({.dtype = kBF,
                    .layout = layout,
                    .mask = TE_FL_MASK_TYPE_CAUSAL,
@@ -314,6 +315,24 @@ void add_masks(std::vector<Variant>& all) {
   for (const auto& [l, r] :
        std::vector<std::pair<int64_t, int64_t>>{{2, 2}, {0, 0}, {3, -1}, {-1, 3}, {4, 0}})
     all.push_back({.sq = 11, .sk = 11, .left = l, .right = r});
+  for (const Dims& lengths : {Dims{9, 17}, {17, 9}}) {  // a window ends at the bottom right
+    all.push_back({.sq = lengths[0], .sk = lengths[1], .left = 3, .right = 2});
+    all.push_back({.sq = lengths[0], .sk = lengths[1], .right = 2});
+    all.push_back({.layout = kS,
+                   .mask = TE_FL_MASK_TYPE_ARBITRARY,
+                   .sq = lengths[0],
+                   .sk = lengths[1],
+                   .left = 4,
+                   .right = 1});
+    all.push_back({.mask = TE_FL_MASK_TYPE_PADDING,
+                   .b = 2,
+                   .sq = lengths[0],
+                   .sk = lengths[1],
+                   .left = 2,
+                   .right = 1,
+                   .len_q = {9, 3},
+                   .len_k = {4, 8}});
+  }
   for (int mask = TE_FL_MASK_TYPE_NONE; mask <= TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
        ++mask) {
     all.push_back({.layout = kT,

@@ -84,8 +84,8 @@ inline void plain_attention_supports(const te_fl_context&, const te_fl_fused_att
 template <bool no_odd_tail>
 void plain_attention(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
   const AttentionView t{a};
-  const bool bottom_right = a.mask_type == TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT ||
-                            a.mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT;
+  const bool top_left =
+      a.mask_type == TE_FL_MASK_TYPE_CAUSAL || a.mask_type == TE_FL_MASK_TYPE_PADDING_CAUSAL;
   const int64_t used = no_odd_tail && t.causal() && t.d > 1 ? t.d / 2 * 2 : t.d;
   constexpr double kMasked = -std::numeric_limits<double>::infinity();
   for (int64_t n = 0; n < t.b; ++n) {
@@ -93,7 +93,7 @@ void plain_attention(const te_fl_context&, const te_fl_fused_attn_fwd_args& a) {
     const int64_t keys = t.length(a.cu_seqlens_kv, n, t.sk);
     for (int64_t head = 0; head < t.h; ++head)
       for (int64_t i = 0; i < t.sq; ++i) {
-        const int64_t diagonal = i + (bottom_right ? keys - queries : 0);
+        const int64_t diagonal = i + (top_left ? 0 : keys - queries);
         std::vector<double> p(static_cast<size_t>(t.sk), kMasked);
         for (int64_t j = 0; i < queries && j < keys; ++j) {
           if (t.causal() && j > diagonal) continue;
